@@ -1,0 +1,59 @@
+# make setup   .venv with everything pinned, the tools of the tests, the embedded model and data
+# make demo    the same without the tools of the tests, then a federation of nine clients: a few minutes
+# make test    lint, format, types, import rules, tests, and a short real training that is audited
+#
+# A stamp in .venv stands for each step of the set-up that is done, so nothing is done twice.
+
+SHELL := /usr/bin/env bash
+.SHELLFLAGS := -euo pipefail -c
+.DELETE_ON_ERROR:
+.PHONY: setup demo test lint unit smoke clean
+
+PYTHON ?= python3 python3.13 python3.12 python3.11
+BIN := .venv/bin
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
+SMOKE_DIR := .venv/smoke
+
+setup: .venv/dev.stamp .venv/fetched.stamp
+
+demo: .venv/fetched.stamp
+	$(BIN)/atlas run --preset quick --resume
+
+# the tests come last, so that their closing line does too
+test: lint smoke unit
+
+lint: .venv/dev.stamp
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+unit: setup
+	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist loadfile
+
+smoke: setup
+	rm -rf $(SMOKE_DIR)
+	$(BIN)/atlas run --preset smoke --audit --name smoke --runs-dir $(SMOKE_DIR)
+	$(BIN)/atlas audit smoke --runs-dir $(SMOKE_DIR)
+
+clean:
+	rm -rf .venv build dist .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis
+
+.venv/venv.stamp:
+	@for python in $(PYTHON); do \
+		"$$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || continue; \
+		echo "$$python -m venv .venv"; "$$python" -m venv .venv; touch $@; exit 0; \
+	done; \
+	echo "Python 3.11 or later not found among: $(PYTHON); install one, or name it: make setup PYTHON=/path/to/python"; exit 1
+
+.venv/installed.stamp: .venv/venv.stamp pyproject.toml constraints.txt
+	$(PIP) --editable .
+	touch $@
+
+.venv/dev.stamp: .venv/installed.stamp
+	$(PIP) --editable '.[dev,gguf]'
+	touch $@
+
+.venv/fetched.stamp: .venv/installed.stamp
+	$(BIN)/atlas fetch embedded
+	touch $@

@@ -1,0 +1,91 @@
+"""ATLAS: federated fine-tuning of transformers across clients with different tasks, devices and data.
+
+    from atlas_fl import find_preset, run_config, with_values
+
+    config = with_values(find_preset("quick"), {"strategy": "atlas", "eta": "0.2"})
+    result = run_config(config)
+    print(result.summary["overall"]["final"]["test"])
+
+This page is the public API. A name is imported when it is first used, so `import atlas_fl` costs nothing.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from atlas_fl.audit import AuditReport as AuditReport
+    from atlas_fl.audit import audit as audit_run  # noqa: F401
+    from atlas_fl.config import ClusteringConfig as ClusteringConfig
+    from atlas_fl.config import Config as Config
+    from atlas_fl.config import DataConfig as DataConfig
+    from atlas_fl.config import MixingConfig as MixingConfig
+    from atlas_fl.config import ModelConfig as ModelConfig
+    from atlas_fl.config import RanksConfig as RanksConfig
+    from atlas_fl.config import RunConfig as RunConfig
+    from atlas_fl.config import TrainingConfig as TrainingConfig
+    from atlas_fl.config import config_hash as config_hash
+    from atlas_fl.config import differences as differences
+    from atlas_fl.config import load_config as load_config
+    from atlas_fl.config import run_folder as run_folder
+    from atlas_fl.config import to_toml as to_toml
+    from atlas_fl.config import validate as validate
+    from atlas_fl.config import with_values as with_values
+    from atlas_fl.errors import AtlasError as AtlasError
+    from atlas_fl.errors import BudgetError as BudgetError
+    from atlas_fl.errors import CheckpointError as CheckpointError
+    from atlas_fl.errors import ConfigError as ConfigError
+    from atlas_fl.errors import DataError as DataError
+    from atlas_fl.errors import ModelError as ModelError
+    from atlas_fl.errors import ProtocolError as ProtocolError
+    from atlas_fl.events import Event as Event
+    from atlas_fl.events import Note as Note
+    from atlas_fl.events import PhaseStarted as PhaseStarted
+    from atlas_fl.events import Progress as Progress
+    from atlas_fl.events import RoundFinished as RoundFinished
+    from atlas_fl.export import export as export_client  # noqa: F401
+    from atlas_fl.io.folder import RunFolder as RunFolder
+    from atlas_fl.io.folder import find_run as find_run
+    from atlas_fl.plan import Plan as Plan
+    from atlas_fl.plan import make_plan as make_plan
+    from atlas_fl.presets import find_preset as find_preset
+    from atlas_fl.report import draw_all as draw_all
+    from atlas_fl.report.tables import comparison as comparison
+    from atlas_fl.run import RunResult as RunResult
+    from atlas_fl.run import resume as resume_run  # noqa: F401
+    from atlas_fl.run import run as run_config  # noqa: F401
+    from atlas_fl.sweep import grid as grid
+    from atlas_fl.sweep import run_all as run_all
+    from atlas_fl.sweep import seeds as seeds
+
+_HOMES = {
+    "audit": "AuditReport audit_run",
+    "config": "ClusteringConfig Config DataConfig MixingConfig ModelConfig RanksConfig RunConfig TrainingConfig "
+    "config_hash differences load_config run_folder to_toml validate with_values",
+    "errors": "AtlasError BudgetError CheckpointError ConfigError DataError ModelError ProtocolError",
+    "events": "Event Note PhaseStarted Progress RoundFinished",
+    "export": "export_client",
+    "io.folder": "RunFolder find_run",
+    "plan": "Plan make_plan",
+    "presets": "find_preset",
+    "report": "draw_all",
+    "report.tables": "comparison",
+    "run": "RunResult resume_run run_config",
+    "sweep": "grid run_all seeds",
+}
+"""The names above by the module that they come from."""
+
+_PUBLIC = {name: module for module, names in _HOMES.items() for name in names.split()}
+_ELSEWHERE = {"audit_run": "audit", "export_client": "export", "resume_run": "resume", "run_config": "run"}
+"""What they are called at home; here no name may be that of a submodule, which Python would put in its place."""
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _PUBLIC:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(import_module(f"{__name__}.{_PUBLIC[name]}"), _ELSEWHERE.get(name, name))
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(_PUBLIC)

@@ -1,0 +1,148 @@
+"""From a config to the things that a run works with: clients with their data and devices, and the site they share."""
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from atlas_fl.clients.base import ClientTokens, Site
+from atlas_fl.config import Config
+from atlas_fl.errors import ConfigError
+from atlas_fl.io.fetch import embedded_dir
+from atlas_fl.lora.adapters import init_adapters, init_head, lora_scale
+from atlas_fl.lora.peft_io import default_targets
+from atlas_fl.models.backbone import Backbone, layer_of, load_backbone, model_shape, module_dims
+from atlas_fl.models.family import head_shapes
+from atlas_fl.models.registry import suggested_lr
+from atlas_fl.models.shape import ModelShape
+from atlas_fl.models.tokens import Encoded, encode
+from atlas_fl.ranks.devices import Device, find_devices
+from atlas_fl.ranks.memory import activation_bytes
+from atlas_fl.tasks import find_tasks
+from atlas_fl.tasks.clients import ClientData, make_clients
+from atlas_fl.tasks.spec import Rows, Source
+from atlas_fl.types import Params
+
+# Beyond this many tokens a CPU gains nothing from larger packs: the products are at the hardware's limit.
+CPU_PACK_TOKENS, CUDA_PACK_TOKENS = 4096, 65536
+
+
+@dataclass(frozen=True, kw_only=True)
+class Assembly:
+    """The parts of a run, before anything is planned or trained."""
+
+    config: Config
+    clients: tuple[ClientData, ...]
+    devices: tuple[Device, ...]
+    """One for each client."""
+    site: Site
+    shape: ModelShape
+    layer_of: dict[str, int]
+    """Block of every adapted module."""
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The clients' names, in the order of the run."""
+        return tuple(client.name for client in self.clients)
+
+    def start(self, client: ClientData, ranks: tuple[int, ...]) -> Params:
+        """The shared initialisation at these ranks per layer: what every client of one task begins with."""
+        modules = self.site.modules
+        dims = {name: module_dims(module) for name, module in modules.items()}
+        by_module = {name: ranks[self.layer_of[name]] for name in modules}
+        seed, backbone = self.config.run.seed, self.site.backbone
+        shapes = head_shapes(backbone.family, hidden=backbone.hidden, num_labels=client.task.num_labels)
+        return {
+            **init_adapters(dims, by_module, seed=seed),
+            **init_head(shapes, seed=seed, group=client.task.name),
+        }
+
+
+def assemble(config: Config) -> Assembly:
+    """Load the tasks, deal them out, load the backbone and tokenise.
+
+    Raises an `AtlasError` for whatever the config names that is not to be had.
+    """
+    source = Source(
+        cache_dir=embedded_dir(), data_dir=None if config.data.data_dir is None else Path(config.data.data_dir)
+    )
+    devices = find_devices(config.data.devices, config.data.device)
+    clients = make_clients(
+        find_tasks(config.data.tasks, config.data.task),
+        source,
+        clients_per_task=config.data.clients_per_task,
+        samples=config.data.samples,
+        validation_samples=config.data.validation_samples,
+        test_samples=config.data.test_samples,
+        partition=config.data.partition,
+        dirichlet_alpha=config.data.dirichlet_alpha,
+        seed=config.run.seed,
+        shuffle_labels=config.data.shuffle_labels,
+    )
+    backbone = load_backbone(
+        config.model.model,
+        device=pick_device(config.run.accelerator),
+        gradient_checkpointing=config.model.gradient_checkpointing,
+    )
+    tokens = {client.name: _tokenise(client, backbone, config.data.max_length) for client in clients}
+    targets = config.model.targets or default_targets(backbone.family.model_type)
+    site = Site(backbone=backbone, data=tokens, targets=tuple(targets), scale=scale_of(config), max_tokens=1)
+    shape = model_shape(backbone, site.modules)
+    return Assembly(
+        config=config,
+        clients=clients,
+        devices=tuple(devices[index % len(devices)] for index in range(len(clients))),
+        site=Site(
+            backbone=backbone,
+            data=tokens,
+            targets=site.targets,
+            scale=site.scale,
+            max_tokens=pack_tokens(config, shape, cuda=backbone.device.type == "cuda"),
+            bf16=config.model.precision == "bf16",
+        ),
+        shape=shape,
+        layer_of={name: layer_of(backbone, name) for name in site.modules},
+    )
+
+
+def scale_of(config: Config) -> Callable[[int], float]:
+    """LoRA's factor of a rank under this config."""
+    return functools.partial(lora_scale, alpha=config.model.lora_alpha, rslora=config.model.rslora)
+
+
+def learning_rate_of(config: Config) -> float:
+    """The peak learning rate: the user's, or the one that suits the model."""
+    return suggested_lr(config.model.model) if config.training.lr is None else config.training.lr
+
+
+def pick_device(accelerator: str) -> str:
+    """`cpu` or `cuda`; asking for a GPU that is not there is an error, `auto` takes one where there is one."""
+    import torch  # noqa: PLC0415 - keeps `import atlas_fl.assemble` from deciding anything about devices
+
+    available = torch.cuda.is_available()
+    if accelerator == "cuda" and not available:
+        raise ConfigError("accelerator 'cuda' is not available on this machine; use --accelerator cpu, or auto")
+    return "cuda" if available and accelerator != "cpu" else "cpu"
+
+
+def pack_tokens(config: Config, shape: ModelShape, *, cuda: bool) -> int:
+    """Tokens that may train together: the user's number or the machine's, within the pack's memory budget."""
+    per_token = activation_bytes(shape, 1, shape.num_layers, rank=max(config.ranks.candidates))
+    fits = int(config.training.pack_memory_gb * 2**30 / per_token)
+    wanted = config.training.pack_tokens or (CUDA_PACK_TOKENS if cuda else CPU_PACK_TOKENS)
+    return max(1, min(fits, wanted))
+
+
+def _tokenise(client: ClientData, backbone: Backbone, max_length: int | None) -> ClientTokens:
+    task = client.task
+    position_limit = getattr(backbone.model.config, "max_position_embeddings", None) or 1 << 20
+    limit = min(max_length or task.max_length, int(position_limit))
+    splits: dict[str, Rows] = {"train": client.train, "validation": client.validation, "test": client.test}
+    encoded = {name: _encode(rows, backbone, limit) for name, rows in splits.items()}
+    return ClientTokens(task=task, splits=encoded)  # type: ignore[arg-type]  # the three splits are spelled above
+
+
+def _encode(rows: Rows, backbone: Backbone, limit: int) -> Encoded:
+    return encode(rows.text, rows.pair, rows.label, tokenizer=backbone.tokenizer, max_length=limit)
+
+

@@ -1,0 +1,194 @@
+"""The audit itself: round by round, client by client."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+import numpy as np
+from torch import Tensor
+
+from atlas_fl.audit.dense import TOLERANCE, Finding, Round, Truth, is_mixed
+from atlas_fl.audit.folder import Models, Plan, Record, Run, open_run, read_models, read_plan, read_record
+from atlas_fl.audit.report import AuditReport, AuditRow
+from atlas_fl.audit.rules import Rule, kind_of, weights
+from atlas_fl.audit.several import compare_runs
+from atlas_fl.tree import HEAD, LORA_A, LORA_B, digest
+
+SHIFT = 1e-6
+"""A recomputed move above this is more than rounding, so the tensor cannot have stayed as it was."""
+
+
+def audit(run_dir: Path | str, others: Sequence[Path | str] = ()) -> AuditReport:
+    """Every check of every round of these runs, and that runs which should differ ended differently.
+
+    Raises CheckpointError where a folder is no run, kept nothing for an audit, or holds a file that cannot be read.
+    """
+    runs = [open_run(Path(path)) for path in (run_dir, *others)]
+    rows = [row for run in runs for row in audit_run(run)]
+    return AuditReport(rows=(*rows, *compare_runs(runs)))
+
+
+def audit_run(run: Run) -> Iterator[AuditRow]:
+    """The rows of one run."""
+    kind_of(run.mixing.strategy)
+    missing = sorted(set(range(1, run.rounds[-1] + 1)) - set(run.rounds))
+    if missing:
+        yield AuditRow(run=run.path.name, round=0, client="", check="record", ok=False, detail=f"no rounds {missing}")
+    before = read_models(run, 0, "start")
+    for round in run.rounds:
+        after = read_models(run, round, "start")
+        if round - 1 not in missing and round not in missing:
+            yield from _audit_round(run, round, before, after)
+        before = after
+
+
+def _audit_round(run: Run, round: int, held: Models, after: Models) -> Iterator[AuditRow]:
+    record = read_record(run, round)
+    plan = read_plan(run, record.plan)
+    trained = read_models(run, round, "trained")
+
+    def row(check: str, client: str, detail: str, error: float | None = None) -> AuditRow:
+        return AuditRow(
+            run=run.path.name, round=round, client=client, check=check, ok=not detail, error=error, detail=detail
+        )
+
+    known = {*record.participants, *record.refused, *held, *after}
+    faults = [_eta_fault(run, record, round), *_trained_faults(record, trained)]
+    faults += [f"{sorted(known - set(plan.clients))} are not in the plan"] if known - set(plan.clients) else []
+    yield row("record", "", "; ".join(fault for fault in faults if fault))
+    for client in plan.clients:
+        if client in record.loaded or client in record.accepted:
+            yield row("loaded", client, _loaded_fault(record, client, held))
+    present = {client: trained[client] for client in record.accepted if client in trained}
+    wrong = {client: _names_fault(plan, client, held, present.get(client), after) for client in plan.clients}
+    for client, fault in wrong.items():
+        yield row("names", client, fault)
+    if any(wrong.values()):
+        return  # what has other names or shapes cannot be compared by value
+    truth = _truth(run, record, plan, {**held, **present}, after)
+    found = _findings(truth)
+    for k, client in enumerate(plan.clients):
+        mixed, moved, error = _compare(run, record, truth, k, found[k])
+        yield row("mixed", client, mixed, error)
+        yield row("moved", client, moved)
+
+
+def _eta_fault(run: Run, record: Record, round: int) -> str:
+    eta = run.mixing.eta * run.mixing.eta_decay ** (round - 1)
+    same = record.eta is not None and abs(record.eta - eta) <= 1e-9 * max(eta, 1.0)
+    return "" if same or kind_of(run.mixing.strategy) != "laplacian" else f"eta was {record.eta}, not {eta:g}"
+
+
+def _trained_faults(record: Record, trained: Models) -> Iterator[str]:
+    absent = sorted(record.accepted - trained.keys())
+    strange = sorted(trained.keys() - record.accepted - record.refused.keys())
+    if absent:
+        yield f"no trained model of {', '.join(absent)}"
+    if strange:
+        yield f"trained models of {', '.join(strange)}, who took no part"
+
+
+def _loaded_fault(record: Record, client: str, held: Models) -> str:
+    """Whether what the client says it loaded is what the server sent."""
+    loaded = record.loaded.get(client)
+    if loaded is None or client not in held:
+        return "what it loaded was not recorded" if loaded is None else "nothing was sent to it"
+    if loaded.get("keys") != len(held[client]):
+        return f"loaded {loaded.get('keys')} tensors, {len(held[client])} were sent"
+    sent = digest(held[client])
+    return "" if loaded.get("digest") == sent else f"loaded {str(loaded.get('digest'))[:12]}, sent was {sent[:12]}"
+
+
+def _difference(want: Mapping[str, Tensor], have: Mapping[str, Tensor], what: str) -> str:
+    lost, new = sorted(want.keys() - have.keys()), sorted(have.keys() - want.keys())
+    if lost or new:
+        return f"{what} lacks {lost[:2]} and has unknown {new[:2]} ({len(lost)} and {len(new)} in all)"
+    wrong = [key for key in want if want[key].shape != have[key].shape]
+    return f"{what} has {wrong[0]} of shape {tuple(have[wrong[0]].shape)}" if wrong else ""
+
+
+def _names_fault(plan: Plan, client: str, held: Models, trained: Mapping[str, Tensor] | None, after: Models) -> str:
+    """Whether names and shapes stayed, and the ranks are those of the plan."""
+    if client not in held:
+        return "it has no model"
+    fault = "" if trained is None else _difference(held[client], trained, "what it trained")
+    fault = fault or _difference(held[client], after.get(client, {}), "what it starts with")
+    ranks = plan.ranks[plan.clients.index(client)]
+    for key, tensor in after.get(client, {}).items():
+        layer = plan.layer_of.get(key.removesuffix(LORA_A)) if key.endswith(LORA_A) else None
+        if not fault and layer is not None and tensor.shape[0] != ranks[layer]:
+            fault = f"{key} has rank {tensor.shape[0]}, the plan says {ranks[layer]}"
+    return fault
+
+
+def _truth(run: Run, record: Record, plan: Plan, before: Models, after: Models) -> Truth:
+    mixing = run.mixing
+    present = tuple(client in record.accepted for client in plan.clients)
+    rule = Rule(
+        kind=kind_of(mixing.strategy),
+        laplacian=mixing.laplacian,
+        eta=mixing.eta if record.eta is None else record.eta,
+        by_layer=mixing.layer_weighting == "importance",
+        present=present,
+    )
+    made: dict[tuple[bool, int | None], np.ndarray] = {}
+
+    def weights_of(key: str) -> np.ndarray:
+        head = key.startswith(HEAD)
+        layer = plan.layer_of.get(key.removesuffix(LORA_A).removesuffix(LORA_B))
+        if (head, layer) not in made:
+            made[head, layer] = weights(plan, rule, head=head, layer=layer)
+        return made[head, layer]
+
+    return Truth(
+        Round(
+            plan=plan,
+            before=before,
+            after=after,
+            weights=weights_of,
+            space=mixing.space,
+            share=mixing.share if rule.kind != "own" else (),
+            align=mixing.align,
+        )
+    )
+
+
+def _findings(truth: Truth) -> list[list[tuple[str, Finding]]]:
+    """For each client every tensor or module with its comparison; module by module, so that little is kept."""
+    models = [truth.round.before[client] for client in truth.round.plan.clients]
+    found: list[list[tuple[str, Finding]]] = [[] for _ in models]
+    for key in dict.fromkeys(key for one in models for key in one):
+        for k in (k for k, one in enumerate(models) if key in one):
+            found[k] += _finding(truth, k, key)
+    return found
+
+
+def _finding(truth: Truth, k: int, key: str) -> list[tuple[str, Finding]]:
+    round = truth.round
+    row = round.weights(key)[k]
+    if not is_mixed(key, round.share) or (row[k] == 1.0 and np.count_nonzero(row) == 1):
+        still = truth.is_still(k, key)
+        return [(key, Finding(error=0.0 if still else float("inf"), shift=0.0, still=still))]
+    if round.space == "factors" or not key.endswith((LORA_A, LORA_B)):
+        return [(key, truth.tensor(k, key))]
+    module = key.removesuffix(LORA_A)
+    return [(module, truth.module(k, module))] if key.endswith(LORA_A) else []
+
+
+def _compare(
+    run: Run, record: Record, truth: Truth, k: int, found: list[tuple[str, Finding]]
+) -> tuple[str, str, float]:
+    """Faults of value, faults of standing still, and the largest error of client k."""
+    client = truth.round.plan.clients[k]
+    unchanged = all(truth.is_still(k, key) for key in truth.round.before[client])
+    if run.mixing.keep == "best" and (client in record.kept if record.kept is not None else unchanged):
+        return ("" if unchanged else "it was to keep its own model, but it changed"), "", 0.0
+    worst, finding = max(found, key=lambda one: one[1].error)
+    mixed = moved = ""
+    if finding.error == float("inf"):
+        mixed = f"{worst} changed, but should have stayed as it was"
+    elif not finding.error <= TOLERANCE:
+        mixed = f"{worst} is {finding.error:.2g} away from the recomputation (allowed: {TOLERANCE:g})"
+    stuck = [(name, one.shift) for name, one in found if one.still and one.shift > SHIFT]
+    if stuck:
+        moved = f"{len(stuck)} of {len(found)} were left as trained; {stuck[0][0]} should move by {stuck[0][1]:.2g}"
+    return mixed, moved, finding.error

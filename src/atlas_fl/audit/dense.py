@@ -1,0 +1,164 @@
+"""What each client should hold after a round: dense float64 matrices and full singular value decompositions."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from atlas_fl.audit.folder import Models, Plan
+from atlas_fl.audit.rules import connected
+from atlas_fl.tree import HEAD, LORA_A, LORA_B
+
+TOLERANCE = 1e-4
+"""Largest relative error: float32 factors of a float64 truth."""
+NEAR_TIE = 1e-3
+"""Below this gap between the last singular value kept and the first dropped, share of the largest, the directions
+at the cut are not determined by float32 factors, and any optimal choice is right."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Finding:
+    """One tensor, or one module's update, compared with the recomputation."""
+
+    error: float
+    """Distance from what it should be, over the size of what went in."""
+    shift: float
+    """How far the recomputation moved it from what was trained, in the same measure."""
+    still: bool
+    """Whether every one of its bits is what was trained."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Round:
+    """The models around one server step, and its weights."""
+
+    plan: Plan
+    """The plan in force."""
+    before: Models
+    """What everyone held when the server mixed."""
+    after: Models
+    """What everyone started the next round with."""
+    weights: Callable[[str], np.ndarray]
+    """The (n, n) weights for a parameter's name."""
+    space: str
+    """`product` or `factors`."""
+    share: Sequence[str]
+    """What was shared."""
+    align: str
+    """How factors of different ranks met."""
+
+
+def _dense(round: Round, client: str, module: str, models: Models) -> np.ndarray:
+    a = models[client][module + LORA_A].double().numpy()
+    b = models[client][module + LORA_B].double().numpy()
+    return np.asarray(round.plan.scale(a.shape[0]) * (b @ a))
+
+
+def _measure(wanted: np.ndarray, got: np.ndarray, was: np.ndarray, *, size: float, still: bool) -> Finding:
+    unit = size if size > 0 else 1.0
+    error, shift = float(np.linalg.norm(got - wanted)) / unit, float(np.linalg.norm(wanted - was)) / unit
+    return Finding(error=error, shift=shift, still=still)
+
+
+def _is_best(mixed: np.ndarray, got: np.ndarray, rank: int, *, size: float) -> bool:
+    """Whether `got` is some best approximation of that rank: what is left meets neither its rows nor its columns and
+    holds no direction larger than the smallest that was kept.
+    """
+    left, values, right = np.linalg.svd(got)
+    rest, limit = mixed - got, TOLERANCE * size
+    kept = int((values[:rank] > limit).sum())
+    crossing = max(np.linalg.norm(left[:, :kept].T @ rest), np.linalg.norm(rest @ right[:kept].T))
+    smallest = float(values[rank - 1]) if rank <= len(values) else 0.0
+    return bool(crossing <= limit and np.linalg.norm(rest, 2) <= smallest + limit)
+
+
+class Truth:
+    """Recomputes one round, module by module; the decompositions of one module are kept while it is looked at."""
+
+    def __init__(self, round: Round) -> None:
+        self.round = round
+        self._module = ""
+        self._cut: dict[bytes, tuple[np.ndarray, float, np.ndarray, np.ndarray, np.ndarray]] = {}
+
+    def module(self, k: int, module: str) -> Finding:
+        """The update of a module in product space."""
+        round, names = self.round, self.round.plan.clients
+        row = round.weights(module + LORA_A)[k]
+        rank = round.before[names[k]][module + LORA_A].shape[0]
+        mixed, size, left, values, right = self._mixed(module, row)
+        wanted = (left[:, :rank] * values[:rank]) @ right[:rank]
+        got, was = _dense(round, names[k], module, round.after), _dense(round, names[k], module, round.before)
+        still = all(self.is_still(k, module + end) for end in (LORA_A, LORA_B))
+        finding = _measure(wanted, got, was, size=size, still=still)
+        tied = rank < len(values) and values[rank - 1] - values[rank] < NEAR_TIE * values[0]
+        if finding.error > TOLERANCE and tied and _is_best(mixed, got, rank, size=size):
+            return Finding(error=0.0, shift=finding.shift, still=still)
+        return finding
+
+    def _mixed(self, module: str, row: np.ndarray) -> tuple[np.ndarray, float, np.ndarray, np.ndarray, np.ndarray]:
+        """The weighted sum of the updates, the size of what went in, and its singular value decomposition."""
+        if self._module != module:
+            self._module, self._cut = module, {}
+        if row.tobytes() not in self._cut:
+            names = self.round.plan.clients
+            sources = np.flatnonzero(row).tolist()
+            parts = [row[other] * _dense(self.round, names[other], module, self.round.before) for other in sources]
+            mixed, size = np.asarray(sum(parts)), float(sum(np.linalg.norm(part) for part in parts))
+            left, values, right = np.linalg.svd(mixed, full_matrices=False)
+            self._cut[row.tobytes()] = (mixed, size, left, values, right)
+        return self._cut[row.tobytes()]
+
+    def tensor(self, k: int, key: str) -> Finding:
+        """A tensor that mixes by itself: a head, a bias, or a factor in factor space."""
+        round, names = self.round, self.round.plan.clients
+        matrix = round.weights(key)
+        own = round.before[names[k]][key].double().numpy()
+        got = round.after[names[k]][key].double().numpy()
+        sources = np.flatnonzero(matrix[k]).tolist()
+        others = {other: round.before[names[other]][key].double().numpy() for other in sources}
+        size = float(sum(abs(matrix[k, other]) * np.linalg.norm(one) for other, one in others.items()))
+        if key.endswith((LORA_A, LORA_B)):
+            wanted = self._factor(k, key, own, others)
+        else:
+            wanted = np.asarray(sum(matrix[k, other] * one for other, one in others.items()))
+        return _measure(wanted, got, own, size=size, still=self.is_still(k, key))
+
+    def is_still(self, k: int, key: str) -> bool:
+        """Whether client k starts with the very bits that it held."""
+        name = self.round.plan.clients[k]
+        before, after = self.round.before[name][key], self.round.after[name][key]
+        return before.shape == after.shape and bool((before == after).all())
+
+    def _factor(self, k: int, key: str, own: np.ndarray, others: Mapping[int, np.ndarray]) -> np.ndarray:
+        """A factor row by row of the rank: s B for B, because s B A is the update."""
+        matrix, plan = self.round.weights(key), self.round.plan
+        is_b = key.endswith(LORA_B)
+        mine = own.T if is_b else own
+        wanted = np.zeros_like(mine) if is_b else mine.copy()
+        rows = {other: one.T if is_b else one for other, one in others.items()}
+        if all(other == k for other in rows):
+            return own
+        leading = len(mine)
+        if self.round.align == "truncate":
+            reached = [self.round.before[plan.clients[one]] for one in connected(matrix, k)]
+            leading = min(one[key].shape[1 if is_b else 0] for one in reached if key in one)
+            wanted = mine.copy()
+        for place in range(leading):
+            given = {other: one[place] for other, one in rows.items() if place < len(one)}
+            if given:
+                own_scale = plan.scale(len(mine)) if is_b else 1.0
+                wanted[place] = sum(
+                    matrix[k, other] * (plan.scale(len(rows[other])) / own_scale if is_b else 1.0) * one
+                    for other, one in given.items()
+                )
+        return wanted.T if is_b else wanted
+
+
+def is_mixed(key: str, share: Sequence[str]) -> bool:
+    """Whether a parameter leaves the client; what is neither adapter nor head goes with the adapters."""
+    if key.startswith(HEAD):
+        return "head" in share
+    for end, word in ((LORA_A, "A"), (LORA_B, "B")):
+        if key.endswith(end):
+            return word in share
+    return "A" in share or "B" in share

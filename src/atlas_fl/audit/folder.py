@@ -1,0 +1,181 @@
+"""Reading what a run left behind, with no help from the code that wrote it."""
+
+import json
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import Tensor
+
+from atlas_fl.config import MixingConfig
+from atlas_fl.errors import CheckpointError
+
+Models = dict[str, dict[str, Tensor]]
+"""Tensors by client and parameter name."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Plan:
+    """The parts of a plan that the server's step depends on."""
+
+    clients: tuple[str, ...]
+    """Names, in order."""
+    tasks: tuple[str, ...]
+    """Task of each client."""
+    examples: tuple[float, ...]
+    """Training examples of each client."""
+    clusters: tuple[int, ...]
+    """Cluster of each client, -1 for undecided."""
+    ranks: tuple[tuple[int, ...], ...]
+    """Rank of every layer, for each client."""
+    adjacency: np.ndarray
+    """(n, n) edge weights."""
+    importance: np.ndarray | None
+    """(n, layers) importance, if it was measured."""
+    layer_of: Mapping[str, int]
+    """Layer of every adapted module."""
+    alpha: float | None
+    """LoRA alpha; None is twice the rank."""
+    rslora: bool
+    """Whether alpha is divided by the root of the rank."""
+
+    def scale(self, rank: int) -> float:
+        """The factor s of the update s B A."""
+        alpha = 2.0 * rank if self.alpha is None else self.alpha
+        return alpha / (rank**0.5 if self.rslora else rank)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Record:
+    """What was written down about one round."""
+
+    participants: tuple[str, ...]
+    """Who was asked to train."""
+    refused: Mapping[str, str]
+    """Whose update was refused, with the reason."""
+    eta: float | None
+    """Step of the round."""
+    plan: str
+    """File of the plan in force."""
+    loaded: Mapping[str, Mapping[str, Any]]
+    """Digest and number of keys that each client says it loaded."""
+    kept: tuple[str, ...] | None = None
+    """Who kept its own model because it was better on validation; None if it was not written down."""
+
+    @property
+    def accepted(self) -> frozenset[str]:
+        """Whose update was mixed."""
+        return frozenset(self.participants) - self.refused.keys()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """A run folder."""
+
+    path: Path
+    """Where it lies."""
+    config: Mapping[str, Any]
+    """config.toml as it stands."""
+    mixing: MixingConfig
+    """Its mixing group."""
+    rounds: tuple[int, ...]
+    """Rounds with an audit folder, without round 0."""
+    plans: dict[str, Plan] = field(default_factory=dict)
+    """Plans that were read already."""
+
+
+def open_run(path: Path) -> Run:
+    """The run at this path; raises CheckpointError if it is none or kept nothing for an audit."""
+    if not (path / "config.toml").is_file():
+        raise CheckpointError(f"{path} is no run: it has no config.toml")
+    try:
+        config = tomllib.loads((path / "config.toml").read_text(encoding="utf-8"))
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise CheckpointError(f"{path / 'config.toml'} cannot be read: {error}") from error
+    known = {one.name for one in fields(MixingConfig)}
+    words = {key: value for key, value in config.get("mixing", {}).items() if key in known}
+    words |= {"share": tuple(words["share"])} if "share" in words else {}
+    found = sorted(int(one.name.removeprefix("round-")) for one in path.glob("audit/round-[0-9]*") if one.is_dir())
+    if 0 not in found or len(found) < 2:
+        raise CheckpointError(f"{path} holds no audited round; run it again with --audit")
+    return Run(path=path, config=config, mixing=MixingConfig(**words), rounds=tuple(found[1:]))
+
+
+def _json(path: Path) -> Any:
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise CheckpointError(f"{path} is missing") from error
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise CheckpointError(f"{path} cannot be read: {error}") from error
+
+
+def read_plan(run: Run, name: str) -> Plan:
+    """The plan of this file name inside the run folder; raises CheckpointError if it is missing or incomplete."""
+    if name not in run.plans:
+        content = _json(run.path / name)
+        try:
+            run.plans[name] = _plan(content)
+        except (KeyError, TypeError, ValueError) as error:
+            raise CheckpointError(f"{run.path / name} is no plan: {error!r}") from error
+    return run.plans[name]
+
+
+def _plan(content: Mapping[str, Any]) -> Plan:
+    clients, lora = content["clients"], content["lora"]
+    importance = np.array(content.get("importance") or [], np.float64)
+    return Plan(
+        clients=tuple(one["name"] for one in clients),
+        tasks=tuple(one["task"] for one in clients),
+        examples=tuple(float(one["examples"]) for one in clients),
+        clusters=tuple(int(one["cluster"]) for one in clients),
+        ranks=tuple(tuple(one["ranks"]) for one in clients),
+        adjacency=np.array(content["adjacency"], np.float64).reshape(len(clients), len(clients)),
+        importance=importance if importance.size else None,
+        layer_of={module: int(layer) for module, layer in content["layer_of"].items()},
+        alpha=None if lora["alpha"] is None else float(lora["alpha"]),
+        rslora=bool(lora["rslora"]),
+    )
+
+
+def round_folder(run: Run, round: int) -> Path:
+    """Where a round's files lie."""
+    return run.path / "audit" / f"round-{round:04d}"
+
+
+def read_record(run: Run, round: int) -> Record:
+    """The record of a round; raises CheckpointError if it is missing or incomplete."""
+    path = round_folder(run, round) / "record.json"
+    content = _json(path)
+    try:
+        return Record(
+            participants=tuple(content["participants"]),
+            refused=dict(content["refused"]),
+            eta=None if content["eta"] is None else float(content["eta"]),
+            plan=str(content["plan"]),
+            loaded=dict(content["loaded"]),
+            kept=tuple(content["kept"]) if "kept" in content else None,
+        )
+    except (KeyError, TypeError, ValueError) as error:
+        raise CheckpointError(f"{path} is no record of a round: {error!r}") from error
+
+
+def read_models(run: Run, round: int, name: str) -> Models:
+    """`start` or `trained` of a round, by client; raises CheckpointError if the file is missing or damaged."""
+    path = round_folder(run, round) / f"{name}.safetensors"
+    if not path.is_file():
+        raise CheckpointError(f"{path} is missing")
+    try:
+        flat = load_file(path)
+    except SafetensorError as error:
+        raise CheckpointError(f"{path} is damaged: {error}") from error
+    models: Models = {}
+    for key, tensor in flat.items():
+        client, _, parameter = key.partition("/")
+        models.setdefault(client, {})[parameter] = tensor
+    return models

@@ -1,0 +1,82 @@
+"""What an audit found, as plain data."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, kw_only=True)
+class AuditRow:
+    """One thing that was checked."""
+
+    run: str
+    """The run folder's name."""
+    round: int
+    """The round; 0 for what concerns the whole run."""
+    client: str
+    """The client; empty for what concerns everyone."""
+    check: str
+    """`record`, `loaded`, `names`, `mixed`, `moved` or `different`."""
+    ok: bool
+    """Whether it held."""
+    error: float | None = None
+    """Largest relative error, where something was compared by value."""
+    detail: str = ""
+    """What was found, where it did not hold."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RoundSummary:
+    """One line of the table: a round of a run."""
+
+    run: str
+    """The run folder's name."""
+    round: int
+    """The round; 0 for the whole run."""
+    checks: int
+    """How many things were checked."""
+    failed: int
+    """How many did not hold."""
+    worst_error: float | None
+    """Largest relative error of the round."""
+    first_failure: str
+    """What did not hold first; empty if everything held."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class AuditReport:
+    """Everything that was checked."""
+
+    rows: tuple[AuditRow, ...]
+    """In the order of runs, rounds and clients."""
+
+    @property
+    def ok(self) -> bool:
+        """Whether everything held."""
+        return all(row.ok for row in self.rows)
+
+    @property
+    def failures(self) -> tuple[AuditRow, ...]:
+        """What did not hold."""
+        return tuple(row for row in self.rows if not row.ok)
+
+    def rounds(self) -> tuple[RoundSummary, ...]:
+        """One line for each round of each run."""
+        by_round: dict[tuple[str, int], list[AuditRow]] = {}
+        for row in self.rows:
+            by_round.setdefault((row.run, row.round), []).append(row)
+        return tuple(_summary(run, round, rows) for (run, round), rows in by_round.items())
+
+
+def _summary(run: str, round: int, rows: list[AuditRow]) -> RoundSummary:
+    errors = [row.error for row in rows if row.error is not None]
+    failed = [row for row in rows if not row.ok]
+    first = (
+        " ".join(part for part in (failed[0].client, failed[0].check + ":", failed[0].detail) if part) if failed else ""
+    )
+    return RoundSummary(
+        run=run,
+        round=round,
+        checks=len(rows),
+        failed=len(failed),
+        worst_error=max(errors, default=None),
+        first_failure=first,
+    )

@@ -1,0 +1,114 @@
+"""The weights of every rule, written again from its definition, one row and one edge at a time."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from atlas_fl.audit.folder import Plan
+from atlas_fl.errors import CheckpointError
+
+RULES = {
+    "local": "own",
+    "local_only": "own",
+    "fedavg": "mean",
+    "standard_fl": "mean",
+    "fedavg_cluster": "cluster mean",
+    "atlas_no_laplacian": "cluster mean",
+    "atlas": "laplacian",
+}
+"""What each strategy's name, and each older name for it, means."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rule:
+    """What a round's weights follow from."""
+
+    kind: str
+    """`own`, `mean`, `cluster mean` or `laplacian`."""
+    laplacian: str
+    """`symmetric`, `random_walk` or `metropolis`."""
+    eta: float
+    """Step of the round."""
+    by_layer: bool
+    """Whether eta is scaled by the importance of the layer."""
+    present: tuple[bool, ...]
+    """Whose update counts."""
+
+
+def kind_of(strategy: str) -> str:
+    """What a strategy does; raises CheckpointError for one that no audit is written for."""
+    if strategy not in RULES:
+        raise CheckpointError(f"no audit is written for strategy {strategy!r}; there is one for {', '.join(RULES)}")
+    return RULES[strategy]
+
+
+def _may_meet(plan: Plan, k: int, other: int, *, head: bool) -> bool:
+    return not head or plan.tasks[k] == plan.tasks[other]
+
+
+def _mean_row(plan: Plan, rule: Rule, k: int, *, head: bool) -> list[float]:
+    row = [0.0] * len(plan.clients)
+    for other in range(len(row)):
+        together = rule.kind == "mean" or (plan.clusters[k] >= 0 and plan.clusters[k] == plan.clusters[other])
+        together = together or other == k
+        if together and rule.present[other] and _may_meet(plan, k, other, head=head):
+            row[other] = plan.examples[other]
+    total = sum(row)
+    if total == 0:
+        return [float(other == k) for other in range(len(row))]
+    return [weight / total for weight in row]
+
+
+def _edge(plan: Plan, k: int, other: int, *, head: bool) -> float:
+    if k == other or not _may_meet(plan, k, other, head=head):
+        return 0.0
+    return float(plan.adjacency[k, other])
+
+
+def _laplacian(plan: Plan, kind: str, *, head: bool) -> np.ndarray:
+    n = len(plan.clients)
+    edge = [[_edge(plan, k, other, head=head) for other in range(n)] for k in range(n)]
+    degree = [sum(row) for row in edge]
+    pull = np.zeros((n, n))  # how strongly each client is drawn to each other
+    for k in range(n):
+        for other in range(n):
+            if edge[k][other] > 0:
+                divisor = {"symmetric": 1.0, "random_walk": degree[k], "metropolis": max(degree[k], degree[other])}
+                pull[k, other] = edge[k][other] / divisor[kind]
+    matrix = np.diag(pull.sum(axis=1)) - pull
+    largest = np.linalg.norm(matrix, 2) if kind == "symmetric" else 1.0
+    return matrix / largest if largest > 0 else matrix
+
+
+def _step_size(plan: Plan, rule: Rule, layer: int | None) -> float:
+    if not rule.by_layer or layer is None:
+        return rule.eta
+    if plan.importance is None:
+        raise CheckpointError("the plan holds no importance of the layers, but eta was to follow it")
+    mean = [float(np.mean(plan.importance[:, one])) for one in range(plan.importance.shape[1])]
+    return rule.eta * mean[layer] / max(mean)
+
+
+def weights(plan: Plan, rule: Rule, *, head: bool, layer: int | None = None) -> np.ndarray:
+    """(n, n): row k holds the weight that each client's model has in the next model of client k."""
+    n = len(plan.clients)
+    if rule.kind == "own":
+        return np.eye(n)
+    if rule.kind in ("mean", "cluster mean"):
+        return np.array([_mean_row(plan, rule, k, head=head) for k in range(n)])
+    step = _step_size(plan, rule, layer)
+    matrix = _laplacian(plan, rule.laplacian, head=head)
+    rows = [[float(k == other) - step * matrix[k, other] for other in range(n)] for k in range(n)]
+    return np.array([rows[k] if rule.present[k] else np.eye(n)[k] for k in range(n)])
+
+
+def connected(matrix: np.ndarray, k: int) -> Sequence[int]:
+    """Everyone whose model reaches client k or is reached by it, through any number of others."""
+    found, border = {k}, [k]
+    while border:
+        here = border.pop()
+        near = [one for one in range(len(matrix)) if matrix[here, one] != 0 or matrix[one, here] != 0]
+        border += [one for one in near if one not in found]
+        found.update(near)
+    return sorted(found)

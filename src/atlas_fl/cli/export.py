@@ -1,0 +1,37 @@
+"""`atlas export`."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import tyro
+
+from atlas_fl.cli.live import show
+from atlas_fl.cli.parse import parse
+from atlas_fl.cli.words import split
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExportOptions:
+    """Write the adapter and head of one client in PEFT's format, as `PeftModel.from_pretrained` reads it."""
+
+    run: tyro.conf.Positional[str]
+    """Folder of the run, or its name in --runs-dir."""
+    client: str
+    """Name of the client, such as movie-0, or its number from 0 on in the order of the plan."""
+    to: str
+    """Folder to write to."""
+    runs_dir: str = "runs"
+    """Where run folders lie."""
+
+
+def export(words: Sequence[str]) -> int:
+    """Export what these words name; 0."""
+    default = ExportOptions(run=tyro.MISSING, client=tyro.MISSING, to=tyro.MISSING)
+    options = parse(default, split(words), command="atlas export")
+
+    from atlas_fl.export import export as export_client
+    from atlas_fl.io.folder import find_run
+
+    folder = find_run(options.run, runs_dir=options.runs_dir).path
+    show([f"wrote {export_client(folder, client=options.client, to=options.to)}"])
+    return 0

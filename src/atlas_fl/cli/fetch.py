@@ -1,0 +1,30 @@
+"""`atlas fetch`."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import tyro
+
+from atlas_fl.cli.live import show
+from atlas_fl.cli.parse import parse
+from atlas_fl.cli.words import split
+
+
+@dataclass(frozen=True, kw_only=True)
+class FetchOptions:
+    """Get what the default run needs, the model all-MiniLM-L6-v2 and the labelled texts, into a cache of the user's;
+    checked by SHA-256, and nothing is fetched twice. ATLAS_CACHE names another folder."""
+
+    what: tyro.conf.Positional[Literal["embedded"]] = "embedded"
+    """What to get."""
+
+
+def fetch(words: Sequence[str]) -> int:
+    """Fetch what these words name; 0."""
+    parse(FetchOptions(), split(words), command="atlas fetch")
+
+    from atlas_fl.io.fetch import embedded_dir, fetch_embedded
+
+    fetch_embedded(embedded_dir(), report=lambda line: show([line]))
+    return 0

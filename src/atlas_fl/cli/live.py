@@ -1,0 +1,74 @@
+"""What the user sees while a run goes on: a bar for the phase, and one line for each round."""
+
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from statistics import fmean
+
+from rich.console import Console, RenderableType
+from rich.progress import BarColumn, MofNCompleteColumn, TaskID, TextColumn, TimeElapsedColumn
+from rich.progress import Progress as Bars
+
+from atlas_fl.cli.units import bytes_text, score_text, seconds_text
+from atlas_fl.events import Event, Note, OnEvent, PhaseStarted, Progress, RoundFinished
+
+
+def console() -> Console:
+    """Standard output, without guesses about what should have a colour."""
+    return Console(highlight=False)
+
+
+def show(things: Iterable[RenderableType]) -> None:
+    """Print texts as they are, without wrapping them, and tables as wide as the terminal."""
+    screen = console()
+    for thing in things:
+        if isinstance(thing, str):
+            screen.print(thing, markup=False, soft_wrap=True)
+        else:
+            screen.print(thing, "")
+
+
+@contextmanager
+def show_progress(*, notes: bool = True) -> Iterator[OnEvent]:
+    """A callback that shows events as they come: bars on a terminal, plain lines everywhere else."""
+    screen = console()
+    columns = (TextColumn("{task.description}"), BarColumn(bar_width=24), MofNCompleteColumn(), TimeElapsedColumn())
+    with Bars(*columns, console=screen, transient=True, disable=not screen.is_terminal) as bars:
+        phases: dict[str, TaskID] = {}
+
+        def show(event: Event) -> None:
+            if isinstance(event, Progress):
+                _advance(bars, phases, event)
+            elif (line := line_of(event)) is not None and (notes or not isinstance(event, Note)):
+                bars.console.print(line, markup=False, soft_wrap=True)
+
+        yield show
+
+
+def line_of(event: Event) -> str | None:
+    """The line that an event leaves behind; None for one that only moves a bar."""
+    if isinstance(event, PhaseStarted):
+        # a round has a line of its own when it is over
+        return None if event.name.startswith("round ") else f"{event.name} ..."
+    if isinstance(event, Note):
+        return f"note: {event.text}"
+    if isinstance(event, RoundFinished):
+        width = len(str(event.rounds))
+        cost = f"{seconds_text(event.seconds)}, {bytes_text(event.bytes)}"
+        return f"round {event.round:>{width}}/{event.rounds}  {_scores(event.scores)}loss {event.loss:.3f}  {cost}"
+    return None
+
+
+def _scores(scores: Mapping[str, float]) -> str:
+    if not scores:
+        return ""
+    worst = min(scores, key=lambda client: scores[client])
+    return f"validation {score_text(fmean(scores.values()))} (worst {worst} {score_text(scores[worst])})  "
+
+
+def _advance(bars: Bars, phases: dict[str, TaskID], event: Progress) -> None:
+    if event.phase not in phases:
+        for task in phases.values():
+            bars.remove_task(task)
+        phases.clear()
+        phases[event.phase] = bars.add_task(event.phase, total=event.total)
+    bars.update(phases[event.phase], completed=event.done)

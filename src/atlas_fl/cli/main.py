@@ -1,0 +1,84 @@
+"""The command `atlas`: finds the command, and turns what goes wrong into one line and an exit code."""
+
+import os
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from difflib import get_close_matches
+from importlib.metadata import version
+
+from atlas_fl.cli import audit, catalogue, export, fetch, report, run, sweep
+from atlas_fl.errors import AtlasError, ConfigError
+
+USER_ERROR, INTERRUPTED, BROKEN_PIPE = 2, 130, 141
+
+
+@dataclass(frozen=True)
+class Command:
+    """One command."""
+
+    run: Callable[[Sequence[str]], int]
+    """From its words to an exit code."""
+    summary: str
+
+
+COMMANDS: Mapping[str, Command] = {
+    "run": Command(run.run, "train a federation and leave a run folder"),
+    "plan": Command(run.plan, "clusters, ranks, bytes, memory and seconds, before anything is trained"),
+    "resume": Command(run.resume, "go on with a run that was stopped"),
+    "audit": Command(audit.audit, "recompute every round of a run and compare; exits with 1 on a mismatch"),
+    "export": Command(export.export, "write a client's adapter in PEFT's format"),
+    "sweep": Command(sweep.sweep, "run a grid of settings and seeds, and compare"),
+    "compare": Command(sweep.compare, "run several strategies over seeds, and compare"),
+    "report": Command(report.report, "draw the figures of a run"),
+    "list": Command(catalogue.catalogue, "tasks, models, strategies, devices, presets"),
+    "fetch": Command(fetch.fetch, "get the embedded model and data"),
+}
+
+ABOUT = "ATLAS: federated fine-tuning of transformers across clients with different tasks, devices and data."
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    """The exit code: 0, 1 for an audit that found something, 2 for a mistake of the user, 130 for Ctrl-C."""
+    try:
+        code = _dispatch(sys.argv[1:] if words is None else words)
+        sys.stdout.flush()
+    except AtlasError as error:
+        return _fail(str(error), USER_ERROR)
+    except KeyboardInterrupt:
+        return _fail("stopped; a run goes on where it was with `atlas resume RUN`", INTERRUPTED)
+    except BrokenPipeError:
+        # the reader has gone, and Python would complain once more when it flushes at exit
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return BROKEN_PIPE
+    except SystemExit as stop:  # a help page was printed
+        return int(stop.code or 0)
+    return code
+
+
+def page() -> str:
+    """What `atlas --help` prints."""
+    width = max(map(len, COMMANDS))
+    lines = [f"  {name:<{width}}  {command.summary}" for name, command in COMMANDS.items()]
+    usage = "usage: atlas COMMAND [OPTIONS]     (`atlas COMMAND --help` explains a command)"
+    start = "Start with `atlas fetch embedded`, then `atlas run --preset quick`."
+    return "\n".join([usage, "", ABOUT, "", "commands:", *lines, "", start])
+
+
+def _dispatch(words: Sequence[str]) -> int:
+    first = words[0] if words else "--help"
+    if first in ("-h", "--help", "help"):
+        print(page())
+        return 0
+    if first == "--version":
+        print(f"atlas {version('atlas-fl')}")
+        return 0
+    if first not in COMMANDS:
+        (near,) = get_close_matches(first, COMMANDS, n=1, cutoff=0.0)
+        raise ConfigError(f"unknown command {first!r}; did you mean {near!r}? known: {', '.join(COMMANDS)}")
+    return COMMANDS[first].run(words[1:])
+
+
+def _fail(message: str, code: int) -> int:
+    print(f"atlas: {' '.join(message.split())}", file=sys.stderr)
+    return code

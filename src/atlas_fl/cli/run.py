@@ -1,0 +1,109 @@
+"""`atlas run`, `atlas plan` and `atlas resume`."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Annotated
+
+import tyro
+
+from atlas_fl.cli.live import show, show_progress
+from atlas_fl.cli.parse import parse
+from atlas_fl.cli.settings import base_config
+from atlas_fl.cli.words import split
+from atlas_fl.config import Config, run_folder, validate
+from atlas_fl.errors import ConfigError
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunOptions:
+    """Train a federation and leave a run folder. The defaults below are those of --preset and, over it, of --config."""
+
+    config: str | None = None
+    """A TOML file of settings, such as the config.toml of a run."""
+    resume: bool = False
+    """Go on with the run of these settings, if it was begun."""
+    lambda_sweep: bool = False
+    """The same as `atlas sweep --over eta=0,0.01,0.1,0.5,1` with one seed."""
+    settings: Annotated[Config, tyro.conf.arg(name="")] = field(default_factory=Config)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanOptions:
+    """Show clusters, the k table, ranks, and predicted bytes, memory and seconds of a run; trains nothing and writes
+    nothing but with --to."""
+
+    config: str | None = None
+    """A TOML file of settings, such as the config.toml of a run."""
+    to: str | None = None
+    """Write the plan as JSON to this file as well."""
+    settings: Annotated[Config, tyro.conf.arg(name="")] = field(default_factory=Config)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ResumeOptions:
+    """Go on with a run where its last checkpoint is; it ends with the same bits as one that was never stopped."""
+
+    run: tyro.conf.Positional[str]
+    """Folder of the run, or its name in --runs-dir."""
+    max_rounds: int | None = None
+    """Stop after this many rounds."""
+    runs_dir: str = "runs"
+    """Where run folders lie."""
+
+
+def run(words: Sequence[str]) -> int:
+    """Run what these words say; 0."""
+    groups = split(words)
+    options = parse(RunOptions(settings=base_config(groups)), groups, command="atlas run")
+    if options.lambda_sweep:
+        from atlas_fl.cli.sweep import run_grid
+        from atlas_fl.sweep import LAMBDA_SWEEP
+
+        return run_grid(options.settings, over=[LAMBDA_SWEEP], seeds=[options.settings.run.seed])
+    config = validate(options.settings)
+
+    from atlas_fl.cli.tables import outcome
+    from atlas_fl.run import run as run_config
+
+    with show_progress() as on_event:
+        result = run_config(config, on_event=on_event, resume=options.resume)
+    show(outcome(result.folder, result.summary, complete=result.complete))
+    return 0
+
+
+def plan(words: Sequence[str]) -> int:
+    """Print the plan of what these words say; 0."""
+    groups = split(words)
+    options = parse(PlanOptions(settings=base_config(groups)), groups, command="atlas plan")
+    config = validate(options.settings)
+
+    from pathlib import Path
+
+    from atlas_fl.cli.plan_tables import plan_tables
+    from atlas_fl.io.results import write_json
+    from atlas_fl.plan import make_plan
+
+    with show_progress(notes=False) as on_event:
+        found = make_plan(config, on_event=on_event).to_json()
+    show(plan_tables(found))
+    show([f"the run would be {run_folder(config).path}"])
+    if options.to is not None:
+        write_json(Path(options.to), found)
+    return 0
+
+
+def resume(words: Sequence[str]) -> int:
+    """Go on with the run that these words name; 0."""
+    options = parse(ResumeOptions(run=tyro.MISSING), split(words), command="atlas resume")
+
+    from atlas_fl.cli.tables import outcome
+    from atlas_fl.io.folder import find_run
+    from atlas_fl.run import resume as resume_run
+
+    if options.max_rounds is not None and options.max_rounds < 1:
+        raise ConfigError(f"--max-rounds is {options.max_rounds}; allowed: at least 1; give more, or leave it out")
+    folder = find_run(options.run, runs_dir=options.runs_dir).path
+    with show_progress() as on_event:
+        result = resume_run(folder, max_rounds=options.max_rounds, on_event=on_event)
+    show(outcome(result.folder, result.summary, complete=result.complete))
+    return 0

@@ -1,0 +1,32 @@
+"""Where the settings of a command come from: a recipe, over it a file, over both the flags."""
+
+from collections.abc import Sequence
+
+from atlas_fl.cli.words import Words, last_value
+from atlas_fl.config import Config, load_config
+from atlas_fl.config.toml import load_values
+from atlas_fl.errors import ConfigError
+from atlas_fl.presets import find_preset
+
+DEFAULT_PRESET = "quick"
+
+
+def base_config(groups: Sequence[Words]) -> Config:
+    """The config that `--preset` and `--config` give, before any other flag.
+
+    A file may name its recipe itself; naming another one beside it is refused, because the file's settings would
+    then stand under a name that is not theirs.
+
+    Raises:
+        ConfigError: the recipe is unknown, the file is wrong, or they name two recipes.
+    """
+    named, file = last_value(groups, "--preset"), last_value(groups, "--config")
+    if file is None:
+        return find_preset(named or DEFAULT_PRESET)
+    written = load_values(file).get("preset")
+    if named and written and named != written:
+        raise ConfigError(
+            f"--preset {named} contradicts {file}, which is made from preset {written}; leave --preset out, "
+            "or take preset out of the file"
+        )
+    return load_config(file, base=find_preset(named or written or DEFAULT_PRESET))

@@ -1,0 +1,97 @@
+"""`atlas sweep` and `atlas compare`."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated
+
+import tyro
+
+from atlas_fl.cli.live import show, show_progress
+from atlas_fl.cli.parse import parse
+from atlas_fl.cli.settings import base_config
+from atlas_fl.cli.words import split
+from atlas_fl.config import Config
+from atlas_fl.errors import ConfigError
+from atlas_fl.events import PhaseStarted
+from atlas_fl.sweep import LAMBDA_SWEEP, Point, RunState, grid, parse_over, run_all, seeds
+
+STRATEGIES = ("local", "fedavg_cluster", "atlas")
+WORDS: dict[RunState, str] = {"finished": "is finished", "unfinished": "goes on", "new": "starts"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class SweepOptions:
+    """Run every combination of the swept values with several seeds; finished runs are left alone, begun ones go on.
+    Ends in a table and a CSV file."""
+
+    over: tuple[str, ...] = ()
+    """A setting and its values, `eta=0,0.01,0.1`; may be repeated. Parts of a list are joined by +: `share=A+B,B`."""
+    lambda_sweep: bool = False
+    """The same as `--over eta=0,0.01,0.1,0.5,1`."""
+    seeds: int = 1
+    """Seeds for each combination: 42, 123, 456, 789, 1024, then 2001 and on."""
+    config: str | None = None
+    """A TOML file of settings, such as the config.toml of a run."""
+    settings: Annotated[Config, tyro.conf.arg(name="")] = field(default_factory=Config)
+
+
+@dataclass(frozen=True, kw_only=True)
+class CompareOptions:
+    """Run several strategies with several seeds; finished runs are left alone, begun ones go on. Ends in a table and a
+    CSV file."""
+
+    strategies: tuple[str, ...] = STRATEGIES
+    """The strategies (`atlas list strategies`)."""
+    seeds: int = 3
+    """Seeds for each strategy: 42, 123, 456, 789, 1024, then 2001 and on."""
+    config: str | None = None
+    """A TOML file of settings, such as the config.toml of a run."""
+    settings: Annotated[Config, tyro.conf.arg(name="")] = field(default_factory=Config)
+
+
+def sweep(words: Sequence[str]) -> int:
+    """Run the sweep that these words say; 0."""
+    groups = split(words)
+    options = parse(SweepOptions(settings=base_config(groups)), groups, command="atlas sweep")
+    over = [*options.over, *([LAMBDA_SWEEP] if options.lambda_sweep else [])]
+    if not over:
+        raise ConfigError(
+            "--over is missing; allowed: a setting and its values; write for example --over eta=0,0.1,0.5"
+        )
+    return run_grid(options.settings, over=over, seeds=seeds(options.seeds))
+
+
+def compare(words: Sequence[str]) -> int:
+    """Run the comparison that these words say; 0."""
+    groups = split(words)
+    options = parse(CompareOptions(settings=base_config(groups)), groups, command="atlas compare")
+    if not options.strategies:
+        raise ConfigError("--strategies is empty; name at least one; see `atlas list strategies`")
+    over = [f"strategy={','.join(options.strategies)}"]
+    return run_grid(options.settings, over=over, seeds=seeds(options.seeds))
+
+
+def run_grid(base: Config, *, over: Sequence[str], seeds: Sequence[int]) -> int:
+    """Run every point and print the comparison; 0."""
+    values = parse_over(over)
+    points = grid(base, over=values, seeds=seeds)
+    with show_progress() as on_event:
+
+        def announce(index: int, point: Point, state: RunState) -> None:
+            changes = " ".join(f"{name}={value}" for name, value in point.changes.items())
+            line = f"run {index + 1} of {len(points)}, {changes} seed={point.config.run.seed}, {WORDS[state]}"
+            on_event(PhaseStarted(line))
+
+        folders = run_all(points, on_run=announce, on_event=on_event)
+    _print_comparison(folders, by=tuple(values), runs_dir=Path(base.run.runs_dir))
+    return 0
+
+
+def _print_comparison(folders: Sequence[Path], *, by: Sequence[str], runs_dir: Path) -> None:
+    from atlas_fl.report.tables import comparison, rich_table, write_csv
+
+    rows = comparison(folders, by=by)
+    path = runs_dir / f"comparison-{'-'.join(by)}.csv"
+    write_csv(path, rows)
+    show([rich_table(rows), f"the same as CSV: {path}"])

@@ -1,0 +1,82 @@
+"""What a client can be asked to do, and what it works with.
+
+An action is `(jobs, site) -> updates`. In a simulation the engine hands over a pack of jobs and the site holds
+many clients' data; deployed, a site holds the data of one client and gets one job. The function is the same.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, TypeAlias
+
+import torch
+from torch import nn
+
+from atlas_fl.models.backbone import Backbone, target_modules
+from atlas_fl.models.tokens import Encoded
+from atlas_fl.tasks.spec import Task
+from atlas_fl.types import Params, Split
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClientTokens:
+    """A client's own data, tokenised; it never leaves the site."""
+
+    task: Task
+    splits: Mapping[Split, Encoded]
+
+    @property
+    def examples(self) -> int:
+        """Training examples."""
+        return len(self.splits["train"])
+
+
+@dataclass(frozen=True, kw_only=True)
+class Site:
+    """A place where clients compute: one frozen backbone and the data of those who are here."""
+
+    backbone: Backbone
+    data: Mapping[str, ClientTokens]
+    targets: tuple[str, ...]
+    scale: Callable[[int], float]
+    """LoRA's factor of a rank."""
+    max_tokens: int
+    """Tokens that may train together, from the memory budget."""
+    bf16: bool = False
+
+    @cached_property
+    def modules(self) -> dict[str, nn.Module]:
+        """The frozen layers that carry adapters, by name."""
+        return target_modules(self.backbone, self.targets)
+
+    def autocast(self) -> torch.autocast:
+        """The arithmetic of the backbone's forward pass."""
+        return torch.autocast(self.backbone.device.type, dtype=torch.bfloat16, enabled=self.bf16)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """A request to one client: the model to start from and how to work."""
+
+    client: str
+    params: Params
+    round: int
+    options: Any
+    """The action's own frozen options."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Update:
+    """A client's answer."""
+
+    client: str
+    params: Params
+    examples: int
+    metrics: Mapping[str, float]
+    loaded: str | None = None
+    """SHA-256 of the tensors that the client really computed with at its start, when asked for."""
+    keys: int = 0
+    """How many tensors those were."""
+
+
+Action: TypeAlias = Callable[[Sequence[Job], Site], list[Update]]

@@ -1,0 +1,81 @@
+"""Gradients of the frozen weights themselves, as fingerprints and layer importance need them."""
+
+from collections.abc import Iterator
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.func import functional_call
+
+from atlas_fl.clients.base import Job, Site
+from atlas_fl.clients.rows import Row, make_row
+from atlas_fl.clients.train import TrainOptions, example_loss
+from atlas_fl.models.backbone import Backbone, features, layer_of
+from atlas_fl.models.family import apply_head
+from atlas_fl.rng import generator
+from atlas_fl.tree import head_keys
+from atlas_fl.types import Params
+
+
+def batch_gradients(job: Job, site: Site, *, half: int, blocks: int, count: int) -> Iterator[dict[str, Tensor]]:
+    """Loss gradients of `count` batches of one half: all weights of the last `blocks` blocks, and the head.
+
+    The blocks below need no gradient and record nothing, so that only what is needed is computed.
+    Evaluation mode, no dropout; the job's own adapters are not attached: this is the shared initialisation.
+    """
+    backbone = site.backbone
+    names = _weights_of_last(backbone, blocks)
+    leaves = {name: backbone.model.get_parameter(name).detach().requires_grad_() for name in names}
+    head = {key: job.params[key].detach().to(backbone.device).requires_grad_() for key in head_keys(job.params)}
+    for row in half_rows(job, site, half=half, count=count):
+        yield loss_gradient(row, site, leaves, head)
+
+
+def loss_gradient(row: Row, site: Site, leaves: dict[str, Tensor], head: Params) -> dict[str, Tensor]:
+    """The gradient of one batch's mean loss with respect to these weights and this head."""
+    backbone = site.backbone
+    with site.autocast():
+        pooled = _features_with(backbone, leaves, row)
+        loss = example_loss(apply_head(backbone.family, head, pooled).float(), row.labels[0])
+    wanted = {**leaves, **head}
+    return dict(zip(wanted, torch.autograd.grad(loss, list(wanted.values())), strict=True))
+
+
+class _Features(torch.nn.Module):
+    """`features` as a module, so that weights can be swapped by `functional_call`."""
+
+    def __init__(self, backbone: Backbone) -> None:
+        super().__init__()
+        self.model, self._backbone = backbone.model, backbone
+
+    def forward(self, row: Row) -> Tensor:
+        return features(self._backbone, row.ids, row.types, row.layout)
+
+
+def _features_with(backbone: Backbone, weights: Params, row: Row) -> Tensor:
+    """The features when these weights stand in the backbone instead of its own."""
+    swapped = {f"model.{name}": weight for name, weight in weights.items()}
+    out: Tensor = functional_call(_Features(backbone), swapped, (row,))
+    return out
+
+
+def _weights_of_last(backbone: Backbone, blocks: int) -> list[str]:
+    """Names of the parameters in the last blocks, by position in the model's block list."""
+    first = len(backbone.blocks) - blocks
+    prefix = backbone.family.blocks + "."
+    return [
+        name
+        for name, _ in backbone.model.named_parameters()
+        if name.startswith(prefix) and layer_of(backbone, name) >= first
+    ]
+
+
+def half_rows(job: Job, site: Site, *, half: int, count: int) -> Iterator[Row]:
+    """`count` batches of one half, going round the half's examples as often as needed."""
+    data = site.data[job.client].splits["train"]
+    options: TrainOptions = job.options.train
+    index = np.arange(half, len(data), 2)
+    order = generator(options.seed, "gradients", job.client, half).permutation(index)
+    wanted = np.resize(order, count * options.batch_size)
+    for start in range(0, len(wanted), options.batch_size):
+        yield make_row([data.take(wanted[start : start + options.batch_size])], device=site.backbone.device)

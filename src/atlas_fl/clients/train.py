@@ -1,0 +1,166 @@
+"""Local training of a pack: every client gets the result that it would get alone."""
+
+import math
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from atlas_fl.clients.base import Job, Site, Update
+from atlas_fl.clients.rows import dropout_masks, forward, make_row
+from atlas_fl.models.tokens import Encoded
+from atlas_fl.rng import generator
+from atlas_fl.tree import digest
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainOptions:
+    """How a client trains. A run has `rounds * steps` steps; the schedule runs over all of them."""
+
+    seed: int
+    rounds: int = 1
+    epochs: int = 1
+    max_steps: int | None = None
+    batch_size: int = 16
+    lr: float = 1e-3
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    warmup: float = 0.0
+    weight_decay: float = 0.0
+    clip: float = 1.0
+    dropout: float = 0.0
+    frozen: tuple[str, ...] = ()
+    """Endings of the names that do not train, e.g. `(".lora_A",)`."""
+    half: int | None = None
+    """Train on the even (0) or odd (1) examples only, for fingerprints that check themselves."""
+    hash_loaded: bool = False
+    """Hash what was really loaded, for the audit."""
+
+
+def learning_rate(options: TrainOptions, *, step: int, steps: int) -> float:
+    """The rate of a step (from 0) of `steps` in the whole run: linear warm-up, then the schedule down to zero.
+
+    >>> o = TrainOptions(seed=0, lr=1.0, schedule="linear", warmup=0.2)
+    >>> [round(learning_rate(o, step=s, steps=10), 3) for s in (0, 1, 2, 6, 9)]
+    [0.5, 1.0, 1.0, 0.5, 0.125]
+    """
+    warm = round(options.warmup * steps)
+    if step < warm:
+        return options.lr * (step + 1) / warm
+    left = 1 - (step - warm) / max(1, steps - warm)
+    factor = {"constant": 1.0, "linear": left, "cosine": 0.5 * (1 + math.cos(math.pi * (1 - left)))}
+    return options.lr * factor[options.schedule]
+
+
+def num_steps(examples: int, options: TrainOptions) -> int:
+    """Steps of one round."""
+    full = options.epochs * math.ceil(examples / options.batch_size)
+    return full if options.max_steps is None else min(full, options.max_steps)
+
+
+def batches(data: Encoded, job: Job) -> Iterator[Encoded]:
+    """The client's mini-batches of this round, in the order that its own generator draws."""
+    options: TrainOptions = job.options
+    index = np.arange(len(data)) if options.half is None else np.arange(options.half, len(data), 2)
+    left = num_steps(len(index), options)
+    for epoch in range(options.epochs):
+        order = generator(options.seed, "order", job.client, job.round, epoch).permutation(index)
+        for start in range(0, len(order), options.batch_size):
+            if left == 0:
+                return
+            left -= 1
+            yield data.take(order[start : start + options.batch_size])
+
+
+def example_loss(logits: Tensor, labels: Tensor) -> Tensor:
+    """Mean cross-entropy, or mean squared error where one output meets real numbers."""
+    if labels.is_floating_point():
+        return F.mse_loss(logits[:, 0], labels)
+    return F.cross_entropy(logits, labels)
+
+
+class _Member:
+    """One client of a pack while it trains: its leaves, its batches and its optimizer."""
+
+    def __init__(self, job: Job, site: Site) -> None:
+        options: TrainOptions = job.options
+        self.job, self.options = job, options
+        self.params = {
+            key: tensor.detach().to(site.backbone.device, copy=True).requires_grad_(not key.endswith(options.frozen or "\0"))
+            for key, tensor in sorted(job.params.items())
+        }  # fmt: skip
+        # Sorted: the clipped norm is a sum, and its last bits follow the order. Read back from the leaves themselves: what is hashed is what computes.
+        self.loaded = digest(self.params) if options.hash_loaded else None
+        data = site.data[job.client].splits["train"]
+        self.examples = len(data) if options.half is None else len(range(options.half, len(data), 2))
+        self.steps = num_steps(self.examples, options)
+        self.batches = batches(data, job)
+        self.leaves = [leaf for leaf in self.params.values() if leaf.requires_grad]
+        fused = site.backbone.device.type == "cpu" or None
+        self.optimizer = torch.optim.AdamW(
+            self.leaves, lr=options.lr, weight_decay=options.weight_decay, fused=fused, foreach=None
+        )
+        self.losses: list[Tensor] = []
+
+    def step(self, done: int) -> None:
+        """Clip, move, forget the gradients."""
+        position = (max(self.job.round, 1) - 1) * self.steps + done
+        rate = learning_rate(self.options, step=position, steps=self.options.rounds * self.steps)
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate
+        if self.options.clip > 0:
+            torch.nn.utils.clip_grad_norm_(self.leaves, self.options.clip)
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+
+    def update(self, seconds: float) -> Update:
+        """What goes back to the server."""
+        loss = float(torch.stack(self.losses).double().mean()) if self.losses else math.nan
+        return Update(
+            client=self.job.client,
+            params={key: leaf.detach().cpu() for key, leaf in self.params.items()},
+            examples=self.examples,
+            metrics={"loss": loss, "seconds": seconds, "steps": float(self.steps)},
+            loaded=self.loaded,
+            keys=len(self.params),
+        )
+
+
+def train(jobs: Sequence[Job], site: Site) -> list[Update]:
+    """Every client's trained model, in the order of the jobs.
+
+    The clients' mini-batches go through the frozen backbone together. Losses are means over a client's own batch
+    and are summed over clients, so that each one's gradient is its own. A client leaves when its steps are done.
+    """
+    began = time.perf_counter()
+    members = [_Member(job, site) for job in jobs]
+    active, done = [member for member in members if member.steps > 0], 0
+    while active:
+        _step(active, done, site)
+        done += 1
+        active = [member for member in active if member.steps > done]
+    seconds = (time.perf_counter() - began) / max(1, len(members))
+    return [member.update(seconds) for member in members]
+
+
+def _step(active: Sequence[_Member], done: int, site: Site) -> None:
+    """One optimizer step of every active client."""
+    row = make_row([next(member.batches) for member in active], device=site.backbone.device)
+    first = active[0].options
+    mask = dropout_masks(
+        [member.job.client for member in active],
+        p=first.dropout,
+        path=(active[0].job.round, done),
+        seed=first.seed,
+        device=site.backbone.device,
+    )
+    logits = forward(row, [member.params for member in active], site, mask=mask)
+    losses = [example_loss(own, labels) for own, labels in zip(logits, row.labels, strict=True)]
+    torch.stack(losses).sum().backward()  # type: ignore[no-untyped-call]
+    for member, loss in zip(active, losses, strict=True):
+        member.losses.append(loss.detach())
+        member.step(done)

@@ -1,0 +1,107 @@
+"""What a clustering found and every decision on the way, as one value that can be printed, saved and asked again."""
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import numpy as np
+
+from atlas_fl.clustering.scores import Row
+from atlas_fl.clustering.settings import Settings
+from atlas_fl.clustering.similarity import prepare
+from atlas_fl.clustering.stability import UNDECIDED, decided_names
+from atlas_fl.errors import CheckpointError, ConfigError
+
+ARRAYS = ("similarity", "reliability", "points", "centroids", "offsets")
+"""The fields that are arrays."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Clustering:
+    """Clusters of n clients, in the order in which their sketches came."""
+
+    labels: tuple[int, ...]
+    """Cluster of each client; -1 for an undecided one, which trains alone."""
+    method: str
+    """A name of METHODS, or `oracle`."""
+    similarity: np.ndarray
+    """Noise-corrected similarity, float64 (n, n), ones on the diagonal; 0 beside an undecided client."""
+    reliability: np.ndarray
+    """c_kk, float64 (n,): agreement of each client's own halves."""
+    structure: dict[str, Any]
+    """The verdict: found, reason, statistic, percentile_95, p_value, draws."""
+    settings: Settings | None = None
+    """The numbers it was made with; None for true tasks without sketches."""
+    k_table: tuple[Row, ...] = ()
+    """The alternatives with all their scores; `chosen` marks the method's choice, before the verdict."""
+    explained_variance: float = 1.0
+    """Share of the variance that the principal components hold."""
+    components: int = 0
+    """Principal components used."""
+    warnings: tuple[str, ...] = ()
+    """One line for each thing the user should know."""
+    points: np.ndarray = field(default_factory=lambda: np.zeros((0, 2)))
+    """First two principal components of every client, float64 (n, 2), for the scatter plot."""
+    centroids: np.ndarray = field(default_factory=lambda: np.zeros((0, 0, 0)))
+    """By ascending label, for `predict`: (1, k, d) mean unit sketches, or (2, k, d) of each half over sqrt(c_kk)."""
+    offsets: np.ndarray = field(default_factory=lambda: np.zeros((2, 0)))
+    """The means (2, d) that were subtracted from each half; zero unless centred."""
+
+    @property
+    def num_clusters(self) -> int:
+        """Clusters in use, undecided clients not counted."""
+        return len(decided_names(self.labels))
+
+    def to_json(self) -> dict[str, Any]:
+        """Every field as plain data for strict JSON."""
+        plain = {name: getattr(self, name).tolist() for name in ARRAYS}
+        rest = ("method", "structure", "explained_variance", "components")
+        return {
+            "labels": list(self.labels),
+            "warnings": list(self.warnings),
+            "k_table": [dict(row) for row in self.k_table],
+            "settings": None if self.settings is None else asdict(self.settings),
+            **{name: getattr(self, name) for name in rest},
+            **plain,
+        }
+
+    @staticmethod
+    def from_json(data: Mapping[str, Any]) -> "Clustering":
+        """The inverse of `to_json`; CheckpointError names a field that is missing."""
+        missing = [name for name in Clustering.__dataclass_fields__ if name not in data]
+        if missing:
+            raise CheckpointError(
+                f"the clustering lacks {missing[0]!r}; it was not written by this version, plan again"
+            )
+        settings = data["settings"]
+        if settings is not None:
+            settings = Settings(**{**settings, "k_range": tuple(settings["k_range"])})
+        arrays = {name: np.array(data[name], dtype=np.float64) for name in ARRAYS}
+        tuples = {name: tuple(data[name]) for name in ("labels", "warnings", "k_table")}
+        return Clustering(**{**data, **arrays, **tuples, "settings": settings})
+
+
+def predict(clustering: Clustering, first: np.ndarray, second: np.ndarray) -> int:
+    """The cluster of a client that joins later, from its two sketches (d,), (d,); -1 if it must train alone.
+
+    -1 where its halves agree less than `min_reliability`, and under `corrected` without a fixed k also where its
+    mean similarity to every cluster is below the threshold. The mean is over members, as in average linkage.
+    Raises ConfigError when the clustering holds no sketches or sketches of another length.
+    """
+    settings, centroids = clustering.settings, clustering.centroids
+    if settings is None or not centroids.size:
+        raise ConfigError("a client can be placed only beside clusters made of sketches; these hold none, plan again")
+    if np.shape(first) != (centroids.shape[2],) or np.shape(second) != (centroids.shape[2],):
+        raise ConfigError(f"sketch of shape {np.shape(first)} beside clusters of sketches of {centroids.shape[2]}")
+    left = prepare(first[None], offset=clustering.offsets[0])[0]
+    right = prepare(second[None], offset=clustering.offsets[1])[0]
+    own = float(left @ right)
+    if own < settings.min_reliability or own <= 0.0:
+        return UNDECIDED
+    names = decided_names(clustering.labels)
+    if len(centroids) == 1:
+        middle = prepare((left + right)[None])[0]
+        return names[int(np.linalg.norm(centroids[0] - middle, axis=1).argmin())]
+    likeness = (centroids[1] @ left + centroids[0] @ right) / 2 / np.sqrt(own)
+    alone = settings.fixed_k is None and likeness.max() < settings.threshold
+    return UNDECIDED if alone else names[int(likeness.argmax())]

@@ -1,0 +1,24 @@
+"""Everything a user can set, and how it is read, checked and written.
+
+The same dataclasses are the command line, the TOML file and the Python API. Below `plan` and `train` no function
+sees them: it gets the numbers that it needs.
+"""
+
+from atlas_fl.config.fields import Setting as Setting
+from atlas_fl.config.fields import settings as settings
+from atlas_fl.config.fields import value_of as value_of
+from atlas_fl.config.groups import ClusteringConfig as ClusteringConfig
+from atlas_fl.config.groups import Config as Config
+from atlas_fl.config.groups import DataConfig as DataConfig
+from atlas_fl.config.groups import MixingConfig as MixingConfig
+from atlas_fl.config.groups import ModelConfig as ModelConfig
+from atlas_fl.config.groups import RanksConfig as RanksConfig
+from atlas_fl.config.groups import RunConfig as RunConfig
+from atlas_fl.config.groups import TrainingConfig as TrainingConfig
+from atlas_fl.config.identity import config_hash as config_hash
+from atlas_fl.config.identity import differences as differences
+from atlas_fl.config.identity import run_folder as run_folder
+from atlas_fl.config.toml import load_config as load_config
+from atlas_fl.config.toml import to_toml as to_toml
+from atlas_fl.config.update import with_values as with_values
+from atlas_fl.config.validate import validate as validate

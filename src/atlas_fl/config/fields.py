@@ -1,0 +1,80 @@
+"""The settings as a table: name, group, type and help of each, read off the dataclasses."""
+
+import ast
+import inspect
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import cache
+from types import MappingProxyType
+from typing import Any, get_type_hints
+
+from atlas_fl.config import groups
+from atlas_fl.config.groups import Config
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setting:
+    """One setting."""
+
+    name: str
+    """Its key in a file; the flag has hyphens."""
+    group: str
+    """The table of the file that it stands in."""
+    kind: Any
+    """Its type, as annotated."""
+    help: str
+    """Its docstring, on one line."""
+
+    @property
+    def flag(self) -> str:
+        """How the command line spells it."""
+        return "--" + self.name.replace("_", "-")
+
+
+@cache
+def settings() -> Mapping[str, Setting]:
+    """Every setting by its name, in the order of the groups."""
+    help_of = _docstrings()
+    table: dict[str, Setting] = {}
+    for group, cls in group_classes().items():
+        for name, kind in get_type_hints(cls).items():
+            assert name not in table, f"two groups share the name {name}"
+            table[name] = Setting(name=name, group=group, kind=kind, help=help_of[cls.__name__, name])
+    return MappingProxyType(table)
+
+
+@cache
+def group_classes() -> Mapping[str, type[Any]]:
+    """The dataclass of every group by the group's name."""
+    return MappingProxyType(get_type_hints(Config))
+
+
+def value_of(config: Config, name: str) -> Any:
+    """The value of the setting with this name."""
+    return getattr(getattr(config, settings()[name].group), name)
+
+
+def from_values(values: Mapping[str, Any], *, base: Config) -> Config:
+    """`base` with these values by the settings' names; their types are the caller's business."""
+    by_group: dict[str, dict[str, Any]] = {}
+    for name, value in values.items():
+        by_group.setdefault(settings()[name].group, {})[name] = value
+    changed = {group: replace(getattr(base, group), **changes) for group, changes in by_group.items()}
+    return replace(base, **changed)
+
+
+def _docstrings() -> dict[tuple[str, str], str]:
+    """What stands below each field in the source: Python itself does not keep it."""
+    found: dict[tuple[str, str], str] = {}
+    for node in ast.parse(inspect.getsource(groups)).body:
+        if isinstance(node, ast.ClassDef):
+            for field, below in zip(node.body, node.body[1:]):
+                if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name):
+                    found[node.name, field.target.id] = _text(below)
+    return found
+
+
+def _text(node: ast.stmt) -> str:
+    if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
+        return " ".join(str(node.value.value).split())
+    return ""

@@ -1,0 +1,219 @@
+"""The settings themselves: frozen dataclasses, one group for each part of the system.
+
+The name of a setting is its flag and its key in a file, so no two groups share one; its docstring is its help.
+"""
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataConfig:
+    """Tasks, clients and their devices."""
+
+    tasks: tuple[str, ...] = ("movie", "trec", "pairs")
+    """Tasks of the federation (`atlas list tasks`)."""
+    task: tuple[str, ...] = ()
+    """Your own csv, jsonl or parquet as `name=path`, after it any of `,text=COLUMN` `,pair=COLUMN` `,label=COLUMN`
+    `,metric=NAME`; may be repeated."""
+    clients_per_task: int = 3
+    """Clients that share each task."""
+    samples: int = 200
+    """Training examples of a client."""
+    validation_samples: int = 100
+    """Validation examples of a client; choices are made on these."""
+    test_samples: int = 130
+    """Test examples of a client; results are reported on these."""
+    partition: Literal["iid", "dirichlet", "quantity"] = "iid"
+    """How a task's examples fall to its clients."""
+    dirichlet_alpha: float = 0.5
+    """Concentration of the Dirichlet partition; smaller is more uneven."""
+    max_length: int | None = None
+    """Longest sequence in tokens; the task's own limit by default."""
+    devices: tuple[str, ...] = ("cpu_2gb", "tablet_4gb", "laptop_8gb", "gpu_16gb")
+    """Device profiles (`atlas list devices`), dealt out to the clients in turn."""
+    device: tuple[str, ...] = ()
+    """A profile of your own: `name=memory_gb=3,gflops=50,up_mbps=5,down_mbps=20,latency_ms=60,max_rank=8`; may be
+    repeated."""
+    data_dir: str | None = None
+    """A directory that holds data sets which would else come from the hub or its cache."""
+    shuffle_labels: bool = False
+    """Control: permute the training labels; accuracy must fall to the majority class."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig:
+    """The frozen backbone and its adapters."""
+
+    model: str = "minilm"
+    """Alias (`atlas list models`), hub name or directory."""
+    targets: tuple[str, ...] = ()
+    """Module names that get LoRA, or `all-linear`; PEFT's table for the architecture by default."""
+    lora_alpha: float | None = None
+    """LoRA alpha; twice the rank by default, so that the rank does not change the step size."""
+    rslora: bool = False
+    """Scale by alpha / sqrt(rank) instead of alpha / rank."""
+    dropout: float = 0.0
+    """Dropout on the inputs of adapters and head, drawn from a generator of the client's own."""
+    precision: Literal["fp32", "bf16"] = "fp32"
+    """Arithmetic of the backbone; bf16 by autocast."""
+    gradient_checkpointing: bool = False
+    """Recompute each block in the backward pass: less memory, more time."""
+    init_adapter: str | None = None
+    """A PEFT adapter folder that every client starts from."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingConfig:
+    """Rounds and local training."""
+
+    rounds: int = 6
+    """Rounds of the whole run."""
+    local_epochs: int = 1
+    """Passes of a client over its data in a round."""
+    batch_size: int = 16
+    """Examples in a client's step."""
+    lr: float | None = None
+    """Peak learning rate of AdamW; the one that suits the model by default (`atlas list models`)."""
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """Learning rate over the steps of all rounds."""
+    warmup: float = 0.0
+    """Share of all steps in which the learning rate rises from zero."""
+    weight_decay: float = 0.0
+    """AdamW's decoupled weight decay."""
+    clip: float = 1.0
+    """Largest gradient norm of a client; 0 switches clipping off."""
+    participation: float = 1.0
+    """Share of the clients that train in a round."""
+    eval_every: int = 1
+    """Rounds between two evaluations; the last round is always evaluated."""
+    pack_tokens: int | None = None
+    """Tokens that train together; chosen for the machine by default, and never above the memory budget."""
+    pack_memory_gb: float = 4.0
+    """Memory that one pack's activations may take."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClusteringConfig:
+    """Phase 1: which clients share a task."""
+
+    clusters: str = "auto"
+    """`auto`, `oracle` (the true tasks) or a number of clusters."""
+    cluster_by: Literal["corrected", "atlas", "silhouette", "gap"] = "corrected"
+    """How `auto` finds the clusters: noise-corrected similarity without k, or a k search by this score."""
+    fingerprint: Literal["delta", "fisher", "gradient"] = "delta"
+    """What a client's fingerprint is made of."""
+    fingerprint_batches: int = 12
+    """Batches of the gradient and fisher fingerprints."""
+    fingerprint_steps: int = 40
+    """Most warm-up steps of each half for the delta fingerprint."""
+    sketch_dim: int = 1024
+    """Length of the sketch that leaves the client."""
+    pca_components: int = 64
+    """Most principal components on the server; n clients have at most n - 1."""
+    k_range: tuple[int, int] = (2, 5)
+    """Smallest and largest k of the search."""
+    min_cluster_size: int = 1
+    """Clusters below this size are merged into their nearest."""
+    recluster_every: int = 0
+    """Rounds between two clusterings; 0 clusters once."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RanksConfig:
+    """Phase 2: LoRA ranks per layer and client."""
+
+    ranks: str = "budget"
+    """`budget`, `greedy`, `uniform`, or one rank for every layer and client."""
+    candidates: tuple[int, ...] = (4, 8, 16, 32, 64)
+    """Ranks that a layer may have."""
+    importance: Literal["gradient", "rngwp"] = "gradient"
+    """How the importance of a layer is measured."""
+    adapter_bytes: int | None = None
+    """Most bytes of one client's adapters; the device's own upload budget by default."""
+    budget: Literal["memory", "fractions"] = "memory"
+    """Device memory by the true model, or by fixed fractions."""
+    alpha_base: float = 0.35
+    """Fraction of memory for the backbone, when budget is `fractions`."""
+    alpha_act: float = 0.25
+    """Fraction of memory for activations, when budget is `fractions`."""
+    alpha_opt: float = 0.15
+    """Fraction of memory for the optimizer, when budget is `fractions`."""
+    complexity_scaling: bool = False
+    """Give clusters with a harder task more of their budget."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class MixingConfig:
+    """Phase 4: the server's rule."""
+
+    strategy: str = "atlas"
+    """The rule (`atlas list strategies`). `--ablation` is the same flag and takes its old names: local_only,
+    standard_fl, fedavg_cluster, atlas_no_laplacian, atlas."""
+    eta: float = 0.1
+    """Step of the Laplacian: 0 mixes nothing."""
+    eta_decay: float = 1.0
+    """Factor on eta after each round."""
+    laplacian: Literal["symmetric", "random_walk", "metropolis"] = "random_walk"
+    """Which Laplacian, and so which mean is kept."""
+    alpha: float | None = None
+    """Sharpness of the graph's RBF; one over the median squared distance by default."""
+    graph: Literal["similarity", "uniform", "adaptive"] = "similarity"
+    """Edge weights: fingerprint similarity, equal, or similarity times validation performance."""
+    symmetrize: Literal["average", "max", "min"] = "average"
+    """How a directed graph becomes symmetric."""
+    neighbours: int = 0
+    """Keep only this many nearest neighbours of a client; 0 keeps all."""
+    singleton_neighbours: int = 1
+    """Nearest clients that a client alone in its cluster is joined to; 0 leaves it alone."""
+    graph_ema: float = 0.0
+    """Share of the previous graph that re-clustering keeps."""
+    block_diagonal: bool = True
+    """Cut the edges between clusters."""
+    space: Literal["factors", "product"] = "product"
+    """Mix A and B apart, or the update s B A itself."""
+    share: tuple[Literal["A", "B", "head"], ...] = ("A", "B", "head")
+    """What leaves the client."""
+    align: Literal["pad", "truncate"] = "pad"
+    """How factors of different ranks meet in factor space."""
+    layer_weighting: Literal["none", "importance"] = "none"
+    """Scale eta per layer by the layer's importance."""
+    keep: Literal["mixed", "best"] = "mixed"
+    """Deliver the mixed model, or on each client the better of mixed and own by validation loss."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunConfig:
+    """Seed, records and machine."""
+
+    seed: int = 42
+    """Every random choice derives from it."""
+    preset: str = "quick"
+    """The recipe that all other defaults come from (`atlas list presets`). `--mode` is the same flag."""
+    name: str | None = None
+    """Name of the run's folder; preset, strategy, model, seed and config hash by default."""
+    runs_dir: str = "runs"
+    """Where run folders lie."""
+    audit: bool = False
+    """Keep what every client trained and loaded, for `atlas audit`."""
+    max_rounds: int | None = None
+    """Stop after this many rounds of this session; `atlas resume` goes on."""
+    checkpoint_every: int = 1
+    """Rounds between two checkpoints."""
+    keep_checkpoints: int = 2
+    """Checkpoints that are kept."""
+    accelerator: Literal["auto", "cpu", "cuda"] = "cpu"
+    """Where the packs are trained."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    """A whole run."""
+
+    data: DataConfig = field(default_factory=DataConfig)
+    model: ModelConfig = field(default_factory=ModelConfig)
+    training: TrainingConfig = field(default_factory=TrainingConfig)
+    clustering: ClusteringConfig = field(default_factory=ClusteringConfig)
+    ranks: RanksConfig = field(default_factory=RanksConfig)
+    mixing: MixingConfig = field(default_factory=MixingConfig)
+    run: RunConfig = field(default_factory=RunConfig)

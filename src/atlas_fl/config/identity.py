@@ -1,0 +1,54 @@
+"""What makes two runs the same run."""
+
+import json
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+from atlas_fl.config.fields import settings, value_of
+from atlas_fl.config.groups import Config
+from atlas_fl.io.folder import RunFolder, run_name
+
+SESSION = frozenset({"runs_dir", "name", "max_rounds", "keep_checkpoints", "checkpoint_every", "audit"})
+"""Settings that change no number of a run: where it lies, how long it goes on today and what is kept of it."""
+
+
+def config_hash(config: Config) -> str:
+    """Sixteen hexadecimal digits that depend on every setting but those of the session.
+
+    Equal configs have equal hashes on every machine; a setting that a new version adds changes all of them.
+    """
+    text = json.dumps(_identity(config), sort_keys=True)
+    return sha256(text.encode()).hexdigest()[:16]
+
+
+def differences(first: Config, second: Config) -> dict[str, tuple[Any, Any]]:
+    """The settings with different values, those of the session aside: both values by the setting's name.
+
+    It is empty if and only if the hashes are equal, and says what to mend where they are not.
+    """
+    left, right = _identity(first), _identity(second)
+    return {name: (left[name], right[name]) for name in left if left[name] != right[name]}
+
+
+def run_folder(config: Config) -> RunFolder:
+    """Where the run of this config lies: under its own name, or under one made of what it is."""
+    run = config.run
+    name = run.name or run_name(
+        preset=run.preset,
+        strategy=config.mixing.strategy,
+        model=config.model.model,
+        seed=run.seed,
+        config_hash=config_hash(config),
+    )
+    return RunFolder(Path(run.runs_dir) / name)
+
+
+def _identity(config: Config) -> dict[str, Any]:
+    return {name: _plain(value_of(config, name), settings()[name].kind) for name in settings() if name not in SESSION}
+
+
+def _plain(value: Any, kind: Any) -> Any:
+    # 1 and 1.0, and the two zeros, are equal but are written differently.
+    is_number = type(value) in (int, float) and kind is not int
+    return float(value) + 0.0 if is_number else value

@@ -1,0 +1,152 @@
+"""Values of a declared type, from what a file holds or a user types: the only place that converts.
+
+A kind is an annotation of the settings: bool, int, float, str, a `Literal` of texts, a tuple of these, or one of
+these or None. Nothing is guessed: a number is not a text, and true is not 1.
+"""
+
+from collections.abc import Sequence
+from types import NoneType, UnionType
+from typing import Any, Literal, Union, get_args, get_origin
+
+from atlas_fl.errors import ConfigError
+
+NONE = "none"
+LIST_SEPARATOR = "+"
+LARGEST = 10**15
+SHOWN_CHARACTERS = 80
+_SWITCH = {"true": True, "on": True, "yes": True, "false": False, "off": False, "no": False}
+_WORDS = {bool: "true or false", int: "a whole number", float: "a number", str: "a text"}
+
+
+def describe(kind: Any) -> str:
+    """What a value of this kind is, in words.
+
+    >>> describe(tuple[int, ...] | None)
+    'a list of whole numbers, or none'
+    """
+    if (inner := inner_of(kind)) is not None:
+        return f"{describe(inner)}, or {NONE}"
+    if get_origin(kind) is Literal:
+        return f"one of {', '.join(get_args(kind))}"
+    if get_origin(kind) is tuple:
+        item, size = item_of(kind)
+        words = describe(item)
+        if size:
+            return f"{size} times {words}"
+        return f"a list, each {words}" if words.startswith("one of") else f"a list of {words.split(' ', 1)[1]}s"
+    return _WORDS[kind]
+
+
+def read(value: object, kind: Any) -> Any:
+    """The value as this kind; whole numbers pass as numbers, and the text `none` as None.
+
+    Raises:
+        ValueError: it is of another type; the message says what it had to be.
+    """
+    if (inner := inner_of(kind)) is not None:
+        return None if value is None or value == NONE else read(value, inner)
+    if get_origin(kind) is tuple and isinstance(value, list | tuple):
+        item, size = item_of(kind)
+        if size in (0, len(value)):
+            return tuple(read(part, item) for part in value)
+    if get_origin(kind) is Literal and isinstance(value, str) and value in get_args(kind):
+        return value
+    if kind in (bool, int, str) and type(value) is kind:
+        return value
+    if kind is float and type(value) in (int, float):
+        return _number(value)
+    raise ValueError(f"{shown(value)} is not {describe(kind)}")
+
+
+def from_words(words: Sequence[str], kind: Any) -> Any:
+    """The value that these words of a command line spell.
+
+    Raises:
+        ValueError: they spell no value of this kind; the message says what it had to be.
+    """
+    if get_origin(kind) is tuple:
+        item, size = item_of(kind)
+        given = [] if list(words) == [NONE] else words
+        if size not in (0, len(given)):
+            raise ValueError(f"{shown(' '.join(words))} is not {describe(kind)}")
+        return tuple(from_words([word], item) for word in given)
+    (word,) = words
+    if (inner := inner_of(kind)) is not None:
+        return None if word.lower() == NONE else from_words([word], inner)
+    try:
+        return read(_scalar(word, kind), kind)
+    except ValueError:
+        raise ValueError(f"{shown(word)} is not {describe(kind)}") from None
+
+
+def from_text(text: str, kind: Any) -> Any:
+    """The value that one piece of text spells; the parts of a list are joined by `+`.
+
+    Raises:
+        ValueError: it spells no value of this kind.
+    """
+    is_list = get_origin(kind) is tuple
+    return from_words(text.split(LIST_SEPARATOR) if is_list else [text], kind)
+
+
+def to_words(value: Any) -> list[str]:
+    """The words that `from_words` reads back as this value.
+
+    >>> to_words((2, 5)), to_words(None), to_words(()), to_words(0.1)
+    (['2', '5'], ['none'], ['none'], ['0.1'])
+    """
+    if value is None or value == ():
+        return [NONE]
+    if isinstance(value, tuple):
+        return [word for part in value for word in to_words(part)]
+    return [str(value).lower() if isinstance(value, bool) else str(value)]
+
+
+def inner_of(kind: Any) -> Any:
+    """`T` for the kind `T | None`, and None for every other kind."""
+    if get_origin(kind) not in (Union, UnionType):
+        return None
+    (inner,) = (part for part in get_args(kind) if part is not NoneType)
+    return inner
+
+
+def item_of(kind: Any) -> tuple[Any, int]:
+    """The kind of a tuple's parts and how many there must be; 0 for any number."""
+    parts = get_args(kind)
+    return (parts[0], 0) if parts[-1] is Ellipsis else (parts[0], len(parts))
+
+
+def whole_number(text: str) -> int | None:
+    """The number that a text spells in its only spelling, and None for any other text.
+
+    >>> whole_number("8"), whole_number("08"), whole_number("auto")
+    (8, None, None)
+    """
+    is_number = text.isascii() and text.isdecimal() and len(text) <= len(str(LARGEST))
+    return int(text) if is_number and str(int(text)) == text else None
+
+
+def shown(value: object) -> str:
+    """The value as one short line, for a message."""
+    if type(value) is int and abs(value) > LARGEST:
+        return f"a number beyond {LARGEST:.0e}"  # Python refuses to print the longest integers
+    text = repr(value)
+    return text if len(text) <= SHOWN_CHARACTERS else f"{text[:SHOWN_CHARACTERS]}..."
+
+
+def mistake(setting: str, value: object, allowed: str) -> ConfigError:
+    """The error for a setting with a wrong value."""
+    return ConfigError(f"{setting} is {shown(value)}; allowed: {allowed}; set it to that, or leave it out")
+
+
+def _scalar(word: str, kind: Any) -> object:
+    if kind is bool:
+        return _SWITCH.get(word.lower(), word)
+    return kind(word) if kind in (int, float) else word
+
+
+def _number(value: Any) -> float:
+    try:
+        return float(value)
+    except OverflowError:
+        raise ValueError(f"{shown(value)} is not {describe(float)}") from None

@@ -1,0 +1,56 @@
+"""Whether the names in a config are in the registries; these are imported here, late, because they take seconds."""
+
+import re
+
+from atlas_fl.config.groups import Config
+from atlas_fl.config.kinds import mistake, whole_number
+from atlas_fl.errors import unknown
+
+
+def check_names(config: Config) -> None:
+    """Nothing where model, tasks, devices, strategy and allocator are known.
+
+    Raises:
+        AtlasError: one is not; the message has the nearest known name.
+    """
+    _check_strategy(config.mixing.strategy)
+    _check_allocator(config.ranks.ranks)
+    _check_devices(config.data.devices, config.data.device)
+    _check_tasks(config.data.tasks, config.data.task)
+    _check_model(config.model.model)
+    if not re.fullmatch(r"[a-z0-9][a-z0-9_-]*", config.run.preset):
+        raise mistake("--preset", config.run.preset, "a name of small letters, digits, - and _ (`atlas list presets`)")
+
+
+def _check_strategy(name: str) -> None:
+    from atlas_fl.strategies import ALIASES, STRATEGIES
+
+    if name not in STRATEGIES and name not in ALIASES:
+        raise unknown("strategy", name, [*STRATEGIES, *ALIASES])
+
+
+def _check_allocator(name: str) -> None:
+    from atlas_fl.ranks.allocate import ALLOCATORS
+
+    if whole_number(name) is None and name not in ALLOCATORS:
+        raise unknown("allocator for --ranks", name, [*ALLOCATORS, "one of --candidates"])
+
+
+def _check_devices(names: tuple[str, ...], own: tuple[str, ...]) -> None:
+    from atlas_fl.ranks.devices import find_devices
+
+    find_devices(names, own)
+
+
+def _check_tasks(names: tuple[str, ...], own: tuple[str, ...]) -> None:
+    from atlas_fl.tasks import find_tasks
+
+    find_tasks(names, own)
+
+
+def _check_model(name: str) -> None:
+    from atlas_fl.models.registry import MODELS, locate
+
+    # an alias is known even before its files are there; any other name must lead somewhere
+    if name not in MODELS:
+        locate(name)

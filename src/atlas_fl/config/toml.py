@@ -1,0 +1,93 @@
+"""Config files: TOML with a table for each group, every setting commented, none of them necessary."""
+
+import tomllib
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import tomlkit
+
+from atlas_fl.config.fields import Setting, from_values, group_classes, settings, value_of
+from atlas_fl.config.groups import Config
+from atlas_fl.config.kinds import NONE, describe, mistake, read
+from atlas_fl.errors import ConfigError, unknown
+
+WORD_OR_NUMBER = frozenset({"clusters", "ranks"})
+"""Settings that are a word or a number, so that a file may hold `ranks = 8` without quotes."""
+
+
+def load_config(path: str | Path, *, base: Config | None = None) -> Config:
+    """The settings of a TOML file over those of `base`; over the defaults without one.
+
+    Ranges and names are not looked at: that is what `validate` does.
+
+    Raises:
+        ConfigError: the file cannot be read or is no TOML, holds an unknown table or key (the message has the
+            nearest), or a value of the wrong type.
+    """
+    return from_values(load_values(path), base=base or Config())
+
+
+def load_values(path: str | Path) -> dict[str, Any]:
+    """The settings that a TOML file holds, by name and with their types.
+
+    Raises:
+        ConfigError: as `load_config`.
+    """
+    values: dict[str, Any] = {}
+    for group, table in _parsed(Path(path)).items():
+        if group not in group_classes():
+            raise unknown(f"table in {path}:", group, group_classes())
+        if not isinstance(table, Mapping):
+            raise ConfigError(f"{path}: {group} is no table; write [{group}] on a line of its own, its settings below")
+        values |= {key: _value(path, group, key, value) for key, value in table.items()}
+    return values
+
+
+def to_toml(config: Config) -> str:
+    """Every setting with its help as a comment; `load_config` reads it back to an equal config.
+
+    A setting without a value is written as "none", so that the file stands for itself and needs no base.
+    """
+    lines = ["# Every setting of a run. `atlas run --config THIS_FILE` repeats it."]
+    for group, cls in group_classes().items():
+        lines += ["", "", f"# {(cls.__doc__ or '').strip()}", f"[{group}]"]
+        for setting in (setting for setting in settings().values() if setting.group == group):
+            lines += _entry(setting, value_of(config, setting.name))
+    return "\n".join(lines) + "\n"
+
+
+def _parsed(path: Path) -> dict[str, Any]:
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"cannot read {path} ({error.strerror}); give the path of a TOML file") from None
+    except (ValueError, RecursionError) as error:
+        reason = " ".join(str(error).split())
+        raise ConfigError(f"{path} is no TOML ({reason}); mend that line, or leave the file out") from None
+
+
+def _value(path: str | Path, group: str, key: str, value: object) -> Any:
+    setting = settings().get(key)
+    if setting is None:
+        raise unknown(f"setting in {path}:", key, settings())
+    if setting.group != group:
+        raise ConfigError(f"{path}: {key} stands in [{group}]; it belongs to [{setting.group}]; move it there")
+    if key in WORD_OR_NUMBER and type(value) is int:
+        value = str(value)
+    try:
+        return read(value, setting.kind)
+    except ValueError:
+        raise mistake(f"{path}: {key}", value, describe(setting.kind)) from None
+
+
+def _entry(setting: Setting, value: Any) -> Iterator[str]:
+    is_choice = "one of" in (words := describe(setting.kind))
+    yield f"# {setting.help}" + (f" ({words})" if is_choice else "")
+    yield f"{setting.name} = {tomlkit.item(_plain(value)).as_string()}"
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, tuple):
+        return [_plain(part) for part in value]
+    return NONE if value is None else value

@@ -1,0 +1,47 @@
+"""Settings changed by name."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from atlas_fl.config.fields import Setting, from_values, settings
+from atlas_fl.config.groups import Config
+from atlas_fl.config.kinds import describe, from_text, mistake
+from atlas_fl.errors import unknown
+
+
+def with_values(config: Config, values: Mapping[str, str]) -> Config:
+    """The config with these settings, given as text: `with_values(config, {"eta": "0.5", "share": "A+head"})`.
+
+    Names are those of the flags, with hyphens or underscores; the parts of a list are joined by `+`. Ranges are not
+    looked at: that is what `validate` does.
+
+    Raises:
+        ConfigError: there is no setting of this name, or the text spells no value of its type.
+    """
+    found = {find_setting(name): text for name, text in values.items()}
+    return from_values({setting.name: parse(setting, text) for setting, text in found.items()}, base=config)
+
+
+def find_setting(name: str) -> Setting:
+    """The setting with this name, given with hyphens or underscores.
+
+    Raises:
+        ConfigError: there is none; the message has the nearest name.
+    """
+    table = settings()
+    key = name.strip().removeprefix("--").replace("-", "_")
+    if key not in table:
+        raise unknown("setting", name, table)
+    return table[key]
+
+
+def parse(setting: Setting, text: str) -> Any:
+    """The value of this setting that the text spells.
+
+    Raises:
+        ConfigError: it spells none.
+    """
+    try:
+        return from_text(text, setting.kind)
+    except ValueError:
+        raise mistake(setting.flag, text, describe(setting.kind)) from None

@@ -1,0 +1,103 @@
+"""Whether a config can be run, as far as that can be told without reading any data."""
+
+from atlas_fl.config.fields import settings, value_of
+from atlas_fl.config.groups import Config, DataConfig, MixingConfig, RanksConfig, RunConfig
+from atlas_fl.config.kinds import describe, mistake, read, whole_number
+from atlas_fl.config.names import check_names
+from atlas_fl.config.ranges import check_ranges
+from atlas_fl.errors import ConfigError
+
+
+def validate(config: Config) -> Config:
+    """The same config, if every setting has its type and range, contradicts no other and names what there is.
+
+    Raises:
+        AtlasError: the first setting that does not; one line with its value, what is allowed and the remedy.
+    """
+    check_types(config)
+    check_ranges(config)
+    _check_data(config.data)
+    _check_clusters(config)
+    _check_ranks(config.ranks)
+    _check_mixing(config.mixing)
+    _check_run(config.run)
+    check_names(config)
+    return config
+
+
+def check_types(config: Config) -> None:
+    """Nothing where every value has the type that its setting declares, and every text is printable.
+
+    Raises:
+        ConfigError: one has not.
+    """
+    for setting in settings().values():
+        value = value_of(config, setting.name)
+        try:
+            # NaN is unequal to itself, and a list to the tuple that it should be
+            fits = bool(read(value, setting.kind) == value)
+        except ValueError:
+            fits = False
+        if not fits:
+            raise mistake(setting.flag, value, describe(setting.kind))
+        for text in value if isinstance(value, tuple) else (value,):
+            if isinstance(text, str) and not (text and text.isprintable()):
+                raise mistake(setting.flag, text, "printable text that is not empty")
+
+
+def _check_data(data: DataConfig) -> None:
+    if not data.tasks and not data.task:
+        raise ConfigError("--tasks is empty; a federation needs at least one task; see `atlas list tasks`")
+    if repeated := _repeated(data.tasks):
+        raise ConfigError(f"--tasks names {repeated!r} twice; name a task once and raise --clients-per-task")
+
+
+def _check_clusters(config: Config) -> None:
+    clients = (len(config.data.tasks) + len(config.data.task)) * config.data.clients_per_task
+    wanted = config.clustering.clusters
+    if wanted not in ("auto", "oracle") and not 1 <= (whole_number(wanted) or 0) <= clients:
+        raise mistake("--clusters", wanted, f"auto, oracle, or a number from 1 to {clients}, the number of clients")
+    low, high = config.clustering.k_range
+    if low > high:
+        raise mistake("--k-range", (low, high), "the smaller number first")
+    if (size := config.clustering.min_cluster_size) > clients:
+        raise mistake("--min-cluster-size", size, f"at most {clients}, the number of clients")
+
+
+def _check_ranks(ranks: RanksConfig) -> None:
+    candidates = ranks.candidates
+    if not candidates or list(candidates) != sorted(set(candidates)):
+        raise mistake("--candidates", candidates, "at least one rank, each larger than the one before it")
+    rank = whole_number(ranks.ranks)
+    if rank is not None and rank not in candidates:
+        listed = ", ".join(map(str, candidates))
+        raise ConfigError(
+            f"--ranks is {rank}, a rank that is no candidate; the candidates are {listed}; "
+            "choose one of them, or add it to --candidates"
+        )
+    if (total := ranks.alpha_base + ranks.alpha_act + ranks.alpha_opt) >= 1:
+        raise ConfigError(
+            f"--alpha-base, --alpha-act and --alpha-opt add up to {total:g}; allowed: below 1, or nothing is left "
+            "for the adapters; lower one of them"
+        )
+
+
+def _check_mixing(mixing: MixingConfig) -> None:
+    share = mixing.share
+    if not share or _repeated(share):
+        raise mistake("--share", share, "one or more of A, B, head, each once")
+    if mixing.space == "product" and ("A" in share) != ("B" in share):
+        raise ConfigError(
+            f"--share {' '.join(share)} leaves out one factor of the update s B A, which --space product mixes as a "
+            "whole; share both A and B, or choose --space factors"
+        )
+
+
+def _check_run(run: RunConfig) -> None:
+    name = run.name
+    if name is not None and ("/" in name or name.startswith(".")):
+        raise mistake("--name", name, "the name of a folder, without / and not starting with a dot")
+
+
+def _repeated(names: tuple[str, ...]) -> str | None:
+    return next((name for index, name in enumerate(names) if name in names[:index]), None)

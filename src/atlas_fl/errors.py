@@ -1,0 +1,44 @@
+"""What a user can get wrong: one family of errors, each one line with the value, what is allowed and the remedy."""
+
+from collections.abc import Iterable
+from difflib import get_close_matches
+
+
+class AtlasError(Exception):
+    """A mistake that the user can mend; the command line prints it as one line and exits with 2."""
+
+
+class ConfigError(AtlasError):
+    """A setting that is unknown, out of range or in contradiction with another."""
+
+
+class DataError(AtlasError):
+    """Data that is missing, malformed or that leaks between splits."""
+
+
+class BudgetError(AtlasError):
+    """A device or byte budget into which nothing fits."""
+
+
+class ModelError(AtlasError):
+    """A model that cannot be found, loaded or adapted."""
+
+
+class CheckpointError(AtlasError):
+    """A run folder or checkpoint that is absent, damaged or of another configuration."""
+
+
+class ProtocolError(AtlasError):
+    """A client update that the server cannot accept."""
+
+
+def unknown(kind: str, name: object, known: Iterable[str]) -> ConfigError:
+    """The error for a name that no registry holds, with the nearest known name.
+
+    >>> str(unknown("strategy", "fedavgg", ["local", "fedavg"]))
+    "unknown strategy 'fedavgg'; did you mean 'fedavg'? known: fedavg, local"
+    """
+    names = sorted(known)
+    near = get_close_matches(str(name), names, n=1)
+    hint = f"; did you mean {near[0]!r}?" if near else ";"
+    return ConfigError(f"unknown {kind} {name!r}{hint} known: {', '.join(names)}")

@@ -1,0 +1,55 @@
+"""What a run tells while it goes on: small frozen values for whoever shows its progress."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TypeAlias
+
+
+@dataclass(frozen=True)
+class PhaseStarted:
+    """A part of the run begins, such as `fingerprints` or `round 3`."""
+
+    name: str
+
+
+@dataclass(frozen=True)
+class Progress:
+    """How far a phase is; `total` is the same in every event of the phase."""
+
+    phase: str
+    done: int
+    total: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class RoundFinished:
+    """One round is trained, mixed, evaluated and recorded."""
+
+    round: int
+    rounds: int
+    """Rounds of the whole run."""
+    scores: Mapping[str, float]
+    """Primary validation score of every client; empty in a round without evaluation."""
+    loss: float
+    """Mean training loss over the clients that took part."""
+    seconds: float
+    """Wall time of the round."""
+    bytes: int
+    """What crossed the network in the round, both ways."""
+
+
+@dataclass(frozen=True)
+class Note:
+    """One line that the user must see: a warning, or a decision that the run took."""
+
+    text: str
+
+
+Event: TypeAlias = PhaseStarted | Progress | RoundFinished | Note
+OnEvent: TypeAlias = Callable[[Event], None]
+"""Called in the order of the events, from the thread that runs."""
+
+
+def ignore(event: Event) -> None:
+    """Nothing: the callback of a run that nobody watches."""
+    del event

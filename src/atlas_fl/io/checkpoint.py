@@ -1,0 +1,164 @@
+"""Checkpoints of the whole federation: written in one step, verified when read, the last good one used.
+
+`checkpoints/round-0003/` holds `state.safetensors` and `state.json`. Both are written into a hidden folder, flushed,
+and the folder is renamed: a run that is killed at any moment leaves complete checkpoints only. What a disk or a
+person does to them later is found out by two SHA-256 digests, one of the tensors' file and one of the rest.
+"""
+
+import json
+import re
+import shutil
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from atlas_fl.errors import CheckpointError
+from atlas_fl.io.atomic import sync_folder, write_synced
+from atlas_fl.io.results import from_json, indented, to_json
+from atlas_fl.io.tensors import decode, write_tensors
+
+FORMAT = 1
+TENSORS, STATE = "state.safetensors", "state.json"
+NAME = re.compile(r"round-(\d{4,})(\.replaced)?")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Checkpoint:
+    """What a run needs to go on after a round."""
+
+    round: int
+    """The last round that is complete."""
+    tensors: dict[str, torch.Tensor]
+    """Every tensor of the federation, on the CPU."""
+    state: dict[str, Any]
+    """Everything else, as JSON gives it back: tuples are lists, keys of mappings are text."""
+    path: Path
+    """The folder that it was read from."""
+
+
+def save(folder: Path, *, round: int, tensors: Mapping[str, torch.Tensor], state: Mapping[str, Any]) -> Path:
+    """Write a checkpoint in one step and return its folder.
+
+    Checkpoints of later rounds are removed: the run went back behind them because they were damaged.
+
+    Raises:
+        DataError: the state holds a NaN or an infinity; nothing is changed then.
+    """
+    to_json(state)  # refuses before anything is written
+    final = folder / f"round-{round:04d}"
+    draft, replaced = folder / f".{final.name}.writing", folder / f"{final.name}.replaced"
+    _remove(draft)
+    draft.mkdir(parents=True)
+    digest = write_tensors(draft / TENSORS, tensors)
+    write_synced(draft / STATE, [_state_file(round, digest, state)])
+    sync_folder(draft)
+    if final.exists():  # a folder cannot be renamed onto another, so the old one stays readable under a second name
+        _remove(replaced)
+        final.rename(replaced)
+    draft.rename(final)
+    sync_folder(folder)
+    for path in [path for path in folder.iterdir() if _is_leftover(path, round)]:
+        _remove(path)
+    return final
+
+
+def load_latest(folder: Path) -> tuple[Checkpoint | None, tuple[str, ...]]:
+    """The newest checkpoint that is intact, and one line for each newer one that is not.
+
+    Nothing is changed on the disk. Without an intact checkpoint the first value is None.
+    """
+    messages: list[str] = []
+    for path in _newest_first(folder):
+        try:
+            return load(path), tuple(f"{line}; going on from {path.name}" for line in messages)
+        except CheckpointError as error:
+            messages.append(f"checkpoint {path.name} passed over: {error}")
+    return None, tuple(messages)
+
+
+def load(path: Path) -> Checkpoint:
+    """The checkpoint in this folder.
+
+    Raises:
+        CheckpointError: a file is missing, cut off or altered; the message says which and how.
+    """
+    head = _read_state(path)
+    payload = _read(path / TENSORS)
+    if (digest := sha256(payload).hexdigest()) != head["tensors_sha256"]:
+        expected = head["tensors_sha256"]
+        raise CheckpointError(
+            f"{TENSORS} of {len(payload)} bytes has SHA-256 {digest[:12]}, but {STATE} says {expected[:12]}"
+        )
+    return Checkpoint(round=head["round"], tensors=decode(payload), state=head["state"], path=path)
+
+
+def prune(folder: Path, *, keep: int) -> None:
+    """Remove all but the newest `keep` checkpoints.
+
+    Raises:
+        CheckpointError: `keep` is below 1.
+    """
+    if keep < 1:
+        raise CheckpointError(f"cannot keep {keep} checkpoints; keep at least 1, or the run cannot be resumed")
+    for path in list(_newest_first(folder))[keep:]:
+        _remove(path)
+
+
+def _state_file(round: int, tensors_sha256: str, state: Mapping[str, Any]) -> bytes:
+    content = {"format": FORMAT, "round": round, "tensors_sha256": tensors_sha256, "state": state}
+    plain = from_json(to_json(content))
+    return (indented(plain | {"sha256": _digest(plain)}) + "\n").encode()
+
+
+def _digest(content: Mapping[str, Any]) -> str:
+    """SHA-256 over values and not over layout: a state that only looks different is the same state."""
+    return sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+
+def _read_state(path: Path) -> dict[str, Any]:
+    try:
+        content: dict[str, Any] = from_json(_read(path / STATE))
+        named = content.pop("sha256")
+    except (ValueError, TypeError, AttributeError, KeyError) as error:
+        raise CheckpointError(f"{STATE} is cut off or altered ({error})") from None
+    if (digest := _digest(content)) != named:
+        raise CheckpointError(f"{STATE} is altered: its content has SHA-256 {digest[:12]}, but it names {named!s:.12}")
+    if content["format"] != FORMAT:
+        raise CheckpointError(f"{STATE} has format {content['format']}, this version reads {FORMAT}")
+    if (match := NAME.fullmatch(path.name)) and int(match[1]) != content["round"]:
+        raise CheckpointError(f"{STATE} is of round {content['round']}")
+    return content
+
+
+def _read(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except FileNotFoundError:
+        raise CheckpointError(f"{path.name} is missing") from None
+
+
+def _newest_first(folder: Path) -> Iterator[Path]:
+    """Complete checkpoints; one that was being replaced comes after the one that replaces it."""
+    found = [(match, path) for path in folder.glob("round-*") if (match := NAME.fullmatch(path.name))]
+    found.sort(key=lambda entry: (int(entry[0][1]), entry[0][2] is None), reverse=True)
+    return (path for _, path in found)
+
+
+def _is_leftover(path: Path, round: int) -> bool:
+    match = NAME.fullmatch(path.name)
+    return path.name.startswith(".round-") if match is None else bool(match[2]) or int(match[1]) > round
+
+
+def _remove(path: Path) -> None:
+    """Remove a folder: renamed first, so that a half-removed one is never taken for a damaged checkpoint."""
+    if not path.exists():
+        return
+    hidden = path if path.name.startswith(".") else path.with_name(f".{path.name}.removed")
+    if hidden != path:
+        shutil.rmtree(hidden, ignore_errors=True)
+        path.rename(hidden)
+    shutil.rmtree(hidden)

@@ -1,0 +1,146 @@
+"""The folder of a run: where everything lies, what it is called, how it is found, and its log."""
+
+import logging
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+
+from atlas_fl.errors import CheckpointError
+
+SHOWN_RUNS = 8
+
+
+@dataclass(frozen=True)
+class RunFolder:
+    """The paths inside a run's folder; nothing is created by asking for one."""
+
+    path: Path
+
+    @property
+    def config(self) -> Path:
+        """The settings that reproduce the run."""
+        return self.path / "config.toml"
+
+    @property
+    def plan(self) -> Path:
+        """Clusters, graph and ranks."""
+        return self.path / "plan.json"
+
+    @property
+    def sketches(self) -> Path:
+        """The clients' sketches: `sketch/first` and `sketch/second`, each (clients, dim)."""
+        return self.path / "plan.safetensors"
+
+    @property
+    def metrics(self) -> Path:
+        """A row for each round, client and split."""
+        return self.path / "metrics.jsonl"
+
+    @property
+    def ledger(self) -> Path:
+        """A row for each message."""
+        return self.path / "ledger.jsonl"
+
+    @property
+    def summary(self) -> Path:
+        """The outcome; it is there once the run is complete."""
+        return self.path / "summary.json"
+
+    @property
+    def checkpoints(self) -> Path:
+        """The folder of `round-000N`."""
+        return self.path / "checkpoints"
+
+    @property
+    def adapters(self) -> Path:
+        """A PEFT folder for each client."""
+        return self.path / "adapters"
+
+    @property
+    def figures(self) -> Path:
+        """What `atlas report` draws."""
+        return self.path / "figures"
+
+    @property
+    def audit(self) -> Path:
+        """What clients trained and loaded, by round."""
+        return self.path / "audit"
+
+    @property
+    def log(self) -> Path:
+        """Lines of time, level and message."""
+        return self.path / "log.txt"
+
+    def audit_round(self, round: int) -> Path:
+        """The folder of one audited round."""
+        return self.audit / f"round-{round:04d}"
+
+    def adapter(self, client: str) -> Path:
+        """The folder of one client's adapter."""
+        return self.adapters / client
+
+    def is_run(self) -> bool:
+        """Whether the folder holds a run that can be read or resumed."""
+        return self.config.is_file() and self.plan.is_file()
+
+
+def run_name(*, preset: str, strategy: str, model: str, seed: int, config_hash: str) -> str:
+    """The name of a run's folder: recipe, rule, model, seed, and eight digits of the hash of all settings.
+
+    >>> run_name(preset="quick", strategy="atlas", model="org/Some Model", seed=42, config_hash="0123456789ab")
+    'quick-atlas-some-model-s42-01234567'
+    """
+    short = Path(model.rstrip("/")).name
+    words = [re.sub(r"[^a-z0-9._]+", "-", word.lower()).strip("-.") for word in (preset, strategy, short)]
+    return "-".join([*words, f"s{seed}", config_hash[:8]])
+
+
+def runs_in(runs_dir: Path) -> list[str]:
+    """The names of the runs in a folder, sorted; none where there is no such folder."""
+    return sorted(path.name for path in runs_dir.glob("*") if RunFolder(path).is_run())
+
+
+def find_run(run: str | Path, *, runs_dir: str | Path = "runs") -> RunFolder:
+    """The folder of a run that is given by its path, or by its name in `runs_dir`.
+
+    Raises:
+        CheckpointError: neither is a run; the message names the runs that there are.
+    """
+    given, parent = Path(run), Path(runs_dir)
+    for path in (given, parent / given):
+        if RunFolder(path).is_run():
+            return RunFolder(path)
+    names = runs_in(parent)
+    shown = ", ".join(names[:SHOWN_RUNS]) + (f" and {len(names) - SHOWN_RUNS} more" if len(names) > SHOWN_RUNS else "")
+    have = f"have: {shown}" if names else f"there are no runs in {parent}"
+    raise CheckpointError(f"not a run folder: {run}; a run folder holds config.toml and plan.json; {have}")
+
+
+class _OneLine(logging.Formatter):
+    """Time in UTC, level and message, on one line whatever the message holds."""
+
+    def formatTime(self, record: logging.LogRecord, datefmt: str | None = None) -> str:  # noqa: N802
+        return datetime.fromtimestamp(record.created, UTC).strftime(datefmt or "%Y-%m-%dT%H:%M:%SZ")
+
+    def format(self, record: logging.LogRecord) -> str:
+        return super().format(record).replace("\n", " | ")
+
+
+@contextmanager
+def run_log(path: Path) -> Iterator[logging.Logger]:
+    """A logger that appends lines such as `2026-11-21T10:15:02Z INFO round 3 of 6` to a file.
+
+    It stands alone, outside the tree of `logging.getLogger`: the program's own logging is neither used nor changed.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handler = logging.FileHandler(path, encoding="utf-8")
+    handler.setFormatter(_OneLine("%(asctime)s %(levelname)s %(message)s"))
+    logger = logging.Logger("atlas_fl.run", level=logging.INFO)
+    logger.addHandler(handler)
+    try:
+        yield logger
+    finally:
+        handler.close()

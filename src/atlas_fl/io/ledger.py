@@ -1,0 +1,87 @@
+"""What crosses the network: one row for each message, with the bytes of the encoded payload."""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass
+from typing import Any, Literal, TypeAlias, get_args
+
+from atlas_fl.errors import DataError
+from atlas_fl.io.tensors import decode as decode
+from atlas_fl.io.tensors import encode as encode
+from atlas_fl.types import Params
+
+Direction: TypeAlias = Literal["up", "down"]
+Kind: TypeAlias = Literal[
+    "fingerprint", "adapter", "head", "weights", "activation", "gradient", "label", "mask", "control"
+]
+DIRECTIONS: tuple[Direction, ...] = get_args(Direction)
+KINDS: tuple[Kind, ...] = get_args(Kind)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LedgerRow:
+    """A message between a client and the server; round 0 is what happens before training."""
+
+    round: int
+    client: str
+    direction: Direction
+    kind: Kind
+    bytes: int
+
+    def to_json(self) -> dict[str, Any]:
+        """The row as `ledger.jsonl` holds it."""
+        return asdict(self)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Totals:
+    """Sums of bytes; every mapping holds only what was sent."""
+
+    up: int
+    down: int
+    by_kind: dict[str, dict[str, int]]
+    """Bytes by kind, then by direction."""
+    by_client: dict[str, dict[str, int]]
+    """Bytes by client, then by direction."""
+    by_round: dict[int, dict[str, int]]
+    """Bytes by round, then by direction."""
+
+    @property
+    def total(self) -> int:
+        """Bytes in both directions."""
+        return self.up + self.down
+
+
+def payload_bytes(params: Params) -> int:
+    """The length of the encoded tensors in bytes."""
+    return len(encode(params))
+
+
+def from_json(row: Mapping[str, Any]) -> LedgerRow:
+    """The row that a line of `ledger.jsonl` holds.
+
+    Raises:
+        DataError: an unknown direction or kind, or a number of bytes that is none.
+    """
+    if row.get("direction") not in DIRECTIONS or row.get("kind") not in KINDS:
+        raise DataError(f"no ledger row: {dict(row)}; directions: {', '.join(DIRECTIONS)}; kinds: {', '.join(KINDS)}")
+    if not isinstance(row.get("bytes"), int) or row["bytes"] < 0:
+        raise DataError(f"no ledger row: {dict(row)}; bytes is a whole number from 0")
+    return LedgerRow(**row)
+
+
+def totals(rows: Iterable[LedgerRow]) -> Totals:
+    """The sums of a ledger by direction, kind, client and round."""
+    overall: dict[str, int] = {"up": 0, "down": 0}
+    by_kind: dict[str, dict[str, int]] = {}
+    by_client: dict[str, dict[str, int]] = {}
+    by_round: dict[int, dict[str, int]] = {}
+    for row in rows:
+        sums = (
+            overall,
+            by_kind.setdefault(row.kind, {"up": 0, "down": 0}),
+            by_client.setdefault(row.client, {"up": 0, "down": 0}),
+            by_round.setdefault(row.round, {"up": 0, "down": 0}),
+        )
+        for entry in sums:
+            entry[row.direction] += row.bytes
+    return Totals(up=overall["up"], down=overall["down"], by_kind=by_kind, by_client=by_client, by_round=by_round)

@@ -1,0 +1,131 @@
+"""The outcome of a run as one JSON document, `summary.json`.
+
+    run        name, preset, strategy, model, seed, config_hash
+    clients    per client: task, cluster, device, ranks, final and best scores per split, rounds to 90% and 95%, bytes
+    tasks      per task: means over its clients, the worst client, the spread
+    overall    the same over all clients
+    bytes      up, down, total; by kind, round and client; against sending the whole model in every round
+    seconds    by phase and in sum, by round
+    memory, versions, events (refused updates), clustering
+
+"Spread within a task" is what personalisation can be judged by; the spread over tasks is the tasks' own difficulty.
+"""
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from statistics import fmean
+from typing import Any
+
+from atlas_fl.io.ledger import Totals, from_json, totals
+from atlas_fl.io.scores import History, Row, client_scores, group_scores, histories
+
+
+def summarise(
+    *,
+    run: Mapping[str, Any],
+    metrics: Sequence[Row],
+    ledger: Sequence[Row],
+    plan: Mapping[str, Any],
+    phase_seconds: Mapping[str, float],
+    memory: Mapping[str, int],
+    versions: Mapping[str, str],
+    full_model_bytes: int | None = None,
+    round_seconds: Mapping[int, float] | None = None,
+) -> dict[str, Any]:
+    """The content of `summary.json`.
+
+    Args:
+        run: name, preset, strategy, model, seed and config_hash; copied as it is.
+        metrics: the rows of `metrics.jsonl`.
+        ledger: the rows of `ledger.jsonl`.
+        plan: the content of `plan.json`; every part of it may be absent.
+        phase_seconds: wall-clock seconds by phase, summed over the sessions of the run.
+        memory: peak bytes by kind, as `machine.peak_memory` gives them.
+        versions: as `machine.versions` gives them.
+        full_model_bytes: encoded bytes of the whole model, to compare with sending it in every round.
+        round_seconds: wall-clock seconds by round.
+    """
+    found = histories(metrics)
+    sent = totals(from_json(row) for row in ledger)
+    rounds = [int(row["round"]) for row in metrics]
+    return {
+        "run": dict(run) | {"rounds": max(rounds, default=0)},
+        "overall": group_scores(list(found.values())),
+        "tasks": {task: group_scores(members) for task, members in by_task(found).items()},
+        "clients": _clients(found, sent, plan),
+        "clustering": _clustering(plan),
+        "bytes": _bytes(sent) | _reduction(sent, metrics, full_model_bytes),
+        "seconds": _seconds(phase_seconds, round_seconds or {}),
+        "memory": dict(memory),
+        "events": _events(metrics),
+        "versions": dict(versions),
+    }
+
+
+def by_task(found: Mapping[str, History]) -> dict[str, list[History]]:
+    """The clients' histories by task, tasks in the order of their first client."""
+    groups: dict[str, list[History]] = {}
+    for history in found.values():
+        groups.setdefault(history.task, []).append(history)
+    return groups
+
+
+def _clients(found: Mapping[str, History], sent: Totals, plan: Mapping[str, Any]) -> dict[str, Any]:
+    planned = {entry["name"]: entry for entry in plan.get("clients", ())}
+    return {
+        client: {key: planned.get(client, {})[key] for key in _PLANNED if key in planned.get(client, {})}
+        | client_scores(history)
+        | {"bytes": sent.by_client.get(client, {"up": 0, "down": 0})}
+        for client, history in found.items()
+    }
+
+
+_PLANNED = ("device", "cluster", "ranks", "cut", "examples", "budget_bytes", "memory", "predicted")
+
+
+def _clustering(plan: Mapping[str, Any]) -> dict[str, Any]:
+    clustering = plan.get("clustering") or {}
+    kept = ("method", "labels", "agreement", "structure", "explained_variance", "warnings")
+    return {key: clustering[key] for key in kept if clustering.get(key) is not None}
+
+
+def _bytes(sent: Totals) -> dict[str, Any]:
+    return {
+        "up": sent.up,
+        "down": sent.down,
+        "total": sent.total,
+        "by_kind": sent.by_kind,
+        "by_round": {str(at): entry for at, entry in sorted(sent.by_round.items())},
+    }
+
+
+def _reduction(sent: Totals, metrics: Sequence[Row], full_model_bytes: int | None) -> dict[str, Any]:
+    """Against sending the whole model down and up once for every client that trained in a round.
+
+    A client whose update was refused has trained as well.
+    """
+    trained = {(row["round"], row["client"]) for row in metrics if _has_trained(row)}
+    if full_model_bytes is None or not trained:
+        return {}
+    full = 2 * full_model_bytes * len(trained)
+    entry = {"model_bytes": full_model_bytes, "client_rounds": len(trained), "total": full}
+    return {"full_model": entry | {"reduction": 1 - sent.total / full}}
+
+
+def _has_trained(row: Row) -> bool:
+    return bool(row["round"] > 0 and (row.get("split") == "train" or row.get("event") == "refused"))
+
+
+def _seconds(phase_seconds: Mapping[str, float], round_seconds: Mapping[int, float]) -> dict[str, Any]:
+    seconds: dict[str, Any] = {"phases": dict(phase_seconds), "total": sum(phase_seconds.values())}
+    if round_seconds:
+        seconds["rounds"] = {str(at): taken for at, taken in sorted(round_seconds.items())}
+        seconds["round_mean"] = fmean(round_seconds.values())
+    return seconds
+
+
+def _events(metrics: Sequence[Row]) -> dict[str, Any]:
+    """How often each event happened, and the refused updates themselves."""
+    events = [row for row in metrics if "event" in row]
+    refused = [{key: row[key] for key in ("round", "client", "reason")} for row in events if row["event"] == "refused"]
+    return {"count": dict(Counter(str(row["event"]) for row in events)), "refused": refused}

@@ -1,0 +1,122 @@
+"""The way to and from PEFT: the only file that knows its table, its names and its folders."""
+
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import torch
+from peft import LoraConfig
+from peft.utils.constants import TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+
+from atlas_fl.errors import ModelError
+from atlas_fl.models.family import Family, saved_modules
+from atlas_fl.tree import HEAD, LORA_A, LORA_B, lora_modules, ranks
+from atlas_fl.types import Params
+
+WEIGHTS, SETTINGS = "adapter_model.safetensors", "adapter_config.json"
+_ROOT = "base_model.model."
+
+
+def default_targets(model_type: str) -> tuple[str, ...]:
+    """The last parts of the module names that PEFT adapts in this architecture, e.g. `("query", "value")`.
+
+    DistilBERT stands in no table of PEFT's: its query and value, as in BERT, are named `q_lin` and `v_lin`.
+    """
+    if model_type == "distilbert":
+        return ("q_lin", "v_lin")
+    table: Mapping[str, list[str] | str] = TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING
+    targets = table.get(model_type)
+    if not isinstance(targets, list):
+        raise ModelError(f"PEFT knows no LoRA targets for {model_type!r}; name them with --targets")
+    return tuple(targets)
+
+
+def export_adapter(
+    params: Params,
+    folder: Path,
+    *,
+    family: Family,
+    base: str,
+    scale: Callable[[int], float],
+) -> None:
+    """Write one client's model as a PEFT folder that `PeftModel.from_pretrained` loads onto the stock classifier.
+
+    Ranks per module go into `rank_pattern` and `alpha_pattern`, with alpha = scale * rank.
+    """
+    by_module = ranks(params)
+    names = {module: f"{family.prefix}.{module}" for module in by_module}
+    most = max(by_module.values())
+    config = LoraConfig(
+        task_type="SEQ_CLS",
+        base_model_name_or_path=base,
+        inference_mode=True,
+        r=most,
+        lora_alpha=_whole(scale(most) * most),
+        lora_dropout=0.0,
+        target_modules=sorted(names.values()),
+        rank_pattern={names[module]: rank for module, rank in by_module.items()},
+        alpha_pattern={names[module]: _whole(scale(rank) * rank) for module, rank in by_module.items()},
+        modules_to_save=saved_modules(family),
+        fan_in_fan_out=family.conv1d,
+    )
+    folder.mkdir(parents=True, exist_ok=True)
+    config.save_pretrained(str(folder))
+    tensors = {_peft_name(key, family): tensor.detach().contiguous().clone() for key, tensor in params.items()}
+    save_file(tensors, str(folder / WEIGHTS), metadata={"format": "pt"})
+
+
+def _whole(alpha: float) -> int | float:
+    return int(alpha) if alpha == int(alpha) else alpha
+
+
+def _peft_name(key: str, family: Family) -> str:
+    """PEFT's name of one of our tensors."""
+    if key.startswith(HEAD):
+        return _ROOT + key.removeprefix(HEAD)
+    return f"{_ROOT}{family.prefix}.{key}.weight"
+
+
+def import_adapter(folder: Path, *, family: Family) -> tuple[dict[str, torch.Tensor], Callable[[int], float]]:
+    """The tensors of a PEFT LoRA folder under our names, and the scale of every rank in it.
+
+    Raises `ModelError` when the folder is none, is not LoRA, or scales two modules of one rank differently.
+    """
+    try:
+        settings = json.loads((folder / SETTINGS).read_text())
+        tensors = load_file(folder / WEIGHTS)
+    except (OSError, ValueError, SafetensorError) as error:
+        raise ModelError(
+            f"no PEFT adapter in {folder}: {error}; give a folder that holds {SETTINGS} and {WEIGHTS}"
+        ) from error
+    if settings.get("peft_type") != "LORA":
+        raise ModelError(f"the adapter in {folder} is {settings.get('peft_type')!r}; only LORA can be imported")
+    params = {_own_name(name, family): tensor.float() for name, tensor in tensors.items()}
+    scales = _scales(settings, params, folder)
+    return params, scales.__getitem__
+
+
+def _own_name(name: str, family: Family) -> str:
+    bare = name.removeprefix(_ROOT).replace(".modules_to_save.default", "").replace(".default.weight", ".weight")
+    backbone = family.prefix + "."
+    if bare.startswith(backbone) and bare.endswith((LORA_A + ".weight", LORA_B + ".weight")):
+        return bare.removeprefix(backbone).removesuffix(".weight")
+    return HEAD + bare
+
+
+def _scales(settings: Mapping[str, object], params: Params, folder: Path) -> dict[int, float]:
+    """alpha over rank (or its root) by rank, as the folder's settings say it of every module."""
+    alpha_pattern = settings.get("alpha_pattern") or {}
+    assert isinstance(alpha_pattern, dict)
+    scales: dict[int, float] = {}
+    for module in lora_modules(params):
+        rank = params[module + LORA_A].shape[0]
+        alpha = next((value for end, value in alpha_pattern.items() if end.endswith(module)), settings["lora_alpha"])
+        own = float(alpha) / (rank**0.5 if settings.get("use_rslora") else rank)  # type: ignore[arg-type]
+        if scales.setdefault(rank, own) != own:
+            raise ModelError(
+                f"the adapter in {folder} scales modules of rank {rank} by {scales[rank]} and {own}; export it with"
+                " one alpha for a rank"
+            )
+    return scales

@@ -1,0 +1,215 @@
+"""The graph of clients: fingerprints become edge weights.
+
+`a_kl = exp(-alpha ||f_k - f_l||^2)`, cut into blocks by cluster, symmetric, zero on the diagonal.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from jaxtyping import Bool, Float64, Int64
+
+from atlas_fl.errors import ConfigError, unknown
+
+
+@dataclass(frozen=True, kw_only=True)
+class GraphOptions:
+    """How edge weights are made; the defaults are those of the command line."""
+
+    graph: str = "similarity"
+    """`similarity` (RBF), `uniform` (every edge 1), or `adaptive` (RBF times the neighbour's validation score)."""
+    alpha: float | None = None
+    """Sharpness of the RBF; one over the median squared distance by default."""
+    symmetrize: str = "average"
+    """`average`, `max` or `min` of an edge's two directions."""
+    neighbours: int = 0
+    """Nearest neighbours that a client keeps; 0 keeps all."""
+    singleton_neighbours: int = 1
+    """Nearest clients that a client alone in its cluster is joined to."""
+    ema: float = 0.0
+    """Share of the previous graph, in [0, 1)."""
+    block_diagonal: bool = True
+    """Cut the edges between clusters."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Graph:
+    """Edge weights and what a user should know about them."""
+
+    adjacency: Float64[np.ndarray, "n n"]
+    """Symmetric, not negative, zero on the diagonal."""
+    warnings: tuple[str, ...]
+    """One line for each client that was joined across tasks or left without neighbours."""
+
+
+def squared_distances(points: Float64[np.ndarray, "n dim"]) -> Float64[np.ndarray, "n n"]:
+    """||f_k - f_l||^2 of every pair, exactly symmetric with a zero diagonal."""
+    centred = np.asarray(points, np.float64) - np.mean(points, axis=0, dtype=np.float64)
+    gram = centred @ centred.T
+    squares = np.diag(gram)
+    distances = np.maximum(squares[:, None] + squares[None, :] - gram - gram.T, 0.0)
+    np.fill_diagonal(distances, 0.0)
+    return distances
+
+
+def similarity_distances(similarity: Float64[np.ndarray, "n n"]) -> Float64[np.ndarray, "n n"]:
+    """2 - 2 rho: the squared distance of unit vectors with cosine rho; a noise-corrected rho above 1 counts as 1."""
+    rho = np.asarray(similarity, np.float64)
+    distances = np.maximum(2.0 - (rho + rho.T), 0.0)
+    np.fill_diagonal(distances, 0.0)
+    return distances
+
+
+def closeness(
+    distances: Float64[np.ndarray, "n n"], *, alpha: float | None = None, used: Bool[np.ndarray, "n"] | None = None
+) -> Float64[np.ndarray, "n n"]:
+    """exp(-alpha d^2) with a zero diagonal; `alpha=None` is one over the median of the pairs of `used` clients.
+
+    With unit, centred sketches squared distances are near 2n/(n-1), so that alpha = 1 is nearly uniform.
+    """
+    n = len(distances)
+    used = np.ones(n, bool) if used is None else used
+    pairs = distances[used][:, used][np.triu_indices(int(used.sum()), 1)]
+    if not np.isfinite(pairs).all():
+        raise ConfigError("a distance between two clients is not finite; the fingerprints hold NaN or infinity")
+    if alpha is not None and not (np.isfinite(alpha) and alpha > 0):
+        raise ConfigError(f"alpha is {alpha}; it must be above 0 (leave it out for one over the median)")
+    if alpha is None:
+        positive = pairs[pairs > 0]
+        alpha = 1.0 / float(np.median(positive)) if len(positive) else 1.0
+    both = used[:, None] & used[None, :] & ~np.eye(n, dtype=bool)
+    return np.where(both, np.exp(-alpha * np.where(both, distances, 0.0)), 0.0)
+
+
+def _similarity(close: np.ndarray, _performance: np.ndarray | None) -> np.ndarray:
+    return close
+
+
+def _uniform(close: np.ndarray, _performance: np.ndarray | None) -> np.ndarray:
+    return 1.0 - np.eye(len(close))
+
+
+def _adaptive(close: np.ndarray, performance: np.ndarray | None) -> np.ndarray:
+    """Directed: a client listens more to the neighbours that do well."""
+    if performance is None:
+        raise ConfigError("graph 'adaptive' needs a validation score of every client; use 'similarity' without one")
+    scores = np.maximum(np.asarray(performance, np.float64), 0.0)
+    best = scores.max(initial=0.0)
+    return close * (scores / best if best > 0 else np.ones_like(scores))[None, :]
+
+
+GRAPHS: dict[str, Callable[[np.ndarray, np.ndarray | None], np.ndarray]] = {
+    "similarity": _similarity,
+    "uniform": _uniform,
+    "adaptive": _adaptive,
+}
+
+SYMMETRIZERS: dict[str, Callable[[np.ndarray, np.ndarray], np.ndarray]] = {
+    "average": lambda one, other: (one + other) / 2,
+    "max": np.maximum,
+    "min": np.minimum,
+}
+
+
+def symmetrize(weights: Float64[np.ndarray, "n n"], how: str) -> Float64[np.ndarray, "n n"]:
+    """A symmetric matrix from a directed one: the average, maximum or minimum of the two directions."""
+    if how not in SYMMETRIZERS:
+        raise unknown("symmetrisation", how, SYMMETRIZERS)
+    return SYMMETRIZERS[how](weights, weights.T)
+
+
+def blocks(clusters: Int64[np.ndarray, "n"]) -> Bool[np.ndarray, "n n"]:
+    """Which edges stay when the graph is cut: two different clients of one cluster; -1 (undecided) has no edges."""
+    labels = np.asarray(clusters)
+    return (labels[:, None] == labels[None, :]) & (labels[:, None] >= 0) & ~np.eye(len(labels), dtype=bool)
+
+
+def nearest(
+    distances: Float64[np.ndarray, "n n"], allowed: Bool[np.ndarray, "n n"], count: int
+) -> Bool[np.ndarray, "n n"]:
+    """Row k marks the `count` allowed clients nearest to k (fewer if fewer are allowed); ties go to the first."""
+    order = np.argsort(np.where(allowed, distances, np.inf), axis=1, kind="stable")[:, :count]
+    chosen = np.zeros_like(allowed)
+    np.put_along_axis(chosen, order, True, axis=1)
+    return chosen & allowed
+
+
+def join_singletons(
+    distances: Float64[np.ndarray, "n n"],
+    clusters: Int64[np.ndarray, "n"],
+    *,
+    count: int,
+    tasks: Sequence[str] | None = None,
+    clients: Sequence[str] | None = None,
+) -> tuple[Bool[np.ndarray, "n n"], tuple[str, ...]]:
+    """The edges that join each client alone in its cluster to its `count` nearest, and a line for each join that had
+    to leave the client's task. Undecided clients are neither joined nor joined to.
+    """
+    n = len(clusters)
+    names = [str(k) for k in range(n)] if clients is None else list(clients)
+    decided = np.asarray(clusters) >= 0
+    joined, lines = np.zeros((n, n), bool), []
+    for k in (k for k in range(n) if decided[k] and count > 0 and np.sum(clusters == clusters[k]) == 1):
+        others = decided & (np.arange(n) != k)
+        mates = others & np.array([tasks is None or task == tasks[k] for task in (tasks or names)], bool)
+        pool = mates if mates.any() else others
+        chosen = nearest(distances, np.broadcast_to(pool, (n, n)), count)[k]
+        joined[k] |= chosen
+        if chosen.any() and not mates.any():
+            nearby = ", ".join(names[other] for other in np.flatnonzero(chosen))
+            lines.append(f"{names[k]} is alone in its cluster and no client shares its task: joined to {nearby}")
+    return joined | joined.T, tuple(lines)
+
+
+def effective_neighbours(adjacency: Float64[np.ndarray, "n n"]) -> Float64[np.ndarray, "n"]:
+    """exp(entropy) of each client's normalised edge weights: between 1 and n - 1, and 0 for a client without edges."""
+    degree = adjacency.sum(axis=1)
+    share = adjacency / np.where(degree > 0, degree, 1.0)[:, None]
+    logs = np.log(share, out=np.zeros_like(share), where=share > 0)
+    return np.where(degree > 0, np.exp(-(share * logs).sum(axis=1)), 0.0)
+
+
+def _check(options: GraphOptions) -> None:
+    if options.graph not in GRAPHS:
+        raise unknown("graph", options.graph, GRAPHS)
+    for name in ("neighbours", "singleton_neighbours"):
+        if getattr(options, name) < 0:
+            raise ConfigError(f"{name} is {getattr(options, name)}; it must be 0 or more")
+    if not 0 <= options.ema < 1:
+        raise ConfigError(f"graph_ema is {options.ema}; it must be at least 0 and below 1")
+
+
+def make_graph(
+    distances: Float64[np.ndarray, "n n"],
+    clusters: Int64[np.ndarray, "n"],
+    options: GraphOptions,
+    *,
+    clients: Sequence[str],
+    tasks: Sequence[str] | None = None,
+    performance: Float64[np.ndarray, "n"] | None = None,
+    previous: Float64[np.ndarray, "n n"] | None = None,
+) -> Graph:
+    """The graph of these squared distances: weigh, cut, keep the nearest, symmetrise, join singletons, blend.
+
+    Undecided clients (cluster -1) get no edges, cut or not: their distances are noise. Raises ConfigError for an
+    option out of range, for `adaptive` without `performance`, and for distances that are not finite.
+    """
+    _check(options)
+    labels = np.asarray(clusters, np.int64)
+    decided = labels >= 0
+    directed = GRAPHS[options.graph](closeness(distances, alpha=options.alpha, used=decided), performance)
+    allowed = blocks(labels if options.block_diagonal else np.where(decided, 0, -1))
+    kept = nearest(distances, allowed, options.neighbours) if options.neighbours else allowed
+    adjacency = symmetrize(np.where(kept, directed, 0.0), options.symmetrize)
+    warnings: tuple[str, ...] = ()
+    if options.block_diagonal:
+        count = options.singleton_neighbours
+        joined, warnings = join_singletons(distances, labels, count=count, tasks=tasks, clients=clients)
+        adjacency = np.where(joined, symmetrize(directed, options.symmetrize), adjacency)
+        allowed = allowed | joined
+    if previous is not None:
+        adjacency = np.where(allowed, (1 - options.ema) * adjacency + options.ema * previous, 0.0)
+    lonely = [
+        f"{name} has no neighbour: it trains alone" for name, degree in zip(clients, adjacency.sum(1)) if not degree
+    ]
+    return Graph(adjacency=adjacency, warnings=(*warnings, *lonely))

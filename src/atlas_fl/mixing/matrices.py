@@ -1,0 +1,166 @@
+"""Every server rule is a row-stochastic matrix M: `w <- M w`.
+
+FedAvg: McMahan et al., 2017. Laplacian step: MIRA (Elbakary et al., 2024); Metropolis weights: Xiao and Boyd, 2004.
+"""
+
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+from jaxtyping import Bool, Float64, Int64
+
+from atlas_fl.errors import ConfigError, unknown
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Federation:
+    """What a rule knows of the clients; every array follows the order of `clients`."""
+
+    clients: tuple[str, ...]
+    """Names, in the fixed order of the run."""
+    weights: Float64[np.ndarray, "n"]
+    """Training examples of each client."""
+    clusters: Int64[np.ndarray, "n"]
+    """Cluster of each client; -1 is undecided and mixes with nobody inside clusters."""
+    adjacency: Float64[np.ndarray, "n n"]
+    """Edge weights: symmetric, not negative, zero on the diagonal."""
+    head_groups: tuple[str, ...]
+    """Task of each client: heads mix only inside one."""
+    importance: Float64[np.ndarray, "n layers"] | None = None
+    """Measured importance of every layer, needed when eta is weighted by layer."""
+    layer_of: Mapping[str, int] = field(default_factory=dict)
+    """Layer of every adapted module, needed when eta is weighted by layer."""
+
+    def __post_init__(self) -> None:
+        """Raise ConfigError where the arrays contradict each other."""
+        n = len(self.clients)
+        shapes = (np.shape(self.weights), np.shape(self.clusters), (len(self.head_groups),), np.shape(self.adjacency))
+        if shapes != ((n,), (n,), (n,), (n, n)):
+            raise ConfigError(f"{n} clients need weights, clusters, head groups and a graph of that size; got {shapes}")
+        if not (np.isfinite(self.weights).all() and (np.asarray(self.weights) > 0).all()):
+            raise ConfigError(f"client weights are {list(self.weights)}; each must be finite and above 0")
+        graph = np.asarray(self.adjacency)
+        if not (
+            np.isfinite(graph).all() and (graph >= 0).all() and (graph == graph.T).all() and not graph.diagonal().any()
+        ):
+            raise ConfigError(
+                "the graph must be finite, symmetric and not negative, with a zero diagonal; symmetrise it"
+            )
+
+
+def group_ids(labels: Sequence[Hashable]) -> Int64[np.ndarray, "n"]:
+    """A number for each client: equal exactly where the labels are."""
+    number: dict[Hashable, int] = {}
+    return np.array([number.setdefault(label, len(number)) for label in labels], np.int64)
+
+
+def cluster_labels(clusters: Int64[np.ndarray, "n"]) -> list[tuple[str, int]]:
+    """A label for each client under which every undecided client (-1) is a group of its own."""
+    return [("undecided", k) if cluster < 0 else ("cluster", int(cluster)) for k, cluster in enumerate(clusters)]
+
+
+def average(
+    weights: Float64[np.ndarray, "n"], groups: Int64[np.ndarray, "n"], present: Bool[np.ndarray, "n"]
+) -> Float64[np.ndarray, "n n"]:
+    """M of the weighted mean inside each group, over its present clients; everyone in the group gets it.
+
+    `m_kl = p_l / sum of p over the present of the group`. A group with nobody present keeps its models.
+    """
+    weighted = np.where(present, np.asarray(weights, np.float64), 0.0)
+    share = np.where(groups[:, None] == groups[None, :], weighted[None, :], 0.0)
+    total = share.sum(axis=1, keepdims=True)
+    return np.where(total > 0, share / np.where(total > 0, total, 1.0), np.eye(len(groups)))
+
+
+def cut(adjacency: Float64[np.ndarray, "n n"], groups: Int64[np.ndarray, "n"]) -> Float64[np.ndarray, "n n"]:
+    """The graph without the edges that join two groups."""
+    return np.where(groups[:, None] == groups[None, :], np.asarray(adjacency, np.float64), 0.0)
+
+
+def _symmetric(adjacency: np.ndarray) -> np.ndarray:
+    full = np.diag(adjacency.sum(axis=1)) - adjacency
+    largest = float(np.linalg.eigvalsh(full)[-1]) if adjacency.any() else 1.0
+    return np.asarray(full / largest)
+
+
+def _random_walk(adjacency: np.ndarray) -> np.ndarray:
+    degree = adjacency.sum(axis=1)
+    walk = adjacency / np.where(degree > 0, degree, 1.0)[:, None]
+    return np.diag((degree > 0).astype(np.float64)) - walk
+
+
+def _metropolis(adjacency: np.ndarray) -> np.ndarray:
+    degree = adjacency.sum(axis=1)
+    larger = np.maximum(degree[:, None], degree[None, :])
+    weights = adjacency / np.where(larger > 0, larger, 1.0)
+    return np.diag(weights.sum(axis=1)) - weights
+
+
+LAPLACIANS: dict[str, Callable[[np.ndarray], np.ndarray]] = {
+    "symmetric": _symmetric,
+    "random_walk": _random_walk,
+    "metropolis": _metropolis,
+}
+
+
+def laplacian(adjacency: Float64[np.ndarray, "n n"], kind: str) -> Float64[np.ndarray, "n n"]:
+    """The Laplacian L of a symmetric graph; rows sum to zero, a client without edges has a zero row.
+
+    `symmetric`: (D - A) / lambda_max, keeps the plain mean. `random_walk`: I - D^-1 A, keeps the degree-weighted mean
+    and no weight is negative for eta <= 1. `metropolis`: a_kl / max(d_k, d_l) off the diagonal; keeps the plain mean
+    and no weight is negative for eta <= 1.
+    """
+    if kind not in LAPLACIANS:
+        raise unknown("Laplacian", kind, LAPLACIANS)
+    return LAPLACIANS[kind](np.asarray(adjacency, np.float64))
+
+
+def laplacian_step(
+    adjacency: Float64[np.ndarray, "n n"], *, kind: str, eta: float, present: Bool[np.ndarray, "n"]
+) -> Float64[np.ndarray, "n n"]:
+    """M = I - eta L; absent clients keep their model (identity rows) and still count as neighbours of the others."""
+    step = np.eye(len(present)) - eta * laplacian(adjacency, kind)
+    return np.where(np.asarray(present, bool)[:, None], step, np.eye(len(present)))
+
+
+def eta_bound(adjacency: Float64[np.ndarray, "n n"], kind: str) -> float:
+    """2 / lambda_max(L): differences between clients shrink for 0 < eta below it; infinity without edges."""
+    matrix = laplacian(adjacency, kind)
+    if kind == "random_walk":
+        root = np.sqrt(adjacency.sum(axis=1))
+        matrix = root[:, None] * matrix / np.where(root > 0, root, 1.0)[None, :]
+    largest = float(np.linalg.eigvalsh((matrix + matrix.T) / 2)[-1]) if len(matrix) else 0.0
+    return 2.0 / largest if largest > 1e-12 else float("inf")
+
+
+def eta_warnings(federation: Federation, *, kind: str, eta: float) -> tuple[str, ...]:
+    """What a user should know before a run with this eta: legal, but seldom meant."""
+    bound, lines = eta_bound(federation.adjacency, kind), []
+    if eta == 0:
+        lines.append("eta is 0: the Laplacian step changes nothing, this is local training")
+    elif eta >= bound * (1 - 1e-9):
+        lines.append(f"eta is {eta:g}, the {kind} Laplacian of this graph shrinks differences only below {bound:.4g}")
+    step = laplacian_step(federation.adjacency, kind=kind, eta=eta, present=np.ones(len(federation.clients), bool))
+    names = federation.clients
+    for k, name in enumerate(names):
+        others = np.flatnonzero(np.abs(step[k]) > 1e-12)
+        if len(others) == 1 and others[0] != k:
+            lines.append(f"eta is {eta:g}: {name} takes over the model of {names[others[0]]} and drops its own")
+        elif step[k, k] < -1e-12:
+            lines.append(f"eta is {eta:g}: the own model of {name} gets the negative weight {step[k, k]:.3g}")
+    return tuple(lines)
+
+
+def layer_factors(federation: Federation) -> Float64[np.ndarray, "layers"]:
+    """Importance of each layer, averaged over the clients, over that of the most important: factors on eta in [0, 1].
+
+    One factor for all clients, so that the step keeps the mean that its Laplacian promises.
+    """
+    if federation.importance is None or not federation.layer_of:
+        raise ConfigError("layer_weighting 'importance' needs the measured importance of the layers; use 'none'")
+    mean = np.atleast_2d(np.asarray(federation.importance, np.float64)).mean(axis=0)
+    if not (np.isfinite(mean).all() and (mean >= 0).all() and mean.max(initial=0.0) > 0):
+        raise ConfigError(
+            f"the importance of the layers is {mean.tolist()}; it must be finite, not negative, not all 0"
+        )
+    return mean / mean.max()

@@ -1,0 +1,142 @@
+"""Mixing LoRA updates themselves: `sum_l m_kl s_l B_l A_l`, then the best approximation of each client's rank.
+
+The dense matrix is never formed while the ranks together stay below its sides: with A^T = Q R (QR of the stack),
+the update is `(B W R^T) Q^T`, and the small Gram matrix `H = R W B^T B W R^T` holds its squared singular values.
+All in float64, so that squaring costs nothing that float32 factors could hold. Eckart and Young, 1936.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from atlas_fl.rng import torch_generator
+
+RELATIVE_RANK = 1e-6
+"""Singular values below this share of the largest are zero: float32 factors hold no more."""
+INPUT_NOISE = 1e-7
+"""So are those below this share of the largest summand: what cancels leaves rounding behind."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Leading:
+    """The leading singular directions of one update, split evenly: `left @ right` is the best approximation."""
+
+    left: Tensor
+    """(d_out, directions): U sqrt(S)."""
+    right: Tensor
+    """(directions, d_in): sqrt(S) V^T, signs fixed."""
+    energies: Tensor
+    """(directions,): squared singular values, falling."""
+    total: float
+    """The squared Frobenius norm of the whole update."""
+
+
+def _spectrum(gram: Tensor, *, rank: int, noise: float) -> tuple[Tensor, Tensor]:
+    """The leading singular values, falling, with their vectors as columns; what is numerically zero is left out."""
+    squares, vectors = torch.linalg.eigh(gram)
+    sigma = squares[-rank:].flip(0).clamp_min(0).sqrt()
+    alive = int((sigma > max(RELATIVE_RANK * float(sigma[0]), noise)).sum())
+    return sigma[:alive], vectors[:, -rank:].flip(1)[:, :alive]
+
+
+def _signs(rows: Tensor) -> Tensor:
+    """+1 or -1 for each row, so that its largest entry becomes positive: eigenvectors come with any sign."""
+    return rows.gather(1, rows.abs().argmax(1, keepdim=True))[:, 0].sign() if len(rows) else rows.new_zeros(0)
+
+
+def leading(a: Tensor, b: Tensor, weights: Tensor, *, ranks: Sequence[int]) -> list[Leading]:
+    """For each row of `weights` (rows, R) the best factors of `b @ diag(row) @ a` with that row's rank, in float64.
+
+    `a` is (R, d_in) and `b` (d_out, R), float64. Directions that are numerically zero are left out.
+    """
+    noise = ((weights.abs() * b.norm(dim=0) * a.norm(dim=1)).amax(1) * INPUT_NOISE).tolist()
+    rows = zip(weights, ranks, noise)
+    if a.shape[0] >= min(a.shape[1], b.shape[0]):
+        return [_leading_dense((b * row) @ a, rank=rank, noise=limit) for row, rank, limit in rows]
+    basis, upper = torch.linalg.qr(a.T)  # (d_in, R), (R, R)
+    inner = b.T @ b
+    found = []
+    for row, rank, limit in rows:
+        core = row[:, None] * upper.T  # b @ core @ basis.T is the update
+        gram = core.T @ (inner @ core)
+        sigma, vectors = _spectrum(gram, rank=rank, noise=limit)
+        right = vectors.T @ basis.T
+        signs, root = _signs(right), sigma.sqrt()
+        # fresh memory of this size costs as much as the product itself, so scale the small factor, or in place
+        left = b @ (core @ (vectors * (signs / root)))
+        right *= (signs * root)[:, None]
+        found.append(Leading(left=left, right=right, energies=sigma.square(), total=float(gram.trace())))
+    return found
+
+
+def _leading_dense(update: Tensor, *, rank: int, noise: float) -> Leading:
+    wide = update.shape[1] > update.shape[0]
+    gram = update @ update.T if wide else update.T @ update
+    sigma, vectors = _spectrum(gram, rank=rank, noise=noise)
+    right = vectors.T @ update if wide else vectors.T
+    signs, root = _signs(right), sigma.sqrt()
+    if wide:
+        left, right = vectors * (signs * root), right * (signs / root)[:, None]
+    else:
+        left, right = update @ (vectors * (signs / root)), right * (signs * root)[:, None]
+    return Leading(left=left, right=right, energies=sigma.square(), total=float(gram.trace()))
+
+
+def spare_directions(own: Tensor, taken: Tensor, count: int) -> Tensor:
+    """(count, d_in) orthogonal rows, orthogonal to the rows of `taken`, as long as the rows of `own` are on average.
+
+    They lie in the span of the client's own A while that has room, then anywhere. Beside a zero column of B they
+    leave the function as it is and keep its gradient alive, which a zero row of A would not.
+    """
+    dim = own.shape[1]
+    length = float(own.square().sum(1).mean().sqrt()) or 1.0
+    extra = torch.randn(count, dim, generator=torch_generator(0, "spare", dim), dtype=torch.float64).to(own.device)
+    rows = taken / taken.norm(dim=1, keepdim=True)
+    found: list[Tensor] = []
+    for candidates in (own, extra):
+        rest = candidates - (candidates @ rows.T) @ rows
+        rest = rest - (rest @ rows.T) @ rows
+        squares, vectors = torch.linalg.eigh(rest @ rest.T)
+        size = float(candidates.square().sum())
+        fresh = int((squares > 1e-8 * size).sum()) if size else 0
+        fresh = min(fresh, count - sum(map(len, found)), dim - len(rows))
+        if fresh > 0:
+            picked = torch.linalg.qr(rest.T @ vectors.flip(1)[:, :fresh])[0].T
+            found.append(picked)
+            rows = torch.cat([rows, picked])
+    # a rank above d_in leaves no orthogonal direction: any will do
+    missing = count - sum(map(len, found))
+    found.append(extra[:missing] / extra[:missing].norm(dim=1, keepdim=True))
+    return torch.cat(found) * length
+
+
+def fit(best: Leading, own: Tensor, *, rank: int, scale: float) -> tuple[Tensor, Tensor, float]:
+    """(A (rank, d_in), B (d_out, rank), energy thrown away) in float64: `scale * B @ A` is the best of that rank."""
+    kept = min(rank, len(best.energies))
+    a, b = best.right[:kept], best.left[:, :kept] / scale
+    if kept < rank:
+        a = torch.cat([a, spare_directions(own.double(), a, rank - kept)])
+        b = torch.nn.functional.pad(b, (0, rank - kept))
+    return a, b, max(best.total - float(best.energies[:kept].sum()), 0.0)
+
+
+def stack_factors(a: Sequence[Tensor], b: Sequence[Tensor], scales: Sequence[float]) -> tuple[Tensor, Tensor]:
+    """(R, d_in) and (d_out, R) in float64: the stacks of A and of s B."""
+    scaled = [tensor.double() * scale for tensor, scale in zip(b, scales)]
+    return torch.cat([tensor.double() for tensor in a]), torch.cat(scaled, 1)
+
+
+def realigned(a: Tensor, b: Tensor, *, rank: int, old_scale: float, new_scale: float) -> tuple[Tensor, Tensor]:
+    """The same update with another rank: exact while the rank of the product fits, else the best approximation."""
+    stacks = stack_factors([a], [b], [old_scale])
+    ones = torch.ones(1, a.shape[0], dtype=torch.float64, device=a.device)
+    best = leading(*stacks, ones, ranks=[rank])[0]
+    new_a, new_b, _ = fit(best, a, rank=rank, scale=new_scale)
+    return new_a.to(a.dtype).contiguous(), new_b.to(b.dtype).contiguous()
+
+
+def energy_share(thrown: Mapping[str, float], total: Mapping[str, float]) -> dict[str, float]:
+    """Share of the squared norm that each client's rank could not hold, over all modules."""
+    return {client: thrown[client] / total[client] if total[client] > 0 else 0.0 for client in thrown}

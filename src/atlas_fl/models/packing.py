@@ -1,0 +1,177 @@
+"""Many sequences in one row of tokens: no padding, and attention that stays inside each sequence.
+
+Stock transformers run on the row unmodified: position ids restart at every sequence, and attention is
+registered through the public `AttentionInterface` and `AttentionMaskInterface`. The layout of the row
+travels to the attention function as a keyword argument of the model's own forward call.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.autograd.function import FunctionCtx
+from transformers import AttentionInterface, AttentionMaskInterface
+
+PACKED = "atlas_packed"
+
+# Sequences attend together up to this ratio of their lengths: fewer, larger products for a little padding.
+_BUCKET_RATIO = 1.25
+
+
+@dataclass(frozen=True, kw_only=True)
+class Bucket:
+    """`count` sequences that attend together, padded to `length` tokens, which lie at `start` of the sorted rows."""
+
+    start: int
+    count: int
+    length: int
+    bias: Tensor | None  # (count, 1, 1, length) float32, -inf on padding; None when all have the full length
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layout:
+    """Where each sequence lies in the row, and how rows are gathered for attention."""
+
+    position_ids: Tensor  # (tokens,) int64, restarting at every sequence
+    starts: Tensor  # (sequences,) int64, first token of every sequence
+    ends: Tensor  # (sequences,) int64, last token of every sequence
+    gather: Tensor  # (slots,) int64, the token in every slot of the buckets; padding repeats a first token
+    slot: Tensor  # (tokens,) int64, the slot of every token
+    padding: Tensor  # (paddings,) int64, the slots that hold no token
+    buckets: tuple[Bucket, ...]
+
+
+def _similar_lengths(sizes: np.ndarray) -> Iterator[np.ndarray]:
+    """Indices of sequences, shortest first, in groups whose lengths are within the bucket ratio."""
+    by_length = np.argsort(sizes, kind="stable")
+    first = 0
+    for i in range(1, len(by_length) + 1):
+        if i == len(by_length) or sizes[by_length[i]] > _BUCKET_RATIO * sizes[by_length[first]]:
+            yield by_length[first:i]
+            first = i
+
+
+def make_layout(lengths: Sequence[int], *, device: torch.device | str = "cpu") -> Layout:
+    """The layout of sequences of these lengths that lie one after another."""
+    sizes = np.asarray(lengths, dtype=np.int64)
+    starts = np.concatenate([[0], np.cumsum(sizes)[:-1]])
+    slots, padding, buckets, offset = [], [], [], 0
+    for members in _similar_lengths(sizes):
+        length = int(sizes[members].max())
+        inside = np.arange(length) < sizes[members, None]  # (count, length)
+        slots.append(np.where(inside, starts[members, None] + np.arange(length), starts[members, None]).ravel())
+        padding.append(np.flatnonzero(~inside) + offset)
+        bias = torch.from_numpy(np.where(inside, 0.0, -np.inf).astype(np.float32))[:, None, None].to(device)
+        full = bool(inside.all())
+        buckets.append(Bucket(start=offset, count=len(members), length=length, bias=None if full else bias))
+        offset += inside.size
+    gather, holes = np.concatenate(slots), np.concatenate(padding)
+    slot = np.empty(sizes.sum(), dtype=np.int64)
+    real = np.setdiff1d(np.arange(offset), holes, assume_unique=True)
+    slot[gather[real]] = real
+
+    def tensor(values: np.ndarray) -> Tensor:
+        return torch.from_numpy(values).to(device)
+
+    return Layout(
+        position_ids=tensor(np.arange(sizes.sum()) - np.repeat(starts, sizes)),
+        starts=tensor(starts),
+        ends=tensor(starts + sizes - 1),
+        gather=tensor(gather),
+        slot=tensor(slot),
+        padding=tensor(holes),
+        buckets=tuple(buckets),
+    )
+
+
+class _PackedAttention(torch.autograd.Function):
+    """softmax(q k^T scale) v inside every sequence; rows are (tokens, heads, dim).
+
+    Written with its own backward pass because gathering rows forwards means gathering rows backwards too,
+    where autograd would scatter with `index_put`, which costs more than the products themselves.
+    """
+
+    @staticmethod
+    def forward(ctx: FunctionCtx, q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool, layout: Layout) -> Tensor:  # fmt: skip
+        queries, keys, values = (rows.index_select(0, layout.gather) for rows in (q, k, v))
+        out = torch.empty_like(queries)
+        weights = []
+        for bucket in layout.buckets:
+            scores = torch.matmul(_heads(queries, bucket), _heads(keys, bucket).transpose(2, 3)).mul_(scale)
+            if bucket.bias is not None:
+                scores += bucket.bias.to(scores.dtype)
+            if causal:
+                scores += _causal_bias(bucket.length, like=scores)
+            weight = scores.softmax(-1, dtype=torch.float32).to(scores.dtype)  # (count, heads, length, length)
+            _heads(out, bucket).copy_(torch.matmul(weight, _heads(values, bucket)))
+            weights.append(weight)
+        ctx.save_for_backward(queries, keys, values, *weights)
+        ctx.scale, ctx.layout = scale, layout  # type: ignore[attr-defined]
+        return out.index_select(0, layout.slot)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        queries, keys, values, *weights = ctx.saved_tensors
+        layout: Layout = ctx.layout
+        upper = grad.index_select(0, layout.gather).index_fill_(0, layout.padding, 0.0)
+        grads = [torch.empty_like(rows) for rows in (queries, keys, values)]
+        for bucket, weight in zip(layout.buckets, weights, strict=True):
+            above = _heads(upper, bucket)
+            inner = torch.matmul(above, _heads(values, bucket).transpose(2, 3))
+            # The softmax's Jacobian: P * (dP - sum(dP * P)).
+            inner = (inner - (inner * weight).sum(-1, keepdim=True)).mul_(weight).mul_(ctx.scale)
+            _heads(grads[0], bucket).copy_(torch.matmul(inner, _heads(keys, bucket)))
+            _heads(grads[1], bucket).copy_(torch.matmul(inner.transpose(2, 3), _heads(queries, bucket)))
+            _heads(grads[2], bucket).copy_(torch.matmul(weight.transpose(2, 3), above))
+        return *(rows.index_select(0, layout.slot) for rows in grads), None, None, None
+
+
+def _heads(rows: Tensor, bucket: Bucket) -> Tensor:
+    """The rows of a bucket as (count, heads, length, dim), a view."""
+    inside = rows[bucket.start : bucket.start + bucket.count * bucket.length]
+    return inside.unflatten(0, (bucket.count, bucket.length)).transpose(1, 2)
+
+
+def _causal_bias(length: int, *, like: Tensor) -> Tensor:
+    return torch.full((length, length), -torch.inf, dtype=like.dtype, device=like.device).triu_(1)
+
+
+def packed_attention(
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    scaling: float | None = None,
+    layout: Layout,
+    **kwargs: object,
+) -> tuple[Tensor, None]:
+    """Attention of every token to the tokens of its own sequence.
+
+    `query` is (1, heads, tokens, dim), `key` and `value` may have fewer heads (grouped queries);
+    the result is (1, tokens, heads, dim). Causal where the module says so.
+    """
+    if key.shape[1] != query.shape[1]:
+        groups = query.shape[1] // key.shape[1]
+        key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
+    rows = (states.transpose(1, 2)[0] for states in (query, key, value))
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    causal = bool(getattr(module, "is_causal", False))
+    # Inside autocast the softmax would hand float32 weights to a backward pass in bfloat16.
+    with torch.autocast(query.device.type, enabled=False):
+        out: Tensor = _PackedAttention.apply(*rows, scale, causal, layout)  # type: ignore[no-untyped-call]
+    return out[None], None
+
+
+def _no_mask(*args: object, **kwargs: object) -> None:
+    """The layout says which tokens see each other, so no mask is ever built."""
+
+
+def register_packed_attention() -> None:
+    """Make `attn_implementation="atlas_packed"` known to transformers; doing it twice changes nothing."""
+    AttentionInterface.register(PACKED, packed_attention)
+    AttentionMaskInterface.register(PACKED, _no_mask)

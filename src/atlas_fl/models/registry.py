@@ -1,0 +1,76 @@
+"""The models by alias: where they come from and the settings that suit them."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from atlas_fl.errors import ModelError, unknown
+from atlas_fl.io.fetch import embedded_dir, model_dir
+
+
+@dataclass(frozen=True, kw_only=True)
+class Model:
+    """A registered model."""
+
+    alias: str
+    path: str
+    """Hub name, or `embedded` for the one that `atlas fetch embedded` brings."""
+    parameters: str
+    """Size as its authors give it."""
+    lr: float
+    """Peak learning rate that suits LoRA on it."""
+    note: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Source:
+    """Where the files of a model are looked for."""
+
+    path: str
+    gguf_file: str | None = None
+
+
+MODELS: dict[str, Model] = {
+    model.alias: model
+    for model in (
+        Model(alias="minilm", path="embedded", parameters="22.7M", lr=1e-3, note="all-MiniLM-L6-v2, embedded"),
+        Model(alias="distilbert", path="distilbert-base-uncased", parameters="66M", lr=5e-4),
+        Model(alias="bert", path="bert-base-uncased", parameters="110M", lr=3e-4),
+        Model(alias="bert-large", path="bert-large-uncased", parameters="336M", lr=2e-4),
+        Model(alias="roberta", path="roberta-base", parameters="125M", lr=3e-4),
+        Model(alias="roberta-large", path="roberta-large", parameters="355M", lr=2e-4),
+        Model(alias="gpt2", path="gpt2", parameters="124M", lr=5e-4),
+        Model(alias="gpt2-medium", path="gpt2-medium", parameters="355M", lr=3e-4),
+        Model(alias="gpt2-xl", path="gpt2-xl", parameters="1.5B", lr=2e-4),
+        Model(alias="qwen2.5-0.5b", path="Qwen/Qwen2.5-0.5B", parameters="494M", lr=2e-4),
+        Model(alias="llama-3.2-1b", path="meta-llama/Llama-3.2-1B", parameters="1.2B", lr=2e-4, note="gated on the hub"),
+        Model(alias="smollm2-135m", path="HuggingFaceTB/SmolLM2-135M", parameters="135M", lr=5e-4, note="Llama"),
+    )
+}
+
+
+def locate(name: str) -> Source:
+    """Where the files of this alias, hub name, directory or GGUF file are.
+
+    Raises `ConfigError` for a name that is none of these and `ModelError` for an embedded model not fetched yet.
+    """
+    if name in MODELS:
+        path = MODELS[name].path
+        if path != "embedded":
+            return Source(path=path)
+        folder = model_dir(embedded_dir())
+        if not folder.is_dir():
+            raise ModelError(f"model {name!r} is not fetched yet ({folder} is missing); run `atlas fetch embedded`")
+        return Source(path=str(folder))
+    path = Path(name).expanduser()
+    if path.is_dir():
+        return Source(path=str(path))
+    if path.is_file() and path.suffix == ".gguf":
+        return Source(path=str(path.parent), gguf_file=path.name)
+    if "/" in name and not name.startswith((".", "/", "~")):
+        return Source(path=name)
+    raise unknown("model", name, MODELS)
+
+
+def suggested_lr(name: str) -> float:
+    """The registered learning rate of a model, and that of BERT for one that is not registered."""
+    return MODELS[name].lr if name in MODELS else MODELS["bert"].lr

@@ -1,0 +1,57 @@
+"""From the config to the numbers that clients and the server's rule work with."""
+
+from atlas_fl.assemble import learning_rate_of, scale_of
+from atlas_fl.clients.train import TrainOptions
+from atlas_fl.config import Config
+from atlas_fl.strategies import Strategy, StrategyOptions, find_strategy
+
+
+def strategy_of(config: Config) -> Strategy:
+    """The server's rule with this config's numbers."""
+    mixing = config.mixing
+    return find_strategy(
+        mixing.strategy,
+        StrategyOptions(
+            eta=mixing.eta,
+            eta_decay=mixing.eta_decay,
+            laplacian=mixing.laplacian,
+            space=mixing.space,
+            share=mixing.share,
+            align=mixing.align,
+            layer_weighting=mixing.layer_weighting,
+            scale=scale_of(config),
+        ),
+    )
+
+
+def train_options(config: Config) -> TrainOptions:
+    """How clients train in every round of this config."""
+    training = config.training
+    return TrainOptions(
+        seed=config.run.seed,
+        rounds=training.rounds,
+        epochs=training.local_epochs,
+        batch_size=training.batch_size,
+        lr=learning_rate_of(config),
+        schedule=training.schedule,
+        warmup=training.warmup,
+        weight_decay=training.weight_decay,
+        clip=training.clip,
+        dropout=config.model.dropout,
+        hash_loaded=config.run.audit,
+    )
+
+
+def warmup_options(config: Config) -> TrainOptions:
+    """How clients warm up for their fingerprints: one constant rate, no dropout, nothing else changed."""
+    return TrainOptions(
+        seed=config.run.seed,
+        batch_size=config.training.batch_size,
+        lr=learning_rate_of(config),
+        clip=config.training.clip,
+    )
+
+
+def warmup_rank(config: Config) -> int:
+    """The rank of the warm-up's adapters: the smallest that a layer may have."""
+    return int(config.ranks.ranks) if config.ranks.ranks.isdecimal() else min(config.ranks.candidates)

@@ -1,0 +1,9 @@
+"""The steps of a plan: who shares a task, which ranks fit, who neighbours whom, and what round one starts from."""
+
+from atlas_fl.phases.connect import connect as connect
+from atlas_fl.phases.fit import Fitted as Fitted
+from atlas_fl.phases.fit import fit_ranks as fit_ranks
+from atlas_fl.phases.fit import measure_layers as measure_layers
+from atlas_fl.phases.identify import Identified as Identified
+from atlas_fl.phases.identify import identify as identify
+from atlas_fl.phases.start import warm_start as warm_start

@@ -1,0 +1,53 @@
+"""The graph of phase 4: who listens to whom, from the sketches' noise-corrected similarity."""
+
+import numpy as np
+
+from atlas_fl.assemble import Assembly
+from atlas_fl.clients.base import Job
+from atlas_fl.clients.evaluate import EvaluateOptions
+from atlas_fl.engines.base import Engine
+from atlas_fl.mixing.graph import Graph, GraphOptions, make_graph, similarity_distances
+from atlas_fl.phases.identify import Identified
+
+
+def connect(
+    assembly: Assembly,
+    engine: Engine,
+    found: Identified,
+    *,
+    previous: np.ndarray | None = None,
+    performance: np.ndarray | None = None,
+) -> Graph:
+    """The graph of these clients; without clusters one without edges.
+
+    The `adaptive` graph needs a validation score of every client; where none is given, the warmed-up models are scored.
+    """
+    config = assembly.config.mixing
+    if found.clustering is None:
+        size = len(assembly.clients)
+        return Graph(adjacency=np.zeros((size, size)), warnings=())
+    if config.graph == "adaptive" and performance is None:
+        performance = _scores(assembly, engine, found)
+    return make_graph(
+        similarity_distances(found.clustering.similarity),
+        np.array(found.labels, dtype=np.int64),
+        GraphOptions(
+            graph=config.graph,
+            alpha=config.alpha,
+            symmetrize=config.symmetrize,
+            neighbours=config.neighbours,
+            singleton_neighbours=config.singleton_neighbours,
+            ema=config.graph_ema,
+            block_diagonal=config.block_diagonal,
+        ),
+        clients=assembly.names,
+        tasks=[client.task.name for client in assembly.clients],
+        performance=performance,
+        previous=previous,
+    )
+
+
+def _scores(assembly: Assembly, engine: Engine, found: Identified) -> np.ndarray:
+    options = EvaluateOptions(split="validation")
+    jobs = [Job(client=name, params=found.warmed[name], round=0, options=options) for name in assembly.names]
+    return np.array([update.metrics["primary"] for update in engine.run("evaluate", jobs)])

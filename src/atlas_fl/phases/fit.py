@@ -1,0 +1,139 @@
+"""Phase 2: how much each layer matters to each client, and the ranks that fit its device."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from atlas_fl.assemble import Assembly
+from atlas_fl.clients.base import Job
+from atlas_fl.clients.importance import IMPORTANCE, ImportanceOptions
+from atlas_fl.engines.base import Engine
+from atlas_fl.io.ledger import payload_bytes
+from atlas_fl.models.tokens import Encoded
+from atlas_fl.options import warmup_options
+from atlas_fl.phases.identify import Identified
+from atlas_fl.ranks.assign import Assignment, assign_ranks
+from atlas_fl.ranks.devices import Device
+from atlas_fl.ranks.importance import cluster_importance, complexity_factors
+from atlas_fl.ranks.memory import Fractions, Step
+from atlas_fl.ranks.predict import message_bytes, predict_round
+from atlas_fl.tasks.clients import ClientData, majority
+from atlas_fl.tree import head_keys, num_values, shared_part
+
+BATCHES = 4
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fitted:
+    """The ranks of all clients with what they were chosen from."""
+
+    by_client: tuple[dict[str, Any], ...]
+    """`ranks`, `budget_bytes`, `memory` and `predicted` of each client."""
+    notes: tuple[str, ...]
+
+
+def measure_layers(assembly: Assembly, engine: Engine, found: Identified) -> np.ndarray:
+    """Importance of every layer, (n, layers) float64; clients of one cluster get their mean.
+
+    A rule without clusters keeps every client's own: nothing may be shared that it does not share.
+    """
+    config = assembly.config
+    options = ImportanceOptions(kind=config.ranks.importance, train=warmup_options(config), batches=BATCHES)
+    jobs = [
+        Job(client=name, params=found.warmed[name], round=0, options=options) for name in assembly.names
+    ]
+    own = np.stack([update.params[IMPORTANCE].numpy() for update in engine.run("importance", jobs)])
+    return own if found.clustering is None else cluster_importance(own, found.labels)
+
+
+def fit_ranks(assembly: Assembly, found: Identified, layers: np.ndarray, *, communicates: bool) -> Fitted:
+    """Ranks per layer and client under each device's memory and upload, and what a round will cost there."""
+    config = assembly.config.ranks
+    factors = np.ones(len(assembly.clients))
+    if config.complexity_scaling:
+        factors = complexity_factors(np.array([_difficulty(client) for client in assembly.clients]), found.labels)
+    fits, notes = [], []
+    for client, device, importance, factor in zip(
+        assembly.clients, assembly.devices, layers, factors, strict=True
+    ):
+        step = _step(assembly, client)
+        assignment = assign_ranks(
+            assembly.shape,
+            device,
+            importance=importance,
+            rule=config.ranks,
+            candidates=config.candidates,
+            step=step,
+            own_bytes=config.adapter_bytes,
+            fractions=_fractions(assembly),
+            factor=float(factor),
+        )
+        fits.append(_fit(assembly, client, device, assignment, step, communicates=communicates))
+        notes += [note for note in assignment.notes if note not in notes]
+    return Fitted(by_client=tuple(fits), notes=tuple(notes))
+
+
+def _difficulty(client: ClientData) -> float:
+    """How far guessing is from right: one less the share of the most frequent label."""
+    return 1.0 - majority(client.train)
+
+
+def _fractions(assembly: Assembly) -> Fractions | None:
+    config = assembly.config.ranks
+    if config.budget == "memory":
+        return None
+    return Fractions(base=config.alpha_base, activations=config.alpha_act, optimizer=config.alpha_opt)
+
+
+def _step(assembly: Assembly, client: ClientData) -> Step:
+    """The client's heaviest step: as many of its longest examples as a batch holds."""
+    lengths = np.sort(_train(assembly, client).lengths)[::-1]
+    head = assembly.start(client, (1,) * assembly.shape.num_layers)
+    return Step(
+        tokens=int(lengths[: assembly.config.training.batch_size].sum()),
+        head_params=num_values({key: head[key] for key in head_keys(head)}),
+        checkpointing=assembly.config.model.gradient_checkpointing,
+    )
+
+
+def _train(assembly: Assembly, client: ClientData) -> Encoded:
+    return assembly.site.data[client.name].splits["train"]
+
+
+def _fit(
+    assembly: Assembly, client: ClientData, device: Device, assignment: Assignment, step: Step, *, communicates: bool
+) -> dict[str, Any]:
+    share = assembly.config.mixing.share if communicates else ()
+    lengths = _train(assembly, client).lengths.astype(np.float64)
+    prediction = predict_round(
+        assembly.shape,
+        device,
+        ranks=assignment.ranks,
+        step=step,
+        tokens=int(lengths.sum()) * assembly.config.training.local_epochs,
+        length=float((lengths**2).sum() / lengths.sum()),
+        share=share,
+        overhead_bytes=_overhead(assembly, client, assignment, share),
+    )
+    return {
+        "ranks": assignment.ranks,
+        "budget_bytes": assignment.budget_bytes,
+        "memory": {"total": prediction.memory.total_bytes, **dict(prediction.memory.parts())},
+        "predicted": {
+            "up_bytes": prediction.up_bytes,
+            "down_bytes": prediction.down_bytes,
+            "memory_bytes": prediction.memory.used_bytes,
+            "seconds": prediction.seconds,
+        },
+    }
+
+
+def _overhead(assembly: Assembly, client: ClientData, assignment: Assignment, share: tuple[str, ...]) -> int:
+    """Bytes that names and shapes add to a message of these ranks; nothing where nothing is sent."""
+    if not share:
+        return 0
+    start = assembly.start(client, assignment.ranks)
+    sent = shared_part(start, share)
+    head = num_values({key: start[key] for key in head_keys(start)})
+    return payload_bytes(sent) - message_bytes(assembly.shape, assignment.ranks, share=share, head_params=head)

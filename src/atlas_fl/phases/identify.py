@@ -1,0 +1,120 @@
+"""Phase 1: fingerprints of all clients, and the clusters that they show."""
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from atlas_fl.assemble import Assembly
+from atlas_fl.clients.base import Job, Update
+from atlas_fl.clients.fingerprint import FIRST, SECOND, FingerprintOptions
+from atlas_fl.clustering import Clustering, Settings, agreement, cluster, oracle, purity_warnings, summarise_clusters
+from atlas_fl.config import Config
+from atlas_fl.engines.base import Engine
+from atlas_fl.io.ledger import payload_bytes
+from atlas_fl.options import warmup_options, warmup_rank
+from atlas_fl.tree import select
+from atlas_fl.types import Params
+
+
+@dataclass(frozen=True, kw_only=True)
+class Identified:
+    """What phase 1 found."""
+
+    labels: tuple[int, ...]
+    clustering: Clustering | None
+    """None for a rule that needs no clusters."""
+    report: Mapping[str, Any]
+    """The clustering as plain data, with its agreement with the true tasks."""
+    warmed: Mapping[str, Params]
+    """Every client's model after the warm-up, at the warm-up's rank."""
+    sketches: np.ndarray | None  # (2, n, dim) float32
+    warmup: Mapping[str, Any]
+    notes: tuple[str, ...]
+
+
+def identify(
+    assembly: Assembly, engine: Engine, *, clustered: bool, previous: Clustering | None = None, round: int = 0
+) -> Identified:
+    """Fingerprint every client and cluster the sketches.
+
+    A rule without clusters takes the same warm-up, so that every strategy starts from the same models and training
+    budget, but no sketch leaves a client. `round` above 0 measures again, with other batches and twice the steps.
+    """
+    config = assembly.config
+    began = time.perf_counter()
+    updates = _fingerprints(assembly, engine, round=round)
+    warmed = {u.client: {k: t for k, t in u.params.items() if k not in (FIRST, SECOND)} for u in updates}
+    warmup = _cost(updates, seconds=time.perf_counter() - began)
+    tasks = [client.task.name for client in assembly.clients]
+    if not clustered:
+        labels = (0,) * len(tasks)
+        report = {"method": "none", "labels": list(labels)}
+        return Identified(labels=labels, clustering=None, report=report, warmed=warmed, sketches=None, warmup=warmup, notes=())  # fmt: skip
+    sketches = np.stack([[update.params[name].numpy() for update in updates] for name in (FIRST, SECOND)])
+    clustering = _cluster(config, sketches, tasks, previous)
+    return Identified(
+        labels=clustering.labels,
+        clustering=clustering,
+        report=_report(clustering, assembly.names, tasks),
+        warmed=warmed,
+        sketches=sketches,
+        warmup=warmup,
+        notes=(*clustering.warnings, *purity_warnings(clustering.labels, tasks)),
+    )
+
+
+def _fingerprints(assembly: Assembly, engine: Engine, *, round: int) -> list[Update]:
+    config = assembly.config
+    ranks = (warmup_rank(config),) * assembly.shape.num_layers
+    options = FingerprintOptions(
+        kind=config.clustering.fingerprint,
+        sketch_dim=config.clustering.sketch_dim,
+        train=warmup_options(config),
+        batches=config.clustering.fingerprint_batches,
+        steps=config.clustering.fingerprint_steps * (2 if round else 1),
+    )
+    jobs = [
+        Job(client=client.name, params=assembly.start(client, ranks), round=round, options=options)
+        for client in assembly.clients
+    ]
+    return engine.run("fingerprint", jobs)
+
+
+def _cluster(
+    config: Config, sketches: np.ndarray, tasks: Sequence[str], previous: Clustering | None
+) -> Clustering:
+    chosen = config.clustering
+    settings = Settings(
+        seed=config.run.seed,
+        clusters="auto" if chosen.clusters == "oracle" else chosen.clusters,
+        cluster_by=chosen.cluster_by,
+        k_range=chosen.k_range,
+        min_cluster_size=chosen.min_cluster_size,
+        pca_components=chosen.pca_components,
+        # Fisher information is positive everywhere; what tells clients apart is its difference from the mean.
+        centre=chosen.fingerprint == "fisher",
+    )
+    if chosen.clusters == "oracle":
+        return oracle(tasks, first=sketches[0], second=sketches[1], settings=settings)
+    return cluster(sketches[0], sketches[1], settings=settings, previous=previous)
+
+
+def _report(clustering: Clustering, names: Sequence[str], tasks: Sequence[str]) -> dict[str, Any]:
+    return {
+        **clustering.to_json(),
+        "agreement": agreement(clustering.labels, tasks),
+        "clusters": summarise_clusters(clustering, clients=names, tasks=tasks),
+    }
+
+
+def _cost(updates: Sequence[Update], *, seconds: float) -> dict[str, Any]:
+    sketch = select(updates[0].params, (FIRST, SECOND))
+    return {
+        "steps": {update.client: int(update.metrics["steps"]) for update in updates},
+        "agreement": {update.client: update.metrics["agreement"] for update in updates},
+        "fingerprint_bytes": payload_bytes(sketch),
+        "seconds": seconds,
+    }

@@ -1,0 +1,72 @@
+"""What round one starts from: the warmed-up model at each client's own ranks, or an imported adapter."""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import torch
+
+from atlas_fl.assemble import Assembly
+from atlas_fl.errors import ModelError
+from atlas_fl.lora.peft_io import import_adapter
+from atlas_fl.mixing.mix import realign
+from atlas_fl.phases.identify import Identified
+from atlas_fl.tree import LORA_A, LORA_B, head_keys, lora_modules
+from atlas_fl.types import Params
+
+
+def warm_start(
+    assembly: Assembly, found: Identified, ranks: Sequence[Sequence[int]]
+) -> dict[str, Params]:
+    """Every client's model before round one, at its ranks per layer, in the clients' order."""
+    folder = assembly.config.model.init_adapter
+    if folder is not None:
+        return _imported(assembly, Path(folder), ranks)
+    start: dict[str, Params] = {}
+    for client, own in zip(assembly.clients, ranks, strict=True):
+        fresh = assembly.start(client, tuple(own))
+        start[client.name] = _grown(fresh, found.warmed[client.name], assembly)
+    return start
+
+
+def _grown(fresh: Params, warm: Params, assembly: Assembly) -> Params:
+    """The warm-up's function at higher ranks: the shared A has more rows, and the new columns of B are zero.
+
+    Exact, because the rows of A are drawn one after another: a larger A begins with the smaller one.
+    """
+    grown = {**fresh, **{key: warm[key] for key in head_keys(warm)}}
+    for module in lora_modules(warm):
+        b, low, high = warm[module + LORA_B], warm[module + LORA_A].shape[0], fresh[module + LORA_A].shape[0]
+        ratio = assembly.site.scale(low) / assembly.site.scale(high)
+        assert high >= low, "the warm-up's rank is the smallest"
+        grown[module + LORA_B] = torch.nn.functional.pad(b * ratio, (0, high - low))
+    return grown
+
+
+def _imported(assembly: Assembly, folder: Path, ranks: Sequence[Sequence[int]]) -> dict[str, Params]:
+    """The adapter in this folder for every client, at its own ranks; its head where the labels are as many."""
+    params, old_scale = import_adapter(folder, family=assembly.site.backbone.family)
+    missing = [module for module in assembly.site.modules if module + LORA_A not in params]
+    if missing:
+        raise ModelError(
+            f"the adapter in {folder} lacks {missing[0]} and {len(missing) - 1} more; it adapts"
+            f" {', '.join(sorted({name.rsplit('.', 1)[-1] for name in lora_modules(params)}))}: set --targets to these"
+        )
+    scaled = _rescaled(params, old_scale=old_scale, assembly=assembly)
+    start: dict[str, Params] = {}
+    for client, own in zip(assembly.clients, ranks, strict=True):
+        fresh = assembly.start(client, tuple(own))
+        by_module = {module: own[assembly.layer_of[module]] for module in assembly.site.modules}
+        adapted = realign(scaled, by_module, assembly.site.scale)
+        same_head = {key: params[key] for key in head_keys(fresh) if key in params and params[key].shape == fresh[key].shape}
+        start[client.name] = {key: same_head.get(key, adapted.get(key, fresh[key])) for key in fresh}
+    return start
+
+
+def _rescaled(params: Params, *, old_scale: Callable[[int], float], assembly: Assembly) -> Params:
+    """The same function under this run's scale of a rank."""
+    scaled = dict(params)
+    for module in assembly.site.modules:
+        rank = params[module + LORA_A].shape[0]
+        ratio = old_scale(rank) / assembly.site.scale(rank)
+        scaled[module + LORA_B] = params[module + LORA_B] * ratio
+    return scaled

@@ -1,0 +1,160 @@
+"""Device profiles: memory, speed, link and the largest rank of the devices that clients run on.
+
+The numbers are profiles, that is assumptions about classes of devices, and not measurements of any one machine.
+They are chosen so that the four default profiles differ clearly in what they may upload: with one second of
+upload, LoRA on query and value of a 6 x 384 encoder (36,864 bytes for each rank) gets a mean rank of about 7
+(cpu_2gb), 14 (tablet_4gb), 25 (laptop_8gb) and 51 (gpu_16gb). The largest rank is the per-device list of the
+first ATLAS, kept as a bound. `memory_gb` counts 2^30 bytes, as memory is sold; `mbps` counts 10^6 bits.
+"""
+
+import math
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from atlas_fl.errors import ConfigError, unknown
+
+UPLOAD_SECONDS = 1.0
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Device:
+    """One class of devices."""
+
+    name: str
+    memory_bytes: int
+    """Memory that training may use, everything included."""
+    flops_per_second: float
+    """Sustained floating-point operations per second."""
+    up_bytes_per_second: float
+    down_bytes_per_second: float
+    latency_seconds: float
+    """Delay of one message."""
+    max_rank: int
+    """Largest rank that an allocator may choose."""
+    upload_seconds: float = UPLOAD_SECONDS
+    """Time that the upload of the adapters may take; it sets `adapter_bytes`."""
+    own_adapter_bytes: int | None = None
+    """An upload allowance in bytes that stands in for upload rate times `upload_seconds`."""
+
+    @property
+    def adapter_bytes(self) -> int:
+        """Most bytes of adapter parameters that the device sends in a round."""
+        if self.own_adapter_bytes is not None:
+            return self.own_adapter_bytes
+        return int(self.up_bytes_per_second * self.upload_seconds)
+
+
+def _profile(
+    name: str,
+    *,
+    memory_gb: float,
+    gflops: float,
+    up_mbps: float,
+    down_mbps: float,
+    latency_ms: float,
+    max_rank: int,
+    adapter_bytes: int | None = None,
+) -> Device:
+    return Device(
+        name=name,
+        memory_bytes=int(memory_gb * 2**30),
+        flops_per_second=gflops * 1e9,
+        up_bytes_per_second=up_mbps * 1e6 / 8,
+        down_bytes_per_second=down_mbps * 1e6 / 8,
+        latency_seconds=latency_ms / 1e3,
+        max_rank=max_rank,
+        own_adapter_bytes=adapter_bytes,
+    )
+
+
+_ALL = (
+    _profile("cpu_2gb", memory_gb=2.0, gflops=20.0, up_mbps=2.0, down_mbps=10.0, latency_ms=60.0, max_rank=16),
+    _profile("tablet_4gb", memory_gb=4.0, gflops=60.0, up_mbps=4.0, down_mbps=20.0, latency_ms=40.0, max_rank=32),
+    _profile("laptop_8gb", memory_gb=8.0, gflops=200.0, up_mbps=7.5, down_mbps=50.0, latency_ms=25.0, max_rank=64),
+    _profile("gpu_16gb", memory_gb=16.0, gflops=8_000.0, up_mbps=15.0, down_mbps=100.0, latency_ms=10.0, max_rank=64),
+    _profile("smartphone", memory_gb=3.0, gflops=30.0, up_mbps=1.5, down_mbps=10.0, latency_ms=70.0, max_rank=8),
+    _profile("tablet", memory_gb=4.0, gflops=60.0, up_mbps=4.0, down_mbps=20.0, latency_ms=50.0, max_rank=16),
+    _profile("edge_gpu", memory_gb=8.0, gflops=1_000.0, up_mbps=6.0, down_mbps=30.0, latency_ms=30.0, max_rank=32),
+    _profile("laptop_cpu", memory_gb=8.0, gflops=200.0, up_mbps=7.5, down_mbps=50.0, latency_ms=25.0, max_rank=32),
+    _profile("laptop_gpu", memory_gb=16.0, gflops=5_000.0, up_mbps=10.0, down_mbps=80.0, latency_ms=20.0, max_rank=64),
+    _profile(
+        "workstation", memory_gb=64.0, gflops=20_000.0, up_mbps=50.0, down_mbps=200.0, latency_ms=5.0, max_rank=64
+    ),
+)
+DEVICES: dict[str, Device] = {device.name: device for device in _ALL}
+
+_REQUIRED = ("memory_gb", "gflops", "up_mbps", "down_mbps", "latency_ms", "max_rank")
+_OPTIONAL = ("adapter_bytes",)
+_WHOLE = ("max_rank", "adapter_bytes")
+
+
+def parse_device(text: str) -> Device:
+    """The profile that a user wrote as `name=memory_gb=3,gflops=50,up_mbps=5,down_mbps=20,latency_ms=60,max_rank=8`.
+
+    `adapter_bytes=N` may follow: the upload allowance, else one second at `up_mbps`.
+    Raises `ConfigError` for a missing, repeated or unknown setting and for a value out of range.
+    """
+    name, _, rest = text.partition("=")
+    if not _NAME.fullmatch(name) or not rest:
+        raise ConfigError(
+            f"device {text!r} has no name; write name=memory_gb=3,gflops=50,... with {', '.join(_REQUIRED)}"
+        )
+    values: dict[str, float] = {}
+    for part in rest.split(","):
+        key, _, value = part.strip().partition("=")
+        if key not in _REQUIRED + _OPTIONAL:
+            raise unknown("device setting", key, _REQUIRED + _OPTIONAL)
+        if key in values:
+            raise ConfigError(f"device {name!r} sets {key} twice; keep one")
+        values[key] = _number(name, key, value)
+    if missing := [key for key in _REQUIRED if key not in values]:
+        raise ConfigError(f"device {name!r} lacks {', '.join(missing)}; a profile needs {', '.join(_REQUIRED)}")
+    return _profile(
+        name,
+        memory_gb=values["memory_gb"],
+        gflops=values["gflops"],
+        up_mbps=values["up_mbps"],
+        down_mbps=values["down_mbps"],
+        latency_ms=values["latency_ms"],
+        max_rank=int(values["max_rank"]),
+        adapter_bytes=int(values["adapter_bytes"]) if "adapter_bytes" in values else None,
+    )
+
+
+def _number(name: str, key: str, text: str) -> float:
+    allowed = "a whole number of at least 1" if key in _WHOLE else "a finite number"
+    allowed += "" if key in _WHOLE else " of at least 0" if key == "latency_ms" else " above 0"
+    problem = ConfigError(f"device {name!r}: {key}={text!r} is not allowed; give {allowed}")
+    try:
+        value = float(text)
+    except ValueError:
+        raise problem from None
+    # 1e15 is beyond any device and keeps every derived integer exact
+    if not math.isfinite(value) or not 0 <= value <= 1e15 or (value == 0 and key != "latency_ms"):
+        raise problem
+    if key in _WHOLE and value != int(value):
+        raise problem
+    return value
+
+
+def find_devices(names: Sequence[str], own: Sequence[str] = ()) -> tuple[Device, ...]:
+    """The profiles of these names in this order, then those of `own` that no name mentions.
+
+    `own` holds strings for `parse_device`; a name may be repeated so that its profile is dealt out more often.
+    Raises `ConfigError` for an unknown name, for a name that is taken, and where there is no device at all.
+    """
+    mine: dict[str, Device] = {}
+    for device in map(parse_device, own):
+        if device.name in DEVICES or device.name in mine:
+            raise ConfigError(f"device name {device.name!r} is taken; choose another name for your profile")
+        mine[device.name] = device
+    known = DEVICES | mine
+    for name in names:
+        if name not in known:
+            raise unknown("device", name, known)
+    chosen = [known[name] for name in names] + [device for device in mine.values() if device.name not in names]
+    if not chosen:
+        raise ConfigError(f"no devices; choose from {', '.join(sorted(DEVICES))} or describe one with --device")
+    return tuple(chosen)

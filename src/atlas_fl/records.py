@@ -1,0 +1,225 @@
+"""What a round leaves behind: rows of metrics and ledger, checkpoints, and the files of the audit."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from atlas_fl.clients.base import Update
+from atlas_fl.clients.importance import IMPORTANCE
+from atlas_fl.io import checkpoint
+from atlas_fl.io.folder import RunFolder
+from atlas_fl.io.ledger import LedgerRow, payload_bytes
+from atlas_fl.io.results import append_rows, defined, to_json, truncate_to, write_json
+from atlas_fl.io.tensors import write_tensors
+from atlas_fl.plan import Plan, Planned
+from atlas_fl.tasks.clients import ClientData, majority
+from atlas_fl.tree import HEAD, prefixed, shared_part, unprefixed
+from atlas_fl.types import ByClient, Split
+
+if TYPE_CHECKING:
+    from atlas_fl.train import State
+
+
+@dataclass(frozen=True, kw_only=True)
+class RoundRecord:
+    """Everything that happened in one round."""
+
+    round: int
+    sampled: tuple[str, ...]
+    updates: Mapping[str, Update]
+    """Of those who trained and were not refused."""
+    refused: Mapping[str, str]
+    sent: ByClient
+    """What the clients began this round with."""
+    start: ByClient
+    """What they begin the next one with."""
+    scores: Mapping[Split, Mapping[str, Update]]
+    eta: float
+    kept: tuple[str, ...]
+    """Clients that keep their own model at the end of the run."""
+    stale: frozenset[str]
+    """Clients whose newest model had not reached them when the round began."""
+    communicates: bool
+    final: bool
+
+    def messages(self, share: tuple[str, ...]) -> list[LedgerRow]:
+        """Every message of the round: late models down, updates up, mixed models down."""
+        if not self.communicates:
+            return []
+        late = [row for name in self.sampled if name in self.stale for row in self._rows(name, "down", self.sent, share)]
+        up = [row for name, update in self.updates.items() for row in self._rows(name, "up", {name: update.params}, share)]
+        back = [row for name in self._receivers() for row in self._rows(name, "down", self.start, share)]
+        return late + up + back
+
+    def stale_after(self) -> frozenset[str]:
+        """Clients whose model has changed and that have not received it, because they did not take part."""
+        changed = {name for name, params in self.start.items() if params is not self.sent[name]}
+        return frozenset((self.stale | changed) - set(self._receivers()))
+
+    def _receivers(self) -> tuple[str, ...]:
+        """Who gets a model at the end of the round: who took part, and at the end of the run everyone."""
+        if not self.final:
+            return self.sampled
+        changed = {name for name, params in self.start.items() if params is not self.sent[name]}
+        return tuple(name for name in self.start if name in self.sampled or name in changed | self.stale)
+
+    def _rows(self, name: str, direction: Any, models: ByClient, share: tuple[str, ...]) -> list[LedgerRow]:
+        sent = shared_part(models[name], share)
+        head = {key: tensor for key, tensor in sent.items() if key.startswith(HEAD)}
+        adapter = {key: tensor for key, tensor in sent.items() if key not in head}
+        return [
+            LedgerRow(round=self.round, client=name, direction=direction, kind=kind, bytes=payload_bytes(part))
+            for kind, part in (("adapter", adapter), ("head", head))
+            if part
+        ]  # fmt: skip
+
+
+@dataclass(kw_only=True)
+class Recorder:
+    """The one writer of a run's folder."""
+
+    folder: RunFolder
+    clients: tuple[ClientData, ...]
+    share: tuple[str, ...]
+    audit: bool
+    checkpoint_every: int
+    keep_checkpoints: int
+    rounds: int
+    plan_file: str = "plan.json"
+    seconds: dict[str, float] = field(default_factory=dict)
+    """By phase, over all sessions."""
+    round_seconds: dict[int, float] = field(default_factory=dict)
+
+    def planned(self, planned: Planned, state: "State", *, communicates: bool) -> None:
+        """Write the plan, its messages, and the checkpoint from which round one starts."""
+        self._write_plan(planned)
+        rows = [row.to_json() for row in plan_messages(planned)] if communicates else []
+        append_rows(self.folder.metrics, [])
+        append_rows(self.folder.ledger, rows)
+        if self.audit:
+            self._write_tensors("start", state.start, round=0)
+        self._checkpoint(state)
+
+    def replanned(self, planned: Planned, *, round: int) -> None:
+        """Write the plan that holds from this round on, beside the first one."""
+        self.plan_file = f"plan-{round:04d}.json"
+        self._write_plan(planned)
+        append_rows(self.folder.ledger, [row.to_json() for row in plan_messages(planned, round=round)])
+
+    def round(self, record: RoundRecord, state: "State", *, seconds: float) -> None:
+        """Write the round's rows, the audit's files, and a checkpoint where one is due."""
+        self.seconds["rounds"] = self.seconds.get("rounds", 0.0) + seconds
+        self.round_seconds[record.round] = seconds
+        append_rows(self.folder.metrics, self._metric_rows(record))
+        append_rows(self.folder.ledger, [row.to_json() for row in record.messages(self.share)])
+        if self.audit:
+            self._write_audit(record)
+        if record.round % self.checkpoint_every == 0 or record.round == self.rounds:
+            self._checkpoint(state)
+
+    def _write_plan(self, planned: Planned) -> None:
+        if planned.sketches is not None:
+            first, second = (torch.from_numpy(half) for half in planned.sketches)
+            write_tensors(self.folder.sketches, {"sketch/first": first, "sketch/second": second})
+        write_json(self.folder.path / self.plan_file, planned.plan.to_json())
+
+    def _metric_rows(self, record: RoundRecord) -> list[dict[str, Any]]:
+        rows = [
+            {"round": record.round, "client": name, "event": "refused", "reason": reason}
+            for name, reason in record.refused.items()
+        ]
+        rows += [{"round": record.round, "client": name, "event": "kept own model"} for name in record.kept]
+        by_split: dict[Split, Mapping[str, Update]] = {"train": record.updates, **record.scores}
+        for split, updates in by_split.items():
+            for client in self.clients:
+                if client.name in updates:
+                    rows.append(self._metric_row(client, split, updates[client.name], round=record.round))
+        return rows
+
+    def _metric_row(self, client: ClientData, split: Split, update: Update, *, round: int) -> dict[str, Any]:
+        labels = {"train": client.train, "validation": client.validation, "test": client.test}[split]
+        known = {"round": round, "client": client.name, "task": client.task.name, "split": split}
+        share = None if client.task.is_regression else majority(labels)
+        return defined({**known, **update.metrics, "majority": share, "examples": update.examples})
+
+    def _write_audit(self, record: RoundRecord) -> None:
+        trained = {name: update.params for name, update in record.updates.items()}
+        self._write_tensors("trained", trained, round=record.round)
+        self._write_tensors("start", record.start, round=record.round)
+        loaded = {
+            name: {"digest": update.loaded, "keys": update.keys} for name, update in record.updates.items()
+        }
+        content = {
+            "round": record.round,
+            "participants": list(record.sampled),
+            "refused": dict(record.refused),
+            "eta": record.eta,
+            "plan": self.plan_file,
+            "loaded": loaded,
+            "kept": list(record.kept),
+        }
+        write_json(self.folder.audit_round(record.round) / "record.json", content)
+
+    def _write_tensors(self, name: str, models: ByClient, *, round: int) -> None:
+        folder = self.folder.audit_round(round)
+        folder.mkdir(parents=True, exist_ok=True)
+        write_tensors(folder / f"{name}.safetensors", prefixed(models))
+
+    def _checkpoint(self, state: "State") -> None:
+        tensors = {f"strategy/{name}": tensor for name, tensor in prefixed(state.strategy).items()}
+        if state.start is not state.strategy:
+            tensors |= {f"start/{name}": tensor for name, tensor in prefixed(state.start).items()}
+        content = {
+            "metrics_bytes": self.folder.metrics.stat().st_size,
+            "ledger_bytes": self.folder.ledger.stat().st_size,
+            "stale": sorted(state.stale),
+            "validation": dict(state.validation),
+            "plan": self.plan_file,
+            "seconds": self.seconds,
+            "round_seconds": {str(at): taken for at, taken in self.round_seconds.items()},
+        }
+        checkpoint.save(self.folder.checkpoints, round=state.round, tensors=tensors, state=content)
+        checkpoint.prune(self.folder.checkpoints, keep=self.keep_checkpoints)
+
+    def go_back_to(self, found: checkpoint.Checkpoint) -> None:
+        """Cut the files of rows back to a checkpoint, so that repeated rounds are not there twice."""
+        truncate_to(self.folder.metrics, found.state["metrics_bytes"])
+        truncate_to(self.folder.ledger, found.state["ledger_bytes"])
+        self.plan_file = found.state["plan"]
+        self.seconds = dict(found.state["seconds"])
+        self.round_seconds = {int(at): taken for at, taken in found.state["round_seconds"].items()}
+
+
+def models_of(found: checkpoint.Checkpoint, names: Sequence[str]) -> tuple[ByClient, ByClient]:
+    """(what the rule remembers, what clients start with) of a checkpoint, in the clients' order."""
+    kinds = unprefixed(found.tensors)
+    memory, start = (unprefixed(kinds[kind]) if kind in kinds else None for kind in ("strategy", "start"))
+    assert memory is not None, "every checkpoint holds the rule's memory"
+    # A file holds its tensors sorted by name; packs follow the order of the clients, and so do their last bits.
+    memory = {name: memory[name] for name in names}
+    return memory, memory if start is None else {name: start[name] for name in names}
+
+
+def plan_messages(planned: Planned, *, round: int = 0) -> list[LedgerRow]:
+    """What planning sends: each client's sketches and layer importance up, its ranks and cluster down."""
+    rows: list[LedgerRow] = []
+    for place, client in enumerate(planned.plan.clients):
+        if planned.sketches is not None:
+            payload = {
+                "first": torch.from_numpy(planned.sketches[0, place]),
+                "second": torch.from_numpy(planned.sketches[1, place]),
+                IMPORTANCE: torch.from_numpy(planned.plan.importance[place]),
+            }
+            rows.append(
+                LedgerRow(round=round, client=client.name, direction="up", kind="fingerprint", bytes=payload_bytes(payload))
+            )
+        size = len(to_json(_control(planned.plan, place)).encode())
+        rows.append(LedgerRow(round=round, client=client.name, direction="down", kind="control", bytes=size))
+    return rows
+
+
+def _control(plan: Plan, place: int) -> dict[str, Any]:
+    client = plan.clients[place]
+    return {"client": client.name, "cluster": client.cluster, "ranks": list(client.ranks), "cut": client.cut}

@@ -1,0 +1,1 @@
+"""Tables and figures from run folders; importing this package draws nothing and loads no plotting library."""

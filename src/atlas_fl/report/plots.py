@@ -1,0 +1,34 @@
+"""All figures of a run. This module loads matplotlib; import it where figures are wanted and nowhere else."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+from matplotlib.figure import Figure
+
+from atlas_fl.io.folder import find_run
+from atlas_fl.report import convergence, graph, ranks, scatter, scores, traffic
+from atlas_fl.report.record import Record, read_record
+from atlas_fl.report.style import save_figure
+
+FIGURES: dict[str, Callable[[Record], Figure]] = {
+    "convergence": convergence.draw,
+    "scores": scores.draw,
+    "adjacency": graph.draw,
+    "clusters": scatter.draw,
+    "ranks": ranks.draw,
+    "bytes": traffic.draw,
+}
+"""A figure by the name of its file."""
+
+
+def draw_all(run_dir: Path | str) -> list[Path]:
+    """Draw every figure of a run into its `figures/` folder, PNG at 300 DPI, and return the paths.
+
+    A run that lacks what a figure shows gets the figure with a sentence that says so.
+
+    Raises:
+        CheckpointError: this is no run folder, or a file in it is damaged.
+    """
+    folder = find_run(run_dir)
+    record = read_record(folder.path)
+    return [save_figure(draw(record), folder.figures / f"{name}.png") for name, draw in FIGURES.items()]

@@ -1,0 +1,96 @@
+"""A run folder read into memory, as the figures and tables need it."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from atlas_fl.io.folder import RunFolder, find_run
+from atlas_fl.io.ledger import LedgerRow, Totals, from_json, totals
+from atlas_fl.io.results import read_json, read_rows
+from atlas_fl.io.scores import History, histories
+from atlas_fl.io.tensors import read_tensors
+
+FIRST, SECOND = "sketch/first", "sketch/second"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Record:
+    """What a run wrote, as far as it went."""
+
+    name: str
+    plan: Mapping[str, Any]
+    metrics: Sequence[Mapping[str, Any]]
+    ledger: Sequence[LedgerRow]
+    sketches: tuple[np.ndarray, np.ndarray] | None = None
+    """Both sketches of every client, float32 (n, dim) each; None where no client was fingerprinted."""
+
+    @cached_property
+    def histories(self) -> dict[str, History]:
+        """The evaluations by client, in the order of the plan."""
+        found = histories(self.metrics)
+        return {name: found[name] for name in self.clients if name in found}
+
+    @cached_property
+    def totals(self) -> Totals:
+        """The sums of the ledger."""
+        return totals(self.ledger)
+
+    @property
+    def clients(self) -> list[str]:
+        """The clients' names, in the order of the plan."""
+        return [client["name"] for client in self.plan["clients"]]
+
+    @property
+    def task_of(self) -> dict[str, str]:
+        """Each client's task."""
+        return {client["name"]: client["task"] for client in self.plan["clients"]}
+
+    @property
+    def tasks(self) -> list[str]:
+        """The tasks, in the order of their first client: the order of their colours."""
+        return list(dict.fromkeys(self.task_of.values()))
+
+    @property
+    def cluster_of(self) -> dict[str, int]:
+        """Each client's cluster; -1 trains alone."""
+        return {client["name"]: client.get("cluster", -1) for client in self.plan["clients"]}
+
+    @property
+    def by_task(self) -> dict[str, list[History]]:
+        """The evaluations by task."""
+        members = self.histories.values()
+        return {task: [member for member in members if member.task == task] for task in self.tasks}
+
+    @property
+    def sorted_clients(self) -> list[int]:
+        """Indices of the clients with clusters side by side, tasks inside them, undecided clients last."""
+        clusters, tasks = self.cluster_of, self.tasks
+        place = [(clusters[name] < 0, clusters[name], tasks.index(self.task_of[name])) for name in self.clients]
+        return sorted(range(len(place)), key=lambda index: place[index])
+
+
+def read_record(run: Path | str) -> Record:
+    """The record of a run folder; of a run that is not complete, the rounds so far.
+
+    Raises:
+        CheckpointError: this is no run folder, or a file in it is damaged.
+    """
+    folder: RunFolder = find_run(run)
+    return Record(
+        name=folder.path.resolve().name,
+        plan=read_json(folder.plan),
+        metrics=read_rows(folder.metrics),
+        ledger=[from_json(row) for row in read_rows(folder.ledger)],
+        sketches=_sketches(folder.sketches),
+    )
+
+
+def _sketches(path: Path) -> tuple[np.ndarray, np.ndarray] | None:
+    tensors = read_tensors(path) if path.exists() else {}
+    if FIRST not in tensors or SECOND not in tensors:
+        return None
+    return tensors[FIRST].float().numpy(), tensors[SECOND].float().numpy()

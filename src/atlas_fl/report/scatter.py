@@ -1,0 +1,155 @@
+"""Figure 4: the clients' fingerprints in two dimensions, with the k table beside them."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+
+from atlas_fl.report.record import Record
+from atlas_fl.report.style import (
+    FAINT,
+    INK,
+    TICK_SIZE,
+    bare,
+    cluster_name,
+    marker_of,
+    new_figure,
+    say,
+    task_colours,
+    tidy,
+)
+
+K_COLUMNS = {
+    "k": "k",
+    "silhouette": "silhouette",
+    "davies_bouldin": "Davies-\nBouldin",
+    "calinski_harabasz": "Calinski-\nHarabasz",
+    "gap": "gap",
+    "atlas": "ATLAS\nscore",
+    "singletons": "single-\ntons",
+}
+
+
+def draw(record: Record) -> Figure:
+    """Left: principal components of the sketches; right: every k that was weighed, the chosen one marked."""
+    clustering = record.plan.get("clustering") or {}
+    verdict = (clustering.get("structure") or {}).get("reason", "")
+    method = clustering.get("method", "unknown")
+    figure = new_figure(
+        width=11.5,
+        height=5.2,
+        title=f"{_plural(len(record.clients), 'client')} in {_num_clusters(record)}",
+        subtitle=f"method: {method}" + (f"; {verdict}" if verdict else ""),
+    )
+    table = clustering.get("k_table") or ()
+    legends = _legends(record)
+    heights = [2 + len(table), max(len(handles) for handles in legends) if record.sketches else 1]
+    panels = figure.subplot_mosaic([["points", "table"], ["points", "legend"]], height_ratios=heights)
+    left, right = panels["points"], panels["table"]
+    bare(panels["legend"])
+    if record.sketches is None:
+        say(left, "no client was fingerprinted in this run")
+    else:
+        _points(left, record, *record.sketches)
+        for handles, place in zip(legends, (0.0, 0.5)):
+            legend = panels["legend"].legend(
+                handles=handles, loc="upper left", bbox_to_anchor=(place, 1), frameon=False, fontsize=TICK_SIZE
+            )
+            panels["legend"].add_artist(legend)
+    _k_table(right, table) if table else say(right, "no number of clusters was searched")
+    return figure
+
+
+def principal_components(first: np.ndarray, second: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Both halves on the first two principal components of their means, (n, 2) each, and the shares of variance (2,).
+
+    Sketches are (n, dim). With fewer than three clients the missing components are zero.
+    """
+    mean = (first.astype(np.float64) + second.astype(np.float64)) / 2
+    centre = mean.mean(axis=0)
+    _, sizes, directions = np.linalg.svd(mean - centre, full_matrices=False)
+    axes = np.zeros((2, mean.shape[1]))
+    axes[: len(directions[:2])] = directions[:2]
+    axes *= np.where(axes[np.arange(2), np.abs(axes).argmax(axis=1)] < 0, -1.0, 1.0)[:, None]  # the sign is free
+    shares = np.zeros(2)
+    variance = np.square(sizes)
+    shares[: len(variance[:2])] = variance[:2] / max(float(variance.sum()), 1e-300)
+    return (first - centre) @ axes.T, (second - centre) @ axes.T, shares
+
+
+def _num_clusters(record: Record) -> str:
+    labels = set(record.cluster_of.values())
+    decided, alone = len(labels - {-1}), sum(label < 0 for label in record.cluster_of.values())
+    lone = f", {alone} train{'s' if alone == 1 else ''} alone" if alone else ""
+    return _plural(decided, "cluster") + lone
+
+
+def _plural(count: int, noun: str) -> str:
+    return f"{count} {noun}{'' if count == 1 else 's'}"
+
+
+def _points(axes: Axes, record: Record, first: np.ndarray, second: np.ndarray) -> None:
+    """A marker for each client; the line through it ends at its two halves, so its length is the noise."""
+    ends = principal_components(first, second)
+    tidy(
+        axes,
+        title="principal components of the sketches",
+        x=f"first component, {100 * ends[2][0]:.0f}% of the variance",
+        y=f"second component, {100 * ends[2][1]:.0f}%",
+        grid="both",
+    )
+    colours = task_colours(record.tasks)
+    for index, name in enumerate(record.clients):
+        colour, marker = colours[record.task_of[name]], marker_of(record.cluster_of[name])
+        half, other = ends[0][index], ends[1][index]
+        axes.plot(*zip(half, other), color=colour, linewidth=1, alpha=0.55, zorder=2)
+        axes.plot(
+            *((half + other) / 2),
+            marker,
+            color=colour,
+            markersize=7.5,
+            markeredgecolor="white",
+            markeredgewidth=0.8,
+            zorder=3,
+        )
+    axes.margins(0.12)
+
+
+def _legends(record: Record) -> tuple[list[Line2D], list[Line2D]]:
+    colours = task_colours(record.tasks)
+    tasks = [Line2D([], [], color=colours[task], linewidth=5, label=task) for task in record.tasks]
+    clusters = sorted(set(record.cluster_of.values()), key=lambda label: (label < 0, label))
+    shapes = [
+        Line2D([], [], color=FAINT, marker=marker_of(label), markersize=7, linestyle="", label=cluster_name(label))
+        for label in clusters
+    ]
+    return tasks, [*shapes, Line2D([], [], color=FAINT, linewidth=1, label="between a client's two halves")]
+
+
+def _k_table(axes: Axes, rows: Sequence[Mapping[str, Any]]) -> None:
+    bare(axes)
+    chosen = " (shaded: chosen)" if any(row.get("chosen") for row in rows) else ""
+    axes.set_title(f"numbers of clusters that were weighed{chosen}", size=10.5, color=INK, loc="left", weight="bold")
+    columns = [name for name in K_COLUMNS if any(row.get(name) is not None for row in rows)]
+    text = [[_score(row.get(name)) for name in columns] for row in rows]
+    table = axes.table(text, colLabels=[K_COLUMNS[name] for name in columns], loc="upper center", cellLoc="right")
+    table.auto_set_font_size(False)
+    table.set_fontsize(TICK_SIZE)
+    table.scale(1, 1.45)
+    for (row, _), cell in table.get_celld().items():
+        is_chosen = row > 0 and bool(rows[row - 1].get("chosen"))
+        cell.set(linewidth=0, facecolor="#e3eef7" if is_chosen else "white" if row % 2 else "#f6f6f6")
+        cell.get_text().set(color=INK, weight="bold" if is_chosen or row == 0 else "normal")
+        if row == 0:
+            cell.set(height=cell.get_height() * 1.5, facecolor="white")
+            cell.get_text().set_horizontalalignment("right")
+
+
+def _score(value: float | None) -> str:
+    """An undefined score is a dash, never a number."""
+    if value is None:
+        return "-"
+    return str(value) if isinstance(value, int) else f"{value:.3f}"

@@ -1,0 +1,120 @@
+"""How every figure looks: sizes, colours that colour-blind readers can tell apart, and labels.
+
+Figures are made through matplotlib's objects on the Agg canvas: no pyplot, no display, no setting that outlives them.
+"""
+
+from collections.abc import Sequence
+from io import BytesIO
+from pathlib import Path
+
+from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+from matplotlib.layout_engine import ConstrainedLayoutEngine
+from matplotlib.text import Text
+
+from atlas_fl.io.atomic import write_atomic
+
+DPI = 300
+INK, FAINT, LINES = "#222222", "#6f6f6f", "#d9d9d9"
+TITLE_SIZE, LABEL_SIZE, TICK_SIZE, NOTE_SIZE = 13, 9.5, 8.5, 8
+
+# Okabe and Ito (2008) without yellow and black, then four of Tol's muted scheme: safe for every common deficiency.
+TASK_COLOURS = (
+    *("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9"),
+    *("#882255", "#999933", "#332288", "#44AA99"),
+)
+MARKERS = "os^DPXv<>*hpd8"
+UNDECIDED_MARKER = "."
+KIND_COLOURS = {
+    "adapter": "#0072B2",
+    "head": "#56B4E9",
+    "fingerprint": "#CC79A7",
+    "weights": "#009E73",
+    "activation": "#D55E00",
+    "gradient": "#E69F00",
+    "label": "#882255",
+    "mask": "#999933",
+    "control": "#888888",
+}
+
+
+def task_colours(tasks: Sequence[str]) -> dict[str, str]:
+    """The colour of every task: the same in all figures of a run."""
+    return {task: TASK_COLOURS[index % len(TASK_COLOURS)] for index, task in enumerate(tasks)}
+
+
+def marker_of(cluster: int) -> str:
+    """The marker of a cluster; undecided clients (-1) have their own."""
+    return UNDECIDED_MARKER if cluster < 0 else MARKERS[cluster % len(MARKERS)]
+
+
+def cluster_name(cluster: int) -> str:
+    """How a cluster is called in figures and tables."""
+    return "alone" if cluster < 0 else f"cluster {cluster}"
+
+
+def new_figure(*, width: float, height: float, title: str, subtitle: str) -> Figure:
+    """An empty figure in inches, with what is seen as its title and how to read it below."""
+    # Placed by hand, because the layout knows one title only: 0.62 inches at the top are kept free for two.
+    engine = ConstrainedLayoutEngine(rect=(0, 0, 1, 1 - 0.62 / height), w_pad=0.08, h_pad=0.08)
+    figure = Figure(figsize=(width, height), layout=engine, facecolor="white")
+    FigureCanvasAgg(figure)
+    figure.text(0.12 / width, 1 - 0.12 / height, title, size=TITLE_SIZE, weight="bold", color=INK, va="top")
+    figure.text(0.12 / width, 1 - 0.37 / height, subtitle, size=LABEL_SIZE, color=FAINT, va="top")
+    return figure
+
+
+def tidy(axes: Axes, *, title: str = "", x: str = "", y: str = "", grid: str = "y") -> None:
+    """Titles and labels in one size, no frame above and on the right, a faint grid behind (`x`, `y`, `both`, none)."""
+    axes.set_title(title, size=LABEL_SIZE + 1, color=INK, loc="left", weight="bold")
+    axes.set_xlabel(x, size=LABEL_SIZE, color=INK)
+    axes.set_ylabel(y, size=LABEL_SIZE, color=INK)
+    axes.tick_params(labelsize=TICK_SIZE, colors=INK, length=3, width=0.6, color=FAINT)
+    for side in ("top", "right"):
+        axes.spines[side].set_visible(False)
+    for side in ("left", "bottom"):
+        axes.spines[side].set_color(FAINT)
+        axes.spines[side].set_linewidth(0.6)
+    axes.set_axisbelow(True)
+    if grid:
+        axes.grid(visible=True, axis=grid, color=LINES, linewidth=0.6)  # type: ignore[arg-type]
+
+
+def bare(axes: Axes) -> None:
+    """No frame, no ticks, no grid."""
+    axes.set_axis_off()
+
+
+def say(axes: Axes, text: str) -> Text:
+    """A sentence in the middle of empty axes, where there is nothing to draw."""
+    bare(axes)
+    return axes.text(0.5, 0.5, text, ha="center", va="center", size=LABEL_SIZE, color=FAINT, transform=axes.transAxes)
+
+
+def readable_on(rgba: Sequence[float]) -> str:
+    """Black or white, whichever is read better on this colour (relative luminance of WCAG 2)."""
+    linear = [(part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4) for part in rgba[:3]]
+    luminance = 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+    return "white" if luminance < 0.18 else INK
+
+
+def human_bytes(count: float) -> str:
+    """Bytes in the unit that people read: 0 B, 980 B, 4.1 kB, 12 MB; powers of 1000.
+
+    >>> [human_bytes(count) for count in (0, 999, 4096, 12_345_678)]
+    ['0 B', '999 B', '4.1 kB', '12 MB']
+    """
+    units = ("B", "kB", "MB", "GB", "TB")
+    step = 0
+    while abs(count) >= 999.5 and step < len(units) - 1:
+        count, step = count / 1000, step + 1
+    return f"{count:.1f} {units[step]}" if step and abs(count) < 9.95 else f"{count:.0f} {units[step]}"
+
+
+def save_figure(figure: Figure, path: Path) -> Path:
+    """Write a PNG at 300 DPI in one step and return its path; the same figure gives the same bytes."""
+    buffer = BytesIO()
+    figure.savefig(buffer, format="png", dpi=DPI, metadata={"Software": None})
+    write_atomic(path, buffer.getvalue())
+    return path

@@ -1,0 +1,195 @@
+"""A run from its config to its folder: begin, go on, export."""
+
+import time
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from atlas_fl.assemble import Assembly, assemble
+from atlas_fl.clustering import Clustering
+from atlas_fl.config import Config, config_hash, differences, load_config, run_folder, to_toml, validate
+from atlas_fl.errors import CheckpointError, ConfigError
+from atlas_fl.events import Note, OnEvent, PhaseStarted, ignore
+from atlas_fl.export import export_clients
+from atlas_fl.io import checkpoint
+from atlas_fl.io.atomic import write_atomic
+from atlas_fl.io.folder import RunFolder, find_run, run_log
+from atlas_fl.io.ledger import payload_bytes
+from atlas_fl.io.lock import run_lock
+from atlas_fl.io.machine import peak_memory, versions
+from atlas_fl.io.results import read_json, read_rows, write_json
+from atlas_fl.io.summary import summarise
+from atlas_fl.options import strategy_of
+from atlas_fl.plan import Plan, Planned, local_engine, plan_for
+from atlas_fl.records import Recorder, models_of
+from atlas_fl.train import State, train
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunResult:
+    """What a run has come to."""
+
+    folder: Path
+    rounds: int
+    """Rounds that are complete."""
+    complete: bool
+    """Whether these are all; else `resume` goes on."""
+    summary: dict[str, Any]
+    """The content of `summary.json`; of the rounds so far while the run is not complete."""
+
+
+def run(config: Config, *, on_event: OnEvent = ignore, resume: bool = False) -> RunResult:
+    """Carry out this config in a folder of its own and say what came out.
+
+    A folder that holds the same run is refused, or with `resume` gone on with (a complete one is just read).
+    Raises an `AtlasError` for whatever the user can mend; nothing is written before the config is valid.
+    """
+    validate(config)
+    folder = run_folder(config)
+    if folder.config.exists():
+        if not resume:
+            raise ConfigError(
+                f"run {folder.path} exists already; go on with `atlas resume {folder.path}` or --resume,"
+                " or choose another --name or --seed"
+            )
+        _check_same(config, load_config(folder.config), folder)
+        return _go_on(config, folder, on_event)
+    folder.path.mkdir(parents=True, exist_ok=True)
+    write_atomic(folder.config, to_toml(config).encode())
+    return _go_on(config, folder, on_event)
+
+
+def resume(folder: str | Path, *, max_rounds: int | None = None, on_event: OnEvent = ignore) -> RunResult:
+    """Go on with the run in this folder, for at most `max_rounds` rounds; the outcome is that of an undisturbed run.
+
+    Raises `CheckpointError` where the folder holds no run.
+    """
+    found = find_run(folder)
+    config = load_config(found.config)
+    at_home = replace(config.run, runs_dir=str(found.path.parent), name=found.path.name, max_rounds=max_rounds)
+    return _go_on(replace(config, run=at_home), found, on_event)
+
+
+def _check_same(wanted: Config, found: Config, folder: RunFolder) -> None:
+    changed = differences(found, wanted)
+    if changed:
+        name, (old, new) = next(iter(changed.items()))
+        raise CheckpointError(
+            f"run {folder.path} was begun with {name} = {old!r}, not {new!r}"
+            f"{f' (and {len(changed) - 1} more settings differ)' if len(changed) > 1 else ''};"
+            " a run goes on with its own config: leave the flags away, or choose another --name"
+        )
+
+
+def _go_on(config: Config, folder: RunFolder, on_event: OnEvent) -> RunResult:
+    """Plan, or load the newest good checkpoint; train what is left; write the summary."""
+    with run_lock(folder.path), run_log(folder.log) as log:
+
+        def tell(event: Any) -> None:
+            if not hasattr(event, "done"):
+                log.info("%s", event)
+            on_event(event)
+
+        if folder.summary.exists():
+            tell(Note(f"run {folder.path} is complete"))
+            return _result(folder, config.training.rounds, config)
+        tell(PhaseStarted("loading"))
+        began = time.perf_counter()
+        assembly = assemble(config)
+        recorder = _recorder(config, assembly, folder)
+        recorder.seconds["loading"] = time.perf_counter() - began
+        engine = local_engine(assembly, tell)
+        planned, state = _begin(assembly, recorder, folder, engine, tell)
+        limit = config.run.max_rounds
+        last = config.training.rounds if limit is None else min(config.training.rounds, state.round + limit)
+        planned, state = train(assembly, planned, engine, state, last=last, recorder=recorder, on_event=tell)
+        if state.round == config.training.rounds:
+            tell(PhaseStarted("export"))
+            export_clients(assembly, state.start, folder)
+            write_json(folder.summary, _summary(config, folder, assembly, recorder))
+        return _result(folder, state.round, config, assembly=assembly, recorder=recorder)
+
+
+def _recorder(config: Config, assembly: Assembly, folder: RunFolder) -> Recorder:
+    return Recorder(
+        folder=folder,
+        clients=assembly.clients,
+        share=config.mixing.share,
+        audit=config.run.audit,
+        checkpoint_every=config.run.checkpoint_every,
+        keep_checkpoints=config.run.keep_checkpoints,
+        rounds=config.training.rounds,
+    )
+
+
+def _begin(
+    assembly: Assembly, recorder: Recorder, folder: RunFolder, engine: Any, tell: OnEvent
+) -> tuple[Planned, State]:
+    """The plan and the state to go on from: of the newest good checkpoint, or fresh ones."""
+    found, damaged = checkpoint.load_latest(folder.checkpoints)
+    for line in damaged:
+        tell(Note(line))
+    if found is not None:
+        recorder.go_back_to(found)
+        plan = Plan.from_json(read_json(folder.path / recorder.plan_file))
+        memory, start = models_of(found, assembly.names)
+        tell(Note(f"resumed after round {found.round}"))
+        stored = plan.clustering
+        clustering = Clustering.from_json(stored) if "similarity" in stored else None
+        state = State(
+            round=found.round,
+            strategy=memory,
+            start=start,
+            stale=frozenset(found.state["stale"]),
+            validation=found.state["validation"],
+        )
+        return Planned(plan=plan, start=start, sketches=None, clustering=clustering), state
+    for leftover in (folder.metrics, folder.ledger):
+        leftover.unlink(missing_ok=True)
+    began = time.perf_counter()
+    planned = plan_for(assembly, engine, on_event=tell)
+    recorder.seconds["plan"] = time.perf_counter() - began
+    strategy = strategy_of(assembly.config)
+    memory = strategy.init(planned.start)
+    state = State(round=0, strategy=memory, start=memory)
+    recorder.planned(planned, state, communicates=strategy.communicates)
+    return planned, state
+
+
+def _summary(config: Config, folder: RunFolder, assembly: Assembly, recorder: Recorder) -> dict[str, Any]:
+    model = assembly.site.backbone.model
+    return summarise(
+        run={
+            "name": folder.path.name,
+            "preset": config.run.preset,
+            "strategy": config.mixing.strategy,
+            "model": config.model.model,
+            "seed": config.run.seed,
+            "config_hash": config_hash(config),
+        },
+        metrics=read_rows(folder.metrics),
+        ledger=read_rows(folder.ledger),
+        plan=read_json(folder.path / recorder.plan_file),
+        phase_seconds=recorder.seconds,
+        memory=peak_memory(),
+        versions=versions(),
+        full_model_bytes=payload_bytes(dict(model.named_parameters())),
+        round_seconds=recorder.round_seconds,
+    )
+
+
+def _result(
+    folder: RunFolder,
+    rounds: int,
+    config: Config,
+    *,
+    assembly: Assembly | None = None,
+    recorder: Recorder | None = None,
+) -> RunResult:
+    complete = folder.summary.exists()
+    if complete:
+        summary = read_json(folder.summary)
+    else:
+        assert assembly is not None and recorder is not None, "a run without a summary has just been trained"
+        summary = _summary(config, folder, assembly, recorder)
+    return RunResult(folder=folder.path, rounds=rounds, complete=complete, summary=summary)

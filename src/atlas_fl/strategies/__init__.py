@@ -1,0 +1,30 @@
+"""The server's rules, by name."""
+
+from collections.abc import Callable
+
+from atlas_fl.errors import unknown
+from atlas_fl.strategies.averages import atlas_no_laplacian, fedavg, fedavg_cluster, local
+from atlas_fl.strategies.base import State as State
+from atlas_fl.strategies.base import Strategy as Strategy
+from atlas_fl.strategies.base import StrategyOptions as StrategyOptions
+from atlas_fl.strategies.laplacian import atlas
+from atlas_fl.strategies.validate import check_update as check_update
+
+STRATEGIES: dict[str, Callable[[StrategyOptions], Strategy]] = {
+    "local": local,
+    "fedavg": fedavg,
+    "fedavg_cluster": fedavg_cluster,
+    "atlas": atlas,
+    "atlas_no_laplacian": atlas_no_laplacian,
+}
+
+ALIASES: dict[str, str] = {"local_only": "local", "standard_fl": "fedavg"}
+"""Names that earlier descriptions of these rules used."""
+
+
+def find_strategy(name: str, options: StrategyOptions) -> Strategy:
+    """The strategy of this name or alias; raises ConfigError for an unknown name or options that contradict."""
+    known = ALIASES.get(name, name)
+    if known not in STRATEGIES:
+        raise unknown("strategy", name, [*STRATEGIES, *ALIASES])
+    return STRATEGIES[known](options)

@@ -1,0 +1,202 @@
+"""A strategy: a frozen pair of functions, and the one way in which every rule of this package is applied."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol, TypeAlias
+
+import numpy as np
+from jaxtyping import Bool, Float64, Int64
+
+from atlas_fl.errors import ConfigError, ProtocolError, unknown
+from atlas_fl.mixing.matrices import LAPLACIANS, Federation, group_ids, layer_factors
+from atlas_fl.mixing.mix import check_mixing, mix
+from atlas_fl.tree import HEAD, LORA_A, LORA_B
+from atlas_fl.types import ByClient, Params
+
+State: TypeAlias = ByClient
+"""What a strategy remembers between rounds: the model that every client holds. `tree.prefixed` makes it one flat
+mapping for a checkpoint, `tree.unprefixed` brings it back."""
+
+Matrices: TypeAlias = Callable[[str], np.ndarray]
+"""The matrix M (n, n) that a parameter of this name is mixed with."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Step:
+    """What a rule makes a matrix from."""
+
+    federation: Federation
+    """The clients."""
+    groups: Int64[np.ndarray, "n"]
+    """Clients of different groups must not mix."""
+    present: Bool[np.ndarray, "n"]
+    """Who took part."""
+    eta: float
+    """Size of the step."""
+
+
+Rule: TypeAlias = Callable[[Step], np.ndarray]
+"""M (n, n), row-stochastic, of one step."""
+
+LAYER_WEIGHTINGS = ("none", "importance")
+
+
+def twice_the_rank(_rank: int) -> float:
+    """The scale alpha / r with alpha = 2 r: always 2."""
+    return 2.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class StrategyOptions:
+    """The numbers and words that rules are made from."""
+
+    eta: float = 0.1
+    """Step of the Laplacian in round one."""
+    eta_decay: float = 1.0
+    """Factor on eta after each round."""
+    laplacian: str = "random_walk"
+    """Which Laplacian."""
+    space: str = "product"
+    """Where the adapters are mixed: `product` or `factors`."""
+    share: tuple[str, ...] = ("A", "B", "head")
+    """What leaves the client."""
+    align: str = "pad"
+    """How factors of different ranks meet."""
+    layer_weighting: str = "none"
+    """`importance` scales eta by each layer's importance."""
+    scale: Callable[[int], float] = twice_the_rank
+    """LoRA scale s of a rank."""
+
+
+class Aggregate(Protocol):
+    """One server step: a pure function of the state, the updates of who took part, and the federation."""
+
+    def __call__(
+        self, state: State, updates: ByClient, federation: Federation, *, round: int
+    ) -> tuple[State, ByClient]:
+        """The new state, and what every client starts the next round with."""
+
+
+class MatricesOf(Protocol):
+    """The matrices of one round."""
+
+    def __call__(self, federation: Federation, present: Sequence[bool], *, round: int) -> Matrices:
+        """The matrix for each parameter's name, when these clients took part."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Strategy:
+    """A server rule; nothing in it changes."""
+
+    name: str
+    """Its name in the registry."""
+    communicates: bool
+    """Whether anything leaves the clients."""
+    clustered: bool
+    """Whether it needs clusters or a graph."""
+    init: Callable[[ByClient], State]
+    """The state before round one, from the models that the clients start with."""
+    aggregate: Aggregate
+    """The server step."""
+    matrices: MatricesOf
+    """The matrices that the step applies: for reports, graph histories and tests."""
+    eta: Callable[[int], float]
+    """The step of a round (the first is 1); 0 where the rule has none."""
+
+
+def check_options(options: StrategyOptions) -> None:
+    """Raise ConfigError for a number out of range, an unknown word or words that contradict each other."""
+    for name, value in (("eta", options.eta), ("eta_decay", options.eta_decay)):
+        if not (np.isfinite(value) and value >= 0):
+            raise ConfigError(f"{name} is {value}; it must be finite and 0 or more")
+    if options.laplacian not in LAPLACIANS:
+        raise unknown("Laplacian", options.laplacian, LAPLACIANS)
+    if options.layer_weighting not in LAYER_WEIGHTINGS:
+        raise unknown("layer weighting", options.layer_weighting, LAYER_WEIGHTINGS)
+    check_mixing(options.share, options.space, options.align)
+
+
+def init(start: ByClient) -> State:
+    """Everyone holds what the run starts with."""
+    return dict(start)
+
+
+def held(state: State, updates: ByClient) -> dict[str, Params]:
+    """What everyone holds after local training: the update of who took part, the old model of who did not."""
+    strangers = sorted(updates.keys() - state.keys())
+    if strangers:
+        raise ProtocolError(f"update of an unknown client {strangers[0]!r}; this run has {', '.join(state)}")
+    return {client: updates.get(client, params) for client, params in state.items()}
+
+
+def _layer(federation: Federation, key: str) -> int:
+    module = key.removesuffix(LORA_A).removesuffix(LORA_B)
+    if module not in federation.layer_of:
+        raise ConfigError(f"no layer is known for {module}; layer_weighting 'importance' needs one, or use 'none'")
+    return federation.layer_of[module]
+
+
+def matrices_for(
+    rule: Rule, federation: Federation, present: Sequence[bool], *, eta: float, layer_weighting: str
+) -> Matrices:
+    """The matrix for each name: heads stay inside their task, layers may scale eta; equal matrices are one object."""
+    there = np.asarray(present, bool)
+    anyone, by_task = np.zeros(len(there), np.int64), group_ids(federation.head_groups)
+    factors = layer_factors(federation) if layer_weighting == "importance" else None
+    made: dict[int | None, Float64[np.ndarray, "n n"]] = {}
+
+    def matrix(key: str) -> Float64[np.ndarray, "n n"]:
+        is_head = key.startswith(HEAD)
+        layer = None if factors is None or is_head else _layer(federation, key)
+        place = -1 if is_head else layer
+        if place not in made:
+            size = eta if factors is None or layer is None else eta * float(factors[layer])
+            groups = by_task if is_head else anyone
+            made[place] = rule(Step(federation=federation, groups=groups, present=there, eta=size))
+        return made[place]
+
+    return matrix
+
+
+def mixing_strategy(
+    name: str,
+    rule: Rule,
+    options: StrategyOptions,
+    *,
+    communicates: bool = True,
+    clustered: bool = False,
+    has_eta: bool = False,
+) -> Strategy:
+    """The strategy that applies the rule's matrix to what everyone holds."""
+    check_options(options)
+    weighting = options.layer_weighting if has_eta else "none"
+
+    def eta(round: int) -> float:
+        return options.eta * options.eta_decay ** (round - 1) if has_eta else 0.0
+
+    def matrices(federation: Federation, present: Sequence[bool], *, round: int) -> Matrices:
+        return matrices_for(rule, federation, present, eta=eta(round), layer_weighting=weighting)
+
+    def aggregate(state: State, updates: ByClient, federation: Federation, *, round: int) -> tuple[State, ByClient]:
+        models = held(state, updates)
+        found = matrices(federation, [client in updates for client in federation.clients], round=round)
+        start = mix(
+            models,
+            found,
+            clients=federation.clients,
+            share=options.share,
+            space=options.space,
+            align=options.align,
+            scale=options.scale,
+        ).by_client
+        return start, start
+
+    return Strategy(
+        name=name,
+        communicates=communicates,
+        clustered=clustered,
+        init=init,
+        aggregate=aggregate,
+        matrices=matrices,
+        eta=eta,
+    )

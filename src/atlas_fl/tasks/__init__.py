@@ -1,0 +1,34 @@
+"""The registered tasks and those that a user brings."""
+
+from collections.abc import Sequence
+
+from atlas_fl.errors import ConfigError, unknown
+from atlas_fl.tasks.embedded import EMBEDDED
+from atlas_fl.tasks.files import parse_task
+from atlas_fl.tasks.glue import GLUE
+from atlas_fl.tasks.spec import Task
+
+TASKS: dict[str, Task] = {task.name: task for task in (*EMBEDDED, *GLUE)}
+
+
+def find_tasks(names: Sequence[str], own: Sequence[str] = ()) -> tuple[Task, ...]:
+    """The tasks of these names, followed by the user's own that no name asked for.
+
+    `own` holds descriptions such as `name=path,text=..` (`files.parse_task`). A `ConfigError` names a task that
+    nothing defines, that is named twice, or that takes the name of a registered one.
+    """
+    brought: dict[str, Task] = {}
+    for task in map(parse_task, own):
+        if task.name in TASKS or task.name in brought:
+            raise ConfigError(f"there is a task {task.name!r} already; give yours another name")
+        brought[task.name] = task
+    known = {**TASKS, **brought}
+    asked = (*names, *(name for name in brought if name not in names))
+    for place, name in enumerate(asked):
+        if name not in known:
+            raise unknown("task", name, known)
+        if name in asked[:place]:
+            raise ConfigError(f"task {name!r} is named twice; name it once and raise --clients-per-task")
+    if not asked:
+        raise ConfigError(f"no task is named; known: {', '.join(sorted(known))}")
+    return tuple(known[name] for name in asked)

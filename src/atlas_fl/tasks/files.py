@@ -1,0 +1,133 @@
+"""A user's own task from a csv, tsv, jsonl or parquet file, or from a folder of one file a split, without code."""
+
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from atlas_fl.errors import ConfigError, DataError, unknown
+from atlas_fl.tasks.read import Table, column, read_folder, read_table, texts
+from atlas_fl.tasks.spec import METRICS, Labels, Metric, Rows, Source, Task, TaskData
+from atlas_fl.tasks.splits import arrange, split_rows
+
+_FORM = "name=path[,text=COLUMN][,pair=COLUMN][,label=COLUMN][,metric=NAME]"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Columns:
+    """What the options of a task say."""
+
+    text: str = "text"
+    pair: str | None = None
+    label: str = "label"
+    metric: Metric = "accuracy"
+
+
+def parse_task(description: str) -> Task:
+    """The task of `name=path,text=..,pair=..,label=..,metric=..`, read from disk.
+
+    Labels are words or whole numbers, numbered in sorted order; with metric=pearson they are values. One file is cut
+    into splits (`splits.split_rows`); a folder with train, validation and test files keeps its own (`splits.arrange`).
+    A `ConfigError` says what is wrong with the description, a `DataError` what is wrong with the data.
+    """
+    name, path, columns = _parsed(description)
+    if path.is_dir():
+        tables = read_folder(path)
+        if "train" not in tables:
+            raise DataError(f"{path} has no train split; name a file train.csv, train.jsonl or train.parquet")
+    else:
+        tables = {"all": read_table(path)}
+    rows, names = _labelled(tables, columns, origin=path)
+    data = arrange(rows, name=name) if path.is_dir() else split_rows(rows["all"], name=name)
+    return Task(
+        name=name,
+        num_labels=len(names) or 1,
+        metric=columns.metric,
+        label_names=names,
+        note=f"your own: {path}",
+        load=partial(_already_read, data=data),
+    )
+
+
+def _already_read(_: Source, *, data: TaskData) -> TaskData:
+    return data
+
+
+def _parsed(description: str) -> tuple[str, Path, Columns]:
+    # A comma that no `word=` follows belongs to the path.
+    first, *rest = re.split(r",(?=\w+=)", description)
+    name, equals, path = first.partition("=")
+    if not equals or not path or not re.fullmatch(r"[A-Za-z0-9_.\-]+", name):
+        raise ConfigError(f"task {description!r} is not of the form {_FORM}; a name is letters, digits, '_', '.', '-'")
+    options = dict(option.split("=", 1) for option in rest)
+    for key, value in options.items():
+        if key not in ("text", "pair", "label", "metric"):
+            raise unknown("task option", key, ("text", "pair", "label", "metric"))
+        if not value:
+            raise ConfigError(f"task option {key!r} of {name!r} is empty; the form is {_FORM}")
+    metric = options.pop("metric", "accuracy")
+    if metric not in METRICS:
+        raise unknown("metric", metric, METRICS)
+    return name, Path(path).expanduser(), Columns(**options, metric=metric)
+
+
+def _labelled(
+    tables: Mapping[str, Table], columns: Columns, *, origin: Path
+) -> tuple[dict[str, Rows], tuple[str, ...]]:
+    origins = {split: str(origin) if split == "all" else f"{split} of {origin}" for split in tables}
+    rows = {split: _unlabelled(table, columns, origin=origins[split]) for split, table in tables.items()}
+    found = {split: column(table, columns.label, origin=origins[split]) for split, table in tables.items()}
+    encoded: Mapping[str, Labels]
+    if columns.metric == "pearson":
+        names: tuple[str, ...] = ()
+        encoded = {split: _values(values, origin=origins[split]) for split, values in found.items()}
+    else:
+        names = _class_names([value for values in found.values() for value in values], columns.label, origin=origin)
+        number = {name: place for place, name in enumerate(names)}
+        encoded = {
+            split: np.asarray([number[_word(value)] for value in found[split]], dtype=np.int64) for split in found
+        }
+    return {split: replace(rows[split], label=encoded[split]) for split in rows}, names
+
+
+def _unlabelled(table: Table, columns: Columns, *, origin: str) -> Rows:
+    text = texts(table, columns.text, origin=origin)
+    pair = None if columns.pair is None else texts(table, columns.pair, origin=origin)
+    return Rows(text=text, pair=pair, label=np.zeros(len(text), dtype=np.int64))
+
+
+def _class_names(values: Sequence[Any], label: str, *, origin: Path) -> tuple[str, ...]:
+    words = {_word(value) for value in values}
+    whole = [word for word in words if re.fullmatch(r"-?\d+", word)]
+    names = sorted(words, key=int) if len(whole) == len(words) else sorted(words)
+    if len(names) < 2:
+        raise DataError(f"column {label!r} of {origin} has one class only ({names[0]!r}); a task needs two or more")
+    if len(names) > max(2, len(values) // 2):
+        raise DataError(
+            f"column {label!r} of {origin} has {len(names)} different values in {len(values)} rows, which is no set "
+            "of classes; name the label column with label=, or ask for a regression with metric=pearson"
+        )
+    return tuple(names)
+
+
+def _word(value: Any) -> str:
+    # Parquet and jsonl may hold whole numbers as floats; 1.0 and 1 are one class.
+    return str(int(value)) if isinstance(value, float) and value.is_integer() else str(value).strip()
+
+
+def _values(values: Sequence[Any], *, origin: object) -> Labels:
+    numbers = []
+    for row, value in enumerate(values, start=1):
+        try:
+            number = float(value)
+        except (TypeError, ValueError):
+            number = math.nan
+        if not math.isfinite(number):
+            raise DataError(f"label {value!r} in row {row} of {origin} is no finite number, as metric=pearson needs")
+        numbers.append(number)
+    return np.asarray(numbers, dtype=np.float32)

@@ -1,0 +1,45 @@
+"""How uneven a federation's data is: sizes and label distributions of its clients."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from atlas_fl.tasks.clients import ClientData, majority
+
+
+def label_statistics(clients: Sequence[ClientData]) -> tuple[dict[str, Any], ...]:
+    """One row of plain data per client, in their order.
+
+    `examples` and `majority` per split, `labels` (training examples per class name, or mean and standard deviation of
+    a regression's labels), and `distance`: half the L1 distance (total variation, 0 to 1) of the client's training
+    mix to that of all clients of its task; absent for a regression, as `majority` is.
+    """
+    peers: dict[str, list[ClientData]] = {}
+    for client in clients:
+        peers.setdefault(client.task.name, []).append(client)
+    return tuple(_row(client, peers[client.task.name]) for client in clients)
+
+
+def _row(client: ClientData, same_task: Sequence[ClientData]) -> dict[str, Any]:
+    splits = {"train": client.train, "validation": client.validation, "test": client.test}
+    row: dict[str, Any] = {
+        "client": client.name,
+        "task": client.task.name,
+        "examples": {split: len(rows) for split, rows in splits.items()},
+    }
+    if client.task.is_regression:
+        label = client.train.label
+        return {**row, "labels": {"mean": float(label.mean()), "std": float(label.std())}}
+    own = _counts(client)
+    everyone = np.sum([_counts(other) for other in same_task], axis=0)
+    return {
+        **row,
+        "majority": {split: majority(rows) for split, rows in splits.items()},
+        "labels": dict(zip(client.task.label_names, own.tolist())),
+        "distance": float(0.5 * np.abs(own / own.sum() - everyone / everyone.sum()).sum()),
+    }
+
+
+def _counts(client: ClientData) -> np.ndarray[Any, np.dtype[np.int64]]:
+    return np.bincount(client.train.label, minlength=client.task.num_labels)

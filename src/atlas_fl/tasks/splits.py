@@ -1,0 +1,94 @@
+"""Cutting rows into train, validation and test: seeded, disjoint, with the classes spread evenly."""
+
+from collections.abc import Mapping
+
+import numpy as np
+
+from atlas_fl.errors import DataError
+from atlas_fl.rng import generator
+from atlas_fl.tasks.clean import clean, deduplicate
+from atlas_fl.tasks.spec import Labels, Rows, TaskData
+
+# The proportions of a client's default sizes, so that no split runs out before the others do.
+TRAIN, VALIDATION, TEST = 200, 100, 130
+SEED = 0
+"""Splits belong to the data and not to the run, so that two runs with different seeds are tested on the same texts."""
+NUM_BINS = 5
+"""Strata of a regression: equally filled ranges of the label."""
+CARVED_SHARE, MOST_CARVED = 0.2, 2000
+"""What a missing split takes of the training rows: a fifth, and never more than this many."""
+
+
+def strata(labels: Labels, *, edges: Labels | None = None) -> Labels:
+    """The class of every label, (n,) int64; values of a regression fall into the bins between `edges`."""
+    if np.issubdtype(labels.dtype, np.integer):
+        return labels.astype(np.int64)
+    return np.digitize(labels, bin_edges(labels) if edges is None else edges).astype(np.int64)
+
+
+def bin_edges(labels: Labels) -> Labels:
+    """Inner edges of the `NUM_BINS` equally filled ranges of these values."""
+    return np.unique(np.quantile(labels, np.linspace(0, 1, NUM_BINS + 1)[1:-1]))
+
+
+def stratified_order(labels: Labels, rng: np.random.Generator) -> Labels:
+    """A random order of the rows in which every stretch holds about the same share of each class, (n,) int64."""
+    classes = strata(labels)
+    place = np.empty(len(classes))
+    for value in np.unique(classes):
+        members = rng.permutation(np.flatnonzero(classes == value))
+        # Row i of m members lands in the i-th of m equal parts of [0, 1).
+        place[members] = (np.arange(len(members)) + rng.random(len(members))) / len(members)
+    return np.argsort(place, kind="stable")
+
+
+def split_rows(rows: Rows, *, name: str) -> TaskData:
+    """Disjoint splits in the proportions 200 : 100 : 130 of these rows without their duplicates.
+
+    They depend on the rows and the name alone. A `DataError` says when there are too few rows or classes.
+    """
+    rows = deduplicate(rows)
+    order = stratified_order(rows.label, generator(SEED, "split", name))
+    total = TRAIN + VALIDATION + TEST
+    num_validation, num_test = len(rows) * VALIDATION // total, len(rows) * TEST // total
+    data = TaskData(
+        train=rows.take(order[num_validation + num_test :]),
+        validation=rows.take(order[num_test : num_validation + num_test]),
+        test=rows.take(order[:num_test]),
+    )
+    return checked(data, name=name)
+
+
+def arrange(splits: Mapping[str, Rows], *, name: str) -> TaskData:
+    """The splits that a data set comes with, cleaned, and those it lacks.
+
+    With labelled train, validation and test: these. Without test: its validation is the test, as published results
+    on GLUE are, and validation is a fifth of train (at most 2,000 rows). With train alone: both are taken from it.
+    """
+    train = deduplicate(splits["train"])
+    given = [splits[split] for split in ("test", "validation") if split in splits and len(splits[split])]
+    for part in range(2 - len(given)):
+        num_rows = min(int(len(train) * CARVED_SHARE), MOST_CARVED)
+        carved, train = _carve(train, num_rows, name=f"{name}/{part}")
+        given.append(carved)
+    return checked(clean(TaskData(train=train, validation=given[1], test=given[0])), name=name)
+
+
+def checked(data: TaskData, *, name: str) -> TaskData:
+    """The same data; a `DataError` if a split is empty or the training rows have one class only."""
+    sizes = {"train": len(data.train), "validation": len(data.validation), "test": len(data.test)}
+    empty = [split for split, size in sizes.items() if size == 0]
+    if empty:
+        raise DataError(
+            f"task {name!r} has no {' and no '.join(empty)} rows ({sum(sizes.values())} distinct rows in all); "
+            "give it more rows, five at the least"
+        )
+    values = np.unique(data.train.label)
+    if len(values) < 2:
+        raise DataError(f"all {sizes['train']} training rows of task {name!r} have one label; give it rows of a second")
+    return data
+
+
+def _carve(rows: Rows, num_rows: int, *, name: str) -> tuple[Rows, Rows]:
+    order = stratified_order(rows.label, generator(SEED, "carve", name))
+    return rows.take(order[:num_rows]), rows.take(order[num_rows:])

@@ -1,0 +1,163 @@
+"""The federated rounds: sample, train, mix, evaluate, record. Reads like the algorithm; engines and files do the rest."""
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from atlas_fl.assemble import Assembly
+from atlas_fl.clients.base import Job, Update
+from atlas_fl.clients.evaluate import EvaluateOptions
+from atlas_fl.engines.base import Engine
+from atlas_fl.errors import ProtocolError
+from atlas_fl.events import Note, OnEvent, PhaseStarted, RoundFinished
+from atlas_fl.options import strategy_of, train_options
+from atlas_fl.plan import Planned, regraphed
+from atlas_fl.records import Recorder, RoundRecord
+from atlas_fl.rng import generator
+from atlas_fl.strategies.validate import check_update
+from atlas_fl.types import ByClient, Params, Split
+
+
+@dataclass(frozen=True, kw_only=True)
+class State:
+    """The whole federation between two rounds."""
+
+    round: int
+    """Rounds that are complete."""
+    strategy: ByClient
+    """What the server's rule remembers."""
+    start: ByClient
+    """What every client begins the next round with: the only road from server to client."""
+    stale: frozenset[str] = frozenset()
+    """Clients that have not received their newest model yet."""
+    validation: Mapping[str, float] = field(default_factory=dict)
+    """The last validation score of every client."""
+
+
+def sample(names: Sequence[str], *, participation: float, seed: int, round: int) -> tuple[str, ...]:
+    """Who trains in this round: at least one client, in the clients' order, the same whenever it is asked."""
+    count = max(1, round_half_up(participation * len(names)))
+    chosen = generator(seed, "sample", round).choice(len(names), size=count, replace=False)
+    return tuple(names[index] for index in sorted(chosen))
+
+
+def round_half_up(value: float) -> int:
+    """The nearest whole number; halves go up, where Python's own rounding goes to the even one."""
+    return int(value + 0.5)
+
+
+def accepted(sent: ByClient, updates: Sequence[Update]) -> tuple[dict[str, Update], dict[str, str]]:
+    """The updates that may be mixed, and why each other one was refused, by client."""
+    good: dict[str, Update] = {}
+    refused: dict[str, str] = {}
+    for update in updates:
+        try:
+            check_update(sent[update.client], update.params)
+        except ProtocolError as error:
+            refused[update.client] = str(error)
+        else:
+            good[update.client] = update
+    return good, refused
+
+
+def train(
+    assembly: Assembly, planned: Planned, engine: Engine, state: State, *, last: int, recorder: Recorder, on_event: OnEvent
+) -> tuple[Planned, State]:
+    """Run rounds `state.round + 1 .. last`; every one is recorded and checkpointed before the next begins."""
+    for number in range(state.round + 1, last + 1):
+        on_event(PhaseStarted(f"round {number}"))
+        began = time.perf_counter()
+        if _is_reclustered(assembly, number):
+            scores = np.array([state.validation.get(name, 0.0) for name in assembly.names])
+            planned = regraphed(planned, assembly, engine, round=number, performance=scores)
+            recorder.replanned(planned, round=number)
+        state, record = one_round(assembly, planned, engine, state)
+        recorder.round(record, state, seconds=time.perf_counter() - began)
+        for client, reason in record.refused.items():
+            on_event(Note(f"round {number}: the update of {client} was refused: {reason}"))
+        on_event(_finished(record, assembly, seconds=time.perf_counter() - began))
+    return planned, state
+
+
+def one_round(assembly: Assembly, planned: Planned, engine: Engine, state: State) -> tuple[State, RoundRecord]:
+    """The federation after one more round, and what happened in it."""
+    config, number = assembly.config, state.round + 1
+    strategy, options = strategy_of(config), train_options(config)
+    sampled = sample(assembly.names, participation=config.training.participation, seed=config.run.seed, round=number)
+    jobs = [Job(client=name, params=state.start[name], round=number, options=options) for name in sampled]
+    good, refused = accepted(state.start, engine.run("train", jobs))
+    trained = {name: update.params for name, update in good.items()}
+    memory, start = strategy.aggregate(state.strategy, trained, planned.plan.federation(), round=number)
+    final = number == config.training.rounds
+    kept: tuple[str, ...] = ()
+    if final and config.mixing.keep == "best" and strategy.communicates:
+        start, kept = best_of(engine, start, trained, round=number)
+    scores = evaluate(engine, start, round=number) if final or number % config.training.eval_every == 0 else {}
+    record = RoundRecord(
+        round=number,
+        sampled=sampled,
+        updates=good,
+        refused=refused,
+        sent=state.start,
+        start=start,
+        scores=scores,
+        eta=strategy.eta(number),
+        kept=kept,
+        stale=state.stale,
+        communicates=strategy.communicates,
+        final=final,
+    )
+    validation = {name: score.metrics["primary"] for name, score in scores.get("validation", {}).items()}
+    return (
+        State(
+            round=number,
+            strategy=memory,
+            start=start,
+            stale=record.stale_after(),
+            validation=validation or state.validation,
+        ),
+        record,
+    )
+
+
+def evaluate(engine: Engine, models: ByClient, *, round: int) -> dict[Split, dict[str, Update]]:
+    """Scores of these models on their own clients' validation and test examples."""
+    splits: tuple[Split, ...] = ("validation", "test")
+    return {split: _scores(engine, models, split, round=round) for split in splits}
+
+
+def _scores(engine: Engine, models: ByClient, split: Split, *, round: int) -> dict[str, Update]:
+    options = EvaluateOptions(split=split)
+    jobs = [Job(client=name, params=params, round=round, options=options) for name, params in models.items()]
+    return {update.client: update for update in engine.run("evaluate", jobs)}
+
+
+def best_of(
+    engine: Engine, mixed: ByClient, trained: ByClient, *, round: int
+) -> tuple[dict[str, Params], tuple[str, ...]]:
+    """On every client that trained the better of mixed and own model by its validation loss; who kept its own."""
+    own = _scores(engine, trained, "validation", round=round)
+    met = _scores(engine, {name: mixed[name] for name in trained}, "validation", round=round)
+    kept = tuple(name for name in trained if own[name].metrics["loss"] < met[name].metrics["loss"])
+    return {name: trained[name] if name in kept else params for name, params in mixed.items()}, kept
+
+
+def _is_reclustered(assembly: Assembly, number: int) -> bool:
+    every = assembly.config.clustering.recluster_every
+    clustered = strategy_of(assembly.config).clustered
+    return clustered and every > 0 and number > 1 and (number - 1) % every == 0
+
+
+def _finished(record: RoundRecord, assembly: Assembly, *, seconds: float) -> RoundFinished:
+    losses = [update.metrics["loss"] for update in record.updates.values()]
+    return RoundFinished(
+        round=record.round,
+        rounds=assembly.config.training.rounds,
+        scores={name: score.metrics["primary"] for name, score in record.scores.get("validation", {}).items()},
+        loss=float(np.mean(losses)) if losses else 0.0,
+        seconds=seconds,
+        bytes=sum(row.bytes for row in record.messages(assembly.config.mixing.share)),
+    )
+

@@ -1,0 +1,86 @@
+"""Functions of `Params`: values in, values out."""
+
+from collections.abc import Iterable, Mapping
+from hashlib import sha256
+
+import torch
+
+from atlas_fl.types import Params
+
+LORA_A, LORA_B, HEAD = ".lora_A", ".lora_B", "head."
+
+
+def lora_modules(params: Params) -> list[str]:
+    """The names of the adapted modules, in the order of the parameters."""
+    return [key.removesuffix(LORA_A) for key in params if key.endswith(LORA_A)]
+
+
+def head_keys(params: Params) -> list[str]:
+    """The names of the head's tensors."""
+    return [key for key in params if key.startswith(HEAD)]
+
+
+def ranks(params: Params) -> dict[str, int]:
+    """The rank of every adapted module."""
+    return {module: params[module + LORA_A].shape[0] for module in lora_modules(params)}
+
+
+def select(params: Params, keys: Iterable[str]) -> dict[str, torch.Tensor]:
+    """The tensors of these names."""
+    return {key: params[key] for key in keys}
+
+
+def shared_part(params: Params, share: Iterable[str]) -> dict[str, torch.Tensor]:
+    """What of a client's model travels when `A`, `B` and `head`, or some of them, are shared."""
+    starts = tuple(HEAD for part in share if part == "head")
+    ends = tuple({"A": LORA_A, "B": LORA_B}[part] for part in share if part != "head")
+    return {key: tensor for key, tensor in params.items() if key.startswith(starts) or key.endswith(ends)}
+
+
+def num_values(params: Params) -> int:
+    """How many numbers the tensors hold."""
+    return sum(tensor.numel() for tensor in params.values())
+
+
+def num_bytes(params: Params) -> int:
+    """The memory of the tensors in bytes, without any encoding."""
+    return sum(tensor.numel() * tensor.element_size() for tensor in params.values())
+
+
+def add(left: Params, right: Params, *, scale: float = 1.0) -> dict[str, torch.Tensor]:
+    """`left + scale * right`, key by key; both hold the same keys."""
+    return {key: left[key] + scale * right[key] for key in left}
+
+
+def norm(params: Params) -> float:
+    """The Euclidean norm over all tensors, in float64."""
+    return float(sum(tensor.double().square().sum() for tensor in params.values())) ** 0.5
+
+
+def is_finite(params: Params) -> bool:
+    """Whether no tensor holds NaN or infinity."""
+    return all(bool(torch.isfinite(tensor).all()) for tensor in params.values())
+
+
+def prefixed(by_client: Mapping[str, Params]) -> dict[str, torch.Tensor]:
+    """One flat mapping with keys `<client>/<parameter>`, as checkpoints and audits hold it."""
+    return {f"{client}/{key}": tensor for client, params in by_client.items() for key, tensor in params.items()}
+
+
+def unprefixed(flat: Params) -> dict[str, dict[str, torch.Tensor]]:
+    """The inverse of `prefixed`; client names hold no slash."""
+    by_client: dict[str, dict[str, torch.Tensor]] = {}
+    for name, tensor in flat.items():
+        client, key = name.split("/", 1)
+        by_client.setdefault(client, {})[key] = tensor
+    return by_client
+
+
+def digest(params: Params) -> str:
+    """SHA-256 over names, dtypes, shapes and bytes, in the order of the names."""
+    state = sha256()
+    for key in sorted(params):
+        tensor = params[key].detach().cpu().contiguous()
+        state.update(f"{key}|{tensor.dtype}|{tuple(tensor.shape)}|".encode())
+        state.update(tensor.reshape(-1).view(torch.uint8).numpy())
+    return state.hexdigest()

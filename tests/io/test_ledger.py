@@ -1,0 +1,67 @@
+import pandas as pd
+import pytest
+
+from atlas_fl.errors import DataError
+from atlas_fl.io.ledger import DIRECTIONS, KINDS, LedgerRow, from_json, totals
+from atlas_fl.rng import generator
+
+
+def some_rows(count: int = 200) -> list[LedgerRow]:
+    draw = generator(0, "ledger")
+    return [
+        LedgerRow(
+            round=int(draw.integers(0, 5)),
+            client=f"movie-{draw.integers(0, 4)}",
+            direction=DIRECTIONS[draw.integers(0, 2)],
+            kind=KINDS[draw.integers(0, len(KINDS))],
+            bytes=int(draw.integers(0, 10**9)),
+        )
+        for _ in range(count)
+    ]
+
+
+def test_totals_by_hand() -> None:
+    rows = [
+        LedgerRow(round=0, client="a-0", direction="up", kind="fingerprint", bytes=4096),
+        LedgerRow(round=1, client="a-0", direction="up", kind="adapter", bytes=10),
+        LedgerRow(round=1, client="b-0", direction="down", kind="adapter", bytes=7),
+    ]
+    found = totals(rows)
+    assert (found.up, found.down, found.total) == (4106, 7, 4113)
+    assert found.by_kind == {"fingerprint": {"up": 4096, "down": 0}, "adapter": {"up": 10, "down": 7}}
+    assert found.by_client == {"a-0": {"up": 4106, "down": 0}, "b-0": {"up": 0, "down": 7}}
+    assert found.by_round == {0: {"up": 4096, "down": 0}, 1: {"up": 10, "down": 7}}
+
+
+@pytest.mark.parametrize("column", ["kind", "client", "round"])
+def test_totals_agree_with_pandas(column: str) -> None:
+    rows = some_rows()
+    frame = pd.DataFrame([row.to_json() for row in rows])
+    sums = frame.pivot_table(index=column, columns="direction", values="bytes", aggfunc="sum", fill_value=0)
+    expected = {key: {name: int(sums.loc[key, name]) for name in DIRECTIONS} for key in sums.index}
+    assert getattr(totals(rows), f"by_{column}") == expected
+
+
+def test_a_run_that_sends_nothing_has_no_entries() -> None:
+    found = totals([])
+    assert (found.total, found.by_kind, found.by_client, found.by_round) == (0, {}, {}, {})
+
+
+def test_a_row_reads_back() -> None:
+    for row in some_rows(20):
+        assert from_json(row.to_json()) == row
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"direction": "sideways"}, "directions: up, down; kinds: fingerprint, adapter"),
+        ({"kind": "gossip"}, "no ledger row: .*gossip"),
+        ({"bytes": -1}, "bytes is a whole number from 0"),
+        ({"bytes": 1.5}, "bytes is a whole number from 0"),
+    ],
+)
+def test_a_row_that_is_none_is_refused(change: dict[str, object], message: str) -> None:
+    row = LedgerRow(round=1, client="a-0", direction="up", kind="head", bytes=1).to_json()
+    with pytest.raises(DataError, match=message):
+        from_json(row | change)

@@ -1,0 +1,232 @@
+"""What every registered strategy must hold: being listed is being tested."""
+
+from dataclasses import replace
+from itertools import product
+
+import numpy as np
+import pytest
+import torch
+
+from atlas_fl.mixing.matrices import Federation
+from atlas_fl.strategies import ALIASES, STRATEGIES, StrategyOptions, find_strategy
+from atlas_fl.tree import prefixed, unprefixed
+
+CLIENTS = ("movie-0", "movie-1", "movie-2", "trec-0", "trec-1")
+TASKS = ("movie", "movie", "movie", "trec", "trec")
+LABELS = {"movie": 2, "trec": 6}
+RANKS = (2, 6, 4, 3, 8)
+BLOCKS = np.array([0, 0, 0, 1, 1])
+COMMUNICATING = [name for name in STRATEGIES if name != "local"]
+OPTIONS = [
+    StrategyOptions(space="product"),
+    StrategyOptions(space="factors"),
+    StrategyOptions(space="factors", align="truncate"),
+    StrategyOptions(laplacian="symmetric"),
+    StrategyOptions(laplacian="metropolis", layer_weighting="importance"),
+]
+IDS = ["product", "factors", "truncate", "symmetric", "metropolis-by-layer"]
+CASES = list(product(STRATEGIES, OPTIONS))
+CASE_IDS = [f"{name}-{word}" for name, word in product(STRATEGIES, IDS)]
+
+
+def model(seed, rank, labels):
+    draw = torch.Generator().manual_seed(seed)
+    return {
+        "layer.0.q.lora_A": torch.randn(rank, 12, generator=draw),
+        "layer.0.q.lora_B": torch.randn(10, rank, generator=draw),
+        "layer.1.q.lora_A": torch.randn(rank, 12, generator=draw),
+        "layer.1.q.lora_B": torch.randn(10, rank, generator=draw),
+        "head.weight": torch.randn(labels, 12, generator=draw),
+    }
+
+
+def models(seed, ranks=RANKS):
+    return {
+        client: model(seed + k, rank, LABELS[task]) for k, (client, rank, task) in enumerate(zip(CLIENTS, ranks, TASKS))
+    }
+
+
+@pytest.fixture
+def federation():
+    rng = np.random.default_rng(3)
+    graph = np.triu(rng.random((5, 5)) + 0.1, 1)
+    graph = (graph + graph.T) * (BLOCKS[:, None] == BLOCKS[None, :])
+    return Federation(
+        clients=CLIENTS,
+        weights=np.array([200.0, 100, 300, 50, 150]),
+        clusters=BLOCKS,
+        adjacency=graph,
+        head_groups=TASKS,
+        importance=rng.dirichlet(np.ones(2), 5),
+        layer_of={"layer.0.q": 0, "layer.1.q": 1},
+    )
+
+
+def step(name, options, federation, updates, *, state=None, round=1):
+    strategy = find_strategy(name, options)
+    return strategy.aggregate(
+        state if state is not None else strategy.init(models(100)), updates, federation, round=round
+    )
+
+
+def function(params, module):
+    return 2 * params[f"{module}.lora_B"].double() @ params[f"{module}.lora_A"].double()
+
+
+def parts(params):
+    """What a client computes with: both updates and the head."""
+    return [function(params, "layer.0.q"), function(params, "layer.1.q"), params["head.weight"].double()]
+
+
+def distance(one, other):
+    return max(float((a - b).norm() / b.norm()) for a, b in zip(parts(one), parts(other)))
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=IDS)
+@pytest.mark.parametrize("name", COMMUNICATING)
+def test_a_communicating_rule_changes_every_participating_client(name, options, federation):
+    updates = models(0)
+    _, start = step(name, options, federation, updates)
+    for client in CLIENTS:
+        for part, before in zip(parts(start[client]), parts(updates[client])):
+            assert float((part - before).norm() / before.norm()) > 1e-4, client
+        assert {key: tensor.shape for key, tensor in start[client].items()} == {
+            key: tensor.shape for key, tensor in updates[client].items()
+        }
+
+
+def test_local_changes_none(federation):
+    updates = models(0)
+    _, start = step("local", StrategyOptions(), federation, updates)
+    assert all(start[client] is updates[client] for client in CLIENTS)
+    assert not find_strategy("local", StrategyOptions()).communicates
+
+
+@pytest.mark.parametrize(("name", "options"), CASES, ids=CASE_IDS)
+def test_permuting_clients_permutes_results(name, options, federation):
+    order = [3, 0, 4, 2, 1]
+    shuffled = replace(
+        federation,
+        clients=tuple(CLIENTS[k] for k in order),
+        weights=federation.weights[order],
+        clusters=federation.clusters[order],
+        adjacency=federation.adjacency[np.ix_(order, order)],
+        head_groups=tuple(TASKS[k] for k in order),
+        importance=federation.importance[order],
+    )
+    updates = models(0)
+    _, straight = step(name, options, federation, updates)
+    moved = {CLIENTS[k]: updates[CLIENTS[k]] for k in order}
+    held = models(100)
+    _, other = step(name, options, shuffled, moved, state={CLIENTS[k]: held[CLIENTS[k]] for k in order})
+    assert list(other) == [CLIENTS[k] for k in order]
+    assert max(distance(other[client], straight[client]) for client in CLIENTS) < 1e-5
+
+
+@pytest.mark.parametrize(("name", "options"), CASES, ids=CASE_IDS)
+def test_identical_clients_are_a_fixed_point(name, options, federation):
+    same = dict.fromkeys(CLIENTS, model(7, 4, 2))
+    _, start = step(name, options, federation, same, state=same)
+    assert max(distance(start[client], same[client]) for client in CLIENTS) < 1e-6
+
+
+@pytest.mark.parametrize(("name", "options"), CASES, ids=CASE_IDS)
+def test_inputs_are_untouched(name, options, federation):
+    held, updates = models(100), models(0)
+    copies = [{key: tensor.clone() for key, tensor in prefixed(one).items()} for one in (held, updates)]
+    adjacency = federation.adjacency.copy()
+    step(name, options, federation, updates, state=held)
+    for one, copy in zip((held, updates), copies):
+        assert all(torch.equal(tensor, copy[key]) for key, tensor in prefixed(one).items())
+    assert (federation.adjacency == adjacency).all()
+
+
+@pytest.mark.parametrize("present", [(1, 1, 1, 1, 1), (1, 0, 1, 0, 1), (0, 0, 0, 1, 1), (0, 0, 0, 0, 0)])
+@pytest.mark.parametrize(("name", "options"), CASES, ids=CASE_IDS)
+def test_rows_of_every_matrix_sum_to_one(name, options, federation, present):
+    matrices = find_strategy(name, options).matrices(federation, [bool(one) for one in present], round=2)
+    for key in models(0)["movie-0"]:
+        assert matrices(key).sum(axis=1) == pytest.approx(np.ones(5))
+        assert matrices(key).dtype == np.float64
+
+
+@pytest.mark.parametrize(("name", "options"), CASES, ids=CASE_IDS)
+def test_heads_never_cross_tasks(name, options, federation):
+    matrix = find_strategy(name, options).matrices(federation, [True] * 5, round=1)("head.weight")
+    tasks = np.array(TASKS)
+    assert not matrix[tasks[:, None] != tasks[None, :]].any()
+    updates = models(0)
+    other = {**updates, "trec-0": {**updates["trec-0"], "head.weight": updates["trec-0"]["head.weight"] + 1}}
+    first, second = (step(name, options, federation, one)[1] for one in (updates, other))
+    assert all(torch.equal(first[c]["head.weight"], second[c]["head.weight"]) for c in CLIENTS[:3])
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=IDS)
+@pytest.mark.parametrize("name", [name for name in STRATEGIES if find_strategy(name, StrategyOptions()).clustered])
+def test_nothing_flows_between_clusters(name, options, federation):
+    updates = models(0)
+    other = {**updates, "trec-1": model(77, 8, 6)}
+    first, second = (step(name, options, federation, one)[1] for one in (updates, other))
+    for client in CLIENTS[:3]:
+        assert all(torch.equal(first[client][key], second[client][key]) for key in first[client])
+    assert distance(first["trec-0"], second["trec-0"]) > 1e-3
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=IDS)
+@pytest.mark.parametrize("name", [name for name in STRATEGIES if find_strategy(name, StrategyOptions()).clustered])
+def test_an_undecided_client_is_alone(name, options, federation):
+    graph = federation.adjacency.copy()
+    graph[1], graph[:, 1] = 0, 0
+    alone = replace(federation, clusters=np.array([0, -1, 0, 1, -1]), adjacency=graph)
+    updates = models(0)
+    _, start = step(name, options, alone, updates)
+    assert start["movie-1"] is updates["movie-1"]
+    assert start["movie-0"] is not updates["movie-0"]
+
+
+@pytest.mark.parametrize(("name", "options"), CASES, ids=CASE_IDS)
+def test_who_took_no_part_gives_nothing_to_an_average_and_its_held_model_to_a_graph(name, options, federation):
+    held, updates = models(100), models(0)
+    absent = {client: params for client, params in updates.items() if client != "movie-2"}
+    _, start = step(name, options, federation, absent, state=held)
+    other = {**held, "movie-2": model(55, 4, 2)}
+    _, changed = step(name, options, federation, absent, state=other)
+    if name in ("local", "atlas"):
+        assert start["movie-2"] is held["movie-2"], "it keeps its model"
+        assert (distance(start["movie-0"], changed["movie-0"]) > 1e-4) == (name == "atlas"), "still a neighbour"
+    else:
+        assert distance(start["movie-0"], changed["movie-0"]) == 0
+        assert distance(start["movie-2"], held["movie-2"]) > 1e-2, "it gets the average all the same"
+
+
+@pytest.mark.parametrize(("name", "options"), CASES, ids=CASE_IDS)
+def test_a_round_without_updates_leaves_averages_as_they_were(name, options, federation):
+    held = models(100)
+    _, start = step(name, options, federation, {}, state=held)
+    assert all(start[client] is held[client] for client in CLIENTS)
+
+
+@pytest.mark.parametrize(("name", "options"), CASES, ids=CASE_IDS)
+def test_a_state_that_went_through_a_checkpoint_continues_with_the_same_bits(name, options, federation):
+    state, _ = step(name, options, federation, models(0))
+    loaded = unprefixed({key: tensor.clone() for key, tensor in prefixed(state).items()})
+    partly = {client: params for client, params in models(20).items() if client != "movie-0"}
+    first, second = (step(name, options, federation, partly, state=one, round=2)[1] for one in (state, loaded))
+    assert all(torch.equal(first[client][key], second[client][key]) for client in CLIENTS for key in first[client])
+
+
+@pytest.mark.parametrize("laplacian", ["symmetric", "random_walk", "metropolis"])
+def test_eta_zero_is_local_training(laplacian, federation):
+    updates = models(0)
+    _, start = step("atlas", StrategyOptions(eta=0.0, laplacian=laplacian), federation, updates)
+    assert all(start[client] is updates[client] for client in CLIENTS)
+
+
+@pytest.mark.parametrize("alias", ALIASES)
+def test_an_alias_is_its_strategy(alias):
+    assert find_strategy(alias, StrategyOptions()).name == ALIASES[alias]
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_every_strategy_is_called_by_its_name(name):
+    assert find_strategy(name, StrategyOptions()).name == name

@@ -1,0 +1,162 @@
+import numpy as np
+import pytest
+
+from atlas_fl.errors import BudgetError, ConfigError
+from atlas_fl.ranks.allocate import ALLOCATORS, check_candidates, find_allocator, fixed
+
+SPARSE = (4, 8, 16, 32, 64)
+DENSE = tuple(range(1, 65))
+
+
+def costs(units: list[int], candidates: tuple[int, ...]) -> np.ndarray:
+    return np.outer(units, candidates)
+
+
+# Ranks that the first ATLAS rounded one by one (the sums that it printed), and what they had to stay below.
+SEEDS = [
+    ((3, 5, 6.5, 7, 12.5, 14), SPARSE, 48, 56, (4, 4, 8, 8, 8, 16)),
+    ((4, 6.5, 7, 8, 9.5, 13), SPARSE, 48, 52, (4, 4, 8, 8, 8, 16)),
+    ((11, 27, 30, 35, 39, 50), SPARSE, 192, 200, (16, 16, 32, 32, 32, 64)),
+    ((22, 54, 60, 70, 78, 100), (*SPARSE, 128), 384, 400, (32, 32, 64, 64, 64, 128)),
+]
+
+
+@pytest.mark.parametrize(("targets", "candidates", "total", "overrun", "expected"), SEEDS)
+def test_the_sums_that_overran_no_longer_do(
+    targets: tuple[float, ...], candidates: tuple[int, ...], total: int, overrun: int, expected: tuple[int, ...]
+) -> None:
+    nearest = [min(candidates, key=lambda rank: abs(rank - target)) for target in targets]
+    assert sum(targets) == total
+    assert sum(nearest) == overrun
+    for name in ("budget", "matched"):
+        found = ALLOCATORS[name](
+            np.array(targets), costs([24_576] * 6, candidates), candidates, budget_bytes=24_576 * total, max_rank=128
+        )
+        assert found == expected
+        assert sum(found) == total
+
+
+def test_largest_remainder_by_hand() -> None:
+    # B = 13: targets 6.5, 3.9, 2.6; floors 6, 3, 2 leave two, which go to .9 and .6
+    found = ALLOCATORS["budget"](
+        np.array([0.5, 0.3, 0.2]), costs([10] * 3, DENSE), DENSE, budget_bytes=130, max_rank=64
+    )
+    assert found == (6, 4, 3)
+
+
+def test_what_a_full_layer_cannot_take_goes_to_the_others() -> None:
+    # B = 24 and at most 8 a layer: 19.2 is cut to 8, the other 16 stay in proportion 3 to 1, cut to 8 again
+    found = ALLOCATORS["budget"](np.array([0.8, 0.15, 0.05]), costs([1] * 3, DENSE), DENSE, budget_bytes=20, max_rank=8)
+    assert found == (8, 8, 4)
+
+
+def test_downgrade_takes_where_importance_per_byte_is_least() -> None:
+    # Targets 4, 3.65 and 2.74 cost 25 at 1, 5 and 1 bytes a rank; the nearest of sum 10, (4, 4, 2), cost 26.
+    # A step down frees 2, 10 and 1 bytes, so importance per byte is 2.5, 0.4 and 3: the second layer goes to 2.
+    # Of the 9 bytes then left the third layer takes 2. (By importance alone it would be the third that goes down.)
+    candidates = (1, 2, 4)
+    table = costs([1, 5, 1], candidates)
+    found = ALLOCATORS["budget"](np.array([5.0, 4.0, 3.0]), table, candidates, budget_bytes=25, max_rank=4)
+    assert found == (4, 2, 4)
+
+
+def test_greedy_fills_the_most_important_layer_first() -> None:
+    found = ALLOCATORS["greedy"](
+        np.array([0.2, 0.5, 0.3]), costs([1] * 3, SPARSE), SPARSE, budget_bytes=48, max_rank=32
+    )
+    assert found == (8, 32, 8)
+    dear = ALLOCATORS["greedy"](np.array([0.4, 0.6]), costs([1, 2], SPARSE), SPARSE, budget_bytes=28, max_rank=16)
+    assert dear == (16, 4)  # .4 a byte against .3
+
+
+def test_uniform_is_the_largest_candidate_that_fits() -> None:
+    allocate = ALLOCATORS["uniform"]
+    table = costs([1, 3], SPARSE)
+    assert allocate(np.array([0.9, 0.1]), table, SPARSE, budget_bytes=127, max_rank=64) == (16, 16)
+    assert allocate(np.array([0.9, 0.1]), table, SPARSE, budget_bytes=128, max_rank=64) == (32, 32)
+    assert allocate(np.array([0.9, 0.1]), table, SPARSE, budget_bytes=128, max_rank=8) == (8, 8)
+
+
+def test_matched_uses_the_bytes_of_uniform() -> None:
+    importance = np.array([0.6, 0.2, 0.1, 0.05, 0.03, 0.02])
+    found = ALLOCATORS["matched"](importance, costs([1] * 6, SPARSE), SPARSE, budget_bytes=81, max_rank=32)
+    assert (sum(found), found[0]) == (48, 16)  # 8 everywhere is the largest uniform rank
+    assert len(set(found)) == 3
+
+
+def test_fixed_is_that_rank_everywhere_or_an_error() -> None:
+    importance, table = np.array([0.9, 0.1]), costs([1, 1], SPARSE)
+    assert fixed(8)(importance, table, SPARSE, budget_bytes=16, max_rank=4) == (8, 8)
+    with pytest.raises(ConfigError, match=r"rank 9 is no candidate; choose from \(4, 8, 16, 32, 64\) or add it"):
+        fixed(9)(importance, table, SPARSE, budget_bytes=10**6, max_rank=64)
+    with pytest.raises(BudgetError, match=r"rank 8 in each of 2 layers takes 16 bytes .* the budget is 15"):
+        fixed(8)(importance, table, SPARSE, budget_bytes=15, max_rank=64)
+
+
+def test_a_layer_without_adapted_modules_gets_no_rank() -> None:
+    for allocate in [*ALLOCATORS.values(), fixed(8)]:
+        found = allocate(np.array([0.9, 0.1]), costs([0, 1], SPARSE), SPARSE, budget_bytes=8, max_rank=64)
+        assert found == (0, 8)
+
+
+def test_layers_without_importance_take_what_the_others_cannot() -> None:
+    found = ALLOCATORS["budget"](np.array([1.0, 0.0, 0.0]), costs([1] * 3, DENSE), DENSE, budget_bytes=100, max_rank=64)
+    assert found == (64, 18, 18)
+
+
+@pytest.mark.parametrize("name", ALLOCATORS)
+def test_an_impossible_budget_names_the_numbers_and_the_remedy(name: str) -> None:
+    with pytest.raises(BudgetError) as error:
+        ALLOCATORS[name](np.ones(6), costs([1000] * 6, SPARSE), SPARSE, budget_bytes=23_999, max_rank=64)
+    assert str(error.value) == (
+        "rank 4 in each of 6 layers takes 24,000 bytes (parameters, gradients and Adam's moments) and the budget is "
+        "23,999; give a smaller rank candidate, more adapter_bytes or a larger device"
+    )
+
+
+@pytest.mark.parametrize("name", ALLOCATORS)
+@pytest.mark.parametrize(
+    ("candidates", "max_rank", "message"),
+    [
+        ((), 64, "rank candidates () are not allowed; give positive ranks in ascending order"),
+        ((8, 4), 64, "rank candidates (8, 4) are not allowed"),
+        ((4, 4), 64, "rank candidates (4, 4) are not allowed"),
+        ((0, 4), 64, "rank candidates (0, 4) are not allowed"),
+        ((4, 8), 3, "no rank candidate of (4, 8) is at most 3, the largest rank of the device; add a smaller one"),
+    ],
+)
+def test_bad_candidates(name: str, candidates: tuple[int, ...], max_rank: int, message: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        ALLOCATORS[name](np.ones(2), costs([1, 1], candidates), candidates, budget_bytes=1000, max_rank=max_rank)
+    assert message in str(error.value)
+
+
+@pytest.mark.parametrize("name", ALLOCATORS)
+@pytest.mark.parametrize(
+    ("importance", "units", "message"),
+    [
+        ([0.0, 0.0], [1, 1], "importance [0.0, 0.0] is not allowed"),
+        ([np.nan, 1.0], [1, 1], "importance [nan, 1.0] is not allowed"),
+        ([-1.0, 1.0], [1, 1], "importance [-1.0, 1.0] is not allowed"),
+        ([1.0], [1, 1], "costs of shape (2, 5) do not fit; give (1, 5), layers by candidates"),
+        ([0.5, 0.5], [0, 0], "no layer has an adapted module; name modules of the model with --targets"),
+    ],
+)
+def test_bad_importance_or_costs(name: str, importance: list[float], units: list[int], message: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        ALLOCATORS[name](np.array(importance), costs(units, SPARSE), SPARSE, budget_bytes=1000, max_rank=64)
+    assert message in str(error.value)
+
+
+def test_find_allocator() -> None:
+    assert all(find_allocator(name) is allocate for name, allocate in ALLOCATORS.items())
+    assert find_allocator("16")(np.ones(2), costs([1, 1], SPARSE), SPARSE, budget_bytes=32, max_rank=64) == (16, 16)
+    with pytest.raises(ConfigError, match=r"unknown rank rule 'budgt'; did you mean 'budget'.*a number"):
+        find_allocator("budgt")
+    with pytest.raises(ConfigError, match="rank -8 is no candidate"):
+        find_allocator("-8")(np.ones(2), costs([1, 1], SPARSE), SPARSE, budget_bytes=32, max_rank=64)
+
+
+def test_check_candidates_takes_any_ascending_ranks() -> None:
+    check_candidates((1,))
+    check_candidates(range(1, 9))

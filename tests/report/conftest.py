@@ -1,0 +1,168 @@
+"""A run folder of invented numbers with everything in it that a figure or a table can show."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from atlas_fl.io.folder import RunFolder
+from atlas_fl.io.results import append_rows, write_json
+from atlas_fl.io.summary import summarise
+from atlas_fl.io.tensors import write_tensors
+from atlas_fl.rng import generator
+
+DEVICES = ("cpu_2gb", "tablet_4gb", "laptop_8gb", "gpu_16gb")
+TASKS = {"movie": (0.50, 0.82), "trec": (0.24, 0.86), "pairs": (0.52, 0.80), "sms": (0.86, 0.97)}
+TASKS |= {"scramble": (0.51, 0.7), "cola": (0.69, 0.8), "a-task-with-a-long-name": (0.5, 0.9)}
+LAYERS, DIM = 6, 64
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scenario:
+    """What the invented run is like."""
+
+    tasks: int = 3
+    clients_per_task: int = 3
+    rounds: int = 6
+    seed: int = 42
+    strategy: str = "atlas"
+    gain: float = 0.0
+    undecided: bool = False
+    refused: bool = False
+    sends: bool = True
+    sketches: bool = True
+    f1: bool = False
+    eval_every: int = 1
+
+
+def plan_of(scene: Scenario) -> dict[str, Any]:
+    draw = generator(scene.seed, "plan")
+    tasks = list(TASKS)[: scene.tasks]
+    names = [(f"{task}-{index}", task) for task in tasks for index in range(scene.clients_per_task)]
+    labels = [tasks.index(task) for _, task in names]
+    if scene.undecided:
+        labels[-1] = -1
+    same = np.equal.outer(labels, labels) & (np.array(labels) >= 0)
+    noise = draw.uniform(0, 0.08, (len(names), len(names)))
+    similarity = np.clip(np.where(same, 0.93, 0.15) + (noise + noise.T) / 2, 0, 1)
+    np.fill_diagonal(similarity, 1.0)
+    adjacency = np.where(same, similarity, 0.0)
+    np.fill_diagonal(adjacency, 0.0)
+    importance = np.sort(draw.dirichlet(np.full(LAYERS, 4.0), len(names)), axis=1)
+    clients = [
+        {
+            "name": name,
+            "task": task,
+            "device": DEVICES[index % 4],
+            "examples": 200,
+            "cluster": labels[index],
+            "ranks": sorted(draw.choice([4, 8, 16, 32, 64][: 2 + index % 4], LAYERS).tolist()),
+            "budget_bytes": 2_000_000 * (1 + index % 4),
+            "memory": {"frozen": 91_000_000, "activations": 60_000_000, "adapters": 1_900_000, "reserve": 400_000_000},
+            "predicted": {"up_bytes": 300_000, "down_bytes": 300_000, "memory_bytes": 552_900_000, "seconds": 21.5},
+            "cut": None,
+        }
+        for index, (name, task) in enumerate(names)
+    ]
+    table: list[dict[str, Any]] = [{"k": 1, "silhouette": None, "davies_bouldin": None, "atlas": None, "gap": 0.1}]
+    for k in range(2, 6):
+        row = {"k": k, "silhouette": 0.4 - 0.05 * abs(k - scene.tasks), "davies_bouldin": 1.2 + 0.1 * k}
+        row |= {"calinski_harabasz": 3.5 + k, "atlas": 0.45 - 0.15 * max(0, k - scene.tasks), "gap": 0.3 - 0.02 * k}
+        table.append(row | {"singletons": max(0, k - 3), "chosen": k == scene.tasks})
+    return {
+        "clients": clients,
+        "adjacency": adjacency.tolist(),
+        "importance": importance.tolist(),
+        "layer_of": {},
+        "lora": {"alpha": None, "rslora": False},
+        "clustering": {
+            "labels": labels,
+            "method": "corrected",
+            "k_table": table,
+            "similarity": similarity.tolist(),
+            "reliability": draw.uniform(0.3, 0.8, len(names)).tolist(),
+            "structure": {"found": True, "reason": "silhouette 0.71 is above 0.21", "p_value": 0.02},
+            "explained_variance": 0.97,
+            "warnings": [],
+            "agreement": {"purity": 1.0, "ari": 1.0, "nmi": 1.0},
+        },
+        "notes": [],
+    }
+
+
+def metrics_of(plan: dict[str, Any], scene: Scenario) -> list[dict[str, Any]]:
+    draw = generator(scene.seed, "metrics", scene.strategy)
+    rows = []
+    for at in range(scene.rounds + 1):
+        for client in plan["clients"]:
+            majority, top = TASKS[client["task"]]
+            for split in ("train", "validation", "test"):
+                evaluated = at % scene.eval_every == 0 or at == scene.rounds
+                if (split == "train" and at == 0) or (split != "train" and not evaluated):
+                    continue
+                reached = majority + (top + scene.gain - majority) * (1 - np.exp(-at / 2))
+                score = float(np.clip(reached + draw.normal(0, 0.015), 0, 1))
+                row = {"round": at, "client": client["name"], "task": client["task"], "split": split, "seconds": 1.5}
+                row |= {"loss": 1.2 * (1 - score) + 0.1 * (split != "train"), "examples": 130, "majority": majority}
+                row |= {"accuracy": score, "f1": score - 0.03, "primary": score - 0.03 * scene.f1}
+                rows.append(row)
+    if scene.refused:
+        rows.append({"round": 2, "client": plan["clients"][1]["name"], "event": "refused", "reason": "head.bias: NaN"})
+    return rows
+
+
+def ledger_of(plan: dict[str, Any], scene: Scenario) -> list[dict[str, Any]]:
+    rows = []
+    for client in plan["clients"] if scene.sends else ():
+        name = client["name"]
+        rows.append({"round": 0, "client": name, "direction": "up", "kind": "fingerprint", "bytes": 8_300})
+        for at in range(1, scene.rounds + 1):
+            for way in ("up", "down"):
+                size = sum(client["ranks"]) * 2 * 768 * 4
+                rows.append({"round": at, "client": name, "direction": way, "kind": "adapter", "bytes": size})
+                rows.append({"round": at, "client": name, "direction": way, "kind": "head", "bytes": 6_200})
+    return rows
+
+
+def sketches_of(plan: dict[str, Any], scene: Scenario) -> dict[str, torch.Tensor]:
+    draw = generator(scene.seed, "sketches")
+    centres = {label: draw.normal(size=DIM) for label in sorted(set(plan["clustering"]["labels"]))}
+    own = np.stack([centres[label] + 0.35 * draw.normal(size=DIM) for label in plan["clustering"]["labels"]])
+    halves = {half: own + 0.25 * draw.normal(size=own.shape) for half in ("first", "second")}
+    return {f"sketch/{half}": torch.tensor(v / np.linalg.norm(v, axis=1, keepdims=True)) for half, v in halves.items()}
+
+
+def write_run(path: Path, scene: Scenario) -> Path:
+    """Write the folder of a complete run."""
+    path.mkdir(parents=True)
+    folder, plan = RunFolder(path), plan_of(scene)
+    metrics, ledger = metrics_of(plan, scene), ledger_of(plan, scene)
+    folder.config.write_text(f'[mixing]\nstrategy = "{scene.strategy}"\n[run]\nseed = {scene.seed}\n')
+    write_json(folder.plan, plan)
+    append_rows(folder.metrics, metrics)
+    append_rows(folder.ledger, ledger)
+    if scene.sketches:
+        write_tensors(folder.sketches, sketches_of(plan, scene))
+    run = {"name": path.name, "preset": "quick", "strategy": scene.strategy, "model": "minilm", "seed": scene.seed}
+    summary = summarise(
+        run=run | {"config_hash": "0123456789abcdef"},
+        metrics=metrics,
+        ledger=ledger,
+        plan=plan,
+        phase_seconds={"plan": 61.2, "train": 183.4, "mix": 0.8, "evaluate": 31.0},
+        memory={"rss_bytes": 1_234_000_000},
+        versions={"torch": "2.13.0"},
+        full_model_bytes=90_900_000,
+    )
+    write_json(folder.summary, summary)
+    return path
+
+
+@pytest.fixture
+def make_run(tmp_path: Path) -> Callable[..., Path]:
+    """Writes the folder of an invented run: `make_run("name", rounds=3, refused=True)`."""
+    return lambda name="run", **changes: write_run(tmp_path / name, Scenario(**changes))

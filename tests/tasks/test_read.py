@@ -1,0 +1,104 @@
+from pathlib import Path
+
+import datasets
+import pandas as pd
+import pytest
+
+from atlas_fl.errors import DataError
+from atlas_fl.tasks.read import READERS, column, read_folder, read_table, texts
+
+TABLE = {"text": ["one, two", 'a "word"', "line\nbreak", "NA"], "label": ["0", "1", "0", "1"]}
+
+
+def write(path: Path, table: dict[str, list[str]] = TABLE) -> Path:
+    frame = pd.DataFrame(table)
+    if path.suffix == ".parquet":
+        frame.to_parquet(path)
+    elif path.suffix == ".jsonl":
+        frame.to_json(path, orient="records", lines=True)
+    else:
+        frame.to_csv(path, index=False, sep="\t" if path.suffix == ".tsv" else ",")
+    return path
+
+
+@pytest.mark.parametrize("ending", sorted(READERS))
+def test_every_kind_of_file_gives_back_what_was_written(ending: str, tmp_path: Path) -> None:
+    table = read_table(write(tmp_path / f"t{ending}"))
+    assert {name: list(values) for name, values in table.items()} == TABLE
+
+
+def test_the_mark_that_spreadsheets_put_first_is_no_part_of_a_name(tmp_path: Path) -> None:
+    (tmp_path / "t.csv").write_bytes(b"\xef\xbb\xbftext,label\nhello,1\n")
+    assert list(read_table(tmp_path / "t.csv")) == ["text", "label"]
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("none.csv", None, r"there is no file .*none\.csv; check the path"),
+        ("t.xlsx", b"x", r"is of no kind that can be read; give a file that ends in \.csv, \.tsv, \.jsonl, \.parquet"),
+        ("t.csv", b"", r"t\.csv is empty; give it a header and at least one row"),
+        ("t.csv", b"text,label\n", r"t\.csv is empty"),
+        ("t.csv", b"text,label\na,b,c\n", r"cannot read .*t\.csv: line 2 has 3 cells and the header has 2; mend"),
+        ("t.csv", b"text,text\na,b\n", "two columns of the header have one name"),
+        ("t.csv", b'text,label\n"a,b\n', "unexpected end of data"),
+        ("t.csv", b"text,label\n\xff\xfe,1\n", "cannot read .*: 'utf-8' codec can't decode"),
+        ("t.jsonl", b"", r"t\.jsonl is empty"),
+        ("t.jsonl", b'{"text": "a"}\n{oops\n', "line 2 is no JSON"),
+        ("t.jsonl", b"[1]\n", "line 1 is no JSON object"),
+        ("t.parquet", b"not parquet at all", r"cannot read .*t\.parquet"),
+    ],
+)
+def test_bad_files_are_one_clear_line(name: str, content: bytes | None, message: str, tmp_path: Path) -> None:
+    if content is not None:
+        (tmp_path / name).write_bytes(content)
+    with pytest.raises(DataError, match=message) as caught:
+        read_table(tmp_path / name)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_missing_column_names_those_that_exist() -> None:
+    with pytest.raises(DataError, match=r"f\.csv has no column 'txt'; it has 'text', 'label'"):
+        column(TABLE, "txt", origin="f.csv")
+
+
+@pytest.mark.parametrize("value", [None, "", "  ", float("nan")])
+def test_a_missing_value_names_its_row(value: object) -> None:
+    with pytest.raises(DataError, match=r"row 2 of f has no value in column 'text'; fill it or remove the row"):
+        texts({"text": ["a", value]}, "text", origin="f")
+
+
+def test_a_list_is_no_text() -> None:
+    with pytest.raises(DataError, match=r"row 1 of f holds a list in column 'text'; give a text or a number"):
+        texts({"text": [["a"]]}, "text", origin="f")
+
+
+def test_a_folder_gives_its_splits_with_shards_in_order(tmp_path: Path) -> None:
+    write(tmp_path / "train-00001-of-00002.parquet", {"text": ["second"]})
+    write(tmp_path / "train-00000-of-00002.parquet", {"text": ["first"]})
+    write(tmp_path / "test.jsonl")
+    (tmp_path / "README.md").write_text("not data")
+    found = read_folder(tmp_path)
+    assert set(found) == {"train", "test"}
+    assert found["train"]["text"] == ["first", "second"]
+
+
+def test_a_split_in_two_formats_is_refused(tmp_path: Path) -> None:
+    write(tmp_path / "train.csv")
+    write(tmp_path / "train.jsonl")
+    with pytest.raises(DataError, match=r"holds the train split more than once \(train\.csv, train\.jsonl\); keep one"):
+        read_folder(tmp_path)
+
+
+def test_saved_datasets_are_read(tmp_path: Path) -> None:
+    rows = datasets.Dataset.from_dict(TABLE)
+    rows.save_to_disk(tmp_path / "one")
+    datasets.DatasetDict({"train": rows, "validation": rows}).save_to_disk(tmp_path / "many")
+    assert read_folder(tmp_path / "one")["train"]["label"] == TABLE["label"]
+    assert set(read_folder(tmp_path / "many")) == {"train", "validation"}
+
+
+def test_a_damaged_saved_dataset_is_named(tmp_path: Path) -> None:
+    (tmp_path / "dataset_dict.json").write_text("{")
+    with pytest.raises(DataError, match=r"cannot read .*; save it again with datasets' save_to_disk"):
+        read_folder(tmp_path)
