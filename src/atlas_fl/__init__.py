@@ -48,8 +48,9 @@ if TYPE_CHECKING:
     from atlas_fl.plan import Plan as Plan
     from atlas_fl.plan import make_plan as make_plan
     from atlas_fl.presets import find_preset as find_preset
-    from atlas_fl.report import draw_all as draw_all
-    from atlas_fl.report.tables import comparison as comparison
+    from atlas_fl.report.compare import ComparisonRow as ComparisonRow
+    from atlas_fl.report.compare import comparison_rows as comparison_rows
+    from atlas_fl.report.plots import draw_all as draw_all
     from atlas_fl.run import RunResult as RunResult
     from atlas_fl.run import resume as resume_run  # noqa: F401
     from atlas_fl.run import run as run_config  # noqa: F401
@@ -67,8 +68,8 @@ _HOMES = {
     "io.folder": "RunFolder find_run",
     "plan": "Plan make_plan",
     "presets": "find_preset",
-    "report": "draw_all",
-    "report.tables": "comparison",
+    "report.compare": "ComparisonRow comparison_rows",
+    "report.plots": "draw_all",
     "run": "RunResult resume_run run_config",
     "sweep": "grid run_all seeds",
 }

@@ -5,6 +5,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
+
 from atlas_fl.clients.base import ClientTokens, Site
 from atlas_fl.config import Config
 from atlas_fl.errors import ConfigError
@@ -117,8 +119,6 @@ def learning_rate_of(config: Config) -> float:
 
 def pick_device(accelerator: str) -> str:
     """`cpu` or `cuda`; asking for a GPU that is not there is an error, `auto` takes one where there is one."""
-    import torch  # noqa: PLC0415 - keeps `import atlas_fl.assemble` from deciding anything about devices
-
     available = torch.cuda.is_available()
     if accelerator == "cuda" and not available:
         raise ConfigError("accelerator 'cuda' is not available on this machine; use --accelerator cpu, or auto")
@@ -144,5 +144,3 @@ def _tokenise(client: ClientData, backbone: Backbone, max_length: int | None) ->
 
 def _encode(rows: Rows, backbone: Backbone, limit: int) -> Encoded:
     return encode(rows.text, rows.pair, rows.label, tokenizer=backbone.tokenizer, max_length=limit)
-
-

@@ -38,7 +38,9 @@ def export(run: str | Path, *, client: str, to: str | Path) -> Path:
     config = load_config(folder.config)
     found, damaged = checkpoint.load_latest(folder.checkpoints)
     if found is None:
-        raise CheckpointError(f"run {folder.path} has no good checkpoint to export from; {'; '.join(damaged) or 'resume it'}")
+        raise CheckpointError(
+            f"run {folder.path} has no good checkpoint to export from; {'; '.join(damaged) or 'resume it'}"
+        )
     plan = Plan.from_json(read_json(folder.plan))
     _, models = models_of(found, [client.name for client in plan.clients])
     params = _pick(models, client)

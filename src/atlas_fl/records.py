@@ -10,13 +10,14 @@ from atlas_fl.clients.base import Update
 from atlas_fl.clients.importance import IMPORTANCE
 from atlas_fl.io import checkpoint
 from atlas_fl.io.folder import RunFolder
-from atlas_fl.io.ledger import LedgerRow, payload_bytes
+from atlas_fl.io.ledger import Direction, Kind, LedgerRow, payload_bytes
+from atlas_fl.io.machine import peak_memory
 from atlas_fl.io.results import append_rows, defined, to_json, truncate_to, write_json
 from atlas_fl.io.tensors import write_tensors
 from atlas_fl.plan import Plan, Planned
 from atlas_fl.tasks.clients import ClientData, majority
 from atlas_fl.tree import HEAD, prefixed, shared_part, unprefixed
-from atlas_fl.types import ByClient, Split
+from atlas_fl.types import ByClient, Params, Split
 
 if TYPE_CHECKING:
     from atlas_fl.train import State
@@ -48,10 +49,10 @@ class RoundRecord:
         """Every message of the round: late models down, updates up, mixed models down."""
         if not self.communicates:
             return []
-        late = [row for name in self.sampled if name in self.stale for row in self._rows(name, "down", self.sent, share)]
-        up = [row for name, update in self.updates.items() for row in self._rows(name, "up", {name: update.params}, share)]
-        back = [row for name in self._receivers() for row in self._rows(name, "down", self.start, share)]
-        return late + up + back
+        late = [self._rows(name, "down", self.sent[name], share) for name in self.sampled if name in self.stale]
+        up = [self._rows(name, "up", update.params, share) for name, update in self.updates.items()]
+        back = [self._rows(name, "down", self.start[name], share) for name in self._receivers()]
+        return [row for rows in (*late, *up, *back) for row in rows]
 
     def stale_after(self) -> frozenset[str]:
         """Clients whose model has changed and that have not received it, because they did not take part."""
@@ -65,15 +66,17 @@ class RoundRecord:
         changed = {name for name, params in self.start.items() if params is not self.sent[name]}
         return tuple(name for name in self.start if name in self.sampled or name in changed | self.stale)
 
-    def _rows(self, name: str, direction: Any, models: ByClient, share: tuple[str, ...]) -> list[LedgerRow]:
-        sent = shared_part(models[name], share)
-        head = {key: tensor for key, tensor in sent.items() if key.startswith(HEAD)}
-        adapter = {key: tensor for key, tensor in sent.items() if key not in head}
+    def _rows(self, name: str, direction: Direction, model: Params, share: tuple[str, ...]) -> list[LedgerRow]:
+        sent = shared_part(model, share)
+        parts: dict[Kind, Params] = {
+            "adapter": {key: tensor for key, tensor in sent.items() if not key.startswith(HEAD)},
+            "head": {key: tensor for key, tensor in sent.items() if key.startswith(HEAD)},
+        }
         return [
             LedgerRow(round=self.round, client=name, direction=direction, kind=kind, bytes=payload_bytes(part))
-            for kind, part in (("adapter", adapter), ("head", head))
+            for kind, part in parts.items()
             if part
-        ]  # fmt: skip
+        ]
 
 
 @dataclass(kw_only=True)
@@ -91,6 +94,13 @@ class Recorder:
     seconds: dict[str, float] = field(default_factory=dict)
     """By phase, over all sessions."""
     round_seconds: dict[int, float] = field(default_factory=dict)
+    peak: dict[str, int] = field(default_factory=dict)
+    """Most memory of the sessions before this one, by kind."""
+
+    def memory(self) -> dict[str, int]:
+        """The most memory of all sessions, in bytes by kind."""
+        now = peak_memory()
+        return {kind: max(size, self.peak.get(kind, 0)) for kind, size in now.items()}
 
     def planned(self, planned: Planned, state: "State", *, communicates: bool) -> None:
         """Write the plan, its messages, and the checkpoint from which round one starts."""
@@ -105,7 +115,7 @@ class Recorder:
     def replanned(self, planned: Planned, *, round: int) -> None:
         """Write the plan that holds from this round on, beside the first one."""
         self.plan_file = f"plan-{round:04d}.json"
-        self._write_plan(planned)
+        write_json(self.folder.path / self.plan_file, planned.plan.to_json())
         append_rows(self.folder.ledger, [row.to_json() for row in plan_messages(planned, round=round)])
 
     def round(self, record: RoundRecord, state: "State", *, seconds: float) -> None:
@@ -120,6 +130,7 @@ class Recorder:
             self._checkpoint(state)
 
     def _write_plan(self, planned: Planned) -> None:
+        """The first plan with its sketches, which the figures draw; later plans stand beside it."""
         if planned.sketches is not None:
             first, second = (torch.from_numpy(half) for half in planned.sketches)
             write_tensors(self.folder.sketches, {"sketch/first": first, "sketch/second": second})
@@ -148,9 +159,7 @@ class Recorder:
         trained = {name: update.params for name, update in record.updates.items()}
         self._write_tensors("trained", trained, round=record.round)
         self._write_tensors("start", record.start, round=record.round)
-        loaded = {
-            name: {"digest": update.loaded, "keys": update.keys} for name, update in record.updates.items()
-        }
+        loaded = {name: {"digest": update.loaded, "keys": update.keys} for name, update in record.updates.items()}
         content = {
             "round": record.round,
             "participants": list(record.sampled),
@@ -178,6 +187,7 @@ class Recorder:
             "validation": dict(state.validation),
             "plan": self.plan_file,
             "seconds": self.seconds,
+            "peak": self.memory(),
             "round_seconds": {str(at): taken for at, taken in self.round_seconds.items()},
         }
         checkpoint.save(self.folder.checkpoints, round=state.round, tensors=tensors, state=content)
@@ -188,7 +198,9 @@ class Recorder:
         truncate_to(self.folder.metrics, found.state["metrics_bytes"])
         truncate_to(self.folder.ledger, found.state["ledger_bytes"])
         self.plan_file = found.state["plan"]
-        self.seconds = dict(found.state["seconds"])
+        for phase, taken in found.state["seconds"].items():
+            self.seconds[phase] = self.seconds.get(phase, 0.0) + taken
+        self.peak = dict(found.state["peak"])
         self.round_seconds = {int(at): taken for at, taken in found.state["round_seconds"].items()}
 
 
@@ -212,9 +224,8 @@ def plan_messages(planned: Planned, *, round: int = 0) -> list[LedgerRow]:
                 "second": torch.from_numpy(planned.sketches[1, place]),
                 IMPORTANCE: torch.from_numpy(planned.plan.importance[place]),
             }
-            rows.append(
-                LedgerRow(round=round, client=client.name, direction="up", kind="fingerprint", bytes=payload_bytes(payload))
-            )
+            size = payload_bytes(payload)
+            rows.append(LedgerRow(round=round, client=client.name, direction="up", kind="fingerprint", bytes=size))
         size = len(to_json(_control(planned.plan, place)).encode())
         rows.append(LedgerRow(round=round, client=client.name, direction="down", kind="control", bytes=size))
     return rows

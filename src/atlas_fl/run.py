@@ -16,7 +16,7 @@ from atlas_fl.io.atomic import write_atomic
 from atlas_fl.io.folder import RunFolder, find_run, run_log
 from atlas_fl.io.ledger import payload_bytes
 from atlas_fl.io.lock import run_lock
-from atlas_fl.io.machine import peak_memory, versions
+from atlas_fl.io.machine import versions
 from atlas_fl.io.results import read_json, read_rows, write_json
 from atlas_fl.io.summary import summarise
 from atlas_fl.options import strategy_of
@@ -171,7 +171,7 @@ def _summary(config: Config, folder: RunFolder, assembly: Assembly, recorder: Re
         ledger=read_rows(folder.ledger),
         plan=read_json(folder.path / recorder.plan_file),
         phase_seconds=recorder.seconds,
-        memory=peak_memory(),
+        memory=recorder.memory(),
         versions=versions(),
         full_model_bytes=payload_bytes(dict(model.named_parameters())),
         round_seconds=recorder.round_seconds,

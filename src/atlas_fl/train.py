@@ -1,4 +1,4 @@
-"""The federated rounds: sample, train, mix, evaluate, record. Reads like the algorithm; engines and files do the rest."""
+"""The federated rounds: sample, train, mix, evaluate, record; engines and files do the rest."""
 
 import time
 from collections.abc import Mapping, Sequence
@@ -63,7 +63,14 @@ def accepted(sent: ByClient, updates: Sequence[Update]) -> tuple[dict[str, Updat
 
 
 def train(
-    assembly: Assembly, planned: Planned, engine: Engine, state: State, *, last: int, recorder: Recorder, on_event: OnEvent
+    assembly: Assembly,
+    planned: Planned,
+    engine: Engine,
+    state: State,
+    *,
+    last: int,
+    recorder: Recorder,
+    on_event: OnEvent,
 ) -> tuple[Planned, State]:
     """Run rounds `state.round + 1 .. last`; every one is recorded and checkpointed before the next begins."""
     for number in range(state.round + 1, last + 1):
@@ -160,4 +167,3 @@ def _finished(record: RoundRecord, assembly: Assembly, *, seconds: float) -> Rou
         seconds=seconds,
         bytes=sum(row.bytes for row in record.messages(assembly.config.mixing.share)),
     )
-

@@ -1,5 +1,6 @@
 """Functions of `Params`: values in, values out."""
 
+import math
 from collections.abc import Iterable, Mapping
 from hashlib import sha256
 
@@ -54,7 +55,7 @@ def add(left: Params, right: Params, *, scale: float = 1.0) -> dict[str, torch.T
 
 def norm(params: Params) -> float:
     """The Euclidean norm over all tensors, in float64."""
-    return float(sum(tensor.double().square().sum() for tensor in params.values())) ** 0.5
+    return math.sqrt(sum(float(tensor.double().square().sum()) for tensor in params.values()))
 
 
 def is_finite(params: Params) -> bool:
@@ -82,5 +83,5 @@ def digest(params: Params) -> str:
     for key in sorted(params):
         tensor = params[key].detach().cpu().contiguous()
         state.update(f"{key}|{tensor.dtype}|{tuple(tensor.shape)}|".encode())
-        state.update(tensor.reshape(-1).view(torch.uint8).numpy())
+        state.update(tensor.reshape(-1).view(torch.uint8).numpy().data)
     return state.hexdigest()

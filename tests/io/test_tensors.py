@@ -21,7 +21,7 @@ def params(rank: int = 8) -> dict[str, torch.Tensor]:
 
 def every_dtype() -> dict[str, torch.Tensor]:
     values = torch.arange(7)
-    return {f"z{index}.{name}": values.to(dtype) for index, (dtype, name) in enumerate(DTYPES.items())}
+    return {f"{99 - index}.{name}": values.to(dtype) for index, (dtype, name) in enumerate(DTYPES.items())}
 
 
 @pytest.mark.parametrize(
@@ -74,6 +74,13 @@ def test_a_file_holds_the_payload_and_its_digest(tmp_path) -> None:
     assert digest == sha256(content).hexdigest()
     back = read_tensors(tmp_path / "x.safetensors")
     assert all(torch.equal(back[name], tensor) for name, tensor in params().items())
+
+
+def test_a_refused_tensor_leaves_the_old_file(tmp_path) -> None:
+    write_tensors(tmp_path / "x.safetensors", params())
+    with pytest.raises(KeyError, match="complex64"):
+        write_tensors(tmp_path / "x.safetensors", {"x": torch.zeros(2, dtype=torch.complex64)})
+    assert read_tensors(tmp_path / "x.safetensors").keys() == params().keys()
 
 
 def test_what_is_read_can_be_changed(tmp_path) -> None:

@@ -60,6 +60,14 @@ def test_closeness_equals_sklearns_rbf(points, distances):
     assert closeness(distances, alpha=0.3) == pytest.approx(expected)
 
 
+def test_closeness_leaves_out_who_is_not_used(distances):
+    used = np.array([True, True, False, True, True])
+    distances[2], distances[:, 2] = 0.0, 0.0
+    close = closeness(distances, used=used)
+    assert not close[2].any()
+    assert close[np.ix_(used, used)] == pytest.approx(closeness(distances[np.ix_(used, used)]))
+
+
 def test_similarity_becomes_the_squared_distance_of_unit_vectors(points):
     unit = points / np.linalg.norm(points, axis=1, keepdims=True)
     assert similarity_distances(unit @ unit.T) == pytest.approx(squared_distances(unit), abs=1e-12)

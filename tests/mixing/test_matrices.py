@@ -132,7 +132,7 @@ def test_unknown_laplacian_names_the_nearest():
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ({"weights": np.ones(2)}, "3 clients need weights, clusters, head groups and a graph of that size"),
+        ({"head_groups": ("t", "t")}, "3 clients need weights, clusters, head groups and a graph of that size"),
         ({"weights": np.array([1.0, 0.0, 2.0])}, "each must be finite and above 0"),
         ({"weights": np.array([1.0, np.nan, 2.0])}, "each must be finite and above 0"),
         ({"adjacency": np.triu(PATH)}, "must be finite, .*symmetric"),

@@ -96,10 +96,12 @@ def test_rotating_the_factors_changes_nothing_in_product_space():
 
 
 @pytest.mark.parametrize("sizes", [(20, 14), (7, 9), (9, 7)])
-def test_a_zero_product_stays_trainable(sizes):
-    held = models(ranks=(2, 5, 3), d_in=sizes[0], d_out=sizes[1])
+@pytest.mark.parametrize("ranks", [(2, 5, 3), (3, 3, 3)])
+@pytest.mark.parametrize("matrix", [MATRIX, np.full((3, 3), 1 / 3)], ids=["personal", "average"])
+def test_a_zero_product_stays_trainable(sizes, ranks, matrix):
+    held = models(ranks=ranks, d_in=sizes[0], d_out=sizes[1])
     held = {client: {**params, "q.lora_B": torch.zeros_like(params["q.lora_B"])} for client, params in held.items()}
-    mixed = run(held)
+    mixed = run(held, matrix)
     for client, params in mixed.by_client.items():
         a, own = params["q.lora_A"].double(), held[client]["q.lora_A"].double()
         assert not params["q.lora_B"].any()

@@ -19,6 +19,8 @@ DEVICES = ("cpu_2gb", "tablet_4gb", "laptop_8gb", "gpu_16gb")
 TASKS = {"movie": (0.50, 0.82), "trec": (0.24, 0.86), "pairs": (0.52, 0.80), "sms": (0.86, 0.97)}
 TASKS |= {"scramble": (0.51, 0.7), "cola": (0.69, 0.8), "a-task-with-a-long-name": (0.5, 0.9)}
 LAYERS, DIM = 6, 64
+MEMORY = {"total": 2_000_000_000, "frozen weights": 91_000_000, "activations": 60_000_000, "runtime": 400_000_000}
+MEMORY |= {"adapters and head": 1_900_000, "gradients": 1_900_000, "Adam moments": 3_800_000}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,12 +39,16 @@ class Scenario:
     sketches: bool = True
     f1: bool = False
     eval_every: int = 1
+    interleaved: bool = False
+    """The tasks' clients in turn, so that clusters do not lie side by side."""
 
 
 def plan_of(scene: Scenario) -> dict[str, Any]:
     draw = generator(scene.seed, "plan")
     tasks = list(TASKS)[: scene.tasks]
     names = [(f"{task}-{index}", task) for task in tasks for index in range(scene.clients_per_task)]
+    if scene.interleaved:
+        names.sort(key=lambda entry: entry[0].rsplit("-", 1)[1])
     labels = [tasks.index(task) for _, task in names]
     if scene.undecided:
         labels[-1] = -1
@@ -62,7 +68,7 @@ def plan_of(scene: Scenario) -> dict[str, Any]:
             "cluster": labels[index],
             "ranks": sorted(draw.choice([4, 8, 16, 32, 64][: 2 + index % 4], LAYERS).tolist()),
             "budget_bytes": 2_000_000 * (1 + index % 4),
-            "memory": {"frozen": 91_000_000, "activations": 60_000_000, "adapters": 1_900_000, "reserve": 400_000_000},
+            "memory": MEMORY,
             "predicted": {"up_bytes": 300_000, "down_bytes": 300_000, "memory_bytes": 552_900_000, "seconds": 21.5},
             "cut": None,
         }

@@ -188,7 +188,8 @@ def _compare(
         mixed = f"{worst} changed, but should have stayed as it was"
     elif not finding.error <= TOLERANCE:
         mixed = f"{worst} is {finding.error:.2g} away from the recomputation (allowed: {TOLERANCE:g})"
-    stuck = [(name, one.shift) for name, one in found if one.still and one.shift > SHIFT]
+    stuck = [(one.shift, name) for name, one in found if one.still and one.shift > SHIFT]
     if stuck:
-        moved = f"{len(stuck)} of {len(found)} were left as trained; {stuck[0][0]} should move by {stuck[0][1]:.2g}"
+        shift, name = max(stuck)
+        moved = f"{len(stuck)} of {len(found)} were left as trained; {name} should move by {shift:.2g}"
     return mixed, moved, finding.error

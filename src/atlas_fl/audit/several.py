@@ -39,7 +39,7 @@ def _round_signature(run: Run, round: int) -> list[object]:
     rule = Rule(
         kind=kind_of(mixing.strategy),
         laplacian=mixing.laplacian,
-        eta=record.eta or 0.0,
+        eta=mixing.eta * mixing.eta_decay ** (round - 1),
         by_layer=mixing.layer_weighting == "importance",
         present=present,
     )

@@ -1,3 +1,3 @@
 """The command line: the only package that prints."""
 
-from atlas_fl.cli.main import main as main
+from atlas_fl.cli.commands import main as main

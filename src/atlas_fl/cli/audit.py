@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Annotated
 
 import tyro
 
@@ -17,9 +18,9 @@ class AuditOptions:
     """Recompute every round of a run that was made with --audit, from its plan, in float64 and by other code than the
     run's; compare what clients loaded with what the server sent; exits with 1 on any mismatch."""
 
-    run: tyro.conf.Positional[str]
+    run: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")]
     """Folder of the run, or its name in --runs-dir."""
-    others: tyro.conf.Positional[tuple[str, ...]] = ()
+    others: Annotated[tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="[OTHER ...]")] = ()
     """More runs: no two that should differ may have the same final models."""
     runs_dir: str = "runs"
     """Where run folders lie."""
@@ -30,12 +31,12 @@ def audit(words: Sequence[str]) -> int:
     options = parse(AuditOptions(run=tyro.MISSING), split(words), command="atlas audit")
 
     from atlas_fl.audit import audit as audit_run
-    from atlas_fl.cli.tables import audit_table
+    from atlas_fl.cli.tables import audit_table, failure_lines
     from atlas_fl.io.folder import find_run
 
     run, *others = [find_run(name, runs_dir=options.runs_dir).path for name in (options.run, *options.others)]
     report = audit_run(run, tuple(others))
-    show([audit_table(report.rounds())])
+    show([audit_table(report.rounds()), *failure_lines(report.failures)])
     verdict = "audit passed" if report.ok else f"audit FAILED: {len(report.failures)} checks did not hold"
     show([f"{verdict} ({len(report.rows)} checks)"])
     return 0 if report.ok else MISMATCH

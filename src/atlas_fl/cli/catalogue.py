@@ -2,25 +2,29 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, TypeAlias
+from typing import Annotated, Literal, TypeAlias
 
 import tyro
 from rich.table import Table
 
 from atlas_fl.cli.live import show
 from atlas_fl.cli.parse import parse
-from atlas_fl.cli.units import bytes_text
 from atlas_fl.cli.words import split
+from atlas_fl.report.words import human_bytes
 
 Lines: TypeAlias = Iterator[tuple[str, ...]]
+What: TypeAlias = Literal["tasks", "models", "strategies", "devices", "presets"]
+
+WRAPPED = ("note", "what the server does", "what it is")
+"""Columns of sentences; every other one keeps its words on one line."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ListOptions:
     """Show what there is to choose from."""
 
-    what: tyro.conf.Positional[Literal["tasks", "models", "strategies", "devices", "presets"]]
-    """What to show."""
+    what: Annotated[What, tyro.conf.Positional, tyro.conf.arg(metavar="WHAT")]
+    """tasks, models, strategies, devices or presets."""
 
 
 def catalogue(words: Sequence[str]) -> int:
@@ -29,7 +33,7 @@ def catalogue(words: Sequence[str]) -> int:
     header, *lines = CATALOGUES[options.what]()
     table = Table(box=None, pad_edge=False, header_style="bold")
     for title in header:
-        table.add_column(title, overflow="fold", no_wrap=title != header[-1])
+        table.add_column(title, overflow="fold", no_wrap=title not in WRAPPED)
     for line in lines:
         table.add_row(*line)
     show([table])
@@ -76,7 +80,7 @@ def _devices() -> Lines:
             device.latency_seconds * 1e3,
             device.max_rank,
         )
-        yield device.name, *(f"{number:g}" for number in numbers), bytes_text(device.adapter_bytes)
+        yield device.name, *(f"{number:g}" for number in numbers), human_bytes(device.adapter_bytes)
 
 
 def _presets() -> Lines:
@@ -91,7 +95,7 @@ def _first_line(function: object) -> str:
     return (function.__doc__ or "").strip().partition("\n")[0]
 
 
-CATALOGUES: Mapping[str, Callable[[], Lines]] = {
+CATALOGUES: Mapping[What, Callable[[], Lines]] = {
     "tasks": _tasks,
     "models": _models,
     "strategies": _strategies,

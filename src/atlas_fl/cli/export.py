@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Annotated
 
 import tyro
 
@@ -14,7 +15,7 @@ from atlas_fl.cli.words import split
 class ExportOptions:
     """Write the adapter and head of one client in PEFT's format, as `PeftModel.from_pretrained` reads it."""
 
-    run: tyro.conf.Positional[str]
+    run: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")]
     """Folder of the run, or its name in --runs-dir."""
     client: str
     """Name of the client, such as movie-0, or its number from 0 on in the order of the plan."""

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal
 
 import tyro
 
@@ -16,7 +16,7 @@ class FetchOptions:
     """Get what the default run needs, the model all-MiniLM-L6-v2 and the labelled texts, into a cache of the user's;
     checked by SHA-256, and nothing is fetched twice. ATLAS_CACHE names another folder."""
 
-    what: tyro.conf.Positional[Literal["embedded"]] = "embedded"
+    what: Annotated[Literal["embedded"], tyro.conf.Positional, tyro.conf.arg(metavar="WHAT")] = "embedded"
     """What to get."""
 
 

@@ -8,8 +8,8 @@ from rich.console import Console, RenderableType
 from rich.progress import BarColumn, MofNCompleteColumn, TaskID, TextColumn, TimeElapsedColumn
 from rich.progress import Progress as Bars
 
-from atlas_fl.cli.units import bytes_text, score_text, seconds_text
 from atlas_fl.events import Event, Note, OnEvent, PhaseStarted, Progress, RoundFinished
+from atlas_fl.report.words import human_bytes, number, seconds
 
 
 def console() -> Console:
@@ -53,7 +53,7 @@ def line_of(event: Event) -> str | None:
         return f"note: {event.text}"
     if isinstance(event, RoundFinished):
         width = len(str(event.rounds))
-        cost = f"{seconds_text(event.seconds)}, {bytes_text(event.bytes)}"
+        cost = f"{seconds(event.seconds)}, {human_bytes(event.bytes)}"
         return f"round {event.round:>{width}}/{event.rounds}  {_scores(event.scores)}loss {event.loss:.3f}  {cost}"
     return None
 
@@ -62,7 +62,7 @@ def _scores(scores: Mapping[str, float]) -> str:
     if not scores:
         return ""
     worst = min(scores, key=lambda client: scores[client])
-    return f"validation {score_text(fmean(scores.values()))} (worst {worst} {score_text(scores[worst])})  "
+    return f"validation {number(fmean(scores.values()), 3)} (worst {worst} {number(scores[worst], 3)})  "
 
 
 def _advance(bars: Bars, phases: dict[str, TaskID], event: Progress) -> None:

@@ -96,17 +96,18 @@ def _metavar(kind: Any) -> str | None:
 
 
 def _one_line(box: str, *, command: str) -> str:
-    """What a box of text says: a title in the frame, then sections with rules between them."""
+    """What a box of text says: a title, in the frame if there is one, then sections with rules between them."""
     sections: list[list[str]] = [[]]
     for line in box.splitlines():
         text = line.strip("│| \t")
-        if line[:1] in "╭╰+":
+        if line[:1] in ("╭", "╰"):
             continue
         if text and not text.strip("─-"):
             sections.append([])
         elif text:
             sections[-1].append(text)
-    said = [" ".join(lines) for lines in sections if lines]
+    is_framed = box.lstrip().startswith("╭")  # where the terminal has no such signs the title is the first section
+    said = [" ".join(lines) for lines in sections[0 if is_framed else 1 :] if lines]
     told = [part.removeprefix("Error parsing ").removeprefix("Argument helptext: ") for part in said]
     parts = [part.rstrip(".") for part in told if not part.startswith("For full helptext")]
     return "; ".join([*parts, f"see `{command} --help`"])

@@ -43,7 +43,7 @@ class PlanOptions:
 class ResumeOptions:
     """Go on with a run where its last checkpoint is; it ends with the same bits as one that was never stopped."""
 
-    run: tyro.conf.Positional[str]
+    run: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")]
     """Folder of the run, or its name in --runs-dir."""
     max_rounds: int | None = None
     """Stop after this many rounds."""
@@ -79,13 +79,14 @@ def plan(words: Sequence[str]) -> int:
 
     from pathlib import Path
 
-    from atlas_fl.cli.plan_tables import plan_tables
     from atlas_fl.io.results import write_json
     from atlas_fl.plan import make_plan
+    from atlas_fl.report.tables import plan_tables
 
     with show_progress(notes=False) as on_event:
         found = make_plan(config, on_event=on_event).to_json()
     show(plan_tables(found))
+    show(f"note: {line}" for line in found["notes"])
     show([f"the run would be {run_folder(config).path}"])
     if options.to is not None:
         write_json(Path(options.to), found)

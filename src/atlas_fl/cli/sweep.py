@@ -68,7 +68,11 @@ def compare(words: Sequence[str]) -> int:
     options = parse(CompareOptions(settings=base_config(groups)), groups, command="atlas compare")
     if not options.strategies:
         raise ConfigError("--strategies is empty; name at least one; see `atlas list strategies`")
-    over = [f"strategy={','.join(options.strategies)}"]
+
+    from atlas_fl.strategies import ALIASES
+
+    names = [ALIASES.get(name, name) for name in options.strategies]
+    over = [f"strategy={','.join(names)}"]
     return run_grid(options.settings, over=over, seeds=seeds(options.seeds))
 
 
@@ -79,19 +83,30 @@ def run_grid(base: Config, *, over: Sequence[str], seeds: Sequence[int]) -> int:
     with show_progress() as on_event:
 
         def announce(index: int, point: Point, state: RunState) -> None:
-            changes = " ".join(f"{name}={value}" for name, value in point.changes.items())
-            line = f"run {index + 1} of {len(points)}, {changes} seed={point.config.run.seed}, {WORDS[state]}"
-            on_event(PhaseStarted(line))
+            run = f"run {index + 1} of {len(points)}: {label_of(point)} seed={point.config.run.seed}"
+            on_event(PhaseStarted(f"{run} {WORDS[state]}"))
 
         folders = run_all(points, on_run=announce, on_event=on_event)
-    _print_comparison(folders, by=tuple(values), runs_dir=Path(base.run.runs_dir))
+    _show_comparison(points, folders, path=Path(base.run.runs_dir) / f"comparison-{'-'.join(values)}.csv")
     return 0
 
 
-def _print_comparison(folders: Sequence[Path], *, by: Sequence[str], runs_dir: Path) -> None:
-    from atlas_fl.report.tables import comparison, rich_table, write_csv
+def _show_comparison(points: Sequence[Point], folders: Sequence[Path], *, path: Path) -> None:
+    from atlas_fl.io.atomic import write_atomic
+    from atlas_fl.report.compare import comparison_rows
+    from atlas_fl.report.tables import comparison_table, to_csv
 
-    rows = comparison(folders, by=by)
-    path = runs_dir / f"comparison-{'-'.join(by)}.csv"
-    write_csv(path, rows)
-    show([rich_table(rows), f"the same as CSV: {path}"])
+    groups: dict[str, list[Path]] = {}
+    for point, folder in zip(points, folders):
+        groups.setdefault(label_of(point), []).append(folder)
+    local = [folder for point, folder in zip(points, folders) if point.config.mixing.strategy == "local"]
+    rows = comparison_rows(groups, local=local)
+    write_atomic(path, to_csv(rows).encode())
+    show([comparison_table(rows), f"the same as CSV: {path}"])
+
+
+def label_of(point: Point) -> str:
+    """What sets the point apart from the others: its strategy, or the swept settings and their values."""
+    if list(point.changes) == ["strategy"]:
+        return point.changes["strategy"]
+    return " ".join(f"{name}={value}" for name, value in point.changes.items())

@@ -33,8 +33,9 @@ def evaluate(jobs: Sequence[Job], site: Site) -> list[Update]:
         row = make_row(parts, device=site.backbone.device)
         clients = [jobs[k].params for k, _ in chunk]
         placed = [{key: t.to(site.backbone.device) for key, t in params.items()} for params in clients]
-        for (k, _), logits in zip(chunk, forward(row, placed, site), strict=True):
-            outputs[k].append(logits.cpu().numpy())
+        with forward(row, placed, site) as logits:
+            for (k, _), own in zip(chunk, logits, strict=True):
+                outputs[k].append(own.cpu().numpy())
     seconds = (time.perf_counter() - began) / max(1, len(jobs))
     updates = []
     for k, job in enumerate(jobs):

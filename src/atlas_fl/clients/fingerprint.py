@@ -5,7 +5,6 @@ mean is exact and the client can start round one from it. `gradient` and `fisher
 batch gradients of the last two blocks' and the head's weights at the shared initialisation.
 """
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -18,7 +17,7 @@ from atlas_fl.clients.base import Job, Site, Update
 from atlas_fl.clients.gradients import batch_gradients
 from atlas_fl.clients.train import TrainOptions, train
 from atlas_fl.clustering.sketch import sketch
-from atlas_fl.tree import HEAD, LORA_A, LORA_B
+from atlas_fl.tree import LORA_A, LORA_B
 from atlas_fl.types import Params
 
 FIRST, SECOND = "sketch.first", "sketch.second"
@@ -38,7 +37,7 @@ class FingerprintOptions:
     """Most warm-up steps of each half."""
     stride: int = 10
     """Warm-up steps between two looks at the halves' agreement."""
-    reliability: float = 0.5
+    reliability: float = 0.3
     """Agreement of the halves at which the warm-up ends early."""
 
     @property
@@ -58,29 +57,41 @@ def fingerprint(jobs: Sequence[Job], site: Site) -> list[Update]:
 
 def _delta(jobs: Sequence[Job], site: Site) -> list[Update]:
     """Warm up both halves until they agree or the steps are spent; sketch what B has become."""
-    halves = {job.client: [job.params, job.params] for job in jobs}
-    sketches: dict[str, list[np.ndarray]] = {}
-    taken = dict.fromkeys(halves, 0)
-    active = list(jobs)
-    for stride in range(math.ceil(jobs[0].options.steps / jobs[0].options.stride)):
-        work = [_half_job(job, halves[job.client][half], half, stride) for job in active for half in (0, 1)]
-        trained = train(work, site)
-        for job, first, second in zip(active, trained[::2], trained[1::2], strict=True):
-            halves[job.client] = [first.params, second.params]
-            sketches[job.client] = [_sketch(_lora_b(part.params), job.options) for part in (first, second)]
-            taken[job.client] += int(first.metrics["steps"])
-        active = [job for job in active if float(np.dot(*sketches[job.client])) < job.options.reliability]
-        if not active:
-            break
-    return [_answer(job, sketches[job.client], _mean(*halves[job.client]), taken[job.client]) for job in jobs]
+    work = [half_job(job, half) for job in jobs for half in (0, 1)]
+    trained = train(work, site, watch=lambda done, live: _agreeing(jobs, done, live))
+    answers = []
+    for job, first, second in zip(jobs, trained[::2], trained[1::2], strict=True):
+        sketches = [delta_sketch(half.params, job.options) for half in (first, second)]
+        steps = int(max(first.metrics["steps"], second.metrics["steps"]))
+        answers.append(_answer(job, sketches, _mean(first.params, second.params), steps))
+    return answers
 
 
-def _half_job(job: Job, params: Params, half: int, stride: int) -> Job:
+def half_job(job: Job, half: int) -> Job:
+    """Training of one half for all steps; whole passes, as many as the steps need."""
     options: FingerprintOptions = job.options
-    steps = min(options.stride, options.steps - stride * options.stride)
-    training = replace(options.train, half=half, max_steps=steps, epochs=steps, frozen=(LORA_A,), hash_loaded=False)
-    # Rounds of training count from one; the warm-up's own orders are drawn before them.
-    return replace(job, params=params, round=-stride, options=training)
+    training = replace(
+        options.train, half=half, max_steps=options.steps, epochs=options.steps, frozen=(LORA_A,), hash_loaded=False
+    )
+    return replace(job, options=training)
+
+
+def _agreeing(jobs: Sequence[Job], done: int, live: Mapping[int, Params]) -> list[int]:
+    """The places of both halves of every client whose halves agree well enough; looked at every few steps."""
+    options: FingerprintOptions = jobs[0].options
+    if done % options.stride:
+        return []
+    ended = []
+    for first in (place for place in live if place % 2 == 0 and place + 1 in live):
+        pair = [delta_sketch(live[place], options) for place in (first, first + 1)]
+        if float(np.dot(*pair)) >= options.reliability:
+            ended += [first, first + 1]
+    return ended
+
+
+def delta_sketch(params: Params, options: FingerprintOptions) -> np.ndarray:
+    """The sketch of a warmed-up B, (sketch_dim,) float32 of unit length."""
+    return _sketch({key: tensor.detach() for key, tensor in _lora_b(params).items()}, options)
 
 
 def _lora_b(params: Params) -> dict[str, Tensor]:
@@ -123,7 +134,7 @@ def _sketch(tensors: Mapping[str, Tensor], options: FingerprintOptions) -> np.nd
 
 def _mean(first: Params, second: Params) -> dict[str, Tensor]:
     """The mean of the halves; A is the same in both, so the mean of the products is the product of the means."""
-    return {key: (first[key] + second[key]) / 2 if key.endswith(LORA_B) or key.startswith(HEAD) else first[key] for key in first}  # fmt: skip
+    return {key: tensor if key.endswith(LORA_A) else (tensor + second[key]) / 2 for key, tensor in first.items()}
 
 
 def _answer(job: Job, sketches: Sequence[np.ndarray], params: Params, steps: int) -> Update:

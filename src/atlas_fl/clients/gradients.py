@@ -31,32 +31,27 @@ def batch_gradients(job: Job, site: Site, *, half: int, blocks: int, count: int)
         yield loss_gradient(row, site, leaves, head)
 
 
-def loss_gradient(row: Row, site: Site, leaves: dict[str, Tensor], head: Params) -> dict[str, Tensor]:
+def loss_gradient(row: Row, site: Site, leaves: Params, head: Params) -> dict[str, Tensor]:
     """The gradient of one batch's mean loss with respect to these weights and this head."""
-    backbone = site.backbone
-    with site.autocast():
-        pooled = _features_with(backbone, leaves, row)
-        loss = example_loss(apply_head(backbone.family, head, pooled).float(), row.labels[0])
-    wanted = {**leaves, **head}
-    return dict(zip(wanted, torch.autograd.grad(loss, list(wanted.values())), strict=True))
+    swapped = {f"model.{name}": weight for name, weight in leaves.items()}
+    found: dict[str, Tensor] = functional_call(_Gradient(site), swapped, (row, leaves, head))
+    return found
 
 
-class _Features(torch.nn.Module):
-    """`features` as a module, so that weights can be swapped by `functional_call`."""
+class _Gradient(torch.nn.Module):
+    """The gradient as a module: weights stay swapped in its backward pass, where checkpointed blocks run again."""
 
-    def __init__(self, backbone: Backbone) -> None:
+    def __init__(self, site: Site) -> None:
         super().__init__()
-        self.model, self._backbone = backbone.model, backbone
+        self.model, self._site = site.backbone.model, site
 
-    def forward(self, row: Row) -> Tensor:
-        return features(self._backbone, row.ids, row.types, row.layout)
-
-
-def _features_with(backbone: Backbone, weights: Params, row: Row) -> Tensor:
-    """The features when these weights stand in the backbone instead of its own."""
-    swapped = {f"model.{name}": weight for name, weight in weights.items()}
-    out: Tensor = functional_call(_Features(backbone), swapped, (row,))
-    return out
+    def forward(self, row: Row, leaves: Params, head: Params) -> dict[str, Tensor]:
+        backbone = self._site.backbone
+        with self._site.autocast():
+            pooled = features(backbone, row.ids, row.types, row.layout)
+            loss = example_loss(apply_head(backbone.family, head, pooled).float(), row.labels[0])
+        wanted = {**leaves, **head}
+        return dict(zip(wanted, torch.autograd.grad(loss, list(wanted.values())), strict=True))
 
 
 def _weights_of_last(backbone: Backbone, blocks: int) -> list[str]:

@@ -55,17 +55,20 @@ def _measure(job: Job, site: Site) -> np.ndarray:
     }
     head = {key: job.params[key].detach().to(device).requires_grad_() for key in head_keys(job.params)}
     sizes = _by_layer(site, {name: torch.tensor(float(leaf.numel())) for name, leaf in leaves.items()})
-    rows = half_rows(job, site, half=0, count=job.options.batches)
+    options: ImportanceOptions = job.options
+    rows = half_rows(job, site, half=0, count=options.batches)
     gradients = (loss_gradient(row, site, leaves, head) for row in rows)
-    if job.options.kind == "gradient":
+    if options.kind == "gradient":
         squares = [_by_layer(site, {name: g[name].double().square().sum() for name in leaves}) for g in gradients]
-        return layer_importance(np.sum(squares, axis=0), sizes)
+        measured: np.ndarray = layer_importance(np.sum(squares, axis=0), sizes)
+        return measured
     smoothed = None
     for g in gradients:
         products = {name: (leaf.detach() * g[name]).double().abs().sum() for name, leaf in leaves.items()}
         smoothed = rngwp(smoothed, _by_layer(site, products), sizes)
     assert smoothed is not None
-    return shares(smoothed)
+    normalised: np.ndarray = shares(smoothed)
+    return normalised
 
 
 def _by_layer(site: Site, sums: Mapping[str, Tensor]) -> np.ndarray:

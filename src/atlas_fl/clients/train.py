@@ -2,20 +2,20 @@
 
 import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, TypeAlias
 
 import numpy as np
 import torch
-import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from atlas_fl.clients.base import Job, Site, Update
-from atlas_fl.clients.rows import dropout_masks, forward, make_row
+from atlas_fl.clients.rows import Dropout, dropout_masks, forward, make_row
 from atlas_fl.models.tokens import Encoded
 from atlas_fl.rng import generator
 from atlas_fl.tree import digest
+from atlas_fl.types import Params
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,8 +79,8 @@ def batches(data: Encoded, job: Job) -> Iterator[Encoded]:
 def example_loss(logits: Tensor, labels: Tensor) -> Tensor:
     """Mean cross-entropy, or mean squared error where one output meets real numbers."""
     if labels.is_floating_point():
-        return F.mse_loss(logits[:, 0], labels)
-    return F.cross_entropy(logits, labels)
+        return nn.functional.mse_loss(logits[:, 0], labels)
+    return nn.functional.cross_entropy(logits, labels)
 
 
 class _Member:
@@ -89,11 +89,12 @@ class _Member:
     def __init__(self, job: Job, site: Site) -> None:
         options: TrainOptions = job.options
         self.job, self.options = job, options
+        # Sorted, because the clipped norm is a sum and its last bits follow the order.
         self.params = {
-            key: tensor.detach().to(site.backbone.device, copy=True).requires_grad_(not key.endswith(options.frozen or "\0"))
+            key: tensor.detach().to(site.backbone.device, copy=True).requires_grad_(not key.endswith(options.frozen))
             for key, tensor in sorted(job.params.items())
-        }  # fmt: skip
-        # Sorted: the clipped norm is a sum, and its last bits follow the order. Read back from the leaves themselves: what is hashed is what computes.
+        }
+        # Read back from the leaves themselves: what is hashed is what computes.
         self.loaded = digest(self.params) if options.hash_loaded else None
         data = site.data[job.client].splits["train"]
         self.examples = len(data) if options.half is None else len(range(options.half, len(data), 2))
@@ -105,6 +106,11 @@ class _Member:
             self.leaves, lr=options.lr, weight_decay=options.weight_decay, fused=fused, foreach=None
         )
         self.losses: list[Tensor] = []
+
+    def dropout(self, done: int) -> Dropout:
+        """Where the masks of this step come from."""
+        path = (self.job.client, self.job.round, done)
+        return Dropout(p=self.options.dropout, seed=self.options.seed, path=path)
 
     def step(self, done: int) -> None:
         """Clip, move, forget the gradients."""
@@ -124,25 +130,32 @@ class _Member:
             client=self.job.client,
             params={key: leaf.detach().cpu() for key, leaf in self.params.items()},
             examples=self.examples,
-            metrics={"loss": loss, "seconds": seconds, "steps": float(self.steps)},
+            metrics={"loss": loss, "seconds": seconds, "steps": float(len(self.losses))},
             loaded=self.loaded,
             keys=len(self.params),
         )
 
 
-def train(jobs: Sequence[Job], site: Site) -> list[Update]:
+Watch: TypeAlias = Callable[[int, Mapping[int, Params]], Collection[int]]
+"""(steps done, live params by the job's place) -> the places whose training ends here."""
+
+
+def train(jobs: Sequence[Job], site: Site, *, watch: Watch | None = None) -> list[Update]:
     """Every client's trained model, in the order of the jobs.
 
     The clients' mini-batches go through the frozen backbone together. Losses are means over a client's own batch
-    and are summed over clients, so that each one's gradient is its own. A client leaves when its steps are done.
+    and are summed over clients, so that each one's gradient is its own. A client leaves when its steps are done, or
+    when `watch`, which sees the pack after every step, says so.
     """
     began = time.perf_counter()
     members = [_Member(job, site) for job in jobs]
-    active, done = [member for member in members if member.steps > 0], 0
+    active = {place: member for place, member in enumerate(members) if member.steps > 0}
+    done = 0
     while active:
-        _step(active, done, site)
+        _step(list(active.values()), done, site)
         done += 1
-        active = [member for member in active if member.steps > done]
+        ended = () if watch is None else watch(done, {place: member.params for place, member in active.items()})
+        active = {k: member for k, member in active.items() if member.steps > done and k not in ended}
     seconds = (time.perf_counter() - began) / max(1, len(members))
     return [member.update(seconds) for member in members]
 
@@ -150,17 +163,10 @@ def train(jobs: Sequence[Job], site: Site) -> list[Update]:
 def _step(active: Sequence[_Member], done: int, site: Site) -> None:
     """One optimizer step of every active client."""
     row = make_row([next(member.batches) for member in active], device=site.backbone.device)
-    first = active[0].options
-    mask = dropout_masks(
-        [member.job.client for member in active],
-        p=first.dropout,
-        path=(active[0].job.round, done),
-        seed=first.seed,
-        device=site.backbone.device,
-    )
-    logits = forward(row, [member.params for member in active], site, mask=mask)
-    losses = [example_loss(own, labels) for own, labels in zip(logits, row.labels, strict=True)]
-    torch.stack(losses).sum().backward()  # type: ignore[no-untyped-call]
+    mask = dropout_masks([member.dropout(done) for member in active], device=site.backbone.device)
+    with forward(row, [member.params for member in active], site, mask=mask) as logits:
+        losses = [example_loss(own, labels) for own, labels in zip(logits, row.labels, strict=True)]
+        torch.stack(losses).sum().backward()  # type: ignore[no-untyped-call]
     for member, loss in zip(active, losses, strict=True):
         member.losses.append(loss.detach())
         member.step(done)

@@ -67,7 +67,8 @@ class Clustering:
 
     @staticmethod
     def from_json(data: Mapping[str, Any]) -> "Clustering":
-        """The inverse of `to_json`; CheckpointError names a field that is missing."""
+        """The inverse of `to_json`, other keys aside; CheckpointError names a field that is missing."""
+        data = {name: data[name] for name in Clustering.__dataclass_fields__ if name in data}
         missing = [name for name in Clustering.__dataclass_fields__ if name not in data]
         if missing:
             raise CheckpointError(
@@ -88,20 +89,22 @@ def predict(clustering: Clustering, first: np.ndarray, second: np.ndarray) -> in
     mean similarity to every cluster is below the threshold. The mean is over members, as in average linkage.
     Raises ConfigError when the clustering holds no sketches or sketches of another length.
     """
-    settings, centroids = clustering.settings, clustering.centroids
-    if settings is None or not centroids.size:
+    settings, centroids, dim = clustering.settings, clustering.centroids, clustering.offsets.shape[1]
+    if settings is None or not dim:
         raise ConfigError("a client can be placed only beside clusters made of sketches; these hold none, plan again")
-    if np.shape(first) != (centroids.shape[2],) or np.shape(second) != (centroids.shape[2],):
-        raise ConfigError(f"sketch of shape {np.shape(first)} beside clusters of sketches of {centroids.shape[2]}")
+    if np.shape(first) != (dim,) or np.shape(second) != (dim,):
+        raise ConfigError(f"sketch of shape {np.shape(first)} beside clusters of sketches of {dim}")
     left = prepare(first[None], offset=clustering.offsets[0])[0]
     right = prepare(second[None], offset=clustering.offsets[1])[0]
     own = float(left @ right)
-    if own < settings.min_reliability or own <= 0.0:
-        return UNDECIDED
     names = decided_names(clustering.labels)
+    if own < settings.min_reliability or not names:
+        return UNDECIDED
     if len(centroids) == 1:
         middle = prepare((left + right)[None])[0]
         return names[int(np.linalg.norm(centroids[0] - middle, axis=1).argmin())]
+    if own <= 0.0:
+        return UNDECIDED  # rho is not defined
     likeness = (centroids[1] @ left + centroids[0] @ right) / 2 / np.sqrt(own)
     alone = settings.fixed_k is None and likeness.max() < settings.threshold
     return UNDECIDED if alone else names[int(likeness.argmax())]

@@ -14,8 +14,8 @@ class DataConfig:
     tasks: tuple[str, ...] = ("movie", "trec", "pairs")
     """Tasks of the federation (`atlas list tasks`)."""
     task: tuple[str, ...] = ()
-    """Your own csv, jsonl or parquet as `name=path`, after it any of `,text=COLUMN` `,pair=COLUMN` `,label=COLUMN`
-    `,metric=NAME`; may be repeated."""
+    """Your own csv, jsonl or parquet: `name=path`, then as needed text=, pair= and label= (columns) and metric=, with
+    commas between; may be repeated."""
     clients_per_task: int = 3
     """Clients that share each task."""
     samples: int = 200
@@ -105,7 +105,7 @@ class ClusteringConfig:
     """What a client's fingerprint is made of."""
     fingerprint_batches: int = 12
     """Batches of the gradient and fisher fingerprints."""
-    fingerprint_steps: int = 40
+    fingerprint_steps: int = 60
     """Most warm-up steps of each half for the delta fingerprint."""
     sketch_dim: int = 1024
     """Length of the sketch that leaves the client."""

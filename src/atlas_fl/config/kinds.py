@@ -128,9 +128,10 @@ def whole_number(text: str) -> int | None:
 
 def shown(value: object) -> str:
     """The value as one short line, for a message."""
-    if type(value) is int and abs(value) > LARGEST:
-        return f"a number beyond {LARGEST:.0e}"  # Python refuses to print the longest integers
-    text = repr(value)
+    try:
+        text = repr(value)
+    except ValueError:  # Python refuses to print integers of more than 4,300 digits
+        return "a number of thousands of digits"
     return text if len(text) <= SHOWN_CHARACTERS else f"{text[:SHOWN_CHARACTERS]}..."
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import tomlkit
 
-from atlas_fl.config.fields import Setting, from_values, group_classes, settings, value_of
+from atlas_fl.config.fields import Setting, from_values, group_classes, settings, unknown_setting, value_of
 from atlas_fl.config.groups import Config
 from atlas_fl.config.kinds import NONE, describe, mistake, read
 from atlas_fl.errors import ConfigError, unknown
@@ -70,7 +70,7 @@ def _parsed(path: Path) -> dict[str, Any]:
 def _value(path: str | Path, group: str, key: str, value: object) -> Any:
     setting = settings().get(key)
     if setting is None:
-        raise unknown(f"setting in {path}:", key, settings())
+        raise unknown_setting(key, where=str(path))
     if setting.group != group:
         raise ConfigError(f"{path}: {key} stands in [{group}]; it belongs to [{setting.group}]; move it there")
     if key in WORD_OR_NUMBER and type(value) is int:

@@ -3,10 +3,9 @@
 from collections.abc import Mapping
 from typing import Any
 
-from atlas_fl.config.fields import Setting, from_values, settings
+from atlas_fl.config.fields import Setting, from_values, settings, unknown_setting
 from atlas_fl.config.groups import Config
 from atlas_fl.config.kinds import describe, from_text, mistake
-from atlas_fl.errors import unknown
 
 
 def with_values(config: Config, values: Mapping[str, str]) -> Config:
@@ -31,7 +30,7 @@ def find_setting(name: str) -> Setting:
     table = settings()
     key = name.strip().removeprefix("--").replace("-", "_")
     if key not in table:
-        raise unknown("setting", name, table)
+        raise unknown_setting(name)
     return table[key]
 
 

@@ -34,8 +34,8 @@ def check_types(config: Config) -> None:
     for setting in settings().values():
         value = value_of(config, setting.name)
         try:
-            # NaN is unequal to itself, and a list to the tuple that it should be
-            fits = bool(read(value, setting.kind) == value)
+            # a list is unequal to the tuple that it should be; NaN, unequal to itself, is a matter of ranges
+            fits = bool(read(value, setting.kind) == value or value != value)
         except ValueError:
             fits = False
         if not fits:

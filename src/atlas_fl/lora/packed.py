@@ -10,7 +10,7 @@ Hu et al. 2021, "LoRA: Low-Rank Adaptation of Large Language Models", equation 3
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -22,7 +22,7 @@ from atlas_fl.types import Params
 
 @dataclass(frozen=True, kw_only=True)
 class Segment:
-    """The tokens `start:stop` of the row belong to one client."""
+    """The rows `start:stop` belong to one client."""
 
     start: int
     stop: int
@@ -35,7 +35,16 @@ class _PackedLinear(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: FunctionCtx, x: Tensor, dropped: Sequence[Tensor | None], weight: Tensor, bias: Tensor | None, segments: Sequence[Segment], scales: Sequence[float], *factors: Tensor) -> Tensor:  # fmt: skip  # noqa: PLR0913 - autograd calls it by position
+    def forward(
+        ctx: FunctionCtx,
+        x: Tensor,
+        dropped: Sequence[Tensor | None],
+        weight: Tensor,
+        bias: Tensor | None,
+        segments: Sequence[Segment],
+        scales: Sequence[float],
+        *factors: Tensor,
+    ) -> Tensor:
         out = x @ weight if bias is None else torch.addmm(bias, x, weight)
         hidden = []
         for segment, scale, mask, a, b in zip(segments, scales, dropped, factors[::2], factors[1::2], strict=True):
@@ -48,7 +57,7 @@ class _PackedLinear(torch.autograd.Function):
         return out
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, *saved = ctx.saved_tensors
         count = len(ctx.segments)
         factors, hidden = saved[: 2 * count], saved[2 * count :]
@@ -89,8 +98,8 @@ def packed_linear(
     return out
 
 
-MaskOf = Callable[[int, str, tuple[int, int]], Tensor | None]
-"""(client's place in the pack, module, (tokens, width)) -> inverted-dropout mask, or None for no dropout."""
+MaskOf: TypeAlias = Callable[[int, str, tuple[int, int]], Tensor | None]
+"""(client's place in the pack, module, (rows, width)) -> inverted-dropout mask, or None for no dropout."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,6 +108,9 @@ class Adapters:
 
     clients: Sequence[Params]
     segments: Sequence[Segment]
+    """Tokens of every client."""
+    pooled: Sequence[Segment]
+    """Sequences of every client: the rows of layers that see one token of each sequence."""
     scale: Callable[[int], float]
     mask: MaskOf | None = None
 
@@ -107,44 +119,47 @@ def _forward(module: nn.Module, name: str, adapters: Adapters) -> Callable[[Tens
     """The forward function of one frozen layer that adds every client's low-rank product."""
     factors = [client[name + part] for client in adapters.clients for part in (LORA_A, LORA_B)]
     scales = [adapters.scale(a.shape[0]) for a in factors[::2]]
+    held = module.get_parameter("weight")
     # nn.Linear holds (d_out, d_in), GPT-2's Conv1D its transpose.
-    transposed = isinstance(module, nn.Linear)
+    weight = held.T if isinstance(module, nn.Linear) else held
+    bias = None if module.bias is None else module.get_parameter("bias")
 
     def forward(x: Tensor) -> Tensor:
         rows = x.flatten(0, -2)
-        dropped = None
-        if adapters.mask is not None:
-            dropped = [
-                adapters.mask(k, name, (segment.stop - segment.start, rows.shape[-1]))
-                for k, segment in enumerate(adapters.segments)
-            ]
-        weight, bias, moved = module.weight, module.bias, list(factors)
-        if torch.is_autocast_enabled(x.device.type):
-            half = torch.get_autocast_dtype(x.device.type)
-            rows, weight, moved = rows.to(half), weight.to(half), [factor.to(half) for factor in factors]
-            bias = None if bias is None else bias.to(half)
+        dtype = torch.get_autocast_dtype(x.device.type) if torch.is_autocast_enabled(x.device.type) else x.dtype
+        segments = adapters.segments if len(rows) == adapters.segments[-1].stop else adapters.pooled
         out = packed_linear(
-            rows,
-            weight=weight.T if transposed else weight,
-            bias=bias,
-            segments=adapters.segments,
+            rows.to(dtype),
+            weight=weight.to(dtype),
+            bias=None if bias is None else bias.to(dtype),
+            segments=segments,
             scales=scales,
-            factors=moved,
-            dropped=dropped,
+            factors=[factor.to(dtype) for factor in factors],
+            dropped=_masks(adapters.mask, name, segments, like=rows.to(dtype)),
         )
-        return out.unflatten(0, x.shape[:-1])
+        return out.view(*x.shape[:-1], -1)
 
     return forward
+
+
+def _masks(mask: MaskOf | None, name: str, segments: Sequence[Segment], *, like: Tensor) -> list[Tensor | None]:
+    """Every client's dropout mask on its rows of `like`, in the same dtype."""
+    if mask is None:
+        return [None] * len(segments)
+    drawn = [mask(k, name, (own.stop - own.start, like.shape[-1])) for k, own in enumerate(segments)]
+    return [None if own is None else own.to(like.dtype) for own in drawn]
 
 
 @contextmanager
 def attached(modules: Mapping[str, nn.Module], adapters: Adapters) -> Iterator[None]:
     """While this holds, the named frozen layers add the clients' updates; afterwards they are stock again.
 
-    The layers keep their names and their place in the model, so no key is ever renamed.
+    The layers keep their names and their place in the model, so no key is ever renamed. With gradient checkpointing
+    the backward pass must lie inside as well, because it runs the layers again.
     """
+    forwards = {name: _forward(module, name, adapters) for name, module in modules.items()}
     for name, module in modules.items():
-        module.forward = _forward(module, name, adapters)  # type: ignore[method-assign]
+        module.forward = forwards[name]
     try:
         yield
     finally:
@@ -154,7 +169,7 @@ def attached(modules: Mapping[str, nn.Module], adapters: Adapters) -> Iterator[N
 
 def merged_weight(module: nn.Module, name: str, params: Params, scale: Callable[[int], float]) -> Tensor:
     """The layer's weight with one client's update added, in the layer's own orientation; a new tensor."""
-    weight = module.weight.detach()  # type: ignore[operator, union-attr]
+    weight = module.get_parameter("weight").detach()
     a, b = params[name + LORA_A].to(weight.device), params[name + LORA_B].to(weight.device)
     update = scale(a.shape[0]) * (b @ a)  # (d_out, d_in)
     merged: Tensor = weight + (update if isinstance(module, nn.Linear) else update.T)

@@ -3,10 +3,12 @@
 import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from peft import LoraConfig
 from peft.utils.constants import TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING
+from peft.utils.other import get_pattern_key
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
@@ -63,7 +65,7 @@ def export_adapter(
     )
     folder.mkdir(parents=True, exist_ok=True)
     config.save_pretrained(str(folder))
-    tensors = {_peft_name(key, family): tensor.detach().contiguous().clone() for key, tensor in params.items()}
+    tensors = {saved_name(key, family): tensor.detach().contiguous().clone() for key, tensor in params.items()}
     save_file(tensors, str(folder / WEIGHTS), metadata={"format": "pt"})
 
 
@@ -71,8 +73,8 @@ def _whole(alpha: float) -> int | float:
     return int(alpha) if alpha == int(alpha) else alpha
 
 
-def _peft_name(key: str, family: Family) -> str:
-    """PEFT's name of one of our tensors."""
+def saved_name(key: str, family: Family) -> str:
+    """PEFT's name of one of our tensors in a saved adapter."""
     if key.startswith(HEAD):
         return _ROOT + key.removeprefix(HEAD)
     return f"{_ROOT}{family.prefix}.{key}.weight"
@@ -93,7 +95,7 @@ def import_adapter(folder: Path, *, family: Family) -> tuple[dict[str, torch.Ten
     if settings.get("peft_type") != "LORA":
         raise ModelError(f"the adapter in {folder} is {settings.get('peft_type')!r}; only LORA can be imported")
     params = {_own_name(name, family): tensor.float() for name, tensor in tensors.items()}
-    scales = _scales(settings, params, folder)
+    scales = _scales(settings, params, folder, family=family)
     return params, scales.__getitem__
 
 
@@ -105,15 +107,14 @@ def _own_name(name: str, family: Family) -> str:
     return HEAD + bare
 
 
-def _scales(settings: Mapping[str, object], params: Params, folder: Path) -> dict[int, float]:
+def _scales(settings: Mapping[str, Any], params: Params, folder: Path, *, family: Family) -> dict[int, float]:
     """alpha over rank (or its root) by rank, as the folder's settings say it of every module."""
-    alpha_pattern = settings.get("alpha_pattern") or {}
-    assert isinstance(alpha_pattern, dict)
+    alpha_pattern: Mapping[str, float] = settings.get("alpha_pattern") or {}
     scales: dict[int, float] = {}
     for module in lora_modules(params):
         rank = params[module + LORA_A].shape[0]
-        alpha = next((value for end, value in alpha_pattern.items() if end.endswith(module)), settings["lora_alpha"])
-        own = float(alpha) / (rank**0.5 if settings.get("use_rslora") else rank)  # type: ignore[arg-type]
+        alpha = alpha_pattern.get(get_pattern_key(alpha_pattern, f"{family.prefix}.{module}"), settings["lora_alpha"])
+        own = float(alpha) / (rank**0.5 if settings.get("use_rslora") else rank)
         if scales.setdefault(rank, own) != own:
             raise ModelError(
                 f"the adapter in {folder} scales modules of rank {rank} by {scales[rank]} and {own}; export it with"

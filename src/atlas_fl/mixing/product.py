@@ -97,7 +97,6 @@ def spare_directions(own: Tensor, taken: Tensor, count: int) -> Tensor:
     found: list[Tensor] = []
     for candidates in (own, extra):
         rest = candidates - (candidates @ rows.T) @ rows
-        rest = rest - (rest @ rows.T) @ rows
         squares, vectors = torch.linalg.eigh(rest @ rest.T)
         size = float(candidates.square().sum())
         fresh = int((squares > 1e-8 * size).sum()) if size else 0

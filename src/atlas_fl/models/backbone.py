@@ -4,8 +4,10 @@ import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModel, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.pytorch_utils import Conv1D
@@ -13,7 +15,7 @@ from transformers.pytorch_utils import Conv1D
 from atlas_fl.errors import ModelError
 from atlas_fl.models.family import FAMILIES, Family
 from atlas_fl.models.packing import PACKED, Layout, register_packed_attention
-from atlas_fl.models.registry import Source, locate
+from atlas_fl.models.registry import Source, hub_answers, locate
 from atlas_fl.models.shape import ModelShape
 
 
@@ -42,7 +44,8 @@ class Backbone:
     @property
     def device(self) -> torch.device:
         """Where the weights lie."""
-        return next(self.model.parameters()).device
+        device: torch.device = next(self.model.parameters()).device
+        return device
 
     @property
     def num_parameters(self) -> int:
@@ -56,46 +59,56 @@ def load_backbone(name: str, *, device: str = "cpu", gradient_checkpointing: boo
     Raises `ModelError` when the files are not to be had or the architecture is not known.
     """
     register_packed_attention()
-    source = locate(name)
-    extra = {"gguf_file": source.gguf_file} if source.gguf_file else {}
-    try:
-        config = AutoConfig.from_pretrained(source.path, **extra)
-        family = _family(name, config.model_type)
-        tokenizer = AutoTokenizer.from_pretrained(source.path, **extra)
-        model = AutoModel.from_pretrained(
-            source.path, config=config, attn_implementation=PACKED, dtype=torch.float32, **extra
-        )
-    except (OSError, ValueError) as error:
-        raise ModelError(_not_found(name, source, error)) from error
+    source, family = find_family(name)
+    with _readable(name, source):
+        tokenizer = AutoTokenizer.from_pretrained(source.path, **_how(source))
+        model = AutoModel.from_pretrained(source.path, attn_implementation=PACKED, dtype=torch.float32, **_how(source))
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token
     model.config.pad_token_id = tokenizer.pad_token_id
     model.config.use_cache = False
+    model = model.to(device).requires_grad_(False).eval()
+    backbone = Backbone(name=name, source=source, model=model, tokenizer=tokenizer, family=family)
     if gradient_checkpointing:
-        model.gradient_checkpointing_enable({"use_reentrant": False})
-    model = model.to(device).requires_grad_(False)
-    # Checkpointing acts in training mode only; the families' own dropouts are switched off in `quiet`.
-    model = quiet(model.train()) if gradient_checkpointing else model.eval()
-    return Backbone(name=name, source=source, model=model, tokenizer=tokenizer, family=family)
+        _checkpoint_blocks(backbone)
+    return backbone
 
 
-def quiet(model: PreTrainedModel) -> PreTrainedModel:
-    """The model with every dropout of its own in evaluation mode; clients draw theirs from generators."""
-    for module in model.modules():
-        if isinstance(module, nn.Dropout):
-            module.eval()
-    return model
+def _checkpoint_blocks(backbone: Backbone) -> None:
+    """Keep only the inputs of every block but the last, whose inside is needed again at once anyway.
+
+    The last one could not be run again in the backward pass either: by then it no longer is narrowed.
+    """
+    model = backbone.model
+    # transformers 5 renames it and warns about the old name as soon as it knows the new one
+    enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+    enable({"use_reentrant": False})
+    for block in list(backbone.blocks)[:-1]:
+        # Checkpointing acts in training mode only. What is inside stays in evaluation mode, without any dropout.
+        block.training = True
 
 
 def find_family(name: str) -> tuple[Source, Family]:
     """Where a model's files are and what architecture it has, without loading its weights."""
     source = locate(name)
-    extra = {"gguf_file": source.gguf_file} if source.gguf_file else {}
-    try:
-        config = AutoConfig.from_pretrained(source.path, **extra)
-    except (OSError, ValueError) as error:
-        raise ModelError(_not_found(name, source, error)) from error
+    with _readable(name, source):
+        config = AutoConfig.from_pretrained(source.path, **_how(source))
     return source, _family(name, config.model_type)
+
+
+def _how(source: Source) -> dict[str, Any]:
+    """The arguments with which the files of a source are read."""
+    local = is_directory(source.path) or not hub_answers()
+    return {"local_files_only": local} | ({"gguf_file": source.gguf_file} if source.gguf_file else {})
+
+
+@contextmanager
+def _readable(name: str, source: Source) -> Iterator[None]:
+    """Turn what can go wrong in reading a model's files into `ModelError`."""
+    try:
+        yield
+    except (OSError, ValueError, ImportError, SafetensorError) as error:
+        raise ModelError(_not_found(name, source, error)) from error
 
 
 def _family(name: str, model_type: str) -> Family:
@@ -108,7 +121,7 @@ def _family(name: str, model_type: str) -> Family:
 
 
 def _not_found(name: str, source: Source, error: Exception) -> str:
-    reason = str(error).strip().splitlines()[0]
+    reason = str(error).strip().splitlines()[0].rstrip(".")
     return (
         f"model {name!r} ({source.path}) could not be loaded: {reason}; give a directory that holds config.json,"
         " model.safetensors and tokenizer.json, fill the hub's cache on a machine with a network and copy it,"
@@ -187,7 +200,7 @@ def target_modules(backbone: Backbone, targets: Sequence[str]) -> dict[str, nn.M
 
 def module_dims(module: nn.Module) -> tuple[int, int]:
     """(d_in, d_out) of an `nn.Linear` or a GPT-2 `Conv1D`."""
-    rows, columns = module.weight.shape  # type: ignore[union-attr,misc]
+    rows, columns = module.get_parameter("weight").shape
     return (columns, rows) if isinstance(module, nn.Linear) else (rows, columns)
 
 

@@ -8,8 +8,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from atlas_fl.tree import HEAD
 from atlas_fl.types import Params
@@ -17,7 +16,7 @@ from atlas_fl.types import Params
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "identity": lambda x: x,
     "tanh": torch.tanh,
-    "relu": F.relu,
+    "relu": torch.relu,
 }
 
 
@@ -71,7 +70,9 @@ def apply_head(family: Family, params: Params, features: Tensor) -> Tensor:
     """Logits (examples, labels) of features (examples, hidden)."""
     for layer in family.head:
         bias = params[f"{HEAD}{layer.name}.bias"] if layer.bias else None
-        features = ACTIVATIONS[layer.activation](F.linear(features, params[f"{HEAD}{layer.name}.weight"], bias))
+        features = ACTIVATIONS[layer.activation](
+            nn.functional.linear(features, params[f"{HEAD}{layer.name}.weight"], bias)
+        )
     return features
 
 

@@ -95,7 +95,9 @@ class _PackedAttention(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: FunctionCtx, q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool, layout: Layout) -> Tensor:  # fmt: skip
+    def forward(
+        ctx: FunctionCtx, q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool, layout: Layout
+    ) -> Tensor:
         queries, keys, values = (rows.index_select(0, layout.gather) for rows in (q, k, v))
         out = torch.empty_like(queries)
         weights = []
@@ -105,7 +107,7 @@ class _PackedAttention(torch.autograd.Function):
                 scores += bucket.bias.to(scores.dtype)
             if causal:
                 scores += _causal_bias(bucket.length, like=scores)
-            weight = scores.softmax(-1, dtype=torch.float32).to(scores.dtype)  # (count, heads, length, length)
+            weight = scores.softmax(-1, dtype=torch.promote_types(scores.dtype, torch.float32)).to(scores.dtype)  # (count, heads, length, length)
             _heads(out, bucket).copy_(torch.matmul(weight, _heads(values, bucket)))
             weights.append(weight)
         ctx.save_for_backward(queries, keys, values, *weights)
@@ -113,7 +115,7 @@ class _PackedAttention(torch.autograd.Function):
         return out.index_select(0, layout.slot)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         queries, keys, values, *weights = ctx.saved_tensors
         layout: Layout = ctx.layout
         upper = grad.index_select(0, layout.gather).index_fill_(0, layout.padding, 0.0)
@@ -132,7 +134,7 @@ class _PackedAttention(torch.autograd.Function):
 def _heads(rows: Tensor, bucket: Bucket) -> Tensor:
     """The rows of a bucket as (count, heads, length, dim), a view."""
     inside = rows[bucket.start : bucket.start + bucket.count * bucket.length]
-    return inside.unflatten(0, (bucket.count, bucket.length)).transpose(1, 2)
+    return inside.view(bucket.count, bucket.length, *rows.shape[1:]).transpose(1, 2)
 
 
 def _causal_bias(length: int, *, like: Tensor) -> Tensor:
@@ -144,11 +146,11 @@ def packed_attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    attention_mask: Tensor | None,
+    attention_mask: Tensor | None,  # noqa: ARG001 - the interface's signature; the layout says what a mask would
     *,
     scaling: float | None = None,
     layout: Layout,
-    **kwargs: object,
+    **kwargs: object,  # noqa: ARG001
 ) -> tuple[Tensor, None]:
     """Attention of every token to the tokens of its own sequence.
 
@@ -158,7 +160,8 @@ def packed_attention(
     if key.shape[1] != query.shape[1]:
         groups = query.shape[1] // key.shape[1]
         key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
-    rows = (states.transpose(1, 2)[0] for states in (query, key, value))
+    # Under autocast rotary embeddings leave queries and keys in float32 beside values in bfloat16.
+    rows = (states.transpose(1, 2)[0].to(value.dtype) for states in (query, key, value))
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     causal = bool(getattr(module, "is_causal", False))
     # Inside autocast the softmax would hand float32 weights to a backward pass in bfloat16.

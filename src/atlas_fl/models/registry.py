@@ -1,7 +1,12 @@
 """The models by alias: where they come from and the settings that suit them."""
 
+import socket
 from dataclasses import dataclass
 from pathlib import Path
+from urllib.parse import urlsplit
+from urllib.request import getproxies
+
+from huggingface_hub.constants import ENDPOINT, HF_HUB_OFFLINE
 
 from atlas_fl.errors import ModelError, unknown
 from atlas_fl.io.fetch import embedded_dir, model_dir
@@ -42,7 +47,7 @@ MODELS: dict[str, Model] = {
         Model(alias="gpt2-medium", path="gpt2-medium", parameters="355M", lr=3e-4),
         Model(alias="gpt2-xl", path="gpt2-xl", parameters="1.5B", lr=2e-4),
         Model(alias="qwen2.5-0.5b", path="Qwen/Qwen2.5-0.5B", parameters="494M", lr=2e-4),
-        Model(alias="llama-3.2-1b", path="meta-llama/Llama-3.2-1B", parameters="1.2B", lr=2e-4, note="gated on the hub"),
+        Model(alias="llama-3.2-1b", path="meta-llama/Llama-3.2-1B", parameters="1.2B", lr=2e-4, note="gated hub model"),
         Model(alias="smollm2-135m", path="HuggingFaceTB/SmolLM2-135M", parameters="135M", lr=5e-4, note="Llama"),
     )
 }
@@ -51,12 +56,13 @@ MODELS: dict[str, Model] = {
 def locate(name: str) -> Source:
     """Where the files of this alias, hub name, directory or GGUF file are.
 
-    Raises `ConfigError` for a name that is none of these and `ModelError` for an embedded model not fetched yet.
+    Raises `ConfigError` for a name that is none of these and `ModelError` for a path where nothing is or an embedded
+    model not fetched yet.
     """
     if name in MODELS:
-        path = MODELS[name].path
-        if path != "embedded":
-            return Source(path=path)
+        registered = MODELS[name].path
+        if registered != "embedded":
+            return Source(path=registered)
         folder = model_dir(embedded_dir())
         if not folder.is_dir():
             raise ModelError(f"model {name!r} is not fetched yet ({folder} is missing); run `atlas fetch embedded`")
@@ -66,9 +72,29 @@ def locate(name: str) -> Source:
         return Source(path=str(path))
     if path.is_file() and path.suffix == ".gguf":
         return Source(path=str(path.parent), gguf_file=path.name)
-    if "/" in name and not name.startswith((".", "/", "~")):
+    if name.startswith((".", "/", "~")):
+        raise ModelError(
+            f"model {name!r} is neither a directory nor a .gguf file; give the path of one, a hub name such as"
+            f" owner/model, or one of {', '.join(sorted(MODELS))}"
+        )
+    if "/" in name:
         return Source(path=name)
     raise unknown("model", name, MODELS)
+
+
+def hub_answers(*, timeout_seconds: float = 3.0) -> bool:
+    """Whether the hub of models can be reached; its own client tries for half a minute before it says that it cannot.
+
+    Behind a proxy this cannot be told in advance and is taken as a yes.
+    """
+    if HF_HUB_OFFLINE or getproxies():
+        return not HF_HUB_OFFLINE
+    url = urlsplit(ENDPOINT)
+    try:
+        socket.create_connection((url.hostname or "", url.port or 443), timeout=timeout_seconds).close()
+    except OSError:
+        return False
+    return True
 
 
 def suggested_lr(name: str) -> float:

@@ -40,9 +40,7 @@ def measure_layers(assembly: Assembly, engine: Engine, found: Identified) -> np.
     """
     config = assembly.config
     options = ImportanceOptions(kind=config.ranks.importance, train=warmup_options(config), batches=BATCHES)
-    jobs = [
-        Job(client=name, params=found.warmed[name], round=0, options=options) for name in assembly.names
-    ]
+    jobs = [Job(client=name, params=found.warmed[name], round=0, options=options) for name in assembly.names]
     own = np.stack([update.params[IMPORTANCE].numpy() for update in engine.run("importance", jobs)])
     return own if found.clustering is None else cluster_importance(own, found.labels)
 
@@ -54,9 +52,7 @@ def fit_ranks(assembly: Assembly, found: Identified, layers: np.ndarray, *, comm
     if config.complexity_scaling:
         factors = complexity_factors(np.array([_difficulty(client) for client in assembly.clients]), found.labels)
     fits, notes = [], []
-    for client, device, importance, factor in zip(
-        assembly.clients, assembly.devices, layers, factors, strict=True
-    ):
+    for client, device, importance, factor in zip(assembly.clients, assembly.devices, layers, factors, strict=True):
         step = _step(assembly, client)
         assignment = assign_ranks(
             assembly.shape,
@@ -75,8 +71,8 @@ def fit_ranks(assembly: Assembly, found: Identified, layers: np.ndarray, *, comm
 
 
 def _difficulty(client: ClientData) -> float:
-    """How far guessing is from right: one less the share of the most frequent label."""
-    return 1.0 - majority(client.train)
+    """How far guessing is from right: one less the share of the most frequent label; one for a regression."""
+    return 1.0 - (majority(client.train) or 0.0)
 
 
 def _fractions(assembly: Assembly) -> Fractions | None:

@@ -52,7 +52,9 @@ def identify(
     if not clustered:
         labels = (0,) * len(tasks)
         report = {"method": "none", "labels": list(labels)}
-        return Identified(labels=labels, clustering=None, report=report, warmed=warmed, sketches=None, warmup=warmup, notes=())  # fmt: skip
+        return Identified(
+            labels=labels, clustering=None, report=report, warmed=warmed, sketches=None, warmup=warmup, notes=()
+        )
     sketches = np.stack([[update.params[name].numpy() for update in updates] for name in (FIRST, SECOND)])
     clustering = _cluster(config, sketches, tasks, previous)
     return Identified(
@@ -83,9 +85,7 @@ def _fingerprints(assembly: Assembly, engine: Engine, *, round: int) -> list[Upd
     return engine.run("fingerprint", jobs)
 
 
-def _cluster(
-    config: Config, sketches: np.ndarray, tasks: Sequence[str], previous: Clustering | None
-) -> Clustering:
+def _cluster(config: Config, sketches: np.ndarray, tasks: Sequence[str], previous: Clustering | None) -> Clustering:
     chosen = config.clustering
     settings = Settings(
         seed=config.run.seed,

@@ -14,9 +14,7 @@ from atlas_fl.tree import LORA_A, LORA_B, head_keys, lora_modules
 from atlas_fl.types import Params
 
 
-def warm_start(
-    assembly: Assembly, found: Identified, ranks: Sequence[Sequence[int]]
-) -> dict[str, Params]:
+def warm_start(assembly: Assembly, found: Identified, ranks: Sequence[Sequence[int]]) -> dict[str, Params]:
     """Every client's model before round one, at its ranks per layer, in the clients' order."""
     folder = assembly.config.model.init_adapter
     if folder is not None:
@@ -57,7 +55,9 @@ def _imported(assembly: Assembly, folder: Path, ranks: Sequence[Sequence[int]]) 
         fresh = assembly.start(client, tuple(own))
         by_module = {module: own[assembly.layer_of[module]] for module in assembly.site.modules}
         adapted = realign(scaled, by_module, assembly.site.scale)
-        same_head = {key: params[key] for key in head_keys(fresh) if key in params and params[key].shape == fresh[key].shape}
+        same_head = {
+            key: params[key] for key in head_keys(fresh) if key in params and params[key].shape == fresh[key].shape
+        }
         start[client.name] = {key: same_head.get(key, adapted.get(key, fresh[key])) for key in fresh}
     return start
 

@@ -36,7 +36,7 @@ def proportional(importance: np.ndarray, cost: np.ndarray, ranks: np.ndarray, *,
     order = np.argsort(-importance, kind="stable")
     # a target at its bound no longer tells layers apart, so the order of importance is put back
     levels = np.empty(len(order), dtype=np.int64)
-    levels[order] = np.sort(_nearest(target[order], ranks))[::-1]
+    levels[order] = np.sort(_nearest(target, ranks))[::-1]
     levels = _lower(levels, importance, cost, budget=budget)
     return _raise(levels, importance, cost, budget=budget, target=target, ranks=ranks)
 

@@ -1,6 +1,7 @@
 """What the heat maps share: a grid of cells, numbers in them, and the task of every row at the side."""
 
 from collections.abc import Callable, Sequence
+from itertools import groupby
 
 import numpy as np
 from matplotlib.axes import Axes
@@ -61,8 +62,9 @@ def name_rows(axes: Axes, record: Record, order: Sequence[int]) -> None:
     # In points, so that the bar is as wide in a large figure as in a small one.
     left = ScaledTranslation(-BAR_POINTS / 72, 0, axes.get_figure(root=True).dpi_scale_trans)  # type: ignore[union-attr]
     place = axes.get_yaxis_transform() + left
-    for row, name in enumerate(names):
-        bar = Line2D([0, 0], [row - 0.5, row + 0.5], linewidth=BAR_POINTS, color=colours[record.task_of[name]])
+    for task, run in groupby(range(len(names)), key=lambda row: record.task_of[names[row]]):
+        rows = list(run)
+        bar = Line2D([0, 0], [rows[0] - 0.5, rows[-1] + 0.5], linewidth=BAR_POINTS, color=colours[task])
         bar.set(transform=place, clip_on=False, solid_capstyle="butt")
         axes.add_artist(bar)
 

@@ -12,7 +12,8 @@ from matplotlib.patches import Rectangle
 
 from atlas_fl.report.cells import MOST_LABELS, bar_of, between_clusters, cells, name_rows, numbers, task_legend
 from atlas_fl.report.record import Record
-from atlas_fl.report.style import INK, NOTE_SIZE, TICK_SIZE, cluster_name, new_figure, say
+from atlas_fl.report.style import INK, NOTE_SIZE, TICK_SIZE, new_figure, say
+from atlas_fl.report.words import cluster_name
 
 
 def draw(record: Record) -> Figure:

@@ -20,7 +20,7 @@ def draw(record: Record) -> Figure:
         width=float(np.clip(5.0 + 0.5 * width, 7.0, 14.0)),
         height=float(np.clip(1.9 + 0.3 * len(planned), 3.6, 14.0)),
         title="LoRA rank of every layer and client",
-        subtitle="from the device's budget and the measured importance of the layers",
+        subtitle="lines between clusters; the client's device at the right",
     )
     axes = figure.add_subplot()
     if not width:

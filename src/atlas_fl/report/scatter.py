@@ -14,13 +14,13 @@ from atlas_fl.report.style import (
     INK,
     TICK_SIZE,
     bare,
-    cluster_name,
     marker_of,
     new_figure,
     say,
     task_colours,
     tidy,
 )
+from atlas_fl.report.words import cluster_name
 
 K_COLUMNS = {
     "k": "k",
@@ -36,13 +36,11 @@ K_COLUMNS = {
 def draw(record: Record) -> Figure:
     """Left: principal components of the sketches; right: every k that was weighed, the chosen one marked."""
     clustering = record.plan.get("clustering") or {}
-    verdict = (clustering.get("structure") or {}).get("reason", "")
-    method = clustering.get("method", "unknown")
     figure = new_figure(
         width=11.5,
         height=5.2,
         title=f"{_plural(len(record.clients), 'client')} in {_num_clusters(record)}",
-        subtitle=f"method: {method}" + (f"; {verdict}" if verdict else ""),
+        subtitle=_how(clustering),
     )
     table = clustering.get("k_table") or ()
     legends = _legends(record)
@@ -54,11 +52,7 @@ def draw(record: Record) -> Figure:
         say(left, "no client was fingerprinted in this run")
     else:
         _points(left, record, *record.sketches)
-        for handles, place in zip(legends, (0.0, 0.5)):
-            legend = panels["legend"].legend(
-                handles=handles, loc="upper left", bbox_to_anchor=(place, 1), frameon=False, fontsize=TICK_SIZE
-            )
-            panels["legend"].add_artist(legend)
+        _place_legends(panels["legend"], *legends)
     _k_table(right, table) if table else say(right, "no number of clusters was searched")
     return figure
 
@@ -78,6 +72,13 @@ def principal_components(first: np.ndarray, second: np.ndarray) -> tuple[np.ndar
     variance = np.square(sizes)
     shares[: len(variance[:2])] = variance[:2] / max(float(variance.sum()), 1e-300)
     return (first - centre) @ axes.T, (second - centre) @ axes.T, shares
+
+
+def _how(clustering: Mapping[str, Any]) -> str:
+    if clustering.get("method", "none") == "none":
+        return "nothing was clustered in this run"
+    verdict = (clustering.get("structure") or {}).get("reason", "")
+    return "; ".join(text for text in (f"method: {clustering['method']}", verdict) if text)
 
 
 def _num_clusters(record: Record) -> str:
@@ -127,6 +128,13 @@ def _legends(record: Record) -> tuple[list[Line2D], list[Line2D]]:
         for label in clusters
     ]
     return tasks, [*shapes, Line2D([], [], color=FAINT, linewidth=1, label="between a client's two halves")]
+
+
+def _place_legends(axes: Axes, tasks: list[Line2D], clusters: list[Line2D]) -> None:
+    """Tasks by colour at the left, clusters by shape at the right; axes hold one legend, so the first is an artist."""
+    first = axes.legend(handles=tasks, loc="upper left", bbox_to_anchor=(0, 1), frameon=False, fontsize=TICK_SIZE)
+    axes.legend(handles=clusters, loc="upper left", bbox_to_anchor=(0.5, 1), frameon=False, fontsize=TICK_SIZE)
+    axes.add_artist(first)
 
 
 def _k_table(axes: Axes, rows: Sequence[Mapping[str, Any]]) -> None:

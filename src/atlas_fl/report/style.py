@@ -24,8 +24,8 @@ TASK_COLOURS = (
     *("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9"),
     *("#882255", "#999933", "#332288", "#44AA99"),
 )
-MARKERS = "os^DPXv<>*hpd8"
-UNDECIDED_MARKER = "."
+MARKERS = "os^DPXv<>hpd8"
+UNDECIDED_MARKER = "*"
 KIND_COLOURS = {
     "adapter": "#0072B2",
     "head": "#56B4E9",
@@ -47,11 +47,6 @@ def task_colours(tasks: Sequence[str]) -> dict[str, str]:
 def marker_of(cluster: int) -> str:
     """The marker of a cluster; undecided clients (-1) have their own."""
     return UNDECIDED_MARKER if cluster < 0 else MARKERS[cluster % len(MARKERS)]
-
-
-def cluster_name(cluster: int) -> str:
-    """How a cluster is called in figures and tables."""
-    return "alone" if cluster < 0 else f"cluster {cluster}"
 
 
 def new_figure(*, width: float, height: float, title: str, subtitle: str) -> Figure:
@@ -97,19 +92,6 @@ def readable_on(rgba: Sequence[float]) -> str:
     linear = [(part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4) for part in rgba[:3]]
     luminance = 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
     return "white" if luminance < 0.18 else INK
-
-
-def human_bytes(count: float) -> str:
-    """Bytes in the unit that people read: 0 B, 980 B, 4.1 kB, 12 MB; powers of 1000.
-
-    >>> [human_bytes(count) for count in (0, 999, 4096, 12_345_678)]
-    ['0 B', '999 B', '4.1 kB', '12 MB']
-    """
-    units = ("B", "kB", "MB", "GB", "TB")
-    step = 0
-    while abs(count) >= 999.5 and step < len(units) - 1:
-        count, step = count / 1000, step + 1
-    return f"{count:.1f} {units[step]}" if step and abs(count) < 9.95 else f"{count:.0f} {units[step]}"
 
 
 def save_figure(figure: Figure, path: Path) -> Path:

@@ -10,7 +10,8 @@ from matplotlib.ticker import FuncFormatter, MaxNLocator
 
 from atlas_fl.io.ledger import KINDS
 from atlas_fl.report.record import Record
-from atlas_fl.report.style import INK, KIND_COLOURS, LABEL_SIZE, TICK_SIZE, human_bytes, new_figure, say, tidy
+from atlas_fl.report.style import INK, KIND_COLOURS, LABEL_SIZE, TICK_SIZE, new_figure, say, tidy
+from atlas_fl.report.words import human_bytes
 
 
 def draw(record: Record) -> Figure:

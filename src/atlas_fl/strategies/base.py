@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol, TypeAlias
+from typing import Protocol, TypeAlias, runtime_checkable
 
 import numpy as np
 from jaxtyping import Bool, Float64, Int64
@@ -68,6 +68,7 @@ class StrategyOptions:
     """LoRA scale s of a rank."""
 
 
+@runtime_checkable
 class Aggregate(Protocol):
     """One server step: a pure function of the state, the updates of who took part, and the federation."""
 
@@ -77,6 +78,7 @@ class Aggregate(Protocol):
         """The new state, and what every client starts the next round with."""
 
 
+@runtime_checkable
 class MatricesOf(Protocol):
     """The matrices of one round."""
 

@@ -51,6 +51,10 @@ def main(words: Sequence[str] | None = None) -> int:
         # the reader has gone, and Python would complain once more when it flushes at exit
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return BROKEN_PIPE
+    except OSError as error:
+        if error.filename is None:
+            raise
+        return _fail(f"{error.filename}: {error.strerror}; check the path and its permissions", USER_ERROR)
     except SystemExit as stop:  # a help page was printed
         return int(stop.code or 0)
     return code

@@ -1,0 +1,178 @@
+"""Which fingerprint and which way to cluster finds the tasks? The table that picks the defaults.
+
+`measure` takes all fingerprints of five sets of tasks at 100, 200 and 400 examples a client over many seeds and
+keeps the sketches (minutes on a GPU, hours on two cores); `table` clusters them in every way and prints, for each,
+the mean adjusted Rand index and how often the tasks were found exactly.
+
+    python benchmarks/fingerprints.py measure --to sketches --device cuda
+    python benchmarks/fingerprints.py table --of sketches
+"""
+
+import argparse
+import time
+import warnings
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from atlas_fl.assemble import Assembly, assemble
+from atlas_fl.clients.base import Job, Site
+from atlas_fl.clients.fingerprint import FingerprintOptions, delta_sketch, half_job
+from atlas_fl.clients.gradients import batch_gradients
+from atlas_fl.clients.train import train
+from atlas_fl.clustering import Settings, agreement, cluster, sketch
+from atlas_fl.config import Config, DataConfig, RunConfig
+from atlas_fl.engines.local import packs
+from atlas_fl.options import warmup_options
+from atlas_fl.types import Params
+
+SETS = {
+    "movie trec pairs": ("movie", "trec", "pairs"),
+    "movie amazon scramble": ("movie", "amazon", "scramble"),
+    "six tasks": ("movie", "amazon", "trec", "pairs", "scramble", "sms"),
+    "same text": ("scramble", "nyt_sentiment"),
+    "two of one kind": ("movie", "nyt_sentiment", "trec"),
+}
+# Movie reviews and NYT sentences carry the same task, sentiment: the sets' truth joins them.
+TRUTH = {"nyt_sentiment": "movie"}
+SIZES = (100, 200, 400)
+STEPS = (10, 20, 30, 40, 60)
+DIM = 1024
+
+
+def federations(name: str, size: int, seeds: int, device: str) -> Iterator[Assembly]:
+    for seed in range(seeds):
+        data = DataConfig(
+            tasks=SETS[name], samples=size, validation_samples=10, test_samples=10, max_length=64, clients_per_task=3
+        )
+        yield assemble(Config(data=data, run=RunConfig(seed=seed, accelerator=device)))
+
+
+def merged(assemblies: list[Assembly]) -> Site:
+    """One site with the clients of all seeds, so that they train in the same packs."""
+    data = {f"{a.config.run.seed}:{name}": tokens for a in assemblies for name, tokens in a.site.data.items()}
+    return replace(assemblies[0].site, data=data)
+
+
+def jobs_of(assemblies: list[Assembly], *, kind: str, batches: int, steps: int) -> list[Job]:
+    jobs = []
+    for assembly in assemblies:
+        train = warmup_options(assembly.config)
+        options = FingerprintOptions(
+            kind=kind, sketch_dim=DIM, train=train, batches=batches, steps=steps, stride=10, reliability=2.0
+        )
+        ranks = (8,) * assembly.shape.num_layers
+        jobs += [
+            Job(client=f"{train.seed}:{c.name}", params=assembly.start(c, ranks), round=0, options=options)
+            for c in assembly.clients
+        ]
+    return jobs
+
+
+def deltas(site: Site, jobs: list[Job]) -> dict[str, np.ndarray]:
+    """Sketches (clients, 2, dim) of the delta fingerprint after each of the wanted steps."""
+    found: dict[str, list] = {f"delta {steps}": [] for steps in STEPS}
+
+    def watch(done: int, live: Mapping[int, Params]) -> tuple[int, ...]:
+        if done in STEPS:
+            rows = [delta_sketch(params, jobs[0].options) for params in live.values()]
+            found[f"delta {done}"] += [rows[place : place + 2] for place in range(0, len(rows), 2)]
+        return ()
+
+    for pack in packs(jobs, site):
+        train([half_job(job, half) for job in pack for half in (0, 1)], site, watch=watch)
+    return {name: np.array(rows) for name, rows in found.items()}
+
+
+def gradient_sketches(site: Site, jobs: list[Job]) -> dict[str, np.ndarray]:
+    """Sketches (clients, 2, dim) of `gradient` and `fisher`, both from the same batches."""
+    found: dict[str, list] = {"gradient": [], "fisher": []}
+    for job in jobs:
+        both: dict[str, list] = {"gradient": [], "fisher": []}
+        for half in (0, 1):
+            mean: dict[str, torch.Tensor] = {}
+            square: dict[str, torch.Tensor] = {}
+            for gradient in batch_gradients(job, site, half=half, blocks=2, count=job.options.batches):
+                for key, value in gradient.items():
+                    mean[key] = value.clone() if key not in mean else mean[key].add_(value)
+                    square[key] = value.square() if key not in square else square[key].addcmul_(value, value)
+            root = {key: value.sqrt() for key, value in square.items()}
+            both["gradient"].append(sketch(mean, dim=DIM, seed=job.options.train.seed))
+            both["fisher"].append(sketch(root, dim=DIM, seed=job.options.train.seed))
+        for kind in found:
+            found[kind].append(both[kind])
+    return {kind: np.array(rows) for kind, rows in found.items()}
+
+
+def measure(args: argparse.Namespace) -> None:
+    args.to.mkdir(parents=True, exist_ok=True)
+    for size in args.sizes:
+        kept: dict[str, np.ndarray] = {}
+        for name in SETS:
+            began = time.perf_counter()
+            assemblies = list(federations(name, size, args.seeds, args.device))
+            site = merged(assemblies)
+            jobs = jobs_of(assemblies, kind="delta", batches=args.batches, steps=STEPS[-1])
+            clients = len(assemblies[0].clients)
+            sketches = deltas(site, jobs) if "delta" in args.kinds else {}
+            if "gradient" in args.kinds:
+                sketches |= gradient_sketches(site, jobs)
+            for kind, rows in sketches.items():
+                shaped = rows.reshape(args.seeds, clients, 2, DIM)
+                kept[f"{name}|{kind}"] = shaped.astype(np.float16)
+            print(f"{name}, {size} examples: {time.perf_counter() - began:.0f} s", flush=True)
+        np.savez_compressed(args.to / f"{'-'.join(args.kinds)}-{size}.npz", **kept)
+
+
+def table(args: argparse.Namespace) -> None:
+    warnings.simplefilter("ignore")
+    print("| fingerprint | clustering | examples | " + " | ".join(SETS) + " | mean ARI | exact |")
+    print("|---|---|---|" + "---|" * (len(SETS) + 2))
+    by_size: dict[int, dict[str, np.ndarray]] = {}
+    for path in sorted(args.of.glob("*.npz")):
+        size = int(path.stem.rsplit("-", 1)[1])
+        by_size.setdefault(size, {}).update(np.load(path))
+    kinds = sorted({key.split("|")[1] for found in by_size.values() for key in found})
+    for kind in args.kinds or kinds:
+        for method in args.methods:
+            for size, found in sorted(by_size.items()):
+                row, exact, total = [], 0, 0
+                for name, tasks in SETS.items():
+                    truth = [TRUTH.get(task, task) for task in tasks for _ in range(3)]
+                    scores = [ari(seed, rows, kind, method, truth) for seed, rows in enumerate(found[f"{name}|{kind}"])]
+                    row.append(float(np.mean(scores)))
+                    exact, total = exact + sum(score == 1 for score in scores), total + len(scores)
+                cells = " | ".join(f"{value:.2f}" for value in row)
+                print(f"| {kind} | {method} | {size} | {cells} | {np.mean(row):.3f} | {exact}/{total} |", flush=True)
+
+
+def ari(seed: int, rows: np.ndarray, kind: str, method: str, truth: list[str]) -> float:
+    unit = rows.astype(np.float32)
+    unit /= np.linalg.norm(unit, axis=-1, keepdims=True)
+    settings = Settings(seed=seed, cluster_by=method, k_range=(2, 7), centre=kind == "fisher", draws=19)
+    return agreement(cluster(unit[:, 0], unit[:, 1], settings=settings).labels, truth)["ari"]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    commands = parser.add_subparsers(dest="command", required=True)
+    first = commands.add_parser("measure")
+    first.add_argument("--to", type=Path, required=True)
+    first.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    first.add_argument("--seeds", type=int, default=20)
+    first.add_argument("--sizes", type=int, nargs="+", default=SIZES)
+    first.add_argument("--batches", type=int, default=6)
+    first.add_argument("--kinds", nargs="+", choices=("delta", "gradient"), default=["delta", "gradient"])
+    second = commands.add_parser("table")
+    second.add_argument("--of", type=Path, required=True)
+    second.add_argument("--kinds", nargs="+")
+    second.add_argument("--methods", nargs="+", default=["corrected", "atlas", "silhouette", "gap"])
+    args = parser.parse_args()
+    measure(args) if args.command == "measure" else table(args)
+
+
+if __name__ == "__main__":
+    main()

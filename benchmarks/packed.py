@@ -1,0 +1,184 @@
+"""How much faster is one pack than the loop that users write today?
+
+Both train the same clients from the same adapters on the same batches: ATLAS in one padding-free pack, PEFT one
+client after another with every batch padded to its longest example. They take turns, so that a noisy machine slows
+both; the largest difference of the adapters afterwards says whether they did the same work.
+
+    python benchmarks/packed.py                                     # 9 clients on the CPU
+    python benchmarks/packed.py --device cuda --clients-per-task 22 # on a GPU
+"""
+
+import argparse
+import statistics
+import time
+from dataclasses import replace
+
+import torch
+from peft import LoraConfig, get_peft_model, set_peft_model_state_dict
+from peft.utils import get_peft_model_state_dict
+from torch.utils.flop_counter import FlopCounterMode
+from transformers import AutoModelForSequenceClassification
+
+from atlas_fl.assemble import Assembly, assemble
+from atlas_fl.clients.base import Job
+from atlas_fl.clients.train import TrainOptions, batches, train
+from atlas_fl.config import Config, DataConfig, ModelConfig, RunConfig
+from atlas_fl.lora.peft_io import saved_name
+from atlas_fl.models.family import saved_modules
+
+RANK = 8
+
+
+def synchronise(device: str) -> None:
+    if device == "cuda":
+        torch.cuda.synchronize()
+
+
+def timed(work, device: str) -> tuple[float, object]:
+    synchronise(device)
+    began = time.perf_counter()
+    result = work()
+    synchronise(device)
+    return time.perf_counter() - began, result
+
+
+def padded(batch, pad: int, device: str) -> dict[str, torch.Tensor]:
+    """A batch as the usual loop sees it: rectangular, with a mask."""
+    longest, count = int(batch.lengths.max()), len(batch)
+    ids = torch.full((count, longest), pad)
+    mask, types = torch.zeros_like(ids), torch.zeros_like(ids)
+    for row, (start, stop) in enumerate(zip(batch.offsets, batch.offsets[1:])):
+        ids[row, : stop - start] = torch.from_numpy(batch.ids[start:stop])
+        types[row, : stop - start] = torch.from_numpy(batch.types[start:stop])
+        mask[row, : stop - start] = 1
+    labels = torch.from_numpy(batch.labels)
+    inputs = {"input_ids": ids, "attention_mask": mask, "token_type_ids": types, "labels": labels}
+    return {name: tensor.to(device) for name, tensor in inputs.items()}
+
+
+def peft_model(assembly: Assembly, num_labels: int, device: str):
+    """The stock classifier under PEFT, without dropout: the loop must be comparable to the last digits."""
+    backbone = assembly.site.backbone
+    model = AutoModelForSequenceClassification.from_pretrained(backbone.source.path, num_labels=num_labels)
+    settings = LoraConfig(
+        r=RANK,
+        lora_alpha=2 * RANK,
+        lora_dropout=0.0,
+        target_modules=list(assembly.site.targets),
+        modules_to_save=saved_modules(backbone.family),
+    )
+    model = get_peft_model(model, settings).to(device).train()
+    for module in model.modules():
+        if isinstance(module, torch.nn.Dropout):
+            module.p = 0.0
+    return model
+
+
+def peft_client(model, job: Job, assembly: Assembly, device: str, *, bf16: bool) -> dict[str, torch.Tensor]:
+    """One client's turn in the sequential loop."""
+    options = job.options
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=options.lr, weight_decay=options.weight_decay)
+    pad = assembly.site.backbone.tokenizer.pad_token_id
+    for batch in batches(assembly.site.data[job.client].splits["train"], job):
+        with torch.autocast(device, dtype=torch.bfloat16, enabled=bf16):
+            loss = model(**padded(batch, pad, device)).loss
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(trained, options.clip)
+        optimizer.step()
+        optimizer.zero_grad()
+    return {name: tensor.detach().cpu().clone() for name, tensor in get_peft_model_state_dict(model).items()}
+
+
+def load(model, job: Job, assembly: Assembly) -> None:
+    family = assembly.site.backbone.family
+    set_peft_model_state_dict(model, {saved_name(key, family): tensor for key, tensor in job.params.items()})
+
+
+def peft_round(models, jobs: list[Job], assembly: Assembly, device: str, *, bf16: bool) -> tuple[float, list]:
+    """Seconds of the sequential loop over all clients, without loading their adapters."""
+    seconds, results = 0.0, []
+    for job in jobs:
+        model = models[assembly.site.data[job.client].task.num_labels]
+        load(model, job, assembly)
+        taken, result = timed(lambda: peft_client(model, job, assembly, device, bf16=bf16), device)  # noqa: B023
+        seconds += taken
+        results.append(result)
+    return seconds, results
+
+
+def gemm_rate(device: str, *, bf16: bool) -> float:
+    """The best of this machine on the largest product of the model, in floating-point operations per second."""
+    kind = torch.bfloat16 if bf16 else torch.float32
+    left, right = torch.randn(4096, 384, device=device, dtype=kind), torch.randn(384, 1536, device=device, dtype=kind)
+    best = min(timed(lambda: left @ right, device)[0] for _ in range(30))
+    return 2 * 4096 * 384 * 1536 / best
+
+
+def largest_difference(ours, theirs, assembly: Assembly) -> float:
+    family = assembly.site.backbone.family
+    return max(
+        float((tensor - result[saved_name(key, family)]).abs().max())
+        for update, result in zip(ours, theirs)
+        for key, tensor in update.params.items()
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--clients-per-task", type=int, default=3)
+    parser.add_argument("--samples", type=int, default=200)
+    parser.add_argument("--steps", type=int, default=8)
+    parser.add_argument("--repeat", type=int, default=3)
+    parser.add_argument("--pack-tokens", type=int)
+    parser.add_argument("--tasks", nargs="+", default=["movie", "trec", "pairs"])
+    parser.add_argument("--bf16", action="store_true")
+    args = parser.parse_args()
+    data = DataConfig(
+        tasks=tuple(args.tasks),
+        clients_per_task=args.clients_per_task,
+        samples=args.samples,
+        validation_samples=10,
+        test_samples=10,
+        max_length=64,
+    )
+    config = Config(
+        data=data,
+        model=ModelConfig(precision="bf16" if args.bf16 else "fp32"),
+        run=RunConfig(accelerator=args.device),
+    )
+    config = replace(config, training=replace(config.training, pack_tokens=args.pack_tokens))
+    assembly = assemble(config)
+    options = TrainOptions(seed=0, epochs=args.steps, max_steps=args.steps, lr=1e-3)
+    ranks = (RANK,) * assembly.shape.num_layers
+    jobs = [Job(client=c.name, params=assembly.start(c, ranks), round=1, options=options) for c in assembly.clients]
+    labels = {client.task.num_labels for client in assembly.clients}
+    models = {count: peft_model(assembly, count, args.device) for count in labels}
+
+    from atlas_fl.engines.local import LocalEngine
+
+    engine = LocalEngine(site=assembly.site)
+    engine.run("train", jobs)  # warm both up
+    peft_round(models, jobs[:1], assembly, args.device, bf16=args.bf16)
+    ratios, ours_seconds = [], []
+    for _ in range(args.repeat):
+        seconds, ours = timed(lambda: engine.run("train", jobs), args.device)
+        peft_seconds, theirs = peft_round(models, jobs, assembly, args.device, bf16=args.bf16)
+        ratios.append(peft_seconds / seconds)
+        ours_seconds.append(seconds)
+        print(f"packed {seconds:.2f} s, peft {peft_seconds:.2f} s, ratio {ratios[-1]:.2f}", flush=True)
+    with FlopCounterMode(display=False) as counter:
+        train(jobs[: min(9, len(jobs))], assembly.site)
+    share_of = len(jobs) / min(9, len(jobs))
+    rate = gemm_rate(args.device, bf16=args.bf16)
+    own_rate = counter.get_total_flops() * share_of / statistics.median(ours_seconds)
+    precision = "bf16" if args.bf16 else "fp32"
+    print(f"{len(jobs)} clients, {args.steps} steps of 16, rank {RANK}, {precision}, {args.device}")
+    print(f"largest difference of the adapters: {largest_difference(ours, theirs, assembly):.1e}")
+    print(f"packed training: {own_rate / 1e9:.0f} of {rate / 1e9:.0f} GFLOP/s, {own_rate / rate:.0%} of GEMM peak")
+    print(f"ratio packed/peft: {statistics.median(ratios):.2f}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,72 @@
+"""Numbers, bytes and times as people read them; used by tables and figures alike."""
+
+from collections.abc import Iterable
+
+from rich import box
+from rich.table import Table
+
+EMPTY = "-"
+"""What stands for a value that is not known: never a number."""
+
+
+def number(value: float | None, digits: int, *, sign: bool = False) -> str:
+    """The value with this many decimals, or a dash where there is none."""
+    if value is None:
+        return EMPTY
+    return f"{value:+.{digits}f}" if sign else f"{value:.{digits}f}"
+
+
+def percent(share: float) -> str:
+    """A share as a percentage, with the decimals that tell it from 100%.
+
+    >>> [percent(share) for share in (0.5, 0.987, 0.99964, 1.0)]
+    ['50.0%', '98.7%', '99.96%', '100.0%']
+    """
+    text = f"{100 * share:.1f}%"
+    return f"{100 * share:.2f}%" if text == "100.0%" and share < 1 else text
+
+
+def seconds(count: float) -> str:
+    """Seconds in the unit that people read.
+
+    >>> [seconds(count) for count in (0.0123, 1.25, 61.2, 7384)]
+    ['12 ms', '1.2 s', '1.0 min', '2.1 h']
+    """
+    if count < 1:
+        return f"{1000 * count:.0f} ms"
+    if count < 60:
+        return f"{count:.1f} s"
+    return f"{count / 60:.1f} min" if count < 3600 else f"{count / 3600:.1f} h"
+
+
+def human_bytes(count: float) -> str:
+    """Bytes in the unit that people read, powers of 1000.
+
+    >>> [human_bytes(count) for count in (0, 999, 4096, 12_345_678)]
+    ['0 B', '999 B', '4.1 kB', '12 MB']
+    """
+    units = ("B", "kB", "MB", "GB", "TB")
+    step = 0
+    while abs(count) >= 999.5 and step < len(units) - 1:
+        count, step = count / 1000, step + 1
+    return f"{count:.1f} {units[step]}" if step and abs(count) < 9.95 else f"{count:.0f} {units[step]}"
+
+
+def cluster_name(cluster: int) -> str:
+    """How a cluster is called in figures and tables; -1 trains alone."""
+    return "alone" if cluster < 0 else f"cluster {cluster}"
+
+
+def new_table(title: str) -> Table:
+    """An empty table in the look that all of them share: one rule below the headings, no frames."""
+    table = Table(title=title, box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
+    table.title_justify = table.caption_justify = "left"
+    return table
+
+
+def add_columns(table: Table, text: Iterable[str], numbers: Iterable[str]) -> None:
+    """Columns of words, aligned left and wrapped, then columns of numbers, aligned right and never wrapped."""
+    for heading in text:
+        table.add_column(heading, overflow="fold")
+    for heading in numbers:
+        table.add_column(heading, justify="right", no_wrap=True)

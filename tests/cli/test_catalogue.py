@@ -1,0 +1,43 @@
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from atlas_fl.models.registry import MODELS
+from atlas_fl.presets import PRESETS
+from atlas_fl.ranks.devices import DEVICES, parse_device
+from atlas_fl.strategies import STRATEGIES
+from atlas_fl.tasks import TASKS
+
+Atlas = Callable[..., Any]
+REGISTRIES = {"tasks": TASKS, "models": MODELS, "strategies": STRATEGIES, "devices": DEVICES, "presets": PRESETS}
+
+
+@pytest.mark.parametrize("what", REGISTRIES)
+def test_the_list_holds_every_entry_once(what: str, atlas: Atlas) -> None:
+    said = atlas("list", what)
+    first = [line.split()[0] for line in said.out.splitlines() if line and not line.startswith(" ")]
+    assert said.code == 0
+    assert first[1:] == list(REGISTRIES[what])
+
+
+def test_a_line_of_the_devices_makes_a_profile(atlas: Atlas) -> None:
+    header, *lines = (line.split() for line in atlas("list", "devices").out.splitlines() if line)
+    for name, *numbers in lines:
+        words = ",".join(f"{key}={value}" for key, value in zip(header[1:7], numbers))
+        mine = parse_device(f"mine={words}")
+        assert mine.memory_bytes == DEVICES[name].memory_bytes
+        assert mine.up_bytes_per_second == DEVICES[name].up_bytes_per_second
+        assert mine.max_rank == DEVICES[name].max_rank
+
+
+def test_old_names_of_strategies_are_told(atlas: Atlas) -> None:
+    assert "local_only" in atlas("list", "strategies").out
+
+
+@pytest.mark.parametrize("words", [("list",), ("list", "taks"), ("list", "tasks", "models")])
+def test_what_cannot_be_listed_is_one_line(words: tuple[str, ...], atlas: Atlas) -> None:
+    said = atlas(*words)
+    assert (said.code, said.out) == (2, "")
+    assert said.err.count("\n") == 1
+    assert said.err.endswith("see `atlas list --help`\n")

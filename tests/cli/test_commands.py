@@ -1,0 +1,111 @@
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+
+from atlas_fl.cli.commands import COMMANDS, Command
+from atlas_fl.errors import BudgetError
+
+Atlas = Callable[..., Any]
+
+
+def replace_command(monkeypatch: pytest.MonkeyPatch, error: BaseException) -> None:
+    def run(_: Sequence[str]) -> int:
+        raise error
+
+    monkeypatch.setattr("atlas_fl.cli.commands.COMMANDS", {"run": Command(run, "breaks")})
+
+
+@pytest.mark.parametrize("words", [(), ("--help",), ("-h",), ("help",)])
+def test_the_page_names_every_command(words: tuple[str, ...], atlas: Atlas) -> None:
+    said = atlas(*words)
+    assert (said.code, said.err) == (0, "")
+    for name, command in COMMANDS.items():
+        assert f"  {name} " in said.out
+        assert command.summary in said.out
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_every_command_has_a_page(name: str, atlas: Atlas) -> None:
+    said = atlas(name, "--help")
+    assert (said.code, said.err) == (0, "")
+    assert said.out.startswith(f"usage: atlas {name} [-h]")
+    assert "Settings" not in said.out
+
+
+def test_the_page_of_run_shows_groups_flags_and_defaults(atlas: Atlas) -> None:
+    page = atlas("run", "--help", "--preset", "full").out
+    for heading in ("data options", "training options", "mixing options", "run options"):
+        assert f" {heading} " in page
+    for flag in ("--tasks TEXT ...", "--eta NUMBER", "--share {A,B,head} ...", "--audit, --no-audit", "--resume"):
+        assert flag in page
+    assert "(default: movie trec pairs" in " ".join(page.replace("│", " ").split())
+    assert "Rounds of the whole run. (default: 15)" in page
+
+
+def test_the_version_is_that_of_the_package(atlas: Atlas) -> None:
+    assert atlas("--version").out.startswith("atlas 0.")
+
+
+def test_an_unknown_command_has_its_nearest(atlas: Atlas) -> None:
+    said = atlas("rnu")
+    assert said.code == 2
+    assert said.err.startswith("atlas: unknown command 'rnu'; did you mean 'run'? known: run, plan, resume,")
+
+
+def test_a_mistake_is_one_line_and_exits_with_2(atlas: Atlas, monkeypatch: pytest.MonkeyPatch) -> None:
+    replace_command(monkeypatch, BudgetError("nothing fits;\ntake a larger device"))
+    said = atlas("run")
+    assert (said.code, said.out, said.err) == (2, "", "atlas: nothing fits; take a larger device\n")
+
+
+def test_ctrl_c_is_one_line_and_exits_with_130(atlas: Atlas, monkeypatch: pytest.MonkeyPatch) -> None:
+    replace_command(monkeypatch, KeyboardInterrupt())
+    said = atlas("run")
+    assert (said.code, said.err) == (130, "atlas: stopped; a run goes on where it was with `atlas resume RUN`\n")
+
+
+def test_a_path_that_cannot_be_written_is_one_line(atlas: Atlas, monkeypatch: pytest.MonkeyPatch) -> None:
+    replace_command(monkeypatch, PermissionError(13, "Permission denied", "runs/x"))
+    said = atlas("run")
+    assert (said.code, said.err) == (2, "atlas: runs/x: Permission denied; check the path and its permissions\n")
+
+
+def test_our_own_faults_are_not_hidden(atlas: Atlas, monkeypatch: pytest.MonkeyPatch) -> None:
+    replace_command(monkeypatch, ZeroDivisionError("ours"))
+    with pytest.raises(ZeroDivisionError, match="ours"):
+        atlas("run")
+
+
+def in_a_process(code: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+
+
+@pytest.mark.parametrize("words", [[], ["run", "--help"], ["sweep", "--help"], ["run", "--etta"]])
+def test_help_imports_nothing_heavy(words: list[str]) -> None:
+    done = in_a_process(
+        f"import sys; from atlas_fl.cli import main; main({words}); "
+        "print(sorted({'torch', 'numpy', 'transformers', 'matplotlib', 'sklearn'} & set(sys.modules)))"
+    )
+    assert done.stdout.splitlines()[-1] == "[]", done.stderr
+
+
+def test_help_is_quick() -> None:
+    """Measured in time of the processor, because the machine may be busy."""
+    before = os.times()
+    assert in_a_process("from atlas_fl.cli import main; main(['--help'])").returncode == 0
+    after = os.times()
+    assert after.children_user - before.children_user < 1.0
+
+
+def test_a_reader_that_goes_away_is_no_error() -> None:
+    command = "import sys; from atlas_fl.cli import main; sys.exit(main(['run', '--help']))"
+    with subprocess.Popen([sys.executable, "-c", command], stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        process.stdout.close()
+        assert process.wait(timeout=30) == 141
+        assert process.stderr.read() == b""

@@ -1,0 +1,143 @@
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+
+import pytest
+
+from atlas_fl.cli.parse import known_flags, parse
+from atlas_fl.cli.run import RunOptions
+from atlas_fl.cli.settings import base_config
+from atlas_fl.cli.sweep import SweepOptions
+from atlas_fl.cli.words import split
+from atlas_fl.config import Config, settings, value_of, with_values
+from atlas_fl.config.kinds import to_words
+from atlas_fl.errors import ConfigError
+
+
+def options_of(words: Sequence[str]) -> RunOptions:
+    groups = split(words)
+    return parse(RunOptions(settings=base_config(groups)), groups, command="atlas run")
+
+
+def config_of(*words: str) -> Config:
+    return options_of(words).settings
+
+
+def test_no_words_give_the_quick_preset() -> None:
+    assert config_of() == Config()
+    assert options_of([]) == RunOptions()
+
+
+def test_every_setting_is_a_flag_that_reads_its_own_default() -> None:
+    words: list[str] = []
+    for name, setting in settings().items():
+        value = value_of(Config(), name)
+        spelled = to_words(value)
+        words += (
+            [setting.flag if value else f"--no-{setting.flag[2:]}"]
+            if setting.kind is bool
+            else [setting.flag, *spelled]
+        )
+    assert config_of(*words) == Config()
+
+
+def test_flags_and_texts_of_a_sweep_say_the_same() -> None:
+    words = [
+        "--eta",
+        "0.5",
+        "--share",
+        "A",
+        "B",
+        "--k-range",
+        "3",
+        "4",
+        "--max-length",
+        "64",
+        "--tasks",
+        "movie",
+        "sms",
+    ]
+    texts = {"eta": "0.5", "share": "A+B", "k_range": "3+4", "max_length": "64", "tasks": "movie+sms"}
+    assert config_of(*words) == with_values(Config(), texts)
+
+
+@pytest.mark.parametrize(
+    ("words", "name", "value"),
+    [
+        (["--clients_per_task", "2"], "clients_per_task", 2),
+        (["--clients-per-task=2"], "clients_per_task", 2),
+        (["--audit"], "audit", True),
+        (["--no-block-diagonal"], "block_diagonal", False),
+        (["--ablation", "local_only"], "strategy", "local_only"),
+        (["--eta", "-1"], "eta", -1.0),
+        (["--eta", "0.1", "--eta", "0.2"], "eta", 0.2),
+        (["--ranks", "8"], "ranks", "8"),
+        (["--max-rounds", "none"], "max_rounds", None),
+        (["--targets", "none"], "targets", ()),
+        (["--share", "A", "B", "head"], "share", ("A", "B", "head")),
+        (["--task", "a=b", "--task=c=d,text=e"], "task", ("a=b", "c=d,text=e")),
+        (["--mode", "full"], "rounds", 15),
+        (["--mode", "full", "--rounds", "2"], "rounds", 2),
+    ],
+)
+def test_flags_set_their_setting(words: list[str], name: str, value: object) -> None:
+    assert value_of(config_of(*words), name) == value
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--etta", "1"], r"unknown flag '--etta'; did you mean '--eta'\? see `atlas run --help`"),
+        (["-e", "1"], r"unknown flag '-e'; did you mean '--eta'\?"),
+        (
+            ["--eta", "much"],
+            r"--eta: 'much' is not a number; --eta NUMBER Step of the Laplacian.*see `atlas run --help`$",
+        ),
+        (["--rounds", "1.5"], r"--rounds: '1.5' is not a whole number;"),
+        (["--share", "A", "C"], r"--share: 'C' is not one of A, B, head;"),
+        (["--k-range", "2", "x"], r"--k-range: 'x' is not a whole number;"),
+        (["--max-length", "long"], r"--max-length: 'long' is not a whole number;"),
+        (["--rounds"], r"Missing value for argument '--rounds'.*see `atlas run --help`$"),
+        (["--k-range", "2"], r"Missing value for argument '--k-range'. Expected 2 values"),
+        (["--audit", "yes"], r"Unrecognized options: yes;"),
+        (["stray"], r"Unrecognized options: stray;"),
+    ],
+)
+def test_a_mistake_is_one_line(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(ConfigError, match=message) as caught:
+        options_of(words)
+    assert not set("\n│╭╰─") & set(str(caught.value))
+    assert capsys.readouterr() == ("", "")
+
+
+def test_known_flags_are_those_of_the_page() -> None:
+    flags = known_flags(SweepOptions)
+    assert flags[:2] == ["-h", "--help"]
+    assert {"--over", "--seeds", "--config", "--eta", "--audit", "--no-audit", "--lambda-sweep"} <= set(flags)
+    assert "--settings" not in flags
+    assert "--no-eta" not in flags
+
+
+@pytest.mark.parametrize("encoding", ["utf-8", "ascii"])
+def test_a_line_does_not_depend_on_the_signs_of_the_terminal(encoding: str) -> None:
+    command = "import sys; from atlas_fl.cli import main; sys.exit(main(['run', '--eta', 'much']))"
+    done = subprocess.run(
+        [sys.executable, "-c", command],
+        capture_output=True,
+        text=True,
+        check=False,
+        env={**os.environ, "PYTHONIOENCODING": encoding},
+    )
+    assert done.returncode == 2
+    assert done.stderr == (
+        "atlas: --eta: 'much' is not a number; --eta NUMBER Step of the Laplacian: 0 mixes nothing. (default: 0.1); "
+        "see `atlas run --help`\n"
+    )
+
+
+@pytest.mark.parametrize("columns", ["40", "80", "300"])
+def test_a_line_does_not_depend_on_the_terminal(columns: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", columns)
+    with pytest.raises(ConfigError, match=r"--lr: 'fast' is not a number; --lr NUMBER Peak learning rate of AdamW"):
+        config_of("--lr", "fast")

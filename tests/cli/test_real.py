@@ -1,0 +1,94 @@
+"""The commands end to end on the embedded model and data: a tiny run is trained once, and everything looks at it."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from atlas_fl.cli import main
+from atlas_fl.config import load_config
+from atlas_fl.io.folder import RunFolder
+
+Atlas = Callable[..., Any]
+
+TINY = ["--preset", "smoke", "--samples", "8", "--validation-samples", "4", "--test-samples", "4", "--batch-size", "4"]
+TINY += ["--fingerprint-steps", "1"]
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> RunFolder:
+    """A run of two rounds, stopped after the first and resumed."""
+    runs = tmp_path_factory.mktemp("runs")
+    assert main(["run", *TINY, "--audit", "--name", "tiny", "--runs-dir", str(runs), "--max-rounds", "1"]) == 0
+    assert not (runs / "tiny" / "summary.json").exists()
+    assert main(["resume", "tiny", "--runs-dir", str(runs)]) == 0
+    return RunFolder(runs / "tiny")
+
+
+def test_the_run_is_complete_and_its_config_repeats_it(run: RunFolder) -> None:
+    summary = json.loads(run.summary.read_text(encoding="utf-8"))
+    config = load_config(run.config)
+    assert summary["run"]["rounds"] == 2
+    assert (config.data.samples, config.run.preset, config.run.audit) == (8, "smoke", True)
+
+
+def test_the_audit_passes_and_an_altered_file_fails_it(run: RunFolder, atlas: Atlas, tmp_path: Path) -> None:
+    said = atlas("audit", str(run.path))
+    assert (said.code, said.err) == (0, "")
+    assert "audit passed" in said.out
+    copy = tmp_path / "altered"
+    copy.mkdir()
+    for path in (path for path in run.path.rglob("*") if path.is_file()):
+        (copy / path.relative_to(run.path)).parent.mkdir(parents=True, exist_ok=True)
+        (copy / path.relative_to(run.path)).write_bytes(path.read_bytes())
+    record = copy / "audit" / "round-0002" / "record.json"
+    text = record.read_text(encoding="utf-8")
+    digest = json.loads(text)["loaded"]["movie-0"]["digest"]
+    record.write_text(text.replace(digest, "0" * 64), encoding="utf-8")
+    said = atlas("audit", str(copy))
+    assert said.code == 1
+    assert "FAILED altered round 2 movie-0 loaded" in said.out
+
+
+@pytest.mark.parametrize("client", ["3", "trec-1"])
+def test_a_client_is_exported_by_name_or_number(client: str, run: RunFolder, atlas: Atlas, tmp_path: Path) -> None:
+    said = atlas("export", str(run.path), "--client", client, "--to", str(tmp_path / "adapter"))
+    assert (said.code, said.err) == (0, "")
+    exported = (tmp_path / "adapter" / "adapter_model.safetensors").read_bytes()
+    assert exported == (run.adapter("trec-1") / "adapter_model.safetensors").read_bytes()
+
+
+def test_an_unknown_client_has_its_nearest(run: RunFolder, atlas: Atlas, tmp_path: Path) -> None:
+    said = atlas("export", str(run.path), "--client", "trec-9", "--to", str(tmp_path / "adapter"))
+    assert (said.code, said.out) == (2, "")
+    assert said.err.startswith("atlas: unknown client 'trec-9'; did you mean 'trec-")
+
+
+def test_the_same_run_is_refused_and_with_resume_shown(run: RunFolder, atlas: Atlas) -> None:
+    words = ["run", *TINY, "--audit", "--name", "tiny", "--runs-dir", str(run.path.parent)]
+    refused = atlas(*words)
+    assert refused.code == 2
+    assert refused.err.startswith(f"atlas: run {run.path} exists already;")
+    assert atlas(*words, "--resume").out.splitlines()[-1] == f"run folder: {run.path}"
+    other = atlas(*words, "--resume", "--eta", "0.5")
+    assert other.code == 2
+    assert "was begun with eta = 0.1, not 0.5" in other.err
+
+
+def test_the_report_draws_its_figures(run: RunFolder, atlas: Atlas) -> None:
+    said = atlas("report", str(run.path))
+    assert (said.code, said.err) == (0, "")
+    drawn = [Path(line) for line in said.out.splitlines()]
+    assert len(drawn) == 6
+    assert all(path.read_bytes().startswith(b"\x89PNG") and path.parent == run.figures for path in drawn)
+
+
+def test_the_plan_trains_nothing(atlas: Atlas, tmp_path: Path) -> None:
+    said = atlas("plan", *TINY, "--runs-dir", str(tmp_path / "runs"), "--to", str(tmp_path / "plan.json"))
+    assert said.code == 0
+    assert "movie-0" in said.out
+    assert said.out.splitlines()[-1].startswith(f"the run would be {tmp_path / 'runs' / 'smoke-atlas-minilm-s42-'}")
+    assert not (tmp_path / "runs").exists()
+    assert len(json.loads((tmp_path / "plan.json").read_text(encoding="utf-8"))["clients"]) == 4

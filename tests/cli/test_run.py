@@ -1,0 +1,163 @@
+"""The commands that train, with a stand-in for the training; `test_real.py` has the real one."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from atlas_fl.config import Config, load_config, run_folder, to_toml, value_of
+from atlas_fl.events import Note, PhaseStarted
+from atlas_fl.io.results import write_json
+from atlas_fl.presets import quick
+from atlas_fl.run import RunResult
+
+Atlas = Callable[..., Any]
+
+
+def summary_of(config: Config) -> dict[str, Any]:
+    score = {"local": 0.5}.get(config.mixing.strategy, 0.75) + config.mixing.eta / 10
+    test = {"primary": score, "accuracy": score, "majority": 0.5, "gain_over_majority": score - 0.5}
+    final = {"test": test, "worst_client": {"client": "movie-0"} | test, "spread": {"std": 0.0}}
+    group = {"clients": 1, "final": final, "best": final}
+    return {
+        "run": {"seed": config.run.seed, "strategy": config.mixing.strategy, "rounds": 1},
+        "overall": group,
+        "tasks": {"movie": group},
+        "clients": {"movie-0": {"task": "movie", "final": {"test": test}, "best": {"test": test}}},
+        "bytes": {"up": 1000, "down": 2000, "total": 3000},
+        "seconds": {"total": 1.0, "phases": {}},
+    }
+
+
+@pytest.fixture
+def ran(monkeypatch: pytest.MonkeyPatch) -> list[Config]:
+    """The configs that the commands handed over."""
+    found: list[Config] = []
+
+    def run(config: Config, *, on_event: Any, resume: bool = False) -> RunResult:
+        found.append(config)
+        folder = run_folder(config)
+        folder.path.mkdir(parents=True, exist_ok=resume)
+        folder.config.write_text(to_toml(config), encoding="utf-8")
+        on_event(PhaseStarted("loading"))
+        on_event(Note("as you wish"))
+        complete = config.run.max_rounds is None
+        write_json(folder.plan, {})
+        if complete:
+            write_json(folder.summary, summary_of(config))
+        return RunResult(folder=folder.path, rounds=1, complete=complete, summary=summary_of(config))
+
+    monkeypatch.setattr("atlas_fl.run.run", run)
+    return found
+
+
+def test_run_hands_over_what_the_flags_say(atlas: Atlas, ran: list[Config], tmp_path: Path) -> None:
+    said = atlas("run", "--runs-dir", str(tmp_path), "--eta", "0.5", "--tasks", "movie", "sms", "--no-block-diagonal")
+    assert (said.code, said.err) == (0, "")
+    expected = replace(quick(), run=replace(quick().run, runs_dir=str(tmp_path)))
+    changed = {
+        name for name in ("eta", "tasks", "block_diagonal") if value_of(ran[0], name) != value_of(expected, name)
+    }
+    assert changed == {"eta", "tasks", "block_diagonal"}
+    assert replace(ran[0], mixing=expected.mixing, data=expected.data) == expected
+    lines = said.out.splitlines()
+    assert lines[:2] == ["loading ...", "note: as you wish"]
+    assert lines[-1] == f"run folder: {run_folder(ran[0]).path}"
+
+
+def test_the_config_of_a_run_repeats_it(atlas: Atlas, ran: list[Config], tmp_path: Path) -> None:
+    atlas("run", "--preset", "smoke", "--runs-dir", str(tmp_path), "--eta", "0.5", "--max-length", "none")
+    said = atlas("run", "--config", str(run_folder(ran[0]).config), "--resume")
+    assert said.code == 0
+    assert ran[0] == ran[1] == load_config(run_folder(ran[0]).config)
+
+
+def test_a_run_that_is_not_complete_says_how_to_go_on(atlas: Atlas, ran: list[Config], tmp_path: Path) -> None:
+    said = atlas("run", "--runs-dir", str(tmp_path), "--max-rounds", "1")
+    assert said.out.splitlines()[-1] == f"not complete yet; go on with: atlas resume {run_folder(ran[0]).path}"
+
+
+@pytest.mark.parametrize("command", ["run", "plan", "sweep", "compare"])
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--rounds", "0"], "atlas: --rounds is 0; allowed: at least 1; set it to that, or leave it out\n"),
+        (["--tasks", "movei"], "atlas: unknown task 'movei'; did you mean 'movie'?"),
+        (["--strateg", "x"], "atlas: unknown flag '--strateg'; did you mean '--strateg"),
+        (["--preset", "quik"], "atlas: unknown preset 'quik'; did you mean 'quick'?"),
+        (["--config", "none.toml"], "atlas: cannot read none.toml (No such file or directory)"),
+        (["--ranks", "5"], "atlas: --ranks is 5, a rank that is no candidate; the candidates are 4, 8, 16, 32, 64;"),
+    ],
+)
+def test_nothing_is_run_with_a_mistake(
+    command: str, words: list[str], message: str, atlas: Atlas, ran: list[Config]
+) -> None:
+    over = ["--over", "eta=0"] if command == "sweep" else []
+    said = atlas(command, *over, *words)
+    assert said.code == 2
+    assert said.err.startswith(message)
+    assert ran == []
+
+
+def test_sweep_runs_every_point_and_ends_in_a_table_and_a_csv(atlas: Atlas, ran: list[Config], tmp_path: Path) -> None:
+    words = ["sweep", "--over", "eta=0,0.5", "--seeds", "2", "--runs-dir", str(tmp_path)]
+    said = atlas(*words)
+    assert (said.code, said.err) == (0, "")
+    assert [(config.mixing.eta, config.run.seed) for config in ran] == [(0, 42), (0, 123), (0.5, 42), (0.5, 123)]
+    assert "run 3 of 4: eta=0.5 seed=42 starts ..." in said.out
+    rows = [line.split() for line in said.out.splitlines() if line.strip().startswith("eta=")]
+    assert [row[:3] for row in rows] == [["eta=0", "2", "0.750"], ["eta=0.5", "2", "0.800"]]
+    csv = (tmp_path / "comparison-eta.csv").read_text(encoding="utf-8").splitlines()
+    assert [line.split(",")[0] for line in csv] == ["name", "eta=0", "eta=0.5"]
+    again = atlas(*words)
+    assert len(ran) == 4
+    assert "run 3 of 4: eta=0.5 seed=42 is finished ..." in again.out
+
+
+@pytest.mark.parametrize("words", [["sweep", "--lambda-sweep"], ["run", "--lambda-sweep", "--seed", "42"]])
+def test_the_lambda_sweep_is_a_sweep_over_eta(
+    words: list[str], atlas: Atlas, ran: list[Config], tmp_path: Path
+) -> None:
+    assert atlas(*words, "--runs-dir", str(tmp_path)).code == 0
+    assert [config.mixing.eta for config in ran] == [0, 0.01, 0.1, 0.5, 1]
+    assert {config.run.seed for config in ran} == {42}
+
+
+def test_compare_knows_old_names_and_the_gain_over_local(atlas: Atlas, ran: list[Config], tmp_path: Path) -> None:
+    words = ["--strategies", "local_only", "atlas", "--seeds", "1", "--runs-dir", str(tmp_path), "--eta", "0"]
+    said = atlas("compare", *words)
+    assert (said.code, said.err) == (0, "")
+    assert [config.mixing.strategy for config in ran] == ["local", "atlas"]
+    rows = {line.split()[0]: line.split() for line in said.out.splitlines() if line.strip()}
+    assert "+0.250" in rows["atlas"]
+    assert (tmp_path / "comparison-strategy.csv").exists()
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["sweep"], "--over is missing; allowed: a setting and its values;"),
+        (["sweep", "--over", "etta=1"], "unknown setting 'etta'; did you mean 'eta'?"),
+        (["sweep", "--over", "eta=0", "--max-rounds", "1"], "--max-rounds is 1; here every run goes to its end;"),
+        (["compare", "--seeds", "0"], "--seeds is 0; allowed: at least 1;"),
+        (["compare", "--strategies"], "--strategies is empty; name at least one;"),
+        (["compare", "--strategies", "atals"], "unknown strategy 'atals'; did you mean 'atlas'?"),
+        (["resume", "nothing"], "not a run folder: nothing;"),
+        (["resume", "nothing", "--max-rounds", "0"], "--max-rounds is 0; allowed: at least 1;"),
+        (["audit", "nothing"], "not a run folder: nothing;"),
+        (["export", "nothing", "--client", "0", "--to", "x"], "not a run folder: nothing;"),
+        (["export", "nothing", "--client", "0"], "Missing from atlas export: --to TEXT Folder to write to."),
+        (["report", "nothing"], "not a run folder: nothing;"),
+        (["report"], "no run is named; give the folder of a run"),
+    ],
+)
+def test_a_command_without_what_it_needs_is_one_line(
+    words: list[str], message: str, atlas: Atlas, ran: list[Config]
+) -> None:
+    said = atlas(*words)
+    assert said.code == 2
+    assert said.err.startswith(f"atlas: {message}")
+    assert said.err.count("\n") == 1
+    assert ran == []

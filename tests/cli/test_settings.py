@@ -1,0 +1,51 @@
+from pathlib import Path
+
+import pytest
+
+from atlas_fl.cli.settings import base_config
+from atlas_fl.cli.words import split
+from atlas_fl.config import Config, to_toml
+from atlas_fl.errors import ConfigError
+from atlas_fl.presets import full, smoke
+
+
+def base(*words: str) -> Config:
+    return base_config(split(words))
+
+
+def test_the_preset_is_read_before_the_flags() -> None:
+    assert base() == Config()
+    assert base("--preset", "full", "--eta", "1") == full()
+
+
+def test_a_file_stands_on_the_preset_that_it_names(tmp_path: Path) -> None:
+    path = tmp_path / "own.toml"
+    path.write_text('[run]\npreset = "full"\n[mixing]\neta = 0.5\n', encoding="utf-8")
+    config = base("--config", str(path))
+    assert (config.mixing.eta, config.training.rounds, config.run.preset) == (0.5, 15, "full")
+    assert base(f"--config={path}", "--preset", "full") == config
+
+
+def test_a_file_without_a_preset_stands_on_that_of_the_flag(tmp_path: Path) -> None:
+    path = tmp_path / "own.toml"
+    path.write_text("[mixing]\neta = 0.5\n", encoding="utf-8")
+    assert base("--config", str(path), "--preset", "smoke").training == smoke().training
+    assert base("--config", str(path)).training == Config().training
+
+
+def test_a_written_config_repeats_itself(tmp_path: Path) -> None:
+    path = tmp_path / "config.toml"
+    path.write_text(to_toml(smoke()), encoding="utf-8")
+    assert base("--config", str(path)) == smoke()
+
+
+def test_two_presets_contradict(tmp_path: Path) -> None:
+    path = tmp_path / "config.toml"
+    path.write_text(to_toml(smoke()), encoding="utf-8")
+    with pytest.raises(ConfigError, match=r"--preset full contradicts .*config.toml, which is made from preset smoke"):
+        base("--config", str(path), "--preset", "full")
+
+
+def test_an_unknown_preset_has_its_nearest() -> None:
+    with pytest.raises(ConfigError, match=r"unknown preset 'quik'; did you mean 'quick'\?"):
+        base("--preset", "quik")

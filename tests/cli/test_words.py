@@ -1,0 +1,71 @@
+import pytest
+
+from atlas_fl.cli.words import Words, check_flags, is_flag, join, last_value, split
+from atlas_fl.errors import ConfigError
+
+
+def test_words_are_split_by_flag() -> None:
+    assert split(["a", "--eta", "-1", "--tasks", "x", "y", "--audit", "--lr=-inf"]) == (
+        Words("", ("a",)),
+        Words("--eta", ("-1",)),
+        Words("--tasks", ("x", "y")),
+        Words("--audit", ()),
+        Words("--lr", ("-inf",), True),
+    )
+
+
+def test_underscores_are_hyphens_in_flags_alone() -> None:
+    assert split(["--clients_per_task", "a_b"])[1] == Words("--clients-per-task", ("a_b",))
+    assert split(["--task=a_b=c"])[1] == Words("--task", ("a_b=c",), True)
+
+
+def test_old_flags_have_their_names_of_today() -> None:
+    assert [group.flag for group in split(["--ablation", "local_only", "--mode=full"])] == [
+        "",
+        "--strategy",
+        "--preset",
+    ]
+
+
+@pytest.mark.parametrize("words", [["a", "b"], ["--eta", "1"], ["a", "--eta=1", "--tasks", "x", "y", "--audit"], []])
+def test_words_are_joined_as_they_were(words: list[str]) -> None:
+    assert join(split(words)) == words
+
+
+def test_a_repeated_list_becomes_one() -> None:
+    words = ["--task", "a=1", "--eta", "1", "--task=b=2", "c=3", "--device", "d"]
+    assert join(split(words)) == ["--eta", "1", "--task", "a=1", "b=2", "c=3", "--device", "d"]
+
+
+def test_the_last_value_counts() -> None:
+    groups = split(["--preset", "full", "--preset=quick", "--config"])
+    assert last_value(groups, "--preset") == "quick"
+    assert last_value(groups, "--config") is None
+    assert last_value(groups, "--eta") is None
+
+
+@pytest.mark.parametrize(
+    ("word", "expected"),
+    [
+        ("--eta", True),
+        ("-h", True),
+        ("--", True),
+        ("-1", False),
+        ("-.5", False),
+        ("-inf", False),
+        ("-", False),
+        ("x", False),
+    ],
+)
+def test_numbers_are_no_flags(word: str, expected: bool) -> None:
+    assert is_flag(word) is expected
+
+
+def test_an_unknown_flag_has_its_nearest() -> None:
+    known = ["--eta", "--lr", "--clients-per-task"]
+    check_flags(split(["--eta", "1", "stray"]), known=known, command="atlas run")
+    with pytest.raises(
+        ConfigError,
+        match=r"unknown flag '--client-per-task'; did you mean '--clients-per-task'\? see `atlas run --help`",
+    ):
+        check_flags(split(["--client_per_task", "1"]), known=known, command="atlas run")

@@ -1,0 +1,33 @@
+import re
+
+from atlas_fl.config import Config, settings, value_of
+from atlas_fl.config.fields import from_values, group_classes
+from atlas_fl.config.identity import SESSION
+
+
+def test_every_setting_has_a_help_that_is_a_sentence() -> None:
+    for setting in settings().values():
+        assert re.fullmatch(r"[A-Z`].+\.", setting.help), setting.name
+
+
+def test_every_group_says_what_it_is() -> None:
+    assert all(cls.__doc__ and cls.__doc__.endswith(".") for cls in group_classes().values())
+
+
+def test_the_table_holds_every_field_once() -> None:
+    from_groups = [name for cls in group_classes().values() for name in cls.__dataclass_fields__]
+    assert list(settings()) == from_groups
+    assert settings()["eta"].group == "mixing"
+    assert settings()["clients_per_task"].flag == "--clients-per-task"
+
+
+def test_values_change_their_own_group_alone() -> None:
+    base = Config()
+    changed = from_values({"eta": 0.5, "seed": 7}, base=base)
+    assert (value_of(changed, "eta"), value_of(changed, "seed")) == (0.5, 7)
+    assert [name for name in settings() if value_of(changed, name) != value_of(base, name)] == ["eta", "seed"]
+    assert changed.data is base.data
+
+
+def test_the_settings_of_a_session_exist() -> None:
+    assert set(settings()) > SESSION

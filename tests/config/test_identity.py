@@ -1,0 +1,65 @@
+from pathlib import Path
+from typing import Literal, get_args, get_origin
+
+import pytest
+
+from atlas_fl.config import Config, DataConfig, RunConfig, config_hash, differences, run_folder, settings, with_values
+from atlas_fl.config.identity import SESSION
+
+CHANGED = {
+    "runs_dir": "elsewhere",
+    "name": "mine",
+    "max_rounds": "1",
+    "keep_checkpoints": "9",
+    "checkpoint_every": "3",
+    "audit": "true",
+}
+
+
+def test_the_hash_is_the_same_in_every_process() -> None:
+    """A changed default or a new setting changes this number: runs of before are then other runs."""
+    assert config_hash(Config()) == "bbc602f16879627c"
+
+
+@pytest.mark.parametrize("name", sorted(SESSION))
+def test_settings_of_the_session_change_no_hash(name: str) -> None:
+    changed = with_values(Config(), {name: CHANGED[name]})
+    assert changed != Config()
+    assert config_hash(changed) == config_hash(Config())
+    assert differences(changed, Config()) == {}
+
+
+def test_every_other_setting_changes_the_hash() -> None:
+    texts = {bool: lambda old: str(not old), int: lambda old: str(old + 1), float: lambda old: str(old + 0.125)}
+    hashes = {config_hash(Config())}
+    others = [name for name in settings() if name not in SESSION]
+    for name in others:
+        old = getattr(getattr(Config(), settings()[name].group), name)
+        text = texts[type(old)](old) if type(old) in texts else other_text(name, old)
+        hashes.add(config_hash(with_values(Config(), {name: text})))
+    assert len(hashes) == len(others) + 1
+
+
+def other_text(name: str, old: object) -> str:
+    kind = settings()[name].kind
+    if get_origin(kind) is Literal:
+        return next(choice for choice in get_args(kind) if choice != old)
+    return {"share": "A", "k_range": "3+4"}.get(name, "7")
+
+
+def test_equal_configs_have_equal_hashes() -> None:
+    whole, real = Config(data=DataConfig(dirichlet_alpha=1)), Config(data=DataConfig(dirichlet_alpha=1.0))
+    assert whole == real
+    assert config_hash(whole) == config_hash(real)
+    assert config_hash(with_values(Config(), {"eta": "-0.0"})) == config_hash(with_values(Config(), {"eta": "0"}))
+
+
+def test_differences_name_both_values() -> None:
+    found = differences(Config(), with_values(Config(), {"eta": "0.5", "seed": "7", "name": "x"}))
+    assert found == {"eta": (0.1, 0.5), "seed": (42, 7)}
+
+
+def test_the_folder_is_the_own_name_or_one_of_the_settings() -> None:
+    assert run_folder(Config(run=RunConfig(name="mine", runs_dir="there"))).path == Path("there/mine")
+    derived = run_folder(Config()).path
+    assert derived == Path("runs") / f"quick-atlas-minilm-s42-{config_hash(Config())[:8]}"

@@ -1,0 +1,105 @@
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from atlas_fl.config import Config, settings, validate, with_values
+from atlas_fl.config.fields import from_values
+from atlas_fl.config.ranges import RANGES
+from atlas_fl.errors import AtlasError, ConfigError
+from atlas_fl.presets import PRESETS
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_every_preset_is_valid_and_comes_back_as_it_is(preset: str) -> None:
+    config = PRESETS[preset]()
+    assert validate(config) is config
+
+
+def test_every_number_has_a_range() -> None:
+    numbers = {
+        name for name, setting in settings().items() if "int" in str(setting.kind) or "float" in str(setting.kind)
+    }
+    assert set(RANGES) == numbers
+
+
+@pytest.mark.parametrize("name", RANGES)
+@pytest.mark.parametrize("number", [float("nan"), float("inf"), float("-inf"), -1, 10**16])
+def test_no_number_is_out_of_range(name: str, number: float) -> None:
+    value: Any = (number, number) if name in ("k_range", "candidates") else number
+    with pytest.raises(ConfigError, match=settings()[name].flag + " is "):
+        validate(from_values({name: value}, base=Config()))
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"rounds": 0}, "--rounds is 0; allowed: at least 1; set it to that, or leave it out"),
+        ({"participation": 0.0}, "--participation is 0.0; allowed: above 0, at most 1"),
+        ({"participation": 1.5}, "--participation is 1.5; allowed: above 0, at most 1"),
+        ({"lr": 0.0}, "--lr is 0.0; allowed: above 0"),
+        ({"eta": 2.0}, "--eta is 2.0; allowed: at least 0, below 2"),
+        ({"eta": "0.1"}, "--eta is '0.1'; allowed: a number"),
+        ({"tasks": ["movie"]}, r"--tasks is \['movie'\]; allowed: a list of texts"),
+        ({"tasks": ()}, "--tasks is empty; a federation needs at least one task"),
+        ({"tasks": ("movie", "movie")}, "--tasks names 'movie' twice"),
+        ({"tasks": ("movei",)}, r"unknown task 'movei'; did you mean 'movie'\?"),
+        ({"devices": ("cpu_2gbb",)}, r"unknown device 'cpu_2gbb'; did you mean 'cpu_2gb'\?"),
+        ({"devices": ()}, "no devices; choose from"),
+        ({"device": ("mine",)}, "device 'mine' has no"),
+        ({"strategy": "atals"}, r"unknown strategy 'atals'; did you mean 'atlas'\?"),
+        ({"model": "minlm"}, r"unknown model 'minlm'; did you mean 'minilm'\?"),
+        ({"ranks": "buget"}, r"unknown allocator for --ranks 'buget'; did you mean 'budget'\?"),
+        ({"ranks": "5"}, "--ranks is 5, a rank that is no candidate; the candidates are 4, 8, 16, 32, 64; choose"),
+        ({"ranks": "08"}, "unknown allocator for --ranks '08'"),
+        ({"candidates": ()}, r"--candidates is \(\); allowed: at least one rank, each larger"),
+        ({"candidates": (8, 4)}, r"--candidates is \(8, 4\); allowed: at least one rank, each larger"),
+        ({"clusters": "four"}, "--clusters is 'four'; allowed: auto, oracle, or a number from 1 to 9"),
+        ({"clusters": "10"}, "--clusters is '10'; allowed: auto, oracle, or a number from 1 to 9"),
+        ({"k_range": (5, 2)}, r"--k-range is \(5, 2\); allowed: the smaller number first"),
+        ({"k_range": (1, 2)}, r"--k-range is \(1, 2\); allowed: at least 2"),
+        ({"min_cluster_size": 10}, "--min-cluster-size is 10; allowed: at most 9, the number of clients"),
+        ({"alpha_base": 0.9}, "--alpha-base, --alpha-act and --alpha-opt add up to 1.3; allowed: below 1"),
+        ({"share": ()}, r"--share is \(\); allowed: one or more of A, B, head, each once"),
+        ({"share": ("A", "A")}, r"--share is \('A', 'A'\); allowed: one or more of A, B, head, each once"),
+        ({"share": ("A", "head")}, "--share A head leaves out one factor of the update s B A, which --space product"),
+        ({"name": "a/b"}, "--name is 'a/b'; allowed: the name of a folder"),
+        ({"name": ".."}, "--name is '..'; allowed: the name of a folder"),
+        ({"name": "a\nb"}, r"--name is 'a\\nb'; allowed: printable text"),
+        ({"name": ""}, "--name is ''; allowed: printable text that is not empty"),
+        ({"runs_dir": "\udcff"}, "--runs-dir is .*; allowed: printable text"),
+        ({"preset": "Ä"}, "--preset is 'Ä'; allowed: a name of small letters"),
+    ],
+)
+def test_what_is_wrong_is_said_with_what_is_allowed(values: dict[str, Any], message: str) -> None:
+    with pytest.raises(AtlasError, match=message) as caught:
+        validate(from_values(values, base=Config()))
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"share": "A+head", "space": "factors"},
+        {"share": "head"},
+        {"ranks": "16"},
+        {"strategy": "standard_fl"},
+        {"clusters": "9"},
+        {"model": "someone/some-model"},
+        {"eta": "1"},
+        {"eta": "0"},
+        {"participation": "1"},
+        {"clip": "0"},
+        {"max_length": "none"},
+    ],
+)
+def test_what_is_allowed_passes(values: dict[str, str]) -> None:
+    validate(with_values(Config(), values))
+
+
+def test_own_tasks_count_as_clients_too() -> None:
+    config = with_values(Config(), {"clusters": "10"})
+    with pytest.raises(ConfigError, match="from 1 to 9, the number of clients"):
+        validate(config)
+    more = replace(config, data=replace(config.data, clients_per_task=4))
+    assert validate(more) is more

@@ -1,0 +1,238 @@
+import copy
+import csv
+import io
+import json
+import re
+
+import numpy as np
+import pandas as pd
+import pytest
+from rich.console import Console
+from rich.table import Table
+
+from atlas_fl.errors import CheckpointError
+from atlas_fl.report.tables import (
+    by_strategy,
+    closing_table,
+    cluster_table,
+    comparison_rows,
+    comparison_table,
+    k_table,
+    memory_table,
+    plan_tables,
+    prediction_table,
+    rank_table,
+    to_csv,
+    to_latex,
+)
+
+
+def printed(table: Table, width: int = 100) -> str:
+    console = Console(width=width, file=io.StringIO(), color_system=None)
+    console.print(table)
+    return console.file.getvalue()  # type: ignore[attr-defined]
+
+
+def cells(table: Table, row: int) -> list[str]:
+    return [list(column.cells)[row] for column in table.columns]
+
+
+def plan_of(run) -> dict:
+    return json.loads((run / "plan.json").read_text())
+
+
+def summary_of(run) -> dict:
+    return json.loads((run / "summary.json").read_text())
+
+
+@pytest.fixture
+def runs(make_run):
+    """Three strategies by three seeds; the federated ones are better by what is given."""
+    gains = {"local": 0.0, "fedavg_cluster": 0.05, "atlas": 0.08}
+    return [
+        make_run(f"{name}-{seed}", strategy=name, gain=gain, seed=seed, sends=name != "local")
+        for name, gain in gains.items()
+        for seed in (1, 2, 3)
+    ]
+
+
+def test_every_number_of_a_plan_is_readable_in_a_hundred_columns(make_run) -> None:
+    tables = plan_tables(plan_of(make_run(undecided=True)))
+    assert [table.title for table in tables] == [
+        "Clusters (corrected)",
+        "Numbers of clusters",
+        "LoRA ranks by layer",
+        "Predicted for each round",
+        "Memory on the device",
+    ]
+    for table in tables:
+        assert "…" not in printed(table)
+
+
+def test_the_cluster_table_by_hand() -> None:
+    names = [("a-0", "a", 0), ("b-0", "b", 0), ("a-1", "a", 0), ("c-0", "c", -1)]
+    clients = [{"name": name, "task": task, "cluster": label} for name, task, label in names]
+    similarity = [[1.0, 0.6, 0.9, 0.0], [0.6, 1.0, 0.3, 0.0], [0.9, 0.3, 1.0, 0.0], [0.0, 0.0, 0.0, 1.0]]
+    clustering = {"method": "corrected", "similarity": similarity, "reliability": [0.5, 0.7, 0.6, 0.05]}
+    clustering |= {"warnings": ["client c-0 is undecided [c_kk 0.05]"], "agreement": {"purity": 2 / 3, "ari": 0.25}}
+    table = cluster_table({"clients": clients, "clustering": clustering})
+    assert cells(table, 0) == ["cluster 0", "a-0, b-0, a-1", "a x 2, b x 1", "3", "0.67", "0.60", "0.60"]
+    assert cells(table, 1) == ["alone", "c-0", "c x 1", "1", "1.00", "0.05", "-"]
+    text = printed(table)
+    assert "purity 0.67, ari 0.25" in text
+    assert "undecided [c_kk 0.05]" in text
+
+
+def test_the_chosen_number_of_clusters_is_marked(make_run) -> None:
+    table = k_table(plan_of(make_run()))
+    assert list(table.columns[0].cells) == ["", "", ">", "", ""]
+    assert cells(table, 2) == [">", "3", "0.400", "1.500", "6.500", "0.240", "0.450", "0"]
+    assert cells(table, 0) == ["", "1", "-", "-", "-", "0.100", "-", "-"]
+
+
+def test_a_plan_without_optional_parts_shows_dashes_and_no_numbers() -> None:
+    plan = {"clients": [{"name": "a-0", "task": "a"}], "clustering": {}}
+    assert cells(cluster_table(plan), 0) == ["alone", "a-0", "a x 1", "1", "1.00", "-", "-"]
+    assert cells(rank_table(plan), 0) == ["a-0", "a", "-", "alone", "-", "whole", "-"]
+    assert cells(prediction_table(plan), 0) == ["a-0", *["-"] * 6]
+    assert k_table(plan).row_count == 0
+    assert len(plan_tables(plan)) == 3
+
+
+def test_ranks_and_predictions_are_those_of_the_plan(make_run) -> None:
+    plan = plan_of(make_run())
+    ranks = plan["clients"][3]["ranks"]
+    shown = cells(rank_table(plan), 3)
+    assert shown == ["trec-0", "trec", "gpu_16gb", "1", *map(str, ranks), str(sum(ranks)), "whole", "8.0 MB"]
+    shown = cells(prediction_table(plan), 0)
+    assert shown == ["movie-0", "cpu_2gb", "300 kB", "300 kB", "21.5 s", "553 MB", "27.6%"]
+    table = memory_table(plan)
+    assert cells(table, 0) == ["movie-0", "cpu_2gb", "91 MB", "60 MB", "400 MB", "1.9 MB", "1.9 MB", "3.8 MB"]
+    assert [str(column.header) for column in table.columns][2] == "frozen\nweights"
+
+
+def test_a_cut_is_shown_where_the_model_is_split(make_run) -> None:
+    plan = plan_of(make_run())
+    plan["clients"][0]["cut"] = 2
+    assert cells(rank_table(plan), 0)[-2] == "2"
+
+
+def test_the_closing_table_says_what_the_summary_says(make_run) -> None:
+    summary = summary_of(make_run(refused=True))
+    table = closing_table(summary)
+    movie = summary["tasks"]["movie"]
+    assert cells(table, 0) == [
+        "movie",
+        "3",
+        "0.500",
+        f"{movie['final']['test']['primary']:.3f}",
+        f"{movie['final']['test']['accuracy'] - 0.5:+.3f}",
+        f"{movie['best']['test']['primary']:.3f}",
+        str(movie["rounds_to"]["90%"]),
+        f"{movie['final']['spread']['std']:.3f}",
+        f"{movie['final']['worst_client']['client']} {movie['final']['worst_client']['primary']:.3f}",
+    ]
+    assert cells(table, 3)[0] == "all"
+    text = printed(table)
+    saved = summary["bytes"]["full_model"]["reduction"]
+    assert f"{100 * saved:.1f}% less than the whole model in every round" in text
+    assert "4.6 min, 1.2 GB of RSS at most" in text
+    assert "1 update refused" in text
+
+
+def test_a_summary_without_scores_has_a_closing_table() -> None:
+    table = closing_table({})
+    assert cells(table, 0) == ["all", *["-"] * 8]
+
+
+def test_comparison_agrees_with_pandas(runs) -> None:
+    frame = pd.DataFrame(
+        [
+            {"strategy": summary["run"]["strategy"], "seed": summary["run"]["seed"], "client": client}
+            | {"score": entry["final"]["test"]["primary"]}
+            for summary in map(summary_of, runs)
+            for client, entry in summary["clients"].items()
+        ]
+    )
+    per_seed = frame.groupby(["strategy", "seed"])["score"].mean()
+    worst = frame.groupby(["strategy", "seed"])["score"].min().groupby("strategy").mean()
+    wide = frame.pivot(index=["seed", "client"], columns="strategy", values="score")
+    rows = {row.name: row for row in comparison_rows(by_strategy(runs))}
+    assert list(rows) == ["local", "fedavg_cluster", "atlas"]
+    for name, row in rows.items():
+        assert row.seeds == 3
+        assert row.mean == pytest.approx(per_seed[name].mean())
+        assert row.std == pytest.approx(np.std(per_seed[name], ddof=1))
+        assert row.worst == pytest.approx(worst[name])
+        assert row.gain_over_local == pytest.approx((wide[name] - wide["local"]).mean())
+    assert rows["local"].bytes_up == 0
+    assert rows["atlas"].bytes_up == pytest.approx(np.mean([summary_of(run)["bytes"]["up"] for run in runs[6:]]))
+    assert set(rows["atlas"].tasks) == {"movie", "trec", "pairs"}
+
+
+def test_best_is_another_score_than_final(runs) -> None:
+    final, best = (comparison_rows(by_strategy(runs), score=score)[2] for score in ("final", "best"))
+    summaries = [summary_of(run)["overall"]["best"]["test"]["primary"] for run in runs[6:]]
+    assert best.mean == pytest.approx(np.mean(summaries))
+    assert best.mean != final.mean
+
+
+def test_gain_compares_the_same_seeds_only(runs) -> None:
+    groups = {"local": runs[:1], "atlas": runs[6:]}
+    atlas = comparison_rows(groups)[1]
+    own, local = summary_of(runs[6])["clients"], summary_of(runs[0])["clients"]
+    expected = np.mean(
+        [own[name]["final"]["test"]["primary"] - local[name]["final"]["test"]["primary"] for name in own]
+    )
+    assert atlas.gain_over_local == pytest.approx(expected)
+    assert comparison_rows({"atlas": runs[6:]})[0].gain_over_local is None
+    given = comparison_rows({"atlas": runs[6:]}, local=runs[:1])[0]
+    assert given.gain_over_local == pytest.approx(expected)
+
+
+def test_one_seed_has_no_deviation(runs) -> None:
+    row = comparison_rows({"atlas": runs[6:7]})[0]
+    assert (row.seeds, row.std) == (1, None)
+
+
+def test_an_unfinished_run_is_named_with_the_remedy(runs) -> None:
+    (runs[0] / "summary.json").unlink()
+    text = f"run {runs[0]} is not complete: it has no summary.json; atlas resume {runs[0]}"
+    with pytest.raises(CheckpointError, match=re.escape(text)):
+        comparison_rows({"local": runs[:3]})
+
+
+def test_the_comparison_is_printed_in_a_hundred_columns_with_the_best_in_bold(runs) -> None:
+    rows = comparison_rows(by_strategy(runs))
+    table = comparison_table(rows)
+    assert "…" not in printed(table)
+    bold = [text.startswith("[bold]") for text in table.columns[2].cells]
+    assert bold == [row.mean == max(other.mean or 0 for other in rows) for row in rows]
+
+
+def test_csv_holds_every_digit(runs) -> None:
+    rows = comparison_rows(by_strategy(runs))
+    read = list(csv.DictReader(io.StringIO(to_csv(rows))))
+    for line, row in zip(read, rows, strict=True):
+        assert line["name"] == row.name
+        assert float(line["mean"]) == row.mean
+        assert float(line["task:movie"]) == row.tasks["movie"]
+    alone = comparison_rows({"atlas": runs[6:7]})
+    assert next(iter(csv.DictReader(io.StringIO(to_csv(alone)))))["std"] == ""
+
+
+def test_latex_is_escaped_and_complete(runs) -> None:
+    lines = to_latex(comparison_rows(by_strategy(runs))).splitlines()
+    assert lines[0] == r"\begin{tabular}{lrrrrrrr}"
+    assert lines[5].startswith(r"fedavg\_cluster & 0.")
+    assert all(line.count("&") == 7 for line in lines if "&" in line)
+    assert lines[-1] == r"\end{tabular}"
+
+
+def test_builders_leave_their_arguments_alone(make_run) -> None:
+    run = make_run()
+    plan, summary = plan_of(run), summary_of(run)
+    before = copy.deepcopy((plan, summary))
+    plan_tables(plan)
+    closing_table(summary)
+    assert before == (plan, summary)

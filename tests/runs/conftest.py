@@ -1,0 +1,78 @@
+"""Real runs made small: real text, a random BERT of three narrow blocks, seconds instead of minutes."""
+
+import json
+import shutil
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import BertConfig, BertModel
+
+from atlas_fl.config import (
+    ClusteringConfig,
+    Config,
+    DataConfig,
+    ModelConfig,
+    RanksConfig,
+    RunConfig,
+    TrainingConfig,
+    with_values,
+)
+from atlas_fl.io.fetch import embedded_dir, model_dir
+
+TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "vocab.txt")
+
+
+@pytest.fixture(scope="session")
+def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random BERT with the embedded model's tokenizer, as a directory that `--model` takes."""
+    folder = tmp_path_factory.mktemp("tiny") / "tiny-bert"
+    folder.mkdir()
+    source = model_dir(embedded_dir())
+    for name in TOKENIZER:
+        shutil.copy(source / name, folder / name)
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model = BertModel(
+            BertConfig(
+                vocab_size=json.loads((source / "config.json").read_text())["vocab_size"],
+                hidden_size=32,
+                num_hidden_layers=3,
+                num_attention_heads=4,
+                intermediate_size=64,
+                max_position_embeddings=64,
+            )
+        )
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture
+def config(tiny_model: Path, tmp_path: Path) -> Callable[..., Config]:
+    """A config of four clients on two tasks; keywords set single settings by their flat names."""
+    base = Config(
+        data=DataConfig(
+            tasks=("movie", "trec"),
+            clients_per_task=2,
+            samples=24,
+            validation_samples=12,
+            test_samples=12,
+            max_length=24,
+        ),
+        model=ModelConfig(model=str(tiny_model)),
+        training=TrainingConfig(rounds=3, batch_size=8, lr=5e-3),
+        clustering=ClusteringConfig(clusters="oracle", fingerprint_steps=2, fingerprint_batches=2, sketch_dim=64),
+        ranks=RanksConfig(candidates=(2, 4, 8)),
+        run=RunConfig(runs_dir=str(tmp_path / "runs"), audit=True, name="run"),
+    )
+
+    def make(**values: object) -> Config:
+        """Lists are given as tuples, everything else as it is."""
+        texts = {key: "+".join(map(str, v)) if isinstance(v, tuple) else str(v) for key, v in values.items()}
+        return with_values(base, texts)
+
+    return make

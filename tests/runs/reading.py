@@ -1,0 +1,23 @@
+"""What a run has left behind, as tests compare it."""
+
+import json
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file
+
+TIMES = ("seconds",)
+"""Fields of the wall clock."""
+
+
+def state(folder: Path, *, round: int = 3) -> dict[str, torch.Tensor]:
+    return load_file(folder / f"checkpoints/round-{round:04d}/state.safetensors")
+
+
+def rows(folder: Path, name: str = "metrics") -> list[dict[str, object]]:
+    found = [json.loads(line) for line in (folder / f"{name}.jsonl").read_text().splitlines()]
+    return [{key: value for key, value in row.items() if key not in TIMES} for row in found]
+
+
+def same_tensors(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> bool:
+    return left.keys() == right.keys() and all(torch.equal(left[key], right[key]) for key in left)

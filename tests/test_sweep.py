@@ -1,0 +1,120 @@
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from atlas_fl.config import Config, RunConfig, run_folder, to_toml, with_values
+from atlas_fl.errors import CheckpointError, ConfigError
+from atlas_fl.presets import smoke
+from atlas_fl.sweep import LAMBDA_SWEEP, SEEDS, grid, parse_over, run_all, seeds, state_of
+
+
+def leave(config: Config, *, complete: bool) -> Path:
+    """What a run of this config leaves behind, as far as a sweep looks at it."""
+    folder = run_folder(config)
+    folder.path.mkdir(parents=True, exist_ok=True)
+    folder.config.write_text(to_toml(config), encoding="utf-8")
+    folder.plan.write_text("{}", encoding="utf-8")
+    if complete:
+        folder.summary.write_text(json.dumps({}), encoding="utf-8")
+    return folder.path
+
+
+@pytest.fixture
+def base(tmp_path: Path) -> Config:
+    return replace(smoke(), run=RunConfig(preset="smoke", runs_dir=str(tmp_path)))
+
+
+@pytest.fixture
+def ran(monkeypatch: pytest.MonkeyPatch) -> list[Config]:
+    """The configs that were really run, in order."""
+    found: list[Config] = []
+
+    def run(config: Config, **options: Any) -> None:
+        assert options["resume"] is True
+        found.append(config)
+        leave(config, complete=True)
+
+    monkeypatch.setattr("atlas_fl.run.run", run)
+    return found
+
+
+def test_the_published_seeds_come_first() -> None:
+    assert SEEDS == (42, 123, 456, 789, 1024)
+    assert seeds(3) == (42, 123, 456)
+    assert seeds(7) == (*SEEDS, 2001, 2002)
+    with pytest.raises(ConfigError, match="--seeds is 0; allowed: at least 1"):
+        seeds(0)
+
+
+def test_swept_values_are_read_from_texts() -> None:
+    assert parse_over(["eta=0, 0.1,0.1", "clients-per-task=2", "task=a=b.csv"]) == {
+        "eta": ("0", "0.1"),
+        "clients_per_task": ("2",),
+        "task": ("a=b.csv",),
+    }
+    assert parse_over([LAMBDA_SWEEP]) == {"eta": ("0", "0.01", "0.1", "0.5", "1")}
+
+
+@pytest.mark.parametrize(
+    ("texts", "message"),
+    [
+        (["etta=1"], r"unknown setting 'etta'; did you mean 'eta'\?"),
+        (["eta"], "--over is 'eta'; allowed: a setting and its values; write eta=VALUE,VALUE"),
+        (["eta=1,,2"], "--over is 'eta=1,,2'; allowed: a setting and its values"),
+        (["eta=1", "--eta=2"], "--over sweeps eta twice"),
+        (["seed=1,2"], "--over sweeps seed twice; give a setting once, and seeds with --seeds"),
+    ],
+)
+def test_a_wrong_sweep_is_one_line(texts: list[str], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        parse_over(texts)
+
+
+def test_the_grid_has_every_combination_with_seeds_innermost(base: Config) -> None:
+    points = grid(base, over={"eta": ["0", "0.5"], "share": ["head", "A+B"]}, seeds=(1, 2))
+    assert [(p.config.mixing.eta, p.config.mixing.share, p.config.run.seed) for p in points] == [
+        (eta, share, seed) for eta in (0.0, 0.5) for share in (("head",), ("A", "B")) for seed in (1, 2)
+    ]
+    assert points[-1].changes == {"eta": "0.5", "share": "A+B"}
+    assert len({run_folder(point.config).path for point in points}) == len(points)
+
+
+def test_a_named_sweep_has_a_name_for_every_run(base: Config) -> None:
+    named = replace(base, run=replace(base.run, name="mine"))
+    points = grid(named, over={"eta": ["0", "0.5"]}, seeds=(1, 2))
+    names = [point.config.run.name or "" for point in points]
+    assert len(set(names)) == 4
+    assert all(name.startswith("mine-s") for name in names)
+
+
+def test_all_points_are_checked_before_the_first_is_run(base: Config) -> None:
+    with pytest.raises(ConfigError, match=r"--eta is 3.0; allowed: at least 0, below 2"):
+        grid(base, over={"eta": ["0", "3"]}, seeds=(1,))
+    with pytest.raises(ConfigError, match="--max-rounds is 1; here every run goes to its end"):
+        grid(replace(base, run=replace(base.run, max_rounds=1)), over={"eta": ["0"]}, seeds=(1,))
+
+
+def test_finished_runs_are_left_alone_and_begun_ones_go_on(base: Config, ran: list[Config]) -> None:
+    points = grid(base, over={"eta": ["0", "0.1", "0.5"]}, seeds=(42,))
+    leave(points[0].config, complete=True)
+    leave(points[1].config, complete=False)
+    told: list[tuple[int, str, str]] = []
+    folders = run_all(points, on_run=lambda index, point, state: told.append((index, point.changes["eta"], state)))
+    assert told == [(0, "0", "finished"), (1, "0.1", "unfinished"), (2, "0.5", "new")]
+    assert [config.mixing.eta for config in ran] == [0.1, 0.5]
+    assert folders == tuple(run_folder(point.config).path for point in points)
+    ran.clear()
+    assert run_all(points) == folders
+    assert ran == []
+
+
+def test_a_folder_of_another_run_is_not_taken_for_this_one(base: Config, ran: list[Config]) -> None:
+    config = replace(base, run=replace(base.run, name="mine"))
+    leave(config, complete=True)
+    assert state_of(config) == "finished"
+    with pytest.raises(CheckpointError, match=r"mine is a run with eta = 0.1, not 0.5; give another --name"):
+        state_of(with_values(config, {"eta": "0.5"}))
+    assert ran == []
