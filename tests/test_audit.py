@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 
 import atlas_fl.audit
 from atlas_fl.audit import audit
-from atlas_fl.audit.dense import Round, Truth
+from atlas_fl.audit.dense import Round, Truth, decompose
 from atlas_fl.audit.folder import Plan
 from atlas_fl.audit.rules import RULES, Rule, weights
 from atlas_fl.config import Config, MixingConfig, to_toml
@@ -228,6 +228,28 @@ def test_the_errors_of_an_honest_run_are_far_below_the_tolerance(tmp_path):
     assert 0 < worst < 1e-5
     assert [(one.run, one.round, one.failed) for one in report.rounds()] == [("run", round, 0) for round in (1, 2, 3)]
     assert report.rounds()[0].worst_error <= worst
+
+
+def test_an_honest_run_passes_although_divide_and_conquer_fails(tmp_path, monkeypatch):
+    """It did on a real run: a finite sum of updates of rank 56 in 384 dimensions."""
+    calls = []
+
+    def fails(matrix, **_):
+        calls.append(matrix.shape)
+        raise np.linalg.LinAlgError("SVD did not converge")
+
+    run = write_run(tmp_path / "run")
+    monkeypatch.setattr(np.linalg, "svd", fails)
+    assert audit(run).ok
+    edit_tensors(run, 1, "start", lambda flat: flat["movie-2/layer.1.q.lora_B"].mul_(1.001))
+    assert (1, "movie-2", "mixed") in found(audit(run))
+    assert calls
+
+
+def test_the_decomposition_is_that_of_the_matrix():
+    matrix = np.random.default_rng(0).normal(size=(7, 3)) @ np.ones((3, 5))
+    left, values, right = decompose(matrix)
+    assert (left * values) @ right == pytest.approx(matrix)
 
 
 def test_rules_by_hand():

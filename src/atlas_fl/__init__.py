@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     from atlas_fl.io.folder import RunFolder as RunFolder
     from atlas_fl.io.folder import find_run as find_run
     from atlas_fl.plan import Plan as Plan
-    from atlas_fl.plan import make_plan as make_plan
+    from atlas_fl.planning import make_plan as make_plan
     from atlas_fl.presets import find_preset as find_preset
     from atlas_fl.report.compare import ComparisonRow as ComparisonRow
     from atlas_fl.report.compare import comparison_rows as comparison_rows
@@ -66,7 +66,8 @@ _HOMES = {
     "events": "Event Note PhaseStarted Progress RoundFinished",
     "export": "export_client",
     "io.folder": "RunFolder find_run",
-    "plan": "Plan make_plan",
+    "plan": "Plan",
+    "planning": "make_plan",
     "presets": "find_preset",
     "report.compare": "ComparisonRow comparison_rows",
     "report.plots": "draw_all",

@@ -1,25 +1,13 @@
-"""The plan of a run: clusters, graph, ranks and predictions, computed before anything is trained federally.
-
-`make_plan` is phases 1 and 2 and the graph of phase 4, in this order; the result can be printed, saved and audited.
-"""
+"""The plan of a run as a value: what was decided for whom, printable, saved and audited."""
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import numpy as np
 
-from atlas_fl.assemble import Assembly, assemble
-from atlas_fl.clustering import Clustering
-from atlas_fl.config import Config
-from atlas_fl.engines.base import Engine
-from atlas_fl.engines.local import LocalEngine
 from atlas_fl.errors import CheckpointError
-from atlas_fl.events import Note, OnEvent, PhaseStarted, Progress, ignore
 from atlas_fl.mixing.matrices import Federation
-from atlas_fl.options import strategy_of
-from atlas_fl.phases import connect, fit_ranks, identify, measure_layers, warm_start
-from atlas_fl.types import Params
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,6 +45,10 @@ class Plan:
     """How the clusters came about: method, k table, similarity, reliability, verdict, agreement with the tasks."""
     warmup: Mapping[str, Any] = field(default_factory=dict)
     """What the fingerprints cost: steps by client, agreement of the halves, seconds, bytes of one."""
+    graph: Mapping[str, Any] = field(default_factory=dict)
+    """`effective_neighbours` of each client."""
+    data: tuple[Mapping[str, Any], ...] = ()
+    """Of each client: examples per split, labels, and how far its mix of labels is from its task's."""
     notes: tuple[str, ...] = ()
 
     def federation(self) -> Federation:
@@ -81,6 +73,8 @@ class Plan:
             "lora": dict(self.lora),
             "clustering": dict(self.clustering),
             "warmup": dict(self.warmup),
+            "graph": dict(self.graph),
+            "data": [dict(row) for row in self.data],
             "notes": list(self.notes),
         }
 
@@ -92,88 +86,5 @@ class Plan:
             raise CheckpointError(f"the plan lacks {missing[0]!r}; it was not written by this version, run again")
         clients = tuple(ClientPlan(**{**entry, "ranks": tuple(entry["ranks"])}) for entry in data["clients"])
         arrays = {name: np.array(data[name], dtype=np.float64) for name in ("adjacency", "importance")}
-        return Plan(**{**data, **arrays, "clients": clients, "notes": tuple(data["notes"])})
-
-
-@dataclass(frozen=True, kw_only=True)
-class Planned:
-    """A plan with what only a run needs of it."""
-
-    plan: Plan
-    start: Mapping[str, Params]
-    """The model that every client begins round one with."""
-    sketches: np.ndarray | None
-    """(2, n, dim) float32: both sketches of every client."""
-    clustering: Clustering | None
-    """The `Clustering` itself, or None for a rule that uses no clusters."""
-
-
-def make_plan(config: Config, *, on_event: OnEvent = ignore) -> Plan:
-    """The plan of this config. Warms the clients up for their fingerprints; trains nothing federally."""
-    on_event(PhaseStarted("loading"))
-    assembly = assemble(config)
-    return plan_for(assembly, local_engine(assembly, on_event), on_event=on_event).plan
-
-
-def local_engine(assembly: Assembly, on_event: OnEvent) -> LocalEngine:
-    """The engine that holds every client in this process and tells its progress."""
-    return LocalEngine(
-        site=assembly.site, on_progress=lambda action, done, total: on_event(Progress(action, done, total))
-    )
-
-
-def plan_for(assembly: Assembly, engine: Engine, *, on_event: OnEvent = ignore) -> Planned:
-    """Phases 1 and 2 and the graph, over any engine."""
-    config = assembly.config
-    strategy = strategy_of(config)
-    on_event(PhaseStarted("fingerprints"))
-    found = identify(assembly, engine, clustered=strategy.clustered)
-    on_event(PhaseStarted("ranks"))
-    layers = measure_layers(assembly, engine, found)
-    fitted = fit_ranks(assembly, found, layers, communicates=strategy.communicates)
-    graph = connect(assembly, engine, found)
-    clients = tuple(
-        ClientPlan(
-            name=client.name,
-            task=client.task.name,
-            device=device.name,
-            examples=assembly.site.data[client.name].examples,
-            cluster=cluster,
-            cut=None,
-            **fit,
-        )
-        for client, device, cluster, fit in zip(
-            assembly.clients, assembly.devices, found.labels, fitted.by_client, strict=True
-        )
-    )
-    plan = Plan(
-        clients=clients,
-        adjacency=graph.adjacency,
-        importance=layers,
-        layer_of=assembly.layer_of,
-        lora={"alpha": config.model.lora_alpha, "rslora": config.model.rslora},
-        clustering=found.report,
-        warmup=found.warmup,
-        notes=(*found.notes, *fitted.notes, *graph.warnings),
-    )
-    for note in plan.notes:
-        on_event(Note(note))
-    start = warm_start(assembly, found, [client.ranks for client in clients])
-    return Planned(plan=plan, start=start, sketches=found.sketches, clustering=found.clustering)
-
-
-def regraphed(planned: Planned, assembly: Assembly, engine: Engine, *, round: int, performance: np.ndarray) -> Planned:
-    """The plan with clusters and graph measured again before this round; labels keep their meaning, ranks stay."""
-    found = identify(assembly, engine, clustered=True, previous=planned.clustering, round=round)
-    graph = connect(assembly, engine, found, previous=planned.plan.adjacency, performance=performance)
-    clients = tuple(
-        replace(client, cluster=cluster) for client, cluster in zip(planned.plan.clients, found.labels, strict=True)
-    )
-    plan = replace(
-        planned.plan,
-        clients=clients,
-        adjacency=graph.adjacency,
-        clustering=found.report,
-        notes=(*found.notes, *graph.warnings),
-    )
-    return replace(planned, plan=plan, sketches=found.sketches, clustering=found.clustering)
+        tuples = {name: tuple(data[name]) for name in ("notes", "data")}
+        return Plan(**{**data, **arrays, **tuples, "clients": clients})

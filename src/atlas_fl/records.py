@@ -1,7 +1,7 @@
 """What a round leaves behind: rows of metrics and ledger, checkpoints, and the files of the audit."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,7 +14,9 @@ from atlas_fl.io.ledger import Direction, Kind, LedgerRow, payload_bytes
 from atlas_fl.io.machine import peak_memory
 from atlas_fl.io.results import append_rows, defined, to_json, truncate_to, write_json
 from atlas_fl.io.tensors import write_tensors
-from atlas_fl.plan import Plan, Planned
+from atlas_fl.mixing.diversity import Diversity
+from atlas_fl.plan import Plan
+from atlas_fl.planning import Planned
 from atlas_fl.tasks.clients import ClientData, majority
 from atlas_fl.tree import HEAD, prefixed, shared_part, unprefixed
 from atlas_fl.types import ByClient, Params, Split
@@ -44,6 +46,8 @@ class RoundRecord:
     """Clients whose newest model had not reached them when the round began."""
     communicates: bool
     final: bool
+    diversity: Diversity | None = None
+    """What the server's step did to the differences between clients, in a round with evaluation."""
 
     def messages(self, share: tuple[str, ...]) -> list[LedgerRow]:
         """Every message of the round: late models down, updates up, mixed models down."""
@@ -142,6 +146,8 @@ class Recorder:
             for name, reason in record.refused.items()
         ]
         rows += [{"round": record.round, "client": name, "event": "kept own model"} for name in record.kept]
+        if record.diversity is not None:
+            rows.append({"round": record.round, "event": "mixed", **asdict(record.diversity)})
         by_split: dict[Split, Mapping[str, Update]] = {"train": record.updates, **record.scores}
         for split, updates in by_split.items():
             for client in self.clients:

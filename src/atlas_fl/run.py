@@ -20,7 +20,8 @@ from atlas_fl.io.machine import versions
 from atlas_fl.io.results import read_json, read_rows, write_json
 from atlas_fl.io.summary import summarise
 from atlas_fl.options import strategy_of
-from atlas_fl.plan import Plan, Planned, local_engine, plan_for
+from atlas_fl.plan import Plan
+from atlas_fl.planning import Planned, local_engine, plan_for
 from atlas_fl.records import Recorder, models_of
 from atlas_fl.train import State, train
 
@@ -64,7 +65,7 @@ def resume(folder: str | Path, *, max_rounds: int | None = None, on_event: OnEve
 
     Raises `CheckpointError` where the folder holds no run.
     """
-    found = find_run(folder)
+    found = find_run(folder, begun=True)
     config = load_config(found.config)
     at_home = replace(config.run, runs_dir=str(found.path.parent), name=found.path.name, max_rounds=max_rounds)
     return _go_on(replace(config, run=at_home), found, on_event)

@@ -12,8 +12,9 @@ from atlas_fl.clients.evaluate import EvaluateOptions
 from atlas_fl.engines.base import Engine
 from atlas_fl.errors import ProtocolError
 from atlas_fl.events import Note, OnEvent, PhaseStarted, RoundFinished
+from atlas_fl.mixing.diversity import Diversity, diversity
 from atlas_fl.options import strategy_of, train_options
-from atlas_fl.plan import Planned, regraphed
+from atlas_fl.planning import Planned, regraphed
 from atlas_fl.records import Recorder, RoundRecord
 from atlas_fl.rng import generator
 from atlas_fl.strategies.validate import check_update
@@ -98,9 +99,8 @@ def one_round(assembly: Assembly, planned: Planned, engine: Engine, state: State
     trained = {name: update.params for name, update in good.items()}
     memory, start = strategy.aggregate(state.strategy, trained, planned.plan.federation(), round=number)
     final = number == config.training.rounds
-    kept: tuple[str, ...] = ()
-    if final and config.mixing.keep == "best" and strategy.communicates:
-        start, kept = best_of(engine, start, trained, round=number)
+    choosing = final and config.mixing.keep == "best" and strategy.communicates
+    start, kept = best_of(engine, start, trained, round=number) if choosing else (start, ())
     scores = evaluate(engine, start, round=number) if final or number % config.training.eval_every == 0 else {}
     record = RoundRecord(
         round=number,
@@ -115,6 +115,7 @@ def one_round(assembly: Assembly, planned: Planned, engine: Engine, state: State
         stale=state.stale,
         communicates=strategy.communicates,
         final=final,
+        diversity=_diversity(assembly, planned, {**state.start, **trained}, start) if scores else None,
     )
     validation = {name: score.metrics["primary"] for name, score in scores.get("validation", {}).items()}
     return (
@@ -149,6 +150,10 @@ def best_of(
     met = _scores(engine, {name: mixed[name] for name in trained}, "validation", round=round)
     kept = tuple(name for name in trained if own[name].metrics["loss"] < met[name].metrics["loss"])
     return {name: trained[name] if name in kept else params for name, params in mixed.items()}, kept
+
+
+def _diversity(assembly: Assembly, planned: Planned, before: ByClient, after: ByClient) -> Diversity:
+    return diversity(before, after, clients=assembly.names, adjacency=planned.plan.adjacency, scale=assembly.site.scale)
 
 
 def _is_reclustered(assembly: Assembly, number: int) -> bool:

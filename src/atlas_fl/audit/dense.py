@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import scipy.linalg
 
 from atlas_fl.audit.folder import Models, Plan
 from atlas_fl.audit.rules import connected
@@ -54,6 +55,19 @@ def _dense(round: Round, client: str, module: str, models: Models) -> np.ndarray
     return np.asarray(round.plan.scale(a.shape[0]) * (b @ a))
 
 
+def decompose(matrix: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """The full singular value decomposition (U, S, V^T).
+
+    LAPACK's divide and conquer fails now and then on a sound matrix of low rank, such as every update is; the slower
+    QR iteration then gives the same decomposition.
+    """
+    try:
+        left, values, right = np.linalg.svd(matrix, full_matrices=False)
+    except np.linalg.LinAlgError:
+        left, values, right = scipy.linalg.svd(matrix, full_matrices=False, lapack_driver="gesvd")
+    return left, values, right
+
+
 def _measure(wanted: np.ndarray, got: np.ndarray, was: np.ndarray, *, size: float, still: bool) -> Finding:
     unit = size if size > 0 else 1.0
     error, shift = float(np.linalg.norm(got - wanted)) / unit, float(np.linalg.norm(wanted - was)) / unit
@@ -64,7 +78,7 @@ def _is_best(mixed: np.ndarray, got: np.ndarray, rank: int, *, size: float) -> b
     """Whether `got` is some best approximation of that rank: what is left meets neither its rows nor its columns and
     holds no direction larger than the smallest that was kept.
     """
-    left, values, right = np.linalg.svd(got)
+    left, values, right = decompose(got)
     rest, limit = mixed - got, TOLERANCE * size
     kept = int((values[:rank] > limit).sum())
     crossing = max(np.linalg.norm(left[:, :kept].T @ rest), np.linalg.norm(rest @ right[:kept].T))
@@ -104,7 +118,7 @@ class Truth:
             sources = np.flatnonzero(row).tolist()
             parts = [row[other] * _dense(self.round, names[other], module, self.round.before) for other in sources]
             mixed, size = np.asarray(sum(parts)), float(sum(np.linalg.norm(part) for part in parts))
-            left, values, right = np.linalg.svd(mixed, full_matrices=False)
+            left, values, right = decompose(mixed)
             self._cut[row.tobytes()] = (mixed, size, left, values, right)
         return self._cut[row.tobytes()]
 

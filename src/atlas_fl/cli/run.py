@@ -80,7 +80,7 @@ def plan(words: Sequence[str]) -> int:
     from pathlib import Path
 
     from atlas_fl.io.results import write_json
-    from atlas_fl.plan import make_plan
+    from atlas_fl.planning import make_plan
     from atlas_fl.report.tables import plan_tables
 
     with show_progress(notes=False) as on_event:
@@ -103,7 +103,7 @@ def resume(words: Sequence[str]) -> int:
 
     if options.max_rounds is not None and options.max_rounds < 1:
         raise ConfigError(f"--max-rounds is {options.max_rounds}; allowed: at least 1; give more, or leave it out")
-    folder = find_run(options.run, runs_dir=options.runs_dir).path
+    folder = find_run(options.run, runs_dir=options.runs_dir, begun=True).path
     with show_progress() as on_event:
         result = resume_run(folder, max_rounds=options.max_rounds, on_event=on_event)
     show(outcome(result.folder, result.summary, complete=result.complete))

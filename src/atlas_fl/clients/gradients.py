@@ -18,7 +18,7 @@ from atlas_fl.types import Params
 
 
 def batch_gradients(job: Job, site: Site, *, half: int, blocks: int, count: int) -> Iterator[dict[str, Tensor]]:
-    """Loss gradients of `count` batches of one half: all weights of the last `blocks` blocks, and the head.
+    """Loss gradients of `count` batches of one half: the matrices of the last `blocks` blocks, and the head.
 
     The blocks below need no gradient and record nothing, so that only what is needed is computed.
     Evaluation mode, no dropout; the job's own adapters are not attached: this is the shared initialisation.
@@ -55,13 +55,17 @@ class _Gradient(torch.nn.Module):
 
 
 def _weights_of_last(backbone: Backbone, blocks: int) -> list[str]:
-    """Names of the parameters in the last blocks, by position in the model's block list."""
+    """Names of the matrices in the last blocks, by position in the model's block list.
+
+    Without biases: softmax ignores a shift, so the gradient of a key's bias is rounding noise and nothing else, which
+    a fingerprint would blow up to the size of every other tensor.
+    """
     first = len(backbone.blocks) - blocks
     prefix = backbone.family.blocks + "."
     return [
         name
-        for name, _ in backbone.model.named_parameters()
-        if name.startswith(prefix) and layer_of(backbone, name) >= first
+        for name, parameter in backbone.model.named_parameters()
+        if parameter.ndim > 1 and name.startswith(prefix) and layer_of(backbone, name) >= first
     ]
 
 

@@ -82,9 +82,13 @@ class RunFolder:
         """The folder of one client's adapter."""
         return self.adapters / client
 
+    def is_begun(self) -> bool:
+        """Whether the folder holds a run that can be resumed, be it one that was stopped while it planned."""
+        return self.config.is_file()
+
     def is_run(self) -> bool:
-        """Whether the folder holds a run that can be read or resumed."""
-        return self.config.is_file() and self.plan.is_file()
+        """Whether the folder holds a run that can be read."""
+        return self.is_begun() and self.plan.is_file()
 
 
 def run_name(*, preset: str, strategy: str, model: str, seed: int, config_hash: str) -> str:
@@ -103,16 +107,19 @@ def runs_in(runs_dir: Path) -> list[str]:
     return sorted(path.name for path in runs_dir.glob("*") if RunFolder(path).is_run())
 
 
-def find_run(run: str | Path, *, runs_dir: str | Path = "runs") -> RunFolder:
+def find_run(run: str | Path, *, runs_dir: str | Path = "runs", begun: bool = False) -> RunFolder:
     """The folder of a run that is given by its path, or by its name in `runs_dir`.
+
+    With `begun` also a run that has no plan yet: it can be resumed, but there is nothing to read.
 
     Raises:
         CheckpointError: neither is a run; the message names the runs that there are.
     """
     given, parent = Path(run), Path(runs_dir)
     for path in (given, parent / given):
-        if RunFolder(path).is_run():
-            return RunFolder(path)
+        folder = RunFolder(path)
+        if folder.is_run() or (begun and folder.is_begun()):
+            return folder
     names = runs_in(parent)
     shown = ", ".join(names[:SHOWN_RUNS]) + (f" and {len(names) - SHOWN_RUNS} more" if len(names) > SHOWN_RUNS else "")
     have = f"have: {shown}" if names else f"there are no runs in {parent}"

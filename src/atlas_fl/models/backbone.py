@@ -11,6 +11,7 @@ from safetensors import SafetensorError
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModel, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.pytorch_utils import Conv1D
+from transformers.utils import logging as hf_logging
 
 from atlas_fl.errors import ModelError
 from atlas_fl.models.family import FAMILIES, Family
@@ -60,7 +61,7 @@ def load_backbone(name: str, *, device: str = "cpu", gradient_checkpointing: boo
     """
     register_packed_attention()
     source, family = find_family(name)
-    with _readable(name, source):
+    with _readable(name, source), _no_bars():
         tokenizer = AutoTokenizer.from_pretrained(source.path, **_how(source))
         model = AutoModel.from_pretrained(source.path, attn_implementation=PACKED, dtype=torch.float32, **_how(source))
     if tokenizer.pad_token is None:
@@ -100,6 +101,18 @@ def _how(source: Source) -> dict[str, Any]:
     """The arguments with which the files of a source are read."""
     local = is_directory(source.path) or not hub_answers()
     return {"local_files_only": local} | ({"gguf_file": source.gguf_file} if source.gguf_file else {})
+
+
+@contextmanager
+def _no_bars() -> Iterator[None]:
+    """Keep transformers' progress bars off the screen, which shows the run's own."""
+    shown = hf_logging.is_progress_bar_enabled()
+    hf_logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            hf_logging.enable_progress_bar()
 
 
 @contextmanager

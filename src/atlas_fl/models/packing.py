@@ -107,7 +107,8 @@ class _PackedAttention(torch.autograd.Function):
                 scores += bucket.bias.to(scores.dtype)
             if causal:
                 scores += _causal_bias(bucket.length, like=scores)
-            weight = scores.softmax(-1, dtype=torch.promote_types(scores.dtype, torch.float32)).to(scores.dtype)  # (count, heads, length, length)
+            wide = torch.promote_types(scores.dtype, torch.float32)
+            weight = scores.softmax(-1, dtype=wide).to(scores.dtype)  # (count, heads, length, length)
             _heads(out, bucket).copy_(torch.matmul(weight, _heads(values, bucket)))
             weights.append(weight)
         ctx.save_for_backward(queries, keys, values, *weights)

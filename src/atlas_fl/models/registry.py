@@ -56,17 +56,14 @@ MODELS: dict[str, Model] = {
 def locate(name: str) -> Source:
     """Where the files of this alias, hub name, directory or GGUF file are.
 
-    Raises `ConfigError` for a name that is none of these and `ModelError` for a path where nothing is or an embedded
-    model not fetched yet.
+    Raises `ConfigError` for a name that is none of these, `ModelError` for a path where nothing is and `DataError` for
+    an embedded model not fetched yet.
     """
     if name in MODELS:
         registered = MODELS[name].path
         if registered != "embedded":
             return Source(path=registered)
-        folder = model_dir(embedded_dir())
-        if not folder.is_dir():
-            raise ModelError(f"model {name!r} is not fetched yet ({folder} is missing); run `atlas fetch embedded`")
-        return Source(path=str(folder))
+        return Source(path=str(model_dir(embedded_dir())))
     path = Path(name).expanduser()
     if path.is_dir():
         return Source(path=str(path))

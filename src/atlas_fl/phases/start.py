@@ -55,10 +55,9 @@ def _imported(assembly: Assembly, folder: Path, ranks: Sequence[Sequence[int]]) 
         fresh = assembly.start(client, tuple(own))
         by_module = {module: own[assembly.layer_of[module]] for module in assembly.site.modules}
         adapted = realign(scaled, by_module, assembly.site.scale)
-        same_head = {
-            key: params[key] for key in head_keys(fresh) if key in params and params[key].shape == fresh[key].shape
-        }
-        start[client.name] = {key: same_head.get(key, adapted.get(key, fresh[key])) for key in fresh}
+        # A head of other labels than the imported one's begins fresh.
+        fits = {key for key in fresh if key in adapted and adapted[key].shape == fresh[key].shape}
+        start[client.name] = {key: adapted[key] if key in fits else fresh[key] for key in fresh}
     return start
 
 

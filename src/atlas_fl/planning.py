@@ -1,0 +1,113 @@
+"""Making a plan: phases 1 and 2 and the graph of phase 4, before anything is trained federally."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from atlas_fl.assemble import Assembly, assemble
+from atlas_fl.clustering import Clustering
+from atlas_fl.config import Config
+from atlas_fl.engines.base import Engine
+from atlas_fl.engines.local import LocalEngine
+from atlas_fl.events import Note, OnEvent, PhaseStarted, Progress, ignore
+from atlas_fl.mixing.graph import effective_neighbours
+from atlas_fl.mixing.matrices import eta_warnings
+from atlas_fl.options import strategy_of
+from atlas_fl.phases import Fitted, Identified, connect, fit_ranks, identify, measure_layers, warm_start
+from atlas_fl.plan import ClientPlan, Plan
+from atlas_fl.tasks.heterogeneity import label_statistics
+from atlas_fl.types import Params
+
+
+@dataclass(frozen=True, kw_only=True)
+class Planned:
+    """A plan with what only a run needs of it."""
+
+    plan: Plan
+    start: Mapping[str, Params]
+    """The model that every client begins round one with."""
+    sketches: np.ndarray | None
+    """(2, n, dim) float32: both sketches of every client."""
+    clustering: Clustering | None
+    """The `Clustering` itself, or None for a rule that uses no clusters."""
+
+
+def make_plan(config: Config, *, on_event: OnEvent = ignore) -> Plan:
+    """The plan of this config. Warms the clients up for their fingerprints; trains nothing federally."""
+    on_event(PhaseStarted("loading"))
+    assembly = assemble(config)
+    return plan_for(assembly, local_engine(assembly, on_event), on_event=on_event).plan
+
+
+def local_engine(assembly: Assembly, on_event: OnEvent) -> LocalEngine:
+    """The engine that holds every client in this process and tells its progress."""
+    return LocalEngine(
+        site=assembly.site, on_progress=lambda action, done, total: on_event(Progress(action, done, total))
+    )
+
+
+def plan_for(assembly: Assembly, engine: Engine, *, on_event: OnEvent = ignore) -> Planned:
+    """Phases 1 and 2 and the graph, over any engine."""
+    config = assembly.config
+    strategy = strategy_of(config)
+    on_event(PhaseStarted("fingerprints"))
+    found = identify(assembly, engine, clustered=strategy.clustered)
+    on_event(PhaseStarted("ranks"))
+    layers = measure_layers(assembly, engine, found)
+    fitted = fit_ranks(assembly, found, layers, communicates=strategy.communicates)
+    graph = connect(assembly, engine, found)
+    plan = Plan(
+        clients=_client_plans(assembly, found, fitted),
+        adjacency=graph.adjacency,
+        importance=layers,
+        layer_of=assembly.layer_of,
+        lora={"alpha": config.model.lora_alpha, "rslora": config.model.rslora},
+        clustering=found.report,
+        warmup=found.warmup,
+        graph={"effective_neighbours": effective_neighbours(graph.adjacency).tolist()},
+        data=label_statistics(assembly.clients),
+        notes=(*found.notes, *fitted.notes, *graph.warnings),
+    )
+    if strategy.eta(1) > 0:
+        warned = eta_warnings(plan.federation(), kind=config.mixing.laplacian, eta=strategy.eta(1))
+        plan = replace(plan, notes=(*plan.notes, *warned))
+    for note in plan.notes:
+        on_event(Note(note))
+    start = warm_start(assembly, found, [client.ranks for client in plan.clients])
+    return Planned(plan=plan, start=start, sketches=found.sketches, clustering=found.clustering)
+
+
+def _client_plans(assembly: Assembly, found: Identified, fitted: Fitted) -> tuple[ClientPlan, ...]:
+    return tuple(
+        ClientPlan(
+            name=client.name,
+            task=client.task.name,
+            device=device.name,
+            examples=assembly.site.data[client.name].examples,
+            cluster=cluster,
+            cut=None,
+            **fit,
+        )
+        for client, device, cluster, fit in zip(
+            assembly.clients, assembly.devices, found.labels, fitted.by_client, strict=True
+        )
+    )
+
+
+def regraphed(planned: Planned, assembly: Assembly, engine: Engine, *, round: int, performance: np.ndarray) -> Planned:
+    """The plan with clusters and graph measured again before this round; labels keep their meaning, ranks stay."""
+    found = identify(assembly, engine, clustered=True, previous=planned.clustering, round=round)
+    graph = connect(assembly, engine, found, previous=planned.plan.adjacency, performance=performance)
+    clients = tuple(
+        replace(client, cluster=cluster) for client, cluster in zip(planned.plan.clients, found.labels, strict=True)
+    )
+    plan = replace(
+        planned.plan,
+        clients=clients,
+        adjacency=graph.adjacency,
+        clustering=found.report,
+        graph={"effective_neighbours": effective_neighbours(graph.adjacency).tolist()},
+        notes=(*found.notes, *graph.warnings),
+    )
+    return replace(planned, plan=plan, sketches=found.sketches, clustering=found.clustering)

@@ -1,0 +1,123 @@
+import json
+import shutil
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from atlas_fl.errors import AtlasError, ModelError
+from atlas_fl.models import backbone as backbone_module
+from atlas_fl.models.backbone import find_family, layer_of, load_backbone, model_shape, module_dims, target_modules
+
+REMEDIES = ("config.json", "hub's cache", "atlas fetch embedded")
+
+
+def line_of(error: pytest.ExceptionInfo[AtlasError]) -> str:
+    line = str(error.value)
+    assert "\n" not in line
+    return line
+
+
+def test_every_weight_is_frozen_and_stock(tiny) -> None:
+    model = tiny.backbone.model
+    assert not any(parameter.requires_grad for parameter in model.parameters())
+    assert not model.training
+    stock = getattr(tiny.stock(), tiny.backbone.family.prefix).state_dict()
+    own = model.state_dict()
+    assert set(stock) <= set(own)
+    assert all(torch.equal(own[name], value) for name, value in stock.items())
+
+
+def test_what_a_backbone_says_of_itself(tiny) -> None:
+    backbone = tiny.backbone
+    assert backbone.hidden == 32
+    assert len(backbone.blocks) == 3
+    assert backbone.device == torch.device("cpu")
+    assert backbone.num_parameters == sum(value.numel() for value in backbone.model.parameters())
+    assert backbone.tokenizer.pad_token_id is not None
+    assert find_family(str(tiny.path)) == (backbone.source, backbone.family)
+
+
+def test_the_shape_counts_what_is_there(tiny) -> None:
+    modules = target_modules(tiny.backbone, ("all-linear",))
+    shape = model_shape(tiny.backbone, modules)
+    assert (shape.hidden, shape.intermediate, shape.heads, shape.num_layers) == (32, 48, 4, 3)
+    total = sum(4 * value.numel() for value in tiny.backbone.model.parameters())
+    assert sum(shape.block_bytes) + shape.embedding_bytes == total
+    assert shape.block_bytes == tuple(4 * count for count in shape.block_params)
+    for block, layers in enumerate(shape.layers):
+        own = [module for name, module in modules.items() if layer_of(tiny.backbone, name) == block]
+        assert len(own) == len(layers) >= 4
+        for module, (d_in, d_out) in zip(own, layers, strict=True):
+            assert module(torch.zeros(1, d_in)).shape == (1, d_out)
+
+
+def test_dims_of_a_linear_and_of_gpt2s_transposed_layer(tiny_of) -> None:
+    gpt2, llama = tiny_of("gpt2"), tiny_of("llama")
+    assert module_dims(gpt2.backbone.model.get_submodule("h.0.attn.c_attn")) == (32, 96)
+    assert module_dims(llama.backbone.model.get_submodule("layers.0.self_attn.v_proj")) == (32, 16)
+
+
+def test_all_linear_is_every_linear_layer_inside_the_blocks(tiny) -> None:
+    names = set(target_modules(tiny.backbone, ("all-linear",)))
+    kinds = (
+        (torch.nn.Linear, type(tiny.backbone.model.get_submodule("h.0.attn.c_attn")))
+        if tiny.name == "gpt2"
+        else torch.nn.Linear
+    )
+    expected = {
+        f"{tiny.backbone.family.blocks}.{n}" for n, m in tiny.backbone.blocks.named_modules() if isinstance(m, kinds)
+    }
+    assert names == expected
+
+
+def test_an_unknown_target_names_the_ones_there_are(tiny) -> None:
+    with pytest.raises(
+        ModelError, match=r"target 'nonesuch' fits no layer of .*; choose among .*, or all-linear"
+    ) as error:
+        target_modules(tiny.backbone, (tiny.targets[0], "nonesuch"))
+    assert tiny.targets[0] in line_of(error)
+
+
+def test_half_of_a_name_is_no_target(tiny_of) -> None:
+    with pytest.raises(ModelError, match="target 'uery' fits no layer"):
+        target_modules(tiny_of("bert").backbone, ("uery",))
+
+
+def test_an_unknown_architecture_names_the_known(tmp_path: Path, tiny_of) -> None:
+    shutil.copytree(tiny_of("bert").path, tmp_path / "copy")
+    config = tmp_path / "copy" / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"model_type": "electra"}))
+    with pytest.raises(
+        ModelError, match=r"has the architecture 'electra'; known: bert, distilbert, gpt2, llama"
+    ) as error:
+        load_backbone(str(tmp_path / "copy"))
+    line_of(error)
+
+
+@pytest.mark.parametrize("missing", ["config.json", "model.safetensors", "tokenizer.json"])
+def test_a_directory_without_a_file_names_the_remedies(tmp_path: Path, tiny_of, missing: str) -> None:
+    shutil.copytree(tiny_of("llama").path, tmp_path / "copy")
+    (tmp_path / "copy" / missing).unlink()
+    with pytest.raises(ModelError, match="could not be loaded") as error:
+        load_backbone(str(tmp_path / "copy"))
+    assert all(remedy in line_of(error) for remedy in REMEDIES)
+
+
+def test_a_damaged_weights_file_is_a_model_error(tmp_path: Path, tiny_of) -> None:
+    shutil.copytree(tiny_of("bert").path, tmp_path / "copy")
+    weights = tmp_path / "copy" / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:1000])
+    with pytest.raises(ModelError, match="could not be loaded") as error:
+        load_backbone(str(tmp_path / "copy"))
+    line_of(error)
+
+
+def test_a_hub_name_without_a_hub_fails_within_seconds_and_names_the_remedies(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(backbone_module, "hub_answers", lambda: False)
+    began = time.monotonic()
+    with pytest.raises(ModelError, match=r"model 'nobody/no-such-model' .* could not be loaded") as error:
+        load_backbone("nobody/no-such-model")
+    assert time.monotonic() - began < 10
+    assert all(remedy in line_of(error) for remedy in REMEDIES)

@@ -1,0 +1,99 @@
+"""Attention inside each sequence of a row, against torch's own attention on each sequence alone."""
+
+from collections.abc import Sequence
+
+import pytest
+import torch
+import torch.nn.functional as F  # noqa: N812
+from torch import Tensor
+from transformers import AttentionInterface
+
+from atlas_fl.models.packing import PACKED, make_layout, packed_attention, register_packed_attention
+
+LENGTHS = (3, 1, 7, 4, 3, 8)
+
+
+class Stand(torch.nn.Module):
+    """A module as transformers hands it to the attention function."""
+
+    def __init__(self, *, causal: bool) -> None:
+        super().__init__()
+        self.is_causal = causal
+
+
+def rows(lengths: Sequence[int], *, heads: int, dtype: torch.dtype = torch.float64, seed: int = 0) -> Tensor:
+    source = torch.Generator().manual_seed(seed)
+    return torch.randn(1, heads, sum(lengths), 3, generator=source, dtype=dtype)
+
+
+def test_the_layout_by_hand() -> None:
+    layout = make_layout([2, 4, 1])
+    assert layout.position_ids.tolist() == [0, 1, 0, 1, 2, 3, 0]
+    assert layout.starts.tolist() == [0, 2, 6]
+    assert layout.ends.tolist() == [1, 5, 6]
+    # shortest first, and no two lengths are near enough to share a bucket
+    assert layout.gather.tolist() == [6, 0, 1, 2, 3, 4, 5]
+    assert layout.slot.tolist() == [1, 2, 3, 4, 5, 6, 0]
+    assert [(b.start, b.count, b.length, b.bias) for b in layout.buckets] == [
+        (0, 1, 1, None),
+        (1, 1, 2, None),
+        (3, 1, 4, None),
+    ]
+
+
+def test_similar_lengths_share_a_bucket_padded_to_the_longest() -> None:
+    layout = make_layout([5, 4])
+    (bucket,) = layout.buckets
+    assert (bucket.start, bucket.count, bucket.length) == (0, 2, 5)
+    assert bucket.bias is not None
+    assert bucket.bias[:, 0, 0].tolist() == [[0, 0, 0, 0, -torch.inf], [0, 0, 0, 0, 0]]
+    assert layout.padding.tolist() == [4]
+    assert layout.gather.tolist() == [5, 6, 7, 8, 5, 0, 1, 2, 3, 4]
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("scaling", [None, 0.7])
+@pytest.mark.parametrize("kv_heads", [4, 2, 1])
+def test_attention_equals_torchs_on_each_sequence(causal: bool, scaling: float | None, kv_heads: int) -> None:
+    query, key, value = (
+        rows(LENGTHS, heads=4),
+        rows(LENGTHS, heads=kv_heads, seed=1),
+        rows(LENGTHS, heads=kv_heads, seed=2),
+    )
+    layout = make_layout(LENGTHS)
+    ours, weights = packed_attention(Stand(causal=causal), query, key, value, None, scaling=scaling, layout=layout)
+    assert weights is None
+    assert any(bucket.bias is not None for bucket in layout.buckets)
+    theirs = [
+        F.scaled_dot_product_attention(q, k, v, is_causal=causal, scale=scaling, enable_gqa=True)
+        for q, k, v in zip(*(part.split(LENGTHS, dim=2) for part in (query, key, value)), strict=True)
+    ]
+    torch.testing.assert_close(ours, torch.cat(theirs, dim=2).transpose(1, 2))
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_the_gradients_pass_gradcheck_in_float64(causal: bool) -> None:
+    lengths = (2, 1, 5, 4)
+    layout = make_layout(lengths)
+    assert [bucket.bias is None for bucket in layout.buckets] == [True, True, False]
+    leaves = [rows(lengths, heads=2, seed=seed).requires_grad_() for seed in range(3)]
+    assert torch.autograd.gradcheck(
+        lambda q, k, v: packed_attention(Stand(causal=causal), q, k, v, None, layout=layout)[0], leaves
+    )
+
+
+def test_values_in_bfloat16_beside_float32_queries_give_bfloat16() -> None:
+    """What rotary embeddings leave behind under autocast."""
+    states = [rows(LENGTHS, heads=2, dtype=torch.float32, seed=seed) for seed in range(3)]
+    layout = make_layout(LENGTHS)
+    exact, _ = packed_attention(Stand(causal=True), *states, None, layout=layout)
+    mixed = states[0], states[1], states[2].to(torch.bfloat16)
+    half, _ = packed_attention(Stand(causal=True), *mixed, None, layout=layout)
+    assert half.dtype == torch.bfloat16
+    torch.testing.assert_close(half.float(), exact, atol=0.05, rtol=0.05)
+
+
+def test_registering_twice_changes_nothing() -> None:
+    register_packed_attention()
+    register_packed_attention()
+    assert AttentionInterface()[PACKED] is packed_attention
