@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from atlas_fl.audit import AuditReport as AuditReport
     from atlas_fl.audit import audit as audit_run  # noqa: F401
+    from atlas_fl.clustering import Clustering as Clustering
+    from atlas_fl.clustering import predict as predict_cluster  # noqa: F401
     from atlas_fl.config import ClusteringConfig as ClusteringConfig
     from atlas_fl.config import Config as Config
     from atlas_fl.config import DataConfig as DataConfig
@@ -60,6 +62,7 @@ if TYPE_CHECKING:
 
 _HOMES = {
     "audit": "AuditReport audit_run",
+    "clustering": "Clustering predict_cluster",
     "config": "ClusteringConfig Config DataConfig MixingConfig ModelConfig RanksConfig RunConfig TrainingConfig "
     "config_hash differences load_config run_folder to_toml validate with_values",
     "errors": "AtlasError BudgetError CheckpointError ConfigError DataError ModelError ProtocolError",
@@ -77,7 +80,13 @@ _HOMES = {
 """The names above by the module that they come from."""
 
 _PUBLIC = {name: module for module, names in _HOMES.items() for name in names.split()}
-_ELSEWHERE = {"audit_run": "audit", "export_client": "export", "resume_run": "resume", "run_config": "run"}
+_ELSEWHERE = {
+    "audit_run": "audit",
+    "predict_cluster": "predict",
+    "export_client": "export",
+    "resume_run": "resume",
+    "run_config": "run",
+}
 """What they are called at home; here no name may be that of a submodule, which Python would put in its place."""
 
 

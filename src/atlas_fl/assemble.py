@@ -135,11 +135,17 @@ def pack_tokens(config: Config, shape: ModelShape, *, cuda: bool) -> int:
 
 def _tokenise(client: ClientData, backbone: Backbone, max_length: int | None) -> ClientTokens:
     task = client.task
-    position_limit = getattr(backbone.model.config, "max_position_embeddings", None) or 1 << 20
-    limit = min(max_length or task.max_length, int(position_limit))
+    limit = min(max_length or task.max_length, most_tokens(backbone))
     splits: dict[str, Rows] = {"train": client.train, "validation": client.validation, "test": client.test}
     encoded = {name: _encode(rows, backbone, limit) for name, rows in splits.items()}
     return ClientTokens(task=task, splits=encoded)  # type: ignore[arg-type]  # the three splits are spelled above
+
+
+def most_tokens(backbone: Backbone) -> int:
+    """The longest sequence that the model has positions for; RoBERTa leaves its first ones unused."""
+    config = backbone.model.config
+    positions = getattr(config, "max_position_embeddings", None)
+    return 1 << 20 if positions is None else int(positions) - backbone.family.first_position(int(config.pad_token_id))
 
 
 def _encode(rows: Rows, backbone: Backbone, limit: int) -> Encoded:

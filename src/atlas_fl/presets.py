@@ -30,7 +30,7 @@ def smoke() -> Config:
 
 
 def full() -> Config:
-    """Twenty-five clients, all five embedded tasks with 500 examples a client, fifteen rounds: hours on two cores."""
+    """Twenty-five clients, five embedded tasks with 500 examples a client, fifteen rounds: hours on two cores."""
     return Config(
         data=DataConfig(
             tasks=("movie", "trec", "pairs", "scramble", "sms"),

@@ -125,3 +125,22 @@ def test_a_client_without_steps_answers_with_what_it_got(tiny_of, site_of, spec_
     (update,) = train([Job(client="a-0", params=params, round=1, options=TrainOptions(seed=1, max_steps=0))], site)
     assert all(torch.equal(update.params[key], value) for key, value in params.items())
     assert math.isnan(update.metrics["loss"])
+
+
+@pytest.mark.parametrize("change", [{"client": "z-0"}, {"round": 2}, {"seed": 2}], ids=str)
+def test_every_client_round_and_seed_draws_masks_of_its_own(tiny_of, site_of, spec_of, change: dict) -> None:
+    """On one example nothing but the masks can tell the two apart."""
+    tiny = tiny_of("bert")
+    spec = spec_of(name="a-0", examples=1)
+    site, params = site_of(tiny, spec), tiny.params(spec)
+    site = dataclasses.replace(site, data={**site.data, "z-0": site.data["a-0"]})
+    moved = {}
+    for dropout in (0.0, 0.3):
+        options = TrainOptions(seed=1, rounds=2, lr=1e-2, dropout=dropout)
+        job = Job(client="a-0", params=params, round=1, options=options)
+        seeded = dataclasses.replace(options, seed=change.get("seed", 1))
+        other = dataclasses.replace(job, options=seeded, **{k: v for k, v in change.items() if k != "seed"})
+        first, second = (train([own], site)[0].metrics["loss"] for own in (job, other))
+        moved[dropout] = abs(first - second)
+    assert moved[0.0] == 0
+    assert moved[0.3] > 1e-4

@@ -17,6 +17,9 @@ from atlas_fl.models.backbone import load_backbone, target_modules
 from atlas_fl.models.family import FAMILIES, head_shapes
 from atlas_fl.models.tokens import Encoded
 
+# PEFT still asks for it under its old name.
+pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
+
 SCALE = {1: 1.5, 2: 1.0, 3: 0.5 + 1 / 3, 4: 0.75}
 
 

@@ -74,7 +74,7 @@ def test_training_in_a_pack_equals_training_alone(tiny, site_of, spec_of) -> Non
         assert_same(update.params, alone.params)
         assert update.metrics["loss"] == pytest.approx(alone.metrics["loss"], rel=1e-5)
         assert update.examples == alone.examples == len(site.data[job.client].splits["train"])
-        assert max(float((update.params[key] - job.params[key]).abs().max()) for key in job.params) > 1e-2
+        assert max(float((update.params[key] - job.params[key]).abs().max()) for key in job.params) > 5e-3
 
 
 def test_in_float64_a_pack_of_all_linear_layers_equals_training_alone_to_twelve_digits(tiny, site_of, spec_of) -> None:

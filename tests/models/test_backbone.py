@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from atlas_fl.errors import AtlasError, ModelError
 from atlas_fl.models import backbone as backbone_module
@@ -121,3 +122,15 @@ def test_a_hub_name_without_a_hub_fails_within_seconds_and_names_the_remedies(mo
         load_backbone("nobody/no-such-model")
     assert time.monotonic() - began < 10
     assert all(remedy in line_of(error) for remedy in REMEDIES)
+
+
+def test_a_pooler_that_the_files_lack_is_the_same_in_every_process(tmp_path: Path, tiny_of) -> None:
+    shutil.copytree(tiny_of("bert").path, tmp_path / "copy")
+    weights = tmp_path / "copy" / "model.safetensors"
+    save_file({k: v for k, v in load_file(weights).items() if "pooler" not in k}, weights, metadata={"format": "pt"})
+    before = torch.random.get_rng_state()
+    first = load_backbone(str(tmp_path / "copy")).model.pooler.dense.weight
+    assert torch.equal(torch.random.get_rng_state(), before)
+    torch.rand(3)
+    assert torch.equal(load_backbone(str(tmp_path / "copy")).model.pooler.dense.weight, first)
+    assert first.std() > 0.1

@@ -32,7 +32,12 @@ class _Evidence:
 
 
 def cluster(
-    first: np.ndarray, second: np.ndarray, *, settings: Settings, previous: Clustering | None = None
+    first: np.ndarray,
+    second: np.ndarray,
+    *,
+    settings: Settings,
+    previous: Clustering | None = None,
+    names: Sequence[str] | None = None,
 ) -> Clustering:
     """The clusters of n clients from sketches (n, d) of the two halves of each client's examples.
 
@@ -40,6 +45,7 @@ def cluster(
     method; the verdict on structure follows; clusters below the smallest size are merged. With `previous`, of the
     same clients, labels keep their meaning. Permuting the clients permutes the result and changes no number in it:
     they are put in an order of their own first. Raises ConfigError for settings, DataError for malformed sketches.
+    `names` are for the messages.
     """
     check(settings, methods=METHODS)
     first, second = _checked(first, second)
@@ -56,7 +62,7 @@ def cluster(
     result = _result(evidence, named=np.asarray(named)[order], settings=settings, method=settings.cluster_by)
     undecided = [client for client, label in enumerate(named) if label == UNDECIDED]
     if undecided:
-        notes = (_undecided_line(undecided, settings), *notes)
+        notes = (_undecided_line([names[client] if names else str(client) for client in undecided], settings), *notes)
     restored = _restore(result, back)
     return replace(restored, structure=verdict.to_json(), k_table=table, warnings=(*notes, *restored.warnings))
 
@@ -159,11 +165,10 @@ def _consequence(labels: np.ndarray, settings: Settings) -> str:
     return "one cluster is used" if len(np.unique(labels)) == 1 else "every client is a cluster of its own"
 
 
-def _undecided_line(clients: list[int], settings: Settings) -> str:
-    which = ", ".join(str(client) for client in clients)
+def _undecided_line(clients: Sequence[str], settings: Settings) -> str:
     return (
-        f"{len(clients)} undecided (clients {which}): their halves agree less than {settings.min_reliability:g}; "
-        "they train alone"
+        f"{len(clients)} undecided (clients {', '.join(clients)}): their halves agree less than "
+        f"{settings.min_reliability:g}; they train alone"
     )
 
 

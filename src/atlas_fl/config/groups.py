@@ -115,8 +115,16 @@ class ClusteringConfig:
     """Smallest and largest k of the search."""
     min_cluster_size: int = 1
     """Clusters below this size are merged into their nearest."""
+    similarity_threshold: float = 0.8
+    """Noise-corrected similarity from which clients share a cluster under `corrected`."""
+    min_reliability: float = 0.1
+    """Agreement of a client's own halves below which it is undecided and trains alone."""
+    incremental_pca: bool = False
+    """Fit the principal components in batches of clients."""
     recluster_every: int = 0
     """Rounds between two clusterings; 0 clusters once."""
+    stability: float = 0.0
+    """Weight of the previous clusters when clients are clustered again."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -25,6 +25,7 @@ ONE_OR_MORE = Range("at least 1", lambda value: value >= 1)
 TWO_OR_MORE = Range("at least 2", lambda value: value >= 2)
 POSITIVE = Range("above 0", lambda value: value > 0)
 SHARE = Range("above 0, at most 1", lambda value: 0 < value <= 1)
+BETWEEN_ONES = Range("above -1, below 1", lambda value: -1 < value < 1)
 BELOW_ONE = Range("at least 0, below 1", lambda value: 0 <= value < 1)
 
 RANGES: Mapping[str, Range] = {
@@ -53,7 +54,10 @@ RANGES: Mapping[str, Range] = {
     "pca_components": ONE_OR_MORE,
     "k_range": TWO_OR_MORE,
     "min_cluster_size": ONE_OR_MORE,
+    "similarity_threshold": BETWEEN_ONES,
+    "min_reliability": BETWEEN_ONES,
     "recluster_every": ZERO_OR_MORE,
+    "stability": BELOW_ONE,
     "candidates": ONE_OR_MORE,
     "adapter_bytes": ONE_OR_MORE,
     "alpha_base": BELOW_ONE,

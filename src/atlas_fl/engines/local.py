@@ -26,7 +26,7 @@ class LocalEngine:
 
 
 def packs(jobs: Sequence[Job], site: Site) -> Iterator[list[Job]]:
-    """The jobs in groups whose mini-batches hold at most `site.max_tokens` tokens together.
+    """The jobs in groups whose mini-batches hold on average at most `site.max_tokens` tokens together.
 
     A job that is larger than that alone makes a pack of one.
     """

@@ -61,7 +61,8 @@ def load_backbone(name: str, *, device: str = "cpu", gradient_checkpointing: boo
     """
     register_packed_attention()
     source, family = find_family(name)
-    with _readable(name, source), _no_bars():
+    with _readable(name, source), _no_bars(), torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)  # a pooler that the files lack is drawn, and has to be the same in every process
         tokenizer = AutoTokenizer.from_pretrained(source.path, **_how(source))
         model = AutoModel.from_pretrained(source.path, attn_implementation=PACKED, dtype=torch.float32, **_how(source))
     if tokenizer.pad_token is None:

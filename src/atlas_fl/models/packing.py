@@ -7,6 +7,7 @@ travels to the attention function as a keyword argument of the model's own forwa
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -31,7 +32,7 @@ class Bucket:
     bias: Tensor | None  # (count, 1, 1, length) float32, -inf on padding; None when all have the full length
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class Layout:
     """Where each sequence lies in the row, and how rows are gathered for attention."""
 
@@ -87,6 +88,39 @@ def make_layout(lengths: Sequence[int], *, device: torch.device | str = "cpu") -
     )
 
 
+@dataclass(frozen=True, kw_only=True, eq=False)
+class _HeadRows:
+    """Where the rows of every head lie: (tokens * heads) rows as a layer gives them, (slots * heads) as products need.
+
+    Inside a bucket the slots are ordered (sequence, head, place), so that each product is one contiguous batch and
+    the gathering is the only copy.
+    """
+
+    gather: Tensor  # (slots * heads,) int64, the row in every slot
+    slot: Tensor  # (tokens * heads,) int64, the slot of every row
+    padding: Tensor  # (paddings * heads,) int64, the slots that hold no row
+
+
+@lru_cache(maxsize=4)
+def _head_rows(layout: Layout, heads: int) -> _HeadRows:
+    """The rows of this layout for so many heads; every block of a model asks for the same."""
+    head = torch.arange(heads, device=layout.gather.device)
+    order = torch.cat(
+        [
+            (bucket.start + torch.arange(bucket.count * bucket.length, device=head.device))
+            .view(bucket.count, 1, bucket.length)
+            .expand(-1, heads, -1)
+            .reshape(-1)
+            for bucket in layout.buckets
+        ]
+    )
+    which = torch.cat([head.view(1, -1, 1).expand(b.count, -1, b.length).reshape(-1) for b in layout.buckets])
+    place = torch.empty_like(order)
+    place[order * heads + which] = torch.arange(len(order), device=head.device)
+    spread = [(slots[:, None] * heads + head).reshape(-1) for slots in (layout.slot, layout.padding)]
+    return _HeadRows(gather=layout.gather[order] * heads + which, slot=place[spread[0]], padding=place[spread[1]])
+
+
 class _PackedAttention(torch.autograd.Function):
     """softmax(q k^T scale) v inside every sequence; rows are (tokens, heads, dim).
 
@@ -98,44 +132,54 @@ class _PackedAttention(torch.autograd.Function):
     def forward(
         ctx: FunctionCtx, q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool, layout: Layout
     ) -> Tensor:
-        queries, keys, values = (rows.index_select(0, layout.gather) for rows in (q, k, v))
+        rows = _head_rows(layout, q.shape[1])
+        queries, keys, values = (states.flatten(0, 1).index_select(0, rows.gather) for states in (q, k, v))
         out = torch.empty_like(queries)
         weights = []
         for bucket in layout.buckets:
-            scores = torch.matmul(_heads(queries, bucket), _heads(keys, bucket).transpose(2, 3)).mul_(scale)
+            scores = _times(_batch(queries, bucket, q), _batch(keys, bucket, q).transpose(1, 2), scale)
             if bucket.bias is not None:
-                scores += bucket.bias.to(scores.dtype)
+                by_sequence = scores.view(bucket.count, -1, bucket.length, bucket.length)
+                by_sequence += bucket.bias.to(scores.dtype)
             if causal:
                 scores += _causal_bias(bucket.length, like=scores)
             wide = torch.promote_types(scores.dtype, torch.float32)
-            weight = scores.softmax(-1, dtype=wide).to(scores.dtype)  # (count, heads, length, length)
-            _heads(out, bucket).copy_(torch.matmul(weight, _heads(values, bucket)))
+            weight = scores.softmax(-1, dtype=wide).to(scores.dtype)  # (count * heads, length, length)
+            torch.bmm(weight, _batch(values, bucket, q), out=_batch(out, bucket, q))
             weights.append(weight)
         ctx.save_for_backward(queries, keys, values, *weights)
-        ctx.scale, ctx.layout = scale, layout  # type: ignore[attr-defined]
-        return out.index_select(0, layout.slot)
+        ctx.scale, ctx.layout, ctx.rows, ctx.shape = scale, layout, rows, q.shape  # type: ignore[attr-defined]
+        return out.index_select(0, rows.slot).view(q.shape)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         queries, keys, values, *weights = ctx.saved_tensors
-        layout: Layout = ctx.layout
-        upper = grad.index_select(0, layout.gather).index_fill_(0, layout.padding, 0.0)
-        grads = [torch.empty_like(rows) for rows in (queries, keys, values)]
-        for bucket, weight in zip(layout.buckets, weights, strict=True):
-            above = _heads(upper, bucket)
-            inner = torch.matmul(above, _heads(values, bucket).transpose(2, 3))
+        rows: _HeadRows = ctx.rows
+        upper = grad.flatten(0, 1).index_select(0, rows.gather).index_fill_(0, rows.padding, 0.0)
+        grads = [torch.empty_like(states) for states in (queries, keys, values)]
+        for bucket, weight in zip(ctx.layout.buckets, weights, strict=True):
+            above, dq, dk, dv, key, query, value = (
+                _batch(states, bucket, grad) for states in (upper, *grads, keys, queries, values)
+            )
+            inner = torch.bmm(above, value.transpose(1, 2))
             # The softmax's Jacobian: P * (dP - sum(dP * P)).
-            inner = (inner - (inner * weight).sum(-1, keepdim=True)).mul_(weight).mul_(ctx.scale)
-            _heads(grads[0], bucket).copy_(torch.matmul(inner, _heads(keys, bucket)))
-            _heads(grads[1], bucket).copy_(torch.matmul(inner.transpose(2, 3), _heads(queries, bucket)))
-            _heads(grads[2], bucket).copy_(torch.matmul(weight.transpose(2, 3), above))
-        return *(rows.index_select(0, layout.slot) for rows in grads), None, None, None
+            inner = inner.sub_((inner * weight).sum(-1, keepdim=True)).mul_(weight).mul_(ctx.scale)
+            torch.bmm(inner, key, out=dq)
+            torch.bmm(inner.transpose(1, 2), query, out=dk)
+            torch.bmm(weight.transpose(1, 2), above, out=dv)
+        return *(states.index_select(0, rows.slot).view(ctx.shape) for states in grads), None, None, None
 
 
-def _heads(rows: Tensor, bucket: Bucket) -> Tensor:
-    """The rows of a bucket as (count, heads, length, dim), a view."""
-    inside = rows[bucket.start : bucket.start + bucket.count * bucket.length]
-    return inside.view(bucket.count, bucket.length, *rows.shape[1:]).transpose(1, 2)
+def _batch(rows: Tensor, bucket: Bucket, like: Tensor) -> Tensor:
+    """The rows of a bucket as (count * heads, length, dim), a view; `like` is (tokens, heads, dim)."""
+    heads = like.shape[1]
+    inside = rows[bucket.start * heads : (bucket.start + bucket.count * bucket.length) * heads]
+    return inside.view(bucket.count * heads, bucket.length, rows.shape[-1])
+
+
+def _times(left: Tensor, right: Tensor, scale: float) -> Tensor:
+    """`scale * left @ right` of two batches in one product."""
+    return torch.baddbmm(left.new_empty(()), left, right, beta=0, alpha=scale)
 
 
 def _causal_bias(length: int, *, like: Tensor) -> Tensor:

@@ -11,7 +11,6 @@ from atlas_fl.assemble import Assembly
 from atlas_fl.clients.base import Job, Update
 from atlas_fl.clients.fingerprint import FIRST, SECOND, FingerprintOptions
 from atlas_fl.clustering import Clustering, Settings, agreement, cluster, oracle, purity_warnings, summarise_clusters
-from atlas_fl.config import Config
 from atlas_fl.engines.base import Engine
 from atlas_fl.io.ledger import payload_bytes
 from atlas_fl.options import warmup_options, warmup_rank
@@ -43,7 +42,6 @@ def identify(
     A rule without clusters takes the same warm-up, so that every strategy starts from the same models and training
     budget, but no sketch leaves a client. `round` above 0 measures again, with other batches and twice the steps.
     """
-    config = assembly.config
     began = time.perf_counter()
     updates = _fingerprints(assembly, engine, round=round)
     warmed = {u.client: {k: t for k, t in u.params.items() if k not in (FIRST, SECOND)} for u in updates}
@@ -56,7 +54,7 @@ def identify(
             labels=labels, clustering=None, report=report, warmed=warmed, sketches=None, warmup=warmup, notes=()
         )
     sketches = np.stack([[update.params[name].numpy() for update in updates] for name in (FIRST, SECOND)])
-    clustering = _cluster(config, sketches, tasks, previous)
+    clustering = _cluster(assembly, sketches, tasks, previous)
     return Identified(
         labels=clustering.labels,
         clustering=clustering,
@@ -85,7 +83,8 @@ def _fingerprints(assembly: Assembly, engine: Engine, *, round: int) -> list[Upd
     return engine.run("fingerprint", jobs)
 
 
-def _cluster(config: Config, sketches: np.ndarray, tasks: Sequence[str], previous: Clustering | None) -> Clustering:
+def _cluster(assembly: Assembly, sketches: np.ndarray, tasks: Sequence[str], previous: Clustering | None) -> Clustering:
+    config = assembly.config
     chosen = config.clustering
     settings = Settings(
         seed=config.run.seed,
@@ -94,12 +93,16 @@ def _cluster(config: Config, sketches: np.ndarray, tasks: Sequence[str], previou
         k_range=chosen.k_range,
         min_cluster_size=chosen.min_cluster_size,
         pca_components=chosen.pca_components,
+        incremental_pca=chosen.incremental_pca,
+        threshold=chosen.similarity_threshold,
+        min_reliability=chosen.min_reliability,
+        stability=chosen.stability,
         # Fisher information is positive everywhere; what tells clients apart is its difference from the mean.
         centre=chosen.fingerprint == "fisher",
     )
     if chosen.clusters == "oracle":
         return oracle(tasks, first=sketches[0], second=sketches[1], settings=settings)
-    return cluster(sketches[0], sketches[1], settings=settings, previous=previous)
+    return cluster(sketches[0], sketches[1], settings=settings, previous=previous, names=assembly.names)
 
 
 def _report(clustering: Clustering, names: Sequence[str], tasks: Sequence[str]) -> dict[str, Any]:
