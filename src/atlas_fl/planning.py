@@ -14,7 +14,7 @@ from atlas_fl.events import Note, OnEvent, PhaseStarted, Progress, ignore
 from atlas_fl.mixing.graph import effective_neighbours
 from atlas_fl.mixing.matrices import eta_warnings
 from atlas_fl.options import strategy_of
-from atlas_fl.phases import Fitted, Identified, connect, fit_ranks, identify, measure_layers, warm_start
+from atlas_fl.phases import Fitted, Identified, check_budgets, connect, fit_ranks, identify, measure_layers, warm_start
 from atlas_fl.plan import ClientPlan, Plan
 from atlas_fl.tasks.heterogeneity import label_statistics
 from atlas_fl.types import Params
@@ -51,6 +51,7 @@ def plan_for(assembly: Assembly, engine: Engine, *, on_event: OnEvent = ignore) 
     """Phases 1 and 2 and the graph, over any engine."""
     config = assembly.config
     strategy = strategy_of(config)
+    check_budgets(assembly)
     on_event(PhaseStarted("fingerprints"))
     found = identify(assembly, engine, clustered=strategy.clustered)
     on_event(PhaseStarted("ranks"))

@@ -1,5 +1,6 @@
 """A run from its config to its folder: begin, go on, export."""
 
+import shutil
 import time
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -8,7 +9,7 @@ from typing import Any
 from atlas_fl.assemble import Assembly, assemble
 from atlas_fl.clustering import Clustering
 from atlas_fl.config import Config, config_hash, differences, load_config, run_folder, to_toml, validate
-from atlas_fl.errors import CheckpointError, ConfigError
+from atlas_fl.errors import AtlasError, CheckpointError, ConfigError
 from atlas_fl.events import Note, OnEvent, PhaseStarted, ignore
 from atlas_fl.export import export_clients
 from atlas_fl.io import checkpoint
@@ -57,7 +58,13 @@ def run(config: Config, *, on_event: OnEvent = ignore, resume: bool = False) -> 
         return _go_on(config, folder, on_event)
     folder.path.mkdir(parents=True, exist_ok=True)
     write_atomic(folder.config, to_toml(config).encode())
-    return _go_on(config, folder, on_event)
+    try:
+        return _go_on(config, folder, on_event)
+    except AtlasError:
+        # What could not even be planned leaves nothing behind that would stand in the way of the mended run.
+        if not folder.checkpoints.exists():
+            shutil.rmtree(folder.path)
+        raise
 
 
 def resume(folder: str | Path, *, max_rounds: int | None = None, on_event: OnEvent = ignore) -> RunResult:

@@ -13,7 +13,7 @@ from atlas_fl.audit import audit
 from atlas_fl.clients.base import Job, Update
 from atlas_fl.config import Config, load_config
 from atlas_fl.engines.local import LocalEngine
-from atlas_fl.errors import AtlasError, CheckpointError, ConfigError
+from atlas_fl.errors import AtlasError, BudgetError, CheckpointError, ConfigError
 from atlas_fl.events import Event, Note
 from atlas_fl.io.ledger import payload_bytes
 from atlas_fl.run import RunResult, resume, run
@@ -162,6 +162,13 @@ def test_an_existing_run_is_not_overwritten(config: Make) -> None:
     with pytest.raises(CheckpointError, match=r"begun with eta = 0.1, not 0.5.*choose another --name"):
         run(config(eta="0.5"), resume=True)
     assert (finished.folder / "metrics.jsonl").read_bytes() == before
+
+
+def test_what_cannot_be_planned_leaves_nothing_behind(config: Make) -> None:
+    impossible = config(adapter_bytes=10)
+    with pytest.raises(BudgetError, match="adapter_bytes 10 does not hold rank 2"):
+        run(impossible)
+    assert not (Path(impossible.run.runs_dir) / "run").exists()
 
 
 def test_resume_of_something_else_is_one_line(tmp_path: Path) -> None:

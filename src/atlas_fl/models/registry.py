@@ -74,7 +74,7 @@ def locate(name: str) -> Source:
             f"model {name!r} is neither a directory nor a .gguf file; give the path of one, a hub name such as"
             f" owner/model, or one of {', '.join(sorted(MODELS))}"
         )
-    if "/" in name:
+    if "/" in name or any(name == model.path for model in MODELS.values()):
         return Source(path=name)
     raise unknown("model", name, MODELS)
 

@@ -2,6 +2,7 @@
 
 from atlas_fl.phases.connect import connect as connect
 from atlas_fl.phases.fit import Fitted as Fitted
+from atlas_fl.phases.fit import check_budgets as check_budgets
 from atlas_fl.phases.fit import fit_ranks as fit_ranks
 from atlas_fl.phases.fit import measure_layers as measure_layers
 from atlas_fl.phases.identify import Identified as Identified

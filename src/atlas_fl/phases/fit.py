@@ -45,6 +45,13 @@ def measure_layers(assembly: Assembly, engine: Engine, found: Identified) -> np.
     return own if found.clustering is None else cluster_importance(own, found.labels)
 
 
+def check_budgets(assembly: Assembly) -> None:
+    """Raise `BudgetError` for a device that not even the smallest ranks fit, before anything is measured."""
+    layers = np.full((len(assembly.clients), assembly.shape.num_layers), 1.0 / assembly.shape.num_layers)
+    for client, device, importance in zip(assembly.clients, assembly.devices, layers, strict=True):
+        _assign(assembly, client, device, importance, factor=1.0)
+
+
 def fit_ranks(assembly: Assembly, found: Identified, layers: np.ndarray, *, communicates: bool) -> Fitted:
     """Ranks per layer and client under each device's memory and upload, and what a round will cost there."""
     config = assembly.config.ranks
@@ -53,21 +60,27 @@ def fit_ranks(assembly: Assembly, found: Identified, layers: np.ndarray, *, comm
         factors = complexity_factors(np.array([_difficulty(client) for client in assembly.clients]), found.labels)
     fits, notes = [], []
     for client, device, importance, factor in zip(assembly.clients, assembly.devices, layers, factors, strict=True):
-        step = _step(assembly, client)
-        assignment = assign_ranks(
-            assembly.shape,
-            device,
-            importance=importance,
-            rule=config.ranks,
-            candidates=config.candidates,
-            step=step,
-            own_bytes=config.adapter_bytes,
-            fractions=_fractions(assembly),
-            factor=float(factor),
-        )
-        fits.append(_fit(assembly, client, device, assignment, step, communicates=communicates))
+        assignment = _assign(assembly, client, device, importance, factor=float(factor))
+        fits.append(_fit(assembly, client, device, assignment, _step(assembly, client), communicates=communicates))
         notes += [note for note in assignment.notes if note not in notes]
     return Fitted(by_client=tuple(fits), notes=tuple(notes))
+
+
+def _assign(
+    assembly: Assembly, client: ClientData, device: Device, importance: np.ndarray, *, factor: float
+) -> Assignment:
+    config = assembly.config.ranks
+    return assign_ranks(
+        assembly.shape,
+        device,
+        importance=importance,
+        rule=config.ranks,
+        candidates=config.candidates,
+        step=_step(assembly, client),
+        own_bytes=config.adapter_bytes,
+        fractions=_fractions(assembly),
+        factor=factor,
+    )
 
 
 def _difficulty(client: ClientData) -> float:

@@ -119,6 +119,7 @@ def memory_table(plan: Mapping[str, Any]) -> Table:
     table = new_table("Memory on the device")
     headings = [part.removesuffix("_bytes").replace("_", " ").replace(" ", "\n", 1) for part in shown]
     add_columns(table, ["client", "device"], headings)
+    table.columns[1].no_wrap = True
     for client in plan["clients"]:
         memory = client.get("memory") or {}
         cells = [human_bytes(memory[part]) if part in memory else EMPTY for part in shown]
