@@ -197,7 +197,7 @@ def _save(architecture: str, folder: Path) -> Path:
 @pytest.fixture(scope="session")
 def tiny_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Tiny]:
     """The tiny model of an architecture, made and loaded once."""
-    from atlas_fl.models.backbone import load_backbone
+    from atlas_fl.models.loading import load_backbone
 
     @cache
     def get(architecture: str) -> Tiny:

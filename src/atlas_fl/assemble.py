@@ -13,8 +13,9 @@ from atlas_fl.errors import ConfigError
 from atlas_fl.io.fetch import embedded_dir
 from atlas_fl.lora.adapters import init_adapters, init_head, lora_scale
 from atlas_fl.lora.peft_io import default_targets
-from atlas_fl.models.backbone import Backbone, layer_of, load_backbone, model_shape, module_dims
+from atlas_fl.models.backbone import Backbone, layer_of, model_shape, module_dims
 from atlas_fl.models.family import head_shapes
+from atlas_fl.models.loading import load_backbone
 from atlas_fl.models.registry import suggested_lr
 from atlas_fl.models.shape import ModelShape
 from atlas_fl.models.tokens import Encoded, encode

@@ -9,7 +9,7 @@ from atlas_fl.io import checkpoint
 from atlas_fl.io.folder import RunFolder, find_run
 from atlas_fl.io.results import read_json
 from atlas_fl.lora.peft_io import export_adapter
-from atlas_fl.models.backbone import find_family
+from atlas_fl.models.loading import find_family
 from atlas_fl.plan import Plan
 from atlas_fl.records import models_of
 from atlas_fl.types import ByClient, Params

@@ -12,7 +12,7 @@ from atlas_fl.clients.fingerprint import FIRST, SECOND, FingerprintOptions, fing
 from atlas_fl.clients.gradients import batch_gradients, half_rows
 from atlas_fl.clients.train import TrainOptions
 from atlas_fl.clustering.sketch import sketch
-from atlas_fl.models.backbone import load_backbone
+from atlas_fl.models.loading import load_backbone
 
 KINDS = ("delta", "fisher", "gradient")
 TRAIN = TrainOptions(seed=2, batch_size=3, lr=5e-3, dropout=0.1)

@@ -13,8 +13,9 @@ from atlas_fl.clients.base import Job, Site
 from atlas_fl.clients.rows import forward, make_row
 from atlas_fl.clients.train import TrainOptions, train
 from atlas_fl.lora.peft_io import default_targets
-from atlas_fl.models.backbone import load_backbone, target_modules
+from atlas_fl.models.backbone import target_modules
 from atlas_fl.models.family import FAMILIES, head_shapes
+from atlas_fl.models.loading import load_backbone
 from atlas_fl.models.tokens import Encoded
 
 # PEFT still asks for it under its old name.

@@ -8,8 +8,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from atlas_fl.errors import AtlasError, ModelError
-from atlas_fl.models import backbone as backbone_module
-from atlas_fl.models.backbone import find_family, layer_of, load_backbone, model_shape, module_dims, target_modules
+from atlas_fl.models import loading
+from atlas_fl.models.backbone import layer_of, model_shape, module_dims, target_modules
+from atlas_fl.models.loading import find_family, load_backbone
 
 REMEDIES = ("config.json", "hub's cache", "atlas fetch embedded")
 
@@ -116,7 +117,7 @@ def test_a_damaged_weights_file_is_a_model_error(tmp_path: Path, tiny_of) -> Non
 
 
 def test_a_hub_name_without_a_hub_fails_within_seconds_and_names_the_remedies(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(backbone_module, "hub_answers", lambda: False)
+    monkeypatch.setattr(loading, "hub_answers", lambda: False)
     began = time.monotonic()
     with pytest.raises(ModelError, match=r"model 'nobody/no-such-model' .* could not be loaded") as error:
         load_backbone("nobody/no-such-model")

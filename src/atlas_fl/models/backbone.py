@@ -1,22 +1,18 @@
-"""A frozen stock transformer, loaded once and shared by every client of a site."""
+"""A frozen stock transformer that every client of a site shares, and what is asked of it."""
 
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from pathlib import Path
-from typing import Any
 
 import torch
-from safetensors import SafetensorError
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModel, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.pytorch_utils import Conv1D
-from transformers.utils import logging as hf_logging
 
 from atlas_fl.errors import ModelError
-from atlas_fl.models.family import FAMILIES, Family
-from atlas_fl.models.packing import PACKED, Layout, register_packed_attention
-from atlas_fl.models.registry import Source, hub_answers, locate
+from atlas_fl.models.family import Family
+from atlas_fl.models.packing import Layout
+from atlas_fl.models.registry import Source
 from atlas_fl.models.shape import ModelShape
 
 
@@ -52,95 +48,6 @@ class Backbone:
     def num_parameters(self) -> int:
         """Frozen parameters."""
         return sum(parameter.numel() for parameter in self.model.parameters())
-
-
-def load_backbone(name: str, *, device: str = "cpu", gradient_checkpointing: bool = False) -> Backbone:
-    """The frozen backbone of this alias, hub name or directory.
-
-    Raises `ModelError` when the files are not to be had or the architecture is not known.
-    """
-    register_packed_attention()
-    source, family = find_family(name)
-    with _readable(name, source), _no_bars(), torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)  # a pooler that the files lack is drawn, and has to be the same in every process
-        tokenizer = AutoTokenizer.from_pretrained(source.path, **_how(source))
-        model = AutoModel.from_pretrained(source.path, attn_implementation=PACKED, dtype=torch.float32, **_how(source))
-    if tokenizer.pad_token is None:
-        tokenizer.pad_token = tokenizer.eos_token
-    model.config.pad_token_id = tokenizer.pad_token_id
-    model.config.use_cache = False
-    model = model.to(device).requires_grad_(False).eval()
-    backbone = Backbone(name=name, source=source, model=model, tokenizer=tokenizer, family=family)
-    if gradient_checkpointing:
-        _checkpoint_blocks(backbone)
-    return backbone
-
-
-def _checkpoint_blocks(backbone: Backbone) -> None:
-    """Keep only the inputs of every block but the last, whose inside is needed again at once anyway.
-
-    The last one could not be run again in the backward pass either: by then it no longer is narrowed.
-    """
-    model = backbone.model
-    # transformers 5 renames it and warns about the old name as soon as it knows the new one
-    enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
-    enable({"use_reentrant": False})
-    for block in list(backbone.blocks)[:-1]:
-        # Checkpointing acts in training mode only. What is inside stays in evaluation mode, without any dropout.
-        block.training = True
-
-
-def find_family(name: str) -> tuple[Source, Family]:
-    """Where a model's files are and what architecture it has, without loading its weights."""
-    source = locate(name)
-    with _readable(name, source):
-        config = AutoConfig.from_pretrained(source.path, **_how(source))
-    return source, _family(name, config.model_type)
-
-
-def _how(source: Source) -> dict[str, Any]:
-    """The arguments with which the files of a source are read."""
-    local = is_directory(source.path) or not hub_answers()
-    return {"local_files_only": local} | ({"gguf_file": source.gguf_file} if source.gguf_file else {})
-
-
-@contextmanager
-def _no_bars() -> Iterator[None]:
-    """Keep transformers' progress bars off the screen, which shows the run's own."""
-    shown = hf_logging.is_progress_bar_enabled()
-    hf_logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        if shown:
-            hf_logging.enable_progress_bar()
-
-
-@contextmanager
-def _readable(name: str, source: Source) -> Iterator[None]:
-    """Turn what can go wrong in reading a model's files into `ModelError`."""
-    try:
-        yield
-    except (OSError, ValueError, ImportError, SafetensorError) as error:
-        raise ModelError(_not_found(name, source, error)) from error
-
-
-def _family(name: str, model_type: str) -> Family:
-    if model_type not in FAMILIES:
-        raise ModelError(
-            f"model {name!r} has the architecture {model_type!r}; known: {', '.join(sorted(FAMILIES))};"
-            " choose one of these or add a Family in models/family.py"
-        )
-    return FAMILIES[model_type]
-
-
-def _not_found(name: str, source: Source, error: Exception) -> str:
-    reason = str(error).strip().splitlines()[0].rstrip(".")
-    return (
-        f"model {name!r} ({source.path}) could not be loaded: {reason}; give a directory that holds config.json,"
-        " model.safetensors and tokenizer.json, fill the hub's cache on a machine with a network and copy it,"
-        " or use the embedded one: `atlas fetch embedded` and --model minilm"
-    )
 
 
 def features(backbone: Backbone, ids: Tensor, types: Tensor, layout: Layout) -> Tensor:
@@ -239,8 +146,3 @@ def model_shape(backbone: Backbone, modules: Mapping[str, nn.Module]) -> ModelSh
         block_params=tuple(sum(p.numel() for p in block.parameters()) for block in blocks),
         embedding_bytes=total - sum(block_bytes),
     )
-
-
-def is_directory(name: str) -> bool:
-    """Whether a model's name is a directory on this machine."""
-    return Path(name).expanduser().is_dir()
