@@ -95,7 +95,7 @@ def gradient_sketches(site: Site, jobs: list[Job]) -> dict[str, np.ndarray]:
         for half in (0, 1):
             mean: dict[str, torch.Tensor] = {}
             square: dict[str, torch.Tensor] = {}
-            for gradient in batch_gradients(job, site, half=half, blocks=2, count=job.options.batches):
+            for _, gradient in batch_gradients(job, site, half=half, blocks=2, count=job.options.batches):
                 for key, value in gradient.items():
                     mean[key] = value.clone() if key not in mean else mean[key].add_(value)
                     square[key] = value.square() if key not in square else square[key].addcmul_(value, value)

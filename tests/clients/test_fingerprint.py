@@ -39,6 +39,11 @@ def federation(tiny, site_of, spec_of, kind: str, **changes: object):
 
 def stock_gradients(tiny, site, job: Job, half: int) -> list[dict[str, Tensor]]:
     """Each batch's gradient with respect to every weight of the stock classifier with the client's head."""
+    return [gradient for _, gradient in stock_passes(tiny, site, job, half)]
+
+
+def stock_passes(tiny, site, job: Job, half: int) -> list[tuple[float, dict[str, Tensor]]]:
+    """The loss and those gradients of each batch."""
     heads = {key.removeprefix("head."): value for key, value in job.params.items() if key.startswith("head.")}
     found = []
     for row in half_rows(job, site, half=half, count=job.options.batches):
@@ -63,7 +68,8 @@ def stock_gradients(tiny, site, job: Job, half: int) -> list[dict[str, Tensor]]:
             else torch.nn.CrossEntropyLoss()(logits, labels)
         )
         loss.backward()
-        found.append({name: value.grad for name, value in model.named_parameters() if value.grad is not None})
+        gradient = {name: value.grad for name, value in model.named_parameters() if value.grad is not None}
+        found.append((float(loss.detach()), gradient))
     return found
 
 
@@ -77,7 +83,7 @@ def test_batch_gradients_are_those_of_the_last_two_blocks_matrices_and_the_head(
     prefix = tiny.backbone.family.prefix + "."
     last = tuple(f"{tiny.backbone.family.blocks}.{i}." for i in (1, 2))
     for job in jobs[:2]:
-        ours = list(batch_gradients(job, site, half=0, blocks=2, count=2))
+        ours = [gradient for _, gradient in batch_gradients(job, site, half=0, blocks=2, count=2)]
         for mine, theirs in zip(ours, stock_gradients(tiny, site, job, 0), strict=True):
             inside = {n.removeprefix(prefix): g for n, g in theirs.items() if n.startswith(prefix)}
             expected = {n: g for n, g in inside.items() if n.startswith(last) and n.endswith("weight") and g.ndim == 2}
@@ -105,6 +111,16 @@ def test_the_sketch_is_of_the_mean_or_root_mean_square_of_the_stock_gradients(ti
             expected = sketch(renamed, dim=64, seed=2)
             np.testing.assert_allclose(update.params[key].numpy(), expected, atol=2e-4)
         assert {k: v for k, v in update.params.items() if k not in (FIRST, SECOND)} == dict(job.params)
+
+
+@pytest.mark.parametrize("kind", ["gradient", "fisher"])
+def test_the_loss_of_a_gradient_fingerprint_is_the_mean_over_all_its_batches(tiny_of, site_of, spec_of, kind) -> None:
+    tiny = tiny_of("bert")
+    site, jobs = federation(tiny, site_of, spec_of, kind)
+    for job, update in zip(jobs, fingerprint(jobs, site), strict=True):
+        losses = [loss for half in (0, 1) for loss, _ in stock_passes(tiny, site, job, half)]
+        assert len(losses) == 4
+        assert update.metrics["loss"] == pytest.approx(np.mean(losses), rel=1e-4)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -148,10 +164,12 @@ def test_delta_trains_b_and_the_head_of_both_halves_and_answers_their_mean(tiny,
     from atlas_fl.clients.train import train
 
     for job, update in zip(jobs, fingerprint(jobs, site), strict=True):
-        halves = []
+        halves, losses = [], []
         for half in (0, 1):
             own = dataclasses.replace(TRAIN, half=half, epochs=3, max_steps=3, frozen=(".lora_A",))
-            halves.append(train([dataclasses.replace(job, options=own)], site)[0].params)
+            trained = train([dataclasses.replace(job, options=own)], site)[0]
+            halves.append(trained.params)
+            losses.append(trained.metrics["loss"])
         for key, start in job.params.items():
             found = update.params[key]
             if key.endswith("lora_A"):
@@ -163,6 +181,7 @@ def test_delta_trains_b_and_the_head_of_both_halves_and_answers_their_mean(tiny,
             expected = sketch({k: v for k, v in half.items() if k.endswith("lora_B")}, dim=64, seed=2)
             np.testing.assert_allclose(update.params[key].numpy(), expected, atol=1e-3)
         assert update.metrics["steps"] == 3
+        assert update.metrics["loss"] == pytest.approx(sum(losses) / 2, rel=1e-4)
 
 
 def test_the_warm_up_of_a_client_ends_when_its_halves_agree_and_goes_on_for_the_others(

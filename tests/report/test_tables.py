@@ -75,9 +75,10 @@ def test_the_cluster_table_by_hand() -> None:
     similarity = [[1.0, 0.6, 0.9, 0.0], [0.6, 1.0, 0.3, 0.0], [0.9, 0.3, 1.0, 0.0], [0.0, 0.0, 0.0, 1.0]]
     clustering = {"method": "corrected", "similarity": similarity, "reliability": [0.5, 0.7, 0.6, 0.05]}
     clustering |= {"warnings": ["client c-0 is undecided [c_kk 0.05]"], "agreement": {"purity": 2 / 3, "ari": 0.25}}
+    clustering |= {"clusters": [{"cluster": 0, "difficulty": 0.875}, {"cluster": -1}]}
     table = cluster_table({"clients": clients, "clustering": clustering})
-    assert cells(table, 0) == ["cluster 0", "a-0, b-0, a-1", "a x 2, b x 1", "3", "0.67", "0.60", "0.60"]
-    assert cells(table, 1) == ["alone", "c-0", "c x 1", "1", "1.00", "0.05", "-"]
+    assert cells(table, 0) == ["cluster 0", "a-0, b-0, a-1", "a x 2, b x 1", "3", "0.67", "0.60", "0.60", "0.88"]
+    assert cells(table, 1) == ["alone", "c-0", "c x 1", "1", "1.00", "0.05", "-", "-"]
     text = printed(table)
     assert "purity 0.67, ari 0.25" in text
     assert "undecided [c_kk 0.05]" in text
@@ -92,7 +93,7 @@ def test_the_chosen_number_of_clusters_is_marked(make_run) -> None:
 
 def test_a_plan_without_optional_parts_shows_dashes_and_no_numbers() -> None:
     plan = {"clients": [{"name": "a-0", "task": "a"}], "clustering": {}}
-    assert cells(cluster_table(plan), 0) == ["alone", "a-0", "a x 1", "1", "1.00", "-", "-"]
+    assert cells(cluster_table(plan), 0) == ["alone", "a-0", "a x 1", "1", "1.00", "-", "-", "-"]
     assert cells(rank_table(plan), 0) == ["a-0", "a", "-", "alone", "-", "whole", "-"]
     assert cells(prediction_table(plan), 0) == ["a-0", *["-"] * 6]
     assert k_table(plan).row_count == 0

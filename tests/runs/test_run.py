@@ -9,6 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from atlas_fl.assemble import assemble
 from atlas_fl.audit import audit
 from atlas_fl.clients.base import Job, Update
 from atlas_fl.config import Config, load_config
@@ -16,6 +17,7 @@ from atlas_fl.engines.local import LocalEngine
 from atlas_fl.errors import AtlasError, BudgetError, CheckpointError, ConfigError
 from atlas_fl.events import Event, Note
 from atlas_fl.io.ledger import payload_bytes
+from atlas_fl.planning import plan_for
 from atlas_fl.run import RunResult, resume, run
 from atlas_fl.strategies import STRATEGIES
 from atlas_fl.tree import shared_part, unprefixed
@@ -44,6 +46,26 @@ def test_every_evaluated_round_says_what_mixing_did(config: Make) -> None:
     assert all(row["norms"] and row["moves"] for row in mixed)
     plan = json.loads((result.folder / "plan.json").read_text())
     assert len(plan["graph"]["effective_neighbours"]) == 4 and plan["data"][0]["labels"]
+
+
+@pytest.mark.parametrize("fingerprint", ["delta", "gradient"])
+def test_every_cluster_of_the_plan_has_the_mean_loss_of_its_clients_warm_up(config: Make, fingerprint: str) -> None:
+    chosen = config(fingerprint=fingerprint)
+    assembly = assemble(chosen)
+    seen: list[Update] = []
+
+    class Watched(LocalEngine):
+        def run(self, action: str, jobs: Sequence[Job]) -> list[Update]:
+            updates = super().run(action, jobs)
+            seen.extend(updates if action == "fingerprint" else ())
+            return updates
+
+    plan = plan_for(assembly, Watched(site=assembly.site)).plan
+    losses = {update.client: update.metrics["loss"] for update in seen}
+    clusters = plan.clustering["clusters"]
+    assert [cluster["size"] for cluster in clusters] == [2, 2]
+    for cluster in clusters:
+        assert cluster["difficulty"] == pytest.approx(sum(losses[name] for name in cluster["clients"]) / 2)
 
 
 def test_a_run_is_a_function_of_its_config(config: Make) -> None:

@@ -49,7 +49,8 @@ class FingerprintOptions:
 def fingerprint(jobs: Sequence[Job], site: Site) -> list[Update]:
     """Two unit sketches of every client under `sketch.first` and `sketch.second`, and its warmed-up params.
 
-    `metrics` hold the halves' agreement and the steps that were taken.
+    `metrics` hold the halves' agreement, the steps that were taken, and `loss`: the mean training loss of all batches
+    of both halves, during the warm-up or at the shared initialisation.
     """
     by_kind = {"delta": _delta, "gradient": _gradient, "fisher": _fisher}
     return by_kind[jobs[0].options.kind](jobs, site)
@@ -63,7 +64,8 @@ def _delta(jobs: Sequence[Job], site: Site) -> list[Update]:
     for job, first, second in zip(jobs, trained[::2], trained[1::2], strict=True):
         sketches = [delta_sketch(half.params, job.options) for half in (first, second)]
         steps = int(max(first.metrics["steps"], second.metrics["steps"]))
-        answers.append(_answer(job, sketches, _mean(first.params, second.params), steps))
+        loss = (first.metrics["loss"] + second.metrics["loss"]) / 2
+        answers.append(_answer(job, sketches, _mean(first.params, second.params), steps=steps, loss=loss))
     return answers
 
 
@@ -118,13 +120,14 @@ def _from_gradients(
 ) -> list[Update]:
     updates = []
     for job in jobs:
-        sketches = []
+        sketches, losses = [], []
         for half in (0, 1):
             totals: dict[str, Tensor] = {}
-            for gradient in batch_gradients(job, site, half=half, blocks=2, count=job.options.batches):
+            for loss, gradient in batch_gradients(job, site, half=half, blocks=2, count=job.options.batches):
                 totals = {key: add(totals.get(key), value) for key, value in gradient.items()}
+                losses.append(float(loss))
             sketches.append(_sketch({key: finish(total) for key, total in totals.items()}, job.options))
-        updates.append(_answer(job, sketches, job.params, 0))
+        updates.append(_answer(job, sketches, job.params, steps=0, loss=float(np.mean(losses))))
     return updates
 
 
@@ -137,11 +140,11 @@ def _mean(first: Params, second: Params) -> dict[str, Tensor]:
     return {key: tensor if key.endswith(LORA_A) else (tensor + second[key]) / 2 for key, tensor in first.items()}
 
 
-def _answer(job: Job, sketches: Sequence[np.ndarray], params: Params, steps: int) -> Update:
+def _answer(job: Job, sketches: Sequence[np.ndarray], params: Params, *, steps: int, loss: float) -> Update:
     first, second = (torch.from_numpy(half) for half in sketches)
     return Update(
         client=job.client,
         params={**params, FIRST: first, SECOND: second},
         examples=0,
-        metrics={"agreement": float(first @ second), "steps": float(steps)},
+        metrics={"agreement": float(first @ second), "steps": float(steps), "loss": loss},
     )

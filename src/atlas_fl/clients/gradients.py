@@ -17,8 +17,10 @@ from atlas_fl.tree import head_keys
 from atlas_fl.types import Params
 
 
-def batch_gradients(job: Job, site: Site, *, half: int, blocks: int, count: int) -> Iterator[dict[str, Tensor]]:
-    """Loss gradients of `count` batches of one half: the matrices of the last `blocks` blocks, and the head.
+def batch_gradients(
+    job: Job, site: Site, *, half: int, blocks: int, count: int
+) -> Iterator[tuple[Tensor, dict[str, Tensor]]]:
+    """(loss, gradients) of `count` batches of one half: the matrices of the last `blocks` blocks, and the head.
 
     The blocks below need no gradient and record nothing, so that only what is needed is computed.
     Evaluation mode, no dropout; the job's own adapters are not attached: this is the shared initialisation.
@@ -31,10 +33,10 @@ def batch_gradients(job: Job, site: Site, *, half: int, blocks: int, count: int)
         yield loss_gradient(row, site, leaves, head)
 
 
-def loss_gradient(row: Row, site: Site, leaves: Params, head: Params) -> dict[str, Tensor]:
-    """The gradient of one batch's mean loss with respect to these weights and this head."""
+def loss_gradient(row: Row, site: Site, leaves: Params, head: Params) -> tuple[Tensor, dict[str, Tensor]]:
+    """One batch's mean loss, a scalar, and its gradient with respect to these weights and this head."""
     swapped = {f"model.{name}": weight for name, weight in leaves.items()}
-    found: dict[str, Tensor] = functional_call(_Gradient(site), swapped, (row, leaves, head))
+    found: tuple[Tensor, dict[str, Tensor]] = functional_call(_Gradient(site), swapped, (row, leaves, head))
     return found
 
 
@@ -45,13 +47,14 @@ class _Gradient(torch.nn.Module):
         super().__init__()
         self.model, self._site = site.backbone.model, site
 
-    def forward(self, row: Row, leaves: Params, head: Params) -> dict[str, Tensor]:
+    def forward(self, row: Row, leaves: Params, head: Params) -> tuple[Tensor, dict[str, Tensor]]:
         backbone = self._site.backbone
         with self._site.autocast():
             pooled = features(backbone, row.ids, row.types, row.layout)
             loss = example_loss(apply_head(backbone.family, head, pooled).float(), row.labels[0])
         wanted = {**leaves, **head}
-        return dict(zip(wanted, torch.autograd.grad(loss, list(wanted.values())), strict=True))
+        gradient = torch.autograd.grad(loss, list(wanted.values()))
+        return loss.detach(), dict(zip(wanted, gradient, strict=True))
 
 
 def _weights_of_last(backbone: Backbone, blocks: int) -> list[str]:

@@ -57,7 +57,7 @@ def _measure(job: Job, site: Site) -> np.ndarray:
     sizes = _by_layer(site, {name: torch.tensor(float(leaf.numel())) for name, leaf in leaves.items()})
     options: ImportanceOptions = job.options
     rows = half_rows(job, site, half=0, count=options.batches)
-    gradients = (loss_gradient(row, site, leaves, head) for row in rows)
+    gradients = (loss_gradient(row, site, leaves, head)[1] for row in rows)
     if options.kind == "gradient":
         squares = [_by_layer(site, {name: g[name].double().square().sum() for name in leaves}) for g in gradients]
         measured: np.ndarray = layer_importance(np.sum(squares, axis=0), sizes)

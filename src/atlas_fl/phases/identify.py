@@ -58,7 +58,7 @@ def identify(
     return Identified(
         labels=clustering.labels,
         clustering=clustering,
-        report=_report(clustering, assembly.names, tasks),
+        report=_report(clustering, assembly.names, tasks, {u.client: u.metrics["loss"] for u in updates}),
         warmed=warmed,
         sketches=sketches,
         warmup=warmup,
@@ -105,11 +105,13 @@ def _cluster(assembly: Assembly, sketches: np.ndarray, tasks: Sequence[str], pre
     return cluster(sketches[0], sketches[1], settings=settings, previous=previous, names=assembly.names)
 
 
-def _report(clustering: Clustering, names: Sequence[str], tasks: Sequence[str]) -> dict[str, Any]:
+def _report(
+    clustering: Clustering, names: Sequence[str], tasks: Sequence[str], losses: Mapping[str, float]
+) -> dict[str, Any]:
     return {
         **clustering.to_json(),
         "agreement": agreement(clustering.labels, tasks),
-        "clusters": summarise_clusters(clustering, clients=names, tasks=tasks),
+        "clusters": summarise_clusters(clustering, clients=names, tasks=tasks, losses=losses),
     }
 
 

@@ -39,13 +39,17 @@ def plan_tables(plan: Mapping[str, Any]) -> list[Table]:
 
 
 def cluster_table(plan: Mapping[str, Any]) -> Table:
-    """One row a cluster: clients, tasks, purity, reliability and similarity inside; the caption holds the verdict."""
+    """One row a cluster: clients, tasks, purity, reliability, similarity inside, difficulty; below, the verdict.
+
+    `loss` is the difficulty: the mean training loss of the members' fingerprint passes.
+    """
     clustering = plan.get("clustering") or {}
     method = clustering.get("method", "none")
     table = new_table("Clusters" if method == "none" else f"Clusters ({method})")
-    add_columns(table, ["cluster", "clients", "tasks"], ["size", "purity", "c_kk", "inside"])
+    add_columns(table, ["cluster", "clients", "tasks"], ["size", "purity", "c_kk", "inside", "loss"])
     clients = plan["clients"]
     labels = [client.get("cluster", -1) for client in clients]
+    difficulty = {row["cluster"]: row.get("difficulty") for row in clustering.get("clusters") or ()}
     for label in sorted(set(labels), key=lambda label: (label < 0, label)):
         members = [index for index, other in enumerate(labels) if other == label]
         tasks = Counter(clients[index]["task"] for index in members)
@@ -57,6 +61,7 @@ def cluster_table(plan: Mapping[str, Any]) -> Table:
             number(tasks.most_common(1)[0][1] / len(members), 2),
             number(_mean(clustering.get("reliability"), members), 2),
             number(_inside(clustering.get("similarity"), members), 2),
+            number(difficulty.get(label), 2),
         )
     table.caption = escape(_verdict(clustering))
     return table
