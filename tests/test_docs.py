@@ -17,7 +17,7 @@ import pytest
 import tyro
 
 import atlas_fl
-from atlas_fl.cli import audit, catalogue, export, fetch, report, run, sweep
+from atlas_fl.cli import audit, catalogue, export, fetch, place, report, run, sweep
 from atlas_fl.cli.commands import COMMANDS
 from atlas_fl.cli.parse import known_flags, parse
 from atlas_fl.cli.settings import base_config
@@ -38,6 +38,7 @@ OPTIONS: dict[str, type[Any]] = {
     "plan": run.PlanOptions,
     "resume": run.ResumeOptions,
     "audit": audit.AuditOptions,
+    "place": place.PlaceOptions,
     "export": export.ExportOptions,
     "sweep": sweep.SweepOptions,
     "compare": sweep.CompareOptions,
@@ -48,6 +49,7 @@ OPTIONS: dict[str, type[Any]] = {
 REQUIRED = dict.fromkeys(OPTIONS, ()) | {
     "resume": ("run",),
     "audit": ("run",),
+    "place": ("run", "task"),
     "export": ("run", "client", "to"),
     "report": ("runs",),
     "list": ("what",),

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from atlas_fl.audit import AuditReport as AuditReport
     from atlas_fl.audit import audit as audit_run  # noqa: F401
     from atlas_fl.clustering import Clustering as Clustering
+    from atlas_fl.clustering import Placement as Placement
     from atlas_fl.clustering import predict as predict_cluster  # noqa: F401
     from atlas_fl.config import ClusteringConfig as ClusteringConfig
     from atlas_fl.config import Config as Config
@@ -47,6 +48,8 @@ if TYPE_CHECKING:
     from atlas_fl.export import export as export_client  # noqa: F401
     from atlas_fl.io.folder import RunFolder as RunFolder
     from atlas_fl.io.folder import find_run as find_run
+    from atlas_fl.placing import Newcomer as Newcomer
+    from atlas_fl.placing import place_client as place_client
     from atlas_fl.plan import Plan as Plan
     from atlas_fl.planning import make_plan as make_plan
     from atlas_fl.presets import find_preset as find_preset
@@ -62,13 +65,14 @@ if TYPE_CHECKING:
 
 _HOMES = {
     "audit": "AuditReport audit_run",
-    "clustering": "Clustering predict_cluster",
+    "clustering": "Clustering Placement predict_cluster",
     "config": "ClusteringConfig Config DataConfig MixingConfig ModelConfig RanksConfig RunConfig TrainingConfig "
     "config_hash differences load_config run_folder to_toml validate with_values",
     "errors": "AtlasError BudgetError CheckpointError ConfigError DataError ModelError ProtocolError",
     "events": "Event Note PhaseStarted Progress RoundFinished",
     "export": "export_client",
     "io.folder": "RunFolder find_run",
+    "placing": "Newcomer place_client",
     "plan": "Plan",
     "planning": "make_plan",
     "presets": "find_preset",

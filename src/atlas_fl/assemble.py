@@ -61,18 +61,18 @@ class Assembly:
         }
 
 
-def assemble(config: Config) -> Assembly:
-    """Load the tasks, deal them out, load the backbone and tokenise.
-
-    Raises an `AtlasError` for whatever the config names that is not to be had.
-    """
-    source = Source(
+def source_of(config: Config) -> Source:
+    """Where the tasks of this config are read from."""
+    return Source(
         cache_dir=embedded_dir(), data_dir=None if config.data.data_dir is None else Path(config.data.data_dir)
     )
-    devices = find_devices(config.data.devices, config.data.device)
-    clients = make_clients(
+
+
+def load_clients(config: Config) -> tuple[ClientData, ...]:
+    """The tasks of this config, read and dealt out to its clients; raises an `AtlasError` where they do not suffice."""
+    return make_clients(
         find_tasks(config.data.tasks, config.data.task),
-        source,
+        source_of(config),
         clients_per_task=config.data.clients_per_task,
         samples=config.data.samples,
         validation_samples=config.data.validation_samples,
@@ -82,6 +82,15 @@ def assemble(config: Config) -> Assembly:
         seed=config.run.seed,
         shuffle_labels=config.data.shuffle_labels,
     )
+
+
+def assemble(config: Config, *, clients: tuple[ClientData, ...] | None = None) -> Assembly:
+    """Load the clients, or take those that are given, load the backbone and tokenise.
+
+    Raises an `AtlasError` for whatever the config names that is not to be had.
+    """
+    devices = find_devices(config.data.devices, config.data.device)
+    clients = load_clients(config) if clients is None else clients
     backbone = load_backbone(
         config.model.model,
         device=pick_device(config.run.accelerator),

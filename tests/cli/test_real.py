@@ -52,6 +52,20 @@ def test_the_audit_passes_and_an_altered_file_fails_it(run: RunFolder, atlas: At
     assert "FAILED altered round 2 movie-0 loaded" in said.out
 
 
+def test_a_newcomer_is_placed_beside_the_clusters(run: RunFolder, atlas: Atlas) -> None:
+    said = atlas("place", str(run.path), "--task", "sms", "--samples", "8", "--device", "cpu_2gb")
+    assert (said.code, said.err) == (0, "")
+    assert "sms-0 is undecided" in said.out or "sms-0 belongs to cluster" in said.out
+    assert "over 8 examples" in said.out
+    assert "ranks by layer: " in said.out
+
+
+def test_a_newcomer_of_an_unknown_task_is_one_line(run: RunFolder, atlas: Atlas) -> None:
+    said = atlas("place", str(run.path), "--task", "trek")
+    assert (said.code, said.err.count("\n")) == (2, 1)
+    assert said.err.startswith("atlas: unknown task 'trek'; did you mean 'trec'?")
+
+
 @pytest.mark.parametrize("client", ["3", "trec-1"])
 def test_a_client_is_exported_by_name_or_number(client: str, run: RunFolder, atlas: Atlas, tmp_path: Path) -> None:
     said = atlas("export", str(run.path), "--client", client, "--to", str(tmp_path / "adapter"))

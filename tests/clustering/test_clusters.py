@@ -4,7 +4,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from atlas_fl.clustering import METHODS, Clustering, Settings, agreement, cluster, oracle, predict
+from atlas_fl.clustering import METHODS, Clustering, Settings, agreement, cluster, oracle, placed, predict
 from atlas_fl.clustering.scores import RULES
 from atlas_fl.errors import CheckpointError, ConfigError, DataError
 
@@ -137,6 +137,19 @@ def test_a_newcomer_is_placed_like_average_linkage_would(planted):
     rho = (right @ first[0] + left @ second[0]) / 2 / np.sqrt(own * found.reliability[:3])
     likeness = (found.centroids[1, 0] @ first[0] + found.centroids[0, 0] @ second[0]) / 2 / np.sqrt(own)
     assert likeness == pytest.approx(rho.mean(), abs=1e-5)
+    place = placed(found, first[0], second[0])
+    assert place.similarity[0] == pytest.approx(rho.mean(), abs=1e-5) and place.similarity[1] < 0.5
+    assert (place.cluster, place.reliability) == (found.labels[0], pytest.approx(own))
+
+
+def test_beside_k_means_a_newcomer_has_one_less_half_the_squared_distance(planted):
+    first, second, _ = planted([4, 4])
+    found = cluster(first[1:], second[1:], settings=K_SEARCH)
+    place = placed(found, first[0], second[0])
+    middle = (first[0] + second[0]) / np.linalg.norm(first[0] + second[0])
+    by_hand = [1 - np.sum((centre - middle) ** 2) / 2 for centre in found.centroids[0]]
+    assert list(place.similarity.values()) == pytest.approx(by_hand, abs=1e-5)
+    assert place.cluster == found.labels[0] == int(np.argmax(by_hand))
 
 
 def test_a_newcomer_that_is_unlike_all_or_undecided_trains_alone(planted):

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 from importlib.metadata import version
 
-from atlas_fl.cli import audit, catalogue, export, fetch, report, run, sweep
+from atlas_fl.cli import audit, catalogue, export, fetch, place, report, run, sweep
 from atlas_fl.errors import AtlasError, ConfigError
 
 USER_ERROR, INTERRUPTED, BROKEN_PIPE = 2, 130, 141
@@ -27,6 +27,7 @@ COMMANDS: Mapping[str, Command] = {
     "plan": Command(run.plan, "clusters, ranks, bytes, memory and seconds, before anything is trained"),
     "resume": Command(run.resume, "go on with a run that was stopped"),
     "audit": Command(audit.audit, "recompute every round of a run and compare; exits with 1 on a mismatch"),
+    "place": Command(place.place, "the cluster of a newcomer, beside those of a run"),
     "export": Command(export.export, "write a client's adapter in PEFT's format"),
     "sweep": Command(sweep.sweep, "run a grid of settings and seeds, and compare"),
     "compare": Command(sweep.compare, "run several strategies over seeds, and compare"),

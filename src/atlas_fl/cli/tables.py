@@ -1,15 +1,17 @@
-"""What closes a run and an audit."""
+"""What closes a run and an audit, and where a newcomer belongs."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from rich.console import RenderableType
+from rich.markup import escape
 from rich.table import Table
 
 from atlas_fl.audit import AuditRow, RoundSummary
+from atlas_fl.placing import Newcomer
 from atlas_fl.report.tables import closing_table
-from atlas_fl.report.words import EMPTY, add_columns, new_table
+from atlas_fl.report.words import EMPTY, add_columns, cluster_name, new_table, number
 
 SHOWN_FAILURES = 10
 
@@ -22,6 +24,23 @@ def outcome(folder: Path, summary: Mapping[str, Any], *, complete: bool) -> Iter
     yield f"run folder: {folder}"
     if not complete:
         yield f"not complete yet; go on with: atlas resume {folder}"
+
+
+def placement(newcomer: Newcomer) -> Iterator[RenderableType]:
+    """Where a newcomer belongs: a line for each cluster of the run with an arrow at its own, and the verdict."""
+    place = newcomer.place
+    table = new_table(f"Place of {newcomer.name}")
+    add_columns(table, ["", "cluster", "clients"], ["similarity"])
+    for label, clients in newcomer.members.items():
+        arrow = ">" if label == place.cluster else ""
+        similarity = number(place.similarity.get(label), 2)
+        table.add_row(arrow, cluster_name(label), escape(", ".join(clients)), similarity)
+    yield table
+    halves = f"its halves agree to {place.reliability:.2f} over {newcomer.examples} examples"
+    verdict = "is undecided and would train alone" if place.cluster < 0 else f"belongs to cluster {place.cluster}"
+    yield f"{newcomer.name} {verdict}; {halves}"
+    if newcomer.ranks is not None:
+        yield f"ranks by layer: {' '.join(map(str, newcomer.ranks))}"
 
 
 def audit_table(rounds: Sequence[RoundSummary]) -> Table:

@@ -8,6 +8,8 @@ from atlas_fl.clustering.report import agreement as agreement
 from atlas_fl.clustering.report import purity_warnings as purity_warnings
 from atlas_fl.clustering.report import summarise_clusters as summarise_clusters
 from atlas_fl.clustering.result import Clustering as Clustering
+from atlas_fl.clustering.result import Placement as Placement
+from atlas_fl.clustering.result import placed as placed
 from atlas_fl.clustering.result import predict as predict
 from atlas_fl.clustering.settings import Settings as Settings
 from atlas_fl.clustering.similarity import corrected_similarity as corrected_similarity

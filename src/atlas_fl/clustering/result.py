@@ -82,10 +82,31 @@ class Clustering:
         return Clustering(**{**data, **arrays, **tuples, "settings": settings})
 
 
+@dataclass(frozen=True, kw_only=True)
+class Placement:
+    """Where a client that joins later stands beside the clusters."""
+
+    cluster: int
+    """Label of its cluster; -1 if it must train alone."""
+    reliability: float
+    """c_kk: agreement of its own halves."""
+    similarity: Mapping[int, float]
+    """Its similarity to each cluster by label: the mean noise-corrected similarity to the members, or, where the
+    method is k-means, 1 - d^2 / 2 with d the distance from the centroid; empty where the halves contradict."""
+
+
 def predict(clustering: Clustering, first: np.ndarray, second: np.ndarray) -> int:
     """The cluster of a client that joins later, from its two sketches (d,), (d,); -1 if it must train alone.
 
-    -1 where its halves agree less than `min_reliability`, and under `corrected` without a fixed k also where its
+    As `placed`, which also says how near each cluster is.
+    """
+    return placed(clustering, first, second).cluster
+
+
+def placed(clustering: Clustering, first: np.ndarray, second: np.ndarray) -> Placement:
+    """The place of a client that joins later, from its two sketches (d,), (d,).
+
+    Alone where its halves agree less than `min_reliability`, and under `corrected` without a fixed k also where its
     mean similarity to every cluster is below the threshold. The mean is over members, as in average linkage.
     Raises ConfigError when the clustering holds no sketches or sketches of another length.
     """
@@ -98,13 +119,18 @@ def predict(clustering: Clustering, first: np.ndarray, second: np.ndarray) -> in
     right = prepare(second[None], offset=clustering.offsets[1])[0]
     own = float(left @ right)
     names = decided_names(clustering.labels)
-    if own < settings.min_reliability or not names:
-        return UNDECIDED
-    if len(centroids) == 1:
+    corrected = len(centroids) == 2
+    if not names or (corrected and own <= 0.0):
+        return Placement(cluster=UNDECIDED, reliability=own, similarity={})  # rho is not defined
+    if corrected:
+        likeness = (centroids[1] @ left + centroids[0] @ right) / 2 / np.sqrt(own)
+    else:
         middle = prepare((left + right)[None])[0]
-        return names[int(np.linalg.norm(centroids[0] - middle, axis=1).argmin())]
-    if own <= 0.0:
-        return UNDECIDED  # rho is not defined
-    likeness = (centroids[1] @ left + centroids[0] @ right) / 2 / np.sqrt(own)
-    alone = settings.fixed_k is None and likeness.max() < settings.threshold
-    return UNDECIDED if alone else names[int(likeness.argmax())]
+        likeness = 1 - np.linalg.norm(centroids[0] - middle, axis=1) ** 2 / 2
+    alone = corrected and settings.fixed_k is None and likeness.max() < settings.threshold
+    alone = alone or own < settings.min_reliability
+    return Placement(
+        cluster=UNDECIDED if alone else names[int(likeness.argmax())],
+        reliability=own,
+        similarity=dict(zip(names, likeness.tolist(), strict=True)),
+    )

@@ -2,9 +2,14 @@
 
 from atlas_fl.phases.connect import connect as connect
 from atlas_fl.phases.fit import Fitted as Fitted
+from atlas_fl.phases.fit import assign as assign
 from atlas_fl.phases.fit import check_budgets as check_budgets
 from atlas_fl.phases.fit import fit_ranks as fit_ranks
 from atlas_fl.phases.fit import measure_layers as measure_layers
+from atlas_fl.phases.fit import own_importance as own_importance
 from atlas_fl.phases.identify import Identified as Identified
+from atlas_fl.phases.identify import fingerprint_options as fingerprint_options
+from atlas_fl.phases.identify import fingerprints as fingerprints
+from atlas_fl.phases.identify import how_taken as how_taken
 from atlas_fl.phases.identify import identify as identify
 from atlas_fl.phases.start import warm_start as warm_start

@@ -20,6 +20,7 @@ from atlas_fl.ranks.memory import Fractions, Step
 from atlas_fl.ranks.predict import message_bytes, predict_round
 from atlas_fl.tasks.clients import ClientData, majority
 from atlas_fl.tree import head_keys, num_values, shared_part
+from atlas_fl.types import ByClient
 
 BATCHES = 4
 
@@ -38,18 +39,23 @@ def measure_layers(assembly: Assembly, engine: Engine, found: Identified) -> np.
 
     A rule without clusters keeps every client's own: nothing may be shared that it does not share.
     """
+    own = own_importance(assembly, engine, found.warmed)
+    return own if found.clustering is None else cluster_importance(own, found.labels)
+
+
+def own_importance(assembly: Assembly, engine: Engine, models: ByClient) -> np.ndarray:
+    """Importance of every layer as each client measures it at its model, (n, layers) float64; rows sum to one."""
     config = assembly.config
     options = ImportanceOptions(kind=config.ranks.importance, train=warmup_options(config), batches=BATCHES)
-    jobs = [Job(client=name, params=found.warmed[name], round=0, options=options) for name in assembly.names]
-    own = np.stack([update.params[IMPORTANCE].numpy() for update in engine.run("importance", jobs)])
-    return own if found.clustering is None else cluster_importance(own, found.labels)
+    jobs = [Job(client=name, params=models[name], round=0, options=options) for name in assembly.names]
+    return np.stack([update.params[IMPORTANCE].numpy() for update in engine.run("importance", jobs)])
 
 
 def check_budgets(assembly: Assembly) -> None:
     """Raise `BudgetError` for a device that not even the smallest ranks fit, before anything is measured."""
     layers = np.full((len(assembly.clients), assembly.shape.num_layers), 1.0 / assembly.shape.num_layers)
     for client, device, importance in zip(assembly.clients, assembly.devices, layers, strict=True):
-        _assign(assembly, client, device, importance, factor=1.0)
+        assign(assembly, client, device, importance)
 
 
 def fit_ranks(assembly: Assembly, found: Identified, layers: np.ndarray, *, communicates: bool) -> Fitted:
@@ -60,15 +66,19 @@ def fit_ranks(assembly: Assembly, found: Identified, layers: np.ndarray, *, comm
         factors = complexity_factors(np.array([_difficulty(client) for client in assembly.clients]), found.labels)
     fits, notes = [], []
     for client, device, importance, factor in zip(assembly.clients, assembly.devices, layers, factors, strict=True):
-        assignment = _assign(assembly, client, device, importance, factor=float(factor))
+        assignment = assign(assembly, client, device, importance, factor=float(factor))
         fits.append(_fit(assembly, client, device, assignment, _step(assembly, client), communicates=communicates))
         notes += [note for note in assignment.notes if note not in notes]
     return Fitted(by_client=tuple(fits), notes=tuple(notes))
 
 
-def _assign(
-    assembly: Assembly, client: ClientData, device: Device, importance: np.ndarray, *, factor: float
+def assign(
+    assembly: Assembly, client: ClientData, device: Device, importance: np.ndarray, *, factor: float = 1.0
 ) -> Assignment:
+    """The ranks of one client on its device under this config, from its importance (layers,) by layer.
+
+    `factor` scales the budget; raises `BudgetError` where nothing fits.
+    """
     config = assembly.config.ranks
     return assign_ranks(
         assembly.shape,

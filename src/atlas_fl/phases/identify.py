@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
@@ -11,8 +11,10 @@ from atlas_fl.assemble import Assembly
 from atlas_fl.clients.base import Job, Update
 from atlas_fl.clients.fingerprint import FIRST, SECOND, FingerprintOptions
 from atlas_fl.clustering import Clustering, Settings, agreement, cluster, oracle, purity_warnings, summarise_clusters
+from atlas_fl.config import Config
 from atlas_fl.engines.base import Engine
 from atlas_fl.io.ledger import payload_bytes
+from atlas_fl.io.results import from_json, to_json
 from atlas_fl.options import warmup_options, warmup_rank
 from atlas_fl.tree import select
 from atlas_fl.types import Params
@@ -43,9 +45,10 @@ def identify(
     budget, but no sketch leaves a client. `round` above 0 measures again, with other batches and twice the steps.
     """
     began = time.perf_counter()
-    updates = _fingerprints(assembly, engine, round=round)
+    options = fingerprint_options(assembly.config, round=round)
+    updates = fingerprints(assembly, engine, options, round=round)
     warmed = {u.client: {k: t for k, t in u.params.items() if k not in (FIRST, SECOND)} for u in updates}
-    warmup = _cost(updates, seconds=time.perf_counter() - began)
+    warmup = _cost(updates, seconds=time.perf_counter() - began) | {"taken": how_taken(assembly.config, options)}
     tasks = [client.task.name for client in assembly.clients]
     if not clustered:
         labels = (0,) * len(tasks)
@@ -66,16 +69,29 @@ def identify(
     )
 
 
-def _fingerprints(assembly: Assembly, engine: Engine, *, round: int) -> list[Update]:
-    config = assembly.config
-    ranks = (warmup_rank(config),) * assembly.shape.num_layers
-    options = FingerprintOptions(
+def fingerprint_options(config: Config, *, round: int = 0) -> FingerprintOptions:
+    """How clients take their fingerprints in this config: before round one, or again before a later round."""
+    return FingerprintOptions(
         kind=config.clustering.fingerprint,
         sketch_dim=config.clustering.sketch_dim,
         train=warmup_options(config),
         batches=config.clustering.fingerprint_batches,
         steps=config.clustering.fingerprint_steps * (2 if round else 1),
     )
+
+
+def how_taken(config: Config, options: FingerprintOptions) -> dict[str, Any]:
+    """All that two sketches must have in common to be compared, as plain data for strict JSON."""
+    model = config.model
+    shared = {"model": model.model, "targets": model.targets, "precision": model.precision, "alpha": model.lora_alpha}
+    shared |= {"rslora": model.rslora, "rank": warmup_rank(config), "max_length": config.data.max_length}
+    plain: dict[str, Any] = from_json(to_json({**shared, **asdict(options)}))
+    return plain
+
+
+def fingerprints(assembly: Assembly, engine: Engine, options: FingerprintOptions, *, round: int = 0) -> list[Update]:
+    """Every client's answer: its sketches and its warmed-up model, at the warm-up's rank."""
+    ranks = (warmup_rank(assembly.config),) * assembly.shape.num_layers
     jobs = [
         Job(client=client.name, params=assembly.start(client, ranks), round=round, options=options)
         for client in assembly.clients

@@ -1,0 +1,101 @@
+"""Placing a newcomer: its sketches are those that the run would have taken, its rows are nobody else's."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+from atlas_fl.assemble import assemble, load_clients
+from atlas_fl.clients.fingerprint import FIRST, SECOND
+from atlas_fl.clustering import Clustering, placed
+from atlas_fl.config import Config
+from atlas_fl.errors import CheckpointError, ConfigError, DataError
+from atlas_fl.events import ignore
+from atlas_fl.phases import fingerprint_options, fingerprints
+from atlas_fl.placing import place_client
+from atlas_fl.planning import local_engine
+from atlas_fl.run import run
+
+Make = Callable[..., Config]
+EASY = {
+    "tasks": ("sms", "trec"),
+    "fingerprint": "gradient",
+    "min_reliability": "-0.99",
+    "similarity_threshold": "-0.99",
+    "rounds": 1,
+}
+"""Nobody is undecided, so that the nearest cluster is always named."""
+
+
+@pytest.fixture
+def folder(config: Make) -> Path:
+    """A run of two clusters, of messages and of questions."""
+    return run(config(**EASY)).folder
+
+
+@pytest.mark.parametrize("task", ["sms", "trec"])
+def test_a_newcomer_of_a_task_belongs_to_its_cluster(folder: Path, task: str) -> None:
+    found = place_client(folder, task=task)
+    assert (found.name, found.examples) == (f"{task}-2", 24)
+    label = found.place.cluster
+    assert found.members[label] == (f"{task}-0", f"{task}-1")
+    assert found.place.similarity.keys() == found.members.keys() == {0, 1}
+    assert found.place.similarity[label] == max(found.place.similarity.values())
+    assert found.ranks is None
+
+
+def test_a_client_of_the_run_that_is_asked_again_has_the_sketches_of_the_run(folder: Path, config: Make) -> None:
+    chosen = config(**EASY)
+    client = load_clients(chosen)[0]
+    assembly = assemble(chosen, clients=(client,))
+    (update,) = fingerprints(assembly, local_engine(assembly, ignore), fingerprint_options(chosen))
+    stored = load_file(folder / "plan.safetensors")
+    for half, key in ((FIRST, "sketch/first"), (SECOND, "sketch/second")):
+        np.testing.assert_allclose(update.params[half].numpy(), stored[key][0], atol=1e-3)
+    clustering = Clustering.from_json(json.loads((folder / "plan.json").read_text())["clustering"])
+    place = placed(clustering, update.params[FIRST].numpy(), update.params[SECOND].numpy())
+    assert place.cluster == clustering.labels[0]
+    assert place.reliability == pytest.approx(clustering.reliability[0], abs=1e-3)
+
+
+def test_your_own_data_and_device(folder: Path, tmp_path: Path) -> None:
+    lines = [
+        "text,label",
+        *(f"what is {word}?,{index % 2}" for index, word in enumerate("abcdefghijklmnopqrstuvw")),
+    ]
+    (tmp_path / "own.csv").write_text("\n".join(lines))
+    found = place_client(folder, task=f"own={tmp_path / 'own.csv'}", samples=10, device="smartphone")
+    assert (found.name, found.examples) == ("own-0", 10)
+    assert found.ranks is not None and len(found.ranks) == 3 and set(found.ranks) <= {2, 4, 8}
+    with pytest.raises(DataError, match="lower --samples to"):
+        place_client(folder, task=f"own={tmp_path / 'own.csv'}")
+
+
+def test_no_row_of_a_client_of_the_run_is_used(config: Make) -> None:
+    from atlas_fl.placing import _newcomer
+    from atlas_fl.planning import make_plan
+
+    chosen = config(rounds=1, samples=200)
+    held = {text for client in load_clients(chosen) for text in client.train.text}
+    newcomer = _newcomer(chosen, make_plan(config(rounds=1)), "movie", None)
+    assert len(newcomer.train) == 200
+    assert not held & set(newcomer.train.text)
+
+
+def test_a_run_without_clusters_is_refused_on_one_line(config: Make) -> None:
+    local = run(config(strategy="local", rounds=1))
+    with pytest.raises(ConfigError, match=r"has no clusters: strategy 'local' uses none; name a run of another"):
+        place_client(local.folder, task="movie")
+
+
+@pytest.mark.parametrize(("old", "new"), [("sketch_dim = 64", "sketch_dim = 32"), ("lr = 0.005", "lr = 0.25")])
+def test_sketches_that_were_taken_in_another_way_are_refused_on_one_line(folder: Path, old: str, new: str) -> None:
+    text = (folder / "config.toml").read_text()
+    assert old in text
+    (folder / "config.toml").write_text(text.replace(old, new))
+    with pytest.raises(CheckpointError, match=r"were taken with .* restore its config.toml") as error:
+        place_client(folder, task="movie")
+    assert "\n" not in str(error.value)
