@@ -25,6 +25,8 @@ class ClientPlan:
     cut: int | None
     """Blocks on the client when the model is split; None: the whole model is on the client."""
     budget_bytes: int
+    largest_rank: int
+    """The rank that every layer could have within the budget, or the profile's own largest if that is less."""
     memory: Mapping[str, int]
     """Bytes on the device by part."""
     predicted: Mapping[str, float]
@@ -82,6 +84,8 @@ class Plan:
     def from_json(data: Mapping[str, Any]) -> "Plan":
         """The plan that `to_json` wrote; raises `CheckpointError` where a part is missing."""
         missing = [name for name in Plan.__dataclass_fields__ if name not in data]
+        fields = ClientPlan.__dataclass_fields__
+        missing += [name for name in fields for entry in data.get("clients", ()) if name not in entry]
         if missing:
             raise CheckpointError(f"the plan lacks {missing[0]!r}; it was not written by this version, run again")
         clients = tuple(ClientPlan(**{**entry, "ranks": tuple(entry["ranks"])}) for entry in data["clients"])

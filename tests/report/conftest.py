@@ -68,6 +68,7 @@ def plan_of(scene: Scenario) -> dict[str, Any]:
             "cluster": labels[index],
             "ranks": sorted(draw.choice([4, 8, 16, 32, 64][: 2 + index % 4], LAYERS).tolist()),
             "budget_bytes": 2_000_000 * (1 + index % 4),
+            "largest_rank": 16 * (1 + index % 4),
             "memory": MEMORY,
             "predicted": {"up_bytes": 300_000, "down_bytes": 300_000, "memory_bytes": 552_900_000, "seconds": 21.5},
             "cut": None,

@@ -94,7 +94,7 @@ def test_the_chosen_number_of_clusters_is_marked(make_run) -> None:
 def test_a_plan_without_optional_parts_shows_dashes_and_no_numbers() -> None:
     plan = {"clients": [{"name": "a-0", "task": "a"}], "clustering": {}}
     assert cells(cluster_table(plan), 0) == ["alone", "a-0", "a x 1", "1", "1.00", "-", "-", "-"]
-    assert cells(rank_table(plan), 0) == ["a-0", "a", "-", "alone", "-", "whole", "-"]
+    assert cells(rank_table(plan), 0) == ["a-0", "a", "-", "alone", "-", "whole", "-", "-"]
     assert cells(prediction_table(plan), 0) == ["a-0", *["-"] * 6]
     assert k_table(plan).row_count == 0
     assert len(plan_tables(plan)) == 3
@@ -104,7 +104,7 @@ def test_ranks_and_predictions_are_those_of_the_plan(make_run) -> None:
     plan = plan_of(make_run())
     ranks = plan["clients"][3]["ranks"]
     shown = cells(rank_table(plan), 3)
-    assert shown == ["trec-0", "trec", "gpu_16gb", "1", *map(str, ranks), str(sum(ranks)), "whole", "8.0 MB"]
+    assert shown == ["trec-0", "trec", "gpu_16gb", "1", *map(str, ranks), str(sum(ranks)), "whole", "64", "8.0 MB"]
     shown = cells(prediction_table(plan), 0)
     assert shown == ["movie-0", "cpu_2gb", "300 kB", "300 kB", "21.5 s", "553 MB", "27.6%"]
     table = memory_table(plan)
@@ -115,7 +115,7 @@ def test_ranks_and_predictions_are_those_of_the_plan(make_run) -> None:
 def test_a_cut_is_shown_where_the_model_is_split(make_run) -> None:
     plan = plan_of(make_run())
     plan["clients"][0]["cut"] = 2
-    assert cells(rank_table(plan), 0)[-2] == "2"
+    assert cells(rank_table(plan), 0)[-3] == "2"
 
 
 def test_the_closing_table_says_what_the_summary_says(make_run) -> None:

@@ -17,7 +17,8 @@ from atlas_fl.engines.local import LocalEngine
 from atlas_fl.errors import AtlasError, BudgetError, CheckpointError, ConfigError
 from atlas_fl.events import Event, Note
 from atlas_fl.io.ledger import payload_bytes
-from atlas_fl.planning import plan_for
+from atlas_fl.plan import Plan
+from atlas_fl.planning import make_plan, plan_for
 from atlas_fl.run import RunResult, resume, run
 from atlas_fl.strategies import STRATEGIES
 from atlas_fl.tree import shared_part, unprefixed
@@ -66,6 +67,19 @@ def test_every_cluster_of_the_plan_has_the_mean_loss_of_its_clients_warm_up(conf
     assert [cluster["size"] for cluster in clusters] == [2, 2]
     for cluster in clusters:
         assert cluster["difficulty"] == pytest.approx(sum(losses[name] for name in cluster["clients"]) / 2)
+
+
+def test_the_plan_shows_the_largest_rank_of_every_device(config: Make) -> None:
+    chosen = config(devices=("smartphone", "workstation"), adapter_bytes=30_000)
+    plan = make_plan(chosen)
+    # query and value of three blocks, each 32 by 32: a rank takes 2 * (32 + 32) * 3 * 4 bytes of parameters
+    assert 30_000 // (2 * 64 * 3 * 4) == 19
+    assert [client.largest_rank for client in plan.clients] == [8, 19, 8, 19], "the smartphone's profile ends at 8"
+    entries = plan.to_json()["clients"]
+    assert [entry["largest_rank"] for entry in entries] == [8, 19, 8, 19]
+    del entries[0]["largest_rank"]
+    with pytest.raises(CheckpointError, match="the plan lacks 'largest_rank'"):
+        Plan.from_json({**plan.to_json(), "clients": entries})
 
 
 def test_a_run_is_a_function_of_its_config(config: Make) -> None:

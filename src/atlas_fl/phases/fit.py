@@ -30,7 +30,7 @@ class Fitted:
     """The ranks of all clients with what they were chosen from."""
 
     by_client: tuple[dict[str, Any], ...]
-    """`ranks`, `budget_bytes`, `memory` and `predicted` of each client."""
+    """`ranks`, `budget_bytes`, `largest_rank`, `memory` and `predicted` of each client."""
     notes: tuple[str, ...]
 
 
@@ -138,6 +138,7 @@ def _fit(
     return {
         "ranks": assignment.ranks,
         "budget_bytes": assignment.budget_bytes,
+        "largest_rank": min(assignment.largest_rank, device.max_rank),
         "memory": {"total": prediction.memory.total_bytes, **dict(prediction.memory.parts())},
         "predicted": {
             "up_bytes": prediction.up_bytes,

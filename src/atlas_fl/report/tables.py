@@ -82,11 +82,11 @@ def k_table(plan: Mapping[str, Any]) -> Table:
 
 
 def rank_table(plan: Mapping[str, Any]) -> Table:
-    """One row a client: task, device, cluster, the rank of every layer, the cut, and the memory of its adapters."""
+    """One row a client: task, device, cluster, the rank of every layer, the cut, the largest rank, the budget."""
     layers = max((len(client.get("ranks", ())) for client in plan["clients"]), default=0)
     table = new_table("LoRA ranks by layer")
     text = ["client", "task", "device", "cluster"]
-    add_columns(table, text, [*(str(layer) for layer in range(layers)), "sum", "cut", "budget"])
+    add_columns(table, text, [*(str(layer) for layer in range(layers)), "sum", "cut", "most", "budget"])
     for client in plan["clients"]:
         ranks = list(client.get("ranks", ()))
         cut, budget = client.get("cut"), client.get("budget_bytes")
@@ -97,9 +97,13 @@ def rank_table(plan: Mapping[str, Any]) -> Table:
             *[EMPTY] * (layers - len(ranks)),
             str(sum(ranks)) if ranks else EMPTY,
             "whole" if cut is None else str(cut),
+            str(client.get("largest_rank", EMPTY)),
             EMPTY if budget is None else human_bytes(budget),
         )
-    table.caption = "cut: blocks on the client; budget: training bytes of the adapters"
+    table.caption = (
+        "cut: blocks on the client; most: largest rank that every layer could have within the budget and the profile;\n"
+        "budget: training bytes of the adapters"
+    )
     return table
 
 
