@@ -45,6 +45,8 @@ class RoundRecord:
     stale: frozenset[str]
     """Clients whose newest model had not reached them when the round began."""
     communicates: bool
+    aggregated: bool
+    """Whether updates were sent and mixed, or everyone goes on with its own model."""
     final: bool
     diversity: Diversity | None = None
     """What the server's step did to the differences between clients, in a round with evaluation."""
@@ -53,10 +55,11 @@ class RoundRecord:
         """Every message of the round: late models down, updates up, mixed models down."""
         if not self.communicates:
             return []
-        late = [self._rows(name, "down", self.sent[name], share) for name in self.sampled if name in self.stale]
-        up = [self._rows(name, "up", update.params, share) for name, update in self.updates.items()]
-        back = [self._rows(name, "down", self.start[name], share) for name in self._receivers()]
-        return [row for rows in (*late, *up, *back) for row in rows]
+        sent = [self._rows(name, "down", self.sent[name], share) for name in self.sampled if name in self.stale]
+        if self.aggregated:
+            sent += [self._rows(name, "up", update.params, share) for name, update in self.updates.items()]
+            sent += [self._rows(name, "down", self.start[name], share) for name in self._receivers()]
+        return [row for rows in sent for row in rows]
 
     def stale_after(self) -> frozenset[str]:
         """Clients whose model has changed and that have not received it, because they did not take part."""
@@ -184,8 +187,9 @@ class Recorder:
 
     def _checkpoint(self, state: "State") -> None:
         tensors = {f"strategy/{name}": tensor for name, tensor in prefixed(state.strategy).items()}
-        if state.start is not state.strategy:
-            tensors |= {f"start/{name}": tensor for name, tensor in prefixed(state.start).items()}
+        # Who starts with what the rule remembers is told by the absence of a second copy, also after a resume.
+        apart = {name: params for name, params in state.start.items() if params is not state.strategy[name]}
+        tensors |= {f"start/{name}": tensor for name, tensor in prefixed(apart).items()}
         content = {
             "metrics_bytes": self.folder.metrics.stat().st_size,
             "ledger_bytes": self.folder.ledger.stat().st_size,
@@ -213,11 +217,10 @@ class Recorder:
 def models_of(found: checkpoint.Checkpoint, names: Sequence[str]) -> tuple[ByClient, ByClient]:
     """(what the rule remembers, what clients start with) of a checkpoint, in the clients' order."""
     kinds = unprefixed(found.tensors)
-    memory, start = (unprefixed(kinds[kind]) if kind in kinds else None for kind in ("strategy", "start"))
-    assert memory is not None, "every checkpoint holds the rule's memory"
+    memory, apart = (unprefixed(kinds.get(kind, {})) for kind in ("strategy", "start"))
     # A file holds its tensors sorted by name; packs follow the order of the clients, and so do their last bits.
     memory = {name: memory[name] for name in names}
-    return memory, memory if start is None else {name: start[name] for name in names}
+    return memory, {name: apart.get(name, memory[name]) for name in names}
 
 
 def plan_messages(planned: Planned, *, round: int = 0) -> list[LedgerRow]:

@@ -9,14 +9,17 @@ import numpy as np
 from atlas_fl.assemble import Assembly
 from atlas_fl.clients.base import Job, Update
 from atlas_fl.clients.evaluate import EvaluateOptions
+from atlas_fl.config import Config
 from atlas_fl.engines.base import Engine
 from atlas_fl.errors import ProtocolError
 from atlas_fl.events import Note, OnEvent, PhaseStarted, RoundFinished
 from atlas_fl.mixing.diversity import Diversity, diversity
+from atlas_fl.mixing.matrices import Federation
 from atlas_fl.options import strategy_of, train_options
 from atlas_fl.planning import Planned, regraphed
 from atlas_fl.records import Recorder, RoundRecord
 from atlas_fl.rng import generator
+from atlas_fl.strategies import Strategy
 from atlas_fl.strategies.validate import check_update
 from atlas_fl.types import ByClient, Params, Split
 
@@ -28,7 +31,7 @@ class State:
     round: int
     """Rounds that are complete."""
     strategy: ByClient
-    """What the server's rule remembers."""
+    """What the server's rule remembers: the models of the last aggregation."""
     start: ByClient
     """What every client begins the next round with: the only road from server to client."""
     stale: frozenset[str] = frozenset()
@@ -89,15 +92,28 @@ def train(
     return planned, state
 
 
+def sample_of(config: Config, names: Sequence[str], *, round: int) -> tuple[str, ...]:
+    """Who trains in this round: the same clients up to the next aggregation, so that who trains also sends."""
+    first = round - (round - 1) % config.mixing.aggregate_every
+    return sample(names, participation=config.training.participation, seed=config.run.seed, round=first)
+
+
+def is_aggregated(config: Config, round: int) -> bool:
+    """Whether the server's rule is applied after this round; a rule that sends nothing has nothing to wait for."""
+    due = round % config.mixing.aggregate_every == 0 or round == config.training.rounds
+    return due or not strategy_of(config).communicates
+
+
 def one_round(assembly: Assembly, planned: Planned, engine: Engine, state: State) -> tuple[State, RoundRecord]:
     """The federation after one more round, and what happened in it."""
     config, number = assembly.config, state.round + 1
     strategy, options = strategy_of(config), train_options(config)
-    sampled = sample(assembly.names, participation=config.training.participation, seed=config.run.seed, round=number)
+    sampled = sample_of(config, assembly.names, round=number)
     jobs = [Job(client=name, params=state.start[name], round=number, options=options) for name in sampled]
     good, refused = accepted(state.start, engine.run("train", jobs))
     trained = {name: update.params for name, update in good.items()}
-    memory, start = strategy.aggregate(state.strategy, trained, planned.plan.federation(), round=number)
+    aggregated = is_aggregated(config, number)
+    memory, start = _server_step(strategy, state, trained, planned.plan.federation(), apply=aggregated)
     final = number == config.training.rounds
     choosing = final and config.mixing.keep == "best" and strategy.communicates
     start, kept = best_of(engine, start, trained, round=number) if choosing else (start, ())
@@ -110,12 +126,13 @@ def one_round(assembly: Assembly, planned: Planned, engine: Engine, state: State
         sent=state.start,
         start=start,
         scores=scores,
-        eta=strategy.eta(number),
+        eta=strategy.eta(number) if aggregated else 0.0,
         kept=kept,
         stale=state.stale,
         communicates=strategy.communicates,
+        aggregated=aggregated,
         final=final,
-        diversity=_diversity(assembly, planned, {**state.start, **trained}, start) if scores else None,
+        diversity=_diversity(assembly, planned, {**state.start, **trained}, start) if scores and aggregated else None,
     )
     validation = {name: score.metrics["primary"] for name, score in scores.get("validation", {}).items()}
     return (
@@ -128,6 +145,15 @@ def one_round(assembly: Assembly, planned: Planned, engine: Engine, state: State
         ),
         record,
     )
+
+
+def _server_step(
+    strategy: Strategy, state: State, trained: ByClient, federation: Federation, *, apply: bool
+) -> tuple[ByClient, ByClient]:
+    """(what the rule remembers, what clients start with); where it is not applied, all go on with their own models."""
+    if not apply:
+        return state.strategy, {**state.start, **trained}
+    return strategy.aggregate(state.strategy, trained, federation, round=state.round + 1)
 
 
 def evaluate(engine: Engine, models: ByClient, *, round: int) -> dict[Split, dict[str, Update]]:

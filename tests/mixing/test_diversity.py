@@ -95,3 +95,11 @@ def test_clients_may_adapt_other_modules(held):
     gram = update_gram(held, CLIENTS, scale)
     only_q = {client: {key: params[key] for key in ("q.lora_A", "q.lora_B")} for client, params in held.items()}
     assert gram[2] == pytest.approx(update_gram(only_q, CLIENTS, scale)[2])
+
+
+def test_the_order_of_the_tensors_changes_no_bit(held):
+    turned = {client: dict(reversed(params.items())) for client, params in held.items()}
+    wide = {**held, "d": {f"{n}{key}": value for n in range(9) for key, value in model(n, 4).items()}}
+    back = {**turned, "d": dict(reversed(wide["d"].items()))}
+    names = (*CLIENTS, "d")
+    assert np.array_equal(update_gram(wide, names, scale), update_gram(back, names, scale))

@@ -70,6 +70,18 @@ def test_sessions_of_few_rounds_make_the_same_run(config: Make) -> None:
     assert rows(whole.folder) == rows(parts.folder)
 
 
+def test_sessions_that_end_between_two_aggregations_make_the_same_run(config: Make) -> None:
+    settings = {"aggregate_every": 3, "participation": "0.5", "rounds": 5, "eta": "0.3"}
+    whole = run(config(name="whole", **settings))
+    parts = run(config(name="parts", max_rounds=1, **settings))
+    while not parts.complete:
+        parts = resume(parts.folder, max_rounds=1)
+    assert same_tensors(state(whole.folder, round=5), state(parts.folder, round=5))
+    assert rows(whole.folder) == rows(parts.folder)
+    assert rows(whole.folder, "ledger") == rows(parts.folder, "ledger")
+    assert audit(parts.folder).ok
+
+
 @pytest.mark.parametrize("damage", ["truncated", "altered", "missing"])
 def test_a_damaged_checkpoint_is_passed_over_with_a_line(config: Make, damage: str) -> None:
     whole = run(config(name="whole"))

@@ -122,6 +122,44 @@ def test_eta_has_an_effect_and_zero_is_local_training(config: Make) -> None:
     assert not same_tensors(state(tenth.folder), state(local.folder))
 
 
+@pytest.mark.parametrize("strategy", ["atlas", "fedavg"])
+def test_aggregating_every_second_round_halves_the_bytes_and_passes_the_audit(config: Make, strategy: str) -> None:
+    usual = {"rounds": 4, "eta": "0.4", "strategy": strategy, "ranks": 4}
+    every, second = run(config(name="every", **usual)), run(config(name="second", aggregate_every=2, **usual))
+    sent = [[row for row in rows(result.folder, "ledger") if row["round"]] for result in (every, second)]
+    totals = [sum(int(str(row["bytes"])) for row in found) for found in sent]
+    assert totals[0] == 2 * totals[1] > 0
+    assert {row["round"] for row in sent[1]} == {2, 4}
+    report = audit(second.folder, others=[every.folder])
+    assert report.ok, report.failures
+    for at, waits in ((1, True), (2, False), (3, True), (4, False)):
+        folder = second.folder / f"audit/round-{at:04d}"
+        trained, start = load_file(folder / "trained.safetensors"), load_file(folder / "start.safetensors")
+        assert same_tensors(trained, start) == waits
+    assert [row["round"] for row in rows(second.folder) if row.get("event") == "mixed"] == [2, 4]
+
+
+def test_a_mixture_in_a_round_without_aggregation_fails_the_audit(config: Make) -> None:
+    result = run(config(eta="0.4", ranks=4, rounds=2))
+    assert audit(result.folder).ok
+    file = result.folder / "config.toml"
+    file.write_text(file.read_text().replace("aggregate_every = 1", "aggregate_every = 2"))
+    report = audit(result.folder)
+    assert not report.ok and {row.round for row in report.failures if row.check == "mixed"} == {1}
+
+
+def test_who_trains_stays_the_same_up_to_the_next_aggregation(config: Make) -> None:
+    result = run(config(aggregate_every=2, participation="0.5", rounds=5, eta="0.4"))
+    records = [json.loads((result.folder / f"audit/round-{at:04d}/record.json").read_text()) for at in range(1, 6)]
+    who = [record["participants"] for record in records]
+    assert who[0] == who[1] and who[2] == who[3] and len({tuple(names) for names in who}) > 1
+    assert [record["eta"] for record in records] == [0.0, 0.4, 0.0, 0.4, 0.4]
+    assert audit(result.folder).ok
+    up = {(row["round"], row["client"]) for row in rows(result.folder, "ledger") if row["kind"] == "adapter"
+          and row["direction"] == "up"}  # fmt: skip
+    assert up == {(at, name) for at in (2, 4, 5) for name in who[at - 1]}
+
+
 def test_local_sends_nothing_and_others_send_what_their_tensors_encode(config: Make) -> None:
     local = run(config(strategy="local", name="local"))
     assert rows(local.folder, "ledger") == []
@@ -167,6 +205,22 @@ SPOILS = {
     "shape": (lambda p: {**p, first_key(p): p[first_key(p)][:1]}, "return it as sent"),
     "missing": (lambda p: {key: t for key, t in p.items() if key != first_key(p)}, "lacks"),
 }
+
+
+def test_who_is_refused_at_an_aggregation_goes_back_to_what_the_server_has(
+    config: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import atlas_fl.run as module
+
+    spoil, _ = SPOILS["NaN"]
+    whole = module.local_engine
+    monkeypatch.setattr(module, "local_engine", lambda assembly, tell: Spoiler(whole(assembly, tell), spoil))
+    result = run(config(eta="0.3", aggregate_every=2))
+    assert audit(result.folder).ok
+    begun = unprefixed(load_file(result.folder / "audit/round-0000/start.safetensors"))
+    after = unprefixed(load_file(result.folder / "audit/round-0002/start.safetensors"))
+    assert same_tensors(dict(begun["movie-1"]), dict(after["movie-1"]))
+    assert not same_tensors(dict(begun["movie-0"]), dict(after["movie-0"]))
 
 
 @pytest.mark.parametrize("kind", SPOILS)

@@ -7,7 +7,17 @@ import numpy as np
 from torch import Tensor
 
 from atlas_fl.audit.dense import TOLERANCE, Finding, Round, Truth, is_mixed
-from atlas_fl.audit.folder import Models, Plan, Record, Run, open_run, read_models, read_plan, read_record
+from atlas_fl.audit.folder import (
+    Models,
+    Plan,
+    Record,
+    Run,
+    is_aggregated,
+    open_run,
+    read_models,
+    read_plan,
+    read_record,
+)
 from atlas_fl.audit.report import AuditReport, AuditRow
 from atlas_fl.audit.rules import Rule, kind_of, weights
 from atlas_fl.audit.several import compare_runs
@@ -33,15 +43,17 @@ def audit_run(run: Run) -> Iterator[AuditRow]:
     missing = sorted(set(range(1, run.rounds[-1] + 1)) - set(run.rounds))
     if missing:
         yield AuditRow(run=run.path.name, round=0, client="", check="record", ok=False, detail=f"no rounds {missing}")
-    before = read_models(run, 0, "start")
+    before = known = read_models(run, 0, "start")
     for round in run.rounds:
         after = read_models(run, round, "start")
         if round - 1 not in missing and round not in missing:
-            yield from _audit_round(run, round, before, after)
+            yield from _audit_round(run, round, before, after, known=known)
         before = after
+        known = after if is_aggregated(run, round) else known
 
 
-def _audit_round(run: Run, round: int, held: Models, after: Models) -> Iterator[AuditRow]:
+def _audit_round(run: Run, round: int, held: Models, after: Models, *, known: Models) -> Iterator[AuditRow]:
+    """The rows of one round. `held` is what clients began it with, `known` what the server held of them."""
     record = read_record(run, round)
     plan = read_plan(run, record.plan)
     trained = read_models(run, round, "trained")
@@ -51,9 +63,9 @@ def _audit_round(run: Run, round: int, held: Models, after: Models) -> Iterator[
             run=run.path.name, round=round, client=client, check=check, ok=not detail, error=error, detail=detail
         )
 
-    known = {*record.participants, *record.refused, *held, *after}
+    named = {*record.participants, *record.refused, *held, *after}
     faults = [_eta_fault(run, record, round), *_trained_faults(record, trained)]
-    faults += [f"{sorted(known - set(plan.clients))} are not in the plan"] if known - set(plan.clients) else []
+    faults += [f"{sorted(named - set(plan.clients))} are not in the plan"] if named - set(plan.clients) else []
     yield row("record", "", "; ".join(fault for fault in faults if fault))
     for client in plan.clients:
         if client in record.loaded or client in record.accepted:
@@ -64,7 +76,8 @@ def _audit_round(run: Run, round: int, held: Models, after: Models) -> Iterator[
         yield row("names", client, fault)
     if any(wrong.values()):
         return  # what has other names or shapes cannot be compared by value
-    truth = _truth(run, record, plan, {**held, **present}, after)
+    kind = kind_of(run.mixing.strategy) if is_aggregated(run, round) else "own"
+    truth = _truth(run, record, plan, {**(held if kind == "own" else known), **present}, after, kind=kind)
     found = _findings(truth)
     for k, client in enumerate(plan.clients):
         mixed, moved, error = _compare(run, record, truth, k, found[k])
@@ -73,7 +86,7 @@ def _audit_round(run: Run, round: int, held: Models, after: Models) -> Iterator[
 
 
 def _eta_fault(run: Run, record: Record, round: int) -> str:
-    eta = run.mixing.eta * run.mixing.eta_decay ** (round - 1)
+    eta = run.mixing.eta * run.mixing.eta_decay ** (round - 1) if is_aggregated(run, round) else 0.0
     same = record.eta is not None and abs(record.eta - eta) <= 1e-9 * max(eta, 1.0)
     return "" if same or kind_of(run.mixing.strategy) != "laplacian" else f"eta was {record.eta}, not {eta:g}"
 
@@ -120,11 +133,11 @@ def _names_fault(plan: Plan, client: str, held: Models, trained: Mapping[str, Te
     return fault
 
 
-def _truth(run: Run, record: Record, plan: Plan, before: Models, after: Models) -> Truth:
+def _truth(run: Run, record: Record, plan: Plan, before: Models, after: Models, *, kind: str) -> Truth:
     mixing = run.mixing
     present = tuple(client in record.accepted for client in plan.clients)
     rule = Rule(
-        kind=kind_of(mixing.strategy),
+        kind=kind,
         laplacian=mixing.laplacian,
         eta=mixing.eta if record.eta is None else record.eta,
         by_layer=mixing.layer_weighting == "importance",

@@ -106,6 +106,11 @@ def open_run(path: Path) -> Run:
     return Run(path=path, config=config, mixing=MixingConfig(**words), rounds=tuple(found[1:]))
 
 
+def is_aggregated(run: Run, round: int) -> bool:
+    """Whether the server's rule is due after this round: every `aggregate_every` rounds, and after the last."""
+    return round % run.mixing.aggregate_every == 0 or round == run.config.get("training", {}).get("rounds")
+
+
 def _json(path: Path) -> Any:
     try:
         return json.loads(path.read_text(encoding="utf-8"))

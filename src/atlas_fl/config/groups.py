@@ -186,6 +186,8 @@ class MixingConfig:
     """How factors of different ranks meet in factor space."""
     layer_weighting: Literal["none", "importance"] = "none"
     """Scale eta per layer by the layer's importance."""
+    aggregate_every: int = 1
+    """Rounds between two aggregations; between them clients train on from their own models and nothing is mixed."""
     keep: Literal["mixed", "best"] = "mixed"
     """Deliver the mixed model, or on each client the better of mixed and own by validation loss."""
 

@@ -70,6 +70,7 @@ RANGES: Mapping[str, Range] = {
     "neighbours": ZERO_OR_MORE,
     "singleton_neighbours": ZERO_OR_MORE,
     "graph_ema": BELOW_ONE,
+    "aggregate_every": ONE_OR_MORE,
     "seed": ZERO_OR_MORE,
     "max_rounds": ONE_OR_MORE,
     "checkpoint_every": ONE_OR_MORE,

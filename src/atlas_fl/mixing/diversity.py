@@ -39,7 +39,8 @@ def update_gram(
     """<Delta_k, Delta_l> of every pair, summed over the adapted modules; a client without a module has zero there."""
     n = len(clients)
     total = np.zeros((n, n))
-    for module in dict.fromkeys(module for client in clients for module in lora_modules(by_client[client])):
+    # Sorted, because the last bits follow the order, and a model that comes from a checkpoint has another one.
+    for module in sorted({module for client in clients for module in lora_modules(by_client[client])}):
         holders = [k for k, client in enumerate(clients) if module + LORA_A in by_client[client]]
         a = [by_client[clients[k]][module + LORA_A].double() for k in holders]
         b = [by_client[clients[k]][module + LORA_B].double() * scale(len(rows)) for k, rows in zip(holders, a)]
