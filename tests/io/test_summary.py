@@ -85,6 +85,8 @@ def test_clients_carry_what_was_planned_and_what_came_out() -> None:
     assert list(found) == list(CLIENTS)
     assert found["a-0"]["ranks"] == [4, 8]
     assert found["a-0"]["cut"] is None
+    assert found["a-0"]["utilisation"] == {"measured": 0.0}
+    assert "utilisation" not in found["b-0"]
     assert found["a-0"]["bytes"] == {"up": 60, "down": 20}
     assert found["a-0"]["final"]["test"]["accuracy"] == pytest.approx(0.7)
     assert "ranks" not in found["b-0"]

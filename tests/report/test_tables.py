@@ -138,6 +138,7 @@ def test_the_closing_table_says_what_the_summary_says(make_run) -> None:
     saved = summary["bytes"]["full_model"]["reduction"]
     assert f"{100 * saved:.1f}% less than the whole model in every round" in text
     assert "4.6 min, 1.2 GB of RSS at most" in text
+    assert "devices: 100.0% of a round busy, 27.6% of the memory used" in text
     assert "1 update refused" in text
 
 

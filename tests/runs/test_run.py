@@ -39,6 +39,20 @@ def test_a_run_leaves_everything_of_the_design_behind(config: Make) -> None:
     assert load_config(result.folder / "config.toml").mixing == config().mixing
 
 
+def test_the_summary_says_how_much_of_its_device_each_client_uses(config: Make) -> None:
+    result = run(config(devices=("cpu_2gb", "workstation"), rounds=2))
+    plan = json.loads((result.folder / "plan.json").read_text())
+    slowest = max(client["predicted"]["seconds"] for client in plan["clients"])
+    used = {name: client["utilisation"] for name, client in result.summary["clients"].items()}
+    for client in plan["clients"]:
+        own = used[client["name"]]
+        assert own["busy"] == pytest.approx(client["predicted"]["seconds"] / slowest)
+        assert own["memory"] == pytest.approx(client["predicted"]["memory_bytes"] / client["memory"]["total"])
+        assert 0 < own["measured"] < 1
+    assert max(own["busy"] for own in used.values()) == 1.0
+    assert used["movie-1"]["busy"] < 0.5, "the workstation waits for the slow device"
+
+
 def test_every_evaluated_round_says_what_mixing_did(config: Make) -> None:
     result = run(config(eta="0.4", space="product", ranks=4))
     mixed = [row for row in rows(result.folder) if row.get("event") == "mixed"]

@@ -1,7 +1,8 @@
 """The outcome of a run as one JSON document, `summary.json`.
 
     run        name, preset, strategy, model, seed, config_hash
-    clients    per client: task, cluster, device, ranks, final and best scores per split, rounds to 90% and 95%, bytes
+    clients    per client: task, cluster, device, ranks, final and best scores per split, rounds to 90% and 95%, bytes,
+               utilisation of the device (`io.utilisation`)
     tasks      per task: means over its clients, the worst client, the spread
     overall    the same over all clients
     bytes      up, down, total; by kind, round and client; against sending the whole model in every round
@@ -18,6 +19,7 @@ from typing import Any
 
 from atlas_fl.io.ledger import Totals, from_json, totals
 from atlas_fl.io.scores import History, Row, client_scores, group_scores, histories
+from atlas_fl.io.utilisation import utilisation
 
 
 def summarise(
@@ -52,7 +54,7 @@ def summarise(
         "run": dict(run) | {"rounds": max(rounds, default=0)},
         "overall": group_scores(list(found.values())),
         "tasks": {task: group_scores(members) for task, members in by_task(found).items()},
-        "clients": _clients(found, sent, plan),
+        "clients": _clients(found, sent, plan, utilisation(plan, metrics, round_seconds or {})),
         "clustering": _clustering(plan),
         "bytes": _bytes(sent) | _reduction(sent, metrics, full_model_bytes),
         "seconds": _seconds(phase_seconds, round_seconds or {}),
@@ -70,12 +72,15 @@ def by_task(found: Mapping[str, History]) -> dict[str, list[History]]:
     return groups
 
 
-def _clients(found: Mapping[str, History], sent: Totals, plan: Mapping[str, Any]) -> dict[str, Any]:
+def _clients(
+    found: Mapping[str, History], sent: Totals, plan: Mapping[str, Any], used: Mapping[str, Mapping[str, float]]
+) -> dict[str, Any]:
     planned = {entry["name"]: entry for entry in plan.get("clients", ())}
     return {
         client: {key: planned.get(client, {})[key] for key in _PLANNED if key in planned.get(client, {})}
         | client_scores(history)
         | {"bytes": sent.by_client.get(client, {"up": 0, "down": 0})}
+        | ({"utilisation": dict(used[client])} if used.get(client) else {})
         for client, history in found.items()
     }
 

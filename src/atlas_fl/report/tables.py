@@ -171,7 +171,7 @@ def _closing_cells(group: Mapping[str, Any]) -> list[str]:
 
 
 def _closing_caption(summary: Mapping[str, Any]) -> str:
-    """Bytes with the reduction, time, peak memory, refused updates: one sentence each, where they are known."""
+    """Bytes with the reduction, time, peak memory, devices, refused updates: a line each, where they are known."""
     sent, memory = summary.get("bytes") or {}, summary.get("memory") or {}
     lines = []
     if "total" in sent:
@@ -182,9 +182,24 @@ def _closing_caption(summary: Mapping[str, Any]) -> str:
     peaks = [f"{human_bytes(size)} of {name.removesuffix('_bytes').upper()} at most" for name, size in memory.items()]
     if times or peaks:
         lines.append(", ".join([*times, *peaks]))
+    used = [client.get("utilisation") or {} for client in (summary.get("clients") or {}).values()]
+    words = {"busy": "of a round busy", "memory": "of the memory used"}
+    shares = [f"{_range([one[name] for one in used if name in one])} {text}" for name, text in words.items()
+              if any(name in one for one in used)]  # fmt: skip
+    lines.extend([f"devices: {', '.join(shares)}"] if shares else [])
     refused = ((summary.get("events") or {}).get("count") or {}).get("refused", 0)
     lines.extend([f"{refused} update{'' if refused == 1 else 's'} refused"] if refused else [])
     return "\n".join(lines)
+
+
+def _range(shares: Sequence[float]) -> str:
+    """The least and the largest share, or the one that all have.
+
+    >>> _range([0.25, 1.0, 0.5])
+    '25.0% to 100.0%'
+    """
+    least, most = percent(min(shares)), percent(max(shares))
+    return least if least == most else f"{least} to {most}"
 
 
 def _verdict(clustering: Mapping[str, Any]) -> str:
