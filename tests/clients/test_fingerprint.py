@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from atlas_fl.clients.base import Job
-from atlas_fl.clients.fingerprint import FIRST, SECOND, FingerprintOptions, fingerprint
+from atlas_fl.clients.fingerprint import FIRST, SECOND, FingerprintOptions, fingerprint, half_job
 from atlas_fl.clients.gradients import batch_gradients, half_rows
-from atlas_fl.clients.train import TrainOptions
+from atlas_fl.clients.train import TrainOptions, positions
 from atlas_fl.clustering.sketch import sketch
 from atlas_fl.models.loading import load_backbone
 
@@ -138,6 +138,42 @@ def test_sketches_are_unit_vectors_and_a_clients_own(tiny, site_of, spec_of, kin
         agreement = float(update.params[FIRST] @ update.params[SECOND])
         assert update.metrics["agreement"] == pytest.approx(agreement)
         assert agreement < 0.999, "both halves saw the same examples"
+
+
+@pytest.mark.parametrize("kind", ["gradient", "fisher"])
+def test_more_blocks_make_another_sketch_and_are_the_ones_that_are_read(tiny_of, site_of, spec_of, kind) -> None:
+    tiny = tiny_of("bert")
+    sketches = []
+    for blocks in (1, 2, 3):
+        site, jobs = federation(tiny, site_of, spec_of, kind, blocks=blocks)
+        sketches.append(fingerprint(jobs[:1], site)[0].params[FIRST])
+        ((_, gradient),) = batch_gradients(jobs[0], site, half=0, blocks=blocks, count=1)
+        assert {key.split(".")[2] for key in gradient if key.startswith("encoder.layer.")} == set("210"[:blocks])
+    assert all(not torch.allclose(sketches[one], sketches[one - 1], atol=0.05) for one in (0, 1, 2))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_fewer_examples_make_another_sketch_and_are_the_only_ones_used(tiny_of, site_of, spec_of, kind: str) -> None:
+    tiny = tiny_of("bert")
+    found = {}
+    for samples in (None, 11, 5):
+        site, jobs = federation(tiny, site_of, spec_of, kind, samples=samples)
+        found[samples] = fingerprint(jobs[:1], site)[0]
+    assert torch.equal(found[None].params[FIRST], found[11].params[FIRST]), "a-0 has eleven examples"
+    assert not torch.allclose(found[None].params[FIRST], found[5].params[FIRST], atol=0.02)
+    assert not torch.allclose(found[None].params[SECOND], found[5].params[SECOND], atol=0.02)
+    # Whatever else the client holds plays no part.
+    chosen = [positions(11, "a-0", half_job(jobs[0], half).options) for half in (0, 1)]
+    assert [len(places) for places in chosen] == [3, 2]
+    assert not set(chosen[0]) & set(chosen[1])
+    data = site.data["a-0"].splits["train"]
+    others = np.setdiff1d(np.arange(11), np.concatenate(chosen))
+    spoilt = data.labels.copy()
+    spoilt[others] = (spoilt[others] + 1) % 3
+    tokens = dataclasses.replace(site.data["a-0"], splits={"train": dataclasses.replace(data, labels=spoilt)})
+    again = fingerprint(jobs[:1], dataclasses.replace(site, data={**site.data, "a-0": tokens}))[0]
+    assert torch.equal(found[5].params[FIRST], again.params[FIRST])
+    assert torch.equal(found[5].params[SECOND], again.params[SECOND])
 
 
 def test_the_halves_share_no_example_and_leave_none_out(tiny_of, site_of, spec_of) -> None:

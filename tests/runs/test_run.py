@@ -96,6 +96,24 @@ def test_the_plan_shows_the_largest_rank_of_every_device(config: Make) -> None:
         Plan.from_json({**plan.to_json(), "clients": entries})
 
 
+@pytest.mark.parametrize("change", [{"fingerprint_blocks": 1}, {"fingerprint_samples": 12}])
+def test_blocks_and_samples_of_the_fingerprint_reach_the_sketches(config: Make, change: dict[str, int]) -> None:
+    sketches = []
+    for values in ({}, change):
+        assembly = assemble(config(fingerprint="gradient", **values))
+        found = plan_for(assembly, LocalEngine(site=assembly.site)).sketches
+        assert found is not None
+        sketches.append(found)
+    assert sketches[0].shape == sketches[1].shape
+    assert (abs(sketches[0] - sketches[1]).max(axis=2) > 0.05).all()
+
+
+def test_more_blocks_than_the_model_has_are_one_line(config: Make) -> None:
+    with pytest.raises(ConfigError, match=r"--fingerprint-blocks.*4.*1 to 3, the model's blocks") as error:
+        make_plan(config(fingerprint="fisher", fingerprint_blocks=4))
+    assert "\n" not in str(error.value)
+
+
 def test_a_run_is_a_function_of_its_config(config: Make) -> None:
     first, second = run(config(name="a")), run(config(name="b"))
     assert same_tensors(state(first.folder), state(second.folder))

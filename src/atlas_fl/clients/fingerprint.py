@@ -2,7 +2,7 @@
 
 Three sources (MATH 1). `delta`: LoRA B after a short warm-up from one shared, frozen A, so that the two halves'
 mean is exact and the client can start round one from it. `gradient` and `fisher`: mean and root mean square of the
-batch gradients of the last two blocks' and the head's weights at the shared initialisation.
+batch gradients of the last blocks' and the head's weights at the shared initialisation.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -35,6 +35,10 @@ class FingerprintOptions:
     """Gradient batches of each half."""
     steps: int
     """Most warm-up steps of each half."""
+    blocks: int = 2
+    """Last blocks whose gradients are taken."""
+    samples: int | None = None
+    """Most examples of both halves together; all where it is None."""
     stride: int = 10
     """Warm-up steps between two looks at the halves' agreement."""
     reliability: float = 0.3
@@ -44,6 +48,10 @@ class FingerprintOptions:
     def batch_size(self) -> int:
         """Examples in a step of both halves together; engines size packs by it."""
         return 2 * self.train.batch_size
+
+    def most(self, half: int) -> int | None:
+        """Most examples of this half: the first takes the odd one."""
+        return None if self.samples is None else (self.samples + 1 - half) // 2
 
 
 def fingerprint(jobs: Sequence[Job], site: Site) -> list[Update]:
@@ -73,7 +81,13 @@ def half_job(job: Job, half: int) -> Job:
     """Training of one half for all steps; whole passes, as many as the steps need."""
     options: FingerprintOptions = job.options
     training = replace(
-        options.train, half=half, max_steps=options.steps, epochs=options.steps, frozen=(LORA_A,), hash_loaded=False
+        options.train,
+        half=half,
+        most=options.most(half),
+        max_steps=options.steps,
+        epochs=options.steps,
+        frozen=(LORA_A,),
+        hash_loaded=False,
     )
     return replace(job, options=training)
 
@@ -120,13 +134,15 @@ def _from_gradients(
 ) -> list[Update]:
     updates = []
     for job in jobs:
+        options: FingerprintOptions = job.options
         sketches, losses = [], []
         for half in (0, 1):
             totals: dict[str, Tensor] = {}
-            for loss, gradient in batch_gradients(job, site, half=half, blocks=2, count=job.options.batches):
+            count, most = options.batches, options.most(half)
+            for loss, gradient in batch_gradients(job, site, half=half, blocks=options.blocks, count=count, most=most):
                 totals = {key: add(totals.get(key), value) for key, value in gradient.items()}
                 losses.append(float(loss))
-            sketches.append(_sketch({key: finish(total) for key, total in totals.items()}, job.options))
+            sketches.append(_sketch({key: finish(total) for key, total in totals.items()}, options))
         updates.append(_answer(job, sketches, job.params, steps=0, loss=float(np.mean(losses))))
     return updates
 

@@ -1,6 +1,7 @@
 """Gradients of the frozen weights themselves, as fingerprints and layer importance need them."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -9,7 +10,7 @@ from torch.func import functional_call
 
 from atlas_fl.clients.base import Job, Site
 from atlas_fl.clients.rows import Row, make_row
-from atlas_fl.clients.train import TrainOptions, example_loss
+from atlas_fl.clients.train import TrainOptions, example_loss, positions
 from atlas_fl.models.backbone import Backbone, features, layer_of
 from atlas_fl.models.family import apply_head
 from atlas_fl.rng import generator
@@ -18,7 +19,7 @@ from atlas_fl.types import Params
 
 
 def batch_gradients(
-    job: Job, site: Site, *, half: int, blocks: int, count: int
+    job: Job, site: Site, *, half: int, blocks: int, count: int, most: int | None = None
 ) -> Iterator[tuple[Tensor, dict[str, Tensor]]]:
     """(loss, gradients) of `count` batches of one half: the matrices of the last `blocks` blocks, and the head.
 
@@ -29,7 +30,7 @@ def batch_gradients(
     names = _weights_of_last(backbone, blocks)
     leaves = {name: backbone.model.get_parameter(name).detach().requires_grad_() for name in names}
     head = {key: job.params[key].detach().to(backbone.device).requires_grad_() for key in head_keys(job.params)}
-    for row in half_rows(job, site, half=half, count=count):
+    for row in half_rows(job, site, half=half, count=count, most=most):
         yield loss_gradient(row, site, leaves, head)
 
 
@@ -72,11 +73,11 @@ def _weights_of_last(backbone: Backbone, blocks: int) -> list[str]:
     ]
 
 
-def half_rows(job: Job, site: Site, *, half: int, count: int) -> Iterator[Row]:
-    """`count` batches of one half, going round the half's examples as often as needed."""
+def half_rows(job: Job, site: Site, *, half: int, count: int, most: int | None = None) -> Iterator[Row]:
+    """`count` batches of one half, going round the half's examples, or at most so many of them, as often as needed."""
     data = site.data[job.client].splits["train"]
     options: TrainOptions = job.options.train
-    index = np.arange(half, len(data), 2)
+    index = positions(len(data), job.client, replace(options, half=half, most=most))
     order = generator(options.seed, "gradients", job.client, half).permutation(index)
     wanted = np.resize(order, count * options.batch_size)
     for start in range(0, len(wanted), options.batch_size):

@@ -37,6 +37,8 @@ class TrainOptions:
     """Endings of the names that do not train, e.g. `(".lora_A",)`."""
     half: int | None = None
     """Train on the even (0) or odd (1) examples only, for fingerprints that check themselves."""
+    most: int | None = None
+    """Train on at most so many of these examples; which ones is drawn from the seed, once for all rounds."""
     hash_loaded: bool = False
     """Hash what was really loaded, for the audit."""
 
@@ -62,10 +64,19 @@ def num_steps(examples: int, options: TrainOptions) -> int:
     return full if options.max_steps is None else min(full, options.max_steps)
 
 
+def positions(count: int, client: str, options: TrainOptions) -> np.ndarray:
+    """Which of a client's `count` examples these options train on, (m,) int64 ascending."""
+    index = np.arange(count) if options.half is None else np.arange(options.half, count, 2)
+    if options.most is None or options.most >= len(index):
+        return index
+    drawn = generator(options.seed, "subset", client, options.half or 0)
+    return np.sort(drawn.choice(index, size=options.most, replace=False))
+
+
 def batches(data: Encoded, job: Job) -> Iterator[Encoded]:
     """The client's mini-batches of this round, in the order that its own generator draws."""
     options: TrainOptions = job.options
-    index = np.arange(len(data)) if options.half is None else np.arange(options.half, len(data), 2)
+    index = positions(len(data), job.client, options)
     left = num_steps(len(index), options)
     for epoch in range(options.epochs):
         order = generator(options.seed, "order", job.client, job.round, epoch).permutation(index)
@@ -97,7 +108,7 @@ class _Member:
         # Read back from the leaves themselves: what is hashed is what computes.
         self.loaded = digest(self.params) if options.hash_loaded else None
         data = site.data[job.client].splits["train"]
-        self.examples = len(data) if options.half is None else len(range(options.half, len(data), 2))
+        self.examples = len(positions(len(data), job.client, options))
         self.steps = num_steps(self.examples, options)
         self.batches = batches(data, job)
         self.leaves = [leaf for leaf in self.params.values() if leaf.requires_grad]

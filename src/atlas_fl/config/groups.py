@@ -105,6 +105,10 @@ class ClusteringConfig:
     """What a client's fingerprint is made of."""
     fingerprint_batches: int = 12
     """Batches of the gradient and fisher fingerprints."""
+    fingerprint_blocks: int = 2
+    """Blocks, from the last one down, whose gradients the gradient and fisher fingerprints read."""
+    fingerprint_samples: int | None = None
+    """Most examples of a client that its fingerprint is made from, half of them for each half; all by default."""
     fingerprint_steps: int = 60
     """Most warm-up steps of each half for the delta fingerprint."""
     sketch_dim: int = 1024

@@ -49,6 +49,8 @@ RANGES: Mapping[str, Range] = {
     "pack_tokens": ONE_OR_MORE,
     "pack_memory_gb": POSITIVE,
     "fingerprint_batches": TWO_OR_MORE,
+    "fingerprint_blocks": ONE_OR_MORE,
+    "fingerprint_samples": TWO_OR_MORE,
     "fingerprint_steps": ONE_OR_MORE,
     "sketch_dim": TWO_OR_MORE,
     "pca_components": ONE_OR_MORE,

@@ -12,6 +12,7 @@ from atlas_fl.clients.base import Job, Update
 from atlas_fl.clients.fingerprint import FIRST, SECOND, FingerprintOptions
 from atlas_fl.clustering import Clustering, Settings, agreement, cluster, oracle, purity_warnings, summarise_clusters
 from atlas_fl.config import Config
+from atlas_fl.config.kinds import mistake
 from atlas_fl.engines.base import Engine
 from atlas_fl.io.ledger import payload_bytes
 from atlas_fl.io.results import from_json, to_json
@@ -76,6 +77,8 @@ def fingerprint_options(config: Config, *, round: int = 0) -> FingerprintOptions
         sketch_dim=config.clustering.sketch_dim,
         train=warmup_options(config),
         batches=config.clustering.fingerprint_batches,
+        blocks=config.clustering.fingerprint_blocks,
+        samples=config.clustering.fingerprint_samples,
         steps=config.clustering.fingerprint_steps * (2 if round else 1),
     )
 
@@ -90,7 +93,12 @@ def how_taken(config: Config, options: FingerprintOptions) -> dict[str, Any]:
 
 
 def fingerprints(assembly: Assembly, engine: Engine, options: FingerprintOptions, *, round: int = 0) -> list[Update]:
-    """Every client's answer: its sketches and its warmed-up model, at the warm-up's rank."""
+    """Every client's answer: its sketches and its warmed-up model, at the warm-up's rank.
+
+    Raises `ConfigError` where gradients of more blocks are asked for than the model has.
+    """
+    if options.kind != "delta" and options.blocks > assembly.shape.num_layers:
+        raise mistake("--fingerprint-blocks", options.blocks, f"1 to {assembly.shape.num_layers}, the model's blocks")
     ranks = (warmup_rank(assembly.config),) * assembly.shape.num_layers
     jobs = [
         Job(client=client.name, params=assembly.start(client, ranks), round=round, options=options)
