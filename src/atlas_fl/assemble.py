@@ -9,6 +9,7 @@ import torch
 
 from atlas_fl.clients.base import ClientTokens, Site
 from atlas_fl.config import Config
+from atlas_fl.config.validate import no_fp16
 from atlas_fl.errors import ConfigError
 from atlas_fl.io.fetch import embedded_dir
 from atlas_fl.lora.adapters import init_adapters, init_head, lora_scale
@@ -93,7 +94,7 @@ def assemble(config: Config, *, clients: tuple[ClientData, ...] | None = None) -
     clients = load_clients(config) if clients is None else clients
     backbone = load_backbone(
         config.model.model,
-        device=pick_device(config.run.accelerator),
+        device=pick_device(config.run.accelerator, precision=config.model.precision),
         gradient_checkpointing=config.model.gradient_checkpointing,
     )
     tokens = {client.name: _tokenise(client, backbone, config.data.max_length) for client in clients}
@@ -111,6 +112,7 @@ def assemble(config: Config, *, clients: tuple[ClientData, ...] | None = None) -
             scale=site.scale,
             max_tokens=pack_tokens(config, shape, cuda=backbone.device.type == "cuda"),
             bf16=config.model.precision == "bf16",
+            fp16=config.model.precision == "fp16",
         ),
         shape=shape,
         layer_of={name: layer_of(backbone, name) for name in site.modules},
@@ -127,12 +129,18 @@ def learning_rate_of(config: Config) -> float:
     return suggested_lr(config.model.model) if config.training.lr is None else config.training.lr
 
 
-def pick_device(accelerator: str) -> str:
-    """`cpu` or `cuda`; asking for a GPU that is not there is an error, `auto` takes one where there is one."""
+def pick_device(accelerator: str, *, precision: str = "fp32") -> str:
+    """`cpu` or `cuda`; asking for a GPU that is not there is an error, `auto` takes one where there is one.
+
+    So is asking for fp16 where the CPU would be taken.
+    """
     available = torch.cuda.is_available()
     if accelerator == "cuda" and not available:
         raise ConfigError("accelerator 'cuda' is not available on this machine; use --accelerator cpu, or auto")
-    return "cuda" if available and accelerator != "cpu" else "cpu"
+    device = "cuda" if available and accelerator != "cpu" else "cpu"
+    if precision == "fp16" and device == "cpu":
+        raise no_fp16()
+    return device
 
 
 def pack_tokens(config: Config, shape: ModelShape, *, cuda: bool) -> int:

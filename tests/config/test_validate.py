@@ -103,3 +103,13 @@ def test_own_tasks_count_as_clients_too() -> None:
         validate(config)
     more = replace(config, data=replace(config.data, clients_per_task=4))
     assert validate(more) is more
+
+
+def test_fp16_on_the_cpu_is_one_line_that_names_the_other_precisions() -> None:
+    with pytest.raises(
+        ConfigError, match=r"--precision fp16 needs a GPU with CUDA.*take --precision bf16 or fp32"
+    ) as one:
+        validate(with_values(Config(), {"precision": "fp16"}))
+    assert "\n" not in str(one.value)
+    assert validate(with_values(Config(), {"precision": "bf16"}))
+    assert validate(with_values(Config(), {"precision": "fp16", "accelerator": "cuda"}))

@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable
+from importlib import import_module
 
 import numpy as np
 import pytest
@@ -178,6 +179,47 @@ def test_gradient_checkpointing_trains_the_same_model(tiny, site_of, spec_of, ta
     for ours, theirs in zip(found, expected, strict=True):
         for key, value in theirs.params.items():
             torch.testing.assert_close(ours.params[key], value, atol=1e-6, rtol=1e-6, msg=key)
+
+
+def half_jobs(tiny, spec_of, *, steps: int):
+    specs = [spec_of(name="a-0"), spec_of(name="b-0", ranks=(4, 1, 2), labels=0)]
+    options = TrainOptions(seed=3, lr=1e-3, max_steps=steps, epochs=steps, batch_size=4)
+    return specs, [Job(client=s.name, params=tiny.params(s), round=1, options=options) for s in specs]
+
+
+def test_fp16_stays_near_float32(tiny, site_of, spec_of) -> None:
+    specs, jobs = half_jobs(tiny, spec_of, steps=4)
+    exact = train(jobs, site_of(tiny, *specs))
+    for half, full, job in zip(train(jobs, site_of(tiny, *specs, fp16=True)), exact, jobs, strict=True):
+        assert {value.dtype for value in half.params.values()} == {torch.float32}
+        assert half.metrics["loss"] == pytest.approx(full.metrics["loss"], rel=0.02, abs=0.005)
+        assert half.metrics["loss"] != full.metrics["loss"]
+        moved = tree.norm(tree.add(full.params, job.params, scale=-1.0))
+        apart = tree.norm(tree.add(half.params, full.params, scale=-1.0))
+        assert apart < 0.3 * moved
+
+
+def test_scaling_the_loss_by_a_power_of_two_changes_no_bit(tiny_of, site_of, spec_of, monkeypatch) -> None:
+    tiny = tiny_of("bert")
+    specs, jobs = half_jobs(tiny, spec_of, steps=4)
+    plain = train(jobs, site_of(tiny, *specs))
+    monkeypatch.setattr(Site, "autocast", lambda _: torch.autocast("cpu", enabled=False))
+    for one, other in zip(plain, train(jobs, site_of(tiny, *specs, fp16=True)), strict=True):
+        assert all(torch.equal(one.params[key], other.params[key]) for key in one.params)
+
+
+def test_a_scaled_gradient_that_overflows_halves_the_scale_and_moves_nothing(
+    tiny_of, site_of, spec_of, monkeypatch
+) -> None:
+    tiny = tiny_of("bert")
+    monkeypatch.setattr(import_module("atlas_fl.clients.train"), "LOSS_SCALE", 2.0**30)
+    specs, jobs = half_jobs(tiny, spec_of, steps=2)
+    for update, job in zip(train(jobs, site_of(tiny, *specs, fp16=True)), jobs, strict=True):
+        assert all(torch.equal(update.params[key], job.params[key]) for key in job.params)
+    specs, jobs = half_jobs(tiny, spec_of, steps=24)
+    for update, job in zip(train(jobs, site_of(tiny, *specs, fp16=True)), jobs, strict=True):
+        assert tree.is_finite(update.params)
+        assert any(not torch.equal(update.params[key], job.params[key]) for key in job.params)
 
 
 @pytest.mark.parametrize("dropout", [0.0, 0.2])

@@ -43,15 +43,18 @@ class Site:
     max_tokens: int
     """Tokens that may train together, from the memory budget."""
     bf16: bool = False
+    fp16: bool = False
+    """Like bf16, with losses scaled so that small gradients do not vanish."""
 
     @cached_property
     def modules(self) -> dict[str, nn.Module]:
         """The frozen layers that carry adapters, by name."""
         return target_modules(self.backbone, self.targets)
 
-    def autocast(self) -> torch.autocast:
-        """The arithmetic of the backbone's forward pass."""
-        return torch.autocast(self.backbone.device.type, dtype=torch.bfloat16, enabled=self.bf16)
+    def autocast(self, *, scaled: bool = True) -> torch.autocast:
+        """The arithmetic of the backbone's forward pass; without fp16 where nobody scales the loss (`scaled=False`)."""
+        dtype = torch.float16 if self.fp16 else torch.bfloat16
+        return torch.autocast(self.backbone.device.type, dtype=dtype, enabled=self.bf16 or (self.fp16 and scaled))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -50,7 +50,7 @@ class _Gradient(torch.nn.Module):
 
     def forward(self, row: Row, leaves: Params, head: Params) -> tuple[Tensor, dict[str, Tensor]]:
         backbone = self._site.backbone
-        with self._site.autocast():
+        with self._site.autocast(scaled=False):
             pooled = features(backbone, row.ids, row.types, row.layout)
             loss = example_loss(apply_head(backbone.family, head, pooled).float(), row.labels[0])
         wanted = {**leaves, **head}

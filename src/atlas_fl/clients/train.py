@@ -94,6 +94,11 @@ def example_loss(logits: Tensor, labels: Tensor) -> Tensor:
     return nn.functional.cross_entropy(logits, labels)
 
 
+LOSS_SCALE = 2.0**10
+"""What a client's loss is multiplied by under fp16, which ends at 65504 and has 6e-5 as its least normal number
+(Micikevicius et al. 2018). Less than is usual, because a round has few steps and each overflow costs one."""
+
+
 class _Member:
     """One client of a pack while it trains: its leaves, its batches and its optimizer."""
 
@@ -117,6 +122,8 @@ class _Member:
             self.leaves, lr=options.lr, weight_decay=options.weight_decay, fused=fused, foreach=None
         )
         self.losses: list[Tensor] = []
+        # A power of two, so that scaling changes no digit of what neither overflows nor vanishes.
+        self.loss_scale = LOSS_SCALE if site.fp16 else 1.0
 
     def dropout(self, done: int) -> Dropout:
         """Where the masks of this step come from."""
@@ -124,7 +131,11 @@ class _Member:
         return Dropout(p=self.options.dropout, seed=self.options.seed, path=path)
 
     def step(self, done: int) -> None:
-        """Clip, move, forget the gradients."""
+        """Clip, move, forget the gradients. Where a scaled gradient has overflown, halve the scale and do not move."""
+        if self.loss_scale > 1 and not self._unscale():
+            self.loss_scale /= 2
+            self.optimizer.zero_grad(set_to_none=True)
+            return
         position = (max(self.job.round, 1) - 1) * self.steps + done
         rate = learning_rate(self.options, step=position, steps=self.options.rounds * self.steps)
         for group in self.optimizer.param_groups:
@@ -133,6 +144,13 @@ class _Member:
             torch.nn.utils.clip_grad_norm_(self.leaves, self.options.clip)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
+
+    def _unscale(self) -> bool:
+        """Whether all gradients are finite; they are divided by the scale of the loss."""
+        gradients = [leaf.grad for leaf in self.leaves if leaf.grad is not None]
+        for gradient in gradients:
+            gradient.div_(self.loss_scale)
+        return all(bool(torch.isfinite(gradient).all()) for gradient in gradients)
 
     def update(self, seconds: float) -> Update:
         """What goes back to the server."""
@@ -177,7 +195,8 @@ def _step(active: Sequence[_Member], done: int, site: Site) -> None:
     mask = dropout_masks([member.dropout(done) for member in active], device=site.backbone.device)
     with forward(row, [member.params for member in active], site, mask=mask) as logits:
         losses = [example_loss(own, labels) for own, labels in zip(logits, row.labels, strict=True)]
-        torch.stack(losses).sum().backward()  # type: ignore[no-untyped-call]
+        scaled = [loss * member.loss_scale for loss, member in zip(losses, active, strict=True)]
+        torch.stack(scaled).sum().backward()  # type: ignore[no-untyped-call]
     for member, loss in zip(active, losses, strict=True):
         member.losses.append(loss.detach())
         member.step(done)

@@ -21,6 +21,7 @@ def validate(config: Config) -> Config:
     _check_ranks(config.ranks)
     _check_mixing(config.mixing)
     _check_run(config.run)
+    _check_precision(config)
     check_names(config)
     return config
 
@@ -97,6 +98,19 @@ def _check_run(run: RunConfig) -> None:
     name = run.name
     if name is not None and ("/" in name or name.startswith(".")):
         raise mistake("--name", name, "the name of a folder, without / and not starting with a dot")
+
+
+def _check_precision(config: Config) -> None:
+    if config.model.precision == "fp16" and config.run.accelerator == "cpu":
+        raise no_fp16()
+
+
+def no_fp16() -> ConfigError:
+    """The error for fp16 on a machine or accelerator that is not meant for it."""
+    return ConfigError(
+        "--precision fp16 needs a GPU with CUDA, and this would run on the CPU; take --precision bf16 or fp32, or "
+        "--accelerator cuda where there is one"
+    )
 
 
 def _repeated(names: tuple[str, ...]) -> str | None:
