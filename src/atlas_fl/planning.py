@@ -13,11 +13,12 @@ from atlas_fl.engines.local import LocalEngine
 from atlas_fl.events import Note, OnEvent, PhaseStarted, Progress, ignore
 from atlas_fl.mixing.graph import effective_neighbours
 from atlas_fl.mixing.matrices import eta_warnings
+from atlas_fl.mixing.mix import realign
 from atlas_fl.options import strategy_of
 from atlas_fl.phases import Fitted, Identified, check_budgets, connect, fit_ranks, identify, measure_layers, warm_start
 from atlas_fl.plan import ClientPlan, Plan
 from atlas_fl.tasks.heterogeneity import label_statistics
-from atlas_fl.types import Params
+from atlas_fl.types import ByClient, Params
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,19 +97,48 @@ def _client_plans(assembly: Assembly, found: Identified, fitted: Fitted) -> tupl
     )
 
 
-def regraphed(planned: Planned, assembly: Assembly, engine: Engine, *, round: int, performance: np.ndarray) -> Planned:
-    """The plan with clusters and graph measured again before this round; labels keep their meaning, ranks stay."""
+def regraphed(
+    planned: Planned,
+    assembly: Assembly,
+    engine: Engine,
+    *,
+    round: int,
+    performance: np.ndarray,
+    models: ByClient | None = None,
+) -> Planned:
+    """The plan with clusters and graph measured again before this round; labels keep their meaning.
+
+    With `models`, what the clients hold, the ranks are chosen again by the importance measured there; else they stay.
+    """
     found = identify(assembly, engine, clustered=True, previous=planned.clustering, round=round)
     graph = connect(assembly, engine, found, previous=planned.plan.adjacency, performance=performance)
+    plan = replace(planned.plan, notes=())
+    if models is not None:
+        plan = _refitted(plan, assembly, engine, found, models)
     clients = tuple(
-        replace(client, cluster=cluster) for client, cluster in zip(planned.plan.clients, found.labels, strict=True)
+        replace(client, cluster=cluster) for client, cluster in zip(plan.clients, found.labels, strict=True)
     )
     plan = replace(
-        planned.plan,
+        plan,
         clients=clients,
         adjacency=graph.adjacency,
         clustering=found.report,
         graph={"effective_neighbours": effective_neighbours(graph.adjacency).tolist()},
-        notes=(*found.notes, *graph.warnings),
+        notes=(*found.notes, *plan.notes, *graph.warnings),
     )
     return replace(planned, plan=plan, sketches=found.sketches, clustering=found.clustering)
+
+
+def _refitted(plan: Plan, assembly: Assembly, engine: Engine, found: Identified, models: ByClient) -> Plan:
+    layers = measure_layers(assembly, engine, found, models=models)
+    fitted = fit_ranks(assembly, found, layers, communicates=strategy_of(assembly.config).communicates)
+    return replace(plan, clients=_client_plans(assembly, found, fitted), importance=layers, notes=fitted.notes)
+
+
+def at_ranks(models: ByClient, plan: Plan, assembly: Assembly) -> dict[str, Params]:
+    """Every model at its client's ranks in this plan: the same function where they suffice, else the nearest."""
+    layer_of, modules, scale = assembly.layer_of, assembly.site.modules, assembly.site.scale
+    return {
+        client.name: realign(models[client.name], {name: client.ranks[layer_of[name]] for name in modules}, scale)
+        for client in plan.clients
+    }

@@ -119,11 +119,13 @@ class Recorder:
             self._write_tensors("start", state.start, round=0)
         self._checkpoint(state)
 
-    def replanned(self, planned: Planned, *, round: int) -> None:
-        """Write the plan that holds from this round on, beside the first one."""
+    def replanned(self, planned: Planned, *, round: int, begun: ByClient | None) -> None:
+        """Write the plan that holds from this round on, beside the first one, and the models at their new ranks."""
         self.plan_file = f"plan-{round:04d}.json"
         write_json(self.folder.path / self.plan_file, planned.plan.to_json())
         append_rows(self.folder.ledger, [row.to_json() for row in plan_messages(planned, round=round)])
+        if self.audit and begun is not None:
+            self._write_tensors("begun", begun, round=round)
 
     def round(self, record: RoundRecord, state: "State", *, seconds: float) -> None:
         """Write the round's rows, the audit's files, and a checkpoint where one is due."""

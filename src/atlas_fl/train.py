@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -16,7 +16,7 @@ from atlas_fl.events import Note, OnEvent, PhaseStarted, RoundFinished
 from atlas_fl.mixing.diversity import Diversity, diversity
 from atlas_fl.mixing.matrices import Federation
 from atlas_fl.options import strategy_of, train_options
-from atlas_fl.planning import Planned, regraphed
+from atlas_fl.planning import Planned, at_ranks, regraphed
 from atlas_fl.records import Recorder, RoundRecord
 from atlas_fl.rng import generator
 from atlas_fl.strategies import Strategy
@@ -81,9 +81,7 @@ def train(
         on_event(PhaseStarted(f"round {number}"))
         began = time.perf_counter()
         if _is_reclustered(assembly, number):
-            scores = np.array([state.validation.get(name, 0.0) for name in assembly.names])
-            planned = regraphed(planned, assembly, engine, round=number, performance=scores)
-            recorder.replanned(planned, round=number)
+            planned, state = _clustered_again(assembly, planned, engine, state, recorder)
         state, record = one_round(assembly, planned, engine, state)
         recorder.round(record, state, seconds=time.perf_counter() - began)
         for client, reason in record.refused.items():
@@ -102,6 +100,22 @@ def is_aggregated(config: Config, round: int) -> bool:
     """Whether the server's rule is applied after this round; a rule that sends nothing has nothing to wait for."""
     due = round % config.mixing.aggregate_every == 0 or round == config.training.rounds
     return due or not strategy_of(config).communicates
+
+
+def _clustered_again(
+    assembly: Assembly, planned: Planned, engine: Engine, state: State, recorder: Recorder
+) -> tuple[Planned, State]:
+    """The plan that holds from the next round on, and with `--rerank` every model at its ranks."""
+    number, rerank = state.round + 1, assembly.config.ranks.rerank
+    scores = np.array([state.validation.get(name, 0.0) for name in assembly.names])
+    models = state.start if rerank else None
+    planned = regraphed(planned, assembly, engine, round=number, performance=scores, models=models)
+    if rerank:
+        # The round before was aggregated (`config.validate`), so the server holds what the clients hold.
+        begun = at_ranks(state.start, planned.plan, assembly)
+        state = replace(state, start=begun, strategy=begun)
+    recorder.replanned(planned, round=number, begun=state.start if rerank else None)
+    return planned, state
 
 
 def one_round(assembly: Assembly, planned: Planned, engine: Engine, state: State) -> tuple[State, RoundRecord]:

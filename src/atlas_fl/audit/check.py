@@ -19,6 +19,7 @@ from atlas_fl.audit.folder import (
     read_record,
 )
 from atlas_fl.audit.report import AuditReport, AuditRow
+from atlas_fl.audit.rerank import check_ranks, is_reranked
 from atlas_fl.audit.rules import Rule, kind_of, weights
 from atlas_fl.audit.several import compare_runs
 from atlas_fl.tree import HEAD, LORA_A, LORA_B, digest
@@ -46,6 +47,11 @@ def audit_run(run: Run) -> Iterator[AuditRow]:
     before = known = read_models(run, 0, "start")
     for round in run.rounds:
         after = read_models(run, round, "start")
+        record = read_record(run, round)
+        if is_reranked(run, record, round):
+            held, before = before, read_models(run, round, "begun")
+            known = before
+            yield from check_ranks(run, read_plan(run, record.plan), round, held, before)
         if round - 1 not in missing and round not in missing:
             yield from _audit_round(run, round, before, after, known=known)
         before = after

@@ -74,7 +74,7 @@ def _measure(wanted: np.ndarray, got: np.ndarray, was: np.ndarray, *, size: floa
     return Finding(error=error, shift=shift, still=still)
 
 
-def _is_best(mixed: np.ndarray, got: np.ndarray, rank: int, *, size: float) -> bool:
+def is_best(mixed: np.ndarray, got: np.ndarray, rank: int, *, size: float) -> bool:
     """Whether `got` is some best approximation of that rank: what is left meets neither its rows nor its columns and
     holds no direction larger than the smallest that was kept.
     """
@@ -105,7 +105,7 @@ class Truth:
         still = all(self.is_still(k, module + end) for end in (LORA_A, LORA_B))
         finding = _measure(wanted, got, was, size=size, still=still)
         tied = rank < len(values) and values[rank - 1] - values[rank] < NEAR_TIE * values[0]
-        if finding.error > TOLERANCE and tied and _is_best(mixed, got, rank, size=size):
+        if finding.error > TOLERANCE and tied and is_best(mixed, got, rank, size=size):
             return Finding(error=0.0, shift=finding.shift, still=still)
         return finding
 

@@ -151,6 +151,8 @@ class RanksConfig:
     """Fraction of memory for activations, when budget is `fractions`."""
     alpha_opt: float = 0.15
     """Fraction of memory for the optimizer, when budget is `fractions`."""
+    rerank: bool = False
+    """Choose the ranks again whenever clients are clustered again, and bring every model to them."""
     complexity_scaling: bool = False
     """Give clusters with a harder task more of their budget."""
 

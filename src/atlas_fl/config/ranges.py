@@ -1,6 +1,5 @@
 """The range of every number among the settings: a table, so that what is allowed can be read at a glance."""
 
-import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -94,5 +93,5 @@ def check_ranges(config: Config) -> None:
 
 
 def _is_usable(number: Any) -> bool:
-    # Beyond 10^15 a float no longer holds every whole number, and no setting means anything there.
-    return math.isfinite(number) and abs(number) <= LARGEST
+    # Beyond 10^15 a float no longer holds every whole number, and no setting means anything there; NaN is not below it.
+    return bool(abs(number) <= LARGEST)

@@ -22,6 +22,7 @@ def validate(config: Config) -> Config:
     _check_mixing(config.mixing)
     _check_run(config.run)
     _check_precision(config)
+    _check_rerank(config)
     check_names(config)
     return config
 
@@ -103,6 +104,20 @@ def _check_run(run: RunConfig) -> None:
 def _check_precision(config: Config) -> None:
     if config.model.precision == "fp16" and config.run.accelerator == "cpu":
         raise no_fp16()
+
+
+def _check_rerank(config: Config) -> None:
+    every, waits = config.clustering.recluster_every, config.mixing.aggregate_every
+    if config.ranks.rerank and every == 0:
+        raise ConfigError(
+            "--rerank chooses ranks again when clients are clustered again, and --recluster-every is 0; set it to 1 or "
+            "more, or leave --rerank out"
+        )
+    if config.ranks.rerank and every % waits:
+        raise ConfigError(
+            f"--rerank changes the models that the server holds, and --recluster-every is {every}, no multiple of "
+            f"--aggregate-every {waits}; make it one"
+        )
 
 
 def no_fp16() -> ConfigError:

@@ -34,12 +34,15 @@ class Fitted:
     notes: tuple[str, ...]
 
 
-def measure_layers(assembly: Assembly, engine: Engine, found: Identified) -> np.ndarray:
+def measure_layers(
+    assembly: Assembly, engine: Engine, found: Identified, *, models: ByClient | None = None
+) -> np.ndarray:
     """Importance of every layer, (n, layers) float64; clients of one cluster get their mean.
 
+    Measured at these models, or at the warmed-up ones.
     A rule without clusters keeps every client's own: nothing may be shared that it does not share.
     """
-    own = own_importance(assembly, engine, found.warmed)
+    own = own_importance(assembly, engine, found.warmed if models is None else models)
     return own if found.clustering is None else cluster_importance(own, found.labels)
 
 
