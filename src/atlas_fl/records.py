@@ -48,6 +48,8 @@ class RoundRecord:
     final: bool
     diversity: Diversity | None = None
     """What the server's step did to the differences between clients, in a round with evaluation."""
+    discarded: Mapping[str, float] = field(default_factory=dict)
+    """By client, the share of its mixed update's squared norm that its ranks could not hold."""
 
     def messages(self, share: tuple[str, ...]) -> list[LedgerRow]:
         """Every message of the round: late models down, updates up, mixed models down."""
@@ -147,7 +149,8 @@ class Recorder:
         ]
         rows += [{"round": record.round, "client": name, "event": "kept own model"} for name in record.kept]
         if record.diversity is not None:
-            rows.append({"round": record.round, "event": "mixed", **asdict(record.diversity)})
+            lost = {"discarded": dict(record.discarded)}
+            rows.append({"round": record.round, "event": "mixed", **asdict(record.diversity), **lost})
         by_split: dict[Split, Mapping[str, Update]] = {"train": record.updates, **record.scores}
         for split, updates in by_split.items():
             for client in self.clients:

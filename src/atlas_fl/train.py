@@ -97,10 +97,10 @@ def one_round(assembly: Assembly, planned: Planned, engine: Engine, state: State
     jobs = [Job(client=name, params=state.start[name], round=number, options=options) for name in sampled]
     good, refused = accepted(state.start, engine.run("train", jobs))
     trained = {name: update.params for name, update in good.items()}
-    memory, start = strategy.aggregate(state.strategy, trained, planned.plan.federation(), round=number)
+    server = strategy.aggregate(state.strategy, trained, planned.plan.federation(), round=number)
     final = number == config.training.rounds
     choosing = final and config.mixing.keep == "best" and strategy.communicates
-    start, kept = best_of(engine, start, trained, round=number) if choosing else (start, ())
+    start, kept = best_of(engine, server.start, trained, round=number) if choosing else (server.start, ())
     scores = evaluate(engine, start, round=number) if final or number % config.training.eval_every == 0 else {}
     record = RoundRecord(
         round=number,
@@ -116,12 +116,13 @@ def one_round(assembly: Assembly, planned: Planned, engine: Engine, state: State
         communicates=strategy.communicates,
         final=final,
         diversity=_diversity(assembly, planned, {**state.start, **trained}, start) if scores else None,
+        discarded=server.discarded,
     )
     validation = {name: score.metrics["primary"] for name, score in scores.get("validation", {}).items()}
     return (
         State(
             round=number,
-            strategy=memory,
+            strategy=server.state,
             start=start,
             stale=record.stale_after(),
             validation=validation or state.validation,

@@ -132,7 +132,7 @@ class RanksConfig:
     """Phase 2: LoRA ranks per layer and client."""
 
     ranks: str = "budget"
-    """`budget`, `greedy`, `uniform`, or one rank for every layer and client."""
+    """`budget`, `greedy`, `matched` (to the bytes of uniform), `uniform`, or one rank for every layer and client."""
     candidates: tuple[int, ...] = (4, 8, 16, 32, 64)
     """Ranks that a layer may have."""
     importance: Literal["gradient", "rngwp"] = "gradient"
