@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from atlas_fl.clients.base import ClientTokens, Site
     from atlas_fl.models.backbone import Backbone
 
-ARCHITECTURES = ("bert", "roberta", "distilbert", "gpt2", "qwen2", "llama")
+ARCHITECTURES = ("bert", "roberta", "distilbert", "gpt2", "qwen2", "llama", "mistral")
 WORDS = [f"w{i}" for i in range(40)]
 _SPECIAL = {
     "bert": ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"),
@@ -31,6 +31,7 @@ _SPECIAL = {
     "gpt2": ("<|endoftext|>",),
     "qwen2": ("<|endoftext|>", "<|im_end|>"),
     "llama": ("<unk>", "<s>", "</s>"),
+    "mistral": ("<unk>", "<s>", "</s>"),
 }
 _ROLES: dict[str, dict[str, str]] = {
     "bert": {"pad_token": "[PAD]", "unk_token": "[UNK]", "cls_token": "[CLS]", "sep_token": "[SEP]"},
@@ -39,12 +40,14 @@ _ROLES: dict[str, dict[str, str]] = {
     "gpt2": {"unk_token": "<|endoftext|>", "eos_token": "<|endoftext|>"},
     "qwen2": {"pad_token": "<|endoftext|>", "eos_token": "<|im_end|>"},
     "llama": {"unk_token": "<unk>", "bos_token": "<s>", "eos_token": "</s>"},
+    "mistral": {"unk_token": "<unk>", "bos_token": "<s>", "eos_token": "</s>"},
 }
 _TEMPLATES = {
     "bert": ("[CLS] $A [SEP]", "[CLS] $A [SEP] $B:1 [SEP]:1"),
     "distilbert": ("[CLS] $A [SEP]", "[CLS] $A [SEP] $B:1 [SEP]:1"),
     "roberta": ("<s> $A </s>", "<s> $A </s> </s> $B </s>"),
     "llama": ("<s> $A", "<s> $A <s> $B"),
+    "mistral": ("<s> $A", "<s> $A <s> $B"),
 }
 TARGETS = {
     "bert": ("query", "value"),
@@ -53,6 +56,7 @@ TARGETS = {
     "gpt2": ("c_attn",),
     "qwen2": ("q_proj", "v_proj"),
     "llama": ("q_proj", "v_proj"),
+    "mistral": ("q_proj", "v_proj"),
 }
 """PEFT's own choice, spelled out."""
 
@@ -171,7 +175,7 @@ def _config(architecture: str, tokenizer: Any) -> Any:
         sizes |= {"n_embd": 32, "n_layer": 3, "n_head": 4, "n_inner": 48, "n_positions": 64}
     else:
         sizes |= usual | {"max_position_embeddings": 66}
-    if architecture in ("qwen2", "llama"):
+    if architecture in ("qwen2", "llama", "mistral"):
         sizes["num_key_value_heads"] = 2
     if architecture == "bert":
         sizes["type_vocab_size"] = 2

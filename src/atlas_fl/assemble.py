@@ -143,10 +143,16 @@ def _tokenise(client: ClientData, backbone: Backbone, max_length: int | None) ->
 
 
 def most_tokens(backbone: Backbone) -> int:
-    """The longest sequence that the model has positions for; RoBERTa leaves its first ones unused."""
+    """The longest sequence that the model has positions for; RoBERTa leaves its first ones unused.
+
+    Inside a sliding window, as Mistral's and some of Qwen2's blocks have it, packed attention is theirs exactly.
+    """
     config = backbone.model.config
     positions = getattr(config, "max_position_embeddings", None)
-    return 1 << 20 if positions is None else int(positions) - backbone.family.first_position(int(config.pad_token_id))
+    first = backbone.family.first_position(int(config.pad_token_id))
+    window = getattr(config, "sliding_window", None)
+    # A model that has neither has no limit of its own.
+    return min(1 << 20 if positions is None else int(positions) - first, window or 1 << 20)
 
 
 def _encode(rows: Rows, backbone: Backbone, limit: int) -> Encoded:

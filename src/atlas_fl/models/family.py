@@ -133,5 +133,12 @@ FAMILIES: Mapping[str, Family] = {
             pool="last",
             head=(Dense(name="score", bias=False),),
         ),
+        Family(
+            model_type="mistral",
+            prefix="model",
+            blocks="layers",
+            pool="last",
+            head=(Dense(name="score", bias=False),),
+        ),
     )
 }
