@@ -14,6 +14,7 @@ from atlas_fl.report.compare import ComparisonRow as ComparisonRow
 from atlas_fl.report.compare import by_strategy as by_strategy
 from atlas_fl.report.compare import comparison_rows as comparison_rows
 from atlas_fl.report.export import comparison_table as comparison_table
+from atlas_fl.report.export import tasks_table as tasks_table
 from atlas_fl.report.export import to_csv as to_csv
 from atlas_fl.report.export import to_latex as to_latex
 from atlas_fl.report.words import EMPTY, add_columns, cluster_name, human_bytes, new_table, number, percent, seconds
