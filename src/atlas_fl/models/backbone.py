@@ -51,7 +51,15 @@ class Backbone:
     @property
     def num_parameters(self) -> int:
         """Frozen parameters."""
-        return sum(parameter.numel() for parameter in self.model.parameters())
+        return sum(tensor.numel() for tensor in self.frozen.values())
+
+    @property
+    def frozen(self) -> dict[str, Tensor]:
+        """Every frozen tensor by its stock name; an output embedding that is tied to the input's is there once."""
+        named = dict(self.model.named_parameters())
+        if self.vocabulary is None or any(self.vocabulary is tensor for tensor in named.values()):
+            return named
+        return {**named, "lm_head.weight": self.vocabulary}
 
 
 def features(backbone: Backbone, ids: Tensor, types: Tensor, layout: Layout, *, reads: Tensor | None = None) -> Tensor:
@@ -144,9 +152,7 @@ def model_shape(backbone: Backbone, modules: Mapping[str, nn.Module]) -> ModelSh
     for name, module in modules.items():
         layers[layer_of(backbone, name)].append(module_dims(module))
     block_bytes = tuple(sum(p.numel() * p.element_size() for p in block.parameters()) for block in blocks)
-    # an output embedding that is tied to the input is held once
-    held = {id(p): p for p in (*backbone.model.parameters(), backbone.vocabulary) if p is not None}
-    total = sum(p.numel() * p.element_size() for p in held.values())
+    total = sum(p.numel() * p.element_size() for p in backbone.frozen.values())
     inner = next(
         (width for key in ("intermediate_size", "hidden_dim", "n_inner") if (width := getattr(config, key, None))),
         4 * backbone.hidden,

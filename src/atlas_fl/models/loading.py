@@ -41,6 +41,8 @@ def load_backbone(
         )
     _draw_pooler(name, loaded, family, sorted(found["missing_keys"]))
     model = loaded.base_model
+    # A packed row holds no padding, but GPT-2 would warn of one that ends with the token that it pads with.
+    model.warn_if_padding_and_no_attention_mask = lambda *_: None
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token
     model.config.pad_token_id = tokenizer.pad_token_id
