@@ -198,7 +198,7 @@ def test_what_is_written_is_what_stock_generate_writes(writer, site_of, spec_of,
     tokenizer, chosen = writer.backbone.tokenizer, [jobs[0], jobs[2]]
     asked = [texts(count, seed=20 + count, words=(1, 9)) for count in (3, 4)]
     prompts = [encode_prompts(own, tokenizer=tokenizer, max_length=20) for own in asked]
-    found = write(prompts, [job.params for job in chosen], site, new_tokens=12)
+    found = [write(own, job.params, site, new_tokens=12) for own, job in zip(prompts, chosen, strict=True)]
     written = []
     for k, job in enumerate(chosen):
         model = under_peft(writer, site, job.params, tmp_path / str(k))
@@ -226,17 +226,34 @@ def test_a_text_ends_at_the_end_of_text(writer_of, site_of, spec_of) -> None:
     before = tokenizer.eos_token
     try:
         tokenizer.eos_token = tokenizer.convert_ids_to_tokens(likeliest)
-        assert write([prompt], [jobs[0].params], site, new_tokens=5) == [[""]]
+        assert write(prompt, jobs[0].params, site, new_tokens=5) == [""]
     finally:
         tokenizer.eos_token = before
-    assert write([prompt], [jobs[0].params], site, new_tokens=5) != [[""]]
+    assert write(prompt, jobs[0].params, site, new_tokens=5) != [""]
+
+
+def test_writing_leaves_packs_and_checkpoints_as_they_were(writer, site_of, spec_of) -> None:
+    site, jobs = federation(writer, site_of, spec_of)
+    lean = load_backbone(str(writer.path), gradient_checkpointing=True, writes=True)
+    lean_site = dataclasses.replace(site, backbone=lean)
+    before = [block.training for block in lean.blocks]
+    assert any(before)
+    prompts = encode_prompts(["w1 w2", "w3 w4 w5"], tokenizer=writer.backbone.tokenizer, max_length=20)
+    (expected,) = train([jobs[2]], site)
+    said = [write(prompts, jobs[2].params, own, new_tokens=8) for own in (site, lean_site)]
+    assert said[0] == said[1]
+    assert [block.training for block in lean.blocks] == before
+    for own in (site, lean_site):
+        (found,) = train([jobs[2]], own)
+        for key, value in expected.params.items():
+            torch.testing.assert_close(found.params[key], value, atol=1e-6, rtol=1e-6, msg=key)
 
 
 def test_rouge_is_of_what_is_written(writer_of, site_of, spec_of) -> None:
     writer = writer_of("gpt2")
     site, jobs = federation(writer, site_of, spec_of)
     prompts = encode_prompts(["w1 w2", "w3"], tokenizer=writer.backbone.tokenizer, max_length=20)
-    (said,) = write([prompts], [jobs[2].params], site, new_tokens=6)
+    said = write(prompts, jobs[2].params, site, new_tokens=6)
     assert all(said), "the model ends at once"
     for references, rouge in ((said, 1.0), (["nothing", "alike"], 0.0)):
         held = Prompts(encoded=prompts, references=tuple(references))

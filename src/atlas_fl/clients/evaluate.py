@@ -40,13 +40,13 @@ def evaluate(jobs: Sequence[Job], site: Site) -> list[Update]:
         with forward(row, placed, site) as logits:
             for (k, _), own, labels in zip(chunk, logits, row.labels, strict=True):
                 outputs[k].append((_judged(own, labels) if data[k].written is not None else own).cpu().numpy())
+    answered = [_answered(job, site) for job in jobs]
     seconds = (time.perf_counter() - began) / max(1, len(jobs))
-    answered = _answered(jobs, site)
     updates = []
     for k, job in enumerate(jobs):
         task, found = site.data[job.client].task, np.concatenate(outputs[k])
         metrics = writing_scores(found) if task.writes else scores(task, data[k].labels[orders[k]], found)
-        metrics = {**metrics, **answered.get(k, {}), "seconds": seconds}
+        metrics = {**metrics, **answered[k], "seconds": seconds}
         updates.append(Update(client=job.client, params=job.params, examples=len(data[k]), metrics=metrics))
     return updates
 
@@ -57,16 +57,10 @@ def _judged(logits: Tensor, labels: Tensor) -> Tensor:
     return torch.stack([loss, (logits.argmax(-1) == labels).to(loss.dtype)], dim=1)
 
 
-def _answered(jobs: Sequence[Job], site: Site) -> dict[int, dict[str, float]]:
-    """ROUGE of what the models write after their prompts, by the place of every job that has some."""
-    options: EvaluateOptions = jobs[0].options
-    asked = {
-        k: site.data[job.client].prompts[options.split]
-        for k, job in enumerate(jobs)
-        if options.new_tokens and options.split in site.data[job.client].prompts
-    }
-    if not asked:
+def _answered(job: Job, site: Site) -> dict[str, float]:
+    """ROUGE of what the model writes after its client's prompts; nothing where there are none or none is asked for."""
+    options: EvaluateOptions = job.options
+    prompts = site.data[job.client].prompts.get(options.split)
+    if prompts is None or not options.new_tokens:
         return {}
-    models = [jobs[k].params for k in asked]
-    texts = write([one.encoded for one in asked.values()], models, site, new_tokens=options.new_tokens)
-    return {k: rouge(one.references, own) for (k, one), own in zip(asked.items(), texts, strict=True)}
+    return rouge(prompts.references, write(prompts.encoded, job.params, site, new_tokens=options.new_tokens))
