@@ -119,6 +119,19 @@ def test_an_exported_adapter_gives_stock_transformers_the_recorded_perplexity(mi
         assert row["perplexity"] == pytest.approx(math.exp(nats / data.predictions.sum()), rel=1e-4)
 
 
+def test_a_run_starts_from_an_exported_adapter_that_writes(mixed: Make) -> None:
+    first = run(mixed(name="first"))
+    made = mixed(name="second")
+    folder = first.folder / "adapters/next-0"
+    second = run(replace(made, model=replace(made.model, init_adapter=str(folder))))
+
+    def loss(folder: Path, at: int) -> float:
+        found = (r for r in rows(folder) if (r.get("client"), r.get("split"), r["round"]) == ("next-0", "train", at))
+        return float(str(next(found)["loss"]))
+
+    assert loss(second.folder, 1) < loss(first.folder, 2) < loss(first.folder, 1)
+
+
 @pytest.mark.parametrize("kind", ["gradient", "fisher", "delta"])
 @pytest.mark.parametrize("strategy", ["fedavg", "fedavg_cluster"])
 def test_every_fingerprint_and_average_takes_clients_without_heads(mixed: Make, kind: str, strategy: str) -> None:
