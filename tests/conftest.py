@@ -212,6 +212,28 @@ def tiny_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Tiny]:
     return get
 
 
+@pytest.fixture(scope="session")
+def writer_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Tiny]:
+    """The tiny causal language model of an architecture, made once and loaded to write text."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    from atlas_fl.models.loading import load_backbone
+
+    @cache
+    def get(architecture: str) -> Tiny:
+        path, tokenizer = tmp_path_factory.mktemp(f"writes-{architecture}"), _tokenizer(architecture)
+        with torch.random.fork_rng():
+            torch.manual_seed(9)
+            model = AutoModelForCausalLM.from_config(_config(architecture, tokenizer))
+        model.save_pretrained(path)
+        tokenizer.save_pretrained(path)
+        backbone = load_backbone(str(path), writes=True)
+        return Tiny(name=architecture, path=path, backbone=backbone, targets=TARGETS[architecture])
+
+    return get
+
+
 @pytest.fixture(params=ARCHITECTURES)
 def tiny(request: pytest.FixtureRequest, tiny_of: Callable[[str], Tiny]) -> Tiny:
     """Every architecture in turn."""

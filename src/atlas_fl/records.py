@@ -161,7 +161,7 @@ class Recorder:
     def _metric_row(self, client: ClientData, split: Split, update: Update, *, round: int) -> dict[str, Any]:
         labels = {"train": client.train, "validation": client.validation, "test": client.test}[split]
         known = {"round": round, "client": client.name, "task": client.task.name, "split": split}
-        share = None if client.task.is_regression else majority(labels)
+        share = majority(labels) if client.task.has_classes else None
         return defined({**known, **update.metrics, "majority": share, "examples": update.examples})
 
     def _write_audit(self, record: RoundRecord) -> None:

@@ -165,7 +165,6 @@ def _begin(
 
 
 def _summary(config: Config, folder: RunFolder, assembly: Assembly, recorder: Recorder) -> dict[str, Any]:
-    model = assembly.site.backbone.model
     return summarise(
         run={
             "name": folder.path.name,
@@ -181,7 +180,7 @@ def _summary(config: Config, folder: RunFolder, assembly: Assembly, recorder: Re
         phase_seconds=recorder.seconds,
         memory=recorder.memory(),
         versions=versions(),
-        full_model_bytes=payload_bytes(dict(model.named_parameters())),
+        full_model_bytes=payload_bytes(assembly.site.backbone.frozen),
         round_seconds=recorder.round_seconds,
     )
 

@@ -101,7 +101,10 @@ def one_round(assembly: Assembly, planned: Planned, engine: Engine, state: State
     final = number == config.training.rounds
     choosing = final and config.mixing.keep == "best" and strategy.communicates
     start, kept = best_of(engine, server.start, trained, round=number) if choosing else (server.start, ())
-    scores = evaluate(engine, start, round=number) if final or number % config.training.eval_every == 0 else {}
+    # ROUGE is of what the clients end with
+    written = config.data.new_tokens if final else 0
+    due = final or number % config.training.eval_every == 0
+    scores = evaluate(engine, start, round=number, new_tokens=written) if due else {}
     record = RoundRecord(
         round=number,
         sampled=sampled,
@@ -131,14 +134,14 @@ def one_round(assembly: Assembly, planned: Planned, engine: Engine, state: State
     )
 
 
-def evaluate(engine: Engine, models: ByClient, *, round: int) -> dict[Split, dict[str, Update]]:
-    """Scores of these models on their own clients' validation and test examples."""
+def evaluate(engine: Engine, models: ByClient, *, round: int, new_tokens: int = 0) -> dict[Split, dict[str, Update]]:
+    """Scores of these models on their own clients' validation and test examples; of text too, if it may be written."""
     splits: tuple[Split, ...] = ("validation", "test")
-    return {split: _scores(engine, models, split, round=round) for split in splits}
+    return {split: _scores(engine, models, split, round=round, new_tokens=new_tokens) for split in splits}
 
 
-def _scores(engine: Engine, models: ByClient, split: Split, *, round: int) -> dict[str, Update]:
-    options = EvaluateOptions(split=split)
+def _scores(engine: Engine, models: ByClient, split: Split, *, round: int, new_tokens: int = 0) -> dict[str, Update]:
+    options = EvaluateOptions(split=split, new_tokens=new_tokens)
     jobs = [Job(client=name, params=params, round=round, options=options) for name, params in models.items()]
     return {update.client: update for update in engine.run("evaluate", jobs)}
 

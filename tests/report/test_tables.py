@@ -141,6 +141,15 @@ def test_the_closing_table_says_what_the_summary_says(make_run) -> None:
     assert "1 update refused" in text
 
 
+def test_the_closing_table_tells_perplexity_and_rouge_of_text(make_run) -> None:
+    summary = summary_of(make_run())
+    test = summary["tasks"]["movie"]["final"]["test"]
+    test |= {"perplexity": 12.345, "rouge1": 0.5, "rouge2": 0.25, "rougeL": 0.4}
+    text = printed(closing_table(summary))
+    assert "movie writes: perplexity 12.35, ROUGE-1 0.500, ROUGE-2 0.250, ROUGE-L 0.400" in text
+    assert text.count("writes:") == 1
+
+
 def test_a_summary_without_scores_has_a_closing_table() -> None:
     table = closing_table({})
     assert cells(table, 0) == ["all", *["-"] * 8]
