@@ -1,6 +1,7 @@
 """What does the gradient fingerprint save by going through the last two blocks alone?
 
-The same batches, once with the gradients of the last two blocks and the head, once with those of all blocks, in turns.
+The same batches in turns: with the gradients of the last two blocks and the head, with those of all blocks (both on
+padding-free rows), and as the usual loop passes them, forwards and backwards through the stock model, padded.
 
     python benchmarks/fingerprint_pass.py
 """
@@ -8,12 +9,18 @@ The same batches, once with the gradients of the last two blocks and the head, o
 import argparse
 import statistics
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
 
-from atlas_fl.assemble import assemble
+import torch
+from packed import padded
+from transformers import AutoModelForSequenceClassification
+
+from atlas_fl.assemble import Assembly, assemble
 from atlas_fl.clients.base import Job
 from atlas_fl.clients.fingerprint import FingerprintOptions
 from atlas_fl.clients.gradients import batch_gradients
+from atlas_fl.clients.train import batches
 from atlas_fl.config import Config, DataConfig
 from atlas_fl.options import warmup_options
 
@@ -23,6 +30,16 @@ def seconds(work: Iterable[object]) -> float:
     for _ in work:
         pass
     return time.perf_counter() - began
+
+
+def stock_passes(model: torch.nn.Module, job: Job, assembly: Assembly) -> Iterator[None]:
+    """As many passes through the stock model, with the gradients of all its weights."""
+    options = replace(job.options.train, half=0, max_steps=job.options.batches)
+    data, pad = assembly.site.data[job.client].splits["train"], assembly.site.backbone.tokenizer.pad_token_id
+    for batch in batches(data, replace(job, options=options)):
+        model(**padded(batch, pad, "cpu")).loss.backward()
+        model.zero_grad()
+        yield
 
 
 def main() -> None:
@@ -38,16 +55,20 @@ def main() -> None:
     )
     params = assembly.start(client, (4,) * assembly.shape.num_layers)
     job = Job(client=client.name, params=params, round=0, options=options)
-    ratios = []
+    stock = AutoModelForSequenceClassification.from_pretrained(site.backbone.source.path, num_labels=2).eval()
+    ratios, stock_ratios = [], []
     for number in range(args.repeat + 1):
         few, whole = (
             seconds(batch_gradients(job, site, half=0, blocks=blocks, count=args.batches))
             for blocks in (2, assembly.shape.num_layers)
         )
+        usual = seconds(stock_passes(stock, job, assembly))
         if number:  # the first turn warms up
             ratios.append(few / whole)
-            print(f"last two blocks {few:.2f} s, all blocks {whole:.2f} s, ratio {ratios[-1]:.2f}", flush=True)
-    print(f"ratio fingerprint/full: {statistics.median(ratios):.2f}")
+            stock_ratios.append(few / usual)
+            print(f"last two blocks {few:.2f} s, all blocks {whole:.2f} s, stock model {usual:.2f} s", flush=True)
+    print(f"ratio fingerprint/all blocks, both padding-free: {statistics.median(ratios):.2f}")
+    print(f"ratio fingerprint/full: {statistics.median(stock_ratios):.2f}")
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ the mean adjusted Rand index and how often the tasks were found exactly.
 """
 
 import argparse
+import math
 import time
 import warnings
 from collections.abc import Iterator, Mapping
@@ -111,7 +112,7 @@ def measure(args: argparse.Namespace) -> None:
     args.to.mkdir(parents=True, exist_ok=True)
     for size in args.sizes:
         kept: dict[str, np.ndarray] = {}
-        for name in SETS:
+        for name in args.sets:
             began = time.perf_counter()
             assemblies = list(federations(name, size, args.seeds, args.device))
             site = merged(assemblies)
@@ -124,29 +125,34 @@ def measure(args: argparse.Namespace) -> None:
                 shaped = rows.reshape(args.seeds, clients, 2, DIM)
                 kept[f"{name}|{kind}"] = shaped.astype(np.float16)
             print(f"{name}, {size} examples: {time.perf_counter() - began:.0f} s", flush=True)
-        np.savez_compressed(args.to / f"{'-'.join(args.kinds)}-{size}.npz", **kept)
+            np.savez_compressed(args.to / f"{'-'.join(args.kinds)}-{size}.npz", **kept)
 
 
 def table(args: argparse.Namespace) -> None:
     warnings.simplefilter("ignore")
-    print("| fingerprint | clustering | examples | " + " | ".join(SETS) + " | mean ARI | exact |")
-    print("|---|---|---|" + "---|" * (len(SETS) + 2))
     by_size: dict[int, dict[str, np.ndarray]] = {}
     for path in sorted(args.of.glob("*.npz")):
         size = int(path.stem.rsplit("-", 1)[1])
         by_size.setdefault(size, {}).update(np.load(path))
+    sets = [name for name in SETS if any(key.split("|")[0] == name for found in by_size.values() for key in found)]
+    print("| fingerprint | clustering | examples | " + " | ".join(sets) + " | mean ARI | exact |")
+    print("|---|---|---|" + "---|" * (len(sets) + 2))
     kinds = sorted({key.split("|")[1] for found in by_size.values() for key in found})
     for kind in args.kinds or kinds:
         for method in args.methods:
             for size, found in sorted(by_size.items()):
                 row, exact, total = [], 0, 0
-                for name, tasks in SETS.items():
-                    truth = [TRUTH.get(task, task) for task in tasks for _ in range(3)]
-                    scores = [ari(seed, rows, kind, method, truth) for seed, rows in enumerate(found[f"{name}|{kind}"])]
+                for name in sets:
+                    truth = [TRUTH.get(task, task) for task in SETS[name] for _ in range(3)]
+                    measured = found.get(f"{name}|{kind}")
+                    if measured is None:  # not measured for this fingerprint
+                        row.append(math.nan)
+                        continue
+                    scores = [ari(seed, rows, kind, method, truth) for seed, rows in enumerate(measured)]
                     row.append(float(np.mean(scores)))
                     exact, total = exact + sum(score == 1 for score in scores), total + len(scores)
                 cells = " | ".join(f"{value:.2f}" for value in row)
-                print(f"| {kind} | {method} | {size} | {cells} | {np.mean(row):.3f} | {exact}/{total} |", flush=True)
+                print(f"| {kind} | {method} | {size} | {cells} | {np.nanmean(row):.3f} | {exact}/{total} |", flush=True)
 
 
 def ari(seed: int, rows: np.ndarray, kind: str, method: str, truth: list[str]) -> float:
@@ -164,6 +170,7 @@ def main() -> None:
     first.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     first.add_argument("--seeds", type=int, default=20)
     first.add_argument("--sizes", type=int, nargs="+", default=SIZES)
+    first.add_argument("--sets", nargs="+", choices=tuple(SETS), default=list(SETS))
     first.add_argument("--batches", type=int, default=6)
     first.add_argument("--kinds", nargs="+", choices=("delta", "gradient"), default=["delta", "gradient"])
     second = commands.add_parser("table")

@@ -26,7 +26,8 @@ from atlas_fl.lora.adapters import init_adapters, init_head
 from atlas_fl.mixing.matrices import Federation
 from atlas_fl.options import strategy_of
 from atlas_fl.records import Recorder
-from atlas_fl.train import State, one_round
+from atlas_fl.state import State
+from atlas_fl.train import one_round
 
 HIDDEN, LAYERS, RANK, LABELS = 384, 6, 8, 2
 

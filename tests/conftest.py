@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from atlas_fl.clients.base import ClientTokens, Site
     from atlas_fl.models.backbone import Backbone
 
-ARCHITECTURES = ("bert", "roberta", "distilbert", "gpt2", "qwen2", "llama")
+ARCHITECTURES = ("bert", "roberta", "distilbert", "gpt2", "qwen2", "llama", "mistral")
 WORDS = [f"w{i}" for i in range(40)]
 _SPECIAL = {
     "bert": ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"),
@@ -31,6 +31,7 @@ _SPECIAL = {
     "gpt2": ("<|endoftext|>",),
     "qwen2": ("<|endoftext|>", "<|im_end|>"),
     "llama": ("<unk>", "<s>", "</s>"),
+    "mistral": ("<unk>", "<s>", "</s>"),
 }
 _ROLES: dict[str, dict[str, str]] = {
     "bert": {"pad_token": "[PAD]", "unk_token": "[UNK]", "cls_token": "[CLS]", "sep_token": "[SEP]"},
@@ -39,12 +40,14 @@ _ROLES: dict[str, dict[str, str]] = {
     "gpt2": {"unk_token": "<|endoftext|>", "eos_token": "<|endoftext|>"},
     "qwen2": {"pad_token": "<|endoftext|>", "eos_token": "<|im_end|>"},
     "llama": {"unk_token": "<unk>", "bos_token": "<s>", "eos_token": "</s>"},
+    "mistral": {"unk_token": "<unk>", "bos_token": "<s>", "eos_token": "</s>"},
 }
 _TEMPLATES = {
     "bert": ("[CLS] $A [SEP]", "[CLS] $A [SEP] $B:1 [SEP]:1"),
     "distilbert": ("[CLS] $A [SEP]", "[CLS] $A [SEP] $B:1 [SEP]:1"),
     "roberta": ("<s> $A </s>", "<s> $A </s> </s> $B </s>"),
     "llama": ("<s> $A", "<s> $A <s> $B"),
+    "mistral": ("<s> $A", "<s> $A <s> $B"),
 }
 TARGETS = {
     "bert": ("query", "value"),
@@ -53,6 +56,7 @@ TARGETS = {
     "gpt2": ("c_attn",),
     "qwen2": ("q_proj", "v_proj"),
     "llama": ("q_proj", "v_proj"),
+    "mistral": ("q_proj", "v_proj"),
 }
 """PEFT's own choice, spelled out."""
 
@@ -171,7 +175,7 @@ def _config(architecture: str, tokenizer: Any) -> Any:
         sizes |= {"n_embd": 32, "n_layer": 3, "n_head": 4, "n_inner": 48, "n_positions": 64}
     else:
         sizes |= usual | {"max_position_embeddings": 66}
-    if architecture in ("qwen2", "llama"):
+    if architecture in ("qwen2", "llama", "mistral"):
         sizes["num_key_value_heads"] = 2
     if architecture == "bert":
         sizes["type_vocab_size"] = 2
@@ -203,6 +207,28 @@ def tiny_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Tiny]:
     def get(architecture: str) -> Tiny:
         path = _save(architecture, tmp_path_factory.mktemp(architecture))
         backbone = load_backbone(str(path))
+        return Tiny(name=architecture, path=path, backbone=backbone, targets=TARGETS[architecture])
+
+    return get
+
+
+@pytest.fixture(scope="session")
+def writer_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Tiny]:
+    """The tiny causal language model of an architecture, made once and loaded to write text."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    from atlas_fl.models.loading import load_backbone
+
+    @cache
+    def get(architecture: str) -> Tiny:
+        path, tokenizer = tmp_path_factory.mktemp(f"writes-{architecture}"), _tokenizer(architecture)
+        with torch.random.fork_rng():
+            torch.manual_seed(9)
+            model = AutoModelForCausalLM.from_config(_config(architecture, tokenizer))
+        model.save_pretrained(path)
+        tokenizer.save_pretrained(path)
+        backbone = load_backbone(str(path), writes=True)
         return Tiny(name=architecture, path=path, backbone=backbone, targets=TARGETS[architecture])
 
     return get

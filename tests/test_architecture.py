@@ -25,6 +25,7 @@ OWNERS = {
     "matplotlib": "report/",
     "platformdirs": "io/",
     "psutil": "io/",
+    "rouge_score": "tasks/",
     "logging": "io/",
 }
 """The only place that may import a package."""

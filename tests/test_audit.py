@@ -122,7 +122,8 @@ def write_run(path, mixing=None, *, seed=42, alpha=None, rslora=False, real=None
         updates = {client: params for client, params in trained(start, round=round).items() if client in asked}
         good = {client: params for client, params in updates.items() if client not in refused}
         loaded = {client: {"digest": digest(start[client]), "keys": len(start[client])} for client in good}
-        state, start = strategy.aggregate(state, good, federation(), round=round)
+        server = strategy.aggregate(state, good, federation(), round=round)
+        state, start = server.state, server.start
         if served is not None:
             start = served(round, good, start)
             state = start

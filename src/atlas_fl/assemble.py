@@ -2,13 +2,13 @@
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 
-from atlas_fl.clients.base import ClientTokens, Site
-from atlas_fl.config import Config
+from atlas_fl.clients.base import ClientTokens, Prompts, Site
+from atlas_fl.config import Config, DataConfig
 from atlas_fl.config.validate import no_fp16
 from atlas_fl.errors import ConfigError
 from atlas_fl.io.fetch import embedded_dir
@@ -19,13 +19,13 @@ from atlas_fl.models.family import head_shapes
 from atlas_fl.models.loading import load_backbone
 from atlas_fl.models.registry import suggested_lr
 from atlas_fl.models.shape import ModelShape
-from atlas_fl.models.tokens import Encoded, encode
+from atlas_fl.models.tokens import Encoded, encode, encode_prompts, encode_written
 from atlas_fl.ranks.devices import Device, find_devices
-from atlas_fl.ranks.memory import activation_bytes
+from atlas_fl.ranks.memory import LOGIT_COPIES, VALUE_BYTES, activation_bytes
 from atlas_fl.tasks import find_tasks
 from atlas_fl.tasks.clients import ClientData, make_clients
 from atlas_fl.tasks.spec import Rows, Source
-from atlas_fl.types import Params
+from atlas_fl.types import Params, Split
 
 # Beyond this many tokens a CPU gains nothing from larger packs: the products are at the hardware's limit.
 CPU_PACK_TOKENS, CUDA_PACK_TOKENS = 4096, 65536
@@ -96,8 +96,9 @@ def assemble(config: Config, *, clients: tuple[ClientData, ...] | None = None) -
         config.model.model,
         device=pick_device(config.run.accelerator, precision=config.model.precision),
         gradient_checkpointing=config.model.gradient_checkpointing,
+        writes=any(client.task.writes for client in clients),
     )
-    tokens = {client.name: _tokenise(client, backbone, config.data.max_length) for client in clients}
+    tokens = {client.name: _tokenise(client, backbone, config.data) for client in clients}
     targets = config.model.targets or default_targets(backbone.family.model_type)
     site = Site(backbone=backbone, data=tokens, targets=tuple(targets), scale=scale_of(config), max_tokens=1)
     shape = model_shape(backbone, site.modules)
@@ -105,11 +106,8 @@ def assemble(config: Config, *, clients: tuple[ClientData, ...] | None = None) -
         config=config,
         clients=clients,
         devices=tuple(devices[index % len(devices)] for index in range(len(clients))),
-        site=Site(
-            backbone=backbone,
-            data=tokens,
-            targets=site.targets,
-            scale=site.scale,
+        site=replace(
+            site,
             max_tokens=pack_tokens(config, shape, cuda=backbone.device.type == "cuda"),
             bf16=config.model.precision == "bf16",
             fp16=config.model.precision == "fp16",
@@ -146,24 +144,54 @@ def pick_device(accelerator: str, *, precision: str = "fp32") -> str:
 def pack_tokens(config: Config, shape: ModelShape, *, cuda: bool) -> int:
     """Tokens that may train together: the user's number or the machine's, within the pack's memory budget."""
     per_token = activation_bytes(shape, 1, shape.num_layers, rank=max(config.ranks.candidates))
+    per_token += LOGIT_COPIES * shape.vocabulary * VALUE_BYTES  # at worst every token is predicted
     fits = int(config.training.pack_memory_gb * 2**30 / per_token)
     wanted = config.training.pack_tokens or (CUDA_PACK_TOKENS if cuda else CPU_PACK_TOKENS)
     return max(1, min(fits, wanted))
 
 
-def _tokenise(client: ClientData, backbone: Backbone, max_length: int | None) -> ClientTokens:
+def _tokenise(client: ClientData, backbone: Backbone, config: DataConfig) -> ClientTokens:
     task = client.task
-    limit = min(max_length or task.max_length, most_tokens(backbone))
-    splits: dict[str, Rows] = {"train": client.train, "validation": client.validation, "test": client.test}
-    encoded = {name: _encode(rows, backbone, limit) for name, rows in splits.items()}
-    return ClientTokens(task=task, splits=encoded)  # type: ignore[arg-type]  # the three splits are spelled above
+    limit = min(config.max_length or task.max_length, most_tokens(backbone))
+    splits: dict[Split, Rows] = {"train": client.train, "validation": client.validation, "test": client.test}
+    if not task.writes:
+        return ClientTokens(task=task, splits={name: _encode(rows, backbone, limit) for name, rows in splits.items()})
+    tokenizer = backbone.tokenizer
+    written = {
+        name: encode_written(rows.text, rows.pair, tokenizer=tokenizer, max_length=limit)
+        for name, rows in splits.items()
+    }
+    prompts: dict[Split, Prompts] = {}
+    held_out: tuple[Split, Split] = ("validation", "test")
+    for name in held_out:
+        rows = splits[name].take(range(min(config.rouge_examples, len(splits[name]))))
+        if rows.pair:
+            prompts[name] = Prompts(encoded=_prompts(rows, backbone, limit, config), references=rows.pair)
+    return ClientTokens(task=task, splits=written, prompts=prompts)
+
+
+def _prompts(rows: Rows, backbone: Backbone, limit: int, config: DataConfig) -> Encoded:
+    """The rows' prompts, cut to the task's limit and so that the longest answer still has positions."""
+    room = most_tokens(backbone) - config.new_tokens
+    if room < 1:
+        raise ConfigError(
+            f"--new-tokens is {config.new_tokens} and {backbone.name} has positions for {most_tokens(backbone)} tokens"
+            " with the prompt; lower it"
+        )
+    return encode_prompts(rows.text, tokenizer=backbone.tokenizer, max_length=min(limit, room))
 
 
 def most_tokens(backbone: Backbone) -> int:
-    """The longest sequence that the model has positions for; RoBERTa leaves its first ones unused."""
+    """The longest sequence that the model has positions for; RoBERTa leaves its first ones unused.
+
+    Inside a sliding window, as Mistral's and some of Qwen2's blocks have it, packed attention is theirs exactly.
+    """
     config = backbone.model.config
     positions = getattr(config, "max_position_embeddings", None)
-    return 1 << 20 if positions is None else int(positions) - backbone.family.first_position(int(config.pad_token_id))
+    first = backbone.family.first_position(int(config.pad_token_id))
+    window = getattr(config, "sliding_window", None)
+    # A model that has neither has no limit of its own.
+    return min(1 << 20 if positions is None else int(positions) - first, window or 1 << 20)
 
 
 def _encode(rows: Rows, backbone: Backbone, limit: int) -> Encoded:

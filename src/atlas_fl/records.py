@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -10,80 +10,16 @@ from atlas_fl.clients.base import Update
 from atlas_fl.clients.importance import IMPORTANCE
 from atlas_fl.io import checkpoint
 from atlas_fl.io.folder import RunFolder
-from atlas_fl.io.ledger import Direction, Kind, LedgerRow, payload_bytes
+from atlas_fl.io.ledger import LedgerRow, payload_bytes
 from atlas_fl.io.machine import peak_memory
 from atlas_fl.io.results import append_rows, defined, to_json, truncate_to, write_json
 from atlas_fl.io.tensors import write_tensors
-from atlas_fl.mixing.diversity import Diversity
 from atlas_fl.plan import Plan
 from atlas_fl.planning import Planned
+from atlas_fl.state import RoundRecord, State
 from atlas_fl.tasks.clients import ClientData, majority
-from atlas_fl.tree import HEAD, prefixed, shared_part, unprefixed
-from atlas_fl.types import ByClient, Params, Split
-
-if TYPE_CHECKING:
-    from atlas_fl.train import State
-
-
-@dataclass(frozen=True, kw_only=True)
-class RoundRecord:
-    """Everything that happened in one round."""
-
-    round: int
-    sampled: tuple[str, ...]
-    updates: Mapping[str, Update]
-    """Of those who trained and were not refused."""
-    refused: Mapping[str, str]
-    sent: ByClient
-    """What the clients began this round with."""
-    start: ByClient
-    """What they begin the next one with."""
-    scores: Mapping[Split, Mapping[str, Update]]
-    eta: float
-    kept: tuple[str, ...]
-    """Clients that keep their own model at the end of the run."""
-    stale: frozenset[str]
-    """Clients whose newest model had not reached them when the round began."""
-    communicates: bool
-    aggregated: bool
-    """Whether updates were sent and mixed, or everyone goes on with its own model."""
-    final: bool
-    diversity: Diversity | None = None
-    """What the server's step did to the differences between clients, in a round with evaluation."""
-
-    def messages(self, share: tuple[str, ...]) -> list[LedgerRow]:
-        """Every message of the round: late models down, updates up, mixed models down."""
-        if not self.communicates:
-            return []
-        sent = [self._rows(name, "down", self.sent[name], share) for name in self.sampled if name in self.stale]
-        if self.aggregated:
-            sent += [self._rows(name, "up", update.params, share) for name, update in self.updates.items()]
-            sent += [self._rows(name, "down", self.start[name], share) for name in self._receivers()]
-        return [row for rows in sent for row in rows]
-
-    def stale_after(self) -> frozenset[str]:
-        """Clients whose model has changed and that have not received it, because they did not take part."""
-        changed = {name for name, params in self.start.items() if params is not self.sent[name]}
-        return frozenset((self.stale | changed) - set(self._receivers()))
-
-    def _receivers(self) -> tuple[str, ...]:
-        """Who gets a model at the end of the round: who took part, and at the end of the run everyone."""
-        if not self.final:
-            return self.sampled
-        changed = {name for name, params in self.start.items() if params is not self.sent[name]}
-        return tuple(name for name in self.start if name in self.sampled or name in changed | self.stale)
-
-    def _rows(self, name: str, direction: Direction, model: Params, share: tuple[str, ...]) -> list[LedgerRow]:
-        sent = shared_part(model, share)
-        parts: dict[Kind, Params] = {
-            "adapter": {key: tensor for key, tensor in sent.items() if not key.startswith(HEAD)},
-            "head": {key: tensor for key, tensor in sent.items() if key.startswith(HEAD)},
-        }
-        return [
-            LedgerRow(round=self.round, client=name, direction=direction, kind=kind, bytes=payload_bytes(part))
-            for kind, part in parts.items()
-            if part
-        ]
+from atlas_fl.tree import prefixed, unprefixed
+from atlas_fl.types import ByClient, Split
 
 
 @dataclass(kw_only=True)
@@ -109,7 +45,7 @@ class Recorder:
         now = peak_memory()
         return {kind: max(size, self.peak.get(kind, 0)) for kind, size in now.items()}
 
-    def planned(self, planned: Planned, state: "State", *, communicates: bool) -> None:
+    def planned(self, planned: Planned, state: State, *, communicates: bool) -> None:
         """Write the plan, its messages, and the checkpoint from which round one starts."""
         self._write_plan(planned)
         rows = [row.to_json() for row in plan_messages(planned)] if communicates else []
@@ -127,7 +63,7 @@ class Recorder:
         if self.audit and begun is not None:
             self._write_tensors("begun", begun, round=round)
 
-    def round(self, record: RoundRecord, state: "State", *, seconds: float) -> None:
+    def round(self, record: RoundRecord, state: State, *, seconds: float) -> None:
         """Write the round's rows, the audit's files, and a checkpoint where one is due."""
         self.seconds["rounds"] = self.seconds.get("rounds", 0.0) + seconds
         self.round_seconds[record.round] = seconds
@@ -152,7 +88,8 @@ class Recorder:
         ]
         rows += [{"round": record.round, "client": name, "event": "kept own model"} for name in record.kept]
         if record.diversity is not None:
-            rows.append({"round": record.round, "event": "mixed", **asdict(record.diversity)})
+            lost = {"discarded": dict(record.discarded)}
+            rows.append({"round": record.round, "event": "mixed", **asdict(record.diversity), **lost})
         by_split: dict[Split, Mapping[str, Update]] = {"train": record.updates, **record.scores}
         for split, updates in by_split.items():
             for client in self.clients:
@@ -163,7 +100,7 @@ class Recorder:
     def _metric_row(self, client: ClientData, split: Split, update: Update, *, round: int) -> dict[str, Any]:
         labels = {"train": client.train, "validation": client.validation, "test": client.test}[split]
         known = {"round": round, "client": client.name, "task": client.task.name, "split": split}
-        share = None if client.task.is_regression else majority(labels)
+        share = majority(labels) if client.task.has_classes else None
         return defined({**known, **update.metrics, "majority": share, "examples": update.examples})
 
     def _write_audit(self, record: RoundRecord) -> None:
@@ -187,7 +124,7 @@ class Recorder:
         folder.mkdir(parents=True, exist_ok=True)
         write_tensors(folder / f"{name}.safetensors", prefixed(models))
 
-    def _checkpoint(self, state: "State") -> None:
+    def _checkpoint(self, state: State) -> None:
         tensors = {f"strategy/{name}": tensor for name, tensor in prefixed(state.strategy).items()}
         # Who starts with what the rule remembers is told by the absence of a second copy, also after a resume.
         apart = {name: params for name, params in state.start.items() if params is not state.strategy[name]}

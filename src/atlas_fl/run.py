@@ -24,7 +24,8 @@ from atlas_fl.options import strategy_of
 from atlas_fl.plan import Plan
 from atlas_fl.planning import Planned, local_engine, plan_for
 from atlas_fl.records import Recorder, models_of
-from atlas_fl.train import State, train
+from atlas_fl.state import State
+from atlas_fl.train import train
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -165,7 +166,6 @@ def _begin(
 
 
 def _summary(config: Config, folder: RunFolder, assembly: Assembly, recorder: Recorder) -> dict[str, Any]:
-    model = assembly.site.backbone.model
     return summarise(
         run={
             "name": folder.path.name,
@@ -181,7 +181,7 @@ def _summary(config: Config, folder: RunFolder, assembly: Assembly, recorder: Re
         phase_seconds=recorder.seconds,
         memory=recorder.memory(),
         versions=versions(),
-        full_model_bytes=payload_bytes(dict(model.named_parameters())),
+        full_model_bytes=payload_bytes(assembly.site.backbone.frozen),
         round_seconds=recorder.round_seconds,
     )
 

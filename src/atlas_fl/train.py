@@ -1,8 +1,8 @@
 """The federated rounds: sample, train, mix, evaluate, record; engines and files do the rest."""
 
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 
@@ -17,27 +17,13 @@ from atlas_fl.mixing.diversity import Diversity, diversity
 from atlas_fl.mixing.matrices import Federation
 from atlas_fl.options import strategy_of, train_options
 from atlas_fl.planning import Planned, at_ranks, regraphed
-from atlas_fl.records import Recorder, RoundRecord
+from atlas_fl.records import Recorder
 from atlas_fl.rng import generator
+from atlas_fl.state import RoundRecord, State
 from atlas_fl.strategies import Strategy
+from atlas_fl.strategies.base import Aggregated
 from atlas_fl.strategies.validate import check_update
 from atlas_fl.types import ByClient, Params, Split
-
-
-@dataclass(frozen=True, kw_only=True)
-class State:
-    """The whole federation between two rounds."""
-
-    round: int
-    """Rounds that are complete."""
-    strategy: ByClient
-    """What the server's rule remembers: the models of the last aggregation."""
-    start: ByClient
-    """What every client begins the next round with: the only road from server to client."""
-    stale: frozenset[str] = frozenset()
-    """Clients that have not received their newest model yet."""
-    validation: Mapping[str, float] = field(default_factory=dict)
-    """The last validation score of every client."""
 
 
 def sample(names: Sequence[str], *, participation: float, seed: int, round: int) -> tuple[str, ...]:
@@ -127,11 +113,14 @@ def one_round(assembly: Assembly, planned: Planned, engine: Engine, state: State
     good, refused = accepted(state.start, engine.run("train", jobs))
     trained = {name: update.params for name, update in good.items()}
     aggregated = is_aggregated(config, number)
-    memory, start = _server_step(strategy, state, trained, planned.plan.federation(), apply=aggregated)
+    server = _server_step(strategy, state, trained, planned.plan.federation(), apply=aggregated)
     final = number == config.training.rounds
     choosing = final and config.mixing.keep == "best" and strategy.communicates
-    start, kept = best_of(engine, start, trained, round=number) if choosing else (start, ())
-    scores = evaluate(engine, start, round=number) if final or number % config.training.eval_every == 0 else {}
+    start, kept = best_of(engine, server.start, trained, round=number) if choosing else (server.start, ())
+    # ROUGE is of what the clients end with
+    written = config.data.new_tokens if final else 0
+    due = final or number % config.training.eval_every == 0
+    scores = evaluate(engine, start, round=number, new_tokens=written) if due else {}
     record = RoundRecord(
         round=number,
         sampled=sampled,
@@ -147,12 +136,13 @@ def one_round(assembly: Assembly, planned: Planned, engine: Engine, state: State
         aggregated=aggregated,
         final=final,
         diversity=_diversity(assembly, planned, {**state.start, **trained}, start) if scores and aggregated else None,
+        discarded=server.discarded,
     )
     validation = {name: score.metrics["primary"] for name, score in scores.get("validation", {}).items()}
     return (
         State(
             round=number,
-            strategy=memory,
+            strategy=server.state,
             start=start,
             stale=record.stale_after(),
             validation=validation or state.validation,
@@ -163,21 +153,21 @@ def one_round(assembly: Assembly, planned: Planned, engine: Engine, state: State
 
 def _server_step(
     strategy: Strategy, state: State, trained: ByClient, federation: Federation, *, apply: bool
-) -> tuple[ByClient, ByClient]:
-    """(what the rule remembers, what clients start with); where it is not applied, all go on with their own models."""
+) -> Aggregated:
+    """What the rule gives; where it is not applied it remembers what it did, and all go on with their own models."""
     if not apply:
-        return state.strategy, {**state.start, **trained}
+        return Aggregated(state=state.strategy, start={**state.start, **trained}, discarded={})
     return strategy.aggregate(state.strategy, trained, federation, round=state.round + 1)
 
 
-def evaluate(engine: Engine, models: ByClient, *, round: int) -> dict[Split, dict[str, Update]]:
-    """Scores of these models on their own clients' validation and test examples."""
+def evaluate(engine: Engine, models: ByClient, *, round: int, new_tokens: int = 0) -> dict[Split, dict[str, Update]]:
+    """Scores of these models on their own clients' validation and test examples; of text too, if it may be written."""
     splits: tuple[Split, ...] = ("validation", "test")
-    return {split: _scores(engine, models, split, round=round) for split in splits}
+    return {split: _scores(engine, models, split, round=round, new_tokens=new_tokens) for split in splits}
 
 
-def _scores(engine: Engine, models: ByClient, split: Split, *, round: int) -> dict[str, Update]:
-    options = EvaluateOptions(split=split)
+def _scores(engine: Engine, models: ByClient, split: Split, *, round: int, new_tokens: int = 0) -> dict[str, Update]:
+    options = EvaluateOptions(split=split, new_tokens=new_tokens)
     jobs = [Job(client=name, params=params, round=round, options=options) for name, params in models.items()]
     return {update.client: update for update in engine.run("evaluate", jobs)}
 

@@ -108,7 +108,8 @@ def test_sweep_runs_every_point_and_ends_in_a_table_and_a_csv(atlas: Atlas, ran:
     assert [(config.mixing.eta, config.run.seed) for config in ran] == [(0, 42), (0, 123), (0.5, 42), (0.5, 123)]
     assert "run 3 of 4: eta=0.5 seed=42 starts ..." in said.out
     rows = [line.split() for line in said.out.splitlines() if line.strip().startswith("eta=")]
-    assert [row[:3] for row in rows] == [["eta=0", "2", "0.750"], ["eta=0.5", "2", "0.800"]]
+    assert [row[:3] for row in rows[:2]] == [["eta=0", "2", "0.750"], ["eta=0.5", "2", "0.800"]]
+    assert rows[2:] == [["eta=0", "+0.250", "0.750"], ["eta=0.5", "+0.300", "0.800"]]
     csv = (tmp_path / "comparison-eta.csv").read_text(encoding="utf-8").splitlines()
     assert [line.split(",")[0] for line in csv] == ["name", "eta=0", "eta=0.5"]
     again = atlas(*words)

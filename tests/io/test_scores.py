@@ -80,3 +80,23 @@ def test_rows_in_any_order_and_events_between_them_change_nothing() -> None:
     event = {"round": 1, "client": "a-0", "event": "refused", "reason": "NaN"}
     shuffled = histories([event, *reversed(ROWS)])
     assert client_scores(shuffled["a-0"]) == client_scores(histories(ROWS)["a-0"])
+
+
+def test_perplexity_has_means_but_accuracy_decides() -> None:
+    """Where the accuracy is highest the perplexity is too here, so that choosing by the wrong end would show."""
+    rows = [
+        {"round": at, "client": client, "task": "notes", "split": split, "loss": 1.0, "examples": 9}
+        | {"primary": score, "accuracy": score, "perplexity": 100 * score, "rougeL": 0.5}
+        for client, scores in (("notes-0", (0.2, 0.6, 0.5)), ("notes-1", (0.1, 0.3, 0.4)))
+        for at, score in enumerate(scores)
+        for split in ("validation", "test")
+    ]
+    members = list(histories(rows).values())
+    assert [best_round(member) for member in members] == [1, 2]
+    found = group_scores(members)
+    assert found["final"]["test"]["perplexity"] == pytest.approx(45)
+    assert found["final"]["test"]["rougeL"] == 0.5
+    assert found["final"]["worst_client"]["client"] == "notes-1"
+    assert found["final"]["worst_client"]["perplexity"] == pytest.approx(40)
+    assert found["best"]["test"]["perplexity"] == pytest.approx(50)
+    assert found["rounds_to"] == {"90%": 1, "95%": 1}

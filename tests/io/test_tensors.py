@@ -31,6 +31,7 @@ def every_dtype() -> dict[str, torch.Tensor]:
 )
 def test_encoding_equals_the_library_of_safetensors_byte_for_byte(tensors: dict[str, torch.Tensor]) -> None:
     assert encode(tensors) == save(tensors)
+    assert payload_bytes(tensors) == len(save(tensors))
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

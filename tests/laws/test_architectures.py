@@ -55,7 +55,7 @@ def packed(site: Site, jobs: list[Job]) -> list[Tensor]:
 
 def test_every_family_has_a_tiny_model(tiny_of: Callable, tiny) -> None:
     assert tiny_of(tiny.name).backbone.family is FAMILIES[tiny.name]
-    assert set(FAMILIES) == {"bert", "roberta", "distilbert", "gpt2", "qwen2", "llama"}
+    assert set(FAMILIES) == {"bert", "roberta", "distilbert", "gpt2", "qwen2", "llama", "mistral"}
 
 
 @pytest.mark.parametrize("targets", [None, ("all-linear",)], ids=["usual", "all-linear"])

@@ -64,9 +64,10 @@ def federation():
 
 def step(name, options, federation, updates, *, state=None, round=1):
     strategy = find_strategy(name, options)
-    return strategy.aggregate(
+    done = strategy.aggregate(
         state if state is not None else strategy.init(models(100)), updates, federation, round=round
     )
+    return done.state, done.start
 
 
 def function(params, module):

@@ -7,6 +7,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from atlas_fl.assemble import most_tokens
 from atlas_fl.errors import AtlasError, ModelError
 from atlas_fl.models import loading
 from atlas_fl.models.backbone import layer_of, model_shape, module_dims, target_modules
@@ -105,6 +106,14 @@ def test_a_directory_without_a_file_names_the_remedies(tmp_path: Path, tiny_of, 
     with pytest.raises(ModelError, match="could not be loaded") as error:
         load_backbone(str(tmp_path / "copy"))
     assert all(remedy in line_of(error) for remedy in REMEDIES)
+
+
+def test_sequences_stay_inside_a_sliding_window(tmp_path: Path, tiny_of) -> None:
+    assert most_tokens(tiny_of("mistral").backbone) == 66  # its positions; the usual window of 4096 is wider
+    shutil.copytree(tiny_of("mistral").path, tmp_path / "copy")
+    config = tmp_path / "copy" / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"sliding_window": 8}))
+    assert most_tokens(load_backbone(str(tmp_path / "copy"))) == 8
 
 
 def test_a_damaged_weights_file_is_a_model_error(tmp_path: Path, tiny_of) -> None:

@@ -169,6 +169,22 @@ def test_the_formula_is_the_peak_of_a_step(checkpointing: bool) -> None:
     assert predicted == pytest.approx(live.peak, rel=0.1)
 
 
+def test_logits_are_alive_four_times_at_the_peak() -> None:
+    tokens, vocabulary = 40, 5000
+    features, head = torch.randn(tokens, 8, requires_grad=True), torch.nn.Linear(8, vocabulary, bias=False)
+    live = Live(head.requires_grad_(False))
+    with live:
+        logits = head(features).float()
+        torch.nn.functional.cross_entropy(logits, torch.arange(tokens)).backward()
+    sizes = {"ranks": [8] * 6, "reserve_bytes": 0}
+    found, without = (
+        device_memory(MINILM, DEVICES["cpu_2gb"], step=Step(tokens=1, logits=count), **sizes).activations_bytes
+        for count in (tokens * vocabulary, 0)
+    )
+    assert found - without == pytest.approx(live.peak, rel=0.03)
+    assert found - without == 4 * 4 * tokens * vocabulary
+
+
 def test_activations_by_hand() -> None:
     # a token keeps 4 * 64 + 4 of the attention, 2 * (64 + 2) of the norms, 256 inside, 64 + 2 * 8 of LoRA: 728 numbers;
     # two blocks and 512 at work are 1,968 numbers of 4 bytes, for ten tokens

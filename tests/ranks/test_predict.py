@@ -34,6 +34,8 @@ def test_message_bytes_by_hand() -> None:
 def test_flops_by_hand() -> None:
     # frozen 4 * 400, LoRA 6 * 100, attention 12 * 5 * 4 * 2 for each of ten tokens
     assert training_flops(SHAPE, [2, 3], tokens=10, length=5.0) == 10 * (1600 + 600 + 480)
+    # 3 tokens of 50 each are written: 2 operations forward and 2 backward for each of the width of 4
+    assert training_flops(SHAPE, [2, 3], tokens=10, length=5.0, logits=150) == 26_800 + 4 * 4 * 150
 
 
 def test_a_round_by_hand() -> None:

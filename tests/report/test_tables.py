@@ -22,6 +22,7 @@ from atlas_fl.report.tables import (
     plan_tables,
     prediction_table,
     rank_table,
+    tasks_table,
     to_csv,
     to_latex,
 )
@@ -142,6 +143,15 @@ def test_the_closing_table_says_what_the_summary_says(make_run) -> None:
     assert "1 update refused" in text
 
 
+def test_the_closing_table_tells_perplexity_and_rouge_of_text(make_run) -> None:
+    summary = summary_of(make_run())
+    test = summary["tasks"]["movie"]["final"]["test"]
+    test |= {"perplexity": 12.345, "rouge1": 0.5, "rouge2": 0.25, "rougeL": 0.4}
+    text = printed(closing_table(summary))
+    assert "movie writes: perplexity 12.35, ROUGE-1 0.500, ROUGE-2 0.250, ROUGE-L 0.400" in text
+    assert text.count("writes:") == 1
+
+
 def test_a_summary_without_scores_has_a_closing_table() -> None:
     table = closing_table({})
     assert cells(table, 0) == ["all", *["-"] * 8]
@@ -204,12 +214,18 @@ def test_an_unfinished_run_is_named_with_the_remedy(runs) -> None:
         comparison_rows({"local": runs[:3]})
 
 
-def test_the_comparison_is_printed_in_a_hundred_columns_with_the_best_in_bold(runs) -> None:
+def test_the_comparison_is_printed_in_eighty_columns_with_the_best_in_bold(runs) -> None:
     rows = comparison_rows(by_strategy(runs))
     table = comparison_table(rows)
-    assert "…" not in printed(table)
+    assert "…" not in printed(table, width=80)
     bold = [text.startswith("[bold]") for text in table.columns[2].cells]
     assert bold == [row.mean == max(other.mean or 0 for other in rows) for row in rows]
+
+
+def test_the_tasks_of_a_comparison_are_a_table_of_their_own(runs) -> None:
+    rows = comparison_rows(by_strategy(runs))
+    text = printed(tasks_table(rows), width=80)
+    assert all(f"{score:.3f}" in text for row in rows for score in row.tasks.values())
 
 
 def test_csv_holds_every_digit(runs) -> None:

@@ -23,7 +23,7 @@ def heads(*values):
 
 def after(name, updates, *, round=1, **words):
     strategy = find_strategy(name, StrategyOptions(**words))
-    _, start = strategy.aggregate(strategy.init(heads(0.0, 0.0)), updates, TWO, round=round)
+    start = strategy.aggregate(strategy.init(heads(0.0, 0.0)), updates, TWO, round=round).start
     return [float(start[client]["head.bias"]) for client in "ab"]
 
 

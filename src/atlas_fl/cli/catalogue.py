@@ -45,7 +45,7 @@ def _tasks() -> Lines:
 
     yield "task", "labels", "metric", "length", "note"
     for task in TASKS.values():
-        labels = "regression" if task.is_regression else str(task.num_labels)
+        labels = str(task.num_labels) if task.has_classes else "text" if task.writes else "regression"
         yield task.name, labels, task.metric, str(task.max_length), task.note
 
 

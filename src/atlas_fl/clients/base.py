@@ -5,7 +5,7 @@ many clients' data; deployed, a site holds the data of one client and gets one j
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, TypeAlias
 
@@ -19,11 +19,21 @@ from atlas_fl.types import Params, Split
 
 
 @dataclass(frozen=True, kw_only=True)
+class Prompts:
+    """Examples that a model writes something after, and what a person wrote there."""
+
+    encoded: Encoded
+    references: tuple[str, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
 class ClientTokens:
     """A client's own data, tokenised; it never leaves the site."""
 
     task: Task
     splits: Mapping[Split, Encoded]
+    prompts: Mapping[Split, Prompts] = field(default_factory=dict)
+    """For ROUGE, some of the held-out examples of a task with prompts."""
 
     @property
     def examples(self) -> int:

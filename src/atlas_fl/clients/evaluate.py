@@ -6,10 +6,12 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from atlas_fl.clients.base import Job, Site, Update
-from atlas_fl.clients.rows import forward, make_row
-from atlas_fl.tasks.metrics import scores
+from atlas_fl.clients.rows import chunks, forward, make_row
+from atlas_fl.clients.write import write
+from atlas_fl.tasks.metrics import rouge, scores, writing_scores
 from atlas_fl.types import Split
 
 
@@ -18,6 +20,8 @@ class EvaluateOptions:
     """Which split to score."""
 
     split: Split
+    new_tokens: int = 0
+    """Most tokens that are written after each of a client's prompts, for ROUGE; 0 writes nothing."""
 
 
 @torch.inference_mode()
@@ -28,37 +32,35 @@ def evaluate(jobs: Sequence[Job], site: Site) -> list[Update]:
     # Short examples first: equal lengths share one attention product.
     data = [site.data[job.client].splits[job.options.split] for job in jobs]
     orders = [np.argsort(own.lengths, kind="stable") for own in data]
-    for chunk in _chunks([own.lengths[order] for own, order in zip(data, orders, strict=True)], site.max_tokens):
+    for chunk in chunks([own.lengths[order] for own, order in zip(data, orders, strict=True)], site.max_tokens):
         parts = [data[k].take(orders[k][part]) for k, part in chunk]
         row = make_row(parts, device=site.backbone.device)
         clients = [jobs[k].params for k, _ in chunk]
         placed = [{key: t.to(site.backbone.device) for key, t in params.items()} for params in clients]
         with forward(row, placed, site) as logits:
-            for (k, _), own in zip(chunk, logits, strict=True):
-                outputs[k].append(own.cpu().numpy())
+            for (k, _), own, labels in zip(chunk, logits, row.labels, strict=True):
+                outputs[k].append((_judged(own, labels) if data[k].written is not None else own).cpu().numpy())
+    answered = [_answered(job, site) for job in jobs]
     seconds = (time.perf_counter() - began) / max(1, len(jobs))
     updates = []
     for k, job in enumerate(jobs):
-        metrics = scores(site.data[job.client].task, data[k].labels[orders[k]], np.concatenate(outputs[k]))
-        metrics = {**metrics, "seconds": seconds}
+        task, found = site.data[job.client].task, np.concatenate(outputs[k])
+        metrics = writing_scores(found) if task.writes else scores(task, data[k].labels[orders[k]], found)
+        metrics = {**metrics, **answered[k], "seconds": seconds}
         updates.append(Update(client=job.client, params=job.params, examples=len(data[k]), metrics=metrics))
     return updates
 
 
-def _chunks(lengths: Sequence[np.ndarray], max_tokens: int) -> list[list[tuple[int, slice]]]:
-    """Parts of every client's examples, client after client, with at most `max_tokens` tokens together."""
-    chunks: list[list[tuple[int, slice]]] = [[]]
-    room = max_tokens
-    for k, own in enumerate(lengths):
-        start = 0
-        while start < len(own):
-            fits = int(np.searchsorted(np.cumsum(own[start:]), room, side="right"))
-            if fits == 0 and chunks[-1]:
-                chunks.append([])
-                room = max_tokens
-                continue
-            fits = max(fits, 1)  # one example longer than the budget still has to be scored
-            chunks[-1].append((k, slice(start, start + fits)))
-            room -= int(own[start : start + fits].sum())
-            start += fits
-    return chunks
+def _judged(logits: Tensor, labels: Tensor) -> Tensor:
+    """(tokens, 2) float32: each token's loss in nats, and whether it is the likeliest. A vocabulary is not kept."""
+    loss = torch.nn.functional.cross_entropy(logits, labels, reduction="none")
+    return torch.stack([loss, (logits.argmax(-1) == labels).to(loss.dtype)], dim=1)
+
+
+def _answered(job: Job, site: Site) -> dict[str, float]:
+    """ROUGE of what the model writes after its client's prompts; nothing where there are none or none is asked for."""
+    options: EvaluateOptions = job.options
+    prompts = site.data[job.client].prompts.get(options.split)
+    if prompts is None or not options.new_tokens:
+        return {}
+    return rouge(prompts.references, write(prompts.encoded, job.params, site, new_tokens=options.new_tokens))

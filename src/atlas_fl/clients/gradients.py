@@ -11,8 +11,7 @@ from torch.func import functional_call
 from atlas_fl.clients.base import Job, Site
 from atlas_fl.clients.rows import Row, make_row
 from atlas_fl.clients.train import TrainOptions, example_loss, positions
-from atlas_fl.models.backbone import Backbone, features, layer_of
-from atlas_fl.models.family import apply_head
+from atlas_fl.models.backbone import Backbone, features, layer_of, logits_of
 from atlas_fl.rng import generator
 from atlas_fl.tree import head_keys
 from atlas_fl.types import Params
@@ -21,7 +20,7 @@ from atlas_fl.types import Params
 def batch_gradients(
     job: Job, site: Site, *, half: int, blocks: int, count: int, most: int | None = None
 ) -> Iterator[tuple[Tensor, dict[str, Tensor]]]:
-    """(loss, gradients) of `count` batches of one half: the matrices of the last `blocks` blocks, and the head.
+    """(loss, gradients) of `count` batches of one half: the matrices of the last `blocks` blocks, and its head.
 
     The blocks below need no gradient and record nothing, so that only what is needed is computed.
     Evaluation mode, no dropout; the job's own adapters are not attached: this is the shared initialisation.
@@ -51,8 +50,8 @@ class _Gradient(torch.nn.Module):
     def forward(self, row: Row, leaves: Params, head: Params) -> tuple[Tensor, dict[str, Tensor]]:
         backbone = self._site.backbone
         with self._site.autocast(scaled=False):
-            pooled = features(backbone, row.ids, row.types, row.layout)
-            loss = example_loss(apply_head(backbone.family, head, pooled).float(), row.labels[0])
+            pooled = features(backbone, row.ids, row.types, row.layout, reads=row.reads)
+            loss = example_loss(logits_of(backbone, head, pooled).float(), row.labels[0])
         wanted = {**leaves, **head}
         gradient = torch.autograd.grad(loss, list(wanted.values()))
         return loss.detach(), dict(zip(wanted, gradient, strict=True))

@@ -10,11 +10,11 @@ from torch import Tensor
 
 from atlas_fl.clients.base import Site
 from atlas_fl.lora.packed import Adapters, MaskOf, Segment, attached
-from atlas_fl.models.backbone import features
-from atlas_fl.models.family import apply_head
+from atlas_fl.models.backbone import features, logits_of
 from atlas_fl.models.packing import Layout, make_layout
 from atlas_fl.models.tokens import Encoded
 from atlas_fl.rng import torch_generator
+from atlas_fl.tree import head_keys
 from atlas_fl.types import Params
 
 
@@ -24,24 +24,38 @@ class Row:
 
     ids: Tensor  # (tokens,) int64
     types: Tensor  # (tokens,) int64
-    labels: tuple[Tensor, ...]  # of every client, (examples,)
+    labels: tuple[Tensor, ...]  # of every client, (examples,), or (tokens to be written,)
     layout: Layout
     segments: tuple[Segment, ...]  # tokens of every client
-    pooled: tuple[Segment, ...]  # sequences of every client
-    counts: tuple[int, ...]  # examples of every client
+    pooled: tuple[Segment, ...]  # what is read of every client: its sequences, or its tokens to be written
+    counts: tuple[int, ...]  # how many these are
+    reads: Tensor | None = None  # (reads,) int64, where they lie; None where all are the sequences' pooled tokens
 
 
 def make_row(batches: Sequence[Encoded], *, device: torch.device) -> Row:
     """One row of these batches, a client each."""
+    segments = _segments([int(batch.offsets[-1]) for batch in batches])
+    counts = [len(batch) if batch.written is None else int(batch.written.sum()) for batch in batches]
+    labels = [batch.labels if batch.written is None else batch.ids[batch.written] for batch in batches]
+    reads = None
+    if any(batch.written is not None for batch in batches):
+        places = [_reads(batch) + own.start for batch, own in zip(batches, segments, strict=True)]
+        reads = torch.from_numpy(np.concatenate(places)).to(device)
     return Row(
         ids=torch.from_numpy(np.concatenate([batch.ids for batch in batches])).to(device),
         types=torch.from_numpy(np.concatenate([batch.types for batch in batches])).to(device),
-        labels=tuple(torch.from_numpy(batch.labels).to(device) for batch in batches),
+        labels=tuple(torch.from_numpy(own).to(device) for own in labels),
         layout=make_layout(np.concatenate([batch.lengths for batch in batches]).tolist(), device=device),
-        segments=_segments([int(batch.offsets[-1]) for batch in batches]),
-        pooled=_segments([len(batch) for batch in batches]),
-        counts=tuple(len(batch) for batch in batches),
+        segments=segments,
+        pooled=_segments(counts),
+        counts=tuple(counts),
+        reads=reads,
     )
+
+
+def _reads(batch: Encoded) -> np.ndarray:
+    """The token before each one that is to be written, or the last of every sequence: a causal model's pooled token."""
+    return batch.offsets[1:] - 1 if batch.written is None else np.flatnonzero(batch.written) - 1
 
 
 def _segments(sizes: Sequence[int]) -> tuple[Segment, ...]:
@@ -51,19 +65,39 @@ def _segments(sizes: Sequence[int]) -> tuple[Segment, ...]:
 
 @contextmanager
 def forward(row: Row, clients: Sequence[Params], site: Site, *, mask: MaskOf | None = None) -> Iterator[list[Tensor]]:
-    """Every client's logits on its own examples, (examples, labels) in float32.
+    """Every client's logits on its own examples, (examples, labels), or (tokens to be written, vocabulary); float32.
 
     A context, because a checkpointed backward pass runs the layers again and must find the adapters in place.
     """
     adapters = Adapters(clients=clients, segments=row.segments, pooled=row.pooled, scale=site.scale, mask=mask)
     with attached(site.modules, adapters):
         with site.autocast():
-            pooled = features(site.backbone, row.ids, row.types, row.layout)
+            pooled = features(site.backbone, row.ids, row.types, row.layout, reads=row.reads)
             logits = []
             for k, (params, own) in enumerate(zip(clients, torch.split(pooled, list(row.counts)), strict=True)):
-                drop = None if mask is None else mask(k, "head", (own.shape[0], own.shape[1]))
-                logits.append(apply_head(site.backbone.family, params, own if drop is None else own * drop).float())
+                # The model's own output embedding is frozen and takes its input whole, as the stock model's does.
+                drop = None if mask is None or not head_keys(params) else mask(k, "head", (own.shape[0], own.shape[1]))
+                logits.append(logits_of(site.backbone, params, own if drop is None else own * drop).float())
         yield logits
+
+
+def chunks(lengths: Sequence[np.ndarray], max_tokens: int) -> list[list[tuple[int, slice]]]:
+    """Parts of every client's examples, client after client, with at most `max_tokens` tokens together."""
+    found: list[list[tuple[int, slice]]] = [[]]
+    room = max_tokens
+    for k, own in enumerate(lengths):
+        start = 0
+        while start < len(own):
+            fits = int(np.searchsorted(np.cumsum(own[start:]), room, side="right"))
+            if fits == 0 and found[-1]:
+                found.append([])
+                room = max_tokens
+                continue
+            fits = max(fits, 1)  # one example longer than the budget still has to be scored
+            found[-1].append((k, slice(start, start + fits)))
+            room -= int(own[start : start + fits].sum())
+            start += fits
+    return found
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -88,7 +88,10 @@ def batches(data: Encoded, job: Job) -> Iterator[Encoded]:
 
 
 def example_loss(logits: Tensor, labels: Tensor) -> Tensor:
-    """Mean cross-entropy, or mean squared error where one output meets real numbers."""
+    """Mean cross-entropy, or mean squared error where one output meets real numbers.
+
+    Of text it is the mean over all the batch's tokens that are to be written, as in transformers' causal models.
+    """
     if labels.is_floating_point():
         return nn.functional.mse_loss(logits[:, 0], labels)
     return nn.functional.cross_entropy(logits, labels)

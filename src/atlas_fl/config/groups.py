@@ -14,8 +14,8 @@ class DataConfig:
     tasks: tuple[str, ...] = ("movie", "trec", "pairs")
     """Tasks of the federation (`atlas list tasks`)."""
     task: tuple[str, ...] = ()
-    """Your own csv, jsonl or parquet: `name=path`, then as needed text=, pair= and label= (columns) and metric=, with
-    commas between; may be repeated."""
+    """Your own csv, jsonl or parquet: `name=path`, then as needed text=, pair= and label= (columns) and metric=, or
+    text= and target= for text that is to be written; commas between; may be repeated."""
     clients_per_task: int = 3
     """Clients that share each task."""
     samples: int = 200
@@ -35,6 +35,10 @@ class DataConfig:
     device: tuple[str, ...] = ()
     """A profile of your own: `name=memory_gb=3,gflops=50,up_mbps=5,down_mbps=20,latency_ms=60,max_rank=8`; may be
     repeated."""
+    rouge_examples: int = 16
+    """Most held-out prompts of a split that a client answers after the last round, for ROUGE; 0 for none."""
+    new_tokens: int = 32
+    """Most tokens of such an answer."""
     data_dir: str | None = None
     """A directory that holds data sets which would else come from the hub or its cache."""
     shuffle_labels: bool = False
@@ -136,7 +140,7 @@ class RanksConfig:
     """Phase 2: LoRA ranks per layer and client."""
 
     ranks: str = "budget"
-    """`budget`, `greedy`, `uniform`, or one rank for every layer and client."""
+    """`budget`, `greedy`, `matched` (to the bytes of uniform), `uniform`, or one rank for every layer and client."""
     candidates: tuple[int, ...] = (4, 8, 16, 32, 64)
     """Ranks that a layer may have."""
     importance: Literal["gradient", "rngwp"] = "gradient"

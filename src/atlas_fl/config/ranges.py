@@ -34,6 +34,8 @@ RANGES: Mapping[str, Range] = {
     "test_samples": ONE_OR_MORE,
     "dirichlet_alpha": POSITIVE,
     "max_length": Range("at least 4", lambda value: value >= 4),  # two special tokens take half of that
+    "rouge_examples": ZERO_OR_MORE,
+    "new_tokens": ONE_OR_MORE,
     "lora_alpha": POSITIVE,
     "dropout": BELOW_ONE,
     "rounds": ONE_OR_MORE,
@@ -93,5 +95,6 @@ def check_ranges(config: Config) -> None:
 
 
 def _is_usable(number: Any) -> bool:
-    # Beyond 10^15 a float no longer holds every whole number, and no setting means anything there; NaN is not below it.
+    # Beyond 10^15 a float no longer holds every whole number, and no setting means anything there.
+    # NaN and infinity fail the comparison too, and unlike `math.isfinite` it takes whole numbers of any size.
     return bool(abs(number) <= LARGEST)

@@ -55,7 +55,8 @@ def _check_data(data: DataConfig) -> None:
 
 
 def _check_clusters(config: Config) -> None:
-    clients = (len(config.data.tasks) + len(config.data.task)) * config.data.clients_per_task
+    tasks = {*config.data.tasks, *(own.partition("=")[0] for own in config.data.task)}
+    clients = len(tasks) * config.data.clients_per_task
     wanted = config.clustering.clusters
     if wanted not in ("auto", "oracle") and not 1 <= (whole_number(wanted) or 0) <= clients:
         raise mistake("--clusters", wanted, f"auto, oracle, or a number from 1 to {clients}, the number of clients")

@@ -54,6 +54,10 @@ def _layout(signature: Signature) -> tuple[bytes, tuple[str, ...]]:
     return len(text).to_bytes(8, "little") + text, tuple(header)
 
 
+def _signature(params: Params) -> Signature:
+    return tuple([(name, tensor.dtype, tensor.shape) for name, tensor in params.items()])
+
+
 def _bytes_of(tensor: torch.Tensor) -> memoryview:
     """The values of a tensor as one contiguous buffer, without a copy where they already lie so on the CPU."""
     if tensor.dtype is torch.bfloat16:  # unknown to NumPy
@@ -64,10 +68,16 @@ def _bytes_of(tensor: torch.Tensor) -> memoryview:
 
 def parts(params: Params) -> Iterator[Piece]:
     """The encoded tensors piece by piece, header first, so that no second copy of them has to be held."""
-    header, order = _layout(tuple([(name, tensor.dtype, tensor.shape) for name, tensor in params.items()]))
+    header, order = _layout(_signature(params))
     yield header
     for name in order:
         yield _bytes_of(params[name])
+
+
+def encoded_size(params: Params) -> int:
+    """How long `encode(params)` is, in bytes, without encoding: the header, and what every tensor takes."""
+    header, _ = _layout(_signature(params))
+    return len(header) + sum(tensor.nbytes for tensor in params.values())
 
 
 def encode(params: Params) -> bytes:

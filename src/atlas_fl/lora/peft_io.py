@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from atlas_fl.errors import ModelError
 from atlas_fl.models.family import Family, saved_modules
-from atlas_fl.tree import HEAD, LORA_A, LORA_B, lora_modules, ranks
+from atlas_fl.tree import HEAD, LORA_A, LORA_B, head_keys, lora_modules, ranks
 from atlas_fl.types import Params
 
 WEIGHTS, SETTINGS = "adapter_model.safetensors", "adapter_config.json"
@@ -45,13 +45,15 @@ def export_adapter(
 ) -> None:
     """Write one client's model as a PEFT folder that `PeftModel.from_pretrained` loads onto the stock classifier.
 
-    Ranks per module go into `rank_pattern` and `alpha_pattern`, with alpha = scale * rank.
+    A client without a head writes text: its folder is for the stock causal language model. Ranks per module go into
+    `rank_pattern` and `alpha_pattern`, with alpha = scale * rank.
     """
     by_module = ranks(params)
     names = {module: f"{family.prefix}.{module}" for module in by_module}
     most = max(by_module.values())
+    classifies = bool(head_keys(params))
     config = LoraConfig(
-        task_type="SEQ_CLS",
+        task_type="SEQ_CLS" if classifies else "CAUSAL_LM",
         base_model_name_or_path=base,
         inference_mode=True,
         r=most,
@@ -60,7 +62,7 @@ def export_adapter(
         target_modules=sorted(names.values()),
         rank_pattern={names[module]: rank for module, rank in by_module.items()},
         alpha_pattern={names[module]: _whole(scale(rank) * rank) for module, rank in by_module.items()},
-        modules_to_save=saved_modules(family),
+        modules_to_save=saved_modules(family) if classifies else None,
         fan_in_fan_out=family.conv1d,
     )
     folder.mkdir(parents=True, exist_ok=True)

@@ -10,10 +10,12 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.pytorch_utils import Conv1D
 
 from atlas_fl.errors import ModelError
-from atlas_fl.models.family import Family
+from atlas_fl.models.family import Family, apply_head
 from atlas_fl.models.packing import Layout
 from atlas_fl.models.registry import Source
 from atlas_fl.models.shape import ModelShape
+from atlas_fl.tree import head_keys
+from atlas_fl.types import Params
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -25,6 +27,8 @@ class Backbone:
     model: PreTrainedModel
     tokenizer: PreTrainedTokenizerBase
     family: Family
+    vocabulary: Tensor | None = None
+    """(tokens, hidden), the frozen output embedding of a model that writes text; not loaded where none is written."""
 
     @property
     def hidden(self) -> int:
@@ -47,16 +51,24 @@ class Backbone:
     @property
     def num_parameters(self) -> int:
         """Frozen parameters."""
-        return sum(parameter.numel() for parameter in self.model.parameters())
+        return sum(tensor.numel() for tensor in self.frozen.values())
+
+    @property
+    def frozen(self) -> dict[str, Tensor]:
+        """Every frozen tensor by its stock name; an output embedding that is tied to the input's is there once."""
+        named = dict(self.model.named_parameters())
+        if self.vocabulary is None or any(self.vocabulary is tensor for tensor in named.values()):
+            return named
+        return {**named, "lm_head.weight": self.vocabulary}
 
 
-def features(backbone: Backbone, ids: Tensor, types: Tensor, layout: Layout) -> Tensor:
-    """What the head reads of every sequence in the row: (sequences, hidden).
+def features(backbone: Backbone, ids: Tensor, types: Tensor, layout: Layout, *, reads: Tensor | None = None) -> Tensor:
+    """What the head reads of the row: (reads, hidden), or (sequences, hidden) of every sequence's pooled token.
 
-    `ids` and `types` are (tokens,) int64.
+    `ids` and `types` are (tokens,) int64, `reads` (reads,) int64 places in the row.
     """
     family, model = backbone.family, backbone.model
-    pick = layout.starts if family.pool == "first" else layout.ends
+    pick = (layout.starts if family.pool == "first" else layout.ends) if reads is None else reads
     first = family.first_position(int(model.config.pad_token_id))
     inputs = {"input_ids": ids[None], "position_ids": layout.position_ids[None] + first}
     if family.token_types:
@@ -70,6 +82,14 @@ def features(backbone: Backbone, ids: Tensor, types: Tensor, layout: Layout) -> 
         pooled = model.get_submodule(family.pooler)(pooled[:, None])  # it reads the first token of each row
     out: Tensor = pooled
     return out
+
+
+def logits_of(backbone: Backbone, params: Params, read: Tensor) -> Tensor:
+    """Logits (reads, labels) by the client's own head, or (reads, vocabulary) by the model's where it has none."""
+    if head_keys(params):
+        return apply_head(backbone.family, params, read)
+    assert backbone.vocabulary is not None, "a model that writes is loaded with its output embedding"
+    return nn.functional.linear(read, backbone.vocabulary)
 
 
 @contextmanager
@@ -132,7 +152,7 @@ def model_shape(backbone: Backbone, modules: Mapping[str, nn.Module]) -> ModelSh
     for name, module in modules.items():
         layers[layer_of(backbone, name)].append(module_dims(module))
     block_bytes = tuple(sum(p.numel() * p.element_size() for p in block.parameters()) for block in blocks)
-    total = sum(p.numel() * p.element_size() for p in backbone.model.parameters())
+    total = sum(p.numel() * p.element_size() for p in backbone.frozen.values())
     inner = next(
         (width for key in ("intermediate_size", "hidden_dim", "n_inner") if (width := getattr(config, key, None))),
         4 * backbone.hidden,
@@ -145,4 +165,5 @@ def model_shape(backbone: Backbone, modules: Mapping[str, nn.Module]) -> ModelSh
         block_bytes=block_bytes,
         block_params=tuple(sum(p.numel() for p in block.parameters()) for block in blocks),
         embedding_bytes=total - sum(block_bytes),
+        vocabulary=0 if backbone.vocabulary is None else backbone.vocabulary.shape[0],
     )

@@ -54,9 +54,16 @@ class Family:
     narrow: str | None = None
     """A module of the last block that takes (attended, residual): from there on only pooled tokens are computed."""
 
+    @property
+    def causal(self) -> bool:
+        """Whether a token sees only those before it, so that the last speaks for all and the model can write text."""
+        return self.pool == "last"
+
 
 def head_shapes(family: Family, *, hidden: int, num_labels: int) -> dict[str, tuple[int, ...]]:
-    """Shapes of the head's tensors by name, `head.<stock name>`."""
+    """Shapes of the head's tensors by name, `head.<stock name>`; none where text is written instead of labels."""
+    if num_labels == 0:
+        return {}
     shapes: dict[str, tuple[int, ...]] = {}
     for layer in family.head:
         width = num_labels if layer is family.head[-1] else hidden
@@ -128,6 +135,13 @@ FAMILIES: Mapping[str, Family] = {
         ),
         Family(
             model_type="llama",
+            prefix="model",
+            blocks="layers",
+            pool="last",
+            head=(Dense(name="score", bias=False),),
+        ),
+        Family(
+            model_type="mistral",
             prefix="model",
             blocks="layers",
             pool="last",

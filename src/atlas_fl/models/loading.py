@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from transformers import AutoConfig, AutoModel, AutoTokenizer, PreTrainedModel
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from transformers.utils import logging as hf_logging
 
 from atlas_fl.errors import ModelError
@@ -18,30 +18,40 @@ from atlas_fl.models.registry import Source, hub_answers, locate
 from atlas_fl.rng import torch_generator
 
 
-def load_backbone(name: str, *, device: str = "cpu", gradient_checkpointing: bool = False) -> Backbone:
-    """The frozen backbone of this alias, hub name or directory.
+def load_backbone(
+    name: str, *, device: str = "cpu", gradient_checkpointing: bool = False, writes: bool = False
+) -> Backbone:
+    """The frozen backbone of this alias, hub name or directory; with its output embedding if it `writes` text.
 
-    Raises `ModelError` when the files are not to be had or the architecture is not known.
+    Raises `ModelError` when the files are not to be had, the architecture is not known or cannot write.
     """
     register_packed_attention()
     source, family = find_family(name)
+    if writes and not family.causal:
+        raise ModelError(_cannot_write(name, family))
     # Loading draws what files lack from the global generator, which is not ours to move.
     with _readable(name, source), _no_bars(), torch.random.fork_rng(devices=[]):
         tokenizer = AutoTokenizer.from_pretrained(source.path, **_how(source))
-        model, found = AutoModel.from_pretrained(
+        loaded, found = (AutoModelForCausalLM if writes else AutoModel).from_pretrained(
             source.path,
             attn_implementation=PACKED,
             dtype=torch.float32,
             output_loading_info=True,
             **_how(source),
         )
-    _draw_pooler(name, model, family, sorted(found["missing_keys"]))
+    _draw_pooler(name, loaded, family, sorted(found["missing_keys"]))
+    model = loaded.base_model
+    # A packed row holds no padding, but GPT-2 would warn of one that ends with the token that it pads with.
+    model.warn_if_padding_and_no_attention_mask = lambda *_: None
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token
     model.config.pad_token_id = tokenizer.pad_token_id
     model.config.use_cache = False
-    model = model.to(device).requires_grad_(False).eval()
-    backbone = Backbone(name=name, source=source, model=model, tokenizer=tokenizer, family=family)
+    loaded = loaded.to(device).requires_grad_(False).eval()
+    vocabulary = loaded.get_output_embeddings().weight if writes else None
+    backbone = Backbone(
+        name=name, source=source, model=model, tokenizer=tokenizer, family=family, vocabulary=vocabulary
+    )
     if gradient_checkpointing:
         _checkpoint_blocks(backbone)
     return backbone
@@ -116,6 +126,14 @@ def _family(name: str, model_type: str) -> Family:
             " choose one of these or add a Family in models/family.py"
         )
     return FAMILIES[model_type]
+
+
+def _cannot_write(name: str, family: Family) -> str:
+    able = ", ".join(sorted(kind for kind, known in FAMILIES.items() if known.causal))
+    return (
+        f"model {name!r} has the architecture {family.model_type!r}, which cannot write text, as a task with target="
+        f" asks; choose a model of {able}, such as --model gpt2"
+    )
 
 
 def _not_found(name: str, source: Source, error: Exception) -> str:

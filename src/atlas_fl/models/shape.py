@@ -21,6 +21,8 @@ class ModelShape:
     """Frozen parameters of every block."""
     embedding_bytes: int
     """Frozen bytes of the embeddings and of what stands outside the blocks."""
+    vocabulary: int = 0
+    """Tokens that are told apart where text is written; 0 where none is."""
 
     @property
     def num_layers(self) -> int:

@@ -97,7 +97,7 @@ def assign(
 
 
 def _difficulty(client: ClientData) -> float:
-    """How far guessing is from right: one less the share of the most frequent label; one for a regression."""
+    """How far guessing is from right: one less the share of the most frequent label; one without classes."""
     return 1.0 - (majority(client.train) or 0.0)
 
 
@@ -110,12 +110,14 @@ def _fractions(assembly: Assembly) -> Fractions | None:
 
 def _step(assembly: Assembly, client: ClientData) -> Step:
     """The client's heaviest step: as many of its longest examples as a batch holds."""
-    lengths = np.sort(_train(assembly, client).lengths)[::-1]
+    size, data = assembly.config.training.batch_size, _train(assembly, client)
+    lengths, written = (np.sort(counts)[::-1] for counts in (data.lengths, data.predictions))
     head = assembly.start(client, (1,) * assembly.shape.num_layers)
     return Step(
-        tokens=int(lengths[: assembly.config.training.batch_size].sum()),
+        tokens=int(lengths[:size].sum()),
         head_params=num_values({key: head[key] for key in head_keys(head)}),
         checkpointing=assembly.config.model.gradient_checkpointing,
+        logits=int(written[:size].sum()) * assembly.shape.vocabulary,
     )
 
 
@@ -127,16 +129,18 @@ def _fit(
     assembly: Assembly, client: ClientData, device: Device, assignment: Assignment, step: Step, *, communicates: bool
 ) -> dict[str, Any]:
     share = assembly.config.mixing.share if communicates else ()
-    lengths = _train(assembly, client).lengths.astype(np.float64)
+    epochs, data = assembly.config.training.local_epochs, _train(assembly, client)
+    lengths = data.lengths.astype(np.float64)
     prediction = predict_round(
         assembly.shape,
         device,
         ranks=assignment.ranks,
         step=step,
-        tokens=int(lengths.sum()) * assembly.config.training.local_epochs,
+        tokens=int(lengths.sum()) * epochs,
         length=float((lengths**2).sum() / lengths.sum()),
         share=share,
         overhead_bytes=_overhead(assembly, client, assignment, share),
+        logits=int(data.predictions.sum()) * assembly.shape.vocabulary * epochs,
     )
     return {
         "ranks": assignment.ranks,

@@ -45,17 +45,18 @@ def message_bytes(
     return VALUE_BYTES * sum(by_part[part] for part in share)
 
 
-def training_flops(shape: ModelShape, ranks: Sequence[int], *, tokens: int, length: float) -> float:
+def training_flops(shape: ModelShape, ranks: Sequence[int], *, tokens: int, length: float, logits: int = 0) -> float:
     """Operations to train the first `len(ranks)` blocks on `tokens` real tokens in sequences of mean `length`.
 
     A frozen weight takes 2 operations forward and 2 backward (the gradient of its input alone); a LoRA weight 2 forward
-    and 4 backward; attention 4 * length * hidden forward and twice that backward. Heads and embeddings are left out.
+    and 4 backward; attention 4 * length * hidden forward and twice that backward. Heads and embeddings are left out,
+    except where text is written: each of its `logits` (tokens times vocabulary) takes 4 * hidden.
     `length` is the mean over tokens, that is sum(l^2) / sum(l) for sequences of length l.
     """
     frozen = 4 * sum(shape.block_params[: len(ranks)])
     adapters = 6 * message_bytes(shape, ranks, share=("A", "B")) // VALUE_BYTES
     attention = 12 * length * shape.hidden * len(ranks)
-    return float(tokens * (frozen + adapters + attention))
+    return float(tokens * (frozen + adapters + attention) + 4 * shape.hidden * logits)
 
 
 def predict_round(
@@ -68,16 +69,18 @@ def predict_round(
     length: float,
     share: Collection[str] = SHARED,
     overhead_bytes: int = 0,
+    logits: int = 0,
 ) -> Prediction:
     """Bytes, seconds and memory of a round in which the client trains on `tokens` tokens, all epochs together.
 
     `share` is what travels each way (nothing for a client that trains alone); `overhead_bytes` what the encoding adds
-    to a message (names, shapes). `length` is as in `training_flops`. What the client trains travels both ways, at the
-    client's own ranks; of a client that holds only the first `step.blocks` blocks, those alone count.
+    to a message (names, shapes). `length` and `logits` are as in `training_flops`. What the client trains
+    travels both ways, at the client's own ranks; of a client that holds only the first `step.blocks` blocks, those
+    alone count.
     """
     held = ranks[: shape.num_layers if step.blocks is None else step.blocks]
     size = message_bytes(shape, held, share=share, head_params=step.head_params) + overhead_bytes if share else 0
-    flops = training_flops(shape, held, tokens=tokens, length=length)
+    flops = training_flops(shape, held, tokens=tokens, length=length, logits=logits)
     up, down = size / device.up_bytes_per_second, size / device.down_bytes_per_second
     return Prediction(
         up_bytes=size,

@@ -11,16 +11,11 @@ from rich.table import Table
 from atlas_fl.report.compare import ComparisonRow
 from atlas_fl.report.words import EMPTY, add_columns, human_bytes, new_table, number, seconds
 
-MOST_TASKS = 4
-"""Tasks above which their columns would make the table too wide for a screen; CSV and LaTeX have them all."""
-
 
 def comparison_table(rows: Sequence[ComparisonRow], *, title: str = "Comparison") -> Table:
-    """One row a group; the best mean and the best worst client are bold."""
+    """One row a group, in eighty columns; the best mean and the best worst client are bold."""
     table = new_table(title)
-    tasks = _tasks(rows) if len(_tasks(rows)) <= MOST_TASKS else []
-    gains = ["gain over\nlocal", "over\nmajority"]
-    add_columns(table, ["run"], ["seeds", "mean", "std", "worst\nclient", *gains, *tasks, "bytes", "time"])
+    add_columns(table, ["run"], ["seeds", "mean", "std", "worst\nclient", "gain over\nlocal", "bytes", "time"])
     best = {name: max((_value(row, name) for row in rows), default=0.0) for name in ("mean", "worst")}
     for row in rows:
         table.add_row(
@@ -30,12 +25,20 @@ def comparison_table(rows: Sequence[ComparisonRow], *, title: str = "Comparison"
             number(row.std, 3),
             _bold(number(row.worst, 3), _value(row, "worst") == best["worst"]),
             number(row.gain_over_local, 3, sign=True),
-            number(row.gain_over_majority, 3, sign=True),
-            *(number(row.tasks.get(task), 3) for task in tasks),
             human_bytes(row.bytes_up + row.bytes_down),
             EMPTY if row.seconds is None else seconds(row.seconds),
         )
     table.caption = "test scores of the tasks' own metrics; std over seeds of the mean over clients"
+    return table
+
+
+def tasks_table(rows: Sequence[ComparisonRow]) -> Table:
+    """One row a group: the gain over guessing the majority class, and the mean score of every task."""
+    table, tasks = new_table("By task"), _tasks(rows)
+    add_columns(table, ["run"], ["gain over\nmajority", *tasks])
+    for row in rows:
+        gain = number(row.gain_over_majority, 3, sign=True)
+        table.add_row(escape(row.name), gain, *(number(row.tasks.get(task), 3) for task in tasks))
     return table
 
 

@@ -10,10 +10,12 @@ from typing import Any
 from rich.markup import escape
 from rich.table import Table
 
+from atlas_fl.io.scores import WRITTEN
 from atlas_fl.report.compare import ComparisonRow as ComparisonRow
 from atlas_fl.report.compare import by_strategy as by_strategy
 from atlas_fl.report.compare import comparison_rows as comparison_rows
 from atlas_fl.report.export import comparison_table as comparison_table
+from atlas_fl.report.export import tasks_table as tasks_table
 from atlas_fl.report.export import to_csv as to_csv
 from atlas_fl.report.export import to_latex as to_latex
 from atlas_fl.report.words import EMPTY, add_columns, cluster_name, human_bytes, new_table, number, percent, seconds
@@ -173,7 +175,7 @@ def _closing_cells(group: Mapping[str, Any]) -> list[str]:
 def _closing_caption(summary: Mapping[str, Any]) -> str:
     """Bytes with the reduction, time, peak memory, devices, refused updates: a line each, where they are known."""
     sent, memory = summary.get("bytes") or {}, summary.get("memory") or {}
-    lines = []
+    lines = [_written(task, group) for task, group in (summary.get("tasks") or {}).items() if _has_written(group)]
     if "total" in sent:
         saved = (sent.get("full_model") or {}).get("reduction")
         than = "" if saved is None else f", {percent(saved)} less than the whole model in every round"
@@ -200,6 +202,22 @@ def _range(shares: Sequence[float]) -> str:
     """
     least, most = percent(min(shares)), percent(max(shares))
     return least if least == most else f"{least} to {most}"
+
+
+def _test_scores(group: Mapping[str, Any]) -> Mapping[str, Any]:
+    scores: Mapping[str, Any] = (group.get("final") or {}).get("test") or {}
+    return scores
+
+
+def _has_written(group: Mapping[str, Any]) -> bool:
+    return "perplexity" in _test_scores(group)
+
+
+def _written(task: str, group: Mapping[str, Any]) -> str:
+    """Final test perplexity of a task that writes text and, where it has prompts, ROUGE; `final` is its accuracy."""
+    test = _test_scores(group)
+    found = [f"{kind.replace('rouge', 'ROUGE-')} {number(test[kind], 3)}" for kind in WRITTEN[1:] if kind in test]
+    return ", ".join([f"{escape(task)} writes: perplexity {number(test['perplexity'], 2)}", *found])
 
 
 def _verdict(clustering: Mapping[str, Any]) -> str:

@@ -1,6 +1,6 @@
 """A strategy: a frozen pair of functions, and the one way in which every rule of this package is applied."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol, TypeAlias, runtime_checkable
 
@@ -68,13 +68,23 @@ class StrategyOptions:
     """LoRA scale s of a rank."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class Aggregated:
+    """What one server step gives."""
+
+    state: State
+    """What the rule remembers."""
+    start: ByClient
+    """What every client starts the next round with."""
+    discarded: Mapping[str, float]
+    """By client, the share of its mixed update's squared norm that its ranks could not hold (product space; else 0)."""
+
+
 @runtime_checkable
 class Aggregate(Protocol):
     """One server step: a pure function of the state, the updates of who took part, and the federation."""
 
-    def __call__(
-        self, state: State, updates: ByClient, federation: Federation, *, round: int
-    ) -> tuple[State, ByClient]:
+    def __call__(self, state: State, updates: ByClient, federation: Federation, *, round: int) -> Aggregated:
         """The new state, and what every client starts the next round with."""
 
 
@@ -179,10 +189,10 @@ def mixing_strategy(
     def matrices(federation: Federation, present: Sequence[bool], *, round: int) -> Matrices:
         return matrices_for(rule, federation, present, eta=eta(round), layer_weighting=weighting)
 
-    def aggregate(state: State, updates: ByClient, federation: Federation, *, round: int) -> tuple[State, ByClient]:
+    def aggregate(state: State, updates: ByClient, federation: Federation, *, round: int) -> Aggregated:
         models = held(state, updates)
         found = matrices(federation, [client in updates for client in federation.clients], round=round)
-        start = mix(
+        mixed = mix(
             models,
             found,
             clients=federation.clients,
@@ -190,8 +200,8 @@ def mixing_strategy(
             space=options.space,
             align=options.align,
             scale=options.scale,
-        ).by_client
-        return start, start
+        )
+        return Aggregated(state=mixed.by_client, start=mixed.by_client, discarded=mixed.discarded)
 
     return Strategy(
         name=name,

@@ -35,7 +35,7 @@ class ClientData:
 
 
 def majority(rows: Rows) -> float | None:
-    """The accuracy of always saying the most frequent class of these rows; None for a regression."""
+    """The accuracy of always saying the most frequent class of these rows; None where there are no classes."""
     if not np.issubdtype(rows.label.dtype, np.integer):
         return None
     return float(np.bincount(rows.label).max() / len(rows))
@@ -57,8 +57,8 @@ def make_clients(
     """`clients_per_task` clients of every task, in the order of the tasks; no row is given to two of them.
 
     A client's validation and test rows come in the class mix of its training rows. `shuffle_labels` permutes the
-    training labels inside each client and nothing else. A `ConfigError` names a setting that is out of range, a
-    `DataError` a task whose rows do not suffice.
+    training labels, or what is to be written after the prompts, inside each client and nothing else. A `ConfigError`
+    names a setting that is out of range, a `DataError` a task whose rows do not suffice.
     """
     sizes: dict[Split, int] = {"train": samples, "validation": validation_samples, "test": test_samples}
     _check_settings(clients_per_task, sizes, partition, dirichlet_alpha)
@@ -91,7 +91,7 @@ def _partitioned(
     alpha: float,
     seed: int,
 ) -> dict[Split, list[Labels]]:
-    edges = bin_edges(data.train.label) if task.is_regression else None
+    edges = None if task.has_classes else bin_edges(data.train.label)
     classes = {split: strata(_rows(data, split).label, edges=edges) for split in sizes}
     num_classes = task.num_labels if edges is None else len(edges) + 1
     prior = np.bincount(classes["train"], minlength=num_classes) / len(data.train)
@@ -99,7 +99,7 @@ def _partitioned(
     mixes, train_sizes = PARTITIONS[partition](prior, num_clients, sizes["train"], alpha, rng)
     rngs = {split: generator(seed, "deal", task.name, split) for split in sizes}
     try:
-        train = deal(classes["train"], mixes, train_sizes, rng=rngs["train"], two_classes=not task.is_regression)
+        train = deal(classes["train"], mixes, train_sizes, rng=rngs["train"], two_classes=task.has_classes)
     except DataError as error:
         raise DataError(f"task {task.name!r}: {error}") from error
     # Where a class ran out, the held-out rows follow what the client got and not what it was meant to get.
@@ -144,4 +144,12 @@ def _together(data: TaskData, parts: Mapping[Split, list[Labels]], split: Split)
 
 def _with_shuffled_labels(client: ClientData, seed: int) -> ClientData:
     order = generator(seed, "shuffle", client.name).permutation(len(client.train))
-    return replace(client, train=replace(client.train, label=client.train.label[order]))
+    if not client.task.writes:
+        return replace(client, train=replace(client.train, label=client.train.label[order]))
+    if client.train.pair is None:
+        raise ConfigError(
+            f"--shuffle-labels has nothing to shuffle in task {client.task.name!r}, whose text has no prompt; give it"
+            " one (text= and target=), or leave the flag away"
+        )
+    written = tuple(client.train.pair[i] for i in order)
+    return replace(client, train=replace(client.train, pair=written, label=client.train.label[order]))

@@ -15,7 +15,8 @@ from atlas_fl.tasks.read import Table, column, read_folder, read_table, texts
 from atlas_fl.tasks.spec import METRICS, Labels, Metric, Rows, Source, Task, TaskData
 from atlas_fl.tasks.splits import arrange, split_rows
 
-_FORM = "name=path[,text=COLUMN][,pair=COLUMN][,label=COLUMN][,metric=NAME]"
+_FORM = "name=path[,text=COLUMN][,pair=COLUMN][,label=COLUMN][,metric=NAME][,target=COLUMN]"
+_OPTIONS = ("text", "pair", "label", "metric", "target")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,13 +27,17 @@ class Columns:
     pair: str | None = None
     label: str = "label"
     metric: Metric = "accuracy"
+    target: str | None = None
+    """What the model is to write: after the text, or the text itself where both are one column."""
 
 
 def parse_task(description: str) -> Task:
-    """The task of `name=path,text=..,pair=..,label=..,metric=..`, read from disk.
+    """The task of `name=path,text=..,pair=..,label=..,metric=..`, or of `name=path,text=..,target=..`, read from disk.
 
-    Labels are words or whole numbers, numbered in sorted order; with metric=pearson they are values. One file is cut
-    into splits (`splits.split_rows`); a folder with train, validation and test files keeps its own (`splits.arrange`).
+    Labels are words or whole numbers, numbered in sorted order; with metric=pearson they are values. With target= there
+    are none: the model writes that column after the text, or the text itself where target= names its column. One file
+    is cut into splits (`splits.split_rows`); a folder with train, validation and test files keeps its own
+    (`splits.arrange`).
     A `ConfigError` says what is wrong with the description, a `DataError` what is wrong with the data.
     """
     name, path, columns = _parsed(description)
@@ -42,11 +47,15 @@ def parse_task(description: str) -> Task:
             raise DataError(f"{path} has no train split; name a file train.csv, train.jsonl or train.parquet")
     else:
         tables = {"all": read_table(path)}
-    rows, names = _labelled(tables, columns, origin=path)
-    data = arrange(rows, name=name) if path.is_dir() else split_rows(rows["all"], name=name)
+    labelled = columns.target is None
+    rows, names = _labelled(tables, columns, origin=path) if labelled else (_written(tables, columns, origin=path), ())
+    if path.is_dir():
+        data = arrange(rows, name=name, labelled=labelled)
+    else:
+        data = split_rows(rows["all"], name=name, labelled=labelled)
     return Task(
         name=name,
-        num_labels=len(names) or 1,
+        num_labels=(len(names) or 1) if labelled else 0,
         metric=columns.metric,
         label_names=names,
         note=f"your own: {path}",
@@ -66,10 +75,15 @@ def _parsed(description: str) -> tuple[str, Path, Columns]:
         raise ConfigError(f"task {description!r} is not of the form {_FORM}; a name is letters, digits, '_', '.', '-'")
     options = dict(option.split("=", 1) for option in rest)
     for key, value in options.items():
-        if key not in ("text", "pair", "label", "metric"):
-            raise unknown("task option", key, ("text", "pair", "label", "metric"))
+        if key not in _OPTIONS:
+            raise unknown("task option", key, _OPTIONS)
         if not value:
             raise ConfigError(f"task option {key!r} of {name!r} is empty; the form is {_FORM}")
+    if "target" in options and (others := sorted({"pair", "label", "metric"} & options.keys())):
+        raise ConfigError(
+            f"task {name!r} has target= and {others[0]}=; what writes text has text= and target= alone, what has labels"
+            " no target="
+        )
     metric = options.pop("metric", "accuracy")
     if metric not in METRICS:
         raise unknown("metric", metric, METRICS)
@@ -93,6 +107,26 @@ def _labelled(
             split: np.asarray([number[_word(value)] for value in found[split]], dtype=np.int64) for split in found
         }
     return {split: replace(rows[split], label=encoded[split]) for split in rows}, names
+
+
+def _written(tables: Mapping[str, Table], columns: Columns, *, origin: Path) -> dict[str, Rows]:
+    """The texts that a model is to write, behind their prompts unless text= and target= are one column."""
+    assert columns.target is not None
+    rows: dict[str, Rows] = {}
+    for split, table in tables.items():
+        told = str(origin) if split == "all" else f"{split} of {origin}"
+        target = texts(table, columns.target, origin=told)
+        words = np.asarray([len(text.split()) for text in target], dtype=np.float32)
+        if columns.target == columns.text:
+            rows[split] = Rows(text=target, label=words)
+        elif columns.text in table:
+            rows[split] = Rows(text=texts(table, columns.text, origin=told), pair=target, label=words)
+        else:
+            raise DataError(
+                f"{told} has no column {columns.text!r} to write {columns.target!r} after; it has"
+                f" {', '.join(map(repr, table))}; name one with text=, or say text={columns.target} for no prompt"
+            )
+    return rows
 
 
 def _unlabelled(table: Table, columns: Columns, *, origin: str) -> Rows:

@@ -13,7 +13,8 @@ def label_statistics(clients: Sequence[ClientData]) -> tuple[dict[str, Any], ...
 
     `examples` and `majority` per split, `labels` (training examples per class name, or mean and standard deviation of
     a regression's labels), and `distance`: half the L1 distance (total variation, 0 to 1) of the client's training
-    mix to that of all clients of its task; absent for a regression, as `majority` is.
+    mix to that of all clients of its task; absent for a regression, as `majority` is. Of texts to be written, `words`
+    (mean and standard deviation over texts) stand in the place of `labels`.
     """
     peers: dict[str, list[ClientData]] = {}
     for client in clients:
@@ -28,9 +29,10 @@ def _row(client: ClientData, same_task: Sequence[ClientData]) -> dict[str, Any]:
         "task": client.task.name,
         "examples": {split: len(rows) for split, rows in splits.items()},
     }
-    if client.task.is_regression:
+    if not client.task.has_classes:
         label = client.train.label
-        return {**row, "labels": {"mean": float(label.mean()), "std": float(label.std())}}
+        kind = "words" if client.task.writes else "labels"
+        return {**row, kind: {"mean": float(label.mean()), "std": float(label.std())}}
     own = _counts(client)
     everyone = np.sum([_counts(other) for other in same_task], axis=0)
     return {

@@ -1,5 +1,6 @@
 """Scores of predictions, in numpy: they are computed for every client and round, so they must cost next to nothing."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -20,6 +21,33 @@ def scores(task: Task, labels: Shaped[Array, "n"], logits: Float[Array, "n label
     assert len(labels) == len(logits) > 0, "scores need one row of logits per label, and at least one"
     found = _regression(labels, logits[:, 0]) if task.is_regression else _classification(labels, logits)
     return {**found, "primary": found.get(task.metric, 0.0)}
+
+
+def writing_scores(judged: Float[Array, "tokens 2"]) -> dict[str, float]:
+    """Scores of written text from each token's loss (nats) and whether it was the likeliest: all tokens count once.
+
+    Loss is the mean over tokens, perplexity its exponential (that of a guess among V equally likely tokens is V), and
+    accuracy the share of tokens that the model would have written itself; it decides (`spec.Metric`).
+    """
+    assert len(judged) > 0, "scores need at least one token"
+    loss, accuracy = (float(mean) for mean in judged.astype(np.float64).mean(axis=0))
+    with np.errstate(over="ignore"):  # beyond e^709 it is infinite, and rows leave that out
+        perplexity = float(np.exp(loss))
+    return {"loss": loss, "perplexity": perplexity, "accuracy": accuracy, "primary": accuracy}
+
+
+def rouge(references: Sequence[str], written: Sequence[str]) -> dict[str, float]:
+    """Mean ROUGE-1, ROUGE-2 and ROUGE-L F1 of what was written, by the package `rouge-score`, without stemming.
+
+    Its words are runs of a-z and 0-9 in lower case; texts in other scripts have none and score 0.
+    C.-Y. Lin, ROUGE: a package for automatic evaluation of summaries, 2004.
+    """
+    from rouge_score.rouge_scorer import RougeScorer  # two seconds that other runs need not pay
+
+    names = ("rouge1", "rouge2", "rougeL")
+    scorer = RougeScorer(names)
+    found = [scorer.score(reference, text) for reference, text in zip(references, written, strict=True)]
+    return {name: float(np.mean([one[name].fmeasure for one in found])) for name in names}
 
 
 def _classification(labels: Labels, logits: Array) -> dict[str, float]:

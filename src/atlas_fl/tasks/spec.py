@@ -1,4 +1,4 @@
-"""What a task is: labelled texts, their splits, and how a model is scored on them."""
+"""What a task is: texts with labels, or texts to be written; their splits, and how a model is scored on them."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -8,21 +8,29 @@ from typing import Any, Literal, TypeAlias, get_args
 import numpy as np
 
 Metric: TypeAlias = Literal["accuracy", "f1", "mcc", "pearson"]
-"""The score that a task is judged by; pearson makes it a regression."""
+"""The score that a task is judged by; pearson makes it a regression.
+
+All of them are better when higher. A task that writes text is judged by its next-token accuracy for that reason, with
+the perplexity beside it: the accuracy lies between 0 and 1 as the scores of other tasks do, so that the best round, the
+worst client, rounds to 90%, means over a mixed federation and the adaptive graph mean the same for all.
+"""
 
 METRICS: tuple[Metric, ...] = get_args(Metric)
 
 Labels: TypeAlias = np.ndarray[Any, np.dtype[Any]]
-"""One label per row: int64 classes from 0 on, or float32 values of a regression."""
+"""One label per row: int64 classes from 0 on, float32 values of a regression, or float32 words of a text to write.
+
+The number of words is no label that anybody learns; partitions deal texts out by it, as they do values.
+"""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Rows:
-    """Labelled texts, or pairs of texts."""
+    """Labelled texts or pairs of texts, or texts to be written with or without a prompt."""
 
     text: tuple[str, ...]
     pair: tuple[str, ...] | None = None
-    """The second text of every row, for tasks on two texts."""
+    """The second text of every row, for tasks on two texts; what is to be written where `text` is its prompt."""
     label: Labels
 
     def __len__(self) -> int:
@@ -61,7 +69,7 @@ class Task:
 
     name: str
     num_labels: int
-    """Classes; 1 is a regression."""
+    """Classes; 1 is a regression, 0 writes text."""
     metric: Metric = "accuracy"
     max_length: int = 128
     """Longest sequence in tokens."""
@@ -75,3 +83,13 @@ class Task:
     def is_regression(self) -> bool:
         """Whether the labels are values and no classes."""
         return self.num_labels == 1
+
+    @property
+    def writes(self) -> bool:
+        """Whether there are no labels at all, but text that is to be predicted token by token."""
+        return self.num_labels == 0
+
+    @property
+    def has_classes(self) -> bool:
+        """Whether the labels are classes."""
+        return self.num_labels > 1

@@ -42,10 +42,11 @@ def stratified_order(labels: Labels, rng: np.random.Generator) -> Labels:
     return np.argsort(place, kind="stable")
 
 
-def split_rows(rows: Rows, *, name: str) -> TaskData:
+def split_rows(rows: Rows, *, name: str, labelled: bool = True) -> TaskData:
     """Disjoint splits in the proportions 200 : 100 : 130 of these rows without their duplicates.
 
-    They depend on the rows and the name alone. A `DataError` says when there are too few rows or classes.
+    They depend on the rows and the name alone. A `DataError` says when there are too few rows, or classes of labelled
+    ones.
     """
     rows = deduplicate(rows)
     order = stratified_order(rows.label, generator(SEED, "split", name))
@@ -56,10 +57,10 @@ def split_rows(rows: Rows, *, name: str) -> TaskData:
         validation=rows.take(order[num_test : num_validation + num_test]),
         test=rows.take(order[:num_test]),
     )
-    return checked(data, name=name)
+    return checked(data, name=name, labelled=labelled)
 
 
-def arrange(splits: Mapping[str, Rows], *, name: str) -> TaskData:
+def arrange(splits: Mapping[str, Rows], *, name: str, labelled: bool = True) -> TaskData:
     """The splits that a data set comes with, cleaned, and those it lacks.
 
     With labelled train, validation and test: these. Without test: its validation is the test, as published results
@@ -71,11 +72,11 @@ def arrange(splits: Mapping[str, Rows], *, name: str) -> TaskData:
         num_rows = min(int(len(train) * CARVED_SHARE), MOST_CARVED)
         carved, train = _carve(train, num_rows, name=f"{name}/{part}")
         given.append(carved)
-    return checked(clean(TaskData(train=train, validation=given[1], test=given[0])), name=name)
+    return checked(clean(TaskData(train=train, validation=given[1], test=given[0])), name=name, labelled=labelled)
 
 
-def checked(data: TaskData, *, name: str) -> TaskData:
-    """The same data; a `DataError` if a split is empty or the training rows have one class only."""
+def checked(data: TaskData, *, name: str, labelled: bool = True) -> TaskData:
+    """The same data; a `DataError` if a split is empty or labelled training rows have one class only."""
     sizes = {"train": len(data.train), "validation": len(data.validation), "test": len(data.test)}
     empty = [split for split, size in sizes.items() if size == 0]
     if empty:
@@ -84,7 +85,7 @@ def checked(data: TaskData, *, name: str) -> TaskData:
             "give it more rows, five at the least"
         )
     values = np.unique(data.train.label)
-    if len(values) < 2:
+    if labelled and len(values) < 2:
         raise DataError(f"all {sizes['train']} training rows of task {name!r} have one label; give it rows of a second")
     return data
 

@@ -1,0 +1,89 @@
+"""The federation between two rounds, and what happened in one."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from atlas_fl.clients.base import Update
+from atlas_fl.io.ledger import Direction, Kind, LedgerRow, payload_bytes
+from atlas_fl.mixing.diversity import Diversity
+from atlas_fl.tree import HEAD, shared_part
+from atlas_fl.types import ByClient, Params, Split
+
+
+@dataclass(frozen=True, kw_only=True)
+class State:
+    """The whole federation between two rounds."""
+
+    round: int
+    """Rounds that are complete."""
+    strategy: ByClient
+    """What the server's rule remembers: the models of the last aggregation."""
+    start: ByClient
+    """What every client begins the next round with: the only road from server to client."""
+    stale: frozenset[str] = frozenset()
+    """Clients that have not received their newest model yet."""
+    validation: Mapping[str, float] = field(default_factory=dict)
+    """The last validation score of every client."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RoundRecord:
+    """Everything that happened in one round."""
+
+    round: int
+    sampled: tuple[str, ...]
+    updates: Mapping[str, Update]
+    """Of those who trained and were not refused."""
+    refused: Mapping[str, str]
+    sent: ByClient
+    """What the clients began this round with."""
+    start: ByClient
+    """What they begin the next one with."""
+    scores: Mapping[Split, Mapping[str, Update]]
+    eta: float
+    kept: tuple[str, ...]
+    """Clients that keep their own model at the end of the run."""
+    stale: frozenset[str]
+    """Clients whose newest model had not reached them when the round began."""
+    communicates: bool
+    aggregated: bool
+    """Whether updates were sent and mixed, or everyone goes on with its own model."""
+    final: bool
+    diversity: Diversity | None = None
+    """What the server's step did to the differences between clients, in a round with evaluation."""
+    discarded: Mapping[str, float] = field(default_factory=dict)
+    """By client, the share of its mixed update's squared norm that its ranks could not hold."""
+
+    def messages(self, share: tuple[str, ...]) -> list[LedgerRow]:
+        """Every message of the round: late models down, updates up, mixed models down."""
+        if not self.communicates:
+            return []
+        sent = [self._rows(name, "down", self.sent[name], share) for name in self.sampled if name in self.stale]
+        if self.aggregated:
+            sent += [self._rows(name, "up", update.params, share) for name, update in self.updates.items()]
+            sent += [self._rows(name, "down", self.start[name], share) for name in self._receivers()]
+        return [row for rows in sent for row in rows]
+
+    def stale_after(self) -> frozenset[str]:
+        """Clients whose model has changed and that have not received it, because they did not take part."""
+        changed = {name for name, params in self.start.items() if params is not self.sent[name]}
+        return frozenset((self.stale | changed) - set(self._receivers()))
+
+    def _receivers(self) -> tuple[str, ...]:
+        """Who gets a model at the end of the round: who took part, and at the end of the run everyone."""
+        if not self.final:
+            return self.sampled
+        changed = {name for name, params in self.start.items() if params is not self.sent[name]}
+        return tuple(name for name in self.start if name in self.sampled or name in changed | self.stale)
+
+    def _rows(self, name: str, direction: Direction, model: Params, share: tuple[str, ...]) -> list[LedgerRow]:
+        sent = shared_part(model, share)
+        parts: dict[Kind, Params] = {
+            "adapter": {key: tensor for key, tensor in sent.items() if not key.startswith(HEAD)},
+            "head": {key: tensor for key, tensor in sent.items() if key.startswith(HEAD)},
+        }
+        return [
+            LedgerRow(round=self.round, client=name, direction=direction, kind=kind, bytes=payload_bytes(part))
+            for kind, part in parts.items()
+            if part
+        ]
