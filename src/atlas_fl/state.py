@@ -11,22 +11,6 @@ from atlas_fl.types import ByClient, Params, Split
 
 
 @dataclass(frozen=True, kw_only=True)
-class State:
-    """The whole federation between two rounds."""
-
-    round: int
-    """Rounds that are complete."""
-    strategy: ByClient
-    """What the server's rule remembers: the models of the last aggregation."""
-    start: ByClient
-    """What every client begins the next round with: the only road from server to client."""
-    stale: frozenset[str] = frozenset()
-    """Clients that have not received their newest model yet."""
-    validation: Mapping[str, float] = field(default_factory=dict)
-    """The last validation score of every client."""
-
-
-@dataclass(frozen=True, kw_only=True)
 class RoundRecord:
     """Everything that happened in one round."""
 
@@ -87,3 +71,30 @@ class RoundRecord:
             for kind, part in parts.items()
             if part
         ]
+
+
+@dataclass(frozen=True, kw_only=True)
+class State:
+    """The whole federation between two rounds."""
+
+    round: int
+    """Rounds that are complete."""
+    strategy: ByClient
+    """What the server's rule remembers: the models of the last aggregation."""
+    start: ByClient
+    """What every client begins the next round with: the only road from server to client."""
+    stale: frozenset[str] = frozenset()
+    """Clients that have not received their newest model yet."""
+    validation: Mapping[str, float] = field(default_factory=dict)
+    """The last validation score of every client."""
+
+    def after(self, record: RoundRecord, *, memory: ByClient) -> "State":
+        """The federation once this round is complete; `memory` is what the rule remembers of it."""
+        scores = record.scores.get("validation", {})
+        return State(
+            round=record.round,
+            strategy=memory,
+            start=record.start,
+            stale=record.stale_after(),
+            validation={name: score.metrics["primary"] for name, score in scores.items()} or self.validation,
+        )

@@ -117,10 +117,7 @@ def one_round(assembly: Assembly, planned: Planned, engine: Engine, state: State
     final = number == config.training.rounds
     choosing = final and config.mixing.keep == "best" and strategy.communicates
     start, kept = best_of(engine, server.start, trained, round=number) if choosing else (server.start, ())
-    # ROUGE is of what the clients end with
-    written = config.data.new_tokens if final else 0
-    due = final or number % config.training.eval_every == 0
-    scores = evaluate(engine, start, round=number, new_tokens=written) if due else {}
+    scores = _scores_due(config, engine, start, round=number)
     record = RoundRecord(
         round=number,
         sampled=sampled,
@@ -138,17 +135,7 @@ def one_round(assembly: Assembly, planned: Planned, engine: Engine, state: State
         diversity=_diversity(assembly, planned, {**state.start, **trained}, start) if scores and aggregated else None,
         discarded=server.discarded,
     )
-    validation = {name: score.metrics["primary"] for name, score in scores.get("validation", {}).items()}
-    return (
-        State(
-            round=number,
-            strategy=server.state,
-            start=start,
-            stale=record.stale_after(),
-            validation=validation or state.validation,
-        ),
-        record,
-    )
+    return state.after(record, memory=server.state), record
 
 
 def _server_step(
@@ -158,6 +145,14 @@ def _server_step(
     if not apply:
         return Aggregated(state=state.strategy, start={**state.start, **trained}, discarded={})
     return strategy.aggregate(state.strategy, trained, federation, round=state.round + 1)
+
+
+def _scores_due(config: Config, engine: Engine, models: ByClient, *, round: int) -> dict[Split, dict[str, Update]]:
+    final = round == config.training.rounds
+    if not final and round % config.training.eval_every:
+        return {}
+    # ROUGE is of what the clients end with: writing costs a pass a token
+    return evaluate(engine, models, round=round, new_tokens=config.data.new_tokens if final else 0)
 
 
 def evaluate(engine: Engine, models: ByClient, *, round: int, new_tokens: int = 0) -> dict[Split, dict[str, Update]]:

@@ -21,7 +21,7 @@ WORDS = {
     "rerank": True,
     "recluster_every": 1,
     "eta": "0.3",
-    "adapter_bytes": 22_000,
+    "adapter_bytes": 8_500,
     "lr": "0.05",
     "candidates": (2, 4, 6, 8),
 }
