@@ -343,3 +343,16 @@ def test_realign_names_its_mistakes():
         realign(model(0, 2), {"p": 4}, two)
     with pytest.raises(ConfigError, match="rank 0 of q must be at least 1"):
         realign(model(0, 2), {"q": 0}, two)
+
+
+def test_the_order_of_names_changes_no_bit():
+    """A model that was read from a file has another order than one that was trained."""
+    by_client = {
+        client: {f"{block}.{key}": value for block in range(12) for key, value in model(10 * seed + block, 3).items()}
+        for seed, client in enumerate(CLIENTS)
+    }
+    turned = {client: dict(reversed(params.items())) for client, params in by_client.items()}
+    there, back = run(by_client), run(turned)
+    assert there.discarded == back.discarded
+    for client in CLIENTS:
+        assert all(torch.equal(there.by_client[client][key], back.by_client[client][key]) for key in turned[client])

@@ -81,7 +81,7 @@ def plan(words: Sequence[str]) -> int:
 
     from atlas_fl.io.results import write_json
     from atlas_fl.planning import make_plan
-    from atlas_fl.report.tables import plan_tables
+    from atlas_fl.report.plan_tables import plan_tables
 
     with show_progress(notes=False) as on_event:
         found = make_plan(config, on_event=on_event).to_json()

@@ -94,7 +94,7 @@ def run_grid(base: Config, *, over: Sequence[str], seeds: Sequence[int]) -> int:
 def _show_comparison(points: Sequence[Point], folders: Sequence[Path], *, path: Path) -> None:
     from atlas_fl.io.atomic import write_atomic
     from atlas_fl.report.compare import comparison_rows
-    from atlas_fl.report.tables import comparison_table, tasks_table, to_csv
+    from atlas_fl.report.export import comparison_table, tasks_table, to_csv
 
     groups: dict[str, list[Path]] = {}
     for point, folder in zip(points, folders):

@@ -10,7 +10,7 @@ from rich.table import Table
 
 from atlas_fl.audit import AuditRow, RoundSummary
 from atlas_fl.placing import Newcomer
-from atlas_fl.report.tables import closing_table
+from atlas_fl.report.closing import closing_table
 from atlas_fl.report.words import EMPTY, add_columns, cluster_name, new_table, number
 
 SHOWN_FAILURES = 10

@@ -175,7 +175,8 @@ def mix(
                 for k in targets:
                     new.setdefault(k, dict(held.params[k]))[key] = tensor
     thrown, total = dict.fromkeys(clients, 0.0), dict.fromkeys(clients, 0.0)
-    modules = lora_modules(dict.fromkeys(_all_keys(held.params), torch.empty(0))) if space == "product" else []
+    # Sorted, because the sums below follow the order, and a model that comes from a checkpoint has another one.
+    modules = sorted(lora_modules(dict.fromkeys(_all_keys(held.params), torch.empty(0)))) if space == "product" else []
     for module in modules if "A" in share else []:
         for group in rows.of(module + LORA_A)[0]:
             for k, a, b, lost, whole in _mix_product(held, group, module, scale=scale):

@@ -126,26 +126,15 @@ FAMILIES: Mapping[str, Family] = {
             head=(Dense(name="score", bias=False),),
             conv1d=True,
         ),
-        Family(
-            model_type="qwen2",
-            prefix="model",
-            blocks="layers",
-            pool="last",
-            head=(Dense(name="score", bias=False),),
-        ),
-        Family(
-            model_type="llama",
-            prefix="model",
-            blocks="layers",
-            pool="last",
-            head=(Dense(name="score", bias=False),),
-        ),
-        Family(
-            model_type="mistral",
-            prefix="model",
-            blocks="layers",
-            pool="last",
-            head=(Dense(name="score", bias=False),),
+        *(
+            Family(
+                model_type=model_type,
+                prefix="model",
+                blocks="layers",
+                pool="last",
+                head=(Dense(name="score", bias=False),),
+            )
+            for model_type in ("qwen2", "llama", "mistral")
         ),
     )
 }

@@ -1,33 +1,28 @@
-"""The tables of a plan and of a run, as rich tables; whoever prints them is the command line.
+"""The tables of a plan, as rich tables in eighty columns; whoever prints them is the command line.
 
-`plan` is the content of `plan.json`, `summary` that of `summary.json`. What they do not hold is a dash.
+`plan` is the content of `plan.json`. What it does not hold is a dash.
 """
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from itertools import groupby
 from typing import Any
 
 from rich.markup import escape
 from rich.table import Table
 
-from atlas_fl.io.scores import WRITTEN
-from atlas_fl.report.compare import ComparisonRow as ComparisonRow
-from atlas_fl.report.compare import by_strategy as by_strategy
-from atlas_fl.report.compare import comparison_rows as comparison_rows
-from atlas_fl.report.export import comparison_table as comparison_table
-from atlas_fl.report.export import tasks_table as tasks_table
-from atlas_fl.report.export import to_csv as to_csv
-from atlas_fl.report.export import to_latex as to_latex
 from atlas_fl.report.words import EMPTY, add_columns, cluster_name, human_bytes, new_table, number, percent, seconds
 
 K_SCORES = {
     "silhouette": "silhouette",
-    "davies_bouldin": "Davies-Bouldin",
-    "calinski_harabasz": "Calinski-Harabasz",
+    "davies_bouldin": "Davies-\nBouldin",
+    "calinski_harabasz": "Calinski-\nHarabasz",
     "gap": "gap",
-    "atlas": "ATLAS score",
-    "merge_similarity": "merge at",
+    "atlas": "ATLAS\nscore",
+    "merge_similarity": "merge\nat",
 }
+MOST_BLOCKS = 8
+"""Blocks above which ranks are written in runs."""
 
 
 def plan_tables(plan: Mapping[str, Any]) -> list[Table]:
@@ -74,7 +69,7 @@ def k_table(plan: Mapping[str, Any]) -> Table:
     rows = (plan.get("clustering") or {}).get("k_table") or ()
     shown = {name: title for name, title in K_SCORES.items() if any(row.get(name) is not None for row in rows)}
     table = new_table("Numbers of clusters")
-    add_columns(table, [""], ["k", *shown.values(), "singletons"])
+    add_columns(table, [""], ["k", *shown.values(), "single-\ntons"])
     for row in rows:
         cells = [number(row.get(name), 3) for name in shown]
         chosen = bool(row.get("chosen"))
@@ -84,29 +79,43 @@ def k_table(plan: Mapping[str, Any]) -> Table:
 
 
 def rank_table(plan: Mapping[str, Any]) -> Table:
-    """One row a client: task, device, cluster, the rank of every layer, the cut, the largest rank, the budget."""
-    layers = max((len(client.get("ranks", ())) for client in plan["clients"]), default=0)
-    table = new_table("LoRA ranks by layer")
-    text = ["client", "task", "device", "cluster"]
-    add_columns(table, text, [*(str(layer) for layer in range(layers)), "sum", "cut", "most", "budget"])
+    """One row a client: device, cluster, the ranks from the first block to the last, the cut, the largest rank, the
+    budget.
+    """
+    table = new_table("LoRA ranks")
+    add_columns(table, ["client", "device", "cluster", "first to last block"], ["sum", "cut", "most", "budget"])
     for client in plan["clients"]:
         ranks = list(client.get("ranks", ()))
         cut, budget = client.get("cut"), client.get("budget_bytes")
         table.add_row(
-            *(escape(client["name"]), escape(client["task"]), client.get("device", EMPTY)),
+            escape(client["name"]),
+            client.get("device", EMPTY),
             "alone" if client.get("cluster", -1) < 0 else str(client["cluster"]),
-            *(str(rank) for rank in ranks),
-            *[EMPTY] * (layers - len(ranks)),
+            in_runs(ranks) or EMPTY,
             str(sum(ranks)) if ranks else EMPTY,
             "whole" if cut is None else str(cut),
             str(client.get("largest_rank", EMPTY)),
             EMPTY if budget is None else human_bytes(budget),
         )
     table.caption = (
-        "cut: blocks on the client; most: largest rank that every layer could have within the budget and the profile;\n"
-        "budget: training bytes of the adapters"
+        "cut: blocks on the client; budget: training bytes of the adapters;\n"
+        "most: largest rank that every block could have within budget and profile"
     )
     return table
+
+
+def in_runs(ranks: Sequence[int]) -> str:
+    """Ranks block by block; in deep models equal neighbours are one word with their number.
+
+    >>> in_runs([4, 4, 8, 16, 16, 16])
+    '4 4 8 16 16 16'
+    >>> in_runs([4, 4, 8, 16, 16, 16, 16, 16, 16, 32])
+    '4x2 8 16x6 32'
+    """
+    if len(ranks) <= MOST_BLOCKS:
+        return " ".join(map(str, ranks))
+    lengths = [(rank, len(list(same))) for rank, same in groupby(ranks)]
+    return " ".join(str(rank) if count == 1 else f"{rank}x{count}" for rank, count in lengths)
 
 
 def prediction_table(plan: Mapping[str, Any]) -> Table:
@@ -129,95 +138,12 @@ def memory_table(plan: Mapping[str, Any]) -> Table:
     shown = [part for part in parts if part != "total"]
     table = new_table("Memory on the device")
     headings = [part.removesuffix("_bytes").replace("_", " ").replace(" ", "\n", 1) for part in shown]
-    add_columns(table, ["client", "device"], headings)
-    table.columns[1].no_wrap = True
+    add_columns(table, ["client"], headings)
     for client in plan["clients"]:
         memory = client.get("memory") or {}
         cells = [human_bytes(memory[part]) if part in memory else EMPTY for part in shown]
-        table.add_row(escape(client["name"]), client.get("device", EMPTY), *cells)
+        table.add_row(escape(client["name"]), *cells)
     return table
-
-
-def closing_table(summary: Mapping[str, Any]) -> Table:
-    """What a finished run shows: per task the test scores, the majority class, the worst client; bytes and time below.
-
-    `final` is what the clients end with; `best` is each client's best round by validation, reported on test.
-    """
-    run = summary.get("run") or {}
-    title = ", ".join(str(run[key]) for key in ("strategy", "model") if key in run)
-    table = new_table(f"Test scores of {title}" if title else "Test scores")
-    add_columns(table, ["task"], ["clients", "majority", "final", "gain", "best", "90% at", "spread"])
-    table.add_column("worst client", no_wrap=True)
-    for task, group in (summary.get("tasks") or {}).items():
-        table.add_row(escape(task), *_closing_cells(group))
-    table.add_section()
-    table.add_row("all", *_closing_cells(summary.get("overall") or {}), style="bold")
-    table.caption = _closing_caption(summary)
-    return table
-
-
-def _closing_cells(group: Mapping[str, Any]) -> list[str]:
-    final, best = group.get("final") or {}, group.get("best") or {}
-    test, worst = final.get("test") or {}, final.get("worst_client") or {}
-    reached = (group.get("rounds_to") or {}).get("90%")
-    return [
-        str(group.get("clients", EMPTY)),
-        number(test.get("majority"), 3),
-        number(test.get("primary"), 3),
-        number(test.get("gain_over_majority"), 3, sign=True),
-        number((best.get("test") or {}).get("primary"), 3),
-        EMPTY if reached is None else str(reached),
-        number((final.get("spread") or {}).get("std"), 3),
-        f"{escape(worst['client'])} {number(worst.get('primary'), 3)}" if worst else EMPTY,
-    ]
-
-
-def _closing_caption(summary: Mapping[str, Any]) -> str:
-    """Bytes with the reduction, time, peak memory, devices, refused updates: a line each, where they are known."""
-    sent, memory = summary.get("bytes") or {}, summary.get("memory") or {}
-    lines = [_written(task, group) for task, group in (summary.get("tasks") or {}).items() if _has_written(group)]
-    if "total" in sent:
-        saved = (sent.get("full_model") or {}).get("reduction")
-        than = "" if saved is None else f", {percent(saved)} less than the whole model in every round"
-        lines.append(f"{human_bytes(sent['up'])} up, {human_bytes(sent['down'])} down{than}")
-    times = [f"{seconds((summary.get('seconds') or {})['total'])}"] if "total" in (summary.get("seconds") or {}) else []
-    peaks = [f"{human_bytes(size)} of {name.removesuffix('_bytes').upper()} at most" for name, size in memory.items()]
-    if times or peaks:
-        lines.append(", ".join([*times, *peaks]))
-    used = [client.get("utilisation") or {} for client in (summary.get("clients") or {}).values()]
-    words = {"busy": "of a round busy", "memory": "of the memory used"}
-    shares = [f"{_range([one[name] for one in used if name in one])} {text}" for name, text in words.items()
-              if any(name in one for one in used)]  # fmt: skip
-    lines.extend([f"devices: {', '.join(shares)}"] if shares else [])
-    refused = ((summary.get("events") or {}).get("count") or {}).get("refused", 0)
-    lines.extend([f"{refused} update{'' if refused == 1 else 's'} refused"] if refused else [])
-    return "\n".join(lines)
-
-
-def _range(shares: Sequence[float]) -> str:
-    """The least and the largest share, or the one that all have.
-
-    >>> _range([0.25, 1.0, 0.5])
-    '25.0% to 100.0%'
-    """
-    least, most = percent(min(shares)), percent(max(shares))
-    return least if least == most else f"{least} to {most}"
-
-
-def _test_scores(group: Mapping[str, Any]) -> Mapping[str, Any]:
-    scores: Mapping[str, Any] = (group.get("final") or {}).get("test") or {}
-    return scores
-
-
-def _has_written(group: Mapping[str, Any]) -> bool:
-    return "perplexity" in _test_scores(group)
-
-
-def _written(task: str, group: Mapping[str, Any]) -> str:
-    """Final test perplexity of a task that writes text and, where it has prompts, ROUGE; `final` is its accuracy."""
-    test = _test_scores(group)
-    found = [f"{kind.replace('rouge', 'ROUGE-')} {number(test[kind], 3)}" for kind in WRITTEN[1:] if kind in test]
-    return ", ".join([f"{escape(task)} writes: perplexity {number(test['perplexity'], 2)}", *found])
 
 
 def _verdict(clustering: Mapping[str, Any]) -> str:
