@@ -111,7 +111,8 @@ def gradient_sketches(site: Site, jobs: list[Job]) -> dict[str, np.ndarray]:
 def measure(args: argparse.Namespace) -> None:
     args.to.mkdir(parents=True, exist_ok=True)
     for size in args.sizes:
-        kept: dict[str, np.ndarray] = {}
+        file = args.to / f"{'-'.join(args.kinds)}-{size}.npz"
+        kept: dict[str, np.ndarray] = dict(np.load(file)) if file.exists() else {}
         for name in args.sets:
             began = time.perf_counter()
             assemblies = list(federations(name, size, args.seeds, args.device))
@@ -125,7 +126,7 @@ def measure(args: argparse.Namespace) -> None:
                 shaped = rows.reshape(args.seeds, clients, 2, DIM)
                 kept[f"{name}|{kind}"] = shaped.astype(np.float16)
             print(f"{name}, {size} examples: {time.perf_counter() - began:.0f} s", flush=True)
-            np.savez_compressed(args.to / f"{'-'.join(args.kinds)}-{size}.npz", **kept)
+            np.savez_compressed(file, **kept)
 
 
 def table(args: argparse.Namespace) -> None:
