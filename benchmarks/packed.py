@@ -141,7 +141,6 @@ def main() -> None:
         samples=args.samples,
         validation_samples=10,
         test_samples=10,
-        max_length=64,
     )
     config = Config(
         data=data,
