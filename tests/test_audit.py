@@ -2,6 +2,7 @@
 
 import ast
 import json
+import re
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -15,7 +16,7 @@ import atlas_fl.audit
 from atlas_fl.audit import audit
 from atlas_fl.audit.dense import Round, Truth, decompose
 from atlas_fl.audit.folder import Plan
-from atlas_fl.audit.rules import RULES, Rule, weights
+from atlas_fl.audit.rules import RULES, Rule, kind_of, weights
 from atlas_fl.config import Config, MixingConfig, to_toml
 from atlas_fl.errors import CheckpointError
 from atlas_fl.mixing.matrices import Federation
@@ -623,7 +624,8 @@ def test_a_folder_that_is_no_run_is_named(tmp_path):
     ("file", "content", "message"),
     [
         ("config.toml", "[mixing", "config.toml cannot be read"),
-        ("config.toml", '[mixing]\nstrategy = "fedprox"', "no audit is written for strategy 'fedprox'"),
+        ("config.toml", '[mixing]\nstrategy = "fedprox"', "config.toml cannot be read: unknown strategy 'fedprox'"),
+        ("config.toml", "[mixing]\naggregate_every = 0", "config.toml cannot be read: --aggregate-every is 0"),
         ("plan.json", "{", "plan.json cannot be read"),
         ("plan.json", "{}", "plan.json is no plan: KeyError"),
         ("plan.json", None, "plan.json is missing"),
@@ -641,6 +643,45 @@ def test_files_that_cannot_be_read_are_named(tmp_path, file, content, message):
         (run / file).write_text(content)
     with pytest.raises(CheckpointError, match=message):
         audit(run)
+
+
+def test_a_rule_without_an_audit_is_named():
+    with pytest.raises(CheckpointError, match="no audit is written for strategy 'fedprox'"):
+        kind_of("fedprox")
+
+
+@pytest.mark.parametrize("name", ["start", "trained"])
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@pytest.mark.parametrize("key", ["movie-0/head.weight", "trec-1/layer.0.q.lora_A"])
+def test_numbers_that_are_none_are_found_and_end_in_no_traceback(tmp_path, name, value, key):
+    run = write_run(tmp_path / "run")
+    file = run / f"audit/round-0001/{name}.safetensors"
+    flat = load_file(file)
+    assert key in flat, sorted(flat)[:30]
+    flat[key].view(-1)[-1] = value
+    save_file(flat, file)
+    failed = [row for row in audit(run).failures if row.check == "names" and "NaN or infinity" in row.detail]
+    assert key.split("/")[0] in {row.client for row in failed}
+
+
+@pytest.mark.parametrize("told_by", ["summary", "checkpoint"])
+def test_last_rounds_that_are_missing_are_found(tmp_path, told_by):
+    run = write_run(tmp_path / "run")
+    if told_by == "summary":
+        text = (run / "config.toml").read_text()
+        (run / "config.toml").write_text(re.sub(r"(?m)^rounds = .*$", f"rounds = {ROUNDS}", text))
+        (run / "summary.json").write_text("{}")
+    else:
+        (run / f"checkpoints/round-{ROUNDS:04d}").mkdir(parents=True)
+    assert audit(run).ok
+    shutil.rmtree(run / f"audit/round-{ROUNDS:04d}")
+    assert [row.detail for row in audit(run).failures] == [f"no rounds [{ROUNDS}]"]
+
+
+def test_other_folders_beside_the_rounds_do_not_matter(tmp_path):
+    run = write_run(tmp_path / "run")
+    (run / "audit/round-0001.bak").mkdir()
+    assert audit(run).ok
 
 
 def test_importance_that_is_needed_and_missing_is_named(tmp_path):

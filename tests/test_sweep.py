@@ -65,6 +65,8 @@ def test_swept_values_are_read_from_texts() -> None:
         (["eta"], "--over is 'eta'; allowed: a setting and its values; write eta=VALUE,VALUE"),
         (["eta=1,,2"], "--over is 'eta=1,,2'; allowed: a setting and its values"),
         (["eta=1", "--eta=2"], "--over sweeps eta twice"),
+        (["preset=smoke,quick"], "--over sweeps preset, which changes no number of a run"),
+        (["audit=true,false"], "--over sweeps audit, which changes no number of a run"),
         (["seed=1,2"], "--over sweeps seed twice; give a setting once, and seeds with --seeds"),
     ],
 )

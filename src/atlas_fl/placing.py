@@ -87,12 +87,21 @@ def _clustering(folder: RunFolder, config: Config, plan: Plan) -> Clustering:
     then, now = plan.warmup.get("taken", {}), how_taken(config, fingerprint_options(config))
     changed = [key for key in now if key not in then or then[key] != now[key]]
     if changed:
-        key = changed[0]
+        key, old, new = _first_difference(changed[0], then.get(changed[0]), now[changed[0]])
         raise CheckpointError(
-            f"the sketches of run {folder.path} were taken with {key} = {then.get(key)!r}, now it is {now[key]!r};"
+            f"the sketches of run {folder.path} were taken with {key} = {old!r}, now it is {new!r};"
             " restore its config.toml, or run again with this version"
         )
     return Clustering.from_json(plan.clustering)
+
+
+def _first_difference(name: str, old: object, new: object) -> tuple[str, object, object]:
+    """The name and both values of what differs, inside groups of settings too."""
+    if isinstance(old, Mapping) and isinstance(new, Mapping):
+        for key in new:
+            if key not in old or old[key] != new[key]:
+                return _first_difference(f"{name}.{key}", old.get(key), new[key])
+    return name, old, new
 
 
 def _profile(config: Config, device: str) -> Device:

@@ -82,13 +82,20 @@ class Plan:
 
     @staticmethod
     def from_json(data: Mapping[str, Any]) -> "Plan":
-        """The plan that `to_json` wrote; raises `CheckpointError` where a part is missing."""
-        missing = [name for name in Plan.__dataclass_fields__ if name not in data]
-        fields = ClientPlan.__dataclass_fields__
-        missing += [name for name in fields for entry in data.get("clients", ()) if name not in entry]
-        if missing:
-            raise CheckpointError(f"the plan lacks {missing[0]!r}; it was not written by this version, run again")
-        clients = tuple(ClientPlan(**{**entry, "ranks": tuple(entry["ranks"])}) for entry in data["clients"])
-        arrays = {name: np.array(data[name], dtype=np.float64) for name in ("adjacency", "importance")}
-        tuples = {name: tuple(data[name]) for name in ("notes", "data")}
-        return Plan(**{**data, **arrays, **tuples, "clients": clients})
+        """The plan that `to_json` wrote; raises `CheckpointError` where a part is missing or damaged."""
+        try:
+            return _from_json(data)
+        except (AttributeError, TypeError, ValueError) as error:
+            raise CheckpointError(f"the plan is damaged ({error}); restore the file, or run again") from error
+
+
+def _from_json(data: Mapping[str, Any]) -> Plan:
+    missing = [name for name in Plan.__dataclass_fields__ if name not in data]
+    fields = ClientPlan.__dataclass_fields__
+    missing += [name for name in fields for entry in data.get("clients", ()) if name not in entry]
+    if missing:
+        raise CheckpointError(f"the plan lacks {missing[0]!r}; it was not written by this version, run again")
+    clients = tuple(ClientPlan(**{**entry, "ranks": tuple(entry["ranks"])}) for entry in data["clients"])
+    arrays = {name: np.array(data[name], dtype=np.float64) for name in ("adjacency", "importance")}
+    tuples = {name: tuple(data[name]) for name in ("notes", "data")}
+    return Plan(**{**data, **arrays, **tuples, "clients": clients})

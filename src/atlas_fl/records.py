@@ -33,6 +33,8 @@ class Recorder:
     checkpoint_every: int
     keep_checkpoints: int
     rounds: int
+    origin: Mapping[str, Any]
+    """What the run was begun with (`origin`)."""
     plan_file: str = "plan.json"
     seconds: dict[str, float] = field(default_factory=dict)
     """By phase, over all sessions."""
@@ -130,6 +132,7 @@ class Recorder:
         apart = {name: params for name, params in state.start.items() if params is not state.strategy[name]}
         tensors |= {f"start/{name}": tensor for name, tensor in prefixed(apart).items()}
         content = {
+            "origin": self.origin,
             "metrics_bytes": self.folder.metrics.stat().st_size,
             "ledger_bytes": self.folder.ledger.stat().st_size,
             "stale": sorted(state.stale),

@@ -16,11 +16,12 @@ from atlas_fl.io import checkpoint
 from atlas_fl.io.atomic import write_atomic
 from atlas_fl.io.folder import RunFolder, find_run, run_log
 from atlas_fl.io.ledger import payload_bytes
-from atlas_fl.io.lock import run_lock
+from atlas_fl.io.lock import DRAFTS, run_lock
 from atlas_fl.io.machine import versions
 from atlas_fl.io.results import read_json, read_rows, write_json
 from atlas_fl.io.summary import summarise
 from atlas_fl.options import strategy_of
+from atlas_fl.origin import check_origin, origin_of
 from atlas_fl.plan import Plan
 from atlas_fl.planning import Planned, local_engine, plan_for
 from atlas_fl.records import Recorder, models_of
@@ -49,23 +50,25 @@ def run(config: Config, *, on_event: OnEvent = ignore, resume: bool = False) -> 
     """
     validate(config)
     folder = run_folder(config)
-    if folder.config.exists():
-        if not resume:
-            raise ConfigError(
-                f"run {folder.path} exists already; go on with `atlas resume {folder.path}` or --resume,"
-                " or choose another --name or --seed"
-            )
-        _check_same(config, load_config(folder.config), folder)
-        return _go_on(config, folder, on_event)
-    folder.path.mkdir(parents=True, exist_ok=True)
-    write_atomic(folder.config, to_toml(config).encode())
-    try:
-        return _go_on(config, folder, on_event)
-    except AtlasError:
-        # What could not even be planned leaves nothing behind that would stand in the way of the mended run.
-        if not folder.checkpoints.exists():
-            shutil.rmtree(folder.path)
-        raise
+    _check_free(folder)
+    made = not folder.path.exists()
+    with run_lock(folder.path):
+        if folder.config.exists():
+            if not resume:
+                raise ConfigError(
+                    f"run {folder.path} exists already; go on with `atlas resume {folder.path}` or --resume,"
+                    " or choose another --name or --seed"
+                )
+            _check_same(config, load_config(folder.config), folder)
+            return _go_on(config, folder, on_event)
+        write_atomic(folder.config, to_toml(config).encode())
+        try:
+            return _go_on(config, folder, on_event)
+        except AtlasError:
+            # What could not even be planned leaves nothing behind that would stand in the way of the mended run.
+            if not folder.checkpoints.exists():
+                _leave(folder.path, made=made)
+            raise
 
 
 def resume(folder: str | Path, *, max_rounds: int | None = None, on_event: OnEvent = ignore) -> RunResult:
@@ -74,9 +77,30 @@ def resume(folder: str | Path, *, max_rounds: int | None = None, on_event: OnEve
     Raises `CheckpointError` where the folder holds no run.
     """
     found = find_run(folder, begun=True)
-    config = load_config(found.config)
+    config = validate(load_config(found.config))
     at_home = replace(config.run, runs_dir=str(found.path.parent), name=found.path.name, max_rounds=max_rounds)
-    return _go_on(replace(config, run=at_home), found, on_event)
+    with run_lock(found.path):
+        return _go_on(replace(config, run=at_home), found, on_event)
+
+
+def _check_free(folder: RunFolder) -> None:
+    """Only a run, or nothing, may lie where a run is to be: what is not ours is never written over or removed."""
+    if folder.path.exists() and not folder.path.is_dir():
+        raise ConfigError(f"{folder.path} is a file; choose another --name or --runs-dir")
+    if folder.config.exists() or not folder.path.exists():
+        return
+    strange = sorted(path.name for path in folder.path.iterdir() if path.name not in DRAFTS)
+    if strange:
+        raise ConfigError(
+            f"{folder.path} exists, is no run and holds {strange[0]}; choose another --name or --runs-dir"
+        )
+
+
+def _leave(path: Path, *, made: bool) -> None:
+    """Remove what this run has written into a folder that was empty or not there."""
+    shutil.rmtree(path)
+    if not made:
+        path.mkdir()
 
 
 def _check_same(wanted: Config, found: Config, folder: RunFolder) -> None:
@@ -91,8 +115,8 @@ def _check_same(wanted: Config, found: Config, folder: RunFolder) -> None:
 
 
 def _go_on(config: Config, folder: RunFolder, on_event: OnEvent) -> RunResult:
-    """Plan, or load the newest good checkpoint; train what is left; write the summary."""
-    with run_lock(folder.path), run_log(folder.log) as log:
+    """Plan, or load the newest good checkpoint; train what is left; write the summary. The folder is locked."""
+    with run_log(folder.log) as log:
 
         def tell(event: Any) -> None:
             if not hasattr(event, "done"):
@@ -128,6 +152,7 @@ def _recorder(config: Config, assembly: Assembly, folder: RunFolder) -> Recorder
         checkpoint_every=config.run.checkpoint_every,
         keep_checkpoints=config.run.keep_checkpoints,
         rounds=config.training.rounds,
+        origin=origin_of(config, assembly.clients),
     )
 
 
@@ -139,6 +164,7 @@ def _begin(
     for line in damaged:
         tell(Note(line))
     if found is not None:
+        check_origin(found.state["origin"], recorder.origin, folder=folder.path)
         recorder.go_back_to(found)
         plan = Plan.from_json(read_json(folder.path / recorder.plan_file))
         memory, start = models_of(found, assembly.names)

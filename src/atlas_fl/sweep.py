@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Literal
 
 from atlas_fl.config import Config, config_hash, differences, load_config, run_folder, validate, with_values
+from atlas_fl.config.identity import SESSION
 from atlas_fl.config.update import find_setting
 from atlas_fl.errors import CheckpointError, ConfigError
 from atlas_fl.events import OnEvent, ignore
@@ -17,6 +18,8 @@ SEEDS = (42, 123, 456, 789, 1024)
 LAMBDA_SWEEP = "eta=0,0.01,0.1,0.5,1"
 """The steps of the Laplacian that `--lambda-sweep` tries."""
 
+UNSWEPT = SESSION | {"preset"}
+"""Settings that only name a run, or say how it is kept."""
 RunState = Literal["finished", "unfinished", "new"]
 
 
@@ -53,6 +56,10 @@ def parse_over(texts: Sequence[str]) -> dict[str, tuple[str, ...]]:
         if not all(parts):
             raise ConfigError(
                 f"--over is {text!r}; allowed: a setting and its values; write {setting.name}=VALUE,VALUE"
+            )
+        if setting.name in UNSWEPT:
+            raise ConfigError(
+                f"--over sweeps {setting.name}, which changes no number of a run; sweep a setting that does"
             )
         if setting.name in over or setting.name == "seed":
             raise ConfigError(f"--over sweeps {setting.name} twice; give a setting once, and seeds with --seeds")

@@ -95,6 +95,7 @@ def test_a_comma_in_the_path_is_part_of_the_path(tmp_path: Path) -> None:
         ("a/b=t.csv", "a name is letters, digits"),
         ("mine=t.csv,lable=x", "unknown task option 'lable'; did you mean 'label'"),
         ("mine=t.csv,metric=auc", "unknown metric 'auc'; .*known: accuracy, f1, mcc, pearson"),
+        ("mine=t.csv,text=a,text=b", "gives an option twice"),
         ("mine=t.csv,text=", "task option 'text' of 'mine' is empty"),
     ],
 )
@@ -112,7 +113,9 @@ def test_a_wrong_description_is_a_config_error(description: str, message: str) -
         ([{"text": f"t{i}", "label": i} for i in range(9)], "", "has 9 different values in 9 rows, which is no set of"),
         ([{"text": f"t{i}", "label": i % 2} for i in range(4)], "", "task 'mine' has no validation rows"),
         ([{"text": "same", "label": i % 2} for i in range(9)], "", "task 'mine' has no train and no validation and no"),
-        ([{"text": "a", "label": "high"}], ",metric=pearson", "label 'high' in row 1 of .* is no finite number"),
+        ([{"text": "a", "label": 10**400}], ",metric=pearson", "in row 1 of .* is no number that float32 holds"),
+        ([{"text": "a", "label": 1e300}], ",metric=pearson", "label '1e.300' in row 1 of .* is no number that float32"),
+        ([{"text": "a", "label": "high"}], ",metric=pearson", "label 'high' in row 1 of .* is no number that float32"),
         (
             [{"text": f"t{i}", "label": 1.5} for i in range(9)],
             ",metric=pearson",

@@ -1,3 +1,4 @@
+import csv
 from pathlib import Path
 
 import datasets
@@ -42,7 +43,7 @@ def test_the_mark_that_spreadsheets_put_first_is_no_part_of_a_name(tmp_path: Pat
         ("t.csv", b"text,label\na,b,c\n", r"cannot read .*t\.csv: line 2 has 3 cells and the header has 2; mend"),
         ("t.csv", b"text,text\na,b\n", "two columns of the header have one name"),
         ("t.csv", b'text,label\n"a,b\n', "unexpected end of data"),
-        ("t.csv", b"text,label\n\xff\xfe,1\n", "cannot read .*: 'utf-8' codec can't decode"),
+        ("t.csv", b"text,label\n\xff\xfe,1\n", r"cannot read .*: byte \d+ is no UTF-8; save the file as UTF-8"),
         ("t.jsonl", b"", r"t\.jsonl is empty"),
         ("t.jsonl", b'{"text": "a"}\n{oops\n', "line 2 is no JSON"),
         ("t.jsonl", b"[1]\n", "line 1 is no JSON object"),
@@ -102,3 +103,29 @@ def test_a_damaged_saved_dataset_is_named(tmp_path: Path) -> None:
     (tmp_path / "dataset_dict.json").write_text("{")
     with pytest.raises(DataError, match=r"cannot read .*; save it again with datasets' save_to_disk"):
         read_folder(tmp_path)
+
+
+def test_a_long_document_is_a_cell_like_others(tmp_path: Path) -> None:
+    path = tmp_path / "t.csv"
+    path.write_text("text,label\n" + "word " * 60_000 + ",yes\nshort,no\n")
+    before = csv.field_size_limit()
+    assert [len(text) for text in read_table(path)["text"]] == [300_000, 5]
+    assert csv.field_size_limit() == before
+
+
+def test_a_mark_before_the_first_line_of_jsonl_is_no_part_of_it(tmp_path: Path) -> None:
+    path = tmp_path / "t.jsonl"
+    path.write_bytes(b'\xef\xbb\xbf{"text": "a"}\n')
+    assert read_table(path) == {"text": ["a"]}
+
+
+def test_half_a_character_names_its_row() -> None:
+    with pytest.raises(DataError, match=r"row 2 of here holds half a character in column 'text'"):
+        texts({"text": ["whole", "\ud800"]}, "text", origin="here")
+
+
+def test_another_encoding_says_what_to_do(tmp_path: Path) -> None:
+    path = tmp_path / "t.csv"
+    path.write_bytes("text,label\ncaf\xe9,1\n".encode("latin-1"))
+    with pytest.raises(DataError, match="is no UTF-8; save the file as UTF-8"):
+        read_table(path)

@@ -41,7 +41,7 @@ def audit(run_dir: Path | str, others: Sequence[Path | str] = ()) -> AuditReport
 def audit_run(run: Run) -> Iterator[AuditRow]:
     """The rows of one run."""
     kind_of(run.mixing.strategy)
-    missing = sorted(set(range(1, run.rounds[-1] + 1)) - set(run.rounds))
+    missing = sorted(set(range(1, max(run.done, run.rounds[-1]) + 1)) - set(run.rounds))
     if missing:
         yield AuditRow(run=run.path.name, round=0, client="", check="record", ok=False, detail=f"no rounds {missing}")
     before = known = read_models(run, 0, "start")
@@ -79,9 +79,10 @@ def _audit_round(run: Run, round: int, held: Models, after: Models, *, known: Mo
     present = {client: trained[client] for client in record.accepted if client in trained}
     wrong = {client: _names_fault(plan, client, held, present.get(client), after) for client in plan.clients}
     for client, fault in wrong.items():
-        yield row("names", client, fault)
+        wrong[client] = fault or _number_fault(client, held, present, after, known)
+        yield row("names", client, wrong[client])
     if any(wrong.values()):
-        return  # what has other names or shapes cannot be compared by value
+        return  # what has other names or shapes, or no numbers, cannot be compared by value
     kind = kind_of(run.mixing.strategy) if is_aggregated(run, round) else "own"
     truth = _truth(run, record, plan, {**(held if kind == "own" else known), **present}, after, kind=kind)
     found = _findings(truth)
@@ -133,10 +134,23 @@ def _names_fault(plan: Plan, client: str, held: Models, trained: Mapping[str, Te
     fault = fault or _difference(held[client], after.get(client, {}), "what it starts with")
     ranks = plan.ranks[plan.clients.index(client)]
     for key, tensor in after.get(client, {}).items():
-        layer = plan.layer_of.get(key.removesuffix(LORA_A)) if key.endswith(LORA_A) else None
-        if not fault and layer is not None and tensor.shape[0] != ranks[layer]:
+        if fault or not key.endswith(LORA_A):
+            continue
+        layer = plan.layer_of.get(key.removesuffix(LORA_A))
+        if layer is None:
+            fault = f"{key} is in no layer of the plan"
+        elif tensor.shape[0] != ranks[layer]:
             fault = f"{key} has rank {tensor.shape[0]}, the plan says {ranks[layer]}"
     return fault
+
+
+def _number_fault(client: str, *models: Models) -> str:
+    """The first tensor of this client that holds a NaN or an infinity, with which every comparison would be lost."""
+    for one in models:
+        for key, tensor in one.get(client, {}).items():
+            if not bool(tensor.isfinite().all()):
+                return f"{key} holds NaN or infinity"
+    return ""
 
 
 def _truth(run: Run, record: Record, plan: Plan, before: Models, after: Models, *, kind: str) -> Truth:

@@ -1,9 +1,11 @@
 """Reading what a run left behind, with no help from the code that wrote it."""
 
 import json
+import math
+import re
 import tomllib
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +14,8 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
-from atlas_fl.config import MixingConfig
-from atlas_fl.errors import CheckpointError
+from atlas_fl.config import MixingConfig, load_config, validate
+from atlas_fl.errors import CheckpointError, ConfigError
 
 Models = dict[str, dict[str, Tensor]]
 """Tensors by client and parameter name."""
@@ -85,6 +87,8 @@ class Run:
     """Its mixing group."""
     rounds: tuple[int, ...]
     """Rounds with an audit folder, without round 0."""
+    done: int
+    """Rounds that are complete, by the summary or else the newest checkpoint."""
     plans: dict[str, Plan] = field(default_factory=dict)
     """Plans that were read already."""
 
@@ -95,15 +99,21 @@ def open_run(path: Path) -> Run:
         raise CheckpointError(f"{path} is no run: it has no config.toml")
     try:
         config = tomllib.loads((path / "config.toml").read_text(encoding="utf-8"))
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        mixing = validate(load_config(path / "config.toml")).mixing
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError, ConfigError) as error:
         raise CheckpointError(f"{path / 'config.toml'} cannot be read: {error}") from error
-    known = {one.name for one in fields(MixingConfig)}
-    words = {key: value for key, value in config.get("mixing", {}).items() if key in known}
-    words |= {"share": tuple(words["share"])} if "share" in words else {}
-    found = sorted(int(one.name.removeprefix("round-")) for one in path.glob("audit/round-[0-9]*") if one.is_dir())
+    found = _numbers(path / "audit")
     if 0 not in found or len(found) < 2:
         raise CheckpointError(f"{path} holds no audited round; run it again with --audit")
-    return Run(path=path, config=config, mixing=MixingConfig(**words), rounds=tuple(found[1:]))
+    complete = (path / "summary.json").is_file()
+    done = config["training"]["rounds"] if complete else max(_numbers(path / "checkpoints"), default=0)
+    return Run(path=path, config=config, mixing=mixing, rounds=tuple(found[1:]), done=done)
+
+
+def _numbers(folder: Path) -> list[int]:
+    """The numbers of the folders `round-000N` in this one, rising."""
+    matches = [re.fullmatch(r"round-(\d{4,})", one.name) for one in folder.glob("round-*") if one.is_dir()]
+    return sorted(int(match[1]) for match in matches if match)
 
 
 def is_aggregated(run: Run, round: int) -> bool:
@@ -126,7 +136,7 @@ def read_plan(run: Run, name: str) -> Plan:
         content = _json(run.path / name)
         try:
             run.plans[name] = _plan(content)
-        except (KeyError, TypeError, ValueError) as error:
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise CheckpointError(f"{run.path / name} is no plan: {error!r}") from error
     return run.plans[name]
 
@@ -134,6 +144,10 @@ def read_plan(run: Run, name: str) -> Plan:
 def _plan(content: Mapping[str, Any]) -> Plan:
     clients, lora = content["clients"], content["lora"]
     importance = np.array(content.get("importance") or [], np.float64)
+    layer_of = {module: int(layer) for module, layer in content["layer_of"].items()}
+    for one in clients:
+        if len(one["ranks"]) <= max(layer_of.values(), default=0):
+            raise ValueError(f"client {one['name']} has {len(one['ranks'])} ranks, too few for its layers")
     return Plan(
         clients=tuple(one["name"] for one in clients),
         tasks=tuple(one["task"] for one in clients),
@@ -142,7 +156,7 @@ def _plan(content: Mapping[str, Any]) -> Plan:
         ranks=tuple(tuple(one["ranks"]) for one in clients),
         adjacency=np.array(content["adjacency"], np.float64).reshape(len(clients), len(clients)),
         importance=importance if importance.size else None,
-        layer_of={module: int(layer) for module, layer in content["layer_of"].items()},
+        layer_of=layer_of,
         alpha=None if lora["alpha"] is None else float(lora["alpha"]),
         rslora=bool(lora["rslora"]),
     )
@@ -161,13 +175,19 @@ def read_record(run: Run, round: int) -> Record:
         return Record(
             participants=tuple(content["participants"]),
             refused=dict(content["refused"]),
-            eta=None if content["eta"] is None else float(content["eta"]),
+            eta=None if content["eta"] is None else _finite(content["eta"]),
             plan=str(content["plan"]),
-            loaded=dict(content["loaded"]),
+            loaded={client: dict(one.items()) for client, one in content["loaded"].items()},
             kept=tuple(content["kept"]) if "kept" in content else None,
         )
-    except (KeyError, TypeError, ValueError) as error:
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise CheckpointError(f"{path} is no record of a round: {error!r}") from error
+
+
+def _finite(value: float) -> float:
+    if not math.isfinite(value):
+        raise ValueError(f"{value} is no finite number")
+    return float(value)
 
 
 def read_models(run: Run, round: int, name: str) -> Models:

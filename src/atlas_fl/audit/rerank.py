@@ -30,6 +30,8 @@ def _fault(plan: Plan, k: int, held: Mapping[str, Tensor], begun: Mapping[str, T
         return f"other tensors than before: {sorted(held.keys() ^ begun.keys())[:3]}", float("inf")
     worst = 0.0
     for key in held:
+        if not bool(held[key].isfinite().all() and begun[key].isfinite().all()):
+            return f"{key} holds NaN or infinity", float("inf")
         if key.endswith(LORA_A):
             module = key.removesuffix(LORA_A)
             rank = plan.ranks[k][plan.layer_of[module]]

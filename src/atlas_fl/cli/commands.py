@@ -1,5 +1,6 @@
 """The command `atlas`: finds the command, and turns what goes wrong into one line and an exit code."""
 
+import errno
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -10,6 +11,8 @@ from importlib.metadata import version
 from atlas_fl.cli import audit, catalogue, export, fetch, place, report, run, sweep
 from atlas_fl.errors import AtlasError, ConfigError
 
+FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO})
+"""Errors of a disk that takes no more."""
 USER_ERROR, INTERRUPTED, BROKEN_PIPE = 2, 130, 141
 
 
@@ -53,9 +56,11 @@ def main(words: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return BROKEN_PIPE
     except OSError as error:
-        if error.filename is None:
+        if error.filename is None and error.errno not in FULL:
             raise
-        return _fail(f"{error.filename}: {error.strerror}; check the path and its permissions", USER_ERROR)
+        full = "free some space; a run goes on with `atlas resume RUN`"
+        remedy = full if error.errno in FULL else "check the path and its permissions"
+        return _fail(f"{error.filename or 'the disk'}: {error.strerror}; {remedy}", USER_ERROR)
     except SystemExit as stop:  # a help page was printed
         return int(stop.code or 0)
     return code

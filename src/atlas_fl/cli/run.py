@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Annotated
 
 import tyro
@@ -76,8 +77,8 @@ def plan(words: Sequence[str]) -> int:
     groups = split(words)
     options = parse(PlanOptions(settings=base_config(groups)), groups, command="atlas plan")
     config = validate(options.settings)
-
-    from pathlib import Path
+    if options.to is not None and (Path(options.to).is_dir() or not Path(options.to).parent.is_dir()):
+        raise ConfigError(f"--to is {options.to}; allowed: a file in a folder that exists; name one such as plan.json")
 
     from atlas_fl.io.results import write_json
     from atlas_fl.planning import make_plan

@@ -13,12 +13,17 @@ SESSION = frozenset({"runs_dir", "name", "max_rounds", "keep_checkpoints", "chec
 """Settings that change no number of a run: where it lies, how long it goes on today and what is kept of it."""
 
 
+def identity(config: Config) -> dict[str, Any]:
+    """The settings that make a run what it is, by name: all but those of the session."""
+    return {name: _plain(value_of(config, name), settings()[name].kind) for name in settings() if name not in SESSION}
+
+
 def config_hash(config: Config) -> str:
     """Sixteen hexadecimal digits that depend on every setting but those of the session.
 
     Equal configs have equal hashes on every machine; a setting that a new version adds changes all of them.
     """
-    text = json.dumps(_identity(config), sort_keys=True)
+    text = json.dumps(identity(config), sort_keys=True)
     return sha256(text.encode()).hexdigest()[:16]
 
 
@@ -27,7 +32,7 @@ def differences(first: Config, second: Config) -> dict[str, tuple[Any, Any]]:
 
     It is empty if and only if the hashes are equal, and says what to mend where they are not.
     """
-    left, right = _identity(first), _identity(second)
+    left, right = identity(first), identity(second)
     return {name: (left[name], right[name]) for name in left if left[name] != right[name]}
 
 
@@ -42,10 +47,6 @@ def run_folder(config: Config) -> RunFolder:
         config_hash=config_hash(config),
     )
     return RunFolder(Path(run.runs_dir) / name)
-
-
-def _identity(config: Config) -> dict[str, Any]:
-    return {name: _plain(value_of(config, name), settings()[name].kind) for name in settings() if name not in SESSION}
 
 
 def _plain(value: Any, kind: Any) -> Any:

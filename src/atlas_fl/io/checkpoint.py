@@ -21,7 +21,7 @@ from atlas_fl.io.atomic import sync_folder, write_synced
 from atlas_fl.io.results import from_json, indented, to_json
 from atlas_fl.io.tensors import decode, write_tensors
 
-FORMAT = 1
+FORMAT = 2
 TENSORS, STATE = "state.safetensors", "state.json"
 NAME = re.compile(r"round-(\d{4,})(\.replaced)?")
 
@@ -139,6 +139,8 @@ def _read(path: Path) -> bytes:
         return path.read_bytes()
     except FileNotFoundError:
         raise CheckpointError(f"{path.name} is missing") from None
+    except OSError as error:  # a file where a folder should be, or the other way round, or a disk that fails
+        raise CheckpointError(f"{path.name} cannot be read ({error.strerror})") from None
 
 
 def _newest_first(folder: Path) -> Iterator[Path]:
@@ -154,11 +156,14 @@ def _is_leftover(path: Path, round: int) -> bool:
 
 
 def _remove(path: Path) -> None:
-    """Remove a folder: renamed first, so that a half-removed one is never taken for a damaged checkpoint."""
+    """Remove a folder, or a file in its place: renamed first, so that a half-removed one is never taken for damaged."""
     if not path.exists():
         return
     hidden = path if path.name.startswith(".") else path.with_name(f".{path.name}.removed")
     if hidden != path:
         shutil.rmtree(hidden, ignore_errors=True)
         path.rename(hidden)
-    shutil.rmtree(hidden)
+    if hidden.is_dir():
+        shutil.rmtree(hidden)
+    else:
+        hidden.unlink()

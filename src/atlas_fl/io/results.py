@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 import numpy as np
 
 from atlas_fl.errors import CheckpointError, DataError
-from atlas_fl.io.atomic import sync_folder, write_atomic
+from atlas_fl.io.atomic import named, sync_folder, write_atomic
 
 LINE_WIDTH = 120
 
@@ -127,7 +127,7 @@ def append_rows(path: Path, rows: Iterable[Mapping[str, Any]]) -> int:
     """
     lines = "".join([to_json(row) + "\n" for row in rows]).encode()
     new = not path.exists()
-    with path.open("ab") as file:
+    with path.open("ab") as file, named(path):
         file.write(lines)
         file.flush()
         os.fsync(file.fileno())
@@ -165,7 +165,10 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
     rows = []
     for number, line in enumerate(path.read_bytes().split(b"\n")[:-1], start=1):
         try:
-            rows.append(from_json(line))
+            row = from_json(line)
+            if not isinstance(row, dict):
+                raise ValueError(f"{row!r} is no row")
+            rows.append(row)
         except ValueError as error:
             message = f"damaged line {number} of {path}: {error}; restore the file or repeat the run"
             raise CheckpointError(message) from error

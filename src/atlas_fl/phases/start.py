@@ -45,10 +45,9 @@ def _imported(assembly: Assembly, folder: Path, ranks: Sequence[Sequence[int]]) 
     params, old_scale = import_adapter(folder, family=assembly.site.backbone.family)
     missing = [module for module in assembly.site.modules if module + LORA_A not in params]
     if missing:
-        raise ModelError(
-            f"the adapter in {folder} lacks {missing[0]} and {len(missing) - 1} more; it adapts"
-            f" {', '.join(sorted({name.rsplit('.', 1)[-1] for name in lora_modules(params)}))}: set --targets to these"
-        )
+        layers = sorted({name.rsplit(".", 1)[-1] for name in lora_modules(params)})
+        remedy = f"it adapts {', '.join(layers)}: set --targets to these" if layers else "it is of another model"
+        raise ModelError(f"the adapter in {folder} lacks {missing[0]} and {len(missing) - 1} more; {remedy}")
     scaled = _rescaled(params, old_scale=old_scale, assembly=assembly)
     start: dict[str, Params] = {}
     for client, own in zip(assembly.clients, ranks, strict=True):

@@ -1,8 +1,10 @@
 """The clients of a federation: every task's rows, dealt out so that no two clients hold the same."""
 
+import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from hashlib import sha256
 
 import numpy as np
 
@@ -32,6 +34,13 @@ class ClientData:
     train: Rows
     validation: Rows
     test: Rows
+
+    def digest(self) -> str:
+        """SHA-256 of all rows of all splits, in their order."""
+        found = sha256()
+        for rows in (self.train, self.validation, self.test):
+            found.update(json.dumps([rows.text, rows.pair, rows.label.tolist()]).encode())
+        return found.hexdigest()
 
 
 def majority(rows: Rows) -> float | None:

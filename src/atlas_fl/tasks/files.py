@@ -15,6 +15,7 @@ from atlas_fl.tasks.read import Table, column, read_folder, read_table, texts
 from atlas_fl.tasks.spec import METRICS, Labels, Metric, Rows, Source, Task, TaskData
 from atlas_fl.tasks.splits import arrange, split_rows
 
+LARGEST_LABEL = float(np.finfo(np.float32).max)
 _FORM = "name=path[,text=COLUMN][,pair=COLUMN][,label=COLUMN][,metric=NAME][,target=COLUMN]"
 _OPTIONS = ("text", "pair", "label", "metric", "target")
 
@@ -74,6 +75,8 @@ def _parsed(description: str) -> tuple[str, Path, Columns]:
     if not equals or not path or not re.fullmatch(r"[A-Za-z0-9_.\-]+", name):
         raise ConfigError(f"task {description!r} is not of the form {_FORM}; a name is letters, digits, '_', '.', '-'")
     options = dict(option.split("=", 1) for option in rest)
+    if len(options) < len(rest):
+        raise ConfigError(f"task {description!r} gives an option twice; the form is {_FORM}")
     for key, value in options.items():
         if key not in _OPTIONS:
             raise unknown("task option", key, _OPTIONS)
@@ -159,9 +162,12 @@ def _values(values: Sequence[Any], *, origin: object) -> Labels:
     for row, value in enumerate(values, start=1):
         try:
             number = float(value)
-        except (TypeError, ValueError):
+        except (OverflowError, TypeError, ValueError):
             number = math.nan
-        if not math.isfinite(number):
-            raise DataError(f"label {value!r} in row {row} of {origin} is no finite number, as metric=pearson needs")
+        if not abs(number) <= LARGEST_LABEL:
+            raise DataError(
+                f"label {str(value)[:40]!r} in row {row} of {origin} is no number that float32 holds, as metric=pearson"
+                " needs"
+            )
         numbers.append(number)
     return np.asarray(numbers, dtype=np.float32)

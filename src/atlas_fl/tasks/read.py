@@ -3,7 +3,8 @@
 import csv
 import json
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -13,6 +14,7 @@ Table: TypeAlias = Mapping[str, Sequence[Any]]
 """Columns of equal length by name."""
 
 SPLITS = ("train", "validation", "test")
+LONGEST_CELL = 1 << 30
 
 
 def read_table(path: Path) -> Table:
@@ -24,6 +26,8 @@ def read_table(path: Path) -> Table:
         raise DataError(f"{path} is of no kind that can be read; give a file that ends in {', '.join(READERS)}")
     try:
         table = reader(path)
+    except UnicodeDecodeError as error:
+        raise DataError(f"cannot read {path}: byte {error.start} is no UTF-8; save the file as UTF-8") from error
     except (OSError, ValueError, csv.Error) as error:
         reason = " ".join(str(error).split())[:200]
         raise DataError(f"cannot read {path}: {reason}; mend the file or save it as jsonl or parquet") from error
@@ -60,8 +64,16 @@ def _is_missing(value: object) -> bool:
 
 
 def texts(table: Table, name: str, *, origin: object) -> tuple[str, ...]:
-    """The values of a column as texts."""
-    return tuple(str(value) for value in column(table, name, origin=origin))
+    """The values of a column as texts; a `DataError` that names the first that no file could hold."""
+    found = tuple(str(value) for value in column(table, name, origin=origin))
+    for number, text in enumerate(found, start=1):
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise DataError(
+                f"row {number} of {origin} holds half a character in column {name!r} ({error.reason}); mend the row"
+            ) from error
+    return found
 
 
 def from_datasets(splits: Mapping[str, Any]) -> dict[str, Table]:
@@ -71,7 +83,7 @@ def from_datasets(splits: Mapping[str, Any]) -> dict[str, Table]:
 
 def _read_csv(path: Path) -> Table:
     delimiter = "\t" if path.suffix.lower() == ".tsv" else ","
-    with path.open(encoding="utf-8-sig", newline="") as file:
+    with path.open(encoding="utf-8-sig", newline="") as file, _long_cells():
         reader = csv.reader(file, delimiter=delimiter, strict=True)
         header = next(reader, [])
         if len(set(header)) != len(header):
@@ -85,9 +97,19 @@ def _read_csv(path: Path) -> Table:
     return {name: [row[place] for row in rows] for place, name in enumerate(header)}
 
 
+@contextmanager
+def _long_cells() -> Iterator[None]:
+    """Cells of any length: the module's own limit of 128 kB is below a long document."""
+    limit = csv.field_size_limit(LONGEST_CELL)
+    try:
+        yield
+    finally:
+        csv.field_size_limit(limit)
+
+
 def _read_jsonl(path: Path) -> Table:
     rows = []
-    with path.open(encoding="utf-8") as file:
+    with path.open(encoding="utf-8-sig") as file:
         for number, line in enumerate(file, start=1):
             if not line.strip():
                 continue

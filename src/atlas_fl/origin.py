@@ -1,0 +1,37 @@
+"""What a run was begun with, settings and data: it cannot go on with others and still be one run."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from atlas_fl.config import Config, identity
+from atlas_fl.errors import CheckpointError
+from atlas_fl.io.results import from_json, to_json
+from atlas_fl.tasks.clients import ClientData
+
+
+def origin_of(config: Config, clients: Sequence[ClientData]) -> dict[str, Any]:
+    """The settings that make the run what it is, and a SHA-256 of each client's rows; plain data for JSON."""
+    data = {client.name: client.digest() for client in clients}
+    plain: dict[str, Any] = from_json(to_json({"settings": identity(config), "data": data}))
+    return plain
+
+
+def check_origin(begun: Mapping[str, Any], now: Mapping[str, Any], *, folder: Path) -> None:
+    """Nothing where the run goes on with what it was begun with.
+
+    Raises:
+        CheckpointError: a setting or a client's rows are others; the message names the first.
+    """
+    for name, old in begun["settings"].items():
+        if now["settings"].get(name) != old:
+            raise CheckpointError(
+                f"run {folder} was begun with {name} = {old!r}, and its config.toml now says"
+                f" {now['settings'].get(name)!r}; restore the file, or begin another run"
+            )
+    for name, digest in begun["data"].items():
+        if now["data"].get(name) != digest:
+            raise CheckpointError(
+                f"the data of client {name} are not those that run {folder} was begun with; restore them, or begin"
+                " another run: rows that were trained on could now be tested on"
+            )

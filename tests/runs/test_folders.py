@@ -1,0 +1,160 @@
+"""What lies where a run is to be: nothing of a user's is lost, and one process at a time writes."""
+
+import errno
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from atlas_fl.cli.commands import main
+from atlas_fl.config import Config
+from atlas_fl.errors import AtlasError, CheckpointError, ConfigError
+from atlas_fl.io import checkpoint
+from atlas_fl.io.atomic import named
+from atlas_fl.io.lock import run_lock
+from atlas_fl.run import resume, run
+
+Make = Callable[..., Config]
+TOO_MANY = 10**6
+
+
+@pytest.fixture
+def stopped(config: Make) -> Path:
+    return run(config(max_rounds=1)).folder
+
+
+def test_a_folder_of_the_users_is_refused_and_kept(config: Make, tmp_path: Path) -> None:
+    thesis = tmp_path / "runs/run/thesis.txt"
+    thesis.parent.mkdir(parents=True)
+    thesis.write_text("years of work")
+    for samples in (24, TOO_MANY):
+        with pytest.raises(ConfigError, match=r"exists, is no run and holds thesis\.txt; choose another --name"):
+            run(config(samples=samples))
+    assert thesis.read_text() == "years of work"
+    assert [path.name for path in thesis.parent.iterdir()] == ["thesis.txt"]
+
+
+def test_a_file_where_the_folder_is_to_be_is_refused(config: Make, tmp_path: Path) -> None:
+    (tmp_path / "runs").mkdir()
+    (tmp_path / "runs/run").write_text("mine")
+    with pytest.raises(ConfigError, match="is a file; choose another --name"):
+        run(config())
+    assert (tmp_path / "runs/run").read_text() == "mine"
+
+
+@pytest.mark.parametrize("made", [True, False])
+def test_what_could_not_be_planned_leaves_the_place_as_it_was(config: Make, tmp_path: Path, made: bool) -> None:
+    folder = tmp_path / "runs/run"
+    if not made:
+        folder.mkdir(parents=True)
+    with pytest.raises(AtlasError, match="samples"):
+        run(config(samples=TOO_MANY))
+    assert folder.exists() is not made
+    assert not made or not any(folder.glob("*"))
+    assert run(config(max_rounds=1)).rounds == 1
+
+
+def test_who_does_not_get_the_lock_removes_nothing(config: Make, tmp_path: Path) -> None:
+    folder = tmp_path / "runs/run"
+    with run_lock(folder), pytest.raises(CheckpointError, match="being written by another process"):
+        run(config())
+    assert (folder / ".lock").exists()
+    assert run(config(max_rounds=1)).rounds == 1
+
+
+def test_a_lock_whose_file_was_removed_holds_nobody_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between opening the file and locking it, who held it has removed the folder."""
+    import atlas_fl.io.lock as lock
+
+    real, removed = lock.fcntl.flock, []
+
+    def flock(file, how):
+        if not removed:
+            removed.append((tmp_path / "run/.lock").unlink())
+        real(file, how)
+
+    monkeypatch.setattr(lock.fcntl, "flock", flock)
+    with run_lock(tmp_path / "run"), pytest.raises(CheckpointError), run_lock(tmp_path / "run"):
+        pass
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        (r"^lr = .*$", "lr = 0.25", "was begun with lr = 0.005, and its config.toml now says 0.25; restore the file"),
+        (r"^rounds = .*$", "rounds = 2", "was begun with rounds = 3, and its config.toml now says 2"),
+        (r"^batch_size = .*$", "batch_size = 0", "--batch-size is 0; allowed:"),
+    ],
+)
+def test_a_run_does_not_go_on_with_other_settings(stopped: Path, old: str, new: str, message: str) -> None:
+    file = stopped / "config.toml"
+    before = (stopped / "metrics.jsonl").read_bytes()
+    text = file.read_text()
+    file.write_text(re.sub(f"(?m){old}", new, text))
+    with pytest.raises(AtlasError, match=re.escape(message)):
+        resume(stopped)
+    assert (stopped / "metrics.jsonl").read_bytes() == before
+    file.write_text(text)
+    assert resume(stopped).complete
+
+
+def test_a_run_does_not_go_on_with_other_data(config: Make, tmp_path: Path) -> None:
+    file = tmp_path / "own.csv"
+    words = ["red", "green", "blue", "black", "white", "brown"]
+    rows = [f"the {one} and the {two} {number},{number % 2}" for number in range(6) for one in words for two in words]
+    file.write_text("\n".join(["text,label", *rows]))
+    folder = run(config(tasks=("own",), task=(f"own={file}",), max_rounds=1)).folder
+    file.write_text("\n".join(["text,label", *rows[7:]]))
+    with pytest.raises(CheckpointError, match="the data of client own-0 are not those that run"):
+        resume(folder)
+    file.write_text("\n".join(["text,label", *rows]))
+    assert resume(folder).complete
+
+
+@pytest.mark.parametrize("kind", ["folder is a file", "state is a folder"])
+def test_a_checkpoint_of_another_kind_is_passed_over(config: Make, kind: str) -> None:
+    folder = run(config(max_rounds=2)).folder
+    newest = folder / "checkpoints/round-0002"
+    if kind == "folder is a file":
+        newest.rename(folder / "elsewhere")
+        newest.write_text("")
+    else:
+        (newest / "state.json").unlink()
+        (newest / "state.json").mkdir()
+    told: list[object] = []
+    assert resume(folder, on_event=told.append).complete
+    assert any("round-0002 passed over" in str(event) for event in told)
+
+
+@pytest.mark.parametrize("content", ["[]", '{"clients": 3}', '{"clients": [3]}'])
+def test_a_damaged_plan_is_one_line(stopped: Path, content: str) -> None:
+    (stopped / "plan.json").write_text(content)
+    with pytest.raises(CheckpointError, match="the plan"):
+        resume(stopped)
+
+
+def test_a_line_that_is_no_row_is_named(stopped: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with (stopped / "metrics.jsonl").open("a") as file:
+        file.write("5\n")
+    assert main(["report", str(stopped)]) == 2
+    assert re.search(r"damaged line \d+ of .*metrics\.jsonl: 5 is no row", capsys.readouterr().err)
+
+
+def test_a_full_disk_is_one_line_and_the_run_goes_on_later(
+    config: Make, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stopped = run(config(max_rounds=1)).folder
+
+    def full(path: Path, _: object) -> None:
+        with named(path):
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoint, "write_synced", full)
+        assert main(["resume", str(stopped)]) == 2
+    error = capsys.readouterr().err
+    assert re.search(r"state\.json: No space left on device; free some space; a run goes on with", error)
+    assert resume(stopped).complete
+    assert json.loads((stopped / "summary.json").read_text())["run"]["name"] == "run"
