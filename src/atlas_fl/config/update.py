@@ -8,17 +8,23 @@ from atlas_fl.config.groups import Config
 from atlas_fl.config.kinds import describe, from_text, mistake
 
 
-def with_values(config: Config, values: Mapping[str, str]) -> Config:
-    """The config with these settings, given as text: `with_values(config, {"eta": "0.5", "share": "A+head"})`.
+def with_values(config: Config, values: Mapping[str, Any]) -> Config:
+    """The config with these settings: `with_values(config, {"eta": 0.5, "tasks": ["movie", "trec"]})`.
 
-    Names are those of the flags, with hyphens or underscores; the parts of a list are joined by `+`. Ranges are not
-    looked at: that is what `validate` does.
+    Names are those of the flags, with hyphens or underscores. Values may also be text, as on a command line, with the
+    parts of a list joined by `+`. Ranges are not looked at: that is what `validate` does.
 
     Raises:
         ConfigError: there is no setting of this name, or the text spells no value of its type.
     """
-    found = {find_setting(name): text for name, text in values.items()}
-    return from_values({setting.name: parse(setting, text) for setting, text in found.items()}, base=config)
+    found = {find_setting(name): value for name, value in values.items()}
+    return from_values({setting.name: _value(setting, value) for setting, value in found.items()}, base=config)
+
+
+def _value(setting: Setting, value: Any) -> Any:
+    if isinstance(value, str):
+        return parse(setting, value)
+    return tuple(value) if isinstance(value, list) else value
 
 
 def find_setting(name: str) -> Setting:

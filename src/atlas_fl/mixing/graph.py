@@ -157,7 +157,9 @@ def join_singletons(
         joined[k] |= chosen
         if chosen.any() and not mates.any():
             nearby = ", ".join(names[other] for other in np.flatnonzero(chosen))
-            lines.append(f"{names[k]} is alone in its cluster and no client shares its task: joined to {nearby}")
+            lines.append(
+                f"{names[k]} is alone in its cluster and no other decided client has its task: joined to {nearby}"
+            )
     return joined | joined.T, tuple(lines)
 
 

@@ -23,6 +23,9 @@ def connect(
     The `adaptive` graph needs a validation score of every client; where none is given, the warmed-up models are scored.
     """
     config = assembly.config.mixing
+    # Without structure everyone stays alone: the nearest of strangers is still a stranger.
+    sought = assembly.config.clustering.clusters == "auto"
+    strangers = found.clustering is not None and sought and not found.clustering.structure["found"]
     if found.clustering is None:
         size = len(assembly.clients)
         return Graph(adjacency=np.zeros((size, size)), warnings=())
@@ -36,7 +39,7 @@ def connect(
             alpha=config.alpha,
             symmetrize=config.symmetrize,
             neighbours=config.neighbours,
-            singleton_neighbours=config.singleton_neighbours,
+            singleton_neighbours=0 if strangers else config.singleton_neighbours,
             ema=config.graph_ema,
             block_diagonal=config.block_diagonal,
         ),

@@ -12,6 +12,11 @@ from rich.table import Table
 from atlas_fl.io.scores import WRITTEN
 from atlas_fl.report.words import EMPTY, add_columns, human_bytes, new_table, number, percent, seconds
 
+LEGEND = (
+    "best: test score of each client's best round by validation; 90% at: first round",
+    "with 90% of the last validation score; spread: standard deviation over clients",
+)
+
 
 def closing_table(summary: Mapping[str, Any]) -> Table:
     """What a finished run shows: per task the test scores, the majority class, the worst client; bytes and time below.
@@ -21,7 +26,7 @@ def closing_table(summary: Mapping[str, Any]) -> Table:
     run = summary.get("run") or {}
     title = ", ".join(str(run[key]) for key in ("strategy", "model") if key in run)
     table = new_table(f"Test scores of {title}" if title else "Test scores")
-    add_columns(table, ["task"], ["clients", "majority", "final", "gain", "best", "90% at", "spread"])
+    add_columns(table, ["task"], ["clients", "majority", "final", "over\nmajority", "best", "90% at", "spread"])
     table.add_column("worst client", no_wrap=True)
     for task, group in (summary.get("tasks") or {}).items():
         table.add_row(escape(task), *_closing_cells(group))
@@ -48,9 +53,10 @@ def _closing_cells(group: Mapping[str, Any]) -> list[str]:
 
 
 def _closing_caption(summary: Mapping[str, Any]) -> str:
-    """Bytes with the reduction, time, peak memory, devices, refused updates: a line each, where they are known."""
+    """What the columns mean; then bytes with the reduction, time, peak memory, devices, refused updates."""
     sent, memory = summary.get("bytes") or {}, summary.get("memory") or {}
-    lines = [_written(task, group) for task, group in (summary.get("tasks") or {}).items() if _has_written(group)]
+    lines = list(LEGEND)
+    lines += [_written(task, group) for task, group in (summary.get("tasks") or {}).items() if _has_written(group)]
     if "total" in sent:
         saved = (sent.get("full_model") or {}).get("reduction")
         than = "" if saved is None else f", {percent(saved)} less than the whole model in every round"

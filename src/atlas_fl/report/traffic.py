@@ -20,7 +20,7 @@ def draw(record: Record) -> Figure:
     figure = new_figure(
         width=10.5,
         height=4.6,
-        title=f"{human_bytes(sums.total) if sums.total else 'Nothing'} crossed the network",
+        title=f"{human_bytes(sums.total) if sums.total else 'Nothing'} in messages",
         subtitle=f"{human_bytes(sums.up)} up to the server, {human_bytes(sums.down)} down to the clients; "
         "lengths of the encoded payloads",
     )
