@@ -77,10 +77,8 @@ def test_what_is_no_number_stays_none_and_stays_in_its_row(wire: str, bad: float
 
 def test_bytes_by_hand() -> None:
     """Three tokens of width four: the safetensors header, padded to eights, and then the numbers."""
-    header = len(
-        '{"rows":{"dtype":"F32","shape":[3,4],"data_offsets":[0,48]}}'
-    )  # 60, padded to 64, and 8 for its length
-    assert header == 60
+    # 60 characters padded to 64, behind 8 bytes for that number
+    assert len('{"rows":{"dtype":"F32","shape":[3,4],"data_offsets":[0,48]}}') == 60
     rows = torch.arange(12.0).view(3, 4)
     assert len(encode_rows(rows, wire="fp32")) == 8 + 64 + 48
     # {"rows":{"dtype":"BF16","shape":[3,4],"data_offsets":[0,24]}} has 61
@@ -88,9 +86,8 @@ def test_bytes_by_hand() -> None:
     scales = '{"scales":{"dtype":"F32","shape":[3],"data_offsets":[0,12]},"rows":{"dtype":"I8","shape":[3,4],'
     assert len(scales + '"data_offsets":[12,24]}}') == 119
     assert len(encode_rows(rows, wire="int8")) == 8 + 120 + 3 * 4 + 12
-    assert through(rows, "int8")[0].tolist() == pytest.approx(
-        [0.0, 128 / 127, 255 / 127, 3.0][:1] + [42 * 3 / 127, 85 * 3 / 127, 3.0]
-    )
+    # the scale of 0 1 2 3 is 3 / 127: 42.3 and 84.7 steps become 42 and 85
+    assert through(rows, "int8")[0].tolist() == pytest.approx([0.0, 42 * 3 / 127, 85 * 3 / 127, 3.0])
 
 
 @pytest.mark.parametrize("wire", WIRES)
