@@ -4,6 +4,7 @@ import re
 
 from atlas_fl.config.groups import Config
 from atlas_fl.config.kinds import mistake, whole_number
+from atlas_fl.config.splitting import EVERY, cuts_by_device
 from atlas_fl.errors import unknown
 
 
@@ -16,6 +17,7 @@ def check_names(config: Config) -> None:
     _check_strategy(config.mixing.strategy)
     _check_allocator(config.ranks.ranks)
     _check_devices(config.data.devices, config.data.device)
+    _check_cut_devices(config)
     _check_tasks(config.data.tasks, config.data.task)
     _check_model(config.model.model)
     if not re.fullmatch(r"[a-z0-9][a-z0-9_-]*", config.run.preset):
@@ -40,6 +42,15 @@ def _check_devices(names: tuple[str, ...], own: tuple[str, ...]) -> None:
     from atlas_fl.ranks.devices import find_devices
 
     find_devices(names, own)
+
+
+def _check_cut_devices(config: Config) -> None:
+    from atlas_fl.ranks.devices import find_devices
+
+    named = set(cuts_by_device(config.split.split)) - {EVERY}
+    known = {device.name for device in find_devices(config.data.devices, config.data.device)}
+    if missing := sorted(named - known):
+        raise unknown("device in --split", missing[0], known)
 
 
 def _check_tasks(names: tuple[str, ...], own: tuple[str, ...]) -> None:

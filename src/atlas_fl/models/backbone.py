@@ -143,7 +143,8 @@ def target_modules(backbone: Backbone, targets: Sequence[str]) -> dict[str, nn.M
         for name, module in backbone.model.named_modules()
         if isinstance(module, (nn.Linear, Conv1D)) and name.startswith(backbone.family.blocks + ".")
     }
-    if tuple(targets) == ("all-linear",):
+    # The part of a cut model may hold no block, and then nothing is adapted there.
+    if tuple(targets) == ("all-linear",) or not len(backbone.blocks):
         return dict(linear)
     for target in targets:
         if not any(name.endswith("." + target) for name in linear):
@@ -180,5 +181,11 @@ def model_shape(backbone: Backbone, modules: Mapping[str, nn.Module]) -> ModelSh
         block_bytes=block_bytes,
         block_params=tuple(sum(p.numel() for p in block.parameters()) for block in blocks),
         embedding_bytes=total - sum(block_bytes),
+        tail_bytes=total - sum(block_bytes) - _stem_bytes(backbone),
         vocabulary=0 if backbone.vocabulary is None else backbone.vocabulary.shape[0],
     )
+
+
+def _stem_bytes(backbone: Backbone) -> int:
+    stem = [backbone.model.get_submodule(name) for name in backbone.family.stem]
+    return sum(p.numel() * p.element_size() for module in stem for p in module.parameters())
