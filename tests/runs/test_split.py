@@ -1,9 +1,11 @@
 """Runs whose models are cut: the adapters of a run without a cut, every byte in the ledger, audit and resume."""
 
+import io
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 from atlas_fl.audit import audit
 from atlas_fl.config import Config
@@ -117,12 +119,11 @@ def test_auto_cuts_only_where_the_device_cannot_hold_the_model(config: Make, obj
         assert client.split["reason"].startswith("best score" if objective == "score" else "smallest round time")
         assert client.predicted["memory_bytes"] <= client.memory["total"]
         assert sum(client.split["server_memory"].values()) > 0
+    shown = io.StringIO()
     for table in plan_tables(tight.to_json()):
-        from rich.console import Console
-
-        console = Console(width=80, record=True, file=open("/dev/null", "w"))  # noqa: PTH123, SIM115
-        console.print(table)
-        assert max(map(len, console.export_text().splitlines())) <= 80
+        Console(width=80, file=shown).print(table)
+    assert max(map(len, shown.getvalue().splitlines())) <= 80
+    assert "What the cuts cost in a round" in shown.getvalue()
 
 
 @pytest.mark.parametrize(
