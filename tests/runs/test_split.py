@@ -123,7 +123,8 @@ def test_auto_cuts_only_where_the_device_cannot_hold_the_model(config: Make, obj
     for table in plan_tables(tight.to_json()):
         Console(width=80, file=shown).print(table)
     assert max(map(len, shown.getvalue().splitlines())) <= 80
-    assert "What the cuts cost in a round" in shown.getvalue()
+    for part in ("Cuts", "What crosses the cuts in a round", "Both sides of the cuts", *(own.name for own in cut)):
+        assert part in shown.getvalue()
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ from typing import Any
 from rich.markup import escape
 from rich.table import Table
 
+from atlas_fl.report.cut_tables import cut_tables
 from atlas_fl.report.words import EMPTY, add_columns, cluster_name, human_bytes, new_table, number, percent, seconds
 
 K_SCORES = {
@@ -32,11 +33,7 @@ def plan_tables(plan: Mapping[str, Any]) -> list[Table]:
         builders.insert(1, k_table)
     if any(client.get("memory") for client in plan["clients"]):
         builders.append(memory_table)
-    if any(client.get("split") for client in plan["clients"]):
-        builders.append(reason_table)
-    if any(client.get("cut") is not None for client in plan["clients"]):
-        builders.append(split_table)
-    return [build(plan) for build in builders]
+    return [build(plan) for build in builders] + cut_tables(plan)
 
 
 def cluster_table(plan: Mapping[str, Any]) -> Table:
@@ -148,44 +145,6 @@ def memory_table(plan: Mapping[str, Any]) -> Table:
         cells = [human_bytes(memory[part]) if part in memory else EMPTY for part in shown]
         table.add_row(escape(client["name"]), *cells)
     return table
-
-
-def reason_table(plan: Mapping[str, Any]) -> Table:
-    """One row a client: where its model is cut and why, or why it is not."""
-    table = new_table("Cuts")
-    add_columns(table, ["client", "device", "blocks on the client", "why"], [])
-    for client in plan["clients"]:
-        cut, reason = client.get("cut"), (client.get("split") or {}).get("reason", EMPTY)
-        words = "all" if cut is None else f"{cut} of {len(client.get('ranks', ()))}"
-        table.add_row(escape(client["name"]), client.get("device", EMPTY), words, reason)
-    return table
-
-
-def split_table(plan: Mapping[str, Any]) -> Table:
-    """One row a client with a cut: bytes through it in a round, seconds of both sides, memory on the server."""
-    table = new_table("What the cuts cost in a round")
-    columns = ["activa-\ntions", "gradi-\nents", "labels,\nnorms", "evalu-\nation"]
-    add_columns(table, ["client"], [*columns, "client", "server", "link", "weights on\nthe server", "of its\nown"])
-    for client in plan["clients"]:
-        split = client.get("split") or {}
-        if client.get("cut") is None:
-            continue
-        sent, memory = split["crossing_bytes"], split["server_memory"]
-        sizes = [
-            *(sum(size for name, size in sent.items() if name.startswith(kinds)) for kinds in _SENT),
-            split["evaluation_bytes"],
-        ]
-        times = [split[f"{side}_seconds"] for side in ("client", "server", "link")]
-        frozen = memory["frozen weights"]
-        kept = [frozen, sum(memory.values()) - frozen]
-        cells = [*map(human_bytes, sizes), *map(seconds, times), *map(human_bytes, kept)]
-        table.add_row(escape(client["name"]), *cells)
-    table.caption = "bytes of both directions; weights on the server: once for all clients; evaluation: each time"
-    return table
-
-
-_SENT = (("activation",), ("gradient",), ("label", "control"))
-"""The kinds of messages that the columns of `split_table` sum."""
 
 
 def _verdict(clustering: Mapping[str, Any]) -> str:
