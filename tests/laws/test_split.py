@@ -15,6 +15,7 @@ from atlas_fl.clients.train import TrainOptions, batches, example_loss, train
 from atlas_fl.io.tensors import encode
 from atlas_fl.lora.packed import Adapters, Segment, attached
 from atlas_fl.models.backbone import logits_of
+from atlas_fl.models.loading import load_backbone
 from atlas_fl.models.packing import make_layout
 from atlas_fl.split import step
 from atlas_fl.split.codec import WIRES, decode_rows, encode_rows
@@ -85,6 +86,18 @@ def test_a_pack_may_mix_other_cuts_and_whole_models(tiny, site_of, spec_of) -> N
         assert alone.crossed == update.crossed
         for key, value in alone.params.items():
             torch.testing.assert_close(update.params[key], value, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("how", ["checkpointing", "bf16"])
+def test_a_cut_model_may_be_checkpointed_or_computed_in_bf16(tiny, site_of, spec_of, how: str) -> None:
+    site, jobs = federation(tiny, site_of, spec_of, [Cut(blocks=1), Cut(blocks=2, head="client")])
+    if how == "bf16":
+        site = dataclasses.replace(site, bf16=True)
+    else:
+        site = dataclasses.replace(site, backbone=load_backbone(str(tiny.path), gradient_checkpointing=True))
+    found = train(jobs, site)
+    assert_bits(found, train(uncut(jobs), site))
+    assert found[0].crossed == train(jobs, dataclasses.replace(site, bf16=False))[0].crossed
 
 
 class Halves:

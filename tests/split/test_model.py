@@ -9,8 +9,10 @@ from safetensors.torch import load_file, save_file
 
 from atlas_fl.clients.rows import make_row
 from atlas_fl.errors import ModelError
-from atlas_fl.models.backbone import features, layer_of
+from atlas_fl.models.backbone import features, layer_of, model_shape
 from atlas_fl.models.packing import make_layout
+from atlas_fl.ranks.devices import DEVICES
+from atlas_fl.ranks.memory import Step, device_memory
 from atlas_fl.split import model as parts
 from atlas_fl.split.model import client_forward, load_client_part, on_client, server_forward
 
@@ -159,3 +161,15 @@ def test_a_part_can_carry_adapters_under_the_stock_names(tiny, site_of, spec_of)
     site = site_of(tiny, spec_of(name="a-0"))
     cut = dataclasses.replace(site, backbone=part)
     assert list(cut.modules) == [name for name in site.modules if layer_of(tiny.backbone, name) < 1]
+
+
+@pytest.mark.parametrize("blocks", [0, 1, 2])
+def test_the_memory_model_counts_the_weights_that_a_client_loads(tiny, site_of, spec_of, blocks: int) -> None:
+    shape = model_shape(tiny.backbone, site_of(tiny, spec_of(name="a-0")).modules)
+    part = load_client_part(str(tiny.path), blocks=blocks)
+    found, whole = (
+        device_memory(shape, DEVICES["cpu_2gb"], ranks=[2] * 3, step=step).weights_bytes
+        for step in (Step(tokens=1, blocks=blocks), Step(tokens=1))
+    )
+    assert found == 4 * part.num_parameters
+    assert whole == 4 * tiny.backbone.num_parameters
