@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from atlas_fl.clients.base import Job, Site, Update
+from atlas_fl.clients.base import Job, Prompts, Site, Update
 from atlas_fl.clients.evaluate import EvaluateOptions, evaluate
 from atlas_fl.clients.rows import Dropout, dropout_masks, forward, make_row
 from atlas_fl.clients.train import TrainOptions, batches, example_loss, train
@@ -17,6 +17,7 @@ from atlas_fl.lora.packed import Adapters, Segment, attached
 from atlas_fl.models.backbone import logits_of
 from atlas_fl.models.loading import load_backbone
 from atlas_fl.models.packing import make_layout
+from atlas_fl.models.tokens import encode_prompts
 from atlas_fl.split import step
 from atlas_fl.split.codec import WIRES, decode_rows, encode_rows
 from atlas_fl.split.model import client_forward, load_client_part, on_client, server_forward
@@ -310,6 +311,21 @@ def test_clients_that_write_are_cut_as_those_that_classify(writer_of, site_of, s
     found = train(cut, site)
     assert_bits(found, train(jobs, site))
     assert all(update.crossed["label", "up"] > 0 for update in found)
+
+
+def test_a_client_with_a_cut_writes_no_answers(writer_of, site_of, spec_of) -> None:
+    from tests.laws.test_writing import federation as writers
+
+    tiny = writer_of("gpt2")
+    site, jobs = writers(tiny, site_of, spec_of)
+    name = "prompt-0"
+    asked = encode_prompts(["w1 w2"], tokenizer=tiny.backbone.tokenizer, max_length=8)
+    prompts = {"test": Prompts(encoded=asked, references=("w3",))}
+    site = dataclasses.replace(site, data={name: dataclasses.replace(site.data[name], prompts=prompts)})
+    job = dataclasses.replace(jobs[-1], options=EvaluateOptions(split="test", new_tokens=2))
+    (whole,), (cut,) = evaluate([job], site), evaluate([dataclasses.replace(job, cut=Cut(blocks=1))], site)
+    assert {key for key in whole.metrics if key not in cut.metrics} == {"rouge1", "rouge2", "rougeL"}
+    assert cut.metrics["loss"] == whole.metrics["loss"]
 
 
 def test_the_rows_of_a_segment_are_those_of_its_client() -> None:
