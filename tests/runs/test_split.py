@@ -36,7 +36,7 @@ def whole(config: Make) -> RunResult:
 
 @pytest.mark.parametrize("head", ["server", "client"])
 def test_a_run_with_a_cut_ends_with_the_adapters_of_one_without(config: Make, whole: RunResult, head: str) -> None:
-    cut = run(config(name="cut", dropout=0.1, eta=0.3, split="cpu_2gb=2,laptop_8gb=1", head=head))
+    cut = run(config(name="cut", dropout=0.1, eta=0.3, split="cpu_2gb=2,trec-0=1", head=head))
     assert same_tensors(state(whole.folder), state(cut.folder))
     assert rows(whole.folder) == rows(cut.folder)
     assert audit(cut.folder).ok

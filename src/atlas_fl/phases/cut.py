@@ -7,7 +7,7 @@ from typing import TypeAlias
 import numpy as np
 
 from atlas_fl.assemble import Assembly
-from atlas_fl.config.splitting import AUTO, EVERY, NONE, cuts_by_device
+from atlas_fl.config.splitting import AUTO, NONE, cut_word
 from atlas_fl.errors import BudgetError, ConfigError
 from atlas_fl.options import cut_of
 from atlas_fl.phases.cost import assign, predict
@@ -48,8 +48,7 @@ def decide(
     With `auto` a device that can hold the model gets no cut. Raises `BudgetError` where nothing fits, `ConfigError`
     for a cut beyond the model.
     """
-    words = cuts_by_device(assembly.config.split.split)
-    word = words.get(device.name, words[EVERY])
+    word = cut_word(assembly.config.split.split, client=client.name, task=client.task.name, device=device.name)
 
     def fit(blocks: int | None, reason: str) -> Fit:
         cut = cut_of(assembly.config, blocks)
