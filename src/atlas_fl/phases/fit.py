@@ -95,7 +95,6 @@ def _entry(assembly: Assembly, client: ClientData, device: Device, fit: Fit) -> 
     split: dict[str, Any] = {"reason": fit.reason} if fit.reason else {}
     if cut is not None:
         split |= {
-            "objective": assembly.config.split.split_objective,
             "crossing_bytes": crossing_bytes(assembly, client, cut),
             "evaluation_bytes": evaluation_bytes(assembly, client, cut),
             "client_seconds": prediction.compute_seconds,

@@ -27,6 +27,8 @@ def fisher_leakage(
 
     Hutchinson's estimate: the mean of |J^T u|^2 over `draws` normal u; exact, 1, for no block.
     """
+    if not blocks:
+        return 1.0
     total = 0.0
     for draw in range(draws):
         given = embedded.detach().requires_grad_()
@@ -34,7 +36,7 @@ def fisher_leakage(
         source = torch_generator(seed, "leakage", blocks, draw)
         upper = torch.randn(rows.shape, generator=source).to(rows.device)
         (found,) = torch.autograd.grad(rows, given, upper)
-        total += float(found.double().square().sum()) if blocks else float(given.numel())
+        total += float(found.double().square().sum())
     return total / draws / embedded.numel()
 
 
