@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from atlas_fl.config import ModelConfig as ModelConfig
     from atlas_fl.config import RanksConfig as RanksConfig
     from atlas_fl.config import RunConfig as RunConfig
+    from atlas_fl.config import SplitConfig as SplitConfig
     from atlas_fl.config import TrainingConfig as TrainingConfig
     from atlas_fl.config import config_hash as config_hash
     from atlas_fl.config import differences as differences
@@ -66,8 +67,8 @@ if TYPE_CHECKING:
 _HOMES = {
     "audit": "AuditReport audit_run",
     "clustering": "Clustering Placement predict_cluster",
-    "config": "ClusteringConfig Config DataConfig MixingConfig ModelConfig RanksConfig RunConfig TrainingConfig "
-    "config_hash differences load_config run_folder to_toml validate with_values",
+    "config": "ClusteringConfig Config DataConfig MixingConfig ModelConfig RanksConfig RunConfig SplitConfig "
+    "TrainingConfig config_hash differences load_config run_folder to_toml validate with_values",
     "errors": "AtlasError BudgetError CheckpointError ConfigError DataError ModelError ProtocolError",
     "events": "Event Note PhaseStarted Progress RoundFinished",
     "export": "export_client",

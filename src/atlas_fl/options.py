@@ -3,6 +3,7 @@
 from atlas_fl.assemble import learning_rate_of, scale_of
 from atlas_fl.clients.train import TrainOptions
 from atlas_fl.config import Config
+from atlas_fl.split.step import Cut
 from atlas_fl.strategies import Strategy, StrategyOptions, find_strategy
 
 
@@ -40,6 +41,14 @@ def train_options(config: Config) -> TrainOptions:
         dropout=config.model.dropout,
         hash_loaded=config.run.audit,
     )
+
+
+def cut_of(config: Config, blocks: int | None) -> Cut | None:
+    """How a client is cut that holds so many blocks; None for one that holds the whole model."""
+    if blocks is None:
+        return None
+    split = config.split
+    return Cut(blocks=blocks, wire=split.wire, noise=split.wire_noise, head=split.head, seed=config.run.seed)
 
 
 def warmup_options(config: Config) -> TrainOptions:

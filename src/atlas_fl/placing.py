@@ -16,7 +16,7 @@ from atlas_fl.errors import CheckpointError, ConfigError
 from atlas_fl.events import OnEvent, PhaseStarted, ignore
 from atlas_fl.io.folder import RunFolder, find_run
 from atlas_fl.io.results import read_json
-from atlas_fl.phases import assign, fingerprint_options, fingerprints, how_taken, own_importance
+from atlas_fl.phases import decide, fingerprint_options, fingerprints, how_taken, own_importance
 from atlas_fl.plan import Plan
 from atlas_fl.planning import local_engine
 from atlas_fl.ranks.devices import Device, find_devices
@@ -159,4 +159,4 @@ def _ranks(
         importance = np.asarray(plan.importance[members[0]])  # equal in all of a cluster
     else:
         importance = own_importance(assembly, engine, {client.name: update.params})[0]
-    return assign(assembly, client, device, importance).ranks
+    return decide(assembly, client, device, importance, communicates=True).assignment.ranks

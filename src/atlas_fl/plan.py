@@ -31,6 +31,8 @@ class ClientPlan:
     """Bytes on the device by part."""
     predicted: Mapping[str, float]
     """Per round: `up_bytes`, `down_bytes`, `memory_bytes`, `seconds`."""
+    split: Mapping[str, Any] = field(default_factory=dict)
+    """Why there is a cut or none (`reason`), and where there is one what it costs by part on both sides."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

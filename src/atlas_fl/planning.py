@@ -14,9 +14,11 @@ from atlas_fl.events import Note, OnEvent, PhaseStarted, Progress, ignore
 from atlas_fl.mixing.graph import effective_neighbours
 from atlas_fl.mixing.matrices import eta_warnings
 from atlas_fl.mixing.mix import realign
-from atlas_fl.options import strategy_of
+from atlas_fl.options import cut_of, strategy_of
 from atlas_fl.phases import Fitted, Identified, check_budgets, connect, fit_ranks, identify, measure_layers, warm_start
 from atlas_fl.plan import ClientPlan, Plan
+from atlas_fl.split.model import on_client
+from atlas_fl.split.step import Cut
 from atlas_fl.tasks.heterogeneity import label_statistics
 from atlas_fl.types import ByClient, Params
 
@@ -88,7 +90,6 @@ def _client_plans(assembly: Assembly, found: Identified, fitted: Fitted) -> tupl
             device=device.name,
             examples=assembly.site.data[client.name].examples,
             cluster=cluster,
-            cut=None,
             **fit,
         )
         for client, device, cluster, fit in zip(
@@ -141,4 +142,19 @@ def at_ranks(models: ByClient, plan: Plan, assembly: Assembly) -> dict[str, Para
     return {
         client.name: realign(models[client.name], {name: client.ranks[layer_of[name]] for name in modules}, scale)
         for client in plan.clients
+    }
+
+
+def cuts_of(assembly: Assembly, plan: Plan) -> dict[str, Cut]:
+    """How each client of this plan that is cut is cut, by its name."""
+    found = {client.name: cut_of(assembly.config, client.cut) for client in plan.clients}
+    return {name: cut for name, cut in found.items() if cut is not None}
+
+
+def held_by(assembly: Assembly, cuts: Mapping[str, Cut], models: ByClient) -> dict[str, frozenset[str]]:
+    """The names of the trainable tensors that are on each client with a cut."""
+    backbone = assembly.site.backbone
+    return {
+        name: on_client(backbone, models[name], blocks=cut.blocks, head=cut.head == "client")
+        for name, cut in cuts.items()
     }

@@ -1,13 +1,24 @@
 """The federation between two rounds, and what happened in one."""
 
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from atlas_fl.clients.base import Update
 from atlas_fl.io.ledger import Direction, Kind, LedgerRow, payload_bytes
 from atlas_fl.mixing.diversity import Diversity
+from atlas_fl.split.step import Crossed
 from atlas_fl.tree import HEAD, shared_part
 from atlas_fl.types import ByClient, Params, Split
+
+
+def crossed(updates: Iterable[Update]) -> dict[str, Crossed]:
+    """Bytes through every client's cut over all of these answers; clients without one are not there."""
+    sums: dict[str, Counter[tuple[Kind, Direction]]] = {}
+    for update in updates:
+        if update.crossed:
+            sums.setdefault(update.client, Counter()).update(update.crossed)
+    return {name: dict(sizes) for name, sizes in sums.items()}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,11 +48,21 @@ class RoundRecord:
     """What the server's step did to the differences between clients, in a round with evaluation."""
     discarded: Mapping[str, float] = field(default_factory=dict)
     """By client, the share of its mixed update's squared norm that its ranks could not hold."""
+    crossed: Mapping[str, Crossed] = field(default_factory=dict)
+    """By client with a cut, the bytes of all messages through it: of training and of evaluation, refused or not."""
+    held: Mapping[str, frozenset[str]] = field(default_factory=dict)
+    """By client with a cut, the names of the tensors that are on it; the others never leave the server."""
 
     def messages(self, share: tuple[str, ...]) -> list[LedgerRow]:
-        """Every message of the round: late models down, updates up, mixed models down."""
-        if not self.communicates:
-            return []
+        """Every message of the round: late models down, updates up, mixed models down; all of a cut's as one a kind."""
+        return [*self._crossings(), *(self._models(share) if self.communicates else ())]
+
+    def _crossings(self) -> Iterator[LedgerRow]:
+        for name, sizes in self.crossed.items():
+            for (kind, direction), size in sizes.items():
+                yield LedgerRow(round=self.round, client=name, direction=direction, kind=kind, bytes=size)
+
+    def _models(self, share: tuple[str, ...]) -> list[LedgerRow]:
         sent = [self._rows(name, "down", self.sent[name], share) for name in self.sampled if name in self.stale]
         if self.aggregated:
             sent += [self._rows(name, "up", update.params, share) for name, update in self.updates.items()]
@@ -61,7 +82,8 @@ class RoundRecord:
         return tuple(name for name in self.start if name in self.sampled or name in changed | self.stale)
 
     def _rows(self, name: str, direction: Direction, model: Params, share: tuple[str, ...]) -> list[LedgerRow]:
-        sent = shared_part(model, share)
+        held = self.held.get(name, model.keys())
+        sent = {key: tensor for key, tensor in shared_part(model, share).items() if key in held}
         parts: dict[Kind, Params] = {
             "adapter": {key: tensor for key, tensor in sent.items() if not key.startswith(HEAD)},
             "head": {key: tensor for key, tensor in sent.items() if key.startswith(HEAD)},

@@ -1,8 +1,9 @@
 """The federated rounds: sample, train, mix, evaluate, record; engines and files do the rest."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from types import MappingProxyType
 
 import numpy as np
 
@@ -16,10 +17,11 @@ from atlas_fl.events import Note, OnEvent, PhaseStarted, RoundFinished
 from atlas_fl.mixing.diversity import Diversity, diversity
 from atlas_fl.mixing.matrices import Federation
 from atlas_fl.options import strategy_of, train_options
-from atlas_fl.planning import Planned, at_ranks, regraphed
+from atlas_fl.planning import Planned, at_ranks, cuts_of, held_by, regraphed
 from atlas_fl.records import Recorder
 from atlas_fl.rng import generator
-from atlas_fl.state import RoundRecord, State
+from atlas_fl.split.step import Cut
+from atlas_fl.state import RoundRecord, State, crossed
 from atlas_fl.strategies import Strategy
 from atlas_fl.strategies.base import Aggregated
 from atlas_fl.strategies.validate import check_update
@@ -109,15 +111,21 @@ def one_round(assembly: Assembly, planned: Planned, engine: Engine, state: State
     config, number = assembly.config, state.round + 1
     strategy, options = strategy_of(config), train_options(config)
     sampled = sample_of(config, assembly.names, round=number)
-    jobs = [Job(client=name, params=state.start[name], round=number, options=options) for name in sampled]
-    good, refused = accepted(state.start, engine.run("train", jobs))
+    cuts = cuts_of(assembly, planned.plan)
+    jobs = [
+        Job(client=name, params=state.start[name], round=number, options=options, cut=cuts.get(name))
+        for name in sampled
+    ]
+    updates = engine.run("train", jobs)
+    good, refused = accepted(state.start, updates)
     trained = {name: update.params for name, update in good.items()}
     aggregated = is_aggregated(config, number)
     server = _server_step(strategy, state, trained, planned.plan.federation(), apply=aggregated)
     final = number == config.training.rounds
     choosing = final and config.mixing.keep == "best" and strategy.communicates
-    start, kept = best_of(engine, server.start, trained, round=number) if choosing else (server.start, ())
-    scores = _scores_due(config, engine, start, round=number)
+    tried = _tried(engine, server.start, trained, round=number, cuts=cuts) if choosing else ()
+    start, kept = best_of(server.start, trained, *tried) if tried else (server.start, ())
+    scores = _scores_due(config, engine, start, round=number, cuts=cuts)
     record = RoundRecord(
         round=number,
         sampled=sampled,
@@ -134,6 +142,8 @@ def one_round(assembly: Assembly, planned: Planned, engine: Engine, state: State
         final=final,
         diversity=_diversity(assembly, planned, {**state.start, **trained}, start) if scores and aggregated else None,
         discarded=server.discarded,
+        crossed=crossed([*updates, *_all(tried), *_all(tuple(scores.values()))]),
+        held=held_by(assembly, cuts, state.start),
     )
     return state.after(record, memory=server.state), record
 
@@ -147,32 +157,51 @@ def _server_step(
     return strategy.aggregate(state.strategy, trained, federation, round=state.round + 1)
 
 
-def _scores_due(config: Config, engine: Engine, models: ByClient, *, round: int) -> dict[Split, dict[str, Update]]:
+def _scores_due(
+    config: Config, engine: Engine, models: ByClient, *, round: int, cuts: Mapping[str, Cut]
+) -> dict[Split, dict[str, Update]]:
     final = round == config.training.rounds
     if not final and round % config.training.eval_every:
         return {}
     # ROUGE is of what the clients end with: writing costs a pass a token
-    return evaluate(engine, models, round=round, new_tokens=config.data.new_tokens if final else 0)
+    return evaluate(engine, models, round=round, new_tokens=config.data.new_tokens if final else 0, cuts=cuts)
 
 
-def evaluate(engine: Engine, models: ByClient, *, round: int, new_tokens: int = 0) -> dict[Split, dict[str, Update]]:
+def evaluate(
+    engine: Engine, models: ByClient, *, round: int, new_tokens: int = 0, cuts: Mapping[str, Cut] = MappingProxyType({})
+) -> dict[Split, dict[str, Update]]:
     """Scores of these models on their own clients' validation and test examples; of text too, if it may be written."""
     splits: tuple[Split, ...] = ("validation", "test")
-    return {split: _scores(engine, models, split, round=round, new_tokens=new_tokens) for split in splits}
+    return {split: _scores(engine, models, split, round=round, new_tokens=new_tokens, cuts=cuts) for split in splits}
 
 
-def _scores(engine: Engine, models: ByClient, split: Split, *, round: int, new_tokens: int = 0) -> dict[str, Update]:
+def _scores(
+    engine: Engine, models: ByClient, split: Split, *, round: int, cuts: Mapping[str, Cut], new_tokens: int = 0
+) -> dict[str, Update]:
     options = EvaluateOptions(split=split, new_tokens=new_tokens)
-    jobs = [Job(client=name, params=params, round=round, options=options) for name, params in models.items()]
+    jobs = [
+        Job(client=name, params=params, round=round, options=options, cut=cuts.get(name))
+        for name, params in models.items()
+    ]
     return {update.client: update for update in engine.run("evaluate", jobs)}
 
 
+def _all(scores: Sequence[Mapping[str, Update]]) -> list[Update]:
+    return [update for by_client in scores for update in by_client.values()]
+
+
+def _tried(
+    engine: Engine, mixed: ByClient, trained: ByClient, *, round: int, cuts: Mapping[str, Cut]
+) -> tuple[dict[str, Update], dict[str, Update]]:
+    """Validation scores of the clients that trained: of their own models, and of the mixed ones."""
+    own = _scores(engine, trained, "validation", round=round, cuts=cuts)
+    return own, _scores(engine, {name: mixed[name] for name in trained}, "validation", round=round, cuts=cuts)
+
+
 def best_of(
-    engine: Engine, mixed: ByClient, trained: ByClient, *, round: int
+    mixed: ByClient, trained: ByClient, own: Mapping[str, Update], met: Mapping[str, Update]
 ) -> tuple[dict[str, Params], tuple[str, ...]]:
     """On every client that trained the better of mixed and own model by its validation loss; who kept its own."""
-    own = _scores(engine, trained, "validation", round=round)
-    met = _scores(engine, {name: mixed[name] for name in trained}, "validation", round=round)
     kept = tuple(name for name in trained if own[name].metrics["loss"] < met[name].metrics["loss"])
     return {name: trained[name] if name in kept else params for name, params in mixed.items()}, kept
 

@@ -1,5 +1,5 @@
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal, get_origin
 
 import pytest
 
@@ -17,9 +17,8 @@ def test_every_preset_is_valid_and_comes_back_as_it_is(preset: str) -> None:
 
 
 def test_every_number_has_a_range() -> None:
-    numbers = {
-        name for name, setting in settings().items() if "int" in str(setting.kind) or "float" in str(setting.kind)
-    }
+    kinds = {name: str(setting.kind) for name, setting in settings().items() if get_origin(setting.kind) is not Literal}
+    numbers = {name for name, kind in kinds.items() if "int" in kind or "float" in kind}
     assert set(RANGES) == numbers
 
 
@@ -68,6 +67,15 @@ def test_no_number_is_out_of_range(name: str, number: float) -> None:
         ({"name": "a\nb"}, r"--name is 'a\\nb'; allowed: printable text"),
         ({"name": ""}, "--name is ''; allowed: printable text that is not empty"),
         ({"runs_dir": "\udcff"}, "--runs-dir is .*; allowed: printable text"),
+        ({"split": "half"}, "--split is 'half'; allowed: none, auto or a number of blocks from 1, or name=word with"),
+        ({"split": "0"}, "--split is '0'; allowed: none, auto or a number"),
+        ({"split": "cpu_2gb=2,cpu_2gb=3"}, "--split is 'cpu_2gb=2,cpu_2gb=3'; allowed: .* each name once"),
+        ({"split": "cpu_2gb=2,3"}, "--split is 'cpu_2gb=2,3'; allowed: none, auto, a number, or name=word"),
+        ({"split": "cpu_2gb=all"}, "--split is 'cpu_2gb=all'; allowed: none, auto or a number"),
+        ({"split": "cpu_2g=2"}, r"unknown name in --split 'cpu_2g'; did you mean 'cpu_2gb'\?"),
+        ({"split": "smartphone=2"}, "unknown name in --split 'smartphone'; known: cpu_2gb, gpu_16gb, laptop_8gb"),
+        ({"split": "movie=2,trec-3=1"}, r"unknown name in --split 'trec-3'; did you mean 'trec-2'\?"),
+        ({"split": "auto", "rerank": True, "recluster_every": 2}, "--rerank may move the cut that --split auto"),
         ({"preset": "Ä"}, "--preset is 'Ä'; allowed: a name of small letters"),
     ],
 )

@@ -16,7 +16,7 @@ from atlas_fl.assemble import assemble, pack_tokens
 from atlas_fl.audit import audit
 from atlas_fl.cli import main
 from atlas_fl.config import Config
-from atlas_fl.phases.fit import _step
+from atlas_fl.phases.cost import step_of
 from atlas_fl.run import resume, run
 from tests.runs.reading import rows, same_tensors, state
 
@@ -149,7 +149,8 @@ def test_logits_are_counted_in_memory_and_packs(mixed: Make) -> None:
     assert assembly.shape.vocabulary == size == 41
     for client in assembly.clients:
         own = assembly.site.data[client.name].splits["train"].predictions
-        assert _step(assembly, client).logits == int(np.sort(own)[::-1][: made.training.batch_size].sum()) * size
+        most = int(np.sort(own)[::-1][: made.training.batch_size].sum())
+        assert step_of(assembly, client, None).logits == most * size
     # 4 copies of 4 bytes for each of a vocabulary that is all that counts
     big = replace(assembly.shape, vocabulary=50_000_000)
     made = replace(made, training=replace(made.training, pack_memory_gb=4.0))

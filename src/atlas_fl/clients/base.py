@@ -14,6 +14,7 @@ from torch import nn
 
 from atlas_fl.models.backbone import Backbone, target_modules
 from atlas_fl.models.tokens import Encoded
+from atlas_fl.split.step import Crossed, Cut
 from atlas_fl.tasks.spec import Task
 from atlas_fl.types import Params, Split
 
@@ -76,6 +77,8 @@ class Job:
     round: int
     options: Any
     """The action's own frozen options."""
+    cut: Cut | None = None
+    """Where this client's model is cut for training and evaluation; None: it holds the whole model."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,6 +93,8 @@ class Update:
     """SHA-256 of the tensors that the client really computed with at its start, when asked for."""
     keys: int = 0
     """How many tensors those were."""
+    crossed: Crossed = field(default_factory=dict)
+    """Bytes of all messages through the client's cut, by kind and direction."""
 
 
 Action: TypeAlias = Callable[[Sequence[Job], Site], list[Update]]

@@ -11,6 +11,7 @@ from torch import Tensor
 from atlas_fl.clients.base import Job, Site, Update
 from atlas_fl.clients.rows import chunks, forward, make_row
 from atlas_fl.clients.write import write
+from atlas_fl.split.step import Line
 from atlas_fl.tasks.metrics import rouge, scores, writing_scores
 from atlas_fl.types import Split
 
@@ -31,13 +32,14 @@ def evaluate(jobs: Sequence[Job], site: Site) -> list[Update]:
     outputs: list[list[np.ndarray]] = [[] for _ in jobs]
     # Short examples first: equal lengths share one attention product.
     data = [site.data[job.client].splits[job.options.split] for job in jobs]
+    lines = [_line(job) for job in jobs]
     orders = [np.argsort(own.lengths, kind="stable") for own in data]
     for chunk in chunks([own.lengths[order] for own, order in zip(data, orders, strict=True)], site.max_tokens):
         parts = [data[k].take(orders[k][part]) for k, part in chunk]
         row = make_row(parts, device=site.backbone.device)
         clients = [jobs[k].params for k, _ in chunk]
         placed = [{key: t.to(site.backbone.device) for key, t in params.items()} for params in clients]
-        with forward(row, placed, site) as logits:
+        with forward(row, placed, site, lines=[lines[k] for k, _ in chunk]) as logits:
             for (k, _), own, labels in zip(chunk, logits, row.labels, strict=True):
                 outputs[k].append((_judged(own, labels) if data[k].written is not None else own).cpu().numpy())
     answered = [_answered(job, site) for job in jobs]
@@ -47,8 +49,21 @@ def evaluate(jobs: Sequence[Job], site: Site) -> list[Update]:
         task, found = site.data[job.client].task, np.concatenate(outputs[k])
         metrics = writing_scores(found) if task.writes else scores(task, data[k].labels[orders[k]], found)
         metrics = {**metrics, **answered[k], "seconds": seconds}
-        updates.append(Update(client=job.client, params=job.params, examples=len(data[k]), metrics=metrics))
+        line = lines[k]
+        crossed = {} if line is None else dict(line.crossed)
+        updates.append(
+            Update(client=job.client, params=job.params, examples=len(data[k]), metrics=metrics, crossed=crossed)
+        )
     return updates
+
+
+def _line(job: Job) -> Line | None:
+    """One for the whole split, so that the noise on it does not depend on how its examples are packed."""
+    if job.cut is None:
+        return None
+    line = Line(job.cut, client=job.client, round=job.round)
+    line.begin("evaluate", job.options.split)
+    return line
 
 
 def _judged(logits: Tensor, labels: Tensor) -> Tensor:
@@ -58,9 +73,12 @@ def _judged(logits: Tensor, labels: Tensor) -> Tensor:
 
 
 def _answered(job: Job, site: Site) -> dict[str, float]:
-    """ROUGE of what the model writes after its client's prompts; nothing where there are none or none is asked for."""
+    """ROUGE of what the model writes after its client's prompts; nothing where there are none or none is asked for.
+
+    Nor where the model is cut: every token that it writes would be a message of its own.
+    """
     options: EvaluateOptions = job.options
     prompts = site.data[job.client].prompts.get(options.split)
-    if prompts is None or not options.new_tokens:
+    if prompts is None or not options.new_tokens or job.cut is not None:
         return {}
     return rouge(prompts.references, write(prompts.encoded, job.params, site, new_tokens=options.new_tokens))

@@ -14,6 +14,7 @@ from atlas_fl.models.backbone import features, logits_of
 from atlas_fl.models.packing import Layout, make_layout
 from atlas_fl.models.tokens import Encoded
 from atlas_fl.rng import torch_generator
+from atlas_fl.split.step import End, Line, features_across
 from atlas_fl.tree import head_keys
 from atlas_fl.types import Params
 
@@ -29,6 +30,8 @@ class Row:
     segments: tuple[Segment, ...]  # tokens of every client
     pooled: tuple[Segment, ...]  # what is read of every client: its sequences, or its tokens to be written
     counts: tuple[int, ...]  # how many these are
+    lengths: tuple[Tensor, ...]  # of every client, (sequences,) int32
+    places: tuple[Tensor | None, ...]  # of every client that writes, (reads,) int32 in its own tokens
     reads: Tensor | None = None  # (reads,) int64, where they lie; None where all are the sequences' pooled tokens
 
 
@@ -49,8 +52,14 @@ def make_row(batches: Sequence[Encoded], *, device: torch.device) -> Row:
         segments=segments,
         pooled=_segments(counts),
         counts=tuple(counts),
+        lengths=tuple(torch.from_numpy(batch.lengths.astype(np.int32)) for batch in batches),
+        places=tuple(_places(batch) for batch in batches),
         reads=reads,
     )
+
+
+def _places(batch: Encoded) -> Tensor | None:
+    return None if batch.written is None else torch.from_numpy(_reads(batch).astype(np.int32))
 
 
 def _reads(batch: Encoded) -> np.ndarray:
@@ -64,21 +73,47 @@ def _segments(sizes: Sequence[int]) -> tuple[Segment, ...]:
 
 
 @contextmanager
-def forward(row: Row, clients: Sequence[Params], site: Site, *, mask: MaskOf | None = None) -> Iterator[list[Tensor]]:
+def forward(
+    row: Row,
+    clients: Sequence[Params],
+    site: Site,
+    *,
+    mask: MaskOf | None = None,
+    lines: Sequence[Line | None] = (),
+) -> Iterator[list[Tensor]]:
     """Every client's logits on its own examples, (examples, labels), or (tokens to be written, vocabulary); float32.
 
+    `lines` are those of clients whose model is cut, in the clients' order with None for the others; or none at all.
     A context, because a checkpointed backward pass runs the layers again and must find the adapters in place.
     """
     adapters = Adapters(clients=clients, segments=row.segments, pooled=row.pooled, scale=site.scale, mask=mask)
     with attached(site.modules, adapters):
         with site.autocast():
-            pooled = features(site.backbone, row.ids, row.types, row.layout, reads=row.reads)
+            pooled = _features(row, site, lines)
             logits = []
             for k, (params, own) in enumerate(zip(clients, torch.split(pooled, list(row.counts)), strict=True)):
                 # The model's own output embedding is frozen and takes its input whole, as the stock model's does.
                 drop = None if mask is None or not head_keys(params) else mask(k, "head", (own.shape[0], own.shape[1]))
                 logits.append(logits_of(site.backbone, params, own if drop is None else own * drop).float())
         yield logits
+
+
+def _features(row: Row, site: Site, lines: Sequence[Line | None]) -> Tensor:
+    ends = [
+        End(
+            line=line,
+            tokens=slice(row.segments[k].start, row.segments[k].stop),
+            reads=slice(row.pooled[k].start, row.pooled[k].stop),
+            lengths=row.lengths[k],
+            places=row.places[k],
+            labels=row.labels[k],
+        )
+        for k, line in enumerate(lines)
+        if line is not None
+    ]
+    if not ends:
+        return features(site.backbone, row.ids, row.types, row.layout, reads=row.reads)
+    return features_across(site.backbone, row.ids, row.types, row.layout, reads=row.reads, ends=ends)
 
 
 def chunks(lengths: Sequence[np.ndarray], max_tokens: int) -> list[list[tuple[int, slice]]]:

@@ -14,6 +14,7 @@ from atlas_fl.clients.base import Job, Site, Update
 from atlas_fl.clients.rows import Dropout, dropout_masks, forward, make_row
 from atlas_fl.models.tokens import Encoded
 from atlas_fl.rng import generator
+from atlas_fl.split.step import Line
 from atlas_fl.tree import digest
 from atlas_fl.types import Params
 
@@ -125,6 +126,7 @@ class _Member:
             self.leaves, lr=options.lr, weight_decay=options.weight_decay, fused=fused, foreach=None
         )
         self.losses: list[Tensor] = []
+        self.line = None if job.cut is None else Line(job.cut, client=job.client, round=job.round)
         # A power of two, so that scaling changes no digit of what neither overflows nor vanishes.
         self.loss_scale = LOSS_SCALE if site.fp16 else 1.0
 
@@ -144,6 +146,8 @@ class _Member:
         for group in self.optimizer.param_groups:
             group["lr"] = rate
         if self.options.clip > 0:
+            if self.line is not None:
+                self.line.share_norms()
             torch.nn.utils.clip_grad_norm_(self.leaves, self.options.clip)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
@@ -165,6 +169,7 @@ class _Member:
             metrics={"loss": loss, "seconds": seconds, "steps": float(len(self.losses))},
             loaded=self.loaded,
             keys=len(self.params),
+            crossed={} if self.line is None else dict(self.line.crossed),
         )
 
 
@@ -196,7 +201,11 @@ def _step(active: Sequence[_Member], done: int, site: Site) -> None:
     """One optimizer step of every active client."""
     row = make_row([next(member.batches) for member in active], device=site.backbone.device)
     mask = dropout_masks([member.dropout(done) for member in active], device=site.backbone.device)
-    with forward(row, [member.params for member in active], site, mask=mask) as logits:
+    for member in active:
+        if member.line is not None:
+            member.line.begin("train", done)
+    lines = [member.line for member in active]
+    with forward(row, [member.params for member in active], site, mask=mask, lines=lines) as logits:
         losses = [example_loss(own, labels) for own, labels in zip(logits, row.labels, strict=True)]
         scaled = [loss * member.loss_scale for loss, member in zip(losses, active, strict=True)]
         torch.stack(scaled).sum().backward()  # type: ignore[no-untyped-call]

@@ -9,7 +9,7 @@ from functools import cache
 from types import MappingProxyType
 from typing import Any, get_type_hints
 
-from atlas_fl.config import groups
+from atlas_fl.config import groups, splitting
 from atlas_fl.config.groups import Config
 from atlas_fl.config.kinds import shown
 from atlas_fl.errors import ConfigError
@@ -78,11 +78,12 @@ def from_values(values: Mapping[str, Any], *, base: Config) -> Config:
 def _docstrings() -> dict[tuple[str, str], str]:
     """What stands below each field in the source: Python itself does not keep it."""
     found: dict[tuple[str, str], str] = {}
-    for node in ast.parse(inspect.getsource(groups)).body:
-        if isinstance(node, ast.ClassDef):
-            for field, below in zip(node.body, node.body[1:]):
-                if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name):
-                    found[node.name, field.target.id] = _text(below)
+    for module in (groups, splitting):
+        for node in ast.parse(inspect.getsource(module)).body:
+            if isinstance(node, ast.ClassDef):
+                for field, below in zip(node.body, node.body[1:]):
+                    if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name):
+                        found[node.name, field.target.id] = _text(below)
     return found
 
 

@@ -6,6 +6,8 @@ The name of a setting is its flag and its key in a file, so no two groups share 
 from dataclasses import dataclass, field
 from typing import Literal
 
+from atlas_fl.config.splitting import SplitConfig
+
 
 @dataclass(frozen=True, kw_only=True)
 class DataConfig:
@@ -235,5 +237,6 @@ class Config:
     training: TrainingConfig = field(default_factory=TrainingConfig)
     clustering: ClusteringConfig = field(default_factory=ClusteringConfig)
     ranks: RanksConfig = field(default_factory=RanksConfig)
+    split: SplitConfig = field(default_factory=SplitConfig)
     mixing: MixingConfig = field(default_factory=MixingConfig)
     run: RunConfig = field(default_factory=RunConfig)

@@ -4,6 +4,7 @@ import re
 
 from atlas_fl.config.groups import Config
 from atlas_fl.config.kinds import mistake, whole_number
+from atlas_fl.config.splitting import EVERY, cuts_by_name
 from atlas_fl.errors import unknown
 
 
@@ -17,6 +18,7 @@ def check_names(config: Config) -> None:
     _check_allocator(config.ranks.ranks)
     _check_devices(config.data.devices, config.data.device)
     _check_tasks(config.data.tasks, config.data.task)
+    _check_cut_names(config)
     _check_model(config.model.model)
     if not re.fullmatch(r"[a-z0-9][a-z0-9_-]*", config.run.preset):
         raise mistake("--preset", config.run.preset, "a name of small letters, digits, - and _ (`atlas list presets`)")
@@ -40,6 +42,17 @@ def _check_devices(names: tuple[str, ...], own: tuple[str, ...]) -> None:
     from atlas_fl.ranks.devices import find_devices
 
     find_devices(names, own)
+
+
+def _check_cut_names(config: Config) -> None:
+    from atlas_fl.ranks.devices import find_devices
+
+    data = config.data
+    tasks = [*data.tasks, *(own.partition("=")[0] for own in data.task)]
+    clients = [f"{task}-{place}" for task in tasks for place in range(data.clients_per_task)]
+    known = {*tasks, *clients, *(device.name for device in find_devices(data.devices, data.device))}
+    if missing := sorted(set(cuts_by_name(config.split.split)) - {EVERY} - known):
+        raise unknown("name in --split", missing[0], known)
 
 
 def _check_tasks(names: tuple[str, ...], own: tuple[str, ...]) -> None:

@@ -66,6 +66,7 @@ RANGES: Mapping[str, Range] = {
     "alpha_base": BELOW_ONE,
     "alpha_act": BELOW_ONE,
     "alpha_opt": BELOW_ONE,
+    "wire_noise": ZERO_OR_MORE,
     # a Laplacian scaled to a largest eigenvalue of 1 is stable below 2
     "eta": Range("at least 0, below 2", lambda value: 0 <= value < 2),
     "eta_decay": SHARE,

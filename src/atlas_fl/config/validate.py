@@ -5,6 +5,7 @@ from atlas_fl.config.groups import Config, DataConfig, MixingConfig, RanksConfig
 from atlas_fl.config.kinds import describe, mistake, read, whole_number
 from atlas_fl.config.names import check_names
 from atlas_fl.config.ranges import check_ranges
+from atlas_fl.config.splitting import AUTO, cuts_by_name
 from atlas_fl.errors import ConfigError
 
 
@@ -19,6 +20,7 @@ def validate(config: Config) -> Config:
     _check_data(config.data)
     _check_clusters(config)
     _check_ranks(config.ranks)
+    cuts_by_name(config.split.split)
     _check_mixing(config.mixing)
     _check_run(config.run)
     _check_precision(config)
@@ -113,6 +115,11 @@ def _check_rerank(config: Config) -> None:
         raise ConfigError(
             "--rerank chooses ranks again when clients are clustered again, and --recluster-every is 0; set it to 1 or "
             "more, or leave --rerank out"
+        )
+    if config.ranks.rerank and AUTO in cuts_by_name(config.split.split).values():
+        raise ConfigError(
+            f"--rerank may move the cut that --split {config.split.split} chooses, and cuts stay where they are; give"
+            " the number of blocks that `atlas plan` shows, or leave --rerank out"
         )
     if config.ranks.rerank and every % waits:
         raise ConfigError(

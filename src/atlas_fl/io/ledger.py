@@ -1,4 +1,7 @@
-"""What crosses the network: one row for each message, with the bytes of the encoded payload."""
+"""What crosses the network: one row for each message, with the bytes of the encoded payload.
+
+Of what crosses the cut of a model, one row for all messages of one kind and direction in a round.
+"""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -20,7 +23,7 @@ KINDS: tuple[Kind, ...] = get_args(Kind)
 
 @dataclass(frozen=True, kw_only=True)
 class LedgerRow:
-    """A message between a client and the server; round 0 is what happens before training."""
+    """What went between a client and the server; round 0 is what happens before training."""
 
     round: int
     client: str

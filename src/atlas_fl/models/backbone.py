@@ -67,21 +67,36 @@ def features(backbone: Backbone, ids: Tensor, types: Tensor, layout: Layout, *, 
 
     `ids` and `types` are (tokens,) int64, `reads` (reads,) int64 places in the row.
     """
-    family, model = backbone.family, backbone.model
-    pick = (layout.starts if family.pool == "first" else layout.ends) if reads is None else reads
-    first = family.first_position(int(model.config.pad_token_id))
+    pick = picked(backbone.family, layout, reads)
+    with narrowed(backbone, pick):
+        hidden = backbone.model(**token_inputs(backbone, ids, types, layout), layout=layout).last_hidden_state[0]
+    return pooled(backbone, hidden, pick)
+
+
+def token_inputs(backbone: Backbone, ids: Tensor, types: Tensor, layout: Layout) -> dict[str, Tensor]:
+    """What the stock model's embeddings take of a row, (1, tokens) int64 each."""
+    first = backbone.family.first_position(int(backbone.model.config.pad_token_id))
     inputs = {"input_ids": ids[None], "position_ids": layout.position_ids[None] + first}
-    if family.token_types:
+    if backbone.family.token_types:
         inputs["token_type_ids"] = types[None]
-    elif family.model_type == "roberta":
+    elif backbone.family.model_type == "roberta":
         inputs["token_type_ids"] = torch.zeros_like(ids)[None]
-    with _narrowed(backbone, pick):
-        hidden = model(**inputs, layout=layout).last_hidden_state[0]
-    pooled = hidden if family.narrow else hidden.index_select(0, pick)
+    return inputs
+
+
+def picked(family: Family, layout: Layout, reads: Tensor | None) -> Tensor:
+    """The places in the row that are read, (reads,) int64: these, or every sequence's pooled token."""
+    return (layout.starts if family.pool == "first" else layout.ends) if reads is None else reads
+
+
+def pooled(backbone: Backbone, hidden: Tensor, pick: Tensor) -> Tensor:
+    """Features (reads, hidden) of the last block's output, which a narrowed block gives of the picked tokens alone."""
+    family = backbone.family
+    found = hidden if family.narrow else hidden.index_select(0, pick)
     if family.pooler:
-        pooled = model.get_submodule(family.pooler)(pooled[:, None])  # it reads the first token of each row
-    out: Tensor = pooled
-    return out
+        # it reads the first token of each row
+        found = backbone.model.get_submodule(family.pooler)(found[:, None])
+    return found
 
 
 def logits_of(backbone: Backbone, params: Params, read: Tensor) -> Tensor:
@@ -93,7 +108,7 @@ def logits_of(backbone: Backbone, params: Params, read: Tensor) -> Tensor:
 
 
 @contextmanager
-def _narrowed(backbone: Backbone, pick: Tensor) -> Iterator[None]:
+def narrowed(backbone: Backbone, pick: Tensor) -> Iterator[None]:
     """While this holds, the last block computes only the picked tokens behind its attention.
 
     Nothing else of the last block reaches the head, and it is three quarters of the block's work.
@@ -128,7 +143,8 @@ def target_modules(backbone: Backbone, targets: Sequence[str]) -> dict[str, nn.M
         for name, module in backbone.model.named_modules()
         if isinstance(module, (nn.Linear, Conv1D)) and name.startswith(backbone.family.blocks + ".")
     }
-    if tuple(targets) == ("all-linear",):
+    # The part of a cut model may hold no block, and then nothing is adapted there.
+    if tuple(targets) == ("all-linear",) or not len(backbone.blocks):
         return dict(linear)
     for target in targets:
         if not any(name.endswith("." + target) for name in linear):
@@ -165,5 +181,11 @@ def model_shape(backbone: Backbone, modules: Mapping[str, nn.Module]) -> ModelSh
         block_bytes=block_bytes,
         block_params=tuple(sum(p.numel() for p in block.parameters()) for block in blocks),
         embedding_bytes=total - sum(block_bytes),
+        tail_bytes=total - sum(block_bytes) - _stem_bytes(backbone),
         vocabulary=0 if backbone.vocabulary is None else backbone.vocabulary.shape[0],
     )
+
+
+def _stem_bytes(backbone: Backbone) -> int:
+    stem = [backbone.model.get_submodule(name) for name in backbone.family.stem]
+    return sum(p.numel() * p.element_size() for module in stem for p in module.parameters())

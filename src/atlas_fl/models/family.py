@@ -51,6 +51,12 @@ class Family:
     """Position id of the first token, from the padding token's id."""
     conv1d: bool = False
     """Whether its layers hold their weights as (d_in, d_out)."""
+    stem: tuple[str, ...] = ("embeddings",)
+    """What stands in front of the blocks: one module of embeddings, or the tables of tokens and positions."""
+    norm: str | None = None
+    """The norm behind the last block."""
+    rotary: str | None = None
+    """The module without weights that turns position ids into what every block's attention rotates by."""
     narrow: str | None = None
     """A module of the last block that takes (attended, residual): from there on only pooled tokens are computed."""
 
@@ -125,6 +131,8 @@ FAMILIES: Mapping[str, Family] = {
             pool="last",
             head=(Dense(name="score", bias=False),),
             conv1d=True,
+            stem=("wte", "wpe"),
+            norm="ln_f",
         ),
         *(
             Family(
@@ -133,6 +141,9 @@ FAMILIES: Mapping[str, Family] = {
                 blocks="layers",
                 pool="last",
                 head=(Dense(name="score", bias=False),),
+                stem=("embed_tokens",),
+                norm="norm",
+                rotary="rotary_emb",
             )
             for model_type in ("qwen2", "llama", "mistral")
         ),

@@ -7,7 +7,14 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers import (
+    AutoConfig,
+    AutoModel,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 from transformers.utils import logging as hf_logging
 
 from atlas_fl.errors import ModelError
@@ -30,23 +37,18 @@ def load_backbone(
     if writes and not family.causal:
         raise ModelError(_cannot_write(name, family))
     # Loading draws what files lack from the global generator, which is not ours to move.
-    with _readable(name, source), _no_bars(), torch.random.fork_rng(devices=[]):
-        tokenizer = AutoTokenizer.from_pretrained(source.path, **_how(source))
+    with readable(name, source), _no_bars(), torch.random.fork_rng(devices=[]):
+        tokenizer = AutoTokenizer.from_pretrained(source.path, **how_read(source))
         loaded, found = (AutoModelForCausalLM if writes else AutoModel).from_pretrained(
             source.path,
             attn_implementation=PACKED,
             dtype=torch.float32,
             output_loading_info=True,
-            **_how(source),
+            **how_read(source),
         )
     _draw_pooler(name, loaded, family, sorted(found["missing_keys"]))
     model = loaded.base_model
-    # A packed row holds no padding, but GPT-2 would warn of one that ends with the token that it pads with.
-    model.warn_if_padding_and_no_attention_mask = lambda *_: None
-    if tokenizer.pad_token is None:
-        tokenizer.pad_token = tokenizer.eos_token
-    model.config.pad_token_id = tokenizer.pad_token_id
-    model.config.use_cache = False
+    prepare(model, tokenizer)
     loaded = loaded.to(device).requires_grad_(False).eval()
     vocabulary = loaded.get_output_embeddings().weight if writes else None
     backbone = Backbone(
@@ -55,6 +57,16 @@ def load_backbone(
     if gradient_checkpointing:
         _checkpoint_blocks(backbone)
     return backbone
+
+
+def prepare(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Make the model ready for packed rows; both are changed."""
+    # A packed row holds no padding, but GPT-2 would warn of one that ends with the token that it pads with.
+    model.warn_if_padding_and_no_attention_mask = lambda *_: None
+    if tokenizer.pad_token is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    model.config.pad_token_id = tokenizer.pad_token_id
+    model.config.use_cache = False
 
 
 def _draw_pooler(name: str, model: PreTrainedModel, family: Family, missing: Sequence[str]) -> None:
@@ -87,12 +99,12 @@ def _checkpoint_blocks(backbone: Backbone) -> None:
 def find_family(name: str) -> tuple[Source, Family]:
     """Where a model's files are and what architecture it has, without loading its weights."""
     source = locate(name)
-    with _readable(name, source):
-        config = AutoConfig.from_pretrained(source.path, **_how(source))
+    with readable(name, source):
+        config = AutoConfig.from_pretrained(source.path, **how_read(source))
     return source, _family(name, config.model_type)
 
 
-def _how(source: Source) -> dict[str, Any]:
+def how_read(source: Source) -> dict[str, Any]:
     """The arguments with which the files of a source are read."""
     local = is_directory(source.path) or not hub_answers()
     return {"local_files_only": local} | ({"gguf_file": source.gguf_file} if source.gguf_file else {})
@@ -111,7 +123,7 @@ def _no_bars() -> Iterator[None]:
 
 
 @contextmanager
-def _readable(name: str, source: Source) -> Iterator[None]:
+def readable(name: str, source: Source) -> Iterator[None]:
     """Turn what can go wrong in reading a model's files into `ModelError`."""
     try:
         yield

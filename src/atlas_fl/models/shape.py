@@ -21,6 +21,8 @@ class ModelShape:
     """Frozen parameters of every block."""
     embedding_bytes: int
     """Frozen bytes of the embeddings and of what stands outside the blocks."""
+    tail_bytes: int = 0
+    """Of these, what stands behind the last block: norm, pooler, an output embedding of its own."""
     vocabulary: int = 0
     """Tokens that are told apart where text is written; 0 where none is."""
 

@@ -1,5 +1,6 @@
-"""Phase 2: how much each layer matters to each client, and the ranks that fit its device."""
+"""Phase 2: how much each layer matters to each client, and the ranks and the cut that fit its device."""
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,17 +10,13 @@ from atlas_fl.assemble import Assembly
 from atlas_fl.clients.base import Job
 from atlas_fl.clients.importance import IMPORTANCE, ImportanceOptions
 from atlas_fl.engines.base import Engine
-from atlas_fl.io.ledger import payload_bytes
-from atlas_fl.models.tokens import Encoded
 from atlas_fl.options import warmup_options
+from atlas_fl.phases.cost import crossing_bytes, evaluation_bytes, server_memory
+from atlas_fl.phases.cut import Fit, decide
 from atlas_fl.phases.identify import Identified
-from atlas_fl.ranks.assign import Assignment, assign_ranks
 from atlas_fl.ranks.devices import Device
 from atlas_fl.ranks.importance import cluster_importance, complexity_factors
-from atlas_fl.ranks.memory import Fractions, Step
-from atlas_fl.ranks.predict import message_bytes, predict_round
 from atlas_fl.tasks.clients import ClientData, majority
-from atlas_fl.tree import head_keys, num_values, shared_part
 from atlas_fl.types import ByClient
 
 BATCHES = 4
@@ -30,7 +27,7 @@ class Fitted:
     """The ranks of all clients with what they were chosen from."""
 
     by_client: tuple[dict[str, Any], ...]
-    """`ranks`, `budget_bytes`, `largest_rank`, `memory` and `predicted` of each client."""
+    """`ranks`, `budget_bytes`, `largest_rank`, `memory`, `predicted`, `cut` and `split` of each client."""
     notes: tuple[str, ...]
 
 
@@ -58,42 +55,34 @@ def check_budgets(assembly: Assembly) -> None:
     """Raise `BudgetError` for a device that not even the smallest ranks fit, before anything is measured."""
     layers = np.full((len(assembly.clients), assembly.shape.num_layers), 1.0 / assembly.shape.num_layers)
     for client, device, importance in zip(assembly.clients, assembly.devices, layers, strict=True):
-        assign(assembly, client, device, importance)
+        decide(assembly, client, device, importance, communicates=True)
 
 
 def fit_ranks(assembly: Assembly, found: Identified, layers: np.ndarray, *, communicates: bool) -> Fitted:
-    """Ranks per layer and client under each device's memory and upload, and what a round will cost there."""
+    """Ranks per layer and client under each device's memory and upload, cuts, and what a round will cost there."""
     config = assembly.config.ranks
     factors = np.ones(len(assembly.clients))
     if config.complexity_scaling:
         factors = complexity_factors(np.array([_difficulty(client) for client in assembly.clients]), found.labels)
     fits, notes = [], []
     for client, device, importance, factor in zip(assembly.clients, assembly.devices, layers, factors, strict=True):
-        assignment = assign(assembly, client, device, importance, factor=float(factor))
-        fits.append(_fit(assembly, client, device, assignment, _step(assembly, client), communicates=communicates))
-        notes += [note for note in assignment.notes if note not in notes]
-    return Fitted(by_client=tuple(fits), notes=tuple(notes))
+        fit = decide(assembly, client, device, importance, factor=float(factor), communicates=communicates)
+        fits.append(_entry(assembly, client, device, fit))
+        notes += [note for note in fit.assignment.notes if note not in notes]
+    return Fitted(by_client=tuple(fits), notes=(*notes, *_cut_notes(assembly, fits)))
 
 
-def assign(
-    assembly: Assembly, client: ClientData, device: Device, importance: np.ndarray, *, factor: float = 1.0
-) -> Assignment:
-    """The ranks of one client on its device under this config, from its importance (layers,) by layer.
-
-    `factor` scales the budget; raises `BudgetError` where nothing fits.
-    """
-    config = assembly.config.ranks
-    return assign_ranks(
-        assembly.shape,
-        device,
-        importance=importance,
-        rule=config.ranks,
-        candidates=config.candidates,
-        step=_step(assembly, client),
-        own_bytes=config.adapter_bytes,
-        fractions=_fractions(assembly),
-        factor=factor,
-    )
+def _cut_notes(assembly: Assembly, fits: Sequence[Mapping[str, Any]]) -> list[str]:
+    cut = [client for client, fit in zip(assembly.clients, fits, strict=True) if fit["cut"] is not None]
+    if not cut:
+        return []
+    notes = [
+        f"{len(cut)} of {len(fits)} models are cut; fingerprints and importance are still measured on whole ones, and"
+        " what that would take of a cut device is in no prediction"
+    ]
+    if any(client.task.writes for client in cut):
+        notes.append("clients with a cut write no answers, so there is no ROUGE of theirs")
+    return notes
 
 
 def _difficulty(client: ClientData) -> float:
@@ -101,48 +90,21 @@ def _difficulty(client: ClientData) -> float:
     return 1.0 - (majority(client.train) or 0.0)
 
 
-def _fractions(assembly: Assembly) -> Fractions | None:
-    config = assembly.config.ranks
-    if config.budget == "memory":
-        return None
-    return Fractions(base=config.alpha_base, activations=config.alpha_act, optimizer=config.alpha_opt)
-
-
-def _step(assembly: Assembly, client: ClientData) -> Step:
-    """The client's heaviest step: as many of its longest examples as a batch holds."""
-    size, data = assembly.config.training.batch_size, _train(assembly, client)
-    lengths, written = (np.sort(counts)[::-1] for counts in (data.lengths, data.predictions))
-    head = assembly.start(client, (1,) * assembly.shape.num_layers)
-    return Step(
-        tokens=int(lengths[:size].sum()),
-        head_params=num_values({key: head[key] for key in head_keys(head)}),
-        checkpointing=assembly.config.model.gradient_checkpointing,
-        logits=int(written[:size].sum()) * assembly.shape.vocabulary,
-    )
-
-
-def _train(assembly: Assembly, client: ClientData) -> Encoded:
-    return assembly.site.data[client.name].splits["train"]
-
-
-def _fit(
-    assembly: Assembly, client: ClientData, device: Device, assignment: Assignment, step: Step, *, communicates: bool
-) -> dict[str, Any]:
-    share = assembly.config.mixing.share if communicates else ()
-    epochs, data = assembly.config.training.local_epochs, _train(assembly, client)
-    lengths = data.lengths.astype(np.float64)
-    prediction = predict_round(
-        assembly.shape,
-        device,
-        ranks=assignment.ranks,
-        step=step,
-        tokens=int(lengths.sum()) * epochs,
-        length=float((lengths**2).sum() / lengths.sum()),
-        share=share,
-        overhead_bytes=_overhead(assembly, client, assignment, share),
-        logits=int(data.predictions.sum()) * assembly.shape.vocabulary * epochs,
-    )
+def _entry(assembly: Assembly, client: ClientData, device: Device, fit: Fit) -> dict[str, Any]:
+    prediction, assignment, cut = fit.prediction, fit.assignment, fit.cut
+    split: dict[str, Any] = {"reason": fit.reason} if fit.reason else {}
+    if cut is not None:
+        split |= {
+            "crossing_bytes": crossing_bytes(assembly, client, cut),
+            "evaluation_bytes": evaluation_bytes(assembly, client, cut),
+            "client_seconds": prediction.compute_seconds,
+            "server_seconds": prediction.server_seconds,
+            "link_seconds": prediction.transfer_seconds,
+            "server_memory": server_memory(assembly, client, cut, assignment.ranks),
+        }
     return {
+        "cut": None if cut is None else cut.blocks,
+        "split": split,
         "ranks": assignment.ranks,
         "budget_bytes": assignment.budget_bytes,
         "largest_rank": min(assignment.largest_rank, device.max_rank),
@@ -154,13 +116,3 @@ def _fit(
             "seconds": prediction.seconds,
         },
     }
-
-
-def _overhead(assembly: Assembly, client: ClientData, assignment: Assignment, share: tuple[str, ...]) -> int:
-    """Bytes that names and shapes add to a message of these ranks; nothing where nothing is sent."""
-    if not share:
-        return 0
-    start = assembly.start(client, assignment.ranks)
-    sent = shared_part(start, share)
-    head = num_values({key: start[key] for key in head_keys(start)})
-    return payload_bytes(sent) - message_bytes(assembly.shape, assignment.ranks, share=share, head_params=head)

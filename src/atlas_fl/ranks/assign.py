@@ -21,6 +21,7 @@ from atlas_fl.ranks.memory import (
     cost_table,
     device_memory,
     device_rank,
+    layer_cost,
     rank_budget,
 )
 
@@ -62,7 +63,8 @@ def assign_ranks(
     allowance that follows from the upload rate is a wish and not a law: it gives way, with a note, where not even the
     smallest candidate goes through in time, and it does not bind a fixed rank, which is the user's own word. Memory,
     `own_bytes` and an allowance that the profile spells out always bind. `factor` scales the budget
-    (`complexity_factors`). Raises `ConfigError` and `BudgetError`.
+    (`complexity_factors`). Of a client that holds the first `step.blocks` blocks alone, the allowance is the same and
+    memory binds the ranks of these blocks alone. Raises `ConfigError` and `BudgetError`.
     """
     allocate = find_allocator(rule)
     chosen = rule in ALLOCATORS
@@ -72,10 +74,18 @@ def assign_ranks(
     _check_bound(shape, bound, rank=smallest, least=least)
     stretched = chosen and bound is None and least > device.adapter_bytes
     upload = max(device.adapter_bytes, least) if chosen and bound is None else bound
-    budget = rank_budget(shape, device, step=step, upload_bytes=upload, fractions=fractions)
-    budget = scale_budget(budget, factor, least_bytes=least * TRAINING_COPIES)
     table = cost_table(shape, candidates)
+    free = rank_budget(
+        shape, device, step=step, upload_bytes=upload if step.blocks is None else None, fractions=fractions
+    )
+    whole = int(table[:, -1].sum()) if upload is None else upload * TRAINING_COPIES
+    budget = scale_budget(free if step.blocks is None else whole, factor, least_bytes=least * TRAINING_COPIES)
     ranks = allocate(importance, table, candidates, budget_bytes=budget, max_rank=device.max_rank)
+    held = step.blocks or 0
+    if sum(layer_cost(shape, layer, rank) for layer, rank in enumerate(ranks[:held])) > free:
+        # Memory binds what is on the device alone; the blocks above the cut keep theirs.
+        below = allocate(importance[:held], table[:held], candidates, budget_bytes=free, max_rank=device.max_rank)
+        ranks = (*below, *ranks[held:])
     memory = device_memory(shape, device, ranks=ranks, step=step)
     check_memory(memory, name=device.name)
     sent = adapter_bytes(shape, ranks)

@@ -38,6 +38,8 @@ class Step:
     """Whether blocks are computed again in the backward pass."""
     logits: int = 0
     """Numbers that the batch's predictions of text are made of: tokens to be written times the vocabulary."""
+    crossing: int = 0
+    """Numbers that wait at a cut: what goes up and the gradient that comes back."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -156,7 +158,9 @@ def _memory(shape: ModelShape, device: Device, step: Step, *, parameters: int, r
     trained = parameters + step.head_params * VALUE_BYTES
     return Memory(
         total_bytes=device.memory_bytes,
-        weights_bytes=shape.embedding_bytes + sum(shape.block_bytes[:blocks]),
+        weights_bytes=shape.embedding_bytes
+        - (0 if step.blocks is None else shape.tail_bytes)
+        + sum(shape.block_bytes[:blocks]),
         activations_bytes=activation_bytes(
             shape,
             step.tokens,
@@ -165,7 +169,7 @@ def _memory(shape: ModelShape, device: Device, step: Step, *, parameters: int, r
             feed_forward_copies=step.feed_forward_copies,
             checkpointing=step.checkpointing,
         )
-        + LOGIT_COPIES * step.logits * VALUE_BYTES,
+        + (LOGIT_COPIES * step.logits + step.crossing) * VALUE_BYTES,
         reserve_bytes=reserve_bytes,
         parameters_bytes=trained,
         gradients_bytes=trained,

@@ -4,7 +4,7 @@ Seconds are the profile's: operations over FLOP/s, bytes over the link's rate, a
 """
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from jaxtyping import Float
@@ -26,11 +26,13 @@ class Prediction:
     compute_seconds: float
     transfer_seconds: float
     memory: Memory
+    server_seconds: float = 0.0
+    """Computing on the server's side of a cut, while the client waits."""
 
     @property
     def seconds(self) -> float:
         """Download, training and upload, one after the other."""
-        return self.compute_seconds + self.transfer_seconds
+        return self.compute_seconds + self.transfer_seconds + self.server_seconds
 
 
 def message_bytes(
@@ -89,6 +91,33 @@ def predict_round(
         compute_seconds=flops / device.flops_per_second,
         transfer_seconds=up + down + 2 * device.latency_seconds if share else 0.0,
         memory=device_memory(shape, device, ranks=ranks, step=step),
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Crossings:
+    """What crosses a client's cut in a round of training, all steps together."""
+
+    up_bytes: int
+    down_bytes: int
+    messages: int
+    """Of both directions, one after the other."""
+
+
+def over_cut(
+    held: Prediction, whole: Prediction, device: Device, *, server: Device, crossings: Crossings
+) -> Prediction:
+    """The round of a client with a cut, from the predictions of what it has `held` and of the `whole` model.
+
+    The server computes what is left at its own speed, and every message through the cut costs one latency.
+    """
+    link = crossings.up_bytes / device.up_bytes_per_second + crossings.down_bytes / device.down_bytes_per_second
+    return replace(
+        held,
+        up_bytes=held.up_bytes + crossings.up_bytes,
+        down_bytes=held.down_bytes + crossings.down_bytes,
+        transfer_seconds=held.transfer_seconds + link + crossings.messages * device.latency_seconds,
+        server_seconds=(whole.flops - held.flops) / server.flops_per_second,
     )
 
 

@@ -11,6 +11,7 @@ from typing import Any
 from rich.markup import escape
 from rich.table import Table
 
+from atlas_fl.report.cut_tables import cut_tables
 from atlas_fl.report.words import EMPTY, add_columns, cluster_name, human_bytes, new_table, number, percent, seconds
 
 K_SCORES = {
@@ -32,7 +33,7 @@ def plan_tables(plan: Mapping[str, Any]) -> list[Table]:
         builders.insert(1, k_table)
     if any(client.get("memory") for client in plan["clients"]):
         builders.append(memory_table)
-    return [build(plan) for build in builders]
+    return [build(plan) for build in builders] + cut_tables(plan)
 
 
 def cluster_table(plan: Mapping[str, Any]) -> Table:

@@ -1,0 +1,111 @@
+"""Phase 3: whether a client's model is cut, and where."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import numpy as np
+
+from atlas_fl.assemble import Assembly
+from atlas_fl.config.splitting import AUTO, NONE, cut_word
+from atlas_fl.errors import BudgetError, ConfigError
+from atlas_fl.options import cut_of
+from atlas_fl.phases.cost import assign, predict
+from atlas_fl.ranks.assign import Assignment
+from atlas_fl.ranks.devices import Device
+from atlas_fl.ranks.predict import Prediction, cut_utilities
+from atlas_fl.split.cut import Candidate, choose
+from atlas_fl.split.step import Cut
+from atlas_fl.tasks.clients import ClientData
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fit:
+    """What was decided for one client on its device."""
+
+    assignment: Assignment
+    prediction: Prediction
+    cut: Cut | None
+    reason: str
+    """Why there is this cut, or none; empty where splitting was not asked for."""
+
+
+Fitter: TypeAlias = Callable[[int | None, str], Fit]
+"""(blocks on the client, reason) -> what that comes to; raises `BudgetError` where it does not fit."""
+
+
+def decide(
+    assembly: Assembly,
+    client: ClientData,
+    device: Device,
+    importance: np.ndarray,
+    *,
+    communicates: bool,
+    factor: float = 1.0,
+) -> Fit:
+    """Ranks and cut of one client, from its importance (layers,) by layer; `factor` scales the budget of the ranks.
+
+    With `auto` a device that can hold the model gets no cut. Raises `BudgetError` where nothing fits, `ConfigError`
+    for a cut beyond the model.
+    """
+    word = cut_word(assembly.config.split.split, client=client.name, task=client.task.name, device=device.name)
+
+    def fit(blocks: int | None, reason: str) -> Fit:
+        cut = cut_of(assembly.config, blocks)
+        assignment = assign(assembly, client, device, importance, factor=factor, cut=cut)
+        prediction = predict(assembly, client, device, assignment.ranks, cut=cut, communicates=communicates)
+        return Fit(assignment=assignment, prediction=prediction, cut=cut, reason=reason)
+
+    if word == NONE:
+        return fit(None, "")
+    if word != AUTO:
+        return fit(_checked(int(word), assembly), "set by --split")
+    try:
+        return fit(None, "the device holds the whole model")
+    except BudgetError:
+        # Anything but memory is in the way of every cut as well, and is told there.
+        fits = [found for blocks in range(1, assembly.shape.num_layers) if (found := _tried(fit, blocks))]
+    if not fits:
+        raise _nothing_fits(fit, device, assembly)
+    best, reason = choose([_candidate(own, importance) for own in fits], assembly.config.split.split_objective)
+    return fit(best.blocks, reason)
+
+
+def _tried(fit: Fitter, blocks: int) -> Fit | None:
+    try:
+        return fit(blocks, "")
+    except BudgetError:
+        return None
+
+
+def _nothing_fits(fit: Fitter, device: Device, assembly: Assembly) -> BudgetError:
+    try:
+        fit(1, "")
+    except BudgetError as error:
+        return BudgetError(f"{device.name} fits no cut of {assembly.site.backbone.name}; with one block on it: {error}")
+    raise AssertionError("a cut that has just been refused fits")
+
+
+def _candidate(fit: Fit, importance: np.ndarray) -> Candidate:
+    assert fit.cut is not None
+    prediction, blocks = fit.prediction, fit.cut.blocks
+    below, above = cut_utilities(importance, fit.assignment.ranks)[blocks]
+    return Candidate(
+        blocks=blocks,
+        memory=prediction.memory.used_bytes / prediction.memory.total_bytes,
+        importance=float(above / (below + above)) if below + above else 0.0,
+        client_seconds=prediction.compute_seconds,
+        server_seconds=prediction.server_seconds,
+        link_seconds=prediction.transfer_seconds,
+    )
+
+
+def _checked(blocks: int, assembly: Assembly) -> int:
+    most = assembly.shape.num_layers - 1
+    if not 1 <= blocks <= most:
+        allowed = f"none, auto, or 1 to {most}" if most else "none"
+        raise ConfigError(
+            f"--split cuts at block {blocks}, and {assembly.site.backbone.name} has {most + 1} blocks with at least one"
+            f" on each side; allowed: {allowed}"
+        )
+    return blocks

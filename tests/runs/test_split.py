@@ -1,0 +1,153 @@
+"""Runs whose models are cut: the adapters of a run without a cut, every byte in the ledger, audit and resume."""
+
+import io
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from atlas_fl.audit import audit
+from atlas_fl.config import Config
+from atlas_fl.errors import AtlasError, BudgetError, ConfigError
+from atlas_fl.planning import make_plan
+from atlas_fl.report.plan_tables import plan_tables
+from atlas_fl.run import RunResult, resume, run
+from tests.runs.reading import rows, same_tensors, state
+
+Make = Callable[..., Config]
+# So small that the whole model does not fit: the runtime alone takes 402,653,184 bytes.
+SMALL = "small=memory_gb={gb},gflops=20,up_mbps=2,down_mbps=10,latency_ms=60,max_rank=8"
+
+
+def sums(folder: Path, *, round: int | None = None) -> dict[tuple[str, str, str], int]:
+    found: dict[tuple[str, str, str], int] = {}
+    for row in rows(folder, "ledger"):
+        if round in (None, row["round"]):
+            key = (str(row["client"]), str(row["kind"]), str(row["direction"]))
+            found[key] = found.get(key, 0) + int(str(row["bytes"]))
+    return found
+
+
+@pytest.fixture
+def whole(config: Make) -> RunResult:
+    return run(config(name="whole", dropout=0.1, eta=0.3))
+
+
+@pytest.mark.parametrize("head", ["server", "client"])
+def test_a_run_with_a_cut_ends_with_the_adapters_of_one_without(config: Make, whole: RunResult, head: str) -> None:
+    cut = run(config(name="cut", dropout=0.1, eta=0.3, split="cpu_2gb=2,trec-0=1", head=head))
+    assert same_tensors(state(whole.folder), state(cut.folder))
+    assert rows(whole.folder) == rows(cut.folder)
+    assert audit(cut.folder).ok
+    before, after = sums(whole.folder), sums(cut.folder)
+    clients = {client for client, kind, _ in after if kind == "activation"}
+    assert len(clients) == 2
+    for client in clients:
+        assert after[client, "activation", "up"] > after[client, "gradient", "down"] > 0
+        # what is above the cut never travels
+        assert after[client, "adapter", "up"] < before[client, "adapter", "up"]
+        assert ((client, "head", "up") in after) == (head == "client")
+        assert ((client, "label", "up") in after) == (head == "server")
+    others = {key: size for key, size in after.items() if key[0] not in clients and key[1] != "control"}
+    assert others == {key: size for key, size in before.items() if key[0] not in clients and key[1] != "control"}
+    assert cut.summary["bytes"]["by_kind"]["activation"]["up"] > 0
+    assert cut.summary["bytes"]["by_kind"]["gradient"]["down"] > 0
+
+
+def test_sessions_of_a_run_with_cuts_make_the_same_run(config: Make) -> None:
+    settings = {"split": "2", "wire": "int8", "wire_noise": 0.05, "participation": 0.75, "dropout": 0.1}
+    once = run(config(name="once", **settings))
+    parts = run(config(name="parts", max_rounds=1, **settings))
+    while not parts.complete:
+        parts = resume(parts.folder, max_rounds=1)
+    assert same_tensors(state(once.folder), state(parts.folder))
+    assert rows(once.folder) == rows(parts.folder)
+    assert rows(once.folder, "ledger") == rows(parts.folder, "ledger")
+    assert audit(parts.folder).ok
+
+
+def test_a_client_that_trains_alone_sends_what_crosses_its_cut_and_nothing_else(config: Make) -> None:
+    result = run(config(name="alone", strategy="local", split="1", rounds=1))
+    kinds = {kind for _, kind, _ in sums(result.folder, round=1)}
+    assert kinds == {"activation", "gradient", "label", "control"}
+
+
+def test_the_plan_predicts_what_the_ledger_counts(config: Make) -> None:
+    settings = {"name": "cut", "split": "1", "rounds": 1, "eval_every": 1}
+    result = run(config(**settings))
+    counted = sums(result.folder, round=1)
+    for client in make_plan(config(**settings)).clients:
+        predicted = dict(client.split["crossing_bytes"])
+        evaluation = client.split["evaluation_bytes"]
+        crossed = {
+            f"{kind}_{direction}": size
+            for (name, kind, direction), size in counted.items()
+            if name == client.name and kind in ("activation", "gradient", "label", "control")
+        }
+        assert set(crossed) == set(predicted)
+        assert crossed["gradient_down"] == pytest.approx(predicted["gradient_down"], rel=0.01)
+        assert crossed["control_up"] == predicted["control_up"]
+        assert sum(crossed.values()) == pytest.approx(sum(predicted.values()) + evaluation, rel=0.02)
+        assert client.predicted["up_bytes"] >= predicted["activation_up"] + predicted["label_up"]
+        parts = ("client_seconds", "server_seconds", "link_seconds")
+        assert client.predicted["seconds"] == pytest.approx(sum(client.split[part] for part in parts))
+
+
+def plan_of(config: Make, gb: float, **settings: object):
+    return make_plan(config(devices=("small",), device=(SMALL.format(gb=gb),), ranks="2", **settings))
+
+
+def needs(config: Make, split: str) -> float:
+    """The memory in GB that the greediest client of the tiny federation needs."""
+    plan = plan_of(config, 1, split=split)
+    return max(float(client.predicted["memory_bytes"]) for client in plan.clients) / 2**30
+
+
+@pytest.mark.parametrize("objective", ["score", "time"])
+def test_auto_cuts_only_where_the_device_cannot_hold_the_model(config: Make, objective: str) -> None:
+    roomy = plan_of(config, 1, split="auto")
+    assert {client.cut for client in roomy.clients} == {None}
+    assert {client.split["reason"] for client in roomy.clients} == {"the device holds the whole model"}
+    least, most = needs(config, "1"), needs(config, "none")
+    assert least < needs(config, "2") < most
+    tight = plan_of(config, (least + most) / 2, split="auto", split_objective=objective)
+    cut = [client for client in tight.clients if client.cut is not None]
+    assert cut
+    for client in cut:
+        assert client.cut in (1, 2)
+        assert client.split["reason"].startswith("best score" if objective == "score" else "smallest round time")
+        assert client.predicted["memory_bytes"] <= client.memory["total"]
+        assert sum(client.split["server_memory"].values()) > 0
+    shown = io.StringIO()
+    for table in plan_tables(tight.to_json()):
+        Console(width=80, file=shown).print(table)
+    assert max(map(len, shown.getvalue().splitlines())) <= 80
+    for part in ("Cuts", "What crosses the cuts in a round", "Both sides of the cuts", *(own.name for own in cut)):
+        assert part in shown.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("gb", "settings", "kind", "message"),
+    [
+        (1, {"split": "3"}, ConfigError, "--split cuts at block 3, and .* has 3 blocks .*; allowed: .* or 1 to 2"),
+        (0.375, {"split": "auto"}, BudgetError, "small fits no cut of .*; with one block on it: small has"),
+        (0.375, {"split": "2"}, BudgetError, "small has .* of memory and training takes"),
+    ],
+)
+def test_a_cut_that_cannot_be_is_told_in_a_line(config: Make, gb: float, settings, kind, message: str) -> None:
+    with pytest.raises(kind, match=message) as caught:
+        plan_of(config, gb, **settings)
+    assert isinstance(caught.value, AtlasError)
+    assert "\n" not in str(caught.value)
+
+
+def test_memory_binds_the_ranks_below_the_cut_alone(config: Make) -> None:
+    """The blocks above the cut keep the ranks that the upload allows."""
+    room = needs(config, "1") + 12_000 / 2**30
+    settings = {"split": "1", "ranks": "uniform", "candidates": (2, 4, 8), "adapter_bytes": 10**7}
+    free = make_plan(config(devices=("small",), device=(SMALL.format(gb=1),), **settings))
+    tight = make_plan(config(devices=("small",), device=(SMALL.format(gb=room),), **settings))
+    assert {client.ranks for client in free.clients} == {(8, 8, 8)}
+    assert all(client.ranks[1:] == (8, 8) for client in tight.clients)
+    assert any(client.ranks[0] < 8 for client in tight.clients)

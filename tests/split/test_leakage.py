@@ -1,0 +1,57 @@
+import numpy as np
+import pytest
+import torch
+
+from atlas_fl.clients.rows import make_row
+from atlas_fl.models.blocks import embed, through
+from atlas_fl.models.packing import make_layout
+from atlas_fl.rng import torch_generator
+from atlas_fl.split.codec import with_noise
+from atlas_fl.split.leakage import fisher_leakage, token_probe
+
+
+def test_the_estimate_is_the_trace_of_the_jacobian(tiny_of) -> None:
+    backbone, layout = tiny_of("bert").backbone, make_layout([2, 1])
+    given = torch.randn(3, 32, generator=torch.Generator().manual_seed(1))
+    jacobian = torch.autograd.functional.jacobian(lambda x: through(backbone, x, layout, range(1)), given)
+    exact = float(jacobian.square().sum()) / given.numel()
+    assert fisher_leakage(backbone, given, layout, blocks=1, seed=0, draws=200) == pytest.approx(exact, rel=0.1)
+    assert fisher_leakage(backbone, given, layout, blocks=0, seed=0) == 1.0
+
+
+def test_the_estimate_is_a_function_of_its_seed(tiny_of) -> None:
+    backbone, layout = tiny_of("bert").backbone, make_layout([3])
+    given = torch.randn(3, 32, generator=torch_generator(1))
+    first, again, other = (fisher_leakage(backbone, given, layout, blocks=2, seed=seed) for seed in (1, 1, 2))
+    assert first == again != other
+
+
+def test_a_probe_reads_what_is_plain_and_not_what_is_noise() -> None:
+    source = torch.Generator().manual_seed(3)
+    embeddings = torch.randn(40, 16, generator=source)
+    tokens = torch.randint(40, (600,), generator=source)
+    turned = torch.linalg.qr(torch.randn(16, 16, generator=source)).Q
+    rows = embeddings[tokens] @ turned + 3.0
+    found = token_probe(rows[:400], tokens[:400], rows[400:], embeddings=embeddings)
+    assert torch.equal(found, tokens[400:])
+    noise = torch.randn(600, 16, generator=source)
+    blind = token_probe(noise[:400], tokens[:400], noise[400:], embeddings=embeddings)
+    assert float((blind == tokens[400:]).float().mean()) < 0.15
+
+
+def test_a_deeper_cut_and_noise_leave_a_probe_less(tiny_of, site_of, spec_of) -> None:
+    tiny = tiny_of("bert")
+    site = site_of(tiny, spec_of(name="a-0", examples=200))
+    row = make_row([site.data["a-0"].splits["train"]], device=torch.device("cpu"))
+    table = tiny.backbone.model.get_input_embeddings().weight
+    half = len(row.ids) // 2
+    right = {}
+    for blocks in (0, 3):
+        rows = through(tiny.backbone, embed(tiny.backbone, row.ids, row.types, row.layout), row.layout, range(blocks))
+        for noise in (0.0, 2.0):
+            sent = with_noise(rows, noise=noise, generator=np.random.default_rng(1))
+            found = token_probe(sent[:half], row.ids[:half], sent[half:], embeddings=table)
+            right[blocks, noise] = float((found == row.ids[half:]).float().mean())
+    assert right[0, 0.0] > 0.9
+    assert right[3, 0.0] <= right[0, 0.0]
+    assert right[0, 2.0] < right[0, 0.0] - 0.2

@@ -1,0 +1,175 @@
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from atlas_fl.clients.rows import make_row
+from atlas_fl.errors import ModelError
+from atlas_fl.models.backbone import features, layer_of, model_shape
+from atlas_fl.models.packing import make_layout
+from atlas_fl.ranks.devices import DEVICES
+from atlas_fl.ranks.memory import Step, device_memory
+from atlas_fl.split import model as parts
+from atlas_fl.split.model import client_forward, load_client_part, on_client, server_forward
+
+
+@pytest.fixture
+def read(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The names of the tensors that were really read from files."""
+    names: list[str] = []
+
+    class Spy:
+        def __init__(self, path: Path, framework: str) -> None:
+            self._file = real(path, framework=framework)
+
+        def __enter__(self) -> "Spy":
+            self._file.__enter__()
+            return self
+
+        def __exit__(self, *why: Any) -> None:
+            self._file.__exit__(*why)
+
+        def keys(self) -> list[str]:
+            return self._file.keys()
+
+        def get_tensor(self, name: str) -> torch.Tensor:
+            names.append(name)
+            return self._file.get_tensor(name)
+
+    real = parts.safe_open
+    monkeypatch.setattr(parts, "safe_open", Spy)
+    return names
+
+
+def two_clients(tiny, site_of, spec_of) -> Any:
+    specs = (spec_of(name="a-0", examples=5), spec_of(name="b-0", examples=4, pairs=True))
+    site = site_of(tiny, *specs)
+    return make_row([site.data[spec.name].splits["train"] for spec in specs], device=site.backbone.device)
+
+
+@pytest.mark.parametrize("blocks", [0, 1, 2])
+def test_the_two_parts_together_are_the_model_to_the_last_bit(tiny, site_of, spec_of, blocks: int) -> None:
+    row, backbone = two_clients(tiny, site_of, spec_of), tiny.backbone
+    crossing = client_forward(backbone, row.ids, row.types, row.layout, blocks=blocks)
+    assert crossing.shape == (len(row.ids), backbone.hidden)
+    found = server_forward(backbone, crossing, row.layout, blocks=blocks)
+    assert torch.equal(found, features(backbone, row.ids, row.types, row.layout))
+
+
+@pytest.mark.parametrize("blocks", [0, 1, 2])
+def test_a_client_reads_its_own_tensors_and_no_other(tiny, read: list[str], blocks: int) -> None:
+    part = load_client_part(str(tiny.path), blocks=blocks)
+    whole = dict(tiny.backbone.model.named_parameters())
+    inside = tiny.backbone.family.blocks + "."
+    below = {name for name in whole if name.startswith(inside) and layer_of(tiny.backbone, name) < blocks}
+    stem = {name for name in whole if name.startswith(tuple(f"{own}." for own in tiny.backbone.family.stem))}
+    held = dict(part.model.named_parameters())
+    assert set(held) == below | stem
+    assert len(read) == len(held)
+    assert {name.removeprefix(tiny.backbone.family.prefix + ".") for name in read} == set(held)
+    assert all(torch.equal(tensor, whole[name]) for name, tensor in held.items())
+    assert part.num_parameters < tiny.backbone.num_parameters
+
+
+@pytest.mark.parametrize("blocks", [0, 1, 2])
+def test_a_part_of_its_own_computes_what_the_whole_model_does_there(tiny, site_of, spec_of, blocks: int) -> None:
+    row, part = two_clients(tiny, site_of, spec_of), load_client_part(str(tiny.path), blocks=blocks)
+    found, expected = (
+        client_forward(backbone, row.ids, row.types, row.layout, blocks=blocks) for backbone in (part, tiny.backbone)
+    )
+    assert torch.equal(found, expected)
+
+
+def test_the_server_takes_many_clients_rows_at_once(tiny, site_of, spec_of) -> None:
+    """Rows of two clients one after another are computed as each alone."""
+    specs = (spec_of(name="a-0", examples=5), spec_of(name="b-0", examples=4))
+    site, backbone = site_of(tiny, *specs), tiny.backbone
+    rows = [make_row([site.data[spec.name].splits["train"]], device=backbone.device) for spec in specs]
+    sent = [client_forward(backbone, row.ids, row.types, row.layout, blocks=1) for row in rows]
+    alone = [server_forward(backbone, own, row.layout, blocks=1) for own, row in zip(sent, rows, strict=True)]
+    lengths = [n for spec in specs for n in site.data[spec.name].splits["train"].lengths.tolist()]
+    together = server_forward(backbone, torch.cat(sent), make_layout(lengths), blocks=1)
+    torch.testing.assert_close(together, torch.cat(alone), atol=1e-5, rtol=1e-5)
+
+
+def test_shards_are_read_only_where_the_client_has_something(tiny_of, tmp_path: Path, read: list[str]) -> None:
+    tiny = tiny_of("bert")
+    tensors = load_file(tiny.path / "model.safetensors")
+    shards = {name: f"model-{'top' if '.2.' in name or 'pooler' in name else 'low'}.safetensors" for name in tensors}
+    for shard in set(shards.values()):
+        if "top" not in shard:  # the upper shard is not even there
+            save_file({name: tensor for name, tensor in tensors.items() if shards[name] == shard}, tmp_path / shard)
+    for file in tiny.path.iterdir():
+        if file.name != "model.safetensors":
+            (tmp_path / file.name).write_bytes(file.read_bytes())
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": shards}))
+    part = load_client_part(str(tmp_path), blocks=2)
+    assert len(read) == len(part.model.state_dict())
+    (tmp_path / "model-low.safetensors").unlink()
+    with pytest.raises(ModelError, match=r"lacks model-low\.safetensors, which its index names"):
+        load_client_part(str(tmp_path), blocks=2)
+
+
+def test_old_names_of_norms_are_found(tiny_of, tmp_path: Path) -> None:
+    tiny = tiny_of("bert")
+    for file in tiny.path.iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    old = {"LayerNorm.weight": "LayerNorm.gamma", "LayerNorm.bias": "LayerNorm.beta"}
+    tensors = {}
+    for name, tensor in load_file(tiny.path / "model.safetensors").items():
+        ending = next((new for new in old if name.endswith(new)), None)
+        tensors["bert." + (name.replace(ending, old[ending]) if ending else name)] = tensor
+    save_file(tensors, tmp_path / "model.safetensors")
+    part = load_client_part(str(tmp_path), blocks=1)
+    whole = dict(tiny.backbone.model.named_parameters())
+    assert all(torch.equal(tensor, whole[name]) for name, tensor in part.model.named_parameters())
+
+
+@pytest.mark.parametrize("blocks", [-1, 3, 7])
+def test_a_cut_beyond_the_model_is_refused(tiny_of, blocks: int) -> None:
+    with pytest.raises(ModelError, match=rf"has 3 blocks and cannot be cut at {blocks}; choose 0 to 2"):
+        load_client_part(str(tiny_of("bert").path), blocks=blocks)
+
+
+def test_files_that_lack_a_tensor_are_refused(tiny_of, tmp_path: Path) -> None:
+    tiny = tiny_of("gpt2")
+    for file in tiny.path.iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    save_file({"wte.weight": torch.zeros(1, 1)}, tmp_path / "model.safetensors")
+    with pytest.raises(ModelError, match=r"wte\.weight is \(1, 1\) in the file and|lacks wpe\.weight"):
+        load_client_part(str(tmp_path), blocks=1)
+    (tmp_path / "model.safetensors").unlink()
+    with pytest.raises(ModelError, match=r"has no model\.safetensors"):
+        load_client_part(str(tmp_path), blocks=1)
+
+
+def test_what_trains_on_the_client(tiny_of, spec_of) -> None:
+    tiny = tiny_of("gpt2")
+    names = tiny.params(spec_of(name="a-0"))
+    held = on_client(tiny.backbone, names, blocks=2, head=False)
+    assert held == {f"h.{block}.attn.c_attn.lora_{factor}" for block in (0, 1) for factor in "AB"}
+    assert on_client(tiny.backbone, names, blocks=2, head=True) == held | {"head.score.weight"}
+    assert on_client(tiny.backbone, names, blocks=0, head=False) == frozenset()
+
+
+def test_a_part_can_carry_adapters_under_the_stock_names(tiny, site_of, spec_of) -> None:
+    part = load_client_part(str(tiny.path), blocks=1)
+    site = site_of(tiny, spec_of(name="a-0"))
+    cut = dataclasses.replace(site, backbone=part)
+    assert list(cut.modules) == [name for name in site.modules if layer_of(tiny.backbone, name) < 1]
+
+
+@pytest.mark.parametrize("blocks", [0, 1, 2])
+def test_the_memory_model_counts_the_weights_that_a_client_loads(tiny, site_of, spec_of, blocks: int) -> None:
+    shape = model_shape(tiny.backbone, site_of(tiny, spec_of(name="a-0")).modules)
+    part = load_client_part(str(tiny.path), blocks=blocks)
+    found, whole = (
+        device_memory(shape, DEVICES["cpu_2gb"], ranks=[2] * 3, step=step).weights_bytes
+        for step in (Step(tokens=1, blocks=blocks), Step(tokens=1))
+    )
+    assert found == 4 * part.num_parameters
+    assert whole == 4 * tiny.backbone.num_parameters
