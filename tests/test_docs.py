@@ -17,7 +17,7 @@ import pytest
 import tyro
 
 import atlas_fl
-from atlas_fl.cli import audit, catalogue, export, fetch, place, report, run, sweep
+from atlas_fl.cli import audit, catalogue, certs, export, fetch, place, report, run, sweep
 from atlas_fl.cli.commands import COMMANDS
 from atlas_fl.cli.parse import known_flags, parse
 from atlas_fl.cli.settings import base_config
@@ -43,6 +43,7 @@ OPTIONS: dict[str, type[Any]] = {
     "sweep": sweep.SweepOptions,
     "compare": sweep.CompareOptions,
     "report": report.ReportOptions,
+    "certs": certs.CertsOptions,
     "list": catalogue.ListOptions,
     "fetch": fetch.FetchOptions,
 }
@@ -52,6 +53,7 @@ REQUIRED = dict.fromkeys(OPTIONS, ()) | {
     "place": ("run", "task"),
     "export": ("run", "client", "to"),
     "report": ("runs",),
+    "certs": ("what", "folder"),
     "list": ("what",),
 }
 """What a command cannot do without."""

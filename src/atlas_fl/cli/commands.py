@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 from importlib.metadata import version
 
-from atlas_fl.cli import audit, catalogue, export, fetch, place, report, run, sweep
+from atlas_fl.cli import audit, catalogue, certs, export, fetch, place, report, run, sweep
 from atlas_fl.errors import AtlasError, ConfigError
 
 USER_ERROR, INTERRUPTED, BROKEN_PIPE = 2, 130, 141
@@ -32,6 +32,7 @@ COMMANDS: Mapping[str, Command] = {
     "sweep": Command(sweep.sweep, "run a grid of settings and seeds, and compare"),
     "compare": Command(sweep.compare, "run several strategies over seeds, and compare"),
     "report": Command(report.report, "draw the figures of a run"),
+    "certs": Command(certs.certs, "make the certificates of a federation across machines"),
     "list": Command(catalogue.catalogue, "tasks, models, strategies, devices, presets"),
     "fetch": Command(fetch.fetch, "get the embedded model and data"),
 }
