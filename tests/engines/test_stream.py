@@ -75,7 +75,7 @@ def link(port: int, certs: Certs, *, host: str = "localhost", notes: list[str] |
         hello=lambda: hello,
         patience=60,
         first_patience=1,
-        on_note=(notes if notes is not None else []).append,
+        on_event=lambda event: (notes if notes is not None else []).append(str(event)),
     )
 
 

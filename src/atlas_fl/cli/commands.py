@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 from importlib.metadata import version
 
-from atlas_fl.cli import audit, catalogue, certs, export, fetch, place, report, run, sweep
+from atlas_fl.cli import audit, catalogue, certs, export, fetch, join, place, report, run, serve, sweep
 from atlas_fl.errors import AtlasError, ConfigError
 
 USER_ERROR, INTERRUPTED, BROKEN_PIPE = 2, 130, 141
@@ -33,6 +33,8 @@ COMMANDS: Mapping[str, Command] = {
     "compare": Command(sweep.compare, "run several strategies over seeds, and compare"),
     "report": Command(report.report, "draw the figures of a run"),
     "certs": Command(certs.certs, "make the certificates of a federation across machines"),
+    "serve": Command(serve.serve, "train a federation whose clients join from other machines"),
+    "join": Command(join.join, "take part in a federation with the data of this machine"),
     "list": Command(catalogue.catalogue, "tasks, models, strategies, devices, presets"),
     "fetch": Command(fetch.fetch, "get the embedded model and data"),
 }

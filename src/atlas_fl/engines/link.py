@@ -10,11 +10,12 @@ from typing import Any
 import grpc
 
 from atlas_fl.engines.frames import FRAME_LIMIT, Head, decode_frame, encode_frame
-from atlas_fl.engines.loops import LoopThread
+from atlas_fl.engines.loops import Desk, LoopThread
 from atlas_fl.engines.probe import probe, split_address
 from atlas_fl.engines.server import METHOD, SERVICE, channel_options
 from atlas_fl.engines.stream import NO_TENSORS, PROTOCOL, Message, read_answer
 from atlas_fl.errors import ProtocolError
+from atlas_fl.events import OnEvent
 from atlas_fl.io.certs import Certs
 from atlas_fl.types import Params
 
@@ -37,13 +38,14 @@ class Link:
         hello: Callable[[], Head],
         patience: float,
         first_patience: float,
-        on_note: Callable[[str], None],
+        on_event: OnEvent,
     ) -> None:
         self._host, self._port = split_address(address)
-        self._address, self._certs, self._hello, self._on_note = address, certs, hello, on_note
+        self._address, self._certs, self._hello = address, certs, hello
         self._patience, self._left = patience, first_patience
         self._session, self._number = secrets.token_hex(16), 0
         self._threads = LoopThread()
+        self._desk = Desk(threads=self._threads, on_event=on_event)
         self._channel: grpc.aio.Channel | None = None
         self._call: Any = None
         self.welcome: dict[str, Any] = {}
@@ -54,7 +56,7 @@ class Link:
     def __enter__(self) -> "Link":
         self._threads.__enter__()
         try:
-            self._threads.call(self._connected())
+            self._desk.call(self._connected())
         except BaseException:
             self.__exit__()
             raise
@@ -71,7 +73,7 @@ class Link:
         """
         self._number += 1
         frame = encode_frame({"sequence": self._number, "body": head}, tensors)
-        payload = self._threads.call(self._exchange(frame))
+        payload = self._desk.call(self._exchange(frame))
         self.sent_bytes += len(frame)
         self.received_bytes += len(payload)
         return read_answer(payload, number=self._number)
@@ -94,7 +96,7 @@ class Link:
         if code in (grpc.StatusCode.UNKNOWN, grpc.StatusCode.RESOURCE_EXHAUSTED, grpc.StatusCode.UNIMPLEMENTED):
             assert isinstance(error, grpc.aio.AioRpcError)
             raise ProtocolError(f"the server at {self._address} failed ({code.name}: {error.details()}); see its log")
-        self._on_note(f"the connection to {self._address} is lost; trying again")
+        self._desk.note(f"the connection to {self._address} is lost; trying again")
         await self._drop()
 
     async def _drop(self) -> None:
@@ -120,11 +122,13 @@ class Link:
                     f"no answer from {self._address} for {self._left:g} seconds ({reason}); check the address, that"
                     " `atlas serve` runs there and that no firewall is between"
                 )
+            if pause == FIRST_PAUSE:
+                self._desk.note(f"no answer from {self._address} ({reason}); trying for {self._left:g} seconds")
             await asyncio.sleep(pause)
             pause = min(2 * pause, LONGEST_PAUSE)
         self._left = self._patience
         if again:
-            self._on_note(f"connected to {self._address} again")
+            self._desk.note(f"connected to {self._address} again")
         return self._call
 
     async def _begin(self) -> str | None:

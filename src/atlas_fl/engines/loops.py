@@ -1,10 +1,14 @@
 """An asyncio loop in a thread of its own, so that training and networking do not wait for each other."""
 
 import asyncio
+import queue
 import threading
 from collections.abc import Coroutine
 from concurrent.futures import Future
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
+
+from atlas_fl.events import Note, OnEvent, Progress
 
 ResultT = TypeVar("ResultT")
 
@@ -45,3 +49,32 @@ class LoopThread:
         except KeyboardInterrupt:
             future.cancel()
             raise
+
+
+@dataclass(kw_only=True, eq=False)
+class Desk:
+    """The network's thread beside the one that runs: work goes over, and what is to be told comes back in order."""
+
+    threads: LoopThread
+    on_event: OnEvent
+    _told: "queue.SimpleQueue[Note | Progress | None]" = field(default_factory=queue.SimpleQueue)
+
+    def note(self, text: str) -> None:
+        """Tell this; from any thread."""
+        self._told.put(Note(text))
+
+    def progress(self, action: str, done: int, total: int) -> None:
+        """Tell this; from any thread."""
+        self._told.put(Progress(action, done, total))
+
+    def call(self, work: Coroutine[Any, Any, ResultT]) -> ResultT:
+        """What this work gives; while it lasts, what is told reaches `on_event` from the calling thread."""
+        future = self.threads.submit(work)
+        future.add_done_callback(lambda _: self._told.put(None))
+        try:
+            while (event := self._told.get()) is not None:
+                self.on_event(event)
+        except BaseException:
+            future.cancel()
+            raise
+        return future.result()
