@@ -19,8 +19,8 @@ SECONDS = 240
 class Programs:
     """Starts `atlas ...` in forks of one process that has imported everything."""
 
-    def __init__(self, folder: Path) -> None:
-        self.folder, self._started = folder, list["Program"]()
+    def __init__(self) -> None:
+        self._started = list["Program"]()
         source = str(Path(atlas_fl.__file__).parents[1])
         self._zygote = subprocess.Popen(
             [sys.executable, str(Path(__file__).with_name("zygote.py"))],
@@ -45,15 +45,15 @@ class Programs:
                     self.codes[int(numbers[0])] = int(numbers[1])
                 self._changed.notify_all()
 
-    def start(self, *words: str) -> "Program":
-        """`atlas` with these words."""
+    def start(self, *words: str, folder: Path) -> "Program":
+        """`atlas` with these words in this folder."""
         number = len(self._started)
-        out = self.folder / f"out-{number}"
+        out = folder / f"out-{number}"
         os.mkfifo(out)
         program = Program(words, out, self)
         self._started.append(program)
         assert self._zygote.stdin is not None
-        self._zygote.stdin.write(json.dumps({"words": words, "out": str(out), "cwd": str(self.folder)}) + "\n")
+        self._zygote.stdin.write(json.dumps({"words": words, "out": str(out), "cwd": str(folder)}) + "\n")
         self._zygote.stdin.flush()
         with self._changed:
             assert self._changed.wait_for(lambda: len(self._pids) > number, timeout=SECONDS)
@@ -66,11 +66,15 @@ class Programs:
             assert self._changed.wait_for(lambda: pid in self.codes, timeout=SECONDS), f"{pid} does not end"
             return self.codes[pid]
 
-    def close(self) -> None:
+    def kill_all(self) -> None:
         """Nothing is left running."""
         for program in self._started:
             if program.pid not in self.codes:
                 program.kill()
+
+    def close(self) -> None:
+        """Nor is the process that all were forked from."""
+        self.kill_all()
         assert self._zygote.stdin is not None
         assert self._zygote.stdout is not None
         self._zygote.stdin.close()

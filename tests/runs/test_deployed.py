@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from atlas_fl.audit import audit
-from atlas_fl.config import Config, to_toml
+from atlas_fl.config import Config, config_hash, to_toml
 from atlas_fl.io.certs import make_certs
 from atlas_fl.io.folder import RunFolder
 from atlas_fl.io.results import read_json, read_rows
@@ -30,27 +30,31 @@ def adapters(folder: Path) -> dict[str, str]:
 class Federation:
     """One config, simulated here and served across processes."""
 
-    def __init__(self, config: Config, folder: Path, sites: dict[str, str] = SITES) -> None:
-        self.folder, self.sites = folder, sites
-        self.programs = Programs(folder)
-        self.simulated = run(config).folder
+    def __init__(
+        self, config: Config, folder: Path, sites: dict[str, str], programs: Programs, simulated: dict[str, Path]
+    ) -> None:
+        self.folder, self.sites, self.programs, self.runs = folder, sites, programs, Path(config.run.runs_dir)
+        key = config_hash(config)
+        if key not in simulated:
+            simulated[key] = run(config).folder
+        self.simulated = simulated[key]
         make_certs(folder / "certs", servers=["localhost", "127.0.0.1"], clients=list(sites))
         (folder / "fed.toml").write_text(to_toml(config))
 
     def serve(self, *more: str, port: int = 0) -> tuple[Program, int]:
         """The server and the port that it listens on."""
         words = ("--config", "fed.toml", "--name", "served", "--host", "127.0.0.1", "--port", str(port), *more)
-        server = self.programs.start("serve", *words, "--certs", "certs/server")
+        server = self.programs.start("serve", *words, "--certs", "certs/server", folder=self.folder)
         return server, int(server.wait_for(r"listening on 127\.0\.0\.1:(\d+)")[1])
 
     def join(self, name: str, port: int, *more: str) -> Program:
         task, _, part = name.partition("-")
         words = ("--certs", f"certs/{name}", "--task", task, "--part", part, "--device", self.sites[name])
-        return self.programs.start("join", f"localhost:{port}", *words, *more)
+        return self.programs.start("join", f"localhost:{port}", *words, *more, folder=self.folder)
 
     @property
     def served(self) -> RunFolder:
-        return RunFolder(self.simulated.parent / "served")
+        return RunFolder(self.runs / "served")
 
     def is_as_simulated(self) -> None:
         assert adapters(self.served.path) == adapters(self.simulated)
@@ -59,19 +63,30 @@ class Federation:
             assert digest(own) == adapters(self.simulated)[name]
 
 
-@pytest.fixture
-def federation(config: Callable[..., Config], tmp_path: Path) -> Iterator[Callable[..., Federation]]:
-    made: list[Federation] = []
+@pytest.fixture(scope="module")
+def programs() -> Iterator[Programs]:
+    found = Programs()
+    yield found
+    found.close()
 
+
+@pytest.fixture(scope="module")
+def simulated() -> dict[str, Path]:
+    """The folder of every config that was simulated already."""
+    return {}
+
+
+@pytest.fixture
+def federation(
+    config: Callable[..., Config], tmp_path: Path, programs: Programs, simulated: dict[str, Path]
+) -> Iterator[Callable[..., Federation]]:
     def make(sites: dict[str, str] = SITES, **values: object) -> Federation:
         tasks = tuple(dict.fromkeys(name.partition("-")[0] for name in sites))
         # packs of one, because a client that is alone has no other
-        made.append(Federation(config(tasks=tasks, pack_tokens=1, **values), tmp_path, sites))
-        return made[-1]
+        return Federation(config(tasks=tasks, pack_tokens=1, **values), tmp_path, sites, programs, simulated)
 
     yield make
-    for one in made:
-        one.programs.close()
+    programs.kill_all()
 
 
 def test_the_deployed_federation_is_the_simulated_one(federation: Callable[..., Federation]) -> None:
@@ -89,7 +104,7 @@ def test_the_deployed_federation_is_the_simulated_one(federation: Callable[..., 
     plans = [read_json(folder.plan) for folder in (simulated, fed.served)]
     for part in ("clients", "adjacency", "importance", "data"):
         assert plans[0][part] == plans[1][part], part
-    assert audit(fed.served.path).passed
+    assert audit(fed.served.path).ok
 
 
 def test_a_client_that_is_killed_and_comes_back_and_a_link_that_is_cut_change_no_bit(
@@ -140,7 +155,7 @@ def test_a_round_goes_on_without_who_is_away(federation: Callable[..., Federatio
     assert "of movie-1 in round" in said
     missing = [row for row in read_rows(fed.served.metrics) if row.get("event") == "missing"]
     assert {row["client"] for row in missing} == {"movie-1"}
-    assert audit(fed.served.path).passed
+    assert audit(fed.served.path).ok
 
 
 @pytest.mark.parametrize(
@@ -157,8 +172,12 @@ def test_a_round_goes_on_without_who_is_away(federation: Callable[..., Federatio
     ],
 )
 def test_mistakes_are_one_line(
-    words: tuple[str, ...], message: str, atlas: Callable[..., tuple[int, str]], config: Callable[..., Config],
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    words: tuple[str, ...],
+    message: str,
+    atlas: Callable[..., tuple[int, str]],
+    config: Callable[..., Config],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     make_certs(tmp_path / "certs", servers=["localhost"], clients=list(SITES))
     (tmp_path / "fed.toml").write_text(to_toml(config()))

@@ -1,6 +1,6 @@
 """A program that has imported everything and forks: a server and its sites start at once, as processes of their own.
 
-    python zygote.py    reads lines of JSON, {"words": [...], "out": FIFO, "cwd": DIR}; writes `pid N`, `end N CODE`
+python zygote.py    reads lines of JSON, {"words": [...], "out": FIFO, "cwd": DIR}; writes `pid N`, `end N CODE`
 """
 
 import json
@@ -10,8 +10,6 @@ import sys
 
 import torch
 
-import atlas_fl.joining
-import atlas_fl.run
 import atlas_fl.serving  # noqa: F401
 from atlas_fl.cli import main
 
@@ -25,8 +23,8 @@ def start(order: dict) -> int:
     for stream in (1, 2):
         os.dup2(out, stream)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-    sys.stdout = open(1, "w", buffering=1, closefd=False)  # noqa: PTH123, SIM115
-    sys.stderr = open(2, "w", buffering=1, closefd=False)  # noqa: PTH123, SIM115
+    sys.stdout = open(1, "w", buffering=1, closefd=False)  # noqa: SIM115
+    sys.stderr = open(2, "w", buffering=1, closefd=False)  # noqa: SIM115
     code = 1
     try:
         code = main(order["words"])
