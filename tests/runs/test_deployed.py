@@ -1,5 +1,8 @@
 """A federation of real processes on loopback ends with the bits of its simulation, whatever happens to them."""
 
+import os
+import signal
+import socket
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -7,10 +10,12 @@ import pytest
 
 from atlas_fl.audit import audit
 from atlas_fl.config import Config, config_hash, to_toml
+from atlas_fl.errors import ConfigError
 from atlas_fl.io.certs import make_certs
 from atlas_fl.io.folder import RunFolder
 from atlas_fl.io.results import read_json, read_rows
 from atlas_fl.io.tensors import read_tensors
+from atlas_fl.joining import own_client
 from atlas_fl.run import run
 from atlas_fl.tree import digest
 from tests.engines.conftest import Proxy
@@ -167,6 +172,10 @@ def test_a_round_goes_on_without_who_is_away(federation: Callable[..., Federatio
         (("serve", "--port", "70000"), "--port is 70000"),
         (("serve", "--wait", "0.01"), "0 of 2 clients have come within 0.01 seconds, missing: movie-0, movie-1"),
         (("join", "x:1", "--certs", "nowhere", "--task", "movie", "--device", "cpu_2gb"), "no file nowhere/ca.pem"),
+        (
+            ("join", "nowhere.invalid:1", "--certs", "certs/movie-0", "--task", "movie", "--device", "cpu_2gb"),
+            "host 'nowhere.invalid' is unknown",
+        ),
         (("join", "x", "--certs", "certs/movie-0", "--task", "movie", "--device", "cpu_2gb"), "no address of a server"),
         (("join", "x:1", "--certs", "certs/movie-0", "--task", "movie", "--device", "gpu"), "unknown device 'gpu'"),
     ],
@@ -202,3 +211,42 @@ def atlas(capfd: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str]]:
         return code, printed.out + printed.err
 
     return call
+
+
+def test_a_port_in_use_is_one_line(
+    atlas: Callable[..., tuple[int, str]],
+    config: Callable[..., Config],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    make_certs(tmp_path / "certs", servers=["localhost"], clients=list(SITES))
+    (tmp_path / "fed.toml").write_text(to_toml(config()))
+    monkeypatch.chdir(tmp_path)
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        code, said = atlas("serve", "--config", "fed.toml", "--host", "127.0.0.1", "--port", str(port))
+    assert code == 2
+    assert f"cannot listen on 127.0.0.1:{port}" in said
+    assert not (tmp_path / "runs" / "run").exists()
+
+
+def test_ctrl_c_ends_a_server_and_a_site_with_one_line(federation: Callable[..., Federation]) -> None:
+    fed = federation()
+    server, port = fed.serve()
+    site = fed.join("movie-0", port)
+    server.wait_for(r"movie-0: movie, .*\(1 of 2 here\)")
+    for program in (site, server):
+        os.kill(program.pid, signal.SIGINT)
+        assert "stopped; a run goes on where it was with the same command" in program.end(130).splitlines()[-1]
+
+
+def test_a_site_with_the_whole_task_takes_what_is_there(config: Callable[..., Config], tmp_path: Path) -> None:
+    rows = [f"{'good' if n % 2 else 'bad'} film number {n},{n % 2}" for n in range(43)]
+    (tmp_path / "mine.csv").write_text("\n".join(["text,label", *rows]))
+    client = own_client(config(), "site-1", task=f"mine={tmp_path / 'mine.csv'}", part=None)
+    assert (client.name, client.task.name) == ("site-1", "mine")
+    assert (len(client.train), len(client.validation), len(client.test)) == (20, 10, 12)
+    parts = [own_client(config(), name, task="movie", part=k) for k, name in enumerate(("a", "b"))]
+    assert not set(parts[0].train.text) & set(parts[1].train.text)
+    with pytest.raises(ConfigError, match=r"--part is 2; allowed: 0 to 1, as --clients-per-task of the server says"):
+        own_client(config(), "site-1", task="movie", part=2)

@@ -44,13 +44,15 @@ ABOUT = "ATLAS: federated fine-tuning of transformers across clients with differ
 
 def main(words: Sequence[str] | None = None) -> int:
     """The exit code: 0, 1 for an audit that found something, 2 for a mistake of the user, 130 for Ctrl-C."""
+    words = sys.argv[1:] if words is None else words
     try:
-        code = _dispatch(sys.argv[1:] if words is None else words)
+        code = _dispatch(words)
         sys.stdout.flush()
     except AtlasError as error:
         return _fail(str(error), USER_ERROR)
     except KeyboardInterrupt:
-        return _fail("stopped; a run goes on where it was with `atlas resume RUN`", INTERRUPTED)
+        again = "the same command" if words[0] in ("serve", "join") else "`atlas resume RUN`"
+        return _fail(f"stopped; a run goes on where it was with {again}", INTERRUPTED)
     except BrokenPipeError:
         # the reader has gone, and Python would complain once more when it flushes at exit
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -68,7 +68,7 @@ class Server:
     async def _stream(
         self, requests: AsyncIterator[bytes], context: "grpc.aio.ServicerContext[bytes, bytes]"
     ) -> AsyncIterator[bytes]:
-        name = context.auth_context()["x509_common_name"][0].decode(errors="replace")
+        name = context.auth_context().get("x509_common_name", [b""])[0].decode(errors="replace")
         first = await anext(aiter(requests), None)
         if first is None:
             return
