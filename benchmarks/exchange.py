@@ -57,20 +57,21 @@ def received(end: Any, size: int) -> bytes:
     return bytes(data)
 
 
-def timed(work: Callable[[], Any], *, turns: int) -> np.ndarray:
-    """Milliseconds of every turn, (turns,); a few before them are not counted."""
+def timed(work: Callable[[], Any], *, turns: int) -> tuple[np.ndarray, float]:
+    """Milliseconds of every turn, (turns,), and of this process's own computing a turn; five before are not counted."""
     for _ in range(5):
         work()
-    found = []
+    found, computed = [], time.process_time()
     for _ in range(turns):
         began = time.perf_counter()
         work()
         found.append(1e3 * (time.perf_counter() - began))
-    return np.array(found)
+    return np.array(found), 1e3 * (time.process_time() - computed) / turns
 
 
 def measure(folder: Path, ports: tuple[int, int], *, turns: int) -> None:
-    print(f"{'MB':>5} {'p50 ms':>8} {'p95 ms':>8} {'aim':>6} {'coding p50':>11} {'bare TCP p50':>13}")
+    print(f"{'MB':>5} {'best':>7} {'p50':>7} {'p95':>7} {'aim':>5} {'client CPU':>11} {'coding CPU':>11}", end="")
+    print(f" {'bare TCP best':>14} {'p50':>7} {'p95':>7}   all in ms")
     bare = create_connection(("127.0.0.1", ports[1]))
     with Link(
         f"localhost:{ports[0]}",
@@ -92,10 +93,14 @@ def measure(folder: Path, ports: tuple[int, int], *, turns: int) -> None:
                 bare.sendall(len(frame).to_bytes(8, "little") + frame)
                 received(bare, len(frame))
 
-            turned = timed(lambda tensors=tensors: link.exchange({}, tensors), turns=turns)
-            others = [np.median(timed(work, turns=turns)) for work in (coding, plain)]
+            turned, computed = timed(lambda tensors=tensors: link.exchange({}, tensors), turns=turns)
+            coded, raw = timed(coding, turns=turns)[1], timed(plain, turns=turns)[0]
             p50, p95 = np.percentile(turned, [50, 95])
-            print(f"{size:>5} {p50:>8.2f} {p95:>8.2f} {aim:>6} {others[0]:>11.2f} {others[1]:>13.2f}")
+            print(
+                f"{size:>5} {turned.min():>7.2f} {p50:>7.2f} {p95:>7.2f} {aim:>5} {computed:>11.2f} {coded:>11.2f}",
+                end="",
+            )
+            print(f" {raw.min():>14.2f} {np.median(raw):>7.2f} {np.percentile(raw, 95):>7.2f}")
     bare.close()
 
 

@@ -4,6 +4,7 @@ import tracemalloc
 
 import pytest
 import torch
+from safetensors.torch import load
 
 from atlas_fl.engines.frames import HEAD_LIMIT, decode_frame, encode_frame
 from atlas_fl.errors import ProtocolError
@@ -26,6 +27,16 @@ def test_a_frame_gives_back_what_went_in() -> None:
         assert tensors[name].dtype == tensor.dtype
         assert torch.equal(tensors[name], tensor)
     assert decode_frame(encode_frame({}, {})) == ({}, {})
+
+
+def test_tensors_are_read_as_safetensors_reads_them() -> None:
+    frame = encode_frame(HEAD, TENSORS)
+    payload = frame[24 + int.from_bytes(frame[8:16], "little") :]
+    expected, found = load(payload), decode_frame(frame)[1]
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert found[name].dtype == tensor.dtype
+        assert torch.equal(found[name], tensor)
 
 
 def test_the_header_by_hand() -> None:
@@ -72,7 +83,7 @@ def test_ten_thousand_hostile_frames_crash_nothing_and_take_no_memory() -> None:
 
 
 def with_tensors(listed: str, data: bytes = b"") -> bytes:
-    text = listed.encode()
+    text = listed.encode() + b" " * (-len(listed) % 8)
     body = len(text).to_bytes(8, "little") + text + data
     return b"ATLS" + bytes([1, 0, 0, 0]) + struct.pack("<QQ", 8, len(body)) + b"{}      " + body
 
@@ -87,11 +98,27 @@ def with_tensors(listed: str, data: bytes = b"") -> bytes:
         (b"ATLS" + bytes([1, 0, 0, 0]) + struct.pack("<QQ", 2**63, 0), "says that it holds"),
         (encode_frame({"a": 1}, {}).replace(b'{"a": 1}', b'["a", 1]'), "a frame's head is a list"),
         (encode_frame({"a": 1}, {}).replace(b'{"a": 1}', b'{"a":NaN'), "no strict JSON"),
-        (with_tensors('{"x":{"dtype":"F32","shape":[1000000000000],"data_offsets":[0,4000000000000]}}'), "be read"),
-        (with_tensors('{"x":{"dtype":"F32","shape":[0,4611686018427387904,8],"data_offsets":[0,0]}}'), "be read"),
-        (with_tensors('{"x":{"dtype":"F8_E4M3","shape":[1],"data_offsets":[0,1]}}', b"\0"), "float8.*; allowed: I64"),
+        (
+            with_tensors('{"x":{"dtype":"F32","shape":[1000000000000],"data_offsets":[0,4000000000000]}}'),
+            "has the shape",
+        ),
+        (with_tensors('{"x":{"dtype":"F32","shape":[0,4611686018427387904,8],"data_offsets":[0,0]}}'), "has the shape"),
+        (
+            with_tensors('{"x":{"dtype":"F8_E4M3","shape":[1],"data_offsets":[0,1]}}', b"\0"),
+            "is F8_E4M3; allowed: I64, F64",
+        ),
         (with_tensors('{"x":{"dtype":"BOOL","shape":[1],"data_offsets":[0,1]}}', b"\7"), "neither 0 nor 1"),
-        (with_tensors(" " * (HEAD_LIMIT + 1)), "list of tensors has"),
+        (with_tensors('{"x":{"dtype":"F32","shape":[2],"data_offsets":[0,4]}}', bytes(8)), "takes not 4 bytes"),
+        (with_tensors('{"x":{"dtype":"F32","shape":[1],"data_offsets":[4,8]}}', bytes(8)), "there is a gap"),
+        (with_tensors('{"x":{"dtype":"F32","shape":[1],"data_offsets":[0,4]}}', bytes(8)), "belong to no tensor"),
+        (with_tensors('{"x":{"dtype":"F32","shape":[1],"data_offsets":[0,true]}}', bytes(4)), "has the shape"),
+        (with_tensors('{"x":{"dtype":"F32","shape":[0,9,9],"data_offsets":[0,0]},"y":3}'), "is None; allowed"),
+        (
+            with_tensors('{"x":{"dtype":"F32","shape":[' + ",".join(["0", *["60"] * 9]) + '],"data_offsets":[0,0]}}'),
+            "not 0",
+        ),
+        (with_tensors("[]"), "a frame's list of tensors is a list"),
+        (with_tensors(" " * (HEAD_LIMIT + 8)), "list of tensors has"),
     ],
 )
 def test_what_is_wrong_is_told(frame: bytes, message: str) -> None:

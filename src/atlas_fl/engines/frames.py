@@ -11,16 +11,16 @@ What arrives may have been written by anybody: a frame is refused before anythin
 than the frame itself.
 """
 
+import math
 import struct
 from collections.abc import Mapping
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeGuard
 
 import torch
-from safetensors import SafetensorError
 
 from atlas_fl.errors import DataError, ProtocolError
 from atlas_fl.io.results import from_json, to_json
-from atlas_fl.io.tensors import DTYPES, decode, encoded_size, parts
+from atlas_fl.io.tensors import DTYPES, encoded_size, parts
 from atlas_fl.types import Params
 
 Head: TypeAlias = Mapping[str, Any]
@@ -34,6 +34,7 @@ HEAD_LIMIT = 256 * 2**10
 
 _MAGIC = b"ATLS"
 _HEADER = struct.Struct("<4sHHQQ")
+_DTYPES = {name: dtype for dtype, name in DTYPES.items()}
 
 
 def encode_frame(head: Head, tensors: Params, *, limit: int = FRAME_LIMIT) -> bytes:
@@ -76,33 +77,62 @@ def decode_frame(frame: bytes, *, limit: int = FRAME_LIMIT) -> tuple[dict[str, A
     if head_size > HEAD_LIMIT or _HEADER.size + head_size + size != len(frame):
         raise ProtocolError(f"a frame of {len(frame)} bytes says that it holds {head_size} and {size}")
     start = _HEADER.size + head_size
-    return _head(frame[_HEADER.size : start]), _tensors(frame[start:])
+    head = _object(frame[_HEADER.size : start], "head")
+    # Tensors are views of one writable copy: torch takes no read-only memory, and one copy is the least.
+    return head, _tensors(bytearray(memoryview(frame)[start:])) if size else {}
 
 
-def _head(text: bytes) -> dict[str, Any]:
+def _object(text: bytes, what: str) -> dict[str, Any]:
     try:
-        head = from_json(text)
+        found = from_json(text)
     except (ValueError, RecursionError) as error:
-        raise ProtocolError(f"a frame's head is no strict JSON ({error!s:.80})") from None
-    if not isinstance(head, dict):
-        raise ProtocolError(f"a frame's head is a {type(head).__name__}; it must be an object")
-    return head
+        raise ProtocolError(f"a frame's {what} is no strict JSON ({error!s:.80})") from None
+    if not isinstance(found, dict):
+        raise ProtocolError(f"a frame's {what} is a {type(found).__name__}; it must be an object")
+    return found
 
 
-def _tensors(payload: bytes) -> dict[str, torch.Tensor]:
-    if not payload:
-        return {}
+def _tensors(payload: bytearray) -> dict[str, torch.Tensor]:
+    """The tensors of a safetensors payload as `io.tensors.encode` writes it: aligned, in order, without a gap."""
     listed = int.from_bytes(payload[:8], "little")
-    if listed > HEAD_LIMIT:
-        raise ProtocolError(f"a frame's list of tensors has {listed} bytes; allowed: {HEAD_LIMIT}")
-    try:
-        tensors = decode(payload)
-    except (SafetensorError, ValueError, TypeError, KeyError, RuntimeError, OverflowError) as error:
-        raise ProtocolError(f"a frame's tensors cannot be read ({error!s:.80})") from None
-    for name, tensor in tensors.items():
-        if tensor.dtype not in DTYPES:
-            raise ProtocolError(f"tensor {name!s:.80} is {tensor.dtype}; allowed: {', '.join(DTYPES.values())}")
+    start = 8 + listed
+    if listed > HEAD_LIMIT or start > len(payload) or start % 8:
+        raise ProtocolError(f"a frame's list of tensors has {listed} bytes; allowed: {HEAD_LIMIT}, by eights")
+    tensors: dict[str, torch.Tensor] = {}
+    for name, entry in _object(bytes(payload[8:start]), "list of tensors").items():
+        dtype, shape, begin, end = _entry(name, entry, most=len(payload))
+        if begin != start - 8 - listed or end > len(payload) - 8 - listed:
+            raise ProtocolError(f"tensor {name!s:.80} lies at {begin}, {end}; there is a gap, or not so much")
+        count = (end - begin) // dtype.itemsize
+        flat = (
+            torch.frombuffer(payload, dtype=dtype, count=count, offset=start) if count else torch.empty(0, dtype=dtype)
+        )
         # a byte that is neither is undefined behaviour in whatever computes with it
-        if tensor.dtype is torch.bool and tensor.numel() and int(tensor.view(torch.uint8).max()) > 1:
+        if dtype is torch.bool and count and int(flat.view(torch.uint8).max()) > 1:
             raise ProtocolError(f"tensor {name!s:.80} holds a truth value that is neither 0 nor 1")
+        tensors[name] = flat.reshape(shape)
+        start += end - begin
+    if start != len(payload):
+        raise ProtocolError(f"a frame holds {len(payload) - start} bytes that belong to no tensor")
     return tensors
+
+
+def _entry(name: str, entry: Any, *, most: int) -> tuple[torch.dtype, list[int], int, int]:
+    """(dtype, shape, begin, end) of a tensor, where these fit each other and the payload's length."""
+    known = entry if isinstance(entry, dict) else {}
+    dtype, shape, offsets = _DTYPES.get(str(known.get("dtype"))), known.get("shape"), known.get("data_offsets")
+    if dtype is None:
+        raise ProtocolError(f"tensor {name!s:.80} is {known.get('dtype')!s:.20}; allowed: {', '.join(_DTYPES)}")
+    if not _whole(shape, most=most) or not _whole(offsets, most=most) or len(offsets) != 2:
+        raise ProtocolError(f"tensor {name!s:.80} has the shape {shape!s:.80} and lies at {offsets!s:.80}")
+    begin, end = offsets
+    # The second bound is for tensors without values, whose other sizes nothing else limits.
+    if end - begin != math.prod(shape) * dtype.itemsize or math.prod(max(1, size) for size in shape) > 2**48:
+        raise ProtocolError(f"tensor {name!s:.80} of shape {shape!s:.80} and {dtype} takes not {end - begin} bytes")
+    if begin % dtype.itemsize:
+        raise ProtocolError(f"tensor {name!s:.80} lies at {begin}, which its {dtype} is not aligned to")
+    return dtype, shape, begin, end
+
+
+def _whole(values: Any, *, most: int) -> TypeGuard[list[int]]:
+    return isinstance(values, list) and all(type(value) is int and 0 <= value <= most for value in values)
