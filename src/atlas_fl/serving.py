@@ -59,6 +59,11 @@ def across_machines(service: Service) -> Callable[[Config, OnEvent], AbstractCon
         check_served(config, service)
         folder, certs, listed = run_folder(config), open_certs(service.certs), listed_clients(service.certs)
         wanted = _wanted(folder, listed)
+        if service.min_clients > len(wanted):
+            raise ConfigError(
+                f"--min-clients is {service.min_clients}, and {len(wanted)} clients are waited for; lower it, or list"
+                f" more in {service.certs}"
+            )
         least = service.min_clients or len(wanted)
         with LoopThread() as threads:
             desk = Desk(threads=threads, on_event=on_event)
