@@ -27,6 +27,7 @@ OWNERS = {
     "psutil": "io/",
     "rouge_score": "tasks/",
     "logging": "io/",
+    "cryptography": "io/",
 }
 """The only place that may import a package."""
 

@@ -17,7 +17,7 @@ import pytest
 import tyro
 
 import atlas_fl
-from atlas_fl.cli import audit, catalogue, export, fetch, place, report, run, sweep
+from atlas_fl.cli import audit, catalogue, certs, export, fetch, join, place, report, run, serve, sweep
 from atlas_fl.cli.commands import COMMANDS
 from atlas_fl.cli.parse import known_flags, parse
 from atlas_fl.cli.settings import base_config
@@ -43,6 +43,9 @@ OPTIONS: dict[str, type[Any]] = {
     "sweep": sweep.SweepOptions,
     "compare": sweep.CompareOptions,
     "report": report.ReportOptions,
+    "certs": certs.CertsOptions,
+    "serve": serve.ServeOptions,
+    "join": join.JoinOptions,
     "list": catalogue.ListOptions,
     "fetch": fetch.FetchOptions,
 }
@@ -52,6 +55,8 @@ REQUIRED = dict.fromkeys(OPTIONS, ()) | {
     "place": ("run", "task"),
     "export": ("run", "client", "to"),
     "report": ("runs",),
+    "certs": ("what", "folder"),
+    "join": ("address", "certs", "task", "device"),
     "list": ("what",),
 }
 """What a command cannot do without."""

@@ -1,7 +1,7 @@
 """From a config to the things that a run works with: clients with their data and devices, and the site they share."""
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -85,12 +85,19 @@ def load_clients(config: Config) -> tuple[ClientData, ...]:
     )
 
 
-def assemble(config: Config, *, clients: tuple[ClientData, ...] | None = None) -> Assembly:
+def assemble(
+    config: Config,
+    *,
+    clients: tuple[ClientData, ...] | None = None,
+    tokens: Mapping[str, ClientTokens] | None = None,
+    devices: tuple[Device, ...] | None = None,
+) -> Assembly:
     """Load the clients, or take those that are given, load the backbone and tokenise.
 
+    `tokens` of every client and `devices`, one for each, stand in for those that the config would give.
     Raises an `AtlasError` for whatever the config names that is not to be had.
     """
-    devices = find_devices(config.data.devices, config.data.device)
+    devices = find_devices(config.data.devices, config.data.device) if devices is None else devices
     clients = load_clients(config) if clients is None else clients
     backbone = load_backbone(
         config.model.model,
@@ -98,7 +105,8 @@ def assemble(config: Config, *, clients: tuple[ClientData, ...] | None = None) -
         gradient_checkpointing=config.model.gradient_checkpointing,
         writes=any(client.task.writes for client in clients),
     )
-    tokens = {client.name: _tokenise(client, backbone, config.data) for client in clients}
+    if tokens is None:
+        tokens = {client.name: _tokenise(client, backbone, config.data) for client in clients}
     targets = config.model.targets or default_targets(backbone.family.model_type)
     site = Site(backbone=backbone, data=tokens, targets=tuple(targets), scale=scale_of(config), max_tokens=1)
     shape = model_shape(backbone, site.modules)

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from atlas_fl.config import Config, identity
+from atlas_fl.config import Config, differences, identity
 from atlas_fl.errors import CheckpointError
 from atlas_fl.io.results import from_json, to_json
 from atlas_fl.tasks.clients import ClientData
@@ -35,3 +35,19 @@ def check_origin(begun: Mapping[str, Any], now: Mapping[str, Any], *, folder: Pa
                 f"the data of client {name} are not those that run {folder} was begun with; restore them, or begin"
                 " another run: rows that were trained on could now be tested on"
             )
+
+
+def check_settings(wanted: Config, found: Config, *, folder: Path) -> None:
+    """Nothing where these are the settings of the run in this folder.
+
+    Raises:
+        CheckpointError: they differ; the message names the first and says how many more.
+    """
+    changed = differences(found, wanted)
+    if changed:
+        name, (old, new) = next(iter(changed.items()))
+        raise CheckpointError(
+            f"run {folder} was begun with {name} = {old!r}, not {new!r}"
+            f"{f' (and {len(changed) - 1} more settings differ)' if len(changed) > 1 else ''};"
+            " a run goes on with its own config: leave the flags away, or choose another --name"
+        )

@@ -88,6 +88,7 @@ class Recorder:
             {"round": record.round, "client": name, "event": "refused", "reason": reason}
             for name, reason in record.refused.items()
         ]
+        rows += [{"round": record.round, "client": name, "event": "missing"} for name in record.missing]
         rows += [{"round": record.round, "client": name, "event": "kept own model"} for name in record.kept]
         if record.diversity is not None:
             lost = {"discarded": dict(record.discarded)}
@@ -113,7 +114,7 @@ class Recorder:
         content = {
             "round": record.round,
             "participants": list(record.sampled),
-            "refused": dict(record.refused),
+            "refused": {**record.refused, **dict.fromkeys(record.missing, "it did not answer")},
             "eta": record.eta,
             "plan": self.plan_file,
             "loaded": loaded,

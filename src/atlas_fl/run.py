@@ -1,27 +1,29 @@
 """A run from its config to its folder: begin, go on, export."""
 
-import shutil
 import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 from atlas_fl.assemble import Assembly, assemble
 from atlas_fl.clustering import Clustering
-from atlas_fl.config import Config, config_hash, differences, load_config, run_folder, to_toml, validate
+from atlas_fl.config import Config, config_hash, load_config, run_folder, to_toml, validate
+from atlas_fl.engines.base import Engine
 from atlas_fl.errors import AtlasError, CheckpointError, ConfigError
 from atlas_fl.events import Note, OnEvent, PhaseStarted, ignore
 from atlas_fl.export import export_clients
 from atlas_fl.io import checkpoint
 from atlas_fl.io.atomic import write_atomic
-from atlas_fl.io.folder import RunFolder, find_run, run_log
+from atlas_fl.io.folder import RunFolder, check_free, find_run, leave_as_found, run_log
 from atlas_fl.io.ledger import payload_bytes
-from atlas_fl.io.lock import DRAFTS, run_lock
+from atlas_fl.io.lock import run_lock
 from atlas_fl.io.machine import versions
 from atlas_fl.io.results import read_json, read_rows, write_json
 from atlas_fl.io.summary import summarise
 from atlas_fl.options import strategy_of
-from atlas_fl.origin import check_origin, origin_of
+from atlas_fl.origin import check_origin, check_settings, origin_of
 from atlas_fl.plan import Plan
 from atlas_fl.planning import Planned, local_engine, plan_for
 from atlas_fl.records import Recorder, models_of
@@ -42,7 +44,20 @@ class RunResult:
     """The content of `summary.json`; of the rounds so far while the run is not complete."""
 
 
-def run(config: Config, *, on_event: OnEvent = ignore, resume: bool = False) -> RunResult:
+Workplace: TypeAlias = Callable[[Config, OnEvent], AbstractContextManager[tuple[Assembly, Engine]]]
+"""What a run works with, and where its clients compute; left with an error where the run ends with one."""
+
+
+@contextmanager
+def in_process(config: Config, on_event: OnEvent) -> Iterator[tuple[Assembly, Engine]]:
+    """All clients in this process."""
+    assembly = assemble(config)
+    yield assembly, local_engine(assembly, on_event)
+
+
+def run(
+    config: Config, *, on_event: OnEvent = ignore, resume: bool = False, workplace: Workplace = in_process
+) -> RunResult:
     """Carry out this config in a folder of its own and say what came out.
 
     A folder that holds the same run is refused, or with `resume` gone on with (a complete one is just read).
@@ -50,7 +65,7 @@ def run(config: Config, *, on_event: OnEvent = ignore, resume: bool = False) -> 
     """
     validate(config)
     folder = run_folder(config)
-    _check_free(folder)
+    check_free(folder)
     made = not folder.path.exists()
     with run_lock(folder.path):
         if folder.config.exists():
@@ -59,15 +74,15 @@ def run(config: Config, *, on_event: OnEvent = ignore, resume: bool = False) -> 
                     f"run {folder.path} exists already; go on with `atlas resume {folder.path}` or --resume,"
                     " or choose another --name or --seed"
                 )
-            _check_same(config, load_config(folder.config), folder)
-            return _go_on(config, folder, on_event)
+            check_settings(config, load_config(folder.config), folder=folder.path)
+            return _go_on(config, folder, on_event, workplace)
         write_atomic(folder.config, to_toml(config).encode())
         try:
-            return _go_on(config, folder, on_event)
+            return _go_on(config, folder, on_event, workplace)
         except AtlasError:
             # What could not even be planned leaves nothing behind that would stand in the way of the mended run.
             if not folder.checkpoints.exists():
-                _leave(folder.path, made=made)
+                leave_as_found(folder.path, made=made)
             raise
 
 
@@ -80,41 +95,10 @@ def resume(folder: str | Path, *, max_rounds: int | None = None, on_event: OnEve
     config = validate(load_config(found.config))
     at_home = replace(config.run, runs_dir=str(found.path.parent), name=found.path.name, max_rounds=max_rounds)
     with run_lock(found.path):
-        return _go_on(replace(config, run=at_home), found, on_event)
+        return _go_on(replace(config, run=at_home), found, on_event, in_process)
 
 
-def _check_free(folder: RunFolder) -> None:
-    """Only a run, or nothing, may lie where a run is to be: what is not ours is never written over or removed."""
-    if folder.path.exists() and not folder.path.is_dir():
-        raise ConfigError(f"{folder.path} is a file; choose another --name or --runs-dir")
-    if folder.config.exists() or not folder.path.exists():
-        return
-    strange = sorted(path.name for path in folder.path.iterdir() if path.name not in DRAFTS)
-    if strange:
-        raise ConfigError(
-            f"{folder.path} exists, is no run and holds {strange[0]}; choose another --name or --runs-dir"
-        )
-
-
-def _leave(path: Path, *, made: bool) -> None:
-    """Remove what this run has written into a folder that was empty or not there."""
-    shutil.rmtree(path)
-    if not made:
-        path.mkdir()
-
-
-def _check_same(wanted: Config, found: Config, folder: RunFolder) -> None:
-    changed = differences(found, wanted)
-    if changed:
-        name, (old, new) = next(iter(changed.items()))
-        raise CheckpointError(
-            f"run {folder.path} was begun with {name} = {old!r}, not {new!r}"
-            f"{f' (and {len(changed) - 1} more settings differ)' if len(changed) > 1 else ''};"
-            " a run goes on with its own config: leave the flags away, or choose another --name"
-        )
-
-
-def _go_on(config: Config, folder: RunFolder, on_event: OnEvent) -> RunResult:
+def _go_on(config: Config, folder: RunFolder, on_event: OnEvent, workplace: Workplace) -> RunResult:
     """Plan, or load the newest good checkpoint; train what is left; write the summary. The folder is locked."""
     with run_log(folder.log) as log:
 
@@ -128,19 +112,24 @@ def _go_on(config: Config, folder: RunFolder, on_event: OnEvent) -> RunResult:
             return _result(folder, config.training.rounds, config)
         tell(PhaseStarted("loading"))
         began = time.perf_counter()
-        assembly = assemble(config)
-        recorder = _recorder(config, assembly, folder)
-        recorder.seconds["loading"] = time.perf_counter() - began
-        engine = local_engine(assembly, tell)
-        planned, state = _begin(assembly, recorder, folder, engine, tell)
-        limit = config.run.max_rounds
-        last = config.training.rounds if limit is None else min(config.training.rounds, state.round + limit)
-        planned, state = train(assembly, planned, engine, state, last=last, recorder=recorder, on_event=tell)
-        if state.round == config.training.rounds:
-            tell(PhaseStarted("export"))
-            export_clients(assembly, state.start, folder)
-            write_json(folder.summary, _summary(config, folder, assembly, recorder))
-        return _result(folder, state.round, config, assembly=assembly, recorder=recorder)
+        with workplace(config, tell) as (assembly, engine):
+            recorder = _recorder(config, assembly, folder)
+            recorder.seconds["loading"] = time.perf_counter() - began
+            return _trained(assembly, engine, recorder, folder, tell)
+
+
+def _trained(assembly: Assembly, engine: Engine, recorder: Recorder, folder: RunFolder, tell: OnEvent) -> RunResult:
+    """What is left of the run, within its limit of rounds."""
+    config = assembly.config
+    planned, state = _begin(assembly, recorder, folder, engine, tell)
+    limit = config.run.max_rounds
+    last = config.training.rounds if limit is None else min(config.training.rounds, state.round + limit)
+    planned, state = train(assembly, planned, engine, state, last=last, recorder=recorder, on_event=tell)
+    if state.round == config.training.rounds:
+        tell(PhaseStarted("export"))
+        export_clients(assembly, state.start, folder)
+        write_json(folder.summary, _summary(config, folder, assembly, recorder))
+    return _result(folder, state.round, config, assembly=assembly, recorder=recorder)
 
 
 def _recorder(config: Config, assembly: Assembly, folder: RunFolder) -> Recorder:
@@ -167,6 +156,7 @@ def _begin(
         check_origin(found.state["origin"], recorder.origin, folder=folder.path)
         recorder.go_back_to(found)
         plan = Plan.from_json(read_json(folder.path / recorder.plan_file))
+        _check_clients(plan, assembly, folder)
         memory, start = models_of(found, assembly.names)
         tell(Note(f"resumed after round {found.round}"))
         stored = plan.clustering
@@ -189,6 +179,15 @@ def _begin(
     state = State(round=0, strategy=memory, start=memory)
     recorder.planned(planned, state, communicates=strategy.communicates)
     return planned, state
+
+
+def _check_clients(plan: Plan, assembly: Assembly, folder: RunFolder) -> None:
+    planned, found = ([(one.name, one.task) for one in plan.clients], [(c.name, c.task.name) for c in assembly.clients])
+    if planned != found:
+        raise CheckpointError(
+            f"run {folder.path} was planned with the clients {', '.join(name for name, _ in planned)}, and here are"
+            f" {', '.join(name for name, _ in found)}; a run across machines goes on with `atlas serve`"
+        )
 
 
 def _summary(config: Config, folder: RunFolder, assembly: Assembly, recorder: Recorder) -> dict[str, Any]:

@@ -46,6 +46,8 @@ class RoundRecord:
     final: bool
     diversity: Diversity | None = None
     """What the server's step did to the differences between clients, in a round with evaluation."""
+    missing: tuple[str, ...] = ()
+    """Clients that were asked and did not answer in time; they keep what they began with."""
     discarded: Mapping[str, float] = field(default_factory=dict)
     """By client, the share of its mixed update's squared norm that its ranks could not hold."""
     crossed: Mapping[str, Crossed] = field(default_factory=dict)
@@ -63,7 +65,8 @@ class RoundRecord:
                 yield LedgerRow(round=self.round, client=name, direction=direction, kind=kind, bytes=size)
 
     def _models(self, share: tuple[str, ...]) -> list[LedgerRow]:
-        sent = [self._rows(name, "down", self.sent[name], share) for name in self.sampled if name in self.stale]
+        present = [name for name in self.sampled if name not in self.missing]
+        sent = [self._rows(name, "down", self.sent[name], share) for name in present if name in self.stale]
         if self.aggregated:
             sent += [self._rows(name, "up", update.params, share) for name, update in self.updates.items()]
             sent += [self._rows(name, "down", self.start[name], share) for name in self._receivers()]
@@ -77,7 +80,7 @@ class RoundRecord:
     def _receivers(self) -> tuple[str, ...]:
         """Who gets a model at the end of the round: who took part, and at the end of the run everyone."""
         if not self.final:
-            return self.sampled
+            return tuple(name for name in self.sampled if name not in self.missing)
         changed = {name for name, params in self.start.items() if params is not self.sent[name]}
         return tuple(name for name in self.start if name in self.sampled or name in changed | self.stale)
 

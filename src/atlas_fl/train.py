@@ -131,6 +131,7 @@ def one_round(assembly: Assembly, planned: Planned, engine: Engine, state: State
         sampled=sampled,
         updates=good,
         refused=refused,
+        missing=tuple(name for name in sampled if name not in good and name not in refused),
         sent=state.start,
         start=start,
         scores=scores,
@@ -202,7 +203,9 @@ def best_of(
     mixed: ByClient, trained: ByClient, own: Mapping[str, Update], met: Mapping[str, Update]
 ) -> tuple[dict[str, Params], tuple[str, ...]]:
     """On every client that trained the better of mixed and own model by its validation loss; who kept its own."""
-    kept = tuple(name for name in trained if own[name].metrics["loss"] < met[name].metrics["loss"])
+    # Who does not answer cannot say that its own is better.
+    scored = [name for name in trained if name in own and name in met]
+    kept = tuple(name for name in scored if own[name].metrics["loss"] < met[name].metrics["loss"])
     return {name: trained[name] if name in kept else params for name, params in mixed.items()}, kept
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 from importlib.metadata import version
 
-from atlas_fl.cli import audit, catalogue, export, fetch, place, report, run, sweep
+from atlas_fl.cli import audit, catalogue, certs, export, fetch, join, place, report, run, serve, sweep
 from atlas_fl.errors import AtlasError, ConfigError
 
 FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO})
@@ -35,6 +35,9 @@ COMMANDS: Mapping[str, Command] = {
     "sweep": Command(sweep.sweep, "run a grid of settings and seeds, and compare"),
     "compare": Command(sweep.compare, "run several strategies over seeds, and compare"),
     "report": Command(report.report, "draw the figures of a run"),
+    "certs": Command(certs.certs, "make the certificates of a federation across machines"),
+    "serve": Command(serve.serve, "train a federation whose clients join from other machines"),
+    "join": Command(join.join, "take part in a federation with the data of this machine"),
     "list": Command(catalogue.catalogue, "tasks, models, strategies, devices, presets"),
     "fetch": Command(fetch.fetch, "get the embedded model and data"),
 }
@@ -44,13 +47,15 @@ ABOUT = "ATLAS: federated fine-tuning of transformers across clients with differ
 
 def main(words: Sequence[str] | None = None) -> int:
     """The exit code: 0, 1 for an audit that found something, 2 for a mistake of the user, 130 for Ctrl-C."""
+    words = sys.argv[1:] if words is None else words
     try:
-        code = _dispatch(sys.argv[1:] if words is None else words)
+        code = _dispatch(words)
         sys.stdout.flush()
     except AtlasError as error:
         return _fail(str(error), USER_ERROR)
     except KeyboardInterrupt:
-        return _fail("stopped; a run goes on where it was with `atlas resume RUN`", INTERRUPTED)
+        again = "the same command" if words[0] in ("serve", "join") else "`atlas resume RUN`"
+        return _fail(f"stopped; a run goes on where it was with {again}", INTERRUPTED)
     except BrokenPipeError:
         # the reader has gone, and Python would complain once more when it flushes at exit
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -21,6 +21,7 @@ from atlas_fl.config.identity import identity as identity
 from atlas_fl.config.identity import run_folder as run_folder
 from atlas_fl.config.splitting import SplitConfig as SplitConfig
 from atlas_fl.config.toml import load_config as load_config
+from atlas_fl.config.toml import parse_config as parse_config
 from atlas_fl.config.toml import to_toml as to_toml
 from atlas_fl.config.update import with_values as with_values
 from atlas_fl.config.validate import validate as validate

@@ -34,8 +34,21 @@ def load_values(path: str | Path) -> dict[str, Any]:
     Raises:
         ConfigError: as `load_config`.
     """
+    return _values(_parsed(Path(path)), path)
+
+
+def parse_config(text: str, *, origin: str) -> Config:
+    """The settings of a TOML text over the defaults; raises `ConfigError` as `load_config`, which names `origin`."""
+    try:
+        tables = tomllib.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"{origin} is no TOML ({' '.join(str(error).split())})") from None
+    return from_values(_values(tables, origin), base=Config())
+
+
+def _values(tables: Mapping[str, Any], path: str | Path) -> dict[str, Any]:
     values: dict[str, Any] = {}
-    for group, table in _parsed(Path(path)).items():
+    for group, table in tables.items():
         if group not in group_classes():
             raise unknown(f"table in {path}:", group, group_classes())
         if not isinstance(table, Mapping):

@@ -4,11 +4,30 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from atlas_fl.clients.base import Job, Update
+from atlas_fl.errors import ProtocolError
 
 
 class Engine(Protocol):
     """Anything that can carry out jobs."""
 
     def run(self, action: str, jobs: Sequence[Job]) -> list[Update]:
-        """The updates of these jobs, in their order; `action` is a key of `clients.ACTIONS`."""
+        """The updates of these jobs, in their order; `action` is a key of `clients.ACTIONS`.
+
+        Of a client that is out of reach there is none.
+        """
         ...
+
+
+def run_all(engine: Engine, action: str, jobs: Sequence[Job]) -> list[Update]:
+    """The updates of all these jobs, for what cannot be done without one of them, as planning; in their order.
+
+    Raises `ProtocolError` where one is missing.
+    """
+    updates = engine.run(action, jobs)
+    answered = {update.client for update in updates}
+    if missing := [job.client for job in jobs if job.client not in answered]:
+        raise ProtocolError(
+            f"no {action} of {', '.join(missing)}, and a plan needs that of every client; bring them back and start"
+            " again: a run goes on from its last checkpoint"
+        )
+    return updates

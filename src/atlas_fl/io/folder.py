@@ -2,13 +2,15 @@
 
 import logging
 import re
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 
-from atlas_fl.errors import CheckpointError
+from atlas_fl.errors import CheckpointError, ConfigError
+from atlas_fl.io.lock import DRAFTS
 
 SHOWN_RUNS = 8
 
@@ -124,6 +126,30 @@ def find_run(run: str | Path, *, runs_dir: str | Path = "runs", begun: bool = Fa
     shown = ", ".join(names[:SHOWN_RUNS]) + (f" and {len(names) - SHOWN_RUNS} more" if len(names) > SHOWN_RUNS else "")
     have = f"have: {shown}" if names else f"there are no runs in {parent}"
     raise CheckpointError(f"not a run folder: {run}; a run folder holds config.toml and plan.json; {have}")
+
+
+def check_free(folder: RunFolder) -> None:
+    """Only a run, or nothing, may lie where a run is to be: what is not ours is never written over or removed.
+
+    Raises:
+        ConfigError: something else lies there; the message names it.
+    """
+    if folder.path.exists() and not folder.path.is_dir():
+        raise ConfigError(f"{folder.path} is a file; choose another --name or --runs-dir")
+    if folder.config.exists() or not folder.path.exists():
+        return
+    strange = sorted(path.name for path in folder.path.iterdir() if path.name not in DRAFTS)
+    if strange:
+        raise ConfigError(
+            f"{folder.path} exists, is no run and holds {strange[0]}; choose another --name or --runs-dir"
+        )
+
+
+def leave_as_found(path: Path, *, made: bool) -> None:
+    """Remove what this run has written into a folder that was empty or not there."""
+    shutil.rmtree(path)
+    if not made:
+        path.mkdir()
 
 
 class _OneLine(logging.Formatter):

@@ -5,7 +5,7 @@ import numpy as np
 from atlas_fl.assemble import Assembly
 from atlas_fl.clients.base import Job
 from atlas_fl.clients.evaluate import EvaluateOptions
-from atlas_fl.engines.base import Engine
+from atlas_fl.engines.base import Engine, run_all
 from atlas_fl.mixing.graph import Graph, GraphOptions, make_graph, similarity_distances
 from atlas_fl.phases.identify import Identified
 
@@ -53,4 +53,4 @@ def connect(
 def _scores(assembly: Assembly, engine: Engine, found: Identified) -> np.ndarray:
     options = EvaluateOptions(split="validation")
     jobs = [Job(client=name, params=found.warmed[name], round=0, options=options) for name in assembly.names]
-    return np.array([update.metrics["primary"] for update in engine.run("evaluate", jobs)])
+    return np.array([update.metrics["primary"] for update in run_all(engine, "evaluate", jobs)])

@@ -9,7 +9,7 @@ import numpy as np
 from atlas_fl.assemble import Assembly
 from atlas_fl.clients.base import Job
 from atlas_fl.clients.importance import IMPORTANCE, ImportanceOptions
-from atlas_fl.engines.base import Engine
+from atlas_fl.engines.base import Engine, run_all
 from atlas_fl.options import warmup_options
 from atlas_fl.phases.cost import crossing_bytes, evaluation_bytes, server_memory
 from atlas_fl.phases.cut import Fit, decide
@@ -48,7 +48,7 @@ def own_importance(assembly: Assembly, engine: Engine, models: ByClient) -> np.n
     config = assembly.config
     options = ImportanceOptions(kind=config.ranks.importance, train=warmup_options(config), batches=BATCHES)
     jobs = [Job(client=name, params=models[name], round=0, options=options) for name in assembly.names]
-    return np.stack([update.params[IMPORTANCE].numpy() for update in engine.run("importance", jobs)])
+    return np.stack([update.params[IMPORTANCE].numpy() for update in run_all(engine, "importance", jobs)])
 
 
 def check_budgets(assembly: Assembly) -> None:

@@ -13,7 +13,7 @@ from atlas_fl.clients.fingerprint import FIRST, SECOND, FingerprintOptions
 from atlas_fl.clustering import Clustering, Settings, agreement, cluster, oracle, purity_warnings, summarise_clusters
 from atlas_fl.config import Config
 from atlas_fl.config.kinds import mistake
-from atlas_fl.engines.base import Engine
+from atlas_fl.engines.base import Engine, run_all
 from atlas_fl.io.ledger import payload_bytes
 from atlas_fl.io.results import from_json, to_json
 from atlas_fl.options import warmup_options, warmup_rank
@@ -104,7 +104,7 @@ def fingerprints(assembly: Assembly, engine: Engine, options: FingerprintOptions
         Job(client=client.name, params=assembly.start(client, ranks), round=round, options=options)
         for client in assembly.clients
     ]
-    return engine.run("fingerprint", jobs)
+    return run_all(engine, "fingerprint", jobs)
 
 
 def _cluster(assembly: Assembly, sketches: np.ndarray, tasks: Sequence[str], previous: Clustering | None) -> Clustering:

@@ -1,0 +1,130 @@
+"""How long an exchange takes: a float32 tensor up and one of the same size back, over mutual TLS, two processes.
+
+    python benchmarks/exchange.py [--turns N]
+
+The aims are 1.5, 8 and 35 ms at the median for 0.1, 1 and 8 MB. Beside them stand the encoding and decoding of the two
+messages alone, in this process, and the same bytes over a bare TCP socket, which no protocol can beat.
+"""
+
+import argparse
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from socket import create_connection, create_server
+from typing import Any
+
+import numpy as np
+import torch
+
+from atlas_fl.engines.frames import decode_frame, encode_frame
+from atlas_fl.engines.link import Link
+from atlas_fl.engines.loops import LoopThread
+from atlas_fl.engines.server import Server
+from atlas_fl.engines.stream import Sessions
+from atlas_fl.io.certs import make_certs, open_certs
+
+SIZES_MB, AIMS_MS = (0.1, 1.0, 8.0), (1.5, 8.0, 35.0)
+
+
+async def echo(_name: str, head: Mapping[str, Any], tensors: Any) -> tuple[Any, Any]:
+    return head, tensors
+
+
+def serve(folder: Path) -> None:
+    """Echo until the other end closes standard input; a thread echoes bare bytes."""
+    listener = create_server(("127.0.0.1", 0))
+    with LoopThread() as threads:
+        sessions = Sessions(
+            answer=echo, admit=lambda _name, _hello: {}, allowed=("site",), on_presence=lambda _name, _here: None
+        )
+        server = Server(sessions, open_certs(folder / "server"), host="127.0.0.1", port=0)
+        print(threads.call(server.start()), listener.getsockname()[1], flush=True)
+        end, _ = listener.accept()
+        with end:
+            while (size := int.from_bytes(received(end, 8), "little")) > 0:
+                end.sendall(received(end, size))
+        sys.stdin.read()
+        threads.call(server.stop())
+
+
+def received(end: Any, size: int) -> bytes:
+    data = bytearray()
+    while len(data) < size and (part := end.recv(min(1 << 20, size - len(data)))):
+        data += part
+    return bytes(data)
+
+
+def timed(work: Callable[[], Any], *, turns: int) -> tuple[np.ndarray, float]:
+    """Milliseconds of every turn, (turns,), and of this process's own computing a turn; five before are not counted."""
+    for _ in range(5):
+        work()
+    found, computed = [], time.process_time()
+    for _ in range(turns):
+        began = time.perf_counter()
+        work()
+        found.append(1e3 * (time.perf_counter() - began))
+    return np.array(found), 1e3 * (time.process_time() - computed) / turns
+
+
+def measure(folder: Path, ports: tuple[int, int], *, turns: int) -> None:
+    print(f"{'MB':>5} {'best':>7} {'p50':>7} {'p95':>7} {'aim':>5} {'client CPU':>11} {'coding CPU':>11}", end="")
+    print(f" {'bare TCP best':>14} {'p50':>7} {'p95':>7}   all in ms")
+    bare = create_connection(("127.0.0.1", ports[1]))
+    with Link(
+        f"localhost:{ports[0]}",
+        open_certs(folder / "site"),
+        hello=dict,
+        patience=10,
+        first_patience=10,
+        on_event=print,
+    ) as link:
+        for size, aim in zip(SIZES_MB, AIMS_MS, strict=True):
+            tensors = {"x": torch.randn(int(size * 1e6 / 4))}
+            frame = encode_frame({}, tensors)
+
+            def coding(tensors: Any = tensors) -> None:
+                for _ in range(2):
+                    decode_frame(encode_frame({}, tensors))
+
+            def plain(frame: bytes = frame) -> None:
+                bare.sendall(len(frame).to_bytes(8, "little") + frame)
+                received(bare, len(frame))
+
+            turned, computed = timed(lambda tensors=tensors: link.exchange({}, tensors), turns=turns)
+            coded, raw = timed(coding, turns=turns)[1], timed(plain, turns=turns)[0]
+            p50, p95 = np.percentile(turned, [50, 95])
+            print(
+                f"{size:>5} {turned.min():>7.2f} {p50:>7.2f} {p95:>7.2f} {aim:>5} {computed:>11.2f} {coded:>11.2f}",
+                end="",
+            )
+            print(f" {raw.min():>14.2f} {np.median(raw):>7.2f} {np.percentile(raw, 95):>7.2f}")
+    bare.close()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--turns", type=int, default=100)
+    parser.add_argument("--serve", type=Path)
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    if options.serve is not None:
+        serve(options.serve)
+        return
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(temporary) / "certs"
+        make_certs(folder, servers=["localhost"], clients=["site"])
+        words = [sys.executable, __file__, "--serve", str(folder)]
+        server = subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        assert server.stdout is not None
+        try:
+            port, bare = (int(word) for word in server.stdout.readline().split())
+            measure(folder, (port, bare), turns=options.turns)
+        finally:
+            server.communicate("")
+
+
+if __name__ == "__main__":
+    main()

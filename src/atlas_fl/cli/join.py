@@ -1,0 +1,77 @@
+"""`atlas join`."""
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Annotated
+
+import tyro
+
+from atlas_fl.cli.live import show, show_progress
+from atlas_fl.cli.parse import parse
+from atlas_fl.cli.settings import base_config
+from atlas_fl.cli.words import split
+
+
+@dataclass(frozen=True, kw_only=True)
+class JoinOptions:
+    """Take part in a federation with the data of this machine. The data stays here; counts, label statistics, sketches
+    and adapters travel. Ends when the server's run is complete; a connection that is lost is made again."""
+
+    address: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="HOST:PORT")]
+    """Where `atlas serve` runs."""
+    certs: str
+    """This site's folder of `atlas certs make`."""
+    task: str
+    """The data: your own as `name=path`, with text=, pair= and label= as needed, or a task's name."""
+    device: str
+    """This machine's profile: a name (`atlas list devices`) or your own description."""
+    part: int | None = None
+    """Which of the --clients-per-task parts of the task is here, from 0, dealt as in a simulation; all of it by
+    default."""
+    model: str | None = None
+    """Where the model lies here, if the server's name for it leads nowhere on this machine."""
+    data_dir: str | None = None
+    """A directory that holds data sets which would else come from the hub or its cache."""
+    config: str | None = None
+    """A TOML file of settings; a server with others is refused."""
+    patience: float = 600.0
+    """Seconds to try a server again that has gone."""
+    to: str | None = None
+    """Where this client's own model is written at the end, in PEFT's format; NAME-adapter by default."""
+
+
+def join(words: Sequence[str]) -> int:
+    """Take part as these words say; 0."""
+    groups = split(words)
+    default = JoinOptions(address=tyro.MISSING, certs=tyro.MISSING, task=tyro.MISSING, device=tyro.MISSING)
+    options = parse(default, groups, command="atlas join")
+    os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # as in `atlas serve`
+
+    from pathlib import Path
+
+    from atlas_fl.config import config_hash
+    from atlas_fl.io.certs import open_certs
+    from atlas_fl.joining import Joining
+    from atlas_fl.joining import join as join_federation
+    from atlas_fl.report.words import human_bytes
+
+    certs = Path(options.certs)
+    joining = Joining(
+        address=options.address,
+        certs=certs,
+        task=options.task,
+        device=options.device,
+        part=options.part,
+        model=options.model,
+        data_dir=options.data_dir,
+        config=None if options.config is None else config_hash(base_config(groups)),
+        patience_seconds=options.patience,
+        to=Path(options.to or f"{open_certs(certs).name}-adapter"),
+    )
+    with show_progress() as on_event:
+        joined = join_federation(joining, on_event=on_event)
+    where = "no model: it was not in the plan" if joined.adapter is None else f"its model is in {joined.adapter}"
+    up, down = human_bytes(joined.sent_bytes), human_bytes(joined.received_bytes)
+    show([f"the run is complete for {joined.name}; {where}; {up} up, {down} down"])
+    return 0

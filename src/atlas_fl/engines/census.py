@@ -1,0 +1,167 @@
+"""What a site tells of its data: counts, label statistics and lengths, never a text; and what the server makes of it.
+
+Planning needs to know how many examples a client has, how long they are and how its labels are spread. The server puts
+stand-ins with these properties in the place of the data, so that planning and records are the same code as in a
+simulation.
+"""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, get_args
+
+import numpy as np
+
+from atlas_fl.clients.base import ClientTokens
+from atlas_fl.errors import ProtocolError
+from atlas_fl.models.tokens import Encoded
+from atlas_fl.tasks.clients import ClientData
+from atlas_fl.tasks.spec import METRICS, Labels, Rows, Source, Task, TaskData
+from atlas_fl.types import Split
+
+SPLITS: tuple[Split, ...] = get_args(Split)
+MOST_EXAMPLES, MOST_TOKENS, MOST_LABELS = 10**7, 10**8, 10**4
+"""Beyond these a census is a mistake, or an attempt to make the server allocate."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Census:
+    """What the server knows of one client's data."""
+
+    task: str
+    num_labels: int
+    metric: str
+    label_names: tuple[str, ...]
+    max_length: int
+    examples: Mapping[str, int]
+    """By split."""
+    labels: Mapping[str, list[float]]
+    """By split: examples of every class, or mean and standard deviation of values or of words."""
+    lengths: tuple[tuple[int, int, int], ...]
+    """(tokens, tokens to be predicted, training examples that have so many)."""
+
+    def same_task(self, other: "Census") -> bool:
+        """Whether both have the same labels and are judged alike, as clients of one task must."""
+        own, others = ((one.num_labels, one.metric, one.label_names) for one in (self, other))
+        return own == others
+
+
+def census_of(client: ClientData, tokens: ClientTokens) -> dict[str, Any]:
+    """What this client tells the server: plain data for strict JSON."""
+    task, train = client.task, tokens.splits["train"]
+    rows = {"train": client.train, "validation": client.validation, "test": client.test}
+    pairs, counts = np.unique(np.stack([train.lengths, train.predictions]), axis=1, return_counts=True)
+    return {
+        "task": task.name,
+        "num_labels": task.num_labels,
+        "metric": task.metric,
+        "label_names": list(task.label_names),
+        "max_length": task.max_length,
+        "examples": {split: len(own) for split, own in rows.items()},
+        "labels": {split: _spread(own.label, task) for split, own in rows.items()},
+        "lengths": np.concatenate([pairs, counts[None]]).T.tolist(),
+    }
+
+
+def _spread(label: Labels, task: Task) -> list[float]:
+    if task.has_classes:
+        return [int(count) for count in np.bincount(label, minlength=task.num_labels)]
+    return [float(label.mean()), float(label.std())]
+
+
+def read_census(data: Mapping[str, Any]) -> Census:
+    """The census that plain data holds.
+
+    Raises `ProtocolError` where it does not hold together, or tells of more than fits any server.
+    """
+    try:
+        census = Census(
+            task=str(data["task"]),
+            num_labels=int(data["num_labels"]),
+            metric=str(data["metric"]),
+            label_names=tuple(str(name) for name in data["label_names"]),
+            max_length=int(data["max_length"]),
+            examples={split: int(data["examples"][split]) for split in SPLITS},
+            labels={split: [float(value) for value in data["labels"][split]] for split in SPLITS},
+            lengths=tuple((int(tokens), int(written), int(count)) for tokens, written, count in data["lengths"]),
+        )
+    except (KeyError, TypeError, ValueError, OverflowError) as error:
+        raise ProtocolError(f"what the client tells of its data cannot be read ({error!s:.80})") from None
+    if not _holds_together(census):
+        raise ProtocolError("what the client tells of its data does not hold together; install the server's version")
+    return census
+
+
+def _holds_together(census: Census) -> bool:
+    counts = [count for _, _, count in census.lengths]
+    tokens = sum(tokens * count for tokens, _, count in census.lengths)
+    width = census.num_labels if census.num_labels > 1 else 2
+    return (
+        re.fullmatch(r"[A-Za-z0-9_.\-]{1,100}", census.task) is not None
+        and all(name.isprintable() for name in census.label_names)
+        and 0 <= census.num_labels <= MOST_LABELS
+        and census.metric in METRICS
+        and len(census.label_names) in (0, census.num_labels)
+        and all(0 < count <= MOST_EXAMPLES for count in census.examples.values())
+        and all(0 <= written <= own and own > 0 < count for own, written, count in census.lengths)
+        and sum(counts) == census.examples["train"]
+        and tokens <= MOST_TOKENS
+        and all(len(values) == width and np.isfinite(values).all() for values in census.labels.values())
+        and (census.num_labels < 2 or all(_counts(census, split) for split in SPLITS))
+    )
+
+
+def _counts(census: Census, split: str) -> bool:
+    values = census.labels[split]
+    return all(value >= 0 and value == int(value) for value in values) and sum(values) == census.examples[split]
+
+
+def stand_in(name: str, census: Census) -> tuple[ClientData, ClientTokens]:
+    """A client with these counts, labels and lengths, without a text or a token in it."""
+    task = Task(
+        name=census.task,
+        num_labels=census.num_labels,
+        metric=next(metric for metric in METRICS if metric == census.metric),
+        max_length=census.max_length,
+        label_names=census.label_names,
+        load=_at_the_site,
+    )
+    rows = {split: _rows(census, task, split) for split in SPLITS}
+    client = ClientData(name=name, task=task, train=rows["train"], validation=rows["validation"], test=rows["test"])
+    return client, ClientTokens(task=task, splits={"train": _encoded(census, task, rows["train"].label)})
+
+
+def _at_the_site(_: Source) -> TaskData:
+    raise ProtocolError("the data of a federation across machines lies at its sites; the server has none")
+
+
+def _rows(census: Census, task: Task, split: Split) -> Rows:
+    count, told = census.examples[split], census.labels[split]
+    if task.has_classes:
+        label: Labels = np.repeat(np.arange(task.num_labels), np.asarray(told, dtype=np.int64))
+    else:
+        label = _values(count, mean=told[0], std=told[1])
+    return Rows(text=("",) * count, label=label)
+
+
+def _values(count: int, *, mean: float, std: float) -> Labels:
+    """So many values with this mean and standard deviation, half of them on either side."""
+    half = count // 2
+    away = std * np.sqrt(count / (2 * half)) if half else 0.0
+    values = np.concatenate([np.full(half, mean - away), np.full(count - 2 * half, mean), np.full(half, mean + away)])
+    return values.astype(np.float32)
+
+
+def _encoded(census: Census, task: Task, label: Labels) -> Encoded:
+    tokens, predicted, counts = (np.array(column, dtype=np.int64) for column in zip(*census.lengths))
+    lengths, last = np.repeat(tokens, counts), np.repeat(predicted, counts)
+    offsets = np.concatenate([[0], np.cumsum(lengths)])
+    place = np.arange(offsets[-1]) - np.repeat(offsets[:-1], lengths)
+    nothing = np.broadcast_to(np.int64(0), place.shape)
+    return Encoded(
+        ids=nothing,
+        types=nothing,
+        offsets=offsets,
+        labels=label,
+        written=place >= np.repeat(lengths - last, lengths) if task.writes else None,
+    )

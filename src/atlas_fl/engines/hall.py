@@ -1,0 +1,241 @@
+"""Where a server's clients wait for work: who is here, what each was asked, and what has come back.
+
+A client asks ("register", "next", "result") and is answered when there is something for it to do. A job is its
+client's until the answer is in: whoever comes back with the same certificate, be it a new process, gets it again.
+"""
+
+import asyncio
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from atlas_fl.clients.base import Job, Update
+from atlas_fl.engines.census import Census, read_census
+from atlas_fl.engines.frames import Head
+from atlas_fl.engines.stream import NO_TENSORS
+from atlas_fl.engines.wire import job_message, read_update
+from atlas_fl.errors import ConfigError, ProtocolError
+from atlas_fl.ranks.devices import Device, find_devices
+from atlas_fl.tree import digest
+from atlas_fl.types import Params
+
+SHOWN = 6
+
+
+@dataclass(frozen=True, kw_only=True)
+class Identity:
+    """What both ends must have in common."""
+
+    version: str
+    """Of this package."""
+    config: str
+    """Hash of the config."""
+    model: str
+    """Digest of the backbone's weights."""
+
+
+@dataclass(eq=False)
+class _Work:
+    number: int
+    action: str
+    job: Job
+    future: asyncio.Future[Update | str]
+
+
+@dataclass(eq=False)
+class _Seat:
+    """One client as the server sees it."""
+
+    name: str
+    census: Census | None = None
+    device: Device | None = None
+    part: int | None = None
+    here: bool = False
+    given_up: bool = False
+    """It let a deadline pass and has not been here since; nobody waits for it."""
+    work: _Work | None = None
+    held: dict[str, str] = field(default_factory=dict)
+    """Digests of the models that its process has in memory: the last one that it got, and the last one it trained."""
+    farewell: tuple[Head, Params] | None = None
+    dismissed: bool = False
+    woken: asyncio.Event = field(default_factory=asyncio.Event)
+
+
+class Hall:
+    """All seats. Its methods run in one loop."""
+
+    def __init__(
+        self, names: Sequence[str], identity: Identity, *, settings: str, on_note: Callable[[str], None]
+    ) -> None:
+        self.seats = {name: _Seat(name) for name in names}
+        self._identity, self._settings, self._on_note = identity, settings, on_note
+        self._open, self._numbers, self._changed = True, 0, asyncio.Condition()
+
+    def admit(self, name: str, hello: Mapping[str, Any]) -> Head:
+        """What the server says to a client that knocks; raises `ProtocolError` where they do not belong together."""
+        self._compare(name, hello)
+        return {**vars(self._identity), "settings": self._settings}
+
+    def _compare(self, name: str, said: Mapping[str, Any]) -> None:
+        remedy = {
+            "version": "install the same atlas-fl on both ends",
+            "config": "join with the settings of this server, or leave --config out",
+            "model": "give the server's model with --model",
+        }
+        for key, own in vars(self._identity).items():
+            if said.get(key) not in (None, own):
+                raise ProtocolError(f"client {name!r} has {key} {said[key]!s:.16}, the server {own:.16}; {remedy[key]}")
+
+    def on_presence(self, name: str, here: bool) -> None:
+        """A stream of this client has begun or ended."""
+        seat = self.seats[name]
+        seat.here = here
+        if here:
+            seat.given_up = False
+        if seat.census is not None and not seat.dismissed:
+            self._on_note(f"{name} is {'back' if here else 'gone'} ({self._count()})")
+
+    def _count(self) -> str:
+        return f"{sum(seat.here and seat.census is not None for seat in self.seats.values())} of {len(self.seats)} here"
+
+    async def answer(self, name: str, head: Mapping[str, Any], tensors: Params) -> tuple[Head, Params]:
+        """The answer to a client's request: its next job, as soon as there is one."""
+        seat = self.seats[name]
+        if head.get("kind") == "register":
+            await self._register(seat, head)
+        elif seat.census is None:
+            return {"kind": "register"}, NO_TENSORS  # the server was started again and knows nobody
+        elif head.get("kind") in ("result", "failed"):
+            self._accept(seat, head, tensors)
+        while True:
+            if seat.farewell is not None:
+                seat.dismissed = True
+                return seat.farewell
+            if seat.work is not None:
+                return self._handed(seat, seat.work)
+            seat.woken.clear()
+            await seat.woken.wait()
+
+    def _handed(self, seat: _Seat, work: _Work) -> tuple[Head, Params]:
+        head, params = job_message(work.action, work.job, number=work.number, held=seat.held)
+        if params:
+            seat.held["got"] = head["model"]
+        return head, params
+
+    async def _register(self, seat: _Seat, head: Mapping[str, Any]) -> None:
+        self._compare(seat.name, head)
+        census, device, part = read_census(head), _device(str(head.get("device"))), head.get("part")
+        for other in self.seats.values():
+            if other is seat or other.census is None or other.census.task != census.task:
+                continue
+            if not census.same_task(other.census):
+                raise ProtocolError(
+                    f"{seat.name} has labels {_some(census)} for task {census.task!r}, {other.name} has"
+                    f" {_some(other.census)}; clients of one task share its labels: rename the task or mend the data"
+                )
+            if part is not None and part == other.part:
+                raise ProtocolError(f"part {part} of task {census.task!r} is with {other.name}; give another --part")
+        if not self._open and seat.census is None:
+            raise ProtocolError(f"this federation was planned without {seat.name}; it can join the next one")
+        if seat.census is not None and seat.census != census:
+            raise ProtocolError(f"{seat.name} came back with other data than it had; join with the same --task")
+        is_new, seat.census, seat.device, seat.held = seat.census is None, census, device, {}
+        seat.part = part if type(part) is int else None
+        if is_new:
+            examples = census.examples["train"]
+            self._on_note(f"{seat.name}: {census.task}, {examples} training examples, {device.name} ({self._count()})")
+        async with self._changed:
+            self._changed.notify_all()
+
+    def _accept(self, seat: _Seat, head: Mapping[str, Any], tensors: Params) -> None:
+        work = seat.work
+        if work is None or head.get("number") != work.number:
+            # It answers what nobody waits for any more, and what it trained last is unknown here.
+            seat.held.pop("trained", None)
+            return
+        if head["kind"] == "failed":
+            found: Update | str = str(head.get("reason"))
+        else:
+            found = read_update(head, tensors, job=work.job)
+            if work.action == "train" and found.params is not work.job.params:
+                seat.held["trained"] = digest(found.params)
+        seat.work = None
+        if not work.future.done():
+            work.future.set_result(found)
+
+    async def gather(self, wanted: Sequence[str], *, least: int, seconds: float) -> tuple[str, ...]:
+        """Who of the wanted has come, in their order: all, or after so many seconds at least `least` of them.
+
+        Raises `ProtocolError` where fewer have come.
+        """
+
+        def come() -> tuple[str, ...]:
+            return tuple(name for name in wanted if self.seats[name].census is not None)
+
+        async with self._changed:
+            try:
+                await asyncio.wait_for(self._changed.wait_for(lambda: come() == tuple(wanted)), seconds)
+            except TimeoutError:
+                missing = ", ".join(name for name in wanted if name not in come())
+                if len(come()) < least:
+                    raise ProtocolError(
+                        f"{len(come())} of {len(wanted)} clients have come within {seconds:g} seconds, missing:"
+                        f" {missing}; {least} are needed: start them, raise --wait or lower --min-clients"
+                    ) from None
+                self._on_note(f"begins without {missing}")
+        self._open = False
+        return come()
+
+    async def work(
+        self, action: str, jobs: Sequence[Job], *, seconds: float, on_done: Callable[[int], None]
+    ) -> list[Update | str]:
+        """The update of every job, or why there is none, in their order, after at most so many seconds."""
+        loop = asyncio.get_running_loop()
+        futures = [loop.create_future() for _ in jobs]
+        for job, future in zip(jobs, futures, strict=True):
+            self._give(action, job, future)
+        waiting, until = {future for future in futures if not future.done()}, loop.time() + seconds
+        while waiting and loop.time() < until:
+            _, waiting = await asyncio.wait(waiting, timeout=until - loop.time(), return_when=asyncio.FIRST_COMPLETED)
+            on_done(len(futures) - len(waiting))
+        for job, future in zip(jobs, futures, strict=True):
+            seat = self.seats[job.client]
+            if not future.done():
+                seat.work, seat.given_up = None, not seat.here
+                future.set_result(f"no answer within {seconds:g} seconds")
+        return [future.result() for future in futures]
+
+    def _give(self, action: str, job: Job, future: asyncio.Future[Update | str]) -> None:
+        seat = self.seats[job.client]
+        if seat.given_up:
+            future.set_result("it has been away since it let a deadline pass")
+            return
+        self._numbers += 1
+        seat.work = _Work(self._numbers, action, job, future)
+        seat.woken.set()
+
+    async def dismiss(self, models: Mapping[str, Params], *, seconds: float) -> None:
+        """Tell everyone that it is over, each with its model; waits so long for those who are here to hear it."""
+        for name, seat in self.seats.items():
+            seat.farewell = ({"kind": "done", "model": name in models}, models.get(name, NO_TENSORS))
+            seat.woken.set()
+
+        until = asyncio.get_running_loop().time() + seconds
+        # Gone is who has read it: a stream that the server ends could take the last message with it.
+        while any(seat.here and seat.census is not None for seat in self.seats.values()):
+            if asyncio.get_running_loop().time() > until:
+                self._on_note("not every client has heard that the run is complete")
+                return
+            await asyncio.sleep(0.02)
+
+
+def _device(text: str) -> Device:
+    try:
+        return find_devices((), (text,))[0] if "=" in text else find_devices((text,))[0]
+    except ConfigError as error:
+        raise ProtocolError(str(error)) from None
+
+
+def _some(census: Census) -> str:
+    names = census.label_names[:SHOWN]
+    return f"({', '.join(names)}{', ...' if len(census.label_names) > SHOWN else ''})" if names else "of another kind"

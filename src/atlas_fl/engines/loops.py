@@ -1,0 +1,80 @@
+"""An asyncio loop in a thread of its own, so that training and networking do not wait for each other."""
+
+import asyncio
+import queue
+import threading
+from collections.abc import Coroutine
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+from atlas_fl.events import Note, OnEvent, Progress
+
+ResultT = TypeVar("ResultT")
+
+
+class LoopThread:
+    """Runs coroutines until it is stopped; used as a context."""
+
+    def __init__(self) -> None:
+        self.loop = asyncio.new_event_loop()
+        # A daemon, so that Ctrl-C ends the program whatever the network does.
+        self._thread = threading.Thread(target=self.loop.run_forever, name="atlas-network", daemon=True)
+
+    def __enter__(self) -> "LoopThread":
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.call(self._cancel_all())
+        self.loop.call_soon_threadsafe(self.loop.stop)
+        self._thread.join()
+        self.loop.close()
+
+    async def _cancel_all(self) -> None:
+        rest = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in rest:
+            task.cancel()
+        await asyncio.gather(*rest, return_exceptions=True)
+
+    def submit(self, work: Coroutine[Any, Any, ResultT]) -> Future[ResultT]:
+        """Begin this work; what it will give."""
+        return asyncio.run_coroutine_threadsafe(work, self.loop)
+
+    def call(self, work: Coroutine[Any, Any, ResultT]) -> ResultT:
+        """What this work gives; blocks until it is done, and cancels it where the wait is interrupted."""
+        future = self.submit(work)
+        try:
+            return future.result()
+        except KeyboardInterrupt:
+            future.cancel()
+            raise
+
+
+@dataclass(kw_only=True, eq=False)
+class Desk:
+    """The network's thread beside the one that runs: work goes over, and what is to be told comes back in order."""
+
+    threads: LoopThread
+    on_event: OnEvent
+    _told: "queue.SimpleQueue[Note | Progress | None]" = field(default_factory=queue.SimpleQueue)
+
+    def note(self, text: str) -> None:
+        """Tell this; from any thread."""
+        self._told.put(Note(text))
+
+    def progress(self, action: str, done: int, total: int) -> None:
+        """Tell this; from any thread."""
+        self._told.put(Progress(action, done, total))
+
+    def call(self, work: Coroutine[Any, Any, ResultT]) -> ResultT:
+        """What this work gives; while it lasts, what is told reaches `on_event` from the calling thread."""
+        future = self.threads.submit(work)
+        future.add_done_callback(lambda _: self._told.put(None))
+        try:
+            while (event := self._told.get()) is not None:
+                self.on_event(event)
+        except BaseException:
+            future.cancel()
+            raise
+        return future.result()

@@ -1,0 +1,47 @@
+"""Clients in other processes and on other machines: jobs go out over their streams, updates come back in order."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from atlas_fl.clients.base import Job, Update
+from atlas_fl.engines.hall import Hall
+from atlas_fl.engines.loops import Desk
+from atlas_fl.errors import ProtocolError
+from atlas_fl.events import Note
+
+
+@dataclass(frozen=True, kw_only=True)
+class RemoteEngine:
+    """An `Engine` whose clients sit in a `Hall`."""
+
+    hall: Hall
+    desk: Desk
+    deadline_seconds: float
+    """How long a job may take, its journeys included."""
+    least: int
+    """Fewest clients that must answer, or all of the asked where these are fewer."""
+
+    def run(self, action: str, jobs: Sequence[Job]) -> list[Update]:
+        """The updates of those who answered, in the order of the jobs.
+
+        Raises `ProtocolError` where too few did: the run stops there and goes on from its checkpoint.
+        """
+        answers = self.desk.call(
+            self.hall.work(
+                action,
+                jobs,
+                seconds=self.deadline_seconds,
+                on_done=lambda done: self.desk.progress(action, done, len(jobs)),
+            )
+        )
+        for job, answer in zip(jobs, answers, strict=True):
+            if isinstance(answer, str):
+                self.desk.on_event(Note(f"no {action} of {job.client} in round {job.round}: {answer}"))
+        updates = [answer for answer in answers if isinstance(answer, Update)]
+        if len(updates) < min(self.least, len(jobs)):
+            raise ProtocolError(
+                f"{len(updates)} of {len(jobs)} clients answered {action} in round {jobs[0].round}, and"
+                f" {self.least} are needed; bring them back and start `atlas serve` again: it goes on from its last"
+                " checkpoint; or lower --min-clients"
+            )
+        return updates

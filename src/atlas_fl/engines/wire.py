@@ -1,0 +1,126 @@
+"""Jobs and updates as messages: the head says what is asked and answered, tensors travel beside it.
+
+A model that the other end holds already is named by its digest instead of being sent again. Metrics travel as float64
+tensors, because a loss may be NaN, which strict JSON does not know.
+"""
+
+from collections.abc import Mapping
+from dataclasses import asdict, fields, is_dataclass
+from types import NoneType, UnionType
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+
+import torch
+
+from atlas_fl.clients.base import Job, Update
+from atlas_fl.clients.evaluate import EvaluateOptions
+from atlas_fl.clients.fingerprint import FingerprintOptions
+from atlas_fl.clients.importance import ImportanceOptions
+from atlas_fl.clients.train import TrainOptions
+from atlas_fl.engines.frames import Head
+from atlas_fl.errors import ProtocolError
+from atlas_fl.tree import digest
+from atlas_fl.types import Params
+
+OPTIONS: Mapping[str, type[Any]] = {
+    "fingerprint": FingerprintOptions,
+    "importance": ImportanceOptions,
+    "train": TrainOptions,
+    "evaluate": EvaluateOptions,
+}
+"""The options of every action of `clients.ACTIONS`."""
+
+_METRICS, _PARAM = "metrics", "param/"
+
+
+def job_message(action: str, job: Job, *, number: int, held: Mapping[str, str]) -> tuple[Head, Params]:
+    """What goes to the client: the job, and its model unless one of the `held` digests is the model's."""
+    model = digest(job.params)
+    head = {
+        "kind": "job",
+        "number": number,
+        "action": action,
+        "round": job.round,
+        "options": asdict(job.options),
+        "model": model,
+    }
+    return head, {} if model in held.values() else job.params
+
+
+def read_job(head: Mapping[str, Any], params: Params, *, client: str) -> tuple[str, Job]:
+    """(action, job) of a message; raises `ProtocolError` for an action or options that there are not."""
+    action = head.get("action")
+    if action not in OPTIONS:
+        raise ProtocolError(f"the server asks for {action!r:.40}; known: {', '.join(OPTIONS)}; install its version")
+    assert isinstance(action, str)
+    if type(head.get("round")) is not int:
+        raise ProtocolError("the server's job names no round; install its version")
+    options = _read(OPTIONS[action], head.get("options"), where=action)
+    return action, Job(client=client, params=params, round=head["round"], options=options)
+
+
+def update_message(update: Update, job: Job, *, number: int) -> tuple[Head, Params]:
+    """What goes back to the server; a model that is the job's own is not sent."""
+    same = update.params is job.params
+    head = {
+        "kind": "result",
+        "number": number,
+        "examples": update.examples,
+        "metrics": list(update.metrics),
+        "loaded": update.loaded,
+        "keys": update.keys,
+        "same": same,
+    }
+    values = torch.tensor(list(update.metrics.values()), dtype=torch.float64)
+    sent = {} if same else {_PARAM + key: tensor for key, tensor in update.params.items()}
+    return head, {_METRICS: values, **sent}
+
+
+def read_update(head: Mapping[str, Any], tensors: Params, *, job: Job) -> Update:
+    """The update that a client's message holds; raises `ProtocolError` for one that is not of this form."""
+    names, values = head.get("metrics"), tensors.get(_METRICS)
+    loaded, examples, keys = head.get("loaded"), head.get("examples"), head.get("keys")
+    if (
+        not isinstance(names, list)
+        or not all(isinstance(name, str) for name in names)
+        or values is None
+        or values.dtype is not torch.float64
+        or values.shape != (len(names),)
+        or not isinstance(loaded, str | None)
+        or type(examples) is not int
+        or examples < 0
+        or type(keys) is not int
+    ):
+        raise ProtocolError("the answer is no update; install the same atlas-fl on both ends")
+    params = {key.removeprefix(_PARAM): tensor for key, tensor in tensors.items() if key.startswith(_PARAM)}
+    return Update(
+        client=job.client,
+        params=job.params if head.get("same") is True else params,
+        examples=examples,
+        metrics=dict(zip(names, values.tolist())),
+        loaded=loaded,
+        keys=keys,
+    )
+
+
+def _read(kind: Any, value: Any, *, where: str) -> Any:
+    """A value of this type from plain data; raises `ProtocolError` for anything else."""
+    if isinstance(kind, type) and is_dataclass(kind) and isinstance(value, dict):
+        hints = get_type_hints(kind)
+        if value.keys() == {one.name for one in fields(kind)}:
+            made: Any = kind
+            return made(**{name: _read(hints[name], own, where=f"{where}.{name}") for name, own in value.items()})
+    elif get_origin(kind) is Literal:
+        if value in get_args(kind):
+            return value
+    elif get_origin(kind) in (Union, UnionType):
+        if value is None and NoneType in get_args(kind):
+            return None
+        (inner,) = (one for one in get_args(kind) if one is not NoneType)
+        return _read(inner, value, where=where)
+    elif get_origin(kind) is tuple and isinstance(value, list):
+        return tuple(_read(get_args(kind)[0], own, where=where) for own in value)
+    elif type(value) is kind:
+        return value
+    elif kind is float and type(value) is int:
+        return float(value)
+    raise ProtocolError(f"the server's {where} is {value!r:.40}; install its version of atlas-fl")

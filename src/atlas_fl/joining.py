@@ -1,0 +1,169 @@
+"""A site of a federation across machines: its own data and backbone, and the server's jobs."""
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from atlas_fl.assemble import Assembly, assemble, source_of
+from atlas_fl.config import Config, config_hash, parse_config
+from atlas_fl.engines.census import census_of
+from atlas_fl.engines.frames import Head
+from atlas_fl.engines.link import Link
+from atlas_fl.engines.worker import Worker
+from atlas_fl.errors import ConfigError, ProtocolError
+from atlas_fl.events import Note, OnEvent, PhaseStarted, ignore
+from atlas_fl.io.certs import open_certs
+from atlas_fl.io.machine import versions
+from atlas_fl.lora.peft_io import export_adapter
+from atlas_fl.ranks.devices import find_devices
+from atlas_fl.tasks import find_tasks
+from atlas_fl.tasks.clients import ClientData, make_clients
+from atlas_fl.tree import digest
+
+
+@dataclass(frozen=True, kw_only=True)
+class Joining:
+    """What a site brings."""
+
+    address: str
+    """`host:port` of the server."""
+    certs: Path
+    """The site's own folder of `atlas certs make`."""
+    task: str
+    """`name=path` with the options of `--task`, or a registered task's name."""
+    device: str
+    """A profile's name or description."""
+    part: int | None = None
+    """Which of the task's `clients_per_task` parts this site has, from 0; None for all of it."""
+    model: str | None = None
+    """Where the backbone lies here, if not under the server's name for it."""
+    data_dir: str | None = None
+    """Where data sets lie here that would else come from the hub."""
+    config: str | None = None
+    """Hash that the server's config must have; None accepts any."""
+    patience_seconds: float = 600.0
+    """How long a server that has gone is tried again."""
+    first_seconds: float = 30.0
+    """How long it is tried at the very first."""
+    to: Path
+    """Where the client's own model is written at the end, in PEFT's format."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Joined:
+    """What a site has come to."""
+
+    name: str
+    adapter: Path | None
+    """None where the run has no model for this client."""
+    sent_bytes: int
+    received_bytes: int
+
+
+def join(joining: Joining, *, on_event: OnEvent = ignore) -> Joined:
+    """Work for the server until its run is complete, and write the client's own model.
+
+    Raises an `AtlasError` for whatever the user can mend; `ProtocolError` where the server refuses or stays away.
+    """
+    certs = open_certs(joining.certs)
+    _device_of(joining.device)
+    if joining.to.exists():
+        raise ConfigError(f"{joining.to} exists already; name another folder with --to, or move it away")
+    said: dict[str, str | None] = {"version": versions()["atlas_fl"], "config": joining.config, "model": None}
+    link = Link(
+        joining.address,
+        certs,
+        hello=lambda: said,
+        patience=joining.patience_seconds,
+        first_patience=joining.first_seconds,
+        on_event=on_event,
+    )
+    with link:
+        on_event(Note(f"{certs.name} is connected to {joining.address}"))
+        on_event(PhaseStarted("loading"))
+        config = _config_of(link.welcome, joining)
+        assembly = _assembly(config, certs.name, joining)
+        said |= {"config": str(link.welcome["config"]), "model": _fingerprint(assembly)}
+        worker = Worker(
+            name=certs.name,
+            site=assembly.site,
+            link=link,
+            registration={**said, **_registration(assembly, joining)},
+            on_event=on_event,
+        )
+        model = worker.work()
+    if model:
+        backbone = assembly.site.backbone
+        export_adapter(model, joining.to, family=backbone.family, base=backbone.source.path, scale=assembly.site.scale)
+    return Joined(
+        name=certs.name,
+        adapter=joining.to if model else None,
+        sent_bytes=link.sent_bytes,
+        received_bytes=link.received_bytes,
+    )
+
+
+def _device_of(device: str) -> None:
+    find_devices((), (device,)) if "=" in device else find_devices((device,))
+
+
+def _config_of(welcome: Head, joining: Joining) -> Config:
+    """The server's settings with this site's own places in them."""
+    text, told = welcome.get("settings"), welcome.get("config")
+    if not isinstance(text, str):
+        raise ProtocolError("the server sent no settings; install its version of atlas-fl")
+    config = parse_config(text, origin=f"what {joining.address} sent")
+    if config_hash(config) != told:
+        raise ProtocolError(
+            f"the server's settings have hash {config_hash(config)} here and {told!s:.16} there; install its version"
+        )
+    data = replace(config.data, data_dir=joining.data_dir)
+    model = replace(config.model, model=joining.model or config.model.model)
+    return replace(config, data=data, model=model)
+
+
+def _assembly(config: Config, name: str, joining: Joining) -> Assembly:
+    client = own_client(config, name, task=joining.task, part=joining.part)
+    return assemble(config, clients=(client,))
+
+
+def own_client(config: Config, name: str, *, task: str, part: int | None) -> ClientData:
+    """This site's rows under its name in the federation.
+
+    A `part` is dealt as in a simulation of the same config. Without one the site has the whole task, up to the config's
+    numbers of rows.
+    """
+    found = find_tasks((), (task,))[0] if "=" in task else find_tasks((task,))[0]
+    source, settings = source_of(config), config.data
+    sizes = {"samples": settings.samples, "validation": settings.validation_samples, "test": settings.test_samples}
+    if part is None:
+        data = found.load(source)
+        have = {"samples": len(data.train), "validation": len(data.validation), "test": len(data.test)}
+        sizes = {split: min(size, have[split]) for split, size in sizes.items()}
+    elif not 0 <= part < settings.clients_per_task:
+        raise ConfigError(
+            f"--part is {part}; allowed: 0 to {settings.clients_per_task - 1}, as --clients-per-task of the server"
+            " says, or leave it out where the whole task is here"
+        )
+    clients = make_clients(
+        (found,),
+        source,
+        clients_per_task=1 if part is None else settings.clients_per_task,
+        samples=sizes["samples"],
+        validation_samples=sizes["validation"],
+        test_samples=sizes["test"],
+        partition=settings.partition,
+        dirichlet_alpha=settings.dirichlet_alpha,
+        seed=config.run.seed,
+        shuffle_labels=settings.shuffle_labels,
+    )
+    return replace(clients[part or 0], name=name)
+
+
+def _fingerprint(assembly: Assembly) -> str:
+    return digest(dict(assembly.site.backbone.model.named_parameters()))
+
+
+def _registration(assembly: Assembly, joining: Joining) -> Head:
+    (client,) = assembly.clients
+    census = census_of(client, assembly.site.data[client.name])
+    return {**census, "device": joining.device, "part": joining.part}

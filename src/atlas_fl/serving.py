@@ -1,0 +1,147 @@
+"""The server of a federation across machines: the workplace of a run whose clients are at their sites."""
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from atlas_fl.assemble import Assembly, assemble
+from atlas_fl.config import Config, config_hash, run_folder, to_toml
+from atlas_fl.engines.base import Engine
+from atlas_fl.engines.census import Census, stand_in
+from atlas_fl.engines.hall import Hall, Identity
+from atlas_fl.engines.loops import Desk, LoopThread
+from atlas_fl.engines.remote import RemoteEngine
+from atlas_fl.engines.server import Server
+from atlas_fl.engines.stream import Sessions
+from atlas_fl.errors import CheckpointError, ConfigError
+from atlas_fl.events import Note, OnEvent
+from atlas_fl.io import checkpoint
+from atlas_fl.io.certs import listed_clients, open_certs
+from atlas_fl.io.folder import RunFolder
+from atlas_fl.io.machine import versions
+from atlas_fl.io.results import read_json
+from atlas_fl.models.loading import load_backbone
+from atlas_fl.options import strategy_of
+from atlas_fl.plan import Plan
+from atlas_fl.records import models_of
+from atlas_fl.tree import digest
+from atlas_fl.types import Params
+
+FAREWELL_SECONDS = 30.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Service:
+    """How a server is reached and whom it waits for."""
+
+    certs: Path
+    """The folder `server` of `atlas certs make`."""
+    host: str = "0.0.0.0"
+    port: int = 8470
+    """0 takes a free one."""
+    min_clients: int = 0
+    """Fewest clients that the plan and a round need; 0 for all that are listed."""
+    wait_seconds: float = 600.0
+    """How long the server waits for all of them before it begins with fewer, or gives up."""
+    deadline_seconds: float = 600.0
+    """How long a job may take."""
+
+
+def across_machines(service: Service) -> Callable[[Config, OnEvent], AbstractContextManager[tuple[Assembly, Engine]]]:
+    """The `workplace` of `run.run` whose clients come over the network.
+
+    Raises `ConfigError` for a config that cannot be kept across machines, before anybody is waited for.
+    """
+
+    @contextmanager
+    def workplace(config: Config, on_event: OnEvent) -> Iterator[tuple[Assembly, Engine]]:
+        check_served(config, service)
+        folder, certs, listed = run_folder(config), open_certs(service.certs), listed_clients(service.certs)
+        wanted = _wanted(folder, listed)
+        if service.min_clients > len(wanted):
+            raise ConfigError(
+                f"--min-clients is {service.min_clients}, and {len(wanted)} clients are waited for; lower it, or list"
+                f" more in {service.certs}"
+            )
+        least = service.min_clients or len(wanted)
+        with LoopThread() as threads:
+            desk = Desk(threads=threads, on_event=on_event)
+            hall = Hall(listed, identity_of(config), settings=to_toml(config), on_note=desk.note)
+            sessions = Sessions(answer=hall.answer, admit=hall.admit, allowed=listed, on_presence=hall.on_presence)
+            server = Server(sessions, certs, host=service.host, port=service.port)
+            port = desk.call(server.start())
+            try:
+                on_event(Note(f"listening on {service.host}:{port} for {', '.join(wanted)}"))
+                come = desk.call(hall.gather(wanted, least=least, seconds=service.wait_seconds))
+                yield (
+                    _assembly(config, hall, come),
+                    RemoteEngine(hall=hall, desk=desk, deadline_seconds=service.deadline_seconds, least=least),
+                )
+                if folder.summary.exists():
+                    desk.call(hall.dismiss(_final_models(folder, come), seconds=FAREWELL_SECONDS))
+            finally:
+                threads.call(server.stop())
+
+    return workplace
+
+
+def check_served(config: Config, service: Service) -> None:
+    """Nothing where this config means the same across machines; raises `ConfigError` where it does not."""
+    mixing = config.mixing
+    if not strategy_of(config).communicates:
+        raise ConfigError(
+            f"--strategy {mixing.strategy} sends nothing, so there is nothing to serve; use `atlas run` at every site"
+        )
+    if set(mixing.share) != {"A", "B", "head"}:
+        raise ConfigError(
+            f"--share {' '.join(mixing.share)} keeps parts of a model at its client, and across machines whole models"
+            " travel; share A B head, or simulate it with `atlas run`"
+        )
+    if mixing.aggregate_every > 1:
+        raise ConfigError(
+            f"--aggregate-every is {mixing.aggregate_every}, and across machines models travel in every round; set it"
+            " to 1 and raise --local-epochs"
+        )
+    if service.min_clients < 0 or service.wait_seconds <= 0 or service.deadline_seconds <= 0:
+        raise ConfigError("--min-clients is at least 0, --wait and --deadline are above 0 seconds")
+    if not 0 <= service.port <= 65535:
+        raise ConfigError(f"--port is {service.port}; allowed: 1 to 65535, or 0 for a free one")
+
+
+def identity_of(config: Config) -> Identity:
+    """What clients of this config must have in common with their server."""
+    model = digest(dict(load_backbone(config.model.model).model.named_parameters()))
+    return Identity(version=versions()["atlas_fl"], config=config_hash(config), model=model)
+
+
+def _wanted(folder: RunFolder, listed: tuple[str, ...]) -> tuple[str, ...]:
+    """Who is waited for: the clients of the plan where there is one to go on with, else all that are listed."""
+    if not folder.plan.exists() or checkpoint.load_latest(folder.checkpoints)[0] is None:
+        return listed
+    planned = tuple(client.name for client in Plan.from_json(read_json(folder.plan)).clients)
+    if unlisted := [name for name in planned if name not in listed]:
+        raise CheckpointError(
+            f"run {folder.path} was planned with {', '.join(unlisted)}, not listed here; list them again, or"
+            " choose another --name"
+        )
+    return planned
+
+
+def _assembly(config: Config, hall: Hall, names: tuple[str, ...]) -> Assembly:
+    """The parts of a run with stand-ins in the place of the data, which stays where it is."""
+    seats = [hall.seats[name] for name in names]
+    censuses: Mapping[str, Census] = {seat.name: seat.census for seat in seats if seat.census is not None}
+    stand_ins = {name: stand_in(name, census) for name, census in censuses.items()}
+    return assemble(
+        config,
+        clients=tuple(client for client, _ in stand_ins.values()),
+        tokens={name: tokens for name, (_, tokens) in stand_ins.items()},
+        devices=tuple(seat.device for seat in seats if seat.device is not None),
+    )
+
+
+def _final_models(folder: RunFolder, names: tuple[str, ...]) -> Mapping[str, Params]:
+    found, _ = checkpoint.load_latest(folder.checkpoints)
+    assert found is not None, "a complete run has written its last checkpoint"
+    return models_of(found, names)[1]

@@ -1,0 +1,109 @@
+import json
+import math
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from atlas_fl.clients import ACTIONS
+from atlas_fl.clients.base import Job, Update
+from atlas_fl.clients.evaluate import EvaluateOptions
+from atlas_fl.clients.fingerprint import FingerprintOptions
+from atlas_fl.clients.importance import ImportanceOptions
+from atlas_fl.clients.train import TrainOptions
+from atlas_fl.engines.wire import OPTIONS, job_message, read_job, read_update, update_message
+from atlas_fl.errors import ProtocolError
+from atlas_fl.tree import digest
+
+TRAIN = TrainOptions(seed=3, max_steps=4, lr=0.1 + 0.2, schedule="cosine", frozen=(".lora_A",), half=1)
+JOBS: dict[str, Any] = {
+    "train": TRAIN,
+    "fingerprint": FingerprintOptions(kind="delta", sketch_dim=8, train=TRAIN, batches=2, steps=3),
+    "importance": ImportanceOptions(kind="rngwp", train=TRAIN, batches=2),
+    "evaluate": EvaluateOptions(split="validation", new_tokens=3),
+}
+PARAMS = {"a.lora_A": torch.randn(2, 3), "head.b": torch.randn(4)}
+
+
+def job_of(action: str) -> Job:
+    return Job(client="site-1", params=PARAMS, round=2, options=JOBS[action])
+
+
+def test_every_action_can_travel() -> None:
+    assert set(OPTIONS) == set(ACTIONS) == set(JOBS)
+
+
+@pytest.mark.parametrize("action", JOBS)
+def test_a_job_arrives_as_it_left(action: str) -> None:
+    head, params = job_message(action, job_of(action), number=1, held={})
+    found = read_job(json.loads(json.dumps(head)), params, client="site-1")
+    assert found == (action, job_of(action))
+
+
+def test_a_model_that_is_held_does_not_travel() -> None:
+    assert job_message("train", job_of("train"), number=1, held={"got": digest(PARAMS)})[1] == {}
+    assert job_message("train", job_of("train"), number=1, held={"got": "another"})[1] is PARAMS
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"action": "rm"},
+        {"action": None},
+        {"round": "2"},
+        {"options": None},
+        {"options": {}},
+        {"options": {"seed": 1}},
+        {"options": {**vars(TRAIN), "seed": "x"}},
+        {"options": {**vars(TRAIN), "schedule": "steep"}},
+        {"options": {**vars(TRAIN), "frozen": [1]}},
+        {"options": {**vars(TRAIN), "more": 1}},
+    ],
+)
+def test_a_job_that_is_none_is_refused(change: dict[str, Any]) -> None:
+    head, params = job_message("train", job_of("train"), number=1, held={})
+    with pytest.raises(ProtocolError, match=r"install its version"):
+        read_job({**json.loads(json.dumps(head)), **change}, params, client="site-1")
+
+
+def test_an_update_arrives_as_it_left() -> None:
+    job = job_of("train")
+    trained = {key: tensor + 1 for key, tensor in PARAMS.items()}
+    metrics = {"loss": math.nan, "seconds": 0.1}
+    update = Update(client="site-1", params=trained, examples=5, metrics=metrics, loaded="x", keys=2)
+    head, tensors = update_message(update, job, number=1)
+    found = read_update(json.loads(json.dumps(head)), tensors, job=job)
+    assert digest(found.params) == digest(trained)
+    assert math.isnan(found.metrics["loss"])
+    assert replace(found, params={}, metrics={"seconds": found.metrics["seconds"]}) == replace(
+        update, params={}, metrics={"seconds": 0.1}
+    )
+
+
+def test_a_model_that_has_not_changed_is_not_sent_back() -> None:
+    job = job_of("evaluate")
+    head, tensors = update_message(Update(client="site-1", params=PARAMS, examples=5, metrics={}), job, number=1)
+    assert list(tensors) == ["metrics"]
+    assert read_update(head, tensors, job=job).params is PARAMS
+
+
+@pytest.mark.parametrize(
+    ("change", "tensors"),
+    [
+        ({"metrics": None}, {"metrics": torch.zeros(0, dtype=torch.float64)}),
+        ({"metrics": ["a", "b"]}, {"metrics": torch.zeros(1, dtype=torch.float64)}),
+        ({"metrics": [1]}, {"metrics": torch.zeros(1, dtype=torch.float64)}),
+        ({}, {}),
+        ({}, {"metrics": torch.zeros(0)}),
+        ({"examples": -1}, {"metrics": torch.zeros(0, dtype=torch.float64)}),
+        ({"examples": True}, {"metrics": torch.zeros(0, dtype=torch.float64)}),
+        ({"loaded": 3}, {"metrics": torch.zeros(0, dtype=torch.float64)}),
+        ({"keys": None}, {"metrics": torch.zeros(0, dtype=torch.float64)}),
+    ],
+)
+def test_an_update_that_is_none_is_refused(change: dict[str, Any], tensors: Any) -> None:
+    job = job_of("train")
+    head, _ = update_message(Update(client="site-1", params=PARAMS, examples=5, metrics={}), job, number=1)
+    with pytest.raises(ProtocolError, match="the answer is no update"):
+        read_update({**head, **change}, tensors, job=job)

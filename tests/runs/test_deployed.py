@@ -1,0 +1,252 @@
+"""A federation of real processes on loopback ends with the bits of its simulation, whatever happens to them."""
+
+import os
+import signal
+import socket
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from atlas_fl.audit import audit
+from atlas_fl.config import Config, config_hash, to_toml
+from atlas_fl.errors import ConfigError
+from atlas_fl.io.certs import make_certs
+from atlas_fl.io.folder import RunFolder
+from atlas_fl.io.results import read_json, read_rows
+from atlas_fl.io.tensors import read_tensors
+from atlas_fl.joining import own_client
+from atlas_fl.run import run
+from atlas_fl.tree import digest
+from tests.engines.conftest import Proxy
+from tests.runs.processes import Program, Programs
+
+SITES = {"movie-0": "cpu_2gb", "movie-1": "tablet_4gb"}
+"""The clients of the simulation, and the devices that it deals out to them."""
+
+
+def adapters(folder: Path) -> dict[str, str]:
+    return {
+        path.name: digest(read_tensors(path / "adapter_model.safetensors"))
+        for path in sorted(RunFolder(folder).adapters.iterdir())
+    }
+
+
+class Federation:
+    """One config, simulated here and served across processes."""
+
+    def __init__(
+        self, config: Config, folder: Path, sites: dict[str, str], programs: Programs, simulated: dict[str, Path]
+    ) -> None:
+        self.folder, self.sites, self.programs, self.runs = folder, sites, programs, Path(config.run.runs_dir)
+        key = config_hash(config)
+        if key not in simulated:
+            simulated[key] = run(config).folder
+        self.simulated = simulated[key]
+        make_certs(folder / "certs", servers=["localhost", "127.0.0.1"], clients=list(sites))
+        (folder / "fed.toml").write_text(to_toml(config))
+
+    def serve(self, *more: str, port: int = 0) -> tuple[Program, int]:
+        """The server and the port that it listens on."""
+        words = ("--config", "fed.toml", "--name", "served", "--host", "127.0.0.1", "--port", str(port), *more)
+        server = self.programs.start("serve", *words, "--certs", "certs/server", folder=self.folder)
+        return server, int(server.wait_for(r"listening on 127\.0\.0\.1:(\d+)")[1])
+
+    def join(self, name: str, port: int, *more: str) -> Program:
+        task, _, part = name.partition("-")
+        words = ("--certs", f"certs/{name}", "--task", task, "--part", part, "--device", self.sites[name])
+        return self.programs.start("join", f"localhost:{port}", *words, *more, folder=self.folder)
+
+    @property
+    def served(self) -> RunFolder:
+        return RunFolder(self.runs / "served")
+
+    def is_as_simulated(self) -> None:
+        assert adapters(self.served.path) == adapters(self.simulated)
+        for name in self.sites:
+            own = read_tensors(self.folder / f"{name}-adapter" / "adapter_model.safetensors")
+            assert digest(own) == adapters(self.simulated)[name]
+
+
+@pytest.fixture(scope="module")
+def programs() -> Iterator[Programs]:
+    found = Programs()
+    yield found
+    found.close()
+
+
+@pytest.fixture(scope="module")
+def simulated() -> dict[str, Path]:
+    """The folder of every config that was simulated already."""
+    return {}
+
+
+@pytest.fixture
+def federation(
+    config: Callable[..., Config], tmp_path: Path, programs: Programs, simulated: dict[str, Path]
+) -> Iterator[Callable[..., Federation]]:
+    def make(sites: dict[str, str] = SITES, **values: object) -> Federation:
+        tasks = tuple(dict.fromkeys(name.partition("-")[0] for name in sites))
+        # packs of one, because a client that is alone has no other
+        return Federation(config(tasks=tasks, pack_tokens=1, **values), tmp_path, sites, programs, simulated)
+
+    yield make
+    programs.kill_all()
+
+
+def test_the_deployed_federation_is_the_simulated_one(federation: Callable[..., Federation]) -> None:
+    fed = federation({**SITES, "trec-0": "laptop_8gb", "trec-1": "gpu_16gb"}, rounds=2)
+    server, port = fed.serve()
+    sites = [fed.join(name, port) for name in fed.sites]
+    for site in sites:
+        assert "the run is complete for" in site.end()
+    said = server.end()
+    assert "movie-0: movie, 24 training examples, cpu_2gb" in said
+    assert "(4 of 4 here)" in said
+    fed.is_as_simulated()
+    simulated = RunFolder(fed.simulated)
+    assert read_rows(fed.served.ledger) == read_rows(simulated.ledger)
+    plans = [read_json(folder.plan) for folder in (simulated, fed.served)]
+    for part in ("clients", "adjacency", "importance", "data"):
+        assert plans[0][part] == plans[1][part], part
+    assert audit(fed.served.path).ok
+
+
+def test_a_client_that_is_killed_and_comes_back_and_a_link_that_is_cut_change_no_bit(
+    federation: Callable[..., Federation],
+) -> None:
+    fed = federation(rounds=3)
+    server, port = fed.serve()
+    proxy = Proxy(port)
+    try:
+        first = fed.join("movie-0", port)
+        second = fed.join("movie-1", proxy.port)
+        first.wait_for("train, round 1")
+        first.kill()
+        server.wait_for("movie-0 is gone")
+        again = fed.join("movie-0", port)
+        again.wait_for("train, round [23]")
+        proxy.cut()
+        assert "is lost; trying again" in second.end()
+        again.end()
+        server.end()
+    finally:
+        proxy.close()
+    assert server.said("movie-0 is back")
+    fed.is_as_simulated()
+
+
+def test_a_server_that_is_killed_goes_on_from_its_checkpoint(federation: Callable[..., Federation]) -> None:
+    fed = federation(rounds=3)
+    server, port = fed.serve()
+    sites = [fed.join(name, port) for name in fed.sites]
+    server.wait_for("round 1/3")
+    server.kill()
+    again, _ = fed.serve(port=port)
+    for site in sites:
+        site.end()
+    assert "resumed after round" in again.end()
+    fed.is_as_simulated()
+
+
+def test_a_round_goes_on_without_who_is_away(federation: Callable[..., Federation]) -> None:
+    fed = federation(rounds=3)
+    server, port = fed.serve("--min-clients", "1", "--deadline", "5")
+    stays, leaves = fed.join("movie-0", port), fed.join("movie-1", port)
+    server.wait_for("round 1/3")
+    leaves.kill()
+    stays.end()
+    said = server.end()
+    assert "of movie-1 in round" in said
+    missing = [row for row in read_rows(fed.served.metrics) if row.get("event") == "missing"]
+    assert {row["client"] for row in missing} == {"movie-1"}
+    assert audit(fed.served.path).ok
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("serve", "--certs", "nowhere"), "no file nowhere/ca.pem"),
+        (("serve", "--strategy", "local"), "--strategy local sends nothing"),
+        (("serve", "--share", "B", "head", "--space", "factors"), "whole models travel"),
+        (("serve", "--port", "70000"), "--port is 70000"),
+        (("serve", "--wait", "0.01"), "0 of 2 clients have come within 0.01 seconds, missing: movie-0, movie-1"),
+        (("join", "x:1", "--certs", "nowhere", "--task", "movie", "--device", "cpu_2gb"), "no file nowhere/ca.pem"),
+        (
+            ("join", "nowhere.invalid:1", "--certs", "certs/movie-0", "--task", "movie", "--device", "cpu_2gb"),
+            "host 'nowhere.invalid' is unknown",
+        ),
+        (("join", "x", "--certs", "certs/movie-0", "--task", "movie", "--device", "cpu_2gb"), "no address of a server"),
+        (("join", "x:1", "--certs", "certs/movie-0", "--task", "movie", "--device", "gpu"), "unknown device 'gpu'"),
+    ],
+)
+def test_mistakes_are_one_line(
+    words: tuple[str, ...],
+    message: str,
+    atlas: Callable[..., tuple[int, str]],
+    config: Callable[..., Config],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    make_certs(tmp_path / "certs", servers=["localhost"], clients=list(SITES))
+    (tmp_path / "fed.toml").write_text(to_toml(config()))
+    monkeypatch.chdir(tmp_path)
+    more = ("--config", "fed.toml", "--host", "127.0.0.1") if words[0] == "serve" else ()
+    chosen = () if words[0] == "join" or "--certs" in words else ("--certs", "certs/server")
+    free = () if words[0] == "join" or "--port" in words else ("--port", "0")
+    code, said = atlas(*words, *more, *chosen, *free)
+    assert code == 2
+    assert message in said
+    assert "Traceback" not in said
+    assert said.strip().splitlines()[-1].startswith("atlas: ")
+
+
+@pytest.fixture
+def atlas(capfd: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str]]:
+    from atlas_fl.cli import main
+
+    def call(*words: str) -> tuple[int, str]:
+        code = main(words)
+        printed = capfd.readouterr()
+        return code, printed.out + printed.err
+
+    return call
+
+
+def test_a_port_in_use_is_one_line(
+    atlas: Callable[..., tuple[int, str]],
+    config: Callable[..., Config],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    make_certs(tmp_path / "certs", servers=["localhost"], clients=list(SITES))
+    (tmp_path / "fed.toml").write_text(to_toml(config()))
+    monkeypatch.chdir(tmp_path)
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        code, said = atlas("serve", "--config", "fed.toml", "--host", "127.0.0.1", "--port", str(port))
+    assert code == 2
+    assert f"cannot listen on 127.0.0.1:{port}" in said
+    assert not (tmp_path / "runs" / "run").exists()
+
+
+def test_ctrl_c_ends_a_server_and_a_site_with_one_line(federation: Callable[..., Federation]) -> None:
+    fed = federation()
+    server, port = fed.serve()
+    site = fed.join("movie-0", port)
+    server.wait_for(r"movie-0: movie, .*\(1 of 2 here\)")
+    for program in (site, server):
+        os.kill(program.pid, signal.SIGINT)
+        assert "stopped; a run goes on where it was with the same command" in program.end(130).splitlines()[-1]
+
+
+def test_a_site_with_the_whole_task_takes_what_is_there(config: Callable[..., Config], tmp_path: Path) -> None:
+    rows = [f"{'good' if n % 2 else 'bad'} film number {n},{n % 2}" for n in range(43)]
+    (tmp_path / "mine.csv").write_text("\n".join(["text,label", *rows]))
+    client = own_client(config(), "site-1", task=f"mine={tmp_path / 'mine.csv'}", part=None)
+    assert (client.name, client.task.name) == ("site-1", "mine")
+    assert (len(client.train), len(client.validation), len(client.test)) == (20, 10, 12)
+    parts = [own_client(config(), name, task="movie", part=k) for k, name in enumerate(("a", "b"))]
+    assert not set(parts[0].train.text) & set(parts[1].train.text)
+    with pytest.raises(ConfigError, match=r"--part is 2; allowed: 0 to 1, as --clients-per-task of the server says"):
+        own_client(config(), "site-1", task="movie", part=2)
