@@ -7,6 +7,7 @@ from pathlib import Path
 
 from atlas_fl.assemble import Assembly, assemble
 from atlas_fl.config import Config, config_hash, run_folder, to_toml
+from atlas_fl.config.splitting import NONE
 from atlas_fl.engines.base import Engine
 from atlas_fl.engines.census import Census, stand_in
 from atlas_fl.engines.hall import Hall, Identity
@@ -97,6 +98,11 @@ def check_served(config: Config, service: Service) -> None:
         raise ConfigError(
             f"--share {' '.join(mixing.share)} keeps parts of a model at its client, and across machines whole models"
             " travel; share A B head, or simulate it with `atlas run`"
+        )
+    if config.split.split != NONE:
+        raise ConfigError(
+            f"--split is {config.split.split}, and across machines every site holds the whole model; leave it out, or"
+            " simulate it with `atlas run`"
         )
     if mixing.aggregate_every > 1:
         raise ConfigError(

@@ -1,0 +1,27 @@
+"""What cannot be kept across machines is said before anybody is waited for."""
+
+from pathlib import Path
+
+import pytest
+
+from atlas_fl.config import Config, with_values
+from atlas_fl.errors import ConfigError
+from atlas_fl.serving import Service, check_served
+
+SERVICE = Service(certs=Path("certs/server"))
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"strategy": "local"}, "--strategy local sends nothing"),
+        ({"share": ["A", "head"]}, "--share A head keeps parts of a model at its client"),
+        ({"split": "2"}, "--split is 2, and across machines every site holds the whole model"),
+        ({"aggregate_every": 2}, "--aggregate-every is 2, and across machines models travel in every round"),
+    ],
+)
+def test_what_would_mean_something_else_is_refused(values: dict[str, object], message: str) -> None:
+    check_served(Config(), SERVICE)
+    with pytest.raises(ConfigError, match=message) as error:
+        check_served(with_values(Config(), values), SERVICE)
+    assert "\n" not in str(error.value)
