@@ -15,7 +15,7 @@ SERVICE = Service(certs=Path("certs/server"))
     ("values", "message"),
     [
         ({"strategy": "local"}, "--strategy local sends nothing"),
-        ({"share": ["A", "head"]}, "--share A head keeps parts of a model at its client"),
+        ({"share": ["A", "head"], "space": "factors"}, "--share A head keeps parts of a model at its client"),
         ({"split": "2"}, "--split is 2, and across machines every site holds the whole model"),
         ({"aggregate_every": 2}, "--aggregate-every is 2, and across machines models travel in every round"),
     ],
