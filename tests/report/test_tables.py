@@ -137,6 +137,7 @@ def test_the_closing_table_says_what_the_summary_says(make_run) -> None:
     ]
     assert cells(table, 3)[0] == "all"
     text = printed(table)
+    assert {line.split()[0] for line in text.splitlines() if line.strip()} >= {"movie", "trec", "pairs", "all"}
     saved = summary["bytes"]["full_model"]["reduction"]
     assert f"{100 * saved:.1f}% less than the whole model in every round" in text
     assert "4.6 min, 1.2 GB of RSS at most" in text

@@ -26,7 +26,7 @@ def closing_table(summary: Mapping[str, Any]) -> Table:
     run = summary.get("run") or {}
     title = ", ".join(str(run[key]) for key in ("strategy", "model") if key in run)
     table = new_table(f"Test scores of {title}" if title else "Test scores")
-    add_columns(table, ["task"], ["clients", "majority", "final", "over\nmajority", "best", "90% at", "spread"])
+    add_columns(table, ["task"], ["clients", "majority", "final", "over\nmajority", "best", "90%\nat", "spread"])
     table.add_column("worst client", no_wrap=True)
     for task, group in (summary.get("tasks") or {}).items():
         table.add_row(escape(task), *_closing_cells(group))
