@@ -13,8 +13,8 @@ from atlas_fl.io.scores import WRITTEN
 from atlas_fl.report.words import EMPTY, add_columns, human_bytes, new_table, number, percent, seconds
 
 LEGEND = (
-    "best: test score of each client's best round by validation; 90% at: first round",
-    "with 90% of the last validation score; spread: standard deviation over clients",
+    "best: test score of each client's best round by validation; 90% at: first round with 90% of the last validation "
+    "score; spread: standard deviation over clients"
 )
 
 
@@ -55,7 +55,7 @@ def _closing_cells(group: Mapping[str, Any]) -> list[str]:
 def _closing_caption(summary: Mapping[str, Any]) -> str:
     """What the columns mean; then bytes with the reduction, time, peak memory, devices, refused updates."""
     sent, memory = summary.get("bytes") or {}, summary.get("memory") or {}
-    lines = list(LEGEND)
+    lines = [LEGEND]
     lines += [_written(task, group) for task, group in (summary.get("tasks") or {}).items() if _has_written(group)]
     if "total" in sent:
         saved = (sent.get("full_model") or {}).get("reduction")
