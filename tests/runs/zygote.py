@@ -6,6 +6,7 @@ python zygote.py    reads lines of JSON, {"words": [...], "out": FIFO, "cwd": DI
 import json
 import os
 import select
+import signal
 import sys
 
 import torch
@@ -18,6 +19,8 @@ def start(order: dict) -> int:
     child = os.fork()
     if child:
         return child
+    # Whoever is started in the background is told to ignore Ctrl-C, and a suite may be.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     os.chdir(order["cwd"])
     out = os.open(order["out"], os.O_WRONLY)
     for stream in (1, 2):
