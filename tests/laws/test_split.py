@@ -22,19 +22,8 @@ from atlas_fl.split import step
 from atlas_fl.split.codec import WIRES, decode_rows, encode_rows
 from atlas_fl.split.model import client_forward, load_client_part, on_client, server_forward
 from atlas_fl.split.step import Cut
+from tests.laws.test_packs import HARD
 
-HARD = TrainOptions(
-    seed=5,
-    rounds=2,
-    epochs=2,
-    batch_size=4,
-    lr=1e-2,
-    schedule="linear",
-    warmup=0.3,
-    weight_decay=0.1,
-    clip=0.5,
-    dropout=0.25,
-)
 PLAIN = TrainOptions(seed=5, batch_size=4, lr=1e-2)
 
 

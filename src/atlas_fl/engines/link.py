@@ -48,23 +48,22 @@ class Link:
         self._desk = Desk(threads=self._threads, on_event=on_event)
         self._channel: grpc.aio.Channel | None = None
         self._call: Any = None
+        self._opened = contextlib.ExitStack()
         self.welcome: dict[str, Any] = {}
         """What the server said of itself when the newest stream began."""
         self.sent_bytes = self.received_bytes = 0
         """Bytes of all frames."""
 
     def __enter__(self) -> "Link":
-        self._threads.__enter__()
-        try:
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(self._threads)
+            stack.callback(lambda: self._threads.call(self._drop()))
             self._desk.call(self._connected())
-        except BaseException:
-            self.__exit__()
-            raise
+            self._opened = stack.pop_all()
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._threads.call(self._drop())
-        self._threads.__exit__()
+        self._opened.close()
 
     def exchange(self, head: Head, tensors: Params = NO_TENSORS) -> Message:
         """The server's answer, through as many streams as it takes.

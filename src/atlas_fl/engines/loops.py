@@ -74,7 +74,6 @@ class Desk:
         try:
             while (event := self._told.get()) is not None:
                 self.on_event(event)
-        except BaseException:
-            future.cancel()
-            raise
+        finally:
+            future.cancel()  # without effect on what has ended
         return future.result()
