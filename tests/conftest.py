@@ -6,12 +6,14 @@ Everything heavy is imported inside the fixtures, so that tests without a model 
 from __future__ import annotations
 
 import copy
+import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import hypothesis
 import numpy as np
 import pytest
 
@@ -21,6 +23,10 @@ if TYPE_CHECKING:
 
     from atlas_fl.clients.base import ClientTokens, Site
     from atlas_fl.models.backbone import Backbone
+
+# The same examples in every run: what is merged does not depend on luck. HYPOTHESIS_PROFILE=default searches anew.
+hypothesis.settings.register_profile("same", derandomize=True)
+hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "same"))
 
 ARCHITECTURES = ("bert", "roberta", "distilbert", "gpt2", "qwen2", "llama", "mistral")
 WORDS = [f"w{i}" for i in range(40)]

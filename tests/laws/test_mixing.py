@@ -42,7 +42,7 @@ def test_laplacian_steps(kind, case, eta):
         degree = graph.sum(axis=1)
         assert degree @ mixed == pytest.approx(degree @ values)
     if kind != "symmetric" and eta <= 1:
-        assert (step >= 0).all()
+        assert (step >= -1e-12).all(), "one minus weights that add up to one may round below zero"
     if kind == "metropolis":
         assert (step == step.T).all()
     inside = laplacian_step(cut(graph, blocks), kind=kind, eta=eta, present=everyone(graph))
