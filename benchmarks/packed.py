@@ -115,6 +115,14 @@ def gemm_rate(device: str, *, bf16: bool) -> float:
     return 2 * 4096 * 384 * 1536 / best
 
 
+def padding(jobs: list[Job], assembly: Assembly) -> float:
+    """Tokens that the padded batches have over tokens that there are."""
+    taken = [batch for job in jobs for batch in batches(assembly.site.data[job.client].splits["train"], job)]
+    return sum(len(batch) * int(batch.lengths.max()) for batch in taken) / sum(
+        int(batch.lengths.sum()) for batch in taken
+    )
+
+
 def largest_difference(ours, theirs, assembly: Assembly) -> float:
     family = assembly.site.backbone.family
     return max(
@@ -174,6 +182,7 @@ def main() -> None:
     own_rate = counter.get_total_flops() * share_of / statistics.median(ours_seconds)
     precision = "bf16" if args.bf16 else "fp32"
     print(f"{len(jobs)} clients, {args.steps} steps of 16, rank {RANK}, {precision}, {args.device}")
+    print(f"tokens with padding over tokens: {padding(jobs, assembly):.2f}")
     print(f"largest difference of the adapters: {largest_difference(ours, theirs, assembly):.1e}")
     print(f"packed training: {own_rate / 1e9:.0f} of {rate / 1e9:.0f} GFLOP/s, {own_rate / rate:.0%} of GEMM peak")
     print(f"ratio packed/peft: {statistics.median(ratios):.2f}")

@@ -184,13 +184,7 @@ def test_mistakes_are_one_line(
     words: tuple[str, ...],
     message: str,
     atlas: Callable[..., tuple[int, str]],
-    config: Callable[..., Config],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    make_certs(tmp_path / "certs", servers=["localhost"], clients=list(SITES))
-    (tmp_path / "fed.toml").write_text(to_toml(config()))
-    monkeypatch.chdir(tmp_path)
     more = ("--config", "fed.toml", "--host", "127.0.0.1") if words[0] == "serve" else ()
     chosen = () if words[0] == "join" or "--certs" in words else ("--certs", "certs/server")
     free = () if words[0] == "join" or "--port" in words else ("--port", "0")
@@ -202,8 +196,18 @@ def test_mistakes_are_one_line(
 
 
 @pytest.fixture
-def atlas(capfd: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str]]:
+def atlas(
+    capfd: pytest.CaptureFixture[str],
+    config: Callable[..., Config],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> Callable[..., tuple[int, str]]:
+    """The command, in a folder with certificates and settings."""
     from atlas_fl.cli import main
+
+    make_certs(tmp_path / "certs", servers=["localhost"], clients=list(SITES))
+    (tmp_path / "fed.toml").write_text(to_toml(config()))
+    monkeypatch.chdir(tmp_path)
 
     def call(*words: str) -> tuple[int, str]:
         code = main(words)
@@ -213,15 +217,7 @@ def atlas(capfd: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str]]:
     return call
 
 
-def test_a_port_in_use_is_one_line(
-    atlas: Callable[..., tuple[int, str]],
-    config: Callable[..., Config],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    make_certs(tmp_path / "certs", servers=["localhost"], clients=list(SITES))
-    (tmp_path / "fed.toml").write_text(to_toml(config()))
-    monkeypatch.chdir(tmp_path)
+def test_a_port_in_use_is_one_line(atlas: Callable[..., tuple[int, str]], tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         code, said = atlas("serve", "--config", "fed.toml", "--host", "127.0.0.1", "--port", str(port))
