@@ -190,6 +190,12 @@ def test_an_honest_run_passes(tmp_path, strategy, words):
     assert len(only_rows(report, "mixed")) == ROUNDS * len(CLIENTS)
 
 
+def test_the_audit_tells_how_far_it_is(tmp_path):
+    told = []
+    audit(write_run(tmp_path / "run"), on_event=told.append)
+    assert [(event.done, event.total) for event in told] == [(done, ROUNDS) for done in range(ROUNDS)]
+
+
 def only_rows(report, check):
     return [row for row in report.rows if row.check == check]
 

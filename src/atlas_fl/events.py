@@ -11,6 +11,9 @@ class PhaseStarted:
 
     name: str
 
+    def __str__(self) -> str:
+        return self.name
+
 
 @dataclass(frozen=True)
 class Progress:
@@ -37,12 +40,21 @@ class RoundFinished:
     bytes: int
     """What crossed the network in the round, both ways."""
 
+    def __str__(self) -> str:
+        found = ", ".join(f"{client} {score:.3f}" for client, score in self.scores.items())
+        scores = f"; validation: {found}" if found else ""
+        cost = f"{self.seconds:.1f} s, {self.bytes:,} bytes"
+        return f"round {self.round} of {self.rounds}: loss {self.loss:.3f}, {cost}{scores}"
+
 
 @dataclass(frozen=True)
 class Note:
     """One line that the user must see: a warning, or a decision that the run took."""
 
     text: str
+
+    def __str__(self) -> str:
+        return self.text
 
 
 Event: TypeAlias = PhaseStarted | Progress | RoundFinished | Note

@@ -1,6 +1,7 @@
 """A whole run: what it leaves behind, that it is a function of its config, and what it does with bad updates."""
 
 import json
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -37,6 +38,15 @@ def test_a_run_leaves_everything_of_the_design_behind(config: Make) -> None:
         (t, split) for t in (1, 2, 3) for split in ("train", "validation", "test")
     }
     assert load_config(result.folder / "config.toml").mixing == config().mixing
+
+
+def test_the_log_is_written_in_words(config: Make) -> None:
+    lines = (run(config(rounds=1)).folder / "log.txt").read_text().splitlines()
+    assert re.search(
+        r"INFO round 1 of 1: loss \d\.\d{3}, \d+\.\d s, [\d,]+ bytes; validation: movie-0 0\.\d", lines[-2]
+    )
+    assert lines[-1].endswith("INFO export")
+    assert not any("(" in line and "=" in line for line in lines), "no Python in it"
 
 
 def test_the_summary_says_how_much_of_its_device_each_client_uses(config: Make) -> None:

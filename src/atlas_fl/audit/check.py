@@ -22,30 +22,32 @@ from atlas_fl.audit.report import AuditReport, AuditRow
 from atlas_fl.audit.rerank import check_ranks, is_reranked
 from atlas_fl.audit.rules import Rule, kind_of, weights
 from atlas_fl.audit.several import compare_runs
+from atlas_fl.events import OnEvent, Progress, ignore
 from atlas_fl.tree import HEAD, LORA_A, LORA_B, digest
 
 SHIFT = 1e-6
 """A recomputed move above this is more than rounding, so the tensor cannot have stayed as it was."""
 
 
-def audit(run_dir: Path | str, others: Sequence[Path | str] = ()) -> AuditReport:
+def audit(run_dir: Path | str, others: Sequence[Path | str] = (), *, on_event: OnEvent = ignore) -> AuditReport:
     """Every check of every round of these runs, and that runs which should differ ended differently.
 
     Raises CheckpointError where a folder is no run, kept nothing for an audit, or holds a file that cannot be read.
     """
     runs = [open_run(Path(path)) for path in (run_dir, *others)]
-    rows = [row for run in runs for row in audit_run(run)]
+    rows = [row for run in runs for row in audit_run(run, on_event=on_event)]
     return AuditReport(rows=(*rows, *compare_runs(runs)))
 
 
-def audit_run(run: Run) -> Iterator[AuditRow]:
+def audit_run(run: Run, *, on_event: OnEvent = ignore) -> Iterator[AuditRow]:
     """The rows of one run."""
     kind_of(run.mixing.strategy)
     missing = sorted(set(range(1, max(run.done, run.rounds[-1]) + 1)) - set(run.rounds))
     if missing:
         yield AuditRow(run=run.path.name, round=0, client="", check="record", ok=False, detail=f"no rounds {missing}")
     before = known = read_models(run, 0, "start")
-    for round in run.rounds:
+    for place, round in enumerate(run.rounds):
+        on_event(Progress(f"audit of {run.path.name}", place, len(run.rounds)))
         after = read_models(run, round, "start")
         record = read_record(run, round)
         if is_reranked(run, record, round):

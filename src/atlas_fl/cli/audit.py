@@ -6,7 +6,7 @@ from typing import Annotated
 
 import tyro
 
-from atlas_fl.cli.live import show
+from atlas_fl.cli.live import show, show_progress
 from atlas_fl.cli.parse import parse
 from atlas_fl.cli.words import split
 
@@ -35,7 +35,8 @@ def audit(words: Sequence[str]) -> int:
     from atlas_fl.io.folder import find_run
 
     run, *others = [find_run(name, runs_dir=options.runs_dir).path for name in (options.run, *options.others)]
-    report = audit_run(run, tuple(others))
+    with show_progress() as tell:
+        report = audit_run(run, tuple(others), on_event=tell)
     show([audit_table(report.rounds()), *failure_lines(report.failures)])
     verdict = "audit passed" if report.ok else f"audit FAILED: {len(report.failures)} checks did not hold"
     show([f"{verdict} ({len(report.rows)} checks)"])
