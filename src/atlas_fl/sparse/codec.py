@@ -1,0 +1,185 @@
+"""Sparse weights as bytes: the mask once, then only the kept values, in one order.
+
+A mask travels in the shortest of three forms. Over all its bits, parameter by parameter in the order of the names,
+row by row:
+
+| form | bytes of its payload | shortest where |
+|---|---|---|
+| `bitmap` | n / 8 | kept weights lie here and there |
+| `runs` | run lengths in base 128 (`sparse.runs`) | they lie together, or are few |
+| `seed` | 24: strategy `random` with this seed, sparsity and scope | the mask was drawn |
+
+All messages are safetensors files, and their length is what a ledger counts. A bitmap, the longest form at any but the
+least densities, is 1/32 of the dense fp32 bytes, once.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from hashlib import blake2b
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors import SafetensorError
+from torch import Tensor
+
+from atlas_fl.errors import ConfigError, ProtocolError
+from atlas_fl.io.tensors import DTYPES, decode, encode, encoded_size
+from atlas_fl.sparse.algebra import check_mask
+from atlas_fl.sparse.choose import Mask
+from atlas_fl.sparse.masks import Scope, make_mask
+from atlas_fl.sparse.runs import from_runs, to_runs
+from atlas_fl.types import Params
+
+SCOPES: tuple[Scope, ...] = ("global", "layer")
+_LAYOUT, _PREFIX = "layout", "values."
+
+
+@dataclass(frozen=True, kw_only=True)
+class Drawn:
+    """How a mask of the strategy `random` was made, which is all that needs to travel of it."""
+
+    seed: int
+    sparsity: float
+    scope: Scope = "global"
+
+
+def encode_mask(mask: Mask, *, drawn: Drawn | None = None) -> bytes:
+    """The message that carries a mask, in the shortest form; `drawn` says how a random one was made."""
+    if drawn is not None:
+        again = make_mask("random", mask, sparsity=drawn.sparsity, scope=drawn.scope, seed=drawn.seed)
+        if any(not torch.equal(again[name], own) for name, own in mask.items()):
+            raise ConfigError(f"the mask is not the random one of {drawn}; encode it without")
+    return encode(min(_forms(mask, drawn), key=encoded_size))
+
+
+def mask_size(mask: Mask, *, drawn: Drawn | None = None) -> int:
+    """How long `encode_mask` is, in bytes."""
+    return min(encoded_size(form) for form in _forms(mask, drawn))
+
+
+def bitmap_size(num_values: int) -> int:
+    """How long a mask over so many weights is as a bitmap, in bytes, without any mask."""
+    return encoded_size(
+        {
+            _LAYOUT: torch.empty(1, dtype=torch.int64, device="meta"),
+            "bitmap": torch.empty(-(-num_values // 8), dtype=torch.uint8, device="meta"),
+        }
+    )
+
+
+def decode_mask(message: bytes, like: Params) -> dict[str, Tensor]:
+    """The mask of a message, for a model of the shapes of `like`.
+
+    Raises:
+        ProtocolError: the message is damaged or was made for another model.
+    """
+    tensors = _tensors(message)
+    if _LAYOUT not in tensors or not torch.equal(tensors[_LAYOUT], _layout(like)):
+        raise ProtocolError("a mask came for a model of other parameters; both sides must run the same model")
+    if "seed" in tensors:
+        return _redraw(tensors, like)
+    total = sum(tensor.numel() for tensor in like.values())
+    runs = tensors.get("runs")
+    bits = _from_bitmap(tensors.get("bitmap"), total) if runs is None else from_runs(runs.numpy(), total)
+    return _split(torch.from_numpy(bits), like)
+
+
+def encode_values(params: Params, mask: Mask) -> bytes:
+    """The message with the kept values of the parameters, exactly, and nothing of the frozen ones."""
+    check_mask(mask, params)
+    order = sorted(params)
+    dtypes = sorted({params[name].dtype for name in order}, key=list(DTYPES).index)
+    return encode(
+        {
+            _PREFIX + DTYPES[dtype]: torch.cat(
+                [params[name].detach()[mask[name]] for name in order if params[name].dtype is dtype]
+            )
+            for dtype in dtypes
+        }
+    )
+
+
+def values_size(kept: int, *, dtype: torch.dtype = torch.float32) -> int:
+    """How many bytes `encode_values` makes of so many kept values of one dtype, without any values."""
+    return encoded_size({_PREFIX + DTYPES[dtype]: torch.empty(kept, dtype=dtype, device="meta")})
+
+
+def decode_values(message: bytes, mask: Mask, like: Params, *, into: Params | None = None) -> dict[str, Tensor]:
+    """The parameters of a message: its values where the mask is one, elsewhere those of `into`, or zeros.
+
+    Shapes and dtypes are those of `like`, of which no value is read. With zeros an update of differences is the dense
+    one; with `into`, what the frozen weights are on both sides, weights are.
+
+    Raises:
+        ProtocolError: the message is damaged, or has other values than the mask keeps.
+    """
+    check_mask(mask, like)
+    tensors = _tensors(message)
+    params, at = {}, dict.fromkeys(tensors, 0)
+    for name in sorted(like):
+        key, kept = _PREFIX + DTYPES[like[name].dtype], int(torch.count_nonzero(mask[name]))
+        values = tensors.get(key, torch.empty(0))[at.get(key, 0) : at.get(key, 0) + kept]
+        if len(values) != kept:
+            raise _miscounted(tensors, mask)
+        at[key] = at.get(key, 0) + kept
+        dense = torch.zeros(like[name].shape, dtype=like[name].dtype) if into is None else into[name].detach().clone()
+        dense[mask[name]] = values.to(dense.device)
+        params[name] = dense
+    if any(at[key] != tensor.numel() for key, tensor in tensors.items()):
+        raise _miscounted(tensors, mask)
+    return {name: params[name] for name in like}
+
+
+def _miscounted(tensors: Params, mask: Mask) -> ProtocolError:
+    found = sum(tensor.numel() for tensor in tensors.values())
+    kept = sum(int(torch.count_nonzero(own)) for own in mask.values())
+    return ProtocolError(f"a sparse message has {found} values and its mask keeps {kept}; both sides need one mask")
+
+
+def _tensors(message: bytes) -> dict[str, Tensor]:
+    try:
+        return decode(message)
+    except SafetensorError as error:
+        raise ProtocolError(f"a sparse message is damaged: {error}; send it again") from error
+
+
+def _forms(mask: Mask, drawn: Drawn | None) -> list[dict[str, Tensor]]:
+    layout = _layout(mask)
+    if drawn is not None:
+        numbers = torch.tensor([drawn.seed, SCOPES.index(drawn.scope)])
+        return [{_LAYOUT: layout, "seed": numbers, "sparsity": torch.tensor([drawn.sparsity], dtype=torch.float64)}]
+    bits = torch.cat([mask[name].flatten().cpu() for name in sorted(mask)]).numpy()
+    return [
+        {_LAYOUT: layout, "bitmap": torch.from_numpy(np.packbits(bits))},
+        {_LAYOUT: layout, "runs": torch.from_numpy(to_runs(bits))},
+    ]
+
+
+def _layout(like: Mapping[str, Tensor]) -> Tensor:
+    """A number for the names and shapes, so that a mask of another model is found out."""
+    text = ";".join(f"{name}:{tuple(like[name].shape)}" for name in sorted(like))
+    return torch.tensor([int.from_bytes(blake2b(text.encode(), digest_size=8).digest(), "big") >> 1])
+
+
+def _redraw(tensors: Params, like: Params) -> dict[str, Tensor]:
+    if tensors["seed"].numel() != 2 or "sparsity" not in tensors:
+        raise ProtocolError("a mask message has a seed and not what belongs to it; send it again")
+    seed, scope = tensors["seed"].tolist()
+    sparsity = float(tensors["sparsity"])
+    return make_mask("random", like, sparsity=sparsity, scope=SCOPES[scope], seed=seed)
+
+
+def _split(bits: Tensor, like: Params) -> dict[str, Tensor]:
+    mask, start = {}, 0
+    for name in sorted(like):
+        end = start + like[name].numel()
+        mask[name] = bits[start:end].view(like[name].shape).to(like[name].device)
+        start = end
+    return {name: mask[name] for name in like}
+
+
+def _from_bitmap(packed: Tensor | None, total: int) -> "np.ndarray[Any, Any]":
+    if packed is None or packed.numel() != -(-total // 8):
+        raise ProtocolError("a mask message has neither a bitmap nor runs of the right length; send it again")
+    return np.unpackbits(packed.numpy(), count=total).astype(bool)

@@ -1,0 +1,130 @@
+"""SGD that moves only what a mask lets it: momentum, dampening, Nesterov and weight decay on the kept weights alone.
+
+    d <- m (g + decay theta),   b <- momentum b + (1 - dampening) d   (b <- d at first),
+    theta <- theta - lr (d + momentum b  with Nesterov, b without)
+
+Two ways to one result. Where few weights are kept, they are gathered, stepped in a compact tensor and put back; the
+buffer has only them. Otherwise gradients are masked bit by bit, which leaves +0.0 where a weight is frozen even if its
+gradient is NaN, and theta + 0.0 has the bits of theta. A mask of ones does what torch.optim.SGD does, in its order.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from atlas_fl.errors import CheckpointError, ConfigError, ModelError
+from atlas_fl.sparse.algebra import check_mask
+from atlas_fl.sparse.choose import Mask
+
+FEW = 0.25
+"""Up to this share of kept weights, gathering them is faster than passing over all."""
+
+BUFFER = "momentum_buffer"
+
+_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Lane:
+    """How the weights of one parameter are stepped: some of them, all under bits, or all."""
+
+    index: Tensor | None = None
+    bits: Tensor | None = None
+
+
+def _lane(parameter: Tensor, own: Tensor) -> _Lane:
+    kept = int(torch.count_nonzero(own))
+    if kept == own.numel():
+        return _Lane()
+    own = own.to(parameter.device)
+    if kept <= FEW * own.numel() and parameter.is_contiguous():
+        return _Lane(index=own.flatten().nonzero()[:, 0])
+    return _Lane(bits=-own.to(_INTEGERS[parameter.element_size()]))  # all bits where a weight is kept
+
+
+class SparseSGDM(torch.optim.Optimizer):
+    """SGD with momentum under a mask, for named parameters; schedulers, gradient scalers and state dicts work as usual.
+
+    `masks` has a bool tensor for every parameter: one without is an error, not a weight that moves freely. Frozen
+    weights keep every bit, whatever the decay, the momentum or their gradients. With a mask of ones every step is that
+    of torch.optim.SGD, to the last bit.
+
+    Raises:
+        ConfigError: a number out of range.
+        ModelError: the masks do not fit the parameters.
+    """
+
+    def __init__(
+        self,
+        named: Mapping[str, Tensor],
+        *,
+        masks: Mask,
+        lr: float,
+        momentum: float = 0.0,
+        dampening: float = 0.0,
+        nesterov: bool = False,
+        weight_decay: float = 0.0,
+    ) -> None:
+        numbers = {"lr": lr, "momentum": momentum, "weight_decay": weight_decay}
+        for word, number in numbers.items():
+            if not number >= 0:
+                raise ConfigError(f"{word} is {number}; it must be 0 or above")
+        if nesterov and (momentum <= 0 or dampening != 0):
+            raise ConfigError(f"Nesterov needs momentum above 0 and no dampening; they are {momentum} and {dampening}")
+        check_mask(masks, named)
+        self._lanes = {parameter: _lane(parameter, masks[name]) for name, parameter in named.items()}
+        self._names = {parameter: name for name, parameter in named.items()}
+        super().__init__(list(named.values()), numbers | {"dampening": dampening, "nesterov": nesterov})
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Move the kept weights that have a gradient; what the closure returns, if there is one."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    self._move(parameter, group)
+        return loss
+
+    def _move(self, parameter: Tensor, group: Mapping[str, Any]) -> None:
+        lane = self._lane_of(parameter)
+        value, gradient = parameter, parameter.grad
+        assert gradient is not None
+        if lane.index is not None:
+            value = parameter.view(-1).index_select(0, lane.index)
+            gradient = gradient.reshape(-1).index_select(0, lane.index)
+        if group["weight_decay"] != 0:
+            gradient = gradient.add(value, alpha=group["weight_decay"])
+        if lane.bits is not None:
+            gradient = gradient.clone() if gradient is parameter.grad else gradient
+            gradient.view(lane.bits.dtype).bitwise_and_(lane.bits)
+        if group["momentum"] != 0:
+            buffer = self._buffer(parameter, gradient, group)
+            gradient = gradient.add(buffer, alpha=group["momentum"]) if group["nesterov"] else buffer
+        value.add_(gradient, alpha=-group["lr"])
+        if lane.index is not None:
+            parameter.view(-1).scatter_(0, lane.index, value)
+
+    def _lane_of(self, parameter: Tensor) -> _Lane:
+        if parameter not in self._lanes:
+            raise ModelError(f"a parameter of shape {tuple(parameter.shape)} has no mask; give one for each parameter")
+        return self._lanes[parameter]
+
+    def _buffer(self, parameter: Tensor, gradient: Tensor, group: Mapping[str, Any]) -> Tensor:
+        """b after this step."""
+        buffer: Tensor | None = self.state[parameter].get(BUFFER)
+        if buffer is None:
+            self.state[parameter][BUFFER] = fresh = torch.clone(gradient).detach()
+            return fresh
+        if buffer.shape != gradient.shape:
+            raise CheckpointError(
+                f"the momentum of {self._names[parameter]!r} has {buffer.numel()} values, its mask keeps "
+                f"{gradient.numel()}; load it with the mask that it was saved with"
+            )
+        return buffer.mul_(group["momentum"]).add_(gradient, alpha=1 - group["dampening"])

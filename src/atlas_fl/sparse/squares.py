@@ -1,0 +1,178 @@
+"""Sums over examples of squared per-example gradients, without the gradient of every example in memory.
+
+A matrix W that is used as `y = x W^T` has, of example n with T tokens, the gradient G_n = B_n^T A_n: A_n (T, d_in) are
+the inputs, B_n (T, d_out) the gradients of the outputs. Both come out of one batched pass for all examples and are
+small; sum_n G_n^2 is then taken one example at a time in a buffer of the size of W, which stays in the cache. Only
+where T = 1 is there a shorter form, sum_n B_n^2 (x) A_n^2. The gradients of all other parameters (biases, norms,
+embeddings, a patch projection) are small per example and come as they are out of `torch.func.vmap`.
+
+Goodfellow 2015, "Efficient Per-Example Gradient Computations", has the sums for dense layers; ours have tokens.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+from torch.func import grad, vmap
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import conv2d, linear, unfold
+from torch.overrides import TorchFunctionMode
+
+from atlas_fl.errors import ModelError
+from atlas_fl.types import Params
+
+OfExample: TypeAlias = Callable[[Params, Tensor, Tensor], Tensor]
+"""(weights, input, draw) of one example -> the number whose gradient is squared."""
+
+Use: TypeAlias = tuple[str, int]
+"""The i-th place where a matrix is used."""
+
+Windows: TypeAlias = Mapping[str, Any]
+"""How `unfold` cuts the input of a convolution; empty for a linear layer."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Product:
+    """A product with a matrix, for one example."""
+
+    shape: tuple[int, ...]
+    windows: Windows
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layout:
+    """What one example has shown of a model."""
+
+    products: Mapping[Use, Product]
+    """Every product with a matrix that is used in nothing but products."""
+    bytes_per_example: int
+    """Memory that grows with every example that is computed at once."""
+
+    @property
+    def matrices(self) -> list[str]:
+        """Parameters whose squares are taken from inputs and output gradients."""
+        return sorted({name for name, _ in self.products})
+
+
+class _Tap(TorchFunctionMode):
+    """Sees every operation of a forward pass: what is multiplied by a matrix, and what else the matrices are used for.
+
+    `deltas`, zeros of the shapes of the products, are added to them: their gradients are those of the products.
+    """
+
+    def __init__(self, weights: Params, deltas: Mapping[Use, Tensor] | None = None) -> None:
+        super().__init__()
+        self.names = {id(weight): name for name, weight in weights.items()}
+        self.deltas = deltas or {}
+        self.inputs: dict[Use, Tensor] = {}
+        self.products: dict[Use, Product] = {}
+        self.elsewhere: set[str] = set()
+        self.counts: dict[str, int] = {}
+        self.bytes = 0
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if not isinstance(result, Tensor):
+            return result  # a shape, a dtype: no use of a weight
+        self.bytes += result.numel() * result.element_size()
+        windows = _windows(func, args)
+        name = self.names.get(id(args[1])) if windows is not None else None
+        others = [arg for place, arg in enumerate(args) if name is None or place != 1]
+        self.elsewhere |= {self.names[id(arg)] for arg in _flat([*others, kwargs]) if id(arg) in self.names}
+        if name is None or windows is None:
+            return result
+        use = (name, self.counts.get(name, 0))
+        self.counts[name] = use[1] + 1
+        self.inputs[use], self.products[use] = args[0], Product(shape=tuple(result.shape), windows=windows)
+        return result + self.deltas[use] if use in self.deltas else result
+
+
+def _windows(func: Any, args: Sequence[Any]) -> Windows | None:
+    """How the input of this call becomes tokens; None where it is no product with a matrix that is known here."""
+    if func is linear:
+        return {} if len(args) > 1 else None
+    # nn.Conv2d gives all of input, weight, bias, stride, padding, dilation and groups by position
+    if func is not conv2d or len(args) != 7 or args[0].dim() != 4 or args[6] != 1 or isinstance(args[4], str):
+        return None
+    return {"kernel_size": tuple(args[1].shape[2:]), "stride": args[3], "padding": args[4], "dilation": args[5]}
+
+
+def _flat(values: Sequence[Any]) -> list[Any]:
+    values = [one for value in values for one in (value.values() if isinstance(value, dict) else [value])]
+    return [one for value in values for one in (value if isinstance(value, list | tuple) else [value])]
+
+
+def look(of_example: OfExample, params: Params, names: Sequence[str], *, inputs: Tensor, draws: Tensor) -> Layout:
+    """What one example shows: run on the first of `inputs`, with the gradient of every parameter in `names`."""
+    seen: list[_Tap] = []
+
+    def one(own: Params, value: Tensor, draw: Tensor) -> Tensor:
+        with _Tap(own) as tap:
+            result = of_example({**params, **own}, value, draw)
+        seen.append(tap)
+        return result
+
+    chosen = {name: params[name] for name in names}
+    with sdpa_kernel(SDPBackend.MATH):
+        vmap(grad(one), in_dims=(None, 0, 0))(chosen, inputs[:1], draws[:1])
+    tap = seen[0]
+    products = {use: product for use, product in tap.products.items() if use[0] not in tap.elsewhere}
+    matrices = {name for name, _ in products}
+    rest = sum(tensor.numel() * tensor.element_size() for name, tensor in chosen.items() if name not in matrices)
+    # Twice: what the forward pass leaves has gradients of its size, and a gradient is squared into another tensor.
+    return Layout(products=products, bytes_per_example=2 * (tap.bytes + rest))
+
+
+def squares(
+    of_example: OfExample, params: Params, names: Sequence[str], *, layout: Layout, inputs: Tensor, draws: Tensor
+) -> dict[str, Tensor]:
+    """sum_n (d f(x_n) / d theta)^2 for every parameter in `names`, over the examples of `inputs`, all at once.
+
+    Raises:
+        ModelError: with these inputs the model uses its matrices otherwise than the layout says.
+    """
+    matrices = {name: params[name] for name in layout.matrices}
+    rest = {name: params[name] for name in names if name not in matrices}
+
+    def one(deltas: Mapping[Use, Tensor], own: Params, value: Tensor, draw: Tensor) -> tuple[Tensor, dict[Use, Tensor]]:
+        with _Tap(matrices, deltas) as tap:
+            result = of_example({**params, **own}, value, draw)
+        if tap.elsewhere or tap.products != layout.products:
+            raise ModelError("this model does not compute every example the same way; use method='examples'")
+        return result, tap.inputs
+
+    deltas = {use: params[use[0]].new_zeros(product.shape) for use, product in layout.products.items()}
+    with sdpa_kernel(SDPBackend.MATH):
+        per_example = vmap(grad(one, argnums=(0, 1), has_aux=True), in_dims=(None, None, 0, 0))
+        (products, others), values = per_example(deltas, rest, inputs, draws)
+    sums = {name: gradient.square().sum(0) for name, gradient in others.items()}
+    for name, weight in matrices.items():
+        uses = {use: product.windows for use, product in layout.products.items() if use[0] == name}
+        left = torch.cat([_out_tokens(products[use], windows) for use, windows in uses.items()], dim=1)
+        right = torch.cat([_in_tokens(values[use], windows) for use, windows in uses.items()], dim=1)
+        sums[name] = _of_products(left, right, weight.flatten(1)).view_as(weight)
+    return {name: sums[name] for name in names}
+
+
+def _out_tokens(values: Tensor, windows: Windows) -> Tensor:
+    if windows:
+        values = values.movedim(2, -1)  # (N, 1, d_out, height, width) -> (N, 1, height, width, d_out)
+    return values.reshape(len(values), -1, values.shape[-1])  # (N, T, d_out)
+
+
+def _in_tokens(values: Tensor, windows: Windows) -> Tensor:
+    tokens = unfold(values.flatten(0, 1), **windows).mT if windows else values
+    return tokens.reshape(len(values), -1, tokens.shape[-1])  # (N, T, d_in)
+
+
+def _of_products(left: Tensor, right: Tensor, weight: Tensor) -> Tensor:
+    """sum_n (left_n^T right_n)^2, of the shape of the weight; left is (N, T, d_out), right is (N, T, d_in)."""
+    if left.shape[1] == 1:
+        return left[:, 0].square().t() @ right[:, 0].square()
+    total, product = torch.zeros_like(weight), torch.empty_like(weight)
+    for own_left, own_right in zip(left, right, strict=True):
+        torch.mm(own_left.t(), own_right, out=product)
+        total.addcmul_(product, product)
+    return total
