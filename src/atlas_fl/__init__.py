@@ -60,6 +60,15 @@ if TYPE_CHECKING:
     from atlas_fl.run import RunResult as RunResult
     from atlas_fl.run import resume as resume_run  # noqa: F401
     from atlas_fl.run import run as run_config  # noqa: F401
+    from atlas_fl.sparse.calibration import calibrate as calibrate_mask  # noqa: F401
+    from atlas_fl.sparse.fisher import Fisher as Fisher
+    from atlas_fl.sparse.fisher import fisher as fisher_scores  # noqa: F401
+    from atlas_fl.sparse.fisher import of_module as logits_of_module  # noqa: F401
+    from atlas_fl.sparse.masks import make_mask as make_mask
+    from atlas_fl.sparse.optimizer import SparseSGDM as SparseSGDM
+    from atlas_fl.sparse.vectors import apply as apply_vector  # noqa: F401
+    from atlas_fl.sparse.vectors import merge as merge_vectors  # noqa: F401
+    from atlas_fl.sparse.vectors import task_vector as task_vector
     from atlas_fl.sweep import grid as grid
     from atlas_fl.sweep import run_all as run_all
     from atlas_fl.sweep import seeds as seeds
@@ -80,6 +89,11 @@ _HOMES = {
     "report.compare": "ComparisonRow comparison_rows",
     "report.plots": "draw_all",
     "run": "RunResult resume_run run_config",
+    "sparse.calibration": "calibrate_mask",
+    "sparse.fisher": "Fisher fisher_scores logits_of_module",
+    "sparse.masks": "make_mask",
+    "sparse.optimizer": "SparseSGDM",
+    "sparse.vectors": "apply_vector merge_vectors task_vector",
     "sweep": "grid run_all seeds",
 }
 """The names above by the module that they come from."""
@@ -91,6 +105,11 @@ _ELSEWHERE = {
     "export_client": "export",
     "resume_run": "resume",
     "run_config": "run",
+    "calibrate_mask": "calibrate",
+    "fisher_scores": "fisher",
+    "logits_of_module": "of_module",
+    "apply_vector": "apply",
+    "merge_vectors": "merge",
 }
 """What they are called at home; here no name may be that of a submodule, which Python would put in its place."""
 

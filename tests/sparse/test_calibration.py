@@ -8,10 +8,10 @@ PARAMS = {"w": torch.tensor([4.0, 3.0, 2.0, 1.0]), "head": torch.tensor([5.0])}
 
 
 def test_two_rounds_by_hand() -> None:
-    """Half, then a quarter. The score of a weight is what the others weigh: w_j goes up when big ones are turned down.
+    """Half, then a quarter, of scores that the test makes up.
 
-    Round 1, all there: scores are -w = -4 -3 -2 -1; the lowest two, w_0 and w_1, stay. Round 2 sees 4, 3, .2, .1 and the
-    head as it was; the score is now w + head = 9 8 ..: the lowest of the two is w_1. A single pass keeps w_0.
+    Round 1, all there: -w = -4 -3 -2 -1; the lowest two, w_0 and w_1, stay. Round 2 sees 4 3 .2 .1 and the head as it
+    was; w + head is 9 8 there, and w_1 stays. A single pass keeps w_0.
     """
     seen = []
 

@@ -1,5 +1,7 @@
 """Against the closed form of softmax regression, worked out by hand, and against one backward pass an example."""
 
+from itertools import pairwise
+
 import numpy as np
 import pytest
 import torch
@@ -57,7 +59,14 @@ def test_labels_are_drawn_from_the_model() -> None:
 
 def test_a_uniform_number_settles_the_label_by_hand() -> None:
     logits = torch.tensor([0.25, 0.5, 0.25]).log()
-    assert [int(draw_label(logits, torch.tensor(u))) for u in (0.0, 0.2, 0.3, 0.7, 0.8, 0.9999999999)] == [0, 0, 1, 1, 2, 2]
+    assert [int(draw_label(logits, torch.tensor(u))) for u in (0.0, 0.2, 0.3, 0.7, 0.8, 0.9999999999)] == [
+        0,
+        0,
+        1,
+        1,
+        2,
+        2,
+    ]
 
 
 def test_true_labels_and_sampled_ones_differ_and_the_seed_matters() -> None:
@@ -86,7 +95,7 @@ def test_parts_of_the_data_add_up_to_the_whole() -> None:
     starts = np.cumsum([0, *sizes])
     parts = [
         fisher(softmax_regression, REGRESSION, names=["w", "b"], inputs=inputs[a:b], ids=range(a, b), seed=3)
-        for a, b in zip(starts, starts[1:])
+        for a, b in pairwise(starts)
     ]
     summed = total(parts)
     assert summed.examples == 23

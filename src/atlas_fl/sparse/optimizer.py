@@ -93,9 +93,9 @@ class SparseSGDM(torch.optim.Optimizer):
         return loss
 
     def _move(self, parameter: Tensor, group: Mapping[str, Any]) -> None:
-        lane = self._lane_of(parameter)
-        value, gradient = parameter, parameter.grad
+        lane, gradient = self._lane_of(parameter), parameter.grad
         assert gradient is not None
+        value: Tensor = parameter
         if lane.index is not None:
             value = parameter.view(-1).index_select(0, lane.index)
             gradient = gradient.reshape(-1).index_select(0, lane.index)
@@ -104,27 +104,51 @@ class SparseSGDM(torch.optim.Optimizer):
         if lane.bits is not None:
             gradient = gradient.clone() if gradient is parameter.grad else gradient
             gradient.view(lane.bits.dtype).bitwise_and_(lane.bits)
+            if parameter.is_contiguous():  # the fused kernel knows no strides
+                self._fused(parameter, gradient.contiguous(), group)
+                return
         if group["momentum"] != 0:
-            buffer = self._buffer(parameter, gradient, group)
+            buffer, first = self._buffer(parameter, gradient)
+            if first:
+                buffer.copy_(gradient)
+            else:
+                buffer.mul_(group["momentum"]).add_(gradient, alpha=1 - group["dampening"])
             gradient = gradient.add(buffer, alpha=group["momentum"]) if group["nesterov"] else buffer
         value.add_(gradient, alpha=-group["lr"])
         if lane.index is not None:
             parameter.view(-1).scatter_(0, lane.index, value)
+
+    def _fused(self, parameter: Tensor, gradient: Tensor, group: Mapping[str, Any]) -> None:
+        """The rest of a step in one pass, to make up for that of the bits: the kernel of torch.optim.SGD(fused=True)."""
+        buffer, first = self._buffer(parameter, gradient) if group["momentum"] != 0 else (None, False)
+        torch._fused_sgd_(
+            [parameter],
+            [gradient],
+            [] if buffer is None else [buffer],
+            weight_decay=0.0,
+            momentum=group["momentum"],
+            lr=group["lr"],
+            dampening=group["dampening"],
+            nesterov=group["nesterov"],
+            maximize=False,
+            is_first_step=first,
+        )
 
     def _lane_of(self, parameter: Tensor) -> _Lane:
         if parameter not in self._lanes:
             raise ModelError(f"a parameter of shape {tuple(parameter.shape)} has no mask; give one for each parameter")
         return self._lanes[parameter]
 
-    def _buffer(self, parameter: Tensor, gradient: Tensor, group: Mapping[str, Any]) -> Tensor:
-        """b after this step."""
-        buffer: Tensor | None = self.state[parameter].get(BUFFER)
-        if buffer is None:
-            self.state[parameter][BUFFER] = fresh = torch.clone(gradient).detach()
-            return fresh
+    def _buffer(self, parameter: Tensor, gradient: Tensor) -> tuple[Tensor, bool]:
+        """The buffer, and whether it is new and holds nothing yet."""
+        state = self.state[parameter]
+        first = BUFFER not in state
+        if first:
+            state[BUFFER] = torch.empty_like(gradient)
+        buffer: Tensor = state[BUFFER]
         if buffer.shape != gradient.shape:
             raise CheckpointError(
                 f"the momentum of {self._names[parameter]!r} has {buffer.numel()} values, its mask keeps "
                 f"{gradient.numel()}; load it with the mask that it was saved with"
             )
-        return buffer.mul_(group["momentum"]).add_(gradient, alpha=1 - group["dampening"])
+        return buffer, first

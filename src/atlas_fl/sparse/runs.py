@@ -43,7 +43,8 @@ def _to_digits(lengths: _Array) -> _Array:
     digits = (lengths[:, None] >> (7 * places[:used])) & 127  # (runs, digits)
     more = (lengths[:, None] >> (7 * (places[:used] + 1))) > 0
     needed = np.concatenate([np.ones((len(lengths), 1), bool), more[:, :-1]], axis=1)
-    return (digits | (more << 7)).astype(np.uint8)[needed]
+    payload: _Array = (digits | (more << 7)).astype(np.uint8)[needed]
+    return payload
 
 
 def _from_digits(payload: _Array) -> _Array:
