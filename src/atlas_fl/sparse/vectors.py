@@ -71,7 +71,7 @@ def _ties(vectors: Sequence[Params], keep: float) -> dict[str, Tensor]:
     merged = {}
     for name in vectors[0]:
         values = torch.stack([vector[name] * own[name] for vector, own in zip(vectors, kept, strict=True)])
-        agrees = (values.sign() == values.sum(0).sign()) & (values != 0)
+        agrees = values.sign() == values.sum(0).sign()
         count = agrees.sum(0)
         merged[name] = values.where(agrees, 0.0).sum(0) / count.clamp(min=1)
     return merged
