@@ -71,7 +71,7 @@ def fisher(
 
     Labels are drawn from the model by a stream of each example's own, `(seed, id)`; `ids` are 0, 1, ... unless given,
     so that parts of a data set get what the whole gets. The examples are computed in chunks that take about
-    `memory_bytes` beside the model and three times its size for sums. The chunks do not change the result but for rounding.
+    `memory_bytes` beside the model and three times its size for sums. Chunks change the rounding of the result, no more.
     `method="examples"` forms the gradient of every example: slow, and the reference.
 
     Raises:
@@ -105,7 +105,10 @@ def chunk_size(bytes_per_example: int, memory_bytes: int) -> int:
 
 
 def of_module(module: nn.Module, read: Callable[..., Tensor] = lambda output: output) -> Logits:
-    """The logits of a module as a function of its weights; `read` finds them in what the module returns."""
+    """The logits of a module as a function of its weights; `read` finds them in what it returns.
+
+    The module is to be in evaluation mode: dropout has no place in a sensitivity.
+    """
     return lambda params, inputs: read(functional_call(module, dict(params), (inputs,)))
 
 

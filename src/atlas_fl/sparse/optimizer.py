@@ -119,7 +119,7 @@ class SparseSGDM(torch.optim.Optimizer):
             parameter.view(-1).scatter_(0, lane.index, value)
 
     def _fused(self, parameter: Tensor, gradient: Tensor, group: Mapping[str, Any]) -> None:
-        """The rest of a step in one pass, to make up for that of the bits: the kernel of torch.optim.SGD(fused=True)."""
+        """The rest of a step in one pass, as in torch.optim.SGD(fused=True), to make up for that of the bits."""
         buffer, first = self._buffer(parameter, gradient) if group["momentum"] != 0 else (None, False)
         torch._fused_sgd_(
             [parameter],
