@@ -17,7 +17,7 @@ import pytest
 import tyro
 
 import atlas_fl
-from atlas_fl.cli import audit, catalogue, certs, export, fetch, join, place, report, run, serve, sweep
+from atlas_fl.cli import audit, catalogue, certs, export, fetch, join, leakage, place, report, run, serve, sweep
 from atlas_fl.cli.commands import COMMANDS
 from atlas_fl.cli.parse import known_flags, parse
 from atlas_fl.cli.settings import base_config
@@ -43,6 +43,7 @@ PROMISED = [
 OPTIONS: dict[str, type[Any]] = {
     "run": run.RunOptions,
     "plan": run.PlanOptions,
+    "leakage": leakage.LeakageOptions,
     "resume": run.ResumeOptions,
     "audit": audit.AuditOptions,
     "place": place.PlaceOptions,

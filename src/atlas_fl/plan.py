@@ -53,6 +53,8 @@ class Plan:
     """`effective_neighbours` of each client."""
     data: tuple[Mapping[str, Any], ...] = ()
     """Of each client: examples per split, labels, and how far its mix of labels is from its task's."""
+    leakage: tuple[Mapping[str, Any], ...] = ()
+    """With `--leakage`, what every cut gives away of the tasks with a cut client (`phases.CutLeakage`)."""
     notes: tuple[str, ...] = ()
 
     def federation(self) -> Federation:
@@ -79,6 +81,7 @@ class Plan:
             "warmup": dict(self.warmup),
             "graph": dict(self.graph),
             "data": [dict(row) for row in self.data],
+            "leakage": [dict(row) for row in self.leakage],
             "notes": list(self.notes),
         }
 
@@ -99,5 +102,5 @@ def _from_json(data: Mapping[str, Any]) -> Plan:
         raise CheckpointError(f"the plan lacks {missing[0]!r}; it was not written by this version, run again")
     clients = tuple(ClientPlan(**{**entry, "ranks": tuple(entry["ranks"])}) for entry in data["clients"])
     arrays = {name: np.array(data[name], dtype=np.float64) for name in ("adjacency", "importance")}
-    tuples = {name: tuple(data[name]) for name in ("notes", "data")}
+    tuples = {name: tuple(data[name]) for name in ("notes", "data", "leakage")}
     return Plan(**{**data, **arrays, **tuples, "clients": clients})

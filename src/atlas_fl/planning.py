@@ -1,7 +1,8 @@
 """Making a plan: phases 1 and 2 and the graph of phase 4, before anything is trained federally."""
 
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
 
 import numpy as np
 
@@ -15,7 +16,19 @@ from atlas_fl.mixing.graph import effective_neighbours
 from atlas_fl.mixing.matrices import eta_warnings
 from atlas_fl.mixing.mix import realign
 from atlas_fl.options import cut_of, strategy_of
-from atlas_fl.phases import Fitted, Identified, check_budgets, connect, fit_ranks, identify, measure_layers, warm_start
+from atlas_fl.phases import (
+    CutLeakage,
+    Fitted,
+    Identified,
+    check_budgets,
+    connect,
+    every_cut,
+    fit_ranks,
+    identify,
+    leakage_of,
+    measure_layers,
+    warm_start,
+)
 from atlas_fl.plan import ClientPlan, Plan
 from atlas_fl.split.model import on_client
 from atlas_fl.split.step import Cut
@@ -43,6 +56,20 @@ def make_plan(config: Config, *, on_event: OnEvent = ignore) -> Plan:
     return plan_for(assembly, local_engine(assembly, on_event), on_event=on_event).plan
 
 
+def measure_leakage(
+    config: Config, *, cuts: Sequence[int] | None = None, on_event: OnEvent = ignore
+) -> tuple[CutLeakage, ...]:
+    """What these cuts of the config's model, or all of them, give away of every task's texts over its wire.
+
+    Nothing is trained. Raises `ConfigError` for a cut that the model does not have.
+    """
+    on_event(PhaseStarted("loading"))
+    assembly = assemble(config)
+    on_event(PhaseStarted("leakage"))
+    blocks = every_cut(assembly) if cuts is None else cuts
+    return leakage_of(assembly, {client.task.name: blocks for client in assembly.clients})
+
+
 def local_engine(assembly: Assembly, on_event: OnEvent) -> LocalEngine:
     """The engine that holds every client in this process and tells its progress."""
     return LocalEngine(
@@ -61,8 +88,9 @@ def plan_for(assembly: Assembly, engine: Engine, *, on_event: OnEvent = ignore) 
     layers = measure_layers(assembly, engine, found)
     fitted = fit_ranks(assembly, found, layers, communicates=strategy.communicates)
     graph = connect(assembly, engine, found)
+    clients = _client_plans(assembly, found, fitted)
     plan = Plan(
-        clients=_client_plans(assembly, found, fitted),
+        clients=clients,
         adjacency=graph.adjacency,
         importance=layers,
         layer_of=assembly.layer_of,
@@ -71,6 +99,7 @@ def plan_for(assembly: Assembly, engine: Engine, *, on_event: OnEvent = ignore) 
         warmup=found.warmup,
         graph={"effective_neighbours": effective_neighbours(graph.adjacency).tolist()},
         data=label_statistics(assembly.clients),
+        leakage=_leakage(assembly, clients, on_event) if config.split.leakage else (),
         notes=(*found.notes, *fitted.notes, *graph.warnings),
     )
     if strategy.eta(1) > 0:
@@ -96,6 +125,13 @@ def _client_plans(assembly: Assembly, found: Identified, fitted: Fitted) -> tupl
             assembly.clients, assembly.devices, found.labels, fitted.by_client, strict=True
         )
     )
+
+
+def _leakage(assembly: Assembly, clients: Sequence[ClientPlan], on_event: OnEvent) -> tuple[dict[str, Any], ...]:
+    """Every cut of the tasks of which a client is cut, so that those that were taken stand beside the others."""
+    on_event(PhaseStarted("leakage"))
+    tasks = dict.fromkeys(client.task for client in clients if client.cut is not None)
+    return tuple(asdict(found) for found in leakage_of(assembly, {task: every_cut(assembly) for task in tasks}))
 
 
 def regraphed(

@@ -53,7 +53,7 @@ def test_the_version_is_that_of_the_package(atlas: Atlas) -> None:
 def test_an_unknown_command_has_its_nearest(atlas: Atlas) -> None:
     said = atlas("rnu")
     assert said.code == 2
-    assert said.err.startswith("atlas: unknown command 'rnu'; did you mean 'run'? known: run, plan, resume,")
+    assert said.err.startswith("atlas: unknown command 'rnu'; did you mean 'run'? known: run, plan, leakage,")
 
 
 def test_a_mistake_is_one_line_and_exits_with_2(atlas: Atlas, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -36,7 +36,7 @@ def random_line(draw: random.Random) -> list[str]:
     command = draw.choice([*COMMANDS, "run", "run", "sweep", "compare"])
     # whatever is understood must have nothing to do: no run of this name, no task of this name
     words = {"run": ["--tasks", "nothing"], "sweep": ["--tasks", "nothing"], "compare": ["--tasks", "nothing"]}
-    line = [command, *(words.get(command) or (["--tasks", "nothing"] if command == "plan" else []))]
+    line = [command, *(words.get(command) or (["--tasks", "nothing"] if command in ("plan", "leakage") else []))]
     for _ in range(draw.randrange(5)):
         flag = draw.choice([setting.flag for setting in settings().values() if setting.name != "tasks"])
         if draw.random() < 0.2:

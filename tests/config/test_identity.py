@@ -13,6 +13,7 @@ CHANGED = {
     "keep_checkpoints": "9",
     "checkpoint_every": "3",
     "audit": "true",
+    "leakage": "true",
 }
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 from importlib.metadata import version
 
-from atlas_fl.cli import audit, catalogue, certs, export, fetch, join, place, report, run, serve, sweep
+from atlas_fl.cli import audit, catalogue, certs, export, fetch, join, leakage, place, report, run, serve, sweep
 from atlas_fl.errors import AtlasError, ConfigError
 
 FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO})
@@ -28,6 +28,7 @@ class Command:
 COMMANDS: Mapping[str, Command] = {
     "run": Command(run.run, "train a federation and leave a run folder"),
     "plan": Command(run.plan, "clusters, ranks, bytes, memory and seconds, before anything is trained"),
+    "leakage": Command(leakage.leakage, "what a cut at each block would give away of the clients' texts"),
     "resume": Command(run.resume, "go on with a run that was stopped"),
     "audit": Command(audit.audit, "recompute every round of a run and compare; exits with 1 on a mismatch"),
     "place": Command(place.place, "the cluster of a newcomer, beside those of a run"),

@@ -9,7 +9,7 @@ import tyro
 
 from atlas_fl.cli.live import show, show_progress
 from atlas_fl.cli.parse import parse
-from atlas_fl.cli.settings import base_config
+from atlas_fl.cli.settings import base_config, check_target
 from atlas_fl.cli.words import split
 from atlas_fl.config import Config, run_folder, validate
 from atlas_fl.errors import ConfigError
@@ -77,8 +77,7 @@ def plan(words: Sequence[str]) -> int:
     groups = split(words)
     options = parse(PlanOptions(settings=base_config(groups)), groups, command="atlas plan")
     config = validate(options.settings)
-    if options.to is not None and (Path(options.to).is_dir() or not Path(options.to).parent.is_dir()):
-        raise ConfigError(f"--to is {options.to}; allowed: a file in a folder that exists; name one such as plan.json")
+    check_target(options.to, example="plan.json")
 
     from atlas_fl.io.results import write_json
     from atlas_fl.planning import make_plan

@@ -1,6 +1,7 @@
-"""Where the settings of a command come from: a recipe, over it a file, over both the flags."""
+"""Where the settings of a command come from: a recipe, over it a file, over both the flags; and where it may write."""
 
 from collections.abc import Sequence
+from pathlib import Path
 
 from atlas_fl.cli.words import Words, last_value
 from atlas_fl.config import Config, load_config
@@ -30,3 +31,9 @@ def base_config(groups: Sequence[Words]) -> Config:
             "or take preset out of the file"
         )
     return load_config(file, base=find_preset(named or written or DEFAULT_PRESET))
+
+
+def check_target(to: str | None, *, example: str) -> None:
+    """Nothing where `--to` is not given, or is a file in a folder that is there; else raises `ConfigError`."""
+    if to is not None and (Path(to).is_dir() or not Path(to).parent.is_dir()):
+        raise ConfigError(f"--to is {to}; allowed: a file in a folder that exists; name one such as {example}")

@@ -28,6 +28,8 @@ class SplitConfig:
     """Gaussian noise on what leaves a cut client, in root mean squares of each token."""
     head: Literal["client", "server"] = "server"
     """Where the head of a cut model is; at the client the labels stay there too."""
+    leakage: bool = False
+    """Measure what the cuts give away of the clients' texts, for the plan (`atlas leakage` does so without a run)."""
 
 
 def cuts_by_name(text: str) -> Mapping[str, str]:

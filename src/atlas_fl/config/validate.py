@@ -5,7 +5,7 @@ from atlas_fl.config.groups import Config, DataConfig, MixingConfig, RanksConfig
 from atlas_fl.config.kinds import describe, mistake, read, whole_number
 from atlas_fl.config.names import check_names
 from atlas_fl.config.ranges import check_ranges
-from atlas_fl.config.splitting import AUTO, cuts_by_name
+from atlas_fl.config.splitting import AUTO, NONE, SplitConfig, cuts_by_name
 from atlas_fl.errors import ConfigError
 
 
@@ -20,7 +20,7 @@ def validate(config: Config) -> Config:
     _check_data(config.data)
     _check_clusters(config)
     _check_ranks(config.ranks)
-    cuts_by_name(config.split.split)
+    _check_split(config.split)
     _check_mixing(config.mixing)
     _check_run(config.run)
     _check_precision(config)
@@ -84,6 +84,14 @@ def _check_ranks(ranks: RanksConfig) -> None:
         raise ConfigError(
             f"--alpha-base, --alpha-act and --alpha-opt add up to {total:g}; allowed: below 1, or nothing is left "
             "for the adapters; lower one of them"
+        )
+
+
+def _check_split(split: SplitConfig) -> None:
+    if set(cuts_by_name(split.split).values()) == {NONE} and split.leakage:
+        raise ConfigError(
+            f"--leakage tells what the cuts give away, and --split {split.split} makes none; choose cuts, or see"
+            " `atlas leakage` for every one that there could be"
         )
 
 

@@ -8,6 +8,7 @@
     bytes      up, down, total; by kind, round and client; against sending the whole model in every round
     seconds    by phase and in sum, by round
     memory, versions, events (refused updates), clustering
+    leakage    with `--leakage`: what the cuts that were taken give away, by task
 
 "Spread within a task" is what personalisation can be judged by; the spread over tasks is the tasks' own difficulty.
 """
@@ -56,6 +57,7 @@ def summarise(
         "tasks": {task: group_scores(members) for task, members in by_task(found).items()},
         "clients": _clients(found, sent, plan, utilisation(plan, metrics, round_seconds or {})),
         "clustering": _clustering(plan),
+        **_leakage(plan),
         "bytes": _bytes(sent) | _reduction(sent, metrics, full_model_bytes),
         "seconds": _seconds(phase_seconds, round_seconds or {}),
         "memory": dict(memory),
@@ -92,6 +94,12 @@ def _clustering(plan: Mapping[str, Any]) -> dict[str, Any]:
     clustering = plan.get("clustering") or {}
     kept = ("method", "labels", "agreement", "structure", "explained_variance", "warnings")
     return {key: clustering[key] for key in kept if clustering.get(key) is not None}
+
+
+def _leakage(plan: Mapping[str, Any]) -> dict[str, Any]:
+    taken = {(client["task"], client.get("cut")) for client in plan.get("clients", ()) if "task" in client}
+    rows = [dict(row) for row in plan.get("leakage") or () if (row["task"], row["blocks"]) in taken]
+    return {"leakage": rows} if rows else {}
 
 
 def _bytes(sent: Totals) -> dict[str, Any]:

@@ -1,12 +1,12 @@
-"""The tables of a plan whose models are cut: where and why, what crosses, and what both sides take."""
+"""The tables of a plan whose models are cut: where and why, what crosses, what both sides take, what it gives away."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from rich.markup import escape
 from rich.table import Table
 
-from atlas_fl.report.words import EMPTY, add_columns, human_bytes, new_table, seconds
+from atlas_fl.report.words import EMPTY, add_columns, human_bytes, new_table, percent, seconds
 
 KINDS = {"activations": ("activation",), "gradients": ("gradient",), "labels, norms": ("label", "control")}
 """The columns of `crossing_table` and the kinds of messages that they sum."""
@@ -18,6 +18,9 @@ def cut_tables(plan: Mapping[str, Any]) -> list[Table]:
     found = [reason_table(plan)] if any(client.get("split") for client in clients) else []
     if any(client.get("cut") is not None for client in clients):
         found += [crossing_table(plan), sides_table(plan)]
+    if plan.get("leakage"):
+        taken = {(client["task"], client.get("cut")) for client in clients}
+        found.append(leakage_table(plan["leakage"], taken=taken))
     return found
 
 
@@ -59,4 +62,19 @@ def sides_table(plan: Mapping[str, Any]) -> Table:
         sizes = [client["predicted"]["memory_bytes"], frozen, sum(memory.values()) - frozen]
         table.add_row(escape(client["name"]), *map(seconds, taken), *map(human_bytes, sizes))
     table.caption = "server: the frozen weights are there once for all clients, the rest for each"
+    return table
+
+
+def leakage_table(rows: Sequence[Mapping[str, Any]], *, taken: Collection[tuple[str, int | None]] = ()) -> Table:
+    """One row a task and cut: dFIL, and the tokens that the probe reads; an arrow marks the cuts that were `taken`."""
+    table = new_table("What a cut gives away")
+    add_columns(table, ["", "task"], ["blocks on\nthe client", "dFIL", "tokens\nread", "commonest\ntoken", "of"])
+    for row in rows:
+        shares = [percent(row[name]) for name in ("read", "commonest")]
+        mark = ">" if (row["task"], row["blocks"]) in taken else ""
+        table.add_row(mark, escape(row["task"]), str(row["blocks"]), f"{row['dfil']:.3g}", *shares, str(row["unseen"]))
+    table.caption = (
+        "read: by a linear probe that knows other texts of the\ntask; of: tokens of texts that it does not know;\n"
+        "commonest: what always guessing that token reads"
+    )
     return table

@@ -6,7 +6,7 @@ from pathlib import Path
 from matplotlib.figure import Figure
 
 from atlas_fl.io.folder import find_run
-from atlas_fl.report import convergence, graph, ranks, scatter, scores, traffic
+from atlas_fl.report import convergence, graph, leakage, ranks, scatter, scores, traffic
 from atlas_fl.report.record import Record, read_record
 from atlas_fl.report.style import save_figure
 
@@ -20,15 +20,20 @@ FIGURES: dict[str, Callable[[Record], Figure]] = {
 }
 """A figure by the name of its file."""
 
+MEASURED: dict[str, Callable[[Record], Figure]] = {"leakage": leakage.draw}
+"""Figures of what only some runs measure, by the name of their file and of that part of the plan."""
+
 
 def draw_all(run_dir: Path | str) -> list[Path]:
     """Draw every figure of a run into its `figures/` folder, PNG at 300 DPI, and return the paths.
 
-    A run that lacks what a figure shows gets the figure with a sentence that says so.
+    A run that lacks what one of `FIGURES` shows gets the figure with a sentence that says so; those of `MEASURED` are
+    drawn where there is something to show.
 
     Raises:
         CheckpointError: this is no run folder, or a file in it is damaged.
     """
     folder = find_run(run_dir)
     record = read_record(folder.path)
-    return [save_figure(draw(record), folder.figures / f"{name}.png") for name, draw in FIGURES.items()]
+    figures = FIGURES | {name: draw for name, draw in MEASURED.items() if record.plan.get(name)}
+    return [save_figure(draw(record), folder.figures / f"{name}.png") for name, draw in figures.items()]

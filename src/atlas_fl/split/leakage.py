@@ -19,6 +19,9 @@ from atlas_fl.models.blocks import through
 from atlas_fl.models.packing import Layout
 from atlas_fl.rng import torch_generator
 
+MOST_PRODUCTS = 1 << 24
+"""Products of rows and token embeddings that are held at once."""
+
 
 def fisher_leakage(
     backbone: Backbone, embedded: Tensor, layout: Layout, *, blocks: int, seed: int, draws: int = 4
@@ -53,4 +56,6 @@ def token_probe(known: Tensor, tokens: Tensor, unseen: Tensor, *, embeddings: Te
     weights = torch.linalg.solve(gram, rows.T @ wanted).float()
     guessed = torch.nn.functional.normalize((unseen - centre) @ weights, dim=-1)
     directions = torch.nn.functional.normalize(embeddings - middle, dim=-1)
-    return (guessed @ directions.T).argmax(-1)
+    # Tokens times vocabulary would be larger than the model.
+    at_once = max(1, MOST_PRODUCTS // len(directions))
+    return torch.cat([(few @ directions.T).argmax(-1) for few in torch.split(guessed, at_once)])

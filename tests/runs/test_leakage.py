@@ -1,0 +1,149 @@
+"""What cuts give away, through the public function, the command and a run that was asked to tell it."""
+
+import dataclasses
+import io
+import json
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from rich.console import Console
+from sklearn.linear_model import Ridge
+from transformers import AutoModel
+
+from atlas_fl.assemble import Assembly, assemble
+from atlas_fl.cli import main
+from atlas_fl.config import Config, config_hash
+from atlas_fl.errors import ConfigError, DataError
+from atlas_fl.io.results import read_json
+from atlas_fl.models.tokens import Encoded
+from atlas_fl.phases import leakage_of
+from atlas_fl.planning import make_plan, measure_leakage
+from atlas_fl.report.plan_tables import plan_tables
+from atlas_fl.report.plots import draw_all
+from atlas_fl.run import run
+from tests.runs.reading import same_tensors, state
+
+Make = Callable[..., Config]
+MARKS = (101, 102)  # [CLS] and [SEP] of the embedded tokenizer
+
+
+def texts(assembly: Assembly, task: str, split: str) -> list[list[int]]:
+    found: list[list[int]] = []
+    for client in assembly.clients:
+        if client.task.name == task:
+            own: Encoded = assembly.site.data[client.name].splits[split]  # type: ignore[index]
+            found += [part.tolist() for part in np.split(own.ids, own.offsets[1:-1])]
+    return found
+
+
+def rows_of(assembly: Assembly, ids: list[list[int]], blocks: int) -> tuple[np.ndarray, np.ndarray]:
+    """The stock model's hidden states after these blocks, one text at a time, and the tokens; the marks left out."""
+    model = AutoModel.from_pretrained(assembly.config.model.model, local_files_only=True).eval()
+    rows, tokens = [], []
+    for text in ids:
+        with torch.no_grad():
+            states = model(torch.tensor([text]), output_hidden_states=True).hidden_states[blocks][0]
+        kept = [place for place, token in enumerate(text) if token not in MARKS]
+        rows.append(states[kept].numpy())
+        tokens += [text[place] for place in kept]
+    return np.concatenate(rows), np.array(tokens)
+
+
+def test_the_shares_are_those_of_scikit_learn_on_the_stock_models_states(config: Make) -> None:
+    assembly = assemble(config())
+    for found in leakage_of(assembly, {"movie": [0, 2]}):
+        known, tokens = rows_of(assembly, texts(assembly, "movie", "train"), found.blocks)
+        unseen, wanted = rows_of(assembly, texts(assembly, "movie", "test"), found.blocks)
+        assert (found.known, found.unseen) == (len(tokens), len(wanted))
+        table = assembly.site.backbone.model.get_input_embeddings().weight.detach().numpy()
+        alpha = 1e-3 * np.square(known - known.mean(0)).mean() * len(known)
+        probe = Ridge(alpha=alpha, fit_intercept=False)
+        probe.fit(known - known.mean(0), table[tokens] - table.mean(0))
+        directions = table - table.mean(0)
+        directions /= np.linalg.norm(directions, axis=1, keepdims=True)
+        guessed = ((unseen - known.mean(0)) @ probe.coef_.T @ directions.T).argmax(1)
+        assert found.read == pytest.approx((guessed == wanted).mean(), abs=2 / len(wanted))
+        commonest = Counter(sorted(tokens.tolist())).most_common(1)[0][0]
+        assert found.commonest == pytest.approx((wanted == commonest).mean())
+
+
+def test_noise_hides_tokens_and_changes_no_dfil(config: Make) -> None:
+    plain, noisy = (measure_leakage(config(wire_noise=noise), cuts=[0, 2]) for noise in (0.0, 4.0))
+    assert [row.dfil for row in plain] == [row.dfil for row in noisy]
+    assert plain[0].dfil == 1.0
+    for before, after in zip(plain, noisy, strict=True):
+        assert after.read < before.read - 0.2
+
+
+def test_every_task_has_every_cut_and_nothing_depends_on_how_texts_are_packed(config: Make) -> None:
+    assembly = assemble(config(wire="int8", wire_noise=0.5))
+    wanted = {"movie": range(3), "trec": range(3)}
+    found = leakage_of(assembly, wanted)
+    assert [(row.task, row.blocks) for row in found] == [(task, cut) for task in wanted for cut in range(3)]
+    small = dataclasses.replace(assembly, site=dataclasses.replace(assembly.site, max_tokens=100))
+    for first, second in zip(found, leakage_of(small, wanted), strict=True):
+        assert dataclasses.asdict(second) == pytest.approx(dataclasses.asdict(first), abs=0.02)
+
+
+def test_a_task_of_marks_alone_is_refused(config: Make) -> None:
+    assembly = assemble(config())
+    data = dict(assembly.site.data)
+    for name, own in data.items():
+        marks = {split: np.full_like(part.ids, MARKS[0]) for split, part in own.splits.items()}
+        splits = {split: dataclasses.replace(part, ids=marks[split]) for split, part in own.splits.items()}
+        data[name] = dataclasses.replace(own, splits=splits)
+    empty = dataclasses.replace(assembly, site=dataclasses.replace(assembly.site, data=data))
+    with pytest.raises(DataError, match="the train texts of task 'movie' hold no token to be read"):
+        leakage_of(empty, {"movie": [0]})
+
+
+@pytest.mark.parametrize("cut", [-1, 3])
+def test_a_cut_that_the_model_does_not_have_is_told_in_a_line(config: Make, cut: int) -> None:
+    with pytest.raises(ConfigError, match=f"--cuts has {cut}, and .* has 3 blocks .* allowed: 0 to 2$"):
+        measure_leakage(config(), cuts=[cut])
+
+
+def test_a_run_that_is_asked_tells_what_its_cuts_give_away_and_trains_the_same(config: Make) -> None:
+    settings = {"split": "movie=1"}
+    quiet, told = run(config(name="quiet", **settings)), run(config(name="told", leakage=True, **settings))
+    assert same_tensors(state(quiet.folder), state(told.folder))
+    assert config_hash(config(**settings)) == config_hash(config(leakage=True, **settings))
+    plan = read_json(told.folder / "plan.json")
+    expected = [dataclasses.asdict(row) for row in measure_leakage(config(**settings)) if row.task == "movie"]
+    assert plan["leakage"] == expected
+    assert read_json(quiet.folder / "plan.json")["leakage"] == []
+    assert told.summary["leakage"] == [row for row in expected if row["blocks"] == 1]
+    assert "leakage" not in quiet.summary
+    assert {path.name for path in draw_all(told.folder)} - {path.name for path in draw_all(quiet.folder)} == {
+        "leakage.png"
+    }
+    shown = io.StringIO()
+    Console(width=80, file=shown).print(plan_tables(plan)[-1])
+    marked = [line.split() for line in shown.getvalue().splitlines() if "movie" in line]
+    assert [(line[0] == ">", line[-5]) for line in marked] == [(False, "0"), (True, "1"), (False, "2")]
+
+
+def test_leakage_without_a_cut_is_refused_in_a_line(config: Make) -> None:
+    with pytest.raises(ConfigError, match="--leakage tells what the cuts give away, and --split none makes none"):
+        run(config(leakage=True))
+    assert make_plan(config(leakage=True, split="auto")).leakage == ()
+
+
+def test_the_command_prints_and_writes_what_the_function_returns(
+    config: Make, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from atlas_fl.config import to_toml
+
+    monkeypatch.setenv("COLUMNS", "80")
+    (tmp_path / "own.toml").write_text(to_toml(config()))
+    words = ["leakage", "--config", str(tmp_path / "own.toml"), "--cuts", "1", "--to", str(tmp_path / "leakage.json")]
+    assert main(words) == 0
+    expected = [dataclasses.asdict(row) for row in measure_leakage(config(), cuts=[1])]
+    assert json.loads((tmp_path / "leakage.json").read_text()) == expected
+    lines = capsys.readouterr().out.splitlines()
+    assert max(map(len, lines)) <= 80
+    assert [line.split()[0] for line in lines if line.split()[1:2] == ["1"]] == ["movie", "trec"]
