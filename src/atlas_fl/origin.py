@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from atlas_fl.config import Config, differences, identity
+from atlas_fl.config.identity import LATER
 from atlas_fl.errors import CheckpointError
 from atlas_fl.io.results import from_json, to_json
 from atlas_fl.tasks.clients import ClientData
@@ -23,11 +24,13 @@ def check_origin(begun: Mapping[str, Any], now: Mapping[str, Any], *, folder: Pa
     Raises:
         CheckpointError: a setting or a client's rows are others; the message names the first.
     """
-    for name, old in begun["settings"].items():
-        if now["settings"].get(name) != old:
+    # A setting of `LATER` is not among those of a run that was begun with its default.
+    for name in [*begun["settings"], *sorted(LATER & now["settings"].keys())]:
+        old, new = begun["settings"].get(name), now["settings"].get(name)
+        if new != old:
             raise CheckpointError(
-                f"run {folder} was begun with {name} = {old!r}, and its config.toml now says"
-                f" {now['settings'].get(name)!r}; restore the file, or begin another run"
+                f"run {folder} was begun with {name} = {old!r}, and its config.toml now says {new!r}; restore the file,"
+                " or begin another run"
             )
     for name, digest in begun["data"].items():
         if now["data"].get(name) != digest:

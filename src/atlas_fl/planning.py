@@ -12,6 +12,7 @@ from atlas_fl.config import Config
 from atlas_fl.engines.base import Engine
 from atlas_fl.engines.local import LocalEngine
 from atlas_fl.events import Note, OnEvent, PhaseStarted, Progress, ignore
+from atlas_fl.hosting import with_hosts
 from atlas_fl.mixing.graph import effective_neighbours
 from atlas_fl.mixing.matrices import eta_warnings
 from atlas_fl.mixing.mix import realign
@@ -88,7 +89,7 @@ def plan_for(assembly: Assembly, engine: Engine, *, on_event: OnEvent = ignore) 
     layers = measure_layers(assembly, engine, found)
     fitted = fit_ranks(assembly, found, layers, communicates=strategy.communicates)
     graph = connect(assembly, engine, found)
-    clients = _client_plans(assembly, found, fitted)
+    clients = with_hosts(assembly, _client_plans(assembly, found, fitted))
     plan = Plan(
         clients=clients,
         adjacency=graph.adjacency,
@@ -157,7 +158,7 @@ def regraphed(
     )
     plan = replace(
         plan,
-        clients=clients,
+        clients=with_hosts(assembly, clients),
         adjacency=graph.adjacency,
         clustering=found.report,
         graph={"effective_neighbours": effective_neighbours(graph.adjacency).tolist()},

@@ -90,6 +90,7 @@ class Recorder:
         ]
         rows += [{"round": record.round, "client": name, "event": "missing"} for name in record.missing]
         rows += [{"round": record.round, "client": name, "event": "kept own model"} for name in record.kept]
+        rows += _hosting_rows(record)
         if record.diversity is not None:
             lost = {"discarded": dict(record.discarded)}
             rows.append({"round": record.round, "event": "mixed", **asdict(record.diversity), **lost})
@@ -164,6 +165,16 @@ def models_of(found: checkpoint.Checkpoint, names: Sequence[str]) -> tuple[ByCli
     # A file holds its tensors sorted by name; packs follow the order of the clients, and so do their last bits.
     memory = {name: memory[name] for name in names}
     return memory, {name: apart.get(name, memory[name]) for name in names}
+
+
+def _hosting_rows(record: RoundRecord) -> list[dict[str, Any]]:
+    """Who computed the upper part of whose model, and why; nothing where the server did so for everyone."""
+    return [
+        {"round": record.round, "client": name, "event": "hosted", "work": work, "host": own.host or "server"}
+        | {"reason": own.reason}
+        for work, pairs in (("training", record.hosting.training), ("evaluation", record.hosting.evaluation))
+        for name, own in pairs.items()
+    ]
 
 
 def plan_messages(planned: Planned, *, round: int = 0) -> list[LedgerRow]:

@@ -90,6 +90,7 @@ def across_machines(service: Service) -> Callable[[Config, OnEvent], AbstractCon
 def check_served(config: Config, service: Service) -> None:
     """Nothing where this config means the same across machines; raises `ConfigError` where it does not."""
     mixing = config.mixing
+    _check_simulated(config)
     if not strategy_of(config).communicates:
         raise ConfigError(
             f"--strategy {mixing.strategy} sends nothing, so there is nothing to serve; use `atlas run` at every site"
@@ -113,6 +114,19 @@ def check_served(config: Config, service: Service) -> None:
         raise ConfigError("--min-clients is at least 0, --wait and --deadline are above 0 seconds")
     if not 0 <= service.port <= 65535:
         raise ConfigError(f"--port is {service.port}; allowed: 1 to 65535, or 0 for a free one")
+
+
+def _check_simulated(config: Config) -> None:
+    if config.split.topology != "server":
+        raise ConfigError(
+            f"--topology {config.split.topology} is there in simulation alone, and across machines only the server"
+            " computes for others; leave it out, or simulate it with `atlas run`"
+        )
+    if config.split.leakage:
+        raise ConfigError(
+            "--leakage reads the clients' texts, and across machines these stay at their sites; leave it out, and use"
+            " `atlas leakage` where the texts are"
+        )
 
 
 def identity_of(config: Config) -> Identity:

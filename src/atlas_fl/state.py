@@ -2,9 +2,10 @@
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from atlas_fl.clients.base import Update
+from atlas_fl.hosting import Hosting
 from atlas_fl.io.ledger import Direction, Kind, LedgerRow, payload_bytes
 from atlas_fl.mixing.diversity import Diversity
 from atlas_fl.split.step import Crossed
@@ -51,18 +52,42 @@ class RoundRecord:
     discarded: Mapping[str, float] = field(default_factory=dict)
     """By client, the share of its mixed update's squared norm that its ranks could not hold."""
     crossed: Mapping[str, Crossed] = field(default_factory=dict)
-    """By client with a cut, the bytes of all messages through it: of training and of evaluation, refused or not."""
+    """By client with a cut, the bytes of all messages through it in training, refused or not."""
+    evaluated: Mapping[str, Crossed] = field(default_factory=dict)
+    """The same in evaluation."""
+    hosting: Hosting = field(default_factory=Hosting)
+    """Who computed the upper parts of cut models, where that was not the server."""
     held: Mapping[str, frozenset[str]] = field(default_factory=dict)
     """By client with a cut, the names of the tensors that are on it; the others never leave the server."""
 
     def messages(self, share: tuple[str, ...]) -> list[LedgerRow]:
-        """Every message of the round: late models down, updates up, mixed models down; all of a cut's as one a kind."""
-        return [*self._crossings(), *(self._models(share) if self.communicates else ())]
+        """Every message of the round: late models down, updates up, mixed models down; all of a cut's as one a kind.
+
+        A host gets its guests' upper parts before they train and again before they are evaluated, and returns them.
+        """
+        return [*self._crossings(), *self._hosted(), *(self._models(share) if self.communicates else ())]
 
     def _crossings(self) -> Iterator[LedgerRow]:
-        for name, sizes in self.crossed.items():
-            for (kind, direction), size in sizes.items():
-                yield LedgerRow(round=self.round, client=name, direction=direction, kind=kind, bytes=size)
+        sums: dict[str, Counter[tuple[Kind, Direction, str]]] = {}
+        both = ((self.crossed, self.hosting.training), (self.evaluated, self.hosting.evaluation))
+        for crossed, pairs in both:
+            for name, sizes in crossed.items():
+                peer = (pairs[name].host if name in pairs else None) or ""
+                sums.setdefault(name, Counter()).update({(*way, peer): size for way, size in sizes.items()})
+        for name, sized in sums.items():
+            for (kind, direction, peer), size in sized.items():
+                yield LedgerRow(round=self.round, client=name, direction=direction, kind=kind, bytes=size, peer=peer)
+
+    def _hosted(self) -> Iterator[LedgerRow]:
+        ways: tuple[Direction, ...] = ("down", "up")
+        for pairs, models, directions in (
+            (self.hosting.training, self.sent, ways),
+            (self.hosting.evaluation, self.start, ways[:1]),
+        ):
+            for name, own in pairs.items():
+                upper = {key: tensor for key, tensor in models[name].items() if key not in self.held[name]}
+                for direction in directions if own.host else ():
+                    yield from (replace(row, guest=name) for row in self._parts(str(own.host), direction, upper))
 
     def _models(self, share: tuple[str, ...]) -> list[LedgerRow]:
         present = [name for name in self.sampled if name not in self.missing]
@@ -87,6 +112,10 @@ class RoundRecord:
     def _rows(self, name: str, direction: Direction, model: Params, share: tuple[str, ...]) -> list[LedgerRow]:
         held = self.held.get(name, model.keys())
         sent = {key: tensor for key, tensor in shared_part(model, share).items() if key in held}
+        return self._parts(name, direction, sent)
+
+    def _parts(self, name: str, direction: Direction, sent: Params) -> list[LedgerRow]:
+        """A row for the adapters and one for the head, where there is anything of them."""
         parts: dict[Kind, Params] = {
             "adapter": {key: tensor for key, tensor in sent.items() if not key.startswith(HEAD)},
             "head": {key: tensor for key, tensor in sent.items() if key.startswith(HEAD)},

@@ -4,6 +4,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from types import MappingProxyType
+from typing import Any
 
 import numpy as np
 
@@ -14,6 +15,7 @@ from atlas_fl.config import Config
 from atlas_fl.engines.base import Engine
 from atlas_fl.errors import ProtocolError
 from atlas_fl.events import Note, OnEvent, PhaseStarted, RoundFinished
+from atlas_fl.hosting import hosting_of
 from atlas_fl.mixing.diversity import Diversity, diversity
 from atlas_fl.mixing.matrices import Federation
 from atlas_fl.options import strategy_of, train_options
@@ -109,13 +111,9 @@ def _clustered_again(
 def one_round(assembly: Assembly, planned: Planned, engine: Engine, state: State) -> tuple[State, RoundRecord]:
     """The federation after one more round, and what happened in it."""
     config, number = assembly.config, state.round + 1
-    strategy, options = strategy_of(config), train_options(config)
-    sampled = sample_of(config, assembly.names, round=number)
+    strategy, sampled = strategy_of(config), sample_of(config, assembly.names, round=number)
     cuts = cuts_of(assembly, planned.plan)
-    jobs = [
-        Job(client=name, params=state.start[name], round=number, options=options, cut=cuts.get(name))
-        for name in sampled
-    ]
+    jobs = _jobs({name: state.start[name] for name in sampled}, train_options(config), round=number, cuts=cuts)
     updates = engine.run("train", jobs)
     good, refused = accepted(state.start, updates)
     trained = {name: update.params for name, update in good.items()}
@@ -126,6 +124,7 @@ def one_round(assembly: Assembly, planned: Planned, engine: Engine, state: State
     tried = _tried(engine, server.start, trained, round=number, cuts=cuts) if choosing else ()
     start, kept = best_of(server.start, trained, *tried) if tried else (server.start, ())
     scores = _scores_due(config, engine, start, round=number, cuts=cuts)
+    evaluated = [*_all(tried), *_all(tuple(scores.values()))]
     record = RoundRecord(
         round=number,
         sampled=sampled,
@@ -143,7 +142,9 @@ def one_round(assembly: Assembly, planned: Planned, engine: Engine, state: State
         final=final,
         diversity=_diversity(assembly, planned, {**state.start, **trained}, start) if scores and aggregated else None,
         discarded=server.discarded,
-        crossed=crossed([*updates, *_all(tried), *_all(tuple(scores.values()))]),
+        crossed=crossed(updates),
+        evaluated=crossed(evaluated),
+        hosting=hosting_of(assembly, planned.plan.clients, training=_who(updates), evaluation=_who(evaluated)),
         held=held_by(assembly, cuts, state.start),
     )
     return state.after(record, memory=server.state), record
@@ -179,12 +180,15 @@ def evaluate(
 def _scores(
     engine: Engine, models: ByClient, split: Split, *, round: int, cuts: Mapping[str, Cut], new_tokens: int = 0
 ) -> dict[str, Update]:
-    options = EvaluateOptions(split=split, new_tokens=new_tokens)
-    jobs = [
+    jobs = _jobs(models, EvaluateOptions(split=split, new_tokens=new_tokens), round=round, cuts=cuts)
+    return {update.client: update for update in engine.run("evaluate", jobs)}
+
+
+def _jobs(models: ByClient, options: Any, *, round: int, cuts: Mapping[str, Cut]) -> list[Job]:
+    return [
         Job(client=name, params=params, round=round, options=options, cut=cuts.get(name))
         for name, params in models.items()
     ]
-    return {update.client: update for update in engine.run("evaluate", jobs)}
 
 
 def _all(scores: Sequence[Mapping[str, Update]]) -> list[Update]:
@@ -207,6 +211,10 @@ def best_of(
     scored = [name for name in trained if name in own and name in met]
     kept = tuple(name for name in scored if own[name].metrics["loss"] < met[name].metrics["loss"])
     return {name: trained[name] if name in kept else params for name, params in mixed.items()}, kept
+
+
+def _who(updates: Sequence[Update]) -> frozenset[str]:
+    return frozenset(update.client for update in updates)
 
 
 def _diversity(assembly: Assembly, planned: Planned, before: ByClient, after: ByClient) -> Diversity:

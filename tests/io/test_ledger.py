@@ -33,6 +33,24 @@ def test_totals_by_hand() -> None:
     assert found.by_round == {0: {"up": 4096, "down": 0}, 1: {"up": 10, "down": 7}}
 
 
+def test_what_goes_between_clients_is_on_both_their_links_by_hand() -> None:
+    rows = [
+        LedgerRow(round=1, client="a-0", direction="up", kind="activation", bytes=100, peer="b-0"),
+        LedgerRow(round=1, client="a-0", direction="down", kind="gradient", bytes=90, peer="b-0"),
+        LedgerRow(round=1, client="b-0", direction="up", kind="adapter", bytes=7, guest="a-0"),
+    ]
+    found = totals(rows)
+    assert (found.up, found.down, found.between_clients) == (107, 90, 190)
+    assert found.by_client == {"a-0": {"up": 100, "down": 90}, "b-0": {"up": 97, "down": 100}}
+
+
+def test_rows_without_a_peer_are_written_and_read_as_ever() -> None:
+    old = {"round": 1, "client": "a-0", "direction": "up", "kind": "head", "bytes": 1}
+    assert from_json(old).to_json() == old
+    new = old | {"kind": "activation", "peer": "b-0"}
+    assert from_json(new).to_json() == new
+
+
 @pytest.mark.parametrize("column", ["kind", "client", "round"])
 def test_totals_agree_with_pandas(column: str) -> None:
     rows = some_rows()
@@ -57,6 +75,7 @@ def test_a_row_reads_back() -> None:
     [
         ({"direction": "sideways"}, "directions: up, down; kinds: fingerprint, adapter"),
         ({"kind": "gossip"}, "no ledger row: .*gossip"),
+        ({"peer": 3}, "peer and guest are clients' names"),
         ({"bytes": -1}, "bytes is a whole number from 0"),
         ({"bytes": 1.5}, "bytes is a whole number from 0"),
     ],

@@ -54,6 +54,16 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def config(tiny_model: Path, tmp_path: Path) -> Callable[..., Config]:
     """A config of four clients on two tasks; keywords set single settings by their flat names."""
+    return configs(tiny_model, tmp_path)
+
+
+@pytest.fixture(scope="module")
+def shared_config(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Config]:
+    """The same for runs that all tests of a module look at."""
+    return configs(tiny_model, tmp_path_factory.mktemp("shared"))
+
+
+def configs(tiny_model: Path, folder: Path) -> Callable[..., Config]:
     base = Config(
         data=DataConfig(
             tasks=("movie", "trec"),
@@ -67,7 +77,7 @@ def config(tiny_model: Path, tmp_path: Path) -> Callable[..., Config]:
         training=TrainingConfig(rounds=3, batch_size=8, lr=5e-3),
         clustering=ClusteringConfig(clusters="oracle", fingerprint_steps=2, fingerprint_batches=2, sketch_dim=64),
         ranks=RanksConfig(candidates=(2, 4, 8)),
-        run=RunConfig(runs_dir=str(tmp_path / "runs"), audit=True, name="run"),
+        run=RunConfig(runs_dir=str(folder / "runs"), audit=True, name="run"),
     )
 
     def make(**values: object) -> Config:

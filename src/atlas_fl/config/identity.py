@@ -12,16 +12,26 @@ from atlas_fl.io.folder import RunFolder, run_name
 SESSION = frozenset({"runs_dir", "name", "max_rounds", "keep_checkpoints", "checkpoint_every", "audit", "leakage"})
 """Settings that change no number of a run: where it lies, how long it goes on today, what is kept and told of it."""
 
+LATER = frozenset({"topology"})
+"""Settings that are younger than runs: at their default they are no part of the identity, and older runs stay the same
+runs."""
+
 
 def identity(config: Config) -> dict[str, Any]:
-    """The settings that make a run what it is, by name: all but those of the session."""
+    """The settings that make a run what it is, by name: all but those of the session, and of `LATER` what was set."""
+    default = _numbers(Config())
+    return {name: value for name, value in _numbers(config).items() if name not in LATER or value != default[name]}
+
+
+def _numbers(config: Config) -> dict[str, Any]:
     return {name: _plain(value_of(config, name), settings()[name].kind) for name in settings() if name not in SESSION}
 
 
 def config_hash(config: Config) -> str:
     """Sixteen hexadecimal digits that depend on every setting but those of the session.
 
-    Equal configs have equal hashes on every machine; a setting that a new version adds changes all of them.
+    Equal configs have equal hashes on every machine; a setting that a new version adds changes all of them, but for
+    those of `LATER`.
     """
     text = json.dumps(identity(config), sort_keys=True)
     return sha256(text.encode()).hexdigest()[:16]
@@ -32,7 +42,7 @@ def differences(first: Config, second: Config) -> dict[str, tuple[Any, Any]]:
 
     It is empty if and only if the hashes are equal, and says what to mend where they are not.
     """
-    left, right = identity(first), identity(second)
+    left, right = _numbers(first), _numbers(second)
     return {name: (left[name], right[name]) for name in left if left[name] != right[name]}
 
 

@@ -28,6 +28,9 @@ class SplitConfig:
     """Gaussian noise on what leaves a cut client, in root mean squares of each token."""
     head: Literal["client", "server"] = "server"
     """Where the head of a cut model is; at the client the labels stay there too."""
+    topology: Literal["server", "paired"] = "server"
+    """Who computes the upper parts of cut models: the server, or clients that hold the whole model and have room, the
+    server for the rest. It changes no model, but what goes where and how long it takes."""
     leakage: bool = False
     """Measure what the cuts give away of the clients' texts, for the plan (`atlas leakage` does so without a run)."""
 

@@ -88,7 +88,14 @@ def _check_ranks(ranks: RanksConfig) -> None:
 
 
 def _check_split(split: SplitConfig) -> None:
-    if set(cuts_by_name(split.split).values()) == {NONE} and split.leakage:
+    if set(cuts_by_name(split.split).values()) != {NONE}:
+        return
+    if split.topology != "server":
+        raise ConfigError(
+            f"--topology {split.topology} says who computes the upper parts of cut models, and --split {split.split}"
+            " cuts none; choose cuts, such as --split auto, or leave --topology out"
+        )
+    if split.leakage:
         raise ConfigError(
             f"--leakage tells what the cuts give away, and --split {split.split} makes none; choose cuts, or see"
             " `atlas leakage` for every one that there could be"

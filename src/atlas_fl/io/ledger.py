@@ -23,18 +23,22 @@ KINDS: tuple[Kind, ...] = get_args(Kind)
 
 @dataclass(frozen=True, kw_only=True)
 class LedgerRow:
-    """What went between a client and the server; round 0 is what happens before training."""
+    """What went between a client and the server, or its `peer`; round 0 is what happens before training."""
 
     round: int
     client: str
     direction: Direction
     kind: Kind
     bytes: int
+    peer: str = ""
+    """The client at the other end, who hosts this one's upper part; empty: the server."""
+    guest: str = ""
+    """Whose upper part it is that a host gets and returns; empty: what is sent is the client's own."""
 
     def to_json(self) -> dict[str, Any]:
-        """The row as `ledger.jsonl` holds it."""
+        """The row as `ledger.jsonl` holds it; without `peer` and `guest` where there is none."""
         # `asdict` copies deeply, which costs more than the whole message's accounting.
-        return dict(vars(self))
+        return {key: value for key, value in vars(self).items() if value != ""}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,13 +46,16 @@ class Totals:
     """Sums of bytes; every mapping holds only what was sent."""
 
     up: int
+    """From clients to the server, or to the host of their upper part."""
     down: int
     by_kind: dict[str, dict[str, int]]
     """Bytes by kind, then by direction."""
     by_client: dict[str, dict[str, int]]
-    """Bytes by client, then by direction."""
+    """Bytes by client, then by direction; what goes between two clients goes over the links of both."""
     by_round: dict[int, dict[str, int]]
     """Bytes by round, then by direction."""
+    between_clients: int = 0
+    """Of all bytes those that do not touch the server."""
 
     @property
     def total(self) -> int:
@@ -71,6 +78,8 @@ def from_json(row: Mapping[str, Any]) -> LedgerRow:
         raise DataError(f"no ledger row: {dict(row)}; directions: {', '.join(DIRECTIONS)}; kinds: {', '.join(KINDS)}")
     if not isinstance(row.get("bytes"), int) or row["bytes"] < 0:
         raise DataError(f"no ledger row: {dict(row)}; bytes is a whole number from 0")
+    if not all(isinstance(row.get(name, ""), str) for name in ("peer", "guest")):
+        raise DataError(f"no ledger row: {dict(row)}; peer and guest are clients' names")
     return LedgerRow(**row)
 
 
@@ -80,6 +89,7 @@ def totals(rows: Iterable[LedgerRow]) -> Totals:
     by_kind: dict[str, dict[str, int]] = {}
     by_client: dict[str, dict[str, int]] = {}
     by_round: dict[int, dict[str, int]] = {}
+    between = 0
     for row in rows:
         sums = (
             overall,
@@ -89,4 +99,15 @@ def totals(rows: Iterable[LedgerRow]) -> Totals:
         )
         for entry in sums:
             entry[row.direction] += row.bytes
-    return Totals(up=overall["up"], down=overall["down"], by_kind=by_kind, by_client=by_client, by_round=by_round)
+        if row.peer:
+            other: Direction = "down" if row.direction == "up" else "up"
+            by_client.setdefault(row.peer, {"up": 0, "down": 0})[other] += row.bytes
+            between += row.bytes
+    return Totals(
+        up=overall["up"],
+        down=overall["down"],
+        by_kind=by_kind,
+        by_client=by_client,
+        by_round=by_round,
+        between_clients=between,
+    )

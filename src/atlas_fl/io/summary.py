@@ -5,9 +5,10 @@
                utilisation of the device (`io.utilisation`)
     tasks      per task: means over its clients, the worst client, the spread
     overall    the same over all clients
-    bytes      up, down, total; by kind, round and client; against sending the whole model in every round
+    bytes      up, down, total; by kind, round and client; against the whole model in every round; between clients
     seconds    by phase and in sum, by round
     memory, versions, events (refused updates), clustering
+    hosts      with `--topology paired`: by cut client, in how many rounds who computed its upper part
     leakage    with `--leakage`: what the cuts that were taken give away, by task
 
 "Spread within a task" is what personalisation can be judged by; the spread over tasks is the tasks' own difficulty.
@@ -58,6 +59,7 @@ def summarise(
         "clients": _clients(found, sent, plan, utilisation(plan, metrics, round_seconds or {})),
         "clustering": _clustering(plan),
         **_leakage(plan),
+        **_hosts(metrics),
         "bytes": _bytes(sent) | _reduction(sent, metrics, full_model_bytes),
         "seconds": _seconds(phase_seconds, round_seconds or {}),
         "memory": dict(memory),
@@ -102,6 +104,14 @@ def _leakage(plan: Mapping[str, Any]) -> dict[str, Any]:
     return {"leakage": rows} if rows else {}
 
 
+def _hosts(metrics: Sequence[Row]) -> dict[str, Any]:
+    rows = [row for row in metrics if row.get("event") == "hosted" and row["work"] == "training"]
+    found: dict[str, Counter[str]] = {}
+    for row in rows:
+        found.setdefault(row["client"], Counter())[row["host"]] += 1
+    return {"hosts": {client: dict(counts) for client, counts in found.items()}} if found else {}
+
+
 def _bytes(sent: Totals) -> dict[str, Any]:
     return {
         "up": sent.up,
@@ -109,7 +119,7 @@ def _bytes(sent: Totals) -> dict[str, Any]:
         "total": sent.total,
         "by_kind": sent.by_kind,
         "by_round": {str(at): entry for at, entry in sorted(sent.by_round.items())},
-    }
+    } | ({"between_clients": sent.between_clients} if sent.between_clients else {})
 
 
 def _reduction(sent: Totals, metrics: Sequence[Row], full_model_bytes: int | None) -> dict[str, Any]:

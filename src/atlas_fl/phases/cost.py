@@ -90,14 +90,18 @@ def predict(
     if cut is None:
         return held
     whole = _predict(assembly, client, device, ranks, cut=None, communicates=communicates)
+    return over_cut(held, whole, device, server=SERVER, crossings=crossings_of(assembly, client, cut))
+
+
+def crossings_of(assembly: Assembly, client: ClientData, cut: Cut) -> Crossings:
+    """What crosses this client's cut in a round of training, all kinds together."""
     sizes = crossing_bytes(assembly, client, cut)
     steps = num_steps(len(_train(assembly, client)), train_options(assembly.config))
-    crossings = Crossings(
+    return Crossings(
         up_bytes=sum(size for name, size in sizes.items() if name.endswith("up")),
         down_bytes=sum(size for name, size in sizes.items() if name.endswith("down")),
         messages=steps * (2 if cut.head == "server" else 4),
     )
-    return over_cut(held, whole, device, server=SERVER, crossings=crossings)
 
 
 def _predict(

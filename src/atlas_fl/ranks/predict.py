@@ -104,6 +104,23 @@ class Crossings:
     """Of both directions, one after the other."""
 
 
+def crossing_seconds(crossings: Crossings, device: Device) -> float:
+    """Seconds that these messages take over the link of this device, one latency each."""
+    rates = (device.up_bytes_per_second, device.down_bytes_per_second)
+    sizes = (crossings.up_bytes, crossings.down_bytes)
+    return sizes[0] / rates[0] + sizes[1] / rates[1] + crossings.messages * device.latency_seconds
+
+
+def between(device: Device, host: Device) -> Device:
+    """The device with the link that it has to another one: of both the slower rate each way, and the longer latency."""
+    return replace(
+        device,
+        up_bytes_per_second=min(device.up_bytes_per_second, host.down_bytes_per_second),
+        down_bytes_per_second=min(device.down_bytes_per_second, host.up_bytes_per_second),
+        latency_seconds=max(device.latency_seconds, host.latency_seconds),
+    )
+
+
 def over_cut(
     held: Prediction, whole: Prediction, device: Device, *, server: Device, crossings: Crossings
 ) -> Prediction:
@@ -111,12 +128,11 @@ def over_cut(
 
     The server computes what is left at its own speed, and every message through the cut costs one latency.
     """
-    link = crossings.up_bytes / device.up_bytes_per_second + crossings.down_bytes / device.down_bytes_per_second
     return replace(
         held,
         up_bytes=held.up_bytes + crossings.up_bytes,
         down_bytes=held.down_bytes + crossings.down_bytes,
-        transfer_seconds=held.transfer_seconds + link + crossings.messages * device.latency_seconds,
+        transfer_seconds=held.transfer_seconds + crossing_seconds(crossings, device),
         server_seconds=(whole.flops - held.flops) / server.flops_per_second,
     )
 

@@ -61,6 +61,8 @@ def _closing_caption(summary: Mapping[str, Any]) -> str:
         saved = (sent.get("full_model") or {}).get("reduction")
         than = "" if saved is None else f", {percent(saved)} less than the whole model in every round"
         lines.append(f"{human_bytes(sent['up'])} up, {human_bytes(sent['down'])} down{than}")
+        if "between_clients" in sent:
+            lines.append(f"{human_bytes(sent['between_clients'])} of it between clients, past the server")
     times = [f"{seconds((summary.get('seconds') or {})['total'])}"] if "total" in (summary.get("seconds") or {}) else []
     peaks = [f"{human_bytes(size)} of {name.removesuffix('_bytes').upper()} at most" for name, size in memory.items()]
     if times or peaks:

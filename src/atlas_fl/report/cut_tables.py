@@ -18,6 +18,8 @@ def cut_tables(plan: Mapping[str, Any]) -> list[Table]:
     found = [reason_table(plan)] if any(client.get("split") for client in clients) else []
     if any(client.get("cut") is not None for client in clients):
         found += [crossing_table(plan), sides_table(plan)]
+    if any("host" in (client.get("split") or {}) for client in clients):
+        found.append(host_table(plan))
     if plan.get("leakage"):
         taken = {(client["task"], client.get("cut")) for client in clients}
         found.append(leakage_table(plan["leakage"], taken=taken))
@@ -62,6 +64,21 @@ def sides_table(plan: Mapping[str, Any]) -> Table:
         sizes = [client["predicted"]["memory_bytes"], frozen, sum(memory.values()) - frozen]
         table.add_row(escape(client["name"]), *map(seconds, taken), *map(human_bytes, sizes))
     table.caption = "server: the frozen weights are there once for all clients, the rest for each"
+    return table
+
+
+def host_table(plan: Mapping[str, Any]) -> Table:
+    """One row a client with a cut: who computes its upper part and why, and its round's seconds with that host."""
+    table = new_table("Hosts of the upper parts")
+    add_columns(table, ["client"], ["cut"])
+    add_columns(table, ["host", "why"], ["round"])
+    for client in plan["clients"]:
+        host = (client.get("split") or {}).get("host")
+        if host is not None:
+            name = host["name"] or "the server"
+            table.add_row(
+                escape(client["name"]), str(client["cut"]), escape(name), host["reason"], seconds(host["seconds"])
+            )
     return table
 
 

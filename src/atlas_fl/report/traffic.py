@@ -8,7 +8,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
-from atlas_fl.io.ledger import KINDS
+from atlas_fl.io.ledger import KINDS, Totals
 from atlas_fl.report.record import Record
 from atlas_fl.report.style import INK, KIND_COLOURS, LABEL_SIZE, TICK_SIZE, new_figure, say, tidy
 from atlas_fl.report.words import human_bytes
@@ -22,7 +22,7 @@ def draw(record: Record) -> Figure:
         height=4.6,
         title=f"{human_bytes(sums.total) if sums.total else 'Nothing'} in messages",
         subtitle=f"{human_bytes(sums.up)} up to the server, {human_bytes(sums.down)} down to the clients; "
-        "lengths of the encoded payloads",
+        f"{_between(sums)}lengths of the encoded payloads",
     )
     if not sums.total:
         say(figure.add_subplot(), "this run sent nothing")
@@ -32,6 +32,10 @@ def draw(record: Record) -> Figure:
     _rounds(left, record, kinds)
     _kinds(right, record, kinds)
     return figure
+
+
+def _between(sums: Totals) -> str:
+    return f"{human_bytes(sums.between_clients)} of it between clients; " if sums.between_clients else ""
 
 
 def _rounds(axes: Axes, record: Record, kinds: Sequence[str]) -> None:

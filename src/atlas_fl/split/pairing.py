@@ -1,0 +1,119 @@
+"""Which client computes the upper part of whose cut model: strong devices host weak ones, and the server the rest.
+
+    seconds(guest, host) = guest's own computing + the host's for all of its guests + the link between the two
+
+A host has the whole frozen model already, so a guest costs it activations, adapters and optimizer alone. It computes
+its guests' parts as one pack: each waits for all of them.
+"""
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+
+UNDECIDED = -1
+"""The cluster of who is in none."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cost:
+    """What a round of one guest takes on one host."""
+
+    compute_seconds: float
+    """Of the upper part at the host's speed."""
+    link_seconds: float
+    """Of everything that the guest sends and gets, where the host is at the other end of its cut."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Guest:
+    """A client with a cut."""
+
+    name: str
+    cluster: int
+    bytes: int
+    """What its upper part takes on a host."""
+    own_seconds: float
+    """Of computing on its own device."""
+    costs: Mapping[str, Cost]
+    """By the name of every host."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Host:
+    """A client that holds the whole model."""
+
+    name: str
+    cluster: int
+    free_bytes: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pairing:
+    """Who computes the upper part of a guest's model."""
+
+    host: str | None
+    """None: the server."""
+    reason: str
+
+
+def pair(guests: Collection[Guest], hosts: Collection[Host]) -> dict[str, Pairing]:
+    """The host of every guest, by the guest's name in the order of names; a function of the two sets alone.
+
+    Guests choose one after another, the largest first, since it finds room least easily: first all of them inside
+    their clusters, then those that found none anywhere. Each takes the host with room where its round is the shortest
+    with those who are there already, and so a busy host gets fewer: that is the balance. What holds, and why:
+
+    - No host is over its memory: a guest is added only where it fits into what is left.
+    - A guest leaves its cluster, or goes to the server, only where nobody in it, or nobody at all, has room: what is
+      left only shrinks, and it was asked of all of them before.
+    - The order of guests and hosts changes nothing: both are taken by values and then names, which are unique.
+
+    It is not the best of all assignments, which is a knapsack problem; alone, a guest gets the best host.
+    """
+    free = {host.name: host.free_bytes for host in hosts}
+    load = dict.fromkeys(free, 0.0)
+    found: dict[str, Pairing] = {}
+    for inside in (True, False):
+        for guest in sorted(guests, key=lambda own: (-own.bytes, own.name)):
+            room = [host for host in hosts if free[host.name] >= guest.bytes and (not inside or _near(guest, host))]
+            if guest.name in found or not room:
+                continue
+            best = min(room, key=lambda own: (_seconds(guest, own, load), -free[own.name], own.name))
+            free[best.name] -= guest.bytes
+            load[best.name] += guest.costs[best.name].compute_seconds
+            found[guest.name] = Pairing(host=best.name, reason=_reason(guest, len(room), inside=inside))
+    left = {guest.name: Pairing(host=None, reason=_no_room(guest, hosts)) for guest in guests}
+    return {name: found.get(name, left[name]) for name in sorted(left)}
+
+
+def round_seconds(guests: Sequence[Guest], pairs: Mapping[str, Pairing]) -> dict[str, float]:
+    """The seconds of a round of every guest that a client hosts, with all who are paired with that host."""
+    load: dict[str, float] = {}
+    for guest in guests:
+        host = pairs[guest.name].host
+        if host is not None:
+            load[host] = load.get(host, 0.0) + guest.costs[host].compute_seconds
+    placed = [(guest, host) for guest in guests if (host := pairs[guest.name].host) is not None]
+    return {guest.name: guest.own_seconds + load[host] + guest.costs[host].link_seconds for guest, host in placed}
+
+
+def _near(guest: Guest, host: Host) -> bool:
+    return guest.cluster == host.cluster != UNDECIDED
+
+
+def _seconds(guest: Guest, host: Host, load: Mapping[str, float]) -> float:
+    cost = guest.costs[host.name]
+    return guest.own_seconds + load[host.name] + cost.compute_seconds + cost.link_seconds
+
+
+def _reason(guest: Guest, count: int, *, inside: bool) -> str:
+    among = "the only one" if count == 1 else f"the quickest of {count}"
+    if inside:
+        return f"{among} of cluster {guest.cluster} with room"
+    lacks = "in no cluster" if guest.cluster == UNDECIDED else f"no room in cluster {guest.cluster}"
+    return f"{lacks}; {among} elsewhere with room"
+
+
+def _no_room(guest: Guest, hosts: Collection[Host]) -> str:
+    if not hosts:
+        return "nobody holds the whole model"
+    return f"nobody has {guest.bytes / 1e6:,.0f} MB left for it"

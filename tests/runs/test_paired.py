@@ -1,0 +1,212 @@
+"""`--topology paired`: the models of `--topology server`, computed elsewhere, and every byte where it went."""
+
+import io
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from atlas_fl.assemble import assemble
+from atlas_fl.audit import audit
+from atlas_fl.clients.base import Job, Update
+from atlas_fl.config import Config, config_hash
+from atlas_fl.engines.base import Engine
+from atlas_fl.errors import ConfigError
+from atlas_fl.io.ledger import from_json, totals
+from atlas_fl.io.results import read_json
+from atlas_fl.planning import local_engine, make_plan
+from atlas_fl.ranks.devices import DEVICES
+from atlas_fl.report.plan_tables import plan_tables
+from atlas_fl.run import RunResult, resume, run
+from tests.runs.reading import rows, same_tensors, state
+
+Make = Callable[..., Config]
+# movie-0 and trec-0 are small, movie-1 and trec-1 are not
+SPLIT = {"split": "cpu_2gb=1", "devices": ("cpu_2gb", "laptop_8gb"), "topology": "paired"}
+
+
+def hosts(folder: Path, *, work: str = "training") -> dict[tuple[int, str], str]:
+    events = [row for row in rows(folder) if row.get("event") == "hosted" and row["work"] == work]
+    return {(int(str(row["round"])), str(row["client"])): str(row["host"]) for row in events}
+
+
+def sums(folder: Path) -> Counter[tuple[object, ...]]:
+    """Bytes by round, client, kind and direction, whoever was at the other end; guests' upper parts left out."""
+    found: Counter[tuple[object, ...]] = Counter()
+    for row in rows(folder, "ledger"):
+        if "guest" not in row:
+            found[row["round"], row["client"], row["kind"], row["direction"]] += int(str(row["bytes"]))
+    return found
+
+
+@pytest.fixture(scope="module")
+def paired(shared_config: Make) -> RunResult:
+    return run(shared_config(name="paired", eta=0.3, dropout=0.1, **SPLIT))
+
+
+def test_pairing_changes_who_computes_and_no_bit(config: Make, paired: RunResult) -> None:
+    settings = {**SPLIT, "topology": "server"}
+    server = run(config(name="server", eta=0.3, dropout=0.1, **settings))
+    assert same_tensors(state(server.folder), state(paired.folder))
+    assert [row for row in rows(paired.folder) if row.get("event") != "hosted"] == rows(server.folder)
+    assert audit(paired.folder).ok
+    assert hosts(server.folder) == {}
+    pairs = {"movie-0": "movie-1", "trec-0": "trec-1"}
+    everywhere = {(round, guest): host for round in (1, 2, 3) for guest, host in pairs.items()}
+    assert hosts(paired.folder) == everywhere
+    assert hosts(paired.folder, work="evaluation") == everywhere
+    assert paired.summary["hosts"] == {guest: {host: 3} for guest, host in pairs.items()}
+    # what crosses a cut is the same, and goes to the host
+    assert sums(paired.folder) == sums(server.folder)
+    for row in rows(paired.folder, "ledger"):
+        crosses = row["kind"] in ("activation", "gradient", "label") or (row["kind"] == "control" and row["round"] != 0)
+        assert row.get("peer") == (pairs[str(row["client"])] if crosses else None)
+    assert all(row.keys() == {"round", "client", "direction", "kind", "bytes"} for row in rows(server.folder, "ledger"))
+
+
+def test_the_server_is_spared_what_crosses_the_cuts(paired: RunResult) -> None:
+    ledger = [from_json(row) for row in rows(paired.folder, "ledger")]
+    found = totals(ledger)
+    crossed = sum(row.bytes for row in ledger if row.peer)
+    assert paired.summary["bytes"]["between_clients"] == found.between_clients == crossed > 0.5 * found.total
+    received = sum(row.bytes for row in ledger if row.peer == "movie-1" and row.direction == "up")
+    own = sum(row.bytes for row in ledger if row.client == "movie-1" and row.direction == "down")
+    assert found.by_client["movie-1"]["down"] == received + own
+
+
+def test_a_host_gets_its_guests_upper_parts_and_returns_them(paired: RunResult) -> None:
+    """Adapters of blocks 1 and 2 and the head: down to train, up again, and down to evaluate."""
+    carried = [row for row in rows(paired.folder, "ledger") if "guest" in row]
+    ways = Counter((row["round"], row["guest"], row["kind"], row["direction"]) for row in carried)
+    for round in (1, 2, 3):
+        for own in ("movie-0", "trec-0"):
+            for kind in ("adapter", "head"):
+                assert ways[round, own, kind, "down"] == 2
+                assert ways[round, own, kind, "up"] == 1
+    assert {(row["guest"], row["client"]) for row in carried} == {("movie-0", "movie-1"), ("trec-0", "trec-1")}
+    tensors = state(paired.folder)
+    upper = [
+        t
+        for key, t in tensors.items()
+        if key.startswith("strategy/movie-0/") and "lora" in key and ".layer.0." not in key
+    ]
+    values = 4 * sum(tensor.numel() for tensor in upper)
+    sent = {int(str(row["bytes"])) for row in carried if (row["guest"], row["kind"]) == ("movie-0", "adapter")}
+    assert len(sent) == 1
+    # the names and shapes are all that is sent besides
+    assert values < min(sent) < values + 1200
+
+
+@pytest.mark.parametrize("gone", ["movie-1", "both"])
+def test_guests_of_a_host_that_drops_are_paired_again_in_the_same_round(config: Make, gone: str) -> None:
+    from contextlib import contextmanager
+
+    lost = {"movie-1": ("movie-1",), "both": ("movie-1", "trec-1")}[gone]
+
+    class Dropping:
+        """The engine of a simulation in which some clients do not answer in round two."""
+
+        def __init__(self, engine: Engine) -> None:
+            self.engine = engine
+
+        def run(self, action: str, jobs: Sequence[Job]) -> list[Update]:
+            updates = self.engine.run(action, jobs)
+            return [one for one in updates if not (action == "train" and jobs[0].round == 2 and one.client in lost)]
+
+    @contextmanager
+    def workplace(own: Config, on_event):
+        assembly = assemble(own)
+        yield assembly, Dropping(local_engine(assembly, on_event))
+
+    result = run(config(name="dropping", **SPLIT), workplace=workplace)
+    assert [(row["client"], row["round"]) for row in rows(result.folder) if row.get("event") == "missing"] == [
+        (name, 2) for name in lost
+    ]
+    found = hosts(result.folder)
+    assert (found[1, "movie-0"], found[3, "movie-0"]) == ("movie-1", "movie-1")
+    assert found[2, "movie-0"] == found[2, "trec-0"] == ("trec-1" if gone == "movie-1" else "server")
+    reasons = {
+        row["client"]: row["reason"]
+        for row in rows(result.folder)
+        if row.get("event") == "hosted" and (row["round"], row["work"]) == (2, "training")
+    }
+    assert reasons["movie-0"].startswith("movie-1 takes no part; no")
+    # evaluation finds everyone there
+    assert set(hosts(result.folder, work="evaluation").values()) == {"movie-1", "trec-1"}
+    assert audit(result.folder).ok
+
+
+def test_sessions_of_a_paired_run_with_sampling_make_the_same_run(config: Make) -> None:
+    settings = {**SPLIT, "participation": 0.5, "wire": "int8", "wire_noise": 0.05}
+    once = run(config(name="once", **settings))
+    parts = run(config(name="parts", max_rounds=1, **settings))
+    while not parts.complete:
+        parts = resume(parts.folder, max_rounds=1)
+    assert same_tensors(state(once.folder), state(parts.folder))
+    assert rows(once.folder) == rows(parts.folder)
+    assert rows(once.folder, "ledger") == rows(parts.folder, "ledger")
+    assert read_json(once.folder / "plan.json")["clients"] == read_json(parts.folder / "plan.json")["clients"]
+    trained = {(row["round"], row["client"]) for row in rows(once.folder) if row.get("split") == "train"}
+    for (round, _), host in hosts(once.folder).items():
+        assert host == "server" or (round, host) in trained
+
+
+def test_the_plan_says_who_hosts_whom_and_what_that_takes(config: Make) -> None:
+    server = make_plan(config(**{**SPLIT, "topology": "server"}))
+    plan = make_plan(config(**SPLIT))
+    before, after = ({own.name: own for own in one.clients} for one in (server, plan))
+    small, laptop = DEVICES["cpu_2gb"], DEVICES["laptop_8gb"]
+    own, host = after["movie-0"], after["movie-1"]
+    assert own.split["host"]["name"] == "movie-1"
+    assert own.split["host"]["reason"] == "the only one of cluster 0 with room"
+    # the small device has the slower link but for one way: it gets faster than a laptop sends
+    faster = DEVICES["workstation"].flops_per_second / laptop.flops_per_second
+    parts = before["movie-0"].split
+    down = parts["crossing_bytes"]["gradient_down"] + parts["crossing_bytes"]["control_down"]
+    wait = down / laptop.up_bytes_per_second - down / small.down_bytes_per_second
+    expected = parts["client_seconds"] + parts["server_seconds"] * faster + parts["link_seconds"] + wait
+    assert own.predicted["seconds"] == own.split["host"]["seconds"] == pytest.approx(expected)
+    needs = parts["server_memory"]["activations"] + parts["server_memory"]["adapters and optimizer"]
+    assert host.memory["guests"] == needs
+    assert host.predicted["memory_bytes"] == before["movie-1"].predicted["memory_bytes"] + needs
+    assert host.predicted["seconds"] > before["movie-1"].predicted["seconds"]
+    assert (own.cut, own.ranks, host.ranks) == (before["movie-0"].cut, before["movie-0"].ranks, before["movie-1"].ranks)
+    shown = io.StringIO()
+    for table in plan_tables(plan.to_json()):
+        Console(width=80, file=shown).print(table)
+    assert max(map(len, shown.getvalue().splitlines())) <= 80
+    assert "Hosts of the upper parts" in shown.getvalue()
+    assert "the only one of cluster 0 with room" in shown.getvalue()
+
+
+def test_where_every_model_is_cut_the_server_hosts_all(config: Make) -> None:
+    plan = make_plan(config(**{**SPLIT, "split": "1"}))
+    server = make_plan(config(**{**SPLIT, "split": "1", "topology": "server"}))
+    for own, other in zip(plan.clients, server.clients, strict=True):
+        assert own.split["host"]["name"] is None
+        assert own.split["host"]["reason"] == "nobody holds the whole model"
+        assert own.predicted == other.predicted
+
+
+def test_clusters_that_are_measured_again_are_paired_again(config: Make) -> None:
+    result = run(config(name="again", recluster_every=1, **SPLIT))
+    first, last = (read_json(result.folder / name)["clients"] for name in ("plan.json", "plan-0003.json"))
+    for old, new in zip(first, last, strict=True):
+        assert new["split"].get("host") == old["split"].get("host")
+        assert new["predicted"] == old["predicted"]
+        assert new["memory"] == old["memory"]
+
+
+def test_pairing_without_a_cut_is_refused_in_a_line(config: Make) -> None:
+    with pytest.raises(ConfigError, match=r"^--topology paired says who .* and --split none cuts none; ") as caught:
+        run(config(topology="paired"))
+    assert "\n" not in str(caught.value)
+
+
+def test_the_default_topology_is_no_part_of_a_runs_identity(config: Make) -> None:
+    base = config()
+    other = replace(base, split=replace(base.split, topology="paired"))
+    assert config_hash(base) != config_hash(other)
