@@ -134,8 +134,14 @@ def test_guests_of_a_host_that_drops_are_paired_again_in_the_same_round(config: 
         if row.get("event") == "hosted" and (row["round"], row["work"]) == (2, "training")
     }
     assert reasons["movie-0"].startswith("movie-1 takes no part; no")
-    # evaluation finds everyone there
+    # evaluation finds everyone there, and its rows go there too
     assert set(hosts(result.folder, work="evaluation").values()) == {"movie-1", "trec-1"}
+    second = [row for row in rows(result.folder, "ledger") if (row["round"], row["client"]) == (2, "movie-0")]
+    peers = {
+        kind: {row.get("peer", "server") for row in second if row["kind"] == kind}
+        for kind in ("activation", "gradient")
+    }
+    assert peers == {"activation": {found[2, "movie-0"], "movie-1"}, "gradient": {found[2, "movie-0"]}}
     assert audit(result.folder).ok
 
 
@@ -187,7 +193,7 @@ def test_where_every_model_is_cut_the_server_hosts_all(config: Make) -> None:
     server = make_plan(config(**{**SPLIT, "split": "1", "topology": "server"}))
     for own, other in zip(plan.clients, server.clients, strict=True):
         assert own.split["host"]["name"] is None
-        assert own.split["host"]["reason"] == "nobody holds the whole model"
+        assert own.split["host"]["reason"] == "nobody holds a whole model"
         assert own.predicted == other.predicted
 
 

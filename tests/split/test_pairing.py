@@ -1,3 +1,4 @@
+from dataclasses import replace
 from itertools import permutations
 
 import numpy as np
@@ -47,9 +48,12 @@ def test_four_clients_by_hand() -> None:
     assert round_seconds([small, large], found) == {"large": 1 + 6 + 2, "small": 1 + 0.5 + 3}
     # the laptop has gone
     gone = pair([small, large], [fast])
+    assert gone["small"].reason == "nobody in cluster 0 holds a whole model; the only one elsewhere with room"
+    alone = replace(small, cluster=UNDECIDED)
+    assert pair([alone], [fast])["small"].reason == "in no cluster; the only one elsewhere with room"
     assert [own.host for own in gone.values()] == ["fast", "fast"]
     assert round_seconds([small, large], gone) == {"large": 1 + 1.5 + 3, "small": 1 + 1.5 + 3}
-    assert pair([small], []) == {"small": Pairing(host=None, reason="nobody holds the whole model")}
+    assert pair([small], []) == {"small": Pairing(host=None, reason="nobody holds a whole model")}
     tiny = Host(name="laptop", cluster=0, free_bytes=9)
     assert pair([small], [tiny])["small"] == Pairing(host=None, reason="nobody has 0 MB left for it")
 

@@ -80,7 +80,8 @@ def pair(guests: Collection[Guest], hosts: Collection[Host]) -> dict[str, Pairin
             best = min(room, key=lambda own: (_seconds(guest, own, load), -free[own.name], own.name))
             free[best.name] -= guest.bytes
             load[best.name] += guest.costs[best.name].compute_seconds
-            found[guest.name] = Pairing(host=best.name, reason=_reason(guest, len(room), inside=inside))
+            near = any(_near(guest, host) for host in hosts)
+            found[guest.name] = Pairing(host=best.name, reason=_reason(guest, len(room), inside=inside, near=near))
     left = {guest.name: Pairing(host=None, reason=_no_room(guest, hosts)) for guest in guests}
     return {name: found.get(name, left[name]) for name in sorted(left)}
 
@@ -105,15 +106,15 @@ def _seconds(guest: Guest, host: Host, load: Mapping[str, float]) -> float:
     return guest.own_seconds + load[host.name] + cost.compute_seconds + cost.link_seconds
 
 
-def _reason(guest: Guest, count: int, *, inside: bool) -> str:
+def _reason(guest: Guest, count: int, *, inside: bool, near: bool) -> str:
     among = "the only one" if count == 1 else f"the quickest of {count}"
     if inside:
         return f"{among} of cluster {guest.cluster} with room"
-    lacks = "in no cluster" if guest.cluster == UNDECIDED else f"no room in cluster {guest.cluster}"
-    return f"{lacks}; {among} elsewhere with room"
+    lacks = f"no room in cluster {guest.cluster}" if near else f"nobody in cluster {guest.cluster} holds a whole model"
+    return f"{'in no cluster' if guest.cluster == UNDECIDED else lacks}; {among} elsewhere with room"
 
 
 def _no_room(guest: Guest, hosts: Collection[Host]) -> str:
     if not hosts:
-        return "nobody holds the whole model"
+        return "nobody holds a whole model"
     return f"nobody has {guest.bytes / 1e6:,.0f} MB left for it"
