@@ -91,7 +91,7 @@ def test_a_number_is_that_rank_on_every_device_but_not_beyond_own_bytes_or_memor
         assign(DEVICES["smartphone"], "32", own_bytes=300_000)
     with pytest.raises(ConfigError, match="rank 7 is no candidate"):
         assign(DEVICES["smartphone"], "7")
-    small = parse_device("s=memory_gb=0.8,gflops=1,up_mbps=1,down_mbps=1,latency_ms=1,max_rank=4")
+    small = parse_device("s=memory_gb=1,gflops=1,up_mbps=1,down_mbps=1,latency_ms=1,max_rank=4")
     with pytest.raises(BudgetError, match=r"rank 4096 in each of 6 layers takes .* and the budget is"):
         assign(small, "4096", candidates=(4, 4096))
 

@@ -14,7 +14,7 @@ from atlas_fl.models.tokens import Encoded
 from atlas_fl.options import train_options
 from atlas_fl.ranks.assign import Assignment, assign_ranks
 from atlas_fl.ranks.devices import DEVICES, Device
-from atlas_fl.ranks.memory import TRAINING_COPIES, Fractions, Step, activation_bytes, adapter_bytes
+from atlas_fl.ranks.memory import HEAP_COPIES, TRAINING_COPIES, Fractions, Step, activation_bytes, adapter_bytes
 from atlas_fl.ranks.predict import Crossings, Prediction, message_bytes, over_cut, predict_round
 from atlas_fl.split.codec import message_size
 from atlas_fl.split.model import on_client
@@ -185,7 +185,7 @@ def server_memory(assembly: Assembly, client: ClientData, cut: Cut, ranks: Seque
     trained = adapter_bytes(shape, ranks) - adapter_bytes(shape, ranks[: cut.blocks]) + 4 * whole.head_params
     return {
         "frozen weights": sum(shape.block_bytes[cut.blocks :]) + shape.tail_bytes,
-        "activations": kept[0] - kept[1] + 4 * held.crossing,
+        "activations": HEAP_COPIES * (kept[0] - kept[1] + 4 * held.crossing),
         "adapters and optimizer": TRAINING_COPIES * trained,
     }
 

@@ -1,9 +1,10 @@
 """What training takes on a device, and what is left of it for adapters.
 
-A device holds the frozen weights of its blocks, what autograd keeps of them for one step, the runtime, and for
-every trainable number four: the parameter, its gradient and Adam's two moments. An upload holds the parameter alone.
-So memory and upload bound the same ranks in two units. Everything here that is called a *cost* or a *budget* counts
-*training bytes*, all four copies; `rank_budget` turns an upload allowance into them by multiplying by four.
+A device holds the frozen weights of its blocks, what autograd keeps of them for one step with the holes between
+(`HEAP_COPIES`), the runtime, and for every trainable number four: the parameter, its gradient and Adam's two
+moments. An upload holds the parameter alone. So memory and upload bound the same ranks in two units. Everything here
+that is called a *cost* or a *budget* counts *training bytes*, all four copies; `rank_budget` turns an upload allowance
+into them by multiplying by four.
 """
 
 from collections.abc import Sequence
@@ -19,7 +20,13 @@ from atlas_fl.ranks.devices import Device
 VALUE_BYTES = 4
 TRAINING_COPIES = 4  # parameter, gradient, first and second moment
 LOGIT_COPIES = 4  # the logits, their log-softmax and the gradients of both: measured at 4.03 on 1500 x 50000
-RESERVE_BYTES = 384 * 2**20  # a Python process with PyTorch loaded takes 340 to 370 MB
+RESERVE_BYTES = 408 * 2**20
+"""A Python process that has trained a step of two tokens takes 426 to 428 MB besides its weights: 389 MB of libraries,
+and what more of these the first product and the first backward pass read into memory."""
+HEAP_COPIES = 2
+"""The heap over what is alive on it: glibc does not return blocks below 32 MiB, and what is freed in the order of the
+backward pass leaves holes for the next forward pass that it fills in part. Measured at 1.8 to 2.3 on MiniLM; it is 1
+where every block is mapped by itself (`MALLOC_MMAP_THRESHOLD_=262144`)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -156,20 +163,22 @@ def device_memory(
 def _memory(shape: ModelShape, device: Device, step: Step, *, parameters: int, rank: int, reserve_bytes: int) -> Memory:
     blocks = shape.num_layers if step.blocks is None else step.blocks
     trained = parameters + step.head_params * VALUE_BYTES
+    alive = activation_bytes(
+        shape,
+        step.tokens,
+        blocks,
+        rank=rank,
+        feed_forward_copies=step.feed_forward_copies,
+        checkpointing=step.checkpointing,
+    )
     return Memory(
         total_bytes=device.memory_bytes,
         weights_bytes=shape.embedding_bytes
         - (0 if step.blocks is None else shape.tail_bytes)
         + sum(shape.block_bytes[:blocks]),
-        activations_bytes=activation_bytes(
-            shape,
-            step.tokens,
-            blocks,
-            rank=rank,
-            feed_forward_copies=step.feed_forward_copies,
-            checkpointing=step.checkpointing,
-        )
-        + (LOGIT_COPIES * step.logits + step.crossing) * VALUE_BYTES,
+        activations_bytes=HEAP_COPIES * (alive + step.crossing * VALUE_BYTES)
+        # A vocabulary's worth of numbers is a block that goes back as soon as it is freed.
+        + LOGIT_COPIES * step.logits * VALUE_BYTES,
         reserve_bytes=reserve_bytes,
         parameters_bytes=trained,
         gradients_bytes=trained,
