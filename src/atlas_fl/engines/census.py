@@ -20,6 +20,7 @@ from atlas_fl.tasks.spec import METRICS, Labels, Rows, Source, Task, TaskData
 from atlas_fl.types import Split
 
 SPLITS: tuple[Split, ...] = get_args(Split)
+SHOWN = 6
 MOST_EXAMPLES, MOST_TOKENS, MOST_LABELS = 10**7, 10**8, 10**4
 """Beyond these a census is a mistake, or an attempt to make the server allocate."""
 
@@ -44,6 +45,12 @@ class Census:
         """Whether both have the same labels and are judged alike, as clients of one task must."""
         own, others = ((one.num_labels, one.metric, one.label_names) for one in (self, other))
         return own == others
+
+    @property
+    def shown(self) -> str:
+        """The labels, as an error names them."""
+        names = self.label_names[:SHOWN]
+        return f"({', '.join(names)}{', ...' if len(self.label_names) > SHOWN else ''})" if names else "of another kind"
 
 
 def census_of(client: ClientData, tokens: ClientTokens) -> dict[str, Any]:
