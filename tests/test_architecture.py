@@ -17,7 +17,7 @@ OWNERS = {
     "tokenizers": "models/",
     "datasets": "tasks/",
     "peft": "lora/peft_io.py",
-    "flwr": "engines/",
+    "flwr": "flower/api.py",
     "ray": "engines/",
     "grpc": "engines/",
     "tyro": "cli/",

@@ -13,8 +13,9 @@ from typing import Any, get_args
 import numpy as np
 
 from atlas_fl.clients.base import ClientTokens
-from atlas_fl.errors import ProtocolError
+from atlas_fl.errors import ConfigError, ProtocolError
 from atlas_fl.models.tokens import Encoded
+from atlas_fl.ranks.devices import Device, find_devices
 from atlas_fl.tasks.clients import ClientData
 from atlas_fl.tasks.spec import METRICS, Labels, Rows, Source, Task, TaskData
 from atlas_fl.types import Split
@@ -97,6 +98,14 @@ def read_census(data: Mapping[str, Any]) -> Census:
     if not _holds_together(census):
         raise ProtocolError("what the client tells of its data does not hold together; install the server's version")
     return census
+
+
+def read_device(text: str) -> Device:
+    """The device that the client says it has; raises `ProtocolError` where there is no such thing."""
+    try:
+        return find_devices((), (text,))[0] if "=" in text else find_devices((text,))[0]
+    except ConfigError as error:
+        raise ProtocolError(str(error)) from None
 
 
 def _holds_together(census: Census) -> bool:

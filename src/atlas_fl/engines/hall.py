@@ -11,12 +11,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from atlas_fl.clients.base import Job, Update
-from atlas_fl.engines.census import Census, read_census
+from atlas_fl.engines.census import Census, read_census, read_device
 from atlas_fl.engines.frames import Head
 from atlas_fl.engines.stream import NO_TENSORS
 from atlas_fl.engines.wire import job_message, read_update
-from atlas_fl.errors import ConfigError, ProtocolError
-from atlas_fl.ranks.devices import Device, find_devices
+from atlas_fl.errors import ProtocolError
+from atlas_fl.ranks.devices import Device
 from atlas_fl.tree import digest
 from atlas_fl.types import Params
 
@@ -127,7 +127,7 @@ class Hall:
 
     async def _register(self, seat: _Seat, head: Mapping[str, Any]) -> None:
         self._compare(seat.name, head)
-        census, device, part = read_census(head), _device(str(head.get("device"))), head.get("part")
+        census, device, part = read_census(head), read_device(str(head.get("device"))), head.get("part")
         for other in self.seats.values():
             if other is seat or other.census is None or other.census.task != census.task:
                 continue
@@ -162,16 +162,13 @@ class Hall:
             found = read_update(head, tensors, job=work.job)
             if work.action == "train" and found.params is not work.job.params:
                 seat.held["trained"] = digest(found.params)
-        seat.work = None
-        if not work.future.done():
-            work.future.set_result(found)
+        _done(seat, found)
 
     async def gather(self, wanted: Sequence[str], *, least: int, seconds: float) -> tuple[str, ...]:
         """Who of the wanted has come, in their order: all, or after so many seconds at least `least` of them.
 
         Raises `ProtocolError` where fewer have come.
         """
-
         seats = [self.seats[name] for name in wanted]
 
         def decided() -> bool:
@@ -184,8 +181,9 @@ class Hall:
         come = tuple(seat.name for seat in seats if seat.census and not seat.lost)
         missing = ", ".join(f"{s.name} ({s.lost})" if s.lost else s.name for s in seats if s.name not in come)
         if len(come) < least:
+            within = "" if any(seat.lost for seat in seats) else f" within {seconds:g} seconds"
             raise ProtocolError(
-                f"{len(come)} of {len(wanted)} clients have come within {seconds:g} seconds, missing: {missing};"
+                f"{len(come)} of {len(wanted)} clients have come{within}, missing: {missing};"
                 f" {least} are needed: start them, raise --wait or lower --min-clients"
             )
         if missing:
@@ -224,10 +222,9 @@ class Hall:
     async def lose(self, name: str, reason: str) -> None:
         """Wait for this client no more, and send it away with this reason where it asks."""
         seat = self.seats[name]
-        seat.lost, seat.given_up, work, seat.work = reason, True, seat.work, None
+        seat.lost, seat.given_up = reason, True
         seat.woken.set()
-        if work is not None and not work.future.done():
-            work.future.set_result(reason)
+        _done(seat, reason)
         async with self._changed:
             self._changed.notify_all()
 
@@ -246,8 +243,7 @@ class Hall:
             await asyncio.sleep(0.02)
 
 
-def _device(text: str) -> Device:
-    try:
-        return find_devices((), (text,))[0] if "=" in text else find_devices((text,))[0]
-    except ConfigError as error:
-        raise ProtocolError(str(error)) from None
+def _done(seat: _Seat, found: Update | str) -> None:
+    work, seat.work = seat.work, None
+    if work is not None and not work.future.done():
+        work.future.set_result(found)

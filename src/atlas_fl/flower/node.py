@@ -12,7 +12,7 @@ RECORD = "atlas"
 """Name of the one record in every message."""
 INVITATION = ("address", "token", CA, CERT, KEY)
 """What the long message holds: where the stream is, a token for one session, and this node's certificate."""
-SAMPLE = "name=\"site-1\" task=\"mine=reviews.csv\" device=\"laptop_8gb\""
+SAMPLE = 'name="site-1" task="mine=reviews.csv" device="laptop_8gb"'
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,7 +38,9 @@ class Node:
 
 
 _KINDS: dict[str, tuple[str, Callable[[Any], bool]]] = {
-    **dict.fromkeys(("task", "device", "name", "model", "data_dir", "to"), ("text", lambda v: type(v) is str and v)),
+    **dict.fromkeys(
+        ("task", "device", "name", "model", "data_dir", "to"), ("text", lambda v: type(v) is str and v != "")
+    ),
     "part": ("a whole number", lambda v: type(v) is int),
     "patience": ("a number above 0", lambda v: type(v) in (int, float) and v > 0),
 }
@@ -76,7 +78,9 @@ class Invitation:
     def write(self, folder: Path) -> None:
         """Put the certificates where `open_certs` finds them; the folder must be this user's alone."""
         for name, content in self.pem.items():
-            (folder / name).write_bytes(content)
+            path = folder / name
+            path.touch(mode=0o600)
+            path.write_bytes(content)
 
 
 def read_invitation(record: Mapping[str, Any]) -> Invitation:

@@ -9,11 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from atlas_fl.cli.live import show, show_progress
-from atlas_fl.cli.tables import outcome
-from atlas_fl.errors import ConfigError
+from atlas_fl.errors import AtlasError, ConfigError
 from atlas_fl.events import OnEvent
 from atlas_fl.flower.api import Context, Grid, ServerApp, get_project_dir
-from atlas_fl.flower.post import ask, invite
+from atlas_fl.flower.post import RUN_DAYS, Invitations, Question
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,27 +58,36 @@ def begin(grid: Grid, context: Context) -> None:
     """Carry out the run of this context and leave its folder, as `atlas serve` does."""
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # as in `atlas serve`
     run = grid.run
-    order = order_of(context.run_config, app_dir=get_project_dir(run.fab_id, run.fab_version, run.fab_hash))
-    with show_progress() as on_event:
-        federate(grid, order, on_event=on_event)
+    try:
+        order = order_of(context.run_config, app_dir=get_project_dir(run.fab_id, run.fab_version, run.fab_hash))
+        with show_progress() as on_event:
+            federate(grid, order, on_event=on_event)
+    except AtlasError as error:
+        show([f"atlas: {error}"])
+        raise type(error)(str(error)) from None  # Flower logs where it comes from; that is no news
 
 
 def federate(grid: Grid, order: Order, *, on_event: OnEvent) -> None:
     """Serve this order to the nodes of this grid."""
     from atlas_fl.config import load_config, validate
     from atlas_fl.engines.probe import split_address
-    from atlas_fl.engines.tokens import Tokens
-    from atlas_fl.io.certs import make_certs
-    from atlas_fl.run import run
-    from atlas_fl.serving import Service, across_machines, check_served
 
     config = validate(load_config(order.config))
     host, port = split_address(order.address)
-    nodes = ask(grid, order.nodes, seconds=order.wait_seconds)
+    question = Question(grid, count=order.nodes, seconds=order.wait_seconds)
+    # The nodes take seconds to answer, and these to be imported.
+    from atlas_fl.cli.tables import outcome
+    from atlas_fl.engines.tokens import Tokens
+    from atlas_fl.io.certs import make_certs
+    from atlas_fl.run import run
+    from atlas_fl.serving import Service, across_machines
+
+    nodes = question.nodes()
     names = sorted(nodes, key=natural)
     with tempfile.TemporaryDirectory(prefix="atlas-") as folder:
         certs, tokens = Path(folder) / "certs", Tokens()
-        make_certs(certs, servers=[host], clients=names)
+        make_certs(certs, servers=[host], clients=names, days=RUN_DAYS)
+        invitations = Invitations(grid=grid, nodes=nodes, certs=certs, tokens=tokens, address=order.address)
         service = Service(
             certs=certs / "server",
             host=order.host,
@@ -88,9 +96,8 @@ def federate(grid: Grid, order: Order, *, on_event: OnEvent) -> None:
             wait_seconds=order.wait_seconds,
             deadline_seconds=order.deadline_seconds,
             tokens=tokens,
-            beside=invite(grid, nodes, certs=certs, tokens=tokens, address=order.address),
+            beside=invitations.beside,
         )
-        check_served(config, service)
         result = run(config, on_event=on_event, resume=True, workplace=across_machines(service))
     show(outcome(result.folder, result.summary, complete=result.complete))
 
