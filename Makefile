@@ -51,7 +51,7 @@ clean:
 	touch $@
 
 .venv/dev.stamp: .venv/installed.stamp
-	$(PIP) --editable '.[dev,gguf]'
+	$(PIP) --editable '.[dev,gguf,flower]'
 	touch $@
 
 .venv/fetched.stamp: .venv/installed.stamp

@@ -17,7 +17,7 @@ OWNERS = {
     "tokenizers": "models/",
     "datasets": "tasks/",
     "peft": "lora/peft_io.py",
-    "flwr": "engines/",
+    "flwr": "flower/api.py",
     "ray": "engines/",
     "grpc": "engines/",
     "tyro": "cli/",
@@ -113,7 +113,8 @@ def test_the_constraints_pin_every_dependency() -> None:
         if line and not line.startswith("#")
     ]
     versions = {pin.name.lower().replace("_", "-"): str(pin.specifier) for pin in pins}
-    wanted = [Requirement(text) for text in project["dependencies"] + project["optional-dependencies"]["dev"]]
+    extras = [text for extra in project["optional-dependencies"].values() for text in extra]
+    wanted = [Requirement(text) for text in project["dependencies"] + extras]
     for requirement in wanted:
         pin = versions[requirement.name.lower()]
         assert requirement.specifier.contains(pin.removeprefix("==")), requirement

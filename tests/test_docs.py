@@ -70,6 +70,20 @@ REQUIRED = dict.fromkeys(OPTIONS, ()) | {
 """What a command cannot do without."""
 OTHER_FLAGS = {"--no-deps", "--editable", "--constraint", "--version"}
 """Flags of pip, and the one of `atlas` itself."""
+FLOWER_FLAGS = {
+    "--auth-supernode-private-key",
+    "--disable-runtime-dependency-installation",
+    "--enable-supernode-auth",
+    "--node-config",
+    "--root-certificates",
+    "--run-config",
+    "--ssl-ca-certfile",
+    "--ssl-certfile",
+    "--ssl-keyfile",
+    "--stream",
+    "--superlink",
+}
+"""Flags of Flower's commands."""
 
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 SPAN = re.compile(r"`([^`\n]+)`")
@@ -153,7 +167,7 @@ def is_setting(dotted: str) -> bool:
 def every_flag() -> set[str]:
     flags = {flag for options in OPTIONS.values() for flag in known_flags(options)}
     scripts = "".join(path.read_text(encoding="utf-8") for path in (ROOT / "benchmarks").glob("*.py"))
-    return flags | set(ALIASES) | OTHER_FLAGS | set(re.findall(r'"(--[a-z-]+)"', scripts))
+    return flags | set(ALIASES) | OTHER_FLAGS | FLOWER_FLAGS | set(re.findall(r'"(--[a-z-]+)"', scripts))
 
 
 def command_lines(document: str) -> Iterator[list[str]]:

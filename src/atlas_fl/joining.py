@@ -28,6 +28,8 @@ class Joining:
     """`host:port` of the server."""
     certs: Path
     """The site's own folder of `atlas certs make`."""
+    token: str | None = None
+    """What the server gave out for this one session; None where it asks for certificates alone."""
     task: str
     """`name=path` with the options of `--task`, or a registered task's name."""
     device: str
@@ -69,10 +71,11 @@ def join(joining: Joining, *, on_event: OnEvent = ignore) -> Joined:
     if joining.to.exists():
         raise ConfigError(f"{joining.to} exists already; name another folder with --to, or move it away")
     said: dict[str, str | None] = {"version": versions()["atlas_fl"], "config": joining.config, "model": None}
+    token = {} if joining.token is None else {"token": joining.token}
     link = Link(
         joining.address,
         certs,
-        hello=lambda: said,
+        hello=lambda: {**said, **token},
         patience=joining.patience_seconds,
         first_patience=joining.first_seconds,
         on_event=on_event,

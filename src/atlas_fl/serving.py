@@ -1,7 +1,7 @@
 """The server of a federation across machines: the workplace of a run whose clients are at their sites."""
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,6 +15,7 @@ from atlas_fl.engines.loops import Desk, LoopThread
 from atlas_fl.engines.remote import RemoteEngine
 from atlas_fl.engines.server import Server
 from atlas_fl.engines.stream import Sessions
+from atlas_fl.engines.tokens import Tokens
 from atlas_fl.errors import CheckpointError, ConfigError
 from atlas_fl.events import Note, OnEvent
 from atlas_fl.io import checkpoint
@@ -47,6 +48,10 @@ class Service:
     """How long the server waits for all of them before it begins with fewer, or gives up."""
     deadline_seconds: float = 600.0
     """How long a job may take."""
+    tokens: Tokens | None = None
+    """What clients bring beside their certificate; None where that is enough."""
+    beside: Callable[[Hall, Desk], AbstractContextManager[None]] = lambda *_: nullcontext()
+    """Entered when the server listens and left when the run ends: whatever else starts and watches its clients."""
 
 
 def across_machines(service: Service) -> Callable[[Config, OnEvent], AbstractContextManager[tuple[Assembly, Engine]]]:
@@ -69,18 +74,20 @@ def across_machines(service: Service) -> Callable[[Config, OnEvent], AbstractCon
         with LoopThread() as threads:
             desk = Desk(threads=threads, on_event=on_event)
             hall = Hall(listed, identity_of(config), settings=to_toml(config), on_note=desk.note)
-            sessions = Sessions(answer=hall.answer, admit=hall.admit, allowed=listed, on_presence=hall.on_presence)
+            admit = hall.admit if service.tokens is None else service.tokens.guard(hall.admit)
+            sessions = Sessions(answer=hall.answer, admit=admit, allowed=listed, on_presence=hall.on_presence)
             server = Server(sessions, certs, host=service.host, port=service.port)
             port = desk.call(server.start())
             try:
                 on_event(Note(f"listening on {service.host}:{port} for {', '.join(wanted)}"))
-                come = desk.call(hall.gather(wanted, least=least, seconds=service.wait_seconds))
-                yield (
-                    _assembly(config, hall, come),
-                    RemoteEngine(hall=hall, desk=desk, deadline_seconds=service.deadline_seconds, least=least),
-                )
-                if folder.summary.exists():
-                    desk.call(hall.dismiss(_final_models(folder, come), seconds=FAREWELL_SECONDS))
+                with service.beside(hall, desk):
+                    come = desk.call(hall.gather(wanted, least=least, seconds=service.wait_seconds))
+                    yield (
+                        _assembly(config, hall, come),
+                        RemoteEngine(hall=hall, desk=desk, deadline_seconds=service.deadline_seconds, least=least),
+                    )
+                    if folder.summary.exists():
+                        desk.call(hall.dismiss(_final_models(folder, come), seconds=FAREWELL_SECONDS))
             finally:
                 threads.call(server.stop())
 

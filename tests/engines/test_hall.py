@@ -171,6 +171,34 @@ def test_who_comes_late_or_with_other_data_is_refused_and_who_is_missing_is_name
     play(script)
 
 
+def test_who_is_lost_is_not_waited_for_and_is_told_why() -> None:
+    async def script(hall: Hall, notes: list[str]) -> None:
+        first = await register(hall, "site-1")
+        waiting = asyncio.create_task(hall.gather(NAMES, least=1, seconds=3600))
+        await hall.lose("site-2", "its disk is full")
+        assert await waiting == ("site-1",)
+        assert "begins without site-2 (its disk is full)" in notes
+        work = asyncio.create_task(hall.work("train", [job("site-1")], seconds=3600, on_done=lambda _: None))
+        await first
+        await hall.lose("site-1", "the run is over")
+        assert await work == ["the run is over"]
+        with pytest.raises(ProtocolError, match=r"^the run is over$"):
+            await hall.answer("site-1", {"kind": "next"}, {})
+
+    play(script)
+
+
+def test_a_federation_that_has_lost_too_many_ends_at_once() -> None:
+    async def script(hall: Hall, _: list[str]) -> None:
+        waiting = asyncio.create_task(hall.gather(NAMES, least=2, seconds=3600))
+        await hall.lose("site-1", "its disk is full")
+        missing = r"^0 of 2 clients have come, missing: site-1 \(its disk is full\), site-2; 2 are needed"
+        with pytest.raises(ProtocolError, match=missing):
+            await waiting
+
+    play(script)
+
+
 def test_a_server_that_was_started_again_asks_for_registration() -> None:
     async def script(hall: Hall, _: list[str]) -> None:
         assert await hall.answer("site-1", {"kind": "result", "number": 5}, {}) == ({"kind": "register"}, {})

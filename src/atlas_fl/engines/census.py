@@ -13,13 +13,15 @@ from typing import Any, get_args
 import numpy as np
 
 from atlas_fl.clients.base import ClientTokens
-from atlas_fl.errors import ProtocolError
+from atlas_fl.errors import ConfigError, ProtocolError
 from atlas_fl.models.tokens import Encoded
+from atlas_fl.ranks.devices import Device, find_devices
 from atlas_fl.tasks.clients import ClientData
 from atlas_fl.tasks.spec import METRICS, Labels, Rows, Source, Task, TaskData
 from atlas_fl.types import Split
 
 SPLITS: tuple[Split, ...] = get_args(Split)
+SHOWN = 6
 MOST_EXAMPLES, MOST_TOKENS, MOST_LABELS = 10**7, 10**8, 10**4
 """Beyond these a census is a mistake, or an attempt to make the server allocate."""
 
@@ -44,6 +46,12 @@ class Census:
         """Whether both have the same labels and are judged alike, as clients of one task must."""
         own, others = ((one.num_labels, one.metric, one.label_names) for one in (self, other))
         return own == others
+
+    @property
+    def shown(self) -> str:
+        """The labels, as an error names them."""
+        names = self.label_names[:SHOWN]
+        return f"({', '.join(names)}{', ...' if len(self.label_names) > SHOWN else ''})" if names else "of another kind"
 
 
 def census_of(client: ClientData, tokens: ClientTokens) -> dict[str, Any]:
@@ -90,6 +98,14 @@ def read_census(data: Mapping[str, Any]) -> Census:
     if not _holds_together(census):
         raise ProtocolError("what the client tells of its data does not hold together; install the server's version")
     return census
+
+
+def read_device(text: str) -> Device:
+    """The device that the client says it has; raises `ProtocolError` where there is no such thing."""
+    try:
+        return find_devices((), (text,))[0] if "=" in text else find_devices((text,))[0]
+    except ConfigError as error:
+        raise ProtocolError(str(error)) from None
 
 
 def _holds_together(census: Census) -> bool:

@@ -5,21 +5,20 @@ client's until the answer is in: whoever comes back with the same certificate, b
 """
 
 import asyncio
+import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from atlas_fl.clients.base import Job, Update
-from atlas_fl.engines.census import Census, read_census
+from atlas_fl.engines.census import Census, read_census, read_device
 from atlas_fl.engines.frames import Head
 from atlas_fl.engines.stream import NO_TENSORS
 from atlas_fl.engines.wire import job_message, read_update
-from atlas_fl.errors import ConfigError, ProtocolError
-from atlas_fl.ranks.devices import Device, find_devices
+from atlas_fl.errors import ProtocolError
+from atlas_fl.ranks.devices import Device
 from atlas_fl.tree import digest
 from atlas_fl.types import Params
-
-SHOWN = 6
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,6 +52,8 @@ class _Seat:
     here: bool = False
     given_up: bool = False
     """It let a deadline pass and has not been here since; nobody waits for it."""
+    lost: str = ""
+    """Why it will not come, or not again."""
     work: _Work | None = None
     held: dict[str, str] = field(default_factory=dict)
     """Digests of the models that its process has in memory: the last one that it got, and the last one it trained."""
@@ -108,6 +109,8 @@ class Hall:
         elif head.get("kind") in ("result", "failed"):
             self._accept(seat, head, tensors)
         while True:
+            if seat.lost:
+                raise ProtocolError(seat.lost)
             if seat.farewell is not None:
                 seat.dismissed = True
                 return seat.farewell
@@ -124,14 +127,14 @@ class Hall:
 
     async def _register(self, seat: _Seat, head: Mapping[str, Any]) -> None:
         self._compare(seat.name, head)
-        census, device, part = read_census(head), _device(str(head.get("device"))), head.get("part")
+        census, device, part = read_census(head), read_device(str(head.get("device"))), head.get("part")
         for other in self.seats.values():
             if other is seat or other.census is None or other.census.task != census.task:
                 continue
             if not census.same_task(other.census):
                 raise ProtocolError(
-                    f"{seat.name} has labels {_some(census)} for task {census.task!r}, {other.name} has"
-                    f" {_some(other.census)}; clients of one task share its labels: rename the task or mend the data"
+                    f"{seat.name} has labels {census.shown} for task {census.task!r}, {other.name} has"
+                    f" {other.census.shown}; clients of one task share its labels: rename the task or mend the data"
                 )
             if part is not None and part == other.part:
                 raise ProtocolError(f"part {part} of task {census.task!r} is with {other.name}; give another --part")
@@ -159,32 +162,34 @@ class Hall:
             found = read_update(head, tensors, job=work.job)
             if work.action == "train" and found.params is not work.job.params:
                 seat.held["trained"] = digest(found.params)
-        seat.work = None
-        if not work.future.done():
-            work.future.set_result(found)
+        _done(seat, found)
 
     async def gather(self, wanted: Sequence[str], *, least: int, seconds: float) -> tuple[str, ...]:
         """Who of the wanted has come, in their order: all, or after so many seconds at least `least` of them.
 
         Raises `ProtocolError` where fewer have come.
         """
+        seats = [self.seats[name] for name in wanted]
 
-        def come() -> tuple[str, ...]:
-            return tuple(name for name in wanted if self.seats[name].census is not None)
+        def decided() -> bool:
+            lost = sum(bool(seat.lost) for seat in seats)
+            return len(seats) - lost < least or all(seat.lost or seat.census for seat in seats)
 
         async with self._changed:
-            try:
-                await asyncio.wait_for(self._changed.wait_for(lambda: come() == tuple(wanted)), seconds)
-            except TimeoutError:
-                missing = ", ".join(name for name in wanted if name not in come())
-                if len(come()) < least:
-                    raise ProtocolError(
-                        f"{len(come())} of {len(wanted)} clients have come within {seconds:g} seconds, missing:"
-                        f" {missing}; {least} are needed: start them, raise --wait or lower --min-clients"
-                    ) from None
-                self._on_note(f"begins without {missing}")
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._changed.wait_for(decided), seconds)
+        come = tuple(seat.name for seat in seats if seat.census and not seat.lost)
+        missing = ", ".join(f"{s.name} ({s.lost})" if s.lost else s.name for s in seats if s.name not in come)
+        if len(come) < least:
+            within = "" if any(seat.lost for seat in seats) else f" within {seconds:g} seconds"
+            raise ProtocolError(
+                f"{len(come)} of {len(wanted)} clients have come{within}, missing: {missing};"
+                f" {least} are needed: start them, raise --wait or lower --min-clients"
+            )
+        if missing:
+            self._on_note(f"begins without {missing}")
         self._open = False
-        return come()
+        return come
 
     async def work(
         self, action: str, jobs: Sequence[Job], *, seconds: float, on_done: Callable[[int], None]
@@ -214,6 +219,15 @@ class Hall:
         seat.work = _Work(self._numbers, action, job, future)
         seat.woken.set()
 
+    async def lose(self, name: str, reason: str) -> None:
+        """Wait for this client no more, and send it away with this reason where it asks."""
+        seat = self.seats[name]
+        seat.lost, seat.given_up = reason, True
+        seat.woken.set()
+        _done(seat, reason)
+        async with self._changed:
+            self._changed.notify_all()
+
     async def dismiss(self, models: Mapping[str, Params], *, seconds: float) -> None:
         """Tell everyone that it is over, each with its model; waits so long for those who are here to hear it."""
         for name, seat in self.seats.items():
@@ -229,13 +243,7 @@ class Hall:
             await asyncio.sleep(0.02)
 
 
-def _device(text: str) -> Device:
-    try:
-        return find_devices((), (text,))[0] if "=" in text else find_devices((text,))[0]
-    except ConfigError as error:
-        raise ProtocolError(str(error)) from None
-
-
-def _some(census: Census) -> str:
-    names = census.label_names[:SHOWN]
-    return f"({', '.join(names)}{', ...' if len(census.label_names) > SHOWN else ''})" if names else "of another kind"
+def _done(seat: _Seat, found: Update | str) -> None:
+    work, seat.work = seat.work, None
+    if work is not None and not work.future.done():
+        work.future.set_result(found)

@@ -1,0 +1,48 @@
+"""What a node says of itself, and what it is told."""
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from atlas_fl.errors import ConfigError, ProtocolError
+from atlas_fl.flower.node import Invitation, Node, node_of, read_invitation
+from atlas_fl.io.certs import make_certs, open_certs
+
+
+def test_a_node_is_named_by_its_config_or_by_its_number() -> None:
+    given = {"task": "mine=reviews.csv,text=note", "device": "cpu_2gb", "part": 1, "data-dir": "d", "patience": 5}
+    node = node_of(given, node_id=7)
+    assert node == Node(name="7", task="mine=reviews.csv,text=note", device="cpu_2gb", part=1, data_dir="d", patience=5)
+    assert node_of({**given, "name": "site-1"}, node_id=7).name == "site-1"
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({}, "--node-config of node 7 has no task; start its SuperNode as with 'name="),
+        ({"task": "movie"}, "--node-config of node 7 has no device"),
+        ({"task": "movie", "device": "cpu_2gb", "parts": 1}, "--node-config has 'parts'; known: data-dir, device, mod"),
+        ({"task": "movie", "device": "cpu_2gb", "part": True}, "part in --node-config is True; it must be a whole num"),
+        ({"task": 3, "device": "cpu_2gb"}, "task in --node-config is 3; it must be text"),
+        ({"task": "movie", "device": "cpu_2gb", "data-dir": ""}, "data-dir in --node-config is ''; it must be text"),
+        ({"task": "movie", "device": "cpu_2gb", "patience": 0}, "patience in --node-config is 0; it must be a number"),
+    ],
+)
+def test_a_config_that_is_wrong_is_one_line(config: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        node_of(config, node_id=7)
+
+
+def test_an_invitation_arrives_as_it_was_sent_and_opens_as_certificates(tmp_path: Path) -> None:
+    make_certs(tmp_path / "certs", servers=["localhost"], clients=["site-1"])
+    pem = {path.name: path.read_bytes() for path in (tmp_path / "certs" / "site-1").iterdir()}
+    sent = Invitation(address="host:1", token="t", pem=pem)
+    assert read_invitation(sent.record()) == sent
+    sent.write(tmp_path)
+    assert open_certs(tmp_path).name == "site-1"
+    assert (tmp_path / "key.pem").stat().st_mode & 0o077 == 0
+    for key in sent.record():
+        with pytest.raises(ProtocolError, match=f"the server's message has no {key}; install the same atlas-fl"):
+            read_invitation({name: value for name, value in sent.record().items() if name != key})

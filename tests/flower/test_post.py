@@ -1,0 +1,157 @@
+"""Questions and invitations over a grid that is in this process."""
+
+from collections.abc import Iterable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+pytest.importorskip("flwr", reason="the extra `flower` is not installed")
+
+from atlas_fl.engines.tokens import Tokens
+from atlas_fl.errors import ConfigError, ProtocolError
+from atlas_fl.flower import post
+from atlas_fl.flower.api import ConfigRecord, Error, Message, RecordDict
+from atlas_fl.flower.node import RECORD, read_invitation
+from atlas_fl.flower.post import Invitations, Question
+from atlas_fl.flower.server import natural, order_of
+from atlas_fl.io.certs import make_certs
+
+
+class Grid:
+    """Nodes that answer at once: with a name, with an error, or (None) never."""
+
+    def __init__(self, answers: dict[int, Any]) -> None:
+        self.answers, self.there, self.sent = answers, set(answers), list[Message]()
+        self._replies: list[Message] = []
+
+    def get_node_ids(self) -> Iterable[int]:
+        return self.there
+
+    def push_messages(self, messages: Iterable[Message]) -> list[str]:
+        ids = []
+        for message in messages:
+            ids.append(f"message-{len(self.sent)}")
+            message.metadata.__dict__["_message_id"] = ids[-1]
+            message.metadata.__dict__["_src_node_id"] = 1
+            self.sent.append(message)
+            answer = self.answers[message.metadata.dst_node_id]
+            if isinstance(answer, Error):
+                self._replies.append(Message(answer, reply_to=message))
+            elif answer is not None:
+                content = RecordDict({RECORD: ConfigRecord({"name": answer})})
+                self._replies.append(Message(content, reply_to=message))
+        return ids
+
+    def pull_messages(self, ids: Iterable[str]) -> list[Message]:
+        found, self._replies = self._replies, []
+        assert {reply.metadata.reply_to_message_id for reply in found} <= set(ids)
+        return found
+
+
+@pytest.fixture(autouse=True)
+def as_in_a_task(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("task_id", "run_id", "node_id"):
+        monkeypatch.setattr(f"flwr.supercore.task_identity.TaskIdentity._{name}", 1)
+    monkeypatch.setattr(post, "POLL_SECONDS", 0.001)
+
+
+def test_nodes_are_known_by_the_names_they_give() -> None:
+    assert Question(Grid({7: "site-2", 8: "site-1"}), count=2, seconds=60).nodes() == {"site-2": 7, "site-1": 8}
+
+
+@pytest.mark.parametrize(
+    ("answers", "count", "message"),
+    [
+        ({7: "a", 8: Error(2, "has no task")}, 0, "^node 8 cannot take part: has no task$"),
+        ({7: "a", 8: "a"}, 0, "^nodes 7 and 8 are both named 'a'; change one's --node-config$"),
+        ({7: "a", 8: None}, 0, "^no answer from node 8 within 0.05 seconds; look at its SuperNode's log$"),
+        (
+            {7: "a"},
+            2,
+            "^1 of 2 SuperNodes are connected after 0.05 seconds; start them, or lower nodes in --run-config$",
+        ),
+        ({}, 0, "^0 of 1 SuperNodes are connected"),
+    ],
+)
+def test_a_federation_that_cannot_begin_says_why(answers: dict[int, Any], count: int, message: str) -> None:
+    with pytest.raises(ProtocolError, match=message):
+        Question(Grid(answers), count=count, seconds=0.05).nodes()
+
+
+class Watched:
+    """Invitations of one node, watched by a test instead of a thread."""
+
+    def __init__(self, folder: Path, answer: Any) -> None:
+        make_certs(folder / "certs", servers=["localhost"], clients=["site-1"])
+        self.tokens, self.grid = Tokens(), Grid({7: answer})
+        self.post = Invitations(
+            grid=self.grid, nodes={"site-1": 7}, certs=folder / "certs", tokens=self.tokens, address="localhost:1"
+        )
+        self.notes, self.lost = list[str](), list[tuple[str, str]]()
+        submit = SimpleNamespace(submit=lambda lost: self.lost.append(lost))
+        self.desk = SimpleNamespace(note=self.notes.append, threads=submit)
+        self.hall = SimpleNamespace(lose=lambda name, reason: (name, reason))
+
+    def step(self) -> None:
+        self.post.step(self.hall, self.desk)
+
+    def tokens_sent(self) -> list[str]:
+        return [read_invitation(message.content[RECORD]).token for message in self.grid.sent]
+
+
+def test_a_node_whose_app_crashes_is_invited_again_with_a_new_token_but_not_for_ever(tmp_path: Path) -> None:
+    watched = Watched(tmp_path, Error(8, "ClientApp stopped responding."))
+    for _ in range(10):
+        watched.step()
+    first, *_, last = watched.tokens_sent()
+    assert len(set(watched.tokens_sent())) == 4
+    watched.tokens.redeem("site-1", {"token": last, "session": "s"})
+    with pytest.raises(ProtocolError, match="not its own now"):
+        watched.tokens.redeem("site-1", {"token": first, "session": "s"})
+    assert watched.notes[0] == "site-1: ClientApp stopped responding. It is started again"
+    assert watched.lost == [("site-1", "ClientApp stopped responding.")]
+
+
+def test_a_node_that_has_gone_is_invited_when_it_is_back(tmp_path: Path) -> None:
+    watched = Watched(tmp_path, Error(5, "SuperNode is gone."))
+    watched.step()
+    watched.grid.there.clear()
+    watched.step()
+    assert len(watched.grid.sent) == 1
+    watched.grid.there.add(7)
+    watched.step()
+    assert len(watched.grid.sent) == 2
+
+
+def test_what_a_site_cannot_mend_by_itself_is_told_and_not_tried_again(tmp_path: Path) -> None:
+    watched = Watched(tmp_path, Error(2, "no answer from localhost:1"))
+    for _ in range(3):
+        watched.step()
+    assert len(watched.grid.sent) == 1
+    assert watched.notes == ["site-1: no answer from localhost:1"]
+    assert watched.lost == [("site-1", "no answer from localhost:1")]
+
+
+def test_clients_are_in_the_order_that_people_count_in() -> None:
+    names = ["trec-0", "movie-10", "movie-2", "7", "movie-0", "site"]
+    assert sorted(names, key=natural) == ["7", "movie-0", "movie-2", "movie-10", "site", "trec-0"]
+
+
+def test_a_config_lies_in_the_folder_of_the_app_or_where_it_says(tmp_path: Path) -> None:
+    values = {
+        "config": "fed.toml",
+        "address": "h:1",
+        "host": "",
+        "nodes": 2,
+        "min-clients": 0,
+        "wait": 5,
+        "deadline": 6,
+    }
+    assert order_of(values, app_dir=tmp_path).config == tmp_path / "fed.toml"
+    assert order_of({**values, "config": "/etc/fed.toml"}, app_dir=tmp_path).config == Path("/etc/fed.toml")
+    for wrong in ({"nodes": "two"}, {"config": None}):
+        kept = {key: value for key, value in (values | wrong).items() if value is not None}
+        with pytest.raises(ConfigError, match="the run config cannot be read"):
+            order_of(kept, app_dir=tmp_path)

@@ -1,0 +1,190 @@
+"""A federation that Flower starts, over TLS and with node keys, ends with the bits of its simulation."""
+
+import contextlib
+import os
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import pytest
+from cryptography.hazmat.primitives import serialization
+from cryptography.hazmat.primitives.asymmetric import ec
+
+import atlas_fl
+from atlas_fl.config import Config, to_toml
+from atlas_fl.io.certs import make_certs
+from atlas_fl.io.folder import RunFolder
+from atlas_fl.io.tensors import read_tensors
+from atlas_fl.run import run
+from atlas_fl.tree import digest
+
+pytest.importorskip("flwr", reason="the extra `flower` is not installed")
+
+SECONDS = 240
+"""Longest wait for a line or an end; a quiet machine needs a tenth of it for the whole federation."""
+SITES = {"movie-0": "cpu_2gb", "movie-1": "tablet_4gb"}
+EXAMPLE = Path(atlas_fl.__file__).parents[2] / "examples" / "flower" / "pyproject.toml"
+
+
+class Started:
+    """A command of Flower in a process group of its own."""
+
+    def __init__(self, words: Sequence[str], *, folder: Path, env: dict[str, str]) -> None:
+        folder.mkdir(exist_ok=True)
+        command = Path(sys.executable).parent / words[0]
+        self.words, self.lines = words, list[str]()
+        self._process = subprocess.Popen(
+            [str(command), *words[1:]],
+            cwd=folder,
+            env=env,
+            text=True,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+        self._changed, self._ended = threading.Condition(), False
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+
+    def _read(self) -> None:
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            with self._changed:
+                self.lines.append(line.rstrip("\n"))
+                self._changed.notify_all()
+        with self._changed:
+            self._ended = True
+            self._changed.notify_all()
+
+    @property
+    def text(self) -> str:
+        return "\n".join(self.lines)
+
+    def wait_for(self, pattern: str) -> None:
+        with self._changed:
+            self._changed.wait_for(lambda: re.search(pattern, self.text) or self._ended, timeout=SECONDS)
+        assert re.search(pattern, self.text), f"{self.words[0]} never said {pattern!r}:\n{self.text}"
+
+    def end(self) -> str:
+        """What it said, once it has ended well."""
+        assert self._process.wait(timeout=SECONDS) == 0, self.text
+        self._reader.join(timeout=SECONDS)
+        return self.text
+
+    def kill(self) -> None:
+        """Nothing of its group is left."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait(timeout=SECONDS)
+        self._reader.join(timeout=SECONDS)
+        assert self._process.stdout is not None
+        self._process.stdout.close()
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Callable[..., Started]]:
+    """Starts commands of Flower; whatever still runs at the end is killed."""
+    started: list[Started] = []
+    env = os.environ | {
+        "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
+        "PYTHONPATH": str(Path(atlas_fl.__file__).parents[1]),
+        "PYTHONUNBUFFERED": "1",
+        "OMP_NUM_THREADS": "1",
+        "FLWR_HOME": str(tmp_path / "flwr"),
+        "FLWR_TELEMETRY_ENABLED": "0",
+        "FLWR_DISABLE_UPDATE_CHECK": "1",
+    }
+
+    def begin(*words: str, folder: Path) -> Started:
+        started.append(Started(words, folder=folder, env=env))
+        return started[-1]
+
+    yield begin
+    for program in reversed(started):
+        program.kill()
+
+
+def free_ports(count: int) -> list[int]:
+    taken = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
+    ports = [server.getsockname()[1] for server in taken]
+    for server in taken:
+        server.close()
+    return ports
+
+
+def make_key(path: Path) -> None:
+    """What `ssh-keygen -t ecdsa -b 384` makes."""
+    key = ec.generate_private_key(ec.SECP384R1())
+    encoding, none = serialization.Encoding, serialization.NoEncryption()
+    path.write_bytes(key.private_bytes(encoding.PEM, serialization.PrivateFormat.OpenSSH, none))
+    public = key.public_key().public_bytes(encoding.OpenSSH, serialization.PublicFormat.OpenSSH)
+    path.with_suffix(".pub").write_bytes(public)
+
+
+def adapter(folder: Path) -> str:
+    return digest(read_tensors(folder / "adapter_model.safetensors"))
+
+
+@pytest.mark.slow
+def test_the_federation_that_flower_runs_is_the_simulated_one(
+    config: Callable[..., Config], tmp_path: Path, start: Callable[..., Started]
+) -> None:
+    simulated = run(config(tasks=("movie",), pack_tokens=1, rounds=2)).folder
+    link, stream, *others = free_ports(2 + len(SITES))
+    tls = tmp_path / "tls"
+    make_certs(tls, servers=["localhost", "127.0.0.1"], clients=["operator"])
+    app, home = tmp_path / "app", tmp_path / "flwr"
+    for folder in (app, home):
+        folder.mkdir()
+    shutil.copy(EXAMPLE, app)
+    (app / "fed.toml").write_text(to_toml(config(tasks=("movie",), pack_tokens=1, rounds=2, name="served")))
+    (home / "config.toml").write_text(
+        f'[superlink]\ndefault = "here"\n[superlink.here]\naddress = "127.0.0.1:{link}"\n'
+        f'root-certificates = "{tls}/ca/ca.pem"\n'
+    )
+    server = [
+        f"--ssl-{word}={tls}/server/{file}.pem"
+        for word, file in (("ca-certfile", "ca"), ("certfile", "cert"), ("keyfile", "key"))
+    ]
+    words = ("--enable-supernode-auth", "--disable-runtime-dependency-installation", f"--port={link}")
+    start("flower-superlink", *server, *words, folder=tmp_path / "link").wait_for("Uvicorn running")
+    for name in SITES:
+        make_key(tmp_path / name)
+    registered = [start("flwr", "supernode", "register", f"../{name}.pub", folder=app) for name in SITES]
+    for command in registered:
+        command.end()
+    nodes = [
+        start(
+            "flower-supernode",
+            f"--root-certificates={tls}/ca/ca.pem",
+            f"--superlink=127.0.0.1:{link}",
+            f"--auth-supernode-private-key={tmp_path / name}",
+            f"--port={port}",
+            f'--node-config=name="{name}" task="movie" part={name[-1]} device="{device}"',
+            folder=tmp_path / f"at-{name}",
+        )
+        for (name, device), port in zip(SITES.items(), others)
+    ]
+    said = start(
+        "flwr",
+        "run",
+        ".",
+        "--stream",
+        "--run-config",
+        f'nodes=2 address="127.0.0.1:{stream}" host="127.0.0.1"',
+        folder=app,
+    ).end()
+    assert "(2 of 2 here)" in said, said
+    served = RunFolder(tmp_path / "runs" / "served")
+    for name, node in zip(SITES, nodes):
+        wanted = adapter(RunFolder(simulated).adapters / name)
+        assert adapter(served.adapters / name) == wanted, said
+        (own,) = (tmp_path / f"at-{name}" / f"{name}-adapter").iterdir()
+        assert adapter(own) == wanted, node.text
