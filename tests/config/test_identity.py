@@ -13,6 +13,8 @@ CHANGED = {
     "keep_checkpoints": "9",
     "checkpoint_every": "3",
     "audit": "true",
+    "engine": "ray",
+    "workers": "2",
 }
 
 

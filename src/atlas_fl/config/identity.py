@@ -9,8 +9,11 @@ from atlas_fl.config.fields import settings, value_of
 from atlas_fl.config.groups import Config
 from atlas_fl.io.folder import RunFolder, run_name
 
-SESSION = frozenset({"runs_dir", "name", "max_rounds", "keep_checkpoints", "checkpoint_every", "audit"})
-"""Settings that change no number of a run: where it lies, how long it goes on today and what is kept of it."""
+SESSION = frozenset(
+    {"runs_dir", "name", "max_rounds", "keep_checkpoints", "checkpoint_every", "audit", "engine", "workers"}
+)
+"""Settings that change no number of a run: where it lies, how long it goes on today, what is kept of it and how many
+processes train it."""
 
 
 def identity(config: Config) -> dict[str, Any]:
