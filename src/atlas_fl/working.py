@@ -22,8 +22,9 @@ from atlas_fl.engines.base import Engine
 from atlas_fl.engines.frames import Head
 from atlas_fl.engines.pool import PoolEngine, Resident, Worker, settled
 from atlas_fl.engines.processes import SharedMemory, processes, serve
+from atlas_fl.engines.ray import ray_cluster
 from atlas_fl.errors import DataError
-from atlas_fl.events import OnEvent, Progress
+from atlas_fl.events import Note, OnEvent, Progress
 from atlas_fl.models.loading import load_backbone
 from atlas_fl.models.shared import places_of, views, write
 from atlas_fl.planning import local_engine
@@ -34,12 +35,14 @@ Workplace: TypeAlias = Callable[[Config, OnEvent], AbstractContextManager[tuple[
 PROGRAM = "import sys; from atlas_fl.working import work; work(*map(int, sys.argv[1:]))"
 
 
+@contextmanager
 def in_process(config: Config, on_event: OnEvent) -> Iterator[tuple[Assembly, Engine]]:
     """All clients in this process."""
     assembly = assemble(config)
     yield assembly, local_engine(assembly, on_event)
 
 
+@contextmanager
 def in_workers(config: Config, on_event: OnEvent) -> Iterator[tuple[Assembly, Engine]]:
     """Packs in `--workers` processes of this machine; none of them is left when it ends."""
     count = config.run.workers or 1
@@ -47,19 +50,36 @@ def in_workers(config: Config, on_event: OnEvent) -> Iterator[tuple[Assembly, En
         memory = stack.enter_context(closing(SharedMemory()))
         threads = stack.enter_context(ThreadPoolExecutor(count))
         workers = stack.enter_context(processes(count, program=PROGRAM, memory=memory.file))
-        assembly, places = shared(assemble(config, place="cpu"), memory.sized)
-        heads = heads_of(assembly, places, spots=_spots(config, count), threads=_threads(count))
-        settled(workers, heads, threads)
+        assembly, places = shared(assemble(config, place="cpu"), memory.filled)
+        each = _threads(torch.get_num_threads() // count)
+        settled(workers, heads_of(assembly, places, spots=_spots(config, count), threads=each), threads)
+        yield assembly, pool_engine(assembly, workers, threads, on_event)
+
+
+@contextmanager
+def on_ray(config: Config, on_event: OnEvent) -> Iterator[tuple[Assembly, Engine]]:
+    """Packs in actors of a Ray cluster, which have assembled the run each and keep it."""
+    cuda = pick_device(config.run.accelerator, precision=config.model.precision) == "cuda"
+    with ExitStack() as stack:
+        cluster = stack.enter_context(ray_cluster())
+        share = cluster.share(config.run.workers, cuda=cuda)
+        assembly, places = shared(assemble(config, place="cpu"), cluster.filled)
+        threads = stack.enter_context(ThreadPoolExecutor(share.count))
+        workers = stack.enter_context(cluster.actors(share, settle))
+        # an actor sees no GPU but its own
+        spots = ["cuda" if cuda else "cpu"] * share.count
+        settled(workers, heads_of(assembly, places, spots=spots, threads=_threads(share.cpus)), threads)
+        on_event(Note(f"{share.count} actors of {share.cpus} CPUs train the packs"))
         yield assembly, pool_engine(assembly, workers, threads, on_event)
 
 
 def on_this_machine(config: Config, on_event: OnEvent) -> AbstractContextManager[tuple[Assembly, Engine]]:
     """In this process, or with `--workers` in as many."""
     place = in_process if config.run.workers in (None, 1) else in_workers
-    return contextmanager(place)(config, on_event)
+    return place(config, on_event)
 
 
-ENGINES: Mapping[str, Workplace] = {"local": on_this_machine}
+ENGINES: Mapping[str, Workplace] = {"local": on_this_machine, "ray": on_ray}
 """The workplace of every `--engine`."""
 
 
@@ -75,12 +95,15 @@ def pool_engine(
     )
 
 
-def shared(assembly: Assembly, sized: Callable[[int], Any]) -> tuple[Assembly, list[dict[str, Any]]]:
-    """(the assembly with its frozen weights in memory of `sized` bytes, where each of them lies there)."""
+Filled: TypeAlias = Callable[[int, Callable[[Any], None]], Any]
+"""(bytes, what writes to them) -> memory of so many bytes that others see, written."""
+
+
+def shared(assembly: Assembly, filled: Filled) -> tuple[Assembly, list[dict[str, Any]]]:
+    """(the assembly with its frozen weights in memory that others see, where each of them lies there)."""
     site = assembly.site
     places, size = places_of(site.backbone.frozen)
-    memory = sized(size)
-    write(site.backbone.frozen, memory, places)
+    memory = filled(size, lambda buffer: write(site.backbone.frozen, buffer, places))
     return replace(assembly, site=replace(site, backbone=_backbone(assembly, views(memory, places)))), places
 
 
@@ -131,7 +154,6 @@ def _spots(config: Config, count: int) -> list[str]:
     return [f"cuda:{number % torch.cuda.device_count()}" for number in range(count)]
 
 
-def _threads(count: int) -> int:
-    """Threads of each worker: what OMP_NUM_THREADS says, else the machine's shared out."""
-    threads = torch.get_num_threads()
-    return threads if "OMP_NUM_THREADS" in os.environ else max(1, threads // count)
+def _threads(available: int) -> int:
+    """Threads of a worker: what OMP_NUM_THREADS says, else its part of the processors."""
+    return torch.get_num_threads() if "OMP_NUM_THREADS" in os.environ else max(1, available)

@@ -52,7 +52,7 @@ def test_frames_of_any_size_come_back_as_they_went() -> None:
 
 def test_what_one_writes_to_the_memory_all_see() -> None:
     with closing(SharedMemory()) as memory:
-        seen = memory.sized(4096)
+        seen = memory.filled(4096, lambda _: None)
         with processes(1, program=WRITER, memory=memory.file) as (worker,):
             worker.ask([b"hello"])
         assert seen[:5] == b"hello"

@@ -8,36 +8,22 @@ import signal
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager
-from pathlib import Path
 
 import psutil
 import pytest
 import torch
 
 from atlas_fl.assemble import Assembly, assemble
-from atlas_fl.audit import audit
 from atlas_fl.config import Config
 from atlas_fl.engines.base import Engine
 from atlas_fl.engines.pool import Resident, settled
 from atlas_fl.errors import DataError, ProtocolError
 from atlas_fl.events import Event, OnEvent, Progress, RoundFinished
 from atlas_fl.run import RunResult, run
-from atlas_fl.working import heads_of, pool_engine, settle, shared
-from tests.runs.reading import rows, same_tensors, state
+from atlas_fl.working import Filled, heads_of, pool_engine, settle, shared
+from tests.runs.workers import SETTINGS, check_same
 
 Make = Callable[..., Config]
-# Everything that a pack, a message or a worker could get wrong; packs of a client or two each.
-SETTINGS = {
-    "split": "cpu_2gb=2,trec-0=1",
-    "wire": "int8",
-    "wire_noise": 0.05,
-    "head": "client",
-    "dropout": 0.1,
-    "participation": 0.75,
-    "recluster_every": 2,
-    "pack_tokens": 200,
-    "eta": 0.3,
-}
 
 
 @pytest.fixture
@@ -45,14 +31,13 @@ def whole(config: Make) -> RunResult:
     return run(config(name="whole", **SETTINGS))
 
 
-def check_same(left: Path, right: Path) -> None:
-    assert same_tensors(state(left), state(right))
-    assert rows(left) == rows(right)
-    assert rows(left, "ledger") == rows(right, "ledger")
-    adapters = sorted(path.relative_to(left) for path in left.glob("adapters/*/*.safetensors"))
-    assert adapters
-    assert all((left / path).read_bytes() == (right / path).read_bytes() for path in adapters)
-    assert audit(right).ok
+def into(memory: bytearray) -> Filled:
+    def filled(size: int, fill: Callable[[bytearray], None]) -> bytearray:
+        memory.extend(bytes(size))
+        fill(memory)
+        return memory
+
+    return filled
 
 
 def in_threads(count: int) -> Callable[[Config, OnEvent], AbstractContextManager[tuple[Assembly, Engine]]]:
@@ -60,9 +45,9 @@ def in_threads(count: int) -> Callable[[Config, OnEvent], AbstractContextManager
 
     @contextmanager
     def workplace(config: Config, on_event: OnEvent) -> Iterator[tuple[Assembly, Engine]]:
-        memory: list[bytearray] = []
-        assembly, places = shared(assemble(config), lambda size: memory.append(bytearray(size)) or memory[0])
-        workers = [Resident(settle, lambda: memory[0]) for _ in range(count)]
+        memory = bytearray()
+        assembly, places = shared(assemble(config), into(memory))
+        workers = [Resident(settle, lambda: memory) for _ in range(count)]
         with ThreadPoolExecutor(count) as threads:
             heads = heads_of(assembly, places, spots=["cpu"] * count, threads=torch.get_num_threads())
             settled(workers, heads, threads)
@@ -104,7 +89,7 @@ def test_a_run_whose_worker_is_killed_goes_on_with_any_number_and_leaves_nobody(
 
 def test_a_worker_that_reads_other_data_says_so(config: Make) -> None:
     memory = bytearray()
-    assembly, places = shared(assemble(config()), lambda size: memory.extend(bytes(size)) or memory)
+    assembly, places = shared(assemble(config()), into(memory))
     (head,) = heads_of(assembly, places, spots=["cpu"], threads=torch.get_num_threads())
     resident = [Resident(settle, lambda: memory)]
     with ThreadPoolExecutor(1) as threads, pytest.raises(DataError, match="a worker has read other data than the run"):

@@ -231,7 +231,7 @@ class RunConfig:
     RAY_ADDRESS names the cluster, without it one is started here)."""
     workers: int | None = None
     """Processes that train packs at once, on shared backbone weights; by default this one alone, and with Ray one for
-    each GPU, or CPU, of the cluster. Any number gives the same numbers."""
+    each GPU, or CPU, of the cluster. With as many threads each, any number of them ends in the same bits."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -31,10 +31,12 @@ class SharedMemory:
             with tempfile.TemporaryFile() as file:
                 self.file = os.dup(file.fileno())
 
-    def sized(self, size: int) -> mmap.mmap:
-        """The memory, from now on of so many bytes."""
+    def filled(self, size: int, fill: Callable[[mmap.mmap], None]) -> mmap.mmap:
+        """The memory, from now on of so many bytes, as `fill` leaves it."""
         os.ftruncate(self.file, size)
-        return mmap.mmap(self.file, 0)
+        memory = mmap.mmap(self.file, 0)
+        fill(memory)
+        return memory
 
     def close(self) -> None:
         """Forget it here; what is mapped stays."""
