@@ -95,5 +95,7 @@ def test_a_worker_ends_with_its_parent_in_the_middle_of_its_work() -> None:
         assert lines.readline() == "busy\n"
         parent.send_signal(signal.SIGKILL)
         ended, _, _ = select.select([worker], [], [], 60)
+        if not ended:
+            signal.pidfd_send_signal(worker, signal.SIGKILL)
         os.close(worker)
     assert ended, "the worker is an orphan"
