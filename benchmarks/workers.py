@@ -3,8 +3,8 @@
 python benchmarks/workers.py [--rounds 3]
 
 The preset `quick` in packs of `--pack-tokens`, on the embedded model. Both engines are alive throughout and take turns
-round by round, with as many threads in all: OMP_NUM_THREADS=1 for each worker. Memory is private (USS) and proportional
-(PSS) as Linux counts them; what is shared counts to nobody's private part.
+round by round, with one thread for each worker. Beside the wall's seconds stand the processor's of the busiest worker,
+which others on the machine lengthen less. Memory is private (USS) and proportional (PSS) as Linux counts them.
 """
 
 import argparse
@@ -45,6 +45,11 @@ def a_round(assembly: Assembly, engine: Engine) -> tuple[float, str]:
     return seconds, "".join(digest(update.params) for update in updates)
 
 
+def busy(pids: list[int]) -> dict[int, float]:
+    """Processor seconds so far, by process."""
+    return {pid: psutil.Process(pid).cpu_times().user for pid in pids}
+
+
 def memory(pids: list[int]) -> tuple[float, float]:
     """(USS, PSS) in MB, the median over these processes."""
     found = [psutil.Process(pid).memory_full_info() for pid in pids]
@@ -60,6 +65,7 @@ def main() -> None:
     settings = {"samples": str(options.samples), "pack_tokens": str(options.pack_tokens)}
     torch.set_num_threads(1)
     taken: dict[int, list[float]] = {1: [], 2: []}
+    worked: dict[int, list[float]] = {1: [], 2: []}
     with ExitStack() as stack:
         places, digests = {}, set()
         for count in taken:
@@ -67,15 +73,22 @@ def main() -> None:
             places[count] = stack.enter_context(in_workers(config, ignore))
         for _ in range(options.rounds):
             for count, place in places.items():
+                pids = [worker.pid for worker in place[1].workers]
+                before = busy(pids)
                 seconds, models = a_round(*place)
                 taken[count].append(seconds)
+                worked[count].append(max(now - before[pid] for pid, now in busy(pids).items()))
                 digests.add(models)
         assert len(digests) == 1, "one worker and two end with other models"
         for count, (_, engine) in places.items():
             uss, pss = memory([worker.pid for worker in engine.workers])
-            print(f"{count} worker(s): {median(taken[count]):.2f} s a round; each {uss:.0f} MB USS, {pss:.0f} MB PSS")
+            print(
+                f"{count} worker(s): {median(taken[count]):.2f} s a round, busiest {median(worked[count]):.2f} s of a"
+                f" processor; each {uss:.0f} MB USS, {pss:.0f} MB PSS"
+            )
         weights = payload_bytes(places[1][0].site.backbone.frozen) / 1e6
         print(f"backbone: {weights:.0f} MB, once in memory for a run; the same models with both")
+        print(f"ratio 1/2 of the busiest worker's processor: {median(worked[1]) / median(worked[2]):.2f}")
         print(f"ratio 1/2: {median(taken[1]) / median(taken[2]):.2f}")
 
 
