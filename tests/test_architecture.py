@@ -18,7 +18,7 @@ OWNERS = {
     "datasets": "tasks/",
     "peft": "lora/peft_io.py",
     "flwr": "flower/api.py",
-    "ray": "engines/",
+    "ray": "engines/ray.py",
     "grpc": "engines/",
     "tyro": "cli/",
     "tomlkit": "config/",

@@ -19,6 +19,8 @@ SERVICE = Service(certs=Path("certs/server"))
         ({"split": "2"}, "--split is 2, and across machines every site holds the whole model"),
         ({"split": "2", "topology": "paired"}, "--topology paired is there in simulation alone"),
         ({"split": "2", "leakage": True}, "--leakage reads the clients' texts, and across machines these stay"),
+        ({"workers": 2}, "--engine and --workers are for simulations"),
+        ({"engine": "ray"}, "--engine and --workers are for simulations"),
         ({"aggregate_every": 2}, "--aggregate-every is 2, and across machines models travel in every round"),
     ],
 )

@@ -91,19 +91,24 @@ def assemble(
     clients: tuple[ClientData, ...] | None = None,
     tokens: Mapping[str, ClientTokens] | None = None,
     devices: tuple[Device, ...] | None = None,
+    weights: Params | None = None,
+    place: str | None = None,
 ) -> Assembly:
     """Load the clients, or take those that are given, load the backbone and tokenise.
 
-    `tokens` of every client and `devices`, one for each, stand in for those that the config would give.
+    `tokens` of every client and `devices`, one for each, stand in for those that the config would give, `weights` for
+    those of the backbone's files, and `place`, a device of torch, for the one that the packs are sized for.
     Raises an `AtlasError` for whatever the config names that is not to be had.
     """
     devices = find_devices(config.data.devices, config.data.device) if devices is None else devices
     clients = load_clients(config) if clients is None else clients
+    picked = pick_device(config.run.accelerator, precision=config.model.precision)
     backbone = load_backbone(
         config.model.model,
-        device=pick_device(config.run.accelerator, precision=config.model.precision),
+        device=place or picked,
         gradient_checkpointing=config.model.gradient_checkpointing,
         writes=any(client.task.writes for client in clients),
+        weights=weights,
     )
     if tokens is None:
         tokens = {client.name: _tokenise(client, backbone, config.data) for client in clients}
@@ -116,7 +121,7 @@ def assemble(
         devices=tuple(devices[index % len(devices)] for index in range(len(clients))),
         site=replace(
             site,
-            max_tokens=pack_tokens(config, shape, cuda=backbone.device.type == "cuda"),
+            max_tokens=pack_tokens(config, shape, cuda=picked == "cuda"),
             bf16=config.model.precision == "bf16",
             fp16=config.model.precision == "fp16",
         ),

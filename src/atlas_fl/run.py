@@ -1,13 +1,11 @@
 """A run from its config to its folder: begin, go on, export."""
 
 import time
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any
 
-from atlas_fl.assemble import Assembly, assemble
+from atlas_fl.assemble import Assembly
 from atlas_fl.clustering import Clustering
 from atlas_fl.config import Config, config_hash, load_config, run_folder, to_toml, validate
 from atlas_fl.engines.base import Engine
@@ -25,10 +23,11 @@ from atlas_fl.io.summary import summarise
 from atlas_fl.options import strategy_of
 from atlas_fl.origin import check_origin, check_settings, origin_of
 from atlas_fl.plan import Plan
-from atlas_fl.planning import Planned, local_engine, plan_for
+from atlas_fl.planning import Planned, plan_for
 from atlas_fl.records import Recorder, models_of
 from atlas_fl.state import State
 from atlas_fl.train import train
+from atlas_fl.working import ENGINES, Workplace
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,26 +43,16 @@ class RunResult:
     """The content of `summary.json`; of the rounds so far while the run is not complete."""
 
 
-Workplace: TypeAlias = Callable[[Config, OnEvent], AbstractContextManager[tuple[Assembly, Engine]]]
-"""What a run works with, and where its clients compute; left with an error where the run ends with one."""
-
-
-@contextmanager
-def in_process(config: Config, on_event: OnEvent) -> Iterator[tuple[Assembly, Engine]]:
-    """All clients in this process."""
-    assembly = assemble(config)
-    yield assembly, local_engine(assembly, on_event)
-
-
 def run(
-    config: Config, *, on_event: OnEvent = ignore, resume: bool = False, workplace: Workplace = in_process
+    config: Config, *, on_event: OnEvent = ignore, resume: bool = False, workplace: Workplace | None = None
 ) -> RunResult:
-    """Carry out this config in a folder of its own and say what came out.
+    """Carry out this config in a folder of its own and say what came out; at the workplace of its `--engine`.
 
     A folder that holds the same run is refused, or with `resume` gone on with (a complete one is just read).
     Raises an `AtlasError` for whatever the user can mend; nothing is written before the config is valid.
     """
     validate(config)
+    workplace = workplace or ENGINES[config.run.engine]
     folder = run_folder(config)
     check_free(folder)
     made = not folder.path.exists()
@@ -95,7 +84,7 @@ def resume(folder: str | Path, *, max_rounds: int | None = None, on_event: OnEve
     config = validate(load_config(found.config))
     at_home = replace(config.run, runs_dir=str(found.path.parent), name=found.path.name, max_rounds=max_rounds)
     with run_lock(found.path):
-        return _go_on(replace(config, run=at_home), found, on_event, in_process)
+        return _go_on(replace(config, run=at_home), found, on_event, ENGINES[config.run.engine])
 
 
 def _go_on(config: Config, folder: RunFolder, on_event: OnEvent, workplace: Workplace) -> RunResult:

@@ -112,6 +112,11 @@ def check_served(config: Config, service: Service) -> None:
             f"--split is {config.split.split}, and across machines every site holds the whole model; leave it out, or"
             " simulate it with `atlas run`"
         )
+    if config.run.engine != "local" or config.run.workers not in (None, 1):
+        raise ConfigError(
+            "--engine and --workers are for simulations, and across machines every site trains its own client; leave"
+            " them out"
+        )
     if mixing.aggregate_every > 1:
         raise ConfigError(
             f"--aggregate-every is {mixing.aggregate_every}, and across machines models travel in every round; set it"

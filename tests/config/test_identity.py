@@ -14,6 +14,8 @@ CHANGED = {
     "checkpoint_every": "3",
     "audit": "true",
     "leakage": "true",
+    "engine": "ray",
+    "workers": "2",
 }
 
 

@@ -14,6 +14,7 @@ from atlas_fl.clients.importance import ImportanceOptions
 from atlas_fl.clients.train import TrainOptions
 from atlas_fl.engines.wire import OPTIONS, job_message, read_job, read_update, update_message
 from atlas_fl.errors import ProtocolError
+from atlas_fl.split.step import Cut
 from atlas_fl.tree import digest
 
 TRAIN = TrainOptions(seed=3, max_steps=4, lr=0.1 + 0.2, schedule="cosine", frozen=(".lora_A",), half=1)
@@ -23,6 +24,7 @@ JOBS: dict[str, Any] = {
     "importance": ImportanceOptions(kind="rngwp", train=TRAIN, batches=2),
     "evaluate": EvaluateOptions(split="validation", new_tokens=3),
 }
+CUT = Cut(blocks=2, wire="int8", noise=0.1, head="client", seed=7)
 PARAMS = {"a.lora_A": torch.randn(2, 3), "head.b": torch.randn(4)}
 
 
@@ -39,6 +41,12 @@ def test_a_job_arrives_as_it_left(action: str) -> None:
     head, params = job_message(action, job_of(action), number=1, held={})
     found = read_job(json.loads(json.dumps(head)), params, client="site-1")
     assert found == (action, job_of(action))
+
+
+def test_a_cut_travels_with_its_job() -> None:
+    job = replace(job_of("train"), cut=CUT)
+    head, params = job_message("train", job, number=1, held={})
+    assert read_job(json.loads(json.dumps(head)), params, client="site-1") == ("train", job)
 
 
 def test_a_model_that_is_held_does_not_travel() -> None:
@@ -59,6 +67,9 @@ def test_a_model_that_is_held_does_not_travel() -> None:
         {"options": {**vars(TRAIN), "schedule": "steep"}},
         {"options": {**vars(TRAIN), "frozen": [1]}},
         {"options": {**vars(TRAIN), "more": 1}},
+        {"cut": {}},
+        {"cut": 2},
+        {"cut": {**vars(CUT), "wire": "fp4"}},
     ],
 )
 def test_a_job_that_is_none_is_refused(change: dict[str, Any]) -> None:
@@ -71,7 +82,8 @@ def test_an_update_arrives_as_it_left() -> None:
     job = job_of("train")
     trained = {key: tensor + 1 for key, tensor in PARAMS.items()}
     metrics = {"loss": math.nan, "seconds": 0.1}
-    update = Update(client="site-1", params=trained, examples=5, metrics=metrics, loaded="x", keys=2)
+    crossed = {("activation", "up"): 7, ("gradient", "down"): 5}
+    update = Update(client="site-1", params=trained, examples=5, metrics=metrics, loaded="x", keys=2, crossed=crossed)
     head, tensors = update_message(update, job, number=1)
     found = read_update(json.loads(json.dumps(head)), tensors, job=job)
     assert digest(found.params) == digest(trained)
@@ -107,3 +119,14 @@ def test_an_update_that_is_none_is_refused(change: dict[str, Any], tensors: Any)
     head, _ = update_message(Update(client="site-1", params=PARAMS, examples=5, metrics={}), job, number=1)
     with pytest.raises(ProtocolError, match="the answer is no update"):
         read_update({**head, **change}, tensors, job=job)
+
+
+WRONG = [None, [7], [["activation", "up"]], [["rm", "up", 1]], [["label", "up", -1]], [[[], "up", 1]]]
+
+
+@pytest.mark.parametrize("crossed", WRONG)
+def test_bytes_that_cannot_have_crossed_a_cut_are_refused(crossed: Any) -> None:
+    job = job_of("evaluate")
+    head, tensors = update_message(Update(client="site-1", params=PARAMS, examples=5, metrics={}), job, number=1)
+    with pytest.raises(ProtocolError, match="what crossed the cut is"):
+        read_update({**head, "crossed": crossed}, tensors, job=job)

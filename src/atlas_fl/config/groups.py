@@ -226,6 +226,12 @@ class RunConfig:
     """Checkpoints that are kept."""
     accelerator: Literal["auto", "cpu", "cuda"] = "cpu"
     """Where the packs are trained."""
+    engine: Literal["local", "ray"] = "local"
+    """Who trains the packs: processes of this machine, or the actors of a Ray cluster (`pip install 'atlas-fl[ray]'`;
+    RAY_ADDRESS names the cluster, without it one is started here)."""
+    workers: int | None = None
+    """Processes that train packs at once, on shared backbone weights; by default this one alone, and with Ray one for
+    each GPU, or CPU, of the cluster. With as many threads each, any number of them ends in the same bits."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,8 +9,14 @@ from atlas_fl.config.fields import settings, value_of
 from atlas_fl.config.groups import Config
 from atlas_fl.io.folder import RunFolder, run_name
 
-SESSION = frozenset({"runs_dir", "name", "max_rounds", "keep_checkpoints", "checkpoint_every", "audit", "leakage"})
-"""Settings that change no number of a run: where it lies, how long it goes on today, what is kept and told of it."""
+SESSION = frozenset(
+    {
+        *("runs_dir", "name", "max_rounds", "keep_checkpoints", "checkpoint_every"),
+        *("audit", "leakage", "engine", "workers"),
+    }
+)
+"""Settings that change no number of a run: where it lies, how long it goes on today, what is kept and told of it, and how
+many processes train it."""
 
 LATER = frozenset({"topology"})
 """Settings that are younger than runs: at their default they are no part of the identity, and older runs stay the same

@@ -79,6 +79,7 @@ RANGES: Mapping[str, Range] = {
     "max_rounds": ONE_OR_MORE,
     "checkpoint_every": ONE_OR_MORE,
     "keep_checkpoints": ONE_OR_MORE,
+    "workers": ONE_OR_MORE,
 }
 
 

@@ -18,6 +18,8 @@ from atlas_fl.clients.importance import ImportanceOptions
 from atlas_fl.clients.train import TrainOptions
 from atlas_fl.engines.frames import Head
 from atlas_fl.errors import ProtocolError
+from atlas_fl.io.ledger import DIRECTIONS, KINDS
+from atlas_fl.split.step import Crossed, Cut
 from atlas_fl.tree import digest
 from atlas_fl.types import Params
 
@@ -41,6 +43,7 @@ def job_message(action: str, job: Job, *, number: int, held: Mapping[str, str]) 
         "action": action,
         "round": job.round,
         "options": asdict(job.options),
+        "cut": None if job.cut is None else asdict(job.cut),
         "model": model,
     }
     return head, {} if model in held.values() else job.params
@@ -55,7 +58,8 @@ def read_job(head: Mapping[str, Any], params: Params, *, client: str) -> tuple[s
     if type(head.get("round")) is not int:
         raise ProtocolError("the server's job names no round; install its version")
     options = _read(OPTIONS[action], head.get("options"), where=action)
-    return action, Job(client=client, params=params, round=head["round"], options=options)
+    cut = _read(Cut | None, head.get("cut"), where="cut")
+    return action, Job(client=client, params=params, round=head["round"], options=options, cut=cut)
 
 
 def update_message(update: Update, job: Job, *, number: int) -> tuple[Head, Params]:
@@ -68,6 +72,7 @@ def update_message(update: Update, job: Job, *, number: int) -> tuple[Head, Para
         "metrics": list(update.metrics),
         "loaded": update.loaded,
         "keys": update.keys,
+        "crossed": [[*way, size] for way, size in update.crossed.items()],
         "same": same,
     }
     values = torch.tensor(list(update.metrics.values()), dtype=torch.float64)
@@ -99,7 +104,25 @@ def read_update(head: Mapping[str, Any], tensors: Params, *, job: Job) -> Update
         metrics=dict(zip(names, values.tolist())),
         loaded=loaded,
         keys=keys,
+        crossed=_crossed(head.get("crossed", [])),
     )
+
+
+def _crossed(rows: Any) -> Crossed:
+    """Bytes through the cut by kind and direction; raises `ProtocolError` for anything else."""
+    found: dict[Any, int] = {}
+    for row in rows if isinstance(rows, list) else [rows]:
+        if (
+            not isinstance(row, list)
+            or len(row) != 3
+            or row[0] not in KINDS
+            or row[1] not in DIRECTIONS
+            or type(row[2]) is not int
+            or row[2] < 0
+        ):
+            raise ProtocolError(f"what crossed the cut is {row!r:.40}; install the same atlas-fl on both ends")
+        found[row[0], row[1]] = row[2]
+    return found
 
 
 def _read(kind: Any, value: Any, *, where: str) -> Any:

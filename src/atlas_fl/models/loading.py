@@ -1,6 +1,6 @@
 """From an alias, a hub name, a directory or a GGUF file to a frozen backbone."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -23,13 +23,20 @@ from atlas_fl.models.family import FAMILIES, Family
 from atlas_fl.models.packing import PACKED, register_packed_attention
 from atlas_fl.models.registry import Source, hub_answers, locate
 from atlas_fl.rng import torch_generator
+from atlas_fl.types import Params
 
 
 def load_backbone(
-    name: str, *, device: str = "cpu", gradient_checkpointing: bool = False, writes: bool = False
+    name: str,
+    *,
+    device: str = "cpu",
+    gradient_checkpointing: bool = False,
+    writes: bool = False,
+    weights: Params | None = None,
 ) -> Backbone:
     """The frozen backbone of this alias, hub name or directory; with its output embedding if it `writes` text.
 
+    `weights` are those of `Backbone.frozen`, which then are not read: on the CPU the backbone's are these very tensors.
     Raises `ModelError` when the files are not to be had, the architecture is not known or cannot write.
     """
     register_packed_attention()
@@ -39,14 +46,8 @@ def load_backbone(
     # Loading draws what files lack from the global generator, which is not ours to move.
     with readable(name, source), _no_bars(), torch.random.fork_rng(devices=[]):
         tokenizer = AutoTokenizer.from_pretrained(source.path, **how_read(source))
-        loaded, found = (AutoModelForCausalLM if writes else AutoModel).from_pretrained(
-            source.path,
-            attn_implementation=PACKED,
-            dtype=torch.float32,
-            output_loading_info=True,
-            **how_read(source),
-        )
-    _draw_pooler(name, loaded, family, sorted(found["missing_keys"]))
+        loaded, missing = _loaded(source, AutoModelForCausalLM if writes else AutoModel, weights)
+    _draw_pooler(name, loaded, family, sorted(missing))
     model = loaded.base_model
     prepare(model, tokenizer)
     loaded = loaded.to(device).requires_grad_(False).eval()
@@ -57,6 +58,19 @@ def load_backbone(
     if gradient_checkpointing:
         _checkpoint_blocks(backbone)
     return backbone
+
+
+def _loaded(source: Source, auto: Any, weights: Params | None) -> tuple[PreTrainedModel, Collection[str]]:
+    """(model, names of the tensors that its files lack); made of these weights where they are given."""
+    how: dict[str, Any] = {"attn_implementation": PACKED, "dtype": torch.float32, "output_loading_info": True}
+    if weights is None:
+        loaded, found = auto.from_pretrained(source.path, **how, **how_read(source))
+        return loaded, found["missing_keys"]
+    config = AutoConfig.from_pretrained(source.path, **how_read(source))
+    with torch.device("meta"):  # transformers takes weights in the place of files by the model's own class alone
+        kind = type(auto.from_config(config))
+    loaded, found = kind.from_pretrained(None, config=config, state_dict=dict(weights), **how)
+    return loaded, found["missing_keys"]
 
 
 def prepare(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:

@@ -1,0 +1,96 @@
+"""Any number of workers trains the same run; one that dies ends it, and it goes on with any number.
+
+Processes take seconds to import what they need, so one pair of them is real here.
+"""
+
+import os
+import signal
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, contextmanager
+
+import psutil
+import pytest
+import torch
+
+from atlas_fl.assemble import Assembly, assemble
+from atlas_fl.config import Config
+from atlas_fl.engines.base import Engine
+from atlas_fl.engines.pool import Resident, settled
+from atlas_fl.errors import DataError, ProtocolError
+from atlas_fl.events import Event, OnEvent, Progress, RoundFinished
+from atlas_fl.run import RunResult, run
+from atlas_fl.working import Filled, heads_of, pool_engine, settle, shared
+from tests.runs.workers import SETTINGS, check_same
+
+Make = Callable[..., Config]
+
+
+@pytest.fixture
+def whole(config: Make) -> RunResult:
+    return run(config(name="whole", **SETTINGS))
+
+
+def into(memory: bytearray) -> Filled:
+    def filled(size: int, fill: Callable[[bytearray], None]) -> bytearray:
+        memory.extend(bytes(size))
+        fill(memory)
+        return memory
+
+    return filled
+
+
+def in_threads(count: int) -> Callable[[Config, OnEvent], AbstractContextManager[tuple[Assembly, Engine]]]:
+    """Workers as they are in processes of their own, with the same bytes to and fro, in threads of this one."""
+
+    @contextmanager
+    def workplace(config: Config, on_event: OnEvent) -> Iterator[tuple[Assembly, Engine]]:
+        memory = bytearray()
+        assembly, places = shared(assemble(config), into(memory))
+        workers = [Resident(settle, lambda: memory) for _ in range(count)]
+        with ThreadPoolExecutor(count) as threads:
+            heads = heads_of(assembly, places, spots=["cpu"] * count, threads=torch.get_num_threads())
+            settled(workers, heads, threads)
+            yield assembly, pool_engine(assembly, workers, threads, on_event)
+
+    return workplace
+
+
+@pytest.mark.parametrize("count", [2, 3])
+def test_any_number_of_workers_makes_the_same_run(config: Make, whole: RunResult, count: int) -> None:
+    told: list[Event] = []
+    found = run(config(name="workers", **SETTINGS), workplace=in_threads(count), on_event=told.append)
+    check_same(whole.folder, found.folder)
+    steps = [event for event in told if isinstance(event, Progress) and event.phase == "train"]
+    assert len(steps) > found.rounds, "one pack a round does not need workers"
+    assert [step.done for step in steps if step.done == step.total] == [3] * found.rounds
+
+
+def children() -> list[psutil.Process]:
+    return psutil.Process().children()
+
+
+def test_a_run_whose_worker_is_killed_goes_on_with_any_number_and_leaves_nobody(config: Make, whole: RunResult) -> None:
+    before, told = children(), list[Event]()
+
+    def kill(event: Event) -> None:
+        told.append(event)
+        if isinstance(event, RoundFinished):
+            os.kill(next(one.pid for one in children() if one not in before), signal.SIGKILL)
+
+    with pytest.raises(ProtocolError, match=r"worker 1 of 2 .* was ended by SIGKILL; start the run again") as caught:
+        run(config(name="killed", workers=2, **SETTINGS), on_event=kill)
+    assert "\n" not in str(caught.value)
+    assert children() == before
+    assert [event.round for event in told if isinstance(event, RoundFinished)] == [1]
+    found = run(config(name="killed", workers=1, **SETTINGS), resume=True)
+    check_same(whole.folder, found.folder)
+
+
+def test_a_worker_that_reads_other_data_says_so(config: Make) -> None:
+    memory = bytearray()
+    assembly, places = shared(assemble(config()), into(memory))
+    (head,) = heads_of(assembly, places, spots=["cpu"], threads=torch.get_num_threads())
+    resident = [Resident(settle, lambda: memory)]
+    with ThreadPoolExecutor(1) as threads, pytest.raises(DataError, match="a worker has read other data than the run"):
+        settled(resident, [{**head, "data": "0" * 64}], threads)
