@@ -15,8 +15,8 @@ SESSION = frozenset(
         *("audit", "leakage", "engine", "workers"),
     }
 )
-"""Settings that change no number of a run: where it lies, how long it goes on today, what is kept and told of it, and how
-many processes train it."""
+"""Settings that change no number of a run: where it lies, how long it goes on today, what is kept and told of it, and
+how many processes train it."""
 
 LATER = frozenset({"topology"})
 """Settings that are younger than runs: at their default they are no part of the identity, and older runs stay the same
