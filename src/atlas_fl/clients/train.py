@@ -20,8 +20,29 @@ from atlas_fl.types import Params
 Watch: TypeAlias = Callable[[int, Mapping[int, Params]], Collection[int]]
 """(steps done, live params by the job's place) -> the places whose training ends here."""
 
+Step: TypeAlias = Callable[[Mapping[int, Member], int, Site], None]
+"""(the active members by their job's place, steps done, site): one optimizer step of each."""
 
-def train(jobs: Sequence[Job], site: Site, *, watch: Watch | None = None) -> list[Update]:
+
+def whole_step(active: Mapping[int, Member], done: int, site: Site) -> None:
+    """A step where all blocks are here; those above a cut in the server's name."""
+    members = list(active.values())
+    row = make_row([next(member.batches) for member in members], device=site.backbone.device)
+    mask = dropout_masks([member.dropout(done) for member in members], device=site.backbone.device)
+    for member in members:
+        if member.line is not None:
+            member.line.begin("train", done)
+    lines = [member.line for member in members]
+    with forward(row, [member.params for member in members], site, mask=mask, lines=lines) as logits:
+        losses = [example_loss(own, labels) for own, labels in zip(logits, row.labels, strict=True)]
+        scaled = [loss * member.loss_scale for loss, member in zip(losses, members, strict=True)]
+        torch.stack(scaled).sum().backward()  # type: ignore[no-untyped-call]
+    for member, loss in zip(members, losses, strict=True):
+        member.losses.append(loss.detach())
+        member.step(done)
+
+
+def train(jobs: Sequence[Job], site: Site, *, watch: Watch | None = None, step: Step = whole_step) -> list[Update]:
     """Every client's trained model, in the order of the jobs.
 
     The clients' mini-batches go through the frozen backbone together. Losses are means over a client's own batch
@@ -33,26 +54,9 @@ def train(jobs: Sequence[Job], site: Site, *, watch: Watch | None = None) -> lis
     active = {place: member for place, member in enumerate(members) if member.steps > 0}
     done = 0
     while active:
-        _step(list(active.values()), done, site)
+        step(active, done, site)
         done += 1
         ended = () if watch is None else watch(done, {place: member.params for place, member in active.items()})
         active = {k: member for k, member in active.items() if member.steps > done and k not in ended}
     seconds = (time.perf_counter() - began) / max(1, len(members))
     return [member.update(seconds) for member in members]
-
-
-def _step(active: Sequence[Member], done: int, site: Site) -> None:
-    """One optimizer step of every active client."""
-    row = make_row([next(member.batches) for member in active], device=site.backbone.device)
-    mask = dropout_masks([member.dropout(done) for member in active], device=site.backbone.device)
-    for member in active:
-        if member.line is not None:
-            member.line.begin("train", done)
-    lines = [member.line for member in active]
-    with forward(row, [member.params for member in active], site, mask=mask, lines=lines) as logits:
-        losses = [example_loss(own, labels) for own, labels in zip(logits, row.labels, strict=True)]
-        scaled = [loss * member.loss_scale for loss, member in zip(losses, active, strict=True)]
-        torch.stack(scaled).sum().backward()  # type: ignore[no-untyped-call]
-    for member, loss in zip(active, losses, strict=True):
-        member.losses.append(loss.detach())
-        member.step(done)
