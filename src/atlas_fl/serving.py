@@ -15,6 +15,7 @@ from atlas_fl.engines.loops import Desk, LoopThread
 from atlas_fl.engines.remote import RemoteEngine
 from atlas_fl.engines.server import Server
 from atlas_fl.engines.stream import Sessions
+from atlas_fl.engines.suffixes import Suffixes
 from atlas_fl.errors import CheckpointError, ConfigError
 from atlas_fl.events import Note, OnEvent
 from atlas_fl.io import checkpoint
@@ -75,10 +76,13 @@ def across_machines(service: Service) -> Callable[[Config, OnEvent], AbstractCon
             try:
                 on_event(Note(f"listening on {service.host}:{port} for {', '.join(wanted)}"))
                 come = desk.call(hall.gather(wanted, least=least, seconds=service.wait_seconds))
-                yield (
-                    _assembly(config, hall, come),
-                    RemoteEngine(hall=hall, desk=desk, deadline_seconds=service.deadline_seconds, least=least),
-                )
+                assembly = _assembly(config, hall, come)
+                with Suffixes(assembly.site) as suffixes:
+                    deadline = service.deadline_seconds
+                    yield (
+                        assembly,
+                        RemoteEngine(hall=hall, desk=desk, suffixes=suffixes, deadline_seconds=deadline, least=least),
+                    )
                 if folder.summary.exists():
                     desk.call(hall.dismiss(_final_models(folder, come), seconds=FAREWELL_SECONDS))
             finally:
@@ -99,10 +103,10 @@ def check_served(config: Config, service: Service) -> None:
             f"--share {' '.join(mixing.share)} keeps parts of a model at its client, and across machines whole models"
             " travel; share A B head, or simulate it with `atlas run`"
         )
-    if config.split.split != NONE:
+    if config.split.split != NONE and config.model.precision == "fp16":
         raise ConfigError(
-            f"--split is {config.split.split}, and across machines every site holds the whole model; leave it out, or"
-            " simulate it with `atlas run`"
+            "--precision fp16 scales losses by what overflows, which two sides of a cut do not tell each other; use"
+            " bf16 or fp32 with --split"
         )
     if mixing.aggregate_every > 1:
         raise ConfigError(

@@ -23,7 +23,7 @@ CENSUS: Mapping[str, Any] = {
     "max_length": 16,
     "examples": {"train": 4, "validation": 2, "test": 2},
     "labels": {"train": [2, 2], "validation": [1, 1], "test": [1, 1]},
-    "lengths": [[5, 0, 4]],
+    "lengths": {"train": [[5, 0, 4]], "validation": [[5, 0, 2]], "test": [[5, 0, 2]]},
     "device": "cpu_2gb",
     "part": None,
 }

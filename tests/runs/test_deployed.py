@@ -112,6 +112,29 @@ def test_the_deployed_federation_is_the_simulated_one(federation: Callable[..., 
     assert audit(fed.served.path).ok
 
 
+MIXED = {"split": "movie-0=1,movie-1=2,trec-1=1", "dropout": 0.1, "rounds": 2}
+"""Cuts at two blocks and a client without one."""
+
+
+@pytest.mark.parametrize("head", ["server", "client"])
+def test_a_deployed_federation_of_cut_models_is_the_simulated_one(federation: Callable[..., Federation], head) -> None:
+    fed = federation({**SITES, "trec-0": "laptop_8gb", "trec-1": "gpu_16gb"}, **MIXED, head=head)
+    server, port = fed.serve()
+    sites = [fed.join(name, port) for name in fed.sites]
+    for site in sites:
+        site.end()
+    server.end()
+    fed.is_as_simulated()
+    simulated = RunFolder(fed.simulated)
+    rows = [sorted(map(str, read_rows(folder.ledger))) for folder in (fed.served, simulated)]
+    assert rows[0] == rows[1]
+    assert {row["kind"] for row in read_rows(fed.served.ledger)} >= {"activation", "gradient", "control"}
+    clients = [read_json(folder.plan)["clients"] for folder in (simulated, fed.served)]
+    assert clients[0] == clients[1]
+    assert [client["cut"] for client in clients[0]] == [1, 2, None, 1]
+    assert audit(fed.served.path).ok
+
+
 def test_a_client_that_is_killed_and_comes_back_and_a_link_that_is_cut_change_no_bit(
     federation: Callable[..., Federation],
 ) -> None:
