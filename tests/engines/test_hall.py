@@ -46,7 +46,7 @@ def job(name: str) -> Job:
 
 
 def result(head: Mapping[str, Any], name: str, value: float) -> tuple[Any, Any]:
-    _, work = read_job(json.loads(json.dumps(head)), PARAMS, client=name)
+    _, work, _ = read_job(json.loads(json.dumps(head)), PARAMS, client=name)
     update = Update(client=name, params={"a.lora_A": torch.full((1, 2), value)}, examples=4, metrics={})
     return update_message(update, work, number=head["number"])
 

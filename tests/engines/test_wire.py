@@ -38,7 +38,7 @@ def test_every_action_can_travel() -> None:
 def test_a_job_arrives_as_it_left(action: str) -> None:
     head, params = job_message(action, job_of(action), number=1, held={})
     found = read_job(json.loads(json.dumps(head)), params, client="site-1")
-    assert found == (action, job_of(action))
+    assert found == (action, job_of(action), None)
 
 
 def test_a_model_that_is_held_does_not_travel() -> None:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from atlas_fl.clients.base import Job, Site, Update
-from atlas_fl.clients.evaluate import EvaluateOptions, in_order, kept, scores_of
+from atlas_fl.clients.evaluate import EvaluateOptions, in_order, kept, on_device, scores_of
 from atlas_fl.clients.member import Member, example_loss, joined_norms
 from atlas_fl.clients.rows import Row, below, chunks, dropout_masks, make_row, read_logits
 from atlas_fl.clients.side import Payloads
@@ -148,7 +148,7 @@ def evaluate_below(job: Job, site: Site, crossing: Crossing) -> Update:
     data, outputs = site.data[job.client].splits[options.split], list[np.ndarray]()
     order, line, at_home = in_order(data.lengths), crossing.lines[0], crossing.cut.head == "client"
     line.begin("evaluate", options.split)
-    params = {key: tensor.to(site.backbone.device) for key, tensor in job.params.items()}
+    params = on_device(job.params, site)
     for done, chunk in enumerate(chunks([data.lengths[order]], site.max_tokens)):
         row = make_row([data.take(order[part]) for _, part in chunk], device=site.backbone.device)
         with below(row, [params], site, blocks=crossing.cut.blocks) as hidden:

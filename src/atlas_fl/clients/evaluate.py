@@ -14,7 +14,7 @@ from atlas_fl.clients.write import write
 from atlas_fl.split.step import Line
 from atlas_fl.tasks.metrics import rouge, scores, writing_scores
 from atlas_fl.tasks.spec import Task
-from atlas_fl.types import Split
+from atlas_fl.types import Params, Split
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,14 +32,13 @@ def evaluate(jobs: Sequence[Job], site: Site) -> list[Update]:
     began = time.perf_counter()
     outputs: list[list[np.ndarray]] = [[] for _ in jobs]
     data = [site.data[job.client].splits[job.options.split] for job in jobs]
-    lines = [_line(job) for job in jobs]
+    lines, placed = [_line(job) for job in jobs], [on_device(job.params, site) for job in jobs]
     orders = [in_order(own.lengths) for own in data]
     for chunk in chunks([own.lengths[order] for own, order in zip(data, orders, strict=True)], site.max_tokens):
         parts = [data[k].take(orders[k][part]) for k, part in chunk]
         row = make_row(parts, device=site.backbone.device)
-        clients = [jobs[k].params for k, _ in chunk]
-        placed = [{key: t.to(site.backbone.device) for key, t in params.items()} for params in clients]
-        with forward(row, placed, site, lines=[lines[k] for k, _ in chunk]) as logits:
+        clients = [placed[k] for k, _ in chunk]
+        with forward(row, clients, site, lines=[lines[k] for k, _ in chunk]) as logits:
             for (k, _), own, labels in zip(chunk, logits, row.labels, strict=True):
                 outputs[k].append(kept(own, labels, site.data[jobs[k].client].task))
     answered = [_answered(job, site) for job in jobs]
@@ -54,6 +53,14 @@ def evaluate(jobs: Sequence[Job], site: Site) -> list[Update]:
             Update(client=job.client, params=job.params, examples=len(data[k]), metrics=metrics, crossed=crossed)
         )
     return updates
+
+
+def on_device(params: Params, site: Site) -> Params:
+    """The model where it computes, in memory of its own.
+
+    What came in a message lies in it wherever it happens to, and products of unaligned numbers may end in other bits.
+    """
+    return {key: tensor.to(site.backbone.device, copy=True) for key, tensor in params.items()}
 
 
 def kept(logits: Tensor, labels: Tensor, task: Task) -> np.ndarray:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from atlas_fl.clients.base import Job, Site, Update
-from atlas_fl.clients.evaluate import kept, scores_of
+from atlas_fl.clients.evaluate import kept, on_device, scores_of
 from atlas_fl.clients.member import Member, joined_norms, trained_below
 from atlas_fl.clients.rows import Dropout
 from atlas_fl.clients.server_side import Entry, Read, pass_over
@@ -111,7 +111,7 @@ class TrainingHalf:
         rows = self.side.opened(payloads, 0, "gradient").get(ROWS)
         if rows is None or rows.shape != (entry.reads, entry.rows.shape[1]):
             raise self.side.refused("a gradient")
-        return replace(entry, upper=rows.to(entry.rows.device))
+        return replace(entry, upper=rows.to(entry.rows.device, copy=True))
 
     def answer(self, question: Question, found: Sequence[Read]) -> dict[str, bytes]:
         """Features, or the gradient of the rows with the norms of this half's gradients."""
@@ -177,7 +177,7 @@ class EvaluationHalf:
     def __init__(self, job: Job, site: Site) -> None:
         self.side = Side(job, site)
         self.places: tuple[int, ...] = ()
-        self._params = {key: tensor.to(site.backbone.device) for key, tensor in self.side.above.items()}
+        self._params = on_device(self.side.above, site)
         self._task = site.data[job.client].task
         self._examples = len(site.data[job.client].splits[job.options.split])
         self._outputs, self._labels = list[np.ndarray](), list[Tensor]()
