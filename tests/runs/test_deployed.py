@@ -1,6 +1,7 @@
 """A federation of real processes on loopback ends with the bits of its simulation, whatever happens to them."""
 
 import os
+import shutil
 import signal
 import socket
 from collections.abc import Callable, Iterator
@@ -14,7 +15,7 @@ from atlas_fl.errors import ConfigError
 from atlas_fl.io.certs import make_certs
 from atlas_fl.io.folder import RunFolder
 from atlas_fl.io.results import read_json, read_rows
-from atlas_fl.io.tensors import read_tensors
+from atlas_fl.io.tensors import read_tensors, write_tensors
 from atlas_fl.joining import own_client
 from atlas_fl.run import run
 from atlas_fl.tree import digest
@@ -170,6 +171,48 @@ def test_a_server_that_is_killed_goes_on_from_its_checkpoint(federation: Callabl
         site.end()
     assert "resumed after round" in again.end()
     fed.is_as_simulated()
+
+
+def test_no_fault_changes_a_bit_of_cut_models(federation: Callable[..., Federation]) -> None:
+    """A site killed in the middle of its job, a link cut, and the server killed and started again."""
+    fed = federation(rounds=3, split="movie-0=1,movie-1=2")
+    server, port = fed.serve()
+    proxy = Proxy(port)
+    try:
+        first = fed.join("movie-0", port)
+        second = fed.join("movie-1", proxy.port)
+        first.wait_for("train, round 1")
+        first.kill()
+        server.wait_for("movie-0 is gone")
+        again = fed.join("movie-0", port)
+        again.wait_for("train, round 1")
+        proxy.cut()
+        server.wait_for("round 1/3")
+        server.kill()
+        last, _ = fed.serve(port=port)
+        again.end()
+        assert "is lost; trying again" in second.end()
+        assert "resumed after round" in last.end()
+    finally:
+        proxy.close()
+    fed.is_as_simulated()
+
+
+def test_a_site_without_its_part_of_the_model_ends_with_one_line(
+    federation: Callable[..., Federation], tiny_model: Path, tmp_path: Path
+) -> None:
+    fed = federation(split="1")
+    other = tmp_path / "other"
+    shutil.copytree(tiny_model, other)
+    weights = read_tensors(other / "model.safetensors")
+    del weights["encoder.layer.0.output.dense.weight"]
+    write_tensors(other / "model.safetensors", weights)
+    server, port = fed.serve()
+    stays, ends = fed.join("movie-0", port), fed.join("movie-1", port, "--model", str(other))
+    said = ends.end(2).splitlines()[-1]
+    assert "lacks encoder.layer.0.output.dense.weight" in said
+    assert "no fingerprint of movie-1 in round 0: model" in server.end(2)
+    stays.kill()
 
 
 def test_a_round_goes_on_without_who_is_away(federation: Callable[..., Federation]) -> None:
