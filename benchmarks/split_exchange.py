@@ -5,7 +5,7 @@ First a site in this process and a server in another, over loopback mutual TLS, 
 model in this process: `ratio tls/unsplit`, of the median seconds of a step. Then the server's side alone: the
 steps of nine clients as one pass, turn about with nine passes one after another: `ratio one by one/packed`.
 
-    python benchmarks/split_exchange.py [--turns N] [--steps N] [--threads N]
+    python benchmarks/split_exchange.py [--part tls|packed] [--turns N] [--steps N] [--threads N]
 """
 
 import argparse
@@ -193,6 +193,7 @@ def main() -> None:
     parser.add_argument("--turns", type=int, default=7)
     parser.add_argument("--steps", type=int, default=6)
     parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--part", choices=["tls", "packed"], help="one of the two; both by default")
     parser.add_argument("--serve", help="the server's process: its folder of certificates")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
@@ -200,8 +201,9 @@ def main() -> None:
         serve(Path(args.serve), args.steps)
         return
     print(f"MiniLM, batch {BATCH}, cut {CUT}, {args.turns} turns of {args.steps} steps, {args.threads} thread(s)\n")
-    over_tls(args)
-    packed(args)
+    for part, measure in (("tls", over_tls), ("packed", packed)):
+        if args.part in (None, part):
+            measure(args)
 
 
 if __name__ == "__main__":

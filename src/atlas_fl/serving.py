@@ -16,7 +16,7 @@ from atlas_fl.engines.remote import RemoteEngine
 from atlas_fl.engines.server import Server
 from atlas_fl.engines.stream import Sessions
 from atlas_fl.engines.suffixes import Suffixes
-from atlas_fl.errors import CheckpointError, ConfigError
+from atlas_fl.errors import BudgetError, CheckpointError, ConfigError
 from atlas_fl.events import Note, OnEvent
 from atlas_fl.io import checkpoint
 from atlas_fl.io.certs import listed_clients, open_certs
@@ -85,6 +85,10 @@ def across_machines(service: Service) -> Callable[[Config, OnEvent], AbstractCon
                     )
                 if folder.summary.exists():
                     desk.call(hall.dismiss(_final_models(folder, come), seconds=FAREWELL_SECONDS))
+            except (BudgetError, ConfigError) as error:
+                # Settings that cannot be will not come back: a site need not wait for them.
+                desk.call(hall.dismiss({}, seconds=FAREWELL_SECONDS, reason=str(error)))
+                raise
             finally:
                 threads.call(server.stop())
 

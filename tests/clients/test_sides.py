@@ -62,8 +62,7 @@ def assert_same(found: Update, expected: Update) -> None:
     assert dict(found.crossed) == dict(expected.crossed)
 
 
-@pytest.mark.parametrize("head", ["server", "client"])
-@pytest.mark.parametrize("blocks", [1, 2])
+@pytest.mark.parametrize(("blocks", "head"), [(1, "client"), (2, "server")])
 def test_two_machines_end_in_the_bits_and_bytes_of_the_simulation(tiny, site_of, spec_of, blocks: int, head) -> None:
     site, jobs = federation(tiny, site_of, spec_of, [Cut(blocks=blocks, head=head)] * 3)
     for job in jobs:
@@ -91,7 +90,8 @@ def test_whatever_the_wire_and_the_step_it_is_the_simulation(tiny_of, site_of, s
 
 @pytest.mark.parametrize("max_tokens", [1, 4096])
 @pytest.mark.parametrize("head", ["server", "client"])
-def test_scores_over_the_cut_are_those_of_the_simulation(tiny, site_of, spec_of, head, max_tokens: int) -> None:
+def test_scores_over_the_cut_are_those_of_the_simulation(tiny_of, site_of, spec_of, head, max_tokens: int) -> None:
+    tiny = tiny_of("bert")
     site, jobs = federation(tiny, site_of, spec_of, [Cut(blocks=1, head=head), Cut(blocks=2, head=head)])
     site = dataclasses.replace(site, max_tokens=max_tokens)
     for job in jobs:
@@ -103,8 +103,10 @@ def test_scores_over_the_cut_are_those_of_the_simulation(tiny, site_of, spec_of,
 
 
 @pytest.mark.parametrize("head", ["server", "client"])
-def test_a_pack_of_suffixes_gives_each_what_it_gets_alone(tiny, site_of, spec_of, head) -> None:
+@pytest.mark.parametrize("name", ["bert", "qwen2"])
+def test_a_pack_of_suffixes_gives_each_what_it_gets_alone(tiny_of, site_of, spec_of, name: str, head) -> None:
     """Cuts, labels and lengths differ; who trains and who is scored are answered at one moment."""
+    tiny = tiny_of(name)
     cuts = [Cut(blocks=2, head=head), Cut(blocks=1, head=head), Cut(blocks=1, head=head)]
     site, jobs = federation(tiny, site_of, spec_of, cuts)
     jobs[2] = dataclasses.replace(jobs[2], options=EvaluateOptions(split="test"))
@@ -150,6 +152,7 @@ ROWS, LENGTHS = torch.zeros(4, 32), torch.tensor([1, 3], dtype=torch.int32)
         (torch.zeros(4, 31), LENGTHS, torch.tensor([0, 1]), "sent rows"),
         (ROWS, torch.tensor([1, 2], dtype=torch.int32), torch.tensor([0, 1]), "sent rows"),
         (ROWS, torch.tensor([5, -1], dtype=torch.int32), torch.tensor([0, 1]), "sent rows"),
+        (torch.zeros(99, 32), torch.tensor([99], dtype=torch.int32), torch.tensor([0]), "sent rows"),
         (ROWS, torch.tensor([1, 3]), torch.tensor([0, 1]), "sent rows"),
         (ROWS, LENGTHS, torch.tensor([0, 2]), "sent labels"),
         (ROWS, LENGTHS, torch.tensor([0, -1]), "sent labels"),

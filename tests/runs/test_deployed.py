@@ -1,6 +1,7 @@
 """A federation of real processes on loopback ends with the bits of its simulation, whatever happens to them."""
 
 import os
+import re
 import shutil
 import signal
 import socket
@@ -40,12 +41,16 @@ class Federation:
         self, config: Config, folder: Path, sites: dict[str, str], programs: Programs, simulated: dict[str, Path]
     ) -> None:
         self.folder, self.sites, self.programs, self.runs = folder, sites, programs, Path(config.run.runs_dir)
-        key = config_hash(config)
-        if key not in simulated:
-            simulated[key] = run(config).folder
-        self.simulated = simulated[key]
+        self._config, self._simulated = config, simulated
         make_certs(folder / "certs", servers=["localhost", "127.0.0.1"], clients=list(sites))
         (folder / "fed.toml").write_text(to_toml(config))
+
+    @property
+    def simulated(self) -> Path:
+        key = config_hash(self._config)
+        if key not in self._simulated:
+            self._simulated[key] = run(self._config).folder
+        return self._simulated[key]
 
     def serve(self, *more: str, port: int = 0) -> tuple[Program, int]:
         """The server and the port that it listens on."""
@@ -112,6 +117,9 @@ def test_the_deployed_federation_is_the_simulated_one(federation: Callable[..., 
         assert plans[0][part] == plans[1][part], part
     assert audit(fed.served.path).ok
 
+
+TINY = "memory_gb=0.375,gflops=20,up_mbps=2,down_mbps=10,latency_ms=60,max_rank=8"
+"""Less than the runtime alone takes."""
 
 MIXED = {"split": "movie-0=1,movie-1=2,trec-1=1", "dropout": 0.1, "rounds": 2}
 """Cuts at two blocks and a client without one."""
@@ -213,6 +221,29 @@ def test_a_site_without_its_part_of_the_model_ends_with_one_line(
     assert "lacks encoder.layer.0.output.dense.weight" in said
     assert "no fingerprint of movie-1 in round 0: model" in server.end(2)
     stays.kill()
+
+
+@pytest.mark.parametrize(
+    ("split", "device", "reason"),
+    [
+        ("movie-0=3", "cpu_2gb", "--split cuts at block 3, and .* has 3 blocks"),
+        (
+            "auto",
+            "none=memory_gb=0.375,gflops=20,up_mbps=2,down_mbps=10,latency_ms=60,max_rank=8",
+            "none fits no cut of",
+        ),
+    ],
+)
+def test_a_cut_that_cannot_be_ends_server_and_sites(
+    federation: Callable[..., Federation], split: str, device: str, reason: str
+) -> None:
+    fed = federation({"movie-0": device, "movie-1": "tablet_4gb"}, split=split)
+    server, port = fed.serve()
+    sites = [fed.join(name, port) for name in fed.sites]
+    for program in (server, *sites):
+        said = program.end(2).splitlines()
+        assert re.search(reason, said[-1]) or re.search(reason, " ".join(said[-2:]))
+    assert not fed.served.path.exists()
 
 
 def test_a_round_goes_on_without_who_is_away(federation: Callable[..., Federation]) -> None:

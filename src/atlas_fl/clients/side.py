@@ -35,7 +35,10 @@ class Side:
         self.below = replace(job, params=select(job.params, (key for key in job.params if key in held)))
         self.above: Params = select(job.params, (key for key in job.params if key not in held))
         self.crossed: Counter[tuple[Kind, Direction]] = Counter()
+        """Bytes of all messages so far."""
         self.done = 0
+        """Steps, or messages of an evaluation, that are answered."""
+        self._longest = max(int(own.lengths.max()) for own in site.data[job.client].splits.values())
 
     def expect(self, what: str, done: int, due: str) -> None:
         """Nothing where this question is due now; else raises `ProtocolError`."""
@@ -63,7 +66,7 @@ class Side:
         task, device = self.site.data[self.job.client].task, self.site.backbone.device
         opened = self.opened(payloads, place, "activation")
         rows, lengths, places = opened.get(ROWS), opened.get("lengths"), opened.get("places")
-        if rows is None or rows.shape[1] != self.site.backbone.hidden or not _are_lengths(lengths, len(rows)):
+        if rows is None or rows.shape[1] != self.site.backbone.hidden or not self._are_lengths(lengths, rows):
             raise self.refused("rows")
         assert lengths is not None
         if (places is None) is task.writes or (places is not None and not _are_within(places, len(rows), torch.int32)):
@@ -83,6 +86,11 @@ class Side:
             labels=None if labels is None else labels.to(device),
         )
 
+    def _are_lengths(self, lengths: Tensor | None, rows: Tensor) -> bool:
+        if lengths is None or not _are_within(lengths, self._longest + 1, torch.int32):
+            return False
+        return int(lengths.min()) > 0 and int(lengths.sum()) == len(rows)
+
     def _are_labels(self, labels: Tensor | None, count: int) -> bool:
         task = self.site.data[self.job.client].task
         if labels is None or labels.shape != (count,):
@@ -98,12 +106,6 @@ class Side:
             f"{self.job.client} sent {what} through its cut that fit neither each other nor its task; join with the"
             " data and the version of atlas-fl that the plan was made with"
         )
-
-
-def _are_lengths(lengths: Tensor | None, tokens: int) -> bool:
-    if lengths is None or lengths.dtype is not torch.int32 or lengths.ndim != 1 or not len(lengths):
-        return False
-    return int(lengths.min()) > 0 and int(lengths.sum()) == tokens
 
 
 def _are_within(numbers: Tensor, size: int, dtype: torch.dtype = torch.int64) -> bool:

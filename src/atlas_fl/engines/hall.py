@@ -231,10 +231,17 @@ class Hall:
         seat.work = Work(self._numbers, action, job, future, suffixes)
         seat.woken.set()
 
-    async def dismiss(self, models: Mapping[str, Params], *, seconds: float) -> None:
-        """Tell everyone that it is over, each with its model; waits so long for those who are here to hear it."""
+    async def dismiss(self, models: Mapping[str, Params], *, seconds: float, reason: str | None = None) -> None:
+        """Tell everyone that it is over, each with its model, or with the reason why there is none.
+
+        Waits so long for those who are here to hear it.
+        """
         for name, seat in self.seats.items():
-            seat.farewell = ({"kind": "done", "model": name in models}, models.get(name, NO_TENSORS))
+            done: Head = {"kind": "done", "model": name in models}
+            seat.farewell = (
+                (done if reason is None else {"kind": "ended", "reason": reason}),
+                models.get(name, NO_TENSORS),
+            )
             seat.woken.set()
 
         until = asyncio.get_running_loop().time() + seconds

@@ -69,6 +69,8 @@ class Worker:
                 head, tensors = self._registered()
             elif head.get("kind") == "job":
                 head, tensors = self._worked(head, tensors)
+            elif head.get("kind") == "ended":
+                raise ProtocolError(f"the server has ended: {head.get('reason')!s:.500}")
             else:
                 raise ProtocolError(f"the server says {head.get('kind')!r:.40}; install its version of atlas-fl")
         return tensors
