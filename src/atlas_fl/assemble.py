@@ -22,6 +22,7 @@ from atlas_fl.models.shape import ModelShape
 from atlas_fl.models.tokens import Encoded, encode, encode_prompts, encode_written
 from atlas_fl.ranks.devices import Device, find_devices
 from atlas_fl.ranks.memory import LOGIT_COPIES, VALUE_BYTES, activation_bytes
+from atlas_fl.split.model import load_client_part
 from atlas_fl.tasks import find_tasks
 from atlas_fl.tasks.clients import ClientData, make_clients
 from atlas_fl.tasks.spec import Rows, Source
@@ -111,7 +112,7 @@ def assemble(
         weights=weights,
     )
     if tokens is None:
-        tokens = {client.name: _tokenise(client, backbone, config.data) for client in clients}
+        tokens = {client.name: tokenise(client, backbone, config.data) for client in clients}
     targets = config.model.targets or default_targets(backbone.family.model_type)
     site = Site(backbone=backbone, data=tokens, targets=tuple(targets), scale=scale_of(config), max_tokens=1)
     shape = model_shape(backbone, site.modules)
@@ -163,7 +164,31 @@ def pack_tokens(config: Config, shape: ModelShape, *, cuda: bool) -> int:
     return max(1, min(fits, wanted))
 
 
-def _tokenise(client: ClientData, backbone: Backbone, config: DataConfig) -> ClientTokens:
+def site_below(config: Config, tokens: Mapping[str, ClientTokens], *, blocks: int, max_tokens: int) -> Site:
+    """A site that holds the embeddings and the first `blocks` blocks of this config's model, and nothing above.
+
+    Raises `ModelError` where they are not to be had.
+    """
+    writes = any(own.task.writes for own in tokens.values())
+    backbone = load_client_part(
+        config.model.model,
+        blocks=blocks,
+        device=pick_device(config.run.accelerator, precision=config.model.precision),
+        gradient_checkpointing=config.model.gradient_checkpointing,
+        writes=writes and config.split.head == "client",
+    )
+    return Site(
+        backbone=backbone,
+        data=tokens,
+        targets=tuple(config.model.targets or default_targets(backbone.family.model_type)),
+        scale=scale_of(config),
+        max_tokens=max_tokens,
+        bf16=config.model.precision == "bf16",
+    )
+
+
+def tokenise(client: ClientData, backbone: Backbone, config: DataConfig) -> ClientTokens:
+    """The client's examples as tokens; of the backbone only what is known of it is used, not its weights."""
     task = client.task
     limit = min(config.max_length or task.max_length, most_tokens(backbone))
     splits: dict[Split, Rows] = {"train": client.train, "validation": client.validation, "test": client.test}

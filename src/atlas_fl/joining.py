@@ -3,18 +3,26 @@
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from atlas_fl.assemble import Assembly, assemble, source_of
+import torch
+
+from atlas_fl.assemble import assemble, scale_of, site_below, source_of, tokenise
+from atlas_fl.clients.base import Site
 from atlas_fl.config import Config, config_hash, parse_config
+from atlas_fl.config.splitting import NONE
 from atlas_fl.engines.census import census_of
 from atlas_fl.engines.frames import Head
 from atlas_fl.engines.link import Link
+from atlas_fl.engines.wire import Told
 from atlas_fl.engines.worker import Worker
-from atlas_fl.errors import ConfigError, ProtocolError
+from atlas_fl.errors import ConfigError, ModelError, ProtocolError
 from atlas_fl.events import Note, OnEvent, PhaseStarted, ignore
 from atlas_fl.io.certs import open_certs
 from atlas_fl.io.machine import versions
 from atlas_fl.lora.peft_io import export_adapter
+from atlas_fl.models.backbone import Backbone
+from atlas_fl.models.parts import bottom_of
 from atlas_fl.ranks.devices import find_devices
+from atlas_fl.split.step import Cut
 from atlas_fl.tasks import find_tasks
 from atlas_fl.tasks.clients import ClientData, make_clients
 from atlas_fl.tree import digest
@@ -84,19 +92,20 @@ def join(joining: Joining, *, on_event: OnEvent = ignore) -> Joined:
         on_event(Note(f"{certs.name} is connected to {joining.address}"))
         on_event(PhaseStarted("loading"))
         config = _config_of(link.welcome, joining)
-        assembly = _assembly(config, certs.name, joining)
-        said |= {"config": str(link.welcome["config"]), "model": _fingerprint(assembly)}
+        client = own_client(config, certs.name, task=joining.task, part=joining.part)
+        home = Home(config, client, model=str(link.welcome["model"]))
+        said |= {"config": str(link.welcome["config"]), "model": home.fingerprint}
         worker = Worker(
             name=certs.name,
-            site=assembly.site,
+            home=home,
             link=link,
-            registration={**said, **_registration(assembly, joining)},
+            registration={**said, **census_of(client, home.tokens), "device": joining.device, "part": joining.part},
             on_event=on_event,
         )
         model = worker.work()
     if model:
-        backbone = assembly.site.backbone
-        export_adapter(model, joining.to, family=backbone.family, base=backbone.source.path, scale=assembly.site.scale)
+        known = home.known
+        export_adapter(model, joining.to, family=known.family, base=known.source.path, scale=scale_of(config))
     return Joined(
         name=certs.name,
         adapter=joining.to if model else None,
@@ -124,9 +133,49 @@ def _config_of(welcome: Head, joining: Joining) -> Config:
     return replace(config, data=data, model=model)
 
 
-def _assembly(config: Config, name: str, joining: Joining) -> Assembly:
-    client = own_client(config, name, task=joining.task, part=joining.part)
-    return assemble(config, clients=(client,))
+class Home:
+    """The model at a site: as much of it as the newest job needs, and only from then on.
+
+    Where models are cut, nothing is loaded before the first job says how much of it is to be here; a tokenizer
+    suffices to register.
+    """
+
+    def __init__(self, config: Config, client: ClientData, *, model: str) -> None:
+        self._config, self._client, self._model = config, client, model
+        self._site: Site | None = None
+        self._blocks: int | None = None
+        if config.split.split == NONE:
+            self._site = assemble(config, clients=(client,)).site
+            self.known, self.tokens = self._site.backbone, self._site.data[client.name]
+            self.fingerprint: str | None = _fingerprint(self.known)
+        else:
+            with torch.device("meta"):
+                self.known = bottom_of(config.model.model, blocks=0)
+            self.tokens = tokenise(client, self.known, config.data)
+            self.fingerprint = None
+
+    def __call__(self, cut: Cut | None, told: Told | None) -> Site:
+        """The site with the blocks below this cut, or with all (`engines.worker.Home`).
+
+        Raises `ModelError` where they are not to be had, or are not the server's.
+        """
+        blocks = None if cut is None else cut.blocks
+        if self._site is not None and self._blocks == blocks:
+            return self._site
+        self._site = None  # what is not needed any more goes before anything else comes
+        tokens = {self._client.name: self.tokens}
+        if blocks is None or told is None:
+            site, wanted = assemble(self._config, clients=(self._client,), tokens=tokens).site, self._model
+        else:
+            site, wanted = site_below(self._config, tokens, blocks=blocks, max_tokens=told.tokens), told.part
+        if (found := _fingerprint(site.backbone)) != wanted:
+            part = "" if blocks is None else f" up to block {blocks}"
+            raise ModelError(
+                f"model {site.backbone.name!r}{part} is {found:.16} here and {wanted:.16} at the server; give the"
+                " server's model with --model"
+            )
+        self._site, self._blocks = site, blocks
+        return site
 
 
 def own_client(config: Config, name: str, *, task: str, part: int | None) -> ClientData:
@@ -162,11 +211,5 @@ def own_client(config: Config, name: str, *, task: str, part: int | None) -> Cli
     return replace(clients[part or 0], name=name)
 
 
-def _fingerprint(assembly: Assembly) -> str:
-    return digest(dict(assembly.site.backbone.model.named_parameters()))
-
-
-def _registration(assembly: Assembly, joining: Joining) -> Head:
-    (client,) = assembly.clients
-    census = census_of(client, assembly.site.data[client.name])
-    return {**census, "device": joining.device, "part": joining.part}
+def _fingerprint(backbone: Backbone) -> str:
+    return digest(dict(backbone.model.named_parameters()))

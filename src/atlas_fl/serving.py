@@ -15,8 +15,9 @@ from atlas_fl.engines.loops import Desk, LoopThread
 from atlas_fl.engines.remote import RemoteEngine
 from atlas_fl.engines.server import Server
 from atlas_fl.engines.stream import Sessions
+from atlas_fl.engines.suffixes import Suffixes
 from atlas_fl.engines.tokens import Tokens
-from atlas_fl.errors import CheckpointError, ConfigError
+from atlas_fl.errors import BudgetError, CheckpointError, ConfigError
 from atlas_fl.events import Note, OnEvent
 from atlas_fl.io import checkpoint
 from atlas_fl.io.certs import listed_clients, open_certs
@@ -82,12 +83,19 @@ def across_machines(service: Service) -> Callable[[Config, OnEvent], AbstractCon
                 on_event(Note(f"listening on {service.host}:{port} for {', '.join(wanted)}"))
                 with service.beside(hall, desk):
                     come = desk.call(hall.gather(wanted, least=least, seconds=service.wait_seconds))
-                    yield (
-                        _assembly(config, hall, come),
-                        RemoteEngine(hall=hall, desk=desk, deadline_seconds=service.deadline_seconds, least=least),
-                    )
+                    assembly = _assembly(config, hall, come)
+                    with Suffixes(assembly.site) as suffixes:
+                        deadline = service.deadline_seconds
+                        engine = RemoteEngine(
+                            hall=hall, desk=desk, suffixes=suffixes, deadline_seconds=deadline, least=least
+                        )
+                        yield assembly, engine
                     if folder.summary.exists():
                         desk.call(hall.dismiss(_final_models(folder, come), seconds=FAREWELL_SECONDS))
+            except (BudgetError, ConfigError) as error:
+                # Settings that cannot be will not come back: a site need not wait for them.
+                desk.call(hall.dismiss({}, seconds=FAREWELL_SECONDS, reason=str(error)))
+                raise
             finally:
                 threads.call(server.stop())
 
@@ -107,10 +115,10 @@ def check_served(config: Config, service: Service) -> None:
             f"--share {' '.join(mixing.share)} keeps parts of a model at its client, and across machines whole models"
             " travel; share A B head, or simulate it with `atlas run`"
         )
-    if config.split.split != NONE:
+    if config.split.split != NONE and config.model.precision == "fp16":
         raise ConfigError(
-            f"--split is {config.split.split}, and across machines every site holds the whole model; leave it out, or"
-            " simulate it with `atlas run`"
+            "--precision fp16 scales losses by what overflows, which two sides of a cut do not tell each other; use"
+            " bf16 or fp32 with --split"
         )
     if config.run.engine != "local" or config.run.workers not in (None, 1):
         raise ConfigError(

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from atlas_fl.engines.census import census_of, read_census, stand_in
+from atlas_fl.engines.census import SPLITS, census_of, read_census, stand_in
 from atlas_fl.errors import ProtocolError
 from atlas_fl.tasks.clients import ClientData, majority
 from atlas_fl.tasks.heterogeneity import label_statistics
@@ -20,7 +20,7 @@ def client_of(name: str, task: Task, seed: int) -> ClientData:
         labels = draw.integers(task.num_labels, size=count) if task.has_classes else draw.normal(3, 2, size=count)
         return Rows(text=("secret",) * count, label=labels if task.has_classes else labels.astype(np.float32))
 
-    return ClientData(name=name, task=task, train=rows(13), validation=rows(7), test=rows(5))
+    return ClientData(name=name, task=task, train=rows(13), validation=rows(13), test=rows(13))
 
 
 def task_of(num_labels: int) -> Task:
@@ -49,7 +49,8 @@ def test_a_stand_in_has_the_numbers_and_nothing_else(num_labels: int, told: Call
     assert set(stand.train.text) == {""}
     assert not stand_tokens.splits["train"].ids.any()
     assert stand_tokens.examples == tokens.examples
-    assert sorted(stand_tokens.splits["train"].lengths) == sorted(tokens.splits["train"].lengths)
+    for split, own in tokens.splits.items():
+        assert sorted(stand_tokens.splits[split].lengths) == sorted(own.lengths)
     own, other = label_statistics([client])[0], label_statistics([stand])[0]
     if num_labels == 1:
         assert other.pop("labels") == pytest.approx(own.pop("labels"), rel=1e-5)
@@ -61,6 +62,7 @@ def test_stand_ins_of_odd_and_even_numbers_keep_mean_and_deviation(told: Callabl
     _, _, data = told(1)
     for count in (2, 3, 8, 13):
         data["examples"]["test"] = count
+        data["lengths"]["test"] = [[4, 0, count]]
         label = stand_in("t-0", read_census(data))[0].test.label
         assert (len(label), label.mean(), label.std()) == pytest.approx((count, *data["labels"]["test"]), rel=1e-5)
 
@@ -68,15 +70,17 @@ def test_stand_ins_of_odd_and_even_numbers_keep_mean_and_deviation(told: Callabl
 @pytest.mark.parametrize(
     "change",
     [
-        {"examples": {"train": 12, "validation": 7, "test": 5}},
-        {"examples": {"train": 10**12, "validation": 7, "test": 5}},
-        {"lengths": [[10**9, 0, 13]]},
-        {"lengths": [[4, 5, 13]]},
-        {"lengths": [[0, 0, 13]]},
+        {"examples": {"train": 12, "validation": 13, "test": 13}},
+        {"examples": {"train": 10**12, "validation": 13, "test": 13}},
+        {"lengths": {split: [[10**9, 0, 13]] for split in SPLITS}},
+        {"lengths": {split: [[4, 5, 13]] for split in SPLITS}},
+        {"lengths": {split: [[0, 0, 13]] for split in SPLITS}},
+        {"lengths": {"train": [[4, 0, 13]]}},
+        {"lengths": [[4, 0, 13]]},
         {"lengths": "x"},
         {"labels": {}},
-        {"labels": {"train": [13, 0], "validation": [7, 0, 0], "test": [5, 0, 0]}},
-        {"labels": {"train": [-1, 14, 0], "validation": [7, 0, 0], "test": [5, 0, 0]}},
+        {"labels": {split: [13, 0] for split in SPLITS}},
+        {"labels": {split: [-1, 14, 0] for split in SPLITS}},
         {"num_labels": 10**9},
         {"num_labels": None},
         {"metric": "guess"},

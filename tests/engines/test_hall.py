@@ -23,7 +23,7 @@ CENSUS: Mapping[str, Any] = {
     "max_length": 16,
     "examples": {"train": 4, "validation": 2, "test": 2},
     "labels": {"train": [2, 2], "validation": [1, 1], "test": [1, 1]},
-    "lengths": [[5, 0, 4]],
+    "lengths": {"train": [[5, 0, 4]], "validation": [[5, 0, 2]], "test": [[5, 0, 2]]},
     "device": "cpu_2gb",
     "part": None,
 }
@@ -46,7 +46,7 @@ def job(name: str) -> Job:
 
 
 def result(head: Mapping[str, Any], name: str, value: float) -> tuple[Any, Any]:
-    _, work = read_job(json.loads(json.dumps(head)), PARAMS, client=name)
+    _, work, _ = read_job(json.loads(json.dumps(head)), PARAMS, client=name)
     update = Update(client=name, params={"a.lora_A": torch.full((1, 2), value)}, examples=4, metrics={})
     return update_message(update, work, number=head["number"])
 

@@ -40,13 +40,13 @@ def test_every_action_can_travel() -> None:
 def test_a_job_arrives_as_it_left(action: str) -> None:
     head, params = job_message(action, job_of(action), number=1, held={})
     found = read_job(json.loads(json.dumps(head)), params, client="site-1")
-    assert found == (action, job_of(action))
+    assert found == (action, job_of(action), None)
 
 
 def test_a_cut_travels_with_its_job() -> None:
     job = replace(job_of("train"), cut=CUT)
     head, params = job_message("train", job, number=1, held={})
-    assert read_job(json.loads(json.dumps(head)), params, client="site-1") == ("train", job)
+    assert read_job(json.loads(json.dumps(head)), params, client="site-1") == ("train", job, None)
 
 
 def test_a_model_that_is_held_does_not_travel() -> None:

@@ -1,6 +1,8 @@
 """A federation of real processes on loopback ends with the bits of its simulation, whatever happens to them."""
 
 import os
+import re
+import shutil
 import signal
 import socket
 from collections.abc import Callable, Iterator
@@ -14,7 +16,7 @@ from atlas_fl.errors import ConfigError
 from atlas_fl.io.certs import make_certs
 from atlas_fl.io.folder import RunFolder
 from atlas_fl.io.results import read_json, read_rows
-from atlas_fl.io.tensors import read_tensors
+from atlas_fl.io.tensors import read_tensors, write_tensors
 from atlas_fl.joining import own_client
 from atlas_fl.run import run
 from atlas_fl.tree import digest
@@ -39,12 +41,16 @@ class Federation:
         self, config: Config, folder: Path, sites: dict[str, str], programs: Programs, simulated: dict[str, Path]
     ) -> None:
         self.folder, self.sites, self.programs, self.runs = folder, sites, programs, Path(config.run.runs_dir)
-        key = config_hash(config)
-        if key not in simulated:
-            simulated[key] = run(config).folder
-        self.simulated = simulated[key]
+        self._config, self._simulated = config, simulated
         make_certs(folder / "certs", servers=["localhost", "127.0.0.1"], clients=list(sites))
         (folder / "fed.toml").write_text(to_toml(config))
+
+    @property
+    def simulated(self) -> Path:
+        key = config_hash(self._config)
+        if key not in self._simulated:
+            self._simulated[key] = run(self._config).folder
+        return self._simulated[key]
 
     def serve(self, *more: str, port: int = 0) -> tuple[Program, int]:
         """The server and the port that it listens on."""
@@ -112,6 +118,32 @@ def test_the_deployed_federation_is_the_simulated_one(federation: Callable[..., 
     assert audit(fed.served.path).ok
 
 
+TINY = "memory_gb=0.375,gflops=20,up_mbps=2,down_mbps=10,latency_ms=60,max_rank=8"
+"""Less than the runtime alone takes."""
+
+MIXED = {"split": "movie-0=1,movie-1=2,trec-1=1", "dropout": 0.1, "rounds": 2}
+"""Cuts at two blocks and a client without one."""
+
+
+@pytest.mark.parametrize("head", ["server", "client"])
+def test_a_deployed_federation_of_cut_models_is_the_simulated_one(federation: Callable[..., Federation], head) -> None:
+    fed = federation({**SITES, "trec-0": "laptop_8gb", "trec-1": "gpu_16gb"}, **MIXED, head=head)
+    server, port = fed.serve()
+    sites = [fed.join(name, port) for name in fed.sites]
+    for site in sites:
+        site.end()
+    server.end()
+    fed.is_as_simulated()
+    simulated = RunFolder(fed.simulated)
+    rows = [sorted(map(str, read_rows(folder.ledger))) for folder in (fed.served, simulated)]
+    assert rows[0] == rows[1]
+    assert {row["kind"] for row in read_rows(fed.served.ledger)} >= {"activation", "gradient", "control"}
+    clients = [read_json(folder.plan)["clients"] for folder in (simulated, fed.served)]
+    assert clients[0] == clients[1]
+    assert [client["cut"] for client in clients[0]] == [1, 2, None, 1]
+    assert audit(fed.served.path).ok
+
+
 def test_a_client_that_is_killed_and_comes_back_and_a_link_that_is_cut_change_no_bit(
     federation: Callable[..., Federation],
 ) -> None:
@@ -147,6 +179,71 @@ def test_a_server_that_is_killed_goes_on_from_its_checkpoint(federation: Callabl
         site.end()
     assert "resumed after round" in again.end()
     fed.is_as_simulated()
+
+
+def test_no_fault_changes_a_bit_of_cut_models(federation: Callable[..., Federation]) -> None:
+    """A site killed in the middle of its job, a link cut, and the server killed and started again."""
+    fed = federation(rounds=3, split="movie-0=1,movie-1=2")
+    server, port = fed.serve()
+    proxy = Proxy(port)
+    try:
+        first = fed.join("movie-0", port)
+        second = fed.join("movie-1", proxy.port)
+        first.wait_for("train, round 1")
+        first.kill()
+        server.wait_for("movie-0 is gone")
+        again = fed.join("movie-0", port)
+        again.wait_for("train, round 1")
+        proxy.cut()
+        server.wait_for("round 1/3")
+        server.kill()
+        last, _ = fed.serve(port=port)
+        again.end()
+        assert "is lost; trying again" in second.end()
+        assert "resumed after round" in last.end()
+    finally:
+        proxy.close()
+    fed.is_as_simulated()
+
+
+def test_a_site_without_its_part_of_the_model_ends_with_one_line(
+    federation: Callable[..., Federation], tiny_model: Path, tmp_path: Path
+) -> None:
+    fed = federation(split="1")
+    other = tmp_path / "other"
+    shutil.copytree(tiny_model, other)
+    weights = read_tensors(other / "model.safetensors")
+    del weights["encoder.layer.0.output.dense.weight"]
+    write_tensors(other / "model.safetensors", weights)
+    server, port = fed.serve()
+    stays, ends = fed.join("movie-0", port), fed.join("movie-1", port, "--model", str(other))
+    said = ends.end(2).splitlines()[-1]
+    assert "lacks encoder.layer.0.output.dense.weight" in said
+    assert "no fingerprint of movie-1 in round 0: model" in server.end(2)
+    stays.kill()
+
+
+@pytest.mark.parametrize(
+    ("split", "device", "reason"),
+    [
+        ("movie-0=3", "cpu_2gb", "--split cuts at block 3, and .* has 3 blocks"),
+        (
+            "auto",
+            "none=memory_gb=0.375,gflops=20,up_mbps=2,down_mbps=10,latency_ms=60,max_rank=8",
+            "none fits no cut of",
+        ),
+    ],
+)
+def test_a_cut_that_cannot_be_ends_server_and_sites(
+    federation: Callable[..., Federation], split: str, device: str, reason: str
+) -> None:
+    fed = federation({"movie-0": device, "movie-1": "tablet_4gb"}, split=split)
+    server, port = fed.serve()
+    sites = [fed.join(name, port) for name in fed.sites]
+    for program in (server, *sites):
+        said = program.end(2).splitlines()
+        assert re.search(reason, said[-1]) or re.search(reason, " ".join(said[-2:]))
+    assert not fed.served.path.exists()
 
 
 def test_a_round_goes_on_without_who_is_away(federation: Callable[..., Federation]) -> None:

@@ -13,7 +13,8 @@ from atlas_fl.clients.rows import chunks, forward, make_row
 from atlas_fl.clients.write import write
 from atlas_fl.split.step import Line
 from atlas_fl.tasks.metrics import rouge, scores, writing_scores
-from atlas_fl.types import Split
+from atlas_fl.tasks.spec import Task
+from atlas_fl.types import Params, Split
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,24 +31,21 @@ def evaluate(jobs: Sequence[Job], site: Site) -> list[Update]:
     """Loss and metrics of every client, in the order of the jobs; nothing is trained."""
     began = time.perf_counter()
     outputs: list[list[np.ndarray]] = [[] for _ in jobs]
-    # Short examples first: equal lengths share one attention product.
     data = [site.data[job.client].splits[job.options.split] for job in jobs]
-    lines = [_line(job) for job in jobs]
-    orders = [np.argsort(own.lengths, kind="stable") for own in data]
+    lines, placed = [_line(job) for job in jobs], [on_device(job.params, site) for job in jobs]
+    orders = [in_order(own.lengths) for own in data]
     for chunk in chunks([own.lengths[order] for own, order in zip(data, orders, strict=True)], site.max_tokens):
         parts = [data[k].take(orders[k][part]) for k, part in chunk]
         row = make_row(parts, device=site.backbone.device)
-        clients = [jobs[k].params for k, _ in chunk]
-        placed = [{key: t.to(site.backbone.device) for key, t in params.items()} for params in clients]
-        with forward(row, placed, site, lines=[lines[k] for k, _ in chunk]) as logits:
+        clients = [placed[k] for k, _ in chunk]
+        with forward(row, clients, site, lines=[lines[k] for k, _ in chunk]) as logits:
             for (k, _), own, labels in zip(chunk, logits, row.labels, strict=True):
-                outputs[k].append((_judged(own, labels) if data[k].written is not None else own).cpu().numpy())
+                outputs[k].append(kept(own, labels, site.data[jobs[k].client].task))
     answered = [_answered(job, site) for job in jobs]
     seconds = (time.perf_counter() - began) / max(1, len(jobs))
     updates = []
     for k, job in enumerate(jobs):
-        task, found = site.data[job.client].task, np.concatenate(outputs[k])
-        metrics = writing_scores(found) if task.writes else scores(task, data[k].labels[orders[k]], found)
+        metrics = scores_of(site.data[job.client].task, data[k].labels[orders[k]], outputs[k])
         metrics = {**metrics, **answered[k], "seconds": seconds}
         line = lines[k]
         crossed = {} if line is None else dict(line.crossed)
@@ -55,6 +53,30 @@ def evaluate(jobs: Sequence[Job], site: Site) -> list[Update]:
             Update(client=job.client, params=job.params, examples=len(data[k]), metrics=metrics, crossed=crossed)
         )
     return updates
+
+
+def on_device(params: Params, site: Site) -> Params:
+    """The model where it computes, in memory of its own.
+
+    What came in a message lies in it wherever it happens to, and products of unaligned numbers may end in other bits.
+    """
+    return {key: tensor.to(site.backbone.device, copy=True) for key, tensor in params.items()}
+
+
+def kept(logits: Tensor, labels: Tensor, task: Task) -> np.ndarray:
+    """What is kept of the logits of some examples until all are there: themselves, or of text what is judged."""
+    return (_judged(logits, labels) if task.writes else logits).cpu().numpy()
+
+
+def scores_of(task: Task, labels: np.ndarray, outputs: Sequence[np.ndarray]) -> dict[str, float]:
+    """Loss and metrics of what was kept of all examples, whose labels stand in the same order."""
+    found = np.concatenate(outputs)
+    return writing_scores(found) if task.writes else scores(task, labels, found)
+
+
+def in_order(lengths: np.ndarray) -> np.ndarray:
+    """The examples' places, short ones first: equal lengths share one attention product."""
+    return np.argsort(lengths, kind="stable")
 
 
 def _line(job: Job) -> Line | None:

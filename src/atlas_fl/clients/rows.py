@@ -6,14 +6,15 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from atlas_fl.clients.base import Site
 from atlas_fl.lora.packed import Adapters, MaskOf, Segment, attached
-from atlas_fl.models.backbone import features, logits_of
+from atlas_fl.models.backbone import Backbone, features, layer_of, logits_of
 from atlas_fl.models.packing import Layout, make_layout
 from atlas_fl.models.tokens import Encoded
 from atlas_fl.rng import torch_generator
+from atlas_fl.split.model import client_forward
 from atlas_fl.split.step import End, Line, features_across
 from atlas_fl.tree import head_keys
 from atlas_fl.types import Params
@@ -37,7 +38,7 @@ class Row:
 
 def make_row(batches: Sequence[Encoded], *, device: torch.device) -> Row:
     """One row of these batches, a client each."""
-    segments = _segments([int(batch.offsets[-1]) for batch in batches])
+    segments = segments_of([int(batch.offsets[-1]) for batch in batches])
     counts = [len(batch) if batch.written is None else int(batch.written.sum()) for batch in batches]
     labels = [batch.labels if batch.written is None else batch.ids[batch.written] for batch in batches]
     reads = None
@@ -50,7 +51,7 @@ def make_row(batches: Sequence[Encoded], *, device: torch.device) -> Row:
         labels=tuple(torch.from_numpy(own).to(device) for own in labels),
         layout=make_layout(np.concatenate([batch.lengths for batch in batches]).tolist(), device=device),
         segments=segments,
-        pooled=_segments(counts),
+        pooled=segments_of(counts),
         counts=tuple(counts),
         lengths=tuple(torch.from_numpy(batch.lengths.astype(np.int32)) for batch in batches),
         places=tuple(_places(batch) for batch in batches),
@@ -67,7 +68,8 @@ def _reads(batch: Encoded) -> np.ndarray:
     return batch.offsets[1:] - 1 if batch.written is None else np.flatnonzero(batch.written) - 1
 
 
-def _segments(sizes: Sequence[int]) -> tuple[Segment, ...]:
+def segments_of(sizes: Sequence[int]) -> tuple[Segment, ...]:
+    """Segments of these sizes, one after another."""
     stops = np.cumsum(sizes).tolist()
     return tuple(Segment(start=start, stop=stop) for start, stop in zip([0, *stops[:-1]], stops, strict=True))
 
@@ -90,12 +92,37 @@ def forward(
     with attached(site.modules, adapters):
         with site.autocast():
             pooled = _features(row, site, lines)
-            logits = []
-            for k, (params, own) in enumerate(zip(clients, torch.split(pooled, list(row.counts)), strict=True)):
-                # The model's own output embedding is frozen and takes its input whole, as the stock model's does.
-                drop = None if mask is None or not head_keys(params) else mask(k, "head", (own.shape[0], own.shape[1]))
-                logits.append(logits_of(site.backbone, params, own if drop is None else own * drop).float())
+            logits = read_logits(site.backbone, clients, torch.split(pooled, list(row.counts)), mask=mask)
         yield logits
+
+
+@contextmanager
+def below(
+    row: Row, clients: Sequence[Params], site: Site, *, blocks: int, mask: MaskOf | None = None
+) -> Iterator[Tensor]:
+    """What leaves a site that holds `blocks` blocks, (tokens, hidden) of the row; a context as `forward` is."""
+    adapters = Adapters(clients=clients, segments=row.segments, pooled=row.pooled, scale=site.scale, mask=mask)
+    with attached(modules_of(site, range(blocks)), adapters):
+        with site.autocast():
+            hidden = client_forward(site.backbone, row.ids, row.types, row.layout, blocks=blocks)
+        yield hidden
+
+
+def modules_of(site: Site, blocks: range) -> dict[str, nn.Module]:
+    """The frozen layers of these blocks that carry adapters, by name."""
+    return {name: module for name, module in site.modules.items() if layer_of(site.backbone, name) in blocks}
+
+
+def read_logits(
+    backbone: Backbone, clients: Sequence[Params], features: Sequence[Tensor], *, mask: MaskOf | None
+) -> list[Tensor]:
+    """Every client's logits, float32, by its own head on its own features, (reads, hidden)."""
+    logits = []
+    for k, (params, own) in enumerate(zip(clients, features, strict=True)):
+        # The model's own output embedding is frozen and takes its input whole, as the stock model's does.
+        drop = None if mask is None or not head_keys(params) else mask(k, "head", (own.shape[0], own.shape[1]))
+        logits.append(logits_of(backbone, params, own if drop is None else own * drop).float())
+    return logits
 
 
 def _features(row: Row, site: Site, lines: Sequence[Line | None]) -> Tensor:

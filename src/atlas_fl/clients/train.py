@@ -1,183 +1,48 @@
 """Local training of a pack: every client gets the result that it would get alone."""
 
-import math
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Literal, TypeAlias
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import TypeAlias
 
-import numpy as np
 import torch
-from torch import Tensor, nn
 
 from atlas_fl.clients.base import Job, Site, Update
-from atlas_fl.clients.rows import Dropout, dropout_masks, forward, make_row
-from atlas_fl.models.tokens import Encoded
-from atlas_fl.rng import generator
-from atlas_fl.split.step import Line
-from atlas_fl.tree import digest
+from atlas_fl.clients.member import Member
+from atlas_fl.clients.member import TrainOptions as TrainOptions
+from atlas_fl.clients.member import batches as batches
+from atlas_fl.clients.member import example_loss as example_loss
+from atlas_fl.clients.member import learning_rate as learning_rate
+from atlas_fl.clients.member import num_steps as num_steps
+from atlas_fl.clients.member import positions as positions
+from atlas_fl.clients.rows import dropout_masks, forward, make_row
 from atlas_fl.types import Params
-
-
-@dataclass(frozen=True, kw_only=True)
-class TrainOptions:
-    """How a client trains. A run has `rounds * steps` steps; the schedule runs over all of them."""
-
-    seed: int
-    rounds: int = 1
-    epochs: int = 1
-    max_steps: int | None = None
-    batch_size: int = 16
-    lr: float = 1e-3
-    schedule: Literal["constant", "linear", "cosine"] = "constant"
-    warmup: float = 0.0
-    weight_decay: float = 0.0
-    clip: float = 1.0
-    dropout: float = 0.0
-    frozen: tuple[str, ...] = ()
-    """Endings of the names that do not train, e.g. `(".lora_A",)`."""
-    half: int | None = None
-    """Train on the even (0) or odd (1) examples only, for fingerprints that check themselves."""
-    most: int | None = None
-    """Train on at most so many of these examples; which ones is drawn from the seed, once for all rounds."""
-    hash_loaded: bool = False
-    """Hash what was really loaded, for the audit."""
-
-
-def learning_rate(options: TrainOptions, *, step: int, steps: int) -> float:
-    """The rate of a step (from 0) of `steps` in the whole run: linear warm-up, then the schedule down to zero.
-
-    >>> o = TrainOptions(seed=0, lr=1.0, schedule="linear", warmup=0.2)
-    >>> [round(learning_rate(o, step=s, steps=10), 3) for s in (0, 1, 2, 6, 9)]
-    [0.5, 1.0, 1.0, 0.5, 0.125]
-    """
-    warm = round(options.warmup * steps)
-    if step < warm:
-        return options.lr * (step + 1) / warm
-    left = 1 - (step - warm) / max(1, steps - warm)
-    factor = {"constant": 1.0, "linear": left, "cosine": 0.5 * (1 + math.cos(math.pi * (1 - left)))}
-    return options.lr * factor[options.schedule]
-
-
-def num_steps(examples: int, options: TrainOptions) -> int:
-    """Steps of one round."""
-    full = options.epochs * math.ceil(examples / options.batch_size)
-    return full if options.max_steps is None else min(full, options.max_steps)
-
-
-def positions(count: int, client: str, options: TrainOptions) -> np.ndarray:
-    """Which of a client's `count` examples these options train on, (m,) int64 ascending."""
-    index = np.arange(count) if options.half is None else np.arange(options.half, count, 2)
-    if options.most is None or options.most >= len(index):
-        return index
-    drawn = generator(options.seed, "subset", client, options.half or 0)
-    return np.sort(drawn.choice(index, size=options.most, replace=False))
-
-
-def batches(data: Encoded, job: Job) -> Iterator[Encoded]:
-    """The client's mini-batches of this round, in the order that its own generator draws."""
-    options: TrainOptions = job.options
-    index = positions(len(data), job.client, options)
-    left = num_steps(len(index), options)
-    for epoch in range(options.epochs):
-        order = generator(options.seed, "order", job.client, job.round, epoch).permutation(index)
-        for start in range(0, len(order), options.batch_size):
-            if left == 0:
-                return
-            left -= 1
-            yield data.take(order[start : start + options.batch_size])
-
-
-def example_loss(logits: Tensor, labels: Tensor) -> Tensor:
-    """Mean cross-entropy, or mean squared error where one output meets real numbers.
-
-    Of text it is the mean over all the batch's tokens that are to be written, as in transformers' causal models.
-    """
-    if labels.is_floating_point():
-        return nn.functional.mse_loss(logits[:, 0], labels)
-    return nn.functional.cross_entropy(logits, labels)
-
-
-LOSS_SCALE = 2.0**10
-"""What a client's loss is multiplied by under fp16, which ends at 65504 and has 6e-5 as its least normal number
-(Micikevicius et al. 2018). Less than is usual, because a round has few steps and each overflow costs one."""
-
-
-class _Member:
-    """One client of a pack while it trains: its leaves, its batches and its optimizer."""
-
-    def __init__(self, job: Job, site: Site) -> None:
-        options: TrainOptions = job.options
-        self.job, self.options = job, options
-        # Sorted, because the clipped norm is a sum and its last bits follow the order.
-        self.params = {
-            key: tensor.detach().to(site.backbone.device, copy=True).requires_grad_(not key.endswith(options.frozen))
-            for key, tensor in sorted(job.params.items())
-        }
-        # Read back from the leaves themselves: what is hashed is what computes.
-        self.loaded = digest(self.params) if options.hash_loaded else None
-        data = site.data[job.client].splits["train"]
-        self.examples = len(positions(len(data), job.client, options))
-        self.steps = num_steps(self.examples, options)
-        self.batches = batches(data, job)
-        self.leaves = [leaf for leaf in self.params.values() if leaf.requires_grad]
-        fused = site.backbone.device.type == "cpu" or None
-        self.optimizer = torch.optim.AdamW(
-            self.leaves, lr=options.lr, weight_decay=options.weight_decay, fused=fused, foreach=None
-        )
-        self.losses: list[Tensor] = []
-        self.line = None if job.cut is None else Line(job.cut, client=job.client, round=job.round)
-        # A power of two, so that scaling changes no digit of what neither overflows nor vanishes.
-        self.loss_scale = LOSS_SCALE if site.fp16 else 1.0
-
-    def dropout(self, done: int) -> Dropout:
-        """Where the masks of this step come from."""
-        path = (self.job.client, self.job.round, done)
-        return Dropout(p=self.options.dropout, seed=self.options.seed, path=path)
-
-    def step(self, done: int) -> None:
-        """Clip, move, forget the gradients. Where a scaled gradient has overflown, halve the scale and do not move."""
-        if self.loss_scale > 1 and not self._unscale():
-            self.loss_scale /= 2
-            self.optimizer.zero_grad(set_to_none=True)
-            return
-        position = (max(self.job.round, 1) - 1) * self.steps + done
-        rate = learning_rate(self.options, step=position, steps=self.options.rounds * self.steps)
-        for group in self.optimizer.param_groups:
-            group["lr"] = rate
-        if self.options.clip > 0:
-            if self.line is not None:
-                self.line.share_norms()
-            torch.nn.utils.clip_grad_norm_(self.leaves, self.options.clip)
-        self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
-
-    def _unscale(self) -> bool:
-        """Whether all gradients are finite; they are divided by the scale of the loss."""
-        gradients = [leaf.grad for leaf in self.leaves if leaf.grad is not None]
-        for gradient in gradients:
-            gradient.div_(self.loss_scale)
-        return all(bool(torch.isfinite(gradient).all()) for gradient in gradients)
-
-    def update(self, seconds: float) -> Update:
-        """What goes back to the server."""
-        loss = float(torch.stack(self.losses).double().mean()) if self.losses else math.nan
-        return Update(
-            client=self.job.client,
-            params={key: leaf.detach().cpu() for key, leaf in self.params.items()},
-            examples=self.examples,
-            metrics={"loss": loss, "seconds": seconds, "steps": float(len(self.losses))},
-            loaded=self.loaded,
-            keys=len(self.params),
-            crossed={} if self.line is None else dict(self.line.crossed),
-        )
-
 
 Watch: TypeAlias = Callable[[int, Mapping[int, Params]], Collection[int]]
 """(steps done, live params by the job's place) -> the places whose training ends here."""
 
+Step: TypeAlias = Callable[[Mapping[int, Member], int, Site], None]
+"""(the active members by their job's place, steps done, site): one optimizer step of each."""
 
-def train(jobs: Sequence[Job], site: Site, *, watch: Watch | None = None) -> list[Update]:
+
+def whole_step(active: Mapping[int, Member], done: int, site: Site) -> None:
+    """A step where all blocks are here; those above a cut in the server's name."""
+    members = list(active.values())
+    row = make_row([next(member.batches) for member in members], device=site.backbone.device)
+    mask = dropout_masks([member.dropout(done) for member in members], device=site.backbone.device)
+    for member in members:
+        if member.line is not None:
+            member.line.begin("train", done)
+    lines = [member.line for member in members]
+    with forward(row, [member.params for member in members], site, mask=mask, lines=lines) as logits:
+        losses = [example_loss(own, labels) for own, labels in zip(logits, row.labels, strict=True)]
+        scaled = [loss * member.loss_scale for loss, member in zip(losses, members, strict=True)]
+        torch.stack(scaled).sum().backward()  # type: ignore[no-untyped-call]
+    for member, loss in zip(members, losses, strict=True):
+        member.losses.append(loss.detach())
+        member.step(done)
+
+
+def train(jobs: Sequence[Job], site: Site, *, watch: Watch | None = None, step: Step = whole_step) -> list[Update]:
     """Every client's trained model, in the order of the jobs.
 
     The clients' mini-batches go through the frozen backbone together. Losses are means over a client's own batch
@@ -185,30 +50,13 @@ def train(jobs: Sequence[Job], site: Site, *, watch: Watch | None = None) -> lis
     when `watch`, which sees the pack after every step, says so.
     """
     began = time.perf_counter()
-    members = [_Member(job, site) for job in jobs]
+    members = [Member(job, site) for job in jobs]
     active = {place: member for place, member in enumerate(members) if member.steps > 0}
     done = 0
     while active:
-        _step(list(active.values()), done, site)
+        step(active, done, site)
         done += 1
         ended = () if watch is None else watch(done, {place: member.params for place, member in active.items()})
         active = {k: member for k, member in active.items() if member.steps > done and k not in ended}
     seconds = (time.perf_counter() - began) / max(1, len(members))
     return [member.update(seconds) for member in members]
-
-
-def _step(active: Sequence[_Member], done: int, site: Site) -> None:
-    """One optimizer step of every active client."""
-    row = make_row([next(member.batches) for member in active], device=site.backbone.device)
-    mask = dropout_masks([member.dropout(done) for member in active], device=site.backbone.device)
-    for member in active:
-        if member.line is not None:
-            member.line.begin("train", done)
-    lines = [member.line for member in active]
-    with forward(row, [member.params for member in active], site, mask=mask, lines=lines) as logits:
-        losses = [example_loss(own, labels) for own, labels in zip(logits, row.labels, strict=True)]
-        scaled = [loss * member.loss_scale for loss, member in zip(losses, active, strict=True)]
-        torch.stack(scaled).sum().backward()  # type: ignore[no-untyped-call]
-    for member, loss in zip(active, losses, strict=True):
-        member.losses.append(loss.detach())
-        member.step(done)

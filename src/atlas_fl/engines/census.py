@@ -39,8 +39,8 @@ class Census:
     """By split."""
     labels: Mapping[str, list[float]]
     """By split: examples of every class, or mean and standard deviation of values or of words."""
-    lengths: tuple[tuple[int, int, int], ...]
-    """(tokens, tokens to be predicted, training examples that have so many)."""
+    lengths: Mapping[str, tuple[tuple[int, int, int], ...]]
+    """By split: (tokens, tokens to be predicted, examples that have so many)."""
 
     def same_task(self, other: "Census") -> bool:
         """Whether both have the same labels and are judged alike, as clients of one task must."""
@@ -56,9 +56,8 @@ class Census:
 
 def census_of(client: ClientData, tokens: ClientTokens) -> dict[str, Any]:
     """What this client tells the server: plain data for strict JSON."""
-    task, train = client.task, tokens.splits["train"]
+    task = client.task
     rows = {"train": client.train, "validation": client.validation, "test": client.test}
-    pairs, counts = np.unique(np.stack([train.lengths, train.predictions]), axis=1, return_counts=True)
     return {
         "task": task.name,
         "num_labels": task.num_labels,
@@ -67,8 +66,14 @@ def census_of(client: ClientData, tokens: ClientTokens) -> dict[str, Any]:
         "max_length": task.max_length,
         "examples": {split: len(own) for split, own in rows.items()},
         "labels": {split: _spread(own.label, task) for split, own in rows.items()},
-        "lengths": np.concatenate([pairs, counts[None]]).T.tolist(),
+        "lengths": {split: _lengths(own) for split, own in tokens.splits.items()},
     }
+
+
+def _lengths(data: Encoded) -> list[list[int]]:
+    pairs, counts = np.unique(np.stack([data.lengths, data.predictions]), axis=1, return_counts=True)
+    found: list[list[int]] = np.concatenate([pairs, counts[None]]).T.tolist()
+    return found
 
 
 def _spread(label: Labels, task: Task) -> list[float]:
@@ -91,7 +96,7 @@ def read_census(data: Mapping[str, Any]) -> Census:
             max_length=int(data["max_length"]),
             examples={split: int(data["examples"][split]) for split in SPLITS},
             labels={split: [float(value) for value in data["labels"][split]] for split in SPLITS},
-            lengths=tuple((int(tokens), int(written), int(count)) for tokens, written, count in data["lengths"]),
+            lengths={split: _triples(data["lengths"][split]) for split in SPLITS},
         )
     except (KeyError, TypeError, ValueError, OverflowError) as error:
         raise ProtocolError(f"what the client tells of its data cannot be read ({error!s:.80})") from None
@@ -108,9 +113,19 @@ def read_device(text: str) -> Device:
         raise ProtocolError(str(error)) from None
 
 
+def _triples(data: Any) -> tuple[tuple[int, int, int], ...]:
+    return tuple((int(tokens), int(written), int(count)) for tokens, written, count in data)
+
+
+def _fit(lengths: tuple[tuple[int, int, int], ...], examples: int) -> bool:
+    return (
+        all(0 <= written <= own and own > 0 < count for own, written, count in lengths)
+        and sum(count for _, _, count in lengths) == examples
+        and sum(tokens * count for tokens, _, count in lengths) <= MOST_TOKENS
+    )
+
+
 def _holds_together(census: Census) -> bool:
-    counts = [count for _, _, count in census.lengths]
-    tokens = sum(tokens * count for tokens, _, count in census.lengths)
     width = census.num_labels if census.num_labels > 1 else 2
     return (
         re.fullmatch(r"[A-Za-z0-9_.\-]{1,100}", census.task) is not None
@@ -119,9 +134,7 @@ def _holds_together(census: Census) -> bool:
         and census.metric in METRICS
         and len(census.label_names) in (0, census.num_labels)
         and all(0 < count <= MOST_EXAMPLES for count in census.examples.values())
-        and all(0 <= written <= own and own > 0 < count for own, written, count in census.lengths)
-        and sum(counts) == census.examples["train"]
-        and tokens <= MOST_TOKENS
+        and all(_fit(census.lengths[split], census.examples[split]) for split in SPLITS)
         and all(len(values) == width and np.isfinite(values).all() for values in census.labels.values())
         and (census.num_labels < 2 or all(_counts(census, split) for split in SPLITS))
     )
@@ -144,7 +157,8 @@ def stand_in(name: str, census: Census) -> tuple[ClientData, ClientTokens]:
     )
     rows = {split: _rows(census, task, split) for split in SPLITS}
     client = ClientData(name=name, task=task, train=rows["train"], validation=rows["validation"], test=rows["test"])
-    return client, ClientTokens(task=task, splits={"train": _encoded(census, task, rows["train"].label)})
+    splits = {split: _encoded(census, task, split, rows[split].label) for split in SPLITS}
+    return client, ClientTokens(task=task, splits=splits)
 
 
 def _at_the_site(_: Source) -> TaskData:
@@ -168,8 +182,8 @@ def _values(count: int, *, mean: float, std: float) -> Labels:
     return values.astype(np.float32)
 
 
-def _encoded(census: Census, task: Task, label: Labels) -> Encoded:
-    tokens, predicted, counts = (np.array(column, dtype=np.int64) for column in zip(*census.lengths))
+def _encoded(census: Census, task: Task, split: Split, label: Labels) -> Encoded:
+    tokens, predicted, counts = (np.array(column, dtype=np.int64) for column in zip(*census.lengths[split]))
     lengths, last = np.repeat(tokens, counts), np.repeat(predicted, counts)
     offsets = np.concatenate([[0], np.cumsum(lengths)])
     place = np.arange(offsets[-1]) - np.repeat(offsets[:-1], lengths)

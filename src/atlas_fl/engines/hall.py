@@ -7,16 +7,17 @@ client's until the answer is in: whoever comes back with the same certificate, b
 import asyncio
 import contextlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from typing import Any
 
 from atlas_fl.clients.base import Job, Update
-from atlas_fl.engines.census import Census, read_census, read_device
+from atlas_fl.engines.census import read_census, read_device
 from atlas_fl.engines.frames import Head
+from atlas_fl.engines.seats import Seat, Work
 from atlas_fl.engines.stream import NO_TENSORS
+from atlas_fl.engines.suffixes import Suffixes
 from atlas_fl.engines.wire import job_message, read_update
 from atlas_fl.errors import ProtocolError
-from atlas_fl.ranks.devices import Device
 from atlas_fl.tree import digest
 from atlas_fl.types import Params
 
@@ -33,42 +34,13 @@ class Identity:
     """Digest of the backbone's weights."""
 
 
-@dataclass(eq=False)
-class _Work:
-    number: int
-    action: str
-    job: Job
-    future: asyncio.Future[Update | str]
-
-
-@dataclass(eq=False)
-class _Seat:
-    """One client as the server sees it."""
-
-    name: str
-    census: Census | None = None
-    device: Device | None = None
-    part: int | None = None
-    here: bool = False
-    given_up: bool = False
-    """It let a deadline pass and has not been here since; nobody waits for it."""
-    lost: str = ""
-    """Why it will not come, or not again."""
-    work: _Work | None = None
-    held: dict[str, str] = field(default_factory=dict)
-    """Digests of the models that its process has in memory: the last one that it got, and the last one it trained."""
-    farewell: tuple[Head, Params] | None = None
-    dismissed: bool = False
-    woken: asyncio.Event = field(default_factory=asyncio.Event)
-
-
 class Hall:
     """All seats. Its methods run in one loop."""
 
     def __init__(
         self, names: Sequence[str], identity: Identity, *, settings: str, on_note: Callable[[str], None]
     ) -> None:
-        self.seats = {name: _Seat(name) for name in names}
+        self.seats = {name: Seat(name) for name in names}
         self._identity, self._settings, self._on_note = identity, settings, on_note
         self._open, self._numbers, self._changed = True, 0, asyncio.Condition()
 
@@ -106,8 +78,12 @@ class Hall:
             await self._register(seat, head)
         elif seat.census is None:
             return {"kind": "register"}, NO_TENSORS  # the server was started again and knows nobody
+        elif head.get("kind") == "cut" and (answer := await self._crossed(seat, head, tensors)) is not None:
+            return answer
         elif head.get("kind") in ("result", "failed"):
-            self._accept(seat, head, tensors)
+            await self._accept(seat, head, tensors)
+            if head.get("leaves") is True:
+                return {"kind": "left"}, NO_TENSORS
         while True:
             if seat.lost:
                 raise ProtocolError(seat.lost)
@@ -119,13 +95,30 @@ class Hall:
             seat.woken.clear()
             await seat.woken.wait()
 
-    def _handed(self, seat: _Seat, work: _Work) -> tuple[Head, Params]:
-        head, params = job_message(work.action, work.job, number=work.number, held=seat.held)
+    async def _crossed(self, seat: Seat, head: Mapping[str, Any], tensors: Params) -> tuple[Head, Params] | None:
+        """The answer to a question of a cut client; None where nobody waits for that job any more."""
+        work = seat.work
+        if work is None or work.suffixes is None or head.get("number") != work.number:
+            return None
+        try:
+            answer = await work.suffixes.ask(work.number, head, tensors)
+        except ProtocolError as error:
+            self._ended(seat, work, str(error))
+            raise
+        return answer if seat.work is work else None
+
+    def _handed(self, seat: Seat, work: Work) -> tuple[Head, Params]:
+        job, told = work.job, None
+        if job.cut is not None and work.suffixes is not None:
+            # Whoever gets it, for the first time or again, begins at its start, and so does the half here.
+            job, told = work.suffixes.begin(work.number, work.action, job)
+            work.below = job
+        head, params = job_message(work.action, job, number=work.number, held=seat.held, told=told)
         if params:
             seat.held["got"] = head["model"]
         return head, params
 
-    async def _register(self, seat: _Seat, head: Mapping[str, Any]) -> None:
+    async def _register(self, seat: Seat, head: Mapping[str, Any]) -> None:
         self._compare(seat.name, head)
         census, device, part = read_census(head), read_device(str(head.get("device"))), head.get("part")
         for other in self.seats.values():
@@ -150,7 +143,7 @@ class Hall:
         async with self._changed:
             self._changed.notify_all()
 
-    def _accept(self, seat: _Seat, head: Mapping[str, Any], tensors: Params) -> None:
+    async def _accept(self, seat: Seat, head: Mapping[str, Any], tensors: Params) -> None:
         work = seat.work
         if work is None or head.get("number") != work.number:
             # It answers what nobody waits for any more, and what it trained last is unknown here.
@@ -159,10 +152,27 @@ class Hall:
         if head["kind"] == "failed":
             found: Update | str = str(head.get("reason"))
         else:
-            found = read_update(head, tensors, job=work.job)
-            if work.action == "train" and found.params is not work.job.params:
+            job = work.below or work.job
+            # what crosses a cut is counted here, whatever the site says of it
+            found = replace(read_update(head, tensors, job=job), crossed={})
+            if work.action == "train" and found.params is not job.params:
                 seat.held["trained"] = digest(found.params)
-        _done(seat, found)
+            if work.suffixes is not None and work.below is not None:
+                try:
+                    found = await work.suffixes.finish(work.number, found, tensors)
+                except ProtocolError as error:
+                    self._ended(seat, work, str(error))
+                    raise
+        self._ended(seat, work, found)
+
+    def _ended(self, seat: Seat, work: Work, found: Update | str) -> None:
+        """Nobody waits for this work any more."""
+        if work.suffixes is not None:
+            work.suffixes.drop(work.number)
+        if seat.work is work:
+            seat.work = None
+        if not work.future.done():
+            work.future.set_result(found)
 
     async def gather(self, wanted: Sequence[str], *, least: int, seconds: float) -> tuple[str, ...]:
         """Who of the wanted has come, in their order: all, or after so many seconds at least `least` of them.
@@ -192,31 +202,40 @@ class Hall:
         return come
 
     async def work(
-        self, action: str, jobs: Sequence[Job], *, seconds: float, on_done: Callable[[int], None]
+        self,
+        action: str,
+        jobs: Sequence[Job],
+        *,
+        seconds: float,
+        on_done: Callable[[int], None],
+        suffixes: Suffixes | None = None,
     ) -> list[Update | str]:
-        """The update of every job, or why there is none, in their order, after at most so many seconds."""
+        """The update of every job, or why there is none, in their order, after at most so many seconds.
+
+        The upper blocks of jobs with a cut are in `suffixes`.
+        """
         loop = asyncio.get_running_loop()
         futures = [loop.create_future() for _ in jobs]
         for job, future in zip(jobs, futures, strict=True):
-            self._give(action, job, future)
+            self._give(action, job, future, suffixes)
         waiting, until = {future for future in futures if not future.done()}, loop.time() + seconds
         while waiting and loop.time() < until:
             _, waiting = await asyncio.wait(waiting, timeout=until - loop.time(), return_when=asyncio.FIRST_COMPLETED)
             on_done(len(futures) - len(waiting))
         for job, future in zip(jobs, futures, strict=True):
             seat = self.seats[job.client]
-            if not future.done():
-                seat.work, seat.given_up = None, not seat.here
-                future.set_result(f"no answer within {seconds:g} seconds")
+            if not future.done() and seat.work is not None:
+                seat.given_up = not seat.here
+                self._ended(seat, seat.work, f"no answer within {seconds:g} seconds")
         return [future.result() for future in futures]
 
-    def _give(self, action: str, job: Job, future: asyncio.Future[Update | str]) -> None:
+    def _give(self, action: str, job: Job, future: asyncio.Future[Update | str], suffixes: Suffixes | None) -> None:
         seat = self.seats[job.client]
         if seat.given_up:
             future.set_result("it has been away since it let a deadline pass")
             return
         self._numbers += 1
-        seat.work = _Work(self._numbers, action, job, future)
+        seat.work = Work(self._numbers, action, job, future, suffixes)
         seat.woken.set()
 
     async def lose(self, name: str, reason: str) -> None:
@@ -224,14 +243,22 @@ class Hall:
         seat = self.seats[name]
         seat.lost, seat.given_up = reason, True
         seat.woken.set()
-        _done(seat, reason)
+        if seat.work is not None:
+            self._ended(seat, seat.work, reason)
         async with self._changed:
             self._changed.notify_all()
 
-    async def dismiss(self, models: Mapping[str, Params], *, seconds: float) -> None:
-        """Tell everyone that it is over, each with its model; waits so long for those who are here to hear it."""
+    async def dismiss(self, models: Mapping[str, Params], *, seconds: float, reason: str | None = None) -> None:
+        """Tell everyone that it is over, each with its model, or with the reason why there is none.
+
+        Waits so long for those who are here to hear it.
+        """
         for name, seat in self.seats.items():
-            seat.farewell = ({"kind": "done", "model": name in models}, models.get(name, NO_TENSORS))
+            done: Head = {"kind": "done", "model": name in models}
+            seat.farewell = (
+                (done if reason is None else {"kind": "ended", "reason": reason}),
+                models.get(name, NO_TENSORS),
+            )
             seat.woken.set()
 
         until = asyncio.get_running_loop().time() + seconds
@@ -241,9 +268,3 @@ class Hall:
                 self._on_note("not every client has heard that the run is complete")
                 return
             await asyncio.sleep(0.02)
-
-
-def _done(seat: _Seat, found: Update | str) -> None:
-    work, seat.work = seat.work, None
-    if work is not None and not work.future.done():
-        work.future.set_result(found)

@@ -116,7 +116,7 @@ class Resident:
                 self._site = self._settle(messages[0][0], self._memory())
                 return [encode_frame({"kind": "ready"}, {})]
             given = [read_job(head, params, client=str(head["client"])) for head, params in messages]
-            jobs = [job for _, job in given]
+            jobs = [job for _, job, _ in given]
             updates = ACTIONS[given[0][0]](jobs, self._site)
         except AtlasError as error:
             return [encode_frame({"kind": "failed", "error": type(error).__name__, "reason": str(error)}, {})]

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from atlas_fl.clients.base import Job, Update
 from atlas_fl.engines.hall import Hall
 from atlas_fl.engines.loops import Desk
+from atlas_fl.engines.suffixes import Suffixes
 from atlas_fl.errors import ProtocolError
 from atlas_fl.events import Note
 
@@ -18,6 +19,8 @@ class RemoteEngine:
     desk: Desk
     deadline_seconds: float
     """How long a job may take, its journeys included."""
+    suffixes: Suffixes
+    """Where the upper blocks of cut clients are computed."""
     least: int
     """Fewest clients that must answer, or all of the asked where these are fewer."""
 
@@ -31,6 +34,7 @@ class RemoteEngine:
                 action,
                 jobs,
                 seconds=self.deadline_seconds,
+                suffixes=self.suffixes,
                 on_done=lambda done: self.desk.progress(action, done, len(jobs)),
             )
         )

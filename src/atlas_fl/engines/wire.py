@@ -5,7 +5,7 @@ tensors, because a loss may be NaN, which strict JSON does not know.
 """
 
 from collections.abc import Mapping
-from dataclasses import asdict, fields, is_dataclass
+from dataclasses import asdict, dataclass, fields, is_dataclass
 from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
@@ -31,11 +31,28 @@ OPTIONS: Mapping[str, type[Any]] = {
 }
 """The options of every action of `clients.ACTIONS`."""
 
-_METRICS, _PARAM = "metrics", "param/"
+_METRICS, _PARAM, _CUT = "metrics", "param/", "cut/"
 
 
-def job_message(action: str, job: Job, *, number: int, held: Mapping[str, str]) -> tuple[Head, Params]:
-    """What goes to the client: the job, and its model unless one of the `held` digests is the model's."""
+@dataclass(frozen=True, kw_only=True)
+class Told:
+    """What a client is told of its cut beside where and how."""
+
+    places: tuple[int, ...]
+    """Where its trained tensors stand among those of the whole model."""
+    tokens: int
+    """Most tokens of one message of an evaluation: the server's memory bounds them too."""
+    part: str
+    """Digest of the frozen tensors that it must hold."""
+
+
+def job_message(
+    action: str, job: Job, *, number: int, held: Mapping[str, str], told: Told | None = None
+) -> tuple[Head, Params]:
+    """What goes to the client: the job, and its model unless one of the `held` digests is the model's.
+
+    To a client with a cut goes its own side of the job, with what it is `told` of the other.
+    """
     model = digest(job.params)
     head = {
         "kind": "job",
@@ -43,14 +60,18 @@ def job_message(action: str, job: Job, *, number: int, held: Mapping[str, str]) 
         "action": action,
         "round": job.round,
         "options": asdict(job.options),
-        "cut": None if job.cut is None else asdict(job.cut),
         "model": model,
+        "cut": None if job.cut is None else asdict(job.cut),
+        "told": None if told is None else asdict(told),
     }
     return head, {} if model in held.values() else job.params
 
 
-def read_job(head: Mapping[str, Any], params: Params, *, client: str) -> tuple[str, Job]:
-    """(action, job) of a message; raises `ProtocolError` for an action or options that there are not."""
+def read_job(head: Mapping[str, Any], params: Params, *, client: str) -> tuple[str, Job, Told | None]:
+    """(action, job, what is told of its cut) of a message.
+
+    Raises `ProtocolError` for an action, options or a cut that there are not.
+    """
     action = head.get("action")
     if action not in OPTIONS:
         raise ProtocolError(f"the server asks for {action!r:.40}; known: {', '.join(OPTIONS)}; install its version")
@@ -58,8 +79,8 @@ def read_job(head: Mapping[str, Any], params: Params, *, client: str) -> tuple[s
     if type(head.get("round")) is not int:
         raise ProtocolError("the server's job names no round; install its version")
     options = _read(OPTIONS[action], head.get("options"), where=action)
-    cut = _read(Cut | None, head.get("cut"), where="cut")
-    return action, Job(client=client, params=params, round=head["round"], options=options, cut=cut)
+    cut, told = (_read(kind | None, head.get(name), where=name) for kind, name in ((Cut, "cut"), (Told, "told")))
+    return action, Job(client=client, params=params, round=head["round"], options=options, cut=cut), told
 
 
 def update_message(update: Update, job: Job, *, number: int) -> tuple[Head, Params]:
@@ -123,6 +144,19 @@ def _crossed(rows: Any) -> Crossed:
             raise ProtocolError(f"what crossed the cut is {row!r:.40}; install the same atlas-fl on both ends")
         found[row[0], row[1]] = row[2]
     return found
+
+
+def write_payloads(payloads: Mapping[str, bytes]) -> dict[str, torch.Tensor]:
+    """Messages through a cut as tensors of bytes: what a ledger counts travels as it is."""
+    return {_CUT + name: torch.frombuffer(bytearray(message), dtype=torch.uint8) for name, message in payloads.items()}
+
+
+def read_payloads(tensors: Params) -> dict[str, bytes]:
+    """The messages through a cut among these tensors; raises `ProtocolError` for one that is no row of bytes."""
+    found = {name.removeprefix(_CUT): tensor for name, tensor in tensors.items() if name.startswith(_CUT)}
+    if not all(tensor.dtype is torch.uint8 and tensor.ndim == 1 for tensor in found.values()):
+        raise ProtocolError("what came through the cut is no row of bytes; install the same atlas-fl on both ends")
+    return {name: tensor.numpy().tobytes() for name, tensor in found.items()}
 
 
 def _read(kind: Any, value: Any, *, where: str) -> Any:

@@ -1,18 +1,47 @@
 """A client's side of a federation: register, work on what comes, end when told."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeAlias
 
 from atlas_fl.clients import ACTIONS
 from atlas_fl.clients.base import Site
+from atlas_fl.clients.client_side import CLIENT_SIDE, crossing_of
+from atlas_fl.clients.side import Payloads
 from atlas_fl.engines.frames import Head
-from atlas_fl.engines.stream import NO_TENSORS, Exchange
-from atlas_fl.engines.wire import read_job, update_message
-from atlas_fl.errors import AtlasError, ProtocolError
+from atlas_fl.engines.stream import NO_TENSORS, Exchange, Message
+from atlas_fl.engines.wire import Told, read_job, read_payloads, update_message, write_payloads
+from atlas_fl.errors import AtlasError, ModelError, ProtocolError
 from atlas_fl.events import OnEvent, PhaseStarted
+from atlas_fl.split.step import Cut
 from atlas_fl.tree import digest
 from atlas_fl.types import Params
+
+Home: TypeAlias = Callable[[Cut | None, Told | None], Site]
+"""(the cut, what is told of it) -> this site with its part of the model, or with all of it where there is no cut."""
+
+
+class JobOverError(Exception):
+    """The server no longer waits for the job; what it says instead."""
+
+    def __init__(self, message: Message) -> None:
+        self.message = message
+
+
+@dataclass(frozen=True, kw_only=True)
+class OverLink:
+    """The server's side of the cut, over the link that the job came by (`clients.client_side.Far`)."""
+
+    link: Exchange
+    number: int
+
+    def ask(self, what: str, done: int, payloads: Payloads) -> Payloads:
+        """What comes back; raises `JobOverError` where the job has ended at the server."""
+        head = {"kind": "cut", "number": self.number, "what": what, "done": done}
+        answer, tensors = self.link.exchange(head, write_payloads(payloads))
+        if answer.get("kind") != "cut":
+            raise JobOverError((answer, tensors))
+        return read_payloads(tensors)
 
 
 @dataclass(kw_only=True, eq=False)
@@ -20,7 +49,7 @@ class Worker:
     """Carries out a server's jobs at one site."""
 
     name: str
-    site: Site
+    home: Home
     link: Exchange
     registration: Head
     """What the server is told of this client: identity, census, device."""
@@ -31,35 +60,59 @@ class Worker:
     def work(self) -> Params:
         """The client's model at the end of the run; empty where the run has none for it.
 
-        Raises `ProtocolError` where the server refuses, or stays away longer than the link's patience.
+        Raises `ProtocolError` where the server refuses, or stays away longer than the link's patience; `ModelError`
+        where the model that a job needs is not here.
         """
         head, tensors = self._registered()
         while head.get("kind") != "done":
             if head.get("kind") == "register":
                 head, tensors = self._registered()
             elif head.get("kind") == "job":
-                head, tensors = self.link.exchange(*self._carried_out(head, tensors))
+                head, tensors = self._worked(head, tensors)
+            elif head.get("kind") == "ended":
+                raise ProtocolError(f"the server has ended: {head.get('reason')!s:.500}")
             else:
                 raise ProtocolError(f"the server says {head.get('kind')!r:.40}; install its version of atlas-fl")
         return tensors
+
+    def _worked(self, head: Mapping[str, Any], tensors: Params) -> Message:
+        """What the server says to the answer, or in the middle of a job that it no longer waits for."""
+        try:
+            return self.link.exchange(*self._carried_out(head, tensors))
+        except JobOverError as turn:
+            return turn.message
 
     def _registered(self) -> tuple[Mapping[str, Any], Params]:
         self._held.clear()
         return self.link.exchange({"kind": "register", **self.registration})
 
     def _carried_out(self, head: Mapping[str, Any], params: Params) -> tuple[Head, Params]:
-        action, job = read_job(head, self._model(head, params), client=self.name)
+        action, job, told = read_job(head, self._model(head, params), client=self.name)
         number = head.get("number")
-        if type(number) is not int:
-            raise ProtocolError("the server's job has no number; install its version of atlas-fl")
+        if type(number) is not int or (job.cut is None) is not (told is None):
+            raise ProtocolError("the server's job has no number, or half of a cut; install its version of atlas-fl")
         self.on_event(PhaseStarted(f"{action}, round {job.round}"))
+        closing: Payloads = {}
         try:
-            (update,) = ACTIONS[action]([job], self.site)
+            site = self.home(job.cut, told)
+            if job.cut is None or told is None:
+                (update,) = ACTIONS[action]([job], site)
+            else:
+                crossing = crossing_of(job, told.places, OverLink(link=self.link, number=number))
+                update = CLIENT_SIDE[action](job, site, crossing)
+                closing = crossing.closing
+        except ProtocolError:
+            raise
+        except ModelError as error:
+            # Without its model this site can do nothing more for the run.
+            self.link.exchange({"kind": "failed", "number": number, "reason": str(error), "leaves": True})
+            raise
         except AtlasError as error:
             return {"kind": "failed", "number": number, "reason": str(error)}, NO_TENSORS
         if action == "train":
             self._held["trained"] = digest(update.params), update.params
-        return update_message(update, job, number=number)
+        head, sent = update_message(update, job, number=number)
+        return head, {**sent, **write_payloads(closing)}
 
     def _model(self, head: Mapping[str, Any], params: Params) -> Params:
         """The job's model: what came with it, or one that is here."""

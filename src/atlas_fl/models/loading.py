@@ -56,7 +56,7 @@ def load_backbone(
         name=name, source=source, model=model, tokenizer=tokenizer, family=family, vocabulary=vocabulary
     )
     if gradient_checkpointing:
-        _checkpoint_blocks(backbone)
+        checkpoint_blocks(backbone)
     return backbone
 
 
@@ -96,7 +96,7 @@ def _draw_pooler(name: str, model: PreTrainedModel, family: Family, missing: Seq
         tensor.normal_(0.0, spread, generator=torch_generator(0, "pooler", key))
 
 
-def _checkpoint_blocks(backbone: Backbone) -> None:
+def checkpoint_blocks(backbone: Backbone) -> None:
     """Keep only the inputs of every block but the last, whose inside is needed again at once anyway.
 
     The last one could not be run again in the backward pass either: by then it no longer is narrowed.

@@ -4,11 +4,12 @@ import json
 from pathlib import Path
 
 import torch
+from torch import Tensor
 from transformers import AutoConfig, AutoModel, AutoTokenizer
 from transformers.utils import cached_file
 
 from atlas_fl.errors import ModelError
-from atlas_fl.models.backbone import Backbone
+from atlas_fl.models.backbone import Backbone, layer_of
 from atlas_fl.models.loading import find_family, how_read, prepare, readable
 from atlas_fl.models.packing import PACKED, register_packed_attention
 from atlas_fl.models.registry import Source
@@ -45,6 +46,17 @@ def bottom_of(name: str, *, blocks: int) -> Backbone:
     return Backbone(
         name=name, source=source, model=model.requires_grad_(False).eval(), tokenizer=tokenizer, family=family
     )
+
+
+def bottom_tensors(backbone: Backbone, *, blocks: int) -> dict[str, Tensor]:
+    """The frozen tensors of a whole model that stand in its first `blocks` blocks or before them, by name."""
+    family = backbone.family
+    found: dict[str, Tensor] = {}
+    for name, tensor in backbone.model.named_parameters():
+        inside = name.startswith(family.blocks + ".")
+        if layer_of(backbone, name) < blocks if inside else name.startswith(tuple(f"{own}." for own in family.stem)):
+            found[name] = tensor
+    return found
 
 
 def weight_files(name: str, source: Source) -> dict[str, str] | Path:

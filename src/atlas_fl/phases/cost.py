@@ -18,7 +18,7 @@ from atlas_fl.ranks.memory import HEAP_COPIES, TRAINING_COPIES, Fractions, Step,
 from atlas_fl.ranks.predict import Crossings, Prediction, message_bytes, over_cut, predict_round
 from atlas_fl.split.codec import message_size
 from atlas_fl.split.model import on_client
-from atlas_fl.split.step import Cut
+from atlas_fl.split.step import NORMS, Cut
 from atlas_fl.tasks.clients import ClientData
 from atlas_fl.tree import head_keys, num_values, select, shared_part
 from atlas_fl.types import Params
@@ -135,9 +135,16 @@ def crossing_bytes(assembly: Assembly, client: ClientData, cut: Cut) -> dict[str
         reads = _reads(data) * training.local_epochs
         sizes["gradient_up"] = _spread(reads, steps, lambda n: message_size(n, hidden, wire=cut.wire))
     if training.clip > 0:
-        norm = steps * encoded_size({"square": torch.empty((), dtype=torch.float64, device="meta")})
-        sizes |= {"control_up": norm, "control_down": norm}
+        below, above = (steps * encoded_size({NORMS: _meta(n, torch.float32)}) for n in _trained(assembly, client, cut))
+        sizes |= {"control_up": below, "control_down": above}
     return sizes
+
+
+def _trained(assembly: Assembly, client: ClientData, cut: Cut) -> tuple[int, int]:
+    """How many tensors train on the client's side of its cut, and on the server's."""
+    names = assembly.start(client, (1,) * assembly.shape.num_layers)
+    below = len(on_client(assembly.site.backbone, names, blocks=cut.blocks, head=cut.head == "client"))
+    return below, len(names) - below
 
 
 def evaluation_bytes(assembly: Assembly, client: ClientData, cut: Cut) -> int:

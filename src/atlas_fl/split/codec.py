@@ -17,8 +17,10 @@ from typing import Literal, TypeAlias, get_args
 
 import numpy as np
 import torch
+from safetensors import SafetensorError
 from torch import Tensor
 
+from atlas_fl.errors import ProtocolError
 from atlas_fl.io.tensors import decode, encode, encoded_size
 
 WireName: TypeAlias = Literal["fp32", "bf16", "int8"]
@@ -27,7 +29,7 @@ WIRES: tuple[WireName, ...] = get_args(WireName)
 SMALLEST = 1e-30
 """A row whose largest magnitude is below this travels as zeros in int8: its scale would leave float32's range."""
 
-_ROWS, _SCALES = "rows", "scales"
+ROWS, _SCALES = "rows", "scales"
 
 
 def encode_rows(rows: Tensor, *, wire: WireName, extra: Mapping[str, Tensor] | None = None) -> bytes:
@@ -41,10 +43,35 @@ def encode_rows(rows: Tensor, *, wire: WireName, extra: Mapping[str, Tensor] | N
 def decode_rows(message: bytes) -> tuple[Tensor, dict[str, Tensor]]:
     """(rows, extra) that a message carries: rows (tokens, width) float32 on the CPU, whatever the wire was."""
     tensors = decode(message)
-    rows = tensors.pop(_ROWS)
-    if rows.dtype is torch.int8:
-        return _from_int8(rows, tensors.pop(_SCALES)), tensors
-    return rows.float(), tensors
+    return _opened(tensors), tensors
+
+
+def read_message(message: bytes) -> dict[str, Tensor]:
+    """The tensors of a message from another machine; its rows, if it has any, are under `rows` as float32.
+
+    Raises `ProtocolError` for bytes that no codec of this module writes.
+    """
+    try:
+        tensors = decode(message)
+    except SafetensorError as error:
+        raise ProtocolError(f"what came through the cut cannot be read ({error!s:.80})") from None
+    if ROWS in tensors:
+        if not _is_packed(tensors):
+            raise ProtocolError(f"rows came through the cut in another form than {', '.join(WIRES)}")
+        tensors[ROWS] = _opened(tensors)
+    return tensors
+
+
+def _is_packed(tensors: Mapping[str, Tensor]) -> bool:
+    rows, scales = tensors[ROWS], tensors.get(_SCALES)
+    fits = scales is not None and scales.dtype is torch.float32 and scales.shape == rows.shape[:1]
+    return rows.ndim == 2 and (fits if rows.dtype is torch.int8 else rows.dtype in (torch.float32, torch.bfloat16))
+
+
+def _opened(tensors: dict[str, Tensor]) -> Tensor:
+    """The rows among these tensors, taken out of them, as float32."""
+    rows = tensors.pop(ROWS)
+    return _from_int8(rows, tensors.pop(_SCALES)) if rows.dtype is torch.int8 else rows.float()
 
 
 def message_size(count: int, width: int, *, wire: WireName, extra: Mapping[str, Tensor] | None = None) -> int:
@@ -63,14 +90,14 @@ def with_noise(rows: Tensor, *, noise: float, generator: np.random.Generator) ->
 
 
 def _to_fp32(rows: Tensor) -> dict[str, Tensor]:
-    return {_ROWS: rows}
+    return {ROWS: rows}
 
 
 def _to_bf16(rows: Tensor) -> dict[str, Tensor]:
     largest = torch.finfo(torch.bfloat16).max
     # Values between bfloat16's largest and float32's would round to infinity.
     held = torch.where(rows.isfinite(), rows.clamp(-largest, largest), rows)
-    return {_ROWS: held.to(torch.bfloat16)}
+    return {ROWS: held.to(torch.bfloat16)}
 
 
 def _to_int8(rows: Tensor) -> dict[str, Tensor]:
@@ -80,7 +107,7 @@ def _to_int8(rows: Tensor) -> dict[str, Tensor]:
     steps = torch.where(finite & (scales > 0), scales, torch.ones_like(scales))[:, None]
     levels = torch.where(finite[:, None], rows / steps, torch.zeros_like(rows)).round_().clamp_(-127, 127)
     return {
-        _ROWS: torch.where(scales[:, None] == 0, torch.zeros_like(levels), levels).to(torch.int8),
+        ROWS: torch.where(scales[:, None] == 0, torch.zeros_like(levels), levels).to(torch.int8),
         _SCALES: torch.where(finite, scales, torch.full_like(scales, torch.nan)),
     }
 

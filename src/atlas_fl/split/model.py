@@ -11,16 +11,19 @@ Vepakomma et al. 2018, "Split learning for health".
 
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import ExitStack
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors import safe_open
 from torch import Tensor
 
 from atlas_fl.errors import ModelError
 from atlas_fl.models.backbone import Backbone, layer_of, picked
 from atlas_fl.models.blocks import embed, features_of, through
+from atlas_fl.models.loading import checkpoint_blocks
 from atlas_fl.models.packing import Layout
 from atlas_fl.models.parts import bottom_of, shard_file, stored_names, weight_files
 from atlas_fl.tree import HEAD
@@ -47,10 +50,13 @@ def on_client(backbone: Backbone, names: Iterable[str], *, blocks: int, head: bo
     return frozenset(name for name in names if (head if name.startswith(HEAD) else layer_of(backbone, name) < blocks))
 
 
-def load_client_part(name: str, *, blocks: int) -> Backbone:
+def load_client_part(
+    name: str, *, blocks: int, device: str = "cpu", gradient_checkpointing: bool = False, writes: bool = False
+) -> Backbone:
     """The frozen backbone of a client that holds `blocks` blocks: its embeddings and these, and nothing else.
 
-    Only its own tensors are read from the files, one after another; names are the stock ones.
+    With the output embedding if its head `writes` text. Only its own tensors are read from the files, one after
+    another; names are the stock ones.
     Raises `ModelError` where the model is not to be had, has no safetensors, lacks a tensor or has fewer blocks.
     """
     part = bottom_of(name, blocks=blocks)
@@ -62,7 +68,18 @@ def load_client_part(name: str, *, blocks: int) -> Backbone:
                 " config.json; give files that belong together"
             )
         wanted[key].copy_(tensor)
-    return part
+    part.model.to(device)
+    if gradient_checkpointing:
+        checkpoint_blocks(part)
+    return replace(part, vocabulary=_vocabulary(part)) if writes else part
+
+
+def _vocabulary(part: Backbone) -> Tensor:
+    """The output embedding, which many models tie to that of the input."""
+    if part.model.config.tie_word_embeddings:
+        tied: Tensor = part.model.get_input_embeddings().weight
+        return tied
+    return next(tensor for _, tensor in _stored(part, ("lm_head.weight",))).to(part.device, torch.float32)
 
 
 def _stored(part: Backbone, keys: Collection[str]) -> Iterator[tuple[str, Tensor]]:

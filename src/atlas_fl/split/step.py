@@ -32,6 +32,10 @@ Crossed: TypeAlias = Mapping[tuple[Kind, Direction], int]
 """Bytes through one client's cut by kind and direction."""
 
 
+NORMS = "norms"
+"""The name under which one side's norms travel."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Cut:
     """Where and how one client's model is cut."""
@@ -62,30 +66,38 @@ class Line:
         kinds: tuple[Kind, ...] = ("activation", "gradient")
         self._drawn = {kind: generator(self.cut.seed, "wire", *self._path, *path, kind) for kind in kinds}
 
-    def up(self, rows: Tensor, kind: Kind, *, extra: Mapping[str, Tensor] | None = None) -> Tensor:
-        """The rows (tokens, width) as the server gets them, with the client's noise, in their own dtype."""
+    def message(self, rows: Tensor, kind: Kind, *, extra: Mapping[str, Tensor] | None = None) -> bytes:
+        """What leaves the client, counted: the rows (tokens, width) with its noise, and `extra` beside them."""
         if self.cut.noise:
             rows = with_noise(rows, noise=self.cut.noise, generator=self._drawn[kind])
-        return self._carry(rows, kind, "up", extra)
+        return self._counted(encode_rows(rows, wire=self.cut.wire, extra=extra), kind, "up")
+
+    def up(self, rows: Tensor, kind: Kind, *, extra: Mapping[str, Tensor] | None = None) -> Tensor:
+        """The rows (tokens, width) as the server gets them, with the client's noise, in their own dtype."""
+        return decode_rows(self.message(rows, kind, extra=extra))[0].to(device=rows.device, dtype=rows.dtype)
 
     def down(self, rows: Tensor, kind: Kind) -> Tensor:
         """The rows (tokens, width) as the client gets them, in their own dtype."""
-        return self._carry(rows, kind, "down", None)
+        message = self._counted(encode_rows(rows, wire=self.cut.wire), kind, "down")
+        return decode_rows(message)[0].to(device=rows.device, dtype=rows.dtype)
 
     def tell(self, kind: Kind, direction: Direction, tensors: Mapping[str, Tensor]) -> None:
         """Send tensors that travel as they are."""
-        self.crossed[kind, direction] += len(encode(tensors))
+        self._counted(encode(tensors), kind, direction)
 
-    def share_norms(self) -> None:
-        """Each side tells the other the squared norm of its gradients, so that a client is clipped as a whole."""
-        square = {"square": torch.zeros((), dtype=torch.float64)}
-        self.tell("control", "up", square)
-        self.tell("control", "down", square)
+    def share_norms(self, norms: Tensor, below: Sequence[int]) -> None:
+        """Each side tells the other the norm of each of its gradients, so that a client is clipped as a whole.
 
-    def _carry(self, rows: Tensor, kind: Kind, direction: Direction, extra: Mapping[str, Tensor] | None) -> Tensor:
-        message = encode_rows(rows, wire=self.cut.wire, extra=extra)
+        `norms` are those of the whole model, (tensors,), and `below` the places of the client's among them.
+        """
+        here = torch.zeros(len(norms), dtype=torch.bool, device=norms.device)
+        here[list(below)] = True
+        self.tell("control", "up", {NORMS: norms[here]})
+        self.tell("control", "down", {NORMS: norms[~here]})
+
+    def _counted(self, message: bytes, kind: Kind, direction: Direction) -> bytes:
         self.crossed[kind, direction] += len(message)
-        return decode_rows(message)[0].to(device=rows.device, dtype=rows.dtype)
+        return message
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -1,0 +1,210 @@
+"""How long does a training step over a cut take, against the same unsplit; and what does one pack of suffixes save?
+
+MiniLM, LoRA of rank 8 on query and value, batches of 16 sequences of 8 to 40 random tokens, the cut at block 3.
+First a site in this process and a server in another, over loopback mutual TLS, turn about with training on the whole
+model in this process: `ratio tls/unsplit`, of the median seconds of a step. Then the server's side alone: the
+steps of nine clients as one pass, turn about with nine passes one after another: `ratio one by one/packed`.
+
+    python benchmarks/split_exchange.py [--part tls|packed] [--turns N] [--steps N] [--threads N]
+"""
+
+import argparse
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from atlas_fl.clients.base import ClientTokens, Job, Site
+from atlas_fl.clients.client_side import crossing_of, train_below
+from atlas_fl.clients.halves import TrainingHalf, answer_all
+from atlas_fl.clients.train import TrainOptions, train
+from atlas_fl.engines.link import Link
+from atlas_fl.engines.loops import LoopThread
+from atlas_fl.engines.server import Server
+from atlas_fl.engines.stream import Sessions
+from atlas_fl.engines.suffixes import Suffixes
+from atlas_fl.engines.worker import OverLink
+from atlas_fl.io.certs import make_certs, open_certs
+from atlas_fl.lora.adapters import init_adapters, init_head
+from atlas_fl.models.backbone import Backbone, module_dims
+from atlas_fl.models.family import head_shapes
+from atlas_fl.models.loading import load_backbone
+from atlas_fl.models.tokens import Encoded
+from atlas_fl.split.model import load_client_part
+from atlas_fl.split.step import Cut
+from atlas_fl.tasks.spec import Task
+
+CUT, BATCH, RANK, CLIENTS = 3, 16, 8, 9
+AIMS = {"tls/unsplit": 1.25, "one by one/packed": 2.0}
+
+
+def site_of(backbone: Backbone, *, steps: int, clients: int) -> Site:
+    """Clients with as many random sequences as their steps need."""
+    task = Task(name="random", num_labels=2, metric="accuracy", load=lambda _: sys.exit("nothing is read"))
+    data = {}
+    for client in range(clients):
+        draw = np.random.default_rng(client)
+        offsets = np.concatenate([[0], np.cumsum(draw.integers(8, 41, size=steps * BATCH))])
+        encoded = Encoded(
+            ids=draw.integers(1000, 20000, offsets[-1]),
+            types=np.zeros(offsets[-1], dtype=np.int64),
+            offsets=offsets,
+            labels=draw.integers(2, size=steps * BATCH),
+        )
+        data[f"site-{client}"] = ClientTokens(task=task, splits={"train": encoded})
+    return Site(backbone=backbone, data=data, targets=("query", "value"), scale=lambda _: 2.0, max_tokens=1 << 20)
+
+
+def job_of(site: Site, client: int, *, clip: float = 1.0) -> Job:
+    dims = {name: module_dims(module) for name, module in site.modules.items()}
+    shapes = head_shapes(site.backbone.family, hidden=site.backbone.hidden, num_labels=2)
+    params = {**init_adapters(dims, dict.fromkeys(dims, RANK), seed=1), **init_head(shapes, seed=1, group="random")}
+    options = TrainOptions(seed=0, batch_size=BATCH, clip=clip)
+    return Job(client=f"site-{client}", params=params, round=1, options=options, cut=Cut(blocks=CUT))
+
+
+def serve(folder: Path, steps: int) -> None:
+    """Answer a site's questions until the other end closes standard input."""
+    site = site_of(load_backbone("minilm"), steps=steps, clients=1)
+    with LoopThread() as threads, Suffixes(site) as suffixes:
+
+        async def answer(_name: str, head: Mapping[str, Any], tensors: Any) -> tuple[Any, Any]:
+            if head["kind"] == "cut":
+                return await suffixes.ask(1, head, tensors)
+            suffixes.begin(1, "train", job_of(site, 0))
+            return {}, {}
+
+        sessions = Sessions(
+            answer=answer, admit=lambda _name, _hello: {}, allowed=("site-0",), on_presence=lambda _name, _here: None
+        )
+        server = Server(sessions, open_certs(folder / "server"), host="127.0.0.1", port=0)
+        print(threads.call(server.start()), flush=True)
+        sys.stdin.read()
+        threads.call(server.stop())
+
+
+@dataclass(frozen=True, kw_only=True)
+class Timed:
+    """Seconds of every turn of two ways to do one thing."""
+
+    ways: tuple[str, str]
+    seconds: np.ndarray
+    """(turns, 2)."""
+
+    def tell(self) -> None:
+        middle = np.median(self.seconds, axis=0)
+        for name, own in zip(self.ways, self.seconds.T, strict=True):
+            low, high = np.percentile(own, [5, 95])
+            print(f"{name:12} {1000 * np.median(own):8.1f} ms a step (p5 {1000 * low:.1f}, p95 {1000 * high:.1f})")
+        name = "/".join(self.ways)
+        print(f"ratio {name}: {middle[0] / middle[1]:.2f} (aim {AIMS[name]})\n")
+
+
+def turn_about(ways: Mapping[str, Callable[[], float]], *, turns: int) -> Timed:
+    """The first turn of each warms up and is left out."""
+    found = np.array([[way() for way in ways.values()] for _ in range(turns + 1)])
+    first, second = ways
+    return Timed(ways=(first, second), seconds=found[1:])
+
+
+def timed(work: Callable[[], object], *, steps: int) -> float:
+    began = time.perf_counter()
+    work()
+    return (time.perf_counter() - began) / steps
+
+
+def over_tls(args: argparse.Namespace) -> None:
+    with tempfile.TemporaryDirectory() as made:
+        folder = Path(made) / "certs"
+        make_certs(folder, servers=["localhost"], clients=["site-0"])
+        words = [sys.executable, __file__, "--serve", str(folder)]
+        words += ["--steps", str(args.steps), "--threads", str(args.threads)]
+        with subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as server:
+            assert server.stdout is not None
+            port = int(server.stdout.readline())
+            whole = site_of(load_backbone("minilm"), steps=args.steps, clients=1)
+            part = replace(whole, backbone=load_client_part("minilm", blocks=CUT))
+            job = job_of(whole, 0)
+            half = TrainingHalf(job, whole)
+            alone = replace(job, cut=None)
+            certs = open_certs(folder / "site-0")
+            with Link(
+                f"localhost:{port}", certs, hello=dict, patience=60, first_patience=60, on_event=lambda _: None
+            ) as link:
+
+                def split() -> None:
+                    link.exchange({"kind": "begin"})
+                    train_below(half.side.below, part, crossing_of(job, half.places, OverLink(link=link, number=1)))
+
+                ways = {
+                    "tls": lambda: timed(split, steps=args.steps),
+                    "unsplit": lambda: timed(lambda: train([alone], whole), steps=args.steps),
+                }
+                turn_about(ways, turns=args.turns).tell()
+                megabytes = [
+                    size / 2**20 / args.steps / (args.turns + 1) for size in (link.sent_bytes, link.received_bytes)
+                ]
+                print(f"{megabytes[0]:.2f} MB up and {megabytes[1]:.2f} MB down in a step\n")
+            assert server.stdin is not None
+            server.stdin.close()
+
+
+class Recorded:
+    """Questions as they come from a client; kept, and answered so that it goes on."""
+
+    def __init__(self, half: TrainingHalf, site: Site) -> None:
+        self.half, self.site, self.asked = half, site, list[Mapping[str, bytes]]()
+
+    def ask(self, what: str, done: int, payloads: Mapping[str, bytes]) -> Mapping[str, bytes]:
+        self.asked.append(payloads)
+        return answer_all([self.half.read(what, done, payloads)], self.site)[0]
+
+
+def packed(args: argparse.Namespace) -> None:
+    site = site_of(load_backbone("minilm"), steps=args.steps, clients=CLIENTS)
+    asked, jobs = [], [job_of(site, client, clip=0.0) for client in range(CLIENTS)]
+    for job in jobs:
+        far = Recorded(TrainingHalf(job, site), site)
+        train_below(far.half.side.below, site, crossing_of(job, far.half.places, far))
+        asked.append(far.asked)
+
+    def steps(max_tokens: int) -> None:
+        own = replace(site, max_tokens=max_tokens)
+        halves = [TrainingHalf(job, own) for job in jobs]
+        for done in range(args.steps):
+            answer_all([half.read("loss", done, told[done]) for half, told in zip(halves, asked, strict=True)], own)
+
+    ways = {
+        "one by one": lambda: timed(lambda: steps(1), steps=args.steps),
+        "packed": lambda: timed(lambda: steps(1 << 20), steps=args.steps),
+    }
+    turn_about(ways, turns=args.turns).tell()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--turns", type=int, default=7)
+    parser.add_argument("--steps", type=int, default=6)
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--part", choices=["tls", "packed"], help="one of the two; both by default")
+    parser.add_argument("--serve", help="the server's process: its folder of certificates")
+    args = parser.parse_args()
+    torch.set_num_threads(args.threads)
+    if args.serve is not None:
+        serve(Path(args.serve), args.steps)
+        return
+    print(f"MiniLM, batch {BATCH}, cut {CUT}, {args.turns} turns of {args.steps} steps, {args.threads} thread(s)\n")
+    for part, measure in (("tls", over_tls), ("packed", packed)):
+        if args.part in (None, part):
+            measure(args)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,203 @@
+"""One client while it trains: its batches, its leaves, its schedule and its optimizer."""
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from atlas_fl.clients.base import Job, Site, Update
+from atlas_fl.clients.rows import Dropout
+from atlas_fl.models.backbone import Backbone
+from atlas_fl.models.tokens import Encoded
+from atlas_fl.rng import generator
+from atlas_fl.split.model import on_client
+from atlas_fl.split.step import Cut, Line
+from atlas_fl.tree import digest
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainOptions:
+    """How a client trains. A run has `rounds * steps` steps; the schedule runs over all of them."""
+
+    seed: int
+    rounds: int = 1
+    epochs: int = 1
+    max_steps: int | None = None
+    batch_size: int = 16
+    lr: float = 1e-3
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    warmup: float = 0.0
+    weight_decay: float = 0.0
+    clip: float = 1.0
+    dropout: float = 0.0
+    frozen: tuple[str, ...] = ()
+    """Endings of the names that do not train, e.g. `(".lora_A",)`."""
+    half: int | None = None
+    """Train on the even (0) or odd (1) examples only, for fingerprints that check themselves."""
+    most: int | None = None
+    """Train on at most so many of these examples; which ones is drawn from the seed, once for all rounds."""
+    hash_loaded: bool = False
+    """Hash what was really loaded, for the audit."""
+
+
+def learning_rate(options: TrainOptions, *, step: int, steps: int) -> float:
+    """The rate of a step (from 0) of `steps` in the whole run: linear warm-up, then the schedule down to zero.
+
+    >>> o = TrainOptions(seed=0, lr=1.0, schedule="linear", warmup=0.2)
+    >>> [round(learning_rate(o, step=s, steps=10), 3) for s in (0, 1, 2, 6, 9)]
+    [0.5, 1.0, 1.0, 0.5, 0.125]
+    """
+    warm = round(options.warmup * steps)
+    if step < warm:
+        return options.lr * (step + 1) / warm
+    left = 1 - (step - warm) / max(1, steps - warm)
+    factor = {"constant": 1.0, "linear": left, "cosine": 0.5 * (1 + math.cos(math.pi * (1 - left)))}
+    return options.lr * factor[options.schedule]
+
+
+def num_steps(examples: int, options: TrainOptions) -> int:
+    """Steps of one round."""
+    full = options.epochs * math.ceil(examples / options.batch_size)
+    return full if options.max_steps is None else min(full, options.max_steps)
+
+
+def positions(count: int, client: str, options: TrainOptions) -> np.ndarray:
+    """Which of a client's `count` examples these options train on, (m,) int64 ascending."""
+    index = np.arange(count) if options.half is None else np.arange(options.half, count, 2)
+    if options.most is None or options.most >= len(index):
+        return index
+    drawn = generator(options.seed, "subset", client, options.half or 0)
+    return np.sort(drawn.choice(index, size=options.most, replace=False))
+
+
+def batches(data: Encoded, job: Job) -> Iterator[Encoded]:
+    """The client's mini-batches of this round, in the order that its own generator draws."""
+    options: TrainOptions = job.options
+    index = positions(len(data), job.client, options)
+    left = num_steps(len(index), options)
+    for epoch in range(options.epochs):
+        order = generator(options.seed, "order", job.client, job.round, epoch).permutation(index)
+        for start in range(0, len(order), options.batch_size):
+            if left == 0:
+                return
+            left -= 1
+            yield data.take(order[start : start + options.batch_size])
+
+
+def example_loss(logits: Tensor, labels: Tensor) -> Tensor:
+    """Mean cross-entropy, or mean squared error where one output meets real numbers.
+
+    Of text it is the mean over all the batch's tokens that are to be written, as in transformers' causal models.
+    """
+    if labels.is_floating_point():
+        return nn.functional.mse_loss(logits[:, 0], labels)
+    return nn.functional.cross_entropy(logits, labels)
+
+
+def trained_below(backbone: Backbone, names: Iterable[str], options: TrainOptions, cut: Cut) -> list[int]:
+    """Where the trained tensors on the client's side of this cut stand among all that are trained, by their names."""
+    trained = sorted(name for name in names if not name.endswith(options.frozen))
+    held = on_client(backbone, trained, blocks=cut.blocks, head=cut.head == "client")
+    return [place for place, name in enumerate(trained) if name in held]
+
+
+def joined_norms(own: Tensor, others: Tensor, places: Sequence[int]) -> Tensor:
+    """The norms of a whole model's gradients, (own + others,), of one side's, which stand at `places`, and the rest.
+
+    In the order of a whole model, because the norm of the norms is a sum and its last bits follow the order.
+    """
+    found = own.new_empty(len(own) + len(others))
+    here = torch.zeros(len(found), dtype=torch.bool, device=own.device)
+    here[list(places)] = True
+    found[here], found[~here] = own, others.to(own)
+    return found
+
+
+LOSS_SCALE = 2.0**10
+"""What a client's loss is multiplied by under fp16, which ends at 65504 and has 6e-5 as its least normal number
+(Micikevicius et al. 2018). Less than is usual, because a round has few steps and each overflow costs one."""
+
+
+class Member:
+    """One client of a pack while it trains: its leaves, its batches and its optimizer."""
+
+    def __init__(self, job: Job, site: Site) -> None:
+        options: TrainOptions = job.options
+        self.job, self.options = job, options
+        # Sorted, because the clipped norm is a sum and its last bits follow the order.
+        self.params = {
+            key: tensor.detach().to(site.backbone.device, copy=True).requires_grad_(not key.endswith(options.frozen))
+            for key, tensor in sorted(job.params.items())
+        }
+        # Read back from the leaves themselves: what is hashed is what computes.
+        self.loaded = digest(self.params) if options.hash_loaded else None
+        data = site.data[job.client].splits["train"]
+        self.examples = len(positions(len(data), job.client, options))
+        self.steps = num_steps(self.examples, options)
+        self.batches = batches(data, job)
+        self.leaves = [leaf for leaf in self.params.values() if leaf.requires_grad]
+        fused = site.backbone.device.type == "cpu" or None
+        self.optimizer = torch.optim.AdamW(
+            self.leaves, lr=options.lr, weight_decay=options.weight_decay, fused=fused, foreach=None
+        )
+        self.losses: list[Tensor] = []
+        self.line = None if job.cut is None else Line(job.cut, client=job.client, round=job.round)
+        self._below = [] if job.cut is None else trained_below(site.backbone, self.params, self.options, job.cut)
+        # A power of two, so that scaling changes no digit of what neither overflows nor vanishes.
+        self.loss_scale = LOSS_SCALE if site.fp16 else 1.0
+
+    def dropout(self, done: int) -> Dropout:
+        """Where the masks of this step come from."""
+        path = (self.job.client, self.job.round, done)
+        return Dropout(p=self.options.dropout, seed=self.options.seed, path=path)
+
+    def norms(self) -> Tensor:
+        """The norm of every gradient, (leaves,) float32, in the order of the names."""
+        found = [torch.linalg.vector_norm(leaf.grad) for leaf in self.leaves if leaf.grad is not None]
+        return torch.stack(found) if found else torch.zeros(0)
+
+    def step(self, done: int, *, norms: Tensor | None = None) -> None:
+        """Clip, move, forget the gradients. Where a scaled gradient has overflown, halve the scale and do not move.
+
+        `norms` are those of all gradients of a model of which only one side is here.
+        """
+        if self.loss_scale > 1 and not self._unscale():
+            self.loss_scale /= 2
+            self.optimizer.zero_grad(set_to_none=True)
+            return
+        position = (max(self.job.round, 1) - 1) * self.steps + done
+        rate = learning_rate(self.options, step=position, steps=self.options.rounds * self.steps)
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate
+        if self.options.clip > 0:
+            norms = self.norms() if norms is None else norms
+            if self.line is not None:
+                self.line.share_norms(norms, self._below)
+            total = torch.linalg.vector_norm(norms)
+            torch.nn.utils.clip_grads_with_norm_(self.leaves, self.options.clip, total)
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+
+    def _unscale(self) -> bool:
+        """Whether all gradients are finite; they are divided by the scale of the loss."""
+        gradients = [leaf.grad for leaf in self.leaves if leaf.grad is not None]
+        for gradient in gradients:
+            gradient.div_(self.loss_scale)
+        return all(bool(torch.isfinite(gradient).all()) for gradient in gradients)
+
+    def update(self, seconds: float) -> Update:
+        """What goes back to the server."""
+        loss = float(torch.stack(self.losses).double().mean()) if self.losses else math.nan
+        return Update(
+            client=self.job.client,
+            params={key: leaf.detach().cpu() for key, leaf in self.params.items()},
+            examples=self.examples,
+            metrics={"loss": loss, "seconds": seconds, "steps": float(len(self.losses))},
+            loaded=self.loaded,
+            keys=len(self.params),
+            crossed={} if self.line is None else dict(self.line.crossed),
+        )
