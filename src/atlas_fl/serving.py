@@ -10,7 +10,8 @@ from atlas_fl.config import Config, config_hash, run_folder, to_toml
 from atlas_fl.config.splitting import NONE
 from atlas_fl.engines.base import Engine
 from atlas_fl.engines.census import Census, stand_in
-from atlas_fl.engines.hall import Hall, Identity
+from atlas_fl.engines.hall import Hall
+from atlas_fl.engines.identity import Identity
 from atlas_fl.engines.loops import Desk, LoopThread
 from atlas_fl.engines.remote import RemoteEngine
 from atlas_fl.engines.server import Server

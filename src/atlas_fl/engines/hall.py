@@ -7,31 +7,20 @@ client's until the answer is in: whoever comes back with the same certificate, b
 import asyncio
 import contextlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from atlas_fl.clients.base import Job, Update
 from atlas_fl.engines.census import read_census, read_device
 from atlas_fl.engines.frames import Head
-from atlas_fl.engines.seats import Seat, Work
+from atlas_fl.engines.identity import Identity
+from atlas_fl.engines.seats import Seat, Work, check_fellows
 from atlas_fl.engines.stream import NO_TENSORS
 from atlas_fl.engines.suffixes import Suffixes
 from atlas_fl.engines.wire import job_message, read_update
 from atlas_fl.errors import ProtocolError
 from atlas_fl.tree import digest
 from atlas_fl.types import Params
-
-
-@dataclass(frozen=True, kw_only=True)
-class Identity:
-    """What both ends must have in common."""
-
-    version: str
-    """Of this package."""
-    config: str
-    """Hash of the config."""
-    model: str
-    """Digest of the backbone's weights."""
 
 
 class Hall:
@@ -46,18 +35,8 @@ class Hall:
 
     def admit(self, name: str, hello: Mapping[str, Any]) -> Head:
         """What the server says to a client that knocks; raises `ProtocolError` where they do not belong together."""
-        self._compare(name, hello)
+        self._identity.check(name, hello)
         return {**vars(self._identity), "settings": self._settings}
-
-    def _compare(self, name: str, said: Mapping[str, Any]) -> None:
-        remedy = {
-            "version": "install the same atlas-fl on both ends",
-            "config": "join with the settings of this server, or leave --config out",
-            "model": "give the server's model with --model",
-        }
-        for key, own in vars(self._identity).items():
-            if said.get(key) not in (None, own):
-                raise ProtocolError(f"client {name!r} has {key} {said[key]!s:.16}, the server {own:.16}; {remedy[key]}")
 
     def on_presence(self, name: str, here: bool) -> None:
         """A stream of this client has begun or ended."""
@@ -119,18 +98,9 @@ class Hall:
         return head, params
 
     async def _register(self, seat: Seat, head: Mapping[str, Any]) -> None:
-        self._compare(seat.name, head)
+        self._identity.check(seat.name, head)
         census, device, part = read_census(head), read_device(str(head.get("device"))), head.get("part")
-        for other in self.seats.values():
-            if other is seat or other.census is None or other.census.task != census.task:
-                continue
-            if not census.same_task(other.census):
-                raise ProtocolError(
-                    f"{seat.name} has labels {census.shown} for task {census.task!r}, {other.name} has"
-                    f" {other.census.shown}; clients of one task share its labels: rename the task or mend the data"
-                )
-            if part is not None and part == other.part:
-                raise ProtocolError(f"part {part} of task {census.task!r} is with {other.name}; give another --part")
+        check_fellows(seat, census, part, self.seats.values())
         if not self._open and seat.census is None:
             raise ProtocolError(f"this federation was planned without {seat.name}; it can join the next one")
         if seat.census is not None and seat.census != census:

@@ -1,12 +1,15 @@
 """The seats of a hall: what the server knows of each client, and what it has asked it."""
 
 import asyncio
+from collections.abc import Iterable
 from dataclasses import dataclass, field
+from typing import Any
 
 from atlas_fl.clients.base import Job, Update
 from atlas_fl.engines.census import Census
 from atlas_fl.engines.frames import Head
 from atlas_fl.engines.suffixes import Suffixes
+from atlas_fl.errors import ProtocolError
 from atlas_fl.ranks.devices import Device
 from atlas_fl.types import Params
 
@@ -45,3 +48,17 @@ class Seat:
     farewell: tuple[Head, Params] | None = None
     dismissed: bool = False
     woken: asyncio.Event = field(default_factory=asyncio.Event)
+
+
+def check_fellows(seat: Seat, census: Census, part: Any, seats: Iterable[Seat]) -> None:
+    """Nothing where the clients of this one's task have its labels and other parts; raises `ProtocolError` else."""
+    for other in seats:
+        if other is seat or other.census is None or other.census.task != census.task:
+            continue
+        if not census.same_task(other.census):
+            raise ProtocolError(
+                f"{seat.name} has labels {census.shown} for task {census.task!r}, {other.name} has"
+                f" {other.census.shown}; clients of one task share its labels: rename the task or mend the data"
+            )
+        if part is not None and part == other.part:
+            raise ProtocolError(f"part {part} of task {census.task!r} is with {other.name}; give another --part")
