@@ -8,7 +8,8 @@ import torch
 
 from atlas_fl.clients.base import Job, Update
 from atlas_fl.clients.train import TrainOptions
-from atlas_fl.engines.hall import Hall, Identity
+from atlas_fl.engines.hall import Hall
+from atlas_fl.engines.identity import Identity
 from atlas_fl.engines.wire import read_job, update_message
 from atlas_fl.errors import ProtocolError
 
