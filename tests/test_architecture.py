@@ -28,6 +28,8 @@ OWNERS = {
     "rouge_score": "tasks/",
     "logging": "io/",
     "cryptography": "io/",
+    "onnx": "io/",
+    "PIL": "tasks/",
 }
 """The only place that may import a package."""
 

@@ -32,8 +32,8 @@ DOCUMENTS = sorted(path.relative_to(ROOT).as_posix() for path in [*ROOT.glob("*.
 EXAMPLES = sorted(path.relative_to(ROOT).as_posix() for path in (ROOT / "examples").glob("*.py"))
 PROMISED = [
     *range(1, 13),
-    *range(21, 32),
-    *range(38, 112),
+    *range(15, 32),
+    *range(33, 112),
     *range(118, 130),
     *range(134, 141),
     *(157, 158, 160, 161, 163, 165),

@@ -49,11 +49,11 @@ if TYPE_CHECKING:
     from atlas_fl.export import export as export_client  # noqa: F401
     from atlas_fl.io.folder import RunFolder as RunFolder
     from atlas_fl.io.folder import find_run as find_run
+    from atlas_fl.lines import make_plan as make_plan
     from atlas_fl.phases import CutLeakage as CutLeakage
     from atlas_fl.placing import Newcomer as Newcomer
     from atlas_fl.placing import place_client as place_client
     from atlas_fl.plan import Plan as Plan
-    from atlas_fl.planning import make_plan as make_plan
     from atlas_fl.planning import measure_leakage as measure_leakage
     from atlas_fl.presets import find_preset as find_preset
     from atlas_fl.report.compare import ComparisonRow as ComparisonRow
@@ -87,7 +87,8 @@ _HOMES = {
     "phases": "CutLeakage",
     "placing": "Newcomer place_client",
     "plan": "Plan",
-    "planning": "make_plan measure_leakage",
+    "lines": "make_plan",
+    "planning": "measure_leakage",
     "presets": "find_preset",
     "report.compare": "ComparisonRow comparison_rows",
     "report.plots": "draw_all",

@@ -9,6 +9,7 @@ import torch
 
 from atlas_fl.clients.base import ClientTokens, Prompts, Site
 from atlas_fl.config import Config, DataConfig
+from atlas_fl.config.images import EVENLY
 from atlas_fl.config.validate import no_fp16
 from atlas_fl.errors import ConfigError
 from atlas_fl.io.fetch import embedded_dir
@@ -24,8 +25,8 @@ from atlas_fl.ranks.devices import Device, find_devices
 from atlas_fl.ranks.memory import LOGIT_COPIES, VALUE_BYTES, activation_bytes
 from atlas_fl.split.model import load_client_part
 from atlas_fl.tasks import find_tasks
-from atlas_fl.tasks.clients import ClientData, make_clients
-from atlas_fl.tasks.spec import Rows, Source
+from atlas_fl.tasks.clients import BY_CLASSES, ClientData, make_clients
+from atlas_fl.tasks.spec import Examples, Rows, Source, as_texts
 from atlas_fl.types import Params, Split
 
 # Beyond this many tokens a CPU gains nothing from larger packs: the products are at the hardware's limit.
@@ -79,7 +80,8 @@ def load_clients(config: Config) -> tuple[ClientData, ...]:
         samples=config.data.samples,
         validation_samples=config.data.validation_samples,
         test_samples=config.data.test_samples,
-        partition=config.data.partition,
+        partition=config.data.partition if config.images.nc == EVENLY else BY_CLASSES,
+        classes_per_client=None if config.images.nc == EVENLY else int(config.images.nc),
         dirichlet_alpha=config.data.dirichlet_alpha,
         seed=config.run.seed,
         shuffle_labels=config.data.shuffle_labels,
@@ -191,7 +193,8 @@ def tokenise(client: ClientData, backbone: Backbone, config: DataConfig) -> Clie
     """The client's examples as tokens; of the backbone only what is known of it is used, not its weights."""
     task = client.task
     limit = min(config.max_length or task.max_length, most_tokens(backbone))
-    splits: dict[Split, Rows] = {"train": client.train, "validation": client.validation, "test": client.test}
+    held: dict[Split, Examples] = {"train": client.train, "validation": client.validation, "test": client.test}
+    splits = {name: as_texts(rows, task=task.name) for name, rows in held.items()}
     if not task.writes:
         return ClientTokens(task=task, splits={name: _encode(rows, backbone, limit) for name, rows in splits.items()})
     tokenizer = backbone.tokenizer

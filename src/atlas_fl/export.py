@@ -1,8 +1,11 @@
 """A client's personal model as a PEFT folder."""
 
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 from atlas_fl.assemble import Assembly, scale_of
+from atlas_fl.assemble_images import ImageAssembly
 from atlas_fl.config import load_config
 from atlas_fl.errors import CheckpointError, unknown
 from atlas_fl.io import checkpoint
@@ -10,8 +13,9 @@ from atlas_fl.io.folder import RunFolder, find_run
 from atlas_fl.io.results import read_json
 from atlas_fl.lora.peft_io import export_adapter
 from atlas_fl.models.loading import find_family
+from atlas_fl.models.vision_export import save_vision
 from atlas_fl.plan import Plan
-from atlas_fl.records import models_of
+from atlas_fl.records import leads_of, models_of
 from atlas_fl.types import ByClient, Params
 
 
@@ -26,6 +30,17 @@ def export_clients(assembly: Assembly, models: ByClient, folder: RunFolder) -> N
             base=backbone.source.path,
             scale=assembly.site.scale,
         )
+
+
+def export_models(assembly: ImageAssembly, models: ByClient, folder: RunFolder) -> None:
+    """Write every different whole model once under the run's `models/`, named by the first client that has it."""
+    tasks = {client.name: client.task for client in assembly.clients}
+    for client in dict.fromkeys(leads_of(models).values()):
+        save_vision(assembly.site.vision, models[client], folder.models / client, labels=tasks[client].label_names)
+
+
+EXPORTS: Mapping[str, Callable[[Any, ByClient, RunFolder], None]] = {"text": export_clients, "images": export_models}
+"""What a finished run writes, by the line of work."""
 
 
 def export(run: str | Path, *, client: str, to: str | Path) -> Path:

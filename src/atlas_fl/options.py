@@ -2,7 +2,9 @@
 
 from atlas_fl.assemble import learning_rate_of, scale_of
 from atlas_fl.clients.train import TrainOptions
+from atlas_fl.clients.whole import WholeOptions
 from atlas_fl.config import Config
+from atlas_fl.sparse.choose import Mask
 from atlas_fl.split.step import Cut
 from atlas_fl.strategies import Strategy, StrategyOptions, find_strategy
 
@@ -39,6 +41,31 @@ def train_options(config: Config) -> TrainOptions:
         weight_decay=training.weight_decay,
         clip=training.clip,
         dropout=config.model.dropout,
+        hash_loaded=config.run.audit,
+    )
+
+
+def whole_options(config: Config, *, mask: Mask | None) -> WholeOptions:
+    """How clients train whole weights in every round of this config."""
+    training, images = config.training, config.images
+    return WholeOptions(
+        seed=config.run.seed,
+        rounds=training.rounds,
+        steps=images.local_steps,
+        epochs=training.local_epochs,
+        batch_size=training.batch_size,
+        lr=learning_rate_of(config),
+        schedule=training.schedule,
+        warmup=training.warmup,
+        momentum=images.momentum,
+        nesterov=images.nesterov,
+        weight_decay=training.weight_decay,
+        clip=training.clip,
+        dropout=config.model.dropout,
+        label_smoothing=images.label_smoothing,
+        crop=images.crop,
+        flip=images.flip,
+        mask=mask,
         hash_loaded=config.run.audit,
     )
 

@@ -5,7 +5,6 @@ from pathlib import Path
 from typing import Any
 
 from atlas_fl.config import Config, differences, identity
-from atlas_fl.config.identity import LATER
 from atlas_fl.errors import CheckpointError
 from atlas_fl.io.results import from_json, to_json
 from atlas_fl.tasks.clients import ClientData
@@ -24,8 +23,8 @@ def check_origin(begun: Mapping[str, Any], now: Mapping[str, Any], *, folder: Pa
     Raises:
         CheckpointError: a setting or a client's rows are others; the message names the first.
     """
-    # A setting of `LATER` is not among those of a run that was begun with its default.
-    for name in [*begun["settings"], *sorted(LATER & now["settings"].keys())]:
+    # A setting younger than runs (`config.identity.LATER`) is not among those of a run begun with its default.
+    for name in dict.fromkeys([*begun["settings"], *sorted(now["settings"])]):
         old, new = begun["settings"].get(name), now["settings"].get(name)
         if new != old:
             raise CheckpointError(

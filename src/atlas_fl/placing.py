@@ -21,8 +21,9 @@ from atlas_fl.plan import Plan
 from atlas_fl.planning import local_engine
 from atlas_fl.ranks.devices import Device, find_devices
 from atlas_fl.tasks import find_tasks
+from atlas_fl.tasks.clean import without
 from atlas_fl.tasks.clients import ClientData, make_clients
-from atlas_fl.tasks.spec import Rows, Source, Task, TaskData
+from atlas_fl.tasks.spec import Examples, Source, Task, TaskData
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -134,20 +135,14 @@ def _newcomer(config: Config, plan: Plan, description: str, samples: int | None)
     return replace(client, name=f"{task.name}-{number}")
 
 
-def _without(task: Task, used: list[Rows]) -> Task:
+def _without(task: Task, used: list[Examples]) -> Task:
     """The task without these training rows."""
-    held = {row for rows in used for row in _keys(rows)}
 
     def load(source: Source) -> TaskData:
         data = task.load(source)
-        free = [place for place, row in enumerate(_keys(data.train)) if row not in held]
-        return replace(data, train=data.train.take(free))
+        return replace(data, train=without(data.train, *used))
 
     return replace(task, load=load)
-
-
-def _keys(rows: Rows) -> list[tuple[str, str | None]]:
-    return list(zip(rows.text, rows.pair or [None] * len(rows), strict=True))
 
 
 def _ranks(

@@ -56,6 +56,8 @@ class Plan:
     leakage: tuple[Mapping[str, Any], ...] = ()
     """With `--leakage`, what every cut gives away of the tasks with a cut client (`phases.CutLeakage`)."""
     notes: tuple[str, ...] = ()
+    sparse: Mapping[str, Any] = field(default_factory=dict)
+    """Of a mask: strategy, sparsity, how many weights it keeps, and the share kept of every tensor."""
 
     def federation(self) -> Federation:
         """What the server's rule needs to know of the clients."""
@@ -83,6 +85,7 @@ class Plan:
             "data": [dict(row) for row in self.data],
             "leakage": [dict(row) for row in self.leakage],
             "notes": list(self.notes),
+            "sparse": dict(self.sparse),
         }
 
     @staticmethod

@@ -13,6 +13,7 @@ from atlas_fl.engines.base import Engine
 from atlas_fl.engines.local import LocalEngine
 from atlas_fl.events import Note, OnEvent, PhaseStarted, Progress, ignore
 from atlas_fl.hosting import with_hosts
+from atlas_fl.io.ledger import LedgerRow
 from atlas_fl.mixing.graph import effective_neighbours
 from atlas_fl.mixing.matrices import eta_warnings
 from atlas_fl.mixing.mix import realign
@@ -31,6 +32,7 @@ from atlas_fl.phases import (
     warm_start,
 )
 from atlas_fl.plan import ClientPlan, Plan
+from atlas_fl.sparse.choose import Mask
 from atlas_fl.split.model import on_client
 from atlas_fl.split.step import Cut
 from atlas_fl.tasks.heterogeneity import label_statistics
@@ -48,13 +50,10 @@ class Planned:
     """(2, n, dim) float32: both sketches of every client."""
     clustering: Clustering | None
     """The `Clustering` itself, or None for a rule that uses no clusters."""
-
-
-def make_plan(config: Config, *, on_event: OnEvent = ignore) -> Plan:
-    """The plan of this config. Warms the clients up for their fingerprints; trains nothing federally."""
-    on_event(PhaseStarted("loading"))
-    assembly = assemble(config)
-    return plan_for(assembly, local_engine(assembly, on_event), on_event=on_event).plan
+    mask: Mask | None = None
+    """Which weights of a whole model may move; None for all, and for adapters."""
+    messages: tuple[LedgerRow, ...] = ()
+    """What fitting heads and making the mask sent."""
 
 
 def measure_leakage(
@@ -190,8 +189,7 @@ def cuts_of(assembly: Assembly, plan: Plan) -> dict[str, Cut]:
 
 def held_by(assembly: Assembly, cuts: Mapping[str, Cut], models: ByClient) -> dict[str, frozenset[str]]:
     """The names of the trainable tensors that are on each client with a cut."""
-    backbone = assembly.site.backbone
     return {
-        name: on_client(backbone, models[name], blocks=cut.blocks, head=cut.head == "client")
+        name: on_client(assembly.site.backbone, models[name], blocks=cut.blocks, head=cut.head == "client")
         for name, cut in cuts.items()
     }

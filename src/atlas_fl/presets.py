@@ -1,8 +1,20 @@
 """Recipes: functions that return a whole config. Flags and files change single settings of one."""
 
 from collections.abc import Callable
+from dataclasses import replace
 
-from atlas_fl.config import ClusteringConfig, Config, DataConfig, ModelConfig, RanksConfig, RunConfig, TrainingConfig
+from atlas_fl.config import (
+    ClusteringConfig,
+    Config,
+    DataConfig,
+    ImagesConfig,
+    MixingConfig,
+    ModelConfig,
+    RanksConfig,
+    RunConfig,
+    SparseConfig,
+    TrainingConfig,
+)
 from atlas_fl.errors import unknown
 
 
@@ -60,11 +72,62 @@ def publication() -> Config:
     )
 
 
+def vision_quick() -> Config:
+    """A hundred clients of Fashion-MNIST, ten a round, four steps each, ViT-S at 56 pixels: minutes on two cores."""
+    return Config(
+        data=DataConfig(
+            tasks=("fashion_mnist",),
+            clients_per_task=100,
+            samples=100,
+            validation_samples=10,
+            test_samples=20,
+        ),
+        model=ModelConfig(model="dinov2-vits14"),
+        training=TrainingConfig(rounds=6, batch_size=16, lr=3e-3, clip=0.0, participation=0.1, eval_every=6),
+        mixing=MixingConfig(strategy="fedavg"),
+        images=ImagesConfig(image_size=56, local_steps=4),
+        run=RunConfig(preset="vision-quick"),
+    )
+
+
+def vision_fedavg() -> Config:
+    """The same over 500 rounds with 500 images a client and a cosine schedule: hours on a GPU."""
+    base = vision_quick()
+    return replace(
+        base,
+        data=replace(base.data, samples=500, validation_samples=20, test_samples=100),
+        training=replace(base.training, rounds=500, batch_size=64, schedule="cosine", eval_every=25),
+        run=RunConfig(preset="vision-fedavg", accelerator="auto"),
+    )
+
+
+def vision_sparse() -> Config:
+    """The quick one with nine tenths of the weights frozen, those to which predictions are most sensitive."""
+    base = vision_quick()
+    return replace(base, sparse=SparseConfig(mask="least_sensitive"), run=RunConfig(preset="vision-sparse"))
+
+
+def vision_central() -> Config:
+    """One client that has all images of the quick preset: what federated runs are compared with."""
+    base = vision_quick()
+    return replace(
+        base,
+        data=replace(base.data, clients_per_task=1, samples=10000, validation_samples=1000, test_samples=2000),
+        training=replace(base.training, participation=1.0),
+        mixing=MixingConfig(strategy="local"),
+        run=RunConfig(preset="vision-central"),
+    )
+
+
 PRESETS: dict[str, Callable[[], Config]] = {
     "smoke": smoke,
     "quick": quick,
     "full": full,
     "publication": publication,
+    "vision-quick": vision_quick,
+    "vision-fedavg": vision_fedavg,
+    "vision-sparse": vision_sparse,
+    "vision-central": vision_central,
 }
 
 

@@ -81,6 +81,8 @@ class Recorder:
         if planned.sketches is not None:
             first, second = (torch.from_numpy(half) for half in planned.sketches)
             write_tensors(self.folder.sketches, {"sketch/first": first, "sketch/second": second})
+        if planned.mask is not None:
+            write_tensors(self.folder.mask, planned.mask)
         write_json(self.folder.path / self.plan_file, planned.plan.to_json())
 
     def _metric_rows(self, record: RoundRecord) -> list[dict[str, Any]]:
@@ -129,12 +131,15 @@ class Recorder:
         write_tensors(folder / f"{name}.safetensors", prefixed(models))
 
     def _checkpoint(self, state: State) -> None:
-        tensors = {f"strategy/{name}": tensor for name, tensor in prefixed(state.strategy).items()}
+        leads = leads_of(state.strategy)
+        held = {name: state.strategy[name] for name in dict.fromkeys(leads.values())}
+        tensors = {f"strategy/{name}": tensor for name, tensor in prefixed(held).items()}
         # Who starts with what the rule remembers is told by the absence of a second copy, also after a resume.
         apart = {name: params for name, params in state.start.items() if params is not state.strategy[name]}
         tensors |= {f"start/{name}": tensor for name, tensor in prefixed(apart).items()}
         content = {
             "origin": self.origin,
+            "same": {name: lead for name, lead in leads.items() if name != lead},
             "metrics_bytes": self.folder.metrics.stat().st_size,
             "ledger_bytes": self.folder.ledger.stat().st_size,
             "stale": sorted(state.stale),
@@ -158,12 +163,22 @@ class Recorder:
         self.round_seconds = {int(at): taken for at, taken in found.state["round_seconds"].items()}
 
 
+def leads_of(models: ByClient) -> dict[str, str]:
+    """For every client the first one whose model holds the very same tensors: an average over many is stored once."""
+    first: dict[tuple[tuple[str, int], ...], str] = {}
+    return {
+        name: first.setdefault(tuple((key, id(tensor)) for key, tensor in params.items()), name)
+        for name, params in models.items()
+    }
+
+
 def models_of(found: checkpoint.Checkpoint, names: Sequence[str]) -> tuple[ByClient, ByClient]:
     """(what the rule remembers, what clients start with) of a checkpoint, in the clients' order."""
     kinds = unprefixed(found.tensors)
     memory, apart = (unprefixed(kinds.get(kind, {})) for kind in ("strategy", "start"))
+    same = found.state["same"]
     # A file holds its tensors sorted by name; packs follow the order of the clients, and so do their last bits.
-    memory = {name: memory[name] for name in names}
+    memory = {name: memory[same.get(name, name)] for name in names}
     return memory, {name: apart.get(name, memory[name]) for name in names}
 
 
@@ -179,7 +194,7 @@ def _hosting_rows(record: RoundRecord) -> list[dict[str, Any]]:
 
 def plan_messages(planned: Planned, *, round: int = 0) -> list[LedgerRow]:
     """What planning sends: each client's sketches and layer importance up, its ranks and cluster down."""
-    rows: list[LedgerRow] = []
+    rows: list[LedgerRow] = list(planned.messages)
     for place, client in enumerate(planned.plan.clients):
         if planned.sketches is not None:
             payload = {

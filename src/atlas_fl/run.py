@@ -11,19 +11,20 @@ from atlas_fl.config import Config, config_hash, load_config, run_folder, to_tom
 from atlas_fl.engines.base import Engine
 from atlas_fl.errors import AtlasError, CheckpointError, ConfigError
 from atlas_fl.events import Note, OnEvent, PhaseStarted, ignore
-from atlas_fl.export import export_clients
+from atlas_fl.export import EXPORTS
 from atlas_fl.io import checkpoint
 from atlas_fl.io.atomic import write_atomic
 from atlas_fl.io.folder import RunFolder, check_free, find_run, leave_as_found, run_log
-from atlas_fl.io.ledger import payload_bytes
 from atlas_fl.io.lock import run_lock
 from atlas_fl.io.machine import versions
 from atlas_fl.io.results import read_json, read_rows, write_json
 from atlas_fl.io.summary import summarise
+from atlas_fl.io.tensors import read_tensors
+from atlas_fl.lines import line_of, tasks_of
 from atlas_fl.options import strategy_of
 from atlas_fl.origin import check_origin, check_settings, origin_of
 from atlas_fl.plan import Plan
-from atlas_fl.planning import Planned, plan_for
+from atlas_fl.planning import Planned
 from atlas_fl.records import Recorder, models_of
 from atlas_fl.state import State
 from atlas_fl.train import train
@@ -116,7 +117,7 @@ def _trained(assembly: Assembly, engine: Engine, recorder: Recorder, folder: Run
     planned, state = train(assembly, planned, engine, state, last=last, recorder=recorder, on_event=tell)
     if state.round == config.training.rounds:
         tell(PhaseStarted("export"))
-        export_clients(assembly, state.start, folder)
+        EXPORTS[line_of(tasks_of(assembly)).name](assembly, state.start, folder)
         write_json(folder.summary, _summary(config, folder, assembly, recorder))
     return _result(folder, state.round, config, assembly=assembly, recorder=recorder)
 
@@ -157,11 +158,12 @@ def _begin(
             stale=frozenset(found.state["stale"]),
             validation=found.state["validation"],
         )
-        return Planned(plan=plan, start=start, sketches=None, clustering=clustering), state
+        mask = read_tensors(folder.mask) if plan.sparse else None
+        return Planned(plan=plan, start=start, sketches=None, clustering=clustering, mask=mask), state
     for leftover in (folder.metrics, folder.ledger):
         leftover.unlink(missing_ok=True)
     began = time.perf_counter()
-    planned = plan_for(assembly, engine, on_event=tell)
+    planned = line_of(tasks_of(assembly)).plan(assembly, engine, on_event=tell)
     recorder.seconds["plan"] = time.perf_counter() - began
     strategy = strategy_of(assembly.config)
     memory = strategy.init(planned.start)
@@ -195,7 +197,7 @@ def _summary(config: Config, folder: RunFolder, assembly: Assembly, recorder: Re
         phase_seconds=recorder.seconds,
         memory=recorder.memory(),
         versions=versions(),
-        full_model_bytes=payload_bytes(assembly.site.backbone.frozen),
+        full_model_bytes=line_of(tasks_of(assembly)).model_bytes(assembly),
         round_seconds=recorder.round_seconds,
     )
 

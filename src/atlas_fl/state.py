@@ -4,12 +4,17 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
+from torch import Tensor
+
 from atlas_fl.clients.base import Update
 from atlas_fl.hosting import Hosting
 from atlas_fl.io.ledger import Direction, Kind, LedgerRow, payload_bytes
 from atlas_fl.mixing.diversity import Diversity
+from atlas_fl.sparse.algebra import num_kept
+from atlas_fl.sparse.choose import Mask
+from atlas_fl.sparse.codec import values_size
 from atlas_fl.split.step import Crossed
-from atlas_fl.tree import HEAD, shared_part
+from atlas_fl.tree import HEAD, LORA_A, LORA_B, shared_part
 from atlas_fl.types import ByClient, Params, Split
 
 
@@ -59,6 +64,8 @@ class RoundRecord:
     """Who computed the upper parts of cut models, where that was not the server."""
     held: Mapping[str, frozenset[str]] = field(default_factory=dict)
     """By client with a cut, the names of the tensors that are on it; the others never leave the server."""
+    mask: Mask | None = None
+    """Which weights may move; everyone holds it, so that only their values travel."""
 
     def messages(self, share: tuple[str, ...]) -> list[LedgerRow]:
         """Every message of the round: late models down, updates up, mixed models down; all of a cut's as one a kind.
@@ -115,16 +122,29 @@ class RoundRecord:
         return self._parts(name, direction, sent)
 
     def _parts(self, name: str, direction: Direction, sent: Params) -> list[LedgerRow]:
-        """A row for the adapters and one for the head, where there is anything of them."""
-        parts: dict[Kind, Params] = {
-            "adapter": {key: tensor for key, tensor in sent.items() if not key.startswith(HEAD)},
-            "head": {key: tensor for key, tensor in sent.items() if key.startswith(HEAD)},
-        }
+        """A row for the adapters, one for whole weights and one for the head, where there is anything of them."""
+        parts: dict[Kind, dict[str, Tensor]] = {"adapter": {}, "weights": {}, "head": {}}
+        for key, tensor in sent.items():
+            parts[_kind_of(key)][key] = tensor
+        sizes = {kind: self._size(part) for kind, part in parts.items() if part}
         return [
-            LedgerRow(round=self.round, client=name, direction=direction, kind=kind, bytes=payload_bytes(part))
-            for kind, part in parts.items()
-            if part
+            LedgerRow(round=self.round, client=name, direction=direction, kind=kind, bytes=size)
+            for kind, size in sizes.items()
+            if size
         ]
+
+    def _size(self, part: Params) -> int:
+        """Bytes of these tensors as a message; under a mask of the kept values alone, nothing where none is."""
+        if self.mask is None:
+            return payload_bytes(part)
+        kept = num_kept({key: self.mask[key] for key in part})
+        return values_size(kept) if kept else 0
+
+
+def _kind_of(key: str) -> Kind:
+    if key.startswith(HEAD):
+        return "head"
+    return "adapter" if key.endswith((LORA_A, LORA_B)) else "weights"
 
 
 @dataclass(frozen=True, kw_only=True)

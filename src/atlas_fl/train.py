@@ -16,9 +16,9 @@ from atlas_fl.engines.base import Engine
 from atlas_fl.errors import ProtocolError
 from atlas_fl.events import Note, OnEvent, PhaseStarted, RoundFinished
 from atlas_fl.hosting import hosting_of
-from atlas_fl.mixing.diversity import Diversity, diversity
+from atlas_fl.lines import line_of, tasks_of
 from atlas_fl.mixing.matrices import Federation
-from atlas_fl.options import strategy_of, train_options
+from atlas_fl.options import strategy_of
 from atlas_fl.planning import Planned, at_ranks, cuts_of, held_by, regraphed
 from atlas_fl.records import Recorder
 from atlas_fl.rng import generator
@@ -110,10 +110,10 @@ def _clustered_again(
 
 def one_round(assembly: Assembly, planned: Planned, engine: Engine, state: State) -> tuple[State, RoundRecord]:
     """The federation after one more round, and what happened in it."""
-    config, number = assembly.config, state.round + 1
+    config, line, number = assembly.config, line_of(tasks_of(assembly)), state.round + 1
     strategy, sampled = strategy_of(config), sample_of(config, assembly.names, round=number)
     cuts = cuts_of(assembly, planned.plan)
-    jobs = _jobs({name: state.start[name] for name in sampled}, train_options(config), round=number, cuts=cuts)
+    jobs = _jobs({name: state.start[name] for name in sampled}, line.options(config, planned), round=number, cuts=cuts)
     updates = engine.run("train", jobs)
     good, refused = accepted(state.start, updates)
     trained = {name: update.params for name, update in good.items()}
@@ -125,6 +125,7 @@ def one_round(assembly: Assembly, planned: Planned, engine: Engine, state: State
     start, kept = best_of(server.start, trained, *tried) if tried else (server.start, ())
     scores = _scores_due(config, engine, start, round=number, cuts=cuts)
     evaluated = [*_all(tried), *_all(tuple(scores.values()))]
+    spread = line.diversity(assembly, planned, {**state.start, **trained}, start) if scores and aggregated else None
     record = RoundRecord(
         round=number,
         sampled=sampled,
@@ -140,7 +141,8 @@ def one_round(assembly: Assembly, planned: Planned, engine: Engine, state: State
         communicates=strategy.communicates,
         aggregated=aggregated,
         final=final,
-        diversity=_diversity(assembly, planned, {**state.start, **trained}, start) if scores and aggregated else None,
+        diversity=spread,
+        mask=planned.mask,
         discarded=server.discarded,
         crossed=crossed(updates),
         evaluated=crossed(evaluated),
@@ -215,10 +217,6 @@ def best_of(
 
 def _who(updates: Sequence[Update]) -> frozenset[str]:
     return frozenset(update.client for update in updates)
-
-
-def _diversity(assembly: Assembly, planned: Planned, before: ByClient, after: ByClient) -> Diversity:
-    return diversity(before, after, clients=assembly.names, adjacency=planned.plan.adjacency, scale=assembly.site.scale)
 
 
 def _is_reclustered(assembly: Assembly, number: int) -> bool:

@@ -1,7 +1,7 @@
 """Functions of `Params`: values in, values out."""
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from hashlib import sha256
 
 import torch
@@ -32,10 +32,21 @@ def select(params: Params, keys: Iterable[str]) -> dict[str, torch.Tensor]:
 
 
 def shared_part(params: Params, share: Iterable[str]) -> dict[str, torch.Tensor]:
-    """What of a client's model travels when `A`, `B` and `head`, or some of them, are shared."""
-    starts = tuple(HEAD for part in share if part == "head")
-    ends = tuple({"A": LORA_A, "B": LORA_B}[part] for part in share if part != "head")
-    return {key: tensor for key, tensor in params.items() if key.startswith(starts) or key.endswith(ends)}
+    """What of a client's model travels when `A`, `B` and `head`, or some of them, are shared.
+
+    Whole weights, which are neither, go with the adapters.
+    """
+    parts = set(share)
+    return {key: tensor for key, tensor in params.items() if _part_of(key, parts) in parts}
+
+
+def _part_of(key: str, parts: Collection[str]) -> str:
+    """Which word of a share a tensor falls under."""
+    if key.startswith(HEAD):
+        return "head"
+    if key.endswith((LORA_A, LORA_B)):
+        return key[-1]
+    return "A" if "A" in parts else "B"
 
 
 def num_values(params: Params) -> int:

@@ -23,11 +23,12 @@ from atlas_fl.engines.frames import Head
 from atlas_fl.engines.pool import PoolEngine, Resident, Worker, settled
 from atlas_fl.engines.processes import SharedMemory, processes, serve
 from atlas_fl.engines.ray import ray_cluster
-from atlas_fl.errors import DataError
+from atlas_fl.errors import ConfigError, DataError
 from atlas_fl.events import Note, OnEvent, Progress
+from atlas_fl.lines import IMAGES, line_of
 from atlas_fl.models.loading import load_backbone
 from atlas_fl.models.shared import places_of, views, write
-from atlas_fl.planning import local_engine
+from atlas_fl.tasks import find_tasks
 
 Workplace: TypeAlias = Callable[[Config, OnEvent], AbstractContextManager[tuple[Assembly, Engine]]]
 """What a run works with, and where its clients compute; left with an error where the run ends with one."""
@@ -38,13 +39,15 @@ PROGRAM = "import sys; from atlas_fl.working import work; work(*map(int, sys.arg
 @contextmanager
 def in_process(config: Config, on_event: OnEvent) -> Iterator[tuple[Assembly, Engine]]:
     """All clients in this process."""
-    assembly = assemble(config)
-    yield assembly, local_engine(assembly, on_event)
+    line = line_of(find_tasks(config.data.tasks, config.data.task))
+    assembly = line.assemble(config)
+    yield assembly, line.engine(assembly, on_event)
 
 
 @contextmanager
 def in_workers(config: Config, on_event: OnEvent) -> Iterator[tuple[Assembly, Engine]]:
     """Packs in `--workers` processes of this machine; none of them is left when it ends."""
+    _check_texts(config)
     count = config.run.workers or 1
     with ExitStack() as stack:
         memory = stack.enter_context(closing(SharedMemory()))
@@ -59,6 +62,7 @@ def in_workers(config: Config, on_event: OnEvent) -> Iterator[tuple[Assembly, En
 @contextmanager
 def on_ray(config: Config, on_event: OnEvent) -> Iterator[tuple[Assembly, Engine]]:
     """Packs in actors of a Ray cluster, which have assembled the run each and keep it."""
+    _check_texts(config)
     cuda = pick_device(config.run.accelerator, precision=config.model.precision) == "cuda"
     with ExitStack() as stack:
         cluster = stack.enter_context(ray_cluster())
@@ -141,6 +145,11 @@ def settle(head: Head, memory: Any) -> Site:
 def work(link: int, memory: int) -> None:
     """A worker process, from its first frame to its last."""
     serve(link, Resident(settle, lambda: mmap.mmap(memory, 0)).ask)
+
+
+def _check_texts(config: Config) -> None:
+    if line_of(find_tasks(config.data.tasks, config.data.task)) is IMAGES:
+        raise ConfigError("--workers and --engine ray train packs of texts; images are trained by one process alone")
 
 
 def _data(assembly: Assembly) -> str:

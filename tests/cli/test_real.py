@@ -95,7 +95,7 @@ def test_the_report_draws_its_figures(run: RunFolder, atlas: Atlas) -> None:
     said = atlas("report", str(run.path))
     assert (said.code, said.err) == (0, "")
     drawn = [Path(line) for line in said.out.splitlines()]
-    assert len(drawn) == 6
+    assert len(drawn) == 7
     assert all(path.read_bytes().startswith(b"\x89PNG") and path.parent == run.figures for path in drawn)
 
 

@@ -97,8 +97,19 @@ def plan_of(scene: Scenario) -> dict[str, Any]:
             "warnings": [],
             "agreement": {"purity": 1.0, "ari": 1.0, "nmi": 1.0},
         },
+        "data": [data_of(name, task, draw) for name, task in names],
         "notes": [],
     }
+
+
+def data_of(name: str, task: str, draw: np.random.Generator) -> dict[str, Any]:
+    """What the plan tells of a client's labels; the last task is a regression, and tells less."""
+    row: dict[str, Any] = {"client": name, "task": task, "examples": {"train": 200, "validation": 50, "test": 60}}
+    if task == list(TASKS)[-1]:
+        return row | {"labels": {"mean": 2.5, "std": 1.0}}
+    labels = {"trec": ("ABBR", "DESC", "ENTY", "HUM", "LOC", "NUM")}.get(task, ("a class with a name", "b"))
+    counts = draw.multinomial(200, draw.dirichlet(np.full(len(labels), 0.4)))
+    return row | {"labels": dict(zip(labels, counts.tolist())), "distance": 0.25}
 
 
 def metrics_of(plan: dict[str, Any], scene: Scenario) -> list[dict[str, Any]]:

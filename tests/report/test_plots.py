@@ -56,11 +56,11 @@ def overlaps(figure: Figure) -> list[tuple[str, str]]:
     return outside + pairs
 
 
-def test_six_figures_at_300_dpi(make_run) -> None:
+def test_seven_figures_at_300_dpi(make_run) -> None:
     run = make_run()
     paths = draw_all(run)
     assert [path.name for path in paths] == [f"{name}.png" for name in FIGURES]
-    assert len(paths) == 6
+    assert len(paths) == 7
     for path in paths:
         assert path.parent == run / "figures"
         with Image.open(path) as image:
@@ -190,6 +190,7 @@ def test_what_is_not_there_is_said(make_run) -> None:
         "clusters": "nothing was clustered in this run",
         "ranks": "the plan holds no ranks",
         "bytes": "this run sent nothing",
+        "classes": "no task of this run has classes",
     }
     for name, sentence in expected.items():
         assert sentence in text_of(FIGURES[name](bare))

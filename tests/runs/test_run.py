@@ -18,8 +18,9 @@ from atlas_fl.engines.local import LocalEngine
 from atlas_fl.errors import AtlasError, BudgetError, CheckpointError, ConfigError
 from atlas_fl.events import Event, Note
 from atlas_fl.io.ledger import payload_bytes
+from atlas_fl.lines import make_plan
 from atlas_fl.plan import Plan
-from atlas_fl.planning import make_plan, plan_for
+from atlas_fl.planning import plan_for
 from atlas_fl.run import RunResult, resume, run
 from atlas_fl.strategies import STRATEGIES
 from atlas_fl.tree import shared_part, unprefixed

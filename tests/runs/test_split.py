@@ -10,7 +10,7 @@ from rich.console import Console
 from atlas_fl.audit import audit
 from atlas_fl.config import Config
 from atlas_fl.errors import AtlasError, BudgetError, ConfigError
-from atlas_fl.planning import make_plan
+from atlas_fl.lines import make_plan
 from atlas_fl.report.plan_tables import plan_tables
 from atlas_fl.run import RunResult, resume, run
 from tests.runs.reading import rows, same_tensors, state

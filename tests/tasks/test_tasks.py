@@ -33,14 +33,15 @@ def test_wrong_names_are_config_errors(own: str) -> None:
         find_tasks(["trec"], [f"movie={own}"])
     with pytest.raises(ConfigError, match="there is a task 'mine' already"):
         find_tasks([], [f"mine={own}", f"mine={own}"])
-    with pytest.raises(ConfigError, match="no task is named; known: amazon, cola"):
+    with pytest.raises(ConfigError, match="no task is named; known: amazon, cifar10, cifar100, cola"):
         find_tasks([])
 
 
 def test_the_promised_tasks_are_registered() -> None:
     embedded = {"movie", "amazon", "nyt_sentiment", "tweets", "trec", "pairs", "scramble", "sms"}
     glue = {"sst2", "mrpc", "cola", "qnli", "qqp", "mnli", "rte", "wnli", "stsb"}
-    assert set(TASKS) == embedded | glue
+    images = {"digits", "fashion_mnist", "cifar10", "cifar100"}
+    assert set(TASKS) == embedded | glue | images
     assert {name: TASKS[name].metric for name in ("cola", "mrpc", "qqp", "stsb", "mnli")} == {
         "cola": "mcc",
         "mrpc": "f1",

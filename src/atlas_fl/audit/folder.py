@@ -146,7 +146,7 @@ def _plan(content: Mapping[str, Any]) -> Plan:
     importance = np.array(content.get("importance") or [], np.float64)
     layer_of = {module: int(layer) for module, layer in content["layer_of"].items()}
     for one in clients:
-        if len(one["ranks"]) <= max(layer_of.values(), default=0):
+        if len(one["ranks"]) <= max(layer_of.values(), default=-1):
             raise ValueError(f"client {one['name']} has {len(one['ranks'])} ranks, too few for its layers")
     return Plan(
         clients=tuple(one["name"] for one in clients),

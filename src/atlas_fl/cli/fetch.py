@@ -13,18 +13,20 @@ from atlas_fl.cli.words import split
 
 @dataclass(frozen=True, kw_only=True)
 class FetchOptions:
-    """Get what the default run needs, the model all-MiniLM-L6-v2 and the labelled texts, into a cache of the user's;
-    checked by SHA-256, and nothing is fetched twice. ATLAS_CACHE names another folder."""
+    """Get what the default run needs, the model all-MiniLM-L6-v2 and the labelled texts, or what the vision presets
+    need, a DINOv2 ViT-S/14 and Fashion-MNIST, into a cache of the user's; checked by SHA-256, and nothing is fetched
+    twice. ATLAS_CACHE names another folder."""
 
-    what: Annotated[Literal["embedded"], tyro.conf.Positional, tyro.conf.arg(metavar="WHAT")] = "embedded"
-    """What to get."""
+    what: Annotated[Literal["embedded", "vision"], tyro.conf.Positional, tyro.conf.arg(metavar="WHAT")] = "embedded"
+    """embedded or vision."""
 
 
 def fetch(words: Sequence[str]) -> int:
     """Fetch what these words name; 0."""
-    parse(FetchOptions(), split(words), command="atlas fetch")
+    options = parse(FetchOptions(), split(words), command="atlas fetch")
 
-    from atlas_fl.io.fetch import embedded_dir, fetch_embedded
+    from atlas_fl.io.fetch import embedded_dir, fetch_embedded, fetch_vision
 
-    fetch_embedded(embedded_dir(), report=lambda line: show([line]))
+    fill = {"embedded": fetch_embedded, "vision": fetch_vision}[options.what]
+    fill(embedded_dir(), report=lambda line: show([line]))
     return 0

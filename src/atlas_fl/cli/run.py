@@ -80,7 +80,7 @@ def plan(words: Sequence[str]) -> int:
     check_target(options.to, example="plan.json")
 
     from atlas_fl.io.results import write_json
-    from atlas_fl.planning import make_plan
+    from atlas_fl.lines import make_plan
     from atlas_fl.report.plan_tables import plan_tables
 
     with show_progress(notes=False) as on_event:

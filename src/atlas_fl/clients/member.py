@@ -3,7 +3,6 @@
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 import numpy as np
 import torch
@@ -11,6 +10,7 @@ from torch import Tensor, nn
 
 from atlas_fl.clients.base import Job, Site, Update
 from atlas_fl.clients.rows import Dropout
+from atlas_fl.clients.schedule import Schedule, rate_factor
 from atlas_fl.models.backbone import Backbone
 from atlas_fl.models.tokens import Encoded
 from atlas_fl.rng import generator
@@ -29,7 +29,7 @@ class TrainOptions:
     max_steps: int | None = None
     batch_size: int = 16
     lr: float = 1e-3
-    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    schedule: Schedule = "constant"
     warmup: float = 0.0
     weight_decay: float = 0.0
     clip: float = 1.0
@@ -51,12 +51,7 @@ def learning_rate(options: TrainOptions, *, step: int, steps: int) -> float:
     >>> [round(learning_rate(o, step=s, steps=10), 3) for s in (0, 1, 2, 6, 9)]
     [0.5, 1.0, 1.0, 0.5, 0.125]
     """
-    warm = round(options.warmup * steps)
-    if step < warm:
-        return options.lr * (step + 1) / warm
-    left = 1 - (step - warm) / max(1, steps - warm)
-    factor = {"constant": 1.0, "linear": left, "cosine": 0.5 * (1 + math.cos(math.pi * (1 - left)))}
-    return options.lr * factor[options.schedule]
+    return options.lr * rate_factor(options.schedule, warmup=options.warmup, step=step, steps=steps)
 
 
 def num_steps(examples: int, options: TrainOptions) -> int:

@@ -6,6 +6,7 @@ The name of a setting is its flag and its key in a file, so no two groups share 
 from dataclasses import dataclass, field
 from typing import Literal
 
+from atlas_fl.config.images import ImagesConfig, SparseConfig
 from atlas_fl.config.splitting import SplitConfig
 
 
@@ -80,13 +81,13 @@ class TrainingConfig:
     batch_size: int = 16
     """Examples in a client's step."""
     lr: float | None = None
-    """Peak learning rate of AdamW; the one that suits the model by default (`atlas list models`)."""
-    schedule: Literal["constant", "linear", "cosine"] = "constant"
-    """Learning rate over the steps of all rounds."""
+    """Peak learning rate of AdamW, or of SGD on images; the model's own by default (`atlas list models`)."""
+    schedule: Literal["constant", "linear", "cosine", "step"] = "constant"
+    """Learning rate over the steps of all rounds; `step`: a tenth after half, a hundredth after three quarters."""
     warmup: float = 0.0
     """Share of all steps in which the learning rate rises from zero."""
     weight_decay: float = 0.0
-    """AdamW's decoupled weight decay."""
+    """AdamW's decoupled weight decay, or SGD's."""
     clip: float = 1.0
     """Largest gradient norm of a client; 0 switches clipping off."""
     participation: float = 1.0
@@ -168,8 +169,7 @@ class MixingConfig:
     """Phase 4: the server's rule."""
 
     strategy: str = "atlas"
-    """The rule (`atlas list strategies`). `--ablation` is the same flag and takes its old names: local_only,
-    standard_fl, fedavg_cluster, atlas_no_laplacian, atlas."""
+    """The rule (`atlas list strategies`); `--ablation` is the same flag and takes old names, such as local_only."""
     eta: float = 0.1
     """Step of the Laplacian: 0 mixes nothing."""
     eta_decay: float = 1.0
@@ -245,4 +245,6 @@ class Config:
     ranks: RanksConfig = field(default_factory=RanksConfig)
     split: SplitConfig = field(default_factory=SplitConfig)
     mixing: MixingConfig = field(default_factory=MixingConfig)
+    images: ImagesConfig = field(default_factory=ImagesConfig)
+    sparse: SparseConfig = field(default_factory=SparseConfig)
     run: RunConfig = field(default_factory=RunConfig)

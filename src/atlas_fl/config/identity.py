@@ -19,6 +19,7 @@ SESSION = frozenset(
 how many processes train it."""
 
 LATER = frozenset({"topology"})
+LATER_GROUPS = frozenset({"images", "sparse"})
 """Settings that are younger than runs: at their default they are no part of the identity, and older runs stay the same
 runs."""
 
@@ -26,7 +27,12 @@ runs."""
 def identity(config: Config) -> dict[str, Any]:
     """The settings that make a run what it is, by name: all but those of the session, and of `LATER` what was set."""
     default = _numbers(Config())
-    return {name: value for name, value in _numbers(config).items() if name not in LATER or value != default[name]}
+    found = _numbers(config)
+    return {name: value for name, value in found.items() if not _is_later(name) or value != default[name]}
+
+
+def _is_later(name: str) -> bool:
+    return name in LATER or settings()[name].group in LATER_GROUPS
 
 
 def _numbers(config: Config) -> dict[str, Any]:

@@ -2,10 +2,11 @@
 
 import re
 
+from atlas_fl.config.fields import settings, value_of
 from atlas_fl.config.groups import Config
 from atlas_fl.config.kinds import mistake, whole_number
 from atlas_fl.config.splitting import EVERY, cuts_by_name
-from atlas_fl.errors import unknown
+from atlas_fl.errors import ConfigError, unknown
 
 
 def check_names(config: Config) -> None:
@@ -19,6 +20,7 @@ def check_names(config: Config) -> None:
     _check_devices(config.data.devices, config.data.device)
     _check_tasks(config.data.tasks, config.data.task)
     _check_cut_names(config)
+    _check_images(config)
     _check_model(config.model.model)
     if not re.fullmatch(r"[a-z0-9][a-z0-9_-]*", config.run.preset):
         raise mistake("--preset", config.run.preset, "a name of small letters, digits, - and _ (`atlas list presets`)")
@@ -59,6 +61,21 @@ def _check_tasks(names: tuple[str, ...], own: tuple[str, ...]) -> None:
     from atlas_fl.tasks import find_tasks
 
     find_tasks(names, own)
+
+
+def _check_images(config: Config) -> None:
+    from atlas_fl.tasks import find_tasks
+
+    tasks = find_tasks(config.data.tasks, config.data.task)
+    if any(task.images for task in tasks):
+        return
+    meant = [settings()[name] for name in settings() if settings()[name].group in ("images", "sparse")]
+    changed = [own for own in meant if value_of(config, own.name) != value_of(Config(), own.name)]
+    if changed:
+        raise ConfigError(
+            f"{changed[0].flag} is for image tasks, and --tasks has texts alone ({', '.join(t.name for t in tasks)});"
+            " leave it out, or take a vision preset (`atlas list presets`)"
+        )
 
 
 def _check_model(name: str) -> None:

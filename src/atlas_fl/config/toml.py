@@ -12,7 +12,7 @@ from atlas_fl.config.groups import Config
 from atlas_fl.config.kinds import NONE, describe, mistake, read
 from atlas_fl.errors import ConfigError, unknown
 
-WORD_OR_NUMBER = frozenset({"clusters", "ranks", "split"})
+WORD_OR_NUMBER = frozenset({"clusters", "ranks", "split", "nc"})
 """Settings that are a word or a number, so that a file may hold `ranks = 8` without quotes."""
 
 

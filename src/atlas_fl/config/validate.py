@@ -2,6 +2,7 @@
 
 from atlas_fl.config.fields import settings, value_of
 from atlas_fl.config.groups import Config, DataConfig, MixingConfig, RanksConfig, RunConfig
+from atlas_fl.config.images import EVENLY
 from atlas_fl.config.kinds import describe, mistake, read, whole_number
 from atlas_fl.config.names import check_names
 from atlas_fl.config.ranges import check_ranges
@@ -25,6 +26,7 @@ def validate(config: Config) -> Config:
     _check_run(config.run)
     _check_precision(config)
     _check_rerank(config)
+    _check_nc(config.images.nc)
     check_names(config)
     return config
 
@@ -141,6 +143,11 @@ def _check_rerank(config: Config) -> None:
             f"--rerank changes the models that the server holds, and --recluster-every is {every}, no multiple of "
             f"--aggregate-every {waits}; make it one"
         )
+
+
+def _check_nc(nc: str) -> None:
+    if nc != EVENLY and (whole_number(nc) or 0) < 1:
+        raise mistake("--nc", nc, "iid, or a number of classes from 1")
 
 
 def no_fp16() -> ConfigError:

@@ -21,7 +21,7 @@ from atlas_fl.io.atomic import sync_folder, write_synced
 from atlas_fl.io.results import from_json, indented, to_json
 from atlas_fl.io.tensors import decode, write_tensors
 
-FORMAT = 2
+FORMAT = 3
 TENSORS, STATE = "state.safetensors", "state.json"
 NAME = re.compile(r"round-(\d{4,})(\.replaced)?")
 

@@ -37,6 +37,11 @@ class RunFolder:
         return self.path / "plan.safetensors"
 
     @property
+    def mask(self) -> Path:
+        """Which weights may move: a truth value for each, by the names of the tensors."""
+        return self.path / "mask.safetensors"
+
+    @property
     def metrics(self) -> Path:
         """A row for each round, client and split."""
         return self.path / "metrics.jsonl"
@@ -60,6 +65,11 @@ class RunFolder:
     def adapters(self) -> Path:
         """A PEFT folder for each client."""
         return self.path / "adapters"
+
+    @property
+    def models(self) -> Path:
+        """A folder for each different whole model."""
+        return self.path / "models"
 
     @property
     def figures(self) -> Path:

@@ -44,7 +44,7 @@ def load_backbone(
     if writes and not family.causal:
         raise ModelError(_cannot_write(name, family))
     # Loading draws what files lack from the global generator, which is not ours to move.
-    with readable(name, source), _no_bars(), torch.random.fork_rng(devices=[]):
+    with readable(name, source), no_bars(), torch.random.fork_rng(devices=[]):
         tokenizer = AutoTokenizer.from_pretrained(source.path, **how_read(source))
         loaded, missing = _loaded(source, AutoModelForCausalLM if writes else AutoModel, weights)
     _draw_pooler(name, loaded, family, sorted(missing))
@@ -125,7 +125,7 @@ def how_read(source: Source) -> dict[str, Any]:
 
 
 @contextmanager
-def _no_bars() -> Iterator[None]:
+def no_bars() -> Iterator[None]:
     """Keep transformers' progress bars off the screen, which shows the run's own."""
     shown = hf_logging.is_progress_bar_enabled()
     hf_logging.disable_progress_bar()

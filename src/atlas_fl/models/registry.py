@@ -9,7 +9,8 @@ from urllib.request import getproxies
 from huggingface_hub.constants import ENDPOINT, HF_HUB_OFFLINE
 
 from atlas_fl.errors import ModelError, unknown
-from atlas_fl.io.fetch import embedded_dir, model_dir
+from atlas_fl.io.fetch import embedded_dir, model_dir, vit_dir
+from atlas_fl.io.parts import VIT
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -18,11 +19,13 @@ class Model:
 
     alias: str
     path: str
-    """Hub name, or `embedded` for the one that `atlas fetch embedded` brings."""
+    """Hub name, or `embedded` for one that `atlas fetch` brings."""
     parameters: str
     """Size as its authors give it."""
     lr: float
-    """Peak learning rate that suits LoRA on it."""
+    """Peak learning rate that suits LoRA on it, or SGD on all of it where it sees images."""
+    images: bool = False
+    """Whether it sees images and reads no text."""
     note: str = ""
 
 
@@ -50,6 +53,15 @@ MODELS: dict[str, Model] = {
         Model(alias="llama-3.2-1b", path="meta-llama/Llama-3.2-1B", parameters="1.2B", lr=2e-4, note="gated hub model"),
         Model(alias="smollm2-135m", path="HuggingFaceTB/SmolLM2-135M", parameters="135M", lr=5e-4, note="Llama"),
         Model(alias="mistral-7b", path="mistralai/Mistral-7B-v0.3", parameters="7.2B", lr=1e-4, note="gated hub model"),
+        Model(alias="dino-vits16", path="facebook/dino-vits16", parameters="21.7M", lr=1e-3, images=True, note="ViT"),
+        Model(
+            alias="dinov2-vits14",
+            path="embedded",
+            parameters="22.1M",
+            lr=1e-3,
+            images=True,
+            note=f"embedded (`atlas fetch vision`); {VIT.note}",
+        ),
     )
 }
 
@@ -64,7 +76,7 @@ def locate(name: str) -> Source:
         registered = MODELS[name].path
         if registered != "embedded":
             return Source(path=registered)
-        return Source(path=str(model_dir(embedded_dir())))
+        return Source(path=str((vit_dir if MODELS[name].images else model_dir)(embedded_dir())))
     path = Path(name).expanduser()
     if path.is_dir():
         return Source(path=str(path))

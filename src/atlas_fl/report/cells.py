@@ -83,7 +83,9 @@ def between_clusters(record: Record, order: Sequence[int]) -> list[int]:
     return [row for row in range(1, len(order)) if clusters[row] != clusters[row - 1] or clusters[row] < 0]
 
 
-def bar_of(figure: Figure, image: AxesImage, axes: Axes, label: str, ticks: Sequence[float] | None = None) -> Axes:
+def bar_of(
+    figure: Figure, image: AxesImage, axes: Axes | list[Axes], label: str, ticks: Sequence[float] | None = None
+) -> Axes:
     """A slim colour bar at the right of the axes."""
     bar = figure.colorbar(image, ax=axes, pad=0.02, aspect=6 * figure.get_figheight(), ticks=ticks)
     bar.minorticks_off()

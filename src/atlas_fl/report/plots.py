@@ -6,7 +6,7 @@ from pathlib import Path
 from matplotlib.figure import Figure
 
 from atlas_fl.io.folder import find_run
-from atlas_fl.report import convergence, graph, leakage, ranks, scatter, scores, traffic
+from atlas_fl.report import classes, convergence, graph, leakage, ranks, scatter, scores, traffic
 from atlas_fl.report.record import Record, read_record
 from atlas_fl.report.style import save_figure
 
@@ -17,6 +17,7 @@ FIGURES: dict[str, Callable[[Record], Figure]] = {
     "clusters": scatter.draw,
     "ranks": ranks.draw,
     "bytes": traffic.draw,
+    "classes": classes.draw,
 }
 """A figure by the name of its file."""
 

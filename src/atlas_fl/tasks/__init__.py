@@ -7,8 +7,9 @@ from atlas_fl.tasks.embedded import EMBEDDED
 from atlas_fl.tasks.files import parse_task
 from atlas_fl.tasks.glue import GLUE
 from atlas_fl.tasks.spec import Task
+from atlas_fl.tasks.vision import VISION
 
-TASKS: dict[str, Task] = {task.name: task for task in (*EMBEDDED, *GLUE)}
+TASKS: dict[str, Task] = {task.name: task for task in (*EMBEDDED, *GLUE, *VISION)}
 
 
 def find_tasks(names: Sequence[str], own: Sequence[str] = ()) -> tuple[Task, ...]:

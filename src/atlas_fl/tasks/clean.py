@@ -1,22 +1,32 @@
-"""Duplicates and leaks: a text counts once in a task, whatever its case and spacing."""
+"""Duplicates and leaks: a text counts once in a task, whatever its case and spacing, and an image by its pixels."""
 
 from collections.abc import Iterator
+from hashlib import blake2b
 
 from atlas_fl.errors import DataError
-from atlas_fl.tasks.spec import Rows, TaskData
+from atlas_fl.tasks.images import Images
+from atlas_fl.tasks.spec import Examples, Kind, Labelled, Rows, TaskData
 
 _SEPARATOR = "\x1f"
 
 
-def keys(rows: Rows) -> Iterator[str]:
-    """Of every row, its text and pair with case and spacing normalised: two rows with one key are the same example."""
+def keys(rows: Labelled) -> Iterator[str]:
+    """Of every row a key; two rows with one key are the same example.
+
+    That is the text and pair with case and spacing normalised, or a hash of the pixels.
+    """
+    if isinstance(rows, Images):
+        size = str(rows.size).encode()
+        yield from (blake2b(image.tobytes() + size, digest_size=16).hexdigest() for image in rows.pixels)
+        return
+    assert isinstance(rows, Rows)
     if rows.pair is None:
         yield from (_normal(text) for text in rows.text)
     else:
         yield from (_normal(text) + _SEPARATOR + _normal(pair) for text, pair in zip(rows.text, rows.pair))
 
 
-def deduplicate(rows: Rows) -> Rows:
+def deduplicate(rows: Kind) -> Kind:
     """The first row of every key; keys whose labels contradict each other are left out altogether."""
     first: dict[str, int] = {}
     contradicted: set[str] = set()
@@ -27,14 +37,14 @@ def deduplicate(rows: Rows) -> Rows:
     return rows.take([position for key, position in first.items() if key not in contradicted])
 
 
-def without(rows: Rows, *others: Rows) -> Rows:
+def without(rows: Kind, *others: Kind) -> Kind:
     """The rows whose key is in none of the others."""
     taken = {key for other in others for key in keys(other)}
     return rows.take([position for position, key in enumerate(keys(rows)) if key not in taken])
 
 
 def clean(data: TaskData) -> TaskData:
-    """The splits without duplicates; a text in two splits stays in the one that is more expensive to lose.
+    """The splits without duplicates; what is in two splits stays in the one that is more expensive to lose.
 
     That is test before validation before train.
     """
@@ -43,17 +53,22 @@ def clean(data: TaskData) -> TaskData:
     return TaskData(train=without(deduplicate(data.train), validation, test), validation=validation, test=test)
 
 
-def check_no_leak(train: Rows, validation: Rows, test: Rows) -> None:
-    """A `DataError` with an example if two splits share a text, by case and space normalised text and pair."""
-    splits = {name: set(keys(rows)) for name, rows in (("train", train), ("validation", validation), ("test", test))}
+def check_no_leak(train: Examples, validation: Examples, test: Examples) -> None:
+    """A `DataError` with an example if two splits share a text or an image (`keys`)."""
+    places = {
+        name: {key: place for place, key in enumerate(keys(rows))}
+        for name, rows in (("train", train), ("validation", validation), ("test", test))
+    }
     for left, right in (("train", "validation"), ("train", "test"), ("validation", "test")):
-        shared = splits[left] & splits[right]
+        shared = places[left].keys() & places[right].keys()
         if shared:
-            example = min(shared).replace(_SEPARATOR, " | ")[:120]
-            raise DataError(
-                f"{len(shared)} texts are in {left} and in {right}, such as {example!r}; "
-                "remove them from one of the two (tasks.clean does)"
-            )
+            example = min(shared)
+            if isinstance(train, Images):
+                what = f"images are in {left} and in {right}, such as number {places[left][example]} of {left}"
+            else:
+                shown = example.replace(_SEPARATOR, " | ")[:120]
+                what = f"texts are in {left} and in {right}, such as {shown!r}"
+            raise DataError(f"{len(shared)} {what}; remove them from one of the two (tasks.clean does)")
 
 
 def _normal(text: str) -> str:

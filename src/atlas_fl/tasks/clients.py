@@ -5,23 +5,31 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from hashlib import sha256
+from typing import TypeAlias
 
 import numpy as np
 
 from atlas_fl.errors import ConfigError, DataError, unknown
 from atlas_fl.rng import generator
 from atlas_fl.tasks.clean import check_no_leak
+from atlas_fl.tasks.images import Images
 from atlas_fl.tasks.partition import PARTITIONS, deal, realised
-from atlas_fl.tasks.spec import Labels, Rows, Source, Task, TaskData
+from atlas_fl.tasks.sharding import assign_classes, deal_classes
+from atlas_fl.tasks.spec import Examples, Labels, Source, Task, TaskData, as_texts
 from atlas_fl.tasks.splits import bin_edges, strata
 from atlas_fl.types import Split
 
 MOST_ALPHA = 1e6
+BY_CLASSES = "classes"
+"""The partition in which every client has rows of exactly so many classes (`sharding`)."""
+Sizes: TypeAlias = Mapping[Split, int | None]
+"""Rows of a client by split; None deals a split out whole."""
 _FLAGS: dict[Split, str] = {
     "train": "--samples",
     "validation": "--validation-samples",
     "test": "--test-samples",
 }
+_LEAST: dict[Split, int] = {"train": 2, "validation": 1, "test": 1}
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -31,51 +39,63 @@ class ClientData:
     name: str
     """`<task>-<number>`."""
     task: Task
-    train: Rows
-    validation: Rows
-    test: Rows
+    train: Examples
+    validation: Examples
+    test: Examples
 
     def digest(self) -> str:
         """SHA-256 of all rows of all splits, in their order."""
         found = sha256()
         for rows in (self.train, self.validation, self.test):
-            found.update(json.dumps([rows.text, rows.pair, rows.label.tolist()]).encode())
+            if isinstance(rows, Images):
+                found.update(json.dumps([*rows.pixels.shape, rows.label.tolist()]).encode())
+                found.update(np.ascontiguousarray(rows.pixels).data)
+            else:
+                found.update(json.dumps([rows.text, rows.pair, rows.label.tolist()]).encode())
         return found.hexdigest()
 
 
-def majority(rows: Rows) -> float | None:
+def majority(rows: Examples) -> float | None:
     """The accuracy of always saying the most frequent class of these rows; None where there are no classes."""
     if not np.issubdtype(rows.label.dtype, np.integer):
         return None
     return float(np.bincount(rows.label).max() / len(rows))
 
 
-def make_clients(
+def make_clients(  # noqa: PLR0913 - one name for each setting of the data
     tasks: Sequence[Task],
     source: Source,
     *,
     clients_per_task: int,
-    samples: int,
-    validation_samples: int,
-    test_samples: int,
+    samples: int | None,
+    validation_samples: int | None,
+    test_samples: int | None,
     partition: str,
     dirichlet_alpha: float,
     seed: int,
     shuffle_labels: bool,
+    classes_per_client: int | None = None,
 ) -> tuple[ClientData, ...]:
     """`clients_per_task` clients of every task, in the order of the tasks; no row is given to two of them.
 
-    A client's validation and test rows come in the class mix of its training rows. `shuffle_labels` permutes the
-    training labels, or what is to be written after the prompts, inside each client and nothing else. A `ConfigError`
-    names a setting that is out of range, a `DataError` a task whose rows do not suffice.
+    A split without a number of samples is dealt out whole, in parts of the same size or one more. A client's validation
+    and test rows come in the class mix of its training rows; with the partition `classes` it has rows of exactly
+    `classes_per_client` classes, in all its splits. `shuffle_labels` permutes the training labels, or what is to be
+    written after the prompts, inside each client and nothing else. A `ConfigError` names a setting that is out of
+    range, a `DataError` a task whose rows do not suffice.
     """
-    sizes: dict[Split, int] = {"train": samples, "validation": validation_samples, "test": test_samples}
+    sizes: Sizes = {"train": samples, "validation": validation_samples, "test": test_samples}
     _check_settings(clients_per_task, sizes, partition, dirichlet_alpha)
     clients: list[ClientData] = []
     for task in tasks:
         data = task.load(source)
         _check_room(task, data, clients_per_task, sizes)
-        parts = _partitioned(task, data, clients_per_task, sizes, partition=partition, alpha=dirichlet_alpha, seed=seed)
+        if partition == BY_CLASSES:
+            parts = _sharded(task, data, clients_per_task, sizes, classes_per_client=classes_per_client, seed=seed)
+        else:
+            parts = _partitioned(
+                task, data, clients_per_task, sizes, partition=partition, alpha=dirichlet_alpha, seed=seed
+            )
         clients += [
             ClientData(
                 name=f"{task.name}-{number}",
@@ -94,7 +114,7 @@ def _partitioned(
     task: Task,
     data: TaskData,
     num_clients: int,
-    sizes: Mapping[Split, int],
+    sizes: Sizes,
     *,
     partition: str,
     alpha: float,
@@ -105,7 +125,10 @@ def _partitioned(
     num_classes = task.num_labels if edges is None else len(edges) + 1
     prior = np.bincount(classes["train"], minlength=num_classes) / len(data.train)
     rng = generator(seed, "partition", task.name)
-    mixes, train_sizes = PARTITIONS[partition](prior, num_clients, sizes["train"], alpha, rng)
+    mean = len(data.train) // num_clients if sizes["train"] is None else sizes["train"]
+    mixes, train_sizes = PARTITIONS[partition](prior, num_clients, mean, alpha, rng)
+    if sizes["train"] is None:
+        train_sizes = train_sizes + _spread(len(data.train) - int(train_sizes.sum()), num_clients)
     rngs = {split: generator(seed, "deal", task.name, split) for split in sizes}
     try:
         train = deal(classes["train"], mixes, train_sizes, rng=rngs["train"], two_classes=task.has_classes)
@@ -113,41 +136,71 @@ def _partitioned(
         raise DataError(f"task {task.name!r}: {error}") from error
     # Where a class ran out, the held-out rows follow what the client got and not what it was meant to get.
     mixes = realised(classes["train"], train, mixes)
+    dealt: dict[Split, list[Labels]] = {"train": train}
     held_out: tuple[Split, Split] = ("validation", "test")
-    dealt = {s: deal(classes[s], mixes, np.full(num_clients, sizes[s]), rng=rngs[s]) for s in held_out}
-    return {"train": train, **dealt}
+    for split in held_out:
+        size = sizes[split]
+        each = _spread(len(classes[split]), num_clients) if size is None else np.full(num_clients, size)
+        dealt[split] = deal(classes[split], mixes, each, rng=rngs[split])
+    return dealt
 
 
-def _check_settings(num_clients: int, sizes: Mapping[Split, int], partition: str, alpha: float) -> None:
-    if partition not in PARTITIONS:
-        raise unknown("partition", partition, PARTITIONS)
+def _spread(total: int, num_clients: int) -> Labels:
+    """So many rows for that many clients, the first ones having one more, (clients,) int64."""
+    return total // num_clients + (np.arange(num_clients) < total % num_clients).astype(np.int64)
+
+
+def _sharded(
+    task: Task, data: TaskData, num_clients: int, sizes: Sizes, *, classes_per_client: int | None, seed: int
+) -> dict[Split, list[Labels]]:
+    if classes_per_client is None:
+        raise ConfigError(f"--partition {BY_CLASSES} needs --nc, the number of classes that a client has")
+    if not task.has_classes:
+        raise ConfigError(f"task {task.name!r} has no classes for --partition {BY_CLASSES}; choose another partition")
+    held = assign_classes(num_clients, task.num_labels, classes_per_client, generator(seed, "classes", task.name))
+    parts: dict[Split, list[Labels]] = {}
+    for split, size in sizes.items():
+        rng = generator(seed, "deal", task.name, split)
+        try:
+            parts[split] = deal_classes(_rows(data, split).label, held, size=size, rng=rng)
+        except DataError as error:
+            raise DataError(f"{split} of task {task.name!r}: {error} ({_FLAGS[split]})") from error
+    return parts
+
+
+def _check_settings(num_clients: int, sizes: Sizes, partition: str, alpha: float) -> None:
+    if partition not in (*PARTITIONS, BY_CLASSES):
+        raise unknown("partition", partition, (*PARTITIONS, BY_CLASSES))
     if num_clients < 1:
         raise ConfigError(f"clients_per_task is {num_clients}; it must be 1 or more")
     for split, size in sizes.items():
-        least = 2 if split == "train" else 1
-        if size < least:
-            raise ConfigError(f"{_FLAGS[split]} is {size}; it must be {least} or more")
+        if size is not None and size < _LEAST[split]:
+            raise ConfigError(f"{_FLAGS[split]} is {size}; it must be {_LEAST[split]} or more")
     if not 0 < alpha <= MOST_ALPHA or math.isnan(alpha):
         raise ConfigError(f"dirichlet_alpha is {alpha}; it must be above 0 and at most {MOST_ALPHA:g}")
 
 
-def _check_room(task: Task, data: TaskData, num_clients: int, sizes: Mapping[Split, int]) -> None:
+def _check_room(task: Task, data: TaskData, num_clients: int, sizes: Sizes) -> None:
     have = {split: len(_rows(data, split)) for split in sizes}
-    for split, size in sizes.items():
+    needed = {split: _LEAST[split] if size is None else size for split, size in sizes.items()}
+    for split, size in needed.items():
         if num_clients * size > have[split]:
-            possible = min(have[other] // sizes[other] for other in sizes)
-            remedy = f"lower --clients-per-task to {possible} or" if possible else "lower"
+            possible = min(have[other] // needed[other] for other in sizes)
+            remedy = f"lower --clients-per-task to {possible}" if possible else "add rows"
+            if sizes[split] is not None:
+                remedy = f"{remedy} or" if possible else "lower"
+                remedy = f"{remedy} {_FLAGS[split]} to {have[split] // num_clients}"
             raise DataError(
                 f"task {task.name!r} has {have[split]} {split} rows and {num_clients} clients of {size} need "
-                f"{num_clients * size}; {remedy} {_FLAGS[split]} to {have[split] // num_clients}"
+                f"{num_clients * size}; {remedy}"
             )
 
 
-def _rows(data: TaskData, split: Split) -> Rows:
+def _rows(data: TaskData, split: Split) -> Examples:
     return {"train": data.train, "validation": data.validation, "test": data.test}[split]
 
 
-def _together(data: TaskData, parts: Mapping[Split, list[Labels]], split: Split) -> Rows:
+def _together(data: TaskData, parts: Mapping[Split, list[Labels]], split: Split) -> Examples:
     return _rows(data, split).take(np.concatenate(parts[split]))
 
 
@@ -155,10 +208,11 @@ def _with_shuffled_labels(client: ClientData, seed: int) -> ClientData:
     order = generator(seed, "shuffle", client.name).permutation(len(client.train))
     if not client.task.writes:
         return replace(client, train=replace(client.train, label=client.train.label[order]))
-    if client.train.pair is None:
+    train = as_texts(client.train, task=client.task.name)
+    if train.pair is None:
         raise ConfigError(
             f"--shuffle-labels has nothing to shuffle in task {client.task.name!r}, whose text has no prompt; give it"
             " one (text= and target=), or leave the flag away"
         )
-    written = tuple(client.train.pair[i] for i in order)
-    return replace(client, train=replace(client.train, pair=written, label=client.train.label[order]))
+    written = tuple(train.pair[i] for i in order)
+    return replace(client, train=replace(train, pair=written, label=train.label[order]))

@@ -1,4 +1,4 @@
-"""A user's own task from a csv, tsv, jsonl or parquet file, or from a folder of one file a split, without code."""
+"""A user's own task from a csv, tsv, jsonl or parquet file, or from a folder of files or images, without code."""
 
 import math
 import re
@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from atlas_fl.errors import ConfigError, DataError, unknown
+from atlas_fl.tasks.folders import FORM, folder_task, holds_images
 from atlas_fl.tasks.read import Table, column, read_folder, read_table, texts
 from atlas_fl.tasks.spec import METRICS, Labels, Metric, Rows, Source, Task, TaskData
 from atlas_fl.tasks.splits import arrange, split_rows
@@ -38,10 +39,13 @@ def parse_task(description: str) -> Task:
     Labels are words or whole numbers, numbered in sorted order; with metric=pearson they are values. With target= there
     are none: the model writes that column after the text, or the text itself where target= names its column. One file
     is cut into splits (`splits.split_rows`); a folder with train, validation and test files keeps its own
-    (`splits.arrange`).
+    (`splits.arrange`). A folder of images by class is read by `folders.folder_task`.
     A `ConfigError` says what is wrong with the description, a `DataError` what is wrong with the data.
     """
-    name, path, columns = _parsed(description)
+    name, path, options = _parsed(description)
+    if path.is_dir() and holds_images(path):
+        return folder_task(name, path, options)
+    columns = _columns(name, options)
     if path.is_dir():
         tables = read_folder(path)
         if "train" not in tables:
@@ -68,29 +72,37 @@ def _already_read(_: Source, *, data: TaskData) -> TaskData:
     return data
 
 
-def _parsed(description: str) -> tuple[str, Path, Columns]:
+def _parsed(description: str) -> tuple[str, Path, dict[str, str]]:
     # A comma that no `word=` follows belongs to the path.
     first, *rest = re.split(r",(?=\w+=)", description)
     name, equals, path = first.partition("=")
     if not equals or not path or not re.fullmatch(r"[A-Za-z0-9_.\-]+", name):
-        raise ConfigError(f"task {description!r} is not of the form {_FORM}; a name is letters, digits, '_', '.', '-'")
+        raise ConfigError(
+            f"task {description!r} is not of the form {_FORM}, or {FORM} for images;"
+            " a name is letters, digits, '_', '.', '-'"
+        )
     options = dict(option.split("=", 1) for option in rest)
     if len(options) < len(rest):
         raise ConfigError(f"task {description!r} gives an option twice; the form is {_FORM}")
     for key, value in options.items():
-        if key not in _OPTIONS:
-            raise unknown("task option", key, _OPTIONS)
         if not value:
             raise ConfigError(f"task option {key!r} of {name!r} is empty; the form is {_FORM}")
+    return name, Path(path).expanduser(), options
+
+
+def _columns(name: str, options: Mapping[str, str]) -> Columns:
+    for key in options:
+        if key not in _OPTIONS:
+            raise unknown("task option", key, _OPTIONS)
     if "target" in options and (others := sorted({"pair", "label", "metric"} & options.keys())):
         raise ConfigError(
             f"task {name!r} has target= and {others[0]}=; what writes text has text= and target= alone, what has labels"
             " no target="
         )
-    metric = options.pop("metric", "accuracy")
+    metric = options.get("metric", "accuracy")
     if metric not in METRICS:
         raise unknown("metric", metric, METRICS)
-    return name, Path(path).expanduser(), Columns(**options, metric=metric)
+    return Columns(**{key: value for key, value in options.items() if key != "metric"}, metric=metric)
 
 
 def _labelled(

@@ -4,27 +4,21 @@ A. Wang et al., GLUE, ICLR 2019. The labels of most of its test splits are hidde
 in their place: the published validation split is the test, and validation is cut from train.
 """
 
-import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
-from urllib.error import HTTPError
-from urllib.request import urlopen
 
 import numpy as np
 
 from atlas_fl.errors import DataError
-from atlas_fl.tasks.read import Table, column, from_datasets, read_folder, texts
+from atlas_fl.tasks.hub import Published, find_tables, missing_split
+from atlas_fl.tasks.read import Table, column, texts
 from atlas_fl.tasks.spec import Labels, Metric, Rows, Source, Task, TaskData
 from atlas_fl.tasks.splits import arrange
 
 REPOSITORY = "nyu-mll/glue"
-# Versions of `datasets` before 2.14 cached it under the short name.
-CACHED_AS = (REPOSITORY, "glue")
 HIDDEN = -1
-REACH_SECONDS = 5
 _SPLITS = {"train": ("train",), "validation": ("validation", "validation_matched"), "test": ("test", "test_matched")}
 
 
@@ -41,7 +35,15 @@ class Format:
 
 def load_glue(source: Source, *, form: Format) -> TaskData:
     """The splits of a GLUE task; a `DataError` names what is missing and the three ways to supply it."""
-    tables = _find(source, form.name)
+    published = Published(
+        title=f"GLUE task {form.name!r}",
+        repository=REPOSITORY,
+        config=form.name,
+        cached_as=(REPOSITORY, "glue"),
+        dataset_name="glue",
+        splits=tuple(name for names in _SPLITS.values() for name in names),
+    )
+    tables = find_tables(published, None if source.data_dir is None else source.data_dir / form.name)
     rows = {}
     for split, names in _SPLITS.items():
         name = next((name for name in names if name in tables), None)
@@ -49,69 +51,8 @@ def load_glue(source: Source, *, form: Format) -> TaskData:
         if name is not None and (split != "test" or "label" in tables[name]):
             rows[split] = _rows(tables[name], form, origin=f"{name} of GLUE {form.name}")
     if "train" not in rows:
-        raise DataError(f"GLUE {form.name} has no train split; it has {', '.join(tables) or 'nothing'}")
+        raise missing_split(f"GLUE {form.name}", tuple(tables))
     return arrange(rows, name=form.name)
-
-
-def _find(source: Source, name: str) -> Mapping[str, Table]:
-    folder = source.data_dir / name if source.data_dir is not None else None
-    if folder is not None and folder.is_dir():
-        return read_folder(folder, splits=[name for names in _SPLITS.values() for name in names])
-    tables = _cached(name)
-    if tables is not None:
-        return tables
-    reason = _unreachable()
-    if reason is None:
-        return _downloaded(name)
-    raise _missing(name, folder, reason)
-
-
-def _cached(name: str) -> dict[str, Table] | None:
-    from datasets.packaged_modules.cache.cache import Cache
-
-    # Asked before the hub: load_dataset would retry for half a minute before it looks here.
-    for repository in CACHED_AS:
-        try:
-            builder = Cache(repo_id=repository, dataset_name="glue", config_name=name, version="auto", hash="auto")
-            return from_datasets(builder.as_dataset())
-        except (ValueError, OSError):
-            continue
-    return None
-
-
-def _unreachable() -> str | None:
-    from huggingface_hub import constants
-
-    if constants.HF_HUB_OFFLINE:
-        return "HF_HUB_OFFLINE is set"
-    try:
-        with urlopen(constants.ENDPOINT, timeout=REACH_SECONDS):
-            return None
-    except HTTPError:
-        return None  # an answer, whatever it says
-    except OSError as error:
-        return str(getattr(error, "reason", error))
-
-
-def _downloaded(name: str) -> dict[str, Table]:
-    import datasets
-
-    try:
-        return from_datasets(datasets.load_dataset(REPOSITORY, name))
-    except (OSError, ValueError) as error:
-        raise _missing(name, None, " ".join(str(error).split())[:200]) from error
-
-
-def _missing(name: str, folder: Path | None, reason: str) -> DataError:
-    import datasets
-
-    looked = f"there is no folder {folder}" if folder is not None else "no --data-dir was given"
-    return DataError(
-        f"GLUE task {name!r} is not here: {looked}, the cache {datasets.config.HF_DATASETS_CACHE} does not hold it and "
-        f"the hub does not give it ({reason}); either connect to the hub, or fill that cache with "
-        f"datasets.load_dataset({REPOSITORY!r}, {name!r}) where there is a network and copy it, or give --data-dir DIR "
-        f"with DIR{os.sep}{name}{os.sep}{{train,validation}}.parquet (or .csv, .jsonl, or a save_to_disk folder)"
-    )
 
 
 def _rows(table: Table, form: Format, *, origin: str) -> Rows:

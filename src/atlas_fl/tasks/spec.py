@@ -1,11 +1,14 @@
-"""What a task is: texts with labels, or texts to be written; their splits, and how a model is scored on them."""
+"""What a task is: texts or images with labels, or texts to be written; their splits, and how a model is scored."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal, TypeAlias, get_args
+from typing import Any, Literal, Protocol, Self, TypeAlias, TypeVar, get_args
 
 import numpy as np
+
+from atlas_fl.errors import ConfigError
+from atlas_fl.tasks.images import Images
 
 Metric: TypeAlias = Literal["accuracy", "f1", "mcc", "pearson"]
 """The score that a task is judged by; pearson makes it a regression.
@@ -36,21 +39,42 @@ class Rows:
     def __len__(self) -> int:
         return len(self.text)
 
-    def take(self, index: Sequence[int] | Labels) -> "Rows":
+    def take(self, index: Sequence[int] | Labels) -> Self:
         """The rows of these positions, in this order."""
         positions = np.asarray(index, dtype=np.int64)
         text = tuple(self.text[i] for i in positions)
         pair = None if self.pair is None else tuple(self.pair[i] for i in positions)
-        return Rows(text=text, pair=pair, label=self.label[positions])
+        return replace(self, text=text, pair=pair, label=self.label[positions])
+
+
+Examples: TypeAlias = Rows | Images
+"""What a split holds."""
+
+
+class Labelled(Protocol):
+    """What texts and images have in common."""
+
+    @property
+    def label(self) -> Labels:
+        """One label per row."""
+
+    def __len__(self) -> int: ...
+
+    def take(self, index: Sequence[int] | Labels) -> Self:
+        """The examples of these positions, in this order."""
+
+
+Kind = TypeVar("Kind", bound=Labelled)
+"""Texts or images: what a function of either gives back is of the kind that it was given."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class TaskData:
-    """The three splits of a task: clean, and without a text in common."""
+    """The three splits of a task: clean, and without a text or an image in common."""
 
-    train: Rows
-    validation: Rows
-    test: Rows
+    train: Examples
+    validation: Examples
+    test: Examples
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,6 +85,11 @@ class Source:
     """The folder of the embedded data (`io.fetch.embedded_dir()`)."""
     data_dir: Path | None = None
     """The user's directory of data sets that would else come from the hub."""
+    validation_share: float | None = None
+    """Of the images that a data set gives to train on, the share that becomes the validation split where it has none.
+
+    None is a fifth, and never more than 2,000.
+    """
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,6 +102,8 @@ class Task:
     metric: Metric = "accuracy"
     max_length: int = 128
     """Longest sequence in tokens."""
+    images: bool = False
+    """Whether its splits are `Images` and no `Rows`."""
     label_names: tuple[str, ...] = ()
     """One name per class; empty for a regression."""
     note: str = ""
@@ -93,3 +124,19 @@ class Task:
     def has_classes(self) -> bool:
         """Whether the labels are classes."""
         return self.num_labels > 1
+
+
+def as_texts(examples: Examples, *, task: str) -> Rows:
+    """The same examples where they are texts; a `ConfigError` where they are images, which a text model cannot read."""
+    if isinstance(examples, Images):
+        raise ConfigError(
+            f"task {task!r} is of images and the model reads text; choose a task of text or a vision model"
+        )
+    return examples
+
+
+def as_images(examples: Examples, *, task: str) -> Images:
+    """The same examples where they are images; a `ConfigError` where they are texts, which no vision model can see."""
+    if isinstance(examples, Rows):
+        raise ConfigError(f"task {task!r} is of texts and the model sees images; choose a task of images")
+    return examples

@@ -7,7 +7,7 @@ import numpy as np
 from atlas_fl.errors import DataError
 from atlas_fl.rng import generator
 from atlas_fl.tasks.clean import clean, deduplicate
-from atlas_fl.tasks.spec import Labels, Rows, TaskData
+from atlas_fl.tasks.spec import Examples, Kind, Labels, TaskData
 
 # The proportions of a client's default sizes, so that no split runs out before the others do.
 TRAIN, VALIDATION, TEST = 200, 100, 130
@@ -42,16 +42,18 @@ def stratified_order(labels: Labels, rng: np.random.Generator) -> Labels:
     return np.argsort(place, kind="stable")
 
 
-def split_rows(rows: Rows, *, name: str, labelled: bool = True) -> TaskData:
+def split_rows(rows: Examples, *, name: str, labelled: bool = True, validation_share: float | None = None) -> TaskData:
     """Disjoint splits in the proportions 200 : 100 : 130 of these rows without their duplicates.
 
-    They depend on the rows and the name alone. A `DataError` says when there are too few rows, or classes of labelled
-    ones.
+    They depend on the rows and the name alone. `validation_share` is that of what is left when the test is taken. A
+    `DataError` says when there are too few rows, or classes of labelled ones.
     """
     rows = deduplicate(rows)
     order = stratified_order(rows.label, generator(SEED, "split", name))
     total = TRAIN + VALIDATION + TEST
     num_validation, num_test = len(rows) * VALIDATION // total, len(rows) * TEST // total
+    if validation_share is not None:
+        num_validation = int((len(rows) - num_test) * validation_share)
     data = TaskData(
         train=rows.take(order[num_validation + num_test :]),
         validation=rows.take(order[num_test : num_validation + num_test]),
@@ -60,16 +62,21 @@ def split_rows(rows: Rows, *, name: str, labelled: bool = True) -> TaskData:
     return checked(data, name=name, labelled=labelled)
 
 
-def arrange(splits: Mapping[str, Rows], *, name: str, labelled: bool = True) -> TaskData:
+def arrange(
+    splits: Mapping[str, Examples], *, name: str, labelled: bool = True, validation_share: float | None = None
+) -> TaskData:
     """The splits that a data set comes with, cleaned, and those it lacks.
 
     With labelled train, validation and test: these. Without test: its validation is the test, as published results
-    on GLUE are, and validation is a fifth of train (at most 2,000 rows). With train alone: both are taken from it.
+    on GLUE are, and validation is a fifth of train (at most 2,000 rows), or `validation_share` of it. With train alone:
+    both are taken from it.
     """
     train = deduplicate(splits["train"])
     given = [splits[split] for split in ("test", "validation") if split in splits and len(splits[split])]
     for part in range(2 - len(given)):
         num_rows = min(int(len(train) * CARVED_SHARE), MOST_CARVED)
+        if len(given) == 1 and validation_share is not None:
+            num_rows = int(len(train) * validation_share)
         carved, train = _carve(train, num_rows, name=f"{name}/{part}")
         given.append(carved)
     return checked(clean(TaskData(train=train, validation=given[1], test=given[0])), name=name, labelled=labelled)
@@ -90,6 +97,6 @@ def checked(data: TaskData, *, name: str, labelled: bool = True) -> TaskData:
     return data
 
 
-def _carve(rows: Rows, num_rows: int, *, name: str) -> tuple[Rows, Rows]:
+def _carve(rows: Kind, num_rows: int, *, name: str) -> tuple[Kind, Kind]:
     order = stratified_order(rows.label, generator(SEED, "carve", name))
     return rows.take(order[:num_rows]), rows.take(order[num_rows:])

@@ -1,0 +1,78 @@
+"""From a config to the things that a run on images works with: clients with their images, and the site they share."""
+
+from dataclasses import dataclass
+
+import torch
+
+from atlas_fl.assemble import load_clients, pick_device
+from atlas_fl.clients.whole import ImageSite
+from atlas_fl.config import Config
+from atlas_fl.errors import ConfigError
+from atlas_fl.models.vision import trainable_names, weights
+from atlas_fl.models.vision_loading import load_vision
+from atlas_fl.ranks.devices import Device, find_devices
+from atlas_fl.rng import torch_generator
+from atlas_fl.tasks.clients import ClientData
+from atlas_fl.tree import HEAD
+from atlas_fl.types import Params
+
+HEAD_STD = 0.02
+"""Of a head that is not fitted: what transformers draws its new layers with."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ImageAssembly:
+    """The parts of a run on images, before anything is planned or trained."""
+
+    config: Config
+    clients: tuple[ClientData, ...]
+    devices: tuple[Device, ...]
+    """One for each client."""
+    site: ImageSite
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The clients' names, in the order of the run."""
+        return tuple(client.name for client in self.clients)
+
+    def start(self) -> dict[str, Params]:
+        """What every client begins with: the weights that train, one mapping for all, and its task's head."""
+        vision, config = self.site.vision, self.config
+        held = weights(vision)
+        body = {key: held[key] for key in trainable_names(vision, frozen_blocks=config.images.frozen_blocks)}
+        tasks = {client.task.name: client.task for client in self.clients}
+        starts = {
+            name: {**body, **_head(task.num_labels, vision.hidden, seed=config.run.seed, group=name)}
+            for name, task in tasks.items()
+        }
+        return {client.name: starts[client.task.name] for client in self.clients}
+
+
+def _head(labels: int, features: int, *, seed: int, group: str) -> dict[str, torch.Tensor]:
+    stream = torch_generator(seed, "head", group)
+    weight = torch.empty(labels, features).normal_(std=HEAD_STD, generator=stream)
+    return {HEAD + "bias": torch.zeros(labels), HEAD + "weight": weight}
+
+
+def assemble_images(config: Config) -> ImageAssembly:
+    """Load the clients' images and the model that they share.
+
+    Raises an `AtlasError` for whatever the config names that is not to be had.
+    """
+    if config.model.precision == "fp16":
+        raise ConfigError("--precision is fp16, and whole models are trained in fp32 or bf16; take one of these")
+    clients = load_clients(config)
+    vision = load_vision(
+        config.model.model, image_size=config.images.image_size, device=pick_device(config.run.accelerator)
+    )
+    devices = find_devices(config.data.devices, config.data.device)
+    return ImageAssembly(
+        config=config,
+        clients=clients,
+        devices=tuple(devices[index % len(devices)] for index in range(len(clients))),
+        site=ImageSite(
+            vision=vision,
+            data={client.name: client for client in clients},
+            bf16=config.model.precision == "bf16",
+        ),
+    )

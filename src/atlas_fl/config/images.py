@@ -1,0 +1,57 @@
+"""The settings of the vision line: whole models instead of adapters, and which of their weights may move."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+EVENLY = "iid"
+"""What `nc` says where every client has all classes."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ImagesConfig:
+    """Image tasks: all weights are trained, by SGD."""
+
+    nc: str = EVENLY
+    """Classes of each client of an image task: `iid` (all of them), or a number."""
+    image_size: int | None = None
+    """Side of the square that the model sees, in pixels; what it was pretrained on by default."""
+    frozen_blocks: int = 0
+    """Blocks from the first one up that stay as they are, the embeddings with them; 0 freezes nothing."""
+    head_first: Literal["none", "ridge"] = "ridge"
+    """Fit the head before anything else, by ridge regression over all clients' sums (no image leaves a client)."""
+    ridge: float = 1.0
+    """Penalty of that regression, in examples."""
+    local_steps: int | None = None
+    """SGD steps of a client in a round (J); whole passes (`--local-epochs`) by default."""
+    momentum: float = 0.9
+    """SGD's momentum; it begins anew in every round."""
+    nesterov: bool = False
+    """Nesterov's momentum."""
+    label_smoothing: float = 0.0
+    """Share of a label that is spread over all classes."""
+    crop: int = 0
+    """Border in pixels, of the images as they are, out of which training images are cropped at random; 0 for none."""
+    flip: bool = False
+    """Mirror every second training image."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SparseConfig:
+    """Task arithmetic: only the weights under a mask move."""
+
+    mask: Literal["none", "least_sensitive", "most_sensitive", "lowest_magnitude", "highest_magnitude", "random"] = (
+        "none"
+    )
+    """Which weights may move; the head, once fitted, is not among them."""
+    sparsity: float = 0.9
+    """Share of the weights that may not."""
+    mask_scope: Literal["global", "layer"] = "global"
+    """Choose over all weights together, or the same share of each tensor."""
+    calibration_rounds: int = 1
+    """Rounds in which the mask is made: in each a part is frozen and the rest is scored again."""
+    calibration_clients: int = 10
+    """Clients, drawn once, that score the weights; all where there are fewer."""
+    calibration_examples: int = 32
+    """Training examples of each of them that its scores are made from."""
+    fisher_labels: Literal["sampled", "true"] = "sampled"
+    """Labels of the Fisher information: drawn from the model, or the true ones (empirical Fisher)."""

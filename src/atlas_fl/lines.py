@@ -1,0 +1,103 @@
+"""The two lines of work over one engine: adapters on text, and whole weights on images.
+
+A run's rounds, rules, records, resume and audit are the same code for both; what differs is here.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from atlas_fl.assemble import assemble
+from atlas_fl.assemble_images import ImageAssembly, assemble_images
+from atlas_fl.config import Config
+from atlas_fl.engines.base import Engine
+from atlas_fl.engines.whole import WholeEngine
+from atlas_fl.errors import ConfigError
+from atlas_fl.events import OnEvent, PhaseStarted, Progress, ignore
+from atlas_fl.io.ledger import payload_bytes
+from atlas_fl.mixing.diversity import Diversity, diversity
+from atlas_fl.models.vision import weights
+from atlas_fl.options import train_options, whole_options
+from atlas_fl.plan import Plan
+from atlas_fl.planning import Planned, local_engine, plan_for
+from atlas_fl.planning_images import plan_whole
+from atlas_fl.tasks import find_tasks
+from atlas_fl.tasks.spec import Task
+from atlas_fl.types import ByClient
+
+
+def whole_engine(assembly: ImageAssembly, on_event: OnEvent) -> WholeEngine:
+    """The engine that holds every image client in this process and tells its progress."""
+    return WholeEngine(
+        site=assembly.site, on_progress=lambda action, done, total: on_event(Progress(action, done, total))
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Line:
+    """What one line of work does its own way."""
+
+    name: str
+    assemble: Callable[[Config], Any]
+    """Data, model and devices of a config."""
+    engine: Callable[[Any, OnEvent], Engine]
+    """All clients in this process."""
+    plan: Callable[..., Planned]
+    """(assembly, engine, on_event=) -> what is decided before round one."""
+    options: Callable[[Config, Planned], Any]
+    """How clients train."""
+    diversity: Callable[[Any, Planned, ByClient, ByClient], Diversity | None]
+    """What a server step did to the differences between clients; None where that is not measured."""
+    model_bytes: Callable[[Any], int]
+    """Encoded size of the whole model."""
+
+
+TEXT = Line(
+    name="text",
+    assemble=assemble,
+    engine=local_engine,
+    plan=plan_for,
+    options=lambda config, _: train_options(config),
+    diversity=lambda assembly, planned, before, after: diversity(
+        before, after, clients=assembly.names, adjacency=planned.plan.adjacency, scale=assembly.site.scale
+    ),
+    model_bytes=lambda assembly: payload_bytes(assembly.site.backbone.frozen),
+)
+IMAGES = Line(
+    name="images",
+    assemble=assemble_images,
+    engine=whole_engine,
+    plan=plan_whole,
+    options=lambda config, planned: whole_options(config, mask=planned.mask),
+    # distances between all pairs of a hundred whole models would cost more than the round
+    diversity=lambda *_: None,
+    model_bytes=lambda assembly: payload_bytes(weights(assembly.site.vision)),
+)
+
+
+def line_of(tasks: Sequence[Task]) -> Line:
+    """The line that these tasks belong to.
+
+    Raises:
+        ConfigError: some have images and others texts, which no one model reads.
+    """
+    with_images = [task.name for task in tasks if task.images]
+    if with_images and len(with_images) < len(tasks):
+        others = ", ".join(task.name for task in tasks if not task.images)
+        raise ConfigError(
+            f"--tasks has images ({', '.join(with_images)}) and texts ({others}); no model reads both: run them apart"
+        )
+    return IMAGES if with_images else TEXT
+
+
+def tasks_of(assembly: Any) -> list[Task]:
+    """The task of every client."""
+    return [client.task for client in assembly.clients]
+
+
+def make_plan(config: Config, *, on_event: OnEvent = ignore) -> Plan:
+    """The plan of this config: what takes passes over the clients' data is done, nothing is trained federally."""
+    line = line_of(find_tasks(config.data.tasks, config.data.task))
+    on_event(PhaseStarted("loading"))
+    assembly = line.assemble(config)
+    return line.plan(assembly, line.engine(assembly, on_event), on_event=on_event).plan

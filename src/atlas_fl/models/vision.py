@@ -1,0 +1,190 @@
+"""A stock image classifier without its classifier, and the same model with other weights in the place of its own.
+
+What a client trains is `Params`: tensors of the stock backbone by their stock names, and a linear head. The module
+itself is loaded once and is never written to: `image_logits` puts a client's tensors in place for one call.
+"""
+
+import dataclasses
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import cached_property
+
+import numpy as np
+import torch
+from jaxtyping import Float, UInt8
+from torch import Tensor, nn
+from torch.func import functional_call
+from transformers import PreTrainedModel
+
+from atlas_fl.errors import ConfigError, ModelError
+from atlas_fl.models.registry import Source
+from atlas_fl.tree import HEAD
+from atlas_fl.types import Params
+
+_UNREAD = "mask_token"
+"""A tensor of pre-training that no classifier reads; it would have no gradient."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Vision:
+    """A frozen vision backbone and how its images are prepared."""
+
+    name: str
+    source: Source
+    model: PreTrainedModel
+    """The stock classifier with nothing behind its features: its `logits` are what the stock head would read."""
+    hidden: int
+    """Width of the features."""
+    image_size: int
+    """Pixels of a side of the images that it sees."""
+    mean: tuple[float, ...]
+    """Of the channels, after scaling."""
+    std: tuple[float, ...]
+    rescale: float
+    """What pixels from 0 to 255 are multiplied by."""
+    resample: str
+    """How images are resized: bilinear or bicubic."""
+    blocks: str
+    """Path of the list of blocks inside the backbone."""
+
+    @property
+    def backbone(self) -> nn.Module:
+        """The headless stock model, whose names are those of the parameters."""
+        found: nn.Module = self.model.base_model
+        return found
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks, or stages where blocks of several widths follow each other."""
+        found = self.backbone.get_submodule(self.blocks)
+        assert isinstance(found, nn.ModuleList)
+        return len(found)
+
+    @property
+    def device(self) -> torch.device:
+        """Where the weights lie."""
+        return next(self.backbone.parameters()).device
+
+    @cached_property
+    def names(self) -> Mapping[str, str]:
+        """The name inside the classifier of every parameter of the backbone."""
+        prefix = "" if self.backbone is self.model else f"{self.model.base_model_prefix}."
+        return {name: prefix + name for name, _ in self.backbone.named_parameters()}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Counts:
+    """How many numbers a client's model has."""
+
+    backbone: int
+    head: int
+    trainable: int
+    """Of both together."""
+
+
+def weights(vision: Vision) -> Params:
+    """Every tensor of the backbone by its stock name, float32; these are the module's own, not copies."""
+    return {name: tensor.detach().float() for name, tensor in vision.backbone.named_parameters()}
+
+
+def trainable_names(vision: Vision, *, frozen_blocks: int = 0) -> tuple[str, ...]:
+    """The tensors of the backbone that train when the embeddings and the first blocks are frozen, in stock order.
+
+    With 0 all do. With all blocks frozen what stands behind them is too, and the head alone trains.
+    """
+    count = vision.num_blocks
+    if not 0 <= frozen_blocks <= count:
+        raise ConfigError(f"{vision.name} has {count} blocks and {frozen_blocks} cannot be frozen; give 0 to {count}")
+    names = [name for name in vision.names if not name.endswith(_UNREAD)]
+    if frozen_blocks == count:
+        return ()
+    start = f"{vision.blocks}.{frozen_blocks}."
+    first = next(place for place, name in enumerate(names) if name.startswith(start)) if frozen_blocks else 0
+    return tuple(names[first:])
+
+
+def head_shapes(vision: Vision, *, num_labels: int) -> dict[str, tuple[int, ...]]:
+    """Shapes of the head's tensors by name."""
+    return {f"{HEAD}weight": (num_labels, vision.hidden), f"{HEAD}bias": (num_labels,)}
+
+
+def count(vision: Vision, *, num_labels: int, frozen_blocks: int = 0) -> Counts:
+    """How many numbers the backbone, the head and what trains of both have."""
+    sizes = {name: tensor.numel() for name, tensor in vision.backbone.named_parameters()}
+    head = num_labels * (vision.hidden + 1)
+    trained = sum(sizes[name] for name in trainable_names(vision, frozen_blocks=frozen_blocks))
+    return Counts(backbone=sum(sizes.values()), head=head, trainable=head + trained)
+
+
+def image_features(
+    vision: Vision, params: Params, pixels: Float[Tensor, "n 3 height width"]
+) -> Float[Tensor, "n hidden"]:
+    """What the stock classifier would read, with `params` in the place of the backbone's tensors of these names.
+
+    Tensors that `params` lacks are the backbone's own; its head is not looked at. A `ModelError` names a tensor that
+    the backbone does not have.
+    """
+    names = vision.names
+    placed = {}
+    for key, tensor in params.items():
+        if key.startswith(HEAD):
+            continue
+        if key not in names:
+            raise ModelError(f"{vision.name} has no tensor {key!r}; these weights are of another architecture")
+        placed[names[key]] = tensor
+    found: Tensor = functional_call(vision.model, placed, (pixels,)).logits
+    return found
+
+
+def image_logits(
+    vision: Vision,
+    params: Params,
+    pixels: Float[Tensor, "n 3 height width"],
+    *,
+    drop: Float[Tensor, "n hidden"] | None = None,
+) -> Float[Tensor, "n labels"]:
+    """Logits by a client's tensors and head; `drop` multiplies the features (head dropout, scaled already)."""
+    read = image_features(vision, params, pixels)
+    if drop is not None:
+        read = read * drop
+    return nn.functional.linear(read, params[f"{HEAD}weight"], params[f"{HEAD}bias"])
+
+
+@contextmanager
+def written_out(vision: Vision) -> Iterator[None]:
+    """While this holds, attention is computed by plain products, which `torch.func.vmap` batches over examples.
+
+    The fused attention of the CPU has no rule for that, and PyTorch would run the examples one after another.
+    """
+    usual = vision.model.config._attn_implementation
+    vision.model.set_attn_implementation("eager")
+    try:
+        yield
+    finally:
+        vision.model.set_attn_implementation(usual)
+
+
+def prepare(
+    vision: Vision, pixels: UInt8[np.ndarray, "n height width channels"] | UInt8[Tensor, "n height width channels"]
+) -> Float[Tensor, "n 3 size size"]:
+    """What the model sees of these images, float32 on its device: resized to its size, scaled and normalised.
+
+    Grey images become three equal channels. The whole image is seen: a processor's centre crop is left out.
+    """
+    if isinstance(pixels, np.ndarray):
+        # arrays that share a file's bytes cannot be written to, and PyTorch wants what can
+        pixels = torch.from_numpy(np.require(pixels, requirements=["C", "W"]))
+    images = pixels.to(vision.device).permute(0, 3, 1, 2).float()
+    side = vision.image_size
+    # Pillow goes along rows, then along columns; it rounds halves up, to whole numbers up to 255, beyond which bicubic
+    # curves swing
+    for size in ((images.shape[2], side), (side, side)):
+        if images.shape[2:] != size:
+            resized = nn.functional.interpolate(images, size=size, mode=vision.resample, antialias=True)
+            images = resized.add_(0.5).floor_().clamp_(0, 255)
+    mean, std = (_channels(values, images) for values in (vision.mean, vision.std))
+    return ((images * vision.rescale - mean) / std).expand(-1, len(vision.mean), -1, -1).contiguous()
+
+
+def _channels(values: Sequence[float], like: Tensor) -> Tensor:
+    return torch.tensor(values, dtype=torch.float32, device=like.device)[:, None, None]

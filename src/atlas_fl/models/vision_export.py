@@ -1,0 +1,33 @@
+"""A client's whole model as a folder that stock transformers load."""
+
+import copy
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from transformers import AutoImageProcessor, AutoModelForImageClassification
+
+from atlas_fl.models.loading import no_bars
+from atlas_fl.models.vision import Vision, weights
+from atlas_fl.models.vision_loading import quiet
+from atlas_fl.tree import HEAD, head_keys
+from atlas_fl.types import Params
+
+
+def save_vision(vision: Vision, params: Params, folder: Path, *, labels: Sequence[str]) -> None:
+    """Write config, weights and processor; stock `AutoModelForImageClassification` loads the folder to the same logits.
+
+    Tensors that `params` lacks are the backbone's own. `labels` name the classes in order.
+    """
+    config = copy.deepcopy(vision.model.config)
+    config.id2label = dict(enumerate(labels))
+    config.label2id = {name: place for place, name in enumerate(labels)}
+    # A new module draws its first weights from the global generator, which is not ours to move.
+    with no_bars(), quiet(), torch.random.fork_rng(devices=[]):
+        model = AutoModelForImageClassification.from_config(config)
+        held = {**weights(vision), **params}
+        named = {vision.names[key]: held[key] for key in vision.names}
+        named |= {f"classifier.{key.removeprefix(HEAD)}": params[key] for key in head_keys(params)}
+        model.load_state_dict(named, strict=True)
+        model.save_pretrained(folder)
+        AutoImageProcessor.from_pretrained(vision.source.path).save_pretrained(folder)

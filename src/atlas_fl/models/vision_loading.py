@@ -1,0 +1,156 @@
+"""From an alias, a hub name or a directory to a frozen vision backbone at the image size that is wanted."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoImageProcessor, AutoModelForImageClassification, PreTrainedModel
+from transformers.utils import logging as hf_logging
+
+from atlas_fl.errors import ConfigError, ModelError
+from atlas_fl.models.loading import how_read, no_bars
+from atlas_fl.models.registry import Source, locate
+from atlas_fl.models.vision import Vision
+
+RESAMPLE = {2: "bilinear", 3: "bicubic"}
+"""Pillow's numbers of the filters that PyTorch has too."""
+_TABLE = "embeddings.position_embeddings"
+
+
+def load_vision(name: str, *, image_size: int | None = None, device: str = "cpu") -> Vision:
+    """The frozen backbone of this alias, hub name or directory, in evaluation mode and float32.
+
+    `image_size` is its processor's own by default; for another the table of positions is interpolated once.
+
+    Raises:
+        ModelError: the files are not to be had, are no image classifier's, or cannot see images of this size.
+    """
+    source = locate(name)
+    # Loading draws what files lack from the global generator, which is not ours to move.
+    with _readable(name, source), no_bars(), quiet(), torch.random.fork_rng(devices=[]):
+        config = AutoConfig.from_pretrained(source.path, **how_read(source))
+        config.num_labels = 0  # stock for features without a classifier
+        processor = AutoImageProcessor.from_pretrained(source.path, **how_read(source))
+        model, found = AutoModelForImageClassification.from_pretrained(
+            source.path, config=config, dtype=torch.float32, output_loading_info=True, **how_read(source)
+        )
+    if missing := sorted(found["missing_keys"]):
+        raise ModelError(f"model {name!r} lacks {missing[0]} and {len(missing) - 1} more tensors; give complete files")
+    size = _own_size(name, processor) if image_size is None else image_size
+    _resize(name, model, size)
+    model = model.to(device).requires_grad_(False).eval()
+    return Vision(
+        name=name,
+        source=source,
+        model=model,
+        hidden=_width(name, model, size),
+        image_size=size,
+        **_normalisation(name, processor),
+        blocks=_blocks(name, model.base_model),
+    )
+
+
+def _resize(name: str, model: PreTrainedModel, size: int) -> None:
+    """Make the model see images of this size; its table of positions and what it knows of its size are changed.
+
+    The table is interpolated by the stock function of the architecture, which would else do it in every step.
+    """
+    before, patch = (_side(getattr(model.config, key, None)) for key in ("image_size", "patch_size"))
+    table = dict(model.base_model.named_parameters()).get(_TABLE)
+    if table is None or before is None or patch is None:
+        return  # convolutions and relative positions fit any size, which `_width` tries
+    if size < patch or size % patch:
+        near = max(1, size // patch) * patch
+        raise ConfigError(
+            f"image size {size} is no multiple of {name}'s patches of {patch}; give {near} or {near + patch}"
+        )
+    embeddings = model.base_model.embeddings
+    if size != before:
+        # the stock function asks nothing of the tokens but how many they are
+        others, num_patches = table.shape[1] - (before // patch) ** 2, (size // patch) ** 2
+        tokens = table.new_zeros(1, others + num_patches, table.shape[2])
+        resized = embeddings.interpolate_pos_encoding(tokens, size, size)
+        embeddings.position_embeddings = nn.Parameter(resized.detach().clone())
+    for module in (embeddings, embeddings.patch_embeddings):
+        if hasattr(module, "image_size"):
+            module.image_size = (size, size)
+        if hasattr(module, "num_patches"):
+            module.num_patches = (size // patch) ** 2
+    model.config.image_size = size
+
+
+def _side(value: Any) -> int | None:
+    if isinstance(value, list | tuple):
+        return int(value[0]) if value and value[0] == value[-1] else None
+    return None if value is None else int(value)
+
+
+def _width(name: str, model: PreTrainedModel, size: int) -> int:
+    """Width of the features, from one black image."""
+    try:
+        with torch.no_grad():
+            found: Tensor = model(torch.zeros(1, 3, size, size, device=model.device)).logits
+    except (RuntimeError, ValueError) as error:
+        reason = " ".join(str(error).split())[:120]
+        raise ModelError(f"model {name!r} cannot see images of {size} pixels ({reason}); give another size") from error
+    if found.dim() != 2 or not found.shape[1]:
+        raise ModelError(f"model {name!r} has no features in front of its classifier; choose a ViT, DeiT or DINOv2")
+    return found.shape[1]
+
+
+def _blocks(name: str, backbone: nn.Module) -> str:
+    """Path of the outermost list of blocks."""
+    paths = [path for path, module in backbone.named_modules() if isinstance(module, nn.ModuleList) and len(module)]
+    if paths:
+        return str(paths[0])
+    raise ModelError(f"model {name!r} has no list of blocks; choose a ViT, DeiT or DINOv2")
+
+
+def _own_size(name: str, processor: Any) -> int:
+    given = getattr(processor, "crop_size", None) if getattr(processor, "do_center_crop", False) else None
+    sizes = dict(given or processor.size)
+    found = sizes.get("height") or sizes.get("shortest_edge")
+    if not found:
+        raise ModelError(f"the processor of model {name!r} names no image size; give one")
+    return int(found)
+
+
+def _normalisation(name: str, processor: Any) -> dict[str, Any]:
+    """Mean, deviation, scale and filter of the model's own processor."""
+    resample = int(processor.resample)
+    if resample not in RESAMPLE:
+        raise ModelError(f"model {name!r} resizes by Pillow's filter {resample}; known: {RESAMPLE}")
+    normalises = processor.do_normalize
+    return {
+        "mean": tuple(map(float, processor.image_mean)) if normalises else (0.0, 0.0, 0.0),
+        "std": tuple(map(float, processor.image_std)) if normalises else (1.0, 1.0, 1.0),
+        "rescale": float(processor.rescale_factor) if processor.do_rescale else 1.0,
+        "resample": RESAMPLE[resample],
+    }
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Keep transformers' table of tensors that files have and the model has not, such as a pooler, off the screen."""
+    usual = hf_logging.get_verbosity()
+    hf_logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        hf_logging.set_verbosity(usual)
+
+
+@contextmanager
+def _readable(name: str, source: Source) -> Iterator[None]:
+    try:
+        yield
+    except (OSError, ValueError, TypeError, ImportError, SafetensorError) as error:
+        reason = str(error).strip().splitlines()[0].rstrip(".:")[:200]
+        raise ModelError(
+            f"model {name!r} ({source.path}) could not be loaded as an image classifier: {reason}; give a directory"
+            " that holds config.json, model.safetensors and preprocessor_config.json, fill the hub's cache on a machine"
+            " with a network and copy it, or use the embedded one: `atlas fetch vision` and --model dinov2-vits14"
+        ) from error

@@ -1,0 +1,182 @@
+"""The plan of a run on whole models: the head first, then which weights may move, then what a round will send."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from atlas_fl.assemble_images import ImageAssembly
+from atlas_fl.clients.base import Job
+from atlas_fl.clients.ridge import CROSS, GRAM, RidgeOptions, ridge_head
+from atlas_fl.clients.sensitivity import SensitivityOptions
+from atlas_fl.config import SparseConfig
+from atlas_fl.engines.base import Engine, run_all
+from atlas_fl.io.ledger import Direction, Kind, LedgerRow, payload_bytes
+from atlas_fl.options import strategy_of
+from atlas_fl.ranks.devices import Device
+from atlas_fl.rng import generator
+from atlas_fl.sparse.algebra import density, num_kept
+from atlas_fl.sparse.calibration import calibrate
+from atlas_fl.sparse.choose import Mask
+from atlas_fl.sparse.codec import Drawn, mask_size, values_size
+from atlas_fl.tree import HEAD, add, head_keys, num_bytes
+from atlas_fl.types import ByClient, Params
+
+AT_ONCE = 8
+"""Clients whose scores are held at the same time: each is as large as a model."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Prepared:
+    """What is known before round one."""
+
+    start: ByClient
+    mask: Mask | None
+    messages: tuple[LedgerRow, ...]
+
+
+def prepare_whole(assembly: ImageAssembly, engine: Engine) -> Prepared:
+    """Fit the heads and make the mask, as the config asks for."""
+    start, messages = assembly.start(), list[LedgerRow]()
+    if assembly.config.images.head_first == "ridge":
+        start, sent = _with_heads(assembly, engine, start)
+        messages += sent
+    mask = None
+    if assembly.config.sparse.mask != "none":
+        mask, sent = make_mask(assembly, engine, start)
+        messages += sent
+    return Prepared(start=start, mask=mask, messages=tuple(messages))
+
+
+def _with_heads(assembly: ImageAssembly, engine: Engine, start: ByClient) -> tuple[dict[str, Params], list[LedgerRow]]:
+    """Every task's head by ridge regression over its clients; sums go up, the head comes down with round one."""
+    jobs = [Job(client=name, params=start[name], round=0, options=RidgeOptions()) for name in assembly.names]
+    sums: dict[str, dict[str, torch.Tensor]] = {}
+    messages = []
+    for client, update in zip(assembly.clients, run_all(engine, "ridge", jobs), strict=True):
+        so_far = sums.get(client.task.name)
+        sums[client.task.name] = dict(update.params) if so_far is None else add(so_far, update.params)
+        messages.append(_row(client.name, "up", "head", payload_bytes(update.params)))
+    heads = {
+        task: ridge_head(found[GRAM], found[CROSS], penalty=assembly.config.images.ridge)
+        for task, found in sums.items()
+    }
+    # One mapping a task, so that clients with one model go on sharing it.
+    fitted = {client.task.name: {**start[client.name], **heads[client.task.name]} for client in assembly.clients}
+    messages += [
+        _row(client.name, "down", "head", payload_bytes(heads[client.task.name])) for client in assembly.clients
+    ]
+    return {client.name: fitted[client.task.name] for client in assembly.clients}, messages
+
+
+def make_mask(assembly: ImageAssembly, engine: Engine, start: ByClient) -> tuple[Mask, list[LedgerRow]]:
+    """Which weights may move, for everyone, and what making it sent. Heads, once fitted, may not.
+
+    Sensitivities are sums over the clients that score; magnitudes and chance need no client.
+    """
+    sparse, seed = assembly.config.sparse, assembly.config.run.seed
+    body = {key: tensor for key, tensor in start[assembly.names[0]].items() if not key.startswith(HEAD)}
+    scorers, messages = _scorers(assembly), list[LedgerRow]()
+
+    def score(params: Params) -> Params:
+        models = {name: {**start[name], **params} for name in scorers}
+        found, sent = _sensitivities(assembly, engine, models, names=tuple(body))
+        messages.extend(sent)
+        return found
+
+    mask = calibrate(
+        score,
+        body,
+        names=body,
+        strategy=sparse.mask,
+        sparsity=sparse.sparsity,
+        scope=sparse.mask_scope,
+        rounds=sparse.calibration_rounds,
+        seed=seed,
+    )
+    drawn = Drawn(seed=seed, sparsity=sparse.sparsity, scope=sparse.mask_scope) if sparse.mask == "random" else None
+    size = mask_size(mask, drawn=drawn)
+    messages += [_row(name, "down", "mask", size) for name in assembly.names]
+    heads = {
+        key: torch.zeros_like(start[name][key], dtype=torch.bool)
+        for name in assembly.names
+        for key in head_keys(start[name])
+    }
+    return {**mask, **heads}, messages
+
+
+def _scorers(assembly: ImageAssembly) -> list[str]:
+    count = min(assembly.config.sparse.calibration_clients, len(assembly.names))
+    drawn = generator(assembly.config.run.seed, "calibration").choice(len(assembly.names), size=count, replace=False)
+    return [assembly.names[index] for index in sorted(drawn)]
+
+
+def _sensitivities(
+    assembly: ImageAssembly, engine: Engine, models: ByClient, *, names: tuple[str, ...]
+) -> tuple[Params, list[LedgerRow]]:
+    """The sum of the clients' scores, added as they come, so that never more than a few are held."""
+    sparse = assembly.config.sparse
+    options = SensitivityOptions(
+        seed=assembly.config.run.seed,
+        examples=sparse.calibration_examples,
+        labels=sparse.fisher_labels,
+        names=names,
+    )
+    jobs = [Job(client=name, params=params, round=0, options=options) for name, params in models.items()]
+    total: Params | None = None
+    messages = []
+    for first in range(0, len(jobs), AT_ONCE):
+        for update in run_all(engine, "sensitivity", jobs[first : first + AT_ONCE]):
+            total = update.params if total is None else add(total, update.params)
+            messages.append(_row(update.client, "up", "mask", payload_bytes(update.params)))
+    assert total is not None, "at least one client scores"
+    return total, messages
+
+
+def _row(client: str, direction: Direction, kind: Kind, size: int) -> LedgerRow:
+    return LedgerRow(round=0, client=client, direction=direction, kind=kind, bytes=size)
+
+
+def whole_costs(assembly: ImageAssembly, prepared: Prepared) -> list[dict[str, Any]]:
+    """What a round costs every client, as `ClientPlan` holds it: bytes each way, seconds on its link, and memory.
+
+    The memory is that of weights, gradients and momentum; activations are in no prediction.
+    """
+    communicates = strategy_of(assembly.config).communicates
+    return [
+        _cost(prepared.start[client.name], device, prepared.mask, communicates=communicates)
+        for client, device in zip(assembly.clients, assembly.devices, strict=True)
+    ]
+
+
+def _cost(model: Params, device: Device, mask: Mask | None, *, communicates: bool) -> dict[str, Any]:
+    sent = 0
+    if communicates:
+        sent = payload_bytes(model) if mask is None else values_size(num_kept({key: mask[key] for key in model}))
+    held = num_bytes(model)
+    return {
+        "ranks": (),
+        "cut": None,
+        "budget_bytes": 0,
+        "largest_rank": 0,
+        "memory": {"total": device.memory_bytes, "weights": held, "gradients": held, "momentum": held},
+        "predicted": {
+            "up_bytes": sent,
+            "down_bytes": sent,
+            "memory_bytes": 3 * held,
+            "seconds": sent / device.up_bytes_per_second + sent / device.down_bytes_per_second,
+        },
+    }
+
+
+def sparse_report(mask: Mask | None, config: SparseConfig) -> dict[str, Any]:
+    """What the plan says of the mask; nothing where there is none."""
+    if mask is None:
+        return {}
+    return {
+        "mask": config.mask,
+        "sparsity": config.sparsity,
+        "kept": num_kept(mask),
+        "weights": sum(own.numel() for own in mask.values()),
+        "density": density(mask),
+    }

@@ -1,0 +1,56 @@
+"""Making a plan of a run on images: the head, which weights may move, and what a round costs."""
+
+import numpy as np
+
+from atlas_fl.assemble_images import ImageAssembly
+from atlas_fl.engines.base import Engine
+from atlas_fl.errors import ConfigError
+from atlas_fl.events import OnEvent, PhaseStarted, ignore
+from atlas_fl.options import strategy_of
+from atlas_fl.phases.whole import prepare_whole, sparse_report, whole_costs
+from atlas_fl.plan import ClientPlan, Plan
+from atlas_fl.planning import Planned
+from atlas_fl.tasks.heterogeneity import label_statistics
+
+
+def plan_whole(assembly: ImageAssembly, engine: Engine, *, on_event: OnEvent = ignore) -> Planned:
+    """Head, mask and costs of a run on whole models."""
+    config = assembly.config
+    if strategy_of(config).clustered:
+        raise ConfigError(
+            f"--strategy {config.mixing.strategy} needs fingerprints of adapters, and whole models of image tasks have"
+            " none; use fedavg or local"
+        )
+    on_event(PhaseStarted("head and mask" if config.sparse.mask != "none" else "head"))
+    prepared = prepare_whole(assembly, engine)
+    size = len(assembly.clients)
+    plan = Plan(
+        clients=tuple(
+            ClientPlan(
+                name=client.name,
+                task=client.task.name,
+                device=device.name,
+                examples=len(client.train),
+                cluster=0,
+                **cost,
+            )
+            for client, device, cost in zip(
+                assembly.clients, assembly.devices, whole_costs(assembly, prepared), strict=True
+            )
+        ),
+        adjacency=np.zeros((size, size)),
+        importance=np.zeros((size, 0)),
+        layer_of={},
+        lora={"alpha": None, "rslora": False},
+        clustering={"method": "none", "labels": [0] * size},
+        data=label_statistics(assembly.clients),
+        sparse=sparse_report(prepared.mask, config.sparse),
+    )
+    return Planned(
+        plan=plan,
+        start=prepared.start,
+        sketches=None,
+        clustering=None,
+        mask=prepared.mask,
+        messages=prepared.messages,
+    )

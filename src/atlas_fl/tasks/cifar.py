@@ -1,0 +1,191 @@
+"""CIFAR-10 and CIFAR-100: the original Python archives, or what the hub publishes; a directory, a cache or the hub.
+
+A. Krizhevsky, Learning multiple layers of features from tiny images, 2009.
+"""
+
+import tarfile
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import partial
+from io import BytesIO
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from atlas_fl.errors import DataError
+from atlas_fl.tasks.hub import Published, find_tables, missing_split
+from atlas_fl.tasks.images import Images
+from atlas_fl.tasks.pickled import read_pickled
+from atlas_fl.tasks.read import Table, column
+from atlas_fl.tasks.spec import Source, Task, TaskData
+from atlas_fl.tasks.splits import arrange
+
+_SIDE = 32
+_TEN = "airplane automobile bird cat deer dog frog horse ship truck"
+_HUNDRED = """
+apple aquarium_fish baby bear beaver bed bee beetle bicycle bottle bowl boy bridge bus butterfly camel can castle
+caterpillar cattle chair chimpanzee clock cloud cockroach couch crab crocodile cup dinosaur dolphin elephant flatfish
+forest fox girl hamster house kangaroo keyboard lamp lawn_mower leopard lion lizard lobster man maple_tree motorcycle
+mountain mouse mushroom oak_tree orange orchid otter palm_tree pear pickup_truck pine_tree plain plate poppy porcupine
+possum rabbit raccoon ray road rocket rose sea seal shark shrew skunk skyscraper snail snake spider squirrel streetcar
+sunflower sweet_pepper table tank telephone television tiger tractor train trout tulip turtle wardrobe whale willow_tree
+wolf woman worm
+"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cifar:
+    """One of the two data sets: what its files and columns are called."""
+
+    name: str
+    title: str
+    archive: str
+    """Folder of the Python archive, and the archive's name without `.tar.gz`."""
+    files: Mapping[str, tuple[str, ...]]
+    """Files of the archive by split."""
+    key: str
+    """What the archive calls the labels."""
+    columns: tuple[str, str]
+    """Image and label in the hub's tables."""
+    label_names: tuple[str, ...]
+
+
+CIFAR10 = Cifar(
+    name="cifar10",
+    title="CIFAR-10",
+    archive="cifar-10-batches-py",
+    files={"train": tuple(f"data_batch_{number}" for number in range(1, 6)), "test": ("test_batch",)},
+    key="labels",
+    columns=("img", "label"),
+    label_names=tuple(_TEN.split()),
+)
+CIFAR100 = Cifar(
+    name="cifar100",
+    title="CIFAR-100",
+    archive="cifar-100-python",
+    files={"train": ("train",), "test": ("test",)},
+    key="fine_labels",
+    columns=("img", "fine_label"),
+    label_names=tuple(_HUNDRED.split()),
+)
+_TARS = {"cifar10": "cifar-10-python.tar.gz", "cifar100": "cifar-100-python.tar.gz"}
+
+
+def cifar_task(cifar: Cifar) -> Task:
+    """The task of one of the two data sets."""
+    return Task(
+        name=cifar.name,
+        num_labels=len(cifar.label_names),
+        images=True,
+        label_names=cifar.label_names,
+        note=f"{cifar.title}, photographs, 32 x 32; from the hub, its cache, or the Python archive in --data-dir",
+        load=partial(load_cifar, cifar=cifar),
+    )
+
+
+def load_cifar(source: Source, *, cifar: Cifar) -> TaskData:
+    """Its own test split, and a validation split cut from its train; a `DataError` names the ways to supply it."""
+    splits = _archived(source, cifar)
+    if splits is None:
+        folder = None if source.data_dir is None else source.data_dir / cifar.name
+        tables = find_tables(_published(cifar), folder)
+        splits = {split: _of_table(table, cifar, origin=f"{split} of {cifar.title}") for split, table in tables.items()}
+    if "train" not in splits:
+        raise missing_split(cifar.title, tuple(splits))
+    return arrange(splits, name=cifar.name, validation_share=source.validation_share)
+
+
+def _published(cifar: Cifar) -> Published:
+    repository = f"uoft-cs/{cifar.name}"
+    return Published(
+        title=cifar.title,
+        repository=repository,
+        config=cifar.name if cifar.name == "cifar100" else "plain_text",
+        cached_as=(repository, cifar.name),
+        dataset_name=cifar.name,
+        splits=("train", "validation", "test"),
+        files=f"{{train,test}}.parquet (or a save_to_disk folder), or with DIR/{cifar.archive} or DIR/"
+        f"{_TARS[cifar.name]}",
+    )
+
+
+def _archived(source: Source, cifar: Cifar) -> dict[str, Images] | None:
+    """The splits of the Python archive, unpacked or not; None where the user's directory holds neither."""
+    if source.data_dir is None:
+        return None
+    tar = source.data_dir / _TARS[cifar.name]
+    for folder in (source.data_dir / cifar.archive, source.data_dir / cifar.name, source.data_dir):
+        if all((folder / name).is_file() for names in cifar.files.values() for name in names):
+            return {
+                split: _joined([_batch((folder / name).read_bytes(), cifar, origin=folder / name) for name in names])
+                for split, names in cifar.files.items()
+            }
+    return _of_tar(tar, cifar) if tar.is_file() else None
+
+
+def _of_tar(path: Path, cifar: Cifar) -> dict[str, Images]:
+    try:
+        with ExitStack() as stack:
+            archive = stack.enter_context(tarfile.open(path))
+            found: dict[str, list[Images]] = {split: [] for split in cifar.files}
+            for split, names in cifar.files.items():
+                for name in names:
+                    file = archive.extractfile(f"{cifar.archive}/{name}")
+                    if file is None:
+                        raise KeyError(name)
+                    found[split].append(_batch(file.read(), cifar, origin=f"{name} in {path}"))
+    except (tarfile.TarError, OSError, EOFError, KeyError) as error:
+        reason = " ".join(str(error).split())[:120]
+        raise DataError(f"cannot read {path}: {reason}; get the official archive again") from error
+    return {split: _joined(batches) for split, batches in found.items()}
+
+
+def _batch(content: bytes, cifar: Cifar, *, origin: object) -> Images:
+    held = read_pickled(content, origin=origin)
+    data, label = (held.get("data"), held.get(cifar.key)) if isinstance(held, dict) else (None, None)
+    if not isinstance(data, np.ndarray) or data.shape[1:] != (3 * _SIDE**2,) or not isinstance(label, list):
+        raise DataError(f"{origin} holds no images of {cifar.title} with {cifar.key!r}; get the official archive")
+    # a row is all of red, then green, then blue
+    pixels = np.ascontiguousarray(data.reshape(-1, 3, _SIDE, _SIDE).transpose(0, 2, 3, 1))
+    return Images(pixels=pixels, label=_labels(label, len(pixels), cifar, origin=origin))
+
+
+def _labels(values: Sequence[Any], count: int, cifar: Cifar, *, origin: object) -> np.ndarray[Any, np.dtype[np.int64]]:
+    label = np.asarray(values)
+    known = label.dtype.kind in "iu" and label.shape == (count,)
+    if not known or label.min(initial=0) < 0 or label.max(initial=0) >= len(cifar.label_names):
+        raise DataError(
+            f"the labels of {origin} are not {count} whole numbers from 0 to {len(cifar.label_names) - 1}; get it again"
+        )
+    return label.astype(np.int64)
+
+
+def _of_table(table: Table, cifar: Cifar, *, origin: str) -> Images:
+    image, label = cifar.columns
+    if image not in table:
+        raise DataError(f"{origin} has no column {image!r}; it has {', '.join(map(repr, table))}")
+    pixels = np.stack([_decoded(value, origin=origin) for value in table[image]])
+    return Images(pixels=pixels, label=_labels(column(table, label, origin=origin), len(pixels), cifar, origin=origin))
+
+
+def _decoded(value: Any, *, origin: str) -> np.ndarray[Any, np.dtype[np.uint8]]:
+    from PIL import Image
+
+    try:
+        # the hub's files hold encoded images, which `datasets` may have decoded already
+        image = Image.open(BytesIO(value["bytes"])) if isinstance(value, dict) else value
+        array = np.asarray(image.convert("RGB"))
+    except (OSError, KeyError, TypeError, AttributeError) as error:
+        raise DataError(f"an image of {origin} cannot be read: {' '.join(str(error).split())[:120]}") from error
+    if array.shape != (_SIDE, _SIDE, 3):
+        raise DataError(f"an image of {origin} is {array.shape[0]} x {array.shape[1]} and not {_SIDE} x {_SIDE}")
+    return array
+
+
+def _joined(batches: Sequence[Images]) -> Images:
+    return Images(
+        pixels=np.concatenate([batch.pixels for batch in batches]),
+        label=np.concatenate([batch.label for batch in batches]),
+    )

@@ -1,0 +1,211 @@
+"""Runs on images: whole weights and masks through the same rounds, records, resume and audit as adapters on text."""
+
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForImageClassification, ViTConfig, ViTImageProcessorPil, ViTModel
+
+from atlas_fl.assemble_images import assemble_images
+from atlas_fl.audit import audit
+from atlas_fl.clients.base import Job
+from atlas_fl.clients.whole import WholeOptions, train_whole
+from atlas_fl.config import Config, with_values
+from atlas_fl.errors import ConfigError
+from atlas_fl.io.ledger import payload_bytes
+from atlas_fl.models.vision import image_logits, prepare
+from atlas_fl.options import whole_options
+from atlas_fl.presets import find_preset
+from atlas_fl.run import resume, run
+from atlas_fl.tasks.clients import ClientData
+from atlas_fl.train import sample_of
+from atlas_fl.tree import unprefixed
+from tests.runs.reading import rows, same_tensors, state
+
+Make = Callable[..., Config]
+MASKS = ("least_sensitive", "most_sensitive", "lowest_magnitude", "highest_magnitude", "random")
+
+
+@pytest.fixture(scope="session")
+def tiny_vit(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random ViT of two narrow blocks, as a directory that `--model` takes."""
+    folder = tmp_path_factory.mktemp("tiny") / "tiny-vit"
+    with torch.random.fork_rng(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        torch.manual_seed(0)
+        sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}
+        ViTModel(ViTConfig(**sizes, image_size=16, patch_size=8), add_pooling_layer=False).save_pretrained(folder)
+        ViTImageProcessorPil(size={"height": 16, "width": 16}).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture
+def config(tiny_vit: Path, tmp_path: Path) -> Make:
+    """Eight clients of the digits, half of them a round; keywords set single settings by their flat names."""
+    base = with_values(
+        find_preset("vision-quick"),
+        {
+            **{"model": str(tiny_vit), "image_size": 16, "tasks": "digits", "clients_per_task": 8, "samples": 40},
+            **{"validation_samples": 10, "test_samples": 20, "participation": 0.5, "rounds": 3, "eval_every": 3},
+            **{"lr": 0.02, "audit": True, "runs_dir": str(tmp_path / "runs"), "name": "run"},
+        },
+    )
+    return lambda **values: with_values(base, values)
+
+
+def starts(folder: Path, round: int) -> dict[str, dict[str, torch.Tensor]]:
+    return unprefixed(load_file(folder / f"audit/round-{round:04d}/start.safetensors"))
+
+
+def test_whole_models_go_through_the_same_rounds(config: Make) -> None:
+    chosen = config()
+    result = run(chosen)
+    assert result.complete and audit(result.folder).ok
+    names = list(starts(result.folder, 0))
+    for number in (1, 2, 3):
+        sampled = {
+            row["client"] for row in rows(result.folder) if row["round"] == number and row.get("split") == "train"
+        }
+        assert sampled == set(sample_of(chosen, names, round=number)) and len(sampled) == 4
+        before, after = starts(result.folder, number - 1), starts(result.folder, number)
+        assert len({tuple(t.double().sum().item() for t in params.values()) for params in after.values()}) == 1, (
+            "one model"
+        )
+        assert not any(torch.equal(before[names[0]][key], after[names[0]][key]) for key in before[names[0]])
+
+
+def test_the_federation_is_stored_once_where_all_hold_one_model(config: Make) -> None:
+    result = run(config(audit=False, rounds=1))
+    stored = unprefixed({key.removeprefix("strategy/"): t for key, t in state(result.folder, round=1).items()})
+    assert list(stored) == ["digits-0"]
+    assert [path.name for path in (result.folder / "models").iterdir()] == ["digits-0"]
+
+
+def test_an_exported_model_gives_the_same_logits_in_stock_transformers(config: Make) -> None:
+    chosen = config(rounds=1, frozen_blocks=1)
+    folder = run(chosen).folder
+    assembly = assemble_images(chosen)
+    pixels = prepare(assembly.site.vision, assembly.clients[0].test.pixels)
+    wanted = image_logits(assembly.site.vision, starts(folder, 1)["digits-0"], pixels)
+    stock = AutoModelForImageClassification.from_pretrained(folder / "models/digits-0").eval()
+    with torch.no_grad():
+        torch.testing.assert_close(stock(pixels).logits, wanted, rtol=1e-4, atol=1e-5)
+    assert stock.config.id2label[3] == "3"
+
+
+@pytest.mark.parametrize("mask", ["none", "least_sensitive"])
+def test_a_run_in_sessions_ends_in_the_same_bits(config: Make, mask: str) -> None:
+    settings = {"mask": mask, "dropout": 0.2, "schedule": "cosine", "label_smoothing": 0.1}
+    whole = run(config(name="whole", **settings))
+    parts = run(config(name="parts", max_rounds=1, **settings))
+    while not parts.complete:
+        parts = resume(parts.folder, max_rounds=1)
+    assert same_tensors(state(whole.folder), state(parts.folder))
+    assert rows(whole.folder) == rows(parts.folder)
+    assert rows(whole.folder, "ledger") == rows(parts.folder, "ledger")
+    assert audit(parts.folder).ok
+
+
+@pytest.mark.parametrize("mask", MASKS)
+def test_frozen_weights_keep_every_bit_and_only_kept_ones_travel(config: Make, mask: str) -> None:
+    result = run(config(mask=mask, weight_decay=0.01, nesterov=True))
+    masks = load_file(result.folder / "mask.safetensors")
+    first, last = starts(result.folder, 0)["digits-0"], starts(result.folder, 3)["digits-0"]
+    body = {key: own for key, own in masks.items() if not key.startswith("head.")}
+    total, kept = sum(own.numel() for own in body.values()), sum(int(own.sum()) for own in body.values())
+    assert kept == round(0.1 * total)
+    for key, own in masks.items():
+        assert torch.equal(first[key][~own], last[key][~own]), key
+    assert any(not torch.equal(first[key], last[key]) for key in masks)
+    dense = payload_bytes({key: t for key, t in first.items() if not key.startswith("head.")})
+    sent = [row for row in rows(result.folder, "ledger") if row["round"] > 1]
+    assert {row["kind"] for row in sent} == {"weights"}
+    assert max(row["bytes"] for row in sent) <= 0.105 * dense
+    assert (
+        len([row for row in rows(result.folder, "ledger") if (row["kind"], row["direction"]) == ("mask", "down")]) == 8
+    )
+    report = audit(result.folder)
+    assert report.ok and "frozen" in {row.check for row in report.rows}
+
+
+def test_the_audit_finds_a_frozen_weight_that_moved(config: Make) -> None:
+    result = run(config(mask="random", rounds=1))
+    file = result.folder / "mask.safetensors"
+    masks = load_file(file)
+    from safetensors.torch import save_file
+
+    save_file({key: ~own for key, own in masks.items()}, file)
+    failures = audit(result.folder).failures
+    assert {row.check for row in failures} == {"frozen"} and "frozen weights of" in failures[0].detail
+
+
+def test_one_step_of_all_on_all_their_images_is_a_step_on_all_images_in_one_place(config: Make) -> None:
+    """FedSGD: the weighted mean of the clients' steps is the step of the mean gradient (McMahan et al. 2017)."""
+    assembly = assemble_images(config(partition="quantity"))
+    sizes = [len(client.train) for client in assembly.clients]
+    assert len(set(sizes)) > 1
+    start = assembly.start()["digits-0"]
+    steps = [
+        train_whole([Job(client=c.name, params=start, round=1, options=_one_step(len(c.train)))], assembly.site)[0]
+        for c in assembly.clients
+    ]
+    mean = {key: sum(n * s.params[key].double() for n, s in zip(sizes, steps)) / sum(sizes) for key in start}
+    central = _pooled(assembly.clients)
+    site = type(assembly.site)(vision=assembly.site.vision, data={"all": central})
+    (wanted,) = train_whole([Job(client="all", params=start, round=1, options=_one_step(len(central.train)))], site)
+    for key in start:
+        torch.testing.assert_close(mean[key].float(), wanted.params[key], rtol=1e-4, atol=1e-6)
+        assert not torch.equal(start[key], wanted.params[key])
+
+
+def _one_step(examples: int) -> WholeOptions:
+    return WholeOptions(seed=0, steps=1, batch_size=examples, lr=0.1, momentum=0.0)
+
+
+def _pooled(clients: tuple[ClientData, ...]) -> ClientData:
+    first = clients[0]
+    pixels = np.concatenate([client.train.pixels for client in clients])
+    label = np.concatenate([client.train.label for client in clients])
+    together = type(first.train)(pixels=pixels, label=label)
+    return ClientData(name="all", task=first.task, train=together, validation=first.validation, test=first.test)
+
+
+@pytest.mark.parametrize(
+    ("values", "text"),
+    [
+        ({"tasks": "digits+movie"}, "images .digits. and texts .movie."),
+        ({"strategy": "atlas"}, "--strategy atlas needs fingerprints.*use fedavg or local"),
+        ({"precision": "bf16", "sparsity": 1.0}, "--sparsity is 1.0.*below 1"),
+        ({"nc": "many"}, "--nc is 'many'.*iid, or a number"),
+        ({"tasks": "movie", "model": "minilm"}, "is for image tasks, and --tasks has texts alone"),
+    ],
+)
+def test_what_cannot_be_run_is_told_in_one_line(config: Make, values: dict[str, object], text: str) -> None:
+    with pytest.raises(ConfigError, match=text) as caught:
+        run(config(**values))
+    assert "\n" not in str(caught.value)
+
+
+def test_every_client_has_as_many_classes_as_asked_for(config: Make) -> None:
+    assembly = assemble_images(config(nc=2))
+    assert all(len(np.unique(client.train.label)) == 2 for client in assembly.clients)
+    held = {int(label) for client in assembly.clients for label in client.train.label}
+    assert held == set(range(10)), "eight clients of two classes hold all ten"
+
+
+@pytest.mark.parametrize("setting", [{"crop": 1}, {"flip": True}, {"dropout": 0.3}, {"label_smoothing": 0.2}])
+def test_what_is_drawn_for_a_step_is_that_of_the_client_and_the_step(config: Make, setting: dict[str, object]) -> None:
+    plain, changed = config(), config(**setting)
+    assembly = assemble_images(plain)
+    name, start = "digits-0", assembly.start()["digits-0"]
+
+    def trained(chosen: Config, round: int) -> torch.Tensor:
+        job = Job(client=name, params=start, round=round, options=whole_options(chosen, mask=None))
+        return train_whole([job], assembly.site)[0].params["head.weight"]
+
+    assert torch.equal(trained(changed, 1), trained(changed, 1))
+    assert not torch.equal(trained(changed, 1), trained(plain, 1))
