@@ -1,5 +1,6 @@
 # make setup   .venv with everything pinned, the tools of the tests, the embedded model and data
 # make demo    the same without the tools of the tests, then a federation of nine clients: a few minutes
+# make demo-vision    a hundred clients with images on a vision transformer
 # make test    lint, format, types, import rules, tests, and a short real training that is audited
 #
 # A stamp in .venv stands for each step of the set-up that is done, so nothing is done twice.
@@ -7,7 +8,7 @@
 SHELL := /usr/bin/env bash
 .SHELLFLAGS := -euo pipefail -c
 .DELETE_ON_ERROR:
-.PHONY: setup demo test lint unit smoke clean
+.PHONY: setup demo demo-vision test lint unit smoke clean
 
 PYTHON ?= python3 python3.13 python3.12 python3.11
 BIN := .venv/bin
@@ -18,6 +19,9 @@ setup: .venv/dev.stamp .venv/fetched.stamp
 
 demo: .venv/fetched.stamp
 	$(BIN)/atlas run --preset quick --resume
+
+demo-vision: .venv/vision.stamp
+	$(BIN)/atlas run --preset vision-quick --resume
 
 # the tests come last, so that their closing line does too
 test: lint smoke unit
@@ -56,4 +60,9 @@ clean:
 
 .venv/fetched.stamp: .venv/installed.stamp
 	$(BIN)/atlas fetch embedded
+	touch $@
+
+.venv/vision.stamp: .venv/installed.stamp
+	$(PIP) --editable '.[vision]'
+	$(BIN)/atlas fetch vision
 	touch $@

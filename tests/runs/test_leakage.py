@@ -19,9 +19,10 @@ from atlas_fl.cli import main
 from atlas_fl.config import Config, config_hash
 from atlas_fl.errors import ConfigError, DataError
 from atlas_fl.io.results import read_json
-from atlas_fl.lines import make_plan, measure_leakage
+from atlas_fl.lines import make_plan
 from atlas_fl.models.tokens import Encoded
 from atlas_fl.phases import leakage_of
+from atlas_fl.planning import measure_leakage
 from atlas_fl.report.plan_tables import plan_tables
 from atlas_fl.report.plots import draw_all
 from atlas_fl.run import run
