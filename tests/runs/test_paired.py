@@ -17,7 +17,8 @@ from atlas_fl.engines.base import Engine
 from atlas_fl.errors import ConfigError
 from atlas_fl.io.ledger import from_json, totals
 from atlas_fl.io.results import read_json
-from atlas_fl.planning import local_engine, make_plan
+from atlas_fl.lines import make_plan
+from atlas_fl.planning import local_engine
 from atlas_fl.ranks.devices import DEVICES
 from atlas_fl.report.plan_tables import plan_tables
 from atlas_fl.run import RunResult, resume, run
