@@ -1,10 +1,21 @@
 """The head that is fitted before anything else."""
 
+from pathlib import Path
+
 import numpy as np
+import pytest
 import torch
 from sklearn.linear_model import Ridge
 
-from atlas_fl.clients.ridge import ridge_head
+from atlas_fl.assemble_images import assemble_images
+from atlas_fl.clients.base import Job
+from atlas_fl.clients.ridge import LOSSES, SCALES, ScaleOptions, ridge_head
+from atlas_fl.config import with_values
+from atlas_fl.engines.whole import WholeEngine
+from atlas_fl.models.vision import image_logits, prepare
+from atlas_fl.phases.whole import prepare_whole
+from atlas_fl.presets import find_preset
+from tests.models.tiny_vision import save_tiny
 
 
 def sums(x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -36,3 +47,24 @@ def test_one_feature_and_two_images_by_hand() -> None:
     head = ridge_head(*sums(x, y), penalty=2.0)
     assert head["head.weight"].item() == 0.5
     assert head["head.bias"].item() == 0.0
+
+
+def test_the_scale_is_that_of_the_least_cross_entropy(tmp_path: Path) -> None:
+    """On two clients of the digits, against all scales tried on their images in one place."""
+    config = with_values(
+        find_preset("vision-quick"),
+        {"model": str(save_tiny(tmp_path / "vit")), "image_size": 16, "tasks": "digits", "clients_per_task": 2}
+        | {"samples": 40, "validation_samples": 16, "test_samples": 4},
+    )
+    assembly = assemble_images(config)
+    engine = WholeEngine(site=assembly.site)
+    start = prepare_whole(assembly, engine).start
+    own = start[assembly.names[0]]
+    jobs = [Job(client=name, params=own, round=0, options=ScaleOptions()) for name in assembly.names]
+    losses = sum(update.params[LOSSES] for update in engine.run("scale", jobs))
+    assert int(losses.argmin()) == 0, "no other scale is better than the one that was taken"
+    pixels = np.concatenate([client.validation.pixels for client in assembly.clients])
+    labels = torch.from_numpy(np.concatenate([client.validation.label for client in assembly.clients]))
+    logits = image_logits(assembly.site.vision, own, prepare(assembly.site.vision, pixels)).double()
+    wanted = torch.nn.functional.cross_entropy(4 * logits, labels, reduction="sum")
+    assert losses[SCALES.index(4.0)].item() == pytest.approx(wanted.item(), rel=1e-6)

@@ -5,6 +5,10 @@
 X_k is (examples, features + 1), the last column ones, Y_k (examples, classes) one-hot less its mean over classes. Equal
 to the regression on all images in one place (Hoerl & Kennard 1970); what leaves a client are the two sums, no image and
 no feature of one.
+
+What it predicts are nearly probabilities, and as logits these are small: cross-entropy would first of all make them
+larger, and take the features apart on the way. So the head is multiplied by the one of `SCALES` with the least
+cross-entropy over a few validation images of every client (temperature scaling, Guo et al. 2017).
 """
 
 from collections.abc import Sequence
@@ -12,20 +16,32 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.nn.functional import one_hot
+from torch.nn.functional import cross_entropy, one_hot
 
 from atlas_fl.clients.base import Job, Update
 from atlas_fl.clients.whole import ImageSite, images_of
-from atlas_fl.models.vision import image_features, prepare
+from atlas_fl.models.vision import image_features, image_logits, prepare
 from atlas_fl.tree import HEAD
 
 GRAM, CROSS = "gram", "cross"
 BIAS, WEIGHT = HEAD + "bias", HEAD + "weight"
 
 
+SCALES = tuple(2.0**power for power in range(8))
+"""What a head may be multiplied by."""
+LOSSES = "losses"
+
+
 @dataclass(frozen=True, kw_only=True)
 class RidgeOptions:
     """Nothing to choose: every training example counts once."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScaleOptions:
+    """How many of a client's first validation examples are looked at."""
+
+    examples: int = 16
 
 
 @torch.inference_mode()
@@ -47,6 +63,21 @@ def _sums(job: Job, site: ImageSite) -> Update:
         gram += x.T @ x
         cross += x.T @ y
     return Update(client=job.client, params={GRAM: gram, CROSS: cross}, examples=len(rows), metrics={})
+
+
+@torch.inference_mode()
+def scale_losses(jobs: Sequence[Job], site: ImageSite) -> list[Update]:
+    """The summed cross-entropy of every client with its head times each of `SCALES`, (scales,) float64."""
+    return [_losses(job, site) for job in jobs]
+
+
+def _losses(job: Job, site: ImageSite) -> Update:
+    rows = images_of(site, job.client, "validation")
+    batch = rows.take(range(min(job.options.examples, len(rows))))
+    logits = image_logits(site.vision, job.params, prepare(site.vision, batch.pixels)).double().cpu()
+    labels = torch.from_numpy(batch.label)
+    losses = torch.stack([cross_entropy(scale * logits, labels, reduction="sum") for scale in SCALES])
+    return Update(client=job.client, params={LOSSES: losses}, examples=len(batch), metrics={})
 
 
 def ridge_head(gram: Tensor, cross: Tensor, *, penalty: float) -> dict[str, Tensor]:

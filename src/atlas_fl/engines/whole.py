@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 from atlas_fl.clients.base import Job, Update
-from atlas_fl.clients.ridge import ridge_sums
+from atlas_fl.clients.ridge import ridge_sums, scale_losses
 from atlas_fl.clients.sensitivity import sensitivity
 from atlas_fl.clients.whole import ImageSite, evaluate_whole, train_whole
 
@@ -13,6 +13,7 @@ WholeAction: TypeAlias = Callable[[Sequence[Job], ImageSite], list[Update]]
 
 WHOLE_ACTIONS: Mapping[str, WholeAction] = {
     "ridge": ridge_sums,
+    "scale": scale_losses,
     "sensitivity": sensitivity,
     "train": train_whole,
     "evaluate": evaluate_whole,

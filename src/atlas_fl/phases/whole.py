@@ -1,5 +1,6 @@
 """The plan of a run on whole models: the head first, then which weights may move, then what a round will send."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -7,7 +8,7 @@ import torch
 
 from atlas_fl.assemble_images import ImageAssembly
 from atlas_fl.clients.base import Job
-from atlas_fl.clients.ridge import CROSS, GRAM, RidgeOptions, ridge_head
+from atlas_fl.clients.ridge import CROSS, GRAM, LOSSES, SCALES, RidgeOptions, ScaleOptions, ridge_head
 from atlas_fl.clients.sensitivity import SensitivityOptions
 from atlas_fl.config import SparseConfig
 from atlas_fl.engines.base import Engine, run_all
@@ -37,7 +38,8 @@ class Prepared:
 
 def prepare_whole(assembly: ImageAssembly, engine: Engine) -> Prepared:
     """Fit the heads and make the mask, as the config asks for."""
-    start, messages = assembly.start(), list[LedgerRow]()
+    start: ByClient = assembly.start()
+    messages = list[LedgerRow]()
     if assembly.config.images.head_first == "ridge":
         start, sent = _with_heads(assembly, engine, start)
         messages += sent
@@ -48,22 +50,37 @@ def prepare_whole(assembly: ImageAssembly, engine: Engine) -> Prepared:
     return Prepared(start=start, mask=mask, messages=tuple(messages))
 
 
-def _with_heads(assembly: ImageAssembly, engine: Engine, start: ByClient) -> tuple[dict[str, Params], list[LedgerRow]]:
-    """Every task's head by ridge regression over its clients; sums go up, the head comes down with round one."""
-    jobs = [Job(client=name, params=start[name], round=0, options=RidgeOptions()) for name in assembly.names]
-    sums: dict[str, dict[str, torch.Tensor]] = {}
+def _with_heads(assembly: ImageAssembly, engine: Engine, start: ByClient) -> tuple[ByClient, list[LedgerRow]]:
+    """Every task's head by ridge regression over its clients, at the best scale; sums go up, heads come down."""
+    penalty = assembly.config.images.ridge
+    sums, messages = _summed(assembly, engine, "ridge", start, RidgeOptions())
+    heads = {task: ridge_head(found[GRAM], found[CROSS], penalty=penalty) for task, found in sums.items()}
+    fitted, sent = _given(assembly, start, heads)
+    losses, more = _summed(assembly, engine, "scale", fitted, ScaleOptions())
+    best = {task: SCALES[int(found[LOSSES].argmin())] for task, found in losses.items()}
+    heads = {task: {key: best[task] * tensor for key, tensor in head.items()} for task, head in heads.items()}
+    scaled, again = _given(assembly, start, heads)
+    return scaled, [*messages, *sent, *more, *again]
+
+
+def _summed(
+    assembly: ImageAssembly, engine: Engine, action: str, models: ByClient, options: Any
+) -> tuple[dict[str, Params], list[LedgerRow]]:
+    """The sum over each task's clients of what this action gives, and the messages that brought it."""
+    jobs = [Job(client=name, params=models[name], round=0, options=options) for name in assembly.names]
+    sums: dict[str, Params] = {}
     messages = []
-    for client, update in zip(assembly.clients, run_all(engine, "ridge", jobs), strict=True):
+    for client, update in zip(assembly.clients, run_all(engine, action, jobs), strict=True):
         so_far = sums.get(client.task.name)
-        sums[client.task.name] = dict(update.params) if so_far is None else add(so_far, update.params)
+        sums[client.task.name] = update.params if so_far is None else add(so_far, update.params)
         messages.append(_row(client.name, "up", "head", payload_bytes(update.params)))
-    heads = {
-        task: ridge_head(found[GRAM], found[CROSS], penalty=assembly.config.images.ridge)
-        for task, found in sums.items()
-    }
-    # One mapping a task, so that clients with one model go on sharing it.
+    return sums, messages
+
+
+def _given(assembly: ImageAssembly, start: ByClient, heads: Mapping[str, Params]) -> tuple[ByClient, list[LedgerRow]]:
+    """Every client with its task's head: one mapping a task, so that clients with one model go on sharing it."""
     fitted = {client.task.name: {**start[client.name], **heads[client.task.name]} for client in assembly.clients}
-    messages += [
+    messages = [
         _row(client.name, "down", "head", payload_bytes(heads[client.task.name])) for client in assembly.clients
     ]
     return {client.name: fitted[client.task.name] for client in assembly.clients}, messages
