@@ -2,7 +2,8 @@
 
 import json
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,13 +11,14 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from atlas_fl.assemble import assemble
+from atlas_fl.assemble import Assembly, assemble
 from atlas_fl.audit import audit
 from atlas_fl.clients.base import Job, Update
 from atlas_fl.config import Config, load_config
+from atlas_fl.engines.base import Engine
 from atlas_fl.engines.local import LocalEngine
 from atlas_fl.errors import AtlasError, BudgetError, CheckpointError, ConfigError
-from atlas_fl.events import Event, Note
+from atlas_fl.events import Event, Note, OnEvent
 from atlas_fl.io.ledger import payload_bytes
 from atlas_fl.lines import make_plan
 from atlas_fl.plan import Plan
@@ -24,6 +26,7 @@ from atlas_fl.planning import plan_for
 from atlas_fl.run import RunResult, resume, run
 from atlas_fl.strategies import STRATEGIES
 from atlas_fl.tree import shared_part, unprefixed
+from atlas_fl.working import Workplace, in_process
 from tests.runs.reading import rows, same_tensors, state
 
 Make = Callable[..., Config]
@@ -226,12 +229,13 @@ def test_an_unshared_head_never_moves_on_the_server(config: Make) -> None:
     assert any(not torch.equal(trained[key], start[key]) for key in trained)
 
 
+Spoil = Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]]
+
+
 class Spoiler:
     """The local engine, with one client whose update is spoilt in round two."""
 
-    def __init__(
-        self, engine: LocalEngine, spoil: Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]]
-    ) -> None:
+    def __init__(self, engine: Engine, spoil: Spoil) -> None:
         self.engine, self.spoil = engine, spoil
 
     def run(self, action: str, jobs: Sequence[Job]) -> list[Update]:
@@ -253,15 +257,20 @@ SPOILS = {
 }
 
 
-def test_who_is_refused_at_an_aggregation_goes_back_to_what_the_server_has(
-    config: Make, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    import atlas_fl.run as module
+def spoilt(spoil: Spoil) -> Workplace:
+    """This process, where one client's update is spoilt."""
 
+    @contextmanager
+    def workplace(config: Config, tell: OnEvent) -> Iterator[tuple[Assembly, Engine]]:
+        with in_process(config, tell) as (assembly, engine):
+            yield assembly, Spoiler(engine, spoil)
+
+    return workplace
+
+
+def test_who_is_refused_at_an_aggregation_goes_back_to_what_the_server_has(config: Make) -> None:
     spoil, _ = SPOILS["NaN"]
-    whole = module.local_engine
-    monkeypatch.setattr(module, "local_engine", lambda assembly, tell: Spoiler(whole(assembly, tell), spoil))
-    result = run(config(eta="0.3", aggregate_every=2))
+    result = run(config(eta="0.3", aggregate_every=2), workplace=spoilt(spoil))
     assert audit(result.folder).ok
     begun = unprefixed(load_file(result.folder / "audit/round-0000/start.safetensors"))
     after = unprefixed(load_file(result.folder / "audit/round-0002/start.safetensors"))
@@ -270,16 +279,10 @@ def test_who_is_refused_at_an_aggregation_goes_back_to_what_the_server_has(
 
 
 @pytest.mark.parametrize("kind", SPOILS)
-def test_a_bad_update_is_refused_and_recorded_and_the_round_goes_on(
-    config: Make, monkeypatch: pytest.MonkeyPatch, kind: str
-) -> None:
-    import atlas_fl.run as module
-
+def test_a_bad_update_is_refused_and_recorded_and_the_round_goes_on(config: Make, kind: str) -> None:
     spoil, text = SPOILS[kind]
-    whole = module.local_engine
-    monkeypatch.setattr(module, "local_engine", lambda assembly, tell: Spoiler(whole(assembly, tell), spoil))
     told: list[Event] = []
-    result = run(config(eta="0.3"), on_event=told.append)
+    result = run(config(eta="0.3"), on_event=told.append, workplace=spoilt(spoil))
     refused = [row for row in rows(result.folder) if row.get("event") == "refused"]
     assert [(row["round"], row["client"]) for row in refused] == [(2, "movie-1")]
     assert text in str(refused[0]["reason"])
