@@ -83,7 +83,7 @@ def vision_quick() -> Config:
             test_samples=20,
         ),
         model=ModelConfig(model="dinov2-vits14"),
-        training=TrainingConfig(rounds=6, batch_size=16, lr=3e-3, clip=0.0, participation=0.1, eval_every=6),
+        training=TrainingConfig(rounds=6, batch_size=16, lr=3e-3, clip=1.0, participation=0.1, eval_every=6),
         mixing=MixingConfig(strategy="fedavg"),
         images=ImagesConfig(image_size=56, local_steps=4),
         run=RunConfig(preset="vision-quick"),

@@ -19,7 +19,7 @@ class ImagesConfig:
     """Blocks from the first one up that stay as they are, the embeddings with them; 0 freezes nothing."""
     head_first: Literal["none", "ridge"] = "ridge"
     """Fit the head before anything else, by ridge regression over all clients' sums (no image leaves a client)."""
-    ridge: float = 1.0
+    ridge: float = 10.0
     """Penalty of that regression, in examples."""
     local_steps: int | None = None
     """SGD steps of a client in a round (J); whole passes (`--local-epochs`) by default."""
