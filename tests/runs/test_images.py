@@ -181,6 +181,11 @@ def _pooled(clients: tuple[ClientData, ...]) -> ClientData:
         ({"strategy": "atlas"}, "--strategy atlas needs fingerprints.*use fedavg or local"),
         ({"precision": "bf16", "sparsity": 1.0}, "--sparsity is 1.0.*below 1"),
         ({"nc": "many"}, "--nc is 'many'.*iid, or a number"),
+        ({"workers": 2}, "--workers and --engine ray train packs of texts"),
+        (
+            {"precision": "fp16", "accelerator": "auto"},
+            "--precision is fp16, and whole models are trained in fp32 or bf16",
+        ),
         ({"tasks": "movie", "model": "minilm"}, "is for image tasks, and --tasks has texts alone"),
     ],
 )
