@@ -7,7 +7,7 @@ from typing import Any
 from atlas_fl.assemble import Assembly, scale_of
 from atlas_fl.assemble_images import ImageAssembly
 from atlas_fl.config import load_config
-from atlas_fl.errors import CheckpointError, unknown
+from atlas_fl.errors import CheckpointError, ConfigError, unknown
 from atlas_fl.io import checkpoint
 from atlas_fl.io.folder import RunFolder, find_run
 from atlas_fl.io.results import read_json
@@ -57,6 +57,10 @@ def export(run: str | Path, *, client: str, to: str | Path) -> Path:
             f"run {folder.path} has no good checkpoint to export from; {'; '.join(damaged) or 'resume it'}"
         )
     plan = Plan.from_json(read_json(folder.plan))
+    if not any(client.ranks for client in plan.clients):
+        raise ConfigError(
+            f"run {folder.path} trained whole models, which have no adapters; at its end they lie in {folder.models}"
+        )
     _, models = models_of(found, [client.name for client in plan.clients])
     params = _pick(models, client)
     source, family = find_family(config.model.model)

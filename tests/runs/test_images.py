@@ -16,10 +16,13 @@ from atlas_fl.clients.base import Job
 from atlas_fl.clients.whole import WholeOptions, train_whole
 from atlas_fl.config import Config, with_values
 from atlas_fl.errors import ConfigError
+from atlas_fl.export import export
 from atlas_fl.io.ledger import payload_bytes
+from atlas_fl.lines import make_plan
 from atlas_fl.models.vision import image_logits, prepare
 from atlas_fl.options import whole_options
 from atlas_fl.presets import find_preset
+from atlas_fl.report.plan_tables import plan_tables
 from atlas_fl.run import resume, run
 from atlas_fl.tasks.clients import ClientData
 from atlas_fl.train import sample_of
@@ -83,6 +86,20 @@ def test_the_federation_is_stored_once_where_all_hold_one_model(config: Make) ->
     stored = unprefixed({key.removeprefix("strategy/"): t for key, t in state(result.folder, round=1).items()})
     assert list(stored) == ["digits-0"]
     assert [path.name for path in (result.folder / "models").iterdir()] == ["digits-0"]
+
+
+def test_there_is_no_adapter_to_export(config: Make, tmp_path: Path) -> None:
+    folder = run(config(rounds=1)).folder
+    with pytest.raises(ConfigError, match=r"trained whole models, which have no adapters.*models"):
+        export(folder, client="digits-0", to=tmp_path / "adapter")
+    assert not (tmp_path / "adapter").exists()
+
+
+def test_the_plan_shows_the_mask_and_no_ranks(config: Make) -> None:
+    tables = plan_tables(make_plan(config(mask="lowest_magnitude", mask_scope="layer")).to_json())
+    titles = [str(table.title) for table in tables]
+    assert any(title.startswith("Mask (lowest_magnitude, sparsity 0.9)") for title in titles)
+    assert not any("LoRA ranks" in title for title in titles)
 
 
 def test_an_exported_model_gives_the_same_logits_in_stock_transformers(config: Make) -> None:

@@ -22,18 +22,38 @@ K_SCORES = {
     "atlas": "ATLAS\nscore",
     "merge_similarity": "merge\nat",
 }
+MOST_TENSORS = 4
+"""Of a mask, tensors with the largest and with the smallest shares that are shown."""
 MOST_BLOCKS = 8
 """Blocks above which ranks are written in runs."""
 
 
 def plan_tables(plan: Mapping[str, Any]) -> list[Table]:
     """What `atlas plan` shows: clusters, ranks, predictions; the k table and the memory where the plan holds them."""
-    builders = [cluster_table, rank_table, prediction_table]
+    builders = [cluster_table, prediction_table]
+    if any(client.get("ranks") for client in plan["clients"]):
+        builders.insert(1, rank_table)
     if (plan.get("clustering") or {}).get("k_table"):
         builders.insert(1, k_table)
+    if plan.get("sparse"):
+        builders.insert(1, mask_table)
     if any(client.get("memory") for client in plan["clients"]):
         builders.append(memory_table)
     return [build(plan) for build in builders] + cut_tables(plan)
+
+
+def mask_table(plan: Mapping[str, Any]) -> Table:
+    """Which weights may move: how many, and the tensors that keep the largest and the smallest share of theirs."""
+    sparse = plan["sparse"]
+    table = new_table(f"Mask ({sparse['mask']}, sparsity {sparse['sparsity']:g})")
+    add_columns(table, ["tensor"], ["kept"])
+    body = [(name, share) for name, share in sparse["density"].items() if not name.startswith("head.")]
+    ordered = sorted(body, key=lambda entry: -entry[1])
+    shown = ordered if len(ordered) <= 2 * MOST_TENSORS else [*ordered[:MOST_TENSORS], *ordered[-MOST_TENSORS:]]
+    for name, share in shown:
+        table.add_row(escape(name), percent(share))
+    table.caption = f"{sparse['kept']:,} of {sparse['weights']:,} weights may move; all shares are in plan.json"
+    return table
 
 
 def cluster_table(plan: Mapping[str, Any]) -> Table:
