@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 
 from atlas_fl.errors import CheckpointError, DataError
-from atlas_fl.io.checkpoint import _digest, load, load_latest, prune, save
+from atlas_fl.io.checkpoint import FORMAT, _digest, load, load_latest, prune, save
 from atlas_fl.io.tensors import encode
 
 
@@ -65,7 +65,7 @@ def other_number(path: Path) -> None:
 
 
 def newer_format(path: Path) -> None:
-    content = json.loads(path.read_text()) | {"format": 3}
+    content = json.loads(path.read_text()) | {"format": FORMAT + 1}
     del content["sha256"]
     path.write_text(json.dumps(content | {"sha256": _digest(content)}))
 
@@ -80,7 +80,7 @@ DAMAGES: dict[str, tuple[str, Callable[[Path], None], str]] = {
     "state no mapping": ("state.json", lambda path: path.write_text("[1]"), "state.json is cut off or altered"),
     "state no text": ("state.json", lambda path: path.write_bytes(b"\xff\xfe\x00"), "state.json is cut off or altered"),
     "state without digest": ("state.json", lambda path: path.write_text("{}"), r"cut off or altered \('sha256'\)"),
-    "state of the future": ("state.json", newer_format, "state.json has format 3, this version reads 2"),
+    "state of the future": ("state.json", newer_format, "state.json has format 4, this version reads 3"),
     "state gone": ("state.json", Path.unlink, "state.json is missing"),
 }
 
