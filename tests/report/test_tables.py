@@ -145,6 +145,16 @@ def test_the_closing_table_says_what_the_summary_says(make_run) -> None:
     assert "1 update refused" in text
 
 
+def test_a_long_name_is_folded_and_more_bytes_are_called_more(make_run) -> None:
+    summary = summary_of(make_run())
+    worst = summary["tasks"]["movie"]["final"]["worst_client"]
+    worst["client"] = "a_client_with_a_long_name-32"
+    summary["bytes"]["full_model"]["reduction"] = -0.5
+    text = printed(closing_table(summary))
+    assert "movie" in text and "50.0% more than the whole model" in text
+    assert cells(closing_table(summary), 0)[-1].startswith("a_client_with_a_long_name-32")
+
+
 def test_the_closing_table_tells_perplexity_and_rouge_of_text(make_run) -> None:
     summary = summary_of(make_run())
     test = summary["tasks"]["movie"]["final"]["test"]

@@ -27,7 +27,7 @@ def closing_table(summary: Mapping[str, Any]) -> Table:
     title = ", ".join(str(run[key]) for key in ("strategy", "model") if key in run)
     table = new_table(f"Test scores of {title}" if title else "Test scores")
     add_columns(table, ["task"], ["clients", "majority", "final", "over\nmajority", "best", "90%\nat", "spread"])
-    table.add_column("worst client", no_wrap=True)
+    table.add_column("worst client", overflow="fold")
     for task, group in (summary.get("tasks") or {}).items():
         table.add_row(escape(task), *_closing_cells(group))
     table.add_section()
@@ -59,7 +59,8 @@ def _closing_caption(summary: Mapping[str, Any]) -> str:
     lines += [_written(task, group) for task, group in (summary.get("tasks") or {}).items() if _has_written(group)]
     if "total" in sent:
         saved = (sent.get("full_model") or {}).get("reduction")
-        than = "" if saved is None else f", {percent(saved)} less than the whole model in every round"
+        word = "less" if (saved or 0.0) >= 0 else "more"
+        than = "" if saved is None else f", {percent(abs(saved))} {word} than the whole model in every round"
         lines.append(f"{human_bytes(sent['up'])} up, {human_bytes(sent['down'])} down{than}")
         if "between_clients" in sent:
             lines.append(f"{human_bytes(sent['between_clients'])} of it between clients, past the server")
