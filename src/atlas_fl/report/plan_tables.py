@@ -31,7 +31,7 @@ MOST_BLOCKS = 8
 def plan_tables(plan: Mapping[str, Any]) -> list[Table]:
     """What `atlas plan` shows: clusters, ranks, predictions; the k table and the memory where the plan holds them."""
     builders = [cluster_table, prediction_table]
-    if any(client.get("ranks") for client in plan["clients"]):
+    if any(client.get("ranks") != [] for client in plan["clients"]):  # whole models have none
         builders.insert(1, rank_table)
     if (plan.get("clustering") or {}).get("k_table"):
         builders.insert(1, k_table)
