@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForImageClassification, ViTConfig, ViTImageProcessorPil, ViTModel
 
 from atlas_fl.assemble_images import assemble_images
@@ -15,7 +15,7 @@ from atlas_fl.audit import audit
 from atlas_fl.clients.base import Job
 from atlas_fl.clients.whole import WholeOptions, train_whole
 from atlas_fl.config import Config, with_values
-from atlas_fl.errors import ConfigError
+from atlas_fl.errors import CheckpointError, ConfigError
 from atlas_fl.export import export
 from atlas_fl.io.ledger import payload_bytes
 from atlas_fl.lines import make_plan
@@ -153,11 +153,17 @@ def test_the_audit_finds_a_frozen_weight_that_moved(config: Make) -> None:
     result = run(config(mask="random", rounds=1))
     file = result.folder / "mask.safetensors"
     masks = load_file(file)
-    from safetensors.torch import save_file
-
     save_file({key: ~own for key, own in masks.items()}, file)
     failures = audit(result.folder).failures
     assert {row.check for row in failures} == {"frozen"} and "frozen weights of" in failures[0].detail
+
+
+def test_a_masked_run_without_its_mask_passes_no_audit(config: Make) -> None:
+    folder = run(config(mask="random", rounds=1)).folder
+    assert audit(folder).ok
+    (folder / "mask.safetensors").unlink()
+    with pytest.raises(CheckpointError, match=r"mask.safetensors is missing.*trained under a mask"):
+        audit(folder)
 
 
 def test_one_step_of_all_on_all_their_images_is_a_step_on_all_images_in_one_place(config: Make) -> None:
@@ -198,6 +204,9 @@ def _pooled(clients: tuple[ClientData, ...]) -> ClientData:
         ({"strategy": "atlas"}, "--strategy atlas needs fingerprints.*use fedavg or local"),
         ({"precision": "bf16", "sparsity": 1.0}, "--sparsity is 1.0.*below 1"),
         ({"nc": "many"}, "--nc is 'many'.*iid, or a number"),
+        ({"nc": "2", "partition": "dirichlet"}, "--nc 2 and --partition dirichlet are two ways"),
+        ({"mask": "random", "head_first": "none"}, "--mask random freezes the head.*a random one"),
+        ({"split": "1"}, "--split is for adapters on texts"),
         ({"workers": 2}, "--workers and --engine ray train packs of texts"),
         (
             {"precision": "fp16", "accelerator": "auto"},
@@ -213,7 +222,7 @@ def test_what_cannot_be_run_is_told_in_one_line(config: Make, values: dict[str, 
 
 
 def test_every_client_has_as_many_classes_as_asked_for(config: Make) -> None:
-    assembly = assemble_images(config(nc=2))
+    assembly = assemble_images(config(nc="2"))
     assert all(len(np.unique(client.train.label)) == 2 for client in assembly.clients)
     held = {int(label) for client in assembly.clients for label in client.train.label}
     assert held == set(range(10)), "eight clients of two classes hold all ten"

@@ -18,7 +18,7 @@ from atlas_fl.audit.folder import (
     read_plan,
     read_record,
 )
-from atlas_fl.audit.masks import frozen_fault, read_mask
+from atlas_fl.audit.masks import frozen_fault
 from atlas_fl.audit.report import AuditReport, AuditRow
 from atlas_fl.audit.rerank import check_ranks, is_reranked
 from atlas_fl.audit.rules import Rule, kind_of, weights
@@ -84,10 +84,9 @@ def _audit_round(run: Run, round: int, held: Models, after: Models, *, known: Mo
     for client, fault in wrong.items():
         wrong[client] = fault or _number_fault(client, held, present, after, known)
         yield row("names", client, wrong[client])
-    mask = read_mask(run.path)
-    if mask is not None:
+    if run.mask is not None:
         for client in (one for one in present if not wrong[one]):
-            yield row("frozen", client, frozen_fault(mask, held[client], present[client]))
+            yield row("frozen", client, frozen_fault(run.mask, held[client], present[client]))
     if any(wrong.values()):
         return  # what has other names or shapes, or no numbers, cannot be compared by value
     kind = kind_of(run.mixing.strategy) if is_aggregated(run, round) else "own"

@@ -14,6 +14,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
+from atlas_fl.audit.masks import read_mask
 from atlas_fl.config import MixingConfig, load_config, validate
 from atlas_fl.errors import CheckpointError, ConfigError
 
@@ -89,6 +90,8 @@ class Run:
     """Rounds with an audit folder, without round 0."""
     done: int
     """Rounds that are complete, by the summary or else the newest checkpoint."""
+    mask: Mapping[str, Tensor] | None = None
+    """Which weights may move, where not all may."""
     plans: dict[str, Plan] = field(default_factory=dict)
     """Plans that were read already."""
 
@@ -99,7 +102,7 @@ def open_run(path: Path) -> Run:
         raise CheckpointError(f"{path} is no run: it has no config.toml")
     try:
         config = tomllib.loads((path / "config.toml").read_text(encoding="utf-8"))
-        mixing = validate(load_config(path / "config.toml")).mixing
+        settings = validate(load_config(path / "config.toml"))
     except (tomllib.TOMLDecodeError, UnicodeDecodeError, ConfigError) as error:
         raise CheckpointError(f"{path / 'config.toml'} cannot be read: {error}") from error
     found = _numbers(path / "audit")
@@ -107,7 +110,8 @@ def open_run(path: Path) -> Run:
         raise CheckpointError(f"{path} holds no audited round; run it again with --audit")
     complete = (path / "summary.json").is_file()
     done = config["training"]["rounds"] if complete else max(_numbers(path / "checkpoints"), default=0)
-    return Run(path=path, config=config, mixing=mixing, rounds=tuple(found[1:]), done=done)
+    mask = None if settings.sparse.mask == "none" else read_mask(path)
+    return Run(path=path, config=config, mixing=settings.mixing, rounds=tuple(found[1:]), done=done, mask=mask)
 
 
 def _numbers(folder: Path) -> list[int]:

@@ -1,7 +1,6 @@
 """Whether what a mask froze has stayed as it was, bit for bit."""
 
 from collections.abc import Mapping
-from functools import cache
 from pathlib import Path
 
 from safetensors import SafetensorError
@@ -11,19 +10,18 @@ from torch import Tensor
 from atlas_fl.errors import CheckpointError
 
 
-@cache
-def read_mask(path: Path) -> Mapping[str, Tensor] | None:
-    """The mask of a run folder, bool by name; None where the run has none.
+def read_mask(path: Path) -> dict[str, Tensor]:
+    """The mask of a run folder, bool by name.
 
-    Raises `CheckpointError` where the file is damaged.
+    Raises `CheckpointError` where the file is missing or damaged.
     """
     file = path / "mask.safetensors"
     if not file.is_file():
-        return None
+        raise CheckpointError(f"{file} is missing, and the run was trained under a mask; restore it, or run again")
     try:
-        found: Mapping[str, Tensor] = load_file(file)
+        found: dict[str, Tensor] = load_file(file)
     except SafetensorError as error:
-        raise CheckpointError(f"{file} is damaged: {error}") from error
+        raise CheckpointError(f"{file} is damaged: {error}; restore it, or run again") from error
     return found
 
 

@@ -2,7 +2,7 @@
 
 import re
 
-from atlas_fl.config.fields import settings, value_of
+from atlas_fl.config.fields import Setting, settings, value_of
 from atlas_fl.config.groups import Config
 from atlas_fl.config.kinds import mistake, whole_number
 from atlas_fl.config.splitting import EVERY, cuts_by_name
@@ -68,14 +68,21 @@ def _check_images(config: Config) -> None:
 
     tasks = find_tasks(config.data.tasks, config.data.task)
     if any(task.images for task in tasks):
-        return
-    meant = [settings()[name] for name in settings() if settings()[name].group in ("images", "sparse")]
-    changed = [own for own in meant if value_of(config, own.name) != value_of(Config(), own.name)]
-    if changed:
+        if changed := _changed(config, "clustering", "ranks", "split"):
+            raise ConfigError(
+                f"{changed[0].flag} is for adapters on texts, and image tasks train whole models; leave it out"
+            )
+    elif changed := _changed(config, "images", "sparse"):
         raise ConfigError(
             f"{changed[0].flag} is for image tasks, and --tasks has texts alone ({', '.join(t.name for t in tasks)});"
             " leave it out, or take a vision preset (`atlas list presets`)"
         )
+
+
+def _changed(config: Config, *groups: str) -> list[Setting]:
+    """The settings of these groups that are not at their default."""
+    own = [setting for setting in settings().values() if setting.group in groups]
+    return [setting for setting in own if value_of(config, setting.name) != value_of(Config(), setting.name)]
 
 
 def _check_model(name: str) -> None:

@@ -26,7 +26,7 @@ def validate(config: Config) -> Config:
     _check_run(config.run)
     _check_precision(config)
     _check_rerank(config)
-    _check_nc(config.images.nc)
+    _check_images(config)
     check_names(config)
     return config
 
@@ -145,7 +145,17 @@ def _check_rerank(config: Config) -> None:
         )
 
 
-def _check_nc(nc: str) -> None:
+def _check_images(config: Config) -> None:
+    nc, partition = config.images.nc, config.data.partition
+    if nc != EVENLY and partition != "iid":
+        raise ConfigError(
+            f"--nc {nc} and --partition {partition} are two ways to deal out classes; leave one of them out"
+        )
+    if config.sparse.mask != "none" and config.images.head_first == "none":
+        raise ConfigError(
+            f"--mask {config.sparse.mask} freezes the head, and with --head-first none that is a random one; leave"
+            " --head-first at ridge, or --mask out"
+        )
     if nc != EVENLY and (whole_number(nc) or 0) < 1:
         raise mistake("--nc", nc, "iid, or a number of classes from 1")
 
