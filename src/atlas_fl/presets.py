@@ -19,7 +19,7 @@ from atlas_fl.errors import unknown
 
 
 def quick() -> Config:
-    """Nine clients, three embedded tasks, four device profiles, six rounds: minutes on two cores."""
+    """Nine clients, three embedded tasks, four device profiles, twelve rounds: minutes on two cores."""
     return Config(run=RunConfig(preset="quick"))
 
 

@@ -2,6 +2,7 @@
 
 import random
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -47,7 +48,8 @@ def random_line(draw: random.Random) -> list[str]:
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_random_command_lines(seed: int, atlas: Atlas, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_random_command_lines(seed: int, atlas: Atlas, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.chdir(tmp_path)  # away from the runs that somebody may have
     monkeypatch.setattr("atlas_fl.io.fetch.fetch_embedded", lambda _, *, report: report("fetched"))
     draw = random.Random(seed)
     for _ in range(20):

@@ -134,14 +134,29 @@ def test_convergence_adds_accuracy_where_the_score_is_another(make_run) -> None:
     assert "accuracy, where it is not the score" not in text_of(FIGURES["convergence"](read_record(make_run("same"))))
 
 
+def test_the_score_map_is_coloured_by_the_score_itself_where_a_task_has_no_classes(make_run) -> None:
+    folder = make_run("regression")
+    kept = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    for row in kept:
+        row.pop("majority", None)
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in kept))
+    record = read_record(folder)
+    shades = FIGURES["scores"](record).axes[0].images[0].get_array()
+    first = record.histories[record.clients[record.sorted_clients[0]]]
+    np.testing.assert_allclose(shades[0], list(first.series("validation").values()))
+
+
 def test_the_score_map_holds_the_validation_scores_in_the_order_of_the_clusters(make_run) -> None:
     record, figure = drawn(make_run, "scores", eval_every=2, rounds=5, refused=True, interleaved=True)
-    values = figure.axes[0].images[0].get_array()
+    shades = figure.axes[0].images[0].get_array()
     rounds = [0, 2, 4, 5]
     names = [record.clients[index] for index in record.sorted_clients]
+    printed = [text.get_text() for text in figure.axes[0].texts]
     for row, name in enumerate(names):
-        scores = record.histories[name].series("validation")
-        np.testing.assert_allclose(values[row], [scores[at] for at in rounds])
+        history = record.histories[name]
+        scores, majority = history.series("validation"), history.series("validation", "majority")
+        np.testing.assert_allclose(shades[row], [scores[at] - majority[at] for at in rounds])
+        assert printed[4 * row : 4 * row + 4] == [f"{scores[at]:.2f}".replace("0.", ".") for at in rounds]
     assert [label.get_text() for label in figure.axes[0].get_yticklabels()] == names
     frames = [patch for patch in figure.axes[0].patches if patch.get_edgecolor() == colors.to_rgba("#D55E00")]
     assert len(frames) == 1  # refused in round 2, the second of the evaluated rounds

@@ -80,6 +80,28 @@ def test_every_evaluated_round_says_what_mixing_did(config: Make) -> None:
     assert len(plan["graph"]["effective_neighbours"]) == 4 and plan["data"][0]["labels"]
 
 
+@pytest.mark.parametrize(("fingerprint", "taken"), [("fisher", 0), ("gradient", 0), ("delta", 1)])
+def test_only_a_fingerprint_that_trains_is_taken_where_nothing_is_clustered(
+    config: Make, fingerprint: str, taken: int
+) -> None:
+    """Else `fedavg` would start elsewhere than `atlas`, or wait for sketches that nobody reads."""
+    actions: list[str] = []
+
+    class Watched(LocalEngine):
+        def run(self, action: str, jobs: Sequence[Job]) -> list[Update]:
+            actions.append(action)
+            return super().run(action, jobs)
+
+    starts = {}
+    for strategy in ("fedavg", "atlas"):
+        actions.clear()
+        assembly = assemble(config(fingerprint=fingerprint, strategy=strategy))
+        starts[strategy] = plan_for(assembly, Watched(site=assembly.site)).start
+        assert actions.count("fingerprint") == (taken if strategy == "fedavg" else 1)
+    for name, model in starts["fedavg"].items():
+        assert same_tensors(dict(model), dict(starts["atlas"][name]))
+
+
 @pytest.mark.parametrize("fingerprint", ["delta", "gradient"])
 def test_every_cluster_of_the_plan_has_the_mean_loss_of_its_clients_warm_up(config: Make, fingerprint: str) -> None:
     chosen = config(fingerprint=fingerprint)

@@ -74,7 +74,7 @@ class ModelConfig:
 class TrainingConfig:
     """Rounds and local training."""
 
-    rounds: int = 6
+    rounds: int = 12
     """Rounds of the whole run."""
     local_epochs: int = 1
     """Passes of a client over its data in a round."""
@@ -108,7 +108,7 @@ class ClusteringConfig:
     """`auto`, `oracle` (the true tasks) or a number of clusters."""
     cluster_by: Literal["corrected", "atlas", "silhouette", "gap"] = "corrected"
     """How `auto` finds the clusters: noise-corrected similarity without k, or a k search by this score."""
-    fingerprint: Literal["delta", "fisher", "gradient"] = "delta"
+    fingerprint: Literal["fisher", "delta", "gradient"] = "fisher"
     """What a client's fingerprint is made of."""
     fingerprint_batches: int = 12
     """Batches of the gradient and fisher fingerprints."""

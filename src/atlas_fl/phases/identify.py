@@ -17,6 +17,7 @@ from atlas_fl.engines.base import Engine, run_all
 from atlas_fl.io.ledger import payload_bytes
 from atlas_fl.io.results import from_json, to_json
 from atlas_fl.options import warmup_options, warmup_rank
+from atlas_fl.tasks.clients import ClientData
 from atlas_fl.tree import select
 from atlas_fl.types import Params
 
@@ -42,21 +43,20 @@ def identify(
 ) -> Identified:
     """Fingerprint every client and cluster the sketches.
 
-    A rule without clusters takes the same warm-up, so that every strategy starts from the same models and training
-    budget, but no sketch leaves a client. `round` above 0 measures again, with other batches and twice the steps.
+    A rule without clusters takes the same warm-up where the fingerprint is one that trains, so that every strategy
+    starts from the same models and training budget, but no sketch leaves a client; a fingerprint that only looks is
+    not taken at all. `round` above 0 measures again, with other batches and twice the steps.
     """
     began = time.perf_counter()
     options = fingerprint_options(assembly.config, round=round)
+    if not clustered and options.kind != "delta":
+        return _without_clusters(assembly, warmed={c.name: _shared_start(assembly, c) for c in assembly.clients})
     updates = fingerprints(assembly, engine, options, round=round)
     warmed = {u.client: {k: t for k, t in u.params.items() if k not in (FIRST, SECOND)} for u in updates}
     warmup = _cost(updates, seconds=time.perf_counter() - began) | {"taken": how_taken(assembly.config, options)}
     tasks = [client.task.name for client in assembly.clients]
     if not clustered:
-        labels = (0,) * len(tasks)
-        report = {"method": "none", "labels": list(labels)}
-        return Identified(
-            labels=labels, clustering=None, report=report, warmed=warmed, sketches=None, warmup=warmup, notes=()
-        )
+        return _without_clusters(assembly, warmed=warmed, warmup=warmup)
     sketches = np.stack([[update.params[name].numpy() for update in updates] for name in (FIRST, SECOND)])
     clustering = _cluster(assembly, sketches, tasks, previous)
     return Identified(
@@ -67,6 +67,21 @@ def identify(
         sketches=sketches,
         warmup=warmup,
         notes=(*clustering.warnings, *purity_warnings(clustering.labels, tasks)),
+    )
+
+
+def _without_clusters(
+    assembly: Assembly, *, warmed: Mapping[str, Params], warmup: Mapping[str, Any] | None = None
+) -> Identified:
+    labels = (0,) * len(assembly.clients)
+    return Identified(
+        labels=labels,
+        clustering=None,
+        report={"method": "none", "labels": list(labels)},
+        warmed=warmed,
+        sketches=None,
+        warmup=warmup or {},
+        notes=(),
     )
 
 
@@ -99,12 +114,16 @@ def fingerprints(assembly: Assembly, engine: Engine, options: FingerprintOptions
     """
     if options.kind != "delta" and options.blocks > assembly.shape.num_layers:
         raise mistake("--fingerprint-blocks", options.blocks, f"1 to {assembly.shape.num_layers}, the model's blocks")
-    ranks = (warmup_rank(assembly.config),) * assembly.shape.num_layers
     jobs = [
-        Job(client=client.name, params=assembly.start(client, ranks), round=round, options=options)
+        Job(client=client.name, params=_shared_start(assembly, client), round=round, options=options)
         for client in assembly.clients
     ]
     return run_all(engine, "fingerprint", jobs)
+
+
+def _shared_start(assembly: Assembly, client: ClientData) -> Params:
+    """The shared initialisation at the warm-up's rank, with the client's own fresh head."""
+    return assembly.start(client, (warmup_rank(assembly.config),) * assembly.shape.num_layers)
 
 
 def _cluster(assembly: Assembly, sketches: np.ndarray, tasks: Sequence[str], previous: Clustering | None) -> Clustering:

@@ -39,14 +39,19 @@ def cells(axes: Axes, values: np.ndarray, *, colours: Colormap, norm: Normalize)
     return image
 
 
-def numbers(axes: Axes, image: AxesImage, values: np.ndarray, form: Callable[[float], str]) -> None:
-    """Every value in its cell, black or white by the cell's colour; nothing where they would be too small."""
+def numbers(
+    axes: Axes, image: AxesImage, values: np.ndarray, form: Callable[[float], str], *, shades: np.ndarray | None = None
+) -> None:
+    """Every value in its cell, black or white by the cell's colour; nothing where they would be too small.
+
+    The colour is that of the value itself, or of another number, where `shades` (rows, columns) has it.
+    """
     if values.size > MOST_NUMBERS or max(values.shape) > MOST_LABELS:
         return
     size = NOTE_SIZE - 1
-    shades = np.asarray(image.cmap(image.norm(values)))  # (rows, columns, 4)
+    rgba = np.asarray(image.cmap(image.norm(values if shades is None else shades)))  # (rows, columns, 4)
     for row, column in np.argwhere(np.isfinite(values)):
-        colour = readable_on(shades[row, column].tolist())
+        colour = readable_on(rgba[row, column].tolist())
         axes.text(column, row, form(values[row, column]), ha="center", va="center", size=size, color=colour)
 
 

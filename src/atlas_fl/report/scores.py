@@ -1,4 +1,4 @@
-"""Figure 2: the validation score of every client in every round."""
+"""Figure 2: the validation score of every client in every round, coloured by what it gains over the majority class."""
 
 import math
 
@@ -23,35 +23,46 @@ def draw(record: Record) -> Figure:
         width=float(np.clip(3.2 + 0.52 * len(rounds), 7.0, 13.0)),
         height=float(np.clip(1.9 + 0.3 * len(record.clients), 3.6, 14.0)),
         title="Validation score of every client, round by round",
-        subtitle="lines between clusters" + ("; framed: the client's update was refused" if _refused(record) else ""),
+        subtitle="numbers: score; lines between clusters"
+        + ("; framed: the client's update was refused" if _refused(record) else ""),
     )
     axes = figure.add_subplot()
     if not rounds:
         say(axes, "no round has been evaluated yet")
         return figure
     order = record.sorted_clients
-    values = _matrix(record, order, rounds)
-    low, high = float(np.nanmin(values)), float(np.nanmax(values))
+    values = _matrix(record, order, rounds, "validation")
+    shades, meaning = _shades(record, order, rounds, values)
+    low, high = float(np.nanmin(shades)), float(np.nanmax(shades))
     norm = Normalize(math.floor(low * 20) / 20, math.ceil(high * 20 + 1e-9) / 20)
-    image = cells(axes, values, colours=mpl.colormaps["viridis"], norm=norm)
-    numbers(axes, image, values, lambda value: f"{value:.2f}".replace("0.", "."))
+    image = cells(axes, shades, colours=mpl.colormaps["viridis"], norm=norm)
+    numbers(axes, image, values, lambda value: f"{value:.2f}".replace("0.", "."), shades=shades)
     name_rows(axes, record, order)
     _name_columns(figure, rounds)
     for row in between_clusters(record, order):
         axes.axhline(row - 0.5, color=INK, linewidth=1.0)
     _frame_refused(figure, record, order, rounds)
-    bar_of(figure, image, axes, "score")
+    bar_of(figure, image, axes, meaning)
     task_legend(figure, record)
     return figure
 
 
-def _matrix(record: Record, order: list[int], rounds: list[int]) -> np.ndarray:
-    """Scores, float64 (clients, rounds); NaN where a client has none."""
+def _shades(record: Record, order: list[int], rounds: list[int], values: np.ndarray) -> tuple[np.ndarray, str]:
+    """What colours the cells, and its name: scores of tasks with two and with six classes are not alike."""
+    accuracy, majority = (_matrix(record, order, rounds, "validation", metric) for metric in ("accuracy", "majority"))
+    gains = accuracy - majority
+    if np.array_equal(np.isnan(gains), np.isnan(values)):
+        return gains, "accuracy above the majority class"
+    return values, "score"
+
+
+def _matrix(record: Record, order: list[int], rounds: list[int], *series: str) -> np.ndarray:
+    """A series of every client, float64 (clients, rounds); NaN where a client has none."""
     values = np.full((len(order), len(rounds)), np.nan)
     for row, index in enumerate(order):
         history = record.histories.get(record.clients[index])
-        for at, score in (history.series("validation") if history else {}).items():
-            values[row, rounds.index(at)] = score
+        for at, value in (history.series(*series) if history else {}).items():
+            values[row, rounds.index(at)] = value
     return values
 
 

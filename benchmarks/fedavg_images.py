@@ -1,0 +1,186 @@
+"""What a round of whole models costs against the loop that one would write without ATLAS.
+
+A vision transformer of the size of ViT-S (random weights), ten clients of the digits a round, four steps of sixteen
+images each. Both sides take the same batches through the same preparation of pixels; the loop sets the stock model to
+the global weights for each client, runs torch.optim.SGD with momentum and adds up the weighted models. They take turns
+in one process; the difference of the models after the rounds says whether they did the same work. The peak memory of
+each side is that of a process of its own. The last line is what a client's turn takes beyond its steps.
+
+    python benchmarks/fedavg_images.py
+"""
+
+import argparse
+import multiprocessing
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch.nn.functional import cross_entropy
+from transformers import AutoModelForImageClassification, ViTConfig, ViTForImageClassification, ViTImageProcessorPil
+
+from atlas_fl.assemble_images import ImageAssembly, assemble_images
+from atlas_fl.clients.base import Job
+from atlas_fl.clients.whole import batches, images_of
+from atlas_fl.config import Config, with_values
+from atlas_fl.engines.whole import WholeEngine
+from atlas_fl.models.vision import prepare
+from atlas_fl.options import whole_options
+from atlas_fl.planning import Planned
+from atlas_fl.planning_images import plan_whole
+from atlas_fl.presets import find_preset
+from atlas_fl.state import State
+from atlas_fl.train import one_round, sample_of
+from atlas_fl.tree import HEAD
+
+CLOCKS = {"wall": time.perf_counter, "cpu": time.process_time}
+
+
+def save_vit(folder: Path, *, pixels: int) -> None:
+    """A random model of the size of ViT-S, as a directory that `--model` takes."""
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 384, "num_hidden_layers": 12, "num_attention_heads": 6, "intermediate_size": 1536}
+    ViTForImageClassification(ViTConfig(**sizes, image_size=pixels, patch_size=16, num_labels=10)).save_pretrained(
+        folder
+    )
+    ViTImageProcessorPil(size={"height": pixels, "width": pixels}).save_pretrained(folder)
+
+
+def settings(model: Path, args: argparse.Namespace) -> Config:
+    return with_values(
+        find_preset("vision-quick"),
+        {
+            **{"model": str(model), "tasks": "digits", "image_size": args.pixels, "head_first": "none"},
+            **{"clients_per_task": 2 * args.clients, "samples": 64, "validation_samples": 4, "test_samples": 8},
+            **{"participation": 0.5, "rounds": 1000, "eval_every": 1000, "local_steps": args.steps},
+            **{"mask": "random" if args.masked else "none", "clip": 0.0},
+        },
+    )
+
+
+class Ours:
+    """Rounds of the product, without its files."""
+
+    def __init__(self, config: Config) -> None:
+        self.assembly: ImageAssembly = assemble_images(config)
+        self.engine = WholeEngine(site=self.assembly.site)
+        self.planned: Planned = plan_whole(self.assembly, self.engine)
+        self.state = State(round=0, strategy=self.planned.start, start=self.planned.start)
+
+    def round(self) -> None:
+        self.state, _ = one_round(self.assembly, self.planned, self.engine, self.state)
+
+    def model(self) -> Mapping[str, Tensor]:
+        return self.state.start[self.assembly.names[0]]
+
+
+class Loop:
+    """The same rounds as one would write them."""
+
+    def __init__(self, config: Config, model: Path) -> None:
+        self.assembly = assemble_images(config)
+        self.options = whole_options(config, mask=None)
+        start = self.assembly.start()[self.assembly.names[0]]
+        labels = start[HEAD + "bias"].numel()
+        self.net = AutoModelForImageClassification.from_pretrained(model, num_labels=labels).train()
+        self.net.load_state_dict({stock(key, self.assembly): tensor for key, tensor in start.items()}, strict=True)
+        self.weights = {key: value.clone() for key, value in self.net.state_dict().items()}
+        self.number = 0
+
+    def round(self) -> None:
+        self.number += 1
+        chosen = sample_of(self.assembly.config, self.assembly.names, round=self.number)
+        counts = [len(images_of(self.assembly.site, name, "train")) for name in chosen]
+        total = {key: torch.zeros_like(value) for key, value in self.weights.items()}
+        for name, count in zip(chosen, counts, strict=True):
+            self.net.load_state_dict(self.weights)
+            self.client(name)
+            for key, value in self.net.state_dict().items():
+                total[key].add_(value, alpha=count / sum(counts))
+        self.weights = total
+
+    def client(self, name: str) -> None:
+        options, site = self.options, self.assembly.site
+        rate = {"lr": options.lr, "momentum": options.momentum, "weight_decay": options.weight_decay}
+        optimizer = torch.optim.SGD(self.net.parameters(), **rate)
+        job = Job(client=name, params={}, round=self.number, options=options)
+        for batch in batches(images_of(site, name, "train"), job):
+            logits = self.net(prepare(site.vision, batch.pixels)).logits
+            cross_entropy(logits, torch.from_numpy(batch.label)).backward()
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+
+    def steps_alone(self) -> None:
+        """A round's steps with neither loading nor averaging."""
+        for name in sample_of(self.assembly.config, self.assembly.names, round=self.number + 1):
+            self.client(name)
+
+    def model(self) -> Mapping[str, Tensor]:
+        return self.weights
+
+
+def stock(key: str, assembly: ImageAssembly) -> str:
+    """The stock classifier's name of one of our tensors."""
+    return "classifier." + key.removeprefix(HEAD) if key.startswith(HEAD) else assembly.site.vision.names[key]
+
+
+def timed(work: Callable[[], object], clock: str) -> float:
+    began = CLOCKS[clock]()
+    work()
+    return CLOCKS[clock]() - began
+
+
+def peak_of(side: str, args: argparse.Namespace, model: Path) -> float:
+    """Megabytes of a process of its own that trains two rounds."""
+    with multiprocessing.get_context("spawn").Pool(1) as pool:
+        return pool.apply(_peak, (side, args, model))
+
+
+def _peak(side: str, args: argparse.Namespace, model: Path) -> float:
+    config = settings(model, args)
+    rounds = Ours(config) if side == "ours" else Loop(config, model)
+    for _ in range(2):
+        rounds.round()
+    # not ru_maxrss, which a new process takes over from the one that started it
+    status = Path("/proc/self/status").read_text()
+    return int(status.split("VmHWM:")[1].split()[0]) / 1024
+
+
+def compare(ours: Ours, loop: Loop, args: argparse.Namespace) -> tuple[Sequence[float], Sequence[float], float]:
+    """Seconds of both sides' rounds in turns, and the largest difference of their models after the last."""
+    mine, theirs = list[float](), list[float]()
+    for _ in range(args.turns):
+        mine.append(timed(ours.round, args.clock))
+        theirs.append(timed(loop.round, args.clock))
+    names, found = loop.model(), ours.model()
+    apart = max(float((names[stock(key, ours.assembly)] - value).abs().max()) for key, value in found.items())
+    return mine, theirs, apart
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--pixels", type=int, default=32)
+    parser.add_argument("--clients", type=int, default=10, help="clients of a round")
+    parser.add_argument("--steps", type=int, default=4, help="steps of a client")
+    parser.add_argument("--turns", type=int, default=5)
+    parser.add_argument("--masked", action="store_true", help="ours under a random mask of sparsity 0.9")
+    parser.add_argument("--clock", choices=CLOCKS, default="wall")
+    args = parser.parse_args()
+    with tempfile.TemporaryDirectory() as base:
+        save_vit(model := Path(base), pixels=args.pixels)
+        ours, loop = Ours(settings(model, args)), Loop(settings(model, args), model)
+        mine, theirs, apart = compare(ours, loop, args)
+        bare = min(timed(loop.steps_alone, args.clock) for _ in range(args.turns))
+        peaks = {side: peak_of(side, args, model) for side in ("ours", "loop")}
+    print("seconds a round, ours: " + ", ".join(f"{value:.2f}" for value in mine))
+    print("seconds a round, loop: " + ", ".join(f"{value:.2f}" for value in theirs))
+    print(f"largest difference of the models: {apart:.1e}")
+    print(f"peak memory: ours {peaks['ours']:.0f} MB, loop {peaks['loop']:.0f} MB")
+    print(f"a round beyond its steps: ours {min(mine) / bare - 1:+.1%}, loop {min(theirs) / bare - 1:+.1%}")
+    print(f"ratio loop/ours: {sum(theirs) / sum(mine):.2f}")
+
+
+if __name__ == "__main__":
+    main()
