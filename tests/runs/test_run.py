@@ -353,8 +353,9 @@ def test_keep_best_never_delivers_a_model_that_is_worse_on_validation(config: Ma
     assert audit(best.folder).ok
 
 
-def test_reclustering_writes_a_new_plan_that_the_audit_uses(config: Make) -> None:
-    result = run(config(recluster_every=1, eta="0.3"))
+@pytest.mark.parametrize("fingerprint", ["fisher", "delta"])
+def test_reclustering_measures_again_and_writes_a_new_plan_that_the_audit_uses(config: Make, fingerprint: str) -> None:
+    result = run(config(recluster_every=1, eta="0.3", fingerprint=fingerprint))
     assert {path.name for path in result.folder.glob("plan*.json")} == {"plan.json", "plan-0002.json", "plan-0003.json"}
     plans = [json.loads((result.folder / name).read_text()) for name in ("plan.json", "plan-0003.json")]
     labels = [[client["cluster"] for client in plan["clients"]] for plan in plans]

@@ -73,11 +73,15 @@ def _weights_of_last(backbone: Backbone, blocks: int) -> list[str]:
 
 
 def half_rows(job: Job, site: Site, *, half: int, count: int, most: int | None = None) -> Iterator[Row]:
-    """`count` batches of one half, going round the half's examples, or at most so many of them, as often as needed."""
+    """`count` batches of one half, going round the half's examples, or at most so many of them, as often as needed.
+
+    Measured again in a later round, they come in another order.
+    """
     data = site.data[job.client].splits["train"]
     options: TrainOptions = job.options.train
     index = positions(len(data), job.client, replace(options, half=half, most=most))
-    order = generator(options.seed, "gradients", job.client, half).permutation(index)
+    again = (job.round,) if job.round else ()
+    order = generator(options.seed, "gradients", job.client, half, *again).permutation(index)
     wanted = np.resize(order, count * options.batch_size)
     for start in range(0, len(wanted), options.batch_size):
         yield make_row([data.take(wanted[start : start + options.batch_size])], device=site.backbone.device)

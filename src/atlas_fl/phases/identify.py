@@ -45,7 +45,8 @@ def identify(
 
     A rule without clusters takes the same warm-up where the fingerprint is one that trains, so that every strategy
     starts from the same models and training budget, but no sketch leaves a client; a fingerprint that only looks is
-    not taken at all. `round` above 0 measures again, with other batches and twice the steps.
+    not taken at all. `round` above 0 measures again, in another order and with twice the batches
+    or steps.
     """
     began = time.perf_counter()
     options = fingerprint_options(assembly.config, round=round)
@@ -86,15 +87,16 @@ def _without_clusters(
 
 
 def fingerprint_options(config: Config, *, round: int = 0) -> FingerprintOptions:
-    """How clients take their fingerprints in this config: before round one, or again before a later round."""
+    """How clients take their fingerprints in this config: before round one, or again with twice the work."""
+    times = 2 if round else 1
     return FingerprintOptions(
         kind=config.clustering.fingerprint,
         sketch_dim=config.clustering.sketch_dim,
         train=warmup_options(config),
-        batches=config.clustering.fingerprint_batches,
+        batches=config.clustering.fingerprint_batches * times,
         blocks=config.clustering.fingerprint_blocks,
         samples=config.clustering.fingerprint_samples,
-        steps=config.clustering.fingerprint_steps * (2 if round else 1),
+        steps=config.clustering.fingerprint_steps * times,
     )
 
 
