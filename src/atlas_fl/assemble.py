@@ -11,6 +11,7 @@ from atlas_fl.clients.base import ClientTokens, Prompts, Site
 from atlas_fl.config import Config, DataConfig
 from atlas_fl.config.images import EVENLY
 from atlas_fl.config.validate import no_fp16
+from atlas_fl.door import CLOSED, Door
 from atlas_fl.errors import ConfigError
 from atlas_fl.io.fetch import embedded_dir
 from atlas_fl.lora.adapters import init_adapters, init_head, lora_scale
@@ -45,6 +46,7 @@ class Assembly:
     shape: ModelShape
     layer_of: dict[str, int]
     """Block of every adapted module."""
+    door: Door = CLOSED
 
     @property
     def names(self) -> tuple[str, ...]:

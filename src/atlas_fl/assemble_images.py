@@ -7,6 +7,7 @@ import torch
 from atlas_fl.assemble import load_clients, pick_device
 from atlas_fl.clients.whole import ImageSite
 from atlas_fl.config import Config
+from atlas_fl.door import CLOSED, Door
 from atlas_fl.errors import ConfigError
 from atlas_fl.models.vision import trainable_names, weights
 from atlas_fl.models.vision_loading import load_vision
@@ -29,6 +30,7 @@ class ImageAssembly:
     devices: tuple[Device, ...]
     """One for each client."""
     site: ImageSite
+    door: Door = CLOSED
 
     @property
     def names(self) -> tuple[str, ...]:

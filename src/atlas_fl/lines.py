@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from atlas_fl.arrivals import put_off
 from atlas_fl.assemble import assemble
 from atlas_fl.assemble_images import ImageAssembly, assemble_images
 from atlas_fl.config import Config
@@ -99,5 +100,5 @@ def make_plan(config: Config, *, on_event: OnEvent = ignore) -> Plan:
     """The plan of this config: what takes passes over the clients' data is done, nothing is trained federally."""
     line = line_of(find_tasks(config.data.tasks, config.data.task))
     on_event(PhaseStarted("loading"))
-    assembly = line.assemble(config)
+    assembly = put_off(line.assemble(config))
     return line.plan(assembly, line.engine(assembly, on_event), on_event=on_event).plan

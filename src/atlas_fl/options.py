@@ -27,6 +27,12 @@ def strategy_of(config: Config) -> Strategy:
     )
 
 
+def is_reclustered(config: Config, number: int) -> bool:
+    """Whether clients are clustered again before the round of this number."""
+    every = config.clustering.recluster_every
+    return strategy_of(config).clustered and every > 0 and number > 1 and (number - 1) % every == 0
+
+
 def train_options(config: Config) -> TrainOptions:
     """How clients train in every round of this config."""
     training = config.training

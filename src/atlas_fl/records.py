@@ -2,21 +2,21 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any
 
-import torch
-
+from atlas_fl.admission import Admitted
 from atlas_fl.clients.base import Update
-from atlas_fl.clients.importance import IMPORTANCE
+from atlas_fl.config import Config
 from atlas_fl.io import checkpoint
 from atlas_fl.io.folder import RunFolder
-from atlas_fl.io.ledger import LedgerRow, payload_bytes
 from atlas_fl.io.machine import peak_memory
-from atlas_fl.io.results import append_rows, defined, to_json, truncate_to, write_json
+from atlas_fl.io.results import append_rows, defined, truncate_to, write_json
+from atlas_fl.io.sketches import write_sketches
 from atlas_fl.io.tensors import write_tensors
-from atlas_fl.plan import Plan
+from atlas_fl.origin import origin_of
 from atlas_fl.planning import Planned
-from atlas_fl.state import RoundRecord, State
+from atlas_fl.state import RoundRecord, State, plan_messages
 from atlas_fl.tasks.clients import ClientData, majority
 from atlas_fl.tree import prefixed, unprefixed
 from atlas_fl.types import ByClient, Split
@@ -57,10 +57,36 @@ class Recorder:
             self._write_tensors("start", state.start, round=0)
         self._checkpoint(state)
 
+    def joined(self, arrived: Admitted) -> None:
+        """Write the plan with the newcomers, what placing them sent, and a checkpoint that they are part of.
+
+        For an audit also their own models, what became of them, and the plan that this followed from.
+        """
+        state, assembly = arrived.state, arrived.assembly
+        self.enlarge(assembly.config, assembly.clients)
+        self.plan_file = f"plan-{state.round + 1:04d}.json"
+        self._write_plan(arrived.planned)
+        clients = [client for client in arrived.planned.plan.clients if client.name in arrived.fresh]
+        told = {"round": state.round + 1, "event": "joined"}
+        append_rows(self.folder.metrics, [{**told, "client": one.name, "cluster": one.cluster} for one in clients])
+        if arrived.communicates:
+            rows = plan_messages(arrived.planned, round=state.round + 1, only=arrived.fresh)
+            append_rows(self.folder.ledger, [row.to_json() for row in rows])
+        if self.audit:
+            place = self.folder.audit_arrival(state.round + 1)
+            self._write_models(place / "fresh.safetensors", arrived.fresh)
+            self._write_models(place / "start.safetensors", {name: state.start[name] for name in arrived.fresh})
+            write_json(place / "plan.json", arrived.planned.plan.to_json())
+        self._checkpoint(state)
+
+    def enlarge(self, config: Config, clients: tuple[ClientData, ...]) -> None:
+        """These are the clients from now on."""
+        self.clients, self.origin = clients, origin_of(config, clients)
+
     def replanned(self, planned: Planned, *, round: int, begun: ByClient | None) -> None:
         """Write the plan that holds from this round on, beside the first one, and the models at their new ranks."""
         self.plan_file = f"plan-{round:04d}.json"
-        write_json(self.folder.path / self.plan_file, planned.plan.to_json())
+        self._write_plan(planned)
         append_rows(self.folder.ledger, [row.to_json() for row in plan_messages(planned, round=round)])
         if self.audit and begun is not None:
             self._write_tensors("begun", begun, round=round)
@@ -77,10 +103,9 @@ class Recorder:
             self._checkpoint(state)
 
     def _write_plan(self, planned: Planned) -> None:
-        """The first plan with its sketches, which the figures draw; later plans stand beside it."""
+        """A plan with its sketches, which the figures draw and newcomers are compared with; later ones stand beside."""
         if planned.sketches is not None:
-            first, second = (torch.from_numpy(half) for half in planned.sketches)
-            write_tensors(self.folder.sketches, {"sketch/first": first, "sketch/second": second})
+            write_sketches(self.folder.sketches_of(self.plan_file), planned.sketches)
         if planned.mask is not None:
             write_tensors(self.folder.mask, planned.mask)
         write_json(self.folder.path / self.plan_file, planned.plan.to_json())
@@ -126,9 +151,11 @@ class Recorder:
         write_json(self.folder.audit_round(record.round) / "record.json", content)
 
     def _write_tensors(self, name: str, models: ByClient, *, round: int) -> None:
-        folder = self.folder.audit_round(round)
-        folder.mkdir(parents=True, exist_ok=True)
-        write_tensors(folder / f"{name}.safetensors", prefixed(models))
+        self._write_models(self.folder.audit_round(round) / f"{name}.safetensors", models)
+
+    def _write_models(self, path: Path, models: ByClient) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_tensors(path, prefixed(models))
 
     def _checkpoint(self, state: State) -> None:
         leads = leads_of(state.strategy)
@@ -190,25 +217,3 @@ def _hosting_rows(record: RoundRecord) -> list[dict[str, Any]]:
         for work, pairs in (("training", record.hosting.training), ("evaluation", record.hosting.evaluation))
         for name, own in pairs.items()
     ]
-
-
-def plan_messages(planned: Planned, *, round: int = 0) -> list[LedgerRow]:
-    """What planning sends: each client's sketches and layer importance up, its ranks and cluster down."""
-    rows: list[LedgerRow] = list(planned.messages)
-    for place, client in enumerate(planned.plan.clients):
-        if planned.sketches is not None:
-            payload = {
-                "first": torch.from_numpy(planned.sketches[0, place]),
-                "second": torch.from_numpy(planned.sketches[1, place]),
-                IMPORTANCE: torch.from_numpy(planned.plan.importance[place]),
-            }
-            size = payload_bytes(payload)
-            rows.append(LedgerRow(round=round, client=client.name, direction="up", kind="fingerprint", bytes=size))
-        size = len(to_json(_control(planned.plan, place)).encode())
-        rows.append(LedgerRow(round=round, client=client.name, direction="down", kind="control", bytes=size))
-    return rows
-
-
-def _control(plan: Plan, place: int) -> dict[str, Any]:
-    client = plan.clients[place]
-    return {"client": client.name, "cluster": client.cluster, "ranks": list(client.ranks), "cut": client.cut}

@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from atlas_fl.arrivals import put_off, with_planned
 from atlas_fl.assemble import Assembly
 from atlas_fl.clustering import Clustering
 from atlas_fl.config import Config, config_hash, load_config, run_folder, to_toml, validate
@@ -18,6 +19,7 @@ from atlas_fl.io.folder import RunFolder, check_free, find_run, leave_as_found, 
 from atlas_fl.io.lock import run_lock
 from atlas_fl.io.machine import versions
 from atlas_fl.io.results import read_json, read_rows, write_json
+from atlas_fl.io.sketches import read_sketches
 from atlas_fl.io.summary import summarise
 from atlas_fl.io.tensors import read_tensors
 from atlas_fl.lines import line_of, tasks_of
@@ -103,6 +105,7 @@ def _go_on(config: Config, folder: RunFolder, on_event: OnEvent, workplace: Work
         tell(PhaseStarted("loading"))
         began = time.perf_counter()
         with workplace(config, tell) as (assembly, engine):
+            assembly = put_off(assembly)
             recorder = _recorder(config, assembly, folder)
             recorder.seconds["loading"] = time.perf_counter() - began
             return _trained(assembly, engine, recorder, folder, tell)
@@ -111,10 +114,10 @@ def _go_on(config: Config, folder: RunFolder, on_event: OnEvent, workplace: Work
 def _trained(assembly: Assembly, engine: Engine, recorder: Recorder, folder: RunFolder, tell: OnEvent) -> RunResult:
     """What is left of the run, within its limit of rounds."""
     config = assembly.config
-    planned, state = _begin(assembly, recorder, folder, engine, tell)
+    assembly, planned, state = _begin(assembly, recorder, folder, engine, tell)
     limit = config.run.max_rounds
     last = config.training.rounds if limit is None else min(config.training.rounds, state.round + limit)
-    planned, state = train(assembly, planned, engine, state, last=last, recorder=recorder, on_event=tell)
+    assembly, planned, state = train(assembly, planned, engine, state, last=last, recorder=recorder, on_event=tell)
     if state.round == config.training.rounds:
         tell(PhaseStarted("export"))
         EXPORTS[line_of(tasks_of(assembly)).name](assembly, state.start, folder)
@@ -137,29 +140,13 @@ def _recorder(config: Config, assembly: Assembly, folder: RunFolder) -> Recorder
 
 def _begin(
     assembly: Assembly, recorder: Recorder, folder: RunFolder, engine: Any, tell: OnEvent
-) -> tuple[Planned, State]:
-    """The plan and the state to go on from: of the newest good checkpoint, or fresh ones."""
+) -> tuple[Assembly, Planned, State]:
+    """The clients, the plan and the state to go on from: of the newest good checkpoint, or fresh ones."""
     found, damaged = checkpoint.load_latest(folder.checkpoints)
     for line in damaged:
         tell(Note(line))
     if found is not None:
-        check_origin(found.state["origin"], recorder.origin, folder=folder.path)
-        recorder.go_back_to(found)
-        plan = Plan.from_json(read_json(folder.path / recorder.plan_file))
-        _check_clients(plan, assembly, folder)
-        memory, start = models_of(found, assembly.names)
-        tell(Note(f"resumed after round {found.round}"))
-        stored = plan.clustering
-        clustering = Clustering.from_json(stored) if "similarity" in stored else None
-        state = State(
-            round=found.round,
-            strategy=memory,
-            start=start,
-            stale=frozenset(found.state["stale"]),
-            validation=found.state["validation"],
-        )
-        mask = read_tensors(folder.mask) if plan.sparse else None
-        return Planned(plan=plan, start=start, sketches=None, clustering=clustering, mask=mask), state
+        return _resumed(assembly, recorder, folder, found, tell)
     for leftover in (folder.metrics, folder.ledger):
         leftover.unlink(missing_ok=True)
     began = time.perf_counter()
@@ -169,7 +156,32 @@ def _begin(
     memory = strategy.init(planned.start)
     state = State(round=0, strategy=memory, start=memory)
     recorder.planned(planned, state, communicates=strategy.communicates)
-    return planned, state
+    return assembly, planned, state
+
+
+def _resumed(
+    assembly: Assembly, recorder: Recorder, folder: RunFolder, found: checkpoint.Checkpoint, tell: OnEvent
+) -> tuple[Assembly, Planned, State]:
+    """The clients, the plan and the state of this checkpoint."""
+    plan = Plan.from_json(read_json(folder.path / found.state["plan"]))
+    assembly = with_planned(assembly, [client.name for client in plan.clients], round=found.round + 1)
+    recorder.enlarge(assembly.config, assembly.clients)
+    check_origin(found.state["origin"], recorder.origin, folder=folder.path)
+    recorder.go_back_to(found)
+    _check_clients(plan, assembly, folder)
+    memory, start = models_of(found, assembly.names)
+    tell(Note(f"resumed after round {found.round}"))
+    clustering = Clustering.from_json(plan.clustering) if "similarity" in plan.clustering else None
+    state = State(
+        round=found.round,
+        strategy=memory,
+        start=start,
+        stale=frozenset(found.state["stale"]),
+        validation=found.state["validation"],
+    )
+    mask = read_tensors(folder.mask) if plan.sparse else None
+    sketches = read_sketches(folder.sketches_of(recorder.plan_file))
+    return assembly, Planned(plan=plan, start=start, sketches=sketches, clustering=clustering, mask=mask), state
 
 
 def _check_clients(plan: Plan, assembly: Assembly, folder: RunFolder) -> None:

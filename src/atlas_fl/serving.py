@@ -2,16 +2,19 @@
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from atlas_fl.assemble import Assembly, assemble
+from atlas_fl.clients.base import ClientTokens
 from atlas_fl.config import Config, config_hash, run_folder, to_toml
 from atlas_fl.config.splitting import NONE
+from atlas_fl.door import Door, Newcomer
 from atlas_fl.engines.base import Engine
 from atlas_fl.engines.census import Census, stand_in
 from atlas_fl.engines.hall import Hall
 from atlas_fl.engines.identity import Identity
+from atlas_fl.engines.latecomers import let_in, newcomers, turn_away
 from atlas_fl.engines.loops import Desk, LoopThread
 from atlas_fl.engines.remote import RemoteEngine
 from atlas_fl.engines.server import Server
@@ -21,7 +24,7 @@ from atlas_fl.engines.tokens import Tokens
 from atlas_fl.errors import BudgetError, CheckpointError, ConfigError
 from atlas_fl.events import Note, OnEvent
 from atlas_fl.io import checkpoint
-from atlas_fl.io.certs import listed_clients, open_certs
+from atlas_fl.io.certs import Listed, listed_clients, open_certs
 from atlas_fl.io.folder import RunFolder
 from atlas_fl.io.machine import versions
 from atlas_fl.io.results import read_json
@@ -52,6 +55,8 @@ class Service:
     """How long a job may take."""
     tokens: Tokens | None = None
     """What clients bring beside their certificate; None where that is enough."""
+    late: bool = True
+    """Whether clients may join that come after the plan was made."""
     beside: Callable[[Hall, Desk], AbstractContextManager[None]] = lambda *_: nullcontext()
     """Entered when the server listens and left when the run ends: whatever else starts and watches its clients."""
 
@@ -75,24 +80,30 @@ def across_machines(service: Service) -> Callable[[Config, OnEvent], AbstractCon
         least = service.min_clients or len(wanted)
         with LoopThread() as threads:
             desk = Desk(threads=threads, on_event=on_event)
-            hall = Hall(listed, identity_of(config), settings=to_toml(config), on_note=desk.note)
+            hall = Hall(listed, identity_of(config), settings=to_toml(config), on_note=desk.note, late=service.late)
             admit = hall.admit if service.tokens is None else service.tokens.guard(hall.admit)
-            sessions = Sessions(answer=hall.answer, admit=admit, allowed=listed, on_presence=hall.on_presence)
+            sessions = Sessions(
+                answer=hall.answer, admit=admit, allowed=Listed(service.certs), on_presence=hall.on_presence
+            )
             server = Server(sessions, certs, host=service.host, port=service.port)
             port = desk.call(server.start())
             try:
                 on_event(Note(f"listening on {service.host}:{port} for {', '.join(wanted)}"))
                 with service.beside(hall, desk):
                     come = desk.call(hall.gather(wanted, least=least, seconds=service.wait_seconds))
-                    assembly = _assembly(config, hall, come)
+                    assembly = _assembly(config, hall, desk, come)
                     with Suffixes(assembly.site) as suffixes:
                         deadline = service.deadline_seconds
                         engine = RemoteEngine(
-                            hall=hall, desk=desk, suffixes=suffixes, deadline_seconds=deadline, least=least
+                            hall=hall,
+                            desk=desk,
+                            suffixes=suffixes,
+                            deadline_seconds=deadline,
+                            least=service.min_clients,
                         )
                         yield assembly, engine
                     if folder.summary.exists():
-                        desk.call(hall.dismiss(_final_models(folder, come), seconds=FAREWELL_SECONDS))
+                        desk.call(hall.dismiss(_final_models(folder), seconds=FAREWELL_SECONDS))
             except (BudgetError, ConfigError) as error:
                 # Settings that cannot be will not come back: a site need not wait for them.
                 desk.call(hall.dismiss({}, seconds=FAREWELL_SECONDS, reason=str(error)))
@@ -143,6 +154,10 @@ def _check_simulated(config: Config) -> None:
             f"--topology {config.split.topology} is there in simulation alone, and across machines only the server"
             " computes for others; leave it out, or simulate it with `atlas run`"
         )
+    if config.data.arrive:
+        raise ConfigError(
+            "--arrive says who is late in a simulation, and across machines clients come when they come; leave it out"
+        )
     if config.split.leakage:
         raise ConfigError(
             "--leakage reads the clients' texts, and across machines these stay at their sites; leave it out, and use"
@@ -158,9 +173,9 @@ def identity_of(config: Config) -> Identity:
 
 def _wanted(folder: RunFolder, listed: tuple[str, ...]) -> tuple[str, ...]:
     """Who is waited for: the clients of the plan where there is one to go on with, else all that are listed."""
-    if not folder.plan.exists() or checkpoint.load_latest(folder.checkpoints)[0] is None:
+    if (last := _last_plan(folder)) is None:
         return listed
-    planned = tuple(client.name for client in Plan.from_json(read_json(folder.plan)).clients)
+    _, planned = last
     if unlisted := [name for name in planned if name not in listed]:
         raise CheckpointError(
             f"run {folder.path} was planned with {', '.join(unlisted)}, not listed here; list them again, or"
@@ -169,20 +184,53 @@ def _wanted(folder: RunFolder, listed: tuple[str, ...]) -> tuple[str, ...]:
     return planned
 
 
-def _assembly(config: Config, hall: Hall, names: tuple[str, ...]) -> Assembly:
+def _assembly(config: Config, hall: Hall, desk: Desk, names: tuple[str, ...]) -> Assembly:
     """The parts of a run with stand-ins in the place of the data, which stays where it is."""
     seats = [hall.seats[name] for name in names]
     censuses: Mapping[str, Census] = {seat.name: seat.census for seat in seats if seat.census is not None}
     stand_ins = {name: stand_in(name, census) for name, census in censuses.items()}
-    return assemble(
+    tokens = {name: own for name, (_, own) in stand_ins.items()}
+    assembly = assemble(
         config,
         clients=tuple(client for client, _ in stand_ins.values()),
-        tokens={name: tokens for name, (_, tokens) in stand_ins.items()},
+        tokens=tokens,
         devices=tuple(seat.device for seat in seats if seat.device is not None),
+    )
+    return replace(assembly, door=_door(hall, desk, tokens))
+
+
+def _door(hall: Hall, desk: Desk, tokens: dict[str, ClientTokens]) -> Door:
+    """The door of a run that is served: those wait there whose seats are in no plan.
+
+    Their stand-ins go to `tokens` as well, where the server's halves of cut models look them up.
+    """
+
+    def waiting(_round: int) -> tuple[Newcomer, ...]:
+        found = []
+        for seat in desk.call(newcomers(hall)):
+            census, device = seat.census, seat.device
+            if census is not None and device is not None:
+                client, tokens[seat.name] = stand_in(seat.name, census)
+                found.append(Newcomer(client=client, tokens=tokens[seat.name], device=device))
+        return tuple(found)
+
+    return Door(
+        waiting=waiting,
+        let_in=lambda name: desk.call(let_in(hall, name)),
+        turn_away=lambda name, error: desk.call(turn_away(hall, name, str(error))),
     )
 
 
-def _final_models(folder: RunFolder, names: tuple[str, ...]) -> Mapping[str, Params]:
+def _last_plan(folder: RunFolder) -> tuple[checkpoint.Checkpoint, tuple[str, ...]] | None:
+    """The newest checkpoint and who is in its plan; None where there is none to go on from."""
     found, _ = checkpoint.load_latest(folder.checkpoints)
-    assert found is not None, "a complete run has written its last checkpoint"
-    return models_of(found, names)[1]
+    if found is None:
+        return None
+    plan = Plan.from_json(read_json(folder.path / found.state["plan"]))
+    return found, tuple(client.name for client in plan.clients)
+
+
+def _final_models(folder: RunFolder) -> Mapping[str, Params]:
+    last = _last_plan(folder)
+    assert last is not None, "a complete run has written its last checkpoint"
+    return models_of(*last)[1]

@@ -1,15 +1,22 @@
 """The federation between two rounds, and what happened in one."""
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from typing import Any
 
+import torch
 from torch import Tensor
 
 from atlas_fl.clients.base import Update
+from atlas_fl.clients.importance import IMPORTANCE
+from atlas_fl.clustering import UNDECIDED
 from atlas_fl.hosting import Hosting
 from atlas_fl.io.ledger import Direction, Kind, LedgerRow, payload_bytes
+from atlas_fl.io.results import to_json
 from atlas_fl.mixing.diversity import Diversity
+from atlas_fl.plan import Plan
+from atlas_fl.planning import Planned
 from atlas_fl.sparse.algebra import num_kept
 from atlas_fl.sparse.choose import Mask
 from atlas_fl.sparse.codec import values_size
@@ -172,3 +179,32 @@ class State:
             stale=record.stale_after(),
             validation={name: score.metrics["primary"] for name, score in scores.items()} or self.validation,
         )
+
+
+def plan_messages(planned: Planned, *, round: int = 0, only: Collection[str] | None = None) -> list[LedgerRow]:
+    """What planning sends: each client's sketches and layer importance up, its ranks and cluster down.
+
+    Of newcomers (`only`) those send no importance whose cluster has one.
+    """
+    rows: list[LedgerRow] = list(planned.messages) if only is None else []
+    first = {client.cluster: client.name for client in reversed(planned.plan.clients)}
+    for place, client in enumerate(planned.plan.clients):
+        if only is not None and client.name not in only:
+            continue
+        if planned.sketches is not None:
+            payload = {
+                "first": torch.from_numpy(planned.sketches[0, place]),
+                "second": torch.from_numpy(planned.sketches[1, place]),
+            }
+            if only is None or client.cluster == UNDECIDED or first[client.cluster] == client.name:
+                payload[IMPORTANCE] = torch.from_numpy(planned.plan.importance[place])
+            size = payload_bytes(payload)
+            rows.append(LedgerRow(round=round, client=client.name, direction="up", kind="fingerprint", bytes=size))
+        size = len(to_json(_control(planned.plan, place)).encode())
+        rows.append(LedgerRow(round=round, client=client.name, direction="down", kind="control", bytes=size))
+    return rows
+
+
+def _control(plan: Plan, place: int) -> dict[str, Any]:
+    client = plan.clients[place]
+    return {"client": client.name, "cluster": client.cluster, "ranks": list(client.ranks), "cut": client.cut}

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from atlas_fl.admission import admit
 from atlas_fl.assemble import Assembly
 from atlas_fl.clients.base import Job, Update
 from atlas_fl.clients.evaluate import EvaluateOptions
@@ -18,7 +19,7 @@ from atlas_fl.events import Note, OnEvent, PhaseStarted, RoundFinished
 from atlas_fl.hosting import hosting_of
 from atlas_fl.lines import line_of, tasks_of
 from atlas_fl.mixing.matrices import Federation
-from atlas_fl.options import strategy_of
+from atlas_fl.options import is_reclustered, strategy_of
 from atlas_fl.planning import Planned, at_ranks, cuts_of, held_by, regraphed
 from atlas_fl.records import Recorder
 from atlas_fl.rng import generator
@@ -65,19 +66,25 @@ def train(
     last: int,
     recorder: Recorder,
     on_event: OnEvent,
-) -> tuple[Planned, State]:
-    """Run rounds `state.round + 1 .. last`; every one is recorded and checkpointed before the next begins."""
+) -> tuple[Assembly, Planned, State]:
+    """Run rounds `state.round + 1 .. last`; every one is recorded and checkpointed before the next begins.
+
+    The assembly grows where clients join.
+    """
     for number in range(state.round + 1, last + 1):
         on_event(PhaseStarted(f"round {number}"))
         began = time.perf_counter()
-        if _is_reclustered(assembly, number):
+        if (arrived := admit(assembly, planned, engine, state, on_event=on_event)) is not None:
+            assembly, planned, state = arrived.assembly, arrived.planned, arrived.state
+            recorder.joined(arrived)
+        if is_reclustered(assembly.config, number):
             planned, state = _clustered_again(assembly, planned, engine, state, recorder)
         state, record = one_round(assembly, planned, engine, state)
         recorder.round(record, state, seconds=time.perf_counter() - began)
         for client, reason in record.refused.items():
             on_event(Note(f"round {number}: the update of {client} was refused: {reason}"))
         on_event(_finished(record, assembly, seconds=time.perf_counter() - began))
-    return planned, state
+    return assembly, planned, state
 
 
 def sample_of(config: Config, names: Sequence[str], *, round: int) -> tuple[str, ...]:
@@ -217,12 +224,6 @@ def best_of(
 
 def _who(updates: Sequence[Update]) -> frozenset[str]:
     return frozenset(update.client for update in updates)
-
-
-def _is_reclustered(assembly: Assembly, number: int) -> bool:
-    every = assembly.config.clustering.recluster_every
-    clustered = strategy_of(assembly.config).clustered
-    return clustered and every > 0 and number > 1 and (number - 1) % every == 0
 
 
 def _finished(record: RoundRecord, assembly: Assembly, *, seconds: float) -> RoundFinished:

@@ -148,7 +148,7 @@ def test_what_does_not_fit_is_refused(changes: dict[str, Any], message: str) -> 
     async def script(hall: Hall, _: list[str]) -> None:
         first = await register(hall, "site-1", part=0)
         await hall.gather(("site-1",), least=1, seconds=60)
-        hall._open = True
+        hall.planned = None
         with pytest.raises(ProtocolError, match=message):
             await (await register(hall, "site-2", **changes))
         first.cancel()

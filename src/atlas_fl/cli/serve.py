@@ -33,6 +33,8 @@ class ServeOptions:
     """Seconds to wait for all of them before the run begins with fewer, or ends."""
     deadline: float = 600.0
     """Seconds that a client has for a job; who lets it pass misses the round."""
+    late: bool = True
+    """Let listed clients join that come after the plan was made; they take part from the next round on."""
     settings: Annotated[Config, tyro.conf.arg(name="")] = field(default_factory=Config)
 
 
@@ -57,6 +59,7 @@ def serve(words: Sequence[str]) -> int:
         min_clients=options.min_clients,
         wait_seconds=options.wait,
         deadline_seconds=options.deadline,
+        late=options.late,
     )
     with show_progress() as on_event:
         result = run_config(config, on_event=on_event, resume=True, workplace=across_machines(service))

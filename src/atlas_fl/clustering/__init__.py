@@ -2,6 +2,7 @@
 
 from atlas_fl.clustering.clusters import cluster as cluster
 from atlas_fl.clustering.clusters import oracle as oracle
+from atlas_fl.clustering.later import with_client as with_client
 from atlas_fl.clustering.methods import METHODS as METHODS
 from atlas_fl.clustering.pca import embed as embed
 from atlas_fl.clustering.report import agreement as agreement

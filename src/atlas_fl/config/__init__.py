@@ -4,12 +4,13 @@ The same dataclasses are the command line, the TOML file and the Python API. Bel
 sees them: it gets the numbers that it needs.
 """
 
+from atlas_fl.config.data import DataConfig as DataConfig
+from atlas_fl.config.data import arrivals as arrivals
 from atlas_fl.config.fields import Setting as Setting
 from atlas_fl.config.fields import settings as settings
 from atlas_fl.config.fields import value_of as value_of
 from atlas_fl.config.groups import ClusteringConfig as ClusteringConfig
 from atlas_fl.config.groups import Config as Config
-from atlas_fl.config.groups import DataConfig as DataConfig
 from atlas_fl.config.groups import MixingConfig as MixingConfig
 from atlas_fl.config.groups import ModelConfig as ModelConfig
 from atlas_fl.config.groups import RanksConfig as RanksConfig

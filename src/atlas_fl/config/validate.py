@@ -1,5 +1,6 @@
 """Whether a config can be run, as far as that can be told without reading any data."""
 
+from atlas_fl.config.data import arrivals
 from atlas_fl.config.fields import settings, value_of
 from atlas_fl.config.groups import Config, DataConfig, MixingConfig, RanksConfig, RunConfig
 from atlas_fl.config.images import EVENLY
@@ -19,6 +20,7 @@ def validate(config: Config) -> Config:
     check_types(config)
     check_ranges(config)
     _check_data(config.data)
+    _check_arrivals(config)
     _check_clusters(config)
     _check_ranks(config.ranks)
     _check_split(config.split)
@@ -56,6 +58,15 @@ def _check_data(data: DataConfig) -> None:
         raise ConfigError("--tasks is empty; a federation needs at least one task; see `atlas list tasks`")
     if repeated := _repeated(data.tasks):
         raise ConfigError(f"--tasks names {repeated!r} twice; name a task once and raise --clients-per-task")
+
+
+def _check_arrivals(config: Config) -> None:
+    for name, number in arrivals(config.data.arrive).items():
+        if number > config.training.rounds:
+            raise ConfigError(
+                f"--arrive lets {name} join before round {number}, and the run has {config.training.rounds}; choose an"
+                " earlier round"
+            )
 
 
 def _check_clusters(config: Config) -> None:

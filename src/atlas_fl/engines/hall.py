@@ -14,7 +14,7 @@ from atlas_fl.clients.base import Job, Update
 from atlas_fl.engines.census import read_census, read_device
 from atlas_fl.engines.frames import Head
 from atlas_fl.engines.identity import Identity
-from atlas_fl.engines.seats import Seat, Work, check_fellows
+from atlas_fl.engines.seats import Seat, Work, check_fellows, check_return
 from atlas_fl.engines.stream import NO_TENSORS
 from atlas_fl.engines.suffixes import Suffixes
 from atlas_fl.engines.wire import job_message, read_update
@@ -27,15 +27,24 @@ class Hall:
     """All seats. Its methods run in one loop."""
 
     def __init__(
-        self, names: Sequence[str], identity: Identity, *, settings: str, on_note: Callable[[str], None]
+        self,
+        names: Sequence[str],
+        identity: Identity,
+        *,
+        settings: str,
+        on_note: Callable[[str], None],
+        late: bool = False,
     ) -> None:
         self.seats = {name: Seat(name) for name in names}
-        self._identity, self._settings, self._on_note = identity, settings, on_note
-        self._open, self._numbers, self._changed = True, 0, asyncio.Condition()
+        self.planned: set[str] | None = None
+        """Who is in the plan; None as long as everyone may be."""
+        self._identity, self._settings, self._on_note, self._late = identity, settings, on_note, late
+        self._numbers, self._changed = 0, asyncio.Condition()
 
     def admit(self, name: str, hello: Mapping[str, Any]) -> Head:
         """What the server says to a client that knocks; raises `ProtocolError` where they do not belong together."""
         self._identity.check(name, hello)
+        self.seats.setdefault(name, Seat(name))  # it may have been listed after the server was started
         return {**vars(self._identity), "settings": self._settings}
 
     def on_presence(self, name: str, here: bool) -> None:
@@ -101,15 +110,15 @@ class Hall:
         self._identity.check(seat.name, head)
         census, device, part = read_census(head), read_device(str(head.get("device"))), head.get("part")
         check_fellows(seat, census, part, self.seats.values())
-        if not self._open and seat.census is None:
-            raise ProtocolError(f"this federation was planned without {seat.name}; it can join the next one")
-        if seat.census is not None and seat.census != census:
-            raise ProtocolError(f"{seat.name} came back with other data than it had; join with the same --task")
+        comes_late = self.planned is not None and seat.name not in self.planned
+        check_return(seat, census, comes_late=comes_late, late=self._late)
         is_new, seat.census, seat.device, seat.held = seat.census is None, census, device, {}
         seat.part = part if type(part) is int else None
         if is_new:
             examples = census.examples["train"]
             self._on_note(f"{seat.name}: {census.task}, {examples} training examples, {device.name} ({self._count()})")
+            if comes_late:
+                self._on_note(f"{seat.name} came after the plan was made and joins before the next round")
         async with self._changed:
             self._changed.notify_all()
 
@@ -168,7 +177,7 @@ class Hall:
             )
         if missing:
             self._on_note(f"begins without {missing}")
-        self._open = False
+        self.planned = set(come)
         return come
 
     async def work(

@@ -22,7 +22,7 @@ class RemoteEngine:
     suffixes: Suffixes
     """Where the upper blocks of cut clients are computed."""
     least: int
-    """Fewest clients that must answer, or all of the asked where these are fewer."""
+    """Fewest clients that must answer, or all of the asked where these are fewer; 0 for all."""
 
     def run(self, action: str, jobs: Sequence[Job]) -> list[Update]:
         """The updates of those who answered, in the order of the jobs.
@@ -42,10 +42,11 @@ class RemoteEngine:
             if isinstance(answer, str):
                 self.desk.on_event(Note(f"no {action} of {job.client} in round {job.round}: {answer}"))
         updates = [answer for answer in answers if isinstance(answer, Update)]
-        if len(updates) < min(self.least, len(jobs)):
+        needed = min(self.least or len(jobs), len(jobs))
+        if len(updates) < needed:
             raise ProtocolError(
                 f"{len(updates)} of {len(jobs)} clients answered {action} in round {jobs[0].round}, and"
-                f" {self.least} are needed; bring them back and start `atlas serve` again: it goes on from its last"
+                f" {needed} are needed; bring them back and start `atlas serve` again: it goes on from its last"
                 " checkpoint; or lower --min-clients"
             )
         return updates

@@ -50,6 +50,19 @@ class Seat:
     woken: asyncio.Event = field(default_factory=asyncio.Event)
 
 
+def check_return(seat: Seat, census: Census, *, comes_late: bool, late: bool) -> None:
+    """Nothing where this client may come, with this data; raises `ProtocolError` else.
+
+    Who comes to a plan that was made without it may do so where late clients are let in, and with any data.
+    """
+    if comes_late:
+        if not late:
+            raise ProtocolError(f"this federation was planned without {seat.name}; it can join the next one")
+        seat.lost, seat.given_up = "", False  # if it was turned away, that was as another
+    elif seat.census is not None and seat.census != census:
+        raise ProtocolError(f"{seat.name} came back with other data than it had; join with the same --task")
+
+
 def check_fellows(seat: Seat, census: Census, part: Any, seats: Iterable[Seat]) -> None:
     """Nothing where the clients of this one's task have its labels and other parts; raises `ProtocolError` else."""
     for other in seats:

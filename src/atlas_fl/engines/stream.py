@@ -8,7 +8,7 @@ and worked out by a task that outlives the stream, so a request that is sent aga
 """
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeAlias
 
@@ -59,8 +59,8 @@ class Sessions:
 
     answer: Answer
     admit: Admit
-    allowed: tuple[str, ...]
-    """Names that may enter."""
+    allowed: Collection[str]
+    """Names that may enter; looked into whenever somebody knocks."""
     on_presence: Callable[[str, bool], None]
     """Told (client, whether it is here) whenever that changes."""
     limit: int = FRAME_LIMIT

@@ -7,7 +7,7 @@ certificate cannot serve and a server's cannot join (extended key usage, RFC 528
 import ipaddress
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -112,6 +112,28 @@ def listed_clients(folder: Path) -> tuple[str, ...]:
     if not names or len(set(names)) < len(names):
         raise ConfigError(f"{path} lists {'no client' if not names else 'a client twice'}; one name a line, each once")
     return names
+
+
+class Listed(Collection[str]):
+    """The names that may join as the list is now, those first that it had at the start."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder, self._first = folder, listed_clients(folder)
+
+    def _names(self) -> tuple[str, ...]:
+        try:
+            return tuple(dict.fromkeys((*self._first, *listed_clients(self._folder))))
+        except ConfigError:  # somebody is just editing it
+            return self._first
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._names()
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names())
+
+    def __len__(self) -> int:
+        return len(self._names())
 
 
 def _check(folder: Path, servers: Sequence[str], clients: Sequence[str], days: int) -> None:

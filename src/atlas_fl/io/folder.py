@@ -36,6 +36,10 @@ class RunFolder:
         """The clients' sketches: `sketch/first` and `sketch/second`, each (clients, dim)."""
         return self.path / "plan.safetensors"
 
+    def sketches_of(self, plan: str) -> Path:
+        """The sketches beside the plan of this file name."""
+        return (self.path / plan).with_suffix(".safetensors")
+
     @property
     def mask(self) -> Path:
         """Which weights may move: a truth value for each, by the names of the tensors."""
@@ -89,6 +93,10 @@ class RunFolder:
     def audit_round(self, round: int) -> Path:
         """The folder of one audited round."""
         return self.audit / f"round-{round:04d}"
+
+    def audit_arrival(self, round: int) -> Path:
+        """What clients that joined before a round brought to it and began it with."""
+        return self.audit / f"joined-{round:04d}"
 
     def adapter(self, client: str) -> Path:
         """The folder of one client's adapter."""

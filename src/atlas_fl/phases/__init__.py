@@ -12,6 +12,7 @@ from atlas_fl.phases.identify import fingerprint_options as fingerprint_options
 from atlas_fl.phases.identify import fingerprints as fingerprints
 from atlas_fl.phases.identify import how_taken as how_taken
 from atlas_fl.phases.identify import identify as identify
+from atlas_fl.phases.identify import report_of as report_of
 from atlas_fl.phases.leakage import CutLeakage as CutLeakage
 from atlas_fl.phases.leakage import every_cut as every_cut
 from atlas_fl.phases.leakage import leakage_of as leakage_of

@@ -63,7 +63,7 @@ def identify(
     return Identified(
         labels=clustering.labels,
         clustering=clustering,
-        report=_report(clustering, assembly.names, tasks, {u.client: u.metrics["loss"] for u in updates}),
+        report=report_of(clustering, assembly.names, tasks, {u.client: u.metrics["loss"] for u in updates}),
         warmed=warmed,
         sketches=sketches,
         warmup=warmup,
@@ -150,9 +150,10 @@ def _cluster(assembly: Assembly, sketches: np.ndarray, tasks: Sequence[str], pre
     return cluster(sketches[0], sketches[1], settings=settings, previous=previous, names=assembly.names)
 
 
-def _report(
+def report_of(
     clustering: Clustering, names: Sequence[str], tasks: Sequence[str], losses: Mapping[str, float]
 ) -> dict[str, Any]:
+    """The clustering as plain data, with its agreement with the true tasks and a summary of each cluster."""
     return {
         **clustering.to_json(),
         "agreement": agreement(clustering.labels, tasks),

@@ -12,9 +12,7 @@ from atlas_fl.io.folder import RunFolder, find_run
 from atlas_fl.io.ledger import LedgerRow, Totals, from_json, totals
 from atlas_fl.io.results import read_json, read_rows
 from atlas_fl.io.scores import History, histories
-from atlas_fl.io.tensors import read_tensors
-
-FIRST, SECOND = "sketch/first", "sketch/second"
+from atlas_fl.io.sketches import read_sketches
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,17 +78,11 @@ def read_record(run: Path | str) -> Record:
         CheckpointError: this is no run folder, or a file in it is damaged.
     """
     folder: RunFolder = find_run(run)
+    sketches = read_sketches(folder.sketches)
     return Record(
         name=folder.path.resolve().name,
         plan=read_json(folder.plan),
         metrics=read_rows(folder.metrics),
         ledger=[from_json(row) for row in read_rows(folder.ledger)],
-        sketches=_sketches(folder.sketches),
+        sketches=None if sketches is None else (sketches[0], sketches[1]),
     )
-
-
-def _sketches(path: Path) -> tuple[np.ndarray, np.ndarray] | None:
-    tensors = read_tensors(path) if path.exists() else {}
-    if FIRST not in tensors or SECOND not in tensors:
-        return None
-    return tensors[FIRST].float().numpy(), tensors[SECOND].float().numpy()

@@ -9,7 +9,7 @@ from jaxtyping import Bool, Float64, Int64
 
 from atlas_fl.errors import ConfigError, ProtocolError, unknown
 from atlas_fl.mixing.matrices import LAPLACIANS, Federation, group_ids, layer_factors
-from atlas_fl.mixing.mix import check_mixing, mix
+from atlas_fl.mixing.mix import Mixed, check_mixing, mix
 from atlas_fl.tree import HEAD, LORA_A, LORA_B
 from atlas_fl.types import ByClient, Params
 
@@ -89,6 +89,14 @@ class Aggregate(Protocol):
 
 
 @runtime_checkable
+class Welcome(Protocol):
+    """What clients begin with that join a run: a pure function of the state and of their own fresh models."""
+
+    def __call__(self, state: State, fresh: ByClient, federation: Federation) -> dict[str, Params]:
+        """The newcomers' models, mixed from those that the others hold; `federation` is of all of them."""
+
+
+@runtime_checkable
 class MatricesOf(Protocol):
     """The matrices of one round."""
 
@@ -114,6 +122,8 @@ class Strategy:
     """The matrices that the step applies: for reports, graph histories and tests."""
     eta: Callable[[int], float]
     """The step of a round (the first is 1); 0 where the rule has none."""
+    welcome: Welcome
+    """What clients that join a run begin with."""
 
 
 def check_options(options: StrategyOptions) -> None:
@@ -170,16 +180,26 @@ def matrices_for(
     return matrix
 
 
+def for_newcomers(rule: Rule) -> Rule:
+    """The rule for those alone who are not present; everyone else keeps its model."""
+    return lambda step: np.where(step.present[:, None], np.eye(len(step.present)), rule(step))
+
+
 def mixing_strategy(
     name: str,
     rule: Rule,
     options: StrategyOptions,
     *,
+    arrival: Rule | None = None,
     communicates: bool = True,
     clustered: bool = False,
     has_eta: bool = False,
 ) -> Strategy:
-    """The strategy that applies the rule's matrix to what everyone holds."""
+    """The strategy that applies the rule's matrix to what everyone holds.
+
+    Who joins later begins with its row of `arrival`, in which it is not present and the others are: by default of the
+    rule itself, which for an average is the average of the others.
+    """
     check_options(options)
     weighting = options.layer_weighting if has_eta else "none"
 
@@ -190,18 +210,16 @@ def mixing_strategy(
         return matrices_for(rule, federation, present, eta=eta(round), layer_weighting=weighting)
 
     def aggregate(state: State, updates: ByClient, federation: Federation, *, round: int) -> Aggregated:
-        models = held(state, updates)
         found = matrices(federation, [client in updates for client in federation.clients], round=round)
-        mixed = mix(
-            models,
-            found,
-            clients=federation.clients,
-            share=options.share,
-            space=options.space,
-            align=options.align,
-            scale=options.scale,
-        )
+        mixed = _mixed(held(state, updates), found, federation, options)
         return Aggregated(state=mixed.by_client, start=mixed.by_client, discarded=mixed.discarded)
+
+    def welcome(state: State, fresh: ByClient, federation: Federation) -> dict[str, Params]:
+        there = [client not in fresh for client in federation.clients]
+        row = for_newcomers(arrival or rule)
+        found = matrices_for(row, federation, there, eta=1.0, layer_weighting="none")
+        mixed = _mixed({**state, **fresh}, found, federation, options)
+        return {client: mixed.by_client[client] for client in fresh}
 
     return Strategy(
         name=name,
@@ -211,4 +229,17 @@ def mixing_strategy(
         aggregate=aggregate,
         matrices=matrices,
         eta=eta,
+        welcome=welcome,
+    )
+
+
+def _mixed(models: ByClient, matrices: Matrices, federation: Federation, options: StrategyOptions) -> Mixed:
+    return mix(
+        models,
+        matrices,
+        clients=federation.clients,
+        share=options.share,
+        space=options.space,
+        align=options.align,
+        scale=options.scale,
     )

@@ -1,0 +1,214 @@
+"""Clients that join between two rounds: fingerprint, cluster, ranks, cut, edges and a start, as the others got theirs.
+
+Nothing that was decided for the others changes: their clusters, ranks, cuts and edges are what they were.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from atlas_fl.arrivals import with_newcomer
+from atlas_fl.assemble import Assembly
+from atlas_fl.clients.base import Job
+from atlas_fl.clients.evaluate import EvaluateOptions
+from atlas_fl.clients.fingerprint import FIRST, SECOND
+from atlas_fl.clustering import UNDECIDED, placed, with_client
+from atlas_fl.door import Newcomer
+from atlas_fl.engines.base import Engine, run_all
+from atlas_fl.errors import AtlasError, CheckpointError, ConfigError
+from atlas_fl.events import Note, OnEvent, PhaseStarted
+from atlas_fl.hosting import with_hosts
+from atlas_fl.mixing.graph import effective_neighbours
+from atlas_fl.options import is_reclustered, strategy_of
+from atlas_fl.phases import (
+    Identified,
+    connect,
+    every_cut,
+    fingerprint_options,
+    fingerprints,
+    fit_ranks,
+    leakage_of,
+    own_importance,
+    report_of,
+    warm_start,
+)
+from atlas_fl.plan import ClientPlan, Plan
+from atlas_fl.planning import Planned
+from atlas_fl.state import State
+from atlas_fl.tasks.heterogeneity import label_statistics
+from atlas_fl.types import ByClient, Params
+
+
+@dataclass(frozen=True, kw_only=True)
+class Admitted:
+    """A federation with those who joined it."""
+
+    assembly: Assembly
+    planned: Planned
+    state: State
+    fresh: ByClient
+    """The newcomers' own models after their warm-up, at their ranks, before anything was mixed into them."""
+    communicates: bool
+    """Whether anything of them was sent."""
+
+
+def admit(assembly: Assembly, planned: Planned, engine: Engine, state: State, *, on_event: OnEvent) -> Admitted | None:
+    """The federation with all who wait at its door and can take part; None where there is nobody.
+
+    Who cannot (it does not answer, nothing fits its device) is told so, and the others go on.
+    """
+    config, grown, fresh = assembly.config, assembly, dict[str, Params]()
+    if state.round % config.mixing.aggregate_every:
+        return None  # who trains also sends, so who trains stays the same up to the next aggregation
+    for newcomer in assembly.door.waiting(state.round + 1):
+        name = newcomer.client.name
+        if name in grown.names:
+            continue
+        on_event(PhaseStarted(f"{name} joins"))
+        try:
+            grown, planned, fresh[name] = _with(newcomer, grown, planned, engine, state)
+        except AtlasError as error:
+            on_event(Note(f"{name} does not join: {error}"))
+            assembly.door.turn_away(name, error)
+            continue
+        on_event(Note(planned.plan.notes[-1]))
+        assembly.door.let_in(name)
+    if not fresh:
+        return None
+    strategy = strategy_of(config)
+    begun = strategy.welcome(state.strategy, fresh, planned.plan.federation())
+    state = replace(
+        state,
+        strategy={**state.strategy, **begun},
+        start={**state.start, **begun},
+        stale=state.stale | (begun.keys() if strategy.communicates else set()),
+    )
+    return Admitted(assembly=grown, planned=planned, state=state, fresh=fresh, communicates=strategy.communicates)
+
+
+def _with(
+    newcomer: Newcomer, assembly: Assembly, planned: Planned, engine: Engine, state: State
+) -> tuple[Assembly, Planned, Params]:
+    """(the assembly, the plan with this client, its own model before round one of its own)."""
+    _check(newcomer, assembly)
+    grown, name = with_newcomer(assembly, newcomer), newcomer.client.name
+    alone = replace(grown, clients=grown.clients[-1:], devices=grown.devices[-1:])
+    found = _identified(grown, alone, planned, engine, number=state.round + 1)
+    layers = np.concatenate([planned.plan.importance, _importance(alone, planned.plan, engine, found)])
+    fitted = fit_ranks(grown, found, layers, communicates=strategy_of(grown.config).communicates)
+    client = ClientPlan(
+        name=name,
+        task=newcomer.client.task.name,
+        device=newcomer.device.name,
+        examples=newcomer.tokens.examples,
+        cluster=found.labels[-1],
+        **fitted.by_client[-1],
+    )
+    edges, warnings = _edges(grown, engine, found, state)
+    adjacency = np.block([[planned.plan.adjacency, edges[:, None]], [edges[None, :], np.zeros((1, 1))]])
+    clients = with_hosts(grown, (*planned.plan.clients, client))
+    plan = replace(
+        planned.plan,
+        clients=clients,
+        adjacency=adjacency,
+        importance=layers,
+        clustering=found.report,
+        warmup=found.warmup,
+        graph={"effective_neighbours": effective_neighbours(adjacency).tolist()},
+        data=label_statistics(grown.clients),
+        leakage=(*planned.plan.leakage, *_leakage(grown, planned.plan, client)),
+        notes=(*planned.plan.notes, *warnings, _told(client, edges, grown.names, number=state.round + 1)),
+    )
+    (fresh,) = warm_start(alone, found, [client.ranks]).values()
+    return grown, replace(planned, plan=plan, sketches=found.sketches, clustering=found.clustering), fresh
+
+
+def _check(newcomer: Newcomer, assembly: Assembly) -> None:
+    if newcomer.client.task.writes and assembly.site.backbone.vocabulary is None:
+        raise ConfigError(
+            f"task {newcomer.client.task.name!r} is to write text, and no client was to when this run began; join a"
+            " run of your own"
+        )
+
+
+def _identified(assembly: Assembly, alone: Assembly, planned: Planned, engine: Engine, *, number: int) -> Identified:
+    """The newcomer's fingerprint, taken as those of the others were when they were last clustered, and its place."""
+    config, plan = assembly.config, planned.plan
+    at = max((n for n in range(1, number) if is_reclustered(config, n)), default=0)
+    (update,) = fingerprints(alone, engine, fingerprint_options(config, round=at), round=at)
+    name = update.client
+    warmed = {name: {key: tensor for key, tensor in update.params.items() if key not in (FIRST, SECOND)}}
+    warmup = dict(plan.warmup)
+    warmup |= {key: {**plan.warmup[key], name: update.metrics[key]} for key in ("steps", "agreement")}
+    warmup["steps"][name] = int(warmup["steps"][name])
+    labels = tuple(client.cluster for client in plan.clients)
+    if planned.clustering is None:
+        labels = (*labels, 0)
+        report: Mapping[str, Any] = {"method": "none", "labels": list(labels)}
+        return Identified(
+            labels=labels, clustering=None, report=report, warmed=warmed, sketches=None, warmup=warmup, notes=()
+        )
+    if planned.sketches is None:
+        raise CheckpointError("the sketches of this run are not beside its plan; restore them, or begin another run")
+    first, second = (update.params[half].numpy() for half in (FIRST, SECOND))
+    tasks = [client.task.name for client in assembly.clients]
+    if config.clustering.clusters == "oracle":
+        label = dict(zip(tasks, labels)).get(tasks[-1], max(labels) + 1)
+    else:
+        label = placed(planned.clustering, first, second).cluster
+    sketches = np.concatenate([planned.sketches, np.stack([first, second])[:, None]], axis=1)
+    clustering = with_client(planned.clustering, sketches, label=label)
+    losses = {one: group["difficulty"] for group in plan.clustering["clusters"] for one in group["clients"]}
+    return Identified(
+        labels=clustering.labels,
+        clustering=clustering,
+        report=report_of(clustering, assembly.names, tasks, {**losses, name: update.metrics["loss"]}),
+        warmed=warmed,
+        sketches=sketches,
+        warmup=warmup,
+        notes=(),
+    )
+
+
+def _importance(alone: Assembly, plan: Plan, engine: Engine, found: Identified) -> np.ndarray:
+    """(1, layers): that of its cluster, which is equal in all of it, or its own where it is alone or there are none."""
+    label = found.labels[-1]
+    members = [k for k, own in enumerate(found.labels[:-1]) if own == label != UNDECIDED]
+    if found.clustering is not None and members:
+        return plan.importance[members[:1]]
+    return own_importance(alone, engine, found.warmed)
+
+
+def _edges(assembly: Assembly, engine: Engine, found: Identified, state: State) -> tuple[np.ndarray, list[str]]:
+    """The newcomer's edges (n,) in the graph of all, and what that graph warns of for it."""
+    performance = None
+    if found.clustering is not None and assembly.config.mixing.graph == "adaptive":
+        performance = _performance(engine, found, state, assembly.names[:-1])
+    graph = connect(assembly, engine, found, performance=performance)
+    name = assembly.names[-1]
+    return graph.adjacency[-1, :-1], [line for line in graph.warnings if line.startswith(f"{name} ")]
+
+
+def _performance(engine: Engine, found: Identified, state: State, others: Sequence[str]) -> np.ndarray:
+    """Validation scores: the last ones of the others, and that of the newcomer's own model."""
+    options = EvaluateOptions(split="validation")
+    jobs = [Job(client=name, params=params, round=0, options=options) for name, params in found.warmed.items()]
+    own = run_all(engine, "evaluate", jobs)[0].metrics["primary"]
+    usual = float(np.mean(list(state.validation.values()))) if state.validation else own
+    return np.array([*(state.validation.get(name, usual) for name in others), own])
+
+
+def _leakage(assembly: Assembly, plan: Plan, client: ClientPlan) -> list[dict[str, Any]]:
+    known = client.cut is None or any(row["task"] == client.task for row in plan.leakage)
+    if known or not assembly.config.split.leakage:
+        return []
+    return [asdict(row) for row in leakage_of(assembly, {client.task: every_cut(assembly)})]
+
+
+def _told(client: ClientPlan, edges: np.ndarray, names: Sequence[str], *, number: int) -> str:
+    near = [name for name, weight in zip(names, edges) if weight > 0]
+    place = "in no cluster, it trains alone" if client.cluster == UNDECIDED else f"cluster {client.cluster}"
+    beside = f", beside {', '.join(near)}" if near else ""
+    return f"{client.name} joins before round {number}: {place}{beside}"

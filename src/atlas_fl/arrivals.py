@@ -1,0 +1,59 @@
+"""Who is there when: an assembly without those who come later, and with those who have come."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from atlas_fl.assemble import Assembly
+from atlas_fl.config import arrivals
+from atlas_fl.door import Door, Newcomer
+from atlas_fl.errors import ConfigError, unknown
+
+
+def put_off(assembly: Any) -> Any:
+    """The assembly that a run begins with: whom `--arrive` names waits at its door until their rounds.
+
+    Raises `ConfigError` for a client that there is not, where nobody is left to begin, and for clients with images.
+    """
+    rounds = arrivals(assembly.config.data.arrive)
+    if not rounds:
+        return assembly
+    if not isinstance(assembly, Assembly):
+        raise ConfigError("--arrive is for clients with texts, and these have images; leave it out")
+    for name in rounds:
+        if name not in assembly.names:
+            raise unknown("client", name, assembly.names)
+    if len(rounds) == len(assembly.clients):
+        raise ConfigError("--arrive names every client, and somebody must be there to begin; leave one out")
+    later = [
+        Newcomer(client=client, tokens=assembly.site.data[client.name], device=device)
+        for client, device in zip(assembly.clients, assembly.devices, strict=True)
+        if client.name in rounds
+    ]
+    here = [k for k, name in enumerate(assembly.names) if name not in rounds]
+    return replace(
+        assembly,
+        clients=tuple(assembly.clients[k] for k in here),
+        devices=tuple(assembly.devices[k] for k in here),
+        door=Door(waiting=lambda number: tuple(one for one in later if rounds[one.client.name] <= number)),
+    )
+
+
+def with_newcomer(assembly: Assembly, newcomer: Newcomer) -> Assembly:
+    """The assembly with this client after all others."""
+    data = {**assembly.site.data, newcomer.client.name: newcomer.tokens}
+    return replace(
+        assembly,
+        clients=(*assembly.clients, newcomer.client),
+        devices=(*assembly.devices, newcomer.device),
+        site=replace(assembly.site, data=data),
+    )
+
+
+def with_planned(assembly: Any, names: Sequence[str], *, round: int) -> Any:
+    """The assembly of a run that goes on before this round: with those who had joined it, in the order of its plan."""
+    waiting = {one.client.name: one for one in assembly.door.waiting(round)}
+    for name in names:
+        if name in waiting and name not in assembly.names:
+            assembly = with_newcomer(assembly, waiting[name])
+    return assembly
