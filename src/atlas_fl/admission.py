@@ -66,6 +66,8 @@ def admit(assembly: Assembly, planned: Planned, engine: Engine, state: State, *,
         name = newcomer.client.name
         if name in grown.names:
             continue
+        if not fresh:
+            planned = replace(planned, plan=replace(planned.plan, notes=()))
         on_event(PhaseStarted(f"{name} joins"))
         try:
             grown, planned, fresh[name] = _with(newcomer, grown, planned, engine, state)

@@ -56,7 +56,7 @@ def export(run: str | Path, *, client: str, to: str | Path) -> Path:
         raise CheckpointError(
             f"run {folder.path} has no good checkpoint to export from; {'; '.join(damaged) or 'resume it'}"
         )
-    plan = Plan.from_json(read_json(folder.plan))
+    plan = Plan.from_json(read_json(folder.path / found.state["plan"]))
     if not any(client.ranks for client in plan.clients):
         raise ConfigError(
             f"run {folder.path} trained whole models, which have no adapters; at its end they lie in {folder.models}"

@@ -184,6 +184,10 @@ class Recorder:
         truncate_to(self.folder.metrics, found.state["metrics_bytes"])
         truncate_to(self.folder.ledger, found.state["ledger_bytes"])
         self.plan_file = found.state["plan"]
+        plans = self.folder.plans()
+        for later in plans[plans.index(self.folder.path / self.plan_file) + 1 :]:
+            later.unlink()
+            self.folder.sketches_of(later.name).unlink(missing_ok=True)
         for phase, taken in found.state["seconds"].items():
             self.seconds[phase] = self.seconds.get(phase, 0.0) + taken
         self.peak = dict(found.state["peak"])

@@ -58,9 +58,9 @@ class Federation:
         server = self.programs.start("serve", *words, "--certs", "certs/server", folder=self.folder)
         return server, int(server.wait_for(r"listening on 127\.0\.0\.1:(\d+)")[1])
 
-    def join(self, name: str, port: int, *more: str) -> Program:
+    def join(self, name: str, port: int, *more: str, device: str = "") -> Program:
         task, _, part = name.partition("-")
-        words = ("--certs", f"certs/{name}", "--task", task, "--part", part, "--device", self.sites[name])
+        words = ("--certs", f"certs/{name}", "--task", task, "--part", part, "--device", device or self.sites[name])
         return self.programs.start("join", f"localhost:{port}", *words, *more, folder=self.folder)
 
     @property
@@ -257,6 +257,34 @@ def test_a_round_goes_on_without_who_is_away(federation: Callable[..., Federatio
     assert "of movie-1 in round" in said
     missing = [row for row in read_rows(fed.served.metrics) if row.get("event") == "missing"]
     assert {row["client"] for row in missing} == {"movie-1"}
+    assert audit(fed.served.path).ok
+
+
+def test_a_client_that_comes_late_is_placed_and_no_fault_changes_a_bit_of_it(
+    federation: Callable[..., Federation], config: Callable[..., Config]
+) -> None:
+    """Its certificate is made when the run has begun, and the server is killed once it has joined."""
+    settings = {"clients_per_task": 3, "rounds": 5, "split": "movie-2=1"}
+    fed = federation(**settings)
+    server, port = fed.serve()
+    first, other = (fed.join(name, port) for name in fed.sites)
+    server.wait_for("round 1/5")
+    other.kill()  # nobody gets ahead while it is away
+    make_certs(fed.folder / "certs", servers=[], clients=["movie-2"])
+    late = fed.join("movie-2", port, device="laptop_8gb")
+    server.wait_for("movie-2 came after the plan was made and joins before the next round")
+    again = fed.join("movie-1", port)
+    number = int(server.wait_for(r"movie-2 joins before round (\d): cluster 0, beside movie-0, movie-1")[1])
+    server.wait_for(f"round {number}/5")
+    server.kill()
+    last, _ = fed.serve(port=port)
+    for site in (first, again, late):
+        site.end()
+    assert "resumed after round" in last.end()
+    simulated = run(config(tasks=("movie",), pack_tokens=1, arrive=(f"movie-2={number}",), **settings))
+    assert adapters(fed.served.path) == adapters(simulated.folder)
+    ledgers = [read_rows(folder.ledger) for folder in (fed.served, RunFolder(simulated.folder))]
+    assert sorted(map(str, ledgers[0])) == sorted(map(str, ledgers[1]))
     assert audit(fed.served.path).ok
 
 

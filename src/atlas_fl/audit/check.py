@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 from torch import Tensor
 
-from atlas_fl.audit.dense import TOLERANCE, Finding, Round, Truth, is_mixed
+from atlas_fl.audit.dense import TOLERANCE, Finding, Round, Truth
 from atlas_fl.audit.folder import (
     Models,
     Plan,
@@ -18,6 +18,7 @@ from atlas_fl.audit.folder import (
     read_plan,
     read_record,
 )
+from atlas_fl.audit.joined import check_joined, read_joined
 from atlas_fl.audit.masks import frozen_fault
 from atlas_fl.audit.report import AuditReport, AuditRow
 from atlas_fl.audit.rerank import check_ranks, is_reranked
@@ -51,6 +52,9 @@ def audit_run(run: Run, *, on_event: OnEvent = ignore) -> Iterator[AuditRow]:
         on_event(Progress(f"audit of {run.path.name}", place, len(run.rounds)))
         after = read_models(run, round, "start")
         record = read_record(run, round)
+        if (joined := read_joined(run, round, record.plan, before)) is not None:
+            yield from check_joined(run, round, joined, known)
+            before, known = {**before, **joined.start}, {**known, **joined.start}
         if is_reranked(run, record, round):
             held, before = before, read_models(run, round, "begun")
             known = before
@@ -197,20 +201,8 @@ def _findings(truth: Truth) -> list[list[tuple[str, Finding]]]:
     found: list[list[tuple[str, Finding]]] = [[] for _ in models]
     for key in dict.fromkeys(key for one in models for key in one):
         for k in (k for k, one in enumerate(models) if key in one):
-            found[k] += _finding(truth, k, key)
+            found[k] += truth.finding(k, key)
     return found
-
-
-def _finding(truth: Truth, k: int, key: str) -> list[tuple[str, Finding]]:
-    round = truth.round
-    row = round.weights(key)[k]
-    if not is_mixed(key, round.share) or (row[k] == 1.0 and np.count_nonzero(row) == 1):
-        still = truth.is_still(k, key)
-        return [(key, Finding(error=0.0 if still else float("inf"), shift=0.0, still=still))]
-    if round.space == "factors" or not key.endswith((LORA_A, LORA_B)):
-        return [(key, truth.tensor(k, key))]
-    module = key.removesuffix(LORA_A)
-    return [(module, truth.module(k, module))] if key.endswith(LORA_A) else []
 
 
 def _compare(

@@ -94,6 +94,18 @@ class Truth:
         self._module = ""
         self._cut: dict[bytes, tuple[np.ndarray, float, np.ndarray, np.ndarray, np.ndarray]] = {}
 
+    def finding(self, k: int, key: str) -> list[tuple[str, Finding]]:
+        """The comparison of one tensor of client k, or at its A that of a module; nothing at its B."""
+        round = self.round
+        row = round.weights(key)[k]
+        if not is_mixed(key, round.share) or (row[k] == 1.0 and np.count_nonzero(row) == 1):
+            still = self.is_still(k, key)
+            return [(key, Finding(error=0.0 if still else float("inf"), shift=0.0, still=still))]
+        if round.space == "factors" or not key.endswith((LORA_A, LORA_B)):
+            return [(key, self.tensor(k, key))]
+        module = key.removesuffix(LORA_A)
+        return [(module, self.module(k, module))] if key.endswith(LORA_A) else []
+
     def module(self, k: int, module: str) -> Finding:
         """The update of a module in product space."""
         round, names = self.round, self.round.plan.clients

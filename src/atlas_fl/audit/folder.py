@@ -196,7 +196,11 @@ def _finite(value: float) -> float:
 
 def read_models(run: Run, round: int, name: str) -> Models:
     """`start` or `trained` of a round, by client; raises CheckpointError if the file is missing or damaged."""
-    path = round_folder(run, round) / f"{name}.safetensors"
+    return models_in(round_folder(run, round) / f"{name}.safetensors")
+
+
+def models_in(path: Path) -> Models:
+    """The models in this file, by client; raises CheckpointError if it is missing or damaged."""
     if not path.is_file():
         raise CheckpointError(f"{path} is missing")
     try:

@@ -103,6 +103,23 @@ def weights(plan: Plan, rule: Rule, *, head: bool, layer: int | None = None) -> 
     return np.array([rows[k] if rule.present[k] else np.eye(n)[k] for k in range(n)])
 
 
+def arrival_weights(plan: Plan, rule: Rule, *, head: bool) -> np.ndarray:
+    """(n, n): row k of who is not present, a newcomer, holds the weights of the models that it begins with.
+
+    Those of an average over the others, or the weights of its edges over their sum; its own where it meets nobody.
+    """
+    n = len(plan.clients)
+    matrix = np.eye(n)
+    for k in (k for k in range(n) if not rule.present[k] and rule.kind != "own"):
+        if rule.kind != "laplacian":
+            matrix[k] = _mean_row(plan, rule, k, head=head)
+            continue
+        row = [_edge(plan, k, other, head=head) * rule.present[other] for other in range(n)]
+        if sum(row) > 0:
+            matrix[k] = [weight / sum(row) for weight in row]
+    return matrix
+
+
 def connected(matrix: np.ndarray, k: int) -> Sequence[int]:
     """Everyone whose model reaches client k or is reached by it, through any number of others."""
     found, border = {k}, [k]

@@ -36,6 +36,11 @@ class RunFolder:
         """The clients' sketches: `sketch/first` and `sketch/second`, each (clients, dim)."""
         return self.path / "plan.safetensors"
 
+    def plans(self) -> list[Path]:
+        """The files of the first plan and of every later one, in their order."""
+        later = [path for path in self.path.glob("plan-*.json") if re.fullmatch(r"plan-\d{4,}", path.stem)]
+        return [self.plan, *sorted(later, key=lambda path: int(path.stem.removeprefix("plan-")))]
+
     def sketches_of(self, plan: str) -> Path:
         """The sketches beside the plan of this file name."""
         return (self.path / plan).with_suffix(".safetensors")

@@ -64,10 +64,10 @@ def rounds_to(scores: Mapping[int, float], share: float) -> int | None:
 
 
 def mean_series(members: Sequence[History], split: str, metric: str = "primary") -> dict[int, float]:
-    """The mean over clients by round, for the rounds in which all of them have a value."""
+    """The mean over clients by round, for the rounds in which all have a value that had one before."""
     series = [found for member in members if (found := member.series(split, metric))]
-    shared = set.intersection(*(set(found) for found in series)) if series else set()
-    return {at: fmean(found[at] for found in series) for at in sorted(shared)}
+    there = {at: [found for found in series if min(found) <= at] for at in sorted(set().union(*series))}
+    return {at: fmean(found[at] for found in those) for at, those in there.items() if all(at in one for one in those)}
 
 
 def client_scores(history: History) -> dict[str, Any]:

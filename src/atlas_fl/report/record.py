@@ -78,11 +78,18 @@ def read_record(run: Path | str) -> Record:
         CheckpointError: this is no run folder, or a file in it is damaged.
     """
     folder: RunFolder = find_run(run)
-    sketches = read_sketches(folder.sketches)
+    plan = _plan(folder)
+    sketches = read_sketches(folder.sketches_of(plan.name))
     return Record(
         name=folder.path.resolve().name,
-        plan=read_json(folder.plan),
+        plan=read_json(plan),
         metrics=read_rows(folder.metrics),
         ledger=[from_json(row) for row in read_rows(folder.ledger)],
         sketches=None if sketches is None else (sketches[0], sketches[1]),
     )
+
+
+def _plan(folder: RunFolder) -> Path:
+    """The file of the plan that all is shown by: the first one, or where clients joined later the last one."""
+    first, last = folder.plan, folder.plans()[-1]
+    return last if len(read_json(last)["clients"]) > len(read_json(first)["clients"]) else first

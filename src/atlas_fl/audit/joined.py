@@ -1,0 +1,102 @@
+"""Clients that joined between two rounds: what they began with must be the mean that the rule says of the others."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+from torch import Tensor
+
+from atlas_fl.audit.dense import TOLERANCE, Round, Truth
+from atlas_fl.audit.folder import Models, Plan, Run, models_in, read_plan
+from atlas_fl.audit.report import AuditRow
+from atlas_fl.audit.rules import Rule, arrival_weights, kind_of
+from atlas_fl.tree import HEAD, LORA_A
+
+
+@dataclass(frozen=True, kw_only=True)
+class Joined:
+    """Newcomers as the run wrote them down."""
+
+    plan: Plan
+    """That their starts followed from; clients may have been clustered again before the round."""
+    fresh: Models
+    """What they brought."""
+    start: Models
+    """What they began with."""
+
+
+def read_joined(run: Run, round: int, plan: str, before: Models) -> Joined | None:
+    """Those who are in the plan of this round and were not there before; None where there is nobody, or no word of it.
+
+    Raises CheckpointError for a file that is missing or damaged.
+    """
+    folder = f"audit/joined-{round:04d}"
+    if set(read_plan(run, plan).clients) <= before.keys() or not (run.path / folder).is_dir():
+        return None
+    models = [models_in(run.path / folder / f"{name}.safetensors") for name in ("fresh", "start")]
+    return Joined(plan=read_plan(run, f"{folder}/plan.json"), fresh=models[0], start=models[1])
+
+
+def check_joined(run: Run, round: int, joined: Joined, known: Models) -> Iterator[AuditRow]:
+    """A row for each newcomer: what it began with against the recomputation from what the server held."""
+    fresh, start = joined.fresh, joined.start
+    names = [client for client in joined.plan.clients if client not in known]
+    faults = {client: _fault(joined.plan, client, fresh, start) for client in names}
+    if fresh.keys() != set(names) or {*joined.plan.clients} < known.keys():
+        faults = dict.fromkeys(names, f"the plan has {names} for newcomers, and the models are of {sorted(fresh)}")
+    truth = _truth(run, joined, known)
+    for client in names:
+        fault, error = faults[client], None
+        if not any(faults.values()):
+            fault, error = _compared(truth, client)
+        yield AuditRow(
+            run=run.path.name, round=round, client=client, check="joined", ok=not fault, error=error, detail=fault
+        )
+
+
+def _fault(plan: Plan, client: str, fresh: Models, start: Models) -> str:
+    """Whether names, shapes and ranks are those that the client brought and the plan says, and all numbers finite."""
+    own, begun = fresh.get(client, {}), start.get(client, {})
+    if own.keys() != begun.keys() or any(own[key].shape != begun[key].shape for key in own):
+        return "it began with other tensors than it brought"
+    for key, tensor in begun.items():
+        if not bool(tensor.isfinite().all() and own[key].isfinite().all()):
+            return f"{key} holds NaN or infinity"
+        if key.endswith(LORA_A) and tensor.shape[0] != _rank(plan, client, key):
+            return f"{key} has rank {tensor.shape[0]}, the plan says {_rank(plan, client, key)}"
+    return ""
+
+
+def _rank(plan: Plan, client: str, key: str) -> int | None:
+    layer = plan.layer_of.get(key.removesuffix(LORA_A))
+    return None if layer is None else plan.ranks[plan.clients.index(client)][layer]
+
+
+def _truth(run: Run, joined: Joined, known: Models) -> Truth:
+    plan, mixing = joined.plan, run.mixing
+    kind, present = kind_of(mixing.strategy), tuple(client in known for client in plan.clients)
+    rule = Rule(kind=kind, laplacian=mixing.laplacian, eta=0.0, by_layer=False, present=present)
+    made: Mapping[bool, np.ndarray] = {head: arrival_weights(plan, rule, head=head) for head in (False, True)}
+    before: dict[str, dict[str, Tensor]] = {**known, **joined.fresh}
+    return Truth(
+        Round(
+            plan=plan,
+            before=before,
+            after={**before, **joined.start},
+            weights=lambda key: made[key.startswith(HEAD)],
+            space=mixing.space,
+            share=mixing.share if kind != "own" else (),
+            align=mixing.align,
+        )
+    )
+
+
+def _compared(truth: Truth, client: str) -> tuple[str, float]:
+    """What is wrong with the value that this client began with, and the largest error."""
+    k = truth.round.plan.clients.index(client)
+    found = [one for key in truth.round.before[client] for one in truth.finding(k, key)]
+    worst, finding = max(found, key=lambda one: one[1].error)
+    if finding.error == float("inf"):
+        return f"{worst} is not what it brought, and nobody's was to be mixed into it", finding.error
+    far = f"{worst} is {finding.error:.2g} away from the recomputation (allowed: {TOLERANCE:g})"
+    return "" if finding.error <= TOLERANCE else far, finding.error
