@@ -19,6 +19,7 @@ SERVICE = Service(certs=Path("certs/server"))
         ({"split": "2", "precision": "fp16"}, "--precision fp16 scales losses by what overflows"),
         ({"split": "2", "topology": "paired"}, "--topology paired is there in simulation alone"),
         ({"split": "2", "leakage": True}, "--leakage reads the clients' texts, and across machines these stay"),
+        ({"arrive": ("movie-1=2",)}, "--arrive says who is late in a simulation"),
         ({"workers": 2}, "--engine and --workers are for simulations"),
         ({"engine": "ray"}, "--engine and --workers are for simulations"),
         ({"aggregate_every": 2}, "--aggregate-every is 2, and across machines models travel in every round"),

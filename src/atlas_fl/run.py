@@ -25,6 +25,7 @@ from atlas_fl.io.tensors import read_tensors
 from atlas_fl.lines import line_of, tasks_of
 from atlas_fl.options import strategy_of
 from atlas_fl.origin import check_origin, check_settings, origin_of
+from atlas_fl.phases import check_budgets
 from atlas_fl.plan import Plan
 from atlas_fl.planning import Planned
 from atlas_fl.records import Recorder, models_of
@@ -147,8 +148,9 @@ def _begin(
         tell(Note(line))
     if found is not None:
         return _resumed(assembly, recorder, folder, found, tell)
-    for leftover in (folder.metrics, folder.ledger):
+    for leftover in (folder.metrics, folder.ledger, *folder.plans()[1:]):
         leftover.unlink(missing_ok=True)
+    _check_late(assembly)
     began = time.perf_counter()
     planned = line_of(tasks_of(assembly)).plan(assembly, engine, on_event=tell)
     recorder.seconds["plan"] = time.perf_counter() - began
@@ -157,6 +159,14 @@ def _begin(
     state = State(round=0, strategy=memory, start=memory)
     recorder.planned(planned, state, communicates=strategy.communicates)
     return assembly, planned, state
+
+
+def _check_late(assembly: Assembly) -> None:
+    """Raise `BudgetError` for who comes later with a device that nothing fits, before the rounds until then."""
+    rounds = assembly.config.training.rounds
+    if assembly.config.data.arrive:
+        late = [one.client.name for one in assembly.door.waiting(rounds)]
+        check_budgets(with_planned(assembly, late, round=rounds))
 
 
 def _resumed(

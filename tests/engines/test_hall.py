@@ -10,6 +10,7 @@ from atlas_fl.clients.base import Job, Update
 from atlas_fl.clients.train import TrainOptions
 from atlas_fl.engines.hall import Hall
 from atlas_fl.engines.identity import Identity
+from atlas_fl.engines.latecomers import let_in, newcomers, turn_away
 from atlas_fl.engines.wire import read_job, update_message
 from atlas_fl.errors import ProtocolError
 
@@ -168,6 +169,51 @@ def test_who_comes_late_or_with_other_data_is_refused_and_who_is_missing_is_name
         with pytest.raises(ProtocolError, match="site-1 came back with other data than it had"):
             await (await register(hall, "site-1", max_length=17))
         first.cancel()
+
+    play(script)
+
+
+def test_who_comes_late_waits_to_be_let_in_or_turned_away_and_may_come_again_as_another() -> None:
+    async def script(hall: Hall, notes: list[str]) -> None:
+        hall._late = True
+        first = await register(hall, "site-1")
+        await hall.gather(("site-1",), least=1, seconds=60)
+        assert await newcomers(hall) == ()
+        late = await register(hall, "site-2")
+        await asyncio.sleep(0)
+        assert [seat.name for seat in await newcomers(hall)] == ["site-2"]
+        assert notes[-1] == "site-2 came after the plan was made and joins before the next round"
+        await turn_away(hall, "site-2", "nothing fits")
+        with pytest.raises(ProtocolError, match=r"^site-2 cannot join: nothing fits$"):
+            await late
+        assert await newcomers(hall) == ()
+        again = await register(hall, "site-2", max_length=17, device="laptop_8gb")
+        await asyncio.sleep(0)
+        (seat,) = await newcomers(hall)
+        assert seat.device is not None and seat.device.name == "laptop_8gb"
+        await let_in(hall, "site-2")
+        assert await newcomers(hall) == ()
+        work = asyncio.create_task(hall.work("train", [job("site-2")], seconds=60, on_done=id))
+        head, _ = await again
+        asyncio.create_task(hall.answer("site-2", *result(head, "site-2", 1.0))).add_done_callback(id)
+        assert isinstance((await work)[0], Update)
+        with pytest.raises(ProtocolError, match="site-2 came back with other data than it had"):
+            await (await register(hall, "site-2", max_length=16))
+        first.cancel()
+
+    play(script)
+
+
+def test_a_newcomer_that_has_gone_is_not_waiting() -> None:
+    async def script(hall: Hall, _: list[str]) -> None:
+        hall._late = True
+        first, late = await register(hall, "site-1"), await register(hall, "site-2")
+        await hall.gather(("site-1",), least=1, seconds=60)
+        assert [seat.name for seat in await newcomers(hall)] == ["site-2"]
+        hall.on_presence("site-2", False)
+        assert await newcomers(hall) == ()
+        for task in (first, late):
+            task.cancel()
 
     play(script)
 

@@ -7,7 +7,7 @@ import pytest
 from cryptography import x509
 
 from atlas_fl.errors import ConfigError
-from atlas_fl.io.certs import Certs, listed_clients, make_certs, open_certs
+from atlas_fl.io.certs import Certs, Listed, listed_clients, make_certs, open_certs
 
 
 @pytest.fixture
@@ -88,6 +88,18 @@ def test_a_site_that_is_added_has_the_same_authority(folder: Path) -> None:
     make_certs(folder, servers=[], clients=["site-3"])
     assert listed_clients(folder / "server") == ("site-1", "site-2", "site-3")
     handshake(open_certs(folder / "site-3"), open_certs(folder / "server"))
+
+
+def test_the_list_of_a_server_is_the_one_that_lies_there_now_and_no_other(folder: Path) -> None:
+    listed = Listed(folder / "server")
+    assert "site-3" not in listed
+    make_certs(folder, servers=[], clients=["site-3"])
+    assert "site-3" in listed
+    assert list(listed) == ["site-1", "site-2", "site-3"]
+    assert len(listed) == 3
+    (folder / "server" / "clients.txt").write_text("")
+    assert list(listed) == ["site-1", "site-2"], "who was listed at the start stays so while the file is edited"
+    assert "stranger" not in listed
 
 
 def test_a_certificate_holds_for_its_days(tmp_path: Path) -> None:

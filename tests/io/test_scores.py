@@ -66,6 +66,12 @@ def test_the_mean_is_over_rounds_that_all_clients_have() -> None:
     assert found == pytest.approx({0: 0.45, 1: 0.70, 3: 0.725})
 
 
+def test_the_mean_counts_a_client_from_its_first_round_on() -> None:
+    late = [row("a-2", at, "validation", 0.95) for at in (2, 3)]
+    found = mean_series(list(histories([*ROWS, *late]).values()), "validation")
+    assert found == pytest.approx({0: 0.45, 1: 0.70, 2: (0.90 + 0.60 + 0.95) / 3, 3: (0.85 + 0.60 + 0.95) / 3})
+
+
 def test_what_is_undefined_is_absent() -> None:
     regression = {"round": 1, "client": "sts-0", "task": "sts", "split": "test", "loss": 0.3, "primary": 0.8}
     found = client_scores(histories([regression])["sts-0"])

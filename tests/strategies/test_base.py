@@ -1,3 +1,5 @@
+import dataclasses
+
 import numpy as np
 import pytest
 import torch
@@ -35,6 +37,45 @@ def test_every_rule_by_hand():
     assert after("atlas_no_laplacian", trained) == [7, 7]
     assert after("atlas", trained, eta=0.25) == [5, 7]
     assert after("atlas", trained, eta=1.0) == [8, 4]
+
+
+THREE = Federation(
+    clients=("a", "b", "c"),
+    weights=np.array([1.0, 3.0, 5.0]),
+    clusters=np.array([0, 1, 0]),
+    adjacency=np.array([[0.0, 0.0, 1.0], [0.0, 0.0, 3.0], [1.0, 3.0, 0.0]]),
+    head_groups=("t", "t", "t"),
+)
+"""`c` joins the others: in the cluster of `a`, with an edge to each."""
+
+
+@pytest.mark.parametrize(
+    ("name", "begins"),
+    [
+        ("local", 1.0),
+        ("fedavg", (1 * 4 + 3 * 8) / 4),
+        ("fedavg_cluster", 4.0),
+        ("atlas_no_laplacian", 4.0),
+        ("atlas", (1 * 4 + 3 * 8) / 4),
+    ],
+)
+def test_who_joins_begins_with_its_row_of_the_rule_by_hand(name, begins):
+    strategy = find_strategy(name, StrategyOptions(eta=0.1))
+    fresh = {"c": {"head.bias": torch.tensor([1.0])}}
+    found = strategy.welcome(heads(4.0, 8.0), fresh, THREE)
+    assert found.keys() == {"c"}
+    assert float(found["c"]["head.bias"]) == begins
+
+
+@pytest.mark.parametrize("name", ["fedavg", "fedavg_cluster", "atlas"])
+def test_who_joins_and_meets_nobody_keeps_its_own_model(name):
+    """Another task for the head, no cluster and no edge for the rest; nor do two newcomers mix with each other."""
+    alone = dataclasses.replace(
+        THREE, clusters=np.array([0, -1, -1]), adjacency=np.zeros((3, 3)), head_groups=("t", "u", "u")
+    )
+    fresh = {client: {"head.bias": torch.tensor([value])} for client, value in (("b", 2.0), ("c", 1.0))}
+    found = find_strategy(name, StrategyOptions()).welcome({"a": heads(4.0, 8.0)["a"]}, fresh, alone)
+    assert [float(found[client]["head.bias"]) for client in "bc"] == [2.0, 1.0]
 
 
 def test_eta_decays_from_the_second_round_on():

@@ -1,0 +1,221 @@
+"""Clients that join a run that has begun: placed, fitted and mixed as the others were, and nothing else changes."""
+
+import itertools
+import shutil
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from atlas_fl.assemble import Assembly, assemble
+from atlas_fl.audit import audit
+from atlas_fl.clients.base import Job, Update
+from atlas_fl.config import Config, config_hash, identity
+from atlas_fl.door import Door, Newcomer
+from atlas_fl.engines.base import Engine
+from atlas_fl.errors import AtlasError
+from atlas_fl.events import OnEvent
+from atlas_fl.io.folder import RunFolder
+from atlas_fl.io.results import read_json
+from atlas_fl.io.sketches import read_sketches
+from atlas_fl.io.tensors import read_tensors, write_tensors
+from atlas_fl.planning import local_engine
+from atlas_fl.ranks.devices import find_devices
+from atlas_fl.report.record import read_record
+from atlas_fl.run import RunResult, resume, run
+from tests.runs.reading import rows, same_tensors, state
+
+Make = Callable[..., Config]
+LATE = ("movie-1=2", "trec-0=3")
+MEASURED = {
+    "clusters": "auto",
+    "fingerprint": "gradient",
+    "min_reliability": "-0.99",
+    "similarity_threshold": "-0.99",
+}
+"""Clusters by sketches, in which nobody is undecided."""
+
+
+@pytest.fixture(scope="module")
+def late(shared_config: Make) -> RunResult:
+    return run(shared_config(name="late", arrive=LATE, eta=0.3))
+
+
+@pytest.mark.parametrize(
+    ("strategy", "space"), [("atlas", "factors"), ("fedavg", "product"), ("fedavg_cluster", "factors")]
+)
+def test_every_rule_gives_newcomers_a_start_that_the_audit_recomputes(config: Make, strategy: str, space: str) -> None:
+    result = run(config(strategy=strategy, space=space, arrive=LATE))
+    found = audit(result.folder)
+    assert found.ok, found.failures
+    joined = [(row.round, row.client) for row in found.rows if row.check == "joined"]
+    assert joined == [(2, "movie-1"), (3, "trec-0")]
+    fresh, start = (
+        read_tensors(RunFolder(result.folder).audit_arrival(2) / f"{name}.safetensors") for name in ("fresh", "start")
+    )
+    assert not same_tensors(fresh, start)
+
+
+def test_a_rule_that_sends_nothing_lets_newcomers_begin_with_their_own(config: Make) -> None:
+    result = run(config(strategy="local", arrive="movie-1=2", rounds=2))
+    folder = RunFolder(result.folder)
+    assert same_tensors(*(read_tensors(folder.audit_arrival(2) / f"{name}.safetensors") for name in ("fresh", "start")))
+    assert rows(result.folder, "ledger") == []
+    assert audit(result.folder).ok
+
+
+def test_an_arrival_changes_nothing_that_was_decided_for_others(late: RunResult) -> None:
+    plans = [read_json(late.folder / name) for name in ("plan.json", "plan-0002.json", "plan-0003.json")]
+    names = [[client["name"] for client in plan["clients"]] for plan in plans]
+    assert names == [
+        ["movie-0", "trec-1"],
+        ["movie-0", "trec-1", "movie-1"],
+        ["movie-0", "trec-1", "movie-1", "trec-0"],
+    ]
+    for before, after in itertools.pairwise(plans):
+        size = len(before["clients"])
+        assert after["clients"][:size] == before["clients"]
+        assert after["importance"][:size] == before["importance"]
+        assert (np.array(after["adjacency"])[:size, :size] == np.array(before["adjacency"])).all()
+    newcomer = plans[1]["clients"][2]
+    assert (newcomer["cluster"], newcomer["device"]) == (0, "tablet_4gb")
+    assert plans[1]["importance"][2] == plans[1]["importance"][0], "that of its cluster"
+    assert plans[1]["notes"][-1] == "movie-1 joins before round 2: cluster 0, beside movie-0"
+
+
+def test_rows_and_bytes_of_a_newcomer_begin_with_its_round(late: RunResult) -> None:
+    own = [row for row in rows(late.folder) if row.get("client") == "trec-0"]
+    assert own[0] == {"round": 3, "event": "joined", "client": "trec-0", "cluster": 1}
+    assert {row["round"] for row in own} == {3}
+    sent = [(row["direction"], row["kind"]) for row in rows(late.folder, "ledger") if row["client"] == "trec-0"]
+    # sketches up, ranks and its start down, then a round as everyone's
+    assert sent[:2] == [("up", "fingerprint"), ("down", "control")]
+    assert sent[2:].count(("down", "adapter")) == 2
+    assert sent[2:].count(("up", "adapter")) == 1
+    assert late.summary["events"]["count"]["joined"] == 2
+    assert list(late.summary["clients"]) == ["movie-0", "trec-1", "movie-1", "trec-0"]
+    assert sorted(path.name for path in RunFolder(late.folder).adapters.iterdir()) == sorted(late.summary["clients"])
+
+
+def test_what_is_shown_of_a_run_is_shown_of_its_newcomers(late: RunResult) -> None:
+    record = read_record(late.folder)
+    assert record.clients == list(record.histories) == ["movie-0", "trec-1", "movie-1", "trec-0"]
+    assert record.sketches is not None
+    assert record.sketches[0].shape[0] == 4
+
+
+@pytest.mark.parametrize("change", ["start", "plan"])
+def test_an_altered_start_of_a_newcomer_is_found(late: RunResult, tmp_path: Path, change: str) -> None:
+    folder = RunFolder(Path(shutil.copytree(late.folder, tmp_path / "altered")))
+    place = folder.audit_arrival(2)
+    if change == "start":
+        tensors = read_tensors(place / "start.safetensors")
+        key = next(key for key in tensors if key.endswith("lora_B"))
+        write_tensors(place / "start.safetensors", {**tensors, key: tensors[key] * 1.01})
+    else:
+        text = (place / "plan.json").read_text()
+        edges = read_json(place / "plan.json")["adjacency"]
+        assert edges[2][0] > 0 == edges[2][1]
+        (place / "plan.json").write_text(text.replace(str(edges[2][0]), "0.0"))
+    found = [row for row in audit(folder.path).failures if row.check == "joined"]
+    assert [(row.round, row.client) for row in found] == [(2, "movie-1")]
+
+
+def test_sessions_and_clusters_measured_again_make_the_same_run(config: Make) -> None:
+    """One arrives in a round of its own, the other where clients are clustered again and get other ranks."""
+    settings = {
+        **MEASURED,
+        "arrive": ("movie-1=2", "trec-0=3"),
+        "recluster_every": 2,
+        "rerank": True,
+        "graph": "adaptive",
+        "graph_ema": 0.5,
+        "checkpoint_every": 3,
+        "complexity_scaling": True,
+    }
+    once = run(config(name="once", **settings))
+    parts = run(config(name="parts", max_rounds=2, **settings))
+    plans = [path.name for path in RunFolder(parts.folder).plans()]
+    assert plans == ["plan.json", "plan-0002.json"]
+    # the newest checkpoint is that of the arrival; what was written after it is cut away
+    assert parts.rounds == 2
+    while not parts.complete:
+        parts = resume(parts.folder, max_rounds=1)
+    assert same_tensors(state(once.folder), state(parts.folder))
+    assert rows(once.folder) == rows(parts.folder)
+    assert rows(once.folder, "ledger") == rows(parts.folder, "ledger")
+    for folder in (once.folder, parts.folder):
+        assert audit(folder).ok, audit(folder).failures
+        sketches = read_sketches(RunFolder(folder).sketches_of("plan-0003.json"))
+        assert sketches is not None
+        assert sketches.shape[1] == 4
+
+
+class Deaf:
+    """The engine of a simulation in which one client never answers."""
+
+    def __init__(self, engine: Engine, name: str) -> None:
+        self.engine, self.name = engine, name
+
+    def run(self, action: str, jobs: Sequence[Job]) -> list[Update]:
+        return self.engine.run(action, [job for job in jobs if job.client != self.name])
+
+
+def test_who_cannot_join_is_told_why_and_the_others_go_on(config: Make) -> None:
+    told: dict[str, AtlasError] = {}
+    tiny = find_devices((), ("none=memory_gb=0.375,gflops=20,up_mbps=2,down_mbps=10,latency_ms=60,max_rank=8",))[0]
+
+    @contextmanager
+    def workplace(own: Config, on_event: OnEvent) -> Iterator[tuple[Assembly, Engine]]:
+        whole = assemble(own)
+        waiting = tuple(
+            Newcomer(client=whole.clients[k], tokens=whole.site.data[whole.names[k]], device=device)
+            for k, device in ((1, tiny), (3, whole.devices[3]))
+        )
+        door = Door(waiting=lambda round: waiting if round == 2 else (), turn_away=told.__setitem__)
+        here = replace(whole, clients=whole.clients[::2], devices=whole.devices[::2], door=door)
+        yield here, Deaf(local_engine(whole, on_event), "trec-1")
+
+    notes: list[str] = []
+    result = run(config(name="open", rounds=2), workplace=workplace, on_event=lambda e: notes.append(str(e)))
+    assert "none has 0.38 GiB" in str(told["movie-1"])
+    assert "no fingerprint of trec-1" in str(told["trec-1"])
+    assert any(note.startswith("movie-1 does not join: ") for note in notes)
+    assert list(result.summary["clients"]) == ["movie-0", "trec-0"]
+    assert [path.name for path in RunFolder(result.folder).plans()] == ["plan.json"]
+    assert audit(result.folder).ok
+
+
+def test_who_trains_stays_the_same_up_to_the_next_aggregation(config: Make) -> None:
+    result = run(config(arrive="movie-1=2", aggregate_every=2, rounds=4, strategy="fedavg"))
+    first = [row["round"] for row in rows(result.folder) if row.get("event") == "joined"]
+    assert first == [3]
+    assert audit(result.folder).ok
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"arrive": "movie-7=2"}, r"unknown client 'movie-7'; did you mean 'movie-"),
+        ({"arrive": "movie-1=1"}, r"^--arrive is 'movie-1=1'; allowed: client=round with a round from 2"),
+        ({"arrive": "movie-1"}, r"^--arrive is 'movie-1'; allowed: client=round"),
+        ({"arrive": ("movie-1=2", "movie-1=3")}, r"^--arrive is 'movie-1=3'; allowed: .* each client once"),
+        ({"arrive": "movie-1=4"}, r"^--arrive lets movie-1 join before round 4, and the run has 3; choose an earlier"),
+        ({"arrive": ("movie-0=2", "movie-1=2"), "tasks": "movie"}, r"^--arrive names every client, and somebody must"),
+        ({"arrive": "trec-1=3", "devices": "none", "device": "none=" + "memory_gb=0.375,gflops=20,up_mbps=2,"
+          "down_mbps=10,latency_ms=60,max_rank=8"}, r"none has"),
+    ],
+)  # fmt: skip
+def test_mistakes_are_one_line_and_leave_nothing(config: Make, values: dict[str, object], message: str) -> None:
+    with pytest.raises(AtlasError, match=message) as caught:
+        run(config(**values))
+    assert "\n" not in str(caught.value)
+    assert not RunFolder(Path(config().run.runs_dir) / "run").path.exists()
+
+
+def test_a_run_in_which_nobody_is_late_is_the_run_that_it_was(config: Make) -> None:
+    assert config_hash(config(arrive="movie-1=2")) != config_hash(config())
+    assert "arrive" not in identity(config())
