@@ -81,11 +81,7 @@ def across_machines(service: Service) -> Callable[[Config, OnEvent], AbstractCon
         with LoopThread() as threads:
             desk = Desk(threads=threads, on_event=on_event)
             hall = Hall(listed, identity_of(config), settings=to_toml(config), on_note=desk.note, late=service.late)
-            admit = hall.admit if service.tokens is None else service.tokens.guard(hall.admit)
-            sessions = Sessions(
-                answer=hall.answer, admit=admit, allowed=Listed(service.certs), on_presence=hall.on_presence
-            )
-            server = Server(sessions, certs, host=service.host, port=service.port)
+            server = Server(_sessions(hall, service), certs, host=service.host, port=service.port)
             port = desk.call(server.start())
             try:
                 on_event(Note(f"listening on {service.host}:{port} for {', '.join(wanted)}"))
@@ -93,15 +89,7 @@ def across_machines(service: Service) -> Callable[[Config, OnEvent], AbstractCon
                     come = desk.call(hall.gather(wanted, least=least, seconds=service.wait_seconds))
                     assembly = _assembly(config, hall, desk, come)
                     with Suffixes(assembly.site) as suffixes:
-                        deadline = service.deadline_seconds
-                        engine = RemoteEngine(
-                            hall=hall,
-                            desk=desk,
-                            suffixes=suffixes,
-                            deadline_seconds=deadline,
-                            least=service.min_clients,
-                        )
-                        yield assembly, engine
+                        yield assembly, _engine(hall, desk, suffixes, service)
                     if folder.summary.exists():
                         desk.call(hall.dismiss(_final_models(folder), seconds=FAREWELL_SECONDS))
             except (BudgetError, ConfigError) as error:
@@ -112,6 +100,16 @@ def across_machines(service: Service) -> Callable[[Config, OnEvent], AbstractCon
                 threads.call(server.stop())
 
     return workplace
+
+
+def _sessions(hall: Hall, service: Service) -> Sessions:
+    admit = hall.admit if service.tokens is None else service.tokens.guard(hall.admit)
+    return Sessions(answer=hall.answer, admit=admit, allowed=Listed(service.certs), on_presence=hall.on_presence)
+
+
+def _engine(hall: Hall, desk: Desk, suffixes: Suffixes, service: Service) -> RemoteEngine:
+    deadline, least = service.deadline_seconds, service.min_clients
+    return RemoteEngine(hall=hall, desk=desk, suffixes=suffixes, deadline_seconds=deadline, least=least)
 
 
 def check_served(config: Config, service: Service) -> None:

@@ -12,8 +12,10 @@ from atlas_fl.tree import LORA_A, LORA_B
 
 
 def is_reranked(run: Run, record: Record, round: int) -> bool:
-    """Whether the ranks were chosen again before this round: with `rerank`, whenever the plan is new."""
-    return bool(run.config.get("ranks", {}).get("rerank")) and record.plan == f"plan-{round:04d}.json"
+    """Whether the ranks were chosen again before this round: with `rerank`, whenever clients are clustered again."""
+    every = run.config.get("clustering", {}).get("recluster_every", 0)
+    due = bool(run.config.get("ranks", {}).get("rerank")) and every > 0 and (round - 1) % every == 0
+    return due and record.plan == f"plan-{round:04d}.json"
 
 
 def check_ranks(run: Run, plan: Plan, round: int, held: Models, begun: Models) -> Iterator[AuditRow]:
