@@ -16,7 +16,7 @@ def halves(rng: np.random.Generator, *, dim: int = 48, noise: float = 0.4) -> np
 
 @pytest.mark.parametrize("by", ["corrected", "silhouette"])
 def test_its_similarities_are_those_of_clustering_all_at_once(by: str) -> None:
-    sketches, settings = halves(np.random.default_rng(3)), Settings(seed=1, cluster_by=by, draws=10)
+    sketches, settings = halves(np.random.default_rng(3)), Settings(seed=1, cluster_by=by, draws=19)
     before = cluster(*sketches[:, :-1], settings=settings)
     after = with_client(before, sketches, label=before.labels[1])
     whole = cluster(*sketches, settings=settings)
@@ -31,7 +31,7 @@ def test_its_similarities_are_those_of_clustering_all_at_once(by: str) -> None:
 def test_a_newcomer_whose_halves_contradict_is_like_nobody() -> None:
     sketches = halves(np.random.default_rng(3))
     sketches[1, -1] = -sketches[0, -1]
-    before = cluster(*sketches[:, :-1], settings=Settings(seed=1, draws=10))
+    before = cluster(*sketches[:, :-1], settings=Settings(seed=1, draws=19))
     after = with_client(before, sketches, label=-1)
     assert after.similarity[-1].tolist() == [0.0] * 6 + [1.0]
     with pytest.raises(ConfigError, match="beside clusters of 6 clients"):

@@ -10,7 +10,7 @@ from atlas_fl.errors import ConfigError
 ALIASES = {"--ablation": "--strategy", "--mode": "--preset"}
 """Flags of earlier programs and what they are called here."""
 
-JOINED = frozenset({"--task", "--device", "--over", "--server", "--client"})
+JOINED = frozenset({"--task", "--device", "--over", "--server", "--client", "--arrive"})
 """Flags with a list that may be given several times instead of once with several words."""
 
 _FLAG = re.compile(r"-(?!inf$|nan$)[A-Za-z-]")
