@@ -29,6 +29,7 @@ from atlas_fl.phases import (
     fingerprint_options,
     fingerprints,
     fit_ranks,
+    identify,
     leakage_of,
     own_importance,
     report_of,
@@ -138,22 +139,18 @@ def _check(newcomer: Newcomer, assembly: Assembly) -> None:
 def _identified(assembly: Assembly, alone: Assembly, planned: Planned, engine: Engine, *, number: int) -> Identified:
     """The newcomer's fingerprint, taken as those of the others were when they were last clustered, and its place."""
     config, plan = assembly.config, planned.plan
+    labels = tuple(client.cluster for client in plan.clients)
+    if planned.clustering is None:
+        own, labels = identify(alone, engine, clustered=False), (*labels, 0)
+        report = {"method": "none", "labels": list(labels)}
+        return replace(own, labels=labels, report=report, warmup=_warmup(plan, own.warmup))
+    if planned.sketches is None:
+        raise CheckpointError("the sketches of this run are not beside its plan; restore them, or begin another run")
     at = max((n for n in range(1, number) if is_reclustered(config, n)), default=0)
     (update,) = fingerprints(alone, engine, fingerprint_options(config, round=at), round=at)
     name = update.client
     warmed = {name: {key: tensor for key, tensor in update.params.items() if key not in (FIRST, SECOND)}}
-    warmup = dict(plan.warmup)
-    warmup |= {key: {**plan.warmup[key], name: update.metrics[key]} for key in ("steps", "agreement")}
-    warmup["steps"][name] = int(warmup["steps"][name])
-    labels = tuple(client.cluster for client in plan.clients)
-    if planned.clustering is None:
-        labels = (*labels, 0)
-        report: Mapping[str, Any] = {"method": "none", "labels": list(labels)}
-        return Identified(
-            labels=labels, clustering=None, report=report, warmed=warmed, sketches=None, warmup=warmup, notes=()
-        )
-    if planned.sketches is None:
-        raise CheckpointError("the sketches of this run are not beside its plan; restore them, or begin another run")
+    warmup = {"steps": {name: int(update.metrics["steps"])}, "agreement": {name: update.metrics["agreement"]}}
     first, second = (update.params[half].numpy() for half in (FIRST, SECOND))
     tasks = [client.task.name for client in assembly.clients]
     if config.clustering.clusters == "oracle":
@@ -169,9 +166,14 @@ def _identified(assembly: Assembly, alone: Assembly, planned: Planned, engine: E
         report=report_of(clustering, assembly.names, tasks, {**losses, name: update.metrics["loss"]}),
         warmed=warmed,
         sketches=sketches,
-        warmup=warmup,
+        warmup=_warmup(plan, warmup),
         notes=(),
     )
+
+
+def _warmup(plan: Plan, own: Mapping[str, Any]) -> dict[str, Any]:
+    """What the plan says of everyone's fingerprint, with the newcomer's; nothing where none is taken."""
+    return {**plan.warmup, **{key: {**plan.warmup[key], **own[key]} for key in ("steps", "agreement") if own}}
 
 
 def _importance(alone: Assembly, plan: Plan, engine: Engine, found: Identified) -> np.ndarray:
