@@ -23,6 +23,7 @@ from atlas_fl.models.vision import image_logits, prepare
 from atlas_fl.options import whole_options
 from atlas_fl.presets import find_preset
 from atlas_fl.report.plan_tables import plan_tables
+from atlas_fl.report.plots import draw_all
 from atlas_fl.run import resume, run
 from atlas_fl.tasks.clients import ClientData
 from atlas_fl.train import sample_of
@@ -79,6 +80,26 @@ def test_whole_models_go_through_the_same_rounds(config: Make) -> None:
             "one model"
         )
         assert not any(torch.equal(before[names[0]][key], after[names[0]][key]) for key in before[names[0]])
+
+
+def test_accuracy_by_class_adds_up_to_the_accuracy_and_is_drawn(config: Make) -> None:
+    result = run(config(rounds=1, audit=False))
+    classes, test = result.summary["tasks"]["digits"]["classes"], result.summary["overall"]["final"]["test"]
+    assert list(classes) == [str(digit) for digit in range(10)]
+    assert sum(own["examples"] for own in classes.values()) == 8 * 20
+    hits = sum(own["examples"] * own.get("accuracy", 0.0) for own in classes.values())
+    assert hits / 160 == pytest.approx(test["accuracy"]), "every client has as many test images"
+    chosen = config(rounds=1, audit=False)
+    assembly = assemble_images(chosen)
+    held = unprefixed({key.removeprefix("strategy/"): t for key, t in state(result.folder, round=1).items()})[
+        "digits-0"
+    ]
+    for digit in (0, 7):
+        pixels = np.concatenate([own.test.pixels[own.test.label == digit] for own in assembly.clients])
+        logits = image_logits(assembly.site.vision, held, prepare(assembly.site.vision, pixels))
+        share = float((logits.argmax(1) == digit).float().mean())
+        assert classes[str(digit)] == {"examples": len(pixels), "accuracy": pytest.approx(share)}
+    assert result.folder / "figures/by-class.png" in draw_all(result.folder)
 
 
 def test_the_federation_is_stored_once_where_all_hold_one_model(config: Make) -> None:
