@@ -15,7 +15,7 @@ from atlas_fl.audit import audit
 from atlas_fl.clients.base import Job
 from atlas_fl.clients.whole import WholeOptions, train_whole
 from atlas_fl.config import Config, with_values
-from atlas_fl.errors import CheckpointError, ConfigError
+from atlas_fl.errors import CheckpointError, ConfigError, ModelError
 from atlas_fl.export import export
 from atlas_fl.io.ledger import payload_bytes
 from atlas_fl.lines import make_plan
@@ -91,9 +91,8 @@ def test_accuracy_by_class_adds_up_to_the_accuracy_and_is_drawn(config: Make) ->
     assert hits / 160 == pytest.approx(test["accuracy"]), "every client has as many test images"
     chosen = config(rounds=1, audit=False)
     assembly = assemble_images(chosen)
-    held = unprefixed({key.removeprefix("strategy/"): t for key, t in state(result.folder, round=1).items()})[
-        "digits-0"
-    ]
+    stored = unprefixed({key.removeprefix("strategy/"): t for key, t in state(result.folder, round=1).items()})
+    held = stored["digits-0"]
     for digit in (0, 7):
         pixels = np.concatenate([own.test.pixels[own.test.label == digit] for own in assembly.clients])
         logits = image_logits(assembly.site.vision, held, prepare(assembly.site.vision, pixels))
@@ -170,6 +169,30 @@ def test_frozen_weights_keep_every_bit_and_only_kept_ones_travel(config: Make, m
     assert report.ok and "frozen" in {row.check for row in report.rows}
 
 
+def test_a_mask_out_of_a_file_trains_what_the_run_that_made_it_trained(config: Make) -> None:
+    made = run(config(mask="lowest_magnitude", name="made", rounds=1))
+    file = made.folder / "mask.safetensors"
+    given = run(config(mask_file=str(file), name="given", rounds=1))
+    assert same_tensors(state(made.folder, round=1), state(given.folder, round=1))
+    assert same_tensors(load_file(file), load_file(given.folder / "mask.safetensors"))
+    assert rows(made.folder, "ledger") == rows(given.folder, "ledger")
+    assert audit(given.folder).ok
+    sparse = make_plan(config(mask_file=str(file))).to_json()["sparse"]
+    assert sparse["mask"] == "from a file" and sparse["sparsity"] == pytest.approx(0.9, abs=1e-4)
+
+
+def test_a_mask_of_another_model_is_refused_and_leaves_nothing(config: Make, tmp_path: Path) -> None:
+    masks = {"embeddings.cls_token": torch.ones(1, 1, 32, dtype=torch.bool)}
+    save_file(masks, tmp_path / "other.safetensors")
+    with pytest.raises(
+        ModelError, match=r"--mask-file .*other.safetensors fits another model: the mask has none for"
+    ) as caught:
+        run(config(mask_file=str(tmp_path / "other.safetensors")))
+    assert "\n" not in str(caught.value) and not (tmp_path / "runs/run").exists()
+    with pytest.raises(CheckpointError, match=r"no file .*nowhere.safetensors"):
+        run(config(mask_file=str(tmp_path / "nowhere.safetensors")))
+
+
 def test_the_audit_finds_a_frozen_weight_that_moved(config: Make) -> None:
     result = run(config(mask="random", rounds=1))
     file = result.folder / "mask.safetensors"
@@ -227,6 +250,9 @@ def _pooled(clients: tuple[ClientData, ...]) -> ClientData:
         ({"nc": "many"}, "--nc is 'many'.*iid, or a number"),
         ({"nc": "2", "partition": "dirichlet"}, "--nc 2 and --partition dirichlet are two ways"),
         ({"mask": "random", "head_first": "none"}, "--mask random freezes the head.*a random one"),
+        ({"mask": "random", "mask_file": "m"}, "--mask random says how a mask is made, and --mask-file brings one"),
+        ({"sparsity": 0.5, "mask_file": "m"}, "--sparsity 0.5 says how a mask is made"),
+        ({"mask_file": "m", "head_first": "none"}, "--mask-file freezes the head"),
         ({"split": "1"}, "--split is for adapters on texts"),
         ({"workers": 2}, "--workers and --engine ray train packs of texts"),
         (

@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from atlas_fl.errors import ModelError
-from atlas_fl.sparse.algebra import check_mask, density, intersection, num_kept, overlap, union
+from atlas_fl.sparse.algebra import check_mask, density, intersection, layers, num_kept, overlap, union
 
 ONE = {"a": torch.tensor([True, True, False, False]), "b": torch.tensor([[True, False]])}
 TWO = {"a": torch.tensor([False, True, True, False]), "b": torch.tensor([[True, False]])}
@@ -42,3 +42,13 @@ def test_a_mask_of_another_model_is_refused() -> None:
         union([])
     with pytest.raises(ModelError, match="the mask of 'a' is"):
         overlap([ONE, {"a": torch.ones(3, dtype=torch.bool), "b": ONE["b"]}])
+
+
+def test_the_share_of_a_layer_is_that_of_all_its_tensors_by_hand() -> None:
+    mask = {
+        "embeddings.cls": torch.tensor([True, False]),
+        "encoder.layer.0.query.weight": torch.tensor([True, True, False]),
+        "encoder.layer.0.query.bias": torch.tensor([False]),
+        "encoder.layer.10.query.weight": torch.tensor([False]),
+    }
+    assert layers(mask) == {"embeddings": 0.5, "encoder.layer.0": 0.5, "encoder.layer.10": 0.0}

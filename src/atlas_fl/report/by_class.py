@@ -20,6 +20,8 @@ from atlas_fl.report.style import (
     tidy,
 )
 
+ROW, MOST_HIGH = 0.2, 6.0
+"""Inches of a client's row, and of all rows of a task at most."""
 MOST_BARS_NAMED = 20
 """Bars above which the numbers on them would cover each other."""
 
@@ -31,14 +33,14 @@ def draw(record: Record) -> Figure:
     wide = max((len(class_names(record.plan, task)) for task in tasks), default=0)
     figure = new_figure(
         width=float(np.clip(3.4 + 0.34 * wide, 7.0, 13.0)),
-        height=float(np.clip(1.8 + 2.4 * len(tasks) + 0.2 * sum(rows), 4.0, 14.0)),
+        height=float(np.clip(1.8 + 2.4 * len(tasks) + sum(min(ROW * count, MOST_HIGH) for count in rows), 4.0, 14.0)),
         title="Test accuracy by class",
         subtitle="bars: all test images, by their clients' models; below: each client, empty: none",
     )
     if not tasks:
         say(figure.add_subplot(), "no test images have been scored yet")
         return figure
-    heights = [height for count in rows for height in (1.7, max(0.8, 0.2 * count))]
+    heights = [height for count in rows for height in (1.7, float(np.clip(ROW * count, 0.8, MOST_HIGH)))]
     grid = figure.add_gridspec(2 * len(tasks), 1, height_ratios=heights)
     for place, task in enumerate(tasks):
         above = figure.add_subplot(grid[2 * place, 0])
@@ -48,9 +50,8 @@ def draw(record: Record) -> Figure:
 
 def _task(figure: Figure, above: Axes, below: Axes, record: Record, task: str) -> None:
     members = [(member.client, found) for member in record.by_task[task] if (found := counts_of(member)) is not None]
-    hits, examples = (
-        np.array([own[place] for _, own in members], dtype=np.float64) for place in (0, 1)
-    )  # (n, classes)
+    counts = np.array([own for _, own in members], dtype=np.float64)  # (n, 2, classes)
+    hits, examples = counts[:, 0], counts[:, 1]
     names = class_names(record.plan, task) or [str(place) for place in range(hits.shape[1])]
     _bars(above, _share(hits.sum(0), examples.sum(0)), float(hits.sum() / examples.sum()), task=task)
     shares = _share(hits, examples)
@@ -71,7 +72,7 @@ def _bars(axes: Axes, shares: np.ndarray, overall: float, *, task: str) -> None:
     axes.axhline(overall, color=FAINT, linewidth=1, linestyle=(0, (4, 3)), zorder=0)
     axes.set_ylim(0, 1.12)
     axes.set_yticks([0, 0.5, 1])
-    axes.tick_params(labelbottom=False)
+    axes.tick_params(labelbottom=False, bottom=False, which="both")
     for place, share in enumerate(shares if len(shares) <= MOST_BARS_NAMED else ()):
         if np.isfinite(share):
             axes.text(place, share + 0.02, f"{share:.2f}", ha="center", va="bottom", size=NOTE_SIZE)
@@ -79,4 +80,5 @@ def _bars(axes: Axes, shares: np.ndarray, overall: float, *, task: str) -> None:
 
 def _share(hits: np.ndarray, examples: np.ndarray) -> np.ndarray:
     """Hits over examples, NaN where there is none."""
-    return np.divide(hits, examples, out=np.full(hits.shape, np.nan), where=examples > 0)
+    shares: np.ndarray = np.divide(hits, examples, out=np.full(hits.shape, np.nan), where=examples > 0)
+    return shares

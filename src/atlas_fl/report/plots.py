@@ -6,7 +6,7 @@ from pathlib import Path
 from matplotlib.figure import Figure
 
 from atlas_fl.io.folder import find_run
-from atlas_fl.report import by_class, classes, convergence, graph, leakage, ranks, scatter, scores, traffic
+from atlas_fl.report import by_class, classes, convergence, graph, leakage, masks, ranks, scatter, scores, traffic
 from atlas_fl.report.record import Record, read_record
 from atlas_fl.report.style import save_figure
 
@@ -23,6 +23,7 @@ FIGURES: dict[str, Callable[[Record], Figure]] = {
 
 MEASURED: dict[str, tuple[Callable[[Record], bool], Callable[[Record], Figure]]] = {
     "leakage": (lambda record: bool(record.plan.get("leakage")), leakage.draw),
+    "mask": (lambda record: bool((record.plan.get("sparse") or {}).get("layers")), masks.draw),
     "by-class": (lambda record: any("classes" in row for row in record.metrics), by_class.draw),
 }
 """Figures of what only some runs measure, by the name of their file: whether this one does, and the figure."""
