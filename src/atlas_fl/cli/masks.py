@@ -7,11 +7,11 @@ from typing import Annotated, Any, Literal
 
 import tyro
 
+from atlas_fl.cli.labels import labels_of
 from atlas_fl.cli.live import show
 from atlas_fl.cli.parse import parse
 from atlas_fl.cli.settings import check_target
 from atlas_fl.cli.words import split
-from atlas_fl.config import differences, load_config, value_of
 from atlas_fl.errors import ConfigError
 
 
@@ -48,7 +48,7 @@ def masks(words: Sequence[str]) -> int:
     from atlas_fl.tree import num_values
 
     files = _files(options)
-    names = _labels(list(files))
+    names = labels_of(list(files))
     found = {name: read_mask(file) for name, file in zip(names, files.values(), strict=True)}
     check_alike(found)
     mask = None if options.to is None else merged(found, method=options.merge)
@@ -76,17 +76,6 @@ def _files(options: MasksOptions) -> dict[Path, Path]:
             raise ConfigError(f"run {folder.path} was trained without a mask; give runs with --mask or --mask-file")
         found[folder.path] = folder.mask
     return found
-
-
-def _labels(named: Sequence[Path]) -> list[str]:
-    """What tells the masks apart: the settings that their runs differ in, or their paths."""
-    folders = [str(path) for path in named]
-    if len(named) < 2 or not all(path.is_dir() for path in named):
-        return folders
-    configs = [load_config(path / "config.toml") for path in named]
-    differ = dict.fromkeys(name for config in configs for name in differences(configs[0], config) if name != "preset")
-    labels = [", ".join(f"{name} {value_of(config, name)}" for name in differ) for config in configs]
-    return labels if len(set(labels)) == len(labels) else folders
 
 
 def _table(found: Mapping[str, Mapping[str, Any]], named: Sequence[Path]) -> Any:
@@ -132,4 +121,3 @@ def _draw(found: Mapping[str, Mapping[str, Any]], *, folder: Path) -> list[Path]
         figure = draw_overlap(list(found), overlap(list(found.values())), densities=shares)
         paths.append(save_figure(figure, folder / "masks-overlap.png"))
     return paths
-
