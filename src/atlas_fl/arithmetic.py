@@ -1,4 +1,5 @@
-"""Task arithmetic on finished runs: what each has added to one model, merged, scaled, and scored on the runs' tasks.
+"""Task arithmetic on finished runs: what each has added to one model, merged, scaled, and scored on the runs' tasks;
+and the masks that a run's clients would have made alone.
 
 Ilharco et al. 2023, "Editing Models with Task Arithmetic". Heads are no part of it: a task keeps its run's.
 """
@@ -16,13 +17,17 @@ from atlas_fl.clients.evaluate import EvaluateOptions
 from atlas_fl.clients.whole import evaluate_whole
 from atlas_fl.config import load_config
 from atlas_fl.errors import CheckpointError, ConfigError, ModelError
+from atlas_fl.events import ignore
 from atlas_fl.io import checkpoint
 from atlas_fl.io.folder import RunFolder
 from atlas_fl.lines import IMAGES, line_of
 from atlas_fl.models.vision import weights
 from atlas_fl.models.vision_export import save_vision
 from atlas_fl.models.vision_loading import load_vision
+from atlas_fl.phases.whole import client_masks
 from atlas_fl.records import models_of
+from atlas_fl.sparse.choose import Mask
+from atlas_fl.sparse.masks import BY_SENSITIVITY
 from atlas_fl.sparse.vectors import apply, task_vector
 from atlas_fl.tasks import find_tasks
 from atlas_fl.tree import HEAD, head_keys
@@ -43,6 +48,27 @@ class TrainedRun:
     def start(self) -> Params:
         """The backbone that the run began with: its pretrained model."""
         return weights(self.assembly.site.vision)
+
+
+def masks_of_clients(folder: RunFolder, *, clients: int) -> dict[str, Mask]:
+    """What the mask of a run would be if single clients made it, each by its own scores, by their names.
+
+    The data and the model of the run's config are loaded and the scores computed again; nothing is trained.
+
+    Raises:
+        ConfigError: its mask is none that clients score, or there are too few of them.
+    """
+    config = load_config(folder.config)
+    if config.sparse.mask not in BY_SENSITIVITY:
+        raise ConfigError(
+            f"--clients compares masks by the clients' own scores, and run {folder.path} has --mask"
+            f" {config.sparse.mask}; give a run with --mask {' or '.join(BY_SENSITIVITY)}"
+        )
+    assembly = assemble_images(config)
+    scoring = min(config.sparse.calibration_clients, len(assembly.names))
+    if not 2 <= clients <= scoring:
+        raise ConfigError(f"--clients is {clients}; allowed: 2 to {scoring}, the clients that scored in {folder.path}")
+    return client_masks(assembly, IMAGES.engine(assembly, ignore), clients=clients)
 
 
 @dataclass(frozen=True, kw_only=True)

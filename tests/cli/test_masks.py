@@ -88,6 +88,8 @@ def test_one_mask_is_drawn_into_its_run_and_a_merged_file_is_a_mask_again(
             ["run-42", "run-456", "--merge", "intersection", "--to", "x.safetensors"],
             "the intersection of these 2 masks",
         ),
+        (["run-42", "run-123", "--clients", "2"], "--clients is for the clients of one run, and 2 masks are named"),
+        (["run-42", "--clients", "2"], "has --mask random; give a run with --mask least_sensitive or most_sensitive"),
         (["run-42", "OTHER"], "are masks of different models: the mask has none for 'encoder.layer.0.w'"),
     ],
 )

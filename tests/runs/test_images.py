@@ -10,6 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForImageClassification, ViTConfig, ViTImageProcessorPil, ViTModel
 
+from atlas_fl.arithmetic import masks_of_clients
 from atlas_fl.assemble_images import assemble_images
 from atlas_fl.audit import audit
 from atlas_fl.clients.base import Job
@@ -17,6 +18,7 @@ from atlas_fl.clients.whole import WholeOptions, train_whole
 from atlas_fl.config import Config, with_values
 from atlas_fl.errors import CheckpointError, ConfigError, ModelError
 from atlas_fl.export import export
+from atlas_fl.io.folder import RunFolder
 from atlas_fl.io.ledger import payload_bytes
 from atlas_fl.lines import make_plan
 from atlas_fl.models.vision import image_logits, prepare
@@ -25,6 +27,7 @@ from atlas_fl.presets import find_preset
 from atlas_fl.report.plan_tables import plan_tables
 from atlas_fl.report.plots import draw_all
 from atlas_fl.run import resume, run
+from atlas_fl.sparse.algebra import overlap
 from atlas_fl.tasks.clients import ClientData
 from atlas_fl.train import sample_of
 from atlas_fl.tree import unprefixed
@@ -179,6 +182,31 @@ def test_a_mask_out_of_a_file_trains_what_the_run_that_made_it_trained(config: M
     assert audit(given.folder).ok
     sparse = make_plan(config(mask_file=str(file))).to_json()["sparse"]
     assert sparse["mask"] == "from a file" and sparse["sparsity"] == pytest.approx(0.9, abs=1e-4)
+
+
+def test_masks_of_single_clients_are_those_of_runs_in_which_they_alone_score(config: Make) -> None:
+    settings = {
+        "mask": "least_sensitive",
+        "rounds": 1,
+        "audit": False,
+        "participation": 0.25,
+        "calibration_examples": 8,
+    }
+    together = run(config(name="together", **settings))
+    alone = run(config(name="alone", calibration_clients=1, **settings))
+    (scorer,) = {
+        row["client"] for row in rows(alone.folder, "ledger") if (row["kind"], row["direction"]) == ("mask", "up")
+    }
+    found = masks_of_clients(RunFolder(together.folder), clients=8)
+    assert len(found) == 8 and scorer in found
+    made = {
+        key: own for key, own in load_file(alone.folder / "mask.safetensors").items() if not key.startswith("head.")
+    }
+    assert same_tensors(dict(found[scorer]), made)
+    shared = overlap(list(found.values()))
+    assert 0.05 < shared[0, 1] < 1, "clients agree in part"
+    with pytest.raises(ConfigError, match="--clients is 9; allowed: 2 to 8"):
+        masks_of_clients(RunFolder(together.folder), clients=9)
 
 
 def test_a_mask_of_another_model_is_refused_and_leaves_nothing(config: Make, tmp_path: Path) -> None:

@@ -22,6 +22,9 @@ class MasksOptions:
 
     masks: Annotated[tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="RUN|FILE ...")]
     """Folders of runs, their names in --runs-dir, or files of masks."""
+    clients: int | None = None
+    """Instead of a run's one mask those that so many of its clients would make, each by its own scores alone; they are
+    computed again."""
     merge: Literal["none", "union", "intersection"] = "none"
     """Make one mask: what at least one of them lets move, or what all do."""
     to: str | None = None
@@ -48,8 +51,11 @@ def masks(words: Sequence[str]) -> int:
     from atlas_fl.tree import num_values
 
     files = _files(options)
-    names = labels_of(list(files))
-    found = {name: read_mask(file) for name, file in zip(names, files.values(), strict=True)}
+    if options.clients is None:
+        names = labels_of(list(files))
+        found: dict[str, Any] = {name: read_mask(file) for name, file in zip(names, files.values(), strict=True)}
+    else:
+        found = _of_clients(options, list(files), clients=options.clients)
     check_alike(found)
     mask = None if options.to is None else merged(found, method=options.merge)
     show([_table(found, list(files))])
@@ -78,6 +84,15 @@ def _files(options: MasksOptions) -> dict[Path, Path]:
     return found
 
 
+def _of_clients(options: MasksOptions, named: Sequence[Path], *, clients: int) -> dict[str, Any]:
+    from atlas_fl.arithmetic import masks_of_clients
+    from atlas_fl.io.folder import find_run
+
+    if len(named) != 1:
+        raise ConfigError(f"--clients is for the clients of one run, and {len(named)} masks are named; name one run")
+    return dict(masks_of_clients(find_run(named[0], runs_dir=options.runs_dir), clients=clients))
+
+
 def _table(found: Mapping[str, Mapping[str, Any]], named: Sequence[Path]) -> Any:
     from rich.markup import escape
 
@@ -93,7 +108,11 @@ def _table(found: Mapping[str, Mapping[str, Any]], named: Sequence[Path]) -> Any
         kept, total = num_kept(mask), num_values(mask)
         agree = [f"{value:.3f}" for value in shared[place]] if numbers else []
         table.add_row(str(place + 1), escape(name), f"{kept:,}", percent(kept / total), *agree)
-    lines = [f"{place}: {path}" for place, path in enumerate(named, start=1)]
+    lines = (
+        [f"{place}: {path}" for place, path in enumerate(named, start=1)]
+        if len(named) == len(found)
+        else [str(named[0])]
+    )
     table.caption = "\n".join([*(["numbered columns: Jaccard index, both over either"] if numbers else []), *lines])
     return table
 

@@ -1,6 +1,6 @@
 """The plan of a run on whole models: the head first, then which weights may move, then what a round will send."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -91,11 +91,10 @@ def _given(assembly: ImageAssembly, start: ByClient, heads: Mapping[str, Params]
 def make_mask(assembly: ImageAssembly, engine: Engine, start: ByClient) -> tuple[Mask, list[LedgerRow]]:
     """Which weights may move, for everyone, and what making it sent. Heads, once fitted, may not."""
     sparse, seed = assembly.config.sparse, assembly.config.run.seed
-    body = {key: tensor for key, tensor in start[assembly.names[0]].items() if not key.startswith(HEAD)}
     if sparse.mask_file is None:
-        mask, messages = _calibrated(assembly, engine, start, body=body)
+        mask, messages = _calibrated(assembly, engine, start, scorers=_scorers(assembly))
     else:
-        mask, messages = stored_mask(Path(sparse.mask_file), like=body), []
+        mask, messages = stored_mask(Path(sparse.mask_file), like=_backbone(assembly, start)), []
     drawn = Drawn(seed=seed, sparsity=sparse.sparsity, scope=sparse.mask_scope) if sparse.mask == "random" else None
     size = mask_size(mask, drawn=drawn)
     messages += [_row(name, "down", "mask", size) for name in assembly.names]
@@ -108,14 +107,13 @@ def make_mask(assembly: ImageAssembly, engine: Engine, start: ByClient) -> tuple
 
 
 def _calibrated(
-    assembly: ImageAssembly, engine: Engine, start: ByClient, *, body: Params
+    assembly: ImageAssembly, engine: Engine, start: ByClient, *, scorers: Sequence[str]
 ) -> tuple[Mask, list[LedgerRow]]:
-    """The mask by the config's strategy, and what it sent up.
+    """The mask over the backbone by the config's strategy and the scores of these clients, and what it sent up.
 
     Sensitivities are sums over the clients that score; magnitudes and chance need no client.
     """
-    sparse = assembly.config.sparse
-    scorers, messages = _scorers(assembly), list[LedgerRow]()
+    sparse, messages, body = assembly.config.sparse, list[LedgerRow](), _backbone(assembly, start)
 
     def score(params: Params) -> Params:
         models = {name: {**start[name], **params} for name in scorers}
@@ -134,6 +132,18 @@ def _calibrated(
         seed=assembly.config.run.seed,
     )
     return mask, messages
+
+
+def client_masks(assembly: ImageAssembly, engine: Engine, *, clients: int) -> dict[str, Mask]:
+    """The masks that single clients would make, each by its own scores alone: of the first so many that score."""
+    start: ByClient = assembly.start()
+    if assembly.config.images.head_first == "ridge":
+        start, _ = _with_heads(assembly, engine, start)
+    return {name: _calibrated(assembly, engine, start, scorers=[name])[0] for name in _scorers(assembly)[:clients]}
+
+
+def _backbone(assembly: ImageAssembly, start: ByClient) -> Params:
+    return {key: tensor for key, tensor in start[assembly.names[0]].items() if not key.startswith(HEAD)}
 
 
 def _scorers(assembly: ImageAssembly) -> list[str]:
