@@ -58,7 +58,7 @@ def vectors(words: Sequence[str]) -> int:
     base = _base(options, list(runs.values()))
     vector = merge(vectors_of(runs, base), method=options.merge, keep=options.keep)
     rows = over_scales(runs, base, vector, scales=scales)
-    title = f"Accuracy of base + scale x {options.merge} of {len(runs)} task vectors"
+    title = f"Accuracy over scales: {options.merge} of {len(runs)}"
     show(_tables(rows, best=best_of(rows), title=title))
     if to is not None:
         show(_written(runs, base, vector, rows, to=to))

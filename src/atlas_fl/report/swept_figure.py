@@ -82,7 +82,7 @@ def _words(axes: Axes, swept: Swept) -> None:
 
 def _placed(swept: Swept, cells: Mapping[str, Cell], index: int) -> tuple[Sequence[float], list[Cell]]:
     """Where the cells of a line lie on the axis; one without scores is left out."""
-    shift = APART * (index - (len(swept.lines) - 1) / 2)
+    shift = APART * (index - (len(swept.lines) - 1) / 2) if swept.seeds > 1 else 0.0
     found = [(place + shift, cells.get(value, Cell(scores=()))) for place, value in enumerate(swept.values)]
     known = [(place, cell) for place, cell in found if cell.scores]
     return [place for place, _ in known], [cell for _, cell in known]

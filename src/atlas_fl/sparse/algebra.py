@@ -67,7 +67,7 @@ def density(mask: Mask) -> dict[str, float]:
 
 
 def layers(mask: Mask) -> dict[str, float]:
-    """The share of weights that may move by layer, in the mask's order.
+    """The share of weights that may move by layer: embeddings, then numbers in rising order, then the others.
 
     A layer is all tensors whose names agree up to their first number, such as `encoder.layer.3`; of names without one,
     up to the first dot.
@@ -78,7 +78,15 @@ def layers(mask: Mask) -> dict[str, float]:
         count = counts.setdefault(found[0] if found else name.partition(".")[0], [0, 0])
         count[0] += int(torch.count_nonzero(own))
         count[1] += own.numel()
-    return {layer: kept / max(1, total) for layer, (kept, total) in counts.items()}
+    return {layer: counts[layer][0] / max(1, counts[layer][1]) for layer in sorted(counts, key=_place)}
+
+
+def _place(layer: str) -> tuple[int, str, int]:
+    """Where a layer stands: a file holds its tensors in an order of its own."""
+    name, _, number = layer.rpartition(".")
+    if number.isdecimal():
+        return 1, name, int(number)
+    return (0 if layer.startswith("embed") else 2), layer, 0
 
 
 def num_kept(mask: Mask) -> int:
