@@ -17,7 +17,22 @@ import pytest
 import tyro
 
 import atlas_fl
-from atlas_fl.cli import audit, catalogue, certs, export, fetch, join, leakage, place, report, run, serve, sweep
+from atlas_fl.cli import (
+    audit,
+    catalogue,
+    certs,
+    export,
+    fetch,
+    join,
+    leakage,
+    masks,
+    place,
+    report,
+    run,
+    serve,
+    sweep,
+    vectors,
+)
 from atlas_fl.cli.commands import COMMANDS
 from atlas_fl.cli.parse import known_flags, parse
 from atlas_fl.cli.settings import base_config
@@ -36,7 +51,8 @@ PROMISED = [
     *range(33, 112),
     *range(118, 130),
     *range(134, 141),
-    *(152, 154, 155, 156, 157, 158, 159, 160, 161, 163, 164, 165),
+    *range(152, 166),
+    *(170, 172, 173),
 ]
 """What `docs/promises.md` has a row for."""
 
@@ -48,6 +64,8 @@ OPTIONS: dict[str, type[Any]] = {
     "audit": audit.AuditOptions,
     "place": place.PlaceOptions,
     "export": export.ExportOptions,
+    "masks": masks.MasksOptions,
+    "vectors": vectors.VectorsOptions,
     "sweep": sweep.SweepOptions,
     "compare": sweep.CompareOptions,
     "report": report.ReportOptions,
@@ -63,6 +81,8 @@ REQUIRED = dict.fromkeys(OPTIONS, ()) | {
     "place": ("run", "task"),
     "export": ("run", "client", "to"),
     "report": ("runs",),
+    "masks": ("masks",),
+    "vectors": ("runs",),
     "certs": ("what", "folder"),
     "join": ("address", "certs", "task", "device"),
     "list": ("what",),

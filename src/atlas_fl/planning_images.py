@@ -21,7 +21,7 @@ def plan_whole(assembly: ImageAssembly, engine: Engine, *, on_event: OnEvent = i
             f"--strategy {config.mixing.strategy} needs fingerprints of adapters, and whole models of image tasks have"
             " none; use fedavg or local"
         )
-    on_event(PhaseStarted("head and mask" if config.sparse.mask != "none" else "head"))
+    on_event(PhaseStarted("head and mask" if config.sparse.masked else "head"))
     prepared = prepare_whole(assembly, engine)
     size = len(assembly.clients)
     plan = Plan(

@@ -132,7 +132,8 @@ class Recorder:
         labels = {"train": client.train, "validation": client.validation, "test": client.test}[split]
         known = {"round": round, "client": client.name, "task": client.task.name, "split": split}
         share = majority(labels) if client.task.has_classes else None
-        return defined({**known, **update.metrics, "majority": share, "examples": update.examples})
+        scores = {**update.metrics, "majority": share, "classes": update.classes or None}
+        return defined({**known, **scores, "examples": update.examples})
 
     def _write_audit(self, record: RoundRecord) -> None:
         trained = {name: update.params for name, update in record.updates.items()}

@@ -10,20 +10,24 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForImageClassification, ViTConfig, ViTImageProcessorPil, ViTModel
 
+from atlas_fl.arithmetic import masks_of_clients
 from atlas_fl.assemble_images import assemble_images
 from atlas_fl.audit import audit
 from atlas_fl.clients.base import Job
 from atlas_fl.clients.whole import WholeOptions, train_whole
 from atlas_fl.config import Config, with_values
-from atlas_fl.errors import CheckpointError, ConfigError
+from atlas_fl.errors import CheckpointError, ConfigError, ModelError
 from atlas_fl.export import export
+from atlas_fl.io.folder import RunFolder
 from atlas_fl.io.ledger import payload_bytes
 from atlas_fl.lines import make_plan
 from atlas_fl.models.vision import image_logits, prepare
 from atlas_fl.options import whole_options
 from atlas_fl.presets import find_preset
 from atlas_fl.report.plan_tables import plan_tables
+from atlas_fl.report.plots import draw_all
 from atlas_fl.run import resume, run
+from atlas_fl.sparse.algebra import overlap
 from atlas_fl.tasks.clients import ClientData
 from atlas_fl.train import sample_of
 from atlas_fl.tree import unprefixed
@@ -79,6 +83,25 @@ def test_whole_models_go_through_the_same_rounds(config: Make) -> None:
             "one model"
         )
         assert not any(torch.equal(before[names[0]][key], after[names[0]][key]) for key in before[names[0]])
+
+
+def test_accuracy_by_class_adds_up_to_the_accuracy_and_is_drawn(config: Make) -> None:
+    result = run(config(rounds=1, audit=False))
+    classes, test = result.summary["tasks"]["digits"]["classes"], result.summary["overall"]["final"]["test"]
+    assert list(classes) == [str(digit) for digit in range(10)]
+    assert sum(own["examples"] for own in classes.values()) == 8 * 20
+    hits = sum(own["examples"] * own.get("accuracy", 0.0) for own in classes.values())
+    assert hits / 160 == pytest.approx(test["accuracy"]), "every client has as many test images"
+    chosen = config(rounds=1, audit=False)
+    assembly = assemble_images(chosen)
+    stored = unprefixed({key.removeprefix("strategy/"): t for key, t in state(result.folder, round=1).items()})
+    held = stored["digits-0"]
+    for digit in (0, 7):
+        pixels = np.concatenate([own.test.pixels[own.test.label == digit] for own in assembly.clients])
+        logits = image_logits(assembly.site.vision, held, prepare(assembly.site.vision, pixels))
+        share = float((logits.argmax(1) == digit).float().mean())
+        assert classes[str(digit)] == {"examples": len(pixels), "accuracy": pytest.approx(share)}
+    assert result.folder / "figures/by-class.png" in draw_all(result.folder)
 
 
 def test_the_federation_is_stored_once_where_all_hold_one_model(config: Make) -> None:
@@ -149,6 +172,55 @@ def test_frozen_weights_keep_every_bit_and_only_kept_ones_travel(config: Make, m
     assert report.ok and "frozen" in {row.check for row in report.rows}
 
 
+def test_a_mask_out_of_a_file_trains_what_the_run_that_made_it_trained(config: Make) -> None:
+    made = run(config(mask="lowest_magnitude", name="made", rounds=1))
+    file = made.folder / "mask.safetensors"
+    given = run(config(mask_file=str(file), name="given", rounds=1))
+    assert same_tensors(state(made.folder, round=1), state(given.folder, round=1))
+    assert same_tensors(load_file(file), load_file(given.folder / "mask.safetensors"))
+    assert rows(made.folder, "ledger") == rows(given.folder, "ledger")
+    assert audit(given.folder).ok
+    sparse = make_plan(config(mask_file=str(file))).to_json()["sparse"]
+    assert sparse["mask"] == "from a file" and sparse["sparsity"] == pytest.approx(0.9, abs=1e-4)
+
+
+def test_masks_of_single_clients_are_those_of_runs_in_which_they_alone_score(config: Make) -> None:
+    settings = {
+        "mask": "least_sensitive",
+        "rounds": 1,
+        "audit": False,
+        "participation": 0.25,
+        "calibration_examples": 8,
+    }
+    together = run(config(name="together", **settings))
+    alone = run(config(name="alone", calibration_clients=1, **settings))
+    (scorer,) = {
+        row["client"] for row in rows(alone.folder, "ledger") if (row["kind"], row["direction"]) == ("mask", "up")
+    }
+    found = masks_of_clients(RunFolder(together.folder), clients=8)
+    assert len(found) == 8 and scorer in found
+    made = {
+        key: own for key, own in load_file(alone.folder / "mask.safetensors").items() if not key.startswith("head.")
+    }
+    assert same_tensors(dict(found[scorer]), made)
+    shared = overlap(list(found.values()))
+    assert 0.05 < shared[0, 1] < 1, "clients agree in part"
+    with pytest.raises(ConfigError, match="--clients is 9; allowed: 2 to 8"):
+        masks_of_clients(RunFolder(together.folder), clients=9)
+
+
+def test_a_mask_of_another_model_is_refused_and_leaves_nothing(config: Make, tmp_path: Path) -> None:
+    masks = {"embeddings.cls_token": torch.ones(1, 1, 32, dtype=torch.bool)}
+    save_file(masks, tmp_path / "other.safetensors")
+    with pytest.raises(
+        ModelError, match=r"--mask-file .*other.safetensors fits another model: the mask has none for"
+    ) as caught:
+        run(config(mask_file=str(tmp_path / "other.safetensors")))
+    assert "\n" not in str(caught.value) and not (tmp_path / "runs/run").exists()
+    with pytest.raises(CheckpointError, match=r"no file .*nowhere.safetensors"):
+        run(config(mask_file=str(tmp_path / "nowhere.safetensors")))
+
+
 def test_the_audit_finds_a_frozen_weight_that_moved(config: Make) -> None:
     result = run(config(mask="random", rounds=1))
     file = result.folder / "mask.safetensors"
@@ -206,6 +278,9 @@ def _pooled(clients: tuple[ClientData, ...]) -> ClientData:
         ({"nc": "many"}, "--nc is 'many'.*iid, or a number"),
         ({"nc": "2", "partition": "dirichlet"}, "--nc 2 and --partition dirichlet are two ways"),
         ({"mask": "random", "head_first": "none"}, "--mask random freezes the head.*a random one"),
+        ({"mask": "random", "mask_file": "m"}, "--mask random says how a mask is made, and --mask-file brings one"),
+        ({"sparsity": 0.5, "mask_file": "m"}, "--sparsity 0.5 says how a mask is made"),
+        ({"mask_file": "m", "head_first": "none"}, "--mask-file freezes the head"),
         ({"split": "1"}, "--split is for adapters on texts"),
         ({"workers": 2}, "--workers and --engine ray train packs of texts"),
         (

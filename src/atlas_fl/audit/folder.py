@@ -110,7 +110,7 @@ def open_run(path: Path) -> Run:
         raise CheckpointError(f"{path} holds no audited round; run it again with --audit")
     complete = (path / "summary.json").is_file()
     done = config["training"]["rounds"] if complete else max(_numbers(path / "checkpoints"), default=0)
-    mask = None if settings.sparse.mask == "none" else read_mask(path)
+    mask = read_mask(path) if settings.sparse.masked else None
     return Run(path=path, config=config, mixing=settings.mixing, rounds=tuple(found[1:]), done=done, mask=mask)
 
 

@@ -8,7 +8,22 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 from importlib.metadata import version
 
-from atlas_fl.cli import audit, catalogue, certs, export, fetch, join, leakage, place, report, run, serve, sweep
+from atlas_fl.cli import (
+    audit,
+    catalogue,
+    certs,
+    export,
+    fetch,
+    join,
+    leakage,
+    masks,
+    place,
+    report,
+    run,
+    serve,
+    sweep,
+    vectors,
+)
 from atlas_fl.errors import AtlasError, ConfigError
 
 FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO})
@@ -34,6 +49,8 @@ COMMANDS: Mapping[str, Command] = {
     "place": Command(place.place, "the cluster of a newcomer, beside those of a run"),
     "export": Command(export.export, "write a client's adapter in PEFT's format"),
     "sweep": Command(sweep.sweep, "run a grid of settings and seeds, and compare"),
+    "masks": Command(masks.masks, "where masks let weights move, how far they agree, their union or intersection"),
+    "vectors": Command(vectors.vectors, "merge what runs added to a model, and score the merged one over scales"),
     "compare": Command(sweep.compare, "run several strategies over seeds, and compare"),
     "report": Command(report.report, "draw the figures of a run"),
     "certs": Command(certs.certs, "make the certificates of a federation across machines"),

@@ -95,6 +95,8 @@ class Update:
     """How many tensors those were."""
     crossed: Crossed = field(default_factory=dict)
     """Bytes of all messages through the client's cut, by kind and direction."""
+    classes: Mapping[str, Sequence[int]] = field(default_factory=dict)
+    """Of scored test images, examples by class and how many of them were recognised (`tasks.metrics.by_class`)."""
 
 
 Action: TypeAlias = Callable[[Sequence[Job], Site], list[Update]]

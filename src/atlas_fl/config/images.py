@@ -43,6 +43,9 @@ class SparseConfig:
         "none"
     )
     """Which weights may move; the head, once fitted, is not among them."""
+    mask_file: str | None = None
+    """A mask that there is, in the place of one that is made: `mask.safetensors` of a run's folder, or what
+    `atlas masks --merge` wrote."""
     sparsity: float = 0.9
     """Share of the weights that may not."""
     mask_scope: Literal["global", "layer"] = "global"
@@ -55,3 +58,8 @@ class SparseConfig:
     """Training examples of each of them that its scores are made from."""
     fisher_labels: Literal["sampled", "true"] = "sampled"
     """Labels of the Fisher information: drawn from the model, or the true ones (empirical Fisher)."""
+
+    @property
+    def masked(self) -> bool:
+        """Whether only some weights may move."""
+        return self.mask != "none" or self.mask_file is not None

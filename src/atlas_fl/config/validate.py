@@ -1,5 +1,7 @@
 """Whether a config can be run, as far as that can be told without reading any data."""
 
+from dataclasses import fields
+
 from atlas_fl.config.data import arrivals
 from atlas_fl.config.fields import settings, value_of
 from atlas_fl.config.groups import Config, DataConfig, MixingConfig, RanksConfig, RunConfig
@@ -162,13 +164,25 @@ def _check_images(config: Config) -> None:
         raise ConfigError(
             f"--nc {nc} and --partition {partition} are two ways to deal out classes; leave one of them out"
         )
-    if config.sparse.mask != "none" and config.images.head_first == "none":
-        raise ConfigError(
-            f"--mask {config.sparse.mask} freezes the head, and with --head-first none that is a random one; leave"
-            " --head-first at ridge, or --mask out"
-        )
+    _check_mask(config)
     if nc != EVENLY and (whole_number(nc) or 0) < 1:
         raise mistake("--nc", nc, "iid, or a number of classes from 1")
+
+
+def _check_mask(config: Config) -> None:
+    sparse = config.sparse
+    made = [one.name for one in fields(sparse) if one.name != "mask_file" and getattr(sparse, one.name) != one.default]
+    if sparse.mask_file is not None and made:
+        raise ConfigError(
+            f"--{made[0].replace('_', '-')} {getattr(sparse, made[0])} says how a mask is made, and --mask-file brings"
+            " one; leave one of them out"
+        )
+    if sparse.masked and config.images.head_first == "none":
+        flag = f"--mask {sparse.mask}" if sparse.mask_file is None else "--mask-file"
+        raise ConfigError(
+            f"{flag} freezes the head, and with --head-first none that is a random one; leave --head-first at ridge, or"
+            f" {flag.split()[0]} out"
+        )
 
 
 def no_fp16() -> ConfigError:

@@ -3,7 +3,7 @@
     run        name, preset, strategy, model, seed, config_hash
     clients    per client: task, cluster, device, ranks, final and best scores per split, rounds to 90% and 95%, bytes,
                utilisation of the device (`io.utilisation`)
-    tasks      per task: means over its clients, the worst client, the spread
+    tasks      per task: means over its clients, the worst client, the spread; of images, accuracy by class
     overall    the same over all clients
     bytes      up, down, total; by kind, round and client; against the whole model in every round; between clients
     seconds    by phase and in sum, by round
@@ -19,6 +19,7 @@ from collections.abc import Mapping, Sequence
 from statistics import fmean
 from typing import Any
 
+from atlas_fl.io.by_class import classes_of
 from atlas_fl.io.ledger import Totals, from_json, totals
 from atlas_fl.io.scores import History, Row, client_scores, group_scores, histories
 from atlas_fl.io.utilisation import utilisation
@@ -55,7 +56,9 @@ def summarise(
     return {
         "run": dict(run) | {"rounds": max(rounds, default=0)},
         "overall": group_scores(list(found.values())),
-        "tasks": {task: group_scores(members) for task, members in by_task(found).items()},
+        "tasks": {
+            task: group_scores(members) | classes_of(members, plan=plan) for task, members in by_task(found).items()
+        },
         "clients": _clients(found, sent, plan, utilisation(plan, metrics, round_seconds or {})),
         "clustering": _clustering(plan),
         **_leakage(plan),
