@@ -14,6 +14,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
+from atlas_fl.audit.ending import last_round
 from atlas_fl.audit.masks import read_mask
 from atlas_fl.config import MixingConfig, load_config, validate
 from atlas_fl.errors import CheckpointError, ConfigError
@@ -109,7 +110,7 @@ def open_run(path: Path) -> Run:
     if 0 not in found or len(found) < 2:
         raise CheckpointError(f"{path} holds no audited round; run it again with --audit")
     complete = (path / "summary.json").is_file()
-    done = config["training"]["rounds"] if complete else max(_numbers(path / "checkpoints"), default=0)
+    done = last_round(path, config) if complete else max(_numbers(path / "checkpoints"), default=0)
     mask = None if settings.sparse.mask == "none" else read_mask(path)
     return Run(path=path, config=config, mixing=settings.mixing, rounds=tuple(found[1:]), done=done, mask=mask)
 

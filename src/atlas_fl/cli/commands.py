@@ -32,7 +32,7 @@ COMMANDS: Mapping[str, Command] = {
     "resume": Command(run.resume, "go on with a run that was stopped"),
     "audit": Command(audit.audit, "recompute every round of a run and compare; exits with 1 on a mismatch"),
     "place": Command(place.place, "the cluster of a newcomer, beside those of a run"),
-    "export": Command(export.export, "write a client's adapter in PEFT's format"),
+    "export": Command(export.export, "write a client's adapter in PEFT's format, or its whole model"),
     "sweep": Command(sweep.sweep, "run a grid of settings and seeds, and compare"),
     "compare": Command(sweep.compare, "run several strategies over seeds, and compare"),
     "report": Command(report.report, "draw the figures of a run"),
