@@ -16,11 +16,23 @@ from atlas_fl.export import export
 from atlas_fl.io import checkpoint
 from atlas_fl.io.scores import histories, mean_series
 from atlas_fl.run import resume, run
+from atlas_fl.stopping import best_rounds, has_stopped
 from tests.runs.reading import rows, same_tensors, state
 
 Make = Callable[..., Config]
 STEADY = {"lr": 1e-12, "rounds": 9, "patience": 2}
 """Nothing is learned, so no score after the first is better."""
+
+DISAGREE = {
+    "tasks": "trec",
+    "test_samples": 30,
+    "strategy": "local",
+    "rounds": 4,
+    "lr": 0.02,
+    "seed": 2,
+    "audit": False,
+}
+"""A run in which test scores would choose other rounds than validation scores do."""
 
 
 def summary(folder: Path) -> dict[str, Any]:
@@ -64,14 +76,11 @@ def test_everyone_has_its_newest_model_when_a_run_stops(steady: Path) -> None:
 
 
 def test_the_choice_is_made_on_validation_and_never_on_test(config: Make) -> None:
-    result = run(config(strategy="local", rounds=8, lr=0.02, patience=1))
-    scores: dict[int, list[float]] = {}
-    for row in rows(result.folder):
-        if row.get("split") == "validation":
-            scores.setdefault(int(row["round"]), []).append(float(row["primary"]))  # type: ignore[arg-type]
-    means = [sum(values) / len(values) for values in scores.values()]
-    first_worse = next(at for at in range(1, len(means)) if means[at] <= means[at - 1])
-    assert result.rounds == first_worse + 1
+    result = run(config(**DISAGREE, patience=2))
+    found = list(histories(rows(result.folder)).values())
+    validation, test = (mean_series(found, split) for split in ("validation", "test"))
+    assert result.rounds == 3 and has_stopped(validation, patience=2)
+    assert not has_stopped(test, patience=2)
 
 
 def test_a_stopped_run_that_is_resumed_does_nothing_and_says_so(steady: Path) -> None:
@@ -113,6 +122,7 @@ def test_the_best_rounds_are_kept_until_better_ones_come(config: Make, tmp_path:
     folder = run(chosen).folder
     scores = mean_series(list(histories(rows(folder)).values()), "validation")
     best = sorted(scores, key=lambda at: (-scores[at], at))[:2]
+    assert 4 not in best and best_rounds(mean_series(list(histories(rows(folder)).values()), "test"), 1) == (4,)
     held = {int(path.name[-4:]) for path in (folder / "checkpoints").glob("round-*")}
     assert held == {*best, 4}
     export(folder, client="movie-0", to=tmp_path / "best", round="best")
