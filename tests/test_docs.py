@@ -17,13 +17,14 @@ import pytest
 import tyro
 
 import atlas_fl
-from atlas_fl.cli import audit, catalogue, certs, export, fetch, join, leakage, place, report, run, serve, sweep
+from atlas_fl.cli import audit, catalogue, certs, export, fetch, join, leakage, place, report, run, search, serve, sweep
 from atlas_fl.cli.commands import COMMANDS
 from atlas_fl.cli.parse import known_flags, parse
 from atlas_fl.cli.settings import base_config
 from atlas_fl.cli.words import ALIASES, split
 from atlas_fl.config import load_config, settings, validate, with_values
 from atlas_fl.presets import PRESETS
+from atlas_fl.search.space import check_space, parse_space
 from atlas_fl.sweep import grid, parse_over, seeds
 
 ROOT = Path(__file__).parents[1]
@@ -50,6 +51,7 @@ OPTIONS: dict[str, type[Any]] = {
     "export": export.ExportOptions,
     "sweep": sweep.SweepOptions,
     "compare": sweep.CompareOptions,
+    "search": search.SearchOptions,
     "report": report.ReportOptions,
     "certs": certs.CertsOptions,
     "serve": serve.ServeOptions,
@@ -240,7 +242,9 @@ def accept(command: str, words: list[str]) -> None:
     options = parse(default, groups, command=f"atlas {command}")
     if has_settings and "--task" not in words:
         validate(options.settings)
-    if over := getattr(options, "over", ()):
+    if command == "search":
+        check_space(options.settings, parse_space(options.over))
+    elif over := getattr(options, "over", ()):
         grid(options.settings, over=parse_over(over), seeds=seeds(options.seeds))
 
 

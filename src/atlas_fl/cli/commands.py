@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 from importlib.metadata import version
 
-from atlas_fl.cli import audit, catalogue, certs, export, fetch, join, leakage, place, report, run, serve, sweep
+from atlas_fl.cli import audit, catalogue, certs, export, fetch, join, leakage, place, report, run, search, serve, sweep
 from atlas_fl.errors import AtlasError, ConfigError
 
 FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO})
@@ -34,6 +34,7 @@ COMMANDS: Mapping[str, Command] = {
     "place": Command(place.place, "the cluster of a newcomer, beside those of a run"),
     "export": Command(export.export, "write a client's adapter in PEFT's format, or its whole model"),
     "sweep": Command(sweep.sweep, "run a grid of settings and seeds, and compare"),
+    "search": Command(search.search, "search for good settings; each trial is a run"),
     "compare": Command(sweep.compare, "run several strategies over seeds, and compare"),
     "report": Command(report.report, "draw the figures of a run"),
     "certs": Command(certs.certs, "make the certificates of a federation across machines"),
