@@ -118,6 +118,17 @@ def test_the_plan_shows_the_mask_and_no_ranks(config: Make) -> None:
     assert not any("LoRA ranks" in title for title in titles)
 
 
+def test_the_plan_counts_the_parameters(config: Make) -> None:
+    # a block of width 32: attention 4 (32^2 + 32), two layers 2 * 32 * 64 + 64 + 32, two norms 4 * 32
+    block = 4 * (32 * 32 + 32) + 2 * 32 * 64 + 64 + 32 + 4 * 32
+    embeddings = 32 + 5 * 32 + 32 * 3 * 8 * 8 + 32  # token, positions, patches
+    total, head = embeddings + 2 * block + 2 * 32, 10 * 33
+    notes = make_plan(config(frozen_blocks=1)).notes
+    assert notes == (
+        f"digits: {total + head:,} parameters, {head:,} of them in the head; {block + 2 * 32 + head:,} train",
+    )
+
+
 def test_an_exported_model_gives_the_same_logits_in_stock_transformers(config: Make) -> None:
     chosen = config(rounds=1, frozen_blocks=1)
     folder = run(chosen).folder

@@ -1,5 +1,7 @@
 """Searches over runs that cost nothing: what a run scores is a formula of its settings."""
 
+import csv
+import doctest
 import json
 import math
 import sys
@@ -11,10 +13,12 @@ import pytest
 
 pytest.importorskip("optuna")
 
+from atlas_fl.cli import main
 from atlas_fl.config import Config, RunConfig, config_hash, load_config, run_folder, to_toml, validate
 from atlas_fl.errors import CheckpointError, ConfigError
 from atlas_fl.events import OnEvent, RoundFinished
 from atlas_fl.presets import smoke
+from atlas_fl.report import search as table
 from atlas_fl.search.space import parse_space
 from atlas_fl.search.trials import BEST, STUDY, Search, search
 
@@ -184,3 +188,31 @@ def test_without_optuna_one_line_says_what_to_install(
     with pytest.raises(ConfigError, match=r"pip install 'atlas-fl\[search\]'"):
         search(base, space=SPACE, trials=1)
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.usefixtures("lived")
+def test_the_command_ends_in_a_table_a_csv_and_the_best_settings(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "100")
+    words = ["search", "--preset", "smoke", "--over", "lr=1e-4..1e-1:log", "--over", "schedule=constant,cosine"]
+    words += ["--trials", "3", "--name", "mine", "--runs-dir", str(tmp_path)]
+    assert main(words) == 0
+    printed = capsys.readouterr().out
+    assert "trial 2 (3 of 3): lr=" in printed and "starts ..." in printed
+    table = [row.split() for row in printed.splitlines() if row[:2] in (" 0", " 1", " 2")]
+    lines = list(csv.reader((tmp_path / "mine" / "trials.csv").read_text().splitlines()))
+    assert lines[0] == ["trial", "lr", "schedule", "validation", "best_round", "rounds", "pruned", "run"]
+    for shown, line in zip(table, lines[1:], strict=True):
+        assert float(shown[1]) == pytest.approx(float(line[1]), rel=5e-3)
+        assert shown[2] == line[2] and float(shown[3]) == pytest.approx(float(line[3]), abs=5e-5)
+    best = max(lines[1:], key=lambda line: float(line[3]))
+    assert f"best: trial {best[0]}, {best[-1]}" in " ".join(printed.split())
+    assert printed.splitlines()[-1] == f"the best settings: atlas run --config {tmp_path / 'mine' / BEST}"
+    assert main([*words[:-1], str(tmp_path / "other"), "--over", "lr=1..0"]) == 2
+    assert main(words[:3] + words[7:]) == 2
+    assert capsys.readouterr().err.splitlines()[-1].startswith("atlas: --over is missing; allowed: a setting and its")
+
+
+def test_long_numbers_are_shown_short() -> None:
+    assert doctest.testmod(table) == (0, 1)
