@@ -90,7 +90,9 @@ class Run:
     rounds: tuple[int, ...]
     """Rounds with an audit folder, without round 0."""
     done: int
-    """Rounds that are complete, by the summary or else the newest checkpoint."""
+    """Rounds that are complete: of a finished run all that there should be, else those up to the newest checkpoint."""
+    complete: bool = False
+    """Whether the run is finished."""
     mask: Mapping[str, Tensor] | None = None
     """Which weights may move, where not all may."""
     plans: dict[str, Plan] = field(default_factory=dict)
@@ -112,7 +114,15 @@ def open_run(path: Path) -> Run:
     complete = (path / "summary.json").is_file()
     done = last_round(path, config) if complete else max(_numbers(path / "checkpoints"), default=0)
     mask = None if settings.sparse.mask == "none" else read_mask(path)
-    return Run(path=path, config=config, mixing=settings.mixing, rounds=tuple(found[1:]), done=done, mask=mask)
+    return Run(
+        path=path,
+        config=config,
+        mixing=settings.mixing,
+        rounds=tuple(found[1:]),
+        done=done,
+        complete=complete,
+        mask=mask,
+    )
 
 
 def _numbers(folder: Path) -> list[int]:
