@@ -29,6 +29,7 @@ from atlas_fl.cli import (
     place,
     report,
     run,
+    search,
     serve,
     sweep,
     vectors,
@@ -39,6 +40,7 @@ from atlas_fl.cli.settings import base_config
 from atlas_fl.cli.words import ALIASES, split
 from atlas_fl.config import load_config, settings, validate, with_values
 from atlas_fl.presets import PRESETS
+from atlas_fl.search.space import check_space, parse_space
 from atlas_fl.sweep import grid, parse_over, seeds
 
 ROOT = Path(__file__).parents[1]
@@ -51,8 +53,7 @@ PROMISED = [
     *range(33, 112),
     *range(118, 130),
     *range(134, 141),
-    *range(152, 166),
-    *(170, 172, 173),
+    *range(148, 174),
 ]
 """What `docs/promises.md` has a row for."""
 
@@ -68,6 +69,7 @@ OPTIONS: dict[str, type[Any]] = {
     "vectors": vectors.VectorsOptions,
     "sweep": sweep.SweepOptions,
     "compare": sweep.CompareOptions,
+    "search": search.SearchOptions,
     "report": report.ReportOptions,
     "certs": certs.CertsOptions,
     "serve": serve.ServeOptions,
@@ -260,7 +262,9 @@ def accept(command: str, words: list[str]) -> None:
     options = parse(default, groups, command=f"atlas {command}")
     if has_settings and "--task" not in words:
         validate(options.settings)
-    if over := getattr(options, "over", ()):
+    if command == "search":
+        check_space(options.settings, parse_space(options.over))
+    elif over := getattr(options, "over", ()):
         grid(options.settings, over=parse_over(over), seeds=seeds(options.seeds))
 
 

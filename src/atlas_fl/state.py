@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from statistics import fmean
 from typing import Any
 
 import torch
@@ -57,6 +58,9 @@ class RoundRecord:
     aggregated: bool
     """Whether updates were sent and mixed, or everyone goes on with its own model."""
     final: bool
+    """Whether the run is over."""
+    stopped: bool = False
+    """Whether it is over before its last round, because validation scores rose no more."""
     diversity: Diversity | None = None
     """What the server's step did to the differences between clients, in a round with evaluation."""
     missing: tuple[str, ...] = ()
@@ -148,6 +152,12 @@ class RoundRecord:
         return values_size(kept) if kept else 0
 
 
+def mean_score(scores: Mapping[Split, Mapping[str, Update]]) -> float | None:
+    """The mean primary validation score over the clients that have one; None where there is none."""
+    found = [score.metrics["primary"] for score in scores.get("validation", {}).values()]
+    return fmean(found) if found else None
+
+
 def _kind_of(key: str) -> Kind:
     if key.startswith(HEAD):
         return "head"
@@ -168,16 +178,22 @@ class State:
     """Clients that have not received their newest model yet."""
     validation: Mapping[str, float] = field(default_factory=dict)
     """The last validation score of every client."""
+    history: Mapping[int, float] = field(default_factory=dict)
+    """The mean validation score of every evaluated round, over the clients that answered."""
+    over: bool = False
+    """Whether the run has ended, with its last round or before it."""
 
     def after(self, record: RoundRecord, *, memory: ByClient) -> "State":
         """The federation once this round is complete; `memory` is what the rule remembers of it."""
-        scores = record.scores.get("validation", {})
+        scores, met = record.scores.get("validation", {}), mean_score(record.scores)
         return State(
             round=record.round,
             strategy=memory,
             start=record.start,
             stale=record.stale_after(),
             validation={name: score.metrics["primary"] for name, score in scores.items()} or self.validation,
+            history=self.history if met is None else {**self.history, record.round: met},
+            over=record.final,
         )
 
 

@@ -111,11 +111,27 @@ def test_the_federation_is_stored_once_where_all_hold_one_model(config: Make) ->
     assert [path.name for path in (result.folder / "models").iterdir()] == ["digits-0"]
 
 
-def test_there_is_no_adapter_to_export(config: Make, tmp_path: Path) -> None:
-    folder = run(config(rounds=1)).folder
-    with pytest.raises(ConfigError, match=r"trained whole models, which have no adapters.*models"):
-        export(folder, client="digits-0", to=tmp_path / "adapter")
-    assert not (tmp_path / "adapter").exists()
+def test_a_central_run_stops_where_it_is_no_better_and_its_best_round_can_be_exported(
+    config: Make, tmp_path: Path
+) -> None:
+    chosen = config(
+        **{"clients_per_task": 1, "samples": 200, "strategy": "local", "participation": 1, "eval_every": 1},
+        **{"rounds": 12, "lr": 0.3, "clip": 0, "patience": 2, "keep_best": 1, "keep_checkpoints": 1},
+    )
+    result = run(chosen)
+    best, last = result.summary["best"]["round"], result.summary["stopped"]["round"]
+    assert best == last - 2 < 12
+    held = sorted(path.name for path in (result.folder / "checkpoints").glob("round-*"))
+    assert held == [f"round-{best:04d}", f"round-{last:04d}"]
+    assembly = assemble_images(chosen)
+    pixels = prepare(assembly.site.vision, assembly.clients[0].test.pixels)
+    for round, number in ((None, last), ("best", best), (str(best), best)):
+        folder = export(result.folder, client="0", to=tmp_path / f"model-{round}", round=round)
+        stock = AutoModelForImageClassification.from_pretrained(folder).eval()
+        wanted = image_logits(assembly.site.vision, starts(result.folder, number)["digits-0"], pixels)
+        with torch.no_grad():
+            torch.testing.assert_close(stock(pixels).logits, wanted, rtol=1e-4, atol=1e-4)
+    assert audit(result.folder).ok
 
 
 def test_the_plan_shows_the_mask_and_no_ranks(config: Make) -> None:
@@ -123,6 +139,17 @@ def test_the_plan_shows_the_mask_and_no_ranks(config: Make) -> None:
     titles = [str(table.title) for table in tables]
     assert any(title.startswith("Mask (lowest_magnitude, sparsity 0.9)") for title in titles)
     assert not any("LoRA ranks" in title for title in titles)
+
+
+def test_the_plan_counts_the_parameters(config: Make) -> None:
+    # a block of width 32: attention 4 (32^2 + 32), two layers 2 * 32 * 64 + 64 + 32, two norms 4 * 32
+    block = 4 * (32 * 32 + 32) + 2 * 32 * 64 + 64 + 32 + 4 * 32
+    embeddings = 32 + 5 * 32 + 32 * 3 * 8 * 8 + 32  # token, positions, patches
+    total, head = embeddings + 2 * block + 2 * 32, 10 * 33
+    notes = make_plan(config(frozen_blocks=1)).notes
+    assert notes == (
+        f"digits: {total + head:,} parameters, {head:,} of them in the head; {block + 2 * 32 + head:,} train",
+    )
 
 
 def test_an_exported_model_gives_the_same_logits_in_stock_transformers(config: Make) -> None:

@@ -47,6 +47,10 @@ def audit_run(run: Run, *, on_event: OnEvent = ignore) -> Iterator[AuditRow]:
     missing = sorted(set(range(1, max(run.done, run.rounds[-1]) + 1)) - set(run.rounds))
     if missing:
         yield AuditRow(run=run.path.name, round=0, client="", check="record", ok=False, detail=f"no rounds {missing}")
+    # a run that goes on keeps a round for the audit before the checkpoint by which it is complete
+    if run.complete and run.rounds[-1] > run.done:
+        detail = f"it had to end after round {run.done} and went on"
+        yield AuditRow(run=run.path.name, round=0, client="", check="record", ok=False, detail=detail)
     before = known = read_models(run, 0, "start")
     for place, round in enumerate(run.rounds):
         on_event(Progress(f"audit of {run.path.name}", place, len(run.rounds)))

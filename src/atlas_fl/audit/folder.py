@@ -14,6 +14,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
+from atlas_fl.audit.ending import last_round
 from atlas_fl.audit.masks import read_mask
 from atlas_fl.config import MixingConfig, load_config, validate
 from atlas_fl.errors import CheckpointError, ConfigError
@@ -89,7 +90,9 @@ class Run:
     rounds: tuple[int, ...]
     """Rounds with an audit folder, without round 0."""
     done: int
-    """Rounds that are complete, by the summary or else the newest checkpoint."""
+    """Rounds that are complete: of a finished run all that there should be, else those up to the newest checkpoint."""
+    complete: bool = False
+    """Whether the run is finished."""
     mask: Mapping[str, Tensor] | None = None
     """Which weights may move, where not all may."""
     plans: dict[str, Plan] = field(default_factory=dict)
@@ -109,9 +112,17 @@ def open_run(path: Path) -> Run:
     if 0 not in found or len(found) < 2:
         raise CheckpointError(f"{path} holds no audited round; run it again with --audit")
     complete = (path / "summary.json").is_file()
-    done = config["training"]["rounds"] if complete else max(_numbers(path / "checkpoints"), default=0)
+    done = last_round(path, config) if complete else max(_numbers(path / "checkpoints"), default=0)
     mask = read_mask(path) if settings.sparse.masked else None
-    return Run(path=path, config=config, mixing=settings.mixing, rounds=tuple(found[1:]), done=done, mask=mask)
+    return Run(
+        path=path,
+        config=config,
+        mixing=settings.mixing,
+        rounds=tuple(found[1:]),
+        done=done,
+        complete=complete,
+        mask=mask,
+    )
 
 
 def _numbers(folder: Path) -> list[int]:

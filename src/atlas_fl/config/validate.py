@@ -10,6 +10,7 @@ from atlas_fl.config.kinds import describe, mistake, read, whole_number
 from atlas_fl.config.names import check_names
 from atlas_fl.config.ranges import check_ranges
 from atlas_fl.config.splitting import AUTO, NONE, SplitConfig, cuts_by_name
+from atlas_fl.config.training import TrainingConfig
 from atlas_fl.errors import ConfigError
 
 
@@ -30,6 +31,7 @@ def validate(config: Config) -> Config:
     _check_run(config.run)
     _check_precision(config)
     _check_rerank(config)
+    _check_patience(config.training)
     _check_images(config)
     check_names(config)
     return config
@@ -155,6 +157,14 @@ def _check_rerank(config: Config) -> None:
         raise ConfigError(
             f"--rerank changes the models that the server holds, and --recluster-every is {every}, no multiple of "
             f"--aggregate-every {waits}; make it one"
+        )
+
+
+def _check_patience(training: TrainingConfig) -> None:
+    if training.min_delta and not training.patience:
+        raise ConfigError(
+            f"--min-delta is {training.min_delta} and says what is better for --patience, which is 0; set --patience to"
+            " a number of rounds, or leave --min-delta out"
         )
 
 

@@ -1,6 +1,8 @@
 """The outcome of a run as one JSON document, `summary.json`.
 
-    run        name, preset, strategy, model, seed, config_hash
+    run        name, preset, strategy, model, seed, config_hash, rounds
+    best       the round with the best mean validation score over all clients, and that score
+    stopped    with `--patience`, where it ended the run early: after which round
     clients    per client: task, cluster, device, ranks, final and best scores per split, rounds to 90% and 95%, bytes,
                utilisation of the device (`io.utilisation`)
     tasks      per task: means over its clients, the worst client, the spread; of images, accuracy by class
@@ -21,8 +23,9 @@ from typing import Any
 
 from atlas_fl.io.by_class import classes_of
 from atlas_fl.io.ledger import Totals, from_json, totals
-from atlas_fl.io.scores import History, Row, client_scores, group_scores, histories
+from atlas_fl.io.scores import STOPPED, History, Row, client_scores, group_scores, histories, mean_series
 from atlas_fl.io.utilisation import utilisation
+from atlas_fl.stopping import best_rounds
 
 
 def summarise(
@@ -55,6 +58,8 @@ def summarise(
     rounds = [int(row["round"]) for row in metrics]
     return {
         "run": dict(run) | {"rounds": max(rounds, default=0)},
+        **_best(found),
+        **_stopped(metrics),
         "overall": group_scores(list(found.values())),
         "tasks": {
             task: group_scores(members) | classes_of(members, plan=plan) for task, members in by_task(found).items()
@@ -99,6 +104,17 @@ def _clustering(plan: Mapping[str, Any]) -> dict[str, Any]:
     clustering = plan.get("clustering") or {}
     kept = ("method", "labels", "agreement", "structure", "explained_variance", "warnings")
     return {key: clustering[key] for key in kept if clustering.get(key) is not None}
+
+
+def _best(found: Mapping[str, History]) -> dict[str, Any]:
+    scores = mean_series(list(found.values()), "validation")
+    best = best_rounds(scores, 1)
+    return {"best": {"round": best[0], "validation": scores[best[0]]}} if best else {}
+
+
+def _stopped(metrics: Sequence[Row]) -> dict[str, Any]:
+    after = [row["round"] for row in metrics if row.get("event") == STOPPED]
+    return {"stopped": {"round": after[0]}} if after else {}
 
 
 def _leakage(plan: Mapping[str, Any]) -> dict[str, Any]:

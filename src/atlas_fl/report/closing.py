@@ -55,7 +55,7 @@ def _closing_cells(group: Mapping[str, Any]) -> list[str]:
 def _closing_caption(summary: Mapping[str, Any]) -> str:
     """What the columns mean; then bytes with the reduction, time, peak memory, devices, refused updates."""
     sent, memory = summary.get("bytes") or {}, summary.get("memory") or {}
-    lines = [LEGEND]
+    lines = [LEGEND, *_stopped(summary)]
     lines += [_written(task, group) for task, group in (summary.get("tasks") or {}).items() if _has_written(group)]
     if "total" in sent:
         saved = (sent.get("full_model") or {}).get("reduction")
@@ -76,6 +76,14 @@ def _closing_caption(summary: Mapping[str, Any]) -> str:
     refused = ((summary.get("events") or {}).get("count") or {}).get("refused", 0)
     lines.extend([f"{refused} update{'' if refused == 1 else 's'} refused"] if refused else [])
     return "\n".join(lines)
+
+
+def _stopped(summary: Mapping[str, Any]) -> list[str]:
+    """When a run stopped early, and after which round its mean validation score was best."""
+    if "stopped" not in summary:
+        return []
+    after, best = summary["stopped"]["round"], summary["best"]
+    return [f"stopped early after round {after}; best in round {best['round']}: validation {best['validation']:.3f}"]
 
 
 def _range(shares: Sequence[float]) -> str:
