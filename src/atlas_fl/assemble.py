@@ -1,7 +1,7 @@
 """From a config to the things that a run works with: clients with their data and devices, and the site they share."""
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -21,13 +21,15 @@ from atlas_fl.models.family import head_shapes
 from atlas_fl.models.loading import load_backbone
 from atlas_fl.models.registry import suggested_lr
 from atlas_fl.models.shape import ModelShape
-from atlas_fl.models.tokens import Encoded, encode, encode_prompts, encode_written
+from atlas_fl.models.tokens import Encoded, encode, encode_images, encode_prompts, encode_written
+from atlas_fl.models.vision_backbone import load_image_backbone, tokens_of
 from atlas_fl.ranks.devices import Device, find_devices
 from atlas_fl.ranks.memory import LOGIT_COPIES, VALUE_BYTES, activation_bytes
 from atlas_fl.split.model import load_client_part
 from atlas_fl.tasks import find_tasks
 from atlas_fl.tasks.clients import BY_CLASSES, ClientData, make_clients
-from atlas_fl.tasks.spec import Examples, Rows, Source, as_texts
+from atlas_fl.tasks.images import Images
+from atlas_fl.tasks.spec import Examples, Rows, Source, Task, as_texts
 from atlas_fl.types import Params, Split
 
 # Beyond this many tokens a CPU gains nothing from larger packs: the products are at the hardware's limit.
@@ -59,7 +61,7 @@ class Assembly:
         dims = {name: module_dims(module) for name, module in modules.items()}
         by_module = {name: ranks[self.layer_of[name]] for name in modules}
         seed, backbone = self.config.run.seed, self.site.backbone
-        shapes = head_shapes(backbone.family, hidden=backbone.hidden, num_labels=client.task.num_labels)
+        shapes = head_shapes(backbone.family, hidden=backbone.width, num_labels=client.task.num_labels)
         return {
             **init_adapters(dims, by_module, seed=seed),
             **init_head(shapes, seed=seed, group=client.task.name),
@@ -108,13 +110,7 @@ def assemble(
     devices = find_devices(config.data.devices, config.data.device) if devices is None else devices
     clients = load_clients(config) if clients is None else clients
     picked = pick_device(config.run.accelerator, precision=config.model.precision)
-    backbone = load_backbone(
-        config.model.model,
-        device=place or picked,
-        gradient_checkpointing=config.model.gradient_checkpointing,
-        writes=any(client.task.writes for client in clients),
-        weights=weights,
-    )
+    backbone = backbone_of(config, [client.task for client in clients], device=place or picked, weights=weights)
     if tokens is None:
         tokens = {client.name: tokenise(client, backbone, config.data) for client in clients}
     targets = config.model.targets or default_targets(backbone.family.model_type)
@@ -133,6 +129,20 @@ def assemble(
         shape=shape,
         layer_of={name: layer_of(backbone, name) for name in site.modules},
     )
+
+
+def backbone_of(
+    config: Config, tasks: Sequence[Task], *, device: str = "cpu", weights: Params | None = None
+) -> Backbone:
+    """The frozen backbone of this config's model for these tasks; `weights` are those of `Backbone.frozen`."""
+    name, checkpointing = config.model.model, config.model.gradient_checkpointing
+    if any(task.images for task in tasks):
+        size = config.images.image_size
+        return load_image_backbone(
+            name, image_size=size, device=device, gradient_checkpointing=checkpointing, weights=weights
+        )
+    writes = any(task.writes for task in tasks)
+    return load_backbone(name, device=device, gradient_checkpointing=checkpointing, writes=writes, weights=weights)
 
 
 def scale_of(config: Config) -> Callable[[int], float]:
@@ -194,6 +204,8 @@ def site_below(config: Config, tokens: Mapping[str, ClientTokens], *, blocks: in
 def tokenise(client: ClientData, backbone: Backbone, config: DataConfig) -> ClientTokens:
     """The client's examples as tokens; of the backbone only what is known of it is used, not its weights."""
     task = client.task
+    if backbone.vision is not None:
+        return ClientTokens(task=task, splits=_patches(client, tokens_of(backbone.vision)))
     limit = min(config.max_length or task.max_length, most_tokens(backbone))
     held: dict[Split, Examples] = {"train": client.train, "validation": client.validation, "test": client.test}
     splits = {name: as_texts(rows, task=task.name) for name, rows in held.items()}
@@ -211,6 +223,16 @@ def tokenise(client: ClientData, backbone: Backbone, config: DataConfig) -> Clie
         if rows.pair:
             prompts[name] = Prompts(encoded=_prompts(rows, backbone, limit, config), references=rows.pair)
     return ClientTokens(task=task, splits=written, prompts=prompts)
+
+
+def _patches(client: ClientData, length: int) -> dict[Split, Encoded]:
+    """The client's images, as examples of so many tokens each."""
+    held: dict[Split, Examples] = {"train": client.train, "validation": client.validation, "test": client.test}
+    found = {}
+    for split, rows in held.items():
+        assert isinstance(rows, Images), "a run on images has image tasks alone"
+        found[split] = encode_images(rows.pixels, rows.label, length=length)
+    return found
 
 
 def _prompts(rows: Rows, backbone: Backbone, limit: int, config: DataConfig) -> Encoded:
