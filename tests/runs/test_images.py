@@ -206,8 +206,8 @@ def _pooled(clients: tuple[ClientData, ...]) -> ClientData:
         ({"nc": "many"}, "--nc is 'many'.*iid, or a number"),
         ({"nc": "2", "partition": "dirichlet"}, "--nc 2 and --partition dirichlet are two ways"),
         ({"mask": "random", "head_first": "none"}, "--mask random freezes the head.*a random one"),
-        ({"split": "1"}, "--split is for adapters on texts"),
-        ({"workers": 2}, "--workers and --engine ray train packs of texts"),
+        ({"split": "1"}, "--split is for adapters"),
+        ({"workers": 2}, "--workers and --engine ray train packs of adapters"),
         (
             {"precision": "fp16", "accelerator": "auto"},
             "--precision is fp16, and whole models are trained in fp32 or bf16",

@@ -179,13 +179,12 @@ def model_shape(backbone: Backbone, modules: Mapping[str, nn.Module]) -> ModelSh
         layers[layer_of(backbone, name)].append(module_dims(module))
     block_bytes = tuple(sum(p.numel() * p.element_size() for p in block.parameters()) for block in blocks)
     total = sum(p.numel() * p.element_size() for p in backbone.frozen.values())
-    inner = next(
-        (width for key in ("intermediate_size", "hidden_dim", "n_inner") if (width := getattr(config, key, None))),
-        int(getattr(config, "mlp_ratio", 4) * backbone.hidden),
-    )
+    keys = ("intermediate_size", "hidden_dim", "n_inner")
+    inner = next((width for key in keys if (width := getattr(config, key, None))), 4 * backbone.hidden)
+    ratio = getattr(config, "mlp_ratio", None)  # what DINOv2 has in the place of a width
     return ModelShape(
         hidden=backbone.hidden,
-        intermediate=int(inner),
+        intermediate=int(inner if ratio is None else ratio * backbone.hidden),
         heads=int(config.num_attention_heads),
         layers=tuple(tuple(layer) for layer in layers),
         block_bytes=block_bytes,
