@@ -212,3 +212,22 @@ def test_the_other_fingerprints_are_unit_sketches_that_tell_clients_apart(load: 
     sketches = [update.params["sketch.first"] for update in found]
     assert [float(own.norm()) for own in sketches] == pytest.approx([1.0] * 3, abs=1e-5)
     assert float((sketches[0] - sketches[1]).abs().max()) > 1e-3
+
+
+@pytest.mark.parametrize("how", ["checkpointing", "bf16"])
+def test_blocks_computed_again_train_the_same_model_and_bf16_nearly(load: Load, how: str) -> None:
+    path, backbone = load("vit")
+    usual = site_of(backbone)
+    again = load_image_backbone(str(path), gradient_checkpointing=True)
+    other = site_of(again) if how == "checkpointing" else dataclasses.replace(usual, bf16=True)
+    jobs = jobs_of(usual, dataclasses.replace(HARD, epochs=1))
+    close = {"atol": 1e-5, "rtol": 1e-5} if how == "checkpointing" else {"atol": 0.05, "rtol": 0.1}
+    for left, right in zip(train(jobs, usual), train(jobs, other), strict=True):
+        assert left.metrics["loss"] == pytest.approx(
+            right.metrics["loss"], rel=1e-5 if how == "checkpointing" else 0.05
+        )
+        for key in left.params:
+            torch.testing.assert_close(left.params[key], right.params[key], msg=key, **close)
+        assert how == "checkpointing" or any(
+            not torch.equal(left.params[key], right.params[key]) for key in left.params
+        )
