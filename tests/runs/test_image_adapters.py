@@ -18,9 +18,11 @@ from atlas_fl.config import Config, with_values
 from atlas_fl.engines.pool import Resident, settled
 from atlas_fl.errors import ConfigError, ModelError
 from atlas_fl.export import export
+from atlas_fl.io.results import read_json
 from atlas_fl.lines import make_plan
 from atlas_fl.models.vision import prepare
 from atlas_fl.options import train_options
+from atlas_fl.plan import Plan
 from atlas_fl.planning import measure_leakage
 from atlas_fl.presets import find_preset
 from atlas_fl.run import RunResult, resume, run
@@ -135,24 +137,25 @@ def test_the_adapters_load_onto_the_stock_classifier_and_score_as_the_run_says(
         assert float((said == client.test.label).mean()) == pytest.approx(row["accuracy"])
 
 
-def test_fingerprints_tell_two_image_tasks_apart(make: Make) -> None:
-    plan = make_plan(
-        make(clusters="auto", fingerprint_steps=60, sketch_dim=1024, samples=100, lr=1e-2, similarity_threshold=0.5)
-    )
+@pytest.mark.parametrize("fingerprint", ["fisher", "delta"])
+def test_fingerprints_tell_two_image_tasks_apart(make: Make, fingerprint: str) -> None:
+    settings = {"samples": 100, "lr": 1e-2, "fingerprint_steps": 60, "sketch_dim": 1024, "similarity_threshold": 0.5}
+    plan = make_plan(make(clusters="auto", fingerprint=fingerprint, **settings))
     assert [client.cluster for client in plan.clients] == [0, 0, 1, 1]
-    inside, between = plan.adjacency[0, 1], plan.adjacency[0, 2]
-    assert inside > 0 == between
+    assert plan.adjacency[0, 1] > 0 == plan.adjacency[0, 2]
 
 
-def test_a_round_has_as_many_steps_as_asked_for_and_the_plan_counts_them(make: Make) -> None:
-    """24 images in batches of 8 are three steps a pass: seven are two passes and one step, 24 + 24 + 8 images."""
+def test_a_round_has_as_many_steps_as_asked_for_and_the_plan_counts_them(make: Make, whole: RunResult) -> None:
+    """24 images in batches of 8 are three steps a pass: seven are two passes and one step more, 56 images of 24."""
     options = train_options(make(local_steps=7))
     assert (options.max_steps, options.epochs) == (7, 7)
-    plans = [make_plan(make(local_steps=steps)) for steps in (3, 7)]
-    few, many = ([client.predicted["seconds"] for client in plan.clients] for plan in plans)
-    assert all(left < right for left, right in zip(few, many))
-    result = run(make(name="steps", local_steps=7, rounds=1))
+    result = run(make(name="steps", local_steps=7, rounds=1, audit=False))
     assert {row["steps"] for row in rows(result.folder) if row.get("split") == "train"} == {7.0}
+    one, more = (
+        Plan.from_json(read_json(folder / "plan.json")).clients[0].predicted["seconds"]
+        for folder in (whole.folder, result.folder)
+    )
+    assert more > one
 
 
 @pytest.mark.parametrize(
