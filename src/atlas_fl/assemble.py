@@ -4,10 +4,12 @@ import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from atlas_fl.clients.base import ClientTokens, Prompts, Site
+from atlas_fl.clients.patches import patches
 from atlas_fl.config import Config, DataConfig
 from atlas_fl.config.images import EVENLY
 from atlas_fl.config.validate import no_fp16
@@ -21,14 +23,13 @@ from atlas_fl.models.family import head_shapes
 from atlas_fl.models.loading import load_backbone
 from atlas_fl.models.registry import suggested_lr
 from atlas_fl.models.shape import ModelShape
-from atlas_fl.models.tokens import Encoded, encode, encode_images, encode_prompts, encode_written
+from atlas_fl.models.tokens import Encoded, encode, encode_prompts, encode_written
 from atlas_fl.models.vision_backbone import load_image_backbone, tokens_of
 from atlas_fl.ranks.devices import Device, find_devices
 from atlas_fl.ranks.memory import LOGIT_COPIES, VALUE_BYTES, activation_bytes
 from atlas_fl.split.model import load_client_part
 from atlas_fl.tasks import find_tasks
 from atlas_fl.tasks.clients import BY_CLASSES, ClientData, make_clients
-from atlas_fl.tasks.images import Images
 from atlas_fl.tasks.spec import Examples, Rows, Source, Task, as_texts
 from atlas_fl.types import Params, Split
 
@@ -136,13 +137,10 @@ def backbone_of(
 ) -> Backbone:
     """The frozen backbone of this config's model for these tasks; `weights` are those of `Backbone.frozen`."""
     name, checkpointing = config.model.model, config.model.gradient_checkpointing
+    how: dict[str, Any] = {"device": device, "gradient_checkpointing": checkpointing, "weights": weights}
     if any(task.images for task in tasks):
-        size = config.images.image_size
-        return load_image_backbone(
-            name, image_size=size, device=device, gradient_checkpointing=checkpointing, weights=weights
-        )
-    writes = any(task.writes for task in tasks)
-    return load_backbone(name, device=device, gradient_checkpointing=checkpointing, writes=writes, weights=weights)
+        return load_image_backbone(name, image_size=config.images.image_size, **how)
+    return load_backbone(name, writes=any(task.writes for task in tasks), **how)
 
 
 def scale_of(config: Config) -> Callable[[int], float]:
@@ -205,7 +203,7 @@ def tokenise(client: ClientData, backbone: Backbone, config: DataConfig) -> Clie
     """The client's examples as tokens; of the backbone only what is known of it is used, not its weights."""
     task = client.task
     if backbone.vision is not None:
-        return ClientTokens(task=task, splits=_patches(client, tokens_of(backbone.vision)))
+        return patches(client, length=tokens_of(backbone.vision))
     limit = min(config.max_length or task.max_length, most_tokens(backbone))
     held: dict[Split, Examples] = {"train": client.train, "validation": client.validation, "test": client.test}
     splits = {name: as_texts(rows, task=task.name) for name, rows in held.items()}
@@ -223,16 +221,6 @@ def tokenise(client: ClientData, backbone: Backbone, config: DataConfig) -> Clie
         if rows.pair:
             prompts[name] = Prompts(encoded=_prompts(rows, backbone, limit, config), references=rows.pair)
     return ClientTokens(task=task, splits=written, prompts=prompts)
-
-
-def _patches(client: ClientData, length: int) -> dict[Split, Encoded]:
-    """The client's images, as examples of so many tokens each."""
-    held: dict[Split, Examples] = {"train": client.train, "validation": client.validation, "test": client.test}
-    found = {}
-    for split, rows in held.items():
-        assert isinstance(rows, Images), "a run on images has image tasks alone"
-        found[split] = encode_images(rows.pixels, rows.label, length=length)
-    return found
 
 
 def _prompts(rows: Rows, backbone: Backbone, limit: int, config: DataConfig) -> Encoded:
