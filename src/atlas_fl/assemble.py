@@ -71,9 +71,8 @@ class Assembly:
 
 def source_of(config: Config) -> Source:
     """Where the tasks of this config are read from."""
-    return Source(
-        cache_dir=embedded_dir(), data_dir=None if config.data.data_dir is None else Path(config.data.data_dir)
-    )
+    own = config.data.data_dir
+    return Source(cache_dir=embedded_dir(), data_dir=None if own is None else Path(own))
 
 
 def load_clients(config: Config) -> tuple[ClientData, ...]:
