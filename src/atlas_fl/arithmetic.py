@@ -93,7 +93,7 @@ def open_trained(folder: RunFolder) -> TrainedRun:
         CheckpointError: it is not complete.
     """
     config = load_config(folder.config)
-    if line_of(find_tasks(config.data.tasks, config.data.task)) is not IMAGES:
+    if line_of(find_tasks(config.data.tasks, config.data.task), tune=config.images.tune) is not IMAGES:
         raise ConfigError(
             f"run {folder.path} trained adapters, and task vectors are of whole models; give runs on images"
         )

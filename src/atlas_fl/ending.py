@@ -15,7 +15,6 @@ from atlas_fl.clients.base import Job, Update
 from atlas_fl.clients.evaluate import EvaluateOptions
 from atlas_fl.config import Config
 from atlas_fl.engines.base import Engine
-from atlas_fl.lines import tasks_of
 from atlas_fl.options import strategy_of
 from atlas_fl.split.step import Cut
 from atlas_fl.state import State, mean_score
@@ -67,7 +66,7 @@ def end_round(
     known = {**state.history, round: met}
     if not has_stopped(known, patience=training.patience, min_delta=training.min_delta):
         return end
-    if _chooses(config) or any(task.writes for task in tasks_of(assembly)):
+    if _chooses(config) or any(client.task.writes for client in assembly.clients):
         first = end.evaluated
         end = _delivered(config, engine, mixed, trained, round=round, cuts=cuts, final=True)
         end = replace(end, evaluated=(*first, *end.evaluated))

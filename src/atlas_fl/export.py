@@ -43,7 +43,10 @@ def export_models(assembly: ImageAssembly, models: ByClient, folder: RunFolder) 
         save_vision(assembly.site.vision, models[client], folder.models / client, labels=tasks[client].label_names)
 
 
-EXPORTS: Mapping[str, Callable[[Any, ByClient, RunFolder], None]] = {"text": export_clients, "images": export_models}
+EXPORTS: Mapping[str, Callable[[Any, ByClient, RunFolder], None]] = {
+    "adapters": export_clients,
+    "images": export_models,
+}
 """What a finished run writes, by the line of work."""
 
 

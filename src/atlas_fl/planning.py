@@ -11,6 +11,7 @@ from atlas_fl.clustering import Clustering
 from atlas_fl.config import Config
 from atlas_fl.engines.base import Engine
 from atlas_fl.engines.local import LocalEngine
+from atlas_fl.errors import ConfigError
 from atlas_fl.events import Note, OnEvent, PhaseStarted, Progress, ignore
 from atlas_fl.hosting import with_hosts
 from atlas_fl.io.ledger import LedgerRow
@@ -35,6 +36,7 @@ from atlas_fl.plan import ClientPlan, Plan
 from atlas_fl.sparse.choose import Mask
 from atlas_fl.split.model import on_client
 from atlas_fl.split.step import Cut
+from atlas_fl.tasks import find_tasks
 from atlas_fl.tasks.heterogeneity import label_statistics
 from atlas_fl.types import ByClient, Params
 
@@ -63,6 +65,10 @@ def measure_leakage(
 
     Nothing is trained. Raises `ConfigError` for a cut that the model does not have.
     """
+    if with_images := [task.name for task in find_tasks(config.data.tasks, config.data.task) if task.images]:
+        raise ConfigError(
+            f"{', '.join(with_images)} has images, whose models are not cut; leakage is measured on texts"
+        )
     on_event(PhaseStarted("loading"))
     assembly = assemble(config)
     on_event(PhaseStarted("leakage"))

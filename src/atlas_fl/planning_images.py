@@ -22,7 +22,7 @@ def plan_whole(assembly: ImageAssembly, engine: Engine, *, on_event: OnEvent = i
     if strategy_of(config).clustered:
         raise ConfigError(
             f"--strategy {config.mixing.strategy} needs fingerprints of adapters, and whole models of image tasks have"
-            " none; use fedavg or local"
+            " none; use fedavg or local, or --tune lora"
         )
     on_event(PhaseStarted("head and mask" if config.sparse.masked else "head"))
     prepared = prepare_whole(assembly, engine)

@@ -22,7 +22,7 @@ from atlas_fl.io.results import read_json, read_rows, write_json
 from atlas_fl.io.sketches import read_sketches
 from atlas_fl.io.summary import summarise
 from atlas_fl.io.tensors import read_tensors
-from atlas_fl.lines import line_of, tasks_of
+from atlas_fl.lines import line_in
 from atlas_fl.options import strategy_of
 from atlas_fl.origin import check_origin, check_settings, origin_of
 from atlas_fl.phases import check_budgets
@@ -124,7 +124,7 @@ def _trained(assembly: Assembly, engine: Engine, recorder: Recorder, folder: Run
         assembly, planned, state = train(assembly, planned, engine, state, last=last, recorder=recorder, on_event=tell)
     if state.over:
         tell(PhaseStarted("export"))
-        EXPORTS[line_of(tasks_of(assembly)).name](assembly, state.start, folder)
+        EXPORTS[line_in(assembly).name](assembly, state.start, folder)
         write_json(folder.summary, _summary(config, folder, assembly, recorder))
     return _result(folder, config=config, assembly=assembly, recorder=recorder)
 
@@ -155,7 +155,7 @@ def _begin(
         leftover.unlink(missing_ok=True)
     _check_late(assembly)
     began = time.perf_counter()
-    planned = line_of(tasks_of(assembly)).plan(assembly, engine, on_event=tell)
+    planned = line_in(assembly).plan(assembly, engine, on_event=tell)
     recorder.seconds["plan"] = time.perf_counter() - began
     strategy = strategy_of(assembly.config)
     memory = strategy.init(planned.start)
@@ -225,7 +225,7 @@ def _summary(config: Config, folder: RunFolder, assembly: Assembly, recorder: Re
         phase_seconds=recorder.seconds,
         memory=recorder.memory(),
         versions=versions(),
-        full_model_bytes=line_of(tasks_of(assembly)).model_bytes(assembly),
+        full_model_bytes=line_in(assembly).model_bytes(assembly),
         round_seconds=recorder.round_seconds,
     )
 

@@ -32,6 +32,7 @@ from atlas_fl.models.loading import load_backbone
 from atlas_fl.options import strategy_of
 from atlas_fl.plan import Plan
 from atlas_fl.records import models_of
+from atlas_fl.tasks import find_tasks
 from atlas_fl.tree import digest
 from atlas_fl.types import Params
 
@@ -155,6 +156,11 @@ def _check_simulated(config: Config) -> None:
     if config.data.arrive:
         raise ConfigError(
             "--arrive says who is late in a simulation, and across machines clients come when they come; leave it out"
+        )
+    if any(task.images for task in find_tasks(config.data.tasks, config.data.task)):
+        raise ConfigError(
+            f"--tasks {' '.join(config.data.tasks)} has images, and across machines clients train on texts; simulate it"
+            " with `atlas run`"
         )
     if config.split.leakage:
         raise ConfigError(

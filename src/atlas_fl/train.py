@@ -15,7 +15,7 @@ from atlas_fl.engines.base import Engine
 from atlas_fl.errors import ProtocolError
 from atlas_fl.events import Note, OnEvent, PhaseStarted, RoundFinished
 from atlas_fl.hosting import hosting_of
-from atlas_fl.lines import line_of, tasks_of
+from atlas_fl.lines import line_in
 from atlas_fl.mixing.matrices import Federation
 from atlas_fl.options import is_reclustered, strategy_of
 from atlas_fl.planning import Planned, at_ranks, cuts_of, held_by, regraphed
@@ -117,7 +117,7 @@ def _clustered_again(
 
 def one_round(assembly: Assembly, planned: Planned, engine: Engine, state: State) -> tuple[State, RoundRecord]:
     """The federation after one more round, and what happened in it."""
-    config, line, number = assembly.config, line_of(tasks_of(assembly)), state.round + 1
+    config, line, number = assembly.config, line_in(assembly), state.round + 1
     strategy, sampled = strategy_of(config), sample_of(config, assembly.names, round=number)
     cuts = cuts_of(assembly, planned.plan)
     begun = {name: state.start[name] for name in sampled}

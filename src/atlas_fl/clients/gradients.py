@@ -9,9 +9,9 @@ from torch import Tensor
 from torch.func import functional_call
 
 from atlas_fl.clients.base import Job, Site
-from atlas_fl.clients.rows import Row, make_row
+from atlas_fl.clients.rows import Row, features_here, make_row
 from atlas_fl.clients.train import TrainOptions, example_loss, positions
-from atlas_fl.models.backbone import Backbone, features, layer_of, logits_of
+from atlas_fl.models.backbone import Backbone, layer_of, logits_of
 from atlas_fl.rng import generator
 from atlas_fl.tree import head_keys
 from atlas_fl.types import Params
@@ -50,7 +50,7 @@ class _Gradient(torch.nn.Module):
     def forward(self, row: Row, leaves: Params, head: Params) -> tuple[Tensor, dict[str, Tensor]]:
         backbone = self._site.backbone
         with self._site.autocast(scaled=False):
-            pooled = features(backbone, row.ids, row.types, row.layout, reads=row.reads)
+            pooled = features_here(row, backbone)
             loss = example_loss(logits_of(backbone, head, pooled).float(), row.labels[0])
         wanted = {**leaves, **head}
         gradient = torch.autograd.grad(loss, list(wanted.values()))

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -11,9 +11,10 @@ from torch import Tensor, nn
 from atlas_fl.clients.base import Job, Site, Update
 from atlas_fl.clients.rows import Dropout
 from atlas_fl.clients.schedule import Schedule, rate_factor
+from atlas_fl.models.augment import augment
 from atlas_fl.models.backbone import Backbone
 from atlas_fl.models.tokens import Encoded
-from atlas_fl.rng import generator
+from atlas_fl.rng import generator, torch_generator
 from atlas_fl.split.model import on_client
 from atlas_fl.split.step import Cut, Line
 from atlas_fl.tree import digest
@@ -40,6 +41,12 @@ class TrainOptions:
     """Train on the even (0) or odd (1) examples only, for fingerprints that check themselves."""
     most: int | None = None
     """Train on at most so many of these examples; which ones is drawn from the seed, once for all rounds."""
+    label_smoothing: float = 0.0
+    """Share of a class label that is spread over all classes."""
+    crop: int = 0
+    """Border in pixels out of which images are cropped at random."""
+    flip: bool = False
+    """Mirror every second image."""
     hash_loaded: bool = False
     """Hash what was really loaded, for the audit."""
 
@@ -73,24 +80,35 @@ def batches(data: Encoded, job: Job) -> Iterator[Encoded]:
     """The client's mini-batches of this round, in the order that its own generator draws."""
     options: TrainOptions = job.options
     index = positions(len(data), job.client, options)
-    left = num_steps(len(index), options)
+    steps, step = num_steps(len(index), options), 0
     for epoch in range(options.epochs):
         order = generator(options.seed, "order", job.client, job.round, epoch).permutation(index)
         for start in range(0, len(order), options.batch_size):
-            if left == 0:
+            if step == steps:
                 return
-            left -= 1
-            yield data.take(order[start : start + options.batch_size])
+            yield _augmented(data.take(order[start : start + options.batch_size]), job, step=step)
+            step += 1
 
 
-def example_loss(logits: Tensor, labels: Tensor) -> Tensor:
+def _augmented(batch: Encoded, job: Job, *, step: int) -> Encoded:
+    """The batch with its images, if it has any, as this client and step see them."""
+    options: TrainOptions = job.options
+    if batch.pixels is None or not (options.crop or options.flip):
+        return batch
+    stream = torch_generator(options.seed, "augment", job.client, job.round, step)
+    seen = augment(torch.from_numpy(batch.pixels), padding=options.crop, flip=options.flip, generator=stream)
+    return replace(batch, pixels=seen.numpy())
+
+
+def example_loss(logits: Tensor, labels: Tensor, *, smoothing: float = 0.0) -> Tensor:
     """Mean cross-entropy, or mean squared error where one output meets real numbers.
 
-    Of text it is the mean over all the batch's tokens that are to be written, as in transformers' causal models.
+    `smoothing` is the share of a label that is spread over all classes. Of text it is the mean over all the batch's
+    tokens that are to be written, as in transformers' causal models.
     """
     if labels.is_floating_point():
         return nn.functional.mse_loss(logits[:, 0], labels)
-    return nn.functional.cross_entropy(logits, labels)
+    return nn.functional.cross_entropy(logits, labels, label_smoothing=smoothing)
 
 
 def trained_below(backbone: Backbone, names: Iterable[str], options: TrainOptions, cut: Cut) -> list[int]:

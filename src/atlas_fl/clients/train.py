@@ -34,7 +34,10 @@ def whole_step(active: Mapping[int, Member], done: int, site: Site) -> None:
             member.line.begin("train", done)
     lines = [member.line for member in members]
     with forward(row, [member.params for member in members], site, mask=mask, lines=lines) as logits:
-        losses = [example_loss(own, labels) for own, labels in zip(logits, row.labels, strict=True)]
+        losses = [
+            example_loss(own, labels, smoothing=member.options.label_smoothing)
+            for own, labels, member in zip(logits, row.labels, members, strict=True)
+        ]
         scaled = [loss * member.loss_scale for loss, member in zip(losses, members, strict=True)]
         torch.stack(scaled).sum().backward()  # type: ignore[no-untyped-call]
     for member, loss in zip(members, losses, strict=True):
