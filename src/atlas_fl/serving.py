@@ -138,11 +138,6 @@ def check_served(config: Config, service: Service) -> None:
 
 
 def _check_simulated(config: Config) -> None:
-    if config.split.topology != "server":
-        raise ConfigError(
-            f"--topology {config.split.topology} is there in simulation alone, and across machines only the server"
-            " computes for others; leave it out, or simulate it with `atlas run`"
-        )
     if config.split.leakage:
         raise ConfigError(
             "--leakage reads the clients' texts, and across machines these stay at their sites; leave it out, and use"

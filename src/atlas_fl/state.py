@@ -83,7 +83,8 @@ class RoundRecord:
                 sums.setdefault(name, Counter()).update({(*way, peer): size for way, size in sizes.items()})
         for name, sized in sums.items():
             for (kind, direction, peer), size in sized.items():
-                yield LedgerRow(round=self.round, client=name, direction=direction, kind=kind, bytes=size, peer=peer)
+                row = LedgerRow(round=self.round, client=name, direction=direction, kind=kind, bytes=size, peer=peer)
+                yield replace(row, relayed=self.hosting.relayed and peer != "")
 
     def _hosted(self) -> Iterator[LedgerRow]:
         ways: tuple[Direction, ...] = ("down", "up")

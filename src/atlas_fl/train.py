@@ -15,7 +15,7 @@ from atlas_fl.config import Config
 from atlas_fl.engines.base import Engine
 from atlas_fl.errors import ProtocolError
 from atlas_fl.events import Note, OnEvent, PhaseStarted, RoundFinished
-from atlas_fl.hosting import hosting_of
+from atlas_fl.hosting import hosting_of, seated
 from atlas_fl.lines import line_of, tasks_of
 from atlas_fl.mixing.matrices import Federation
 from atlas_fl.options import strategy_of
@@ -112,7 +112,7 @@ def one_round(assembly: Assembly, planned: Planned, engine: Engine, state: State
     """The federation after one more round, and what happened in it."""
     config, line, number = assembly.config, line_of(tasks_of(assembly)), state.round + 1
     strategy, sampled = strategy_of(config), sample_of(config, assembly.names, round=number)
-    cuts = cuts_of(assembly, planned.plan)
+    cuts, engine = cuts_of(assembly, planned.plan), seated(assembly, planned.plan.clients, engine)
     jobs = _jobs({name: state.start[name] for name in sampled}, line.options(config, planned), round=number, cuts=cuts)
     updates = engine.run("train", jobs)
     good, refused = accepted(state.start, updates)
@@ -146,7 +146,7 @@ def one_round(assembly: Assembly, planned: Planned, engine: Engine, state: State
         discarded=server.discarded,
         crossed=crossed(updates),
         evaluated=crossed(evaluated),
-        hosting=hosting_of(assembly, planned.plan.clients, training=_who(updates), evaluation=_who(evaluated)),
+        hosting=hosting_of(assembly, planned.plan.clients, training=updates, evaluation=evaluated),
         held=held_by(assembly, cuts, state.start),
     )
     return state.after(record, memory=server.state), record
@@ -213,10 +213,6 @@ def best_of(
     scored = [name for name in trained if name in own and name in met]
     kept = tuple(name for name in scored if own[name].metrics["loss"] < met[name].metrics["loss"])
     return {name: trained[name] if name in kept else params for name, params in mixed.items()}, kept
-
-
-def _who(updates: Sequence[Update]) -> frozenset[str]:
-    return frozenset(update.client for update in updates)
 
 
 def _is_reclustered(assembly: Assembly, number: int) -> bool:

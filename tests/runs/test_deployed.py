@@ -343,3 +343,44 @@ def test_a_site_with_the_whole_task_takes_what_is_there(config: Callable[..., Co
     assert not set(parts[0].train.text) & set(parts[1].train.text)
     with pytest.raises(ConfigError, match=r"--part is 2; allowed: 0 to 1, as --clients-per-task of the server says"):
         own_client(config(), "site-1", task="movie", part=2)
+
+
+PAIRED = {"split": "cpu_2gb=1", "topology": "paired", "dropout": 0.1}
+"""movie-0 and trec-0 are small, movie-1 and trec-1 are not."""
+DEVICES = {"movie-0": "cpu_2gb", "movie-1": "laptop_8gb", "trec-0": "cpu_2gb", "trec-1": "laptop_8gb"}
+
+
+def hosted(folder: RunFolder, *, work: str = "training") -> dict[tuple[int, str], str]:
+    events = [row for row in read_rows(folder.metrics) if row.get("event") == "hosted" and row["work"] == work]
+    return {(row["round"], row["client"]): row["host"] for row in events}
+
+
+@pytest.mark.parametrize("head", ["server", "client"])
+def test_deployed_pairs_are_the_simulated_ones_and_those_of_a_server_that_hosts(
+    federation: Callable[..., Federation], config: Callable[..., Config], head: str
+) -> None:
+    paired = {**PAIRED, "rounds": 2, "devices": ("cpu_2gb", "laptop_8gb"), "head": head}
+    fed = federation(DEVICES, **paired)
+    server, port = fed.serve()
+    sites = [fed.join(name, port) for name in fed.sites]
+    for site in sites:
+        site.end()
+    server.end()
+    fed.is_as_simulated()
+    at_server = run(config(**{**paired, "topology": "server"}, pack_tokens=1, name="at-server"))
+    assert adapters(fed.served.path) == adapters(at_server.folder)
+    simulated = RunFolder(fed.simulated)
+    pairs = {"movie-0": "movie-1", "trec-0": "trec-1"}
+    everywhere = {(round, guest): host for round in (1, 2) for guest, host in pairs.items()}
+    for work in ("training", "evaluation"):
+        assert hosted(fed.served, work=work) == hosted(simulated, work=work) == everywhere
+    rows = [
+        sorted(str({key: value for key, value in row.items() if key != "relayed"}) for row in read_rows(folder.ledger))
+        for folder in (fed.served, simulated)
+    ]
+    assert rows[0] == rows[1]
+    assert all(row.get("relayed", False) is ("peer" in row) for row in read_rows(fed.served.ledger))
+    sent = read_json(fed.served.summary)["bytes"]
+    assert sent["relayed"] == read_json(simulated.summary)["bytes"]["between_clients"]
+    assert "between_clients" not in sent
+    assert audit(fed.served.path).ok

@@ -13,14 +13,18 @@ from typing import Any
 from atlas_fl.clients.base import Job, Update
 from atlas_fl.engines.census import read_census, read_device
 from atlas_fl.engines.frames import Head
+from atlas_fl.engines.hosts import Hosts, is_paired
 from atlas_fl.engines.identity import Identity
-from atlas_fl.engines.seats import Seat, Work, check_fellows
+from atlas_fl.engines.seats import Seat, Upper, Work, check_fellows
 from atlas_fl.engines.stream import NO_TENSORS
 from atlas_fl.engines.suffixes import Suffixes
 from atlas_fl.engines.wire import job_message, read_update
 from atlas_fl.errors import ProtocolError
 from atlas_fl.tree import digest
 from atlas_fl.types import Params
+
+HOSTING_SHARE = 0.25
+"""Of a deadline, how long a host waits for the next question of its guests before it does its own job."""
 
 
 class Hall:
@@ -32,6 +36,7 @@ class Hall:
         self.seats = {name: Seat(name) for name in names}
         self._identity, self._settings, self._on_note = identity, settings, on_note
         self._open, self._numbers, self._changed = True, 0, asyncio.Condition()
+        self._hosts: Hosts | None = None
 
     def admit(self, name: str, hello: Mapping[str, Any]) -> Head:
         """What the server says to a client that knocks; raises `ProtocolError` where they do not belong together."""
@@ -44,6 +49,10 @@ class Hall:
         seat.here = here
         if here:
             seat.given_up = False
+        else:
+            seat.lodged.clear()
+        if self._hosts is not None:
+            self._hosts.presence(name, here)
         if seat.census is not None and not seat.dismissed:
             self._on_note(f"{name} is {'back' if here else 'gone'} ({self._count()})")
 
@@ -59,16 +68,24 @@ class Hall:
             return {"kind": "register"}, NO_TENSORS  # the server was started again and knows nobody
         elif head.get("kind") == "cut" and (answer := await self._crossed(seat, head, tensors)) is not None:
             return answer
+        elif head.get("kind") == "hosted" and self._hosts is not None:
+            self._hosts.answered(name, head, tensors)
         elif head.get("kind") in ("result", "failed"):
             await self._accept(seat, head, tensors)
             if head.get("leaves") is True:
                 return {"kind": "left"}, NO_TENSORS
+        return await self._next(seat)
+
+    async def _next(self, seat: Seat) -> tuple[Head, Params]:
+        """What there is for this client to do, as soon as there is something."""
         while True:
             if seat.lost:
                 raise ProtocolError(seat.lost)
             if seat.farewell is not None:
                 seat.dismissed = True
                 return seat.farewell
+            if self._hosts is not None and (told := await self._hosts.next(seat)) is not None:
+                return told
             if seat.work is not None:
                 return self._handed(seat, seat.work)
             seat.woken.clear()
@@ -129,10 +146,13 @@ class Hall:
                 seat.held["trained"] = digest(found.params)
             if work.suffixes is not None and work.below is not None:
                 try:
-                    found = await work.suffixes.finish(work.number, found, tensors)
+                    whole = await work.suffixes.finish(work.number, found, tensors)
                 except ProtocolError as error:
                     self._ended(seat, work, str(error))
                     raise
+                if whole is None:
+                    return  # its host has gone with the upper part: it gets the job again
+                found = whole
         self._ended(seat, work, found)
 
     def _ended(self, seat: Seat, work: Work, found: Update | str) -> None:
@@ -185,9 +205,9 @@ class Hall:
         The upper blocks of jobs with a cut are in `suffixes`.
         """
         loop = asyncio.get_running_loop()
-        futures = [loop.create_future() for _ in jobs]
+        futures, upper = [loop.create_future() for _ in jobs], self._upper(jobs, suffixes, seconds)
         for job, future in zip(jobs, futures, strict=True):
-            self._give(action, job, future, suffixes)
+            self._give(action, job, future, upper)
         waiting, until = {future for future in futures if not future.done()}, loop.time() + seconds
         while waiting and loop.time() < until:
             _, waiting = await asyncio.wait(waiting, timeout=until - loop.time(), return_when=asyncio.FIRST_COMPLETED)
@@ -197,9 +217,18 @@ class Hall:
             if not future.done() and seat.work is not None:
                 seat.given_up = not seat.here
                 self._ended(seat, seat.work, f"no answer within {seconds:g} seconds")
+        self._hosts = None
         return [future.result() for future in futures]
 
-    def _give(self, action: str, job: Job, future: asyncio.Future[Update | str], suffixes: Suffixes | None) -> None:
+    def _upper(self, jobs: Sequence[Job], suffixes: Suffixes | None, seconds: float) -> Upper | None:
+        """Where the upper parts of these jobs are: at the server, or with the hosts that have been paired."""
+        if suffixes is None or not is_paired(jobs):
+            return suffixes
+        patience = seconds * HOSTING_SHARE
+        self._hosts = Hosts(jobs, self.seats, suffixes, patience=patience, on_note=self._on_note)
+        return self._hosts
+
+    def _give(self, action: str, job: Job, future: asyncio.Future[Update | str], suffixes: Upper | None) -> None:
         seat = self.seats[job.client]
         if seat.given_up:
             future.set_result("it has been away since it let a deadline pass")
