@@ -65,11 +65,13 @@ class Federation:
     sessions: Sessions
     threads: LoopThread
     running: list[threading.Thread] = dataclasses.field(default_factory=list)
+    told: Mapping[str, Mapping[str, Any]] = dataclasses.field(default_factory=dict)
+    """What a client tells of its data, where somebody asks for it."""
 
     def join(self, name: str, home: Home | None = None, **how: Any) -> Counting:
         hello = {**vars(IDENTITY), "session": f"{name} {len(self.running)}"}
         link = Counting(inner=InProcess(self.sessions, self.threads.loop, name=name, hello=hello), **how)
-        census = {**CENSUS, "task": name}
+        census = {**CENSUS, "task": name, **self.told.get(name, {})}
         worker = Worker(
             name=name,
             home=home or home_of(self.site, self.path, CUTS[name]),

@@ -217,7 +217,9 @@ class Hall:
             if not future.done() and seat.work is not None:
                 seat.given_up = not seat.here
                 self._ended(seat, seat.work, f"no answer within {seconds:g} seconds")
-        self._hosts = None
+        if self._hosts is not None:
+            self._hosts.close()
+            self._hosts = None
         return [future.result() for future in futures]
 
     def _upper(self, jobs: Sequence[Job], suffixes: Suffixes | None, seconds: float) -> Upper | None:

@@ -81,7 +81,7 @@ class Hosts:
         self._pairs: dict[str, Pairing] = pair(self._guests.values(), present)
         self._lodgings: dict[int, _Lodging] = {}
         self._inboxes = {name: _Inbox() for name in self._hosts}
-        self._numbers = itertools.count()
+        self._numbers, self._closed = itertools.count(), False
         for name in self._hosts:
             lodged = seats[name].lodged
             seats[name].lodged = {guest: lodged[guest] for guest in self._of(name) if guest in lodged}
@@ -168,7 +168,7 @@ class Hosts:
         """What this client is told as a host; None where it has no guest now, or none has asked for long."""
         inbox, loop = self._inboxes.get(seat.name), asyncio.get_running_loop()
         until = loop.time() + self._patience
-        while inbox is not None and not seat.lost and seat.farewell is None:
+        while inbox is not None and not self._closed and not seat.lost and seat.farewell is None:
             if inbox.stale or self._is_complete(seat.name, inbox):
                 return self._taken(seat.name, inbox)
             if not inbox.items and not self._is_awaited(seat.name):
@@ -216,6 +216,10 @@ class Hosts:
                 lodging.refused = str(item.get("refused", ""))
             elif lodging is not None and lodging.answer is not None:
                 lodging.answer.set_result((item, dict(numbered(tensors, k))))
+
+    def close(self) -> None:
+        """Nobody waits for these jobs any more."""
+        self._closed = True
 
     def presence(self, name: str, here: bool) -> None:
         """A client has come or gone; the guests of a host that has gone find another one."""

@@ -40,7 +40,7 @@ class LedgerRow:
     def to_json(self) -> dict[str, Any]:
         """The row as `ledger.jsonl` holds it; without `peer`, `guest` and `relayed` where there is none."""
         # `asdict` copies deeply, which costs more than the whole message's accounting.
-        return {key: value for key, value in vars(self).items() if value not in ("", False)}
+        return {key: value for key, value in vars(self).items() if value != "" and value is not False}
 
 
 @dataclass(frozen=True, kw_only=True)
