@@ -17,7 +17,6 @@ SERVICE = Service(certs=Path("certs/server"))
         ({"strategy": "local"}, "--strategy local sends nothing"),
         ({"share": ["A", "head"], "space": "factors"}, "--share A head keeps parts of a model at its client"),
         ({"split": "2", "precision": "fp16"}, "--precision fp16 scales losses by what overflows"),
-        ({"split": "2", "topology": "paired"}, "--topology paired is there in simulation alone"),
         ({"split": "2", "leakage": True}, "--leakage reads the clients' texts, and across machines these stay"),
         ({"workers": 2}, "--engine and --workers are for simulations"),
         ({"engine": "ray"}, "--engine and --workers are for simulations"),

@@ -1,7 +1,8 @@
 """Topology: who computes the upper parts of cut models, in the plan and in every round (`--topology`).
 
 Nothing that is trained depends on it. The plan pairs all clients; a round pairs those who are there by the same rule,
-so that the guests of a host that takes no part, or has dropped, find another one in the same round.
+so that the guests of a host that takes no part, or has dropped, find another one in the same round. In a simulation the
+pairs of a round are worked out from who answered; across machines the engine pairs (`engines.hosts`) and says whom.
 """
 
 from collections.abc import Collection, Mapping, Sequence

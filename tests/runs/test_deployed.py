@@ -384,3 +384,23 @@ def test_deployed_pairs_are_the_simulated_ones_and_those_of_a_server_that_hosts(
     assert sent["relayed"] == read_json(simulated.summary)["bytes"]["between_clients"]
     assert "between_clients" not in sent
     assert audit(fed.served.path).ok
+
+
+def test_a_host_that_is_killed_in_mid_round_changes_no_bit(federation: Callable[..., Federation]) -> None:
+    devices = {name: DEVICES[name] for name in ("movie-0", "movie-1")}
+    long = {"local_epochs": 5, "batch_size": 2, "rounds": 2, "devices": tuple(devices.values())}
+    fed = federation(devices, **PAIRED, **long)
+    server, port = fed.serve()
+    guest, host = (fed.join(name, port) for name in fed.sites)
+    guest.wait_for("train, round 1")
+    host.kill()
+    server.wait_for("movie-1 is gone, and movie-0 begins its job again with the server")
+    again = fed.join("movie-1", port)
+    for program in (guest, again, server):
+        program.end()
+    fed.is_as_simulated()
+    assert hosted(fed.served) == {(1, "movie-0"): "server", (2, "movie-0"): "movie-1"}
+    reasons = [row["reason"] for row in read_rows(fed.served.metrics) if row.get("event") == "hosted"]
+    assert reasons[0].startswith("movie-1 dropped; ")
+    assert not [row for row in read_rows(fed.served.metrics) if row.get("event") == "missing"]
+    assert audit(fed.served.path).ok

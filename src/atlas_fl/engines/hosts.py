@@ -2,7 +2,7 @@
 
     guest -- question --> server -- question --> host -- answer --> server -- answer --> guest
 
-Sites seldom can be reached from outside, so both ends are the streams that the sites have opened (ADR 13). What the
+Sites seldom can be reached from outside, so both ends are the streams that the sites have opened (ADR 14). What the
 server holds of a guest's job is where it is; adapters and optimizer of the upper part are at the host, and come back
 with its end. A host that goes takes them along: its guests find other hosts by the same rule, or the server, and begin
 their jobs again there, so that no bit of the outcome depends on who hosts whom.
@@ -233,7 +233,9 @@ class Hosts:
                 lodging.moved = True
                 if lodging.answer is not None and not lodging.answer.done():
                     lodging.answer.set_result(None)
-        self._inboxes[name] = _Inbox(stale=True)
+        # the same process may come back with parts that have found another place by then
+        self._inboxes[name].items.clear()
+        self._inboxes[name].stale = True
         for guest, own in pair(moved, self._rooms()).items():
             self._pairs[guest] = replace(own, reason=f"{name} dropped; {own.reason}")
             self._on_note(f"{name} is gone, and {guest} begins its job again with {own.host or 'the server'}")
