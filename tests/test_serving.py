@@ -20,7 +20,6 @@ SERVICE = Service(certs=Path("certs/server"))
         ({"split": "2", "leakage": True}, "--leakage reads the clients' texts, and across machines these stay"),
         ({"workers": 2}, "--engine and --workers are for simulations"),
         ({"engine": "ray"}, "--engine and --workers are for simulations"),
-        ({"aggregate_every": 2}, "--aggregate-every is 2, and across machines models travel in every round"),
     ],
 )
 def test_what_would_mean_something_else_is_refused(values: dict[str, object], message: str) -> None:

@@ -126,11 +126,6 @@ def check_served(config: Config, service: Service) -> None:
             "--engine and --workers are for simulations, and across machines every site trains its own client; leave"
             " them out"
         )
-    if mixing.aggregate_every > 1:
-        raise ConfigError(
-            f"--aggregate-every is {mixing.aggregate_every}, and across machines models travel in every round; set it"
-            " to 1 and raise --local-epochs"
-        )
     if service.min_clients < 0 or service.wait_seconds <= 0 or service.deadline_seconds <= 0:
         raise ConfigError("--min-clients is at least 0, --wait and --deadline are above 0 seconds")
     if not 0 <= service.port <= 65535:

@@ -134,7 +134,7 @@ def test_a_guest_that_dies_begins_again_at_its_host(clients, dies_at: int) -> No
 def test_a_host_whose_guest_says_nothing_does_its_own_job(clients, monkeypatch) -> None:
     site, path, jobs = clients
     jobs, let, plain = three(jobs)[:2], threading.Event(), home_of(site, path, CUTS["a-0"])
-    monkeypatch.setattr("atlas_fl.engines.hall.HOSTING_SHARE", 0.0)
+    monkeypatch.setattr("atlas_fl.engines.hosts.HOSTING_SHARE", 0.0)
 
     def slow(cut: Cut | None, known: Any) -> Site:
         assert let.wait(60)

@@ -1,10 +1,12 @@
 """A federation of real processes on loopback ends with the bits of its simulation, whatever happens to them."""
 
+import ast
 import os
 import re
 import shutil
 import signal
 import socket
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -403,4 +405,21 @@ def test_a_host_that_is_killed_in_mid_round_changes_no_bit(federation: Callable[
     reasons = [row["reason"] for row in read_rows(fed.served.metrics) if row.get("event") == "hosted"]
     assert reasons[0].startswith("movie-1 dropped; ")
     assert not [row for row in read_rows(fed.served.metrics) if row.get("event") == "missing"]
+    assert audit(fed.served.path).ok
+
+
+def test_models_that_are_mixed_every_second_round_are_those_of_a_simulation(
+    federation: Callable[..., Federation],
+) -> None:
+    """In the rounds between they go up to be kept, and nothing comes down; the ledger says so."""
+    fed = federation(rounds=3, aggregate_every=2, split="movie-0=1")
+    server, port = fed.serve()
+    for program in [*(fed.join(name, port) for name in fed.sites), server]:
+        program.end()
+    fed.is_as_simulated()
+    rows = [Counter(map(str, read_rows(folder.ledger))) for folder in (RunFolder(fed.simulated), fed.served)]
+    assert not rows[0] - rows[1]
+    more = rows[1] - rows[0]
+    ways = [(row["round"], row["direction"], row["kind"]) for row in map(ast.literal_eval, more.elements())]
+    assert sorted(ways) == [(1, "up", "adapter"), (1, "up", "adapter"), (1, "up", "head")]
     assert audit(fed.served.path).ok

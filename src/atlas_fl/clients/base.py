@@ -100,6 +100,8 @@ class Update:
     """Bytes of all messages through the client's cut, by kind and direction."""
     hosted: Pairing | None = None
     """Who computed the upper part, where the engine itself has paired the clients."""
+    travelled: bool = False
+    """It came over a network, and so its model did, also in a round that mixes none."""
 
 
 Action: TypeAlias = Callable[[Sequence[Job], Site], list[Update]]

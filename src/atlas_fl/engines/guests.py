@@ -10,7 +10,7 @@ from atlas_fl.clients.base import Job, Site, Update
 from atlas_fl.clients.halves import SERVER_SIDE, Asked, Half, answers_to
 from atlas_fl.engines.census import read_census, stand_in
 from atlas_fl.engines.frames import Head
-from atlas_fl.engines.hosts import ABOUT, numbered
+from atlas_fl.engines.lodging import ABOUT, numbered
 from atlas_fl.engines.wire import read_job, read_payloads, update_message, write_payloads
 from atlas_fl.errors import ProtocolError
 from atlas_fl.io.results import from_json

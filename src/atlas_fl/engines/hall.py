@@ -13,18 +13,15 @@ from typing import Any
 from atlas_fl.clients.base import Job, Update
 from atlas_fl.engines.census import read_census, read_device
 from atlas_fl.engines.frames import Head
-from atlas_fl.engines.hosts import Hosts, is_paired
+from atlas_fl.engines.hosts import Hosts, hosts_of
 from atlas_fl.engines.identity import Identity
-from atlas_fl.engines.seats import Seat, Upper, Work, check_fellows
+from atlas_fl.engines.seats import Seat, Upper, Work, check_fellows, left
 from atlas_fl.engines.stream import NO_TENSORS
 from atlas_fl.engines.suffixes import Suffixes
 from atlas_fl.engines.wire import job_message, read_update
 from atlas_fl.errors import ProtocolError
 from atlas_fl.tree import digest
 from atlas_fl.types import Params
-
-HOSTING_SHARE = 0.25
-"""Of a deadline, how long a host waits for the next question of its guests before it does its own job."""
 
 
 class Hall:
@@ -49,8 +46,6 @@ class Hall:
         seat.here = here
         if here:
             seat.given_up = False
-        else:
-            seat.lodged.clear()
         if self._hosts is not None:
             self._hosts.presence(name, here)
         if seat.census is not None and not seat.dismissed:
@@ -123,7 +118,7 @@ class Hall:
         if seat.census is not None and seat.census != census:
             raise ProtocolError(f"{seat.name} came back with other data than it had; join with the same --task")
         is_new, seat.census, seat.device, seat.held = seat.census is None, census, device, {}
-        seat.part = part if type(part) is int else None
+        seat.part, seat.lodged = part if type(part) is int else None, {}
         if is_new:
             examples = census.examples["train"]
             self._on_note(f"{seat.name}: {census.task}, {examples} training examples, {device.name} ({self._count()})")
@@ -205,9 +200,10 @@ class Hall:
         The upper blocks of jobs with a cut are in `suffixes`.
         """
         loop = asyncio.get_running_loop()
-        futures, upper = [loop.create_future() for _ in jobs], self._upper(jobs, suffixes, seconds)
+        futures = [loop.create_future() for _ in jobs]
+        self._hosts = hosts_of(jobs, self.seats, suffixes, seconds=seconds, on_note=self._on_note)
         for job, future in zip(jobs, futures, strict=True):
-            self._give(action, job, future, upper)
+            self._give(action, job, future, self._hosts or suffixes)
         waiting, until = {future for future in futures if not future.done()}, loop.time() + seconds
         while waiting and loop.time() < until:
             _, waiting = await asyncio.wait(waiting, timeout=until - loop.time(), return_when=asyncio.FIRST_COMPLETED)
@@ -219,16 +215,7 @@ class Hall:
                 self._ended(seat, seat.work, f"no answer within {seconds:g} seconds")
         if self._hosts is not None:
             self._hosts.close()
-            self._hosts = None
         return [future.result() for future in futures]
-
-    def _upper(self, jobs: Sequence[Job], suffixes: Suffixes | None, seconds: float) -> Upper | None:
-        """Where the upper parts of these jobs are: at the server, or with the hosts that have been paired."""
-        if suffixes is None or not is_paired(jobs):
-            return suffixes
-        patience = seconds * HOSTING_SHARE
-        self._hosts = Hosts(jobs, self.seats, suffixes, patience=patience, on_note=self._on_note)
-        return self._hosts
 
     def _give(self, action: str, job: Job, future: asyncio.Future[Update | str], suffixes: Upper | None) -> None:
         seat = self.seats[job.client]
@@ -256,16 +243,8 @@ class Hall:
         """
         for name, seat in self.seats.items():
             done: Head = {"kind": "done", "model": name in models}
-            seat.farewell = (
-                (done if reason is None else {"kind": "ended", "reason": reason}),
-                models.get(name, NO_TENSORS),
-            )
+            head = done if reason is None else {"kind": "ended", "reason": reason}
+            seat.farewell = head, models.get(name, NO_TENSORS)
             seat.woken.set()
-
-        until = asyncio.get_running_loop().time() + seconds
-        # Gone is who has read it: a stream that the server ends could take the last message with it.
-        while any(seat.here and seat.census is not None for seat in self.seats.values()):
-            if asyncio.get_running_loop().time() > until:
-                self._on_note("not every client has heard that the run is complete")
-                return
-            await asyncio.sleep(0.02)
+        if not await left(self.seats.values(), seconds=seconds):
+            self._on_note("not every client has heard that the run is complete")

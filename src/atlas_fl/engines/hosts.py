@@ -12,8 +12,8 @@ import asyncio
 import itertools
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
-from typing import Any
+from dataclasses import asdict, replace
+from typing import Any, TypeAlias
 
 import torch
 
@@ -23,6 +23,7 @@ from atlas_fl.clients.member import trained_below
 from atlas_fl.clients.side import Side
 from atlas_fl.engines.census import veiled
 from atlas_fl.engines.frames import FRAME_LIMIT, Head
+from atlas_fl.engines.lodging import ABOUT, Inbox, Lodging, numbered
 from atlas_fl.engines.seats import Seat
 from atlas_fl.engines.stream import Message
 from atlas_fl.engines.suffixes import GATHER_SECONDS, Suffixes
@@ -33,33 +34,10 @@ from atlas_fl.io.results import to_json
 from atlas_fl.split.pairing import Guest, Host, Pairing, pair
 from atlas_fl.types import Params
 
-ABOUT = "about"
-"""The tensor that says whose upper part it is: JSON as bytes, since a head has its limit."""
+OnNote: TypeAlias = Callable[[str], None]
 
-
-@dataclass(eq=False)
-class _Lodging:
-    """The upper part of one guest's job at its host."""
-
-    id: str
-    side: Side
-    host: str
-    answer: "asyncio.Future[Message | None] | None" = None
-    """What the guest waits for; None comes where its host has gone."""
-    moved: bool = False
-    ended: bool = False
-    """The host has given it back, and holds nothing of it any more."""
-    refused: str = ""
-    """Why the host did not take it."""
-
-
-@dataclass(eq=False)
-class _Inbox:
-    """What one host is to be told."""
-
-    items: list[tuple[Head, Params]] = field(default_factory=list)
-    stale: bool = False
-    """It may hold parts that nobody asks for any more."""
+HOSTING_SHARE = 0.25
+"""Of a deadline, how long a host waits for the next question of its guests before it does its own job."""
 
 
 class Hosts:
@@ -72,15 +50,15 @@ class Hosts:
         suffixes: Suffixes,
         *,
         patience: float,
-        on_note: Callable[[str], None],
+        on_note: OnNote,
     ) -> None:
         self._seats, self._suffixes, self._patience, self._on_note = seats, suffixes, patience, on_note
         self._guests = {job.client: job.seat for job in jobs if isinstance(job.seat, Guest)}
         self._hosts = {job.client: job.seat for job in jobs if isinstance(job.seat, Host)}
         present = [own for name, own in self._hosts.items() if seats[name].here]
         self._pairs: dict[str, Pairing] = pair(self._guests.values(), present)
-        self._lodgings: dict[int, _Lodging] = {}
-        self._inboxes = {name: _Inbox() for name in self._hosts}
+        self._lodgings: dict[int, Lodging] = {}
+        self._inboxes = {name: Inbox() for name in self._hosts}
         self._numbers, self._closed = itertools.count(), False
         for name in self._hosts:
             lodged = seats[name].lodged
@@ -97,7 +75,7 @@ class Hosts:
         if host is None:
             return suffixes.begin(number, action, job)
         side = Side(job, suffixes.site)
-        lodging = _Lodging(f"{number}.{next(self._numbers)}", side, host)
+        lodging = Lodging(f"{number}.{next(self._numbers)}", side, host)
         self._lodgings[number] = lodging
         seat, lodged = self._seats[job.client], self._seats[host].lodged
         assert seat.census is not None, "who has a job has registered"
@@ -113,7 +91,7 @@ class Hosts:
         part = suffixes.part(side.cut.blocks)
         return side.below, Told(places=tuple(places), tokens=suffixes.site.max_tokens, part=part)
 
-    def _tell(self, lodging: _Lodging, head: Head, tensors: Params) -> None:
+    def _tell(self, lodging: Lodging, head: Head, tensors: Params) -> None:
         self._inboxes[lodging.host].items.append(({**head, "half": lodging.id}, tensors))
         self._seats[lodging.host].woken.set()
 
@@ -125,7 +103,7 @@ class Hosts:
         found = await self._asked(lodging, {"kind": "cut", "what": head.get("what"), "done": head.get("done")}, tensors)
         return None if found is None else ({"kind": "cut"}, self._counted(lodging, found[1], "down"))
 
-    async def _asked(self, lodging: _Lodging, head: Head, tensors: Params) -> Message | None:
+    async def _asked(self, lodging: Lodging, head: Head, tensors: Params) -> Message | None:
         if lodging.moved:
             return None
         lodging.answer = asyncio.get_running_loop().create_future()
@@ -135,7 +113,7 @@ class Hosts:
             raise ProtocolError(lodging.refused or str(found[0]["refused"]))
         return found
 
-    def _counted(self, lodging: _Lodging, tensors: Params, direction: Direction) -> Params:
+    def _counted(self, lodging: Lodging, tensors: Params, direction: Direction) -> Params:
         """What crosses the cut of these tensors, counted here, whatever the sites say of it."""
         payloads = read_payloads(tensors)
         for name, message in payloads.items():
@@ -180,7 +158,7 @@ class Hosts:
                 return self._taken(seat.name, inbox) if inbox.items else None
         return None
 
-    def _is_complete(self, host: str, inbox: _Inbox) -> bool:
+    def _is_complete(self, host: str, inbox: Inbox) -> bool:
         """Whether all of its guests have asked; a beginning waits for nobody."""
         open_ = sum(own.host == host and not own.moved for own in self._lodgings.values())
         return any(head["kind"] == "begin" for head, _ in inbox.items) or 0 < open_ <= len(inbox.items)
@@ -189,7 +167,7 @@ class Hosts:
         """Whether a guest is here that may ask this host."""
         return any(self._seats[guest].here and self._seats[guest].work is not None for guest in self._of(host))
 
-    def _taken(self, host: str, inbox: _Inbox) -> tuple[Head, Params]:
+    def _taken(self, host: str, inbox: Inbox) -> tuple[Head, Params]:
         """The oldest items as one message, as many as a frame holds."""
         items, tensors, size = list[Head](), dict[str, torch.Tensor](), 0
         while inbox.items:
@@ -220,6 +198,9 @@ class Hosts:
     def close(self) -> None:
         """Nobody waits for these jobs any more."""
         self._closed = True
+        for name, inbox in self._inboxes.items():
+            for head, _ in inbox.items:  # what was never sent is not there next time
+                self._seats[name].lodged.pop(head.get("client", ""), None)
 
     def presence(self, name: str, here: bool) -> None:
         """A client has come or gone; the guests of a host that has gone find another one."""
@@ -235,6 +216,7 @@ class Hosts:
                     lodging.answer.set_result(None)
         # the same process may come back with parts that have found another place by then
         self._inboxes[name].items.clear()
+        self._seats[name].lodged.clear()
         self._inboxes[name].stale = True
         for guest, own in pair(moved, self._rooms()).items():
             self._pairs[guest] = replace(own, reason=f"{name} dropped; {own.reason}")
@@ -253,12 +235,10 @@ class Hosts:
         ]
 
 
-def numbered(tensors: Params, place: int) -> Params:
-    """The tensors of the item at this place of a message between server and host."""
-    start = f"{place}:"
-    return {key.removeprefix(start): tensor for key, tensor in tensors.items() if key.startswith(start)}
-
-
-def is_paired(jobs: Sequence[Job]) -> bool:
-    """Whether clients compute for each other in these jobs."""
-    return any(job.seat is not None for job in jobs)
+def hosts_of(
+    jobs: Sequence[Job], seats: Mapping[str, Seat], suffixes: Suffixes | None, *, seconds: float, on_note: OnNote
+) -> Hosts | None:
+    """The pairs of these jobs, which may take so many seconds; None where clients do not compute for each other."""
+    if suffixes is None or all(job.seat is None for job in jobs):
+        return None
+    return Hosts(jobs, seats, suffixes, patience=seconds * HOSTING_SHARE, on_note=on_note)

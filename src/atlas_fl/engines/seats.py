@@ -1,7 +1,7 @@
 """The seats of a hall: what the server knows of each client, and what it has asked it."""
 
 import asyncio
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -84,3 +84,16 @@ def check_fellows(seat: Seat, census: Census, part: Any, seats: Iterable[Seat]) 
             )
         if part is not None and part == other.part:
             raise ProtocolError(f"part {part} of task {census.task!r} is with {other.name}; give another --part")
+
+
+async def left(seats: Collection[Seat], *, seconds: float) -> bool:
+    """Whether everybody has heard that it is over and gone within so many seconds.
+
+    Gone is who has read it: a stream that the server ends could take the last message with it.
+    """
+    until = asyncio.get_running_loop().time() + seconds
+    while any(seat.here and seat.census is not None for seat in seats):
+        if asyncio.get_running_loop().time() > until:
+            return False
+        await asyncio.sleep(0.02)
+    return True
