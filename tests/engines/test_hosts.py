@@ -1,5 +1,6 @@
 """Guests and hosts at their sites, in threads, and a server between them that hands on: the bits of a simulation."""
 
+import asyncio
 import dataclasses
 import threading
 from collections.abc import Mapping, Sequence
@@ -9,6 +10,10 @@ import pytest
 
 from atlas_fl.clients.base import Job, Site
 from atlas_fl.engines.census import read_census, veiled
+from atlas_fl.engines.hosts import Hosts
+from atlas_fl.engines.lodging import ABOUT
+from atlas_fl.engines.seats import Seat
+from atlas_fl.engines.suffixes import Suffixes
 from atlas_fl.split.pairing import Cost, Guest, Host, Pairing
 from atlas_fl.split.step import Cut
 from tests.engines.test_hall import CENSUS
@@ -156,3 +161,30 @@ def test_a_host_is_told_numbers_of_examples_and_no_labels() -> None:
     assert known.labels == {"train": [4.0, 0.0], "validation": [2.0, 0.0], "test": [2.0, 0.0]}
     assert (known.examples, known.lengths, known.label_names) == (census.examples, census.lengths, ())
     assert read_census(dataclasses.asdict(known)) == known
+
+
+def test_a_host_is_sent_a_guests_adapters_once_for_the_same_model(clients) -> None:
+    site, _, jobs = clients
+    jobs = seated(scored(three(jobs)[:2]))
+    known = {name: read_census({**CENSUS, **own}) for name, own in told(site).items()}
+    seats = {job.client: Seat(job.client, census=known[job.client], here=True) for job in jobs}
+
+    async def script(suffixes: Suffixes) -> None:
+        async def sent(number: int, hosts: Hosts) -> set[str]:
+            hosts.begin(number, "evaluate", jobs[0])
+            found = await hosts.next(seats["c-0"])
+            assert found is not None
+            return {key.partition(":")[2] for key in found[1]} - {f"/{ABOUT}"}
+
+        first, second, third = (Hosts(jobs, seats, suffixes, patience=0, on_note=print) for _ in range(3))
+        above = {key for key in jobs[0].params if ".layer.0." not in key}
+        assert await sent(1, first) == above
+        assert await sent(2, second) == set()
+        # what was never sent is not counted upon
+        seats["c-0"].lodged.clear()
+        second.begin(3, "evaluate", jobs[0])
+        second.close()
+        assert await sent(4, third) == above
+
+    with Suffixes(site) as suffixes:
+        asyncio.run(script(suffixes))
