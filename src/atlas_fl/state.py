@@ -94,7 +94,8 @@ class RoundRecord:
                 sums.setdefault(name, Counter()).update({(*way, peer): size for way, size in sizes.items()})
         for name, sized in sums.items():
             for (kind, direction, peer), size in sized.items():
-                yield LedgerRow(round=self.round, client=name, direction=direction, kind=kind, bytes=size, peer=peer)
+                row = LedgerRow(round=self.round, client=name, direction=direction, kind=kind, bytes=size, peer=peer)
+                yield replace(row, relayed=self.hosting.relayed and peer != "")
 
     def _hosted(self) -> Iterator[LedgerRow]:
         ways: tuple[Direction, ...] = ("down", "up")
@@ -110,8 +111,9 @@ class RoundRecord:
     def _models(self, share: tuple[str, ...]) -> list[LedgerRow]:
         present = [name for name in self.sampled if name not in self.missing]
         sent = [self._rows(name, "down", self.sent[name], share) for name in present if name in self.stale]
+        up = {name: update for name, update in self.updates.items() if self.aggregated or update.travelled}
+        sent += [self._rows(name, "up", update.params, share) for name, update in up.items()]
         if self.aggregated:
-            sent += [self._rows(name, "up", update.params, share) for name, update in self.updates.items()]
             sent += [self._rows(name, "down", self.start[name], share) for name in self._receivers()]
         return [row for rows in sent for row in rows]
 

@@ -14,7 +14,7 @@ from atlas_fl.ending import end_round, jobs_for, stopped_line
 from atlas_fl.engines.base import Engine
 from atlas_fl.errors import ProtocolError
 from atlas_fl.events import Note, OnEvent, PhaseStarted, RoundFinished
-from atlas_fl.hosting import hosting_of
+from atlas_fl.hosting import hosting_of, seated
 from atlas_fl.lines import line_in
 from atlas_fl.mixing.matrices import Federation
 from atlas_fl.options import is_reclustered, strategy_of
@@ -119,7 +119,7 @@ def one_round(assembly: Assembly, planned: Planned, engine: Engine, state: State
     """The federation after one more round, and what happened in it."""
     config, line, number = assembly.config, line_in(assembly), state.round + 1
     strategy, sampled = strategy_of(config), sample_of(config, assembly.names, round=number)
-    cuts = cuts_of(assembly, planned.plan)
+    cuts, engine = cuts_of(assembly, planned.plan), seated(assembly, planned.plan.clients, engine)
     begun = {name: state.start[name] for name in sampled}
     jobs = jobs_for(begun, line.options(config, planned), round=number, cuts=cuts)
     updates = engine.run("train", jobs)
@@ -151,7 +151,7 @@ def one_round(assembly: Assembly, planned: Planned, engine: Engine, state: State
         discarded=server.discarded,
         crossed=crossed(updates),
         evaluated=crossed(end.evaluated),
-        hosting=hosting_of(assembly, planned.plan.clients, training=_who(updates), evaluation=_who(end.evaluated)),
+        hosting=hosting_of(assembly, planned.plan.clients, training=updates, evaluation=end.evaluated),
         held=held_by(assembly, cuts, state.start),
     )
     return state.after(record, memory=server.state), record
@@ -164,10 +164,6 @@ def _server_step(
     if not apply:
         return Aggregated(state=state.strategy, start={**state.start, **trained}, discarded={})
     return strategy.aggregate(state.strategy, trained, federation, round=state.round + 1)
-
-
-def _who(updates: Sequence[Update]) -> frozenset[str]:
-    return frozenset(update.client for update in updates)
 
 
 def _finished(record: RoundRecord, assembly: Assembly, *, seconds: float) -> RoundFinished:

@@ -50,9 +50,54 @@ class Half(Protocol):
         """What goes back, from what the pass gave of the question's entries."""
         ...
 
-    def finish(self, update: Update, payloads: Payloads) -> Update:
-        """The whole client's update, of its own and this half; raises `ProtocolError` where work is missing."""
+    def end(self, payloads: Payloads) -> Update:
+        """What this half has come to; raises `ProtocolError` where work is missing."""
         ...
+
+
+def joined(side: Side, update: Update, own: Update) -> Update:
+    """The whole client's update, of its own and that of its upper half."""
+    params = {**update.params, **own.params}
+    return replace(
+        update,
+        params=side.job.params if own.params is side.above else {key: params[key] for key in sorted(params)},
+        examples=own.examples,
+        metrics={**update.metrics, **own.metrics},
+        loaded=_loaded(side, update, own),
+        keys=update.keys + own.keys,
+        crossed=dict(side.crossed),
+    )
+
+
+def _loaded(side: Side, update: Update, own: Update) -> str | None:
+    """The digest of the whole model where both sides loaded what they were sent; else that of what differs."""
+    if update.loaded is None or update.loaded != digest(side.below.params):
+        return update.loaded
+    return digest(side.job.params) if own.loaded == digest(side.above) else own.loaded
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Asked:
+    """One client's message about its cut, as it came."""
+
+    half: Half
+    what: str
+    done: int
+    payloads: Payloads
+
+
+def answers_to(asked: Sequence[Asked], site: Site) -> list[dict[str, bytes] | ProtocolError]:
+    """What each is answered, or why it is refused: a client's mistake is its own, not its pack's."""
+    found: dict[int, dict[str, bytes] | ProtocolError] = {}
+    questions = {}
+    for k, one in enumerate(asked):
+        try:
+            questions[k] = one.half.read(one.what, one.done, one.payloads)
+        except ProtocolError as error:
+            found[k] = error
+    answers = answer_all(list(questions.values()), site)
+    found |= dict(zip(questions, answers, strict=True))
+    return [found[k] for k in range(len(asked))]
 
 
 def answer_all(questions: Sequence[Question], site: Site) -> list[dict[str, bytes]]:
@@ -141,8 +186,8 @@ class TrainingHalf:
             norms = joined_norms(others.to(self._member.norms()), self._member.norms(), self.places)
         self._member.step(self.side.done - 1, norms=norms)
 
-    def finish(self, update: Update, payloads: Payloads) -> Update:
-        """The whole trained model."""
+    def end(self, payloads: Payloads) -> Update:
+        """The trained upper part."""
         side, member = self.side, self._member
         if side.done < member.steps or self._waiting is not None:
             raise ProtocolError(
@@ -150,25 +195,8 @@ class TrainingHalf:
             )
         self._close(payloads)
         own = member.update(0.0)
-        metrics = {**update.metrics, "steps": float(side.done)}
-        if side.cut.head == "server":
-            metrics["loss"] = own.metrics["loss"]
-        params = {**update.params, **own.params}
-        return replace(
-            update,
-            params={key: params[key] for key in sorted(params)},
-            examples=own.examples,
-            metrics=metrics,
-            loaded=self._loaded(update, own),
-            keys=update.keys + own.keys,
-            crossed=dict(side.crossed),
-        )
-
-    def _loaded(self, update: Update, own: Update) -> str | None:
-        """The digest of the whole model where both sides loaded what they were sent; else that of what differs."""
-        if update.loaded is None or update.loaded != digest(self.side.below.params):
-            return update.loaded
-        return digest(self.side.job.params) if own.loaded == digest(self.side.above) else own.loaded
+        here = {"loss": own.metrics["loss"]} if side.cut.head == "server" else {}
+        return replace(own, metrics={**here, "steps": float(side.done)})
 
 
 class EvaluationHalf:
@@ -200,8 +228,8 @@ class EvaluationHalf:
         self._labels.append(entry.labels.cpu())
         return {}
 
-    def finish(self, update: Update, payloads: Payloads) -> Update:  # noqa: ARG002 - nothing is left to be told
-        """The client's update with all scores."""
+    def end(self, payloads: Payloads) -> Update:  # noqa: ARG002 - nothing is left to be told
+        """All scores."""
         if self._scored != self._examples:
             raise ProtocolError(
                 f"{self.side.job.client} sent {self._scored} of {self._examples} examples; join with the same data"
@@ -209,13 +237,7 @@ class EvaluationHalf:
         scores = {}
         if self.side.cut.head == "server":
             scores = scores_of(self._task, torch.cat(self._labels).numpy(), self._outputs)
-        return replace(
-            update,
-            params=self.side.job.params,
-            examples=self._examples,
-            metrics={**scores, **update.metrics},
-            crossed=dict(self.side.crossed),
-        )
+        return Update(client=self.side.job.client, params=self.side.above, examples=self._examples, metrics=scores)
 
 
 SERVER_SIDE: Mapping[str, Callable[[Job, Site], Half]] = {"train": TrainingHalf, "evaluate": EvaluationHalf}

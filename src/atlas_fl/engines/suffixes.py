@@ -6,7 +6,7 @@ A client's half lives for one job. Whoever gets its job again begins a new half,
 """
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -14,8 +14,7 @@ from typing import Any, TypeVar
 import torch
 
 from atlas_fl.clients.base import Job, Site, Update
-from atlas_fl.clients.halves import SERVER_SIDE, Half, answer_all
-from atlas_fl.clients.side import Payloads
+from atlas_fl.clients.halves import SERVER_SIDE, Asked, Half, answers_to, joined
 from atlas_fl.engines.frames import Head
 from atlas_fl.engines.wire import Told, read_payloads, write_payloads
 from atlas_fl.errors import ProtocolError
@@ -30,11 +29,8 @@ ResultT = TypeVar("ResultT")
 
 
 @dataclass(eq=False)
-class _Asked:
-    half: Half
-    what: str
-    done: int
-    payloads: Payloads
+class _Waiting:
+    asked: Asked
     answer: "asyncio.Future[dict[str, bytes]]"
 
 
@@ -42,10 +38,10 @@ class Suffixes:
     """The server's halves. Used as a context; its methods run in one loop."""
 
     def __init__(self, site: Site) -> None:
-        self._site = site
+        self.site = site
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="atlas-suffixes")
         self._halves: dict[int, Half] = {}
-        self._waiting: list[_Asked] = []
+        self._waiting: list[_Waiting] = []
         self._runner: asyncio.Task[None] | None = None
         self._news = asyncio.Event()
         self._parts: dict[int, str] = {}
@@ -63,15 +59,15 @@ class Suffixes:
         """
         if action not in SERVER_SIDE:
             raise ProtocolError(f"{action} is not carried out over a cut; known: {', '.join(SERVER_SIDE)}")
-        half = self._halves[number] = SERVER_SIDE[action](job, self._site)
+        half = self._halves[number] = SERVER_SIDE[action](job, self.site)
         return half.side.below, Told(
-            places=half.places, tokens=self._site.max_tokens, part=self._part(half.side.cut.blocks)
+            places=half.places, tokens=self.site.max_tokens, part=self.part(half.side.cut.blocks)
         )
 
-    def _part(self, blocks: int) -> str:
+    def part(self, blocks: int) -> str:
         """The digest of the frozen tensors that a client with so many blocks holds."""
         if blocks not in self._parts:
-            self._parts[blocks] = digest(bottom_tensors(self._site.backbone, blocks=blocks))
+            self._parts[blocks] = digest(bottom_tensors(self.site.backbone, blocks=blocks))
         return self._parts[blocks]
 
     async def ask(self, number: int, head: Mapping[str, Any], tensors: Params) -> tuple[Head, Params]:
@@ -80,7 +76,8 @@ class Suffixes:
         if half is None or not isinstance(what, str) or type(done) is not int:
             raise ProtocolError("a question about a cut names no job, step or kind; install the same atlas-fl")
         answer = asyncio.get_running_loop().create_future()
-        self._waiting.append(_Asked(half, what, done, read_payloads(tensors), answer))
+        asked = Asked(half=half, what=what, done=done, payloads=read_payloads(tensors))
+        self._waiting.append(_Waiting(asked, answer))
         self._news.set()
         if self._runner is None or self._runner.done():
             self._runner = asyncio.create_task(self._answer_waiting())
@@ -89,7 +86,8 @@ class Suffixes:
     async def finish(self, number: int, update: Update, tensors: Params) -> Update:
         """The whole update, of the client's own and its half here, which ends."""
         half = self._halves.pop(number)
-        return await self._computed(lambda: half.finish(update, read_payloads(tensors)))
+        payloads = read_payloads(tensors)
+        return await self._computed(lambda: joined(half.side, update, half.end(payloads)))
 
     def drop(self, number: int) -> None:
         """Forget the half of a job that nobody waits for any more."""
@@ -101,7 +99,8 @@ class Suffixes:
             asked, self._waiting = self._waiting, []
             # Whoever is gone by now has its half begun anew when it is back.
             asked = [one for one in asked if not one.answer.cancelled()]
-            work = asyncio.ensure_future(self._computed(lambda asked=asked: _answers(asked, self._site)))  # type: ignore[misc]
+            pack = [one.asked for one in asked]
+            work = asyncio.ensure_future(self._computed(lambda pack=pack: answers_to(pack, self.site)))  # type: ignore[misc]
             await asyncio.wait([work])
             for k, one in enumerate(asked):
                 found = work.exception() or work.result()[k]
@@ -123,23 +122,9 @@ class Suffixes:
 
     def _is_complete(self) -> bool:
         """Whether everybody has asked, or no more fit a pack."""
-        size = sum(len(message) for one in self._waiting for message in one.payloads.values())
-        most = self._site.max_tokens * self._site.backbone.hidden * torch.float32.itemsize
+        size = sum(len(message) for one in self._waiting for message in one.asked.payloads.values())
+        most = self.site.max_tokens * self.site.backbone.hidden * torch.float32.itemsize
         return len(self._waiting) >= len(self._halves) or size >= most
 
     async def _computed(self, work: Callable[[], ResultT]) -> ResultT:
         return await asyncio.get_running_loop().run_in_executor(self._thread, work)
-
-
-def _answers(asked: Sequence[_Asked], site: Site) -> list[dict[str, bytes] | ProtocolError]:
-    """What each is answered, or why it is refused: a client's mistake is its own, not its pack's."""
-    found: dict[int, dict[str, bytes] | ProtocolError] = {}
-    questions = {}
-    for k, one in enumerate(asked):
-        try:
-            questions[k] = one.half.read(one.what, one.done, one.payloads)
-        except ProtocolError as error:
-            found[k] = error
-    answers = answer_all(list(questions.values()), site)
-    found |= dict(zip(questions, answers, strict=True))
-    return [found[k] for k in range(len(asked))]

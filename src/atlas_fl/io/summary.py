@@ -138,7 +138,7 @@ def _bytes(sent: Totals) -> dict[str, Any]:
         "total": sent.total,
         "by_kind": sent.by_kind,
         "by_round": {str(at): entry for at, entry in sorted(sent.by_round.items())},
-    } | ({"between_clients": sent.between_clients} if sent.between_clients else {})
+    } | {name: size for name in ("between_clients", "relayed") if (size := getattr(sent, name))}
 
 
 def _reduction(sent: Totals, metrics: Sequence[Row], full_model_bytes: int | None) -> dict[str, Any]:

@@ -64,6 +64,8 @@ def _closing_caption(summary: Mapping[str, Any]) -> str:
         lines.append(f"{human_bytes(sent['up'])} up, {human_bytes(sent['down'])} down{than}")
         if "between_clients" in sent:
             lines.append(f"{human_bytes(sent['between_clients'])} of it between clients, past the server")
+        if "relayed" in sent:
+            lines.append(f"{human_bytes(sent['relayed'])} of it between clients, handed on by the server")
     times = [f"{seconds((summary.get('seconds') or {})['total'])}"] if "total" in (summary.get("seconds") or {}) else []
     peaks = [f"{human_bytes(size)} of {name.removesuffix('_bytes').upper()} at most" for name, size in memory.items()]
     if times or peaks:
