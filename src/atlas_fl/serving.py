@@ -143,11 +143,6 @@ def _check_simulated(config: Config) -> None:
             f"--topology {config.split.topology} is there in simulation alone, and across machines only the server"
             " computes for others; leave it out, or simulate it with `atlas run`"
         )
-    if config.split.server_adapters != "per_client":
-        raise ConfigError(
-            f"--server-adapters {config.split.server_adapters} is there in simulation alone; leave it out, or simulate"
-            " it with `atlas run`"
-        )
     if config.split.leakage:
         raise ConfigError(
             "--leakage reads the clients' texts, and across machines these stay at their sites; leave it out, and use"

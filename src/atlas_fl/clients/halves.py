@@ -10,10 +10,11 @@ from torch import Tensor
 
 from atlas_fl.clients.base import Job, Site, Update
 from atlas_fl.clients.evaluate import kept, on_device, scores_of
-from atlas_fl.clients.member import Member, joined_norms, trained_below
+from atlas_fl.clients.member import joined_norms, trained_below
 from atlas_fl.clients.rows import Dropout
 from atlas_fl.clients.server_side import Entry, Read, pass_over
 from atlas_fl.clients.side import Payloads, Side
+from atlas_fl.clients.together import Together, upper_member
 from atlas_fl.errors import ProtocolError
 from atlas_fl.io.tensors import encode
 from atlas_fl.split.codec import ROWS, encode_rows
@@ -42,12 +43,27 @@ class Half(Protocol):
     places: tuple[int, ...]
     """Where the client's trained tensors stand among those of the whole model."""
 
+    together: Together | None
+    """Those that it shares its adapters with; None where they are its own."""
+
+    def close(self, what: str, done: int, payloads: Payloads) -> None:
+        """Take what this message says of the step before; raises `ProtocolError` where none such may come now."""
+        ...
+
+    def is_ready(self) -> bool:
+        """Whether a message can be read: not while others have to step first."""
+        ...
+
     def read(self, what: str, done: int, payloads: Payloads) -> Question:
         """The question that this message is; raises `ProtocolError` where it is none that may come now."""
         ...
 
     def answer(self, question: Question, found: Sequence[Read]) -> dict[str, bytes]:
         """What goes back, from what the pass gave of the question's entries."""
+        ...
+
+    def end(self, payloads: Payloads) -> None:
+        """Take what is said of the last step; raises `ProtocolError` where work is missing."""
         ...
 
     def finish(self, update: Update, payloads: Payloads) -> Update:
@@ -86,26 +102,36 @@ def _packs(places: Sequence[int], questions: Sequence[Question], max_tokens: int
 class TrainingHalf:
     """Trains the blocks above the cut, with an optimizer of their own, in step with the client's."""
 
-    def __init__(self, job: Job, site: Site) -> None:
-        self.side = Side(job, site)
+    def __init__(self, job: Job, site: Site, *, together: Together | None = None) -> None:
+        self.side, self.together = Side(job, site), together
         self.places = tuple(trained_below(site.backbone, job.params, job.options, self.side.cut))
-        self._member = Member(replace(job, params=self.side.above, cut=None), site)
+        self._member = upper_member(job, site) if together is None else together.members[job.client]
         self._waiting: Entry | None = None
-        self._open = False
+        self._open = 0  # examples of the step that is to be closed
 
     def read(self, what: str, done: int, payloads: Payloads) -> Question:
         """Rows to train on, or the gradient of the features that went down; what the last step left comes before."""
-        at_home = self.side.cut.head == "client"
-        self.side.expect(what, done, "gradient" if self._waiting else "features" if at_home else "loss")
+        self.close(what, done, payloads)
+        assert self.is_ready(), "who shares adapters is read when all have stepped"
         if self._waiting is not None:
             entry, self._waiting = self._with_upper(self._waiting, payloads), None
         else:
-            self._close(payloads)
             if done >= self._member.steps:
                 raise ProtocolError(f"{self.side.job.client} goes on after its {self._member.steps} steps")
             dropout = self._member.dropout(done)
             entry = self.side.entry(payloads, 0, self._member.params, dropout, wants=bool(self.places))
         return Question(half=self, what=what, entries=(entry,))
+
+    def close(self, what: str, done: int, payloads: Payloads) -> None:
+        """Step, or tell the others that it can, before the next question."""
+        at_home = self.side.cut.head == "client"
+        self.side.expect(what, done, "gradient" if self._waiting else "features" if at_home else "loss")
+        if self._waiting is None:
+            self._close(payloads)
+
+    def is_ready(self) -> bool:
+        """Whether the adapters are where this client's steps are."""
+        return self._waiting is not None or self.together is None or self.together.done == self.side.done
 
     def _with_upper(self, entry: Entry, payloads: Payloads) -> Entry:
         rows = self.side.opened(payloads, 0, "gradient").get(ROWS)
@@ -121,7 +147,7 @@ class TrainingHalf:
             return {"0/activation": self.side.sent(encode_rows(read.features, wire=self.side.cut.wire), "activation")}
         if read.loss is not None:
             self._member.losses.append(read.loss.detach())
-        self.side.done, self._open = self.side.done + 1, True
+        self.side.done, self._open = self.side.done + 1, entry.reads
         answer: dict[str, bytes] = {}
         if entry.rows.grad is not None:
             answer["0/gradient"] = self.side.sent(encode_rows(entry.rows.grad, wire=self.side.cut.wire), "gradient")
@@ -133,22 +159,30 @@ class TrainingHalf:
         """Step, now that the client has told the norms of its gradients."""
         if not self._open:
             return
-        norms, self._open = None, False
+        norms, count, self._open = None, self._open, 0
         if self._member.options.clip > 0:
             others = self.side.opened(payloads, 0, "control").get(NORMS)
             if others is None or others.dtype is not torch.float32 or others.shape != (len(self.places),):
                 raise self.side.refused("norms")
             norms = joined_norms(others.to(self._member.norms()), self._member.norms(), self.places)
-        self._member.step(self.side.done - 1, norms=norms)
+        if self.together is None:
+            self._member.step(self.side.done - 1, norms=norms)
+        else:
+            self.together.tell(self._member, count, norms=norms)
 
-    def finish(self, update: Update, payloads: Payloads) -> Update:
-        """The whole trained model."""
+    def end(self, payloads: Payloads) -> None:
+        """The last step; those who share adapters go on as long as one of them does."""
         side, member = self.side, self._member
         if side.done < member.steps or self._waiting is not None:
             raise ProtocolError(
                 f"{side.job.client} ends after {side.done} of {member.steps} steps; install our version"
             )
         self._close(payloads)
+
+    def finish(self, update: Update, payloads: Payloads) -> Update:
+        """The whole trained model."""
+        self.end(payloads)
+        side, member = self.side, self._member
         own = member.update(0.0)
         metrics = {**update.metrics, "steps": float(side.done)}
         if side.cut.head == "server":
@@ -177,15 +211,27 @@ class EvaluationHalf:
     def __init__(self, job: Job, site: Site) -> None:
         self.side = Side(job, site)
         self.places: tuple[int, ...] = ()
+        self.together: Together | None = None
         self._params = on_device(self.side.above, site)
         self._task = site.data[job.client].task
         self._examples = len(site.data[job.client].splits[job.options.split])
         self._outputs, self._labels = list[np.ndarray](), list[Tensor]()
         self._scored = 0
 
+    def close(self, what: str, done: int, payloads: Payloads) -> None:  # noqa: ARG002 - no step was before
+        """Nothing is left of the message before."""
+        self.side.expect(what, done, "features" if self.side.cut.head == "client" else "score")
+
+    def is_ready(self) -> bool:
+        """Always: nothing is trained."""
+        return True
+
+    def end(self, payloads: Payloads) -> None:
+        """Nothing is left to be told."""
+
     def read(self, what: str, done: int, payloads: Payloads) -> Question:
         """Rows of some examples, each of which comes once."""
-        self.side.expect(what, done, "features" if self.side.cut.head == "client" else "score")
+        self.close(what, done, payloads)
         entry = self.side.entry(payloads, 0, self._params, Dropout(p=0.0, seed=0, path=()), wants=False)
         self._scored += len(entry.lengths)
         return Question(half=self, what=what, entries=(entry,))

@@ -149,7 +149,8 @@ LOSS_SCALE = 2.0**10
 class Member:
     """One client of a pack while it trains: its leaves, its batches and its optimizer."""
 
-    def __init__(self, job: Job, site: Site) -> None:
+    def __init__(self, job: Job, site: Site, *, above: Cut | None = None) -> None:
+        """`above` is the cut above which all of the job's model lies, where this is the server's half of it."""
         options: TrainOptions = job.options
         self.job, self.options = job, options
         # Sorted, because the clipped norm is a sum and its last bits follow the order.
@@ -164,7 +165,9 @@ class Member:
         self.steps = num_steps(self.examples, options)
         self.batches = batches(data, job)
         self.leaves = [leaf for leaf in self.params.values() if leaf.requires_grad]
-        self.shared = shared_above(site.backbone, self.params, job.cut)
+        cut = job.cut or above
+        self.cluster = None if cut is None else cut.shared
+        self.shared = shared_above(site.backbone, self.params, cut)
         self.optimizer = adamw([leaf for key, leaf in self.params.items() if key not in self.shared], options)
         self.losses: list[Tensor] = []
         self.line = None if job.cut is None else Line(job.cut, client=job.client, round=job.round)

@@ -65,8 +65,8 @@ def shared_sets(members: Sequence[Member]) -> list[SharedSet]:
     owners: dict[tuple[int, str], list[Member]] = {}
     for member in members:
         for key in member.shared:
-            assert member.job.cut is not None and member.job.cut.shared is not None, "only a cut client shares"
-            owners.setdefault((member.job.cut.shared, key), []).append(member)
+            assert member.cluster is not None, "only a client with a cut and a cluster shares"
+            owners.setdefault((member.cluster, key), []).append(member)
     found: dict[tuple[int, ...], tuple[list[Member], list[str]]] = {}
     for (_, key), own in owners.items():
         found.setdefault(tuple(map(id, own)), (own, []))[1].append(key)

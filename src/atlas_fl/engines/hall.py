@@ -129,16 +129,19 @@ class Hall:
                 seat.held["trained"] = digest(found.params)
             if work.suffixes is not None and work.below is not None:
                 try:
-                    found = await work.suffixes.finish(work.number, found, tensors)
+                    whole = await work.suffixes.finish(work.number, found, tensors)
                 except ProtocolError as error:
                     self._ended(seat, work, str(error))
                     raise
+                if whole is None:
+                    return  # it gets the job again: others had to begin it anew
+                found = whole
         self._ended(seat, work, found)
 
     def _ended(self, seat: Seat, work: Work, found: Update | str) -> None:
         """Nobody waits for this work any more."""
         if work.suffixes is not None:
-            work.suffixes.drop(work.number)
+            work.suffixes.drop(work.number, work.job.client)
         if seat.work is work:
             seat.work = None
         if not work.future.done():
@@ -203,6 +206,8 @@ class Hall:
         seat = self.seats[job.client]
         if seat.given_up:
             future.set_result("it has been away since it let a deadline pass")
+            if suffixes is not None:
+                suffixes.drop(0, job.client)
             return
         self._numbers += 1
         seat.work = Work(self._numbers, action, job, future, suffixes)
