@@ -1,8 +1,7 @@
 """The server's half of one cut client for one job: what it holds, what it answers, what it ends with."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Protocol
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -10,6 +9,8 @@ from torch import Tensor
 
 from atlas_fl.clients.base import Job, Site, Update
 from atlas_fl.clients.evaluate import kept, on_device, scores_of
+from atlas_fl.clients.half import Half as Half
+from atlas_fl.clients.half import Question as Question
 from atlas_fl.clients.member import joined_norms, trained_below
 from atlas_fl.clients.rows import Dropout
 from atlas_fl.clients.server_side import Entry, Read, pass_over
@@ -20,55 +21,6 @@ from atlas_fl.io.tensors import encode
 from atlas_fl.split.codec import ROWS, encode_rows
 from atlas_fl.split.step import NORMS
 from atlas_fl.tree import digest
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class Question:
-    """What one client asks at one moment, read and checked."""
-
-    half: "Half"
-    what: str
-    entries: tuple[Entry, ...]
-
-    @property
-    def tokens(self) -> int:
-        """Of all its rows."""
-        return sum(len(entry.rows) for entry in self.entries)
-
-
-class Half(Protocol):
-    """One client's upper half for one job."""
-
-    side: Side
-    places: tuple[int, ...]
-    """Where the client's trained tensors stand among those of the whole model."""
-
-    together: Together | None
-    """Those that it shares its adapters with; None where they are its own."""
-
-    def close(self, what: str, done: int, payloads: Payloads) -> None:
-        """Take what this message says of the step before; raises `ProtocolError` where none such may come now."""
-        ...
-
-    def is_ready(self) -> bool:
-        """Whether a message can be read: not while others have to step first."""
-        ...
-
-    def read(self, what: str, done: int, payloads: Payloads) -> Question:
-        """The question that this message is; raises `ProtocolError` where it is none that may come now."""
-        ...
-
-    def answer(self, question: Question, found: Sequence[Read]) -> dict[str, bytes]:
-        """What goes back, from what the pass gave of the question's entries."""
-        ...
-
-    def end(self, payloads: Payloads) -> None:
-        """Take what is said of the last step; raises `ProtocolError` where work is missing."""
-        ...
-
-    def finish(self, update: Update, payloads: Payloads) -> Update:
-        """The whole client's update, of its own and this half; raises `ProtocolError` where work is missing."""
-        ...
 
 
 def answer_all(questions: Sequence[Question], site: Site) -> list[dict[str, bytes]]:
