@@ -81,12 +81,22 @@ def whole_options(config: Config, *, mask: Mask | None) -> WholeOptions:
     )
 
 
-def cut_of(config: Config, blocks: int | None) -> Cut | None:
-    """How a client is cut that holds so many blocks; None for one that holds the whole model."""
+def cut_of(config: Config, blocks: int | None, *, shared: int | None = None) -> Cut | None:
+    """How a client is cut that holds so many blocks; None for one that holds the whole model.
+
+    `shared` is the cluster that it shares the server's adapters with, if it does.
+    """
     if blocks is None:
         return None
     split = config.split
-    return Cut(blocks=blocks, wire=split.wire, noise=split.wire_noise, head=split.head, seed=config.run.seed)
+    return Cut(
+        blocks=blocks,
+        wire=split.wire,
+        noise=split.wire_noise,
+        head=split.head,
+        seed=config.run.seed,
+        shared=shared,
+    )
 
 
 def warmup_options(config: Config) -> TrainOptions:

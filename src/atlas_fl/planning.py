@@ -18,6 +18,7 @@ from atlas_fl.io.ledger import LedgerRow
 from atlas_fl.mixing.graph import effective_neighbours
 from atlas_fl.mixing.matrices import eta_warnings
 from atlas_fl.mixing.mix import realign
+from atlas_fl.mixing.shared import begun
 from atlas_fl.options import cut_of, strategy_of
 from atlas_fl.phases import (
     CutLeakage,
@@ -113,7 +114,7 @@ def plan_for(assembly: Assembly, engine: Engine, *, on_event: OnEvent = ignore) 
         plan = replace(plan, notes=(*plan.notes, *warned))
     for note in plan.notes:
         on_event(Note(note))
-    start = warm_start(assembly, found, [client.ranks for client in plan.clients])
+    start = begun(warm_start(assembly, found, [client.ranks for client in plan.clients]), plan.federation())
     return Planned(plan=plan, start=start, sketches=found.sketches, clustering=found.clustering)
 
 
@@ -189,7 +190,7 @@ def at_ranks(models: ByClient, plan: Plan, assembly: Assembly) -> dict[str, Para
 
 def cuts_of(assembly: Assembly, plan: Plan) -> dict[str, Cut]:
     """How each client of this plan that is cut is cut, by its name."""
-    found = {client.name: cut_of(assembly.config, client.cut) for client in plan.clients}
+    found = {client.name: cut_of(assembly.config, client.cut, shared=client.shared) for client in plan.clients}
     return {name: cut for name, cut in found.items() if cut is not None}
 
 

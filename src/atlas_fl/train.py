@@ -17,6 +17,7 @@ from atlas_fl.events import Note, OnEvent, PhaseStarted, RoundFinished
 from atlas_fl.hosting import hosting_of, seated
 from atlas_fl.lines import line_in
 from atlas_fl.mixing.matrices import Federation
+from atlas_fl.mixing.shared import with_shared
 from atlas_fl.options import is_reclustered, strategy_of
 from atlas_fl.planning import Planned, at_ranks, cuts_of, held_by, regraphed
 from atlas_fl.records import Recorder
@@ -162,7 +163,8 @@ def _server_step(
 ) -> Aggregated:
     """What the rule gives; where it is not applied it remembers what it did, and all go on with their own models."""
     if not apply:
-        return Aggregated(state=state.strategy, start={**state.start, **trained}, discarded={})
+        start = with_shared({**state.start, **trained}, federation, list(trained))
+        return Aggregated(state=state.strategy, start=start, discarded={})
     return strategy.aggregate(state.strategy, trained, federation, round=state.round + 1)
 
 

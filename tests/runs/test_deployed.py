@@ -127,6 +127,21 @@ MIXED = {"split": "movie-0=1,movie-1=2,trec-1=1", "dropout": 0.1, "rounds": 2}
 """Cuts at two blocks and a client without one."""
 
 
+def test_a_deployed_federation_that_shares_above_its_cuts_is_the_simulated_one(
+    federation: Callable[..., Federation],
+) -> None:
+    fed = federation(split="movie-0=1,movie-1=2", server_adapters="per_cluster", rounds=2, eta=0.3)
+    server, port = fed.serve()
+    sites = [fed.join(name, port) for name in fed.sites]
+    for site in sites:
+        site.end()
+    server.end()
+    fed.is_as_simulated()
+    report = audit(fed.served.path)
+    assert report.ok
+    assert {row.client for row in report.rows if row.check == "common"} == set(fed.sites)
+
+
 @pytest.mark.parametrize("head", ["server", "client"])
 def test_a_deployed_federation_of_cut_models_is_the_simulated_one(federation: Callable[..., Federation], head) -> None:
     fed = federation({**SITES, "trec-0": "laptop_8gb", "trec-1": "gpu_16gb"}, **MIXED, head=head)

@@ -6,6 +6,7 @@ from pathlib import Path
 import numpy as np
 from torch import Tensor
 
+from atlas_fl.audit.common import common_faults, in_common
 from atlas_fl.audit.dense import TOLERANCE, Finding, Round, Truth
 from atlas_fl.audit.folder import (
     Models,
@@ -98,7 +99,10 @@ def _audit_round(run: Run, round: int, held: Models, after: Models, *, known: Mo
     if any(wrong.values()):
         return  # what has other names or shapes, or no numbers, cannot be compared by value
     kind = kind_of(run.mixing.strategy) if is_aggregated(run, round) else "own"
-    truth = _truth(run, record, plan, {**(held if kind == "own" else known), **present}, after, kind=kind)
+    before = {**(held if kind == "own" else known), **present}
+    for client, fault in common_faults(plan, present, after, kept=record.kept or ()):
+        yield row("common", client, fault)
+    truth = _truth(run, record, plan, in_common(plan, before, present), after, kind=kind)
     found = _findings(truth)
     for k, client in enumerate(plan.clients):
         mixed, moved, error = _compare(run, record, truth, k, found[k])

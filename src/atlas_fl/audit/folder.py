@@ -47,6 +47,13 @@ class Plan:
     """LoRA alpha; None is twice the rank."""
     rslora: bool
     """Whether alpha is divided by the root of the rank."""
+    shared: tuple[int | None, ...] = ()
+    """First block above the cut of each client that shares what is above it with its cluster, else None."""
+
+    def owners(self, k: int, layer: int) -> tuple[int, ...]:
+        """Everyone with whom client k has the adapters of this layer in common, itself with them; else nobody."""
+        both = [n for n, start in enumerate(self.shared) if start is not None and start <= layer]
+        return tuple(n for n in both if k in both and self.clusters[n] == self.clusters[k])
 
     def scale(self, rank: int) -> float:
         """The factor s of the update s B A."""
@@ -172,6 +179,7 @@ def _plan(content: Mapping[str, Any]) -> Plan:
         adjacency=np.array(content["adjacency"], np.float64).reshape(len(clients), len(clients)),
         importance=importance if importance.size else None,
         layer_of=layer_of,
+        shared=tuple(one["cut"] if one.get("split", {}).get("shared") is not None else None for one in clients),
         alpha=None if lora["alpha"] is None else float(lora["alpha"]),
         rslora=bool(lora["rslora"]),
     )

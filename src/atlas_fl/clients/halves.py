@@ -1,8 +1,7 @@
 """The server's half of one cut client for one job: what it holds, what it answers, what it ends with."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Protocol
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -10,91 +9,36 @@ from torch import Tensor
 
 from atlas_fl.clients.base import Job, Site, Update
 from atlas_fl.clients.evaluate import kept, on_device, scores_of
-from atlas_fl.clients.member import Member, joined_norms, trained_below
+from atlas_fl.clients.half import Asked, Half, Question
+from atlas_fl.clients.member import joined_norms, trained_below
 from atlas_fl.clients.rows import Dropout
 from atlas_fl.clients.server_side import Entry, Read, pass_over
 from atlas_fl.clients.side import Payloads, Side
+from atlas_fl.clients.together import Together, upper_member
 from atlas_fl.errors import ProtocolError
 from atlas_fl.io.tensors import encode
 from atlas_fl.split.codec import ROWS, encode_rows
 from atlas_fl.split.step import NORMS
-from atlas_fl.tree import digest
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
-class Question:
-    """What one client asks at one moment, read and checked."""
+def answers_to(asked: Sequence[Asked], site: Site) -> list[dict[str, bytes] | ProtocolError | None]:
+    """What each is answered, or why it is refused: a client's mistake is its own, not its pack's.
 
-    half: "Half"
-    what: str
-    entries: tuple[Entry, ...]
-
-    @property
-    def tokens(self) -> int:
-        """Of all its rows."""
-        return sum(len(entry.rows) for entry in self.entries)
-
-
-class Half(Protocol):
-    """One client's upper half for one job."""
-
-    side: Side
-    places: tuple[int, ...]
-    """Where the client's trained tensors stand among those of the whole model."""
-
-    def read(self, what: str, done: int, payloads: Payloads) -> Question:
-        """The question that this message is; raises `ProtocolError` where it is none that may come now."""
-        ...
-
-    def answer(self, question: Question, found: Sequence[Read]) -> dict[str, bytes]:
-        """What goes back, from what the pass gave of the question's entries."""
-        ...
-
-    def end(self, payloads: Payloads) -> Update:
-        """What this half has come to; raises `ProtocolError` where work is missing."""
-        ...
-
-
-def joined(side: Side, update: Update, own: Update) -> Update:
-    """The whole client's update, of its own and that of its upper half."""
-    params = {**update.params, **own.params}
-    return replace(
-        update,
-        params=side.job.params if own.params is side.above else {key: params[key] for key in sorted(params)},
-        examples=own.examples,
-        metrics={**update.metrics, **own.metrics},
-        loaded=_loaded(side, update, own),
-        keys=update.keys + own.keys,
-        crossed=dict(side.crossed),
-    )
-
-
-def _loaded(side: Side, update: Update, own: Update) -> str | None:
-    """The digest of the whole model where both sides loaded what they were sent; else that of what differs."""
-    if update.loaded is None or update.loaded != digest(side.below.params):
-        return update.loaded
-    return digest(side.job.params) if own.loaded == digest(side.above) else own.loaded
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class Asked:
-    """One client's message about its cut, as it came."""
-
-    half: Half
-    what: str
-    done: int
-    payloads: Payloads
-
-
-def answers_to(asked: Sequence[Asked], site: Site) -> list[dict[str, bytes] | ProtocolError]:
-    """What each is answered, or why it is refused: a client's mistake is its own, not its pack's."""
-    found: dict[int, dict[str, bytes] | ProtocolError] = {}
+    None for who has to wait for others to step.
+    """
+    found: dict[int, dict[str, bytes] | ProtocolError | None] = dict.fromkeys(range(len(asked)))
     questions = {}
     for k, one in enumerate(asked):
         try:
-            questions[k] = one.half.read(one.what, one.done, one.payloads)
+            one.half.close(one.what, one.done, one.payloads)
         except ProtocolError as error:
             found[k] = error
+    for k, one in enumerate(asked):
+        if found[k] is None and one.half.is_ready():
+            try:
+                questions[k] = one.half.read(one.what, one.done, one.payloads)
+            except ProtocolError as error:
+                found[k] = error
     answers = answer_all(list(questions.values()), site)
     found |= dict(zip(questions, answers, strict=True))
     return [found[k] for k in range(len(asked))]
@@ -131,26 +75,36 @@ def _packs(places: Sequence[int], questions: Sequence[Question], max_tokens: int
 class TrainingHalf:
     """Trains the blocks above the cut, with an optimizer of their own, in step with the client's."""
 
-    def __init__(self, job: Job, site: Site) -> None:
-        self.side = Side(job, site)
+    def __init__(self, job: Job, site: Site, *, together: Together | None = None) -> None:
+        self.side, self.together = Side(job, site), together
         self.places = tuple(trained_below(site.backbone, job.params, job.options, self.side.cut))
-        self._member = Member(replace(job, params=self.side.above, cut=None), site)
+        self._member = upper_member(job, site) if together is None else together.members[job.client]
         self._waiting: Entry | None = None
-        self._open = False
+        self._open = 0  # examples of the step that is to be closed
 
     def read(self, what: str, done: int, payloads: Payloads) -> Question:
         """Rows to train on, or the gradient of the features that went down; what the last step left comes before."""
-        at_home = self.side.cut.head == "client"
-        self.side.expect(what, done, "gradient" if self._waiting else "features" if at_home else "loss")
+        self.close(what, done, payloads)
+        assert self.is_ready(), "who shares adapters is read when all have stepped"
         if self._waiting is not None:
             entry, self._waiting = self._with_upper(self._waiting, payloads), None
         else:
-            self._close(payloads)
             if done >= self._member.steps:
                 raise ProtocolError(f"{self.side.job.client} goes on after its {self._member.steps} steps")
             dropout = self._member.dropout(done)
             entry = self.side.entry(payloads, 0, self._member.params, dropout, wants=bool(self.places))
         return Question(half=self, what=what, entries=(entry,))
+
+    def close(self, what: str, done: int, payloads: Payloads) -> None:
+        """Step, or tell the others that it can, before the next question."""
+        at_home = self.side.cut.head == "client"
+        self.side.expect(what, done, "gradient" if self._waiting else "features" if at_home else "loss")
+        if self._waiting is None:
+            self._close(payloads)
+
+    def is_ready(self) -> bool:
+        """Whether the adapters are where this client's steps are."""
+        return self._waiting is not None or self.together is None or self.together.done == self.side.done
 
     def _with_upper(self, entry: Entry, payloads: Payloads) -> Entry:
         rows = self.side.opened(payloads, 0, "gradient").get(ROWS)
@@ -166,7 +120,7 @@ class TrainingHalf:
             return {"0/activation": self.side.sent(encode_rows(read.features, wire=self.side.cut.wire), "activation")}
         if read.loss is not None:
             self._member.losses.append(read.loss.detach())
-        self.side.done, self._open = self.side.done + 1, True
+        self.side.done, self._open = self.side.done + 1, entry.reads
         answer: dict[str, bytes] = {}
         if entry.rows.grad is not None:
             answer["0/gradient"] = self.side.sent(encode_rows(entry.rows.grad, wire=self.side.cut.wire), "gradient")
@@ -178,23 +132,30 @@ class TrainingHalf:
         """Step, now that the client has told the norms of its gradients."""
         if not self._open:
             return
-        norms, self._open = None, False
+        norms, count, self._open = None, self._open, 0
         if self._member.options.clip > 0:
             others = self.side.opened(payloads, 0, "control").get(NORMS)
             if others is None or others.dtype is not torch.float32 or others.shape != (len(self.places),):
                 raise self.side.refused("norms")
             norms = joined_norms(others.to(self._member.norms()), self._member.norms(), self.places)
-        self._member.step(self.side.done - 1, norms=norms)
+        if self.together is None:
+            self._member.step(self.side.done - 1, norms=norms)
+        else:
+            self.together.tell(self._member, count, norms=norms)
 
-    def end(self, payloads: Payloads) -> Update:
-        """The trained upper part."""
+    def last(self, payloads: Payloads) -> None:
+        """The last step; those who share adapters go on as long as one of them does."""
         side, member = self.side, self._member
         if side.done < member.steps or self._waiting is not None:
             raise ProtocolError(
                 f"{side.job.client} ends after {side.done} of {member.steps} steps; install our version"
             )
         self._close(payloads)
-        own = member.update(0.0)
+
+    def end(self, payloads: Payloads) -> Update:
+        """The trained upper part."""
+        self.last(payloads)
+        side, own = self.side, self._member.update(0.0)
         here = {"loss": own.metrics["loss"]} if side.cut.head == "server" else {}
         return replace(own, metrics={**here, "steps": float(side.done)})
 
@@ -205,15 +166,27 @@ class EvaluationHalf:
     def __init__(self, job: Job, site: Site) -> None:
         self.side = Side(job, site)
         self.places: tuple[int, ...] = ()
+        self.together: Together | None = None
         self._params = on_device(self.side.above, site)
         self._task = site.data[job.client].task
         self._examples = len(site.data[job.client].splits[job.options.split])
         self._outputs, self._labels = list[np.ndarray](), list[Tensor]()
         self._scored = 0
 
+    def close(self, what: str, done: int, payloads: Payloads) -> None:  # noqa: ARG002 - no step was before
+        """Nothing is left of the message before."""
+        self.side.expect(what, done, "features" if self.side.cut.head == "client" else "score")
+
+    def is_ready(self) -> bool:
+        """Always: nothing is trained."""
+        return True
+
+    def last(self, payloads: Payloads) -> None:
+        """Nothing is left to be told."""
+
     def read(self, what: str, done: int, payloads: Payloads) -> Question:
         """Rows of some examples, each of which comes once."""
-        self.side.expect(what, done, "features" if self.side.cut.head == "client" else "score")
+        self.close(what, done, payloads)
         entry = self.side.entry(payloads, 0, self._params, Dropout(p=0.0, seed=0, path=()), wants=False)
         self._scored += len(entry.lengths)
         return Question(half=self, what=what, entries=(entry,))

@@ -21,6 +21,7 @@ def check_names(config: Config) -> None:
     _check_devices(config.data.devices, config.data.device)
     _check_tasks(config.data.tasks, config.data.task)
     _check_cut_names(config)
+    _check_sharing(config)
     _check_images(config)
     _check_model(config.model.model)
     if not re.fullmatch(r"[a-z0-9][a-z0-9_-]*", config.run.preset):
@@ -56,6 +57,17 @@ def _check_cut_names(config: Config) -> None:
     known = {*tasks, *clients, *(device.name for device in find_devices(data.devices, data.device))}
     if missing := sorted(set(cuts_by_name(config.split.split)) - {EVERY} - known):
         raise unknown("name in --split", missing[0], known)
+
+
+def _check_sharing(config: Config) -> None:
+    from atlas_fl.strategies import ALIASES
+
+    name = config.mixing.strategy
+    if config.split.server_adapters == "per_cluster" and ALIASES.get(name, name) == "local":
+        raise ConfigError(
+            f"--server-adapters per_cluster trains one set by several clients, and --strategy {name} shares nothing;"
+            " take per_client, or another strategy"
+        )
 
 
 def _check_tasks(names: tuple[str, ...], own: tuple[str, ...]) -> None:

@@ -32,6 +32,7 @@ def validate(config: Config) -> Config:
     _check_precision(config)
     _check_rerank(config)
     _check_patience(config.training)
+    _check_shared(config)
     _check_images(config)
     check_names(config)
     return config
@@ -107,6 +108,11 @@ def _check_ranks(ranks: RanksConfig) -> None:
 def _check_split(split: SplitConfig) -> None:
     if set(cuts_by_name(split.split).values()) != {NONE}:
         return
+    if split.server_adapters != "per_client":
+        raise ConfigError(
+            f"--server-adapters {split.server_adapters} is about the parts above cuts, and --split {split.split} cuts"
+            " none; choose cuts, such as --split auto, or leave --server-adapters out"
+        )
     if split.topology != "server":
         raise ConfigError(
             f"--topology {split.topology} says who computes the upper parts of cut models, and --split {split.split}"
@@ -165,6 +171,27 @@ def _check_patience(training: TrainingConfig) -> None:
         raise ConfigError(
             f"--min-delta is {training.min_delta} and says what is better for --patience, which is 0; set --patience to"
             " a number of rounds, or leave --min-delta out"
+        )
+
+
+def _check_shared(config: Config) -> None:
+    split = config.split
+    if split.server_adapters == "per_client":
+        return
+    if split.topology != "server":
+        raise ConfigError(
+            f"--server-adapters {split.server_adapters} moves one set by all of a cluster at once, and --topology"
+            f" {split.topology} puts its clients on several hosts; leave one of them out"
+        )
+    if (every := config.clustering.recluster_every) > 0:
+        raise ConfigError(
+            f"--server-adapters {split.server_adapters} belong to a cluster, and --recluster-every {every} may change"
+            " who that is; set it to 0, or take per_client"
+        )
+    if config.data.arrive:
+        raise ConfigError(
+            f"--server-adapters {split.server_adapters} belong to those who were there when the plan was made, and"
+            f" --arrive {config.data.arrive[0]} comes later; leave one of them out"
         )
 
 

@@ -155,14 +155,14 @@ class Hall:
                     self._ended(seat, work, str(error))
                     raise
                 if whole is None:
-                    return  # its host has gone with the upper part: it gets the job again
+                    return  # its host has gone, or others had to begin anew: it gets the job again
                 found = whole
         self._ended(seat, work, found)
 
     def _ended(self, seat: Seat, work: Work, found: Update | str) -> None:
         """Nobody waits for this work any more."""
         if work.suffixes is not None:
-            work.suffixes.drop(work.number)
+            work.suffixes.drop(work.number, work.job.client)
         if seat.work is work:
             seat.work = None
         if not work.future.done():
@@ -230,6 +230,8 @@ class Hall:
         seat = self.seats[job.client]
         if seat.given_up:
             future.set_result("it has been away since it let a deadline pass")
+            if suffixes is not None:
+                suffixes.drop(0, job.client)
             return
         self._numbers += 1
         seat.work = Work(self._numbers, action, job, future, suffixes)

@@ -18,7 +18,7 @@ from typing import Any, TypeAlias
 import torch
 
 from atlas_fl.clients.base import Job, Update
-from atlas_fl.clients.halves import joined
+from atlas_fl.clients.half import joined
 from atlas_fl.clients.member import trained_below
 from atlas_fl.clients.side import Side
 from atlas_fl.engines.census import veiled
@@ -128,16 +128,16 @@ class Hosts:
         lodging = self._lodgings.get(number)
         if lodging is None:
             whole = await self._suffixes.finish(number, update, tensors)
-            return replace(whole, hosted=self._pairs[update.client])
+            return None if whole is None else replace(whole, hosted=self._pairs[update.client])
         if (found := await self._asked(lodging, {"kind": "end"}, tensors)) is None:
             return None
         lodging.ended = True
         own = read_update(*found, job=replace(lodging.side.job, params=lodging.side.above))
         return replace(joined(lodging.side, update, own), hosted=self._pairs[update.client])
 
-    def drop(self, number: int) -> None:
+    def drop(self, number: int, client: str) -> None:
         """Forget the upper part of a job that nobody waits for any more."""
-        self._suffixes.drop(number)
+        self._suffixes.drop(number, client)
         if (lodging := self._lodgings.pop(number, None)) is not None and not lodging.moved:
             self._inboxes[lodging.host].stale |= not lodging.ended
             self._seats[lodging.host].woken.set()

@@ -29,6 +29,7 @@ class RemoteEngine:
 
         Raises `ProtocolError` where too few did: the run stops there and goes on from its checkpoint.
         """
+        self.suffixes.open(action, jobs)
         answers = self.desk.call(
             self.hall.work(
                 action,

@@ -29,7 +29,7 @@ class Upper(Protocol):
         """The whole update; None where the client has to begin the job again."""
         ...
 
-    def drop(self, number: int) -> None:
+    def drop(self, number: int, client: str) -> None:
         """Forget the upper part of a job that nobody waits for any more."""
         ...
 
