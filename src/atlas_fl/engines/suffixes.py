@@ -18,6 +18,7 @@ import torch
 from atlas_fl.clients.base import Job, Site, Update
 from atlas_fl.clients.half import Asked, Half, joined
 from atlas_fl.clients.halves import SERVER_SIDE, TrainingHalf, answers_to
+from atlas_fl.clients.side import Payloads
 from atlas_fl.clients.together import Together
 from atlas_fl.engines.frames import Head
 from atlas_fl.engines.wire import Told, read_payloads, write_payloads
