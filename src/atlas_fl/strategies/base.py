@@ -5,39 +5,17 @@ from dataclasses import dataclass
 from typing import Protocol, TypeAlias, runtime_checkable
 
 import numpy as np
-from jaxtyping import Bool, Float64, Int64
 
 from atlas_fl.errors import ConfigError, ProtocolError, unknown
-from atlas_fl.mixing.matrices import LAPLACIANS, Federation, group_ids, layer_factors
+from atlas_fl.mixing.matrices import LAPLACIANS, Federation
 from atlas_fl.mixing.mix import Mixed, check_mixing, mix
-from atlas_fl.mixing.shared import pooled, with_shared
-from atlas_fl.tree import HEAD, LORA_A, LORA_B
+from atlas_fl.mixing.shared import with_shared
+from atlas_fl.strategies.rule import Matrices, Rule, for_newcomers, matrices_for
 from atlas_fl.types import ByClient, Params
 
 State: TypeAlias = ByClient
 """What a strategy remembers between rounds: the model that every client holds. `tree.prefixed` makes it one flat
 mapping for a checkpoint, `tree.unprefixed` brings it back."""
-
-Matrices: TypeAlias = Callable[[str], np.ndarray]
-"""The matrix M (n, n) that a parameter of this name is mixed with."""
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class Step:
-    """What a rule makes a matrix from."""
-
-    federation: Federation
-    """The clients."""
-    groups: Int64[np.ndarray, " n"]
-    """Clients of different groups must not mix."""
-    present: Bool[np.ndarray, " n"]
-    """Who took part."""
-    eta: float
-    """Size of the step."""
-
-
-Rule: TypeAlias = Callable[[Step], np.ndarray]
-"""M (n, n), row-stochastic, of one step."""
 
 LAYER_WEIGHTINGS = ("none", "importance")
 
@@ -150,45 +128,6 @@ def held(state: State, updates: ByClient) -> dict[str, Params]:
     if strangers:
         raise ProtocolError(f"update of an unknown client {strangers[0]!r}; this run has {', '.join(state)}")
     return {client: updates.get(client, params) for client, params in state.items()}
-
-
-def _layer(federation: Federation, key: str) -> int:
-    module = key.removesuffix(LORA_A).removesuffix(LORA_B)
-    if module not in federation.layer_of:
-        raise ConfigError(f"no layer is known for {module}; layer_weighting 'importance' needs one, or use 'none'")
-    return federation.layer_of[module]
-
-
-def matrices_for(
-    rule: Rule, federation: Federation, present: Sequence[bool], *, eta: float, layer_weighting: str
-) -> Matrices:
-    """The matrix for each name: heads stay inside their task, layers may scale eta; equal matrices are one object.
-
-    What clients share above their cuts has one row for all of them (`mixing.shared`).
-    """
-    there = np.asarray(present, bool)
-    anyone, by_task = np.zeros(len(there), np.int64), group_ids(federation.head_groups)
-    factors = layer_factors(federation) if layer_weighting == "importance" else None
-    by_layer = factors is not None or any(cut is not None for cut in federation.cuts)
-    made: dict[int | None, Float64[np.ndarray, "n n"]] = {}
-
-    def matrix(key: str) -> Float64[np.ndarray, "n n"]:
-        is_head = key.startswith(HEAD)
-        layer = None if is_head or not by_layer else _layer(federation, key)
-        place = -1 if is_head else layer
-        if place not in made:
-            size = eta if factors is None or layer is None else eta * float(factors[layer])
-            groups = by_task if is_head else anyone
-            own = rule(Step(federation=federation, groups=groups, present=there, eta=size))
-            made[place] = own if layer is None else pooled(own, federation, layer, present=there)
-        return made[place]
-
-    return matrix
-
-
-def for_newcomers(rule: Rule) -> Rule:
-    """The rule for those alone who are not present; everyone else keeps its model."""
-    return lambda step: np.where(step.present[:, None], np.eye(len(step.present)), rule(step))
 
 
 def mixing_strategy(

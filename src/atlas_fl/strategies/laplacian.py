@@ -3,7 +3,8 @@
 import numpy as np
 
 from atlas_fl.mixing.matrices import cut, laplacian_step
-from atlas_fl.strategies.base import Step, Strategy, StrategyOptions, mixing_strategy
+from atlas_fl.strategies.base import Strategy, StrategyOptions, mixing_strategy
+from atlas_fl.strategies.rule import Step
 
 
 def atlas(options: StrategyOptions) -> Strategy:

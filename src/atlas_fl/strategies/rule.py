@@ -1,0 +1,73 @@
+"""A rule: a function from the federation to a mixing matrix, and the matrix that it comes to for each tensor."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import numpy as np
+from jaxtyping import Bool, Float64, Int64
+
+from atlas_fl.errors import ConfigError
+from atlas_fl.mixing.matrices import Federation, group_ids, layer_factors
+from atlas_fl.mixing.shared import pooled
+from atlas_fl.tree import HEAD, LORA_A, LORA_B
+
+Matrices: TypeAlias = Callable[[str], np.ndarray]
+"""The matrix M (n, n) that a parameter of this name is mixed with."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Step:
+    """What a rule makes a matrix from."""
+
+    federation: Federation
+    """The clients."""
+    groups: Int64[np.ndarray, " n"]
+    """Clients of different groups must not mix."""
+    present: Bool[np.ndarray, " n"]
+    """Who took part."""
+    eta: float
+    """Size of the step."""
+
+
+Rule: TypeAlias = Callable[[Step], np.ndarray]
+"""M (n, n), row-stochastic, of one step."""
+
+
+def _layer(federation: Federation, key: str) -> int:
+    module = key.removesuffix(LORA_A).removesuffix(LORA_B)
+    if module not in federation.layer_of:
+        raise ConfigError(f"no layer is known for {module}; layer_weighting 'importance' needs one, or use 'none'")
+    return federation.layer_of[module]
+
+
+def matrices_for(
+    rule: Rule, federation: Federation, present: Sequence[bool], *, eta: float, layer_weighting: str
+) -> Matrices:
+    """The matrix for each name: heads stay inside their task, layers may scale eta; equal matrices are one object.
+
+    What clients share above their cuts has one row for all of them (`mixing.shared`).
+    """
+    there = np.asarray(present, bool)
+    anyone, by_task = np.zeros(len(there), np.int64), group_ids(federation.head_groups)
+    factors = layer_factors(federation) if layer_weighting == "importance" else None
+    by_layer = factors is not None or any(cut is not None for cut in federation.cuts)
+    made: dict[int | None, Float64[np.ndarray, "n n"]] = {}
+
+    def matrix(key: str) -> Float64[np.ndarray, "n n"]:
+        is_head = key.startswith(HEAD)
+        layer = None if is_head or not by_layer else _layer(federation, key)
+        place = -1 if is_head else layer
+        if place not in made:
+            size = eta if factors is None or layer is None else eta * float(factors[layer])
+            groups = by_task if is_head else anyone
+            own = rule(Step(federation=federation, groups=groups, present=there, eta=size))
+            made[place] = own if layer is None else pooled(own, federation, layer, present=there)
+        return made[place]
+
+    return matrix
+
+
+def for_newcomers(rule: Rule) -> Rule:
+    """The rule for those alone who are not present; everyone else keeps its model."""
+    return lambda step: np.where(step.present[:, None], np.eye(len(step.present)), rule(step))
