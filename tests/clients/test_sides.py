@@ -6,11 +6,11 @@ from collections.abc import Mapping, Sequence
 import pytest
 import torch
 
-from atlas_fl.clients import halves
+from atlas_fl.clients import CLIENT_SIDE, SERVER_SIDE, halves
 from atlas_fl.clients.base import Job, Site, Update
-from atlas_fl.clients.client_side import CLIENT_SIDE, Crossing, crossing_of
+from atlas_fl.clients.client_side import Crossing, crossing_of
 from atlas_fl.clients.evaluate import EvaluateOptions, evaluate
-from atlas_fl.clients.halves import SERVER_SIDE, Half, answer_all
+from atlas_fl.clients.halves import Half, answer_all
 from atlas_fl.clients.train import train
 from atlas_fl.errors import ProtocolError
 from atlas_fl.io.tensors import encode

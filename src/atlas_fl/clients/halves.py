@@ -1,6 +1,6 @@
 """The server's half of one cut client for one job: what it holds, what it answers, what it ends with."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -28,6 +28,8 @@ class Question:
     half: "Half"
     what: str
     entries: tuple[Entry, ...]
+    alone: bool = False
+    """Answered by its half itself: gradients of what clients share cannot be told apart in a pack."""
 
     @property
     def tokens(self) -> int:
@@ -58,11 +60,12 @@ class Half(Protocol):
 def answer_all(questions: Sequence[Question], site: Site) -> list[dict[str, bytes]]:
     """The answers to questions that wait at one moment, in their order.
 
-    Those with a gradient are one pass, the others another, as far as `site.max_tokens` reach.
+    Those with a gradient are one pass, the others another, as far as `site.max_tokens` reach; some go `alone`.
     """
-    answers: dict[int, dict[str, bytes]] = {}
+    answers = {k: one.half.answer(one, ()) for k, one in enumerate(questions) if one.alone}
     for backward in (True, False):
-        alike = [k for k, one in enumerate(questions) if (one.what in ("loss", "gradient")) is backward]
+        packed = [k for k in range(len(questions)) if k not in answers]
+        alike = [k for k in packed if (questions[k].what in ("loss", "gradient")) is backward]
         for group in _packs(alike, questions, site.max_tokens):
             found = iter(pass_over([e for k in group for e in questions[k].entries], site, backward=backward))
             for k in group:
@@ -83,6 +86,14 @@ def _packs(places: Sequence[int], questions: Sequence[Question], max_tokens: int
     return packs
 
 
+def with_upper(entry: Entry, payloads: Payloads, side: Side) -> Entry:
+    """The rows with the gradient of their features, which has come from the client."""
+    rows = side.opened(payloads, 0, "gradient").get(ROWS)
+    if rows is None or rows.shape != (entry.reads, entry.rows.shape[1]):
+        raise side.refused("a gradient")
+    return replace(entry, upper=rows.to(entry.rows.device, copy=True))
+
+
 class TrainingHalf:
     """Trains the blocks above the cut, with an optimizer of their own, in step with the client's."""
 
@@ -98,7 +109,7 @@ class TrainingHalf:
         at_home = self.side.cut.head == "client"
         self.side.expect(what, done, "gradient" if self._waiting else "features" if at_home else "loss")
         if self._waiting is not None:
-            entry, self._waiting = self._with_upper(self._waiting, payloads), None
+            entry, self._waiting = with_upper(self._waiting, payloads, self.side), None
         else:
             self._close(payloads)
             if done >= self._member.steps:
@@ -106,12 +117,6 @@ class TrainingHalf:
             dropout = self._member.dropout(done)
             entry = self.side.entry(payloads, 0, self._member.params, dropout, wants=bool(self.places))
         return Question(half=self, what=what, entries=(entry,))
-
-    def _with_upper(self, entry: Entry, payloads: Payloads) -> Entry:
-        rows = self.side.opened(payloads, 0, "gradient").get(ROWS)
-        if rows is None or rows.shape != (entry.reads, entry.rows.shape[1]):
-            raise self.side.refused("a gradient")
-        return replace(entry, upper=rows.to(entry.rows.device, copy=True))
 
     def answer(self, question: Question, found: Sequence[Read]) -> dict[str, bytes]:
         """Features, or the gradient of the rows with the norms of this half's gradients."""
@@ -217,6 +222,3 @@ class EvaluationHalf:
             crossed=dict(self.side.crossed),
         )
 
-
-SERVER_SIDE: Mapping[str, Callable[[Job, Site], Half]] = {"train": TrainingHalf, "evaluate": EvaluationHalf}
-"""The server's half of an action for a cut client."""

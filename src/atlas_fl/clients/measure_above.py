@@ -1,0 +1,228 @@
+"""The server's side of what a plan needs of a cut client: gradients of the frozen weights above the cut.
+
+Of a weight that clients share, a pass over several clients gives the sum of their gradients, so each is answered alone.
+Between two messages no graph is kept, as in training: with the head at the client the pass is computed again for the
+gradient of the features.
+"""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from atlas_fl.clients.base import Job, Site, Update
+from atlas_fl.clients.fingerprint import PARTS, FingerprintOptions, added, averaged, held_below, parts_of
+from atlas_fl.clients.fingerprint import answered as fingerprinted
+from atlas_fl.clients.gradients import head_leaves, last_weights, swapped
+from atlas_fl.clients.halves import Question, with_upper
+from atlas_fl.clients.importance import IMPORTANCE, ImportanceOptions, layer_sums, merged_leaves
+from atlas_fl.clients.importance import answered as weighed
+from atlas_fl.clients.member import example_loss
+from atlas_fl.clients.rows import Dropout, modules_of
+from atlas_fl.clients.server_side import Entry, Read
+from atlas_fl.clients.side import Payloads, Side
+from atlas_fl.clustering.sketch import joined
+from atlas_fl.errors import DataError, ProtocolError
+from atlas_fl.models.backbone import logits_of
+from atlas_fl.models.packing import make_layout
+from atlas_fl.split.codec import encode_rows
+from atlas_fl.split.model import server_forward
+from atlas_fl.types import Params
+
+
+class Above:
+    """The gradients of one client's job above its cut, batch after batch."""
+
+    def __init__(self, side: Side, site: Site, leaves: Params, *, batches: int, wants: bool) -> None:
+        self.side, self._site, self._leaves = side, site, leaves
+        self._batches, self._wants = batches, wants
+        self._head = head_leaves(replace(side.job, params=side.above), site)
+        self._waiting: Entry | None = None
+        self.losses: list[float] = []
+
+    def read(self, what: str, done: int, payloads: Payloads) -> Entry:
+        """The rows of a batch, or those that wait with the gradient of their features, which came now."""
+        at_home = self.side.cut.head == "client"
+        self.side.expect(what, done, "gradient" if self._waiting else "features" if at_home else "loss")
+        if self._waiting is not None:
+            entry, self._waiting = with_upper(self._waiting, payloads, self.side), None
+            return entry
+        if done >= self._batches:
+            raise ProtocolError(f"{self.side.job.client} goes on after its {self._batches} batches")
+        return self.side.entry(payloads, 0, self._head, Dropout(p=0.0, seed=0, path=()), wants=self._wants)
+
+    def answer(self, what: str, entry: Entry, take: Callable[[dict[str, Tensor]], None]) -> dict[str, bytes]:
+        """Features, or the gradient of the rows where something below the cut is measured; `take` gets that of ours."""
+        wire = self.side.cut.wire
+        if what == "features":
+            self._waiting = entry
+            with torch.no_grad():
+                features = swapped(_Features(self._site), self._leaves, entry)
+            return {"0/activation": self.side.sent(encode_rows(features, wire=wire), "activation")}
+        loss, gradient = swapped(_Gradient(self._site), self._leaves, entry, self._leaves, self._head)
+        rows = gradient.pop(_ROWS, None)
+        if loss is not None:
+            self.losses.append(float(loss))
+        take(gradient)
+        self.side.done += 1
+        return {} if rows is None else {"0/gradient": self.side.sent(encode_rows(rows, wire=wire), "gradient")}
+
+    def end(self) -> None:
+        """Nothing where all batches have been; else raises `ProtocolError`."""
+        if self.side.done < self._batches or self._waiting is not None:
+            raise ProtocolError(
+                f"{self.side.job.client} ends after {self.side.done} of {self._batches} batches; install our version"
+            )
+
+
+_ROWS = "rows"
+
+
+class _Features(torch.nn.Module):
+    """What the head reads of an entry, (reads, hidden)."""
+
+    def __init__(self, site: Site) -> None:
+        super().__init__()
+        self.model, self._site = site.backbone.model, site
+
+    def forward(self, entry: Entry) -> Tensor:
+        return _features(entry, self._site)
+
+
+class _Gradient(torch.nn.Module):
+    """As a module for the reason of that of a whole model (`clients.gradients`)."""
+
+    def __init__(self, site: Site) -> None:
+        super().__init__()
+        self.model, self._site = site.backbone.model, site
+
+    def forward(self, entry: Entry, leaves: Params, head: Params) -> tuple[Tensor | None, dict[str, Tensor]]:
+        root, loss = _features(entry, self._site), None
+        if entry.labels is not None:
+            with self._site.autocast(scaled=False):
+                root = example_loss(logits_of(self._site.backbone, head, root).float(), entry.labels)
+            loss = root.detach()
+        wanted = {**leaves, **head} | ({_ROWS: entry.rows} if entry.rows.requires_grad else {})
+        found = torch.autograd.grad(root, list(wanted.values()), entry.upper)
+        return loss, dict(zip(wanted, found, strict=True))
+
+
+def _features(entry: Entry, site: Site) -> Tensor:
+    layout = make_layout(list(entry.lengths), device=site.backbone.device)
+    with site.autocast(scaled=False):
+        return server_forward(site.backbone, entry.rows, layout, blocks=entry.blocks, reads=entry.places)
+
+
+class FingerprintHalf:
+    """Sums the gradients of the last blocks above the cut, and joins both sides' parts of the sketches."""
+
+    places: tuple[int, ...] = ()
+
+    def __init__(self, job: Job, site: Site) -> None:
+        options: FingerprintOptions = job.options
+        self.side, self._options = Side(job, site), options
+        blocks, above = self.side.cut.blocks, len(site.backbone.blocks) - self.side.cut.blocks
+        self._names = [*last_weights(site.backbone, options.blocks), *head_leaves(job, site)]
+        self._below = held_below(self._names, job, site)
+        # A client counts its blocks from its own last one.
+        own = min(blocks, max(0, options.blocks - above))
+        self.side.below = replace(self.side.below, options=replace(options, blocks=own))
+        leaves = last_weights(site.backbone, min(options.blocks, above))
+        self._above = Above(self.side, site, leaves, batches=2 * options.batches, wants=own > 0)
+        self._totals: tuple[dict[str, Tensor], dict[str, Tensor]] = ({}, {})
+
+    def read(self, what: str, done: int, payloads: Payloads) -> Question:
+        """Rows of the next batch, or the gradient of its features."""
+        return Question(half=self, what=what, entries=(self._above.read(what, done, payloads),), alone=True)
+
+    def answer(self, question: Question, found: Sequence[Read]) -> dict[str, bytes]:  # noqa: ARG002 - it is computed here
+        """Features, or the gradient of the rows where the fingerprint reaches below the cut."""
+        half = self.side.done // self._options.batches
+        return self._above.answer(question.what, question.entries[0], lambda gradient: self._add(half, gradient))
+
+    def _add(self, half: int, gradient: dict[str, Tensor]) -> None:
+        sums = added(self._totals[half], gradient, kind=self._options.kind)
+        self._totals = (sums, self._totals[1]) if half == 0 else (self._totals[0], sums)
+
+    def finish(self, update: Update, payloads: Payloads) -> Update:
+        """Both sketches, of the client's parts and ours."""
+        self._above.end()
+        sketches = [self._joined(half, payloads) for half in (0, 1)]
+        losses = self._above.losses
+        loss = float(np.mean(losses)) if losses else update.metrics.get("loss", float("nan"))
+        job = self.side.job
+        return fingerprinted(job, sketches, job.params, steps=0, loss=loss, crossed=dict(self.side.crossed))
+
+    def _joined(self, half: int, payloads: Payloads) -> np.ndarray:
+        options = self._options
+        below = parts_below(self.side, payloads, half, self._below, dim=options.sketch_dim)
+        return sketch_of(self._names, below, averaged(self._totals[half], kind=options.kind), options)
+
+
+class ImportanceHalf:
+    """Measures the blocks above the cut, and makes shares of both sides' sums."""
+
+    places: tuple[int, ...] = ()
+
+    def __init__(self, job: Job, site: Site) -> None:
+        options: ImportanceOptions = job.options
+        self.side, self._options, self._site = Side(job, site), options, site
+        blocks, total = self.side.cut.blocks, len(site.backbone.blocks)
+        self._leaves = merged_leaves(job, site, modules_of(site, range(blocks, total)))
+        wants = bool(modules_of(site, range(blocks)))
+        self._above = Above(self.side, site, self._leaves, batches=options.batches, wants=wants)
+        self._sums: list[np.ndarray] = []
+
+    def read(self, what: str, done: int, payloads: Payloads) -> Question:
+        """Rows of the next batch, or the gradient of its features."""
+        return Question(half=self, what=what, entries=(self._above.read(what, done, payloads),), alone=True)
+
+    def answer(self, question: Question, found: Sequence[Read]) -> dict[str, bytes]:  # noqa: ARG002 - it is computed here
+        """Features, or the gradient of the rows."""
+        return self._above.answer(question.what, question.entries[0], self._add)
+
+    def _add(self, gradient: dict[str, Tensor]) -> None:
+        self._sums.append(layer_sums(gradient, self._leaves, self._site, kind=self._options.kind))
+
+    def finish(self, update: Update, payloads: Payloads) -> Update:  # noqa: ARG002 - all is in the payloads
+        """The importance of all blocks."""
+        self._above.end()
+        below = self.side.opened(payloads, 0, "fingerprint").get(IMPORTANCE)
+        if not _are_numbers(below, (self._options.batches, self.side.cut.blocks)):
+            raise self.side.refused("importance")
+        assert below is not None
+        sums = [np.concatenate([low, own[self.side.cut.blocks :]]) for low, own in zip(below.numpy(), self._sums)]
+        try:
+            return weighed(self.side.job, sums, self._site, crossed=dict(self.side.crossed))
+        except DataError as error:
+            raise ProtocolError(f"{self.side.job.client}: {error}") from None
+
+
+def parts_below(side: Side, payloads: Payloads, half: int, names: Sequence[str], *, dim: int) -> dict[str, np.ndarray]:
+    """What the client's tensors of these names add to a half's sketch; raises `ProtocolError` where that is not sent."""
+    if not names:
+        return {}
+    parts = side.opened(payloads, half, "fingerprint").get(PARTS)
+    if not _are_numbers(parts, (len(names), dim)):
+        raise side.refused("parts of a sketch")
+    assert parts is not None
+    return dict(zip(names, parts.numpy(), strict=True))
+
+
+def sketch_of(
+    names: Iterable[str], below: Mapping[str, np.ndarray], above: Params, options: FingerprintOptions
+) -> np.ndarray:
+    """The sketch of all tensors of these names, in the order of a whole model, of the client's parts and our tensors."""
+    try:
+        parts = {**below, **parts_of(above, options)}
+        return joined(parts[name] for name in names)
+    except DataError as error:
+        raise ProtocolError(str(error)) from None
+
+
+def _are_numbers(found: Tensor | None, shape: tuple[int, int]) -> bool:
+    if found is None or found.dtype is not torch.float64 or found.shape != shape:
+        return False
+    return bool(found.isfinite().all())
