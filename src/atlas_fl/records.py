@@ -50,7 +50,7 @@ class Recorder:
     def planned(self, planned: Planned, state: State, *, communicates: bool) -> None:
         """Write the plan, its messages, and the checkpoint from which round one starts."""
         self._write_plan(planned)
-        rows = [row.to_json() for row in plan_messages(planned)] if communicates else []
+        rows = [row.to_json() for row in (plan_messages(planned) if communicates else planned.crossed)]
         append_rows(self.folder.metrics, [])
         append_rows(self.folder.ledger, rows)
         if self.audit:
