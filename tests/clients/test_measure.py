@@ -36,7 +36,7 @@ def assert_same(found: Update, expected: Update) -> None:
     assert all(torch.equal(found.params[key], expected.params[key]) for key in expected.params)
 
 
-WHATS = ("fingerprint fisher", "fingerprint gradient", "importance gradient", "importance rngwp")
+WHATS = ("fingerprint delta", "fingerprint fisher", "fingerprint gradient", "importance gradient", "importance rngwp")
 
 
 @pytest.mark.parametrize("what", WHATS)

@@ -8,9 +8,11 @@ from atlas_fl.clients.evaluate import evaluate
 from atlas_fl.clients.fingerprint import fingerprint
 from atlas_fl.clients.halves import EvaluationHalf, Half, TrainingHalf
 from atlas_fl.clients.importance import importance
-from atlas_fl.clients.measure_above import FingerprintHalf, ImportanceHalf
-from atlas_fl.clients.measure_below import fingerprint_below, importance_below
+from atlas_fl.clients.measure_above import ImportanceHalf
+from atlas_fl.clients.measure_below import importance_below
 from atlas_fl.clients.train import train
+from atlas_fl.clients.warm_above import fingerprint_half
+from atlas_fl.clients.warm_below import fingerprint_below
 
 ACTIONS: Mapping[str, Action] = {
     "fingerprint": fingerprint,
@@ -28,7 +30,7 @@ CLIENT_SIDE: Mapping[str, Callable[[Job, Site, Crossing], Update]] = {
 """What a client does of an action on its side of the cut."""
 
 SERVER_SIDE: Mapping[str, Callable[[Job, Site], Half]] = {
-    "fingerprint": FingerprintHalf,
+    "fingerprint": fingerprint_half,
     "importance": ImportanceHalf,
     "train": TrainingHalf,
     "evaluate": EvaluationHalf,

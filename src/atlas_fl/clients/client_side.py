@@ -69,7 +69,7 @@ class Crossing:
         for place, member in active.items():
             norms = None
             if member.options.clip > 0:
-                others = read_message(_of(got, place, "control"))[NORMS]
+                others = read_message(message_in(got, place, "control"))[NORMS]
                 norms = joined_norms(member.norms(), others, self.places)
                 self.closing[f"{place}/control"] = encode({NORMS: member.norms()})
             member.step(done, norms=norms)
@@ -112,7 +112,8 @@ class Crossing:
         return rows_of(got, "activation", places, like=hidden.new_empty(sum(row.counts), hidden.shape[1]))
 
 
-def _of(got: Payloads, place: int, kind: str) -> bytes:
+def message_in(got: Payloads, place: int, kind: str) -> bytes:
+    """The message of this kind to one of the job's models; raises `ProtocolError` where the answer has none."""
     if f"{place}/{kind}" not in got:
         raise ProtocolError(f"the server's answer has no {kind}; install its version of atlas-fl")
     return got[f"{place}/{kind}"]
@@ -120,7 +121,7 @@ def _of(got: Payloads, place: int, kind: str) -> bytes:
 
 def rows_of(got: Payloads, kind: str, places: Collection[int], *, like: Tensor) -> Tensor:
     """The rows in the server's answer, of all these places, as they are needed here."""
-    found = torch.cat([read_message(_of(got, place, kind))[ROWS] for place in places])
+    found = torch.cat([read_message(message_in(got, place, kind))[ROWS] for place in places])
     if found.shape != like.shape:
         raise ProtocolError(
             f"the server's {kind} is {tuple(found.shape)}, not {tuple(like.shape)}; install its version"

@@ -148,8 +148,13 @@ def delta_sketch(params: Params, options: FingerprintOptions) -> np.ndarray:
 
 
 def delta_parts(params: Params, options: FingerprintOptions) -> dict[str, np.ndarray]:
-    """What every B adds to that sketch, by name in the order of the names, as a member holds its tensors."""
-    return parts_of({key: params[key].detach() for key in sorted(params) if key.endswith(LORA_B)}, options)
+    """What every B adds to that sketch, by name."""
+    return parts_of(lora_b(params), options)
+
+
+def lora_b(params: Params) -> dict[str, Tensor]:
+    """Every B, in the order of the names, as a member holds its tensors."""
+    return {key: params[key].detach() for key in sorted(params) if key.endswith(LORA_B)}
 
 
 def _from_gradients(jobs: Sequence[Job], site: Site) -> list[Update]:

@@ -19,6 +19,7 @@ from atlas_fl.io.tensors import encode
 from atlas_fl.split.codec import ROWS, encode_rows
 from atlas_fl.split.step import NORMS
 from atlas_fl.tree import digest
+from atlas_fl.types import Params
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -86,19 +87,22 @@ def _packs(places: Sequence[int], questions: Sequence[Question], max_tokens: int
     return packs
 
 
-def with_upper(entry: Entry, payloads: Payloads, side: Side) -> Entry:
+def with_upper(entry: Entry, payloads: Payloads, side: Side, *, place: int = 0) -> Entry:
     """The rows with the gradient of their features, which has come from the client."""
-    rows = side.opened(payloads, 0, "gradient").get(ROWS)
+    rows = side.opened(payloads, place, "gradient").get(ROWS)
     if rows is None or rows.shape != (entry.reads, entry.rows.shape[1]):
         raise side.refused("a gradient")
     return replace(entry, upper=rows.to(entry.rows.device, copy=True))
 
 
 class TrainingHalf:
-    """Trains the blocks above the cut, with an optimizer of their own, in step with the client's."""
+    """Trains the blocks above the cut, with an optimizer of their own, in step with the client's.
 
-    def __init__(self, job: Job, site: Site) -> None:
-        self.side = Side(job, site)
+    `place` is the model's among those of its job, as its messages have it.
+    """
+
+    def __init__(self, job: Job, site: Site, *, place: int = 0) -> None:
+        self.side, self._place = Side(job, site), place
         self.places = tuple(trained_below(site.backbone, job.params, job.options, self.side.cut))
         self._member = Member(replace(job, params=self.side.above, cut=None), site)
         self._waiting: Entry | None = None
@@ -109,13 +113,13 @@ class TrainingHalf:
         at_home = self.side.cut.head == "client"
         self.side.expect(what, done, "gradient" if self._waiting else "features" if at_home else "loss")
         if self._waiting is not None:
-            entry, self._waiting = with_upper(self._waiting, payloads, self.side), None
+            entry, self._waiting = with_upper(self._waiting, payloads, self.side, place=self._place), None
         else:
-            self._close(payloads)
+            self.close(payloads)
             if done >= self._member.steps:
                 raise ProtocolError(f"{self.side.job.client} goes on after its {self._member.steps} steps")
             dropout = self._member.dropout(done)
-            entry = self.side.entry(payloads, 0, self._member.params, dropout, wants=bool(self.places))
+            entry = self.side.entry(payloads, self._place, self._member.params, dropout, wants=bool(self.places))
         return Question(half=self, what=what, entries=(entry,))
 
     def answer(self, question: Question, found: Sequence[Read]) -> dict[str, bytes]:
@@ -123,38 +127,57 @@ class TrainingHalf:
         ((entry,), (read,)) = question.entries, found
         if question.what == "features":
             self._waiting = entry
-            return {"0/activation": self.side.sent(encode_rows(read.features, wire=self.side.cut.wire), "activation")}
+            message = self.side.sent(encode_rows(read.features, wire=self.side.cut.wire), "activation")
+            return {f"{self._place}/activation": message}
         if read.loss is not None:
             self._member.losses.append(read.loss.detach())
         self.side.done, self._open = self.side.done + 1, True
         answer: dict[str, bytes] = {}
         if entry.rows.grad is not None:
-            answer["0/gradient"] = self.side.sent(encode_rows(entry.rows.grad, wire=self.side.cut.wire), "gradient")
+            answer[f"{self._place}/gradient"] = self.side.sent(encode_rows(entry.rows.grad, wire=self.side.cut.wire), "gradient")
         if self._member.options.clip > 0:
-            answer["0/control"] = self.side.sent(encode({NORMS: self._member.norms()}), "control")
+            answer[f"{self._place}/control"] = self.side.sent(encode({NORMS: self._member.norms()}), "control")
         return answer
 
-    def _close(self, payloads: Payloads) -> None:
+    def close(self, payloads: Payloads) -> None:
         """Step, now that the client has told the norms of its gradients."""
         if not self._open:
             return
         norms, self._open = None, False
         if self._member.options.clip > 0:
-            others = self.side.opened(payloads, 0, "control").get(NORMS)
+            others = self.side.opened(payloads, self._place, "control").get(NORMS)
             if others is None or others.dtype is not torch.float32 or others.shape != (len(self.places),):
                 raise self.side.refused("norms")
             norms = joined_norms(others.to(self._member.norms()), self._member.norms(), self.places)
         self._member.step(self.side.done - 1, norms=norms)
 
-    def finish(self, update: Update, payloads: Payloads) -> Update:
-        """The whole trained model."""
+    @property
+    def steps(self) -> int:
+        """How many steps it has in all."""
+        return self._member.steps
+
+    @property
+    def params(self) -> Params:
+        """The model above the cut as it is now."""
+        return self._member.params
+
+    def stop(self) -> None:
+        """Let the steps so far be all."""
+        self._member.steps = self.side.done
+
+    def ended(self, payloads: Payloads) -> Update:
+        """The model above the cut once all steps are done; raises `ProtocolError` where some are missing."""
         side, member = self.side, self._member
         if side.done < member.steps or self._waiting is not None:
             raise ProtocolError(
                 f"{side.job.client} ends after {side.done} of {member.steps} steps; install our version"
             )
-        self._close(payloads)
-        own = member.update(0.0)
+        self.close(payloads)
+        return member.update(0.0)
+
+    def finish(self, update: Update, payloads: Payloads) -> Update:
+        """The whole trained model."""
+        side, own = self.side, self.ended(payloads)
         metrics = {**update.metrics, "steps": float(side.done)}
         if side.cut.head == "server":
             metrics["loss"] = own.metrics["loss"]

@@ -115,7 +115,7 @@ def _features(entry: Entry, site: Site) -> Tensor:
         return server_forward(site.backbone, entry.rows, layout, blocks=entry.blocks, reads=entry.places)
 
 
-class FingerprintHalf:
+class GradientsHalf:
     """Sums the gradients of the last blocks above the cut, and joins both sides' parts of the sketches."""
 
     places: tuple[int, ...] = ()

@@ -21,7 +21,7 @@ from atlas_fl.split.model import client_forward
 from atlas_fl.types import Params
 
 
-def fingerprint_below(job: Job, site: Site, crossing: Crossing) -> Update:
+def gradients_below(job: Job, site: Site, crossing: Crossing) -> Update:
     """The client's own tensors' part of its fingerprint; the sketches are the server's, who has the other part."""
     options: FingerprintOptions = job.options
     leaves, head = last_weights(site.backbone, options.blocks), _head(job, site, crossing)
