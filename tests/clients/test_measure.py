@@ -5,13 +5,15 @@ import dataclasses
 import pytest
 import torch
 
-from atlas_fl.clients import ACTIONS
+from atlas_fl.clients import ACTIONS, SERVER_SIDE
 from atlas_fl.clients.base import Job, Site, Update
 from atlas_fl.clients.fingerprint import FingerprintOptions
 from atlas_fl.clients.importance import ImportanceOptions
 from atlas_fl.clients.train import TrainOptions
+from atlas_fl.errors import ProtocolError
+from atlas_fl.io.tensors import encode
 from atlas_fl.split.step import Cut
-from tests.clients.test_sides import over_the_cut
+from tests.clients.test_sides import below, over_the_cut
 
 TRAIN = TrainOptions(seed=2, batch_size=3, lr=5e-3)
 
@@ -40,13 +42,78 @@ WHATS = ("fingerprint delta", "fingerprint fisher", "fingerprint gradient", "imp
 
 
 @pytest.mark.parametrize("what", WHATS)
-@pytest.mark.parametrize(("blocks", "head"), [(1, "client"), (1, "server"), (2, "client"), (2, "server")])
-def test_measured_over_the_cut_it_is_the_whole_models(tiny, site_of, spec_of, what: str, blocks: int, head) -> None:
+@pytest.mark.parametrize(("blocks", "head"), [(1, "client"), (2, "server")])
+@pytest.mark.parametrize("name", ["bert", "gpt2", "qwen2"])
+def test_measured_over_the_cut_it_is_the_whole_models(
+    tiny_of, site_of, spec_of, name: str, blocks: int, head, what: str
+) -> None:
+    """The site holds the blocks below its cut and nothing else; a fingerprint of two blocks reaches it at cut 2."""
+    tiny, action = tiny_of(name), what.partition(" ")[0]
     site, job = client(tiny, site_of, spec_of, what, Cut(blocks=blocks, head=head))
-    action = what.partition(" ")[0]
     (whole,) = ACTIONS[action]([dataclasses.replace(job, cut=None)], site)
     (simulated,) = ACTIONS[action]([job], site)
-    found, crossing, half = over_the_cut(action, job, tiny, site)
+    found, _, _ = over_the_cut(action, job, tiny, site)
     assert_same(simulated, whole)
     assert_same(found, whole)
     assert dict(found.crossed) == dict(simulated.crossed)
+
+
+@pytest.mark.parametrize("what", WHATS)
+@pytest.mark.parametrize(("wire", "head"), [({"wire": "int8"}, "client"), ({"noise": 0.1, "seed": 3}, "server")])
+def test_whatever_the_wire_it_is_what_the_simulation_measures(tiny_of, site_of, spec_of, wire, head, what: str) -> None:
+    tiny, action = tiny_of("bert"), what.partition(" ")[0]
+    site, job = client(tiny, site_of, spec_of, what, Cut(blocks=2, head=head, **wire))
+    (simulated,) = ACTIONS[action]([job], site)
+    found, _, _ = over_the_cut(action, job, tiny, site)
+    assert_same(found, simulated)
+    assert dict(found.crossed) == dict(simulated.crossed)
+    (whole,) = ACTIONS[action]([dataclasses.replace(job, cut=None)], site)
+    assert any(not torch.equal(found.params[key], whole.params[key]) for key in whole.params)
+
+
+def test_a_fingerprint_of_the_last_blocks_sends_rows_and_labels_and_gets_nothing_back(
+    tiny_of, site_of, spec_of
+) -> None:
+    site, job = client(tiny_of("bert"), site_of, spec_of, "fingerprint fisher", Cut(blocks=1))
+    found, crossing, _ = over_the_cut("fingerprint", job, tiny_of("bert"), site)
+    assert set(found.crossed) == {("activation", "up"), ("label", "up")}
+    assert [what for what, _, _ in crossing.far.asked] == ["loss"] * 2 * job.options.batches
+
+
+@pytest.mark.parametrize("head", ["client", "server"])
+def test_a_warm_up_over_the_cut_ends_where_the_whole_models_does(tiny_of, site_of, spec_of, head) -> None:
+    site, job = client(tiny_of("bert"), site_of, spec_of, "fingerprint delta", Cut(blocks=1, head=head))
+    early = dataclasses.replace(job, options=dataclasses.replace(job.options, reliability=-1.0))
+    (whole,) = ACTIONS["fingerprint"]([dataclasses.replace(early, cut=None)], site)
+    found, crossing, _ = over_the_cut("fingerprint", early, tiny_of("bert"), site)
+    assert_same(found, whole)
+    assert found.metrics["steps"] == early.options.stride == 2
+    assert [what for what, _, _ in crossing.far.asked].count("agree") == 1
+    assert dict(found.crossed) == dict(ACTIONS["fingerprint"]([early], site)[0].crossed)
+
+
+@pytest.mark.parametrize(
+    ("what", "message"),
+    [
+        ("fingerprint fisher", {"parts": torch.zeros(1, 64, dtype=torch.float64)}),
+        ("fingerprint fisher", {"parts": torch.zeros(6, 64)}),
+        ("fingerprint fisher", {}),
+        ("fingerprint delta", {"parts": torch.full((4, 64), torch.nan, dtype=torch.float64)}),
+        ("importance rngwp", {"importance": torch.zeros(3, 3, dtype=torch.float64)}),
+    ],
+)
+def test_what_a_client_cannot_have_measured_is_refused(tiny_of, site_of, spec_of, what: str, message) -> None:
+    tiny, action = tiny_of("bert"), what.partition(" ")[0]
+    site, job = client(tiny, site_of, spec_of, what, Cut(blocks=2))
+    whole, _, half = over_the_cut(action, job, tiny, site)
+    again = SERVER_SIDE[action](job, site)
+    (update, crossing) = below(job, tiny, site, action, again)
+    closing = {key: sent for key, sent in crossing.closing.items() if not key.endswith("fingerprint")}
+    payload = encode(message)
+    with pytest.raises(ProtocolError, match=r"a-0 sent (parts of a sketch|importance) through its cut"):
+        again.finish(update, {**closing, "0/fingerprint": payload, "1/fingerprint": payload})
+    with pytest.raises(ProtocolError, match="ends after 0 of"):
+        SERVER_SIDE[action](job, site).finish(whole, {})
+    with pytest.raises(ProtocolError, match="asks for 'agree'"):
+        SERVER_SIDE[action](job, site).read("agree", 0, {})
+    assert half.side.crossed["fingerprint", "up"] > 0

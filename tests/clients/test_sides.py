@@ -34,10 +34,15 @@ class Direct:
 
 def over_the_cut(action: str, job: Job, tiny, site: Site) -> tuple[Update, Crossing, Half]:
     half = SERVER_SIDE[action](job, site)
+    update, crossing = below(job, tiny, site, action, half)
+    return half.finish(update, crossing.closing), crossing, half
+
+
+def below(job: Job, tiny, site: Site, action: str, half: Half) -> tuple[Update, Crossing]:
+    """What the client makes of the job with no more than its part of the model."""
     crossing = crossing_of(half.side.below, half.places, Direct(half, site))
     part = dataclasses.replace(site, backbone=load_client_part(str(tiny.path), blocks=job.cut.blocks))
-    update = CLIENT_SIDE[action](half.side.below, part, crossing)
-    return half.finish(update, crossing.closing), crossing, half
+    return CLIENT_SIDE[action](half.side.below, part, crossing), crossing
 
 
 def federation(tiny, site_of, spec_of, cuts: Sequence[Cut], **options) -> tuple[Site, list[Job]]:

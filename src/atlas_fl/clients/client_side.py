@@ -164,4 +164,3 @@ def evaluate_below(job: Job, site: Site, crossing: Crossing) -> Update:
     metrics = scores_of(site.data[job.client].task, data.labels[order], outputs) if at_home else {}
     metrics = {**metrics, "seconds": time.perf_counter() - began}
     return Update(client=job.client, params=job.params, examples=len(data), metrics=metrics)
-

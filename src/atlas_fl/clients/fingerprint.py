@@ -100,7 +100,9 @@ def _crossed(job: Job, first: Update, second: Update, site: Site) -> Crossed:
     part = encoded_size(parts_message([np.zeros(options.sketch_dim)] * len(names))) if names else 0
     sums = Counter(first.crossed)
     sums.update(second.crossed)
-    sums.update({("fingerprint", "up"): 2 * (looks + 1) * part, ("control", "down"): looks * encoded_size(verdict(True))})
+    sums.update(
+        {("fingerprint", "up"): 2 * (looks + 1) * part, ("control", "down"): looks * encoded_size(verdict(True))}
+    )
     return dict(sums)
 
 

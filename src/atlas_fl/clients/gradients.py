@@ -63,9 +63,7 @@ class _Gradient(torch.nn.Module):
         super().__init__()
         self.model, self._site = site.backbone.model, site
 
-    def forward(
-        self, row: Row, leaves: Params, head: Params, line: Line | None
-    ) -> tuple[Tensor, dict[str, Tensor]]:
+    def forward(self, row: Row, leaves: Params, head: Params, line: Line | None) -> tuple[Tensor, dict[str, Tensor]]:
         with self._site.autocast(scaled=False):
             pooled = features_over(row, self._site, () if line is None else (line,))
             loss = example_loss(logits_of(self._site.backbone, head, pooled).float(), row.labels[0])

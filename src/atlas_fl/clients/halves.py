@@ -134,7 +134,9 @@ class TrainingHalf:
         self.side.done, self._open = self.side.done + 1, True
         answer: dict[str, bytes] = {}
         if entry.rows.grad is not None:
-            answer[f"{self._place}/gradient"] = self.side.sent(encode_rows(entry.rows.grad, wire=self.side.cut.wire), "gradient")
+            answer[f"{self._place}/gradient"] = self.side.sent(
+                encode_rows(entry.rows.grad, wire=self.side.cut.wire), "gradient"
+            )
         if self._member.options.clip > 0:
             answer[f"{self._place}/control"] = self.side.sent(encode({NORMS: self._member.norms()}), "control")
         return answer
@@ -244,4 +246,3 @@ class EvaluationHalf:
             metrics={**scores, **update.metrics},
             crossed=dict(self.side.crossed),
         )
-

@@ -61,7 +61,9 @@ def _measured(job: Job, site: Site) -> Update:
 
 def answered(job: Job, sums: Sequence[np.ndarray], site: Site, *, crossed: Crossed) -> Update:
     """The client's answer, from every batch's sums by block, (blocks,) each."""
-    sizes = _by_layer(site, {name: float(module.get_parameter("weight").numel()) for name, module in site.modules.items()})
+    sizes = _by_layer(
+        site, {name: float(module.get_parameter("weight").numel()) for name, module in site.modules.items()}
+    )
     measured = _FROM_SUMS[job.options.kind](sums, sizes)
     return Update(
         client=job.client, params={IMPORTANCE: torch.from_numpy(measured)}, examples=0, metrics={}, crossed=crossed

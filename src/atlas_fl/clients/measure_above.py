@@ -201,7 +201,10 @@ class ImportanceHalf:
 
 
 def parts_below(side: Side, payloads: Payloads, half: int, names: Sequence[str], *, dim: int) -> dict[str, np.ndarray]:
-    """What the client's tensors of these names add to a half's sketch; raises `ProtocolError` where that is not sent."""
+    """What the client's tensors of these names add to a half's sketch.
+
+    Raises `ProtocolError` where that is not what was sent.
+    """
     if not names:
         return {}
     parts = side.opened(payloads, half, "fingerprint").get(PARTS)
@@ -214,7 +217,7 @@ def parts_below(side: Side, payloads: Payloads, half: int, names: Sequence[str],
 def sketch_of(
     names: Iterable[str], below: Mapping[str, np.ndarray], above: Params, options: FingerprintOptions
 ) -> np.ndarray:
-    """The sketch of all tensors of these names, in the order of a whole model, of the client's parts and our tensors."""
+    """The sketch of the tensors of these names, in a whole model's order: of the client's parts and our tensors."""
     try:
         parts = {**below, **parts_of(above, options)}
         return joined(parts[name] for name in names)

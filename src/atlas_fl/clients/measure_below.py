@@ -63,9 +63,7 @@ def _measured(
     row: Row, site: Site, leaves: Params, head: Params, crossing: Crossing, done: int
 ) -> tuple[Tensor | None, dict[str, Tensor]]:
     """(the batch's loss where the head is here, the gradient of what is here)."""
-    found: tuple[Tensor | None, dict[str, Tensor]] = swapped(
-        _Gradient(site), leaves, row, leaves, head, crossing, done
-    )
+    found: tuple[Tensor | None, dict[str, Tensor]] = swapped(_Gradient(site), leaves, row, leaves, head, crossing, done)
     return found
 
 
