@@ -117,3 +117,15 @@ def test_what_a_client_cannot_have_measured_is_refused(tiny_of, site_of, spec_of
     with pytest.raises(ProtocolError, match="asks for 'agree'"):
         SERVER_SIDE[action](job, site).read("agree", 0, {})
     assert half.side.crossed["fingerprint", "up"] > 0
+
+
+@pytest.mark.parametrize("what", WHATS)
+def test_where_a_model_lies_in_memory_changes_no_bit(tiny_of, site_of, spec_of, what: str) -> None:
+    """A model out of a message lies at any address, a simulated one where torch allocates."""
+    tiny, spec = tiny_of("bert"), spec_of(name="c-0", labels=0, examples=9, ranks=(4, 1, 1))
+    site = site_of(tiny, spec)
+    job = Job(client="c-0", params=tiny.params(spec, seed=2), round=0, options=options_of(what))
+    odd = {key: torch.cat([torch.zeros(1), own.reshape(-1)])[1:].view(own.shape) for key, own in job.params.items()}
+    assert all(tensor.data_ptr() % 8 for tensor in odd.values())
+    action, other = what.partition(" ")[0], dataclasses.replace(job, params=odd)
+    assert_same(ACTIONS[action]([other], site)[0], ACTIONS[action]([job], site)[0])

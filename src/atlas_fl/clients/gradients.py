@@ -36,8 +36,11 @@ def batch_gradients(
 
 def head_leaves(job: Job, site: Site) -> dict[str, Tensor]:
     """The job's head as tensors whose gradient can be taken; empty where it has none."""
-    device = site.backbone.device
-    return {key: job.params[key].detach().to(device).requires_grad_() for key in head_keys(job.params)}
+    # Copied, because what came in a message lies at any address, and on that a product's last bits depend.
+    return {
+        key: job.params[key].detach().to(site.backbone.device, copy=True).requires_grad_()
+        for key in head_keys(job.params)
+    }
 
 
 def loss_gradient(

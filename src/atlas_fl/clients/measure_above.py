@@ -111,8 +111,10 @@ class _Gradient(torch.nn.Module):
 
 def _features(entry: Entry, site: Site) -> Tensor:
     layout = make_layout(list(entry.lengths), device=site.backbone.device)
+    # Copied for its address, as a head is (`clients.gradients.head_leaves`).
+    rows = entry.rows.clone()
     with site.autocast(scaled=False):
-        return server_forward(site.backbone, entry.rows, layout, blocks=entry.blocks, reads=entry.places)
+        return server_forward(site.backbone, rows, layout, blocks=entry.blocks, reads=entry.places)
 
 
 class GradientsHalf:
