@@ -98,7 +98,8 @@ def _by_layer(site: Site, sums: Mapping[str, float]) -> np.ndarray:
 
 
 def _mean_square(sums: Sequence[np.ndarray], sizes: np.ndarray) -> np.ndarray:
-    return layer_importance(np.sum(sums, axis=0), sizes)
+    found: np.ndarray = layer_importance(np.sum(sums, axis=0), sizes)
+    return found
 
 
 def _smoothed(sums: Sequence[np.ndarray], sizes: np.ndarray) -> np.ndarray:
@@ -106,7 +107,8 @@ def _smoothed(sums: Sequence[np.ndarray], sizes: np.ndarray) -> np.ndarray:
     for own in sums:
         smoothed = rngwp(smoothed, own, sizes)
     assert smoothed is not None
-    return shares(smoothed)
+    found: np.ndarray = shares(smoothed)
+    return found
 
 
 _NUMBERS: Mapping[str, Callable[[Tensor, Tensor], Tensor]] = {

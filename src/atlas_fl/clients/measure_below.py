@@ -77,7 +77,7 @@ class _Gradient(torch.nn.Module):
     def forward(
         self, row: Row, leaves: Params, head: Params, crossing: Crossing, done: int
     ) -> tuple[Tensor | None, dict[str, Tensor]]:
-        site, loss, own = self._site, None, {}
+        site, loss, own = self._site, None, dict[str, Tensor]()
         with site.autocast(scaled=False):
             hidden = client_forward(site.backbone, row.ids, row.types, row.layout, blocks=crossing.cut.blocks)
         if crossing.cut.head == "server":
