@@ -23,10 +23,10 @@ from atlas_fl.assemble import Assembly, assemble
 from atlas_fl.clients.base import Job, Site
 from atlas_fl.clients.fingerprint import FingerprintOptions, delta_sketch, half_job
 from atlas_fl.clients.gradients import batch_gradients
+from atlas_fl.clients.packs import packs
 from atlas_fl.clients.train import train
 from atlas_fl.clustering import Settings, agreement, cluster, sketch
 from atlas_fl.config import Config, DataConfig, RunConfig
-from atlas_fl.engines.local import packs
 from atlas_fl.options import warmup_options
 from atlas_fl.types import Params
 

@@ -30,10 +30,12 @@ OWNERS = {
     "cryptography": "io/",
     "onnx": "io/",
     "PIL": "tasks/",
+    "optuna": "search/study.py",
+    "sqlalchemy": "search/study.py",
 }
 """The only place that may import a package."""
 
-PURE = ("config/", "ranks/", "events.py", "presets.py", "errors.py", "sweep.py")
+PURE = ("config/", "ranks/", "events.py", "presets.py", "errors.py", "sweep.py", "stopping.py", "search/space.py")
 """Places that know nothing of tensors."""
 
 

@@ -17,12 +17,10 @@ SERVICE = Service(certs=Path("certs/server"))
         ({"strategy": "local"}, "--strategy local sends nothing"),
         ({"share": ["A", "head"], "space": "factors"}, "--share A head keeps parts of a model at its client"),
         ({"split": "2", "precision": "fp16"}, "--precision fp16 scales losses by what overflows"),
-        ({"split": "2", "topology": "paired"}, "--topology paired is there in simulation alone"),
         ({"split": "2", "leakage": True}, "--leakage reads the clients' texts, and across machines these stay"),
         ({"arrive": ("movie-1=2",)}, "--arrive says who is late in a simulation"),
         ({"workers": 2}, "--engine and --workers are for simulations"),
         ({"engine": "ray"}, "--engine and --workers are for simulations"),
-        ({"aggregate_every": 2}, "--aggregate-every is 2, and across machines models travel in every round"),
     ],
 )
 def test_what_would_mean_something_else_is_refused(values: dict[str, object], message: str) -> None:

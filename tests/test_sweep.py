@@ -7,8 +7,8 @@ import pytest
 
 from atlas_fl.config import Config, RunConfig, run_folder, to_toml, with_values
 from atlas_fl.errors import CheckpointError, ConfigError
-from atlas_fl.presets import smoke
-from atlas_fl.sweep import LAMBDA_SWEEP, SEEDS, grid, parse_over, run_all, seeds, state_of
+from atlas_fl.presets import find_preset, smoke
+from atlas_fl.sweep import LAMBDA_SWEEP, SEEDS, grid, parse_over, run_all, same_steps, seeds, state_of
 
 
 def leave(config: Config, *, complete: bool) -> Path:
@@ -120,3 +120,48 @@ def test_a_folder_of_another_run_is_not_taken_for_this_one(base: Config, ran: li
     with pytest.raises(CheckpointError, match=r"mine is a run with eta = 0.1, not 0.5; give another --name"):
         state_of(with_values(config, {"eta": "0.5"}))
     assert ran == []
+
+
+def test_rounds_are_scaled_so_that_all_runs_take_as_many_steps(base: Config) -> None:
+    vision = replace(find_preset("vision-quick"), run=base.run)
+    scaled = same_steps(vision, {"local_steps": ["4", "8", "16"], "nc": ["1", "iid"]})
+    assert scaled is not None
+    # 6 rounds of 4 are 24 steps, and 16 divides 16 and 32: halves go up
+    assert scaled.settings == {
+        "4": {"rounds": 8, "eval_every": 8},
+        "8": {"rounds": 4, "eval_every": 4},
+        "16": {"rounds": 2, "eval_every": 2},
+    }
+    points = grid(vision, over={"local_steps": ["4", "8", "16"], "nc": ["1", "iid"]}, seeds=(1,), scaled=scaled)
+    steps = {point.config.training.rounds * (point.config.images.local_steps or 0) for point in points}
+    assert steps == {scaled.steps} == {32}
+    assert str(scaled).startswith("every run takes 32 gradient steps (the settings alone: 24): 8 rounds of 4, 4 rounds")
+    assert points[0].changes == {"local_steps": "4", "nc": "1"}, "rounds follow and are not swept"
+
+
+def test_steps_that_fit_keep_the_rounds_of_the_settings(base: Config) -> None:
+    vision = with_values(replace(find_preset("vision-fedavg"), run=base.run), {"rounds": "512"})
+    scaled = same_steps(vision, {"local_steps": ["4", "8", "16"]})
+    assert scaled is not None and scaled.steps == scaled.asked == 2048
+    assert [own["rounds"] for own in scaled.settings.values()] == [512, 256, 128]
+    # evaluations lie as many steps apart: every 25 rounds of 4 steps, every 6 of 16
+    assert [own["eval_every"] for own in scaled.settings.values()] == [25, 12, 6]
+
+
+@pytest.mark.parametrize(
+    ("over", "message"),
+    [
+        ({"local_steps": ["4", "64"]}, r"multiples of 64 steps alone.*6 rounds, 24 steps; give --rounds 16 or more"),
+        ({"local_steps": ["7", "9", "11"]}, r"multiples of 693 steps alone"),
+        ({"local_steps": ["0"]}, r"--over sweeps local_steps to 0; allowed: at least 1"),
+    ],
+)
+def test_steps_far_from_those_of_the_settings_are_refused(over: dict[str, list[str]], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        same_steps(find_preset("vision-quick"), over)
+
+
+def test_rounds_stay_where_they_are_swept_or_steps_are_not() -> None:
+    vision = find_preset("vision-quick")
+    assert same_steps(vision, {"nc": ["1", "5"]}) is None
+    assert same_steps(vision, {"local_steps": ["4", "8"], "rounds": ["2", "3"]}) is None

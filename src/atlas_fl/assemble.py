@@ -1,13 +1,15 @@
 """From a config to the things that a run works with: clients with their data and devices, and the site they share."""
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from atlas_fl.clients.base import ClientTokens, Prompts, Site
+from atlas_fl.clients.patches import patches
 from atlas_fl.config import Config, DataConfig
 from atlas_fl.config.images import EVENLY
 from atlas_fl.config.validate import no_fp16
@@ -22,12 +24,13 @@ from atlas_fl.models.loading import load_backbone
 from atlas_fl.models.registry import suggested_lr
 from atlas_fl.models.shape import ModelShape
 from atlas_fl.models.tokens import Encoded, encode, encode_prompts, encode_written
+from atlas_fl.models.vision_backbone import load_image_backbone, tokens_of
 from atlas_fl.ranks.devices import Device, find_devices
 from atlas_fl.ranks.memory import LOGIT_COPIES, VALUE_BYTES, activation_bytes
 from atlas_fl.split.model import load_client_part
 from atlas_fl.tasks import find_tasks
 from atlas_fl.tasks.clients import BY_CLASSES, ClientData, make_clients
-from atlas_fl.tasks.spec import Examples, Rows, Source, as_texts
+from atlas_fl.tasks.spec import Examples, Rows, Source, Task, as_texts
 from atlas_fl.types import Params, Split
 
 # Beyond this many tokens a CPU gains nothing from larger packs: the products are at the hardware's limit.
@@ -59,7 +62,7 @@ class Assembly:
         dims = {name: module_dims(module) for name, module in modules.items()}
         by_module = {name: ranks[self.layer_of[name]] for name in modules}
         seed, backbone = self.config.run.seed, self.site.backbone
-        shapes = head_shapes(backbone.family, hidden=backbone.hidden, num_labels=client.task.num_labels)
+        shapes = head_shapes(backbone.family, hidden=backbone.width, num_labels=client.task.num_labels)
         return {
             **init_adapters(dims, by_module, seed=seed),
             **init_head(shapes, seed=seed, group=client.task.name),
@@ -68,9 +71,8 @@ class Assembly:
 
 def source_of(config: Config) -> Source:
     """Where the tasks of this config are read from."""
-    return Source(
-        cache_dir=embedded_dir(), data_dir=None if config.data.data_dir is None else Path(config.data.data_dir)
-    )
+    own = config.data.data_dir
+    return Source(cache_dir=embedded_dir(), data_dir=None if own is None else Path(own))
 
 
 def load_clients(config: Config) -> tuple[ClientData, ...]:
@@ -108,13 +110,7 @@ def assemble(
     devices = find_devices(config.data.devices, config.data.device) if devices is None else devices
     clients = load_clients(config) if clients is None else clients
     picked = pick_device(config.run.accelerator, precision=config.model.precision)
-    backbone = load_backbone(
-        config.model.model,
-        device=place or picked,
-        gradient_checkpointing=config.model.gradient_checkpointing,
-        writes=any(client.task.writes for client in clients),
-        weights=weights,
-    )
+    backbone = backbone_of(config, [client.task for client in clients], device=place or picked, weights=weights)
     if tokens is None:
         tokens = {client.name: tokenise(client, backbone, config.data) for client in clients}
     targets = config.model.targets or default_targets(backbone.family.model_type)
@@ -133,6 +129,17 @@ def assemble(
         shape=shape,
         layer_of={name: layer_of(backbone, name) for name in site.modules},
     )
+
+
+def backbone_of(
+    config: Config, tasks: Sequence[Task], *, device: str = "cpu", weights: Params | None = None
+) -> Backbone:
+    """The frozen backbone of this config's model for these tasks; `weights` are those of `Backbone.frozen`."""
+    name, checkpointing = config.model.model, config.model.gradient_checkpointing
+    how: dict[str, Any] = {"device": device, "gradient_checkpointing": checkpointing, "weights": weights}
+    if any(task.images for task in tasks):
+        return load_image_backbone(name, image_size=config.images.image_size, **how)
+    return load_backbone(name, writes=any(task.writes for task in tasks), **how)
 
 
 def scale_of(config: Config) -> Callable[[int], float]:
@@ -194,6 +201,8 @@ def site_below(config: Config, tokens: Mapping[str, ClientTokens], *, blocks: in
 def tokenise(client: ClientData, backbone: Backbone, config: DataConfig) -> ClientTokens:
     """The client's examples as tokens; of the backbone only what is known of it is used, not its weights."""
     task = client.task
+    if backbone.vision is not None:
+        return patches(client, length=tokens_of(backbone.vision))
     limit = min(config.max_length or task.max_length, most_tokens(backbone))
     held: dict[Split, Examples] = {"train": client.train, "validation": client.validation, "test": client.test}
     splits = {name: as_texts(rows, task=task.name) for name, rows in held.items()}

@@ -1,4 +1,4 @@
-"""A client's personal model as a PEFT folder."""
+"""A client's personal model as a folder that PEFT or transformers load."""
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -6,16 +6,20 @@ from typing import Any
 
 from atlas_fl.assemble import Assembly, scale_of
 from atlas_fl.assemble_images import ImageAssembly
-from atlas_fl.config import load_config
-from atlas_fl.errors import CheckpointError, ConfigError, unknown
+from atlas_fl.config import Config, load_config
+from atlas_fl.config.kinds import mistake, whole_number
+from atlas_fl.errors import CheckpointError, unknown
 from atlas_fl.io import checkpoint
 from atlas_fl.io.folder import RunFolder, find_run
 from atlas_fl.io.results import read_json
 from atlas_fl.lora.peft_io import export_adapter
 from atlas_fl.models.loading import find_family
 from atlas_fl.models.vision_export import save_vision
+from atlas_fl.models.vision_loading import load_vision
 from atlas_fl.plan import Plan
 from atlas_fl.records import leads_of, models_of
+from atlas_fl.stopping import best_rounds
+from atlas_fl.tasks import find_tasks
 from atlas_fl.types import ByClient, Params
 
 
@@ -39,33 +43,61 @@ def export_models(assembly: ImageAssembly, models: ByClient, folder: RunFolder) 
         save_vision(assembly.site.vision, models[client], folder.models / client, labels=tasks[client].label_names)
 
 
-EXPORTS: Mapping[str, Callable[[Any, ByClient, RunFolder], None]] = {"text": export_clients, "images": export_models}
+EXPORTS: Mapping[str, Callable[[Any, ByClient, RunFolder], None]] = {
+    "adapters": export_clients,
+    "images": export_models,
+}
 """What a finished run writes, by the line of work."""
 
 
-def export(run: str | Path, *, client: str, to: str | Path) -> Path:
-    """Write the model that a client has after the run's last complete round as a PEFT folder.
+def export(run: str | Path, *, client: str, to: str | Path, round: str | None = None) -> Path:
+    """Write the model that a client has after a round: an adapter as a PEFT folder, a whole model as transformers' own.
 
-    `client` is a name such as `movie-0`, or the client's number in the run's order.
-    Raises `CheckpointError` without a good checkpoint and `ConfigError` for an unknown client.
+    `client` is a name such as `movie-0`, or the client's number in the run's order. `round` is a number, or `best` for
+    the best mean validation score; the last complete round without it.
+    Raises `CheckpointError` without a good checkpoint of that round and `ConfigError` for an unknown client.
     """
     folder = find_run(run)
     config = load_config(folder.config)
-    found, damaged = checkpoint.load_latest(folder.checkpoints)
-    if found is None:
-        raise CheckpointError(
-            f"run {folder.path} has no good checkpoint to export from; {'; '.join(damaged) or 'resume it'}"
-        )
+    found = _checkpoint(folder, round)
     plan = Plan.from_json(read_json(folder.path / found.state["plan"]))
-    if not any(client.ranks for client in plan.clients):
-        raise ConfigError(
-            f"run {folder.path} trained whole models, which have no adapters; at its end they lie in {folder.models}"
-        )
     _, models = models_of(found, [client.name for client in plan.clients])
     params = _pick(models, client)
+    if not any(client.ranks for client in plan.clients):
+        _save_whole(config, params, Path(to), task=plan.clients[list(models.values()).index(params)].task)
+        return Path(to)
     source, family = find_family(config.model.model)
     export_adapter(params, Path(to), family=family, base=source.path, scale=scale_of(config))
     return Path(to)
+
+
+def _save_whole(config: Config, params: Params, to: Path, *, task: str) -> None:
+    vision = load_vision(config.model.model, image_size=config.images.image_size)
+    tasks = {found.name: found for found in find_tasks(config.data.tasks, config.data.task)}
+    save_vision(vision, params, to, labels=tasks[task].label_names)
+
+
+def _checkpoint(folder: RunFolder, round: str | None) -> checkpoint.Checkpoint:
+    """The newest good checkpoint, or that of a round."""
+    newest, damaged = checkpoint.load_latest(folder.checkpoints)
+    if newest is None:
+        raise CheckpointError(
+            f"run {folder.path} has no good checkpoint to export from; {'; '.join(damaged) or 'resume it'}"
+        )
+    if round is None:
+        return newest
+    scores = {int(at): score for at, score in newest.state.get("history", {}).items()}
+    if round == "best" and not scores:
+        raise CheckpointError(f"run {folder.path} has no evaluated round, so none is the best; give a number")
+    number = best_rounds(scores, 1)[0] if round == "best" else whole_number(round)
+    if number is None:
+        raise mistake("--round", round, "best, or the number of a round")
+    if number not in (held := checkpoint.rounds_in(folder.checkpoints)):
+        raise CheckpointError(
+            f"run {folder.path} has no checkpoint of round {number}; have: {', '.join(map(str, held))}; a run with"
+            " --keep-best K keeps those of its K best rounds"
+        )
+    return checkpoint.load(held[number])
 
 
 def _pick(models: ByClient, client: str) -> Params:

@@ -1,7 +1,8 @@
 """Topology: who computes the upper parts of cut models, in the plan and in every round (`--topology`).
 
 Nothing that is trained depends on it. The plan pairs all clients; a round pairs those who are there by the same rule,
-so that the guests of a host that takes no part, or has dropped, find another one in the same round.
+so that the guests of a host that takes no part, or has dropped, find another one in the same round. In a simulation the
+pairs of a round are worked out from who answered; across machines the engine pairs (`engines.hosts`) and says whom.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -9,6 +10,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from atlas_fl.assemble import Assembly
+from atlas_fl.clients.base import Job, Update
+from atlas_fl.engines.base import Engine
 from atlas_fl.options import cut_of
 from atlas_fl.phases.cost import SERVER, crossings_of
 from atlas_fl.plan import ClientPlan
@@ -30,21 +33,51 @@ class Hosting:
 
     training: Mapping[str, Pairing] = field(default_factory=dict)
     evaluation: Mapping[str, Pairing] = field(default_factory=dict)
+    relayed: bool = False
+    """What goes between two clients goes over the server."""
 
 
 def hosting_of(
-    assembly: Assembly, clients: Sequence[ClientPlan], *, training: Collection[str], evaluation: Collection[str]
+    assembly: Assembly, clients: Sequence[ClientPlan], *, training: Sequence[Update], evaluation: Sequence[Update]
 ) -> Hosting:
-    """The pairs of a round, where these clients answered when they were to train and to evaluate."""
+    """The pairs of a round, where these are the answers when clients were to train and to evaluate."""
     if assembly.config.split.topology == "server":
         return Hosting()
     planned = _pairs(assembly, clients, present=[client.name for client in clients])
-    return Hosting(
-        **{
-            work: _told(_pairs(assembly, clients, present=present), planned, present)
-            for work, present in {"training": training, "evaluation": evaluation}.items()
-        }
-    )
+    both = {"training": training, "evaluation": evaluation}
+    relayed = any(update.hosted is not None for updates in both.values() for update in updates)
+    return Hosting(**{work: _held(assembly, clients, planned, own) for work, own in both.items()}, relayed=relayed)
+
+
+def _held(
+    assembly: Assembly, clients: Sequence[ClientPlan], planned: Mapping[str, Pairing], updates: Sequence[Update]
+) -> dict[str, Pairing]:
+    """The pairs of those who answered; where an engine has paired them itself, as it did."""
+    present = {update.client for update in updates}
+    found = _told(_pairs(assembly, clients, present=present), planned, present)
+    done = {update.client: update.hosted for update in updates if update.hosted is not None}
+    return {name: done[name] if name in done and done[name].host != own.host else own for name, own in found.items()}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Seated:
+    """An engine that is told with every job what its client needs of a host, or has left as one."""
+
+    engine: Engine
+    seats: Mapping[str, Guest | Host]
+
+    def run(self, action: str, jobs: Sequence[Job]) -> list[Update]:
+        """The updates of these jobs, in their order (`engines.base.Engine`)."""
+        return self.engine.run(action, [replace(job, seat=self.seats[job.client]) for job in jobs])
+
+
+def seated(assembly: Assembly, clients: Sequence[ClientPlan], engine: Engine) -> Engine:
+    """The engine for the rounds of this plan; the same one where the server hosts everyone."""
+    if assembly.config.split.topology == "server":
+        return engine
+    guests, hosts = _seats(assembly, [_unpaired(client) for client in clients])
+    seats: list[Guest | Host] = [*guests, *hosts]
+    return Seated(engine=engine, seats={own.name: own for own in seats})
 
 
 def with_hosts(assembly: Assembly, clients: Sequence[ClientPlan]) -> tuple[ClientPlan, ...]:

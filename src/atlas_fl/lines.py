@@ -1,4 +1,4 @@
-"""The two lines of work over one engine: adapters on text, and whole weights on images.
+"""The two lines of work over one engine: adapters on texts or images, and whole weights on images.
 
 A run's rounds, rules, records, resume and audit are the same code for both; what differs is here.
 """
@@ -11,6 +11,7 @@ from atlas_fl.arrivals import put_off
 from atlas_fl.assemble import assemble
 from atlas_fl.assemble_images import ImageAssembly, assemble_images
 from atlas_fl.config import Config
+from atlas_fl.config.images import WHOLE
 from atlas_fl.engines.base import Engine
 from atlas_fl.engines.whole import WholeEngine
 from atlas_fl.errors import ConfigError
@@ -53,8 +54,8 @@ class Line:
     """Encoded size of the whole model."""
 
 
-TEXT = Line(
-    name="text",
+ADAPTERS = Line(
+    name="adapters",
     assemble=assemble,
     engine=local_engine,
     plan=plan_for,
@@ -76,8 +77,8 @@ IMAGES = Line(
 )
 
 
-def line_of(tasks: Sequence[Task]) -> Line:
-    """The line that these tasks belong to.
+def line_of(tasks: Sequence[Task], *, tune: str) -> Line:
+    """The line that these tasks belong to, with images as `--tune` says.
 
     Raises:
         ConfigError: some have images and others texts, which no one model reads.
@@ -88,17 +89,17 @@ def line_of(tasks: Sequence[Task]) -> Line:
         raise ConfigError(
             f"--tasks has images ({', '.join(with_images)}) and texts ({others}); no model reads both: run them apart"
         )
-    return IMAGES if with_images else TEXT
+    return IMAGES if with_images and tune == WHOLE else ADAPTERS
 
 
-def tasks_of(assembly: Any) -> list[Task]:
-    """The task of every client."""
-    return [client.task for client in assembly.clients]
+def line_in(assembly: Any) -> Line:
+    """The line of a run that is assembled."""
+    return line_of([client.task for client in assembly.clients], tune=assembly.config.images.tune)
 
 
 def make_plan(config: Config, *, on_event: OnEvent = ignore) -> Plan:
     """The plan of this config: what takes passes over the clients' data is done, nothing is trained federally."""
-    line = line_of(find_tasks(config.data.tasks, config.data.task))
+    line = line_of(find_tasks(config.data.tasks, config.data.task), tune=config.images.tune)
     on_event(PhaseStarted("loading"))
     assembly = put_off(line.assemble(config))
     return line.plan(assembly, line.engine(assembly, on_event), on_event=on_event).plan

@@ -35,11 +35,13 @@ def is_reclustered(config: Config, number: int) -> bool:
 
 def train_options(config: Config) -> TrainOptions:
     """How clients train in every round of this config."""
-    training = config.training
+    training, images = config.training, config.images
     return TrainOptions(
         seed=config.run.seed,
         rounds=training.rounds,
-        epochs=training.local_epochs,
+        # so many passes hold so many steps, however few examples a client has
+        epochs=images.local_steps or training.local_epochs,
+        max_steps=images.local_steps,
         batch_size=training.batch_size,
         lr=learning_rate_of(config),
         schedule=training.schedule,
@@ -47,6 +49,9 @@ def train_options(config: Config) -> TrainOptions:
         weight_decay=training.weight_decay,
         clip=training.clip,
         dropout=config.model.dropout,
+        label_smoothing=images.label_smoothing,
+        crop=images.crop,
+        flip=images.flip,
         hash_loaded=config.run.audit,
     )
 
@@ -76,12 +81,22 @@ def whole_options(config: Config, *, mask: Mask | None) -> WholeOptions:
     )
 
 
-def cut_of(config: Config, blocks: int | None) -> Cut | None:
-    """How a client is cut that holds so many blocks; None for one that holds the whole model."""
+def cut_of(config: Config, blocks: int | None, *, shared: int | None = None) -> Cut | None:
+    """How a client is cut that holds so many blocks; None for one that holds the whole model.
+
+    `shared` is the cluster that it shares the server's adapters with, if it does.
+    """
     if blocks is None:
         return None
     split = config.split
-    return Cut(blocks=blocks, wire=split.wire, noise=split.wire_noise, head=split.head, seed=config.run.seed)
+    return Cut(
+        blocks=blocks,
+        wire=split.wire,
+        noise=split.wire_noise,
+        head=split.head,
+        seed=config.run.seed,
+        shared=shared,
+    )
 
 
 def warmup_options(config: Config) -> TrainOptions:

@@ -32,7 +32,13 @@ class ClientPlan:
     predicted: Mapping[str, float]
     """Per round: `up_bytes`, `down_bytes`, `memory_bytes`, `seconds`."""
     split: Mapping[str, Any] = field(default_factory=dict)
-    """Why there is a cut or none (`reason`), and where there is one what it costs by part on both sides."""
+    """Why there is a cut or none (`reason`), and where there is one what it costs by part on both sides; `shared` is
+    the cluster with which the client shares the server's adapters."""
+
+    @property
+    def shared(self) -> int | None:
+        """The cluster with which this client shares the adapters above its cut; None: they are its own."""
+        return self.split.get("shared")
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -69,6 +75,7 @@ class Plan:
             head_groups=tuple(client.task for client in self.clients),
             importance=self.importance,
             layer_of=dict(self.layer_of),
+            cuts=tuple(None if client.shared is None else client.cut for client in self.clients),
         )
 
     def to_json(self) -> dict[str, Any]:

@@ -12,12 +12,14 @@ from atlas_fl.config import Config
 from atlas_fl.engines.base import Engine
 from atlas_fl.engines.local import LocalEngine
 from atlas_fl.engines.tally import Tally
+from atlas_fl.errors import ConfigError
 from atlas_fl.events import Note, OnEvent, PhaseStarted, Progress, ignore
 from atlas_fl.hosting import with_hosts
 from atlas_fl.io.ledger import LedgerRow
 from atlas_fl.mixing.graph import effective_neighbours
 from atlas_fl.mixing.matrices import eta_warnings
 from atlas_fl.mixing.mix import realign
+from atlas_fl.mixing.shared import begun
 from atlas_fl.options import cut_of, strategy_of
 from atlas_fl.phases import (
     CutLeakage,
@@ -36,6 +38,7 @@ from atlas_fl.plan import ClientPlan, Plan
 from atlas_fl.sparse.choose import Mask
 from atlas_fl.split.model import on_client
 from atlas_fl.split.step import Cut
+from atlas_fl.tasks import find_tasks
 from atlas_fl.tasks.heterogeneity import label_statistics
 from atlas_fl.types import ByClient, Params
 
@@ -66,6 +69,10 @@ def measure_leakage(
 
     Nothing is trained. Raises `ConfigError` for a cut that the model does not have.
     """
+    if with_images := [task.name for task in find_tasks(config.data.tasks, config.data.task) if task.images]:
+        raise ConfigError(
+            f"{', '.join(with_images)} has images, whose models are not cut; leakage is measured on texts"
+        )
     on_event(PhaseStarted("loading"))
     assembly = assemble(config)
     on_event(PhaseStarted("leakage"))
@@ -110,7 +117,7 @@ def plan_for(assembly: Assembly, engine: Engine, *, on_event: OnEvent = ignore) 
         plan = replace(plan, notes=(*plan.notes, *warned))
     for note in plan.notes:
         on_event(Note(note))
-    start = warm_start(assembly, found, [client.ranks for client in plan.clients])
+    start = begun(warm_start(assembly, found, [client.ranks for client in plan.clients]), plan.federation())
     return Planned(
         plan=plan,
         start=start,
@@ -156,7 +163,7 @@ def regraphed(
 
     With `models`, what the clients hold, the ranks are chosen again by the importance measured there; else they stay.
     """
-    cuts, tally = cuts_of(assembly, planned.plan), Tally(engine=engine)
+    cuts, tally = _apart(cuts_of(assembly, planned.plan)), Tally(engine=engine)
     found = identify(assembly, tally, clustered=True, previous=planned.clustering, round=round, cuts=cuts)
     graph = connect(assembly, tally, found, previous=planned.plan.adjacency, performance=performance, cuts=cuts)
     plan = replace(planned.plan, notes=())
@@ -180,7 +187,7 @@ def regraphed(
 def _refitted(
     plan: Plan, assembly: Assembly, engine: Engine, found: Identified, models: ByClient, *, round: int
 ) -> Plan:
-    cuts = cuts_of(assembly, plan)
+    cuts = _apart(cuts_of(assembly, plan))
     layers = measure_layers(assembly, engine, found, models=models, round=round, cuts=cuts)
     fitted = fit_ranks(assembly, found, layers, communicates=strategy_of(assembly.config).communicates)
     return replace(plan, clients=_client_plans(assembly, found, fitted), importance=layers, notes=fitted.notes)
@@ -197,8 +204,13 @@ def at_ranks(models: ByClient, plan: Plan, assembly: Assembly) -> dict[str, Para
 
 def cuts_of(assembly: Assembly, plan: Plan) -> dict[str, Cut]:
     """How each client of this plan that is cut is cut, by its name."""
-    found = {client.name: cut_of(assembly.config, client.cut) for client in plan.clients}
+    found = {client.name: cut_of(assembly.config, client.cut, shared=client.shared) for client in plan.clients}
     return {name: cut for name, cut in found.items() if cut is not None}
+
+
+def _apart(cuts: Mapping[str, Cut]) -> dict[str, Cut]:
+    """The cuts of clients that are measured: what a client is like is its own, whatever it shares in training."""
+    return {name: replace(cut, shared=None) for name, cut in cuts.items()}
 
 
 def held_by(assembly: Assembly, cuts: Mapping[str, Cut], models: ByClient) -> dict[str, frozenset[str]]:

@@ -1,11 +1,14 @@
 """Making a plan of a run on images: the head, which weights may move, and what a round costs."""
 
+from collections.abc import Iterator
+
 import numpy as np
 
 from atlas_fl.assemble_images import ImageAssembly
 from atlas_fl.engines.base import Engine
 from atlas_fl.errors import ConfigError
 from atlas_fl.events import OnEvent, PhaseStarted, ignore
+from atlas_fl.models.vision import count
 from atlas_fl.options import strategy_of
 from atlas_fl.phases.whole import prepare_whole, sparse_report, whole_costs
 from atlas_fl.plan import ClientPlan, Plan
@@ -19,9 +22,9 @@ def plan_whole(assembly: ImageAssembly, engine: Engine, *, on_event: OnEvent = i
     if strategy_of(config).clustered:
         raise ConfigError(
             f"--strategy {config.mixing.strategy} needs fingerprints of adapters, and whole models of image tasks have"
-            " none; use fedavg or local"
+            " none; use fedavg or local, or --tune lora"
         )
-    on_event(PhaseStarted("head and mask" if config.sparse.mask != "none" else "head"))
+    on_event(PhaseStarted("head and mask" if config.sparse.masked else "head"))
     prepared = prepare_whole(assembly, engine)
     size = len(assembly.clients)
     plan = Plan(
@@ -45,6 +48,7 @@ def plan_whole(assembly: ImageAssembly, engine: Engine, *, on_event: OnEvent = i
         clustering={"method": "none", "labels": [0] * size},
         data=label_statistics(assembly.clients),
         sparse=sparse_report(prepared.mask, config.sparse),
+        notes=tuple(_counts(assembly)),
     )
     return Planned(
         plan=plan,
@@ -54,3 +58,14 @@ def plan_whole(assembly: ImageAssembly, engine: Engine, *, on_event: OnEvent = i
         mask=prepared.mask,
         messages=prepared.messages,
     )
+
+
+def _counts(assembly: ImageAssembly) -> Iterator[str]:
+    """A line for each task: how many parameters its model has, and how many of them train where no mask holds them."""
+    for task in {client.task.name: client.task for client in assembly.clients}.values():
+        frozen = assembly.config.images.frozen_blocks
+        found = count(assembly.site.vision, num_labels=task.num_labels, frozen_blocks=frozen)
+        yield (
+            f"{task.name}: {found.backbone + found.head:,} parameters, {found.head:,} of them in the head;"
+            f" {found.trainable:,} train"
+        )

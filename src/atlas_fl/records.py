@@ -12,11 +12,13 @@ from atlas_fl.io import checkpoint
 from atlas_fl.io.folder import RunFolder
 from atlas_fl.io.machine import peak_memory
 from atlas_fl.io.results import append_rows, defined, truncate_to, write_json
+from atlas_fl.io.scores import STOPPED
 from atlas_fl.io.sketches import write_sketches
 from atlas_fl.io.tensors import write_tensors
 from atlas_fl.origin import origin_of
 from atlas_fl.planning import Planned
 from atlas_fl.state import RoundRecord, State, plan_messages
+from atlas_fl.stopping import best_rounds
 from atlas_fl.tasks.clients import ClientData, majority
 from atlas_fl.tree import prefixed, unprefixed
 from atlas_fl.types import ByClient, Split
@@ -32,7 +34,8 @@ class Recorder:
     audit: bool
     checkpoint_every: int
     keep_checkpoints: int
-    rounds: int
+    keep_best: int
+    """Best rounds by mean validation score whose checkpoints stay beside the newest."""
     origin: Mapping[str, Any]
     """What the run was begun with (`origin`)."""
     plan_file: str = "plan.json"
@@ -96,11 +99,12 @@ class Recorder:
         """Write the round's rows, the audit's files, and a checkpoint where one is due."""
         self.seconds["rounds"] = self.seconds.get("rounds", 0.0) + seconds
         self.round_seconds[record.round] = seconds
-        append_rows(self.folder.metrics, self._metric_rows(record))
+        stopped = [_stopped_row(state)] if record.stopped else []
+        append_rows(self.folder.metrics, [*self._metric_rows(record), *stopped])
         append_rows(self.folder.ledger, [row.to_json() for row in record.messages(self.share)])
         if self.audit:
             self._write_audit(record)
-        if record.round % self.checkpoint_every == 0 or record.round == self.rounds:
+        if record.round % self.checkpoint_every == 0 or record.final or record.round in self._best(state):
             self._checkpoint(state)
 
     def _write_plan(self, planned: Planned) -> None:
@@ -133,7 +137,8 @@ class Recorder:
         labels = {"train": client.train, "validation": client.validation, "test": client.test}[split]
         known = {"round": round, "client": client.name, "task": client.task.name, "split": split}
         share = majority(labels) if client.task.has_classes else None
-        return defined({**known, **update.metrics, "majority": share, "examples": update.examples})
+        scores = {**update.metrics, "majority": share, "classes": update.classes or None}
+        return defined({**known, **scores, "examples": update.examples})
 
     def _write_audit(self, record: RoundRecord) -> None:
         trained = {name: update.params for name, update in record.updates.items()}
@@ -172,13 +177,18 @@ class Recorder:
             "ledger_bytes": self.folder.ledger.stat().st_size,
             "stale": sorted(state.stale),
             "validation": dict(state.validation),
+            "history": {str(at): score for at, score in state.history.items()},
+            "over": state.over,
             "plan": self.plan_file,
             "seconds": self.seconds,
             "peak": self.memory(),
             "round_seconds": {str(at): taken for at, taken in self.round_seconds.items()},
         }
         checkpoint.save(self.folder.checkpoints, round=state.round, tensors=tensors, state=content)
-        checkpoint.prune(self.folder.checkpoints, keep=self.keep_checkpoints)
+        checkpoint.prune(self.folder.checkpoints, keep=self.keep_checkpoints, besides=self._best(state))
+
+    def _best(self, state: State) -> tuple[int, ...]:
+        return best_rounds(state.history, self.keep_best)
 
     def go_back_to(self, found: checkpoint.Checkpoint) -> None:
         """Cut the files of rows back to a checkpoint, so that repeated rounds are not there twice."""
@@ -212,6 +222,11 @@ def models_of(found: checkpoint.Checkpoint, names: Sequence[str]) -> tuple[ByCli
     # A file holds its tensors sorted by name; packs follow the order of the clients, and so do their last bits.
     memory = {name: memory[same.get(name, name)] for name in names}
     return memory, {name: apart.get(name, memory[name]) for name in names}
+
+
+def _stopped_row(state: State) -> dict[str, Any]:
+    (best,) = best_rounds(state.history, 1)
+    return {"round": state.round, "event": STOPPED, "best_round": best, "validation": state.history[best]}
 
 
 def _hosting_rows(record: RoundRecord) -> list[dict[str, Any]]:

@@ -22,7 +22,7 @@ from atlas_fl.io.results import read_json, read_rows, write_json
 from atlas_fl.io.sketches import read_sketches
 from atlas_fl.io.summary import summarise
 from atlas_fl.io.tensors import read_tensors
-from atlas_fl.lines import line_of, tasks_of
+from atlas_fl.lines import line_in
 from atlas_fl.options import strategy_of
 from atlas_fl.origin import check_origin, check_settings, origin_of
 from atlas_fl.phases import cuts_while_planning
@@ -101,8 +101,10 @@ def _go_on(config: Config, folder: RunFolder, on_event: OnEvent, workplace: Work
             on_event(event)
 
         if folder.summary.exists():
-            tell(Note(f"run {folder.path} is complete"))
-            return _result(folder, config.training.rounds, config)
+            result = _result(folder, config=config)
+            early = f"; it stopped early after round {result.rounds}" if "stopped" in result.summary else ""
+            tell(Note(f"run {folder.path} is complete{early}"))
+            return result
         tell(PhaseStarted("loading"))
         began = time.perf_counter()
         with workplace(config, tell) as (assembly, engine):
@@ -118,12 +120,13 @@ def _trained(assembly: Assembly, engine: Engine, recorder: Recorder, folder: Run
     assembly, planned, state = _begin(assembly, recorder, folder, engine, tell)
     limit = config.run.max_rounds
     last = config.training.rounds if limit is None else min(config.training.rounds, state.round + limit)
-    assembly, planned, state = train(assembly, planned, engine, state, last=last, recorder=recorder, on_event=tell)
-    if state.round == config.training.rounds:
+    if not state.over:
+        assembly, planned, state = train(assembly, planned, engine, state, last=last, recorder=recorder, on_event=tell)
+    if state.over:
         tell(PhaseStarted("export"))
-        EXPORTS[line_of(tasks_of(assembly)).name](assembly, state.start, folder)
+        EXPORTS[line_in(assembly).name](assembly, state.start, folder)
         write_json(folder.summary, _summary(config, folder, assembly, recorder))
-    return _result(folder, state.round, config, assembly=assembly, recorder=recorder)
+    return _result(folder, config=config, assembly=assembly, recorder=recorder)
 
 
 def _recorder(config: Config, assembly: Assembly, folder: RunFolder) -> Recorder:
@@ -134,7 +137,7 @@ def _recorder(config: Config, assembly: Assembly, folder: RunFolder) -> Recorder
         audit=config.run.audit,
         checkpoint_every=config.run.checkpoint_every,
         keep_checkpoints=config.run.keep_checkpoints,
-        rounds=config.training.rounds,
+        keep_best=config.run.keep_best,
         origin=origin_of(config, assembly.clients),
     )
 
@@ -152,7 +155,7 @@ def _begin(
         leftover.unlink(missing_ok=True)
     _check_late(assembly)
     began = time.perf_counter()
-    planned = line_of(tasks_of(assembly)).plan(assembly, engine, on_event=tell)
+    planned = line_in(assembly).plan(assembly, engine, on_event=tell)
     recorder.seconds["plan"] = time.perf_counter() - began
     strategy = strategy_of(assembly.config)
     memory = strategy.init(planned.start)
@@ -188,6 +191,9 @@ def _resumed(
         start=start,
         stale=frozenset(found.state["stale"]),
         validation=found.state["validation"],
+        history={int(at): score for at, score in found.state.get("history", {}).items()},
+        # checkpoints older than early stopping know no other end than the last round
+        over=found.state.get("over", found.round == assembly.config.training.rounds),
     )
     mask = read_tensors(folder.mask) if plan.sparse else None
     sketches = read_sketches(folder.sketches_of(recorder.plan_file))
@@ -219,16 +225,15 @@ def _summary(config: Config, folder: RunFolder, assembly: Assembly, recorder: Re
         phase_seconds=recorder.seconds,
         memory=recorder.memory(),
         versions=versions(),
-        full_model_bytes=line_of(tasks_of(assembly)).model_bytes(assembly),
+        full_model_bytes=line_in(assembly).model_bytes(assembly),
         round_seconds=recorder.round_seconds,
     )
 
 
 def _result(
     folder: RunFolder,
-    rounds: int,
-    config: Config,
     *,
+    config: Config,
     assembly: Assembly | None = None,
     recorder: Recorder | None = None,
 ) -> RunResult:
@@ -238,4 +243,5 @@ def _result(
     else:
         assert assembly is not None and recorder is not None, "a run without a summary has just been trained"
         summary = _summary(config, folder, assembly, recorder)
+    rounds = summary["run"]["rounds"]
     return RunResult(folder=folder.path, rounds=rounds, complete=complete, summary=summary)

@@ -32,6 +32,7 @@ from atlas_fl.models.loading import load_backbone
 from atlas_fl.options import strategy_of
 from atlas_fl.plan import Plan
 from atlas_fl.records import models_of
+from atlas_fl.tasks import find_tasks
 from atlas_fl.tree import digest
 from atlas_fl.types import Params
 
@@ -135,11 +136,6 @@ def check_served(config: Config, service: Service) -> None:
             "--engine and --workers are for simulations, and across machines every site trains its own client; leave"
             " them out"
         )
-    if mixing.aggregate_every > 1:
-        raise ConfigError(
-            f"--aggregate-every is {mixing.aggregate_every}, and across machines models travel in every round; set it"
-            " to 1 and raise --local-epochs"
-        )
     if service.min_clients < 0 or service.wait_seconds <= 0 or service.deadline_seconds <= 0:
         raise ConfigError("--min-clients is at least 0, --wait and --deadline are above 0 seconds")
     if not 0 <= service.port <= 65535:
@@ -147,14 +143,14 @@ def check_served(config: Config, service: Service) -> None:
 
 
 def _check_simulated(config: Config) -> None:
-    if config.split.topology != "server":
-        raise ConfigError(
-            f"--topology {config.split.topology} is there in simulation alone, and across machines only the server"
-            " computes for others; leave it out, or simulate it with `atlas run`"
-        )
     if config.data.arrive:
         raise ConfigError(
             "--arrive says who is late in a simulation, and across machines clients come when they come; leave it out"
+        )
+    if any(task.images for task in find_tasks(config.data.tasks, config.data.task)):
+        raise ConfigError(
+            f"--tasks {' '.join(config.data.tasks)} has images, and across machines clients train on texts; simulate it"
+            " with `atlas run`"
         )
     if config.split.leakage:
         raise ConfigError(

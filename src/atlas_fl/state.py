@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from statistics import fmean
 from typing import Any
 
 import torch
@@ -57,6 +58,9 @@ class RoundRecord:
     aggregated: bool
     """Whether updates were sent and mixed, or everyone goes on with its own model."""
     final: bool
+    """Whether the run is over."""
+    stopped: bool = False
+    """Whether it is over before its last round, because validation scores rose no more."""
     diversity: Diversity | None = None
     """What the server's step did to the differences between clients, in a round with evaluation."""
     missing: tuple[str, ...] = ()
@@ -90,7 +94,8 @@ class RoundRecord:
                 sums.setdefault(name, Counter()).update({(*way, peer): size for way, size in sizes.items()})
         for name, sized in sums.items():
             for (kind, direction, peer), size in sized.items():
-                yield LedgerRow(round=self.round, client=name, direction=direction, kind=kind, bytes=size, peer=peer)
+                row = LedgerRow(round=self.round, client=name, direction=direction, kind=kind, bytes=size, peer=peer)
+                yield replace(row, relayed=self.hosting.relayed and peer != "")
 
     def _hosted(self) -> Iterator[LedgerRow]:
         ways: tuple[Direction, ...] = ("down", "up")
@@ -106,8 +111,9 @@ class RoundRecord:
     def _models(self, share: tuple[str, ...]) -> list[LedgerRow]:
         present = [name for name in self.sampled if name not in self.missing]
         sent = [self._rows(name, "down", self.sent[name], share) for name in present if name in self.stale]
+        up = {name: update for name, update in self.updates.items() if self.aggregated or update.travelled}
+        sent += [self._rows(name, "up", update.params, share) for name, update in up.items()]
         if self.aggregated:
-            sent += [self._rows(name, "up", update.params, share) for name, update in self.updates.items()]
             sent += [self._rows(name, "down", self.start[name], share) for name in self._receivers()]
         return [row for rows in sent for row in rows]
 
@@ -148,6 +154,12 @@ class RoundRecord:
         return values_size(kept) if kept else 0
 
 
+def mean_score(scores: Mapping[Split, Mapping[str, Update]]) -> float | None:
+    """The mean primary validation score over the clients that have one; None where there is none."""
+    found = [score.metrics["primary"] for score in scores.get("validation", {}).values()]
+    return fmean(found) if found else None
+
+
 def _kind_of(key: str) -> Kind:
     if key.startswith(HEAD):
         return "head"
@@ -168,16 +180,22 @@ class State:
     """Clients that have not received their newest model yet."""
     validation: Mapping[str, float] = field(default_factory=dict)
     """The last validation score of every client."""
+    history: Mapping[int, float] = field(default_factory=dict)
+    """The mean validation score of every evaluated round, over the clients that answered."""
+    over: bool = False
+    """Whether the run has ended, with its last round or before it."""
 
     def after(self, record: RoundRecord, *, memory: ByClient) -> "State":
         """The federation once this round is complete; `memory` is what the rule remembers of it."""
-        scores = record.scores.get("validation", {})
+        scores, met = record.scores.get("validation", {}), mean_score(record.scores)
         return State(
             round=record.round,
             strategy=memory,
             start=record.start,
             stale=record.stale_after(),
             validation={name: score.metrics["primary"] for name, score in scores.items()} or self.validation,
+            history=self.history if met is None else {**self.history, record.round: met},
+            over=record.final,
         )
 
 

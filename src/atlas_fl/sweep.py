@@ -3,6 +3,7 @@
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
+from math import lcm
 from pathlib import Path
 from typing import Literal
 
@@ -22,6 +23,11 @@ UNSWEPT = SESSION | {"preset"}
 """Settings that only name a run, or say how it is kept."""
 RunState = Literal["finished", "unfinished", "new"]
 
+STEPS = "local_steps"
+"""The swept setting along which rounds are scaled."""
+MOST_STRETCH = 1.5
+"""How much longer than asked for the runs of a sweep over local steps may become so that all take as many steps."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Point:
@@ -30,6 +36,56 @@ class Point:
     config: Config
     changes: Mapping[str, str]
     """The swept settings of this run, as text, in the order of the sweep; the seed is not among them."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SameSteps:
+    """Rounds by local steps, so that every run of a sweep takes as many gradient steps: rounds x J is one number."""
+
+    steps: int
+    """Rounds x J of every run."""
+    asked: int
+    """Rounds x J of the settings without the sweep."""
+    settings: Mapping[str, Mapping[str, int]]
+    """By swept value: the rounds, and the rounds between two evaluations, which lie as many steps apart."""
+
+    def __str__(self) -> str:
+        """One line for the screen."""
+        rounds = ", ".join(f"{own['rounds']} rounds of {steps}" for steps, own in self.settings.items())
+        changed = "" if self.steps == self.asked else f" (the settings alone: {self.asked})"
+        return f"every run takes {self.steps} gradient steps{changed}: {rounds}; --same-rounds keeps those given"
+
+
+def same_steps(base: Config, over: Mapping[str, Sequence[str]]) -> SameSteps | None:
+    """How rounds are scaled where local steps are swept; None where they are not, or the rounds are swept too.
+
+    The steps are those of the base, rounded to the nearest number that every swept value divides, halves up.
+
+    Raises:
+        ConfigError: a value is no number of steps, or that number is far from the base's.
+    """
+    if STEPS not in over or "rounds" in over:
+        return None
+    values = {text: with_values(base, {STEPS: text}).images.local_steps or 0 for text in over[STEPS]}
+    if wrong := [text for text, steps in values.items() if steps < 1]:
+        raise ConfigError(f"--over sweeps {STEPS} to {wrong[0]}; allowed: at least 1; give numbers of steps")
+    first = next(iter(values.values()))
+    rounds, unit = base.training.rounds, lcm(*values.values())
+    asked = rounds * (base.images.local_steps or first)
+    steps = max(1, (2 * asked + unit) // (2 * unit)) * unit
+    if steps > MOST_STRETCH * asked:
+        raise ConfigError(
+            f"--over sweeps {STEPS} to {', '.join(values)}, which divide multiples of {unit} steps alone, and the"
+            f" settings have {rounds} rounds, {asked} steps; give --rounds {-(-rounds * unit // asked)} or more, other"
+            " values, or --same-rounds"
+        )
+    settings = {text: _rounds(base, steps // own) for text, own in values.items()}
+    return SameSteps(steps=steps, asked=asked, settings=settings)
+
+
+def _rounds(base: Config, rounds: int) -> dict[str, int]:
+    training = base.training
+    return {"rounds": rounds, "eval_every": max(1, round(training.eval_every * rounds / training.rounds))}
 
 
 def seeds(count: int) -> tuple[int, ...]:
@@ -67,8 +123,12 @@ def parse_over(texts: Sequence[str]) -> dict[str, tuple[str, ...]]:
     return over
 
 
-def grid(base: Config, *, over: Mapping[str, Sequence[str]], seeds: Sequence[int]) -> tuple[Point, ...]:
+def grid(
+    base: Config, *, over: Mapping[str, Sequence[str]], seeds: Sequence[int], scaled: SameSteps | None = None
+) -> tuple[Point, ...]:
     """A point for every combination of values and every seed, seeds innermost; all of them are valid.
+
+    With `scaled` its rounds are those of the point's local steps.
 
     Raises:
         AtlasError: a value is not allowed, or the base has a `max_rounds`, with which no run would be finished.
@@ -78,7 +138,8 @@ def grid(base: Config, *, over: Mapping[str, Sequence[str]], seeds: Sequence[int
     points = []
     for values in product(*over.values()):
         changes = dict(zip(over, values))
-        changed = with_values(base, changes)
+        rounds = {} if scaled is None else scaled.settings[changes[STEPS]]
+        changed = with_values(base, {**changes, **rounds})
         for seed in seeds:
             config = replace(changed, run=replace(changed.run, seed=seed))
             points.append(Point(config=validate(_named(config, base.run.name)), changes=changes))

@@ -1,34 +1,32 @@
 """The federated rounds: sample, train, mix, evaluate, record; engines and files do the rest."""
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from types import MappingProxyType
-from typing import Any
 
 import numpy as np
 
 from atlas_fl.admission import admit
 from atlas_fl.assemble import Assembly
-from atlas_fl.clients.base import Job, Update
-from atlas_fl.clients.evaluate import EvaluateOptions
+from atlas_fl.clients.base import Update
 from atlas_fl.config import Config
+from atlas_fl.ending import end_round, jobs_for, stopped_line
 from atlas_fl.engines.base import Engine
 from atlas_fl.errors import ProtocolError
 from atlas_fl.events import Note, OnEvent, PhaseStarted, RoundFinished
-from atlas_fl.hosting import hosting_of
-from atlas_fl.lines import line_of, tasks_of
+from atlas_fl.hosting import hosting_of, seated
+from atlas_fl.lines import line_in
 from atlas_fl.mixing.matrices import Federation
+from atlas_fl.mixing.shared import with_shared
 from atlas_fl.options import is_reclustered, strategy_of
 from atlas_fl.planning import Planned, at_ranks, cuts_of, held_by, regraphed
 from atlas_fl.records import Recorder
 from atlas_fl.rng import generator
-from atlas_fl.split.step import Cut
 from atlas_fl.state import RoundRecord, State, crossed
 from atlas_fl.strategies import Strategy
 from atlas_fl.strategies.base import Aggregated
 from atlas_fl.strategies.validate import check_update
-from atlas_fl.types import ByClient, Params, Split
+from atlas_fl.types import ByClient
 
 
 def sample(names: Sequence[str], *, participation: float, seed: int, round: int) -> tuple[str, ...]:
@@ -84,6 +82,9 @@ def train(
         for client, reason in record.refused.items():
             on_event(Note(f"round {number}: the update of {client} was refused: {reason}"))
         on_event(_finished(record, assembly, seconds=time.perf_counter() - began))
+        if record.stopped:
+            on_event(Note(stopped_line(state.history, round=number, rounds=assembly.config.training.rounds)))
+            break
     return assembly, planned, state
 
 
@@ -117,22 +118,19 @@ def _clustered_again(
 
 def one_round(assembly: Assembly, planned: Planned, engine: Engine, state: State) -> tuple[State, RoundRecord]:
     """The federation after one more round, and what happened in it."""
-    config, line, number = assembly.config, line_of(tasks_of(assembly)), state.round + 1
+    config, line, number = assembly.config, line_in(assembly), state.round + 1
     strategy, sampled = strategy_of(config), sample_of(config, assembly.names, round=number)
-    cuts = cuts_of(assembly, planned.plan)
-    jobs = _jobs({name: state.start[name] for name in sampled}, line.options(config, planned), round=number, cuts=cuts)
+    cuts, engine = cuts_of(assembly, planned.plan), seated(assembly, planned.plan.clients, engine)
+    begun = {name: state.start[name] for name in sampled}
+    jobs = jobs_for(begun, line.options(config, planned), round=number, cuts=cuts)
     updates = engine.run("train", jobs)
     good, refused = accepted(state.start, updates)
     trained = {name: update.params for name, update in good.items()}
     aggregated = is_aggregated(config, number)
     server = _server_step(strategy, state, trained, planned.plan.federation(), apply=aggregated)
-    final = number == config.training.rounds
-    choosing = final and config.mixing.keep == "best" and strategy.communicates
-    tried = _tried(engine, server.start, trained, round=number, cuts=cuts) if choosing else ()
-    start, kept = best_of(server.start, trained, *tried) if tried else (server.start, ())
-    scores = _scores_due(config, engine, start, round=number, cuts=cuts)
-    evaluated = [*_all(tried), *_all(tuple(scores.values()))]
-    spread = line.diversity(assembly, planned, {**state.start, **trained}, start) if scores and aggregated else None
+    end = end_round(assembly, engine, state=state, mixed=server.start, trained=trained, cuts=cuts, is_mixed=aggregated)
+    measured = bool(end.scores) and aggregated
+    spread = line.diversity(assembly, planned, {**state.start, **trained}, end.start) if measured else None
     record = RoundRecord(
         round=number,
         sampled=sampled,
@@ -140,20 +138,21 @@ def one_round(assembly: Assembly, planned: Planned, engine: Engine, state: State
         refused=refused,
         missing=tuple(name for name in sampled if name not in good and name not in refused),
         sent=state.start,
-        start=start,
-        scores=scores,
+        start=end.start,
+        scores=end.scores,
         eta=strategy.eta(number) if aggregated else 0.0,
-        kept=kept,
+        kept=end.kept,
         stale=state.stale,
         communicates=strategy.communicates,
         aggregated=aggregated,
-        final=final,
+        final=end.final,
+        stopped=end.stopped,
         diversity=spread,
         mask=planned.mask,
         discarded=server.discarded,
         crossed=crossed(updates),
-        evaluated=crossed(evaluated),
-        hosting=hosting_of(assembly, planned.plan.clients, training=_who(updates), evaluation=_who(evaluated)),
+        evaluated=crossed(end.evaluated),
+        hosting=hosting_of(assembly, planned.plan.clients, training=updates, evaluation=end.evaluated),
         held=held_by(assembly, cuts, state.start),
     )
     return state.after(record, memory=server.state), record
@@ -164,66 +163,9 @@ def _server_step(
 ) -> Aggregated:
     """What the rule gives; where it is not applied it remembers what it did, and all go on with their own models."""
     if not apply:
-        return Aggregated(state=state.strategy, start={**state.start, **trained}, discarded={})
+        start = with_shared({**state.start, **trained}, federation, list(trained))
+        return Aggregated(state=state.strategy, start=start, discarded={})
     return strategy.aggregate(state.strategy, trained, federation, round=state.round + 1)
-
-
-def _scores_due(
-    config: Config, engine: Engine, models: ByClient, *, round: int, cuts: Mapping[str, Cut]
-) -> dict[Split, dict[str, Update]]:
-    final = round == config.training.rounds
-    if not final and round % config.training.eval_every:
-        return {}
-    # ROUGE is of what the clients end with: writing costs a pass a token
-    return evaluate(engine, models, round=round, new_tokens=config.data.new_tokens if final else 0, cuts=cuts)
-
-
-def evaluate(
-    engine: Engine, models: ByClient, *, round: int, new_tokens: int = 0, cuts: Mapping[str, Cut] = MappingProxyType({})
-) -> dict[Split, dict[str, Update]]:
-    """Scores of these models on their own clients' validation and test examples; of text too, if it may be written."""
-    splits: tuple[Split, ...] = ("validation", "test")
-    return {split: _scores(engine, models, split, round=round, new_tokens=new_tokens, cuts=cuts) for split in splits}
-
-
-def _scores(
-    engine: Engine, models: ByClient, split: Split, *, round: int, cuts: Mapping[str, Cut], new_tokens: int = 0
-) -> dict[str, Update]:
-    jobs = _jobs(models, EvaluateOptions(split=split, new_tokens=new_tokens), round=round, cuts=cuts)
-    return {update.client: update for update in engine.run("evaluate", jobs)}
-
-
-def _jobs(models: ByClient, options: Any, *, round: int, cuts: Mapping[str, Cut]) -> list[Job]:
-    return [
-        Job(client=name, params=params, round=round, options=options, cut=cuts.get(name))
-        for name, params in models.items()
-    ]
-
-
-def _all(scores: Sequence[Mapping[str, Update]]) -> list[Update]:
-    return [update for by_client in scores for update in by_client.values()]
-
-
-def _tried(
-    engine: Engine, mixed: ByClient, trained: ByClient, *, round: int, cuts: Mapping[str, Cut]
-) -> tuple[dict[str, Update], dict[str, Update]]:
-    """Validation scores of the clients that trained: of their own models, and of the mixed ones."""
-    own = _scores(engine, trained, "validation", round=round, cuts=cuts)
-    return own, _scores(engine, {name: mixed[name] for name in trained}, "validation", round=round, cuts=cuts)
-
-
-def best_of(
-    mixed: ByClient, trained: ByClient, own: Mapping[str, Update], met: Mapping[str, Update]
-) -> tuple[dict[str, Params], tuple[str, ...]]:
-    """On every client that trained the better of mixed and own model by its validation loss; who kept its own."""
-    # Who does not answer cannot say that its own is better.
-    scored = [name for name in trained if name in own and name in met]
-    kept = tuple(name for name in scored if own[name].metrics["loss"] < met[name].metrics["loss"])
-    return {name: trained[name] if name in kept else params for name, params in mixed.items()}, kept
-
-
-def _who(updates: Sequence[Update]) -> frozenset[str]:
-    return frozenset(update.client for update in updates)
 
 
 def _finished(record: RoundRecord, assembly: Assembly, *, seconds: float) -> RoundFinished:

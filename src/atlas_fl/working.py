@@ -15,7 +15,7 @@ from typing import Any, TypeAlias
 
 import torch
 
-from atlas_fl.assemble import Assembly, assemble, pick_device
+from atlas_fl.assemble import Assembly, assemble, backbone_of, pick_device
 from atlas_fl.clients.base import Site
 from atlas_fl.config import Config, parse_config, to_toml
 from atlas_fl.engines.base import Engine
@@ -26,7 +26,6 @@ from atlas_fl.engines.ray import ray_cluster
 from atlas_fl.errors import ConfigError, DataError
 from atlas_fl.events import Note, OnEvent, Progress
 from atlas_fl.lines import IMAGES, line_of
-from atlas_fl.models.loading import load_backbone
 from atlas_fl.models.shared import places_of, views, write
 from atlas_fl.tasks import find_tasks
 
@@ -39,7 +38,7 @@ PROGRAM = "import sys; from atlas_fl.working import work; work(*map(int, sys.arg
 @contextmanager
 def in_process(config: Config, on_event: OnEvent) -> Iterator[tuple[Assembly, Engine]]:
     """All clients in this process."""
-    line = line_of(find_tasks(config.data.tasks, config.data.task))
+    line = line_of(find_tasks(config.data.tasks, config.data.task), tune=config.images.tune)
     assembly = line.assemble(config)
     yield assembly, line.engine(assembly, on_event)
 
@@ -47,7 +46,7 @@ def in_process(config: Config, on_event: OnEvent) -> Iterator[tuple[Assembly, En
 @contextmanager
 def in_workers(config: Config, on_event: OnEvent) -> Iterator[tuple[Assembly, Engine]]:
     """Packs in `--workers` processes of this machine; none of them is left when it ends."""
-    _check_texts(config)
+    _check_packed(config)
     count = config.run.workers or 1
     with ExitStack() as stack:
         memory = stack.enter_context(closing(SharedMemory()))
@@ -62,7 +61,7 @@ def in_workers(config: Config, on_event: OnEvent) -> Iterator[tuple[Assembly, En
 @contextmanager
 def on_ray(config: Config, on_event: OnEvent) -> Iterator[tuple[Assembly, Engine]]:
     """Packs in actors of a Ray cluster, which have assembled the run each and keep it."""
-    _check_texts(config)
+    _check_packed(config)
     cuda = pick_device(config.run.accelerator, precision=config.model.precision) == "cuda"
     with ExitStack() as stack:
         cluster = stack.enter_context(ray_cluster())
@@ -108,17 +107,9 @@ def shared(assembly: Assembly, filled: Filled) -> tuple[Assembly, list[dict[str,
     site = assembly.site
     places, size = places_of(site.backbone.frozen)
     memory = filled(size, lambda buffer: write(site.backbone.frozen, buffer, places))
-    return replace(assembly, site=replace(site, backbone=_backbone(assembly, views(memory, places)))), places
-
-
-def _backbone(assembly: Assembly, weights: Mapping[str, torch.Tensor]) -> Any:
-    config = assembly.config.model
-    return load_backbone(
-        config.model,
-        gradient_checkpointing=config.gradient_checkpointing,
-        writes=assembly.site.backbone.vocabulary is not None,
-        weights=weights,
-    )
+    tasks = [client.task for client in assembly.clients]
+    backbone = backbone_of(assembly.config, tasks, weights=views(memory, places))
+    return replace(assembly, site=replace(site, backbone=backbone)), places
 
 
 def heads_of(
@@ -147,9 +138,12 @@ def work(link: int, memory: int) -> None:
     serve(link, Resident(settle, lambda: mmap.mmap(memory, 0)).ask)
 
 
-def _check_texts(config: Config) -> None:
-    if line_of(find_tasks(config.data.tasks, config.data.task)) is IMAGES:
-        raise ConfigError("--workers and --engine ray train packs of texts; images are trained by one process alone")
+def _check_packed(config: Config) -> None:
+    if line_of(find_tasks(config.data.tasks, config.data.task), tune=config.images.tune) is IMAGES:
+        raise ConfigError(
+            "--workers and --engine ray train packs of adapters, and whole models on images are trained by one process;"
+            " leave them out, or take --tune lora"
+        )
 
 
 def _data(assembly: Assembly) -> str:

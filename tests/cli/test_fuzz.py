@@ -37,6 +37,7 @@ def random_line(draw: random.Random) -> list[str]:
     command = draw.choice([*COMMANDS, "run", "run", "sweep", "compare"])
     # whatever is understood must have nothing to do: no run of this name, no task of this name
     words = {"run": ["--tasks", "nothing"], "sweep": ["--tasks", "nothing"], "compare": ["--tasks", "nothing"]}
+    words["search"] = ["--tasks", "nothing"]
     line = [command, *(words.get(command) or (["--tasks", "nothing"] if command in ("plan", "leakage") else []))]
     for _ in range(draw.randrange(5)):
         flag = draw.choice([setting.flag for setting in settings().values() if setting.name != "tasks"])

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from PIL import Image
 
 from atlas_fl.config import Config, load_config, run_folder, to_toml, value_of
 from atlas_fl.events import Note, PhaseStarted
@@ -112,9 +113,36 @@ def test_sweep_runs_every_point_and_ends_in_a_table_and_a_csv(atlas: Atlas, ran:
     assert rows[2:] == [["eta=0", "+0.250", "0.750"], ["eta=0.5", "+0.300", "0.800"]]
     csv = (tmp_path / "comparison-eta.csv").read_text(encoding="utf-8").splitlines()
     assert [line.split(",")[0] for line in csv] == ["name", "eta=0", "eta=0.5"]
+    with Image.open(tmp_path / "comparison-eta.png") as image:
+        assert image.info["dpi"] == pytest.approx((300, 300), abs=0.1)
+    assert f"and as a figure: {tmp_path / 'comparison-eta.png'}" in said.out
     again = atlas(*words)
     assert len(ran) == 4
     assert "run 3 of 4: eta=0.5 seed=42 is finished ..." in again.out
+
+
+def test_a_sweep_over_local_steps_scales_the_rounds_and_says_so(
+    atlas: Atlas, ran: list[Config], tmp_path: Path
+) -> None:
+    words = [
+        "sweep",
+        "--preset",
+        "vision-quick",
+        "--model",
+        "minilm",
+        "--tasks",
+        "digits",
+        "--over",
+        "local-steps=4,12",
+    ]
+    said = atlas(*words, "--runs-dir", str(tmp_path / "scaled"))
+    assert (said.code, said.err) == (0, "")
+    assert [(config.images.local_steps, config.training.rounds) for config in ran] == [(4, 6), (12, 2)]
+    assert "every run takes 24 gradient steps: 6 rounds of 4, 2 rounds of 12; --same-rounds keeps" in said.out
+    ran.clear()
+    said = atlas(*words, "--same-rounds", "--runs-dir", str(tmp_path / "same"))
+    assert [config.training.rounds for config in ran] == [6, 6]
+    assert "gradient steps" not in said.out
 
 
 @pytest.mark.parametrize("words", [["sweep", "--lambda-sweep"], ["run", "--lambda-sweep", "--seed", "42"]])

@@ -10,7 +10,8 @@ from atlas_fl.clients import CLIENT_SIDE, SERVER_SIDE, halves
 from atlas_fl.clients.base import Job, Site, Update
 from atlas_fl.clients.client_side import Crossing, crossing_of
 from atlas_fl.clients.evaluate import EvaluateOptions, evaluate
-from atlas_fl.clients.halves import Half, answer_all
+from atlas_fl.clients.half import Half, joined
+from atlas_fl.clients.halves import answer_all
 from atlas_fl.clients.train import train
 from atlas_fl.errors import ProtocolError
 from atlas_fl.io.tensors import encode
@@ -35,7 +36,7 @@ class Direct:
 def over_the_cut(action: str, job: Job, tiny, site: Site) -> tuple[Update, Crossing, Half]:
     half = SERVER_SIDE[action](job, site)
     update, crossing = below(job, tiny, site, action, half)
-    return half.finish(update, crossing.closing), crossing, half
+    return joined(half.side, update, half.end(crossing.closing)), crossing, half
 
 
 def below(job: Job, tiny, site: Site, action: str, half: Half) -> tuple[Update, Crossing]:
@@ -183,14 +184,14 @@ def test_what_cannot_be_is_refused_before_it_is_computed_with(
 
 def test_questions_out_of_turn_and_work_that_is_missing_are_refused(tiny_of, site_of, spec_of) -> None:
     site, (job,) = federation(tiny_of("bert"), site_of, spec_of, [Cut(blocks=1)])
-    whole, crossing, half = over_the_cut("train", job, tiny_of("bert"), site)
+    _, crossing, half = over_the_cut("train", job, tiny_of("bert"), site)
     for what, done in (("loss", 99), ("gradient", half.side.done)):
         with pytest.raises(ProtocolError, match=f"asks for '{what}' after {done} steps, and loss after"):
             half.read(what, done, {})
     with pytest.raises(ProtocolError, match="goes on after its"):
         half.read("loss", half.side.done, crossing.far.asked[1][2])
     with pytest.raises(ProtocolError, match="ends after 0 of"):
-        SERVER_SIDE["train"](job, site).finish(whole, {})
+        SERVER_SIDE["train"](job, site).end({})
     scored = SERVER_SIDE["evaluate"](dataclasses.replace(job, options=EvaluateOptions(split="test")), site)
     with pytest.raises(ProtocolError, match="sent 0 of"):
-        scored.finish(whole, {})
+        scored.end({})

@@ -11,6 +11,7 @@ CHANGED = {
     "name": "mine",
     "max_rounds": "1",
     "keep_checkpoints": "9",
+    "keep_best": "3",
     "checkpoint_every": "3",
     "audit": "true",
     "leakage": "true",

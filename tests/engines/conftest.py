@@ -21,11 +21,13 @@ def certs_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 class Proxy:
-    """Passes bytes on to a port, until it is told to cut what goes through it; counts what came from clients."""
+    """Passes bytes on to a port, until it is told to cut what goes through it; counts links and bytes each way."""
 
     def __init__(self, target: int) -> None:
         self.target, self.links = target, 0
+        self.up = self.down = 0
         self._open: list[socket.socket] = []
+        self._counting = threading.Lock()
         self._listener = socket.create_server(("127.0.0.1", 0))
         self.port: int = self._listener.getsockname()[1]
         threading.Thread(target=self._accept, daemon=True).start()
@@ -41,12 +43,14 @@ class Proxy:
                     continue
                 self.links += 1
                 self._open += [inside, outside]
-                for source, sink in ((inside, outside), (outside, inside)):
-                    threading.Thread(target=self._pass_on, args=(source, sink), daemon=True).start()
+                for source, sink, way in ((inside, outside, "up"), (outside, inside, "down")):
+                    threading.Thread(target=self._pass_on, args=(source, sink, way), daemon=True).start()
 
-    def _pass_on(self, source: socket.socket, sink: socket.socket) -> None:
+    def _pass_on(self, source: socket.socket, sink: socket.socket, way: str) -> None:
         with contextlib.suppress(OSError):
             while data := source.recv(1 << 16):
+                with self._counting:
+                    setattr(self, way, getattr(self, way) + len(data))
                 sink.sendall(data)
         self._close(source, sink)
 

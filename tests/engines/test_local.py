@@ -6,8 +6,8 @@ import pytest
 from atlas_fl.clients.base import Job
 from atlas_fl.clients.evaluate import EvaluateOptions
 from atlas_fl.clients.fingerprint import FingerprintOptions
+from atlas_fl.clients.packs import packs
 from atlas_fl.clients.train import TrainOptions
-from atlas_fl.engines.local import packs
 
 TRAIN = TrainOptions(seed=0, batch_size=4)
 

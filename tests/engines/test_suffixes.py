@@ -42,10 +42,12 @@ class Counting:
     inner: InProcess
     frames: list[tuple[bytes, bytes]] = dataclasses.field(default_factory=list)
     dies_at: int = 0
+    kind: str = "cut"
+    """What it counts, and so dies at: a guest's questions, or a host's answers (`hosted`)."""
     twice: bool = False
 
     def exchange(self, head: Mapping[str, Any], tensors: Mapping[str, torch.Tensor] = {}) -> Any:
-        cut = head.get("kind") == "cut"
+        cut = head.get("kind") == self.kind
         if cut and len(self.frames) + 1 == self.dies_at:
             raise KeyboardInterrupt
         found = self.inner.exchange(head, tensors)
@@ -68,11 +70,13 @@ class Federation:
     sessions: Sessions
     threads: LoopThread
     running: list[threading.Thread] = dataclasses.field(default_factory=list)
+    told: Mapping[str, Mapping[str, Any]] = dataclasses.field(default_factory=dict)
+    """What a client tells of its data, where somebody asks for it."""
 
     def join(self, name: str, home: Home | None = None, **how: Any) -> Counting:
         hello = {**vars(IDENTITY), "session": f"{name} {len(self.running)}"}
         link = Counting(inner=InProcess(self.sessions, self.threads.loop, name=name, hello=hello), **how)
-        census = {**CENSUS, "task": name}
+        census = {**CENSUS, "task": name, **self.told.get(name, {})}
         worker = Worker(
             name=name,
             home=home or home_of(self.site, self.path, CUTS[name]),

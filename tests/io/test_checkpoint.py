@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 
 from atlas_fl.errors import CheckpointError, DataError
-from atlas_fl.io.checkpoint import FORMAT, _digest, load, load_latest, prune, save
+from atlas_fl.io.checkpoint import FORMAT, _digest, load, load_latest, prune, rounds_in, save
 from atlas_fl.io.tensors import encode
 
 
@@ -167,6 +167,16 @@ def test_the_newest_are_kept(tmp_path) -> None:
         CheckpointError, match="cannot keep 0 checkpoints; keep at least 1, or the run cannot be resumed"
     ):
         prune(tmp_path, keep=0)
+
+
+def test_the_best_are_kept_beside_the_newest(tmp_path) -> None:
+    three_rounds(tmp_path)
+    save(tmp_path, round=4, tensors=tensors(4), state={})
+    prune(tmp_path, keep=1, besides=(2, 7))
+    assert names(tmp_path) == ["round-0002", "round-0004"]
+    assert list(rounds_in(tmp_path)) == [2, 4]
+    found, messages = load_latest(tmp_path)
+    assert found is not None and (found.round, messages) == (4, ())
 
 
 def test_a_refused_state_changes_nothing(tmp_path) -> None:

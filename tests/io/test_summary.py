@@ -111,6 +111,15 @@ def test_groups_events_seconds_and_the_rest() -> None:
     assert found["clustering"] == {"method": "corrected", "labels": [0, 0, 1], "agreement": {"purity": 1.0}}
 
 
+def test_the_best_round_is_that_of_the_mean_over_clients_and_a_stop_is_named() -> None:
+    scores = {"a-0": (0.5, 0.9, 0.1), "a-1": (0.8, 0.6, 0.6)}  # means .65, .75, .35; a-1 alone was best in the first
+    rows = [metric(name, at, "validation", own[at - 1]) for name, own in scores.items() for at in (1, 2, 3)]
+    found = outcome(metrics=[*rows, {"round": 3, "event": "stopped early", "best_round": 2, "validation": 0.75}])
+    assert found["best"] == {"round": 2, "validation": pytest.approx(0.75)}
+    assert found["stopped"] == {"round": 3}
+    assert "stopped" not in outcome(metrics=rows)
+
+
 def test_a_run_of_nothing_has_a_summary() -> None:
     found = outcome(metrics=[], ledger=[], plan={}, phase_seconds={}, round_seconds=None)
     assert found["clients"] == found["tasks"] == found["clustering"] == {}

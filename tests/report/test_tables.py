@@ -164,6 +164,13 @@ def test_the_closing_table_tells_perplexity_and_rouge_of_text(make_run) -> None:
     assert text.count("writes:") == 1
 
 
+def test_the_closing_table_tells_where_a_run_stopped(make_run) -> None:
+    summary = summary_of(make_run())
+    assert "stopped" not in printed(closing_table(summary))
+    summary |= {"stopped": {"round": 7}, "best": {"round": 4, "validation": 0.8125}}
+    assert "stopped early after round 7; best in round 4: validation 0.812" in printed(closing_table(summary))
+
+
 def test_a_summary_without_scores_has_a_closing_table() -> None:
     table = closing_table({})
     assert cells(table, 0) == ["all", *["-"] * 8]

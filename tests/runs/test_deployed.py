@@ -1,10 +1,12 @@
 """A federation of real processes on loopback ends with the bits of its simulation, whatever happens to them."""
 
+import ast
 import os
 import re
 import shutil
 import signal
 import socket
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -123,6 +125,21 @@ TINY = "memory_gb=0.375,gflops=20,up_mbps=2,down_mbps=10,latency_ms=60,max_rank=
 
 MIXED = {"split": "movie-0=1,movie-1=2,trec-1=1", "dropout": 0.1, "rounds": 2}
 """Cuts at two blocks and a client without one."""
+
+
+def test_a_deployed_federation_that_shares_above_its_cuts_is_the_simulated_one(
+    federation: Callable[..., Federation],
+) -> None:
+    fed = federation(split="movie-0=1,movie-1=2", server_adapters="per_cluster", rounds=2, eta=0.3)
+    server, port = fed.serve()
+    sites = [fed.join(name, port) for name in fed.sites]
+    for site in sites:
+        site.end()
+    server.end()
+    fed.is_as_simulated()
+    report = audit(fed.served.path)
+    assert report.ok
+    assert {row.client for row in report.rows if row.check == "common"} == set(fed.sites)
 
 
 def lower_part(model: Path, folder: Path, *, blocks: int) -> str:
@@ -397,3 +414,81 @@ def test_a_site_with_the_whole_task_takes_what_is_there(config: Callable[..., Co
     assert not set(parts[0].train.text) & set(parts[1].train.text)
     with pytest.raises(ConfigError, match=r"--part is 2; allowed: 0 to 1, as --clients-per-task of the server says"):
         own_client(config(), "site-1", task="movie", part=2)
+
+
+PAIRED = {"split": "cpu_2gb=1", "topology": "paired", "dropout": 0.1}
+"""movie-0 and trec-0 are small, movie-1 and trec-1 are not."""
+DEVICES = {"movie-0": "cpu_2gb", "movie-1": "laptop_8gb", "trec-0": "cpu_2gb", "trec-1": "laptop_8gb"}
+
+
+def hosted(folder: RunFolder, *, work: str = "training") -> dict[tuple[int, str], str]:
+    events = [row for row in read_rows(folder.metrics) if row.get("event") == "hosted" and row["work"] == work]
+    return {(row["round"], row["client"]): row["host"] for row in events}
+
+
+@pytest.mark.parametrize("head", ["server", "client"])
+def test_deployed_pairs_are_the_simulated_ones_and_those_of_a_server_that_hosts(
+    federation: Callable[..., Federation], config: Callable[..., Config], head: str
+) -> None:
+    paired = {**PAIRED, "rounds": 2, "devices": ("cpu_2gb", "laptop_8gb"), "head": head}
+    fed = federation(DEVICES, **paired)
+    server, port = fed.serve()
+    sites = [fed.join(name, port) for name in fed.sites]
+    for site in sites:
+        site.end()
+    server.end()
+    fed.is_as_simulated()
+    at_server = run(config(**{**paired, "topology": "server"}, pack_tokens=1, name="at-server"))
+    assert adapters(fed.served.path) == adapters(at_server.folder)
+    simulated = RunFolder(fed.simulated)
+    pairs = {"movie-0": "movie-1", "trec-0": "trec-1"}
+    everywhere = {(round, guest): host for round in (1, 2) for guest, host in pairs.items()}
+    for work in ("training", "evaluation"):
+        assert hosted(fed.served, work=work) == hosted(simulated, work=work) == everywhere
+    rows = [
+        sorted(str({key: value for key, value in row.items() if key != "relayed"}) for row in read_rows(folder.ledger))
+        for folder in (fed.served, simulated)
+    ]
+    assert rows[0] == rows[1]
+    assert all(row.get("relayed", False) is ("peer" in row) for row in read_rows(fed.served.ledger))
+    sent = read_json(fed.served.summary)["bytes"]
+    assert sent["relayed"] == read_json(simulated.summary)["bytes"]["between_clients"]
+    assert "between_clients" not in sent
+    assert audit(fed.served.path).ok
+
+
+def test_a_host_that_is_killed_in_mid_round_changes_no_bit(federation: Callable[..., Federation]) -> None:
+    devices = {name: DEVICES[name] for name in ("movie-0", "movie-1")}
+    long = {"local_epochs": 5, "batch_size": 2, "rounds": 2, "devices": tuple(devices.values())}
+    fed = federation(devices, **PAIRED, **long)
+    server, port = fed.serve()
+    guest, host = (fed.join(name, port) for name in fed.sites)
+    guest.wait_for("train, round 1")
+    host.kill()
+    server.wait_for("movie-1 is gone, and movie-0 begins its job again with the server")
+    again = fed.join("movie-1", port)
+    for program in (guest, again, server):
+        program.end()
+    fed.is_as_simulated()
+    assert hosted(fed.served) == {(1, "movie-0"): "server", (2, "movie-0"): "movie-1"}
+    reasons = [row["reason"] for row in read_rows(fed.served.metrics) if row.get("event") == "hosted"]
+    assert reasons[0].startswith("movie-1 dropped; ")
+    assert not [row for row in read_rows(fed.served.metrics) if row.get("event") == "missing"]
+    assert audit(fed.served.path).ok
+
+
+def test_models_that_are_mixed_every_second_round_are_those_of_a_simulation(
+    federation: Callable[..., Federation],
+) -> None:
+    """In the rounds between they go up to be kept, and nothing comes down; the ledger says so."""
+    fed = federation(rounds=3, aggregate_every=2, split="movie-0=1")
+    server, port = fed.serve()
+    for program in [*(fed.join(name, port) for name in fed.sites), server]:
+        program.end()
+    fed.is_as_simulated()
+    rows = [Counter(map(str, read_rows(folder.ledger))) for folder in (RunFolder(fed.simulated), fed.served)]
+    assert not rows[0] - rows[1]
+    more = rows[1] - rows[0]
+    ways = [(row["round"], row["direction"], row["kind"]) for row in map(ast.literal_eval, more.elements())]
+    assert sorted(ways) == [(1, "up", "adapter"), (1, "up", "adapter"), (1, "up", "head")]
+    assert audit(fed.served.path).ok

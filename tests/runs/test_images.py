@@ -10,20 +10,24 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForImageClassification, ViTConfig, ViTImageProcessorPil, ViTModel
 
+from atlas_fl.arithmetic import masks_of_clients
 from atlas_fl.assemble_images import assemble_images
 from atlas_fl.audit import audit
 from atlas_fl.clients.base import Job
 from atlas_fl.clients.whole import WholeOptions, train_whole
 from atlas_fl.config import Config, with_values
-from atlas_fl.errors import CheckpointError, ConfigError
+from atlas_fl.errors import CheckpointError, ConfigError, ModelError
 from atlas_fl.export import export
+from atlas_fl.io.folder import RunFolder
 from atlas_fl.io.ledger import payload_bytes
 from atlas_fl.lines import make_plan
 from atlas_fl.models.vision import image_logits, prepare
 from atlas_fl.options import whole_options
 from atlas_fl.presets import find_preset
 from atlas_fl.report.plan_tables import plan_tables
+from atlas_fl.report.plots import draw_all
 from atlas_fl.run import resume, run
+from atlas_fl.sparse.algebra import overlap
 from atlas_fl.tasks.clients import ClientData
 from atlas_fl.train import sample_of
 from atlas_fl.tree import unprefixed
@@ -81,6 +85,25 @@ def test_whole_models_go_through_the_same_rounds(config: Make) -> None:
         assert not any(torch.equal(before[names[0]][key], after[names[0]][key]) for key in before[names[0]])
 
 
+def test_accuracy_by_class_adds_up_to_the_accuracy_and_is_drawn(config: Make) -> None:
+    result = run(config(rounds=1, audit=False))
+    classes, test = result.summary["tasks"]["digits"]["classes"], result.summary["overall"]["final"]["test"]
+    assert list(classes) == [str(digit) for digit in range(10)]
+    assert sum(own["examples"] for own in classes.values()) == 8 * 20
+    hits = sum(own["examples"] * own.get("accuracy", 0.0) for own in classes.values())
+    assert hits / 160 == pytest.approx(test["accuracy"]), "every client has as many test images"
+    chosen = config(rounds=1, audit=False)
+    assembly = assemble_images(chosen)
+    stored = unprefixed({key.removeprefix("strategy/"): t for key, t in state(result.folder, round=1).items()})
+    held = stored["digits-0"]
+    for digit in (0, 7):
+        pixels = np.concatenate([own.test.pixels[own.test.label == digit] for own in assembly.clients])
+        logits = image_logits(assembly.site.vision, held, prepare(assembly.site.vision, pixels))
+        share = float((logits.argmax(1) == digit).float().mean())
+        assert classes[str(digit)] == {"examples": len(pixels), "accuracy": pytest.approx(share)}
+    assert result.folder / "figures/by-class.png" in draw_all(result.folder)
+
+
 def test_the_federation_is_stored_once_where_all_hold_one_model(config: Make) -> None:
     result = run(config(audit=False, rounds=1))
     stored = unprefixed({key.removeprefix("strategy/"): t for key, t in state(result.folder, round=1).items()})
@@ -88,11 +111,27 @@ def test_the_federation_is_stored_once_where_all_hold_one_model(config: Make) ->
     assert [path.name for path in (result.folder / "models").iterdir()] == ["digits-0"]
 
 
-def test_there_is_no_adapter_to_export(config: Make, tmp_path: Path) -> None:
-    folder = run(config(rounds=1)).folder
-    with pytest.raises(ConfigError, match=r"trained whole models, which have no adapters.*models"):
-        export(folder, client="digits-0", to=tmp_path / "adapter")
-    assert not (tmp_path / "adapter").exists()
+def test_a_central_run_stops_where_it_is_no_better_and_its_best_round_can_be_exported(
+    config: Make, tmp_path: Path
+) -> None:
+    chosen = config(
+        **{"clients_per_task": 1, "samples": 200, "strategy": "local", "participation": 1, "eval_every": 1},
+        **{"rounds": 12, "lr": 0.3, "clip": 0, "patience": 2, "keep_best": 1, "keep_checkpoints": 1},
+    )
+    result = run(chosen)
+    best, last = result.summary["best"]["round"], result.summary["stopped"]["round"]
+    assert best == last - 2 < 12
+    held = sorted(path.name for path in (result.folder / "checkpoints").glob("round-*"))
+    assert held == [f"round-{best:04d}", f"round-{last:04d}"]
+    assembly = assemble_images(chosen)
+    pixels = prepare(assembly.site.vision, assembly.clients[0].test.pixels)
+    for round, number in ((None, last), ("best", best), (str(best), best)):
+        folder = export(result.folder, client="0", to=tmp_path / f"model-{round}", round=round)
+        stock = AutoModelForImageClassification.from_pretrained(folder).eval()
+        wanted = image_logits(assembly.site.vision, starts(result.folder, number)["digits-0"], pixels)
+        with torch.no_grad():
+            torch.testing.assert_close(stock(pixels).logits, wanted, rtol=1e-4, atol=1e-4)
+    assert audit(result.folder).ok
 
 
 def test_the_plan_shows_the_mask_and_no_ranks(config: Make) -> None:
@@ -100,6 +139,17 @@ def test_the_plan_shows_the_mask_and_no_ranks(config: Make) -> None:
     titles = [str(table.title) for table in tables]
     assert any(title.startswith("Mask (lowest_magnitude, sparsity 0.9)") for title in titles)
     assert not any("LoRA ranks" in title for title in titles)
+
+
+def test_the_plan_counts_the_parameters(config: Make) -> None:
+    # a block of width 32: attention 4 (32^2 + 32), two layers 2 * 32 * 64 + 64 + 32, two norms 4 * 32
+    block = 4 * (32 * 32 + 32) + 2 * 32 * 64 + 64 + 32 + 4 * 32
+    embeddings = 32 + 5 * 32 + 32 * 3 * 8 * 8 + 32  # token, positions, patches
+    total, head = embeddings + 2 * block + 2 * 32, 10 * 33
+    notes = make_plan(config(frozen_blocks=1)).notes
+    assert notes == (
+        f"digits: {total + head:,} parameters, {head:,} of them in the head; {block + 2 * 32 + head:,} train",
+    )
 
 
 def test_an_exported_model_gives_the_same_logits_in_stock_transformers(config: Make) -> None:
@@ -147,6 +197,55 @@ def test_frozen_weights_keep_every_bit_and_only_kept_ones_travel(config: Make, m
     )
     report = audit(result.folder)
     assert report.ok and "frozen" in {row.check for row in report.rows}
+
+
+def test_a_mask_out_of_a_file_trains_what_the_run_that_made_it_trained(config: Make) -> None:
+    made = run(config(mask="lowest_magnitude", name="made", rounds=1))
+    file = made.folder / "mask.safetensors"
+    given = run(config(mask_file=str(file), name="given", rounds=1))
+    assert same_tensors(state(made.folder, round=1), state(given.folder, round=1))
+    assert same_tensors(load_file(file), load_file(given.folder / "mask.safetensors"))
+    assert rows(made.folder, "ledger") == rows(given.folder, "ledger")
+    assert audit(given.folder).ok
+    sparse = make_plan(config(mask_file=str(file))).to_json()["sparse"]
+    assert sparse["mask"] == "from a file" and sparse["sparsity"] == pytest.approx(0.9, abs=1e-4)
+
+
+def test_masks_of_single_clients_are_those_of_runs_in_which_they_alone_score(config: Make) -> None:
+    settings = {
+        "mask": "least_sensitive",
+        "rounds": 1,
+        "audit": False,
+        "participation": 0.25,
+        "calibration_examples": 8,
+    }
+    together = run(config(name="together", **settings))
+    alone = run(config(name="alone", calibration_clients=1, **settings))
+    (scorer,) = {
+        row["client"] for row in rows(alone.folder, "ledger") if (row["kind"], row["direction"]) == ("mask", "up")
+    }
+    found = masks_of_clients(RunFolder(together.folder), clients=8)
+    assert len(found) == 8 and scorer in found
+    made = {
+        key: own for key, own in load_file(alone.folder / "mask.safetensors").items() if not key.startswith("head.")
+    }
+    assert same_tensors(dict(found[scorer]), made)
+    shared = overlap(list(found.values()))
+    assert 0.05 < shared[0, 1] < 1, "clients agree in part"
+    with pytest.raises(ConfigError, match="--clients is 9; allowed: 2 to 8"):
+        masks_of_clients(RunFolder(together.folder), clients=9)
+
+
+def test_a_mask_of_another_model_is_refused_and_leaves_nothing(config: Make, tmp_path: Path) -> None:
+    masks = {"embeddings.cls_token": torch.ones(1, 1, 32, dtype=torch.bool)}
+    save_file(masks, tmp_path / "other.safetensors")
+    with pytest.raises(
+        ModelError, match=r"--mask-file .*other.safetensors fits another model: the mask has none for"
+    ) as caught:
+        run(config(mask_file=str(tmp_path / "other.safetensors")))
+    assert "\n" not in str(caught.value) and not (tmp_path / "runs/run").exists()
+    with pytest.raises(CheckpointError, match=r"no file .*nowhere.safetensors"):
+        run(config(mask_file=str(tmp_path / "nowhere.safetensors")))
 
 
 def test_the_audit_finds_a_frozen_weight_that_moved(config: Make) -> None:
@@ -206,8 +305,11 @@ def _pooled(clients: tuple[ClientData, ...]) -> ClientData:
         ({"nc": "many"}, "--nc is 'many'.*iid, or a number"),
         ({"nc": "2", "partition": "dirichlet"}, "--nc 2 and --partition dirichlet are two ways"),
         ({"mask": "random", "head_first": "none"}, "--mask random freezes the head.*a random one"),
-        ({"split": "1"}, "--split is for adapters on texts"),
-        ({"workers": 2}, "--workers and --engine ray train packs of texts"),
+        ({"mask": "random", "mask_file": "m"}, "--mask random says how a mask is made, and --mask-file brings one"),
+        ({"sparsity": 0.5, "mask_file": "m"}, "--sparsity 0.5 says how a mask is made"),
+        ({"mask_file": "m", "head_first": "none"}, "--mask-file freezes the head"),
+        ({"split": "1"}, "--split is for adapters"),
+        ({"workers": 2}, "--workers and --engine ray train packs of adapters"),
         (
             {"precision": "fp16", "accelerator": "auto"},
             "--precision is fp16, and whole models are trained in fp32 or bf16",

@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from atlas_fl.errors import ModelError
-from atlas_fl.sparse.algebra import check_mask, density, intersection, num_kept, overlap, union
+from atlas_fl.sparse.algebra import check_mask, density, intersection, layers, num_kept, overlap, union
 
 ONE = {"a": torch.tensor([True, True, False, False]), "b": torch.tensor([[True, False]])}
 TWO = {"a": torch.tensor([False, True, True, False]), "b": torch.tensor([[True, False]])}
@@ -42,3 +42,15 @@ def test_a_mask_of_another_model_is_refused() -> None:
         union([])
     with pytest.raises(ModelError, match="the mask of 'a' is"):
         overlap([ONE, {"a": torch.ones(3, dtype=torch.bool), "b": ONE["b"]}])
+
+
+def test_the_share_of_a_layer_is_that_of_all_its_tensors_by_hand() -> None:
+    mask = {
+        "layernorm.weight": torch.tensor([True]),
+        "encoder.layer.10.query.weight": torch.tensor([False]),
+        "encoder.layer.9.query.weight": torch.tensor([True, True, False]),
+        "encoder.layer.9.query.bias": torch.tensor([False]),
+        "embeddings.cls": torch.tensor([True, False]),
+    }
+    wanted = {"embeddings": 0.5, "encoder.layer.9": 0.5, "encoder.layer.10": 0.0, "layernorm": 1.0}
+    assert list(layers(mask).items()) == list(wanted.items())

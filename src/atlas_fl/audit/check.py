@@ -6,6 +6,7 @@ from pathlib import Path
 import numpy as np
 from torch import Tensor
 
+from atlas_fl.audit.common import common_faults, in_common
 from atlas_fl.audit.dense import TOLERANCE, Finding, Round, Truth
 from atlas_fl.audit.folder import (
     Models,
@@ -47,6 +48,10 @@ def audit_run(run: Run, *, on_event: OnEvent = ignore) -> Iterator[AuditRow]:
     missing = sorted(set(range(1, max(run.done, run.rounds[-1]) + 1)) - set(run.rounds))
     if missing:
         yield AuditRow(run=run.path.name, round=0, client="", check="record", ok=False, detail=f"no rounds {missing}")
+    # a run that goes on keeps a round for the audit before the checkpoint by which it is complete
+    if run.complete and run.rounds[-1] > run.done:
+        detail = f"it had to end after round {run.done} and went on"
+        yield AuditRow(run=run.path.name, round=0, client="", check="record", ok=False, detail=detail)
     before = known = read_models(run, 0, "start")
     for place, round in enumerate(run.rounds):
         on_event(Progress(f"audit of {run.path.name}", place, len(run.rounds)))
@@ -94,7 +99,10 @@ def _audit_round(run: Run, round: int, held: Models, after: Models, *, known: Mo
     if any(wrong.values()):
         return  # what has other names or shapes, or no numbers, cannot be compared by value
     kind = kind_of(run.mixing.strategy) if is_aggregated(run, round) else "own"
-    truth = _truth(run, record, plan, {**(held if kind == "own" else known), **present}, after, kind=kind)
+    before = {**(held if kind == "own" else known), **present}
+    for client, fault in common_faults(plan, present, after, kept=record.kept or ()):
+        yield row("common", client, fault)
+    truth = _truth(run, record, plan, in_common(plan, before, present), after, kind=kind)
     found = _findings(truth)
     for k, client in enumerate(plan.clients):
         mixed, moved, error = _compare(run, record, truth, k, found[k])

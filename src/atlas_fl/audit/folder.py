@@ -14,6 +14,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
+from atlas_fl.audit.ending import last_round
 from atlas_fl.audit.masks import read_mask
 from atlas_fl.config import MixingConfig, load_config, validate
 from atlas_fl.errors import CheckpointError, ConfigError
@@ -46,6 +47,13 @@ class Plan:
     """LoRA alpha; None is twice the rank."""
     rslora: bool
     """Whether alpha is divided by the root of the rank."""
+    shared: tuple[int | None, ...] = ()
+    """First block above the cut of each client that shares what is above it with its cluster, else None."""
+
+    def owners(self, k: int, layer: int) -> tuple[int, ...]:
+        """Everyone with whom client k has the adapters of this layer in common, itself with them; else nobody."""
+        both = [n for n, start in enumerate(self.shared) if start is not None and start <= layer]
+        return tuple(n for n in both if k in both and self.clusters[n] == self.clusters[k])
 
     def scale(self, rank: int) -> float:
         """The factor s of the update s B A."""
@@ -89,7 +97,9 @@ class Run:
     rounds: tuple[int, ...]
     """Rounds with an audit folder, without round 0."""
     done: int
-    """Rounds that are complete, by the summary or else the newest checkpoint."""
+    """Rounds that are complete: of a finished run all that there should be, else those up to the newest checkpoint."""
+    complete: bool = False
+    """Whether the run is finished."""
     mask: Mapping[str, Tensor] | None = None
     """Which weights may move, where not all may."""
     plans: dict[str, Plan] = field(default_factory=dict)
@@ -109,9 +119,17 @@ def open_run(path: Path) -> Run:
     if 0 not in found or len(found) < 2:
         raise CheckpointError(f"{path} holds no audited round; run it again with --audit")
     complete = (path / "summary.json").is_file()
-    done = config["training"]["rounds"] if complete else max(_numbers(path / "checkpoints"), default=0)
-    mask = None if settings.sparse.mask == "none" else read_mask(path)
-    return Run(path=path, config=config, mixing=settings.mixing, rounds=tuple(found[1:]), done=done, mask=mask)
+    done = last_round(path, config) if complete else max(_numbers(path / "checkpoints"), default=0)
+    mask = read_mask(path) if settings.sparse.masked else None
+    return Run(
+        path=path,
+        config=config,
+        mixing=settings.mixing,
+        rounds=tuple(found[1:]),
+        done=done,
+        complete=complete,
+        mask=mask,
+    )
 
 
 def _numbers(folder: Path) -> list[int]:
@@ -161,6 +179,7 @@ def _plan(content: Mapping[str, Any]) -> Plan:
         adjacency=np.array(content["adjacency"], np.float64).reshape(len(clients), len(clients)),
         importance=importance if importance.size else None,
         layer_of=layer_of,
+        shared=tuple(one["cut"] if one.get("split", {}).get("shared") is not None else None for one in clients),
         alpha=None if lora["alpha"] is None else float(lora["alpha"]),
         rslora=bool(lora["rslora"]),
     )

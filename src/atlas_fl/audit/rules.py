@@ -92,6 +92,32 @@ def _step_size(plan: Plan, rule: Rule, layer: int | None) -> float:
 
 def weights(plan: Plan, rule: Rule, *, head: bool, layer: int | None = None) -> np.ndarray:
     """(n, n): row k holds the weight that each client's model has in the next model of client k."""
+    each = _each(plan, rule, head=head, layer=layer)
+    if head or layer is None or rule.kind == "own":
+        return each
+    return np.array([_common_row(plan, rule, k, each, layer) for k in range(len(plan.clients))])
+
+
+def _common_row(plan: Plan, rule: Rule, k: int, each: np.ndarray, layer: int) -> np.ndarray:
+    """The row of what client k has in common with others: the mean of their rows, by examples, over the present."""
+    owners = plan.owners(k, layer)
+    if len(owners) < 2:
+        return np.asarray(each[k])
+    counted = [one for one in owners if rule.present[one]] or owners
+    total = sum(plan.examples[one] for one in counted)
+    row = np.zeros(len(each))
+    for one in counted:
+        row += plan.examples[one] / total * each[one]
+    own = sum(row[one] for one in owners)
+    row[list(owners)] = 0.0
+    if not row.any():
+        return np.asarray(np.eye(len(each))[k])
+    row[k] = own  # whoever of them it falls on, they hold the same
+    return row
+
+
+def _each(plan: Plan, rule: Rule, *, head: bool, layer: int | None) -> np.ndarray:
+    """The same where nothing is anyone's in common."""
     n = len(plan.clients)
     if rule.kind == "own":
         return np.eye(n)

@@ -8,7 +8,23 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 from importlib.metadata import version
 
-from atlas_fl.cli import audit, catalogue, certs, export, fetch, join, leakage, place, report, run, serve, sweep
+from atlas_fl.cli import (
+    audit,
+    catalogue,
+    certs,
+    export,
+    fetch,
+    join,
+    leakage,
+    masks,
+    place,
+    report,
+    run,
+    search,
+    serve,
+    sweep,
+    vectors,
+)
 from atlas_fl.errors import AtlasError, ConfigError
 
 FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO})
@@ -32,8 +48,11 @@ COMMANDS: Mapping[str, Command] = {
     "resume": Command(run.resume, "go on with a run that was stopped"),
     "audit": Command(audit.audit, "recompute every round of a run and compare; exits with 1 on a mismatch"),
     "place": Command(place.place, "the cluster of a newcomer, beside those of a run"),
-    "export": Command(export.export, "write a client's adapter in PEFT's format"),
+    "export": Command(export.export, "write a client's adapter in PEFT's format, or its whole model"),
     "sweep": Command(sweep.sweep, "run a grid of settings and seeds, and compare"),
+    "masks": Command(masks.masks, "where masks let weights move, how far they agree, their union or intersection"),
+    "vectors": Command(vectors.vectors, "merge what runs added to a model, and score the merged one over scales"),
+    "search": Command(search.search, "search for good settings; each trial is a run"),
     "compare": Command(sweep.compare, "run several strategies over seeds, and compare"),
     "report": Command(report.report, "draw the figures of a run"),
     "certs": Command(certs.certs, "make the certificates of a federation across machines"),

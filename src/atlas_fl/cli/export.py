@@ -13,7 +13,8 @@ from atlas_fl.cli.words import split
 
 @dataclass(frozen=True, kw_only=True)
 class ExportOptions:
-    """Write the adapter and head of one client in PEFT's format, as `PeftModel.from_pretrained` reads it."""
+    """Write the model of one client: adapter and head as `PeftModel.from_pretrained` reads them, or of a run that
+    trained whole models all of it, as `AutoModelForImageClassification.from_pretrained` does."""
 
     run: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")]
     """Folder of the run, or its name in --runs-dir."""
@@ -21,6 +22,9 @@ class ExportOptions:
     """Name of the client, such as movie-0, or its number from 0 on in the order of the plan."""
     to: str
     """Folder to write to."""
+    round: str | None = None
+    """`best` for the round with the best mean validation score, or a number; the last one by default. Rounds of before
+    are there where `--keep-best` or `--keep-checkpoints` kept them."""
     runs_dir: str = "runs"
     """Where run folders lie."""
 
@@ -34,5 +38,5 @@ def export(words: Sequence[str]) -> int:
     from atlas_fl.io.folder import find_run
 
     folder = find_run(options.run, runs_dir=options.runs_dir).path
-    show([f"wrote {export_client(folder, client=options.client, to=options.to)}"])
+    show([f"wrote {export_client(folder, client=options.client, to=options.to, round=options.round)}"])
     return 0

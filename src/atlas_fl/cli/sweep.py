@@ -14,7 +14,7 @@ from atlas_fl.cli.words import split
 from atlas_fl.config import Config
 from atlas_fl.errors import ConfigError
 from atlas_fl.events import PhaseStarted
-from atlas_fl.sweep import LAMBDA_SWEEP, Point, RunState, grid, parse_over, run_all, seeds
+from atlas_fl.sweep import LAMBDA_SWEEP, Point, RunState, grid, parse_over, run_all, same_steps, seeds
 
 STRATEGIES = ("local", "fedavg_cluster", "atlas")
 WORDS: dict[RunState, str] = {"finished": "is finished", "unfinished": "goes on", "new": "starts"}
@@ -23,7 +23,7 @@ WORDS: dict[RunState, str] = {"finished": "is finished", "unfinished": "goes on"
 @dataclass(frozen=True, kw_only=True)
 class SweepOptions:
     """Run every combination of the swept values with several seeds; finished runs are left alone, begun ones go on.
-    Ends in a table and a CSV file."""
+    Ends in a table, a CSV file and a figure."""
 
     over: tuple[str, ...] = ()
     """A setting and its values, `eta=0,0.01,0.1`; may be repeated. Parts of a list are joined by +: `share=A+B,B`."""
@@ -31,6 +31,9 @@ class SweepOptions:
     """The same as `--over eta=0,0.01,0.1,0.5,1`."""
     seeds: int = 1
     """Seeds for each combination: 42, 123, 456, 789, 1024, then 2001 and on."""
+    same_rounds: bool = False
+    """Where local_steps is swept, leave the rounds as they are; by default they are scaled, and all runs take as many
+    gradient steps."""
     config: str | None = None
     """A TOML file of settings, such as the config.toml of a run."""
     settings: Annotated[Config, tyro.conf.arg(name="")] = field(default_factory=Config)
@@ -38,8 +41,8 @@ class SweepOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class CompareOptions:
-    """Run several strategies with several seeds; finished runs are left alone, begun ones go on. Ends in a table and a
-    CSV file."""
+    """Run several strategies with several seeds; finished runs are left alone, begun ones go on. Ends in a table, a CSV
+    file and a figure."""
 
     strategies: tuple[str, ...] = STRATEGIES
     """The strategies (`atlas list strategies`)."""
@@ -59,7 +62,7 @@ def sweep(words: Sequence[str]) -> int:
         raise ConfigError(
             "--over is missing; allowed: a setting and its values; write for example --over eta=0,0.1,0.5"
         )
-    return run_grid(options.settings, over=over, seeds=seeds(options.seeds))
+    return run_grid(options.settings, over=over, seeds=seeds(options.seeds), same_rounds=options.same_rounds)
 
 
 def compare(words: Sequence[str]) -> int:
@@ -76,10 +79,12 @@ def compare(words: Sequence[str]) -> int:
     return run_grid(options.settings, over=over, seeds=seeds(options.seeds))
 
 
-def run_grid(base: Config, *, over: Sequence[str], seeds: Sequence[int]) -> int:
+def run_grid(base: Config, *, over: Sequence[str], seeds: Sequence[int], same_rounds: bool = False) -> int:
     """Run every point and print the comparison; 0."""
     values = parse_over(over)
-    points = grid(base, over=values, seeds=seeds)
+    scaled = None if same_rounds else same_steps(base, values)
+    points = grid(base, over=values, seeds=seeds, scaled=scaled)
+    show([] if scaled is None else [str(scaled)])
     with show_progress() as on_event:
 
         def announce(index: int, point: Point, state: RunState) -> None:
@@ -87,11 +92,13 @@ def run_grid(base: Config, *, over: Sequence[str], seeds: Sequence[int]) -> int:
             on_event(PhaseStarted(f"{run} {WORDS[state]}"))
 
         folders = run_all(points, on_run=announce, on_event=on_event)
-    _show_comparison(points, folders, path=Path(base.run.runs_dir) / f"comparison-{'-'.join(values)}.csv")
+    note = "" if scaled is None else f"{scaled.steps} gradient steps in every run"
+    path = Path(base.run.runs_dir) / f"comparison-{'-'.join(values)}.csv"
+    _show_comparison(points, folders, path=path, note=note)
     return 0
 
 
-def _show_comparison(points: Sequence[Point], folders: Sequence[Path], *, path: Path) -> None:
+def _show_comparison(points: Sequence[Point], folders: Sequence[Path], *, path: Path, note: str) -> None:
     from atlas_fl.io.atomic import write_atomic
     from atlas_fl.report.compare import comparison_rows
     from atlas_fl.report.export import comparison_table, tasks_table, to_csv
@@ -102,7 +109,16 @@ def _show_comparison(points: Sequence[Point], folders: Sequence[Path], *, path: 
     local = [folder for point, folder in zip(points, folders) if point.config.mixing.strategy == "local"]
     rows = comparison_rows(groups, local=local)
     write_atomic(path, to_csv(rows).encode())
-    show([comparison_table(rows), tasks_table(rows), f"the same as CSV: {path}"])
+    figure = _draw(points, folders, path=path.with_suffix(".png"), note=note)
+    show([comparison_table(rows), tasks_table(rows), f"the same as CSV: {path}", f"and as a figure: {figure}"])
+
+
+def _draw(points: Sequence[Point], folders: Sequence[Path], *, path: Path, note: str) -> Path:
+    from atlas_fl.report.style import save_figure
+    from atlas_fl.report.swept import read_swept
+    from atlas_fl.report.swept_figure import draw
+
+    return save_figure(draw(read_swept([point.changes for point in points], folders), note=note), path)
 
 
 def label_of(point: Point) -> str:

@@ -6,7 +6,8 @@ from atlas_fl.clients.base import Action, Job, Site, Update
 from atlas_fl.clients.client_side import Crossing, evaluate_below, train_below
 from atlas_fl.clients.evaluate import evaluate
 from atlas_fl.clients.fingerprint import fingerprint
-from atlas_fl.clients.halves import EvaluationHalf, Half, TrainingHalf
+from atlas_fl.clients.half import Half
+from atlas_fl.clients.halves import EvaluationHalf, TrainingHalf
 from atlas_fl.clients.importance import importance
 from atlas_fl.clients.measure_above import ImportanceHalf
 from atlas_fl.clients.measure_below import importance_below

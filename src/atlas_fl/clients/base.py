@@ -14,6 +14,7 @@ from torch import nn
 
 from atlas_fl.models.backbone import Backbone, target_modules
 from atlas_fl.models.tokens import Encoded
+from atlas_fl.split.pairing import Guest, Host, Pairing
 from atlas_fl.split.step import Crossed, Cut
 from atlas_fl.tasks.spec import Task
 from atlas_fl.types import Params, Split
@@ -79,6 +80,8 @@ class Job:
     """The action's own frozen options."""
     cut: Cut | None = None
     """Where this client's model is cut for training and evaluation; None: it holds the whole model."""
+    seat: Guest | Host | None = None
+    """What it needs of a host, or has left as one; None: the server hosts everyone."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,6 +98,12 @@ class Update:
     """How many tensors those were."""
     crossed: Crossed = field(default_factory=dict)
     """Bytes of all messages through the client's cut, by kind and direction."""
+    hosted: Pairing | None = None
+    """Who computed the upper part, where the engine itself has paired the clients."""
+    travelled: bool = False
+    """It came over a network, and so its model did, also in a round that mixes none."""
+    classes: Mapping[str, Sequence[int]] = field(default_factory=dict)
+    """Of scored test images, examples by class and how many of them were recognised (`tasks.metrics.by_class`)."""
 
 
 Action: TypeAlias = Callable[[Sequence[Job], Site], list[Update]]

@@ -1,8 +1,7 @@
 """The server's half of one cut client for one job: what it holds, what it answers, what it ends with."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import Protocol
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -10,52 +9,40 @@ from torch import Tensor
 
 from atlas_fl.clients.base import Job, Site, Update
 from atlas_fl.clients.evaluate import kept, on_device, scores_of
-from atlas_fl.clients.member import Member, joined_norms, trained_below
+from atlas_fl.clients.half import Asked, Question
+from atlas_fl.clients.member import joined_norms, trained_below
 from atlas_fl.clients.rows import Dropout
 from atlas_fl.clients.server_side import Entry, Read, pass_over
 from atlas_fl.clients.side import Payloads, Side
+from atlas_fl.clients.together import Together, upper_member
 from atlas_fl.errors import ProtocolError
 from atlas_fl.io.tensors import encode
 from atlas_fl.split.codec import ROWS, encode_rows
 from atlas_fl.split.step import NORMS
-from atlas_fl.tree import digest
 from atlas_fl.types import Params
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
-class Question:
-    """What one client asks at one moment, read and checked."""
+def answers_to(asked: Sequence[Asked], site: Site) -> list[dict[str, bytes] | ProtocolError | None]:
+    """What each is answered, or why it is refused: a client's mistake is its own, not its pack's.
 
-    half: "Half"
-    what: str
-    entries: tuple[Entry, ...]
-    alone: bool = False
-    """Answered by its half itself: gradients of what clients share cannot be told apart in a pack."""
-
-    @property
-    def tokens(self) -> int:
-        """Of all its rows."""
-        return sum(len(entry.rows) for entry in self.entries)
-
-
-class Half(Protocol):
-    """One client's upper half for one job."""
-
-    side: Side
-    places: tuple[int, ...]
-    """Where the client's trained tensors stand among those of the whole model."""
-
-    def read(self, what: str, done: int, payloads: Payloads) -> Question:
-        """The question that this message is; raises `ProtocolError` where it is none that may come now."""
-        ...
-
-    def answer(self, question: Question, found: Sequence[Read]) -> dict[str, bytes]:
-        """What goes back, from what the pass gave of the question's entries."""
-        ...
-
-    def finish(self, update: Update, payloads: Payloads) -> Update:
-        """The whole client's update, of its own and this half; raises `ProtocolError` where work is missing."""
-        ...
+    None for who has to wait for others to step.
+    """
+    found: dict[int, dict[str, bytes] | ProtocolError | None] = dict.fromkeys(range(len(asked)))
+    questions = {}
+    for k, one in enumerate(asked):
+        try:
+            one.half.close(one.what, one.done, one.payloads)
+        except ProtocolError as error:
+            found[k] = error
+    for k, one in enumerate(asked):
+        if found[k] is None and one.half.is_ready():
+            try:
+                questions[k] = one.half.read(one.what, one.done, one.payloads)
+            except ProtocolError as error:
+                found[k] = error
+    answers = answer_all(list(questions.values()), site)
+    found |= dict(zip(questions, answers, strict=True))
+    return [found[k] for k in range(len(asked))]
 
 
 def answer_all(questions: Sequence[Question], site: Site) -> list[dict[str, bytes]]:
@@ -65,7 +52,7 @@ def answer_all(questions: Sequence[Question], site: Site) -> list[dict[str, byte
     """
     answers = {k: one.half.answer(one, ()) for k, one in enumerate(questions) if one.alone}
     for backward in (True, False):
-        packed = [k for k in range(len(questions)) if k not in answers]
+        packed = [k for k, one in enumerate(questions) if not one.alone]
         alike = [k for k in packed if (questions[k].what in ("loss", "gradient")) is backward]
         for group in _packs(alike, questions, site.max_tokens):
             found = iter(pass_over([e for k in group for e in questions[k].entries], site, backward=backward))
@@ -101,57 +88,76 @@ class TrainingHalf:
     `place` is the model's among those of its job, as its messages have it.
     """
 
-    def __init__(self, job: Job, site: Site, *, place: int = 0) -> None:
-        self.side, self._place = Side(job, site), place
+    def __init__(self, job: Job, site: Site, *, together: Together | None = None, place: int = 0) -> None:
+        self.side, self.together, self._place = Side(job, site), together, place
         self.places = tuple(trained_below(site.backbone, job.params, job.options, self.side.cut))
-        self._member = Member(replace(job, params=self.side.above, cut=None), site)
+        self._member = upper_member(job, site) if together is None else together.members[job.client]
         self._waiting: Entry | None = None
-        self._open = False
+        self._open = 0  # examples of the step that is to be closed
 
     def read(self, what: str, done: int, payloads: Payloads) -> Question:
         """Rows to train on, or the gradient of the features that went down; what the last step left comes before."""
-        at_home = self.side.cut.head == "client"
-        self.side.expect(what, done, "gradient" if self._waiting else "features" if at_home else "loss")
+        self.close(what, done, payloads)
+        assert self.is_ready(), "who shares adapters is read when all have stepped"
         if self._waiting is not None:
             entry, self._waiting = with_upper(self._waiting, payloads, self.side, place=self._place), None
         else:
-            self.close(payloads)
             if done >= self._member.steps:
                 raise ProtocolError(f"{self.side.job.client} goes on after its {self._member.steps} steps")
             dropout = self._member.dropout(done)
             entry = self.side.entry(payloads, self._place, self._member.params, dropout, wants=bool(self.places))
         return Question(half=self, what=what, entries=(entry,))
 
+    def close(self, what: str, done: int, payloads: Payloads) -> None:
+        """Step, or tell the others that it can, before the next question."""
+        at_home = self.side.cut.head == "client"
+        self.side.expect(what, done, "gradient" if self._waiting else "features" if at_home else "loss")
+        if self._waiting is None:
+            self.step(payloads)
+
+    def is_ready(self) -> bool:
+        """Whether the adapters are where this client's steps are."""
+        return self._waiting is not None or self.together is None or self.together.done == self.side.done
+
     def answer(self, question: Question, found: Sequence[Read]) -> dict[str, bytes]:
         """Features, or the gradient of the rows with the norms of this half's gradients."""
         ((entry,), (read,)) = question.entries, found
+        side, wire, answer = self.side, self.side.cut.wire, dict[str, bytes]()
         if question.what == "features":
             self._waiting = entry
-            message = self.side.sent(encode_rows(read.features, wire=self.side.cut.wire), "activation")
-            return {f"{self._place}/activation": message}
+            return {f"{self._place}/activation": side.sent(encode_rows(read.features, wire=wire), "activation")}
         if read.loss is not None:
             self._member.losses.append(read.loss.detach())
-        self.side.done, self._open = self.side.done + 1, True
-        answer: dict[str, bytes] = {}
+        self.side.done, self._open = self.side.done + 1, entry.reads
         if entry.rows.grad is not None:
-            answer[f"{self._place}/gradient"] = self.side.sent(
-                encode_rows(entry.rows.grad, wire=self.side.cut.wire), "gradient"
-            )
+            answer[f"{self._place}/gradient"] = side.sent(encode_rows(entry.rows.grad, wire=wire), "gradient")
         if self._member.options.clip > 0:
-            answer[f"{self._place}/control"] = self.side.sent(encode({NORMS: self._member.norms()}), "control")
+            answer[f"{self._place}/control"] = side.sent(encode({NORMS: self._member.norms()}), "control")
         return answer
 
-    def close(self, payloads: Payloads) -> None:
+    def step(self, payloads: Payloads) -> None:
         """Step, now that the client has told the norms of its gradients."""
         if not self._open:
             return
-        norms, self._open = None, False
+        norms, count, self._open = None, self._open, 0
         if self._member.options.clip > 0:
             others = self.side.opened(payloads, self._place, "control").get(NORMS)
             if others is None or others.dtype is not torch.float32 or others.shape != (len(self.places),):
                 raise self.side.refused("norms")
             norms = joined_norms(others.to(self._member.norms()), self._member.norms(), self.places)
-        self._member.step(self.side.done - 1, norms=norms)
+        if self.together is None:
+            self._member.step(self.side.done - 1, norms=norms)
+        else:
+            self.together.tell(self._member, count, norms=norms)
+
+    def last(self, payloads: Payloads) -> None:
+        """The last step; those who share adapters go on as long as one of them does."""
+        side, member = self.side, self._member
+        if side.done < member.steps or self._waiting is not None:
+            raise ProtocolError(
+                f"{side.job.client} ends after {side.done} of {member.steps} steps; install our version"
+            )
+        self.step(payloads)
 
     @property
     def steps(self) -> int:
@@ -167,38 +173,12 @@ class TrainingHalf:
         """Let the steps so far be all."""
         self._member.steps = self.side.done
 
-    def ended(self, payloads: Payloads) -> Update:
-        """The model above the cut once all steps are done; raises `ProtocolError` where some are missing."""
-        side, member = self.side, self._member
-        if side.done < member.steps or self._waiting is not None:
-            raise ProtocolError(
-                f"{side.job.client} ends after {side.done} of {member.steps} steps; install our version"
-            )
-        self.close(payloads)
-        return member.update(0.0)
-
-    def finish(self, update: Update, payloads: Payloads) -> Update:
-        """The whole trained model."""
-        side, own = self.side, self.ended(payloads)
-        metrics = {**update.metrics, "steps": float(side.done)}
-        if side.cut.head == "server":
-            metrics["loss"] = own.metrics["loss"]
-        params = {**update.params, **own.params}
-        return replace(
-            update,
-            params={key: params[key] for key in sorted(params)},
-            examples=own.examples,
-            metrics=metrics,
-            loaded=self._loaded(update, own),
-            keys=update.keys + own.keys,
-            crossed=dict(side.crossed),
-        )
-
-    def _loaded(self, update: Update, own: Update) -> str | None:
-        """The digest of the whole model where both sides loaded what they were sent; else that of what differs."""
-        if update.loaded is None or update.loaded != digest(self.side.below.params):
-            return update.loaded
-        return digest(self.side.job.params) if own.loaded == digest(self.side.above) else own.loaded
+    def end(self, payloads: Payloads) -> Update:
+        """The trained upper part."""
+        self.last(payloads)
+        side, own = self.side, self._member.update(0.0)
+        here = {"loss": own.metrics["loss"]} if side.cut.head == "server" else {}
+        return replace(own, metrics={**here, "steps": float(side.done)})
 
 
 class EvaluationHalf:
@@ -207,15 +187,27 @@ class EvaluationHalf:
     def __init__(self, job: Job, site: Site) -> None:
         self.side = Side(job, site)
         self.places: tuple[int, ...] = ()
+        self.together: Together | None = None
         self._params = on_device(self.side.above, site)
         self._task = site.data[job.client].task
         self._examples = len(site.data[job.client].splits[job.options.split])
         self._outputs, self._labels = list[np.ndarray](), list[Tensor]()
         self._scored = 0
 
+    def close(self, what: str, done: int, payloads: Payloads) -> None:  # noqa: ARG002 - no step was before
+        """Nothing is left of the message before."""
+        self.side.expect(what, done, "features" if self.side.cut.head == "client" else "score")
+
+    def is_ready(self) -> bool:
+        """Always: nothing is trained."""
+        return True
+
+    def last(self, payloads: Payloads) -> None:
+        """Nothing is left to be told."""
+
     def read(self, what: str, done: int, payloads: Payloads) -> Question:
         """Rows of some examples, each of which comes once."""
-        self.side.expect(what, done, "features" if self.side.cut.head == "client" else "score")
+        self.close(what, done, payloads)
         entry = self.side.entry(payloads, 0, self._params, Dropout(p=0.0, seed=0, path=()), wants=False)
         self._scored += len(entry.lengths)
         return Question(half=self, what=what, entries=(entry,))
@@ -230,8 +222,8 @@ class EvaluationHalf:
         self._labels.append(entry.labels.cpu())
         return {}
 
-    def finish(self, update: Update, payloads: Payloads) -> Update:  # noqa: ARG002 - nothing is left to be told
-        """The client's update with all scores."""
+    def end(self, payloads: Payloads) -> Update:  # noqa: ARG002 - nothing is left to be told
+        """All scores."""
         if self._scored != self._examples:
             raise ProtocolError(
                 f"{self.side.job.client} sent {self._scored} of {self._examples} examples; join with the same data"
@@ -239,10 +231,4 @@ class EvaluationHalf:
         scores = {}
         if self.side.cut.head == "server":
             scores = scores_of(self._task, torch.cat(self._labels).numpy(), self._outputs)
-        return replace(
-            update,
-            params=self.side.job.params,
-            examples=self._examples,
-            metrics={**scores, **update.metrics},
-            crossed=dict(self.side.crossed),
-        )
+        return Update(client=self.side.job.client, params=self.side.above, examples=self._examples, metrics=scores)

@@ -5,6 +5,7 @@ Between two messages no graph is kept, as in training: with the head at the clie
 gradient of the features.
 """
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 
@@ -16,13 +17,15 @@ from atlas_fl.clients.base import Job, Site, Update
 from atlas_fl.clients.fingerprint import PARTS, FingerprintOptions, added, averaged, held_below, parts_of
 from atlas_fl.clients.fingerprint import answered as fingerprinted
 from atlas_fl.clients.gradients import head_leaves, last_weights, swapped
-from atlas_fl.clients.halves import Question, with_upper
+from atlas_fl.clients.half import Question
+from atlas_fl.clients.halves import with_upper
 from atlas_fl.clients.importance import IMPORTANCE, ImportanceOptions, layer_sums, merged_leaves
 from atlas_fl.clients.importance import answered as weighed
 from atlas_fl.clients.member import example_loss
 from atlas_fl.clients.rows import Dropout, modules_of
 from atlas_fl.clients.server_side import Entry, Read
 from atlas_fl.clients.side import Payloads, Side
+from atlas_fl.clients.together import Together
 from atlas_fl.clustering.sketch import joined
 from atlas_fl.errors import DataError, ProtocolError
 from atlas_fl.models.backbone import logits_of
@@ -121,6 +124,7 @@ class GradientsHalf:
     """Sums the gradients of the last blocks above the cut, and joins both sides' parts of the sketches."""
 
     places: tuple[int, ...] = ()
+    together: Together | None = None
 
     def __init__(self, job: Job, site: Site) -> None:
         options: FingerprintOptions = job.options
@@ -135,6 +139,16 @@ class GradientsHalf:
         self._above = Above(self.side, site, leaves, batches=2 * options.batches, wants=own > 0)
         self._totals: tuple[dict[str, Tensor], dict[str, Tensor]] = ({}, {})
 
+    def close(self, what: str, done: int, payloads: Payloads) -> None:
+        """Nothing is left of the message before."""
+
+    def is_ready(self) -> bool:
+        """Always: nothing is trained."""
+        return True
+
+    def last(self, payloads: Payloads) -> None:
+        """Nothing is left to be told."""
+
     def read(self, what: str, done: int, payloads: Payloads) -> Question:
         """Rows of the next batch, or the gradient of its features."""
         return Question(half=self, what=what, entries=(self._above.read(what, done, payloads),), alone=True)
@@ -148,14 +162,14 @@ class GradientsHalf:
         sums = added(self._totals[half], gradient, kind=self._options.kind)
         self._totals = (sums, self._totals[1]) if half == 0 else (self._totals[0], sums)
 
-    def finish(self, update: Update, payloads: Payloads) -> Update:
-        """Both sketches, of the client's parts and ours."""
+    def end(self, payloads: Payloads) -> Update:
+        """Both sketches, of the client's parts and ours; the loss is there where the head is."""
         self._above.end()
         sketches = [self._joined(half, payloads) for half in (0, 1)]
-        losses = self._above.losses
-        loss = float(np.mean(losses)) if losses else update.metrics.get("loss", float("nan"))
-        job = self.side.job
-        return fingerprinted(job, sketches, job.params, steps=0, loss=loss, crossed=dict(self.side.crossed))
+        loss = float(np.mean(self._above.losses)) if self._above.losses else math.nan
+        return told_here(
+            fingerprinted(self.side.job, sketches, self.side.above, steps=0, loss=loss, crossed={}), self.side
+        )
 
     def _joined(self, half: int, payloads: Payloads) -> np.ndarray:
         options = self._options
@@ -167,6 +181,7 @@ class ImportanceHalf:
     """Measures the blocks above the cut, and makes shares of both sides' sums."""
 
     places: tuple[int, ...] = ()
+    together: Together | None = None
 
     def __init__(self, job: Job, site: Site) -> None:
         options: ImportanceOptions = job.options
@@ -176,6 +191,16 @@ class ImportanceHalf:
         wants = bool(modules_of(site, range(blocks)))
         self._above = Above(self.side, site, self._leaves, batches=options.batches, wants=wants)
         self._sums: list[np.ndarray] = []
+
+    def close(self, what: str, done: int, payloads: Payloads) -> None:
+        """Nothing is left of the message before."""
+
+    def is_ready(self) -> bool:
+        """Always: nothing is trained."""
+        return True
+
+    def last(self, payloads: Payloads) -> None:
+        """Nothing is left to be told."""
 
     def read(self, what: str, done: int, payloads: Payloads) -> Question:
         """Rows of the next batch, or the gradient of its features."""
@@ -188,7 +213,7 @@ class ImportanceHalf:
     def _add(self, gradient: dict[str, Tensor]) -> None:
         self._sums.append(layer_sums(gradient, self._leaves, self._site, kind=self._options.kind))
 
-    def finish(self, update: Update, payloads: Payloads) -> Update:  # noqa: ARG002 - all is in the payloads
+    def end(self, payloads: Payloads) -> Update:
         """The importance of all blocks."""
         self._above.end()
         below = self.side.opened(payloads, 0, "fingerprint").get(IMPORTANCE)
@@ -197,9 +222,16 @@ class ImportanceHalf:
         assert below is not None
         sums = [np.concatenate([low, own[self.side.cut.blocks :]]) for low, own in zip(below.numpy(), self._sums)]
         try:
-            return weighed(self.side.job, sums, self._site, crossed=dict(self.side.crossed))
+            return weighed(self.side.job, sums, self._site, crossed={})
         except DataError as error:
             raise ProtocolError(f"{self.side.job.client}: {error}") from None
+
+
+def told_here(own: Update, side: Side) -> Update:
+    """The answer without the loss where that is the client's, who has the head."""
+    if side.cut.head == "server":
+        return own
+    return replace(own, metrics={name: value for name, value in own.metrics.items() if name != "loss"})
 
 
 def parts_below(side: Side, payloads: Payloads, half: int, names: Sequence[str], *, dim: int) -> dict[str, np.ndarray]:

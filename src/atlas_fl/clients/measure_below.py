@@ -52,7 +52,7 @@ def importance_below(job: Job, site: Site, crossing: Crossing) -> Update:
         gradients = _measured(row, site, leaves, head, crossing, done)[1]
         sums.append(layer_sums(gradients, leaves, site, kind=options.kind))
     crossing.closing = {"0/fingerprint": encode(sums_message(sums))}
-    return Update(client=job.client, params=job.params, examples=0, metrics={})
+    return Update(client=job.client, params={}, examples=0, metrics={})
 
 
 def _head(job: Job, site: Site, crossing: Crossing) -> dict[str, Tensor]:

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -11,12 +11,14 @@ from torch import Tensor, nn
 from atlas_fl.clients.base import Job, Site, Update
 from atlas_fl.clients.rows import Dropout
 from atlas_fl.clients.schedule import Schedule, rate_factor
+from atlas_fl.models.augment import augment
 from atlas_fl.models.backbone import Backbone
 from atlas_fl.models.tokens import Encoded
-from atlas_fl.rng import generator
+from atlas_fl.rng import generator, torch_generator
 from atlas_fl.split.model import on_client
 from atlas_fl.split.step import Cut, Line
-from atlas_fl.tree import digest
+from atlas_fl.tree import HEAD, digest
+from atlas_fl.types import Params
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,6 +42,12 @@ class TrainOptions:
     """Train on the even (0) or odd (1) examples only, for fingerprints that check themselves."""
     most: int | None = None
     """Train on at most so many of these examples; which ones is drawn from the seed, once for all rounds."""
+    label_smoothing: float = 0.0
+    """Share of a class label that is spread over all classes."""
+    crop: int = 0
+    """Border in pixels out of which images are cropped at random."""
+    flip: bool = False
+    """Mirror every second image."""
     hash_loaded: bool = False
     """Hash what was really loaded, for the audit."""
 
@@ -52,6 +60,14 @@ def learning_rate(options: TrainOptions, *, step: int, steps: int) -> float:
     [0.5, 1.0, 1.0, 0.5, 0.125]
     """
     return options.lr * rate_factor(options.schedule, warmup=options.warmup, step=step, steps=steps)
+
+
+def move(optimizer: torch.optim.Optimizer, options: TrainOptions, *, round: int, done: int, steps: int) -> None:
+    """A step of the optimizer after `done` of this round's `steps`, at that step's learning rate."""
+    rate = learning_rate(options, step=(max(round, 1) - 1) * steps + done, steps=options.rounds * steps)
+    for group in optimizer.param_groups:
+        group["lr"] = rate
+    optimizer.step()
 
 
 def num_steps(examples: int, options: TrainOptions) -> int:
@@ -73,24 +89,35 @@ def batches(data: Encoded, job: Job) -> Iterator[Encoded]:
     """The client's mini-batches of this round, in the order that its own generator draws."""
     options: TrainOptions = job.options
     index = positions(len(data), job.client, options)
-    left = num_steps(len(index), options)
+    steps, step = num_steps(len(index), options), 0
     for epoch in range(options.epochs):
         order = generator(options.seed, "order", job.client, job.round, epoch).permutation(index)
         for start in range(0, len(order), options.batch_size):
-            if left == 0:
+            if step == steps:
                 return
-            left -= 1
-            yield data.take(order[start : start + options.batch_size])
+            yield _augmented(data.take(order[start : start + options.batch_size]), job, step=step)
+            step += 1
 
 
-def example_loss(logits: Tensor, labels: Tensor) -> Tensor:
+def _augmented(batch: Encoded, job: Job, *, step: int) -> Encoded:
+    """The batch with its images, if it has any, as this client and step see them."""
+    options: TrainOptions = job.options
+    if batch.pixels is None or not (options.crop or options.flip):
+        return batch
+    stream = torch_generator(options.seed, "augment", job.client, job.round, step)
+    seen = augment(torch.from_numpy(batch.pixels), padding=options.crop, flip=options.flip, generator=stream)
+    return replace(batch, pixels=seen.numpy())
+
+
+def example_loss(logits: Tensor, labels: Tensor, *, smoothing: float = 0.0) -> Tensor:
     """Mean cross-entropy, or mean squared error where one output meets real numbers.
 
-    Of text it is the mean over all the batch's tokens that are to be written, as in transformers' causal models.
+    `smoothing` is the share of a label that is spread over all classes. Of text it is the mean over all the batch's
+    tokens that are to be written, as in transformers' causal models.
     """
     if labels.is_floating_point():
         return nn.functional.mse_loss(logits[:, 0], labels)
-    return nn.functional.cross_entropy(logits, labels)
+    return nn.functional.cross_entropy(logits, labels, label_smoothing=smoothing)
 
 
 def trained_below(backbone: Backbone, names: Iterable[str], options: TrainOptions, cut: Cut) -> list[int]:
@@ -112,6 +139,26 @@ def joined_norms(own: Tensor, others: Tensor, places: Sequence[int]) -> Tensor:
     return found
 
 
+def shared_above(backbone: Backbone, params: Params, cut: Cut | None) -> tuple[str, ...]:
+    """The names, sorted, of the adapters that a client shares with its cluster: all above its cut; none without."""
+    if cut is None or cut.shared is None:
+        return ()
+    own = on_client(backbone, params, blocks=cut.blocks, head=True)
+    return tuple(sorted(name for name in params if name not in own and not name.startswith(HEAD)))
+
+
+def adamw(leaves: Sequence[Tensor], options: TrainOptions) -> torch.optim.AdamW:
+    """The optimizer of these leaves, which may be none."""
+    on_cpu = all(leaf.device.type == "cpu" for leaf in leaves)
+    return torch.optim.AdamW(
+        [{"params": list(leaves)}],
+        lr=options.lr,
+        weight_decay=options.weight_decay,
+        fused=on_cpu or None,
+        foreach=None,
+    )
+
+
 LOSS_SCALE = 2.0**10
 """What a client's loss is multiplied by under fp16, which ends at 65504 and has 6e-5 as its least normal number
 (Micikevicius et al. 2018). Less than is usual, because a round has few steps and each overflow costs one."""
@@ -120,7 +167,8 @@ LOSS_SCALE = 2.0**10
 class Member:
     """One client of a pack while it trains: its leaves, its batches and its optimizer."""
 
-    def __init__(self, job: Job, site: Site) -> None:
+    def __init__(self, job: Job, site: Site, *, above: Cut | None = None) -> None:
+        """`above` is the cut above which all of the job's model lies, where this is the server's half of it."""
         options: TrainOptions = job.options
         self.job, self.options = job, options
         # Sorted, because the clipped norm is a sum and its last bits follow the order.
@@ -135,10 +183,10 @@ class Member:
         self.steps = num_steps(self.examples, options)
         self.batches = batches(data, job)
         self.leaves = [leaf for leaf in self.params.values() if leaf.requires_grad]
-        fused = site.backbone.device.type == "cpu" or None
-        self.optimizer = torch.optim.AdamW(
-            self.leaves, lr=options.lr, weight_decay=options.weight_decay, fused=fused, foreach=None
-        )
+        cut = job.cut or above
+        self.cluster = None if cut is None else cut.shared
+        self.shared = shared_above(site.backbone, self.params, cut)
+        self.optimizer = adamw([leaf for key, leaf in self.params.items() if key not in self.shared], options)
         self.losses: list[Tensor] = []
         self.line = None if job.cut is None else Line(job.cut, client=job.client, round=job.round, half=options.half)
         self._below = [] if job.cut is None else trained_below(site.backbone, self.params, self.options, job.cut)
@@ -156,26 +204,36 @@ class Member:
         return torch.stack(found) if found else torch.zeros(0)
 
     def step(self, done: int, *, norms: Tensor | None = None) -> None:
-        """Clip, move, forget the gradients. Where a scaled gradient has overflown, halve the scale and do not move.
+        """Clip, move, forget the gradients; `norms` as for `clip`."""
+        if self.clip(norms=norms):
+            self.move(done)
+
+    def clip(self, *, norms: Tensor | None = None) -> bool:
+        """Whether the client moves: not where a scaled gradient has overflown, which is forgotten and halves the scale.
 
         `norms` are those of all gradients of a model of which only one side is here.
         """
         if self.loss_scale > 1 and not self._unscale():
             self.loss_scale /= 2
-            self.optimizer.zero_grad(set_to_none=True)
-            return
-        position = (max(self.job.round, 1) - 1) * self.steps + done
-        rate = learning_rate(self.options, step=position, steps=self.options.rounds * self.steps)
-        for group in self.optimizer.param_groups:
-            group["lr"] = rate
+            self.forget()
+            return False
         if self.options.clip > 0:
             norms = self.norms() if norms is None else norms
             if self.line is not None:
                 self.line.share_norms(norms, self._below)
             total = torch.linalg.vector_norm(norms)
             torch.nn.utils.clip_grads_with_norm_(self.leaves, self.options.clip, total)
-        self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
+        return True
+
+    def move(self, done: int) -> None:
+        """One optimizer step of what is the client's own, at the rate of this step of its schedule."""
+        move(self.optimizer, self.options, round=self.job.round, done=done, steps=self.steps)
+        self.forget()
+
+    def forget(self) -> None:
+        """Without gradients from here on."""
+        for leaf in self.leaves:
+            leaf.grad = None
 
     def _unscale(self) -> bool:
         """Whether all gradients are finite; they are divided by the scale of the loss."""

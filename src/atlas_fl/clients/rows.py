@@ -13,6 +13,7 @@ from atlas_fl.lora.packed import Adapters, MaskOf, Segment, attached
 from atlas_fl.models.backbone import Backbone, features, layer_of, logits_of
 from atlas_fl.models.packing import Layout, make_layout
 from atlas_fl.models.tokens import Encoded
+from atlas_fl.models.vision import image_features, prepare
 from atlas_fl.rng import torch_generator
 from atlas_fl.split.model import client_forward
 from atlas_fl.split.step import End, Line, features_across
@@ -24,8 +25,8 @@ from atlas_fl.types import Params
 class Row:
     """The tokens of several clients' batches in one row, and who owns which."""
 
-    ids: Tensor  # (tokens,) int64
-    types: Tensor  # (tokens,) int64
+    ids: Tensor  # (tokens,) int64; of images none
+    types: Tensor  # (tokens,) int64; of images none
     labels: tuple[Tensor, ...]  # of every client, (examples,), or (tokens to be written,)
     layout: Layout
     segments: tuple[Segment, ...]  # tokens of every client
@@ -34,6 +35,7 @@ class Row:
     lengths: tuple[Tensor, ...]  # of every client, (sequences,) int32
     places: tuple[Tensor | None, ...]  # of every client that writes, (reads,) int32 in its own tokens
     reads: Tensor | None = None  # (reads,) int64, where they lie; None where all are the sequences' pooled tokens
+    pixels: tuple[Tensor, ...] = ()  # of every client, (examples, height, width, channels) uint8; of texts none
 
 
 def make_row(batches: Sequence[Encoded], *, device: torch.device) -> Row:
@@ -56,6 +58,7 @@ def make_row(batches: Sequence[Encoded], *, device: torch.device) -> Row:
         lengths=tuple(torch.from_numpy(batch.lengths.astype(np.int32)) for batch in batches),
         places=tuple(_places(batch) for batch in batches),
         reads=reads,
+        pixels=tuple(torch.from_numpy(np.array(batch.pixels)) for batch in batches if batch.pixels is not None),
     )
 
 
@@ -125,6 +128,16 @@ def read_logits(
     return logits
 
 
+def features_here(row: Row, backbone: Backbone) -> Tensor:
+    """What the heads read of a row, (reads, width), where all blocks are here."""
+    if not row.pixels:
+        return features(backbone, row.ids, row.types, row.layout, reads=row.reads)
+    assert backbone.vision is not None, "a backbone for texts is given no images"
+    seen = torch.cat([prepare(backbone.vision, own) for own in row.pixels])
+    read: Tensor = image_features(backbone.vision, {}, seen)
+    return read
+
+
 def features_over(row: Row, site: Site, lines: Sequence[Line | None]) -> Tensor:
     """What the heads read of the row, (reads, hidden), over the cuts of those clients that have a line."""
     ends = [
@@ -140,7 +153,7 @@ def features_over(row: Row, site: Site, lines: Sequence[Line | None]) -> Tensor:
         if line is not None
     ]
     if not ends:
-        return features(site.backbone, row.ids, row.types, row.layout, reads=row.reads)
+        return features_here(row, site.backbone)
     return features_across(site.backbone, row.ids, row.types, row.layout, reads=row.reads, ends=ends)
 
 

@@ -1,19 +1,19 @@
 """The server's side of a cut client's warm-up: two models of one job, whose agreement ends it."""
 
 import math
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from itertools import chain
 
 import numpy as np
-import torch
 
 from atlas_fl.clients.base import Job, Site, Update
 from atlas_fl.clients.fingerprint import FingerprintOptions, answered, half_job, is_look, lora_b, mean, verdict
-from atlas_fl.clients.halves import Half, Question, TrainingHalf
-from atlas_fl.clients.measure_above import GradientsHalf, parts_below, sketch_of
+from atlas_fl.clients.half import Half, Question
+from atlas_fl.clients.halves import TrainingHalf
+from atlas_fl.clients.measure_above import GradientsHalf, parts_below, sketch_of, told_here
 from atlas_fl.clients.server_side import Read
 from atlas_fl.clients.side import Payloads, Side
+from atlas_fl.clients.together import Together
 from atlas_fl.io.tensors import encode
 from atlas_fl.tree import LORA_B
 from atlas_fl.types import Params
@@ -21,6 +21,8 @@ from atlas_fl.types import Params
 
 class WarmingHalf:
     """Both halves' adapters above the cut, trained as in a round, in one row."""
+
+    together: Together | None = None
 
     def __init__(self, job: Job, site: Site) -> None:
         options: FingerprintOptions = job.options
@@ -31,6 +33,13 @@ class WarmingHalf:
         self._names = sorted(key for key in job.params if key.endswith(LORA_B))
         self._below = [name for name in self._names if name in self.side.below.params]
         self._looked, self._agreed = 0, False
+
+    def close(self, what: str, done: int, payloads: Payloads) -> None:
+        """Nothing: the halves step when the message is read."""
+
+    def is_ready(self) -> bool:
+        """Always: the adapters of a warm-up are the client's own."""
+        return True
 
     def read(self, what: str, done: int, payloads: Payloads) -> Question:
         """What both halves ask at once, or for a look at their agreement."""
@@ -45,7 +54,7 @@ class WarmingHalf:
 
     def _look(self, payloads: Payloads) -> None:
         for half in self._halves:
-            half.close(payloads)
+            half.step(payloads)
         first, second = (self._sketch(place, half.params, payloads) for place, half in enumerate(self._halves))
         self._looked, self._agreed = self.side.done, float(np.dot(first, second)) >= self._options.reliability
         if self._agreed:
@@ -65,31 +74,27 @@ class WarmingHalf:
             answer |= half.answer(Question(half=half, what=question.what, entries=(entry,)), (read,))
         return answer
 
-    def finish(self, update: Update, payloads: Payloads) -> Update:
-        """The mean of both halves' models, of the client's side and ours, and both sketches."""
-        first, second = (half.ended(payloads) for half in self._halves)
-        sketches = [self._sketch(place, own.params, payloads) for place, own in enumerate((first, second))]
-        if _shapes(update.params) != _shapes(self.side.below.params):
-            raise self.side.refused("a warmed-up model")
-        params = {**update.params, **mean(first.params, second.params)}
-        loss = update.metrics.get("loss", math.nan)
-        if self.side.cut.head == "server":
-            loss = (first.metrics["loss"] + second.metrics["loss"]) / 2
-        crossed = Counter(self.side.crossed)
+    def last(self, payloads: Payloads) -> None:
+        """The last step of both."""
         for half in self._halves:
-            crossed.update(half.side.crossed)
-        return answered(
+            half.last(payloads)
+
+    def end(self, payloads: Payloads) -> Update:
+        """The mean of both halves' models above the cut, and both sketches."""
+        first, second = (half.end(payloads) for half in self._halves)
+        sketches = [self._sketch(place, own.params, payloads) for place, own in enumerate((first, second))]
+        for half in self._halves:
+            self.side.crossed.update(half.side.crossed)
+        losses = [own.metrics.get("loss", math.nan) for own in (first, second)]
+        own = answered(
             self.side.job,
             sketches,
-            {key: params[key] for key in sorted(params)},
+            mean(first.params, second.params),
             steps=max(half.side.done for half in self._halves),
-            loss=loss,
-            crossed=dict(crossed),
+            loss=sum(losses) / 2,
+            crossed={},
         )
-
-
-def _shapes(params: Params) -> dict[str, torch.Size]:
-    return {key: tensor.shape for key, tensor in params.items()}
+        return told_here(own, self.side)
 
 
 def fingerprint_half(job: Job, site: Site) -> Half:

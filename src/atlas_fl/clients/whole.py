@@ -25,7 +25,7 @@ from atlas_fl.sparse.choose import Mask
 from atlas_fl.sparse.optimizer import SparseSGDM
 from atlas_fl.tasks.clients import ClientData
 from atlas_fl.tasks.images import Images
-from atlas_fl.tasks.metrics import scores
+from atlas_fl.tasks.metrics import by_class, scores
 from atlas_fl.tree import digest
 from atlas_fl.types import Params, Split
 
@@ -207,7 +207,8 @@ def _scored(job: Job, logits: np.ndarray, site: ImageSite, *, seconds: float) ->
     options: EvaluateOptions = job.options
     rows = images_of(site, job.client, options.split)
     metrics = {**scores(site.data[job.client].task, rows.label, logits), "seconds": seconds}
-    return Update(client=job.client, params=job.params, examples=len(rows), metrics=metrics)
+    classes = by_class(rows.label, logits) if options.split == "test" else {}
+    return Update(client=job.client, params=job.params, examples=len(rows), metrics=metrics, classes=classes)
 
 
 def images_of(site: ImageSite, client: str, split: Split) -> Images:

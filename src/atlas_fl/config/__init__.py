@@ -15,7 +15,6 @@ from atlas_fl.config.groups import MixingConfig as MixingConfig
 from atlas_fl.config.groups import ModelConfig as ModelConfig
 from atlas_fl.config.groups import RanksConfig as RanksConfig
 from atlas_fl.config.groups import RunConfig as RunConfig
-from atlas_fl.config.groups import TrainingConfig as TrainingConfig
 from atlas_fl.config.identity import config_hash as config_hash
 from atlas_fl.config.identity import differences as differences
 from atlas_fl.config.identity import identity as identity
@@ -26,5 +25,6 @@ from atlas_fl.config.splitting import SplitConfig as SplitConfig
 from atlas_fl.config.toml import load_config as load_config
 from atlas_fl.config.toml import parse_config as parse_config
 from atlas_fl.config.toml import to_toml as to_toml
+from atlas_fl.config.training import TrainingConfig as TrainingConfig
 from atlas_fl.config.update import with_values as with_values
 from atlas_fl.config.validate import validate as validate

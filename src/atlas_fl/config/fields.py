@@ -9,7 +9,7 @@ from functools import cache
 from types import MappingProxyType
 from typing import Any, get_type_hints
 
-from atlas_fl.config import data, groups, images, splitting
+from atlas_fl.config import data, groups, images, splitting, training
 from atlas_fl.config.groups import Config
 from atlas_fl.config.kinds import shown
 from atlas_fl.errors import ConfigError
@@ -78,7 +78,7 @@ def from_values(values: Mapping[str, Any], *, base: Config) -> Config:
 def _docstrings() -> dict[tuple[str, str], str]:
     """What stands below each field in the source: Python itself does not keep it."""
     found: dict[tuple[str, str], str] = {}
-    for module in (data, groups, images, splitting):
+    for module in (data, groups, images, splitting, training):
         for node in ast.parse(inspect.getsource(module)).body:
             if isinstance(node, ast.ClassDef):
                 for field, below in zip(node.body, node.body[1:]):

@@ -9,6 +9,7 @@ from typing import Literal
 from atlas_fl.config.data import DataConfig as DataConfig
 from atlas_fl.config.images import ImagesConfig, SparseConfig
 from atlas_fl.config.splitting import SplitConfig
+from atlas_fl.config.training import TrainingConfig
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,36 +32,6 @@ class ModelConfig:
     """Recompute each block in the backward pass: less memory, more time."""
     init_adapter: str | None = None
     """A PEFT adapter folder that every client starts from."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class TrainingConfig:
-    """Rounds and local training."""
-
-    rounds: int = 12
-    """Rounds of the whole run."""
-    local_epochs: int = 1
-    """Passes of a client over its data in a round."""
-    batch_size: int = 16
-    """Examples in a client's step."""
-    lr: float | None = None
-    """Peak learning rate of AdamW, or of SGD on images; the model's own by default (`atlas list models`)."""
-    schedule: Literal["constant", "linear", "cosine", "step"] = "constant"
-    """Learning rate over the steps of all rounds; `step`: a tenth after half, a hundredth after three quarters."""
-    warmup: float = 0.0
-    """Share of all steps in which the learning rate rises from zero."""
-    weight_decay: float = 0.0
-    """AdamW's decoupled weight decay, or SGD's."""
-    clip: float = 1.0
-    """Largest gradient norm of a client; 0 switches clipping off."""
-    participation: float = 1.0
-    """Share of the clients that train in a round."""
-    eval_every: int = 1
-    """Rounds between two evaluations; the last round is always evaluated."""
-    pack_tokens: int | None = None
-    """Tokens that train together; chosen for the machine by default, and never above the memory budget."""
-    pack_memory_gb: float = 4.0
-    """Memory that one pack's activations may take."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -186,7 +157,9 @@ class RunConfig:
     checkpoint_every: int = 1
     """Rounds between two checkpoints."""
     keep_checkpoints: int = 2
-    """Checkpoints that are kept."""
+    """Newest checkpoints that are kept."""
+    keep_best: int = 0
+    """Best rounds by mean validation score whose checkpoints are kept too, for `atlas export --round best`."""
     accelerator: Literal["auto", "cpu", "cuda"] = "cpu"
     """Where the packs are trained."""
     engine: Literal["local", "ray"] = "local"

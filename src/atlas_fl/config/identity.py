@@ -11,14 +11,14 @@ from atlas_fl.io.folder import RunFolder, run_name
 
 SESSION = frozenset(
     {
-        *("runs_dir", "name", "max_rounds", "keep_checkpoints", "checkpoint_every"),
+        *("runs_dir", "name", "max_rounds", "keep_checkpoints", "keep_best", "checkpoint_every"),
         *("audit", "leakage", "engine", "workers"),
     }
 )
 """Settings that change no number of a run: where it lies, how long it goes on today, what is kept and told of it, and
 how many processes train it."""
 
-LATER = frozenset({"topology", "arrive"})
+LATER = frozenset({"topology", "arrive", "patience", "min_delta", "server_adapters"})
 LATER_GROUPS = frozenset({"images", "sparse"})
 """Settings that are younger than runs: at their default they are no part of the identity, and older runs stay the same
 runs."""

@@ -1,16 +1,22 @@
-"""The settings of the vision line: whole models instead of adapters, and which of their weights may move."""
+"""The settings of image tasks: what trains of the model, and of whole models which weights may move."""
 
 from dataclasses import dataclass
 from typing import Literal
 
+WHOLE = "whole"
+OF_WHOLE = frozenset({"frozen_blocks", "ridge", "momentum", "nesterov"})
+"""Settings of images that adapters have no use for."""
 EVENLY = "iid"
 """What `nc` says where every client has all classes."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ImagesConfig:
-    """Image tasks: all weights are trained, by SGD."""
+    """Image tasks: all weights are trained by SGD, or adapters as on texts."""
 
+    tune: Literal["whole", "lora"] = "whole"
+    """What trains: all weights by SGD, or LoRA adapters and a head on the frozen model by AdamW, with fingerprints,
+    clusters and ranks as on texts."""
     nc: str = EVENLY
     """Classes of each client of an image task: `iid` (all of them), or a number."""
     image_size: int | None = None
@@ -18,11 +24,12 @@ class ImagesConfig:
     frozen_blocks: int = 0
     """Blocks from the first one up that stay as they are, the embeddings with them; 0 freezes nothing."""
     head_first: Literal["none", "ridge"] = "ridge"
-    """Fit the head before anything else, by ridge regression over all clients' sums (no image leaves a client)."""
+    """Fit the head before anything else, by ridge regression over all clients' sums (no image leaves a client).
+    Of whole models: beside adapters it begins and trains as on texts."""
     ridge: float = 10.0
     """Penalty of that regression, in examples."""
     local_steps: int | None = None
-    """SGD steps of a client in a round (J); whole passes (`--local-epochs`) by default."""
+    """Steps of a client in a round (J); whole passes (`--local-epochs`) by default."""
     momentum: float = 0.9
     """SGD's momentum; it begins anew in every round."""
     nesterov: bool = False
@@ -43,6 +50,9 @@ class SparseConfig:
         "none"
     )
     """Which weights may move; the head, once fitted, is not among them."""
+    mask_file: str | None = None
+    """A mask that there is, in the place of one that is made: `mask.safetensors` of a run's folder, or what
+    `atlas masks --merge` wrote."""
     sparsity: float = 0.9
     """Share of the weights that may not."""
     mask_scope: Literal["global", "layer"] = "global"
@@ -55,3 +65,8 @@ class SparseConfig:
     """Training examples of each of them that its scores are made from."""
     fisher_labels: Literal["sampled", "true"] = "sampled"
     """Labels of the Fisher information: drawn from the model, or the true ones (empirical Fisher)."""
+
+    @property
+    def masked(self) -> bool:
+        """Whether only some weights may move."""
+        return self.mask != "none" or self.mask_file is not None

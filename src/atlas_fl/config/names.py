@@ -4,6 +4,7 @@ import re
 
 from atlas_fl.config.fields import Setting, settings, value_of
 from atlas_fl.config.groups import Config
+from atlas_fl.config.images import OF_WHOLE, WHOLE
 from atlas_fl.config.kinds import mistake, whole_number
 from atlas_fl.config.splitting import EVERY, cuts_by_name
 from atlas_fl.errors import ConfigError, unknown
@@ -20,6 +21,7 @@ def check_names(config: Config) -> None:
     _check_devices(config.data.devices, config.data.device)
     _check_tasks(config.data.tasks, config.data.task)
     _check_cut_names(config)
+    _check_sharing(config)
     _check_images(config)
     _check_model(config.model.model)
     if not re.fullmatch(r"[a-z0-9][a-z0-9_-]*", config.run.preset):
@@ -57,6 +59,17 @@ def _check_cut_names(config: Config) -> None:
         raise unknown("name in --split", missing[0], known)
 
 
+def _check_sharing(config: Config) -> None:
+    from atlas_fl.strategies import ALIASES
+
+    name = config.mixing.strategy
+    if config.split.server_adapters == "per_cluster" and ALIASES.get(name, name) == "local":
+        raise ConfigError(
+            f"--server-adapters per_cluster trains one set by several clients, and --strategy {name} shares nothing;"
+            " take per_client, or another strategy"
+        )
+
+
 def _check_tasks(names: tuple[str, ...], own: tuple[str, ...]) -> None:
     from atlas_fl.tasks import find_tasks
 
@@ -68,15 +81,28 @@ def _check_images(config: Config) -> None:
 
     tasks = find_tasks(config.data.tasks, config.data.task)
     if any(task.images for task in tasks):
-        if changed := _changed(config, "clustering", "ranks", "split"):
-            raise ConfigError(
-                f"{changed[0].flag} is for adapters on texts, and image tasks train whole models; leave it out"
-            )
+        _check_tuned(config)
     elif changed := _changed(config, "images", "sparse"):
         raise ConfigError(
             f"{changed[0].flag} is for image tasks, and --tasks has texts alone ({', '.join(t.name for t in tasks)});"
             " leave it out, or take a vision preset (`atlas list presets`)"
         )
+
+
+def _check_tuned(config: Config) -> None:
+    """Nothing where what is set belongs to what trains: whole models, or adapters on a frozen one."""
+    if config.images.tune == WHOLE:
+        if changed := _changed(config, "clustering", "ranks", "split"):
+            raise ConfigError(
+                f"{changed[0].flag} is for adapters, and these image tasks train whole models; leave it out, or take"
+                " --tune lora"
+            )
+        return
+    of_whole = [one for one in _changed(config, "images", "sparse") if one.group == "sparse" or one.name in OF_WHOLE]
+    if of_whole:
+        raise ConfigError(f"{of_whole[0].flag} is for whole models, and --tune lora trains adapters; leave it out")
+    if changed := _changed(config, "split"):
+        raise ConfigError(f"{changed[0].flag} cuts models of texts, and these tasks have images; leave it out")
 
 
 def _changed(config: Config, *groups: str) -> list[Setting]:

@@ -47,6 +47,8 @@ RANGES: Mapping[str, Range] = {
     "clip": ZERO_OR_MORE,
     "participation": SHARE,
     "eval_every": ONE_OR_MORE,
+    "patience": ZERO_OR_MORE,
+    "min_delta": ZERO_OR_MORE,
     "pack_tokens": ONE_OR_MORE,
     "pack_memory_gb": POSITIVE,
     "fingerprint_batches": TWO_OR_MORE,
@@ -90,6 +92,7 @@ RANGES: Mapping[str, Range] = {
     "max_rounds": ONE_OR_MORE,
     "checkpoint_every": ONE_OR_MORE,
     "keep_checkpoints": ONE_OR_MORE,
+    "keep_best": ZERO_OR_MORE,
     "workers": ONE_OR_MORE,
 }
 

@@ -28,6 +28,9 @@ class SplitConfig:
     """Gaussian noise on what leaves a cut client, in root mean squares of each token."""
     head: Literal["client", "server"] = "server"
     """Where the head of a cut model is; at the client the labels stay there too."""
+    server_adapters: Literal["per_client", "per_cluster"] = "per_client"
+    """Whose the adapters above a cut are: each client's own, or one set for all cut clients of a cluster, which the
+    mean of their gradients moves."""
     topology: Literal["server", "paired"] = "server"
     """Who computes the upper parts of cut models: the server, or clients that hold the whole model and have room, the
     server for the rest. It changes no model, but what goes where and how long it takes."""

@@ -1,5 +1,7 @@
 """Whether a config can be run, as far as that can be told without reading any data."""
 
+from dataclasses import fields
+
 from atlas_fl.config.data import arrivals
 from atlas_fl.config.fields import settings, value_of
 from atlas_fl.config.groups import Config, DataConfig, MixingConfig, RanksConfig, RunConfig
@@ -8,6 +10,7 @@ from atlas_fl.config.kinds import describe, mistake, read, whole_number
 from atlas_fl.config.names import check_names
 from atlas_fl.config.ranges import check_ranges
 from atlas_fl.config.splitting import AUTO, NONE, SplitConfig, cuts_by_name
+from atlas_fl.config.training import TrainingConfig
 from atlas_fl.errors import ConfigError
 
 
@@ -28,6 +31,8 @@ def validate(config: Config) -> Config:
     _check_run(config.run)
     _check_precision(config)
     _check_rerank(config)
+    _check_patience(config.training)
+    _check_shared(config)
     _check_images(config)
     check_names(config)
     return config
@@ -103,6 +108,11 @@ def _check_ranks(ranks: RanksConfig) -> None:
 def _check_split(split: SplitConfig) -> None:
     if set(cuts_by_name(split.split).values()) != {NONE}:
         return
+    if split.server_adapters != "per_client":
+        raise ConfigError(
+            f"--server-adapters {split.server_adapters} is about the parts above cuts, and --split {split.split} cuts"
+            " none; choose cuts, such as --split auto, or leave --server-adapters out"
+        )
     if split.topology != "server":
         raise ConfigError(
             f"--topology {split.topology} says who computes the upper parts of cut models, and --split {split.split}"
@@ -156,19 +166,60 @@ def _check_rerank(config: Config) -> None:
         )
 
 
+def _check_patience(training: TrainingConfig) -> None:
+    if training.min_delta and not training.patience:
+        raise ConfigError(
+            f"--min-delta is {training.min_delta} and says what is better for --patience, which is 0; set --patience to"
+            " a number of rounds, or leave --min-delta out"
+        )
+
+
+def _check_shared(config: Config) -> None:
+    split = config.split
+    if split.server_adapters == "per_client":
+        return
+    if split.topology != "server":
+        raise ConfigError(
+            f"--server-adapters {split.server_adapters} moves one set by all of a cluster at once, and --topology"
+            f" {split.topology} puts its clients on several hosts; leave one of them out"
+        )
+    if (every := config.clustering.recluster_every) > 0:
+        raise ConfigError(
+            f"--server-adapters {split.server_adapters} belong to a cluster, and --recluster-every {every} may change"
+            " who that is; set it to 0, or take per_client"
+        )
+    if config.data.arrive:
+        raise ConfigError(
+            f"--server-adapters {split.server_adapters} belong to those who were there when the plan was made, and"
+            f" --arrive {config.data.arrive[0]} comes later; leave one of them out"
+        )
+
+
 def _check_images(config: Config) -> None:
     nc, partition = config.images.nc, config.data.partition
     if nc != EVENLY and partition != "iid":
         raise ConfigError(
             f"--nc {nc} and --partition {partition} are two ways to deal out classes; leave one of them out"
         )
-    if config.sparse.mask != "none" and config.images.head_first == "none":
-        raise ConfigError(
-            f"--mask {config.sparse.mask} freezes the head, and with --head-first none that is a random one; leave"
-            " --head-first at ridge, or --mask out"
-        )
+    _check_mask(config)
     if nc != EVENLY and (whole_number(nc) or 0) < 1:
         raise mistake("--nc", nc, "iid, or a number of classes from 1")
+
+
+def _check_mask(config: Config) -> None:
+    sparse = config.sparse
+    made = [one.name for one in fields(sparse) if one.name != "mask_file" and getattr(sparse, one.name) != one.default]
+    if sparse.mask_file is not None and made:
+        raise ConfigError(
+            f"--{made[0].replace('_', '-')} {getattr(sparse, made[0])} says how a mask is made, and --mask-file brings"
+            " one; leave one of them out"
+        )
+    if sparse.masked and config.images.head_first == "none":
+        flag = f"--mask {sparse.mask}" if sparse.mask_file is None else "--mask-file"
+        raise ConfigError(
+            f"{flag} freezes the head, and with --head-first none that is a random one; leave --head-first at ridge, or"
+            f" {flag.split()[0]} out"
+        )
 
 
 def no_fp16() -> ConfigError:

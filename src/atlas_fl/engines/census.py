@@ -7,7 +7,7 @@ simulation.
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, get_args
 
 import numpy as np
@@ -159,6 +159,19 @@ def stand_in(name: str, census: Census) -> tuple[ClientData, ClientTokens]:
     client = ClientData(name=name, task=task, train=rows["train"], validation=rows["validation"], test=rows["test"])
     splits = {split: _encoded(census, task, split, rows[split].label) for split in SPLITS}
     return client, ClientTokens(task=task, splits=splits)
+
+
+def veiled(census: Census) -> Census:
+    """What the host of this client's upper part needs of it: the numbers of examples and tokens, and no labels' spread.
+
+    The host works on rows and on labels as they come, and asks how many there are, how long, and of which kind.
+    """
+    classes = census.num_labels
+    labels = {
+        split: [float(count), *[0.0] * (classes - 1)] if classes > 1 else [0.0, 0.0]
+        for split, count in census.examples.items()
+    }
+    return replace(census, label_names=(), labels=labels)
 
 
 def _at_the_site(_: Source) -> TaskData:

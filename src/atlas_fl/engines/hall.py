@@ -13,8 +13,9 @@ from typing import Any
 from atlas_fl.clients.base import Job, Update
 from atlas_fl.engines.census import read_census, read_device
 from atlas_fl.engines.frames import Head
+from atlas_fl.engines.hosts import Hosts, hosts_of
 from atlas_fl.engines.identity import Identity
-from atlas_fl.engines.seats import Seat, Work, check_fellows, check_return
+from atlas_fl.engines.seats import Seat, Upper, Work, check_fellows, check_return, left
 from atlas_fl.engines.stream import NO_TENSORS
 from atlas_fl.engines.suffixes import Suffixes
 from atlas_fl.engines.wire import job_message, read_update
@@ -40,6 +41,7 @@ class Hall:
         """Who is in the plan; None as long as everyone may be."""
         self._identity, self._settings, self._on_note, self._late = identity, settings, on_note, late
         self._numbers, self._changed = 0, asyncio.Condition()
+        self._hosts: Hosts | None = None
 
     def admit(self, name: str, hello: Mapping[str, Any]) -> Head:
         """What the server says to a client that knocks; raises `ProtocolError` where they do not belong together."""
@@ -53,6 +55,8 @@ class Hall:
         seat.here = here
         if here:
             seat.given_up = False
+        if self._hosts is not None:
+            self._hosts.presence(name, here)
         if seat.census is not None and not seat.dismissed:
             self._on_note(f"{name} is {'back' if here else 'gone'} ({self._count()})")
 
@@ -68,16 +72,24 @@ class Hall:
             return {"kind": "register"}, NO_TENSORS  # the server was started again and knows nobody
         elif head.get("kind") == "cut" and (answer := await self._crossed(seat, head, tensors)) is not None:
             return answer
+        elif head.get("kind") == "hosted" and self._hosts is not None:
+            self._hosts.answered(name, head, tensors)
         elif head.get("kind") in ("result", "failed"):
             await self._accept(seat, head, tensors)
             if head.get("leaves") is True:
                 return {"kind": "left"}, NO_TENSORS
+        return await self._next(seat)
+
+    async def _next(self, seat: Seat) -> tuple[Head, Params]:
+        """What there is for this client to do, as soon as there is something."""
         while True:
             if seat.lost:
                 raise ProtocolError(seat.lost)
             if seat.farewell is not None:
                 seat.dismissed = True
                 return seat.farewell
+            if self._hosts is not None and (told := await self._hosts.next(seat)) is not None:
+                return told
             if seat.work is not None:
                 return self._handed(seat, seat.work)
             seat.woken.clear()
@@ -113,7 +125,7 @@ class Hall:
         comes_late = self.planned is not None and seat.name not in self.planned
         check_return(seat, census, comes_late=comes_late, late=self._late)
         is_new, seat.census, seat.device, seat.held = seat.census is None, census, device, {}
-        seat.part = part if type(part) is int else None
+        seat.part, seat.lodged = part if type(part) is int else None, {}
         if is_new:
             examples = census.examples["train"]
             self._on_note(f"{seat.name}: {census.task}, {examples} training examples, {device.name} ({self._count()})")
@@ -138,16 +150,19 @@ class Hall:
                 seat.held["trained"] = digest(found.params)
             if work.suffixes is not None and work.below is not None:
                 try:
-                    found = await work.suffixes.finish(work.number, found, tensors)
+                    whole = await work.suffixes.finish(work.number, found, tensors)
                 except ProtocolError as error:
                     self._ended(seat, work, str(error))
                     raise
+                if whole is None:
+                    return  # its host has gone, or others had to begin anew: it gets the job again
+                found = whole
         self._ended(seat, work, found)
 
     def _ended(self, seat: Seat, work: Work, found: Update | str) -> None:
         """Nobody waits for this work any more."""
         if work.suffixes is not None:
-            work.suffixes.drop(work.number)
+            work.suffixes.drop(work.number, work.job.client)
         if seat.work is work:
             seat.work = None
         if not work.future.done():
@@ -195,8 +210,9 @@ class Hall:
         """
         loop = asyncio.get_running_loop()
         futures = [loop.create_future() for _ in jobs]
+        self._hosts = hosts_of(jobs, self.seats, suffixes, seconds=seconds, on_note=self._on_note)
         for job, future in zip(jobs, futures, strict=True):
-            self._give(action, job, future, suffixes)
+            self._give(action, job, future, self._hosts or suffixes)
         waiting, until = {future for future in futures if not future.done()}, loop.time() + seconds
         while waiting and loop.time() < until:
             _, waiting = await asyncio.wait(waiting, timeout=until - loop.time(), return_when=asyncio.FIRST_COMPLETED)
@@ -206,12 +222,16 @@ class Hall:
             if not future.done() and seat.work is not None:
                 seat.given_up = not seat.here
                 self._ended(seat, seat.work, f"no answer within {seconds:g} seconds")
+        if self._hosts is not None:
+            self._hosts.close()
         return [future.result() for future in futures]
 
-    def _give(self, action: str, job: Job, future: asyncio.Future[Update | str], suffixes: Suffixes | None) -> None:
+    def _give(self, action: str, job: Job, future: asyncio.Future[Update | str], suffixes: Upper | None) -> None:
         seat = self.seats[job.client]
         if seat.given_up:
             future.set_result("it has been away since it let a deadline pass")
+            if suffixes is not None:
+                suffixes.drop(0, job.client)
             return
         self._numbers += 1
         seat.work = Work(self._numbers, action, job, future, suffixes)
@@ -234,16 +254,8 @@ class Hall:
         """
         for name, seat in self.seats.items():
             done: Head = {"kind": "done", "model": name in models}
-            seat.farewell = (
-                (done if reason is None else {"kind": "ended", "reason": reason}),
-                models.get(name, NO_TENSORS),
-            )
+            head = done if reason is None else {"kind": "ended", "reason": reason}
+            seat.farewell = head, models.get(name, NO_TENSORS)
             seat.woken.set()
-
-        until = asyncio.get_running_loop().time() + seconds
-        # Gone is who has read it: a stream that the server ends could take the last message with it.
-        while any(seat.here and seat.census is not None for seat in self.seats.values()):
-            if asyncio.get_running_loop().time() > until:
-                self._on_note("not every client has heard that the run is complete")
-                return
-            await asyncio.sleep(0.02)
+        if not await left(self.seats.values(), seconds=seconds):
+            self._on_note("not every client has heard that the run is complete")

@@ -1,7 +1,7 @@
 """Packs handed out to workers, each of which has a site of its own: what one process computes, by any number of them.
 
-Packs are formed as `engines.local` forms them and never depend on who works, so the results do not either. A pack goes
-out as frames, one for each job, and comes back as one for each update.
+Packs are formed by `clients.packs`, as for one process, and never depend on who works, so the results do not either. A
+pack goes out as frames, one for each job, and comes back as one for each update.
 """
 
 import queue
@@ -12,8 +12,8 @@ from typing import Any, Protocol, TypeAlias
 
 from atlas_fl.clients import ACTIONS
 from atlas_fl.clients.base import Job, Site, Update
+from atlas_fl.clients.packs import packs
 from atlas_fl.engines.frames import Head, decode_frame, encode_frame
-from atlas_fl.engines.local import packs
 from atlas_fl.engines.wire import job_message, read_job, read_update, update_message
 from atlas_fl.errors import AtlasError, ProtocolError
 
@@ -61,7 +61,8 @@ class PoolEngine:
         finally:
             for future in given:
                 future.cancel()  # without effect on what has begun
-        return [update for place in sorted(found) for update in found[place]]
+        by_job = {id(job): update for place, pack in enumerate(formed) for job, update in zip(pack, found[place])}
+        return [by_job[id(job)] for job in jobs]
 
     def _carried_out(self, action: str, pack: Sequence[Job]) -> list[Update]:
         worker = self._free.get()

@@ -1,7 +1,7 @@
 """Clients in other processes and on other machines: jobs go out over their streams, updates come back in order."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from atlas_fl.clients.base import Job, Update
 from atlas_fl.engines.hall import Hall
@@ -29,6 +29,7 @@ class RemoteEngine:
 
         Raises `ProtocolError` where too few did: the run stops there and goes on from its checkpoint.
         """
+        self.suffixes.open(action, jobs)
         answers = self.desk.call(
             self.hall.work(
                 action,
@@ -41,7 +42,7 @@ class RemoteEngine:
         for job, answer in zip(jobs, answers, strict=True):
             if isinstance(answer, str):
                 self.desk.on_event(Note(f"no {action} of {job.client} in round {job.round}: {answer}"))
-        updates = [answer for answer in answers if isinstance(answer, Update)]
+        updates = [replace(answer, travelled=True) for answer in answers if isinstance(answer, Update)]
         needed = min(self.least or len(jobs), len(jobs))
         if len(updates) < needed:
             raise ProtocolError(

@@ -1,17 +1,37 @@
 """The seats of a hall: what the server knows of each client, and what it has asked it."""
 
 import asyncio
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 from atlas_fl.clients.base import Job, Update
 from atlas_fl.engines.census import Census
 from atlas_fl.engines.frames import Head
-from atlas_fl.engines.suffixes import Suffixes
+from atlas_fl.engines.wire import Told
 from atlas_fl.errors import ProtocolError
 from atlas_fl.ranks.devices import Device
 from atlas_fl.types import Params
+
+
+class Upper(Protocol):
+    """Where the upper parts of cut clients are, for one job each."""
+
+    def begin(self, number: int, action: str, job: Job) -> tuple[Job, Told]:
+        """The job as its client gets it, and what the client is told of its cut; its upper part begins anew."""
+        ...
+
+    async def ask(self, number: int, head: Mapping[str, Any], tensors: Params) -> tuple[Head, Params] | None:
+        """The answer to a client's question about this job; None where the client has to begin it again."""
+        ...
+
+    async def finish(self, number: int, update: Update, tensors: Params) -> Update | None:
+        """The whole update; None where the client has to begin the job again."""
+        ...
+
+    def drop(self, number: int, client: str) -> None:
+        """Forget the upper part of a job that nobody waits for any more."""
+        ...
 
 
 @dataclass(eq=False)
@@ -23,7 +43,7 @@ class Work:
     job: Job
     """The whole client's."""
     future: asyncio.Future[Update | str]
-    suffixes: Suffixes | None = None
+    suffixes: "Upper | None" = None
     """Where its upper blocks are, if it is cut."""
     below: Job | None = None
     """What a cut client was given of it; None before."""
@@ -45,6 +65,8 @@ class Seat:
     work: Work | None = None
     held: dict[str, str] = field(default_factory=dict)
     """Digests of the models that its process has in memory: the last one that it got, and the last one it trained."""
+    lodged: dict[str, str] = field(default_factory=dict)
+    """By guest, the digest of the upper part that this client was given of it last as its host."""
     farewell: tuple[Head, Params] | None = None
     dismissed: bool = False
     woken: asyncio.Event = field(default_factory=asyncio.Event)
@@ -75,3 +97,16 @@ def check_fellows(seat: Seat, census: Census, part: Any, seats: Iterable[Seat]) 
             )
         if part is not None and part == other.part:
             raise ProtocolError(f"part {part} of task {census.task!r} is with {other.name}; give another --part")
+
+
+async def left(seats: Collection[Seat], *, seconds: float) -> bool:
+    """Whether everybody has heard that it is over and gone within so many seconds.
+
+    Gone is who has read it: a stream that the server ends could take the last message with it.
+    """
+    until = asyncio.get_running_loop().time() + seconds
+    while any(seat.here and seat.census is not None for seat in seats):
+        if asyncio.get_running_loop().time() > until:
+            return False
+        await asyncio.sleep(0.02)
+    return True

@@ -9,6 +9,7 @@ from atlas_fl.clients.base import Site
 from atlas_fl.clients.client_side import crossing_of
 from atlas_fl.clients.side import Payloads
 from atlas_fl.engines.frames import Head
+from atlas_fl.engines.guests import Guests
 from atlas_fl.engines.stream import NO_TENSORS, Exchange, Message
 from atlas_fl.engines.wire import Told, read_job, read_payloads, update_message, write_payloads
 from atlas_fl.errors import AtlasError, ModelError, ProtocolError
@@ -56,6 +57,7 @@ class Worker:
     on_event: OnEvent
     _held: dict[str, tuple[str, Params]] = field(default_factory=dict)
     """The models that the server counts on: the last one that came whole, and the last one trained here."""
+    _guests: Guests = field(default_factory=Guests)
 
     def work(self) -> Params:
         """The client's model at the end of the run; empty where the run has none for it.
@@ -69,6 +71,8 @@ class Worker:
                 head, tensors = self._registered()
             elif head.get("kind") == "job":
                 head, tensors = self._worked(head, tensors)
+            elif head.get("kind") == "host":
+                head, tensors = self.link.exchange(*self._guests.answer(head, tensors, self.home(None, None)))
             elif head.get("kind") == "ended":
                 raise ProtocolError(f"the server has ended: {head.get('reason')!s:.500}")
             else:
@@ -84,6 +88,7 @@ class Worker:
 
     def _registered(self) -> tuple[Mapping[str, Any], Params]:
         self._held.clear()
+        self._guests.clear()
         return self.link.exchange({"kind": "register", **self.registration})
 
     def _carried_out(self, head: Mapping[str, Any], params: Params) -> tuple[Head, Params]:

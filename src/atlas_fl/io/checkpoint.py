@@ -8,7 +8,7 @@ person does to them later is found out by two SHA-256 digests, one of the tensor
 import json
 import re
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
@@ -96,8 +96,8 @@ def load(path: Path) -> Checkpoint:
     return Checkpoint(round=head["round"], tensors=decode(payload), state=head["state"], path=path)
 
 
-def prune(folder: Path, *, keep: int) -> None:
-    """Remove all but the newest `keep` checkpoints.
+def prune(folder: Path, *, keep: int, besides: Collection[int] = ()) -> None:
+    """Remove all but the newest `keep` checkpoints and those of the rounds `besides`.
 
     Raises:
         CheckpointError: `keep` is below 1.
@@ -105,7 +105,20 @@ def prune(folder: Path, *, keep: int) -> None:
     if keep < 1:
         raise CheckpointError(f"cannot keep {keep} checkpoints; keep at least 1, or the run cannot be resumed")
     for path in list(_newest_first(folder))[keep:]:
-        _remove(path)
+        if round_of(path) not in besides:
+            _remove(path)
+
+
+def rounds_in(folder: Path) -> dict[int, Path]:
+    """The checkpoints of a folder by round, rising; whether they are intact is not looked at."""
+    return {round_of(path): path for path in reversed(list(_newest_first(folder)))}
+
+
+def round_of(path: Path) -> int:
+    """The round in a checkpoint's name."""
+    match = NAME.fullmatch(path.name)
+    assert match is not None, "only folders of such names are listed"
+    return int(match[1])
 
 
 def _state_file(round: int, tensors_sha256: str, state: Mapping[str, Any]) -> bytes:

@@ -34,13 +34,15 @@ class LedgerRow:
     """The client at the other end, who hosts this one's upper part; empty: the server."""
     guest: str = ""
     """Whose upper part it is that a host gets and returns; empty: what is sent is the client's own."""
+    relayed: bool = False
+    """It goes to the `peer` over the server, which hands it on."""
     phase: str = ""
     """What of planning crossed a cut: `fingerprint`, `importance` or `evaluate`; empty: of a round, or of no cut."""
 
     def to_json(self) -> dict[str, Any]:
-        """The row as `ledger.jsonl` holds it; without `peer`, `guest` and `phase` where there is none."""
+        """The row as `ledger.jsonl` holds it; without `peer`, `guest`, `relayed` and `phase` where there is none."""
         # `asdict` copies deeply, which costs more than the whole message's accounting.
-        return {key: value for key, value in vars(self).items() if value != ""}
+        return {key: value for key, value in vars(self).items() if value != "" and value is not False}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,6 +60,8 @@ class Totals:
     """Bytes by round, then by direction."""
     between_clients: int = 0
     """Of all bytes those that do not touch the server."""
+    relayed: int = 0
+    """Of all bytes those that go between two clients over the server, which gets and sends them once each."""
 
     @property
     def total(self) -> int:
@@ -82,6 +86,8 @@ def from_json(row: Mapping[str, Any]) -> LedgerRow:
         raise DataError(f"no ledger row: {dict(row)}; bytes is a whole number from 0")
     if not all(isinstance(row.get(name, ""), str) for name in ("peer", "guest", "phase")):
         raise DataError(f"no ledger row: {dict(row)}; peer and guest are clients' names, phase is a word")
+    if type(row.get("relayed", False)) is not bool:
+        raise DataError(f"no ledger row: {dict(row)}; relayed is true or absent")
     return LedgerRow(**row)
 
 
@@ -91,7 +97,7 @@ def totals(rows: Iterable[LedgerRow]) -> Totals:
     by_kind: dict[str, dict[str, int]] = {}
     by_client: dict[str, dict[str, int]] = {}
     by_round: dict[int, dict[str, int]] = {}
-    between = 0
+    between = {True: 0, False: 0}
     for row in rows:
         sums = (
             overall,
@@ -104,12 +110,13 @@ def totals(rows: Iterable[LedgerRow]) -> Totals:
         if row.peer:
             other: Direction = "down" if row.direction == "up" else "up"
             by_client.setdefault(row.peer, {"up": 0, "down": 0})[other] += row.bytes
-            between += row.bytes
+            between[row.relayed] += row.bytes
     return Totals(
         up=overall["up"],
         down=overall["down"],
         by_kind=by_kind,
         by_client=by_client,
         by_round=by_round,
-        between_clients=between,
+        between_clients=between[False],
+        relayed=between[True],
     )

@@ -17,6 +17,8 @@ METRICS = (
 )
 TARGETS = {"90%": 0.90, "95%": 0.95}
 """Shares of the final validation score; rounds until they are reached measure the speed of convergence."""
+STOPPED = "stopped early"
+"""The event of a run that ended before its last round."""
 
 Row = Mapping[str, Any]
 

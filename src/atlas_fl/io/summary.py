@@ -1,9 +1,11 @@
 """The outcome of a run as one JSON document, `summary.json`.
 
-    run        name, preset, strategy, model, seed, config_hash
+    run        name, preset, strategy, model, seed, config_hash, rounds
+    best       the round with the best mean validation score over all clients, and that score
+    stopped    with `--patience`, where it ended the run early: after which round
     clients    per client: task, cluster, device, ranks, final and best scores per split, rounds to 90% and 95%, bytes,
                utilisation of the device (`io.utilisation`)
-    tasks      per task: means over its clients, the worst client, the spread
+    tasks      per task: means over its clients, the worst client, the spread; of images, accuracy by class
     overall    the same over all clients
     bytes      up, down, total; by kind, round and client; against the whole model in every round; between clients
     seconds    by phase and in sum, by round
@@ -19,9 +21,11 @@ from collections.abc import Mapping, Sequence
 from statistics import fmean
 from typing import Any
 
+from atlas_fl.io.by_class import classes_of
 from atlas_fl.io.ledger import Totals, from_json, totals
-from atlas_fl.io.scores import History, Row, client_scores, group_scores, histories
+from atlas_fl.io.scores import STOPPED, History, Row, client_scores, group_scores, histories, mean_series
 from atlas_fl.io.utilisation import utilisation
+from atlas_fl.stopping import best_rounds
 
 
 def summarise(
@@ -54,8 +58,12 @@ def summarise(
     rounds = [int(row["round"]) for row in metrics]
     return {
         "run": dict(run) | {"rounds": max(rounds, default=0)},
+        **_best(found),
+        **_stopped(metrics),
         "overall": group_scores(list(found.values())),
-        "tasks": {task: group_scores(members) for task, members in by_task(found).items()},
+        "tasks": {
+            task: group_scores(members) | classes_of(members, plan=plan) for task, members in by_task(found).items()
+        },
         "clients": _clients(found, sent, plan, utilisation(plan, metrics, round_seconds or {})),
         "clustering": _clustering(plan),
         **_leakage(plan),
@@ -98,6 +106,17 @@ def _clustering(plan: Mapping[str, Any]) -> dict[str, Any]:
     return {key: clustering[key] for key in kept if clustering.get(key) is not None}
 
 
+def _best(found: Mapping[str, History]) -> dict[str, Any]:
+    scores = mean_series(list(found.values()), "validation")
+    best = best_rounds(scores, 1)
+    return {"best": {"round": best[0], "validation": scores[best[0]]}} if best else {}
+
+
+def _stopped(metrics: Sequence[Row]) -> dict[str, Any]:
+    after = [row["round"] for row in metrics if row.get("event") == STOPPED]
+    return {"stopped": {"round": after[0]}} if after else {}
+
+
 def _leakage(plan: Mapping[str, Any]) -> dict[str, Any]:
     taken = {(client["task"], client.get("cut")) for client in plan.get("clients", ()) if "task" in client}
     rows = [dict(row) for row in plan.get("leakage") or () if (row["task"], row["blocks"]) in taken]
@@ -119,7 +138,7 @@ def _bytes(sent: Totals) -> dict[str, Any]:
         "total": sent.total,
         "by_kind": sent.by_kind,
         "by_round": {str(at): entry for at, entry in sorted(sent.by_round.items())},
-    } | ({"between_clients": sent.between_clients} if sent.between_clients else {})
+    } | {name: size for name in ("between_clients", "relayed") if (size := getattr(sent, name))}
 
 
 def _reduction(sent: Totals, metrics: Sequence[Row], full_model_bytes: int | None) -> dict[str, Any]:

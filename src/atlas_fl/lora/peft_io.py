@@ -13,21 +13,22 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from atlas_fl.errors import ModelError
-from atlas_fl.models.family import Family, saved_modules
+from atlas_fl.models.family import VISION_FAMILIES, Family, saved_modules
 from atlas_fl.tree import HEAD, LORA_A, LORA_B, head_keys, lora_modules, ranks
 from atlas_fl.types import Params
 
 WEIGHTS, SETTINGS = "adapter_model.safetensors", "adapter_config.json"
 _ROOT = "base_model.model."
+_QUERY_AND_VALUE = {"distilbert": ("q_lin", "v_lin"), **dict.fromkeys(VISION_FAMILIES, ("q_proj", "v_proj"))}
 
 
 def default_targets(model_type: str) -> tuple[str, ...]:
     """The last parts of the module names that PEFT adapts in this architecture, e.g. `("query", "value")`.
 
-    DistilBERT stands in no table of PEFT's: its query and value, as in BERT, are named `q_lin` and `v_lin`.
+    PEFT adapts query and value; architectures that stand in no table of its LoRA have these under other names.
     """
-    if model_type == "distilbert":
-        return ("q_lin", "v_lin")
+    if model_type in _QUERY_AND_VALUE:
+        return _QUERY_AND_VALUE[model_type]
     table: Mapping[str, list[str] | str] = TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING
     targets = table.get(model_type)
     if not isinstance(targets, list):
@@ -45,7 +46,8 @@ def export_adapter(
 ) -> None:
     """Write one client's model as a PEFT folder that `PeftModel.from_pretrained` loads onto the stock classifier.
 
-    A client without a head writes text: its folder is for the stock causal language model. Ranks per module go into
+    A client without a head writes text: its folder is for the stock causal language model. Of images it names no task,
+    because PEFT has none of its own for them, and loads onto the stock image classifier. Ranks per module go into
     `rank_pattern` and `alpha_pattern`, with alpha = scale * rank.
     """
     by_module = ranks(params)
@@ -53,7 +55,7 @@ def export_adapter(
     most = max(by_module.values())
     classifies = bool(head_keys(params))
     config = LoraConfig(
-        task_type="SEQ_CLS" if classifies else "CAUSAL_LM",
+        task_type=None if family.images else "SEQ_CLS" if classifies else "CAUSAL_LM",
         base_model_name_or_path=base,
         inference_mode=True,
         r=most,

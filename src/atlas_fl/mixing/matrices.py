@@ -30,6 +30,8 @@ class Federation:
     """Measured importance of every layer, needed when eta is weighted by layer."""
     layer_of: Mapping[str, int] = field(default_factory=dict)
     """Layer of every adapted module, needed when eta is weighted by layer."""
+    cuts: tuple[int | None, ...] = ()
+    """Of the clients that share the adapters above their cuts with their cluster the first block above; else None."""
 
     def __post_init__(self) -> None:
         """Raise ConfigError where the arrays contradict each other."""

@@ -3,10 +3,11 @@
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from atlas_fl.errors import ModelError
@@ -14,26 +15,35 @@ from atlas_fl.models.family import Family, apply_head
 from atlas_fl.models.packing import Layout
 from atlas_fl.models.registry import Source
 from atlas_fl.models.shape import ModelShape
+from atlas_fl.models.vision import Vision
 from atlas_fl.tree import head_keys
 from atlas_fl.types import Params
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Backbone:
-    """A frozen model with its tokenizer and what is known of its architecture."""
+    """A frozen model with what prepares its input and what is known of its architecture."""
 
     name: str
     source: Source
     model: PreTrainedModel
-    tokenizer: PreTrainedTokenizerBase
+    tokenizer: Any
+    """transformers' tokenizer; None of a model that sees images."""
     family: Family
     vocabulary: Tensor | None = None
     """(tokens, hidden), the frozen output embedding of a model that writes text; not loaded where none is written."""
+    vision: Vision | None = None
+    """How it sees images; None of a model that reads text."""
 
     @property
     def hidden(self) -> int:
-        """Width of the features."""
+        """Width of the residual stream."""
         return int(self.model.config.hidden_size)
+
+    @property
+    def width(self) -> int:
+        """Width of the features that the head reads."""
+        return self.hidden if self.vision is None else self.vision.hidden
 
     @property
     def blocks(self) -> nn.ModuleList:
@@ -169,13 +179,12 @@ def model_shape(backbone: Backbone, modules: Mapping[str, nn.Module]) -> ModelSh
         layers[layer_of(backbone, name)].append(module_dims(module))
     block_bytes = tuple(sum(p.numel() * p.element_size() for p in block.parameters()) for block in blocks)
     total = sum(p.numel() * p.element_size() for p in backbone.frozen.values())
-    inner = next(
-        (width for key in ("intermediate_size", "hidden_dim", "n_inner") if (width := getattr(config, key, None))),
-        4 * backbone.hidden,
-    )
+    keys = ("intermediate_size", "hidden_dim", "n_inner")
+    inner = next((width for key in keys if (width := getattr(config, key, None))), 4 * backbone.hidden)
+    ratio = getattr(config, "mlp_ratio", None)  # what DINOv2 has in the place of a width
     return ModelShape(
         hidden=backbone.hidden,
-        intermediate=int(inner),
+        intermediate=int(inner if ratio is None else ratio * backbone.hidden),
         heads=int(config.num_attention_heads),
         layers=tuple(tuple(layer) for layer in layers),
         block_bytes=block_bytes,

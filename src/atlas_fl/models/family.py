@@ -59,6 +59,8 @@ class Family:
     """The module without weights that turns position ids into what every block's attention rotates by."""
     narrow: str | None = None
     """A module of the last block that takes (attended, residual): from there on only pooled tokens are computed."""
+    images: bool = False
+    """Whether its tokens are patches of images; what its head reads is then the stock classifier's to say."""
 
     @property
     def causal(self) -> bool:
@@ -149,3 +151,22 @@ FAMILIES: Mapping[str, Family] = {
         ),
     )
 }
+
+VISION_FAMILIES: Mapping[str, Family] = {
+    model_type: Family(
+        model_type=model_type,
+        prefix=model_type,
+        blocks=blocks,
+        pool="first",
+        head=(Dense(name="classifier"),),
+        norm="layernorm",
+        images=True,
+    )
+    for model_type, blocks in (
+        ("vit", "layers"),
+        ("deit", "layers"),
+        ("dinov2", "encoder.layer"),
+        ("dinov2_with_registers", "encoder.layer"),
+    )
+}
+"""Architectures that see images and whose blocks are plain transformers, so that they take adapters in packs."""

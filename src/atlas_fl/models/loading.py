@@ -19,7 +19,7 @@ from transformers.utils import logging as hf_logging
 
 from atlas_fl.errors import ModelError
 from atlas_fl.models.backbone import Backbone
-from atlas_fl.models.family import FAMILIES, Family
+from atlas_fl.models.family import FAMILIES, VISION_FAMILIES, Family
 from atlas_fl.models.packing import PACKED, register_packed_attention
 from atlas_fl.models.registry import Source, hub_answers, locate
 from atlas_fl.rng import torch_generator
@@ -41,6 +41,8 @@ def load_backbone(
     """
     register_packed_attention()
     source, family = find_family(name)
+    if family.images:
+        raise ModelError(_not_known(name, family.model_type))
     if writes and not family.causal:
         raise ModelError(_cannot_write(name, family))
     # Loading draws what files lack from the global generator, which is not ours to move.
@@ -146,12 +148,17 @@ def readable(name: str, source: Source) -> Iterator[None]:
 
 
 def _family(name: str, model_type: str) -> Family:
-    if model_type not in FAMILIES:
-        raise ModelError(
-            f"model {name!r} has the architecture {model_type!r}; known: {', '.join(sorted(FAMILIES))};"
-            " choose one of these or add a Family in models/family.py"
-        )
-    return FAMILIES[model_type]
+    known = {**FAMILIES, **VISION_FAMILIES}
+    if model_type not in known:
+        raise ModelError(_not_known(name, model_type))
+    return known[model_type]
+
+
+def _not_known(name: str, model_type: str) -> str:
+    return (
+        f"model {name!r} has the architecture {model_type!r}; known: {', '.join(sorted(FAMILIES))};"
+        " choose one of these or add a Family in models/family.py"
+    )
 
 
 def _cannot_write(name: str, family: Family) -> str:

@@ -1,7 +1,10 @@
-"""Tokenised examples: flat arrays with offsets, so that a batch is a few slices and nothing is padded."""
+"""Tokenised examples: flat arrays with offsets, so that a batch is a few slices and nothing is padded.
+
+The tokens of an image are its patches. The model itself makes them of pixels, so that they have a number and no ids.
+"""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
@@ -13,11 +16,12 @@ from atlas_fl.errors import ModelError
 class Encoded:
     """`n` tokenised examples with their labels."""
 
-    ids: np.ndarray  # (tokens,) int64
-    types: np.ndarray  # (tokens,) int64, which text of a pair a token belongs to
+    ids: np.ndarray  # (tokens,) int64; of images none
+    types: np.ndarray  # (tokens,) int64, which text of a pair a token belongs to; of images none
     offsets: np.ndarray  # (n + 1,) int64
     labels: np.ndarray  # (n,) int64, or float32 for regression
     written: np.ndarray | None = None  # (tokens,) bool, the tokens that are to be predicted; None where labels are
+    pixels: np.ndarray | None = None  # (n, height, width, channels) uint8; None of texts
 
     def __len__(self) -> int:
         return len(self.labels)
@@ -38,6 +42,8 @@ class Encoded:
         """These examples, in this order."""
         lengths = self.lengths[index]
         offsets = np.concatenate([[0], np.cumsum(lengths)])
+        if self.pixels is not None:
+            return replace(self, offsets=offsets, labels=self.labels[index], pixels=self.pixels[index])
         # The place of every token: its example's start, plus its place inside the example.
         where = np.repeat(self.offsets[index] - offsets[:-1], lengths) + np.arange(offsets[-1])
         written = None if self.written is None else self.written[where]
@@ -70,6 +76,12 @@ def encode(
         offsets=np.concatenate([[0], np.cumsum([len(row) for row in ids])]).astype(np.int64),
         labels=labels,
     )
+
+
+def encode_images(pixels: np.ndarray, labels: np.ndarray, *, length: int) -> Encoded:
+    """Images, (n, height, width, channels) uint8, as examples of `length` tokens each."""
+    none = np.zeros(0, dtype=np.int64)
+    return Encoded(ids=none, types=none, offsets=np.arange(len(labels) + 1) * length, labels=labels, pixels=pixels)
 
 
 def encode_written(

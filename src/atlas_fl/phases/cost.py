@@ -108,19 +108,28 @@ def _predict(
     assembly: Assembly, client: ClientData, device: Device, ranks: Sequence[int], *, cut: Cut | None, communicates: bool
 ) -> Prediction:
     share = assembly.config.mixing.share if communicates else ()
-    epochs, data = assembly.config.training.local_epochs, _train(assembly, client)
+    data = _train(assembly, client)
+    passes = _passes(assembly, data)
     lengths, step = data.lengths.astype(np.float64), step_of(assembly, client, cut)
     return predict_round(
         assembly.shape,
         device,
         ranks=ranks,
         step=step,
-        tokens=int(lengths.sum()) * epochs,
+        tokens=int(lengths.sum() * passes),
         length=float((lengths**2).sum() / lengths.sum()),
         share=share,
         overhead_bytes=_overhead(assembly, client, ranks, share, step, cut),
-        logits=int(data.predictions.sum()) * assembly.shape.vocabulary * epochs if step.logits else 0,
+        logits=int(data.predictions.sum() * assembly.shape.vocabulary * passes) if step.logits else 0,
     )
+
+
+def _passes(assembly: Assembly, data: Encoded) -> float:
+    """How often a client goes through its data in a round: no whole number where its steps are counted."""
+    options = train_options(assembly.config)
+    per_pass = -(-len(data) // options.batch_size)
+    whole, rest = divmod(num_steps(len(data), options), per_pass)
+    return whole + min(rest * options.batch_size, len(data)) / len(data)
 
 
 def crossing_bytes(assembly: Assembly, client: ClientData, cut: Cut) -> dict[str, int]:

@@ -1,6 +1,6 @@
 """Phase 3: whether a client's model is cut, and where."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import TypeAlias
@@ -91,6 +91,31 @@ def cuts_while_planning(assembly: Assembly) -> dict[str, Cut]:
 
 def _word(assembly: Assembly, client: ClientData, device: Device) -> str:
     return cut_word(assembly.config.split.split, client=client.name, task=client.task.name, device=device.name)
+
+
+def shared_fits(assembly: Assembly, fits: Sequence[Fit], clusters: Sequence[int], *, communicates: bool) -> list[Fit]:
+    """What was decided, where the cut clients of a cluster share the adapters above their cuts.
+
+    A shared block has the largest rank that one of those who share it was given there: no device holds it or sends it,
+    so no device's budget is in its way. Who is in no cluster (-1) shares with nobody.
+    """
+    found = list(fits)
+    for k, own in enumerate(fits):
+        if own.cut is None or clusters[k] < 0:
+            continue
+        fellows = [one for one, cluster in zip(fits, clusters, strict=True) if cluster == clusters[k] and one.cut]
+        ranks = tuple(
+            rank if layer < own.cut.blocks else _largest(fellows, layer)
+            for layer, rank in enumerate(own.assignment.ranks)
+        )
+        client, device, cut = assembly.clients[k], assembly.devices[k], replace(own.cut, shared=clusters[k])
+        prediction = predict(assembly, client, device, ranks, cut=cut, communicates=communicates)
+        found[k] = replace(own, assignment=replace(own.assignment, ranks=ranks), prediction=prediction, cut=cut)
+    return found
+
+
+def _largest(fellows: Sequence[Fit], layer: int) -> int:
+    return max(one.assignment.ranks[layer] for one in fellows if one.cut is not None and one.cut.blocks <= layer)
 
 
 def _tried(fit: Fitter, blocks: int) -> Fit | None:

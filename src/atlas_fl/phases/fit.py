@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import repeat
 from typing import Any
 
 import numpy as np
@@ -12,7 +13,7 @@ from atlas_fl.clients.importance import IMPORTANCE, ImportanceOptions
 from atlas_fl.engines.base import Engine, run_all
 from atlas_fl.options import warmup_options
 from atlas_fl.phases.cost import crossing_bytes, evaluation_bytes, server_memory
-from atlas_fl.phases.cut import WHOLE, Fit, decide
+from atlas_fl.phases.cut import WHOLE, Fit, decide, shared_fits
 from atlas_fl.phases.identify import Identified
 from atlas_fl.ranks.devices import Device
 from atlas_fl.ranks.importance import cluster_importance, complexity_factors
@@ -69,11 +70,14 @@ def fit_ranks(assembly: Assembly, found: Identified, layers: np.ndarray, *, comm
     factors = np.ones(len(assembly.clients))
     if config.complexity_scaling:
         factors = complexity_factors(np.array([_difficulty(client) for client in assembly.clients]), found.labels)
-    fits, notes = [], []
-    for client, device, importance, factor in zip(assembly.clients, assembly.devices, layers, factors, strict=True):
-        fit = decide(assembly, client, device, importance, factor=float(factor), communicates=communicates)
-        fits.append(_entry(assembly, client, device, fit))
-        notes += [note for note in fit.assignment.notes if note not in notes]
+    decided = [
+        decide(assembly, client, device, importance, factor=float(factor), communicates=communicates)
+        for client, device, importance, factor in zip(assembly.clients, assembly.devices, layers, factors, strict=True)
+    ]
+    notes = list(dict.fromkeys(note for fit in decided for note in fit.assignment.notes))
+    if assembly.config.split.server_adapters == "per_cluster":
+        decided = shared_fits(assembly, decided, found.labels, communicates=communicates)
+    fits = [_entry(*own) for own in zip(repeat(assembly), assembly.clients, assembly.devices, decided)]
     return Fitted(by_client=tuple(fits), notes=(*notes, *_cut_notes(assembly, fits)))
 
 
@@ -98,6 +102,8 @@ def _difficulty(client: ClientData) -> float:
 def _entry(assembly: Assembly, client: ClientData, device: Device, fit: Fit) -> dict[str, Any]:
     prediction, assignment, cut = fit.prediction, fit.assignment, fit.cut
     split: dict[str, Any] = {"reason": fit.reason} if fit.reason else {}
+    if cut is not None and cut.shared is not None:
+        split["shared"] = cut.shared
     if cut is not None:
         split |= {
             "crossing_bytes": crossing_bytes(assembly, client, cut),

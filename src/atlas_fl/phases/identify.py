@@ -23,6 +23,9 @@ from atlas_fl.tasks.clients import ClientData
 from atlas_fl.tree import select
 from atlas_fl.types import Params
 
+_NOT_WARMED = ("label_smoothing", "crop", "flip")
+"""Options that no warm-up has, younger than sketches that others are compared with."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Identified:
@@ -113,7 +116,11 @@ def how_taken(config: Config, options: FingerprintOptions) -> dict[str, Any]:
     model = config.model
     shared = {"model": model.model, "targets": model.targets, "precision": model.precision, "alpha": model.lora_alpha}
     shared |= {"rslora": model.rslora, "rank": warmup_rank(config), "max_length": config.data.max_length}
-    plain: dict[str, Any] = from_json(to_json({**shared, **asdict(options)}))
+    if config.images.image_size is not None:
+        shared["image_size"] = config.images.image_size
+    taken = {**shared, **asdict(options)}
+    taken["train"] = {key: value for key, value in taken["train"].items() if key not in _NOT_WARMED}
+    plain: dict[str, Any] = from_json(to_json(taken))
     return plain
 
 

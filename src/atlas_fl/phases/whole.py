@@ -1,7 +1,8 @@
 """The plan of a run on whole models: the head first, then which weights may move, then what a round will send."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,10 +17,11 @@ from atlas_fl.io.ledger import Direction, Kind, LedgerRow, payload_bytes
 from atlas_fl.options import strategy_of
 from atlas_fl.ranks.devices import Device
 from atlas_fl.rng import generator
-from atlas_fl.sparse.algebra import density, num_kept
+from atlas_fl.sparse.algebra import density, layers, num_kept
 from atlas_fl.sparse.calibration import calibrate
 from atlas_fl.sparse.choose import Mask
 from atlas_fl.sparse.codec import Drawn, mask_size, values_size
+from atlas_fl.sparse.stored import stored_mask
 from atlas_fl.tree import HEAD, add, head_keys, num_bytes
 from atlas_fl.types import ByClient, Params
 
@@ -44,7 +46,7 @@ def prepare_whole(assembly: ImageAssembly, engine: Engine) -> Prepared:
         start, sent = _with_heads(assembly, engine, start)
         messages += sent
     mask = None
-    if assembly.config.sparse.mask != "none":
+    if assembly.config.sparse.masked:
         mask, sent = make_mask(assembly, engine, start)
         messages += sent
     return Prepared(start=start, mask=mask, messages=tuple(messages))
@@ -87,13 +89,31 @@ def _given(assembly: ImageAssembly, start: ByClient, heads: Mapping[str, Params]
 
 
 def make_mask(assembly: ImageAssembly, engine: Engine, start: ByClient) -> tuple[Mask, list[LedgerRow]]:
-    """Which weights may move, for everyone, and what making it sent. Heads, once fitted, may not.
+    """Which weights may move, for everyone, and what making it sent. Heads, once fitted, may not."""
+    sparse, seed = assembly.config.sparse, assembly.config.run.seed
+    if sparse.mask_file is None:
+        mask, messages = _calibrated(assembly, engine, start, scorers=_scorers(assembly))
+    else:
+        mask, messages = stored_mask(Path(sparse.mask_file), like=_backbone(assembly, start)), []
+    drawn = Drawn(seed=seed, sparsity=sparse.sparsity, scope=sparse.mask_scope) if sparse.mask == "random" else None
+    size = mask_size(mask, drawn=drawn)
+    messages += [_row(name, "down", "mask", size) for name in assembly.names]
+    heads = {
+        key: torch.zeros_like(start[name][key], dtype=torch.bool)
+        for name in assembly.names
+        for key in head_keys(start[name])
+    }
+    return {**mask, **heads}, messages
+
+
+def _calibrated(
+    assembly: ImageAssembly, engine: Engine, start: ByClient, *, scorers: Sequence[str]
+) -> tuple[Mask, list[LedgerRow]]:
+    """The mask over the backbone by the config's strategy and the scores of these clients, and what it sent up.
 
     Sensitivities are sums over the clients that score; magnitudes and chance need no client.
     """
-    sparse, seed = assembly.config.sparse, assembly.config.run.seed
-    body = {key: tensor for key, tensor in start[assembly.names[0]].items() if not key.startswith(HEAD)}
-    scorers, messages = _scorers(assembly), list[LedgerRow]()
+    sparse, messages, body = assembly.config.sparse, list[LedgerRow](), _backbone(assembly, start)
 
     def score(params: Params) -> Params:
         models = {name: {**start[name], **params} for name in scorers}
@@ -109,17 +129,21 @@ def make_mask(assembly: ImageAssembly, engine: Engine, start: ByClient) -> tuple
         sparsity=sparse.sparsity,
         scope=sparse.mask_scope,
         rounds=sparse.calibration_rounds,
-        seed=seed,
+        seed=assembly.config.run.seed,
     )
-    drawn = Drawn(seed=seed, sparsity=sparse.sparsity, scope=sparse.mask_scope) if sparse.mask == "random" else None
-    size = mask_size(mask, drawn=drawn)
-    messages += [_row(name, "down", "mask", size) for name in assembly.names]
-    heads = {
-        key: torch.zeros_like(start[name][key], dtype=torch.bool)
-        for name in assembly.names
-        for key in head_keys(start[name])
-    }
-    return {**mask, **heads}, messages
+    return mask, messages
+
+
+def client_masks(assembly: ImageAssembly, engine: Engine, *, clients: int) -> dict[str, Mask]:
+    """The masks that single clients would make, each by its own scores alone: of the first so many that score."""
+    start: ByClient = assembly.start()
+    if assembly.config.images.head_first == "ridge":
+        start, _ = _with_heads(assembly, engine, start)
+    return {name: _calibrated(assembly, engine, start, scorers=[name])[0] for name in _scorers(assembly)[:clients]}
+
+
+def _backbone(assembly: ImageAssembly, start: ByClient) -> Params:
+    return {key: tensor for key, tensor in start[assembly.names[0]].items() if not key.startswith(HEAD)}
 
 
 def _scorers(assembly: ImageAssembly) -> list[str]:
@@ -190,9 +214,12 @@ def sparse_report(mask: Mask | None, config: SparseConfig) -> dict[str, Any]:
     """What the plan says of the mask; nothing where there is none."""
     if mask is None:
         return {}
+    body = {name: own for name, own in mask.items() if not name.startswith(HEAD)}
+    found = 1 - num_kept(body) / sum(own.numel() for own in body.values())
     return {
-        "mask": config.mask,
-        "sparsity": config.sparsity,
+        "mask": config.mask if config.mask_file is None else "from a file",
+        "sparsity": config.sparsity if config.mask_file is None else found,
+        "layers": layers(body),
         "kept": num_kept(mask),
         "weights": sum(own.numel() for own in mask.values()),
         "density": density(mask),

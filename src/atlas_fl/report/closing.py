@@ -55,7 +55,7 @@ def _closing_cells(group: Mapping[str, Any]) -> list[str]:
 def _closing_caption(summary: Mapping[str, Any]) -> str:
     """What the columns mean; then bytes with the reduction, time, peak memory, devices, refused updates."""
     sent, memory = summary.get("bytes") or {}, summary.get("memory") or {}
-    lines = [LEGEND]
+    lines = [LEGEND, *_stopped(summary)]
     lines += [_written(task, group) for task, group in (summary.get("tasks") or {}).items() if _has_written(group)]
     if "total" in sent:
         saved = (sent.get("full_model") or {}).get("reduction")
@@ -64,6 +64,8 @@ def _closing_caption(summary: Mapping[str, Any]) -> str:
         lines.append(f"{human_bytes(sent['up'])} up, {human_bytes(sent['down'])} down{than}")
         if "between_clients" in sent:
             lines.append(f"{human_bytes(sent['between_clients'])} of it between clients, past the server")
+        if "relayed" in sent:
+            lines.append(f"{human_bytes(sent['relayed'])} of it between clients, handed on by the server")
     times = [f"{seconds((summary.get('seconds') or {})['total'])}"] if "total" in (summary.get("seconds") or {}) else []
     peaks = [f"{human_bytes(size)} of {name.removesuffix('_bytes').upper()} at most" for name, size in memory.items()]
     if times or peaks:
@@ -76,6 +78,14 @@ def _closing_caption(summary: Mapping[str, Any]) -> str:
     refused = ((summary.get("events") or {}).get("count") or {}).get("refused", 0)
     lines.extend([f"{refused} update{'' if refused == 1 else 's'} refused"] if refused else [])
     return "\n".join(lines)
+
+
+def _stopped(summary: Mapping[str, Any]) -> list[str]:
+    """When a run stopped early, and after which round its mean validation score was best."""
+    if "stopped" not in summary:
+        return []
+    after, best = summary["stopped"]["round"], summary["best"]
+    return [f"stopped early after round {after}; best in round {best['round']}: validation {best['validation']:.3f}"]
 
 
 def _range(shares: Sequence[float]) -> str:

@@ -47,7 +47,7 @@ def by_strategy(runs: Sequence[Path | str]) -> dict[str, list[Path]]:
     for run in runs:
         folder = find_run(run)
         config = tomllib.loads(folder.config.read_text(encoding="utf-8"))
-        name = config.get("mixing", {}).get("strategy") or _summary(folder.path)["run"]["strategy"]
+        name = config.get("mixing", {}).get("strategy") or read_summary(folder.path)["run"]["strategy"]
         groups.setdefault(name, []).append(folder.path)
     return groups
 
@@ -69,12 +69,17 @@ def comparison_rows(
         CheckpointError: a run is missing or not complete.
     """
     baseline = {
-        _seed(summary): summary for summary in map(_summary, groups.get(BASELINE, ()) if local is None else local)
+        _seed(summary): summary for summary in map(read_summary, groups.get(BASELINE, ()) if local is None else local)
     }
-    return [_row(name, [_summary(run) for run in runs], baseline, score) for name, runs in groups.items() if runs]
+    return [_row(name, [read_summary(run) for run in runs], baseline, score) for name, runs in groups.items() if runs]
 
 
-def _summary(run: Path | str) -> Mapping[str, Any]:
+def read_summary(run: Path | str) -> Mapping[str, Any]:
+    """The content of `summary.json` of a complete run.
+
+    Raises:
+        CheckpointError: the run is missing or not complete.
+    """
     folder = find_run(run)
     if not folder.summary.exists():
         raise CheckpointError(f"run {folder.path} is not complete: it has no summary.json; atlas resume {folder.path}")

@@ -6,7 +6,7 @@ from pathlib import Path
 from matplotlib.figure import Figure
 
 from atlas_fl.io.folder import find_run
-from atlas_fl.report import classes, convergence, graph, leakage, ranks, scatter, scores, traffic
+from atlas_fl.report import by_class, classes, convergence, graph, leakage, masks, ranks, scatter, scores, traffic
 from atlas_fl.report.record import Record, read_record
 from atlas_fl.report.style import save_figure
 
@@ -21,8 +21,12 @@ FIGURES: dict[str, Callable[[Record], Figure]] = {
 }
 """A figure by the name of its file."""
 
-MEASURED: dict[str, Callable[[Record], Figure]] = {"leakage": leakage.draw}
-"""Figures of what only some runs measure, by the name of their file and of that part of the plan."""
+MEASURED: dict[str, tuple[Callable[[Record], bool], Callable[[Record], Figure]]] = {
+    "leakage": (lambda record: bool(record.plan.get("leakage")), leakage.draw),
+    "mask": (lambda record: bool((record.plan.get("sparse") or {}).get("layers")), masks.draw),
+    "by-class": (lambda record: any("classes" in row for row in record.metrics), by_class.draw),
+}
+"""Figures of what only some runs measure, by the name of their file: whether this one does, and the figure."""
 
 
 def draw_all(run_dir: Path | str) -> list[Path]:
@@ -36,5 +40,5 @@ def draw_all(run_dir: Path | str) -> list[Path]:
     """
     folder = find_run(run_dir)
     record = read_record(folder.path)
-    figures = FIGURES | {name: draw for name, draw in MEASURED.items() if record.plan.get(name)}
+    figures = FIGURES | {name: draw for name, (holds, draw) in MEASURED.items() if holds(record)}
     return [save_figure(draw(record), folder.figures / f"{name}.png") for name, draw in figures.items()]

@@ -35,7 +35,8 @@ def draw(record: Record) -> Figure:
 
 
 def _between(sums: Totals) -> str:
-    return f"{human_bytes(sums.between_clients)} of it between clients; " if sums.between_clients else ""
+    between = sums.between_clients + sums.relayed
+    return f"{human_bytes(between)} of it between clients; " if between else ""
 
 
 def _rounds(axes: Axes, record: Record, kinds: Sequence[str]) -> None:

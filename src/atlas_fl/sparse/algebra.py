@@ -1,5 +1,6 @@
 """Masks of several clients or tasks against each other, and a mask against its model."""
 
+import re
 from collections.abc import Sequence
 from functools import reduce
 
@@ -11,6 +12,8 @@ from torch import Tensor
 from atlas_fl.errors import ModelError
 from atlas_fl.sparse.choose import Mask
 from atlas_fl.types import Params
+
+_LAYER = re.compile(r".*?\.\d+(?=\.)")
 
 
 def check_mask(mask: Mask, params: Params) -> None:
@@ -61,6 +64,29 @@ def overlap(masks: Sequence[Mask]) -> Float64[np.ndarray, "masks masks"]:
 def density(mask: Mask) -> dict[str, float]:
     """The share of weights that may move, of every parameter; an empty parameter has 0."""
     return {name: float(torch.count_nonzero(own)) / max(1, own.numel()) for name, own in mask.items()}
+
+
+def layers(mask: Mask) -> dict[str, float]:
+    """The share of weights that may move by layer: embeddings, then numbers in rising order, then the others.
+
+    A layer is all tensors whose names agree up to their first number, such as `encoder.layer.3`; of names without one,
+    up to the first dot.
+    """
+    counts: dict[str, list[int]] = {}
+    for name, own in mask.items():
+        found = _LAYER.match(name)
+        count = counts.setdefault(found[0] if found else name.partition(".")[0], [0, 0])
+        count[0] += int(torch.count_nonzero(own))
+        count[1] += own.numel()
+    return {layer: counts[layer][0] / max(1, counts[layer][1]) for layer in sorted(counts, key=_place)}
+
+
+def _place(layer: str) -> tuple[int, str, int]:
+    """Where a layer stands: a file holds its tensors in an order of its own."""
+    name, _, number = layer.rpartition(".")
+    if number.isdecimal():
+        return 1, name, int(number)
+    return (0 if layer.startswith("embed") else 2), layer, 0
 
 
 def num_kept(mask: Mask) -> int:

@@ -50,6 +50,8 @@ class Cut:
     """Who holds the head, and so who needs the labels."""
     seed: int = 0
     """What the noise is drawn from, with the client, its round and its step."""
+    shared: int | None = None
+    """The cluster that this client shares the adapters above its cut with; None: they are its own."""
 
 
 class Line:

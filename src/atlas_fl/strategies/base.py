@@ -10,6 +10,7 @@ from jaxtyping import Bool, Float64, Int64
 from atlas_fl.errors import ConfigError, ProtocolError, unknown
 from atlas_fl.mixing.matrices import LAPLACIANS, Federation, group_ids, layer_factors
 from atlas_fl.mixing.mix import Mixed, check_mixing, mix
+from atlas_fl.mixing.shared import pooled, with_shared
 from atlas_fl.tree import HEAD, LORA_A, LORA_B
 from atlas_fl.types import ByClient, Params
 
@@ -161,20 +162,25 @@ def _layer(federation: Federation, key: str) -> int:
 def matrices_for(
     rule: Rule, federation: Federation, present: Sequence[bool], *, eta: float, layer_weighting: str
 ) -> Matrices:
-    """The matrix for each name: heads stay inside their task, layers may scale eta; equal matrices are one object."""
+    """The matrix for each name: heads stay inside their task, layers may scale eta; equal matrices are one object.
+
+    What clients share above their cuts has one row for all of them (`mixing.shared`).
+    """
     there = np.asarray(present, bool)
     anyone, by_task = np.zeros(len(there), np.int64), group_ids(federation.head_groups)
     factors = layer_factors(federation) if layer_weighting == "importance" else None
+    by_layer = factors is not None or any(cut is not None for cut in federation.cuts)
     made: dict[int | None, Float64[np.ndarray, "n n"]] = {}
 
     def matrix(key: str) -> Float64[np.ndarray, "n n"]:
         is_head = key.startswith(HEAD)
-        layer = None if factors is None or is_head else _layer(federation, key)
+        layer = None if is_head or not by_layer else _layer(federation, key)
         place = -1 if is_head else layer
         if place not in made:
             size = eta if factors is None or layer is None else eta * float(factors[layer])
             groups = by_task if is_head else anyone
-            made[place] = rule(Step(federation=federation, groups=groups, present=there, eta=size))
+            own = rule(Step(federation=federation, groups=groups, present=there, eta=size))
+            made[place] = own if layer is None else pooled(own, federation, layer, present=there)
         return made[place]
 
     return matrix
@@ -210,8 +216,9 @@ def mixing_strategy(
         return matrices_for(rule, federation, present, eta=eta(round), layer_weighting=weighting)
 
     def aggregate(state: State, updates: ByClient, federation: Federation, *, round: int) -> Aggregated:
+        models = with_shared(held(state, updates), federation, list(updates))
         found = matrices(federation, [client in updates for client in federation.clients], round=round)
-        mixed = _mixed(held(state, updates), found, federation, options)
+        mixed = _mixed(models, found, federation, options)
         return Aggregated(state=mixed.by_client, start=mixed.by_client, discarded=mixed.discarded)
 
     def welcome(state: State, fresh: ByClient, federation: Federation) -> dict[str, Params]:

@@ -64,6 +64,12 @@ def confusion(labels: Labels, predicted: Labels, num_labels: int) -> Array:
     return flat.reshape(num_labels, num_labels)
 
 
+def by_class(labels: Labels, logits: Float[Array, "n labels"]) -> dict[str, list[int]]:
+    """Of every class, in order, how many examples there are and how many of them were recognised (`hits`)."""
+    counts = confusion(labels, logits.argmax(axis=1), logits.shape[1])
+    return {"hits": np.diag(counts).tolist(), "examples": counts.sum(axis=1).tolist()}
+
+
 def of_confusion(counts: Array) -> dict[str, float]:
     """Accuracy, f1, precision, recall and mcc of a confusion matrix; a ratio of nothing is 0, as in scikit-learn."""
     hits = np.diag(counts).astype(np.float64)

@@ -1,0 +1,209 @@
+"""What do a hundred clients cost one server: time of a round, memory for a client, and does it grow?
+
+A real federation over loopback mutual TLS: the server in a process of its own, sites in threads of a few processes,
+each with its own stream, session, data and model. The model is a random BERT so small that the streams are what is
+seen; every round all clients train two steps and one average goes back to all. Memory is the server's resident set:
+
+    memory per client      from where it listens to the end of round 5, over the clients; with what a run loads once
+    of it before training  the same until all have registered: streams, sessions, seats and the server's thread
+    growth                 from the end of round 5 on
+
+    python benchmarks/many_clients.py [--clients 100] [--rounds 50] [--processes 4]
+"""
+
+import argparse
+import contextlib
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from atlas_fl import joining
+from atlas_fl.config import Config, RunConfig, with_values
+from atlas_fl.events import Event, Note, RoundFinished
+from atlas_fl.io.certs import make_certs
+from atlas_fl.run import run
+from atlas_fl.serving import Service, across_machines
+
+WARM = 5
+"""Rounds after which everything is loaded and warm."""
+WORDS = [f"w{i}" for i in range(40)]
+SECONDS = 600.0
+
+
+def names(count: int) -> list[str]:
+    return [f"site-{k}" for k in range(count)]
+
+
+def make_model(folder: Path) -> None:
+    """A random BERT of two narrow blocks, with a tokenizer of forty words."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import BertConfig, BertModel, PreTrainedTokenizerFast
+
+    special = ("[PAD]", "[UNK]", "[CLS]", "[SEP]")
+    core = Tokenizer(models.WordLevel({word: k for k, word in enumerate([*special, *WORDS])}, unk_token="[UNK]"))
+    core.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    roles = dict(zip(("pad_token", "unk_token", "cls_token", "sep_token"), special, strict=True))
+    PreTrainedTokenizerFast(tokenizer_object=core, **roles).save_pretrained(folder)
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}
+    BertModel(BertConfig(vocab_size=len(core.get_vocab()), max_position_embeddings=64, **sizes)).save_pretrained(folder)
+
+
+def make_data(folder: Path, count: int) -> None:
+    """Forty texts for every site; the label is whether the first word is of the first half."""
+    for k, name in enumerate(names(count)):
+        draw = np.random.default_rng(k)
+        lines = ["text,label"]
+        for _ in range(40):
+            words = draw.integers(len(WORDS), size=int(draw.integers(4, 12)))
+            lines.append(f"{' '.join(WORDS[word] for word in words)},{int(words[0] < 20)}")
+        (folder / f"{name}.csv").write_text("\n".join(lines) + "\n")
+
+
+def config_of(folder: Path, rounds: int) -> Config:
+    settings = {
+        **{"model": str(folder / "model"), "strategy": "fedavg", "ranks": "2", "candidates": "2", "max_length": "16"},
+        **{"samples": "16", "validation_samples": "4", "test_samples": "4", "batch_size": "8", "lr": "1e-3"},
+        **{
+            "fingerprint_steps": "1",
+            "rounds": str(rounds),
+            "eval_every": str(WARM),
+            "runs_dir": str(folder / "runs"),
+        },
+    }
+    return with_values(Config(run=RunConfig(name="many")), settings)
+
+
+def resident() -> int:
+    """Bytes of this process that are in memory now."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def serve(folder: Path, count: int, rounds: int) -> None:
+    """Run the federation; one line of JSON for its port, and one at the end for what was measured."""
+    marks: dict[str, int] = {}
+    sizes, seconds = list[int](), list[float]()
+
+    def on_event(event: Event) -> None:
+        if isinstance(event, Note) and event.text.startswith("listening"):
+            marks["listening"] = resident()
+            print(json.dumps({"port": int(event.text.split(" for ")[0].rpartition(":")[2])}), flush=True)
+        elif isinstance(event, Note) and f"({count} of {count} here)" in event.text:
+            marks["here"] = resident()
+        elif isinstance(event, RoundFinished):
+            sizes.append(resident())
+            seconds.append(event.seconds)
+
+    service = Service(
+        certs=folder / "certs/server", host="127.0.0.1", port=0, wait_seconds=SECONDS, deadline_seconds=SECONDS
+    )
+    run(config_of(folder, rounds), workplace=across_machines(service), on_event=on_event)
+    print(json.dumps({**marks, "sizes": sizes, "seconds": seconds}), flush=True)
+
+
+def join_all(folder: Path, port: int, mine: list[str]) -> None:
+    """These sites, each in a thread."""
+    joining.assemble = one_at_a_time(joining.assemble)  # type: ignore[attr-defined]
+    threads = [
+        threading.Thread(
+            target=joining.join,
+            args=[
+                joining.Joining(
+                    address=f"localhost:{port}",
+                    certs=folder / "certs" / name,
+                    task=f"texts={folder / name}.csv",
+                    device="gpu_16gb",
+                    first_seconds=SECONDS,
+                    to=folder / f"{name}-adapter",
+                )
+            ],
+        )
+        for name in mine
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+
+def one_at_a_time(work: Callable[..., Any]) -> Callable[..., Any]:
+    """Loading sets what the whole process computes with for a moment, so threads must not do it at once."""
+    lock = threading.Lock()
+
+    def locked(*args: Any, **how: Any) -> Any:
+        with lock:
+            return work(*args, **how)
+
+    return locked
+
+
+@contextlib.contextmanager
+def program(*words: str) -> Iterator["subprocess.Popen[str]"]:
+    """This script with these words, in a process of its own that is gone in the end."""
+    with subprocess.Popen([sys.executable, __file__, *words], stdout=subprocess.PIPE, text=True) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+def measure(args: argparse.Namespace) -> None:
+    rounds = args.rounds + WARM
+    with tempfile.TemporaryDirectory() as made, contextlib.ExitStack() as stack:
+        folder, everyone = Path(made), names(args.clients)
+        make_certs(folder / "certs", servers=["localhost"], clients=everyone)
+        make_model(folder / "model")
+        make_data(folder, args.clients)
+        words = ["--clients", str(args.clients), "--rounds", str(rounds)]
+        server = stack.enter_context(program("--serve", made, *words))
+        assert server.stdout is not None
+        port = json.loads(server.stdout.readline())["port"]
+        for k in range(args.processes):
+            mine = ",".join(everyone[k :: args.processes])
+            stack.enter_context(program("--join", made, "--port", str(port), "--names", mine))
+        tell(json.loads(server.stdout.readline()), args)
+
+
+def tell(found: dict[str, Any], args: argparse.Namespace) -> None:
+    sizes, seconds = np.array(found["sizes"]) / 2**20, np.array(found["seconds"])[WARM:]
+    listening, here = found["listening"] / 2**20, found["here"] / 2**20
+    print(f"{args.clients} clients in {args.processes} processes; load {os.getloadavg()[0]:.1f}")
+    print(f"server: {listening:.0f} MB before any client, {sizes[WARM - 1]:.0f} MB after round {WARM}")
+    print(f"memory per client: {(sizes[WARM - 1] - listening) / args.clients:.2f} MB")
+    print(f"of it before training: {(here - listening) / args.clients:.2f} MB")
+    print(f"growth over {args.rounds} rounds: {sizes[-1] - sizes[WARM - 1]:.1f} MB")
+    every = ", ".join(f"{size:.0f}" for size in sizes[WARM - 1 :: max(1, args.rounds // 10)])
+    print(f"resident MB on the way: {every}")
+    p50, p95 = np.percentile(seconds, [50, 95])
+    print(f"round seconds p50/p95: {p50:.2f} / {p95:.2f}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--clients", type=int, default=100)
+    parser.add_argument("--rounds", type=int, default=50)
+    parser.add_argument("--processes", type=int, default=4)
+    for inner in ("serve", "join", "names"):
+        parser.add_argument(f"--{inner}", help=argparse.SUPPRESS)
+    parser.add_argument("--port", type=int, help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    if args.serve is not None:
+        serve(Path(args.serve), args.clients, args.rounds)
+    elif args.join is not None:
+        join_all(Path(args.join), args.port, args.names.split(","))
+    else:
+        measure(args)
+
+
+if __name__ == "__main__":
+    main()

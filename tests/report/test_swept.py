@@ -1,0 +1,95 @@
+"""What the figure of a sweep shows, on invented summaries."""
+
+from itertools import product
+from pathlib import Path
+
+import numpy as np
+import pytest
+from matplotlib.container import ErrorbarContainer
+from matplotlib.figure import Figure
+
+from atlas_fl.io.results import write_json
+from atlas_fl.report.swept import Swept, read_swept
+from atlas_fl.report.swept_figure import draw
+from tests.report.test_plots import overlaps, text_of
+
+SCORES = {42: 0.50, 123: 0.60, 456: 0.70}
+"""By seed; mean 0.6 and standard deviation 0.1 by hand."""
+
+
+def swept(folder: Path, over: dict[str, list[str]], *, seeds: int = 3, metric: str = "accuracy") -> Swept:
+    """A sweep in which the first value scores `SCORES`, and every next one of each setting 0.05 more."""
+    changes, runs = [], []
+    for values in product(*over.values()):
+        own = dict(zip(over, values, strict=True))
+        shift = 0.05 * sum(over[name].index(value) for name, value in own.items())
+        for seed, score in list(SCORES.items())[:seeds]:
+            run = folder / f"{'-'.join(values)}-{seed}"
+            run.mkdir()
+            (run / "config.toml").write_text("")
+            write_json(run / "plan.json", {})
+            test = {"primary": score + shift, metric: score + shift}
+            write_json(run / "summary.json", {"overall": {"final": {"test": test}}})
+            changes.append(own)
+            runs.append(run)
+    return read_swept(changes, runs)
+
+
+def bars(figure: Figure) -> list[ErrorbarContainer]:
+    return [found for found in figure.axes[0].containers if isinstance(found, ErrorbarContainer)]
+
+
+def test_mean_and_spread_over_seeds_by_hand(tmp_path: Path) -> None:
+    found = swept(tmp_path, {"nc": ["iid", "1"]})
+    assert found.values == ("1", "iid") and found.is_numeric and found.metric == "accuracy" and found.seeds == 3
+    cell = found.lines[""]["iid"]
+    assert cell.mean == pytest.approx(0.6) and cell.std == pytest.approx(0.1)
+    (bar,) = bars(draw(found))
+    line, _, (segments,) = bar.lines
+    assert line is not None and list(map(float, line.get_ydata())) == pytest.approx([0.65, 0.6])
+    assert [float(np.ptp(segment[:, 1])) / 2 for segment in segments.get_segments()] == pytest.approx([0.1, 0.1])
+
+
+def test_classes_lie_along_the_axis_and_local_steps_are_lines(tmp_path: Path) -> None:
+    figure = draw(swept(tmp_path, {"nc": ["10", "1", "5", "iid"], "local_steps": ["4", "8", "16"]}))
+    assert [label.get_text() for label in figure.axes[0].get_xticklabels()] == ["1", "5", "10", "iid"]
+    assert [text.get_text() for text in figure.legends[0].get_texts()] == [f"local steps (J) {j}" for j in (4, 8, 16)]
+    assert len(bars(figure)) == 3 and "Test accuracy over classes per client (N_c)" in text_of(figure)
+
+
+def test_numbers_lie_along_the_axis_whichever_came_first(tmp_path: Path) -> None:
+    found = swept(tmp_path, {"mask": ["random", "least_sensitive"], "sparsity": ["0.9", "0.5"]}, seeds=1)
+    assert found.along == "sparsity" and found.values == ("0.5", "0.9")
+    assert list(found.lines) == ["mask random", "mask least_sensitive"]
+    assert "one seed" in text_of(draw(found))
+
+
+def test_strategies_stand_in_the_order_that_comes_out(tmp_path: Path) -> None:
+    found = swept(tmp_path, {"mask": ["random", "least_sensitive", "most_sensitive"]})
+    assert found.values == ("most_sensitive", "least_sensitive", "random")
+    axes = draw(found).axes[0]
+    assert [label.get_text() for label in axes.get_yticklabels()] == ["most sensitive", "least sensitive", "random"]
+    assert axes.yaxis_inverted(), "the best stands above"
+
+
+def test_other_metrics_than_accuracy_are_a_score(tmp_path: Path) -> None:
+    assert "Test score over eta" in text_of(draw(swept(tmp_path, {"eta": ["0", "0.1"]}, metric="mcc")))
+
+
+@pytest.mark.parametrize(
+    "over",
+    [
+        {"nc": ["1", "5", "10", "50", "iid"], "local_steps": ["4", "8", "16"]},
+        {"mask": ["least_sensitive", "most_sensitive", "lowest_magnitude", "highest_magnitude", "random", "none"]},
+        {"mask": ["least_sensitive", "random"], "share": ["A+B", "A+B+head"], "head_first": ["ridge", "none"]},
+        {"eta": ["0", "0.01", "0.1", "0.5", "1"], "strategy": ["fedavg", "local", "atlas", "fedavg_cluster", "x"]},
+    ],
+)
+def test_no_words_cover_each_other_or_leave_the_page(tmp_path: Path, over: dict[str, list[str]]) -> None:
+    assert overlaps(draw(swept(tmp_path, over), note="32 gradient steps in every run")) == []
+
+
+def test_a_sweep_without_test_scores_says_so(tmp_path: Path) -> None:
+    found = swept(tmp_path, {"eta": ["0"]}, seeds=1)
+    empty = Swept(**{**vars(found), "lines": {"": {"0": type(found.lines[""]["0"])(scores=())}}})
+    assert "no run of this sweep has test scores" in text_of(draw(empty))

@@ -1,0 +1,189 @@
+"""Runs of adapters on images: all phases, records, resume, audit and export are those of texts."""
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from peft import PeftModel
+from PIL import Image
+from transformers import AutoModelForImageClassification
+
+from atlas_fl.assemble import assemble
+from atlas_fl.audit import audit
+from atlas_fl.config import Config, with_values
+from atlas_fl.engines.pool import Resident, settled
+from atlas_fl.errors import ConfigError, ModelError
+from atlas_fl.export import export
+from atlas_fl.io.results import read_json
+from atlas_fl.lines import make_plan
+from atlas_fl.models.vision import prepare
+from atlas_fl.options import train_options
+from atlas_fl.plan import Plan
+from atlas_fl.planning import measure_leakage
+from atlas_fl.presets import find_preset
+from atlas_fl.run import RunResult, resume, run
+from atlas_fl.serving import Service, check_served
+from atlas_fl.working import heads_of, pool_engine, settle, shared
+from tests.models.tiny_vision import save_tiny
+from tests.runs.reading import rows, same_tensors, state
+
+pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # PEFT's
+
+Make = Callable[..., Config]
+
+
+@pytest.fixture(scope="module")
+def make(tmp_path_factory: pytest.TempPathFactory) -> Make:
+    """Two clients of the digits and two of a folder of stripes; keywords set single settings by their flat names."""
+    folder = tmp_path_factory.mktemp("images")
+    model, stripes = save_tiny(folder / "tiny-dinov2", "dinov2"), _stripes(folder / "stripes")
+    base = with_values(
+        find_preset("vision-lora"),
+        {
+            **{"model": str(model), "image_size": 16, "tasks": "digits", "task": f"stripes={stripes}"},
+            **{"clients_per_task": 2, "samples": 24, "validation_samples": 8, "test_samples": 10, "rounds": 3},
+            **{"batch_size": 8, "lr": 5e-3, "clusters": "oracle", "fingerprint_steps": 2, "sketch_dim": 64},
+            **{"candidates": "2+4+8", "audit": True, "runs_dir": str(folder / "runs"), "crop": 1, "flip": True},
+        },
+    )
+    return lambda **values: with_values(base, values)
+
+
+def _stripes(folder: Path) -> Path:
+    """Three classes of coloured stripes, 12 pixels wide: lying, standing, and both."""
+    source = np.random.default_rng(0)
+    for label in range(3):
+        (folder / f"class-{label}").mkdir(parents=True)
+        for number in range(160):
+            wave = np.sin(np.arange(12) * source.uniform(1, 2) + source.uniform(0, 6))
+            lying, standing = np.tile(wave[:, None], (1, 12)), np.tile(wave, (12, 1))
+            image = 127 + 60 * (lying, standing, lying + standing)[label] + source.normal(0, 4, (12, 12))
+            coloured = (image.clip(0, 255)[..., None] * source.uniform(0.5, 1, 3)).astype(np.uint8)
+            Image.fromarray(coloured).save(folder / f"class-{label}" / f"{number}.png")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def whole(make: Make) -> RunResult:
+    return run(make(name="whole"))
+
+
+def test_clusters_ranks_graph_and_adapters_of_images_go_through_the_audit(whole: RunResult) -> None:
+    assert whole.complete and audit(whole.folder).ok
+    assert {row["kind"] for row in rows(whole.folder, "ledger")} == {"control", "fingerprint", "adapter", "head"}
+    trained = state(whole.folder)
+    names = {name.split("/")[-1] for name in trained}
+    assert {
+        f"encoder.layer.{block}.attention.{module}.lora_A" for block in range(3) for module in ("q_proj", "v_proj")
+    } < names
+    assert {"head.classifier.weight", "head.classifier.bias"} < names
+    assert not any("projection" in name or "layer_scale" in name for name in names), "the model itself is frozen"
+    scored = [row for row in rows(whole.folder) if row["round"] == 3 and row.get("split") == "test"]
+    assert {row["client"] for row in scored} == {"digits-0", "digits-1", "stripes-0", "stripes-1"}
+
+
+def test_a_run_in_sessions_ends_in_the_same_bits(make: Make, whole: RunResult) -> None:
+    parts = run(make(name="parts", max_rounds=1))
+    while not parts.complete:
+        parts = resume(parts.folder, max_rounds=1)
+    assert same_tensors(state(whole.folder), state(parts.folder))
+    assert rows(whole.folder) == rows(parts.folder)
+    assert rows(whole.folder, "ledger") == rows(parts.folder, "ledger")
+
+
+def test_workers_that_share_the_weights_make_the_same_run(make: Make, whole: RunResult) -> None:
+    @contextmanager
+    def in_threads(config, on_event):
+        memory = bytearray()
+
+        def filled(size, fill):
+            memory.extend(bytes(size))
+            fill(memory)
+            return memory
+
+        assembly, places = shared(assemble(config), filled)
+        workers = [Resident(settle, lambda: memory) for _ in range(2)]
+        with ThreadPoolExecutor(2) as threads:
+            settled(workers, heads_of(assembly, places, spots=["cpu"] * 2, threads=torch.get_num_threads()), threads)
+            yield assembly, pool_engine(assembly, workers, threads, on_event)
+
+    found = run(make(name="workers"), workplace=in_threads)
+    assert same_tensors(state(whole.folder), state(found.folder))
+
+
+def test_the_adapters_load_onto_the_stock_classifier_and_score_as_the_run_says(
+    make: Make, whole: RunResult, tmp_path: Path
+) -> None:
+    config = make(name="whole")
+    assembly = assemble(config)
+    vision, client = assembly.site.backbone.vision, assembly.clients[2]
+    assert vision is not None and client.name == "stripes-0"
+    for folder in (whole.folder / "adapters/stripes-0", export(whole.folder, client="stripes-0", to=tmp_path / "own")):
+        stock = AutoModelForImageClassification.from_pretrained(
+            config.model.model, num_labels=3, ignore_mismatched_sizes=True
+        )
+        model = PeftModel.from_pretrained(stock, str(folder)).eval()
+        with torch.no_grad():
+            said = model(prepare(vision, client.test.pixels)).logits.argmax(-1).numpy()
+        (row,) = [
+            row
+            for row in rows(whole.folder)
+            if (row.get("client"), row["round"], row.get("split")) == ("stripes-0", 3, "test")
+        ]
+        assert float((said == client.test.label).mean()) == pytest.approx(row["accuracy"])
+
+
+@pytest.mark.parametrize("fingerprint", ["fisher", "delta"])
+def test_fingerprints_tell_two_image_tasks_apart(make: Make, fingerprint: str) -> None:
+    settings = {"samples": 100, "lr": 1e-2, "fingerprint_steps": 60, "sketch_dim": 1024, "similarity_threshold": 0.5}
+    plan = make_plan(make(clusters="auto", fingerprint=fingerprint, **settings))
+    assert [client.cluster for client in plan.clients] == [0, 0, 1, 1]
+    assert plan.adjacency[0, 1] > 0 == plan.adjacency[0, 2]
+
+
+def test_a_round_has_as_many_steps_as_asked_for_and_the_plan_counts_them(make: Make, whole: RunResult) -> None:
+    """24 images in batches of 8 are three steps a pass: seven are two passes and one step more, 56 images of 24."""
+    options = train_options(make(local_steps=7))
+    assert (options.max_steps, options.epochs) == (7, 7)
+    result = run(make(name="steps", local_steps=7, rounds=1, audit=False))
+    assert {row["steps"] for row in rows(result.folder) if row.get("split") == "train"} == {7.0}
+    one, more = (
+        Plan.from_json(read_json(folder / "plan.json")).clients[0].predicted["seconds"]
+        for folder in (whole.folder, result.folder)
+    )
+    assert more > one
+
+
+@pytest.mark.parametrize(
+    ("values", "text"),
+    [
+        ({"split": "1"}, "--split cuts models of texts, and these tasks have images"),
+        ({"momentum": 0.5}, "--momentum is for whole models, and --tune lora trains adapters"),
+        ({"frozen_blocks": 1}, "--frozen-blocks is for whole models"),
+        ({"mask": "random"}, "--mask is for whole models"),
+        ({"tune": "whole", "strategy": "fedavg"}, "--clusters is for adapters.*--tune lora"),
+        ({"tasks": "movie", "task": "none", "model": "minilm"}, "--tune is for image tasks"),
+        ({"tasks": "movie"}, "images .stripes. and texts .movie."),
+    ],
+)
+def test_what_cannot_be_run_is_told_in_one_line(make: Make, values: dict[str, object], text: str) -> None:
+    with pytest.raises(ConfigError, match=text) as caught:
+        run(make(name="bad", **values))
+    assert "\n" not in str(caught.value)
+
+
+def test_a_model_that_is_no_plain_transformer_takes_no_adapters(make: Make, tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match=r"architecture 'convnext'.*deit, dinov2, .*vit.*--tune whole") as caught:
+        run(make(name="bad", model=str(save_tiny(tmp_path, "convnext")), image_size=32))
+    assert "\n" not in str(caught.value)
+
+
+def test_images_are_neither_served_nor_measured_for_leakage(make: Make, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="has images, and across machines clients train on texts"):
+        check_served(make(), Service(certs=tmp_path))
+    with pytest.raises(ConfigError, match="digits, stripes has images, whose models are not cut"):
+        measure_leakage(make())
