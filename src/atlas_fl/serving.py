@@ -81,7 +81,9 @@ def across_machines(service: Service) -> Callable[[Config, OnEvent], AbstractCon
         least = service.min_clients or len(wanted)
         with LoopThread() as threads:
             desk = Desk(threads=threads, on_event=on_event)
-            hall = Hall(listed, identity_of(config), settings=to_toml(config), on_note=desk.note, late=service.late)
+            # adapters that a cluster shares belong to those who were there when the plan was made
+            late = service.late and config.split.server_adapters == "per_client"
+            hall = Hall(listed, identity_of(config), settings=to_toml(config), on_note=desk.note, late=late)
             server = Server(_sessions(hall, service), certs, host=service.host, port=service.port)
             port = desk.call(server.start())
             try:

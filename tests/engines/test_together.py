@@ -7,6 +7,7 @@ import pytest
 
 from atlas_fl.clients.base import Job, Site, Update
 from atlas_fl.engines.local import LocalEngine
+from atlas_fl.errors import ProtocolError
 from atlas_fl.split.step import Cut
 from tests.clients.test_shared import equal, upper
 from tests.clients.test_shared import federation as clients_of
@@ -90,7 +91,8 @@ def test_a_cluster_whose_client_does_not_come_loses_its_round_and_trains_the_nex
     with federation(site, path, list(CUTS)) as fed:
         for job in jobs[:2]:
             join(fed, job)
-        late = dataclasses.replace(fed.engine, deadline_seconds=0.2, least=0)
-        assert late.run("train", jobs) == []
+        late = dataclasses.replace(fed.engine, deadline_seconds=0.2)
+        with pytest.raises(ProtocolError, match="0 of 3 clients answered train"):
+            late.run("train", jobs)
         join(fed, jobs[2])
         assert_simulated(fed.engine.run("train", jobs), jobs, site)

@@ -61,7 +61,7 @@ def similarity_distances(similarity: Float64[np.ndarray, "n n"]) -> Float64[np.n
 
 
 def closeness(
-    distances: Float64[np.ndarray, "n n"], *, alpha: float | None = None, used: Bool[np.ndarray, "n"] | None = None
+    distances: Float64[np.ndarray, "n n"], *, alpha: float | None = None, used: Bool[np.ndarray, " n"] | None = None
 ) -> Float64[np.ndarray, "n n"]:
     """exp(-alpha d^2) with a zero diagonal; `alpha=None` is one over the median of the pairs of `used` clients.
 
@@ -118,7 +118,7 @@ def symmetrize(weights: Float64[np.ndarray, "n n"], how: str) -> Float64[np.ndar
     return SYMMETRIZERS[how](weights, weights.T)
 
 
-def blocks(clusters: Int64[np.ndarray, "n"]) -> Bool[np.ndarray, "n n"]:
+def blocks(clusters: Int64[np.ndarray, " n"]) -> Bool[np.ndarray, "n n"]:
     """Which edges stay when the graph is cut: two different clients of one cluster; -1 (undecided) has no edges."""
     labels = np.asarray(clusters)
     return (labels[:, None] == labels[None, :]) & (labels[:, None] >= 0) & ~np.eye(len(labels), dtype=bool)
@@ -136,7 +136,7 @@ def nearest(
 
 def join_singletons(
     distances: Float64[np.ndarray, "n n"],
-    clusters: Int64[np.ndarray, "n"],
+    clusters: Int64[np.ndarray, " n"],
     *,
     count: int,
     tasks: Sequence[str] | None = None,
@@ -163,7 +163,7 @@ def join_singletons(
     return joined | joined.T, tuple(lines)
 
 
-def effective_neighbours(adjacency: Float64[np.ndarray, "n n"]) -> Float64[np.ndarray, "n"]:
+def effective_neighbours(adjacency: Float64[np.ndarray, "n n"]) -> Float64[np.ndarray, " n"]:
     """exp(entropy) of each client's normalised edge weights: between 1 and n - 1, and 0 for a client without edges."""
     degree = adjacency.sum(axis=1)
     share = adjacency / np.where(degree > 0, degree, 1.0)[:, None]
@@ -183,12 +183,12 @@ def _check(options: GraphOptions) -> None:
 
 def make_graph(
     distances: Float64[np.ndarray, "n n"],
-    clusters: Int64[np.ndarray, "n"],
+    clusters: Int64[np.ndarray, " n"],
     options: GraphOptions,
     *,
     clients: Sequence[str],
     tasks: Sequence[str] | None = None,
-    performance: Float64[np.ndarray, "n"] | None = None,
+    performance: Float64[np.ndarray, " n"] | None = None,
     previous: Float64[np.ndarray, "n n"] | None = None,
 ) -> Graph:
     """The graph of these squared distances: weigh, cut, keep the nearest, symmetrise, join singletons, blend.

@@ -18,9 +18,9 @@ class Federation:
 
     clients: tuple[str, ...]
     """Names, in the fixed order of the run."""
-    weights: Float64[np.ndarray, "n"]
+    weights: Float64[np.ndarray, " n"]
     """Training examples of each client."""
-    clusters: Int64[np.ndarray, "n"]
+    clusters: Int64[np.ndarray, " n"]
     """Cluster of each client; -1 is undecided and mixes with nobody inside clusters."""
     adjacency: Float64[np.ndarray, "n n"]
     """Edge weights: symmetric, not negative, zero on the diagonal."""
@@ -50,19 +50,19 @@ class Federation:
             )
 
 
-def group_ids(labels: Sequence[Hashable]) -> Int64[np.ndarray, "n"]:
+def group_ids(labels: Sequence[Hashable]) -> Int64[np.ndarray, " n"]:
     """A number for each client: equal exactly where the labels are."""
     number: dict[Hashable, int] = {}
     return np.array([number.setdefault(label, len(number)) for label in labels], np.int64)
 
 
-def cluster_labels(clusters: Int64[np.ndarray, "n"]) -> list[tuple[str, int]]:
+def cluster_labels(clusters: Int64[np.ndarray, " n"]) -> list[tuple[str, int]]:
     """A label for each client under which every undecided client (-1) is a group of its own."""
     return [("undecided", k) if cluster < 0 else ("cluster", int(cluster)) for k, cluster in enumerate(clusters)]
 
 
 def average(
-    weights: Float64[np.ndarray, "n"], groups: Int64[np.ndarray, "n"], present: Bool[np.ndarray, "n"]
+    weights: Float64[np.ndarray, " n"], groups: Int64[np.ndarray, " n"], present: Bool[np.ndarray, " n"]
 ) -> Float64[np.ndarray, "n n"]:
     """M of the weighted mean inside each group, over its present clients; everyone in the group gets it.
 
@@ -74,7 +74,7 @@ def average(
     return np.where(total > 0, share / np.where(total > 0, total, 1.0), np.eye(len(groups)))
 
 
-def cut(adjacency: Float64[np.ndarray, "n n"], groups: Int64[np.ndarray, "n"]) -> Float64[np.ndarray, "n n"]:
+def cut(adjacency: Float64[np.ndarray, "n n"], groups: Int64[np.ndarray, " n"]) -> Float64[np.ndarray, "n n"]:
     """The graph without the edges that join two groups."""
     return np.where(groups[:, None] == groups[None, :], np.asarray(adjacency, np.float64), 0.0)
 
@@ -118,7 +118,7 @@ def laplacian(adjacency: Float64[np.ndarray, "n n"], kind: str) -> Float64[np.nd
 
 
 def laplacian_step(
-    adjacency: Float64[np.ndarray, "n n"], *, kind: str, eta: float, present: Bool[np.ndarray, "n"]
+    adjacency: Float64[np.ndarray, "n n"], *, kind: str, eta: float, present: Bool[np.ndarray, " n"]
 ) -> Float64[np.ndarray, "n n"]:
     """M = I - eta L; absent clients keep their model (identity rows) and still count as neighbours of the others."""
     step = np.eye(len(present)) - eta * laplacian(adjacency, kind)
@@ -153,7 +153,7 @@ def eta_warnings(federation: Federation, *, kind: str, eta: float) -> tuple[str,
     return tuple(lines)
 
 
-def layer_factors(federation: Federation) -> Float64[np.ndarray, "layers"]:
+def layer_factors(federation: Federation) -> Float64[np.ndarray, " layers"]:
     """Importance of each layer, averaged over the clients, over that of the most important: factors on eta in [0, 1].
 
     One factor for all clients, so that the step keeps the mean that its Laplacian promises.

@@ -32,7 +32,7 @@ def layer_of(federation: Federation, key: str) -> int | None:
 
 
 def pooled(
-    matrix: Float64[np.ndarray, "n n"], federation: Federation, layer: int, *, present: Bool[np.ndarray, "n"]
+    matrix: Float64[np.ndarray, "n n"], federation: Federation, layer: int, *, present: Bool[np.ndarray, " n"]
 ) -> Float64[np.ndarray, "n n"]:
     """M (n, n) for the tensors of this block, in which those who share them have one row."""
     groups = owners_of(federation, layer)

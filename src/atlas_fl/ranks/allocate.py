@@ -31,7 +31,7 @@ class Allocator(Protocol):
 
     def __call__(
         self,
-        importance: Num[np.ndarray, "layers"],
+        importance: Num[np.ndarray, " layers"],
         cost: Num[np.ndarray, "rows candidates"],
         candidates: Sequence[int],
         *,
@@ -44,7 +44,7 @@ class Allocator(Protocol):
 
 def _checked(rule: rules.Rule) -> Allocator:
     def allocate(
-        importance: Num[np.ndarray, "layers"],
+        importance: Num[np.ndarray, " layers"],
         cost: Num[np.ndarray, "rows candidates"],
         candidates: Sequence[int],
         *,
@@ -123,7 +123,7 @@ def fixed(rank: int) -> Allocator:
     """
 
     def allocate(
-        importance: Num[np.ndarray, "layers"],
+        importance: Num[np.ndarray, " layers"],
         cost: Num[np.ndarray, "rows candidates"],
         candidates: Sequence[int],
         *,

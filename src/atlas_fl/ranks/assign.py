@@ -49,7 +49,7 @@ def assign_ranks(
     shape: ModelShape,
     device: Device,
     *,
-    importance: Float[np.ndarray, "layers"],
+    importance: Float[np.ndarray, " layers"],
     rule: str,
     candidates: Sequence[int],
     step: Step,

@@ -12,7 +12,7 @@ from jaxtyping import Float, Num
 from atlas_fl.errors import DataError
 
 
-def shares(values: Num[np.ndarray, "layers"]) -> Float[np.ndarray, "layers"]:
+def shares(values: Num[np.ndarray, " layers"]) -> Float[np.ndarray, " layers"]:
     """The values divided by their sum, float64.
 
     Raises `DataError` where a value is negative or not finite, or all are zero: no gradient is no measurement.
@@ -28,8 +28,8 @@ def shares(values: Num[np.ndarray, "layers"]) -> Float[np.ndarray, "layers"]:
 
 
 def layer_importance(
-    square_sums: Num[np.ndarray, "layers"], num_params: Num[np.ndarray, "layers"]
-) -> Float[np.ndarray, "layers"]:
+    square_sums: Num[np.ndarray, " layers"], num_params: Num[np.ndarray, " layers"]
+) -> Float[np.ndarray, " layers"]:
     """Importance of every layer from the sums of its squared gradients over `num_params` parameters; sums to one.
 
     importance_l = (||g_l||^2 / n_l) / sum_m (||g_m||^2 / n_m). Raises `DataError` as `shares` does.
@@ -38,12 +38,12 @@ def layer_importance(
 
 
 def rngwp(
-    previous: Float[np.ndarray, "layers"] | None,
-    product_sums: Num[np.ndarray, "layers"],
-    num_params: Num[np.ndarray, "layers"],
+    previous: Float[np.ndarray, " layers"] | None,
+    product_sums: Num[np.ndarray, " layers"],
+    num_params: Num[np.ndarray, " layers"],
     *,
     decay: float = 0.9,
-) -> Float[np.ndarray, "layers"]:
+) -> Float[np.ndarray, " layers"]:
     """The smoothed mean |w * g| of every layer: `decay * previous + (1 - decay) * mean`, or the mean at first.
 
     `product_sums` are the sums of |w * g| over a layer's parameters. Not normalised, so that passes can be
@@ -54,8 +54,8 @@ def rngwp(
 
 
 def _per_parameter(
-    sums: Num[np.ndarray, "layers"], num_params: Num[np.ndarray, "layers"]
-) -> Float[np.ndarray, "layers"]:
+    sums: Num[np.ndarray, " layers"], num_params: Num[np.ndarray, " layers"]
+) -> Float[np.ndarray, " layers"]:
     counts = np.asarray(num_params, dtype=np.float64)
     if not (counts > 0).all():
         raise DataError(f"parameters per layer are {counts.tolist()}; every layer must have some")
@@ -74,8 +74,8 @@ def cluster_importance(
 
 
 def complexity_factors(
-    difficulty: Float[np.ndarray, "clients"], labels: Sequence[int], *, floor: float = 0.5
-) -> Float[np.ndarray, "clients"]:
+    difficulty: Float[np.ndarray, " clients"], labels: Sequence[int], *, floor: float = 0.5
+) -> Float[np.ndarray, " clients"]:
     """The share of its budget that each client may use: 1 in the hardest cluster, towards `floor` in easier ones.
 
     factor = floor + (1 - floor) * d_c / max d, with d_c the mean difficulty of the client's cluster (its own for a

@@ -137,7 +137,7 @@ def over_cut(
     )
 
 
-def cut_utilities(importance: Float[np.ndarray, "layers"], ranks: Sequence[int]) -> Float[np.ndarray, "cuts 2"]:
+def cut_utilities(importance: Float[np.ndarray, " layers"], ranks: Sequence[int]) -> Float[np.ndarray, "cuts 2"]:
     """The utility sum I_l * r_l on each side of every cut, float64 (layers + 1, 2).
 
     Row s is the cut that leaves blocks [0, s) on the client (column 0) and [s, layers) on the server (column 1).

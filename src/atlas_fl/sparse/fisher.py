@@ -112,7 +112,7 @@ def of_module(module: nn.Module, read: Callable[..., Tensor] = lambda output: ou
     return lambda params, inputs: read(functional_call(module, dict(params), (inputs,)))
 
 
-def uniforms(seed: int, ids: Sequence[int]) -> Float64[np.ndarray, "examples"]:
+def uniforms(seed: int, ids: Sequence[int]) -> Float64[np.ndarray, " examples"]:
     """A number in [0, 1) for each example, which settles its label."""
     return np.array([generator(seed, "label", int(one)).random() for one in ids], np.float64)
 

@@ -12,7 +12,7 @@ MOST_DIGITS = 8
 """Of a length; 2^56 values are more than any model has."""
 
 
-def to_runs(bits: Bool[np.ndarray, "n"]) -> UInt8[np.ndarray, "bytes"]:
+def to_runs(bits: Bool[np.ndarray, " n"]) -> UInt8[np.ndarray, "bytes"]:
     """The bytes of the run lengths; none for no bits."""
     if not len(bits):
         return np.zeros(0, np.uint8)
@@ -24,7 +24,7 @@ def to_runs(bits: Bool[np.ndarray, "n"]) -> UInt8[np.ndarray, "bytes"]:
     return _to_digits(lengths)
 
 
-def from_runs(payload: UInt8[np.ndarray, "bytes"], total: int) -> Bool[np.ndarray, "total"]:
+def from_runs(payload: UInt8[np.ndarray, "bytes"], total: int) -> Bool[np.ndarray, " total"]:
     """The bits again.
 
     Raises:

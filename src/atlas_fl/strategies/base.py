@@ -28,9 +28,9 @@ class Step:
 
     federation: Federation
     """The clients."""
-    groups: Int64[np.ndarray, "n"]
+    groups: Int64[np.ndarray, " n"]
     """Clients of different groups must not mix."""
-    present: Bool[np.ndarray, "n"]
+    present: Bool[np.ndarray, " n"]
     """Who took part."""
     eta: float
     """Size of the step."""

@@ -11,7 +11,7 @@ from atlas_fl.tasks.spec import Labels, Task
 Array = np.ndarray[Any, np.dtype[Any]]
 
 
-def scores(task: Task, labels: Shaped[Array, "n"], logits: Float[Array, "n labels"]) -> dict[str, float]:
+def scores(task: Task, labels: Shaped[Array, " n"], logits: Float[Array, "n labels"]) -> dict[str, float]:
     """Every score of the task by name, with the task's own metric once more as `primary`; undefined ones are absent.
 
     Classes: loss (mean cross-entropy, nats), accuracy, mcc, and f1, precision and recall of class 1 if there are two
