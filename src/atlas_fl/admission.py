@@ -17,6 +17,7 @@ from atlas_fl.clients.fingerprint import FIRST, SECOND
 from atlas_fl.clustering import UNDECIDED, placed, with_client
 from atlas_fl.door import Newcomer
 from atlas_fl.engines.base import Engine, run_all
+from atlas_fl.engines.tally import Tally
 from atlas_fl.errors import AtlasError, CheckpointError, ConfigError
 from atlas_fl.events import Note, OnEvent, PhaseStarted
 from atlas_fl.hosting import with_hosts
@@ -25,6 +26,7 @@ from atlas_fl.options import is_reclustered, strategy_of
 from atlas_fl.phases import (
     Identified,
     connect,
+    cuts_while_planning,
     every_cut,
     fingerprint_options,
     fingerprints,
@@ -37,6 +39,7 @@ from atlas_fl.phases import (
 )
 from atlas_fl.plan import ClientPlan, Plan
 from atlas_fl.planning import Planned
+from atlas_fl.split.step import Cut
 from atlas_fl.state import State
 from atlas_fl.tasks.heterogeneity import label_statistics
 from atlas_fl.types import ByClient, Params
@@ -60,7 +63,7 @@ def admit(assembly: Assembly, planned: Planned, engine: Engine, state: State, *,
 
     Who cannot (it does not answer, nothing fits its device) is told so, and the others go on.
     """
-    config, grown, fresh = assembly.config, assembly, dict[str, Params]()
+    config, grown, fresh, tally = assembly.config, assembly, dict[str, Params](), Tally(engine=engine)
     if state.round % config.mixing.aggregate_every:
         return None  # who trains also sends, so who trains stays the same up to the next aggregation
     for newcomer in assembly.door.waiting(state.round + 1):
@@ -71,7 +74,7 @@ def admit(assembly: Assembly, planned: Planned, engine: Engine, state: State, *,
             planned = replace(planned, plan=replace(planned.plan, notes=()))
         on_event(PhaseStarted(f"{name} joins"))
         try:
-            grown, planned, fresh[name] = _with(newcomer, grown, planned, engine, state)
+            grown, planned, fresh[name] = _with(newcomer, grown, planned, tally, state)
         except AtlasError as error:
             on_event(Note(f"{name} does not join: {error}"))
             assembly.door.turn_away(name, error)
@@ -80,6 +83,8 @@ def admit(assembly: Assembly, planned: Planned, engine: Engine, state: State, *,
         assembly.door.let_in(name)
     if not fresh:
         return None
+    rows = tally.rows(round=state.round + 1)
+    planned = replace(planned, crossed=tuple(row for row in rows if row.client in fresh))
     strategy = strategy_of(config)
     begun = strategy.welcome(state.strategy, fresh, planned.plan.federation())
     state = replace(
@@ -98,8 +103,9 @@ def _with(
     _check(newcomer, assembly)
     grown, name = with_newcomer(assembly, newcomer), newcomer.client.name
     alone = replace(grown, clients=grown.clients[-1:], devices=grown.devices[-1:])
-    found = _identified(grown, alone, planned, engine, number=state.round + 1)
-    layers = np.concatenate([planned.plan.importance, _importance(alone, planned.plan, engine, found)])
+    cuts = cuts_while_planning(alone)
+    found = _identified(grown, alone, planned, engine, number=state.round + 1, cuts=cuts)
+    layers = np.concatenate([planned.plan.importance, _importance(alone, planned.plan, engine, found, cuts)])
     fitted = fit_ranks(grown, found, layers, communicates=strategy_of(grown.config).communicates)
     client = ClientPlan(
         name=name,
@@ -109,7 +115,7 @@ def _with(
         cluster=found.labels[-1],
         **fitted.by_client[-1],
     )
-    edges, warnings = _edges(grown, engine, found, state)
+    edges, warnings = _edges(grown, engine, found, state, cuts)
     adjacency = np.block([[planned.plan.adjacency, edges[:, None]], [edges[None, :], np.zeros((1, 1))]])
     clients = with_hosts(grown, (*planned.plan.clients, client))
     plan = replace(
@@ -136,18 +142,26 @@ def _check(newcomer: Newcomer, assembly: Assembly) -> None:
         )
 
 
-def _identified(assembly: Assembly, alone: Assembly, planned: Planned, engine: Engine, *, number: int) -> Identified:
+def _identified(
+    assembly: Assembly,
+    alone: Assembly,
+    planned: Planned,
+    engine: Engine,
+    *,
+    number: int,
+    cuts: Mapping[str, Cut],
+) -> Identified:
     """The newcomer's fingerprint, taken as those of the others were when they were last clustered, and its place."""
     config, plan = assembly.config, planned.plan
     labels = tuple(client.cluster for client in plan.clients)
     if planned.clustering is None:
-        own, labels = identify(alone, engine, clustered=False), (*labels, 0)
+        own, labels = identify(alone, engine, clustered=False, cuts=cuts), (*labels, 0)
         report = {"method": "none", "labels": list(labels)}
         return replace(own, labels=labels, report=report, warmup=_warmup(plan, own.warmup))
     if planned.sketches is None:
         raise CheckpointError("the sketches of this run are not beside its plan; restore them, or begin another run")
     at = max((n for n in range(1, number) if is_reclustered(config, n)), default=0)
-    (update,) = fingerprints(alone, engine, fingerprint_options(config, round=at), round=at)
+    (update,) = fingerprints(alone, engine, fingerprint_options(config, round=at), round=at, cuts=cuts)
     name = update.client
     warmed = {name: {key: tensor for key, tensor in update.params.items() if key not in (FIRST, SECOND)}}
     warmup = {"steps": {name: int(update.metrics["steps"])}, "agreement": {name: update.metrics["agreement"]}}
@@ -176,29 +190,36 @@ def _warmup(plan: Plan, own: Mapping[str, Any]) -> dict[str, Any]:
     return {**plan.warmup, **{key: {**plan.warmup[key], **own[key]} for key in ("steps", "agreement") if own}}
 
 
-def _importance(alone: Assembly, plan: Plan, engine: Engine, found: Identified) -> np.ndarray:
+def _importance(alone: Assembly, plan: Plan, engine: Engine, found: Identified, cuts: Mapping[str, Cut]) -> np.ndarray:
     """(1, layers): that of its cluster, which is equal in all of it, or its own where it is alone or there are none."""
     label = found.labels[-1]
     members = [k for k, own in enumerate(found.labels[:-1]) if own == label != UNDECIDED]
     if found.clustering is not None and members:
         return plan.importance[members[:1]]
-    return own_importance(alone, engine, found.warmed)
+    return own_importance(alone, engine, found.warmed, cuts=cuts)
 
 
-def _edges(assembly: Assembly, engine: Engine, found: Identified, state: State) -> tuple[np.ndarray, list[str]]:
+def _edges(
+    assembly: Assembly, engine: Engine, found: Identified, state: State, cuts: Mapping[str, Cut]
+) -> tuple[np.ndarray, list[str]]:
     """The newcomer's edges (n,) in the graph of all, and what that graph warns of for it."""
     performance = None
     if found.clustering is not None and assembly.config.mixing.graph == "adaptive":
-        performance = _performance(engine, found, state, assembly.names[:-1])
+        performance = _performance(engine, found, state, assembly.names[:-1], cuts)
     graph = connect(assembly, engine, found, performance=performance)
     name = assembly.names[-1]
     return graph.adjacency[-1, :-1], [line for line in graph.warnings if line.startswith(f"{name} ")]
 
 
-def _performance(engine: Engine, found: Identified, state: State, others: Sequence[str]) -> np.ndarray:
+def _performance(
+    engine: Engine, found: Identified, state: State, others: Sequence[str], cuts: Mapping[str, Cut]
+) -> np.ndarray:
     """Validation scores: the last ones of the others, and that of the newcomer's own model."""
     options = EvaluateOptions(split="validation")
-    jobs = [Job(client=name, params=params, round=0, options=options) for name, params in found.warmed.items()]
+    jobs = [
+        Job(client=name, params=params, round=0, options=options, cut=cuts.get(name))
+        for name, params in found.warmed.items()
+    ]
     own = run_all(engine, "evaluate", jobs)[0].metrics["primary"]
     usual = float(np.mean(list(state.validation.values()))) if state.validation else own
     return np.array([*(state.validation.get(name, usual) for name in others), own])

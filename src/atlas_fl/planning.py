@@ -11,6 +11,7 @@ from atlas_fl.clustering import Clustering
 from atlas_fl.config import Config
 from atlas_fl.engines.base import Engine
 from atlas_fl.engines.local import LocalEngine
+from atlas_fl.engines.tally import Tally
 from atlas_fl.errors import ConfigError
 from atlas_fl.events import Note, OnEvent, PhaseStarted, Progress, ignore
 from atlas_fl.hosting import with_hosts
@@ -24,8 +25,8 @@ from atlas_fl.phases import (
     CutLeakage,
     Fitted,
     Identified,
-    check_budgets,
     connect,
+    cuts_while_planning,
     every_cut,
     fit_ranks,
     identify,
@@ -57,6 +58,8 @@ class Planned:
     """Which weights of a whole model may move; None for all, and for adapters."""
     messages: tuple[LedgerRow, ...] = ()
     """What fitting heads and making the mask sent."""
+    crossed: tuple[LedgerRow, ...] = ()
+    """What went through the cuts of clients while they were planned."""
 
 
 def measure_leakage(
@@ -88,13 +91,13 @@ def plan_for(assembly: Assembly, engine: Engine, *, on_event: OnEvent = ignore) 
     """Phases 1 and 2 and the graph, over any engine."""
     config = assembly.config
     strategy = strategy_of(config)
-    check_budgets(assembly)
+    cuts, tally = cuts_while_planning(assembly), Tally(engine=engine)
     on_event(PhaseStarted("fingerprints"))
-    found = identify(assembly, engine, clustered=strategy.clustered)
+    found = identify(assembly, tally, clustered=strategy.clustered, cuts=cuts)
     on_event(PhaseStarted("ranks"))
-    layers = measure_layers(assembly, engine, found)
+    layers = measure_layers(assembly, tally, found, cuts=cuts)
     fitted = fit_ranks(assembly, found, layers, communicates=strategy.communicates)
-    graph = connect(assembly, engine, found)
+    graph = connect(assembly, tally, found, cuts=cuts)
     clients = with_hosts(assembly, _client_plans(assembly, found, fitted))
     plan = Plan(
         clients=clients,
@@ -115,7 +118,13 @@ def plan_for(assembly: Assembly, engine: Engine, *, on_event: OnEvent = ignore) 
     for note in plan.notes:
         on_event(Note(note))
     start = begun(warm_start(assembly, found, [client.ranks for client in plan.clients]), plan.federation())
-    return Planned(plan=plan, start=start, sketches=found.sketches, clustering=found.clustering)
+    return Planned(
+        plan=plan,
+        start=start,
+        sketches=found.sketches,
+        clustering=found.clustering,
+        crossed=tuple(tally.rows(round=0)),
+    )
 
 
 def _client_plans(assembly: Assembly, found: Identified, fitted: Fitted) -> tuple[ClientPlan, ...]:
@@ -154,11 +163,12 @@ def regraphed(
 
     With `models`, what the clients hold, the ranks are chosen again by the importance measured there; else they stay.
     """
-    found = identify(assembly, engine, clustered=True, previous=planned.clustering, round=round)
-    graph = connect(assembly, engine, found, previous=planned.plan.adjacency, performance=performance)
+    cuts, tally = _apart(cuts_of(assembly, planned.plan)), Tally(engine=engine)
+    found = identify(assembly, tally, clustered=True, previous=planned.clustering, round=round, cuts=cuts)
+    graph = connect(assembly, tally, found, previous=planned.plan.adjacency, performance=performance, cuts=cuts)
     plan = replace(planned.plan, notes=())
     if models is not None:
-        plan = _refitted(plan, assembly, engine, found, models)
+        plan = _refitted(plan, assembly, tally, found, models, round=round)
     clients = tuple(
         replace(client, cluster=cluster) for client, cluster in zip(plan.clients, found.labels, strict=True)
     )
@@ -170,11 +180,15 @@ def regraphed(
         graph={"effective_neighbours": effective_neighbours(graph.adjacency).tolist()},
         notes=(*found.notes, *plan.notes, *graph.warnings),
     )
-    return replace(planned, plan=plan, sketches=found.sketches, clustering=found.clustering)
+    crossed = tuple(tally.rows(round=round))
+    return replace(planned, plan=plan, sketches=found.sketches, clustering=found.clustering, crossed=crossed)
 
 
-def _refitted(plan: Plan, assembly: Assembly, engine: Engine, found: Identified, models: ByClient) -> Plan:
-    layers = measure_layers(assembly, engine, found, models=models)
+def _refitted(
+    plan: Plan, assembly: Assembly, engine: Engine, found: Identified, models: ByClient, *, round: int
+) -> Plan:
+    cuts = _apart(cuts_of(assembly, plan))
+    layers = measure_layers(assembly, engine, found, models=models, round=round, cuts=cuts)
     fitted = fit_ranks(assembly, found, layers, communicates=strategy_of(assembly.config).communicates)
     return replace(plan, clients=_client_plans(assembly, found, fitted), importance=layers, notes=fitted.notes)
 
@@ -192,6 +206,11 @@ def cuts_of(assembly: Assembly, plan: Plan) -> dict[str, Cut]:
     """How each client of this plan that is cut is cut, by its name."""
     found = {client.name: cut_of(assembly.config, client.cut, shared=client.shared) for client in plan.clients}
     return {name: cut for name, cut in found.items() if cut is not None}
+
+
+def _apart(cuts: Mapping[str, Cut]) -> dict[str, Cut]:
+    """The cuts of clients that are measured: what a client is like is its own, whatever it shares in training."""
+    return {name: replace(cut, shared=None) for name, cut in cuts.items()}
 
 
 def held_by(assembly: Assembly, cuts: Mapping[str, Cut], models: ByClient) -> dict[str, frozenset[str]]:

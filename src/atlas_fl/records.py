@@ -53,7 +53,7 @@ class Recorder:
     def planned(self, planned: Planned, state: State, *, communicates: bool) -> None:
         """Write the plan, its messages, and the checkpoint from which round one starts."""
         self._write_plan(planned)
-        rows = [row.to_json() for row in plan_messages(planned)] if communicates else []
+        rows = [row.to_json() for row in (plan_messages(planned) if communicates else planned.crossed)]
         append_rows(self.folder.metrics, [])
         append_rows(self.folder.ledger, rows)
         if self.audit:
@@ -72,9 +72,10 @@ class Recorder:
         clients = [client for client in arrived.planned.plan.clients if client.name in arrived.fresh]
         told = {"round": state.round + 1, "event": "joined"}
         append_rows(self.folder.metrics, [{**told, "client": one.name, "cluster": one.cluster} for one in clients])
+        rows: Sequence[LedgerRow] = arrived.planned.crossed
         if arrived.communicates:
             rows = plan_messages(arrived.planned, round=state.round + 1, only=arrived.fresh)
-            append_rows(self.folder.ledger, [row.to_json() for row in rows])
+        append_rows(self.folder.ledger, [row.to_json() for row in rows])
         if self.audit:
             place = self.folder.audit_arrival(state.round + 1)
             self._write_models(place / "fresh.safetensors", arrived.fresh)

@@ -25,7 +25,7 @@ from atlas_fl.io.tensors import read_tensors
 from atlas_fl.lines import line_in
 from atlas_fl.options import strategy_of
 from atlas_fl.origin import check_origin, check_settings, origin_of
-from atlas_fl.phases import check_budgets
+from atlas_fl.phases import cuts_while_planning
 from atlas_fl.plan import Plan
 from atlas_fl.planning import Planned
 from atlas_fl.records import Recorder, models_of
@@ -169,7 +169,7 @@ def _check_late(assembly: Assembly) -> None:
     rounds = assembly.config.training.rounds
     if assembly.config.data.arrive:
         late = [one.client.name for one in assembly.door.waiting(rounds)]
-        check_budgets(with_planned(assembly, late, round=rounds))
+        cuts_while_planning(with_planned(assembly, late, round=rounds))
 
 
 def _resumed(

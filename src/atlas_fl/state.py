@@ -202,14 +202,16 @@ class State:
 def plan_messages(planned: Planned, *, round: int = 0, only: Collection[str] | None = None) -> list[LedgerRow]:
     """What planning sends: each client's sketches and layer importance up, its ranks and cluster down.
 
-    Of newcomers (`only`) those send no importance whose cluster has one.
+    Of newcomers (`only`) those send no importance whose cluster has one. The sketches of a client that was planned over
+    its cut are the server's, and its part of them is among what crossed.
     """
-    rows: list[LedgerRow] = list(planned.messages) if only is None else []
+    rows: list[LedgerRow] = [*(planned.messages if only is None else ()), *planned.crossed]
+    over = {row.client for row in rows if row.phase}
     first = {client.cluster: client.name for client in reversed(planned.plan.clients)}
     for place, client in enumerate(planned.plan.clients):
         if only is not None and client.name not in only:
             continue
-        if planned.sketches is not None:
+        if planned.sketches is not None and client.name not in over:
             payload = {
                 "first": torch.from_numpy(planned.sketches[0, place]),
                 "second": torch.from_numpy(planned.sketches[1, place]),

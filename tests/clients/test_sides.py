@@ -6,12 +6,12 @@ from collections.abc import Mapping, Sequence
 import pytest
 import torch
 
-from atlas_fl.clients import halves
+from atlas_fl.clients import CLIENT_SIDE, SERVER_SIDE, halves
 from atlas_fl.clients.base import Job, Site, Update
-from atlas_fl.clients.client_side import CLIENT_SIDE, Crossing, crossing_of
+from atlas_fl.clients.client_side import Crossing, crossing_of
 from atlas_fl.clients.evaluate import EvaluateOptions, evaluate
 from atlas_fl.clients.half import Half, joined
-from atlas_fl.clients.halves import SERVER_SIDE, answer_all
+from atlas_fl.clients.halves import answer_all
 from atlas_fl.clients.train import train
 from atlas_fl.errors import ProtocolError
 from atlas_fl.io.tensors import encode
@@ -35,10 +35,15 @@ class Direct:
 
 def over_the_cut(action: str, job: Job, tiny, site: Site) -> tuple[Update, Crossing, Half]:
     half = SERVER_SIDE[action](job, site)
+    update, crossing = below(job, tiny, site, action, half)
+    return joined(half.side, update, half.end(crossing.closing)), crossing, half
+
+
+def below(job: Job, tiny, site: Site, action: str, half: Half) -> tuple[Update, Crossing]:
+    """What the client makes of the job with no more than its part of the model."""
     crossing = crossing_of(half.side.below, half.places, Direct(half, site))
     part = dataclasses.replace(site, backbone=load_client_part(str(tiny.path), blocks=job.cut.blocks))
-    update = CLIENT_SIDE[action](half.side.below, part, crossing)
-    return joined(half.side, update, half.end(crossing.closing)), crossing, half
+    return CLIENT_SIDE[action](half.side.below, part, crossing), crossing
 
 
 def federation(tiny, site_of, spec_of, cuts: Sequence[Cut], **options) -> tuple[Site, list[Job]]:

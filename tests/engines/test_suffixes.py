@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.func import functional_call
 
 from atlas_fl.clients import ACTIONS, halves
 from atlas_fl.clients.base import Job, Site, Update
@@ -26,6 +27,8 @@ from atlas_fl.events import ignore
 from atlas_fl.models.loading import load_backbone
 from atlas_fl.split.model import load_client_part
 from atlas_fl.split.step import Cut
+from atlas_fl.tree import digest
+from tests.clients.test_measure import options_of
 from tests.engines.test_hall import CENSUS, IDENTITY
 from tests.laws.test_packs import HARD
 
@@ -165,6 +168,43 @@ def test_mixed_cuts_at_their_sites_end_in_the_bits_of_a_simulation(clients) -> N
             fed.join(name)
         for action, asked in (("train", jobs), ("evaluate", scored(jobs)), ("train", jobs)):
             assert_same(fed.engine.run(action, asked), alone(action, asked, site))
+
+
+@pytest.mark.parametrize("what", ["fingerprint delta", "fingerprint fisher", "importance gradient"])
+def test_what_a_plan_needs_is_measured_over_streams_as_in_a_simulation(clients, what: str) -> None:
+    """In the middle of a pass that measures, another site asks for its job: its part is that of the frozen model."""
+    site, path, jobs = clients
+    action, options = what.partition(" ")[0], options_of(what)
+    asked = [dataclasses.replace(job, round=0, options=options) for job in jobs]
+    with federation(site, path, list(CUTS)) as fed:
+        for name in CUTS:
+            fed.join(name)
+        assert_same(fed.engine.run(action, asked), alone(action, asked, site))
+
+
+def test_the_part_that_a_site_must_hold_is_told_of_the_frozen_weights_alone(clients) -> None:
+    site, path, jobs = clients
+    (name, weight), *_ = site.backbone.model.named_parameters()
+    with Suffixes(site) as suffixes:
+        before = suffixes.begin(1, "train", jobs[0])[1]
+        assert before.part == digest(dict(load_client_part(path, blocks=1).model.named_parameters()))
+        other = Suffixes(site)
+        found = functional_call(
+            Telling(site.backbone.model, lambda: other.begin(1, "train", jobs[0])[1]), {f"model.{name}": weight + 1}, ()
+        )
+        other.__exit__()
+        assert found == before
+
+
+class Telling(torch.nn.Module):
+    """What is told while the model has other weights."""
+
+    def __init__(self, model: torch.nn.Module, tell: Callable[[], object]) -> None:
+        super().__init__()
+        self.model, self._tell = model, tell
+
+    def forward(self) -> object:
+        return self._tell()
 
 
 def test_the_ledger_counts_what_crossed_and_the_rest_of_a_frame_is_what_is_stated(clients) -> None:

@@ -142,11 +142,32 @@ def test_a_deployed_federation_that_shares_above_its_cuts_is_the_simulated_one(
     assert {row.client for row in report.rows if row.check == "common"} == set(fed.sites)
 
 
-@pytest.mark.parametrize("head", ["server", "client"])
-def test_a_deployed_federation_of_cut_models_is_the_simulated_one(federation: Callable[..., Federation], head) -> None:
-    fed = federation({**SITES, "trec-0": "laptop_8gb", "trec-1": "gpu_16gb"}, **MIXED, head=head)
+def lower_part(model: Path, folder: Path, *, blocks: int) -> str:
+    """A copy of this model whose file has the embeddings and so many blocks, and nothing above."""
+    part = folder / f"first-{blocks}"
+    if not part.exists():
+        shutil.copytree(model, part)
+        tensors = read_tensors(part / "model.safetensors")
+        kept = tuple(f"encoder.layer.{place}." for place in range(blocks))
+        write_tensors(
+            part / "model.safetensors",
+            {name: tensor for name, tensor in tensors.items() if name.startswith(("embeddings.", *kept))},
+        )
+    return str(part)
+
+
+@pytest.mark.parametrize(("head", "fingerprint"), [("server", "fisher"), ("client", "delta")])
+def test_a_deployed_federation_of_cut_models_is_the_simulated_one(
+    federation: Callable[..., Federation], tiny_model: Path, tmp_path: Path, head: str, fingerprint: str
+) -> None:
+    """A site with a cut has no file with more than its own blocks, from its first fingerprint on."""
+    fed = federation(
+        {**SITES, "trec-0": "laptop_8gb", "trec-1": "gpu_16gb"}, **MIXED, head=head, fingerprint=fingerprint
+    )
     server, port = fed.serve()
-    sites = [fed.join(name, port) for name in fed.sites]
+    cuts = {"movie-0": 1, "movie-1": 2, "trec-1": 1}
+    parts = {name: ("--model", lower_part(tiny_model, tmp_path, blocks=cut)) for name, cut in cuts.items()}
+    sites = [fed.join(name, port, *parts.get(name, ())) for name in fed.sites]
     for site in sites:
         site.end()
     server.end()
@@ -155,9 +176,14 @@ def test_a_deployed_federation_of_cut_models_is_the_simulated_one(federation: Ca
     rows = [sorted(map(str, read_rows(folder.ledger))) for folder in (fed.served, simulated)]
     assert rows[0] == rows[1]
     assert {row["kind"] for row in read_rows(fed.served.ledger)} >= {"activation", "gradient", "control"}
-    clients = [read_json(folder.plan)["clients"] for folder in (simulated, fed.served)]
-    assert clients[0] == clients[1]
-    assert [client["cut"] for client in clients[0]] == [1, 2, None, 1]
+    plans = [read_json(folder.plan) for folder in (simulated, fed.served)]
+    for part in ("clients", "adjacency", "importance", "clustering"):
+        assert plans[0][part] == plans[1][part], part
+    assert [client["cut"] for client in plans[0]["clients"]] == [1, 2, None, 1]
+    planned = [row for row in read_rows(fed.served.ledger) if row.get("phase")]
+    assert {(row["client"], row["phase"]) for row in planned if row["kind"] == "activation"} == {
+        (name, phase) for name in cuts for phase in ("fingerprint", "importance")
+    }
     assert audit(fed.served.path).ok
 
 

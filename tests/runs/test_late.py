@@ -100,6 +100,15 @@ def test_rows_and_bytes_of_a_newcomer_begin_with_its_round(late: RunResult) -> N
     assert sorted(path.name for path in RunFolder(late.folder).adapters.iterdir()) == sorted(late.summary["clients"])
 
 
+def test_a_newcomer_with_a_cut_is_placed_over_it(config: Make, late: RunResult) -> None:
+    cut = run(config(name="late", arrive=LATE, eta=0.3, split="movie-1=1"))
+    assert same_tensors(state(cut.folder), state(late.folder))
+    sent = [row for row in rows(cut.folder, "ledger") if row["client"] == "movie-1" and row["round"] == 2]
+    assert {row["phase"] for row in sent if row.get("phase")} == {"fingerprint"}, "importance is that of its cluster"
+    assert {row["kind"] for row in sent if row.get("phase")} == {"activation", "label"}
+    assert not any(row["kind"] == "fingerprint" for row in sent)
+
+
 def test_what_is_shown_of_a_run_is_shown_of_its_newcomers(late: RunResult) -> None:
     record = read_record(late.folder)
     assert record.clients == list(record.histories) == ["movie-0", "trec-1", "movie-1", "trec-0"]

@@ -7,10 +7,14 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+from atlas_fl.assemble import assemble
 from atlas_fl.audit import audit
 from atlas_fl.config import Config
 from atlas_fl.errors import AtlasError, BudgetError, ConfigError
+from atlas_fl.io.folder import RunFolder
+from atlas_fl.io.results import read_json
 from atlas_fl.lines import make_plan
+from atlas_fl.phases import cuts_while_planning
 from atlas_fl.report.plan_tables import plan_tables
 from atlas_fl.run import RunResult, resume, run
 from tests.runs.reading import rows, same_tensors, state
@@ -29,6 +33,15 @@ def sums(folder: Path, *, round: int | None = None) -> dict[tuple[str, str, str]
     return found
 
 
+def planned(folder: Path, client: str, phase: str) -> dict[tuple[str, str], int]:
+    """Bytes before round one of what is labelled so, by kind and direction."""
+    return {
+        (str(row["kind"]), str(row["direction"])): int(str(row["bytes"]))
+        for row in rows(folder, "ledger")
+        if (row["round"], row["client"], row.get("phase", "")) == (0, client, phase)
+    }
+
+
 @pytest.fixture
 def whole(config: Make) -> RunResult:
     return run(config(name="whole", dropout=0.1, eta=0.3))
@@ -40,6 +53,9 @@ def test_a_run_with_a_cut_ends_with_the_adapters_of_one_without(config: Make, wh
     assert same_tensors(state(whole.folder), state(cut.folder))
     assert rows(whole.folder) == rows(cut.folder)
     assert audit(cut.folder).ok
+    plans = [read_json(RunFolder(result.folder).plan) for result in (whole, cut)]
+    for part in ("clustering", "importance", "adjacency"):
+        assert plans[0][part] == plans[1][part], part
     before, after = sums(whole.folder), sums(cut.folder)
     clients = {client for client, kind, _ in after if kind == "activation"}
     assert len(clients) == 2
@@ -49,6 +65,10 @@ def test_a_run_with_a_cut_ends_with_the_adapters_of_one_without(config: Make, wh
         assert after[client, "adapter", "up"] < before[client, "adapter", "up"]
         assert ((client, "head", "up") in after) == (head == "client")
         assert ((client, "label", "up") in after) == (head == "server")
+        for phase in ("fingerprint", "importance"):
+            assert planned(cut.folder, client, phase)["activation", "up"] > 0
+        # The sketches are the server's, so the client sends its part of them and no sketch.
+        assert set(planned(cut.folder, client, "")) == {("control", "down")}
     others = {key: size for key, size in after.items() if key[0] not in clients and key[1] != "control"}
     assert others == {key: size for key, size in before.items() if key[0] not in clients and key[1] != "control"}
     assert cut.summary["bytes"]["by_kind"]["activation"]["up"] > 0
@@ -125,6 +145,19 @@ def test_auto_cuts_only_where_the_device_cannot_hold_the_model(config: Make, obj
     assert max(map(len, shown.getvalue().splitlines())) <= 80
     for part in ("Cuts", "What crosses the cuts in a round", "Both sides of the cuts", *(own.name for own in cut)):
         assert part in shown.getvalue()
+
+
+@pytest.mark.parametrize(("split", "cut"), [("auto", 1), ("2", 2), ("small=2,movie=auto", 1), ("none", None)])
+def test_while_it_is_planned_a_client_is_cut_as_set_or_at_one_block_where_auto_has_to_cut(
+    config: Make, split: str, cut: int | None
+) -> None:
+    gb = 1 if split == "none" else (needs(config, "2") + needs(config, "none")) / 2
+    assembly = assemble(config(devices=("small",), device=(SMALL.format(gb=gb),), ranks="2", split=split))
+    found = cuts_while_planning(assembly)
+    greediest = max(assembly.clients, key=lambda own: int(assembly.site.data[own.name].splits["train"].offsets[-1]))
+    assert (found[greediest.name].blocks if greediest.name in found else None) == cut
+    roomy = assemble(config(devices=("small",), device=(SMALL.format(gb=1),), ranks="2", split="auto"))
+    assert cuts_while_planning(roomy) == {}
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ The loop, the batches, the optimizer and the scores are those of a whole model (
 """
 
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
@@ -64,12 +64,12 @@ class Crossing:
             else:
                 got = self._head_here(hidden, row, active, done, site, mask)
             if hidden.requires_grad:
-                hidden.backward(_rows(got, "gradient", active, like=hidden))  # type: ignore[no-untyped-call]
+                hidden.backward(rows_of(got, "gradient", active, like=hidden))  # type: ignore[no-untyped-call]
         self.closing = {}
         for place, member in active.items():
             norms = None
             if member.options.clip > 0:
-                others = read_message(_of(got, place, "control"))[NORMS]
+                others = read_message(message_in(got, place, "control"))[NORMS]
                 norms = joined_norms(member.norms(), others, self.places)
                 self.closing[f"{place}/control"] = encode({NORMS: member.norms()})
             member.step(done, norms=norms)
@@ -109,17 +109,19 @@ class Crossing:
     def features(self, hidden: Tensor, row: Row, places: Collection[int], done: int) -> Tensor:
         """What the heads read, (reads, hidden), as it comes down."""
         got = self.far.ask("features", done, self.up(hidden, row, places, labels=False))
-        return _rows(got, "activation", places, like=hidden.new_empty(sum(row.counts), hidden.shape[1]))
+        return rows_of(got, "activation", places, like=hidden.new_empty(sum(row.counts), hidden.shape[1]))
 
 
-def _of(got: Payloads, place: int, kind: str) -> bytes:
+def message_in(got: Payloads, place: int, kind: str) -> bytes:
+    """The message of this kind to one of the job's models; raises `ProtocolError` where the answer has none."""
     if f"{place}/{kind}" not in got:
         raise ProtocolError(f"the server's answer has no {kind}; install its version of atlas-fl")
     return got[f"{place}/{kind}"]
 
 
-def _rows(got: Payloads, kind: str, places: Collection[int], *, like: Tensor) -> Tensor:
-    found = torch.cat([read_message(_of(got, place, kind))[ROWS] for place in places])
+def rows_of(got: Payloads, kind: str, places: Collection[int], *, like: Tensor) -> Tensor:
+    """The rows in the server's answer, of all these places, as they are needed here."""
+    found = torch.cat([read_message(message_in(got, place, kind))[ROWS] for place in places])
     if found.shape != like.shape:
         raise ProtocolError(
             f"the server's {kind} is {tuple(found.shape)}, not {tuple(like.shape)}; install its version"
@@ -162,7 +164,3 @@ def evaluate_below(job: Job, site: Site, crossing: Crossing) -> Update:
     metrics = scores_of(site.data[job.client].task, data.labels[order], outputs) if at_home else {}
     metrics = {**metrics, "seconds": time.perf_counter() - began}
     return Update(client=job.client, params=job.params, examples=len(data), metrics=metrics)
-
-
-CLIENT_SIDE: Mapping[str, Callable[[Job, Site, Crossing], Update]] = {"train": train_below, "evaluate": evaluate_below}
-"""What a client does of an action on its side of the cut."""

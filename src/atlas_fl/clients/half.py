@@ -18,6 +18,8 @@ class Question:
     half: "Half"
     what: str
     entries: tuple[Entry, ...]
+    alone: bool = False
+    """Answered by its half itself: gradients of what clients share cannot be told apart in a pack."""
 
     @property
     def tokens(self) -> int:

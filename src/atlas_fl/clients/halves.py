@@ -1,6 +1,6 @@
 """The server's half of one cut client for one job: what it holds, what it answers, what it ends with."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -9,7 +9,7 @@ from torch import Tensor
 
 from atlas_fl.clients.base import Job, Site, Update
 from atlas_fl.clients.evaluate import kept, on_device, scores_of
-from atlas_fl.clients.half import Asked, Half, Question
+from atlas_fl.clients.half import Asked, Question
 from atlas_fl.clients.member import joined_norms, trained_below
 from atlas_fl.clients.rows import Dropout
 from atlas_fl.clients.server_side import Entry, Read, pass_over
@@ -19,6 +19,7 @@ from atlas_fl.errors import ProtocolError
 from atlas_fl.io.tensors import encode
 from atlas_fl.split.codec import ROWS, encode_rows
 from atlas_fl.split.step import NORMS
+from atlas_fl.types import Params
 
 
 def answers_to(asked: Sequence[Asked], site: Site) -> list[dict[str, bytes] | ProtocolError | None]:
@@ -47,11 +48,12 @@ def answers_to(asked: Sequence[Asked], site: Site) -> list[dict[str, bytes] | Pr
 def answer_all(questions: Sequence[Question], site: Site) -> list[dict[str, bytes]]:
     """The answers to questions that wait at one moment, in their order.
 
-    Those with a gradient are one pass, the others another, as far as `site.max_tokens` reach.
+    Those with a gradient are one pass, the others another, as far as `site.max_tokens` reach; some go `alone`.
     """
-    answers: dict[int, dict[str, bytes]] = {}
+    answers = {k: one.half.answer(one, ()) for k, one in enumerate(questions) if one.alone}
     for backward in (True, False):
-        alike = [k for k, one in enumerate(questions) if (one.what in ("loss", "gradient")) is backward]
+        packed = [k for k, one in enumerate(questions) if not one.alone]
+        alike = [k for k in packed if (questions[k].what in ("loss", "gradient")) is backward]
         for group in _packs(alike, questions, site.max_tokens):
             found = iter(pass_over([e for k in group for e in questions[k].entries], site, backward=backward))
             for k in group:
@@ -72,11 +74,22 @@ def _packs(places: Sequence[int], questions: Sequence[Question], max_tokens: int
     return packs
 
 
-class TrainingHalf:
-    """Trains the blocks above the cut, with an optimizer of their own, in step with the client's."""
+def with_upper(entry: Entry, payloads: Payloads, side: Side, *, place: int = 0) -> Entry:
+    """The rows with the gradient of their features, which has come from the client."""
+    rows = side.opened(payloads, place, "gradient").get(ROWS)
+    if rows is None or rows.shape != (entry.reads, entry.rows.shape[1]):
+        raise side.refused("a gradient")
+    return replace(entry, upper=rows.to(entry.rows.device, copy=True))
 
-    def __init__(self, job: Job, site: Site, *, together: Together | None = None) -> None:
-        self.side, self.together = Side(job, site), together
+
+class TrainingHalf:
+    """Trains the blocks above the cut, with an optimizer of their own, in step with the client's.
+
+    `place` is the model's among those of its job, as its messages have it.
+    """
+
+    def __init__(self, job: Job, site: Site, *, together: Together | None = None, place: int = 0) -> None:
+        self.side, self.together, self._place = Side(job, site), together, place
         self.places = tuple(trained_below(site.backbone, job.params, job.options, self.side.cut))
         self._member = upper_member(job, site) if together is None else together.members[job.client]
         self._waiting: Entry | None = None
@@ -87,12 +100,12 @@ class TrainingHalf:
         self.close(what, done, payloads)
         assert self.is_ready(), "who shares adapters is read when all have stepped"
         if self._waiting is not None:
-            entry, self._waiting = self._with_upper(self._waiting, payloads), None
+            entry, self._waiting = with_upper(self._waiting, payloads, self.side, place=self._place), None
         else:
             if done >= self._member.steps:
                 raise ProtocolError(f"{self.side.job.client} goes on after its {self._member.steps} steps")
             dropout = self._member.dropout(done)
-            entry = self.side.entry(payloads, 0, self._member.params, dropout, wants=bool(self.places))
+            entry = self.side.entry(payloads, self._place, self._member.params, dropout, wants=bool(self.places))
         return Question(half=self, what=what, entries=(entry,))
 
     def close(self, what: str, done: int, payloads: Payloads) -> None:
@@ -100,41 +113,35 @@ class TrainingHalf:
         at_home = self.side.cut.head == "client"
         self.side.expect(what, done, "gradient" if self._waiting else "features" if at_home else "loss")
         if self._waiting is None:
-            self._close(payloads)
+            self.step(payloads)
 
     def is_ready(self) -> bool:
         """Whether the adapters are where this client's steps are."""
         return self._waiting is not None or self.together is None or self.together.done == self.side.done
 
-    def _with_upper(self, entry: Entry, payloads: Payloads) -> Entry:
-        rows = self.side.opened(payloads, 0, "gradient").get(ROWS)
-        if rows is None or rows.shape != (entry.reads, entry.rows.shape[1]):
-            raise self.side.refused("a gradient")
-        return replace(entry, upper=rows.to(entry.rows.device, copy=True))
-
     def answer(self, question: Question, found: Sequence[Read]) -> dict[str, bytes]:
         """Features, or the gradient of the rows with the norms of this half's gradients."""
         ((entry,), (read,)) = question.entries, found
+        side, wire, answer = self.side, self.side.cut.wire, dict[str, bytes]()
         if question.what == "features":
             self._waiting = entry
-            return {"0/activation": self.side.sent(encode_rows(read.features, wire=self.side.cut.wire), "activation")}
+            return {f"{self._place}/activation": side.sent(encode_rows(read.features, wire=wire), "activation")}
         if read.loss is not None:
             self._member.losses.append(read.loss.detach())
         self.side.done, self._open = self.side.done + 1, entry.reads
-        answer: dict[str, bytes] = {}
         if entry.rows.grad is not None:
-            answer["0/gradient"] = self.side.sent(encode_rows(entry.rows.grad, wire=self.side.cut.wire), "gradient")
+            answer[f"{self._place}/gradient"] = side.sent(encode_rows(entry.rows.grad, wire=wire), "gradient")
         if self._member.options.clip > 0:
-            answer["0/control"] = self.side.sent(encode({NORMS: self._member.norms()}), "control")
+            answer[f"{self._place}/control"] = side.sent(encode({NORMS: self._member.norms()}), "control")
         return answer
 
-    def _close(self, payloads: Payloads) -> None:
+    def step(self, payloads: Payloads) -> None:
         """Step, now that the client has told the norms of its gradients."""
         if not self._open:
             return
         norms, count, self._open = None, self._open, 0
         if self._member.options.clip > 0:
-            others = self.side.opened(payloads, 0, "control").get(NORMS)
+            others = self.side.opened(payloads, self._place, "control").get(NORMS)
             if others is None or others.dtype is not torch.float32 or others.shape != (len(self.places),):
                 raise self.side.refused("norms")
             norms = joined_norms(others.to(self._member.norms()), self._member.norms(), self.places)
@@ -150,7 +157,21 @@ class TrainingHalf:
             raise ProtocolError(
                 f"{side.job.client} ends after {side.done} of {member.steps} steps; install our version"
             )
-        self._close(payloads)
+        self.step(payloads)
+
+    @property
+    def steps(self) -> int:
+        """How many steps it has in all."""
+        return self._member.steps
+
+    @property
+    def params(self) -> Params:
+        """The model above the cut as it is now."""
+        return self._member.params
+
+    def stop(self) -> None:
+        """Let the steps so far be all."""
+        self._member.steps = self.side.done
 
     def end(self, payloads: Payloads) -> Update:
         """The trained upper part."""
@@ -211,7 +232,3 @@ class EvaluationHalf:
         if self.side.cut.head == "server":
             scores = scores_of(self._task, torch.cat(self._labels).numpy(), self._outputs)
         return Update(client=self.side.job.client, params=self.side.above, examples=self._examples, metrics=scores)
-
-
-SERVER_SIDE: Mapping[str, Callable[[Job, Site], Half]] = {"train": TrainingHalf, "evaluate": EvaluationHalf}
-"""The server's half of an action for a cut client."""

@@ -188,7 +188,7 @@ class Member:
         self.shared = shared_above(site.backbone, self.params, cut)
         self.optimizer = adamw([leaf for key, leaf in self.params.items() if key not in self.shared], options)
         self.losses: list[Tensor] = []
-        self.line = None if job.cut is None else Line(job.cut, client=job.client, round=job.round)
+        self.line = None if job.cut is None else Line(job.cut, client=job.client, round=job.round, half=options.half)
         self._below = [] if job.cut is None else trained_below(site.backbone, self.params, self.options, job.cut)
         # A power of two, so that scaling changes no digit of what neither overflows nor vanishes.
         self.loss_scale = LOSS_SCALE if site.fp16 else 1.0

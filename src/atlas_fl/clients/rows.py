@@ -94,7 +94,7 @@ def forward(
     adapters = Adapters(clients=clients, segments=row.segments, pooled=row.pooled, scale=site.scale, mask=mask)
     with attached(site.modules, adapters):
         with site.autocast():
-            pooled = _features(row, site, lines)
+            pooled = features_over(row, site, lines)
             logits = read_logits(site.backbone, clients, torch.split(pooled, list(row.counts)), mask=mask)
         yield logits
 
@@ -138,7 +138,8 @@ def features_here(row: Row, backbone: Backbone) -> Tensor:
     return read
 
 
-def _features(row: Row, site: Site, lines: Sequence[Line | None]) -> Tensor:
+def features_over(row: Row, site: Site, lines: Sequence[Line | None]) -> Tensor:
+    """What the heads read of the row, (reads, hidden), over the cuts of those clients that have a line."""
     ends = [
         End(
             line=line,

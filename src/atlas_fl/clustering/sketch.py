@@ -6,7 +6,7 @@ added with a random sign to one of `dim` buckets. Inner products are kept withou
 """
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 
 import numpy as np
 import torch
@@ -25,15 +25,37 @@ def sketch(tensors: Mapping[str, torch.Tensor], *, dim: int, seed: int) -> np.nd
     without exchanging anything. A tensor of zeros adds nothing.
     Raises ConfigError for `dim` below 2 and DataError for NaN, infinity or when every tensor is zero.
     """
+    return joined(sketch_parts(tensors, dim=dim, seed=seed).values())
+
+
+def sketch_parts(tensors: Mapping[str, torch.Tensor], *, dim: int, seed: int) -> dict[str, np.ndarray]:
+    """What every tensor adds to their sketch before it is divided by its norm, float64 (dim,), by name.
+
+    A sketch is linear: tensors that lie on two machines are sketched there, and `joined` here.
+    Raises ConfigError for `dim` below 2 and DataError for NaN or infinity.
+    """
     if dim < 2:
         raise ConfigError(f"sketch_dim {dim} is too small; at least 2, 1024 is usual")
-    total = np.zeros(dim)
-    for key, tensor in tensors.items():
-        total += _unit_sketch(key, tensor, dim=dim, seed=seed_of(seed, "sketch", key, tensor.numel()))
+    return {
+        key: _unit_sketch(key, tensor, dim=dim, seed=seed_of(seed, "sketch", key, tensor.numel()))
+        for key, tensor in tensors.items()
+    }
+
+
+def joined(parts: Iterable[np.ndarray]) -> np.ndarray:
+    """The sketch of tensors with these parts, float32 (dim,) of unit norm; summed in their order, which decides on the
+    last bits.
+
+    Raises DataError when every tensor is zero.
+    """
+    ordered = list(parts)
+    total = np.zeros(len(ordered[0]) if ordered else 0)
+    for part in ordered:
+        total += part
     norm = float(np.linalg.norm(total))
     if norm == 0.0:
         raise DataError("the fingerprint is zero in every tensor; use more batches or warm-up steps")
-    return (total / norm).astype(np.float32)
+    return np.asarray((total / norm).astype(np.float32))
 
 
 def _unit_sketch(key: str, tensor: torch.Tensor, *, dim: int, seed: int) -> np.ndarray:

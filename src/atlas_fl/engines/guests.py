@@ -6,9 +6,10 @@ from typing import Any
 
 import torch
 
+from atlas_fl.clients import SERVER_SIDE
 from atlas_fl.clients.base import Job, Site, Update
 from atlas_fl.clients.half import Asked, Half
-from atlas_fl.clients.halves import SERVER_SIDE, answers_to
+from atlas_fl.clients.halves import answers_to
 from atlas_fl.engines.census import read_census, stand_in
 from atlas_fl.engines.frames import Head
 from atlas_fl.engines.lodging import ABOUT, numbered

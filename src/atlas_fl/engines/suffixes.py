@@ -15,16 +15,17 @@ from typing import Any, TypeVar
 
 import torch
 
+from atlas_fl.clients import SERVER_SIDE
 from atlas_fl.clients.base import Job, Site, Update
 from atlas_fl.clients.half import Asked, Half, joined
-from atlas_fl.clients.halves import SERVER_SIDE, TrainingHalf, answers_to
+from atlas_fl.clients.halves import TrainingHalf, answers_to
 from atlas_fl.clients.side import Payloads
 from atlas_fl.clients.together import Together
 from atlas_fl.engines.frames import Head
 from atlas_fl.engines.wire import Told, read_payloads, write_payloads
 from atlas_fl.errors import ProtocolError
 from atlas_fl.models.parts import bottom_tensors
-from atlas_fl.tree import digest
+from atlas_fl.tree import digest, select
 from atlas_fl.types import Params
 
 GATHER_SECONDS = 0.003
@@ -53,6 +54,8 @@ class Suffixes:
         self._runner: asyncio.Task[None] | None = None
         self._news = asyncio.Event()
         self._parts: dict[int, str] = {}
+        # Held apart, because a pass that measures has other weights in the model while it computes.
+        self._frozen = dict(site.backbone.model.named_parameters())
 
     def __enter__(self) -> "Suffixes":
         return self
@@ -116,7 +119,7 @@ class Suffixes:
     def part(self, blocks: int) -> str:
         """The digest of the frozen tensors that a client with so many blocks holds."""
         if blocks not in self._parts:
-            self._parts[blocks] = digest(bottom_tensors(self.site.backbone, blocks=blocks))
+            self._parts[blocks] = digest(select(self._frozen, bottom_tensors(self.site.backbone, blocks=blocks)))
         return self._parts[blocks]
 
     async def ask(self, number: int, head: Mapping[str, Any], tensors: Params) -> tuple[Head, Params] | None:

@@ -4,9 +4,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
-from atlas_fl.clients import ACTIONS
+from atlas_fl.clients import ACTIONS, CLIENT_SIDE
 from atlas_fl.clients.base import Site
-from atlas_fl.clients.client_side import CLIENT_SIDE, crossing_of
+from atlas_fl.clients.client_side import crossing_of
 from atlas_fl.clients.side import Payloads
 from atlas_fl.engines.frames import Head
 from atlas_fl.engines.guests import Guests

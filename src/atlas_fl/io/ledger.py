@@ -36,9 +36,11 @@ class LedgerRow:
     """Whose upper part it is that a host gets and returns; empty: what is sent is the client's own."""
     relayed: bool = False
     """It goes to the `peer` over the server, which hands it on."""
+    phase: str = ""
+    """What of planning crossed a cut: `fingerprint`, `importance` or `evaluate`; empty: of a round, or of no cut."""
 
     def to_json(self) -> dict[str, Any]:
-        """The row as `ledger.jsonl` holds it; without `peer`, `guest` and `relayed` where there is none."""
+        """The row as `ledger.jsonl` holds it; without `peer`, `guest`, `relayed` and `phase` where there is none."""
         # `asdict` copies deeply, which costs more than the whole message's accounting.
         return {key: value for key, value in vars(self).items() if value != "" and value is not False}
 
@@ -82,8 +84,8 @@ def from_json(row: Mapping[str, Any]) -> LedgerRow:
         raise DataError(f"no ledger row: {dict(row)}; directions: {', '.join(DIRECTIONS)}; kinds: {', '.join(KINDS)}")
     if not isinstance(row.get("bytes"), int) or row["bytes"] < 0:
         raise DataError(f"no ledger row: {dict(row)}; bytes is a whole number from 0")
-    if not all(isinstance(row.get(name, ""), str) for name in ("peer", "guest")):
-        raise DataError(f"no ledger row: {dict(row)}; peer and guest are clients' names")
+    if not all(isinstance(row.get(name, ""), str) for name in ("peer", "guest", "phase")):
+        raise DataError(f"no ledger row: {dict(row)}; peer and guest are clients' names, phase is a word")
     if type(row.get("relayed", False)) is not bool:
         raise DataError(f"no ledger row: {dict(row)}; relayed is true or absent")
     return LedgerRow(**row)

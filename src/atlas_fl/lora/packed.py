@@ -170,7 +170,8 @@ def attached(modules: Mapping[str, nn.Module], adapters: Adapters) -> Iterator[N
 def merged_weight(module: nn.Module, name: str, params: Params, scale: Callable[[int], float]) -> Tensor:
     """The layer's weight with one client's update added, in the layer's own orientation; a new tensor."""
     weight = module.get_parameter("weight").detach()
-    a, b = params[name + LORA_A].to(weight.device), params[name + LORA_B].to(weight.device)
+    # Copied, because what came in a message lies at any address, and on that a product's last bits depend.
+    a, b = (params[name + part].to(weight.device, copy=True) for part in (LORA_A, LORA_B))
     update = scale(a.shape[0]) * (b @ a)  # (d_out, d_in)
     merged: Tensor = weight + (update if isinstance(module, nn.Linear) else update.T)
     return merged

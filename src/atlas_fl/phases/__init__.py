@@ -1,9 +1,9 @@
 """The steps of a plan: who shares a task, which ranks fit, who neighbours whom, and what round one starts from."""
 
 from atlas_fl.phases.connect import connect as connect
+from atlas_fl.phases.cut import cuts_while_planning as cuts_while_planning
 from atlas_fl.phases.cut import decide as decide
 from atlas_fl.phases.fit import Fitted as Fitted
-from atlas_fl.phases.fit import check_budgets as check_budgets
 from atlas_fl.phases.fit import fit_ranks as fit_ranks
 from atlas_fl.phases.fit import measure_layers as measure_layers
 from atlas_fl.phases.fit import own_importance as own_importance

@@ -1,5 +1,7 @@
 """The graph of phase 4: who listens to whom, from the sketches' noise-corrected similarity."""
 
+from collections.abc import Mapping
+
 import numpy as np
 
 from atlas_fl.assemble import Assembly
@@ -7,7 +9,9 @@ from atlas_fl.clients.base import Job
 from atlas_fl.clients.evaluate import EvaluateOptions
 from atlas_fl.engines.base import Engine, run_all
 from atlas_fl.mixing.graph import Graph, GraphOptions, make_graph, similarity_distances
+from atlas_fl.phases.cut import WHOLE
 from atlas_fl.phases.identify import Identified
+from atlas_fl.split.step import Cut
 
 
 def connect(
@@ -17,6 +21,7 @@ def connect(
     *,
     previous: np.ndarray | None = None,
     performance: np.ndarray | None = None,
+    cuts: Mapping[str, Cut] = WHOLE,
 ) -> Graph:
     """The graph of these clients; without clusters one without edges.
 
@@ -30,7 +35,7 @@ def connect(
         size = len(assembly.clients)
         return Graph(adjacency=np.zeros((size, size)), warnings=())
     if config.graph == "adaptive" and performance is None:
-        performance = _scores(assembly, engine, found)
+        performance = _scores(assembly, engine, found, cuts)
     return make_graph(
         similarity_distances(found.clustering.similarity),
         np.array(found.labels, dtype=np.int64),
@@ -50,7 +55,10 @@ def connect(
     )
 
 
-def _scores(assembly: Assembly, engine: Engine, found: Identified) -> np.ndarray:
+def _scores(assembly: Assembly, engine: Engine, found: Identified, cuts: Mapping[str, Cut]) -> np.ndarray:
     options = EvaluateOptions(split="validation")
-    jobs = [Job(client=name, params=found.warmed[name], round=0, options=options) for name in assembly.names]
+    jobs = [
+        Job(client=name, params=found.warmed[name], round=0, options=options, cut=cuts.get(name))
+        for name in assembly.names
+    ]
     return np.array([update.metrics["primary"] for update in run_all(engine, "evaluate", jobs)])

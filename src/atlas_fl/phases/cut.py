@@ -1,7 +1,8 @@
 """Phase 3: whether a client's model is cut, and where."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import TypeAlias
 
 import numpy as np
@@ -30,6 +31,9 @@ class Fit:
     """Why there is this cut, or none; empty where splitting was not asked for."""
 
 
+WHOLE: Mapping[str, Cut] = MappingProxyType({})
+"""The cuts of clients that are all whole."""
+
 Fitter: TypeAlias = Callable[[int | None, str], Fit]
 """(blocks on the client, reason) -> what that comes to; raises `BudgetError` where it does not fit."""
 
@@ -48,7 +52,7 @@ def decide(
     With `auto` a device that can hold the model gets no cut. Raises `BudgetError` where nothing fits, `ConfigError`
     for a cut beyond the model.
     """
-    word = cut_word(assembly.config.split.split, client=client.name, task=client.task.name, device=device.name)
+    word = _word(assembly, client, device)
 
     def fit(blocks: int | None, reason: str) -> Fit:
         cut = cut_of(assembly.config, blocks)
@@ -69,6 +73,24 @@ def decide(
         raise _nothing_fits(fit, device, assembly)
     best, reason = choose([_candidate(own, importance) for own in fits], assembly.config.split.split_objective)
     return fit(best.blocks, reason)
+
+
+def cuts_while_planning(assembly: Assembly) -> dict[str, Cut]:
+    """How clients are cut while they are planned, by name; nothing of those that are whole then.
+
+    As `--split` says; with `auto`, which decides by what is measured, a device that cannot hold the model has one block
+    until then. Raises `BudgetError` for a device that not even the smallest ranks fit, before anything is measured.
+    """
+    found, even = {}, np.full(assembly.shape.num_layers, 1.0 / assembly.shape.num_layers)
+    for client, device in zip(assembly.clients, assembly.devices, strict=True):
+        fit = decide(assembly, client, device, even, communicates=True)
+        if fit.cut is not None:
+            found[client.name] = replace(fit.cut, blocks=1) if _word(assembly, client, device) == AUTO else fit.cut
+    return found
+
+
+def _word(assembly: Assembly, client: ClientData, device: Device) -> str:
+    return cut_word(assembly.config.split.split, client=client.name, task=client.task.name, device=device.name)
 
 
 def shared_fits(assembly: Assembly, fits: Sequence[Fit], clusters: Sequence[int], *, communicates: bool) -> list[Fit]:

@@ -13,10 +13,11 @@ from atlas_fl.clients.importance import IMPORTANCE, ImportanceOptions
 from atlas_fl.engines.base import Engine, run_all
 from atlas_fl.options import warmup_options
 from atlas_fl.phases.cost import crossing_bytes, evaluation_bytes, server_memory
-from atlas_fl.phases.cut import Fit, decide, shared_fits
+from atlas_fl.phases.cut import WHOLE, Fit, decide, shared_fits
 from atlas_fl.phases.identify import Identified
 from atlas_fl.ranks.devices import Device
 from atlas_fl.ranks.importance import cluster_importance, complexity_factors
+from atlas_fl.split.step import Cut
 from atlas_fl.tasks.clients import ClientData, majority
 from atlas_fl.types import ByClient
 
@@ -33,30 +34,34 @@ class Fitted:
 
 
 def measure_layers(
-    assembly: Assembly, engine: Engine, found: Identified, *, models: ByClient | None = None
+    assembly: Assembly,
+    engine: Engine,
+    found: Identified,
+    *,
+    models: ByClient | None = None,
+    round: int = 0,
+    cuts: Mapping[str, Cut] = WHOLE,
 ) -> np.ndarray:
     """Importance of every layer, (n, layers) float64; clients of one cluster get their mean.
 
-    Measured at these models, or at the warmed-up ones.
+    Measured at these models, or at the warmed-up ones, over the cuts of those that have one.
     A rule without clusters keeps every client's own: nothing may be shared that it does not share.
     """
-    own = own_importance(assembly, engine, found.warmed if models is None else models)
+    own = own_importance(assembly, engine, found.warmed if models is None else models, round=round, cuts=cuts)
     return own if found.clustering is None else cluster_importance(own, found.labels)
 
 
-def own_importance(assembly: Assembly, engine: Engine, models: ByClient) -> np.ndarray:
+def own_importance(
+    assembly: Assembly, engine: Engine, models: ByClient, *, round: int = 0, cuts: Mapping[str, Cut] = WHOLE
+) -> np.ndarray:
     """Importance of every layer as each client measures it at its model, (n, layers) float64; rows sum to one."""
     config = assembly.config
     options = ImportanceOptions(kind=config.ranks.importance, train=warmup_options(config), batches=BATCHES)
-    jobs = [Job(client=name, params=models[name], round=0, options=options) for name in assembly.names]
+    jobs = [
+        Job(client=name, params=models[name], round=round, options=options, cut=cuts.get(name))
+        for name in assembly.names
+    ]
     return np.stack([update.params[IMPORTANCE].numpy() for update in run_all(engine, "importance", jobs)])
-
-
-def check_budgets(assembly: Assembly) -> None:
-    """Raise `BudgetError` for a device that not even the smallest ranks fit, before anything is measured."""
-    layers = np.full((len(assembly.clients), assembly.shape.num_layers), 1.0 / assembly.shape.num_layers)
-    for client, device, importance in zip(assembly.clients, assembly.devices, layers, strict=True):
-        decide(assembly, client, device, importance, communicates=True)
 
 
 def fit_ranks(assembly: Assembly, found: Identified, layers: np.ndarray, *, communicates: bool) -> Fitted:
@@ -81,8 +86,8 @@ def _cut_notes(assembly: Assembly, fits: Sequence[Mapping[str, Any]]) -> list[st
     if not cut:
         return []
     notes = [
-        f"{len(cut)} of {len(fits)} models are cut; fingerprints and importance are still measured on whole ones, and"
-        " what that would take of a cut device is in no prediction"
+        f"{len(cut)} of {len(fits)} models are cut, and so they are while they are planned; what planning takes of a"
+        " cut device is in no prediction"
     ]
     if any(client.task.writes for client in cut):
         notes.append("clients with a cut write no answers, so there is no ROUGE of theirs")

@@ -17,6 +17,8 @@ from atlas_fl.engines.base import Engine, run_all
 from atlas_fl.io.ledger import payload_bytes
 from atlas_fl.io.results import from_json, to_json
 from atlas_fl.options import warmup_options, warmup_rank
+from atlas_fl.phases.cut import WHOLE
+from atlas_fl.split.step import Cut
 from atlas_fl.tasks.clients import ClientData
 from atlas_fl.tree import select
 from atlas_fl.types import Params
@@ -42,9 +44,15 @@ class Identified:
 
 
 def identify(
-    assembly: Assembly, engine: Engine, *, clustered: bool, previous: Clustering | None = None, round: int = 0
+    assembly: Assembly,
+    engine: Engine,
+    *,
+    clustered: bool,
+    previous: Clustering | None = None,
+    round: int = 0,
+    cuts: Mapping[str, Cut] = WHOLE,
 ) -> Identified:
-    """Fingerprint every client and cluster the sketches.
+    """Fingerprint every client, over its cut where it has one, and cluster the sketches.
 
     A rule without clusters takes the same warm-up where the fingerprint is one that trains, so that every strategy
     starts from the same models and training budget, but no sketch leaves a client; a fingerprint that only looks is
@@ -55,7 +63,7 @@ def identify(
     options = fingerprint_options(assembly.config, round=round)
     if not clustered and options.kind != "delta":
         return _without_clusters(assembly, warmed={c.name: _shared_start(assembly, c) for c in assembly.clients})
-    updates = fingerprints(assembly, engine, options, round=round)
+    updates = fingerprints(assembly, engine, options, round=round, cuts=cuts)
     warmed = {u.client: {k: t for k, t in u.params.items() if k not in (FIRST, SECOND)} for u in updates}
     warmup = _cost(updates, seconds=time.perf_counter() - began) | {"taken": how_taken(assembly.config, options)}
     tasks = [client.task.name for client in assembly.clients]
@@ -116,7 +124,14 @@ def how_taken(config: Config, options: FingerprintOptions) -> dict[str, Any]:
     return plain
 
 
-def fingerprints(assembly: Assembly, engine: Engine, options: FingerprintOptions, *, round: int = 0) -> list[Update]:
+def fingerprints(
+    assembly: Assembly,
+    engine: Engine,
+    options: FingerprintOptions,
+    *,
+    round: int = 0,
+    cuts: Mapping[str, Cut] = WHOLE,
+) -> list[Update]:
     """Every client's answer: its sketches and its warmed-up model, at the warm-up's rank.
 
     Raises `ConfigError` where gradients of more blocks are asked for than the model has.
@@ -124,7 +139,13 @@ def fingerprints(assembly: Assembly, engine: Engine, options: FingerprintOptions
     if options.kind != "delta" and options.blocks > assembly.shape.num_layers:
         raise mistake("--fingerprint-blocks", options.blocks, f"1 to {assembly.shape.num_layers}, the model's blocks")
     jobs = [
-        Job(client=client.name, params=_shared_start(assembly, client), round=round, options=options)
+        Job(
+            client=client.name,
+            params=_shared_start(assembly, client),
+            round=round,
+            options=options,
+            cut=cuts.get(client.name),
+        )
         for client in assembly.clients
     ]
     return run_all(engine, "fingerprint", jobs)

@@ -57,10 +57,11 @@ class Cut:
 class Line:
     """One client's connection through its cut: encodes, decodes and counts every message."""
 
-    def __init__(self, cut: Cut, *, client: str, round: int) -> None:
+    def __init__(self, cut: Cut, *, client: str, round: int, half: int | None = None) -> None:
         self.cut = cut
         self.crossed: Counter[tuple[Kind, Direction]] = Counter()
-        self._path = (client, round)
+        # Halves of one client that train beside each other get each their own noise.
+        self._path = (client, round) if half is None else (client, round, half)
         self._drawn: dict[Kind, np.random.Generator] = {}
 
     def begin(self, *path: object) -> None:
