@@ -7,13 +7,13 @@ from typing import TypeAlias
 import torch
 
 from atlas_fl.clients.base import Job, Site, Update
+from atlas_fl.clients.batches import TrainOptions as TrainOptions
+from atlas_fl.clients.batches import batches as batches
+from atlas_fl.clients.batches import num_steps as num_steps
+from atlas_fl.clients.batches import positions as positions
 from atlas_fl.clients.member import Member
-from atlas_fl.clients.member import TrainOptions as TrainOptions
-from atlas_fl.clients.member import batches as batches
 from atlas_fl.clients.member import example_loss as example_loss
 from atlas_fl.clients.member import learning_rate as learning_rate
-from atlas_fl.clients.member import num_steps as num_steps
-from atlas_fl.clients.member import positions as positions
 from atlas_fl.clients.packs import rows
 from atlas_fl.clients.rows import dropout_masks, forward, make_row
 from atlas_fl.clients.shared import SharedSet, shared_sets, step_all

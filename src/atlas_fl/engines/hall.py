@@ -15,7 +15,7 @@ from atlas_fl.engines.census import read_census, read_device
 from atlas_fl.engines.frames import Head
 from atlas_fl.engines.hosts import Hosts, hosts_of
 from atlas_fl.engines.identity import Identity
-from atlas_fl.engines.seats import Seat, Upper, Work, check_fellows, check_return, left
+from atlas_fl.engines.seats import Seat, Upper, Work, check_fellows, check_return, count_here, left, present
 from atlas_fl.engines.stream import NO_TENSORS
 from atlas_fl.engines.suffixes import Suffixes
 from atlas_fl.engines.wire import job_message, read_update
@@ -37,8 +37,7 @@ class Hall:
         late: bool = False,
     ) -> None:
         self.seats = {name: Seat(name) for name in names}
-        self.planned: set[str] | None = None
-        """Who is in the plan; None as long as everyone may be."""
+        self.planned: set[str] | None = None  # who is in the plan, once there is one
         self._identity, self._settings, self._on_note, self._late = identity, settings, on_note, late
         self._numbers, self._changed = 0, asyncio.Condition()
         self._hosts: Hosts | None = None
@@ -58,10 +57,7 @@ class Hall:
         if self._hosts is not None:
             self._hosts.presence(name, here)
         if seat.census is not None and not seat.dismissed:
-            self._on_note(f"{name} is {'back' if here else 'gone'} ({self._count()})")
-
-    def _count(self) -> str:
-        return f"{sum(seat.here and seat.census is not None for seat in self.seats.values())} of {len(self.seats)} here"
+            self._on_note(f"{name} is {'back' if here else 'gone'} ({count_here(self.seats.values())})")
 
     async def answer(self, name: str, head: Mapping[str, Any], tensors: Params) -> tuple[Head, Params]:
         """The answer to a client's request: its next job, as soon as there is one."""
@@ -127,8 +123,8 @@ class Hall:
         is_new, seat.census, seat.device, seat.held = seat.census is None, census, device, {}
         seat.part, seat.lodged = part if type(part) is int else None, {}
         if is_new:
-            examples = census.examples["train"]
-            self._on_note(f"{seat.name}: {census.task}, {examples} training examples, {device.name} ({self._count()})")
+            many, here = census.examples["train"], count_here(self.seats.values())
+            self._on_note(f"{seat.name}: {census.task}, {many} training examples, {device.name} ({here})")
             if comes_late:
                 self._on_note(f"{seat.name} came after the plan was made and joins before the next round")
         async with self._changed:
@@ -182,14 +178,7 @@ class Hall:
         async with self._changed:
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._changed.wait_for(decided), seconds)
-        come = tuple(seat.name for seat in seats if seat.census and not seat.lost)
-        missing = ", ".join(f"{s.name} ({s.lost})" if s.lost else s.name for s in seats if s.name not in come)
-        if len(come) < least:
-            within = "" if any(seat.lost for seat in seats) else f" within {seconds:g} seconds"
-            raise ProtocolError(
-                f"{len(come)} of {len(wanted)} clients have come{within}, missing: {missing};"
-                f" {least} are needed: start them, raise --wait or lower --min-clients"
-            )
+        come, missing = present(seats, least=least, seconds=seconds)
         if missing:
             self._on_note(f"begins without {missing}")
         self.planned = set(come)

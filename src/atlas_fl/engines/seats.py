@@ -1,7 +1,7 @@
 """The seats of a hall: what the server knows of each client, and what it has asked it."""
 
 import asyncio
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -110,3 +110,24 @@ async def left(seats: Collection[Seat], *, seconds: float) -> bool:
             return False
         await asyncio.sleep(0.02)
     return True
+
+
+def count_here(seats: Collection[Seat]) -> str:
+    """How many of these are here, in words."""
+    return f"{sum(seat.here and seat.census is not None for seat in seats)} of {len(seats)} here"
+
+
+def present(seats: Sequence[Seat], *, least: int, seconds: float) -> tuple[tuple[str, ...], str]:
+    """Who of these has come, in their order, and in words who has not.
+
+    Raises `ProtocolError` where fewer than `least` have, within the seconds that were waited.
+    """
+    come = tuple(seat.name for seat in seats if seat.census and not seat.lost)
+    missing = ", ".join(f"{s.name} ({s.lost})" if s.lost else s.name for s in seats if s.name not in come)
+    if len(come) < least:
+        within = "" if any(seat.lost for seat in seats) else f" within {seconds:g} seconds"
+        raise ProtocolError(
+            f"{len(come)} of {len(seats)} clients have come{within}, missing: {missing};"
+            f" {least} are needed: start them, raise --wait or lower --min-clients"
+        )
+    return come, missing
