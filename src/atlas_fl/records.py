@@ -10,6 +10,7 @@ from atlas_fl.clients.base import Update
 from atlas_fl.config import Config
 from atlas_fl.io import checkpoint
 from atlas_fl.io.folder import RunFolder
+from atlas_fl.io.ledger import LedgerRow
 from atlas_fl.io.machine import peak_memory
 from atlas_fl.io.results import append_rows, defined, truncate_to, write_json
 from atlas_fl.io.scores import STOPPED
