@@ -96,8 +96,8 @@ class Recorder:
         if self.audit and begun is not None:
             self._write_tensors("begun", begun, round=round)
 
-    def round(self, record: RoundRecord, state: State, *, seconds: float) -> None:
-        """Write the round's rows, the audit's files, and a checkpoint where one is due."""
+    def round(self, record: RoundRecord, state: State, *, seconds: float, ends: bool = False) -> None:
+        """Write the round's rows, the audit's files, and a checkpoint where one is due, or the session ends."""
         self.seconds["rounds"] = self.seconds.get("rounds", 0.0) + seconds
         self.round_seconds[record.round] = seconds
         stopped = [_stopped_row(state)] if record.stopped else []
@@ -105,7 +105,8 @@ class Recorder:
         append_rows(self.folder.ledger, [row.to_json() for row in record.messages(self.share)])
         if self.audit:
             self._write_audit(record)
-        if record.round % self.checkpoint_every == 0 or record.final or record.round in self._best(state):
+        due = record.round % self.checkpoint_every == 0 or record.round in self._best(state)
+        if due or record.final or ends:
             self._checkpoint(state)
 
     def _write_plan(self, planned: Planned) -> None:

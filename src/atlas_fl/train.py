@@ -78,7 +78,7 @@ def train(
         if is_reclustered(assembly.config, number):
             planned, state = _clustered_again(assembly, planned, engine, state, recorder)
         state, record = one_round(assembly, planned, engine, state)
-        recorder.round(record, state, seconds=time.perf_counter() - began)
+        recorder.round(record, state, seconds=time.perf_counter() - began, ends=number == last)
         for client, reason in record.refused.items():
             on_event(Note(f"round {number}: the update of {client} was refused: {reason}"))
         on_event(_finished(record, assembly, seconds=time.perf_counter() - began))

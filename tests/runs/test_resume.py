@@ -70,6 +70,16 @@ def test_sessions_of_few_rounds_make_the_same_run(config: Make) -> None:
     assert rows(whole.folder) == rows(parts.folder)
 
 
+def test_sessions_shorter_than_the_rounds_between_two_checkpoints_get_on(config: Make) -> None:
+    whole = run(config(name="whole"))
+    parts = run(config(name="parts", max_rounds=1, checkpoint_every=3))
+    for expected in (2, 3):
+        assert parts.rounds == expected - 1
+        parts = resume(parts.folder, max_rounds=1)
+    assert parts.complete
+    assert same_tensors(state(whole.folder), state(parts.folder))
+
+
 def test_sessions_that_end_between_two_aggregations_make_the_same_run(config: Make) -> None:
     settings = {"aggregate_every": 3, "participation": "0.5", "rounds": 5, "eta": "0.3"}
     whole = run(config(name="whole", **settings))

@@ -155,7 +155,7 @@ class RunConfig:
     max_rounds: int | None = None
     """Stop after this many rounds of this session; `atlas resume` goes on."""
     checkpoint_every: int = 1
-    """Rounds between two checkpoints."""
+    """Rounds between two checkpoints; a session always ends with one."""
     keep_checkpoints: int = 2
     """Newest checkpoints that are kept."""
     keep_best: int = 0
