@@ -1,6 +1,6 @@
 """A client's personal model as a folder that PEFT or transformers load."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,7 @@ from atlas_fl.types import ByClient, Params
 def export_clients(assembly: Assembly, models: ByClient, folder: RunFolder) -> None:
     """Write every client's model under the run's `adapters/`."""
     backbone = assembly.site.backbone
+    tasks = {client.name: client.task for client in assembly.clients}
     for client, params in models.items():
         export_adapter(
             params,
@@ -33,6 +34,7 @@ def export_clients(assembly: Assembly, models: ByClient, folder: RunFolder) -> N
             family=backbone.family,
             base=backbone.source.path,
             scale=assembly.site.scale,
+            labels=tasks[client].label_names,
         )
 
 
@@ -62,12 +64,15 @@ def export(run: str | Path, *, client: str, to: str | Path, round: str | None = 
     found = _checkpoint(folder, round)
     plan = Plan.from_json(read_json(folder.path / found.state["plan"]))
     _, models = models_of(found, [client.name for client in plan.clients])
-    params = _pick(models, client)
+    own = _place(list(models), client)
+    planned, params = plan.clients[own], models[plan.clients[own].name]
     if not any(client.ranks for client in plan.clients):
-        _save_whole(config, params, Path(to), task=plan.clients[list(models.values()).index(params)].task)
+        _save_whole(config, params, Path(to), task=planned.task)
         return Path(to)
     source, family = find_family(config.model.model)
-    export_adapter(params, Path(to), family=family, base=source.path, scale=scale_of(config))
+    known = next(row for row in plan.data if row["client"] == planned.name)
+    labels = list(known["labels"]) if "majority" in known else []  # a regression has statistics in their place
+    export_adapter(params, Path(to), family=family, base=source.path, scale=scale_of(config), labels=labels)
     return Path(to)
 
 
@@ -100,10 +105,9 @@ def _checkpoint(folder: RunFolder, round: str | None) -> checkpoint.Checkpoint:
     return checkpoint.load(held[number])
 
 
-def _pick(models: ByClient, client: str) -> Params:
-    names = list(models)
+def _place(names: Sequence[str], client: str) -> int:
     if client.isdecimal() and int(client) < len(names):
-        return models[names[int(client)]]
-    if client not in models:
+        return int(client)
+    if client not in names:
         raise unknown("client", client, names)
-    return models[client]
+    return names.index(client)

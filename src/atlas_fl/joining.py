@@ -105,7 +105,14 @@ def join(joining: Joining, *, on_event: OnEvent = ignore) -> Joined:
         model = worker.work()
     if model:
         known = home.known
-        export_adapter(model, joining.to, family=known.family, base=known.source.path, scale=scale_of(config))
+        export_adapter(
+            model,
+            joining.to,
+            family=known.family,
+            base=known.source.path,
+            scale=scale_of(config),
+            labels=client.task.label_names,
+        )
     return Joined(
         name=certs.name,
         adapter=joining.to if model else None,

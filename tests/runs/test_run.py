@@ -19,6 +19,7 @@ from atlas_fl.engines.base import Engine
 from atlas_fl.engines.local import LocalEngine
 from atlas_fl.errors import AtlasError, BudgetError, CheckpointError, ConfigError
 from atlas_fl.events import Event, Note, OnEvent
+from atlas_fl.export import export
 from atlas_fl.io.ledger import payload_bytes
 from atlas_fl.lines import make_plan
 from atlas_fl.plan import Plan
@@ -42,6 +43,18 @@ def test_a_run_leaves_everything_of_the_design_behind(config: Make) -> None:
         (t, split) for t in (1, 2, 3) for split in ("train", "validation", "test")
     }
     assert load_config(result.folder / "config.toml").mixing == config().mixing
+
+
+def test_an_adapter_names_its_labels_in_the_order_of_its_logits(config: Make, tmp_path: Path) -> None:
+    result = run(config(rounds=1))
+    names = {client.name: client.task.label_names for client in assemble(config()).clients}
+    assert names["trec-0"] != names["movie-0"]
+    for client in ("movie-0", "trec-0"):
+        for folder in (
+            result.folder / "adapters" / client,
+            export(result.folder, client=client, to=tmp_path / client),
+        ):
+            assert tuple(json.loads((folder / "labels.json").read_text())) == names[client]
 
 
 def test_the_log_is_written_in_words(config: Make) -> None:

@@ -1,7 +1,7 @@
 """The way to and from PEFT: the only file that knows its table, its names and its folders."""
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ from atlas_fl.models.family import VISION_FAMILIES, Family, saved_modules
 from atlas_fl.tree import HEAD, LORA_A, LORA_B, head_keys, lora_modules, ranks
 from atlas_fl.types import Params
 
-WEIGHTS, SETTINGS = "adapter_model.safetensors", "adapter_config.json"
+WEIGHTS, SETTINGS, LABELS = "adapter_model.safetensors", "adapter_config.json", "labels.json"
 _ROOT = "base_model.model."
 _QUERY_AND_VALUE = {"distilbert": ("q_lin", "v_lin"), **dict.fromkeys(VISION_FAMILIES, ("q_proj", "v_proj"))}
 
@@ -43,12 +43,14 @@ def export_adapter(
     family: Family,
     base: str,
     scale: Callable[[int], float],
+    labels: Sequence[str] = (),
 ) -> None:
     """Write one client's model as a PEFT folder that `PeftModel.from_pretrained` loads onto the stock classifier.
 
     A client without a head writes text: its folder is for the stock causal language model. Of images it names no task,
     because PEFT has none of its own for them, and loads onto the stock image classifier. Ranks per module go into
-    `rank_pattern` and `alpha_pattern`, with alpha = scale * rank.
+    `rank_pattern` and `alpha_pattern`, with alpha = scale * rank. The names of the classes, in the order of the logits,
+    go into `labels.json`, for which PEFT's settings have no place.
     """
     by_module = ranks(params)
     names = {module: f"{family.prefix}.{module}" for module in by_module}
@@ -71,6 +73,8 @@ def export_adapter(
     config.save_pretrained(str(folder))
     tensors = {saved_name(key, family): tensor.detach().contiguous().clone() for key, tensor in params.items()}
     save_file(tensors, str(folder / WEIGHTS), metadata={"format": "pt"})
+    if labels:
+        (folder / LABELS).write_text(json.dumps(list(labels), ensure_ascii=False) + "\n", encoding="utf-8")
 
 
 def _whole(alpha: float) -> int | float:
