@@ -18,7 +18,7 @@ def test_no_two_presets_are_the_same_run() -> None:
 def test_quick_is_the_demonstration_that_was_promised() -> None:
     data = find_preset("quick").data
     assert (data.tasks, data.clients_per_task, len(data.devices)) == (("movie", "trec", "pairs"), 3, 4)
-    assert find_preset("quick").training.rounds == 6
+    assert find_preset("quick").training.rounds == 12
 
 
 def test_smoke_is_small_and_uniform() -> None:

@@ -117,8 +117,8 @@ def test_a_folder_of_another_run_is_not_taken_for_this_one(base: Config, ran: li
     config = replace(base, run=replace(base.run, name="mine"))
     leave(config, complete=True)
     assert state_of(config) == "finished"
-    with pytest.raises(CheckpointError, match=r"mine is a run with eta = 0.1, not 0.5; give another --name"):
-        state_of(with_values(config, {"eta": "0.5"}))
+    with pytest.raises(CheckpointError, match=r"mine is a run with eta = 0.5, not 0.25; give another --name"):
+        state_of(with_values(config, {"eta": "0.25"}))
     assert ran == []
 
 

@@ -131,7 +131,7 @@ def test_a_line_does_not_depend_on_the_signs_of_the_terminal(encoding: str) -> N
     )
     assert done.returncode == 2
     assert done.stderr == (
-        "atlas: --eta: 'much' is not a number; --eta NUMBER Step of the Laplacian: 0 mixes nothing. (default: 0.1); "
+        "atlas: --eta: 'much' is not a number; --eta NUMBER Step of the Laplacian: 0 mixes nothing. (default: 0.5); "
         "see `atlas run --help`\n"
     )
 

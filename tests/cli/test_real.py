@@ -86,9 +86,9 @@ def test_the_same_run_is_refused_and_with_resume_shown(run: RunFolder, atlas: At
     assert refused.code == 2
     assert refused.err.startswith(f"atlas: run {run.path} exists already;")
     assert atlas(*words, "--resume").out.splitlines()[-1] == f"run folder: {run.path}"
-    other = atlas(*words, "--resume", "--eta", "0.5")
+    other = atlas(*words, "--resume", "--eta", "0.25")
     assert other.code == 2
-    assert "was begun with eta = 0.1, not 0.5" in other.err
+    assert "was begun with eta = 0.5, not 0.25" in other.err
 
 
 def test_the_report_draws_its_figures(run: RunFolder, atlas: Atlas) -> None:

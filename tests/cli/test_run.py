@@ -55,7 +55,7 @@ def ran(monkeypatch: pytest.MonkeyPatch) -> list[Config]:
 
 
 def test_run_hands_over_what_the_flags_say(atlas: Atlas, ran: list[Config], tmp_path: Path) -> None:
-    said = atlas("run", "--runs-dir", str(tmp_path), "--eta", "0.5", "--tasks", "movie", "sms", "--no-block-diagonal")
+    said = atlas("run", "--runs-dir", str(tmp_path), "--eta", "0.25", "--tasks", "movie", "sms", "--no-block-diagonal")
     assert (said.code, said.err) == (0, "")
     expected = replace(quick(), run=replace(quick().run, runs_dir=str(tmp_path)))
     changed = {

@@ -333,8 +333,8 @@ def test_an_existing_run_is_not_overwritten(config: Make) -> None:
         run(config())
     again = run(config(), resume=True)
     assert again.complete and again.summary == finished.summary
-    with pytest.raises(CheckpointError, match=r"begun with eta = 0.1, not 0.5.*choose another --name"):
-        run(config(eta="0.5"), resume=True)
+    with pytest.raises(CheckpointError, match=r"begun with eta = 0.5, not 0.25.*choose another --name"):
+        run(config(eta="0.25"), resume=True)
     assert (finished.folder / "metrics.jsonl").read_bytes() == before
 
 

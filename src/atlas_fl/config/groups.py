@@ -104,7 +104,7 @@ class MixingConfig:
 
     strategy: str = "atlas"
     """The rule (`atlas list strategies`); `--ablation` is the same flag and takes old names, such as local_only."""
-    eta: float = 0.1
+    eta: float = 0.5
     """Step of the Laplacian: 0 mixes nothing."""
     eta_decay: float = 1.0
     """Factor on eta after each round."""
