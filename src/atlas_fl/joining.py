@@ -1,5 +1,6 @@
 """A site of a federation across machines: its own data and backbone, and the server's jobs."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -26,6 +27,7 @@ from atlas_fl.split.step import Cut
 from atlas_fl.tasks import find_tasks
 from atlas_fl.tasks.clients import ClientData, make_clients
 from atlas_fl.tree import digest
+from atlas_fl.types import Params
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,15 +106,7 @@ def join(joining: Joining, *, on_event: OnEvent = ignore) -> Joined:
         )
         model = worker.work()
     if model:
-        known = home.known
-        export_adapter(
-            model,
-            joining.to,
-            family=known.family,
-            base=known.source.path,
-            scale=scale_of(config),
-            labels=client.task.label_names,
-        )
+        _export(model, joining.to, home=home, config=config, labels=client.task.label_names)
     return Joined(
         name=certs.name,
         adapter=joining.to if model else None,
@@ -138,6 +132,11 @@ def _config_of(welcome: Head, joining: Joining) -> Config:
     data = replace(config.data, data_dir=joining.data_dir)
     model = replace(config.model, model=joining.model or config.model.model)
     return replace(config, data=data, model=model)
+
+
+def _export(model: Params, to: Path, *, home: "Home", config: Config, labels: Sequence[str]) -> None:
+    known = home.known
+    export_adapter(model, to, family=known.family, base=known.source.path, scale=scale_of(config), labels=labels)
 
 
 class Home:
