@@ -149,8 +149,9 @@ def test_sessions_and_clusters_measured_again_make_the_same_run(config: Make) ->
     parts = run(config(name="parts", max_rounds=2, **settings))
     plans = [path.name for path in RunFolder(parts.folder).plans()]
     assert plans == ["plan.json", "plan-0002.json"]
-    # the newest checkpoint is that of the arrival; what was written after it is cut away
-    assert [path.name for path in RunFolder(parts.folder).checkpoints.iterdir()] == ["round-0000", "round-0001"]
+    # one of the arrival, though none was due, and one of the session's end
+    held = sorted(path.name for path in RunFolder(parts.folder).checkpoints.iterdir())
+    assert held == ["round-0001", "round-0002"]
     assert resume(parts.folder).complete
     assert same_tensors(state(once.folder), state(parts.folder))
     assert rows(once.folder) == rows(parts.folder)
