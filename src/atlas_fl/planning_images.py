@@ -10,7 +10,7 @@ from atlas_fl.errors import ConfigError
 from atlas_fl.events import OnEvent, PhaseStarted, ignore
 from atlas_fl.models.vision import count
 from atlas_fl.options import strategy_of
-from atlas_fl.phases.whole import prepare_whole, sparse_report, whole_costs
+from atlas_fl.phases.whole import Prepared, prepare_whole, sparse_report, whole_costs
 from atlas_fl.plan import ClientPlan, Plan
 from atlas_fl.planning import Planned
 from atlas_fl.tasks.heterogeneity import label_statistics
@@ -28,19 +28,7 @@ def plan_whole(assembly: ImageAssembly, engine: Engine, *, on_event: OnEvent = i
     prepared = prepare_whole(assembly, engine)
     size = len(assembly.clients)
     plan = Plan(
-        clients=tuple(
-            ClientPlan(
-                name=client.name,
-                task=client.task.name,
-                device=device.name,
-                examples=len(client.train),
-                cluster=0,
-                **cost,
-            )
-            for client, device, cost in zip(
-                assembly.clients, assembly.devices, whole_costs(assembly, prepared), strict=True
-            )
-        ),
+        clients=_client_plans(assembly, prepared),
         adjacency=np.zeros((size, size)),
         importance=np.zeros((size, 0)),
         layer_of={},
@@ -57,6 +45,21 @@ def plan_whole(assembly: ImageAssembly, engine: Engine, *, on_event: OnEvent = i
         clustering=None,
         mask=prepared.mask,
         messages=prepared.messages,
+    )
+
+
+def _client_plans(assembly: ImageAssembly, prepared: Prepared) -> tuple[ClientPlan, ...]:
+    costs = whole_costs(assembly, prepared)
+    return tuple(
+        ClientPlan(
+            name=client.name,
+            task=client.task.name,
+            device=device.name,
+            examples=len(client.train),
+            cluster=0,
+            **cost,
+        )
+        for client, device, cost in zip(assembly.clients, assembly.devices, costs, strict=True)
     )
 
 
