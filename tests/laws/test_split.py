@@ -178,7 +178,8 @@ def test_two_machines_have_the_losses_and_gradients_of_one_for_five_steps(
             assert set(parts) == set(own)
             for key, leaf in own.items():
                 size = max(1.0, float(leaf.grad.abs().max()))
-                torch.testing.assert_close(parts[key].grad, leaf.grad, atol=1e-5 * size, rtol=0)
+                # what two orders of sums differ by in one step is in the parameters of the next
+                torch.testing.assert_close(parts[key].grad, leaf.grad, atol=1e-5 * size * (done + 1), rtol=0)
             descend(parts)
             descend(own)
 

@@ -1,11 +1,13 @@
 import json
 import shutil
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import PreTrainedModel
 
 from atlas_fl.assemble import most_tokens
 from atlas_fl.errors import AtlasError, ModelError
@@ -144,3 +146,14 @@ def test_a_pooler_that_the_files_lack_is_the_same_in_every_process(tmp_path: Pat
     torch.rand(3)
     assert torch.equal(load_backbone(str(tmp_path / "copy")).model.pooler.dense.weight, first)
     assert first.std() > 0.1
+
+
+def test_threads_that_load_at_once_leave_transformers_as_it_was(monkeypatch: pytest.MonkeyPatch, tiny_of) -> None:
+    """It replaces the function that ties weights while it loads; of two at once one would put back the other's."""
+    ties = PreTrainedModel.tie_weights
+    monkeypatch.setattr(PreTrainedModel, "tie_weights", ties)  # put back where this test fails
+    path = str(tiny_of("gpt2").path)
+    with ThreadPoolExecutor(4) as threads:
+        for backbone in threads.map(lambda _: load_backbone(path, writes=True), range(24)):
+            assert backbone.vocabulary is backbone.model.get_input_embeddings().weight
+    assert PreTrainedModel.tie_weights is ties

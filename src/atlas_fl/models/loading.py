@@ -3,6 +3,7 @@
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from threading import RLock
 from typing import Any
 
 import torch
@@ -25,6 +26,8 @@ from atlas_fl.models.registry import Source, hub_answers, locate
 from atlas_fl.rng import torch_generator
 from atlas_fl.types import Params
 
+_LOADING = RLock()
+
 
 def load_backbone(
     name: str,
@@ -45,8 +48,7 @@ def load_backbone(
         raise ModelError(_not_known(name, family.model_type))
     if writes and not family.causal:
         raise ModelError(_cannot_write(name, family))
-    # Loading draws what files lack from the global generator, which is not ours to move.
-    with readable(name, source), no_bars(), torch.random.fork_rng(devices=[]):
+    with readable(name, source), one_at_a_time():
         tokenizer = AutoTokenizer.from_pretrained(source.path, **how_read(source))
         loaded, missing = _loaded(source, AutoModelForCausalLM if writes else AutoModel, weights)
     _draw_pooler(name, loaded, family, sorted(missing))
@@ -127,7 +129,19 @@ def how_read(source: Source) -> dict[str, Any]:
 
 
 @contextmanager
-def no_bars() -> Iterator[None]:
+def one_at_a_time() -> Iterator[None]:
+    """Make a model while no other thread makes one, without progress bars, and leave torch's generator as it was.
+
+    While it loads, transformers replaces the function of its class that ties weights and then puts back what it found.
+    Of two threads at once one finds the other's replacement, and nothing is tied any more in this process. Loading also
+    draws what files lack from the global generator, which is not ours to move.
+    """
+    with _LOADING, _no_bars(), torch.random.fork_rng(devices=[]):
+        yield
+
+
+@contextmanager
+def _no_bars() -> Iterator[None]:
     """Keep transformers' progress bars off the screen, which shows the run's own."""
     shown = hf_logging.is_progress_bar_enabled()
     hf_logging.disable_progress_bar()

@@ -10,7 +10,7 @@ from transformers.utils import cached_file
 
 from atlas_fl.errors import ModelError
 from atlas_fl.models.backbone import Backbone, layer_of
-from atlas_fl.models.loading import find_family, how_read, prepare, readable
+from atlas_fl.models.loading import find_family, how_read, one_at_a_time, prepare, readable
 from atlas_fl.models.packing import PACKED, register_packed_attention
 from atlas_fl.models.registry import Source
 
@@ -29,7 +29,7 @@ def bottom_of(name: str, *, blocks: int) -> Backbone:
     source, family = find_family(name)
     if source.gguf_file:
         raise ModelError(f"model {name!r} is a GGUF file, which cannot be read in parts; give a directory or hub name")
-    with readable(name, source), torch.random.fork_rng(devices=[]):
+    with readable(name, source), one_at_a_time():
         tokenizer = AutoTokenizer.from_pretrained(source.path, **how_read(source))
         config = AutoConfig.from_pretrained(source.path, **how_read(source))
         total = int(config.num_hidden_layers)

@@ -4,10 +4,9 @@ import copy
 from collections.abc import Sequence
 from pathlib import Path
 
-import torch
 from transformers import AutoImageProcessor, AutoModelForImageClassification
 
-from atlas_fl.models.loading import no_bars
+from atlas_fl.models.loading import one_at_a_time
 from atlas_fl.models.vision import Vision, weights
 from atlas_fl.models.vision_loading import quiet
 from atlas_fl.tree import HEAD, head_keys
@@ -22,8 +21,7 @@ def save_vision(vision: Vision, params: Params, folder: Path, *, labels: Sequenc
     config = copy.deepcopy(vision.model.config)
     config.id2label = dict(enumerate(labels))
     config.label2id = {name: place for place, name in enumerate(labels)}
-    # A new module draws its first weights from the global generator, which is not ours to move.
-    with no_bars(), quiet(), torch.random.fork_rng(devices=[]):
+    with one_at_a_time(), quiet():
         model = AutoModelForImageClassification.from_config(config)
         held = {**weights(vision), **params}
         named = {vision.names[key]: held[key] for key in vision.names}

@@ -11,7 +11,7 @@ from transformers import AutoConfig, AutoImageProcessor, AutoModelForImageClassi
 from transformers.utils import logging as hf_logging
 
 from atlas_fl.errors import ConfigError, ModelError
-from atlas_fl.models.loading import how_read, no_bars
+from atlas_fl.models.loading import how_read, one_at_a_time
 from atlas_fl.models.registry import Source, locate
 from atlas_fl.models.vision import Vision
 
@@ -29,8 +29,7 @@ def load_vision(name: str, *, image_size: int | None = None, device: str = "cpu"
         ModelError: the files are not to be had, are no image classifier's, or cannot see images of this size.
     """
     source = locate(name)
-    # Loading draws what files lack from the global generator, which is not ours to move.
-    with _readable(name, source), no_bars(), quiet(), torch.random.fork_rng(devices=[]):
+    with _readable(name, source), one_at_a_time(), quiet():
         config = AutoConfig.from_pretrained(source.path, **how_read(source))
         config.num_labels = 0  # stock for features without a classifier
         processor = AutoImageProcessor.from_pretrained(source.path, **how_read(source))
