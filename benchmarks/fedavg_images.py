@@ -53,7 +53,7 @@ def settings(model: Path, args: argparse.Namespace) -> Config:
         find_preset("vision-quick"),
         {
             **{"model": str(model), "tasks": "digits", "image_size": args.pixels, "head_first": "none"},
-            **{"clients_per_task": 2 * args.clients, "samples": 64, "validation_samples": 4, "test_samples": 8},
+            **{"clients_per_task": 2 * args.clients, "samples": 40, "validation_samples": 4, "test_samples": 8},
             **{"participation": 0.5, "rounds": 1000, "eval_every": 1000, "local_steps": args.steps},
             **{"mask": "random" if args.masked else "none", "clip": 0.0},
         },

@@ -111,6 +111,14 @@ def test_the_federation_is_stored_once_where_all_hold_one_model(config: Make) ->
     assert [path.name for path in (result.folder / "models").iterdir()] == ["digits-0"]
 
 
+def test_updates_that_lie_in_files_make_the_same_run(config: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    held = run(config(name="held"))
+    monkeypatch.setattr("atlas_fl.engines.spill.HELD_BYTES", 0)
+    spilled = run(config(name="spilled"))
+    assert same_tensors(state(held.folder, round=3), state(spilled.folder, round=3))
+    assert rows(held.folder) == rows(spilled.folder)
+
+
 def test_a_central_run_stops_where_it_is_no_better_and_its_best_round_can_be_exported(
     config: Make, tmp_path: Path
 ) -> None:

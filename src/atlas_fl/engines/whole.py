@@ -8,6 +8,7 @@ from atlas_fl.clients.base import Job, Update
 from atlas_fl.clients.ridge import ridge_sums, scale_losses
 from atlas_fl.clients.sensitivity import sensitivity
 from atlas_fl.clients.whole import ImageSite, evaluate_whole, train_whole
+from atlas_fl.engines.spill import bounded
 
 WholeAction: TypeAlias = Callable[[Sequence[Job], ImageSite], list[Update]]
 
@@ -34,7 +35,7 @@ class WholeEngine:
         if action == "evaluate":
             return act(jobs, self.site)
         for job in jobs:
-            updates += act([job], self.site)
+            updates += [bounded(update, updates) for update in act([job], self.site)]
             if self.on_progress is not None:
                 self.on_progress(action, len(updates), len(jobs))
         return updates
