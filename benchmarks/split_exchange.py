@@ -5,7 +5,7 @@ First a site in this process and a server in another, over loopback mutual TLS, 
 model in this process: `ratio tls/unsplit`, of the median seconds of a step. Then the server's side alone: the
 steps of nine clients as one pass, turn about with nine passes one after another: `ratio one by one/packed`.
 
-    python benchmarks/split_exchange.py [--part tls|packed] [--turns N] [--steps N] [--threads N]
+    python benchmarks/split_exchange.py [--part tls|packed] [--batch N] [--turns N] [--steps N] [--threads N]
 """
 
 import argparse
@@ -45,28 +45,28 @@ CUT, BATCH, RANK, CLIENTS = 3, 16, 8, 9
 AIMS = {"tls/unsplit": 1.25, "one by one/packed": 2.0}
 
 
-def site_of(backbone: Backbone, *, steps: int, clients: int) -> Site:
+def site_of(backbone: Backbone, *, steps: int, clients: int, batch: int = BATCH) -> Site:
     """Clients with as many random sequences as their steps need."""
     task = Task(name="random", num_labels=2, metric="accuracy", load=lambda _: sys.exit("nothing is read"))
     data = {}
     for client in range(clients):
         draw = np.random.default_rng(client)
-        offsets = np.concatenate([[0], np.cumsum(draw.integers(8, 41, size=steps * BATCH))])
+        offsets = np.concatenate([[0], np.cumsum(draw.integers(8, 41, size=steps * batch))])
         encoded = Encoded(
             ids=draw.integers(1000, 20000, offsets[-1]),
             types=np.zeros(offsets[-1], dtype=np.int64),
             offsets=offsets,
-            labels=draw.integers(2, size=steps * BATCH),
+            labels=draw.integers(2, size=steps * batch),
         )
         data[f"site-{client}"] = ClientTokens(task=task, splits={"train": encoded})
     return Site(backbone=backbone, data=data, targets=("query", "value"), scale=lambda _: 2.0, max_tokens=1 << 20)
 
 
-def job_of(site: Site, client: int, *, clip: float = 1.0) -> Job:
+def job_of(site: Site, client: int, *, clip: float = 1.0, batch: int = BATCH) -> Job:
     dims = {name: module_dims(module) for name, module in site.modules.items()}
     shapes = head_shapes(site.backbone.family, hidden=site.backbone.hidden, num_labels=2)
     params = {**init_adapters(dims, dict.fromkeys(dims, RANK), seed=1), **init_head(shapes, seed=1, group="random")}
-    options = TrainOptions(seed=0, batch_size=BATCH, clip=clip)
+    options = TrainOptions(seed=0, batch_size=batch, clip=clip)
     return Job(client=f"site-{client}", params=params, round=1, options=options, cut=Cut(blocks=CUT))
 
 
@@ -168,8 +168,8 @@ class Recorded:
 
 
 def packed(args: argparse.Namespace) -> None:
-    site = site_of(load_backbone("minilm"), steps=args.steps, clients=CLIENTS)
-    asked, jobs = [], [job_of(site, client, clip=0.0) for client in range(CLIENTS)]
+    site = site_of(load_backbone("minilm"), steps=args.steps, clients=CLIENTS, batch=args.batch)
+    asked, jobs = [], [job_of(site, client, clip=0.0, batch=args.batch) for client in range(CLIENTS)]
     for job in jobs:
         far = Recorded(TrainingHalf(job, site), site)
         train_below(far.half.side.below, site, crossing_of(job, far.half.places, far))
@@ -193,6 +193,7 @@ def main() -> None:
     parser.add_argument("--turns", type=int, default=7)
     parser.add_argument("--steps", type=int, default=6)
     parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--batch", type=int, default=BATCH, help="sequences of a client's step in the packed part")
     parser.add_argument("--part", choices=["tls", "packed"], help="one of the two; both by default")
     parser.add_argument("--serve", help="the server's process: its folder of certificates")
     args = parser.parse_args()
@@ -200,7 +201,8 @@ def main() -> None:
     if args.serve is not None:
         serve(Path(args.serve), args.steps)
         return
-    print(f"MiniLM, batch {BATCH}, cut {CUT}, {args.turns} turns of {args.steps} steps, {args.threads} thread(s)\n")
+    batch = args.batch if args.part == "packed" else BATCH
+    print(f"MiniLM, batch {batch}, cut {CUT}, {args.turns} turns of {args.steps} steps, {args.threads} thread(s)\n")
     for part, measure in (("tls", over_tls), ("packed", packed)):
         if args.part in (None, part):
             measure(args)
