@@ -60,7 +60,7 @@ def test_the_scale_is_that_of_the_least_cross_entropy(tmp_path: Path) -> None:
     engine = WholeEngine(site=assembly.site)
     start = prepare_whole(assembly, engine).start
     own = start[assembly.names[0]]
-    jobs = [Job(client=name, params=own, round=0, options=ScaleOptions()) for name in assembly.names]
+    jobs = [Job(client=name, params=own, round=0, options=ScaleOptions(examples=16)) for name in assembly.names]
     losses = sum(update.params[LOSSES] for update in engine.run("scale", jobs))
     assert int(losses.argmin()) == 0, "no other scale is better than the one that was taken"
     pixels = np.concatenate([client.validation.pixels for client in assembly.clients])

@@ -2,6 +2,7 @@
 
 import warnings
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -16,6 +17,7 @@ from atlas_fl.audit import audit
 from atlas_fl.clients.base import Job
 from atlas_fl.clients.whole import WholeOptions, train_whole
 from atlas_fl.config import Config, with_values
+from atlas_fl.engines.whole import WholeEngine
 from atlas_fl.errors import CheckpointError, ConfigError, ModelError
 from atlas_fl.export import export
 from atlas_fl.io.folder import RunFolder
@@ -23,12 +25,15 @@ from atlas_fl.io.ledger import payload_bytes
 from atlas_fl.lines import make_plan
 from atlas_fl.models.vision import image_logits, prepare
 from atlas_fl.options import whole_options
+from atlas_fl.phases.whole import prepare_whole
 from atlas_fl.presets import find_preset
 from atlas_fl.report.plan_tables import plan_tables
 from atlas_fl.report.plots import draw_all
 from atlas_fl.run import resume, run
 from atlas_fl.sparse.algebra import overlap
 from atlas_fl.tasks.clients import ClientData
+from atlas_fl.tasks.images import Images
+from atlas_fl.tasks.read import SPLITS
 from atlas_fl.train import sample_of
 from atlas_fl.tree import unprefixed
 from tests.runs.reading import rows, same_tensors, state
@@ -292,16 +297,31 @@ def test_one_step_of_all_on_all_their_images_is_a_step_on_all_images_in_one_plac
         assert not torch.equal(start[key], wanted.params[key])
 
 
+def test_the_head_does_not_know_how_many_clients_hold_the_images(config: Make) -> None:
+    """A client with all images looks at all its validation images, not at a few, for the size of the head."""
+    assembly = assemble_images(config(validation_samples=5))
+    central = _pooled(assembly.clients)
+    site = replace(assembly.site, data={"all": central})
+    alone = replace(assembly, clients=(central,), devices=assembly.devices[:1], site=site)
+    dealt, pooled = (prepare_whole(one, WholeEngine(site=one.site)).start for one in (assembly, alone))
+    for key in ("head.weight", "head.bias"):
+        torch.testing.assert_close(dealt[assembly.names[0]][key], pooled["all"][key], rtol=1e-4, atol=1e-5)
+
+
 def _one_step(examples: int) -> WholeOptions:
     return WholeOptions(seed=0, steps=1, batch_size=examples, lr=0.1, momentum=0.0)
 
 
 def _pooled(clients: tuple[ClientData, ...]) -> ClientData:
     first = clients[0]
-    pixels = np.concatenate([client.train.pixels for client in clients])
-    label = np.concatenate([client.train.label for client in clients])
-    together = type(first.train)(pixels=pixels, label=label)
-    return ClientData(name="all", task=first.task, train=together, validation=first.validation, test=first.test)
+    splits = {
+        split: Images(
+            pixels=np.concatenate([getattr(client, split).pixels for client in clients]),
+            label=np.concatenate([getattr(client, split).label for client in clients]),
+        )
+        for split in SPLITS
+    }
+    return ClientData(name="all", task=first.task, **splits)
 
 
 @pytest.mark.parametrize(

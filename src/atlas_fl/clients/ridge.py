@@ -8,7 +8,8 @@ no feature of one.
 
 What it predicts are nearly probabilities, and as logits these are small: cross-entropy would first of all make them
 larger, and take the features apart on the way. So the head is multiplied by the one of `SCALES` with the least
-cross-entropy over a few validation images of every client (temperature scaling, Guo et al. 2017).
+cross-entropy over some 1,600 validation images, as many of each client (temperature scaling, Guo et al. 2017). A few
+that are all recognised would ask for the largest.
 """
 
 from collections.abc import Sequence
@@ -30,6 +31,8 @@ BIAS, WEIGHT = HEAD + "bias", HEAD + "weight"
 SCALES = tuple(2.0**power for power in range(8))
 """What a head may be multiplied by."""
 LOSSES = "losses"
+SCALED_BY = 1600
+"""Validation images of a task's clients that choose the scale, or all where they have fewer."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,7 +44,7 @@ class RidgeOptions:
 class ScaleOptions:
     """How many of a client's first validation examples are looked at."""
 
-    examples: int = 16
+    examples: int
 
 
 @torch.inference_mode()

@@ -1,6 +1,7 @@
 """The plan of a run on whole models: the head first, then which weights may move, then what a round will send."""
 
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,7 @@ import torch
 
 from atlas_fl.assemble_images import ImageAssembly
 from atlas_fl.clients.base import Job
-from atlas_fl.clients.ridge import CROSS, GRAM, LOSSES, SCALES, RidgeOptions, ScaleOptions, ridge_head
+from atlas_fl.clients.ridge import CROSS, GRAM, LOSSES, SCALED_BY, SCALES, RidgeOptions, ScaleOptions, ridge_head
 from atlas_fl.clients.sensitivity import SensitivityOptions
 from atlas_fl.config import SparseConfig
 from atlas_fl.engines.base import Engine, run_all
@@ -55,10 +56,12 @@ def prepare_whole(assembly: ImageAssembly, engine: Engine) -> Prepared:
 def _with_heads(assembly: ImageAssembly, engine: Engine, start: ByClient) -> tuple[ByClient, list[LedgerRow]]:
     """Every task's head by ridge regression over its clients, at the best scale; sums go up, heads come down."""
     penalty = assembly.config.images.ridge
-    sums, messages = _summed(assembly, engine, "ridge", start, RidgeOptions())
+    sums, messages = _summed(assembly, engine, "ridge", start, lambda _: RidgeOptions())
     heads = {task: ridge_head(found[GRAM], found[CROSS], penalty=penalty) for task, found in sums.items()}
     fitted, sent = _given(assembly, start, heads)
-    losses, more = _summed(assembly, engine, "scale", fitted, ScaleOptions())
+    clients = Counter(client.task.name for client in assembly.clients)
+    looked_at = {task: ScaleOptions(examples=-(-SCALED_BY // many)) for task, many in clients.items()}
+    losses, more = _summed(assembly, engine, "scale", fitted, looked_at.__getitem__)
     best = {task: SCALES[int(found[LOSSES].argmin())] for task, found in losses.items()}
     heads = {task: {key: best[task] * tensor for key, tensor in head.items()} for task, head in heads.items()}
     scaled, again = _given(assembly, start, heads)
@@ -66,10 +69,16 @@ def _with_heads(assembly: ImageAssembly, engine: Engine, start: ByClient) -> tup
 
 
 def _summed(
-    assembly: ImageAssembly, engine: Engine, action: str, models: ByClient, options: Any
+    assembly: ImageAssembly, engine: Engine, action: str, models: ByClient, options: Callable[[str], Any]
 ) -> tuple[dict[str, Params], list[LedgerRow]]:
-    """The sum over each task's clients of what this action gives, and the messages that brought it."""
-    jobs = [Job(client=name, params=models[name], round=0, options=options) for name in assembly.names]
+    """The sum over each task's clients of what this action gives, and the messages that brought it.
+
+    `options` are those of a task.
+    """
+    jobs = [
+        Job(client=client.name, params=models[client.name], round=0, options=options(client.task.name))
+        for client in assembly.clients
+    ]
     sums: dict[str, Params] = {}
     messages = []
     for client, update in zip(assembly.clients, run_all(engine, action, jobs), strict=True):
