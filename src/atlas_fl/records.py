@@ -172,6 +172,7 @@ class Recorder:
         # Who starts with what the rule remembers is told by the absence of a second copy, also after a resume.
         apart = {name: params for name, params in state.start.items() if params is not state.strategy[name]}
         tensors |= {f"start/{name}": tensor for name, tensor in prefixed(apart).items()}
+        tensors |= {f"momentum/{name}": tensor for name, tensor in prefixed(state.momentum).items()}
         content = {
             "origin": self.origin,
             "same": {name: lead for name, lead in leads.items() if name != lead},
@@ -224,6 +225,11 @@ def models_of(found: checkpoint.Checkpoint, names: Sequence[str]) -> tuple[ByCli
     # A file holds its tensors sorted by name; packs follow the order of the clients, and so do their last bits.
     memory = {name: memory[same.get(name, name)] for name in names}
     return memory, {name: apart.get(name, memory[name]) for name in names}
+
+
+def momentum_in(found: checkpoint.Checkpoint) -> ByClient:
+    """What each client keeps of its optimizer, of a checkpoint."""
+    return unprefixed(unprefixed(found.tensors).get("momentum", {}))
 
 
 def _stopped_row(state: State) -> dict[str, Any]:

@@ -122,7 +122,7 @@ def one_round(assembly: Assembly, planned: Planned, engine: Engine, state: State
     strategy, sampled = strategy_of(config), sample_of(config, assembly.names, round=number)
     cuts, engine = cuts_of(assembly, planned.plan), seated(assembly, planned.plan.clients, engine)
     begun = {name: state.start[name] for name in sampled}
-    jobs = jobs_for(begun, line.options(config, planned), round=number, cuts=cuts)
+    jobs = jobs_for(begun, line.options(config, planned), round=number, cuts=cuts, momentum=state.momentum)
     updates = engine.run("train", jobs)
     good, refused = accepted(state.start, updates)
     trained = {name: update.params for name, update in good.items()}

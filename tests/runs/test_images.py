@@ -1,6 +1,5 @@
 """Runs on images: whole weights and masks through the same rounds, records, resume and audit as adapters on text."""
 
-import warnings
 from collections.abc import Callable
 from pathlib import Path
 
@@ -8,14 +7,14 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForImageClassification, ViTConfig, ViTImageProcessorPil, ViTModel
+from transformers import AutoModelForImageClassification
 
 from atlas_fl.arithmetic import masks_of_clients
 from atlas_fl.assemble_images import assemble_images
 from atlas_fl.audit import audit
 from atlas_fl.clients.base import Job
 from atlas_fl.clients.whole import WholeOptions, train_whole
-from atlas_fl.config import Config, with_values
+from atlas_fl.config import Config
 from atlas_fl.errors import CheckpointError, ConfigError, ModelError
 from atlas_fl.export import export
 from atlas_fl.io.folder import RunFolder
@@ -23,7 +22,6 @@ from atlas_fl.io.ledger import payload_bytes
 from atlas_fl.lines import make_plan
 from atlas_fl.models.vision import image_logits, prepare
 from atlas_fl.options import whole_options
-from atlas_fl.presets import find_preset
 from atlas_fl.report.plan_tables import plan_tables
 from atlas_fl.report.plots import draw_all
 from atlas_fl.run import resume, run
@@ -37,31 +35,10 @@ Make = Callable[..., Config]
 MASKS = ("least_sensitive", "most_sensitive", "lowest_magnitude", "highest_magnitude", "random")
 
 
-@pytest.fixture(scope="session")
-def tiny_vit(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A random ViT of two narrow blocks, as a directory that `--model` takes."""
-    folder = tmp_path_factory.mktemp("tiny") / "tiny-vit"
-    with torch.random.fork_rng(), warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        torch.manual_seed(0)
-        sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}
-        ViTModel(ViTConfig(**sizes, image_size=16, patch_size=8), add_pooling_layer=False).save_pretrained(folder)
-        ViTImageProcessorPil(size={"height": 16, "width": 16}).save_pretrained(folder)
-    return folder
-
-
 @pytest.fixture
-def config(tiny_vit: Path, tmp_path: Path) -> Make:
+def config(image_config: Make) -> Make:
     """Eight clients of the digits, half of them a round; keywords set single settings by their flat names."""
-    base = with_values(
-        find_preset("vision-quick"),
-        {
-            **{"model": str(tiny_vit), "image_size": 16, "tasks": "digits", "clients_per_task": 8, "samples": 40},
-            **{"validation_samples": 10, "test_samples": 20, "participation": 0.5, "rounds": 3, "eval_every": 3},
-            **{"lr": 0.02, "audit": True, "runs_dir": str(tmp_path / "runs"), "name": "run"},
-        },
-    )
-    return lambda **values: with_values(base, values)
+    return image_config
 
 
 def starts(folder: Path, round: int) -> dict[str, dict[str, torch.Tensor]]:

@@ -20,7 +20,7 @@ class RunOptions:
     """Train a federation and leave a run folder. The defaults below are those of --preset and, over it, of --config."""
 
     config: str | None = None
-    """A TOML file of settings, such as the config.toml of a run."""
+    """A TOML or YAML file of settings, such as the config.toml of a run."""
     resume: bool = False
     """Go on with the run of these settings, if it was begun."""
     lambda_sweep: bool = False
@@ -34,7 +34,7 @@ class PlanOptions:
     nothing but with --to."""
 
     config: str | None = None
-    """A TOML file of settings, such as the config.toml of a run."""
+    """A TOML or YAML file of settings, such as the config.toml of a run."""
     to: str | None = None
     """Write the plan as JSON to this file as well."""
     settings: Annotated[Config, tyro.conf.arg(name="")] = field(default_factory=Config)

@@ -17,17 +17,24 @@ from torch.nn.functional import cross_entropy
 
 from atlas_fl.clients.base import Job, Update
 from atlas_fl.clients.evaluate import EvaluateOptions
+from atlas_fl.clients.member import LOSS_SCALE
 from atlas_fl.clients.schedule import Schedule, rate_factor
 from atlas_fl.models.augment import augment
 from atlas_fl.models.vision import Vision, image_logits, prepare
 from atlas_fl.rng import generator, torch_generator
 from atlas_fl.sparse.choose import Mask
+from atlas_fl.sparse.momentum import momentum_of, put_momentum
 from atlas_fl.sparse.optimizer import SparseSGDM
 from atlas_fl.tasks.clients import ClientData
 from atlas_fl.tasks.images import Images
 from atlas_fl.tasks.metrics import by_class, scores
 from atlas_fl.tree import digest
 from atlas_fl.types import Params, Split
+
+
+GROWTH_STEPS = 100
+"""Steps without overflow after which the loss scale doubles: fewer than the 2,000 of torch, because every round begins
+with a fresh one."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,10 +46,23 @@ class ImageSite:
     batch_images: int = 64
     """Most images in a pass that keeps no gradients."""
     bf16: bool = False
+    fp16: bool = False
+    """Like bf16, with losses scaled so that small gradients do not vanish."""
 
     def autocast(self) -> torch.autocast:
         """The arithmetic of the forward pass."""
-        return torch.autocast(self.vision.device.type, dtype=torch.bfloat16, enabled=self.bf16)
+        dtype = torch.float16 if self.fp16 else torch.bfloat16
+        return torch.autocast(self.vision.device.type, dtype=dtype, enabled=self.bf16 or self.fp16)
+
+    def scaler(self) -> torch.amp.GradScaler:
+        """What scales the losses of one client in one round under fp16, and does nothing under other precisions.
+
+        A step whose gradients overflow is left out and halves the scale, so many without one double it (Micikevicius et
+        al. 2018).
+        """
+        return torch.amp.GradScaler(
+            self.vision.device.type, init_scale=LOSS_SCALE, growth_interval=GROWTH_STEPS, enabled=self.fp16
+        )
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -60,6 +80,8 @@ class WholeOptions:
     warmup: float = 0.0
     momentum: float = 0.9
     nesterov: bool = False
+    carry_momentum: bool = False
+    """Begin with the job's momentum, and hand back what there is at the end."""
     weight_decay: float = 0.0
     clip: float = 0.0
     dropout: float = 0.0
@@ -93,7 +115,11 @@ def batches(rows: Images, job: Job) -> Iterator[Images]:
 
 
 def train_whole(jobs: Sequence[Job], site: ImageSite) -> list[Update]:
-    """Every client's trained weights, one client after another; momentum begins at zero (McMahan et al. 2017)."""
+    """Every client's trained weights, one client after another.
+
+    Momentum begins at zero (McMahan et al. 2017), or where the client left it, as in the local momentum of Yu, Jin and
+    Yang (arXiv:1905.03817) without the average over buffers.
+    """
     return [_trained(job, site) for job in jobs]
 
 
@@ -103,15 +129,18 @@ def _trained(job: Job, site: ImageSite) -> Update:
     # Sorted, because the clipped norm is a sum and its last bits follow the order.
     leaves = {k: t.detach().to(device, copy=True).requires_grad_() for k, t in sorted(job.params.items())}
     loaded = digest(leaves) if options.hash_loaded else None
-    optimizer = _optimizer(leaves, options)
+    descent = _Descent(optimizer=_optimizer(leaves, options), scaler=site.scaler(), clip=options.clip)
+    put_momentum(descent.optimizer, leaves, job.momentum, masks=options.mask)
     rate = options.lr * rate_factor(
         options.schedule, warmup=options.warmup, step=max(job.round, 1) - 1, steps=options.rounds
     )
-    for group in optimizer.param_groups:
+    for group in descent.optimizer.param_groups:
         group["lr"] = rate
     rows, losses = images_of(site, job.client, "train"), []
     for step, batch in enumerate(batches(rows, job)):
-        losses.append(_step(leaves, batch, site, optimizer, job, step=step))
+        loss = _loss(leaves, batch, site, job, step=step)
+        descent.move(loss, list(leaves.values()))
+        losses.append(loss.detach())
     return Update(
         client=job.client,
         params={key: leaves[key].detach().cpu() for key in job.params},
@@ -120,9 +149,11 @@ def _trained(job: Job, site: ImageSite) -> Update:
             "loss": float(torch.stack(losses).double().mean()),
             "seconds": time.perf_counter() - began,
             "steps": float(len(losses)),
+            **({"skipped": float(descent.skipped)} if site.fp16 else {}),
         },
         loaded=loaded,
         keys=len(leaves),
+        momentum=momentum_of(descent.optimizer, leaves, masks=options.mask) if options.carry_momentum else {},
     )
 
 
@@ -134,22 +165,37 @@ def _optimizer(leaves: Params, options: WholeOptions) -> torch.optim.Optimizer:
     return SparseSGDM(leaves, masks=options.mask, lr=options.lr, **settings)
 
 
-def _step(
-    leaves: Params, batch: Images, site: ImageSite, optimizer: torch.optim.Optimizer, job: Job, *, step: int
-) -> Tensor:
-    """The loss of one step."""
+@dataclass(kw_only=True)
+class _Descent:
+    """What moves one client's weights in one round."""
+
+    optimizer: torch.optim.Optimizer
+    scaler: torch.amp.GradScaler
+    clip: float
+    skipped: int = 0
+    """Steps that were left out because a scaled gradient overflowed."""
+
+    def move(self, loss: Tensor, leaves: Sequence[Tensor]) -> None:
+        """Gradients of this loss, and a step by them where they are finite."""
+        scale = self.scaler.get_scale()
+        self.scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
+        self.scaler.unscale_(self.optimizer)
+        if self.clip > 0:
+            torch.nn.utils.clip_grad_norm_(leaves, self.clip)
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+        self.skipped += self.scaler.get_scale() < scale
+        self.optimizer.zero_grad(set_to_none=True)
+
+
+def _loss(leaves: Params, batch: Images, site: ImageSite, job: Job, *, step: int) -> Tensor:
+    """The loss of this batch, from which gradients can be had."""
     options: WholeOptions = job.options
     seen = prepare(site.vision, _augmented(batch, job, step=step))
     with site.autocast():
         logits = image_logits(site.vision, leaves, seen, drop=_drop(job, len(batch), site, step=step))
     labels = torch.from_numpy(batch.label).to(logits.device)
-    loss = cross_entropy(logits.float(), labels, label_smoothing=options.label_smoothing)
-    loss.backward()  # type: ignore[no-untyped-call]
-    if options.clip > 0:
-        torch.nn.utils.clip_grad_norm_(list(leaves.values()), options.clip)
-    optimizer.step()
-    optimizer.zero_grad(set_to_none=True)
-    return loss.detach()
+    return cross_entropy(logits.float(), labels, label_smoothing=options.label_smoothing)
 
 
 def _augmented(batch: Images, job: Job, *, step: int) -> Tensor:
