@@ -96,18 +96,22 @@ class Recorder:
         if self.audit and begun is not None:
             self._write_tensors("begun", begun, round=round)
 
-    def round(self, record: RoundRecord, state: State, *, seconds: float, ends: bool = False) -> None:
-        """Write the round's rows, the audit's files, and a checkpoint where one is due, or the session ends."""
+    def round(
+        self, record: RoundRecord, state: State, *, seconds: float, ends: bool = False
+    ) -> Sequence[Mapping[str, Any]]:
+        """The round's rows, which are written, as are the audit's files, and a checkpoint where one is due."""
         self.seconds["rounds"] = self.seconds.get("rounds", 0.0) + seconds
         self.round_seconds[record.round] = seconds
         stopped = [_stopped_row(state)] if record.stopped else []
-        append_rows(self.folder.metrics, [*self._metric_rows(record), *stopped])
+        rows = [*self._metric_rows(record), *stopped]
+        append_rows(self.folder.metrics, rows)
         append_rows(self.folder.ledger, [row.to_json() for row in record.messages(self.share)])
         if self.audit:
             self._write_audit(record)
         due = record.round % self.checkpoint_every == 0 or record.round in self._best(state)
         if due or record.final or ends:
             self._checkpoint(state)
+        return rows
 
     def _write_plan(self, planned: Planned) -> None:
         """A plan with its sketches, which the figures draw and newcomers are compared with; later ones stand beside."""

@@ -78,10 +78,10 @@ def train(
         if is_reclustered(assembly.config, number):
             planned, state = _clustered_again(assembly, planned, engine, state, recorder)
         state, record = one_round(assembly, planned, engine, state)
-        recorder.round(record, state, seconds=time.perf_counter() - began, ends=number == last)
+        rows = recorder.round(record, state, seconds=time.perf_counter() - began, ends=number == last)
         for client, reason in record.refused.items():
             on_event(Note(f"round {number}: the update of {client} was refused: {reason}"))
-        on_event(_finished(record, assembly, seconds=time.perf_counter() - began))
+        on_event(replace(_finished(record, assembly, seconds=time.perf_counter() - began), rows=rows))
         if record.stopped:
             on_event(Note(stopped_line(state.history, round=number, rounds=assembly.config.training.rounds)))
             break

@@ -19,7 +19,6 @@ from atlas_fl.config import Config
 from atlas_fl.errors import ConfigError
 from atlas_fl.lines import make_plan
 from atlas_fl.models.vision import image_logits, prepare
-from atlas_fl.options import whole_options
 from atlas_fl.rng import generator
 from atlas_fl.run import resume, run
 from atlas_fl.tasks.clients import ClientData
@@ -150,9 +149,7 @@ def test_two_rounds_with_the_momentum_of_the_first_are_one_round_of_as_many_step
         torch.testing.assert_close(second.params[key], whole_round.params[key], rtol=1e-5, atol=1e-6)
         assert masks is not None or not torch.equal(second.params[key], first.params[key])
     forgot = trained(first.params, 1, 2, {})
-    assert any(
-        not torch.allclose(forgot.params[key], whole_round.params[key], rtol=1e-3, atol=1e-4) for key in start
-    )
+    assert any(not torch.allclose(forgot.params[key], whole_round.params[key], rtol=1e-3, atol=1e-4) for key in start)
 
 
 @pytest.mark.parametrize(
@@ -258,5 +255,6 @@ def test_a_run_in_fp16_goes_through_the_same_rounds(image_config: Make) -> None:
     parts = resume(parts.folder)
     assert same_tensors(state(result.folder, round=2), state(parts.folder, round=2)) and audit(parts.folder).ok
     trained = [row for row in rows(result.folder) if row.get("split") == "train"]
-    assert trained and all(row["skipped"] == 0 and math.isfinite(row["loss"]) for row in trained)
+    assert all(0 <= row["skipped"] < row["steps"] and math.isfinite(row["loss"]) for row in trained)
+    assert len(trained) == 8
     assert result.summary["overall"]["final"]["test"]["accuracy"] > 0.2

@@ -31,7 +31,6 @@ from atlas_fl.tasks.metrics import by_class, scores
 from atlas_fl.tree import digest
 from atlas_fl.types import Params, Split
 
-
 GROWTH_STEPS = 100
 """Steps without overflow after which the loss scale doubles: fewer than the 2,000 of torch, because every round begins
 with a fresh one."""

@@ -1,7 +1,7 @@
 """YAML as settings are written in it: what a text says, by the core schema of YAML 1.2.
 
-As PyYAML itself reads it, by YAML 1.1, `1e-3` is a text, `no` is false and `010` is eight. Here the first is a number and
-the others are texts, so that the setting's own type says what it had to be.
+As PyYAML itself reads it, by YAML 1.1, `1e-3` is a text, `no` is false and `010` is eight. Here the first is a number
+and the others are texts, so that the setting's own type says what it had to be.
 """
 
 import re
