@@ -96,9 +96,7 @@ class Recorder:
         if self.audit and begun is not None:
             self._write_tensors("begun", begun, round=round)
 
-    def round(
-        self, record: RoundRecord, state: State, *, seconds: float, ends: bool = False
-    ) -> Sequence[Mapping[str, Any]]:
+    def round(self, record: RoundRecord, state: State, *, seconds: float, ends: bool = False) -> list[dict[str, Any]]:
         """The round's rows, which are written, as are the audit's files, and a checkpoint where one is due."""
         self.seconds["rounds"] = self.seconds.get("rounds", 0.0) + seconds
         self.round_seconds[record.round] = seconds

@@ -11,7 +11,7 @@ import pytest
 
 from atlas_fl.config import Config
 from atlas_fl.errors import ConfigError
-from atlas_fl.events import Event, Note, PhaseStarted, RoundFinished
+from atlas_fl.events import Event, Note, PhaseStarted, RoundFinished, ignore
 from atlas_fl.report import tracking
 from atlas_fl.report.tracking import numbers_of, tracked
 
@@ -42,7 +42,7 @@ def test_without_the_package_nothing_begins(monkeypatch: pytest.MonkeyPatch, tmp
     monkeypatch.setattr(builtins, "__import__", without)
     with (
         pytest.raises(ConfigError, match=r"--wandb needs the package wandb; pip install 'atlas-fl\[wandb\]'") as caught,
-        tracked("p", Config(), tmp_path, lambda event: None),
+        tracked("p", Config(), tmp_path, ignore),
     ):
         pytest.fail("it began")
     assert "\n" not in str(caught.value)
@@ -51,8 +51,8 @@ def test_without_the_package_nothing_begins(monkeypatch: pytest.MonkeyPatch, tmp
 @pytest.mark.parametrize("name", ["", "a/b", "50%"])
 def test_a_name_that_no_project_has_is_one_line(name: str, tmp_path: Path) -> None:
     with (
-        pytest.raises(ConfigError, match="--wandb is .*allowed: the name of a project, without"),
-        tracked(name, Config(), tmp_path, lambda event: None),
+        pytest.raises(ConfigError, match=r"--wandb is .*allowed: the name of a project, without"),
+        tracked(name, Config(), tmp_path, ignore),
     ):
         pytest.fail("it began")
 
@@ -85,7 +85,7 @@ def test_a_logger_that_fails_is_told_once_and_the_run_goes_on(
             tracker.tell(event)
     (note,) = [event for event in told if isinstance(event, Note)]
     assert note.text == (
-        "nothing more is logged to W&B (RuntimeError: no route to host); the run goes on, and its folder has all"
+        "nothing more is logged to W&B (RuntimeError: no route to host); the run goes on and keeps it all"
     )
     assert [event for event in told if event is not note] == list(events)
 
@@ -93,7 +93,7 @@ def test_a_logger_that_fails_is_told_once_and_the_run_goes_on(
 def test_a_run_that_is_complete_already_begins_nothing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     wandb = Failing(at="init")
     monkeypatch.setattr(tracking, "_wandb", lambda: wandb)
-    with tracked("p", Config(), tmp_path, lambda event: None) as tracker:
+    with tracked("p", Config(), tmp_path, ignore) as tracker:
         tracker.summary({"a": 1})
     assert wandb.calls == []
 

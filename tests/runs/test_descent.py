@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -12,9 +13,10 @@ from transformers import AutoModelForImageClassification
 
 from atlas_fl.assemble_images import assemble_images
 from atlas_fl.audit import audit
-from atlas_fl.clients import whole
+from atlas_fl.clients import descent
 from atlas_fl.clients.base import Job
 from atlas_fl.clients.whole import ImageSite, WholeOptions, train_whole
+from atlas_fl.clients.whole import batches as batches_of
 from atlas_fl.config import Config
 from atlas_fl.errors import ConfigError
 from atlas_fl.lines import make_plan
@@ -86,14 +88,14 @@ def test_a_run_in_sessions_carries_the_same_momentum(image_config: Make, mask: s
     """Gathered where few weights are kept, under bits where many are, and of all of them without a mask."""
     settings = {
         **{"mask": mask, "sparsity": sparsity, "carry_momentum": True, "participation": 1},
-        **{"clients_per_task": 3, "nesterov": True},
+        **{"clients_per_task": 3, "nesterov": True, "rounds": 2, "eval_every": 2},
     }
     undisturbed = run(image_config(name="undisturbed", **settings))
     parts = run(image_config(name="parts", max_rounds=1, **settings))
     while not parts.complete:
         parts = resume(parts.folder, max_rounds=1)
-    stored = state(undisturbed.folder)
-    assert same_tensors(stored, state(parts.folder)) and rows(undisturbed.folder) == rows(parts.folder)
+    stored = state(undisturbed.folder, round=2)
+    assert same_tensors(stored, state(parts.folder, round=2)) and rows(undisturbed.folder) == rows(parts.folder)
     assert audit(parts.folder).ok
     held = {key: own for key, own in stored.items() if key.startswith("momentum/")}
     assert {key.split("/")[1] for key in held} == {"digits-0", "digits-1", "digits-2"}
@@ -206,12 +208,12 @@ def test_fp16_is_sgd_with_a_loss_scale_that_halves_and_doubles(
     site, start = halved(image_config)
     options = WholeOptions(seed=0, steps=12, batch_size=8, lr=0.05, clip=1.0)
     job = Job(client="digits-0", params=start, round=1, options=options)
-    monkeypatch.setattr(whole, "LOSS_SCALE", 2.0**24)
-    monkeypatch.setattr(whole, "GROWTH_STEPS", 3)
+    monkeypatch.setattr(descent, "LOSS_SCALE", 2.0**24)
+    monkeypatch.setattr(descent, "GROWTH_STEPS", 3)
     (found,) = train_whole([job], site)
-    batches = list(whole.batches(site.data["digits-0"].train, job))
+    batches = list(batches_of(site.data["digits-0"].train, job))
     wanted, scales = by_hand(start, site, options, batches, scale=2.0**24, growth=3)
-    steps = [after / before for before, after in zip(scales, scales[1:])]
+    steps = [after / before for before, after in pairwise(scales)]
     assert {0.5, 1.0, 2.0} == set(steps), "it overflowed, and grew again"
     for key in start:
         torch.testing.assert_close(found.params[key], wanted[key], rtol=0, atol=0)
@@ -238,7 +240,7 @@ def test_frozen_weights_keep_every_bit_in_fp16_even_where_steps_overflow(
     site, start = halved(image_config)
     draw = torch.Generator().manual_seed(4)
     masks = {key: torch.rand(tensor.shape, generator=draw) >= sparsity for key, tensor in start.items()}
-    monkeypatch.setattr(whole, "LOSS_SCALE", 2.0**24)
+    monkeypatch.setattr(descent, "LOSS_SCALE", 2.0**24)
     options = WholeOptions(seed=0, steps=10, batch_size=8, lr=0.05, weight_decay=0.1, nesterov=True, mask=masks)
     (found,) = train_whole([Job(client="digits-0", params=start, round=1, options=options)], site)
     assert 0 < found.metrics["skipped"] < 10

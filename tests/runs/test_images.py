@@ -15,7 +15,7 @@ from atlas_fl.audit import audit
 from atlas_fl.clients.base import Job
 from atlas_fl.clients.whole import WholeOptions, train_whole
 from atlas_fl.config import Config
-from atlas_fl.errors import CheckpointError, ConfigError, ModelError
+from atlas_fl.errors import AtlasError, CheckpointError, ConfigError, DataError, ModelError
 from atlas_fl.export import export
 from atlas_fl.io.folder import RunFolder
 from atlas_fl.io.ledger import payload_bytes
@@ -295,15 +295,15 @@ def _pooled(clients: tuple[ClientData, ...]) -> ClientData:
         ({"mask_file": "m", "head_first": "none"}, "--mask-file freezes the head"),
         ({"split": "1"}, "--split is for adapters"),
         ({"workers": 2}, "--workers and --engine ray train packs of adapters"),
-        (
-            {"precision": "fp16", "accelerator": "auto"},
-            "--precision is fp16, and whole models are trained in fp32 or bf16",
-        ),
+        ({"precision": "fp16", "tune": "lora", "strategy": "atlas"}, "--precision fp16 needs a GPU with CUDA"),
+        ({"validation_share": 1.0}, "--validation-share is 1.0; allowed: above 0, below 1"),
+        ({"validation_share": 1e-4}, "--validation-share 0.0001 of the 1254 rows of task 'digits' is not one"),
+        ({"tasks": "movie", "validation_share": 0.1}, "--validation-share is for image tasks, and --tasks has texts"),
         ({"tasks": "movie", "model": "minilm"}, "is for image tasks, and --tasks has texts alone"),
     ],
 )
 def test_what_cannot_be_run_is_told_in_one_line(config: Make, values: dict[str, object], text: str) -> None:
-    with pytest.raises(ConfigError, match=text) as caught:
+    with pytest.raises(AtlasError, match=text) as caught:
         run(config(**values))
     assert "\n" not in str(caught.value)
 
@@ -313,6 +313,16 @@ def test_every_client_has_as_many_classes_as_asked_for(config: Make) -> None:
     assert all(len(np.unique(client.train.label)) == 2 for client in assembly.clients)
     held = {int(label) for client in assembly.clients for label in client.train.label}
     assert held == set(range(10)), "eight clients of two classes hold all ten"
+
+
+def test_the_share_of_validation_is_a_setting(config: Make) -> None:
+    # 1,797 digits without duplicates, of which 130 of 430 are the test and a hundredth of the rest is validation
+    rest = 1797 - 1797 * 130 // 430
+    few = config(validation_share=0.01, validation_samples=rest // 100, clients_per_task=1)
+    (client,) = assemble_images(few).clients
+    assert len(client.validation) == rest // 100 == 12
+    with pytest.raises(DataError, match="has 12 validation rows and 1 clients of 13 need 13; lower"):
+        assemble_images(config(validation_share=0.01, validation_samples=13, clients_per_task=1))
 
 
 @pytest.mark.parametrize("setting", [{"crop": 1}, {"flip": True}, {"dropout": 0.3}, {"label_smoothing": 0.2}])

@@ -8,7 +8,6 @@ import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
@@ -16,24 +15,19 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 from atlas_fl.clients.base import Job, Update
+from atlas_fl.clients.descent import Descent, loss_scaler, sgd
 from atlas_fl.clients.evaluate import EvaluateOptions
-from atlas_fl.clients.member import LOSS_SCALE
 from atlas_fl.clients.schedule import Schedule, rate_factor
 from atlas_fl.models.augment import augment
 from atlas_fl.models.vision import Vision, image_logits, prepare
 from atlas_fl.rng import generator, torch_generator
 from atlas_fl.sparse.choose import Mask
-from atlas_fl.sparse.momentum import momentum_of, put_momentum
-from atlas_fl.sparse.optimizer import SparseSGDM
+from atlas_fl.sparse.momentum import momentum_of
 from atlas_fl.tasks.clients import ClientData
 from atlas_fl.tasks.images import Images
 from atlas_fl.tasks.metrics import by_class, scores
 from atlas_fl.tree import digest
 from atlas_fl.types import Params, Split
-
-GROWTH_STEPS = 100
-"""Steps without overflow after which the loss scale doubles: fewer than the 2,000 of torch, because every round begins
-with a fresh one."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,16 +46,6 @@ class ImageSite:
         """The arithmetic of the forward pass."""
         dtype = torch.float16 if self.fp16 else torch.bfloat16
         return torch.autocast(self.vision.device.type, dtype=dtype, enabled=self.bf16 or self.fp16)
-
-    def scaler(self) -> torch.amp.GradScaler:
-        """What scales the losses of one client in one round under fp16, and does nothing under other precisions.
-
-        A step whose gradients overflow is left out and halves the scale, so many without one double it (Micikevicius et
-        al. 2018).
-        """
-        return torch.amp.GradScaler(
-            self.vision.device.type, init_scale=LOSS_SCALE, growth_interval=GROWTH_STEPS, enabled=self.fp16
-        )
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -128,13 +112,22 @@ def _trained(job: Job, site: ImageSite) -> Update:
     # Sorted, because the clipped norm is a sum and its last bits follow the order.
     leaves = {k: t.detach().to(device, copy=True).requires_grad_() for k, t in sorted(job.params.items())}
     loaded = digest(leaves) if options.hash_loaded else None
-    descent = _Descent(optimizer=_optimizer(leaves, options), scaler=site.scaler(), clip=options.clip)
-    put_momentum(descent.optimizer, leaves, job.momentum, masks=options.mask)
     rate = options.lr * rate_factor(
         options.schedule, warmup=options.warmup, step=max(job.round, 1) - 1, steps=options.rounds
     )
-    for group in descent.optimizer.param_groups:
-        group["lr"] = rate
+    descent = Descent(
+        optimizer=sgd(
+            leaves,
+            lr=rate,
+            masks=options.mask,
+            held=job.momentum,
+            momentum=options.momentum,
+            nesterov=options.nesterov,
+            weight_decay=options.weight_decay,
+        ),
+        scaler=loss_scaler(device, enabled=site.fp16),
+        clip=options.clip,
+    )
     rows, losses = images_of(site, job.client, "train"), []
     for step, batch in enumerate(batches(rows, job)):
         loss = _loss(leaves, batch, site, job, step=step)
@@ -154,37 +147,6 @@ def _trained(job: Job, site: ImageSite) -> Update:
         keys=len(leaves),
         momentum=momentum_of(descent.optimizer, leaves, masks=options.mask) if options.carry_momentum else {},
     )
-
-
-def _optimizer(leaves: Params, options: WholeOptions) -> torch.optim.Optimizer:
-    settings: dict[str, Any] = {"momentum": options.momentum, "nesterov": options.nesterov}
-    settings["weight_decay"] = options.weight_decay
-    if options.mask is None:
-        return torch.optim.SGD(list(leaves.values()), lr=options.lr, foreach=True, **settings)
-    return SparseSGDM(leaves, masks=options.mask, lr=options.lr, **settings)
-
-
-@dataclass(kw_only=True)
-class _Descent:
-    """What moves one client's weights in one round."""
-
-    optimizer: torch.optim.Optimizer
-    scaler: torch.amp.GradScaler
-    clip: float
-    skipped: int = 0
-    """Steps that were left out because a scaled gradient overflowed."""
-
-    def move(self, loss: Tensor, leaves: Sequence[Tensor]) -> None:
-        """Gradients of this loss, and a step by them where they are finite."""
-        scale = self.scaler.get_scale()
-        self.scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
-        self.scaler.unscale_(self.optimizer)
-        if self.clip > 0:
-            torch.nn.utils.clip_grad_norm_(leaves, self.clip)
-        self.scaler.step(self.optimizer)
-        self.scaler.update()
-        self.skipped += self.scaler.get_scale() < scale
-        self.optimizer.zero_grad(set_to_none=True)
 
 
 def _loss(leaves: Params, batch: Images, site: ImageSite, job: Job, *, step: int) -> Tensor:

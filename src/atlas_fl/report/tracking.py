@@ -112,9 +112,7 @@ class Tracker:
             if (error := self._asked.pop(0).exception()) is not None:
                 self.ended = True
                 reason = " ".join(f"{type(error).__name__}: {error}".split())
-                self.on_event(
-                    Note(f"nothing more is logged to W&B ({reason}); the run goes on, and its folder has all")
-                )
+                self.on_event(Note(f"nothing more is logged to W&B ({reason}); the run goes on and keeps it all"))
 
 
 @contextmanager
