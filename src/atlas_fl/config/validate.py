@@ -226,6 +226,11 @@ def _check_momentum(config: Config) -> None:
             f"--carry-momentum keeps what a client did in the round before, and with --participation {share:g} that is"
             " mostly an older one; take --participation 1, or leave --carry-momentum out"
         )
+    if images.carry_momentum and (config.run.engine != "local" or config.run.workers not in (None, 1)):
+        raise ConfigError(
+            "--carry-momentum keeps what clients did in one process, and --workers and --engine ray have several; leave"
+            " one of them out"
+        )
 
 
 def _repeated(names: tuple[str, ...]) -> str | None:

@@ -1,7 +1,7 @@
 """YAML as settings are written in it: what a text says, by the core schema of YAML 1.2.
 
-As PyYAML itself reads it, by YAML 1.1, `1e-3` is a text, `no` is false and `010` is eight. Here the first is a number
-and the others are texts, so that the setting's own type says what it had to be.
+As PyYAML itself reads it, by YAML 1.1, `1e-3` is a text, `no` is false and `010` is eight. Here these are a number, a
+text and ten, so that the setting's own type says what it had to be.
 """
 
 import re
@@ -10,11 +10,15 @@ from typing import Any
 
 from yaml import MappingNode, Node, SafeLoader, ScalarNode, YAMLError, compose
 
-_CORE = "tag:yaml.org,2002:"
+_KNOWN = frozenset(
+    f"tag:yaml.org,2002:{kind}"
+    for kind in ("map", "seq", "str", "null", "bool", "int", "float", "timestamp", "merge", "value")
+)
+"""Tags that PyYAML itself gives to what has none."""
 _PLAIN: tuple[tuple[re.Pattern[str], Callable[[str], Any]], ...] = (
     (re.compile(r"null|Null|NULL|~|"), lambda _: None),
     (re.compile(r"true|True|TRUE|false|False|FALSE"), lambda text: text.lower() == "true"),
-    (re.compile(r"[-+]?(0|[1-9][0-9]*)"), int),
+    (re.compile(r"[-+]?[0-9]+"), int),
     (re.compile(r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?"), float),
     (re.compile(r"[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)"), lambda text: float(text.replace(".", ""))),
 )
@@ -37,7 +41,7 @@ def read_yaml(text: str) -> Any:
 def _value(node: Node, made: dict[int, Any]) -> Any:
     """What a node says; one that several aliases name is read once, so that no short text means a huge value."""
     if id(node) not in made:
-        if not node.tag.startswith(_CORE):
+        if node.tag not in _KNOWN:
             raise ValueError(f"line {node.start_mark.line + 1}: the tag {node.tag} means nothing here")
         made[id(node)] = _scalar(node) if isinstance(node, ScalarNode) else _collection(node, made)
     return made[id(node)]
