@@ -147,7 +147,7 @@ def check_served(config: Config, service: Service) -> None:
 def _check_simulated(config: Config) -> None:
     if config.images.carry_momentum:
         raise ConfigError(
-            "--carry-momentum keeps what clients did in one process, and across machines none has them all; leave it out"
+            "--carry-momentum keeps what clients did in one process, and here there are several; leave it out"
         )
     if config.data.arrive:
         raise ConfigError(
