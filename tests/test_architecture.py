@@ -32,6 +32,8 @@ OWNERS = {
     "PIL": "tasks/",
     "optuna": "search/study.py",
     "sqlalchemy": "search/study.py",
+    "wandb": "report/tracking.py",
+    "yaml": "config/",
 }
 """The only place that may import a package."""
 

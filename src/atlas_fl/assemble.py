@@ -12,7 +12,7 @@ from atlas_fl.clients.base import ClientTokens, Prompts, Site
 from atlas_fl.clients.patches import patches
 from atlas_fl.config import Config, DataConfig
 from atlas_fl.config.images import EVENLY
-from atlas_fl.config.validate import no_fp16
+from atlas_fl.config.names import no_fp16
 from atlas_fl.door import CLOSED, Door
 from atlas_fl.errors import ConfigError
 from atlas_fl.io.fetch import embedded_dir
@@ -71,8 +71,8 @@ class Assembly:
 
 def source_of(config: Config) -> Source:
     """Where the tasks of this config are read from."""
-    own = config.data.data_dir
-    return Source(cache_dir=embedded_dir(), data_dir=None if own is None else Path(own))
+    own, share = config.data.data_dir, config.images.validation_share
+    return Source(cache_dir=embedded_dir(), data_dir=None if own is None else Path(own), validation_share=share)
 
 
 def load_clients(config: Config) -> tuple[ClientData, ...]:

@@ -8,7 +8,6 @@ from atlas_fl.assemble import load_clients, pick_device
 from atlas_fl.clients.whole import ImageSite
 from atlas_fl.config import Config
 from atlas_fl.door import CLOSED, Door
-from atlas_fl.errors import ConfigError
 from atlas_fl.models.vision import trainable_names, weights
 from atlas_fl.models.vision_loading import load_vision
 from atlas_fl.ranks.devices import Device, find_devices
@@ -61,8 +60,6 @@ def assemble_images(config: Config) -> ImageAssembly:
 
     Raises an `AtlasError` for whatever the config names that is not to be had.
     """
-    if config.model.precision == "fp16":
-        raise ConfigError("--precision is fp16, and whole models are trained in fp32 or bf16; take one of these")
     clients = load_clients(config)
     vision = load_vision(
         config.model.model, image_size=config.images.image_size, device=pick_device(config.run.accelerator)
@@ -76,5 +73,6 @@ def assemble_images(config: Config) -> ImageAssembly:
             vision=vision,
             data={client.name: client for client in clients},
             bf16=config.model.precision == "bf16",
+            fp16=config.model.precision == "fp16",
         ),
     )

@@ -119,10 +119,24 @@ def _scores(
     return {update.client: update for update in engine.run("evaluate", jobs)}
 
 
-def jobs_for(models: ByClient, options: Any, *, round: int, cuts: Mapping[str, Cut]) -> list[Job]:
-    """A job for every one of these models."""
+def jobs_for(
+    models: ByClient,
+    options: Any,
+    *,
+    round: int,
+    cuts: Mapping[str, Cut],
+    momentum: ByClient = MappingProxyType({}),
+) -> list[Job]:
+    """A job for every one of these models; `momentum` is what clients kept of their optimizers."""
     return [
-        Job(client=name, params=params, round=round, options=options, cut=cuts.get(name))
+        Job(
+            client=name,
+            params=params,
+            round=round,
+            options=options,
+            cut=cuts.get(name),
+            momentum=momentum.get(name, {}),
+        )
         for name, params in models.items()
     ]
 

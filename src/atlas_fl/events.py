@@ -1,8 +1,8 @@
 """What a run tells while it goes on: small frozen values for whoever shows its progress."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 
 @dataclass(frozen=True)
@@ -39,6 +39,8 @@ class RoundFinished:
     """Wall time of the round."""
     bytes: int
     """What crossed the network in the round, both ways."""
+    rows: Sequence[Mapping[str, Any]] = ()
+    """What the round has added to `metrics.jsonl`."""
 
     def __str__(self) -> str:
         found = ", ".join(f"{client} {score:.3f}" for client, score in self.scores.items())

@@ -70,6 +70,7 @@ def whole_options(config: Config, *, mask: Mask | None) -> WholeOptions:
         warmup=training.warmup,
         momentum=images.momentum,
         nesterov=images.nesterov,
+        carry_momentum=images.carry_momentum,
         weight_decay=training.weight_decay,
         clip=training.clip,
         dropout=config.model.dropout,

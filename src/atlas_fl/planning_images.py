@@ -13,7 +13,9 @@ from atlas_fl.options import strategy_of
 from atlas_fl.phases.whole import Prepared, prepare_whole, sparse_report, whole_costs
 from atlas_fl.plan import ClientPlan, Plan
 from atlas_fl.planning import Planned
+from atlas_fl.sparse.algebra import num_kept
 from atlas_fl.tasks.heterogeneity import label_statistics
+from atlas_fl.tree import num_values
 
 
 def plan_whole(assembly: ImageAssembly, engine: Engine, *, on_event: OnEvent = ignore) -> Planned:
@@ -36,7 +38,7 @@ def plan_whole(assembly: ImageAssembly, engine: Engine, *, on_event: OnEvent = i
         clustering={"method": "none", "labels": [0] * size},
         data=label_statistics(assembly.clients),
         sparse=sparse_report(prepared.mask, config.sparse),
-        notes=tuple(_counts(assembly)),
+        notes=(*_counts(assembly), *_carried(assembly, prepared)),
     )
     return Planned(
         plan=plan,
@@ -72,3 +74,12 @@ def _counts(assembly: ImageAssembly) -> Iterator[str]:
             f"{task.name}: {found.backbone + found.head:,} parameters, {found.head:,} of them in the head;"
             f" {found.trainable:,} train"
         )
+
+
+def _carried(assembly: ImageAssembly, prepared: Prepared) -> Iterator[str]:
+    """What is held of momentum between rounds, where it is."""
+    if not assembly.config.images.carry_momentum:
+        return
+    mask, models = prepared.mask, prepared.start.values()
+    values = [num_values(model) if mask is None else num_kept({key: mask[key] for key in model}) for model in models]
+    yield f"{len(values)} clients keep their momentum between rounds: {4 * sum(values):,} bytes, in checkpoints too"

@@ -96,18 +96,20 @@ class Recorder:
         if self.audit and begun is not None:
             self._write_tensors("begun", begun, round=round)
 
-    def round(self, record: RoundRecord, state: State, *, seconds: float, ends: bool = False) -> None:
-        """Write the round's rows, the audit's files, and a checkpoint where one is due, or the session ends."""
+    def round(self, record: RoundRecord, state: State, *, seconds: float, ends: bool = False) -> list[dict[str, Any]]:
+        """The round's rows, which are written, as are the audit's files, and a checkpoint where one is due."""
         self.seconds["rounds"] = self.seconds.get("rounds", 0.0) + seconds
         self.round_seconds[record.round] = seconds
         stopped = [_stopped_row(state)] if record.stopped else []
-        append_rows(self.folder.metrics, [*self._metric_rows(record), *stopped])
+        rows = [*self._metric_rows(record), *stopped]
+        append_rows(self.folder.metrics, rows)
         append_rows(self.folder.ledger, [row.to_json() for row in record.messages(self.share)])
         if self.audit:
             self._write_audit(record)
         due = record.round % self.checkpoint_every == 0 or record.round in self._best(state)
         if due or record.final or ends:
             self._checkpoint(state)
+        return rows
 
     def _write_plan(self, planned: Planned) -> None:
         """A plan with its sketches, which the figures draw and newcomers are compared with; later ones stand beside."""
@@ -172,6 +174,7 @@ class Recorder:
         # Who starts with what the rule remembers is told by the absence of a second copy, also after a resume.
         apart = {name: params for name, params in state.start.items() if params is not state.strategy[name]}
         tensors |= {f"start/{name}": tensor for name, tensor in prefixed(apart).items()}
+        tensors |= {f"momentum/{name}": tensor for name, tensor in prefixed(state.momentum).items()}
         content = {
             "origin": self.origin,
             "same": {name: lead for name, lead in leads.items() if name != lead},
@@ -224,6 +227,11 @@ def models_of(found: checkpoint.Checkpoint, names: Sequence[str]) -> tuple[ByCli
     # A file holds its tensors sorted by name; packs follow the order of the clients, and so do their last bits.
     memory = {name: memory[same.get(name, name)] for name in names}
     return memory, {name: apart.get(name, memory[name]) for name in names}
+
+
+def momentum_in(found: checkpoint.Checkpoint) -> ByClient:
+    """What each client keeps of its optimizer, of a checkpoint."""
+    return unprefixed(unprefixed(found.tensors).get("momentum", {}))
 
 
 def _stopped_row(state: State) -> dict[str, Any]:

@@ -28,7 +28,7 @@ from atlas_fl.origin import check_origin, check_settings, origin_of
 from atlas_fl.phases import cuts_while_planning
 from atlas_fl.plan import Plan
 from atlas_fl.planning import Planned
-from atlas_fl.records import Recorder, models_of
+from atlas_fl.records import Recorder, models_of, momentum_in
 from atlas_fl.state import State
 from atlas_fl.train import train
 from atlas_fl.working import ENGINES, Workplace
@@ -194,6 +194,7 @@ def _resumed(
         history={int(at): score for at, score in found.state.get("history", {}).items()},
         # checkpoints older than early stopping know no other end than the last round
         over=found.state.get("over", found.round == assembly.config.training.rounds),
+        momentum=momentum_in(found),
     )
     mask = read_tensors(folder.mask) if plan.sparse else None
     sketches = read_sketches(folder.sketches_of(recorder.plan_file))

@@ -145,6 +145,10 @@ def check_served(config: Config, service: Service) -> None:
 
 
 def _check_simulated(config: Config) -> None:
+    if config.images.carry_momentum:
+        raise ConfigError(
+            "--carry-momentum keeps what clients did in one process, and here there are several; leave it out"
+        )
     if config.data.arrive:
         raise ConfigError(
             "--arrive says who is late in a simulation, and across machines clients come when they come; leave it out"

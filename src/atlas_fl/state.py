@@ -184,6 +184,8 @@ class State:
     """The mean validation score of every evaluated round, over the clients that answered."""
     over: bool = False
     """Whether the run has ended, with its last round or before it."""
+    momentum: ByClient = field(default_factory=dict)
+    """What each client keeps of its optimizer for its next round, where it is asked to; the server never sees it."""
 
     def after(self, record: RoundRecord, *, memory: ByClient) -> "State":
         """The federation once this round is complete; `memory` is what the rule remembers of it."""
@@ -196,6 +198,7 @@ class State:
             validation={name: score.metrics["primary"] for name, score in scores.items()} or self.validation,
             history=self.history if met is None else {**self.history, record.round: met},
             over=record.final,
+            momentum={**self.momentum, **{name: own.momentum for name, own in record.updates.items() if own.momentum}},
         )
 
 

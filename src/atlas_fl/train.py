@@ -78,10 +78,10 @@ def train(
         if is_reclustered(assembly.config, number):
             planned, state = _clustered_again(assembly, planned, engine, state, recorder)
         state, record = one_round(assembly, planned, engine, state)
-        recorder.round(record, state, seconds=time.perf_counter() - began, ends=number == last)
+        rows = recorder.round(record, state, seconds=time.perf_counter() - began, ends=number == last)
         for client, reason in record.refused.items():
             on_event(Note(f"round {number}: the update of {client} was refused: {reason}"))
-        on_event(_finished(record, assembly, seconds=time.perf_counter() - began))
+        on_event(replace(_finished(record, assembly, seconds=time.perf_counter() - began), rows=rows))
         if record.stopped:
             on_event(Note(stopped_line(state.history, round=number, rounds=assembly.config.training.rounds)))
             break
@@ -122,7 +122,7 @@ def one_round(assembly: Assembly, planned: Planned, engine: Engine, state: State
     strategy, sampled = strategy_of(config), sample_of(config, assembly.names, round=number)
     cuts, engine = cuts_of(assembly, planned.plan), seated(assembly, planned.plan.clients, engine)
     begun = {name: state.start[name] for name in sampled}
-    jobs = jobs_for(begun, line.options(config, planned), round=number, cuts=cuts)
+    jobs = jobs_for(begun, line.options(config, planned), round=number, cuts=cuts, momentum=state.momentum)
     updates = engine.run("train", jobs)
     good, refused = accepted(state.start, updates)
     trained = {name: update.params for name, update in good.items()}

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import BertConfig, BertModel
+from transformers import BertConfig, BertModel, ViTConfig, ViTImageProcessorPil, ViTModel
 
 from atlas_fl.config import (
     ClusteringConfig,
@@ -21,6 +21,7 @@ from atlas_fl.config import (
     with_values,
 )
 from atlas_fl.io.fetch import embedded_dir, model_dir
+from atlas_fl.presets import find_preset
 
 TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "vocab.txt")
 
@@ -86,3 +87,30 @@ def configs(tiny_model: Path, folder: Path) -> Callable[..., Config]:
         return with_values(base, texts)
 
     return make
+
+
+@pytest.fixture(scope="session")
+def tiny_vit(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random ViT of two narrow blocks, as a directory that `--model` takes."""
+    folder = tmp_path_factory.mktemp("tiny") / "tiny-vit"
+    with torch.random.fork_rng(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        torch.manual_seed(0)
+        sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}
+        ViTModel(ViTConfig(**sizes, image_size=16, patch_size=8), add_pooling_layer=False).save_pretrained(folder)
+        ViTImageProcessorPil(size={"height": 16, "width": 16}).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture
+def image_config(tiny_vit: Path, tmp_path: Path) -> Callable[..., Config]:
+    """Eight clients of the digits, half of them a round; keywords set single settings by their flat names."""
+    base = with_values(
+        find_preset("vision-quick"),
+        {
+            **{"model": str(tiny_vit), "image_size": 16, "tasks": "digits", "clients_per_task": 8, "samples": 40},
+            **{"validation_samples": 10, "test_samples": 20, "participation": 0.5, "rounds": 3, "eval_every": 3},
+            **{"lr": 0.02, "audit": True, "runs_dir": str(tmp_path / "runs"), "name": "run"},
+        },
+    )
+    return lambda **values: with_values(base, values)

@@ -1,6 +1,5 @@
 """Runs on images: whole weights and masks through the same rounds, records, resume and audit as adapters on text."""
 
-import warnings
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -9,16 +8,16 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForImageClassification, ViTConfig, ViTImageProcessorPil, ViTModel
+from transformers import AutoModelForImageClassification
 
 from atlas_fl.arithmetic import masks_of_clients
 from atlas_fl.assemble_images import assemble_images
 from atlas_fl.audit import audit
 from atlas_fl.clients.base import Job
 from atlas_fl.clients.whole import WholeOptions, train_whole
-from atlas_fl.config import Config, with_values
+from atlas_fl.config import Config
 from atlas_fl.engines.whole import WholeEngine
-from atlas_fl.errors import CheckpointError, ConfigError, ModelError
+from atlas_fl.errors import AtlasError, CheckpointError, ConfigError, DataError, ModelError
 from atlas_fl.export import export
 from atlas_fl.io.folder import RunFolder
 from atlas_fl.io.ledger import payload_bytes
@@ -26,7 +25,6 @@ from atlas_fl.lines import make_plan
 from atlas_fl.models.vision import image_logits, prepare
 from atlas_fl.options import whole_options
 from atlas_fl.phases.whole import prepare_whole
-from atlas_fl.presets import find_preset
 from atlas_fl.report.plan_tables import plan_tables
 from atlas_fl.report.plots import draw_all
 from atlas_fl.run import resume, run
@@ -42,31 +40,10 @@ Make = Callable[..., Config]
 MASKS = ("least_sensitive", "most_sensitive", "lowest_magnitude", "highest_magnitude", "random")
 
 
-@pytest.fixture(scope="session")
-def tiny_vit(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A random ViT of two narrow blocks, as a directory that `--model` takes."""
-    folder = tmp_path_factory.mktemp("tiny") / "tiny-vit"
-    with torch.random.fork_rng(), warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        torch.manual_seed(0)
-        sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}
-        ViTModel(ViTConfig(**sizes, image_size=16, patch_size=8), add_pooling_layer=False).save_pretrained(folder)
-        ViTImageProcessorPil(size={"height": 16, "width": 16}).save_pretrained(folder)
-    return folder
-
-
 @pytest.fixture
-def config(tiny_vit: Path, tmp_path: Path) -> Make:
+def config(image_config: Make) -> Make:
     """Eight clients of the digits, half of them a round; keywords set single settings by their flat names."""
-    base = with_values(
-        find_preset("vision-quick"),
-        {
-            **{"model": str(tiny_vit), "image_size": 16, "tasks": "digits", "clients_per_task": 8, "samples": 40},
-            **{"validation_samples": 10, "test_samples": 20, "participation": 0.5, "rounds": 3, "eval_every": 3},
-            **{"lr": 0.02, "audit": True, "runs_dir": str(tmp_path / "runs"), "name": "run"},
-        },
-    )
-    return lambda **values: with_values(base, values)
+    return image_config
 
 
 def starts(folder: Path, round: int) -> dict[str, dict[str, torch.Tensor]]:
@@ -338,15 +315,15 @@ def _pooled(clients: tuple[ClientData, ...]) -> ClientData:
         ({"mask_file": "m", "head_first": "none"}, "--mask-file freezes the head"),
         ({"split": "1"}, "--split is for adapters"),
         ({"workers": 2}, "--workers and --engine ray train packs of adapters"),
-        (
-            {"precision": "fp16", "accelerator": "auto"},
-            "--precision is fp16, and whole models are trained in fp32 or bf16",
-        ),
+        ({"precision": "fp16", "tune": "lora", "strategy": "atlas"}, "--precision fp16 needs a GPU with CUDA"),
+        ({"validation_share": 1.0}, "--validation-share is 1.0; allowed: above 0, below 1"),
+        ({"validation_share": 1e-4}, "--validation-share 0.0001 of the 1254 rows of task 'digits' is not one"),
+        ({"tasks": "movie", "validation_share": 0.1}, "--validation-share is for image tasks, and --tasks has texts"),
         ({"tasks": "movie", "model": "minilm"}, "is for image tasks, and --tasks has texts alone"),
     ],
 )
 def test_what_cannot_be_run_is_told_in_one_line(config: Make, values: dict[str, object], text: str) -> None:
-    with pytest.raises(ConfigError, match=text) as caught:
+    with pytest.raises(AtlasError, match=text) as caught:
         run(config(**values))
     assert "\n" not in str(caught.value)
 
@@ -356,6 +333,16 @@ def test_every_client_has_as_many_classes_as_asked_for(config: Make) -> None:
     assert all(len(np.unique(client.train.label)) == 2 for client in assembly.clients)
     held = {int(label) for client in assembly.clients for label in client.train.label}
     assert held == set(range(10)), "eight clients of two classes hold all ten"
+
+
+def test_the_share_of_validation_is_a_setting(config: Make) -> None:
+    # 1,797 digits without duplicates, of which 130 of 430 are the test and a hundredth of the rest is validation
+    rest = 1797 - 1797 * 130 // 430
+    few = config(validation_share=0.01, validation_samples=rest // 100, clients_per_task=1)
+    (client,) = assemble_images(few).clients
+    assert len(client.validation) == rest // 100 == 12
+    with pytest.raises(DataError, match="has 12 validation rows and 1 clients of 13 need 13; lower"):
+        assemble_images(config(validation_share=0.01, validation_samples=13, clients_per_task=1))
 
 
 @pytest.mark.parametrize("setting", [{"crop": 1}, {"flip": True}, {"dropout": 0.3}, {"label_smoothing": 0.2}])

@@ -103,6 +103,12 @@ def test_validation_is_a_fifth_or_the_share_that_is_asked_for() -> None:
     assert np.bincount(found.validation.label).tolist() == [5, 5]
     alone = split_rows(images([i % 2 for i in range(43)]), name="x", validation_share=0.1)
     assert [len(part) for part in (alone.train, alone.validation, alone.test)] == [27, 3, 13]
+    for cut in (
+        lambda: arrange(given, name="x", validation_share=0.009),
+        lambda: split_rows(given["train"], name="x", validation_share=0.013),
+    ):
+        with pytest.raises(DataError, match=r"--validation-share 0.0.* of the (100|70) rows of task 'x' is not one"):
+            cut()
 
 
 @pytest.mark.parametrize("partition", ["iid", "dirichlet", "quantity"])

@@ -34,7 +34,7 @@ class JoinOptions:
     data_dir: str | None = None
     """A directory that holds data sets which would else come from the hub or its cache."""
     config: str | None = None
-    """A TOML file of settings; a server with others is refused."""
+    """A TOML or YAML file of settings; a server with others is refused."""
     patience: float = 600.0
     """Seconds to try a server again that has gone."""
     to: str | None = None

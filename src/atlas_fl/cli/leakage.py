@@ -20,7 +20,7 @@ class LeakageOptions:
     how many tokens a linear probe reads. Trains nothing and writes nothing but with --to."""
 
     config: str | None = None
-    """A TOML file of settings, such as the config.toml of a run."""
+    """A TOML or YAML file of settings, such as the config.toml of a run."""
     cuts: tuple[int, ...] = ()
     """Blocks on the client; every possible number by default."""
     to: str | None = None

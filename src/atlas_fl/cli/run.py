@@ -1,9 +1,9 @@
 """`atlas run`, `atlas plan` and `atlas resume`."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import tyro
 
@@ -11,8 +11,12 @@ from atlas_fl.cli.live import show, show_progress
 from atlas_fl.cli.parse import parse
 from atlas_fl.cli.settings import base_config, check_target
 from atlas_fl.cli.words import split
-from atlas_fl.config import Config, run_folder, validate
+from atlas_fl.config import Config, load_config, run_folder, validate
 from atlas_fl.errors import ConfigError
+from atlas_fl.events import OnEvent
+
+if TYPE_CHECKING:
+    from atlas_fl.run import RunResult
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,11 +24,14 @@ class RunOptions:
     """Train a federation and leave a run folder. The defaults below are those of --preset and, over it, of --config."""
 
     config: str | None = None
-    """A TOML file of settings, such as the config.toml of a run."""
+    """A TOML or YAML file of settings, such as the config.toml of a run."""
     resume: bool = False
     """Go on with the run of these settings, if it was begun."""
     lambda_sweep: bool = False
     """The same as `atlas sweep --over eta=0,0.01,0.1,0.5,1` with one seed."""
+    wandb: str | None = None
+    """Log to this project of Weights & Biases too (`pip install 'atlas-fl[wandb]'`); with WANDB_MODE=offline to files
+    alone."""
     settings: Annotated[Config, tyro.conf.arg(name="")] = field(default_factory=Config)
 
 
@@ -34,7 +41,7 @@ class PlanOptions:
     nothing but with --to."""
 
     config: str | None = None
-    """A TOML file of settings, such as the config.toml of a run."""
+    """A TOML or YAML file of settings, such as the config.toml of a run."""
     to: str | None = None
     """Write the plan as JSON to this file as well."""
     settings: Annotated[Config, tyro.conf.arg(name="")] = field(default_factory=Config)
@@ -50,12 +57,16 @@ class ResumeOptions:
     """Stop after this many rounds."""
     runs_dir: str = "runs"
     """Where run folders lie."""
+    wandb: str | None = None
+    """Log to this project of Weights & Biases too, as the same run as before."""
 
 
 def run(words: Sequence[str]) -> int:
     """Run what these words say; 0."""
     groups = split(words)
     options = parse(RunOptions(settings=base_config(groups)), groups, command="atlas run")
+    if options.lambda_sweep and options.wandb is not None:
+        raise ConfigError("--wandb logs one run, and --lambda-sweep makes several; leave one of them out")
     if options.lambda_sweep:
         from atlas_fl.cli.sweep import run_grid
         from atlas_fl.sweep import LAMBDA_SWEEP
@@ -63,12 +74,14 @@ def run(words: Sequence[str]) -> int:
         return run_grid(options.settings, over=[LAMBDA_SWEEP], seeds=[options.settings.run.seed])
     config = validate(options.settings)
 
-    from atlas_fl.cli.tables import outcome
     from atlas_fl.run import run as run_config
 
-    with show_progress() as on_event:
-        result = run_config(config, on_event=on_event, resume=options.resume)
-    show(outcome(result.folder, result.summary, complete=result.complete))
+    _carry_out(
+        config,
+        run_folder(config).path,
+        project=options.wandb,
+        work=lambda on_event: run_config(config, on_event=on_event, resume=options.resume),
+    )
     return 0
 
 
@@ -97,14 +110,33 @@ def resume(words: Sequence[str]) -> int:
     """Go on with the run that these words name; 0."""
     options = parse(ResumeOptions(run=tyro.MISSING), split(words), command="atlas resume")
 
-    from atlas_fl.cli.tables import outcome
     from atlas_fl.io.folder import find_run
     from atlas_fl.run import resume as resume_run
 
     if options.max_rounds is not None and options.max_rounds < 1:
         raise ConfigError(f"--max-rounds is {options.max_rounds}; allowed: at least 1; give more, or leave it out")
-    folder = find_run(options.run, runs_dir=options.runs_dir, begun=True).path
-    with show_progress() as on_event:
-        result = resume_run(folder, max_rounds=options.max_rounds, on_event=on_event)
-    show(outcome(result.folder, result.summary, complete=result.complete))
+    found = find_run(options.run, runs_dir=options.runs_dir, begun=True)
+    _carry_out(
+        load_config(found.config),
+        found.path,
+        project=options.wandb,
+        work=lambda on_event: resume_run(found.path, max_rounds=options.max_rounds, on_event=on_event),
+    )
     return 0
+
+
+def _carry_out(config: Config, folder: Path, *, project: str | None, work: Callable[[OnEvent], "RunResult"]) -> None:
+    """Do this work, show what goes on and what came out, and log it to a project where there is one."""
+    from atlas_fl.cli.tables import outcome
+
+    with show_progress() as on_event:
+        if project is None:
+            result = work(on_event)
+        else:
+            from atlas_fl.report.tracking import tracked
+
+            with tracked(project, config, folder, on_event) as tracker:
+                result = work(tracker.tell)
+                if result.complete:
+                    tracker.summary(result.summary)
+    show(outcome(result.folder, result.summary, complete=result.complete))

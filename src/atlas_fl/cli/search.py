@@ -30,7 +30,7 @@ class SearchOptions:
     pruner: Literal["none", "median"] = "none"
     """`median` gives up a run whose best validation score so far is below the median of the others at that round."""
     config: str | None = None
-    """A TOML file of settings, such as the config.toml of a run."""
+    """A TOML or YAML file of settings, such as the config.toml of a run."""
     settings: Annotated[Config, tyro.conf.arg(name="")] = field(default_factory=Config)
 
 

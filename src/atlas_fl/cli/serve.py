@@ -20,7 +20,7 @@ class ServeOptions:
     command goes on where it was. Tasks, clients and devices are those of the sites, not those of the settings."""
 
     config: str | None = None
-    """A TOML file of settings, such as the config.toml of a run."""
+    """A TOML or YAML file of settings, such as the config.toml of a run."""
     certs: str = "certs/server"
     """The folder `server` of `atlas certs make`; its clients.txt lists who may join."""
     host: str = "0.0.0.0"

@@ -35,7 +35,7 @@ class SweepOptions:
     """Where local_steps is swept, leave the rounds as they are; by default they are scaled, and all runs take as many
     gradient steps."""
     config: str | None = None
-    """A TOML file of settings, such as the config.toml of a run."""
+    """A TOML or YAML file of settings, such as the config.toml of a run."""
     settings: Annotated[Config, tyro.conf.arg(name="")] = field(default_factory=Config)
 
 
@@ -49,7 +49,7 @@ class CompareOptions:
     seeds: int = 3
     """Seeds for each strategy: 42, 123, 456, 789, 1024, then 2001 and on."""
     config: str | None = None
-    """A TOML file of settings, such as the config.toml of a run."""
+    """A TOML or YAML file of settings, such as the config.toml of a run."""
     settings: Annotated[Config, tyro.conf.arg(name="")] = field(default_factory=Config)
 
 

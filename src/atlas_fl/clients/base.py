@@ -82,6 +82,8 @@ class Job:
     """Where this client's model is cut for training and evaluation; None: it holds the whole model."""
     seat: Guest | Host | None = None
     """What it needs of a host, or has left as one; None: the server hosts everyone."""
+    momentum: Params = field(default_factory=dict)
+    """What it kept of its optimizer when it last trained; it never travels."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,6 +106,8 @@ class Update:
     """It came over a network, and so its model did, also in a round that mixes none."""
     classes: Mapping[str, Sequence[int]] = field(default_factory=dict)
     """Of scored test images, examples by class and how many of them were recognised (`tasks.metrics.by_class`)."""
+    momentum: Params = field(default_factory=dict)
+    """What the client keeps of its optimizer for its next round, where it was asked to."""
 
 
 Action: TypeAlias = Callable[[Sequence[Job], Site], list[Update]]

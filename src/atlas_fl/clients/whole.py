@@ -8,7 +8,6 @@ import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
@@ -16,13 +15,14 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 from atlas_fl.clients.base import Job, Update
+from atlas_fl.clients.descent import Descent, loss_scaler, sgd
 from atlas_fl.clients.evaluate import EvaluateOptions
 from atlas_fl.clients.schedule import Schedule, rate_factor
 from atlas_fl.models.augment import augment
 from atlas_fl.models.vision import Vision, image_logits, prepare
 from atlas_fl.rng import generator, torch_generator
 from atlas_fl.sparse.choose import Mask
-from atlas_fl.sparse.optimizer import SparseSGDM
+from atlas_fl.sparse.momentum import momentum_of
 from atlas_fl.tasks.clients import ClientData
 from atlas_fl.tasks.images import Images
 from atlas_fl.tasks.metrics import by_class, scores
@@ -39,10 +39,13 @@ class ImageSite:
     batch_images: int = 64
     """Most images in a pass that keeps no gradients."""
     bf16: bool = False
+    fp16: bool = False
+    """Like bf16, with losses scaled so that small gradients do not vanish."""
 
     def autocast(self) -> torch.autocast:
         """The arithmetic of the forward pass."""
-        return torch.autocast(self.vision.device.type, dtype=torch.bfloat16, enabled=self.bf16)
+        dtype = torch.float16 if self.fp16 else torch.bfloat16
+        return torch.autocast(self.vision.device.type, dtype=dtype, enabled=self.bf16 or self.fp16)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -60,6 +63,8 @@ class WholeOptions:
     warmup: float = 0.0
     momentum: float = 0.9
     nesterov: bool = False
+    carry_momentum: bool = False
+    """Begin with the job's momentum, and hand back what there is at the end."""
     weight_decay: float = 0.0
     clip: float = 0.0
     dropout: float = 0.0
@@ -93,7 +98,11 @@ def batches(rows: Images, job: Job) -> Iterator[Images]:
 
 
 def train_whole(jobs: Sequence[Job], site: ImageSite) -> list[Update]:
-    """Every client's trained weights, one client after another; momentum begins at zero (McMahan et al. 2017)."""
+    """Every client's trained weights, one client after another.
+
+    Momentum begins at zero (McMahan et al. 2017), or where the client left it, as in the local momentum of Yu, Jin and
+    Yang (arXiv:1905.03817) without the average over buffers.
+    """
     return [_trained(job, site) for job in jobs]
 
 
@@ -103,15 +112,27 @@ def _trained(job: Job, site: ImageSite) -> Update:
     # Sorted, because the clipped norm is a sum and its last bits follow the order.
     leaves = {k: t.detach().to(device, copy=True).requires_grad_() for k, t in sorted(job.params.items())}
     loaded = digest(leaves) if options.hash_loaded else None
-    optimizer = _optimizer(leaves, options)
     rate = options.lr * rate_factor(
         options.schedule, warmup=options.warmup, step=max(job.round, 1) - 1, steps=options.rounds
     )
-    for group in optimizer.param_groups:
-        group["lr"] = rate
+    descent = Descent(
+        optimizer=sgd(
+            leaves,
+            lr=rate,
+            masks=options.mask,
+            held=job.momentum,
+            momentum=options.momentum,
+            nesterov=options.nesterov,
+            weight_decay=options.weight_decay,
+        ),
+        scaler=loss_scaler(device, enabled=site.fp16),
+        clip=options.clip,
+    )
     rows, losses = images_of(site, job.client, "train"), []
     for step, batch in enumerate(batches(rows, job)):
-        losses.append(_step(leaves, batch, site, optimizer, job, step=step))
+        loss = _loss(leaves, batch, site, job, step=step)
+        descent.move(loss, list(leaves.values()))
+        losses.append(loss.detach())
     return Update(
         client=job.client,
         params={key: leaves[key].detach().cpu() for key in job.params},
@@ -120,36 +141,22 @@ def _trained(job: Job, site: ImageSite) -> Update:
             "loss": float(torch.stack(losses).double().mean()),
             "seconds": time.perf_counter() - began,
             "steps": float(len(losses)),
+            **({"skipped": float(descent.skipped)} if site.fp16 else {}),
         },
         loaded=loaded,
         keys=len(leaves),
+        momentum=momentum_of(descent.optimizer, leaves, masks=options.mask) if options.carry_momentum else {},
     )
 
 
-def _optimizer(leaves: Params, options: WholeOptions) -> torch.optim.Optimizer:
-    settings: dict[str, Any] = {"momentum": options.momentum, "nesterov": options.nesterov}
-    settings["weight_decay"] = options.weight_decay
-    if options.mask is None:
-        return torch.optim.SGD(list(leaves.values()), lr=options.lr, foreach=True, **settings)
-    return SparseSGDM(leaves, masks=options.mask, lr=options.lr, **settings)
-
-
-def _step(
-    leaves: Params, batch: Images, site: ImageSite, optimizer: torch.optim.Optimizer, job: Job, *, step: int
-) -> Tensor:
-    """The loss of one step."""
+def _loss(leaves: Params, batch: Images, site: ImageSite, job: Job, *, step: int) -> Tensor:
+    """The loss of this batch, from which gradients can be had."""
     options: WholeOptions = job.options
     seen = prepare(site.vision, _augmented(batch, job, step=step))
     with site.autocast():
         logits = image_logits(site.vision, leaves, seen, drop=_drop(job, len(batch), site, step=step))
     labels = torch.from_numpy(batch.label).to(logits.device)
-    loss = cross_entropy(logits.float(), labels, label_smoothing=options.label_smoothing)
-    loss.backward()  # type: ignore[no-untyped-call]
-    if options.clip > 0:
-        torch.nn.utils.clip_grad_norm_(list(leaves.values()), options.clip)
-    optimizer.step()
-    optimizer.zero_grad(set_to_none=True)
-    return loss.detach()
+    return cross_entropy(logits.float(), labels, label_smoothing=options.label_smoothing)
 
 
 def _augmented(batch: Images, job: Job, *, step: int) -> Tensor:

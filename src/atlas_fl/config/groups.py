@@ -27,7 +27,7 @@ class ModelConfig:
     dropout: float = 0.0
     """Dropout on the inputs of adapters and head, drawn from a generator of the client's own."""
     precision: Literal["fp32", "bf16", "fp16"] = "fp32"
-    """Arithmetic of the backbone; bf16 and fp16 by autocast, fp16 on CUDA alone and with scaled losses."""
+    """Arithmetic of the model; bf16 and fp16 by autocast, fp16 with scaled losses, and of adapters on CUDA alone."""
     gradient_checkpointing: bool = False
     """Recompute each block in the backward pass: less memory, more time."""
     init_adapter: str | None = None

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 WHOLE = "whole"
-OF_WHOLE = frozenset({"frozen_blocks", "ridge", "momentum", "nesterov"})
+OF_WHOLE = frozenset({"frozen_blocks", "ridge", "momentum", "nesterov", "carry_momentum"})
 """Settings of images that adapters have no use for."""
 EVENLY = "iid"
 """What `nc` says where every client has all classes."""
@@ -19,6 +19,9 @@ class ImagesConfig:
     clusters and ranks as on texts."""
     nc: str = EVENLY
     """Classes of each client of an image task: `iid` (all of them), or a number."""
+    validation_share: float | None = None
+    """Share of a data set's training images that becomes its validation split, where it brings none; a fifth, and at
+    most 2,000, by default."""
     image_size: int | None = None
     """Side of the square that the model sees, in pixels; what it was pretrained on by default."""
     frozen_blocks: int = 0
@@ -31,9 +34,12 @@ class ImagesConfig:
     local_steps: int | None = None
     """Steps of a client in a round (J); whole passes (`--local-epochs`) by default."""
     momentum: float = 0.9
-    """SGD's momentum; it begins anew in every round."""
+    """SGD's momentum; it begins anew in every round, or with `--carry-momentum` once."""
     nesterov: bool = False
     """Nesterov's momentum."""
+    carry_momentum: bool = False
+    """Let every client begin a round with the momentum that it ended its last one with; needs all clients in every
+    round, and memory for one more model a client."""
     label_smoothing: float = 0.0
     """Share of a label that is spread over all classes."""
     crop: int = 0

@@ -23,6 +23,7 @@ def check_names(config: Config) -> None:
     _check_cut_names(config)
     _check_sharing(config)
     _check_images(config)
+    _check_precision(config)
     _check_model(config.model.model)
     if not re.fullmatch(r"[a-z0-9][a-z0-9_-]*", config.run.preset):
         raise mistake("--preset", config.run.preset, "a name of small letters, digits, - and _ (`atlas list presets`)")
@@ -103,6 +104,23 @@ def _check_tuned(config: Config) -> None:
         raise ConfigError(f"{of_whole[0].flag} is for whole models, and --tune lora trains adapters; leave it out")
     if changed := _changed(config, "split"):
         raise ConfigError(f"{changed[0].flag} cuts models of texts, and these tasks have images; leave it out")
+
+
+def _check_precision(config: Config) -> None:
+    from atlas_fl.tasks import find_tasks
+
+    if config.model.precision == "fp16" and config.run.accelerator == "cpu":
+        tasks = find_tasks(config.data.tasks, config.data.task)
+        if config.images.tune != WHOLE or not any(task.images for task in tasks):
+            raise no_fp16()
+
+
+def no_fp16() -> ConfigError:
+    """The error for fp16 on a machine or accelerator that is not meant for it."""
+    return ConfigError(
+        "--precision fp16 needs a GPU with CUDA, and this would run on the CPU; take --precision bf16 or fp32, or "
+        "--accelerator cuda where there is one"
+    )
 
 
 def _changed(config: Config, *groups: str) -> list[Setting]:

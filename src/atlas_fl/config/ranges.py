@@ -77,6 +77,7 @@ RANGES: Mapping[str, Range] = {
     "singleton_neighbours": ZERO_OR_MORE,
     "graph_ema": BELOW_ONE,
     "aggregate_every": ONE_OR_MORE,
+    "validation_share": Range("above 0, below 1", lambda value: 0 < value < 1),
     "image_size": Range("at least 8", lambda value: value >= 8),
     "frozen_blocks": ZERO_OR_MORE,
     "ridge": POSITIVE,

@@ -1,7 +1,8 @@
-"""Config files: TOML with a table for each group, every setting commented, none of them necessary."""
+"""Config files: TOML or YAML with a table for each group, every setting commented, none of them necessary."""
 
 import tomllib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -10,31 +11,50 @@ import tomlkit
 from atlas_fl.config.fields import Setting, from_values, group_classes, settings, unknown_setting, value_of
 from atlas_fl.config.groups import Config
 from atlas_fl.config.kinds import NONE, describe, mistake, read
+from atlas_fl.config.yaml import read_yaml
 from atlas_fl.errors import ConfigError, unknown
 
 WORD_OR_NUMBER = frozenset({"clusters", "ranks", "split", "nc"})
 """Settings that are a word or a number, so that a file may hold `ranks = 8` without quotes."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class Form:
+    """A form in which settings are written."""
+
+    name: str
+    parse: Callable[[str], Any]
+    """What a text says; raises `ValueError` where it is none of this form."""
+    table: str
+    """How a table begins."""
+
+
+TOML = Form(name="TOML", parse=tomllib.loads, table="[{}]")
+YAML = Form(name="YAML", parse=read_yaml, table="{}:")
+FORMS: Mapping[str, Form] = {".yaml": YAML, ".yml": YAML}
+"""The form of a file by its ending; TOML where there is none."""
+
+
 def load_config(path: str | Path, *, base: Config | None = None) -> Config:
-    """The settings of a TOML file over those of `base`; over the defaults without one.
+    """The settings of a TOML or YAML file over those of `base`; over the defaults without one.
 
     Ranges and names are not looked at: that is what `validate` does.
 
     Raises:
-        ConfigError: the file cannot be read or is no TOML, holds an unknown table or key (the message has the
+        ConfigError: the file cannot be read or is of neither form, holds an unknown table or key (the message has the
             nearest), or a value of the wrong type.
     """
     return from_values(load_values(path), base=base or Config())
 
 
 def load_values(path: str | Path) -> dict[str, Any]:
-    """The settings that a TOML file holds, by name and with their types.
+    """The settings that a TOML or YAML file holds, by name and with their types.
 
     Raises:
         ConfigError: as `load_config`.
     """
-    return _values(_parsed(Path(path)), path)
+    form = FORMS.get(Path(path).suffix.lower(), TOML)
+    return _values(_parsed(Path(path), form), path, form=form)
 
 
 def parse_config(text: str, *, origin: str) -> Config:
@@ -46,13 +66,14 @@ def parse_config(text: str, *, origin: str) -> Config:
     return from_values(_values(tables, origin), base=Config())
 
 
-def _values(tables: Mapping[str, Any], path: str | Path) -> dict[str, Any]:
+def _values(tables: Mapping[str, Any], path: str | Path, *, form: Form = TOML) -> dict[str, Any]:
     values: dict[str, Any] = {}
     for group, table in tables.items():
         if group not in group_classes():
             raise unknown(f"table in {path}:", group, group_classes())
         if not isinstance(table, Mapping):
-            raise ConfigError(f"{path}: {group} is no table; write [{group}] on a line of its own, its settings below")
+            begun = form.table.format(group)
+            raise ConfigError(f"{path}: {group} is no table; write {begun} on a line of its own, its settings below")
         values |= {key: _value(path, group, key, value) for key, value in table.items()}
     return values
 
@@ -70,14 +91,19 @@ def to_toml(config: Config) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _parsed(path: Path) -> dict[str, Any]:
+def _parsed(path: Path, form: Form) -> dict[str, Any]:
     try:
-        return tomllib.loads(path.read_text(encoding="utf-8"))
+        found = form.parse(path.read_text(encoding="utf-8"))
     except OSError as error:
-        raise ConfigError(f"cannot read {path} ({error.strerror}); give the path of a TOML file") from None
+        raise ConfigError(f"cannot read {path} ({error.strerror}); give the path of a TOML or YAML file") from None
     except (ValueError, RecursionError) as error:
         reason = " ".join(str(error).split())
-        raise ConfigError(f"{path} is no TOML ({reason}); mend that line, or leave the file out") from None
+        raise ConfigError(f"{path} is no {form.name} ({reason}); mend that line, or leave the file out") from None
+    if not isinstance(found, dict | None):
+        begun = form.table.format("training")
+        raise ConfigError(f"{path} holds no tables; write {begun} on a line of its own, its settings below")
+    # YAML has nothing where all that stands below is commented out
+    return {group: {} if table is None else table for group, table in (found or {}).items()}
 
 
 def _value(path: str | Path, group: str, key: str, value: object) -> Any:

@@ -29,7 +29,6 @@ def validate(config: Config) -> Config:
     _check_split(config.split)
     _check_mixing(config.mixing)
     _check_run(config.run)
-    _check_precision(config)
     _check_rerank(config)
     _check_patience(config.training)
     _check_shared(config)
@@ -142,11 +141,6 @@ def _check_run(run: RunConfig) -> None:
         raise mistake("--name", name, "the name of a folder, without / and not starting with a dot")
 
 
-def _check_precision(config: Config) -> None:
-    if config.model.precision == "fp16" and config.run.accelerator == "cpu":
-        raise no_fp16()
-
-
 def _check_rerank(config: Config) -> None:
     every, waits = config.clustering.recluster_every, config.mixing.aggregate_every
     if config.ranks.rerank and every == 0:
@@ -202,6 +196,7 @@ def _check_images(config: Config) -> None:
             f"--nc {nc} and --partition {partition} are two ways to deal out classes; leave one of them out"
         )
     _check_mask(config)
+    _check_momentum(config)
     if nc != EVENLY and (whole_number(nc) or 0) < 1:
         raise mistake("--nc", nc, "iid, or a number of classes from 1")
 
@@ -222,12 +217,20 @@ def _check_mask(config: Config) -> None:
         )
 
 
-def no_fp16() -> ConfigError:
-    """The error for fp16 on a machine or accelerator that is not meant for it."""
-    return ConfigError(
-        "--precision fp16 needs a GPU with CUDA, and this would run on the CPU; take --precision bf16 or fp32, or "
-        "--accelerator cuda where there is one"
-    )
+def _check_momentum(config: Config) -> None:
+    images, share = config.images, config.training.participation
+    if images.carry_momentum and images.momentum == 0:
+        raise ConfigError("--carry-momentum has nothing to carry with --momentum 0; set it, or leave the other out")
+    if images.carry_momentum and share < 1:
+        raise ConfigError(
+            f"--carry-momentum keeps what a client did in the round before, and with --participation {share:g} that is"
+            " mostly an older one; take --participation 1, or leave --carry-momentum out"
+        )
+    if images.carry_momentum and (config.run.engine != "local" or config.run.workers not in (None, 1)):
+        raise ConfigError(
+            "--carry-momentum keeps what clients did in one process, and --workers and --engine ray have several; leave"
+            " one of them out"
+        )
 
 
 def _repeated(names: tuple[str, ...]) -> str | None:

@@ -53,6 +53,7 @@ def job_message(
 
     To a client with a cut goes its own side of the job, with what it is `told` of the other.
     """
+    assert not job.momentum, "it is kept in one process, and configs with several are refused"
     model = digest(job.params)
     head = {
         "kind": "job",

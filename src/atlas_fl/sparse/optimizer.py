@@ -92,6 +92,10 @@ class SparseSGDM(torch.optim.Optimizer):
                     self._move(parameter, group)
         return loss
 
+    def is_gathered(self, parameter: Tensor) -> bool:
+        """Whether this parameter's momentum is that of its kept weights alone, (kept,), and not of its own shape."""
+        return self._lane_of(parameter).index is not None
+
     def _move(self, parameter: Tensor, group: Mapping[str, Any]) -> None:
         lane, gradient = self._lane_of(parameter), parameter.grad
         assert gradient is not None

@@ -53,7 +53,7 @@ def split_rows(rows: Examples, *, name: str, labelled: bool = True, validation_s
     total = TRAIN + VALIDATION + TEST
     num_validation, num_test = len(rows) * VALIDATION // total, len(rows) * TEST // total
     if validation_share is not None:
-        num_validation = int((len(rows) - num_test) * validation_share)
+        num_validation = _share_of(len(rows) - num_test, validation_share, name=name)
     data = TaskData(
         train=rows.take(order[num_validation + num_test :]),
         validation=rows.take(order[num_test : num_validation + num_test]),
@@ -76,7 +76,7 @@ def arrange(
     for part in range(2 - len(given)):
         num_rows = min(int(len(train) * CARVED_SHARE), MOST_CARVED)
         if len(given) == 1 and validation_share is not None:
-            num_rows = int(len(train) * validation_share)
+            num_rows = _share_of(len(train), validation_share, name=name)
         carved, train = _carve(train, num_rows, name=f"{name}/{part}")
         given.append(carved)
     return checked(clean(TaskData(train=train, validation=given[1], test=given[0])), name=name, labelled=labelled)
@@ -95,6 +95,15 @@ def checked(data: TaskData, *, name: str, labelled: bool = True) -> TaskData:
     if labelled and len(values) < 2:
         raise DataError(f"all {sizes['train']} training rows of task {name!r} have one label; give it rows of a second")
     return data
+
+
+def _share_of(count: int, share: float, *, name: str) -> int:
+    if (found := int(count * share)) == 0:
+        raise DataError(
+            f"--validation-share {share:g} of the {count} rows of task {name!r} is not one; give a larger share, or add"
+            " rows"
+        )
+    return found
 
 
 def _carve(rows: Kind, num_rows: int, *, name: str) -> tuple[Kind, Kind]:
