@@ -1,31 +1,43 @@
 """A site of a federation across machines: its own data and backbone, and the server's jobs."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any, Protocol
 
 import torch
 
 from atlas_fl.assemble import assemble, scale_of, site_below, source_of, tokenise
-from atlas_fl.clients.base import Site
+from atlas_fl.assemble_images import assemble_images, body_of
+from atlas_fl.clients import ACTIONS
+from atlas_fl.clients.base import ClientTokens, Job, Update
+from atlas_fl.clients.base import Site as AdapterSite
+from atlas_fl.clients.patches import patches
+from atlas_fl.clients.whole import ImageSite
 from atlas_fl.config import Config, config_hash, parse_config
+from atlas_fl.config.images import EVENLY
 from atlas_fl.config.splitting import NONE
 from atlas_fl.engines.census import census_of
+from atlas_fl.engines.ends import AdapterReceiver, Receiver
 from atlas_fl.engines.frames import Head
 from atlas_fl.engines.link import Link
+from atlas_fl.engines.whole import WHOLE_ACTIONS
+from atlas_fl.engines.whole_ends import WholeReceiver
 from atlas_fl.engines.wire import Told
 from atlas_fl.engines.worker import Worker
 from atlas_fl.errors import ConfigError, ModelError, ProtocolError
 from atlas_fl.events import Note, OnEvent, PhaseStarted, ignore
 from atlas_fl.io.certs import open_certs
 from atlas_fl.io.machine import versions
+from atlas_fl.lines import IMAGES, line_of
 from atlas_fl.lora.peft_io import export_adapter
 from atlas_fl.models.backbone import Backbone
 from atlas_fl.models.parts import bottom_of
+from atlas_fl.models.vision_export import save_vision
 from atlas_fl.ranks.devices import find_devices
 from atlas_fl.split.step import Cut
 from atlas_fl.tasks import find_tasks
-from atlas_fl.tasks.clients import ClientData, make_clients
+from atlas_fl.tasks.clients import BY_CLASSES, ClientData, make_clients
 from atlas_fl.tree import digest
 from atlas_fl.types import Params
 
@@ -57,7 +69,7 @@ class Joining:
     first_seconds: float = 30.0
     """How long it is tried at the very first."""
     to: Path
-    """Where the client's own model is written at the end, in PEFT's format."""
+    """Where the client's own model is written at the end: in PEFT's format, or a whole model in transformers' own."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,7 +107,7 @@ def join(joining: Joining, *, on_event: OnEvent = ignore) -> Joined:
         on_event(PhaseStarted("loading"))
         config = _config_of(link.welcome, joining)
         client = own_client(config, certs.name, task=joining.task, part=joining.part)
-        home = Home(config, client, model=str(link.welcome["model"]))
+        home = home_of(config, client, model=str(link.welcome["model"]))
         said |= {"config": str(link.welcome["config"]), "model": home.fingerprint}
         worker = Worker(
             name=certs.name,
@@ -103,10 +115,12 @@ def join(joining: Joining, *, on_event: OnEvent = ignore) -> Joined:
             link=link,
             registration={**said, **census_of(client, home.tokens), "device": joining.device, "part": joining.part},
             on_event=on_event,
+            receiver=home.receiver,
+            actions=home.actions,
         )
         model = worker.work()
     if model:
-        _export(model, joining.to, home=home, config=config, labels=client.task.label_names)
+        home.export(model, joining.to)
     return Joined(
         name=certs.name,
         adapter=joining.to if model else None,
@@ -134,9 +148,52 @@ def _config_of(welcome: Head, joining: Joining) -> Config:
     return replace(config, data=data, model=model)
 
 
-def _export(model: Params, to: Path, *, home: "Home", config: Config, labels: Sequence[str]) -> None:
-    known = home.known
-    export_adapter(model, to, family=known.family, base=known.source.path, scale=scale_of(config), labels=labels)
+class Site(Protocol):
+    """What a site brings to the work: its model, how it reads jobs, and where its own model goes."""
+
+    fingerprint: str | None
+    """Digest of the weights; None where none is loaded yet."""
+    tokens: ClientTokens
+    """The client's examples, of which the server is told how many there are."""
+    receiver: Receiver
+    actions: Mapping[str, Callable[[Sequence[Job], Any], list[Update]]]
+
+    def __call__(self, cut: Cut | None, told: Told | None) -> Any:
+        """The site with as much of the model as this job needs (`engines.worker.Home`)."""
+        ...
+
+    def export(self, model: Params, to: Path) -> None:
+        """Write the client's own model."""
+        ...
+
+
+def home_of(config: Config, client: ClientData, *, model: str) -> Site:
+    """The site of this client for a server whose model has this digest."""
+    line = line_of([client.task], tune=config.images.tune)
+    return WholeHome(config, client) if line is IMAGES else Home(config, client, model=model)
+
+
+class WholeHome:
+    """A site whose client trains the whole model of its images."""
+
+    def __init__(self, config: Config, client: ClientData) -> None:
+        self._client = client
+        self._site = assemble_images(config, clients=(client,)).site
+        vision = self._site.vision
+        self.fingerprint: str | None = digest(dict(vision.backbone.named_parameters()))
+        self.tokens = patches(client, length=1)
+        self.receiver: Receiver = WholeReceiver(home=body_of(vision, config))
+        self.actions: Mapping[str, Any] = WHOLE_ACTIONS
+
+    def __call__(self, cut: Cut | None, told: Told | None) -> ImageSite:
+        """The site; raises `ProtocolError` where the server would cut the model."""
+        if cut is not None or told is not None:
+            raise ProtocolError("the server cuts a model of images; install its version of atlas-fl")
+        return self._site
+
+    def export(self, model: Params, to: Path) -> None:
+        """Write the client's own model as transformers loads it."""
+        save_vision(self._site.vision, model, to, labels=self._client.task.label_names)
 
 
 class Home:
@@ -148,7 +205,9 @@ class Home:
 
     def __init__(self, config: Config, client: ClientData, *, model: str) -> None:
         self._config, self._client, self._model = config, client, model
-        self._site: Site | None = None
+        self.receiver: Receiver = AdapterReceiver()
+        self.actions: Mapping[str, Any] = ACTIONS
+        self._site: AdapterSite | None = None
         self._blocks: int | None = None
         if config.split.split == NONE:
             self._site = assemble(config, clients=(client,)).site
@@ -160,7 +219,12 @@ class Home:
             self.tokens = tokenise(client, self.known, config.data)
             self.fingerprint = None
 
-    def __call__(self, cut: Cut | None, told: Told | None) -> Site:
+    def export(self, model: Params, to: Path) -> None:
+        """Write the client's own model in PEFT's format."""
+        labels, scale = self._client.task.label_names, scale_of(self._config)
+        export_adapter(model, to, family=self.known.family, base=self.known.source.path, scale=scale, labels=labels)
+
+    def __call__(self, cut: Cut | None, told: Told | None) -> AdapterSite:
         """The site with the blocks below this cut, or with all (`engines.worker.Home`).
 
         Raises `ModelError` where they are not to be had, or are not the server's.
@@ -202,6 +266,7 @@ def own_client(config: Config, name: str, *, task: str, part: int | None) -> Cli
             f"--part is {part}; allowed: 0 to {settings.clients_per_task - 1}, as --clients-per-task of the server"
             " says, or leave it out where the whole task is here"
         )
+    by_classes = part is not None and config.images.nc != EVENLY
     clients = make_clients(
         (found,),
         source,
@@ -209,7 +274,8 @@ def own_client(config: Config, name: str, *, task: str, part: int | None) -> Cli
         samples=sizes["samples"],
         validation_samples=sizes["validation"],
         test_samples=sizes["test"],
-        partition=settings.partition,
+        partition=BY_CLASSES if by_classes else settings.partition,
+        classes_per_client=int(config.images.nc) if by_classes else None,
         dirichlet_alpha=settings.dirichlet_alpha,
         seed=config.run.seed,
         shuffle_labels=settings.shuffle_labels,

@@ -19,26 +19,22 @@ class RemoteEngine:
     desk: Desk
     deadline_seconds: float
     """How long a job may take, its journeys included."""
-    suffixes: Suffixes
-    """Where the upper blocks of cut clients are computed."""
+    suffixes: Suffixes | None
+    """Where the upper blocks of cut clients are computed; None where no client is cut."""
     least: int
     """Fewest clients that must answer, or all of the asked where these are fewer; 0 for all."""
+    at_once: int | None = None
+    """Most clients that have a job at the same time; None for all that are asked."""
 
     def run(self, action: str, jobs: Sequence[Job]) -> list[Update]:
         """The updates of those who answered, in the order of the jobs.
 
         Raises `ProtocolError` where too few did: the run stops there and goes on from its checkpoint.
         """
-        self.suffixes.open(action, jobs)
-        answers = self.desk.call(
-            self.hall.work(
-                action,
-                jobs,
-                seconds=self.deadline_seconds,
-                suffixes=self.suffixes,
-                on_done=lambda done: self.desk.progress(action, done, len(jobs)),
-            )
-        )
+        if self.suffixes is not None:
+            self.suffixes.open(action, jobs)
+        size = self.at_once or max(1, len(jobs))
+        answers = [answer for first in range(0, len(jobs), size) for answer in self._part(action, jobs, first, size)]
         for job, answer in zip(jobs, answers, strict=True):
             if isinstance(answer, str):
                 self.desk.on_event(Note(f"no {action} of {job.client} in round {job.round}: {answer}"))
@@ -51,3 +47,15 @@ class RemoteEngine:
                 " checkpoint; or lower --min-clients"
             )
         return updates
+
+    def _part(self, action: str, jobs: Sequence[Job], first: int, size: int) -> list[Update | str]:
+        """The answers to so many of the jobs, from the first of them."""
+        return self.desk.call(
+            self.hall.work(
+                action,
+                jobs[first : first + size],
+                seconds=self.deadline_seconds,
+                suffixes=self.suffixes,
+                on_done=lambda done: self.desk.progress(action, first + done, len(jobs)),
+            )
+        )

@@ -7,6 +7,7 @@ from typing import Any, Protocol
 
 from atlas_fl.clients.base import Job, Update
 from atlas_fl.engines.census import Census
+from atlas_fl.engines.ends import AdapterSender, Sender
 from atlas_fl.engines.frames import Head
 from atlas_fl.engines.wire import Told
 from atlas_fl.errors import ProtocolError
@@ -63,8 +64,8 @@ class Seat:
     lost: str = ""
     """Why it will not come, or not again."""
     work: Work | None = None
-    held: dict[str, str] = field(default_factory=dict)
-    """Digests of the models that its process has in memory: the last one that it got, and the last one it trained."""
+    sender: Sender = field(default_factory=AdapterSender)
+    """What is sent to it, which depends on what its process has in memory."""
     lodged: dict[str, str] = field(default_factory=dict)
     """By guest, the digest of the upper part that this client was given of it last as its host."""
     farewell: tuple[Head, Params] | None = None
@@ -97,6 +98,23 @@ def check_fellows(seat: Seat, census: Census, part: Any, seats: Iterable[Seat]) 
             )
         if part is not None and part == other.part:
             raise ProtocolError(f"part {part} of task {census.task!r} is with {other.name}; give another --part")
+
+
+def check_kind(census: Census, *, name: str, images: bool) -> None:
+    """Nothing where the client's examples are such as this run trains on; raises `ProtocolError` else."""
+    if census.images is not images:
+        kinds = {True: "images", False: "texts"}
+        raise ProtocolError(
+            f"{name} has {kinds[census.images]} (task {census.task!r}), and this run trains on {kinds[images]}; give a"
+            f" --task of {kinds[images]}"
+        )
+
+
+def check_classes(seat: Seat, update: Update) -> None:
+    """Nothing where counts by class are of images and of all their classes; raises `ProtocolError` else."""
+    census = seat.census
+    if update.classes and (census is None or not census.images or len(update.classes["hits"]) != census.num_labels):
+        raise ProtocolError(f"{seat.name} counted by other classes than its task has; install the server's version")
 
 
 async def left(seats: Collection[Seat], *, seconds: float) -> bool:
