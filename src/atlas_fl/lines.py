@@ -14,9 +14,10 @@ from atlas_fl.config import Config
 from atlas_fl.config.images import WHOLE
 from atlas_fl.engines.base import Engine
 from atlas_fl.engines.ends import AdapterSender, NewSender
-from atlas_fl.engines.pool import Bench, Packs, adapter_bench, adapter_packs
-from atlas_fl.engines.whole import WHOLE_ACTIONS, WholeEngine, whole_packs
-from atlas_fl.engines.whole_ends import Common, WholeReceiver, WholeSender
+from atlas_fl.engines.pool import Bench, Bound, Packs, adapter_bench, adapter_packs
+from atlas_fl.engines.whole import WHOLE_ACTIONS, WholeEngine, whole_packs, within_memory
+from atlas_fl.engines.whole_common import Common
+from atlas_fl.engines.whole_ends import WholeReceiver, WholeSender
 from atlas_fl.errors import ConfigError
 from atlas_fl.events import OnEvent, PhaseStarted, Progress, ignore
 from atlas_fl.io.ledger import payload_bytes
@@ -65,6 +66,8 @@ class Line:
     """What of a round goes to one worker at once."""
     new_sender: Callable[[Any], NewSender]
     """How jobs are sent to the workers of an assembly."""
+    bound: Bound
+    """Where updates go that do not fit into memory."""
     bench: Callable[[Any], Bench]
     """What a worker works with that has assembled the run."""
 
@@ -106,6 +109,7 @@ ADAPTERS = Line(
     upon=_upon_backbone,
     packs=lambda assembly: adapter_packs(assembly.site),
     new_sender=lambda _: AdapterSender,
+    bound=lambda _action, updates, _held: list(updates),
     bench=lambda assembly: adapter_bench(assembly.site),
 )
 IMAGES = Line(
@@ -121,6 +125,7 @@ IMAGES = Line(
     upon=_upon_vision,
     packs=lambda assembly: lambda action, jobs: whole_packs(action, jobs, assembly.site),
     new_sender=lambda assembly: whole_sender(assembly.site.vision, assembly.config, keeps=False),
+    bound=within_memory,
     bench=_whole_bench,
 )
 

@@ -7,15 +7,13 @@ from pathlib import Path
 from typing import Any
 
 from atlas_fl.assemble import Assembly
-from atlas_fl.assemble_images import body_of, vision_of
 from atlas_fl.clients.base import ClientTokens
-from atlas_fl.config import Config, config_hash, run_folder, to_toml
+from atlas_fl.config import Config, run_folder
 from atlas_fl.config.splitting import NONE
 from atlas_fl.door import Door, Newcomer
 from atlas_fl.engines.base import Engine
 from atlas_fl.engines.census import Census, stand_in
 from atlas_fl.engines.hall import Hall
-from atlas_fl.engines.identity import Identity
 from atlas_fl.engines.latecomers import let_in, newcomers, turn_away
 from atlas_fl.engines.loops import Desk, LoopThread
 from atlas_fl.engines.remote import RemoteEngine
@@ -23,22 +21,17 @@ from atlas_fl.engines.server import Server
 from atlas_fl.engines.stream import Sessions
 from atlas_fl.engines.suffixes import Suffixes
 from atlas_fl.engines.tokens import Tokens
-from atlas_fl.engines.whole_ends import check_frames
 from atlas_fl.errors import BudgetError, CheckpointError, ConfigError
 from atlas_fl.events import Note, OnEvent
+from atlas_fl.halls import hall_of, with_images
 from atlas_fl.io import checkpoint
 from atlas_fl.io.certs import Listed, listed_clients, open_certs
 from atlas_fl.io.folder import RunFolder
-from atlas_fl.io.machine import versions
 from atlas_fl.io.results import read_json
-from atlas_fl.lines import ADAPTERS, IMAGES, line_for, line_in, whole_sender
-from atlas_fl.models.loading import load_backbone
+from atlas_fl.lines import ADAPTERS, IMAGES, Line, line_for, line_in
 from atlas_fl.options import strategy_of
 from atlas_fl.plan import Plan
 from atlas_fl.records import models_of
-from atlas_fl.sparse.masks import BY_SENSITIVITY
-from atlas_fl.tasks import find_tasks
-from atlas_fl.tree import digest
 from atlas_fl.types import Params
 
 FAREWELL_SECONDS = 30.0
@@ -91,7 +84,7 @@ def across_machines(service: Service) -> Callable[[Config, OnEvent], AbstractCon
             # adapters that a cluster shares belong to those who were there when the plan was made, as do the head and
             # the mask of whole models
             late = service.late and config.split.server_adapters == "per_client" and line_for(config) is ADAPTERS
-            hall = _hall(config, listed, desk, late=late)
+            hall = hall_of(config, listed, desk, late=late)
             server = Server(_sessions(hall, service), certs, host=service.host, port=service.port)
             port = desk.call(server.start())
             try:
@@ -100,7 +93,7 @@ def across_machines(service: Service) -> Callable[[Config, OnEvent], AbstractCon
                     come = desk.call(hall.gather(wanted, least=least, seconds=service.wait_seconds))
                     assembly = _assembly(config, hall, desk, come)
                     with _suffixes(assembly) as suffixes:
-                        yield assembly, _engine(hall, desk, suffixes, service)
+                        yield assembly, _engine(hall, desk, suffixes, service, line=line_in(assembly))
                     if folder.summary.exists():
                         desk.call(hall.dismiss(_final_models(folder), seconds=FAREWELL_SECONDS))
             except (BudgetError, ConfigError) as error:
@@ -122,7 +115,7 @@ def _suffixes(assembly: Any) -> AbstractContextManager[Suffixes | None]:
     return nullcontext() if line_in(assembly) is IMAGES else Suffixes(assembly.site)
 
 
-def _engine(hall: Hall, desk: Desk, suffixes: Suffixes | None, service: Service) -> RemoteEngine:
+def _engine(hall: Hall, desk: Desk, suffixes: Suffixes | None, service: Service, *, line: Line) -> RemoteEngine:
     return RemoteEngine(
         hall=hall,
         desk=desk,
@@ -130,21 +123,8 @@ def _engine(hall: Hall, desk: Desk, suffixes: Suffixes | None, service: Service)
         deadline_seconds=service.deadline_seconds,
         least=service.min_clients,
         at_once=AT_ONCE if suffixes is None else None,
+        bound=line.bound,
     )
-
-
-def _hall(config: Config, listed: tuple[str, ...], desk: Desk, *, late: bool) -> Hall:
-    """Where the clients wait; raises `ConfigError` where their models are too large for a message."""
-    how: dict[str, Any] = {"settings": to_toml(config), "on_note": desk.note, "late": late}
-    if not _with_images(config):
-        return Hall(listed, identity_of(digest(dict(_texts(config).named_parameters())), config), **how)
-    vision = vision_of(config)
-    if line_for(config) is IMAGES:
-        sparse = config.sparse.masked and config.sparse.mask not in BY_SENSITIVITY
-        check_frames(body_of(vision, config), sparse=sparse)
-        how["new_sender"] = whole_sender(vision, config, keeps=True)
-    identity = identity_of(digest(dict(vision.backbone.named_parameters())), config)
-    return Hall(listed, identity, images=True, **how)
 
 
 def check_served(config: Config, service: Service) -> None:
@@ -181,24 +161,16 @@ def _check_simulated(config: Config) -> None:
         raise ConfigError(
             "--arrive says who is late in a simulation, and across machines clients come when they come; leave it out"
         )
+    if line_for(config) is ADAPTERS and with_images(config):
+        raise ConfigError(
+            f"--tune lora trains adapters on images ({' '.join(config.data.tasks)}), and across machines image clients"
+            " train whole models; leave it out, or simulate it with `atlas run`"
+        )
     if config.split.leakage:
         raise ConfigError(
             "--leakage reads the clients' texts, and across machines these stay at their sites; leave it out, and use"
             " `atlas leakage` where the texts are"
         )
-
-
-def identity_of(model: str, config: Config) -> Identity:
-    """What clients of this config must have in common with their server; `model` is the digest of its weights."""
-    return Identity(version=versions()["atlas_fl"], config=config_hash(config), model=model)
-
-
-def _texts(config: Config) -> Any:
-    return load_backbone(config.model.model).model
-
-
-def _with_images(config: Config) -> bool:
-    return any(task.images for task in find_tasks(config.data.tasks, config.data.task))
 
 
 def _wanted(folder: RunFolder, listed: tuple[str, ...]) -> tuple[str, ...]:

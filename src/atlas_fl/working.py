@@ -90,6 +90,7 @@ def pool_engine(
     return PoolEngine(
         packs=line.packs(assembly),
         new_sender=line.new_sender(assembly),
+        bound=line.bound,
         workers=workers,
         threads=threads,
         on_progress=lambda action, done, total: on_event(Progress(action, done, total)),

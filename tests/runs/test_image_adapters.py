@@ -92,6 +92,17 @@ def test_a_run_in_sessions_ends_in_the_same_bits(make: Make, whole: RunResult) -
     assert rows(whole.folder, "ledger") == rows(parts.folder, "ledger")
 
 
+def test_accuracy_by_class_adds_up_to_the_accuracy(whole: RunResult) -> None:
+    for task in ("digits", "stripes"):
+        scores = whole.summary["tasks"][task]
+        classes, test = scores["classes"], scores["final"]["test"]
+        assert sum(own["examples"] for own in classes.values()) == 2 * 10
+        hits = sum(own["examples"] * own.get("accuracy", 0.0) for own in classes.values())
+        assert hits / 20 == pytest.approx(test["accuracy"]), "both clients have as many test images"
+    counted = {row.get("split") for row in rows(whole.folder) if "classes" in row}
+    assert counted == {"test"}
+
+
 def test_workers_that_share_the_weights_make_the_same_run(make: Make, whole: RunResult) -> None:
     found = run(make(name="workers"), workplace=in_threads(2))
     assert same_tensors(state(whole.folder), state(found.folder))
@@ -165,8 +176,8 @@ def test_a_model_that_is_no_plain_transformer_takes_no_adapters(make: Make, tmp_
     assert "\n" not in str(caught.value)
 
 
-def test_images_are_neither_served_nor_measured_for_leakage(make: Make, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="has images, and across machines clients train on texts"):
+def test_adapters_on_images_are_neither_served_nor_measured_for_leakage(make: Make, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"--tune lora trains adapters on images .digits.*train whole models; leave"):
         check_served(make(), Service(certs=tmp_path))
     with pytest.raises(ConfigError, match="digits, stripes has images, whose models are not cut"):
         measure_leakage(make())

@@ -317,7 +317,6 @@ def _pooled(clients: tuple[ClientData, ...]) -> ClientData:
         ({"sparsity": 0.5, "mask_file": "m"}, "--sparsity 0.5 says how a mask is made"),
         ({"mask_file": "m", "head_first": "none"}, "--mask-file freezes the head"),
         ({"split": "1"}, "--split is for adapters"),
-        ({"workers": 2}, "--workers and --engine ray train packs of adapters"),
         (
             {"precision": "fp16", "accelerator": "auto"},
             "--precision is fp16, and whole models are trained in fp32 or bf16",

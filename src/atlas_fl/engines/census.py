@@ -1,4 +1,4 @@
-"""What a site tells of its data: counts, label statistics and lengths, never an example; and what the server makes of it.
+"""What a site tells of its data: counts, label statistics and lengths, no example; and what the server makes of it.
 
 Planning needs to know how many examples a client has, how long they are and how its labels are spread. The server puts
 stand-ins with these properties in the place of the data, so that planning and records are the same code as in a

@@ -16,18 +16,7 @@ from atlas_fl.engines.ends import AdapterSender, NewSender
 from atlas_fl.engines.frames import Head
 from atlas_fl.engines.hosts import Hosts, hosts_of
 from atlas_fl.engines.identity import Identity
-from atlas_fl.engines.seats import (
-    Seat,
-    Upper,
-    Work,
-    check_classes,
-    check_fellows,
-    check_kind,
-    check_return,
-    count_here,
-    left,
-    present,
-)
+from atlas_fl.engines.seats import Seat, Upper, Work, check_classes, check_entry, count_here, dismissed, present
 from atlas_fl.engines.stream import NO_TENSORS
 from atlas_fl.engines.suffixes import Suffixes
 from atlas_fl.errors import ProtocolError
@@ -49,7 +38,7 @@ class Hall:
         images: bool = False,
     ) -> None:
         self._new_sender, self._images = new_sender, images
-        self.seats = {name: self._seat(name) for name in names}
+        self.seats = {name: Seat(name, sender=new_sender()) for name in names}
         self.planned: set[str] | None = None  # who is in the plan, once there is one
         self._identity, self._settings, self._on_note, self._late = identity, settings, on_note, late
         self._numbers, self._changed = 0, asyncio.Condition()
@@ -58,12 +47,9 @@ class Hall:
     def admit(self, name: str, hello: Mapping[str, Any]) -> Head:
         """What the server says to a client that knocks; raises `ProtocolError` where they do not belong together."""
         self._identity.check(name, hello)
-        if name not in self.seats:  # it may have been listed after the server was started
-            self.seats[name] = self._seat(name)
+        # it may have been listed after the server was started
+        self.seats.setdefault(name, Seat(name, sender=self._new_sender()))
         return {**vars(self._identity), "settings": self._settings}
-
-    def _seat(self, name: str) -> Seat:
-        return Seat(name, sender=self._new_sender())
 
     def on_presence(self, name: str, here: bool) -> None:
         """A stream of this client has begun or ended."""
@@ -131,10 +117,10 @@ class Hall:
     async def _register(self, seat: Seat, head: Mapping[str, Any]) -> None:
         self._identity.check(seat.name, head)
         census, device, part = read_census(head), read_device(str(head.get("device"))), head.get("part")
-        check_kind(census, name=seat.name, images=self._images)
-        check_fellows(seat, census, part, self.seats.values())
         comes_late = self.planned is not None and seat.name not in self.planned
-        check_return(seat, census, comes_late=comes_late, late=self._late)
+        check_entry(
+            seat, census, part, self.seats.values(), images=self._images, comes_late=comes_late, late=self._late
+        )
         is_new, seat.census, seat.device = seat.census is None, census, device
         seat.sender.forget()
         seat.part, seat.lodged = part if type(part) is int else None, {}
@@ -256,15 +242,5 @@ class Hall:
 
         Waits so long for those who are here to hear it.
         """
-        for name, seat in self.seats.items():
-            seat.farewell = _farewell(seat, models.get(name), reason=reason)
-            seat.woken.set()
-        if not await left(self.seats.values(), seconds=seconds):
+        if not await dismissed(self.seats, models, seconds=seconds, reason=reason):
             self._on_note("not every client has heard that the run is complete")
-
-
-def _farewell(seat: Seat, model: Params | None, *, reason: str | None) -> tuple[Head, Params]:
-    """What a client is told at the end: its model, or why there is none."""
-    if reason is not None:
-        return {"kind": "ended", "reason": reason}, NO_TENSORS
-    return ({"kind": "done", "model": False}, NO_TENSORS) if model is None else seat.sender.farewell(model)

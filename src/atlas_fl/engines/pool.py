@@ -25,6 +25,10 @@ Packs: TypeAlias = Callable[[str, Sequence[Job]], Iterable[list[Job]]]
 """(action, jobs) -> those that are carried out together, formed by the settings alone."""
 
 
+Bound: TypeAlias = Callable[[str, Sequence[Update], Sequence[Update]], list[Update]]
+"""(action, updates that came, updates that are held) -> the updates, in memory or not."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Bench:
     """What a worker works with."""
@@ -70,6 +74,8 @@ class PoolEngine:
     on_progress: Callable[[str, int, int], None]
     """Told (action, jobs done, jobs) after each pack."""
     new_sender: NewSender = AdapterSender
+    bound: Bound = lambda _action, updates, _held: list(updates)
+    """Where updates go that do not fit into memory."""
     _free: "queue.SimpleQueue[tuple[Worker, Sender]]" = field(default_factory=queue.SimpleQueue)
 
     def __post_init__(self) -> None:
@@ -83,7 +89,9 @@ class PoolEngine:
         found: dict[int, list[Update]] = {}
         try:
             for future in as_completed(given):
-                found[given[future]] = future.result()
+                held = [update for updates in found.values() for update in updates]
+                # popped, because a future holds what it gave
+                found[given.pop(future)] = self.bound(action, future.result(), held)
                 self.on_progress(action, sum(map(len, found.values())), len(jobs))
         finally:
             for future in given:
@@ -120,7 +128,7 @@ def pack_frames(action: str, pack: Sequence[Job], sender: Sender) -> list[bytes]
 
 def read_answer(action: str, frames: list[bytes], pack: Sequence[Job], sender: Sender) -> list[Update]:
     """The updates that a worker's answer to this pack holds; raises what the worker met. The frames are used up."""
-    found = []
+    found = list[Update]()
     for head, tensors in _decoded(frames):
         raise_failure(head)
         found.append(sender.update(action, head, tensors, job=pack[len(found)]))

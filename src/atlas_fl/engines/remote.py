@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from atlas_fl.clients.base import Job, Update
 from atlas_fl.engines.hall import Hall
 from atlas_fl.engines.loops import Desk
+from atlas_fl.engines.pool import Bound
 from atlas_fl.engines.suffixes import Suffixes
 from atlas_fl.errors import ProtocolError
 from atlas_fl.events import Note
@@ -25,6 +26,8 @@ class RemoteEngine:
     """Fewest clients that must answer, or all of the asked where these are fewer; 0 for all."""
     at_once: int | None = None
     """Most clients that have a job at the same time; None for all that are asked."""
+    bound: Bound = lambda _action, updates, _held: list(updates)
+    """Where updates go that do not fit into memory."""
 
     def run(self, action: str, jobs: Sequence[Job]) -> list[Update]:
         """The updates of those who answered, in the order of the jobs.
@@ -34,11 +37,13 @@ class RemoteEngine:
         if self.suffixes is not None:
             self.suffixes.open(action, jobs)
         size = self.at_once or max(1, len(jobs))
-        answers = [answer for first in range(0, len(jobs), size) for answer in self._part(action, jobs, first, size)]
+        answers, updates = list[Update | str](), list[Update]()
+        for first in range(0, len(jobs), size):
+            answers += (found := self._part(action, jobs, first, size))
+            updates += self.bound(action, [answer for answer in found if isinstance(answer, Update)], updates)
         for job, answer in zip(jobs, answers, strict=True):
             if isinstance(answer, str):
                 self.desk.on_event(Note(f"no {action} of {job.client} in round {job.round}: {answer}"))
-        updates = [replace(answer, travelled=True) for answer in answers if isinstance(answer, Update)]
         needed = min(self.least or len(jobs), len(jobs))
         if len(updates) < needed:
             raise ProtocolError(
@@ -46,7 +51,7 @@ class RemoteEngine:
                 f" {needed} are needed; bring them back and start `atlas serve` again: it goes on from its last"
                 " checkpoint; or lower --min-clients"
             )
-        return updates
+        return [replace(update, travelled=True) for update in updates]
 
     def _part(self, action: str, jobs: Sequence[Job], first: int, size: int) -> list[Update | str]:
         """The answers to so many of the jobs, from the first of them."""

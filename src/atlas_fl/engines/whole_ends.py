@@ -9,8 +9,6 @@ in both directions, since frozen weights keep every bit. The mask is sent to a c
 (`sparse.codec`).
 """
 
-import threading
-import weakref
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
@@ -23,13 +21,13 @@ from atlas_fl.clients.evaluate import EvaluateOptions
 from atlas_fl.clients.ridge import RidgeOptions, ScaleOptions
 from atlas_fl.clients.sensitivity import SensitivityOptions
 from atlas_fl.clients.whole import WholeOptions
-from atlas_fl.engines.frames import FRAME_LIMIT, Head
+from atlas_fl.engines.frames import Head
+from atlas_fl.engines.whole_common import Common, as_bytes, as_tensor, parted
 from atlas_fl.engines.wire import Told, read_job, read_update, update_message
-from atlas_fl.errors import ConfigError, ProtocolError
-from atlas_fl.io.tensors import encoded_size
+from atlas_fl.errors import ProtocolError
 from atlas_fl.sparse.choose import Mask
-from atlas_fl.sparse.codec import Drawn, decode_mask, decode_values, encode_mask, encode_values
-from atlas_fl.tree import HEAD, digest
+from atlas_fl.sparse.codec import decode_mask, decode_values, encode_values
+from atlas_fl.tree import digest
 from atlas_fl.types import Params
 
 WHOLE_OPTIONS: Mapping[str, type[Any]] = {
@@ -41,50 +39,7 @@ WHOLE_OPTIONS: Mapping[str, type[Any]] = {
 }
 """The options of every action of `engines.whole.WHOLE_ACTIONS`."""
 
-MARGIN = 2**20
-"""Bytes of a message beside its body; heads of more classes than anyone has are larger."""
-
 _BODY, _HEAD, _MASK, _VALUES = "body/", "top/", "mask", "values"
-
-
-@dataclass(kw_only=True, eq=False)
-class Common:
-    """What the senders of a run have in common."""
-
-    home: str
-    """Digest of the body that every other end has in its files."""
-    mask: Mask | None = None
-    """Which weights of the body may move, from the first job on that says so."""
-    drawn: Drawn | None = None
-    """How the mask was drawn, if it was."""
-    _message: torch.Tensor | None = None
-    _lock: Any = field(default_factory=threading.RLock)
-    _known: dict[tuple[int, ...], tuple[tuple[weakref.ref[torch.Tensor], ...], str]] = field(default_factory=dict)
-
-    def see(self, job: Job) -> None:
-        """Take note of the mask that this job brings."""
-        mask = getattr(job.options, "mask", None)
-        with self._lock:
-            if mask is not None and self.mask is None:
-                self.drawn, self.mask = job.options.drawn, parted(mask)[0]
-
-    def mask_message(self) -> torch.Tensor:
-        """The mask as it travels, (bytes,) uint8."""
-        assert self.mask is not None, "asked for under a mask alone"
-        with self._lock:
-            if self._message is None:
-                self._message = _bytes(encode_mask(self.mask, drawn=self.drawn))
-            return self._message
-
-    def digest(self, params: Params) -> str:
-        """The digest of these tensors, computed once as long as they live: many clients are sent the very same."""
-        key = tuple(map(id, params.values()))
-        with self._lock:
-            # without the tensor an id means nothing: another one may have got it
-            self._known = {key: own for key, own in self._known.items() if all(ref() is not None for ref in own[0])}
-            if key not in self._known:
-                self._known[key] = tuple(weakref.ref(tensor) for tensor in params.values()), digest(params)
-            return self._known[key][1]
 
 
 @dataclass(kw_only=True, eq=False)
@@ -146,24 +101,23 @@ class WholeSender:
     def _model(self, params: Params) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
         """(what names the parts of a model, what of them is sent)."""
         body, top = parted(params)
-        named = {"body": self.common.digest(body), "top": self.common.digest(top), "masked": False}
+        named = {"body": self.common.digest(body), "top": self.common.digest(top)}
+        masked = self.common.mask is not None
         tensors: dict[str, torch.Tensor] = {}
-        if self.common.mask is not None:
-            named["masked"] = True
-            if not self.has_mask:
-                tensors[_MASK], self.has_mask = self.common.mask_message(), True
+        if masked and not self.has_mask:
+            tensors[_MASK], self.has_mask = self.common.mask_message(), True
         if named["body"] not in (self.common.home, *self.bodies.values()):
             self.bodies["got"] = named["body"]
             tensors |= self._sent(body)
         if named["top"] not in self.heads.values():
             self.heads["got"] = named["top"]
             tensors |= {_HEAD + key: tensor for key, tensor in top.items()}
-        return named, tensors
+        return {**named, "masked": masked}, tensors
 
     def _sent(self, body: Params) -> dict[str, torch.Tensor]:
         if self.common.mask is None:
             return {_BODY + key: tensor for key, tensor in body.items()}
-        return {_VALUES: _bytes(encode_values(body, self.common.mask))}
+        return {_VALUES: as_tensor(encode_values(body, self.common.mask))}
 
     def _trained(self, params: Params, begun: Params) -> Params:
         """The trained model of what came back for this one."""
@@ -173,7 +127,7 @@ class WholeSender:
         if self.common.mask is None or len(params) > 1:
             raise ProtocolError("values under a mask came where there is none; install the same atlas-fl on both ends")
         body, top = parted(begun)
-        return {**decode_values(_text(params[_VALUES]), self.common.mask, body, into=body), **top}
+        return {**decode_values(as_bytes(params[_VALUES]), self.common.mask, body, into=body), **top}
 
 
 @dataclass(kw_only=True, eq=False)
@@ -203,7 +157,7 @@ class WholeReceiver:
             if self.keeps_trained:
                 self.bodies["trained"], self.heads["trained"] = (digest(body), body), (digest(top), top)
             if self.mask is not None:
-                update = replace(update, params={_VALUES: _bytes(encode_values(body, self.mask))})
+                update = replace(update, params={_VALUES: as_tensor(encode_values(body, self.mask))})
         return update_message(update, job, number=number)
 
     def farewell(self, head: Mapping[str, Any], tensors: Params) -> Params:
@@ -219,7 +173,7 @@ class WholeReceiver:
     def _model(self, head: Mapping[str, Any], tensors: Params) -> Params:
         """The model that a message names, of what came with it and what is here."""
         if head.get("masked") is True and _MASK in tensors:
-            self.mask = decode_mask(_text(tensors[_MASK]), self.home)
+            self.mask = decode_mask(as_bytes(tensors[_MASK]), self.home)
         if (head.get("masked") is True) is (self.mask is None):
             raise ProtocolError("the server's mask is not here; install its version of atlas-fl")
         own = {key.removeprefix(_HEAD): tensor.clone() for key, tensor in tensors.items() if key.startswith(_HEAD)}
@@ -237,32 +191,13 @@ class WholeReceiver:
 
     def _body(self, tensors: Params) -> Params:
         if self.mask is not None and _VALUES in tensors:
-            return decode_values(_text(tensors[_VALUES]), self.mask, self.home, into=self.home)
+            return decode_values(as_bytes(tensors[_VALUES]), self.mask, self.home, into=self.home)
         # memory of its own: what came in a message lies wherever it happens to, and sums may end in other last bits
         return {key: tensors[_BODY + key].clone() for key in self.home if _BODY + key in tensors}
 
     @cached_property
     def _home_digest(self) -> str:
         return digest(self.home)
-
-
-def check_frames(home: Params, *, sparse: bool, limit: int = FRAME_LIMIT) -> None:
-    """Raise `ConfigError` where a message of the run would be longer than a frame may be.
-
-    `sparse` says that dense bodies never travel: there is a mask, and no client scores weights for it.
-    """
-    longest = MARGIN + (0 if sparse else encoded_size(home))
-    if longest > limit:
-        raise ConfigError(
-            f"a message with this model has {longest / 2**20:.0f} MB, and a frame has at most {limit / 2**20:.0f}; take a"
-            " smaller model, freeze its first blocks with --frozen-blocks, or simulate it with `atlas run`"
-        )
-
-
-def parted(params: Params) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-    """(body, head) of a model."""
-    body = {key: tensor for key, tensor in params.items() if not key.startswith(HEAD)}
-    return body, {key: tensor for key, tensor in params.items() if key.startswith(HEAD)}
 
 
 def _found(
@@ -278,13 +213,3 @@ def _found(
     if found is None:
         raise ProtocolError("the server names a model that is not here; install its version of atlas-fl")
     return found
-
-
-def _bytes(message: bytes) -> torch.Tensor:
-    return torch.frombuffer(bytearray(message), dtype=torch.uint8)
-
-
-def _text(message: torch.Tensor) -> bytes:
-    if message.dtype is not torch.uint8 or message.ndim != 1:
-        raise ProtocolError("a mask or its values are no row of bytes; install the same atlas-fl on both ends")
-    return message.numpy().tobytes()

@@ -140,7 +140,8 @@ def _classes(found: Any, *, examples: int) -> dict[str, list[int]]:
     """Examples and hits by class, where there are any; raises `ProtocolError` where they do not hold together."""
     if found == {}:
         return {}
-    rows = [found.get(name) for name in COUNTS] if isinstance(found, dict) and found.keys() == set(COUNTS) else []
+    known = isinstance(found, dict) and found.keys() == set(COUNTS)
+    rows: list[list[int]] = [found[name] for name in COUNTS] if known else []
     whole = all(isinstance(row, list) and all(type(count) is int and count >= 0 for count in row) for row in rows)
     if not rows or not whole or len(rows[0]) != len(rows[1]) or sum(rows[1]) != examples:
         raise ProtocolError(f"the counts by class are {found!r:.60}; install the same atlas-fl on both ends")
