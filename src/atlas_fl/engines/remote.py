@@ -37,13 +37,9 @@ class RemoteEngine:
         if self.suffixes is not None:
             self.suffixes.open(action, jobs)
         size = self.at_once or max(1, len(jobs))
-        answers, updates = list[Update | str](), list[Update]()
+        updates = list[Update]()
         for first in range(0, len(jobs), size):
-            answers += (found := self._part(action, jobs, first, size))
-            updates += self.bound(action, [answer for answer in found if isinstance(answer, Update)], updates)
-        for job, answer in zip(jobs, answers, strict=True):
-            if isinstance(answer, str):
-                self.desk.on_event(Note(f"no {action} of {job.client} in round {job.round}: {answer}"))
+            updates += self.bound(action, self._part(action, jobs, first, size), updates)
         needed = min(self.least or len(jobs), len(jobs))
         if len(updates) < needed:
             raise ProtocolError(
@@ -53,14 +49,19 @@ class RemoteEngine:
             )
         return [replace(update, travelled=True) for update in updates]
 
-    def _part(self, action: str, jobs: Sequence[Job], first: int, size: int) -> list[Update | str]:
-        """The answers to so many of the jobs, from the first of them."""
-        return self.desk.call(
+    def _part(self, action: str, jobs: Sequence[Job], first: int, size: int) -> list[Update]:
+        """The updates to so many of the jobs, from the first of them; why others have none is told."""
+        asked = jobs[first : first + size]
+        answers = self.desk.call(
             self.hall.work(
                 action,
-                jobs[first : first + size],
+                asked,
                 seconds=self.deadline_seconds,
                 suffixes=self.suffixes,
                 on_done=lambda done: self.desk.progress(action, first + done, len(jobs)),
             )
         )
+        for job, answer in zip(asked, answers, strict=True):
+            if isinstance(answer, str):
+                self.desk.on_event(Note(f"no {action} of {job.client} in round {job.round}: {answer}"))
+        return [answer for answer in answers if isinstance(answer, Update)]
