@@ -31,13 +31,13 @@ def make(tmp_path_factory: pytest.TempPathFactory) -> Make:
     return lambda **values: with_values(base, values)
 
 
-def check_same(left: Path, right: Path, *, models: int) -> None:
+def check_same(left: Path, right: Path) -> None:
     """Both runs have left the same models, metrics, bytes and mask behind, and the audit finds nothing."""
     assert same_tensors(state(left, round=2), state(right, round=2))
     for name in ("metrics", "ledger"):
         assert rows(left, name) == rows(right, name)
     files = sorted(path.relative_to(left) for path in left.glob("**/*.safetensors") if "checkpoints" not in path.parts)
-    assert sum(path.parts[0] == "models" for path in files) == models
+    assert sum(path.parts[0] == "models" for path in files) == 1
     assert all((left / path).read_bytes() == (right / path).read_bytes() for path in files)
     assert audit(right).ok
 
@@ -47,12 +47,11 @@ def check_same(left: Path, right: Path, *, models: int) -> None:
     [
         {"dropout": 0.1, "crop": 1, "flip": True, "frozen_blocks": 1},
         {"mask": "least_sensitive", "calibration_rounds": 2, "calibration_clients": 3, "calibration_examples": 8},
-        {"mask": "random", "strategy": "local"},
     ],
-    ids=["dense", "mask", "drawn"],
+    ids=["dense", "mask"],
 )
 def test_any_number_of_workers_makes_the_same_run(make: Make, values: dict[str, object]) -> None:
     name = "-".join(map(str, values.values()))
     whole = run(make(name=f"whole-{name}", **values))
     found = run(make(name=f"workers-{name}", **values), workplace=in_threads(3))
-    check_same(whole.folder, found.folder, models=6 if "strategy" in values else 1)
+    check_same(whole.folder, found.folder)
