@@ -26,7 +26,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from atlas_fl import joining
+from atlas_fl import homes, joining
 from atlas_fl.config import Config, RunConfig, with_values
 from atlas_fl.events import Event, Note, RoundFinished
 from atlas_fl.io.certs import make_certs
@@ -112,7 +112,7 @@ def serve(folder: Path, count: int, rounds: int) -> None:
 
 def join_all(folder: Path, port: int, mine: list[str]) -> None:
     """These sites, each in a thread."""
-    joining.assemble = one_at_a_time(joining.assemble)  # type: ignore[attr-defined]
+    homes.assemble = one_at_a_time(homes.assemble)  # type: ignore[attr-defined]
     threads = [
         threading.Thread(
             target=joining.join,

@@ -6,7 +6,7 @@ from typing import Any
 
 from atlas_fl.assemble import Assembly, scale_of
 from atlas_fl.assemble_images import ImageAssembly
-from atlas_fl.config import Config, load_config
+from atlas_fl.config import load_config
 from atlas_fl.config.kinds import mistake, whole_number
 from atlas_fl.errors import CheckpointError, unknown
 from atlas_fl.io import checkpoint
@@ -19,8 +19,7 @@ from atlas_fl.models.vision_loading import load_vision
 from atlas_fl.plan import Plan
 from atlas_fl.records import leads_of, models_of
 from atlas_fl.stopping import best_rounds
-from atlas_fl.tasks import find_tasks
-from atlas_fl.types import ByClient, Params
+from atlas_fl.types import ByClient
 
 
 def export_clients(assembly: Assembly, models: ByClient, folder: RunFolder) -> None:
@@ -66,20 +65,15 @@ def export(run: str | Path, *, client: str, to: str | Path, round: str | None = 
     _, models = models_of(found, [client.name for client in plan.clients])
     own = _place(list(models), client)
     planned, params = plan.clients[own], models[plan.clients[own].name]
-    if not any(client.ranks for client in plan.clients):
-        _save_whole(config, params, Path(to), task=planned.task)
-        return Path(to)
-    source, family = find_family(config.model.model)
     known = next(row for row in plan.data if row["client"] == planned.name)
     labels = list(known["labels"]) if "majority" in known else []  # a regression has statistics in their place
+    if not any(client.ranks for client in plan.clients):
+        vision = load_vision(config.model.model, image_size=config.images.image_size)
+        save_vision(vision, params, Path(to), labels=labels)
+        return Path(to)
+    source, family = find_family(config.model.model)
     export_adapter(params, Path(to), family=family, base=source.path, scale=scale_of(config), labels=labels)
     return Path(to)
-
-
-def _save_whole(config: Config, params: Params, to: Path, *, task: str) -> None:
-    vision = load_vision(config.model.model, image_size=config.images.image_size)
-    tasks = {found.name: found for found in find_tasks(config.data.tasks, config.data.task)}
-    save_vision(vision, params, to, labels=tasks[task].label_names)
 
 
 def _checkpoint(folder: RunFolder, round: str | None) -> checkpoint.Checkpoint:

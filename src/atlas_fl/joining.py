@@ -1,33 +1,23 @@
 """A site of a federation across machines: its own data and backbone, and the server's jobs."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-import torch
-
-from atlas_fl.assemble import assemble, scale_of, site_below, source_of, tokenise
-from atlas_fl.clients.base import Site
+from atlas_fl.assemble import source_of
 from atlas_fl.config import Config, config_hash, parse_config
-from atlas_fl.config.splitting import NONE
+from atlas_fl.config.images import EVENLY
 from atlas_fl.engines.census import census_of
 from atlas_fl.engines.frames import Head
 from atlas_fl.engines.link import Link
-from atlas_fl.engines.wire import Told
 from atlas_fl.engines.worker import Worker
-from atlas_fl.errors import ConfigError, ModelError, ProtocolError
+from atlas_fl.errors import ConfigError, ProtocolError
 from atlas_fl.events import Note, OnEvent, PhaseStarted, ignore
+from atlas_fl.homes import home_of
 from atlas_fl.io.certs import open_certs
 from atlas_fl.io.machine import versions
-from atlas_fl.lora.peft_io import export_adapter
-from atlas_fl.models.backbone import Backbone
-from atlas_fl.models.parts import bottom_of
 from atlas_fl.ranks.devices import find_devices
-from atlas_fl.split.step import Cut
 from atlas_fl.tasks import find_tasks
-from atlas_fl.tasks.clients import ClientData, make_clients
-from atlas_fl.tree import digest
-from atlas_fl.types import Params
+from atlas_fl.tasks.clients import BY_CLASSES, ClientData, make_clients
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,7 +47,7 @@ class Joining:
     first_seconds: float = 30.0
     """How long it is tried at the very first."""
     to: Path
-    """Where the client's own model is written at the end, in PEFT's format."""
+    """Where the client's own model is written at the end: in PEFT's format, or a whole model in transformers' own."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,7 +85,7 @@ def join(joining: Joining, *, on_event: OnEvent = ignore) -> Joined:
         on_event(PhaseStarted("loading"))
         config = _config_of(link.welcome, joining)
         client = own_client(config, certs.name, task=joining.task, part=joining.part)
-        home = Home(config, client, model=str(link.welcome["model"]))
+        home = home_of(config, client, model=str(link.welcome["model"]))
         said |= {"config": str(link.welcome["config"]), "model": home.fingerprint}
         worker = Worker(
             name=certs.name,
@@ -103,10 +93,12 @@ def join(joining: Joining, *, on_event: OnEvent = ignore) -> Joined:
             link=link,
             registration={**said, **census_of(client, home.tokens), "device": joining.device, "part": joining.part},
             on_event=on_event,
+            receiver=home.receiver,
+            actions=home.actions,
         )
         model = worker.work()
     if model:
-        _export(model, joining.to, home=home, config=config, labels=client.task.label_names)
+        home.export(model, joining.to)
     return Joined(
         name=certs.name,
         adapter=joining.to if model else None,
@@ -134,56 +126,6 @@ def _config_of(welcome: Head, joining: Joining) -> Config:
     return replace(config, data=data, model=model)
 
 
-def _export(model: Params, to: Path, *, home: "Home", config: Config, labels: Sequence[str]) -> None:
-    known = home.known
-    export_adapter(model, to, family=known.family, base=known.source.path, scale=scale_of(config), labels=labels)
-
-
-class Home:
-    """The model at a site: as much of it as the newest job needs, and only from then on.
-
-    Where models are cut, nothing is loaded before the first job says how much of it is to be here; a tokenizer
-    suffices to register.
-    """
-
-    def __init__(self, config: Config, client: ClientData, *, model: str) -> None:
-        self._config, self._client, self._model = config, client, model
-        self._site: Site | None = None
-        self._blocks: int | None = None
-        if config.split.split == NONE:
-            self._site = assemble(config, clients=(client,)).site
-            self.known, self.tokens = self._site.backbone, self._site.data[client.name]
-            self.fingerprint: str | None = _fingerprint(self.known)
-        else:
-            with torch.device("meta"):
-                self.known = bottom_of(config.model.model, blocks=0)
-            self.tokens = tokenise(client, self.known, config.data)
-            self.fingerprint = None
-
-    def __call__(self, cut: Cut | None, told: Told | None) -> Site:
-        """The site with the blocks below this cut, or with all (`engines.worker.Home`).
-
-        Raises `ModelError` where they are not to be had, or are not the server's.
-        """
-        blocks = None if cut is None else cut.blocks
-        if self._site is not None and self._blocks == blocks:
-            return self._site
-        self._site = None  # what is not needed any more goes before anything else comes
-        tokens = {self._client.name: self.tokens}
-        if blocks is None or told is None:
-            site, wanted = assemble(self._config, clients=(self._client,), tokens=tokens).site, self._model
-        else:
-            site, wanted = site_below(self._config, tokens, blocks=blocks, max_tokens=told.tokens), told.part
-        if (found := _fingerprint(site.backbone)) != wanted:
-            part = "" if blocks is None else f" up to block {blocks}"
-            raise ModelError(
-                f"model {site.backbone.name!r}{part} is {found:.16} here and {wanted:.16} at the server; give the"
-                " server's model with --model"
-            )
-        self._site, self._blocks = site, blocks
-        return site
-
-
 def own_client(config: Config, name: str, *, task: str, part: int | None) -> ClientData:
     """This site's rows under its name in the federation.
 
@@ -202,6 +144,7 @@ def own_client(config: Config, name: str, *, task: str, part: int | None) -> Cli
             f"--part is {part}; allowed: 0 to {settings.clients_per_task - 1}, as --clients-per-task of the server"
             " says, or leave it out where the whole task is here"
         )
+    by_classes = part is not None and config.images.nc != EVENLY
     clients = make_clients(
         (found,),
         source,
@@ -209,13 +152,10 @@ def own_client(config: Config, name: str, *, task: str, part: int | None) -> Cli
         samples=sizes["samples"],
         validation_samples=sizes["validation"],
         test_samples=sizes["test"],
-        partition=settings.partition,
+        partition=BY_CLASSES if by_classes else settings.partition,
+        classes_per_client=int(config.images.nc) if by_classes else None,
         dirichlet_alpha=settings.dirichlet_alpha,
         seed=config.run.seed,
         shuffle_labels=settings.shuffle_labels,
     )
     return replace(clients[part or 0], name=name)
-
-
-def _fingerprint(backbone: Backbone) -> str:
-    return digest(dict(backbone.model.named_parameters()))

@@ -4,28 +4,33 @@ A run's rounds, rules, records, resume and audit are the same code for both; wha
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from atlas_fl.arrivals import put_off
-from atlas_fl.assemble import assemble
-from atlas_fl.assemble_images import ImageAssembly, assemble_images
+from atlas_fl.assemble import Assembly, assemble, backbone_of
+from atlas_fl.assemble_images import ImageAssembly, assemble_images, body_of, vision_of
 from atlas_fl.config import Config
 from atlas_fl.config.images import WHOLE
 from atlas_fl.engines.base import Engine
-from atlas_fl.engines.whole import WholeEngine
+from atlas_fl.engines.ends import AdapterSender, NewSender
+from atlas_fl.engines.pool import Bench, Bound, Packs, adapter_bench, adapter_packs
+from atlas_fl.engines.whole import WHOLE_ACTIONS, WholeEngine, whole_packs, within_memory
+from atlas_fl.engines.whole_common import Common
+from atlas_fl.engines.whole_ends import WholeReceiver, WholeSender
 from atlas_fl.errors import ConfigError
 from atlas_fl.events import OnEvent, PhaseStarted, Progress, ignore
 from atlas_fl.io.ledger import payload_bytes
 from atlas_fl.mixing.diversity import Diversity, diversity
-from atlas_fl.models.vision import weights
+from atlas_fl.models.vision import Vision, weights
 from atlas_fl.options import train_options, whole_options
 from atlas_fl.plan import Plan
 from atlas_fl.planning import Planned, local_engine, plan_for
 from atlas_fl.planning_images import plan_whole
 from atlas_fl.tasks import find_tasks
 from atlas_fl.tasks.spec import Task
-from atlas_fl.types import ByClient
+from atlas_fl.tree import digest
+from atlas_fl.types import ByClient, Params
 
 
 def whole_engine(assembly: ImageAssembly, on_event: OnEvent) -> WholeEngine:
@@ -40,8 +45,9 @@ class Line:
     """What one line of work does its own way."""
 
     name: str
-    assemble: Callable[[Config], Any]
-    """Data, model and devices of a config."""
+    assemble: Callable[..., Any]
+    """(config, clients=, devices=, weights=, place=) -> data, model and devices of a config, or those that are given.
+    """
     engine: Callable[[Any, OnEvent], Engine]
     """All clients in this process."""
     plan: Callable[..., Planned]
@@ -52,6 +58,41 @@ class Line:
     """What a server step did to the differences between clients; None where that is not measured."""
     model_bytes: Callable[[Any], int]
     """Encoded size of the whole model."""
+    frozen: Callable[[Any], Params]
+    """The weights that workers share."""
+    upon: Callable[[Any, Params], Any]
+    """The assembly with such weights in the place of its own."""
+    packs: Callable[[Any], Packs]
+    """What of a round goes to one worker at once."""
+    new_sender: Callable[[Any], NewSender]
+    """How jobs are sent to the workers of an assembly."""
+    bound: Bound
+    """Where updates go that do not fit into memory."""
+    bench: Callable[[Any], Bench]
+    """What a worker works with that has assembled the run."""
+
+
+def _upon_backbone(assembly: Assembly, weights: Params) -> Assembly:
+    backbone = backbone_of(assembly.config, [client.task for client in assembly.clients], weights=weights)
+    return replace(assembly, site=replace(assembly.site, backbone=backbone))
+
+
+def _upon_vision(assembly: ImageAssembly, weights: Params) -> ImageAssembly:
+    return replace(assembly, site=replace(assembly.site, vision=vision_of(assembly.config, weights=weights)))
+
+
+def whole_sender(vision: Vision, config: Config, *, keeps: bool) -> NewSender:
+    """Senders of whole models to ends that keep what they trained last, or not."""
+    common = Common(home=digest(body_of(vision, config)))
+    return lambda: WholeSender(common=common, counts_on_trained=keeps)
+
+
+def _whole_bench(assembly: ImageAssembly) -> Bench:
+    home = body_of(assembly.site.vision, assembly.config)
+    return Bench(
+        carry=lambda action, jobs: WHOLE_ACTIONS[action](jobs, assembly.site),
+        receiver=WholeReceiver(home=home, keeps_trained=False),
+    )
 
 
 ADAPTERS = Line(
@@ -64,6 +105,12 @@ ADAPTERS = Line(
         before, after, clients=assembly.names, adjacency=planned.plan.adjacency, scale=assembly.site.scale
     ),
     model_bytes=lambda assembly: payload_bytes(assembly.site.backbone.frozen),
+    frozen=lambda assembly: assembly.site.backbone.frozen,
+    upon=_upon_backbone,
+    packs=lambda assembly: adapter_packs(assembly.site),
+    new_sender=lambda _: AdapterSender,
+    bound=lambda _action, updates, _held: list(updates),
+    bench=lambda assembly: adapter_bench(assembly.site),
 )
 IMAGES = Line(
     name="images",
@@ -74,6 +121,12 @@ IMAGES = Line(
     # distances between all pairs of a hundred whole models would cost more than the round
     diversity=lambda *_: None,
     model_bytes=lambda assembly: payload_bytes(weights(assembly.site.vision)),
+    frozen=lambda assembly: weights(assembly.site.vision),
+    upon=_upon_vision,
+    packs=lambda assembly: lambda action, jobs: whole_packs(action, jobs, assembly.site),
+    new_sender=lambda assembly: whole_sender(assembly.site.vision, assembly.config, keeps=False),
+    bound=within_memory,
+    bench=_whole_bench,
 )
 
 
@@ -97,9 +150,14 @@ def line_in(assembly: Any) -> Line:
     return line_of([client.task for client in assembly.clients], tune=assembly.config.images.tune)
 
 
+def line_for(config: Config) -> Line:
+    """The line of the tasks that this config names."""
+    return line_of(find_tasks(config.data.tasks, config.data.task), tune=config.images.tune)
+
+
 def make_plan(config: Config, *, on_event: OnEvent = ignore) -> Plan:
     """The plan of this config: what takes passes over the clients' data is done, nothing is trained federally."""
-    line = line_of(find_tasks(config.data.tasks, config.data.task), tune=config.images.tune)
+    line = line_for(config)
     on_event(PhaseStarted("loading"))
     assembly = put_off(line.assemble(config))
     return line.plan(assembly, line.engine(assembly, on_event), on_event=on_event).plan

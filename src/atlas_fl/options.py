@@ -5,6 +5,7 @@ from atlas_fl.clients.train import TrainOptions
 from atlas_fl.clients.whole import WholeOptions
 from atlas_fl.config import Config
 from atlas_fl.sparse.choose import Mask
+from atlas_fl.sparse.codec import Drawn
 from atlas_fl.split.step import Cut
 from atlas_fl.strategies import Strategy, StrategyOptions, find_strategy
 
@@ -56,6 +57,14 @@ def train_options(config: Config) -> TrainOptions:
     )
 
 
+def drawn_of(config: Config) -> Drawn | None:
+    """How the config's mask is drawn, where chance makes it."""
+    sparse = config.sparse
+    if sparse.mask != "random" or sparse.mask_file is not None:
+        return None
+    return Drawn(seed=config.run.seed, sparsity=sparse.sparsity, scope=sparse.mask_scope)
+
+
 def whole_options(config: Config, *, mask: Mask | None) -> WholeOptions:
     """How clients train whole weights in every round of this config."""
     training, images = config.training, config.images
@@ -78,6 +87,7 @@ def whole_options(config: Config, *, mask: Mask | None) -> WholeOptions:
         crop=images.crop,
         flip=images.flip,
         mask=mask,
+        drawn=drawn_of(config),
         hash_loaded=config.run.audit,
     )
 

@@ -4,16 +4,16 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
-from atlas_fl.assemble import Assembly, assemble
+from atlas_fl.assemble import Assembly
 from atlas_fl.clients.base import ClientTokens
-from atlas_fl.config import Config, config_hash, run_folder, to_toml
+from atlas_fl.config import Config, run_folder
 from atlas_fl.config.splitting import NONE
 from atlas_fl.door import Door, Newcomer
 from atlas_fl.engines.base import Engine
 from atlas_fl.engines.census import Census, stand_in
 from atlas_fl.engines.hall import Hall
-from atlas_fl.engines.identity import Identity
 from atlas_fl.engines.latecomers import let_in, newcomers, turn_away
 from atlas_fl.engines.loops import Desk, LoopThread
 from atlas_fl.engines.remote import RemoteEngine
@@ -23,20 +23,20 @@ from atlas_fl.engines.suffixes import Suffixes
 from atlas_fl.engines.tokens import Tokens
 from atlas_fl.errors import BudgetError, CheckpointError, ConfigError
 from atlas_fl.events import Note, OnEvent
+from atlas_fl.halls import hall_of, with_images
 from atlas_fl.io import checkpoint
 from atlas_fl.io.certs import Listed, listed_clients, open_certs
 from atlas_fl.io.folder import RunFolder
-from atlas_fl.io.machine import versions
 from atlas_fl.io.results import read_json
-from atlas_fl.models.loading import load_backbone
+from atlas_fl.lines import ADAPTERS, IMAGES, Line, line_for, line_in
 from atlas_fl.options import strategy_of
 from atlas_fl.plan import Plan
 from atlas_fl.records import models_of
-from atlas_fl.tasks import find_tasks
-from atlas_fl.tree import digest
 from atlas_fl.types import Params
 
 FAREWELL_SECONDS = 30.0
+AT_ONCE = 16
+"""Most clients with whole models that work at the same time: the server holds a message of a model for each."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,9 +81,10 @@ def across_machines(service: Service) -> Callable[[Config, OnEvent], AbstractCon
         least = service.min_clients or len(wanted)
         with LoopThread() as threads:
             desk = Desk(threads=threads, on_event=on_event)
-            # adapters that a cluster shares belong to those who were there when the plan was made
-            late = service.late and config.split.server_adapters == "per_client"
-            hall = Hall(listed, identity_of(config), settings=to_toml(config), on_note=desk.note, late=late)
+            # adapters that a cluster shares belong to those who were there when the plan was made, as do the head and
+            # the mask of whole models
+            late = service.late and config.split.server_adapters == "per_client" and line_for(config) is ADAPTERS
+            hall = hall_of(config, listed, desk, late=late)
             server = Server(_sessions(hall, service), certs, host=service.host, port=service.port)
             port = desk.call(server.start())
             try:
@@ -91,8 +92,8 @@ def across_machines(service: Service) -> Callable[[Config, OnEvent], AbstractCon
                 with service.beside(hall, desk):
                     come = desk.call(hall.gather(wanted, least=least, seconds=service.wait_seconds))
                     assembly = _assembly(config, hall, desk, come)
-                    with Suffixes(assembly.site) as suffixes:
-                        yield assembly, _engine(hall, desk, suffixes, service)
+                    with _suffixes(assembly) as suffixes:
+                        yield assembly, _engine(hall, desk, suffixes, service, line=line_in(assembly))
                     if folder.summary.exists():
                         desk.call(hall.dismiss(_final_models(folder), seconds=FAREWELL_SECONDS))
             except (BudgetError, ConfigError) as error:
@@ -110,9 +111,20 @@ def _sessions(hall: Hall, service: Service) -> Sessions:
     return Sessions(answer=hall.answer, admit=admit, allowed=Listed(service.certs), on_presence=hall.on_presence)
 
 
-def _engine(hall: Hall, desk: Desk, suffixes: Suffixes, service: Service) -> RemoteEngine:
-    deadline, least = service.deadline_seconds, service.min_clients
-    return RemoteEngine(hall=hall, desk=desk, suffixes=suffixes, deadline_seconds=deadline, least=least)
+def _suffixes(assembly: Any) -> AbstractContextManager[Suffixes | None]:
+    return nullcontext() if line_in(assembly) is IMAGES else Suffixes(assembly.site)
+
+
+def _engine(hall: Hall, desk: Desk, suffixes: Suffixes | None, service: Service, *, line: Line) -> RemoteEngine:
+    return RemoteEngine(
+        hall=hall,
+        desk=desk,
+        suffixes=suffixes,
+        deadline_seconds=service.deadline_seconds,
+        least=service.min_clients,
+        at_once=AT_ONCE if suffixes is None else None,
+        bound=line.bound,
+    )
 
 
 def check_served(config: Config, service: Service) -> None:
@@ -153,22 +165,16 @@ def _check_simulated(config: Config) -> None:
         raise ConfigError(
             "--arrive says who is late in a simulation, and across machines clients come when they come; leave it out"
         )
-    if any(task.images for task in find_tasks(config.data.tasks, config.data.task)):
+    if line_for(config) is ADAPTERS and with_images(config):
         raise ConfigError(
-            f"--tasks {' '.join(config.data.tasks)} has images, and across machines clients train on texts; simulate it"
-            " with `atlas run`"
+            f"--tune lora trains adapters on images ({' '.join(config.data.tasks)}), and across machines image clients"
+            " train whole models; leave it out, or simulate it with `atlas run`"
         )
     if config.split.leakage:
         raise ConfigError(
             "--leakage reads the clients' texts, and across machines these stay at their sites; leave it out, and use"
             " `atlas leakage` where the texts are"
         )
-
-
-def identity_of(config: Config) -> Identity:
-    """What clients of this config must have in common with their server."""
-    model = digest(dict(load_backbone(config.model.model).model.named_parameters()))
-    return Identity(version=versions()["atlas_fl"], config=config_hash(config), model=model)
 
 
 def _wanted(folder: RunFolder, listed: tuple[str, ...]) -> tuple[str, ...]:
@@ -184,18 +190,18 @@ def _wanted(folder: RunFolder, listed: tuple[str, ...]) -> tuple[str, ...]:
     return planned
 
 
-def _assembly(config: Config, hall: Hall, desk: Desk, names: tuple[str, ...]) -> Assembly:
+def _assembly(config: Config, hall: Hall, desk: Desk, names: tuple[str, ...]) -> Any:
     """The parts of a run with stand-ins in the place of the data, which stays where it is."""
     seats = [hall.seats[name] for name in names]
     censuses: Mapping[str, Census] = {seat.name: seat.census for seat in seats if seat.census is not None}
     stand_ins = {name: stand_in(name, census) for name, census in censuses.items()}
     tokens = {name: own for name, (_, own) in stand_ins.items()}
-    assembly = assemble(
-        config,
-        clients=tuple(client for client, _ in stand_ins.values()),
-        tokens=tokens,
-        devices=tuple(seat.device for seat in seats if seat.device is not None),
-    )
+    clients = tuple(client for client, _ in stand_ins.values())
+    devices = tuple(seat.device for seat in seats if seat.device is not None)
+    line = line_for(config)
+    if line is IMAGES:
+        return line.assemble(config, clients=clients, devices=devices)
+    assembly = line.assemble(config, clients=clients, tokens=tokens, devices=devices)
     return replace(assembly, door=_door(hall, desk, tokens))
 
 

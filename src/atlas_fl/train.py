@@ -22,6 +22,8 @@ from atlas_fl.options import is_reclustered, strategy_of
 from atlas_fl.planning import Planned, at_ranks, cuts_of, held_by, regraphed
 from atlas_fl.records import Recorder
 from atlas_fl.rng import generator
+from atlas_fl.sparse.choose import Mask
+from atlas_fl.sparse.frozen import with_frozen
 from atlas_fl.state import RoundRecord, State, crossed
 from atlas_fl.strategies import Strategy
 from atlas_fl.strategies.base import Aggregated
@@ -127,7 +129,7 @@ def one_round(assembly: Assembly, planned: Planned, engine: Engine, state: State
     good, refused = accepted(state.start, updates)
     trained = {name: update.params for name, update in good.items()}
     aggregated = is_aggregated(config, number)
-    server = _server_step(strategy, state, trained, planned.plan.federation(), apply=aggregated)
+    server = _server_step(strategy, state, trained, planned.plan.federation(), apply=aggregated, mask=planned.mask)
     end = end_round(assembly, engine, state=state, mixed=server.start, trained=trained, cuts=cuts, is_mixed=aggregated)
     measured = bool(end.scores) and aggregated
     spread = line.diversity(assembly, planned, {**state.start, **trained}, end.start) if measured else None
@@ -159,13 +161,20 @@ def one_round(assembly: Assembly, planned: Planned, engine: Engine, state: State
 
 
 def _server_step(
-    strategy: Strategy, state: State, trained: ByClient, federation: Federation, *, apply: bool
+    strategy: Strategy, state: State, trained: ByClient, federation: Federation, *, apply: bool, mask: Mask | None
 ) -> Aggregated:
-    """What the rule gives; where it is not applied it remembers what it did, and all go on with their own models."""
+    """What the rule gives; where it is not applied it remembers what it did, and all go on with their own models.
+
+    What a mask freezes stays what it is.
+    """
     if not apply:
         start = with_shared({**state.start, **trained}, federation, list(trained))
         return Aggregated(state=state.strategy, start=start, discarded={})
-    return strategy.aggregate(state.strategy, trained, federation, round=state.round + 1)
+    found = strategy.aggregate(state.strategy, trained, federation, round=state.round + 1)
+    if mask is None:
+        return found
+    models = with_frozen(found.start, state.start, mask)
+    return replace(found, state=models, start=models)
 
 
 def _finished(record: RoundRecord, assembly: Assembly, *, seconds: float) -> RoundFinished:

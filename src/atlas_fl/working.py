@@ -1,7 +1,8 @@
 """Where the packs of a run are trained: in this process, or in workers that share one backbone.
 
 A worker assembles the run from the same settings as its parent does, but for the weights: these are views of memory
-that all of them see. It says so where its data are others.
+that all of them see. It says so where its data are others. Whole models of image clients go to and fro as well
+(`engines.whole_ends`), each once in a round to a worker.
 """
 
 import mmap
@@ -9,25 +10,22 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, ExitStack, closing, contextmanager
-from dataclasses import replace
 from hashlib import sha256
 from typing import Any, TypeAlias
 
 import torch
 
-from atlas_fl.assemble import Assembly, assemble, backbone_of, pick_device
-from atlas_fl.clients.base import Site
+from atlas_fl.assemble import Assembly, pick_device
 from atlas_fl.config import Config, parse_config, to_toml
 from atlas_fl.engines.base import Engine
 from atlas_fl.engines.frames import Head
-from atlas_fl.engines.pool import PoolEngine, Resident, Worker, settled
+from atlas_fl.engines.pool import Bench, PoolEngine, Resident, Worker, settled
 from atlas_fl.engines.processes import SharedMemory, processes, serve
 from atlas_fl.engines.ray import ray_cluster
-from atlas_fl.errors import ConfigError, DataError
+from atlas_fl.errors import DataError
 from atlas_fl.events import Note, OnEvent, Progress
-from atlas_fl.lines import IMAGES, line_of
+from atlas_fl.lines import line_for, line_in
 from atlas_fl.models.shared import places_of, views, write
-from atlas_fl.tasks import find_tasks
 
 Workplace: TypeAlias = Callable[[Config, OnEvent], AbstractContextManager[tuple[Assembly, Engine]]]
 """What a run works with, and where its clients compute; left with an error where the run ends with one."""
@@ -38,7 +36,7 @@ PROGRAM = "import sys; from atlas_fl.working import work; work(*map(int, sys.arg
 @contextmanager
 def in_process(config: Config, on_event: OnEvent) -> Iterator[tuple[Assembly, Engine]]:
     """All clients in this process."""
-    line = line_of(find_tasks(config.data.tasks, config.data.task), tune=config.images.tune)
+    line = line_for(config)
     assembly = line.assemble(config)
     yield assembly, line.engine(assembly, on_event)
 
@@ -46,13 +44,12 @@ def in_process(config: Config, on_event: OnEvent) -> Iterator[tuple[Assembly, En
 @contextmanager
 def in_workers(config: Config, on_event: OnEvent) -> Iterator[tuple[Assembly, Engine]]:
     """Packs in `--workers` processes of this machine; none of them is left when it ends."""
-    _check_packed(config)
     count = config.run.workers or 1
     with ExitStack() as stack:
         memory = stack.enter_context(closing(SharedMemory()))
         threads = stack.enter_context(ThreadPoolExecutor(count))
         workers = stack.enter_context(processes(count, program=PROGRAM, memory=memory.file))
-        assembly, places = shared(assemble(config, place="cpu"), memory.filled)
+        assembly, places = shared(line_for(config).assemble(config, place="cpu"), memory.filled)
         each = _threads(torch.get_num_threads() // count)
         settled(workers, heads_of(assembly, places, spots=_spots(config, count), threads=each), threads)
         yield assembly, pool_engine(assembly, workers, threads, on_event)
@@ -61,12 +58,11 @@ def in_workers(config: Config, on_event: OnEvent) -> Iterator[tuple[Assembly, En
 @contextmanager
 def on_ray(config: Config, on_event: OnEvent) -> Iterator[tuple[Assembly, Engine]]:
     """Packs in actors of a Ray cluster, which have assembled the run each and keep it."""
-    _check_packed(config)
     cuda = pick_device(config.run.accelerator, precision=config.model.precision) == "cuda"
     with ExitStack() as stack:
         cluster = stack.enter_context(ray_cluster())
         share = cluster.share(config.run.workers, cuda=cuda)
-        assembly, places = shared(assemble(config, place="cpu"), cluster.filled)
+        assembly, places = shared(line_for(config).assemble(config, place="cpu"), cluster.filled)
         threads = stack.enter_context(ThreadPoolExecutor(share.count))
         workers = stack.enter_context(cluster.actors(share, settle))
         # an actor sees no GPU but its own
@@ -90,8 +86,11 @@ def pool_engine(
     assembly: Assembly, workers: Sequence[Worker], threads: ThreadPoolExecutor, on_event: OnEvent
 ) -> PoolEngine:
     """The engine of workers that have settled."""
+    line = line_in(assembly)
     return PoolEngine(
-        site=assembly.site,
+        packs=line.packs(assembly),
+        new_sender=line.new_sender(assembly),
+        bound=line.bound,
         workers=workers,
         threads=threads,
         on_progress=lambda action, done, total: on_event(Progress(action, done, total)),
@@ -104,12 +103,11 @@ Filled: TypeAlias = Callable[[int, Callable[[Any], None]], Any]
 
 def shared(assembly: Assembly, filled: Filled) -> tuple[Assembly, list[dict[str, Any]]]:
     """(the assembly with its frozen weights in memory that others see, where each of them lies there)."""
-    site = assembly.site
-    places, size = places_of(site.backbone.frozen)
-    memory = filled(size, lambda buffer: write(site.backbone.frozen, buffer, places))
-    tasks = [client.task for client in assembly.clients]
-    backbone = backbone_of(assembly.config, tasks, weights=views(memory, places))
-    return replace(assembly, site=replace(site, backbone=backbone)), places
+    line = line_in(assembly)
+    frozen = line.frozen(assembly)
+    places, size = places_of(frozen)
+    memory = filled(size, lambda buffer: write(frozen, buffer, places))
+    return line.upon(assembly, views(memory, places)), places
 
 
 def heads_of(
@@ -120,30 +118,23 @@ def heads_of(
     return [{**common, "place": spot} for spot in spots]
 
 
-def settle(head: Head, memory: Any) -> Site:
-    """A worker's site, as `heads_of` describes it; raises `DataError` where the data here are others."""
+def settle(head: Head, memory: Any) -> Bench:
+    """What a worker works with, as `heads_of` describes it; raises `DataError` where the data here are others."""
     torch.set_num_threads(head["threads"])
     config = parse_config(head["settings"], origin="the settings of this run")
-    assembly = assemble(config, weights=views(memory, head["weights"]), place=head["place"])
+    line = line_for(config)
+    assembly = line.assemble(config, weights=views(memory, head["weights"]), place=head["place"])
     if _data(assembly) != head["data"]:
         raise DataError(
             "a worker has read other data than the run; leave files alone while it goes on, and give every machine of a"
             " cluster the same"
         )
-    return assembly.site
+    return line.bench(assembly)
 
 
 def work(link: int, memory: int) -> None:
     """A worker process, from its first frame to its last."""
     serve(link, Resident(settle, lambda: mmap.mmap(memory, 0)).ask)
-
-
-def _check_packed(config: Config) -> None:
-    if line_of(find_tasks(config.data.tasks, config.data.task), tune=config.images.tune) is IMAGES:
-        raise ConfigError(
-            "--workers and --engine ray train packs of adapters, and whole models on images are trained by one process;"
-            " leave them out, or take --tune lora"
-        )
 
 
 def _data(assembly: Assembly) -> str:

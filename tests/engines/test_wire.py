@@ -130,3 +130,22 @@ def test_bytes_that_cannot_have_crossed_a_cut_are_refused(crossed: Any) -> None:
     head, tensors = update_message(Update(client="site-1", params=PARAMS, examples=5, metrics={}), job, number=1)
     with pytest.raises(ProtocolError, match="what crossed the cut is"):
         read_update({**head, "crossed": crossed}, tensors, job=job)
+
+
+def test_counts_by_class_travel_with_the_scores_and_must_hold_together() -> None:
+    job, counts = job_of("evaluate"), {"hits": [1, 0, 2], "examples": [2, 1, 2]}
+    update = Update(client="site-1", params=PARAMS, examples=5, metrics={}, classes=counts)
+    head, tensors = update_message(update, job, number=1)
+    head = json.loads(json.dumps(head))
+    assert read_update(head, tensors, job=job).classes == counts
+    plain, _ = update_message(replace(update, classes={}), job, number=1)
+    assert "classes" not in plain and read_update(plain, tensors, job=job).classes == {}
+    wrong: list[Any] = [
+        *([], {"hits": [1]}, {"hits": [1, 0], "examples": [2, 1, 2]}, {"hits": [1, 0, -2], "examples": [2, 1, 2]}),
+        *({"hits": [1, 0, 2], "examples": [2, 1, 1]}, {"hits": [1.0, 0, 2], "examples": [2, 1, 2]}),
+    ]
+    for found in wrong:
+        with pytest.raises(ProtocolError, match="the counts by class are"):
+            read_update({**head, "classes": found}, tensors, job=job)
+    with pytest.raises(ProtocolError, match="more examples of a class were recognised than there are"):
+        read_update({**head, "classes": {"hits": [1, 2, 1], "examples": [2, 1, 2]}}, tensors, job=job)

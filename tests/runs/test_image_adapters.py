@@ -1,8 +1,6 @@
 """Runs of adapters on images: all phases, records, resume, audit and export are those of texts."""
 
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -15,7 +13,6 @@ from transformers import AutoModelForImageClassification
 from atlas_fl.assemble import assemble
 from atlas_fl.audit import audit
 from atlas_fl.config import Config, with_values
-from atlas_fl.engines.pool import Resident, settled
 from atlas_fl.errors import ConfigError, ModelError
 from atlas_fl.export import export
 from atlas_fl.io.results import read_json
@@ -27,9 +24,9 @@ from atlas_fl.planning import measure_leakage
 from atlas_fl.presets import find_preset
 from atlas_fl.run import RunResult, resume, run
 from atlas_fl.serving import Service, check_served
-from atlas_fl.working import heads_of, pool_engine, settle, shared
 from tests.models.tiny_vision import save_tiny
 from tests.runs.reading import rows, same_tensors, state
+from tests.runs.workers import in_threads
 
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # PEFT's
 
@@ -95,24 +92,21 @@ def test_a_run_in_sessions_ends_in_the_same_bits(make: Make, whole: RunResult) -
     assert rows(whole.folder, "ledger") == rows(parts.folder, "ledger")
 
 
+def test_accuracy_by_class_adds_up_to_the_accuracy(whole: RunResult) -> None:
+    for task in ("digits", "stripes"):
+        scores = whole.summary["tasks"][task]
+        classes, test = scores["classes"], scores["final"]["test"]
+        assert sum(own["examples"] for own in classes.values()) == 2 * 10
+        hits = sum(own["examples"] * own.get("accuracy", 0.0) for own in classes.values())
+        assert hits / 20 == pytest.approx(test["accuracy"]), "both clients have as many test images"
+    counted = {row.get("split") for row in rows(whole.folder) if "classes" in row}
+    assert counted == {"test"}
+
+
 def test_workers_that_share_the_weights_make_the_same_run(make: Make, whole: RunResult) -> None:
-    @contextmanager
-    def in_threads(config, on_event):
-        memory = bytearray()
-
-        def filled(size, fill):
-            memory.extend(bytes(size))
-            fill(memory)
-            return memory
-
-        assembly, places = shared(assemble(config), filled)
-        workers = [Resident(settle, lambda: memory) for _ in range(2)]
-        with ThreadPoolExecutor(2) as threads:
-            settled(workers, heads_of(assembly, places, spots=["cpu"] * 2, threads=torch.get_num_threads()), threads)
-            yield assembly, pool_engine(assembly, workers, threads, on_event)
-
-    found = run(make(name="workers"), workplace=in_threads)
+    found = run(make(name="workers"), workplace=in_threads(2))
     assert same_tensors(state(whole.folder), state(found.folder))
+    assert rows(whole.folder) == rows(found.folder)
 
 
 def test_the_adapters_load_onto_the_stock_classifier_and_score_as_the_run_says(
@@ -182,8 +176,8 @@ def test_a_model_that_is_no_plain_transformer_takes_no_adapters(make: Make, tmp_
     assert "\n" not in str(caught.value)
 
 
-def test_images_are_neither_served_nor_measured_for_leakage(make: Make, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="has images, and across machines clients train on texts"):
+def test_adapters_on_images_are_neither_served_nor_measured_for_leakage(make: Make, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"--tune lora trains adapters on images .digits.*train whole models; leave"):
         check_served(make(), Service(certs=tmp_path))
     with pytest.raises(ConfigError, match="digits, stripes has images, whose models are not cut"):
         measure_leakage(make())

@@ -3,25 +3,24 @@
 Processes take seconds to import what they need, so one pair of them is real here.
 """
 
+import mmap
 import os
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, contextmanager
 
 import psutil
 import pytest
 import torch
 
-from atlas_fl.assemble import Assembly, assemble
+from atlas_fl.assemble import assemble
 from atlas_fl.config import Config
-from atlas_fl.engines.base import Engine
 from atlas_fl.engines.pool import Resident, settled
 from atlas_fl.errors import DataError, ProtocolError
-from atlas_fl.events import Event, OnEvent, Progress, RoundFinished
+from atlas_fl.events import Event, Progress, RoundFinished
 from atlas_fl.run import RunResult, run
-from atlas_fl.working import Filled, heads_of, pool_engine, settle, shared
-from tests.runs.workers import SETTINGS, check_same
+from atlas_fl.working import heads_of, settle, shared
+from tests.runs.workers import SETTINGS, check_same, in_threads, into
 
 Make = Callable[..., Config]
 
@@ -29,31 +28,6 @@ Make = Callable[..., Config]
 @pytest.fixture
 def whole(config: Make) -> RunResult:
     return run(config(name="whole", **SETTINGS))
-
-
-def into(memory: bytearray) -> Filled:
-    def filled(size: int, fill: Callable[[bytearray], None]) -> bytearray:
-        memory.extend(bytes(size))
-        fill(memory)
-        return memory
-
-    return filled
-
-
-def in_threads(count: int) -> Callable[[Config, OnEvent], AbstractContextManager[tuple[Assembly, Engine]]]:
-    """Workers as they are in processes of their own, with the same bytes to and fro, in threads of this one."""
-
-    @contextmanager
-    def workplace(config: Config, on_event: OnEvent) -> Iterator[tuple[Assembly, Engine]]:
-        memory = bytearray()
-        assembly, places = shared(assemble(config), into(memory))
-        workers = [Resident(settle, lambda: memory) for _ in range(count)]
-        with ThreadPoolExecutor(count) as threads:
-            heads = heads_of(assembly, places, spots=["cpu"] * count, threads=torch.get_num_threads())
-            settled(workers, heads, threads)
-            yield assembly, pool_engine(assembly, workers, threads, on_event)
-
-    return workplace
 
 
 @pytest.mark.parametrize("count", [2, 3])
@@ -88,9 +62,9 @@ def test_a_run_whose_worker_is_killed_goes_on_with_any_number_and_leaves_nobody(
 
 
 def test_a_worker_that_reads_other_data_says_so(config: Make) -> None:
-    memory = bytearray()
+    memory = list[mmap.mmap]()
     assembly, places = shared(assemble(config()), into(memory))
     (head,) = heads_of(assembly, places, spots=["cpu"], threads=torch.get_num_threads())
-    resident = [Resident(settle, lambda: memory)]
+    resident = [Resident(settle, lambda: memory[0])]
     with ThreadPoolExecutor(1) as threads, pytest.raises(DataError, match="a worker has read other data than the run"):
         settled(resident, [{**head, "data": "0" * 64}], threads)

@@ -1,8 +1,22 @@
 """What runs with workers have in common: settings that a pack or a message could get wrong, and who is compared how."""
 
+import mmap
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
+from typing import Any
+
+import torch
 
 from atlas_fl.audit import audit
+from atlas_fl.config import Config
+from atlas_fl.engines.base import Engine
+from atlas_fl.engines.pool import Resident, settled
+from atlas_fl.events import OnEvent
+from atlas_fl.lines import line_for
+from atlas_fl.working import Filled, heads_of, pool_engine, settle, shared
 from tests.runs.reading import rows, same_tensors, state
 
 # Packs of a client or two each, with cuts, noise, dropout, some of the clients, and clusters that are measured anew.
@@ -28,3 +42,43 @@ def check_same(left: Path, right: Path) -> None:
     assert adapters
     assert all((left / path).read_bytes() == (right / path).read_bytes() for path in adapters)
     assert audit(right).ok
+
+
+def into(held: list[mmap.mmap]) -> Filled:
+    """Memory of this process alone, which begins at a page as that of processes does."""
+
+    def filled(size: int, fill: Callable[[mmap.mmap], None]) -> mmap.mmap:
+        held.append(mmap.mmap(-1, size))
+        fill(held[0])
+        return held[0]
+
+    return filled
+
+
+class InTurn:
+    """A worker that works while no other does: torch keeps the kernels that attention may use for the whole process."""
+
+    def __init__(self, inner: Resident, turn: threading.Lock) -> None:
+        self.inner, self.turn = inner, turn
+
+    def ask(self, frames: list[bytes]) -> list[bytes]:
+        with self.turn:
+            return self.inner.ask(frames)
+
+
+def in_threads(count: int) -> Callable[[Config, OnEvent], AbstractContextManager[tuple[Any, Engine]]]:
+    """Workers as they are in processes of their own, with the same bytes to and fro, in threads of this one."""
+
+    @contextmanager
+    def workplace(config: Config, on_event: OnEvent) -> Iterator[tuple[Any, Engine]]:
+        memory = list[mmap.mmap]()
+        line = line_for(config)
+        assembly, places = shared(line.assemble(config), into(memory))
+        turn = threading.Lock()
+        workers = [InTurn(Resident(settle, lambda: memory[0]), turn) for _ in range(count)]
+        with ThreadPoolExecutor(count) as threads:
+            heads = heads_of(assembly, places, spots=["cpu"] * count, threads=torch.get_num_threads())
+            settled(workers, heads, threads)
+            yield assembly, pool_engine(assembly, workers, threads, on_event)
+
+    return workplace

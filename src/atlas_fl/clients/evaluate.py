@@ -12,7 +12,7 @@ from atlas_fl.clients.base import Job, Site, Update
 from atlas_fl.clients.rows import chunks, forward, make_row
 from atlas_fl.clients.write import write
 from atlas_fl.split.step import Line
-from atlas_fl.tasks.metrics import rouge, scores, writing_scores
+from atlas_fl.tasks.metrics import by_class, rouge, scores, writing_scores
 from atlas_fl.tasks.spec import Task
 from atlas_fl.types import Params, Split
 
@@ -49,10 +49,24 @@ def evaluate(jobs: Sequence[Job], site: Site) -> list[Update]:
         metrics = {**metrics, **answered[k], "seconds": seconds}
         line = lines[k]
         crossed = {} if line is None else dict(line.crossed)
+        classes = counts_of(job, data[k].labels[orders[k]], outputs[k], site)
         updates.append(
-            Update(client=job.client, params=job.params, examples=len(data[k]), metrics=metrics, crossed=crossed)
+            Update(
+                client=job.client,
+                params=job.params,
+                examples=len(data[k]),
+                metrics=metrics,
+                crossed=crossed,
+                classes=classes,
+            )
         )
     return updates
+
+
+def counts_of(job: Job, labels: np.ndarray, outputs: Sequence[np.ndarray], site: Site) -> dict[str, list[int]]:
+    """Of test images, examples and hits by class, from the logits in the labels' order; of anything else nothing."""
+    counted = job.options.split == "test" and site.data[job.client].task.images
+    return by_class(labels, np.concatenate(outputs)) if counted else {}
 
 
 def on_device(params: Params, site: Site) -> Params:

@@ -22,6 +22,7 @@ from atlas_fl.models.augment import augment
 from atlas_fl.models.vision import Vision, image_logits, prepare
 from atlas_fl.rng import generator, torch_generator
 from atlas_fl.sparse.choose import Mask
+from atlas_fl.sparse.codec import Drawn
 from atlas_fl.sparse.momentum import momentum_of
 from atlas_fl.tasks.clients import ClientData
 from atlas_fl.tasks.images import Images
@@ -38,6 +39,8 @@ class ImageSite:
     data: Mapping[str, ClientData]
     batch_images: int = 64
     """Most images in a pass that keeps no gradients."""
+    pack_images: int = 64
+    """Most images of several clients that are scored together."""
     bf16: bool = False
     fp16: bool = False
     """Like bf16, with losses scaled so that small gradients do not vanish."""
@@ -75,6 +78,8 @@ class WholeOptions:
     flip: bool = False
     mask: Mask | None = None
     """Which weights may move; None for all."""
+    drawn: Drawn | None = None
+    """How the mask was drawn, if it was: all that needs to travel of it."""
     hash_loaded: bool = False
 
 
@@ -184,7 +189,7 @@ def _drop(job: Job, count: int, site: ImageSite, *, step: int) -> Tensor | None:
 def evaluate_whole(jobs: Sequence[Job], site: ImageSite) -> list[Update]:
     """Loss and metrics of every client, in the order of the jobs. Clients with one model share its passes."""
     began, logits = time.perf_counter(), dict[int, np.ndarray]()
-    for places in _same_models(jobs):
+    for places in same_models(jobs):
         rows = [images_of(site, jobs[k].client, jobs[k].options.split) for k in places]
         found = _all_logits(np.concatenate([own.pixels for own in rows]), jobs[places[0]].params, site)
         logits |= dict(zip(places, np.split(found, np.cumsum([len(own) for own in rows])[:-1]), strict=True))
@@ -192,7 +197,7 @@ def evaluate_whole(jobs: Sequence[Job], site: ImageSite) -> list[Update]:
     return [_scored(job, logits[k], site, seconds=seconds) for k, job in enumerate(jobs)]
 
 
-def _same_models(jobs: Sequence[Job]) -> list[list[int]]:
+def same_models(jobs: Sequence[Job]) -> list[list[int]]:
     """The places of the jobs by their model: models are equal where all their tensors are the very same."""
     groups: dict[tuple[int, ...], list[int]] = {}
     for place, job in enumerate(jobs):

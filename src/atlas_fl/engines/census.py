@@ -1,4 +1,4 @@
-"""What a site tells of its data: counts, label statistics and lengths, never a text; and what the server makes of it.
+"""What a site tells of its data: counts, label statistics and lengths, no example; and what the server makes of it.
 
 Planning needs to know how many examples a client has, how long they are and how its labels are spread. The server puts
 stand-ins with these properties in the place of the data, so that planning and records are the same code as in a
@@ -41,10 +41,12 @@ class Census:
     """By split: examples of every class, or mean and standard deviation of values or of words."""
     lengths: Mapping[str, tuple[tuple[int, int, int], ...]]
     """By split: (tokens, tokens to be predicted, examples that have so many)."""
+    images: bool = False
+    """Whether the examples are images."""
 
     def same_task(self, other: "Census") -> bool:
         """Whether both have the same labels and are judged alike, as clients of one task must."""
-        own, others = ((one.num_labels, one.metric, one.label_names) for one in (self, other))
+        own, others = ((one.num_labels, one.metric, one.label_names, one.images) for one in (self, other))
         return own == others
 
     @property
@@ -67,6 +69,7 @@ def census_of(client: ClientData, tokens: ClientTokens) -> dict[str, Any]:
         "examples": {split: len(own) for split, own in rows.items()},
         "labels": {split: _spread(own.label, task) for split, own in rows.items()},
         "lengths": {split: _lengths(own) for split, own in tokens.splits.items()},
+        **({"images": True} if task.images else {}),
     }
 
 
@@ -97,6 +100,7 @@ def read_census(data: Mapping[str, Any]) -> Census:
             examples={split: int(data["examples"][split]) for split in SPLITS},
             labels={split: [float(value) for value in data["labels"][split]] for split in SPLITS},
             lengths={split: _triples(data["lengths"][split]) for split in SPLITS},
+            images=data.get("images", False) is True,
         )
     except (KeyError, TypeError, ValueError, OverflowError) as error:
         raise ProtocolError(f"what the client tells of its data cannot be read ({error!s:.80})") from None
@@ -146,13 +150,14 @@ def _counts(census: Census, split: str) -> bool:
 
 
 def stand_in(name: str, census: Census) -> tuple[ClientData, ClientTokens]:
-    """A client with these counts, labels and lengths, without a text or a token in it."""
+    """A client with these counts, labels and lengths, without a text, an image or a token in it."""
     task = Task(
         name=census.task,
         num_labels=census.num_labels,
         metric=next(metric for metric in METRICS if metric == census.metric),
         max_length=census.max_length,
         label_names=census.label_names,
+        images=census.images,
         load=_at_the_site,
     )
     rows = {split: _rows(census, task, split) for split in SPLITS}

@@ -12,15 +12,14 @@ from typing import Any
 
 from atlas_fl.clients.base import Job, Update
 from atlas_fl.engines.census import read_census, read_device
+from atlas_fl.engines.ends import AdapterSender, NewSender
 from atlas_fl.engines.frames import Head
 from atlas_fl.engines.hosts import Hosts, hosts_of
 from atlas_fl.engines.identity import Identity
-from atlas_fl.engines.seats import Seat, Upper, Work, check_fellows, check_return, count_here, left, present
+from atlas_fl.engines.seats import Seat, Upper, Work, check_classes, check_entry, count_here, dismissed, present
 from atlas_fl.engines.stream import NO_TENSORS
 from atlas_fl.engines.suffixes import Suffixes
-from atlas_fl.engines.wire import job_message, read_update
 from atlas_fl.errors import ProtocolError
-from atlas_fl.tree import digest
 from atlas_fl.types import Params
 
 
@@ -35,8 +34,11 @@ class Hall:
         settings: str,
         on_note: Callable[[str], None],
         late: bool = False,
+        new_sender: NewSender = AdapterSender,
+        images: bool = False,
     ) -> None:
-        self.seats = {name: Seat(name) for name in names}
+        self._new_sender, self._images = new_sender, images
+        self.seats = {name: Seat(name, sender=new_sender()) for name in names}
         self.planned: set[str] | None = None  # who is in the plan, once there is one
         self._identity, self._settings, self._on_note, self._late = identity, settings, on_note, late
         self._numbers, self._changed = 0, asyncio.Condition()
@@ -45,7 +47,8 @@ class Hall:
     def admit(self, name: str, hello: Mapping[str, Any]) -> Head:
         """What the server says to a client that knocks; raises `ProtocolError` where they do not belong together."""
         self._identity.check(name, hello)
-        self.seats.setdefault(name, Seat(name))  # it may have been listed after the server was started
+        # it may have been listed after the server was started
+        self.seats.setdefault(name, Seat(name, sender=self._new_sender()))
         return {**vars(self._identity), "settings": self._settings}
 
     def on_presence(self, name: str, here: bool) -> None:
@@ -109,18 +112,17 @@ class Hall:
             # Whoever gets it, for the first time or again, begins at its start, and so does the half here.
             job, told = work.suffixes.begin(work.number, work.action, job)
             work.below = job
-        head, params = job_message(work.action, job, number=work.number, held=seat.held, told=told)
-        if params:
-            seat.held["got"] = head["model"]
-        return head, params
+        return seat.sender.job(work.action, job, number=work.number, told=told)
 
     async def _register(self, seat: Seat, head: Mapping[str, Any]) -> None:
         self._identity.check(seat.name, head)
         census, device, part = read_census(head), read_device(str(head.get("device"))), head.get("part")
-        check_fellows(seat, census, part, self.seats.values())
         comes_late = self.planned is not None and seat.name not in self.planned
-        check_return(seat, census, comes_late=comes_late, late=self._late)
-        is_new, seat.census, seat.device, seat.held = seat.census is None, census, device, {}
+        check_entry(
+            seat, census, part, self.seats.values(), images=self._images, comes_late=comes_late, late=self._late
+        )
+        is_new, seat.census, seat.device = seat.census is None, census, device
+        seat.sender.forget()
         seat.part, seat.lodged = part if type(part) is int else None, {}
         if is_new:
             many, here = census.examples["train"], count_here(self.seats.values())
@@ -134,16 +136,15 @@ class Hall:
         work = seat.work
         if work is None or head.get("number") != work.number:
             # It answers what nobody waits for any more, and what it trained last is unknown here.
-            seat.held.pop("trained", None)
+            seat.sender.unanswered()
             return
         if head["kind"] == "failed":
             found: Update | str = str(head.get("reason"))
         else:
             job = work.below or work.job
             # what crosses a cut is counted here, whatever the site says of it
-            found = replace(read_update(head, tensors, job=job), crossed={})
-            if work.action == "train" and found.params is not job.params:
-                seat.held["trained"] = digest(found.params)
+            found = replace(seat.sender.update(work.action, head, tensors, job=job), crossed={})
+            check_classes(seat, found)
             if work.suffixes is not None and work.below is not None:
                 try:
                     whole = await work.suffixes.finish(work.number, found, tensors)
@@ -241,10 +242,5 @@ class Hall:
 
         Waits so long for those who are here to hear it.
         """
-        for name, seat in self.seats.items():
-            done: Head = {"kind": "done", "model": name in models}
-            head = done if reason is None else {"kind": "ended", "reason": reason}
-            seat.farewell = head, models.get(name, NO_TENSORS)
-            seat.woken.set()
-        if not await left(self.seats.values(), seconds=seconds):
+        if not await dismissed(self.seats, models, seconds=seconds, reason=reason):
             self._on_note("not every client has heard that the run is complete")

@@ -5,7 +5,7 @@ pack goes out as frames, one for each job, and comes back as one for each update
 """
 
 import queue
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Executor, as_completed
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeAlias
@@ -13,22 +13,53 @@ from typing import Any, Protocol, TypeAlias
 from atlas_fl.clients import ACTIONS
 from atlas_fl.clients.base import Job, Site, Update
 from atlas_fl.clients.packs import packs
+from atlas_fl.engines.ends import AdapterReceiver, AdapterSender, NewSender, Receiver, Sender
 from atlas_fl.engines.frames import Head, decode_frame, encode_frame
-from atlas_fl.engines.wire import job_message, read_job, read_update, update_message
 from atlas_fl.errors import AtlasError, ProtocolError
+from atlas_fl.types import Params
 
 LIMIT = 2**40
 """Most bytes of a frame: both ends are ours, and a model may be larger than what may come over a network."""
 
-Settle: TypeAlias = Callable[[Head, Any], Site]
-"""(what a worker is told at its start, the memory that it shares) -> the site that it makes of these."""
+Packs: TypeAlias = Callable[[str, Sequence[Job]], Iterable[list[Job]]]
+"""(action, jobs) -> those that are carried out together, formed by the settings alone."""
+
+
+Bound: TypeAlias = Callable[[str, Sequence[Update], Sequence[Update]], list[Update]]
+"""(action, updates that came, updates that are held) -> the updates, in memory or not."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Bench:
+    """What a worker works with."""
+
+    carry: Callable[[str, Sequence[Job]], list[Update]]
+    """(action, pack) -> updates."""
+    receiver: Receiver
+
+
+Settle: TypeAlias = Callable[[Head, Any], Bench]
+"""(what a worker is told at its start, the memory that it shares) -> what it makes of these."""
+
+
+def adapter_bench(site: Site) -> Bench:
+    """A worker's bench for packs of adapters at this site."""
+    return Bench(carry=lambda action, jobs: ACTIONS[action](jobs, site), receiver=AdapterReceiver())
+
+
+def adapter_packs(site: Site) -> Packs:
+    """How packs of adapters are formed at this site."""
+    return lambda _, jobs: packs(jobs, site)
 
 
 class Worker(Protocol):
     """Somebody who takes a pack."""
 
-    def ask(self, frames: Sequence[bytes]) -> list[bytes]:
-        """The answer to these frames; blocks until it is there. Raises `ProtocolError` where there will be none."""
+    def ask(self, frames: list[bytes]) -> list[bytes]:
+        """The answer to these frames, which are used up; blocks until it is there.
+
+        Raises `ProtocolError` where there will be none.
+        """
         ...
 
 
@@ -36,27 +67,31 @@ class Worker(Protocol):
 class PoolEngine:
     """An `Engine` whose packs go to whoever is free."""
 
-    site: Site
-    """What the packs are formed by; nothing is computed on it."""
+    packs: Packs
     workers: Sequence[Worker]
     threads: Executor
     """A thread for each worker."""
     on_progress: Callable[[str, int, int], None]
     """Told (action, jobs done, jobs) after each pack."""
-    _free: "queue.SimpleQueue[Worker]" = field(default_factory=queue.SimpleQueue)
+    new_sender: NewSender = AdapterSender
+    bound: Bound = lambda _action, updates, _held: list(updates)
+    """Where updates go that do not fit into memory."""
+    _free: "queue.SimpleQueue[tuple[Worker, Sender]]" = field(default_factory=queue.SimpleQueue)
 
     def __post_init__(self) -> None:
         for worker in self.workers:
-            self._free.put(worker)
+            self._free.put((worker, self.new_sender()))
 
     def run(self, action: str, jobs: Sequence[Job]) -> list[Update]:
         """The updates of these jobs, in their order; raises `ProtocolError` where a worker has ended."""
-        formed = list(packs(jobs, self.site))
+        formed = list(self.packs(action, jobs))
         given = {self.threads.submit(self._carried_out, action, pack): place for place, pack in enumerate(formed)}
         found: dict[int, list[Update]] = {}
         try:
             for future in as_completed(given):
-                found[given[future]] = future.result()
+                held = [update for updates in found.values() for update in updates]
+                # popped, because a future holds what it gave
+                found[given.pop(future)] = self.bound(action, future.result(), held)
                 self.on_progress(action, sum(map(len, found.values())), len(jobs))
         finally:
             for future in given:
@@ -65,11 +100,14 @@ class PoolEngine:
         return [by_job[id(job)] for job in jobs]
 
     def _carried_out(self, action: str, pack: Sequence[Job]) -> list[Update]:
-        worker = self._free.get()
+        worker, sender = self._free.get()
         try:
-            return read_answer(worker.ask(pack_frames(action, pack)), pack)
+            return read_answer(action, worker.ask(pack_frames(action, pack, sender)), pack, sender)
+        except AtlasError:
+            sender.forget()  # as a worker does that meets one
+            raise
         finally:
-            self._free.put(worker)
+            self._free.put((worker, sender))
 
 
 def settled(workers: Sequence[Worker], heads: Sequence[Head], threads: Executor) -> None:
@@ -79,20 +117,30 @@ def settled(workers: Sequence[Worker], heads: Sequence[Head], threads: Executor)
         raise_failure(decode_frame(answer[0])[0])
 
 
-def pack_frames(action: str, pack: Sequence[Job]) -> list[bytes]:
+def pack_frames(action: str, pack: Sequence[Job], sender: Sender) -> list[bytes]:
     """What asks a worker for this pack."""
     found = []
     for number, job in enumerate(pack):
-        head, params = job_message(action, job, number=number, held={})
-        found.append(encode_frame({**head, "client": job.client}, params, limit=LIMIT))
+        head, tensors = sender.job(action, job, number=number)
+        found.append(encode_frame({**head, "client": job.client}, tensors, limit=LIMIT))
     return found
 
 
-def read_answer(frames: Sequence[bytes], pack: Sequence[Job]) -> list[Update]:
-    """The updates that a worker's answer to this pack holds; raises what the worker met."""
-    messages = [decode_frame(frame, limit=LIMIT) for frame in frames]
-    raise_failure(messages[0][0])
-    return [read_update(head, tensors, job=job) for (head, tensors), job in zip(messages, pack, strict=True)]
+def read_answer(action: str, frames: list[bytes], pack: Sequence[Job], sender: Sender) -> list[Update]:
+    """The updates that a worker's answer to this pack holds; raises what the worker met. The frames are used up."""
+    found = list[Update]()
+    for head, tensors in _decoded(frames):
+        raise_failure(head)
+        found.append(sender.update(action, head, tensors, job=pack[len(found)]))
+    assert len(found) == len(pack), "a worker answers every job"
+    return found
+
+
+def _decoded(frames: list[bytes]) -> Iterator[tuple[Head, Params]]:
+    """What the frames say, one after another; each is gone before the next: it may hold a whole model."""
+    frames.reverse()
+    while frames:
+        yield decode_frame(frames.pop(), limit=LIMIT)
 
 
 def raise_failure(head: Head) -> None:
@@ -103,23 +151,30 @@ def raise_failure(head: Head) -> None:
 
 
 class Resident:
-    """A worker's end: the first frame says what the site is, all others are packs for it."""
+    """A worker's end: the first frame says what it works with, all others are packs for it."""
 
     def __init__(self, settle: Settle, memory: Callable[[], Any]) -> None:
         self._settle, self._memory = settle, memory
-        self._site: Site | None = None
+        self._bench: Bench | None = None
 
-    def ask(self, frames: Sequence[bytes]) -> list[bytes]:
-        """The answer: an update for every job, or the error that was met."""
-        messages = [decode_frame(frame, limit=LIMIT) for frame in frames]
+    def ask(self, frames: list[bytes]) -> list[bytes]:
+        """The answer: an update for every job, or the error that was met. The frames are used up."""
         try:
-            if self._site is None:
-                self._site = self._settle(messages[0][0], self._memory())
+            if self._bench is None:
+                ((head, _),) = _decoded(frames)
+                self._bench = self._settle(head, self._memory())
                 return [encode_frame({"kind": "ready"}, {})]
-            given = [read_job(head, params, client=str(head["client"])) for head, params in messages]
-            jobs = [job for _, job, _ in given]
-            updates = ACTIONS[given[0][0]](jobs, self._site)
+            return self._carried_out(self._bench, frames)
         except AtlasError as error:
+            if self._bench is not None:
+                self._bench.receiver.forget()
             return [encode_frame({"kind": "failed", "error": type(error).__name__, "reason": str(error)}, {})]
-        pairs = enumerate(zip(updates, jobs, strict=True))
-        return [encode_frame(*update_message(update, job, number=n), limit=LIMIT) for n, (update, job) in pairs]
+
+    def _carried_out(self, bench: Bench, frames: list[bytes]) -> list[bytes]:
+        action, jobs = "", list[Job]()
+        for head, tensors in _decoded(frames):
+            action, job, _ = bench.receiver.job(head, tensors, client=str(head["client"]))
+            jobs.append(job)
+        pairs = enumerate(zip(bench.carry(action, jobs), jobs, strict=True))
+        messages = (bench.receiver.update(action, update, job, number=n) for n, (update, job) in pairs)
+        return [encode_frame(*message, limit=LIMIT) for message in messages]

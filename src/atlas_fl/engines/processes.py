@@ -59,10 +59,11 @@ class Process:
             )
         self.name, self.pid = name, self._process.pid
 
-    def ask(self, frames: Sequence[bytes]) -> list[bytes]:
-        """The answer to these frames; raises `ProtocolError` where the process has ended."""
+    def ask(self, frames: list[bytes]) -> list[bytes]:
+        """The answer to these frames, which are used up; raises `ProtocolError` where the process has ended."""
         try:
             send(self._link, frames)
+            frames.clear()  # while the worker works nobody needs them
             return receive(self._link)
         except (EOFError, OSError):
             raise ProtocolError(self._last_words()) from None

@@ -39,7 +39,7 @@ class Actor:
     def __init__(self, ray: Any, handle: Any, name: str) -> None:
         self._ray, self._handle, self.name = ray, handle, name
 
-    def ask(self, frames: Sequence[bytes]) -> list[bytes]:
+    def ask(self, frames: list[bytes]) -> list[bytes]:
         """The answer to these frames; raises `ProtocolError` where the actor or the cluster has ended."""
         try:
             found: list[bytes] = self._ray.get(self._handle.ask.remote(list(frames)))

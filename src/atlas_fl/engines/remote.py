@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from atlas_fl.clients.base import Job, Update
 from atlas_fl.engines.hall import Hall
 from atlas_fl.engines.loops import Desk
+from atlas_fl.engines.pool import Bound
 from atlas_fl.engines.suffixes import Suffixes
 from atlas_fl.errors import ProtocolError
 from atlas_fl.events import Note
@@ -19,30 +20,26 @@ class RemoteEngine:
     desk: Desk
     deadline_seconds: float
     """How long a job may take, its journeys included."""
-    suffixes: Suffixes
-    """Where the upper blocks of cut clients are computed."""
+    suffixes: Suffixes | None
+    """Where the upper blocks of cut clients are computed; None where no client is cut."""
     least: int
     """Fewest clients that must answer, or all of the asked where these are fewer; 0 for all."""
+    at_once: int | None = None
+    """Most clients that have a job at the same time; None for all that are asked."""
+    bound: Bound = lambda _action, updates, _held: list(updates)
+    """Where updates go that do not fit into memory."""
 
     def run(self, action: str, jobs: Sequence[Job]) -> list[Update]:
         """The updates of those who answered, in the order of the jobs.
 
         Raises `ProtocolError` where too few did: the run stops there and goes on from its checkpoint.
         """
-        self.suffixes.open(action, jobs)
-        answers = self.desk.call(
-            self.hall.work(
-                action,
-                jobs,
-                seconds=self.deadline_seconds,
-                suffixes=self.suffixes,
-                on_done=lambda done: self.desk.progress(action, done, len(jobs)),
-            )
-        )
-        for job, answer in zip(jobs, answers, strict=True):
-            if isinstance(answer, str):
-                self.desk.on_event(Note(f"no {action} of {job.client} in round {job.round}: {answer}"))
-        updates = [replace(answer, travelled=True) for answer in answers if isinstance(answer, Update)]
+        if self.suffixes is not None:
+            self.suffixes.open(action, jobs)
+        size = self.at_once or max(1, len(jobs))
+        updates = list[Update]()
+        for first in range(0, len(jobs), size):
+            updates += self.bound(action, self._part(action, jobs, first, size), updates)
         needed = min(self.least or len(jobs), len(jobs))
         if len(updates) < needed:
             raise ProtocolError(
@@ -50,4 +47,21 @@ class RemoteEngine:
                 f" {needed} are needed; bring them back and start `atlas serve` again: it goes on from its last"
                 " checkpoint; or lower --min-clients"
             )
-        return updates
+        return [replace(update, travelled=True) for update in updates]
+
+    def _part(self, action: str, jobs: Sequence[Job], first: int, size: int) -> list[Update]:
+        """The updates to so many of the jobs, from the first of them; why others have none is told."""
+        asked = jobs[first : first + size]
+        answers = self.desk.call(
+            self.hall.work(
+                action,
+                asked,
+                seconds=self.deadline_seconds,
+                suffixes=self.suffixes,
+                on_done=lambda done: self.desk.progress(action, first + done, len(jobs)),
+            )
+        )
+        for job, answer in zip(asked, answers, strict=True):
+            if isinstance(answer, str):
+                self.desk.on_event(Note(f"no {action} of {job.client} in round {job.round}: {answer}"))
+        return [answer for answer in answers if isinstance(answer, Update)]

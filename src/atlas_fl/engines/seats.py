@@ -7,7 +7,9 @@ from typing import Any, Protocol
 
 from atlas_fl.clients.base import Job, Update
 from atlas_fl.engines.census import Census
+from atlas_fl.engines.ends import AdapterSender, Sender
 from atlas_fl.engines.frames import Head
+from atlas_fl.engines.stream import NO_TENSORS
 from atlas_fl.engines.wire import Told
 from atlas_fl.errors import ProtocolError
 from atlas_fl.ranks.devices import Device
@@ -63,8 +65,8 @@ class Seat:
     lost: str = ""
     """Why it will not come, or not again."""
     work: Work | None = None
-    held: dict[str, str] = field(default_factory=dict)
-    """Digests of the models that its process has in memory: the last one that it got, and the last one it trained."""
+    sender: Sender = field(default_factory=AdapterSender)
+    """What is sent to it, which depends on what its process has in memory."""
     lodged: dict[str, str] = field(default_factory=dict)
     """By guest, the digest of the upper part that this client was given of it last as its host."""
     farewell: tuple[Head, Params] | None = None
@@ -72,11 +74,25 @@ class Seat:
     woken: asyncio.Event = field(default_factory=asyncio.Event)
 
 
-def check_return(seat: Seat, census: Census, *, comes_late: bool, late: bool) -> None:
+def check_entry(
+    seat: Seat, census: Census, part: Any, seats: Iterable[Seat], *, images: bool, comes_late: bool, late: bool
+) -> None:
     """Nothing where this client may come, with this data; raises `ProtocolError` else.
 
-    Who comes to a plan that was made without it may do so where late clients are let in, and with any data.
+    Its examples are such as the run trains on, and the clients of its task have its labels and other parts. Who comes
+    to a plan that was made without it may do so where late clients are let in, and with any data.
     """
+    if census.images is not images:
+        kinds = {True: "images", False: "texts"}
+        raise ProtocolError(
+            f"{seat.name} has {kinds[census.images]} (task {census.task!r}), and this run trains on {kinds[images]};"
+            f" give a --task of {kinds[images]}"
+        )
+    _check_fellows(seat, census, part, seats)
+    _check_return(seat, census, comes_late=comes_late, late=late)
+
+
+def _check_return(seat: Seat, census: Census, *, comes_late: bool, late: bool) -> None:
     if comes_late:
         if not late:
             raise ProtocolError(f"this federation was planned without {seat.name}; it can join the next one")
@@ -85,8 +101,7 @@ def check_return(seat: Seat, census: Census, *, comes_late: bool, late: bool) ->
         raise ProtocolError(f"{seat.name} came back with other data than it had; join with the same --task")
 
 
-def check_fellows(seat: Seat, census: Census, part: Any, seats: Iterable[Seat]) -> None:
-    """Nothing where the clients of this one's task have its labels and other parts; raises `ProtocolError` else."""
+def _check_fellows(seat: Seat, census: Census, part: Any, seats: Iterable[Seat]) -> None:
     for other in seats:
         if other is seat or other.census is None or other.census.task != census.task:
             continue
@@ -97,6 +112,13 @@ def check_fellows(seat: Seat, census: Census, part: Any, seats: Iterable[Seat]) 
             )
         if part is not None and part == other.part:
             raise ProtocolError(f"part {part} of task {census.task!r} is with {other.name}; give another --part")
+
+
+def check_classes(seat: Seat, update: Update) -> None:
+    """Nothing where counts by class are of images and of all their classes; raises `ProtocolError` else."""
+    census = seat.census
+    if update.classes and (census is None or not census.images or len(update.classes["hits"]) != census.num_labels):
+        raise ProtocolError(f"{seat.name} counted by other classes than its task has; install the server's version")
 
 
 async def left(seats: Collection[Seat], *, seconds: float) -> bool:
@@ -131,3 +153,20 @@ def present(seats: Sequence[Seat], *, least: int, seconds: float) -> tuple[tuple
             f" {least} are needed: start them, raise --wait or lower --min-clients"
         )
     return come, missing
+
+
+async def dismissed(
+    seats: Mapping[str, Seat], models: Mapping[str, Params], *, seconds: float, reason: str | None
+) -> bool:
+    """Whether everybody has heard within so many seconds that it is over: with its model, or why there is none."""
+    for name, seat in seats.items():
+        seat.farewell = _farewell(seat, models.get(name), reason=reason)
+        seat.woken.set()
+    return await left(seats.values(), seconds=seconds)
+
+
+def _farewell(seat: Seat, model: Params | None, *, reason: str | None) -> tuple[Head, Params]:
+    """What a client is told at the end: its model, or why there is none."""
+    if reason is not None:
+        return {"kind": "ended", "reason": reason}, NO_TENSORS
+    return ({"kind": "done", "model": False}, NO_TENSORS) if model is None else seat.sender.farewell(model)

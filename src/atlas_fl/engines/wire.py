@@ -31,6 +31,9 @@ OPTIONS: Mapping[str, type[Any]] = {
 }
 """The options of every action of `clients.ACTIONS`."""
 
+COUNTS = ("hits", "examples")
+"""What is counted by class, as `tasks.metrics.by_class` names it."""
+
 _METRICS, _PARAM, _CUT = "metrics", "param/", "cut/"
 
 
@@ -68,18 +71,20 @@ def job_message(
     return head, {} if model in held.values() else job.params
 
 
-def read_job(head: Mapping[str, Any], params: Params, *, client: str) -> tuple[str, Job, Told | None]:
-    """(action, job, what is told of its cut) of a message.
+def read_job(
+    head: Mapping[str, Any], params: Params, *, client: str, kinds: Mapping[str, type[Any]] = OPTIONS
+) -> tuple[str, Job, Told | None]:
+    """(action, job, what is told of its cut) of a message; `kinds` are the options of every action.
 
     Raises `ProtocolError` for an action, options or a cut that there are not.
     """
     action = head.get("action")
-    if action not in OPTIONS:
-        raise ProtocolError(f"the server asks for {action!r:.40}; known: {', '.join(OPTIONS)}; install its version")
+    if action not in kinds:
+        raise ProtocolError(f"the server asks for {action!r:.40}; known: {', '.join(kinds)}; install its version")
     assert isinstance(action, str)
     if type(head.get("round")) is not int:
         raise ProtocolError("the server's job names no round; install its version")
-    options = _read(OPTIONS[action], head.get("options"), where=action)
+    options = _read(kinds[action], head.get("options"), where=action)
     cut, told = (_read(kind | None, head.get(name), where=name) for kind, name in ((Cut, "cut"), (Told, "told")))
     return action, Job(client=client, params=params, round=head["round"], options=options, cut=cut), told
 
@@ -96,6 +101,7 @@ def update_message(update: Update, job: Job, *, number: int) -> tuple[Head, Para
         "keys": update.keys,
         "crossed": [[*way, size] for way, size in update.crossed.items()],
         "same": same,
+        **({"classes": dict(update.classes)} if update.classes else {}),
     }
     values = torch.tensor(list(update.metrics.values()), dtype=torch.float64)
     sent = {} if same else {_PARAM + key: tensor for key, tensor in update.params.items()}
@@ -127,7 +133,22 @@ def read_update(head: Mapping[str, Any], tensors: Params, *, job: Job) -> Update
         loaded=loaded,
         keys=keys,
         crossed=_crossed(head.get("crossed", [])),
+        classes=_classes(head.get("classes", {}), examples=examples),
     )
+
+
+def _classes(found: Any, *, examples: int) -> dict[str, list[int]]:
+    """Examples and hits by class, where there are any; raises `ProtocolError` where they do not hold together."""
+    if found == {}:
+        return {}
+    known = isinstance(found, dict) and found.keys() == set(COUNTS)
+    rows: list[list[int]] = [found[name] for name in COUNTS] if known else []
+    whole = all(isinstance(row, list) and all(type(count) is int and count >= 0 for count in row) for row in rows)
+    if not rows or not whole or len(rows[0]) != len(rows[1]) or sum(rows[1]) != examples:
+        raise ProtocolError(f"the counts by class are {found!r:.60}; install the same atlas-fl on both ends")
+    if any(hits > own for hits, own in zip(*rows, strict=True)):
+        raise ProtocolError("more examples of a class were recognised than there are; install the same atlas-fl")
+    return dict(zip(COUNTS, rows, strict=True))
 
 
 def _crossed(rows: Any) -> Crossed:

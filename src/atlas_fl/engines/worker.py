@@ -1,24 +1,24 @@
 """A client's side of a federation: register, work on what comes, end when told."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 from atlas_fl.clients import ACTIONS, CLIENT_SIDE
-from atlas_fl.clients.base import Site
+from atlas_fl.clients.base import Job, Update
 from atlas_fl.clients.client_side import crossing_of
 from atlas_fl.clients.side import Payloads
+from atlas_fl.engines.ends import AdapterReceiver, Receiver
 from atlas_fl.engines.frames import Head
 from atlas_fl.engines.guests import Guests
 from atlas_fl.engines.stream import NO_TENSORS, Exchange, Message
-from atlas_fl.engines.wire import Told, read_job, read_payloads, update_message, write_payloads
+from atlas_fl.engines.wire import Told, read_payloads, write_payloads
 from atlas_fl.errors import AtlasError, ModelError, ProtocolError
 from atlas_fl.events import OnEvent, PhaseStarted
 from atlas_fl.split.step import Cut
-from atlas_fl.tree import digest
 from atlas_fl.types import Params
 
-Home: TypeAlias = Callable[[Cut | None, Told | None], Site]
+Home: TypeAlias = Callable[[Cut | None, Told | None], Any]
 """(the cut, what is told of it) -> this site with its part of the model, or with all of it where there is no cut."""
 
 
@@ -55,8 +55,10 @@ class Worker:
     registration: Head
     """What the server is told of this client: identity, census, device."""
     on_event: OnEvent
-    _held: dict[str, tuple[str, Params]] = field(default_factory=dict)
-    """The models that the server counts on: the last one that came whole, and the last one trained here."""
+    receiver: Receiver = field(default_factory=AdapterReceiver)
+    """Reads jobs, with the models that the server counts on."""
+    actions: Mapping[str, Callable[[Sequence[Job], Any], list[Update]]] = field(default_factory=lambda: ACTIONS)
+    """What this client can be asked to do where its model is not cut."""
     _guests: Guests = field(default_factory=Guests)
 
     def work(self) -> Params:
@@ -77,7 +79,7 @@ class Worker:
                 raise ProtocolError(f"the server has ended: {head.get('reason')!s:.500}")
             else:
                 raise ProtocolError(f"the server says {head.get('kind')!r:.40}; install its version of atlas-fl")
-        return tensors
+        return self.receiver.farewell(head, tensors)
 
     def _worked(self, head: Mapping[str, Any], tensors: Params) -> Message:
         """What the server says to the answer, or in the middle of a job that it no longer waits for."""
@@ -87,12 +89,12 @@ class Worker:
             return turn.message
 
     def _registered(self) -> tuple[Mapping[str, Any], Params]:
-        self._held.clear()
+        self.receiver.forget()
         self._guests.clear()
         return self.link.exchange({"kind": "register", **self.registration})
 
     def _carried_out(self, head: Mapping[str, Any], params: Params) -> tuple[Head, Params]:
-        action, job, told = read_job(head, self._model(head, params), client=self.name)
+        action, job, told = self.receiver.job(head, params, client=self.name)
         number = head.get("number")
         if type(number) is not int or (job.cut is None) is not (told is None):
             raise ProtocolError("the server's job has no number, or half of a cut; install its version of atlas-fl")
@@ -101,7 +103,7 @@ class Worker:
         try:
             site = self.home(job.cut, told)
             if job.cut is None or told is None:
-                (update,) = ACTIONS[action]([job], site)
+                (update,) = self.actions[action]([job], site)
             else:
                 crossing = crossing_of(job, told.places, OverLink(link=self.link, number=number))
                 update = CLIENT_SIDE[action](job, site, crossing)
@@ -114,20 +116,5 @@ class Worker:
             raise
         except AtlasError as error:
             return {"kind": "failed", "number": number, "reason": str(error)}, NO_TENSORS
-        if action == "train":
-            self._held["trained"] = digest(update.params), update.params
-        head, sent = update_message(update, job, number=number)
+        head, sent = self.receiver.update(action, update, job, number=number)
         return head, {**sent, **write_payloads(closing)}
-
-    def _model(self, head: Mapping[str, Any], params: Params) -> Params:
-        """The job's model: what came with it, or one that is here."""
-        wanted = str(head.get("model"))
-        if not params:
-            found = next((own for key, own in self._held.values() if key == wanted), None)
-            if found is None:
-                raise ProtocolError("the server names a model that is not here; install its version of atlas-fl")
-            return found
-        if digest(params) != wanted:
-            raise ProtocolError("a model came with another digest than the server named; the message was altered")
-        self._held["got"] = wanted, params
-        return params

@@ -28,10 +28,7 @@ def load_image_backbone(
     `weights` are those of `Backbone.frozen`: on the CPU the backbone's are then these very tensors.
     Raises `ModelError` as `load_vision` does, and where the architecture is no plain vision transformer.
     """
-    backbone = as_backbone(load_vision(name, image_size=image_size, device=device))
-    if weights is not None:
-        for key, parameter in backbone.model.named_parameters():
-            parameter.data = weights[key].to(device)
+    backbone = as_backbone(load_vision(name, image_size=image_size, device=device, weights=weights))
     if gradient_checkpointing:
         checkpoint_blocks(backbone)
     return backbone

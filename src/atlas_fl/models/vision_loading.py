@@ -14,16 +14,20 @@ from atlas_fl.errors import ConfigError, ModelError
 from atlas_fl.models.loading import how_read, one_at_a_time
 from atlas_fl.models.registry import Source, locate
 from atlas_fl.models.vision import Vision
+from atlas_fl.types import Params
 
 RESAMPLE = {2: "bilinear", 3: "bicubic"}
 """Pillow's numbers of the filters that PyTorch has too."""
 _TABLE = "embeddings.position_embeddings"
 
 
-def load_vision(name: str, *, image_size: int | None = None, device: str = "cpu") -> Vision:
+def load_vision(
+    name: str, *, image_size: int | None = None, device: str = "cpu", weights: Params | None = None
+) -> Vision:
     """The frozen backbone of this alias, hub name or directory, in evaluation mode and float32.
 
-    `image_size` is its processor's own by default; for another the table of positions is interpolated once.
+    `image_size` is its processor's own by default; for another the table of positions is interpolated once. `weights`
+    are those of all its parameters by name: on the CPU the backbone's are then these very tensors.
 
     Raises:
         ModelError: the files are not to be had, are no image classifier's, or cannot see images of this size.
@@ -40,6 +44,9 @@ def load_vision(name: str, *, image_size: int | None = None, device: str = "cpu"
         raise ModelError(f"model {name!r} lacks {missing[0]} and {len(missing) - 1} more tensors; give complete files")
     size = _own_size(name, processor) if image_size is None else image_size
     _resize(name, model, size)
+    for key, parameter in model.base_model.named_parameters():
+        # tensors of a mapped file lie wherever its header ends, and products of what is unaligned may end in other bits
+        parameter.data = parameter.data.clone() if weights is None else weights[key]
     model = model.to(device).requires_grad_(False).eval()
     return Vision(
         name=name,

@@ -15,13 +15,13 @@ from atlas_fl.clients.sensitivity import SensitivityOptions
 from atlas_fl.config import SparseConfig
 from atlas_fl.engines.base import Engine, run_all
 from atlas_fl.io.ledger import Direction, Kind, LedgerRow, payload_bytes
-from atlas_fl.options import strategy_of
+from atlas_fl.options import drawn_of, strategy_of
 from atlas_fl.ranks.devices import Device
 from atlas_fl.rng import generator
 from atlas_fl.sparse.algebra import density, layers, num_kept
 from atlas_fl.sparse.calibration import calibrate
 from atlas_fl.sparse.choose import Mask
-from atlas_fl.sparse.codec import Drawn, mask_size, values_size
+from atlas_fl.sparse.codec import mask_size, values_size
 from atlas_fl.sparse.stored import stored_mask
 from atlas_fl.tree import HEAD, add, head_keys, num_bytes
 from atlas_fl.types import ByClient, Params
@@ -99,13 +99,12 @@ def _given(assembly: ImageAssembly, start: ByClient, heads: Mapping[str, Params]
 
 def make_mask(assembly: ImageAssembly, engine: Engine, start: ByClient) -> tuple[Mask, list[LedgerRow]]:
     """Which weights may move, for everyone, and what making it sent. Heads, once fitted, may not."""
-    sparse, seed = assembly.config.sparse, assembly.config.run.seed
+    sparse = assembly.config.sparse
     if sparse.mask_file is None:
         mask, messages = _calibrated(assembly, engine, start, scorers=_scorers(assembly))
     else:
         mask, messages = stored_mask(Path(sparse.mask_file), like=_backbone(assembly, start)), []
-    drawn = Drawn(seed=seed, sparsity=sparse.sparsity, scope=sparse.mask_scope) if sparse.mask == "random" else None
-    size = mask_size(mask, drawn=drawn)
+    size = mask_size(mask, drawn=drawn_of(assembly.config))
     messages += [_row(name, "down", "mask", size) for name in assembly.names]
     heads = {
         key: torch.zeros_like(start[name][key], dtype=torch.bool)

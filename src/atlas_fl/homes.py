@@ -1,0 +1,135 @@
+"""What a site brings to a federation across machines: as much of the model as its jobs need."""
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+
+from atlas_fl.assemble import assemble, scale_of, site_below, tokenise
+from atlas_fl.assemble_images import assemble_images, body_of
+from atlas_fl.clients import ACTIONS
+from atlas_fl.clients.base import ClientTokens, Job, Update
+from atlas_fl.clients.base import Site as AdapterSite
+from atlas_fl.clients.patches import patches
+from atlas_fl.clients.whole import ImageSite
+from atlas_fl.config import Config
+from atlas_fl.config.splitting import NONE
+from atlas_fl.engines.ends import AdapterReceiver, Receiver
+from atlas_fl.engines.whole import WHOLE_ACTIONS
+from atlas_fl.engines.whole_ends import WholeReceiver
+from atlas_fl.engines.wire import Told
+from atlas_fl.errors import ModelError, ProtocolError
+from atlas_fl.lines import IMAGES, line_of
+from atlas_fl.lora.peft_io import export_adapter
+from atlas_fl.models.backbone import Backbone
+from atlas_fl.models.parts import bottom_of
+from atlas_fl.models.vision_export import save_vision
+from atlas_fl.split.step import Cut
+from atlas_fl.tasks.clients import ClientData
+from atlas_fl.tree import digest
+from atlas_fl.types import Params
+
+
+class Site(Protocol):
+    """What a site brings to the work: its model, how it reads jobs, and where its own model goes."""
+
+    fingerprint: str | None
+    """Digest of the weights; None where none is loaded yet."""
+    tokens: ClientTokens
+    """The client's examples, of which the server is told how many there are."""
+    receiver: Receiver
+    actions: Mapping[str, Callable[[Sequence[Job], Any], list[Update]]]
+
+    def __call__(self, cut: Cut | None, told: Told | None) -> Any:
+        """The site with as much of the model as this job needs (`engines.worker.Home`)."""
+        ...
+
+    def export(self, model: Params, to: Path) -> None:
+        """Write the client's own model."""
+        ...
+
+
+def home_of(config: Config, client: ClientData, *, model: str) -> Site:
+    """The site of this client for a server whose model has this digest."""
+    line = line_of([client.task], tune=config.images.tune)
+    return WholeHome(config, client) if line is IMAGES else Home(config, client, model=model)
+
+
+class WholeHome:
+    """A site whose client trains the whole model of its images."""
+
+    def __init__(self, config: Config, client: ClientData) -> None:
+        self._client = client
+        self._site = assemble_images(config, clients=(client,)).site
+        vision = self._site.vision
+        self.fingerprint: str | None = digest(dict(vision.backbone.named_parameters()))
+        self.tokens = patches(client, length=1)
+        self.receiver: Receiver = WholeReceiver(home=body_of(vision, config))
+        self.actions: Mapping[str, Any] = WHOLE_ACTIONS
+
+    def __call__(self, cut: Cut | None, told: Told | None) -> ImageSite:
+        """The site; raises `ProtocolError` where the server would cut the model."""
+        if cut is not None or told is not None:
+            raise ProtocolError("the server cuts a model of images; install its version of atlas-fl")
+        return self._site
+
+    def export(self, model: Params, to: Path) -> None:
+        """Write the client's own model as transformers loads it."""
+        save_vision(self._site.vision, model, to, labels=self._client.task.label_names)
+
+
+class Home:
+    """The model at a site: as much of it as the newest job needs, and only from then on.
+
+    Where models are cut, nothing is loaded before the first job says how much of it is to be here; a tokenizer
+    suffices to register.
+    """
+
+    def __init__(self, config: Config, client: ClientData, *, model: str) -> None:
+        self._config, self._client, self._model = config, client, model
+        self.receiver: Receiver = AdapterReceiver()
+        self.actions: Mapping[str, Any] = ACTIONS
+        self._site: AdapterSite | None = None
+        self._blocks: int | None = None
+        if config.split.split == NONE:
+            self._site = assemble(config, clients=(client,)).site
+            self.known, self.tokens = self._site.backbone, self._site.data[client.name]
+            self.fingerprint: str | None = _fingerprint(self.known)
+        else:
+            with torch.device("meta"):
+                self.known = bottom_of(config.model.model, blocks=0)
+            self.tokens = tokenise(client, self.known, config.data)
+            self.fingerprint = None
+
+    def export(self, model: Params, to: Path) -> None:
+        """Write the client's own model in PEFT's format."""
+        labels, scale = self._client.task.label_names, scale_of(self._config)
+        export_adapter(model, to, family=self.known.family, base=self.known.source.path, scale=scale, labels=labels)
+
+    def __call__(self, cut: Cut | None, told: Told | None) -> AdapterSite:
+        """The site with the blocks below this cut, or with all (`engines.worker.Home`).
+
+        Raises `ModelError` where they are not to be had, or are not the server's.
+        """
+        blocks = None if cut is None else cut.blocks
+        if self._site is not None and self._blocks == blocks:
+            return self._site
+        self._site = None  # what is not needed any more goes before anything else comes
+        tokens = {self._client.name: self.tokens}
+        if blocks is None or told is None:
+            site, wanted = assemble(self._config, clients=(self._client,), tokens=tokens).site, self._model
+        else:
+            site, wanted = site_below(self._config, tokens, blocks=blocks, max_tokens=told.tokens), told.part
+        if (found := _fingerprint(site.backbone)) != wanted:
+            part = "" if blocks is None else f" up to block {blocks}"
+            raise ModelError(
+                f"model {site.backbone.name!r}{part} is {found:.16} here and {wanted:.16} at the server; give the"
+                " server's model with --model"
+            )
+        self._site, self._blocks = site, blocks
+        return site
+
+
+def _fingerprint(backbone: Backbone) -> str:
+    return digest(dict(backbone.model.named_parameters()))

@@ -1,0 +1,24 @@
+import torch
+
+from atlas_fl.sparse.frozen import with_frozen
+
+MASK = {"a": torch.tensor([True, False, False])}
+
+
+def test_a_frozen_weight_is_what_it_was_and_a_kept_one_is_mixed() -> None:
+    tenth = torch.tensor([0.1, 0.1, 0.7])
+    mean = {"a": sum(torch.tensor(1 / 3) * tenth for _ in range(3)) + torch.tensor([1.0, 1e-7, -1e-7])}
+    found = with_frozen({"x": mean}, {"x": {"a": tenth}}, MASK)["x"]["a"]
+    assert found.tolist() == [mean["a"][0].item(), *tenth[1:].tolist()]
+    assert mean["a"][1] != tenth[1], "and the mean is left alone"
+
+
+def test_clients_that_share_a_model_go_on_sharing_it_and_one_that_was_not_mixed_is_the_same() -> None:
+    held, mixed = {"a": torch.zeros(3)}, {"a": torch.ones(3)}
+    own = {"a": torch.full((3,), 2.0)}
+    found = with_frozen(
+        {"x": mixed, "y": mixed, "z": own, "w": dict(mixed)}, {"x": held, "y": held, "z": own, "w": held}, MASK
+    )
+    assert found["x"] is found["y"] is found["w"]
+    assert found["z"] is own
+    assert found["x"]["a"].tolist() == [1.0, 0.0, 0.0]
