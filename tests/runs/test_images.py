@@ -126,7 +126,7 @@ def test_updates_that_lie_in_files_make_the_same_run(config: Make, monkeypatch: 
 
 
 def test_the_audit_keeps_one_model_once_and_finds_it_altered(config: Make) -> None:
-    """`DESIGN` 4: eight clients that hold one model leave the bytes of one, and are eight to whoever reads it."""
+    """Eight clients that hold one model leave the bytes of one, and are eight to whoever reads it."""
     result = run(config(rounds=1))
     file = result.folder / "audit/round-0001/start.safetensors"
     held = starts(result.folder, 1)
