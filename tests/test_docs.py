@@ -9,31 +9,14 @@ import ast
 import re
 import shlex
 from collections.abc import Iterator
+from dataclasses import MISSING, fields
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 import pytest
 import tyro
 
 import atlas_fl
-from atlas_fl.cli import (
-    audit,
-    catalogue,
-    certs,
-    export,
-    fetch,
-    join,
-    leakage,
-    masks,
-    place,
-    report,
-    run,
-    search,
-    serve,
-    sweep,
-    vectors,
-)
 from atlas_fl.cli.commands import COMMANDS
 from atlas_fl.cli.parse import known_flags, parse
 from atlas_fl.cli.settings import base_config
@@ -57,39 +40,6 @@ PROMISED = [
 ]
 """What `docs/promises.md` has a row for."""
 
-OPTIONS: dict[str, type[Any]] = {
-    "run": run.RunOptions,
-    "plan": run.PlanOptions,
-    "leakage": leakage.LeakageOptions,
-    "resume": run.ResumeOptions,
-    "audit": audit.AuditOptions,
-    "place": place.PlaceOptions,
-    "export": export.ExportOptions,
-    "masks": masks.MasksOptions,
-    "vectors": vectors.VectorsOptions,
-    "sweep": sweep.SweepOptions,
-    "compare": sweep.CompareOptions,
-    "search": search.SearchOptions,
-    "report": report.ReportOptions,
-    "certs": certs.CertsOptions,
-    "serve": serve.ServeOptions,
-    "join": join.JoinOptions,
-    "list": catalogue.ListOptions,
-    "fetch": fetch.FetchOptions,
-}
-REQUIRED = dict.fromkeys(OPTIONS, ()) | {
-    "resume": ("run",),
-    "audit": ("run",),
-    "place": ("run", "task"),
-    "export": ("run", "client", "to"),
-    "report": ("runs",),
-    "masks": ("masks",),
-    "vectors": ("runs",),
-    "certs": ("what", "folder"),
-    "join": ("address", "certs", "task", "device"),
-    "list": ("what",),
-}
-"""What a command cannot do without."""
 OTHER_FLAGS = {"--no-deps", "--editable", "--constraint", "--version"}
 """Flags of pip, and the one of `atlas` itself."""
 FLOWER_FLAGS = {
@@ -187,7 +137,7 @@ def is_setting(dotted: str) -> bool:
 
 @cache
 def every_flag() -> set[str]:
-    flags = {flag for options in OPTIONS.values() for flag in known_flags(options)}
+    flags = {flag for command in COMMANDS.values() for flag in known_flags(command.options)}
     scripts = "".join(path.read_text(encoding="utf-8") for path in (ROOT / "benchmarks").glob("*.py"))
     return flags | set(ALIASES) | OTHER_FLAGS | FLOWER_FLAGS | set(re.findall(r'"(--[a-z-]+)"', scripts))
 
@@ -247,7 +197,7 @@ def test_commands_are_accepted(document: str) -> None:
             continue
         assert command in COMMANDS, f"atlas {command} is no command"
         groups = split(words)
-        assert {group.flag for group in groups if group.flag} <= set(known_flags(OPTIONS[command]))
+        assert {group.flag for group in groups if group.flag} <= set(known_flags(COMMANDS[command].options))
         if words and "--config" not in words and not {"-h", "--help"} & set(words):
             accept(command, words)
 
@@ -255,10 +205,10 @@ def test_commands_are_accepted(document: str) -> None:
 def accept(command: str, words: list[str]) -> None:
     """Read the words as the command would, and check the settings where they name no file of a user's."""
     groups = split(words)
-    fields = OPTIONS[command].__dataclass_fields__
-    has_settings = "settings" in fields
-    without = dict.fromkeys(REQUIRED[command], tyro.MISSING)
-    default = OPTIONS[command](**without, **({"settings": base_config(groups)} if has_settings else {}))
+    options_of = COMMANDS[command].options
+    without = {one.name: tyro.MISSING for one in fields(options_of) if one.default is MISSING is one.default_factory}
+    has_settings = "settings" in {one.name for one in fields(options_of)}
+    default = options_of(**without, **({"settings": base_config(groups)} if has_settings else {}))
     options = parse(default, groups, command=f"atlas {command}")
     if has_settings and "--task" not in words:
         validate(options.settings)

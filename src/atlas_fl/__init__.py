@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from atlas_fl.audit import AuditReport as AuditReport
     from atlas_fl.audit import audit as audit_run  # noqa: F401
+    from atlas_fl.audit import read_audited as read_audited
     from atlas_fl.clustering import Clustering as Clustering
     from atlas_fl.clustering import Placement as Placement
     from atlas_fl.clustering import predict as predict_cluster  # noqa: F401
@@ -76,7 +77,7 @@ if TYPE_CHECKING:
     from atlas_fl.sweep import seeds as seeds
 
 _HOMES = {
-    "audit": "AuditReport audit_run",
+    "audit": "AuditReport audit_run read_audited",
     "clustering": "Clustering Placement predict_cluster",
     "config": "ClusteringConfig Config DataConfig MixingConfig ModelConfig RanksConfig RunConfig SplitConfig "
     "TrainingConfig config_hash differences load_config run_folder to_toml validate with_values",

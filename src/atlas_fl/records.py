@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
 from typing import Any
 
 from atlas_fl.admission import Admitted
@@ -12,6 +11,7 @@ from atlas_fl.io import checkpoint
 from atlas_fl.io.folder import RunFolder
 from atlas_fl.io.ledger import LedgerRow
 from atlas_fl.io.machine import peak_memory
+from atlas_fl.io.models import write_models
 from atlas_fl.io.results import append_rows, defined, truncate_to, write_json
 from atlas_fl.io.scores import STOPPED
 from atlas_fl.io.sketches import write_sketches
@@ -58,7 +58,7 @@ class Recorder:
         append_rows(self.folder.metrics, [])
         append_rows(self.folder.ledger, rows)
         if self.audit:
-            self._write_tensors("start", state.start, round=0)
+            self._write_audited("start", state.start, round=0)
         self._checkpoint(state)
 
     def joined(self, arrived: Admitted) -> None:
@@ -79,8 +79,8 @@ class Recorder:
         append_rows(self.folder.ledger, [row.to_json() for row in rows])
         if self.audit:
             place = self.folder.audit_arrival(state.round + 1)
-            self._write_models(place / "fresh.safetensors", arrived.fresh)
-            self._write_models(place / "start.safetensors", {name: state.start[name] for name in arrived.fresh})
+            write_models(place / "fresh.safetensors", arrived.fresh)
+            write_models(place / "start.safetensors", {name: state.start[name] for name in arrived.fresh})
             write_json(place / "plan.json", arrived.planned.plan.to_json())
         self._checkpoint(state)
 
@@ -94,7 +94,7 @@ class Recorder:
         self._write_plan(planned)
         append_rows(self.folder.ledger, [row.to_json() for row in plan_messages(planned, round=round)])
         if self.audit and begun is not None:
-            self._write_tensors("begun", begun, round=round)
+            self._write_audited("begun", begun, round=round)
 
     def round(self, record: RoundRecord, state: State, *, seconds: float, ends: bool = False) -> list[dict[str, Any]]:
         """The round's rows, which are written, as are the audit's files, and a checkpoint where one is due."""
@@ -146,8 +146,8 @@ class Recorder:
 
     def _write_audit(self, record: RoundRecord) -> None:
         trained = {name: update.params for name, update in record.updates.items()}
-        self._write_tensors("trained", trained, round=record.round)
-        self._write_tensors("start", record.start, round=record.round)
+        self._write_audited("trained", trained, round=record.round)
+        self._write_audited("start", record.start, round=record.round)
         loaded = {name: {"digest": update.loaded, "keys": update.keys} for name, update in record.updates.items()}
         content = {
             "round": record.round,
@@ -160,12 +160,8 @@ class Recorder:
         }
         write_json(self.folder.audit_round(record.round) / "record.json", content)
 
-    def _write_tensors(self, name: str, models: ByClient, *, round: int) -> None:
-        self._write_models(self.folder.audit_round(round) / f"{name}.safetensors", models)
-
-    def _write_models(self, path: Path, models: ByClient) -> None:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_tensors(path, prefixed(models))
+    def _write_audited(self, name: str, models: ByClient, *, round: int) -> None:
+        write_models(self.folder.audit_round(round) / f"{name}.safetensors", models)
 
     def _checkpoint(self, state: State) -> None:
         leads = leads_of(state.strategy)

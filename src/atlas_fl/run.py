@@ -8,7 +8,7 @@ from typing import Any
 from atlas_fl.arrivals import put_off, with_planned
 from atlas_fl.assemble import Assembly
 from atlas_fl.clustering import Clustering
-from atlas_fl.config import Config, config_hash, load_config, run_folder, to_toml, validate
+from atlas_fl.config import Config, check_pins, config_hash, load_config, pinned, run_folder, to_toml, validate
 from atlas_fl.engines.base import Engine
 from atlas_fl.errors import AtlasError, CheckpointError, ConfigError
 from atlas_fl.events import Note, OnEvent, PhaseStarted, ignore
@@ -55,7 +55,7 @@ def run(
     A folder that holds the same run is refused, or with `resume` gone on with (a complete one is just read).
     Raises an `AtlasError` for whatever the user can mend; nothing is written before the config is valid.
     """
-    validate(config)
+    config = pinned(validate(config))
     workplace = workplace or ENGINES[config.run.engine]
     folder = run_folder(config)
     check_free(folder)
@@ -105,6 +105,7 @@ def _go_on(config: Config, folder: RunFolder, on_event: OnEvent, workplace: Work
             early = f"; it stopped early after round {result.rounds}" if "stopped" in result.summary else ""
             tell(Note(f"run {folder.path} is complete{early}"))
             return result
+        check_pins(config)
         tell(PhaseStarted("loading"))
         began = time.perf_counter()
         with workplace(config, tell) as (assembly, engine):

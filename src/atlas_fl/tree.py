@@ -26,6 +26,11 @@ def ranks(params: Params) -> dict[str, int]:
     return {module: params[module + LORA_A].shape[0] for module in lora_modules(params)}
 
 
+def is_whole(params: Params) -> bool:
+    """Whether these are whole weights: some are neither of an adapter nor of a head."""
+    return any(not key.startswith(HEAD) and not key.endswith((LORA_A, LORA_B)) for key in params)
+
+
 def select(params: Params, keys: Iterable[str]) -> dict[str, torch.Tensor]:
     """The tensors of these names."""
     return {key: params[key] for key in keys}

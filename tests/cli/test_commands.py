@@ -16,7 +16,7 @@ def replace_command(monkeypatch: pytest.MonkeyPatch, error: BaseException) -> No
     def run(_: Sequence[str]) -> int:
         raise error
 
-    monkeypatch.setattr("atlas_fl.cli.commands.COMMANDS", {"run": Command(run, "breaks")})
+    monkeypatch.setattr("atlas_fl.cli.commands.COMMANDS", {"run": Command(run, dict, "breaks")})
 
 
 @pytest.mark.parametrize("words", [(), ("--help",), ("-h",), ("help",)])

@@ -1,10 +1,12 @@
 """A run of the smallest kind that is killed with SIGKILL and resumed; a script, started by test_killed.py.
 
-    python killed_run.py steps FOLDER     killed at every step that the writing of files takes, one after the other
-    python killed_run.py replacing FOLDER killed at every step while a checkpoint of the same round is replaced
-    python killed_run.py times FOLDER     killed after random times
+Reads lines, and answers each with a JSON line of what was counted:
 
-Every victim is a forked process, so that torch is imported once. Prints a JSON line with what was counted.
+    steps FOLDER      killed at every step that the writing of files takes, one after the other
+    replacing FOLDER  killed at every step while a checkpoint of the same round is replaced
+    times FOLDER      killed after random times
+
+Every victim is a forked process, so that torch is imported once.
 """
 
 import json
@@ -25,6 +27,8 @@ from atlas_fl.io.results import append_rows, truncate_to
 
 FILES = ("atlas_fl/io/atomic.py", "atlas_fl/io/checkpoint.py")
 EVENTS = ("open", "os.rename", "os.remove", "os.rmdir", "os.mkdir", "shutil.rmtree")
+SECONDS = 300
+"""Longest time for an answer: SIGALRM then ends this process."""
 
 
 def play(path: Path, *, rounds: int, size: int, keep: int) -> None:
@@ -155,5 +159,9 @@ def random_times(folder: Path) -> dict[str, int]:
 if __name__ == "__main__":
     torch.set_num_threads(1)
     os.fsync = bool  # does nothing: what a killed process wrote is lost only where the power fails
-    mode = {"steps": every_step, "replacing": every_step_of_replacing, "times": random_times}[sys.argv[1]]
-    print(json.dumps(mode(Path(sys.argv[2]))))
+    modes = {"steps": every_step, "replacing": every_step_of_replacing, "times": random_times}
+    for line in sys.stdin:
+        mode, _, folder = line.strip().partition(" ")
+        signal.alarm(SECONDS)
+        print(json.dumps(modes[mode](Path(folder))), flush=True)
+        signal.alarm(0)

@@ -34,6 +34,11 @@ def test_encoding_equals_the_library_of_safetensors_byte_for_byte(tensors: dict[
     assert payload_bytes(tensors) == len(save(tensors))
 
 
+def test_a_note_is_the_metadata_of_the_library(tmp_path) -> None:
+    write_tensors(tmp_path / "x.safetensors", params(), note=("same", '{"a": ["ü"]}'))
+    assert (tmp_path / "x.safetensors").read_bytes() == save(params(), {"same": '{"a": ["ü"]}'})
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_decoding_gives_back_every_dtype(dtype: torch.dtype) -> None:
     tensor = (torch.arange(6).reshape(2, 3) % 2).to(dtype)

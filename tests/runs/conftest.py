@@ -3,7 +3,7 @@
 import json
 import shutil
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -22,6 +22,7 @@ from atlas_fl.config import (
 )
 from atlas_fl.io.fetch import embedded_dir, model_dir
 from atlas_fl.presets import find_preset
+from tests.runs.processes import Programs
 
 TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "vocab.txt")
 
@@ -62,6 +63,14 @@ def config(tiny_model: Path, tmp_path: Path) -> Callable[..., Config]:
 def shared_config(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Config]:
     """The same for runs that all tests of a module look at."""
     return configs(tiny_model, tmp_path_factory.mktemp("shared"))
+
+
+@pytest.fixture(scope="session")
+def programs() -> Iterator[Programs]:
+    """Starts commands as processes; one import of everything serves all modules."""
+    found = Programs()
+    yield found
+    found.close()
 
 
 def configs(tiny_model: Path, folder: Path) -> Callable[..., Config]:

@@ -119,6 +119,11 @@ class Program:
     def text(self) -> str:
         return "\n".join(self.lines)
 
+    @property
+    def ended(self) -> bool:
+        """Whether nobody is left who could say anything."""
+        return self._ended
+
     def kill(self) -> None:
         """SIGKILL, and wait for the end."""
         os.kill(self.pid, signal.SIGKILL)

@@ -77,13 +77,6 @@ class Federation:
 
 
 @pytest.fixture(scope="module")
-def programs() -> Iterator[Programs]:
-    found = Programs()
-    yield found
-    found.close()
-
-
-@pytest.fixture(scope="module")
 def simulated() -> dict[str, Path]:
     """The folder of every config that was simulated already."""
     return {}

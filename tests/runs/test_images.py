@@ -7,12 +7,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForImageClassification
 
 from atlas_fl.arithmetic import masks_of_clients
 from atlas_fl.assemble_images import assemble_images
-from atlas_fl.audit import audit
+from atlas_fl.audit import audit, read_audited
 from atlas_fl.clients.base import Job
 from atlas_fl.clients.whole import WholeOptions, train_whole
 from atlas_fl.config import Config
@@ -47,7 +48,7 @@ def config(image_config: Make) -> Make:
 
 
 def starts(folder: Path, round: int) -> dict[str, dict[str, torch.Tensor]]:
-    return unprefixed(load_file(folder / f"audit/round-{round:04d}/start.safetensors"))
+    return unprefixed(read_audited(folder / f"audit/round-{round:04d}/start.safetensors"))
 
 
 def test_whole_models_go_through_the_same_rounds(config: Make) -> None:
@@ -99,6 +100,22 @@ def test_updates_that_lie_in_files_make_the_same_run(config: Make, monkeypatch: 
     spilled = run(config(name="spilled"))
     assert same_tensors(state(held.folder, round=3), state(spilled.folder, round=3))
     assert rows(held.folder) == rows(spilled.folder)
+
+
+def test_the_audit_keeps_one_model_once_and_finds_it_altered(config: Make) -> None:
+    """Eight clients that hold one model leave the bytes of one, and are eight to whoever reads it."""
+    result = run(config(rounds=1))
+    file = result.folder / "audit/round-0001/start.safetensors"
+    held = starts(result.folder, 1)
+    assert len(held) == 8 and all(same_tensors(held["digits-0"], one) for one in held.values())
+    one = payload_bytes(held["digits-0"])
+    assert one < file.stat().st_size < 1.1 * one
+    with safe_open(file, "pt") as there:
+        metadata = there.metadata()
+    kept = load_file(file)
+    kept["digits-0/head.bias"][3] += 0.01
+    save_file(kept, file, metadata)
+    assert {(row.check, row.client) for row in audit(result.folder).failures} == {("mixed", name) for name in held}
 
 
 def test_a_central_run_stops_where_it_is_no_better_and_its_best_round_can_be_exported(
@@ -165,6 +182,9 @@ def test_a_run_in_sessions_ends_in_the_same_bits(config: Make, mask: str) -> Non
     assert rows(whole.folder) == rows(parts.folder)
     assert rows(whole.folder, "ledger") == rows(parts.folder, "ledger")
     assert audit(parts.folder).ok
+    for kept in ("start", "trained"):
+        name = f"audit/round-0003/{kept}.safetensors"
+        assert (whole.folder / name).read_bytes() == (parts.folder / name).read_bytes()
 
 
 @pytest.mark.parametrize("mask", MASKS)
@@ -199,6 +219,27 @@ def test_a_mask_out_of_a_file_trains_what_the_run_that_made_it_trained(config: M
     assert audit(given.folder).ok
     sparse = make_plan(config(mask_file=str(file))).to_json()["sparse"]
     assert sparse["mask"] == "from a file" and sparse["sparsity"] == pytest.approx(0.9, abs=1e-4)
+
+
+def test_a_run_goes_on_with_the_mask_it_was_begun_with_or_not_at_all(config: Make, tmp_path: Path) -> None:
+    made = run(config(mask="lowest_magnitude", name="made", rounds=1, audit=False))
+    file = tmp_path / "mask.safetensors"
+    file.write_bytes(good := (made.folder / "mask.safetensors").read_bytes())
+    chosen = config(mask_file=str(file), name=None, rounds=2, audit=False)
+    begun = run(with_values(chosen, {"max_rounds": 1}))
+    masks = load_file(file)
+    masks["embeddings.cls_token"] = ~masks["embeddings.cls_token"]
+    save_file(masks, file)
+    with pytest.raises(ConfigError, match=r"mask.safetensors was altered: .*restore the file, or begin another run"):
+        resume(begun.folder)
+    other = run(with_values(chosen, {"max_rounds": 1}), resume=True)
+    assert other.folder != begun.folder, "an altered file makes another run"
+    with pytest.raises(CheckpointError, match=rf"begun with mask_file = '{file}#sha256=\w+', not '{file}#sha256="):
+        run(with_values(chosen, {"name": begun.folder.name}), resume=True)
+    file.write_bytes(good)
+    assert resume(begun.folder).complete
+    file.unlink()
+    assert resume(other.folder).complete, "a run has a copy of its own"
 
 
 def test_masks_of_single_clients_are_those_of_runs_in_which_they_alone_score(config: Make) -> None:

@@ -1,9 +1,5 @@
 """Resume is bit-exact: a run that is killed anywhere and gone on with ends as one that was not."""
 
-import os
-import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -13,7 +9,8 @@ import pytest
 from atlas_fl.audit import audit
 from atlas_fl.config import Config, to_toml
 from atlas_fl.events import Event, Note
-from atlas_fl.run import resume, run
+from atlas_fl.run import RunResult, resume, run
+from tests.runs.processes import Program, Programs
 from tests.runs.reading import rows, same_tensors, state
 
 Make = Callable[..., Config]
@@ -26,31 +23,34 @@ MOMENTS: dict[str, Callable[[Path], bool]] = {
 }
 
 
-def start(config: Config, folder: Path) -> "subprocess.Popen[bytes]":
-    """The run of this config in a process of its own."""
-    file = folder / "config.toml"
-    file.write_text(to_toml(config))
-    script = "import sys; from atlas_fl.cli import main; sys.exit(main())"
-    quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
-    return subprocess.Popen([sys.executable, "-c", script, "run", "--config", str(file)], env=dict(os.environ), **quiet)
+# Of everything that could go wrong: partial participation, dropout, a schedule, clusters measured anew.
+SETTINGS = {"participation": 0.75, "dropout": 0.1, "schedule": "cosine", "recluster_every": 2, "eta": 0.3}
 
 
-def wait_for(ready: Callable[[], bool], process: "subprocess.Popen[bytes]") -> None:
+@pytest.fixture(scope="module")
+def whole(shared_config: Make) -> RunResult:
+    """The run that nothing disturbs."""
+    return run(shared_config(name="whole", **SETTINGS))
+
+
+def wait_for(ready: Callable[[], bool], program: Program) -> None:
     while not ready():
-        assert process.poll() is None, "the run ended before the moment of the kill"
+        assert not program.ended, f"the run ended before the moment of the kill:\n{program.text}"
         time.sleep(0.002)
 
 
 @pytest.mark.parametrize("moment", MOMENTS)
-def test_a_run_killed_anywhere_ends_in_the_same_bits(config: Make, tmp_path: Path, moment: str) -> None:
-    # Momentum of everything that could go wrong: partial participation, dropout, a schedule, clusters measured anew.
-    settings = {"participation": 0.75, "dropout": 0.1, "schedule": "cosine", "recluster_every": 2, "eta": 0.3}
-    whole = run(config(name="whole", **settings))
+def test_a_run_killed_anywhere_ends_in_the_same_bits(
+    config: Make, whole: RunResult, programs: Programs, tmp_path: Path, moment: str
+) -> None:
     killed = tmp_path / "runs" / "killed"
-    process = start(config(name="killed", **settings), tmp_path)
-    wait_for(lambda: MOMENTS[moment](killed), process)
-    process.send_signal(signal.SIGKILL)
-    process.wait()
+    (tmp_path / "config.toml").write_text(to_toml(config(name="killed", **SETTINGS)))
+    program = programs.start("run", "--config", "config.toml", folder=tmp_path)
+    try:
+        wait_for(lambda: MOMENTS[moment](killed), program)
+    finally:
+        program.kill()
+    assert not (killed / "summary.json").exists(), "it was killed too late"
     result = resume(killed)
     assert result.complete
     assert same_tensors(state(whole.folder), state(killed))

@@ -2,6 +2,7 @@
 
 import io
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -42,9 +43,9 @@ def planned(folder: Path, client: str, phase: str) -> dict[tuple[str, str], int]
     }
 
 
-@pytest.fixture
-def whole(config: Make) -> RunResult:
-    return run(config(name="whole", dropout=0.1, eta=0.3))
+@pytest.fixture(scope="module")
+def whole(shared_config: Make) -> RunResult:
+    return run(shared_config(name="whole", dropout=0.1, eta=0.3))
 
 
 @pytest.mark.parametrize("head", ["server", "client"])
@@ -118,19 +119,27 @@ def plan_of(config: Make, gb: float, **settings: object):
     return make_plan(config(devices=("small",), device=(SMALL.format(gb=gb),), ranks="2", **settings))
 
 
-def needs(config: Make, split: str) -> float:
-    """The memory in GB that the greediest client of the tiny federation needs."""
-    plan = plan_of(config, 1, split=split)
-    return max(float(client.predicted["memory_bytes"]) for client in plan.clients) / 2**30
+@pytest.fixture(scope="module")
+def needs(shared_config: Make) -> Callable[[str], float]:
+    """The memory in GB that the greediest client of the tiny federation needs with this `--split`."""
+
+    @cache
+    def of(split: str) -> float:
+        plan = plan_of(shared_config, 1, split=split)
+        return max(float(client.predicted["memory_bytes"]) for client in plan.clients) / 2**30
+
+    return of
 
 
 @pytest.mark.parametrize("objective", ["score", "time"])
-def test_auto_cuts_only_where_the_device_cannot_hold_the_model(config: Make, objective: str) -> None:
+def test_auto_cuts_only_where_the_device_cannot_hold_the_model(
+    config: Make, needs: Callable[[str], float], objective: str
+) -> None:
     roomy = plan_of(config, 1, split="auto")
     assert {client.cut for client in roomy.clients} == {None}
     assert {client.split["reason"] for client in roomy.clients} == {"the device holds the whole model"}
-    least, most = needs(config, "1"), needs(config, "none")
-    assert least < needs(config, "2") < most
+    least, most = needs("1"), needs("none")
+    assert least < needs("2") < most
     tight = plan_of(config, (least + most) / 2, split="auto", split_objective=objective)
     cut = [client for client in tight.clients if client.cut is not None]
     assert cut
@@ -149,9 +158,9 @@ def test_auto_cuts_only_where_the_device_cannot_hold_the_model(config: Make, obj
 
 @pytest.mark.parametrize(("split", "cut"), [("auto", 1), ("2", 2), ("small=2,movie=auto", 1), ("none", None)])
 def test_while_it_is_planned_a_client_is_cut_as_set_or_at_one_block_where_auto_has_to_cut(
-    config: Make, split: str, cut: int | None
+    config: Make, needs: Callable[[str], float], split: str, cut: int | None
 ) -> None:
-    gb = 1 if split == "none" else (needs(config, "2") + needs(config, "none")) / 2
+    gb = 1 if split == "none" else (needs("2") + needs("none")) / 2
     assembly = assemble(config(devices=("small",), device=(SMALL.format(gb=gb),), ranks="2", split=split))
     found = cuts_while_planning(assembly)
     greediest = max(assembly.clients, key=lambda own: int(assembly.site.data[own.name].splits["train"].offsets[-1]))
@@ -175,9 +184,9 @@ def test_a_cut_that_cannot_be_is_told_in_a_line(config: Make, gb: float, setting
     assert "\n" not in str(caught.value)
 
 
-def test_memory_binds_the_ranks_below_the_cut_alone(config: Make) -> None:
+def test_memory_binds_the_ranks_below_the_cut_alone(config: Make, needs: Callable[[str], float]) -> None:
     """The blocks above the cut keep the ranks that the upload allows."""
-    room = needs(config, "1") + 24_000 / 2**30
+    room = needs("1") + 24_000 / 2**30
     settings = {"split": "1", "ranks": "uniform", "candidates": (2, 4, 8), "adapter_bytes": 10**7}
     free = make_plan(config(devices=("small",), device=(SMALL.format(gb=1),), **settings))
     tight = make_plan(config(devices=("small",), device=(SMALL.format(gb=room),), **settings))

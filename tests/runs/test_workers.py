@@ -25,9 +25,9 @@ from tests.runs.workers import SETTINGS, check_same, in_threads, into
 Make = Callable[..., Config]
 
 
-@pytest.fixture
-def whole(config: Make) -> RunResult:
-    return run(config(name="whole", **SETTINGS))
+@pytest.fixture(scope="module")
+def whole(shared_config: Make) -> RunResult:
+    return run(shared_config(name="whole", **SETTINGS))
 
 
 @pytest.mark.parametrize("count", [2, 3])

@@ -9,7 +9,6 @@ from torch import Tensor
 from atlas_fl.audit.common import common_faults, in_common
 from atlas_fl.audit.dense import TOLERANCE, Finding, Round, Truth
 from atlas_fl.audit.folder import (
-    Models,
     Plan,
     Record,
     Run,
@@ -21,6 +20,7 @@ from atlas_fl.audit.folder import (
 )
 from atlas_fl.audit.joined import check_joined, read_joined
 from atlas_fl.audit.masks import frozen_fault
+from atlas_fl.audit.models import Models
 from atlas_fl.audit.report import AuditReport, AuditRow
 from atlas_fl.audit.rerank import check_ranks, is_reranked
 from atlas_fl.audit.rules import Rule, kind_of, weights

@@ -4,7 +4,8 @@ from collections.abc import Collection, Iterator
 
 from torch import Tensor
 
-from atlas_fl.audit.folder import Models, Plan
+from atlas_fl.audit.folder import Plan
+from atlas_fl.audit.models import Models
 from atlas_fl.tree import LORA_A, LORA_B
 
 

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 import numpy as np
 import scipy.linalg
 
-from atlas_fl.audit.folder import Models, Plan
+from atlas_fl.audit.folder import Plan
+from atlas_fl.audit.models import Models
 from atlas_fl.audit.rules import connected
 from atlas_fl.tree import HEAD, LORA_A, LORA_B
 

@@ -10,17 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from safetensors import SafetensorError
-from safetensors.torch import load_file
 from torch import Tensor
 
 from atlas_fl.audit.ending import last_round
 from atlas_fl.audit.masks import read_mask
+from atlas_fl.audit.models import Models, models_in
 from atlas_fl.config import MixingConfig, load_config, validate
 from atlas_fl.errors import CheckpointError, ConfigError
-
-Models = dict[str, dict[str, Tensor]]
-"""Tensors by client and parameter name."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -216,18 +212,3 @@ def _finite(value: float) -> float:
 def read_models(run: Run, round: int, name: str) -> Models:
     """`start` or `trained` of a round, by client; raises CheckpointError if the file is missing or damaged."""
     return models_in(round_folder(run, round) / f"{name}.safetensors")
-
-
-def models_in(path: Path) -> Models:
-    """The models in this file, by client; raises CheckpointError if it is missing or damaged."""
-    if not path.is_file():
-        raise CheckpointError(f"{path} is missing")
-    try:
-        flat = load_file(path)
-    except SafetensorError as error:
-        raise CheckpointError(f"{path} is damaged: {error}") from error
-    models: Models = {}
-    for key, tensor in flat.items():
-        client, _, parameter = key.partition("/")
-        models.setdefault(client, {})[parameter] = tensor
-    return models

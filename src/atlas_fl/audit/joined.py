@@ -7,7 +7,8 @@ import numpy as np
 from torch import Tensor
 
 from atlas_fl.audit.dense import TOLERANCE, Round, Truth
-from atlas_fl.audit.folder import Models, Plan, Run, models_in, read_plan
+from atlas_fl.audit.folder import Plan, Run, read_plan
+from atlas_fl.audit.models import Models, models_in
 from atlas_fl.audit.report import AuditRow
 from atlas_fl.audit.rules import Rule, arrival_weights, kind_of
 from atlas_fl.tree import HEAD, LORA_A

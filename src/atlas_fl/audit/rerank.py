@@ -6,7 +6,8 @@ import numpy as np
 from torch import Tensor
 
 from atlas_fl.audit.dense import TOLERANCE, decompose, is_best
-from atlas_fl.audit.folder import Models, Plan, Record, Run
+from atlas_fl.audit.folder import Plan, Record, Run
+from atlas_fl.audit.models import Models
 from atlas_fl.audit.report import AuditRow
 from atlas_fl.tree import LORA_A, LORA_B
 

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from importlib.metadata import version
+from typing import Any
 
 from atlas_fl.cli import (
     audit,
@@ -38,28 +39,44 @@ class Command:
 
     run: Callable[[Sequence[str]], int]
     """From its words to an exit code."""
+    options: type[Any]
+    """What its words set; a dataclass, whose fields without a default it cannot do without."""
     summary: str
 
 
 COMMANDS: Mapping[str, Command] = {
-    "run": Command(run.run, "train a federation and leave a run folder"),
-    "plan": Command(run.plan, "clusters, ranks, bytes, memory and seconds, before anything is trained"),
-    "leakage": Command(leakage.leakage, "what a cut at each block would give away of the clients' texts"),
-    "resume": Command(run.resume, "go on with a run that was stopped"),
-    "audit": Command(audit.audit, "recompute every round of a run and compare; exits with 1 on a mismatch"),
-    "place": Command(place.place, "the cluster of a newcomer, beside those of a run"),
-    "export": Command(export.export, "write a client's adapter in PEFT's format, or its whole model"),
-    "sweep": Command(sweep.sweep, "run a grid of settings and seeds, and compare"),
-    "masks": Command(masks.masks, "where masks let weights move, how far they agree, their union or intersection"),
-    "vectors": Command(vectors.vectors, "merge what runs added to a model, and score the merged one over scales"),
-    "search": Command(search.search, "search for good settings; each trial is a run"),
-    "compare": Command(sweep.compare, "run several strategies over seeds, and compare"),
-    "report": Command(report.report, "draw the figures of a run"),
-    "certs": Command(certs.certs, "make the certificates of a federation across machines"),
-    "serve": Command(serve.serve, "train a federation whose clients join from other machines"),
-    "join": Command(join.join, "take part in a federation with the data of this machine"),
-    "list": Command(catalogue.catalogue, "tasks, models, strategies, devices, presets"),
-    "fetch": Command(fetch.fetch, "get the embedded model and data"),
+    "run": Command(run.run, run.RunOptions, "train a federation and leave a run folder"),
+    "plan": Command(
+        run.plan, run.PlanOptions, "clusters, ranks, bytes, memory and seconds, before anything is trained"
+    ),
+    "leakage": Command(
+        leakage.leakage, leakage.LeakageOptions, "what a cut at each block would give away of the clients' texts"
+    ),
+    "resume": Command(run.resume, run.ResumeOptions, "go on with a run that was stopped"),
+    "audit": Command(
+        audit.audit, audit.AuditOptions, "recompute every round of a run and compare; exits with 1 on a mismatch"
+    ),
+    "place": Command(place.place, place.PlaceOptions, "the cluster of a newcomer, beside those of a run"),
+    "export": Command(
+        export.export, export.ExportOptions, "write a client's adapter in PEFT's format, or its whole model"
+    ),
+    "sweep": Command(sweep.sweep, sweep.SweepOptions, "run a grid of settings and seeds, and compare"),
+    "masks": Command(
+        masks.masks, masks.MasksOptions, "where masks let weights move, how far they agree, their union or intersection"
+    ),
+    "vectors": Command(
+        vectors.vectors,
+        vectors.VectorsOptions,
+        "merge what runs added to a model, and score the merged one over scales",
+    ),
+    "search": Command(search.search, search.SearchOptions, "search for good settings; each trial is a run"),
+    "compare": Command(sweep.compare, sweep.CompareOptions, "run several strategies over seeds, and compare"),
+    "report": Command(report.report, report.ReportOptions, "draw the figures of a run"),
+    "certs": Command(certs.certs, certs.CertsOptions, "make the certificates of a federation across machines"),
+    "serve": Command(serve.serve, serve.ServeOptions, "train a federation whose clients join from other machines"),
+    "join": Command(join.join, join.JoinOptions, "take part in a federation with the data of this machine"),
+    "list": Command(catalogue.catalogue, catalogue.ListOptions, "tasks, models, strategies, devices, presets"),
+    "fetch": Command(fetch.fetch, fetch.FetchOptions, "get the embedded model and data"),
 }
 
 ABOUT = "ATLAS: federated fine-tuning of transformers across clients with different tasks, devices and data."

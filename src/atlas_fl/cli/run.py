@@ -11,7 +11,7 @@ from atlas_fl.cli.live import show, show_progress
 from atlas_fl.cli.parse import parse
 from atlas_fl.cli.settings import base_config, check_target
 from atlas_fl.cli.words import split
-from atlas_fl.config import Config, load_config, run_folder, validate
+from atlas_fl.config import Config, load_config, pinned, run_folder, validate
 from atlas_fl.errors import ConfigError
 from atlas_fl.events import OnEvent
 
@@ -89,7 +89,7 @@ def plan(words: Sequence[str]) -> int:
     """Print the plan of what these words say; 0."""
     groups = split(words)
     options = parse(PlanOptions(settings=base_config(groups)), groups, command="atlas plan")
-    config = validate(options.settings)
+    config = pinned(validate(options.settings))
     check_target(options.to, example="plan.json")
 
     from atlas_fl.io.results import write_json

@@ -21,6 +21,9 @@ from atlas_fl.config.identity import identity as identity
 from atlas_fl.config.identity import run_folder as run_folder
 from atlas_fl.config.images import ImagesConfig as ImagesConfig
 from atlas_fl.config.images import SparseConfig as SparseConfig
+from atlas_fl.config.images import mask_source as mask_source
+from atlas_fl.config.pins import check_pins as check_pins
+from atlas_fl.config.pins import pinned as pinned
 from atlas_fl.config.splitting import SplitConfig as SplitConfig
 from atlas_fl.config.toml import load_config as load_config
 from atlas_fl.config.toml import parse_config as parse_config

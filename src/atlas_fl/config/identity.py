@@ -7,6 +7,7 @@ from typing import Any
 
 from atlas_fl.config.fields import settings, value_of
 from atlas_fl.config.groups import Config
+from atlas_fl.config.images import mask_source
 from atlas_fl.io.folder import RunFolder, run_name
 
 SESSION = frozenset(
@@ -36,7 +37,9 @@ def _is_later(name: str) -> bool:
 
 
 def _numbers(config: Config) -> dict[str, Any]:
-    return {name: _plain(value_of(config, name), settings()[name].kind) for name in settings() if name not in SESSION}
+    found = {name: _plain(value_of(config, name), settings()[name].kind) for name in settings() if name not in SESSION}
+    path, digest = mask_source(config.sparse.mask_file)
+    return {**found, "mask_file": path if digest is None else f"sha256={digest}"}  # its content, wherever it lies
 
 
 def config_hash(config: Config) -> str:
@@ -55,7 +58,7 @@ def differences(first: Config, second: Config) -> dict[str, tuple[Any, Any]]:
     It is empty if and only if the hashes are equal, and says what to mend where they are not.
     """
     left, right = _numbers(first), _numbers(second)
-    return {name: (left[name], right[name]) for name in left if left[name] != right[name]}
+    return {name: (value_of(first, name), value_of(second, name)) for name in left if left[name] != right[name]}
 
 
 def run_folder(config: Config) -> RunFolder:

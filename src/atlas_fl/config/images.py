@@ -1,5 +1,6 @@
 """The settings of image tasks: what trains of the model, and of whole models which weights may move."""
 
+import re
 from dataclasses import dataclass
 from typing import Literal
 
@@ -58,7 +59,7 @@ class SparseConfig:
     """Which weights may move; the head, once fitted, is not among them."""
     mask_file: str | None = None
     """A mask that there is, in the place of one that is made: `mask.safetensors` of a run's folder, or what
-    `atlas masks --merge` wrote."""
+    `atlas masks --merge` wrote. A run puts the digest of its content behind it and goes on with no other."""
     sparsity: float = 0.9
     """Share of the weights that may not."""
     mask_scope: Literal["global", "layer"] = "global"
@@ -76,3 +77,11 @@ class SparseConfig:
     def masked(self) -> bool:
         """Whether only some weights may move."""
         return self.mask != "none" or self.mask_file is not None
+
+
+def mask_source(mask_file: str | None) -> tuple[str | None, str | None]:
+    """(the path, the digest of its content) that a `mask_file` says; None for what it does not."""
+    if mask_file is None:
+        return None, None
+    match = re.fullmatch(r"(.+)#sha256=([0-9a-f]{16})", mask_file)
+    return (mask_file, None) if match is None else (match[1], match[2])

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from functools import lru_cache
 from hashlib import sha256
 from pathlib import Path
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -41,17 +41,19 @@ Signature: TypeAlias = tuple[tuple[str, torch.dtype, torch.Size], ...]
 
 
 @lru_cache(maxsize=256)
-def _layout(signature: Signature) -> tuple[bytes, tuple[str, ...]]:
+def _layout(signature: Signature, note: tuple[str, str] | None = None) -> tuple[bytes, tuple[str, ...]]:
     """The length and the header as bytes, and the names in the order in which their bytes follow."""
     place = {dtype: index for index, dtype in enumerate(DTYPES)}
-    header, start = {}, 0
+    header: dict[str, Any] = {} if note is None else {"__metadata__": dict([note])}
+    order, start = [], 0
     for name, dtype, shape in sorted(signature, key=lambda entry: (place[entry[1]], entry[0])):
         end = start + shape.numel() * dtype.itemsize
         header[name] = {"dtype": DTYPES[dtype], "shape": list(shape), "data_offsets": [start, end]}
+        order.append(name)
         start = end
     text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
     text += b" " * (-len(text) % 8)  # the format aligns the data to eight bytes
-    return len(text).to_bytes(8, "little") + text, tuple(header)
+    return len(text).to_bytes(8, "little") + text, tuple(order)
 
 
 def _signature(params: Params) -> Signature:
@@ -66,9 +68,12 @@ def _bytes_of(tensor: torch.Tensor) -> memoryview:
     return (array if array.flags.c_contiguous else np.ascontiguousarray(array)).data
 
 
-def parts(params: Params) -> Iterator[Piece]:
-    """The encoded tensors piece by piece, header first, so that no second copy of them has to be held."""
-    header, order = _layout(_signature(params))
+def parts(params: Params, *, note: tuple[str, str] | None = None) -> Iterator[Piece]:
+    """The encoded tensors piece by piece, header first, so that no second copy of them has to be held.
+
+    `note` is a name and a text that the format's metadata shall hold.
+    """
+    header, order = _layout(_signature(params), note)
     yield header
     for name in order:
         yield _bytes_of(params[name])
@@ -98,12 +103,12 @@ def decode(payload: bytes) -> dict[str, torch.Tensor]:
     return tensors
 
 
-def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor]) -> str:
-    """Write a safetensors file in one step; its SHA-256 as hexadecimal digits."""
+def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor], *, note: tuple[str, str] | None = None) -> str:
+    """Write a safetensors file in one step, with `note` as its metadata; its SHA-256 as hexadecimal digits."""
     digest = sha256()
 
     def hashed() -> Iterator[Piece]:
-        for part in parts(tensors):
+        for part in parts(tensors, note=note):
             digest.update(part)
             yield part
 

@@ -12,7 +12,7 @@ from atlas_fl.assemble_images import ImageAssembly
 from atlas_fl.clients.base import Job
 from atlas_fl.clients.ridge import CROSS, GRAM, LOSSES, SCALED_BY, SCALES, RidgeOptions, ScaleOptions, ridge_head
 from atlas_fl.clients.sensitivity import SensitivityOptions
-from atlas_fl.config import SparseConfig
+from atlas_fl.config import SparseConfig, check_pins, mask_source
 from atlas_fl.engines.base import Engine, run_all
 from atlas_fl.io.ledger import Direction, Kind, LedgerRow, payload_bytes
 from atlas_fl.options import drawn_of, strategy_of
@@ -99,11 +99,12 @@ def _given(assembly: ImageAssembly, start: ByClient, heads: Mapping[str, Params]
 
 def make_mask(assembly: ImageAssembly, engine: Engine, start: ByClient) -> tuple[Mask, list[LedgerRow]]:
     """Which weights may move, for everyone, and what making it sent. Heads, once fitted, may not."""
-    sparse = assembly.config.sparse
-    if sparse.mask_file is None:
+    path, _ = mask_source(assembly.config.sparse.mask_file)
+    if path is None:
         mask, messages = _calibrated(assembly, engine, start, scorers=_scorers(assembly))
     else:
-        mask, messages = stored_mask(Path(sparse.mask_file), like=_backbone(assembly, start)), []
+        check_pins(assembly.config)
+        mask, messages = stored_mask(Path(path), like=_backbone(assembly, start)), []
     size = mask_size(mask, drawn=drawn_of(assembly.config))
     messages += [_row(name, "down", "mask", size) for name in assembly.names]
     heads = {

@@ -8,7 +8,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from atlas_fl.config import Config, identity, run_folder, to_toml
+from atlas_fl.config import Config, identity, pinned, run_folder, to_toml
 from atlas_fl.errors import ConfigError
 from atlas_fl.events import Event, OnEvent, RoundFinished, ignore
 from atlas_fl.io.atomic import write_atomic
@@ -92,6 +92,7 @@ def search(
         raise ConfigError(f"--max-rounds is {base.run.max_rounds}; here every run goes to its end; leave it out")
     check_installed()
     check_space(base, space)
+    base = pinned(base)
     settings = from_json(to_json({**identity(base), "over": plain(space), "pruner": pruner}))
     folder = search_folder(base, settings)
     with run_lock(folder):
