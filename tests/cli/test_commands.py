@@ -1,7 +1,9 @@
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -65,7 +67,17 @@ def test_a_mistake_is_one_line_and_exits_with_2(atlas: Atlas, monkeypatch: pytes
 def test_ctrl_c_is_one_line_and_exits_with_130(atlas: Atlas, monkeypatch: pytest.MonkeyPatch) -> None:
     replace_command(monkeypatch, KeyboardInterrupt())
     said = atlas("run")
-    assert (said.code, said.err) == (130, "atlas: stopped; a run goes on where it was with `atlas resume RUN`\n")
+    assert (said.code, said.err) == (130, "atlas: stopped\n")
+
+
+def test_ctrl_c_in_a_run_names_it(monkeypatch: pytest.MonkeyPatch, atlas: Atlas, tmp_path: Path) -> None:
+    def interrupted(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("atlas_fl.run.run", interrupted)
+    said = atlas("run", "--preset", "smoke", "--name", "mine", "--runs-dir", str(tmp_path))
+    again = f"a run goes on where it was with `atlas resume {tmp_path / 'mine'}`"
+    assert (said.code, said.err.splitlines()[-1]) == (130, f"atlas: stopped; {again}")
 
 
 def test_a_path_that_cannot_be_written_is_one_line(atlas: Atlas, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -109,3 +121,21 @@ def test_a_reader_that_goes_away_is_no_error() -> None:
         process.stdout.close()
         assert process.wait(timeout=30) == 141
         assert process.stderr.read() == b""
+
+
+@pytest.mark.parametrize(
+    ("words", "text"),
+    [
+        (("sweep", "--over", "eta=0", "--seed", "7"), "--seed 7 is for one run, and these are several; how many seeds"),
+        (
+            ("compare", "--seed=7"),
+            "--seed 7 is for one run, and these are several; how many seeds there are is --seeds",
+        ),
+        (("compare", "--strategy", "fedavg"), "--strategy fedavg is for one run, .*; name all .* with --strategies"),
+        (("sweep", "--over", "seed=1,2"), "--over is 'seed=1,2'; seeds are not swept but averaged over; give --seeds"),
+    ],
+)
+def test_what_many_runs_would_overwrite_is_refused(atlas: Atlas, words: tuple[str, ...], text: str) -> None:
+    said = atlas(*words)
+    assert said.code == 2
+    assert re.search(text, said.err), said.err

@@ -121,3 +121,18 @@ def test_fp16_on_the_cpu_is_one_line_that_names_the_other_precisions() -> None:
     assert "\n" not in str(one.value)
     assert validate(with_values(Config(), {"precision": "bf16"}))
     assert validate(with_values(Config(), {"precision": "fp16", "accelerator": "cuda"}))
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "text"),
+    [
+        ("clients_per_task", 10**15, "--clients-per-task is 1000000000000000; allowed: 1 to 1000000"),
+        ("sketch_dim", 10**9, "--sketch-dim is 1000000000; allowed: 2 to 1000000"),
+        ("lr", 1e300, r"--lr is 1e\+300; allowed: above 0, at most 1e\+15"),
+        ("lr", -1.0, r"--lr is -1.0; allowed: above 0"),
+        ("name", "n" * 201, "allowed: the name of a folder of at most 200 bytes"),
+    ],
+)
+def test_what_is_too_large_is_told_its_bound(name: str, value: Any, text: str) -> None:
+    with pytest.raises(ConfigError, match=text):
+        validate(from_values({name: value}, base=Config()))

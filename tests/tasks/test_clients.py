@@ -125,6 +125,7 @@ def test_settings_out_of_range_are_named(changes: dict[str, Any], message: str) 
         ({"samples": 51}, "or --samples to 50$"),
         ({"test_samples": 33}, "130 test rows and 4 clients of 33 need 132; .* 3 or --test-samples to 32$"),
         ({"validation_samples": 500}, "need 2000; lower --validation-samples to 25$"),
+        ({"clients_per_task": 120}, "lower --clients-per-task to [0-9]+$"),
     ],
 )
 def test_too_few_rows_say_how_many_there_are(changes: dict[str, Any], message: str) -> None:

@@ -47,6 +47,7 @@ def test_the_mark_that_spreadsheets_put_first_is_no_part_of_a_name(tmp_path: Pat
         ("t.jsonl", b"", r"t\.jsonl is empty"),
         ("t.jsonl", b'{"text": "a"}\n{oops\n', "line 2 is no JSON"),
         ("t.jsonl", b"[1]\n", "line 1 is no JSON object"),
+        ("t.jsonl", b"[" * 100_000, r"cannot read .*t\.jsonl: .*recursion"),
         ("t.parquet", b"not parquet at all", r"cannot read .*t\.parquet"),
     ],
 )

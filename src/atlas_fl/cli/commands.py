@@ -90,9 +90,9 @@ def main(words: Sequence[str] | None = None) -> int:
         sys.stdout.flush()
     except AtlasError as error:
         return _fail(str(error), USER_ERROR)
-    except KeyboardInterrupt:
-        again = "the same command" if words[0] in ("serve", "join") else "`atlas resume RUN`"
-        return _fail(f"stopped; a run goes on where it was with {again}", INTERRUPTED)
+    except KeyboardInterrupt as stop:
+        # who has something to go on with says how
+        return _fail("; ".join(["stopped", *map(str, stop.args)]), INTERRUPTED)
     except BrokenPipeError:
         # the reader has gone, and Python would complain once more when it flushes at exit
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import tyro
 
-from atlas_fl.cli.live import show, show_progress
+from atlas_fl.cli.live import going_on, show, show_progress
 from atlas_fl.cli.parse import parse
 from atlas_fl.cli.settings import base_config
 from atlas_fl.cli.words import split
@@ -69,7 +69,7 @@ def join(words: Sequence[str]) -> int:
         patience_seconds=options.patience,
         to=Path(options.to or f"{open_certs(certs).name}-adapter"),
     )
-    with show_progress() as on_event:
+    with show_progress() as on_event, going_on("the same command"):
         joined = join_federation(joining, on_event=on_event)
     where = "no model: it was not in the plan" if joined.adapter is None else f"its model is in {joined.adapter}"
     up, down = human_bytes(joined.sent_bytes), human_bytes(joined.received_bytes)

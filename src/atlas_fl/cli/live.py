@@ -28,6 +28,15 @@ def show(things: Iterable[RenderableType]) -> None:
 
 
 @contextmanager
+def going_on(how: str) -> Iterator[None]:
+    """What Ctrl-C inside of it says: the run goes on where it was, and how."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        raise KeyboardInterrupt(f"a run goes on where it was with {how}") from None
+
+
+@contextmanager
 def show_progress(*, notes: bool = True) -> Iterator[OnEvent]:
     """A callback that shows events as they come: bars on a terminal, plain lines everywhere else."""
     screen = console()

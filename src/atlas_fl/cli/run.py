@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import tyro
 
-from atlas_fl.cli.live import show, show_progress
+from atlas_fl.cli.live import going_on, show, show_progress
 from atlas_fl.cli.parse import parse
 from atlas_fl.cli.settings import base_config, check_target
 from atlas_fl.cli.words import split
@@ -129,7 +129,7 @@ def _carry_out(config: Config, folder: Path, *, project: str | None, work: Calla
     """Do this work, show what goes on and what came out, and log it to a project where there is one."""
     from atlas_fl.cli.tables import outcome
 
-    with show_progress() as on_event:
+    with show_progress() as on_event, going_on(f"`atlas resume {folder}`"):
         if project is None:
             result = work(on_event)
         else:

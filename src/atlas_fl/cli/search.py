@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 import tyro
 
-from atlas_fl.cli.live import show, show_progress
+from atlas_fl.cli.live import going_on, show, show_progress
 from atlas_fl.cli.parse import parse
 from atlas_fl.cli.settings import base_config
 from atlas_fl.cli.sweep import WORDS, label_of
@@ -48,7 +48,7 @@ def search(words: Sequence[str]) -> int:
     from atlas_fl.search.trials import BEST
     from atlas_fl.search.trials import search as run_search
 
-    with show_progress() as on_event:
+    with show_progress() as on_event, going_on("the same command"):
 
         def announce(number: int, point: Point, state: RunState) -> None:
             trial = f"trial {number} ({number + 1} of {options.trials}): {label_of(point)}"

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import tyro
 
-from atlas_fl.cli.live import show, show_progress
+from atlas_fl.cli.live import going_on, show, show_progress
 from atlas_fl.cli.parse import parse
 from atlas_fl.cli.settings import base_config
 from atlas_fl.cli.words import split
@@ -61,7 +61,7 @@ def serve(words: Sequence[str]) -> int:
         deadline_seconds=options.deadline,
         late=options.late,
     )
-    with show_progress() as on_event:
+    with show_progress() as on_event, going_on("the same command"):
         result = run_config(config, on_event=on_event, resume=True, workplace=across_machines(service))
     show(outcome(result.folder, result.summary, complete=result.complete))
     return 0

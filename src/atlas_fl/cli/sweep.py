@@ -7,10 +7,10 @@ from typing import Annotated
 
 import tyro
 
-from atlas_fl.cli.live import show, show_progress
+from atlas_fl.cli.live import going_on, show, show_progress
 from atlas_fl.cli.parse import parse
 from atlas_fl.cli.settings import base_config
-from atlas_fl.cli.words import split
+from atlas_fl.cli.words import Words, split
 from atlas_fl.config import Config
 from atlas_fl.errors import ConfigError
 from atlas_fl.events import PhaseStarted
@@ -56,6 +56,7 @@ class CompareOptions:
 def sweep(words: Sequence[str]) -> int:
     """Run the sweep that these words say; 0."""
     groups = split(words)
+    _refuse(groups, "--seed", "how many seeds there are is --seeds, and which they are `atlas sweep --help` says")
     options = parse(SweepOptions(settings=base_config(groups)), groups, command="atlas sweep")
     over = [*options.over, *([LAMBDA_SWEEP] if options.lambda_sweep else [])]
     if not over:
@@ -68,6 +69,8 @@ def sweep(words: Sequence[str]) -> int:
 def compare(words: Sequence[str]) -> int:
     """Run the comparison that these words say; 0."""
     groups = split(words)
+    _refuse(groups, "--seed", "how many seeds there are is --seeds, and which they are `atlas compare --help` says")
+    _refuse(groups, "--strategy", "name all that are compared with --strategies")
     options = parse(CompareOptions(settings=base_config(groups)), groups, command="atlas compare")
     if not options.strategies:
         raise ConfigError("--strategies is empty; name at least one; see `atlas list strategies`")
@@ -79,13 +82,20 @@ def compare(words: Sequence[str]) -> int:
     return run_grid(options.settings, over=over, seeds=seeds(options.seeds))
 
 
+def _refuse(groups: Sequence[Words], flag: str, remedy: str) -> None:
+    """Raise `ConfigError` for a flag of `atlas run` that many runs would each overwrite."""
+    for group in groups:
+        if group.flag == flag:
+            raise ConfigError(f"{flag} {' '.join(group.values)} is for one run, and these are several; {remedy}")
+
+
 def run_grid(base: Config, *, over: Sequence[str], seeds: Sequence[int], same_rounds: bool = False) -> int:
     """Run every point and print the comparison; 0."""
     values = parse_over(over)
     scaled = None if same_rounds else same_steps(base, values)
     points = grid(base, over=values, seeds=seeds, scaled=scaled)
     show([] if scaled is None else [str(scaled)])
-    with show_progress() as on_event:
+    with show_progress() as on_event, going_on("the same command"):
 
         def announce(index: int, point: Point, state: RunState) -> None:
             run = f"run {index + 1} of {len(points)}: {label_of(point)} seed={point.config.run.seed}"

@@ -52,11 +52,13 @@ def _check_devices(names: tuple[str, ...], own: tuple[str, ...]) -> None:
 def _check_cut_names(config: Config) -> None:
     from atlas_fl.ranks.devices import find_devices
 
-    data = config.data
+    data, named = config.data, set(cuts_by_name(config.split.split)) - {EVERY}
+    if not named:
+        return
     tasks = [*data.tasks, *(own.partition("=")[0] for own in data.task)]
     clients = [f"{task}-{place}" for task in tasks for place in range(data.clients_per_task)]
     known = {*tasks, *clients, *(device.name for device in find_devices(data.devices, data.device))}
-    if missing := sorted(set(cuts_by_name(config.split.split)) - {EVERY} - known):
+    if missing := sorted(named - known):
         raise unknown("name in --split", missing[0], known)
 
 

@@ -28,7 +28,7 @@ BETWEEN_ONES = Range("above -1, below 1", lambda value: -1 < value < 1)
 BELOW_ONE = Range("at least 0, below 1", lambda value: 0 <= value < 1)
 
 RANGES: Mapping[str, Range] = {
-    "clients_per_task": ONE_OR_MORE,
+    "clients_per_task": Range("1 to 1000000", lambda value: 1 <= value <= 10**6),
     "samples": TWO_OR_MORE,  # a fingerprint is made from each half
     "validation_samples": ONE_OR_MORE,
     "test_samples": ONE_OR_MORE,
@@ -55,7 +55,7 @@ RANGES: Mapping[str, Range] = {
     "fingerprint_blocks": ONE_OR_MORE,
     "fingerprint_samples": TWO_OR_MORE,
     "fingerprint_steps": ONE_OR_MORE,
-    "sketch_dim": TWO_OR_MORE,
+    "sketch_dim": Range("2 to 1000000", lambda value: 2 <= value <= 10**6),
     "pca_components": ONE_OR_MORE,
     "k_range": TWO_OR_MORE,
     "min_cluster_size": ONE_OR_MORE,
@@ -108,7 +108,9 @@ def check_ranges(config: Config) -> None:
         value = value_of(config, name)
         for number in value if isinstance(value, tuple) else (value,):
             if number is not None and not (_is_usable(number) and allowed.holds(number)):
-                raise mistake(settings()[name].flag, value, allowed.words)
+                # only where that is what is wrong: nobody reads 10^15 in every line
+                bound = f", at most {LARGEST:.0e}" if allowed.holds(number) else ""
+                raise mistake(settings()[name].flag, value, allowed.words + bound)
 
 
 def _is_usable(number: Any) -> bool:

@@ -83,7 +83,7 @@ def to_toml(config: Config) -> str:
 
     A setting without a value is written as "none", so that the file stands for itself and needs no base.
     """
-    lines = ["# Every setting of a run. `atlas run --config THIS_FILE` repeats it."]
+    lines = ["# Every setting of a run. `atlas run --config THIS_FILE --name again` repeats it."]
     for group, cls in group_classes().items():
         lines += ["", "", f"# {(cls.__doc__ or '').strip()}", f"[{group}]"]
         for setting in (setting for setting in settings().values() if setting.group == group):

@@ -13,6 +13,9 @@ from atlas_fl.config.splitting import AUTO, NONE, SplitConfig, cuts_by_name
 from atlas_fl.config.training import TrainingConfig
 from atlas_fl.errors import ConfigError
 
+LONGEST_NAME = 200
+"""Bytes of a run's name: file systems allow 255, and files beside it are named after it."""
+
 
 def validate(config: Config) -> Config:
     """The same config, if every setting has its type and range, contradicts no other and names what there is.
@@ -137,8 +140,9 @@ def _check_mixing(mixing: MixingConfig) -> None:
 
 def _check_run(run: RunConfig) -> None:
     name = run.name
-    if name is not None and ("/" in name or name.startswith(".")):
-        raise mistake("--name", name, "the name of a folder, without / and not starting with a dot")
+    if name is not None and ("/" in name or name.startswith(".") or len(name.encode()) > LONGEST_NAME):
+        words = f"the name of a folder of at most {LONGEST_NAME} bytes, without / and not starting with a dot"
+        raise mistake("--name", name[:LONGEST_NAME], words)
 
 
 def _check_rerank(config: Config) -> None:

@@ -187,7 +187,7 @@ def _check_room(task: Task, data: TaskData, num_clients: int, sizes: Sizes) -> N
         if num_clients * size > have[split]:
             possible = min(have[other] // needed[other] for other in sizes)
             remedy = f"lower --clients-per-task to {possible}" if possible else "add rows"
-            if sizes[split] is not None:
+            if sizes[split] is not None and have[split] // num_clients >= _LEAST[split]:
                 remedy = f"{remedy} or" if possible else "lower"
                 remedy = f"{remedy} {_FLAGS[split]} to {have[split] // num_clients}"
             raise DataError(

@@ -28,7 +28,7 @@ def read_table(path: Path) -> Table:
         table = reader(path)
     except UnicodeDecodeError as error:
         raise DataError(f"cannot read {path}: byte {error.start} is no UTF-8; save the file as UTF-8") from error
-    except (OSError, ValueError, csv.Error) as error:
+    except (OSError, ValueError, RecursionError, csv.Error) as error:
         reason = " ".join(str(error).split())[:200]
         raise DataError(f"cannot read {path}: {reason}; mend the file or save it as jsonl or parquet") from error
     if not any(len(values) for values in table.values()):
