@@ -22,7 +22,7 @@ from atlas_fl.errors import AtlasError, CheckpointError, ConfigError
 from atlas_fl.events import Note, OnEvent, PhaseStarted
 from atlas_fl.hosting import with_hosts
 from atlas_fl.mixing.graph import effective_neighbours
-from atlas_fl.options import is_reclustered, strategy_of
+from atlas_fl.options import cut_of, is_reclustered, strategy_of
 from atlas_fl.phases import (
     Identified,
     connect,
@@ -36,6 +36,7 @@ from atlas_fl.phases import (
     own_importance,
     report_of,
     warm_start,
+    without_private,
 )
 from atlas_fl.plan import ClientPlan, Plan
 from atlas_fl.planning import Planned
@@ -131,6 +132,7 @@ def _with(
         notes=(*planned.plan.notes, *warnings, _told(client, edges, grown.names, number=state.round + 1)),
     )
     (fresh,) = warm_start(alone, found, [client.ranks]).values()
+    fresh = without_private(grown, fresh, cut_of(grown.config, client.cut))
     return grown, replace(planned, plan=plan, sketches=found.sketches, clustering=found.clustering), fresh
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from atlas_fl.clients.base import ClientTokens, Prompts, Site
+from atlas_fl.clients.fresh import fresh
 from atlas_fl.clients.patches import patches
 from atlas_fl.config import Config, DataConfig
 from atlas_fl.config.images import EVENLY
@@ -16,10 +17,9 @@ from atlas_fl.config.names import no_fp16
 from atlas_fl.door import CLOSED, Door
 from atlas_fl.errors import ConfigError
 from atlas_fl.io.fetch import embedded_dir
-from atlas_fl.lora.adapters import init_adapters, init_head, lora_scale
+from atlas_fl.lora.adapters import lora_scale
 from atlas_fl.lora.peft_io import default_targets
-from atlas_fl.models.backbone import Backbone, layer_of, model_shape, module_dims
-from atlas_fl.models.family import head_shapes
+from atlas_fl.models.backbone import Backbone, layer_of, model_shape
 from atlas_fl.models.loading import load_backbone
 from atlas_fl.models.registry import suggested_lr
 from atlas_fl.models.shape import ModelShape
@@ -50,6 +50,8 @@ class Assembly:
     layer_of: dict[str, int]
     """Block of every adapted module."""
     door: Door = CLOSED
+    apart: bool = False
+    """Whether what clients do not share stays where they are (`private`)."""
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -58,15 +60,8 @@ class Assembly:
 
     def start(self, client: ClientData, ranks: tuple[int, ...]) -> Params:
         """The shared initialisation at these ranks per layer: what every client of one task begins with."""
-        modules = self.site.modules
-        dims = {name: module_dims(module) for name, module in modules.items()}
-        by_module = {name: ranks[self.layer_of[name]] for name in modules}
-        seed, backbone = self.config.run.seed, self.site.backbone
-        shapes = head_shapes(backbone.family, hidden=backbone.width, num_labels=client.task.num_labels)
-        return {
-            **init_adapters(dims, by_module, seed=seed),
-            **init_head(shapes, seed=seed, group=client.task.name),
-        }
+        site, own = self.site, {name: ranks[self.layer_of[name]] for name in self.site.modules}
+        return fresh(site.backbone, site.modules, ranks=own, task=client.task, seed=self.config.run.seed)
 
 
 def source_of(config: Config) -> Source:
@@ -111,10 +106,10 @@ def assemble(
     clients = load_clients(config) if clients is None else clients
     picked = pick_device(config.run.accelerator, precision=config.model.precision)
     backbone = backbone_of(config, [client.task for client in clients], device=place or picked, weights=weights)
-    if tokens is None:
-        tokens = {client.name: tokenise(client, backbone, config.data) for client in clients}
-    targets = config.model.targets or default_targets(backbone.family.model_type)
-    site = Site(backbone=backbone, data=tokens, targets=tuple(targets), scale=scale_of(config), max_tokens=1)
+    tokens = {client.name: tokenise(client, backbone, config.data) for client in clients} if tokens is None else tokens
+    site = Site(
+        backbone=backbone, data=tokens, targets=targets_of(config, backbone), scale=scale_of(config), max_tokens=1
+    )
     shape = model_shape(backbone, site.modules)
     return Assembly(
         config=config,
@@ -140,6 +135,11 @@ def backbone_of(
     if any(task.images for task in tasks):
         return load_image_backbone(name, image_size=config.images.image_size, **how)
     return load_backbone(name, writes=any(task.writes for task in tasks), **how)
+
+
+def targets_of(config: Config, backbone: Backbone) -> tuple[str, ...]:
+    """Which layers get adapters: the user's, or those that PEFT takes for the architecture."""
+    return tuple(config.model.targets or default_targets(backbone.family.model_type))
 
 
 def scale_of(config: Config) -> Callable[[int], float]:
@@ -191,7 +191,7 @@ def site_below(config: Config, tokens: Mapping[str, ClientTokens], *, blocks: in
     return Site(
         backbone=backbone,
         data=tokens,
-        targets=tuple(config.model.targets or default_targets(backbone.family.model_type)),
+        targets=targets_of(config, backbone),
         scale=scale_of(config),
         max_tokens=max_tokens,
         bf16=config.model.precision == "bf16",

@@ -19,6 +19,7 @@ from atlas_fl.models.vision_loading import load_vision
 from atlas_fl.plan import Plan
 from atlas_fl.records import leads_of, models_of
 from atlas_fl.stopping import best_rounds
+from atlas_fl.tree import PRIVATE
 from atlas_fl.types import ByClient
 
 
@@ -27,6 +28,8 @@ def export_clients(assembly: Assembly, models: ByClient, folder: RunFolder) -> N
     backbone = assembly.site.backbone
     tasks = {client.name: client.task for client in assembly.clients}
     for client, params in models.items():
+        if PRIVATE in params:
+            continue  # the rest of it is at the client, which writes the whole
         export_adapter(
             params,
             folder.adapter(client),
@@ -65,6 +68,11 @@ def export(run: str | Path, *, client: str, to: str | Path, round: str | None = 
     _, models = models_of(found, [client.name for client in plan.clients])
     own = _place(list(models), client)
     planned, params = plan.clients[own], models[plan.clients[own].name]
+    if PRIVATE in params:
+        raise CheckpointError(
+            f"what {planned.name} does not share (--share {' '.join(config.mixing.share)}) is at its site alone, where"
+            " `atlas join` has written the whole model"
+        )
     known = next(row for row in plan.data if row["client"] == planned.name)
     labels = list(known["labels"]) if "majority" in known else []  # a regression has statistics in their place
     if not any(client.ranks for client in plan.clients):

@@ -1,30 +1,36 @@
 """What a site brings to a federation across machines: as much of the model as its jobs need."""
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
+from torch import nn
 
-from atlas_fl.assemble import assemble, scale_of, site_below, tokenise
+from atlas_fl.assemble import assemble, scale_of, site_below, targets_of, tokenise
 from atlas_fl.assemble_images import assemble_images, body_of
 from atlas_fl.clients import ACTIONS
 from atlas_fl.clients.base import ClientTokens, Job, Update
 from atlas_fl.clients.base import Site as AdapterSite
+from atlas_fl.clients.fresh import fresh
 from atlas_fl.clients.patches import patches
 from atlas_fl.clients.whole import ImageSite
 from atlas_fl.config import Config
 from atlas_fl.config.splitting import NONE
 from atlas_fl.engines.ends import AdapterReceiver, Receiver
+from atlas_fl.engines.vault import PrivateReceiver, Vault
 from atlas_fl.engines.whole import WHOLE_ACTIONS
 from atlas_fl.engines.whole_ends import WholeReceiver
 from atlas_fl.engines.wire import Told
 from atlas_fl.errors import ModelError, ProtocolError
 from atlas_fl.lines import IMAGES, line_of
 from atlas_fl.lora.peft_io import export_adapter
-from atlas_fl.models.backbone import Backbone
+from atlas_fl.models.backbone import Backbone, target_modules
 from atlas_fl.models.parts import bottom_of
 from atlas_fl.models.vision_export import save_vision
+from atlas_fl.private import shares_all
+from atlas_fl.split.model import on_client
 from atlas_fl.split.step import Cut
 from atlas_fl.tasks.clients import ClientData
 from atlas_fl.tree import digest
@@ -49,11 +55,15 @@ class Site(Protocol):
         """Write the client's own model."""
         ...
 
+    def leave(self) -> None:
+        """The run is complete: remove what was kept for it."""
+        ...
 
-def home_of(config: Config, client: ClientData, *, model: str) -> Site:
-    """The site of this client for a server whose model has this digest."""
+
+def home_of(config: Config, client: ClientData, *, model: str, private: Path) -> Site:
+    """The site of this client for a server whose model has this digest; `private` is for what it does not share."""
     line = line_of([client.task], tune=config.images.tune)
-    return WholeHome(config, client) if line is IMAGES else Home(config, client, model=model)
+    return WholeHome(config, client) if line is IMAGES else Home(config, client, model=model, private=private)
 
 
 class WholeHome:
@@ -78,6 +88,9 @@ class WholeHome:
         """Write the client's own model as transformers loads it."""
         save_vision(self._site.vision, model, to, labels=self._client.task.label_names)
 
+    def leave(self) -> None:
+        """Nothing is kept."""
+
 
 class Home:
     """The model at a site: as much of it as the newest job needs, and only from then on.
@@ -86,9 +99,10 @@ class Home:
     suffices to register.
     """
 
-    def __init__(self, config: Config, client: ClientData, *, model: str) -> None:
+    def __init__(self, config: Config, client: ClientData, *, model: str, private: Path) -> None:
         self._config, self._client, self._model = config, client, model
-        self.receiver: Receiver = AdapterReceiver()
+        self._vault = None if shares_all(config.mixing.share) else self._vault_in(private)
+        self.receiver: Receiver = AdapterReceiver() if self._vault is None else PrivateReceiver(vault=self._vault)
         self.actions: Mapping[str, Any] = ACTIONS
         self._site: AdapterSite | None = None
         self._blocks: int | None = None
@@ -129,6 +143,39 @@ class Home:
             )
         self._site, self._blocks = site, blocks
         return site
+
+    def leave(self) -> None:
+        """The run is complete: what was not shared is in the client's own model now."""
+        if self._vault is not None:
+            self._vault.clear()
+
+    def _vault_in(self, folder: Path) -> Vault:
+        share, run = self._config.mixing.share, self._config.run
+        back = run.checkpoint_every * run.keep_checkpoints + self._config.mixing.aggregate_every
+        scale = scale_of(self._config)
+        return Vault(folder=folder, share=share, names=self._names, draw=self._drawn, scale=scale, rounds=back)
+
+    @cached_property
+    def _outline(self) -> tuple[Backbone, dict[str, nn.Module]]:
+        """The whole model, of which names and sizes are known, and its adapted layers."""
+        whole = self.known
+        if self._config.split.split != NONE:
+            with torch.device("meta"):
+                whole = bottom_of(self._config.model.model, blocks=None)
+        return whole, target_modules(whole, targets_of(self._config, whole))
+
+    def _names(self, cut: Cut | None) -> frozenset[str]:
+        """The trainable tensors of this client with this cut."""
+        whole, modules = self._outline
+        found = self._drawn(dict.fromkeys(modules, 0))
+        if cut is None:
+            return frozenset(found)
+        return on_client(whole, found, blocks=cut.blocks, head=cut.head == "client")
+
+    def _drawn(self, ranks: Mapping[str, int]) -> Params:
+        """The shared initialisation of these modules at these ranks, and of the head."""
+        whole, modules = self._outline
+        return fresh(whole, modules, ranks=ranks, task=self._client.task, seed=self._config.run.seed)
 
 
 def _fingerprint(backbone: Backbone) -> str:

@@ -46,6 +46,8 @@ class Joining:
     """How long a server that has gone is tried again."""
     first_seconds: float = 30.0
     """How long it is tried at the very first."""
+    private: Path | None = None
+    """Where what it does not share is kept until the run is complete; None for `NAME-private` beside `to`."""
     to: Path
     """Where the client's own model is written at the end: in PEFT's format, or a whole model in transformers' own."""
 
@@ -85,7 +87,8 @@ def join(joining: Joining, *, on_event: OnEvent = ignore) -> Joined:
         on_event(PhaseStarted("loading"))
         config = _config_of(link.welcome, joining)
         client = own_client(config, certs.name, task=joining.task, part=joining.part)
-        home = home_of(config, client, model=str(link.welcome["model"]))
+        kept = joining.private or joining.to.with_name(f"{certs.name}-private")
+        home = home_of(config, client, model=str(link.welcome["model"]), private=kept)
         said |= {"config": str(link.welcome["config"]), "model": home.fingerprint}
         worker = Worker(
             name=certs.name,
@@ -99,6 +102,7 @@ def join(joining: Joining, *, on_event: OnEvent = ignore) -> Joined:
         model = worker.work()
     if model:
         home.export(model, joining.to)
+    home.leave()
     return Joined(
         name=certs.name,
         adapter=joining.to if model else None,

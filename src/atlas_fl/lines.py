@@ -27,6 +27,7 @@ from atlas_fl.options import train_options, whole_options
 from atlas_fl.plan import Plan
 from atlas_fl.planning import Planned, local_engine, plan_for
 from atlas_fl.planning_images import plan_whole
+from atlas_fl.private import hides_factors
 from atlas_fl.tasks import find_tasks
 from atlas_fl.tasks.spec import Task
 from atlas_fl.tree import digest
@@ -95,15 +96,21 @@ def _whole_bench(assembly: ImageAssembly) -> Bench:
     )
 
 
+def _diversity(assembly: Assembly, planned: Planned, before: ByClient, after: ByClient) -> Diversity | None:
+    """None where factors are at the clients alone: nobody has the updates of all."""
+    if any(hides_factors(params) for params in before.values()):
+        return None
+    own = planned.plan.adjacency
+    return diversity(before, after, clients=assembly.names, adjacency=own, scale=assembly.site.scale)
+
+
 ADAPTERS = Line(
     name="adapters",
     assemble=assemble,
     engine=local_engine,
     plan=plan_for,
     options=lambda config, _: train_options(config),
-    diversity=lambda assembly, planned, before, after: diversity(
-        before, after, clients=assembly.names, adjacency=planned.plan.adjacency, scale=assembly.site.scale
-    ),
+    diversity=_diversity,
     model_bytes=lambda assembly: payload_bytes(assembly.site.backbone.frozen),
     frozen=lambda assembly: assembly.site.backbone.frozen,
     upon=_upon_backbone,

@@ -33,6 +33,7 @@ from atlas_fl.phases import (
     leakage_of,
     measure_layers,
     warm_start,
+    without_private,
 )
 from atlas_fl.plan import ClientPlan, Plan
 from atlas_fl.sparse.choose import Mask
@@ -118,6 +119,8 @@ def plan_for(assembly: Assembly, engine: Engine, *, on_event: OnEvent = ignore) 
     for note in plan.notes:
         on_event(Note(note))
     start = begun(warm_start(assembly, found, [client.ranks for client in plan.clients]), plan.federation())
+    cuts = cuts_of(assembly, plan)
+    start = {name: without_private(assembly, params, cuts.get(name)) for name, params in start.items()}
     return Planned(
         plan=plan,
         start=start,

@@ -31,6 +31,7 @@ from atlas_fl.io.results import read_json
 from atlas_fl.lines import ADAPTERS, IMAGES, Line, line_for, line_in
 from atlas_fl.options import strategy_of
 from atlas_fl.plan import Plan
+from atlas_fl.private import shares_all
 from atlas_fl.records import models_of
 from atlas_fl.types import Params
 
@@ -135,10 +136,15 @@ def check_served(config: Config, service: Service) -> None:
         raise ConfigError(
             f"--strategy {mixing.strategy} sends nothing, so there is nothing to serve; use `atlas run` at every site"
         )
-    if set(mixing.share) != {"A", "B", "head"}:
+    if not shares_all(mixing.share) and with_images(config):
         raise ConfigError(
-            f"--share {' '.join(mixing.share)} keeps parts of a model at its client, and across machines whole models"
-            " travel; share A B head, or simulate it with `atlas run`"
+            f"--share {' '.join(mixing.share)} keeps parts of a model at its client, and image clients send whole"
+            " models; share A B head, or simulate it with `atlas run`"
+        )
+    if not shares_all(mixing.share) and (config.ranks.rerank or config.model.init_adapter is not None):
+        raise ConfigError(
+            f"--share {' '.join(mixing.share)} keeps parts of a model at its client, and --rerank and --init-adapter"
+            " make whole models at the server; leave these out, or share A B head"
         )
     if config.split.split != NONE and config.model.precision == "fp16":
         raise ConfigError(
@@ -202,7 +208,7 @@ def _assembly(config: Config, hall: Hall, desk: Desk, names: tuple[str, ...]) ->
     if line is IMAGES:
         return line.assemble(config, clients=clients, devices=devices)
     assembly = line.assemble(config, clients=clients, tokens=tokens, devices=devices)
-    return replace(assembly, door=_door(hall, desk, tokens))
+    return replace(assembly, door=_door(hall, desk, tokens), apart=not shares_all(config.mixing.share))
 
 
 def _door(hall: Hall, desk: Desk, tokens: dict[str, ClientTokens]) -> Door:

@@ -20,6 +20,7 @@ from atlas_fl.mixing.matrices import Federation
 from atlas_fl.mixing.shared import with_shared
 from atlas_fl.options import is_reclustered, strategy_of
 from atlas_fl.planning import Planned, at_ranks, cuts_of, held_by, regraphed
+from atlas_fl.private import as_kept
 from atlas_fl.records import Recorder
 from atlas_fl.rng import generator
 from atlas_fl.sparse.choose import Mask
@@ -43,13 +44,15 @@ def round_half_up(value: float) -> int:
     return int(value + 0.5)
 
 
-def accepted(sent: ByClient, updates: Sequence[Update]) -> tuple[dict[str, Update], dict[str, str]]:
+def accepted(
+    sent: ByClient, updates: Sequence[Update], share: Sequence[str]
+) -> tuple[dict[str, Update], dict[str, str]]:
     """The updates that may be mixed, and why each other one was refused, by client."""
     good: dict[str, Update] = {}
     refused: dict[str, str] = {}
     for update in updates:
         try:
-            check_update(sent[update.client], update.params)
+            check_update(as_kept(sent[update.client], update.params, share), update.params)
         except ProtocolError as error:
             refused[update.client] = str(error)
         else:
@@ -126,7 +129,7 @@ def one_round(assembly: Assembly, planned: Planned, engine: Engine, state: State
     begun = {name: state.start[name] for name in sampled}
     jobs = jobs_for(begun, line.options(config, planned), round=number, cuts=cuts, momentum=state.momentum)
     updates = engine.run("train", jobs)
-    good, refused = accepted(state.start, updates)
+    good, refused = accepted(state.start, updates, config.mixing.share)
     trained = {name: update.params for name, update in good.items()}
     aggregated = is_aggregated(config, number)
     server = _server_step(strategy, state, trained, planned.plan.federation(), apply=aggregated, mask=planned.mask)

@@ -9,6 +9,8 @@ import torch
 from atlas_fl.types import Params
 
 LORA_A, LORA_B, HEAD = ".lora_A", ".lora_B", "head."
+PRIVATE = "private"
+"""The name under which a server's model says what of it is at its client alone (`private`)."""
 
 
 def lora_modules(params: Params) -> list[str]:
@@ -42,7 +44,7 @@ def shared_part(params: Params, share: Iterable[str]) -> dict[str, torch.Tensor]
     Whole weights, which are neither, go with the adapters.
     """
     parts = set(share)
-    return {key: tensor for key, tensor in params.items() if _part_of(key, parts) in parts}
+    return {key: tensor for key, tensor in params.items() if key != PRIVATE and _part_of(key, parts) in parts}
 
 
 def _part_of(key: str, parts: Collection[str]) -> str:

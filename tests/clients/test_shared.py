@@ -7,7 +7,7 @@ import torch
 
 from atlas_fl.clients.base import Job, Site
 from atlas_fl.clients.packs import packs
-from atlas_fl.clients.shared import SharedSet
+from atlas_fl.clients.shared import SharedSet, shared_sets
 from atlas_fl.clients.train import TrainOptions, batches, train
 from atlas_fl.engines.local import LocalEngine
 from atlas_fl.split.step import Cut
@@ -169,6 +169,35 @@ def test_the_order_of_the_clients_changes_no_bit_and_a_broken_gradient_is_left_o
         found.append(shared._leaves["w"].grad)
     assert torch.equal(*found)
     torch.testing.assert_close(found[0], torch.full((2,), (0.3 + 2.8) / 7))
+
+
+def test_sums_are_taken_in_the_order_of_the_names() -> None:
+    """In float32 (1 + 1e8) - 1e8 is 0, and (1e8 - 1e8) + 1 is not."""
+    found = []
+    for order in ((0, 1, 2), (1, 2, 0), (2, 0, 1)):
+        members = [Stub("a", grad=1.0), Stub("b", grad=1e8), Stub("c", grad=-1e8)]
+        shared = SharedSet([members[k] for k in order], ["w"])
+        shared.step(0, dict.fromkeys(members, 4))
+        found.append(shared._leaves["w"].grad)
+    assert torch.equal(found[0], found[1])
+    assert torch.equal(found[0], found[2])
+
+
+def test_where_every_gradient_is_broken_the_set_is_seen_to_be() -> None:
+    """Standing still would hide it; NaN is refused and recorded."""
+    members = [Stub(name, grad=float("nan")) for name in "ab"]
+    SharedSet(members, ["w"]).step(0, dict.fromkeys(members, 4))
+    assert all(bool(member.params["w"].isnan().all()) for member in members)
+
+
+def test_clusters_have_sets_of_their_own_and_a_set_begins_as_one() -> None:
+    members = [Stub(name, grad=0.0) for name in "abcd"]
+    for member, cluster in zip(members, (0, 1, 0, 1)):
+        member.cluster, member.shared = cluster, ("w",)
+    assert [[own.job.client for own in found.owners] for found in shared_sets(members)] == [["a", "c"], ["b", "d"]]
+    members[2].params["w"] = torch.zeros(2, requires_grad=True)
+    with pytest.raises(AssertionError, match="begin with the same one"):
+        shared_sets(members)
 
 
 def test_a_cluster_is_in_one_pack_and_rows_keep_its_memory(tiny_of, site_of, spec_of) -> None:

@@ -83,7 +83,22 @@ def test_a_set_is_what_those_who_trained_have_of_it() -> None:
     assert torch.equal(found["c"][KEY.format(1, "A")], torch.ones(2, 2))
     assert torch.equal(found["b"][KEY.format(2, "A")], torch.zeros(2, 2))
     assert torch.equal(found["b"][KEY.format(1, "A")], before["b"][KEY.format(1, "A")])
-    assert with_shared(before, fed, ["d"]) == before
+    untouched = with_shared(before, fed, ["d"])
+    assert all(untouched[name] is before[name] for name in CLIENTS), "who is new is sent a model"
+    key = KEY.format(2, "A")
+    found = with_shared({**before, "a": {**before["a"], key: torch.ones(2, 2)}}, fed, ["b", "a"])
+    assert torch.equal(found["c"][key], torch.ones(2, 2)), "the first in the order of the run"
+
+
+def test_who_is_drawn_to_nobody_outside_its_set_stays_to_the_bit() -> None:
+    """Weights that sum to one only up to rounding would move a set by its last bits."""
+    draws, fed, off = np.random.default_rng(0), federation(), 0
+    for _ in range(20):
+        matrix = np.eye(4)
+        matrix[np.ix_([0, 2], [0, 2])] = draws.dirichlet([1.0, 1.0], size=2)
+        off += np.average(matrix[[0, 2]], axis=0, weights=[100.0, 300.0]).sum() != 1.0
+        assert np.array_equal(pooled(matrix, fed, 1, present=np.ones(4, bool)), np.eye(4))
+    assert off, "none of these sums is off"
 
 
 def test_a_set_begins_as_the_mean_over_its_owners_examples() -> None:
@@ -94,3 +109,9 @@ def test_a_set_begins_as_the_mean_over_its_owners_examples() -> None:
     for name in "abc":
         torch.testing.assert_close(found[name][KEY.format(2, "B")], torch.full((2, 2), 800 / 600))
     assert found["d"] is before["d"]
+    alike = {
+        name: {KEY.format(2, "B"): torch.randn(9, 9, generator=torch.Generator().manual_seed(0))} for name in CLIENTS
+    }
+    assert all(
+        torch.equal(own[KEY.format(2, "B")], alike["a"][KEY.format(2, "B")]) for own in begun(alike, fed).values()
+    )

@@ -24,6 +24,7 @@ from atlas_fl.run import run
 from atlas_fl.tree import digest
 from tests.engines.conftest import Proxy
 from tests.runs.processes import Program, Programs
+from tests.runs.test_split import SMALL, needs
 
 SITES = {"movie-0": "cpu_2gb", "movie-1": "tablet_4gb"}
 """The clients of the simulation, and the devices that it deals out to them."""
@@ -324,12 +325,75 @@ def test_a_client_that_comes_late_is_placed_and_no_fault_changes_a_bit_of_it(
     assert audit(fed.served.path).ok
 
 
+def test_what_is_not_shared_stays_at_its_site_and_no_fault_changes_a_bit(
+    federation: Callable[..., Federation], config: Callable[..., Config]
+) -> None:
+    """B and heads are at the sites alone, warmed up there: one is killed, one comes late and cut, the server dies."""
+    settings = {"clients_per_task": 3, "rounds": 5, "split": "movie-2=1", "fingerprint": "delta"}
+    settings |= {"share": ("A",), "space": "factors", "head": "client"}
+    fed = federation(**settings)
+    server, port = fed.serve()
+    first, other = (fed.join(name, port) for name in fed.sites)
+    server.wait_for("round 1/5")
+    other.kill()
+    assert list((fed.folder / "movie-1-private").glob("*.safetensors"))
+    make_certs(fed.folder / "certs", servers=[], clients=["movie-2"])
+    late = fed.join("movie-2", port, device="laptop_8gb")
+    server.wait_for("movie-2 came after the plan was made and joins before the next round")
+    again = fed.join("movie-1", port)
+    number = int(server.wait_for(r"movie-2 joins before round (\d)")[1])
+    server.wait_for(f"round {number}/5")
+    server.kill()
+    last, _ = fed.serve(port=port)
+    for program in (first, again, late, last):
+        program.end()
+    simulated = run(config(tasks=("movie",), pack_tokens=1, arrive=(f"movie-2={number}",), **settings))
+    for name, model in adapters(simulated.folder).items():
+        assert digest(read_tensors(fed.folder / f"{name}-adapter" / "adapter_model.safetensors")) == model
+        assert not (fed.folder / f"{name}-private").exists()
+    folders = fed.served, RunFolder(simulated.folder)
+    ledgers = [sorted(map(str, read_rows(folder.ledger))) for folder in folders]
+    assert ledgers[0] == ledgers[1]
+    metrics = [[row for row in read_rows(folder.metrics) if row.get("event") != "mixed"] for folder in folders]
+    assert [{**row, "seconds": 0} for row in metrics[0]] == [{**row, "seconds": 0} for row in metrics[1]]
+    for path in sorted(fed.served.path.rglob("*.safetensors")):
+        for key, tensor in read_tensors(path).items():
+            above = "movie-2/" in key and ".layer.0." not in key
+            assert above or not tensor.numel() or not (key.endswith("lora_B") or "/head." in key), (path, key)
+    report = audit(fed.served.path)
+    assert report.ok
+    assert report.unseen == ("served: movie-0", "served: movie-1", "served: movie-2")
+    assert not fed.served.adapters.exists()
+
+
+def test_auto_takes_the_same_cuts_deployed_as_simulated(
+    federation: Callable[..., Federation], config: Callable[..., Config]
+) -> None:
+    """By the devices that the sites report: one holds the model, the other the half of it."""
+    gb = (needs(config, "1") + needs(config, "none")) / 2
+    small = SMALL.format(gb=gb)
+    settings = {"devices": ("small", "tablet_4gb"), "device": (small,), "ranks": "2", "rounds": 1}
+    fed = federation({"movie-0": small, "movie-1": "tablet_4gb"}, split="auto", **settings)
+    server, port = fed.serve()
+    for program in [*(fed.join(name, port) for name in fed.sites), server]:
+        program.end()
+    fed.is_as_simulated()
+    plans = [read_json(folder.plan)["clients"] for folder in (RunFolder(fed.simulated), fed.served)]
+    assert plans[0] == plans[1]
+    assert [client["cut"] is None for client in plans[1]] == [False, True]
+    ledgers = [sorted(map(str, read_rows(folder.ledger))) for folder in (RunFolder(fed.simulated), fed.served)]
+    assert ledgers[0] == ledgers[1]
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
         (("serve", "--certs", "nowhere"), "no file nowhere/ca.pem"),
         (("serve", "--strategy", "local"), "--strategy local sends nothing"),
-        (("serve", "--share", "B", "head", "--space", "factors"), "whole models travel"),
+        (
+            ("serve", "--share", "B", "head", "--space", "factors", "--init-adapter", "x"),
+            "--rerank and --init-adapter make whole models at the server",
+        ),
         (("serve", "--port", "70000"), "--port is 70000"),
         (("serve", "--wait", "0.01"), "0 of 2 clients have come within 0.01 seconds, missing: movie-0, movie-1"),
         (("join", "x:1", "--certs", "nowhere", "--task", "movie", "--device", "cpu_2gb"), "no file nowhere/ca.pem"),

@@ -1,6 +1,7 @@
 """Runs whose models are cut: the adapters of a run without a cut, every byte in the ledger, audit and resume."""
 
 import io
+from collections import Counter
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -12,10 +13,12 @@ from atlas_fl.assemble import assemble
 from atlas_fl.audit import audit
 from atlas_fl.config import Config
 from atlas_fl.errors import AtlasError, BudgetError, ConfigError
+from atlas_fl.events import ignore
 from atlas_fl.io.folder import RunFolder
 from atlas_fl.io.results import read_json
 from atlas_fl.lines import make_plan
 from atlas_fl.phases import cuts_while_planning
+from atlas_fl.planning import local_engine, plan_for
 from atlas_fl.report.plan_tables import plan_tables
 from atlas_fl.run import RunResult, resume, run
 from tests.runs.reading import rows, same_tensors, state
@@ -113,6 +116,44 @@ def test_the_plan_predicts_what_the_ledger_counts(config: Make) -> None:
         assert client.predicted["up_bytes"] >= predicted["activation_up"] + predicted["label_up"]
         parts = ("client_seconds", "server_seconds", "link_seconds")
         assert client.predicted["seconds"] == pytest.approx(sum(client.split[part] for part in parts))
+
+
+@pytest.mark.parametrize(("head", "fingerprint"), [("server", "fisher"), ("client", "delta"), ("client", "gradient")])
+@pytest.mark.parametrize(("longest", "within"), [(5, 0.0), (None, 0.1)])
+def test_what_planning_sends_through_a_cut_is_as_predicted(
+    config: Make, head: str, fingerprint: str, longest: int | None, within: float
+) -> None:
+    """To the byte where all examples are equally long, else within a tenth here, by phase and direction."""
+    settings = {"split": "movie-0=1,movie-1=2", "head": head, "graph": "adaptive", "max_length": longest}
+    settings |= {"fingerprint": fingerprint, "fingerprint_steps": 12, "fingerprint_blocks": 2}
+    assembly = assemble(config(tasks=("movie",), wire="int8", **settings))
+    made = plan_for(assembly, local_engine(assembly, ignore))
+    if fingerprint == "delta":
+        assert set(made.plan.warmup["steps"].values()) == {12}, "an early end sends less"
+    counted: Counter[tuple[str, str, str]] = Counter()
+    for row in made.crossed:
+        counted[row.client, row.phase, row.direction] += row.bytes
+    predicted = {
+        (client.name, phase, direction): size
+        for client in made.plan.clients
+        for phase, sizes in client.split["planning_bytes"].items()
+        for direction, size in sizes.items()
+    }
+    assert {phase for _, phase, _ in predicted} == {"fingerprint", "importance", "evaluate"}
+    assert predicted.keys() == counted.keys()
+    for key, size in predicted.items():
+        assert size == pytest.approx(counted[key], rel=within, abs=0), key
+
+
+def test_one_set_of_a_cluster_is_on_the_server_once(config: Make) -> None:
+    """Each of four has a copy and its gradient, 2 of 4 parts, and a quarter of the set that moves: 3/4 of its own."""
+    both = []
+    for adapters in ("per_client", "per_cluster"):
+        settings = {"split": "1", "head": "client", "ranks": "2", "clusters": "oracle", "server_adapters": adapters}
+        plan = make_plan(config(tasks=("movie",), clients_per_task=4, **settings))
+        both.append([client.split["server_memory"]["adapters and optimizer"] for client in plan.clients])
+    assert len(both[0]) == 4
+    assert both[1] == [own * 3 // 4 for own in both[0]]
 
 
 def plan_of(config: Make, gb: float, **settings: object):

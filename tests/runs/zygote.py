@@ -8,6 +8,7 @@ import os
 import select
 import signal
 import sys
+import traceback
 
 import torch
 
@@ -32,6 +33,8 @@ def start(order: dict) -> int:
     try:
         code = main(order["words"])
     finally:
+        if sys.exc_info()[0] is not None:
+            traceback.print_exc()  # nobody else would: the process ends here
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)

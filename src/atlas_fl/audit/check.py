@@ -26,7 +26,7 @@ from atlas_fl.audit.rerank import check_ranks, is_reranked
 from atlas_fl.audit.rules import Rule, kind_of, weights
 from atlas_fl.audit.several import compare_runs
 from atlas_fl.events import OnEvent, Progress, ignore
-from atlas_fl.tree import HEAD, LORA_A, LORA_B, digest
+from atlas_fl.tree import HEAD, LORA_A, LORA_B, PRIVATE, digest
 
 SHIFT = 1e-6
 """A recomputed move above this is more than rounding, so the tensor cannot have stayed as it was."""
@@ -39,7 +39,14 @@ def audit(run_dir: Path | str, others: Sequence[Path | str] = (), *, on_event: O
     """
     runs = [open_run(Path(path)) for path in (run_dir, *others)]
     rows = [row for run in runs for row in audit_run(run, on_event=on_event)]
-    return AuditReport(rows=(*rows, *compare_runs(runs)))
+    return AuditReport(rows=(*rows, *compare_runs(runs)), unseen=tuple(name for run in runs for name in _unseen(run)))
+
+
+def _unseen(run: Run) -> Iterator[str]:
+    """The clients of this run whose models are here in part."""
+    for client, params in read_models(run, run.rounds[-1], "start").items():
+        if PRIVATE in params:
+            yield f"{run.path.name}: {client}"
 
 
 def audit_run(run: Run, *, on_event: OnEvent = ignore) -> Iterator[AuditRow]:
@@ -140,7 +147,9 @@ def _difference(want: Mapping[str, Tensor], have: Mapping[str, Tensor], what: st
     lost, new = sorted(want.keys() - have.keys()), sorted(have.keys() - want.keys())
     if lost or new:
         return f"{what} lacks {lost[:2]} and has unknown {new[:2]} ({len(lost)} and {len(new)} in all)"
-    wrong = [key for key in want if want[key].shape != have[key].shape]
+    # what a client has kept to itself since is no longer here, and `mixed` holds that it was not to be shared
+    kept = {key for key in have if PRIVATE in have and not have[key].numel()}
+    wrong = [key for key in want if want[key].shape != have[key].shape and key not in kept]
     return f"{what} has {wrong[0]} of shape {tuple(have[wrong[0]].shape)}" if wrong else ""
 
 

@@ -9,7 +9,7 @@ import scipy.linalg
 from atlas_fl.audit.folder import Plan
 from atlas_fl.audit.models import Models
 from atlas_fl.audit.rules import connected
-from atlas_fl.tree import HEAD, LORA_A, LORA_B
+from atlas_fl.tree import HEAD, LORA_A, LORA_B, PRIVATE
 
 TOLERANCE = 1e-4
 """Largest relative error: float32 factors of a float64 truth."""
@@ -185,6 +185,8 @@ def is_mixed(key: str, share: Sequence[str]) -> bool:
     """Whether a parameter leaves the client; what is neither adapter nor head goes with the adapters."""
     if key.startswith(HEAD):
         return "head" in share
+    if key == PRIVATE:
+        return False
     for end, word in ((LORA_A, "A"), (LORA_B, "B")):
         if key.endswith(end):
             return word in share

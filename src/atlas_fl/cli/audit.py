@@ -39,5 +39,12 @@ def audit(words: Sequence[str]) -> int:
         report = audit_run(run, tuple(others), on_event=tell)
     show([audit_table(report.rounds()), *failure_lines(report.failures)])
     verdict = "audit passed" if report.ok else f"audit FAILED: {len(report.failures)} checks did not hold"
+    if report.unseen:
+        show(
+            [
+                f"{len(report.unseen)} clients keep what they do not share at their sites; of that part the audit sees"
+                " the digest alone, and what trained it is the clients' own word"
+            ]
+        )
     show([f"{verdict} ({len(report.rows)} checks)"])
     return 0 if report.ok else MISMATCH

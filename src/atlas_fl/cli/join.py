@@ -37,6 +37,9 @@ class JoinOptions:
     """A TOML or YAML file of settings; a server with others is refused."""
     patience: float = 600.0
     """Seconds to try a server again that has gone."""
+    private: str | None = None
+    """Where what the settings' --share leaves out is kept until the run is complete; NAME-private by default. A site
+    that is started again needs it."""
     to: str | None = None
     """Where this client's own model is written at the end, in PEFT's format; NAME-adapter by default."""
 
@@ -67,6 +70,7 @@ def join(words: Sequence[str]) -> int:
         data_dir=options.data_dir,
         config=None if options.config is None else config_hash(base_config(groups)),
         patience_seconds=options.patience,
+        private=None if options.private is None else Path(options.private),
         to=Path(options.to or f"{open_certs(certs).name}-adapter"),
     )
     with show_progress() as on_event, going_on("the same command"):

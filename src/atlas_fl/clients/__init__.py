@@ -9,7 +9,7 @@ from atlas_fl.clients.fingerprint import fingerprint
 from atlas_fl.clients.half import Half
 from atlas_fl.clients.halves import EvaluationHalf, TrainingHalf
 from atlas_fl.clients.importance import importance
-from atlas_fl.clients.measure_above import ImportanceHalf
+from atlas_fl.clients.measure_above import importance_half
 from atlas_fl.clients.measure_below import importance_below
 from atlas_fl.clients.train import train
 from atlas_fl.clients.warm_above import fingerprint_half
@@ -32,7 +32,7 @@ CLIENT_SIDE: Mapping[str, Callable[[Job, Site, Crossing], Update]] = {
 
 SERVER_SIDE: Mapping[str, Callable[[Job, Site], Half]] = {
     "fingerprint": fingerprint_half,
-    "importance": ImportanceHalf,
+    "importance": importance_half,
     "train": TrainingHalf,
     "evaluate": EvaluationHalf,
 }

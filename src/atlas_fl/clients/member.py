@@ -13,7 +13,7 @@ from atlas_fl.clients.schedule import rate_factor
 from atlas_fl.models.backbone import Backbone
 from atlas_fl.split.model import on_client
 from atlas_fl.split.step import Cut, Line
-from atlas_fl.tree import HEAD, digest
+from atlas_fl.tree import HEAD, PRIVATE, digest
 from atlas_fl.types import Params
 
 
@@ -48,7 +48,7 @@ def example_loss(logits: Tensor, labels: Tensor, *, smoothing: float = 0.0) -> T
 
 def trained_below(backbone: Backbone, names: Iterable[str], options: TrainOptions, cut: Cut) -> list[int]:
     """Where the trained tensors on the client's side of this cut stand among all that are trained, by their names."""
-    trained = sorted(name for name in names if not name.endswith(options.frozen))
+    trained = sorted(name for name in names if name != PRIVATE and not name.endswith(options.frozen))
     held = on_client(backbone, trained, blocks=cut.blocks, head=cut.head == "client")
     return [place for place, name in enumerate(trained) if name in held]
 

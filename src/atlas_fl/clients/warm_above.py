@@ -10,7 +10,7 @@ from atlas_fl.clients.base import Job, Site, Update
 from atlas_fl.clients.fingerprint import FingerprintOptions, answered, half_job, is_look, lora_b, mean, verdict
 from atlas_fl.clients.half import Half, Question
 from atlas_fl.clients.halves import TrainingHalf
-from atlas_fl.clients.measure_above import GradientsHalf, parts_below, sketch_of, told_here
+from atlas_fl.clients.measure_above import gradients_half, parts_below, sketch_of, told_here
 from atlas_fl.clients.server_side import Read
 from atlas_fl.clients.side import Payloads, Side
 from atlas_fl.clients.together import Together
@@ -104,6 +104,6 @@ def fingerprint_half(job: Job, site: Site) -> Half:
 
 _KINDS: Mapping[str, Callable[[Job, Site], Half]] = {
     "delta": WarmingHalf,
-    "fisher": GradientsHalf,
-    "gradient": GradientsHalf,
+    "fisher": gradients_half,
+    "gradient": gradients_half,
 }

@@ -9,8 +9,9 @@ from typing import Any, Protocol, TypeAlias
 
 from atlas_fl.clients.base import Job, Update
 from atlas_fl.engines.frames import Head
-from atlas_fl.engines.wire import Told, job_message, read_job, read_update, update_message
+from atlas_fl.engines.wire import Told, job_message, model_message, read_job, read_update, update_message
 from atlas_fl.errors import ProtocolError
+from atlas_fl.private import travelling
 from atlas_fl.tree import digest
 from atlas_fl.types import Params
 
@@ -81,12 +82,13 @@ class AdapterSender:
         """The update that an answer holds."""
         found = read_update(head, tensors, job=job)
         if action == "train" and found.params is not job.params:
-            self.held["trained"] = digest(found.params)
+            self.held["trained"] = digest(travelling(found.params))
         return found
 
     def farewell(self, model: Params) -> tuple[Head, Params]:
-        """The model, whole."""
-        return {"kind": "done", "model": True}, model
+        """The model, or of one that is at its client in part what is not there."""
+        private, sent = model_message(model)
+        return {"kind": "done", "model": True, **private}, sent
 
     def unanswered(self) -> None:
         """What the other end trained last is unknown here."""
@@ -125,7 +127,7 @@ class AdapterReceiver:
     def _model(self, head: Mapping[str, Any], params: Params) -> Params:
         """The job's model: what came with it, or one that is here."""
         wanted = str(head.get("model"))
-        if not params:
+        if not params and wanted != digest({}):
             found = next((own for key, own in self.held.values() if key == wanted), None)
             if found is None:
                 raise ProtocolError("the server names a model that is not here; install its version of atlas-fl")

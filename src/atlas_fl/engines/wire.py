@@ -4,6 +4,7 @@ A model that the other end holds already is named by its digest instead of being
 tensors, because a loss may be NaN, which strict JSON does not know.
 """
 
+import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, is_dataclass
 from types import NoneType, UnionType
@@ -19,8 +20,9 @@ from atlas_fl.clients.train import TrainOptions
 from atlas_fl.engines.frames import Head
 from atlas_fl.errors import ProtocolError
 from atlas_fl.io.ledger import DIRECTIONS, KINDS
+from atlas_fl.private import at_server, hidden_ranks, named, travelling
 from atlas_fl.split.step import Crossed, Cut
-from atlas_fl.tree import digest
+from atlas_fl.tree import PRIVATE, digest
 from atlas_fl.types import Params
 
 OPTIONS: Mapping[str, type[Any]] = {
@@ -34,6 +36,7 @@ OPTIONS: Mapping[str, type[Any]] = {
 COUNTS = ("hits", "examples")
 """What is counted by class, as `tasks.metrics.by_class` names it."""
 
+_SHA256 = re.compile("[0-9a-f]{64}")
 _METRICS, _PARAM, _CUT = "metrics", "param/", "cut/"
 
 
@@ -49,6 +52,32 @@ class Told:
     """Digest of the frozen tensors that it must hold."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class Private:
+    """What a message says of the part of a client's model that stays at the client."""
+
+    sha256: str | None
+    """Digest of its values; None for those that the client draws."""
+    ranks: tuple[int, ...] = ()
+    """Of the modules of which nothing is sent, in the order of their names."""
+
+
+def model_message(params: Params) -> tuple[Head, Params]:
+    """What is said, and what is sent, of a model of the server to its client."""
+    if PRIVATE not in params:
+        return {}, params
+    return {"private": asdict(Private(sha256=named(params), ranks=hidden_ranks(params)))}, travelling(params)
+
+
+def read_private(head: Mapping[str, Any]) -> Private | None:
+    """What the head of a message says of a private part; raises `ProtocolError` for anything else."""
+    found: Private | None = _read(Private | None, head.get("private"), where="private")
+    # it names a file
+    if found is not None and found.sha256 is not None and not _SHA256.fullmatch(found.sha256):
+        raise ProtocolError(f"a private part is named {found.sha256!r:.40}; install the same atlas-fl on both ends")
+    return found
+
+
 def job_message(
     action: str, job: Job, *, number: int, held: Mapping[str, str], told: Told | None = None
 ) -> tuple[Head, Params]:
@@ -57,7 +86,8 @@ def job_message(
     To a client with a cut goes its own side of the job, with what it is `told` of the other.
     """
     assert not job.momentum, "it is kept in one process, and configs with several are refused"
-    model = digest(job.params)
+    private, params = model_message(job.params)
+    model = digest(params)
     head = {
         "kind": "job",
         "number": number,
@@ -67,8 +97,9 @@ def job_message(
         "model": model,
         "cut": None if job.cut is None else asdict(job.cut),
         "told": None if told is None else asdict(told),
+        **private,
     }
-    return head, {} if model in held.values() else job.params
+    return head, {} if model in held.values() else params
 
 
 def read_job(
@@ -124,7 +155,10 @@ def read_update(head: Mapping[str, Any], tensors: Params, *, job: Job) -> Update
         or type(keys) is not int
     ):
         raise ProtocolError("the answer is no update; install the same atlas-fl on both ends")
-    params = {key.removeprefix(_PARAM): tensor for key, tensor in tensors.items() if key.startswith(_PARAM)}
+    params: Params = {key.removeprefix(_PARAM): tensor for key, tensor in tensors.items() if key.startswith(_PARAM)}
+    if (private := read_private(head)) is not None:
+        left = {key: tensor for key, tensor in job.params.items() if key not in params and key != PRIVATE}
+        params = at_server({**params, **left}, left.keys(), sha256=private.sha256)
     return Update(
         client=job.client,
         params=job.params if head.get("same") is True else params,

@@ -94,13 +94,12 @@ class Worker:
         return self.link.exchange({"kind": "register", **self.registration})
 
     def _carried_out(self, head: Mapping[str, Any], params: Params) -> tuple[Head, Params]:
-        action, job, told = self.receiver.job(head, params, client=self.name)
-        number = head.get("number")
-        if type(number) is not int or (job.cut is None) is not (told is None):
-            raise ProtocolError("the server's job has no number, or half of a cut; install its version of atlas-fl")
-        self.on_event(PhaseStarted(f"{action}, round {job.round}"))
-        closing: Payloads = {}
+        number, closing = head.get("number"), dict[str, bytes]()
         try:
+            action, job, told = self.receiver.job(head, params, client=self.name)
+            if type(number) is not int or (job.cut is None) is not (told is None):
+                raise ProtocolError("the server's job has no number, or half of a cut; install its version of atlas-fl")
+            self.on_event(PhaseStarted(f"{action}, round {job.round}"))
             site = self.home(job.cut, told)
             if job.cut is None or told is None:
                 (update,) = self.actions[action]([job], site)

@@ -1,13 +1,14 @@
 """New adapters and heads: one shared start for all clients, whatever their ranks."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor
 
 from atlas_fl.rng import torch_generator
-from atlas_fl.tree import LORA_A, LORA_B
+from atlas_fl.tree import HEAD, LORA_A, LORA_B, PRIVATE
+from atlas_fl.types import Params
 
 
 def init_adapters(dims: Mapping[str, tuple[int, int]], ranks: Mapping[str, int], *, seed: int) -> dict[str, Tensor]:
@@ -34,6 +35,20 @@ def init_head(shapes: Mapping[str, tuple[int, ...]], *, seed: int, group: str) -
         else torch.zeros(shape)
         for name, shape in shapes.items()
     }
+
+
+def grown(fresh: Params, warm: Params, scale: Callable[[int], float]) -> dict[str, Tensor]:
+    """The warm-up's function at higher ranks: the shared A has more rows, and the new columns of B are zero.
+
+    Exact, because the rows of A are drawn one after another: a larger A begins with the smaller one. What `warm` does
+    not have is fresh.
+    """
+    new = {**fresh, **{key: warm[key] for key in warm if key.startswith(HEAD) or key == PRIVATE}}
+    for key in (key for key in warm if key.endswith(LORA_B)):
+        low, high = warm[key].shape[1], fresh[key].shape[1]
+        assert high >= low, "the warm-up's rank is the smallest"
+        new[key] = torch.nn.functional.pad(warm[key] * (scale(low) / scale(high)), (0, high - low))
+    return new
 
 
 def lora_scale(rank: int, *, alpha: float | None, rslora: bool) -> float:

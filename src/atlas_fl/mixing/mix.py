@@ -11,7 +11,7 @@ from atlas_fl.errors import ConfigError, ProtocolError, unknown
 from atlas_fl.mixing.factors import Moved, Workspace, mix_factor, mix_plain
 from atlas_fl.mixing.product import energy_share, fit, leading, realigned, stack_factors
 from atlas_fl.mixing.rows import Group, components_of, groups_of
-from atlas_fl.tree import HEAD, LORA_A, LORA_B, lora_modules
+from atlas_fl.tree import HEAD, LORA_A, LORA_B, PRIVATE, lora_modules
 from atlas_fl.types import ByClient, Params
 
 SHARES = ("A", "B", "head")
@@ -83,6 +83,8 @@ def _is_shared(key: str, share: Sequence[str], space: str) -> bool:
     """Whether a tensor mixes by itself; biases and other whole tensors go with the adapters."""
     if key.startswith(HEAD):
         return "head" in share
+    if key == PRIVATE:
+        return False
     if key.endswith(LORA_A):
         return "A" in share and space == "factors"
     if key.endswith(LORA_B):

@@ -13,7 +13,7 @@ import torch
 from jaxtyping import Bool, Float64
 
 from atlas_fl.mixing.matrices import Federation
-from atlas_fl.tree import HEAD, LORA_A, LORA_B
+from atlas_fl.tree import HEAD, LORA_A, LORA_B, PRIVATE
 from atlas_fl.types import ByClient, Params
 
 
@@ -27,8 +27,12 @@ def owners_of(federation: Federation, layer: int) -> list[list[int]]:
 
 
 def layer_of(federation: Federation, key: str) -> int | None:
-    """The block of an adapter's tensor; None for a head."""
-    return None if key.startswith(HEAD) else federation.layer_of[key.removesuffix(LORA_A).removesuffix(LORA_B)]
+    """The block of an adapter's tensor; None for a head, and for the name of what is at the client."""
+    return (
+        None
+        if key.startswith(HEAD) or key == PRIVATE
+        else federation.layer_of[key.removesuffix(LORA_A).removesuffix(LORA_B)]
+    )
 
 
 def pooled(

@@ -19,8 +19,10 @@ _OLD_NAMES = {"LayerNorm.weight": "LayerNorm.gamma", "LayerNorm.bias": "LayerNor
 """What the norms of early BERT checkpoints are called; transformers renames them on loading."""
 
 
-def bottom_of(name: str, *, blocks: int) -> Backbone:
+def bottom_of(name: str, *, blocks: int | None) -> Backbone:
     """A backbone of this model's embeddings and first `blocks` blocks, with its tokenizer; the weights are not read.
+
+    None is all blocks: an outline of the model, for whom names and sizes suffice.
 
     Nothing is built of what stands above, so `model.state_dict()` names what a file has to give.
     Raises `ModelError` where the model is not to be had, is a GGUF file, or has no more blocks than these.
@@ -33,11 +35,11 @@ def bottom_of(name: str, *, blocks: int) -> Backbone:
         tokenizer = AutoTokenizer.from_pretrained(source.path, **how_read(source))
         config = AutoConfig.from_pretrained(source.path, **how_read(source))
         total = int(config.num_hidden_layers)
-        if not 0 <= blocks < total:
+        if blocks is not None and not 0 <= blocks < total:
             raise ModelError(
                 f"model {name!r} has {total} blocks and cannot be cut at {blocks}; choose 0 to {total - 1}"
             )
-        config.num_hidden_layers = blocks
+        config.num_hidden_layers = total if blocks is None else blocks
         model = AutoModel.from_config(config, attn_implementation=PACKED, dtype=torch.float32)
     prepare(model, tokenizer)
     held = {*family.stem, family.blocks.split(".")[0], family.rotary}

@@ -3,6 +3,7 @@
 from atlas_fl.phases.connect import connect as connect
 from atlas_fl.phases.cut import cuts_while_planning as cuts_while_planning
 from atlas_fl.phases.cut import decide as decide
+from atlas_fl.phases.cut import without_private as without_private
 from atlas_fl.phases.fit import Fitted as Fitted
 from atlas_fl.phases.fit import fit_ranks as fit_ranks
 from atlas_fl.phases.fit import measure_layers as measure_layers

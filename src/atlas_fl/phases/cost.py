@@ -14,7 +14,7 @@ from atlas_fl.models.tokens import Encoded
 from atlas_fl.options import train_options
 from atlas_fl.ranks.assign import Assignment, assign_ranks
 from atlas_fl.ranks.devices import DEVICES, Device
-from atlas_fl.ranks.memory import HEAP_COPIES, TRAINING_COPIES, Fractions, Step, activation_bytes, adapter_bytes
+from atlas_fl.ranks.memory import HEAP_COPIES, TRAINING_COPIES, Fractions, Step, activation_bytes, layer_cost
 from atlas_fl.ranks.predict import Crossings, Prediction, message_bytes, over_cut, predict_round
 from atlas_fl.split.codec import message_size
 from atlas_fl.split.model import on_client
@@ -190,19 +190,28 @@ def _reads(data: Encoded) -> int:
     return len(data) if data.written is None else int(data.predictions.sum())
 
 
-def server_memory(assembly: Assembly, client: ClientData, cut: Cut, ranks: Sequence[int]) -> dict[str, int]:
-    """Bytes on the server for this client by part; the frozen weights are there once for all clients."""
+def server_memory(
+    assembly: Assembly, client: ClientData, cut: Cut, ranks: Sequence[int], *, owners: Sequence[int] = ()
+) -> dict[str, int]:
+    """Bytes on the server for this client by part; the frozen weights are there once for all clients.
+
+    Of adapters that several `owners` (by block) share, the client has a copy that computes and its gradient, and its
+    share of the one set that moves: the parameters, their gradient and both moments.
+    """
     shape, whole, held = assembly.shape, step_of(assembly, client, None), step_of(assembly, client, cut)
     whole = replace(whole, head_params=whole.head_params - held.head_params)
     kept = [
         activation_bytes(shape, whole.tokens, n, rank=max(ranks, default=0), checkpointing=whole.checkpointing)
         for n in (shape.num_layers, cut.blocks)
     ]
-    trained = adapter_bytes(shape, ranks) - adapter_bytes(shape, ranks[: cut.blocks]) + 4 * whole.head_params
+    trained = TRAINING_COPIES * 4 * whole.head_params
+    for layer in range(cut.blocks, shape.num_layers):
+        many, size = owners[layer] if owners else 1, layer_cost(shape, layer, ranks[layer])
+        trained += size if many == 1 else size // 2 + size // many
     return {
         "frozen weights": sum(shape.block_bytes[cut.blocks :]) + shape.tail_bytes,
         "activations": HEAP_COPIES * (kept[0] - kept[1] + 4 * held.crossing),
-        "adapters and optimizer": TRAINING_COPIES * trained,
+        "adapters and optimizer": trained,
     }
 
 

@@ -13,15 +13,14 @@ from atlas_fl.clients.importance import IMPORTANCE, ImportanceOptions
 from atlas_fl.engines.base import Engine, run_all
 from atlas_fl.options import warmup_options
 from atlas_fl.phases.cost import crossing_bytes, evaluation_bytes, server_memory
-from atlas_fl.phases.cut import WHOLE, Fit, decide, shared_fits
+from atlas_fl.phases.cut import WHOLE, Fit, cuts_while_planning, decide, num_owners, shared_fits
 from atlas_fl.phases.identify import Identified
+from atlas_fl.phases.measuring import BATCHES, planning_bytes
 from atlas_fl.ranks.devices import Device
 from atlas_fl.ranks.importance import cluster_importance, complexity_factors
 from atlas_fl.split.step import Cut
 from atlas_fl.tasks.clients import ClientData, majority
 from atlas_fl.types import ByClient
-
-BATCHES = 4
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,7 +76,10 @@ def fit_ranks(assembly: Assembly, found: Identified, layers: np.ndarray, *, comm
     notes = list(dict.fromkeys(note for fit in decided for note in fit.assignment.notes))
     if assembly.config.split.server_adapters == "per_cluster":
         decided = shared_fits(assembly, decided, found.labels, communicates=communicates)
-    fits = [_entry(*own) for own in zip(repeat(assembly), assembly.clients, assembly.devices, decided)]
+    planned = cuts_while_planning(assembly) if any(fit.cut for fit in decided) else WHOLE
+    fits = [
+        _entry(*own, decided, planned) for own in zip(repeat(assembly), assembly.clients, assembly.devices, decided)
+    ]
     return Fitted(by_client=tuple(fits), notes=(*notes, *_cut_notes(assembly, fits)))
 
 
@@ -86,8 +88,8 @@ def _cut_notes(assembly: Assembly, fits: Sequence[Mapping[str, Any]]) -> list[st
     if not cut:
         return []
     notes = [
-        f"{len(cut)} of {len(fits)} models are cut, and so they are while they are planned; what planning takes of a"
-        " cut device is in no prediction"
+        f"{len(cut)} of {len(fits)} models are cut, and so they are while they are planned; of planning the bytes"
+        " through the cuts are predicted, not the seconds and the memory that it takes"
     ]
     if any(client.task.writes for client in cut):
         notes.append("clients with a cut write no answers, so there is no ROUGE of theirs")
@@ -99,7 +101,14 @@ def _difficulty(client: ClientData) -> float:
     return 1.0 - (majority(client.train) or 0.0)
 
 
-def _entry(assembly: Assembly, client: ClientData, device: Device, fit: Fit) -> dict[str, Any]:
+def _entry(
+    assembly: Assembly,
+    client: ClientData,
+    device: Device,
+    fit: Fit,
+    fits: Sequence[Fit],
+    planned: Mapping[str, Cut],
+) -> dict[str, Any]:
     prediction, assignment, cut = fit.prediction, fit.assignment, fit.cut
     split: dict[str, Any] = {"reason": fit.reason} if fit.reason else {}
     if cut is not None and cut.shared is not None:
@@ -111,8 +120,12 @@ def _entry(assembly: Assembly, client: ClientData, device: Device, fit: Fit) -> 
             "client_seconds": prediction.compute_seconds,
             "server_seconds": prediction.server_seconds,
             "link_seconds": prediction.transfer_seconds,
-            "server_memory": server_memory(assembly, client, cut, assignment.ranks),
+            "server_memory": server_memory(
+                assembly, client, cut, assignment.ranks, owners=num_owners(fits, cut, assembly.shape.num_layers)
+            ),
         }
+        if client.name in planned:
+            split["planning_bytes"] = planning_bytes(assembly, client, planned[client.name])
     return {
         "cut": None if cut is None else cut.blocks,
         "split": split,

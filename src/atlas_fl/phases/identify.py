@@ -17,7 +17,7 @@ from atlas_fl.engines.base import Engine, run_all
 from atlas_fl.io.ledger import payload_bytes
 from atlas_fl.io.results import from_json, to_json
 from atlas_fl.options import warmup_options, warmup_rank
-from atlas_fl.phases.cut import WHOLE
+from atlas_fl.phases.cut import WHOLE, without_private
 from atlas_fl.split.step import Cut
 from atlas_fl.tasks.clients import ClientData
 from atlas_fl.tree import select
@@ -62,7 +62,7 @@ def identify(
     began = time.perf_counter()
     options = fingerprint_options(assembly.config, round=round)
     if not clustered and options.kind != "delta":
-        return _without_clusters(assembly, warmed={c.name: _shared_start(assembly, c) for c in assembly.clients})
+        return _without_clusters(assembly, warmed={c.name: _shared_start(assembly, c, cuts) for c in assembly.clients})
     updates = fingerprints(assembly, engine, options, round=round, cuts=cuts)
     warmed = {u.client: {k: t for k, t in u.params.items() if k not in (FIRST, SECOND)} for u in updates}
     warmup = _cost(updates, seconds=time.perf_counter() - began) | {"taken": how_taken(assembly.config, options)}
@@ -141,7 +141,7 @@ def fingerprints(
     jobs = [
         Job(
             client=client.name,
-            params=_shared_start(assembly, client),
+            params=_shared_start(assembly, client, cuts),
             round=round,
             options=options,
             cut=cuts.get(client.name),
@@ -151,9 +151,10 @@ def fingerprints(
     return run_all(engine, "fingerprint", jobs)
 
 
-def _shared_start(assembly: Assembly, client: ClientData) -> Params:
+def _shared_start(assembly: Assembly, client: ClientData, cuts: Mapping[str, Cut]) -> Params:
     """The shared initialisation at the warm-up's rank, with the client's own fresh head."""
-    return assembly.start(client, (warmup_rank(assembly.config),) * assembly.shape.num_layers)
+    start = assembly.start(client, (warmup_rank(assembly.config),) * assembly.shape.num_layers)
+    return without_private(assembly, start, cuts.get(client.name))
 
 
 def _cluster(assembly: Assembly, sketches: np.ndarray, tasks: Sequence[str], previous: Clustering | None) -> Clustering:

@@ -3,14 +3,13 @@
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-import torch
-
 from atlas_fl.assemble import Assembly
 from atlas_fl.errors import ModelError
+from atlas_fl.lora.adapters import grown
 from atlas_fl.lora.peft_io import import_adapter
 from atlas_fl.mixing.mix import realign
 from atlas_fl.phases.identify import Identified
-from atlas_fl.tree import LORA_A, LORA_B, head_keys, lora_modules
+from atlas_fl.tree import LORA_A, LORA_B, lora_modules
 from atlas_fl.types import Params
 
 
@@ -22,22 +21,8 @@ def warm_start(assembly: Assembly, found: Identified, ranks: Sequence[Sequence[i
     start: dict[str, Params] = {}
     for client, own in zip(assembly.clients, ranks, strict=True):
         fresh = assembly.start(client, tuple(own))
-        start[client.name] = _grown(fresh, found.warmed[client.name], assembly)
+        start[client.name] = grown(fresh, found.warmed[client.name], assembly.site.scale)
     return start
-
-
-def _grown(fresh: Params, warm: Params, assembly: Assembly) -> Params:
-    """The warm-up's function at higher ranks: the shared A has more rows, and the new columns of B are zero.
-
-    Exact, because the rows of A are drawn one after another: a larger A begins with the smaller one.
-    """
-    grown = {**fresh, **{key: warm[key] for key in head_keys(warm)}}
-    for module in lora_modules(warm):
-        b, low, high = warm[module + LORA_B], warm[module + LORA_A].shape[0], fresh[module + LORA_A].shape[0]
-        ratio = assembly.site.scale(low) / assembly.site.scale(high)
-        assert high >= low, "the warm-up's rank is the smallest"
-        grown[module + LORA_B] = torch.nn.functional.pad(b * ratio, (0, high - low))
-    return grown
 
 
 def _imported(assembly: Assembly, folder: Path, ranks: Sequence[Sequence[int]]) -> dict[str, Params]:

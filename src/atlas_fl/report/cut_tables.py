@@ -38,15 +38,17 @@ def reason_table(plan: Mapping[str, Any]) -> Table:
 
 
 def crossing_table(plan: Mapping[str, Any]) -> Table:
-    """One row a client with a cut: bytes of both directions through it in a round, and in one evaluation."""
+    """One row a client with a cut: bytes of both directions through it in a round, in one evaluation, in planning."""
     table = new_table("What crosses the cuts in a round")
-    add_columns(table, ["client"], [*KINDS, "an evaluation"])
+    add_columns(table, ["client"], [*KINDS, "an evaluation", "planning"])
     for client in plan["clients"]:
         if client.get("cut") is None:
             continue
         sent = client["split"]["crossing_bytes"]
         sizes = [sum(size for name, size in sent.items() if name.startswith(kinds)) for kinds in KINDS.values()]
-        table.add_row(escape(client["name"]), *map(human_bytes, [*sizes, client["split"]["evaluation_bytes"]]))
+        planned = client["split"].get("planning_bytes")
+        told = EMPTY if planned is None else human_bytes(sum(sum(phase.values()) for phase in planned.values()))
+        table.add_row(escape(client["name"]), *map(human_bytes, [*sizes, client["split"]["evaluation_bytes"]]), told)
     return table
 
 

@@ -26,7 +26,7 @@ from atlas_fl.models.blocks import embed, features_of, through
 from atlas_fl.models.loading import checkpoint_blocks
 from atlas_fl.models.packing import Layout
 from atlas_fl.models.parts import bottom_of, shard_file, stored_names, weight_files
-from atlas_fl.tree import HEAD
+from atlas_fl.tree import HEAD, PRIVATE
 
 
 def client_forward(backbone: Backbone, ids: Tensor, types: Tensor, layout: Layout, *, blocks: int) -> Tensor:
@@ -47,7 +47,11 @@ def server_forward(
 
 def on_client(backbone: Backbone, names: Iterable[str], *, blocks: int, head: bool) -> frozenset[str]:
     """Which of a model's trainable tensors are on the client: adapters of its blocks, and the head if it keeps it."""
-    return frozenset(name for name in names if (head if name.startswith(HEAD) else layer_of(backbone, name) < blocks))
+    return frozenset(
+        name
+        for name in names
+        if name == PRIVATE or (head if name.startswith(HEAD) else layer_of(backbone, name) < blocks)
+    )
 
 
 def load_client_part(
