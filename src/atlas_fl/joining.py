@@ -87,8 +87,7 @@ def join(joining: Joining, *, on_event: OnEvent = ignore) -> Joined:
         on_event(PhaseStarted("loading"))
         config = _config_of(link.welcome, joining)
         client = own_client(config, certs.name, task=joining.task, part=joining.part)
-        kept = joining.private or joining.to.with_name(f"{certs.name}-private")
-        home = home_of(config, client, model=str(link.welcome["model"]), private=kept)
+        home = home_of(config, client, model=str(link.welcome["model"]), private=_private_of(joining, certs.name))
         said |= {"config": str(link.welcome["config"]), "model": home.fingerprint}
         worker = Worker(
             name=certs.name,
@@ -109,6 +108,11 @@ def join(joining: Joining, *, on_event: OnEvent = ignore) -> Joined:
         sent_bytes=link.sent_bytes,
         received_bytes=link.received_bytes,
     )
+
+
+def _private_of(joining: Joining, name: str) -> Path:
+    """Where the parts lie that are not shared."""
+    return joining.private or joining.to.with_name(f"{name}-private")
 
 
 def _device_of(device: str) -> None:
