@@ -46,7 +46,7 @@ def test_frames_of_any_size_come_back_as_they_went() -> None:
     frames = [b"", b"a", os.urandom(3 * 2**20)]
     with closing(SharedMemory()) as memory, processes(2, program=ECHO, memory=memory.file) as workers:
         for worker in workers:
-            assert worker.ask(frames) == frames
+            assert worker.ask(list(frames)) == frames, "what is asked is used up"
             assert worker.ask([]) == []
 
 

@@ -22,13 +22,12 @@ from atlas_fl.presets import find_preset
 from atlas_fl.run import run
 from atlas_fl.sparse.vectors import apply, merge
 from tests.report.test_plots import overlaps
-from tests.runs.test_images import tiny_vit  # noqa: F401 - a fixture
 
 NAMES = ("seed 42", "seed 7")
 
 
 @pytest.fixture(scope="module")
-def make(tiny_vit: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Config]:  # noqa: F811
+def make(tiny_vit: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Config]:
     """Three clients of the digits for one round."""
     folder = tmp_path_factory.mktemp("vectors")
     base = with_values(
