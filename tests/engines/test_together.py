@@ -1,12 +1,16 @@
 """Cut clients at their sites that share what is above their cuts: bits of a simulation, whoever comes when."""
 
+import asyncio
 import dataclasses
 import threading
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 
 from atlas_fl.clients.base import Job, Site, Update
 from atlas_fl.engines.local import LocalEngine
+from atlas_fl.engines.suffixes import Suffixes
 from atlas_fl.errors import ProtocolError
 from atlas_fl.split.step import Cut
 from tests.clients.test_shared import equal, upper
@@ -54,6 +58,29 @@ def test_those_who_share_wait_for_each_other_and_end_in_the_bits_of_a_simulation
             assert_simulated(found, jobs, site)
             assert equal(upper(found[0].params, 1), upper(found[2].params, 1))
             assert len(fed.engine.run("evaluate", scored(jobs))) == 3
+
+
+def test_who_is_held_while_the_last_one_ends_is_not_forgotten(clients, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The last step of one is taken while it is worked out that another has to wait for it."""
+    site, path, jobs = clients
+    computed, over = Suffixes._computed, Suffixes._over
+
+    async def later(self: Suffixes, *args: Any) -> bool:
+        await asyncio.sleep(0.05)
+        return await over(self, *args)
+
+    async def late(self: Suffixes, work: Callable[[], Any]) -> Any:
+        found = await computed(self, work)
+        if isinstance(found, list):
+            await asyncio.sleep(0.2)
+        return found
+
+    monkeypatch.setattr(Suffixes, "_over", later)
+    monkeypatch.setattr(Suffixes, "_computed", late)
+    with federation(site, path, list(CUTS)) as fed:
+        for job in jobs:
+            join(fed, job)
+        assert_simulated(fed.engine.run("train", jobs), jobs, site)
 
 
 @pytest.mark.parametrize(("head", "dies_at"), [("server", 1), ("server", 6), ("client", 6)])

@@ -193,6 +193,9 @@ class Suffixes:
                     one.answer.set_exception(found)
                 else:
                     one.answer.set_result(found)
+            # Whose turn has come meanwhile: who made it so has found nobody to wake.
+            ready = [one for one in self._held if one.asked.half.is_ready()]
+            self._waiting, self._held = [*ready, *self._waiting], [one for one in self._held if one not in ready]
             self._tell_void()
 
     async def _gathered(self) -> None:
