@@ -15,7 +15,6 @@ SERVICE = Service(certs=Path("certs/server"))
     ("values", "message"),
     [
         ({"strategy": "local"}, "--strategy local sends nothing"),
-        ({"share": ["A", "head"], "space": "factors"}, "--share A head keeps parts of a model at its client"),
         ({"split": "2", "precision": "fp16"}, "--precision fp16 scales losses by what overflows"),
         ({"split": "2", "leakage": True}, "--leakage reads the clients' texts, and across machines these stay"),
         ({"arrive": ("movie-1=2",)}, "--arrive says who is late in a simulation"),

@@ -24,7 +24,7 @@ from atlas_fl.run import run
 from atlas_fl.tree import digest
 from tests.engines.conftest import Proxy
 from tests.runs.processes import Program, Programs
-from tests.runs.test_split import SMALL, needs
+from tests.runs.test_split import SMALL, most_needed
 
 SITES = {"movie-0": "cpu_2gb", "movie-1": "tablet_4gb"}
 """The clients of the simulation, and the devices that it deals out to them."""
@@ -370,7 +370,7 @@ def test_auto_takes_the_same_cuts_deployed_as_simulated(
     federation: Callable[..., Federation], config: Callable[..., Config]
 ) -> None:
     """By the devices that the sites report: one holds the model, the other the half of it."""
-    gb = (needs(config, "1") + needs(config, "none")) / 2
+    gb = (most_needed(config, "1") + most_needed(config, "none")) / 2
     small = SMALL.format(gb=gb)
     settings = {"devices": ("small", "tablet_4gb"), "device": (small,), "ranks": "2", "rounds": 1}
     fed = federation({"movie-0": small, "movie-1": "tablet_4gb"}, split="auto", **settings)

@@ -3,7 +3,7 @@
 import io
 from collections import Counter
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 
 import pytest
@@ -160,16 +160,16 @@ def plan_of(config: Make, gb: float, **settings: object):
     return make_plan(config(devices=("small",), device=(SMALL.format(gb=gb),), ranks="2", **settings))
 
 
+def most_needed(config: Make, split: str) -> float:
+    """The memory in GB that the greediest client of the tiny federation needs with this `--split`."""
+    plan = plan_of(config, 1, split=split)
+    return max(float(client.predicted["memory_bytes"]) for client in plan.clients) / 2**30
+
+
 @pytest.fixture(scope="module")
 def needs(shared_config: Make) -> Callable[[str], float]:
-    """The memory in GB that the greediest client of the tiny federation needs with this `--split`."""
-
-    @cache
-    def of(split: str) -> float:
-        plan = plan_of(shared_config, 1, split=split)
-        return max(float(client.predicted["memory_bytes"]) for client in plan.clients) / 2**30
-
-    return of
+    """`most_needed`, worked out once for each `--split`."""
+    return cache(partial(most_needed, shared_config))
 
 
 @pytest.mark.parametrize("objective", ["score", "time"])
