@@ -127,9 +127,9 @@ def tracked(project: str, config: Config, folder: Path, on_event: OnEvent) -> It
     check_installed()
     with ThreadPoolExecutor(1, thread_name_prefix="wandb") as thread:
         tracker = Tracker(project=project, config=config, folder=folder, thread=thread, on_event=on_event)
+        code = 1
         try:
             yield tracker
-        except BaseException:
-            tracker.close(exit_code=1)
-            raise
-        tracker.close(exit_code=0)
+            code = 0
+        finally:
+            tracker.close(exit_code=code)
