@@ -50,4 +50,4 @@ def test_a_run_that_is_logged_ends_in_the_same_bits(
     assert kept.logged == {number: numbers_of(events[number]) for number in range(1, until + 1)}
     accuracy = [row["accuracy"] for row in rows(result.folder) if row.get("split") == "test"]
     assert numbers_of(events[2])["test/accuracy"] == pytest.approx(sum(accuracy) / 2)
-    assert ("summary" in kept.summary) == (until == 2)
+    assert until == 1 or "summary" in kept.summary, "after an error it may or may not have been asked for"
