@@ -10,6 +10,7 @@ from typing import Any
 import grpc
 
 from atlas_fl.engines.frames import FRAME_LIMIT, Head, decode_frame, encode_frame
+from atlas_fl.engines.heap import keep_freed_memory
 from atlas_fl.engines.loops import Desk, LoopThread
 from atlas_fl.engines.probe import probe, split_address
 from atlas_fl.engines.server import METHOD, SERVICE, channel_options
@@ -55,6 +56,7 @@ class Link:
         """Bytes of all frames."""
 
     def __enter__(self) -> "Link":
+        keep_freed_memory()
         with contextlib.ExitStack() as stack:
             stack.enter_context(self._threads)
             stack.callback(lambda: self._threads.call(self._drop()))

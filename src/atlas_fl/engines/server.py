@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator
 import grpc
 
 from atlas_fl.engines.frames import FRAME_LIMIT, encode_frame
+from atlas_fl.engines.heap import keep_freed_memory
 from atlas_fl.engines.stream import Sessions
 from atlas_fl.errors import ConfigError, ProtocolError
 from atlas_fl.io.certs import Certs
@@ -45,6 +46,7 @@ class Server:
         Raises `ConfigError` where the port is taken or the address is not this machine's.
         """
         _check_free(self._host, self._port)
+        keep_freed_memory()
         # Without this, Linux lets two servers share a port and deals the clients out between them.
         options = [*channel_options(FRAME_LIMIT), ("grpc.so_reuseport", 0)]
         server = grpc.aio.server(options=options)
