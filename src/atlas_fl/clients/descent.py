@@ -29,7 +29,7 @@ def sgd(
     settings: dict[str, Any] = {"momentum": momentum, "nesterov": nesterov, "weight_decay": weight_decay}
     optimizer: torch.optim.Optimizer
     if masks is None:
-        optimizer = torch.optim.SGD(list(leaves.values()), lr=lr, foreach=True, **settings)
+        optimizer = torch.optim.SGD(list(leaves.values()), lr=lr, fused=True, **settings)
     else:
         optimizer = SparseSGDM(leaves, masks=masks, lr=lr, **settings)
     put_momentum(optimizer, leaves, held, masks=masks)
