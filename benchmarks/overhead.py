@@ -131,7 +131,7 @@ def main() -> None:
             print(f"{strategy:8s} {space:8s}{saved}: {taken:.3f} ms per client and round", flush=True)
             if (strategy, space, every) == ("fedavg", "factors", 99):
                 figure = taken
-    print(f"overhead per client and round (fedavg, {args.clients} clients): {figure:.3f} ms")
+    print(f"overhead per client and round (fedavg, factors, {args.clients} clients): {figure:.3f} ms")
 
 
 if __name__ == "__main__":

@@ -152,6 +152,8 @@ def _begin(
         tell(Note(line))
     if found is not None:
         return _resumed(assembly, recorder, folder, found, tell)
+    if damaged:
+        tell(Note("no checkpoint is good; beginning again"))
     for leftover in (folder.metrics, folder.ledger, *folder.plans()[1:]):
         leftover.unlink(missing_ok=True)
     _check_late(assembly)

@@ -52,3 +52,13 @@ def test_the_audit_shows_rounds_and_the_first_failures(
     assert ["a", "2", "9", "1", "-"] in lines
     assert lines.count(["FAILED", "a", "round", "2", "movie-0", "mixed:", "off", "by", "0.5"]) == SHOWN_FAILURES
     assert lines[-1] == ["and", "3", "more"]
+
+
+def test_what_concerns_all_rounds_of_a_run_is_in_no_round(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    row = RoundSummary(run="a", round=0, checks=2, failed=1, worst_error=None, first_failure="x")
+    failure = AuditRow(run="a", round=0, client="", check="different", ok=False, detail="ends as b does")
+    lines = shown([audit_table([row]), *failure_lines([failure])], capsys, monkeypatch)
+    assert ["a", "all", "2", "1", "-"] in lines
+    assert lines[-1] == ["FAILED", "a", "different:", "ends", "as", "b", "does"]

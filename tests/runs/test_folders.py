@@ -128,6 +128,15 @@ def test_a_checkpoint_of_another_kind_is_passed_over(config: Make, kind: str) ->
     assert any("round-0002 passed over" in str(event) for event in told)
 
 
+def test_a_run_without_a_good_checkpoint_says_that_it_begins_again(config: Make) -> None:
+    folder = run(config(max_rounds=1)).folder
+    for state in (folder / "checkpoints").glob("*/state.json"):
+        state.write_text("{}")
+    told: list[object] = []
+    assert resume(folder, on_event=told.append).complete
+    assert any("no checkpoint is good; beginning again" in str(event) for event in told)
+
+
 @pytest.mark.parametrize("content", ["[]", '{"clients": 3}', '{"clients": [3]}'])
 def test_a_damaged_plan_is_one_line(stopped: Path, content: str) -> None:
     (stopped / "plan.json").write_text(content)

@@ -49,13 +49,15 @@ def audit_table(rounds: Sequence[RoundSummary]) -> Table:
     add_columns(table, ["run"], ["round", "checks", "failed", "worst error"])
     for row in rounds:
         error = EMPTY if row.worst_error is None else f"{row.worst_error:.1e}"
-        table.add_row(row.run, str(row.round), str(row.checks), str(row.failed), error)
+        where = str(row.round) if row.round else "all"  # against the other runs
+        table.add_row(row.run, where, str(row.checks), str(row.failed), error)
     return table
 
 
 def failure_lines(failures: Sequence[AuditRow]) -> Iterator[str]:
     """What did not hold, a line each; beyond the first `SHOWN_FAILURES` only how many there are."""
     for row in failures[:SHOWN_FAILURES]:
-        yield f"FAILED {row.run} round {row.round} {row.client} {row.check}: {row.detail}"
+        where = " ".join(part for part in (f"round {row.round}" if row.round else "", row.client, row.check) if part)
+        yield f"FAILED {row.run} {where}: {row.detail}"
     if (hidden := len(failures) - SHOWN_FAILURES) > 0:
         yield f"and {hidden} more"
