@@ -110,7 +110,7 @@ def _from_json(data: Mapping[str, Any]) -> Plan:
     missing += [name for name in fields for entry in data.get("clients", ()) if name not in entry]
     if missing:
         raise CheckpointError(
-            f"the plan lacks {missing[0]!r}: the file was altered, or written by another version; restore it, or run again"
+            f"the plan lacks {missing[0]!r}: it was altered or is of another version; restore the file, or run again"
         )
     clients = tuple(ClientPlan(**{**entry, "ranks": tuple(entry["ranks"])}) for entry in data["clients"])
     arrays = {name: np.array(data[name], dtype=np.float64) for name in ("adjacency", "importance")}
