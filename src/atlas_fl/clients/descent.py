@@ -23,13 +23,25 @@ a fresh one."""
 
 
 def sgd(
-    leaves: Params, *, lr: float, masks: Mask | None, held: Params, momentum: float, nesterov: bool, weight_decay: float
+    leaves: Params,
+    *,
+    lr: float,
+    masks: Mask | None,
+    held: Params,
+    momentum: float,
+    nesterov: bool,
+    weight_decay: float,
+    scaled: bool,
 ) -> torch.optim.Optimizer:
-    """The optimizer of these weights, which goes on with the momentum that is held of them."""
+    """The optimizer of these weights, which goes on with the momentum that is held of them.
+
+    `scaled` says that a loss scale may leave steps out. The fused kernel gives the bits of the others in half the time,
+    but after a first step that was left out it goes on with momentum that nobody wrote (torch 2.13).
+    """
     settings: dict[str, Any] = {"momentum": momentum, "nesterov": nesterov, "weight_decay": weight_decay}
     optimizer: torch.optim.Optimizer
     if masks is None:
-        optimizer = torch.optim.SGD(list(leaves.values()), lr=lr, fused=True, **settings)
+        optimizer = torch.optim.SGD(list(leaves.values()), lr=lr, fused=not scaled, foreach=scaled, **settings)
     else:
         optimizer = SparseSGDM(leaves, masks=masks, lr=lr, **settings)
     put_momentum(optimizer, leaves, held, masks=masks)

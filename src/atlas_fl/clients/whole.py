@@ -129,6 +129,7 @@ def _trained(job: Job, site: ImageSite) -> Update:
             momentum=options.momentum,
             nesterov=options.nesterov,
             weight_decay=options.weight_decay,
+            scaled=site.fp16,
         ),
         scaler=loss_scaler(device, enabled=site.fp16),
         clip=options.clip,
