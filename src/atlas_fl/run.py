@@ -149,11 +149,9 @@ def _begin(
     """The clients, the plan and the state to go on from: of the newest good checkpoint, or fresh ones."""
     found, damaged = checkpoint.load_latest(folder.checkpoints)
     for line in damaged:
-        tell(Note(line))
+        tell(Note(line if found is not None else f"{line}; beginning again"))
     if found is not None:
         return _resumed(assembly, recorder, folder, found, tell)
-    if damaged:
-        tell(Note("no checkpoint is good; beginning again"))
     for leftover in (folder.metrics, folder.ledger, *folder.plans()[1:]):
         leftover.unlink(missing_ok=True)
     _check_late(assembly)

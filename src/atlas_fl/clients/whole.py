@@ -117,23 +117,7 @@ def _trained(job: Job, site: ImageSite) -> Update:
     # Sorted, because the clipped norm is a sum and its last bits follow the order.
     leaves = {k: t.detach().to(device, copy=True).requires_grad_() for k, t in sorted(job.params.items())}
     loaded = digest(leaves) if options.hash_loaded else None
-    rate = options.lr * rate_factor(
-        options.schedule, warmup=options.warmup, step=max(job.round, 1) - 1, steps=options.rounds
-    )
-    descent = Descent(
-        optimizer=sgd(
-            leaves,
-            lr=rate,
-            masks=options.mask,
-            held=job.momentum,
-            momentum=options.momentum,
-            nesterov=options.nesterov,
-            weight_decay=options.weight_decay,
-            scaled=site.fp16,
-        ),
-        scaler=loss_scaler(device, enabled=site.fp16),
-        clip=options.clip,
-    )
+    descent = _descent(leaves, job, site)
     rows, losses = images_of(site, job.client, "train"), []
     for step, batch in enumerate(batches(rows, job)):
         loss = _loss(leaves, batch, site, job, step=step)
@@ -153,6 +137,24 @@ def _trained(job: Job, site: ImageSite) -> Update:
         keys=len(leaves),
         momentum=momentum_of(descent.optimizer, leaves, masks=options.mask) if options.carry_momentum else {},
     )
+
+
+def _descent(leaves: Params, job: Job, site: ImageSite) -> Descent:
+    """What moves these weights in the job's round."""
+    options: WholeOptions = job.options
+    rate = rate_factor(options.schedule, warmup=options.warmup, step=max(job.round, 1) - 1, steps=options.rounds)
+    optimizer = sgd(
+        leaves,
+        lr=options.lr * rate,
+        masks=options.mask,
+        held=job.momentum,
+        momentum=options.momentum,
+        nesterov=options.nesterov,
+        weight_decay=options.weight_decay,
+        scaled=site.fp16,
+    )
+    scaler = loss_scaler(site.vision.device, enabled=site.fp16)
+    return Descent(optimizer=optimizer, scaler=scaler, clip=options.clip)
 
 
 def _loss(leaves: Params, batch: Images, site: ImageSite, job: Job, *, step: int) -> Tensor:

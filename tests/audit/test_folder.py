@@ -1,0 +1,79 @@
+"""What is missing or cannot be read in a folder is named."""
+
+import re
+import shutil
+
+import pytest
+from safetensors.torch import load_file, save_file
+
+from atlas_fl.audit import audit
+from atlas_fl.errors import CheckpointError
+from tests.audit.written import ROUNDS, write_run
+
+
+def test_a_folder_that_is_no_run_is_named(tmp_path):
+    with pytest.raises(CheckpointError, match=r"is no run: it has no config\.toml"):
+        audit(tmp_path)
+    run = write_run(tmp_path / "run")
+    shutil.rmtree(run / "audit")
+    with pytest.raises(CheckpointError, match="holds no audited round; run it again with --audit"):
+        audit(run)
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "message"),
+    [
+        ("config.toml", "[mixing", "config.toml cannot be read"),
+        ("config.toml", '[mixing]\nstrategy = "fedprox"', "config.toml cannot be read: unknown strategy 'fedprox'"),
+        ("config.toml", "[mixing]\naggregate_every = 0", "config.toml cannot be read: --aggregate-every is 0"),
+        ("plan.json", "{", "plan.json cannot be read"),
+        ("plan.json", "{}", "plan.json is no plan: KeyError"),
+        ("plan.json", None, "plan.json is missing"),
+        ("audit/round-0002/record.json", None, "record.json is missing"),
+        ("audit/round-0002/record.json", '{"round": 2}', "record.json is no record of a round: KeyError"),
+        ("audit/round-0002/start.safetensors", "broken", "start.safetensors is damaged"),
+        ("audit/round-0001/trained.safetensors", None, "trained.safetensors is missing"),
+    ],
+)
+def test_files_that_cannot_be_read_are_named(tmp_path, file, content, message):
+    run = write_run(tmp_path / "run")
+    if content is None:
+        (run / file).unlink()
+    else:
+        (run / file).write_text(content)
+    with pytest.raises(CheckpointError, match=message):
+        audit(run)
+
+
+@pytest.mark.parametrize("name", ["start", "trained"])
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@pytest.mark.parametrize("key", ["movie-0/head.weight", "trec-1/layer.0.q.lora_A"])
+def test_numbers_that_are_none_are_found_and_end_in_no_traceback(tmp_path, name, value, key):
+    run = write_run(tmp_path / "run")
+    file = run / f"audit/round-0001/{name}.safetensors"
+    flat = load_file(file)
+    assert key in flat, sorted(flat)[:30]
+    flat[key].view(-1)[-1] = value
+    save_file(flat, file)
+    failed = [row for row in audit(run).failures if row.check == "names" and "NaN or infinity" in row.detail]
+    assert key.split("/")[0] in {row.client for row in failed}
+
+
+@pytest.mark.parametrize("told_by", ["summary", "checkpoint"])
+def test_last_rounds_that_are_missing_are_found(tmp_path, told_by):
+    run = write_run(tmp_path / "run")
+    if told_by == "summary":
+        text = (run / "config.toml").read_text()
+        (run / "config.toml").write_text(re.sub(r"(?m)^rounds = .*$", f"rounds = {ROUNDS}", text))
+        (run / "summary.json").write_text("{}")
+    else:
+        (run / f"checkpoints/round-{ROUNDS:04d}").mkdir(parents=True)
+    assert audit(run).ok
+    shutil.rmtree(run / f"audit/round-{ROUNDS:04d}")
+    assert [row.detail for row in audit(run).failures] == [f"no rounds [{ROUNDS}]"]
+
+
+def test_other_folders_beside_the_rounds_do_not_matter(tmp_path):
+    run = write_run(tmp_path / "run")
+    (run / "audit/round-0001.bak").mkdir()
+    assert audit(run).ok

@@ -1,0 +1,120 @@
+"""A run that did what it says passes, whatever its settings."""
+
+import ast
+import json
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file
+
+import atlas_fl.audit
+from atlas_fl.audit import audit
+from atlas_fl.config import MixingConfig
+from atlas_fl.strategies import ALIASES, STRATEGIES
+from tests.audit.written import (
+    CLIENTS,
+    ROUNDS,
+    adjacency,
+    edit_record,
+    edit_tensors,
+    found,
+    only,
+    only_rows,
+    plan_json,
+    write_run,
+)
+
+HONEST = {
+    "product": MixingConfig(),
+    "factors": MixingConfig(space="factors"),
+    "truncate": MixingConfig(space="factors", align="truncate"),
+    "symmetric": MixingConfig(laplacian="symmetric", eta=0.7),
+    "metropolis": MixingConfig(laplacian="metropolis", eta=1.0, eta_decay=0.5),
+    "by layer": MixingConfig(layer_weighting="importance", eta=0.5),
+    "swap": MixingConfig(eta=1.0),
+    "head": MixingConfig(share=("head",)),
+    "A": MixingConfig(share=("A",), space="factors"),
+    "B": MixingConfig(share=("B",), space="factors"),
+    "eta 0": MixingConfig(eta=0.0),
+}
+
+
+@pytest.mark.parametrize("strategy", [*STRATEGIES, *ALIASES])
+@pytest.mark.parametrize("words", HONEST)
+def test_an_honest_run_passes(tmp_path, strategy, words):
+    report = audit(write_run(tmp_path / "run", replace(HONEST[words], strategy=strategy)))
+    assert report.ok, report.failures[:3]
+    assert {row.check for row in report.rows} == {"record", "loaded", "names", "mixed", "moved"}
+    assert len(only_rows(report, "mixed")) == ROUNDS * len(CLIENTS)
+
+
+def test_the_audit_tells_how_far_it_is(tmp_path):
+    told = []
+    audit(write_run(tmp_path / "run"), on_event=told.append)
+    assert [(event.done, event.total) for event in told] == [(done, ROUNDS) for done in range(ROUNDS)]
+
+
+@pytest.mark.parametrize("space", ["product", "factors"])
+@pytest.mark.parametrize(("alpha", "rslora"), [(16.0, False), (None, True), (16.0, True)])
+def test_the_scale_of_the_ranks_is_that_of_the_plan(tmp_path, space, alpha, rslora):
+    run = write_run(tmp_path / "run", MixingConfig(space=space), alpha=alpha, rslora=rslora)
+    assert audit(run).ok
+    plan = plan_json(alpha=None if alpha else 16.0, rslora=rslora)
+    (run / "plan.json").write_text(json.dumps(plan))
+    assert only(audit(run), "mixed"), "another scale is another mixture"
+
+
+def test_a_refused_update_may_be_on_record_but_counts_for_nothing(tmp_path):
+    run = write_run(tmp_path / "run")
+    held = load_file(run / "audit" / "round-0001" / "start.safetensors")
+    refused = {key: tensor * float("nan") for key, tensor in held.items() if key.startswith("movie-1/")}
+    edit_tensors(run, 2, "trained", lambda flat: flat.update(refused))
+    assert audit(run).ok
+
+
+def test_the_audit_shares_no_code_with_the_server():
+    for file in Path(atlas_fl.audit.__file__).parent.glob("*.py"):
+        for node in ast.walk(ast.parse(file.read_text())):
+            names = [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+            names += [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            assert not any("mixing" in name or "strategies" in name for name in names), file
+
+
+@pytest.mark.parametrize("kept_is_recorded", [True, False])
+def test_who_kept_its_own_model_on_validation_is_believed_if_it_is_true(tmp_path, kept_is_recorded):
+    kept = {1: ("movie-0", "trec-0")}
+
+    def served(round, updates, start):
+        return {client: updates[client] if client in kept.get(round, ()) else start[client] for client in CLIENTS}
+
+    run = write_run(tmp_path / "run", MixingConfig(keep="best"), served=served)
+    if kept_is_recorded:
+        assert {("movie-0", "mixed"), ("trec-0", "mixed")} <= {(row.client, row.check) for row in audit(run).failures}
+        edit_record(run, 1, kept=["movie-0", "trec-0"])
+        assert audit(run).ok
+        edit_record(run, 1, kept=["movie-0", "trec-0", "movie-1"])
+        assert [row.detail for row in audit(run).failures] == ["it was to keep its own model, but it changed"]
+    else:
+        for round in range(1, ROUNDS + 1):
+            file = run / "audit" / f"round-{round:04d}" / "record.json"
+            file.write_text(
+                json.dumps({key: value for key, value in json.loads(file.read_text()).items() if key != "kept"})
+            )
+        assert audit(run).ok
+
+
+# what must be found
+
+
+def test_a_plan_that_changed_on_the_way_is_followed(tmp_path):
+    run = write_run(tmp_path / "run")
+    shutil.copy(run / "plan.json", run / "plan-0003.json")
+    edit_record(run, 3, plan="plan-0003.json")
+    assert audit(run).ok
+    graph = adjacency()
+    graph[0, 1] = graph[1, 0] = 0.0
+    (run / "plan-0003.json").write_text(json.dumps(plan_json(graph=graph)))
+    report = audit(run)
+    assert found(report) == {(3, "movie-0", "mixed")}

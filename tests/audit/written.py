@@ -1,0 +1,157 @@
+"""Run folders with the audit's files, written by a reference that follows the equations, and edits of them."""
+
+import json
+from dataclasses import replace
+
+import numpy as np
+import torch
+from safetensors.torch import load_file, save_file
+
+from atlas_fl.config import Config, MixingConfig, to_toml
+from atlas_fl.mixing.matrices import Federation
+from atlas_fl.strategies import StrategyOptions, find_strategy
+from atlas_fl.tree import digest, prefixed
+
+CLIENTS = ("movie-0", "movie-1", "movie-2", "trec-0", "trec-1", "pairs-0")
+TASKS = ("movie", "movie", "movie", "trec", "trec", "pairs")
+LABELS = {"movie": 2, "trec": 6, "pairs": 2}
+CLUSTERS = (0, 0, 0, 1, 1, -1)
+RANKS = ((4, 8), (4, 8), (6, 4), (3, 5), (8, 3), (4, 4))
+EXAMPLES = (200, 100, 300, 50, 150, 80)
+LAYER_OF = {"layer.0.q": 0, "layer.1.q": 1}
+D_IN, D_OUT = 14, 11
+ROUNDS = 3
+
+
+def adjacency():
+    graph = np.triu(np.random.default_rng(3).random((6, 6)) + 0.1, 1)
+    together = [[one >= 0 and one == other for other in CLUSTERS] for one in CLUSTERS]
+    return (graph + graph.T) * np.array(together)
+
+
+def importance():
+    return np.random.default_rng(4).dirichlet(np.ones(2), 6)
+
+
+def model(draw, ranks, labels):
+    params = {}
+    for module, layer in LAYER_OF.items():
+        params[f"{module}.lora_A"] = torch.randn(ranks[layer], D_IN, generator=draw)
+        params[f"{module}.lora_B"] = torch.randn(D_OUT, ranks[layer], generator=draw)
+    return {**params, "head.weight": torch.randn(labels, D_IN, generator=draw)}
+
+
+def trained(start, *, round):
+    draw = torch.Generator().manual_seed(round)
+    return {
+        client: {key: tensor + 0.3 * torch.randn(tensor.shape, generator=draw) for key, tensor in params.items()}
+        for client, params in start.items()
+    }
+
+
+def plan_json(*, alpha=None, rslora=False, graph=None):
+    clients = [
+        {"name": name, "task": task, "device": "cpu_2gb", "examples": count, "cluster": cluster, "ranks": list(ranks)}
+        for name, task, count, cluster, ranks in zip(CLIENTS, TASKS, EXAMPLES, CLUSTERS, RANKS)
+    ]
+    return {
+        "clients": clients,
+        "adjacency": (adjacency() if graph is None else graph).tolist(),
+        "importance": importance().tolist(),
+        "layer_of": LAYER_OF,
+        "lora": {"alpha": alpha, "rslora": rslora},
+        "clustering": {},
+    }
+
+
+def federation(graph=None):
+    return Federation(
+        clients=CLIENTS,
+        weights=np.array(EXAMPLES, float),
+        clusters=np.array(CLUSTERS),
+        adjacency=adjacency() if graph is None else graph,
+        head_groups=TASKS,
+        importance=importance(),
+        layer_of=LAYER_OF,
+    )
+
+
+def write_models(folder, name, models):
+    folder.mkdir(parents=True, exist_ok=True)
+    flat = {key: tensor.clone().contiguous() for key, tensor in prefixed(models).items()}
+    save_file(flat, folder / f"{name}.safetensors")
+
+
+def who(round):
+    """(who was asked to train, whose update was refused): all in round one, fewer later."""
+    return {1: (CLIENTS, ()), 2: (CLIENTS[1:], ("movie-1",)), 3: (("movie-0", "trec-1", "pairs-0"), ("trec-1",))}[round]
+
+
+def write_run(path, mixing=None, *, seed=42, alpha=None, rslora=False, real=None, served=None):
+    """A run folder as the round loop writes it. `real` are the words that the server really followed, `served(round,
+    trained, start)` may replace what it delivers.
+    """
+    mixing = mixing or MixingConfig()
+    real = real or mixing
+    options = StrategyOptions(
+        eta=real.eta, eta_decay=real.eta_decay, laplacian=real.laplacian, space=real.space, share=real.share,
+        align=real.align, layer_weighting=real.layer_weighting,
+        scale=lambda rank: (2 * rank if alpha is None else alpha) / (rank**0.5 if rslora else rank),
+    )  # fmt: skip
+    strategy = find_strategy(real.strategy, options)
+    config = Config(mixing=mixing)
+    path.mkdir()
+    (path / "config.toml").write_text(to_toml(replace(config, run=replace(config.run, seed=seed))))
+    (path / "plan.json").write_text(json.dumps(plan_json(alpha=alpha, rslora=rslora)))
+    draw = torch.Generator().manual_seed(seed)
+    start = {name: model(draw, ranks, LABELS[task]) for name, ranks, task in zip(CLIENTS, RANKS, TASKS)}
+    write_models(path / "audit" / "round-0000", "start", start)
+    state = strategy.init(start)
+    for round in range(1, ROUNDS + 1):
+        asked, refused = who(round)
+        updates = {client: params for client, params in trained(start, round=round).items() if client in asked}
+        good = {client: params for client, params in updates.items() if client not in refused}
+        loaded = {client: {"digest": digest(start[client]), "keys": len(start[client])} for client in good}
+        server = strategy.aggregate(state, good, federation(), round=round)
+        state, start = server.state, server.start
+        if served is not None:
+            start = served(round, good, start)
+            state = start
+        folder = path / "audit" / f"round-{round:04d}"
+        write_models(folder, "trained", good)
+        write_models(folder, "start", start)
+        record = {
+            "round": round,
+            "participants": list(asked),
+            "refused": dict.fromkeys(refused, "head.weight holds 1 values that are NaN"),
+            "eta": strategy.eta(round),
+            "plan": "plan.json",
+            "loaded": loaded,
+            "kept": [],
+        }
+        (folder / "record.json").write_text(json.dumps(record))
+    return path
+
+
+def edit_record(path, round, **changes):
+    file = path / "audit" / f"round-{round:04d}" / "record.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
+
+
+def edit_tensors(path, round, name, change):
+    file = path / "audit" / f"round-{round:04d}" / f"{name}.safetensors"
+    flat = load_file(file)
+    change(flat)
+    save_file(flat, file)
+
+
+def found(report):
+    return {(row.round, row.client, row.check) for row in report.failures}
+
+
+def only(report, check, *, round=None):
+    return [row for row in report.failures if row.check == check and (round is None or row.round == round)]
+
+
+def only_rows(report, check):
+    return [row for row in report.rows if row.check == check]
