@@ -6,7 +6,9 @@ from typing import Any
 
 import pytest
 
-from atlas_fl.config import config_hash, load_config, pinned
+from atlas_fl.cli.settings import base_config
+from atlas_fl.cli.words import split
+from atlas_fl.config import config_hash, pinned
 from atlas_fl.joining import Joined, Joining
 
 Atlas = Callable[..., Any]
@@ -41,7 +43,7 @@ def words(file: Path) -> list[str]:
 
 def test_a_site_has_the_hash_of_the_server_which_pins_the_mask(atlas: Atlas, file: Path, joined: list[Joining]) -> None:
     assert atlas(*words(file)).code == 0
-    config = load_config(file)
+    config = base_config(split(["--config", str(file)]))  # as `atlas serve` reads it
     assert [joining.config for joining in joined] == [config_hash(pinned(config))] != [config_hash(config)]
 
 

@@ -72,7 +72,7 @@ def test_whole_models_go_through_the_same_rounds(config: Make) -> None:
 @pytest.mark.parametrize("place", ["central", "iid", "by class"])
 def test_a_mask_holds_in_one_place_and_over_clients_alike(place: str, config: Make) -> None:
     chosen = {"central": {"clients_per_task": 1, "participation": 1, "momentum": 0.9, "weight_decay": 1e-4}}
-    chosen["by class"] = {"partition": "classes", "nc": 2, "samples": 20}
+    chosen["by class"] = {"nc": "2", "samples": 20}
     own = chosen.get(place, {})
     result = run(config(**own, rounds=2, local_steps=2, mask="random", sparsity=0.9))
     assert audit(result.folder).ok
