@@ -1,4 +1,5 @@
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -8,7 +9,7 @@ import pytest
 from atlas_fl.config import Config, RunConfig, run_folder, to_toml, with_values
 from atlas_fl.errors import CheckpointError, ConfigError
 from atlas_fl.presets import find_preset, smoke
-from atlas_fl.sweep import LAMBDA_SWEEP, SEEDS, grid, parse_over, run_all, same_steps, seeds, state_of
+from atlas_fl.sweep import LAMBDA_SWEEP, SEEDS, comparison_name, grid, parse_over, run_all, same_steps, seeds, state_of
 
 
 def leave(config: Config, *, complete: bool) -> Path:
@@ -165,3 +166,22 @@ def test_rounds_stay_where_they_are_swept_or_steps_are_not() -> None:
     vision = find_preset("vision-quick")
     assert same_steps(vision, {"nc": ["1", "5"]}) is None
     assert same_steps(vision, {"local_steps": ["4", "8"], "rounds": ["2", "3"]}) is None
+
+
+def test_comparisons_of_other_runs_have_other_names_and_the_same_ones_the_same() -> None:
+    def name(over: dict[str, list[str]], *, preset: str = "quick", seeds: tuple[int, ...] = (42,), **base: str) -> str:
+        config = with_values(find_preset(preset), base)
+        return comparison_name(grid(config, over=over, seeds=seeds), preset=preset)
+
+    eta = {"eta": ["0", "0.5"]}
+    assert re.fullmatch(r"comparison-quick-eta-[0-9a-f]{8}\.csv", name(eta))
+    assert name(eta) == name(eta, runs_dir="elsewhere", name="mine") == name({"eta": ["0.5", "0"]})
+    found = [
+        name(eta),
+        name(eta, preset="full"),
+        name(eta, alpha="2"),
+        name({"eta": ["0", "1"]}),
+        name({**eta, "alpha": ["1", "2"]}),
+        name(eta, seeds=(42, 123)),
+    ]
+    assert len(set(found)) == len(found)

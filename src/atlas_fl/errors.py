@@ -3,6 +3,9 @@
 from collections.abc import Iterable
 from difflib import get_close_matches
 
+SHOWN_CHARACTERS = 60
+"""Of a value in a message: fewer than fit on a line, so that nothing breaks it."""
+
 
 class AtlasError(Exception):
     """A mistake that the user can mend; the command line prints it as one line and exits with 2."""
@@ -32,6 +35,21 @@ class ProtocolError(AtlasError):
     """A client update that the server cannot accept."""
 
 
+def shown(value: object) -> str:
+    """The value as one short line, for a message.
+
+    >>> shown("a"), shown("7" * 5000)
+    ("'a'", 'a number of 5,000 digits')
+    """
+    if isinstance(value, str) and len(value) > SHOWN_CHARACTERS and value.lstrip("+-").isdecimal():
+        return f"a number of {len(value.lstrip('+-')):,} digits"
+    try:
+        text = repr(value)
+    except ValueError:  # Python refuses to print integers of more than 4,300 digits
+        return "a number of thousands of digits"
+    return text if len(text) <= SHOWN_CHARACTERS else f"{text[:SHOWN_CHARACTERS]}..."
+
+
 def unknown(kind: str, name: object, known: Iterable[str]) -> ConfigError:
     """The error for a name that no registry holds, with the nearest known name.
 
@@ -41,4 +59,4 @@ def unknown(kind: str, name: object, known: Iterable[str]) -> ConfigError:
     names = sorted(known)
     near = get_close_matches(str(name), names, n=1)
     hint = f"; did you mean {near[0]!r}?" if near else ";"
-    return ConfigError(f"unknown {kind} {name!r}{hint} known: {', '.join(names)}")
+    return ConfigError(f"unknown {kind} {shown(name)}{hint} known: {', '.join(names)}")

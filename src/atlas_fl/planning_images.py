@@ -6,16 +6,16 @@ import numpy as np
 
 from atlas_fl.assemble_images import ImageAssembly
 from atlas_fl.engines.base import Engine
-from atlas_fl.errors import ConfigError
+from atlas_fl.errors import BudgetError, ConfigError
 from atlas_fl.events import OnEvent, PhaseStarted, ignore
 from atlas_fl.models.vision import count
 from atlas_fl.options import strategy_of
-from atlas_fl.phases.whole import Prepared, prepare_whole, sparse_report, whole_costs
+from atlas_fl.phases.whole import HELD, Prepared, prepare_whole, sparse_report, whole_costs
 from atlas_fl.plan import ClientPlan, Plan
 from atlas_fl.planning import Planned
 from atlas_fl.sparse.algebra import num_kept
 from atlas_fl.tasks.heterogeneity import label_statistics
-from atlas_fl.tree import num_values
+from atlas_fl.tree import num_bytes, num_values
 
 
 def plan_whole(assembly: ImageAssembly, engine: Engine, *, on_event: OnEvent = ignore) -> Planned:
@@ -26,6 +26,7 @@ def plan_whole(assembly: ImageAssembly, engine: Engine, *, on_event: OnEvent = i
             f"--strategy {config.mixing.strategy} needs fingerprints of adapters, and whole models of image tasks have"
             " none; use fedavg or local, or --tune lora"
         )
+    _check_devices(assembly)
     on_event(PhaseStarted("head and mask" if config.sparse.masked else "head"))
     prepared = prepare_whole(assembly, engine)
     size = len(assembly.clients)
@@ -48,6 +49,20 @@ def plan_whole(assembly: ImageAssembly, engine: Engine, *, on_event: OnEvent = i
         mask=prepared.mask,
         messages=prepared.messages,
     )
+
+
+def _check_devices(assembly: ImageAssembly) -> None:
+    """Nothing where every client's device holds what training needs of its model; else a `BudgetError` names one.
+
+    Activations are in no prediction, so a device that passes may still be too small.
+    """
+    start = assembly.start()
+    for client, device in zip(assembly.clients, assembly.devices, strict=True):
+        if (needed := HELD * num_bytes(start[client.name])) > device.memory_bytes:
+            raise BudgetError(
+                f"{device.name} has {device.memory_bytes / 1e6:,.1f} MB of memory; weights, gradients and momentum"
+                f" of {client.name} take {needed / 1e6:,.1f} MB; take a larger device, a smaller model or --tune lora"
+            )
 
 
 def _client_plans(assembly: ImageAssembly, prepared: Prepared) -> tuple[ClientPlan, ...]:

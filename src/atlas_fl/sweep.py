@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from hashlib import sha256
 from itertools import product
 from math import lcm
 from pathlib import Path
@@ -187,6 +188,13 @@ def run_all(
         if state != "finished":
             run(point.config, on_event=on_event, resume=True)
     return tuple(run_folder(point.config).path for point in points)
+
+
+def comparison_name(points: Sequence[Point], *, preset: str) -> str:
+    """The file name of what compares these runs: its recipe, the swept settings, and a hash of which runs they are."""
+    runs = sorted({config_hash(point.config) for point in points})
+    digest = sha256("".join(runs).encode()).hexdigest()[:8]
+    return "-".join(["comparison", preset, *points[0].changes, digest]) + ".csv"
 
 
 def _named(config: Config, name: str | None) -> Config:

@@ -58,6 +58,15 @@ def test_an_unknown_command_has_its_nearest(atlas: Atlas) -> None:
     assert said.err.startswith("atlas: unknown command 'rnu'; did you mean 'run'? known: run, plan, leakage,")
 
 
+@pytest.mark.parametrize("value", ["7" * 5000, "7" * 4096])
+@pytest.mark.parametrize("command", sorted(set(COMMANDS) - {"list", "fetch"}))
+def test_a_number_of_thousands_of_digits_is_one_short_line(command: str, value: str, atlas: Atlas) -> None:
+    said = atlas(command, "--rounds" if command in ("run", "plan", "sweep", "search") else "--seed", value)
+    assert said.code == 2
+    assert "sys." not in said.err
+    assert len(said.err) < 250
+
+
 def test_a_mistake_is_one_line_and_exits_with_2(atlas: Atlas, monkeypatch: pytest.MonkeyPatch) -> None:
     replace_command(monkeypatch, BudgetError("nothing fits;\ntake a larger device"))
     said = atlas("run")

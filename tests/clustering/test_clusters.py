@@ -203,6 +203,8 @@ def test_oracle_is_the_truth(planted):
     assert plain.labels == (0, 1, 0) and plain.similarity.tolist() == [[1, 0, 1], [0, 1, 0], [1, 0, 1]]
     assert plain.method == "oracle" and plain.structure["reason"] == "true tasks, given and not tested"
     measured = oracle(tasks, first=first, second=second, settings=K_SEARCH)
+    assert measured.settings is not None and measured.settings.clusters == "oracle"
+    assert measured.to_json()["settings"]["clusters"] == "oracle"
     found = cluster(first, second, settings=SETTINGS)
     assert measured.labels == found.labels and measured.similarity == pytest.approx(found.similarity)
     assert predict(measured, first[4], second[4]) == 1

@@ -88,6 +88,7 @@ mixing:
         ("plain words", r"own.yaml holds no tables;"),
         ("mixing:\n  eta: 1\n  eta: 2\n", r"own.yaml is no YAML \(line 3: 'eta' stands there twice\); mend that line"),
         ("mixing:\n\teta: 1\n", r"own.yaml is no YAML \(.*line 2.*\)"),
+        ("run:\n  seed: " + "9" * 5000, r"own.yaml is no YAML \(line 2: a number of 5,000 digits is more"),
         ("mixing: [1\n", r"own.yaml is no YAML \("),
         ("a: 1\n---\nb: 1\n", r"own.yaml is no YAML \("),
         (

@@ -155,6 +155,16 @@ def test_a_long_name_is_folded_and_more_bytes_are_called_more(make_run) -> None:
     assert cells(closing_table(summary), 0)[-1].startswith("a_client_with_a_long_name-32")
 
 
+@pytest.mark.parametrize(("reduction", "told"), [(-0.837, ""), (0.0, ""), (0.8, ", 80.0% less than the whole model")])
+def test_whole_models_are_not_compared_with_whole_models(make_run, reduction: float, told: str) -> None:
+    summary = summary_of(make_run())
+    summary["bytes"]["full_model"]["reduction"] = reduction
+    summary["bytes"]["by_kind"] = {"weights": summary["bytes"]["total"]}
+    text = printed(closing_table(summary))
+    assert f" down{told}" in text
+    assert ("the whole model" in text) is bool(told)
+
+
 def test_the_closing_table_tells_perplexity_and_rouge_of_text(make_run) -> None:
     summary = summary_of(make_run())
     test = summary["tasks"]["movie"]["final"]["test"]

@@ -18,7 +18,8 @@ from atlas_fl.clients.base import Job
 from atlas_fl.clients.whole import WholeOptions, train_whole
 from atlas_fl.config import Config, with_values
 from atlas_fl.engines.whole import WholeEngine
-from atlas_fl.errors import AtlasError, CheckpointError, ConfigError, DataError, ModelError
+from atlas_fl.errors import AtlasError, BudgetError, CheckpointError, ConfigError, DataError, ModelError
+from atlas_fl.events import PhaseStarted
 from atlas_fl.export import export
 from atlas_fl.io.folder import RunFolder
 from atlas_fl.io.ledger import payload_bytes
@@ -66,6 +67,32 @@ def test_whole_models_go_through_the_same_rounds(config: Make) -> None:
             "one model"
         )
         assert not any(torch.equal(before[names[0]][key], after[names[0]][key]) for key in before[names[0]])
+
+
+@pytest.mark.parametrize("place", ["central", "iid", "by class"])
+def test_a_mask_holds_in_one_place_and_over_clients_alike(place: str, config: Make) -> None:
+    chosen = {"central": {"clients_per_task": 1, "participation": 1, "momentum": 0.9, "weight_decay": 1e-4}}
+    chosen["by class"] = {"nc": "2", "samples": 20}
+    own = chosen.get(place, {})
+    result = run(config(**own, rounds=2, local_steps=2, mask="random", sparsity=0.9))
+    assert audit(result.folder).ok
+    mask = load_file(RunFolder(result.folder).mask)
+    first, last = starts(result.folder, 0), starts(result.folder, 2)
+    moved = set[str]()
+    for name, model in last.items():
+        moved |= {key for key in model if not torch.equal(model[key], first[name][key])}
+        for key in mask.keys() & model.keys():
+            assert torch.equal(model[key][~mask[key]], first[name][key][~mask[key]])
+    kept = sum(int(own.sum()) for own in mask.values())
+    assert moved and 0 < kept < 0.11 * sum(own.numel() for own in mask.values())
+
+
+def test_a_device_that_holds_no_model_is_refused_before_anything_is_fitted(config: Make) -> None:
+    tiny = "tiny=memory_gb=0.0001,gflops=50,up_mbps=5,down_mbps=20,latency_ms=60,max_rank=8"
+    told = list[object]()
+    with pytest.raises(BudgetError, match=r"tiny has 0\.1 MB of memory; weights, gradients and momentum of digits-1"):
+        make_plan(config(devices=("laptop_8gb", "tiny"), device=(tiny,)), on_event=told.append)
+    assert [event.name for event in told if isinstance(event, PhaseStarted)] == ["loading"]
 
 
 def test_accuracy_by_class_adds_up_to_the_accuracy_and_is_drawn(config: Make) -> None:

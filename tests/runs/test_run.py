@@ -18,7 +18,7 @@ from atlas_fl.config import Config, load_config
 from atlas_fl.engines.base import Engine
 from atlas_fl.engines.local import LocalEngine
 from atlas_fl.errors import AtlasError, BudgetError, CheckpointError, ConfigError
-from atlas_fl.events import Event, Note, OnEvent
+from atlas_fl.events import Event, Note, OnEvent, PhaseStarted
 from atlas_fl.export import export
 from atlas_fl.io.ledger import payload_bytes
 from atlas_fl.lines import make_plan
@@ -129,6 +129,7 @@ def test_every_cluster_of_the_plan_has_the_mean_loss_of_its_clients_warm_up(conf
 
     plan = plan_for(assembly, Watched(site=assembly.site)).plan
     losses = {update.client: update.metrics["loss"] for update in seen}
+    assert plan.clustering["settings"]["clusters"] == "oracle"
     clusters = plan.clustering["clusters"]
     assert [cluster["size"] for cluster in clusters] == [2, 2]
     for cluster in clusters:
@@ -343,6 +344,14 @@ def test_what_cannot_be_planned_leaves_nothing_behind(config: Make) -> None:
     with pytest.raises(BudgetError, match="adapter_bytes 10 does not hold rank 2"):
         run(impossible)
     assert not (Path(impossible.run.runs_dir) / "run").exists()
+
+
+def test_a_device_that_fits_nothing_is_refused_before_a_fingerprint_is_taken(config: Make) -> None:
+    tiny = "tiny=memory_gb=0.05,gflops=50,up_mbps=5,down_mbps=20,latency_ms=60,max_rank=8"
+    told: list[Event] = []
+    with pytest.raises(BudgetError, match=r"tiny has 53\.7 MB of memory and training takes"):
+        make_plan(config(devices=("gpu_16gb", "tiny"), device=(tiny,)), on_event=told.append)
+    assert [event.name for event in told if isinstance(event, PhaseStarted)] == ["loading"]
 
 
 def test_resume_of_something_else_is_one_line(tmp_path: Path) -> None:

@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 
 from atlas_fl.errors import DataError
-from atlas_fl.tasks.clean import check_no_leak, clean, deduplicate, keys, without
+from atlas_fl.tasks.clean import check_no_leak, clean, deduplicate, keys, why_fewer, without
 from atlas_fl.tasks.spec import Rows, TaskData
 
 
@@ -54,6 +54,19 @@ def test_clean_gives_a_shared_text_to_the_test_first() -> None:
 def test_a_leak_fails_loudly_with_an_example(splits: tuple[Rows, Rows, Rows], message: str) -> None:
     with pytest.raises(DataError, match=message):
         check_no_leak(*splits)
+
+
+def test_what_cleaning_took_is_counted_with_an_example() -> None:
+    one = rows("Same", "same ", "x", "y", label=[0, 1, 0, 1])
+    assert why_fewer({"all": one}) == (
+        "2 of 4 rows are texts that have another label, such as 'Same'",
+        "give equal rows one label, or remove them",
+    )
+    assert why_fewer({"train": rows("a", "b", "c"), "validation": rows("d"), "test": rows("B", "c", "d")}) == (
+        "2 of 3 train rows are in test too, such as 'b', and 1 of 1 validation rows are in test too, such as 'd'",
+        "give each split rows of its own",
+    )
+    assert why_fewer({"all": rows("a", "A", "b")}) is None
 
 
 def test_a_leak_of_a_pair_shows_both_texts() -> None:

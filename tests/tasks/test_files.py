@@ -114,19 +114,32 @@ def test_a_wrong_description_is_a_config_error(description: str, message: str) -
         ([{"text": f"t{i}", "label": i % 2} for i in range(4)], "", "task 'mine' has no validation rows"),
         ([{"text": "same", "label": i % 2} for i in range(9)], "", "task 'mine' has no train and no validation and no"),
         ([{"text": "a", "label": 10**400}], ",metric=pearson", "in row 1 of .* is no number that float32 holds"),
-        ([{"text": "a", "label": 1e300}], ",metric=pearson", "label '1e.300' in row 1 of .* is no number that float32"),
+        ([{"text": "a", "label": 1e300}], ",metric=pearson", "label 1e.300 in row 1 of .* is no number that float32"),
         ([{"text": "a", "label": "high"}], ",metric=pearson", "label 'high' in row 1 of .* is no number that float32"),
         (
             [{"text": f"t{i}", "label": 1.5} for i in range(9)],
             ",metric=pearson",
             "training rows of task 'mine' have one",
         ),
+        (
+            [{"text": f"t{i}", "label": "nan" if i == 6 else "ab"[i % 2]} for i in range(9)],
+            "",
+            "row 7 of .* has 'nan' in column 'label', which stands for a missing label",
+        ),
+        ([{"text": f"t{i}", "label": "7" * 5000} for i in range(9)], "", "one class only .a number of 5,000 digits."),
         ([{"text": "a", "label": None}], "", "row 1 of .* has no value in column 'label'"),
     ],
 )
 def test_wrong_data_is_a_data_error(rows: list[dict[str, object]], options: str, message: str, tmp_path: Path) -> None:
     with pytest.raises(DataError, match=message):
         parse_task(f"mine={write(tmp_path / 't.jsonl', rows)}{options}")
+
+
+def test_a_class_of_the_test_alone_is_refused(tmp_path: Path) -> None:
+    write(tmp_path / "train.jsonl", [{"text": f"t{i}", "label": "ab"[i % 2]} for i in range(20)])
+    write(tmp_path / "test.jsonl", [{"text": f"u{i}", "label": "abc"[i % 3]} for i in range(9)])
+    with pytest.raises(DataError, match="class 'c' of task 'mine' has 3 test rows and no training row; give"):
+        parse_task(f"mine={tmp_path}")
 
 
 def test_a_folder_without_train_is_refused(tmp_path: Path) -> None:

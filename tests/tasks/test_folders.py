@@ -69,6 +69,14 @@ def test_a_class_of_one_split_has_the_same_number_in_the_other(tmp_path: Path) -
     assert set(splits(load(f"x={tmp_path}"))[2].label) == {1, 2}
 
 
+def test_a_class_of_the_test_alone_is_refused(tmp_path: Path) -> None:
+    for split, names in (("train", "ab"), ("test", "abc")):
+        for name in names:
+            write(tmp_path / split / name, 5, first=len(split) * 10)
+    with pytest.raises(DataError, match="class 'c' of task 'x' has 5 test rows and no training row; give train rows"):
+        load(f"x={tmp_path}")
+
+
 def test_size_scales_the_shorter_side_and_crops_the_middle_by_hand(tmp_path: Path) -> None:
     for name, level in (("a", 10), ("b", 200)):
         (tmp_path / name).mkdir()
@@ -124,8 +132,8 @@ def test_sixteen_bits_are_refused_and_not_cut_off(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ("size=0", "size=0 of task 'x' is no number of pixels from 1 to 4096"),
-        ("size=big", "size=big of task 'x' is no number of pixels"),
+        ("size=0", "size='0' of task 'x' is no number of pixels from 1 to 4096"),
+        ("size=big", "size='big' of task 'x' is no number of pixels"),
         ("broken=ignore", "unknown value of broken= 'ignore'"),
         ("text=a", "unknown option of a task of images 'text'"),
         ("size=", "task option 'size' of 'x' is empty"),

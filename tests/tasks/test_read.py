@@ -6,7 +6,7 @@ import pandas as pd
 import pytest
 
 from atlas_fl.errors import DataError
-from atlas_fl.tasks.read import READERS, column, read_folder, read_table, texts
+from atlas_fl.tasks.read import READERS, classes, column, read_folder, read_table, texts
 
 TABLE = {"text": ["one, two", 'a "word"', "line\nbreak", "NA"], "label": ["0", "1", "0", "1"]}
 
@@ -48,6 +48,7 @@ def test_the_mark_that_spreadsheets_put_first_is_no_part_of_a_name(tmp_path: Pat
         ("t.jsonl", b'{"text": "a"}\n{oops\n', "line 2 is no JSON"),
         ("t.jsonl", b"[1]\n", "line 1 is no JSON object"),
         ("t.jsonl", b"[" * 100_000, r"cannot read .*t\.jsonl: .*recursion"),
+        ("t.jsonl", b'{"label": 1}\n{"label": ' + b"7" * 5000 + b"}\n", "line 2 holds a number of thousands of digits"),
         ("t.parquet", b"not parquet at all", r"cannot read .*t\.parquet"),
     ],
 )
@@ -68,6 +69,29 @@ def test_a_missing_column_names_those_that_exist() -> None:
 def test_a_missing_value_names_its_row(value: object) -> None:
     with pytest.raises(DataError, match=r"row 2 of f has no value in column 'text'; fill it or remove the row"):
         texts({"text": ["a", value]}, "text", origin="f")
+
+
+@pytest.mark.parametrize("word", ["nan", " NaN ", "NULL", "<NA>", "#N/A"])
+def test_a_word_that_stands_for_no_label_names_its_row(word: str) -> None:
+    table = {"label": ["a", "b", word], "text": ["a", "b", word]}
+    with pytest.raises(DataError, match=rf"row 3 of f has '{word.strip()}' in column 'label', which stands for a miss"):
+        classes(table, "label", origin="f")
+    assert texts(table, "text", origin="f") == ("a", "b", word)
+
+
+@pytest.mark.parametrize("dtype", ["Int64", "string", "datetime64[ns]", "float32"])
+def test_what_parquet_has_for_a_missing_label_names_its_row(dtype: str, tmp_path: Path) -> None:
+    values = pd.Series([1, 2, None] if dtype != "string" else ["a", "b", None]).astype(dtype)
+    pd.DataFrame({"label": values}).iloc[::-1].to_parquet(tmp_path / "t.parquet")
+    with pytest.raises(DataError, match=r"row 1 of f has no value in column 'label'"):
+        classes(read_table(tmp_path / "t.parquet"), "label", origin="f")
+
+
+@pytest.mark.parametrize("ending", sorted(READERS))
+def test_a_folder_is_no_file_whatever_its_name(ending: str, tmp_path: Path) -> None:
+    (tmp_path / f"train{ending}").mkdir()
+    with pytest.raises(DataError, match=rf"train\{ending} is a folder and no file; give the file, or rename"):
+        read_folder(tmp_path)
 
 
 def test_a_list_is_no_text() -> None:

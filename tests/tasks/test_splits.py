@@ -81,6 +81,53 @@ def test_too_few_rows_are_refused() -> None:
         split_rows(made(4, share=0.5), name="x")
 
 
+def test_contradicting_labels_are_named_where_they_leave_nothing() -> None:
+    same = Rows(text=("Same", "same") * 3, label=np.asarray([0, 1] * 3))
+    told = r"no test rows \(0 distinct rows in all\): 6 of 6 rows are texts that have another label, such as 'Same'"
+    with pytest.raises(DataError, match=told):
+        split_rows(same, name="x")
+
+
+def test_one_file_as_train_and_test_is_named() -> None:
+    told = (
+        r"no train and no validation rows \(50 .*\): 50 of 50 train rows are in test too, such as 'text 0'; give each"
+    )
+    with pytest.raises(DataError, match=told):
+        arrange({"train": made(50), "test": made(50)}, name="x")
+
+
+def test_a_class_that_is_held_out_alone_is_named_with_its_split() -> None:
+    test = Rows(text=("u", "v", "w"), label=np.asarray([0, 2, 2]))
+    told = "class 'c' of task 'x' has 2 test rows and no training row; give train rows of it, or remove it from"
+    with pytest.raises(DataError, match=told):
+        arrange({"train": made(50), "test": test}, name="x", label_names="abc")
+    assert len(arrange({"train": made(50), "test": test}, name="x").test) == 3
+
+
+def test_a_class_that_cleaning_took_from_train_is_named_with_the_reason() -> None:
+    train = Rows(text=(*made(50).text, "v"), label=np.append(made(50).label, 2))
+    test = Rows(text=("u", "v", "w"), label=np.asarray([0, 2, 0]))
+    told = "class 'c' of task 'x' has 1 test rows and no training row: 1 of 51 train rows are in test"
+    with pytest.raises(DataError, match=told):
+        arrange({"train": train, "test": test}, name="x", label_names="abc")
+
+
+@pytest.mark.parametrize("count", [1, 2, 3])
+def test_three_rows_of_a_class_suffice_to_learn_it_whatever_the_draw(count: int) -> None:
+    refused = set()
+    for task in map(str, range(12)):
+        label = np.append(made(60).label, [2] * count)
+        rows = Rows(text=(*made(60).text, *map(str, range(count))), label=label)
+        try:
+            data = split_rows(rows, name=task, label_names="abc")
+        except DataError as error:
+            refused.add(str(error).partition("; ")[2])
+        else:
+            assert 2 in data.train.label
+    assert refused <= {"add rows of it, three at the least, or remove them"}
+    assert bool(refused) == (count < 3)
+
+
 def test_one_class_is_refused() -> None:
     with pytest.raises(DataError, match="all 200 training rows of task 'x' have one label; give it rows of a second"):
         split_rows(made(430, share=0), name="x")

@@ -26,7 +26,7 @@ from atlas_fl.cli import (
     sweep,
     vectors,
 )
-from atlas_fl.errors import AtlasError, ConfigError
+from atlas_fl.errors import AtlasError, ConfigError, shown
 
 FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO})
 """Errors of a disk that takes no more."""
@@ -127,7 +127,7 @@ def _dispatch(words: Sequence[str]) -> int:
         return 0
     if first not in COMMANDS:
         (near,) = get_close_matches(first, COMMANDS, n=1, cutoff=0.0)
-        raise ConfigError(f"unknown command {first!r}; did you mean {near!r}? known: {', '.join(COMMANDS)}")
+        raise ConfigError(f"unknown command {shown(first)}; did you mean {near!r}? known: {', '.join(COMMANDS)}")
     return COMMANDS[first].run(words[1:])
 
 

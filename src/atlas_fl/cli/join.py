@@ -3,6 +3,7 @@
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Annotated
 
 import tyro
@@ -11,6 +12,8 @@ from atlas_fl.cli.live import going_on, show, show_progress
 from atlas_fl.cli.parse import parse
 from atlas_fl.cli.settings import base_config
 from atlas_fl.cli.words import split
+from atlas_fl.config import Config, config_hash, mask_source, pinned
+from atlas_fl.errors import ConfigError
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,9 +54,6 @@ def join(words: Sequence[str]) -> int:
     options = parse(default, groups, command="atlas join")
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # as in `atlas serve`
 
-    from pathlib import Path
-
-    from atlas_fl.config import config_hash
     from atlas_fl.io.certs import open_certs
     from atlas_fl.joining import Joining
     from atlas_fl.joining import join as join_federation
@@ -68,7 +68,7 @@ def join(words: Sequence[str]) -> int:
         part=options.part,
         model=options.model,
         data_dir=options.data_dir,
-        config=None if options.config is None else config_hash(base_config(groups)),
+        config=None if options.config is None else _hash_of(base_config(groups), origin=options.config),
         patience_seconds=options.patience,
         private=None if options.private is None else Path(options.private),
         to=Path(options.to or f"{open_certs(certs).name}-adapter"),
@@ -79,3 +79,18 @@ def join(words: Sequence[str]) -> int:
     up, down = human_bytes(joined.sent_bytes), human_bytes(joined.received_bytes)
     show([f"the run is complete for {joined.name}; {where}; {up} up, {down} down"])
     return 0
+
+
+def _hash_of(config: Config, *, origin: str) -> str:
+    """The hash that the server has of the same settings: with the digest of what lies in their mask file.
+
+    Raises:
+        ConfigError: the mask is not here, and the settings do not say its digest.
+    """
+    path, digest = mask_source(config.sparse.mask_file)
+    if path is not None and digest is None and not Path(path).exists():
+        raise ConfigError(
+            f"{origin} names the mask {path}, which is not here to be compared with the server's; copy it here, give"
+            " the config.toml of the server's run, which has the mask's digest, or leave --config out"
+        )
+    return config_hash(pinned(config))

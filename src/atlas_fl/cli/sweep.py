@@ -12,9 +12,19 @@ from atlas_fl.cli.parse import parse
 from atlas_fl.cli.settings import base_config
 from atlas_fl.cli.words import Words, split
 from atlas_fl.config import Config
-from atlas_fl.errors import ConfigError
+from atlas_fl.errors import SHOWN_CHARACTERS, ConfigError
 from atlas_fl.events import PhaseStarted
-from atlas_fl.sweep import LAMBDA_SWEEP, Point, RunState, grid, parse_over, run_all, same_steps, seeds
+from atlas_fl.sweep import (
+    LAMBDA_SWEEP,
+    Point,
+    RunState,
+    comparison_name,
+    grid,
+    parse_over,
+    run_all,
+    same_steps,
+    seeds,
+)
 
 STRATEGIES = ("local", "fedavg_cluster", "atlas")
 WORDS: dict[RunState, str] = {"finished": "is finished", "unfinished": "goes on", "new": "starts"}
@@ -86,7 +96,8 @@ def _refuse(groups: Sequence[Words], flag: str, remedy: str) -> None:
     """Raise `ConfigError` for a flag of `atlas run` that many runs would each overwrite."""
     for group in groups:
         if group.flag == flag:
-            raise ConfigError(f"{flag} {' '.join(group.values)} is for one run, and these are several; {remedy}")
+            given = " ".join(group.values)[:SHOWN_CHARACTERS]
+            raise ConfigError(f"{flag} {given} is for one run, and these are several; {remedy}")
 
 
 def run_grid(base: Config, *, over: Sequence[str], seeds: Sequence[int], same_rounds: bool = False) -> int:
@@ -103,7 +114,7 @@ def run_grid(base: Config, *, over: Sequence[str], seeds: Sequence[int], same_ro
 
         folders = run_all(points, on_run=announce, on_event=on_event)
     note = "" if scaled is None else f"{scaled.steps} gradient steps in every run"
-    path = Path(base.run.runs_dir) / f"comparison-{'-'.join(values)}.csv"
+    path = Path(base.run.runs_dir) / comparison_name(points, preset=base.run.preset)
     _show_comparison(points, folders, path=path, note=note)
     return 0
 

@@ -5,13 +5,16 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 
-from atlas_fl.errors import ConfigError
+from atlas_fl.errors import ConfigError, shown
 
 ALIASES = {"--ablation": "--strategy", "--mode": "--preset"}
 """Flags of earlier programs and what they are called here."""
 
 JOINED = frozenset({"--task", "--device", "--over", "--server", "--client", "--arrive"})
 """Flags with a list that may be given several times instead of once with several words."""
+
+LONGEST = 4096
+"""Characters of a word: as many as a path may have."""
 
 _FLAG = re.compile(r"-(?!inf$|nan$)[A-Za-z-]")
 
@@ -27,9 +30,17 @@ class Words:
 
 
 def split(args: Sequence[str]) -> tuple[Words, ...]:
-    """The command line flag by flag; hyphens for underscores, and today's names for those of `ALIASES`."""
+    """The command line flag by flag; hyphens for underscores, and today's names for those of `ALIASES`.
+
+    Raises:
+        ConfigError: a word is longer than any value may be.
+    """
     groups = [Words("", ())]
     for word in args:
+        if len(word) > LONGEST:
+            flag, sign, value = word.partition("=") if is_flag(word) else (groups[-1].flag, "=", word)
+            told = f"{flag} has {shown(value)}" if flag and sign else f"there is {shown(word)}"
+            raise ConfigError(f"{told}; allowed: a word of at most {LONGEST:,} characters; shorten it")
         if not is_flag(word):
             last = groups[-1]
             groups[-1] = Words(last.flag, (*last.values, word), last.is_joined_by_sign and not last.values)
@@ -68,7 +79,7 @@ def check_flags(groups: Iterable[Words], *, known: Sequence[str], command: str) 
     for group in groups:
         if group.flag and group.flag not in known:
             (near,) = get_close_matches(group.flag, known, n=1, cutoff=0.0)
-            raise ConfigError(f"unknown flag {group.flag!r}; did you mean {near!r}? see `{command} --help`")
+            raise ConfigError(f"unknown flag {shown(group.flag)}; did you mean {near!r}? see `{command} --help`")
 
 
 def is_flag(word: str) -> bool:

@@ -90,7 +90,7 @@ def oracle(
         )  # fmt: skip
     first, second = _checked(first, second)
     evidence = _weigh(first, second, replace(settings, clusters="auto", cluster_by="corrected"))
-    found = _result(evidence, named=labels, settings=settings, method="oracle")
+    found = _result(evidence, named=labels, settings=replace(settings, clusters="oracle"), method="oracle")
     return replace(found, structure=verdict)
 
 

@@ -13,7 +13,7 @@ class Settings:
     seed: int
     """Seed of k-means, of the gap's references and of the rotations."""
     clusters: str = "auto"
-    """`auto` or a number of clusters."""
+    """`auto`, a number of clusters, or `oracle` where they are the true tasks."""
     cluster_by: str = "corrected"
     """A name of METHODS."""
     k_range: tuple[int, int] = (2, 5)
@@ -39,7 +39,7 @@ class Settings:
     @property
     def fixed_k(self) -> int | None:
         """The number of clusters that was asked for, if any."""
-        return None if self.clusters == "auto" else int(self.clusters)
+        return None if self.clusters in ("auto", "oracle") else int(self.clusters)
 
 
 def check(settings: Settings, *, methods: Collection[str]) -> None:

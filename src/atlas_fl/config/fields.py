@@ -11,8 +11,7 @@ from typing import Any, get_type_hints
 
 from atlas_fl.config import data, groups, images, splitting, training
 from atlas_fl.config.groups import Config
-from atlas_fl.config.kinds import shown
-from atlas_fl.errors import ConfigError
+from atlas_fl.errors import ConfigError, shown
 
 
 @dataclass(frozen=True, kw_only=True)

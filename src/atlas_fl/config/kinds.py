@@ -8,12 +8,11 @@ from collections.abc import Sequence
 from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin
 
-from atlas_fl.errors import ConfigError
+from atlas_fl.errors import ConfigError, shown
 
 NONE = "none"
 LIST_SEPARATOR = "+"
 LARGEST = 10**15
-SHOWN_CHARACTERS = 80
 _SWITCH = {"true": True, "on": True, "yes": True, "false": False, "off": False, "no": False}
 _WORDS = {bool: "true or false", int: "a whole number", float: "a number", str: "a text"}
 
@@ -124,15 +123,6 @@ def whole_number(text: str) -> int | None:
     """
     is_number = text.isascii() and text.isdecimal() and len(text) <= len(str(LARGEST))
     return int(text) if is_number and str(int(text)) == text else None
-
-
-def shown(value: object) -> str:
-    """The value as one short line, for a message."""
-    try:
-        text = repr(value)
-    except ValueError:  # Python refuses to print integers of more than 4,300 digits
-        return "a number of thousands of digits"
-    return text if len(text) <= SHOWN_CHARACTERS else f"{text[:SHOWN_CHARACTERS]}..."
 
 
 def mistake(setting: str, value: object, allowed: str) -> ConfigError:

@@ -29,7 +29,16 @@ class Form:
     """How a table begins."""
 
 
-TOML = Form(name="TOML", parse=tomllib.loads, table="[{}]")
+def _read_toml(text: str) -> dict[str, Any]:
+    try:
+        return tomllib.loads(text)
+    except tomllib.TOMLDecodeError:
+        raise
+    except ValueError:  # Python reads no whole number of more than 4,300 digits
+        raise ValueError("a number of thousands of digits is more than anything here can be") from None
+
+
+TOML = Form(name="TOML", parse=_read_toml, table="[{}]")
 YAML = Form(name="YAML", parse=read_yaml, table="{}:")
 FORMS: Mapping[str, Form] = {".yaml": YAML, ".yml": YAML}
 """The form of a file by its ending; TOML where there is none."""
@@ -60,7 +69,7 @@ def load_values(path: str | Path) -> dict[str, Any]:
 def parse_config(text: str, *, origin: str) -> Config:
     """The settings of a TOML text over the defaults; raises `ConfigError` as `load_config`, which names `origin`."""
     try:
-        tables = tomllib.loads(text)
+        tables = _read_toml(text)
     except (ValueError, RecursionError) as error:
         raise ConfigError(f"{origin} is no TOML ({' '.join(str(error).split())})") from None
     return from_values(_values(tables, origin), base=Config())

@@ -10,6 +10,8 @@ from typing import Any
 
 from yaml import MappingNode, Node, SafeLoader, ScalarNode, YAMLError, compose
 
+from atlas_fl.errors import shown
+
 _KNOWN = frozenset(
     f"tag:yaml.org,2002:{kind}"
     for kind in ("map", "seq", "str", "null", "bool", "int", "float", "timestamp", "merge", "value")
@@ -65,4 +67,7 @@ def _scalar(node: ScalarNode) -> Any:
     text = str(node.value)
     if node.style is not None:  # in quotes, or a block
         return text
-    return next((read(text) for pattern, read in _PLAIN if pattern.fullmatch(text)), text)
+    try:
+        return next((read(text) for pattern, read in _PLAIN if pattern.fullmatch(text)), text)
+    except ValueError:  # Python reads no whole number of more than 4,300 digits
+        raise ValueError(f"line {node.start_mark.line + 1}: {shown(text)} is more than anything here can be") from None

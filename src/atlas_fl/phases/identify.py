@@ -162,7 +162,7 @@ def _cluster(assembly: Assembly, sketches: np.ndarray, tasks: Sequence[str], pre
     chosen = config.clustering
     settings = Settings(
         seed=config.run.seed,
-        clusters="auto" if chosen.clusters == "oracle" else chosen.clusters,
+        clusters=chosen.clusters,
         cluster_by=chosen.cluster_by,
         k_range=chosen.k_range,
         min_cluster_size=chosen.min_cluster_size,

@@ -30,6 +30,10 @@ AT_ONCE = 8
 """Clients whose scores are held at the same time: each is as large as a model."""
 
 
+HELD = 3
+"""Copies of a model that its training holds: weights, gradients and momentum."""
+
+
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Prepared:
     """What is known before round one."""
@@ -213,7 +217,7 @@ def _cost(model: Params, device: Device, mask: Mask | None, *, communicates: boo
         "predicted": {
             "up_bytes": sent,
             "down_bytes": sent,
-            "memory_bytes": 3 * held,
+            "memory_bytes": HELD * held,
             "seconds": sent / device.up_bytes_per_second + sent / device.down_bytes_per_second,
         },
     }

@@ -12,7 +12,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from atlas_fl.errors import ConfigError, unknown
+from atlas_fl.errors import ConfigError, shown, unknown
 
 UPLOAD_SECONDS = 1.0
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
@@ -99,7 +99,7 @@ def parse_device(text: str) -> Device:
     name, _, rest = text.partition("=")
     if not _NAME.fullmatch(name) or not rest:
         raise ConfigError(
-            f"device {text!r} has no name; write name=memory_gb=3,gflops=50,... with {', '.join(_REQUIRED)}"
+            f"device {shown(text)} has no name; write name=memory_gb=3,gflops=50,... with {', '.join(_REQUIRED)}"
         )
     values: dict[str, float] = {}
     for part in rest.split(","):
@@ -126,7 +126,7 @@ def parse_device(text: str) -> Device:
 def _number(name: str, key: str, text: str) -> float:
     allowed = "a whole number of at least 1" if key in _WHOLE else "a finite number"
     allowed += "" if key in _WHOLE else " of at least 0" if key == "latency_ms" else " above 0"
-    problem = ConfigError(f"device {name!r}: {key}={text!r} is not allowed; give {allowed}")
+    problem = ConfigError(f"device {name!r}: {key}={shown(text)} is not allowed; give {allowed}")
     try:
         value = float(text)
     except ValueError:

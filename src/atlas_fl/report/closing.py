@@ -58,10 +58,7 @@ def _closing_caption(summary: Mapping[str, Any]) -> str:
     lines = [LEGEND, *_stopped(summary)]
     lines += [_written(task, group) for task, group in (summary.get("tasks") or {}).items() if _has_written(group)]
     if "total" in sent:
-        saved = (sent.get("full_model") or {}).get("reduction")
-        word = "less" if (saved or 0.0) >= 0 else "more"
-        than = "" if saved is None else f", {percent(abs(saved))} {word} than the whole model in every round"
-        lines.append(f"{human_bytes(sent['up'])} up, {human_bytes(sent['down'])} down{than}")
+        lines.append(f"{human_bytes(sent['up'])} up, {human_bytes(sent['down'])} down{_than_whole(sent)}")
         if "between_clients" in sent:
             lines.append(f"{human_bytes(sent['between_clients'])} of it between clients, past the server")
         if "relayed" in sent:
@@ -78,6 +75,14 @@ def _closing_caption(summary: Mapping[str, Any]) -> str:
     refused = ((summary.get("events") or {}).get("count") or {}).get("refused", 0)
     lines.extend([f"{refused} update{'' if refused == 1 else 's'} refused"] if refused else [])
     return "\n".join(lines)
+
+
+def _than_whole(sent: Mapping[str, Any]) -> str:
+    """How much less or more than the whole model; nothing where whole models were sent and no mask saved any."""
+    saved = (sent.get("full_model") or {}).get("reduction")
+    if saved is None or (saved <= 0 and "weights" in (sent.get("by_kind") or {})):
+        return ""
+    return f", {percent(abs(saved))} {'less' if saved >= 0 else 'more'} than the whole model in every round"
 
 
 def _stopped(summary: Mapping[str, Any]) -> list[str]:

@@ -10,14 +10,16 @@ from typing import Any
 
 import numpy as np
 
-from atlas_fl.errors import ConfigError, DataError, unknown
+from atlas_fl.errors import ConfigError, DataError, shown, unknown
 from atlas_fl.tasks.folders import FORM, folder_task, holds_images
-from atlas_fl.tasks.read import Table, column, read_folder, read_table, texts
+from atlas_fl.tasks.read import Table, classes, column, read_folder, read_table, texts
 from atlas_fl.tasks.spec import METRICS, Labels, Metric, Rows, Source, Task, TaskData
 from atlas_fl.tasks.splits import arrange, split_rows
 
 LARGEST_LABEL = float(np.finfo(np.float32).max)
 _FORM = "name=path[,text=COLUMN][,pair=COLUMN][,label=COLUMN][,metric=NAME][,target=COLUMN]"
+_WHOLE_NUMBER = r"-?\d{1,4000}"
+"""Longer ones are words: Python reads none of more than 4,300 digits."""
 _OPTIONS = ("text", "pair", "label", "metric", "target")
 
 
@@ -55,9 +57,9 @@ def parse_task(description: str) -> Task:
     labelled = columns.target is None
     rows, names = _labelled(tables, columns, origin=path) if labelled else (_written(tables, columns, origin=path), ())
     if path.is_dir():
-        data = arrange(rows, name=name, labelled=labelled)
+        data = arrange(rows, name=name, labelled=labelled, label_names=names)
     else:
-        data = split_rows(rows["all"], name=name, labelled=labelled)
+        data = split_rows(rows["all"], name=name, labelled=labelled, label_names=names)
     return Task(
         name=name,
         num_labels=(len(names) or 1) if labelled else 0,
@@ -110,9 +112,11 @@ def _labelled(
 ) -> tuple[dict[str, Rows], tuple[str, ...]]:
     origins = {split: str(origin) if split == "all" else f"{split} of {origin}" for split in tables}
     rows = {split: _unlabelled(table, columns, origin=origins[split]) for split, table in tables.items()}
-    found = {split: column(table, columns.label, origin=origins[split]) for split, table in tables.items()}
+    regression = columns.metric == "pearson"
+    values_of = column if regression else classes  # of a value that is no number the message says more
+    found = {split: values_of(table, columns.label, origin=origins[split]) for split, table in tables.items()}
     encoded: Mapping[str, Labels]
-    if columns.metric == "pearson":
+    if regression:
         names: tuple[str, ...] = ()
         encoded = {split: _values(values, origin=origins[split]) for split, values in found.items()}
     else:
@@ -152,10 +156,11 @@ def _unlabelled(table: Table, columns: Columns, *, origin: str) -> Rows:
 
 def _class_names(values: Sequence[Any], label: str, *, origin: Path) -> tuple[str, ...]:
     words = {_word(value) for value in values}
-    whole = [word for word in words if re.fullmatch(r"-?\d+", word)]
+    whole = [word for word in words if re.fullmatch(_WHOLE_NUMBER, word)]
     names = sorted(words, key=int) if len(whole) == len(words) else sorted(words)
     if len(names) < 2:
-        raise DataError(f"column {label!r} of {origin} has one class only ({names[0]!r}); a task needs two or more")
+        only = shown(names[0])
+        raise DataError(f"column {label!r} of {origin} has one class only ({only}); a task needs two or more")
     if len(names) > max(2, len(values) // 2):
         raise DataError(
             f"column {label!r} of {origin} has {len(names)} different values in {len(values)} rows, which is no set "
@@ -178,7 +183,7 @@ def _values(values: Sequence[Any], *, origin: object) -> Labels:
             number = math.nan
         if not abs(number) <= LARGEST_LABEL:
             raise DataError(
-                f"label {str(value)[:40]!r} in row {row} of {origin} is no number that float32 holds, as metric=pearson"
+                f"label {shown(value)} in row {row} of {origin} is no number that float32 holds, as metric=pearson"
                 " needs"
             )
         numbers.append(number)

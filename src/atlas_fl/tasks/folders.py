@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from atlas_fl.errors import ConfigError, DataError, unknown
+from atlas_fl.errors import ConfigError, DataError, shown, unknown
 from atlas_fl.tasks.images import Images, Pixels
 from atlas_fl.tasks.spec import Source, Task, TaskData
 from atlas_fl.tasks.splits import arrange, split_rows
@@ -50,8 +50,9 @@ def folder_task(name: str, path: Path, options: Mapping[str, str]) -> Task:
         if key not in ("size", "broken"):
             raise unknown("option of a task of images", key, ("size", "broken"))
     size, broken = options.get("size"), options.get("broken", BROKEN[0])
-    if size is not None and not (size.isdecimal() and 0 < int(size) <= 4096):
-        raise ConfigError(f"size={size} of task {name!r} is no number of pixels from 1 to 4096; the form is {FORM}")
+    if size is not None and not (size.isdecimal() and len(size) <= 4 and 0 < int(size) <= 4096):
+        told = f"size={shown(size)} of task {name!r}"
+        raise ConfigError(f"{told} is no number of pixels from 1 to 4096; the form is {FORM}")
     if broken not in BROKEN:
         raise unknown("value of broken=", broken, BROKEN)
     splits = _split_folders(path)
@@ -76,11 +77,12 @@ def folder_task(name: str, path: Path, options: Mapping[str, str]) -> Task:
 
 def _load(source: Source, *, name: str, folder: Folder) -> TaskData:
     found = _all_of_one_kind({split: _read(place, folder) for split, place in folder.splits.items()})
+    names, share = folder.label_names, source.validation_share
     if "all" in found:
-        return split_rows(found["all"], name=name, validation_share=source.validation_share)
+        return split_rows(found["all"], name=name, label_names=names, validation_share=share)
     if "train" not in found:
         raise DataError(f"the folders of task {name!r} have no train split; they are {', '.join(found)}")
-    return arrange(found, name=name, validation_share=source.validation_share)
+    return arrange(found, name=name, label_names=names, validation_share=share)
 
 
 def _folders(path: Path) -> list[Path]:

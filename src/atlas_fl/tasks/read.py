@@ -15,12 +15,16 @@ Table: TypeAlias = Mapping[str, Sequence[Any]]
 
 SPLITS = ("train", "validation", "test")
 LONGEST_CELL = 1 << 30
+_NO_VALUE = frozenset({"nan", "null", "<na>", "#n/a", "nat"})
+"""What programs write where a value is missing."""
 
 
 def read_table(path: Path) -> Table:
     """The columns of a file; a `DataError` if it is missing, empty, damaged or of an unknown kind."""
     if not path.exists():
         raise DataError(f"there is no file {path}; check the path")
+    if path.is_dir():
+        raise DataError(f"{path} is a folder and no file; give the file, or rename the folder")
     reader = READERS.get(path.suffix.lower())
     if reader is None:
         raise DataError(f"{path} is of no kind that can be read; give a file that ends in {', '.join(READERS)}")
@@ -60,7 +64,21 @@ def column(table: Table, name: str, *, origin: object) -> Sequence[Any]:
 def _is_missing(value: object) -> bool:
     if isinstance(value, str):
         return not value.strip()
-    return value is None or (isinstance(value, float) and math.isnan(value))
+    # what pandas has for a missing value of some types is of a type of its own
+    of_pandas = type(value).__name__ in ("NAType", "NaTType")
+    return value is None or of_pandas or (isinstance(value, float) and math.isnan(value))
+
+
+def classes(table: Table, name: str, *, origin: object) -> Sequence[Any]:
+    """The values of a column of labels; a `DataError` names the first that only says that there is none."""
+    found = column(table, name, origin=origin)
+    for number, value in enumerate(found, start=1):
+        if isinstance(value, str) and value.strip().lower() in _NO_VALUE:
+            raise DataError(
+                f"row {number} of {origin} has {value.strip()!r} in column {name!r}, which stands for a missing label;"
+                " fill it or remove the row (a class of that name needs another one)"
+            )
+    return found
 
 
 def texts(table: Table, name: str, *, origin: object) -> tuple[str, ...]:
@@ -117,6 +135,8 @@ def _read_jsonl(path: Path) -> Table:
                 row = json.loads(line)
             except json.JSONDecodeError as error:
                 raise ValueError(f"line {number} is no JSON ({error.msg})") from error
+            except ValueError:  # Python reads no whole number of more than 4,300 digits
+                raise ValueError(f"line {number} holds a number of thousands of digits") from None
             if not isinstance(row, dict):
                 raise ValueError(f"line {number} is no JSON object")
             rows.append(row)

@@ -1,12 +1,12 @@
 """Cutting rows into train, validation and test: seeded, disjoint, with the classes spread evenly."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
 from atlas_fl.errors import DataError
 from atlas_fl.rng import generator
-from atlas_fl.tasks.clean import clean, deduplicate
+from atlas_fl.tasks.clean import clean, deduplicate, why_fewer
 from atlas_fl.tasks.spec import Examples, Kind, Labels, TaskData
 
 # The proportions of a client's default sizes, so that no split runs out before the others do.
@@ -42,12 +42,21 @@ def stratified_order(labels: Labels, rng: np.random.Generator) -> Labels:
     return np.argsort(place, kind="stable")
 
 
-def split_rows(rows: Examples, *, name: str, labelled: bool = True, validation_share: float | None = None) -> TaskData:
+def split_rows(
+    rows: Examples,
+    *,
+    name: str,
+    labelled: bool = True,
+    label_names: Sequence[str] = (),
+    validation_share: float | None = None,
+) -> TaskData:
     """Disjoint splits in the proportions 200 : 100 : 130 of these rows without their duplicates.
 
     They depend on the rows and the name alone. `validation_share` is that of what is left when the test is taken. A
-    `DataError` says when there are too few rows, or classes of labelled ones.
+    `DataError` says when there are too few rows, or classes of labelled ones, or one of `label_names` without training
+    rows.
     """
+    given = {"all": rows}
     rows = deduplicate(rows)
     order = stratified_order(rows.label, generator(SEED, "split", name))
     total = TRAIN + VALIDATION + TEST
@@ -59,11 +68,16 @@ def split_rows(rows: Examples, *, name: str, labelled: bool = True, validation_s
         validation=rows.take(order[num_test : num_validation + num_test]),
         test=rows.take(order[:num_test]),
     )
-    return checked(data, name=name, labelled=labelled)
+    return checked(data, name=name, labelled=labelled, label_names=label_names, given=given)
 
 
 def arrange(
-    splits: Mapping[str, Examples], *, name: str, labelled: bool = True, validation_share: float | None = None
+    splits: Mapping[str, Examples],
+    *,
+    name: str,
+    labelled: bool = True,
+    label_names: Sequence[str] = (),
+    validation_share: float | None = None,
 ) -> TaskData:
     """The splits that a data set comes with, cleaned, and those it lacks.
 
@@ -79,22 +93,44 @@ def arrange(
             num_rows = _share_of(len(train), validation_share, name=name)
         carved, train = _carve(train, num_rows, name=f"{name}/{part}")
         given.append(carved)
-    return checked(clean(TaskData(train=train, validation=given[1], test=given[0])), name=name, labelled=labelled)
+    data = clean(TaskData(train=train, validation=given[1], test=given[0]))
+    return checked(data, name=name, labelled=labelled, label_names=label_names, given=splits)
 
 
-def checked(data: TaskData, *, name: str, labelled: bool = True) -> TaskData:
-    """The same data; a `DataError` if a split is empty or labelled training rows have one class only."""
+def checked(
+    data: TaskData, *, name: str, labelled: bool, label_names: Sequence[str], given: Mapping[str, Examples]
+) -> TaskData:
+    """The same data; a `DataError` says what nobody could learn from, and what of `given` cleaning took.
+
+    That is an empty split, labelled training rows of one class only, or one of `label_names` that is held out alone.
+    """
     sizes = {"train": len(data.train), "validation": len(data.validation), "test": len(data.test)}
-    empty = [split for split, size in sizes.items() if size == 0]
-    if empty:
-        raise DataError(
-            f"task {name!r} has no {' and no '.join(empty)} rows ({sum(sizes.values())} distinct rows in all); "
-            "give it more rows, five at the least"
-        )
-    values = np.unique(data.train.label)
-    if labelled and len(values) < 2:
-        raise DataError(f"all {sizes['train']} training rows of task {name!r} have one label; give it rows of a second")
+    if empty := [split for split, size in sizes.items() if size == 0]:
+        what = f"task {name!r} has no {' and no '.join(empty)} rows ({sum(sizes.values())} distinct rows in all)"
+        raise _mistake(what, given, remedy="give it more rows, five at the least")
+    if labelled and len(np.unique(data.train.label)) < 2:
+        what = f"all {sizes['train']} training rows of task {name!r} have one label"
+        raise _mistake(what, given, remedy="give it rows of a second")
+    for split, rows in (("validation", data.validation), ("test", data.test)):
+        for label in np.setdiff1d(rows.label, data.train.label)[: len(label_names)].tolist():
+            count = int((rows.label == label).sum())
+            what = f"class {label_names[label]!r} of task {name!r} has {count} {split} rows and no training row"
+            taken = "train" not in given or label in given["train"].label
+            raise _mistake(what, given if taken else {}, remedy=_TO_LEARN["train" in given])
     return data
+
+
+_TO_LEARN = {
+    True: "give train rows of it, or remove it from the other splits",
+    False: "add rows of it, three at the least, or remove them",
+}
+"""What to do about a class without training rows, by whether the splits were given."""
+
+
+def _mistake(what: str, given: Mapping[str, Examples], *, remedy: str) -> DataError:
+    """The error with what cleaning took of these splits and how to mend that, where it took any."""
+    why = why_fewer(given)
+    return DataError(f"{what}; {remedy}" if why is None else f"{what}: {why[0]}; {why[1]}")
 
 
 def _share_of(count: int, share: float, *, name: str) -> int:

@@ -1,0 +1,55 @@
+"""What `atlas join` tells the server of its settings."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from atlas_fl.cli.settings import base_config
+from atlas_fl.cli.words import split
+from atlas_fl.config import config_hash, pinned
+from atlas_fl.joining import Joined, Joining
+
+Atlas = Callable[..., Any]
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    """Settings whose mask is not pinned, with the mask that they name beside them."""
+    (tmp_path / "mask.safetensors").write_bytes(b"a mask")
+    file = tmp_path / "fed.toml"
+    file.write_text(f'[run]\npreset = "vision-sparse"\n[sparse]\nmask_file = "{tmp_path / "mask.safetensors"}"\n')
+    return file
+
+
+@pytest.fixture
+def joined(monkeypatch: pytest.MonkeyPatch) -> list[Joining]:
+    """What the command joins with; nothing is connected to."""
+    found: list[Joining] = []
+
+    def join(joining: Joining, **_: object) -> Joined:
+        found.append(joining)
+        return Joined(name="site", adapter=None, sent_bytes=0, received_bytes=0)
+
+    monkeypatch.setattr("atlas_fl.joining.join", join)
+    return found
+
+
+def words(file: Path) -> list[str]:
+    own = {"--certs": "certs", "--task": "x=y.csv", "--device": "cpu_2gb", "--to": "out", "--config": str(file)}
+    return ["join", "host:1", *(word for pair in own.items() for word in pair)]
+
+
+def test_a_site_has_the_hash_of_the_server_which_pins_the_mask(atlas: Atlas, file: Path, joined: list[Joining]) -> None:
+    assert atlas(*words(file)).code == 0
+    config = base_config(split(["--config", str(file)]))  # as `atlas serve` reads it
+    assert [joining.config for joining in joined] == [config_hash(pinned(config))] != [config_hash(config)]
+
+
+def test_a_mask_that_only_the_server_has_is_told_in_a_line(atlas: Atlas, file: Path, joined: list[Joining]) -> None:
+    (file.parent / "mask.safetensors").unlink()
+    said = atlas(*words(file))
+    assert said.code == 2 and not joined
+    assert said.err.startswith(f"atlas: {file} names the mask {file.parent / 'mask.safetensors'}, which is not here")
+    assert said.err.count("\n") == 1
