@@ -82,9 +82,8 @@ def across_machines(service: Service) -> Callable[[Config, OnEvent], AbstractCon
         least = service.min_clients or len(wanted)
         with LoopThread() as threads:
             desk = Desk(threads=threads, on_event=on_event)
-            # adapters that a cluster shares belong to those who were there when the plan was made, as do the head and
-            # the mask of whole models
-            late = service.late and config.split.server_adapters == "per_client" and line_for(config) is ADAPTERS
+            # adapters that a cluster shares belong to those who were there when the plan was made
+            late = service.late and config.split.server_adapters == "per_client"
             hall = hall_of(config, listed, desk, late=late)
             server = Server(_sessions(hall, service), certs, host=service.host, port=service.port)
             port = desk.call(server.start())
@@ -206,15 +205,15 @@ def _assembly(config: Config, hall: Hall, desk: Desk, names: tuple[str, ...]) ->
     devices = tuple(seat.device for seat in seats if seat.device is not None)
     line = line_for(config)
     if line is IMAGES:
-        return line.assemble(config, clients=clients, devices=devices)
+        return replace(line.assemble(config, clients=clients, devices=devices), door=_door(hall, desk, None))
     assembly = line.assemble(config, clients=clients, tokens=tokens, devices=devices)
     return replace(assembly, door=_door(hall, desk, tokens), apart=not shares_all(config.mixing.share))
 
 
-def _door(hall: Hall, desk: Desk, tokens: dict[str, ClientTokens]) -> Door:
+def _door(hall: Hall, desk: Desk, tokens: dict[str, ClientTokens] | None) -> Door:
     """The door of a run that is served: those wait there whose seats are in no plan.
 
-    Their stand-ins go to `tokens` as well, where the server's halves of cut models look them up.
+    Their stand-ins go to `tokens` as well, where the server's halves of cut models look them up; None without any.
     """
 
     def waiting(_round: int) -> tuple[Newcomer, ...]:
@@ -222,8 +221,10 @@ def _door(hall: Hall, desk: Desk, tokens: dict[str, ClientTokens]) -> Door:
         for seat in desk.call(newcomers(hall)):
             census, device = seat.census, seat.device
             if census is not None and device is not None:
-                client, tokens[seat.name] = stand_in(seat.name, census)
-                found.append(Newcomer(client=client, tokens=tokens[seat.name], device=device))
+                client, own = stand_in(seat.name, census)
+                if tokens is not None:
+                    tokens[seat.name] = own
+                found.append(Newcomer(client=client, device=device, tokens=None if tokens is None else own))
         return tuple(found)
 
     return Door(

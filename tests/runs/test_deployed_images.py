@@ -1,7 +1,7 @@
 """Whole models of image clients in processes of their own end with the bits of their simulation."""
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -11,6 +11,7 @@ from atlas_fl.audit import audit
 from atlas_fl.config import Config, to_toml, with_values
 from atlas_fl.export import export
 from atlas_fl.io.certs import make_certs
+from atlas_fl.io.folder import RunFolder
 from atlas_fl.io.results import read_json
 from atlas_fl.presets import find_preset
 from atlas_fl.run import RunResult, run
@@ -49,9 +50,9 @@ def settings(folder: Path, **values: object) -> Config:
 class Federation:
     """One config served across processes, to be compared with its simulation."""
 
-    def __init__(self, config: Config, folder: Path, programs: Programs) -> None:
+    def __init__(self, config: Config, folder: Path, programs: Programs, sites: Sequence[str]) -> None:
         self.folder, self.programs, self.served = folder, programs, Path(config.run.runs_dir) / "served"
-        make_certs(folder / "certs", servers=["localhost", "127.0.0.1"], clients=list(SITES))
+        make_certs(folder / "certs", servers=["localhost", "127.0.0.1"], clients=list(sites))
         (folder / "fed.toml").write_text(to_toml(config))
 
     def serve(self, *more: str, port: int = 0) -> tuple[Program, int]:
@@ -69,8 +70,11 @@ class Federation:
         assert same_tensors(state(simulated.folder, round=round), state(self.served, round=round))
         for kind in ("metrics", "ledger"):
             assert rows(simulated.folder, kind) == rows(self.served, kind)
-        plans = [read_json(folder / "plan.json") for folder in (simulated.folder, self.served)]
-        assert all(plans[0][part] == plans[1][part] for part in ("clients", "data", "sparse"))
+        names = [[path.name for path in RunFolder(folder).plans()] for folder in (simulated.folder, self.served)]
+        assert names[0] == names[1]
+        for name in names[0]:
+            plans = [read_json(folder / name) for folder in (simulated.folder, self.served)]
+            assert all(plans[0][part] == plans[1][part] for part in ("clients", "data", "sparse"))
         assert read_json(self.served / "summary.json")["tasks"] == simulated.summary["tasks"]
         assert audit(self.served).ok
         for name in simulated.summary["clients"]:
@@ -80,8 +84,8 @@ class Federation:
 
 
 @pytest.fixture
-def federation(programs: Programs, tmp_path: Path) -> Iterator[Callable[[Config], Federation]]:
-    yield lambda config: Federation(config, tmp_path, programs)
+def federation(programs: Programs, tmp_path: Path) -> Iterator[Callable[..., Federation]]:
+    yield lambda config, sites=SITES: Federation(config, tmp_path, programs, sites)
     programs.kill_all()
 
 
@@ -94,7 +98,7 @@ def federation(programs: Programs, tmp_path: Path) -> Iterator[Callable[[Config]
     ids=["dense", "mask"],
 )
 def test_the_deployed_federation_is_the_simulated_one(
-    federation: Callable[[Config], Federation], tmp_path: Path, values: dict[str, object]
+    federation: Callable[..., Federation], tmp_path: Path, values: dict[str, object]
 ) -> None:
     config = settings(tmp_path, **values)
     fed = federation(config)
@@ -107,7 +111,7 @@ def test_the_deployed_federation_is_the_simulated_one(
     fed.is_as(simulated, round=2)
 
 
-def test_no_fault_changes_a_bit_of_whole_models(federation: Callable[[Config], Federation], tmp_path: Path) -> None:
+def test_no_fault_changes_a_bit_of_whole_models(federation: Callable[..., Federation], tmp_path: Path) -> None:
     """A site is killed while it scores weights for the mask, another while it trains, and then the server."""
     config = settings(tmp_path, **MASKED, rounds=3)
     fed = federation(config)
@@ -129,3 +133,27 @@ def test_no_fault_changes_a_bit_of_whole_models(federation: Callable[[Config], F
         site.end()
     assert "resumed after round" in again.end()
     fed.is_as(simulated, round=3)
+
+
+def test_a_site_that_comes_late_gets_model_and_mask_and_no_fault_changes_a_bit(
+    federation: Callable[..., Federation], tmp_path: Path
+) -> None:
+    """Its certificate is made when the run has begun, and the server is killed once it has joined."""
+    config = settings(tmp_path, **{**MASKED, "mask": "random", "calibration_rounds": 1}, participation=1, rounds=5)
+    fed = federation(config, SITES[:2])
+    server, port = fed.serve()
+    first, other = (fed.join(name, port) for name in SITES[:2])
+    server.wait_for("round 1/5")
+    other.kill()  # nobody gets ahead while it is away
+    make_certs(fed.folder / "certs", servers=[], clients=["digits-2"])
+    late = fed.join("digits-2", port)
+    server.wait_for("digits-2 came after the plan was made and joins before the next round")
+    again = fed.join("digits-1", port)
+    number = int(server.wait_for(r"digits-2 joins before round (\d)")[1])
+    server.wait_for(f"round {number}/5")
+    server.kill()
+    last, _ = fed.serve(port=port)
+    for site in (first, again, late):
+        site.end()
+    assert "resumed after round" in last.end()
+    fed.is_as(run(with_values(config, {"arrive": f"digits-2={number}"})), round=5)

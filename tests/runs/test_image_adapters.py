@@ -50,12 +50,12 @@ def make(tmp_path_factory: pytest.TempPathFactory) -> Make:
     return lambda **values: with_values(base, values)
 
 
-def _stripes(folder: Path) -> Path:
+def _stripes(folder: Path, *, each: int = 160) -> Path:
     """Three classes of coloured stripes, 12 pixels wide: lying, standing, and both."""
     source = np.random.default_rng(0)
     for label in range(3):
         (folder / f"class-{label}").mkdir(parents=True)
-        for number in range(160):
+        for number in range(each):
             wave = np.sin(np.arange(12) * source.uniform(1, 2) + source.uniform(0, 6))
             lying, standing = np.tile(wave[:, None], (1, 12)), np.tile(wave, (12, 1))
             image = 127 + 60 * (lying, standing, lying + standing)[label] + source.normal(0, 4, (12, 12))
