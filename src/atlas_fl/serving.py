@@ -23,12 +23,12 @@ from atlas_fl.engines.suffixes import Suffixes
 from atlas_fl.engines.tokens import Tokens
 from atlas_fl.errors import BudgetError, CheckpointError, ConfigError
 from atlas_fl.events import Note, OnEvent
-from atlas_fl.halls import hall_of, with_images
+from atlas_fl.halls import hall_of
 from atlas_fl.io import checkpoint
 from atlas_fl.io.certs import Listed, listed_clients, open_certs
 from atlas_fl.io.folder import RunFolder
 from atlas_fl.io.results import read_json
-from atlas_fl.lines import ADAPTERS, IMAGES, Line, line_for, line_in
+from atlas_fl.lines import IMAGES, Line, line_for, line_in
 from atlas_fl.options import strategy_of
 from atlas_fl.plan import Plan
 from atlas_fl.private import shares_all
@@ -135,10 +135,10 @@ def check_served(config: Config, service: Service) -> None:
         raise ConfigError(
             f"--strategy {mixing.strategy} sends nothing, so there is nothing to serve; use `atlas run` at every site"
         )
-    if not shares_all(mixing.share) and with_images(config):
+    if not shares_all(mixing.share) and line_for(config) is IMAGES:
         raise ConfigError(
-            f"--share {' '.join(mixing.share)} keeps parts of a model at its client, and image clients send whole"
-            " models; share A B head, or simulate it with `atlas run`"
+            f"--share {' '.join(mixing.share)} keeps parts of a model at its client, and whole models travel whole;"
+            " share A B head, take --tune lora, or simulate it with `atlas run`"
         )
     if not shares_all(mixing.share) and (config.ranks.rerank or config.model.init_adapter is not None):
         raise ConfigError(
@@ -169,11 +169,6 @@ def _check_simulated(config: Config) -> None:
     if config.data.arrive:
         raise ConfigError(
             "--arrive says who is late in a simulation, and across machines clients come when they come; leave it out"
-        )
-    if line_for(config) is ADAPTERS and with_images(config):
-        raise ConfigError(
-            f"--tune lora trains adapters on images ({' '.join(config.data.tasks)}), and across machines image clients"
-            " train whole models; leave it out, or simulate it with `atlas run`"
         )
     if config.split.leakage:
         raise ConfigError(

@@ -16,6 +16,7 @@ from atlas_fl.io.results import read_json
 from atlas_fl.presets import find_preset
 from atlas_fl.run import RunResult, run
 from atlas_fl.train import sample_of
+from atlas_fl.tree import digest
 from tests.models.tiny_vision import save_tiny
 from tests.runs.processes import Program, Programs
 from tests.runs.reading import rows, same_tensors, state
@@ -41,6 +42,21 @@ def settings(folder: Path, **values: object) -> Config:
             **{"model": str(save_tiny(folder / "tiny-vit")), "image_size": 16, "tasks": "digits", "rounds": 2},
             **{"clients_per_task": 3, "samples": 24, "validation_samples": 8, "test_samples": 20, "eval_every": 1},
             **{"participation": 0.67, "lr": 0.02, "nc": "5", "devices": "cpu_2gb", "pack_tokens": 1, "audit": True},
+            **{"runs_dir": str(folder / "runs"), "name": "simulated"},
+            **values,
+        },
+    )
+
+
+def lora_settings(folder: Path, **values: object) -> Config:
+    """Three clients of the digits with adapters on a frozen ViT, in packs of one as sites are."""
+    return with_values(
+        find_preset("vision-lora"),
+        {
+            **{"model": str(save_tiny(folder / "tiny-vit")), "image_size": 16, "tasks": "digits", "rounds": 4},
+            **{"clients_per_task": 3, "samples": 24, "validation_samples": 8, "test_samples": 20, "batch_size": 8},
+            **{"lr": 5e-3, "clusters": "oracle", "fingerprint_steps": 2, "fingerprint_batches": 2, "sketch_dim": 64},
+            **{"candidates": "2+4", "devices": "cpu_2gb", "pack_tokens": 1, "audit": True, "dropout": 0.1},
             **{"runs_dir": str(folder / "runs"), "name": "simulated"},
             **values,
         },
@@ -157,3 +173,41 @@ def test_a_site_that_comes_late_gets_model_and_mask_and_no_fault_changes_a_bit(
         site.end()
     assert "resumed after round" in last.end()
     fed.is_as(run(with_values(config, {"arrive": f"digits-2={number}"})), round=5)
+
+
+def adapters(folder: Path) -> dict[str, str]:
+    return {
+        path.name: digest(load_file(path / "adapter_model.safetensors"))
+        for path in sorted(RunFolder(folder).adapters.iterdir())
+    }
+
+
+@pytest.mark.parametrize("share", ["A+B+head", "A+head"], ids=["all is shared", "B stays"])
+def test_adapters_on_images_go_the_way_of_those_on_texts(
+    federation: Callable[..., Federation], tmp_path: Path, share: str
+) -> None:
+    """One site is killed in mid-run, another comes late."""
+    config = lora_settings(tmp_path, share=share, space="factors")
+    fed = federation(config, SITES[:2])
+    server, port = fed.serve()
+    sites = {name: fed.join(name, port) for name in SITES[:2]}
+    server.wait_for("round 1/4")
+    sites["digits-1"].kill()
+    make_certs(fed.folder / "certs", servers=[], clients=["digits-2"])
+    sites["digits-2"] = fed.join("digits-2", port)
+    server.wait_for("digits-2 came after the plan was made and joins before the next round")
+    sites["digits-1"] = fed.join("digits-1", port)
+    number = server.wait_for(r"digits-2 joins before round (\d)")[1]
+    for program in (*sites.values(), server):
+        program.end()
+    simulated = run(with_values(config, {"arrive": f"digits-2={number}"}))
+    for name, model in adapters(simulated.folder).items():
+        assert digest(load_file(fed.folder / f"{name}-adapter/adapter_model.safetensors")) == model
+    if share == "A+B+head":
+        assert adapters(fed.served) == adapters(simulated.folder)
+    metrics = [
+        [row for row in rows(folder) if row.get("event") != "mixed"] for folder in (simulated.folder, fed.served)
+    ]
+    assert metrics[0] == metrics[1]
+    assert rows(simulated.folder, "ledger") == rows(fed.served, "ledger")
+    assert audit(fed.served).ok
