@@ -20,7 +20,6 @@ SERVICE = Service(certs=Path("certs/server"))
         ({"arrive": ("movie-1=2",)}, "--arrive says who is late in a simulation"),
         ({"workers": 2}, "--engine and --workers are for simulations"),
         ({"engine": "ray"}, "--engine and --workers are for simulations"),
-        ({"tasks": ("digits",), "tune": "lora"}, "--tune lora trains adapters on images .digits., and across machines"),
     ],
 )
 def test_what_would_mean_something_else_is_refused(values: dict[str, object], message: str) -> None:

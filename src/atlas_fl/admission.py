@@ -3,12 +3,13 @@
 Nothing that was decided for the others changes: their clusters, ranks, cuts and edges are what they were.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import numpy as np
 
+from atlas_fl.admission_images import join_whole
 from atlas_fl.arrivals import with_newcomer
 from atlas_fl.assemble import Assembly
 from atlas_fl.clients.base import Job
@@ -21,6 +22,8 @@ from atlas_fl.engines.tally import Tally
 from atlas_fl.errors import AtlasError, CheckpointError, ConfigError
 from atlas_fl.events import Note, OnEvent, PhaseStarted
 from atlas_fl.hosting import with_hosts
+from atlas_fl.lines import line_in
+from atlas_fl.mixing.alike import as_all_hold
 from atlas_fl.mixing.graph import effective_neighbours
 from atlas_fl.options import cut_of, is_reclustered, strategy_of
 from atlas_fl.phases import (
@@ -72,10 +75,10 @@ def admit(assembly: Assembly, planned: Planned, engine: Engine, state: State, *,
         if name in grown.names:
             continue
         if not fresh:
-            planned = replace(planned, plan=replace(planned.plan, notes=()))
+            planned = replace(planned, plan=replace(planned.plan, notes=()), messages=())
         on_event(PhaseStarted(f"{name} joins"))
         try:
-            grown, planned, fresh[name] = _with(newcomer, grown, planned, tally, state)
+            grown, planned, fresh[name] = JOINS[line_in(grown).name](newcomer, grown, planned, tally, state)
         except AtlasError as error:
             on_event(Note(f"{name} does not join: {error}"))
             assembly.door.turn_away(name, error)
@@ -88,6 +91,8 @@ def admit(assembly: Assembly, planned: Planned, engine: Engine, state: State, *,
     planned = replace(planned, crossed=tuple(row for row in rows if row.client in fresh))
     strategy = strategy_of(config)
     begun = strategy.welcome(state.strategy, fresh, planned.plan.federation())
+    if strategy.communicates:
+        begun = as_all_hold(begun, state.strategy, planned.plan.federation())
     state = replace(
         state,
         strategy={**state.strategy, **begun},
@@ -112,7 +117,7 @@ def _with(
         name=name,
         task=newcomer.client.task.name,
         device=newcomer.device.name,
-        examples=newcomer.tokens.examples,
+        examples=grown.site.data[name].examples,
         cluster=found.labels[-1],
         **fitted.by_client[-1],
     )
@@ -134,6 +139,10 @@ def _with(
     (fresh,) = warm_start(alone, found, [client.ranks]).values()
     fresh = without_private(grown, fresh, cut_of(grown.config, client.cut))
     return grown, replace(planned, plan=plan, sketches=found.sketches, clustering=found.clustering), fresh
+
+
+JOINS: Mapping[str, Callable[..., tuple[Any, Planned, Params]]] = {"adapters": _with, "images": join_whole}
+"""How a client is added to a plan, by the line of work."""
 
 
 def _check(newcomer: Newcomer, assembly: Assembly) -> None:

@@ -5,6 +5,7 @@ from dataclasses import replace
 from typing import Any
 
 from atlas_fl.assemble import Assembly
+from atlas_fl.clients.base import ClientTokens
 from atlas_fl.config import arrivals
 from atlas_fl.door import Door, Newcomer
 from atlas_fl.errors import ConfigError, unknown
@@ -13,20 +14,18 @@ from atlas_fl.errors import ConfigError, unknown
 def put_off(assembly: Any) -> Any:
     """The assembly that a run begins with: whom `--arrive` names waits at its door until their rounds.
 
-    Raises `ConfigError` for a client that there is not, where nobody is left to begin, and for clients with images.
+    Raises `ConfigError` for a client that there is not, and where nobody is left to begin.
     """
     rounds = arrivals(assembly.config.data.arrive)
     if not rounds:
         return assembly
-    if not isinstance(assembly, Assembly):
-        raise ConfigError("--arrive is for clients with texts, and these have images; leave it out")
     for name in rounds:
         if name not in assembly.names:
             raise unknown("client", name, assembly.names)
     if len(rounds) == len(assembly.clients):
         raise ConfigError("--arrive names every client, and somebody must be there to begin; leave one out")
     later = [
-        Newcomer(client=client, tokens=assembly.site.data[client.name], device=device)
+        Newcomer(client=client, tokens=_tokens_of(assembly, client.name), device=device)
         for client, device in zip(assembly.clients, assembly.devices, strict=True)
         if client.name in rounds
     ]
@@ -39,14 +38,18 @@ def put_off(assembly: Any) -> Any:
     )
 
 
-def with_newcomer(assembly: Assembly, newcomer: Newcomer) -> Assembly:
+def _tokens_of(assembly: Any, name: str) -> ClientTokens | None:
+    return assembly.site.data[name] if isinstance(assembly, Assembly) else None
+
+
+def with_newcomer(assembly: Any, newcomer: Newcomer) -> Any:
     """The assembly with this client after all others."""
-    data = {**assembly.site.data, newcomer.client.name: newcomer.tokens}
+    own = newcomer.client if newcomer.tokens is None else newcomer.tokens
     return replace(
         assembly,
         clients=(*assembly.clients, newcomer.client),
         devices=(*assembly.devices, newcomer.device),
-        site=replace(assembly.site, data=data),
+        site=replace(assembly.site, data={**assembly.site.data, newcomer.client.name: own}),
     )
 
 

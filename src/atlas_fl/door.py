@@ -14,8 +14,9 @@ class Newcomer:
     """A client that the plan knows nothing of."""
 
     client: ClientData
-    tokens: ClientTokens
     device: Device
+    tokens: ClientTokens | None = None
+    """None of clients that train whole models, which take their data as they are."""
 
 
 def _nobody(_round: int) -> tuple[Newcomer, ...]:

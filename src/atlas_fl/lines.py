@@ -24,6 +24,8 @@ from atlas_fl.io.ledger import payload_bytes
 from atlas_fl.mixing.diversity import Diversity, diversity
 from atlas_fl.models.vision import Vision, weights
 from atlas_fl.options import train_options, whole_options
+from atlas_fl.phases import cuts_while_planning
+from atlas_fl.phases.whole import check_heads
 from atlas_fl.plan import Plan
 from atlas_fl.planning import Planned, local_engine, plan_for
 from atlas_fl.planning_images import plan_whole
@@ -71,6 +73,8 @@ class Line:
     """Where updates go that do not fit into memory."""
     bench: Callable[[Any], Bench]
     """What a worker works with that has assembled the run."""
+    check: Callable[[Any], Any]
+    """Raises an `AtlasError` where clients of an assembly cannot take part, as far as that can be told at once."""
 
 
 def _upon_backbone(assembly: Assembly, weights: Params) -> Assembly:
@@ -118,6 +122,7 @@ ADAPTERS = Line(
     new_sender=lambda _: AdapterSender,
     bound=lambda _action, updates, _held: list(updates),
     bench=lambda assembly: adapter_bench(assembly.site),
+    check=cuts_while_planning,
 )
 IMAGES = Line(
     name="images",
@@ -134,6 +139,7 @@ IMAGES = Line(
     new_sender=lambda assembly: whole_sender(assembly.site.vision, assembly.config, keeps=False),
     bound=within_memory,
     bench=_whole_bench,
+    check=check_heads,
 )
 
 

@@ -58,7 +58,7 @@ class Planned:
     mask: Mask | None = None
     """Which weights of a whole model may move; None for all, and for adapters."""
     messages: tuple[LedgerRow, ...] = ()
-    """What fitting heads and making the mask sent."""
+    """What fitting heads and bringing the mask sent, at first or of those who have just joined."""
     crossed: tuple[LedgerRow, ...] = ()
     """What went through the cuts of clients while they were planned."""
 

@@ -10,7 +10,8 @@ from atlas_fl.errors import BudgetError, ConfigError
 from atlas_fl.events import OnEvent, PhaseStarted, ignore
 from atlas_fl.models.vision import count
 from atlas_fl.options import strategy_of
-from atlas_fl.phases.whole import HELD, Prepared, prepare_whole, sparse_report, whole_costs
+from atlas_fl.phases.whole import Prepared, prepare_whole
+from atlas_fl.phases.whole_costs import HELD, sparse_report, whole_costs
 from atlas_fl.plan import ClientPlan, Plan
 from atlas_fl.planning import Planned
 from atlas_fl.sparse.algebra import num_kept
@@ -31,7 +32,7 @@ def plan_whole(assembly: ImageAssembly, engine: Engine, *, on_event: OnEvent = i
     prepared = prepare_whole(assembly, engine)
     size = len(assembly.clients)
     plan = Plan(
-        clients=_client_plans(assembly, prepared),
+        clients=client_plans(assembly, prepared),
         adjacency=np.zeros((size, size)),
         importance=np.zeros((size, 0)),
         layer_of={},
@@ -65,7 +66,8 @@ def _check_devices(assembly: ImageAssembly) -> None:
             )
 
 
-def _client_plans(assembly: ImageAssembly, prepared: Prepared) -> tuple[ClientPlan, ...]:
+def client_plans(assembly: ImageAssembly, prepared: Prepared) -> tuple[ClientPlan, ...]:
+    """What a round costs every client; nobody is in a cluster of its own."""
     costs = whole_costs(assembly, prepared)
     return tuple(
         ClientPlan(

@@ -25,7 +25,6 @@ from atlas_fl.io.tensors import read_tensors
 from atlas_fl.lines import line_in
 from atlas_fl.options import strategy_of
 from atlas_fl.origin import check_origin, check_settings, origin_of
-from atlas_fl.phases import cuts_while_planning
 from atlas_fl.plan import Plan
 from atlas_fl.planning import Planned
 from atlas_fl.records import Recorder, models_of, momentum_in
@@ -166,11 +165,11 @@ def _begin(
 
 
 def _check_late(assembly: Assembly) -> None:
-    """Raise `BudgetError` for who comes later with a device that nothing fits, before the rounds until then."""
+    """Raise an `AtlasError` for who comes later and cannot take part, before the rounds until then."""
     rounds = assembly.config.training.rounds
     if assembly.config.data.arrive:
         late = [one.client.name for one in assembly.door.waiting(rounds)]
-        cuts_while_planning(with_planned(assembly, late, round=rounds))
+        line_in(assembly).check(with_planned(assembly, late, round=rounds))
 
 
 def _resumed(

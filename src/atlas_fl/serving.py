@@ -23,12 +23,12 @@ from atlas_fl.engines.suffixes import Suffixes
 from atlas_fl.engines.tokens import Tokens
 from atlas_fl.errors import BudgetError, CheckpointError, ConfigError
 from atlas_fl.events import Note, OnEvent
-from atlas_fl.halls import hall_of, with_images
+from atlas_fl.halls import hall_of
 from atlas_fl.io import checkpoint
 from atlas_fl.io.certs import Listed, listed_clients, open_certs
 from atlas_fl.io.folder import RunFolder
 from atlas_fl.io.results import read_json
-from atlas_fl.lines import ADAPTERS, IMAGES, Line, line_for, line_in
+from atlas_fl.lines import IMAGES, Line, line_for, line_in
 from atlas_fl.options import strategy_of
 from atlas_fl.plan import Plan
 from atlas_fl.private import shares_all
@@ -82,9 +82,8 @@ def across_machines(service: Service) -> Callable[[Config, OnEvent], AbstractCon
         least = service.min_clients or len(wanted)
         with LoopThread() as threads:
             desk = Desk(threads=threads, on_event=on_event)
-            # adapters that a cluster shares belong to those who were there when the plan was made, as do the head and
-            # the mask of whole models
-            late = service.late and config.split.server_adapters == "per_client" and line_for(config) is ADAPTERS
+            # adapters that a cluster shares belong to those who were there when the plan was made
+            late = service.late and config.split.server_adapters == "per_client"
             hall = hall_of(config, listed, desk, late=late)
             server = Server(_sessions(hall, service), certs, host=service.host, port=service.port)
             port = desk.call(server.start())
@@ -136,10 +135,10 @@ def check_served(config: Config, service: Service) -> None:
         raise ConfigError(
             f"--strategy {mixing.strategy} sends nothing, so there is nothing to serve; use `atlas run` at every site"
         )
-    if not shares_all(mixing.share) and with_images(config):
+    if not shares_all(mixing.share) and line_for(config) is IMAGES:
         raise ConfigError(
-            f"--share {' '.join(mixing.share)} keeps parts of a model at its client, and image clients send whole"
-            " models; share A B head, or simulate it with `atlas run`"
+            f"--share {' '.join(mixing.share)} keeps parts of a model at its client, and whole models travel whole;"
+            " share A B head, take --tune lora, or simulate it with `atlas run`"
         )
     if not shares_all(mixing.share) and (config.ranks.rerank or config.model.init_adapter is not None):
         raise ConfigError(
@@ -171,11 +170,6 @@ def _check_simulated(config: Config) -> None:
         raise ConfigError(
             "--arrive says who is late in a simulation, and across machines clients come when they come; leave it out"
         )
-    if line_for(config) is ADAPTERS and with_images(config):
-        raise ConfigError(
-            f"--tune lora trains adapters on images ({' '.join(config.data.tasks)}), and across machines image clients"
-            " train whole models; leave it out, or simulate it with `atlas run`"
-        )
     if config.split.leakage:
         raise ConfigError(
             "--leakage reads the clients' texts, and across machines these stay at their sites; leave it out, and use"
@@ -206,15 +200,15 @@ def _assembly(config: Config, hall: Hall, desk: Desk, names: tuple[str, ...]) ->
     devices = tuple(seat.device for seat in seats if seat.device is not None)
     line = line_for(config)
     if line is IMAGES:
-        return line.assemble(config, clients=clients, devices=devices)
+        return replace(line.assemble(config, clients=clients, devices=devices), door=_door(hall, desk, None))
     assembly = line.assemble(config, clients=clients, tokens=tokens, devices=devices)
     return replace(assembly, door=_door(hall, desk, tokens), apart=not shares_all(config.mixing.share))
 
 
-def _door(hall: Hall, desk: Desk, tokens: dict[str, ClientTokens]) -> Door:
+def _door(hall: Hall, desk: Desk, tokens: dict[str, ClientTokens] | None) -> Door:
     """The door of a run that is served: those wait there whose seats are in no plan.
 
-    Their stand-ins go to `tokens` as well, where the server's halves of cut models look them up.
+    Their stand-ins go to `tokens` as well, where the server's halves of cut models look them up; None without any.
     """
 
     def waiting(_round: int) -> tuple[Newcomer, ...]:
@@ -222,8 +216,10 @@ def _door(hall: Hall, desk: Desk, tokens: dict[str, ClientTokens]) -> Door:
         for seat in desk.call(newcomers(hall)):
             census, device = seat.census, seat.device
             if census is not None and device is not None:
-                client, tokens[seat.name] = stand_in(seat.name, census)
-                found.append(Newcomer(client=client, tokens=tokens[seat.name], device=device))
+                client, own = stand_in(seat.name, census)
+                if tokens is not None:
+                    tokens[seat.name] = own
+                found.append(Newcomer(client=client, device=device, tokens=None if tokens is None else own))
         return tuple(found)
 
     return Door(

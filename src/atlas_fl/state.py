@@ -208,7 +208,7 @@ def plan_messages(planned: Planned, *, round: int = 0, only: Collection[str] | N
     Of newcomers (`only`) those send no importance whose cluster has one. The sketches of a client that was planned over
     its cut are the server's, and its part of them is among what crossed.
     """
-    rows: list[LedgerRow] = [*(planned.messages if only is None else ()), *planned.crossed]
+    rows: list[LedgerRow] = [*planned.messages, *planned.crossed]
     over = {row.client for row in rows if row.phase}
     first = {client.cluster: client.name for client in reversed(planned.plan.clients)}
     for place, client in enumerate(planned.plan.clients):

@@ -50,12 +50,12 @@ def make(tmp_path_factory: pytest.TempPathFactory) -> Make:
     return lambda **values: with_values(base, values)
 
 
-def _stripes(folder: Path) -> Path:
+def _stripes(folder: Path, *, each: int = 160) -> Path:
     """Three classes of coloured stripes, 12 pixels wide: lying, standing, and both."""
     source = np.random.default_rng(0)
     for label in range(3):
         (folder / f"class-{label}").mkdir(parents=True)
-        for number in range(160):
+        for number in range(each):
             wave = np.sin(np.arange(12) * source.uniform(1, 2) + source.uniform(0, 6))
             lying, standing = np.tile(wave[:, None], (1, 12)), np.tile(wave, (12, 1))
             image = 127 + 60 * (lying, standing, lying + standing)[label] + source.normal(0, 4, (12, 12))
@@ -176,8 +176,11 @@ def test_a_model_that_is_no_plain_transformer_takes_no_adapters(make: Make, tmp_
     assert "\n" not in str(caught.value)
 
 
-def test_adapters_on_images_are_neither_served_nor_measured_for_leakage(make: Make, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"--tune lora trains adapters on images .digits.*train whole models; leave"):
-        check_served(make(), Service(certs=tmp_path))
+def test_adapters_on_images_are_served_and_not_measured_for_leakage(make: Make, tmp_path: Path) -> None:
+    check_served(make(share="A+head", space="factors"), Service(certs=tmp_path))
+    with pytest.raises(ConfigError, match=r"--share A head keeps parts .* whole models travel whole; share A B head"):
+        check_served(
+            with_values(find_preset("vision-quick"), {"share": "A+head", "space": "factors"}), Service(certs=tmp_path)
+        )
     with pytest.raises(ConfigError, match="digits, stripes has images, whose models are not cut"):
         measure_leakage(make())

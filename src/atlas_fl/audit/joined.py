@@ -8,6 +8,7 @@ from torch import Tensor
 
 from atlas_fl.audit.dense import TOLERANCE, Round, Truth
 from atlas_fl.audit.folder import Plan, Run, read_plan
+from atlas_fl.audit.masks import frozen_fault
 from atlas_fl.audit.models import Models, models_in
 from atlas_fl.audit.report import AuditRow
 from atlas_fl.audit.rules import Rule, arrival_weights, kind_of
@@ -50,6 +51,7 @@ def check_joined(run: Run, round: int, joined: Joined, known: Models) -> Iterato
         fault, error = faults[client], None
         if not any(faults.values()):
             fault, error = _compared(truth, client)
+            fault = fault or _frozen_fault(run, known, start[client])
         yield AuditRow(
             run=run.path.name, round=round, client=client, check="joined", ok=not fault, error=error, detail=fault
         )
@@ -66,6 +68,14 @@ def _fault(plan: Plan, client: str, fresh: Models, start: Models) -> str:
         if key.endswith(LORA_A) and tensor.shape[0] != _rank(plan, client, key):
             return f"{key} has rank {tensor.shape[0]}, the plan says {_rank(plan, client, key)}"
     return ""
+
+
+def _frozen_fault(run: Run, known: Models, begun: Mapping[str, Tensor]) -> str:
+    """Whether what a mask freezes of the body is to the last bit what the others have there."""
+    if run.mask is None:
+        return ""
+    other = next(iter(known.values()))
+    return frozen_fault(run.mask, {key: own for key, own in other.items() if not key.startswith(HEAD)}, begun)
 
 
 def _rank(plan: Plan, client: str, key: str) -> int | None:

@@ -12,26 +12,21 @@ from atlas_fl.assemble_images import ImageAssembly
 from atlas_fl.clients.base import Job
 from atlas_fl.clients.ridge import CROSS, GRAM, LOSSES, SCALED_BY, SCALES, RidgeOptions, ScaleOptions, ridge_head
 from atlas_fl.clients.sensitivity import SensitivityOptions
-from atlas_fl.config import SparseConfig, check_pins, mask_source
+from atlas_fl.config import check_pins, mask_source
 from atlas_fl.engines.base import Engine, run_all
+from atlas_fl.errors import ConfigError
 from atlas_fl.io.ledger import Direction, Kind, LedgerRow, payload_bytes
-from atlas_fl.options import drawn_of, strategy_of
-from atlas_fl.ranks.devices import Device
+from atlas_fl.options import drawn_of
 from atlas_fl.rng import generator
-from atlas_fl.sparse.algebra import density, layers, num_kept
 from atlas_fl.sparse.calibration import calibrate
 from atlas_fl.sparse.choose import Mask
-from atlas_fl.sparse.codec import mask_size, values_size
+from atlas_fl.sparse.codec import mask_size
 from atlas_fl.sparse.stored import stored_mask
-from atlas_fl.tree import HEAD, add, head_keys, num_bytes
+from atlas_fl.tree import HEAD, add, head_keys
 from atlas_fl.types import ByClient, Params
 
 AT_ONCE = 8
 """Clients whose scores are held at the same time: each is as large as a model."""
-
-
-HELD = 3
-"""Copies of a model that its training holds: weights, gradients and momentum."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -45,10 +40,11 @@ class Prepared:
 
 def prepare_whole(assembly: ImageAssembly, engine: Engine) -> Prepared:
     """Fit the heads and make the mask, as the config asks for."""
+    check_heads(assembly)
     start: ByClient = assembly.start()
     messages = list[LedgerRow]()
     if assembly.config.images.head_first == "ridge":
-        start, sent = _with_heads(assembly, engine, start)
+        start, sent = with_heads(assembly, engine, start)
         messages += sent
     mask = None
     if assembly.config.sparse.masked:
@@ -57,7 +53,18 @@ def prepare_whole(assembly: ImageAssembly, engine: Engine) -> Prepared:
     return Prepared(start=start, mask=mask, messages=tuple(messages))
 
 
-def _with_heads(assembly: ImageAssembly, engine: Engine, start: ByClient) -> tuple[ByClient, list[LedgerRow]]:
+def check_heads(assembly: ImageAssembly) -> None:
+    """Raise `ConfigError` where a mask would have to hold heads of several sizes."""
+    sizes = {client.task.num_labels: client.task.name for client in assembly.clients}
+    if assembly.config.sparse.masked and len(sizes) > 1:
+        told = ", ".join(f"{name} {classes}" for classes, name in sizes.items())
+        raise ConfigError(
+            f"one mask holds for the heads of all clients, and the classes of their tasks are {told}; give tasks of as"
+            " many classes each, or run them apart"
+        )
+
+
+def with_heads(assembly: ImageAssembly, engine: Engine, start: ByClient) -> tuple[ByClient, list[LedgerRow]]:
     """Every task's head by ridge regression over its clients, at the best scale; sums go up, heads come down."""
     penalty = assembly.config.images.ridge
     sums, messages = _summed(assembly, engine, "ridge", start, lambda _: RidgeOptions())
@@ -109,14 +116,19 @@ def make_mask(assembly: ImageAssembly, engine: Engine, start: ByClient) -> tuple
     else:
         check_pins(assembly.config)
         mask, messages = stored_mask(Path(path), like=_backbone(assembly, start)), []
-    size = mask_size(mask, drawn=drawn_of(assembly.config))
-    messages += [_row(name, "down", "mask", size) for name in assembly.names]
+    messages += mask_brought(assembly, mask)
     heads = {
         key: torch.zeros_like(start[name][key], dtype=torch.bool)
         for name in assembly.names
         for key in head_keys(start[name])
     }
     return {**mask, **heads}, messages
+
+
+def mask_brought(assembly: ImageAssembly, mask: Mask) -> list[LedgerRow]:
+    """The messages that bring this mask over the backbone to every client."""
+    size = mask_size(mask, drawn=drawn_of(assembly.config))
+    return [_row(name, "down", "mask", size) for name in assembly.names]
 
 
 def _calibrated(
@@ -151,7 +163,7 @@ def client_masks(assembly: ImageAssembly, engine: Engine, *, clients: int) -> di
     """The masks that single clients would make, each by its own scores alone: of the first so many that score."""
     start: ByClient = assembly.start()
     if assembly.config.images.head_first == "ridge":
-        start, _ = _with_heads(assembly, engine, start)
+        start, _ = with_heads(assembly, engine, start)
     return {name: _calibrated(assembly, engine, start, scorers=[name])[0] for name in _scorers(assembly)[:clients]}
 
 
@@ -189,51 +201,3 @@ def _sensitivities(
 
 def _row(client: str, direction: Direction, kind: Kind, size: int) -> LedgerRow:
     return LedgerRow(round=0, client=client, direction=direction, kind=kind, bytes=size)
-
-
-def whole_costs(assembly: ImageAssembly, prepared: Prepared) -> list[dict[str, Any]]:
-    """What a round costs every client, as `ClientPlan` holds it: bytes each way, seconds on its link, and memory.
-
-    The memory is that of weights, gradients and momentum; activations are in no prediction.
-    """
-    communicates = strategy_of(assembly.config).communicates
-    return [
-        _cost(prepared.start[client.name], device, prepared.mask, communicates=communicates)
-        for client, device in zip(assembly.clients, assembly.devices, strict=True)
-    ]
-
-
-def _cost(model: Params, device: Device, mask: Mask | None, *, communicates: bool) -> dict[str, Any]:
-    sent = 0
-    if communicates:
-        sent = payload_bytes(model) if mask is None else values_size(num_kept({key: mask[key] for key in model}))
-    held = num_bytes(model)
-    return {
-        "ranks": (),
-        "cut": None,
-        "budget_bytes": 0,
-        "largest_rank": 0,
-        "memory": {"total": device.memory_bytes, "weights": held, "gradients": held, "momentum": held},
-        "predicted": {
-            "up_bytes": sent,
-            "down_bytes": sent,
-            "memory_bytes": HELD * held,
-            "seconds": sent / device.up_bytes_per_second + sent / device.down_bytes_per_second,
-        },
-    }
-
-
-def sparse_report(mask: Mask | None, config: SparseConfig) -> dict[str, Any]:
-    """What the plan says of the mask; nothing where there is none."""
-    if mask is None:
-        return {}
-    body = {name: own for name, own in mask.items() if not name.startswith(HEAD)}
-    found = 1 - num_kept(body) / sum(own.numel() for own in body.values())
-    return {
-        "mask": config.mask if config.mask_file is None else "from a file",
-        "sparsity": config.sparsity if config.mask_file is None else found,
-        "layers": layers(body),
-        "kept": num_kept(mask),
-        "weights": sum(own.numel() for own in mask.values()),
-        "density": density(mask),
-    }
