@@ -55,7 +55,7 @@ clean:
 	touch $@
 
 .venv/dev.stamp: .venv/installed.stamp
-	$(PIP) --editable '.[dev,gguf,flower,search]'
+	$(PIP) --editable '.[dev,gguf,flower,ray,search]'
 	touch $@
 
 .venv/fetched.stamp: .venv/installed.stamp

@@ -1,6 +1,8 @@
 """What import-linter cannot say: who may import which package, what an import may do, and how long a thing may be."""
 
 import ast
+import re
+import tomllib
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -108,8 +110,6 @@ def test_nothing_is_left_to_do(module: str) -> None:
 
 
 def test_the_constraints_pin_every_dependency() -> None:
-    import tomllib
-
     from packaging.requirements import Requirement
 
     project = tomllib.loads((ROOT.parents[1] / "pyproject.toml").read_text(encoding="utf-8"))["project"]
@@ -125,3 +125,15 @@ def test_the_constraints_pin_every_dependency() -> None:
         pin = versions[requirement.name.lower()]
         assert requirement.specifier.contains(pin.removeprefix("==")), requirement
     assert versions["torch"] == "==2.13.0"
+
+
+def test_no_test_of_an_extra_is_skipped_where_make_test_runs() -> None:
+    """Of what a module of tests cannot do without, all is installed there."""
+    folder = ROOT.parents[1]
+    with (folder / "pyproject.toml").open("rb") as file:
+        extras = tomllib.load(file)["project"]["optional-dependencies"]
+    (installed,) = re.findall(r"--editable '\.\[(dev,[^]]*)\]'", (folder / "Makefile").read_text(encoding="utf-8"))
+    there = {re.match(r"[\w-]+", needed)[0] for extra in installed.split(",") for needed in extras[extra]}
+    needs = re.compile(r'^(?:pytest\.importorskip|if importlib\.util\.find_spec)\("(\w+)"', re.MULTILINE)
+    sought = {name for path in (folder / "tests").rglob("test_*.py") for name in needs.findall(path.read_text("utf-8"))}
+    assert {"flwr", "optuna", "ray"} <= sought <= there

@@ -34,6 +34,9 @@ class ClientPlan:
     split: Mapping[str, Any] = field(default_factory=dict)
     """Why there is a cut or none (`reason`), and where there is one what it costs by part on both sides; `shared` is
     the cluster with which the client shares the server's adapters."""
+    planning: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
+    """What planning took by phase, predicted: `client_seconds`, `server_seconds` and `link_seconds`, `memory_bytes` of
+    the device and `server_memory_bytes` of the server beside its frozen weights."""
 
     @property
     def shared(self) -> int | None:

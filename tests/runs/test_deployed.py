@@ -366,13 +366,15 @@ def test_what_is_not_shared_stays_at_its_site_and_no_fault_changes_a_bit(
     assert not fed.served.adapters.exists()
 
 
+@pytest.mark.parametrize("fingerprint", ["fisher", "delta"])
 def test_auto_takes_the_same_cuts_deployed_as_simulated(
-    federation: Callable[..., Federation], config: Callable[..., Config]
+    federation: Callable[..., Federation], config: Callable[..., Config], fingerprint: str
 ) -> None:
     """By the devices that the sites report: one holds the model, the other the half of it."""
     gb = (most_needed(config, "1") + most_needed(config, "none")) / 2
     small = SMALL.format(gb=gb)
     settings = {"devices": ("small", "tablet_4gb"), "device": (small,), "ranks": "2", "rounds": 1}
+    settings["fingerprint"] = fingerprint
     fed = federation({"movie-0": small, "movie-1": "tablet_4gb"}, split="auto", **settings)
     server, port = fed.serve()
     for program in [*(fed.join(name, port) for name in fed.sites), server]:
@@ -511,6 +513,24 @@ def test_deployed_pairs_are_the_simulated_ones_and_those_of_a_server_that_hosts(
     sent = read_json(fed.served.summary)["bytes"]
     assert sent["relayed"] == read_json(simulated.summary)["bytes"]["between_clients"]
     assert "between_clients" not in sent
+    assert audit(fed.served.path).ok
+
+
+def test_deployed_pairs_share_in_part_what_simulated_ones_do(federation: Callable[..., Federation]) -> None:
+    """B stays at its site, but for the guest's above its cut, which its host moves and the server keeps."""
+    devices = {name: DEVICES[name] for name in ("movie-0", "movie-1")}
+    settings = {"share": ("A", "head"), "space": "factors", "rounds": 2, "devices": tuple(devices.values())}
+    fed = federation(devices, **PAIRED, **settings)
+    server, port = fed.serve()
+    for program in [*(fed.join(name, port) for name in fed.sites), server]:
+        program.end()
+    for name, model in adapters(fed.simulated).items():
+        assert digest(read_tensors(fed.folder / f"{name}-adapter" / "adapter_model.safetensors")) == model
+    assert hosted(fed.served) == {(1, "movie-0"): "movie-1", (2, "movie-0"): "movie-1"}
+    for path in sorted(fed.served.path.rglob("*.safetensors")):
+        for key, tensor in read_tensors(path).items():
+            above = "movie-0/" in key and ".layer.0." not in key
+            assert above or not tensor.numel() or not key.endswith("lora_B"), (path, key)
     assert audit(fed.served.path).ok
 
 

@@ -1,17 +1,14 @@
 """Whole models of image clients in workers: the run of one process, in any number of them."""
 
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 
-from atlas_fl.audit import audit
 from atlas_fl.config import Config, with_values
 from atlas_fl.presets import find_preset
 from atlas_fl.run import run
 from tests.models.tiny_vision import save_tiny
-from tests.runs.reading import rows, same_tensors, state
-from tests.runs.workers import in_threads
+from tests.runs.workers import check_same_images, in_threads
 
 Make = Callable[..., Config]
 
@@ -31,17 +28,6 @@ def make(tmp_path_factory: pytest.TempPathFactory) -> Make:
     return lambda **values: with_values(base, values)
 
 
-def check_same(left: Path, right: Path) -> None:
-    """Both runs have left the same models, metrics, bytes and mask behind, and the audit finds nothing."""
-    assert same_tensors(state(left, round=2), state(right, round=2))
-    for name in ("metrics", "ledger"):
-        assert rows(left, name) == rows(right, name)
-    files = sorted(path.relative_to(left) for path in left.glob("**/*.safetensors") if "checkpoints" not in path.parts)
-    assert sum(path.parts[0] == "models" for path in files) == 1
-    assert all((left / path).read_bytes() == (right / path).read_bytes() for path in files)
-    assert audit(right).ok
-
-
 @pytest.mark.parametrize(
     "values",
     [
@@ -54,4 +40,4 @@ def test_any_number_of_workers_makes_the_same_run(make: Make, values: dict[str, 
     name = "-".join(map(str, values.values()))
     whole = run(make(name=f"whole-{name}", **values))
     found = run(make(name=f"workers-{name}", **values), workplace=in_threads(3))
-    check_same(whole.folder, found.folder)
+    check_same_images(whole.folder, found.folder)

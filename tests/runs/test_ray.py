@@ -1,50 +1,93 @@
-"""A run on a Ray cluster of this machine is the run of one process; an actor that dies ends it in a line."""
+"""A run on a Ray cluster of this machine is the run of one process; an actor that dies ends it in a line.
 
-import os
+One cluster serves all runs: it takes seconds to start, and so do the actors of each.
+"""
+
+import contextlib
+import importlib.util
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import psutil
 import pytest
 
 from atlas_fl.config import Config
+from atlas_fl.engines.ray import ray_cluster
 from atlas_fl.errors import ConfigError, ProtocolError
-from atlas_fl.events import Event, RoundFinished
+from atlas_fl.events import Event, Note, RoundFinished
 from atlas_fl.run import run
-from tests.runs.workers import SETTINGS, check_same
+from tests.runs.workers import SETTINGS, check_same, check_same_images
 
-ray = pytest.importorskip("ray", reason="Ray is not installed: pip install 'atlas-fl[ray]'")
+if importlib.util.find_spec("ray") is None:
+    pytest.skip("Ray is not installed: pip install 'atlas-fl[ray]'", allow_module_level=True)
+
+# not `importorskip`: a Ray that is there and cannot be imported has to fail
+import ray
 
 Make = Callable[..., Config]
+SECONDS = 60
+"""Longest wait for the end of an actor; a quiet machine needs a fraction of one."""
+
+
+def is_actor(one: psutil.Process) -> bool:
+    with contextlib.suppress(psutil.NoSuchProcess):  # nor has one a command that has ended a moment ago
+        return "ray::_Remote" in " ".join(one.cmdline())
+    return False
 
 
 def actors() -> list[psutil.Process]:
-    return [one for one in psutil.Process().children(recursive=True) if "ray::_Remote" in " ".join(one.cmdline())]
+    return [one for one in psutil.Process().children(recursive=True) if is_actor(one)]
 
 
-def test_a_run_on_ray_is_that_of_one_process_and_outlives_its_actors(
-    config: Make, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.delenv("RAY_ADDRESS", raising=False)
-    whole = run(config(name="whole", **SETTINGS))
-
-    def kill(event: Event) -> None:
-        if isinstance(event, RoundFinished) and event.round == 2:
-            first, second = actors()
-            first.send_signal(signal.SIGKILL)
-            assert second.is_running()
-
-    settings = {"name": "ray", "workers": min(2, os.cpu_count() or 1), **SETTINGS}
-    with pytest.raises(ProtocolError, match=r"actor \d of 2 has ended \(.*\); start the run again") as caught:
-        run(config(engine="ray", **settings), on_event=kill)
-    assert "\n" not in str(caught.value)
-    assert not ray.is_initialized()
-    assert actors() == []
-    found = run(config(**{**settings, "workers": 1}), resume=True)
-    check_same(whole.folder, found.folder)
+def all_have_ended() -> bool:
+    return not psutil.wait_procs(actors(), timeout=SECONDS)[1]
 
 
 def test_a_cluster_that_is_not_there_is_told_in_a_line(config: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:1")
-    with pytest.raises(ConfigError, match=r"no Ray cluster at RAY_ADDRESS '127.0.0.1:1' \(.*ray start --head"):
+    with pytest.raises(ConfigError, match=r"no Ray cluster at RAY_ADDRESS '127.0.0.1:1' \(.*\); start one with"):
         run(config(engine="ray"))
+    assert not ray.is_initialized()
+
+
+@pytest.fixture(scope="module")
+def _cluster() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delenv("RAY_ADDRESS", raising=False)
+        with ray_cluster():
+            yield
+    assert not ray.is_initialized()
+    assert actors() == []
+
+
+@pytest.mark.usefixtures("_cluster")
+def test_a_run_on_ray_is_that_of_one_process_and_outlives_its_actors(config: Make) -> None:
+    """With cuts: `--split` is among the settings."""
+    settings = {**SETTINGS, "rounds": 2, "recluster_every": 1}
+    whole = run(config(name="whole", **settings))
+
+    def kill(event: Event) -> None:
+        if isinstance(event, RoundFinished) and event.round == 1:
+            first, second = actors()
+            first.send_signal(signal.SIGKILL)
+            assert second.is_running()
+
+    on_ray = {**settings, "name": "ray", "workers": 2}
+    with pytest.raises(ProtocolError, match=r"actor \d of 2 has ended \(.*\); start the run again") as caught:
+        run(config(engine="ray", **on_ray), on_event=kill)
+    assert "\n" not in str(caught.value)
+    assert all_have_ended()
+    assert ray.is_initialized(), "a cluster that a run has found is left"
+    found = run(config(**{**on_ray, "workers": 1}), resume=True)
+    check_same(whole.folder, found.folder, round=2)
+
+
+@pytest.mark.usefixtures("_cluster")
+def test_whole_image_models_on_ray_are_those_of_one_process(image_config: Make) -> None:
+    settings = {"rounds": 2, "eval_every": 1, "clients_per_task": 4, "dropout": 0.1}
+    told: list[Event] = []
+    whole = run(image_config(name="whole", **settings))
+    found = run(image_config(name="ray", engine="ray", workers=1, **settings), on_event=told.append)
+    check_same_images(whole.folder, found.folder)
+    assert any("1 actors of" in event.text for event in told if isinstance(event, Note))
+    assert all_have_ended()

@@ -69,7 +69,7 @@ def step_of(assembly: Assembly, client: ClientData, cut: Cut | None) -> Step:
     return Step(
         tokens=tokens,
         blocks=None if cut is None else cut.blocks,
-        head_params=_head_params(assembly, client) if has_head else 0,
+        head_params=head_params(assembly, client) if has_head else 0,
         checkpointing=assembly.config.model.gradient_checkpointing,
         logits=int(written[:size].sum()) * assembly.shape.vocabulary if has_head else 0,
         crossing=0 if cut is None else 2 * tokens * assembly.shape.hidden,
@@ -234,7 +234,8 @@ def _held(assembly: Assembly, params: Params, cut: Cut) -> Iterator[str]:
     return (name for name in params if name in held)
 
 
-def _head_params(assembly: Assembly, client: ClientData) -> int:
+def head_params(assembly: Assembly, client: ClientData) -> int:
+    """Numbers of the client's head; 0 where it writes text."""
     start = assembly.start(client, (1,) * assembly.shape.num_layers)
     return num_values(select(start, head_keys(start)))
 

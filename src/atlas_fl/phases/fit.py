@@ -14,6 +14,7 @@ from atlas_fl.engines.base import Engine, run_all
 from atlas_fl.options import warmup_options
 from atlas_fl.phases.cost import crossing_bytes, evaluation_bytes, server_memory
 from atlas_fl.phases.cut import WHOLE, Fit, cuts_while_planning, decide, num_owners, shared_fits
+from atlas_fl.phases.effort import planning_efforts
 from atlas_fl.phases.identify import Identified
 from atlas_fl.phases.measuring import BATCHES, planning_bytes
 from atlas_fl.ranks.devices import Device
@@ -28,7 +29,7 @@ class Fitted:
     """The ranks of all clients with what they were chosen from."""
 
     by_client: tuple[dict[str, Any], ...]
-    """`ranks`, `budget_bytes`, `largest_rank`, `memory`, `predicted`, `cut` and `split` of each client."""
+    """`ranks`, `budget_bytes`, `largest_rank`, `memory`, `predicted`, `cut`, `split` and `planning` of each client."""
     notes: tuple[str, ...]
 
 
@@ -80,20 +81,32 @@ def fit_ranks(assembly: Assembly, found: Identified, layers: np.ndarray, *, comm
     fits = [
         _entry(*own, decided, planned) for own in zip(repeat(assembly), assembly.clients, assembly.devices, decided)
     ]
-    return Fitted(by_client=tuple(fits), notes=(*notes, *_cut_notes(assembly, fits)))
+    return Fitted(by_client=tuple(fits), notes=(*notes, *_cut_notes(assembly, fits), *_planning_notes(assembly, fits)))
 
 
 def _cut_notes(assembly: Assembly, fits: Sequence[Mapping[str, Any]]) -> list[str]:
     cut = [client for client, fit in zip(assembly.clients, fits, strict=True) if fit["cut"] is not None]
     if not cut:
         return []
-    notes = [
-        f"{len(cut)} of {len(fits)} models are cut, and so they are while they are planned; of planning the bytes"
-        " through the cuts are predicted, not the seconds and the memory that it takes"
-    ]
+    notes = [f"{len(cut)} of {len(fits)} models are cut, and so they are while they are planned"]
     if any(client.task.writes for client in cut):
         notes.append("clients with a cut write no answers, so there is no ROUGE of theirs")
     return notes
+
+
+def _planning_notes(assembly: Assembly, fits: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Who may have too small a device for being planned, though not for training: two models, or whole gradients."""
+    small = []
+    for client, device, fit in zip(assembly.clients, assembly.devices, fits, strict=True):
+        phase, most = max(
+            ((phase, own["memory_bytes"]) for phase, own in fit["planning"].items()), key=lambda own: own[1]
+        )
+        if most > device.memory_bytes:
+            small.append(f"{client.name} ({most / 1e6:,.1f} MB for its {phase}, of {device.memory_bytes / 1e6:,.1f})")
+    if not small:
+        return []
+    shown = ", ".join(small[:3]) + (f" and {len(small) - 3} more" if len(small) > 3 else "")
+    return [f"planning takes more memory than the device has of {shown}; lower --batch-size or --fingerprint-blocks"]
 
 
 def _difficulty(client: ClientData) -> float:
@@ -129,6 +142,7 @@ def _entry(
     return {
         "cut": None if cut is None else cut.blocks,
         "split": split,
+        "planning": planning_efforts(assembly, client, device, planned.get(client.name)),
         "ranks": assignment.ranks,
         "budget_bytes": assignment.budget_bytes,
         "largest_rank": min(assignment.largest_rank, device.max_rank),

@@ -97,8 +97,7 @@ def _gradients(way: _Way, options: FingerprintOptions) -> Sizes:
     above = len(backbone.blocks) - cut.blocks
     names = [*last_weights(backbone, options.blocks), *head_keys(way.names)]
     held = on_client(backbone, names, blocks=cut.blocks, head=cut.head == "client")
-    counts = [options.train.batch_size] * (2 * options.batches)
-    sizes = Counter(way.passes(way.train, counts, backward=True, below=options.blocks > above))
+    sizes = Counter(way.passes(way.train, gradient_counts(options), backward=True, below=options.blocks > above))
     sizes["up"] += 2 * _parts(len(held), options)
     return dict(sizes)
 
@@ -116,19 +115,32 @@ def _warm_up(way: _Way, options: FingerprintOptions) -> Sizes:
     trained = [name for name in way.names if not name.endswith(LORA_A)]
     held = on_client(backbone, trained, blocks=cut.blocks, head=cut.head == "client")
     sizes = Counter[str]()
-    for half in (0, 1):
-        most = options.most(half)
-        examples = len(range(half, len(way.train), 2))
-        counts = _steps(examples if most is None else min(most, examples), options)
+    for counts in warm_up_counts(len(way.train), options):
         sizes.update(way.passes(way.train, counts, backward=True))
         if options.train.clip > 0:
             sizes["up"] += len(counts) * encoded_size({NORMS: _meta(len(held), torch.float32)})
             sizes["down"] += len(counts) * encoded_size({NORMS: _meta(len(trained) - len(held), torch.float32)})
-    looks = sum(is_look(done, options) for done in range(1, options.steps + 1))
+    looks = num_looks(options)
     factors = sum(name.endswith(LORA_B) for name in held)
     sizes["up"] += 2 * (looks + 1) * _parts(factors, options)
     sizes["down"] += looks * encoded_size(verdict(True))
     return dict(sizes)
+
+
+def gradient_counts(options: FingerprintOptions) -> list[int]:
+    """How many examples each batch of a fingerprint by gradients has, of both halves."""
+    return [options.train.batch_size] * (2 * options.batches)
+
+
+def warm_up_counts(examples: int, options: FingerprintOptions) -> list[list[int]]:
+    """How many of so many examples each step of a warm-up has, of either half, where it takes all its steps."""
+    halves = [(len(range(half, examples, 2)), options.most(half)) for half in (0, 1)]
+    return [_steps(size if most is None else min(most, size), options) for size, most in halves]
+
+
+def num_looks(options: FingerprintOptions) -> int:
+    """How often a warm-up of all its steps looks at the agreement of its halves."""
+    return sum(is_look(done, options) for done in range(1, options.steps + 1))
 
 
 def _steps(examples: int, options: FingerprintOptions) -> list[int]:

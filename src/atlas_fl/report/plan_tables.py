@@ -39,6 +39,8 @@ def plan_tables(plan: Mapping[str, Any]) -> list[Table]:
         builders.insert(1, mask_table)
     if any(client.get("memory") for client in plan["clients"]):
         builders.append(memory_table)
+    if any(client.get("planning") for client in plan["clients"]):
+        builders.append(planning_table)
     return [build(plan) for build in builders] + cut_tables(plan)
 
 
@@ -164,6 +166,24 @@ def memory_table(plan: Mapping[str, Any]) -> Table:
         memory = client.get("memory") or {}
         cells = [human_bytes(memory[part]) if part in memory else EMPTY for part in shown]
         table.add_row(escape(client["name"]), *cells)
+    return table
+
+
+def planning_table(plan: Mapping[str, Any]) -> Table:
+    """One row a client: seconds of planning on its device, the server and the link; memory of the largest phase."""
+    table = new_table("Planning, predicted")
+    times = [f"on the\n{place}" for place in ("client", "server", "link")]
+    add_columns(table, ["client"], [*times, "device\nmemory", "server:\nits own", "taken by"])
+    for client in plan["clients"]:
+        phases = client.get("planning") or {}
+        if not phases:
+            table.add_row(escape(client["name"]), *[EMPTY] * 6)
+            continue
+        taken = [sum(phase[f"{side}_seconds"] for phase in phases.values()) for side in ("client", "server", "link")]
+        most = [max(phase[name] for phase in phases.values()) for name in ("memory_bytes", "server_memory_bytes")]
+        longest = max(phases, key=lambda name: phases[name]["client_seconds"])
+        table.add_row(escape(client["name"]), *map(seconds, taken), *map(human_bytes, most), longest)
+    table.caption = "by the devices' profiles; taken by: the phase that takes the client longest"
     return table
 
 
