@@ -40,6 +40,7 @@ from atlas_fl.sparse.choose import Mask
 from atlas_fl.split.model import on_client
 from atlas_fl.split.step import Cut
 from atlas_fl.tasks import find_tasks
+from atlas_fl.tasks.clients import left_out_notes
 from atlas_fl.tasks.heterogeneity import label_statistics
 from atlas_fl.types import ByClient, Params
 
@@ -111,7 +112,7 @@ def plan_for(assembly: Assembly, engine: Engine, *, on_event: OnEvent = ignore) 
         graph={"effective_neighbours": effective_neighbours(graph.adjacency).tolist()},
         data=label_statistics(assembly.clients),
         leakage=_leakage(assembly, clients, on_event) if config.split.leakage else (),
-        notes=(*found.notes, *fitted.notes, *graph.warnings),
+        notes=(*left_out_notes(assembly.clients), *found.notes, *fitted.notes, *graph.warnings),
     )
     if strategy.eta(1) > 0:
         warned = eta_warnings(plan.federation(), kind=config.mixing.laplacian, eta=strategy.eta(1))

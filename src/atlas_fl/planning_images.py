@@ -15,6 +15,7 @@ from atlas_fl.phases.whole_costs import HELD, sparse_report, whole_costs
 from atlas_fl.plan import ClientPlan, Plan
 from atlas_fl.planning import Planned
 from atlas_fl.sparse.algebra import num_kept
+from atlas_fl.tasks.clients import left_out_notes
 from atlas_fl.tasks.heterogeneity import label_statistics
 from atlas_fl.tree import num_bytes, num_values
 
@@ -40,7 +41,7 @@ def plan_whole(assembly: ImageAssembly, engine: Engine, *, on_event: OnEvent = i
         clustering={"method": "none", "labels": [0] * size},
         data=label_statistics(assembly.clients),
         sparse=sparse_report(prepared.mask, config.sparse),
-        notes=(*_counts(assembly), *_carried(assembly, prepared)),
+        notes=(*left_out_notes(assembly.clients), *_counts(assembly), *_carried(assembly, prepared)),
     )
     return Planned(
         plan=plan,

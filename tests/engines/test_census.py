@@ -20,7 +20,7 @@ def client_of(name: str, task: Task, seed: int) -> ClientData:
         labels = draw.integers(task.num_labels, size=count) if task.has_classes else draw.normal(3, 2, size=count)
         return Rows(text=("secret",) * count, label=labels if task.has_classes else labels.astype(np.float32))
 
-    return ClientData(name=name, task=task, train=rows(13), validation=rows(13), test=rows(13))
+    return ClientData(name=name, task=task, train=rows(13), validation=rows(13), test=rows(13), left_out=7)
 
 
 def task_of(num_labels: int) -> Task:
@@ -56,6 +56,7 @@ def test_a_stand_in_has_the_numbers_and_nothing_else(num_labels: int, told: Call
         assert other.pop("labels") == pytest.approx(own.pop("labels"), rel=1e-5)
     assert own == other
     assert majority(stand.train) == majority(client.train)
+    assert stand.left_out == 7
 
 
 def test_stand_ins_of_odd_and_even_numbers_keep_mean_and_deviation(told: Callable[[int], Any]) -> None:

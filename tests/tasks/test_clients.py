@@ -1,4 +1,5 @@
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -7,7 +8,7 @@ import numpy as np
 import pytest
 
 from atlas_fl.errors import ConfigError, DataError
-from atlas_fl.tasks.clients import ClientData, majority, make_clients
+from atlas_fl.tasks.clients import ClientData, left_out_notes, majority, make_clients
 from atlas_fl.tasks.spec import Rows, Source, Task, TaskData
 from atlas_fl.tasks.splits import split_rows
 
@@ -52,6 +53,17 @@ def test_clients_are_named_by_task_and_number() -> None:
     assert [client.name for client in clients] == ["one-0", "one-1", "two-0", "two-1"]
     assert [len(rows) for rows in (clients[3].train, clients[3].validation, clients[3].test)] == [40, 20, 30]
     assert {text.split()[0] for text in clients[3].train.text} == {"two"}
+
+
+def test_what_cleaning_left_out_is_told_once_for_a_task() -> None:
+    def load(_: Source) -> TaskData:
+        own = rows(430, 2, "twice")
+        return split_rows(Rows(text=own.text + own.text[:5], label=np.append(own.label, own.label[:5])), name="twice")
+
+    clients = make(made_task("once"), replace(made_task("twice"), load=load), clients_per_task=2, samples=20)
+    assert left_out_notes(clients) == (
+        "twice: 5 rows left out: they repeat or contradict others, or lie in two splits",
+    )
 
 
 def test_no_row_is_given_twice() -> None:

@@ -58,6 +58,16 @@ def test_arrange_keeps_three_labelled_splits_and_cleans_them() -> None:
     assert data.train.text == given["train"].text[:5] + given["train"].text[25:]
 
 
+def test_rows_that_are_left_out_are_counted() -> None:
+    twice = Rows(text=("again", "again", "said", "said"), label=np.array([1, 1, 0, 1]))  # one repeats, two contradict
+    own = made(50)
+    train = Rows(text=own.text + twice.text, label=np.concatenate([own.label, twice.label]))
+    data = arrange({"train": train, "validation": made(9, prefix="v"), "test": own.take(range(7))}, name="x")
+    assert data.left_out == 1 + 2 + 7 and len(data.train) == 50 - 7 + 1
+    assert split_rows(train, name="x").left_out == 3
+    assert split_rows(own, name="x").left_out == 0
+
+
 def test_without_labelled_test_the_published_validation_is_the_test() -> None:
     given = {"train": made(100), "validation": made(30, prefix="v")}
     data = arrange(given, name="x")

@@ -43,6 +43,8 @@ class Census:
     """By split: (tokens, tokens to be predicted, examples that have so many)."""
     images: bool = False
     """Whether the examples are images."""
+    left_out: int = 0
+    """Rows that its task was given and the client has not."""
 
     def same_task(self, other: "Census") -> bool:
         """Whether both have the same labels and are judged alike, as clients of one task must."""
@@ -70,6 +72,7 @@ def census_of(client: ClientData, tokens: ClientTokens) -> dict[str, Any]:
         "labels": {split: _spread(own.label, task) for split, own in rows.items()},
         "lengths": {split: _lengths(own) for split, own in tokens.splits.items()},
         **({"images": True} if task.images else {}),
+        **({"left_out": client.left_out} if client.left_out else {}),
     }
 
 
@@ -101,6 +104,7 @@ def read_census(data: Mapping[str, Any]) -> Census:
             labels={split: [float(value) for value in data["labels"][split]] for split in SPLITS},
             lengths={split: _triples(data["lengths"][split]) for split in SPLITS},
             images=data.get("images", False) is True,
+            left_out=int(data.get("left_out", 0)),
         )
     except (KeyError, TypeError, ValueError, OverflowError) as error:
         raise ProtocolError(f"what the client tells of its data cannot be read ({error!s:.80})") from None
@@ -138,6 +142,7 @@ def _holds_together(census: Census) -> bool:
         and census.metric in METRICS
         and len(census.label_names) in (0, census.num_labels)
         and all(0 < count <= MOST_EXAMPLES for count in census.examples.values())
+        and 0 <= census.left_out <= MOST_EXAMPLES
         and all(_fit(census.lengths[split], census.examples[split]) for split in SPLITS)
         and all(len(values) == width and np.isfinite(values).all() for values in census.labels.values())
         and (census.num_labels < 2 or all(_counts(census, split) for split in SPLITS))
@@ -161,7 +166,14 @@ def stand_in(name: str, census: Census) -> tuple[ClientData, ClientTokens]:
         load=_at_the_site,
     )
     rows = {split: _rows(census, task, split) for split in SPLITS}
-    client = ClientData(name=name, task=task, train=rows["train"], validation=rows["validation"], test=rows["test"])
+    client = ClientData(
+        name=name,
+        task=task,
+        train=rows["train"],
+        validation=rows["validation"],
+        test=rows["test"],
+        left_out=census.left_out,
+    )
     splits = {split: _encoded(census, task, split, rows[split].label) for split in SPLITS}
     return client, ClientTokens(task=task, splits=splits)
 
@@ -176,7 +188,7 @@ def veiled(census: Census) -> Census:
         split: [float(count), *[0.0] * (classes - 1)] if classes > 1 else [0.0, 0.0]
         for split, count in census.examples.items()
     }
-    return replace(census, label_names=(), labels=labels)
+    return replace(census, label_names=(), labels=labels, left_out=0)
 
 
 def _at_the_site(_: Source) -> TaskData:

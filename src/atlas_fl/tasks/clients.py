@@ -42,6 +42,8 @@ class ClientData:
     train: Examples
     validation: Examples
     test: Examples
+    left_out: int = 0
+    """Rows that its task was given and nobody has (`TaskData.left_out`)."""
 
     def digest(self) -> str:
         """SHA-256 of all rows of all splits, in their order."""
@@ -60,6 +62,18 @@ def majority(rows: Examples) -> float | None:
     if not np.issubdtype(rows.label.dtype, np.integer):
         return None
     return float(np.bincount(rows.label).max() / len(rows))
+
+
+def left_out_notes(clients: Sequence[ClientData]) -> tuple[str, ...]:
+    """A line for each task of which rows were left out when its data were cleaned."""
+    counts: dict[str, int] = {}
+    for client in clients:
+        counts[client.task.name] = max(counts.get(client.task.name, 0), client.left_out)
+    return tuple(
+        f"{name}: {count:,} rows left out: they repeat or contradict others, or lie in two splits"
+        for name, count in counts.items()
+        if count
+    )
 
 
 def make_clients(  # noqa: PLR0913 - one name for each setting of the data
@@ -103,6 +117,7 @@ def make_clients(  # noqa: PLR0913 - one name for each setting of the data
                 train=data.train.take(parts["train"][number]),
                 validation=data.validation.take(parts["validation"][number]),
                 test=data.test.take(parts["test"][number]),
+                left_out=data.left_out,
             )
             for number in range(clients_per_task)
         ]

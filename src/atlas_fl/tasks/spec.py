@@ -75,6 +75,8 @@ class TaskData:
     train: Examples
     validation: Examples
     test: Examples
+    left_out: int = 0
+    """Rows that were given and are in no split: repeated, contradicting each other, or in two splits."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,6 +1,7 @@
 """Cutting rows into train, validation and test: seeded, disjoint, with the classes spread evenly."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import numpy as np
 
@@ -100,9 +101,10 @@ def arrange(
 def checked(
     data: TaskData, *, name: str, labelled: bool, label_names: Sequence[str], given: Mapping[str, Examples]
 ) -> TaskData:
-    """The same data; a `DataError` says what nobody could learn from, and what of `given` cleaning took.
+    """The same data with the number of rows that are left out; a `DataError` says what nobody could learn from.
 
-    That is an empty split, labelled training rows of one class only, or one of `label_names` that is held out alone.
+    That is an empty split, labelled training rows of one class only, or one of `label_names` that is held out alone; it
+    says what of `given` cleaning took, too.
     """
     sizes = {"train": len(data.train), "validation": len(data.validation), "test": len(data.test)}
     if empty := [split for split, size in sizes.items() if size == 0]:
@@ -117,7 +119,7 @@ def checked(
             what = f"class {label_names[label]!r} of task {name!r} has {count} {split} rows and no training row"
             taken = "train" not in given or label in given["train"].label
             raise _mistake(what, given if taken else {}, remedy=_TO_LEARN["train" in given])
-    return data
+    return replace(data, left_out=sum(map(len, given.values())) - sum(sizes.values()))
 
 
 _TO_LEARN = {
