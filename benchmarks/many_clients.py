@@ -26,12 +26,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from atlas_fl import homes, joining
 from atlas_fl.config import Config, RunConfig, with_values
+from atlas_fl.deployed import homes, joining
+from atlas_fl.deployed.serving import Service, across_machines
 from atlas_fl.events import Event, Note, RoundFinished
 from atlas_fl.io.certs import make_certs
 from atlas_fl.run import run
-from atlas_fl.serving import Service, across_machines
 
 WARM = 5
 """Rounds after which everything is loaded and warm."""

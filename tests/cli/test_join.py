@@ -9,7 +9,7 @@ import pytest
 from atlas_fl.cli.settings import base_config
 from atlas_fl.cli.words import split
 from atlas_fl.config import config_hash, pinned
-from atlas_fl.joining import Joined, Joining
+from atlas_fl.deployed.joining import Joined, Joining
 
 Atlas = Callable[..., Any]
 
@@ -32,7 +32,7 @@ def joined(monkeypatch: pytest.MonkeyPatch) -> list[Joining]:
         found.append(joining)
         return Joined(name="site", adapter=None, sent_bytes=0, received_bytes=0)
 
-    monkeypatch.setattr("atlas_fl.joining.join", join)
+    monkeypatch.setattr("atlas_fl.deployed.joining.join", join)
     return found
 
 

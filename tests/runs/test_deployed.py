@@ -14,12 +14,12 @@ import pytest
 
 from atlas_fl.audit import audit
 from atlas_fl.config import Config, config_hash, to_toml
+from atlas_fl.deployed.joining import own_client
 from atlas_fl.errors import ConfigError
 from atlas_fl.io.certs import make_certs
 from atlas_fl.io.folder import RunFolder
 from atlas_fl.io.results import read_json, read_rows
 from atlas_fl.io.tensors import read_tensors, write_tensors
-from atlas_fl.joining import own_client
 from atlas_fl.run import run
 from atlas_fl.tree import digest
 from tests.engines.conftest import Proxy

@@ -13,6 +13,7 @@ from transformers import AutoModelForImageClassification
 from atlas_fl.assemble import assemble
 from atlas_fl.audit import audit
 from atlas_fl.config import Config, with_values
+from atlas_fl.deployed.serving import Service, check_served
 from atlas_fl.errors import ConfigError, ModelError
 from atlas_fl.export import export
 from atlas_fl.io.results import read_json
@@ -23,7 +24,6 @@ from atlas_fl.plan import Plan
 from atlas_fl.planning import measure_leakage
 from atlas_fl.presets import find_preset
 from atlas_fl.run import RunResult, resume, run
-from atlas_fl.serving import Service, check_served
 from tests.models.tiny_vision import save_tiny
 from tests.runs.reading import rows, same_tensors, state
 from tests.runs.workers import in_threads

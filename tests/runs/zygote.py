@@ -12,7 +12,7 @@ import traceback
 
 import torch
 
-import atlas_fl.serving  # noqa: F401
+import atlas_fl.deployed.serving  # noqa: F401
 from atlas_fl.cli import main
 
 

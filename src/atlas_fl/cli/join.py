@@ -54,9 +54,9 @@ def join(words: Sequence[str]) -> int:
     options = parse(default, groups, command="atlas join")
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # as in `atlas serve`
 
+    from atlas_fl.deployed.joining import Joining
+    from atlas_fl.deployed.joining import join as join_federation
     from atlas_fl.io.certs import open_certs
-    from atlas_fl.joining import Joining
-    from atlas_fl.joining import join as join_federation
     from atlas_fl.report.words import human_bytes
 
     certs = Path(options.certs)

@@ -49,8 +49,8 @@ def serve(words: Sequence[str]) -> int:
     from pathlib import Path
 
     from atlas_fl.cli.tables import outcome
+    from atlas_fl.deployed.serving import Service, across_machines
     from atlas_fl.run import run as run_config
-    from atlas_fl.serving import Service, across_machines
 
     service = Service(
         certs=Path(options.certs),

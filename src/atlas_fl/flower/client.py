@@ -24,7 +24,7 @@ def who(_: Message, context: Context) -> Reply:
 
 def work(message: Message, context: Context) -> Reply:
     """What this node has come to, at the end of the run."""
-    from atlas_fl.joining import Joining, join  # a question needs no torch
+    from atlas_fl.deployed.joining import Joining, join  # a question needs no torch
 
     node = node_of(context.node_config, node_id=context.node_id)
     invitation = read_invitation(message.content[RECORD])

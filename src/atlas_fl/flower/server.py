@@ -77,10 +77,10 @@ def federate(grid: Grid, order: Order, *, on_event: OnEvent) -> None:
     question = Question(grid, count=order.nodes, seconds=order.wait_seconds)
     # The nodes take seconds to answer, and these to be imported.
     from atlas_fl.cli.tables import outcome
+    from atlas_fl.deployed.serving import Service, across_machines
     from atlas_fl.engines.tokens import Tokens
     from atlas_fl.io.certs import make_certs
     from atlas_fl.run import run
-    from atlas_fl.serving import Service, across_machines
 
     nodes = question.nodes()
     names = sorted(nodes, key=natural)

@@ -6,13 +6,13 @@ from pathlib import Path
 from atlas_fl.assemble import source_of
 from atlas_fl.config import Config, config_hash, parse_config
 from atlas_fl.config.images import EVENLY
+from atlas_fl.deployed.homes import home_of
 from atlas_fl.engines.census import census_of
 from atlas_fl.engines.frames import Head
 from atlas_fl.engines.link import Link
 from atlas_fl.engines.worker import Worker
 from atlas_fl.errors import ConfigError, ProtocolError
 from atlas_fl.events import Note, OnEvent, PhaseStarted, ignore
-from atlas_fl.homes import home_of
 from atlas_fl.io.certs import open_certs
 from atlas_fl.io.machine import versions
 from atlas_fl.ranks.devices import find_devices

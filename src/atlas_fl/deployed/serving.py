@@ -10,6 +10,7 @@ from atlas_fl.assemble import Assembly
 from atlas_fl.clients.base import ClientTokens
 from atlas_fl.config import Config, run_folder
 from atlas_fl.config.splitting import NONE
+from atlas_fl.deployed.halls import hall_of
 from atlas_fl.door import Door, Newcomer
 from atlas_fl.engines.base import Engine
 from atlas_fl.engines.census import Census, stand_in
@@ -23,7 +24,6 @@ from atlas_fl.engines.suffixes import Suffixes
 from atlas_fl.engines.tokens import Tokens
 from atlas_fl.errors import BudgetError, CheckpointError, ConfigError
 from atlas_fl.events import Note, OnEvent
-from atlas_fl.halls import hall_of
 from atlas_fl.io import checkpoint
 from atlas_fl.io.certs import Listed, listed_clients, open_certs
 from atlas_fl.io.folder import RunFolder

@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 
 from atlas_fl.config import Config, with_values
+from atlas_fl.deployed.serving import Service, check_served
 from atlas_fl.errors import ConfigError
-from atlas_fl.serving import Service, check_served
 
 SERVICE = Service(certs=Path("certs/server"))
 
