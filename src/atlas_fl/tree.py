@@ -30,7 +30,7 @@ def ranks(params: Params) -> dict[str, int]:
 
 def is_whole(params: Params) -> bool:
     """Whether these are whole weights: some are neither of an adapter nor of a head."""
-    return any(not key.startswith(HEAD) and not key.endswith((LORA_A, LORA_B)) for key in params)
+    return any(not key.startswith(HEAD) and not key.endswith((LORA_A, LORA_B)) and key != PRIVATE for key in params)
 
 
 def select(params: Params, keys: Iterable[str]) -> dict[str, torch.Tensor]:

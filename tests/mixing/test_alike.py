@@ -5,6 +5,7 @@ import torch
 
 from atlas_fl.mixing.alike import as_all_hold
 from atlas_fl.mixing.matrices import Federation
+from atlas_fl.tree import PRIVATE
 from atlas_fl.types import Params
 
 
@@ -40,5 +41,6 @@ def test_equal_tensors_are_taken_and_others_stay_as_they_were_mixed() -> None:
 def test_adapters_are_left_as_they_were_mixed() -> None:
     lora = {"a.lora_A": torch.ones(1, 2), "a.lora_B": torch.ones(2, 1), "head.bias": torch.ones(3)}
     held: dict[str, Params] = {"a": {key: own.clone() for key, own in lora.items()}}
-    found = as_all_hold({"new": lora}, held, federation(a="x", new="x"))
-    assert all(found["new"][key] is own for key, own in lora.items())
+    for own in (lora, {**lora, PRIVATE: torch.zeros(32, dtype=torch.uint8)}):
+        found = as_all_hold({"new": own}, held, federation(a="x", new="x"))
+        assert all(found["new"][key] is tensor for key, tensor in own.items())
