@@ -22,6 +22,7 @@ from atlas_fl.config import (
 )
 from atlas_fl.io.fetch import embedded_dir, model_dir
 from atlas_fl.presets import find_preset
+from tests.runs.federation import SITES, Federation
 from tests.runs.processes import Programs
 
 TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "vocab.txt")
@@ -123,3 +124,22 @@ def image_config(tiny_vit: Path, tmp_path: Path) -> Callable[..., Config]:
         },
     )
     return lambda **values: with_values(base, values)
+
+
+@pytest.fixture(scope="module")
+def simulated() -> dict[str, Path]:
+    """The folder of every config that was simulated already."""
+    return {}
+
+
+@pytest.fixture
+def federation(
+    config: Callable[..., Config], tmp_path: Path, programs: Programs, simulated: dict[str, Path]
+) -> Iterator[Callable[..., Federation]]:
+    def make(sites: dict[str, str] = SITES, **values: object) -> Federation:
+        tasks = tuple(dict.fromkeys(name.partition("-")[0] for name in sites))
+        # packs of one, because a client that is alone has no other
+        return Federation(config(tasks=tasks, pack_tokens=1, **values), tmp_path, sites, programs, simulated)
+
+    yield make
+    programs.kill_all()

@@ -1,0 +1,61 @@
+"""One config, simulated and served across real processes on loopback."""
+
+from pathlib import Path
+
+from atlas_fl.config import Config, config_hash, to_toml
+from atlas_fl.io.certs import make_certs
+from atlas_fl.io.folder import RunFolder
+from atlas_fl.io.tensors import read_tensors
+from atlas_fl.run import run
+from atlas_fl.tree import digest
+from tests.runs.processes import Program, Programs
+
+SITES = {"movie-0": "cpu_2gb", "movie-1": "tablet_4gb"}
+"""The clients of the simulation, and the devices that it deals out to them."""
+
+
+def adapters(folder: Path) -> dict[str, str]:
+    return {
+        path.name: digest(read_tensors(path / "adapter_model.safetensors"))
+        for path in sorted(RunFolder(folder).adapters.iterdir())
+    }
+
+
+class Federation:
+    """One config, simulated here and served across processes."""
+
+    def __init__(
+        self, config: Config, folder: Path, sites: dict[str, str], programs: Programs, simulated: dict[str, Path]
+    ) -> None:
+        self.folder, self.sites, self.programs, self.runs = folder, sites, programs, Path(config.run.runs_dir)
+        self._config, self._simulated = config, simulated
+        make_certs(folder / "certs", servers=["localhost", "127.0.0.1"], clients=list(sites))
+        (folder / "fed.toml").write_text(to_toml(config))
+
+    @property
+    def simulated(self) -> Path:
+        key = config_hash(self._config)
+        if key not in self._simulated:
+            self._simulated[key] = run(self._config).folder
+        return self._simulated[key]
+
+    def serve(self, *more: str, port: int = 0) -> tuple[Program, int]:
+        """The server and the port that it listens on."""
+        words = ("--config", "fed.toml", "--name", "served", "--host", "127.0.0.1", "--port", str(port), *more)
+        server = self.programs.start("serve", *words, "--certs", "certs/server", folder=self.folder)
+        return server, int(server.wait_for(r"listening on 127\.0\.0\.1:(\d+)")[1])
+
+    def join(self, name: str, port: int, *more: str, device: str = "") -> Program:
+        task, _, part = name.partition("-")
+        words = ("--certs", f"certs/{name}", "--task", task, "--part", part, "--device", device or self.sites[name])
+        return self.programs.start("join", f"localhost:{port}", *words, *more, folder=self.folder)
+
+    @property
+    def served(self) -> RunFolder:
+        return RunFolder(self.runs / "served")
+
+    def is_as_simulated(self) -> None:
+        assert adapters(self.served.path) == adapters(self.simulated)
+        for name in self.sites:
+            own = read_tensors(self.folder / f"{name}-adapter" / "adapter_model.safetensors")
+            assert digest(own) == adapters(self.simulated)[name]

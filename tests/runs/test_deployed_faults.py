@@ -1,0 +1,171 @@
+"""Killed sites, cut links, a killed server and late clients change no bit of a federation of real processes."""
+
+import os
+import signal
+from collections.abc import Callable
+
+from atlas_fl.audit import audit
+from atlas_fl.config import Config
+from atlas_fl.io.certs import make_certs
+from atlas_fl.io.folder import RunFolder
+from atlas_fl.io.results import read_rows
+from atlas_fl.io.tensors import read_tensors
+from atlas_fl.run import run
+from atlas_fl.tree import digest
+from tests.engines.conftest import Proxy
+from tests.runs.federation import Federation, adapters
+
+
+def test_a_client_that_is_killed_and_comes_back_and_a_link_that_is_cut_change_no_bit(
+    federation: Callable[..., Federation],
+) -> None:
+    fed = federation(rounds=3)
+    server, port = fed.serve()
+    proxy = Proxy(port)
+    try:
+        first = fed.join("movie-0", port)
+        second = fed.join("movie-1", proxy.port)
+        first.wait_for("train, round 1")
+        first.kill()
+        server.wait_for("movie-0 is gone")
+        again = fed.join("movie-0", port)
+        again.wait_for("train, round [23]")
+        proxy.cut()
+        assert "is lost; trying again" in second.end()
+        again.end()
+        server.end()
+    finally:
+        proxy.close()
+    assert server.said("movie-0 is back")
+    fed.is_as_simulated()
+
+
+def test_a_server_that_is_killed_goes_on_from_its_checkpoint(federation: Callable[..., Federation]) -> None:
+    fed = federation(rounds=3)
+    server, port = fed.serve()
+    sites = [fed.join(name, port) for name in fed.sites]
+    server.wait_for("round 1/3")
+    server.kill()
+    again, _ = fed.serve(port=port)
+    for site in sites:
+        site.end()
+    assert "resumed after round" in again.end()
+    fed.is_as_simulated()
+
+
+def test_no_fault_changes_a_bit_of_cut_models(federation: Callable[..., Federation]) -> None:
+    """A site killed in the middle of its job, a link cut, and the server killed and started again."""
+    fed = federation(rounds=3, split="movie-0=1,movie-1=2")
+    server, port = fed.serve()
+    proxy = Proxy(port)
+    try:
+        first = fed.join("movie-0", port)
+        second = fed.join("movie-1", proxy.port)
+        first.wait_for("train, round 1")
+        first.kill()
+        server.wait_for("movie-0 is gone")
+        again = fed.join("movie-0", port)
+        again.wait_for("train, round 1")
+        proxy.cut()
+        server.wait_for("round 1/3")
+        server.kill()
+        last, _ = fed.serve(port=port)
+        again.end()
+        assert "is lost; trying again" in second.end()
+        assert "resumed after round" in last.end()
+    finally:
+        proxy.close()
+    fed.is_as_simulated()
+
+
+def test_a_round_goes_on_without_who_is_away(federation: Callable[..., Federation]) -> None:
+    fed = federation(rounds=3)
+    server, port = fed.serve("--min-clients", "1", "--deadline", "5")
+    stays, leaves = fed.join("movie-0", port), fed.join("movie-1", port)
+    server.wait_for("round 1/3")
+    leaves.kill()
+    stays.end()
+    said = server.end()
+    assert "of movie-1 in round" in said
+    missing = [row for row in read_rows(fed.served.metrics) if row.get("event") == "missing"]
+    assert {row["client"] for row in missing} == {"movie-1"}
+    assert audit(fed.served.path).ok
+
+
+def test_a_client_that_comes_late_is_placed_and_no_fault_changes_a_bit_of_it(
+    federation: Callable[..., Federation], config: Callable[..., Config]
+) -> None:
+    """Its certificate is made when the run has begun, and the server is killed once it has joined."""
+    settings = {"clients_per_task": 3, "rounds": 5, "split": "movie-2=1"}
+    fed = federation(**settings)
+    server, port = fed.serve()
+    first, other = (fed.join(name, port) for name in fed.sites)
+    server.wait_for("round 1/5")
+    other.kill()  # nobody gets ahead while it is away
+    make_certs(fed.folder / "certs", servers=[], clients=["movie-2"])
+    late = fed.join("movie-2", port, device="laptop_8gb")
+    server.wait_for("movie-2 came after the plan was made and joins before the next round")
+    again = fed.join("movie-1", port)
+    number = int(server.wait_for(r"movie-2 joins before round (\d): cluster 0, beside movie-0, movie-1")[1])
+    server.wait_for(f"round {number}/5")
+    server.kill()
+    last, _ = fed.serve(port=port)
+    for site in (first, again, late):
+        site.end()
+    assert "resumed after round" in last.end()
+    simulated = run(config(tasks=("movie",), pack_tokens=1, arrive=(f"movie-2={number}",), **settings))
+    assert adapters(fed.served.path) == adapters(simulated.folder)
+    ledgers = [read_rows(folder.ledger) for folder in (fed.served, RunFolder(simulated.folder))]
+    assert sorted(map(str, ledgers[0])) == sorted(map(str, ledgers[1]))
+    assert audit(fed.served.path).ok
+
+
+def test_what_is_not_shared_stays_at_its_site_and_no_fault_changes_a_bit(
+    federation: Callable[..., Federation], config: Callable[..., Config]
+) -> None:
+    """B and heads are at the sites alone, warmed up there: one is killed, one comes late and cut, the server dies."""
+    settings = {"clients_per_task": 3, "rounds": 5, "split": "movie-2=1", "fingerprint": "delta"}
+    settings |= {"share": ("A",), "space": "factors", "head": "client"}
+    fed = federation(**settings)
+    server, port = fed.serve()
+    first, other = (fed.join(name, port) for name in fed.sites)
+    server.wait_for("round 1/5")
+    other.kill()
+    assert list((fed.folder / "movie-1-private").glob("*.safetensors"))
+    make_certs(fed.folder / "certs", servers=[], clients=["movie-2"])
+    late = fed.join("movie-2", port, device="laptop_8gb")
+    server.wait_for("movie-2 came after the plan was made and joins before the next round")
+    again = fed.join("movie-1", port)
+    number = int(server.wait_for(r"movie-2 joins before round (\d)")[1])
+    server.wait_for(f"round {number}/5")
+    server.kill()
+    last, _ = fed.serve(port=port)
+    for program in (first, again, late, last):
+        program.end()
+    simulated = run(config(tasks=("movie",), pack_tokens=1, arrive=(f"movie-2={number}",), **settings))
+    for name, model in adapters(simulated.folder).items():
+        assert digest(read_tensors(fed.folder / f"{name}-adapter" / "adapter_model.safetensors")) == model
+        assert not (fed.folder / f"{name}-private").exists()
+    folders = fed.served, RunFolder(simulated.folder)
+    ledgers = [sorted(map(str, read_rows(folder.ledger))) for folder in folders]
+    assert ledgers[0] == ledgers[1]
+    metrics = [[row for row in read_rows(folder.metrics) if row.get("event") != "mixed"] for folder in folders]
+    assert [{**row, "seconds": 0} for row in metrics[0]] == [{**row, "seconds": 0} for row in metrics[1]]
+    for path in sorted(fed.served.path.rglob("*.safetensors")):
+        for key, tensor in read_tensors(path).items():
+            above = "movie-2/" in key and ".layer.0." not in key
+            assert above or not tensor.numel() or not (key.endswith("lora_B") or "/head." in key), (path, key)
+    report = audit(fed.served.path)
+    assert report.ok
+    assert report.unseen == ("served: movie-0", "served: movie-1", "served: movie-2")
+    assert not fed.served.adapters.exists()
+
+
+def test_ctrl_c_ends_a_server_and_a_site_with_one_line(federation: Callable[..., Federation]) -> None:
+    fed = federation()
+    server, port = fed.serve()
+    site = fed.join("movie-0", port)
+    server.wait_for(r"movie-0: movie, .*\(1 of 2 here\)")
+    for program in (site, server):
+        os.kill(program.pid, signal.SIGINT)
+        assert "stopped; a run goes on where it was with the same command" in program.end(130).splitlines()[-1]

@@ -1,0 +1,137 @@
+"""What cannot be served or joined ends with one line, and nothing is left running."""
+
+import re
+import shutil
+import socket
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from atlas_fl.config import Config, to_toml
+from atlas_fl.deployed.joining import own_client
+from atlas_fl.errors import ConfigError
+from atlas_fl.io.certs import make_certs
+from atlas_fl.io.tensors import read_tensors, write_tensors
+from tests.runs.federation import SITES, Federation
+
+TINY = "memory_gb=0.375,gflops=20,up_mbps=2,down_mbps=10,latency_ms=60,max_rank=8"
+"""Less than the runtime alone takes."""
+
+
+def test_a_site_without_its_part_of_the_model_ends_with_one_line(
+    federation: Callable[..., Federation], tiny_model: Path, tmp_path: Path
+) -> None:
+    fed = federation(split="1")
+    other = tmp_path / "other"
+    shutil.copytree(tiny_model, other)
+    weights = read_tensors(other / "model.safetensors")
+    del weights["encoder.layer.0.output.dense.weight"]
+    write_tensors(other / "model.safetensors", weights)
+    server, port = fed.serve()
+    stays, ends = fed.join("movie-0", port), fed.join("movie-1", port, "--model", str(other))
+    said = ends.end(2).splitlines()[-1]
+    assert "lacks encoder.layer.0.output.dense.weight" in said
+    assert "no fingerprint of movie-1 in round 0: model" in server.end(2)
+    stays.kill()
+
+
+@pytest.mark.parametrize(
+    ("split", "device", "reason"),
+    [
+        ("movie-0=3", "cpu_2gb", "--split cuts at block 3, and .* has 3 blocks"),
+        (
+            "auto",
+            "none=memory_gb=0.375,gflops=20,up_mbps=2,down_mbps=10,latency_ms=60,max_rank=8",
+            "none fits no cut of",
+        ),
+    ],
+)
+def test_a_cut_that_cannot_be_ends_server_and_sites(
+    federation: Callable[..., Federation], split: str, device: str, reason: str
+) -> None:
+    fed = federation({"movie-0": device, "movie-1": "tablet_4gb"}, split=split)
+    server, port = fed.serve()
+    sites = [fed.join(name, port) for name in fed.sites]
+    for program in (server, *sites):
+        said = program.end(2).splitlines()
+        assert re.search(reason, said[-1]) or re.search(reason, " ".join(said[-2:]))
+    assert not fed.served.path.exists()
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("serve", "--certs", "nowhere"), "no file nowhere/ca.pem"),
+        (("serve", "--strategy", "local"), "--strategy local sends nothing"),
+        (
+            ("serve", "--share", "B", "head", "--space", "factors", "--init-adapter", "x"),
+            "--rerank and --init-adapter make whole models at the server",
+        ),
+        (("serve", "--port", "70000"), "--port is 70000"),
+        (("serve", "--wait", "0.01"), "0 of 2 clients have come within 0.01 seconds, missing: movie-0, movie-1"),
+        (("join", "x:1", "--certs", "nowhere", "--task", "movie", "--device", "cpu_2gb"), "no file nowhere/ca.pem"),
+        (
+            ("join", "nowhere.invalid:1", "--certs", "certs/movie-0", "--task", "movie", "--device", "cpu_2gb"),
+            "host 'nowhere.invalid' is unknown",
+        ),
+        (("join", "x", "--certs", "certs/movie-0", "--task", "movie", "--device", "cpu_2gb"), "no address of a server"),
+        (("join", "x:1", "--certs", "certs/movie-0", "--task", "movie", "--device", "gpu"), "unknown device 'gpu'"),
+    ],
+)
+def test_mistakes_are_one_line(
+    words: tuple[str, ...],
+    message: str,
+    atlas: Callable[..., tuple[int, str]],
+) -> None:
+    more = ("--config", "fed.toml", "--host", "127.0.0.1") if words[0] == "serve" else ()
+    chosen = () if words[0] == "join" or "--certs" in words else ("--certs", "certs/server")
+    free = () if words[0] == "join" or "--port" in words else ("--port", "0")
+    code, said = atlas(*words, *more, *chosen, *free)
+    assert code == 2
+    assert message in said
+    assert "Traceback" not in said
+    assert said.strip().splitlines()[-1].startswith("atlas: ")
+
+
+@pytest.fixture
+def atlas(
+    capfd: pytest.CaptureFixture[str],
+    config: Callable[..., Config],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> Callable[..., tuple[int, str]]:
+    """The command, in a folder with certificates and settings."""
+    from atlas_fl.cli import main
+
+    make_certs(tmp_path / "certs", servers=["localhost"], clients=list(SITES))
+    (tmp_path / "fed.toml").write_text(to_toml(config()))
+    monkeypatch.chdir(tmp_path)
+
+    def call(*words: str) -> tuple[int, str]:
+        code = main(words)
+        printed = capfd.readouterr()
+        return code, printed.out + printed.err
+
+    return call
+
+
+def test_a_port_in_use_is_one_line(atlas: Callable[..., tuple[int, str]], tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        code, said = atlas("serve", "--config", "fed.toml", "--host", "127.0.0.1", "--port", str(port))
+    assert code == 2
+    assert f"cannot listen on 127.0.0.1:{port}" in said
+    assert not (tmp_path / "runs" / "run").exists()
+
+
+def test_a_site_with_the_whole_task_takes_what_is_there(config: Callable[..., Config], tmp_path: Path) -> None:
+    rows = [f"{'good' if n % 2 else 'bad'} film number {n},{n % 2}" for n in range(43)]
+    (tmp_path / "mine.csv").write_text("\n".join(["text,label", *rows]))
+    client = own_client(config(), "site-1", task=f"mine={tmp_path / 'mine.csv'}", part=None)
+    assert (client.name, client.task.name) == ("site-1", "mine")
+    assert (len(client.train), len(client.validation), len(client.test)) == (20, 10, 12)
+    parts = [own_client(config(), name, task="movie", part=k) for k, name in enumerate(("a", "b"))]
+    assert not set(parts[0].train.text) & set(parts[1].train.text)
+    with pytest.raises(ConfigError, match=r"--part is 2; allowed: 0 to 1, as --clients-per-task of the server says"):
+        own_client(config(), "site-1", task="movie", part=2)

@@ -1,0 +1,94 @@
+"""Strong clients that host the upper parts of weak ones, over streams, end with the bits of the simulation."""
+
+from collections.abc import Callable
+
+import pytest
+
+from atlas_fl.audit import audit
+from atlas_fl.config import Config
+from atlas_fl.io.folder import RunFolder
+from atlas_fl.io.results import read_json, read_rows
+from atlas_fl.io.tensors import read_tensors
+from atlas_fl.run import run
+from atlas_fl.tree import digest
+from tests.runs.federation import Federation, adapters
+
+PAIRED = {"split": "cpu_2gb=1", "topology": "paired", "dropout": 0.1}
+"""movie-0 and trec-0 are small, movie-1 and trec-1 are not."""
+
+
+DEVICES = {"movie-0": "cpu_2gb", "movie-1": "laptop_8gb", "trec-0": "cpu_2gb", "trec-1": "laptop_8gb"}
+
+
+def hosted(folder: RunFolder, *, work: str = "training") -> dict[tuple[int, str], str]:
+    events = [row for row in read_rows(folder.metrics) if row.get("event") == "hosted" and row["work"] == work]
+    return {(row["round"], row["client"]): row["host"] for row in events}
+
+
+@pytest.mark.parametrize("head", ["server", "client"])
+def test_deployed_pairs_are_the_simulated_ones_and_those_of_a_server_that_hosts(
+    federation: Callable[..., Federation], config: Callable[..., Config], head: str
+) -> None:
+    paired = {**PAIRED, "rounds": 2, "devices": ("cpu_2gb", "laptop_8gb"), "head": head}
+    fed = federation(DEVICES, **paired)
+    server, port = fed.serve()
+    sites = [fed.join(name, port) for name in fed.sites]
+    for site in sites:
+        site.end()
+    server.end()
+    fed.is_as_simulated()
+    at_server = run(config(**{**paired, "topology": "server"}, pack_tokens=1, name="at-server"))
+    assert adapters(fed.served.path) == adapters(at_server.folder)
+    simulated = RunFolder(fed.simulated)
+    pairs = {"movie-0": "movie-1", "trec-0": "trec-1"}
+    everywhere = {(round, guest): host for round in (1, 2) for guest, host in pairs.items()}
+    for work in ("training", "evaluation"):
+        assert hosted(fed.served, work=work) == hosted(simulated, work=work) == everywhere
+    rows = [
+        sorted(str({key: value for key, value in row.items() if key != "relayed"}) for row in read_rows(folder.ledger))
+        for folder in (fed.served, simulated)
+    ]
+    assert rows[0] == rows[1]
+    assert all(row.get("relayed", False) is ("peer" in row) for row in read_rows(fed.served.ledger))
+    sent = read_json(fed.served.summary)["bytes"]
+    assert sent["relayed"] == read_json(simulated.summary)["bytes"]["between_clients"]
+    assert "between_clients" not in sent
+    assert audit(fed.served.path).ok
+
+
+def test_deployed_pairs_share_in_part_what_simulated_ones_do(federation: Callable[..., Federation]) -> None:
+    """B stays at its site, but for the guest's above its cut, which its host moves and the server keeps."""
+    devices = {name: DEVICES[name] for name in ("movie-0", "movie-1")}
+    settings = {"share": ("A", "head"), "space": "factors", "rounds": 2, "devices": tuple(devices.values())}
+    fed = federation(devices, **PAIRED, **settings)
+    server, port = fed.serve()
+    for program in [*(fed.join(name, port) for name in fed.sites), server]:
+        program.end()
+    for name, model in adapters(fed.simulated).items():
+        assert digest(read_tensors(fed.folder / f"{name}-adapter" / "adapter_model.safetensors")) == model
+    assert hosted(fed.served) == {(1, "movie-0"): "movie-1", (2, "movie-0"): "movie-1"}
+    for path in sorted(fed.served.path.rglob("*.safetensors")):
+        for key, tensor in read_tensors(path).items():
+            above = "movie-0/" in key and ".layer.0." not in key
+            assert above or not tensor.numel() or not key.endswith("lora_B"), (path, key)
+    assert audit(fed.served.path).ok
+
+
+def test_a_host_that_is_killed_in_mid_round_changes_no_bit(federation: Callable[..., Federation]) -> None:
+    devices = {name: DEVICES[name] for name in ("movie-0", "movie-1")}
+    long = {"local_epochs": 5, "batch_size": 2, "rounds": 2, "devices": tuple(devices.values())}
+    fed = federation(devices, **PAIRED, **long)
+    server, port = fed.serve()
+    guest, host = (fed.join(name, port) for name in fed.sites)
+    guest.wait_for("train, round 1")
+    host.kill()
+    server.wait_for("movie-1 is gone, and movie-0 begins its job again with the server")
+    again = fed.join("movie-1", port)
+    for program in (guest, again, server):
+        program.end()
+    fed.is_as_simulated()
+    assert hosted(fed.served) == {(1, "movie-0"): "server", (2, "movie-0"): "movie-1"}
+    reasons = [row["reason"] for row in read_rows(fed.served.metrics) if row.get("event") == "hosted"]
+    assert reasons[0].startswith("movie-1 dropped; ")
+    assert not [row for row in read_rows(fed.served.metrics) if row.get("event") == "missing"]
+    assert audit(fed.served.path).ok
