@@ -4,19 +4,10 @@ from dataclasses import replace
 
 import pytest
 
-from atlas_fl.models.shape import ModelShape
 from atlas_fl.ranks.measure import Probe, dense, measuring_bytes, measuring_flops
 from atlas_fl.ranks.predict import training_flops
+from tests.ranks.test_predict import SHAPE
 
-SHAPE = ModelShape(
-    hidden=4,
-    intermediate=16,
-    heads=2,
-    layers=(((4, 4), (4, 8)), ((4, 4), (4, 8))),
-    block_bytes=(800, 800),
-    block_params=(200, 200),
-    embedding_bytes=1000,
-)
 LAST = Probe(lowest=1, products=(0, 200), held_bytes=(0, 1600), inputs=(dense(SHAPE),) * 2, head_bytes=56)
 
 

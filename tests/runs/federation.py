@@ -50,6 +50,13 @@ class Federation:
         words = ("--certs", f"certs/{name}", "--task", task, "--part", part, "--device", device or self.sites[name])
         return self.programs.start("join", f"localhost:{port}", *words, *more, folder=self.folder)
 
+    def complete(self) -> None:
+        """Server and sites from their start to their end, with nothing in between."""
+        server, port = self.serve()
+        for site in [self.join(name, port) for name in self.sites]:
+            site.end()
+        server.end()
+
     @property
     def served(self) -> RunFolder:
         return RunFolder(self.runs / "served")

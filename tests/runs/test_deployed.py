@@ -43,11 +43,7 @@ def test_a_deployed_federation_that_shares_above_its_cuts_is_the_simulated_one(
     federation: Callable[..., Federation],
 ) -> None:
     fed = federation(split="movie-0=1,movie-1=2", server_adapters="per_cluster", rounds=2, eta=0.3)
-    server, port = fed.serve()
-    sites = [fed.join(name, port) for name in fed.sites]
-    for site in sites:
-        site.end()
-    server.end()
+    fed.complete()
     fed.is_as_simulated()
     report = audit(fed.served.path)
     assert report.ok

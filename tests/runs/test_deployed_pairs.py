@@ -31,11 +31,7 @@ def test_deployed_pairs_are_the_simulated_ones_and_those_of_a_server_that_hosts(
 ) -> None:
     paired = {**PAIRED, "rounds": 2, "devices": ("cpu_2gb", "laptop_8gb"), "head": head}
     fed = federation(DEVICES, **paired)
-    server, port = fed.serve()
-    sites = [fed.join(name, port) for name in fed.sites]
-    for site in sites:
-        site.end()
-    server.end()
+    fed.complete()
     fed.is_as_simulated()
     at_server = run(config(**{**paired, "topology": "server"}, pack_tokens=1, name="at-server"))
     assert adapters(fed.served.path) == adapters(at_server.folder)
