@@ -11,11 +11,12 @@ from typing import Any
 import pytest
 import torch
 
+from atlas_fl.engines.chunks import CHUNK
 from atlas_fl.engines.link import Link
 from atlas_fl.engines.loops import LoopThread
 from atlas_fl.engines.probe import split_address
 from atlas_fl.engines.server import Server
-from atlas_fl.engines.stream import InProcess, Sessions, encode_frame
+from atlas_fl.engines.stream import PROTOCOL, InProcess, Sessions, encode_frame
 from atlas_fl.errors import ConfigError, ProtocolError
 from atlas_fl.io.certs import Certs, make_certs, open_certs
 
@@ -97,6 +98,15 @@ def test_an_exchange_over_mutual_tls_and_in_process_is_the_same(certs_folder: Pa
     echo.wait_for(("site-1", True), ("site-1", False))
 
 
+def test_messages_of_many_pieces_come_back_as_they_went(certs_folder: Path) -> None:
+    with serving(Echo(), certs_folder) as port, link(port, open_certs(certs_folder / "site-1")) as far:
+        for n, count in enumerate([3 * CHUNK, 1, CHUNK // 4]):
+            tensors = {"x": torch.randn(count)}
+            head, found = far.exchange({"n": n}, tensors)
+            assert head["n"] == n
+            assert torch.equal(found["x"], tensors["x"])
+
+
 def test_a_refusal_is_told_and_the_stream_goes_on(certs_folder: Path) -> None:
     with serving(Echo(), certs_folder) as port, link(port, open_certs(certs_folder / "site-1")) as far:
         with pytest.raises(ProtocolError, match="no"):
@@ -168,7 +178,7 @@ def test_who_is_not_listed_or_has_another_config_is_refused(certs_folder: Path) 
             link(port, open_certs(certs_folder / "site-3")).__enter__()
         with pytest.raises(ProtocolError, match="site-1 has config other, the server c"):
             link(port, open_certs(certs_folder / "site-1"), config="other").__enter__()
-        with pytest.raises(ProtocolError, match=r"speaks protocol 0, the server 1; install the same"):
+        with pytest.raises(ProtocolError, match=r"speaks protocol 0, the server 2; install the same"):
             link(port, open_certs(certs_folder / "site-1"), protocol=0).__enter__()
 
 
@@ -253,7 +263,7 @@ def test_requests_out_of_order_are_refused() -> None:
     sessions = Echo().sessions()
 
     async def play() -> None:
-        hello = encode_frame({"session": "s", "protocol": 1}, {})
+        hello = encode_frame({"session": "s", "protocol": PROTOCOL}, {})
         session, _, _ = sessions.enter("site-1", hello)
         frames = [encode_frame({"sequence": n, "body": {"n": n}}, {}) for n in range(5)]
         first = await sessions.handle(session, frames[1])

@@ -59,8 +59,10 @@ def encode_frame(head: Head, tensors: Params, *, limit: int = FRAME_LIMIT) -> by
     return b"".join([header, text, *(parts(tensors) if tensors else ())])
 
 
-def decode_frame(frame: bytes, *, limit: int = FRAME_LIMIT) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
-    """(head, tensors) of a message; tensors are on the CPU.
+def decode_frame(
+    frame: bytes | bytearray, *, limit: int = FRAME_LIMIT
+) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+    """(head, tensors) of a message; tensors are on the CPU, and views of the frame where that is a `bytearray`.
 
     Raises:
         ProtocolError: the bytes are no frame of this version, or longer than `limit`.
@@ -77,9 +79,10 @@ def decode_frame(frame: bytes, *, limit: int = FRAME_LIMIT) -> tuple[dict[str, A
     if head_size > HEAD_LIMIT or _HEADER.size + head_size + size != len(frame):
         raise ProtocolError(f"a frame of {len(frame)} bytes says that it holds {head_size} and {size}")
     start = _HEADER.size + head_size
-    head = _object(frame[_HEADER.size : start], "head")
-    # Tensors are views of one writable copy: torch takes no read-only memory, and one copy is the least.
-    return head, _tensors(bytearray(memoryview(frame)[start:])) if size else {}
+    head = _object(bytes(frame[_HEADER.size : start]), "head")
+    # torch takes no read-only memory.
+    writable = frame if isinstance(frame, bytearray) else bytearray(frame)
+    return head, _tensors(memoryview(writable)[start:]) if size else {}
 
 
 def _object(text: bytes, what: str) -> dict[str, Any]:
@@ -92,7 +95,7 @@ def _object(text: bytes, what: str) -> dict[str, Any]:
     return found
 
 
-def _tensors(payload: bytearray) -> dict[str, torch.Tensor]:
+def _tensors(payload: memoryview) -> dict[str, torch.Tensor]:
     """The tensors of a safetensors payload as `io.tensors.encode` writes it: aligned, in order, without a gap."""
     listed = int.from_bytes(payload[:8], "little")
     start = 8 + listed

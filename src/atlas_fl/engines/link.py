@@ -9,7 +9,8 @@ from typing import Any
 
 import grpc
 
-from atlas_fl.engines.frames import FRAME_LIMIT, Head, decode_frame, encode_frame
+from atlas_fl.engines.chunks import chunks, joined
+from atlas_fl.engines.frames import Head, decode_frame, encode_frame
 from atlas_fl.engines.heap import keep_freed_memory
 from atlas_fl.engines.loops import Desk, LoopThread
 from atlas_fl.engines.probe import probe, split_address
@@ -79,17 +80,18 @@ class Link:
         self.received_bytes += len(payload)
         return read_answer(payload, number=self._number)
 
-    async def _exchange(self, frame: bytes) -> bytes:
+    async def _exchange(self, frame: bytes) -> bytearray:
         while True:
             call = await self._connected()
             try:
-                await call.write(frame)
-                payload = await call.read()
+                for chunk in chunks(frame):
+                    await call.write(chunk)
+                payload = await joined(call.read)
             except (grpc.aio.AioRpcError, grpc.aio.UsageError, asyncio.InvalidStateError) as error:
                 await self._lost(error)
                 continue
-            if payload is not grpc.aio.EOF:
-                return bytes(payload)
+            if payload is not None:
+                return payload
             await self._lost(None)
 
     async def _lost(self, error: Exception | None) -> None:
@@ -137,21 +139,21 @@ class Link:
         certs = self._certs
         credentials = grpc.ssl_channel_credentials(certs.ca, certs.key, certs.cert)
         # Its own connection and no proxy of the environment: the probe has just gone this very way.
-        options = [*channel_options(FRAME_LIMIT), ("grpc.use_local_subchannel_pool", 1), ("grpc.enable_http_proxy", 0)]
+        options = [*channel_options(), ("grpc.use_local_subchannel_pool", 1), ("grpc.enable_http_proxy", 0)]
         channel = grpc.aio.secure_channel(self._target(), credentials, options=options)
         try:
             # Without a timeout this never ends where a certificate is refused.
             await asyncio.wait_for(channel.channel_ready(), READY_SECONDS)
             call = channel.stream_stream(f"/{SERVICE}/{METHOD}")()
             await call.write(encode_frame({"session": self._session, "protocol": PROTOCOL, **self._hello()}, {}))
-            payload = await asyncio.wait_for(call.read(), READY_SECONDS)
+            payload = await asyncio.wait_for(joined(call.read), READY_SECONDS)
         except TimeoutError:
             await channel.close()
             return f"no stream within {READY_SECONDS:g} seconds"
         except grpc.aio.AioRpcError as error:
             await channel.close()
             return f"{error.code().name}: {error.details()}"
-        if payload is grpc.aio.EOF:
+        if payload is None:
             await channel.close()
             return "the stream ended at once"
         head, _ = decode_frame(payload)

@@ -2,11 +2,12 @@
 
 import contextlib
 import socket
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable
 
 import grpc
 
-from atlas_fl.engines.frames import FRAME_LIMIT, encode_frame
+from atlas_fl.engines.chunks import CHUNK, chunks, joined
+from atlas_fl.engines.frames import encode_frame
 from atlas_fl.engines.heap import keep_freed_memory
 from atlas_fl.engines.stream import Sessions
 from atlas_fl.errors import ConfigError, ProtocolError
@@ -19,11 +20,11 @@ SILENCE_SECONDS = 10
 """How long it may take to say so."""
 
 
-def channel_options(limit: int) -> list[tuple[str, int]]:
+def channel_options() -> list[tuple[str, int]]:
     """What both ends set."""
     return [
-        ("grpc.max_receive_message_length", limit),
-        ("grpc.max_send_message_length", limit),
+        ("grpc.max_receive_message_length", CHUNK),
+        ("grpc.max_send_message_length", CHUNK),
         ("grpc.keepalive_time_ms", PING_SECONDS * 1000),
         ("grpc.keepalive_timeout_ms", SILENCE_SECONDS * 1000),
         ("grpc.keepalive_permit_without_calls", 1),
@@ -48,7 +49,7 @@ class Server:
         _check_free(self._host, self._port)
         keep_freed_memory()
         # Without this, Linux lets two servers share a port and deals the clients out between them.
-        options = [*channel_options(FRAME_LIMIT), ("grpc.so_reuseport", 0)]
+        options = [*channel_options(), ("grpc.so_reuseport", 0)]
         server = grpc.aio.server(options=options)
         handler = grpc.stream_stream_rpc_method_handler(self._stream)
         server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, {METHOD: handler}),))
@@ -71,18 +72,23 @@ class Server:
         self, requests: AsyncIterator[bytes], context: "grpc.aio.ServicerContext[bytes, bytes]"
     ) -> AsyncIterator[bytes]:
         name = context.auth_context().get("x509_common_name", [b""])[0].decode(errors="replace")
-        first = await anext(aiter(requests), None)
-        if first is None:
-            return
+
+        def read() -> Awaitable[bytes]:
+            return anext(requests, grpc.aio.EOF)
+
         try:
+            first = await joined(read)
+            if first is None:
+                return
             session, stream, welcome = self._sessions.enter(name, first)
         except ProtocolError as error:
             yield encode_frame({"refused": str(error)}, {})
             return
         try:
             yield welcome
-            async for request in requests:
-                yield await self._sessions.handle(session, request)
+            while (request := await joined(read)) is not None:
+                for chunk in chunks(await self._sessions.handle(session, request)):
+                    yield chunk
         except ProtocolError as error:
             yield encode_frame({"refused": str(error)}, {})
         finally:

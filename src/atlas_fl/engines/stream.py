@@ -18,7 +18,7 @@ from atlas_fl.engines.frames import FRAME_LIMIT, Head, decode_frame, encode_fram
 from atlas_fl.errors import ProtocolError
 from atlas_fl.types import Params
 
-PROTOCOL = 1
+PROTOCOL = 2
 """Version of what requests and answers mean; ends of different versions refuse each other."""
 
 NO_TENSORS: Params = {}
@@ -66,7 +66,7 @@ class Sessions:
     limit: int = FRAME_LIMIT
     by_name: dict[str, Session] = field(default_factory=dict)
 
-    def enter(self, name: str, payload: bytes) -> tuple[Session, int, bytes]:
+    def enter(self, name: str, payload: bytes | bytearray) -> tuple[Session, int, bytes]:
         """(session, number of this stream, welcome) of a client whose stream begins with this frame.
 
         Raises `ProtocolError` for a name that is not listed, or that another living session has, and as `admit` does.
@@ -102,7 +102,7 @@ class Sessions:
             session.here = False
             self.on_presence(session.name, False)
 
-    async def handle(self, session: Session, payload: bytes) -> bytes:
+    async def handle(self, session: Session, payload: bytes | bytearray) -> bytes:
         """The answer to a request of this session, worked out once however often it is sent."""
         head, tensors = decode_frame(payload, limit=self.limit)
         number, body = head.get("sequence"), head.get("body")
@@ -125,7 +125,7 @@ class Sessions:
             return encode_frame({"sequence": number, "refused": str(error)}, {})
 
 
-def read_answer(payload: bytes, *, number: int, limit: int = FRAME_LIMIT) -> Message:
+def read_answer(payload: bytes | bytearray, *, number: int, limit: int = FRAME_LIMIT) -> Message:
     """(head, tensors) of the answer to the request of this number; raises `ProtocolError` where it was refused."""
     head, tensors = decode_frame(payload, limit=limit)
     if "refused" in head:
@@ -147,7 +147,7 @@ class InProcess:
         self._session, _, welcome = self._in_loop(self._enter(name, payload))
         self.welcome: dict[str, Any] = decode_frame(welcome)[0]["welcome"]
 
-    async def _enter(self, name: str, payload: bytes) -> tuple[Session, int, bytes]:
+    async def _enter(self, name: str, payload: bytes | bytearray) -> tuple[Session, int, bytes]:
         return self._sessions.enter(name, payload)
 
     def _in_loop(self, work: Any) -> Any:
