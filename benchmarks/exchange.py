@@ -2,8 +2,9 @@
 
     python benchmarks/exchange.py [--turns N]
 
-The aims are 1.5, 8 and 35 ms at the median for 0.1, 1 and 8 MB; 86 MB are a whole ViT-S. Beside them stand the encoding and decoding of the two
-messages alone, in this process, and the same bytes over a bare TCP socket, which no protocol can beat.
+The aims are 1.5, 8 and 35 ms at the median for 0.1, 1 and 8 MB; 86 MB are a whole ViT-S. Beside them stand the encoding
+and decoding of the two messages alone, in this process, and the same bytes over a bare TCP socket, which no protocol
+can beat.
 """
 
 import argparse

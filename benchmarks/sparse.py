@@ -3,7 +3,8 @@
 Both sides take turns in one process; the ratios are of the sums over the turns. Fisher information: a vision
 transformer of the size of ViT-S (12 blocks, width 384, patches of 16, random weights), the same labels on both sides,
 all parameters. The loop runs on as many of the examples as `--loop` says, and its seconds are taken for an example.
-Steps: 21 M values in the shapes of that model, momentum 0.9, decay 1e-4, against torch.optim.SGD as it comes and fused.
+Steps: 21 M values in the shapes of that model, momentum 0.9, decay 1e-4, against torch.optim.SGD as it comes and fused;
+then whole local steps, of 16 images forward and back, against the fused one, which is what clients without a mask use.
 
     python benchmarks/sparse.py
 """
@@ -115,6 +116,35 @@ def measure_step(args: argparse.Namespace, sparsity: float) -> None:
     print(f"ratio sparse/dense: {middle['sparse'] / middle['dense']:.2f}", flush=True)
 
 
+def measure_local_step(args: argparse.Namespace, sparsity: float) -> None:
+    pixels, words = args.pixels[0], {"lr": 1e-6, "momentum": 0.9, "weight_decay": 1e-4}
+    source = torch.Generator().manual_seed(2)
+    inputs = torch.randn(16, 3, pixels, pixels, generator=source)
+    labels = torch.randint(0, 10, (16,), generator=source)
+    dense, sparse = vit(pixels), vit(pixels)
+    named = dict(sparse.named_parameters())
+    mask = make_mask("random", {name: value.detach() for name, value in named.items()}, sparsity=sparsity, seed=0)
+    sides = [
+        (dense, torch.optim.SGD(dense.parameters(), fused=True, **words)),
+        (sparse, SparseSGDM(named, masks=mask, **words)),
+    ]
+    times: list[list[float]] = [[], []]
+
+    def step(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        torch.nn.functional.cross_entropy(model(inputs).logits, labels).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    for turn in range(args.steps + 2):
+        for own, side in zip(times, sides, strict=True):
+            spent = seconds(lambda side=side: step(*side), args.clock)
+            if turn >= 2:
+                own.append(spent)
+    one, other = (sorted(own)[len(own) // 2] for own in times)
+    print(f"local step, {pixels} pixels, sparsity {sparsity}: dense {1e3 * one:.1f} ms, sparse {1e3 * other:.1f} ms")
+    print(f"ratio sparse/dense local step: {other / one:.2f}", flush=True)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--examples", type=int, default=256)
@@ -130,6 +160,7 @@ def main() -> None:
         measure_fisher(args, pixels)
     for sparsity in args.sparsity:
         measure_step(args, sparsity)
+        measure_local_step(args, sparsity)
 
 
 if __name__ == "__main__":
