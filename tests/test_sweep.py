@@ -100,6 +100,23 @@ def test_all_points_are_checked_before_the_first_is_run(base: Config) -> None:
         grid(replace(base, run=replace(base.run, max_rounds=1)), over={"eta": ["0"]}, seeds=(1,))
 
 
+def test_more_classes_than_a_task_has_are_refused_before_the_first_run(tmp_path: Path) -> None:
+    base = with_values(find_preset("vision-quick"), {"runs_dir": str(tmp_path)})
+    with pytest.raises(ConfigError, match="--nc is 50 classes a client and the task has 10; give 1 to 10"):
+        grid(base, over=parse_over(["nc=1,5,10,50,iid"]), seeds=(42,))
+    assert len(grid(base, over=parse_over(["nc=1,5,10,iid"]), seeds=(42,))) == 4
+    with pytest.raises(ConfigError, match="4 clients of 2 classes leave some of the 10 classes to nobody"):
+        grid(with_values(base, {"clients_per_task": "4"}), over={"nc": ("2",)}, seeds=(42,))
+
+
+def test_rules_of_clusters_are_refused_for_whole_models_before_the_first_run(tmp_path: Path) -> None:
+    base = with_values(find_preset("vision-quick"), {"runs_dir": str(tmp_path)})
+    with pytest.raises(ConfigError, match="--strategy fedavg_cluster needs fingerprints of adapters, and whole models"):
+        grid(base, over={"strategy": ("local", "fedavg_cluster")}, seeds=(42,))
+    assert len(grid(base, over={"strategy": ("local", "fedavg")}, seeds=(42,))) == 2
+    assert len(grid(with_values(base, {"tune": "lora"}), over={"strategy": ("local", "atlas")}, seeds=(42,))) == 2
+
+
 def test_finished_runs_are_left_alone_and_begun_ones_go_on(base: Config, ran: list[Config]) -> None:
     points = grid(base, over={"eta": ["0", "0.1", "0.5"]}, seeds=(42,))
     leave(points[0].config, complete=True)

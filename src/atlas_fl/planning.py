@@ -41,7 +41,7 @@ from atlas_fl.split.model import on_client
 from atlas_fl.split.step import Cut
 from atlas_fl.tasks import find_tasks
 from atlas_fl.tasks.clients import left_out_notes
-from atlas_fl.tasks.heterogeneity import label_statistics
+from atlas_fl.tasks.heterogeneity import label_statistics, shard_notes
 from atlas_fl.types import ByClient, Params
 
 
@@ -101,6 +101,7 @@ def plan_for(assembly: Assembly, engine: Engine, *, on_event: OnEvent = ignore) 
     fitted = fit_ranks(assembly, found, layers, communicates=strategy.communicates)
     graph = connect(assembly, tally, found, cuts=cuts)
     clients = with_hosts(assembly, _client_plans(assembly, found, fitted))
+    data = label_statistics(assembly.clients)
     plan = Plan(
         clients=clients,
         adjacency=graph.adjacency,
@@ -110,9 +111,9 @@ def plan_for(assembly: Assembly, engine: Engine, *, on_event: OnEvent = ignore) 
         clustering=found.report,
         warmup=found.warmup,
         graph={"effective_neighbours": effective_neighbours(graph.adjacency).tolist()},
-        data=label_statistics(assembly.clients),
+        data=data,
         leakage=_leakage(assembly, clients, on_event) if config.split.leakage else (),
-        notes=(*left_out_notes(assembly.clients), *found.notes, *fitted.notes, *graph.warnings),
+        notes=(*left_out_notes(assembly.clients), *shard_notes(data), *found.notes, *fitted.notes, *graph.warnings),
     )
     if strategy.eta(1) > 0:
         warned = eta_warnings(plan.federation(), kind=config.mixing.laplacian, eta=strategy.eta(1))

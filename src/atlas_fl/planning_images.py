@@ -1,13 +1,16 @@
 """Making a plan of a run on images: the head, which weights may move, and what a round costs."""
 
 from collections.abc import Iterator
+from dataclasses import fields
 
 import numpy as np
 
 from atlas_fl.assemble_images import ImageAssembly
+from atlas_fl.config.images import SparseConfig
+from atlas_fl.config.names import no_clusters
 from atlas_fl.engines.base import Engine
-from atlas_fl.errors import BudgetError, ConfigError
-from atlas_fl.events import OnEvent, PhaseStarted, ignore
+from atlas_fl.errors import BudgetError
+from atlas_fl.events import Note, OnEvent, PhaseStarted, ignore
 from atlas_fl.models.vision import count
 from atlas_fl.options import strategy_of
 from atlas_fl.phases.whole import Prepared, prepare_whole
@@ -16,7 +19,7 @@ from atlas_fl.plan import ClientPlan, Plan
 from atlas_fl.planning import Planned
 from atlas_fl.sparse.algebra import num_kept
 from atlas_fl.tasks.clients import left_out_notes
-from atlas_fl.tasks.heterogeneity import label_statistics
+from atlas_fl.tasks.heterogeneity import label_statistics, shard_notes
 from atlas_fl.tree import num_bytes, num_values
 
 
@@ -24,14 +27,11 @@ def plan_whole(assembly: ImageAssembly, engine: Engine, *, on_event: OnEvent = i
     """Head, mask and costs of a run on whole models."""
     config = assembly.config
     if strategy_of(config).clustered:
-        raise ConfigError(
-            f"--strategy {config.mixing.strategy} needs fingerprints of adapters, and whole models of image tasks have"
-            " none; use fedavg or local, or --tune lora"
-        )
+        raise no_clusters(config.mixing.strategy)
     _check_devices(assembly)
     on_event(PhaseStarted("head and mask" if config.sparse.masked else "head"))
     prepared = prepare_whole(assembly, engine)
-    size = len(assembly.clients)
+    size, data = len(assembly.clients), label_statistics(assembly.clients)
     plan = Plan(
         clients=client_plans(assembly, prepared),
         adjacency=np.zeros((size, size)),
@@ -39,10 +39,18 @@ def plan_whole(assembly: ImageAssembly, engine: Engine, *, on_event: OnEvent = i
         layer_of={},
         lora={"alpha": None, "rslora": False},
         clustering={"method": "none", "labels": [0] * size},
-        data=label_statistics(assembly.clients),
+        data=data,
         sparse=sparse_report(prepared.mask, config.sparse),
-        notes=(*left_out_notes(assembly.clients), *_counts(assembly), *_carried(assembly, prepared)),
+        notes=(
+            *left_out_notes(assembly.clients),
+            *shard_notes(data),
+            *_idle(config.sparse),
+            *_counts(assembly),
+            *_carried(assembly, prepared),
+        ),
     )
+    for note in plan.notes:
+        on_event(Note(note))
     return Planned(
         plan=plan,
         start=prepared.start,
@@ -92,6 +100,13 @@ def _counts(assembly: ImageAssembly) -> Iterator[str]:
             f"{task.name}: {found.backbone + found.head:,} parameters, {found.head:,} of them in the head;"
             f" {found.trainable:,} train"
         )
+
+
+def _idle(sparse: SparseConfig) -> Iterator[str]:
+    """What is said of masks where there is none; a sweep may try `none` beside masks of one sparsity."""
+    if not sparse.masked and (changed := [one for one in fields(sparse) if getattr(sparse, one.name) != one.default]):
+        flags = ", ".join(f"--{one.name.replace('_', '-')} {getattr(sparse, one.name)}" for one in changed)
+        yield f"without --mask there is no mask, and {flags} does nothing"
 
 
 def _carried(assembly: ImageAssembly, prepared: Prepared) -> Iterator[str]:

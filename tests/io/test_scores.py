@@ -1,6 +1,14 @@
 import pytest
 
-from atlas_fl.io.scores import best_round, client_scores, group_scores, histories, mean_series, rounds_to
+from atlas_fl.io.scores import (
+    best_round,
+    client_scores,
+    group_scores,
+    histories,
+    mean_series,
+    rounds_to,
+    sampled_series,
+)
 
 
 def row(client: str, round: int, split: str, primary: float, **more: float) -> dict[str, object]:
@@ -70,6 +78,15 @@ def test_the_mean_counts_a_client_from_its_first_round_on() -> None:
     late = [row("a-2", at, "validation", 0.95) for at in (2, 3)]
     found = mean_series(list(histories([*ROWS, *late]).values()), "validation")
     assert found == pytest.approx({0: 0.45, 1: 0.70, 2: (0.90 + 0.60 + 0.95) / 3, 3: (0.85 + 0.60 + 0.95) / 3})
+
+
+def test_the_mean_of_training_is_over_those_that_a_round_drew() -> None:
+    drawn = [("a-0", 1, 0.9), ("a-1", 1, 0.5), ("a-1", 2, 0.4), ("a-2", 3, 0.2), ("a-0", 3, 0.6)]
+    rows = [{**row(client, at, "train", 0.5), "loss": loss} for client, at, loss in drawn]
+    found = list(histories(rows).values())
+    assert sampled_series(found, "train", "loss") == pytest.approx({1: 0.7, 2: 0.4, 3: 0.4})
+    assert sampled_series([], "train", "loss") == {}
+    assert mean_series(found, "train", "loss") == pytest.approx({1: 0.7}), "not all of them in any other round"
 
 
 def test_what_is_undefined_is_absent() -> None:

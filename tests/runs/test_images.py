@@ -16,10 +16,10 @@ from atlas_fl.assemble_images import assemble_images
 from atlas_fl.audit import audit, read_audited
 from atlas_fl.clients.base import Job
 from atlas_fl.clients.whole import WholeOptions, train_whole
-from atlas_fl.config import Config, with_values
+from atlas_fl.config import Config, parse_config, to_toml, with_values
 from atlas_fl.engines.whole import WholeEngine
 from atlas_fl.errors import AtlasError, BudgetError, CheckpointError, ConfigError, DataError, ModelError
-from atlas_fl.events import PhaseStarted
+from atlas_fl.events import Note, PhaseStarted
 from atlas_fl.export import export
 from atlas_fl.io.folder import RunFolder
 from atlas_fl.io.ledger import payload_bytes
@@ -172,7 +172,7 @@ def test_the_plan_shows_the_mask_and_no_ranks(config: Make) -> None:
     tables = plan_tables(make_plan(config(mask="lowest_magnitude", mask_scope="layer")).to_json())
     titles = [str(table.title) for table in tables]
     assert any(title.startswith("Mask (lowest_magnitude, sparsity 0.9)") for title in titles)
-    assert not any("LoRA ranks" in title for title in titles)
+    assert not any("LoRA ranks" in title or "Clusters" in title for title in titles)
 
 
 def test_the_plan_counts_the_parameters(config: Make) -> None:
@@ -181,9 +181,39 @@ def test_the_plan_counts_the_parameters(config: Make) -> None:
     embeddings = 32 + 5 * 32 + 32 * 3 * 8 * 8 + 32  # token, positions, patches
     total, head = embeddings + 2 * block + 2 * 32, 10 * 33
     notes = make_plan(config(frozen_blocks=1)).notes
-    assert notes == (
+    assert notes[1:] == (
         f"digits: {total + head:,} parameters, {head:,} of them in the head; {block + 2 * 32 + head:,} train",
     )
+
+
+def test_what_the_plan_notes_is_told_and_logged_and_says_who_has_what(config: Make) -> None:
+    told = list[object]()
+    result = run(config(nc="2", samples=20, sparsity=0.5, rounds=1, audit=False), on_event=told.append)
+    wanted = (
+        "digits: 160 training examples over 8 clients, 20 each, of 2 of 10 classes; a client's mix is 0.",
+        "without --mask there is no mask, and --sparsity 0.5 does nothing",
+    )
+    notes = [event.text for event in told if isinstance(event, Note)]
+    log = (result.folder / "log.txt").read_text()
+    for line in wanted:
+        assert any(note.startswith(line) for note in notes) and line in log
+
+
+def test_a_run_on_whole_models_has_no_figure_of_adapters(config: Make) -> None:
+    drawn = {path.stem for path in draw_all(run(config(rounds=1, mask="random", audit=False)).folder)}
+    assert drawn == {"convergence", "scores", "bytes", "classes", "by-class", "mask"}
+
+
+def test_a_mask_of_another_model_is_refused_before_a_head_is_fitted(
+    config: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "mask.safetensors"
+    save_file({"w": torch.ones(3, dtype=torch.bool)}, file)
+    monkeypatch.setattr("atlas_fl.phases.whole.with_heads", lambda *_: pytest.fail("a pass over all images"))
+    with pytest.raises(ModelError, match="fits another model: the mask has none for"):
+        make_plan(config(mask_file=str(file)))
+    with pytest.raises(ConfigError, match=r"sparsity 0.999999 lets none of [\d,]+ weights move; give a smaller one"):
+        make_plan(config(mask="lowest_magnitude", sparsity=0.999999))
 
 
 def test_an_exported_model_gives_the_same_logits_in_stock_transformers(config: Make) -> None:
@@ -400,6 +430,19 @@ def test_every_client_has_as_many_classes_as_asked_for(config: Make) -> None:
     assert all(len(np.unique(client.train.label)) == 2 for client in assembly.clients)
     held = {int(label) for client in assembly.clients for label in client.train.label}
     assert held == set(range(10)), "eight clients of two classes hold all ten"
+
+
+@pytest.mark.parametrize("nc", ["iid", "3"])
+def test_a_data_set_is_dealt_out_whole_where_no_number_is_given(config: Make, nc: str) -> None:
+    every = dict.fromkeys(("samples", "validation_samples", "test_samples"))
+    chosen = config(nc=nc, clients_per_task=10, **every)
+    clients = assemble_images(chosen).clients
+    for split, count in (("train", 837), ("validation", 417), ("test", 543)):
+        rows = np.concatenate([getattr(client, split).pixels.reshape(-1, 64) for client in clients])
+        assert len(np.unique(rows, axis=0)) == len(rows) == count, "all of them, each once"
+    sizes = [len(client.train) for client in clients]
+    assert max(sizes) - min(sizes) <= 1
+    assert parse_config(to_toml(chosen), origin="config.toml").data.samples is None
 
 
 def test_the_share_of_validation_is_a_setting(config: Make) -> None:

@@ -118,7 +118,8 @@ def test_a_broken_file_is_named_or_skipped_by_choice(tmp_path: Path) -> None:
         (tmp_path / "a" / "003.png").write_bytes(content)
         with pytest.raises(DataError, match=r"cannot read the image .*003\.png: .*; mend or remove it, or .*=skip"):
             load(f"x={tmp_path}")
-        assert sum(map(len, splits(load(f"x={tmp_path},broken=skip")))) == 19
+        data = load(f"x={tmp_path},broken=skip")
+        assert sum(map(len, splits(data))) == 19 and data.unread == (str(tmp_path / "a" / "003.png"),)
 
 
 def test_sixteen_bits_are_refused_and_not_cut_off(tmp_path: Path) -> None:

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from atlas_fl.tasks.clients import ClientData
-from atlas_fl.tasks.heterogeneity import label_statistics
+from atlas_fl.tasks.heterogeneity import label_statistics, shard_notes
 from atlas_fl.tasks.spec import Rows, Source, Task, TaskData
 
 
@@ -34,6 +34,17 @@ def test_statistics_by_hand() -> None:
     }
     assert rows[1]["distance"] == 0.0  # alone in its task
     assert json.loads(json.dumps(rows))[2]["labels"] == {"no": 0, "yes": 4}
+
+
+def test_statistics_in_words_by_hand() -> None:
+    clients = [client("a-0", [0, 0, 0, 1]), client("b-0", [1, 1]), client("a-1", [1] * 5 + [0])]
+    clients.append(client("r-0", [1.0, 3.0], num_labels=1))
+    assert shard_notes(label_statistics(clients)) == (
+        # of ten, four are of the first class: .75 and a sixth against .4, which is .35 and .23 apart
+        "a: 10 training examples over 2 clients, 4 to 6 each, of 2 of 2 classes; a client's mix is 0.29 of 1 from"
+        " the task's",
+        "b: 2 training examples over 1 client, 2 each, of 1 of 2 classes; a client's mix is 0.00 of 1 from the task's",
+    )
 
 
 def test_a_regression_has_mean_and_deviation() -> None:

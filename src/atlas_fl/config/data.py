@@ -18,12 +18,12 @@ class DataConfig:
     text= and target= for text that is to be written; commas between; may be repeated."""
     clients_per_task: int = 3
     """Clients that share each task."""
-    samples: int = 200
-    """Training examples of a client."""
-    validation_samples: int = 100
-    """Validation examples of a client; choices are made on these."""
-    test_samples: int = 130
-    """Test examples of a client; results are reported on these."""
+    samples: int | None = 200
+    """Training examples of a client; `none` deals out all that there are."""
+    validation_samples: int | None = 100
+    """Validation examples of a client, or `none`; choices are made on these."""
+    test_samples: int | None = 130
+    """Test examples of a client, or `none`; results are reported on these."""
     partition: Literal["iid", "dirichlet", "quantity"] = "iid"
     """How a task's examples fall to its clients."""
     dirichlet_alpha: float = 0.5

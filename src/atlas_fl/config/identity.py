@@ -24,6 +24,10 @@ LATER_GROUPS = frozenset({"images", "sparse"})
 """Settings that are younger than runs: at their default they are no part of the identity, and older runs stay the same
 runs."""
 
+ONCE_WHOLE = frozenset({"samples", "validation_samples", "test_samples"})
+"""Settings that were whole numbers before they could be none; they go into the hash as such, so older runs stay the same
+runs."""
+
 
 def identity(config: Config) -> dict[str, Any]:
     """The settings that make a run what it is, by name: all but those of the session, and of `LATER` what was set."""
@@ -37,7 +41,8 @@ def _is_later(name: str) -> bool:
 
 
 def _numbers(config: Config) -> dict[str, Any]:
-    found = {name: _plain(value_of(config, name), settings()[name].kind) for name in settings() if name not in SESSION}
+    kinds = {name: int if name in ONCE_WHOLE else settings()[name].kind for name in settings() if name not in SESSION}
+    found = {name: _plain(value_of(config, name), kind) for name, kind in kinds.items()}
     path, digest = mask_source(config.sparse.mask_file)
     return {**found, "mask_file": path if digest is None else f"sha256={digest}"}  # its content, wherever it lies
 

@@ -1,10 +1,11 @@
 """Whether the names in a config are in the registries; these are imported here, late, because they take seconds."""
 
 import re
+from collections.abc import Sequence
 
 from atlas_fl.config.fields import Setting, settings, value_of
 from atlas_fl.config.groups import Config
-from atlas_fl.config.images import OF_WHOLE, WHOLE
+from atlas_fl.config.images import EVENLY, OF_WHOLE, WHOLE
 from atlas_fl.config.kinds import mistake, whole_number
 from atlas_fl.config.splitting import EVERY, cuts_by_name
 from atlas_fl.errors import ConfigError, unknown
@@ -85,11 +86,20 @@ def _check_images(config: Config) -> None:
     tasks = find_tasks(config.data.tasks, config.data.task)
     if any(task.images for task in tasks):
         _check_tuned(config)
+        _check_classes(config, [task.num_labels for task in tasks])
     elif changed := _changed(config, "images", "sparse"):
         raise ConfigError(
             f"{changed[0].flag} is for image tasks, and --tasks has texts alone ({', '.join(t.name for t in tasks)});"
             " leave it out, or take a vision preset (`atlas list presets`)"
         )
+
+
+def _check_classes(config: Config, of_tasks: Sequence[int]) -> None:
+    """Nothing where the clients can share as many classes as each of these tasks has."""
+    from atlas_fl.tasks.sharding import check_classes
+
+    for classes in of_tasks if config.images.nc != EVENLY else ():
+        check_classes(config.data.clients_per_task, classes, int(config.images.nc))
 
 
 def _check_tuned(config: Config) -> None:
@@ -100,12 +110,28 @@ def _check_tuned(config: Config) -> None:
                 f"{changed[0].flag} is for adapters, and these image tasks train whole models; leave it out, or take"
                 " --tune lora"
             )
+        _check_rule(config.mixing.strategy)
         return
     of_whole = [one for one in _changed(config, "images", "sparse") if one.group == "sparse" or one.name in OF_WHOLE]
     if of_whole:
         raise ConfigError(f"{of_whole[0].flag} is for whole models, and --tune lora trains adapters; leave it out")
     if changed := _changed(config, "split"):
         raise ConfigError(f"{changed[0].flag} cuts models of texts, and these tasks have images; leave it out")
+
+
+def _check_rule(name: str) -> None:
+    from atlas_fl.strategies import StrategyOptions, find_strategy
+
+    if find_strategy(name, StrategyOptions()).clustered:
+        raise no_clusters(name)
+
+
+def no_clusters(strategy: str) -> ConfigError:
+    """The error for a rule of clusters on whole models."""
+    return ConfigError(
+        f"--strategy {strategy} needs fingerprints of adapters, and whole models of image tasks have none; use fedavg or"
+        " local, or --tune lora"
+    )
 
 
 def _check_precision(config: Config) -> None:

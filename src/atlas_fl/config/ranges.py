@@ -25,6 +25,7 @@ TWO_OR_MORE = Range("at least 2", lambda value: value >= 2)
 POSITIVE = Range("above 0", lambda value: value > 0)
 SHARE = Range("above 0, at most 1", lambda value: 0 < value <= 1)
 BETWEEN_ONES = Range("above -1, below 1", lambda value: -1 < value < 1)
+INSIDE = Range("above 0, below 1", lambda value: 0 < value < 1)
 BELOW_ONE = Range("at least 0, below 1", lambda value: 0 <= value < 1)
 
 RANGES: Mapping[str, Range] = {
@@ -77,7 +78,7 @@ RANGES: Mapping[str, Range] = {
     "singleton_neighbours": ZERO_OR_MORE,
     "graph_ema": BELOW_ONE,
     "aggregate_every": ONE_OR_MORE,
-    "validation_share": Range("above 0, below 1", lambda value: 0 < value < 1),
+    "validation_share": INSIDE,
     "image_size": Range("at least 8", lambda value: value >= 8),
     "frozen_blocks": ZERO_OR_MORE,
     "ridge": POSITIVE,
@@ -85,7 +86,7 @@ RANGES: Mapping[str, Range] = {
     "momentum": BELOW_ONE,
     "label_smoothing": BELOW_ONE,
     "crop": ZERO_OR_MORE,
-    "sparsity": BELOW_ONE,
+    "sparsity": INSIDE,
     "calibration_rounds": ONE_OR_MORE,
     "calibration_clients": ONE_OR_MORE,
     "calibration_examples": ONE_OR_MORE,

@@ -146,7 +146,7 @@ def own_client(config: Config, name: str, *, task: str, part: int | None) -> Cli
     if part is None:
         data = found.load(source)
         have = {"samples": len(data.train), "validation": len(data.validation), "test": len(data.test)}
-        sizes = {split: min(size, have[split]) for split, size in sizes.items()}
+        sizes = {split: have[split] if size is None else min(size, have[split]) for split, size in sizes.items()}
     elif not 0 <= part < settings.clients_per_task:
         raise ConfigError(
             f"--part is {part}; allowed: 0 to {settings.clients_per_task - 1}, as --clients-per-task of the server"

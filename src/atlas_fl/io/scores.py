@@ -72,6 +72,12 @@ def mean_series(members: Sequence[History], split: str, metric: str = "primary")
     return {at: fmean(found[at] for found in those) for at, those in there.items() if all(at in one for one in those)}
 
 
+def sampled_series(members: Sequence[History], split: str, metric: str) -> dict[int, float]:
+    """The mean by round over the clients that have a value in it: of training, which a round has of those it drew."""
+    series = [member.series(split, metric) for member in members]
+    return {at: fmean(own[at] for own in series if at in own) for at in sorted(set().union(*series))}
+
+
 def client_scores(history: History) -> dict[str, Any]:
     """Final and best scores of one client, as `summary.json` holds them."""
     final = {split: _scores(rows[max(rows)]) for split, rows in history.splits.items()}

@@ -21,6 +21,7 @@ from atlas_fl.rng import generator
 from atlas_fl.sparse.calibration import calibrate
 from atlas_fl.sparse.choose import Mask
 from atlas_fl.sparse.codec import mask_size
+from atlas_fl.sparse.masks import check_kept
 from atlas_fl.sparse.stored import stored_mask
 from atlas_fl.tree import HEAD, add, head_keys
 from atlas_fl.types import ByClient, Params
@@ -43,12 +44,13 @@ def prepare_whole(assembly: ImageAssembly, engine: Engine) -> Prepared:
     check_heads(assembly)
     start: ByClient = assembly.start()
     messages = list[LedgerRow]()
+    given = _checked_mask(assembly, start)  # before the heads, whose fit passes over all images
     if assembly.config.images.head_first == "ridge":
         start, sent = with_heads(assembly, engine, start)
         messages += sent
     mask = None
     if assembly.config.sparse.masked:
-        mask, sent = make_mask(assembly, engine, start)
+        mask, sent = make_mask(assembly, engine, start, given=given)
         messages += sent
     return Prepared(start=start, mask=mask, messages=tuple(messages))
 
@@ -108,14 +110,28 @@ def _given(assembly: ImageAssembly, start: ByClient, heads: Mapping[str, Params]
     return {client.name: fitted[client.task.name] for client in assembly.clients}, messages
 
 
-def make_mask(assembly: ImageAssembly, engine: Engine, start: ByClient) -> tuple[Mask, list[LedgerRow]]:
-    """Which weights may move, for everyone, and what making it sent. Heads, once fitted, may not."""
-    path, _ = mask_source(assembly.config.sparse.mask_file)
+def _checked_mask(assembly: ImageAssembly, start: ByClient) -> Mask | None:
+    """The mask of the config's file, checked against the model; None where there is no file.
+
+    A mask that is yet to be made is checked to keep something.
+    """
+    sparse = assembly.config.sparse
+    path, _ = mask_source(sparse.mask_file)
     if path is None:
+        if sparse.masked:
+            check_kept(_backbone(assembly, start), sparsity=sparse.sparsity, scope=sparse.mask_scope)
+        return None
+    check_pins(assembly.config)
+    return stored_mask(Path(path), like=_backbone(assembly, start))
+
+
+def make_mask(
+    assembly: ImageAssembly, engine: Engine, start: ByClient, *, given: Mask | None = None
+) -> tuple[Mask, list[LedgerRow]]:
+    """Which weights may move, for everyone, and what making it sent. Heads, once fitted, may not."""
+    mask, messages = given, list[LedgerRow]()
+    if mask is None:
         mask, messages = _calibrated(assembly, engine, start, scorers=_scorers(assembly))
-    else:
-        check_pins(assembly.config)
-        mask, messages = stored_mask(Path(path), like=_backbone(assembly, start)), []
     messages += mask_brought(assembly, mask)
     heads = {
         key: torch.zeros_like(start[name][key], dtype=torch.bool)

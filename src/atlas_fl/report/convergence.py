@@ -7,7 +7,7 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import MaxNLocator
 
-from atlas_fl.io.scores import History, mean_series
+from atlas_fl.io.scores import History, mean_series, sampled_series
 from atlas_fl.report.record import Record
 from atlas_fl.report.style import FAINT, INK, NOTE_SIZE, TICK_SIZE, bare, new_figure, say, task_colours, tidy
 
@@ -69,7 +69,7 @@ def _has_other_score(members: Sequence[History]) -> bool:
 def _losses(axes: Axes, members: Sequence[History], *, colour: str, first: bool) -> None:
     tidy(axes, x="round", y="loss" if first else "")
     _line(axes, mean_series(members, "validation", "loss"), color=colour, linewidth=2.0)
-    _line(axes, mean_series(members, "train", "loss"), color=colour, linewidth=1.3, linestyle=(0, (5, 1.5, 1, 1.5)))
+    _line(axes, sampled_series(members, "train", "loss"), color=colour, linewidth=1.3, linestyle=(0, (5, 1.5, 1, 1.5)))
 
 
 def _line(axes: Axes, values: dict[int, float], **style: object) -> None:

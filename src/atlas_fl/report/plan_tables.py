@@ -29,10 +29,13 @@ MOST_BLOCKS = 8
 
 
 def plan_tables(plan: Mapping[str, Any]) -> list[Table]:
-    """What `atlas plan` shows: clusters, ranks, predictions; the k table and the memory where the plan holds them."""
-    builders = [cluster_table, prediction_table]
-    if any(client.get("ranks") != [] for client in plan["clients"]):  # whole models have none
-        builders.insert(1, rank_table)
+    """What `atlas plan` shows: clusters, ranks, predictions; the k table and the memory where the plan holds them.
+
+    Whole models are not clustered and have no ranks.
+    """
+    builders = [prediction_table]
+    if any(client.get("ranks") != [] for client in plan["clients"]):  # whole models have neither
+        builders = [cluster_table, rank_table, prediction_table]
     if (plan.get("clustering") or {}).get("k_table"):
         builders.insert(1, k_table)
     if plan.get("sparse"):

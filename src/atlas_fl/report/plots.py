@@ -21,6 +21,9 @@ FIGURES: dict[str, Callable[[Record], Figure]] = {
 }
 """A figure by the name of its file."""
 
+OF_ADAPTERS = frozenset({"adjacency", "clusters", "ranks"})
+"""Those of `FIGURES` that whole models have nothing for: they are not fingerprinted and have no ranks."""
+
 MEASURED: dict[str, tuple[Callable[[Record], bool], Callable[[Record], Figure]]] = {
     "leakage": (lambda record: bool(record.plan.get("leakage")), leakage.draw),
     "mask": (lambda record: bool((record.plan.get("sparse") or {}).get("layers")), masks.draw),
@@ -33,12 +36,13 @@ def draw_all(run_dir: Path | str) -> list[Path]:
     """Draw every figure of a run into its `figures/` folder, PNG at 300 DPI, and return the paths.
 
     A run that lacks what one of `FIGURES` shows gets the figure with a sentence that says so; those of `MEASURED` are
-    drawn where there is something to show.
+    drawn where there is something to show, and `OF_ADAPTERS` where adapters were trained.
 
     Raises:
         CheckpointError: this is no run folder, or a file in it is damaged.
     """
     folder = find_run(run_dir)
     record = read_record(folder.path)
-    figures = FIGURES | {name: draw for name, (holds, draw) in MEASURED.items() if holds(record)}
+    figures = {name: draw for name, draw in FIGURES.items() if record.has_adapters or name not in OF_ADAPTERS}
+    figures |= {name: draw for name, (holds, draw) in MEASURED.items() if holds(record)}
     return [save_figure(draw(record), folder.figures / f"{name}.png") for name, draw in figures.items()]

@@ -53,6 +53,11 @@ class Record:
         return list(dict.fromkeys(self.task_of.values()))
 
     @property
+    def has_adapters(self) -> bool:
+        """Whether clients trained adapters; the plan of whole models has an empty list of ranks for everyone."""
+        return any(client.get("ranks") != [] for client in self.plan["clients"])
+
+    @property
     def cluster_of(self) -> dict[str, int]:
         """Each client's cluster; -1 trains alone."""
         return {client["name"]: client.get("cluster", -1) for client in self.plan["clients"]}

@@ -123,6 +123,14 @@ def check_sparsity(sparsity: float) -> None:
         raise ConfigError(f"sparsity is {sparsity}; it is the share of frozen weights, above 0 and below 1, e.g. 0.9")
 
 
+def check_kept(params: Params, *, sparsity: float, scope: Scope) -> None:
+    """Raise ConfigError unless some of these weights move and some do not."""
+    check_sparsity(sparsity)
+    sizes = [tensor.numel() for tensor in params.values()]
+    if not any(round((1 - sparsity) * size) for size in ([sum(sizes)] if scope == "global" else sizes)):
+        raise ConfigError(f"sparsity {sparsity:.12g} lets none of {sum(sizes):,} weights move; give a smaller one")
+
+
 def keep_share(
     strategy: str, evidence: Evidence, *, share: float, scope: Scope, within: Mask | None = None
 ) -> dict[str, Tensor]:

@@ -20,6 +20,8 @@ from atlas_fl.tasks.splits import bin_edges, strata
 from atlas_fl.types import Split
 
 MOST_ALPHA = 1e6
+MOST_NAMED = 3
+"""Skipped files that a note names."""
 BY_CLASSES = "classes"
 """The partition in which every client has rows of exactly so many classes (`sharding`)."""
 Sizes: TypeAlias = Mapping[Split, int | None]
@@ -44,6 +46,8 @@ class ClientData:
     test: Examples
     left_out: int = 0
     """Rows that its task was given and nobody has (`TaskData.left_out`)."""
+    unread: tuple[str, ...] = ()
+    """Files of its task that were skipped (`TaskData.unread`)."""
 
     def digest(self) -> str:
         """SHA-256 of all rows of all splits, in their order."""
@@ -65,11 +69,17 @@ def majority(rows: Examples) -> float | None:
 
 
 def left_out_notes(clients: Sequence[ClientData]) -> tuple[str, ...]:
-    """A line for each task of which rows were left out when its data were cleaned."""
+    """A line for each task of which files were skipped, and for each whose rows were left out when they were cleaned."""
     counts: dict[str, int] = {}
+    unread = {client.task.name: client.unread for client in clients if client.unread}
     for client in clients:
         counts[client.task.name] = max(counts.get(client.task.name, 0), client.left_out)
-    return tuple(
+    skipped = (
+        f"{name}: {len(files):,} files could not be read and are left out: {', '.join(files[:MOST_NAMED])}"
+        f"{', ..' if len(files) > MOST_NAMED else ''}"
+        for name, files in unread.items()
+    )
+    return *skipped, *(
         f"{name}: {count:,} rows left out: they repeat or contradict others, or lie in two splits"
         for name, count in counts.items()
         if count
@@ -118,6 +128,7 @@ def make_clients(  # noqa: PLR0913 - one name for each setting of the data
                 validation=data.validation.take(parts["validation"][number]),
                 test=data.test.take(parts["test"][number]),
                 left_out=data.left_out,
+                unread=data.unread,
             )
             for number in range(clients_per_task)
         ]

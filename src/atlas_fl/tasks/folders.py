@@ -1,7 +1,7 @@
 """A user's own images: a folder of one folder a class, or of such folders for train and test, without code."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -76,13 +76,21 @@ def folder_task(name: str, path: Path, options: Mapping[str, str]) -> Task:
 
 
 def _load(source: Source, *, name: str, folder: Folder) -> TaskData:
-    found = _all_of_one_kind({split: _read(place, folder) for split, place in folder.splits.items()})
+    read = {split: _read(place, folder) for split, place in folder.splits.items()}
+    unread = tuple(str(file) for entries in read.values() for pixels, _, file in entries if pixels is None)
+    found = _all_of_one_kind({split: _readable(entries) for split, entries in read.items()})
     names, share = folder.label_names, source.validation_share
     if "all" in found:
-        return split_rows(found["all"], name=name, label_names=names, validation_share=share)
-    if "train" not in found:
+        data = split_rows(found["all"], name=name, label_names=names, validation_share=share)
+    elif "train" in found:
+        data = arrange(found, name=name, label_names=names, validation_share=share)
+    else:
         raise DataError(f"the folders of task {name!r} have no train split; they are {', '.join(found)}")
-    return arrange(found, name=name, label_names=names, validation_share=share)
+    return replace(data, unread=unread)
+
+
+def _readable(entries: Sequence[tuple[Pixels | None, int, Path]]) -> list[tuple[Pixels, int, Path]]:
+    return [(pixels, label, file) for pixels, label, file in entries if pixels is not None]
 
 
 def _folders(path: Path) -> list[Path]:
@@ -102,15 +110,13 @@ def _split_folders(path: Path) -> dict[str, Path]:
     return found if "train" in found else {"all": path}
 
 
-def _read(path: Path, folder: Folder) -> list[tuple[Pixels, int, Path]]:
-    """Every image of a split with its class and file."""
-    found = []
-    for label, name in enumerate(folder.label_names):
-        for file in _files(path / name) if (path / name).is_dir() else []:
-            pixels = _pixels(file, folder)
-            if pixels is not None:
-                found.append((pixels, label, file))
-    return found
+def _read(path: Path, folder: Folder) -> list[tuple[Pixels | None, int, Path]]:
+    """Every image of a split with its class and file; None for one that is broken and is to be skipped."""
+    return [
+        (_pixels(file, folder), label, file)
+        for label, name in enumerate(folder.label_names)
+        for file in (_files(path / name) if (path / name).is_dir() else [])
+    ]
 
 
 def _pixels(file: Path, folder: Folder) -> Pixels | None:

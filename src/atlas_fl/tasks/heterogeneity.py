@@ -1,6 +1,6 @@
 """How uneven a federation's data is: sizes and label distributions of its clients."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -20,6 +20,32 @@ def label_statistics(clients: Sequence[ClientData]) -> tuple[dict[str, Any], ...
     for client in clients:
         peers.setdefault(client.task.name, []).append(client)
     return tuple(_row(client, peers[client.task.name]) for client in clients)
+
+
+def shard_notes(rows: Sequence[Mapping[str, Any]]) -> tuple[str, ...]:
+    """A line for each task with classes of these statistics: how many examples and classes its clients have, and how
+    far their mixes are from the task's.
+    """
+    tasks: dict[str, list[Mapping[str, Any]]] = {}
+    for row in rows:
+        if "distance" in row:
+            tasks.setdefault(row["task"], []).append(row)
+    return tuple(_note(task, own) for task, own in tasks.items())
+
+
+def _note(task: str, rows: Sequence[Mapping[str, Any]]) -> str:
+    sizes = [row["examples"]["train"] for row in rows]
+    classes = [sum(count > 0 for count in row["labels"].values()) for row in rows]
+    apart = float(np.mean([row["distance"] for row in rows]))
+    return (
+        f"{task}: {sum(sizes):,} training examples over {len(rows)} client{'s' * (len(rows) > 1)}, {_span(sizes)} each,"
+        f" of {_span(classes)} of {len(rows[0]['labels'])} classes; a client's mix is {apart:.2f} of 1 from the task's"
+    )
+
+
+def _span(counts: Sequence[int]) -> str:
+    low, high = min(counts), max(counts)
+    return f"{low:,}" if low == high else f"{low:,} to {high:,}"
 
 
 def _row(client: ClientData, same_task: Sequence[ClientData]) -> dict[str, Any]:

@@ -28,22 +28,30 @@ def assign_classes(num_clients: int, num_classes: int, classes_per_client: int, 
     Drawn by the switch chain, whose moves keep the sums of rows and columns, from a dealt start; it reaches every
     assignment. A `ConfigError` says what is impossible: more classes than there are, or a class without a client.
     """
+    check_classes(num_clients, num_classes, classes_per_client)
     slots = num_clients * classes_per_client
-    if not 1 <= classes_per_client <= num_classes:
-        raise ConfigError(
-            f"--nc is {classes_per_client} classes a client and the task has {num_classes}; give 1 to {num_classes}"
-        )
-    if slots < num_classes:
-        least = -(-num_classes // num_clients)
-        raise ConfigError(
-            f"{num_clients} clients of {classes_per_client} classes leave some of the {num_classes} classes to nobody;"
-            f" give --nc {least} or more, or {-(-num_classes // classes_per_client)} clients"
-        )
     # classes dealt out in turn: no client gets one twice, since it takes neighbours of a circle that is no shorter
     dealt = np.arange(slots) % num_classes
     held = np.zeros((num_clients, num_classes), dtype=bool)
     held[np.repeat(np.arange(num_clients), classes_per_client), rng.permutation(num_classes)[dealt]] = True
     return _switched(held, rng)
+
+
+def check_classes(num_clients: int, num_classes: int, classes_per_client: int) -> None:
+    """Nothing where so many clients can share these classes; a `ConfigError` says why they cannot.
+
+    A client would have more classes than there are, or a class no client.
+    """
+    if not 1 <= classes_per_client <= num_classes:
+        raise ConfigError(
+            f"--nc is {classes_per_client} classes a client and the task has {num_classes}; give 1 to {num_classes}"
+        )
+    if num_clients * classes_per_client < num_classes:
+        least = -(-num_classes // num_clients)
+        raise ConfigError(
+            f"{num_clients} clients of {classes_per_client} classes leave some of the {num_classes} classes to nobody;"
+            f" give --nc {least} or more, or {-(-num_classes // classes_per_client)} clients"
+        )
 
 
 def _switched(held: Array, rng: np.random.Generator) -> Array:

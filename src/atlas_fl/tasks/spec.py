@@ -77,6 +77,8 @@ class TaskData:
     test: Examples
     left_out: int = 0
     """Rows that were given and are in no split: repeated, contradicting each other, or in two splits."""
+    unread: tuple[str, ...] = ()
+    """Files that could not be read and were to be skipped."""
 
 
 @dataclass(frozen=True, kw_only=True)
