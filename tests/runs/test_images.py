@@ -412,6 +412,8 @@ def _pooled(clients: tuple[ClientData, ...]) -> ClientData:
         ({"sparsity": 0.5, "mask_file": "m"}, "--sparsity 0.5 says how a mask is made"),
         ({"mask_file": "m", "head_first": "none"}, "--mask-file freezes the head"),
         ({"split": "1"}, "--split is for adapters"),
+        ({"init_adapter": "nowhere"}, "--init-adapter is for adapters, and these image tasks train whole models"),
+        ({"gradient_checkpointing": True}, "--gradient-checkpointing is for adapters"),
         ({"precision": "fp16", "tune": "lora", "strategy": "atlas"}, "--precision fp16 needs a GPU with CUDA"),
         ({"validation_share": 1.0}, "--validation-share is 1.0; allowed: above 0, below 1"),
         ({"validation_share": 1e-4}, "--validation-share 0.0001 of the 1254 rows of task 'digits' is not one"),

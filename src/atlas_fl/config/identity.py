@@ -25,7 +25,7 @@ LATER_GROUPS = frozenset({"images", "sparse"})
 runs."""
 
 ONCE_WHOLE = frozenset({"samples", "validation_samples", "test_samples"})
-"""Settings that were whole numbers before they could be none; they go into the hash as such, so older runs stay the same
+"""Settings that were whole numbers before they could be none: the hash takes them as such, and older runs stay the same
 runs."""
 
 

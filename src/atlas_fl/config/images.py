@@ -7,6 +7,8 @@ from typing import Literal
 WHOLE = "whole"
 OF_WHOLE = frozenset({"frozen_blocks", "ridge", "momentum", "nesterov", "carry_momentum"})
 """Settings of images that adapters have no use for."""
+OF_ADAPTERS = frozenset({"targets", "lora_alpha", "rslora", "init_adapter", "gradient_checkpointing"})
+"""Settings of the model that whole models have no use for."""
 EVENLY = "iid"
 """What `nc` says where every client has all classes."""
 

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 from atlas_fl.config.fields import Setting, settings, value_of
 from atlas_fl.config.groups import Config
-from atlas_fl.config.images import EVENLY, OF_WHOLE, WHOLE
+from atlas_fl.config.images import EVENLY, OF_ADAPTERS, OF_WHOLE, WHOLE
 from atlas_fl.config.kinds import mistake, whole_number
 from atlas_fl.config.splitting import EVERY, cuts_by_name
 from atlas_fl.errors import ConfigError, unknown
@@ -105,10 +105,11 @@ def _check_classes(config: Config, of_tasks: Sequence[int]) -> None:
 def _check_tuned(config: Config) -> None:
     """Nothing where what is set belongs to what trains: whole models, or adapters on a frozen one."""
     if config.images.tune == WHOLE:
-        if changed := _changed(config, "clustering", "ranks", "split"):
+        changed = _changed(config, "model", "clustering", "ranks", "split")
+        if of_adapters := [one for one in changed if one.group != "model" or one.name in OF_ADAPTERS]:
             raise ConfigError(
-                f"{changed[0].flag} is for adapters, and these image tasks train whole models; leave it out, or take"
-                " --tune lora"
+                f"{of_adapters[0].flag} is for adapters, and these image tasks train whole models; leave it out, or"
+                " take --tune lora"
             )
         _check_rule(config.mixing.strategy)
         return
@@ -129,8 +130,8 @@ def _check_rule(name: str) -> None:
 def no_clusters(strategy: str) -> ConfigError:
     """The error for a rule of clusters on whole models."""
     return ConfigError(
-        f"--strategy {strategy} needs fingerprints of adapters, and whole models of image tasks have none; use fedavg or"
-        " local, or --tune lora"
+        f"--strategy {strategy} needs fingerprints of adapters, and whole models of image tasks have none; use fedavg"
+        " or local, or --tune lora"
     )
 
 

@@ -69,7 +69,7 @@ def majority(rows: Examples) -> float | None:
 
 
 def left_out_notes(clients: Sequence[ClientData]) -> tuple[str, ...]:
-    """A line for each task of which files were skipped, and for each whose rows were left out when they were cleaned."""
+    """A line for each task of which files were skipped, and for each of which rows were left out by cleaning."""
     counts: dict[str, int] = {}
     unread = {client.task.name: client.unread for client in clients if client.unread}
     for client in clients:
