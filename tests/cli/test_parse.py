@@ -92,16 +92,22 @@ def test_flags_set_their_setting(words: list[str], name: str, value: object) -> 
         (["-e", "1"], r"unknown flag '-e'; did you mean '--eta'\?"),
         (
             ["--eta", "much"],
-            r"--eta: 'much' is not a number; --eta NUMBER Step of the Laplacian.*see `atlas run --help`$",
+            r"^--eta: 'much' is not a number; see `atlas run --help`$",
         ),
         (["--rounds", "1.5"], r"--rounds: '1.5' is not a whole number;"),
         (["--share", "A", "C"], r"--share: 'C' is not one of A, B, head;"),
         (["--k-range", "2", "x"], r"--k-range: 'x' is not a whole number;"),
         (["--max-length", "long"], r"--max-length: 'long' is not a whole number;"),
-        (["--rounds"], r"Missing value for argument '--rounds'.*see `atlas run --help`$"),
-        (["--k-range", "2"], r"Missing value for argument '--k-range'. Expected 2 values"),
-        (["--audit", "yes"], r"Unrecognized options: yes;"),
-        (["stray"], r"Unrecognized options: stray;"),
+        (
+            ["--partition", "dirichlett"],
+            r"^--partition: 'dirichlett' is not one of iid, dirichlet, quantity; did you mean 'dirichlet'\? "
+            r"see `atlas run --help`$",
+        ),
+        (["--accelerator", "gpu"], r"^--accelerator: 'gpu' is not one of auto, cpu, cuda; see"),
+        (["--rounds"], r"^--rounds lacks a value; allowed: a whole number; see `atlas run --help`$"),
+        (["--k-range", "2"], r"^--k-range lacks a value; allowed: 2 times a whole number; see"),
+        (["--audit", "yes"], r"^unexpected words: yes; see"),
+        (["stray"], r"^unexpected words: stray; see"),
     ],
 )
 def test_a_mistake_is_one_line(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -130,14 +136,12 @@ def test_a_line_does_not_depend_on_the_signs_of_the_terminal(encoding: str) -> N
         env={**os.environ, "PYTHONIOENCODING": encoding},
     )
     assert done.returncode == 2
-    assert done.stderr == (
-        "atlas: --eta: 'much' is not a number; --eta NUMBER Step of the Laplacian: 0 mixes nothing. (default: 0.5); "
-        "see `atlas run --help`\n"
-    )
+    assert done.stderr == "atlas: --eta: 'much' is not a number; see `atlas run --help`\n"
 
 
 @pytest.mark.parametrize("columns", ["40", "80", "300"])
 def test_a_line_does_not_depend_on_the_terminal(columns: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", columns)
-    with pytest.raises(ConfigError, match=r"--lr: 'fast' is not a number; --lr NUMBER Peak learning rate of AdamW"):
-        config_of("--lr", "fast")
+    mask = "none, least_sensitive, most_sensitive, lowest_magnitude, highest_magnitude, random"
+    with pytest.raises(ConfigError, match=f"^--mask: 'mots_sensitive' is not one of {mask}; did you mean 'most_sensi"):
+        config_of("--mask", "mots_sensitive")

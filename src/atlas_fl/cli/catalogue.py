@@ -24,7 +24,7 @@ class ListOptions:
     """Show what there is to choose from."""
 
     what: Annotated[What, tyro.conf.Positional, tyro.conf.arg(metavar="WHAT")]
-    """tasks, models, strategies, devices or presets."""
+    """What is listed."""
 
 
 def catalogue(words: Sequence[str]) -> int:

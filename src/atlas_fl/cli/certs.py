@@ -17,7 +17,7 @@ class CertsOptions:
     With the folder of an earlier call and without --server, sites are added. Nothing is overwritten."""
 
     what: Annotated[Literal["make"], tyro.conf.Positional, tyro.conf.arg(metavar="make")]
-    """make."""
+    """What is done with them."""
     folder: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="DIR")]
     """Where the folders are made: ca (keep it safe), server, and one named after each client."""
     server: tuple[str, ...] = ()

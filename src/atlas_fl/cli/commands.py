@@ -26,6 +26,7 @@ from atlas_fl.cli import (
     sweep,
     vectors,
 )
+from atlas_fl.cli.page import table, wrapped
 from atlas_fl.errors import AtlasError, ConfigError, shown
 
 FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO})
@@ -45,41 +46,35 @@ class Command:
 
 
 COMMANDS: Mapping[str, Command] = {
+    "fetch": Command(fetch.fetch, fetch.FetchOptions, "get the embedded model and data"),
+    "list": Command(catalogue.catalogue, catalogue.ListOptions, "tasks, models, strategies, devices, presets"),
+    "plan": Command(run.plan, run.PlanOptions, "show clusters, ranks, bytes, memory and seconds before training"),
     "run": Command(run.run, run.RunOptions, "train a federation and leave a run folder"),
-    "plan": Command(
-        run.plan, run.PlanOptions, "clusters, ranks, bytes, memory and seconds, before anything is trained"
-    ),
-    "leakage": Command(
-        leakage.leakage, leakage.LeakageOptions, "what a cut at each block would give away of the clients' texts"
-    ),
     "resume": Command(run.resume, run.ResumeOptions, "go on with a run that was stopped"),
-    "audit": Command(
-        audit.audit, audit.AuditOptions, "recompute every round of a run and compare; exits with 1 on a mismatch"
-    ),
-    "place": Command(place.place, place.PlaceOptions, "the cluster of a newcomer, beside those of a run"),
+    "report": Command(report.report, report.ReportOptions, "draw the figures of a run"),
+    "audit": Command(audit.audit, audit.AuditOptions, "recompute every round of a run; exits with 1 on a mismatch"),
     "export": Command(
         export.export, export.ExportOptions, "write a client's adapter in PEFT's format, or its whole model"
     ),
-    "sweep": Command(sweep.sweep, sweep.SweepOptions, "run a grid of settings and seeds, and compare"),
-    "masks": Command(
-        masks.masks, masks.MasksOptions, "where masks let weights move, how far they agree, their union or intersection"
-    ),
-    "vectors": Command(
-        vectors.vectors,
-        vectors.VectorsOptions,
-        "merge what runs added to a model, and score the merged one over scales",
-    ),
-    "search": Command(search.search, search.SearchOptions, "search for good settings; each trial is a run"),
+    "place": Command(place.place, place.PlaceOptions, "the cluster of a newcomer, beside those of a run"),
     "compare": Command(sweep.compare, sweep.CompareOptions, "run several strategies over seeds, and compare"),
-    "report": Command(report.report, report.ReportOptions, "draw the figures of a run"),
+    "sweep": Command(sweep.sweep, sweep.SweepOptions, "run a grid of settings and seeds, and compare"),
+    "search": Command(search.search, search.SearchOptions, "search for good settings; each trial is a run"),
+    "leakage": Command(
+        leakage.leakage, leakage.LeakageOptions, "what a cut at each block would give away of the clients' texts"
+    ),
+    "masks": Command(masks.masks, masks.MasksOptions, "show, compare and merge the masks of runs on images"),
+    "vectors": Command(
+        vectors.vectors, vectors.VectorsOptions, "merge what runs on images learned, and score it over scales"
+    ),
     "certs": Command(certs.certs, certs.CertsOptions, "make the certificates of a federation across machines"),
     "serve": Command(serve.serve, serve.ServeOptions, "train a federation whose clients join from other machines"),
     "join": Command(join.join, join.JoinOptions, "take part in a federation with the data of this machine"),
-    "list": Command(catalogue.catalogue, catalogue.ListOptions, "tasks, models, strategies, devices, presets"),
-    "fetch": Command(fetch.fetch, fetch.FetchOptions, "get the embedded model and data"),
 }
+"""In the order in which a newcomer meets them."""
 
 ABOUT = "ATLAS: federated fine-tuning of transformers across clients with different tasks, devices and data."
+START = "Start with `atlas fetch embedded`, then `atlas run --preset quick`; `atlas COMMAND --help` explains a command."
 
 
 def main(words: Sequence[str] | None = None) -> int:
@@ -110,11 +105,10 @@ def main(words: Sequence[str] | None = None) -> int:
 
 def page() -> str:
     """What `atlas --help` prints."""
-    width = max(map(len, COMMANDS))
-    lines = [f"  {name:<{width}}  {command.summary}" for name, command in COMMANDS.items()]
-    usage = "usage: atlas COMMAND [OPTIONS]     (`atlas COMMAND --help` explains a command)"
-    start = "Start with `atlas fetch embedded`, then `atlas run --preset quick`."
-    return "\n".join([usage, "", ABOUT, "", "commands:", *lines, "", start])
+    rows = [(name, command.summary) for name, command in COMMANDS.items()]
+    lines = table(rows, names=max(map(len, COMMANDS)))
+    usage = "usage: atlas COMMAND [OPTIONS]"
+    return "\n".join([usage, "", *wrapped(ABOUT), "", "commands:", *lines, "", *wrapped(START)])
 
 
 def _dispatch(words: Sequence[str]) -> int:

@@ -18,7 +18,7 @@ class FetchOptions:
     twice. ATLAS_CACHE names another folder."""
 
     what: Annotated[Literal["embedded", "vision"], tyro.conf.Positional, tyro.conf.arg(metavar="WHAT")] = "embedded"
-    """embedded or vision."""
+    """What is fetched."""
 
 
 def fetch(words: Sequence[str]) -> int:

@@ -1,33 +1,34 @@
 """From words to the options of a command: tyro reads them, its errors become one line."""
 
 import io
-from collections.abc import Sequence
+import re
+from collections.abc import Iterator, Sequence
 from contextlib import redirect_stderr
-from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
+from typing import Any, TypeVar, get_origin, get_type_hints
 
 import tyro
 from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec, PrimitiveTypeInfo
 
+from atlas_fl.cli.page import SETTINGS, Argument, arguments, metavar, page
 from atlas_fl.cli.words import Words, check_flags, join
 from atlas_fl.config import settings
-from atlas_fl.config.kinds import from_words, inner_of, item_of, to_words
+from atlas_fl.config.fields import group_classes
+from atlas_fl.config.kinds import describe, from_words, item_of, to_words
 from atlas_fl.errors import ConfigError
 
 OptionsT = TypeVar("OptionsT")
 
-SETTINGS = "settings"
-"""The field of a command's options that holds a whole config, whose settings are flags of their own."""
-
-_NAMES = {int: "INT", float: "NUMBER", str: "TEXT"}
-
 
 def parse(default: OptionsT, groups: Sequence[Words], *, command: str) -> OptionsT:
-    """The options that these words give, on top of the default ones; `--help` prints a page and exits.
+    """The options that these words give, on top of the default ones; `--help` prints the page and exits.
 
     Raises:
         ConfigError: a flag is unknown, or a value is missing, of the wrong type or none of the choices.
     """
     check_flags(groups, known=known_flags(type(default)), command=command)
+    if {"-h", "--help"} & {group.flag for group in groups}:
+        print(page(default, command=command))
+        raise SystemExit(0)
     printed = io.StringIO()
     try:
         with redirect_stderr(printed):
@@ -39,10 +40,9 @@ def parse(default: OptionsT, groups: Sequence[Words], *, command: str) -> Option
                 config=(tyro.conf.OmitArgPrefixes,),
                 registry=_registry(),
             )
-    except SystemExit as stop:
-        if not stop.code:
-            raise
-        raise ConfigError(_one_line(printed.getvalue(), command=command)) from None
+    except SystemExit:
+        told = _told(printed.getvalue(), known=list(_arguments(default)))
+        raise ConfigError(f"{told}{' ' if told.endswith('?') else '; '}see `{command} --help`") from None
 
 
 def known_flags(options: type[Any]) -> list[str]:
@@ -68,12 +68,12 @@ def _registry() -> ConstructorRegistry:
     @registry.primitive_rule
     def rule(info: PrimitiveTypeInfo) -> PrimitiveConstructorSpec[Any] | None:
         kind: Any = info.type
-        if (metavar := _metavar(kind)) is None:
+        if (name := metavar(kind)) is None:
             return None
         size = item_of(kind)[1] if get_origin(kind) is tuple else 1
         return PrimitiveConstructorSpec(
             nargs=size or "*",
-            metavar=metavar,
+            metavar=name,
             instance_from_str=lambda words: from_words(words, kind),
             is_instance=lambda _: True,
             str_from_instance=to_words,
@@ -82,21 +82,16 @@ def _registry() -> ConstructorRegistry:
     return registry
 
 
-def _metavar(kind: Any) -> str | None:
-    """How the page shows what a flag takes; None for a type that is not ours to read."""
-    if get_origin(kind) is Literal:
-        return "{" + ",".join(get_args(kind)) + "}"
-    if get_origin(kind) is tuple:
-        item, size = item_of(kind)
-        name = _metavar(item) or ""
-        return " ".join([name] * size) if size else f"{name} ..."
-    if type(None) in get_args(kind):
-        return _metavar(inner_of(kind))
-    return _NAMES.get(kind)
+def _arguments(default: Any) -> Iterator[Argument]:
+    yield from arguments(default)
+    groups = getattr(default, SETTINGS, None)
+    for name in () if groups is None else group_classes():
+        yield from arguments(getattr(groups, name))
 
 
-def _one_line(box: str, *, command: str) -> str:
-    """What a box of text says: a title, in the frame if there is one, then sections with rules between them."""
+def _told(box: str, *, known: Sequence[Argument]) -> str:
+    """What the first section of a box of text says, without the title and the help that stand around it."""
+    is_framed = box.lstrip().startswith("╭")  # where the terminal has no such signs the title is the first section
     sections: list[list[str]] = [[]]
     for line in box.splitlines():
         text = line.strip("│| \t")
@@ -106,8 +101,11 @@ def _one_line(box: str, *, command: str) -> str:
             sections.append([])
         elif text:
             sections[-1].append(text)
-    is_framed = box.lstrip().startswith("╭")  # where the terminal has no such signs the title is the first section
-    said = [" ".join(lines) for lines in sections[0 if is_framed else 1 :] if lines]
-    told = [part.removeprefix("Error parsing ").removeprefix("Argument helptext: ") for part in said]
-    parts = [part.rstrip(".") for part in told if not part.startswith("For full helptext")]
-    return "; ".join([*parts, f"see `{command} --help`"])
+    lines = sections[0 if is_framed else 1]
+    told = " ".join(lines)
+    if told.startswith("Missing from "):
+        return f"missing: {', '.join(one.name for one in known if one.name in lines)}"
+    if match := re.match(r"Missing value for argument '(\S+)'", told):
+        (kind,) = (one.kind for one in known if one.flag == match[1])
+        return f"{match[1]} lacks a value; allowed: {describe(kind)}"
+    return told.removeprefix("Error parsing ").replace("Unrecognized options", "unexpected words").rstrip(".")

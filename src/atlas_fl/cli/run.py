@@ -28,7 +28,7 @@ class RunOptions:
     resume: bool = False
     """Go on with the run of these settings, if it was begun."""
     lambda_sweep: bool = False
-    """The same as `atlas sweep --over eta=0,0.01,0.1,0.5,1` with one seed."""
+    """Sweep eta as `atlas sweep --lambda-sweep` does, with one seed."""
     wandb: str | None = None
     """Log to this project of Weights & Biases too (`pip install 'atlas-fl[wandb]'`); with WANDB_MODE=offline to files
     alone."""

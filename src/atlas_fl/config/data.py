@@ -33,8 +33,8 @@ class DataConfig:
     devices: tuple[str, ...] = ("cpu_2gb", "tablet_4gb", "laptop_8gb", "gpu_16gb")
     """Device profiles (`atlas list devices`), dealt out to the clients in turn."""
     device: tuple[str, ...] = ()
-    """A profile of your own: `name=memory_gb=3,gflops=50,up_mbps=5,down_mbps=20,latency_ms=60,max_rank=8`; may be
-    repeated."""
+    """A profile of your own: `name=memory_gb=3,gflops=50,...` with every number from memory_gb to max_rank that
+    `atlas list devices` shows; may be repeated."""
     rouge_examples: int = 16
     """Most held-out prompts of a split that a client answers after the last round, for ROUGE; 0 for none."""
     new_tokens: int = 32

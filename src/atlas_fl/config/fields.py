@@ -9,7 +9,6 @@ from functools import cache
 from types import MappingProxyType
 from typing import Any, get_type_hints
 
-from atlas_fl.config import data, groups, images, splitting, training
 from atlas_fl.config.groups import Config
 from atlas_fl.errors import ConfigError, shown
 
@@ -36,12 +35,12 @@ class Setting:
 @cache
 def settings() -> Mapping[str, Setting]:
     """Every setting by its name, in the order of the groups."""
-    help_of = _docstrings()
     table: dict[str, Setting] = {}
     for group, cls in group_classes().items():
+        help_of = field_docs(cls)
         for name, kind in get_type_hints(cls).items():
             assert name not in table, f"two groups share the name {name}"
-            table[name] = Setting(name=name, group=group, kind=kind, help=help_of[cls.__name__, name])
+            table[name] = Setting(name=name, group=group, kind=kind, help=help_of[name])
     return MappingProxyType(table)
 
 
@@ -74,16 +73,15 @@ def from_values(values: Mapping[str, Any], *, base: Config) -> Config:
     return replace(base, **changed)
 
 
-def _docstrings() -> dict[tuple[str, str], str]:
-    """What stands below each field in the source: Python itself does not keep it."""
-    found: dict[tuple[str, str], str] = {}
-    for module in (data, groups, images, splitting, training):
-        for node in ast.parse(inspect.getsource(module)).body:
-            if isinstance(node, ast.ClassDef):
-                for field, below in zip(node.body, node.body[1:]):
-                    if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name):
-                        found[node.name, field.target.id] = _text(below)
-    return found
+def field_docs(cls: type[Any]) -> dict[str, str]:
+    """What stands below each field of a dataclass in its source, on one line: Python itself does not keep it."""
+    (node,) = ast.parse(inspect.getsource(cls)).body
+    assert isinstance(node, ast.ClassDef)
+    return {
+        field.target.id: _text(below)
+        for field, below in zip(node.body, node.body[1:])
+        if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name)
+    }
 
 
 def _text(node: ast.stmt) -> str:

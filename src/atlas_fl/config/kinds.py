@@ -5,6 +5,7 @@ these or None. Nothing is guessed: a number is not a text, and true is not 1.
 """
 
 from collections.abc import Sequence
+from difflib import get_close_matches
 from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin
 
@@ -54,7 +55,7 @@ def read(value: object, kind: Any) -> Any:
         return value
     if kind is float and type(value) in (int, float):
         return _number(value)
-    raise ValueError(f"{shown(value)} is not {describe(kind)}")
+    raise _wrong(value, kind)
 
 
 def from_words(words: Sequence[str], kind: Any) -> Any:
@@ -67,7 +68,7 @@ def from_words(words: Sequence[str], kind: Any) -> Any:
         item, size = item_of(kind)
         given = [] if list(words) == [NONE] else words
         if size not in (0, len(given)):
-            raise ValueError(f"{shown(' '.join(words))} is not {describe(kind)}")
+            raise _wrong(" ".join(words), kind)
         return tuple(from_words([word], item) for word in given)
     (word,) = words
     if (inner := inner_of(kind)) is not None:
@@ -75,7 +76,7 @@ def from_words(words: Sequence[str], kind: Any) -> Any:
     try:
         return read(_scalar(word, kind), kind)
     except ValueError:
-        raise ValueError(f"{shown(word)} is not {describe(kind)}") from None
+        raise _wrong(word, kind) from None
 
 
 def from_text(text: str, kind: Any) -> Any:
@@ -130,6 +131,25 @@ def mistake(setting: str, value: object, allowed: str) -> ConfigError:
     return ConfigError(f"{setting} is {shown(value)}; allowed: {allowed}; set it to that, or leave it out")
 
 
+def wrong_kind(setting: str, value: object, kind: Any) -> ConfigError:
+    """The error for a setting whose value is not of its kind, with the nearest choice where one is near."""
+    if (near := _nearest(value, kind)) is None:
+        return mistake(setting, value, describe(kind))
+    return ConfigError(f"{setting} is {shown(value)}; allowed: {describe(kind)}; did you mean {near!r}?")
+
+
+def _wrong(value: object, kind: Any) -> ValueError:
+    near = _nearest(value, kind)
+    hint = "" if near is None else f"; did you mean {near!r}?"
+    return ValueError(f"{shown(value)} is not {describe(kind)}{hint}")
+
+
+def _nearest(value: object, kind: Any) -> str | None:
+    """The choice that a text was meant to be: not cpu, where it is gpu."""
+    choices = get_args(kind) if get_origin(kind) is Literal and isinstance(value, str) else ()
+    return next(iter(get_close_matches(str(value).lower(), choices, n=1, cutoff=0.7)), None)
+
+
 def _scalar(word: str, kind: Any) -> object:
     if kind is bool:
         return _SWITCH.get(word.lower(), word)
@@ -140,4 +160,4 @@ def _number(value: Any) -> float:
     try:
         return float(value)
     except OverflowError:
-        raise ValueError(f"{shown(value)} is not {describe(float)}") from None
+        raise _wrong(value, float) from None

@@ -10,7 +10,7 @@ import tomlkit
 
 from atlas_fl.config.fields import Setting, from_values, group_classes, settings, unknown_setting, value_of
 from atlas_fl.config.groups import Config
-from atlas_fl.config.kinds import NONE, describe, mistake, read
+from atlas_fl.config.kinds import NONE, describe, read, wrong_kind
 from atlas_fl.config.yaml import read_yaml
 from atlas_fl.errors import ConfigError, unknown
 
@@ -126,7 +126,7 @@ def _value(path: str | Path, group: str, key: str, value: object) -> Any:
     try:
         return read(value, setting.kind)
     except ValueError:
-        raise mistake(f"{path}: {key}", value, describe(setting.kind)) from None
+        raise wrong_kind(f"{path}: {key}", value, setting.kind) from None
 
 
 def _entry(setting: Setting, value: Any) -> Iterator[str]:

@@ -5,7 +5,7 @@ from typing import Any
 
 from atlas_fl.config.fields import Setting, from_values, settings, unknown_setting
 from atlas_fl.config.groups import Config
-from atlas_fl.config.kinds import describe, from_text, mistake
+from atlas_fl.config.kinds import from_text, wrong_kind
 
 
 def with_values(config: Config, values: Mapping[str, Any]) -> Config:
@@ -49,4 +49,4 @@ def parse(setting: Setting, text: str) -> Any:
     try:
         return from_text(text, setting.kind)
     except ValueError:
-        raise mistake(setting.flag, text, describe(setting.kind)) from None
+        raise wrong_kind(setting.flag, text, setting.kind) from None

@@ -6,7 +6,7 @@ from atlas_fl.config.data import arrivals
 from atlas_fl.config.fields import settings, value_of
 from atlas_fl.config.groups import Config, DataConfig, MixingConfig, RanksConfig, RunConfig
 from atlas_fl.config.images import EVENLY
-from atlas_fl.config.kinds import describe, mistake, read, whole_number
+from atlas_fl.config.kinds import mistake, read, whole_number, wrong_kind
 from atlas_fl.config.names import check_names
 from atlas_fl.config.ranges import check_ranges
 from atlas_fl.config.splitting import AUTO, NONE, SplitConfig, cuts_by_name
@@ -54,7 +54,7 @@ def check_types(config: Config) -> None:
         except ValueError:
             fits = False
         if not fits:
-            raise mistake(setting.flag, value, describe(setting.kind))
+            raise wrong_kind(setting.flag, value, setting.kind)
         for text in value if isinstance(value, tuple) else (value,):
             if isinstance(text, str) and not (text and text.isprintable()):
                 raise mistake(setting.flag, text, "printable text that is not empty")

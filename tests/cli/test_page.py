@@ -1,0 +1,108 @@
+"""The help pages: as wide as the terminal, each line as full as words allow, nothing of the sources' own lines."""
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Annotated, Any, Literal
+
+import pytest
+import tyro
+
+from atlas_fl.cli.commands import COMMANDS
+from atlas_fl.cli.page import WIDEST, page
+from atlas_fl.config import settings
+
+Atlas = Callable[..., Any]
+WIDTHS = ["64", "80", "100", "140"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Toy:
+    """What a command
+    does."""
+
+    place: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="PLACE")]
+    """Where."""
+    kind: Literal["warm", "cold", "wet"] = "wet"
+    """Which one, told in a sentence that is
+    longer than a line of the source."""
+    size: int | None = None
+    """How much; all of it by default."""
+    a_name_longer_than_its_column: float = 0.5
+    """A share."""
+    loud: bool = True
+    """Whether one hears `a b c` of it."""
+    quiet: bool = False
+    """Whether not."""
+
+
+def test_a_page_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "60")
+    assert page(Toy(place=tyro.MISSING), command="atlas toy").splitlines() == [
+        "usage: atlas toy [OPTIONS] PLACE",
+        "",
+        "What a command does.",
+        "",
+        "  PLACE                       Where. (required)",
+        "",
+        "options:",
+        "  --kind CHOICE               Which one, told in a sentence",
+        "                              that is longer than a line of",
+        "                              the source. (warm, cold or",
+        "                              wet; default: wet)",
+        "  --size INT                  How much; all of it by",
+        "                              default.",
+        "  --a-name-longer-than-its-column NUMBER",
+        "                              A share. (default: 0.5)",
+        "  --[no-]loud                 Whether one hears `a b c` of",
+        "                              it. (default: on)",
+        "  --[no-]quiet                Whether not.",
+        "  -h, --help                  Show this page.",
+    ]
+
+
+@pytest.mark.parametrize("columns", WIDTHS)
+@pytest.mark.parametrize("words", [(), *((name, "--help") for name in COMMANDS)])
+def test_no_line_is_longer_than_the_terminal_or_ends_early(
+    words: tuple[str, ...], columns: str, atlas: Atlas, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", columns)
+    width = min(int(columns), WIDEST)
+    lines = atlas(*words).out.splitlines()
+    assert max(map(len, lines)) <= width
+    for line, below in pairwise(lines):
+        goes_on = re.match(r" *", below)[0] == " " * column(line)  # type: ignore[index]
+        if line and below and goes_on:
+            # a hint and what stands in backquotes are not broken
+            first = re.match(r"\s*(\(?default:( [^ )]+){1,2}\)|\(?`[^`]*`\S*|\S+)", below)
+            assert first is not None
+            assert len(line) + 1 + len(first[1]) > width, line
+
+
+def column(line: str) -> int:
+    """Where the text of a line begins: behind its name, if it has one."""
+    name = re.match(r"  \S.*?\s{2,}(?=\S)", line)
+    return len(name[0]) if name else len(line) - len(line.lstrip())
+
+
+@pytest.mark.parametrize("columns", WIDTHS)
+def test_the_page_of_run_holds_every_setting_and_its_help(
+    columns: str, atlas: Atlas, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", columns)
+    page = atlas("run", "--help").out
+    text = " ".join(page.split())
+    for setting in settings().values():
+        name = f"--[no-]{setting.flag[2:]}" if setting.kind is bool else f"{setting.flag} "
+        assert re.search(rf"^  {re.escape(name)}", page, re.MULTILINE), setting.name
+        assert setting.help in text
+
+
+def test_choices_and_what_is_missing_are_told(atlas: Atlas) -> None:
+    text = " ".join(atlas("run", "--help").out.split())
+    assert "What leaves the client. (A, B or head; default: A B head)" in text
+    assert "--max-rounds INT Stop after this many rounds of this session; `atlas resume` goes on. --" in text
+    assert atlas("export", "--help").out.startswith("usage: atlas export --client TEXT --to TEXT [OPTIONS] RUN\n")
+    assert atlas("export", "run").err == "atlas: missing: --client TEXT, --to TEXT; see `atlas export --help`\n"
+    assert atlas("list").err == "atlas: missing: WHAT; see `atlas list --help`\n"
