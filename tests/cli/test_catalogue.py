@@ -21,6 +21,17 @@ def test_the_list_holds_every_entry_once(what: str, atlas: Atlas) -> None:
     assert first[1:] == list(REGISTRIES[what])
 
 
+@pytest.mark.parametrize("what", REGISTRIES)
+def test_in_eighty_columns_no_word_is_broken(what: str, atlas: Atlas, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "400")
+    words = sorted(atlas("list", what).out.split())
+    monkeypatch.setenv("COLUMNS", "80")
+    said = atlas("list", what).out
+    assert max(map(len, said.splitlines())) <= 80
+    assert sorted(said.split()) == words
+    assert len(said.splitlines()) < 3 * len(REGISTRIES[what])
+
+
 def test_a_line_of_the_devices_makes_a_profile(atlas: Atlas) -> None:
     header, *lines = (line.split() for line in atlas("list", "devices").out.splitlines() if line)
     for name, *numbers in lines:

@@ -45,14 +45,14 @@ def _tasks() -> Lines:
 
     yield "task", "labels", "metric", "length", "note"
     for task in TASKS.values():
-        labels = str(task.num_labels) if task.has_classes else "text" if task.writes else "regression"
+        labels = str(task.num_labels) if task.has_classes else "text" if task.writes else "number"
         yield task.name, labels, task.metric, "-" if task.images else str(task.max_length), task.note
 
 
 def _models() -> Lines:
     from atlas_fl.models.registry import MODELS
 
-    yield "model", "parameters", "lr", "from", "note"
+    yield "model", "size", "lr", "from", "note"
     for model in MODELS.values():
         yield model.alias, model.parameters, f"{model.lr:g}", model.path, model.note
 

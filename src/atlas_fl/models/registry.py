@@ -40,7 +40,7 @@ class Source:
 MODELS: dict[str, Model] = {
     model.alias: model
     for model in (
-        Model(alias="minilm", path="embedded", parameters="22.7M", lr=1e-3, note="all-MiniLM-L6-v2, embedded"),
+        Model(alias="minilm", path="embedded", parameters="22.7M", lr=1e-3, note="all-MiniLM-L6-v2"),
         Model(alias="distilbert", path="distilbert-base-uncased", parameters="66M", lr=5e-4),
         Model(alias="bert", path="bert-base-uncased", parameters="110M", lr=3e-4),
         Model(alias="bert-large", path="bert-large-uncased", parameters="336M", lr=2e-4),
@@ -50,9 +50,9 @@ MODELS: dict[str, Model] = {
         Model(alias="gpt2-medium", path="gpt2-medium", parameters="355M", lr=3e-4),
         Model(alias="gpt2-xl", path="gpt2-xl", parameters="1.5B", lr=2e-4),
         Model(alias="qwen2.5-0.5b", path="Qwen/Qwen2.5-0.5B", parameters="494M", lr=2e-4),
-        Model(alias="llama-3.2-1b", path="meta-llama/Llama-3.2-1B", parameters="1.2B", lr=2e-4, note="gated hub model"),
+        Model(alias="llama-3.2-1b", path="meta-llama/Llama-3.2-1B", parameters="1.2B", lr=2e-4, note="gated"),
         Model(alias="smollm2-135m", path="HuggingFaceTB/SmolLM2-135M", parameters="135M", lr=5e-4, note="Llama"),
-        Model(alias="mistral-7b", path="mistralai/Mistral-7B-v0.3", parameters="7.2B", lr=1e-4, note="gated hub model"),
+        Model(alias="mistral-7b", path="mistralai/Mistral-7B-v0.3", parameters="7.2B", lr=1e-4, note="gated"),
         Model(alias="dino-vits16", path="facebook/dino-vits16", parameters="21.7M", lr=1e-3, images=True, note="ViT"),
         Model(
             alias="dinov2-vits14",
@@ -60,7 +60,7 @@ MODELS: dict[str, Model] = {
             parameters="22.1M",
             lr=1e-3,
             images=True,
-            note=f"embedded (`atlas fetch vision`); {VIT.note}",
+            note=f"`atlas fetch vision`; {VIT.note}",
         ),
     )
 }

@@ -83,7 +83,7 @@ def _task(form: Format, *, metric: Metric = "accuracy", max_length: int = 128) -
         metric=metric,
         max_length=max_length,
         label_names=form.label_names,
-        note="GLUE; its labels for the test are hidden, so its validation split is the test",
+        note="GLUE; tested on its validation split",
         load=partial(load_glue, form=form),
     )
 
