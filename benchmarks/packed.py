@@ -11,7 +11,6 @@ both; the largest difference of the adapters afterwards says whether they did th
 import argparse
 import statistics
 import time
-from dataclasses import replace
 
 import torch
 from peft import LoraConfig, get_peft_model, set_peft_model_state_dict
@@ -22,7 +21,8 @@ from transformers import AutoModelForSequenceClassification
 from atlas_fl.assemble import Assembly, assemble
 from atlas_fl.clients.base import Job
 from atlas_fl.clients.train import TrainOptions, batches, train
-from atlas_fl.config import Config, DataConfig, ModelConfig, RunConfig
+from atlas_fl.config import Config, DataConfig, ModelConfig, RunConfig, TrainingConfig
+from atlas_fl.engines.local import LocalEngine
 from atlas_fl.lora.peft_io import saved_name
 from atlas_fl.models.family import saved_modules
 
@@ -132,7 +132,7 @@ def largest_difference(ours, theirs, assembly: Assembly) -> float:
     )
 
 
-def main() -> None:
+def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--clients-per-task", type=int, default=3)
@@ -142,48 +142,66 @@ def main() -> None:
     parser.add_argument("--pack-tokens", type=int)
     parser.add_argument("--tasks", nargs="+", default=["movie", "trec", "pairs"])
     parser.add_argument("--bf16", action="store_true")
-    args = parser.parse_args()
-    data = DataConfig(
-        tasks=tuple(args.tasks),
-        clients_per_task=args.clients_per_task,
-        samples=args.samples,
-        validation_samples=10,
-        test_samples=10,
-    )
-    config = Config(
-        data=data,
+    return parser.parse_args()
+
+
+def config_of(args: argparse.Namespace) -> Config:
+    return Config(
+        data=DataConfig(
+            tasks=tuple(args.tasks),
+            clients_per_task=args.clients_per_task,
+            samples=args.samples,
+            validation_samples=10,
+            test_samples=10,
+        ),
         model=ModelConfig(precision="bf16" if args.bf16 else "fp32"),
+        training=TrainingConfig(pack_tokens=args.pack_tokens),
         run=RunConfig(accelerator=args.device),
     )
-    config = replace(config, training=replace(config.training, pack_tokens=args.pack_tokens))
-    assembly = assemble(config)
-    options = TrainOptions(seed=0, epochs=args.steps, max_steps=args.steps, lr=1e-3)
+
+
+def jobs_of(assembly: Assembly, *, steps: int) -> list[Job]:
+    options = TrainOptions(seed=0, epochs=steps, max_steps=steps, lr=1e-3)
     ranks = (RANK,) * assembly.shape.num_layers
-    jobs = [Job(client=c.name, params=assembly.start(c, ranks), round=1, options=options) for c in assembly.clients]
+    return [Job(client=c.name, params=assembly.start(c, ranks), round=1, options=options) for c in assembly.clients]
+
+
+def in_turns(jobs: list[Job], assembly: Assembly, args: argparse.Namespace) -> tuple[list[float], list[float], float]:
+    """Our seconds, PEFT's over ours, and the largest difference that the adapters have at the end."""
     labels = {client.task.num_labels for client in assembly.clients}
     models = {count: peft_model(assembly, count, args.device) for count in labels}
-
-    from atlas_fl.engines.local import LocalEngine
-
     engine = LocalEngine(site=assembly.site)
     engine.run("train", jobs)  # warm both up
     peft_round(models, jobs[:1], assembly, args.device, bf16=args.bf16)
-    ratios, ours_seconds = [], []
+    our_seconds, ratios = [], []
     for _ in range(args.repeat):
         seconds, ours = timed(lambda: engine.run("train", jobs), args.device)
         peft_seconds, theirs = peft_round(models, jobs, assembly, args.device, bf16=args.bf16)
+        our_seconds.append(seconds)
         ratios.append(peft_seconds / seconds)
-        ours_seconds.append(seconds)
         print(f"packed {seconds:.2f} s, peft {peft_seconds:.2f} s, ratio {ratios[-1]:.2f}", flush=True)
+    return our_seconds, ratios, largest_difference(ours, theirs, assembly)
+
+
+def operations(jobs: list[Job], assembly: Assembly) -> float:
+    """Floating-point operations of training all jobs, by those of a few of them."""
+    few = jobs[:9]
     with FlopCounterMode(display=False) as counter:
-        train(jobs[: min(9, len(jobs))], assembly.site)
-    share_of = len(jobs) / min(9, len(jobs))
+        train(few, assembly.site)
+    return counter.get_total_flops() * len(jobs) / len(few)
+
+
+def main() -> None:
+    args = arguments()
+    assembly = assemble(config_of(args))
+    jobs = jobs_of(assembly, steps=args.steps)
+    seconds, ratios, difference = in_turns(jobs, assembly, args)
     rate = gemm_rate(args.device, bf16=args.bf16)
-    own_rate = counter.get_total_flops() * share_of / statistics.median(ours_seconds)
+    own_rate = operations(jobs, assembly) / statistics.median(seconds)
     precision = "bf16" if args.bf16 else "fp32"
     print(f"{len(jobs)} clients, {args.steps} steps of 16, rank {RANK}, {precision}, {args.device}")
     print(f"tokens with padding over tokens: {padding(jobs, assembly):.2f}")
-    print(f"largest difference of the adapters: {largest_difference(ours, theirs, assembly):.1e}")
+    print(f"largest difference of the adapters: {difference:.1e}")
     print(f"packed training: {own_rate / 1e9:.0f} of {rate / 1e9:.0f} GFLOP/s, {own_rate / rate:.0%} of GEMM peak")
     print(f"ratio packed/peft: {statistics.median(ratios):.2f}")
 
