@@ -53,43 +53,18 @@ def plan_of(scene: Scenario) -> dict[str, Any]:
     if scene.undecided:
         labels[-1] = -1
     same = np.equal.outer(labels, labels) & (np.array(labels) >= 0)
-    noise = draw.uniform(0, 0.08, (len(names), len(names)))
-    similarity = np.clip(np.where(same, 0.93, 0.15) + (noise + noise.T) / 2, 0, 1)
-    np.fill_diagonal(similarity, 1.0)
-    adjacency = np.where(same, similarity, 0.0)
-    np.fill_diagonal(adjacency, 0.0)
+    similarity = similarity_of(same, draw)
     importance = np.sort(draw.dirichlet(np.full(LAYERS, 4.0), len(names)), axis=1)
-    clients = [
-        {
-            "name": name,
-            "task": task,
-            "device": DEVICES[index % 4],
-            "examples": 200,
-            "cluster": labels[index],
-            "ranks": sorted(draw.choice([4, 8, 16, 32, 64][: 2 + index % 4], LAYERS).tolist()),
-            "budget_bytes": 2_000_000 * (1 + index % 4),
-            "largest_rank": 16 * (1 + index % 4),
-            "memory": MEMORY,
-            "predicted": {"up_bytes": 300_000, "down_bytes": 300_000, "memory_bytes": 552_900_000, "seconds": 21.5},
-            "cut": None,
-        }
-        for index, (name, task) in enumerate(names)
-    ]
-    table: list[dict[str, Any]] = [{"k": 1, "silhouette": None, "davies_bouldin": None, "atlas": None, "gap": 0.1}]
-    for k in range(2, 6):
-        row = {"k": k, "silhouette": 0.4 - 0.05 * abs(k - scene.tasks), "davies_bouldin": 1.2 + 0.1 * k}
-        row |= {"calinski_harabasz": 3.5 + k, "atlas": 0.45 - 0.15 * max(0, k - scene.tasks), "gap": 0.3 - 0.02 * k}
-        table.append(row | {"singletons": max(0, k - 3), "chosen": k == scene.tasks})
     return {
-        "clients": clients,
-        "adjacency": adjacency.tolist(),
+        "clients": [client_of(names[index], index, labels[index], draw) for index in range(len(names))],
+        "adjacency": (np.where(same, similarity, 0.0) - np.diag(same.diagonal())).tolist(),
         "importance": importance.tolist(),
         "layer_of": {},
         "lora": {"alpha": None, "rslora": False},
         "clustering": {
             "labels": labels,
             "method": "corrected",
-            "k_table": table,
+            "k_table": [k_row(k, tasks=scene.tasks) for k in range(1, 6)],
             "similarity": similarity.tolist(),
             "reliability": draw.uniform(0.3, 0.8, len(names)).tolist(),
             "structure": {"found": True, "reason": "silhouette 0.71 is above 0.21", "p_value": 0.02},
@@ -99,6 +74,49 @@ def plan_of(scene: Scenario) -> dict[str, Any]:
         },
         "data": [data_of(name, task, draw) for name, task in names],
         "notes": [],
+    }
+
+
+def similarity_of(same: np.ndarray, draw: np.random.Generator) -> np.ndarray:
+    """High inside a cluster and low between two, with noise; a client is wholly like itself."""
+    noise = draw.uniform(0, 0.08, same.shape)
+    similarity = np.clip(np.where(same, 0.93, 0.15) + (noise + noise.T) / 2, 0, 1)
+    np.fill_diagonal(similarity, 1.0)
+    return similarity
+
+
+def client_of(named: tuple[str, str], index: int, cluster: int, draw: np.random.Generator) -> dict[str, Any]:
+    """A client of the device that is its turn; the larger the device, the larger its ranks."""
+    name, task = named
+    step = index % 4
+    return {
+        "name": name,
+        "task": task,
+        "device": DEVICES[step],
+        "examples": 200,
+        "cluster": cluster,
+        "ranks": sorted(draw.choice([4, 8, 16, 32, 64][: 2 + step], LAYERS).tolist()),
+        "budget_bytes": 2_000_000 * (1 + step),
+        "largest_rank": 16 * (1 + step),
+        "memory": MEMORY,
+        "predicted": {"up_bytes": 300_000, "down_bytes": 300_000, "memory_bytes": 552_900_000, "seconds": 21.5},
+        "cut": None,
+    }
+
+
+def k_row(k: int, *, tasks: int) -> dict[str, Any]:
+    """A line of the k table; one cluster has few scores, and as many as there are tasks have the best."""
+    if k == 1:
+        return {"k": 1, "silhouette": None, "davies_bouldin": None, "atlas": None, "gap": 0.1}
+    return {
+        "k": k,
+        "silhouette": 0.4 - 0.05 * abs(k - tasks),
+        "davies_bouldin": 1.2 + 0.1 * k,
+        "calinski_harabasz": 3.5 + k,
+        "atlas": 0.45 - 0.15 * max(0, k - tasks),
+        "gap": 0.3 - 0.02 * k,
+        "singletons": max(0, k - 3),
+        "chosen": k == tasks,
     }
 
 
