@@ -1,5 +1,6 @@
 """One config, simulated and served across real processes on loopback."""
 
+from collections.abc import Callable
 from pathlib import Path
 
 from atlas_fl.config import Config, config_hash, to_toml
@@ -49,6 +50,32 @@ class Federation:
         task, _, part = name.partition("-")
         words = ("--certs", f"certs/{name}", "--task", task, "--part", part, "--device", device or self.sites[name])
         return self.programs.start("join", f"localhost:{port}", *words, *more, folder=self.folder)
+
+    def joins_late(
+        self, late: str, *, device: str, where: str = "", meanwhile: Callable[[], None] = lambda: None
+    ) -> int:
+        """The round before which a third site joined in mid-run, at a place that the server says; then it is killed.
+
+        The site's certificate is made when the run has begun. `meanwhile` looks at what is there at that time.
+        """
+        server, port = self.serve()
+        stays, leaves = self.sites
+        first, other = self.join(stays, port), self.join(leaves, port)
+        server.wait_for("round 1/")
+        other.kill()  # nobody gets ahead while it is away
+        meanwhile()
+        make_certs(self.folder / "certs", servers=[], clients=[late])
+        newcomer = self.join(late, port, device=device)
+        server.wait_for(f"{late} came after the plan was made and joins before the next round")
+        again = self.join(leaves, port)
+        number = int(server.wait_for(rf"{late} joins before round (\d){where}")[1])
+        server.wait_for(f"round {number}/")
+        server.kill()
+        last, _ = self.serve(port=port)
+        for site in (first, again, newcomer):
+            site.end()
+        assert "resumed after round" in last.end()
+        return number
 
     def complete(self) -> None:
         """Server and sites from their start to their end, with nothing in between."""

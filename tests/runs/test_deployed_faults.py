@@ -6,7 +6,6 @@ from collections.abc import Callable
 
 from atlas_fl.audit import audit
 from atlas_fl.config import Config
-from atlas_fl.io.certs import make_certs
 from atlas_fl.io.folder import RunFolder
 from atlas_fl.io.results import read_rows
 from atlas_fl.io.tensors import read_tensors
@@ -95,24 +94,9 @@ def test_a_round_goes_on_without_who_is_away(federation: Callable[..., Federatio
 def test_a_client_that_comes_late_is_placed_and_no_fault_changes_a_bit_of_it(
     federation: Callable[..., Federation], config: Callable[..., Config]
 ) -> None:
-    """Its certificate is made when the run has begun, and the server is killed once it has joined."""
     settings = {"clients_per_task": 3, "rounds": 5, "split": "movie-2=1"}
     fed = federation(**settings)
-    server, port = fed.serve()
-    first, other = (fed.join(name, port) for name in fed.sites)
-    server.wait_for("round 1/5")
-    other.kill()  # nobody gets ahead while it is away
-    make_certs(fed.folder / "certs", servers=[], clients=["movie-2"])
-    late = fed.join("movie-2", port, device="laptop_8gb")
-    server.wait_for("movie-2 came after the plan was made and joins before the next round")
-    again = fed.join("movie-1", port)
-    number = int(server.wait_for(r"movie-2 joins before round (\d): cluster 0, beside movie-0, movie-1")[1])
-    server.wait_for(f"round {number}/5")
-    server.kill()
-    last, _ = fed.serve(port=port)
-    for site in (first, again, late):
-        site.end()
-    assert "resumed after round" in last.end()
+    number = fed.joins_late("movie-2", device="laptop_8gb", where=": cluster 0, beside movie-0, movie-1")
     simulated = run(config(tasks=("movie",), pack_tokens=1, arrive=(f"movie-2={number}",), **settings))
     assert adapters(fed.served.path) == adapters(simulated.folder)
     ledgers = [read_rows(folder.ledger) for folder in (fed.served, RunFolder(simulated.folder))]
@@ -127,21 +111,11 @@ def test_what_is_not_shared_stays_at_its_site_and_no_fault_changes_a_bit(
     settings = {"clients_per_task": 3, "rounds": 5, "split": "movie-2=1", "fingerprint": "delta"}
     settings |= {"share": ("A",), "space": "factors", "head": "client"}
     fed = federation(**settings)
-    server, port = fed.serve()
-    first, other = (fed.join(name, port) for name in fed.sites)
-    server.wait_for("round 1/5")
-    other.kill()
-    assert list((fed.folder / "movie-1-private").glob("*.safetensors"))
-    make_certs(fed.folder / "certs", servers=[], clients=["movie-2"])
-    late = fed.join("movie-2", port, device="laptop_8gb")
-    server.wait_for("movie-2 came after the plan was made and joins before the next round")
-    again = fed.join("movie-1", port)
-    number = int(server.wait_for(r"movie-2 joins before round (\d)")[1])
-    server.wait_for(f"round {number}/5")
-    server.kill()
-    last, _ = fed.serve(port=port)
-    for program in (first, again, late, last):
-        program.end()
+
+    def parts_stay() -> None:
+        assert list((fed.folder / "movie-1-private").glob("*.safetensors"))
+
+    number = fed.joins_late("movie-2", device="laptop_8gb", meanwhile=parts_stay)
     simulated = run(config(tasks=("movie",), pack_tokens=1, arrive=(f"movie-2={number}",), **settings))
     for name, model in adapters(simulated.folder).items():
         assert digest(read_tensors(fed.folder / f"{name}-adapter" / "adapter_model.safetensors")) == model

@@ -9,7 +9,8 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -132,55 +133,68 @@ def adapter(folder: Path) -> str:
     return digest(read_tensors(folder / "adapter_model.safetensors"))
 
 
+@dataclass(frozen=True, kw_only=True)
+class Flower:
+    """A folder with a network of Flower in it: certificates, keys, the app and its sites."""
+
+    folder: Path
+    start: Callable[..., Started]
+    link: int
+    stream: int
+
+    def prepare(self, served: Config) -> None:
+        make_certs(self.folder / "tls", servers=["localhost", "127.0.0.1"], clients=["operator"])
+        for name in ("app", "flwr"):
+            (self.folder / name).mkdir()
+        shutil.copy(EXAMPLE, self.folder / "app")
+        (self.folder / "app" / "fed.toml").write_text(to_toml(served))
+        (self.folder / "flwr" / "config.toml").write_text(
+            f'[superlink]\ndefault = "here"\n[superlink.here]\naddress = "127.0.0.1:{self.link}"\n'
+            f'root-certificates = "{self.folder}/tls/ca/ca.pem"\n'
+        )
+
+    def superlink(self) -> None:
+        files = {"ca-certfile": "ca", "certfile": "cert", "keyfile": "key"}
+        tls = [f"--ssl-{word}={self.folder}/tls/server/{file}.pem" for word, file in files.items()]
+        words = ("--enable-supernode-auth", "--disable-runtime-dependency-installation", f"--port={self.link}")
+        self.start("flower-superlink", *tls, *words, folder=self.folder / "link").wait_for("Uvicorn running")
+
+    def register(self, names: Iterable[str]) -> None:
+        for name in names:
+            make_key(self.folder / name)
+        app = self.folder / "app"
+        for command in [self.start("flwr", "supernode", "register", f"../{name}.pub", folder=app) for name in names]:
+            command.end()
+
+    def supernode(self, name: str, *, device: str, port: int) -> Started:
+        return self.start(
+            "flower-supernode",
+            f"--root-certificates={self.folder}/tls/ca/ca.pem",
+            f"--superlink=127.0.0.1:{self.link}",
+            f"--auth-supernode-private-key={self.folder / name}",
+            f"--port={port}",
+            f'--node-config=name="{name}" task="movie" part={name[-1]} device="{device}"',
+            folder=self.folder / f"at-{name}",
+        )
+
+    def run(self) -> str:
+        """What `flwr run` said."""
+        told = f'nodes=2 address="127.0.0.1:{self.stream}" host="127.0.0.1"'
+        return self.start("flwr", "run", ".", "--stream", "--run-config", told, folder=self.folder / "app").end()
+
+
 @pytest.mark.slow
 def test_the_federation_that_flower_runs_is_the_simulated_one(
     config: Callable[..., Config], tmp_path: Path, start: Callable[..., Started]
 ) -> None:
     simulated = run(config(tasks=("movie",), pack_tokens=1, rounds=2)).folder
-    link, stream, *others = free_ports(2 + len(SITES))
-    tls = tmp_path / "tls"
-    make_certs(tls, servers=["localhost", "127.0.0.1"], clients=["operator"])
-    app, home = tmp_path / "app", tmp_path / "flwr"
-    for folder in (app, home):
-        folder.mkdir()
-    shutil.copy(EXAMPLE, app)
-    (app / "fed.toml").write_text(to_toml(config(tasks=("movie",), pack_tokens=1, rounds=2, name="served")))
-    (home / "config.toml").write_text(
-        f'[superlink]\ndefault = "here"\n[superlink.here]\naddress = "127.0.0.1:{link}"\n'
-        f'root-certificates = "{tls}/ca/ca.pem"\n'
-    )
-    server = [
-        f"--ssl-{word}={tls}/server/{file}.pem"
-        for word, file in (("ca-certfile", "ca"), ("certfile", "cert"), ("keyfile", "key"))
-    ]
-    words = ("--enable-supernode-auth", "--disable-runtime-dependency-installation", f"--port={link}")
-    start("flower-superlink", *server, *words, folder=tmp_path / "link").wait_for("Uvicorn running")
-    for name in SITES:
-        make_key(tmp_path / name)
-    registered = [start("flwr", "supernode", "register", f"../{name}.pub", folder=app) for name in SITES]
-    for command in registered:
-        command.end()
-    nodes = [
-        start(
-            "flower-supernode",
-            f"--root-certificates={tls}/ca/ca.pem",
-            f"--superlink=127.0.0.1:{link}",
-            f"--auth-supernode-private-key={tmp_path / name}",
-            f"--port={port}",
-            f'--node-config=name="{name}" task="movie" part={name[-1]} device="{device}"',
-            folder=tmp_path / f"at-{name}",
-        )
-        for (name, device), port in zip(SITES.items(), others)
-    ]
-    said = start(
-        "flwr",
-        "run",
-        ".",
-        "--stream",
-        "--run-config",
-        f'nodes=2 address="127.0.0.1:{stream}" host="127.0.0.1"',
-        folder=app,
-    ).end()
+    link, stream, *ports = free_ports(2 + len(SITES))
+    flower = Flower(folder=tmp_path, start=start, link=link, stream=stream)
+    flower.prepare(config(tasks=("movie",), pack_tokens=1, rounds=2, name="served"))
+    flower.superlink()
+    flower.register(SITES)
+    nodes = [flower.supernode(name, device=device, port=port) for (name, device), port in zip(SITES.items(), ports)]
+    said = flower.run()
     assert "(2 of 2 here)" in said, said
     served = RunFolder(tmp_path / "runs" / "served")
     for name, node in zip(SITES, nodes):

@@ -2,19 +2,21 @@
 
 import io
 from collections import Counter
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
 from rich.console import Console
 
-from atlas_fl.assemble import assemble
+from atlas_fl.assemble import Assembly, assemble
 from atlas_fl.audit import audit
 from atlas_fl.clients.base import Job, Update
 from atlas_fl.config import Config, config_hash
 from atlas_fl.engines.base import Engine
 from atlas_fl.errors import ConfigError
+from atlas_fl.events import OnEvent
 from atlas_fl.io.ledger import from_json, totals
 from atlas_fl.io.results import read_json
 from atlas_fl.lines import make_plan
@@ -102,26 +104,28 @@ def test_a_host_gets_its_guests_upper_parts_and_returns_them(paired: RunResult) 
     assert values < min(sent) < values + 1200
 
 
+@dataclass(frozen=True, kw_only=True)
+class Dropping:
+    """The engine of a simulation in which some clients do not answer when they should train in one round."""
+
+    engine: Engine
+    lost: Sequence[str]
+    round: int
+
+    def run(self, action: str, jobs: Sequence[Job]) -> list[Update]:
+        updates = self.engine.run(action, jobs)
+        is_now = action == "train" and jobs[0].round == self.round
+        return [update for update in updates if not (is_now and update.client in self.lost)]
+
+
 @pytest.mark.parametrize("gone", ["movie-1", "both"])
 def test_guests_of_a_host_that_drops_are_paired_again_in_the_same_round(config: Make, gone: str) -> None:
-    from contextlib import contextmanager
-
     lost = {"movie-1": ("movie-1",), "both": ("movie-1", "trec-1")}[gone]
 
-    class Dropping:
-        """The engine of a simulation in which some clients do not answer in round two."""
-
-        def __init__(self, engine: Engine) -> None:
-            self.engine = engine
-
-        def run(self, action: str, jobs: Sequence[Job]) -> list[Update]:
-            updates = self.engine.run(action, jobs)
-            return [one for one in updates if not (action == "train" and jobs[0].round == 2 and one.client in lost)]
-
     @contextmanager
-    def workplace(own: Config, on_event):
+    def workplace(own: Config, on_event: OnEvent) -> Iterator[tuple[Assembly, Engine]]:
         assembly = assemble(own)
-        yield assembly, Dropping(local_engine(assembly, on_event))
+        yield assembly, Dropping(engine=local_engine(assembly, on_event), lost=lost, round=2)
 
     result = run(config(name="dropping", **SPLIT), workplace=workplace)
     assert [(row["client"], row["round"]) for row in rows(result.folder) if row.get("event") == "missing"] == [

@@ -67,13 +67,7 @@ def assign_ranks(
     memory binds the ranks of these blocks alone. Raises `ConfigError` and `BudgetError`.
     """
     allocate = find_allocator(rule)
-    chosen = rule in ALLOCATORS
-    smallest = usable_candidates(candidates, max_rank=device.max_rank)[0] if chosen else int(rule)
-    least = adapter_bytes(shape, [smallest] * shape.num_layers)
-    bound = device.own_adapter_bytes if own_bytes is None else own_bytes
-    _check_bound(shape, bound, rank=smallest, least=least)
-    stretched = chosen and bound is None and least > device.adapter_bytes
-    upload = max(device.adapter_bytes, least) if chosen and bound is None else bound
+    least, upload, notes = _allowance(shape, device, rule=rule, candidates=candidates, own_bytes=own_bytes)
     table = cost_table(shape, candidates)
     free = rank_budget(
         shape, device, step=step, upload_bytes=upload if step.blocks is None else None, fractions=fractions
@@ -96,8 +90,24 @@ def assign_ranks(
         upload_bytes=sent,
         largest_rank=device_rank(shape, budget_bytes=budget),
         memory=memory,
-        notes=(_stretch_note(device, rank=smallest, least=least),) if stretched else (),
+        notes=notes,
     )
+
+
+def _allowance(
+    shape: ModelShape, device: Device, *, rule: str, candidates: Sequence[int], own_bytes: int | None
+) -> tuple[int, int | None, tuple[str, ...]]:
+    """(parameter bytes of the smallest adapters, bytes that may be uploaded or None for any, what to tell of that)."""
+    chosen = rule in ALLOCATORS
+    smallest = usable_candidates(candidates, max_rank=device.max_rank)[0] if chosen else int(rule)
+    least = adapter_bytes(shape, [smallest] * shape.num_layers)
+    bound = device.own_adapter_bytes if own_bytes is None else own_bytes
+    _check_bound(shape, bound, rank=smallest, least=least)
+    if bound is not None or not chosen:
+        return least, bound, ()
+    if least <= device.adapter_bytes:
+        return least, device.adapter_bytes, ()
+    return least, least, (_stretch_note(device, rank=smallest, least=least),)
 
 
 def _check_bound(shape: ModelShape, bound: int | None, *, rank: int, least: int) -> None:
