@@ -76,11 +76,6 @@ def norm(params: Params) -> float:
     return math.sqrt(sum(float(tensor.double().square().sum()) for tensor in params.values()))
 
 
-def is_finite(params: Params) -> bool:
-    """Whether no tensor holds NaN or infinity."""
-    return all(bool(torch.isfinite(tensor).all()) for tensor in params.values())
-
-
 def prefixed(by_client: Mapping[str, Params]) -> dict[str, torch.Tensor]:
     """One flat mapping with keys `<client>/<parameter>`, as checkpoints and audits hold it."""
     return {f"{client}/{key}": tensor for client, params in by_client.items() for key, tensor in params.items()}

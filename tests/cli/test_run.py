@@ -114,6 +114,9 @@ def test_sweep_runs_every_point_and_ends_in_a_table_and_a_csv(atlas: Atlas, ran:
     (file,) = tmp_path.glob("comparison-quick-eta-????????.csv")
     csv = file.read_text(encoding="utf-8").splitlines()
     assert [line.split(",")[0] for line in csv] == ["name", "eta=0", "eta=0.5"]
+    latex = file.with_suffix(".tex").read_text(encoding="utf-8").splitlines()
+    scores = dict(line.split(" & ")[:2] for line in latex if line.startswith("eta="))
+    assert scores == {"eta=0": "0.750 $\\pm$ 0.000", "eta=0.5": "0.800 $\\pm$ 0.000"}
     with Image.open(file.with_suffix(".png")) as image:
         assert image.info["dpi"] == pytest.approx((300, 300), abs=0.1)
     assert f"and as a figure: {file.with_suffix('.png')}" in said.out

@@ -218,7 +218,7 @@ def test_a_scaled_gradient_that_overflows_halves_the_scale_and_moves_nothing(
         assert all(torch.equal(update.params[key], job.params[key]) for key in job.params)
     specs, jobs = half_jobs(tiny, spec_of, steps=24)
     for update, job in zip(train(jobs, site_of(tiny, *specs, fp16=True)), jobs, strict=True):
-        assert tree.is_finite(update.params)
+        assert all(torch.isfinite(value).all() for value in update.params.values())
         assert any(not torch.equal(update.params[key], job.params[key]) for key in job.params)
 
 
@@ -229,7 +229,7 @@ def test_bf16_stays_near_float32(tiny, site_of, spec_of, dropout) -> None:
     jobs = [Job(client=s.name, params=tiny.params(s), round=1, options=options) for s in specs]
     exact = train(jobs, site_of(tiny, *specs))
     for half, full, job in zip(train(jobs, site_of(tiny, *specs, bf16=True)), exact, jobs, strict=True):
-        assert tree.is_finite(half.params)
+        assert all(torch.isfinite(value).all() for value in half.params.values())
         assert {value.dtype for value in half.params.values()} == {torch.float32}
         assert half.metrics["loss"] == pytest.approx(full.metrics["loss"], rel=0.1, abs=0.02)
         assert half.metrics["loss"] != full.metrics["loss"]

@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from torch.func import grad, vmap
 from torch.nn.functional import cross_entropy, interpolate, linear
 from transformers import AutoImageProcessor, AutoModelForImageClassification
 
@@ -24,7 +23,6 @@ from atlas_fl.models.vision import (
     prepare,
     trainable_names,
     weights,
-    written_out,
 )
 from atlas_fl.models.vision_loading import load_vision
 from tests.models.tiny_vision import MEAN, SIZES, STD, processor, save_tiny
@@ -121,21 +119,6 @@ def test_gradients_reach_the_given_tensors_and_equal_those_of_the_stock_module(
         expected = whole.get_parameter(stock_names.get(name, f"vit.{name}")).grad
         assert gradient == pytest.approx(expected, abs=1e-6), name
     assert all(parameter.grad is None for parameter in vision.model.parameters())
-
-
-def test_gradients_of_single_examples_come_all_at_once(load: Load) -> None:
-    vision = load("dinov2")
-    params, label = params_of(vision), torch.tensor([0, 1, 2, 3])
-
-    def loss(values: dict[str, torch.Tensor], pixels: torch.Tensor, own: torch.Tensor) -> torch.Tensor:
-        return cross_entropy(image_logits(vision, values, pixels[None]), own[None])
-
-    with written_out(vision):
-        found = vmap(grad(loss), (None, 0, 0))(params, images(), label)
-    assert vision.model.config._attn_implementation == "sdpa"
-    for place in range(4):
-        alone = grad(loss)(params, images()[place], label[place])
-        assert all(found[name][place] == pytest.approx(alone[name], abs=1e-5) for name in alone)
 
 
 def test_head_dropout_multiplies_the_features_by_hand(load: Load) -> None:

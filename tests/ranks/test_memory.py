@@ -21,7 +21,6 @@ from atlas_fl.ranks.memory import (
     Step,
     activation_bytes,
     adapter_bytes,
-    breakdown,
     check_memory,
     cost_table,
     device_memory,
@@ -324,14 +323,3 @@ def test_check_memory_passes_what_fits_exactly() -> None:
 def test_device_rank_is_what_the_budget_buys_everywhere() -> None:
     assert device_rank(MINILM, budget_bytes=147_456 * 7 - 1) == 6
     assert device_rank(MINILM, budget_bytes=147_456 * 7) == 7
-
-
-def test_breakdown_is_a_line_for_every_part() -> None:
-    memory = device_memory(MINILM, DEVICES["cpu_2gb"], ranks=[8] * 6, step=Step(tokens=512))
-    lines = breakdown(memory).splitlines()
-    assert lines[0] == "frozen weights           90.6 MB    4.2%"
-    assert [line[:18].strip() for line in lines] == [
-        *("frozen weights", "activations", "runtime", "adapters and head", "gradients", "Adam moments"),
-        *("used", "free", "device"),
-    ]
-    assert lines[-1].endswith("100.0%")

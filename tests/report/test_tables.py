@@ -12,7 +12,7 @@ from rich.table import Table
 
 from atlas_fl.errors import CheckpointError
 from atlas_fl.report.closing import closing_table
-from atlas_fl.report.compare import by_strategy, comparison_rows
+from atlas_fl.report.compare import comparison_rows
 from atlas_fl.report.export import comparison_table, tasks_table, to_csv, to_latex
 from atlas_fl.report.plan_tables import (
     cluster_table,
@@ -52,6 +52,10 @@ def runs(make_run):
         for name, gain in gains.items()
         for seed in (1, 2, 3)
     ]
+
+
+def by_strategy(runs) -> dict:
+    return {"local": runs[:3], "fedavg_cluster": runs[3:6], "atlas": runs[6:]}
 
 
 def test_a_plan_is_readable_in_eighty_columns(make_run) -> None:

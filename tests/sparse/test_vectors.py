@@ -3,7 +3,7 @@ import pytest
 import torch
 
 from atlas_fl.errors import ConfigError, ModelError
-from atlas_fl.sparse.vectors import MERGES, added, apply, merge, negated, scaled, task_vector, trim
+from atlas_fl.sparse.vectors import MERGES, added, apply, merge, scaled, task_vector, trim
 
 START = {"w": torch.tensor([1.0, 2.0]), "b": torch.tensor([3.0])}
 TRAINED = {"w": torch.tensor([1.5, 1.0]), "b": torch.tensor([3.0])}
@@ -14,7 +14,7 @@ def test_difference_addition_negation_and_scale_by_hand() -> None:
     assert vector["w"].tolist() == [0.5, -1.0]
     assert apply(START, vector)["w"].tolist() == TRAINED["w"].tolist()
     assert apply(START, vector, scale=0.5)["w"].tolist() == [1.25, 1.5]
-    assert apply(START, negated(vector))["w"].tolist() == [0.5, 3.0]
+    assert apply(START, scaled(vector, -1.0))["w"].tolist() == [0.5, 3.0]
     assert added([vector, scaled(vector, 3.0)])["w"].tolist() == [2.0, -4.0]
     assert apply(START, {"w": vector["w"]})["b"].tolist() == [3.0], "what the vector lacks stays"
 

@@ -33,7 +33,7 @@ WORDS: dict[RunState, str] = {"finished": "is finished", "unfinished": "goes on"
 @dataclass(frozen=True, kw_only=True)
 class SweepOptions:
     """Run every combination of the swept values with several seeds; finished runs are left alone, begun ones go on.
-    Ends in a table, a CSV file and a figure."""
+    Ends in a table, its CSV and LaTeX files, and a figure."""
 
     over: tuple[str, ...] = ()
     """A setting and its values, `eta=0,0.01,0.1`; may be repeated. Parts of a list are joined by +: `share=A+B,B`."""
@@ -51,8 +51,8 @@ class SweepOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class CompareOptions:
-    """Run several strategies with several seeds; finished runs are left alone, begun ones go on. Ends in a table, a CSV
-    file and a figure."""
+    """Run several strategies with several seeds; finished runs are left alone, begun ones go on. Ends in a table, its
+    CSV and LaTeX files, and a figure."""
 
     strategies: tuple[str, ...] = STRATEGIES
     """The strategies (`atlas list strategies`)."""
@@ -122,16 +122,19 @@ def run_grid(base: Config, *, over: Sequence[str], seeds: Sequence[int], same_ro
 def _show_comparison(points: Sequence[Point], folders: Sequence[Path], *, path: Path, note: str) -> None:
     from atlas_fl.io.atomic import write_atomic
     from atlas_fl.report.compare import comparison_rows
-    from atlas_fl.report.export import comparison_table, tasks_table, to_csv
+    from atlas_fl.report.export import comparison_table, tasks_table, to_csv, to_latex
 
     groups: dict[str, list[Path]] = {}
     for point, folder in zip(points, folders):
         groups.setdefault(label_of(point), []).append(folder)
     local = [folder for point, folder in zip(points, folders) if point.config.mixing.strategy == "local"]
     rows = comparison_rows(groups, local=local)
+    latex = path.with_suffix(".tex")
     write_atomic(path, to_csv(rows).encode())
+    write_atomic(latex, to_latex(rows).encode())
     figure = _draw(points, folders, path=path.with_suffix(".png"), note=note)
-    show([comparison_table(rows), tasks_table(rows), f"the same as CSV: {path}", f"and as a figure: {figure}"])
+    show([comparison_table(rows), tasks_table(rows)])
+    show([f"the same as CSV: {path}", f"as LaTeX: {latex}", f"and as a figure: {figure}"])
 
 
 def _draw(points: Sequence[Point], folders: Sequence[Path], *, path: Path, note: str) -> Path:

@@ -42,16 +42,6 @@ class Graph:
     """One line for each client that was joined across tasks or left without neighbours."""
 
 
-def squared_distances(points: Float64[np.ndarray, "n dim"]) -> Float64[np.ndarray, "n n"]:
-    """||f_k - f_l||^2 of every pair, exactly symmetric with a zero diagonal."""
-    centred = np.asarray(points, np.float64) - np.mean(points, axis=0, dtype=np.float64)
-    gram = centred @ centred.T
-    squares = np.diag(gram)
-    distances = np.maximum(squares[:, None] + squares[None, :] - gram - gram.T, 0.0)
-    np.fill_diagonal(distances, 0.0)
-    return distances
-
-
 def similarity_distances(similarity: Float64[np.ndarray, "n n"]) -> Float64[np.ndarray, "n n"]:
     """2 - 2 rho: the squared distance of unit vectors with cosine rho; a noise-corrected rho above 1 counts as 1."""
     rho = np.asarray(similarity, np.float64)

@@ -5,8 +5,7 @@ itself is loaded once and is never written to: `image_logits` puts a client's te
 """
 
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 
 import numpy as np
@@ -154,20 +153,6 @@ def image_logits(
     if drop is not None:
         read = read * drop
     return nn.functional.linear(read, params[f"{HEAD}weight"], params[f"{HEAD}bias"])
-
-
-@contextmanager
-def written_out(vision: Vision) -> Iterator[None]:
-    """While this holds, attention is computed by plain products, which `torch.func.vmap` batches over examples.
-
-    The fused attention of the CPU has no rule for that, and PyTorch would run the examples one after another.
-    """
-    usual = vision.model.config._attn_implementation
-    vision.model.set_attn_implementation("eager")
-    try:
-        yield
-    finally:
-        vision.model.set_attn_implementation(usual)
 
 
 def prepare(

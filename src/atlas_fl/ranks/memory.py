@@ -240,11 +240,5 @@ def device_rank(shape: ModelShape, *, budget_bytes: int) -> int:
     return budget_bytes // max(1, sum(layer_cost(shape, layer, 1) for layer in range(shape.num_layers)))
 
 
-def breakdown(memory: Memory) -> str:
-    """A line for every part: name, megabytes (10^6 bytes) and share of the device."""
-    rows = [*memory.parts(), ("used", memory.used_bytes), ("free", memory.free_bytes), ("device", memory.total_bytes)]
-    return "\n".join(f"{name:<18}{_mb(size):>14}{size / memory.total_bytes:>8.1%}" for name, size in rows)
-
-
 def _mb(size: int) -> str:
     return f"{size / 1e6:,.1f} MB"

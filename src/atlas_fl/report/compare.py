@@ -1,6 +1,5 @@
 """Many runs side by side: mean and spread over seeds, the worst client, the gain over local training, bytes."""
 
-import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -39,17 +38,6 @@ class ComparisonRow:
     """Wall-clock time, mean over seeds."""
     tasks: Mapping[str, float]
     """Mean score by task."""
-
-
-def by_strategy(runs: Sequence[Path | str]) -> dict[str, list[Path]]:
-    """The runs grouped by the strategy that their `config.toml` names, in the order of first appearance."""
-    groups: dict[str, list[Path]] = {}
-    for run in runs:
-        folder = find_run(run)
-        config = tomllib.loads(folder.config.read_text(encoding="utf-8"))
-        name = config.get("mixing", {}).get("strategy") or read_summary(folder.path)["run"]["strategy"]
-        groups.setdefault(name, []).append(folder.path)
-    return groups
 
 
 def comparison_rows(

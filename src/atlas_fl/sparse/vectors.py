@@ -31,11 +31,6 @@ def scaled(vector: Params, factor: float) -> dict[str, Tensor]:
     return {name: factor * tensor for name, tensor in vector.items()}
 
 
-def negated(vector: Params) -> dict[str, Tensor]:
-    """-tau: adding it makes a model forget the task."""
-    return {name: -tensor for name, tensor in vector.items()}
-
-
 def added(vectors: Sequence[Params]) -> dict[str, Tensor]:
     """The sum of task vectors, in their order."""
     _alike(vectors)
