@@ -1,4 +1,4 @@
-"""Making a plan: phases 1 and 2 and the graph of phase 4, before anything is trained federally."""
+"""Making a plan: phases 1 to 3 and the graph of phase 4, before anything is trained federally."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace

@@ -13,7 +13,7 @@ from rich.table import Table
 from atlas_fl.errors import CheckpointError
 from atlas_fl.report.closing import closing_table
 from atlas_fl.report.compare import comparison_rows
-from atlas_fl.report.export import comparison_table, tasks_table, to_csv, to_latex
+from atlas_fl.report.comparison_tables import comparison_table, tasks_table, to_csv, to_latex
 from atlas_fl.report.plan_tables import (
     cluster_table,
     in_runs,

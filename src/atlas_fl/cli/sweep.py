@@ -122,7 +122,7 @@ def run_grid(base: Config, *, over: Sequence[str], seeds: Sequence[int], same_ro
 def _show_comparison(points: Sequence[Point], folders: Sequence[Path], *, path: Path, note: str) -> None:
     from atlas_fl.io.atomic import write_atomic
     from atlas_fl.report.compare import comparison_rows
-    from atlas_fl.report.export import comparison_table, tasks_table, to_csv, to_latex
+    from atlas_fl.report.comparison_tables import comparison_table, tasks_table, to_csv, to_latex
 
     groups: dict[str, list[Path]] = {}
     for point, folder in zip(points, folders):
