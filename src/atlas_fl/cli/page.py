@@ -2,7 +2,7 @@
 
 import shutil
 import textwrap
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
@@ -95,20 +95,16 @@ def metavar(kind: Any) -> str | None:
 def page(default: Any, *, command: str) -> str:
     """The help of a command whose options have these values where no flag says another."""
     own = list(arguments(default))
-    words = [one for one in own if not one.flag]
-    required = [one.name for one in own if one.flag and one.is_required]
+    words, flags = [one for one in own if not one.flag], [one for one in own if one.flag]
+    required = [one.name for one in flags if one.is_required]
     usage = f"usage: {' '.join([command, *required, '[OPTIONS]', *(one.name for one in words)])}"
-    sections = {"": words, "options:": [one for one in own if one.flag]}
-    rows = {title: [(one.name, one.text) for one in found] for title, found in sections.items() if found}
-    rows.setdefault("options:", []).append(("-h, --help", "Show this page."))
-    groups = _groups(getattr(default, SETTINGS, None))
-    if groups:
-        rows["settings, by their table in config.toml:"] = []
-    rows |= groups
-    width = max(len(name) for found in rows.values() for name, _ in found)
+    sections = [("", _rows(words)), ("options:", [*_rows(flags), ("-h, --help", "Show this page.")])]
+    sections += _groups(getattr(default, SETTINGS, None))
+    width = max(len(name) for _, rows in sections for name, _ in rows)
     lines = [*wrapped(usage), "", *wrapped(" ".join((type(default).__doc__ or "").split()))]
-    for title, found in rows.items():
-        lines += ["", *wrapped(title), *table(found, names=min(width, NAMES))]
+    for title, rows in sections:
+        if title or rows:
+            lines += ["", *wrapped(title), *table(rows, names=min(width, NAMES))]
     return "\n".join(lines)
 
 
@@ -136,14 +132,18 @@ def wrapped(text: str, *, indent: int = 0) -> list[str]:
     return [line.replace(SPACE, " ") for line in lines]
 
 
-def _groups(settings: Any) -> Mapping[str, list[tuple[str, str]]]:
-    """The rows of every table of settings; where and from what a run is made stands before how."""
-    classes = {} if settings is None else group_classes()
-    order = sorted(classes, key=lambda group: group != "run")
-    return {
-        f"[{group}] {classes[group].__doc__}": [(one.name, one.text) for one in arguments(getattr(settings, group))]
-        for group in order
-    }
+def _groups(settings: Any) -> Iterator[tuple[str, list[tuple[str, str]]]]:
+    """The heading and the rows of every table of settings; where and from what a run is made stands before how."""
+    if settings is None:
+        return
+    yield "settings, by their table in config.toml:", []
+    classes = group_classes()
+    for group in sorted(classes, key=lambda group: group != "run"):
+        yield f"[{group}] {classes[group].__doc__}", _rows(arguments(getattr(settings, group)))
+
+
+def _rows(found: Iterable[Argument]) -> list[tuple[str, str]]:
+    return [(one.name, one.text) for one in found]
 
 
 def _choices(kind: Any) -> tuple[str, ...]:
