@@ -181,7 +181,7 @@ def test_compare_knows_old_names_and_the_gain_over_local(atlas: Atlas, ran: list
         (["resume", "nothing", "--max-rounds", "0"], "--max-rounds is 0; allowed: at least 1;"),
         (["audit", "nothing"], "not a run folder: nothing;"),
         (["export", "nothing", "--client", "0", "--to", "x"], "not a run folder: nothing;"),
-        (["export", "nothing", "--client", "0"], "Missing from atlas export: --to TEXT Folder to write to."),
+        (["export", "nothing", "--client", "0"], "missing: --to TEXT; see `atlas export --help`"),
         (["report", "nothing"], "not a run folder: nothing;"),
         (["report"], "no run is named; give the folder of a run"),
     ],
