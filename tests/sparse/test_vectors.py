@@ -14,7 +14,7 @@ def test_difference_addition_negation_and_scale_by_hand() -> None:
     assert vector["w"].tolist() == [0.5, -1.0]
     assert apply(START, vector)["w"].tolist() == TRAINED["w"].tolist()
     assert apply(START, vector, scale=0.5)["w"].tolist() == [1.25, 1.5]
-    assert apply(START, scaled(vector, -1.0))["w"].tolist() == [0.5, 3.0]
+    assert apply(START, scaled(vector, -1.0))["w"].tolist() == [0.5, 3.0], "a negated vector"
     assert added([vector, scaled(vector, 3.0)])["w"].tolist() == [2.0, -4.0]
     assert apply(START, {"w": vector["w"]})["b"].tolist() == [3.0], "what the vector lacks stays"
 

@@ -1,4 +1,4 @@
-"""Task vectors: what training has added to a model, as something to add, scale and merge.
+"""Task vectors: what training has added to a model, as something to add, scale (below zero negates) and merge.
 
 Ilharco et al. 2023, "Editing Models with Task Arithmetic"; TIES: Yadav et al. 2023, "TIES-Merging: Resolving
 Interference When Merging Models".
