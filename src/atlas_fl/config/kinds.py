@@ -146,8 +146,9 @@ def _wrong(value: object, kind: Any) -> ValueError:
 
 def _nearest(value: object, kind: Any) -> str | None:
     """The choice that a text was meant to be: not cpu, where it is gpu."""
-    choices = get_args(kind) if get_origin(kind) is Literal and isinstance(value, str) else ()
-    return next(iter(get_close_matches(str(value).lower(), choices, n=1, cutoff=0.7)), None)
+    if not isinstance(value, str) or get_origin(kind) is not Literal:
+        return None
+    return next(iter(get_close_matches(value.lower(), get_args(kind), n=1, cutoff=0.7)), None)
 
 
 def _scalar(word: str, kind: Any) -> object:
