@@ -54,7 +54,7 @@ def run(
     A folder that holds the same run is refused, or with `resume` gone on with (a complete one is just read).
     Raises an `AtlasError` for whatever the user can mend; nothing is written before the config is valid.
     """
-    config = pinned(validate(config))
+    config = pinned(validate(config, at_sites=workplace is not None))
     workplace = workplace or ENGINES[config.run.engine]
     folder = run_folder(config)
     check_free(folder)
@@ -84,7 +84,7 @@ def resume(folder: str | Path, *, max_rounds: int | None = None, on_event: OnEve
     Raises `CheckpointError` where the folder holds no run.
     """
     found = find_run(folder, begun=True)
-    config = validate(load_config(found.config))
+    config = validate(load_config(found.config), at_sites=True)  # it was begun; where, is told from its clients
     at_home = replace(config.run, runs_dir=str(found.path.parent), name=found.path.name, max_rounds=max_rounds)
     with run_lock(found.path):
         return _go_on(replace(config, run=at_home), found, on_event, ENGINES[config.run.engine])

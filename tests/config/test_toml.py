@@ -72,7 +72,7 @@ def test_a_partial_file_changes_what_it_names(tmp_path: Path) -> None:
     [
         ("[mixing]\netta = 1\n", r"unknown setting 'etta' in .*own.toml; did you mean 'eta'\?"),
         ("[mixin]\neta = 1\n", r"unknown table in .*own.toml: 'mixin'; did you mean 'mixing'\?"),
-        ("eta = 1\n", r"unknown table in .*own.toml: 'eta';"),
+        ("eta = 1\n", r"own.toml: eta stands outside of all tables; it belongs below \[mixing\]; move it there"),
         ("[data]\neta = 1\n", r"eta stands in \[data\]; it belongs to \[mixing\]; move it there"),
         ("mixing = 3\n", r"mixing is no table; write \[mixing\]"),
         ("[mixing]\neta = '1'\n", r"eta is '1'; allowed: a number;"),

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from atlas_fl.config import Config, with_values
+from atlas_fl.config import Config, validate, with_values
 from atlas_fl.deployed.serving import Service, check_served
 from atlas_fl.errors import ConfigError
 
@@ -27,3 +27,13 @@ def test_what_would_mean_something_else_is_refused(values: dict[str, object], me
     with pytest.raises(ConfigError, match=message) as error:
         check_served(with_values(Config(), values), SERVICE)
     assert "\n" not in str(error.value)
+
+
+def test_the_clients_of_a_served_run_are_those_who_come() -> None:
+    """Names and numbers are not held against the tasks of the settings, which are not used."""
+    config = with_values(Config(), {"split": "site-2=2,mine=1", "clusters": "50", "min_cluster_size": 50})
+    validate(config, at_sites=True)
+    with pytest.raises(ConfigError, match="allowed: auto, oracle, or a number from 1 to"):
+        validate(config)
+    with pytest.raises(ConfigError, match="unknown name in --split 'mine'"):
+        validate(with_values(config, {"clusters": "auto", "min_cluster_size": 1}))

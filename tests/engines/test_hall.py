@@ -157,6 +157,20 @@ def test_what_does_not_fit_is_refused(changes: dict[str, Any], message: str) -> 
     play(script)
 
 
+def test_who_is_refused_is_shown_once_and_as_a_terminal_may_have_it() -> None:
+    async def script(hall: Hall, _: list[str]) -> None:
+        for _again in range(3):
+            hall.on_refused("site-1", "labels (\x1b[2J, good) are others")
+        hall.on_refused("stranger", "client 'stranger' is not listed")
+        await hall.lose("site-2", "nothing fits its device")  # as it was told by whoever turned it away
+        hall.on_refused("site-2", "nothing fits its device")
+
+    assert play(script) == [
+        "site-1 was refused: labels (?[2J, good) are others",
+        "stranger was refused: client 'stranger' is not listed",
+    ]
+
+
 def test_who_comes_late_or_with_other_data_is_refused_and_who_is_missing_is_named() -> None:
     async def script(hall: Hall, notes: list[str]) -> None:
         first = await register(hall, "site-1")

@@ -27,6 +27,7 @@ class Echo:
 
     handled: list[tuple[str, Any]] = field(default_factory=list)
     presence: list[tuple[str, bool]] = field(default_factory=list)
+    refused: list[tuple[str, str]] = field(default_factory=list)
     hold: Callable[[], bool] = lambda: False
     begun: threading.Event = field(default_factory=threading.Event)
     changed: threading.Condition = field(default_factory=threading.Condition)
@@ -56,7 +57,13 @@ class Echo:
 
     def sessions(self) -> Sessions:
         allowed = ("site-1", "site-2")
-        return Sessions(answer=self.answer, admit=self.admit, allowed=allowed, on_presence=self.on_presence)
+        return Sessions(
+            answer=self.answer,
+            admit=self.admit,
+            allowed=allowed,
+            on_presence=self.on_presence,
+            on_refused=lambda name, reason: self.refused.append((name, reason.partition(";")[0])),
+        )
 
 
 @contextmanager
@@ -172,14 +179,20 @@ def test_two_clients_with_one_name_are_refused_and_one_may_come_back(certs_folde
             assert again.exchange({"n": 1})[0]["n"] == 1
 
 
-def test_who_is_not_listed_or_has_another_config_is_refused(certs_folder: Path) -> None:
-    with serving(Echo(), certs_folder) as port:
+def test_who_is_not_listed_or_has_another_config_is_refused_and_the_server_is_told(certs_folder: Path) -> None:
+    echo = Echo()
+    with serving(echo, certs_folder) as port:
         with pytest.raises(ProtocolError, match=r"client 'site-3' is not listed; allowed: site-1, site-2"):
             link(port, open_certs(certs_folder / "site-3")).__enter__()
         with pytest.raises(ProtocolError, match="site-1 has config other, the server c"):
             link(port, open_certs(certs_folder / "site-1"), config="other").__enter__()
         with pytest.raises(ProtocolError, match=r"speaks protocol 0, the server 2; install the same"):
             link(port, open_certs(certs_folder / "site-1"), protocol=0).__enter__()
+    assert echo.refused == [
+        ("site-3", "client 'site-3' is not listed"),
+        ("site-1", "site-1 has config other, the server c"),
+        ("site-1", "client 'site-1' speaks protocol 0, the server 1"),
+    ]
 
 
 def test_expired_and_foreign_certificates_are_refused_at_once(certs_folder: Path, tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ from torch.func import functional_call
 from atlas_fl.clients import ACTIONS, halves
 from atlas_fl.clients.base import Job, Site, Update
 from atlas_fl.clients.evaluate import EvaluateOptions
+from atlas_fl.engines.farewells import dismiss
 from atlas_fl.engines.frames import decode_frame, encode_frame
 from atlas_fl.engines.hall import Hall
 from atlas_fl.engines.loops import Desk, LoopThread
@@ -120,7 +121,7 @@ def federation(site: Site, path: str, names: Sequence[str]) -> Iterator[Federati
         finally:
             for session in sessions.by_name.values():
                 threads.call(left(sessions, session))
-            threads.call(hall.dismiss({}, seconds=60))
+            threads.call(dismiss(hall, {}, seconds=60))
             for thread in fed.running:
                 thread.join(60)
 

@@ -39,15 +39,38 @@ MIXED = {"split": "movie-0=1,movie-1=2,trec-1=1", "dropout": 0.1, "rounds": 2}
 """Cuts at two blocks and a client without one."""
 
 
+@pytest.mark.parametrize("head", ["server", "client"])
 def test_a_deployed_federation_that_shares_above_its_cuts_is_the_simulated_one(
-    federation: Callable[..., Federation],
+    federation: Callable[..., Federation], head: str
 ) -> None:
-    fed = federation(split="movie-0=1,movie-1=2", server_adapters="per_cluster", rounds=2, eta=0.3)
+    cuts = {"split": "movie-0=1,movie-1=2", "server_adapters": "per_cluster", "head": head}
+    fed = federation(**cuts, rounds=2, eta=0.3)
     fed.complete()
     fed.is_as_simulated()
+    rows = [sorted(map(str, read_rows(folder.ledger))) for folder in (fed.served, RunFolder(fed.simulated))]
+    assert rows[0] == rows[1]
     report = audit(fed.served.path)
     assert report.ok
     assert {row.client for row in report.rows if row.check == "common"} == set(fed.sites)
+
+
+def test_sites_are_cut_by_their_own_names_and_tasks(federation: Callable[..., Federation]) -> None:
+    """None of these is among the tasks, clients and devices of the settings."""
+    own = "mine=memory_gb=8,gflops=200,up_mbps=20,down_mbps=50,latency_ms=20,max_rank=64"
+    fed = federation({"movie-7": "cpu_2gb", "movie-8": own, "movie-9": "cpu_2gb"}, split="notes=2,movie-7=1,mine=1")
+    server, port = fed.serve("--clusters", "2")
+    tasks = {"movie-7": "notes", "movie-8": "letters", "movie-9": "notes"}
+    programs = [server]
+    for name, task in tasks.items():
+        rows = [f"{'good' if n % 2 else 'bad'} {task} number {n} of {name},{n % 2}" for n in range(60)]
+        (fed.folder / f"{name}.csv").write_text("\n".join(["text,label", *rows]))
+        words = ("--certs", f"certs/{name}", "--task", f"{task}={name}.csv", "--device", fed.sites[name])
+        programs.append(fed.programs.start("join", f"localhost:{port}", *words, folder=fed.folder))
+    for program in programs:
+        program.end()
+    cuts = [client["cut"] for client in read_json(fed.served.plan)["clients"]]
+    assert cuts == [1, 1, 2]
+    assert audit(fed.served.path).ok
 
 
 def lower_part(model: Path, folder: Path, *, blocks: int) -> str:

@@ -89,6 +89,19 @@ def test_a_round_goes_on_without_who_is_away(federation: Callable[..., Federatio
     missing = [row for row in read_rows(fed.served.metrics) if row.get("event") == "missing"]
     assert {row["client"] for row in missing} == {"movie-1"}
     assert audit(fed.served.path).ok
+    assert "movie-1 did not get the model at the end of the run" in said
+    # both commands once more, and it gets what the others have
+    again, port = fed.serve()
+    assert again.wait_for(r"is complete; listening on .* for up to 600 seconds for movie-1, without a model yet")
+    fed.join("movie-1", port).end()
+    again.end()
+    assert all(own_adapter(fed, name) == adapters(fed.served.path)[name] for name in fed.sites)
+    # then all is over
+    assert "listening" not in fed.programs.start("serve", *again.words[1:], folder=fed.folder).end()
+
+
+def own_adapter(fed: Federation, name: str) -> str:
+    return digest(read_tensors(fed.folder / f"{name}-adapter" / "adapter_model.safetensors"))
 
 
 def test_a_client_that_comes_late_is_placed_and_no_fault_changes_a_bit_of_it(

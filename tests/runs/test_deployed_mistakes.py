@@ -40,6 +40,7 @@ def test_a_site_without_its_part_of_the_model_ends_with_one_line(
     ("split", "device", "reason"),
     [
         ("movie-0=3", "cpu_2gb", "--split cuts at block 3, and .* has 3 blocks"),
+        ("movi-0=1", "cpu_2gb", "unknown name in --split 'movi-0'; did you mean 'movie-0'"),
         (
             "auto",
             "none=memory_gb=0.375,gflops=20,up_mbps=2,down_mbps=10,latency_ms=60,max_rank=8",

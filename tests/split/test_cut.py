@@ -28,12 +28,15 @@ def test_each_part_moves_the_score_the_right_way(better: dict[str, float]) -> No
 
 def test_time_and_score_may_disagree_and_both_say_why() -> None:
     slow = changed(blocks=1, memory=0.1, link_seconds=5.0)
-    assert choose([EVEN, slow], "time") == (EVEN, "smallest round time, 8.0 s, of 2 cuts that fit")
+    time = "smallest round time, 8.0 s, of 2 cuts that fit; best score, 0.63, at block 1"
+    assert choose([EVEN, slow], "time") == (EVEN, time)
     best, reason = choose([EVEN, slow], "score")
     assert best is slow
     assert reason == (
-        "best score, 0.63, of 2 cuts that fit (memory 0.90, communication 0.44, importance 0.60, balance 0.33)"
+        "best score, 0.63, of 2 cuts that fit (memory 0.90, communication 0.44, importance 0.60, balance 0.33);"
+        " smallest round time, 8.0 s, at block 2"
     )
+    assert choose([EVEN], "time")[1].endswith("; best score, 0.51, as well")
 
 
 @pytest.mark.parametrize("objective", ["score", "time"])

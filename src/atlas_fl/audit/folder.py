@@ -108,7 +108,7 @@ def open_run(path: Path) -> Run:
         raise CheckpointError(f"{path} is no run: it has no config.toml")
     try:
         config = tomllib.loads((path / "config.toml").read_text(encoding="utf-8"))
-        settings = validate(load_config(path / "config.toml"))
+        settings = validate(load_config(path / "config.toml"), at_sites=True)
     except (tomllib.TOMLDecodeError, UnicodeDecodeError, ConfigError) as error:
         raise CheckpointError(f"{path / 'config.toml'} cannot be read: {error}") from error
     found = _numbers(path / "audit")

@@ -30,7 +30,8 @@ class ServeOptions:
     min_clients: int = 0
     """Fewest clients that the plan and every round need; 0 for all that are listed."""
     wait: float = 600.0
-    """Seconds to wait for all of them before the run begins with fewer, or ends."""
+    """Seconds to wait for all of them before the run begins with fewer, or ends; of a complete run, for those who have
+    not got their model."""
     deadline: float = 600.0
     """Seconds that a client has for a job; who lets it pass misses the round."""
     late: bool = True
@@ -42,14 +43,16 @@ def serve(words: Sequence[str]) -> int:
     """Serve what these words say; 0."""
     groups = split(words)
     options = parse(ServeOptions(settings=base_config(groups)), groups, command="atlas serve")
-    config = validate(options.settings)
+    config = validate(options.settings, at_sites=True)
     # gRPC writes its own view of every refused certificate to the terminal, where ours stands already.
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")
 
     from pathlib import Path
 
     from atlas_fl.cli.tables import outcome
-    from atlas_fl.deployed.serving import Service, across_machines
+    from atlas_fl.deployed.handing import hand_out
+    from atlas_fl.deployed.listening import Service
+    from atlas_fl.deployed.serving import across_machines
     from atlas_fl.run import run as run_config
 
     service = Service(
@@ -62,6 +65,7 @@ def serve(words: Sequence[str]) -> int:
         late=options.late,
     )
     with show_progress() as on_event, going_on("the same command"):
+        hand_out(config, service, on_event)
         result = run_config(config, on_event=on_event, resume=True, workplace=across_machines(service))
     show(outcome(result.folder, result.summary, complete=result.complete))
     return 0

@@ -1,7 +1,7 @@
 """Whether the names in a config are in the registries; these are imported here, late, because they take seconds."""
 
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from atlas_fl.config.fields import Setting, settings, value_of
 from atlas_fl.config.groups import Config
@@ -11,8 +11,8 @@ from atlas_fl.config.splitting import EVERY, cuts_by_name
 from atlas_fl.errors import ConfigError, unknown
 
 
-def check_names(config: Config) -> None:
-    """Nothing where model, tasks, devices, strategy and allocator are known.
+def check_names(config: Config, *, at_sites: bool = False) -> None:
+    """Nothing where model, tasks, devices, strategy and allocator are known, and the clients unless they are at sites.
 
     Raises:
         AtlasError: one is not; the message has the nearest known name.
@@ -21,7 +21,8 @@ def check_names(config: Config) -> None:
     _check_allocator(config.ranks.ranks)
     _check_devices(config.data.devices, config.data.device)
     _check_tasks(config.data.tasks, config.data.task)
-    _check_cut_names(config)
+    if not at_sites:
+        _check_cut_names(config)
     _check_sharing(config)
     _check_images(config)
     _check_precision(config)
@@ -53,13 +54,21 @@ def _check_devices(names: tuple[str, ...], own: tuple[str, ...]) -> None:
 def _check_cut_names(config: Config) -> None:
     from atlas_fl.ranks.devices import find_devices
 
-    data, named = config.data, set(cuts_by_name(config.split.split)) - {EVERY}
-    if not named:
-        return
+    data = config.data
     tasks = [*data.tasks, *(own.partition("=")[0] for own in data.task)]
     clients = [f"{task}-{place}" for task in tasks for place in range(data.clients_per_task)]
-    known = {*tasks, *clients, *(device.name for device in find_devices(data.devices, data.device))}
-    if missing := sorted(named - known):
+    check_cut_names(
+        config.split.split, {*tasks, *clients, *(one.name for one in find_devices(data.devices, data.device))}
+    )
+
+
+def check_cut_names(split: str, known: Collection[str]) -> None:
+    """Nothing where `--split` names these clients, tasks and devices alone.
+
+    Raises:
+        ConfigError: it names another; the message has the nearest.
+    """
+    if missing := sorted(set(cuts_by_name(split)) - {EVERY, *known}):
         raise unknown("name in --split", missing[0], known)
 
 

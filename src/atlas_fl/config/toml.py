@@ -78,6 +78,9 @@ def parse_config(text: str, *, origin: str) -> Config:
 def _values(tables: Mapping[str, Any], path: str | Path, *, form: Form = TOML) -> dict[str, Any]:
     values: dict[str, Any] = {}
     for group, table in tables.items():
+        if (own := settings().get(group)) is not None and group not in group_classes():
+            begun = form.table.format(own.group)
+            raise ConfigError(f"{path}: {group} stands outside of all tables; it belongs below {begun}; move it there")
         if group not in group_classes():
             raise unknown(f"table in {path}:", group, group_classes())
         if not isinstance(table, Mapping):

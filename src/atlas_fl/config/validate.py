@@ -2,6 +2,7 @@
 
 from dataclasses import fields
 
+from atlas_fl.config.counts import check_counts
 from atlas_fl.config.data import arrivals
 from atlas_fl.config.fields import settings, value_of
 from atlas_fl.config.groups import Config, DataConfig, MixingConfig, RanksConfig, RunConfig
@@ -17,8 +18,10 @@ LONGEST_NAME = 200
 """Bytes of a run's name: file systems allow 255, and files beside it are named after it."""
 
 
-def validate(config: Config) -> Config:
+def validate(config: Config, *, at_sites: bool = False) -> Config:
     """The same config, if every setting has its type and range, contradicts no other and names what there is.
+
+    With `at_sites` the clients are those who come, whoever that is: nothing is held against the config's own.
 
     Raises:
         AtlasError: the first setting that does not; one line with its value, what is allowed and the remedy.
@@ -27,7 +30,7 @@ def validate(config: Config) -> Config:
     check_ranges(config)
     _check_data(config.data)
     _check_arrivals(config)
-    _check_clusters(config)
+    _check_clusters(config, at_sites=at_sites)
     _check_ranks(config.ranks)
     _check_split(config.split)
     _check_mixing(config.mixing)
@@ -36,7 +39,7 @@ def validate(config: Config) -> Config:
     _check_patience(config.training)
     _check_shared(config)
     _check_images(config)
-    check_names(config)
+    check_names(config, at_sites=at_sites)
     return config
 
 
@@ -76,17 +79,12 @@ def _check_arrivals(config: Config) -> None:
             )
 
 
-def _check_clusters(config: Config) -> None:
+def _check_clusters(config: Config, *, at_sites: bool) -> None:
     tasks = {*config.data.tasks, *(own.partition("=")[0] for own in config.data.task)}
-    clients = len(tasks) * config.data.clients_per_task
-    wanted = config.clustering.clusters
-    if wanted not in ("auto", "oracle") and not 1 <= (whole_number(wanted) or 0) <= clients:
-        raise mistake("--clusters", wanted, f"auto, oracle, or a number from 1 to {clients}, the number of clients")
+    check_counts(config.clustering, clients=None if at_sites else len(tasks) * config.data.clients_per_task)
     low, high = config.clustering.k_range
     if low > high:
         raise mistake("--k-range", (low, high), "the smaller number first")
-    if (size := config.clustering.min_cluster_size) > clients:
-        raise mistake("--min-cluster-size", size, f"at most {clients}, the number of clients")
 
 
 def _check_ranks(ranks: RanksConfig) -> None:

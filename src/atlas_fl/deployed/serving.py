@@ -1,66 +1,40 @@
 """The server of a federation across machines: the workplace of a run whose clients are at their sites."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, replace
-from pathlib import Path
+from dataclasses import replace
 from typing import Any
 
 from atlas_fl.assemble import Assembly
 from atlas_fl.clients.base import ClientTokens
 from atlas_fl.config import Config, run_folder
+from atlas_fl.config.counts import check_counts
+from atlas_fl.config.names import check_cut_names
 from atlas_fl.config.splitting import NONE
-from atlas_fl.deployed.halls import hall_of
+from atlas_fl.deployed.handing import begin_to_serve, dismiss, last_plan
+from atlas_fl.deployed.listening import Service, listening
 from atlas_fl.door import Door, Newcomer
+from atlas_fl.engines import farewells
 from atlas_fl.engines.base import Engine
 from atlas_fl.engines.census import Census, stand_in
 from atlas_fl.engines.hall import Hall
 from atlas_fl.engines.latecomers import let_in, newcomers, turn_away
-from atlas_fl.engines.loops import Desk, LoopThread
+from atlas_fl.engines.loops import Desk
 from atlas_fl.engines.remote import RemoteEngine
-from atlas_fl.engines.server import Server
-from atlas_fl.engines.stream import Sessions
+from atlas_fl.engines.seats import Seat
 from atlas_fl.engines.suffixes import Suffixes
-from atlas_fl.engines.tokens import Tokens
 from atlas_fl.errors import BudgetError, CheckpointError, ConfigError
 from atlas_fl.events import Note, OnEvent
-from atlas_fl.io import checkpoint
-from atlas_fl.io.certs import Listed, listed_clients, open_certs
+from atlas_fl.io.certs import listed_clients, open_certs
 from atlas_fl.io.folder import RunFolder
-from atlas_fl.io.results import read_json
 from atlas_fl.lines import IMAGES, Line, line_for, line_in
 from atlas_fl.options import strategy_of
-from atlas_fl.plan import Plan
 from atlas_fl.private import shares_all
-from atlas_fl.records import models_of
-from atlas_fl.types import Params
+from atlas_fl.ranks.devices import DEVICES
 
 FAREWELL_SECONDS = 30.0
 AT_ONCE = 16
 """Most clients with whole models that work at the same time: the server holds a message of a model for each."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Service:
-    """How a server is reached and whom it waits for."""
-
-    certs: Path
-    """The folder `server` of `atlas certs make`."""
-    host: str = "0.0.0.0"
-    port: int = 8470
-    """0 takes a free one."""
-    min_clients: int = 0
-    """Fewest clients that the plan and a round need; 0 for all that are listed."""
-    wait_seconds: float = 600.0
-    """How long the server waits for all of them before it begins with fewer, or gives up."""
-    deadline_seconds: float = 600.0
-    """How long a job may take."""
-    tokens: Tokens | None = None
-    """What clients bring beside their certificate; None where that is enough."""
-    late: bool = True
-    """Whether clients may join that come after the plan was made."""
-    beside: Callable[[Hall, Desk], AbstractContextManager[None]] = lambda *_: nullcontext()
-    """Entered when the server listens and left when the run ends: whatever else starts and watches its clients."""
 
 
 def across_machines(service: Service) -> Callable[[Config, OnEvent], AbstractContextManager[tuple[Assembly, Engine]]]:
@@ -79,36 +53,42 @@ def across_machines(service: Service) -> Callable[[Config, OnEvent], AbstractCon
                 f"--min-clients is {service.min_clients}, and {len(wanted)} clients are waited for; lower it, or list"
                 f" more in {service.certs}"
             )
-        least = service.min_clients or len(wanted)
-        with LoopThread() as threads:
-            desk = Desk(threads=threads, on_event=on_event)
-            # adapters that a cluster shares belong to those who were there when the plan was made
-            late = service.late and config.split.server_adapters == "per_client"
-            hall = hall_of(config, listed, desk, late=late)
-            server = Server(_sessions(hall, service), certs, host=service.host, port=service.port)
-            port = desk.call(server.start())
+        # adapters that a cluster shares belong to those who were there when the plan was made
+        late = service.late and config.split.server_adapters == "per_client"
+        with listening(config, service, certs, on_event=on_event, listed=listed, late=late) as (hall, desk, where):
             try:
-                on_event(Note(f"listening on {service.host}:{port} for {', '.join(wanted)}"))
+                on_event(Note(f"listening on {where} for {', '.join(wanted)}"))
                 with service.beside(hall, desk):
-                    come = desk.call(hall.gather(wanted, least=least, seconds=service.wait_seconds))
-                    assembly = _assembly(config, hall, desk, come)
-                    with _suffixes(assembly) as suffixes:
-                        yield assembly, _engine(hall, desk, suffixes, service, line=line_in(assembly))
+                    yield from _gathered(config, hall, desk, wanted, service)
                     if folder.summary.exists():
-                        desk.call(hall.dismiss(_final_models(folder), seconds=FAREWELL_SECONDS))
+                        dismiss(folder, hall, desk, seconds=FAREWELL_SECONDS)
             except (BudgetError, ConfigError) as error:
                 # Settings that cannot be will not come back: a site need not wait for them.
-                desk.call(hall.dismiss({}, seconds=FAREWELL_SECONDS, reason=str(error)))
+                desk.call(farewells.dismiss(hall, {}, seconds=FAREWELL_SECONDS, reason=str(error)))
                 raise
-            finally:
-                threads.call(server.stop())
 
     return workplace
 
 
-def _sessions(hall: Hall, service: Service) -> Sessions:
-    admit = hall.admit if service.tokens is None else service.tokens.guard(hall.admit)
-    return Sessions(answer=hall.answer, admit=admit, allowed=Listed(service.certs), on_presence=hall.on_presence)
+def _gathered(
+    config: Config, hall: Hall, desk: Desk, wanted: tuple[str, ...], service: Service
+) -> Iterator[tuple[Assembly, Engine]]:
+    """Assembly and engine, once those who are waited for have come."""
+    least = service.min_clients or len(wanted)
+    come = desk.call(hall.gather(wanted, least=least, seconds=service.wait_seconds))
+    _check_sites(config, [hall.seats[name] for name in come], listed=tuple(hall.seats))
+    assembly = _assembly(config, hall, desk, come)
+    begin_to_serve(run_folder(config))
+    with _suffixes(assembly) as suffixes:
+        yield assembly, _engine(hall, desk, suffixes, service, line=line_in(assembly))
+
+
+def _check_sites(config: Config, seats: Sequence[Seat], *, listed: tuple[str, ...]) -> None:
+    """Nothing where what the config says of clients, tasks and devices fits those who have come."""
+    tasks = [seat.census.task for seat in seats if seat.census is not None]
+    devices = [seat.device.name for seat in seats if seat.device is not None]
+    check_cut_names(config.split.split, {*listed, *tasks, *devices, *DEVICES})
+    check_counts(config.clustering, clients=len(seats))
 
 
 def _suffixes(assembly: Any) -> AbstractContextManager[Suffixes | None]:
@@ -179,7 +159,7 @@ def _check_simulated(config: Config) -> None:
 
 def _wanted(folder: RunFolder, listed: tuple[str, ...]) -> tuple[str, ...]:
     """Who is waited for: the clients of the plan where there is one to go on with, else all that are listed."""
-    if (last := _last_plan(folder)) is None:
+    if (last := last_plan(folder)) is None:
         return listed
     _, planned = last
     if unlisted := [name for name in planned if name not in listed]:
@@ -227,18 +207,3 @@ def _door(hall: Hall, desk: Desk, tokens: dict[str, ClientTokens] | None) -> Doo
         let_in=lambda name: desk.call(let_in(hall, name)),
         turn_away=lambda name, error: desk.call(turn_away(hall, name, str(error))),
     )
-
-
-def _last_plan(folder: RunFolder) -> tuple[checkpoint.Checkpoint, tuple[str, ...]] | None:
-    """The newest checkpoint and who is in its plan; None where there is none to go on from."""
-    found, _ = checkpoint.load_latest(folder.checkpoints)
-    if found is None:
-        return None
-    plan = Plan.from_json(read_json(folder.path / found.state["plan"]))
-    return found, tuple(client.name for client in plan.clients)
-
-
-def _final_models(folder: RunFolder) -> Mapping[str, Params]:
-    last = _last_plan(folder)
-    assert last is not None, "a complete run has written its last checkpoint"
-    return models_of(*last)[1]

@@ -16,7 +16,7 @@ from atlas_fl.engines.ends import AdapterSender, NewSender
 from atlas_fl.engines.frames import Head
 from atlas_fl.engines.hosts import Hosts, hosts_of
 from atlas_fl.engines.identity import Identity
-from atlas_fl.engines.seats import Seat, Upper, Work, check_classes, check_entry, count_here, dismissed, present
+from atlas_fl.engines.seats import Seat, Upper, Work, check_classes, check_entry, count_here, present, refusal
 from atlas_fl.engines.stream import NO_TENSORS
 from atlas_fl.engines.suffixes import Suffixes
 from atlas_fl.errors import ProtocolError
@@ -61,6 +61,11 @@ class Hall:
             self._hosts.presence(name, here)
         if seat.census is not None and not seat.dismissed:
             self._on_note(f"{name} is {'back' if here else 'gone'} ({count_here(self.seats.values())})")
+
+    def on_refused(self, name: str, reason: str) -> None:
+        """A client, or who would be one, was told that it may not come, and why."""
+        if line := refusal(self.seats.get(name), name, reason):
+            self._on_note(line)
 
     async def answer(self, name: str, head: Mapping[str, Any], tensors: Params) -> tuple[Head, Params]:
         """The answer to a client's request: its next job, as soon as there is one."""
@@ -236,11 +241,3 @@ class Hall:
             self._ended(seat, seat.work, reason)
         async with self._changed:
             self._changed.notify_all()
-
-    async def dismiss(self, models: Mapping[str, Params], *, seconds: float, reason: str | None = None) -> None:
-        """Tell everyone that it is over, each with its model, or with the reason why there is none.
-
-        Waits so long for those who are here to hear it.
-        """
-        if not await dismissed(self.seats, models, seconds=seconds, reason=reason):
-            self._on_note("not every client has heard that the run is complete")

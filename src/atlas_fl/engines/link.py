@@ -126,7 +126,10 @@ class Link:
                     " `atlas serve` runs there and that no firewall is between"
                 )
             if pause == FIRST_PAUSE:
-                self._desk.note(f"no answer from {self._address} ({reason}); trying for {self._left:g} seconds")
+                meanwhile = ", in which the server may be started again" if again else ""
+                self._desk.note(
+                    f"no answer from {self._address} ({reason}); trying for {self._left:g} seconds{meanwhile}"
+                )
             await asyncio.sleep(pause)
             pause = min(2 * pause, LONGEST_PAUSE)
         self._left = self._patience

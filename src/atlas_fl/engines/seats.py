@@ -9,11 +9,13 @@ from atlas_fl.clients.base import Job, Update
 from atlas_fl.engines.census import Census
 from atlas_fl.engines.ends import AdapterSender, Sender
 from atlas_fl.engines.frames import Head
-from atlas_fl.engines.stream import NO_TENSORS
 from atlas_fl.engines.wire import Told
 from atlas_fl.errors import ProtocolError
 from atlas_fl.ranks.devices import Device
 from atlas_fl.types import Params
+
+SHOWN_SIGNS = 500
+"""Most of a refusal that is noted."""
 
 
 class Upper(Protocol):
@@ -64,6 +66,8 @@ class Seat:
     """It let a deadline pass and has not been here since; nobody waits for it."""
     lost: str = ""
     """Why it will not come, or not again."""
+    refused: str = ""
+    """Why it was refused last."""
     work: Work | None = None
     sender: Sender = field(default_factory=AdapterSender)
     """What is sent to it, which depends on what its process has in memory."""
@@ -121,19 +125,6 @@ def check_classes(seat: Seat, update: Update) -> None:
         raise ProtocolError(f"{seat.name} counted by other classes than its task has; install the server's version")
 
 
-async def left(seats: Collection[Seat], *, seconds: float) -> bool:
-    """Whether everybody has heard that it is over and gone within so many seconds.
-
-    Gone is who has read it: a stream that the server ends could take the last message with it.
-    """
-    until = asyncio.get_running_loop().time() + seconds
-    while any(seat.here and seat.census is not None for seat in seats):
-        if asyncio.get_running_loop().time() > until:
-            return False
-        await asyncio.sleep(0.02)
-    return True
-
-
 def count_here(seats: Collection[Seat]) -> str:
     """How many of these are here, in words."""
     return f"{sum(seat.here and seat.census is not None for seat in seats)} of {len(seats)} here"
@@ -155,18 +146,10 @@ def present(seats: Sequence[Seat], *, least: int, seconds: float) -> tuple[tuple
     return come, missing
 
 
-async def dismissed(
-    seats: Mapping[str, Seat], models: Mapping[str, Params], *, seconds: float, reason: str | None
-) -> bool:
-    """Whether everybody has heard within so many seconds that it is over: with its model, or why there is none."""
-    for name, seat in seats.items():
-        seat.farewell = _farewell(seat, models.get(name), reason=reason)
-        seat.woken.set()
-    return await left(seats.values(), seconds=seconds)
-
-
-def _farewell(seat: Seat, model: Params | None, *, reason: str | None) -> tuple[Head, Params]:
-    """What a client is told at the end: its model, or why there is none."""
-    if reason is not None:
-        return {"kind": "ended", "reason": reason}, NO_TENSORS
-    return ({"kind": "done", "model": False}, NO_TENSORS) if model is None else seat.sender.farewell(model)
+def refusal(seat: Seat | None, name: str, reason: str) -> str | None:
+    """What is noted of a refusal, with a client's words as a terminal may have them; None where it is no news."""
+    if seat is not None:
+        known, seat.refused = (seat.lost, seat.refused), reason
+        if reason in known:
+            return None
+    return f"{name} was refused: " + "".join(sign if sign.isprintable() else "?" for sign in reason[:SHOWN_SIGNS])

@@ -82,6 +82,7 @@ class Server:
                 return
             session, stream, welcome = self._sessions.enter(name, first)
         except ProtocolError as error:
+            self._sessions.on_refused(name, str(error))
             yield encode_frame({"refused": str(error)}, {})
             return
         try:

@@ -63,6 +63,8 @@ class Sessions:
     """Names that may enter; looked into whenever somebody knocks."""
     on_presence: Callable[[str, bool], None]
     """Told (client, whether it is here) whenever that changes."""
+    on_refused: Callable[[str, str], None] = lambda _name, _reason: None
+    """Told (who knocked or asked, why it was refused)."""
     limit: int = FRAME_LIMIT
     by_name: dict[str, Session] = field(default_factory=dict)
 
@@ -122,6 +124,7 @@ class Sessions:
             head, found = await self.answer(name, body, tensors)
             return encode_frame({"sequence": number, "body": head}, found, limit=self.limit)
         except ProtocolError as error:
+            self.on_refused(name, str(error))
             return encode_frame({"sequence": number, "refused": str(error)}, {})
 
 

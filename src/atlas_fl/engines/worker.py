@@ -91,6 +91,7 @@ class Worker:
     def _registered(self) -> tuple[Mapping[str, Any], Params]:
         self.receiver.forget()
         self._guests.clear()
+        self.on_event(PhaseStarted("waiting for the server and its other sites"))
         return self.link.exchange({"kind": "register", **self.registration})
 
     def _carried_out(self, head: Mapping[str, Any], params: Params) -> tuple[Head, Params]:

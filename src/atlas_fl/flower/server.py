@@ -72,12 +72,14 @@ def federate(grid: Grid, order: Order, *, on_event: OnEvent) -> None:
     from atlas_fl.config import load_config, validate
     from atlas_fl.engines.probe import split_address
 
-    config = validate(load_config(order.config))
+    config = validate(load_config(order.config), at_sites=True)
     host, port = split_address(order.address)
     question = Question(grid, count=order.nodes, seconds=order.wait_seconds)
     # The nodes take seconds to answer, and these to be imported.
     from atlas_fl.cli.tables import outcome
-    from atlas_fl.deployed.serving import Service, across_machines
+    from atlas_fl.deployed.handing import hand_out
+    from atlas_fl.deployed.listening import Service
+    from atlas_fl.deployed.serving import across_machines
     from atlas_fl.engines.tokens import Tokens
     from atlas_fl.io.certs import make_certs
     from atlas_fl.run import run
@@ -98,6 +100,7 @@ def federate(grid: Grid, order: Order, *, on_event: OnEvent) -> None:
             tokens=tokens,
             beside=invitations.beside,
         )
+        hand_out(config, service, on_event)
         result = run(config, on_event=on_event, resume=True, workplace=across_machines(service))
     show(outcome(result.folder, result.summary, complete=result.complete))
 

@@ -66,6 +66,11 @@ class RunFolder:
         return self.path / "summary.json"
 
     @property
+    def heard(self) -> Path:
+        """Which clients of a served run have got their model at its end."""
+        return self.path / "heard.json"
+
+    @property
     def checkpoints(self) -> Path:
         """The folder of `round-000N`."""
         return self.path / "checkpoints"

@@ -58,12 +58,19 @@ def score(candidate: Candidate) -> float:
 
 
 def choose(candidates: Sequence[Candidate], objective: Objective) -> tuple[Candidate, str]:
-    """The best of at least one candidate, the one with fewer blocks where two are equal, and the reason in words."""
+    """The best of at least one candidate, the one with fewer blocks where two are equal, and the reason in words.
+
+    The reason also says what the other objective would take.
+    """
     ordered = sorted(candidates, key=lambda own: own.blocks)
     of = f"{len(ordered)} cut{'s' if len(ordered) > 1 else ''} that fit{'' if len(ordered) > 1 else 's'}"
+    quickest, best = min(ordered, key=lambda own: own.seconds), max(ordered, key=score)
+    time, worth = f"smallest round time, {quickest.seconds:.1f} s", f"best score, {score(best):.2f}"
     if objective == "time":
-        best = min(ordered, key=lambda own: own.seconds)
-        return best, f"smallest round time, {best.seconds:.1f} s, of {of}"
-    best = max(ordered, key=score)
+        return quickest, f"{time}, of {of}; {_also(worth, best, quickest)}"
     parts = ", ".join(f"{name} {value:.2f}" for name, value in terms(best).items())
-    return best, f"best score, {score(best):.2f}, of {of} ({parts})"
+    return best, f"{worth}, of {of} ({parts}); {_also(time, quickest, best)}"
+
+
+def _also(words: str, own: Candidate, taken: Candidate) -> str:
+    return f"{words}, {'as well' if own is taken else f'at block {own.blocks}'}"

@@ -1,0 +1,66 @@
+"""How a server is reached, and the hall in which its clients wait, for as long as it listens."""
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+
+from atlas_fl.config import Config
+from atlas_fl.deployed.halls import hall_of
+from atlas_fl.engines.hall import Hall
+from atlas_fl.engines.loops import Desk, LoopThread
+from atlas_fl.engines.server import Server
+from atlas_fl.engines.stream import Sessions
+from atlas_fl.engines.tokens import Tokens
+from atlas_fl.events import OnEvent
+from atlas_fl.io.certs import Certs, Listed
+
+
+@dataclass(frozen=True, kw_only=True)
+class Service:
+    """How a server is reached and whom it waits for."""
+
+    certs: Path
+    """The folder `server` of `atlas certs make`."""
+    host: str = "0.0.0.0"
+    port: int = 8470
+    """0 takes a free one."""
+    min_clients: int = 0
+    """Fewest clients that the plan and a round need; 0 for all that are listed."""
+    wait_seconds: float = 600.0
+    """How long the server waits for all of them before it begins with fewer, or gives up."""
+    deadline_seconds: float = 600.0
+    """How long a job may take."""
+    tokens: Tokens | None = None
+    """What clients bring beside their certificate; None where that is enough."""
+    late: bool = True
+    """Whether clients may join that come after the plan was made."""
+    beside: Callable[[Hall, Desk], AbstractContextManager[None]] = lambda *_: nullcontext()
+    """Entered when the server listens and left when the run ends: whatever else starts and watches its clients."""
+
+
+@contextmanager
+def listening(
+    config: Config, service: Service, certs: Certs, *, on_event: OnEvent, listed: tuple[str, ...], late: bool
+) -> Iterator[tuple[Hall, Desk, str]]:
+    """The hall of this config, the desk before it, and the address that it listens on.
+
+    Raises `ConfigError` where the address cannot be listened on.
+    """
+    with LoopThread() as threads:
+        desk = Desk(threads=threads, on_event=on_event)
+        hall = hall_of(config, listed, desk, late=late)
+        admit = hall.admit if service.tokens is None else service.tokens.guard(hall.admit)
+        sessions = Sessions(
+            answer=hall.answer,
+            admit=admit,
+            allowed=Listed(service.certs),
+            on_presence=hall.on_presence,
+            on_refused=hall.on_refused,
+        )
+        server = Server(sessions, certs, host=service.host, port=service.port)
+        port = desk.call(server.start())
+        try:
+            yield hall, desk, f"{service.host}:{port}"
+        finally:
+            threads.call(server.stop())
