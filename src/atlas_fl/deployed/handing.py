@@ -64,7 +64,7 @@ def hand_out(config: Config, service: Service, on_event: OnEvent) -> None:
         names, until = ", ".join(rest), f"for up to {seconds:g} seconds"
         on_event(Note(f"run {folder.path} is complete; listening on {where} {until} for {names}, without a model yet"))
         with service.beside(hall, desk):
-            dismiss(folder, hall, desk, seconds=seconds, awaited=rest)
+            dismiss(folder, hall, desk, seconds=seconds, awaited=[name for name in rest if name in listed])
 
 
 def last_plan(folder: RunFolder) -> tuple[checkpoint.Checkpoint, tuple[str, ...]] | None:

@@ -34,7 +34,7 @@ async def dismiss(
 
 def _over(seats: Mapping[str, Seat], awaited: Collection[str]) -> bool:
     here = any(seat.here and seat.census is not None for seat in seats.values())
-    return not here and all(seats[name].dismissed for name in awaited)
+    return not here and all(seats[name].dismissed or seats[name].lost for name in awaited)
 
 
 def _farewell(seat: Seat, model: Params | None, *, reason: str | None) -> tuple[Head, Params]:
