@@ -191,7 +191,7 @@ def test_who_is_not_listed_or_has_another_config_is_refused_and_the_server_is_to
     assert echo.refused == [
         ("site-3", "client 'site-3' is not listed"),
         ("site-1", "site-1 has config other, the server c"),
-        ("site-1", "client 'site-1' speaks protocol 0, the server 1"),
+        ("site-1", "client 'site-1' speaks protocol 0, the server 2"),
     ]
 
 

@@ -91,6 +91,7 @@ class Server:
                 for chunk in chunks(await self._sessions.handle(session, request)):
                     yield chunk
         except ProtocolError as error:
+            self._sessions.on_refused(name, str(error))
             yield encode_frame({"refused": str(error)}, {})
         finally:
             self._sessions.leave(session, stream)
