@@ -39,7 +39,7 @@ def _note(task: str, rows: Sequence[Mapping[str, Any]]) -> str:
     apart = float(np.mean([row["distance"] for row in rows]))
     return (
         f"{task}: {sum(sizes):,} training examples over {len(rows)} client{'s' * (len(rows) > 1)}, {_span(sizes)} each,"
-        f" of {_span(classes)} of {len(rows[0]['labels'])} classes; a client's mix is {apart:.2f} of 1 from the task's"
+        f" of {_span(classes)} of {len(rows[0]['labels'])} classes; labels {apart:.2f} from the task's mix (0 to 1)"
     )
 
 
