@@ -5,7 +5,8 @@ from pathlib import Path
 import pytest
 
 from atlas_fl.config import Config, validate, with_values
-from atlas_fl.deployed.serving import Service, check_served
+from atlas_fl.deployed.serving import Service, check_served, check_sites
+from atlas_fl.engines.seats import Seat
 from atlas_fl.errors import ConfigError
 
 SERVICE = Service(certs=Path("certs/server"))
@@ -37,3 +38,12 @@ def test_the_clients_of_a_served_run_are_those_who_come() -> None:
         validate(config)
     with pytest.raises(ConfigError, match="unknown name in --split 'mine'"):
         validate(with_values(config, {"clusters": "auto", "min_cluster_size": 1}))
+
+
+def test_a_cut_may_name_who_comes_late_and_nobody_else() -> None:
+    config, seats = with_values(Config(), {"split": "site-1=2,site-9=2"}), [Seat(name="site-1")]
+    (note,) = check_sites(config, seats, listed=("site-1",), late=True)
+    assert note.startswith("--split names site-9, and nobody here is called so")
+    assert check_sites(config, seats, listed=("site-1", "site-9"), late=False) == ()
+    with pytest.raises(ConfigError, match="unknown name in --split 'site-9'; did you mean 'site-1'"):
+        check_sites(config, seats, listed=("site-1",), late=False)

@@ -52,7 +52,7 @@ def test_a_cut_that_cannot_be_ends_server_and_sites(
     federation: Callable[..., Federation], split: str, device: str, reason: str
 ) -> None:
     fed = federation({"movie-0": device, "movie-1": "tablet_4gb"}, split=split)
-    server, port = fed.serve()
+    server, port = fed.serve("--no-late")
     sites = [fed.join(name, port) for name in fed.sites]
     for program in (server, *sites):
         said = program.end(2).splitlines()

@@ -68,8 +68,13 @@ def check_cut_names(split: str, known: Collection[str]) -> None:
     Raises:
         ConfigError: it names another; the message has the nearest.
     """
-    if missing := sorted(set(cuts_by_name(split)) - {EVERY, *known}):
+    if missing := unknown_cuts(split, known):
         raise unknown("name in --split", missing[0], known)
+
+
+def unknown_cuts(split: str, known: Collection[str]) -> list[str]:
+    """What `--split` names beside these clients, tasks and devices."""
+    return sorted(set(cuts_by_name(split)) - {EVERY, *known})
 
 
 def _check_sharing(config: Config) -> None:

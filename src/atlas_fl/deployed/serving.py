@@ -9,7 +9,7 @@ from atlas_fl.assemble import Assembly
 from atlas_fl.clients.base import ClientTokens
 from atlas_fl.config import Config, run_folder
 from atlas_fl.config.counts import check_counts
-from atlas_fl.config.names import check_cut_names
+from atlas_fl.config.names import check_cut_names, unknown_cuts
 from atlas_fl.config.splitting import NONE
 from atlas_fl.deployed.handing import begin_to_serve, dismiss, last_plan
 from atlas_fl.deployed.listening import Service, listening
@@ -59,7 +59,7 @@ def across_machines(service: Service) -> Callable[[Config, OnEvent], AbstractCon
             try:
                 on_event(Note(f"listening on {where} for {', '.join(wanted)}"))
                 with service.beside(hall, desk):
-                    yield from _gathered(config, hall, desk, wanted, service)
+                    yield from _gathered(config, hall, desk, wanted, service, late=late)
                     if folder.summary.exists():
                         dismiss(folder, hall, desk, seconds=FAREWELL_SECONDS)
             except (BudgetError, ConfigError) as error:
@@ -71,24 +71,33 @@ def across_machines(service: Service) -> Callable[[Config, OnEvent], AbstractCon
 
 
 def _gathered(
-    config: Config, hall: Hall, desk: Desk, wanted: tuple[str, ...], service: Service
+    config: Config, hall: Hall, desk: Desk, wanted: tuple[str, ...], service: Service, *, late: bool
 ) -> Iterator[tuple[Assembly, Engine]]:
     """Assembly and engine, once those who are waited for have come."""
     least = service.min_clients or len(wanted)
     come = desk.call(hall.gather(wanted, least=least, seconds=service.wait_seconds))
-    _check_sites(config, [hall.seats[name] for name in come], listed=tuple(hall.seats))
+    for line in check_sites(config, [hall.seats[name] for name in come], listed=tuple(hall.seats), late=late):
+        desk.on_event(Note(line))
     assembly = _assembly(config, hall, desk, come)
     begin_to_serve(run_folder(config))
     with _suffixes(assembly) as suffixes:
         yield assembly, _engine(hall, desk, suffixes, service, line=line_in(assembly))
 
 
-def _check_sites(config: Config, seats: Sequence[Seat], *, listed: tuple[str, ...]) -> None:
-    """Nothing where what the config says of clients, tasks and devices fits those who have come."""
+def check_sites(config: Config, seats: Sequence[Seat], *, listed: tuple[str, ...], late: bool) -> tuple[str, ...]:
+    """Notes on what the config says of clients, tasks and devices, where it fits those who have come.
+
+    Raises `ConfigError` where it does not: `late` ones may still have a name that nobody here has.
+    """
     tasks = [seat.census.task for seat in seats if seat.census is not None]
     devices = [seat.device.name for seat in seats if seat.device is not None]
-    check_cut_names(config.split.split, {*listed, *tasks, *devices, *DEVICES})
+    known = {*listed, *tasks, *devices, *DEVICES}
     check_counts(config.clustering, clients=len(seats))
+    if not late:
+        check_cut_names(config.split.split, known)
+    if not (named := unknown_cuts(config.split.split, known)):
+        return ()
+    return (f"--split names {', '.join(named)}, and nobody here is called so: it is kept for who comes late",)
 
 
 def _suffixes(assembly: Any) -> AbstractContextManager[Suffixes | None]:
