@@ -4,13 +4,15 @@ A vision transformer of the size of ViT-S (random weights), ten clients of the d
 images each. Both sides take the same batches through the same preparation of pixels; the loop sets the stock model to
 the global weights for each client, runs torch.optim.SGD with momentum and adds up the weighted models. They take turns
 in one process; the difference of the models after the rounds says whether they did the same work. The peak memory of
-each side is that of a process of its own. The last line is what a client's turn takes beyond its steps.
+each side is that of a process of its own. What a round takes beyond its steps is the median over the turns, in each of
+which the same steps are taken once more with nothing around them.
 
     python benchmarks/fedavg_images.py
 """
 
 import argparse
 import multiprocessing
+import statistics
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -113,8 +115,8 @@ class Loop:
             optimizer.zero_grad(set_to_none=True)
 
     def steps_alone(self) -> None:
-        """A round's steps with neither loading nor averaging."""
-        for name in sample_of(self.assembly.config, self.assembly.names, round=self.number + 1):
+        """The last round's steps with neither loading nor averaging."""
+        for name in sample_of(self.assembly.config, self.assembly.names, round=self.number):
             self.client(name)
 
     def model(self) -> Mapping[str, Tensor]:
@@ -148,15 +150,20 @@ def _peak(side: str, args: argparse.Namespace, model: Path) -> float:
     return int(status.split("VmHWM:")[1].split()[0]) / 1024
 
 
-def compare(ours: Ours, loop: Loop, args: argparse.Namespace) -> tuple[Sequence[float], Sequence[float], float]:
-    """Seconds of both sides' rounds in turns, and the largest difference of their models after the last."""
-    mine, theirs = list[float](), list[float]()
+def compare(ours: Ours, loop: Loop, args: argparse.Namespace) -> tuple[dict[str, list[float]], float]:
+    """Seconds of both sides' rounds and of the steps alone in turns, and the largest difference of the last models."""
+    work = {"ours": ours.round, "loop": loop.round, "steps": loop.steps_alone}
+    taken: dict[str, list[float]] = {name: [] for name in work}
     for _ in range(args.turns):
-        mine.append(timed(ours.round, args.clock))
-        theirs.append(timed(loop.round, args.clock))
+        for name, one in work.items():
+            taken[name].append(timed(one, args.clock))
     names, found = loop.model(), ours.model()
-    apart = max(float((names[stock(key, ours.assembly)] - value).abs().max()) for key, value in found.items())
-    return mine, theirs, apart
+    return taken, max(float((names[stock(key, ours.assembly)] - value).abs().max()) for key, value in found.items())
+
+
+def beyond(taken: Mapping[str, Sequence[float]], side: str) -> float:
+    """What a round of this side takes beyond its steps, as a share of them: the median over the turns."""
+    return statistics.median(mine / bare - 1 for mine, bare in zip(taken[side], taken["steps"], strict=True))
 
 
 def main() -> None:
@@ -171,15 +178,14 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as base:
         save_vit(model := Path(base), pixels=args.pixels)
         ours, loop = Ours(settings(model, args)), Loop(settings(model, args), model)
-        mine, theirs, apart = compare(ours, loop, args)
-        bare = min(timed(loop.steps_alone, args.clock) for _ in range(args.turns))
+        taken, apart = compare(ours, loop, args)
         peaks = {side: peak_of(side, args, model) for side in ("ours", "loop")}
-    print("seconds a round, ours: " + ", ".join(f"{value:.2f}" for value in mine))
-    print("seconds a round, loop: " + ", ".join(f"{value:.2f}" for value in theirs))
+    for name, seconds in taken.items():
+        print(f"seconds a round, {name}: " + ", ".join(f"{value:.2f}" for value in seconds))
     print(f"largest difference of the models: {apart:.1e}")
     print(f"peak memory: ours {peaks['ours']:.0f} MB, loop {peaks['loop']:.0f} MB")
-    print(f"a round beyond its steps: ours {min(mine) / bare - 1:+.1%}, loop {min(theirs) / bare - 1:+.1%}")
-    print(f"ratio loop/ours: {sum(theirs) / sum(mine):.2f}")
+    print(f"a round beyond its steps: ours {beyond(taken, 'ours'):+.1%}, loop {beyond(taken, 'loop'):+.1%}")
+    print(f"ratio loop/ours: {sum(taken['loop']) / sum(taken['ours']):.2f}")
 
 
 if __name__ == "__main__":

@@ -16,20 +16,21 @@ from atlas_fl.engines.base import Engine
 from atlas_fl.engines.ends import AdapterSender, NewSender
 from atlas_fl.engines.pool import Bench, Bound, Packs, adapter_bench, adapter_packs
 from atlas_fl.engines.whole import WHOLE_ACTIONS, WholeEngine, whole_packs, within_memory
-from atlas_fl.engines.whole_common import Common
+from atlas_fl.engines.whole_common import Common, parted
 from atlas_fl.engines.whole_ends import WholeReceiver, WholeSender
 from atlas_fl.errors import ConfigError
 from atlas_fl.events import OnEvent, PhaseStarted, Progress, ignore
 from atlas_fl.io.ledger import payload_bytes
 from atlas_fl.mixing.diversity import Diversity, diversity
 from atlas_fl.models.vision import Vision, weights
-from atlas_fl.options import train_options, whole_options
+from atlas_fl.options import drawn_of, train_options, whole_options
 from atlas_fl.phases import cuts_while_planning
 from atlas_fl.phases.whole import check_heads
 from atlas_fl.plan import Plan
 from atlas_fl.planning import Planned, local_engine, plan_for
 from atlas_fl.planning_images import plan_whole
 from atlas_fl.private import hides_factors
+from atlas_fl.sparse.choose import Mask
 from atlas_fl.tasks import find_tasks
 from atlas_fl.tasks.spec import Task
 from atlas_fl.tree import digest
@@ -86,9 +87,10 @@ def _upon_vision(assembly: ImageAssembly, weights: Params) -> ImageAssembly:
     return replace(assembly, site=replace(assembly.site, vision=vision_of(assembly.config, weights=weights)))
 
 
-def whole_sender(vision: Vision, config: Config, *, keeps: bool) -> NewSender:
-    """Senders of whole models to ends that keep what they trained last, or not."""
-    common = Common(home=digest(body_of(vision, config)))
+def whole_sender(vision: Vision, config: Config, *, keeps: bool, mask: Mask | None = None) -> NewSender:
+    """Senders of whole models to ends that keep what they trained last, or not; `mask` where there is one already."""
+    known = None if mask is None else parted(mask)[0]
+    common = Common(home=digest(body_of(vision, config)), mask=known, drawn=drawn_of(config))
     return lambda: WholeSender(common=common, counts_on_trained=keeps)
 
 

@@ -2,7 +2,8 @@
 
 import os
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 from atlas_fl.audit import audit
 from atlas_fl.config import Config
@@ -13,12 +14,12 @@ from atlas_fl.run import run
 from atlas_fl.tree import digest
 from tests.engines.conftest import Proxy
 from tests.runs.federation import Federation, adapters
+from tests.runs.processes import Program
 
 
-def test_a_client_that_is_killed_and_comes_back_and_a_link_that_is_cut_change_no_bit(
-    federation: Callable[..., Federation],
-) -> None:
-    fed = federation(rounds=3)
+@contextmanager
+def killed_and_cut(fed: Federation, *, back_at: str) -> Iterator[tuple[Program, int, Program, Program]]:
+    """The server and its port, a site that was killed and is back at its work, and one whose link was cut then."""
     server, port = fed.serve()
     proxy = Proxy(port)
     try:
@@ -28,13 +29,21 @@ def test_a_client_that_is_killed_and_comes_back_and_a_link_that_is_cut_change_no
         first.kill()
         server.wait_for("movie-0 is gone")
         again = fed.join("movie-0", port)
-        again.wait_for("train, round [23]")
+        again.wait_for(back_at)
         proxy.cut()
+        yield server, port, again, second
+    finally:
+        proxy.close()
+
+
+def test_a_client_that_is_killed_and_comes_back_and_a_link_that_is_cut_change_no_bit(
+    federation: Callable[..., Federation],
+) -> None:
+    fed = federation(rounds=3)
+    with killed_and_cut(fed, back_at="train, round [23]") as (server, _, again, second):
         assert "is lost; trying again" in second.end()
         again.end()
         server.end()
-    finally:
-        proxy.close()
     assert server.said("movie-0 is back")
     fed.is_as_simulated()
 
@@ -55,25 +64,13 @@ def test_a_server_that_is_killed_goes_on_from_its_checkpoint(federation: Callabl
 def test_no_fault_changes_a_bit_of_cut_models(federation: Callable[..., Federation]) -> None:
     """A site killed in the middle of its job, a link cut, and the server killed and started again."""
     fed = federation(rounds=3, split="movie-0=1,movie-1=2")
-    server, port = fed.serve()
-    proxy = Proxy(port)
-    try:
-        first = fed.join("movie-0", port)
-        second = fed.join("movie-1", proxy.port)
-        first.wait_for("train, round 1")
-        first.kill()
-        server.wait_for("movie-0 is gone")
-        again = fed.join("movie-0", port)
-        again.wait_for("train, round 1")
-        proxy.cut()
+    with killed_and_cut(fed, back_at="train, round 1") as (server, port, again, second):
         server.wait_for("round 1/3")
         server.kill()
         last, _ = fed.serve(port=port)
         again.end()
         assert "is lost; trying again" in second.end()
         assert "resumed after round" in last.end()
-    finally:
-        proxy.close()
     fed.is_as_simulated()
 
 

@@ -1,6 +1,7 @@
 """Whole models of image clients in processes of their own end with the bits of their simulation."""
 
 import re
+import shutil
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
@@ -11,11 +12,12 @@ from atlas_fl.audit import audit
 from atlas_fl.config import Config, with_values
 from atlas_fl.export import export
 from atlas_fl.io.folder import RunFolder
-from atlas_fl.io.results import read_json
+from atlas_fl.io.results import read_json, write_json
 from atlas_fl.presets import find_preset
 from atlas_fl.run import RunResult, run
 from atlas_fl.train import sample_of
 from atlas_fl.tree import digest
+from tests.engines.conftest import Proxy
 from tests.models.tiny_vision import save_tiny
 from tests.runs.federation import Federation, adapters
 from tests.runs.processes import Programs
@@ -129,6 +131,28 @@ def test_no_fault_changes_a_bit_of_whole_models(federation: Callable[..., Federa
         site.end()
     assert "resumed after round" in again.end()
     is_as(fed, simulated, round=3)
+
+
+def test_a_server_that_starts_again_hands_out_models_as_values_under_their_mask(
+    federation: Callable[..., Federation], tmp_path: Path
+) -> None:
+    """Whole ones may be longer than a frame, and then nobody could get its own."""
+    config = settings(tmp_path, **{**MASKED, "mask": "random", "calibration_rounds": 1, "sparsity": 0.95}, rounds=1)
+    fed = federation(config)
+    fed.complete()
+    got = fed.folder / "digits-1-adapter/model.safetensors"
+    model = load_file(got)
+    shutil.rmtree(got.parent)
+    write_json(fed.served.heard, {"heard": [name for name in SITES if name != "digits-1"]})
+    server, port = fed.serve()
+    proxy = Proxy(port)
+    try:
+        fed.join("digits-1", proxy.port).end()
+    finally:
+        proxy.close()
+    server.end()
+    assert same_tensors(load_file(got), model)
+    assert proxy.down < sum(tensor.nbytes for tensor in model.values()) / 2
 
 
 def test_a_site_that_comes_late_gets_model_and_mask_and_no_fault_changes_a_bit(

@@ -11,13 +11,17 @@ from atlas_fl.engines.whole_common import check_frames
 from atlas_fl.io.machine import versions
 from atlas_fl.lines import IMAGES, line_for, whole_sender
 from atlas_fl.models.loading import load_backbone
+from atlas_fl.sparse.choose import Mask
 from atlas_fl.sparse.masks import BY_SENSITIVITY
 from atlas_fl.tasks import find_tasks
 from atlas_fl.tree import digest
 
 
-def hall_of(config: Config, listed: tuple[str, ...], desk: Desk, *, late: bool) -> Hall:
-    """Where the clients wait; raises `ConfigError` where their models are too large for a message."""
+def hall_of(config: Config, listed: tuple[str, ...], desk: Desk, *, late: bool, mask: Mask | None = None) -> Hall:
+    """Where the clients wait; raises `ConfigError` where their models are too large for a message.
+
+    `mask` is that of a run which has one before its first job here.
+    """
     how: dict[str, Any] = {"settings": to_toml(config), "on_note": desk.note, "late": late}
     if not with_images(config):
         return Hall(listed, identity_of(digest(dict(_texts(config).named_parameters())), config), **how)
@@ -25,7 +29,7 @@ def hall_of(config: Config, listed: tuple[str, ...], desk: Desk, *, late: bool) 
     if line_for(config) is IMAGES:
         sparse = config.sparse.masked and config.sparse.mask not in BY_SENSITIVITY
         check_frames(body_of(vision, config), sparse=sparse)
-        how["new_sender"] = whole_sender(vision, config, keeps=True)
+        how["new_sender"] = whole_sender(vision, config, keeps=True, mask=mask)
     identity = identity_of(digest(dict(vision.backbone.named_parameters())), config)
     return Hall(listed, identity, images=True, **how)
 

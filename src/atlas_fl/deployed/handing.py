@@ -16,6 +16,7 @@ from atlas_fl.io.certs import listed_clients, open_certs
 from atlas_fl.io.folder import RunFolder
 from atlas_fl.io.lock import run_lock
 from atlas_fl.io.results import read_json, write_json
+from atlas_fl.io.tensors import read_tensors
 from atlas_fl.origin import check_settings
 from atlas_fl.plan import Plan
 from atlas_fl.records import models_of
@@ -59,7 +60,9 @@ def hand_out(config: Config, service: Service, on_event: OnEvent) -> None:
     if not rest:
         return
     seconds, certs, listed = service.wait_seconds, open_certs(service.certs), listed_clients(service.certs)
-    listens = listening(config, service, certs, on_event=on_event, listed=listed, late=False)
+    # models under a mask go as its values, here as in the rounds: the whole one may be longer than a frame
+    mask = read_tensors(folder.mask) if folder.mask.exists() else None
+    listens = listening(config, service, certs, on_event=on_event, listed=listed, late=False, mask=mask)
     with run_lock(folder.path), listens as (hall, desk, where):
         names, until = ", ".join(rest), f"for up to {seconds:g} seconds"
         on_event(Note(f"run {folder.path} is complete; listening on {where} {until} for {names}, without a model yet"))

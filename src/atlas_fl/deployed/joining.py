@@ -13,7 +13,7 @@ from atlas_fl.engines.link import Link
 from atlas_fl.engines.worker import Worker
 from atlas_fl.errors import ConfigError, ProtocolError
 from atlas_fl.events import Note, OnEvent, PhaseStarted, ignore
-from atlas_fl.io.certs import open_certs
+from atlas_fl.io.certs import Certs, open_certs
 from atlas_fl.io.machine import versions
 from atlas_fl.ranks.devices import find_devices
 from atlas_fl.tasks import find_tasks
@@ -73,16 +73,7 @@ def join(joining: Joining, *, on_event: OnEvent = ignore) -> Joined:
     if joining.to.exists():
         raise ConfigError(f"{joining.to} exists already; name another folder with --to, or move it away")
     said: dict[str, str | None] = {"version": versions()["atlas_fl"], "config": joining.config, "model": None}
-    token = {} if joining.token is None else {"token": joining.token}
-    link = Link(
-        joining.address,
-        certs,
-        hello=lambda: {**said, **token},
-        patience=joining.patience_seconds,
-        first_patience=joining.first_seconds,
-        on_event=on_event,
-    )
-    with link:
+    with _link(joining, certs, said, on_event) as link:
         on_event(Note(f"{certs.name} is connected to {joining.address}"))
         on_event(PhaseStarted("loading"))
         config = _config_of(link.welcome, joining)
@@ -107,6 +98,19 @@ def join(joining: Joining, *, on_event: OnEvent = ignore) -> Joined:
         adapter=joining.to if model else None,
         sent_bytes=link.sent_bytes,
         received_bytes=link.received_bytes,
+    )
+
+
+def _link(joining: Joining, certs: Certs, said: Head, on_event: OnEvent) -> Link:
+    """The way to the server; `said` is read at each handshake, so that what is found out later is said too."""
+    token = {} if joining.token is None else {"token": joining.token}
+    return Link(
+        joining.address,
+        certs,
+        hello=lambda: {**said, **token},
+        patience=joining.patience_seconds,
+        first_patience=joining.first_seconds,
+        on_event=on_event,
     )
 
 

@@ -14,6 +14,7 @@ from atlas_fl.engines.stream import Sessions
 from atlas_fl.engines.tokens import Tokens
 from atlas_fl.events import OnEvent
 from atlas_fl.io.certs import Certs, Listed
+from atlas_fl.sparse.choose import Mask
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,7 +42,14 @@ class Service:
 
 @contextmanager
 def listening(
-    config: Config, service: Service, certs: Certs, *, on_event: OnEvent, listed: tuple[str, ...], late: bool
+    config: Config,
+    service: Service,
+    certs: Certs,
+    *,
+    on_event: OnEvent,
+    listed: tuple[str, ...],
+    late: bool,
+    mask: Mask | None = None,
 ) -> Iterator[tuple[Hall, Desk, str]]:
     """The hall of this config, the desk before it, and the address that it listens on.
 
@@ -49,7 +57,7 @@ def listening(
     """
     with LoopThread() as threads:
         desk = Desk(threads=threads, on_event=on_event)
-        hall = hall_of(config, listed, desk, late=late)
+        hall = hall_of(config, listed, desk, late=late, mask=mask)
         admit = hall.admit if service.tokens is None else service.tokens.guard(hall.admit)
         sessions = Sessions(
             answer=hall.answer,

@@ -65,7 +65,7 @@ def decide(
         return Fit(assignment=assignment, prediction=prediction, cut=cut, reason=reason)
 
     if word == NONE:
-        return fit(None, "")
+        return fit(None, "" if assembly.config.split.split == NONE else "left whole by --split")
     if word != AUTO:
         return fit(_checked(int(word), assembly), "set by --split")
     try:

@@ -130,6 +130,15 @@ def held(state: State, updates: ByClient) -> dict[str, Params]:
     return {client: updates.get(client, params) for client, params in state.items()}
 
 
+def _steps(options: StrategyOptions) -> Callable[[int], float]:
+    """The size of the rule's step by round."""
+    return lambda round: options.eta * options.eta_decay ** (round - 1)
+
+
+def _no_step(_round: int) -> float:
+    return 0.0
+
+
 def mixing_strategy(
     name: str,
     rule: Rule,
@@ -147,9 +156,7 @@ def mixing_strategy(
     """
     check_options(options)
     weighting = options.layer_weighting if has_eta else "none"
-
-    def eta(round: int) -> float:
-        return options.eta * options.eta_decay ** (round - 1) if has_eta else 0.0
+    eta, newcomers = _steps(options) if has_eta else _no_step, for_newcomers(arrival or rule)
 
     def matrices(federation: Federation, present: Sequence[bool], *, round: int) -> Matrices:
         return matrices_for(rule, federation, present, eta=eta(round), layer_weighting=weighting)
@@ -162,10 +169,9 @@ def mixing_strategy(
 
     def welcome(state: State, fresh: ByClient, federation: Federation) -> dict[str, Params]:
         there = [client not in fresh for client in federation.clients]
-        row = for_newcomers(arrival or rule)
-        found = matrices_for(row, federation, there, eta=1.0, layer_weighting="none")
-        mixed = _mixed({**state, **fresh}, found, federation, options)
-        return {client: mixed.by_client[client] for client in fresh}
+        found = matrices_for(newcomers, federation, there, eta=1.0, layer_weighting="none")
+        by_client = _mixed({**state, **fresh}, found, federation, options).by_client
+        return {client: by_client[client] for client in fresh}
 
     return Strategy(
         name=name,
