@@ -14,6 +14,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from socket import create_connection, create_server
 from typing import Any
@@ -90,7 +91,7 @@ def site(folder: Path, name: str, port: int, *, turns: int) -> None:
         print("ready", flush=True)
         for line in sys.stdin:
             tensors = {"x": torch.randn(int(float(line) * 1e6 / 4))}
-            turned, _ = timed(lambda tensors=tensors: link.exchange({}, tensors), turns=turns)
+            turned, _ = timed(partial(link.exchange, {}, tensors), turns=turns)
             print(*np.percentile(turned, [50, 95]), flush=True)
 
 
@@ -137,7 +138,7 @@ def measure(folder: Path, ports: tuple[int, int], *, turns: int) -> None:
                 bare.sendall(len(frame).to_bytes(8, "little") + frame)
                 received(bare, len(frame))
 
-            turned, computed = timed(lambda tensors=tensors: link.exchange({}, tensors), turns=turns)
+            turned, computed = timed(partial(link.exchange, {}, tensors), turns=turns)
             coded, raw = timed(coding, turns=turns)[1], timed(plain, turns=turns)[0]
             p50, p95 = np.percentile(turned, [50, 95])
             print(

@@ -27,11 +27,10 @@ from atlas_fl.assemble_images import ImageAssembly, assemble_images
 from atlas_fl.clients.base import Job
 from atlas_fl.clients.whole import batches, images_of
 from atlas_fl.config import Config, with_values
-from atlas_fl.engines.whole import WholeEngine
+from atlas_fl.events import ignore
+from atlas_fl.lines import IMAGES
 from atlas_fl.models.vision import prepare
 from atlas_fl.options import whole_options
-from atlas_fl.planning import Planned
-from atlas_fl.planning_images import plan_whole
 from atlas_fl.presets import find_preset
 from atlas_fl.state import State
 from atlas_fl.train import one_round, sample_of
@@ -66,9 +65,9 @@ class Ours:
     """Rounds of the product, without its files."""
 
     def __init__(self, config: Config) -> None:
-        self.assembly: ImageAssembly = assemble_images(config)
-        self.engine = WholeEngine(site=self.assembly.site)
-        self.planned: Planned = plan_whole(self.assembly, self.engine)
+        self.assembly = IMAGES.assemble(config)
+        self.engine = IMAGES.engine(self.assembly, ignore)
+        self.planned = IMAGES.plan(self.assembly, self.engine)
         self.state = State(round=0, strategy=self.planned.start, start=self.planned.start)
 
     def round(self) -> None:
@@ -105,12 +104,13 @@ class Loop:
 
     def client(self, name: str) -> None:
         options, site = self.options, self.assembly.site
-        rate = {"lr": options.lr, "momentum": options.momentum, "weight_decay": options.weight_decay}
-        optimizer = torch.optim.SGD(self.net.parameters(), **rate)
+        optimizer = torch.optim.SGD(
+            self.net.parameters(), lr=options.lr, momentum=options.momentum, weight_decay=options.weight_decay
+        )
         job = Job(client=name, params={}, round=self.number, options=options)
         for batch in batches(images_of(site, name, "train"), job):
             logits = self.net(prepare(site.vision, batch.pixels)).logits
-            cross_entropy(logits, torch.from_numpy(batch.label)).backward()
+            torch.autograd.backward(cross_entropy(logits, torch.from_numpy(batch.label)))
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
 

@@ -15,6 +15,7 @@ import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 import torch
@@ -44,7 +45,7 @@ STEPS = (10, 20, 30, 40, 60)
 DIM = 1024
 
 
-def federations(name: str, size: int, seeds: int, device: str) -> Iterator[Assembly]:
+def federations(name: str, size: int, seeds: int, device: Literal["cpu", "cuda"]) -> Iterator[Assembly]:
     for seed in range(seeds):
         data = DataConfig(
             tasks=SETS[name], samples=size, validation_samples=10, test_samples=10, max_length=64, clients_per_task=3
@@ -58,12 +59,12 @@ def merged(assemblies: list[Assembly]) -> Site:
     return replace(assemblies[0].site, data=data)
 
 
-def jobs_of(assemblies: list[Assembly], *, kind: str, batches: int, steps: int) -> list[Job]:
+def jobs_of(assemblies: list[Assembly], *, batches: int, steps: int) -> list[Job]:
     jobs = []
     for assembly in assemblies:
         train = warmup_options(assembly.config)
         options = FingerprintOptions(
-            kind=kind, sketch_dim=DIM, train=train, batches=batches, steps=steps, stride=10, reliability=2.0
+            kind="delta", sketch_dim=DIM, train=train, batches=batches, steps=steps, stride=10, reliability=2.0
         )
         ranks = (8,) * assembly.shape.num_layers
         jobs += [
@@ -75,7 +76,7 @@ def jobs_of(assemblies: list[Assembly], *, kind: str, batches: int, steps: int) 
 
 def deltas(site: Site, jobs: list[Job]) -> dict[str, np.ndarray]:
     """Sketches (clients, 2, dim) of the delta fingerprint after each of the wanted steps."""
-    found: dict[str, list] = {f"delta {steps}": [] for steps in STEPS}
+    found: dict[str, list[list[np.ndarray]]] = {f"delta {steps}": [] for steps in STEPS}
 
     def watch(done: int, live: Mapping[int, Params]) -> tuple[int, ...]:
         if done in STEPS:
@@ -90,9 +91,9 @@ def deltas(site: Site, jobs: list[Job]) -> dict[str, np.ndarray]:
 
 def gradient_sketches(site: Site, jobs: list[Job]) -> dict[str, np.ndarray]:
     """Sketches (clients, 2, dim) of `gradient` and `fisher`, both from the same batches."""
-    found: dict[str, list] = {"gradient": [], "fisher": []}
+    found: dict[str, list[list[np.ndarray]]] = {"gradient": [], "fisher": []}
     for job in jobs:
-        both: dict[str, list] = {"gradient": [], "fisher": []}
+        both: dict[str, list[np.ndarray]] = {"gradient": [], "fisher": []}
         for half in (0, 1):
             mean: dict[str, torch.Tensor] = {}
             square: dict[str, torch.Tensor] = {}
@@ -117,7 +118,7 @@ def measure(args: argparse.Namespace) -> None:
             began = time.perf_counter()
             assemblies = list(federations(name, size, args.seeds, args.device))
             site = merged(assemblies)
-            jobs = jobs_of(assemblies, kind="delta", batches=args.batches, steps=STEPS[-1])
+            jobs = jobs_of(assemblies, batches=args.batches, steps=STEPS[-1])
             clients = len(assemblies[0].clients)
             sketches = deltas(site, jobs) if "delta" in args.kinds else {}
             if "gradient" in args.kinds:
@@ -126,7 +127,7 @@ def measure(args: argparse.Namespace) -> None:
                 shaped = rows.reshape(args.seeds, clients, 2, DIM)
                 kept[f"{name}|{kind}"] = shaped.astype(np.float16)
             print(f"{name}, {size} examples: {time.perf_counter() - began:.0f} s", flush=True)
-            np.savez_compressed(file, **kept)
+            np.savez_compressed(file, allow_pickle=False, **kept)
 
 
 def table(args: argparse.Namespace) -> None:

@@ -28,7 +28,8 @@ import torch
 
 from atlas_fl.config import Config, RunConfig, with_values
 from atlas_fl.deployed import homes, joining
-from atlas_fl.deployed.serving import Service, across_machines
+from atlas_fl.deployed.listening import Service
+from atlas_fl.deployed.serving import across_machines
 from atlas_fl.events import Event, Note, RoundFinished
 from atlas_fl.io.certs import make_certs
 from atlas_fl.run import run

@@ -12,24 +12,23 @@ import statistics
 import tempfile
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
-import torch
 
+from atlas_fl.assemble import Assembly, assemble
 from atlas_fl.clients.base import Job, Update
-from atlas_fl.config import Config
+from atlas_fl.config import Config, with_values
 from atlas_fl.io.folder import RunFolder
-from atlas_fl.lora.adapters import init_adapters, init_head
-from atlas_fl.mixing.matrices import Federation
 from atlas_fl.options import strategy_of
+from atlas_fl.plan import ClientPlan, Plan
+from atlas_fl.planning import Planned
 from atlas_fl.records import Recorder
 from atlas_fl.state import State
 from atlas_fl.train import one_round
 
-HIDDEN, LAYERS, RANK, LABELS = 384, 6, 8, 2
+RANK, EXAMPLES = 8, 100
 
 
 @dataclass(frozen=True)
@@ -45,7 +44,7 @@ class Echo:
             Update(
                 client=job.client,
                 params={k: t + 0.01 for k, t in job.params.items()} if action == "train" else job.params,
-                examples=100,
+                examples=EXAMPLES,
                 metrics=metrics,
                 keys=len(job.params),
             )
@@ -55,58 +54,69 @@ class Echo:
         return updates
 
 
-def models(count: int) -> dict[str, dict[str, torch.Tensor]]:
-    modules = [f"encoder.layer.{i}.attention.self.{part}" for i in range(LAYERS) for part in ("query", "value")]
-    dims = dict.fromkeys(modules, (HIDDEN, HIDDEN))
-    head = {"head.classifier.weight": (LABELS, HIDDEN), "head.classifier.bias": (LABELS,)}
-    start = {**init_adapters(dims, dict.fromkeys(modules, RANK), seed=0), **init_head(head, seed=0, group="task")}
-    return {f"task-{k}": {key: tensor.clone() for key, tensor in start.items()} for k in range(count)}
+def settings(strategy: str, space: str, *, clients: int, rounds: int) -> Config:
+    """Rounds that are not evaluated: the last one, which would be, is never reached."""
+    data = {"tasks": "movie", "clients_per_task": clients, "samples": 4, "validation_samples": 2, "test_samples": 2}
+    return with_values(
+        Config(), {**data, "strategy": strategy, "space": space, "rounds": rounds + 1, "eval_every": rounds + 5}
+    )
 
 
-def federation(names: Sequence[str]) -> Federation:
+def plan_of(assembly: Assembly) -> Planned:
     """All in clusters of ten, every pair inside a cluster joined."""
-    clusters = np.arange(len(names)) // 10
+    layers, clusters = assembly.shape.num_layers, np.arange(len(assembly.names)) // 10
     graph = (clusters[:, None] == clusters[None, :]).astype(float)
     np.fill_diagonal(graph, 0.0)
-    return Federation(
-        clients=tuple(names),
-        weights=np.full(len(names), 100.0),
-        clusters=clusters,
+    clients = tuple(
+        ClientPlan(
+            name=client.name,
+            task=client.task.name,
+            device=device.name,
+            examples=EXAMPLES,
+            cluster=int(cluster),
+            ranks=(RANK,) * layers,
+            cut=None,
+            budget_bytes=0,
+            largest_rank=RANK,
+            memory={},
+            predicted={},
+        )
+        for client, device, cluster in zip(assembly.clients, assembly.devices, clusters, strict=True)
+    )
+    plan = Plan(
+        clients=clients,
         adjacency=graph,
-        head_groups=("task",) * len(names),
+        importance=np.full((len(clients), layers), 1 / layers),
+        layer_of=assembly.layer_of,
+        lora={"alpha": assembly.config.model.lora_alpha, "rslora": assembly.config.model.rslora},
     )
+    start = {client.name: assembly.start(client, (RANK,) * layers) for client in assembly.clients}
+    return Planned(plan=plan, start=start, sketches=None, clustering=None)
 
 
-def measure(strategy: str, space: str, *, clients: int, rounds: int, every: int, folder: Path) -> float:
+def measure(config: Config, *, rounds: int, every: int, folder: Path) -> float:
     """Milliseconds per client and round, the median over the rounds."""
-    config = Config()
-    config = replace(
-        config,
-        mixing=replace(config.mixing, strategy=strategy, space=space),
-        training=replace(config.training, rounds=rounds + 1, eval_every=rounds + 5),
-    )
-    start = models(clients)
-    assembly = SimpleNamespace(config=config, names=tuple(start))
-    known = federation(list(start))
-    planned = SimpleNamespace(plan=SimpleNamespace(federation=lambda: known))
+    assembly = assemble(config)
+    planned = plan_of(assembly)
     recorder = Recorder(
         folder=RunFolder(folder),
-        clients=(),
+        clients=assembly.clients,
         share=config.mixing.share,
         audit=False,
         checkpoint_every=every,
         keep_checkpoints=1,
-        rounds=rounds + 5,
+        keep_best=0,
+        origin={},
     )
     folder.mkdir(parents=True)
-    memory = strategy_of(config).init(start)
+    memory = strategy_of(config).init(planned.start)
     state, taken = State(round=0, strategy=memory, start=memory), []
     for _ in range(rounds):
         engine, began = Echo([]), time.perf_counter()
         state, record = one_round(assembly, planned, engine, state)
         recorder.round(record, state, seconds=0.0)
         taken.append(time.perf_counter() - began - sum(engine.seconds))
-    return 1e3 * statistics.median(taken) / clients
+    return 1e3 * statistics.median(taken) / len(assembly.names)
 
 
 def main() -> None:
@@ -124,9 +134,8 @@ def main() -> None:
     ]
     with tempfile.TemporaryDirectory() as base:
         for number, (strategy, space, every) in enumerate(cases):
-            taken = measure(
-                strategy, space, clients=args.clients, rounds=args.rounds, every=every, folder=Path(base, str(number))
-            )
+            config = settings(strategy, space, clients=args.clients, rounds=args.rounds)
+            taken = measure(config, rounds=args.rounds, every=every, folder=Path(base, str(number)))
             saved = ", checkpoint every round" if every == 1 else ""
             print(f"{strategy:8s} {space:8s}{saved}: {taken:.3f} ms per client and round", flush=True)
             if (strategy, space, every) == ("fedavg", "factors", 99):

@@ -11,6 +11,8 @@ both; the largest difference of the adapters afterwards says whether they did th
 import argparse
 import statistics
 import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import TypeVar
 
 import torch
 from peft import LoraConfig, get_peft_model, set_peft_model_state_dict
@@ -19,14 +21,18 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForSequenceClassification
 
 from atlas_fl.assemble import Assembly, assemble
-from atlas_fl.clients.base import Job
+from atlas_fl.clients.base import Job, Update
 from atlas_fl.clients.train import TrainOptions, batches, train
 from atlas_fl.config import Config, DataConfig, ModelConfig, RunConfig, TrainingConfig
 from atlas_fl.engines.local import LocalEngine
 from atlas_fl.lora.peft_io import saved_name
 from atlas_fl.models.family import saved_modules
+from atlas_fl.models.tokens import Encoded
+from atlas_fl.types import Params
 
 RANK = 8
+
+ResultT = TypeVar("ResultT")
 
 
 def synchronise(device: str) -> None:
@@ -34,7 +40,7 @@ def synchronise(device: str) -> None:
         torch.cuda.synchronize()
 
 
-def timed(work, device: str) -> tuple[float, object]:
+def timed(work: Callable[[], ResultT], device: str) -> tuple[float, ResultT]:
     synchronise(device)
     began = time.perf_counter()
     result = work()
@@ -42,7 +48,7 @@ def timed(work, device: str) -> tuple[float, object]:
     return time.perf_counter() - began, result
 
 
-def padded(batch, pad: int, device: str) -> dict[str, torch.Tensor]:
+def padded(batch: Encoded, pad: int, device: str) -> dict[str, torch.Tensor]:
     """A batch as the usual loop sees it: rectangular, with a mask."""
     longest, count = int(batch.lengths.max()), len(batch)
     ids = torch.full((count, longest), pad)
@@ -56,7 +62,7 @@ def padded(batch, pad: int, device: str) -> dict[str, torch.Tensor]:
     return {name: tensor.to(device) for name, tensor in inputs.items()}
 
 
-def peft_model(assembly: Assembly, num_labels: int, device: str):
+def peft_model(assembly: Assembly, num_labels: int, device: str) -> torch.nn.Module:
     """The stock classifier under PEFT, without dropout: the loop must be comparable to the last digits."""
     backbone = assembly.site.backbone
     model = AutoModelForSequenceClassification.from_pretrained(backbone.source.path, num_labels=num_labels)
@@ -67,14 +73,16 @@ def peft_model(assembly: Assembly, num_labels: int, device: str):
         target_modules=list(assembly.site.targets),
         modules_to_save=saved_modules(backbone.family),
     )
-    model = get_peft_model(model, settings).to(device).train()
-    for module in model.modules():
+    adapted: torch.nn.Module = get_peft_model(model, settings)
+    for module in adapted.modules():
         if isinstance(module, torch.nn.Dropout):
             module.p = 0.0
-    return model
+    return adapted.to(device).train()
 
 
-def peft_client(model, job: Job, assembly: Assembly, device: str, *, bf16: bool) -> dict[str, torch.Tensor]:
+def peft_client(
+    model: torch.nn.Module, job: Job, assembly: Assembly, device: str, *, bf16: bool
+) -> dict[str, torch.Tensor]:
     """One client's turn in the sequential loop."""
     options = job.options
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
@@ -90,14 +98,16 @@ def peft_client(model, job: Job, assembly: Assembly, device: str, *, bf16: bool)
     return {name: tensor.detach().cpu().clone() for name, tensor in get_peft_model_state_dict(model).items()}
 
 
-def load(model, job: Job, assembly: Assembly) -> None:
+def load(model: torch.nn.Module, job: Job, assembly: Assembly) -> None:
     family = assembly.site.backbone.family
     set_peft_model_state_dict(model, {saved_name(key, family): tensor for key, tensor in job.params.items()})
 
 
-def peft_round(models, jobs: list[Job], assembly: Assembly, device: str, *, bf16: bool) -> tuple[float, list]:
+def peft_round(
+    models: Mapping[int, torch.nn.Module], jobs: list[Job], assembly: Assembly, device: str, *, bf16: bool
+) -> tuple[float, list[Params]]:
     """Seconds of the sequential loop over all clients, without loading their adapters."""
-    seconds, results = 0.0, []
+    seconds, results = 0.0, list[Params]()
     for job in jobs:
         model = models[assembly.site.data[job.client].task.num_labels]
         load(model, job, assembly)
@@ -123,7 +133,7 @@ def padding(jobs: list[Job], assembly: Assembly) -> float:
     )
 
 
-def largest_difference(ours, theirs, assembly: Assembly) -> float:
+def largest_difference(ours: Sequence[Update], theirs: Sequence[Params], assembly: Assembly) -> float:
     family = assembly.site.backbone.family
     return max(
         float((tensor - result[saved_name(key, family)]).abs().max())
@@ -188,7 +198,8 @@ def operations(jobs: list[Job], assembly: Assembly) -> float:
     few = jobs[:9]
     with FlopCounterMode(display=False) as counter:
         train(few, assembly.site)
-    return counter.get_total_flops() * len(jobs) / len(few)
+    counted: int = counter.get_total_flops()
+    return counted * len(jobs) / len(few)
 
 
 def main() -> None:

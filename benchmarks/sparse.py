@@ -12,6 +12,8 @@ then whole local steps, of 16 images forward and back, against the fused one, wh
 import argparse
 import time
 from collections.abc import Callable, Mapping
+from functools import partial
+from typing import TypedDict
 
 import torch
 from torch import Tensor
@@ -22,6 +24,17 @@ from atlas_fl.sparse.masks import make_mask
 from atlas_fl.sparse.optimizer import SparseSGDM
 
 CLOCKS = {"wall": time.perf_counter, "cpu": time.process_time}
+
+
+class Rates(TypedDict):
+    """What all optimizers are made with."""
+
+    lr: float
+    momentum: float
+    weight_decay: float
+
+
+RATES: Rates = {"lr": 1e-6, "momentum": 0.9, "weight_decay": 1e-4}
 
 
 def seconds(work: Callable[[], object], clock: str) -> float:
@@ -41,7 +54,8 @@ def vit(pixels: int) -> torch.nn.Module:
         num_labels=10,
     )
     torch.manual_seed(0)
-    return ViTForImageClassification(config).eval()
+    model: torch.nn.Module = ViTForImageClassification(config)
+    return model.eval()
 
 
 def by_loop(model: torch.nn.Module, inputs: Tensor, numbers: Tensor) -> dict[str, Tensor]:
@@ -87,7 +101,6 @@ def measure_step(args: argparse.Namespace, sparsity: float) -> None:
     start = {name: value.detach() for name, value in vit(64).named_parameters()}
     source = torch.Generator().manual_seed(0)
     gradients = {name: torch.randn(value.shape, generator=source) for name, value in start.items()}
-    words = {"lr": 1e-6, "momentum": 0.9, "weight_decay": 1e-4}
 
     def leaves() -> dict[str, Tensor]:
         made = {name: value.clone().requires_grad_() for name, value in start.items()}
@@ -97,9 +110,9 @@ def measure_step(args: argparse.Namespace, sparsity: float) -> None:
 
     mask = make_mask("random", start, sparsity=sparsity, seed=0)
     steps = {
-        "sparse": SparseSGDM(leaves(), masks=mask, **words).step,
-        "dense": torch.optim.SGD(leaves().values(), **words).step,
-        "fused": torch.optim.SGD(leaves().values(), fused=True, **words).step,
+        "sparse": SparseSGDM(leaves(), masks=mask, **RATES).step,
+        "dense": torch.optim.SGD(leaves().values(), **RATES).step,
+        "fused": torch.optim.SGD(leaves().values(), fused=True, **RATES).step,
     }
     times: dict[str, list[float]] = {name: [] for name in steps}
     for turn in range(args.steps + 2):
@@ -117,27 +130,26 @@ def measure_step(args: argparse.Namespace, sparsity: float) -> None:
 
 
 def measure_local_step(args: argparse.Namespace, sparsity: float) -> None:
-    pixels, words = args.pixels[0], {"lr": 1e-6, "momentum": 0.9, "weight_decay": 1e-4}
-    source = torch.Generator().manual_seed(2)
+    pixels, source = args.pixels[0], torch.Generator().manual_seed(2)
     inputs = torch.randn(16, 3, pixels, pixels, generator=source)
     labels = torch.randint(0, 10, (16,), generator=source)
     dense, sparse = vit(pixels), vit(pixels)
     named = dict(sparse.named_parameters())
     mask = make_mask("random", {name: value.detach() for name, value in named.items()}, sparsity=sparsity, seed=0)
     sides = [
-        (dense, torch.optim.SGD(dense.parameters(), fused=True, **words)),
-        (sparse, SparseSGDM(named, masks=mask, **words)),
+        (dense, torch.optim.SGD(dense.parameters(), fused=True, **RATES)),
+        (sparse, SparseSGDM(named, masks=mask, **RATES)),
     ]
     times: list[list[float]] = [[], []]
 
     def step(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        torch.nn.functional.cross_entropy(model(inputs).logits, labels).backward()
+        torch.autograd.backward(torch.nn.functional.cross_entropy(model(inputs).logits, labels))
         optimizer.step()
         optimizer.zero_grad()
 
     for turn in range(args.steps + 2):
         for own, side in zip(times, sides, strict=True):
-            spent = seconds(lambda side=side: step(*side), args.clock)
+            spent = seconds(partial(step, *side), args.clock)
             if turn >= 2:
                 own.append(spent)
     one, other = (sorted(own)[len(own) // 2] for own in times)

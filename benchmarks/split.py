@@ -50,7 +50,7 @@ def steps(backbone: Backbone, *, blocks: int, batch: int, count: int) -> None:
         with attached(modules, adapters):
             hidden = through(backbone, embed(backbone, ids, torch.zeros_like(ids), layout), layout, range(blocks))
             message = encode_rows(hidden, wire="fp32")
-            hidden.backward(decode_rows(message)[0])
+            torch.autograd.backward(hidden, decode_rows(message)[0])
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
 

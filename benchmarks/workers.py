@@ -10,13 +10,11 @@ which others on the machine lengthen less. Memory is private (USS) and proportio
 import argparse
 import os
 import time
+from collections.abc import Iterable
 from contextlib import ExitStack
 from statistics import median
 
 import psutil
-
-os.environ["OMP_NUM_THREADS"] = "1"
-
 import torch
 
 from atlas_fl.assemble import Assembly
@@ -45,12 +43,17 @@ def a_round(assembly: Assembly, engine: Engine) -> tuple[float, str]:
     return seconds, "".join(digest(update.params) for update in updates)
 
 
-def busy(pids: list[int]) -> dict[int, float]:
+def children() -> set[int]:
+    """The processes that this one has started, by their ids."""
+    return {child.pid for child in psutil.Process().children()}
+
+
+def busy(pids: Iterable[int]) -> dict[int, float]:
     """Processor seconds so far, by process."""
     return {pid: psutil.Process(pid).cpu_times().user for pid in pids}
 
 
-def memory(pids: list[int]) -> tuple[float, float]:
+def memory(pids: Iterable[int]) -> tuple[float, float]:
     """(USS, PSS) in MB, the median over these processes."""
     found = [psutil.Process(pid).memory_full_info() for pid in pids]
     return median(one.uss for one in found) / 1e6, median(one.pss for one in found) / 1e6
@@ -63,25 +66,28 @@ def main() -> None:
     parser.add_argument("--pack-tokens", type=int, default=1500)
     options = parser.parse_args()
     settings = {"samples": str(options.samples), "pack_tokens": str(options.pack_tokens)}
+    os.environ["OMP_NUM_THREADS"] = "1"  # the workers' too
     torch.set_num_threads(1)
     taken: dict[int, list[float]] = {1: [], 2: []}
     worked: dict[int, list[float]] = {1: [], 2: []}
     with ExitStack() as stack:
-        places, digests = {}, set()
+        places, workers, digests = {}, dict[int, set[int]](), set()
         for count in taken:
             config = with_values(find_preset("quick"), {**settings, "workers": str(count)})
+            others = children()
             places[count] = stack.enter_context(in_workers(config, ignore))
+            workers[count] = children() - others
+            assert len(workers[count]) == count, "somebody else starts processes too"
         for _ in range(options.rounds):
             for count, place in places.items():
-                pids = [worker.pid for worker in place[1].workers]
-                before = busy(pids)
+                before = busy(workers[count])
                 seconds, models = a_round(*place)
                 taken[count].append(seconds)
-                worked[count].append(max(now - before[pid] for pid, now in busy(pids).items()))
+                worked[count].append(max(now - before[pid] for pid, now in busy(workers[count]).items()))
                 digests.add(models)
         assert len(digests) == 1, "one worker and two end with other models"
-        for count, (_, engine) in places.items():
-            uss, pss = memory([worker.pid for worker in engine.workers])
+        for count, pids in workers.items():
+            uss, pss = memory(pids)
             print(
                 f"{count} worker(s): {median(taken[count]):.2f} s a round, busiest {median(worked[count]):.2f} s of a"
                 f" processor; each {uss:.0f} MB USS, {pss:.0f} MB PSS"

@@ -28,7 +28,10 @@ from atlas_fl.sweep import grid, parse_over, seeds
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "src" / "atlas_fl"
-DOCUMENTS = sorted(path.relative_to(ROOT).as_posix() for path in [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
+RESULTS = ROOT / "benchmarks" / "RESULTS.md"
+DOCUMENTS = sorted(
+    path.relative_to(ROOT).as_posix() for path in [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), RESULTS]
+)
 EXAMPLES = sorted(path.relative_to(ROOT).as_posix() for path in (ROOT / "examples").glob("*.py"))
 PROMISED = [
     *range(1, 13),
