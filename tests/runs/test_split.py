@@ -172,6 +172,14 @@ def needs(shared_config: Make) -> Callable[[str], float]:
     return cache(partial(most_needed, shared_config))
 
 
+def test_a_plan_says_who_decided_on_each_cut_and_on_none(config: Make) -> None:
+    some, none = plan_of(config, 8, split="movie-0=1"), plan_of(config, 8, split="none")
+    reasons = {client.name: client.split["reason"] for client in some.clients}
+    assert reasons["movie-0"] == "set by --split"
+    assert {reason for name, reason in reasons.items() if name != "movie-0"} == {"left whole by --split"}
+    assert not any(client.split for client in none.clients), "nothing was asked for"
+
+
 @pytest.mark.parametrize("objective", ["score", "time"])
 def test_auto_cuts_only_where_the_device_cannot_hold_the_model(
     config: Make, needs: Callable[[str], float], objective: str
