@@ -68,7 +68,7 @@ def test_swept_values_are_read_from_texts() -> None:
         (["eta=1", "--eta=2"], "--over sweeps eta twice"),
         (["preset=smoke,quick"], "--over sweeps preset, which changes no number of a run"),
         (["audit=true,false"], "--over sweeps audit, which changes no number of a run"),
-        (["seed=1,2"], "--over is .seed=1,2.; seeds are not swept but averaged over; give --seeds NUMBER"),
+        (["seed=1,2"], "--over is .seed=1,2.; seeds are not swept; a sweep has --seeds NUMBER, a search --seed"),
     ],
 )
 def test_a_wrong_sweep_is_one_line(texts: list[str], message: str) -> None:

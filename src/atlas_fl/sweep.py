@@ -119,7 +119,7 @@ def parse_over(texts: Sequence[str]) -> dict[str, tuple[str, ...]]:
                 f"--over sweeps {setting.name}, which changes no number of a run; sweep a setting that does"
             )
         if setting.name == "seed":
-            raise ConfigError(f"--over is {text!r}; seeds are not swept but averaged over; give --seeds NUMBER")
+            raise ConfigError(f"--over is {text!r}; seeds are not swept; a sweep has --seeds NUMBER, a search --seed")
         if setting.name in over:
             raise ConfigError(f"--over sweeps {setting.name} twice; give a setting once")
         over[setting.name] = tuple(dict.fromkeys(parts))

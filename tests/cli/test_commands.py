@@ -147,7 +147,7 @@ def test_a_reader_that_goes_away_is_no_error() -> None:
             "--seed 7 is for one run, and these are several; how many seeds there are is --seeds",
         ),
         (("compare", "--strategy", "fedavg"), "--strategy fedavg is for one run, .*; name all .* with --strategies"),
-        (("sweep", "--over", "seed=1,2"), "--over is 'seed=1,2'; seeds are not swept but averaged over; give --seeds"),
+        (("sweep", "--over", "seed=1,2"), "--over is 'seed=1,2'; seeds are not swept; a sweep has --seeds"),
     ],
 )
 def test_what_many_runs_would_overwrite_is_refused(atlas: Atlas, words: tuple[str, ...], text: str) -> None:

@@ -62,6 +62,8 @@ def test_no_number_is_out_of_range(name: str, number: float) -> None:
         ({"share": ()}, r"--share is \(\); allowed: one or more of A, B, head, each once"),
         ({"share": ("A", "A")}, r"--share is \('A', 'A'\); allowed: one or more of A, B, head, each once"),
         ({"share": ("A", "head")}, "--share A head leaves out one factor of the update s B A, which --space product"),
+        ({"share": ("head",), "mask": "random"}, "a mask freezes the head, and --share head shares nothing else"),
+        ({"dirichlet_alpha": 2e6}, r"--dirichlet-alpha is 2000000.0; allowed: above 0, at most 1e\+06"),
         ({"name": "a/b"}, "--name is 'a/b'; allowed: the name of a folder"),
         ({"name": ".."}, "--name is '..'; allowed: the name of a folder"),
         ({"name": "a\nb"}, r"--name is 'a\\nb'; allowed: printable text"),

@@ -65,6 +65,7 @@ def test_nodes_are_known_by_the_names_they_give() -> None:
     ("answers", "count", "message"),
     [
         ({7: "a", 8: Error(2, "has no task")}, 0, "^node 8 cannot take part: has no task$"),
+        ({7: "a", 8: Error(5, "It is gone.")}, 0, "^node 8 cannot take part: It is gone. Start its SuperNode again"),
         ({7: "a", 8: "a"}, 0, "^nodes 7 and 8 are both named 'a'; change one's --node-config$"),
         ({7: "a", 8: None}, 0, "^no answer from node 8 within 0.05 seconds; look at its SuperNode's log$"),
         (

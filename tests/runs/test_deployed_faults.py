@@ -7,6 +7,7 @@ from contextlib import contextmanager
 
 from atlas_fl.audit import audit
 from atlas_fl.config import Config
+from atlas_fl.io.certs import make_certs
 from atlas_fl.io.folder import RunFolder
 from atlas_fl.io.results import read_rows
 from atlas_fl.io.tensors import read_tensors
@@ -87,6 +88,12 @@ def test_a_round_goes_on_without_who_is_away(federation: Callable[..., Federatio
     assert {row["client"] for row in missing} == {"movie-1"}
     assert audit(fed.served.path).ok
     assert "movie-1 did not get the model at the end of the run" in said
+    # who may not join is not waited for
+    make_certs(fed.folder / "others", servers=["localhost"], clients=["movie-0"])
+    words = [*server.words[: server.words.index("--certs")], "--certs", "others/server"]
+    said = fed.programs.start(*words, folder=fed.folder).end()
+    assert "movie-1 did not get the model, and may not join now; start this again once they may" in said
+    assert "listening" not in said
     # both commands once more, and it gets what the others have
     again, port = fed.serve()
     assert again.wait_for(r"is complete; listening on .* for up to 600 seconds for movie-1, without a model yet")

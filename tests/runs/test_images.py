@@ -1,5 +1,6 @@
 """Runs on images: whole weights and masks through the same rounds, records, resume and audit as adapters on text."""
 
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -184,6 +185,18 @@ def test_the_plan_counts_the_parameters(config: Make) -> None:
     assert notes[1:] == (
         f"digits: {total + head:,} parameters, {head:,} of them in the head; {block + 2 * 32 + head:,} train",
     )
+
+
+@pytest.mark.parametrize("values", [{}, {"share": "head"}, {"share": "A+B"}, {"mask": "random"}])
+def test_the_plan_has_the_bytes_of_a_round(config: Make, values: dict[str, str]) -> None:
+    folder = run(config(rounds=2, participation=1.0, **values)).folder
+    plan = make_plan(config(participation=1.0, **values))
+    predicted = {client.name: client.predicted["up_bytes"] for client in plan.clients}
+    sent = Counter[str]()
+    for row in rows(folder, "ledger"):
+        if row["round"] == 2 and row["direction"] == "up" and row["kind"] in ("weights", "head"):
+            sent[row["client"]] += row["bytes"]
+    assert sent == predicted
 
 
 def test_what_the_plan_notes_is_told_and_logged_and_says_who_has_what(config: Make) -> None:

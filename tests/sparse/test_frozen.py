@@ -22,3 +22,12 @@ def test_clients_that_share_a_model_go_on_sharing_it_and_one_that_was_not_mixed_
     assert found["x"] is found["y"] is found["w"]
     assert found["z"] is own
     assert found["x"]["a"].tolist() == [1.0, 0.0, 0.0]
+
+
+def test_models_that_differ_go_on_sharing_the_tensors_that_they_share() -> None:
+    mask = MASK | {"head": torch.ones(1, dtype=torch.bool)}
+    held, body = {"a": torch.zeros(3), "head": torch.zeros(1)}, torch.ones(3)
+    mixed = {name: {"a": body, "head": torch.ones(1)} for name in ("x", "y")}
+    found = with_frozen(mixed, dict.fromkeys(mixed, held), mask)
+    assert found["x"]["a"] is found["y"]["a"]
+    assert found["x"]["head"] is not found["y"]["head"]

@@ -1,4 +1,6 @@
+import gzip
 import tarfile
+import zlib
 from pathlib import Path
 
 import datasets
@@ -120,6 +122,34 @@ def test_a_damaged_tar_is_named(tmp_path: Path) -> None:
         pass
     with pytest.raises(DataError, match=r"cannot read .*data_batch_1"):
         load("cifar10", tmp_path)
+
+
+def unpacks(content: bytes) -> bool:
+    try:
+        gzip.decompress(content)
+    except (OSError, EOFError, zlib.error):
+        return False
+    return True
+
+
+def test_no_flipped_bit_of_a_packed_archive_is_read_as_other_images(tmp_path: Path) -> None:
+    write_cifar(tmp_path, "cifar100", train=4, test=4, classes=4)
+    folder, path = tmp_path / "cifar-100-python", tmp_path / "cifar-100-python.tar.gz"
+    # pixels that repeat are packed: some flips break the packing itself, others give other pixels
+    content = batch(np.arange(4 * 32 * 32 * 3).reshape(4, 32, 32, 3).astype(np.uint8), [0, 1, 2, 3], key="fine_labels")
+    (folder / "train").write_bytes(content)
+    with tarfile.open(path, "w:gz") as archive:
+        archive.add(folder, arcname=folder.name)
+    folder.rename(tmp_path / "away")
+    packed, draw = path.read_bytes(), np.random.default_rng(0)
+    for place in draw.integers(20, len(packed), 60):
+        damaged = bytearray(packed)
+        damaged[place] ^= 1 << draw.integers(8)
+        path.write_bytes(damaged)
+        if unpacks(damaged):  # a few bits mean nothing
+            continue
+        with pytest.raises(DataError, match=r"cannot read .*cifar-100-python\.tar\.gz: .*; get the official archive"):
+            load("cifar100", tmp_path)
 
 
 def test_images_are_images() -> None:

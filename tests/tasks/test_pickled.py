@@ -74,6 +74,10 @@ def test_what_would_be_called_is_not(tmp_path: Path) -> None:
         (pickle.dumps(OrderedDict(a=1), protocol=2), "it would call collections.OrderedDict"),
         (pickle.dumps(Fraction(1, 2), protocol=2), "it would call fractions.Fraction"),
         (pickle.dumps(np.arange(3.0), protocol=2), "an array of 'f8' and not of uint8"),
+        (
+            b"\x80\x02cnumpy.core.multiarray\n_reconstruct\n)R(K\x01K\x01\x85U\x02f4\x89U\x04abcdtb.",
+            "an array of 'f4' and not of uint8",
+        ),
         (b"\x80\x02}U\x01ab.", "it would change a dict"),
         (b"\x80\x02]q\x00h\x00a.", "recursion"),
         (b"\x80\x02(.", "cannot read the file"),
@@ -88,3 +92,10 @@ def test_all_else_is_one_line(content: bytes, message: str) -> None:
     with pytest.raises(DataError, match=message) as caught:
         read(content)
     assert "\n" not in str(caught.value)
+
+
+def test_lists_that_name_each_other_take_no_longer_than_their_file() -> None:
+    twice = [b"]q" + bytes([k]) + 2 * (b"h" + bytes([k - 1]) + b"a") for k in range(1, 60)]
+    found = read(b"\x80\x02](]q\x00" + b"".join(twice) + b"e.")
+    assert isinstance(found, list)
+    assert len(found) == 60

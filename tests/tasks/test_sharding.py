@@ -123,7 +123,7 @@ def test_a_size_is_met_exactly_and_as_evenly_as_the_supply_allows() -> None:
     assert plan_rows(held, np.asarray([6, 20, 20]), size=10).tolist() == [[3, 7, 0], [3, 0, 7]]
     with pytest.raises(DataError, match=r"too few rows for 2 clients of 10 \(rows per class: 6, 5, 5\); lower .* to 8"):
         plan_rows(held, np.asarray([6, 5, 5]), size=10)
-    with pytest.raises(DataError, match=r"1 rows a client are fewer than its 2 classes; raise --samples to 2"):
+    with pytest.raises(DataError, match=r"1 rows a client are fewer than its 2 classes; raise the size to 2"):
         plan_rows(held, np.asarray([6, 5, 5]), size=1)
 
 

@@ -33,7 +33,7 @@ RANGES: Mapping[str, Range] = {
     "samples": TWO_OR_MORE,  # a fingerprint is made from each half
     "validation_samples": ONE_OR_MORE,
     "test_samples": ONE_OR_MORE,
-    "dirichlet_alpha": POSITIVE,
+    "dirichlet_alpha": Range("above 0, at most 1e+06", lambda value: 0 < value <= 1e6),
     "max_length": Range("at least 4", lambda value: value >= 4),  # two special tokens take half of that
     "rouge_examples": ZERO_OR_MORE,
     "new_tokens": ONE_OR_MORE,

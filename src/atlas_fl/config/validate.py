@@ -217,6 +217,8 @@ def _check_mask(config: Config) -> None:
             f"{flag} freezes the head, and with --head-first none that is a random one; leave --head-first at ridge, or"
             f" {flag.split()[0]} out"
         )
+    if sparse.masked and config.mixing.share == ("head",):
+        raise ConfigError("a mask freezes the head, and --share head shares nothing else; share A B head, or no mask")
 
 
 def _check_momentum(config: Config) -> None:

@@ -60,14 +60,19 @@ def hand_out(config: Config, service: Service, on_event: OnEvent) -> None:
     if not rest:
         return
     seconds, certs, listed = service.wait_seconds, open_certs(service.certs), listed_clients(service.certs)
+    awaited = [name for name in rest if name in listed]
+    if not awaited:
+        names = ", ".join(rest)
+        on_event(Note(f"{names} did not get the model, and may not join now; start this again once they may"))
+        return
     # models under a mask go as its values, here as in the rounds: the whole one may be longer than a frame
     mask = read_tensors(folder.mask) if folder.mask.exists() else None
     listens = listening(config, service, certs, on_event=on_event, listed=listed, late=False, mask=mask)
     with run_lock(folder.path), listens as (hall, desk, where):
-        names, until = ", ".join(rest), f"for up to {seconds:g} seconds"
+        names, until = ", ".join(awaited), f"for up to {seconds:g} seconds"
         on_event(Note(f"run {folder.path} is complete; listening on {where} {until} for {names}, without a model yet"))
         with service.beside(hall, desk):
-            dismiss(folder, hall, desk, seconds=seconds, awaited=[name for name in rest if name in listed])
+            dismiss(folder, hall, desk, seconds=seconds, awaited=awaited)
 
 
 def last_plan(folder: RunFolder) -> tuple[checkpoint.Checkpoint, tuple[str, ...]] | None:

@@ -22,7 +22,9 @@ POLL_SECONDS = 0.5
 DAY_SECONDS = 86400.0
 RUN_DAYS = 30
 """How long a node's long message holds, and with it a run."""
-CRASHED = (5, 8)
+GONE = 5
+GONE_REMEDY = " Start its SuperNode again, or the run once `flwr supernode list` shows it offline"
+CRASHED = (GONE, 8)
 """Flower's codes for a SuperNode that has gone and for a ClientApp that has ended without a word."""
 MOST_STARTS = 4
 """How often a node's part of one run is begun."""
@@ -78,7 +80,9 @@ class Question:
         while self._asked.pending and time.monotonic() < self._until:
             for node, reply in self._asked.pull():
                 if reply.has_error():
-                    raise ProtocolError(f"node {node} cannot take part: {reply.error.reason}")
+                    # a SuperNode that was killed counts as connected for a while
+                    remedy = GONE_REMEDY if reply.error.code == GONE else ""
+                    raise ProtocolError(f"node {node} cannot take part: {reply.error.reason}{remedy}")
                 name = str(reply.content[RECORD]["name"])
                 if name in nodes:
                     raise ProtocolError(

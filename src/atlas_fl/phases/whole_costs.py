@@ -1,5 +1,6 @@
 """What the plan of a run on whole models says of costs and of the mask."""
 
+from collections.abc import Sequence
 from typing import Any
 
 from atlas_fl.assemble_images import ImageAssembly
@@ -11,7 +12,7 @@ from atlas_fl.ranks.devices import Device
 from atlas_fl.sparse.algebra import density, layers, num_kept
 from atlas_fl.sparse.choose import Mask
 from atlas_fl.sparse.codec import values_size
-from atlas_fl.tree import HEAD, num_bytes
+from atlas_fl.tree import HEAD, num_bytes, shared_part
 from atlas_fl.types import Params
 
 HELD = 3
@@ -23,17 +24,17 @@ def whole_costs(assembly: ImageAssembly, prepared: Prepared) -> list[dict[str, A
 
     The memory is that of weights, gradients and momentum; activations are in no prediction.
     """
-    communicates = strategy_of(assembly.config).communicates
+    share = assembly.config.mixing.share if strategy_of(assembly.config).communicates else ()
     return [
-        _cost(prepared.start[client.name], device, prepared.mask, communicates=communicates)
+        _cost(prepared.start[client.name], device, prepared.mask, share=share)
         for client, device in zip(assembly.clients, assembly.devices, strict=True)
     ]
 
 
-def _cost(model: Params, device: Device, mask: Mask | None, *, communicates: bool) -> dict[str, Any]:
+def _cost(model: Params, device: Device, mask: Mask | None, *, share: Sequence[str]) -> dict[str, Any]:
     sent = 0
-    if communicates:
-        sent = payload_bytes(model) if mask is None else values_size(num_kept({key: mask[key] for key in model}))
+    if shared := shared_part(model, share):
+        sent = payload_bytes(shared) if mask is None else values_size(num_kept({key: mask[key] for key in shared}))
     held = num_bytes(model)
     return {
         "ranks": (),

@@ -4,11 +4,13 @@ A. Krizhevsky, Learning multiple layers of features from tiny images, 2009.
 """
 
 import tarfile
+import zlib
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from io import BytesIO
+from lzma import LZMAError
 from pathlib import Path
 from typing import Any
 
@@ -129,6 +131,7 @@ def _of_tar(path: Path, cifar: Cifar) -> dict[str, Images]:
     try:
         with ExitStack() as stack:
             archive = stack.enter_context(tarfile.open(path))
+            _read_to_end(archive)
             found: dict[str, list[Images]] = {split: [] for split in cifar.files}
             for split, names in cifar.files.items():
                 for name in names:
@@ -136,10 +139,17 @@ def _of_tar(path: Path, cifar: Cifar) -> dict[str, Images]:
                     if file is None:
                         raise KeyError(name)
                     found[split].append(_batch(file.read(), cifar, origin=f"{name} in {path}"))
-    except (tarfile.TarError, OSError, EOFError, KeyError) as error:
+    except (tarfile.TarError, OSError, EOFError, KeyError, zlib.error, LZMAError) as error:
         reason = " ".join(str(error).split())[:120]
         raise DataError(f"cannot read {path}: {reason}; get the official archive again") from error
     return {split: _joined(batches) for split, batches in found.items()}
+
+
+def _read_to_end(archive: tarfile.TarFile) -> None:
+    """Raise an error where what packed the archive finds its checksum wrong, which it compares at the very end."""
+    archive.getmembers()
+    while archive.fileobj is not None and archive.fileobj.read(1 << 20):
+        pass
 
 
 def _batch(content: bytes, cifar: Cifar, *, origin: object) -> Images:

@@ -68,7 +68,7 @@ def read_pickled(content: bytes, *, origin: object) -> Any:
                 raise ValueError(f"opcode {opcode.name} is none of plain data")
             _OPCODES[opcode.name](machine, argument)
         (built,) = machine.stack
-        return _finished(built)
+        return _finished(built, {})
     except (ValueError, TypeError, KeyError, IndexError, AttributeError, RecursionError) as error:
         reason = " ".join(str(error).split())[:120]
         raise DataError(
@@ -76,13 +76,16 @@ def read_pickled(content: bytes, *, origin: object) -> Any:
         ) from error
 
 
-def _finished(built: Any) -> Any:
+def _finished(built: Any, known: dict[int, Any]) -> Any:
+    """The value itself; `known` has lists and dictionaries by identity, as a small file may name one very often."""
+    if id(built) in known:
+        return known[id(built)]
     if isinstance(built, _Array):
         return built.values
     if isinstance(built, list):
-        return [_finished(value) for value in built]
+        return known.setdefault(id(built), [_finished(value, known) for value in built])
     if isinstance(built, dict):
-        return {key: _finished(value) for key, value in built.items()}
+        return known.setdefault(id(built), {key: _finished(value, known) for key, value in built.items()})
     if built is _MARK or isinstance(built, _Name):
         raise ValueError("it ends in the middle")
     return built
@@ -129,6 +132,8 @@ def _build(machine: _Machine, _: Any) -> None:
     target = machine.stack[-1]
     if isinstance(target, _Array):
         _, shape, dtype, by_column, data = state
+        if not isinstance(dtype, np.dtype):
+            raise ValueError(f"an array of {dtype!r} and not of uint8")
         content = data if isinstance(data, bytes) else data.encode("latin-1")
         values = np.frombuffer(content, dtype=dtype)
         target.values = values.reshape(shape, order="F" if by_column else "C")

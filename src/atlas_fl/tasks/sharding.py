@@ -157,7 +157,7 @@ def _too_large(held: Array, supply: Array, size: int) -> str:
 
     fits = _least(fails, least, size) - 1
     if fits < least:
-        return f"{size} rows a client are fewer than its {least} classes; raise --samples to {least}"
+        return f"{size} rows a client are fewer than its {least} classes; raise the size to {least}"
     return (
         f"the classes have too few rows for {len(held)} clients of {size} (rows per class:"
         f" {', '.join(map(str, supply[:20]))}{', ..' if len(supply) > 20 else ''}); lower the size to {fits}"
