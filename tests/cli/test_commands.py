@@ -147,3 +147,9 @@ def test_what_many_runs_would_overwrite_is_refused(atlas: Atlas, words: tuple[st
     said = atlas(*words)
     assert said.code == 2
     assert re.search(text, said.err), said.err
+
+
+def test_the_package_is_the_command_too() -> None:
+    words = [sys.executable, "-m", "atlas_fl", "--version"]
+    said = subprocess.run(words, capture_output=True, text=True, timeout=60, check=True)
+    assert said.stdout.startswith("atlas ")
