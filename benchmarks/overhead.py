@@ -1,6 +1,7 @@
 """What does the engine itself cost, per client and round, when training takes no time?
 
-100 clients with MiniLM's adapters at rank 8; the engine returns what it was sent, with every tensor moved a little.
+100 clients with MiniLM's adapters at rank 8; the engine returns what it was sent, with every tensor moved a little and
+by chance, so that updates have the rank that trained ones have.
 Everything else is the product: sampling, the check of every update, the server's rule, byte counting, rows of metrics
 and ledger on the disk. Checkpoints are measured apart, since they are due as often as the user says.
 
@@ -16,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+import torch
 
 from atlas_fl.assemble import Assembly, assemble
 from atlas_fl.clients.base import Job, Update
@@ -25,8 +27,10 @@ from atlas_fl.options import strategy_of
 from atlas_fl.plan import ClientPlan, Plan
 from atlas_fl.planning import Planned
 from atlas_fl.records import Recorder
+from atlas_fl.rng import torch_generator
 from atlas_fl.state import State
 from atlas_fl.train import one_round
+from atlas_fl.types import Params
 
 RANK, EXAMPLES = 8, 100
 
@@ -39,11 +43,12 @@ class Echo:
 
     def run(self, action: str, jobs: Sequence[Job]) -> list[Update]:
         began = time.perf_counter()
+        chance = torch_generator(0, "echo")
         metrics = {"loss": 0.5, "primary": 0.5, "accuracy": 0.5, "seconds": 0.0}
         updates = [
             Update(
                 client=job.client,
-                params={k: t + 0.01 for k, t in job.params.items()} if action == "train" else job.params,
+                params=moved(job.params, chance) if action == "train" else job.params,
                 examples=EXAMPLES,
                 metrics=metrics,
                 keys=len(job.params),
@@ -52,6 +57,10 @@ class Echo:
         ]
         self.seconds.append(time.perf_counter() - began)  # this is the clients' time, not the engine's
         return updates
+
+
+def moved(params: Params, chance: torch.Generator) -> Params:
+    return {key: own + 0.01 * torch.randn(own.shape, generator=chance) for key, own in params.items()}
 
 
 def settings(strategy: str, space: str, *, clients: int, rounds: int) -> Config:
