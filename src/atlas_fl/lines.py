@@ -18,7 +18,6 @@ from atlas_fl.engines.pool import Bench, Bound, Packs, adapter_bench, adapter_pa
 from atlas_fl.engines.whole import WHOLE_ACTIONS, WholeEngine, whole_packs, within_memory
 from atlas_fl.engines.whole_common import Common, parted
 from atlas_fl.engines.whole_ends import WholeReceiver, WholeSender
-from atlas_fl.errors import ConfigError
 from atlas_fl.events import OnEvent, PhaseStarted, Progress, ignore
 from atlas_fl.io.ledger import payload_bytes
 from atlas_fl.mixing.diversity import Diversity, diversity
@@ -31,7 +30,7 @@ from atlas_fl.planning import Planned, local_engine, plan_for
 from atlas_fl.planning_images import plan_whole
 from atlas_fl.private import hides_factors
 from atlas_fl.sparse.choose import Mask
-from atlas_fl.tasks import find_tasks
+from atlas_fl.tasks import check_one_kind, find_tasks
 from atlas_fl.tasks.spec import Task
 from atlas_fl.tree import digest
 from atlas_fl.types import ByClient, Params
@@ -151,13 +150,8 @@ def line_of(tasks: Sequence[Task], *, tune: str) -> Line:
     Raises:
         ConfigError: some have images and others texts, which no one model reads.
     """
-    with_images = [task.name for task in tasks if task.images]
-    if with_images and len(with_images) < len(tasks):
-        others = ", ".join(task.name for task in tasks if not task.images)
-        raise ConfigError(
-            f"--tasks has images ({', '.join(with_images)}) and texts ({others}); no model reads both: run them apart"
-        )
-    return IMAGES if with_images and tune == WHOLE else ADAPTERS
+    check_one_kind(tasks)
+    return IMAGES if any(task.images for task in tasks) and tune == WHOLE else ADAPTERS
 
 
 def line_in(assembly: Any) -> Line:

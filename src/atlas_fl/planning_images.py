@@ -93,12 +93,13 @@ def client_plans(assembly: ImageAssembly, prepared: Prepared) -> tuple[ClientPla
 
 def _counts(assembly: ImageAssembly) -> Iterator[str]:
     """A line for each task: how many parameters its model has, and how many of them train where no mask holds them."""
+    masked = " where no mask holds them" if assembly.config.sparse.masked else ""
     for task in {client.task.name: client.task for client in assembly.clients}.values():
         frozen = assembly.config.images.frozen_blocks
         found = count(assembly.site.vision, num_labels=task.num_labels, frozen_blocks=frozen)
         yield (
             f"{task.name}: {found.backbone + found.head:,} parameters, {found.head:,} of them in the head;"
-            f" {found.trainable:,} train"
+            f" {found.trainable:,} train{masked}"
         )
 
 

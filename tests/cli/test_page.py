@@ -104,5 +104,7 @@ def test_choices_and_what_is_missing_are_told(atlas: Atlas) -> None:
     assert "What leaves the client. (A, B or head; default: A B head)" in text
     assert "--max-rounds INT Stop after this many rounds of this session; `atlas resume` goes on. --" in text
     assert atlas("export", "--help").out.startswith("usage: atlas export --client TEXT --to TEXT [OPTIONS] RUN\n")
+    assert atlas("fetch", "--help").out.startswith("usage: atlas fetch [OPTIONS] [WHAT]\n")
+    assert atlas("audit", "--help").out.startswith("usage: atlas audit [OPTIONS] RUN [OTHER ...]\n")
     assert atlas("export", "run").err == "atlas: missing: --client TEXT, --to TEXT; see `atlas export --help`\n"
     assert atlas("list").err == "atlas: missing: WHAT; see `atlas list --help`\n"

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -194,3 +195,12 @@ def test_a_command_without_what_it_needs_is_one_line(
     assert said.err.startswith(f"atlas: {message}")
     assert said.err.count("\n") == 1
     assert ran == []
+
+
+def test_a_plan_says_what_stands_below_its_clusters_once(monkeypatch: pytest.MonkeyPatch, atlas: Atlas) -> None:
+    clustering = {"warnings": ["2 undecided"]}
+    clients = [{"name": "a-0", "task": "a", "cluster": -1}]
+    found = {"clients": clients, "clustering": clustering, "notes": ["2 undecided", "something else"]}
+    monkeypatch.setattr("atlas_fl.lines.make_plan", lambda *_, **__: SimpleNamespace(to_json=lambda: found))
+    said = atlas("plan", "--preset", "smoke").out
+    assert said.count("2 undecided") == 1 and "note: something else" in said

@@ -47,7 +47,7 @@ def test_all_undecided(method):
     settings = replace(SETTINGS, cluster_by=method)
     found = cluster(noise(4), noise(4, seed=1), settings=settings)
     assert found.labels == (-1,) * 4 and not found.structure["found"] and found.num_clusters == 0
-    assert any(line.startswith("no structure: no client's halves agree to 0.1; warm up") for line in found.warnings)
+    assert any(line.startswith("no structure: no client's halves agree to 0.1; give") for line in found.warnings)
     assert Clustering.from_json(found.to_json()).to_json() == found.to_json()
     assert predict(found, noise(1)[0], noise(1)[0]) == -1
 

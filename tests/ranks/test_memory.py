@@ -301,7 +301,7 @@ def test_a_model_that_does_not_fit_names_every_part_and_the_remedy() -> None:
         "frozen weights 90.6 MB",
         "activations",
         "runtime 427.8 MB",
-        "gradient checkpointing",
+        "lower --batch-size, --max-length or --ranks, add --gradient-checkpointing",
         "larger device",
     ):
         assert part in message

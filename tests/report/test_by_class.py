@@ -38,6 +38,7 @@ def test_bars_are_all_images_and_cells_are_clients_by_hand() -> None:
     np.testing.assert_array_equal(shares, [[np.nan, 0.0], [0.5, 0.5], [1.0, 1.0]])
     said = [item.get_text() for item in figure.findobj(Text)]
     assert {"digits", "digits-2", "class 1", "0.75"} <= set(said)
+    assert any("dashed: all classes" in text for text in said)
 
 
 @pytest.mark.parametrize(("clients", "classes"), [(1, 2), (8, 10), (100, 10), (100, 100)])

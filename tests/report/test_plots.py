@@ -1,6 +1,7 @@
 import json
 import subprocess
 import sys
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -125,6 +126,13 @@ def test_convergence_shows_mean_clients_and_majority(make_run) -> None:
     np.testing.assert_allclose(series[3], np.mean(clients, axis=0))
     np.testing.assert_allclose(series[4], 0.24)
     assert f"{np.mean(clients, axis=0)[-1]:.3f}".lstrip("0") in text_of(figure)
+
+
+def test_scores_stand_above_the_losses_of_their_rounds_where_only_the_last_is_evaluated(make_run) -> None:
+    record = read_record(make_run(rounds=4))
+    rows = [row for row in record.metrics if row.get("split") != "validation" or row["round"] == 4]
+    figure = FIGURES["convergence"](replace(record, metrics=rows))
+    assert [axes.get_xlim() for axes in figure.axes[:3]] == [axes.get_xlim() for axes in figure.axes[3:]]
 
 
 def test_convergence_adds_accuracy_where_the_score_is_another(make_run) -> None:

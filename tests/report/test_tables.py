@@ -88,6 +88,21 @@ def test_the_cluster_table_by_hand() -> None:
     text = printed(table)
     assert "purity 0.67, ari 0.25" in text
     assert "undecided [c_kk 0.05]" in text
+    assert "c_kk: agreement of a client's own halves" in text
+
+
+def test_the_verdict_of_no_structure_is_said_once() -> None:
+    client = {"name": "a-0", "task": "a", "cluster": -1}
+    reason = "no client's halves agree to 0.1"
+    clustering = {"structure": {"found": False, "reason": reason}, "warnings": [f"no structure: {reason}"]}
+    assert printed(cluster_table({"clients": [client], "clustering": clustering})).count(reason) == 1
+
+
+def test_memory_without_activations_says_so() -> None:
+    client = {"name": "a-0", "memory": {"weights": 4, "gradients": 4, "total": 8}}
+    assert "activations are not predicted" in str(memory_table({"clients": [client]}).caption)
+    client = {"name": "a-0", "memory": {"weights": 4, "activations": 4, "total": 8}}
+    assert memory_table({"clients": [client]}).caption is None
 
 
 def test_the_chosen_number_of_clusters_is_marked(make_run) -> None:

@@ -185,6 +185,8 @@ def test_the_plan_counts_the_parameters(config: Make) -> None:
     assert notes[1:] == (
         f"digits: {total + head:,} parameters, {head:,} of them in the head; {block + 2 * 32 + head:,} train",
     )
+    masked = make_plan(config(mask="random")).notes
+    assert [note for note in masked if note.endswith(" train where no mask holds them")]
 
 
 @pytest.mark.parametrize("values", [{}, {"share": "head"}, {"share": "A+B"}, {"mask": "random"}])
@@ -416,7 +418,8 @@ def _pooled(clients: tuple[ClientData, ...]) -> ClientData:
     ("values", "text"),
     [
         ({"tasks": "digits+movie"}, "images .digits. and texts .movie."),
-        ({"strategy": "atlas"}, "--strategy atlas needs fingerprints.*use fedavg or local"),
+        ({"tasks": "digits+movie", "strategy": "atlas"}, "images .digits. and texts .movie."),
+        ({"strategy": "atlas"}, "--strategy atlas needs fingerprints.*use fedavg or local.*a vision preset"),
         ({"precision": "bf16", "sparsity": 1.0}, "--sparsity is 1.0.*below 1"),
         ({"nc": "many"}, "--nc is 'many'.*iid, or a number"),
         ({"nc": "2", "partition": "dirichlet"}, "--nc 2 and --partition dirichlet are two ways"),

@@ -20,7 +20,7 @@ class AuditOptions:
 
     run: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")]
     """Folder of the run, or its name in --runs-dir."""
-    others: Annotated[tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="[OTHER ...]")] = ()
+    others: Annotated[tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="OTHER ...")] = ()
     """More runs: no two that should differ may have the same final models."""
     runs_dir: str = "runs"
     """Where run folders lie."""

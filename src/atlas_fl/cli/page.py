@@ -97,7 +97,8 @@ def page(default: Any, *, command: str) -> str:
     own = list(arguments(default))
     words, flags = [one for one in own if not one.flag], [one for one in own if one.flag]
     required = [one.name for one in flags if one.is_required]
-    usage = f"usage: {' '.join([command, *required, '[OPTIONS]', *(one.name for one in words)])}"
+    positional = [one.name if one.default is tyro.MISSING else f"[{one.name}]" for one in words]
+    usage = f"usage: {' '.join([command, *required, '[OPTIONS]', *positional])}"
     sections = [("", _rows(words)), ("options:", [*_rows(flags), ("-h, --help", "Show this page.")])]
     sections += _groups(getattr(default, SETTINGS, None))
     width = max(len(name) for _, rows in sections for name, _ in rows)

@@ -99,7 +99,9 @@ def plan(words: Sequence[str]) -> int:
     with show_progress(notes=False) as on_event:
         found = make_plan(config, on_event=on_event).to_json()
     show(plan_tables(found))
-    show(f"note: {line}" for line in found["notes"])
+    # the table of clusters has these below it
+    told = (found.get("clustering") or {}).get("warnings") or ()
+    show(f"note: {line}" for line in found["notes"] if line not in told)
     show([f"the run would be {run_folder(config).path}"])
     if options.to is not None:
         write_json(Path(options.to), found)

@@ -132,7 +132,7 @@ def _decide(
     decided = evidence.decided
     labels = np.full(len(decided), UNDECIDED, dtype=np.int64)
     if not decided.any():
-        reason = f"no client's halves agree to {settings.min_reliability:g}; warm up longer or use more examples"
+        reason = f"no client's halves agree to {settings.min_reliability:g}; give clients more examples"
         return labels, Verdict(found=False, reason=reason), (f"no structure: {reason}",), ()
     method = METHODS[settings.cluster_by]
     halves = evidence.first[decided], evidence.second[decided]

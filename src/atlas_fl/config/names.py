@@ -95,9 +95,10 @@ def _check_tasks(names: tuple[str, ...], own: tuple[str, ...]) -> None:
 
 
 def _check_images(config: Config) -> None:
-    from atlas_fl.tasks import find_tasks
+    from atlas_fl.tasks import check_one_kind, find_tasks
 
     tasks = find_tasks(config.data.tasks, config.data.task)
+    check_one_kind(tasks)
     if any(task.images for task in tasks):
         _check_tuned(config)
         _check_classes(config, [task.num_labels for task in tasks])
@@ -123,7 +124,7 @@ def _check_tuned(config: Config) -> None:
         if of_adapters := [one for one in changed if one.group != "model" or one.name in OF_ADAPTERS]:
             raise ConfigError(
                 f"{of_adapters[0].flag} is for adapters, and these image tasks train whole models; leave it out, or"
-                " take --tune lora"
+                " take --tune lora, or a vision preset where it is the preset's (`atlas list presets`)"
             )
         _check_rule(config.mixing.strategy)
         return
@@ -145,7 +146,7 @@ def no_clusters(strategy: str) -> ConfigError:
     """The error for a rule of clusters on whole models."""
     return ConfigError(
         f"--strategy {strategy} needs fingerprints of adapters, and whole models of image tasks have none; use fedavg"
-        " or local, or --tune lora"
+        " or local, --tune lora, or a vision preset (`atlas list presets`)"
     )
 
 

@@ -15,6 +15,7 @@ import torch
 from atlas_fl.clients.base import Update
 from atlas_fl.errors import DataError
 from atlas_fl.models.shared import places_of, views
+from atlas_fl.tree import num_bytes
 from atlas_fl.types import Params
 
 HELD_BYTES = 2**30
@@ -23,7 +24,7 @@ HELD_BYTES = 2**30
 
 def bounded(update: Update, held: Sequence[Update]) -> Update:
     """The update, in memory where it fits beside those that are held already, else in a file."""
-    if sum(_size(one.params) for one in (*held, update)) <= HELD_BYTES:
+    if sum(num_bytes(one.params) for one in (*held, update)) <= HELD_BYTES:
         return update
     return replace(update, params=on_disk(update.params))
 
@@ -47,7 +48,3 @@ def on_disk(params: Params) -> Params:
             f"no room for a client's update of {size / 1e6:.0f} MB in {tempfile.gettempdir()} ({error.strerror}); free"
             " some, set TMPDIR to a larger place, or lower --participation"
         ) from error
-
-
-def _size(params: Params) -> int:
-    return sum(tensor.nbytes for tensor in params.values())

@@ -193,7 +193,7 @@ def check_memory(memory: Memory, *, name: str) -> None:
     parts = ", ".join(f"{part} {_mb(size)}" for part, size in memory.parts())
     raise BudgetError(
         f"{name} has {_mb(memory.total_bytes)} of memory and training takes {_mb(memory.used_bytes)} ({parts}); "
-        "lower batch size, max_length or ranks, switch gradient checkpointing on, or take a larger device"
+        "lower --batch-size, --max-length or --ranks, add --gradient-checkpointing, or take a larger device"
     )
 
 

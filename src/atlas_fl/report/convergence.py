@@ -37,6 +37,8 @@ def draw(record: Record) -> Figure:
             bare(above)
             bare(below)
             continue
+        # where not every round is evaluated, scores begin later than losses
+        below.sharex(above)
         members = record.by_task[tasks[index]]
         _scores(above, members, title=tasks[index], colour=colours[tasks[index]], first=column == 0)
         _losses(below, members, colour=colours[tasks[index]], first=column == 0)

@@ -22,6 +22,7 @@ K_SCORES = {
     "atlas": "ATLAS\nscore",
     "merge_similarity": "merge\nat",
 }
+CLUSTER_WORDS = "c_kk: agreement of a client's own halves; inside: similarity of clients; loss: on training data"
 MOST_TENSORS = 4
 """Of a mask, tensors with the largest and with the smallest shares that are shown."""
 MOST_BLOCKS = 8
@@ -169,6 +170,8 @@ def memory_table(plan: Mapping[str, Any]) -> Table:
         memory = client.get("memory") or {}
         cells = [human_bytes(memory[part]) if part in memory else EMPTY for part in shown]
         table.add_row(escape(client["name"]), *cells)
+    if "activations" not in parts:
+        table.caption = "activations are not predicted and come on top"
     return table
 
 
@@ -193,8 +196,11 @@ def planning_table(plan: Mapping[str, Any]) -> Table:
 def _verdict(clustering: Mapping[str, Any]) -> str:
     structure, agreement = clustering.get("structure") or {}, clustering.get("agreement") or {}
     known = ", ".join(f"{name} {number(agreement[name], 2)}" for name in ("purity", "ari", "nmi") if name in agreement)
-    lines = [structure.get("reason", ""), f"against the true tasks: {known}" if known else ""]
-    return "\n".join([line for line in lines if line] + list(clustering.get("warnings") or ()))
+    reason, warnings = structure.get("reason", ""), list(clustering.get("warnings") or ())
+    if any(reason in line for line in warnings):
+        reason = ""
+    lines = [CLUSTER_WORDS, reason, f"against the true tasks: {known}" if known else "", *warnings]
+    return "\n".join(line for line in lines if line)
 
 
 def _mean(values: Sequence[float] | None, members: Sequence[int]) -> float | None:

@@ -33,3 +33,18 @@ def find_tasks(names: Sequence[str], own: Sequence[str] = ()) -> tuple[Task, ...
     if not asked:
         raise ConfigError(f"no task is named; known: {', '.join(sorted(known))}")
     return tuple(known[name] for name in asked)
+
+
+def check_one_kind(tasks: Sequence[Task]) -> None:
+    """Nothing where all tasks have texts, or all have images.
+
+    Raises:
+        ConfigError: some have images and others texts, which no one model reads.
+    """
+    images = [task.name for task in tasks if task.images]
+    texts = [task.name for task in tasks if not task.images]
+    if images and texts:
+        raise ConfigError(
+            f"--tasks has images ({', '.join(images)}) and texts ({', '.join(texts)}); no model reads both: run them"
+            " apart"
+        )
