@@ -35,7 +35,7 @@ def draw(record: Record) -> Figure:
         width=float(np.clip(3.4 + 0.34 * wide, 7.0, 13.0)),
         height=float(np.clip(1.8 + 2.4 * len(tasks) + sum(min(ROW * count, MOST_HIGH) for count in rows), 4.0, 14.0)),
         title="Test accuracy by class",
-        subtitle="bars: all test images, by their clients' models; dashed: all classes; below: each client, empty: none",
+        subtitle="bars: all test images by their clients' models; dashed: all classes; below: each client, empty: none",
     )
     if not tasks:
         say(figure.add_subplot(), "no test images have been scored yet")
