@@ -63,7 +63,7 @@ FLOWER_FLAGS = {
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 SPAN = re.compile(r"`([^`\n]+)`")
 LINK = re.compile(r"!?\[[^\]]*\]\(([^)\s]+)\)")
-FLAG = re.compile(r"(?<![\w-])--[a-z][a-z-]*[a-z]")
+FLAG = re.compile(r"(?<![\w-])--[a-z][a-z0-9-]*[a-z0-9]")
 DOTTED = re.compile(r"(?:atlas_fl\.)?[a-z_]+(?:\.[A-Za-z_]\w*)+")
 FILE = re.compile(r"[\w./-]+\.(?:py|md|sh)|(?:src|tests|docs|benchmarks|examples)/[\w./-]*")
 TEST = re.compile(r"(tests/[\w/]+\.py)::(\w+)")
@@ -142,7 +142,7 @@ def is_setting(dotted: str) -> bool:
 def every_flag() -> set[str]:
     flags = {flag for command in COMMANDS.values() for flag in known_flags(command.options)}
     scripts = "".join(path.read_text(encoding="utf-8") for path in (ROOT / "benchmarks").glob("*.py"))
-    return flags | set(ALIASES) | OTHER_FLAGS | FLOWER_FLAGS | set(re.findall(r'"(--[a-z-]+)"', scripts))
+    return flags | set(ALIASES) | OTHER_FLAGS | FLOWER_FLAGS | set(re.findall(r'"(--[a-z0-9-]+)"', scripts))
 
 
 def command_lines(document: str) -> Iterator[list[str]]:

