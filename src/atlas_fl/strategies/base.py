@@ -156,7 +156,8 @@ def mixing_strategy(
     """
     check_options(options)
     weighting = options.layer_weighting if has_eta else "none"
-    eta, newcomers = _steps(options) if has_eta else _no_step, for_newcomers(arrival or rule)
+    eta = _steps(options) if has_eta else _no_step
+    newcomers = for_newcomers(arrival or rule)
 
     def matrices(federation: Federation, present: Sequence[bool], *, round: int) -> Matrices:
         return matrices_for(rule, federation, present, eta=eta(round), layer_weighting=weighting)
