@@ -63,8 +63,8 @@ def run(
         if folder.config.exists():
             if not resume:
                 raise ConfigError(
-                    f"run {folder.path} exists already; go on with `atlas resume {folder.path}` or --resume,"
-                    " or choose another --name or --seed"
+                    f"run {folder.path} exists already; go on with `atlas resume {folder.path}` or --resume"
+                    " (resume=True in Python), or choose another --name or --seed"
                 )
             check_settings(config, load_config(folder.config), folder=folder.path)
             return _go_on(config, folder, on_event, workplace)

@@ -104,7 +104,8 @@ def test_the_deployed_federation_is_the_simulated_one(
     sites = [fed.join(name, port) for name in SITES]
     simulated = run(config)
     for site in sites:
-        assert re.search("the run is complete for", site.end())
+        said = site.end()
+        assert "the run is complete for" in said and "evaluate on test, round 2" in said
     server.end()
     is_as(fed, simulated, round=2)
 

@@ -24,7 +24,8 @@ def hall_of(config: Config, listed: tuple[str, ...], desk: Desk, *, late: bool, 
     """
     how: dict[str, Any] = {"settings": to_toml(config), "on_note": desk.note, "late": late}
     if not with_images(config):
-        return Hall(listed, identity_of(digest(dict(_texts(config).named_parameters())), config), **how)
+        model = load_backbone(config.model.model).model
+        return Hall(listed, identity_of(digest(dict(model.named_parameters())), config), **how)
     vision = vision_of(config)
     if line_for(config) is IMAGES:
         sparse = config.sparse.masked and config.sparse.mask not in BY_SENSITIVITY
@@ -37,10 +38,6 @@ def hall_of(config: Config, listed: tuple[str, ...], desk: Desk, *, late: bool, 
 def identity_of(model: str, config: Config) -> Identity:
     """What clients of this config must have in common with their server; `model` is the digest of its weights."""
     return Identity(version=versions()["atlas_fl"], config=config_hash(config), model=model)
-
-
-def _texts(config: Config) -> Any:
-    return load_backbone(config.model.model).model
 
 
 def with_images(config: Config) -> bool:

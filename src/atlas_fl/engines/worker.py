@@ -7,6 +7,7 @@ from typing import Any, TypeAlias
 from atlas_fl.clients import ACTIONS, CLIENT_SIDE
 from atlas_fl.clients.base import Job, Update
 from atlas_fl.clients.client_side import crossing_of
+from atlas_fl.clients.evaluate import EvaluateOptions
 from atlas_fl.clients.side import Payloads
 from atlas_fl.engines.ends import AdapterReceiver, Receiver
 from atlas_fl.engines.frames import Head
@@ -100,7 +101,8 @@ class Worker:
             action, job, told = self.receiver.job(head, params, client=self.name)
             if type(number) is not int or (job.cut is None) is not (told is None):
                 raise ProtocolError("the server's job has no number, or half of a cut; install its version of atlas-fl")
-            self.on_event(PhaseStarted(f"{action}, round {job.round}"))
+            on = f" on {job.options.split}" if isinstance(job.options, EvaluateOptions) else ""
+            self.on_event(PhaseStarted(f"{action}{on}, round {job.round}"))
             site = self.home(job.cut, told)
             if job.cut is None or told is None:
                 (update,) = self.actions[action]([job], site)
