@@ -1,6 +1,5 @@
 """Whole models of image clients in processes of their own end with the bits of their simulation."""
 
-import re
 import shutil
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
