@@ -3,7 +3,8 @@
 MiniLM, LoRA of rank 8 on query and value, batches of 16 sequences of 8 to 40 random tokens, the cut at block 3.
 First a site in this process and a server in another, over loopback mutual TLS, turn about with training on the whole
 model in this process: `ratio tls/unsplit`, of the median seconds of a step. Then the server's side alone: the
-steps of nine clients as one pass, turn about with nine passes one after another: `ratio one by one/packed`.
+steps of nine clients as one pass, turn about with nine passes one after another: `ratio one by one/packed`, and the
+ratio that would be left if packed passes ran at the rate of large products throughout.
 
     python benchmarks/split_exchange.py [--part tls|packed] [--batch N] [--turns N] [--steps N] [--threads N]
 """
@@ -20,6 +21,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.utils.flop_counter import FlopCounterMode
 
 from atlas_fl.clients.base import ClientTokens, Job, Site
 from atlas_fl.clients.client_side import crossing_of, train_below
@@ -187,7 +189,22 @@ def packed(args: argparse.Namespace) -> None:
         "one by one": lambda: timed(lambda: steps(1), steps=args.steps),
         "packed": lambda: timed(lambda: steps(1 << 20), steps=args.steps),
     }
-    turn_about(ways, turns=args.turns).tell()
+    found = turn_about(ways, turns=args.turns)
+    found.tell()
+    with FlopCounterMode(display=False) as counter:
+        steps(1 << 20)
+    # of the best turns, as the rate of large products is the best one too
+    shares = counter.get_total_flops() / args.steps / found.seconds.min(axis=0) / peak_rate()
+    print(
+        f"one by one runs at {shares[0]:.0%} of the rate of large products and packed at {shares[1]:.0%}, so no packing"
+        f" could reach a ratio above {1 / shares[0]:.2f}"
+    )
+
+
+def peak_rate() -> float:
+    """The best of this machine on the largest product of the model, in floating-point operations per second."""
+    left, right = torch.randn(4096, 384), torch.randn(384, 1536)
+    return 2 * 4096 * 384 * 1536 / min(timed(lambda: left @ right, steps=1) for _ in range(30))
 
 
 def main() -> None:
