@@ -22,11 +22,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from atlas_fl.engines.frames import decode_frame, encode_frame
-from atlas_fl.engines.link import Link
-from atlas_fl.engines.loops import LoopThread
-from atlas_fl.engines.server import Server
-from atlas_fl.engines.stream import Sessions
+from atlas_fl.engines.stream.frames import decode_frame, encode_frame
+from atlas_fl.engines.stream.link import Link
+from atlas_fl.engines.stream.loops import LoopThread
+from atlas_fl.engines.stream.server import Server
+from atlas_fl.engines.stream.sessions import Sessions
 from atlas_fl.io.certs import make_certs, open_certs
 
 AIMS_MS = {0.1: "1.5", 1.0: "8", 8.0: "35", 86.0: "-"}

@@ -25,7 +25,7 @@ from transformers import AutoModelForImageClassification, ViTConfig, ViTForImage
 
 from atlas_fl.assemble_images import ImageAssembly, assemble_images
 from atlas_fl.clients.base import Job
-from atlas_fl.clients.whole import batches, images_of
+from atlas_fl.clients.images.whole import batches, images_of
 from atlas_fl.config import Config, with_values
 from atlas_fl.events import ignore
 from atlas_fl.lines import IMAGES

@@ -24,15 +24,15 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from atlas_fl.clients.base import ClientTokens, Job, Site
-from atlas_fl.clients.client_side import crossing_of, train_below
-from atlas_fl.clients.halves import TrainingHalf, answer_all
+from atlas_fl.clients.cut.client_side import crossing_of, train_below
+from atlas_fl.clients.cut.halves import TrainingHalf, answer_all
 from atlas_fl.clients.train import TrainOptions, train
-from atlas_fl.engines.link import Link
-from atlas_fl.engines.loops import LoopThread
-from atlas_fl.engines.server import Server
-from atlas_fl.engines.stream import Sessions
-from atlas_fl.engines.suffixes import Suffixes
-from atlas_fl.engines.worker import OverLink
+from atlas_fl.engines.hall.suffixes import Suffixes
+from atlas_fl.engines.hall.worker import OverLink
+from atlas_fl.engines.stream.link import Link
+from atlas_fl.engines.stream.loops import LoopThread
+from atlas_fl.engines.stream.server import Server
+from atlas_fl.engines.stream.sessions import Sessions
 from atlas_fl.io.certs import make_certs, open_certs
 from atlas_fl.lora.adapters import init_adapters, init_head
 from atlas_fl.models.backbone import Backbone, module_dims

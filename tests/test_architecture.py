@@ -21,7 +21,7 @@ OWNERS = {
     "peft": "lora/peft_io.py",
     "flwr": "flower/api.py",
     "ray": "engines/ray.py",
-    "grpc": "engines/",
+    "grpc": "engines/stream/",
     "tyro": "cli/",
     "tomlkit": "config/",
     "matplotlib": "report/",

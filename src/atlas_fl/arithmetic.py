@@ -14,7 +14,7 @@ import torch
 from atlas_fl.assemble_images import ImageAssembly, assemble_images
 from atlas_fl.clients.base import Job
 from atlas_fl.clients.evaluate import EvaluateOptions
-from atlas_fl.clients.whole import evaluate_whole
+from atlas_fl.clients.images.whole import evaluate_whole
 from atlas_fl.config import load_config
 from atlas_fl.errors import CheckpointError, ConfigError, ModelError
 from atlas_fl.events import ignore

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 
 from atlas_fl.assemble import load_clients, pick_device
-from atlas_fl.clients.whole import ImageSite
+from atlas_fl.clients.images.whole import ImageSite
 from atlas_fl.config import Config
 from atlas_fl.door import CLOSED, Door
 from atlas_fl.models.vision import Vision, trainable_names

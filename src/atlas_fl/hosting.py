@@ -2,7 +2,8 @@
 
 Nothing that is trained depends on it. The plan pairs all clients; a round pairs those who are there by the same rule,
 so that the guests of a host that takes no part, or has dropped, find another one in the same round. In a simulation the
-pairs of a round are worked out from who answered; across machines the engine pairs (`engines.hosts`) and says whom.
+pairs of a round are worked out from who answered; across machines the engine pairs and says whom
+(`engines.hall.hosts`).
 """
 
 from collections.abc import Collection, Mapping, Sequence

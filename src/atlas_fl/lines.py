@@ -13,11 +13,11 @@ from atlas_fl.assemble_images import ImageAssembly, assemble_images, body_of, vi
 from atlas_fl.config import Config
 from atlas_fl.config.images import WHOLE
 from atlas_fl.engines.base import Engine
-from atlas_fl.engines.ends import AdapterSender, NewSender
+from atlas_fl.engines.messages.ends import AdapterSender, NewSender
+from atlas_fl.engines.messages.whole_common import Common, parted
+from atlas_fl.engines.messages.whole_ends import WholeReceiver, WholeSender
 from atlas_fl.engines.pool import Bench, Bound, Packs, adapter_bench, adapter_packs
 from atlas_fl.engines.whole import WHOLE_ACTIONS, WholeEngine, whole_packs, within_memory
-from atlas_fl.engines.whole_common import Common, parted
-from atlas_fl.engines.whole_ends import WholeReceiver, WholeSender
 from atlas_fl.events import OnEvent, PhaseStarted, Progress, ignore
 from atlas_fl.io.ledger import payload_bytes
 from atlas_fl.mixing.diversity import Diversity, diversity

@@ -1,8 +1,8 @@
 """From the config to the numbers that clients and the server's rule work with."""
 
 from atlas_fl.assemble import learning_rate_of, scale_of
+from atlas_fl.clients.images.whole import WholeOptions
 from atlas_fl.clients.train import TrainOptions
-from atlas_fl.clients.whole import WholeOptions
 from atlas_fl.config import Config
 from atlas_fl.sparse.choose import Mask
 from atlas_fl.sparse.codec import Drawn

@@ -2,7 +2,7 @@
 
 A worker assembles the run from the same settings as its parent does, but for the weights: these are views of memory
 that all of them see. It says so where its data are others. Whole models of image clients go to and fro as well
-(`engines.whole_ends`), each once in a round to a worker.
+(`engines.messages.whole_ends`), each once in a round to a worker.
 """
 
 import mmap
@@ -18,10 +18,10 @@ import torch
 from atlas_fl.assemble import Assembly, pick_device
 from atlas_fl.config import Config, parse_config, to_toml
 from atlas_fl.engines.base import Engine
-from atlas_fl.engines.frames import Head
 from atlas_fl.engines.pool import Bench, PoolEngine, Resident, Worker, settled
 from atlas_fl.engines.processes import SharedMemory, processes, serve
 from atlas_fl.engines.ray import ray_cluster
+from atlas_fl.engines.stream.frames import Head
 from atlas_fl.errors import DataError
 from atlas_fl.events import Note, OnEvent, Progress
 from atlas_fl.lines import line_for, line_in

@@ -6,7 +6,7 @@ import pytest
 
 from atlas_fl.config import Config, validate, with_values
 from atlas_fl.deployed.serving import Service, check_served, check_sites
-from atlas_fl.engines.seats import Seat
+from atlas_fl.engines.hall.seats import Seat
 from atlas_fl.errors import ConfigError
 
 SERVICE = Service(certs=Path("certs/server"))

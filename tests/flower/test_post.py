@@ -9,7 +9,7 @@ import pytest
 
 pytest.importorskip("flwr", reason="the extra `flower` is not installed")
 
-from atlas_fl.engines.tokens import Tokens
+from atlas_fl.engines.stream.tokens import Tokens
 from atlas_fl.errors import ConfigError, ProtocolError
 from atlas_fl.flower import post
 from atlas_fl.flower.api import ConfigRecord, Error, Message, RecordDict

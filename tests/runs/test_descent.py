@@ -13,10 +13,10 @@ from transformers import AutoModelForImageClassification
 
 from atlas_fl.assemble_images import assemble_images
 from atlas_fl.audit import audit
-from atlas_fl.clients import descent
 from atlas_fl.clients.base import Job
-from atlas_fl.clients.whole import ImageSite, WholeOptions, train_whole
-from atlas_fl.clients.whole import batches as batches_of
+from atlas_fl.clients.images import descent
+from atlas_fl.clients.images.whole import ImageSite, WholeOptions, train_whole
+from atlas_fl.clients.images.whole import batches as batches_of
 from atlas_fl.config import Config
 from atlas_fl.errors import ConfigError
 from atlas_fl.lines import make_plan

@@ -16,7 +16,7 @@ from atlas_fl.arithmetic import masks_of_clients
 from atlas_fl.assemble_images import assemble_images
 from atlas_fl.audit import audit, read_audited
 from atlas_fl.clients.base import Job
-from atlas_fl.clients.whole import WholeOptions, train_whole
+from atlas_fl.clients.images.whole import WholeOptions, train_whole
 from atlas_fl.config import Config, parse_config, to_toml, with_values
 from atlas_fl.engines.whole import WholeEngine
 from atlas_fl.errors import AtlasError, BudgetError, CheckpointError, ConfigError, DataError, ModelError

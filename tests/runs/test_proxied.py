@@ -10,7 +10,7 @@ import pytest
 from atlas_fl.config import Config
 from atlas_fl.deployed.joining import Joining, join
 from atlas_fl.deployed.serving import Service, across_machines
-from atlas_fl.engines.stream import Session, Sessions
+from atlas_fl.engines.stream.sessions import Session, Sessions
 from atlas_fl.events import Event, Note, RoundFinished
 from atlas_fl.io.certs import make_certs
 from atlas_fl.run import run

@@ -3,17 +3,17 @@
 from collections.abc import Callable, Mapping
 
 from atlas_fl.clients.base import Action, Job, Site, Update
-from atlas_fl.clients.client_side import Crossing, evaluate_below, train_below
+from atlas_fl.clients.cut.client_side import Crossing, evaluate_below, train_below
+from atlas_fl.clients.cut.half import Half
+from atlas_fl.clients.cut.halves import EvaluationHalf, TrainingHalf
+from atlas_fl.clients.cut.measure_above import importance_half
+from atlas_fl.clients.cut.measure_below import importance_below
+from atlas_fl.clients.cut.warm_above import fingerprint_half
+from atlas_fl.clients.cut.warm_below import fingerprint_below
 from atlas_fl.clients.evaluate import evaluate
 from atlas_fl.clients.fingerprint import fingerprint
-from atlas_fl.clients.half import Half
-from atlas_fl.clients.halves import EvaluationHalf, TrainingHalf
 from atlas_fl.clients.importance import importance
-from atlas_fl.clients.measure_above import importance_half
-from atlas_fl.clients.measure_below import importance_below
 from atlas_fl.clients.train import train
-from atlas_fl.clients.warm_above import fingerprint_half
-from atlas_fl.clients.warm_below import fingerprint_below
 
 ACTIONS: Mapping[str, Action] = {
     "fingerprint": fingerprint,

@@ -4,10 +4,10 @@ from typing import Any
 
 from atlas_fl.assemble_images import body_of, vision_of
 from atlas_fl.config import Config, config_hash, to_toml
-from atlas_fl.engines.hall import Hall
-from atlas_fl.engines.identity import Identity
-from atlas_fl.engines.loops import Desk
-from atlas_fl.engines.whole_common import check_frames
+from atlas_fl.engines.hall.hall import Hall
+from atlas_fl.engines.messages.identity import Identity
+from atlas_fl.engines.messages.whole_common import check_frames
+from atlas_fl.engines.stream.loops import Desk
 from atlas_fl.io.machine import versions
 from atlas_fl.lines import IMAGES, line_for, whole_sender
 from atlas_fl.models.loading import load_backbone

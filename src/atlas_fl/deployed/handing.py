@@ -7,9 +7,9 @@ from collections.abc import Collection, Mapping
 
 from atlas_fl.config import Config, load_config, pinned, run_folder
 from atlas_fl.deployed.listening import Service, listening
-from atlas_fl.engines import farewells
-from atlas_fl.engines.hall import Hall
-from atlas_fl.engines.loops import Desk
+from atlas_fl.engines.hall import farewells
+from atlas_fl.engines.hall.hall import Hall
+from atlas_fl.engines.stream.loops import Desk
 from atlas_fl.events import Note, OnEvent
 from atlas_fl.io import checkpoint
 from atlas_fl.io.certs import listed_clients, open_certs

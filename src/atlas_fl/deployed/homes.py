@@ -14,15 +14,15 @@ from atlas_fl.clients import ACTIONS
 from atlas_fl.clients.base import ClientTokens, Job, Update
 from atlas_fl.clients.base import Site as AdapterSite
 from atlas_fl.clients.fresh import fresh
+from atlas_fl.clients.images.whole import ImageSite
 from atlas_fl.clients.patches import patches
-from atlas_fl.clients.whole import ImageSite
 from atlas_fl.config import Config
 from atlas_fl.config.splitting import NONE
-from atlas_fl.engines.ends import AdapterReceiver, Receiver
-from atlas_fl.engines.vault import PrivateReceiver, Vault
+from atlas_fl.engines.messages.ends import AdapterReceiver, Receiver
+from atlas_fl.engines.messages.vault import PrivateReceiver, Vault
+from atlas_fl.engines.messages.whole_ends import WholeReceiver
+from atlas_fl.engines.messages.wire import Told
 from atlas_fl.engines.whole import WHOLE_ACTIONS
-from atlas_fl.engines.whole_ends import WholeReceiver
-from atlas_fl.engines.wire import Told
 from atlas_fl.errors import ModelError, ProtocolError
 from atlas_fl.lines import IMAGES, line_of
 from atlas_fl.lora.peft_io import export_adapter
@@ -48,7 +48,7 @@ class Site(Protocol):
     actions: Mapping[str, Callable[[Sequence[Job], Any], list[Update]]]
 
     def __call__(self, cut: Cut | None, told: Told | None) -> Any:
-        """The site with as much of the model as this job needs (`engines.worker.Home`)."""
+        """The site with as much of the model as this job needs (`engines.hall.worker.Home`)."""
         ...
 
     def export(self, model: Params, to: Path) -> None:
@@ -122,7 +122,7 @@ class Home:
         export_adapter(model, to, family=self.known.family, base=self.known.source.path, scale=scale, labels=labels)
 
     def __call__(self, cut: Cut | None, told: Told | None) -> AdapterSite:
-        """The site with the blocks below this cut, or with all (`engines.worker.Home`).
+        """The site with the blocks below this cut, or with all (`engines.hall.worker.Home`).
 
         Raises `ModelError` where they are not to be had, or are not the server's.
         """

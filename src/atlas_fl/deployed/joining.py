@@ -7,10 +7,10 @@ from atlas_fl.assemble import source_of
 from atlas_fl.config import Config, config_hash, parse_config
 from atlas_fl.config.images import EVENLY
 from atlas_fl.deployed.homes import home_of
-from atlas_fl.engines.census import census_of
-from atlas_fl.engines.frames import Head
-from atlas_fl.engines.link import Link
-from atlas_fl.engines.worker import Worker
+from atlas_fl.engines.hall.worker import Worker
+from atlas_fl.engines.messages.census import census_of
+from atlas_fl.engines.stream.frames import Head
+from atlas_fl.engines.stream.link import Link
 from atlas_fl.errors import ConfigError, ProtocolError
 from atlas_fl.events import Note, OnEvent, PhaseStarted, ignore
 from atlas_fl.io.certs import Certs, open_certs

@@ -7,11 +7,11 @@ from pathlib import Path
 
 from atlas_fl.config import Config
 from atlas_fl.deployed.halls import hall_of
-from atlas_fl.engines.hall import Hall
-from atlas_fl.engines.loops import Desk, LoopThread
-from atlas_fl.engines.server import Server
-from atlas_fl.engines.stream import Sessions
-from atlas_fl.engines.tokens import Tokens
+from atlas_fl.engines.hall.hall import Hall
+from atlas_fl.engines.stream.loops import Desk, LoopThread
+from atlas_fl.engines.stream.server import Server
+from atlas_fl.engines.stream.sessions import Sessions
+from atlas_fl.engines.stream.tokens import Tokens
 from atlas_fl.events import OnEvent
 from atlas_fl.io.certs import Certs, Listed
 from atlas_fl.sparse.choose import Mask

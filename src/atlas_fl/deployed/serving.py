@@ -14,15 +14,15 @@ from atlas_fl.config.splitting import NONE
 from atlas_fl.deployed.handing import begin_to_serve, dismiss, last_plan
 from atlas_fl.deployed.listening import Service, listening
 from atlas_fl.door import Door, Newcomer
-from atlas_fl.engines import farewells
 from atlas_fl.engines.base import Engine
-from atlas_fl.engines.census import Census, stand_in
-from atlas_fl.engines.hall import Hall
-from atlas_fl.engines.latecomers import let_in, newcomers, turn_away
-from atlas_fl.engines.loops import Desk
+from atlas_fl.engines.hall import farewells
+from atlas_fl.engines.hall.hall import Hall
+from atlas_fl.engines.hall.latecomers import let_in, newcomers, turn_away
+from atlas_fl.engines.hall.seats import Seat
+from atlas_fl.engines.hall.suffixes import Suffixes
+from atlas_fl.engines.messages.census import Census, stand_in
 from atlas_fl.engines.remote import RemoteEngine
-from atlas_fl.engines.seats import Seat
-from atlas_fl.engines.suffixes import Suffixes
+from atlas_fl.engines.stream.loops import Desk
 from atlas_fl.errors import BudgetError, CheckpointError, ConfigError
 from atlas_fl.events import Note, OnEvent
 from atlas_fl.io.certs import listed_clients, open_certs

@@ -13,8 +13,8 @@ from typing import Any, Protocol, TypeAlias
 from atlas_fl.clients import ACTIONS
 from atlas_fl.clients.base import Job, Site, Update
 from atlas_fl.clients.packs import packs
-from atlas_fl.engines.ends import AdapterReceiver, AdapterSender, NewSender, Receiver, Sender
-from atlas_fl.engines.frames import Head, decode_frame, encode_frame
+from atlas_fl.engines.messages.ends import AdapterReceiver, AdapterSender, NewSender, Receiver, Sender
+from atlas_fl.engines.stream.frames import Head, decode_frame, encode_frame
 from atlas_fl.errors import AtlasError, ProtocolError
 from atlas_fl.types import Params
 

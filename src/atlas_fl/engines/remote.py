@@ -4,10 +4,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from atlas_fl.clients.base import Job, Update
-from atlas_fl.engines.hall import Hall
-from atlas_fl.engines.loops import Desk
+from atlas_fl.engines.hall.hall import Hall
+from atlas_fl.engines.hall.suffixes import Suffixes
 from atlas_fl.engines.pool import Bound
-from atlas_fl.engines.suffixes import Suffixes
+from atlas_fl.engines.stream.loops import Desk
 from atlas_fl.errors import ProtocolError
 from atlas_fl.events import Note
 

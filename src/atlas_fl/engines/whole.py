@@ -5,9 +5,9 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 from atlas_fl.clients.base import Job, Update
-from atlas_fl.clients.ridge import ridge_sums, scale_losses
-from atlas_fl.clients.sensitivity import sensitivity
-from atlas_fl.clients.whole import ImageSite, evaluate_whole, images_of, same_models, train_whole
+from atlas_fl.clients.images.ridge import ridge_sums, scale_losses
+from atlas_fl.clients.images.sensitivity import sensitivity
+from atlas_fl.clients.images.whole import ImageSite, evaluate_whole, images_of, same_models, train_whole
 from atlas_fl.engines.spill import bounded
 
 WholeAction: TypeAlias = Callable[[Sequence[Job], ImageSite], list[Update]]

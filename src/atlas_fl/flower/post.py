@@ -14,9 +14,9 @@ from atlas_fl.flower.node import RECORD, Invitation
 from atlas_fl.io.certs import CA, CERT, KEY
 
 if TYPE_CHECKING:  # torch comes with these, and the question is asked without it
-    from atlas_fl.engines.hall import Hall
-    from atlas_fl.engines.loops import Desk
-    from atlas_fl.engines.tokens import Tokens
+    from atlas_fl.engines.hall.hall import Hall
+    from atlas_fl.engines.stream.loops import Desk
+    from atlas_fl.engines.stream.tokens import Tokens
 
 POLL_SECONDS = 0.5
 DAY_SECONDS = 86400.0

@@ -70,7 +70,7 @@ def begin(grid: Grid, context: Context) -> None:
 def federate(grid: Grid, order: Order, *, on_event: OnEvent) -> None:
     """Serve this order to the nodes of this grid."""
     from atlas_fl.config import load_config, validate
-    from atlas_fl.engines.probe import split_address
+    from atlas_fl.engines.stream.probe import split_address
 
     config = validate(load_config(order.config), at_sites=True)
     host, port = split_address(order.address)
@@ -80,7 +80,7 @@ def federate(grid: Grid, order: Order, *, on_event: OnEvent) -> None:
     from atlas_fl.deployed.handing import hand_out
     from atlas_fl.deployed.listening import Service
     from atlas_fl.deployed.serving import across_machines
-    from atlas_fl.engines.tokens import Tokens
+    from atlas_fl.engines.stream.tokens import Tokens
     from atlas_fl.io.certs import make_certs
     from atlas_fl.run import run
 

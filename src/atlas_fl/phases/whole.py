@@ -10,8 +10,8 @@ import torch
 
 from atlas_fl.assemble_images import ImageAssembly
 from atlas_fl.clients.base import Job
-from atlas_fl.clients.ridge import CROSS, GRAM, LOSSES, SCALED_BY, SCALES, RidgeOptions, ScaleOptions, ridge_head
-from atlas_fl.clients.sensitivity import SensitivityOptions
+from atlas_fl.clients.images.ridge import CROSS, GRAM, LOSSES, SCALED_BY, SCALES, RidgeOptions, ScaleOptions, ridge_head
+from atlas_fl.clients.images.sensitivity import SensitivityOptions
 from atlas_fl.config import check_pins, mask_source
 from atlas_fl.engines.base import Engine, run_all
 from atlas_fl.errors import ConfigError

@@ -1,0 +1,166 @@
+"""A client's side of its cut model, where the other side is another machine's.
+
+    client forward -> rows up -> (server) -> gradients down -> client backward -> clip, step
+
+With the head on the server a step is one question: rows and labels go up, the gradient comes down. With the head
+here it is two: rows up and features down, their gradient up and that of the rows down. The norms of the client's
+gradients go up with its next question, or with its answer to the job; those of the server's come with the gradient.
+The loop, the batches, the optimizer and the scores are those of a whole model (`clients.train`, `clients.evaluate`).
+"""
+
+import time
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from atlas_fl.clients.base import Job, Site, Update
+from atlas_fl.clients.cut.side import Payloads
+from atlas_fl.clients.evaluate import EvaluateOptions, in_order, kept, on_device, scores_of
+from atlas_fl.clients.member import Member, example_loss, joined_norms
+from atlas_fl.clients.rows import Row, below, chunks, dropout_masks, make_row, read_logits
+from atlas_fl.clients.train import train
+from atlas_fl.errors import ProtocolError
+from atlas_fl.io.tensors import encode
+from atlas_fl.lora.packed import MaskOf
+from atlas_fl.split.codec import ROWS, read_message
+from atlas_fl.split.step import NORMS, Cut, Line
+
+
+class Far(Protocol):
+    """The way to the other side of the cut."""
+
+    def ask(self, what: str, done: int, payloads: Payloads) -> Payloads:
+        """What comes back; `what` is `loss`, `features`, `gradient` or `score`, and `done` counts the steps before."""
+        ...
+
+
+@dataclass(kw_only=True, eq=False)
+class Crossing:
+    """One job's way through the cut."""
+
+    cut: Cut
+    places: tuple[int, ...]
+    """Where the client's trained tensors stand among those of the whole model."""
+    far: Far
+    lines: Mapping[int, Line]
+    """By the place of each of the job's models: what writes and counts its messages up."""
+    closing: dict[str, bytes] = field(default_factory=dict)
+    """What the last step left to be told."""
+
+    def step(self, active: Mapping[int, Member], done: int, site: Site) -> None:
+        """One optimizer step of every active model (`clients.train.Step`)."""
+        row = make_row([next(member.batches) for member in active.values()], device=site.backbone.device)
+        mask = dropout_masks([member.dropout(done) for member in active.values()], device=site.backbone.device)
+        for place in active:
+            self.lines[place].begin("train", done)
+        params = [member.params for member in active.values()]
+        with below(row, params, site, blocks=self.cut.blocks, mask=mask) as hidden:
+            if self.cut.head == "server":
+                got = self.far.ask("loss", done, self.up(hidden, row, active, labels=True))
+            else:
+                got = self._head_here(hidden, row, active, done, site, mask)
+            if hidden.requires_grad:
+                hidden.backward(rows_of(got, "gradient", active, like=hidden))  # type: ignore[no-untyped-call]
+        self.closing = {}
+        for place, member in active.items():
+            norms = None
+            if member.options.clip > 0:
+                others = read_message(message_in(got, place, "control"))[NORMS]
+                norms = joined_norms(member.norms(), others, self.places)
+                self.closing[f"{place}/control"] = encode({NORMS: member.norms()})
+            member.step(done, norms=norms)
+
+    def up(self, hidden: Tensor, row: Row, places: Collection[int], *, labels: bool) -> dict[str, bytes]:
+        """Every model's rows, with what the server needs to go on from them."""
+        sent = dict(self.closing)
+        for k, place in enumerate(places):
+            lengths, reads = row.lengths[k], row.places[k]
+            beside = {"lengths": lengths} | ({} if reads is None else {"places": reads})
+            own = hidden[row.segments[k].start : row.segments[k].stop]
+            sent[f"{place}/activation"] = self.lines[place].message(own, "activation", extra=beside)
+            if labels:
+                sent[f"{place}/label"] = encode({"labels": row.labels[k]})
+        return sent
+
+    def _head_here(
+        self, hidden: Tensor, row: Row, active: Mapping[int, Member], done: int, site: Site, mask: MaskOf | None
+    ) -> Payloads:
+        """The server's answer to the gradient of the features, whose loss is computed here."""
+        read = self.features(hidden, row, active, done).requires_grad_()
+        with site.autocast():
+            params = [member.params for member in active.values()]
+            logits = read_logits(site.backbone, params, torch.split(read, list(row.counts)), mask=mask)
+        losses = [example_loss(own, labels) for own, labels in zip(logits, row.labels, strict=True)]
+        torch.stack(losses).sum().backward()  # type: ignore[no-untyped-call]
+        for member, loss in zip(active.values(), losses, strict=True):
+            member.losses.append(loss.detach())
+        assert read.grad is not None, "a loss has a gradient by what it is of"
+        upper = torch.split(read.grad, list(row.counts))
+        sent = {
+            f"{place}/gradient": self.lines[place].message(own, "gradient")
+            for place, own in zip(active, upper, strict=True)
+        }
+        return self.far.ask("gradient", done, sent)
+
+    def features(self, hidden: Tensor, row: Row, places: Collection[int], done: int) -> Tensor:
+        """What the heads read, (reads, hidden), as it comes down."""
+        got = self.far.ask("features", done, self.up(hidden, row, places, labels=False))
+        return rows_of(got, "activation", places, like=hidden.new_empty(sum(row.counts), hidden.shape[1]))
+
+
+def message_in(got: Payloads, place: int, kind: str) -> bytes:
+    """The message of this kind to one of the job's models; raises `ProtocolError` where the answer has none."""
+    if f"{place}/{kind}" not in got:
+        raise ProtocolError(f"the server's answer has no {kind}; install its version of atlas-fl")
+    return got[f"{place}/{kind}"]
+
+
+def rows_of(got: Payloads, kind: str, places: Collection[int], *, like: Tensor) -> Tensor:
+    """The rows in the server's answer, of all these places, as they are needed here."""
+    found = torch.cat([read_message(message_in(got, place, kind))[ROWS] for place in places])
+    if found.shape != like.shape:
+        raise ProtocolError(
+            f"the server's {kind} is {tuple(found.shape)}, not {tuple(like.shape)}; install its version"
+        )
+    return found.to(device=like.device, dtype=like.dtype)
+
+
+def crossing_of(job: Job, places: tuple[int, ...], far: Far, *, models: int = 1) -> Crossing:
+    """The way of a job with so many models, for a client that is cut."""
+    assert job.cut is not None, "only a cut client has a way through its cut"
+    lines = {place: Line(job.cut, client=job.client, round=job.round) for place in range(models)}
+    return Crossing(cut=job.cut, places=places, far=far, lines=lines)
+
+
+def train_below(job: Job, site: Site, crossing: Crossing) -> Update:
+    """The client's half of the trained model; its loss is there where the head is."""
+    (update,) = train([replace(job, cut=None)], site, step=crossing.step)
+    return update
+
+
+@torch.inference_mode()
+def evaluate_below(job: Job, site: Site, crossing: Crossing) -> Update:
+    """The scores where the head is here; with the head on the server only the seconds, and the scores are there."""
+    began = time.perf_counter()
+    options: EvaluateOptions = job.options
+    data, outputs = site.data[job.client].splits[options.split], list[np.ndarray]()
+    order, line, at_home = in_order(data.lengths), crossing.lines[0], crossing.cut.head == "client"
+    line.begin("evaluate", options.split)
+    params = on_device(job.params, site)
+    for done, chunk in enumerate(chunks([data.lengths[order]], site.max_tokens)):
+        row = make_row([data.take(order[part]) for _, part in chunk], device=site.backbone.device)
+        with below(row, [params], site, blocks=crossing.cut.blocks) as hidden:
+            if not at_home:
+                crossing.far.ask("score", done, crossing.up(hidden, row, crossing.lines, labels=True))
+                continue
+            read = crossing.features(hidden, row, crossing.lines, done)
+            with site.autocast():
+                (logits,) = read_logits(site.backbone, [params], [read], mask=None)
+            outputs.append(kept(logits, row.labels[0], site.data[job.client].task))
+    metrics = scores_of(site.data[job.client].task, data.labels[order], outputs) if at_home else {}
+    metrics = {**metrics, "seconds": time.perf_counter() - began}
+    return Update(client=job.client, params=job.params, examples=len(data), metrics=metrics)

@@ -1,0 +1,1 @@
+"""Clients that train a whole image model."""

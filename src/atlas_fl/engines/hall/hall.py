@@ -1,0 +1,243 @@
+"""Where a server's clients wait for work: who is here, what each was asked, and what has come back.
+
+A client asks ("register", "next", "result") and is answered when there is something for it to do. A job is its
+client's until the answer is in: whoever comes back with the same certificate, be it a new process, gets it again.
+"""
+
+import asyncio
+import contextlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from atlas_fl.clients.base import Job, Update
+from atlas_fl.engines.hall.hosts import Hosts, hosts_of
+from atlas_fl.engines.hall.seats import Seat, Upper, Work, check_classes, check_entry, count_here, present, refusal
+from atlas_fl.engines.hall.suffixes import Suffixes
+from atlas_fl.engines.messages.census import read_census, read_device
+from atlas_fl.engines.messages.ends import AdapterSender, NewSender
+from atlas_fl.engines.messages.identity import Identity
+from atlas_fl.engines.stream.frames import Head
+from atlas_fl.engines.stream.sessions import NO_TENSORS
+from atlas_fl.errors import ProtocolError
+from atlas_fl.types import Params
+
+
+class Hall:
+    """All seats. Its methods run in one loop."""
+
+    def __init__(
+        self,
+        names: Sequence[str],
+        identity: Identity,
+        *,
+        settings: str,
+        on_note: Callable[[str], None],
+        late: bool = False,
+        new_sender: NewSender = AdapterSender,
+        images: bool = False,
+    ) -> None:
+        self._new_sender, self._images = new_sender, images
+        self.seats = {name: Seat(name, sender=new_sender()) for name in names}
+        self.planned: set[str] | None = None  # who is in the plan, once there is one
+        self._identity, self._settings, self._on_note, self._late = identity, settings, on_note, late
+        self._numbers, self._changed = 0, asyncio.Condition()
+        self._hosts: Hosts | None = None
+
+    def admit(self, name: str, hello: Mapping[str, Any]) -> Head:
+        """What the server says to a client that knocks; raises `ProtocolError` where they do not belong together."""
+        self._identity.check(name, hello)
+        # it may have been listed after the server was started
+        self.seats.setdefault(name, Seat(name, sender=self._new_sender()))
+        return {**vars(self._identity), "settings": self._settings}
+
+    def on_presence(self, name: str, here: bool) -> None:
+        """A stream of this client has begun or ended."""
+        seat = self.seats[name]
+        seat.here = here
+        if here:
+            seat.given_up = False
+        if self._hosts is not None:
+            self._hosts.presence(name, here)
+        if seat.census is not None and not seat.dismissed:
+            self._on_note(f"{name} is {'back' if here else 'gone'} ({count_here(self.seats.values())})")
+
+    def on_refused(self, name: str, reason: str) -> None:
+        """A client, or who would be one, was told that it may not come, and why."""
+        if line := refusal(self.seats.get(name), name, reason):
+            self._on_note(line)
+
+    async def answer(self, name: str, head: Mapping[str, Any], tensors: Params) -> tuple[Head, Params]:
+        """The answer to a client's request: its next job, as soon as there is one."""
+        seat = self.seats[name]
+        if head.get("kind") == "register":
+            await self._register(seat, head)
+        elif seat.census is None:
+            return {"kind": "register"}, NO_TENSORS  # the server was started again and knows nobody
+        elif head.get("kind") == "cut" and (answer := await self._crossed(seat, head, tensors)) is not None:
+            return answer
+        elif head.get("kind") == "hosted" and self._hosts is not None:
+            self._hosts.answered(name, head, tensors)
+        elif head.get("kind") in ("result", "failed"):
+            await self._accept(seat, head, tensors)
+            if head.get("leaves") is True:
+                return {"kind": "left"}, NO_TENSORS
+        return await self._next(seat)
+
+    async def _next(self, seat: Seat) -> tuple[Head, Params]:
+        """What there is for this client to do, as soon as there is something."""
+        while True:
+            if seat.lost:
+                raise ProtocolError(seat.lost)
+            if seat.farewell is not None:
+                seat.dismissed = True
+                return seat.farewell
+            if self._hosts is not None and (told := await self._hosts.next(seat)) is not None:
+                return told
+            if seat.work is not None:
+                return self._handed(seat, seat.work)
+            seat.woken.clear()
+            await seat.woken.wait()
+
+    async def _crossed(self, seat: Seat, head: Mapping[str, Any], tensors: Params) -> tuple[Head, Params] | None:
+        """The answer to a question of a cut client; None where nobody waits for that job any more."""
+        work = seat.work
+        if work is None or work.suffixes is None or head.get("number") != work.number:
+            return None
+        try:
+            answer = await work.suffixes.ask(work.number, head, tensors)
+        except ProtocolError as error:
+            self._ended(seat, work, str(error))
+            raise
+        return answer if seat.work is work else None
+
+    def _handed(self, seat: Seat, work: Work) -> tuple[Head, Params]:
+        job, told = work.job, None
+        if job.cut is not None and work.suffixes is not None:
+            # Whoever gets it, for the first time or again, begins at its start, and so does the half here.
+            job, told = work.suffixes.begin(work.number, work.action, job)
+            work.below = job
+        return seat.sender.job(work.action, job, number=work.number, told=told)
+
+    async def _register(self, seat: Seat, head: Mapping[str, Any]) -> None:
+        self._identity.check(seat.name, head)
+        census, device, part = read_census(head), read_device(str(head.get("device"))), head.get("part")
+        comes_late = self.planned is not None and seat.name not in self.planned
+        check_entry(
+            seat, census, part, self.seats.values(), images=self._images, comes_late=comes_late, late=self._late
+        )
+        is_new, seat.census, seat.device = seat.census is None, census, device
+        seat.sender.forget()
+        seat.part, seat.lodged = part if type(part) is int else None, {}
+        if is_new:
+            many, here = census.examples["train"], count_here(self.seats.values())
+            self._on_note(f"{seat.name}: {census.task}, {many} training examples, {device.name} ({here})")
+            if comes_late:
+                self._on_note(f"{seat.name} came after the plan was made and joins before the next round")
+        async with self._changed:
+            self._changed.notify_all()
+
+    async def _accept(self, seat: Seat, head: Mapping[str, Any], tensors: Params) -> None:
+        work = seat.work
+        if work is None or head.get("number") != work.number:
+            # It answers what nobody waits for any more, and what it trained last is unknown here.
+            seat.sender.unanswered()
+            return
+        if head["kind"] == "failed":
+            found: Update | str = str(head.get("reason"))
+        else:
+            job = work.below or work.job
+            # what crosses a cut is counted here, whatever the site says of it
+            found = replace(seat.sender.update(work.action, head, tensors, job=job), crossed={})
+            check_classes(seat, found)
+            if work.suffixes is not None and work.below is not None:
+                try:
+                    whole = await work.suffixes.finish(work.number, found, tensors)
+                except ProtocolError as error:
+                    self._ended(seat, work, str(error))
+                    raise
+                if whole is None:
+                    return  # its host has gone, or others had to begin anew: it gets the job again
+                found = whole
+        self._ended(seat, work, found)
+
+    def _ended(self, seat: Seat, work: Work, found: Update | str) -> None:
+        """Nobody waits for this work any more."""
+        if work.suffixes is not None:
+            work.suffixes.drop(work.number, work.job.client)
+        if seat.work is work:
+            seat.work = None
+        if not work.future.done():
+            work.future.set_result(found)
+
+    async def gather(self, wanted: Sequence[str], *, least: int, seconds: float) -> tuple[str, ...]:
+        """Who of the wanted has come, in their order: all, or after so many seconds at least `least` of them.
+
+        Raises `ProtocolError` where fewer have come.
+        """
+        seats = [self.seats[name] for name in wanted]
+
+        def decided() -> bool:
+            lost = sum(bool(seat.lost) for seat in seats)
+            return len(seats) - lost < least or all(seat.lost or seat.census for seat in seats)
+
+        async with self._changed:
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._changed.wait_for(decided), seconds)
+        come, missing = present(seats, least=least, seconds=seconds)
+        if missing:
+            self._on_note(f"begins without {missing}")
+        self.planned = set(come)
+        return come
+
+    async def work(
+        self,
+        action: str,
+        jobs: Sequence[Job],
+        *,
+        seconds: float,
+        on_done: Callable[[int], None],
+        suffixes: Suffixes | None = None,
+    ) -> list[Update | str]:
+        """The update of every job, or why there is none, in their order, after at most so many seconds.
+
+        The upper blocks of jobs with a cut are in `suffixes`.
+        """
+        loop = asyncio.get_running_loop()
+        futures = [loop.create_future() for _ in jobs]
+        self._hosts = hosts_of(jobs, self.seats, suffixes, seconds=seconds, on_note=self._on_note)
+        for job, future in zip(jobs, futures, strict=True):
+            self._give(action, job, future, self._hosts or suffixes)
+        waiting, until = {future for future in futures if not future.done()}, loop.time() + seconds
+        while waiting and loop.time() < until:
+            _, waiting = await asyncio.wait(waiting, timeout=until - loop.time(), return_when=asyncio.FIRST_COMPLETED)
+            on_done(len(futures) - len(waiting))
+        for job, future in zip(jobs, futures, strict=True):
+            seat = self.seats[job.client]
+            if not future.done() and seat.work is not None:
+                seat.given_up = not seat.here
+                self._ended(seat, seat.work, f"no answer within {seconds:g} seconds")
+        if self._hosts is not None:
+            self._hosts.close()
+        return [future.result() for future in futures]
+
+    def _give(self, action: str, job: Job, future: asyncio.Future[Update | str], suffixes: Upper | None) -> None:
+        seat = self.seats[job.client]
+        if seat.given_up:
+            future.set_result("it has been away since it let a deadline pass")
+            if suffixes is not None:
+                suffixes.drop(0, job.client)
+            return
+        self._numbers += 1
+        seat.work = Work(self._numbers, action, job, future, suffixes)
+        seat.woken.set()
+
+    async def lose(self, name: str, reason: str) -> None:
+        """Wait for this client no more, and send it away with this reason where it asks."""
+        seat = self.seats[name]
+        seat.lost, seat.given_up = reason, True
+        seat.woken.set()
+        if seat.work is not None:
+            self._ended(seat, seat.work, reason)
+        async with self._changed:
+            self._changed.notify_all()

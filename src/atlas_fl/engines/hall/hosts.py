@@ -1,0 +1,244 @@
+"""The upper parts of guests at the clients that host them: the server hands on what both tell each other.
+
+    guest -- question --> server -- question --> host -- answer --> server -- answer --> guest
+
+Sites seldom can be reached from outside, so both ends are the streams that the sites have opened (ADR 14). What the
+server holds of a guest's job is where it is; adapters and optimizer of the upper part are at the host, and come back
+with its end. A host that goes takes them along: its guests find other hosts by the same rule, or the server, and begin
+their jobs again there, so that no bit of the outcome depends on who hosts whom.
+"""
+
+import asyncio
+import itertools
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, replace
+from typing import Any, TypeAlias
+
+import torch
+
+from atlas_fl.clients.base import Job, Update
+from atlas_fl.clients.cut.half import joined
+from atlas_fl.clients.cut.side import Side
+from atlas_fl.clients.member import trained_below
+from atlas_fl.engines.hall.lodging import ABOUT, Inbox, Lodging, numbered
+from atlas_fl.engines.hall.seats import Seat
+from atlas_fl.engines.hall.suffixes import GATHER_SECONDS, Suffixes
+from atlas_fl.engines.messages.census import veiled
+from atlas_fl.engines.messages.wire import Told, job_message, read_payloads, read_update, write_payloads
+from atlas_fl.engines.stream.frames import FRAME_LIMIT, Head
+from atlas_fl.engines.stream.sessions import Message
+from atlas_fl.errors import ProtocolError
+from atlas_fl.io.ledger import KINDS, Direction
+from atlas_fl.io.results import to_json
+from atlas_fl.split.pairing import Guest, Host, Pairing, pair
+from atlas_fl.types import Params
+
+OnNote: TypeAlias = Callable[[str], None]
+
+HOSTING_SHARE = 0.25
+"""Of a deadline, how long a host waits for the next question of its guests before it does its own job."""
+
+
+class Hosts:
+    """Who hosts whom while the jobs of one action are out; the methods of `Suffixes`, which has who finds no host."""
+
+    def __init__(
+        self,
+        jobs: Sequence[Job],
+        seats: Mapping[str, Seat],
+        suffixes: Suffixes,
+        *,
+        patience: float,
+        on_note: OnNote,
+    ) -> None:
+        self._seats, self._suffixes, self._patience, self._on_note = seats, suffixes, patience, on_note
+        self._guests = {job.client: job.seat for job in jobs if isinstance(job.seat, Guest)}
+        self._hosts = {job.client: job.seat for job in jobs if isinstance(job.seat, Host)}
+        present = [own for name, own in self._hosts.items() if seats[name].here]
+        self._pairs: dict[str, Pairing] = pair(self._guests.values(), present)
+        self._lodgings: dict[int, Lodging] = {}
+        self._inboxes = {name: Inbox() for name in self._hosts}
+        self._numbers, self._closed = itertools.count(), False
+        for name in self._hosts:
+            lodged = seats[name].lodged
+            seats[name].lodged = {guest: lodged[guest] for guest in self._of(name) if guest in lodged}
+
+    def _of(self, host: str) -> list[str]:
+        return [guest for guest, own in self._pairs.items() if own.host == host]
+
+    def begin(self, number: int, action: str, job: Job) -> tuple[Job, Told]:
+        """The job as the guest gets it, and what it is told of its cut; its upper part begins anew at its host."""
+        host, suffixes, old = self._pairs[job.client].host, self._suffixes, self._lodgings.pop(number, None)
+        if old is not None and not old.moved:
+            self._inboxes[old.host].stale = True
+        if host is None:
+            return suffixes.begin(number, action, job)
+        side = Side(job, suffixes.site)
+        lodging = Lodging(f"{number}.{next(self._numbers)}", side, host)
+        self._lodgings[number] = lodging
+        seat, lodged = self._seats[job.client], self._seats[host].lodged
+        assert seat.census is not None, "who has a job has registered"
+        about = to_json({"census": asdict(veiled(seat.census)), "below": list(side.below.params)}).encode()
+        above = replace(job, params=side.above)
+        held = {key: model for key, model in lodged.items() if key == job.client}
+        head, params = job_message(action, above, number=number, held=held)
+        lodged[job.client] = head["model"]
+        told = {**params, f"/{ABOUT}": torch.frombuffer(bytearray(about), dtype=torch.uint8)}
+        self._tell(lodging, {**head, "kind": "begin", "client": job.client}, told)
+        names, options = job.params, job.options
+        places = trained_below(suffixes.site.backbone, names, options, side.cut) if action == "train" else []
+        part = suffixes.part(side.cut.blocks)
+        return side.below, Told(places=tuple(places), tokens=suffixes.site.max_tokens, part=part)
+
+    def _tell(self, lodging: Lodging, head: Head, tensors: Params) -> None:
+        self._inboxes[lodging.host].items.append(({**head, "half": lodging.id}, tensors))
+        self._seats[lodging.host].woken.set()
+
+    async def ask(self, number: int, head: Mapping[str, Any], tensors: Params) -> tuple[Head, Params] | None:
+        """The host's answer to a guest's question; None where the guest has to begin again."""
+        lodging = self._lodgings.get(number)
+        if lodging is None:
+            return await self._suffixes.ask(number, head, tensors)
+        found = await self._asked(lodging, {"kind": "cut", "what": head.get("what"), "done": head.get("done")}, tensors)
+        return None if found is None else ({"kind": "cut"}, self._counted(lodging, found[1], "down"))
+
+    async def _asked(self, lodging: Lodging, head: Head, tensors: Params) -> Message | None:
+        if lodging.moved:
+            return None
+        lodging.answer = asyncio.get_running_loop().create_future()
+        self._tell(lodging, head, self._counted(lodging, tensors, "up"))
+        found = await lodging.answer
+        if found is not None and "refused" in found[0]:
+            raise ProtocolError(lodging.refused or str(found[0]["refused"]))
+        return found
+
+    def _counted(self, lodging: Lodging, tensors: Params, direction: Direction) -> Params:
+        """What crosses the cut of these tensors, counted here, whatever the sites say of it."""
+        payloads = read_payloads(tensors)
+        for name, message in payloads.items():
+            kind = next((kind for kind in KINDS if kind == name.partition("/")[2]), None)
+            if kind is None:
+                raise ProtocolError(f"{name!r:.40} came through a cut; install the same atlas-fl on both ends")
+            lodging.side.crossed[kind, direction] += len(message)
+        return write_payloads(payloads)
+
+    async def finish(self, number: int, update: Update, tensors: Params) -> Update | None:
+        """The whole update, of the guest's own and the host's part; None where the guest has to begin again."""
+        lodging = self._lodgings.get(number)
+        if lodging is None:
+            whole = await self._suffixes.finish(number, update, tensors)
+            return None if whole is None else replace(whole, hosted=self._pairs[update.client])
+        if (found := await self._asked(lodging, {"kind": "end"}, tensors)) is None:
+            return None
+        lodging.ended = True
+        own = read_update(*found, job=replace(lodging.side.job, params=lodging.side.above))
+        return replace(joined(lodging.side, update, own), hosted=self._pairs[update.client])
+
+    def drop(self, number: int, client: str) -> None:
+        """Forget the upper part of a job that nobody waits for any more."""
+        self._suffixes.drop(number, client)
+        if (lodging := self._lodgings.pop(number, None)) is not None and not lodging.moved:
+            self._inboxes[lodging.host].stale |= not lodging.ended
+            self._seats[lodging.host].woken.set()
+
+    async def next(self, seat: Seat) -> tuple[Head, Params] | None:
+        """What this client is told as a host; None where it has no guest now, or none has asked for long."""
+        inbox, loop = self._inboxes.get(seat.name), asyncio.get_running_loop()
+        until = loop.time() + self._patience
+        while inbox is not None and not self._closed and not seat.lost and seat.farewell is None:
+            if inbox.stale or self._is_complete(seat.name, inbox):
+                return self._taken(seat.name, inbox)
+            if not inbox.items and not self._is_awaited(seat.name):
+                return None
+            seat.woken.clear()
+            try:
+                await asyncio.wait_for(seat.woken.wait(), GATHER_SECONDS if inbox.items else until - loop.time())
+            except TimeoutError:
+                return self._taken(seat.name, inbox) if inbox.items else None
+        return None
+
+    def _is_complete(self, host: str, inbox: Inbox) -> bool:
+        """Whether all of its guests have asked; a beginning waits for nobody."""
+        open_ = sum(own.host == host and not own.moved for own in self._lodgings.values())
+        return any(head["kind"] == "begin" for head, _ in inbox.items) or 0 < open_ <= len(inbox.items)
+
+    def _is_awaited(self, host: str) -> bool:
+        """Whether a guest is here that may ask this host."""
+        return any(self._seats[guest].here and self._seats[guest].work is not None for guest in self._of(host))
+
+    def _taken(self, host: str, inbox: Inbox) -> tuple[Head, Params]:
+        """The oldest items as one message, as many as a frame holds."""
+        items, tensors, size = list[Head](), dict[str, torch.Tensor](), 0
+        while inbox.items:
+            head, own = inbox.items[0]
+            size += sum(tensor.nbytes for tensor in own.values())
+            if items and size > FRAME_LIMIT // 2:
+                break
+            inbox.items.pop(0)
+            tensors |= {f"{len(items)}:{key}": tensor for key, tensor in own.items()}
+            items.append(head)
+        inbox.stale = False
+        live = [own.id for own in self._lodgings.values() if own.host == host and not own.moved]
+        return {"kind": "host", "items": items, "live": live, "guests": self._of(host)}, tensors
+
+    def answered(self, host: str, head: Mapping[str, Any], tensors: Params) -> None:
+        """Take a host's answers to the guests that wait for them."""
+        items = head.get("items")
+        if not isinstance(items, list) or not all(isinstance(item, dict) for item in items):
+            raise ProtocolError("a host's answer holds no answers; install the same atlas-fl on both ends")
+        waiting = {own.id: own for own in self._lodgings.values() if own.host == host and not own.moved}
+        for k, item in enumerate(items):
+            lodging = waiting.get(str(item.get("half")))
+            if lodging is not None and (lodging.answer is None or lodging.answer.done()):
+                lodging.refused = str(item.get("refused", ""))
+            elif lodging is not None and lodging.answer is not None:
+                lodging.answer.set_result((item, dict(numbered(tensors, k))))
+
+    def close(self) -> None:
+        """Nobody waits for these jobs any more."""
+        self._closed = True
+        for name, inbox in self._inboxes.items():
+            for head, _ in inbox.items:  # what was never sent is not there next time
+                self._seats[name].lodged.pop(head.get("client", ""), None)
+
+    def presence(self, name: str, here: bool) -> None:
+        """A client has come or gone; the guests of a host that has gone find another one."""
+        if (host := self._pairs[name].host if name in self._pairs else None) is not None:
+            self._seats[host].woken.set()  # it need not wait for a guest that is not there
+        if here or name not in self._hosts:
+            return
+        moved = [self._guests[guest] for guest in self._of(name) if self._seats[guest].work is not None]
+        for lodging in self._lodgings.values():
+            if lodging.host == name and not lodging.moved:
+                lodging.moved = True
+                if lodging.answer is not None and not lodging.answer.done():
+                    lodging.answer.set_result(None)
+        # the same process may come back with parts that have found another place by then
+        self._inboxes[name].items.clear()
+        self._seats[name].lodged.clear()
+        self._inboxes[name].stale = True
+        for guest, own in pair(moved, self._rooms()).items():
+            self._pairs[guest] = replace(own, reason=f"{name} dropped; {own.reason}")
+            self._on_note(f"{name} is gone, and {guest} begins its job again with {own.host or 'the server'}")
+
+    def _rooms(self) -> list[Host]:
+        """The hosts that are here, with the memory that their guests leave."""
+        taken: Counter[str] = Counter()
+        for guest, own in self._pairs.items():
+            if own.host is not None and self._seats[guest].work is not None:
+                taken[own.host] += self._guests[guest].bytes
+        return [
+            replace(own, free_bytes=own.free_bytes - taken[name])
+            for name, own in self._hosts.items()
+            if self._seats[name].here
+        ]
+
+
+def hosts_of(
+    jobs: Sequence[Job], seats: Mapping[str, Seat], suffixes: Suffixes | None, *, seconds: float, on_note: OnNote
+) -> Hosts | None:
+    """The pairs of these jobs, which may take so many seconds; None where clients do not compute for each other."""
+    if suffixes is None or all(job.seat is None for job in jobs):
+        return None
+    return Hosts(jobs, seats, suffixes, patience=seconds * HOSTING_SHARE, on_note=on_note)

@@ -1,0 +1,155 @@
+"""The seats of a hall: what the server knows of each client, and what it has asked it."""
+
+import asyncio
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from atlas_fl.clients.base import Job, Update
+from atlas_fl.engines.messages.census import Census
+from atlas_fl.engines.messages.ends import AdapterSender, Sender
+from atlas_fl.engines.messages.wire import Told
+from atlas_fl.engines.stream.frames import Head
+from atlas_fl.errors import ProtocolError
+from atlas_fl.ranks.devices import Device
+from atlas_fl.types import Params
+
+SHOWN_SIGNS = 500
+"""Most of a refusal that is noted."""
+
+
+class Upper(Protocol):
+    """Where the upper parts of cut clients are, for one job each."""
+
+    def begin(self, number: int, action: str, job: Job) -> tuple[Job, Told]:
+        """The job as its client gets it, and what the client is told of its cut; its upper part begins anew."""
+        ...
+
+    async def ask(self, number: int, head: Mapping[str, Any], tensors: Params) -> tuple[Head, Params] | None:
+        """The answer to a client's question about this job; None where the client has to begin it again."""
+        ...
+
+    async def finish(self, number: int, update: Update, tensors: Params) -> Update | None:
+        """The whole update; None where the client has to begin the job again."""
+        ...
+
+    def drop(self, number: int, client: str) -> None:
+        """Forget the upper part of a job that nobody waits for any more."""
+        ...
+
+
+@dataclass(eq=False)
+class Work:
+    """What one client is asked."""
+
+    number: int
+    action: str
+    job: Job
+    """The whole client's."""
+    future: asyncio.Future[Update | str]
+    suffixes: "Upper | None" = None
+    """Where its upper blocks are, if it is cut."""
+    below: Job | None = None
+    """What a cut client was given of it; None before."""
+
+
+@dataclass(eq=False)
+class Seat:
+    """One client as the server sees it."""
+
+    name: str
+    census: Census | None = None
+    device: Device | None = None
+    part: int | None = None
+    here: bool = False
+    given_up: bool = False
+    """It let a deadline pass and has not been here since; nobody waits for it."""
+    lost: str = ""
+    """Why it will not come, or not again."""
+    refused: str = ""
+    """Why it was refused last."""
+    work: Work | None = None
+    sender: Sender = field(default_factory=AdapterSender)
+    """What is sent to it, which depends on what its process has in memory."""
+    lodged: dict[str, str] = field(default_factory=dict)
+    """By guest, the digest of the upper part that this client was given of it last as its host."""
+    farewell: tuple[Head, Params] | None = None
+    dismissed: bool = False
+    woken: asyncio.Event = field(default_factory=asyncio.Event)
+
+
+def check_entry(
+    seat: Seat, census: Census, part: Any, seats: Iterable[Seat], *, images: bool, comes_late: bool, late: bool
+) -> None:
+    """Nothing where this client may come, with this data; raises `ProtocolError` else.
+
+    Its examples are such as the run trains on, and the clients of its task have its labels and other parts. Who comes
+    to a plan that was made without it may do so where late clients are let in, and with any data.
+    """
+    if census.images is not images:
+        kinds = {True: "images", False: "texts"}
+        raise ProtocolError(
+            f"{seat.name} has {kinds[census.images]} (task {census.task!r}), and this run trains on {kinds[images]};"
+            f" give a --task of {kinds[images]}"
+        )
+    _check_fellows(seat, census, part, seats)
+    _check_return(seat, census, comes_late=comes_late, late=late)
+
+
+def _check_return(seat: Seat, census: Census, *, comes_late: bool, late: bool) -> None:
+    if comes_late:
+        if not late:
+            raise ProtocolError(f"this federation was planned without {seat.name}; it can join the next one")
+        seat.lost, seat.given_up = "", False  # if it was turned away, that was as another
+    elif seat.census is not None and seat.census != census:
+        raise ProtocolError(f"{seat.name} came back with other data than it had; join with the same --task")
+
+
+def _check_fellows(seat: Seat, census: Census, part: Any, seats: Iterable[Seat]) -> None:
+    for other in seats:
+        if other is seat or other.census is None or other.census.task != census.task:
+            continue
+        if not census.same_task(other.census):
+            raise ProtocolError(
+                f"{seat.name} has labels {census.shown} for task {census.task!r}, {other.name} has"
+                f" {other.census.shown}; clients of one task share its labels: rename the task or mend the data"
+            )
+        if part is not None and part == other.part:
+            raise ProtocolError(f"part {part} of task {census.task!r} is with {other.name}; give another --part")
+
+
+def check_classes(seat: Seat, update: Update) -> None:
+    """Nothing where counts by class are of images and of all their classes; raises `ProtocolError` else."""
+    census = seat.census
+    if update.classes and (census is None or not census.images or len(update.classes["hits"]) != census.num_labels):
+        raise ProtocolError(f"{seat.name} counted by other classes than its task has; install the server's version")
+
+
+def count_here(seats: Collection[Seat]) -> str:
+    """How many of these are here, in words."""
+    return f"{sum(seat.here and seat.census is not None for seat in seats)} of {len(seats)} here"
+
+
+def present(seats: Sequence[Seat], *, least: int, seconds: float) -> tuple[tuple[str, ...], str]:
+    """Who of these has come, in their order, and in words who has not.
+
+    Raises `ProtocolError` where fewer than `least` have, within the seconds that were waited.
+    """
+    come = tuple(seat.name for seat in seats if seat.census and not seat.lost)
+    missing = ", ".join(f"{s.name} ({s.lost})" if s.lost else s.name for s in seats if s.name not in come)
+    if len(come) < least:
+        within = "" if any(seat.lost for seat in seats) else f" within {seconds:g} seconds"
+        raise ProtocolError(
+            f"{len(come)} of {len(seats)} clients have come{within}, missing: {missing};"
+            f" {least} are needed: start them, raise --wait or lower --min-clients"
+        )
+    return come, missing
+
+
+def refusal(seat: Seat | None, name: str, reason: str) -> str | None:
+    """What is noted of a refusal, with a client's words as a terminal may have them; None where it is no news."""
+    if seat is not None:
+        known, seat.refused = (seat.lost, seat.refused), reason
+        if reason in known:
+            return None
+    return f"{name} was refused: " + "".join(sign if sign.isprintable() else "?" for sign in reason[:SHOWN_SIGNS])

@@ -1,0 +1,122 @@
+"""A client's side of a federation: register, work on what comes, end when told."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
+
+from atlas_fl.clients import ACTIONS, CLIENT_SIDE
+from atlas_fl.clients.base import Job, Update
+from atlas_fl.clients.cut.client_side import crossing_of
+from atlas_fl.clients.cut.side import Payloads
+from atlas_fl.clients.evaluate import EvaluateOptions
+from atlas_fl.engines.hall.guests import Guests
+from atlas_fl.engines.messages.ends import AdapterReceiver, Receiver
+from atlas_fl.engines.messages.wire import Told, read_payloads, write_payloads
+from atlas_fl.engines.stream.frames import Head
+from atlas_fl.engines.stream.sessions import NO_TENSORS, Exchange, Message
+from atlas_fl.errors import AtlasError, ModelError, ProtocolError
+from atlas_fl.events import OnEvent, PhaseStarted
+from atlas_fl.split.step import Cut
+from atlas_fl.types import Params
+
+Home: TypeAlias = Callable[[Cut | None, Told | None], Any]
+"""(the cut, what is told of it) -> this site with its part of the model, or with all of it where there is no cut."""
+
+
+class JobOverError(Exception):
+    """The server no longer waits for the job; what it says instead."""
+
+    def __init__(self, message: Message) -> None:
+        self.message = message
+
+
+@dataclass(frozen=True, kw_only=True)
+class OverLink:
+    """The server's side of the cut, over the link that the job came by (`clients.cut.client_side.Far`)."""
+
+    link: Exchange
+    number: int
+
+    def ask(self, what: str, done: int, payloads: Payloads) -> Payloads:
+        """What comes back; raises `JobOverError` where the job has ended at the server."""
+        head = {"kind": "cut", "number": self.number, "what": what, "done": done}
+        answer, tensors = self.link.exchange(head, write_payloads(payloads))
+        if answer.get("kind") != "cut":
+            raise JobOverError((answer, tensors))
+        return read_payloads(tensors)
+
+
+@dataclass(kw_only=True, eq=False)
+class Worker:
+    """Carries out a server's jobs at one site."""
+
+    name: str
+    home: Home
+    link: Exchange
+    registration: Head
+    """What the server is told of this client: identity, census, device."""
+    on_event: OnEvent
+    receiver: Receiver = field(default_factory=AdapterReceiver)
+    """Reads jobs, with the models that the server counts on."""
+    actions: Mapping[str, Callable[[Sequence[Job], Any], list[Update]]] = field(default_factory=lambda: ACTIONS)
+    """What this client can be asked to do where its model is not cut."""
+    _guests: Guests = field(default_factory=Guests)
+
+    def work(self) -> Params:
+        """The client's model at the end of the run; empty where the run has none for it.
+
+        Raises `ProtocolError` where the server refuses, or stays away longer than the link's patience; `ModelError`
+        where the model that a job needs is not here.
+        """
+        head, tensors = self._registered()
+        while head.get("kind") != "done":
+            if head.get("kind") == "register":
+                head, tensors = self._registered()
+            elif head.get("kind") == "job":
+                head, tensors = self._worked(head, tensors)
+            elif head.get("kind") == "host":
+                head, tensors = self.link.exchange(*self._guests.answer(head, tensors, self.home(None, None)))
+            elif head.get("kind") == "ended":
+                raise ProtocolError(f"the server has ended: {head.get('reason')!s:.500}")
+            else:
+                raise ProtocolError(f"the server says {head.get('kind')!r:.40}; install its version of atlas-fl")
+        return self.receiver.farewell(head, tensors)
+
+    def _worked(self, head: Mapping[str, Any], tensors: Params) -> Message:
+        """What the server says to the answer, or in the middle of a job that it no longer waits for."""
+        try:
+            return self.link.exchange(*self._carried_out(head, tensors))
+        except JobOverError as turn:
+            return turn.message
+
+    def _registered(self) -> tuple[Mapping[str, Any], Params]:
+        self.receiver.forget()
+        self._guests.clear()
+        self.on_event(PhaseStarted("waiting for the server and its other sites"))
+        return self.link.exchange({"kind": "register", **self.registration})
+
+    def _carried_out(self, head: Mapping[str, Any], params: Params) -> tuple[Head, Params]:
+        number, closing = head.get("number"), dict[str, bytes]()
+        try:
+            action, job, told = self.receiver.job(head, params, client=self.name)
+            if type(number) is not int or (job.cut is None) is not (told is None):
+                raise ProtocolError("the server's job has no number, or half of a cut; install its version of atlas-fl")
+            on = f" on {job.options.split}" if isinstance(job.options, EvaluateOptions) else ""
+            self.on_event(PhaseStarted(f"{action}{on}, round {job.round}"))
+            site = self.home(job.cut, told)
+            if job.cut is None or told is None:
+                (update,) = self.actions[action]([job], site)
+            else:
+                crossing = crossing_of(job, told.places, OverLink(link=self.link, number=number))
+                update = CLIENT_SIDE[action](job, site, crossing)
+                closing = crossing.closing
+        except ProtocolError:
+            raise
+        except ModelError as error:
+            # Without its model this site can do nothing more for the run.
+            self.link.exchange({"kind": "failed", "number": number, "reason": str(error), "leaves": True})
+            raise
+        except AtlasError as error:
+            return {"kind": "failed", "number": number, "reason": str(error)}, NO_TENSORS
+        head, sent = self.receiver.update(action, update, job, number=number)
+        return head, {**sent, **write_payloads(closing)}

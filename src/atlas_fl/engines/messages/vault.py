@@ -1,0 +1,194 @@
+"""Where a site keeps what it does not share of its model: a file for every version that the server may still name.
+
+A server that is killed goes back to its last checkpoint and then names an older version, so none is removed before
+the server can no longer go back to it. What is written lies under the digest of its values, before the server hears of
+it; so a site that is killed goes on with whatever the server names next.
+"""
+
+import shutil
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from atlas_fl.clients.base import Job, Update
+from atlas_fl.engines.messages.ends import AdapterReceiver
+from atlas_fl.engines.messages.wire import Private, Told, read_private
+from atlas_fl.engines.stream.frames import Head
+from atlas_fl.errors import CheckpointError, ModelError, ProtocolError
+from atlas_fl.io.results import read_json, write_json
+from atlas_fl.io.tensors import read_tensors, write_tensors
+from atlas_fl.lora.adapters import grown
+from atlas_fl.private import name_of, stand_in, unshared
+from atlas_fl.split.step import Cut
+from atlas_fl.tree import LORA_A, LORA_B, PRIVATE, digest, select
+from atlas_fl.types import Params
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Vault:
+    """The private parts of one client's model, by digest."""
+
+    folder: Path
+    share: tuple[str, ...]
+    """What leaves the client."""
+    names: Callable[[Cut | None], frozenset[str]]
+    """The trainable tensors that the client has with this cut."""
+    draw: Callable[[Mapping[str, int]], Params]
+    """The shared initialisation of these modules at these ranks, and of the head."""
+    scale: Callable[[int], float]
+    """LoRA's factor of a rank."""
+    rounds: int
+    """How many rounds a server may go back."""
+    _used: dict[str, int] = field(default_factory=dict)
+    """By digest, the last round in which it was made or named."""
+
+    def whole(self, sent: Params, told: Private | None, *, cut: Cut | None, round: int) -> Params:
+        """The model of what the server sent and of what it names of this client.
+
+        Raises `ModelError` where that is not here.
+        """
+        if told is None:
+            return sent
+        wanted = self.names(cut).difference(sent)
+        if told.sha256 is None:
+            return {**select(self._drawn(wanted, sent, told.ranks), sorted(wanted)), **sent}
+        held = self._read(told.sha256)
+        self._note(told.sha256, round)
+        ranks = _ranks(wanted, sent, told.ranks)
+        if held.keys() == wanted and all(_rank(key, own) == ranks.get(_module(key)) for key, own in held.items()):
+            return {**held, **sent}
+        # planned at other ranks than it trains at, and of the rest nothing was trained yet
+        own = grown(self._drawn(wanted, sent, told.ranks), held, self.scale)
+        if lost := [key for key in wanted if key not in held and not key.endswith(LORA_A)]:
+            raise ModelError(f"{sorted(lost)[0]} is neither here nor sent; install the server's version of atlas-fl")
+        return {**select(own, sorted(wanted)), **sent}
+
+    def withheld(self, update: Update, job: Job, sent: Params, told: Private | None) -> tuple[Update, Private | None]:
+        """The update without what stays here, which is kept, and how the server is to name that.
+
+        `sent` is what the server sent of the job's model. The digest of what was loaded is that of the model as the
+        server has it, where this is what it sent and named.
+        """
+        own = unshared(job.params, self.share)
+        if update.params is job.params or told is None or not own or own[0] not in update.params:
+            return update, None
+        kept, private = select(update.params, own), told
+        if any(tensor is not job.params[key] for key, tensor in kept.items()):
+            private = Private(sha256=self._keep(kept, job.round))
+        left = {key: tensor for key, tensor in update.params.items() if key not in kept}
+        update = replace(update, params=left, keys=update.keys + 1)
+        if update.loaded is not None and update.loaded == digest(job.params):
+            update = replace(update, loaded=digest(_seen(job.params, sent, told)))
+        return update, private
+
+    def clear(self) -> None:
+        """Remove everything: the run is complete."""
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+    def _keep(self, params: Params, round: int) -> str:
+        found = digest(params)
+        if not self._file(found).exists():
+            write_tensors(self._file(found), params)
+        self._note(found, round)
+        return found
+
+    def _read(self, sha256: str) -> Params:
+        path = self._file(sha256)
+        try:
+            found = read_tensors(path)
+            if digest(found) != sha256:
+                raise CheckpointError(f"damaged file {path}: it holds other values than its name says")
+        except CheckpointError as error:
+            raise ModelError(
+                f"what this site has not shared, and the server cannot know, is not here ({error}); bring {path} back,"
+                " or begin another run"
+            ) from None
+        return found
+
+    def _note(self, sha256: str, round: int) -> None:
+        """This version was made or named now; those that no checkpoint can name any more go."""
+        index = self.folder / "rounds.json"
+        used = self._used
+        if not used and index.exists():
+            used.update(read_json(index))
+        if used.get(sha256) == round:
+            return
+        used[sha256] = max(round, used.get(sha256, round))
+        for old in [key for key, last in used.items() if key != sha256 and last < round - self.rounds]:
+            del used[old]
+            self._file(old).unlink(missing_ok=True)
+        write_json(index, used)
+
+    def _file(self, sha256: str) -> Path:
+        return self.folder / f"{sha256}.safetensors"
+
+    def _drawn(self, wanted: frozenset[str], sent: Params, hidden: Sequence[int]) -> Params:
+        return self.draw(_ranks(wanted, sent, hidden))
+
+
+@dataclass(kw_only=True, eq=False)
+class PrivateReceiver:
+    """`engines.messages.ends.Receiver` for a client that keeps a part of its model to itself."""
+
+    vault: Vault
+    plain: AdapterReceiver = field(default_factory=AdapterReceiver)
+    """Keeps what is shared."""
+    _opened: tuple[Params, Private | None] = ({}, None)
+    """What came of the newest job's model, and what was named of it."""
+
+    def job(self, head: Mapping[str, Any], tensors: Params, *, client: str) -> tuple[str, Job, Told | None]:
+        """(action, job with its whole model, what is told of its cut); raises `ModelError` where its part is lost."""
+        action, job, told = self.plain.job(head, tensors, client=client)
+        sent, private = self._opened = job.params, read_private(head)
+        return action, replace(job, params=self.vault.whole(sent, private, cut=job.cut, round=job.round)), told
+
+    def update(self, action: str, update: Update, job: Job, *, number: int) -> tuple[Head, Params]:
+        """What goes back: what is shared, and the name of what stays."""
+        sent, private = self._opened
+        update, kept = self.vault.withheld(update, job, sent, private)
+        head, tensors = self.plain.update(action, update, job, number=number)
+        return {**head, **({} if kept is None else {"private": asdict(kept)})}, tensors
+
+    def farewell(self, head: Mapping[str, Any], tensors: Params) -> Params:
+        """The whole model at the end of the run; empty where there is none."""
+        sent = self.plain.farewell(head, tensors)
+        return self.vault.whole(sent, read_private(head), cut=None, round=0) if head.get("model") is True else sent
+
+    def forget(self) -> None:
+        """Hold nothing that is shared any more; what is not stays."""
+        self.plain.forget()
+
+
+def _ranks(wanted: frozenset[str], sent: Params, hidden: Sequence[int]) -> dict[str, int]:
+    """The rank of every module with a tensor that is wanted, by its other factor or as it is told."""
+    modules = sorted({_module(key) for key in wanted if key.endswith((LORA_A, LORA_B))})
+    half = {_module(key): _rank(key, tensor) for key, tensor in sent.items()}
+    told = [module for module in modules if half.get(module) is None]
+    if len(told) != len(hidden):
+        raise ProtocolError(
+            f"the server names ranks of {len(hidden)} modules, {len(told)} are here; install its version of atlas-fl"
+        )
+    ranks = dict(zip(told, hidden, strict=True))
+    return {module: ranks.get(module) or int(half[module] or 0) for module in modules}
+
+
+def _module(key: str) -> str:
+    return key.removesuffix(LORA_A).removesuffix(LORA_B)
+
+
+def _rank(key: str, tensor: torch.Tensor) -> int | None:
+    """The rank of a factor; None for a head."""
+    if key.endswith(LORA_A):
+        return int(tensor.shape[0])
+    return int(tensor.shape[1]) if key.endswith(LORA_B) else None
+
+
+def _seen(params: Params, sent: Params, told: Private | None) -> Params:
+    """The job's model as the server has it."""
+    if told is None:
+        return params
+    left = {key: stand_in(key, tensor) for key, tensor in params.items() if key not in sent}
+    return {**sent, **left, PRIVATE: name_of(told.sha256)}

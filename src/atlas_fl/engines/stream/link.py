@@ -1,0 +1,171 @@
+"""A client's end of the stream: mutual TLS by grpc.aio, reconnecting until its patience is over."""
+
+import asyncio
+import contextlib
+import secrets
+import time
+from collections.abc import Callable
+from typing import Any
+
+import grpc
+
+from atlas_fl.engines.stream.chunks import chunks, joined
+from atlas_fl.engines.stream.frames import Head, decode_frame, encode_frame
+from atlas_fl.engines.stream.heap import keep_freed_memory
+from atlas_fl.engines.stream.loops import Desk, LoopThread
+from atlas_fl.engines.stream.probe import probe, split_address
+from atlas_fl.engines.stream.server import METHOD, SERVICE, channel_options
+from atlas_fl.engines.stream.sessions import NO_TENSORS, PROTOCOL, Message, read_answer
+from atlas_fl.errors import ProtocolError
+from atlas_fl.events import OnEvent
+from atlas_fl.io.certs import Certs
+from atlas_fl.types import Params
+
+READY_SECONDS = 20.0
+FIRST_PAUSE, LONGEST_PAUSE = 0.1, 5.0
+
+
+class Link:
+    """One session with a server; used as a context, from one thread.
+
+    `hello` is what this end says of itself whenever a stream begins, and `patience` the seconds for which a server that
+    does not answer is tried again; `first_patience` those for the very first time.
+    """
+
+    def __init__(
+        self,
+        address: str,
+        certs: Certs,
+        *,
+        hello: Callable[[], Head],
+        patience: float,
+        first_patience: float,
+        on_event: OnEvent,
+    ) -> None:
+        self._host, self._port = split_address(address)
+        self._address, self._certs, self._hello = address, certs, hello
+        self._patience, self._left = patience, first_patience
+        self._session, self._number = secrets.token_hex(16), 0
+        self._threads = LoopThread()
+        self._desk = Desk(threads=self._threads, on_event=on_event)
+        self._channel: grpc.aio.Channel | None = None
+        self._call: Any = None
+        self._opened = contextlib.ExitStack()
+        self.welcome: dict[str, Any] = {}
+        """What the server said of itself when the newest stream began."""
+        self.sent_bytes = self.received_bytes = 0
+        """Bytes of all frames."""
+
+    def __enter__(self) -> "Link":
+        keep_freed_memory()
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(self._threads)
+            stack.callback(lambda: self._threads.call(self._drop()))
+            self._desk.call(self._connected())
+            self._opened = stack.pop_all()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._opened.close()
+
+    def exchange(self, head: Head, tensors: Params = NO_TENSORS) -> Message:
+        """The server's answer, through as many streams as it takes.
+
+        Raises `ProtocolError` where the server refuses, or is not reached within the patience.
+        """
+        self._number += 1
+        frame = encode_frame({"sequence": self._number, "body": head}, tensors)
+        payload = self._desk.call(self._exchange(frame))
+        self.sent_bytes += len(frame)
+        self.received_bytes += len(payload)
+        return read_answer(payload, number=self._number)
+
+    async def _exchange(self, frame: bytes) -> bytearray:
+        while True:
+            call = await self._connected()
+            try:
+                for chunk in chunks(frame):
+                    await call.write(chunk)
+                payload = await joined(call.read)
+            except (grpc.aio.AioRpcError, grpc.aio.UsageError, asyncio.InvalidStateError) as error:
+                await self._lost(error)
+                continue
+            if payload is not None:
+                return payload
+            await self._lost(None)
+
+    async def _lost(self, error: Exception | None) -> None:
+        code = error.code() if isinstance(error, grpc.aio.AioRpcError) else None
+        if code in (grpc.StatusCode.UNKNOWN, grpc.StatusCode.RESOURCE_EXHAUSTED, grpc.StatusCode.UNIMPLEMENTED):
+            assert isinstance(error, grpc.aio.AioRpcError)
+            raise ProtocolError(f"the server at {self._address} failed ({code.name}: {error.details()}); see its log")
+        self._desk.note(f"the connection to {self._address} is lost; trying again")
+        await self._drop()
+
+    async def _drop(self) -> None:
+        call, channel, self._call, self._channel = self._call, self._channel, None, None
+        if call is not None:
+            call.cancel()
+        if channel is not None:
+            await channel.close()
+
+    async def _connected(self) -> Any:
+        """The stream, begun anew where there is none; pauses grow from a tenth of a second to five seconds."""
+        if self._call is not None:
+            return self._call
+        until, pause, again = time.monotonic() + self._left, FIRST_PAUSE, self._number > 0
+        while True:
+            reason = await asyncio.to_thread(probe, self._host, self._port, self._certs)
+            if reason is None:
+                reason = await self._begin()
+            if reason is None:
+                break
+            if time.monotonic() + pause > until:
+                raise ProtocolError(
+                    f"no answer from {self._address} for {self._left:g} seconds ({reason}); check the address, that"
+                    " `atlas serve` runs there and that no firewall is between"
+                )
+            if pause == FIRST_PAUSE:
+                meanwhile = ", in which the server may be started again" if again else ""
+                self._desk.note(
+                    f"no answer from {self._address} ({reason}); trying for {self._left:g} seconds{meanwhile}"
+                )
+            await asyncio.sleep(pause)
+            pause = min(2 * pause, LONGEST_PAUSE)
+        self._left = self._patience
+        if again:
+            self._desk.note(f"connected to {self._address} again")
+        return self._call
+
+    async def _begin(self) -> str | None:
+        """Why no stream has begun; None where one has. Raises `ProtocolError` where the server refuses."""
+        certs = self._certs
+        credentials = grpc.ssl_channel_credentials(certs.ca, certs.key, certs.cert)
+        # Its own connection and no proxy of the environment: the probe has just gone this very way.
+        options = [*channel_options(), ("grpc.use_local_subchannel_pool", 1), ("grpc.enable_http_proxy", 0)]
+        channel = grpc.aio.secure_channel(self._target(), credentials, options=options)
+        try:
+            # Without a timeout this never ends where a certificate is refused.
+            await asyncio.wait_for(channel.channel_ready(), READY_SECONDS)
+            call = channel.stream_stream(f"/{SERVICE}/{METHOD}")()
+            await call.write(encode_frame({"session": self._session, "protocol": PROTOCOL, **self._hello()}, {}))
+            payload = await asyncio.wait_for(joined(call.read), READY_SECONDS)
+        except TimeoutError:
+            await channel.close()
+            return f"no stream within {READY_SECONDS:g} seconds"
+        except grpc.aio.AioRpcError as error:
+            await channel.close()
+            return f"{error.code().name}: {error.details()}"
+        if payload is None:
+            await channel.close()
+            return "the stream ended at once"
+        head, _ = decode_frame(payload)
+        if "welcome" not in head:
+            with contextlib.suppress(asyncio.CancelledError):
+                await channel.close()
+            raise ProtocolError(str(head.get("refused", "the server says neither welcome nor why not")))
+        self._channel, self._call, self.welcome = channel, call, head["welcome"]
+        return None
+
+    def _target(self) -> str:
+        return f"[{self._host}]:{self._port}" if ":" in self._host else f"{self._host}:{self._port}"

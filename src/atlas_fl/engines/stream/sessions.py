@@ -1,0 +1,163 @@
+"""One message path for control and tensors: a client asks, the server answers, each request exactly once.
+
+`exchange(head, tensors) -> (head, tensors)` is the whole of it, in this process (`InProcess`) or over mutual TLS
+(`engines.stream.link` and `engines.stream.server`); the bytes are the same (`engines.stream.frames`).
+
+Exactly once: a client's requests are numbered within its session, one after another. The answer to the newest is kept,
+and worked out by a task that outlives the stream, so a request that is sent again after a cut is answered from it.
+"""
+
+import asyncio
+from collections.abc import Awaitable, Callable, Collection, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol, TypeAlias
+
+import torch
+
+from atlas_fl.engines.stream.frames import FRAME_LIMIT, Head, decode_frame, encode_frame
+from atlas_fl.errors import ProtocolError
+from atlas_fl.types import Params
+
+PROTOCOL = 2
+"""Version of what requests and answers mean; ends of different versions refuse each other."""
+
+NO_TENSORS: Params = {}
+
+Message: TypeAlias = tuple[dict[str, Any], dict[str, torch.Tensor]]
+Answer: TypeAlias = Callable[[str, Mapping[str, Any], Params], Awaitable[tuple[Head, Params]]]
+"""(client, head, tensors) -> (head, tensors); a `ProtocolError` goes back to the client as what it is."""
+Admit: TypeAlias = Callable[[str, Mapping[str, Any]], Head]
+"""(client, what it says of itself) -> what the server says of itself; raises `ProtocolError` to refuse."""
+
+
+class Exchange(Protocol):
+    """A client's end of the path."""
+
+    def exchange(self, head: Head, tensors: Params = NO_TENSORS) -> Message:
+        """The server's answer; blocks until it is there. Raises `ProtocolError` where there will be none."""
+        ...
+
+
+@dataclass(eq=False)
+class Session:
+    """One client process, from its first stream to its last."""
+
+    name: str
+    id: str
+    sequence: int | None = None
+    """Number of the newest request; None before the first."""
+    task: asyncio.Task[bytes] | None = None
+    """Works out the answer to it, and keeps it."""
+    streams: int = 0
+    """Streams so far; the newest one counts."""
+    here: bool = False
+
+
+@dataclass(kw_only=True, eq=False)
+class Sessions:
+    """The server's side of the path, without a network: who is here, and the newest answer of each."""
+
+    answer: Answer
+    admit: Admit
+    allowed: Collection[str]
+    """Names that may enter; looked into whenever somebody knocks."""
+    on_presence: Callable[[str, bool], None]
+    """Told (client, whether it is here) whenever that changes."""
+    on_refused: Callable[[str, str], None] = lambda _name, _reason: None
+    """Told (who knocked or asked, why it was refused)."""
+    limit: int = FRAME_LIMIT
+    by_name: dict[str, Session] = field(default_factory=dict)
+
+    def enter(self, name: str, payload: bytes | bytearray) -> tuple[Session, int, bytes]:
+        """(session, number of this stream, welcome) of a client whose stream begins with this frame.
+
+        Raises `ProtocolError` for a name that is not listed, or that another living session has, and as `admit` does.
+        """
+        hello, _ = decode_frame(payload, limit=self.limit)
+        if name not in self.allowed:
+            raise ProtocolError(
+                f"client {name!r} is not listed; allowed: {', '.join(self.allowed)}; add it with `atlas certs make`"
+            )
+        if hello.get("protocol") != PROTOCOL:
+            raise ProtocolError(
+                f"client {name!r} speaks protocol {hello.get('protocol')!r:.20}, the server {PROTOCOL}; install the"
+                " same atlas-fl on both ends"
+            )
+        own = str(hello.get("session"))
+        session = self.by_name.get(name)
+        if session is not None and session.id != own and session.here:
+            raise ProtocolError(f"client {name!r} is here already; end the other one, or join with another certificate")
+        welcome = self.admit(name, hello)
+        if session is None or session.id != own:
+            if session is not None and session.task is not None:
+                session.task.cancel()  # whoever asked has ended, and nobody will ask again
+            session = self.by_name[name] = Session(name=name, id=own)
+        session.streams += 1
+        if not session.here:
+            session.here = True
+            self.on_presence(name, True)
+        return session, session.streams, encode_frame({"welcome": welcome}, {})
+
+    def leave(self, session: Session, stream: int) -> None:
+        """The stream of this number has ended; the client is gone unless a newer one has begun."""
+        if session.streams == stream and session.here:
+            session.here = False
+            self.on_presence(session.name, False)
+
+    async def handle(self, session: Session, payload: bytes | bytearray) -> bytes:
+        """The answer to a request of this session, worked out once however often it is sent."""
+        head, tensors = decode_frame(payload, limit=self.limit)
+        number, body = head.get("sequence"), head.get("body")
+        if type(number) is not int or not isinstance(body, dict):
+            raise ProtocolError("a request has no number or no body; install the same atlas-fl on both ends")
+        # A server that was started again knows no number, and takes the client's.
+        if session.sequence is None or number == session.sequence + 1:
+            session.sequence = number
+            session.task = asyncio.create_task(self._work(session.name, number, body, tensors))
+        elif number != session.sequence or session.task is None:
+            raise ProtocolError(f"request {number} follows request {session.sequence}; allowed: it again, or the next")
+        # Shielded: a stream that is cut cancels whoever waits here, and the work must go on.
+        return await asyncio.shield(session.task)
+
+    async def _work(self, name: str, number: int, body: Mapping[str, Any], tensors: Params) -> bytes:
+        try:
+            head, found = await self.answer(name, body, tensors)
+            return encode_frame({"sequence": number, "body": head}, found, limit=self.limit)
+        except ProtocolError as error:
+            self.on_refused(name, str(error))
+            return encode_frame({"sequence": number, "refused": str(error)}, {})
+
+
+def read_answer(payload: bytes | bytearray, *, number: int, limit: int = FRAME_LIMIT) -> Message:
+    """(head, tensors) of the answer to the request of this number; raises `ProtocolError` where it was refused."""
+    head, tensors = decode_frame(payload, limit=limit)
+    if "refused" in head:
+        raise ProtocolError(str(head["refused"]))
+    if head.get("sequence") != number or not isinstance(head.get("body"), dict):
+        raise ProtocolError(f"an answer to request {head.get('sequence')!r:.20} came for request {number}")
+    return head["body"], tensors
+
+
+class InProcess:
+    """A client of a server in the same process: the same frames and the same rules, without a network.
+
+    `exchange` is called from a thread of its own; the sessions live in `loop`.
+    """
+
+    def __init__(self, sessions: Sessions, loop: asyncio.AbstractEventLoop, *, name: str, hello: Head) -> None:
+        self._sessions, self._loop, self._number = sessions, loop, 0
+        payload = encode_frame({"session": name, "protocol": PROTOCOL, **hello}, {})
+        self._session, _, welcome = self._in_loop(self._enter(name, payload))
+        self.welcome: dict[str, Any] = decode_frame(welcome)[0]["welcome"]
+
+    async def _enter(self, name: str, payload: bytes | bytearray) -> tuple[Session, int, bytes]:
+        return self._sessions.enter(name, payload)
+
+    def _in_loop(self, work: Any) -> Any:
+        return asyncio.run_coroutine_threadsafe(work, self._loop).result()
+
+    def exchange(self, head: Head, tensors: Params = NO_TENSORS) -> Message:
+        """The server's answer."""
+        self._number += 1
+        request = encode_frame({"sequence": self._number, "body": head}, tensors)
+        return read_answer(self._in_loop(self._sessions.handle(self._session, request)), number=self._number)

@@ -1,0 +1,267 @@
+import asyncio
+import json
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any
+
+import pytest
+import torch
+
+from atlas_fl.clients.base import Job, Update
+from atlas_fl.clients.train import TrainOptions
+from atlas_fl.engines.hall.hall import Hall
+from atlas_fl.engines.hall.latecomers import let_in, newcomers, turn_away
+from atlas_fl.engines.messages.identity import Identity
+from atlas_fl.engines.messages.wire import read_job, update_message
+from atlas_fl.errors import ProtocolError
+
+NAMES = ("site-1", "site-2")
+IDENTITY = Identity(version="1", config="c", model="m")
+CENSUS: Mapping[str, Any] = {
+    "kind": "register",
+    "task": "movie",
+    "num_labels": 2,
+    "metric": "accuracy",
+    "label_names": ["bad", "good"],
+    "max_length": 16,
+    "examples": {"train": 4, "validation": 2, "test": 2},
+    "labels": {"train": [2, 2], "validation": [1, 1], "test": [1, 1]},
+    "lengths": {"train": [[5, 0, 4]], "validation": [[5, 0, 2]], "test": [[5, 0, 2]]},
+    "device": "cpu_2gb",
+    "part": None,
+}
+PARAMS = {"a.lora_A": torch.ones(1, 2)}
+
+
+def play(script: Callable[[Hall, list[str]], Awaitable[None]]) -> list[str]:
+    """What was noted while the script ran."""
+    notes: list[str] = []
+
+    async def run() -> None:
+        await asyncio.wait_for(script(Hall(NAMES, IDENTITY, settings="", on_note=notes.append), notes), 60)
+
+    asyncio.run(run())
+    return notes
+
+
+def job(name: str) -> Job:
+    return Job(client=name, params=PARAMS, round=1, options=TrainOptions(seed=0))
+
+
+def result(head: Mapping[str, Any], name: str, value: float) -> tuple[Any, Any]:
+    _, work, _ = read_job(json.loads(json.dumps(head)), PARAMS, client=name)
+    update = Update(client=name, params={"a.lora_A": torch.full((1, 2), value)}, examples=4, metrics={})
+    return update_message(update, work, number=head["number"])
+
+
+async def register(hall: Hall, name: str, **changes: Any) -> "asyncio.Task[Any]":
+    hall.on_presence(name, True)
+    return asyncio.create_task(hall.answer(name, {**CENSUS, **changes}, {}))
+
+
+def test_jobs_go_to_their_clients_and_updates_come_back_in_order() -> None:
+    async def script(hall: Hall, _: list[str]) -> None:
+        asked = [await register(hall, name) for name in NAMES]
+        assert await hall.gather(NAMES, least=2, seconds=60) == NAMES
+        done: list[int] = []
+        work = asyncio.create_task(hall.work("train", [job(name) for name in NAMES], seconds=60, on_done=done.append))
+        for name, task in reversed(list(zip(NAMES, asked))):
+            head, params = await task
+            assert params is PARAMS
+            asyncio.create_task(hall.answer(name, *result(head, name, float(name[-1])))).add_done_callback(id)
+        found = await work
+        assert [float(one.params["a.lora_A"][0, 0]) for one in found if isinstance(one, Update)] == [1.0, 2.0]
+        assert done[-1] == 2
+
+    assert "site-2: movie, 4 training examples, cpu_2gb (2 of 2 here)" in play(script)
+
+
+def test_a_client_that_comes_back_gets_its_job_again_and_the_old_answer_is_not_taken_twice() -> None:
+    async def script(hall: Hall, _: list[str]) -> None:
+        first = await register(hall, "site-1")
+        await hall.gather(("site-1",), least=1, seconds=60)
+        work = asyncio.create_task(hall.work("train", [job("site-1")], seconds=60, on_done=id))
+        head, _ = await first
+        hall.on_presence("site-1", False)
+        again, params = await (await register(hall, "site-1"))
+        assert again["number"] == head["number"]
+        assert params is PARAMS, "the new process holds no model"
+        waiting = asyncio.create_task(hall.answer("site-1", *result(again, "site-1", 1.0)))
+        (update,) = await work
+        assert isinstance(update, Update)
+        stale = asyncio.create_task(hall.answer("site-1", *result(head, "site-1", 9.0)))
+        (late,) = await hall.work("train", [job("site-1")], seconds=0.05, on_done=id)
+        assert late == "no answer within 0.05 seconds"
+        for task in (waiting, stale):
+            task.cancel()
+
+    notes = play(script)
+    assert "site-1 is gone (0 of 2 here)" in notes
+    assert "site-1 is back (1 of 2 here)" in notes
+
+
+def test_nobody_waits_again_for_who_let_a_deadline_pass_until_it_is_back() -> None:
+    async def script(hall: Hall, _: list[str]) -> None:
+        first = await register(hall, "site-1")
+        await hall.gather(("site-1",), least=1, seconds=60)
+        first.cancel()
+        hall.on_presence("site-1", False)
+        answers = [
+            (await hall.work("train", [job("site-1")], seconds=seconds, on_done=id))[0] for seconds in (0.05, 1e6)
+        ]
+        assert answers == ["no answer within 0.05 seconds", "it has been away since it let a deadline pass"]
+        task = await register(hall, "site-1")
+        work = asyncio.create_task(hall.work("train", [job("site-1")], seconds=60, on_done=id))
+        head, _ = await task
+        asyncio.create_task(hall.answer("site-1", *result(head, "site-1", 1.0))).add_done_callback(id)
+        assert isinstance((await work)[0], Update)
+
+    play(script)
+
+
+def test_a_job_that_fails_is_told() -> None:
+    async def script(hall: Hall, _: list[str]) -> None:
+        task = await register(hall, "site-1")
+        work = asyncio.create_task(hall.work("train", [job("site-1")], seconds=60, on_done=id))
+        head, _ = await task
+        failed = {"kind": "failed", "number": head["number"], "reason": "no memory"}
+        asyncio.create_task(hall.answer("site-1", failed, {})).add_done_callback(id)
+        assert await work == ["no memory"]
+
+    play(script)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            {"label_names": ["good", "bad"]},
+            r"has labels \(good, bad\) for task 'movie', site-1 has \(bad, good\)",
+        ),
+        ({"part": 0}, "part 0 of task 'movie' is with site-1; give another --part"),
+        ({"model": "other"}, "client 'site-2' has model other, the server m; give the server's model with --model"),
+        ({"config": "other"}, "has config other, the server c; join with the settings of this server"),
+        ({"version": "0"}, "has version 0, the server 1; install the same atlas-fl"),
+        ({"device": "mainframe"}, "unknown device 'mainframe'"),
+        ({"examples": {}}, "what the client tells of its data"),
+    ],
+)
+def test_what_does_not_fit_is_refused(changes: dict[str, Any], message: str) -> None:
+    async def script(hall: Hall, _: list[str]) -> None:
+        first = await register(hall, "site-1", part=0)
+        await hall.gather(("site-1",), least=1, seconds=60)
+        hall.planned = None
+        with pytest.raises(ProtocolError, match=message):
+            await (await register(hall, "site-2", **changes))
+        first.cancel()
+
+    play(script)
+
+
+def test_who_is_refused_is_shown_once_and_as_a_terminal_may_have_it() -> None:
+    async def script(hall: Hall, _: list[str]) -> None:
+        for _again in range(3):
+            hall.on_refused("site-1", "labels (\x1b[2J, good) are others")
+        hall.on_refused("stranger", "client 'stranger' is not listed")
+        await hall.lose("site-2", "nothing fits its device")  # as it was told by whoever turned it away
+        hall.on_refused("site-2", "nothing fits its device")
+
+    assert play(script) == [
+        "site-1 was refused: labels (?[2J, good) are others",
+        "stranger was refused: client 'stranger' is not listed",
+    ]
+
+
+def test_who_comes_late_or_with_other_data_is_refused_and_who_is_missing_is_named() -> None:
+    async def script(hall: Hall, notes: list[str]) -> None:
+        first = await register(hall, "site-1")
+        with pytest.raises(ProtocolError, match=r"1 of 2 clients have come within 0.01 seconds, missing: site-2"):
+            await hall.gather(NAMES, least=2, seconds=0.01)
+        assert await hall.gather(NAMES, least=1, seconds=0.01) == ("site-1",)
+        assert "begins without site-2" in notes
+        with pytest.raises(ProtocolError, match="this federation was planned without site-2"):
+            await (await register(hall, "site-2"))
+        with pytest.raises(ProtocolError, match="site-1 came back with other data than it had"):
+            await (await register(hall, "site-1", max_length=17))
+        first.cancel()
+
+    play(script)
+
+
+def test_who_comes_late_waits_to_be_let_in_or_turned_away_and_may_come_again_as_another() -> None:
+    async def script(hall: Hall, notes: list[str]) -> None:
+        hall._late = True
+        first = await register(hall, "site-1")
+        await hall.gather(("site-1",), least=1, seconds=60)
+        assert await newcomers(hall) == ()
+        late = await register(hall, "site-2")
+        await asyncio.sleep(0)
+        assert [seat.name for seat in await newcomers(hall)] == ["site-2"]
+        assert notes[-1] == "site-2 came after the plan was made and joins before the next round"
+        await turn_away(hall, "site-2", "nothing fits")
+        with pytest.raises(ProtocolError, match=r"^site-2 cannot join: nothing fits$"):
+            await late
+        assert await newcomers(hall) == ()
+        again = await register(hall, "site-2", max_length=17, device="laptop_8gb")
+        await asyncio.sleep(0)
+        (seat,) = await newcomers(hall)
+        assert seat.device is not None and seat.device.name == "laptop_8gb"
+        await let_in(hall, "site-2")
+        assert await newcomers(hall) == ()
+        work = asyncio.create_task(hall.work("train", [job("site-2")], seconds=60, on_done=id))
+        head, _ = await again
+        asyncio.create_task(hall.answer("site-2", *result(head, "site-2", 1.0))).add_done_callback(id)
+        assert isinstance((await work)[0], Update)
+        with pytest.raises(ProtocolError, match="site-2 came back with other data than it had"):
+            await (await register(hall, "site-2", max_length=16))
+        first.cancel()
+
+    play(script)
+
+
+def test_a_newcomer_that_has_gone_is_not_waiting() -> None:
+    async def script(hall: Hall, _: list[str]) -> None:
+        hall._late = True
+        first, late = await register(hall, "site-1"), await register(hall, "site-2")
+        await hall.gather(("site-1",), least=1, seconds=60)
+        assert [seat.name for seat in await newcomers(hall)] == ["site-2"]
+        hall.on_presence("site-2", False)
+        assert await newcomers(hall) == ()
+        for task in (first, late):
+            task.cancel()
+
+    play(script)
+
+
+def test_who_is_lost_is_not_waited_for_and_is_told_why() -> None:
+    async def script(hall: Hall, notes: list[str]) -> None:
+        first = await register(hall, "site-1")
+        waiting = asyncio.create_task(hall.gather(NAMES, least=1, seconds=3600))
+        await hall.lose("site-2", "its disk is full")
+        assert await waiting == ("site-1",)
+        assert "begins without site-2 (its disk is full)" in notes
+        work = asyncio.create_task(hall.work("train", [job("site-1")], seconds=3600, on_done=lambda _: None))
+        await first
+        await hall.lose("site-1", "the run is over")
+        assert await work == ["the run is over"]
+        with pytest.raises(ProtocolError, match=r"^the run is over$"):
+            await hall.answer("site-1", {"kind": "next"}, {})
+
+    play(script)
+
+
+def test_a_federation_that_has_lost_too_many_ends_at_once() -> None:
+    async def script(hall: Hall, _: list[str]) -> None:
+        waiting = asyncio.create_task(hall.gather(NAMES, least=2, seconds=3600))
+        await hall.lose("site-1", "its disk is full")
+        missing = r"^0 of 2 clients have come, missing: site-1 \(its disk is full\), site-2; 2 are needed"
+        with pytest.raises(ProtocolError, match=missing):
+            await waiting
+
+    play(script)
+
+
+def test_a_server_that_was_started_again_asks_for_registration() -> None:
+    async def script(hall: Hall, _: list[str]) -> None:
+        assert await hall.answer("site-1", {"kind": "result", "number": 5}, {}) == ({"kind": "register"}, {})
+
+    play(script)
