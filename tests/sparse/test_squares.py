@@ -6,6 +6,7 @@ from torch import nn
 from torch.nn import functional
 
 from atlas_fl.errors import ModelError
+from atlas_fl.sparse import squares
 from atlas_fl.sparse.fisher import fisher, of_module
 from atlas_fl.sparse.squares import look
 
@@ -91,6 +92,13 @@ def assert_near(found, expected):
 def test_every_model_equals_the_loop(kind, method) -> None:
     module, inputs, targets = made(kind)
     assert_near(of(module, inputs, targets, method=method), by_loop(module, inputs, targets))
+
+
+@pytest.mark.parametrize("tile", [1, 20, 24, 10_000])
+def test_tiles_of_a_matrix_that_divide_its_rows_or_do_not_add_up_to_it(monkeypatch, tile: int) -> None:
+    monkeypatch.setattr(squares, "TILE", tile)  # matrices of 8 rows: one, two, or three of them in a tile, or all
+    module, inputs, targets = made(Block)
+    assert_near(of(module, inputs, targets), by_loop(module, inputs, targets))
 
 
 @pytest.mark.parametrize(

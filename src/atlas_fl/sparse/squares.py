@@ -2,7 +2,7 @@
 
 A matrix W that is used as `y = x W^T` has, of example n with T tokens, the gradient G_n = B_n^T A_n: A_n (T, d_in) are
 the inputs, B_n (T, d_out) the gradients of the outputs. Both come out of one batched pass for all examples and are
-small; sum_n G_n^2 is then taken one example at a time in a buffer of the size of W, which stays in the cache. Only
+small; sum_n G_n^2 is then taken tile by tile of W, one example after another in a buffer that stays in the cache. Only
 where T = 1 is there a shorter form, sum_n B_n^2 (x) A_n^2. The gradients of all other parameters (biases, norms,
 embeddings, a patch projection) are small per example and come as they are out of `torch.func.vmap`.
 
@@ -22,6 +22,9 @@ from torch.overrides import TorchFunctionMode
 
 from atlas_fl.errors import ModelError
 from atlas_fl.types import Params
+
+TILE = 1 << 17
+"""Values of a matrix whose sums and products a CPU holds in a core's cache, half a megabyte each."""
 
 OfExample: TypeAlias = Callable[[Params, Tensor, Tensor], Tensor]
 """(weights, input, draw) of one example -> the number whose gradient is squared."""
@@ -171,8 +174,11 @@ def _of_products(left: Tensor, right: Tensor, weight: Tensor) -> Tensor:
     """sum_n (left_n^T right_n)^2, of the shape of the weight; left is (N, T, d_out), right is (N, T, d_in)."""
     if left.shape[1] == 1:
         return left[:, 0].square().t() @ right[:, 0].square()
-    total, product = torch.zeros_like(weight), torch.empty_like(weight)
-    for own_left, own_right in zip(left, right, strict=True):
-        torch.mm(own_left.t(), own_right, out=product)
-        total.addcmul_(product, product)
+    rows = max(1, TILE // weight.shape[1]) if weight.device.type == "cpu" else len(weight)
+    total = torch.zeros_like(weight)
+    for tile, own_left in zip(torch.split(total, rows), torch.split(left, rows, dim=2), strict=True):
+        product = torch.empty_like(tile)
+        for one_left, one_right in zip(own_left.mT, right, strict=True):
+            torch.mm(one_left, one_right, out=product)
+            tile.addcmul_(product, product)
     return total
