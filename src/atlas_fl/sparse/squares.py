@@ -153,8 +153,8 @@ def squares(
     sums = {name: gradient.square().sum(0) for name, gradient in others.items()}
     for name, weight in matrices.items():
         uses = {use: product.windows for use, product in layout.products.items() if use[0] == name}
-        left = torch.cat([_out_tokens(products[use], windows) for use, windows in uses.items()], dim=1)
-        right = torch.cat([_in_tokens(values[use], windows) for use, windows in uses.items()], dim=1)
+        left = _joined([_out_tokens(products[use], windows) for use, windows in uses.items()])
+        right = _joined([_in_tokens(values[use], windows) for use, windows in uses.items()])
         sums[name] = _of_products(left, right, weight.flatten(1)).view_as(weight)
     return {name: sums[name] for name in names}
 
@@ -168,6 +168,11 @@ def _out_tokens(values: Tensor, windows: Windows) -> Tensor:
 def _in_tokens(values: Tensor, windows: Windows) -> Tensor:
     tokens = unfold(values.flatten(0, 1), **windows).mT if windows else values
     return tokens.reshape(len(values), -1, tokens.shape[-1])  # (N, T, d_in)
+
+
+def _joined(uses: Sequence[Tensor]) -> Tensor:
+    """The tokens of all uses of a matrix, (N, T, d); those of a single one are not copied."""
+    return uses[0] if len(uses) == 1 else torch.cat(list(uses), dim=1)
 
 
 def _of_products(left: Tensor, right: Tensor, weight: Tensor) -> Tensor:
