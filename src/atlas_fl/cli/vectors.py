@@ -11,6 +11,7 @@ from rich.console import RenderableType
 from atlas_fl.cli.labels import labels_of
 from atlas_fl.cli.live import show
 from atlas_fl.cli.parse import parse
+from atlas_fl.cli.settings import new_folder
 from atlas_fl.cli.words import split
 from atlas_fl.config.kinds import LARGEST
 from atlas_fl.errors import ConfigError
@@ -46,7 +47,7 @@ def vectors(words: Sequence[str]) -> int:
     options = parse(VectorsOptions(runs=tyro.MISSING), split(words), command="atlas vectors")
     if not options.runs:
         raise ConfigError("no run is named; give the folders of finished runs; see `atlas vectors --help`")
-    scales, to = _scales(options.scales), _target(options.to)
+    scales, to = _scales(options.scales), None if options.to is None else new_folder(options.to)
 
     from atlas_fl.arithmetic import best_of, open_trained, over_scales, vectors_of
     from atlas_fl.io.folder import find_run
@@ -73,13 +74,6 @@ def _scales(text: str) -> list[float]:
     if not found or not all(abs(scale) <= LARGEST for scale in found):
         raise ConfigError(f"--scales is {text!r}; allowed: numbers with commas between them; write --scales 0,0.5,1")
     return list(dict.fromkeys(found))
-
-
-def _target(to: str | None) -> Path | None:
-    path = None if to is None else Path(to)
-    if path is not None and (path.is_file() or (path.is_dir() and any(path.iterdir()))):
-        raise ConfigError(f"--to is {path}, and there is something already; name a folder that is new or empty")
-    return path
 
 
 def _base(options: VectorsOptions, runs: "Sequence[TrainedRun]") -> "Params":
