@@ -14,7 +14,7 @@ from atlas_fl.cli.parse import parse
 from atlas_fl.cli.settings import new_folder
 from atlas_fl.cli.words import split
 from atlas_fl.config.kinds import LARGEST
-from atlas_fl.errors import ConfigError
+from atlas_fl.errors import AtlasError, ConfigError
 
 if TYPE_CHECKING:
     from atlas_fl.arithmetic import ScaleRow, TrainedRun
@@ -81,11 +81,15 @@ def _base(options: VectorsOptions, runs: "Sequence[TrainedRun]") -> "Params":
     from atlas_fl.io.folder import RunFolder
 
     named = options.base
-    if named is not None:
-        for path in (Path(named), Path(options.runs_dir) / named):
-            if RunFolder(path).is_run():
-                return open_trained(RunFolder(path)).body
-    return base_of(runs, model=named)
+    if named is None:
+        return base_of(runs)
+    for path in (Path(named), Path(options.runs_dir) / named):
+        if RunFolder(path).is_run():
+            return open_trained(RunFolder(path)).body
+    try:
+        return base_of(runs, model=named)
+    except AtlasError as error:
+        raise ConfigError(f"--base {named} is no run, here or in {options.runs_dir}; as a model: {error}") from error
 
 
 def _tables(rows: "Sequence[ScaleRow]", *, best: "ScaleRow", title: str) -> Iterator[RenderableType]:
