@@ -63,6 +63,7 @@ def test_swept_values_are_read_from_texts() -> None:
     ("texts", "message"),
     [
         (["etta=1"], r"unknown setting 'etta'; did you mean 'eta'\?"),
+        (["foo=1"], r"unknown setting 'foo'; `atlas run --help` explains them all$"),
         (["eta"], "--over is 'eta'; allowed: a setting and its values; write eta=VALUE,VALUE"),
         (["eta=1,,2"], "--over is 'eta=1,,2'; allowed: a setting and its values"),
         (["eta=1", "--eta=2"], "--over sweeps eta twice"),

@@ -57,6 +57,14 @@ def unknown(kind: str, name: object, known: Iterable[str]) -> ConfigError:
     "unknown strategy 'fedavgg'; did you mean 'fedavg'? known: fedavg, local"
     """
     names = sorted(known)
-    near = get_close_matches(str(name), names, n=1)
-    hint = f"; did you mean {near[0]!r}?" if near else ";"
-    return ConfigError(f"unknown {kind} {shown(name)}{hint} known: {', '.join(names)}")
+    return ConfigError(f"unknown {kind} {shown(name)}{nearest(name, names)} known: {', '.join(names)}")
+
+
+def nearest(name: object, known: Iterable[str]) -> str:
+    """What links an unknown name to the rest of a message: the known name that is near it, where there is one.
+
+    >>> nearest("fedavgg", ["local", "fedavg"]), nearest("foo", ["local", "fedavg"])
+    ("; did you mean 'fedavg'?", ';')
+    """
+    near = get_close_matches(str(name), list(known), n=1)
+    return f"; did you mean {near[0]!r}?" if near else ";"

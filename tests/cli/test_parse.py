@@ -89,7 +89,7 @@ def test_flags_set_their_setting(words: list[str], name: str, value: object) -> 
     ("words", "message"),
     [
         (["--etta", "1"], r"unknown flag '--etta'; did you mean '--eta'\? see `atlas run --help`"),
-        (["-e", "1"], r"unknown flag '-e'; did you mean '--eta'\?"),
+        (["-e", "1"], r"unknown flag '-e'; see `atlas run --help`$"),
         (
             ["--eta", "much"],
             r"^--eta: 'much' is not a number; see `atlas run --help`$",
@@ -108,6 +108,8 @@ def test_flags_set_their_setting(words: list[str], name: str, value: object) -> 
         (["--k-range", "2"], r"^--k-range lacks a value; allowed: 2 times a whole number; see"),
         (["--audit", "yes"], r"^unexpected words: yes; see"),
         (["stray"], r"^unexpected words: stray; see"),
+        (["smoke"], r"^unexpected words: smoke; did you mean --preset smoke\? see `atlas run --help`$"),
+        (["--audit", "smoke"], r"^unexpected words: smoke; did you mean --preset smoke\? see"),
     ],
 )
 def test_a_mistake_is_one_line(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:

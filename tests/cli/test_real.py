@@ -74,6 +74,14 @@ def test_a_client_is_exported_by_name_or_number(client: str, run: RunFolder, atl
     assert exported == (run.adapter("trec-1") / "adapter_model.safetensors").read_bytes()
 
 
+def test_nothing_is_exported_among_other_files(run: RunFolder, atlas: Atlas, tmp_path: Path) -> None:
+    (tmp_path / "mine.txt").touch()
+    said = atlas("export", str(run.path), "--client", "0", "--to", str(tmp_path))
+    assert said.code == 2
+    assert said.err.endswith("there is something already; name a folder that is new or empty\n")
+    assert [path.name for path in tmp_path.iterdir()] == ["mine.txt"]
+
+
 def test_an_unknown_client_has_its_nearest(run: RunFolder, atlas: Atlas, tmp_path: Path) -> None:
     said = atlas("export", str(run.path), "--client", "trec-9", "--to", str(tmp_path / "adapter"))
     assert (said.code, said.out) == (2, "")

@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import pytest
+import torch
 
 from atlas_fl.config import Config, validate, with_values
 from atlas_fl.deployed.serving import Service, check_served, check_sites
@@ -28,6 +29,12 @@ def test_what_would_mean_something_else_is_refused(values: dict[str, object], me
     with pytest.raises(ConfigError, match=message) as error:
         check_served(with_values(Config(), values), SERVICE)
     assert "\n" not in str(error.value)
+
+
+def test_a_gpu_that_is_not_there_is_told_before_anybody_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(ConfigError, match="accelerator 'cuda' is not available on this machine"):
+        check_served(with_values(Config(), {"accelerator": "cuda"}), SERVICE)
 
 
 def test_the_clients_of_a_served_run_are_those_who_come() -> None:

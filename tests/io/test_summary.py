@@ -111,6 +111,12 @@ def test_groups_events_seconds_and_the_rest() -> None:
     assert found["clustering"] == {"method": "corrected", "labels": [0, 0, 1], "agreement": {"purity": 1.0}}
 
 
+def test_clients_without_a_row_yet_are_counted() -> None:
+    found = outcome(metrics=[metric("a-1", 1, "train", 0.5)])
+    assert (found["tasks"]["a"]["clients"], found["overall"]["clients"]) == (2, 2)
+    assert list(found["clients"]) == ["a-1"]
+
+
 def test_the_best_round_is_that_of_the_mean_over_clients_and_a_stop_is_named() -> None:
     scores = {"a-0": (0.5, 0.9, 0.1), "a-1": (0.8, 0.6, 0.6)}  # means .65, .75, .35; a-1 alone was best in the first
     rows = [metric(name, at, "validation", own[at - 1]) for name, own in scores.items() for at in (1, 2, 3)]

@@ -161,7 +161,15 @@ def test_the_closing_table_says_what_the_summary_says(make_run) -> None:
     assert f"{100 * saved:.1f}% less than the whole model in every round" in text
     assert "4.6 min, 1.2 GB of RSS at most" in text
     assert "devices: 100.0% of a round busy, 27.6% of the memory used" in text
+    assert "not counted" not in text
     assert "1 update refused" in text
+
+
+def test_the_closing_table_says_where_activations_are_in_no_prediction(make_run) -> None:
+    summary = summary_of(make_run())
+    for client in summary["clients"].values():
+        client["memory"] = {"total": 8, "weights": 1, "gradients": 1, "momentum": 1}
+    assert "of the memory used, activations not counted" in " ".join(printed(closing_table(summary)).split())
 
 
 def test_a_long_name_is_folded_and_more_bytes_are_called_more(make_run) -> None:
@@ -266,8 +274,14 @@ def test_the_comparison_is_printed_in_eighty_columns_with_the_best_in_bold(runs)
     rows = comparison_rows(by_strategy(runs))
     table = comparison_table(rows)
     assert "…" not in printed(table)
+    assert "gain over local: " not in printed(table)
     bold = [text.startswith("[bold]") for text in table.columns[2].cells]
     assert bold == [row.mean == max(other.mean or 0 for other in rows) for row in rows]
+
+
+def test_a_comparison_without_local_says_why_there_is_no_gain_over_it(runs) -> None:
+    rows = comparison_rows(by_strategy(runs), local=())
+    assert "gain over local: - where no run of strategy local" in printed(comparison_table(rows))
 
 
 def test_the_tasks_of_a_comparison_are_a_table_of_their_own(runs) -> None:

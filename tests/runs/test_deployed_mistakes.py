@@ -117,7 +117,10 @@ def atlas(
     return call
 
 
-def test_a_port_in_use_is_one_line(atlas: Callable[..., tuple[int, str]], tmp_path: Path) -> None:
+def test_a_port_in_use_is_one_line_before_the_model_is_loaded(
+    atlas: Callable[..., tuple[int, str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("atlas_fl.deployed.listening.hall_of", None)
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         code, said = atlas("serve", "--config", "fed.toml", "--host", "127.0.0.1", "--port", str(port))

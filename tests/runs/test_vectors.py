@@ -164,6 +164,8 @@ def test_other_architectures_are_refused_by_name(runs: dict[str, TrainedRun]) ->
         (["run-42", "--scales", "nan"], "--scales is 'nan'"),
         (["run-42", "--keep", "0"], "keep is 0.0; it is the share of each task vector that TIES keeps"),
         (["run-42", "--base", "nowhere/at/all"], "nowhere/at/all"),
+        (["run-42", "--base", "run-4"], "--base run-4 is no run, here or in "),
+        (["run-42", "--base", "run-4"], "; as a model: unknown model 'run-4'"),
         (["run-42", "--to", "."], "there is something already; name a folder that is new or empty"),
     ],
 )

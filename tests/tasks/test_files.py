@@ -143,6 +143,9 @@ def test_a_class_of_the_test_alone_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_folder_without_train_is_refused(tmp_path: Path) -> None:
+    told = r"name a file train\.csv or train\.tsv or .*, or for images give a folder of them for each class, or such"
+    with pytest.raises(DataError, match=told):
+        parse_task(f"mine={tmp_path}")
     write(tmp_path / "test.jsonl", [{"text": "a", "label": 0}])
     with pytest.raises(DataError, match=r"has no train split; name a file train\.csv"):
         parse_task(f"mine={tmp_path}")

@@ -5,7 +5,6 @@ import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from difflib import get_close_matches
 from importlib.metadata import version
 from typing import Any
 
@@ -27,7 +26,7 @@ from atlas_fl.cli import (
     vectors,
 )
 from atlas_fl.cli.page import table, wrapped
-from atlas_fl.errors import AtlasError, ConfigError, shown
+from atlas_fl.errors import AtlasError, ConfigError, nearest, shown
 
 FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO})
 """Errors of a disk that takes no more."""
@@ -120,8 +119,7 @@ def _dispatch(words: Sequence[str]) -> int:
         print(f"atlas {version('atlas-fl')}")
         return 0
     if first not in COMMANDS:
-        (near,) = get_close_matches(first, COMMANDS, n=1, cutoff=0.0)
-        raise ConfigError(f"unknown command {shown(first)}; did you mean {near!r}? known: {', '.join(COMMANDS)}")
+        raise ConfigError(f"unknown command {shown(first)}{nearest(first, COMMANDS)} known: {', '.join(COMMANDS)}")
     return COMMANDS[first].run(words[1:])
 
 

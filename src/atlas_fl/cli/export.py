@@ -8,6 +8,7 @@ import tyro
 
 from atlas_fl.cli.live import show
 from atlas_fl.cli.parse import parse
+from atlas_fl.cli.settings import new_folder
 from atlas_fl.cli.words import split
 
 
@@ -21,7 +22,7 @@ class ExportOptions:
     client: str
     """Name of the client, such as movie-0, or its number from 0 on in the order of the plan."""
     to: str
-    """Folder to write to."""
+    """A new folder to write to."""
     round: str | None = None
     """`best` for the round with the best mean validation score, or a number; the last one by default. Rounds of before
     are there where `--keep-best` or `--keep-checkpoints` kept them."""
@@ -37,6 +38,6 @@ def export(words: Sequence[str]) -> int:
     from atlas_fl.export import export as export_client
     from atlas_fl.io.folder import find_run
 
-    folder = find_run(options.run, runs_dir=options.runs_dir).path
-    show([f"wrote {export_client(folder, client=options.client, to=options.to, round=options.round)}"])
+    to, folder = new_folder(options.to), find_run(options.run, runs_dir=options.runs_dir).path
+    show([f"wrote {export_client(folder, client=options.client, to=to, round=options.round)}"])
     return 0

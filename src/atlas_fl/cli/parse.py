@@ -15,8 +15,10 @@ from atlas_fl.config import settings
 from atlas_fl.config.fields import group_classes
 from atlas_fl.config.kinds import describe, from_words, item_of, to_words
 from atlas_fl.errors import ConfigError
+from atlas_fl.presets import PRESETS
 
 OptionsT = TypeVar("OptionsT")
+UNEXPECTED = "unexpected words"
 
 
 def parse(default: OptionsT, groups: Sequence[Words], *, command: str) -> OptionsT:
@@ -42,6 +44,8 @@ def parse(default: OptionsT, groups: Sequence[Words], *, command: str) -> Option
             )
     except SystemExit:
         told = _told(printed.getvalue(), known=list(_arguments(default)))
+        if hasattr(default, SETTINGS) and told.startswith(UNEXPECTED) and (named := PRESETS.keys() & told.split()):
+            told += f"; did you mean --preset {min(named)}?"
         raise ConfigError(f"{told}{' ' if told.endswith('?') else '; '}see `{command} --help`") from None
 
 
@@ -108,4 +112,4 @@ def _told(box: str, *, known: Sequence[Argument]) -> str:
     if match := re.match(r"Missing value for argument '(\S+)'", told):
         (kind,) = (one.kind for one in known if one.flag == match[1])
         return f"{match[1]} lacks a value; allowed: {describe(kind)}"
-    return told.removeprefix("Error parsing ").replace("Unrecognized options", "unexpected words").rstrip(".")
+    return told.removeprefix("Error parsing ").replace("Unrecognized options", UNEXPECTED).rstrip(".")

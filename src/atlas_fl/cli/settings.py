@@ -33,6 +33,14 @@ def base_config(groups: Sequence[Words]) -> Config:
     return load_config(file, base=find_preset(named or written or DEFAULT_PRESET))
 
 
+def new_folder(to: str) -> Path:
+    """The folder that `--to` names; raises `ConfigError` where something is there that it would mix with."""
+    path = Path(to)
+    if path.exists() and (not path.is_dir() or any(path.iterdir())):
+        raise ConfigError(f"--to is {path}, and there is something already; name a folder that is new or empty")
+    return path
+
+
 def check_target(to: str | None, *, example: str) -> None:
     """Nothing where `--to` is not given, or is a file in a folder that is there; else raises `ConfigError`."""
     if to is not None and (Path(to).is_dir() or not Path(to).parent.is_dir()):

@@ -11,9 +11,10 @@ from rich.console import RenderableType
 from atlas_fl.cli.labels import labels_of
 from atlas_fl.cli.live import show
 from atlas_fl.cli.parse import parse
+from atlas_fl.cli.settings import new_folder
 from atlas_fl.cli.words import split
 from atlas_fl.config.kinds import LARGEST
-from atlas_fl.errors import ConfigError
+from atlas_fl.errors import AtlasError, ConfigError
 
 if TYPE_CHECKING:
     from atlas_fl.arithmetic import ScaleRow, TrainedRun
@@ -46,7 +47,7 @@ def vectors(words: Sequence[str]) -> int:
     options = parse(VectorsOptions(runs=tyro.MISSING), split(words), command="atlas vectors")
     if not options.runs:
         raise ConfigError("no run is named; give the folders of finished runs; see `atlas vectors --help`")
-    scales, to = _scales(options.scales), _target(options.to)
+    scales, to = _scales(options.scales), None if options.to is None else new_folder(options.to)
 
     from atlas_fl.arithmetic import best_of, open_trained, over_scales, vectors_of
     from atlas_fl.io.folder import find_run
@@ -75,23 +76,20 @@ def _scales(text: str) -> list[float]:
     return list(dict.fromkeys(found))
 
 
-def _target(to: str | None) -> Path | None:
-    path = None if to is None else Path(to)
-    if path is not None and (path.is_file() or (path.is_dir() and any(path.iterdir()))):
-        raise ConfigError(f"--to is {path}, and there is something already; name a folder that is new or empty")
-    return path
-
-
 def _base(options: VectorsOptions, runs: "Sequence[TrainedRun]") -> "Params":
     from atlas_fl.arithmetic import base_of, open_trained
     from atlas_fl.io.folder import RunFolder
 
     named = options.base
-    if named is not None:
-        for path in (Path(named), Path(options.runs_dir) / named):
-            if RunFolder(path).is_run():
-                return open_trained(RunFolder(path)).body
-    return base_of(runs, model=named)
+    if named is None:
+        return base_of(runs)
+    for path in (Path(named), Path(options.runs_dir) / named):
+        if RunFolder(path).is_run():
+            return open_trained(RunFolder(path)).body
+    try:
+        return base_of(runs, model=named)
+    except AtlasError as error:
+        raise ConfigError(f"--base {named} is no run, here or in {options.runs_dir}; as a model: {error}") from error
 
 
 def _tables(rows: "Sequence[ScaleRow]", *, best: "ScaleRow", title: str) -> Iterator[RenderableType]:

@@ -3,9 +3,8 @@
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from difflib import get_close_matches
 
-from atlas_fl.errors import ConfigError, shown
+from atlas_fl.errors import ConfigError, nearest, shown
 
 ALIASES = {"--ablation": "--strategy", "--mode": "--preset"}
 """Flags of earlier programs and what they are called here."""
@@ -74,12 +73,12 @@ def check_flags(groups: Iterable[Words], *, known: Sequence[str], command: str) 
     """Nothing where every flag is known.
 
     Raises:
-        ConfigError: one is not; the message has the nearest one.
+        ConfigError: one is not; the message has the one that is near, where one is.
     """
     for group in groups:
         if group.flag and group.flag not in known:
-            (near,) = get_close_matches(group.flag, known, n=1, cutoff=0.0)
-            raise ConfigError(f"unknown flag {shown(group.flag)}; did you mean {near!r}? see `{command} --help`")
+            hint = nearest(group.flag, known)
+            raise ConfigError(f"unknown flag {shown(group.flag)}{hint} see `{command} --help`")
 
 
 def is_flag(word: str) -> bool:

@@ -4,13 +4,12 @@ import ast
 import inspect
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from difflib import get_close_matches
 from functools import cache
 from types import MappingProxyType
 from typing import Any, get_type_hints
 
 from atlas_fl.config.groups import Config
-from atlas_fl.errors import ConfigError, shown
+from atlas_fl.errors import ConfigError, nearest, shown
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,12 +55,9 @@ def value_of(config: Config, name: str) -> Any:
 
 
 def unknown_setting(name: str, *, where: str = "") -> ConfigError:
-    """The error for a setting that does not exist, with the nearest that does."""
-    (near,) = get_close_matches(name, settings(), n=1, cutoff=0.0)
-    place = f" in {where}" if where else ""
-    return ConfigError(
-        f"unknown setting {shown(name)}{place}; did you mean {near!r}? `atlas run --help` explains them all"
-    )
+    """The error for a setting that does not exist, with the nearest that does, where one is near."""
+    place, hint = f" in {where}" if where else "", nearest(name, settings())
+    return ConfigError(f"unknown setting {shown(name)}{place}{hint} `atlas run --help` explains them all")
 
 
 def from_values(values: Mapping[str, Any], *, base: Config) -> Config:

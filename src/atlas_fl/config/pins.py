@@ -11,6 +11,7 @@ from pathlib import Path
 from atlas_fl.config.groups import Config
 from atlas_fl.config.images import mask_source
 from atlas_fl.errors import CheckpointError, ConfigError
+from atlas_fl.io.regular import check_regular
 
 
 def pinned(config: Config) -> Config:
@@ -46,6 +47,7 @@ def check_pins(config: Config) -> None:
 
 def _digest_of(path: str) -> str:
     try:
+        check_regular(Path(path))
         with Path(path).open("rb") as file:
             return file_digest(file, "sha256").hexdigest()[:16]
     except FileNotFoundError:

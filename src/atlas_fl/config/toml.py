@@ -13,6 +13,7 @@ from atlas_fl.config.groups import Config
 from atlas_fl.config.kinds import NONE, describe, read, wrong_kind
 from atlas_fl.config.yaml import read_yaml
 from atlas_fl.errors import ConfigError, unknown
+from atlas_fl.io.regular import check_regular
 
 WORD_OR_NUMBER = frozenset({"clusters", "ranks", "split", "nc"})
 """Settings that are a word or a number, so that a file may hold `ranks = 8` without quotes."""
@@ -105,6 +106,7 @@ def to_toml(config: Config) -> str:
 
 def _parsed(path: Path, form: Form) -> dict[str, Any]:
     try:
+        check_regular(path)
         found = form.parse(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError(f"cannot read {path} ({error.strerror}); give the path of a TOML or YAML file") from None

@@ -9,7 +9,7 @@ from atlas_fl.config import Config
 from atlas_fl.deployed.halls import hall_of
 from atlas_fl.engines.hall.hall import Hall
 from atlas_fl.engines.stream.loops import Desk, LoopThread
-from atlas_fl.engines.stream.server import Server
+from atlas_fl.engines.stream.server import Server, check_free
 from atlas_fl.engines.stream.sessions import Sessions
 from atlas_fl.engines.stream.tokens import Tokens
 from atlas_fl.events import OnEvent
@@ -55,6 +55,7 @@ def listening(
 
     Raises `ConfigError` where the address cannot be listened on.
     """
+    check_free(service.host, service.port)  # before the model is loaded, which may take minutes
     with LoopThread() as threads:
         desk = Desk(threads=threads, on_event=on_event)
         hall = hall_of(config, listed, desk, late=late, mask=mask)

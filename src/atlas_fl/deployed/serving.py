@@ -5,7 +5,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
 
-from atlas_fl.assemble import Assembly
+from atlas_fl.assemble import Assembly, pick_device
 from atlas_fl.clients.base import ClientTokens
 from atlas_fl.config import Config, run_folder
 from atlas_fl.config.counts import check_counts
@@ -120,6 +120,7 @@ def check_served(config: Config, service: Service) -> None:
     """Nothing where this config means the same across machines; raises `ConfigError` where it does not."""
     mixing = config.mixing
     _check_simulated(config)
+    pick_device(config.run.accelerator)
     if not strategy_of(config).communicates:
         raise ConfigError(
             f"--strategy {mixing.strategy} sends nothing, so there is nothing to serve; use `atlas run` at every site"

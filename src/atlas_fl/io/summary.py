@@ -56,13 +56,16 @@ def summarise(
     found = histories(metrics)
     sent = totals(from_json(row) for row in ledger)
     rounds = [int(row["round"]) for row in metrics]
+    # before the first evaluation only those have rows that have trained
+    sizes = Counter(entry["task"] for entry in plan.get("clients", ()) if "task" in entry)
     return {
         "run": dict(run) | {"rounds": max(rounds, default=0)},
         **_best(found),
         **_stopped(metrics),
-        "overall": group_scores(list(found.values())),
+        "overall": group_scores(list(found.values())) | {"clients": max(len(found), sizes.total())},
         "tasks": {
-            task: group_scores(members) | classes_of(members, plan=plan) for task, members in by_task(found).items()
+            task: group_scores(members) | {"clients": max(len(members), sizes[task])} | classes_of(members, plan=plan)
+            for task, members in by_task(found).items()
         },
         "clients": _clients(found, sent, plan, utilisation(plan, metrics, round_seconds or {})),
         "clustering": _clustering(plan),

@@ -1,6 +1,6 @@
 """Phase 3: whether a client's model is cut, and where."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import TypeAlias
@@ -65,14 +65,14 @@ def decide(
         return Fit(assignment=assignment, prediction=prediction, cut=cut, reason=reason)
 
     if word == NONE:
-        return fit(None, "" if assembly.config.split.split == NONE else "left whole by --split")
+        return _whole(fit, assembly)
     if word != AUTO:
         return fit(_checked(int(word), assembly), "set by --split")
     try:
         return fit(None, "the device holds the whole model")
     except BudgetError:
         # Anything but memory is in the way of every cut as well, and is told there.
-        fits = [found for blocks in range(1, assembly.shape.num_layers) if (found := _tried(fit, blocks))]
+        fits = list(_fits(fit, assembly))
     if not fits:
         raise _nothing_fits(fit, device, assembly)
     best, reason = choose([_candidate(own, importance) for own in fits], assembly.config.split.split_objective)
@@ -145,6 +145,21 @@ def num_owners(fits: Sequence[Fit], cut: Cut, layers: int) -> tuple[int, ...]:
     """By block, how many clients share the adapters that the server has there for this one; 1 where it shares none."""
     fellows = [one.cut for one in fits if one.cut is not None and one.cut.shared == cut.shared is not None]
     return tuple(max(1, sum(own.blocks <= layer for own in fellows)) for layer in range(layers))
+
+
+def _whole(fit: Fitter, assembly: Assembly) -> Fit:
+    try:
+        return fit(None, "" if assembly.config.split.split == NONE else "left whole by --split")
+    except BudgetError as error:
+        # models of images are not cut
+        if assembly.site.backbone.vision is None and any(_fits(fit, assembly)):
+            raise BudgetError(f"{error}; or cut the model with --split auto, which fits") from error
+        raise
+
+
+def _fits(fit: Fitter, assembly: Assembly) -> Iterator[Fit]:
+    """What every cut comes to that the device holds."""
+    return (found for blocks in range(1, assembly.shape.num_layers) if (found := _tried(fit, blocks)))
 
 
 def _tried(fit: Fitter, blocks: int) -> Fit | None:

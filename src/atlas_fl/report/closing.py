@@ -67,8 +67,10 @@ def _closing_caption(summary: Mapping[str, Any]) -> str:
     peaks = [f"{human_bytes(size)} of {name.removesuffix('_bytes').upper()} at most" for name, size in memory.items()]
     if times or peaks:
         lines.append(", ".join([*times, *peaks]))
-    used = [client.get("utilisation") or {} for client in (summary.get("clients") or {}).values()]
-    words = {"busy": "of a round busy", "memory": "of the memory used"}
+    clients = (summary.get("clients") or {}).values()
+    used, parts = [client.get("utilisation") or {} for client in clients], [client.get("memory") for client in clients]
+    beside = ", activations not counted" if any(own and "activations" not in own for own in parts) else ""
+    words = {"busy": "of a round busy", "memory": f"of the memory used{beside}"}
     shares = [f"{_range([one[name] for one in used if name in one])} {text}" for name, text in words.items()
               if any(name in one for one in used)]  # fmt: skip
     lines.extend([f"devices: {', '.join(shares)}"] if shares else [])

@@ -29,6 +29,8 @@ def comparison_table(rows: Sequence[ComparisonRow], *, title: str = "Comparison"
             EMPTY if row.seconds is None else seconds(row.seconds),
         )
     table.caption = "test scores of the tasks' own metrics; std over seeds of the mean over clients"
+    if any(row.gain_over_local is None for row in rows):
+        table.caption += f"\ngain over local: {EMPTY} where no run of strategy local, with the same seed, is compared"
     return table
 
 

@@ -12,7 +12,7 @@ import numpy as np
 
 from atlas_fl.errors import ConfigError, DataError, shown, unknown
 from atlas_fl.tasks.folders import FORM, folder_task, holds_images
-from atlas_fl.tasks.read import Table, classes, column, read_folder, read_table, texts
+from atlas_fl.tasks.read import READERS, Table, classes, column, read_folder, read_table, texts
 from atlas_fl.tasks.spec import METRICS, Labels, Metric, Rows, Source, Task, TaskData
 from atlas_fl.tasks.splits import arrange, split_rows
 
@@ -51,7 +51,10 @@ def parse_task(description: str) -> Task:
     if path.is_dir():
         tables = read_folder(path)
         if "train" not in tables:
-            raise DataError(f"{path} has no train split; name a file train.csv, train.jsonl or train.parquet")
+            raise DataError(
+                f"{path} has no train split; name a file {' or '.join(f'train{ending}' for ending in READERS)}, or for"
+                " images give a folder of them for each class, or such folders in train and test"
+            )
     else:
         tables = {"all": read_table(path)}
     labelled = columns.target is None

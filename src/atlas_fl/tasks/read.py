@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from atlas_fl.errors import DataError
+from atlas_fl.io.regular import check_regular
 
 Table: TypeAlias = Mapping[str, Sequence[Any]]
 """Columns of equal length by name."""
@@ -29,6 +30,7 @@ def read_table(path: Path) -> Table:
     if reader is None:
         raise DataError(f"{path} is of no kind that can be read; give a file that ends in {', '.join(READERS)}")
     try:
+        check_regular(path)
         table = reader(path)
     except UnicodeDecodeError as error:
         raise DataError(f"cannot read {path}: byte {error.start} is no UTF-8; save the file as UTF-8") from error

@@ -46,7 +46,7 @@ class Server:
 
         Raises `ConfigError` where the port is taken or the address is not this machine's.
         """
-        _check_free(self._host, self._port)
+        check_free(self._host, self._port)
         keep_freed_memory()
         # Without this, Linux lets two servers share a port and deals the clients out between them.
         options = [*channel_options(), ("grpc.so_reuseport", 0)]
@@ -101,8 +101,8 @@ def _target(host: str, port: int) -> str:
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
-def _check_free(host: str, port: int) -> None:
-    """gRPC says only that it failed; the system says why."""
+def check_free(host: str, port: int) -> None:
+    """Nothing where this can be listened on; else raises `ConfigError`: gRPC fails without the system's reason."""
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
         family, kind, protocol, _, address = found[0]
