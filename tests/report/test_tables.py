@@ -254,7 +254,7 @@ def test_gain_compares_the_same_seeds_only(runs) -> None:
     )
     assert atlas.gain_over_local == pytest.approx(expected)
     assert comparison_rows({"atlas": runs[6:]})[0].gain_over_local is None
-    given = comparison_rows({"atlas": runs[6:]}, local=runs[:1])[0]
+    given = comparison_rows({"atlas": runs[6:]}, local={"atlas": runs[:1]})[0]
     assert given.gain_over_local == pytest.approx(expected)
 
 
@@ -280,7 +280,7 @@ def test_the_comparison_is_printed_in_eighty_columns_with_the_best_in_bold(runs)
 
 
 def test_a_comparison_without_local_says_why_there_is_no_gain_over_it(runs) -> None:
-    rows = comparison_rows(by_strategy(runs), local=())
+    rows = comparison_rows(by_strategy(runs), local={})
     assert "gain over local: - where no run of strategy local" in printed(comparison_table(rows))
 
 

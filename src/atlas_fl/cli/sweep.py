@@ -127,8 +127,7 @@ def _show_comparison(points: Sequence[Point], folders: Sequence[Path], *, path: 
     groups: dict[str, list[Path]] = {}
     for point, folder in zip(points, folders):
         groups.setdefault(label_of(point), []).append(folder)
-    local = [folder for point, folder in zip(points, folders) if point.config.mixing.strategy == "local"]
-    rows = comparison_rows(groups, local=local)
+    rows = comparison_rows(groups, local=local_runs(points, folders))
     latex = path.with_suffix(".tex")
     write_atomic(path, to_csv(rows).encode())
     write_atomic(latex, to_latex(rows).encode())
@@ -143,6 +142,23 @@ def _draw(points: Sequence[Point], folders: Sequence[Path], *, path: Path, note:
     from atlas_fl.report.swept_figure import draw
 
     return save_figure(draw(read_swept([point.changes for point in points], folders), note=note), path)
+
+
+def local_runs(points: Sequence[Point], folders: Sequence[Path]) -> dict[str, list[Path]]:
+    """The runs of strategy local that differ from a point in strategy and seed alone, by the label of the point."""
+    runs = list(zip(points, folders, strict=True))
+    return {
+        label_of(point): [
+            folder
+            for other, folder in runs
+            if other.config.mixing.strategy == "local" and _beside_strategy(other) == _beside_strategy(point)
+        ]
+        for point in points
+    }
+
+
+def _beside_strategy(point: Point) -> dict[str, str]:
+    return {name: value for name, value in point.changes.items() if name != "strategy"}
 
 
 def label_of(point: Point) -> str:

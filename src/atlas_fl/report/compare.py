@@ -43,23 +43,25 @@ class ComparisonRow:
 def comparison_rows(
     groups: Mapping[str, Sequence[Path | str]],
     *,
-    local: Sequence[Path | str] | None = None,
+    local: Mapping[str, Sequence[Path | str]] | None = None,
     score: Literal["final", "best"] = "final",
 ) -> list[ComparisonRow]:
     """One row for each group of complete runs, in the given order.
 
     Args:
         groups: run folders by the name of the row; the runs of a group differ in their seed.
-        local: runs of local training to compare with; the group called `local` by default.
+        local: runs of local training that a row is compared with, by its name; the group called `local` by default.
         score: the model that clients end with, or the best round by validation.
 
     Raises:
         CheckpointError: a run is missing or not complete.
     """
-    baseline = {
-        _seed(summary): summary for summary in map(read_summary, groups.get(BASELINE, ()) if local is None else local)
-    }
-    return [_row(name, [read_summary(run) for run in runs], baseline, score) for name, runs in groups.items() if runs]
+    rows = []
+    for name, runs in groups.items():
+        alone = groups.get(BASELINE, ()) if local is None else local.get(name, ())
+        baseline = {_seed(summary): summary for summary in map(read_summary, alone)}
+        rows += [_row(name, [read_summary(run) for run in runs], baseline, score)] if runs else []
+    return rows
 
 
 def read_summary(run: Path | str) -> Mapping[str, Any]:

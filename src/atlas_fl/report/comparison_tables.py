@@ -30,7 +30,7 @@ def comparison_table(rows: Sequence[ComparisonRow], *, title: str = "Comparison"
         )
     table.caption = "test scores of the tasks' own metrics; std over seeds of the mean over clients"
     if any(row.gain_over_local is None for row in rows):
-        table.caption += f"\ngain over local: {EMPTY} where no run of strategy local, with the same seed, is compared"
+        table.caption += f"\ngain over local: {EMPTY} where no run of strategy local has the same seed and settings"
     return table
 
 
