@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from atlas_fl.cli.commands import COMMANDS, Command
+from atlas_fl.cli.commands import COMMANDS, SPINS, Command
 from atlas_fl.errors import BudgetError
 
 Atlas = Callable[..., Any]
@@ -127,6 +127,16 @@ def test_help_is_quick() -> None:
     assert in_a_process("from atlas_fl.cli import main; main(['--help'])").returncode == 0
     after = os.times()
     assert after.children_user - before.children_user < 1.0
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="torch brings GNU OpenMP on Linux alone")
+@pytest.mark.parametrize(("said", "spins"), [({}, SPINS), ({"OMP_WAIT_POLICY": "active"}, "30000000000")])
+def test_threads_wait_asleep_unless_the_user_says_how(said: dict[str, str], spins: str) -> None:
+    clean = {name: value for name, value in os.environ.items() if name != "GOMP_SPINCOUNT"}
+    code = "from atlas_fl.cli import main; main(['--version']); import torch"
+    environment = {**clean, **said, "OMP_DISPLAY_ENV": "VERBOSE"}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+    assert f"GOMP_SPINCOUNT = '{spins}'" in done.stderr
 
 
 def test_a_reader_that_goes_away_is_no_error() -> None:

@@ -31,6 +31,8 @@ from atlas_fl.errors import AtlasError, ConfigError, nearest, shown
 FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO})
 """Errors of a disk that takes no more."""
 USER_ERROR, INTERRUPTED, BROKEN_PIPE = 2, 130, 141
+SPINS = "1000"
+"""Times that a thread of GNU OpenMP looks for new work before it sleeps; a product's threads meet within as many."""
 
 
 @dataclass(frozen=True)
@@ -79,6 +81,7 @@ START = "Start with `atlas fetch embedded`, then `atlas run --preset quick`; `at
 def main(words: Sequence[str] | None = None) -> int:
     """The exit code: 0, 1 for an audit that found something, 2 for a mistake of the user, 130 for Ctrl-C."""
     words = sys.argv[1:] if words is None else words
+    _wait_asleep()
     try:
         code = _dispatch(words)
         sys.stdout.flush()
@@ -121,6 +124,16 @@ def _dispatch(words: Sequence[str]) -> int:
     if first not in COMMANDS:
         raise ConfigError(f"unknown command {shown(first)}{nearest(first, COMMANDS)} known: {', '.join(COMMANDS)}")
     return COMMANDS[first].run(words[1:])
+
+
+def _wait_asleep() -> None:
+    """Threads that wait for each other leave their cores to others soon, unless the user says how they wait.
+
+    GNU OpenMP reads this when torch is loaded, which nothing has done yet. Left to itself it spins for milliseconds,
+    and where other work holds a core, each of a step's products waits that long (`benchmarks/waiting.py`).
+    """
+    if "OMP_WAIT_POLICY" not in os.environ:
+        os.environ.setdefault("GOMP_SPINCOUNT", SPINS)
 
 
 def _fail(message: str, code: int) -> int:
