@@ -31,7 +31,7 @@ from atlas_fl.errors import AtlasError, ConfigError, nearest, shown
 FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO})
 """Errors of a disk that takes no more."""
 USER_ERROR, INTERRUPTED, BROKEN_PIPE = 2, 130, 141
-SPINS = "1000"
+SPINS = "10000"
 """Times that a thread of GNU OpenMP looks for new work before it sleeps; a product's threads meet within as many."""
 
 
