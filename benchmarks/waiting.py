@@ -42,7 +42,7 @@ def train_on_demand(samples: int) -> None:
         print("done", flush=True)
 
 
-def trainer(way: str, samples: int) -> subprocess.Popen[str]:
+def trainer(way: str, samples: int, spins: str) -> subprocess.Popen[str]:
     """A process that trains on demand, once it is ready."""
     asked = {name: value for name, value in os.environ.items() if name not in ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT")}
     started = subprocess.Popen(
@@ -51,7 +51,7 @@ def trainer(way: str, samples: int) -> subprocess.Popen[str]:
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
         text=True,
-        env={**asked, "GOMP_SPINCOUNT": SPINS} if way == ASLEEP else asked,
+        env={**asked, "GOMP_SPINCOUNT": spins} if way == ASLEEP else asked,
     )
     answer(started)
     return started
@@ -77,6 +77,7 @@ def main() -> None:
     parser.add_argument("--busy", type=int, default=0)
     parser.add_argument("--samples", type=int, default=64)
     parser.add_argument("--turns", type=int, default=3)
+    parser.add_argument("--spins", default=SPINS)
     parser.add_argument("--train", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.train:
@@ -84,7 +85,7 @@ def main() -> None:
         return
     taken: dict[str, list[float]] = {SPINNING: [], ASLEEP: []}
     with ExitStack() as stack:
-        trainers = {way: trainer(way, args.samples) for way in taken}
+        trainers = {way: trainer(way, args.samples, args.spins) for way in taken}
         others = [subprocess.Popen([sys.executable, "-c", BUSY], text=True) for _ in range(args.busy)]
         for process in [*trainers.values(), *others]:
             stack.callback(process.wait)

@@ -32,7 +32,7 @@ FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO})
 """Errors of a disk that takes no more."""
 USER_ERROR, INTERRUPTED, BROKEN_PIPE = 2, 130, 141
 SPINS = "10000"
-"""Times that a thread of GNU OpenMP looks for new work before it sleeps; a product's threads meet within as many."""
+"""Times that a thread of GNU OpenMP looks for new work before it sleeps: fewer cost time on an idle machine."""
 
 
 @dataclass(frozen=True)
@@ -129,8 +129,8 @@ def _dispatch(words: Sequence[str]) -> int:
 def _wait_asleep() -> None:
     """Threads that wait for each other leave their cores to others soon, unless the user says how they wait.
 
-    GNU OpenMP reads this when torch is loaded, which nothing has done yet. Left to itself it spins for milliseconds,
-    and where other work holds a core, each of a step's products waits that long (`benchmarks/waiting.py`).
+    GNU OpenMP reads this when torch is loaded, which nothing has done yet. Left to itself it spins thirty times as
+    long, and where other work holds a core that is time lost (`benchmarks/waiting.py`).
     """
     if "OMP_WAIT_POLICY" not in os.environ:
         os.environ.setdefault("GOMP_SPINCOUNT", SPINS)
