@@ -129,8 +129,8 @@ def measure_step(args: argparse.Namespace, sparsity: float) -> None:
     print(f"ratio sparse/dense: {middle['sparse'] / middle['dense']:.2f}", flush=True)
 
 
-def measure_local_step(args: argparse.Namespace, sparsity: float) -> None:
-    pixels, source = args.pixels[0], torch.Generator().manual_seed(2)
+def measure_local_step(args: argparse.Namespace, sparsity: float, pixels: int) -> None:
+    source = torch.Generator().manual_seed(2)
     inputs = torch.randn(16, 3, pixels, pixels, generator=source)
     labels = torch.randint(0, 10, (16,), generator=source)
     dense, fused, sparse = vit(pixels), vit(pixels), vit(pixels)
@@ -176,7 +176,8 @@ def main() -> None:
         measure_fisher(args, pixels)
     for sparsity in args.sparsity:
         measure_step(args, sparsity)
-        measure_local_step(args, sparsity)
+        for pixels in args.pixels:
+            measure_local_step(args, sparsity, pixels)
 
 
 if __name__ == "__main__":

@@ -102,6 +102,19 @@ def test_tiles_of_a_matrix_that_divide_its_rows_or_do_not_add_up_to_it(monkeypat
 
 
 @pytest.mark.parametrize(
+    "idle", [[], [(0, 1)], [(0, 1), (1, 1), (2, 1)], [(n, t) for n in range(3) for t in (0, 2, 3)]]
+)
+def test_tokens_without_a_gradient_are_left_out_only_where_no_example_has_one(idle) -> None:
+    source = torch.Generator().manual_seed(0)
+    left, right = torch.randn(3, 4, 5, generator=source), torch.randn(3, 4, 6, generator=source)
+    for example, token in idle:
+        left[example, token] = 0
+    total = torch.ones(5, 6, dtype=torch.float64)
+    squares._add_products(total, left, right)
+    torch.testing.assert_close(total.float(), 1 + torch.einsum("nto,nti->noi", left, right).square().sum(0))
+
+
+@pytest.mark.parametrize(
     ("kind", "matrices"),
     [
         (Block, ["head.weight", "key.weight", "patches.weight", "query.weight", "twice.weight", "value.weight"]),

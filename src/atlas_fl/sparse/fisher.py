@@ -20,7 +20,7 @@ from torch.func import functional_call
 from atlas_fl.errors import BudgetError, ConfigError, DataError
 from atlas_fl.rng import generator
 from atlas_fl.sparse.choose import chosen_of
-from atlas_fl.sparse.squares import Layout, OfExample, look, squares
+from atlas_fl.sparse.squares import Layout, OfExample, add_squares, look
 from atlas_fl.types import Params
 
 Logits: TypeAlias = Callable[[Params, Tensor], Tensor]
@@ -89,9 +89,7 @@ def fisher(
         size = chunk_size(layout.bytes_per_example, memory_bytes)
         for start in range(0, len(inputs), size):
             part = slice(start, start + size)
-            found = squares(of_example, own, chosen, layout=layout, inputs=inputs[part], draws=draws[part])
-            for name, tensor in found.items():
-                sums[name] += tensor
+            add_squares(of_example, own, sums, layout=layout, inputs=inputs[part], draws=draws[part])
     return Fisher(sums={name: tensor.to(own[name].dtype) for name, tensor in sums.items()}, examples=len(inputs))
 
 

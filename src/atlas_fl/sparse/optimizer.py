@@ -97,20 +97,23 @@ class SparseSGDM(torch.optim.Optimizer):
         return self._lane_of(parameter).index is not None
 
     def _move(self, parameter: Tensor, group: Mapping[str, Any]) -> None:
-        lane, gradient = self._lane_of(parameter), parameter.grad
+        lane, gradient, decay = self._lane_of(parameter), parameter.grad, group["weight_decay"]
         assert gradient is not None
-        value: Tensor = parameter
         if lane.index is not None:
-            value = parameter.view(-1).index_select(0, lane.index)
-            gradient = gradient.reshape(-1).index_select(0, lane.index)
-        if group["weight_decay"] != 0:
-            gradient = gradient.add(value, alpha=group["weight_decay"])
+            # Of all ways to gather and to put back, these two use every thread.
+            kept = parameter.take(lane.index)
+            self._fused(parameter, kept, gradient.take(lane.index), group, decay)
+            parameter.put_(lane.index, kept)
+            return
         if lane.bits is not None:
-            gradient = gradient.clone() if gradient is parameter.grad else gradient
+            gradient = gradient.add(parameter, alpha=decay) if decay else gradient.clone()
             gradient.view(lane.bits.dtype).bitwise_and_(lane.bits)
+            decay = 0.0
             if parameter.is_contiguous():  # the fused kernel knows no strides
-                self._fused(parameter, gradient.contiguous(), group)
+                self._fused(parameter, parameter, gradient.contiguous(), group, decay)
                 return
+        if decay:
+            gradient = gradient.add(parameter, alpha=decay)
         if group["momentum"] != 0:
             buffer, first = self._buffer(parameter, gradient)
             if first:
@@ -118,18 +121,18 @@ class SparseSGDM(torch.optim.Optimizer):
             else:
                 buffer.mul_(group["momentum"]).add_(gradient, alpha=1 - group["dampening"])
             gradient = gradient.add(buffer, alpha=group["momentum"]) if group["nesterov"] else buffer
-        value.add_(gradient, alpha=-group["lr"])
-        if lane.index is not None:
-            parameter.view(-1).scatter_(0, lane.index, value)
+        parameter.add_(gradient, alpha=-group["lr"])
 
-    def _fused(self, parameter: Tensor, gradient: Tensor, group: Mapping[str, Any]) -> None:
-        """The rest of a step in one pass, as in torch.optim.SGD(fused=True), to make up for that of the bits."""
+    def _fused(
+        self, parameter: Tensor, value: Tensor, gradient: Tensor, group: Mapping[str, Any], decay: float
+    ) -> None:
+        """A step of this parameter's values in one pass, as in torch.optim.SGD(fused=True), to make up for the mask."""
         buffer, first = self._buffer(parameter, gradient) if group["momentum"] != 0 else (None, False)
         torch._fused_sgd_(
-            [parameter],
+            [value],
             [gradient],
             [] if buffer is None else [buffer],
-            weight_decay=0.0,
+            weight_decay=decay,
             momentum=group["momentum"],
             lr=group["lr"],
             dampening=group["dampening"],

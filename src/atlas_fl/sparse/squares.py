@@ -23,8 +23,8 @@ from torch.overrides import TorchFunctionMode
 from atlas_fl.errors import ModelError
 from atlas_fl.types import Params
 
-TILE = 1 << 17
-"""Values of a matrix whose sums and products a CPU holds in a core's cache, half a megabyte each."""
+TILE = 1 << 18
+"""Values of a matrix whose sums and products every core of a CPU holds in its cache, a megabyte each."""
 
 OfExample: TypeAlias = Callable[[Params, Tensor, Tensor], Tensor]
 """(weights, input, draw) of one example -> the number whose gradient is squared."""
@@ -108,7 +108,7 @@ def _flat(values: Sequence[Any]) -> list[Any]:
 
 
 def look(of_example: OfExample, params: Params, names: Sequence[str], *, inputs: Tensor, draws: Tensor) -> Layout:
-    """What one example shows: run on the first of `inputs`, with the gradient of every parameter in `names`."""
+    """What one example shows: run forward on the first of `inputs`, watching every parameter in `names`."""
     seen: list[_Tap] = []
 
     def one(own: Params, value: Tensor, draw: Tensor) -> Tensor:
@@ -119,7 +119,7 @@ def look(of_example: OfExample, params: Params, names: Sequence[str], *, inputs:
 
     chosen = {name: params[name] for name in names}
     with sdpa_kernel(SDPBackend.MATH):
-        vmap(grad(one), in_dims=(None, 0, 0))(chosen, inputs[:1], draws[:1])
+        vmap(one, in_dims=(None, 0, 0))(chosen, inputs[:1], draws[:1])
     tap = seen[0]
     products = {use: product for use, product in tap.products.items() if use[0] not in tap.elsewhere}
     matrices = {name for name, _ in products}
@@ -128,16 +128,22 @@ def look(of_example: OfExample, params: Params, names: Sequence[str], *, inputs:
     return Layout(products=products, bytes_per_example=2 * (tap.bytes + rest))
 
 
-def squares(
-    of_example: OfExample, params: Params, names: Sequence[str], *, layout: Layout, inputs: Tensor, draws: Tensor
-) -> dict[str, Tensor]:
-    """sum_n (d f(x_n) / d theta)^2 for every parameter in `names`, over the examples of `inputs`, all at once.
+def add_squares(
+    of_example: OfExample,
+    params: Params,
+    sums: Mapping[str, Tensor],
+    *,
+    layout: Layout,
+    inputs: Tensor,
+    draws: Tensor,
+) -> None:
+    """Add sum_n (d f(x_n) / d theta)^2 over the examples of `inputs`, all at once, to the float64 `sums` in place.
 
     Raises:
         ModelError: with these inputs the model uses its matrices otherwise than the layout says.
     """
     matrices = {name: params[name] for name in layout.matrices}
-    rest = {name: params[name] for name in names if name not in matrices}
+    rest = {name: params[name] for name in sums if name not in matrices}
 
     def one(deltas: Mapping[Use, Tensor], own: Params, value: Tensor, draw: Tensor) -> tuple[Tensor, dict[Use, Tensor]]:
         with _Tap(matrices, deltas) as tap:
@@ -150,13 +156,13 @@ def squares(
     with sdpa_kernel(SDPBackend.MATH):
         per_example = vmap(grad(one, argnums=(0, 1), has_aux=True), in_dims=(None, None, 0, 0))
         (products, others), values = per_example(deltas, rest, inputs, draws)
-    sums = {name: gradient.square().sum(0) for name, gradient in others.items()}
-    for name, weight in matrices.items():
+    for name, gradient in others.items():
+        sums[name].add_(gradient.square().sum(0))
+    for name in matrices:
         uses = {use: product.windows for use, product in layout.products.items() if use[0] == name}
         left = _joined([_out_tokens(products[use], windows) for use, windows in uses.items()])
         right = _joined([_in_tokens(values[use], windows) for use, windows in uses.items()])
-        sums[name] = _of_products(left, right, weight.flatten(1)).view_as(weight)
-    return {name: sums[name] for name in names}
+        _add_products(sums[name].flatten(1), left, right)
 
 
 def _out_tokens(values: Tensor, windows: Windows) -> Tensor:
@@ -175,15 +181,28 @@ def _joined(uses: Sequence[Tensor]) -> Tensor:
     return uses[0] if len(uses) == 1 else torch.cat(list(uses), dim=1)
 
 
-def _of_products(left: Tensor, right: Tensor, weight: Tensor) -> Tensor:
-    """sum_n (left_n^T right_n)^2, of the shape of the weight; left is (N, T, d_out), right is (N, T, d_in)."""
+def _add_products(total: Tensor, left: Tensor, right: Tensor) -> None:
+    """Add sum_n (left_n^T right_n)^2 to `total`, (d_out, d_in) float64.
+
+    `left` is (N, T, d_out), `right` is (N, T, d_in).
+    """
+    left, right = _moved(left, right)
     if left.shape[1] == 1:
-        return left[:, 0].square().t() @ right[:, 0].square()
-    rows = max(1, TILE // weight.shape[1]) if weight.device.type == "cpu" else len(weight)
-    total = torch.zeros_like(weight)
+        total.add_(left[:, 0].square().t() @ right[:, 0].square())
+        return
+    rows = max(1, TILE * torch.get_num_threads() // right.shape[2]) if total.device.type == "cpu" else len(total)
     for tile, own_left in zip(torch.split(total, rows), torch.split(left, rows, dim=2), strict=True):
-        product = torch.empty_like(tile)
+        own = torch.zeros_like(tile, dtype=left.dtype)
+        product = torch.empty_like(own)
         for one_left, one_right in zip(own_left.mT, right, strict=True):
             torch.mm(one_left, one_right, out=product)
-            tile.addcmul_(product, product)
-    return total
+            own.addcmul_(product, product)
+        tile.add_(own)
+
+
+def _moved(left: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
+    """The tokens whose gradients are not all zero: behind the last attention a model may read one of them alone."""
+    moved = left[0].ne(0).any(1)
+    if bool(moved.all()) or bool(left[:, ~moved].any()):
+        return left, right
+    return left[:, moved], right[:, moved]
