@@ -102,7 +102,14 @@ def test_tiles_of_a_matrix_that_divide_its_rows_or_do_not_add_up_to_it(monkeypat
 
 
 @pytest.mark.parametrize(
-    "idle", [[], [(0, 1)], [(0, 1), (1, 1), (2, 1)], [(n, t) for n in range(3) for t in (0, 2, 3)]]
+    "idle",
+    [
+        [],
+        [(0, 1)],
+        [(0, 1), (1, 1), (2, 1)],
+        [(n, t) for n in range(3) for t in (0, 2, 3)],
+        [(n, t) for n in range(3) for t in range(4)],
+    ],
 )
 def test_tokens_without_a_gradient_are_left_out_only_where_no_example_has_one(idle) -> None:
     source = torch.Generator().manual_seed(0)

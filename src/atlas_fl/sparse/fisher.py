@@ -71,7 +71,7 @@ def fisher(
 
     Labels are drawn from the model by a stream of each example's own, `(seed, id)`; `ids` are 0, 1, ... unless given,
     so that parts of a data set get what the whole gets. The examples are computed in chunks that take about
-    `memory_bytes` beside the model and three times its size for sums. Chunks change rounding alone.
+    `memory_bytes` beside the model and twice its size for sums. Chunks change rounding alone.
     `method="examples"` forms the gradient of every example: slow, and the reference.
 
     Raises:
