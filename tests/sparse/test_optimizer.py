@@ -174,6 +174,18 @@ def test_the_buffer_of_few_kept_weights_has_only_them() -> None:
     assert optimizer.state[leaves["w"]]["momentum_buffer"].shape == (int(mask["w"].sum()),)
 
 
+@pytest.mark.parametrize("share", [0.15, 0.6, 1.0])
+def test_it_steps_where_torch_may_take_only_what_is_deterministic(share: float) -> None:
+    before, leaves = drawn(0), leaves_of()
+    optimizer = SparseSGDM(leaves, masks=masked(2, share), lr=0.1, momentum=0.9)
+    torch.use_deterministic_algorithms(True)
+    try:
+        descend(optimizer, leaves, 2)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert torch.equal(leaves["w"] != before["w"], masked(2, share)["w"])
+
+
 def test_a_parameter_without_a_mask_is_an_error() -> None:
     leaves, mask = leaves_of(), masked(0, 0.5)
     with pytest.raises(ModelError, match="the mask has none for 'b'"):

@@ -100,10 +100,10 @@ class SparseSGDM(torch.optim.Optimizer):
         lane, gradient, decay = self._lane_of(parameter), parameter.grad, group["weight_decay"]
         assert gradient is not None
         if lane.index is not None:
-            # Of all ways to gather and to put back, these two use every thread.
+            # Of the ways to gather and to put back, these two use every thread, and torch has them deterministic.
             kept = parameter.take(lane.index)
             self._fused(parameter, kept, gradient.take(lane.index), group, decay)
-            parameter.put_(lane.index, kept)
+            parameter.view(-1).index_copy_(0, lane.index, kept)
             return
         if lane.bits is not None:
             gradient = gradient.add(parameter, alpha=decay) if decay else gradient.clone()
