@@ -1,0 +1,252 @@
+"""A whole federation in one process: the real `run`, hall, frames, rounds and records, and real workers in threads.
+
+What single sites answer is altered on its way, so a test says in one function what a hostile site sends:
+
+    def lies(head, tensors, action):
+        return {**head, "examples": 10**9}, tensors
+
+    found = federate(config, {"movie-2": lies}, least=2)
+
+`action` is that of the job which the site was given last; None in its place never answers, a list sends several.
+"""
+
+import concurrent.futures
+import contextlib
+import threading
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from functools import cache
+from pathlib import Path
+from typing import Any, TypeAlias
+from unittest.mock import patch
+
+from atlas_fl.config import Config, parse_config, to_toml
+from atlas_fl.deployed import serving
+from atlas_fl.deployed.halls import hall_of
+from atlas_fl.deployed.homes import home_of
+from atlas_fl.deployed.joining import own_client
+from atlas_fl.deployed.listening import Service
+from atlas_fl.engines.hall.hall import Hall
+from atlas_fl.engines.hall.worker import Worker
+from atlas_fl.engines.messages.census import census_of
+from atlas_fl.engines.stream.loops import Desk, LoopThread
+from atlas_fl.engines.stream.sessions import NO_TENSORS, InProcess, Message, Sessions
+from atlas_fl.errors import AtlasError
+from atlas_fl.events import Event, Note, OnEvent, ignore
+from atlas_fl.models.loading import load_backbone
+from atlas_fl.private import shares_all
+from atlas_fl.run import RunResult, run
+from atlas_fl.tree import digest
+from atlas_fl.types import Params
+
+Change: TypeAlias = Callable[[dict[str, Any], dict[str, Any], str], Message | list[Message] | None]
+"""(head, tensors, action) -> what is sent instead of this answer: None for nothing ever, a list for several."""
+
+SITES = ("movie-0", "movie-1", "movie-2")
+DEVICE = "cpu_2gb"
+SECONDS = 60
+"""Longest wait for a thread; only a fault waits for so long."""
+
+
+@dataclass(kw_only=True, eq=False)
+class Outcome:
+    """What a federation came to."""
+
+    folder: Path
+    result: RunResult | None = None
+    error: AtlasError | None = None
+    """What ended the run, where something did: the one line that a user sees."""
+    models: dict[str, Params] = field(default_factory=dict)
+    """What each site was given at the end, by the sites that got so far."""
+    refused: dict[str, str] = field(default_factory=dict)
+    """By site, the line that ended it."""
+    notes: list[str] = field(default_factory=list)
+    """All that the server said."""
+    faults: list[str] = field(default_factory=list)
+    """Tracebacks of anything that is no error of ours, at the server or at a site."""
+
+    def noted(self, text: str) -> list[str]:
+        """The notes that hold this."""
+        return [note for note in self.notes if text in note]
+
+
+class ServerGoneError(Exception):
+    """The server has ended while a site waited for it."""
+
+
+@dataclass(kw_only=True, eq=False)
+class Altering:
+    """A site's end of the path: what it answers is altered before it is a frame."""
+
+    inner: InProcess
+    change: Change | None
+    over: threading.Event
+    action: str = ""
+
+    def exchange(self, head: Mapping[str, Any], tensors: Params = NO_TENSORS) -> Message:
+        sent = (dict(head), dict(tensors)) if self.change is None else self._altered(head, tensors)
+        if sent is None:
+            self.over.wait(SECONDS)
+            raise ServerGoneError
+        for message in sent if isinstance(sent, list) else [sent]:
+            try:
+                found = self.inner.exchange(*message)
+            except concurrent.futures.CancelledError:
+                raise ServerGoneError from None
+            self.action = str(found[0].get("action", self.action))
+        return found
+
+    def _altered(self, head: Mapping[str, Any], tensors: Params) -> Message | list[Message] | None:
+        assert self.change is not None
+        return self.change(dict(head), dict(tensors), self.action)
+
+
+@dataclass(eq=False)
+class Ending:
+    """How a site ends, whatever it ends with."""
+
+    name: str
+    found: Outcome
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> bool:
+        if isinstance(error, AtlasError):
+            self.found.refused[self.name] = str(error)
+        elif error is not None and not isinstance(error, ServerGoneError):
+            lines = traceback.format_exception(kind, error, trace)
+            self.found.faults.append(f"{self.name}: {''.join(lines)}")
+        return True
+
+
+@dataclass(kw_only=True, eq=False)
+class Federation:
+    """The sites of one run, in threads, and the place where its server waits for them."""
+
+    config: Config
+    changes: Mapping[str, Change]
+    found: Outcome
+    census: Callable[[str, dict[str, Any]], dict[str, Any]]
+    over: threading.Event = field(default_factory=threading.Event)
+    running: list[threading.Thread] = field(default_factory=list)
+
+    @contextmanager
+    def listening(self, config: Config, _service: Service, _certs: Any, **how: Any) -> Iterator[Any]:
+        """In the place of `deployed.listening.listening`: the same hall, and frames that cross no network."""
+        with LoopThread() as threads:
+            desk = Desk(threads=threads, on_event=how["on_event"])
+            threads.loop.set_exception_handler(lambda _, context: self.found.faults.append(str(context)))
+            hall = hall_of(config, how["listed"], desk, late=how["late"])
+            sessions = Sessions(
+                answer=hall.answer,
+                admit=hall.admit,
+                allowed=how["listed"],
+                on_presence=hall.on_presence,
+                on_refused=hall.on_refused,
+            )
+            for name in how["listed"]:
+                thread = threading.Thread(target=self._site, args=(name, hall, sessions, threads), daemon=True)
+                self.running.append(thread)
+                thread.start()
+            try:
+                yield hall, desk, "this process"
+            finally:
+                self.over.set()
+        for thread in self.running:
+            thread.join(SECONDS)
+            assert not thread.is_alive(), "a site does not end"
+
+    def _site(self, name: str, hall: Hall, sessions: Sessions, threads: LoopThread) -> None:
+        home = home_of_site(self.config, name)
+        identity = vars(hall._identity)
+        with contextlib.suppress(ServerGoneError, RuntimeError):  # the loop may be closed by then
+            link = InProcess(sessions, threads.loop, name=name, hello=identity)
+            told = self.census(name, census_of(home.client, home.tokens))
+            worker = Worker(
+                name=name,
+                home=home.home,
+                link=Altering(inner=link, change=self.changes.get(name), over=self.over),
+                registration={**identity, **told, "device": DEVICE, "part": int(name[-1])},
+                on_event=ignore,
+                receiver=home.home.receiver,
+                actions=home.home.actions,
+            )
+            with Ending(name, self.found):
+                self.found.models[name] = worker.work()
+            threads.loop.call_soon_threadsafe(sessions.leave, link._session, link._session.streams)
+
+
+@cache
+def _model_at(path: str) -> str:
+    return digest(dict(load_backbone(path).model.named_parameters()))
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class At:
+    """What one site has in memory."""
+
+    client: Any
+    home: Any
+    tokens: Any
+
+
+def home_of_site(config: Config, name: str) -> At:
+    """A site of these settings: loaded once, since whatever it remembers is forgotten when it registers."""
+    # what is not shared is kept in files of one run
+    own = replace(config.run, name="any", runs_dir="any") if shares_all(config.mixing.share) else config.run
+    return _home_at(to_toml(replace(config, run=own)), name)
+
+
+@cache
+def _home_at(settings: str, name: str) -> At:
+    config = parse_config(settings, origin="a test")
+    task, _, part = name.partition("-")
+    client = own_client(config, name, task=task, part=int(part))
+    home = home_of(
+        config, client, model=_model_at(config.model.model), private=Path(config.run.runs_dir) / f"{name}-private"
+    )
+    return At(client=client, home=home, tokens=home.tokens)
+
+
+def federate(
+    config: Config,
+    changes: Mapping[str, Change] | None = None,
+    *,
+    names: Sequence[str] = SITES,
+    least: int = 0,
+    deadline: float = SECONDS,
+    on_event: OnEvent = ignore,
+    census: Callable[[str, dict[str, Any]], dict[str, Any]] = lambda _, told: told,
+    resume: bool = False,
+) -> Outcome:
+    """What this config comes to across these sites, where these changes are made to what some of them answer.
+
+    `census` alters what a site tells of its data. Nothing but an `AtlasError` may end the run; whatever else went wrong
+    anywhere is among the `faults`.
+    """
+    found = Outcome(folder=Path(config.run.runs_dir) / str(config.run.name))
+    for name in names:
+        home_of_site(config, name)  # loaded here, one after another
+    federation = Federation(config=config, changes=changes or {}, found=found, census=census)
+
+    def listen(event: Event) -> None:
+        if isinstance(event, Note):
+            found.notes.append(event.text)
+        on_event(event)
+
+    service = Service(certs=Path("nowhere"), min_clients=least, wait_seconds=SECONDS, deadline_seconds=deadline)
+    places = {
+        "listening": federation.listening,
+        "open_certs": lambda _: None,
+        "listed_clients": lambda _: tuple(names),
+        "FAREWELL_SECONDS": min(30.0, deadline),
+    }
+    with patch.multiple(serving, **places):
+        try:
+            workplace = serving.across_machines(service)
+            found.result = run(config, on_event=listen, workplace=workplace, resume=resume)
+        except AtlasError as error:
+            found.error = error
+    return found
