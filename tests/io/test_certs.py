@@ -1,13 +1,34 @@
+import os
+import shutil
 import ssl
 import stat
+from collections.abc import Iterator
 from datetime import UTC, datetime, timedelta
+from hashlib import sha256
 from pathlib import Path
 
 import pytest
 from cryptography import x509
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec, rsa
+from cryptography.x509.oid import NameOID
+from cryptography.x509.verification import PolicyBuilder, Store, VerificationError
 
 from atlas_fl.errors import ConfigError
-from atlas_fl.io.certs import Certs, Listed, listed_clients, make_certs, open_certs
+from atlas_fl.io.certs import (
+    Certs,
+    Listed,
+    digest_of,
+    holds_until,
+    listed_clients,
+    make_certs,
+    open_certs,
+    read_list,
+    renew_certs,
+    request_cert,
+    revoke_certs,
+    sign_request,
+)
 
 
 @pytest.fixture
@@ -94,15 +115,182 @@ def test_a_site_that_is_added_has_the_same_authority(folder: Path) -> None:
 
 
 def test_the_list_of_a_server_is_the_one_that_lies_there_now_and_no_other(folder: Path) -> None:
-    listed = Listed(folder / "server")
+    notes = list[str]()
+    path, listed = folder / "server" / "clients.txt", Listed(folder / "server", on_note=notes.append)
     assert "site-3" not in listed
     make_certs(folder, servers=[], clients=["site-3"])
     assert "site-3" in listed
     assert list(listed) == ["site-1", "site-2", "site-3"]
     assert len(listed) == 3
-    (folder / "server" / "clients.txt").write_text("")
-    assert list(listed) == ["site-1", "site-2"], "who was listed at the start stays so while the file is edited"
+    assert listed.certificate("site-3") == digest_of(open_certs(folder / "site-3").cert)
+    revoke_certs(folder, clients=["site-1"])
+    assert list(listed) == ["site-2", "site-3"], "who was listed at the start is off it as well"
+    assert notes == []
     assert "stranger" not in listed
+    for broken in (b"", b"site-2\nsite-2\n", b"../evil\n", b"\xff\xfe\x00\n"):
+        path.write_bytes(broken)
+        assert list(listed) == ["site-2", "site-3"], "the last list that could be read holds while this one is edited"
+    path.unlink()
+    assert list(listed) == ["site-2", "site-3"]
+    assert len(notes) == 4, "once for each reason, and not for an empty file, which somebody is writing"
+    assert all("until then the list is the one that could be read last" in note for note in notes)
+    path.write_text("site-2\n")
+    assert list(listed) == ["site-2"]
+
+
+def test_the_last_client_can_be_revoked_too(folder: Path) -> None:
+    listed = Listed(folder / "server")
+    revoke_certs(folder, clients=["site-1", "site-2"])
+    assert list(listed) == []
+    with pytest.raises(ConfigError, match=r"clients\.txt lists no client; one name a line"):
+        listed_clients(folder / "server")
+
+
+def der_digest(path: Path) -> str:
+    """As OpenSSL's `x509 -fingerprint -sha256` has it, by another library than the one under test uses."""
+    return sha256(
+        x509.load_pem_x509_certificate(path.read_bytes()).public_bytes(serialization.Encoding.DER)
+    ).hexdigest()
+
+
+def test_a_list_holds_the_digest_of_each_certificate_and_old_lists_of_names_alone_are_read(folder: Path) -> None:
+    expected = {name: der_digest(folder / name / "cert.pem") for name in ("site-1", "site-2")}
+    assert read_list(folder / "server") == expected
+    path = folder / "server" / "clients.txt"
+    path.write_text("site-1\n\nsite-2 site-3\n")
+    assert read_list(folder / "server") == {"site-1": None, "site-2": None, "site-3": None}
+    make_certs(folder, servers=[], clients=["site-4"])
+    assert read_list(folder / "server")["site-1"] is None, "what was listed by name alone stays so"
+    assert read_list(folder / "server")["site-4"] == der_digest(folder / "site-4" / "cert.pem")
+    path.write_text(f"# who\nsite-1 {expected['site-1'].upper()}\n")
+    assert read_list(folder / "server") == {"site-1": expected["site-1"]}
+    path.write_text(f"{expected['site-1']} site-1\n")
+    with pytest.raises(ConfigError, match="one name a line, each once, with the SHA-256 of its certificate"):
+        read_list(folder / "server")
+
+
+def verified(folder: Path, cert: bytes) -> list[str]:
+    """The names of a client's certificate that cryptography's own path validation accepts (RFC 5280)."""
+    store = Store([x509.load_pem_x509_certificate((folder / "ca" / "ca.pem").read_bytes())])
+    verifier = PolicyBuilder().store(store).build_client_verifier()
+    found = verifier.verify(x509.load_pem_x509_certificate(cert), [])
+    return [name.value for name in found.subjects or [] if isinstance(name, x509.DNSName)]
+
+
+def test_a_key_that_a_site_makes_is_as_good_as_one_that_was_made_for_it(folder: Path, tmp_path: Path) -> None:
+    request = request_cert(tmp_path / "own", name="site-9")
+    signed = sign_request(request, folder=folder)
+    assert sorted(path.name for path in signed.iterdir()) == ["ca.pem", "cert.pem"], "no key but at the site"
+    assert verified(folder, (signed / "cert.pem").read_bytes()) == ["site-9"]
+    assert verified(folder, (folder / "site-1" / "cert.pem").read_bytes()) == ["site-1"]
+    with pytest.raises(VerificationError):
+        verified(folder, (folder / "server" / "cert.pem").read_bytes())
+    assert read_list(folder / "server")["site-9"] == der_digest(signed / "cert.pem")
+    for name in ("ca.pem", "cert.pem"):
+        shutil.copy(signed / name, tmp_path / "own")
+    handshake(open_certs(tmp_path / "own"), open_certs(folder / "server"))
+    # renewed for the same key, which nobody has but the site
+    (again,) = renew_certs(folder, clients=["site-9"], days=9)
+    assert not (again / "key.pem").exists()
+    shutil.copy(again / "cert.pem", tmp_path / "own")
+    assert open_certs(tmp_path / "own").name == "site-9"
+    assert read_list(folder / "server")["site-9"] == der_digest(again / "cert.pem")
+    with pytest.raises(ConfigError, match="own has a key or a certificate already, which is not overwritten"):
+        request_cert(tmp_path / "own", name="site-9")
+    with pytest.raises(ConfigError, match=r"client 'site-9' of .* is listed already; `atlas certs revoke site-9 --to"):
+        sign_request(request, folder=folder)
+
+
+def requested(name: str, *, key: ec.EllipticCurvePrivateKey | rsa.RSAPrivateKey | None = None) -> bytes:
+    key = key or ec.generate_private_key(ec.SECP256R1())
+    subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, one) for one in name.split("+")])
+    request = x509.CertificateSigningRequestBuilder().subject_name(subject).sign(key, hashes.SHA256())
+    return request.public_bytes(serialization.Encoding.PEM)
+
+
+def forged() -> bytes:
+    """A request with another name than its key has signed."""
+    der = ssl.PEM_cert_to_DER_cert(requested("site-8").decode().replace(" REQUEST", "").replace("NEW ", ""))
+    pem = ssl.DER_cert_to_PEM_cert(der.replace(b"site-8", b"site-7"))
+    return pem.replace(" CERTIFICATE", " CERTIFICATE REQUEST").encode()
+
+
+def bad_requests() -> Iterator[tuple[bytes, str]]:
+    yield forged(), "its key has not signed it"
+    yield requested("../evil"), "client '../evil' cannot be a name"
+    yield requested("server"), "client 'server' cannot be a name"
+    yield requested("a+b"), "it has no name, or several"
+    yield requested("a", key=ec.generate_private_key(ec.SECP384R1())), "not on the curve P-256"
+    yield requested("a", key=rsa.generate_private_key(65537, 2048)), "not on the curve P-256"
+    yield b"nothing", "is no request that can be signed"
+    yield b"-----BEGIN CERTIFICATE REQUEST-----\n" + b"A" * 2**20, "more than 65536 bytes"
+
+
+def test_a_request_is_signed_where_its_own_key_has_signed_it_under_a_name_that_can_be(folder: Path) -> None:
+    before, path = read_list(folder / "server"), folder / "request.pem"
+    for content, message in bad_requests():
+        path.write_bytes(content)
+        with pytest.raises(ConfigError, match=message) as caught:
+            sign_request(path, folder=folder)
+        assert str(caught.value).isprintable()
+    path.unlink()
+    os.mkfifo(path)
+    with pytest.raises(ConfigError, match=r"no file .*request.pem; give the request.pem that `atlas certs request`"):
+        sign_request(path, folder=folder)
+    assert read_list(folder / "server") == before
+
+
+def test_a_certificate_that_was_replaced_or_revoked_is_listed_no_more(folder: Path) -> None:
+    old = {name: (folder / name / "cert.pem").read_bytes() for name in ("site-1", "site-2")}
+    (folder / "server" / "clients.txt").write_text("site-1\nsite-2\n")
+    renew_certs(folder, clients=["site-1"])
+    (moved,) = revoke_certs(folder, clients=["site-2"])
+    assert moved == folder / ".revoked" / "site-2-1"
+    assert (moved / "cert.pem").read_bytes() == old["site-2"]
+    assert (folder / ".revoked" / "site-1-1" / "cert.pem").read_bytes() == old["site-1"]
+    assert read_list(folder / "server") == {"site-1": der_digest(folder / "site-1" / "cert.pem")}
+    assert digest_of(old["site-1"]) != read_list(folder / "server")["site-1"]
+    make_certs(folder, servers=[], clients=["site-2"])
+    assert (
+        read_list(folder / "server")["site-2"] == der_digest(folder / "site-2" / "cert.pem") != digest_of(old["site-2"])
+    )
+    (again,) = revoke_certs(folder, clients=["site-2"])
+    assert again == folder / ".revoked" / "site-2-2", "nothing is overwritten"
+    for act in (revoke_certs, renew_certs):
+        with pytest.raises(ConfigError, match=r"client 'site-2' is not in .*clients\.txt; listed: site-1$"):
+            act(folder, clients=["site-2"])
+    shutil.rmtree(folder / "site-1")
+    with pytest.raises(ConfigError, match=r"'site-1' is in .* already; `atlas certs renew site-1"):
+        make_certs(folder, servers=[], clients=["site-1"])
+    renew_certs(folder, clients=["site-1"])
+    assert read_list(folder / "server") == {"site-1": der_digest(folder / "site-1" / "cert.pem")}
+
+
+def test_no_certificate_outlives_its_authority(tmp_path: Path) -> None:
+    fed, now = tmp_path / "fed", datetime.now(UTC)
+    make_certs(fed, servers=["localhost"], clients=["site-1"], days=300, now=now - timedelta(days=290))
+    make_certs(fed, servers=[], clients=["site-2"], days=365)
+    renew_certs(fed, clients=["site-1"], days=365)
+    sign_request(request_cert(tmp_path / "own", name="site-3"), folder=fed, days=365)
+    end = x509.load_pem_x509_certificate((fed / "ca" / "ca.pem").read_bytes()).not_valid_after_utc
+    assert {holds_until(fed / name) for name in ("site-1", "site-2", "site-3")} == {end}
+    with pytest.raises(ConfigError, match=r"the authority in .*ca has ended on .*; make a new folder for everyone"):
+        make_certs(fed, servers=[], clients=["site-4"], now=now + timedelta(days=11))
+
+
+def test_nothing_is_writable_or_a_key_readable_by_others_whatever_the_umask(tmp_path: Path) -> None:
+    fed, before = tmp_path / "up" / "fed", os.umask(0)
+    try:
+        make_certs(fed, servers=["localhost"], clients=["site-1", "site-2"])
+        sign_request(request_cert(tmp_path / "at" / "own", name="site-3"), folder=fed)
+        renew_certs(fed, clients=["site-1"])
+        revoke_certs(fed, clients=["site-2"])
+    finally:
+        os.umask(before)
+    for path in [*(tmp_path / "up").rglob("*"), *(tmp_path / "at").rglob("*"), tmp_path / "up", tmp_path / "at"]:
+        secret = path.name in ("key.pem", "clients.txt")
+        expected = 0o700 if path.is_dir() else 0o600 if secret else 0o644
+        assert stat.S_IMODE(path.stat().st_mode) == expected, path
 
 
 def test_a_certificate_holds_for_its_days(tmp_path: Path) -> None:

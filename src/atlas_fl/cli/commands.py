@@ -68,7 +68,7 @@ COMMANDS: Mapping[str, Command] = {
     "vectors": Command(
         vectors.vectors, vectors.VectorsOptions, "merge what runs on images learned, and score it over scales"
     ),
-    "certs": Command(certs.certs, certs.CertsOptions, "make the certificates of a federation across machines"),
+    "certs": Command(certs.certs, certs.CertsOptions, "make, renew and revoke the certificates of a federation"),
     "serve": Command(serve.serve, serve.ServeOptions, "train a federation whose clients join from other machines"),
     "join": Command(join.join, join.JoinOptions, "take part in a federation with the data of this machine"),
 }
