@@ -25,7 +25,10 @@ from atlas_fl.audit.report import AuditReport, AuditRow
 from atlas_fl.audit.rerank import check_ranks, is_reranked
 from atlas_fl.audit.rules import Rule, kind_of, weights
 from atlas_fl.audit.several import compare_runs
+from atlas_fl.errors import CheckpointError
 from atlas_fl.events import OnEvent, Progress, ignore
+from atlas_fl.io.digests import faults, has_digests
+from atlas_fl.io.folder import RunFolder
 from atlas_fl.tree import HEAD, LORA_A, LORA_B, PRIVATE, digest
 
 SHIFT = 1e-6
@@ -35,11 +38,34 @@ SHIFT = 1e-6
 def audit(run_dir: Path | str, others: Sequence[Path | str] = (), *, on_event: OnEvent = ignore) -> AuditReport:
     """Every check of every round of these runs, and that runs which should differ ended differently.
 
-    Raises CheckpointError where a folder is no run, kept nothing for an audit, or holds a file that cannot be read.
+    Raises CheckpointError where a folder is no run, kept nothing for an audit, or holds a file that cannot be read; a
+    file that is known to be damaged is a row instead.
     """
-    runs = [open_run(Path(path)) for path in (run_dir, *others)]
-    rows = [row for run in runs for row in audit_run(run, on_event=on_event)]
-    return AuditReport(rows=(*rows, *compare_runs(runs)), unseen=tuple(name for run in runs for name in _unseen(run)))
+    paths = [Path(path) for path in (run_dir, *others)]
+    rows, runs, unseen = [], [], []
+    for path in paths:
+        damaged = list(damaged_files(path))
+        rows += damaged
+        try:
+            run = open_run(path)
+            found, hidden = list(audit_run(run, on_event=on_event)), list(_unseen(run))
+        except CheckpointError as error:
+            if not damaged:
+                raise
+            rows.append(AuditRow(run=path.name, round=0, client="", check="files", ok=False, detail=str(error)))
+            continue
+        rows, unseen = [*rows, *found], [*unseen, *hidden]
+        runs += [] if damaged else [run]
+    undigested = tuple(path.name for path in paths if not has_digests(path))
+    return AuditReport(rows=(*rows, *compare_runs(runs)), unseen=tuple(unseen), undigested=undigested)
+
+
+def damaged_files(path: Path) -> Iterator[AuditRow]:
+    """A row for every file of this run that is not what was written, by the digests that the run keeps."""
+    for file, fault in faults(RunFolder(path)):
+        name = file.relative_to(path).as_posix()
+        detail = f"{name} is damaged: {fault}; restore it from a copy, or run again"
+        yield AuditRow(run=path.name, round=0, client="", check="files", ok=False, detail=detail)
 
 
 def _unseen(run: Run) -> Iterator[str]:

@@ -13,9 +13,10 @@ from atlas_fl.engines.stream.loops import Desk
 from atlas_fl.events import Note, OnEvent
 from atlas_fl.io import checkpoint
 from atlas_fl.io.certs import listed_clients, open_certs
+from atlas_fl.io.digests import check_files
 from atlas_fl.io.folder import RunFolder
 from atlas_fl.io.lock import run_lock
-from atlas_fl.io.results import read_json, write_json
+from atlas_fl.io.results import read_json, read_sealed, write_sealed
 from atlas_fl.io.tensors import read_tensors
 from atlas_fl.origin import check_settings
 from atlas_fl.plan import Plan
@@ -26,7 +27,7 @@ from atlas_fl.types import Params
 def begin_to_serve(folder: RunFolder) -> None:
     """Write down that nobody has got its model, where that is not known from before."""
     if not folder.heard.exists():
-        write_json(folder.heard, {"heard": []})
+        write_sealed(folder.heard, {"heard": []})
 
 
 def dismiss(folder: RunFolder, hall: Hall, desk: Desk, *, seconds: float, awaited: Collection[str] = ()) -> None:
@@ -36,7 +37,7 @@ def dismiss(folder: RunFolder, hall: Hall, desk: Desk, *, seconds: float, awaite
     """
     models = _final_models(folder)
     heard = _heard(folder) | desk.call(farewells.dismiss(hall, models, seconds=seconds, awaited=awaited))
-    write_json(folder.heard, {"heard": sorted(heard)})
+    write_sealed(folder.heard, {"heard": sorted(heard)})
     if rest := [name for name in models if name not in heard]:
         desk.on_event(
             Note(
@@ -80,12 +81,13 @@ def last_plan(folder: RunFolder) -> tuple[checkpoint.Checkpoint, tuple[str, ...]
     found, _ = checkpoint.load_latest(folder.checkpoints)
     if found is None:
         return None
+    check_files(folder, folder.path / found.state["plan"])
     plan = Plan.from_json(read_json(folder.path / found.state["plan"]))
     return found, tuple(client.name for client in plan.clients)
 
 
 def _heard(folder: RunFolder) -> set[str]:
-    return set(read_json(folder.heard)["heard"])
+    return set(read_sealed(folder.heard, unsealed=("heard",))["heard"])
 
 
 def _final_models(folder: RunFolder) -> Mapping[str, Params]:
