@@ -42,7 +42,9 @@ def audit(run_dir: Path | str, others: Sequence[Path | str] = (), *, on_event: O
     file that is known to be damaged is a row instead.
     """
     paths = [Path(path) for path in (run_dir, *others)]
-    rows, runs, unseen = [], [], []
+    rows: list[AuditRow] = []
+    runs: list[Run] = []
+    unseen: list[str] = []
     for path in paths:
         damaged = list(damaged_files(path))
         rows += damaged
