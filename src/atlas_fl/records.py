@@ -146,6 +146,9 @@ class Recorder:
             for name, reason in record.refused.items()
         ]
         rows += [{"round": record.round, "client": name, "event": "missing"} for name in record.missing]
+        for event, reasons in (("clipped", record.clipped), ("restored", record.restored)):
+            told = {"round": record.round, "event": event}
+            rows += [{**told, "client": name, "reason": reason} for name, reason in reasons.items()]
         rows += [{"round": record.round, "client": name, "event": "kept own model"} for name in record.kept]
         rows += _hosting_rows(record)
         if record.diversity is not None:
@@ -169,6 +172,8 @@ class Recorder:
         trained = {name: update.params for name, update in record.updates.items()}
         self._write_audited("trained", trained, round=record.round)
         self._write_audited("start", record.start, round=record.round)
+        if record.out_of_bound:
+            self._write_audited("out_of_bound", record.out_of_bound, round=record.round)
         loaded = {name: {"digest": update.loaded, "keys": update.keys} for name, update in record.updates.items()}
         content = {
             "round": record.round,
@@ -178,6 +183,8 @@ class Recorder:
             "plan": self.plan_file,
             "loaded": loaded,
             "kept": list(record.kept),
+            "clipped": dict(record.clipped),
+            "restored": dict(record.restored),
         }
         self._write_record(self.folder.audit_round(record.round), content)
 

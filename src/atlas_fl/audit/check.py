@@ -6,6 +6,7 @@ from pathlib import Path
 import numpy as np
 from torch import Tensor
 
+from atlas_fl.audit.bounds import check_bounds, read_bounds, restored_fault
 from atlas_fl.audit.common import common_faults, in_common
 from atlas_fl.audit.dense import TOLERANCE, Finding, Round, Truth
 from atlas_fl.audit.folder import (
@@ -124,15 +125,16 @@ def _audit_round(run: Run, round: int, held: Models, after: Models, *, known: Mo
         if client in record.loaded or client in record.accepted:
             yield row("loaded", client, _loaded_fault(record, client, held))
     present = {client: trained[client] for client in record.accepted if client in trained}
+    bounds = read_bounds(run, round)
     wrong = {client: _names_fault(plan, client, held, present.get(client), after) for client in plan.clients}
     for client, fault in wrong.items():
         wrong[client] = fault or _number_fault(client, held, present, after, known)
         yield row("names", client, wrong[client])
-    if run.mask is not None:
-        for client in (one for one in present if not wrong[one]):
-            yield row("frozen", client, frozen_fault(run.mask, held[client], present[client]))
+    for client, fault in _frozen_faults(run, wrong, held, present):
+        yield row("frozen", client, fault)
     if any(wrong.values()):
         return  # what has other names or shapes, or no numbers, cannot be compared by value
+    yield from check_bounds(run, round, bounds, plan=plan, record=record, held=held, trained=present)
     kind = kind_of(run.mixing.strategy) if is_aggregated(run, round) else "own"
     before = {**(held if kind == "own" else known), **present}
     for client, fault in common_faults(plan, present, after, kept=record.kept or ()):
@@ -141,8 +143,17 @@ def _audit_round(run: Run, round: int, held: Models, after: Models, *, known: Mo
     found = _findings(truth)
     for k, client in enumerate(plan.clients):
         mixed, moved, error = _compare(run, record, truth, k, found[k])
+        if client in bounds.restored:
+            mixed, moved, error = restored_fault(run, plan, held[client], after[client], trained=present), "", 0.0
         yield row("mixed", client, mixed, error)
         yield row("moved", client, moved)
+
+
+def _frozen_faults(run: Run, wrong: Mapping[str, str], held: Models, present: Models) -> Iterator[tuple[str, str]]:
+    """(client, fault) of everyone who trained under a mask, and whose tensors can be compared."""
+    for client in present:
+        if run.mask is not None and not wrong[client]:
+            yield client, frozen_fault(run.mask, held[client], present[client])
 
 
 def _eta_fault(run: Run, record: Record, round: int) -> str:
