@@ -3,14 +3,16 @@
 `atlas leakage` is this for one wire and one task after another; here are several ways side by side, on MiniLM.
 
     python benchmarks/leakage.py --cuts 0 1 3 5
+    python benchmarks/leakage.py --cuts 3 5 --draws 5     # of the noise: the mean share, and the least and the largest
 """
 
 import argparse
+from collections.abc import Sequence
 from dataclasses import replace
 
 from atlas_fl.assemble import assemble
 from atlas_fl.config import with_values
-from atlas_fl.phases import leakage_of
+from atlas_fl.phases.leakage import CutLeakage, leakage_of
 from atlas_fl.presets import find_preset
 
 WAYS = (("fp32", 0.0), ("int8", 0.0), ("fp32", 0.5), ("fp32", 1.0), ("fp32", 2.0))
@@ -21,18 +23,28 @@ def main() -> None:
     parser.add_argument("--cuts", type=int, nargs="+", default=[0, 1, 3, 5])
     parser.add_argument("--task", default="movie")
     parser.add_argument("--examples", type=int, default=400)
+    parser.add_argument("--draws", type=int, default=1, help="draws of the noise")
     args = parser.parse_args()
     values = {"tasks": args.task, "clients_per_task": "1", "samples": str(args.examples), "test_samples": "100"}
     assembly = assemble(with_values(find_preset("quick"), values))
-    by_way = {}
+    by_way: dict[tuple[str, float], list[tuple[CutLeakage, ...]]] = {}
     for wire, noise in WAYS:
-        config = with_values(assembly.config, {"wire": wire, "wire_noise": str(noise)})
-        by_way[wire, noise] = leakage_of(replace(assembly, config=config), {args.task: args.cuts})
-    first = by_way[WAYS[0]][0]
+        for draw in range(args.draws if noise else 1):
+            values = {"wire": wire, "wire_noise": str(noise), "seed": str(assembly.config.run.seed + draw)}
+            own = replace(assembly, config=with_values(assembly.config, values))
+            by_way.setdefault((wire, noise), []).append(leakage_of(own, {args.task: args.cuts}))
+    first = by_way[WAYS[0]][0][0]
     print(f"tokens: {first.known} known, {first.unseen} unseen; the commonest is {first.commonest:.3f} of them")
-    for rows in zip(*by_way.values(), strict=True):
-        cells = [f"{wire} noise {noise:g}: {row.read:.3f}" for (wire, noise), row in zip(by_way, rows, strict=True)]
-        print(f"cut at {rows[0].blocks}: dFIL {rows[0].dfil:.3g}, " + ", ".join(cells))
+    for place, cut in enumerate(by_way[WAYS[0]][0]):
+        shares = {way: [draw[place].read for draw in draws] for way, draws in by_way.items()}
+        cells = [f"{wire} noise {noise:g}: {told(own)}" for (wire, noise), own in shares.items()]
+        print(f"cut at {cut.blocks}: dFIL {cut.dfil:.3g}, " + ", ".join(cells))
+
+
+def told(shares: Sequence[float]) -> str:
+    """The share, or the mean of several with the least and the largest."""
+    mean = f"{sum(shares) / len(shares):.3f}"
+    return mean if len(shares) == 1 else f"{mean} ({min(shares):.3f} to {max(shares):.3f})"
 
 
 if __name__ == "__main__":

@@ -145,7 +145,8 @@ def over_tls(args: argparse.Namespace) -> None:
 
                 def split() -> None:
                     link.exchange({"kind": "begin"})
-                    train_below(half.side.below, part, crossing_of(job, half.places, OverLink(link=link, number=1)))
+                    way = crossing_of(job, part, places=half.places, far=OverLink(link=link, number=1))
+                    train_below(half.side.below, part, way)
 
                 ways = {
                     "tls": lambda: timed(split, steps=args.steps),
@@ -176,7 +177,7 @@ def packed(args: argparse.Namespace) -> None:
     asked, jobs = [], [job_of(site, client, clip=0.0, batch=args.batch) for client in range(CLIENTS)]
     for job in jobs:
         far = Recorded(TrainingHalf(job, site), site)
-        train_below(far.half.side.below, site, crossing_of(job, far.half.places, far))
+        train_below(far.half.side.below, site, crossing_of(job, site, places=far.half.places, far=far))
         asked.append(far.asked)
 
     def steps(max_tokens: int) -> None:

@@ -28,6 +28,7 @@ from atlas_fl.models.vision_backbone import load_image_backbone, tokens_of
 from atlas_fl.ranks.devices import Device, find_devices
 from atlas_fl.ranks.memory import LOGIT_COPIES, VALUE_BYTES, activation_bytes
 from atlas_fl.split.model import load_client_part
+from atlas_fl.split.noise import simulated_secret
 from atlas_fl.tasks import find_tasks
 from atlas_fl.tasks.clients import BY_CLASSES, ClientData, make_clients
 from atlas_fl.tasks.spec import Examples, Rows, Source, Task, as_texts
@@ -120,6 +121,7 @@ def assemble(
             max_tokens=pack_tokens(config, shape, cuda=picked == "cuda"),
             bf16=config.model.precision == "bf16",
             fp16=config.model.precision == "fp16",
+            noise_secret=functools.partial(simulated_secret, config.run.seed),
         ),
         shape=shape,
         layer_of={name: layer_of(backbone, name) for name in site.modules},

@@ -194,8 +194,9 @@ class At:
 
 def home_of_site(config: Config, name: str) -> At:
     """A site of these settings: loaded once, since whatever it remembers is forgotten when it registers."""
-    # what is not shared is kept in files of one run
-    own = replace(config.run, name="any", runs_dir="any") if shares_all(config.mixing.share) else config.run
+    # what is not shared, and what noise is drawn from, is kept in files of one run
+    keeps = not shares_all(config.mixing.share) or config.split.wire_noise > 0
+    own = config.run if keeps else replace(config.run, name="any", runs_dir="any")
     return _home_at(to_toml(replace(config, run=own)), name)
 
 
@@ -204,9 +205,8 @@ def _home_at(settings: str, name: str) -> At:
     config = parse_config(settings, origin="a test")
     task, _, part = name.partition("-")
     client = own_client(config, name, task=task, part=int(part))
-    home = home_of(
-        config, client, model=_model_at(config.model.model), private=Path(config.run.runs_dir) / f"{name}-private"
-    )
+    private, noise_secret = (Path(config.run.runs_dir) / f"{name}-{what}" for what in ("private", "noise-secret"))
+    home = home_of(config, client, model=_model_at(config.model.model), private=private, noise_secret=noise_secret)
     return At(client=client, home=home, tokens=home.tokens)
 
 

@@ -254,16 +254,19 @@ def test_a_coarse_wire_moves_a_loss_a_little_and_is_really_there(tiny, site_of, 
         assert other.crossed["activation", "up"] < 0.7 * own.crossed["activation", "up"]
 
 
-def test_a_coarse_wire_and_its_noise_do_not_depend_on_the_pack(tiny_of, site_of, spec_of) -> None:
-    site, jobs = federation(tiny_of("bert"), site_of, spec_of, [Cut(blocks=1, noise=0.1, seed=3)] * 3)
-    together = train(jobs, site)
-    for job, update in zip(jobs, together, strict=True):
-        (alone,) = train([job], site)
-        assert update.metrics["loss"] == pytest.approx(alone.metrics["loss"], rel=1e-4)
-    other = train(recut(jobs, seed=4), site)
-    assert all(a.metrics["loss"] != b.metrics["loss"] for a, b in zip(together, other, strict=True))
-    again = train([dataclasses.replace(job, round=3 - job.round) for job in jobs], site)
-    assert all(a.metrics["loss"] != b.metrics["loss"] for a, b in zip(together, again, strict=True))
+def test_a_client_has_the_noise_of_its_own_secret_in_training_and_in_scores(tiny_of, site_of, spec_of) -> None:
+    site, jobs = federation(tiny_of("bert"), site_of, spec_of, [Cut(blocks=1, noise=0.3)] * 3)
+    asked = [dataclasses.replace(job, options=EvaluateOptions(split="test")) for job in jobs]
+    secret_of = {"a-0": bytes(32), "b-0": b"b" * 32, "c-0": bytes(32)}
+    other = dataclasses.replace(site, noise_secret={**secret_of, "b-0": b"x" * 32}.__getitem__)
+    site = dataclasses.replace(site, noise_secret=secret_of.__getitem__)
+    for action, work in ((train, jobs), (evaluate, asked)):
+        found, again = action(work, site), action(work, site)
+        assert_bits(found, again)
+        a, b, c = zip(found, action(work, other), strict=True)
+        assert_bits(*([update] for update in a))
+        assert_bits(*([update] for update in c))
+        assert b[0].metrics["loss"] != b[1].metrics["loss"]
 
 
 @pytest.mark.parametrize("head", ["server", "client"])
@@ -281,15 +284,6 @@ def test_scores_over_a_cut_are_those_without_and_their_bytes_are_counted(tiny, s
     assert not found[1].crossed
     assert ("gradient", "down") not in found[2].crossed
     assert (("label", "up") in found[0].crossed) == (head == "server")
-
-
-@pytest.mark.parametrize("max_tokens", [20, 45, 4096])
-def test_the_noise_of_an_evaluation_does_not_depend_on_the_pack(tiny_of, site_of, spec_of, max_tokens: int) -> None:
-    site, jobs = federation(tiny_of("bert"), site_of, spec_of, [Cut(blocks=1, noise=0.5)] * 2)
-    jobs = [dataclasses.replace(job, options=EvaluateOptions(split="test")) for job in jobs]
-    whole, parts = evaluate(jobs, site), evaluate(jobs, dataclasses.replace(site, max_tokens=max_tokens))
-    for own, other in zip(whole, parts, strict=True):
-        assert other.metrics["loss"] == pytest.approx(own.metrics["loss"], rel=1e-4)
 
 
 def test_clients_that_write_are_cut_as_those_that_classify(writer_of, site_of, spec_of) -> None:
@@ -321,8 +315,7 @@ def test_a_client_with_a_cut_writes_no_answers(writer_of, site_of, spec_of) -> N
 def test_the_rows_of_a_segment_are_those_of_its_client() -> None:
     """Guards the laws above: a cut that sent its neighbours' rows would pass them as long as the wire is exact."""
     segments = (Segment(start=0, stop=2), Segment(start=2, stop=5))
-    line = step.Line(Cut(blocks=1, noise=0.5), client="b-0", round=1)
-    line.begin("train", 0)
+    line = step.Line(Cut(blocks=1, noise=0.5), secret=bytes(32))
     end = step.End(
         line=line,
         tokens=slice(segments[1].start, segments[1].stop),

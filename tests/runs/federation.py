@@ -8,6 +8,7 @@ from atlas_fl.io.certs import make_certs
 from atlas_fl.io.folder import RunFolder
 from atlas_fl.io.tensors import read_tensors
 from atlas_fl.run import run
+from atlas_fl.split.noise import simulated_secret
 from atlas_fl.tree import digest
 from tests.runs.processes import Program, Programs
 
@@ -39,6 +40,12 @@ class Federation:
         if key not in self._simulated:
             self._simulated[key] = run(self._config).folder
         return self._simulated[key]
+
+    def has_the_simulations_noise(self) -> None:
+        """Each site finds the secret that the simulation draws its noise from, in the place of one of its own."""
+        for name in self.sites:
+            secret = simulated_secret(self._config.run.seed, name)
+            (self.folder / f"{name}-noise-secret").write_text(secret.hex())
 
     def serve(self, *more: str, port: int = 0) -> tuple[Program, int]:
         """The server and the port that it listens on."""

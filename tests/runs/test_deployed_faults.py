@@ -63,8 +63,12 @@ def test_a_server_that_is_killed_goes_on_from_its_checkpoint(federation: Callabl
 
 
 def test_no_fault_changes_a_bit_of_cut_models(federation: Callable[..., Federation]) -> None:
-    """A site killed in the middle of its job, a link cut, and the server killed and started again."""
-    fed = federation(rounds=3, split="movie-0=1,movie-1=2")
+    """A site killed in the middle of its job, a link cut, and the server killed and started again.
+
+    With noise, and the simulation's secrets at the sites: what a site draws after it was killed is what it drew before.
+    """
+    fed = federation(rounds=3, split="movie-0=1,movie-1=2", wire_noise=0.2)
+    fed.has_the_simulations_noise()
     with killed_and_cut(fed, back_at="train, round 1") as (server, port, again, second):
         server.wait_for("round 1/3")
         server.kill()

@@ -81,7 +81,7 @@ def test_noise_hides_tokens_and_changes_no_dfil(config: Make) -> None:
 
 
 def test_every_task_has_every_cut_and_nothing_depends_on_how_texts_are_packed(config: Make) -> None:
-    assembly = assemble(config(wire="int8", wire_noise=0.5))
+    assembly = assemble(config(wire="int8"))
     wanted = {"movie": range(3), "trec": range(3)}
     found = leakage_of(assembly, wanted)
     assert [(row.task, row.blocks) for row in found] == [(task, cut) for task in wanted for cut in range(3)]

@@ -1,11 +1,9 @@
-import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from atlas_fl.rng import generator
-from atlas_fl.split.codec import SMALLEST, WIRES, decode_rows, encode_rows, message_size, with_noise
+from atlas_fl.split.codec import SMALLEST, WIRES, decode_rows, encode_rows, message_size
 
 LARGEST = torch.finfo(torch.float32).max
 FLOAT = 1e-6
@@ -111,23 +109,3 @@ def test_what_lies_beside_the_rows_arrives() -> None:
 def test_bfloat16_rows_come_back_in_float32() -> None:
     rows = torch.ones(2, 3, dtype=torch.bfloat16)
     assert through(rows, "fp32").dtype is torch.float32
-
-
-def test_noise_has_the_stated_size_and_is_a_function_of_its_path() -> None:
-    rows = torch.ones(400, 64)
-    rows[200:] *= 10
-    path = ("wire", "a-0", 3, 1)
-    first, again, other = (with_noise(rows, noise=0.1, generator=generator(seed, *path)) - rows for seed in (1, 1, 2))
-    assert torch.equal(first, again)
-    assert not torch.equal(first, other)
-    assert float(first[:200].std()) == pytest.approx(0.1, rel=0.03)
-    assert float(first[200:].std()) == pytest.approx(1.0, rel=0.03)
-    assert with_noise(torch.zeros(2, 3), noise=0.5, generator=generator(1)).abs().max() == 0
-
-
-def test_noise_does_not_depend_on_how_rows_are_dealt_to_messages() -> None:
-    rows = torch.ones(9, 5)
-    whole = with_noise(rows, noise=0.3, generator=np.random.default_rng(4))
-    stream = np.random.default_rng(4)
-    parts = [with_noise(part, noise=0.3, generator=stream) for part in rows.split([2, 3, 4])]
-    assert torch.equal(torch.cat(parts), whole)

@@ -1,4 +1,3 @@
-import numpy as np
 import pytest
 import torch
 
@@ -6,8 +5,8 @@ from atlas_fl.clients.rows import make_row
 from atlas_fl.models.blocks import embed, through
 from atlas_fl.models.packing import make_layout
 from atlas_fl.rng import torch_generator
-from atlas_fl.split.codec import with_noise
 from atlas_fl.split.leakage import fisher_leakage, token_probe
+from atlas_fl.split.noise import with_noise
 
 
 def test_the_estimate_is_the_trace_of_the_jacobian(tiny_of) -> None:
@@ -49,7 +48,7 @@ def test_a_deeper_cut_and_noise_leave_a_probe_less(tiny_of, site_of, spec_of) ->
     for blocks in (0, 3):
         rows = through(tiny.backbone, embed(tiny.backbone, row.ids, row.types, row.layout), row.layout, range(blocks))
         for noise in (0.0, 2.0):
-            sent = with_noise(rows, noise=noise, generator=np.random.default_rng(1))
+            sent = with_noise(rows, noise=noise, secret=bytes(32), kind="activation")
             found = token_probe(sent[:half], row.ids[:half], sent[half:], embeddings=table)
             right[blocks, noise] = float((found == row.ids[half:]).float().mean())
     assert right[0, 0.0] > 0.9

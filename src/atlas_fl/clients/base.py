@@ -15,7 +15,7 @@ from torch import nn
 from atlas_fl.models.backbone import Backbone, target_modules
 from atlas_fl.models.tokens import Encoded
 from atlas_fl.split.pairing import Guest, Host, Pairing
-from atlas_fl.split.step import Crossed, Cut
+from atlas_fl.split.step import Crossed, Cut, Line
 from atlas_fl.tasks.spec import Task
 from atlas_fl.types import Params, Split
 
@@ -57,6 +57,8 @@ class Site:
     bf16: bool = False
     fp16: bool = False
     """Like bf16, with losses scaled so that small gradients do not vanish."""
+    noise_secret: Callable[[str], bytes] | None = None
+    """What the noise of a client with a cut is drawn from, by its name; None where no settings ask for any."""
 
     @cached_property
     def modules(self) -> dict[str, nn.Module]:
@@ -84,6 +86,13 @@ class Job:
     """What it needs of a host, or has left as one; None: the server hosts everyone."""
     momentum: Params = field(default_factory=dict)
     """What it kept of its optimizer when it last trained; it never travels."""
+
+
+def line_of(job: Job, site: Site) -> Line | None:
+    """The way of this job's rows through the client's cut, from its own side; None for a client without one."""
+    if job.cut is None:
+        return None
+    return Line(job.cut, secret=None if site.noise_secret is None else site.noise_secret(job.client))
 
 
 @dataclass(frozen=True, kw_only=True)

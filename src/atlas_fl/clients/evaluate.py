@@ -8,10 +8,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from atlas_fl.clients.base import Job, Site, Update
+from atlas_fl.clients.base import Job, Site, Update, line_of
 from atlas_fl.clients.rows import chunks, forward, make_row
 from atlas_fl.clients.write import write
-from atlas_fl.split.step import Line
 from atlas_fl.tasks.metrics import by_class, rouge, scores, writing_scores
 from atlas_fl.tasks.spec import Task
 from atlas_fl.types import Params, Split
@@ -32,7 +31,7 @@ def evaluate(jobs: Sequence[Job], site: Site) -> list[Update]:
     began = time.perf_counter()
     outputs: list[list[np.ndarray]] = [[] for _ in jobs]
     data = [site.data[job.client].splits[job.options.split] for job in jobs]
-    lines, placed = [_line(job) for job in jobs], [on_device(job.params, site) for job in jobs]
+    lines, placed = [line_of(job, site) for job in jobs], [on_device(job.params, site) for job in jobs]
     orders = [in_order(own.lengths) for own in data]
     for chunk in chunks([own.lengths[order] for own, order in zip(data, orders, strict=True)], site.max_tokens):
         parts = [data[k].take(orders[k][part]) for k, part in chunk]
@@ -91,15 +90,6 @@ def scores_of(task: Task, labels: np.ndarray, outputs: Sequence[np.ndarray]) -> 
 def in_order(lengths: np.ndarray) -> np.ndarray:
     """The examples' places, short ones first: equal lengths share one attention product."""
     return np.argsort(lengths, kind="stable")
-
-
-def _line(job: Job) -> Line | None:
-    """One for the whole split, so that the noise on it does not depend on how its examples are packed."""
-    if job.cut is None:
-        return None
-    line = Line(job.cut, client=job.client, round=job.round)
-    line.begin("evaluate", job.options.split)
-    return line
 
 
 def _judged(logits: Tensor, labels: Tensor) -> Tensor:

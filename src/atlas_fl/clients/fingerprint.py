@@ -16,13 +16,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from atlas_fl.clients.base import Job, Site, Update
+from atlas_fl.clients.base import Job, Site, Update, line_of
 from atlas_fl.clients.gradients import batch_gradients
 from atlas_fl.clients.train import TrainOptions, train
 from atlas_fl.clustering.sketch import joined, sketch_parts
 from atlas_fl.io.tensors import encoded_size
 from atlas_fl.split.model import on_client
-from atlas_fl.split.step import Crossed, Line
+from atlas_fl.split.step import Crossed
 from atlas_fl.tree import LORA_A, LORA_B
 from atlas_fl.types import Params
 
@@ -166,7 +166,7 @@ def _from_gradients(jobs: Sequence[Job], site: Site) -> list[Update]:
 
 def _of_one(job: Job, site: Site) -> Update:
     options: FingerprintOptions = job.options
-    line = None if job.cut is None else Line(job.cut, client=job.client, round=job.round)
+    line = line_of(job, site)
     sketches, losses = [], []
     for half in (0, 1):
         totals: dict[str, Tensor] = {}

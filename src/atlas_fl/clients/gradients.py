@@ -28,9 +28,7 @@ def batch_gradients(
     Evaluation mode, no dropout; the job's own adapters are not attached: this is the shared initialisation.
     """
     leaves, head = last_weights(site.backbone, blocks), head_leaves(job, site)
-    for done, row in enumerate(half_rows(job, site, half=half, count=count, most=most)):
-        if line is not None:
-            line.begin("fingerprint", half, done)
+    for row in half_rows(job, site, half=half, count=count, most=most):
         yield loss_gradient(row, site, leaves, head, line=line)
 
 

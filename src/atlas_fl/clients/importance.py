@@ -8,13 +8,13 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from atlas_fl.clients.base import Job, Site, Update
+from atlas_fl.clients.base import Job, Site, Update, line_of
 from atlas_fl.clients.gradients import half_rows, head_leaves, loss_gradient
 from atlas_fl.clients.train import TrainOptions
 from atlas_fl.lora.packed import merged_weight
 from atlas_fl.models.backbone import layer_of
 from atlas_fl.ranks.importance import layer_importance, rngwp, shares
-from atlas_fl.split.step import Crossed, Line
+from atlas_fl.split.step import Crossed
 from atlas_fl.types import Params
 
 IMPORTANCE = "importance"
@@ -48,12 +48,12 @@ def importance(jobs: Sequence[Job], site: Site) -> list[Update]:
 def _measured(job: Job, site: Site) -> Update:
     options: ImportanceOptions = job.options
     leaves, head = merged_leaves(job, site, site.modules), head_leaves(job, site)
-    line = None if job.cut is None else Line(job.cut, client=job.client, round=job.round)
-    sums = []
-    for done, row in enumerate(half_rows(job, site, half=0, count=options.batches)):
-        if line is not None:
-            line.begin("importance", done)
-        sums.append(layer_sums(loss_gradient(row, site, leaves, head, line=line)[1], leaves, site, kind=options.kind))
+    line = line_of(job, site)
+    gradients = (
+        loss_gradient(row, site, leaves, head, line=line)[1]
+        for row in half_rows(job, site, half=0, count=options.batches)
+    )
+    sums = [layer_sums(gradient, leaves, site, kind=options.kind) for gradient in gradients]
     if line is not None and job.cut is not None:
         line.tell("fingerprint", "up", sums_message([own[: job.cut.blocks] for own in sums]))
     return answered(job, sums, site, crossed={} if line is None else dict(line.crossed))

@@ -6,13 +6,13 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor, nn
 
-from atlas_fl.clients.base import Job, Site, Update
+from atlas_fl.clients.base import Job, Site, Update, line_of
 from atlas_fl.clients.batches import TrainOptions, batches, num_steps, positions
 from atlas_fl.clients.rows import Dropout
 from atlas_fl.clients.schedule import rate_factor
 from atlas_fl.models.backbone import Backbone
 from atlas_fl.split.model import on_client
-from atlas_fl.split.step import Cut, Line
+from atlas_fl.split.step import Cut
 from atlas_fl.tree import HEAD, PRIVATE, digest
 from atlas_fl.types import Params
 
@@ -114,7 +114,7 @@ class Member:
         self.shared = shared_above(site.backbone, self.params, cut)
         self.optimizer = adamw([leaf for key, leaf in self.params.items() if key not in self.shared], options)
         self.losses: list[Tensor] = []
-        self.line = None if job.cut is None else Line(job.cut, client=job.client, round=job.round, half=options.half)
+        self.line = line_of(job, site)
         self._below = [] if job.cut is None else trained_below(site.backbone, self.params, self.options, job.cut)
         # A power of two, so that scaling changes no digit of what neither overflows nor vanishes.
         self.loss_scale = LOSS_SCALE if site.fp16 else 1.0

@@ -44,9 +44,6 @@ def _gradients(members: Sequence[Member], done: int, site: Site) -> dict[Member,
     """How many examples each member's loss is a mean over; its gradients lie in its leaves."""
     row = make_row([next(member.batches) for member in members], device=site.backbone.device)
     mask = dropout_masks([member.dropout(done) for member in members], device=site.backbone.device)
-    for member in members:
-        if member.line is not None:
-            member.line.begin("train", done)
     lines = [member.line for member in members]
     with forward(row, [member.params for member in members], site, mask=mask, lines=lines) as logits:
         losses = [

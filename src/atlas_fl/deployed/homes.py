@@ -1,6 +1,7 @@
 """What a site brings to a federation across machines: as much of the model as its jobs need."""
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Protocol
@@ -16,14 +17,15 @@ from atlas_fl.clients.base import Site as AdapterSite
 from atlas_fl.clients.fresh import fresh
 from atlas_fl.clients.images.whole import ImageSite
 from atlas_fl.clients.patches import patches
-from atlas_fl.config import Config, config_hash
+from atlas_fl.config import Config
 from atlas_fl.config.splitting import NONE
 from atlas_fl.engines.messages.ends import AdapterReceiver, Receiver
-from atlas_fl.engines.messages.vault import Owner, PrivateReceiver, Vault, check_vault
+from atlas_fl.engines.messages.vault import PrivateReceiver, Vault
 from atlas_fl.engines.messages.whole_ends import WholeReceiver
 from atlas_fl.engines.messages.wire import Told
 from atlas_fl.engines.whole import WHOLE_ACTIONS
 from atlas_fl.errors import ModelError, ProtocolError
+from atlas_fl.io.secret import kept_secret
 from atlas_fl.lines import IMAGES, line_of
 from atlas_fl.lora.peft_io import export_adapter
 from atlas_fl.models.backbone import Backbone, target_modules
@@ -55,22 +57,20 @@ class Site(Protocol):
         """Write the client's own model."""
         ...
 
-    def leave(self) -> str:
-        """Remove what was kept for the run, which is complete; what stays of it, in a line."""
+    def leave(self) -> None:
+        """The run is complete: remove what was kept for it."""
         ...
 
 
-def home_of(config: Config, client: ClientData, *, model: str, private: Path, run: str | None = None) -> Site:
+def home_of(config: Config, client: ClientData, *, model: str, private: Path, noise_secret: Path) -> Site:
     """The site of this client for a server whose model has this digest; `private` is for what it does not share.
 
-    `run` is the hash of the server's settings, in which this site's own places are not; that of `config` without it.
-    Raises `ConfigError` where something else lies at `private`.
+    `noise_secret` is the file of what its noise is drawn from, made where the settings ask for noise. It outlives the
+    run, so that the same rows get the same noise whenever they are sent.
     """
-    owner = Owner(client=client.name, config=run or config_hash(config))
-    line = line_of([client.task], tune=config.images.tune)
-    return (
-        WholeHome(config, client) if line is IMAGES else Home(config, client, model=model, private=private, owner=owner)
-    )
+    if line_of([client.task], tune=config.images.tune) is IMAGES:
+        return WholeHome(config, client)
+    return Home(config, client, model=model, private=private, noise_secret=noise_secret)
 
 
 class WholeHome:
@@ -95,9 +95,8 @@ class WholeHome:
         """Write the client's own model as transformers loads it."""
         save_vision(self._site.vision, model, to, labels=self._client.task.label_names)
 
-    def leave(self) -> str:
-        """Nothing is kept, and nothing stays."""
-        return ""
+    def leave(self) -> None:
+        """Nothing is kept."""
 
 
 class Home:
@@ -107,9 +106,11 @@ class Home:
     suffices to register.
     """
 
-    def __init__(self, config: Config, client: ClientData, *, model: str, private: Path, owner: Owner) -> None:
+    def __init__(self, config: Config, client: ClientData, *, model: str, private: Path, noise_secret: Path) -> None:
         self._config, self._client, self._model = config, client, model
-        self._vault = None if shares_all(config.mixing.share) else self._vault_in(private, owner)
+        self._vault = None if shares_all(config.mixing.share) else self._vault_in(private)
+        is_noisy = config.split.split != NONE and config.split.wire_noise > 0
+        self._noise_secret = kept_secret(noise_secret) if is_noisy else None
         self.receiver: Receiver = AdapterReceiver() if self._vault is None else PrivateReceiver(vault=self._vault)
         self.actions: Mapping[str, Any] = ACTIONS
         self._site: AdapterSite | None = None
@@ -149,21 +150,24 @@ class Home:
                 f"model {site.backbone.name!r}{part} is {found:.16} here and {wanted:.16} at the server; give the"
                 " server's model with --model"
             )
-        self._site, self._blocks = site, blocks
-        return site
+        self._site, self._blocks = replace(site, noise_secret=self._secret_of()), blocks
+        return self._site
 
-    def leave(self) -> str:
-        """Remove what was not shared: it is in the client's own model now; what stays of it, in a line."""
-        return "" if self._vault is None else self._vault.clear()
+    def _secret_of(self) -> Callable[[str], bytes] | None:
+        """What this site's noise is drawn from: never what a simulation draws from, which the server knows."""
+        secret = self._noise_secret
+        return None if secret is None else lambda _: secret
 
-    def _vault_in(self, folder: Path, owner: Owner) -> Vault:
+    def leave(self) -> None:
+        """The run is complete: what was not shared is in the client's own model now."""
+        if self._vault is not None:
+            self._vault.clear()
+
+    def _vault_in(self, folder: Path) -> Vault:
         share, run = self._config.mixing.share, self._config.run
-        check_vault(folder, owner)
         back = run.checkpoint_every * run.keep_checkpoints + self._config.mixing.aggregate_every
         scale = scale_of(self._config)
-        return Vault(
-            folder=folder, owner=owner, share=share, names=self._names, draw=self._drawn, scale=scale, rounds=back
-        )
+        return Vault(folder=folder, share=share, names=self._names, draw=self._drawn, scale=scale, rounds=back)
 
     @cached_property
     def _outline(self) -> tuple[Backbone, dict[str, nn.Module]]:

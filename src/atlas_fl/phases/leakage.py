@@ -17,9 +17,9 @@ from atlas_fl.clients.rows import Row, chunks, make_row
 from atlas_fl.errors import ConfigError, DataError
 from atlas_fl.models.blocks import embed, through
 from atlas_fl.models.tokens import Encoded
-from atlas_fl.rng import generator
-from atlas_fl.split.codec import decode_rows, encode_rows, with_noise
+from atlas_fl.split.codec import decode_rows, encode_rows
 from atlas_fl.split.leakage import fisher_leakage, token_probe
+from atlas_fl.split.noise import simulated_secret, with_noise
 from atlas_fl.types import Split
 
 KNOWN_TEXTS, UNSEEN_TEXTS, FISHER_TEXTS = 400, 100, 8
@@ -79,9 +79,7 @@ def leakage_of(assembly: Assembly, cuts: Mapping[str, Sequence[int]]) -> tuple[C
 
 def _measured(assembly: Assembly, task: str, blocks: int, *, known: _Texts, unseen: _Texts) -> CutLeakage:
     backbone = assembly.site.backbone
-    seen, met = (
-        _arrived(assembly, texts, path=(task, blocks, name)) for name, texts in (("known", known), ("unseen", unseen))
-    )
+    seen, met = _arrived(assembly, known, name="known"), _arrived(assembly, unseen, name="unseen")
     table = backbone.model.get_input_embeddings().weight.detach().float()
     guessed = token_probe(seen, known.ids, met, embeddings=table)
     few = make_row(_some(assembly, task, "test", FISHER_TEXTS), device=backbone.device)
@@ -99,12 +97,13 @@ def _measured(assembly: Assembly, task: str, blocks: int, *, known: _Texts, unse
     )
 
 
-def _arrived(assembly: Assembly, texts: _Texts, *, path: tuple[object, ...]) -> Tensor:
+def _arrived(assembly: Assembly, texts: _Texts, *, name: str) -> Tensor:
     """The words' rows as the server gets them, (words, hidden) float32."""
     split, rows = assembly.config.split, torch.cat(texts.hidden)[texts.words]
     if split.wire_noise:
-        draws = generator(assembly.config.run.seed, "leakage", *path)
-        rows = with_noise(rows, noise=split.wire_noise, generator=draws)
+        # An attacker has no secret of the client whose rows it reads, and so noise of its own on those that it knows.
+        secret = simulated_secret(assembly.config.run.seed, name)
+        rows = with_noise(rows, noise=split.wire_noise, secret=secret, kind="activation")
     return decode_rows(encode_rows(rows, wire=split.wire))[0].to(rows.device)
 
 

@@ -15,7 +15,6 @@ that what it does to a model is refused as it would be without a cut.
 from collections.abc import Callable, Mapping
 from typing import Literal, TypeAlias, get_args
 
-import numpy as np
 import torch
 from safetensors import SafetensorError
 from torch import Tensor
@@ -77,16 +76,6 @@ def _opened(tensors: dict[str, Tensor]) -> Tensor:
 def message_size(count: int, width: int, *, wire: WireName, extra: Mapping[str, Tensor] | None = None) -> int:
     """How many bytes `encode_rows` makes of `count` rows of this width, without any rows."""
     return encoded_size({**_PACK[wire](torch.empty(count, width, device="meta")), **(extra or {})})
-
-
-def with_noise(rows: Tensor, *, noise: float, generator: np.random.Generator) -> Tensor:
-    """The rows with Gaussian noise of `noise` times each row's root mean square; (tokens, width), a new tensor.
-
-    The draws are one stream, row after row, so that rows in two messages get what they would get in one.
-    """
-    drawn = torch.from_numpy(generator.standard_normal(size=tuple(rows.shape), dtype=np.float32)).to(rows.device)
-    spread = noise * rows.float().square().mean(-1, keepdim=True).sqrt()
-    return rows + (spread * drawn).to(rows.dtype)
 
 
 def _to_fp32(rows: Tensor) -> dict[str, Tensor]:

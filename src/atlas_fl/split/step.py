@@ -16,17 +16,17 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
-import numpy as np
 import torch
 from torch import Tensor
 
+from atlas_fl.errors import ProtocolError
 from atlas_fl.io.ledger import Direction, Kind
 from atlas_fl.io.tensors import encode
 from atlas_fl.models.backbone import Backbone, picked
 from atlas_fl.models.blocks import embed, features_of, through
 from atlas_fl.models.packing import Layout
-from atlas_fl.rng import generator
-from atlas_fl.split.codec import WireName, decode_rows, encode_rows, with_noise
+from atlas_fl.split.codec import WireName, decode_rows, encode_rows
+from atlas_fl.split.noise import with_noise
 
 Crossed: TypeAlias = Mapping[tuple[Kind, Direction], int]
 """Bytes through one client's cut by kind and direction."""
@@ -48,8 +48,6 @@ class Cut:
     """Standard deviation of the noise on what leaves the client, in root mean squares of each row."""
     head: Literal["client", "server"] = "server"
     """Who holds the head, and so who needs the labels."""
-    seed: int = 0
-    """What the noise is drawn from, with the client, its round and its step."""
     shared: int | None = None
     """The cluster that this client shares the adapters above its cut with; None: they are its own."""
 
@@ -57,22 +55,20 @@ class Cut:
 class Line:
     """One client's connection through its cut: encodes, decodes and counts every message."""
 
-    def __init__(self, cut: Cut, *, client: str, round: int, half: int | None = None) -> None:
-        self.cut = cut
+    def __init__(self, cut: Cut, *, secret: bytes | None = None) -> None:
+        """`secret` is what the client's noise is drawn from; raises `ProtocolError` for noise without one."""
+        if cut.noise and secret is None:
+            raise ProtocolError(
+                f"noise of {cut.noise:g} is asked for at a cut, and the settings have none; install the same atlas-fl"
+                " on both ends"
+            )
+        self.cut, self._secret = cut, secret
         self.crossed: Counter[tuple[Kind, Direction]] = Counter()
-        # Halves of one client that train beside each other get each their own noise.
-        self._path = (client, round) if half is None else (client, round, half)
-        self._drawn: dict[Kind, np.random.Generator] = {}
-
-    def begin(self, *path: object) -> None:
-        """From here on the noise is that of this step, or of this split."""
-        kinds: tuple[Kind, ...] = ("activation", "gradient")
-        self._drawn = {kind: generator(self.cut.seed, "wire", *self._path, *path, kind) for kind in kinds}
 
     def message(self, rows: Tensor, kind: Kind, *, extra: Mapping[str, Tensor] | None = None) -> bytes:
         """What leaves the client, counted: the rows (tokens, width) with its noise, and `extra` beside them."""
-        if self.cut.noise:
-            rows = with_noise(rows, noise=self.cut.noise, generator=self._drawn[kind])
+        if self.cut.noise and self._secret is not None:
+            rows = with_noise(rows, noise=self.cut.noise, secret=self._secret, kind=kind)
         return self._counted(encode_rows(rows, wire=self.cut.wire, extra=extra), kind, "up")
 
     def up(self, rows: Tensor, kind: Kind, *, extra: Mapping[str, Tensor] | None = None) -> Tensor:

@@ -59,7 +59,7 @@ def test_measured_over_the_cut_it_is_the_whole_models(
 
 
 @pytest.mark.parametrize("what", WHATS)
-@pytest.mark.parametrize(("wire", "head"), [({"wire": "int8"}, "client"), ({"noise": 0.1, "seed": 3}, "server")])
+@pytest.mark.parametrize(("wire", "head"), [({"wire": "int8"}, "client"), ({"noise": 0.1}, "server")])
 def test_whatever_the_wire_it_is_what_the_simulation_measures(tiny_of, site_of, spec_of, wire, head, what: str) -> None:
     tiny, action = tiny_of("bert"), what.partition(" ")[0]
     site, job = client(tiny, site_of, spec_of, what, Cut(blocks=2, head=head, **wire))

@@ -13,14 +13,20 @@ from atlas_fl.clients.cut.client_side import Crossing, crossing_of
 from atlas_fl.clients.cut.half import Half, joined
 from atlas_fl.clients.cut.halves import answer_all
 from atlas_fl.clients.evaluate import EvaluateOptions, evaluate
-from atlas_fl.clients.train import train
+from atlas_fl.clients.fingerprint import FingerprintOptions
+from atlas_fl.clients.train import TrainOptions, train
 from atlas_fl.errors import ProtocolError
 from atlas_fl.io.tensors import encode
 from atlas_fl.models.loading import load_backbone
 from atlas_fl.split.codec import decode_rows, encode_rows
 from atlas_fl.split.model import load_client_part
+from atlas_fl.split.noise import with_noise
 from atlas_fl.split.step import Cut
 from tests.laws.test_packs import HARD
+from tests.split.test_noise import error, noise_of, seeded, taken_off
+
+PLAIN = TrainOptions(seed=5, batch_size=4, lr=1e-2)
+LOOK = FingerprintOptions(kind="fisher", sketch_dim=16, train=PLAIN, batches=1, steps=0)
 
 
 class Direct:
@@ -42,7 +48,7 @@ def over_the_cut(action: str, job: Job, tiny, site: Site) -> tuple[Update, Cross
 
 def below(job: Job, tiny, site: Site, action: str, half: Half) -> tuple[Update, Crossing]:
     """What the client makes of the job with no more than its part of the model."""
-    crossing = crossing_of(half.side.below, half.places, Direct(half, site))
+    crossing = crossing_of(half.side.below, site, places=half.places, far=Direct(half, site))
     part = dataclasses.replace(site, backbone=load_client_part(str(tiny.path), blocks=job.cut.blocks))
     return CLIENT_SIDE[action](half.side.below, part, crossing), crossing
 
@@ -86,13 +92,40 @@ def test_two_machines_end_in_the_bits_and_bytes_of_the_simulation(tiny, site_of,
 @pytest.mark.parametrize("how", ["int8", "noise", "no clip", "checkpointing"])
 @pytest.mark.parametrize("head", ["server", "client"])
 def test_whatever_the_wire_and_the_step_it_is_the_simulation(tiny_of, site_of, spec_of, head, how: str) -> None:
-    tiny, wires = tiny_of("bert"), {"int8": {"wire": "int8"}, "noise": {"noise": 0.1, "seed": 3}}
+    tiny, wires = tiny_of("bert"), {"int8": {"wire": "int8"}, "noise": {"noise": 0.1}}
     cut = Cut(blocks=1, head=head, **wires.get(how, {}))
     site, (job,) = federation(tiny, site_of, spec_of, [cut], **({"clip": 0.0} if how == "no clip" else {}))
     if how == "checkpointing":
         site = dataclasses.replace(site, backbone=load_backbone(str(tiny.path), gradient_checkpointing=True))
     (expected,) = train([job], site)
     assert_same(over_the_cut("train", job, tiny, site)[0], expected)
+
+
+@pytest.mark.parametrize("action", ["train", "fingerprint", "evaluate"])
+def test_the_server_does_not_take_a_sites_noise_off_with_all_that_it_knows(
+    tiny_of, site_of, spec_of, action: str
+) -> None:
+    """It knows the job, every seed of the run and so the secrets of its simulation; the site has one of its own."""
+    tiny, told = tiny_of("bert"), {"train": PLAIN, "fingerprint": LOOK, "evaluate": EvaluateOptions(split="test")}
+    site, (job,) = federation(tiny, site_of, spec_of, [Cut(blocks=1)])
+    assert site.noise_secret is not None
+    simulated, secret = site.noise_secret(job.client), bytes(range(32))
+    job = dataclasses.replace(job, options=told[action])
+    noisy = dataclasses.replace(job, cut=Cut(blocks=1, noise=1.0))
+    own = dataclasses.replace(site, noise_secret=lambda _: secret)
+    rows, arrived = (first_rows(action, *asked, tiny) for asked in ((job, site), (noisy, own)))
+    assert error(arrived, rows) == pytest.approx(1, rel=0.2)
+    for guess in (seeded(tuple(rows.shape)), noise_of(rows, secret=simulated)):
+        assert error(taken_off(arrived, guess, noise=1.0), rows) > 0.8
+    assert error(taken_off(arrived, noise_of(rows, secret=secret), noise=1.0), rows) < 1e-4
+    in_simulation = with_noise(rows, noise=1.0, secret=simulated, kind="activation")
+    assert torch.equal(first_rows(action, noisy, site, tiny), in_simulation)
+
+
+def first_rows(action: str, job: Job, site: Site, tiny) -> torch.Tensor:
+    """What the server gets first of a job."""
+    _, crossing, _ = over_the_cut(action, job, tiny, site)
+    return decode_rows(crossing.far.asked[0][2]["0/activation"])[0]
 
 
 @pytest.mark.parametrize("max_tokens", [1, 4096])

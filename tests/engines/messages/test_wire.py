@@ -24,7 +24,7 @@ JOBS: dict[str, Any] = {
     "importance": ImportanceOptions(kind="rngwp", train=TRAIN, batches=2),
     "evaluate": EvaluateOptions(split="validation", new_tokens=3),
 }
-CUT = Cut(blocks=2, wire="int8", noise=0.1, head="client", seed=7)
+CUT = Cut(blocks=2, wire="int8", noise=0.1, head="client")
 PARAMS = {"a.lora_A": torch.randn(2, 3), "head.b": torch.randn(4)}
 
 

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from atlas_fl.clients.base import Job, Site, Update
+from atlas_fl.clients.base import Job, Site, Update, line_of
 from atlas_fl.clients.cut.side import Payloads
 from atlas_fl.clients.evaluate import EvaluateOptions, in_order, kept, on_device, scores_of
 from atlas_fl.clients.member import Member, example_loss, joined_norms
@@ -55,8 +55,6 @@ class Crossing:
         """One optimizer step of every active model (`clients.train.Step`)."""
         row = make_row([next(member.batches) for member in active.values()], device=site.backbone.device)
         mask = dropout_masks([member.dropout(done) for member in active.values()], device=site.backbone.device)
-        for place in active:
-            self.lines[place].begin("train", done)
         params = [member.params for member in active.values()]
         with below(row, params, site, blocks=self.cut.blocks, mask=mask) as hidden:
             if self.cut.head == "server":
@@ -129,11 +127,11 @@ def rows_of(got: Payloads, kind: str, places: Collection[int], *, like: Tensor) 
     return found.to(device=like.device, dtype=like.dtype)
 
 
-def crossing_of(job: Job, places: tuple[int, ...], far: Far, *, models: int = 1) -> Crossing:
-    """The way of a job with so many models, for a client that is cut."""
-    assert job.cut is not None, "only a cut client has a way through its cut"
-    lines = {place: Line(job.cut, client=job.client, round=job.round) for place in range(models)}
-    return Crossing(cut=job.cut, places=places, far=far, lines=lines)
+def crossing_of(job: Job, site: Site, *, places: tuple[int, ...], far: Far) -> Crossing:
+    """The way of a job of one model, for a client that is cut."""
+    line = line_of(job, site)
+    assert job.cut is not None and line is not None, "only a cut client has a way through its cut"
+    return Crossing(cut=job.cut, places=places, far=far, lines={0: line})
 
 
 def train_below(job: Job, site: Site, crossing: Crossing) -> Update:
@@ -148,8 +146,7 @@ def evaluate_below(job: Job, site: Site, crossing: Crossing) -> Update:
     began = time.perf_counter()
     options: EvaluateOptions = job.options
     data, outputs = site.data[job.client].splits[options.split], list[np.ndarray]()
-    order, line, at_home = in_order(data.lengths), crossing.lines[0], crossing.cut.head == "client"
-    line.begin("evaluate", options.split)
+    order, at_home = in_order(data.lengths), crossing.cut.head == "client"
     params = on_device(job.params, site)
     for done, chunk in enumerate(chunks([data.lengths[order]], site.max_tokens)):
         row = make_row([data.take(order[part]) for _, part in chunk], device=site.backbone.device)

@@ -29,8 +29,7 @@ def gradients_below(job: Job, site: Site, crossing: Crossing) -> Update:
     for half in (0, 1):
         totals: dict[str, Tensor] = {}
         rows = half_rows(job, site, half=half, count=options.batches, most=options.most(half))
-        for batch, row in enumerate(rows):
-            crossing.lines[0].begin("fingerprint", half, batch)
+        for row in rows:
             loss, gradient = _measured(row, site, leaves, head, crossing, done)
             totals, done = added(totals, gradient, kind=options.kind), done + 1
             losses += [] if loss is None else [float(loss)]
@@ -48,7 +47,6 @@ def importance_below(job: Job, site: Site, crossing: Crossing) -> Update:
     leaves, head = merged_leaves(job, site, site.modules), _head(job, site, crossing)
     sums = []
     for done, row in enumerate(half_rows(job, site, half=0, count=options.batches)):
-        crossing.lines[0].begin("importance", done)
         gradients = _measured(row, site, leaves, head, crossing, done)[1]
         sums.append(layer_sums(gradients, leaves, site, kind=options.kind))
     crossing.closing = {"0/fingerprint": encode(sums_message(sums))}

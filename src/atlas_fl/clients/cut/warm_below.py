@@ -7,7 +7,7 @@ asked whether they agree; each side gives the sketch what its own tensors add to
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 
-from atlas_fl.clients.base import Job, Site, Update
+from atlas_fl.clients.base import Job, Site, Update, line_of
 from atlas_fl.clients.cut.client_side import Crossing, message_in
 from atlas_fl.clients.cut.measure_below import gradients_below
 from atlas_fl.clients.fingerprint import AGREED, FingerprintOptions, delta_parts, half_job, is_look, mean, parts_message
@@ -15,7 +15,6 @@ from atlas_fl.clients.train import train
 from atlas_fl.errors import ProtocolError
 from atlas_fl.io.tensors import encode
 from atlas_fl.split.codec import read_message
-from atlas_fl.split.step import Line
 from atlas_fl.types import Params
 
 
@@ -27,7 +26,7 @@ def fingerprint_below(job: Job, site: Site, crossing: Crossing) -> Update:
 def _warmed(job: Job, site: Site, crossing: Crossing) -> Update:
     """The mean of both halves' models, as far as they are here; the sketches are the server's."""
     halves = {half: half_job(replace(job, cut=None), half) for half in (0, 1)}
-    crossing.lines = {half: Line(crossing.cut, client=job.client, round=job.round, half=half) for half in halves}
+    crossing.lines = {half: line for half in halves if (line := line_of(job, site)) is not None}
     first, second = train(
         list(halves.values()),
         site,
