@@ -2,17 +2,22 @@
 # make demo    the same without the tools of the tests, then a federation of nine clients: a few minutes
 # make demo-vision    a hundred clients with images on a vision transformer
 # make test    lint, format, types, import rules, tests, and a short real training that is audited
+# make lock    requirements/*.txt anew, with the hashes of what pip's index offers for the versions of constraints.txt
+# make sbom    sbom.json anew: what is installed and fetched, with licences and hashes
+# make audit-dependencies    looks the pinned versions up in a database of known vulnerabilities; needs the network
 #
+# Everything is installed with `pip install --require-hashes` from the lock files in requirements/ (tools/install.py).
 # A stamp in .venv stands for each step of the set-up that is done, so nothing is done twice.
 
 SHELL := /usr/bin/env bash
 .SHELLFLAGS := -euo pipefail -c
 .DELETE_ON_ERROR:
-.PHONY: setup demo demo-vision test lint unit smoke clean
+.PHONY: setup demo demo-vision test lint unit smoke lock sbom audit-dependencies clean
 
 PYTHON ?= python3 python3.13 python3.12 python3.11
 BIN := .venv/bin
-PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
+INSTALL := $(BIN)/python -m tools.install
+LOCKS := tools/install.py $(wildcard requirements/*.txt)
 SMOKE_DIR := .venv/smoke
 
 setup: .venv/dev.stamp .venv/fetched.stamp
@@ -40,6 +45,16 @@ smoke: setup
 	$(BIN)/atlas run --preset smoke --audit --name smoke --runs-dir $(SMOKE_DIR)
 	$(BIN)/atlas audit smoke --runs-dir $(SMOKE_DIR)
 
+lock: .venv/venv.stamp
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --require-hashes -r requirements/build.txt
+	$(BIN)/python -m tools.lock
+
+sbom: .venv/dev.stamp
+	$(BIN)/python -m tools.sbom
+
+audit-dependencies: .venv/audit.stamp
+	$(BIN)/python -m tools.audit_dependencies
+
 clean:
 	rm -rf .venv build dist .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis
 
@@ -50,12 +65,12 @@ clean:
 	done; \
 	echo "Python 3.11 or later not found among: $(PYTHON); install one, or name it: make setup PYTHON=/path/to/python"; exit 1
 
-.venv/installed.stamp: .venv/venv.stamp pyproject.toml constraints.txt
-	$(PIP) --editable .
+.venv/installed.stamp: .venv/venv.stamp pyproject.toml $(LOCKS)
+	$(INSTALL) base
 	touch $@
 
 .venv/dev.stamp: .venv/installed.stamp
-	$(PIP) --editable '.[dev,gguf,flower,ray,search]'
+	$(INSTALL) dev gguf flower ray search
 	touch $@
 
 .venv/fetched.stamp: .venv/installed.stamp
@@ -63,6 +78,10 @@ clean:
 	touch $@
 
 .venv/vision.stamp: .venv/installed.stamp
-	$(PIP) --editable '.[vision]'
+	$(INSTALL) vision
 	$(BIN)/atlas fetch vision
+	touch $@
+
+.venv/audit.stamp: .venv/installed.stamp
+	$(INSTALL) audit
 	touch $@

@@ -43,7 +43,7 @@ PROMISED = [
 ]
 """What `docs/promises.md` has a row for."""
 
-OTHER_FLAGS = {"--no-deps", "--editable", "--constraint", "--version"}
+OTHER_FLAGS = {"--no-deps", "--editable", "--constraint", "--require-hashes", "--version"}
 """Flags of pip, and the one of `atlas` itself."""
 FLOWER_FLAGS = {
     "--auth-supernode-private-key",
@@ -224,9 +224,9 @@ def accept(command: str, words: list[str]) -> None:
 @pytest.mark.parametrize("document", DOCUMENTS)
 def test_make_targets_exist(document: str) -> None:
     makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
-    targets = set(re.findall(r"^([a-z]+):", makefile, re.MULTILINE))
+    targets = set(re.findall(r"^([a-z-]+):", makefile, re.MULTILINE))
     shell = "\n".join([*spans(document), *blocks(document, "sh", "bash", "console")])
-    assert set(re.findall(r"^(?:.*&& )?make ([a-z]+)", shell, re.MULTILINE)) - targets == set()
+    assert set(re.findall(r"^(?:.*&& )?make ([a-z-]+)", shell, re.MULTILINE)) - targets == set()
 
 
 @pytest.mark.parametrize("document", DOCUMENTS)

@@ -1,0 +1,70 @@
+"""Install sets of `requirements/` into this Python, every file checked by its SHA-256, and the project itself.
+
+    .venv/bin/python -m tools.install base dev        what `make setup` and `make demo` run
+
+First come the tools that install and build, then the sets, without a resolver, since the lock files name everything
+that is needed. Nothing is installed of which any file has another hash. Reads the standard library alone until then.
+"""
+
+import importlib
+import re
+import subprocess
+import sys
+from collections.abc import Iterable
+from importlib import metadata
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+PIP = [sys.executable, "-m", "pip", "--disable-pip-version-check"]
+LOCKED = ["install", "--quiet", "--no-deps", "--no-build-isolation", "--require-hashes"]
+PROJECT = ["install", "--quiet", "--no-deps", "--no-build-isolation", "--editable", str(ROOT)]
+MISMATCH = re.compile(r"^\s+(?P<pin>\S+==\S+)[^\n]* from (?P<url>\S+).*?Got\s+(?P<hash>[0-9a-f]{64})", re.M | re.S)
+
+
+def main(groups: Iterable[str]) -> None:
+    """Install the sets; ends the process with a line where a file is not the one that was locked."""
+    run_pip([*LOCKED, *_files(["build"])])
+    run_pip([*LOCKED, *_files(groups)])
+    if lacks_cuda():
+        run_pip([*LOCKED, *_files(["cuda"])])
+    run_pip(PROJECT)
+    run_pip(["check"])
+
+
+def _files(groups: Iterable[str]) -> list[str]:
+    return [word for group in groups for word in ("--requirement", str(ROOT / "requirements" / f"{group}.txt"))]
+
+
+def run_pip(words: list[str]) -> None:
+    """Run pip; a file with another hash ends the process with one line, and what else pip says is shown as it is."""
+    done = subprocess.run([*PIP, *words], capture_output=True, text=True, check=False)
+    if done.returncode and (mismatch := MISMATCH.search(done.stderr)):
+        raise SystemExit(mismatch_line(**mismatch.groupdict()))
+    sys.stderr.write(done.stderr)
+    if done.returncode:
+        sys.stderr.write(done.stdout)
+        raise SystemExit(done.returncode)
+
+
+def mismatch_line(pin: str, url: str, hash: str) -> str:
+    """What to do about a file that is not the one that was locked, in one line."""
+    return (
+        f"{pin} was not installed: {url} has the SHA-256 {hash}, which requirements/ does not list; a file that was"
+        " altered looks like this, and so does another build of the same version. Use the index that the lock was made"
+        " with, or, if you trust this one, list what it offers with `make lock` and look at the difference"
+    )
+
+
+def lacks_cuda() -> bool:
+    """Whether the build of torch that is installed needs packages of `requirements/cuda.txt` that are not here."""
+    importlib.invalidate_caches()
+    from packaging.requirements import Requirement
+
+    needed = map(Requirement, metadata.requires("torch") or [])
+    installed = {re.sub(r"[-_.]+", "-", found.name).lower() for found in metadata.distributions()}
+    wanted = {one.name for one in needed if one.marker is not None and one.marker.evaluate({"extra": ""})}
+    return not wanted <= installed
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
