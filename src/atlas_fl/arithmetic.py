@@ -19,6 +19,7 @@ from atlas_fl.config import load_config
 from atlas_fl.errors import CheckpointError, ConfigError, ModelError
 from atlas_fl.events import ignore
 from atlas_fl.io import checkpoint
+from atlas_fl.io.digests import check_files
 from atlas_fl.io.folder import RunFolder
 from atlas_fl.lines import IMAGES, line_of
 from atlas_fl.models.vision import weights
@@ -58,6 +59,7 @@ def masks_of_clients(folder: RunFolder, *, clients: int) -> dict[str, Mask]:
     Raises:
         ConfigError: its mask is none that clients score, or there are too few of them.
     """
+    check_files(folder, folder.config)
     config = load_config(folder.config)
     if config.sparse.mask not in BY_SENSITIVITY:
         raise ConfigError(
@@ -92,6 +94,7 @@ def open_trained(folder: RunFolder) -> TrainedRun:
         ConfigError: it trained adapters, or its clients ended with backbones of their own.
         CheckpointError: it is not complete.
     """
+    check_files(folder, folder.config)
     config = load_config(folder.config)
     if line_of(find_tasks(config.data.tasks, config.data.task), tune=config.images.tune) is not IMAGES:
         raise ConfigError(

@@ -10,6 +10,7 @@ from atlas_fl.config import load_config
 from atlas_fl.config.kinds import mistake, whole_number
 from atlas_fl.errors import CheckpointError, unknown
 from atlas_fl.io import checkpoint
+from atlas_fl.io.digests import check_files
 from atlas_fl.io.folder import RunFolder, find_run
 from atlas_fl.io.results import read_json
 from atlas_fl.lora.peft_io import export_adapter
@@ -64,6 +65,7 @@ def export(run: str | Path, *, client: str, to: str | Path, round: str | None = 
     folder = find_run(run)
     config = load_config(folder.config)
     found = _checkpoint(folder, round)
+    check_files(folder, folder.config, folder.path / found.state["plan"])
     plan = Plan.from_json(read_json(folder.path / found.state["plan"]))
     _, models = models_of(found, [client.name for client in plan.clients])
     own = _place(list(models), client)

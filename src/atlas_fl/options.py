@@ -8,6 +8,7 @@ from atlas_fl.sparse.choose import Mask
 from atlas_fl.sparse.codec import Drawn
 from atlas_fl.split.step import Cut
 from atlas_fl.strategies import Strategy, StrategyOptions, find_strategy
+from atlas_fl.strategies.bounds import Space
 
 
 def strategy_of(config: Config) -> Strategy:
@@ -24,8 +25,14 @@ def strategy_of(config: Config) -> Strategy:
             align=mixing.align,
             layer_weighting=mixing.layer_weighting,
             scale=scale_of(config),
+            max_share=config.robust.max_share,
         ),
     )
+
+
+def space_of(config: Config) -> Space:
+    """Where this config's rule mixes."""
+    return Space(space=config.mixing.space, share=config.mixing.share, scale=scale_of(config))
 
 
 def is_reclustered(config: Config, number: int) -> bool:

@@ -1,4 +1,4 @@
-"""What a run was begun with, settings and data: it cannot go on with others and still be one run."""
+"""What a run was begun with, settings and data, and what it has written: with others it would not be one run."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -6,6 +6,9 @@ from typing import Any
 
 from atlas_fl.config import Config, differences, identity
 from atlas_fl.errors import CheckpointError
+from atlas_fl.io import digests
+from atlas_fl.io.checkpoint import Checkpoint
+from atlas_fl.io.folder import RunFolder
 from atlas_fl.io.results import from_json, to_json
 from atlas_fl.tasks.clients import ClientData
 
@@ -53,3 +56,26 @@ def check_settings(wanted: Config, found: Config, *, folder: Path) -> None:
             f"{f' (and {len(changed) - 1} more settings differ)' if len(changed) > 1 else ''};"
             " a run goes on with its own config: leave the flags away, or choose another --name"
         )
+
+
+def check_written(folder: RunFolder, found: Checkpoint) -> None:
+    """Nothing where all that a run goes on from beside this checkpoint is what was written with it.
+
+    The settings are not looked at: `check_origin` names the one that differs.
+
+    Raises:
+        CheckpointError: a plan, sketches, mask or rows before the checkpoint are damaged; the message names the file.
+    """
+    written = digests.of_state(found.state)
+    if written is not None:
+        written.check(folder, *(folder.path / name for name in written.sha256 if name != folder.config.name))
+
+
+def config_note(folder: RunFolder, found: Checkpoint) -> str:
+    """What is to be said of a `config.toml` that was changed where nothing depends on it; empty where it was not."""
+    written = digests.of_state(found.state)
+    if written is None:
+        return f"checkpoint {found.path.name} has no digests: an earlier version wrote it; the next one will have them"
+    if not written.fault(folder, folder.config):
+        return ""
+    return f"{folder.config} is not what it was at {found.path.name}; no setting that the run depends on differs"

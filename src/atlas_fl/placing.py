@@ -14,6 +14,7 @@ from atlas_fl.config import Config, load_config
 from atlas_fl.engines.base import Engine
 from atlas_fl.errors import CheckpointError, ConfigError
 from atlas_fl.events import OnEvent, PhaseStarted, ignore
+from atlas_fl.io.digests import check_files
 from atlas_fl.io.folder import RunFolder, find_run
 from atlas_fl.io.results import read_json
 from atlas_fl.phases import decide, fingerprint_options, fingerprints, how_taken, own_importance
@@ -55,8 +56,10 @@ def place_client(
     Raises `ConfigError` where the run has no clusters, `CheckpointError` where its sketches were taken in another way.
     """
     folder = find_run(run)
+    check_files(folder, folder.plan)
     config, plan = load_config(folder.config), Plan.from_json(read_json(folder.plan))
     clustering = _clustering(folder, config, plan)
+    check_files(folder, folder.config)
     profile = None if device is None else _profile(config, device)
     on_event(PhaseStarted("loading"))
     client = _newcomer(config, plan, task, samples)

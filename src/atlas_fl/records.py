@@ -2,17 +2,19 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from hashlib import sha256
+from pathlib import Path
 from typing import Any
 
 from atlas_fl.admission import Admitted
 from atlas_fl.clients.base import Update
 from atlas_fl.config import Config
-from atlas_fl.io import checkpoint
+from atlas_fl.io import checkpoint, digests
 from atlas_fl.io.folder import RunFolder
 from atlas_fl.io.ledger import LedgerRow
 from atlas_fl.io.machine import peak_memory
 from atlas_fl.io.models import write_models
-from atlas_fl.io.results import append_rows, defined, truncate_to, write_json
+from atlas_fl.io.results import append_rows, defined, encoded_json, truncate_to, write_json, write_sealed
 from atlas_fl.io.scores import STOPPED
 from atlas_fl.io.sketches import write_sketches
 from atlas_fl.io.tensors import write_tensors
@@ -45,6 +47,12 @@ class Recorder:
     round_seconds: dict[int, float] = field(default_factory=dict)
     peak: dict[str, int] = field(default_factory=dict)
     """Most memory of the sessions before this one, by kind."""
+    files: dict[str, str] = field(default_factory=dict)
+    """SHA-256 of the settings, the plans, their sketches and the mask, by name."""
+    running: dict[str, Any] = field(default_factory=lambda: {"metrics.jsonl": sha256(), "ledger.jsonl": sha256()})
+    """SHA-256 of the files of rows as far as they were written, by name."""
+    audited: dict[str, str] = field(default_factory=dict)
+    """SHA-256 of the files of the round that is being audited, by name."""
 
     def memory(self) -> dict[str, int]:
         """The most memory of all sessions, in bytes by kind."""
@@ -55,10 +63,11 @@ class Recorder:
         """Write the plan, its messages, and the checkpoint from which round one starts."""
         self._write_plan(planned)
         rows = [row.to_json() for row in (plan_messages(planned) if communicates else planned.crossed)]
-        append_rows(self.folder.metrics, [])
-        append_rows(self.folder.ledger, rows)
+        self._append(self.folder.metrics, [])
+        self._append(self.folder.ledger, rows)
         if self.audit:
             self._write_audited("start", state.start, round=0)
+            self._write_record(self.folder.audit_round(0), {"round": 0})
         self._checkpoint(state)
 
     def joined(self, arrived: Admitted) -> None:
@@ -72,17 +81,22 @@ class Recorder:
         self._write_plan(arrived.planned)
         clients = [client for client in arrived.planned.plan.clients if client.name in arrived.fresh]
         told = {"round": state.round + 1, "event": "joined"}
-        append_rows(self.folder.metrics, [{**told, "client": one.name, "cluster": one.cluster} for one in clients])
+        self._append(self.folder.metrics, [{**told, "client": one.name, "cluster": one.cluster} for one in clients])
         rows: Sequence[LedgerRow] = arrived.planned.crossed
         if arrived.communicates:
             rows = plan_messages(arrived.planned, round=state.round + 1, only=arrived.fresh)
-        append_rows(self.folder.ledger, [row.to_json() for row in rows])
+        self._append(self.folder.ledger, [row.to_json() for row in rows])
         if self.audit:
-            place = self.folder.audit_arrival(state.round + 1)
-            write_models(place / "fresh.safetensors", arrived.fresh)
-            write_models(place / "start.safetensors", {name: state.start[name] for name in arrived.fresh})
-            write_json(place / "plan.json", arrived.planned.plan.to_json())
+            self._write_arrival(arrived)
         self._checkpoint(state)
+
+    def _write_arrival(self, arrived: Admitted) -> None:
+        state, place = arrived.state, self.folder.audit_arrival(arrived.state.round + 1)
+        start = {name: state.start[name] for name in arrived.fresh}
+        self.audited["fresh.safetensors"] = write_models(place / "fresh.safetensors", arrived.fresh)
+        self.audited["start.safetensors"] = write_models(place / "start.safetensors", start)
+        self.audited["plan.json"] = write_json(place / "plan.json", arrived.planned.plan.to_json())
+        self._write_record(place, {"round": state.round + 1})
 
     def enlarge(self, config: Config, clients: tuple[ClientData, ...]) -> None:
         """These are the clients from now on."""
@@ -92,7 +106,7 @@ class Recorder:
         """Write the plan that holds from this round on, beside the first one, and the models at their new ranks."""
         self.plan_file = f"plan-{round:04d}.json"
         self._write_plan(planned)
-        append_rows(self.folder.ledger, [row.to_json() for row in plan_messages(planned, round=round)])
+        self._append(self.folder.ledger, [row.to_json() for row in plan_messages(planned, round=round)])
         if self.audit and begun is not None:
             self._write_audited("begun", begun, round=round)
 
@@ -102,8 +116,8 @@ class Recorder:
         self.round_seconds[record.round] = seconds
         stopped = [_stopped_row(state)] if record.stopped else []
         rows = [*self._metric_rows(record), *stopped]
-        append_rows(self.folder.metrics, rows)
-        append_rows(self.folder.ledger, [row.to_json() for row in record.messages(self.share)])
+        self._append(self.folder.metrics, rows)
+        self._append(self.folder.ledger, [row.to_json() for row in record.messages(self.share)])
         if self.audit:
             self._write_audit(record)
         due = record.round % self.checkpoint_every == 0 or record.round in self._best(state)
@@ -113,11 +127,18 @@ class Recorder:
 
     def _write_plan(self, planned: Planned) -> None:
         """A plan with its sketches, which the figures draw and newcomers are compared with; later ones stand beside."""
+        sketches = self.folder.sketches_of(self.plan_file)
         if planned.sketches is not None:
-            write_sketches(self.folder.sketches_of(self.plan_file), planned.sketches)
+            self.files[sketches.name] = write_sketches(sketches, planned.sketches)
         if planned.mask is not None:
-            write_tensors(self.folder.mask, planned.mask)
-        write_json(self.folder.path / self.plan_file, planned.plan.to_json())
+            self.files[self.folder.mask.name] = write_tensors(self.folder.mask, planned.mask)
+        self.files[self.plan_file] = write_json(self.folder.path / self.plan_file, planned.plan.to_json())
+
+    def _append(self, path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
+        append_rows(path, rows, running=self.running[path.name])
+
+    def _digests(self) -> dict[str, str]:
+        return {**self.files, **{name: running.hexdigest() for name, running in self.running.items()}}
 
     def _metric_rows(self, record: RoundRecord) -> list[dict[str, Any]]:
         rows = [
@@ -125,6 +146,9 @@ class Recorder:
             for name, reason in record.refused.items()
         ]
         rows += [{"round": record.round, "client": name, "event": "missing"} for name in record.missing]
+        for event, reasons in (("clipped", record.clipped), ("restored", record.restored)):
+            told = {"round": record.round, "event": event}
+            rows += [{**told, "client": name, "reason": reason} for name, reason in reasons.items()]
         rows += [{"round": record.round, "client": name, "event": "kept own model"} for name in record.kept]
         rows += _hosting_rows(record)
         if record.diversity is not None:
@@ -148,6 +172,8 @@ class Recorder:
         trained = {name: update.params for name, update in record.updates.items()}
         self._write_audited("trained", trained, round=record.round)
         self._write_audited("start", record.start, round=record.round)
+        if record.out_of_bound:
+            self._write_audited("out_of_bound", record.out_of_bound, round=record.round)
         loaded = {name: {"digest": update.loaded, "keys": update.keys} for name, update in record.updates.items()}
         content = {
             "round": record.round,
@@ -157,11 +183,19 @@ class Recorder:
             "plan": self.plan_file,
             "loaded": loaded,
             "kept": list(record.kept),
+            "clipped": dict(record.clipped),
+            "restored": dict(record.restored),
         }
-        write_json(self.folder.audit_round(record.round) / "record.json", content)
+        self._write_record(self.folder.audit_round(record.round), content)
 
     def _write_audited(self, name: str, models: ByClient, *, round: int) -> None:
-        write_models(self.folder.audit_round(round) / f"{name}.safetensors", models)
+        file = self.folder.audit_round(round) / f"{name}.safetensors"
+        self.audited[file.name] = write_models(file, models)
+
+    def _write_record(self, place: Path, content: Mapping[str, Any]) -> None:
+        """The record of an audited round, with the digests of the files beside it."""
+        write_sealed(place / "record.json", {**content, "files": dict(self.audited)})
+        self.audited.clear()
 
     def _checkpoint(self, state: State) -> None:
         leads = leads_of(state.strategy)
@@ -184,6 +218,7 @@ class Recorder:
             "seconds": self.seconds,
             "peak": self.memory(),
             "round_seconds": {str(at): taken for at, taken in self.round_seconds.items()},
+            digests.OF_STATE: self._digests(),
         }
         checkpoint.save(self.folder.checkpoints, round=state.round, tensors=tensors, state=content)
         checkpoint.prune(self.folder.checkpoints, keep=self.keep_checkpoints, besides=self._best(state))
@@ -191,15 +226,25 @@ class Recorder:
     def _best(self, state: State) -> tuple[int, ...]:
         return best_rounds(state.history, self.keep_best)
 
+    def completed(self, summary: Mapping[str, Any]) -> None:
+        """Write the digests of all that a complete run holds, and then the summary, by which it is complete."""
+        written = sha256(encoded_json(summary)).hexdigest()
+        digests.write_digests(self.folder, {**self._digests(), self.folder.summary.name: written})
+        write_json(self.folder.summary, summary)
+
     def go_back_to(self, found: checkpoint.Checkpoint) -> None:
         """Cut the files of rows back to a checkpoint, so that repeated rounds are not there twice."""
         truncate_to(self.folder.metrics, found.state["metrics_bytes"])
         truncate_to(self.folder.ledger, found.state["ledger_bytes"])
+        self.running = {file.name: digests.file_sha256(file) for file in (self.folder.metrics, self.folder.ledger)}
         self.plan_file = found.state["plan"]
         plans = self.folder.plans()
         for later in plans[plans.index(self.folder.path / self.plan_file) + 1 :]:
             later.unlink()
             self.folder.sketches_of(later.name).unlink(missing_ok=True)
+        kept = [(plan, self.folder.sketches_of(plan.name)) for plan in self.folder.plans()]
+        known = [self.folder.mask, *(file for both in kept for file in both)]
+        self.files |= {file.name: digests.file_sha256(file).hexdigest() for file in known if file.is_file()}
         for phase, taken in found.state["seconds"].items():
             self.seconds[phase] = self.seconds.get(phase, 0.0) + taken
         self.peak = dict(found.state["peak"])

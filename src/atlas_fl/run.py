@@ -2,6 +2,7 @@
 
 import time
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,18 +14,18 @@ from atlas_fl.engines.base import Engine
 from atlas_fl.errors import AtlasError, CheckpointError, ConfigError
 from atlas_fl.events import Note, OnEvent, PhaseStarted, ignore
 from atlas_fl.export import EXPORTS
-from atlas_fl.io import checkpoint
+from atlas_fl.io import checkpoint, digests
 from atlas_fl.io.atomic import write_atomic
 from atlas_fl.io.folder import RunFolder, check_free, find_run, leave_as_found, run_log
 from atlas_fl.io.lock import run_lock
 from atlas_fl.io.machine import versions
-from atlas_fl.io.results import read_json, read_rows, write_json
+from atlas_fl.io.results import read_json, read_rows
 from atlas_fl.io.sketches import read_sketches
 from atlas_fl.io.summary import summarise
 from atlas_fl.io.tensors import read_tensors
 from atlas_fl.lines import line_in
 from atlas_fl.options import strategy_of
-from atlas_fl.origin import check_origin, check_settings, origin_of
+from atlas_fl.origin import check_origin, check_settings, check_written, config_note, origin_of
 from atlas_fl.plan import Plan
 from atlas_fl.planning import Planned
 from atlas_fl.records import Recorder, models_of, momentum_in
@@ -100,6 +101,7 @@ def _go_on(config: Config, folder: RunFolder, on_event: OnEvent, workplace: Work
             on_event(event)
 
         if folder.summary.exists():
+            digests.check_files(folder, folder.summary, folder.config)
             result = _result(folder, config=config)
             early = f"; it stopped early after round {result.rounds}" if "stopped" in result.summary else ""
             tell(Note(f"run {folder.path} is complete{early}"))
@@ -125,7 +127,7 @@ def _trained(assembly: Assembly, engine: Engine, recorder: Recorder, folder: Run
     if state.over:
         tell(PhaseStarted("export"))
         EXPORTS[line_in(assembly).name](assembly, state.start, folder)
-        write_json(folder.summary, _summary(config, folder, assembly, recorder))
+        recorder.completed(_summary(config, folder, assembly, recorder))
     return _result(folder, config=config, assembly=assembly, recorder=recorder)
 
 
@@ -139,6 +141,7 @@ def _recorder(config: Config, assembly: Assembly, folder: RunFolder) -> Recorder
         keep_checkpoints=config.run.keep_checkpoints,
         keep_best=config.run.keep_best,
         origin=origin_of(config, assembly.clients),
+        files={folder.config.name: digests.file_sha256(folder.config).hexdigest()},
     )
 
 
@@ -146,7 +149,9 @@ def _begin(
     assembly: Assembly, recorder: Recorder, folder: RunFolder, engine: Any, tell: OnEvent
 ) -> tuple[Assembly, Planned, State]:
     """The clients, the plan and the state to go on from: of the newest good checkpoint, or fresh ones."""
-    found, damaged = checkpoint.load_latest(folder.checkpoints)
+    found, damaged = checkpoint.load_latest(folder.checkpoints, check=partial(check_written, folder))
+    if found is None and (intact := checkpoint.load_latest(folder.checkpoints)[0]) is not None:
+        check_written(folder, intact)  # raises: to begin again would write over what can be restored
     for line in damaged:
         tell(Note(line if found is not None else f"{line}; beginning again"))
     if found is not None:
@@ -180,6 +185,8 @@ def _resumed(
     assembly = with_planned(assembly, [client.name for client in plan.clients], round=found.round + 1)
     recorder.enlarge(assembly.config, assembly.clients)
     check_origin(found.state["origin"], recorder.origin, folder=folder.path)
+    if note := config_note(folder, found):
+        tell(Note(note))
     recorder.go_back_to(found)
     _check_clients(plan, assembly, folder)
     memory, start = models_of(found, assembly.names)

@@ -77,6 +77,12 @@ class RoundRecord:
     """By client with a cut, the names of the tensors that are on it; the others never leave the server."""
     mask: Mask | None = None
     """Which weights may move; everyone holds it, so that only their values travel."""
+    clipped: Mapping[str, str] = field(default_factory=dict)
+    """Whose update was scaled down to the norm bound, with the figures."""
+    out_of_bound: ByClient = field(default_factory=dict)
+    """The updates as they came of those whom the norm bound refused or scaled down."""
+    restored: Mapping[str, str] = field(default_factory=dict)
+    """Who keeps the model that it began with, because the mixed one was none, and whose update was the largest."""
 
     def messages(self, share: tuple[str, ...]) -> list[LedgerRow]:
         """Every message of the round: late models down, updates up, mixed models down; all of a cut's as one a kind.

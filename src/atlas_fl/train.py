@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -10,15 +10,16 @@ from atlas_fl.admission import admit
 from atlas_fl.assemble import Assembly
 from atlas_fl.clients.base import Update
 from atlas_fl.config import Config
-from atlas_fl.ending import end_round, jobs_for, stopped_line
+from atlas_fl.ending import End, end_round, jobs_for, stopped_line
 from atlas_fl.engines.base import Engine
 from atlas_fl.errors import ProtocolError
 from atlas_fl.events import Note, OnEvent, PhaseStarted, RoundFinished
 from atlas_fl.hosting import hosting_of, seated
 from atlas_fl.lines import line_in
-from atlas_fl.mixing.matrices import Federation
+from atlas_fl.mixing.diversity import Diversity
+from atlas_fl.mixing.matrices import Federation, share_warnings
 from atlas_fl.mixing.shared import with_shared
-from atlas_fl.options import is_reclustered, strategy_of
+from atlas_fl.options import is_reclustered, space_of, strategy_of
 from atlas_fl.planning import Planned, at_ranks, cuts_of, held_by, regraphed
 from atlas_fl.private import as_kept
 from atlas_fl.records import Recorder
@@ -28,8 +29,9 @@ from atlas_fl.sparse.frozen import with_frozen
 from atlas_fl.state import RoundRecord, State, crossed
 from atlas_fl.strategies import Strategy
 from atlas_fl.strategies.base import Aggregated
-from atlas_fl.strategies.validate import check_update
-from atlas_fl.types import ByClient
+from atlas_fl.strategies.bounds import bound_updates, change_norms
+from atlas_fl.strategies.validate import LARGEST, check_update, unusable_models
+from atlas_fl.types import ByClient, Params
 
 
 def sample(names: Sequence[str], *, participation: float, seed: int, round: int) -> tuple[str, ...]:
@@ -60,6 +62,38 @@ def accepted(
     return good, refused
 
 
+@dataclass(frozen=True, kw_only=True)
+class Received:
+    """What came of the updates of a round."""
+
+    updates: dict[str, Update]
+    """Those that are mixed."""
+    refused: dict[str, str]
+    """Why each other one was refused, by client."""
+    clipped: dict[str, str]
+    """Whose update was scaled down to the norm bound, with the figures."""
+    out_of_bound: dict[str, Params]
+    """The updates as they came of those whom the norm bound refused or scaled down."""
+
+
+def receive(assembly: Assembly, state: State, updates: Sequence[Update]) -> Received:
+    """The updates that are mixed: those that are sound, and whose change is not far larger than that of the others.
+
+    A rule that sends nothing mixes nothing, and so bounds nothing.
+    """
+    config, tasks = assembly.config, {client.name: client.task.name for client in assembly.clients}
+    good, refused = accepted(state.start, updates, config.mixing.share)
+    robust, sent = config.robust, {name: update.params for name, update in good.items()}
+    mode = robust.norm_bound if strategy_of(config).communicates else "off"
+    bounded, reasons = bound_updates(state.start, sent, tasks, space_of(config), mode=mode, ratio=robust.max_norm_ratio)
+    return Received(
+        updates={name: replace(good[name], params=params) for name, params in bounded.items()},
+        refused=refused | {name: reason for name, reason in reasons.items() if name not in bounded},
+        clipped={name: reason for name, reason in reasons.items() if name in bounded},
+        out_of_bound={name: sent[name] for name in reasons},
+    )
+
+
 def train(
     assembly: Assembly,
     planned: Planned,
@@ -74,6 +108,8 @@ def train(
 
     The assembly grows where clients join.
     """
+    for line in share_warnings(planned.plan.federation(), assembly.config.robust.max_share):
+        on_event(Note(line))
     for number in range(state.round + 1, last + 1):
         on_event(PhaseStarted(f"round {number}"))
         began = time.perf_counter()
@@ -84,8 +120,8 @@ def train(
             planned, state = _clustered_again(assembly, planned, engine, state, recorder)
         state, record = one_round(assembly, planned, engine, state)
         rows = recorder.round(record, state, seconds=time.perf_counter() - began, ends=number == last)
-        for client, reason in record.refused.items():
-            on_event(Note(f"round {number}: the update of {client} was refused: {reason}"))
+        for line in _told(record):
+            on_event(Note(line))
         on_event(replace(_finished(record, assembly, seconds=time.perf_counter() - began), rows=rows))
         if record.stopped:
             on_event(Note(stopped_line(state.history, round=number, rounds=assembly.config.training.rounds)))
@@ -129,19 +165,21 @@ def one_round(assembly: Assembly, planned: Planned, engine: Engine, state: State
     begun = {name: state.start[name] for name in sampled}
     jobs = jobs_for(begun, line.options(config, planned), round=number, cuts=cuts, momentum=state.momentum)
     updates = engine.run("train", jobs)
-    good, refused = accepted(state.start, updates, config.mixing.share)
-    trained = {name: update.params for name, update in good.items()}
+    received = receive(assembly, state, updates)
+    trained = {name: update.params for name, update in received.updates.items()}
     aggregated = is_aggregated(config, number)
     server = _server_step(strategy, state, trained, planned.plan.federation(), apply=aggregated, mask=planned.mask)
+    server, restored = _sound(server, state, trained, assembly)
     end = end_round(assembly, engine, state=state, mixed=server.start, trained=trained, cuts=cuts, is_mixed=aggregated)
-    measured = bool(end.scores) and aggregated
-    spread = line.diversity(assembly, planned, {**state.start, **trained}, end.start) if measured else None
     record = RoundRecord(
         round=number,
         sampled=sampled,
-        updates=good,
-        refused=refused,
-        missing=tuple(name for name in sampled if name not in good and name not in refused),
+        updates=received.updates,
+        refused=received.refused,
+        clipped=received.clipped,
+        out_of_bound=received.out_of_bound,
+        restored=restored,
+        missing=tuple(name for name in sampled if name not in received.updates and name not in received.refused),
         sent=state.start,
         start=end.start,
         scores=end.scores,
@@ -152,7 +190,7 @@ def one_round(assembly: Assembly, planned: Planned, engine: Engine, state: State
         aggregated=aggregated,
         final=end.final,
         stopped=end.stopped,
-        diversity=spread,
+        diversity=_spread(assembly, planned, {**state.start, **trained}, end) if aggregated else None,
         mask=planned.mask,
         discarded=server.discarded,
         crossed=crossed(updates),
@@ -178,6 +216,48 @@ def _server_step(
         return found
     models = with_frozen(found.start, state.start, mask)
     return replace(found, state=models, start=models)
+
+
+def _spread(assembly: Assembly, planned: Planned, before: ByClient, end: End) -> Diversity | None:
+    """What the server's step did to the differences, in a round with evaluation; None where a figure is no number."""
+    found = line_in(assembly).diversity(assembly, planned, before, end.start) if end.scores else None
+    return found if found is not None and found.is_finite() else None
+
+
+def _sound(
+    server: Aggregated, state: State, trained: ByClient, assembly: Assembly
+) -> tuple[Aggregated, dict[str, str]]:
+    """The server's step, in which a mixed model of numbers that are none takes nobody's place, and whose it would have.
+
+    Those who share a set above their cuts go on sharing it: where the model of one cannot be used, all keep theirs.
+    """
+    mixed = {name: params for name, params in server.start.items() if params is not state.start[name]}
+    bad = set(unusable_models(mixed))
+    if not bad:
+        return server, {}
+    if assembly.config.split.server_adapters != "per_client":
+        bad = set(mixed)
+    norms = {name: change_norms(state.start[name], own, space_of(assembly.config)) for name, own in trained.items()}
+    largest = {name: max(parts.values()) for name, parts in norms.items()}
+    sender = max(largest, key=largest.__getitem__, default="nobody")
+    reason = (
+        f"the mixed model holds values that are NaN, infinite or beyond {LARGEST:g}; the largest change was that of"
+        f" {sender}, of norm {largest.get(sender, 0.0):.3g}"
+    )
+    begun = {name: state.start[name] for name in mixed if name in bad}
+    models = {**server.start, **begun}
+    return replace(server, state={**server.state, **begun}, start=models), dict.fromkeys(begun, reason)
+
+
+def _told(record: RoundRecord) -> list[str]:
+    """A line for each update that was not mixed as it came, and one for those who keep the models they began with."""
+    at = f"round {record.round}: "
+    lines = [f"{at}the update of {name} was refused: {reason}" for name, reason in record.refused.items()]
+    lines += [f"{at}the update of {name} was scaled down: {reason}" for name, reason in record.clipped.items()]
+    for reason in dict.fromkeys(record.restored.values()):
+        names = ", ".join(name for name, own in record.restored.items() if own == reason)
+        lines.append(f"{at}{names} keep the models that they began with: {reason}")
+    return lines
 
 
 def _finished(record: RoundRecord, assembly: Assembly, *, seconds: float) -> RoundFinished:

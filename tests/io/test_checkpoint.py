@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 
 from atlas_fl.errors import CheckpointError, DataError
-from atlas_fl.io.checkpoint import FORMAT, _digest, load, load_latest, prune, rounds_in, save
+from atlas_fl.io.checkpoint import FORMAT, load, load_latest, prune, rounds_in, save
+from atlas_fl.io.results import seal
 from atlas_fl.io.tensors import encode
 
 
@@ -67,7 +68,7 @@ def other_number(path: Path) -> None:
 def newer_format(path: Path) -> None:
     content = json.loads(path.read_text()) | {"format": FORMAT + 1}
     del content["sha256"]
-    path.write_text(json.dumps(content | {"sha256": _digest(content)}))
+    path.write_text(json.dumps(content | {"sha256": seal(content)}))
 
 
 DAMAGES: dict[str, tuple[str, Callable[[Path], None], str]] = {

@@ -1,5 +1,7 @@
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from scipy.sparse.csgraph import laplacian as scipy_laplacian
 
 from atlas_fl.errors import ConfigError
@@ -7,6 +9,7 @@ from atlas_fl.mixing.matrices import (
     LAPLACIANS,
     Federation,
     average,
+    bounded_weights,
     cluster_labels,
     cut,
     eta_bound,
@@ -15,6 +18,7 @@ from atlas_fl.mixing.matrices import (
     laplacian,
     laplacian_step,
     layer_factors,
+    share_warnings,
 )
 
 # a path: a - b - c with weights 1 and 3
@@ -156,3 +160,46 @@ def test_layer_factors_need_importance():
         layer_factors(federation())
     with pytest.raises(ConfigError, match=r"importance of the layers is \[0.0, 0.0\]; it must be finite"):
         layer_factors(federation(importance=np.zeros((3, 2)), layer_of={"q": 0}))
+
+
+@pytest.mark.parametrize(
+    ("weights", "max_share", "expected"),
+    [
+        ([1e7, 100, 100, 200], 0.5, [400, 100, 100, 200]),  # as much as all others together
+        ([900, 800, 100, 100, 100], 0.3, [225, 225, 100, 100, 100]),  # two at three tenths, 300 / .4 * .3
+        ([9, 1, 1], 0.2, [1, 1, 1]),  # one fifth of each of three cannot be: all alike
+        ([5, 1], 0.5, [5, 1]),  # one of two always has half
+        ([7], 0.5, [7]),
+        ([], 0.5, []),
+    ],
+)
+def test_bounded_weights_by_hand(weights, max_share, expected):
+    assert bounded_weights(np.array(weights, float), max_share) == pytest.approx(np.array(expected, float))
+
+
+@given(st.lists(st.integers(1, 10**6), min_size=3, max_size=9), st.floats(0.05, 1.0))
+def test_no_bounded_share_is_above_the_limit_and_the_others_keep_their_ratios(weights, max_share):
+    given_weights = np.array(weights, float)
+    new = bounded_weights(given_weights, max_share)
+    limit = max(max_share, 1 / len(weights))
+    assert (new / new.sum()).max() <= limit * (1 + 1e-9)
+    if given_weights.max() <= limit * given_weights.sum():
+        assert (new == given_weights).all(), "honest weights do not change a bit"
+    inside = new / new.sum() < limit * (1 - 1e-9)
+    assert new[inside] == pytest.approx(given_weights[inside])
+
+
+def test_a_claim_of_examples_is_bounded_inside_each_group_over_those_present():
+    weights, groups = np.array([1e7, 100, 300, 50, 150]), np.array([0, 0, 0, 1, 1])
+    row = average(weights, groups, np.ones(5, bool), max_share=0.5)[1]
+    assert row == pytest.approx(np.array([0.5, 0.125, 0.375, 0, 0]))
+    assert (average(weights, groups, np.ones(5, bool))[3] == [0, 0, 0, 0.25, 0.75]).all()
+    two = average(weights, groups, np.array([True, True, False, True, True]), max_share=0.5)[0]
+    assert two[0] > 0.99, "of two one always has half, so two are not bounded"
+
+
+def test_who_claims_more_than_half_of_all_examples_is_named():
+    claims = federation(weights=np.array([100.0, 200.0, 1e7]))
+    (line,) = share_warnings(claims, 0.5)
+    assert line == "c says that it has 1 of all training examples; an average gives it at most 0.5 (--max-share)"
+    assert not share_warnings(federation(weights=np.array([100.0, 200.0, 300.0])), 0.5)

@@ -3,6 +3,7 @@ import torch
 
 from atlas_fl.errors import ProtocolError
 from atlas_fl.strategies import check_update
+from atlas_fl.strategies.validate import LARGEST, unusable_models
 
 SENT = {"q.lora_A": torch.ones(2, 3), "q.lora_B": torch.zeros(4, 2), "head.bias": torch.ones(2)}
 
@@ -21,8 +22,16 @@ def test_numbers_that_are_none_are_refused(value):
         check_update(SENT, {**SENT, "q.lora_A": bad})
 
 
-def test_large_finite_numbers_pass_although_their_norm_overflows():
-    check_update(SENT, {**SENT, "q.lora_A": torch.full((2, 3), 3e38)})
+def test_values_whose_squares_are_no_numbers_are_refused_and_smaller_ones_pass():
+    check_update(SENT, {**SENT, "q.lora_A": torch.full((2, 3), 0.99 * LARGEST)})
+    with pytest.raises(ProtocolError, match=r"q\.lora_A holds 6 values that are beyond 1e\+18; lower"):
+        check_update(SENT, {**SENT, "q.lora_A": torch.full((2, 3), 3e38)})
+
+
+def test_a_model_with_such_a_value_is_named_and_a_tensor_of_several_counts_for_each():
+    bad = {"x": torch.tensor([1.0, float("nan")])}
+    models = {"a": {"x": torch.ones(2)}, "b": bad, "c": {**bad, "y": torch.ones(1)}}
+    assert unusable_models(models) == ("b", "c")
 
 
 def test_a_missing_and_an_extra_tensor_are_named():

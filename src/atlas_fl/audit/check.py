@@ -6,6 +6,7 @@ from pathlib import Path
 import numpy as np
 from torch import Tensor
 
+from atlas_fl.audit.bounds import check_bounds, read_bounds, restored_fault
 from atlas_fl.audit.common import common_faults, in_common
 from atlas_fl.audit.dense import TOLERANCE, Finding, Round, Truth
 from atlas_fl.audit.folder import (
@@ -25,7 +26,10 @@ from atlas_fl.audit.report import AuditReport, AuditRow
 from atlas_fl.audit.rerank import check_ranks, is_reranked
 from atlas_fl.audit.rules import Rule, kind_of, weights
 from atlas_fl.audit.several import compare_runs
+from atlas_fl.errors import CheckpointError
 from atlas_fl.events import OnEvent, Progress, ignore
+from atlas_fl.io.digests import faults, has_digests
+from atlas_fl.io.folder import RunFolder
 from atlas_fl.tree import HEAD, LORA_A, LORA_B, PRIVATE, digest
 
 SHIFT = 1e-6
@@ -35,11 +39,36 @@ SHIFT = 1e-6
 def audit(run_dir: Path | str, others: Sequence[Path | str] = (), *, on_event: OnEvent = ignore) -> AuditReport:
     """Every check of every round of these runs, and that runs which should differ ended differently.
 
-    Raises CheckpointError where a folder is no run, kept nothing for an audit, or holds a file that cannot be read.
+    Raises CheckpointError where a folder is no run, kept nothing for an audit, or holds a file that cannot be read; a
+    file that is known to be damaged is a row instead.
     """
-    runs = [open_run(Path(path)) for path in (run_dir, *others)]
-    rows = [row for run in runs for row in audit_run(run, on_event=on_event)]
-    return AuditReport(rows=(*rows, *compare_runs(runs)), unseen=tuple(name for run in runs for name in _unseen(run)))
+    paths = [Path(path) for path in (run_dir, *others)]
+    rows: list[AuditRow] = []
+    runs: list[Run] = []
+    unseen: list[str] = []
+    for path in paths:
+        damaged = list(damaged_files(path))
+        rows += damaged
+        try:
+            run = open_run(path)
+            found, hidden = list(audit_run(run, on_event=on_event)), list(_unseen(run))
+        except CheckpointError as error:
+            if not damaged:
+                raise
+            rows.append(AuditRow(run=path.name, round=0, client="", check="files", ok=False, detail=str(error)))
+            continue
+        rows, unseen = [*rows, *found], [*unseen, *hidden]
+        runs += [] if damaged else [run]
+    undigested = tuple(path.name for path in paths if not has_digests(path))
+    return AuditReport(rows=(*rows, *compare_runs(runs)), unseen=tuple(unseen), undigested=undigested)
+
+
+def damaged_files(path: Path) -> Iterator[AuditRow]:
+    """A row for every file of this run that is not what was written, by the digests that the run keeps."""
+    for file, fault in faults(RunFolder(path)):
+        name = file.relative_to(path).as_posix()
+        detail = f"{name} is damaged: {fault}; restore it from a copy, or run again"
+        yield AuditRow(run=path.name, round=0, client="", check="files", ok=False, detail=detail)
 
 
 def _unseen(run: Run) -> Iterator[str]:
@@ -96,15 +125,16 @@ def _audit_round(run: Run, round: int, held: Models, after: Models, *, known: Mo
         if client in record.loaded or client in record.accepted:
             yield row("loaded", client, _loaded_fault(record, client, held))
     present = {client: trained[client] for client in record.accepted if client in trained}
+    bounds = read_bounds(run, round)
     wrong = {client: _names_fault(plan, client, held, present.get(client), after) for client in plan.clients}
     for client, fault in wrong.items():
         wrong[client] = fault or _number_fault(client, held, present, after, known)
         yield row("names", client, wrong[client])
-    if run.mask is not None:
-        for client in (one for one in present if not wrong[one]):
-            yield row("frozen", client, frozen_fault(run.mask, held[client], present[client]))
+    for client, fault in _frozen_faults(run, wrong, held, present):
+        yield row("frozen", client, fault)
     if any(wrong.values()):
         return  # what has other names or shapes, or no numbers, cannot be compared by value
+    yield from check_bounds(run, round, bounds, plan=plan, record=record, held=held, trained=present)
     kind = kind_of(run.mixing.strategy) if is_aggregated(run, round) else "own"
     before = {**(held if kind == "own" else known), **present}
     for client, fault in common_faults(plan, present, after, kept=record.kept or ()):
@@ -113,8 +143,17 @@ def _audit_round(run: Run, round: int, held: Models, after: Models, *, known: Mo
     found = _findings(truth)
     for k, client in enumerate(plan.clients):
         mixed, moved, error = _compare(run, record, truth, k, found[k])
+        if client in bounds.restored:
+            mixed, moved, error = restored_fault(run, plan, held[client], after[client], trained=present), "", 0.0
         yield row("mixed", client, mixed, error)
         yield row("moved", client, moved)
+
+
+def _frozen_faults(run: Run, wrong: Mapping[str, str], held: Models, present: Models) -> Iterator[tuple[str, str]]:
+    """(client, fault) of everyone who trained under a mask, and whose tensors can be compared."""
+    for client in present:
+        if run.mask is not None and not wrong[client]:
+            yield client, frozen_fault(run.mask, held[client], present[client])
 
 
 def _eta_fault(run: Run, record: Record, round: int) -> str:

@@ -14,7 +14,7 @@ class AuditRow:
     client: str
     """The client; empty for what concerns everyone."""
     check: str
-    """`record`, `joined`, `loaded`, `names`, `mixed`, `moved` or `different`."""
+    """`record`, `joined`, `loaded`, `names`, `bounded`, `mixed`, `moved` or `different`."""
     ok: bool
     """Whether it held."""
     error: float | None = None
@@ -47,6 +47,8 @@ class AuditReport:
 
     rows: tuple[AuditRow, ...]
     """In the order of runs, rounds and clients."""
+    undigested: tuple[str, ...] = ()
+    """The runs that an earlier version wrote, without digests of their files."""
     unseen: tuple[str, ...] = ()
     """`RUN: CLIENT` of everyone who keeps a part of its model at its site. Of it an audit knows the digest: that the
     server left it alone, and that the client says to have loaded what it kept; not what is in it."""

@@ -70,6 +70,7 @@ def masks(words: Sequence[str]) -> int:
 
 def _files(options: MasksOptions) -> dict[Path, Path]:
     """The file of every mask, by what was named: a run's folder, or the file itself."""
+    from atlas_fl.io.digests import check_files
     from atlas_fl.io.folder import find_run
 
     found: dict[Path, Path] = {}
@@ -80,6 +81,7 @@ def _files(options: MasksOptions) -> dict[Path, Path]:
         folder = find_run(name, runs_dir=options.runs_dir)
         if not folder.mask.is_file():
             raise ConfigError(f"run {folder.path} was trained without a mask; give runs with --mask or --mask-file")
+        check_files(folder, folder.mask)
         found[folder.path] = folder.mask
     return found
 

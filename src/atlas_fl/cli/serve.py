@@ -36,6 +36,8 @@ class ServeOptions:
     """Seconds that a client has for a job; who lets it pass misses the round."""
     late: bool = True
     """Let listed clients join that come after the plan was made; they take part from the next round on."""
+    again: tuple[str, ...] = ()
+    """Of a complete run, clients that get their model once more: they had it, and its files are lost."""
     settings: Annotated[Config, tyro.conf.arg(name="")] = field(default_factory=Config)
 
 
@@ -50,7 +52,7 @@ def serve(words: Sequence[str]) -> int:
     from pathlib import Path
 
     from atlas_fl.cli.tables import outcome
-    from atlas_fl.deployed.handing import hand_out
+    from atlas_fl.deployed.handing import give_again, hand_out
     from atlas_fl.deployed.listening import Service
     from atlas_fl.deployed.serving import across_machines
     from atlas_fl.run import run as run_config
@@ -65,6 +67,8 @@ def serve(words: Sequence[str]) -> int:
         late=options.late,
     )
     with show_progress() as on_event, going_on("the same command"):
+        if options.again:
+            give_again(config, options.again)
         hand_out(config, service, on_event)
         result = run_config(config, on_event=on_event, resume=True, workplace=across_machines(service))
     show(outcome(result.folder, result.summary, complete=result.complete))

@@ -24,6 +24,7 @@ from atlas_fl.config.images import SparseConfig as SparseConfig
 from atlas_fl.config.images import mask_source as mask_source
 from atlas_fl.config.pins import check_pins as check_pins
 from atlas_fl.config.pins import pinned as pinned
+from atlas_fl.config.robust import RobustConfig as RobustConfig
 from atlas_fl.config.splitting import SplitConfig as SplitConfig
 from atlas_fl.config.toml import load_config as load_config
 from atlas_fl.config.toml import parse_config as parse_config

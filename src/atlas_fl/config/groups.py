@@ -8,6 +8,7 @@ from typing import Literal
 
 from atlas_fl.config.data import DataConfig as DataConfig
 from atlas_fl.config.images import ImagesConfig, SparseConfig
+from atlas_fl.config.robust import RobustConfig
 from atlas_fl.config.splitting import SplitConfig
 from atlas_fl.config.training import TrainingConfig
 
@@ -181,6 +182,7 @@ class Config:
     ranks: RanksConfig = field(default_factory=RanksConfig)
     split: SplitConfig = field(default_factory=SplitConfig)
     mixing: MixingConfig = field(default_factory=MixingConfig)
+    robust: RobustConfig = field(default_factory=RobustConfig)
     images: ImagesConfig = field(default_factory=ImagesConfig)
     sparse: SparseConfig = field(default_factory=SparseConfig)
     run: RunConfig = field(default_factory=RunConfig)

@@ -78,6 +78,8 @@ RANGES: Mapping[str, Range] = {
     "singleton_neighbours": ZERO_OR_MORE,
     "graph_ema": BELOW_ONE,
     "aggregate_every": ONE_OR_MORE,
+    "max_norm_ratio": Range("above 1", lambda value: value > 1),
+    "max_share": SHARE,
     "validation_share": INSIDE,
     "image_size": Range("at least 8", lambda value: value >= 8),
     "frozen_blocks": ZERO_OR_MORE,

@@ -1,21 +1,24 @@
 """The end of a served run: every client gets its own model, also who was away, or whose server had died, just then.
 
-`heard.json` in the run's folder says who has got it. A run that was not served has no such file.
+`heard.json` in the run's folder says who has it on its disk: a site says so once it is written, and is answered when
+that is written down here. A run that was not served has no such file.
 """
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 
 from atlas_fl.config import Config, load_config, pinned, run_folder
 from atlas_fl.deployed.listening import Service, listening
 from atlas_fl.engines.hall import farewells
 from atlas_fl.engines.hall.hall import Hall
 from atlas_fl.engines.stream.loops import Desk
+from atlas_fl.errors import ConfigError, ProtocolError, unknown
 from atlas_fl.events import Note, OnEvent
 from atlas_fl.io import checkpoint
 from atlas_fl.io.certs import listed_clients, open_certs
+from atlas_fl.io.digests import check_files
 from atlas_fl.io.folder import RunFolder
 from atlas_fl.io.lock import run_lock
-from atlas_fl.io.results import read_json, write_json
+from atlas_fl.io.results import read_json, read_sealed, write_sealed
 from atlas_fl.io.tensors import read_tensors
 from atlas_fl.origin import check_settings
 from atlas_fl.plan import Plan
@@ -26,17 +29,26 @@ from atlas_fl.types import Params
 def begin_to_serve(folder: RunFolder) -> None:
     """Write down that nobody has got its model, where that is not known from before."""
     if not folder.heard.exists():
-        write_json(folder.heard, {"heard": []})
+        write_sealed(folder.heard, {"heard": []})
 
 
-def dismiss(folder: RunFolder, hall: Hall, desk: Desk, *, seconds: float, awaited: Collection[str] = ()) -> None:
+def dismiss(
+    folder: RunFolder,
+    hall: Hall,
+    desk: Desk,
+    *,
+    seconds: float,
+    writing_seconds: float,
+    awaited: Collection[str] = (),
+) -> None:
     """Give all who are here, or come within so many seconds where they are awaited, the model of this complete run.
 
-    Writes down who has got it, and tells who has not.
+    Who writes its model then has at least `writing_seconds` for it. Writes down who has done so, and tells who has not.
     """
-    models = _final_models(folder)
-    heard = _heard(folder) | desk.call(farewells.dismiss(hall, models, seconds=seconds, awaited=awaited))
-    write_json(folder.heard, {"heard": sorted(heard)})
+    models, heard = _final_models(folder), _heard(folder)
+    hall.on_kept = _written_down(folder, heard)
+    desk.call(farewells.dismiss(hall, models, seconds=seconds, writing_seconds=writing_seconds, awaited=awaited))
+    write_sealed(folder.heard, {"heard": sorted(heard)})
     if rest := [name for name in models if name not in heard]:
         desk.on_event(
             Note(
@@ -44,6 +56,42 @@ def dismiss(folder: RunFolder, hall: Hall, desk: Desk, *, seconds: float, awaite
                 " there"
             )
         )
+
+
+def _written_down(folder: RunFolder, heard: set[str]) -> Callable[[str], None]:
+    """What writes down that a client has its model; raises `ProtocolError` where that is not possible."""
+
+    def write(name: str) -> None:
+        heard.add(name)
+        try:
+            write_sealed(folder.heard, {"heard": sorted(heard)})
+        except OSError as error:
+            raise ProtocolError(
+                f"the server cannot write down that {name} has its model ({error.strerror}); start the same command"
+                " again once it can"
+            ) from None
+
+    return write
+
+
+def give_again(config: Config, names: Collection[str]) -> None:
+    """Have these clients get their models once more, although they have said that they had them.
+
+    Raises `ConfigError` where the run is not complete, was not served, or has no model for one of them.
+    """
+    folder = run_folder(pinned(config))
+    if not (folder.summary.exists() and folder.heard.exists()):
+        raise ConfigError(
+            f"--again is for a served run that is complete, and {folder.path} is none; leave --again out, or name the"
+            " run as it was served"
+        )
+    check_settings(pinned(config), load_config(folder.config), folder=folder.path)
+    models = _final_models(folder)
+    for name in names:
+        if name not in models:
+            raise unknown("client in --again", name, models)
+    with run_lock(folder.path):
+        write_sealed(folder.heard, {"heard": sorted(_heard(folder).difference(names))})
 
 
 def hand_out(config: Config, service: Service, on_event: OnEvent) -> None:
@@ -72,7 +120,7 @@ def hand_out(config: Config, service: Service, on_event: OnEvent) -> None:
         names, until = ", ".join(awaited), f"for up to {seconds:g} seconds"
         on_event(Note(f"run {folder.path} is complete; listening on {where} {until} for {names}, without a model yet"))
         with service.beside(hall, desk):
-            dismiss(folder, hall, desk, seconds=seconds, awaited=awaited)
+            dismiss(folder, hall, desk, seconds=seconds, writing_seconds=service.deadline_seconds, awaited=awaited)
 
 
 def last_plan(folder: RunFolder) -> tuple[checkpoint.Checkpoint, tuple[str, ...]] | None:
@@ -80,12 +128,13 @@ def last_plan(folder: RunFolder) -> tuple[checkpoint.Checkpoint, tuple[str, ...]
     found, _ = checkpoint.load_latest(folder.checkpoints)
     if found is None:
         return None
+    check_files(folder, folder.path / found.state["plan"])
     plan = Plan.from_json(read_json(folder.path / found.state["plan"]))
     return found, tuple(client.name for client in plan.clients)
 
 
 def _heard(folder: RunFolder) -> set[str]:
-    return set(read_json(folder.heard)["heard"])
+    return set(read_sealed(folder.heard, unsealed=("heard",))["heard"])
 
 
 def _final_models(folder: RunFolder) -> Mapping[str, Params]:

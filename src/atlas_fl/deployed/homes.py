@@ -17,10 +17,10 @@ from atlas_fl.clients.base import Site as AdapterSite
 from atlas_fl.clients.fresh import fresh
 from atlas_fl.clients.images.whole import ImageSite
 from atlas_fl.clients.patches import patches
-from atlas_fl.config import Config
+from atlas_fl.config import Config, config_hash
 from atlas_fl.config.splitting import NONE
 from atlas_fl.engines.messages.ends import AdapterReceiver, Receiver
-from atlas_fl.engines.messages.vault import PrivateReceiver, Vault
+from atlas_fl.engines.messages.vault import Owner, PrivateReceiver, Vault, check_vault
 from atlas_fl.engines.messages.whole_ends import WholeReceiver
 from atlas_fl.engines.messages.wire import Told
 from atlas_fl.engines.whole import WHOLE_ACTIONS
@@ -57,20 +57,31 @@ class Site(Protocol):
         """Write the client's own model."""
         ...
 
-    def leave(self) -> None:
-        """The run is complete: remove what was kept for it."""
+    def leave(self) -> str:
+        """Remove what was kept for the run, which is complete; what stays of it, in a line."""
         ...
 
 
-def home_of(config: Config, client: ClientData, *, model: str, private: Path, noise_secret: Path) -> Site:
+def home_of(
+    config: Config,
+    client: ClientData,
+    *,
+    model: str,
+    private: Path,
+    noise_secret: Path,
+    run: str | None = None,
+) -> Site:
     """The site of this client for a server whose model has this digest; `private` is for what it does not share.
 
     `noise_secret` is the file of what its noise is drawn from, made where the settings ask for noise. It outlives the
     run, so that the same rows get the same noise whenever they are sent.
+    `run` is the hash of the server's settings, in which this site's own places are not; that of `config` without it.
+    Raises `ConfigError` where something else lies at `private` or `noise_secret`.
     """
     if line_of([client.task], tune=config.images.tune) is IMAGES:
         return WholeHome(config, client)
-    return Home(config, client, model=model, private=private, noise_secret=noise_secret)
+    owner = Owner(client=client.name, config=run or config_hash(config))
+    return Home(config, client, model=model, private=private, noise_secret=noise_secret, owner=owner)
 
 
 class WholeHome:
@@ -95,8 +106,9 @@ class WholeHome:
         """Write the client's own model as transformers loads it."""
         save_vision(self._site.vision, model, to, labels=self._client.task.label_names)
 
-    def leave(self) -> None:
-        """Nothing is kept."""
+    def leave(self) -> str:
+        """Nothing is kept, and nothing stays."""
+        return ""
 
 
 class Home:
@@ -106,9 +118,11 @@ class Home:
     suffices to register.
     """
 
-    def __init__(self, config: Config, client: ClientData, *, model: str, private: Path, noise_secret: Path) -> None:
+    def __init__(
+        self, config: Config, client: ClientData, *, model: str, private: Path, noise_secret: Path, owner: Owner
+    ) -> None:
         self._config, self._client, self._model = config, client, model
-        self._vault = None if shares_all(config.mixing.share) else self._vault_in(private)
+        self._vault = None if shares_all(config.mixing.share) else self._vault_in(private, owner)
         is_noisy = config.split.split != NONE and config.split.wire_noise > 0
         self._noise_secret = kept_secret(noise_secret) if is_noisy else None
         self.receiver: Receiver = AdapterReceiver() if self._vault is None else PrivateReceiver(vault=self._vault)
@@ -158,16 +172,18 @@ class Home:
         secret = self._noise_secret
         return None if secret is None else lambda _: secret
 
-    def leave(self) -> None:
-        """The run is complete: what was not shared is in the client's own model now."""
-        if self._vault is not None:
-            self._vault.clear()
+    def leave(self) -> str:
+        """Remove what was not shared: it is in the client's own model now; what stays of it, in a line."""
+        return "" if self._vault is None else self._vault.clear()
 
-    def _vault_in(self, folder: Path) -> Vault:
+    def _vault_in(self, folder: Path, owner: Owner) -> Vault:
         share, run = self._config.mixing.share, self._config.run
+        check_vault(folder, owner)
         back = run.checkpoint_every * run.keep_checkpoints + self._config.mixing.aggregate_every
         scale = scale_of(self._config)
-        return Vault(folder=folder, share=share, names=self._names, draw=self._drawn, scale=scale, rounds=back)
+        return Vault(
+            folder=folder, owner=owner, share=share, names=self._names, draw=self._drawn, scale=scale, rounds=back
+        )
 
     @cached_property
     def _outline(self) -> tuple[Backbone, dict[str, nn.Module]]:

@@ -1,16 +1,19 @@
 """A site of a federation across machines: its own data and backbone, and the server's jobs."""
 
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 from atlas_fl.assemble import source_of
 from atlas_fl.config import Config, config_hash, parse_config
 from atlas_fl.config.images import EVENLY
-from atlas_fl.deployed.homes import home_of
+from atlas_fl.deployed.homes import Site, home_of
+from atlas_fl.deployed.keeping import Receipt, clear_private, confirm_again, read_receipt, write_model
 from atlas_fl.engines.hall.worker import Worker
 from atlas_fl.engines.messages.census import census_of
+from atlas_fl.engines.messages.vault import check_vault
 from atlas_fl.engines.stream.frames import Head
-from atlas_fl.engines.stream.link import Link
+from atlas_fl.engines.stream.link import Link, UnreachableError
 from atlas_fl.errors import ConfigError, ProtocolError
 from atlas_fl.events import Note, OnEvent, PhaseStarted, ignore
 from atlas_fl.io.certs import Certs, open_certs
@@ -70,22 +73,27 @@ def join(joining: Joining, *, on_event: OnEvent = ignore) -> Joined:
     """
     certs = open_certs(joining.certs)
     _device_of(joining.device)
-    if joining.to.exists():
-        raise ConfigError(f"{joining.to} exists already; name another folder with --to, or move it away")
+    if joining.private is not None:
+        check_vault(joining.private)
+    private = _private_of(joining, certs.name)
+    if (receipt := read_receipt(joining.to, client=certs.name)) is not None:
+        return _joined_before(joining, certs, receipt, private=private, on_event=on_event)
     said: dict[str, str | None] = {"version": versions()["atlas_fl"], "config": joining.config, "model": None}
     with _link(joining, certs, said, on_event) as link:
         on_event(Note(f"{certs.name} is connected to {joining.address}"))
         on_event(PhaseStarted("loading"))
         config = _config_of(link.welcome, joining)
         client = own_client(config, certs.name, task=joining.task, part=joining.part)
+        run = str(link.welcome["config"])
         home = home_of(
             config,
             client,
             model=str(link.welcome["model"]),
-            private=_private_of(joining, certs.name),
+            private=private,
             noise_secret=joining.to.with_name(f"{certs.name}-noise-secret"),
+            run=run,
         )
-        said |= {"config": str(link.welcome["config"]), "model": home.fingerprint}
+        said |= {"config": run, "model": home.fingerprint}
         worker = Worker(
             name=certs.name,
             home=home,
@@ -94,17 +102,55 @@ def join(joining: Joining, *, on_event: OnEvent = ignore) -> Joined:
             on_event=on_event,
             receiver=home.receiver,
             actions=home.actions,
+            keep=lambda model, sha256: write_model(
+                joining.to, Receipt(client=certs.name, config=run, sha256=sha256), partial(home.export, model)
+            ),
         )
-        model = worker.work()
-    if model:
-        home.export(model, joining.to)
-    home.leave()
+        return _end_of(joining, worker, home, link, private=private)
+
+
+def _end_of(joining: Joining, worker: Worker, home: Site, link: Link, *, private: Path) -> Joined:
+    """What the site comes to; its private part goes once its whole model lies here and the server knows so."""
+    try:
+        has_model = bool(worker.work())
+        left = home.leave() if has_model else ""
+    except UnreachableError as error:
+        if not joining.to.exists():
+            raise
+        has_model, left = True, _unconfirmed(error, to=joining.to, private=private)
+    if left:
+        worker.on_event(Note(left))
+    return _joined(joining, worker.name, link, has_model=has_model)
+
+
+def _joined(joining: Joining, name: str, link: Link, *, has_model: bool) -> Joined:
     return Joined(
-        name=certs.name,
-        adapter=joining.to if model else None,
+        name=name,
+        adapter=joining.to if has_model else None,
         sent_bytes=link.sent_bytes,
         received_bytes=link.received_bytes,
     )
+
+
+def _unconfirmed(error: UnreachableError, *, to: Path, private: Path) -> str:
+    """What is said where a model lies here in full, and nobody is there to be told so."""
+    stays = f"; {private} stays until the server knows so, or you remove it" if private.exists() else ""
+    return f"{str(error).partition(';')[0]}, and {to} is complete without it{stays}"
+
+
+def _joined_before(joining: Joining, certs: Certs, receipt: Receipt, *, private: Path, on_event: OnEvent) -> Joined:
+    """What a site has come to whose model lies there already: it was killed before its run was over for the server."""
+    on_event(Note(f"the model of {certs.name} is in {joining.to} already; telling {joining.address}"))
+    said = {"version": versions()["atlas_fl"], "config": joining.config, "model": None}
+    link = _link(joining, certs, said, on_event)
+    try:
+        with link:
+            confirm_again(link, receipt, to=joining.to)
+        if left := clear_private(private, receipt):
+            on_event(Note(left))
+    except UnreachableError as error:
+        on_event(Note(_unconfirmed(error, to=joining.to, private=private)))
+    return _joined(joining, certs.name, link, has_model=True)
 
 
 def _link(joining: Joining, certs: Certs, said: Head, on_event: OnEvent) -> Link:

@@ -61,7 +61,8 @@ def across_machines(service: Service) -> Callable[[Config, OnEvent], AbstractCon
                 with service.beside(hall, desk):
                     yield from _gathered(config, hall, desk, wanted, service, late=late)
                     if folder.summary.exists():
-                        dismiss(folder, hall, desk, seconds=FAREWELL_SECONDS)
+                        writing = service.deadline_seconds
+                        dismiss(folder, hall, desk, seconds=FAREWELL_SECONDS, writing_seconds=writing)
             except (BudgetError, ConfigError) as error:
                 # Settings that cannot be will not come back: a site need not wait for them.
                 desk.call(farewells.dismiss(hall, {}, seconds=FAREWELL_SECONDS, reason=str(error)))

@@ -1,14 +1,25 @@
-"""Files that are either there in full or not there at all.
+"""Files and folders that are either there in full or not there at all.
 
 A file is written under another name, flushed to the disk, and renamed; the rename is what the file system promises
 to do in one step. The folder is flushed too, because the new name lives there and not in the file.
 """
 
+import errno
 import os
+import re
+import shutil
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+
+from safetensors import SafetensorError
+
+from atlas_fl.errors import ConfigError
+
+MADE = ".atlas"
+"""Marks a folder of drafts as one that may be removed."""
+_OS_ERROR = re.compile(r"os error (\d+)")
 
 
 @contextmanager
@@ -31,7 +42,8 @@ def sync_folder(folder: Path) -> None:
 
 def write_synced(path: Path, pieces: Iterable[Any]) -> None:
     """Write pieces of bytes one after the other and flush them to the disk; this is no single step."""
-    with path.open("wb") as file, named(path):
+    # what a failed write left in the file's buffer is tried again when it is closed, and fails without a name
+    with named(path), path.open("wb") as file:
         for piece in pieces:
             file.write(piece)
         file.flush()
@@ -54,3 +66,58 @@ def write_pieces(path: Path, pieces: Iterable[Any]) -> None:
         raise
     draft.replace(path)
     sync_folder(path.parent)
+
+
+@contextmanager
+def new_folder(path: Path) -> Iterator[Path]:
+    """A folder to write files into; with all of them it becomes `path` in one step, or nothing is left of it.
+
+    Files that lie at `path` before are kept, but for those of the same names, which are replaced one by one.
+
+    Raises:
+        OSError: the disk takes no more, or failed; it names `path`, whoever wrote.
+    """
+    drafts = path.with_name(f".{path.name}.writing")
+    _remove_drafts(drafts)
+    content = drafts / "content"
+    try:
+        drafts.mkdir(parents=True)
+        (drafts / MADE).touch()
+        content.mkdir()
+        yield content
+        for file in sorted(content.iterdir()):
+            _flush(file)
+        sync_folder(content)
+        _move(content, path)
+        sync_folder(path.parent)
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(path)) from error
+    except SafetensorError as error:
+        found = _OS_ERROR.search(str(error))
+        code = int(found[1]) if found else errno.EIO
+        raise OSError(code, os.strerror(code), str(path)) from error
+    finally:
+        _remove_drafts(drafts)
+
+
+def _flush(file: Path) -> None:
+    """Have a file on the disk that another library has written."""
+    with file.open("rb") as opened:
+        os.fsync(opened.fileno())
+
+
+def _move(content: Path, path: Path) -> None:
+    if not path.exists() or not any(path.iterdir()):
+        content.rename(path)
+        return
+    for file in sorted(content.iterdir()):
+        file.replace(path / file.name)
+
+
+def _remove_drafts(folder: Path) -> None:
+    """Remove what a write that did not end has left; raises `ConfigError` for a folder of this name of another's."""
+    if not folder.exists():
+        return
+    if any(folder.iterdir()) and not (folder / MADE).is_file():
+        raise ConfigError(f"{folder} is in the way, and is not of ATLAS; move it away")
+    shutil.rmtree(folder)

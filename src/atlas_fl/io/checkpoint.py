@@ -5,10 +5,9 @@ and the folder is renamed: a run that is killed at any moment leaves complete ch
 person does to them later is found out by two SHA-256 digests, one of the tensors' file and one of the rest.
 """
 
-import json
 import re
 import shutil
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
@@ -18,7 +17,7 @@ import torch
 
 from atlas_fl.errors import CheckpointError
 from atlas_fl.io.atomic import sync_folder, write_synced
-from atlas_fl.io.results import from_json, indented, to_json
+from atlas_fl.io.results import from_json, indented, seal, to_json
 from atlas_fl.io.tensors import decode, write_tensors
 
 FORMAT = 3
@@ -66,18 +65,52 @@ def save(folder: Path, *, round: int, tensors: Mapping[str, torch.Tensor], state
     return final
 
 
-def load_latest(folder: Path) -> tuple[Checkpoint | None, tuple[str, ...]]:
+def accept(_found: Checkpoint) -> None:
+    """Nothing: a checkpoint that is intact is good enough."""
+
+
+def load_latest(
+    folder: Path, *, check: Callable[[Checkpoint], None] = accept
+) -> tuple[Checkpoint | None, tuple[str, ...]]:
     """The newest checkpoint that is intact, and one line for each newer one that is not.
 
-    Nothing is changed on the disk. Without an intact checkpoint the first value is None.
+    `check` may refuse one by a CheckpointError, such as for rows that are damaged before its end. Nothing is changed on
+    the disk. Without an intact checkpoint the first value is None.
     """
     messages: list[str] = []
     for path in _newest_first(folder):
         try:
-            return load(path), tuple(f"{line}; going on from {path.name}" for line in messages)
+            found = load(path)
+            check(found)
         except CheckpointError as error:
             messages.append(f"checkpoint {path.name} passed over: {error}")
+        else:
+            return found, tuple(f"{line}; going on from {path.name}" for line in messages)
     return None, tuple(messages)
+
+
+def newest_state(folder: Path) -> Mapping[str, Any] | None:
+    """The state of the newest checkpoint whose state is intact, without its tensors; None where there is none."""
+    for path in _newest_first(folder):
+        try:
+            state: Mapping[str, Any] = _read_state(path)["state"]
+        except CheckpointError:
+            continue
+        return state
+    return None
+
+
+def faults(path: Path) -> Iterator[tuple[str, str]]:
+    """The file of a checkpoint that is there and altered, and how it differs."""
+    there = [name for name in (STATE, TENSORS) if (path / name).exists()]
+    name = STATE
+    try:
+        expected = _read_state(path)["tensors_sha256"] if STATE in there else None
+        name = TENSORS
+        if expected is not None and TENSORS in there and sha256(_read(path / TENSORS)).hexdigest() != expected:
+            yield TENSORS, f"it has not the SHA-256 that {STATE} says"
+    except CheckpointError as error:
+        yield name, str(error)
 
 
 def load(path: Path) -> Checkpoint:
@@ -124,21 +157,16 @@ def round_of(path: Path) -> int:
 def _state_file(round: int, tensors_sha256: str, state: Mapping[str, Any]) -> bytes:
     content = {"format": FORMAT, "round": round, "tensors_sha256": tensors_sha256, "state": state}
     plain = from_json(to_json(content))
-    return (indented(plain | {"sha256": _digest(plain)}) + "\n").encode()
-
-
-def _digest(content: Mapping[str, Any]) -> str:
-    """SHA-256 over values and not over layout: a state that only looks different is the same state."""
-    return sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+    return (indented(plain | {"sha256": seal(plain)}) + "\n").encode()
 
 
 def _read_state(path: Path) -> dict[str, Any]:
     try:
         content: dict[str, Any] = from_json(_read(path / STATE))
         named = content.pop("sha256")
-    except (ValueError, TypeError, AttributeError, KeyError) as error:
+    except (ValueError, TypeError, AttributeError, KeyError, RecursionError) as error:
         raise CheckpointError(f"{STATE} is cut off or altered ({error})") from None
-    if (digest := _digest(content)) != named:
+    if (digest := seal(content)) != named:
         raise CheckpointError(f"{STATE} is altered: its content has SHA-256 {digest[:12]}, but it names {named!s:.12}")
     if content["format"] != FORMAT:
         raise CheckpointError(f"{STATE} has format {content['format']}, this version reads {FORMAT}")

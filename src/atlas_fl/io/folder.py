@@ -66,6 +66,11 @@ class RunFolder:
         return self.path / "summary.json"
 
     @property
+    def digests(self) -> Path:
+        """What the files of a complete run were when it was completed."""
+        return self.path / "digests.json"
+
+    @property
     def heard(self) -> Path:
         """Which clients of a served run have got their model at its end."""
         return self.path / "heard.json"

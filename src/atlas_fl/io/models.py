@@ -18,17 +18,18 @@ SAME = "same"
 """The entry of the metadata: as JSON, by the name under which a tensor stands, the other clients that hold it."""
 
 
-def write_models(path: Path, models: ByClient) -> None:
-    """Write these models in one step, with keys `<client>/<parameter>`; the audit has a reader of its own for them.
+def write_models(path: Path, models: ByClient) -> str:
+    """Write these models in one step, with keys `<client>/<parameter>`; the file's SHA-256 as hexadecimal digits.
+
+    The audit has a reader of its own for them.
 
     Which tensors are the same is told by their bytes and not by the objects: a run in sessions shares others in memory
     than an undisturbed one, and leaves the same file.
     """
     if not any(is_whole(params) for params in models.values()):
-        write_tensors(path, prefixed(models))
-        return
+        return write_tensors(path, prefixed(models))
     kept, others = _once(models)
-    write_tensors(path, kept, note=(SAME, json.dumps(others, sort_keys=True)) if others else None)
+    return write_tensors(path, kept, note=(SAME, json.dumps(others, sort_keys=True)) if others else None)
 
 
 def _once(models: ByClient) -> tuple[dict[str, Tensor], dict[str, list[str]]]:

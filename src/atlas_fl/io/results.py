@@ -8,9 +8,10 @@ it, so that the rows of rounds that will be repeated are not there twice.
 import json
 import math
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
+from hashlib import sha256
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, Protocol
 
 import numpy as np
 
@@ -18,6 +19,15 @@ from atlas_fl.errors import CheckpointError, DataError
 from atlas_fl.io.atomic import named, sync_folder, write_atomic
 
 LINE_WIDTH = 120
+SEAL = "sha256"
+"""The entry of a sealed file: the SHA-256 over all its other entries."""
+
+
+class Hash(Protocol):
+    """A digest that takes more bytes, as those of `hashlib` do."""
+
+    def update(self, data: bytes, /) -> None:
+        """Take these bytes too."""
 
 
 def _plain(value: object) -> object:
@@ -94,13 +104,24 @@ def indented(value: Any, indent: int = 0) -> str:
     return "{\n" + ",\n".join(lines) + f"\n{end}}}"
 
 
-def write_json(path: Path, value: object) -> None:
-    """Write strict JSON in one step, laid out to be read by people.
+def encoded_json(value: object) -> bytes:
+    """The content of a file of strict JSON, laid out to be read by people.
 
     Raises:
         DataError: a number is NaN or infinite.
     """
-    write_atomic(path, (indented(from_json(to_json(value))) + "\n").encode())
+    return (indented(from_json(to_json(value))) + "\n").encode()
+
+
+def write_json(path: Path, value: object) -> str:
+    """Write strict JSON in one step, laid out to be read by people; the file's SHA-256 as hexadecimal digits.
+
+    Raises:
+        DataError: a number is NaN or infinite.
+    """
+    content = encoded_json(value)
+    write_atomic(path, content)
+    return sha256(content).hexdigest()
 
 
 def read_json(path: Path) -> Any:
@@ -113,14 +134,49 @@ def read_json(path: Path) -> Any:
         return from_json(path.read_bytes())
     except FileNotFoundError:
         raise CheckpointError(f"no file {path}; the run did not write it or it was removed") from None
-    except ValueError as error:
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read ({error.strerror}); restore it or repeat the run") from None
+    except (ValueError, RecursionError) as error:
         raise CheckpointError(f"damaged file {path}: {error}; restore it or repeat the run") from error
 
 
-def append_rows(path: Path, rows: Iterable[Mapping[str, Any]]) -> int:
+def seal(content: Mapping[str, Any]) -> str:
+    """SHA-256 over values and not over layout: what only looks different is the same content."""
+    return sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+
+def write_sealed(path: Path, content: Mapping[str, Any]) -> None:
+    """Write a mapping as `write_json`, with the digest by which `read_sealed` finds it altered.
+
+    Raises:
+        DataError: a number is NaN or infinite.
+    """
+    plain = from_json(to_json(content))
+    write_json(path, plain | {SEAL: seal(plain)})
+
+
+def read_sealed(path: Path, *, unsealed: Collection[str] = ()) -> dict[str, Any]:
+    """What a sealed file says, without its digest.
+
+    `unsealed` are the names that such a file had before there were digests: one of these alone is taken as it is.
+
+    Raises:
+        CheckpointError: there is no such file, or it is damaged.
+    """
+    content = read_json(path)
+    if isinstance(content, dict) and SEAL not in content and content.keys() <= set(unsealed):
+        return content
+    told = content.pop(SEAL, None) if isinstance(content, dict) else None
+    if told is None or seal(content) != told:
+        raise CheckpointError(f"damaged file {path}: it is not what was written; restore it from a copy, or run again")
+    return dict(content)
+
+
+def append_rows(path: Path, rows: Iterable[Mapping[str, Any]], *, running: Hash | None = None) -> int:
     """Append one line a row and flush them to the disk; the length of the file in bytes afterwards.
 
-    All rows are encoded before the first is written: a row that is refused leaves the file as it was.
+    All rows are encoded before the first is written: a row that is refused leaves the file as it was. A `running`
+    digest of the file takes the new lines too.
 
     Raises:
         DataError: a number is NaN or infinite.
@@ -132,6 +188,8 @@ def append_rows(path: Path, rows: Iterable[Mapping[str, Any]]) -> int:
         file.flush()
         os.fsync(file.fileno())
         length = file.tell()
+    if running is not None:
+        running.update(lines)
     if new:
         sync_folder(path.parent)
     return length
@@ -152,8 +210,8 @@ def truncate_to(path: Path, offset: int) -> None:
             os.fsync(file.fileno())
 
 
-def read_rows(path: Path) -> list[dict[str, Any]]:
-    """The rows of a file of lines; none where there is no file.
+def read_rows(path: Path, *, length: int | None = None) -> list[dict[str, Any]]:
+    """The rows of a file of lines, or of so many bytes of it; none where there is no file.
 
     A last line without its end is a write that was cut short and not a row yet.
 
@@ -163,13 +221,13 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
     if not path.exists():
         return []
     rows = []
-    for number, line in enumerate(path.read_bytes().split(b"\n")[:-1], start=1):
+    for number, line in enumerate(path.read_bytes()[:length].split(b"\n")[:-1], start=1):
         try:
             row = from_json(line)
             if not isinstance(row, dict):
                 raise ValueError(f"{row!r} is no row")
             rows.append(row)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             message = f"damaged line {number} of {path}: {error}; restore the file or repeat the run"
             raise CheckpointError(message) from error
     return rows

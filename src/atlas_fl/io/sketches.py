@@ -10,9 +10,10 @@ from atlas_fl.io.tensors import read_tensors, write_tensors
 FIRST, SECOND = "sketch/first", "sketch/second"
 
 
-def write_sketches(path: Path, sketches: np.ndarray) -> None:
-    """Write both halves (2, n, dim) of every client's sketch."""
-    write_tensors(path, {name: torch.from_numpy(half) for name, half in zip((FIRST, SECOND), sketches, strict=True)})
+def write_sketches(path: Path, sketches: np.ndarray) -> str:
+    """Write both halves (2, n, dim) of every client's sketch; the file's SHA-256 as hexadecimal digits."""
+    halves = {name: torch.from_numpy(half) for name, half in zip((FIRST, SECOND), sketches, strict=True)}
+    return write_tensors(path, halves)
 
 
 def read_sketches(path: Path) -> np.ndarray | None:

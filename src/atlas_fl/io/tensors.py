@@ -126,5 +126,7 @@ def read_tensors(path: Path) -> dict[str, torch.Tensor]:
         return decode(path.read_bytes())
     except FileNotFoundError:
         raise CheckpointError(f"no file {path}; the run did not write it or it was removed") from None
-    except SafetensorError as error:
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read ({error.strerror}); restore it or repeat the run") from None
+    except (SafetensorError, ValueError, RuntimeError) as error:  # torch refuses what a header may say
         raise CheckpointError(f"damaged file {path}: {error}; restore it or repeat the run") from error

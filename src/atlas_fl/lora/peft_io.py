@@ -10,9 +10,11 @@ from peft import LoraConfig
 from peft.utils.constants import TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING
 from peft.utils.other import get_pattern_key
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
 from atlas_fl.errors import ModelError
+from atlas_fl.io.atomic import new_folder
+from atlas_fl.io.tensors import write_tensors
 from atlas_fl.models.family import VISION_FAMILIES, Family, saved_modules
 from atlas_fl.tree import HEAD, LORA_A, LORA_B, head_keys, lora_modules, ranks
 from atlas_fl.types import Params
@@ -47,6 +49,8 @@ def export_adapter(
 ) -> None:
     """Write one client's model as a PEFT folder that `PeftModel.from_pretrained` loads onto the stock classifier.
 
+    The folder is there in full, or not at all (`io.atomic.new_folder`).
+
     A client without a head writes text: its folder is for the stock causal language model. Of images it names no task,
     because PEFT has none of its own for them, and loads onto the stock image classifier. Ranks per module go into
     `rank_pattern` and `alpha_pattern`, with alpha = scale * rank. The names of the classes, in the order of the logits,
@@ -69,12 +73,12 @@ def export_adapter(
         modules_to_save=saved_modules(family) if classifies else None,
         fan_in_fan_out=family.conv1d,
     )
-    folder.mkdir(parents=True, exist_ok=True)
-    config.save_pretrained(str(folder))
-    tensors = {saved_name(key, family): tensor.detach().contiguous().clone() for key, tensor in params.items()}
-    save_file(tensors, str(folder / WEIGHTS), metadata={"format": "pt"})
-    if labels:
-        (folder / LABELS).write_text(json.dumps(list(labels), ensure_ascii=False) + "\n", encoding="utf-8")
+    tensors = {saved_name(key, family): tensor.detach() for key, tensor in params.items()}
+    with new_folder(folder) as draft:
+        config.save_pretrained(str(draft))
+        write_tensors(draft / WEIGHTS, tensors, note=("format", "pt"))
+        if labels:
+            (draft / LABELS).write_text(json.dumps(list(labels), ensure_ascii=False) + "\n", encoding="utf-8")
 
 
 def _whole(alpha: float) -> int | float:

@@ -6,6 +6,7 @@ products of the factors), so a rotation of the factors changes nothing and no de
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from math import isfinite
 
 import numpy as np
 import torch
@@ -31,6 +32,11 @@ class Diversity:
     """||Delta_k|| as trained."""
     moves: dict[str, float]
     """||Delta_k after - Delta_k before||: what the server changed for each client."""
+
+    def is_finite(self) -> bool:
+        """Whether every figure is a number: the squares of updates that are far too large are not."""
+        single = (self.energy_before, self.energy_after, self.spread_before, self.spread_after)
+        return all(map(isfinite, (*single, *self.norms.values(), *self.moves.values())))
 
 
 def update_gram(

@@ -62,16 +62,51 @@ def cluster_labels(clusters: Int64[np.ndarray, " n"]) -> list[tuple[str, int]]:
 
 
 def average(
-    weights: Float64[np.ndarray, " n"], groups: Int64[np.ndarray, " n"], present: Bool[np.ndarray, " n"]
+    weights: Float64[np.ndarray, " n"],
+    groups: Int64[np.ndarray, " n"],
+    present: Bool[np.ndarray, " n"],
+    *,
+    max_share: float = 1.0,
 ) -> Float64[np.ndarray, "n n"]:
     """M of the weighted mean inside each group, over its present clients; everyone in the group gets it.
 
-    `m_kl = p_l / sum of p over the present of the group`. A group with nobody present keeps its models.
+    `m_kl = p_l / sum of p over the present of the group`, as `bounded_weights` leaves p. A group with nobody present
+    keeps its models.
     """
     weighted = np.where(present, np.asarray(weights, np.float64), 0.0)
+    for label in set(groups.tolist()) if max_share < 1 else ():
+        inside = np.flatnonzero((groups == label) & present)
+        weighted[inside] = bounded_weights(weighted[inside], max_share)
     share = np.where(groups[:, None] == groups[None, :], weighted[None, :], 0.0)
     total = share.sum(axis=1, keepdims=True)
     return np.where(total > 0, share / np.where(total > 0, total, 1.0), np.eye(len(groups)))
+
+
+def bounded_weights(weights: Float64[np.ndarray, " n"], max_share: float) -> Float64[np.ndarray, " n"]:
+    """The weights with every share of their sum at most `max_share`, or one nth where that is more.
+
+    The very same where none is above it, and of one or two, of whom one always has half. The others keep their ratios.
+    """
+    n, limit = len(weights), max(max_share, 1 / max(len(weights), 1))
+    new, above = np.array(weights, np.float64), np.zeros(len(weights), bool)
+    while n > 2 and (over := ~above & (new > limit * new.sum() * (1 + 1e-12))).any():
+        above |= over
+        if limit * above.sum() >= 1 - 1e-12:
+            return np.ones(n)
+        new[above] = limit * new[~above].sum() / (1 - limit * above.sum())
+    return new
+
+
+def share_warnings(federation: Federation, max_share: float) -> tuple[str, ...]:
+    """What a user should know of weights by examples: that one client claims more than half of all."""
+    total, names = float(np.sum(federation.weights)), federation.clients
+    shares = [float(weight) / total for weight in federation.weights]
+    return tuple(
+        f"{name} says that it has {share:.3g} of all training examples; an average gives it at most {max_share:g}"
+        " (--max-share)"
+        for name, share in zip(names, shares)
+        if share > 0.5 and len(names) > 2
+    )
 
 
 def cut(adjacency: Float64[np.ndarray, "n n"], groups: Int64[np.ndarray, " n"]) -> Float64[np.ndarray, "n n"]:

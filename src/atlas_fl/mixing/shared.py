@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from jaxtyping import Bool, Float64
 
-from atlas_fl.mixing.matrices import Federation
+from atlas_fl.mixing.matrices import Federation, bounded_weights
 from atlas_fl.tree import HEAD, LORA_A, LORA_B, PRIVATE
 from atlas_fl.types import ByClient, Params
 
@@ -36,7 +36,12 @@ def layer_of(federation: Federation, key: str) -> int | None:
 
 
 def pooled(
-    matrix: Float64[np.ndarray, "n n"], federation: Federation, layer: int, *, present: Bool[np.ndarray, " n"]
+    matrix: Float64[np.ndarray, "n n"],
+    federation: Federation,
+    layer: int,
+    *,
+    present: Bool[np.ndarray, " n"],
+    max_share: float = 1.0,
 ) -> Float64[np.ndarray, "n n"]:
     """M (n, n) for the tensors of this block, in which those who share them have one row."""
     groups = owners_of(federation, layer)
@@ -45,7 +50,8 @@ def pooled(
     new = np.array(matrix, np.float64)
     for owners in groups:
         counted = [k for k in owners if present[k]] or owners
-        row = np.average(matrix[counted], axis=0, weights=np.asarray(federation.weights)[counted])
+        examples = np.asarray(federation.weights)[counted]
+        row = np.average(matrix[counted], axis=0, weights=bounded_weights(examples, max_share))
         weight, row[owners] = row[owners].sum(), 0.0
         # Who is drawn to nobody stays exactly what it is.
         row[owners[0]] = weight if row.any() else 1.0

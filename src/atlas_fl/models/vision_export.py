@@ -6,6 +6,7 @@ from pathlib import Path
 
 from transformers import AutoImageProcessor, AutoModelForImageClassification
 
+from atlas_fl.io.atomic import new_folder
 from atlas_fl.models.loading import one_at_a_time
 from atlas_fl.models.vision import Vision, weights
 from atlas_fl.models.vision_loading import quiet
@@ -16,7 +17,8 @@ from atlas_fl.types import Params
 def save_vision(vision: Vision, params: Params, folder: Path, *, labels: Sequence[str]) -> None:
     """Write config, weights and processor; stock `AutoModelForImageClassification` loads the folder to the same logits.
 
-    Tensors that `params` lacks are the backbone's own. `labels` name the classes in order.
+    Tensors that `params` lacks are the backbone's own. `labels` name the classes in order. The folder is there in full,
+    or not at all (`io.atomic.new_folder`).
     """
     config = copy.deepcopy(vision.model.config)
     config.id2label = dict(enumerate(labels))
@@ -27,5 +29,7 @@ def save_vision(vision: Vision, params: Params, folder: Path, *, labels: Sequenc
         named = {vision.names[key]: held[key] for key in vision.names}
         named |= {f"classifier.{key.removeprefix(HEAD)}": params[key] for key in head_keys(params)}
         model.load_state_dict(named, strict=True)
-        model.save_pretrained(folder)
-        AutoImageProcessor.from_pretrained(vision.source.path).save_pretrained(folder)
+        processor = AutoImageProcessor.from_pretrained(vision.source.path)
+        with new_folder(folder) as draft:
+            model.save_pretrained(draft)
+            processor.save_pretrained(draft)

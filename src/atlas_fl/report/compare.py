@@ -7,6 +7,7 @@ from statistics import fmean, stdev
 from typing import Any, Literal
 
 from atlas_fl.errors import CheckpointError
+from atlas_fl.io.digests import check_files
 from atlas_fl.io.folder import find_run
 from atlas_fl.io.results import read_json
 
@@ -73,6 +74,7 @@ def read_summary(run: Path | str) -> Mapping[str, Any]:
     folder = find_run(run)
     if not folder.summary.exists():
         raise CheckpointError(f"run {folder.path} is not complete: it has no summary.json; atlas resume {folder.path}")
+    check_files(folder, folder.summary)
     content: Mapping[str, Any] = read_json(folder.summary)
     return content
 

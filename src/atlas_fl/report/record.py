@@ -8,9 +8,10 @@ from typing import Any
 
 import numpy as np
 
+from atlas_fl.io.digests import check_files, checked_rows
 from atlas_fl.io.folder import RunFolder, find_run
 from atlas_fl.io.ledger import LedgerRow, Totals, from_json, totals
-from atlas_fl.io.results import read_json, read_rows
+from atlas_fl.io.results import read_json
 from atlas_fl.io.scores import History, histories
 from atlas_fl.io.sketches import read_sketches
 
@@ -77,19 +78,20 @@ class Record:
 
 
 def read_record(run: Path | str) -> Record:
-    """The record of a run folder; of a run that is not complete, the rounds so far.
+    """The record of a run folder; of a run that is not complete, the rounds up to its newest checkpoint.
 
     Raises:
         CheckpointError: this is no run folder, or a file in it is damaged.
     """
     folder: RunFolder = find_run(run)
     plan = _plan(folder)
+    check_files(folder, folder.sketches_of(plan.name))
     sketches = read_sketches(folder.sketches_of(plan.name))
     return Record(
         name=folder.path.resolve().name,
         plan=read_json(plan),
-        metrics=read_rows(folder.metrics),
-        ledger=[from_json(row) for row in read_rows(folder.ledger)],
+        metrics=checked_rows(folder, folder.metrics),
+        ledger=[from_json(row) for row in checked_rows(folder, folder.ledger)],
         sketches=None if sketches is None else (sketches[0], sketches[1]),
     )
 
@@ -97,4 +99,5 @@ def read_record(run: Path | str) -> Record:
 def _plan(folder: RunFolder) -> Path:
     """The file of the plan that all is shown by: the first one, or where clients joined later the last one."""
     first, last = folder.plan, folder.plans()[-1]
+    check_files(folder, first, last)
     return last if len(read_json(last)["clients"]) > len(read_json(first)["clients"]) else first

@@ -1,23 +1,33 @@
-"""Local training and weighted averages: over everyone, or inside clusters. FedAvg: McMahan et al., 2017."""
+"""Local training and weighted averages: over everyone, or inside clusters. FedAvg: McMahan et al., 2017.
+
+What a claim of examples may weigh is bounded (`mixing.matrices.bounded_weights`).
+"""
 
 import numpy as np
 
-from atlas_fl.mixing.matrices import average, cluster_labels, group_ids
+from atlas_fl.mixing.matrices import average
 from atlas_fl.strategies.base import Strategy, StrategyOptions, mixing_strategy
-from atlas_fl.strategies.rule import Step
+from atlas_fl.strategies.rule import Rule, Step, within_clusters
 
 
 def _identity(step: Step) -> np.ndarray:
     return np.eye(len(step.present))
 
 
-def _everyone(step: Step) -> np.ndarray:
-    return np.asarray(average(step.federation.weights, step.groups, step.present))
+def _everyone(options: StrategyOptions) -> Rule:
+    def rule(step: Step) -> np.ndarray:
+        weights = step.federation.weights
+        return np.asarray(average(weights, step.groups, step.present, max_share=options.max_share))
+
+    return rule
 
 
-def _clusters(step: Step) -> np.ndarray:
-    labels = zip(cluster_labels(step.federation.clusters), step.groups.tolist())
-    return np.asarray(average(step.federation.weights, group_ids(list(labels)), step.present))
+def _clusters(options: StrategyOptions) -> Rule:
+    def rule(step: Step) -> np.ndarray:
+        weights = step.federation.weights
+        return np.asarray(average(weights, within_clusters(step), step.present, max_share=options.max_share))
+
+    return rule
 
 
 def local(_: StrategyOptions) -> Strategy:
@@ -27,7 +37,7 @@ def local(_: StrategyOptions) -> Strategy:
 
 def fedavg(options: StrategyOptions) -> Strategy:
     """One average over all clients, weighted by examples; heads only inside their task."""
-    return mixing_strategy("fedavg", _everyone, options)
+    return mixing_strategy("fedavg", _everyone(options), options)
 
 
 def fedavg_cluster(options: StrategyOptions) -> Strategy:
@@ -35,7 +45,7 @@ def fedavg_cluster(options: StrategyOptions) -> Strategy:
 
     With one rank everywhere and `space="factors"` this is the baseline of the papers.
     """
-    return mixing_strategy("fedavg_cluster", _clusters, options, clustered=True)
+    return mixing_strategy("fedavg_cluster", _clusters(options), options, clustered=True)
 
 
 def atlas_no_laplacian(options: StrategyOptions) -> Strategy:
@@ -43,4 +53,4 @@ def atlas_no_laplacian(options: StrategyOptions) -> Strategy:
 
     The matrix is that of `fedavg_cluster`; the two differ in what a run puts around them (ranks and space).
     """
-    return mixing_strategy("atlas_no_laplacian", _clusters, options, clustered=True)
+    return mixing_strategy("atlas_no_laplacian", _clusters(options), options, clustered=True)

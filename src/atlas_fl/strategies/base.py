@@ -45,6 +45,8 @@ class StrategyOptions:
     """`importance` scales eta by each layer's importance."""
     scale: Callable[[int], float] = twice_the_rank
     """LoRA scale s of a rank."""
+    max_share: float = 1.0
+    """Largest share of a weighted average that one client's examples may give it (`matrices.bounded_weights`)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -160,7 +162,14 @@ def mixing_strategy(
     newcomers = for_newcomers(arrival or rule)
 
     def matrices(federation: Federation, present: Sequence[bool], *, round: int) -> Matrices:
-        return matrices_for(rule, federation, present, eta=eta(round), layer_weighting=weighting)
+        return matrices_for(
+            rule,
+            federation,
+            present,
+            eta=eta(round),
+            layer_weighting=weighting,
+            max_share=options.max_share,
+        )
 
     def aggregate(state: State, updates: ByClient, federation: Federation, *, round: int) -> Aggregated:
         models = with_shared(held(state, updates), federation, list(updates))

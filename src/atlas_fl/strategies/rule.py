@@ -8,7 +8,7 @@ import numpy as np
 from jaxtyping import Bool, Float64, Int64
 
 from atlas_fl.errors import ConfigError
-from atlas_fl.mixing.matrices import Federation, group_ids, layer_factors
+from atlas_fl.mixing.matrices import Federation, cluster_labels, group_ids, layer_factors
 from atlas_fl.mixing.shared import pooled
 from atlas_fl.tree import HEAD, LORA_A, LORA_B
 
@@ -34,6 +34,12 @@ Rule: TypeAlias = Callable[[Step], np.ndarray]
 """M (n, n), row-stochastic, of one step."""
 
 
+def within_clusters(step: Step) -> Int64[np.ndarray, " n"]:
+    """The step's groups, cut at the borders of clusters; who is undecided is a group of its own."""
+    labels = zip(cluster_labels(step.federation.clusters), step.groups.tolist())
+    return group_ids(list(labels))
+
+
 def _layer(federation: Federation, key: str) -> int:
     module = key.removesuffix(LORA_A).removesuffix(LORA_B)
     if module not in federation.layer_of:
@@ -42,7 +48,13 @@ def _layer(federation: Federation, key: str) -> int:
 
 
 def matrices_for(
-    rule: Rule, federation: Federation, present: Sequence[bool], *, eta: float, layer_weighting: str
+    rule: Rule,
+    federation: Federation,
+    present: Sequence[bool],
+    *,
+    eta: float,
+    layer_weighting: str,
+    max_share: float = 1.0,
 ) -> Matrices:
     """The matrix for each name: heads stay inside their task, layers may scale eta; equal matrices are one object.
 
@@ -62,7 +74,9 @@ def matrices_for(
             size = eta if factors is None or layer is None else eta * float(factors[layer])
             groups = by_task if is_head else anyone
             own = rule(Step(federation=federation, groups=groups, present=there, eta=size))
-            made[place] = own if layer is None else pooled(own, federation, layer, present=there)
+            if layer is not None:
+                own = pooled(own, federation, layer, present=there, max_share=max_share)
+            made[place] = own
         return made[place]
 
     return matrix

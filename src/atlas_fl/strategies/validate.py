@@ -1,11 +1,14 @@
 """What the server checks before an update may meet the models of others."""
 
-from math import isfinite
+from collections.abc import Iterator
 
 import torch
 
 from atlas_fl.errors import ProtocolError
-from atlas_fl.types import Params
+from atlas_fl.types import ByClient, Params
+
+LARGEST = 1e18
+"""Size of a weight above which it is refused: the square of a little more is no float32 any longer."""
 
 
 def _some(names: set[str]) -> str:
@@ -14,7 +17,7 @@ def _some(names: set[str]) -> str:
 
 
 def check_update(start: Params, update: Params) -> None:
-    """Raise ProtocolError unless the update holds the keys, shapes and dtypes of `start` and only finite numbers."""
+    """Raise ProtocolError unless the update has the keys, shapes and dtypes of `start`, no value beyond `LARGEST`."""
     missing, extra = start.keys() - update.keys(), update.keys() - start.keys()
     if missing or extra:
         parts = [f"lacks {_some(missing)}"] if missing else []
@@ -30,10 +33,24 @@ def check_update(start: Params, update: Params) -> None:
 
 
 def _check_finite(update: Params) -> None:
-    floats = {key: tensor for key, tensor in update.items() if tensor.is_floating_point() and tensor.numel()}
-    # one call for all: NaN and infinity survive the norm; so does an overflow, hence the second look
+    for key, bad in unusable_values(update):
+        kind = f"beyond {LARGEST:g}" if bool(update[key].isfinite().all()) else "NaN or infinite"
+        raise ProtocolError(f"{key} holds {bad} values that are {kind}; lower the learning rate or clip")
+
+
+def unusable_values(params: Params) -> Iterator[tuple[str, int]]:
+    """(name, how many) of every tensor with values that are NaN, infinite or beyond `LARGEST` in size."""
+    floats = {key: tensor for key, tensor in params.items() if tensor.is_floating_point() and tensor.numel()}
+    # one call for all: no value is larger than the norm, and NaN and infinity survive it
     norms = torch._foreach_norm(list(floats.values())) if floats else []
     for key, norm in zip(floats, torch.stack(tuple(norms)).tolist() if floats else []):
-        bad = 0 if isfinite(norm) else int((~torch.isfinite(floats[key])).sum())
+        bad = 0 if norm <= LARGEST else int((~(floats[key].abs() <= LARGEST)).sum())
         if bad:
-            raise ProtocolError(f"{key} holds {bad} values that are NaN or infinite; lower the learning rate or clip")
+            yield key, bad
+
+
+def unusable_models(models: ByClient) -> tuple[str, ...]:
+    """The clients whose models hold such values; tensors that several share are read once."""
+    tensors = {id(tensor): tensor for params in models.values() for tensor in params.values()}
+    bad = {int(key) for key, _ in unusable_values({str(place): tensor for place, tensor in tensors.items()})}
+    return tuple(name for name, params in models.items() if bad & {id(tensor) for tensor in params.values()})

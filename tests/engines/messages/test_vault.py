@@ -9,9 +9,9 @@ import torch
 from atlas_fl.clients.base import Job, Update
 from atlas_fl.clients.train import TrainOptions
 from atlas_fl.engines.messages.ends import AdapterSender
-from atlas_fl.engines.messages.vault import PrivateReceiver, Vault
+from atlas_fl.engines.messages.vault import Owner, PrivateReceiver, Vault, check_vault
 from atlas_fl.engines.messages.wire import Private, model_message, read_private
-from atlas_fl.errors import ModelError, ProtocolError
+from atlas_fl.errors import CheckpointError, ConfigError, ModelError, ProtocolError
 from atlas_fl.private import as_kept, at_server, is_stand_in, named, travelling, unshared
 from atlas_fl.strategies import check_update
 from atlas_fl.tree import PRIVATE, digest
@@ -28,9 +28,13 @@ def draw(ranks: dict[str, int]) -> Params:
     return found
 
 
+OWNER = Owner(client="c", config="0123456789abcdef")
+
+
 def vault_in(folder: Path, *share: str, rounds: int = 2) -> Vault:
     return Vault(
         folder=folder / "kept",
+        owner=OWNER,
         share=share,
         names=lambda _: NAMES,
         draw=draw,
@@ -83,7 +87,7 @@ def test_a_site_goes_on_with_what_it_kept_and_no_message_has_a_value_of_it(tmp_p
     assert whole["head.w"].tolist() == [10.0, 10.0]
     again = vault.whole(travelling(model), private_of(model), cut=None, round=0)
     assert digest(again) == digest(whole)
-    vault.clear()
+    assert vault.clear() == ""
     assert not (tmp_path / "kept").exists()
 
 
@@ -154,3 +158,86 @@ def test_only_what_is_not_shared_may_stay_away_and_only_digests_name_files(tmp_p
         vault_in(tmp_path, "A").whole(
             travelling(kept), read_private({"private": {"sha256": None, "ranks": [1]}}), cut=None, round=1
         )
+
+
+@pytest.fixture
+def kept(tmp_path: Path) -> Path:
+    """A folder with two versions, and what a write that was cut short has left."""
+    model = at_server(draw({"a": 1, "b": 1}), unshared(draw({"a": 1, "b": 1}), ("A",)), sha256=None)
+    for round in (1, 2):
+        model = step(vault_in(tmp_path, "A"), model, round=round)[2].params
+    folder = tmp_path / "kept"
+    (folder / f".{'ab' * 32}.safetensors.writing").write_bytes(b"half")
+    assert len(list(folder.iterdir())) == 5
+    return folder
+
+
+def test_a_folder_that_no_vault_has_made_is_refused_and_left_as_it_is(tmp_path: Path) -> None:
+    folder = tmp_path / "kept"
+    (folder / "sub").mkdir(parents=True)
+    (folder / "sub" / "data.csv").write_text("text,label")
+    (folder / "thesis.txt").write_text("years of work")
+    (folder / f"{'ab' * 32}.safetensors").symlink_to(folder / "thesis.txt")
+    for strange in (f"{'ab' * 32}.safetensors", "sub", "thesis.txt"):
+        with pytest.raises(ConfigError, match=f"kept holds {strange}, which `atlas join` has not written; name a new"):
+            check_vault(folder, OWNER)
+        path = folder / strange
+        path.rename(tmp_path / strange)
+    check_vault(folder, OWNER)  # it is empty now
+    check_vault(tmp_path / "not-there", OWNER)
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match="file is a file; name a new folder with --private"):
+        check_vault(tmp_path / "file", OWNER)
+    assert (tmp_path / "sub" / "data.csv").read_text() == "text,label"
+
+
+def test_the_vault_of_another_client_or_another_run_is_refused(kept: Path) -> None:
+    check_vault(kept, OWNER)
+    check_vault(kept)
+    with pytest.raises(ConfigError, match="holds what c does not share, and this is d; name another folder with"):
+        check_vault(kept, Owner(client="d", config=OWNER.config))
+    with pytest.raises(ConfigError, match=r"in another run \(settings 01234567, here fedcba98\); name another folder"):
+        check_vault(kept, Owner(client="c", config="fedcba9876543210"))
+    (kept / "vault.json").write_text("[]")
+    with pytest.raises(CheckpointError, match=r"damaged file .*vault\.json"):
+        check_vault(kept, OWNER)
+
+
+def test_a_vault_of_before_has_no_mark_and_is_gone_on_with(kept: Path, tmp_path: Path) -> None:
+    (kept / "vault.json").unlink()
+    check_vault(kept, OWNER)
+    vault = vault_in(tmp_path, "A")
+    step(vault, at_server(draw({"a": 1, "b": 1}), unshared(draw({"a": 1, "b": 1}), ("A",)), sha256=None), add=3.0)
+    assert json.loads((kept / "vault.json").read_text()) == {"client": "c", "config": OWNER.config}
+    assert vault.clear() == ""
+    assert not kept.exists()
+
+
+def test_only_what_the_vault_has_written_is_removed_at_the_end(kept: Path, tmp_path: Path) -> None:
+    thesis, link = kept / "thesis.txt", kept / f"{'cd' * 32}.safetensors"
+    (tmp_path / "elsewhere").write_text("mine")
+    thesis.write_text("years of work")
+    link.symlink_to(tmp_path / "elsewhere")
+    (kept / "sub").mkdir()
+    check_vault(kept, OWNER)  # these came while the run went on
+    assert vault_in(tmp_path, "A").clear() == f"{kept} stays: it holds {link.name}, which `atlas join` has not written"
+    assert {path.name for path in kept.iterdir()} == {"thesis.txt", "sub", link.name}
+    assert (tmp_path / "elsewhere").read_text() == "mine"
+    assert thesis.read_text() == "years of work"
+
+
+def test_the_folder_of_another_owner_is_not_cleared(kept: Path, tmp_path: Path) -> None:
+    vault = vault_in(tmp_path, "A")
+    (kept / "vault.json").write_text(json.dumps({"client": "c", "config": "of another run"}))
+    assert vault.clear() == ""
+    assert len(list(kept.iterdir())) == 5
+
+
+def test_no_name_in_the_index_leads_out_of_the_folder(kept: Path, tmp_path: Path) -> None:
+    victim = tmp_path / "victim.safetensors"
+    victim.touch()
+    (kept / "rounds.json").write_text(json.dumps({"../victim": 0}))
+    start = draw({"a": 1, "b": 1})
+    with pytest.raises(CheckpointError, match=r"damaged file .*rounds\.json: it has other names than digests"):
+        step(vault_in(tmp_path, "A"), at_server(start, unshared(start, ("A",)), sha256=None), round=9)
+    assert victim.exists()

@@ -22,6 +22,9 @@ from atlas_fl.engines.stream.sessions import NO_TENSORS
 from atlas_fl.errors import ProtocolError
 from atlas_fl.types import Params
 
+KEPT_SECONDS = 5.0
+"""How long a client that has its model waits for a server that has only begun to listen."""
+
 
 class Hall:
     """All seats. Its methods run in one loop."""
@@ -43,6 +46,8 @@ class Hall:
         self._identity, self._settings, self._on_note, self._late = identity, settings, on_note, late
         self._numbers, self._changed = 0, asyncio.Condition()
         self._hosts: Hosts | None = None
+        self.on_kept: Callable[[str], None] = lambda _: None
+        """Told of a client whose model lies on its disk; raises `ProtocolError` where that cannot be written down."""
 
     def admit(self, name: str, hello: Mapping[str, Any]) -> Head:
         """What the server says to a client that knocks; raises `ProtocolError` where they do not belong together."""
@@ -72,6 +77,8 @@ class Hall:
         seat = self.seats[name]
         if head.get("kind") == "register":
             await self._register(seat, head)
+        elif head.get("kind") == "kept":
+            return await self._kept(seat, head)
         elif seat.census is None:
             return {"kind": "register"}, NO_TENSORS  # the server was started again and knows nobody
         elif head.get("kind") == "cut" and (answer := await self._crossed(seat, head, tensors)) is not None:
@@ -98,6 +105,24 @@ class Hall:
                 return self._handed(seat, seat.work)
             seat.woken.clear()
             await seat.woken.wait()
+
+    async def _kept(self, seat: Seat, head: Mapping[str, Any]) -> tuple[Head, Params]:
+        """What a client is told whose model lies on its disk: that this is known here, or that another one is its own.
+
+        It may say so before it is registered: it was killed then, and needs nothing any more.
+        """
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(KEPT_SECONDS):
+                while seat.farewell is None:
+                    seat.woken.clear()
+                    await seat.woken.wait()
+        named = None if seat.farewell is None else seat.farewell[0].get("sha256")
+        if named is None or head.get("sha256") != named:
+            return {"kind": "another"}, NO_TENSORS
+        if not seat.kept:
+            self.on_kept(seat.name)
+        seat.dismissed = seat.kept = True
+        return {"kind": "over"}, NO_TENSORS
 
     async def _crossed(self, seat: Seat, head: Mapping[str, Any], tensors: Params) -> tuple[Head, Params] | None:
         """The answer to a question of a cut client; None where nobody waits for that job any more."""

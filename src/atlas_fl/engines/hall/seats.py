@@ -75,6 +75,9 @@ class Seat:
     """By guest, the digest of the upper part that this client was given of it last as its host."""
     farewell: tuple[Head, Params] | None = None
     dismissed: bool = False
+    """It was told that the run is over."""
+    kept: bool = False
+    """It has said that its model lies on its disk, and that is written down."""
     woken: asyncio.Event = field(default_factory=asyncio.Event)
 
 

@@ -23,6 +23,10 @@ Home: TypeAlias = Callable[[Cut | None, Told | None], Any]
 """(the cut, what is told of it) -> this site with its part of the model, or with all of it where there is no cut."""
 
 
+class AnotherModelError(ProtocolError):
+    """The model that lies here is not the one that the server has for this client."""
+
+
 class JobOverError(Exception):
     """The server no longer waits for the job; what it says instead."""
 
@@ -46,6 +50,16 @@ class OverLink:
         return read_payloads(tensors)
 
 
+def confirm(link: Exchange, sha256: str) -> None:
+    """Nothing, once the server has written down that this client's model lies on its disk.
+
+    Raises `ProtocolError` where it does not, and `AnotherModelError` where the client's own is another one.
+    """
+    answer, _ = link.exchange({"kind": "kept", "sha256": sha256})
+    if answer.get("kind") != "over":
+        raise AnotherModelError("the server has another model for this client; it is not the run that this one is of")
+
+
 @dataclass(kw_only=True, eq=False)
 class Worker:
     """Carries out a server's jobs at one site."""
@@ -60,10 +74,12 @@ class Worker:
     """Reads jobs, with the models that the server counts on."""
     actions: Mapping[str, Callable[[Sequence[Job], Any], list[Update]]] = field(default_factory=lambda: ACTIONS)
     """What this client can be asked to do where its model is not cut."""
+    keep: Callable[[Params, str], None] = lambda _model, _sha256: None
+    """Puts the client's own model on the disk, with the name that the server has for it."""
     _guests: Guests = field(default_factory=Guests)
 
     def work(self) -> Params:
-        """The client's model at the end of the run; empty where the run has none for it.
+        """The client's model at the end of the run, kept and confirmed; empty where the run has none for it.
 
         Raises `ProtocolError` where the server refuses, or stays away longer than the link's patience; `ModelError`
         where the model that a job needs is not here.
@@ -80,7 +96,11 @@ class Worker:
                 raise ProtocolError(f"the server has ended: {head.get('reason')!s:.500}")
             else:
                 raise ProtocolError(f"the server says {head.get('kind')!r:.40}; install its version of atlas-fl")
-        return self.receiver.farewell(head, tensors)
+        model = self.receiver.farewell(head, tensors)
+        if model:
+            self.keep(model, str(head.get("sha256")))
+            confirm(self.link, str(head.get("sha256")))
+        return model
 
     def _worked(self, head: Mapping[str, Any], tensors: Params) -> Message:
         """What the server says to the answer, or in the middle of a job that it no longer waits for."""

@@ -28,7 +28,7 @@ class Sender(Protocol):
         ...
 
     def farewell(self, model: Params) -> tuple[Head, Params]:
-        """What brings the client its own model at the end of the run."""
+        """What brings the client its own model at the end of the run; the head's `sha256` names that model."""
         ...
 
     def unanswered(self) -> None:
@@ -88,7 +88,7 @@ class AdapterSender:
     def farewell(self, model: Params) -> tuple[Head, Params]:
         """The model, or of one that is at its client in part what is not there."""
         private, sent = model_message(model)
-        return {"kind": "done", "model": True, **private}, sent
+        return {"kind": "done", "model": True, "sha256": digest(model), **private}, sent
 
     def unanswered(self) -> None:
         """What the other end trained last is unknown here."""

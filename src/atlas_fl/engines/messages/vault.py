@@ -3,9 +3,12 @@
 A server that is killed goes back to its last checkpoint and then names an older version, so none is removed before
 the server can no longer go back to it. What is written lies under the digest of its values, before the server hears of
 it; so a site that is killed goes on with whatever the server names next.
+
+`vault.json` says whose the folder is. A folder that no vault has made is refused, and nothing is removed that a vault
+has not written.
 """
 
-import shutil
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -17,7 +20,7 @@ from atlas_fl.clients.base import Job, Update
 from atlas_fl.engines.messages.ends import AdapterReceiver
 from atlas_fl.engines.messages.wire import Private, Told, read_private
 from atlas_fl.engines.stream.frames import Head
-from atlas_fl.errors import CheckpointError, ModelError, ProtocolError
+from atlas_fl.errors import CheckpointError, ConfigError, ModelError, ProtocolError
 from atlas_fl.io.results import read_json, write_json
 from atlas_fl.io.tensors import read_tensors, write_tensors
 from atlas_fl.lora.adapters import grown
@@ -26,12 +29,99 @@ from atlas_fl.split.step import Cut
 from atlas_fl.tree import LORA_A, LORA_B, PRIVATE, digest, select
 from atlas_fl.types import Params
 
+INDEX, MARK = "rounds.json", "vault.json"
+_VERSION = re.compile("[0-9a-f]{64}")
+_FILE = re.compile(rf"({_VERSION.pattern}\.safetensors|{re.escape(INDEX)}|{re.escape(MARK)})")
+_DRAFT = re.compile(rf"\.{_FILE.pattern}\.writing")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Owner:
+    """Whose private parts lie in a folder."""
+
+    client: str
+    config: str
+    """Hash of the run's settings."""
+
+
+def check_vault(folder: Path, owner: Owner | None = None) -> None:
+    """Nothing where private parts may be kept in this folder: it is not there, or empty, or a vault of this owner's.
+
+    Vaults of before have no mark, and are known by their files. Without an owner any vault will do.
+
+    Raises:
+        ConfigError: it holds what no vault has written, or is another client's or another run's.
+    """
+    if not folder.exists():
+        return
+    if not folder.is_dir():
+        raise ConfigError(f"{folder} is a file; name a new folder with --private")
+    if not (folder / MARK).exists():
+        if strange := _strange(folder):
+            raise ConfigError(
+                f"{folder} holds {strange[0]}, which `atlas join` has not written; name a new or an empty folder with"
+                " --private"
+            )
+        return
+    marked = _owner_of(folder)
+    if owner is not None and marked.client != owner.client:
+        raise ConfigError(
+            f"{folder} holds what {marked.client} does not share, and this is {owner.client}; name another folder with"
+            " --private"
+        )
+    if owner is not None and marked != owner:
+        raise ConfigError(
+            f"{folder} holds what {marked.client} did not share in another run (settings {marked.config:.8}, here"
+            f" {owner.config:.8}); name another folder with --private, or remove it once that run is over"
+        )
+
+
+def clear_vault(folder: Path, owner: Owner) -> str:
+    """Remove what this owner's vault has written, and the folder where nothing else is in it; what stays, in a line.
+
+    Sub-folders, links and files of other names stay. The mark goes last, so that what was begun can be done again.
+    """
+    if not folder.is_dir() or ((folder / MARK).exists() and _owner_of(folder) != owner):
+        return ""
+    try:
+        for path in sorted(folder.iterdir(), key=lambda path: path.name == MARK):
+            if _is_own(path):
+                path.unlink()
+        if folder.is_symlink():
+            return f"{folder} is a link and stays; it is empty"
+        if left := _strange(folder):
+            return f"{folder} stays: it holds {left[0]}, which `atlas join` has not written"
+        folder.rmdir()
+    except OSError as error:
+        return f"{error.filename or folder} cannot be removed ({error.strerror}); the run does not need it any more"
+    return ""
+
+
+def _owner_of(folder: Path) -> Owner:
+    found = read_json(folder / MARK)
+    try:
+        return Owner(client=str(found["client"]), config=str(found["config"]))
+    except (KeyError, TypeError):
+        raise CheckpointError(f"damaged file {folder / MARK}; restore it, or name another folder") from None
+
+
+def _is_own(path: Path) -> bool:
+    """Whether a vault has written this: a file of its names, and no link."""
+    named = _FILE.fullmatch(path.name) or _DRAFT.fullmatch(path.name)
+    return named is not None and path.is_file() and not path.is_symlink()
+
+
+def _strange(folder: Path) -> list[str]:
+    """What lies there that no vault has written, sorted."""
+    return sorted(path.name for path in folder.iterdir() if not _is_own(path))
+
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Vault:
     """The private parts of one client's model, by digest."""
 
     folder: Path
+    owner: Owner
     share: tuple[str, ...]
     """What leaves the client."""
     names: Callable[[Cut | None], frozenset[str]]
@@ -84,12 +174,14 @@ class Vault:
             update = replace(update, loaded=digest(_seen(job.params, sent, told)))
         return update, private
 
-    def clear(self) -> None:
-        """Remove everything: the run is complete."""
-        shutil.rmtree(self.folder, ignore_errors=True)
+    def clear(self) -> str:
+        """Remove all versions, as the run is complete; what stays in the folder, in a line."""
+        return clear_vault(self.folder, self.owner)
 
     def _keep(self, params: Params, round: int) -> str:
         found = digest(params)
+        if not (self.folder / MARK).exists():
+            write_json(self.folder / MARK, asdict(self.owner))
         if not self._file(found).exists():
             write_tensors(self._file(found), params)
         self._note(found, round)
@@ -110,16 +202,17 @@ class Vault:
 
     def _note(self, sha256: str, round: int) -> None:
         """This version was made or named now; those that no checkpoint can name any more go."""
-        index = self.folder / "rounds.json"
+        index = self.folder / INDEX
         used = self._used
         if not used and index.exists():
-            used.update(read_json(index))
+            used.update(_read_index(index))
         if used.get(sha256) == round:
             return
         used[sha256] = max(round, used.get(sha256, round))
         for old in [key for key, last in used.items() if key != sha256 and last < round - self.rounds]:
             del used[old]
-            self._file(old).unlink(missing_ok=True)
+            if _is_own(self._file(old)):
+                self._file(old).unlink()
         write_json(index, used)
 
     def _file(self, sha256: str) -> Path:
@@ -127,6 +220,15 @@ class Vault:
 
     def _drawn(self, wanted: frozenset[str], sent: Params, hidden: Sequence[int]) -> Params:
         return self.draw(_ranks(wanted, sent, hidden))
+
+
+def _read_index(path: Path) -> dict[str, int]:
+    """The round of every version; its names become those of files, so nothing else may stand there."""
+    found = read_json(path)
+    good = isinstance(found, dict) and all(_VERSION.fullmatch(key) and type(at) is int for key, at in found.items())
+    if not good:
+        raise CheckpointError(f"damaged file {path}: it has other names than digests, or other rounds than numbers")
+    return dict(found)
 
 
 @dataclass(kw_only=True, eq=False)

@@ -12,6 +12,7 @@ in both directions, since frozen weights keep every bit. The mask is sent to a c
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
+from hashlib import sha256
 from typing import Any
 
 import torch
@@ -85,7 +86,8 @@ class WholeSender:
     def farewell(self, model: Params) -> tuple[Head, Params]:
         """What of the client's own model it has not."""
         head, tensors = self._model(model)
-        return {"kind": "done", "model": True, **head}, tensors
+        whole = sha256(f"{head['body']} {head['top']}".encode()).hexdigest()
+        return {"kind": "done", "model": True, "sha256": whole, **head}, tensors
 
     def unanswered(self) -> None:
         """What the other end trained last is unknown here."""

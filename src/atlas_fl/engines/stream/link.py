@@ -25,6 +25,10 @@ READY_SECONDS = 20.0
 FIRST_PAUSE, LONGEST_PAUSE = 0.1, 5.0
 
 
+class UnreachableError(ProtocolError):
+    """No server has answered for as long as it was tried."""
+
+
 class Link:
     """One session with a server; used as a context, from one thread.
 
@@ -71,7 +75,7 @@ class Link:
     def exchange(self, head: Head, tensors: Params = NO_TENSORS) -> Message:
         """The server's answer, through as many streams as it takes.
 
-        Raises `ProtocolError` where the server refuses, or is not reached within the patience.
+        Raises `ProtocolError` where the server refuses, `UnreachableError` where it is not reached within the patience.
         """
         self._number += 1
         frame = encode_frame({"sequence": self._number, "body": head}, tensors)
@@ -121,7 +125,7 @@ class Link:
             if reason is None:
                 break
             if time.monotonic() + pause > until:
-                raise ProtocolError(
+                raise UnreachableError(
                     f"no answer from {self._address} for {self._left:g} seconds ({reason}); check the address, that"
                     " `atlas serve` runs there and that no firewall is between"
                 )

@@ -18,7 +18,7 @@ from atlas_fl.engines.stream.frames import FRAME_LIMIT, Head, decode_frame, enco
 from atlas_fl.errors import ProtocolError
 from atlas_fl.types import Params
 
-PROTOCOL = 2
+PROTOCOL = 3
 """Version of what requests and answers mean; ends of different versions refuse each other."""
 
 NO_TENSORS: Params = {}

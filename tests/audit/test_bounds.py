@@ -1,0 +1,72 @@
+"""The norm bound, recomputed: what it refused had to be, and what it let through was within it."""
+
+import re
+
+import pytest
+from safetensors.torch import load_file, save_file
+
+from atlas_fl.audit import audit
+from atlas_fl.errors import CheckpointError
+from tests.audit.written import edit_record, edit_tensors, found, only, write_run
+
+
+def leave(run, *, factor):
+    """The update of movie-1, refused in round two, as it is on record: its change so many times that of others."""
+    before = load_file(run / "audit" / "round-0001" / "start.safetensors")
+    other = load_file(run / "audit" / "round-0002" / "trained.safetensors")
+    sent = {}
+    for key in (key for key in before if key.startswith("movie-1/")):
+        change = (other[key.replace("movie-1/", "trec-0/")] - before[key.replace("movie-1/", "trec-0/")]).std()
+        sent[key] = before[key] + factor * change * before[key].sign()
+    save_file(sent, run / "audit" / "round-0002" / "out_of_bound.safetensors")
+
+
+def test_an_update_that_was_refused_for_its_norm_had_to_be(tmp_path):
+    run = write_run(tmp_path / "run")
+    leave(run, factor=1000)
+    assert audit(run).ok
+    leave(run, factor=1)
+    report = audit(run)
+    assert found(report) == {(2, "movie-1", "bounded")}
+    assert re.search(
+        r"its change is \S+ times the median, and 10 are allowed, but it was not", report.failures[0].detail
+    )
+
+
+def test_an_update_beyond_the_bound_that_was_mixed_is_found(tmp_path):
+    run = write_run(tmp_path / "run")
+
+    def blow_up(flat):
+        for key in (key for key in flat if key.startswith("movie-0/")):
+            flat[key] = flat[key] * 1000
+
+    edit_tensors(run, 1, "trained", blow_up)
+    (row,) = only(audit(run), "bounded")
+    assert (row.round, row.client) == (1, "movie-0")
+    assert row.detail.endswith("but it was mixed as it came")
+
+
+def test_a_run_older_than_the_bound_has_none(tmp_path):
+    run = write_run(tmp_path / "run")
+    config = run / "config.toml"
+    config.write_text(re.sub(r"\[robust\]\n(.+\n)*", "", config.read_text()))
+    assert "bounded" not in {row.check for row in audit(run).rows}
+
+
+def test_who_keeps_the_model_that_it_began_with_is_held_to_it_and_to_the_reason(tmp_path):
+    run = write_run(tmp_path / "run")
+    edit_record(run, 1, restored={"movie-0": "the mixed model holds values"})
+    assert only(audit(run), "mixed")[0].detail == "it was to keep the model that it began with, but it changed"
+    begun = load_file(run / "audit" / "round-0000" / "start.safetensors")
+    own = {key: tensor for key, tensor in begun.items() if key.startswith("movie-0/")}
+    edit_tensors(run, 1, "start", lambda flat: flat.update(own))
+    detail = only(audit(run), "mixed", round=1)[0].detail
+    assert detail.startswith("no update explains why it keeps its model: the largest value is ")
+
+
+@pytest.mark.parametrize("damage", ['{"clipped": 3}', "[]"])
+def test_a_damaged_record_is_one_line(tmp_path, damage):
+    run = write_run(tmp_path / "run")
+    (run / "audit" / "round-0001" / "record.json").write_text(damage)
+    with pytest.raises(CheckpointError, match="is no record of a round"):
+        audit(run)

@@ -1,0 +1,215 @@
+"""What lies on the disk is what was written: damage is found by the command that reads it, in one line."""
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from atlas_fl.audit import audit
+from atlas_fl.cli.commands import main
+from atlas_fl.config import Config
+from atlas_fl.errors import CheckpointError
+from atlas_fl.events import Note
+from atlas_fl.export import export
+from atlas_fl.io.digests import digests_of
+from atlas_fl.io.folder import RunFolder
+from atlas_fl.report.record import read_record
+from atlas_fl.run import resume, run
+from tests.runs.earlier import without_digests
+from tests.runs.reading import rows, same_tensors, state
+
+Make = Callable[..., Config]
+
+
+@pytest.fixture(scope="module")
+def whole(shared_config: Make) -> Path:
+    """A complete run; tests copy it before they damage it."""
+    return run(shared_config(name="whole", recluster_every=2)).folder
+
+
+@pytest.fixture(scope="module")
+def stopped(shared_config: Make) -> Path:
+    """The same run after two of its three rounds."""
+    return run(shared_config(name="stopped", recluster_every=2, max_rounds=2)).folder
+
+
+@pytest.fixture
+def complete(whole: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(whole, tmp_path / "run"))
+
+
+@pytest.fixture
+def partial(stopped: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(stopped, tmp_path / "run"))
+
+
+def flip(file: Path, *, at: float = 0.5) -> None:
+    """Change the lowest bit of one byte, at this share of the file: of text so that it stays text."""
+    content = bytearray(file.read_bytes())
+    content[int(at * (len(content) - 1))] ^= 1
+    file.write_bytes(content)
+
+
+def other_digit(file: Path, name: str) -> None:
+    """Change the first digit of this entry's value."""
+    text = file.read_text()
+    start = text.index(f'"{name}": ') + len(name) + 4
+    place = next(place for place in range(start, len(text)) if text[place].isdigit())
+    file.write_text(text[:place] + str((int(text[place]) + 1) % 10) + text[place + 1 :])
+
+
+@pytest.mark.parametrize("name", ["plan.json", "plan.safetensors"])
+def test_a_run_does_not_go_on_with_a_plan_that_is_not_the_one_it_made(partial: Path, name: str) -> None:
+    flip(partial / name)
+    before = (partial / "metrics.jsonl").read_bytes()
+    with pytest.raises(CheckpointError, match=rf"damaged file .*{name}: its SHA-256 is \w+, and \w+ was written; res"):
+        resume(partial)
+    assert (partial / "metrics.jsonl").read_bytes() == before
+
+
+def test_an_edge_that_was_not_planned_is_not_mixed_along(partial: Path) -> None:
+    content = json.loads((partial / "plan.json").read_text())
+    content["adjacency"][0][2] = content["adjacency"][2][0] = 0.5
+    (partial / "plan.json").write_text(json.dumps(content))
+    with pytest.raises(CheckpointError, match=r"damaged file .*plan\.json"):
+        resume(partial)
+    assert any("plan.json is damaged" in row.detail for row in audit(partial).failures)
+
+
+@pytest.mark.parametrize("name", ["metrics", "ledger"])
+def test_a_row_that_is_damaged_before_all_checkpoints_is_one_line_and_nothing_is_lost(partial: Path, name: str) -> None:
+    file = partial / f"{name}.jsonl"
+    content = file.read_bytes()
+    flip(file, at=0.01)
+    damaged = file.read_bytes()
+    with pytest.raises(CheckpointError, match=rf"{name}\.jsonl: its SHA-256 of the first \d+ bytes is .*; restore it"):
+        resume(partial)
+    assert file.read_bytes() == damaged
+    file.write_bytes(content)
+    assert resume(partial).complete
+
+
+def test_a_row_that_is_damaged_after_an_older_checkpoint_is_written_again(partial: Path, whole: Path) -> None:
+    flip(partial / "metrics.jsonl", at=0.99)
+    told: list[object] = []
+    assert resume(partial, on_event=told.append).complete
+    lines = [event.text for event in told if isinstance(event, Note)]
+    assert any("round-0002 passed over: damaged file" in line and "going on from round-0001" in line for line in lines)
+    assert rows(partial) == rows(whole)
+    assert same_tensors(state(partial), state(whole))
+    assert audit(partial).ok
+
+
+def test_a_row_that_is_damaged_after_the_newest_checkpoint_is_cut_back(partial: Path, whole: Path) -> None:
+    with (partial / "metrics.jsonl").open("ab") as file:
+        file.write(b'{"round": 3, "client": \xff\n')
+    assert all(row["round"] < 3 for row in read_record(partial).metrics)
+    assert resume(partial).complete
+    assert rows(partial) == rows(whole)
+
+
+def test_settings_of_a_session_that_changed_are_said_and_taken(partial: Path) -> None:
+    file = partial / "config.toml"
+    file.write_text(file.read_text().replace("keep_checkpoints = 2", "keep_checkpoints = 4"))
+    told: list[object] = []
+    assert resume(partial, on_event=told.append).complete
+    assert any("no setting that the run depends on differs" in str(event) for event in told)
+    assert audit(partial).ok
+
+
+DECIDING = ("plan.json", "plan.safetensors", "metrics.jsonl", "ledger.jsonl")
+"""What a report draws."""
+
+
+@pytest.mark.parametrize("name", DECIDING)
+@pytest.mark.parametrize("kind", ["complete", "partial"])
+def test_nothing_is_drawn_from_a_damaged_file(
+    name: str, kind: str, request: pytest.FixtureRequest, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = request.getfixturevalue(kind)
+    flip(folder / name)
+    assert main(["report", str(folder)]) == 2
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1
+    assert f"{name}: its SHA-256" in error
+
+
+@pytest.mark.parametrize("name", ["config.toml", "plan-0003.json"])
+def test_nothing_is_exported_by_a_damaged_plan(complete: Path, tmp_path: Path, name: str) -> None:
+    flip(complete / name)
+    with pytest.raises(CheckpointError, match=f"damaged file .*{name}"):
+        export(complete, client="0", to=tmp_path / "out")
+
+
+def test_a_digit_of_the_summary_is_found_by_resume_and_compare(complete: Path) -> None:
+    from atlas_fl.report.compare import read_summary
+
+    other_digit(complete / "summary.json", "total")
+    for read in (resume, read_summary):
+        with pytest.raises(
+            CheckpointError, match=r"damaged file .*summary\.json: .*; restore it from a copy, or remove"
+        ):
+            read(complete)
+
+
+def test_what_the_end_of_a_run_wrote_is_written_again(complete: Path, whole: Path) -> None:
+    """The remedy that the message gives."""
+    for name in ("summary.json", "digests.json", "adapters/movie-0/adapter_model.safetensors"):
+        flip(complete / name)
+    assert not audit(complete).ok
+    (complete / "summary.json").unlink()
+    assert resume(complete).complete
+    assert audit(complete).ok
+    name = "adapters/movie-0/adapter_model.safetensors"
+    assert (complete / name).read_bytes() == (whole / name).read_bytes()
+
+
+def test_every_file_of_a_run_is_found_by_the_audit(whole: Path, stopped: Path, tmp_path: Path) -> None:
+    for folder in (whole, stopped):
+        files = sorted(path.relative_to(folder) for path in folder.rglob("*") if path.is_file())
+        files = [file for file in files if file.name not in ("log.txt", ".lock")]
+        assert len(files) >= 17
+        copy = Path(shutil.copytree(folder, tmp_path / folder.name))
+        assert audit(copy).ok
+        for file in files:
+            flip(copy / file)
+            try:
+                damage = [row.detail for row in audit(copy).failures if row.check == "files"]
+            except CheckpointError as error:
+                damage = [str(error)]
+            assert any(str(file) in line for line in damage), file
+            flip(copy / file)
+
+
+def test_a_complete_run_does_not_lose_its_digests_unnoticed(complete: Path) -> None:
+    (complete / "digests.json").unlink()
+    with pytest.raises(CheckpointError, match=r"damaged file .*digests\.json: it is missing"):
+        read_record(complete)
+    assert [row.detail[:20] for row in audit(complete).failures] == ["digests.json is dama"]
+
+
+def test_runs_of_earlier_versions_go_on_and_get_digests(partial: Path, whole: Path) -> None:
+    before = without_digests(partial)
+    assert digests_of(RunFolder(before)) is None
+    assert audit(before).undigested == ("run",)
+    assert read_record(before).metrics
+    told: list[object] = []
+    assert resume(before, on_event=told.append).complete
+    assert any("has no digests: an earlier version wrote it" in str(event) for event in told)
+    assert same_tensors(state(before), state(whole))
+    report = audit(before)
+    assert report.ok
+    assert not report.undigested
+    assert digests_of(RunFolder(before)) is not None
+
+
+def test_complete_runs_of_earlier_versions_are_read_as_they_are(
+    complete: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = without_digests(complete)
+    assert main(["audit", str(folder)]) == 0
+    assert "run has no digests of its files: an earlier version wrote it" in capsys.readouterr().out
+    assert resume(folder).complete
+    assert export(folder, client="0", to=tmp_path / "out").is_dir()
