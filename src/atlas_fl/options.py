@@ -13,20 +13,25 @@ from atlas_fl.strategies.bounds import Space
 
 def strategy_of(config: Config) -> Strategy:
     """The server's rule with this config's numbers."""
-    mixing = config.mixing
-    return find_strategy(
-        mixing.strategy,
-        StrategyOptions(
-            eta=mixing.eta,
-            eta_decay=mixing.eta_decay,
-            laplacian=mixing.laplacian,
-            space=mixing.space,
-            share=mixing.share,
-            align=mixing.align,
-            layer_weighting=mixing.layer_weighting,
-            scale=scale_of(config),
-            max_share=config.robust.max_share,
-        ),
+    return find_strategy(config.mixing.strategy, strategy_options(config))
+
+
+def strategy_options(config: Config) -> StrategyOptions:
+    """The numbers and words of this config that rules are made from."""
+    mixing, robust = config.mixing, config.robust
+    return StrategyOptions(
+        eta=mixing.eta,
+        eta_decay=mixing.eta_decay,
+        laplacian=mixing.laplacian,
+        space=mixing.space,
+        share=mixing.share,
+        align=mixing.align,
+        layer_weighting=mixing.layer_weighting,
+        scale=scale_of(config),
+        max_share=robust.max_share,
+        within=robust.within,
+        trim=robust.trim,
+        byzantine=robust.byzantine,
     )
 
 

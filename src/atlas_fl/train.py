@@ -19,7 +19,7 @@ from atlas_fl.lines import line_in
 from atlas_fl.mixing.diversity import Diversity
 from atlas_fl.mixing.matrices import Federation, share_warnings
 from atlas_fl.mixing.shared import with_shared
-from atlas_fl.options import is_reclustered, space_of, strategy_of
+from atlas_fl.options import is_reclustered, space_of, strategy_of, strategy_options
 from atlas_fl.planning import Planned, at_ranks, cuts_of, held_by, regraphed
 from atlas_fl.private import as_kept
 from atlas_fl.records import Recorder
@@ -30,6 +30,7 @@ from atlas_fl.state import RoundRecord, State, crossed
 from atlas_fl.strategies import Strategy
 from atlas_fl.strategies.base import Aggregated
 from atlas_fl.strategies.bounds import bound_updates, change_norms
+from atlas_fl.strategies.robust import small_groups
 from atlas_fl.strategies.validate import LARGEST, check_update, unusable_models
 from atlas_fl.types import ByClient, Params
 
@@ -108,7 +109,7 @@ def train(
 
     The assembly grows where clients join.
     """
-    for line in share_warnings(planned.plan.federation(), assembly.config.robust.max_share):
+    for line in _warnings(assembly.config, planned.plan.federation()):
         on_event(Note(line))
     for number in range(state.round + 1, last + 1):
         on_event(PhaseStarted(f"round {number}"))
@@ -216,6 +217,12 @@ def _server_step(
         return found
     models = with_frozen(found.start, state.start, mask)
     return replace(found, state=models, start=models)
+
+
+def _warnings(config: Config, federation: Federation) -> list[str]:
+    """What a user should know of the rule and of these clients before the rounds."""
+    small = small_groups(config.mixing.strategy, federation, strategy_options(config))
+    return [*share_warnings(federation, config.robust.max_share), *small]
 
 
 def _spread(assembly: Assembly, planned: Planned, before: ByClient, end: End) -> Diversity | None:

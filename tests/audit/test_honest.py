@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 
 import atlas_fl.audit
 from atlas_fl.audit import audit
-from atlas_fl.config import MixingConfig
+from atlas_fl.config import MixingConfig, RobustConfig
 from atlas_fl.strategies import ALIASES, STRATEGIES
 from tests.audit.written import (
     CLIENTS,
@@ -41,6 +41,9 @@ HONEST = {
 }
 
 
+ROBUST = ("median", "trimmed_mean", "krum", "multi_krum", "geometric_median")
+
+
 @pytest.mark.parametrize("strategy", [*STRATEGIES, *ALIASES])
 @pytest.mark.parametrize("words", HONEST)
 def test_an_honest_run_passes(tmp_path, strategy, words):
@@ -49,6 +52,19 @@ def test_an_honest_run_passes(tmp_path, strategy, words):
     bounded = set() if strategy in ("local", "local_only") else {"bounded"}
     assert {row.check for row in report.rows} == {"record", "loaded", "names", "mixed", "moved"} | bounded
     assert len(only_rows(report, "mixed")) == ROUNDS * len(CLIENTS)
+
+
+@pytest.mark.parametrize("strategy", ROBUST)
+@pytest.mark.parametrize("space", ["product", "factors"])
+def test_a_robust_rule_inside_clusters_passes_and_another_rule_in_its_name_does_not(tmp_path, strategy, space):
+    robust = RobustConfig(within="clusters", trim=0.4, byzantine=2)
+    mixing = MixingConfig(strategy=strategy, space=space)
+    assert audit(write_run(tmp_path / "run", mixing, robust=robust)).ok
+    for other in {*ROBUST, "fedavg_cluster"} - {strategy}:
+        liar = write_run(tmp_path / other, mixing, robust=robust, real=replace(mixing, strategy=other))
+        # of two or three clients some rules are the same
+        same = {strategy, other} <= {"median", "trimmed_mean"} or {strategy, other} <= {"krum", "multi_krum"}
+        assert same or only(audit(liar), "mixed"), other
 
 
 def test_the_audit_tells_how_far_it_is(tmp_path):

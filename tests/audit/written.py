@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from safetensors.torch import load_file, save_file
 
-from atlas_fl.config import Config, MixingConfig, to_toml
+from atlas_fl.config import Config, MixingConfig, RobustConfig, to_toml
 from atlas_fl.mixing.matrices import Federation
 from atlas_fl.strategies import StrategyOptions, find_strategy
 from atlas_fl.tree import digest, prefixed
@@ -87,19 +87,20 @@ def who(round):
     return {1: (CLIENTS, ()), 2: (CLIENTS[1:], ("movie-1",)), 3: (("movie-0", "trec-1", "pairs-0"), ("trec-1",))}[round]
 
 
-def write_run(path, mixing=None, *, seed=42, alpha=None, rslora=False, real=None, served=None):
+def write_run(path, mixing=None, *, robust=None, seed=42, alpha=None, rslora=False, real=None, served=None):
     """A run folder as the round loop writes it. `real` are the words that the server really followed, `served(round,
     trained, start)` may replace what it delivers.
     """
-    mixing = mixing or MixingConfig()
+    mixing, robust = mixing or MixingConfig(), robust or RobustConfig()
     real = real or mixing
     options = StrategyOptions(
         eta=real.eta, eta_decay=real.eta_decay, laplacian=real.laplacian, space=real.space, share=real.share,
         align=real.align, layer_weighting=real.layer_weighting,
+        max_share=robust.max_share, within=robust.within, trim=robust.trim, byzantine=robust.byzantine,
         scale=lambda rank: (2 * rank if alpha is None else alpha) / (rank**0.5 if rslora else rank),
     )  # fmt: skip
     strategy = find_strategy(real.strategy, options)
-    config = Config(mixing=mixing)
+    config = Config(mixing=mixing, robust=robust)
     path.mkdir()
     (path / "config.toml").write_text(to_toml(replace(config, run=replace(config.run, seed=seed))))
     (path / "plan.json").write_text(json.dumps(plan_json(alpha=alpha, rslora=rslora)))

@@ -64,7 +64,12 @@ def test_after_every_rule_owners_hold_the_same_and_the_set_moves_as_its_definiti
         for owners in owners_of(fed, int(key[6])) if "layer" in key else []:
             first, *others = (after[CLIENTS[k]][key] for k in owners)
             assert all(torch.equal(first, other) for other in others), key
-    plain = strategy.matrices(federation(cuts=(None,) * 4), [True, False, True, True], round=1)(KEY.format(2, "A"))
+    if name in ("median", "trimmed_mean"):
+        return  # what is no weighted sum has no row; that all hold the same is what there is to say
+    apart = {"models": {**before, **trained}}
+    plain = strategy.matrices(federation(cuts=(None,) * 4), [True, False, True, True], round=1, **apart)(
+        KEY.format(2, "A")
+    )
     rows, weights = plain[[0, 2]], np.array([100, 300]) / 400
     product = [before[n][KEY.format(2, "B")] @ before[n][KEY.format(2, "A")] for n in CLIENTS]
     wanted = sum(w * m * p for w, row in zip(weights, rows) for m, p in zip(row, product))

@@ -24,6 +24,7 @@ from atlas_fl.audit.masks import frozen_fault
 from atlas_fl.audit.models import Models
 from atlas_fl.audit.report import AuditReport, AuditRow
 from atlas_fl.audit.rerank import check_ranks, is_reranked
+from atlas_fl.audit.robust import points_of, reducer, robust_of
 from atlas_fl.audit.rules import Rule, kind_of, weights
 from atlas_fl.audit.several import compare_runs
 from atlas_fl.errors import CheckpointError
@@ -228,6 +229,8 @@ def _truth(run: Run, record: Record, plan: Plan, before: Models, after: Models, 
         eta=mixing.eta if record.eta is None else record.eta,
         by_layer=mixing.layer_weighting == "importance",
         present=present,
+        robust=robust_of(run),
+        points=lambda clients, head: points_of(before, plan, mixing.share, clients, head=head),
     )
     made: dict[tuple[bool, int | None], np.ndarray] = {}
 
@@ -247,6 +250,7 @@ def _truth(run: Run, record: Record, plan: Plan, before: Models, after: Models, 
             space=mixing.space,
             share=mixing.share if rule.kind != "own" else (),
             align=mixing.align,
+            reduce=reducer(kind, rule.robust),
         )
     )
 

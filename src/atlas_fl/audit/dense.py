@@ -48,6 +48,8 @@ class Round:
     """What was shared."""
     align: str
     """How factors of different ranks met."""
+    reduce: Callable[[np.ndarray], np.ndarray] | None = None
+    """Of a rule that is no weighted sum, how the values of those in a row become one."""
 
 
 def _dense(round: Round, client: str, module: str, models: Models) -> np.ndarray:
@@ -129,8 +131,8 @@ class Truth:
         if row.tobytes() not in self._cut:
             names = self.round.plan.clients
             sources = np.flatnonzero(row).tolist()
-            parts = [row[other] * _dense(self.round, names[other], module, self.round.before) for other in sources]
-            mixed, size = np.asarray(sum(parts)), float(sum(np.linalg.norm(part) for part in parts))
+            parts = [_dense(self.round, names[other], module, self.round.before) for other in sources]
+            mixed, size = self._combined(row[sources], parts)
             left, values, right = decompose(mixed)
             self._cut[row.tobytes()] = (mixed, size, left, values, right)
         return self._cut[row.tobytes()]
@@ -143,12 +145,23 @@ class Truth:
         got = round.after[names[k]][key].double().numpy()
         sources = np.flatnonzero(matrix[k]).tolist()
         others = {other: round.before[names[other]][key].double().numpy() for other in sources}
-        size = float(sum(abs(matrix[k, other]) * np.linalg.norm(one) for other, one in others.items()))
         if key.endswith((LORA_A, LORA_B)):
             wanted = self._factor(k, key, own, others)
+            size = float(sum(abs(matrix[k, other]) * np.linalg.norm(one) for other, one in others.items()))
         else:
-            wanted = np.asarray(sum(matrix[k, other] * one for other, one in others.items()))
+            wanted, size = self._combined(matrix[k][sources], list(others.values()))
         return _measure(wanted, got, own, size=size, still=self.is_still(k, key))
+
+    def _combined(self, weights: np.ndarray, parts: Sequence[np.ndarray]) -> tuple[np.ndarray, float]:
+        """The weighted sum, or what the rule makes of these, and the size of what went in.
+
+        Where one far value does not move the result, the size is that of most.
+        """
+        norms = [float(np.linalg.norm(part)) for part in parts]
+        if self.round.reduce is not None:
+            return self.round.reduce(np.stack(parts)), float(np.median(norms))
+        mixed = np.asarray(sum(weight * part for weight, part in zip(weights, parts, strict=True)))
+        return mixed, float(sum(abs(weight) * norm for weight, norm in zip(weights, norms, strict=True)))
 
     def is_still(self, k: int, key: str) -> bool:
         """Whether client k starts with the very bits that it held."""
@@ -171,13 +184,13 @@ class Truth:
             leading = min(one[key].shape[1 if is_b else 0] for one in reached if key in one)
             wanted = mine.copy()
         for place in range(leading):
-            given = {other: one[place] for other, one in rows.items() if place < len(one)}
-            if given:
+            nothing = np.zeros(mine.shape[1])
+            given = [one[place] if place < len(one) else nothing for one in rows.values()]
+            if any(place < len(one) for one in rows.values()):
                 own_scale = plan.scale(len(mine)) if is_b else 1.0
-                wanted[place] = sum(
-                    matrix[k, other] * (plan.scale(len(rows[other])) / own_scale if is_b else 1.0) * one
-                    for other, one in given.items()
-                )
+                scales = [plan.scale(len(one)) / own_scale if is_b else 1.0 for one in rows.values()]
+                weights = np.array([matrix[k, other] for other in rows])
+                wanted[place], _ = self._combined(weights, [s * one for s, one in zip(scales, given, strict=True)])
         return wanted.T if is_b else wanted
 
 

@@ -11,6 +11,7 @@ from atlas_fl.audit.folder import Plan, Run, read_plan
 from atlas_fl.audit.masks import frozen_fault
 from atlas_fl.audit.models import Models, models_in
 from atlas_fl.audit.report import AuditRow
+from atlas_fl.audit.robust import points_of, reducer, robust_of
 from atlas_fl.audit.rules import Rule, arrival_weights, kind_of
 from atlas_fl.tree import HEAD, LORA_A
 
@@ -86,9 +87,17 @@ def _rank(plan: Plan, client: str, key: str) -> int | None:
 def _truth(run: Run, joined: Joined, known: Models) -> Truth:
     plan, mixing = joined.plan, run.mixing
     kind, present = kind_of(mixing.strategy), tuple(client in known for client in plan.clients)
-    rule = Rule(kind=kind, laplacian=mixing.laplacian, eta=0.0, by_layer=False, present=present)
-    made: Mapping[bool, np.ndarray] = {head: arrival_weights(plan, rule, head=head) for head in (False, True)}
     before: dict[str, dict[str, Tensor]] = {**known, **joined.fresh}
+    rule = Rule(
+        kind=kind,
+        laplacian=mixing.laplacian,
+        eta=0.0,
+        by_layer=False,
+        present=present,
+        robust=robust_of(run),
+        points=lambda clients, head: points_of(before, plan, mixing.share, clients, head=head),
+    )
+    made: Mapping[bool, np.ndarray] = {head: arrival_weights(plan, rule, head=head) for head in (False, True)}
     return Truth(
         Round(
             plan=plan,
@@ -98,6 +107,7 @@ def _truth(run: Run, joined: Joined, known: Models) -> Truth:
             space=mixing.space,
             share=mixing.share if kind != "own" else (),
             align=mixing.align,
+            reduce=reducer(kind, rule.robust),
         )
     )
 

@@ -1,11 +1,12 @@
 """The weights of every rule, written again from its definition, one row and one edge at a time."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 
 from atlas_fl.audit.folder import Plan
+from atlas_fl.audit.robust import Robust, bounded, model_weights, reducer
 from atlas_fl.errors import CheckpointError
 
 RULES = {
@@ -16,8 +17,16 @@ RULES = {
     "fedavg_cluster": "cluster mean",
     "atlas_no_laplacian": "cluster mean",
     "atlas": "laplacian",
+    "median": "median",
+    "trimmed_mean": "trimmed mean",
+    "krum": "krum",
+    "multi_krum": "multi-krum",
+    "geometric_median": "geometric median",
 }
 """What each strategy's name, and each older name for it, means."""
+
+ROBUST = ("median", "trimmed mean", "krum", "multi-krum", "geometric median")
+"""Rules under which every client counts alike."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,7 +34,7 @@ class Rule:
     """What a round's weights follow from."""
 
     kind: str
-    """`own`, `mean`, `cluster mean` or `laplacian`."""
+    """One of the values of `RULES`."""
     laplacian: str
     """`symmetric`, `random_walk` or `metropolis`."""
     eta: float
@@ -34,6 +43,10 @@ class Rule:
     """Whether eta is scaled by the importance of the layer."""
     present: tuple[bool, ...]
     """Whose update counts."""
+    robust: Robust = field(default_factory=Robust)
+    """What bounds weights, and what robust rules are made from."""
+    points: Callable[[Sequence[int], bool], np.ndarray] | None = None
+    """Of these clients, and of their heads or the rest: points as far apart as the models; None where nobody asks."""
 
 
 def kind_of(strategy: str) -> str:
@@ -47,17 +60,30 @@ def _may_meet(plan: Plan, k: int, other: int, *, head: bool) -> bool:
     return not head or plan.tasks[k] == plan.tasks[other]
 
 
-def _mean_row(plan: Plan, rule: Rule, k: int, *, head: bool) -> list[float]:
-    row = [0.0] * len(plan.clients)
-    for other in range(len(row)):
-        together = rule.kind == "mean" or (plan.clusters[k] >= 0 and plan.clusters[k] == plan.clusters[other])
-        together = together or other == k
+def _members(plan: Plan, rule: Rule, k: int, *, head: bool) -> list[int]:
+    """Whose updates are aggregated into the model of client k."""
+    everyone = rule.kind == "mean" or (rule.kind in ROBUST and rule.robust.within == "all")
+    members = []
+    for other in range(len(plan.clients)):
+        together = everyone or (plan.clusters[k] >= 0 and plan.clusters[k] == plan.clusters[other]) or other == k
         if together and rule.present[other] and _may_meet(plan, k, other, head=head):
-            row[other] = plan.examples[other]
-    total = sum(row)
-    if total == 0:
-        return [float(other == k) for other in range(len(row))]
-    return [weight / total for weight in row]
+            members.append(other)
+    return members
+
+
+def _mean_row(plan: Plan, rule: Rule, k: int, *, head: bool) -> list[float]:
+    """The weights of an average, by examples; of robust rules by distances, or all alike where nobody knows these."""
+    members = _members(plan, rule, k, head=head)
+    row = [float(other == k and not members) for other in range(len(plan.clients))]
+    if rule.kind not in ROBUST:
+        weights = bounded([plan.examples[other] for other in members], rule.robust.max_share)
+    elif rule.points is None or reducer(rule.kind, rule.robust) is not None:
+        weights = [1.0] * len(members)
+    else:
+        weights = model_weights(rule.kind, rule.points(members, head), rule.robust) if members else []
+    for other, weight in zip(members, weights, strict=True):
+        row[other] = weight / sum(weights)
+    return row
 
 
 def _edge(plan: Plan, k: int, other: int, *, head: bool) -> float:
@@ -103,11 +129,13 @@ def _common_row(plan: Plan, rule: Rule, k: int, each: np.ndarray, layer: int) ->
     owners = plan.owners(k, layer)
     if len(owners) < 2:
         return np.asarray(each[k])
+    if reducer(rule.kind, rule.robust) is not None:
+        return np.asarray(each[k])
     counted = [one for one in owners if rule.present[one]] or owners
-    total = sum(plan.examples[one] for one in counted)
+    examples = bounded([plan.examples[one] for one in counted], rule.robust.max_share)
     row = np.zeros(len(each))
-    for one in counted:
-        row += plan.examples[one] / total * each[one]
+    for one, weight in zip(counted, examples, strict=True):
+        row += weight / sum(examples) * each[one]
     own = sum(row[one] for one in owners)
     row[list(owners)] = 0.0
     if not row.any():
@@ -121,7 +149,7 @@ def _each(plan: Plan, rule: Rule, *, head: bool, layer: int | None) -> np.ndarra
     n = len(plan.clients)
     if rule.kind == "own":
         return np.eye(n)
-    if rule.kind in ("mean", "cluster mean"):
+    if rule.kind != "laplacian":
         return np.array([_mean_row(plan, rule, k, head=head) for k in range(n)])
     step = _step_size(plan, rule, layer)
     matrix = _laplacian(plan, rule.laplacian, head=head)

@@ -9,6 +9,7 @@ import numpy as np
 
 from atlas_fl.audit.folder import Run, is_aggregated, read_models, read_plan, read_record
 from atlas_fl.audit.report import AuditRow
+from atlas_fl.audit.robust import robust_of
 from atlas_fl.audit.rules import Rule, kind_of, weights
 from atlas_fl.tree import digest
 
@@ -37,6 +38,7 @@ def _round_signature(run: Run, round: int) -> list[object]:
     mixing = run.mixing
     present = tuple(client in record.accepted for client in plan.clients)
     rule = Rule(
+        robust=robust_of(run),
         kind=kind_of(mixing.strategy) if is_aggregated(run, round) else "own",
         laplacian=mixing.laplacian,
         eta=mixing.eta * mixing.eta_decay ** (round - 1),

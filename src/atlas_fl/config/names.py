@@ -126,7 +126,7 @@ def _check_tuned(config: Config) -> None:
                 f"{of_adapters[0].flag} is for adapters, and these image tasks train whole models; leave it out, or"
                 " take --tune lora, or a vision preset where it is the preset's (`atlas list presets`)"
             )
-        _check_rule(config.mixing.strategy)
+        _check_rule(config.mixing.strategy, within=config.robust.within)
         return
     of_whole = [one for one in _changed(config, "images", "sparse") if one.group == "sparse" or one.name in OF_WHOLE]
     if of_whole:
@@ -135,18 +135,18 @@ def _check_tuned(config: Config) -> None:
         raise ConfigError(f"{changed[0].flag} cuts models of texts, and these tasks have images; leave it out")
 
 
-def _check_rule(name: str) -> None:
+def _check_rule(name: str, *, within: str) -> None:
     from atlas_fl.strategies import StrategyOptions, find_strategy
 
-    if find_strategy(name, StrategyOptions()).clustered:
+    if find_strategy(name, StrategyOptions(within=within)).clustered:
         raise no_clusters(name)
 
 
 def no_clusters(strategy: str) -> ConfigError:
     """The error for a rule of clusters on whole models."""
     return ConfigError(
-        f"--strategy {strategy} needs fingerprints of adapters, and whole models of image tasks have none; use fedavg"
-        " or local, --tune lora, or a vision preset (`atlas list presets`)"
+        f"--strategy {strategy} needs fingerprints of adapters, and whole models of image tasks have none; use fedavg,"
+        " local, or a robust rule over all clients, --tune lora, or a vision preset (`atlas list presets`)"
     )
 
 

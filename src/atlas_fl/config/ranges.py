@@ -80,6 +80,8 @@ RANGES: Mapping[str, Range] = {
     "aggregate_every": ONE_OR_MORE,
     "max_norm_ratio": Range("above 1", lambda value: value > 1),
     "max_share": SHARE,
+    "trim": Range("at least 0, below 0.5", lambda value: 0 <= value < 0.5),
+    "byzantine": ZERO_OR_MORE,
     "validation_share": INSIDE,
     "image_size": Range("at least 8", lambda value: value >= 8),
     "frozen_blocks": ZERO_OR_MORE,

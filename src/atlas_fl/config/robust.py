@@ -17,3 +17,10 @@ class RobustConfig:
     max_share: float = 0.5
     """Largest share of a weighted average that one client's examples may give it, where three or more are averaged; 1
     leaves the shares as they are."""
+    within: Literal["all", "clusters"] = "all"
+    """Where `median`, `trimmed_mean`, `krum`, `multi_krum` and `geometric_median` are applied: over all clients, or
+    inside each cluster."""
+    trim: float = 0.2
+    """Share of the clients whose values `trimmed_mean` leaves out at each end, rounded up."""
+    byzantine: int = 1
+    """Hostile clients that `krum` and `multi_krum` expect among those that are aggregated."""

@@ -5,7 +5,7 @@ that all of a connected group have; the rest stays the client's own). The averag
 the average: product space is exact, this is what most papers do.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import TypeAlias
 
 import numpy as np
@@ -16,6 +16,9 @@ from atlas_fl.mixing.rows import Group
 
 Moved: TypeAlias = tuple[tuple[int, ...], Tensor]
 """Clients, by position, and the new tensor that they all get."""
+
+Reduce: TypeAlias = Callable[[Tensor], Tensor]
+"""From (clients, ...) to (...), value by value: what a rule that is no mixing matrix does in the place of a sum."""
 
 Workspace: TypeAlias = dict[tuple[int, int, torch.dtype, torch.device], Tensor]
 """Stacks that are used again: megabytes fresh from the system cost more time than the sums over them."""
@@ -30,7 +33,24 @@ def _flat(stack: Tensor) -> Tensor:
     return stack.flatten(1) if stack.dtype in (torch.float32, torch.float64) else stack.flatten(1).float()
 
 
-def mix_plain(tensors: Mapping[int, Tensor], group: Group, workspace: Workspace) -> Iterator[Moved]:
+def _aggregated(rows: np.ndarray, flat: Tensor, reduce: Reduce | None) -> Tensor:
+    """(rows, values): the weighted sums of the stack, or what `reduce` makes of it.
+
+    Then all sources count alike, and a row over their equal weight is what each of them is scaled by.
+    """
+    if reduce is None:
+        return _weights(rows, flat) @ flat
+    scales = rows * rows.shape[1]
+    alike = np.allclose(scales, 1, rtol=1e-12)
+    found = [
+        reduce(flat if alike else flat * _weights(row, flat)[:, None]) for row in (scales[:1] if alike else scales)
+    ]
+    return torch.stack(found * (len(rows) // len(found)))
+
+
+def mix_plain(
+    tensors: Mapping[int, Tensor], group: Group, workspace: Workspace, reduce: Reduce | None = None
+) -> Iterator[Moved]:
     """`sum_l m_kl w_l` for every target of the group, whose tensors have one shape; equal rows give one tensor.
 
     The stack of all sources lies in `workspace`, which the next call may overwrite.
@@ -40,7 +60,7 @@ def mix_plain(tensors: Mapping[int, Tensor], group: Group, workspace: Workspace)
     if place not in workspace:
         workspace[place] = torch.empty(*place[:2], dtype=first.dtype, device=first.device)
     stack = _flat(torch.stack([tensors[k].reshape(-1) for k in group.sources], out=workspace[place]))
-    mixed = (_weights(group.rows, stack) @ stack).to(first.dtype).view(-1, *first.shape)
+    mixed = _aggregated(group.rows, stack, reduce).to(first.dtype).view(-1, *first.shape)
     # every row owns its memory: a client that stays away must not keep the stack of all alive
     rows = [mixed[0]] if len(mixed) == 1 else [row.clone() for row in mixed]
     return zip(group.targets, rows)
@@ -63,6 +83,7 @@ def mix_factor(
     lead: Mapping[int, int] | None,
     scales: Mapping[int, float] | None,
     keep_own: bool,
+    reduce: Reduce | None = None,
 ) -> Iterator[Moved]:
     """The mixed factor of every target, each with its own rank; the rank is the first axis (pass B transposed).
 
@@ -77,7 +98,7 @@ def mix_factor(
     for place, k in enumerate(group.sources):
         stack[place, : factors[k].shape[0]] = factors[k]
     flat = _flat(stack)
-    mixed = (_weights(rows, flat) @ flat).to(first.dtype).view(-1, longest, first.shape[1])
+    mixed = _aggregated(rows, flat, reduce).to(first.dtype).view(-1, longest, first.shape[1])
     for row, clients in zip(mixed, targets):
         for k in clients:
             own = factors[k]

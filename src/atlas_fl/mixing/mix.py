@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from atlas_fl.errors import ConfigError, ProtocolError, unknown
-from atlas_fl.mixing.factors import Moved, Workspace, mix_factor, mix_plain
-from atlas_fl.mixing.product import energy_share, fit, leading, realigned, stack_factors
+from atlas_fl.mixing.factors import Moved, Reduce, Workspace, mix_factor, mix_plain
+from atlas_fl.mixing.product import energy_share, fit, leading, leading_reduced, realigned, stack_factors
 from atlas_fl.mixing.rows import Group, components_of, groups_of
 from atlas_fl.tree import HEAD, LORA_A, LORA_B, PRIVATE, lora_modules
 from atlas_fl.types import ByClient, Params
@@ -101,7 +101,9 @@ def _leads(components: Sequence[int], ranks: Sequence[int | None]) -> dict[int, 
     return {k: smallest[components[k]] for k, rank in enumerate(ranks) if rank is not None}
 
 
-def _mix_key(held: _Held, rows: _Rows, key: str, *, align: str, scale: Callable[[int], float]) -> Iterator[Moved]:
+def _mix_key(
+    held: _Held, rows: _Rows, key: str, *, align: str, scale: Callable[[int], float], reduce: Reduce | None
+) -> Iterator[Moved]:
     groups, components = rows.of(key)
     is_b = key.endswith(LORA_B)
     is_factor = is_b or key.endswith(LORA_A)
@@ -113,7 +115,7 @@ def _mix_key(held: _Held, rows: _Rows, key: str, *, align: str, scale: Callable[
         tensors = held.holders(group, key)
         shapes = {tensor.shape for tensor in tensors.values()}
         if len(shapes) == 1 and (lead is None or {lead[k] for k in tensors} == {next(iter(shapes))[axis]}):
-            yield from mix_plain(tensors, group, rows.workspace)
+            yield from mix_plain(tensors, group, rows.workspace, reduce)
         elif shapes and not is_factor:
             raise ProtocolError(
                 f"{key} has the shapes {sorted(map(tuple, shapes))}; clients that mix it need equal ones: name their "
@@ -122,14 +124,14 @@ def _mix_key(held: _Held, rows: _Rows, key: str, *, align: str, scale: Callable[
         elif is_b:
             scales = {k: scale(tensor.shape[1]) for k, tensor in tensors.items()}
             turned = {k: tensor.T for k, tensor in tensors.items()}
-            mixed = mix_factor(turned, group, lead=lead, scales=scales, keep_own=False)
+            mixed = mix_factor(turned, group, lead=lead, scales=scales, keep_own=False, reduce=reduce)
             yield from ((clients, tensor.T.contiguous()) for clients, tensor in mixed)
         elif shapes:
-            yield from mix_factor(tensors, group, lead=lead, scales=None, keep_own=True)
+            yield from mix_factor(tensors, group, lead=lead, scales=None, keep_own=True, reduce=reduce)
 
 
 def _mix_product(
-    held: _Held, group: Group, module: str, *, scale: Callable[[int], float]
+    held: _Held, group: Group, module: str, *, scale: Callable[[int], float], reduce: Reduce | None
 ) -> Iterator[tuple[int, Tensor, Tensor, float, float]]:
     """(client, A, B, energy thrown away, energy of the whole) for every target of the group."""
     a, b = held.holders(group, module + LORA_A), held.holders(group, module + LORA_B)
@@ -137,10 +139,15 @@ def _mix_product(
         return
     sources = group.sources
     counts = [a[k].shape[0] for k in sources]
-    stack_a, stack_b = stack_factors([a[k] for k in sources], [b[k] for k in sources], [scale(r) for r in counts])
-    weights = torch.from_numpy(np.repeat(group.rows, counts, axis=1)).to(stack_a.device)
+    factors = [a[k] for k in sources], [b[k] for k in sources], [scale(r) for r in counts]
     longest = [max(a[k].shape[0] for k in targets) for targets in group.targets]
-    for best, targets in zip(leading(stack_a, stack_b, weights, ranks=longest), group.targets):
+    if reduce is None:
+        stack_a, stack_b = stack_factors(*factors)
+        weights = torch.from_numpy(np.repeat(group.rows, counts, axis=1)).to(stack_a.device)
+        found = leading(stack_a, stack_b, weights, ranks=longest)
+    else:
+        found = leading_reduced(*factors, reduce=reduce, ranks=longest)
+    for best, targets in zip(found, group.targets):
         done: dict[int, tuple[Tensor, Tensor, float]] = {}
         for k in targets:
             rank = a[k].shape[0]
@@ -160,12 +167,16 @@ def mix(
     space: str,
     align: str,
     scale: Callable[[int], float],
+    reduce: Reduce | None = None,
 ) -> Mixed:
     """Everyone's model after `w <- M w`, where `matrices(key)` is M (n, n) float64, row-stochastic, for that tensor.
 
     In `product` space the update `s B A` of each module is mixed with the matrix of its `lora_A`, then cut to each
     client's own rank. `scale` gives s of a rank. Who has the identity's row keeps the very same tensors. Raises
     ConfigError for words that contradict, ProtocolError where models that should mix hold different tensors.
+
+    With `reduce` a row of M, whose weights are equal, only says who is aggregated, and this function how: value by
+    value, in product space those of the dense updates.
     """
     check_mixing(share, space, align)
     rows = _Rows(matrices.__getitem__ if isinstance(matrices, Mapping) else matrices)
@@ -173,7 +184,7 @@ def mix(
     new: dict[int, dict[str, Tensor]] = {}
     for key in _all_keys(held.params):
         if _is_shared(key, share, space):
-            for targets, tensor in _mix_key(held, rows, key, align=align, scale=scale):
+            for targets, tensor in _mix_key(held, rows, key, align=align, scale=scale, reduce=reduce):
                 for k in targets:
                     new.setdefault(k, dict(held.params[k]))[key] = tensor
     thrown, total = dict.fromkeys(clients, 0.0), dict.fromkeys(clients, 0.0)
@@ -181,7 +192,7 @@ def mix(
     modules = sorted(lora_modules(dict.fromkeys(_all_keys(held.params), torch.empty(0)))) if space == "product" else []
     for module in modules if "A" in share else []:
         for group in rows.of(module + LORA_A)[0]:
-            for k, a, b, lost, whole in _mix_product(held, group, module, scale=scale):
+            for k, a, b, lost, whole in _mix_product(held, group, module, scale=scale, reduce=reduce):
                 new.setdefault(k, dict(held.params[k])).update({module + LORA_A: a, module + LORA_B: b})
                 thrown[clients[k]] += lost
                 total[clients[k]] += whole

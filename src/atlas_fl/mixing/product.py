@@ -5,7 +5,7 @@ the update is `(B W R^T) Q^T`, and the small Gram matrix `H = R W B^T B W R^T` h
 All in float64, so that squaring costs nothing that float32 factors could hold. Eckart and Young, 1936.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -15,6 +15,8 @@ from atlas_fl.rng import torch_generator
 
 RELATIVE_RANK = 1e-6
 """Singular values below this share of the largest are zero: float32 factors hold no more."""
+DENSE_VALUES = 2**23
+"""Values of dense updates that are formed together."""
 INPUT_NOISE = 1e-7
 """So are those below this share of the largest summand: what cancels leaves rounding behind."""
 
@@ -69,6 +71,30 @@ def leading(a: Tensor, b: Tensor, weights: Tensor, *, ranks: Sequence[int]) -> l
         right *= (signs * root)[:, None]
         found.append(Leading(left=left, right=right, energies=sigma.square(), total=float(gram.trace())))
     return found
+
+
+def leading_reduced(
+    a: Sequence[Tensor],
+    b: Sequence[Tensor],
+    scales: Sequence[float],
+    *,
+    reduce: Callable[[Tensor], Tensor],
+    ranks: Sequence[int],
+) -> list[Leading]:
+    """For each rank the best factors of what `reduce` makes of the dense updates s B A, in float64.
+
+    They are formed some rows at a time, so that those of all clients are never there at once.
+    """
+    d_out, d_in = b[0].shape[0], a[0].shape[1]
+    rows = max(1, DENSE_VALUES // (len(a) * d_in))
+    wide, tall = [tensor.double() for tensor in a], [tensor.double() * scale for tensor, scale in zip(b, scales)]
+    parts = [
+        reduce(torch.stack([left[first : first + rows] @ right for left, right in zip(tall, wide)]))
+        for first in range(0, d_out, rows)
+    ]
+    update = torch.cat(parts)
+    best = _leading_dense(update, rank=max(ranks), noise=0.0)
+    return [best] * len(ranks)
 
 
 def _leading_dense(update: Tensor, *, rank: int, noise: float) -> Leading:

@@ -8,6 +8,7 @@ from atlas_fl.strategies.base import State as State
 from atlas_fl.strategies.base import Strategy as Strategy
 from atlas_fl.strategies.base import StrategyOptions as StrategyOptions
 from atlas_fl.strategies.laplacian import atlas
+from atlas_fl.strategies.robust import geometric_median, krum, median, multi_krum, trimmed_mean
 from atlas_fl.strategies.validate import check_update as check_update
 
 STRATEGIES: dict[str, Callable[[StrategyOptions], Strategy]] = {
@@ -16,6 +17,11 @@ STRATEGIES: dict[str, Callable[[StrategyOptions], Strategy]] = {
     "fedavg_cluster": fedavg_cluster,
     "atlas": atlas,
     "atlas_no_laplacian": atlas_no_laplacian,
+    "median": median,
+    "trimmed_mean": trimmed_mean,
+    "krum": krum,
+    "multi_krum": multi_krum,
+    "geometric_median": geometric_median,
 }
 
 ALIASES: dict[str, str] = {"local_only": "local", "standard_fl": "fedavg"}

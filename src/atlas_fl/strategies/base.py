@@ -1,21 +1,26 @@
 """A strategy: a frozen pair of functions, and the one way in which every rule of this package is applied."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol, TypeAlias, runtime_checkable
 
 import numpy as np
 
 from atlas_fl.errors import ConfigError, ProtocolError, unknown
+from atlas_fl.mixing.distances import squared_distances
+from atlas_fl.mixing.factors import Reduce
 from atlas_fl.mixing.matrices import LAPLACIANS, Federation
 from atlas_fl.mixing.mix import Mixed, check_mixing, mix
 from atlas_fl.mixing.shared import with_shared
-from atlas_fl.strategies.rule import Matrices, Rule, for_newcomers, matrices_for
+from atlas_fl.strategies.rule import Distances, Matrices, Rule, for_newcomers, matrices_for
 from atlas_fl.types import ByClient, Params
 
 State: TypeAlias = ByClient
 """What a strategy remembers between rounds: the model that every client holds. `tree.prefixed` makes it one flat
 mapping for a checkpoint, `tree.unprefixed` brings it back."""
+
+Known: TypeAlias = ByClient | None
+"""The models that everyone holds, where there are any yet."""
 
 LAYER_WEIGHTINGS = ("none", "importance")
 
@@ -47,6 +52,12 @@ class StrategyOptions:
     """LoRA scale s of a rank."""
     max_share: float = 1.0
     """Largest share of a weighted average that one client's examples may give it (`matrices.bounded_weights`)."""
+    within: str = "all"
+    """Where robust rules are applied: over `all` clients, or inside `clusters`."""
+    trim: float = 0.2
+    """Share of the clients whose values `trimmed_mean` leaves out at each end."""
+    byzantine: int = 1
+    """Hostile clients that `krum` and `multi_krum` expect."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,8 +92,13 @@ class Welcome(Protocol):
 class MatricesOf(Protocol):
     """The matrices of one round."""
 
-    def __call__(self, federation: Federation, present: Sequence[bool], *, round: int) -> Matrices:
-        """The matrix for each parameter's name, when these clients took part."""
+    def __call__(
+        self, federation: Federation, present: Sequence[bool], *, round: int, models: Known = None
+    ) -> Matrices:
+        """The matrix for each parameter's name, when these clients took part.
+
+        A rule that goes by the distances between models needs these; without them it says who may mix with whom.
+        """
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,7 +116,7 @@ class Strategy:
     aggregate: Aggregate
     """The server step."""
     matrices: MatricesOf
-    """The matrices that the step applies: for reports, graph histories and tests."""
+    """The matrices that the step applies; of a rule that is none (`median`), who is aggregated with whom."""
     eta: Callable[[int], float]
     """The step of a round (the first is 1); 0 where the rule has none."""
     welcome: Welcome
@@ -150,37 +166,44 @@ def mixing_strategy(
     communicates: bool = True,
     clustered: bool = False,
     has_eta: bool = False,
+    by_distance: bool = False,
+    reduce: Reduce | None = None,
 ) -> Strategy:
     """The strategy that applies the rule's matrix to what everyone holds.
 
+    With `by_distance` the rule is told how far apart the models are. With `reduce` its rows only say who is aggregated
+    with whom, and this is how.
     Who joins later begins with its row of `arrival`, in which it is not present and the others are: by default of the
     rule itself, which for an average is the average of the others.
     """
     check_options(options)
-    weighting = options.layer_weighting if has_eta else "none"
-    eta = _steps(options) if has_eta else _no_step
+    weighting, eta = (options.layer_weighting, _steps(options)) if has_eta else ("none", _no_step)
     newcomers = for_newcomers(arrival or rule)
 
-    def matrices(federation: Federation, present: Sequence[bool], *, round: int) -> Matrices:
+    def matrices(federation: Federation, present: Sequence[bool], *, round: int, models: Known = None) -> Matrices:
         return matrices_for(
             rule,
-            federation,
+            # what is reduced is the same for all of a group, and so for those who share a set
+            federation if reduce is None else replace(federation, cuts=()),
             present,
             eta=eta(round),
             layer_weighting=weighting,
             max_share=options.max_share,
+            distances=_distances(federation, models, options) if by_distance and models is not None else None,
         )
 
     def aggregate(state: State, updates: ByClient, federation: Federation, *, round: int) -> Aggregated:
         models = with_shared(held(state, updates), federation, list(updates))
-        found = matrices(federation, [client in updates for client in federation.clients], round=round)
-        mixed = _mixed(models, found, federation, options)
+        present = [client in updates for client in federation.clients]
+        mixed = _mixed(models, matrices(federation, present, round=round, models=models), federation, options, reduce)
         return Aggregated(state=mixed.by_client, start=mixed.by_client, discarded=mixed.discarded)
 
     def welcome(state: State, fresh: ByClient, federation: Federation) -> dict[str, Params]:
         there = [client not in fresh for client in federation.clients]
-        found = matrices_for(newcomers, federation, there, eta=1.0, layer_weighting="none")
-        by_client = _mixed({**state, **fresh}, found, federation, options).by_client
+        models = {**state, **fresh}
+        apart = _distances(federation, models, options) if by_distance else None
+        found = matrices_for(newcomers, federation, there, eta=1.0, layer_weighting="none", distances=apart)
+        by_client = _mixed(models, found, federation, options, reduce).by_client
         return {client: by_client[client] for client in fresh}
 
     return Strategy(
@@ -195,7 +218,17 @@ def mixing_strategy(
     )
 
 
-def _mixed(models: ByClient, matrices: Matrices, federation: Federation, options: StrategyOptions) -> Mixed:
+def _distances(federation: Federation, models: ByClient, options: StrategyOptions) -> Distances:
+    def apart(clients: Sequence[int], *, head: bool) -> np.ndarray:
+        names = [federation.clients[k] for k in clients]
+        return np.asarray(squared_distances(models, names, head=head, share=options.share, scale=options.scale))
+
+    return apart
+
+
+def _mixed(
+    models: ByClient, matrices: Matrices, federation: Federation, options: StrategyOptions, reduce: Reduce | None
+) -> Mixed:
     return mix(
         models,
         matrices,
@@ -204,4 +237,5 @@ def _mixed(models: ByClient, matrices: Matrices, federation: Federation, options
         space=options.space,
         align=options.align,
         scale=options.scale,
+        reduce=reduce,
     )

@@ -2,7 +2,8 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TypeAlias
+from functools import partial
+from typing import Protocol, TypeAlias
 
 import numpy as np
 from jaxtyping import Bool, Float64, Int64
@@ -28,6 +29,15 @@ class Step:
     """Who took part."""
     eta: float
     """Size of the step."""
+    distances: Callable[[Sequence[int]], Float64[np.ndarray, "n n"]] | None = None
+    """The squared distances between what these clients, by their places, hold; None before there are updates."""
+
+
+class Distances(Protocol):
+    """The squared distances between clients' models in one round."""
+
+    def __call__(self, clients: Sequence[int], *, head: bool) -> Float64[np.ndarray, "n n"]:
+        """Those of the clients at these places: of their heads, or of all the rest."""
 
 
 Rule: TypeAlias = Callable[[Step], np.ndarray]
@@ -55,6 +65,7 @@ def matrices_for(
     eta: float,
     layer_weighting: str,
     max_share: float = 1.0,
+    distances: Distances | None = None,
 ) -> Matrices:
     """The matrix for each name: heads stay inside their task, layers may scale eta; equal matrices are one object.
 
@@ -73,7 +84,8 @@ def matrices_for(
         if place not in made:
             size = eta if factors is None or layer is None else eta * float(factors[layer])
             groups = by_task if is_head else anyone
-            own = rule(Step(federation=federation, groups=groups, present=there, eta=size))
+            apart = None if distances is None else partial(distances, head=is_head)
+            own = rule(Step(federation=federation, groups=groups, present=there, eta=size, distances=apart))
             if layer is not None:
                 own = pooled(own, federation, layer, present=there, max_share=max_share)
             made[place] = own

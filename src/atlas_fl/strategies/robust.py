@@ -1,0 +1,203 @@
+"""Rules that withstand hostile clients. Every client counts alike: a claim of examples has no effect on them.
+
+    median             of every value, over the clients
+    trimmed_mean       the mean of every value without the ceil(trim n) lowest and highest
+    krum               the model with the least sum of squared distances to its n - f - 2 nearest
+    multi_krum         the mean of the n - f models with the least such sums
+    geometric_median   the point with the least sum of distances to all, by Weiszfeld's steps c_k = 1 / max(nu, d_k)
+
+Median and trimmed mean: Yin, Chen, Ramchandran and Bartlett, 2018. Krum: Blanchard, El Mhamdi, Guerraoui and Stainer,
+2017. Geometric median: RFA, Pillutla, Kakade and Harchaoui, 2022.
+
+The first two are no mixing matrix. The others are one that depends on the updates: their rows are made from the
+distances between the models. All are applied inside the groups that may mix: everyone, or each cluster; heads inside
+their task.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from math import ceil
+from typing import TypeAlias
+
+import numpy as np
+from jaxtyping import Float64
+from torch import Tensor
+
+from atlas_fl.mixing.matrices import Federation, average, cluster_labels
+from atlas_fl.strategies.base import Strategy, StrategyOptions, mixing_strategy
+from atlas_fl.strategies.rule import Rule, Step, within_clusters
+
+CLUSTERS = "clusters"
+"""Of `StrategyOptions.within`: each cluster by itself."""
+TIE = 1e-9
+"""Relative difference of scores below which they are equal; equal ones are averaged, so that no order decides."""
+SMOOTHING = 1e-6
+"""nu: distances below it count as this."""
+STEPS, SETTLED = 1000, 1e-12
+"""Most steps of Weiszfeld's algorithm, and the change of a weight below which it has ended."""
+
+Weigh: TypeAlias = Callable[[Float64[np.ndarray, "n n"]], Float64[np.ndarray, " n"]]
+"""From the squared distances between the models of a group to the weights of its aggregate."""
+
+
+def coordinate_median(stack: Tensor) -> Tensor:
+    """The median over the first axis; of an even number the mean of the two in the middle."""
+    ordered, n = stack.sort(0).values, len(stack)
+    return (ordered[(n - 1) // 2] + ordered[n // 2]) / 2
+
+
+def trimmed(n: int, trim: float) -> int:
+    """How many of n values are left out at each end: the share, rounded up, and never all but one or two."""
+    return min(ceil(trim * n - 1e-9), (n - 1) // 2)
+
+
+def trimmed_average(stack: Tensor, *, trim: float) -> Tensor:
+    """The mean over the first axis without the lowest and highest values."""
+    count = trimmed(len(stack), trim)
+    return stack.sort(0).values[count : len(stack) - count].mean(0)
+
+
+def krum_scores(squares: Float64[np.ndarray, "n n"], byzantine: int) -> Float64[np.ndarray, " n"]:
+    """The sum of squared distances to the n - f - 2 nearest others, at least one, where there are others."""
+    n = len(squares)
+    nearest = min(max(n - byzantine - 2, 1), n - 1)
+    others = np.array([np.delete(row, k) for k, row in enumerate(squares)]).reshape(n, n - 1)
+    return np.asarray(np.sort(others, axis=1)[:, :nearest].sum(axis=1))
+
+
+def krum_weights(squares: Float64[np.ndarray, "n n"], *, byzantine: int, selected: int) -> Float64[np.ndarray, " n"]:
+    """Equal weights of so many models with the least scores, and of those that tie with the last of them."""
+    scores = krum_scores(squares, byzantine)
+    chosen = scores <= np.sort(scores)[selected - 1] * (1 + TIE)
+    return np.asarray(chosen / chosen.sum())
+
+
+def weiszfeld_weights(squares: Float64[np.ndarray, "n n"]) -> Float64[np.ndarray, " n"]:
+    """The weights c of the geometric median `sum_k c_k w_k`, from the mean on.
+
+    The distance of a point to a model follows from those between models: d_k^2 = sum_l c_l d_kl^2 - half of c^T D c.
+    """
+    weights = np.full(len(squares), 1 / len(squares))
+    for _ in range(STEPS):
+        pull = squares @ weights
+        inverse = 1 / np.sqrt(np.maximum(pull - weights @ pull / 2, SMOOTHING**2))
+        new = inverse / inverse.sum()
+        moved, weights = float(np.abs(new - weights).max()), new
+        if moved < SETTLED:
+            break
+    return np.asarray(weights)
+
+
+def _kept(n: int, byzantine: int) -> int:
+    """Models that multi-Krum takes: all but f, and more than half."""
+    return n - min(byzantine, (n - 1) // 2)
+
+
+def _groups(step: Step, options: StrategyOptions) -> np.ndarray:
+    return np.asarray(within_clusters(step) if options.within == CLUSTERS else step.groups)
+
+
+def _alike(options: StrategyOptions) -> Rule:
+    """Who is aggregated with whom: the plain mean of the present of each group."""
+
+    def rule(step: Step) -> np.ndarray:
+        return np.asarray(average(np.ones(len(step.present)), _groups(step, options), step.present))
+
+    return rule
+
+
+def _weighed(options: StrategyOptions, weigh: Weigh) -> Rule:
+    """The weights of each group's present, as their distances give them; before there are updates, the plain mean."""
+
+    def rule(step: Step) -> np.ndarray:
+        groups, matrix = _groups(step, options), _alike(options)(step)
+        if step.distances is None:
+            return matrix
+        for label in set(groups.tolist()):
+            inside = np.flatnonzero((groups == label) & step.present).tolist()
+            if len(inside) > 1:
+                row = np.zeros(len(matrix))
+                row[inside] = weigh(step.distances(inside))
+                matrix[groups == label] = row
+        return matrix
+
+    return rule
+
+
+def _by_coordinate(name: str, options: StrategyOptions, reduce: Callable[[Tensor], Tensor]) -> Strategy:
+    return mixing_strategy(name, _alike(options), options, clustered=options.within == CLUSTERS, reduce=reduce)
+
+
+def _by_distance(name: str, options: StrategyOptions, weigh: Weigh) -> Strategy:
+    return mixing_strategy(
+        name, _weighed(options, weigh), options, clustered=options.within == CLUSTERS, by_distance=True
+    )
+
+
+def median(options: StrategyOptions) -> Strategy:
+    """The median of every value over the clients: less than half of them may be hostile."""
+    return _by_coordinate("median", options, coordinate_median)
+
+
+def trimmed_mean(options: StrategyOptions) -> Strategy:
+    """The mean of every value without its lowest and highest (`--trim`)."""
+    return _by_coordinate("trimmed_mean", options, partial(trimmed_average, trim=options.trim))
+
+
+def krum(options: StrategyOptions) -> Strategy:
+    """The one model that is nearest to its neighbours, for everyone (`--byzantine`)."""
+    return _by_distance("krum", options, partial(krum_weights, byzantine=options.byzantine, selected=1))
+
+
+def multi_krum(options: StrategyOptions) -> Strategy:
+    """The mean of the models that are near to their neighbours: all but `--byzantine`."""
+
+    def weigh(squares: np.ndarray) -> np.ndarray:
+        f = options.byzantine
+        return np.asarray(krum_weights(squares, byzantine=f, selected=_kept(len(squares), f)))
+
+    return _by_distance("multi_krum", options, weigh)
+
+
+def geometric_median(options: StrategyOptions) -> Strategy:
+    """The point with the least sum of distances to all models: less than half of them may be hostile."""
+    return _by_distance("geometric_median", options, weiszfeld_weights)
+
+
+def _half(n: int, _: StrategyOptions) -> int:
+    return (n - 1) // 2
+
+
+def _krum(n: int, _: StrategyOptions) -> int:
+    return max((n - 3) // 2, 0)
+
+
+WITHSTANDS: dict[str, Callable[[int, StrategyOptions], int]] = {
+    "median": _half,
+    "trimmed_mean": lambda n, options: trimmed(n, options.trim),
+    "krum": _krum,
+    "multi_krum": _krum,
+    "geometric_median": _half,
+}
+"""How many hostile clients of n a rule withstands."""
+
+
+def small_groups(name: str, federation: Federation, options: StrategyOptions) -> tuple[str, ...]:
+    """What a user should know of a rule before a run: the groups in which it withstands fewer than `--byzantine`."""
+    if name not in WITHSTANDS:
+        return ()
+    clusters = [str(label[1]) if label[0] == "cluster" else "" for label in cluster_labels(federation.clusters)]
+    apart = clusters if options.within == CLUSTERS else ["all clients"] * len(clusters)
+    bodies = [f"cluster {label}" if options.within == CLUSTERS else label for label in apart]
+    heads = [f"the heads of {task}" + (f" in {body}" if options.within == CLUSTERS else "")
+             for task, body in zip(federation.head_groups, bodies)]  # fmt: skip
+    lines = []
+    for group in dict.fromkeys([*bodies, *heads]):
+        n = bodies.count(group) or heads.count(group)
+        withstood = WITHSTANDS[name](n, options)
+        if withstood < options.byzantine and n > 1 and not group.endswith("cluster "):
+            lines.append(
+                f"{name}: {group}: {n} clients withstand {withstood} hostile ones, and --byzantine is"
+                f" {options.byzantine}"
+            )
+    return tuple(lines)

@@ -1,0 +1,254 @@
+"""Robust rules: what the papers define, and that a few hostile clients cannot move the result as far as they like."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from scipy.optimize import minimize
+from scipy.stats import trim_mean
+
+from atlas_fl.errors import ProtocolError
+from atlas_fl.mixing.distances import squared_distances
+from atlas_fl.mixing.matrices import Federation
+from atlas_fl.strategies import StrategyOptions, find_strategy
+from atlas_fl.strategies.robust import (
+    WITHSTANDS,
+    coordinate_median,
+    krum_scores,
+    krum_weights,
+    small_groups,
+    trimmed,
+    trimmed_average,
+    weiszfeld_weights,
+)
+
+ROBUST = tuple(WITHSTANDS)
+SIZES = [(5, 1), (9, 2), (9, 3)]
+"""(clients, hostile ones among them) that all rules withstand when told so."""
+
+
+def federation(n, *, tasks=None, clusters=None):
+    return Federation(
+        clients=tuple(f"c{k}" for k in range(n)),
+        weights=np.arange(1.0, n + 1),
+        clusters=np.zeros(n, np.int64) if clusters is None else np.array(clusters),
+        adjacency=np.zeros((n, n)),
+        head_groups=tuple(tasks or ["t"] * n),
+        layer_of={"q": 0},
+    )
+
+
+def vectors(points):
+    """Models that are nothing but these points."""
+    return {f"c{k}": {"w": torch.tensor(point, dtype=torch.float64)} for k, point in enumerate(points)}
+
+
+def aggregate(name, models, *, fed=None, **words):
+    strategy = find_strategy(name, StrategyOptions(**words))
+    return strategy.aggregate(dict(models), models, fed or federation(len(models)), round=1).start
+
+
+def aggregated(name, points, **words):
+    return aggregate(name, vectors(points), **words)["c0"]["w"].numpy()
+
+
+def adapters(n, *, seed=0, ranks=(2, 3, 4)):
+    draw = torch.Generator().manual_seed(seed)
+    return {
+        f"c{k}": {
+            "q.lora_A": torch.randn(ranks[k % len(ranks)], 12, generator=draw),
+            "q.lora_B": torch.randn(10, ranks[k % len(ranks)], generator=draw),
+            "head.weight": torch.randn(2, 12, generator=draw),
+        }
+        for k in range(n)
+    }
+
+
+def dense(params):
+    return 2 * (params["q.lora_B"].double() @ params["q.lora_A"].double()).numpy()
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("median", [1.5, 1]),
+        ("trimmed_mean", [(1 + 1.5 + 3) / 3, (0 + 1 + 1) / 3]),
+        ("krum", [1, 1]),  # its two nearest are at .25 and 2; those of the second at .25 and 3.25
+        ("multi_krum", [(1 + 1.5 + 0 + 3) / 4, (1 + 1 + 0 + 2) / 4]),
+    ],
+)
+def test_every_rule_by_hand(name, expected):
+    points = [[1.0, 1.0], [1.5, 1.0], [0.0, 0.0], [3.0, 2.0], [100.0, -50.0]]
+    assert aggregated(name, points, trim=0.2, byzantine=1) == pytest.approx(np.array(expected, float))
+
+
+def test_the_geometric_median_of_a_square_and_its_middle_is_the_middle():
+    points = [[0.0, 0.0], [2.0, 0.0], [0.0, 2.0], [2.0, 2.0]]
+    assert aggregated("geometric_median", points) == pytest.approx(np.array([1.0, 1.0]))
+    # three points on a line: the one in the middle, which is the median
+    assert aggregated("geometric_median", [[0.0], [1.0], [50.0]]) == pytest.approx(np.array([1.0]), abs=1e-3)
+
+
+@given(st.integers(1, 12), st.floats(0, 0.49), st.integers(0, 2**32))
+@settings(max_examples=60, deadline=None)
+def test_median_and_trimmed_mean_are_those_of_numpy_and_scipy(n, trim, seed):
+    values = np.random.default_rng(seed).normal(size=(n, 7))
+    assert coordinate_median(torch.from_numpy(values)).numpy() == pytest.approx(np.median(values, axis=0))
+    cut = trimmed(n, trim)
+    assert trim * n - 1e-6 <= cut < trim * n + 1 or cut == (n - 1) // 2
+    wanted = trim_mean(values, (cut + 0.5) / n, axis=0) if cut else values.mean(axis=0)
+    assert trimmed_average(torch.from_numpy(values), trim=trim).numpy() == pytest.approx(wanted)
+
+
+@given(st.integers(5, 12), st.integers(0, 2**32))
+@settings(max_examples=60, deadline=None)
+def test_krum_is_the_papers_formula(n, seed):
+    points = np.random.default_rng(seed).normal(size=(n, 4))
+    f = (n - 3) // 2
+    squares = ((points[:, None] - points[None]) ** 2).sum(-1)
+    scores = []
+    for i in range(n):  # s(i) = sum over the n - f - 2 closest V_j of || V_i - V_j ||^2
+        closest = sorted((j for j in range(n) if j != i), key=lambda j: squares[i, j])[: n - f - 2]
+        scores.append(sum(squares[i, j] for j in closest))
+    assert krum_scores(squares, f) == pytest.approx(np.array(scores))
+    assert krum_weights(squares, byzantine=f, selected=1).argmax() == int(np.argmin(scores))
+    chosen = set(np.argsort(scores)[: n - f].tolist())
+    assert set(np.flatnonzero(krum_weights(squares, byzantine=f, selected=n - f)).tolist()) == chosen
+
+
+@given(st.integers(3, 9), st.integers(1, 5), st.integers(0, 2**32))
+@settings(max_examples=40, deadline=None)
+def test_the_geometric_median_has_the_least_sum_of_distances(n, dim, seed):
+    points = np.random.default_rng(seed).normal(size=(n, dim))
+    squares = ((points[:, None] - points[None]) ** 2).sum(-1)
+
+    def cost(z):
+        return np.linalg.norm(points - z, axis=1).sum()
+
+    found = weiszfeld_weights(squares) @ points
+    best = min(minimize(cost, start, method="Nelder-Mead", options={"xatol": 1e-9, "fatol": 1e-12, "maxiter": 4000}).fun
+               for start in (points.mean(axis=0), points[int(np.argmin([cost(p) for p in points]))]))  # fmt: skip
+    assert cost(found) <= best + 1e-4 * n
+
+
+@pytest.mark.parametrize("far", [1e3, 1e6, 1e9])
+@pytest.mark.parametrize(("n", "hostile"), SIZES)
+@pytest.mark.parametrize("name", ROBUST)
+def test_hostile_clients_cannot_move_the_result_out_of_what_the_honest_ones_say(name, n, hostile, far):
+    """At any size; an average goes wherever one of them likes."""
+    draw = np.random.default_rng(n)
+    honest = draw.normal(size=(n - hostile, 6))
+    attack = far * draw.normal(size=(hostile, 6))
+    points = np.concatenate([honest, attack])
+    middle, spread = honest.mean(axis=0), np.linalg.norm(honest - honest.mean(axis=0), axis=1).max()
+    words = {"byzantine": hostile, "trim": hostile / n}
+    found = aggregated(name, points, **words)
+    assert np.linalg.norm(found - middle) <= 2.5 * spread
+    if name in ("median", "trimmed_mean"):
+        assert (honest.min(axis=0) - 1e-9 <= found).all() and (found <= honest.max(axis=0) + 1e-9).all()
+    assert np.linalg.norm(aggregated("fedavg", points) - middle) > 50 * spread, "the attack is one"
+
+
+@pytest.mark.parametrize("space", ["product", "factors"])
+@pytest.mark.parametrize("name", ROBUST)
+def test_one_of_five_adapters_far_away_leaves_the_others_what_they_are_together(name, space):
+    models = adapters(5, ranks=(3,))
+    far = {**models, "c4": {key: 1e4 * tensor for key, tensor in models["c4"].items()}}
+    found = aggregate(name, far, space=space)
+    largest = max(np.linalg.norm(dense(models[f"c{k}"])) for k in range(4))
+    for k in range(4):
+        assert np.linalg.norm(dense(found[f"c{k}"])) <= (3 if space == "factors" else 1.5) * largest
+        assert float(found[f"c{k}"]["head.weight"].norm()) <= 20
+    assert np.linalg.norm(dense(aggregate("fedavg", far, space=space)["c0"])) > 100 * largest
+
+
+@pytest.mark.parametrize("name", ["median", "trimmed_mean"])
+def test_a_rule_of_values_is_that_of_dense_updates_cut_to_each_rank(name):
+    models = adapters(5)
+    found = aggregate(name, models)
+    stack = np.stack([dense(params) for params in models.values()])
+    wanted = np.median(stack, axis=0) if name == "median" else trim_mean(stack, 0.21, axis=0)
+    left, values, right = np.linalg.svd(wanted)
+    for client, params in models.items():
+        rank = params["q.lora_A"].shape[0]
+        best = (left[:, :rank] * values[:rank]) @ right[:rank]
+        assert np.linalg.norm(dense(found[client]) - best) < 1e-5 * np.linalg.norm(wanted)
+        assert {key: tensor.shape for key, tensor in found[client].items()} == {k: t.shape for k, t in params.items()}
+
+
+def test_a_few_rows_at_a_time_are_the_same_rows(monkeypatch):
+    whole = aggregate("median", adapters(5))
+    monkeypatch.setattr("atlas_fl.mixing.product.DENSE_VALUES", 5 * 12 * 3)
+    parts = aggregate("median", adapters(5))
+    assert all(torch.equal(whole[c][key], parts[c][key]) for c in whole for key in whole[c])
+
+
+@pytest.mark.parametrize("name", ROBUST)
+def test_a_claim_of_examples_has_no_effect(name):
+    models, fed = adapters(5), federation(5)
+    claimed = replace(fed, weights=np.array([1.0, 1, 1, 1, 1e9]))
+    first, second = (aggregate(name, models, fed=one) for one in (fed, claimed))
+    assert all(torch.equal(first[c][key], second[c][key]) for c in first for key in first[c])
+
+
+@pytest.mark.parametrize("name", [*ROBUST, "atlas", "fedavg_cluster"])
+def test_an_attacker_alone_in_its_cluster_harms_nobody(name):
+    fed = federation(5, tasks=["t"] * 4 + ["u"], clusters=[0, 0, 0, 0, 1])
+    models = adapters(5)
+    graph = np.ones((5, 5)) - np.eye(5)
+    graph[4], graph[:, 4] = 0, 0
+    fed = replace(fed, adjacency=graph)
+    far = {**models, "c4": {key: 1e6 * tensor for key, tensor in models["c4"].items()}}
+    first, second = (aggregate(name, one, fed=fed, within="clusters") for one in (models, far))
+    assert all(torch.equal(first[f"c{k}"][key], second[f"c{k}"][key]) for k in range(4) for key in first["c0"])
+
+
+def test_distances_are_those_of_dense_updates_whatever_the_factors():
+    models = adapters(4)
+    turn = torch.linalg.qr(torch.randn(3, 3, generator=torch.Generator().manual_seed(1)))[0]
+    models["c1"] = models["c1"] | {
+        "q.lora_A": turn @ models["c1"]["q.lora_A"],
+        "q.lora_B": models["c1"]["q.lora_B"] @ turn.T,
+    }
+    names = list(models)
+    words = {"share": ("A", "B", "head"), "scale": lambda _: 2.0}
+    found = squared_distances(models, names, head=False, **words)
+    wanted = [[np.square(dense(models[k]) - dense(models[other])).sum() for other in names] for k in names]
+    assert found == pytest.approx(np.array(wanted), rel=1e-5, abs=1e-6)
+    heads = squared_distances(models, names, head=True, **words)
+    assert heads[0, 1] == pytest.approx(
+        float((models["c0"]["head.weight"] - models["c1"]["head.weight"]).square().sum())
+    )
+
+
+def test_factors_alone_are_compared_padded_to_the_longest_rank():
+    models = {"c0": {"q.lora_A": torch.ones(1, 2)}, "c1": {"q.lora_A": torch.tensor([[1.0, 2], [3, 4]])}}
+    found = squared_distances(models, ["c0", "c1"], head=False, share=("A",), scale=lambda _: 2.0)
+    assert found.tolist() == [[0, 1 + 9 + 16], [26, 0]]
+
+
+def test_models_that_hold_other_tensors_cannot_be_compared():
+    models = {"c0": {"w": torch.ones(2)}, "c1": {}}
+    with pytest.raises(ProtocolError, match="c1 has no w, but clients that it is compared with do"):
+        squared_distances(models, ["c0", "c1"], head=False, share=("A", "B"), scale=lambda _: 2.0)
+    with pytest.raises(ProtocolError, match="w has several shapes"):
+        squared_distances({**models, "c1": {"w": torch.ones(3)}}, ["c0", "c1"], head=False, share=("A",), scale=float)
+
+
+def test_groups_that_are_too_small_for_a_rule_are_named():
+    fed = federation(5, tasks=("x", "x", "x", "y", "y"), clusters=(0, 0, 0, 1, -1))
+    options = StrategyOptions(byzantine=1)
+    assert small_groups("krum", fed, options) == (
+        "krum: the heads of x: 3 clients withstand 0 hostile ones, and --byzantine is 1",
+        "krum: the heads of y: 2 clients withstand 0 hostile ones, and --byzantine is 1",
+    )
+    assert small_groups("median", fed, options) == (
+        "median: the heads of y: 2 clients withstand 0 hostile ones, and --byzantine is 1",
+    )
+    inside = small_groups("krum", fed, replace(options, within="clusters"))
+    assert inside[0] == "krum: cluster 0: 3 clients withstand 0 hostile ones, and --byzantine is 1"
+    assert not small_groups("fedavg", fed, options)
+    assert not small_groups("geometric_median", federation(5), replace(options, byzantine=2))
