@@ -47,16 +47,16 @@ class Federation:
             secret = simulated_secret(self._config.run.seed, name)
             (self.folder / f"{name}-noise-secret").write_text(secret.hex())
 
-    def serve(self, *more: str, port: int = 0) -> tuple[Program, int]:
+    def serve(self, *more: str, port: int = 0, fault: str = "") -> tuple[Program, int]:
         """The server and the port that it listens on."""
         words = ("--config", "fed.toml", "--name", "served", "--host", "127.0.0.1", "--port", str(port), *more)
-        server = self.programs.start("serve", *words, "--certs", "certs/server", folder=self.folder)
+        server = self.programs.start("serve", *words, "--certs", "certs/server", folder=self.folder, fault=fault)
         return server, int(server.wait_for(r"listening on 127\.0\.0\.1:(\d+)")[1])
 
-    def join(self, name: str, port: int, *more: str, device: str = "") -> Program:
+    def join(self, name: str, port: int, *more: str, device: str = "", fault: str = "") -> Program:
         task, _, part = name.partition("-")
         words = ("--certs", f"certs/{name}", "--task", task, "--part", part, "--device", device or self.sites[name])
-        return self.programs.start("join", f"localhost:{port}", *words, *more, folder=self.folder)
+        return self.programs.start("join", f"localhost:{port}", *words, *more, folder=self.folder, fault=fault)
 
     def joins_late(
         self, late: str, *, device: str, where: str = "", meanwhile: Callable[[], None] = lambda: None

@@ -45,15 +45,17 @@ class Programs:
                     self.codes[int(numbers[0])] = int(numbers[1])
                 self._changed.notify_all()
 
-    def start(self, *words: str, folder: Path) -> "Program":
-        """`atlas` with these words in this folder."""
+    def start(self, *words: str, folder: Path, fault: str = "") -> "Program":
+        """`atlas` with these words in this folder; with one of `faults.FAULTS`."""
         number = len(self._started)
         out = folder / f"out-{number}"
         os.mkfifo(out)
         program = Program(words, out, self)
         self._started.append(program)
         assert self._zygote.stdin is not None
-        self._zygote.stdin.write(json.dumps({"words": words, "out": str(out), "cwd": str(folder)}) + "\n")
+        self._zygote.stdin.write(
+            json.dumps({"words": words, "out": str(out), "cwd": str(folder), "fault": fault}) + "\n"
+        )
         self._zygote.stdin.flush()
         with self._changed:
             assert self._changed.wait_for(lambda: len(self._pids) > number, timeout=SECONDS)

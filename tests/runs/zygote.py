@@ -1,6 +1,7 @@
 """A program that has imported everything and forks: a server and its sites start at once, as processes of their own.
 
-python zygote.py    reads lines of JSON, {"words": [...], "out": FIFO, "cwd": DIR}; writes `pid N`, `end N CODE`
+python zygote.py    reads lines of JSON, {"words": [...], "out": FIFO, "cwd": DIR, "fault": one of `faults.FAULTS` or
+                    nothing}; writes `pid N`, `end N CODE`
 """
 
 import json
@@ -11,6 +12,7 @@ import sys
 import traceback
 
 import torch
+from faults import FAULTS
 
 import atlas_fl.deployed.serving  # noqa: F401
 from atlas_fl.cli import main
@@ -31,6 +33,8 @@ def start(order: dict) -> int:
     sys.stderr = open(2, "w", buffering=1, closefd=False)  # noqa: SIM115
     code = 1
     try:
+        if order["fault"]:
+            FAULTS[order["fault"]]()
         code = main(order["words"])
     finally:
         if sys.exc_info()[0] is not None:

@@ -103,7 +103,7 @@ def join(joining: Joining, *, on_event: OnEvent = ignore) -> Joined:
             receiver=home.receiver,
             actions=home.actions,
             keep=lambda model, sha256: write_model(
-                joining.to, Receipt(client=certs.name, config=run, sha256=sha256), partial(home.export, model)
+                joining.to, Receipt(client=certs.name, config=run, model=sha256), partial(home.export, model)
             ),
         )
         return _end_of(joining, worker, home, link, private=private)

@@ -30,7 +30,7 @@ class Receipt:
     client: str
     config: str
     """Hash of the settings of its run."""
-    sha256: str
+    model: str
     """The server's name for the model."""
     files: dict[str, str] = field(default_factory=dict)
     """The SHA-256 of every file of it."""
@@ -96,7 +96,7 @@ def confirm_again(link: Link, receipt: Receipt, *, to: Path) -> None:
     if link.welcome.get("config") != receipt.config:
         raise taken(to)
     try:
-        confirm(link, receipt.sha256)
+        confirm(link, receipt.model)
     except AnotherModelError:
         raise taken(to) from None
 

@@ -3,6 +3,7 @@
 import logging
 import re
 import shutil
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -10,6 +11,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from atlas_fl.errors import CheckpointError, ConfigError
+from atlas_fl.io.atomic import named
 from atlas_fl.io.lock import DRAFTS
 
 SHOWN_RUNS = 8
@@ -195,6 +197,17 @@ class _OneLine(logging.Formatter):
         return super().format(record).replace("\n", " | ")
 
 
+class _LogFile(logging.FileHandler):
+    """Ends the run where the disk takes no more, as every other file does; `logging` would print a traceback."""
+
+    def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802
+        error = sys.exc_info()[1]
+        if not isinstance(error, OSError):
+            super().handleError(record)
+            return
+        raise OSError(error.errno, error.strerror, self.baseFilename) from error
+
+
 @contextmanager
 def run_log(path: Path) -> Iterator[logging.Logger]:
     """A logger that appends lines such as `2026-11-21T10:15:02Z INFO round 3 of 6` to a file.
@@ -202,11 +215,12 @@ def run_log(path: Path) -> Iterator[logging.Logger]:
     It stands alone, outside the tree of `logging.getLogger`: the program's own logging is neither used nor changed.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    handler = logging.FileHandler(path, encoding="utf-8")
+    handler = _LogFile(path, encoding="utf-8")
     handler.setFormatter(_OneLine("%(asctime)s %(levelname)s %(message)s"))
     logger = logging.Logger("atlas_fl.run", level=logging.INFO)
     logger.addHandler(handler)
     try:
         yield logger
     finally:
-        handler.close()
+        with named(path):
+            handler.close()

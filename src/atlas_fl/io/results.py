@@ -183,7 +183,7 @@ def append_rows(path: Path, rows: Iterable[Mapping[str, Any]], *, running: Hash 
     """
     lines = "".join([to_json(row) + "\n" for row in rows]).encode()
     new = not path.exists()
-    with path.open("ab") as file, named(path):
+    with named(path), path.open("ab") as file:
         file.write(lines)
         file.flush()
         os.fsync(file.fileno())

@@ -1,0 +1,50 @@
+"""What can be wrong in a program that `zygote.py` starts: one function of it is replaced before it begins."""
+
+import os
+import resource
+import signal
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from atlas_fl.deployed import homes, joining
+from atlas_fl.engines.hall import hall, worker
+from atlas_fl.lora import peft_io
+
+SMALL = 200
+"""Bytes of a file that a full disk takes."""
+
+
+def die(*_: Any, **__: Any) -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def fill_the_disk() -> None:
+    export = homes.Home.export
+
+    def full(home: Any, model: Any, to: Any) -> None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (SMALL, SMALL))
+        export(home, model, to)
+
+    homes.Home.export = full  # type: ignore[method-assign]
+
+
+def die_before_the_answer() -> None:
+    kept = hall.Hall._kept
+
+    async def answer(own: Any, seat: Any, head: Any) -> Any:
+        await kept(own, seat, head)
+        die()
+
+    hall.Hall._kept = answer  # type: ignore[method-assign]
+
+
+FAULTS: Mapping[str, Callable[[], None]] = {
+    "dies before it writes its model": lambda: setattr(homes.Home, "export", die),
+    "dies while it writes its model": lambda: setattr(peft_io, "write_tensors", die),
+    "dies before it says so": lambda: setattr(worker, "confirm", die),
+    "dies before it removes its private part": lambda: setattr(homes.Home, "leave", die),
+    "dies before it ends": lambda: setattr(joining, "_joined", die),
+    "has a full disk": fill_the_disk,
+    "dies before it answers who has its model": die_before_the_answer,
+}
+"""By what then happens."""
