@@ -22,9 +22,9 @@ MISMATCH = re.compile(r"^\s+(?P<pin>\S+==\S+)[^\n]* from (?P<url>\S+).*?Got\s+(?
 
 
 def main(groups: Iterable[str]) -> None:
-    """Install the sets; ends the process with a line where a file is not the one that was locked."""
+    """Install the base and the sets; ends the process with a line where a file is not the one that was locked."""
     run_pip([*LOCKED, *_files(["build"])])
-    run_pip([*LOCKED, *_files(groups)])
+    run_pip([*LOCKED, *_files(dict.fromkeys(("base", *groups)))])
     if lacks_cuda():
         run_pip([*LOCKED, *_files(["cuda"])])
     run_pip(PROJECT)
