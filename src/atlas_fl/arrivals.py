@@ -1,6 +1,6 @@
 """Who is there when: an assembly without those who come later, and with those who have come."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -51,6 +51,13 @@ def with_newcomer(assembly: Any, newcomer: Newcomer) -> Any:
         devices=(*assembly.devices, newcomer.device),
         site=replace(assembly.site, data={**assembly.site.data, newcomer.client.name: own}),
     )
+
+
+def without_clients(assembly: Any, names: Collection[str]) -> Any:
+    """The assembly without these clients."""
+    left = [k for k, name in enumerate(assembly.names) if name not in names]
+    clients, devices = (tuple(own[k] for k in left) for own in (assembly.clients, assembly.devices))
+    return replace(assembly, clients=clients, devices=devices)
 
 
 def with_planned(assembly: Any, names: Sequence[str], *, round: int) -> Any:

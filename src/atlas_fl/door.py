@@ -41,6 +41,8 @@ class Door:
     """Told of everyone who is in the plan from now on."""
     turn_away: Callable[[str, AtlasError], None] = _stop
     """Told (client, reason) of everyone who cannot be in it."""
+    leave_out: Callable[[str, AtlasError], None] = _stop
+    """Told (client, reason) of everyone without whose answers the plan is made; it may join later."""
 
 
 CLOSED = Door()

@@ -165,8 +165,9 @@ class Recorder:
         labels = {"train": client.train, "validation": client.validation, "test": client.test}[split]
         known = {"round": round, "client": client.name, "task": client.task.name, "split": split}
         share = majority(labels) if client.task.has_classes else None
-        scores = {**update.metrics, "majority": share, "classes": update.classes or None}
-        return defined({**known, **scores, "examples": update.examples})
+        counted = {"majority": share, "classes": update.classes or None, "examples": update.examples}
+        # a metric does not take the place of what the server knows by itself
+        return defined({**known, **update.metrics, **counted, **known})
 
     def _write_audit(self, record: RoundRecord) -> None:
         trained = {name: update.params for name, update in record.updates.items()}

@@ -6,11 +6,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from atlas_fl.arrivals import put_off, with_planned
+from atlas_fl.arrivals import put_off, with_planned, without_clients
 from atlas_fl.assemble import Assembly
 from atlas_fl.clustering import Clustering
 from atlas_fl.config import Config, check_pins, config_hash, load_config, pinned, run_folder, to_toml, validate
-from atlas_fl.engines.base import Engine
+from atlas_fl.engines.base import Engine, MissingAnswersError
 from atlas_fl.errors import AtlasError, CheckpointError, ConfigError
 from atlas_fl.events import Note, OnEvent, PhaseStarted, ignore
 from atlas_fl.export import EXPORTS
@@ -160,13 +160,29 @@ def _begin(
         leftover.unlink(missing_ok=True)
     _check_late(assembly)
     began = time.perf_counter()
-    planned = line_in(assembly).plan(assembly, engine, on_event=tell)
+    assembly, planned = _planned(assembly, engine, tell)
+    recorder.enlarge(assembly.config, assembly.clients)
     recorder.seconds["plan"] = time.perf_counter() - began
     strategy = strategy_of(assembly.config)
     memory = strategy.init(planned.start)
     state = State(round=0, strategy=memory, start=memory)
     recorder.planned(planned, state, communicates=strategy.communicates)
     return assembly, planned, state
+
+
+def _planned(assembly: Assembly, engine: Any, tell: OnEvent) -> tuple[Assembly, Planned]:
+    """The plan, and the assembly of those who are in it: who does not answer is left out where fewer suffice."""
+    while True:
+        try:
+            return assembly, line_in(assembly).plan(assembly, engine, on_event=tell)
+        except MissingAnswersError as error:
+            if set(error.clients) >= set(assembly.names):
+                raise
+            for name in error.clients:
+                assembly.door.leave_out(name, error)
+            assembly = without_clients(assembly, error.clients)
+            left = ", ".join(error.clients)
+            tell(Note(f"the plan is made without {left}; others: {', '.join(assembly.names)}"))
 
 
 def _check_late(assembly: Assembly) -> None:

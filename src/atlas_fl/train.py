@@ -11,7 +11,7 @@ from atlas_fl.assemble import Assembly
 from atlas_fl.clients.base import Update
 from atlas_fl.config import Config
 from atlas_fl.ending import End, end_round, jobs_for, stopped_line
-from atlas_fl.engines.base import Engine
+from atlas_fl.engines.base import Engine, MissingAnswersError
 from atlas_fl.errors import ProtocolError
 from atlas_fl.events import Note, OnEvent, PhaseStarted, RoundFinished
 from atlas_fl.hosting import hosting_of, seated
@@ -118,7 +118,7 @@ def train(
             assembly, planned, state = arrived.assembly, arrived.planned, arrived.state
             recorder.joined(arrived)
         if is_reclustered(assembly.config, number):
-            planned, state = _clustered_again(assembly, planned, engine, state, recorder)
+            planned, state = _clustered_again(assembly, planned, engine, state, recorder, on_event=on_event)
         state, record = one_round(assembly, planned, engine, state)
         rows = recorder.round(record, state, seconds=time.perf_counter() - began, ends=number == last)
         for line in _told(record):
@@ -143,13 +143,20 @@ def is_aggregated(config: Config, round: int) -> bool:
 
 
 def _clustered_again(
-    assembly: Assembly, planned: Planned, engine: Engine, state: State, recorder: Recorder
+    assembly: Assembly, planned: Planned, engine: Engine, state: State, recorder: Recorder, *, on_event: OnEvent
 ) -> tuple[Planned, State]:
-    """The plan that holds from the next round on, and with `--rerank` every model at its ranks."""
+    """The plan that holds from the next round on, and with `--rerank` every model at its ranks.
+
+    Where somebody does not answer, and fewer suffice for a round, the plan stays what it was.
+    """
     number, rerank = state.round + 1, assembly.config.ranks.rerank
     scores = np.array([state.validation.get(name, 0.0) for name in assembly.names])
     models = state.start if rerank else None
-    planned = regraphed(planned, assembly, engine, round=number, performance=scores, models=models)
+    try:
+        planned = regraphed(planned, assembly, engine, round=number, performance=scores, models=models)
+    except MissingAnswersError as error:
+        on_event(Note(f"round {number}: the plan stays as it was, for want of answers of {', '.join(error.clients)}"))
+        return planned, state
     if rerank:
         # The round before was aggregated (`config.validate`), so the server holds what the clients hold.
         begun = at_ranks(state.start, planned.plan, assembly)

@@ -17,7 +17,7 @@ from atlas_fl.door import Door, Newcomer
 from atlas_fl.engines.base import Engine
 from atlas_fl.engines.hall import farewells
 from atlas_fl.engines.hall.hall import Hall
-from atlas_fl.engines.hall.latecomers import let_in, newcomers, turn_away
+from atlas_fl.engines.hall.latecomers import leave_out, let_in, newcomers, turn_away
 from atlas_fl.engines.hall.seats import Seat
 from atlas_fl.engines.hall.suffixes import Suffixes
 from atlas_fl.engines.messages.census import Census, stand_in
@@ -217,4 +217,5 @@ def _door(hall: Hall, desk: Desk, tokens: dict[str, ClientTokens] | None) -> Doo
         waiting=waiting,
         let_in=lambda name: desk.call(let_in(hall, name)),
         turn_away=lambda name, error: desk.call(turn_away(hall, name, str(error))),
+        leave_out=lambda name, _: desk.call(leave_out(hall, name)),
     )

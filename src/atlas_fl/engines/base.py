@@ -18,16 +18,25 @@ class Engine(Protocol):
         ...
 
 
+class MissingAnswersError(ProtocolError):
+    """Some clients did not answer what a plan needs of everyone."""
+
+    def __init__(self, message: str, clients: Sequence[str]) -> None:
+        super().__init__(message)
+        self.clients = tuple(clients)
+
+
 def run_all(engine: Engine, action: str, jobs: Sequence[Job]) -> list[Update]:
     """The updates of all these jobs, for what cannot be done without one of them, as planning; in their order.
 
-    Raises `ProtocolError` where one is missing.
+    Raises `MissingAnswersError` where one is missing.
     """
     updates = engine.run(action, jobs)
     answered = {update.client for update in updates}
     if missing := [job.client for job in jobs if job.client not in answered]:
-        raise ProtocolError(
+        raise MissingAnswersError(
             f"no {action} of {', '.join(missing)}, and a plan needs that of every client; bring them back and start"
-            " again: a run goes on from its last checkpoint"
+            " again: a run goes on from its last checkpoint",
+            missing,
         )
     return updates

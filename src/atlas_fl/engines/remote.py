@@ -42,9 +42,11 @@ class RemoteEngine:
             updates += self.bound(action, self._part(action, jobs, first, size), updates)
         needed = min(self.least or len(jobs), len(jobs))
         if len(updates) < needed:
+            answered = {update.client for update in updates}
+            missing = [job.client for job in jobs if job.client not in answered]
             raise ProtocolError(
-                f"{len(updates)} of {len(jobs)} clients answered {action} in round {jobs[0].round}, and"
-                f" {needed} are needed; bring them back and start `atlas serve` again: it goes on from its last"
+                f"{len(updates)} of {len(jobs)} clients answered {action} in round {jobs[0].round}, not"
+                f" {', '.join(missing)}, and {needed} are needed; bring them back and start `atlas serve` again: it goes on from its last"
                 " checkpoint; or lower --min-clients"
             )
         return [replace(update, travelled=True) for update in updates]

@@ -22,6 +22,7 @@ class Encoded:
     labels: np.ndarray  # (n,) int64, or float32 for regression
     written: np.ndarray | None = None  # (tokens,) bool, the tokens that are to be predicted; None where labels are
     pixels: np.ndarray | None = None  # (n, height, width, channels) uint8; None of texts
+    counts: np.ndarray | None = None  # (n,) int64, how many of `written` each example has, where they have no places
 
     def __len__(self) -> int:
         return len(self.labels)
@@ -34,6 +35,8 @@ class Encoded:
     @property
     def predictions(self) -> np.ndarray:
         """Tokens to be predicted of every example, (n,) int64; none where labels are."""
+        if self.counts is not None:
+            return self.counts
         if self.written is None:
             return np.zeros(len(self), dtype=np.int64)
         return np.diff(np.concatenate([[0], np.cumsum(self.written)])[self.offsets])

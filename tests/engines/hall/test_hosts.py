@@ -3,7 +3,7 @@
 import asyncio
 import dataclasses
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -26,6 +26,7 @@ from tests.engines.hall.test_suffixes import (
     home_of,
     left,
     scored,
+    told,
 )
 from tests.engines.hall.test_suffixes import (
     clients as clients,
@@ -47,30 +48,9 @@ def seated(jobs: Sequence[Job], *, far: int = 1000) -> list[Job]:
     ]
 
 
-def told(site: Site) -> dict[str, Mapping[str, object]]:
-    """What each client registers with: numbers of its examples and tokens."""
-    return {
-        name: {
-            "num_labels": own.task.num_labels,
-            "metric": own.task.metric,
-            "label_names": [],
-            "max_length": own.task.max_length,
-            "examples": {split: len(data) for split, data in own.splits.items()},
-            "labels": {split: spread(own.task.num_labels, len(data)) for split, data in own.splits.items()},
-            "lengths": {split: [[int(n), 0, 1] for n in data.lengths] for split, data in own.splits.items()},
-        }
-        for name, own in site.data.items()
-    }
-
-
-def spread(classes: int, examples: int) -> list[float]:
-    return [examples, *[0] * (classes - 1)] if classes > 1 else [0.0, 1.0]
-
-
 def test_guests_at_a_host_end_in_the_bits_of_a_simulation(clients) -> None:
     site, path, jobs = clients
     with federation(site, path, list(CUTS)) as fed:
-        fed.told = told(site)
         for name in CUTS:
             fed.join(name)
         for action, asked in (("train", jobs), ("evaluate", scored(jobs)), ("train", jobs)):
@@ -104,7 +84,6 @@ def test_guests_of_a_host_that_dies_begin_again_elsewhere_and_no_bit_changes(cli
     site, path, jobs = clients
     jobs = three(jobs)
     with federation(site, path, [job.client for job in jobs]) as fed:
-        fed.told = told(site)
         fed.join("c-0", kind="hosted", dies_at=dies_at)
         back = returns(fed, "c-0", fed.running[0])
         fed.join("a-0")
@@ -126,7 +105,6 @@ def test_a_guest_that_dies_begins_again_at_its_host(clients, dies_at: int) -> No
     site, path, jobs = clients
     jobs = three(jobs)[:2]
     with federation(site, path, [job.client for job in jobs]) as fed:
-        fed.told = told(site)
         fed.join("a-0", dies_at=dies_at)
         back = returns(fed, "a-0", fed.running[0])
         fed.join("c-0")
@@ -146,7 +124,6 @@ def test_a_host_whose_guest_says_nothing_does_its_own_job(clients, monkeypatch) 
         return plain(cut, known)
 
     with federation(site, path, [job.client for job in jobs]) as fed:
-        fed.told = told(site)
         fed.join("a-0", home=slow)
         fed.join("c-0")
         late = dataclasses.replace(fed.engine, deadline_seconds=20, least=1)

@@ -92,6 +92,26 @@ class Federation:
         return link
 
 
+def told(site: Site) -> dict[str, Mapping[str, object]]:
+    """What each client registers with: numbers of its examples and tokens."""
+    return {
+        name: {
+            "num_labels": own.task.num_labels,
+            "metric": own.task.metric,
+            "label_names": [],
+            "max_length": own.task.max_length,
+            "examples": {split: len(data) for split, data in own.splits.items()},
+            "labels": {split: spread(own.task.num_labels, len(data)) for split, data in own.splits.items()},
+            "lengths": {split: [[int(n), 0, 1] for n in data.lengths] for split, data in own.splits.items()},
+        }
+        for name, own in site.data.items()
+    }
+
+
+def spread(classes: int, examples: int) -> list[float]:
+    return [examples, *[0] * (classes - 1)] if classes > 1 else [0.0, 1.0]
+
+
 def home_of(site: Site, path: str, cut: Cut | None) -> Home:
     """A site with a backbone of its own, since threads would share the server's; loaded here, one after another."""
     backbone = load_backbone(path) if cut is None else load_client_part(path, blocks=cut.blocks)
@@ -116,7 +136,7 @@ def federation(site: Site, path: str, names: Sequence[str]) -> Iterator[Federati
         hall = Hall(names, IDENTITY, settings="", on_note=lambda _: None)
         sessions = Sessions(answer=hall.answer, admit=hall.admit, allowed=tuple(names), on_presence=hall.on_presence)
         engine = RemoteEngine(hall=hall, desk=desk, suffixes=suffixes, deadline_seconds=60, least=len(names))
-        fed = Federation(site=site, path=path, engine=engine, sessions=sessions, threads=threads)
+        fed = Federation(site=site, path=path, engine=engine, sessions=sessions, threads=threads, told=told(site))
         try:
             yield fed
         finally:

@@ -12,8 +12,21 @@ from typing import Any
 
 from atlas_fl.clients.base import Job, Update
 from atlas_fl.engines.hall.hosts import Hosts, hosts_of
-from atlas_fl.engines.hall.seats import Seat, Upper, Work, check_classes, check_entry, count_here, present, refusal
+from atlas_fl.engines.hall.seats import (
+    MOST_REFUSALS,
+    Seat,
+    Upper,
+    Work,
+    check_entry,
+    count_here,
+    note_silence,
+    present,
+    printable,
+    refusal,
+    why_not_asked,
+)
 from atlas_fl.engines.hall.suffixes import Suffixes
+from atlas_fl.engines.messages.answer_schema import Asked, check_answer
 from atlas_fl.engines.messages.census import read_census, read_device
 from atlas_fl.engines.messages.ends import AdapterSender, NewSender
 from atlas_fl.engines.messages.identity import Identity
@@ -93,6 +106,7 @@ class Hall:
 
     async def _next(self, seat: Seat) -> tuple[Head, Params]:
         """What there is for this client to do, as soon as there is something."""
+        seat.given_up = bool(seat.lost)  # it is here and ready
         while True:
             if seat.lost:
                 raise ProtocolError(seat.lost)
@@ -132,7 +146,8 @@ class Hall:
         try:
             answer = await work.suffixes.ask(work.number, head, tensors)
         except ProtocolError as error:
-            self._ended(seat, work, str(error))
+            seat.refusals += 1
+            self._ended(seat, work, f"its question was refused: {printable(str(error))}")
             raise
         return answer if seat.work is work else None
 
@@ -153,6 +168,7 @@ class Hall:
         )
         is_new, seat.census, seat.device = seat.census is None, census, device
         seat.sender.forget()
+        seat.refusals = 0
         seat.part, seat.lodged = part if type(part) is int else None, {}
         if is_new:
             many, here = census.examples["train"], count_here(self.seats.values())
@@ -163,27 +179,47 @@ class Hall:
             self._changed.notify_all()
 
     async def _accept(self, seat: Seat, head: Mapping[str, Any], tensors: Params) -> None:
+        """Take this answer to the client's job, or refuse it; raises `ProtocolError` where that was too often."""
         work = seat.work
         if work is None or head.get("number") != work.number:
-            # It answers what nobody waits for any more, and what it trained last is unknown here.
-            seat.sender.unanswered()
+            # It answers what nobody waits for any more, and what it holds is unknown here.
+            seat.sender.forget()
             return
         if head["kind"] == "failed":
-            found: Update | str = str(head.get("reason"))
-        else:
-            job = work.below or work.job
-            # what crosses a cut is counted here, whatever the site says of it
-            found = replace(seat.sender.update(work.action, head, tensors, job=job), crossed={})
-            check_classes(seat, found)
-            if work.suffixes is not None and work.below is not None:
-                try:
-                    whole = await work.suffixes.finish(work.number, found, tensors)
-                except ProtocolError as error:
-                    self._ended(seat, work, str(error))
-                    raise
-                if whole is None:
-                    return  # its host has gone, or others had to begin anew: it gets the job again
-                found = whole
+            self._answered(seat, work, printable(str(head.get("reason"))))
+            return
+        try:
+            if (update := await self._read(seat, work, head, tensors)) is not None:
+                self._answered(seat, work, update)
+        except ProtocolError as error:
+            seat.sender.forget()
+            seat.refusals += 1
+            self._answered(seat, work, f"its answer was refused: {printable(str(error))}")
+            if seat.refusals >= MOST_REFUSALS:
+                raise ProtocolError(
+                    f"{seat.refusals} answers of {seat.name} were refused, the last of {work.action}: {error}; mend"
+                    " it and join again"
+                ) from None
+
+    async def _read(self, seat: Seat, work: Work, head: Mapping[str, Any], tensors: Params) -> Update | None:
+        """The whole update that this answer is or ends; None where the client has to begin its job again.
+
+        Raises `ProtocolError` where it is none, or not one to this job (`messages.answer_schema`).
+        """
+        # what crosses a cut is counted here, whatever the site says of it
+        job = work.below or work.job
+        update: Update | None = replace(seat.sender.update(work.action, head, tensors, job=job), crossed={})
+        if work.suffixes is not None and work.below is not None and update is not None:
+            update = await work.suffixes.finish(work.number, update, tensors)
+        if update is not None:
+            assert seat.census is not None, "who has a job has registered"
+            asked = Asked(action=work.action, job=work.job, census=seat.census, num_layers=work.num_layers)
+            check_answer(asked, update)
+        return update
+
+    def _answered(self, seat: Seat, work: Work, found: Update | str) -> None:
+        """This client has answered in time."""
+        seat.silences = 0
         self._ended(seat, work, found)
 
     def _ended(self, seat: Seat, work: Work, found: Update | str) -> None:
@@ -230,9 +266,10 @@ class Hall:
         """
         loop = asyncio.get_running_loop()
         futures = [loop.create_future() for _ in jobs]
+        num_layers = None if suffixes is None else len(suffixes.site.backbone.blocks)
         self._hosts = hosts_of(jobs, self.seats, suffixes, seconds=seconds, on_note=self._on_note)
         for job, future in zip(jobs, futures, strict=True):
-            self._give(action, job, future, self._hosts or suffixes)
+            self._give(action, job, future, self._hosts or suffixes, num_layers=num_layers)
         waiting, until = {future for future in futures if not future.done()}, loop.time() + seconds
         while waiting and loop.time() < until:
             _, waiting = await asyncio.wait(waiting, timeout=until - loop.time(), return_when=asyncio.FIRST_COMPLETED)
@@ -240,21 +277,29 @@ class Hall:
         for job, future in zip(jobs, futures, strict=True):
             seat = self.seats[job.client]
             if not future.done() and seat.work is not None:
-                seat.given_up = not seat.here
+                note_silence(seat, round=job.round)
                 self._ended(seat, seat.work, f"no answer within {seconds:g} seconds")
         if self._hosts is not None:
             self._hosts.close()
         return [future.result() for future in futures]
 
-    def _give(self, action: str, job: Job, future: asyncio.Future[Update | str], suffixes: Upper | None) -> None:
+    def _give(
+        self,
+        action: str,
+        job: Job,
+        future: asyncio.Future[Update | str],
+        suffixes: Upper | None,
+        *,
+        num_layers: int | None,
+    ) -> None:
         seat = self.seats[job.client]
-        if seat.given_up:
-            future.set_result("it has been away since it let a deadline pass")
+        if reason := why_not_asked(seat, round=job.round):
+            future.set_result(reason)
             if suffixes is not None:
                 suffixes.drop(0, job.client)
             return
         self._numbers += 1
-        seat.work = Work(self._numbers, action, job, future, suffixes)
+        seat.work = Work(self._numbers, action, job, future, suffixes, num_layers=num_layers)
         seat.woken.set()
 
     async def lose(self, name: str, reason: str) -> None:

@@ -17,6 +17,11 @@ async def let_in(hall: Hall, name: str) -> None:
     hall.planned = {*(hall.planned or ()), name}
 
 
+async def leave_out(hall: Hall, name: str) -> None:
+    """The plan is made without this client, which may join later as any other that comes late."""
+    hall.planned = (hall.planned or set()) - {name}
+
+
 async def turn_away(hall: Hall, name: str, reason: str) -> None:
     """Tell a newcomer why it cannot join; it may come again, with other data or another device."""
     await hall.lose(name, f"{name} cannot join: {reason}")

@@ -16,6 +16,12 @@ from atlas_fl.types import Params
 
 SHOWN_SIGNS = 500
 """Most of a refusal that is noted."""
+MOST_REFUSALS = 3
+"""Answers of a client that are refused, before it is asked no more until it registers again."""
+MOST_SILENCES = 2
+"""Deadlines in a row that a connected client lets pass, before it is asked no more until it is back."""
+LONGEST_PAUSE = 8
+"""Most rounds for which a client is not asked that was given up again and again."""
 
 
 class Upper(Protocol):
@@ -51,6 +57,8 @@ class Work:
     """Where its upper blocks are, if it is cut."""
     below: Job | None = None
     """What a cut client was given of it; None before."""
+    num_layers: int | None = None
+    """Blocks of the backbone; None for whole models."""
 
 
 @dataclass(eq=False)
@@ -63,7 +71,15 @@ class Seat:
     part: int | None = None
     here: bool = False
     given_up: bool = False
-    """It let a deadline pass and has not been here since; nobody waits for it."""
+    """It let deadlines pass, or sent what was refused, and nobody waits for it until it is back."""
+    silences: int = 0
+    """Deadlines in a row that it let pass while it was here."""
+    pauses: int = 0
+    """How often it was given up for that."""
+    asked_from: int = 0
+    """The round from which it is asked again."""
+    refusals: int = 0
+    """Answers that were refused since it registered."""
     lost: str = ""
     """Why it will not come, or not again."""
     refused: str = ""
@@ -121,13 +137,6 @@ def _check_fellows(seat: Seat, census: Census, part: Any, seats: Iterable[Seat])
             raise ProtocolError(f"part {part} of task {census.task!r} is with {other.name}; give another --part")
 
 
-def check_classes(seat: Seat, update: Update) -> None:
-    """Nothing where counts by class are of images and of all their classes; raises `ProtocolError` else."""
-    census = seat.census
-    if update.classes and (census is None or not census.images or len(update.classes["hits"]) != census.num_labels):
-        raise ProtocolError(f"{seat.name} counted by other classes than its task has; install the server's version")
-
-
 def count_here(seats: Collection[Seat]) -> str:
     """How many of these are here, in words."""
     return f"{sum(seat.here and seat.census is not None for seat in seats)} of {len(seats)} here"
@@ -155,4 +164,32 @@ def refusal(seat: Seat | None, name: str, reason: str) -> str | None:
         known, seat.refused = (seat.lost, seat.refused), reason
         if reason in known:
             return None
-    return f"{name} was refused: " + "".join(sign if sign.isprintable() else "?" for sign in reason[:SHOWN_SIGNS])
+    return f"{name} was refused: {printable(reason)}"
+
+
+def printable(text: str) -> str:
+    """What a client says as a terminal may have it."""
+    return "".join(sign if sign.isprintable() else "?" for sign in text[:SHOWN_SIGNS])
+
+
+def note_silence(seat: Seat, *, round: int) -> None:
+    """This client let a deadline pass: nobody waits again for who is away, or was silent too often.
+
+    Who is given up again and again is asked again after more and more rounds.
+    """
+    seat.silences += seat.here
+    if seat.silences >= MOST_SILENCES:
+        seat.pauses += 1
+        seat.asked_from = round + min(LONGEST_PAUSE, 2 ** (seat.pauses - 1))
+    seat.given_up = not seat.here or seat.silences >= MOST_SILENCES
+
+
+def why_not_asked(seat: Seat, *, round: int) -> str:
+    """Why this client has no job in this round; empty where it gets one."""
+    if seat.refusals >= MOST_REFUSALS:
+        return f"{seat.refusals} of its answers were refused; it is asked again once it has registered anew"
+    if seat.given_up:
+        return "it has been away since it let a deadline pass"
+    if round < seat.asked_from:
+        return f"it let {MOST_SILENCES} deadlines pass; it is asked again from round {seat.asked_from} on"
+    return ""

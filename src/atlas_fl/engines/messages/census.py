@@ -22,8 +22,12 @@ from atlas_fl.types import Split
 
 SPLITS: tuple[Split, ...] = get_args(Split)
 SHOWN = 6
-MOST_EXAMPLES, MOST_TOKENS, MOST_LABELS = 10**7, 10**8, 10**4
-"""Beyond these a census is a mistake, or an attempt to make the server allocate."""
+MOST_EXAMPLES, MOST_TOKENS, MOST_LABELS = 2 * 10**6, 10**9, 10**4
+"""Beyond these a census is a mistake, or an attempt to make the server allocate: it holds a few numbers an example."""
+MOST_LENGTHS, LONGEST, LONGEST_NAME = 10**5, 2**20, 200
+"""Different lengths in a split, tokens in an example, and signs in a label's name."""
+LARGEST_VALUE = 1e30
+"""Mean and deviation of a regression's labels, which are of float32."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -122,12 +126,14 @@ def read_device(text: str) -> Device:
 
 
 def _triples(data: Any) -> tuple[tuple[int, int, int], ...]:
+    if len(data) > MOST_LENGTHS:
+        raise ValueError(f"{len(data)} different lengths; allowed: {MOST_LENGTHS}")
     return tuple((int(tokens), int(written), int(count)) for tokens, written, count in data)
 
 
 def _fit(lengths: tuple[tuple[int, int, int], ...], examples: int) -> bool:
     return (
-        all(0 <= written <= own and own > 0 < count for own, written, count in lengths)
+        all(0 <= written <= own and 0 < own <= LONGEST and count > 0 for own, written, count in lengths)
         and sum(count for _, _, count in lengths) == examples
         and sum(tokens * count for tokens, _, count in lengths) <= MOST_TOKENS
     )
@@ -137,7 +143,8 @@ def _holds_together(census: Census) -> bool:
     width = census.num_labels if census.num_labels > 1 else 2
     return (
         re.fullmatch(r"[A-Za-z0-9_.\-]{1,100}", census.task) is not None
-        and all(name.isprintable() for name in census.label_names)
+        and all(name.isprintable() and len(name) <= LONGEST_NAME for name in census.label_names)
+        and 0 < census.max_length <= LONGEST
         and 0 <= census.num_labels <= MOST_LABELS
         and census.metric in METRICS
         and len(census.label_names) in (0, census.num_labels)
@@ -145,13 +152,18 @@ def _holds_together(census: Census) -> bool:
         and 0 <= census.left_out <= MOST_EXAMPLES
         and all(_fit(census.lengths[split], census.examples[split]) for split in SPLITS)
         and all(len(values) == width and np.isfinite(values).all() for values in census.labels.values())
-        and (census.num_labels < 2 or all(_counts(census, split) for split in SPLITS))
+        and all((_counts if census.num_labels > 1 else _values_can_be)(census, split) for split in SPLITS)
     )
 
 
 def _counts(census: Census, split: str) -> bool:
     values = census.labels[split]
     return all(value >= 0 and value == int(value) for value in values) and sum(values) == census.examples[split]
+
+
+def _values_can_be(census: Census, split: Split) -> bool:
+    mean, deviation = census.labels[split]
+    return abs(mean) <= LARGEST_VALUE and 0 <= deviation <= LARGEST_VALUE
 
 
 def stand_in(name: str, census: Census) -> tuple[ClientData, ClientTokens]:
@@ -214,14 +226,15 @@ def _values(count: int, *, mean: float, std: float) -> Labels:
 
 def _encoded(census: Census, task: Task, split: Split, label: Labels) -> Encoded:
     tokens, predicted, counts = (np.array(column, dtype=np.int64) for column in zip(*census.lengths[split]))
-    lengths, last = np.repeat(tokens, counts), np.repeat(predicted, counts)
-    offsets = np.concatenate([[0], np.cumsum(lengths)])
-    place = np.arange(offsets[-1]) - np.repeat(offsets[:-1], lengths)
-    nothing = np.broadcast_to(np.int64(0), place.shape)
+    offsets = np.concatenate([[0], np.cumsum(np.repeat(tokens, counts))])
+    # one number is seen at every place of a token: there are none, and memory for none
+    places = (int(offsets[-1]),)
+    nothing = np.broadcast_to(np.int64(0), places)
     return Encoded(
         ids=nothing,
         types=nothing,
         offsets=offsets,
         labels=label,
-        written=place >= np.repeat(lengths - last, lengths) if task.writes else None,
+        written=np.broadcast_to(np.False_, places) if task.writes else None,
+        counts=np.repeat(predicted, counts) if task.writes else None,
     )
