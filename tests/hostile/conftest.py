@@ -7,6 +7,7 @@ import pytest
 
 from atlas_fl.config import Config
 from tests.runs.conftest import configs
+from tests.runs.conftest import shared_config as shared_config
 from tests.runs.conftest import tiny_model as tiny_model
 
 

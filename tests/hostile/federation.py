@@ -91,6 +91,8 @@ class Altering:
             self.over.wait(SECONDS)
             raise ServerGoneError
         for message in sent if isinstance(sent, list) else [sent]:
+            if self.over.is_set():
+                raise ServerGoneError
             try:
                 found = self.inner.exchange(*message)
             except concurrent.futures.CancelledError:

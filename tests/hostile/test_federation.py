@@ -44,5 +44,5 @@ def test_a_site_that_never_answers_lets_the_deadline_pass(config: Callable[..., 
         {"movie-2": lambda head, tensors, _: None if head["kind"] == "result" else (head, tensors)},
         deadline=1.0,
     )
-    assert str(found.error).startswith("2 of 3 clients answered fingerprint in round 0, and 3 are needed")
+    assert str(found.error).startswith("2 of 3 clients answered fingerprint in round 0, not movie-2, and 3 are needed")
     assert found.faults == []

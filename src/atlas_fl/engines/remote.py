@@ -46,8 +46,8 @@ class RemoteEngine:
             missing = [job.client for job in jobs if job.client not in answered]
             raise ProtocolError(
                 f"{len(updates)} of {len(jobs)} clients answered {action} in round {jobs[0].round}, not"
-                f" {', '.join(missing)}, and {needed} are needed; bring them back and start `atlas serve` again: it goes on from its last"
-                " checkpoint; or lower --min-clients"
+                f" {', '.join(missing)}, and {needed} are needed; bring them back and start `atlas serve` again: it"
+                " goes on from its last checkpoint; or lower --min-clients"
             )
         return [replace(update, travelled=True) for update in updates]
 

@@ -32,11 +32,13 @@ from atlas_fl.engines.messages.ends import AdapterSender, NewSender
 from atlas_fl.engines.messages.identity import Identity
 from atlas_fl.engines.stream.frames import Head
 from atlas_fl.engines.stream.sessions import NO_TENSORS
-from atlas_fl.errors import ProtocolError
+from atlas_fl.errors import ProtocolError, shown
 from atlas_fl.types import Params
 
 KEPT_SECONDS = 5.0
 """How long a client that has its model waits for a server that has only begun to listen."""
+REQUESTS = ("register", "next", "result", "failed", "cut", "hosted", "kept")
+"""The kinds of what a client may say."""
 
 
 class Hall:
@@ -88,6 +90,8 @@ class Hall:
     async def answer(self, name: str, head: Mapping[str, Any], tensors: Params) -> tuple[Head, Params]:
         """The answer to a client's request: its next job, as soon as there is one."""
         seat = self.seats[name]
+        if head.get("kind") not in REQUESTS:
+            raise ProtocolError(f"{name} says {shown(head.get('kind'))}; allowed: {', '.join(REQUESTS)}")
         if head.get("kind") == "register":
             await self._register(seat, head)
         elif head.get("kind") == "kept":

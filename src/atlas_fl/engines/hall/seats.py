@@ -188,6 +188,8 @@ def why_not_asked(seat: Seat, *, round: int) -> str:
     """Why this client has no job in this round; empty where it gets one."""
     if seat.refusals >= MOST_REFUSALS:
         return f"{seat.refusals} of its answers were refused; it is asked again once it has registered anew"
+    if seat.given_up and seat.here:
+        return f"it let {seat.silences} deadlines pass and is not asked again until it answers"
     if seat.given_up:
         return "it has been away since it let a deadline pass"
     if round < seat.asked_from:

@@ -48,8 +48,8 @@ class Range:
         """Whether this value is one of them."""
         if not math.isfinite(value):
             return self.may_be_undefined
-        room = _ROUNDING * max(1.0, abs(self.most))
-        return self.least - room <= value <= self.most + room
+        below, above = (_ROUNDING * max(1.0, abs(bound)) for bound in (self.least, self.most))
+        return self.least - below <= value <= self.most + above
 
 
 SHARE, CORRELATION = Range(most=1.0), Range(least=-1.0, most=1.0)

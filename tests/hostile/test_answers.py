@@ -1,0 +1,377 @@
+"""Whatever a listed site answers, the run ends well, the honest sites get honest models, and the notes name that site.
+
+Every kind goes through a whole run, several at a time: two sites are honest, and each of the others sends one kind. The
+honest sites end with the very bits of a federation in which the others did not answer: in the plan, in training, or in
+an evaluation.
+"""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+
+from atlas_fl.config import Config
+from atlas_fl.engines.hall import seats
+from atlas_fl.engines.messages.answer_schema import SCORES
+from atlas_fl.io.results import read_rows
+from atlas_fl.tree import digest
+from tests.hostile.federation import SITES, Change, Outcome, federate
+
+Head, Tensors = dict[str, Any], dict[str, Any]
+HONEST = SITES[:2]
+SKETCH = 64
+KNOWN = {"round", "client", "task", "split", "majority", "classes", "examples", "seconds", "steps"} | set(
+    SCORES["classes"]
+)
+"""What a row of scores holds."""
+
+
+def at(action: str, change: Callable[[Head, Tensors], Any]) -> Change:
+    """The change, made to every answer to this action."""
+
+    def changed(head: Head, tensors: Tensors, asked: str) -> Any:
+        return change(head, tensors) if head["kind"] == "result" and asked == action else (head, tensors)
+
+    return changed
+
+
+def tensors_as(alter: Callable[[torch.Tensor], torch.Tensor], part: str = "param/") -> Callable[[Head, Tensors], Any]:
+    return lambda head, tensors: (head, {k: alter(t) if part in k else t for k, t in tensors.items()})
+
+
+def without(part: str) -> Callable[[Head, Tensors], Any]:
+    return lambda head, tensors: (head, {key: tensor for key, tensor in tensors.items() if part not in key})
+
+
+def saying(**words: Any) -> Callable[[Head, Tensors], Any]:
+    return lambda head, tensors: ({**head, **words}, tensors)
+
+
+def metric(name: str, value: float) -> Callable[[Head, Tensors], Any]:
+    """One metric has this value, whether it was there or not."""
+
+    def change(head: Head, tensors: Tensors) -> Any:
+        found = dict(zip(head["metrics"], tensors["metrics"].tolist())) | {name: value}
+        return {**head, "metrics": list(found)}, {
+            **tensors,
+            "metrics": torch.tensor([*found.values()], dtype=torch.float64),
+        }
+
+    return change
+
+
+def renamed(head: Head, tensors: Tensors) -> Any:
+    return {**head, "metrics": [f"{name}x" for name in head["metrics"]]}, tensors
+
+
+def many_names(head: Head, tensors: Tensors) -> Any:
+    names = [f"m{n}" for n in range(20_000)]
+    return {**head, "metrics": names}, {**tensors, "metrics": torch.zeros(20_000).double()}
+
+
+def extra(name: str, tensor: torch.Tensor) -> Callable[[Head, Tensors], Any]:
+    return lambda head, tensors: (head, {**tensors, name: tensor})
+
+
+def full(value: float) -> Callable[[torch.Tensor], torch.Tensor]:
+    return lambda tensor: torch.full_like(tensor, value)
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A hostile answer."""
+
+    change: Callable[[Head, Tensors], Any]
+    note: str
+    """What the server says of it."""
+
+
+def importance(values: Any) -> Callable[[Head, Tensors], Any]:
+    return lambda head, tensors: (head, {**tensors, "param/importance": torch.tensor(values, dtype=torch.float64)})
+
+
+REFUSED = "its answer was refused: "
+PLANNING: Mapping[str, tuple[str, Kind]] = {
+    "no sketch": ("fingerprint", Kind(without("sketch"), "it lacks 'sketch.first', 'sketch.second'")),
+    "one sketch": ("fingerprint", Kind(without("sketch.second"), "it lacks 'sketch.second'")),
+    "short sketch": ("fingerprint", Kind(tensors_as(lambda _: torch.ones(7), "sketch"), "is (7,) torch.float32")),
+    "bf16 sketch": ("fingerprint", Kind(tensors_as(lambda t: t.bfloat16(), "sketch"), "(64,) torch.bfloat16")),
+    "integer sketch": ("fingerprint", Kind(tensors_as(lambda t: t.long(), "sketch"), "(64,) torch.int64")),
+    "NaN sketch": ("fingerprint", Kind(tensors_as(full(math.nan), "sketch"), "'sketch.first' holds values from nan")),
+    "infinite sketch": ("fingerprint", Kind(tensors_as(full(math.inf), "sketch"), "holds values from inf")),
+    "zero sketch": ("fingerprint", Kind(tensors_as(full(0.0), "sketch"), "sketch.first has length 0; allowed: 1")),
+    "sketch x 1e38": ("fingerprint", Kind(tensors_as(lambda t: t * 1e38, "sketch"), "sketch.first has length 1e+38")),
+    "a third sketch": ("fingerprint", Kind(extra("param/sketch.third", torch.ones(64)), "unknown 'sketch.third'")),
+    "renamed metrics": ("fingerprint", Kind(renamed, "it lacks the metrics agreement, steps, loss")),
+    "NaN metrics": ("fingerprint", Kind(tensors_as(full(math.nan), "metrics"), "agreement is nan")),
+    "steps without end": ("fingerprint", Kind(metric("steps", 1e300), "steps is 1e+300")),
+    "agreement of two": ("fingerprint", Kind(metric("agreement", 2.0), "agreement is 2; allowed: -1 to 1")),
+    "a model of 3e38": ("fingerprint", Kind(tensors_as(full(3e38), "lora"), "allowed: -1e+06 to 1e+06")),
+    "a model of NaN": ("fingerprint", Kind(tensors_as(full(math.nan), "lora_B"), "holds values from nan")),
+    "a model in float64": ("fingerprint", Kind(tensors_as(lambda t: t.double(), "lora"), "torch.float64; allowed")),
+    "no model": ("fingerprint", Kind(without("lora"), "it lacks 'encoder.layer.0")),
+    "examples of a fingerprint": ("fingerprint", Kind(saying(examples=5), "it answers on 5 examples; allowed: the 0")),
+    "no update at all": ("fingerprint", Kind(lambda head, _: (head, {}), "the answer is no update")),
+    "metrics of another length": ("fingerprint", Kind(saying(metrics=["loss"]), "the answer is no update")),
+    "terminal codes": ("fingerprint", Kind(metric("\x1b[2J\n", 1.0), r"it has a metric '\x1b[2J\n'")),
+}
+"""By name, the action and the change: answers without which a plan is made of the others."""
+
+LAYERS: Mapping[str, tuple[str, Kind]] = {
+    "no importance": ("importance", Kind(without("importance"), "it lacks 'importance'")),
+    "nine layers": ("importance", Kind(importance([1 / 9] * 9), "is (9,) torch.float64; allowed: (3,)")),
+    "NaN importance": ("importance", Kind(importance([math.nan] * 3), "holds values from nan to nan; allowed: 0 to 1")),
+    "negative importance": ("importance", Kind(importance([-1.0, 1.0, 1.0]), "holds values from -1 to 1")),
+    "huge importance": ("importance", Kind(importance([1e300] * 3), "holds values from 1e+300")),
+    "importance without a sum": ("importance", Kind(importance([0.0] * 3), "importance sums to 0; allowed: 1")),
+    "importance in float32": ("importance", Kind(tensors_as(lambda t: t.float(), "importance"), "torch.float32")),
+}
+"""The same of importance, which nobody is asked for who comes late to a cluster."""
+
+TRAINING: Mapping[str, Kind] = {
+    "no loss": Kind(renamed, REFUSED + "it lacks the metrics loss, seconds, steps"),
+    "NaN loss": Kind(metric("loss", math.nan), REFUSED + "loss is nan; allowed: 0 to 3.40282e+38"),
+    "negative loss": Kind(metric("loss", -1.0), REFUSED + "loss is -1"),
+    "loss of 1e300": Kind(metric("loss", 1e300), REFUSED + "loss is 1e+300"),
+    "a metric called round": Kind(metric("round", 7.0), REFUSED + "it has a metric 'round'"),
+    "a metric called client": Kind(metric("client", 7.0), REFUSED + "it has a metric 'client'"),
+    "a metric called event": Kind(metric("event", 7.0), REFUSED + "it has a metric 'event'"),
+    "20,000 metrics": Kind(many_names, REFUSED + "it lacks the metrics loss"),
+    "10^9 examples": Kind(saying(examples=10**9), REFUSED + "it answers on 1000000000 examples; allowed: the 8"),
+    "no examples": Kind(saying(examples=0), REFUSED + "it answers on 0 examples"),
+    "examples as words": Kind(saying(examples="8"), REFUSED + "the answer is no update"),
+    "no digest": Kind(saying(loaded=None), REFUSED + "it says that it loaded None; allowed: a SHA-256"),
+    "a digest of words": Kind(saying(loaded="../../etc"), REFUSED + "it says that it loaded '../../etc'"),
+    "10^18 tensors loaded": Kind(saying(keys=10**18), REFUSED + "it says that it loaded 1000000000000000000 tensors"),
+    "a private part that is a path": Kind(
+        saying(private={"sha256": "../../x", "ranks": []}), REFUSED + "a private part is named '../../x'"
+    ),
+    "a private part that is none": Kind(saying(private=[1]), REFUSED),
+    "classes": Kind(saying(classes={"hits": [1], "examples": [8]}), REFUSED + "it has counts by class"),
+    "classes that do not add up": Kind(saying(classes={"hits": [9], "examples": [1]}), REFUSED + "the counts by class"),
+    "crossed of words": Kind(saying(crossed=[["x", "up", 1]]), REFUSED + "what crossed the cut is"),
+    "failed, with terminal codes": Kind(
+        lambda head, _: ({"kind": "failed", "number": head["number"], "reason": "\x1b[2J\nx" * 999}, {}), "?[2J?x?[2J"
+    ),
+    "a head alone": Kind(without("lora"), "the update lacks encoder"),
+    "NaN": Kind(tensors_as(full(math.nan)), "values that are NaN or infinite"),
+    "float64": Kind(tensors_as(lambda t: t.double()), "torch.float64, sent was"),
+    "another shape": Kind(tensors_as(lambda t: t.reshape(-1)), "return it as sent"),
+    "no tensors": Kind(without("param/"), "the update lacks"),
+    "one tensor more": Kind(extra("param/x", torch.ones(1)), "the update has unknown x"),
+    "a private tensor": Kind(extra("param/private", torch.zeros(32, dtype=torch.uint8)), "has unknown private"),
+}
+"""Answers that count as if the site had not answered in that round."""
+
+SCORING: Mapping[str, Kind] = {
+    "no primary": Kind(renamed, "it lacks the metrics loss, accuracy"),
+    "NaN scores": Kind(tensors_as(full(math.nan), "metrics"), "accuracy is nan; allowed: 0 to 1"),
+    "an accuracy of 1e300": Kind(metric("accuracy", 1e300), "accuracy is 1e+300; allowed: 0 to 1"),
+    "an mcc of -2": Kind(metric("mcc", -2.0), "mcc is -2; allowed: -1 to 1"),
+    "a primary of its own": Kind(metric("primary", 1.0), "primary is 1; allowed: its accuracy"),
+    "a loss of 1e300": Kind(metric("loss", 1e300), "loss is 1e+300"),
+    "a negative loss": Kind(metric("loss", -5.0), "loss is -5"),
+    "seconds without end": Kind(metric("seconds", 1e300), "seconds is 1e+300"),
+    "a perplexity": Kind(metric("perplexity", 3.0), "it has a metric 'perplexity'"),
+    "a rouge": Kind(metric("rouge1", 1.0), "it has a metric 'rouge1'"),
+    "a split": Kind(metric("split", 3.0), "it has a metric 'split'"),
+    "examples of another split": Kind(saying(examples=8), "it answers on 8 examples; allowed: the 6"),
+    "a model": Kind(lambda h, t: ({**h, "same": False}, {**t, "param/x": torch.ones(1)}), "it brings tensors ('x')"),
+    "counts by class": Kind(saying(classes={"hits": [1, 1], "examples": [3, 3]}), "it has counts by class"),
+    "a digest": Kind(saying(loaded="0" * 64), "allowed: nothing"),
+}
+"""Answers without which a round's scores are those of the others."""
+
+
+AT_ONCE = 8
+"""Hostile sites of one federation."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ended:
+    """What became of one hostile site in its federation."""
+
+    found: Outcome
+    name: str
+    kind: Kind
+
+    def said(self) -> list[str]:
+        return [note for note in self.found.notes if f" of {self.name} " in note]
+
+
+class Federations:
+    """Whole runs with several hostile sites each, as they are asked for."""
+
+    def __init__(self, make: Callable[..., Config]) -> None:
+        self._make, self._found = make, dict[Any, Outcome]()
+
+    def run(self, key: Any, changes: Mapping[str, Change], *, names: Sequence[str], **how: Any) -> Outcome:
+        if key not in self._found:
+            values = {"rounds": 1, "samples": 8, "validation_samples": 6, "test_samples": 6, "fingerprint": "delta"}
+            config = self._make(
+                **values, tasks="movie", clients_per_task=2 + AT_ONCE, pack_tokens=1, name=f"r{len(self._found)}"
+            )
+            self._found[key] = federate(config, changes, names=names, least=2, **how)
+        return self._found[key]
+
+    def with_kind(self, kinds: Mapping[str, tuple[str, Kind]], name: str) -> Ended:
+        """The federation in which one site sends this kind, and others those that stand beside it."""
+        place = list(kinds).index(name)
+        first = place - place % AT_ONCE
+        group = list(kinds)[first : first + AT_ONCE]
+        sites = {f"movie-{2 + k}": kinds[own] for k, own in enumerate(group)}
+        changes = {site: at(action, kind.change) for site, (action, kind) in sites.items()}
+        found = self.run((*group,), changes, names=(*HONEST, *sites))
+        return Ended(found=found, name=f"movie-{2 + place - first}", kind=kinds[name][1])
+
+
+@pytest.fixture(scope="module")
+def federations(shared_config: Callable[..., Config]) -> Federations:
+    return Federations(shared_config)
+
+
+@pytest.fixture
+def small(config: Callable[..., Config]) -> Callable[..., Config]:
+    return lambda **values: config(**{"rounds": 1, "samples": 8, "validation_samples": 6, "test_samples": 6, **values})
+
+
+def models(found: Outcome) -> dict[str, str]:
+    return {name: digest(found.models[name]) for name in HONEST}
+
+
+def ends_well(found: Outcome) -> None:
+    assert found.error is None, found.error
+    assert found.faults == []
+    for name in HONEST:
+        assert name not in found.refused
+        assert all(bool(tensor.isfinite().all()) for tensor in found.models[name].values())
+        assert not found.noted(f" of {name} "), "an honest site is blamed"
+    assert all(note.isprintable() for note in found.notes)
+    rows = [row for row in read_rows(found.folder / "metrics.jsonl") if "split" in row]
+    assert all(row.keys() <= KNOWN for row in rows)
+
+
+@pytest.mark.parametrize("name", PLANNING)
+def test_a_plan_is_made_without_who_answers_nonsense(federations: Federations, name: str) -> None:
+    ended = federations.with_kind(PLANNING, name)
+    ends_well(ended.found)
+    (first, *_) = ended.said()
+    assert first.startswith(f"no {PLANNING[name][0]} of {ended.name} in round 0: {REFUSED}")
+    assert ended.kind.note in first
+    assert [note for note in ended.found.noted("the plan is made without") if ended.name in note]
+    assert ended.found.noted(f"{ended.name} does not join: 0 of 1"), "it is asked once more, as one who comes late"
+    assert models(ended.found) == models(federations.run("plan", {}, names=HONEST))
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_who_measures_no_layers_is_planned_without_and_joins_as_who_comes_late(
+    federations: Federations, name: str
+) -> None:
+    ended = federations.with_kind(LAYERS, name)
+    ends_well(ended.found)
+    (first, *_) = ended.said()
+    assert first.startswith(f"no importance of {ended.name} in round 0: {REFUSED}")
+    assert ended.kind.note in first
+    assert ended.found.noted(f"{ended.name} joins before round 1: cluster 0")
+
+
+@pytest.mark.parametrize("name", TRAINING)
+def test_a_round_goes_on_without_who_answers_nonsense(federations: Federations, name: str) -> None:
+    ended = federations.with_kind({key: ("train", kind) for key, kind in TRAINING.items()}, name)
+    ends_well(ended.found)
+    (told,) = [note for note in ended.found.noted(ended.name) if " of " + ended.name + " " in note]
+    assert ended.kind.note in told
+    rows = read_rows(ended.found.folder / "metrics.jsonl")
+    (row,) = [row for row in rows if row.get("event") in ("missing", "refused") and row["client"] == ended.name]
+    assert row["round"] == 1
+    fails = at("train", lambda head, _: ({"kind": "failed", "number": head["number"], "reason": "no"}, {}))
+    attackers = sorted({row["client"] for row in rows if row.get("event") in ("missing", "refused")})
+    assert len(attackers) == len(ended.found.models) - len(HONEST)
+    without_them = federations.run(
+        ("train", len(attackers)), dict.fromkeys(attackers, fails), names=(*HONEST, *attackers)
+    )
+    assert models(ended.found) == models(without_them)
+
+
+@pytest.mark.parametrize("name", SCORING)
+def test_scores_are_of_those_who_answer_sense(federations: Federations, name: str) -> None:
+    ended = federations.with_kind({key: ("evaluate", kind) for key, kind in SCORING.items()}, name)
+    ends_well(ended.found)
+    assert [ended.kind.note in note for note in ended.said()] == [True, True]
+    rows = [
+        row for row in read_rows(ended.found.folder / "metrics.jsonl") if row.get("split") in ("validation", "test")
+    ]
+    assert {row["client"] for row in rows} == set(HONEST)
+    attackers = sorted(set(ended.found.models) - set(HONEST))
+    honest = federations.run(("all", len(attackers)), {}, names=(*HONEST, *attackers))
+    assert models(ended.found) == models(honest)
+
+
+@pytest.mark.parametrize("action", ["fingerprint", "importance", "train", "evaluate"])
+def test_a_run_that_needs_everybody_ends_with_a_line_that_names_the_site(
+    small: Callable[..., Config], action: str
+) -> None:
+    found = federate(small(), {"movie-2": at(action, renamed if action != "importance" else without("importance"))})
+    assert found.faults == []
+    number = 0 if action in ("fingerprint", "importance") else 1
+    assert str(found.error).startswith(f"2 of 3 clients answered {action} in round {number}, not movie-2, and 3 are")
+    assert "\n" not in str(found.error)
+
+
+def test_who_is_refused_three_times_is_sent_away_with_the_reason(config: Callable[..., Config]) -> None:
+    found = federate(config(rounds=3), {"movie-2": at("evaluate", renamed)}, least=2)
+    ends_well(found)
+    assert seats.MOST_REFUSALS == 3
+    assert found.refused["movie-2"].startswith("3 answers of movie-2 were refused, the last of evaluate: it lacks")
+    assert found.noted("no train of movie-2 in round 3: 3 of its answers were refused; it is asked again once")
+
+
+def test_who_answers_twice_and_to_other_numbers_goes_on(small: Callable[..., Config]) -> None:
+    """What it answers to nobody's question costs it what it holds, and nothing else."""
+
+    def twice(head: Head, tensors: Tensors, _: str) -> Any:
+        return [(head, tensors)] * 2 if head["kind"] == "result" else (head, tensors)
+
+    found, alone = federate(small(), {"movie-2": twice}), federate(small(name="alone"))
+    assert found.error is None and found.faults == []
+    assert found.refused == {}
+    assert models(found) == models(alone)
+    assert digest(found.models["movie-2"]) == digest(alone.models["movie-2"])
+
+
+WORDS: tuple[dict[str, Any], ...] = (
+    {"kind": "unknown"},
+    {"kind": None},
+    {"kind": "next"},
+    {"number": 10**9},
+    {"number": None},
+    {"number": "1"},
+)
+
+
+def test_who_never_answers_its_job_lets_two_deadlines_pass_and_no_more(federations: Federations) -> None:
+    """One says nothing, the others something else, again and again; the third request of a round is asked of nobody."""
+    changes = {f"movie-{2 + k}": at_rounds(saying(**words)) for k, words in enumerate(WORDS)}
+    silent = f"movie-{2 + len(WORDS)}"
+    changes[silent] = at_rounds(lambda *_: None)
+    found = federations.run("silent", changes, names=(*HONEST, *changes), deadline=2.0)
+    ends_well(found)
+    for name in changes:
+        told = [note for note in found.notes if f" of {name} " in note]
+        reasons = [note.partition(": ")[2] for note in told]
+        assert reasons[:2] == ["no answer within 2 seconds"] * 2
+        assert reasons[2].startswith("it let 2 deadlines pass"), reasons
+        assert len(reasons) == 3
+    assert found.refused["movie-2"] == "movie-2 says 'unknown'; allowed: register, next, result, failed, cut, hosted"
+
+
+def at_rounds(change: Callable[[Head, Tensors], Any]) -> Change:
+    """The change, made to every answer once the rounds have begun."""
+
+    def changed(head: Head, tensors: Tensors, asked: str) -> Any:
+        return change(head, tensors) if head["kind"] == "result" and asked in ("train", "evaluate") else (head, tensors)
+
+    return changed
