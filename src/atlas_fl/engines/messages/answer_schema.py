@@ -271,10 +271,10 @@ def _check_importance(_: Asked, update: Update) -> None:
 def _ridge(asked: Asked) -> dict[str, TensorSchema]:
     classes, features = asked.job.params[WEIGHT].shape
     most = asked.census.examples["train"] * LARGEST_FEATURE**2
-    own = {"dtype": torch.float64, "least": -most, "most": most}
+    gram, cross = (features + 1, features + 1), (features + 1, classes)
     return {
-        GRAM: TensorSchema(shape=(features + 1, features + 1), **own),
-        CROSS: TensorSchema(shape=(features + 1, classes), **own),
+        name: TensorSchema(shape=shape, dtype=torch.float64, least=-most, most=most)
+        for name, shape in ((GRAM, gram), (CROSS, cross))
     }
 
 
