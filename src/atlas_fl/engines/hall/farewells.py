@@ -37,7 +37,8 @@ async def dismiss(
 
 
 def _over(seats: Mapping[str, Seat], awaited: Collection[str]) -> bool:
-    here = any(seat.here and (seat.census is not None or seat.kept) for seat in seats.values())
+    present = (seat for seat in seats.values() if seat.here and not seat.given_up)
+    here = any(seat.census is not None or seat.kept for seat in present)
     return not here and all(seats[name].kept or seats[name].lost for name in awaited)
 
 
