@@ -15,7 +15,7 @@ from atlas_fl.engines.stream.chunks import CHUNK
 from atlas_fl.engines.stream.link import Link
 from atlas_fl.engines.stream.loops import LoopThread
 from atlas_fl.engines.stream.probe import split_address
-from atlas_fl.engines.stream.server import Server
+from atlas_fl.engines.stream.server import LIMITS, Limits, Server
 from atlas_fl.engines.stream.sessions import PROTOCOL, InProcess, Sessions, encode_frame
 from atlas_fl.errors import ConfigError, ProtocolError
 from atlas_fl.io.certs import Certs, make_certs, open_certs
@@ -67,9 +67,10 @@ class Echo:
 
 
 @contextmanager
-def serving(echo: Echo, certs: Path, *, port: int = 0) -> Iterator[int]:
+def serving(echo: Echo, certs: Path, *, port: int = 0, limits: Limits = LIMITS) -> Iterator[int]:
     with LoopThread() as threads:
-        server = Server(echo.sessions(), open_certs(certs / "server"), host="127.0.0.1", port=port)
+        certs_here = open_certs(certs / "server")
+        server = Server(echo.sessions(), certs_here, host="127.0.0.1", port=port, limits=limits)
         try:
             yield threads.call(server.start())
         finally:
@@ -167,7 +168,10 @@ def test_a_server_that_is_started_again_gets_the_request_again(certs_folder: Pat
     assert (first.handled, second.handled) == ([("site-1", 0)], [("site-1", 1)])
 
 
-def test_two_clients_with_one_name_are_refused_and_one_may_come_back(certs_folder: Path) -> None:
+def test_two_clients_with_one_name_are_refused_and_one_may_come_back(
+    certs_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("atlas_fl.engines.stream.link.BEAT_SECONDS", 0.05)
     certs, echo = open_certs(certs_folder / "site-1"), Echo()
     with serving(echo, certs_folder) as port:
         with link(port, certs) as far:
@@ -182,14 +186,14 @@ def test_two_clients_with_one_name_are_refused_and_one_may_come_back(certs_folde
 def test_who_is_not_listed_or_has_another_config_is_refused_and_the_server_is_told(certs_folder: Path) -> None:
     echo = Echo()
     with serving(echo, certs_folder) as port:
-        with pytest.raises(ProtocolError, match=r"client 'site-3' is not listed; allowed: site-1, site-2"):
+        with pytest.raises(ProtocolError, match=r"^client 'site-3' is not listed here; ask who runs the server$"):
             link(port, open_certs(certs_folder / "site-3")).__enter__()
         with pytest.raises(ProtocolError, match="site-1 has config other, the server c"):
             link(port, open_certs(certs_folder / "site-1"), config="other").__enter__()
         with pytest.raises(ProtocolError, match=r"speaks protocol 0, the server 3; install the same"):
             link(port, open_certs(certs_folder / "site-1"), protocol=0).__enter__()
     assert echo.refused == [
-        ("site-3", "client 'site-3' is not listed"),
+        ("site-3", "client 'site-3' is not listed here"),
         ("site-1", "site-1 has config other, the server c"),
         ("site-1", "client 'site-1' speaks protocol 0, the server 3"),
     ]

@@ -30,7 +30,7 @@ from atlas_fl.engines.messages.answer_schema import Asked, check_answer
 from atlas_fl.engines.messages.census import read_census, read_device
 from atlas_fl.engines.messages.ends import AdapterSender, NewSender
 from atlas_fl.engines.messages.identity import Identity
-from atlas_fl.engines.stream.frames import Head
+from atlas_fl.engines.stream.frames import FRAME_LIMIT, Head
 from atlas_fl.engines.stream.sessions import NO_TENSORS
 from atlas_fl.errors import ProtocolError, shown
 from atlas_fl.types import Params
@@ -63,6 +63,8 @@ class Hall:
         self._hosts: Hosts | None = None
         self.on_kept: Callable[[str], None] = lambda _: None
         """Told of a client whose model lies on its disk; raises `ProtocolError` where that cannot be written down."""
+        self.most_bytes = FRAME_LIMIT
+        """Most bytes of a client's request."""
 
     def admit(self, name: str, hello: Mapping[str, Any]) -> Head:
         """What the server says to a client that knocks; raises `ProtocolError` where they do not belong together."""

@@ -1,6 +1,7 @@
 """A frame on its way in pieces, so that one end puts together what has come while the other still encrypts the rest.
 
-Every piece but the last has `CHUNK` bytes; the last has fewer, or none.
+Every piece but the last has `CHUNK` bytes; the last has fewer, or none. Between frames a client sends `BEAT` every
+`BEAT_SECONDS`, and `LONG` before a frame of several pieces, whose first one may take long.
 """
 
 from collections.abc import Awaitable, Callable, Iterator
@@ -13,6 +14,9 @@ from atlas_fl.errors import ProtocolError
 
 CHUNK = 2**20
 """Bytes of a piece; gRPC takes no longer message."""
+BEAT, LONG = b"", b"L"
+"""What says that its sender is there; shorter than any frame."""
+BEAT_SECONDS = 3.0
 
 
 def chunks(frame: bytes) -> Iterator[bytes]:

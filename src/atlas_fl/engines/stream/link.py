@@ -9,7 +9,7 @@ from typing import Any
 
 import grpc
 
-from atlas_fl.engines.stream.chunks import chunks, joined
+from atlas_fl.engines.stream.chunks import BEAT, BEAT_SECONDS, CHUNK, LONG, chunks, joined
 from atlas_fl.engines.stream.frames import Head, decode_frame, encode_frame
 from atlas_fl.engines.stream.heap import keep_freed_memory
 from atlas_fl.engines.stream.loops import Desk, LoopThread
@@ -21,7 +21,8 @@ from atlas_fl.events import OnEvent
 from atlas_fl.io.certs import Certs
 from atlas_fl.types import Params
 
-READY_SECONDS = 20.0
+READY_SECONDS = 30.0
+"""How long a welcome may take: a server first makes sure that who had this name before is gone."""
 FIRST_PAUSE, LONGEST_PAUSE = 0.1, 5.0
 
 
@@ -54,6 +55,7 @@ class Link:
         self._desk = Desk(threads=self._threads, on_event=on_event)
         self._channel: grpc.aio.Channel | None = None
         self._call: Any = None
+        self._writing = asyncio.Lock()  # of whole frames: what says that this end is there goes between them
         self._opened = contextlib.ExitStack()
         self.welcome: dict[str, Any] = {}
         """What the server said of itself when the newest stream began."""
@@ -66,6 +68,7 @@ class Link:
             stack.enter_context(self._threads)
             stack.callback(lambda: self._threads.call(self._drop()))
             self._desk.call(self._connected())
+            self._threads.submit(self._beat())
             self._opened = stack.pop_all()
         return self
 
@@ -88,8 +91,9 @@ class Link:
         while True:
             call = await self._connected()
             try:
-                for chunk in chunks(frame):
-                    await call.write(chunk)
+                async with self._writing:
+                    for chunk in (*([LONG] if len(frame) >= CHUNK else ()), *chunks(frame)):
+                        await call.write(chunk)
                 payload = await joined(call.read)
             except (grpc.aio.AioRpcError, grpc.aio.UsageError, asyncio.InvalidStateError) as error:
                 await self._lost(error)
@@ -98,8 +102,22 @@ class Link:
                 return payload
             await self._lost(None)
 
+    async def _beat(self) -> None:
+        """Tell the server every few seconds that this end is there, whatever the program computes meanwhile."""
+        while True:
+            await asyncio.sleep(BEAT_SECONDS)
+            call = self._call
+            if call is not None and not self._writing.locked():
+                # Whoever exchanges next sees that the stream has ended, and begins another.
+                with contextlib.suppress(grpc.aio.AioRpcError, grpc.aio.UsageError, asyncio.InvalidStateError):
+                    async with self._writing:
+                        await call.write(BEAT)
+
     async def _lost(self, error: Exception | None) -> None:
         code = error.code() if isinstance(error, grpc.aio.AioRpcError) else None
+        if code is grpc.StatusCode.PERMISSION_DENIED:
+            assert isinstance(error, grpc.aio.AioRpcError)
+            raise ProtocolError(str(error.details()))
         if code in (grpc.StatusCode.UNKNOWN, grpc.StatusCode.RESOURCE_EXHAUSTED, grpc.StatusCode.UNIMPLEMENTED):
             assert isinstance(error, grpc.aio.AioRpcError)
             raise ProtocolError(f"the server at {self._address} failed ({code.name}: {error.details()}); see its log")
@@ -159,6 +177,8 @@ class Link:
             return f"no stream within {READY_SECONDS:g} seconds"
         except grpc.aio.AioRpcError as error:
             await channel.close()
+            if error.code() is grpc.StatusCode.PERMISSION_DENIED:
+                raise ProtocolError(str(error.details())) from None
             return f"{error.code().name}: {error.details()}"
         if payload is None:
             await channel.close()

@@ -1,23 +1,58 @@
 """The server's end of the stream: mutual TLS by grpc.aio, generic handlers, frames as they are."""
 
+import asyncio
 import contextlib
+import resource
 import socket
-from collections.abc import AsyncIterator, Awaitable
+from collections.abc import Coroutine
+from dataclasses import dataclass
+from typing import Any
 
 import grpc
 
-from atlas_fl.engines.stream.chunks import CHUNK, chunks, joined
-from atlas_fl.engines.stream.frames import encode_frame
+from atlas_fl.engines.stream.chunks import BEAT, BEAT_SECONDS, CHUNK, LONG, chunks, joined
+from atlas_fl.engines.stream.frames import FRAME_LIMIT, encode_frame
 from atlas_fl.engines.stream.heap import keep_freed_memory
-from atlas_fl.engines.stream.sessions import Sessions
+from atlas_fl.engines.stream.sessions import HereAlreadyError, NotListedError, Session, Sessions
 from atlas_fl.errors import ConfigError, ProtocolError
-from atlas_fl.io.certs import Certs
+from atlas_fl.io.certs import Certs, digest_of
 
 SERVICE, METHOD = "atlas.Stream", "Exchange"
 PING_SECONDS = 10
 """A peer that has said nothing for so long is asked whether it is there."""
 SILENCE_SECONDS = 10
 """How long it may take to say so."""
+LOOK_AGAIN_SECONDS = 0.05
+"""How often who waits for room, or for a place, looks for it."""
+MOST_CONNECTIONS = 4096
+
+
+@dataclass(frozen=True, kw_only=True)
+class Limits:
+    """What the other ends may take of a server's memory and time."""
+
+    hello_bytes: int = 64 * 2**10
+    """Of the first frame of a stream."""
+    hello_seconds: float = 10.0
+    """Until all of it is here; a TLS handshake may take as long."""
+    piece_seconds: float = 120.0
+    """For each piece of a frame, of at most 1 MiB, either way."""
+    streams: int = 4
+    """Of one client: its own, one that hangs, and those that try to take its place."""
+    unfinished_bytes: int = 16 * FRAME_LIMIT
+    """Of all requests of which more is to come; further ones wait for room, and not for longer than for a piece."""
+    silent_looks: int = 15
+    """Looks between which a client that waits, or trains, has not said that it is there, before it is gone. They are
+    counted, so that the time is not held against clients in which the server itself stood still."""
+    alive_looks: int = 8
+    """The same, where another session of its name asks to come in."""
+    idle_seconds: float = 60.0
+    """For which a connection may have no stream."""
+    look_seconds: float = 1.0
+    """Between two looks at who may still be here."""
+
+
+LIMITS = Limits()
 
 
 def channel_options() -> list[tuple[str, int]]:
@@ -34,12 +69,30 @@ def channel_options() -> list[tuple[str, int]]:
     ]
 
 
+def _server_options(limits: Limits) -> list[tuple[str, int]]:
+    """What bounds those of whom nothing is known yet."""
+    files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = MOST_CONNECTIONS if files == resource.RLIM_INFINITY else min(MOST_CONNECTIONS, files // 2)
+    return [
+        # Without this, Linux lets two servers share a port and deals the clients out between them.
+        ("grpc.so_reuseport", 0),
+        ("grpc.max_concurrent_streams", limits.streams),
+        ("grpc.server_handshake_timeout_ms", int(limits.hello_seconds * 1000)),
+        ("grpc.max_connection_idle_ms", int(limits.idle_seconds * 1000)),
+        # Files of the run must find room among those of connections.
+        ("grpc.max_allowed_incoming_connections", most),
+    ]
+
+
 class Server:
     """Streams of clients into `Sessions`. Its methods run in the loop that it was started in."""
 
-    def __init__(self, sessions: Sessions, certs: Certs, *, host: str, port: int) -> None:
+    def __init__(self, sessions: Sessions, certs: Certs, *, host: str, port: int, limits: Limits = LIMITS) -> None:
         self._sessions, self._certs, self._host, self._port = sessions, certs, host, port
+        self._limits, self._unfinished = limits, Unfinished()
+        self._streams, self._visits, self._looks = dict[str, int](), set[Visit](), 0
         self._server: grpc.aio.Server | None = None
+        self._looking: asyncio.Task[None] | None = None
 
     async def start(self) -> int:
         """The port on which it listens from now on; the given one, or a free one for 0.
@@ -48,9 +101,7 @@ class Server:
         """
         check_free(self._host, self._port)
         keep_freed_memory()
-        # Without this, Linux lets two servers share a port and deals the clients out between them.
-        options = [*channel_options(), ("grpc.so_reuseport", 0)]
-        server = grpc.aio.server(options=options)
+        server = grpc.aio.server(options=[*channel_options(), *_server_options(self._limits)])
         handler = grpc.stream_stream_rpc_method_handler(self._stream)
         server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, {METHOD: handler}),))
         certs = self._certs
@@ -61,40 +112,215 @@ class Server:
             raise _taken(self._host, self._port, "it cannot be bound") from None
         await server.start()
         self._server = server
+        self._looking = asyncio.create_task(self._look())
         return port
+
+    async def _look(self) -> None:
+        while True:
+            await asyncio.sleep(self._limits.look_seconds)
+            self._looks += 1
+            for visit in self._visits:
+                visit.look()
+            self._sessions.look()
 
     async def stop(self) -> None:
         """End every stream and close the port."""
+        if self._looking is not None:
+            self._looking.cancel()
         if self._server is not None:
             await self._server.stop(grace=0)
 
-    async def _stream(
-        self, requests: AsyncIterator[bytes], context: "grpc.aio.ServicerContext[bytes, bytes]"
-    ) -> AsyncIterator[bytes]:
-        name = context.auth_context().get("x509_common_name", [b""])[0].decode(errors="replace")
-
-        def read() -> Awaitable[bytes]:
-            return anext(requests, grpc.aio.EOF)
-
+    async def _stream(self, _: Any, context: "grpc.aio.ServicerContext[bytes, bytes]") -> None:
+        name, certificate = _shown_by(context)
+        visit = Visit(context, self._limits, self._unfinished)
+        self._streams[name] = self._streams.get(name, 0) + 1
+        self._visits.add(visit)
         try:
-            first = await joined(read)
-            if first is None:
+            # Before a byte is read: who may not join has nothing to say.
+            self._sessions.check_listed(name, certificate)
+            if self._streams[name] > self._limits.streams:
+                await context.abort(grpc.StatusCode.UNAVAILABLE, f"{name} has {self._limits.streams} streams already")
+            async with visit.clock:
+                await self._served(name, certificate, visit)
+        except NotListedError as error:
+            self._sessions.refuse(name, str(error))
+            await context.abort(grpc.StatusCode.PERMISSION_DENIED, str(error))
+        except TimeoutError:
+            if not visit.clock.expired():
+                raise
+            await context.abort(visit.code, visit.reason or "nothing came, or was taken, for too long")
+        finally:
+            visit.close()
+            self._visits.discard(visit)
+            self._streams[name] -= 1
+            if not self._streams[name]:
+                del self._streams[name]
+
+    async def _served(self, name: str, certificate: str | None, visit: "Visit") -> None:
+        """One stream from its hello to its end; raises `NotListedError` where the client is taken off the list."""
+        try:
+            hello = await visit.frame(limit=self._limits.hello_bytes, seconds=self._limits.hello_seconds)
+            if hello is None:
                 return
-            session, stream, welcome = self._sessions.enter(name, first)
+            session, stream, welcome = await self._entered(name, certificate, hello)
+        except NotListedError:
+            raise
         except ProtocolError as error:
-            self._sessions.on_refused(name, str(error))
-            yield encode_frame({"refused": str(error)}, {})
+            self._sessions.refuse(name, str(error))
+            await visit.write(encode_frame({"refused": str(error)}, {}))
             return
+        session.stream = visit
         try:
-            yield welcome
-            while (request := await joined(read)) is not None:
-                for chunk in chunks(await self._sessions.handle(session, request)):
-                    yield chunk
+            await visit.write(welcome)
+            while (request := await visit.frame(limit=self._sessions.limit_of(name))) is not None:
+                self._sessions.check_listed(name, certificate)
+                await visit.write(await visit.answer(self._sessions.handle(session, request)))
+        except NotListedError:
+            self._sessions.look()
+            raise
         except ProtocolError as error:
-            self._sessions.on_refused(name, str(error))
-            yield encode_frame({"refused": str(error)}, {})
+            self._sessions.refuse(name, str(error))
+            await visit.write(encode_frame({"refused": str(error)}, {}))
         finally:
             self._sessions.leave(session, stream)
+
+    async def _entered(self, name: str, certificate: str | None, hello: bytearray) -> tuple[Session, int, bytes]:
+        """As `Sessions.enter`, once it is known whether the session that has this name lives; a silent one is ended."""
+        try:
+            return self._sessions.enter(name, hello, certificate=certificate)
+        except HereAlreadyError as error:
+            session = error.session
+            heard, looks = session.stream.heard, self._looks
+            while session.here and session.stream.heard == heard and not session.stream.is_busy:
+                if self._looks - looks > self._limits.alive_looks:
+                    session.stream.end("another process with this certificate has come, and this one was silent")
+                    await session.left.wait()
+                await asyncio.sleep(LOOK_AGAIN_SECONDS)
+            return self._sessions.enter(name, hello, certificate=certificate)
+
+
+@dataclass(eq=False)
+class Unfinished:
+    """Bytes of all requests of which more is to come."""
+
+    size: int = 0
+
+
+class Visit:
+    """One stream: whole frames in and out, each piece of them within its time, and signs of life between them."""
+
+    def __init__(
+        self, context: "grpc.aio.ServicerContext[bytes, bytes]", limits: Limits, unfinished: Unfinished
+    ) -> None:
+        self._context, self._limits, self._unfinished = context, limits, unfinished
+        self._ahead: asyncio.Task[Any] | None = None
+        self.clock = asyncio.timeout(None)
+        self.reason = ""
+        """Why it was ended; empty where it was not."""
+        self.code = grpc.StatusCode.UNAVAILABLE
+        self.heard = 0
+        """Signs of life so far."""
+        self.is_busy = False
+        """Whether a frame is under way, whose pieces have their own time."""
+        self._silent_looks = 0
+
+    def end(self, reason: str, *, for_good: bool = True) -> None:
+        """End it now, whatever it waits for; a client that is ended for good does not try again."""
+        if not self.clock.expired():
+            self.reason = reason
+            self.code = grpc.StatusCode.PERMISSION_DENIED if for_good else grpc.StatusCode.UNAVAILABLE
+            self.clock.reschedule(asyncio.get_running_loop().time())
+
+    def look(self) -> None:
+        """End it where the other end has been silent for too many looks."""
+        self._silent_looks = 0 if self.is_busy else self._silent_looks + 1
+        if self._silent_looks > self._limits.silent_looks:
+            self.end("it said nothing for too long", for_good=False)
+
+    def close(self) -> None:
+        """Nothing is read any more."""
+        if self._ahead is not None:
+            self._ahead.cancel()
+
+    def _until(self, seconds: float | None) -> None:
+        """So long may the next step take."""
+        self.is_busy = seconds is not None
+        if not self.reason and not self.clock.expired():
+            self.clock.reschedule(None if seconds is None else asyncio.get_running_loop().time() + seconds)
+
+    async def _read(self) -> Any:
+        if (ahead := self._ahead) is None:
+            piece = await self._context.read()
+        else:
+            piece = await ahead
+            self._ahead = None
+        self.heard, self._silent_looks = self.heard + 1, 0
+        return piece
+
+    async def _first(self) -> Any:
+        """The first piece of a frame."""
+        while (piece := await self._read()) is not grpc.aio.EOF and len(piece) <= len(LONG):
+            if piece == LONG:
+                self._until(self._limits.piece_seconds)
+        return piece
+
+    async def frame(self, *, limit: int, seconds: float | None = None) -> bytearray | None:
+        """The next frame, all of it within so many seconds if they are given; None where the stream ends before.
+
+        Raises `ProtocolError` where it grows longer than `limit` bytes.
+        """
+        size = 0
+        if seconds is not None:
+            self._until(seconds)
+
+        async def read() -> Any:
+            nonlocal size
+            if size and seconds is None:
+                self._until(self._limits.piece_seconds)
+                while self._unfinished.size > self._limits.unfinished_bytes:
+                    await asyncio.sleep(LOOK_AGAIN_SECONDS)
+            piece = await (self._read() if size else self._first())
+            if piece is not grpc.aio.EOF:
+                size += len(piece)
+                self._unfinished.size += len(piece)
+            return piece
+
+        try:
+            return await joined(read, limit=limit)
+        finally:
+            self._unfinished.size -= size
+            self._until(None)
+
+    async def answer(self, work: Coroutine[Any, Any, bytes]) -> bytes:
+        """What this work gives; while it takes long, signs of life are read."""
+        task = asyncio.ensure_future(work)
+        try:
+            await asyncio.wait({task}, timeout=BEAT_SECONDS)
+            while not task.done():
+                if self._ahead is None:
+                    self._ahead = asyncio.ensure_future(self._context.read())
+                    self._ahead.add_done_callback(lambda ahead: ahead.cancelled() or ahead.exception())
+                await asyncio.wait({task, self._ahead}, return_when=asyncio.FIRST_COMPLETED)
+                if self._ahead.done() and await self._read() != BEAT:
+                    raise ProtocolError("a request came before the answer to the last; install the same atlas-fl")
+            return await task
+        finally:
+            task.cancel()
+
+    async def write(self, frame: bytes) -> None:
+        """Send a frame, each piece as soon as the other end has room for it."""
+        for chunk in chunks(frame):
+            self._until(self._limits.piece_seconds)
+            await self._context.write(chunk)
+        self._until(None)
+
+
+def _shown_by(context: "grpc.aio.ServicerContext[bytes, bytes]") -> tuple[str, str | None]:
+    """(name, SHA-256) of the certificate that the other end has shown, which the authority has signed."""
+    shown = context.auth_context()
+    name = shown.get("x509_common_name", [b""])[0].decode(errors="replace")
+    pem = shown.get("x509_pem_cert", [b""])[0]
+    return name, digest_of(pem) if pem else None
 
 
 def _target(host: str, port: int) -> str:

@@ -8,6 +8,7 @@ and worked out by a task that outlives the stream, so a request that is sent aga
 """
 
 import asyncio
+import time
 from collections.abc import Awaitable, Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeAlias
@@ -15,6 +16,7 @@ from typing import Any, Protocol, TypeAlias
 import torch
 
 from atlas_fl.engines.stream.frames import FRAME_LIMIT, Head, decode_frame, encode_frame
+from atlas_fl.engines.stream.refusals import Refusals, printable
 from atlas_fl.errors import ProtocolError
 from atlas_fl.types import Params
 
@@ -22,12 +24,52 @@ PROTOCOL = 3
 """Version of what requests and answers mean; ends of different versions refuse each other."""
 
 NO_TENSORS: Params = {}
+MOST_TOLD = 10
+"""Refusals of a listed client that are told in a minute; of anybody else it is one."""
 
 Message: TypeAlias = tuple[dict[str, Any], dict[str, torch.Tensor]]
 Answer: TypeAlias = Callable[[str, Mapping[str, Any], Params], Awaitable[tuple[Head, Params]]]
 """(client, head, tensors) -> (head, tensors); a `ProtocolError` goes back to the client as what it is."""
 Admit: TypeAlias = Callable[[str, Mapping[str, Any]], Head]
 """(client, what it says of itself) -> what the server says of itself; raises `ProtocolError` to refuse."""
+
+
+class NotListedError(ProtocolError):
+    """Who asks may not join, or not with this certificate."""
+
+
+class HereAlreadyError(ProtocolError):
+    """A living session has this name."""
+
+    def __init__(self, session: "Session") -> None:
+        super().__init__(
+            f"client {session.name!r} is here already; end the other one, or join with another certificate"
+        )
+        self.session = session
+
+
+class Stream(Protocol):
+    """What carries a session."""
+
+    heard: int
+    """Signs of life of the other end so far."""
+    is_busy: bool
+    """Whether a message is under way."""
+
+    def end(self, reason: str) -> None:
+        """End it now, and for good."""
+        ...
+
+
+@dataclass(eq=False)
+class InProcessStream:
+    """A stream within this process, which nobody ends."""
+
+    heard: int = 0
+    is_busy: bool = False
+
+    def end(self, reason: str) -> None:
+        """Without effect."""
 
 
 class Exchange(Protocol):
@@ -51,6 +93,12 @@ class Session:
     streams: int = 0
     """Streams so far; the newest one counts."""
     here: bool = False
+    certificate: str | None = None
+    """SHA-256 of what it has shown; None where it needs none."""
+    left: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set while it is not here."""
+    stream: "Stream" = field(default_factory=lambda: InProcessStream())
+    """The newest one."""
 
 
 @dataclass(kw_only=True, eq=False)
@@ -65,19 +113,66 @@ class Sessions:
     """Told (client, whether it is here) whenever that changes."""
     on_refused: Callable[[str, str], None] = lambda _name, _reason: None
     """Told (who knocked or asked, why it was refused)."""
+    on_unlisted: Callable[[str], None] = lambda _name: None
+    """Told who was taken off the list while it had a session here."""
+    certificate_of: Callable[[str], str | None] = lambda _name: None
+    """The SHA-256 that the certificate of a listed client must have; None for any that was signed."""
     limit: int = FRAME_LIMIT
+    limit_of: Callable[[str], int] = lambda _name: FRAME_LIMIT
+    """Most bytes of the next request of a client."""
+    clock: Callable[[], float] = time.monotonic
     by_name: dict[str, Session] = field(default_factory=dict)
 
-    def enter(self, name: str, payload: bytes | bytearray) -> tuple[Session, int, bytes]:
+    def __post_init__(self) -> None:
+        self._refusals = Refusals(tell=self.on_refused, clock=self.clock)
+
+    def check_listed(self, name: str, certificate: str | None = None) -> None:
+        """Nothing where a client of this name may join with this certificate; raises `NotListedError` else.
+
+        Who is refused learns nothing of anybody else.
+        """
+        if name not in self.allowed:
+            raise NotListedError(f"client {printable(name)!r} is not listed here; ask who runs the server")
+        expected = self.certificate_of(name)
+        if expected is not None and certificate != expected:
+            raise NotListedError(
+                f"client {name!r} is listed with another certificate: this one was replaced or revoked; ask who runs"
+                " the server for the new one"
+            )
+
+    def refuse(self, name: str, reason: str) -> None:
+        """Tell of this refusal, or count it where there were many."""
+        self._refusals.add(name, reason, most=MOST_TOLD if name in self.allowed else 1)
+
+    def look(self) -> None:
+        """End the sessions of those who may not be here any more, and tell of refusals; to be done again and again."""
+        for session in list(self.by_name.values()):
+            try:
+                self.check_listed(session.name, session.certificate)
+            except NotListedError as error:
+                self._evict(session, str(error))
+        self._refusals.look()
+
+    def _evict(self, session: Session, reason: str) -> None:
+        del self.by_name[session.name]
+        self.refuse(session.name, reason)
+        if session.here:
+            session.stream.end(reason)
+        elif session.task is not None:
+            session.task.cancel()  # nobody will ask again
+        if session.name not in self.allowed:
+            self.on_unlisted(session.name)
+
+    def enter(
+        self, name: str, payload: bytes | bytearray, *, certificate: str | None = None
+    ) -> tuple[Session, int, bytes]:
         """(session, number of this stream, welcome) of a client whose stream begins with this frame.
 
-        Raises `ProtocolError` for a name that is not listed, or that another living session has, and as `admit` does.
+        Raises `NotListedError` as `check_listed` does, `HereAlreadyError` for a name that another living session has,
+        and `ProtocolError` as `admit` does.
         """
         hello, _ = decode_frame(payload, limit=self.limit)
-        if name not in self.allowed:
-            raise ProtocolError(
-                f"client {name!r} is not listed; allowed: {', '.join(self.allowed)}; add it with `atlas certs make`"
-            )
+        self.check_listed(name, certificate)
         if hello.get("protocol") != PROTOCOL:
             raise ProtocolError(
                 f"client {name!r} speaks protocol {hello.get('protocol')!r:.20}, the server {PROTOCOL}; install the"
@@ -86,15 +181,17 @@ class Sessions:
         own = str(hello.get("session"))
         session = self.by_name.get(name)
         if session is not None and session.id != own and session.here:
-            raise ProtocolError(f"client {name!r} is here already; end the other one, or join with another certificate")
+            raise HereAlreadyError(session)
         welcome = self.admit(name, hello)
         if session is None or session.id != own:
             if session is not None and session.task is not None:
                 session.task.cancel()  # whoever asked has ended, and nobody will ask again
             session = self.by_name[name] = Session(name=name, id=own)
         session.streams += 1
+        session.certificate = certificate
         if not session.here:
             session.here = True
+            session.left.clear()
             self.on_presence(name, True)
         return session, session.streams, encode_frame({"welcome": welcome}, {})
 
@@ -102,7 +199,10 @@ class Sessions:
         """The stream of this number has ended; the client is gone unless a newer one has begun."""
         if session.streams == stream and session.here:
             session.here = False
+            session.left.set()
             self.on_presence(session.name, False)
+        if self.by_name.get(session.name) is not session and session.task is not None:
+            session.task.cancel()  # it was ended, or another has its place: nobody will ask again
 
     async def handle(self, session: Session, payload: bytes | bytearray) -> bytes:
         """The answer to a request of this session, worked out once however often it is sent."""
@@ -124,7 +224,7 @@ class Sessions:
             head, found = await self.answer(name, body, tensors)
             return encode_frame({"sequence": number, "body": head}, found, limit=self.limit)
         except ProtocolError as error:
-            self.on_refused(name, str(error))
+            self.refuse(name, str(error))
             return encode_frame({"sequence": number, "refused": str(error)}, {})
 
 
