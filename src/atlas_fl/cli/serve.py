@@ -34,6 +34,9 @@ class ServeOptions:
     not got their model."""
     deadline: float = 600.0
     """Seconds that a client has for a job; who lets it pass misses the round."""
+    without: tuple[str, ...] = ()
+    """Clients of the plan without which the run goes on, such as who was taken off the list; may be repeated. Start it
+    without this once they are back."""
     late: bool = True
     """Let listed clients join that come after the plan was made; they take part from the next round on."""
     again: tuple[str, ...] = ()
@@ -65,6 +68,7 @@ def serve(words: Sequence[str]) -> int:
         wait_seconds=options.wait,
         deadline_seconds=options.deadline,
         late=options.late,
+        without=options.without,
     )
     with show_progress() as on_event, going_on("the same command"):
         if options.again:

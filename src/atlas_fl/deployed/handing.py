@@ -108,7 +108,7 @@ def hand_out(config: Config, service: Service, on_event: OnEvent) -> None:
     if not rest:
         return
     seconds, certs, listed = service.wait_seconds, open_certs(service.certs), listed_clients(service.certs)
-    awaited = [name for name in rest if name in listed]
+    awaited = [name for name in rest if name in listed and name not in service.without]
     if not awaited:
         names = ", ".join(rest)
         on_event(Note(f"{names} did not get the model, and may not join now; start this again once they may"))

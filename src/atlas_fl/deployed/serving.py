@@ -13,6 +13,7 @@ from atlas_fl.config.names import check_cut_names, unknown_cuts
 from atlas_fl.config.splitting import NONE
 from atlas_fl.deployed.handing import begin_to_serve, dismiss, last_plan
 from atlas_fl.deployed.listening import Service, listening
+from atlas_fl.deployed.sites import check_without, read_sites, write_sites
 from atlas_fl.door import Door, Newcomer
 from atlas_fl.engines.base import Engine
 from atlas_fl.engines.hall import farewells
@@ -47,7 +48,7 @@ def across_machines(service: Service) -> Callable[[Config, OnEvent], AbstractCon
     def workplace(config: Config, on_event: OnEvent) -> Iterator[tuple[Assembly, Engine]]:
         check_served(config, service)
         folder, certs, listed = run_folder(config), open_certs(service.certs), listed_clients(service.certs)
-        wanted = _wanted(folder, listed)
+        wanted, left_out = _wanted(folder, listed, service.without)
         if service.min_clients > len(wanted):
             raise ConfigError(
                 f"--min-clients is {service.min_clients}, and {len(wanted)} clients are waited for; lower it, or list"
@@ -55,11 +56,13 @@ def across_machines(service: Service) -> Callable[[Config, OnEvent], AbstractCon
             )
         # adapters that a cluster shares belong to those who were there when the plan was made
         late = service.late and config.split.server_adapters == "per_client"
-        with listening(config, service, certs, on_event=on_event, listed=listed, late=late) as (hall, desk, where):
+        names = tuple(dict.fromkeys((*listed, *left_out)))
+        with listening(config, service, certs, on_event=on_event, listed=names, late=late) as (hall, desk, where):
             try:
                 on_event(Note(f"listening on {where} for {', '.join(wanted)}"))
+                _leave_out(folder, hall, left_out, on_event)
                 with service.beside(hall, desk):
-                    yield from _gathered(config, hall, desk, wanted, service, late=late)
+                    yield from _gathered(config, hall, desk, wanted, service, late=late, left_out=left_out)
                     if folder.summary.exists():
                         writing = service.deadline_seconds
                         dismiss(folder, hall, desk, seconds=FAREWELL_SECONDS, writing_seconds=writing)
@@ -72,15 +75,25 @@ def across_machines(service: Service) -> Callable[[Config, OnEvent], AbstractCon
 
 
 def _gathered(
-    config: Config, hall: Hall, desk: Desk, wanted: tuple[str, ...], service: Service, *, late: bool
+    config: Config,
+    hall: Hall,
+    desk: Desk,
+    wanted: tuple[str, ...],
+    service: Service,
+    *,
+    late: bool,
+    left_out: tuple[str, ...],
 ) -> Iterator[tuple[Assembly, Engine]]:
     """Assembly and engine, once those who are waited for have come."""
     least = service.min_clients or len(wanted)
     come = desk.call(hall.gather(wanted, least=least, seconds=service.wait_seconds))
     for line in check_sites(config, [hall.seats[name] for name in come], listed=tuple(hall.seats), late=late):
         desk.on_event(Note(line))
-    assembly = _assembly(config, hall, desk, come)
-    begin_to_serve(run_folder(config))
+    folder = run_folder(config)
+    known = come if not left_out else tuple(name for name in _planned(folder) if name in {*come, *left_out})
+    assembly = _assembly(config, hall, desk, known)
+    begin_to_serve(folder)
+    write_sites(folder, [hall.seats[name] for name in come])
     with _suffixes(assembly) as suffixes:
         yield assembly, _engine(hall, desk, suffixes, service, line=line_in(assembly))
 
@@ -114,6 +127,7 @@ def _engine(hall: Hall, desk: Desk, suffixes: Suffixes | None, service: Service,
         least=service.min_clients,
         at_once=AT_ONCE if suffixes is None else None,
         bound=line.bound,
+        without=frozenset(service.without),
     )
 
 
@@ -168,22 +182,46 @@ def _check_simulated(config: Config) -> None:
         )
 
 
-def _wanted(folder: RunFolder, listed: tuple[str, ...]) -> tuple[str, ...]:
-    """Who is waited for: the clients of the plan where there is one to go on with, else all that are listed."""
-    if (last := last_plan(folder)) is None:
-        return listed
-    _, planned = last
-    if unlisted := [name for name in planned if name not in listed]:
+def _planned(folder: RunFolder) -> tuple[str, ...]:
+    """The clients of the plan to go on with; none where there is none."""
+    last = last_plan(folder)
+    return () if last is None else last[1]
+
+
+def _wanted(
+    folder: RunFolder, listed: tuple[str, ...], without: tuple[str, ...]
+) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """(who is waited for, which clients of the plan are left out).
+
+    The clients of the plan where there is one to go on with, else all that are listed; but for those to be left out.
+    """
+    planned = _planned(folder)
+    check_without(without, planned=planned, listed=listed)
+    unlisted = [name for name in planned if name not in listed and name not in without]
+    if unlisted:
         raise CheckpointError(
-            f"run {folder.path} was planned with {', '.join(unlisted)}, not listed here; list them again, or"
-            " choose another --name"
+            f"run {folder.path} was planned with {', '.join(unlisted)}, not listed here; list them again, go on with"
+            f" --without {' '.join(unlisted)}, or choose another --name"
         )
-    return planned
+    wanted = tuple(name for name in planned or listed if name not in without)
+    return wanted, tuple(name for name in planned if name in without)
+
+
+def _leave_out(folder: RunFolder, hall: Hall, names: tuple[str, ...], on_event: OnEvent) -> None:
+    """Put what is known of these clients of the plan into their seats, where nobody will sit."""
+    if not names:
+        return
+    for name, (census, device) in read_sites(folder, names).items():
+        seat = hall.seats[name]
+        seat.census, seat.device, seat.given_up = census, device, True
+    on_event(
+        Note(f"goes on without {', '.join(names)}: missing in every round; their last models stay what others mix with")
+    )
 
 
 def _assembly(config: Config, hall: Hall, desk: Desk, names: tuple[str, ...]) -> Any:
     """The parts of a run with stand-ins in the place of the data, which stays where it is."""
-    seats = [hall.seats[name] for name in names]
+    folder, seats = run_folder(config), [hall.seats[name] for name in names]
     censuses: Mapping[str, Census] = {seat.name: seat.census for seat in seats if seat.census is not None}
     stand_ins = {name: stand_in(name, census) for name, census in censuses.items()}
     tokens = {name: own for name, (_, own) in stand_ins.items()}
@@ -191,16 +229,20 @@ def _assembly(config: Config, hall: Hall, desk: Desk, names: tuple[str, ...]) ->
     devices = tuple(seat.device for seat in seats if seat.device is not None)
     line = line_for(config)
     if line is IMAGES:
-        return replace(line.assemble(config, clients=clients, devices=devices), door=_door(hall, desk, None))
+        return replace(line.assemble(config, clients=clients, devices=devices), door=_door(folder, hall, desk, None))
     assembly = line.assemble(config, clients=clients, tokens=tokens, devices=devices)
-    return replace(assembly, door=_door(hall, desk, tokens), apart=not shares_all(config.mixing.share))
+    return replace(assembly, door=_door(folder, hall, desk, tokens), apart=not shares_all(config.mixing.share))
 
 
-def _door(hall: Hall, desk: Desk, tokens: dict[str, ClientTokens] | None) -> Door:
+def _door(folder: RunFolder, hall: Hall, desk: Desk, tokens: dict[str, ClientTokens] | None) -> Door:
     """The door of a run that is served: those wait there whose seats are in no plan.
 
     Their stand-ins go to `tokens` as well, where the server's halves of cut models look them up; None without any.
     """
+
+    def enter(name: str) -> None:
+        desk.call(let_in(hall, name))
+        write_sites(folder, [hall.seats[name]])
 
     def waiting(_round: int) -> tuple[Newcomer, ...]:
         found = []
@@ -215,7 +257,7 @@ def _door(hall: Hall, desk: Desk, tokens: dict[str, ClientTokens] | None) -> Doo
 
     return Door(
         waiting=waiting,
-        let_in=lambda name: desk.call(let_in(hall, name)),
+        let_in=enter,
         turn_away=lambda name, error: desk.call(turn_away(hall, name, str(error))),
         leave_out=lambda name, _: desk.call(leave_out(hall, name)),
     )

@@ -26,6 +26,8 @@ class RemoteEngine:
     """Fewest clients that must answer, or all of the asked where these are fewer; 0 for all."""
     at_once: int | None = None
     """Most clients that have a job at the same time; None for all that are asked."""
+    without: frozenset[str] = frozenset()
+    """Clients that are asked nothing: the run goes on without them."""
     bound: Bound = lambda _action, updates, _held: list(updates)
     """Where updates go that do not fit into memory."""
 
@@ -34,6 +36,7 @@ class RemoteEngine:
 
         Raises `ProtocolError` where too few did: the run stops there and goes on from its checkpoint.
         """
+        jobs = [job for job in jobs if job.client not in self.without]
         if self.suffixes is not None:
             self.suffixes.open(action, jobs)
         size = self.at_once or max(1, len(jobs))

@@ -78,6 +78,11 @@ class RunFolder:
         return self.path / "heard.json"
 
     @property
+    def sites(self) -> Path:
+        """What the clients of a served run have said of themselves."""
+        return self.path / "sites.json"
+
+    @property
     def checkpoints(self) -> Path:
         """The folder of `round-000N`."""
         return self.path / "checkpoints"
