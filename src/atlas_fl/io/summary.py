@@ -170,7 +170,9 @@ def _seconds(phase_seconds: Mapping[str, float], round_seconds: Mapping[int, flo
 
 
 def _events(metrics: Sequence[Row]) -> dict[str, Any]:
-    """How often each event happened, and the refused updates themselves."""
+    """How often each event happened, the refused updates themselves, and whose were missing how often."""
     events = [row for row in metrics if "event" in row]
     refused = [{key: row[key] for key in ("round", "client", "reason")} for row in events if row["event"] == "refused"]
-    return {"count": dict(Counter(str(row["event"]) for row in events)), "refused": refused}
+    missing = dict(Counter(row["client"] for row in events if row["event"] == "missing"))
+    count = dict(Counter(str(row["event"]) for row in events))
+    return {"count": count, "refused": refused} | ({"missing": missing} if missing else {})

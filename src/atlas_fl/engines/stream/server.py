@@ -35,6 +35,8 @@ class Limits:
     """Of the first frame of a stream."""
     hello_seconds: float = 10.0
     """Until all of it is here; a TLS handshake may take as long."""
+    skip_seconds: float = 2.0
+    """For the first piece of who is refused, which nobody looks at."""
     piece_seconds: float = 120.0
     """For each piece of a frame, of at most 1 MiB, either way."""
     streams: int = 4
@@ -136,8 +138,6 @@ class Server:
         self._streams[name] = self._streams.get(name, 0) + 1
         self._visits.add(visit)
         try:
-            # Before a byte is read: who may not join has nothing to say.
-            self._sessions.check_listed(name, certificate)
             if self._streams[name] > self._limits.streams:
                 await context.abort(grpc.StatusCode.UNAVAILABLE, f"{name} has {self._limits.streams} streams already")
             async with visit.clock:
@@ -159,6 +159,7 @@ class Server:
     async def _served(self, name: str, certificate: str | None, visit: "Visit") -> None:
         """One stream from its hello to its end; raises `NotListedError` where the client is taken off the list."""
         try:
+            await self._check_listed(name, certificate, visit)
             hello = await visit.frame(limit=self._limits.hello_bytes, seconds=self._limits.hello_seconds)
             if hello is None:
                 return
@@ -183,6 +184,15 @@ class Server:
             await visit.write(encode_frame({"refused": str(error)}, {}))
         finally:
             self._sessions.leave(session, stream)
+
+    async def _check_listed(self, name: str, certificate: str | None, visit: "Visit") -> None:
+        """Nothing where this client may join; else raises `NotListedError` before anything is made of what it says."""
+        try:
+            self._sessions.check_listed(name, certificate)
+        except NotListedError:
+            # Its hello is on the way: gRPC at the other end loses the reason of a stream that ends before it is sent.
+            await visit.skip(seconds=self._limits.skip_seconds)
+            raise
 
     async def _entered(self, name: str, certificate: str | None, hello: bytearray) -> tuple[Session, int, bytes]:
         """As `Sessions.enter`, once it is known whether the session that has this name lives; a silent one is ended."""
@@ -290,6 +300,11 @@ class Visit:
         finally:
             self._unfinished.size -= size
             self._until(None)
+
+    async def skip(self, *, seconds: float) -> None:
+        """Let one piece pass, if it comes within so many seconds."""
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._context.read(), seconds)
 
     async def answer(self, work: Coroutine[Any, Any, bytes]) -> bytes:
         """What this work gives; while it takes long, signs of life are read."""
