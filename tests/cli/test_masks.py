@@ -73,6 +73,17 @@ def test_one_mask_is_drawn_into_its_run_and_a_merged_file_is_a_mask_again(
     assert atlas(*words, "--merge", "intersection", "--to", str(to)).code == 0
     said = atlas("masks", str(to))
     assert (said.code, said.err) == (0, "") and "25.0%" in said.out
+    # once more, over what the command has written itself, and never over anything else
+    assert atlas(*words, "--merge", "union", "--to", str(to)).code == 0
+    assert not list(tmp_path.glob("*.kept-1"))
+    for path in (to, tmp_path / "masks-density.png"):
+        path.write_bytes(b"years of work")
+    said = atlas(*words, "--merge", "union", "--to", str(to))
+    assert said.code == 2 and "what lies there was not written by this command" in said.err
+    assert to.read_bytes() == b"years of work"
+    assert atlas(*words).code == 0
+    assert (tmp_path / "masks-density.png.kept-1").read_bytes() == b"years of work"
+    assert (tmp_path / "masks-density.png").read_bytes().startswith(b"\x89PNG")
 
 
 @pytest.mark.parametrize(

@@ -1,8 +1,9 @@
+import os
 from pathlib import Path
 
 import pytest
 
-from atlas_fl.cli.settings import base_config
+from atlas_fl.cli.settings import base_config, check_target, holds_json
 from atlas_fl.cli.words import split
 from atlas_fl.config import Config, to_toml
 from atlas_fl.errors import ConfigError
@@ -49,3 +50,29 @@ def test_two_presets_contradict(tmp_path: Path) -> None:
 def test_an_unknown_preset_has_its_nearest() -> None:
     with pytest.raises(ConfigError, match=r"unknown preset 'quik'; did you mean 'quick'\?"):
         base("--preset", "quik")
+
+
+def test_a_file_that_a_command_has_not_written_is_not_written_over(tmp_path: Path) -> None:
+    def is_plan(path: Path) -> bool:
+        return holds_json(path, keys=("clients", "data"))
+
+    file, link, pipe = tmp_path / "plan.json", tmp_path / "link.json", tmp_path / "pipe.json"
+    check_target(None, example="plan.json", is_own=is_plan)
+    check_target(str(file), example="plan.json", is_own=is_plan)
+    for own in ('{"clients": [], "data": [], "more": 1}', '[{"clients": 1, "data": 2}]'):
+        file.write_text(own)
+        check_target(str(file), example="plan.json", is_own=is_plan)
+    link.symlink_to(file)
+    os.mkfifo(pipe)
+    strange = [link, pipe, Path("/dev/null")]
+    for text in ("years of work", "{}", "[]", '[{"clients": 1}]', '{"clients": []}', "[1]", "[" * 10**5):
+        file.write_text(text)
+        with pytest.raises(ConfigError, match="what lies there was not written by this command; name a new file such"):
+            check_target(str(file), example="plan.json", is_own=is_plan)
+        assert file.read_text() == text
+    for path in strange:
+        with pytest.raises(ConfigError, match="what lies there was not written by this command"):
+            check_target(str(path), example="plan.json", is_own=lambda _: True)
+    for path in (tmp_path, tmp_path / "no" / "such" / "folder"):
+        with pytest.raises(ConfigError, match="allowed: a file in a folder that exists; name one such as"):
+            check_target(str(path), example="plan.json", is_own=is_plan)

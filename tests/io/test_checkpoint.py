@@ -193,3 +193,29 @@ def test_ten_thousand_rounds_are_in_order(tmp_path) -> None:
     found, _ = load_latest(tmp_path)
     assert found is not None
     assert found.round == 10_000
+
+
+def test_what_no_run_has_written_is_kept_when_its_checkpoint_goes(tmp_path) -> None:
+    for round in (1, 2, 3):
+        save(tmp_path, round=round, tensors=tensors(round), state={})
+    for round in (1, 3):
+        (tmp_path / f"round-000{round}" / "notes.txt").write_text(f"of round {round}")
+    (tmp_path / ".round-2-of-mine").mkdir()
+    (tmp_path / "round-0004").write_text("mine")
+    save(tmp_path, round=2, tensors=tensors(2), state={})
+    prune(tmp_path, keep=1)
+    assert sorted(path.relative_to(tmp_path).as_posix() for path in tmp_path.rglob("*")) == [
+        ".round-2-of-mine",
+        "round-0001.kept-1",
+        "round-0001.kept-1/notes.txt",
+        "round-0002",
+        "round-0002/state.json",
+        "round-0002/state.safetensors",
+        "round-0003.kept-1",
+        "round-0003.kept-1/notes.txt",
+        "round-0004.kept-1",
+    ]
+    assert (tmp_path / "round-0004.kept-1").read_text() == "mine"
+    found, damaged = load_latest(tmp_path)
+    assert found is not None and found.round == 2
+    assert damaged == ()

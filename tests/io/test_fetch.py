@@ -80,6 +80,22 @@ def test_a_finished_part_is_not_fetched_again_and_a_damaged_one_is(
     assert said == [f"small: here already ({cache / 'small'})"]
 
 
+def test_a_folder_of_the_users_in_a_parts_place_is_kept(wheels: Path, tmp_path: Path) -> None:
+    write_wheel(wheels)
+    cache = tmp_path / "cache"
+    for folder in ("small", "small.kept-1", ".small-backup", ".small-999999998"):
+        (cache / folder).mkdir(parents=True)
+        (cache / folder / "notes.txt").write_text(f"mine, in {folder}")
+    said: list[str] = []
+    fetch.fetch_embedded(cache, report=said.append)
+    assert said[1] == f"small: what was there is not this package, and is kept as {cache / 'small.kept-2'}"
+    assert {path.parent.name: path.read_text() for path in cache.glob("*/notes.txt")} == {
+        "small": CONTENT["notes.txt"].decode(),
+        "small.kept-2": "mine, in small",
+        **{folder: f"mine, in {folder}" for folder in ("small.kept-1", ".small-backup", ".small-999999998")},
+    }
+
+
 def test_without_an_index_there_is_one_clear_line(wheels: Path, tmp_path: Path) -> None:
     cache = tmp_path / "cache"
     with pytest.raises(DataError, match=r"cannot fetch atlas-test-small==1\.0: ERROR: .*PIP_FIND_LINKS") as caught:

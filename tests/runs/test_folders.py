@@ -57,6 +57,27 @@ def test_what_could_not_be_planned_leaves_the_place_as_it_was(config: Make, tmp_
     assert run(config(max_rounds=1)).rounds == 1
 
 
+def test_what_came_into_the_folder_while_the_run_was_planned_stays(config: Make, tmp_path: Path) -> None:
+    folder = tmp_path / "runs/run"
+
+    def add(_event: object) -> None:
+        (folder / "audit/mine").mkdir(parents=True, exist_ok=True)
+        for name in ("thesis.txt", "audit/mine/notes.txt"):
+            (folder / name).write_text("years of work")
+
+    with pytest.raises(AtlasError, match="samples"):
+        run(config(samples=TOO_MANY), on_event=add)
+    found = sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
+    assert found == ["audit/mine/notes.txt", "thesis.txt"]
+
+
+def test_a_file_with_the_name_of_the_lock_keeps_what_is_in_it(tmp_path: Path) -> None:
+    (tmp_path / ".lock").write_text("mine")
+    with run_lock(tmp_path):
+        pass
+    assert (tmp_path / ".lock").read_text() == "mine"
+
+
 def test_who_does_not_get_the_lock_removes_nothing(config: Make, tmp_path: Path) -> None:
     folder = tmp_path / "runs/run"
     with run_lock(folder), pytest.raises(CheckpointError, match="being written by another process"):

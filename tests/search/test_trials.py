@@ -152,6 +152,14 @@ def test_a_named_search_of_other_settings_is_refused(base: Config) -> None:
     assert found.folder.name == "mine" and found.trials[0].run.startswith("mine-s42-")
     with pytest.raises(CheckpointError, match=r"mine was begun with over = .*; choose another --name or --runs-dir"):
         search(named, space=parse_space(["lr=1e-4..1:log"]), trials=2)
+    mine = found.folder.with_name("folder")
+    mine.mkdir()
+    (mine / "best.toml").write_text("years of work")
+    with pytest.raises(ConfigError, match=r"folder exists, is no search and holds best\.toml; choose another --name"):
+        search(replace(base, run=replace(base.run, name="folder")), space=SPACE, trials=2)
+    assert (mine / "best.toml").read_text() == "years of work"
+    (found.folder / "study.sqlite3").unlink()
+    assert search(named, space=SPACE, trials=2).trials == found.trials
     taken = replace(base, run=replace(base.run, name=found.trials[0].run))
     with pytest.raises(ConfigError, match="is taken; choose another --name"):
         search(taken, space=SPACE, trials=2)

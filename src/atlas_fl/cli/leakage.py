@@ -9,7 +9,7 @@ import tyro
 
 from atlas_fl.cli.live import show, show_progress
 from atlas_fl.cli.parse import parse
-from atlas_fl.cli.settings import base_config, check_target
+from atlas_fl.cli.settings import base_config, check_target, holds_json
 from atlas_fl.cli.words import split
 from atlas_fl.config import Config, validate
 
@@ -33,7 +33,7 @@ def leakage(words: Sequence[str]) -> int:
     groups = split(words)
     options = parse(LeakageOptions(settings=base_config(groups)), groups, command="atlas leakage")
     config = validate(options.settings)
-    check_target(options.to, example="leakage.json")
+    check_target(options.to, example="leakage.json", is_own=lambda path: holds_json(path, keys=("dfil", "blocks")))
 
     from atlas_fl.io.results import write_json
     from atlas_fl.planning import measure_leakage

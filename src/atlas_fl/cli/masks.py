@@ -12,7 +12,7 @@ from atlas_fl.cli.live import show
 from atlas_fl.cli.parse import parse
 from atlas_fl.cli.settings import check_target
 from atlas_fl.cli.words import split
-from atlas_fl.errors import ConfigError
+from atlas_fl.errors import AtlasError, ConfigError
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,7 +42,7 @@ def masks(words: Sequence[str]) -> int:
         raise ConfigError("no mask is named; give the folders of runs, or files of masks; see `atlas masks --help`")
     if (options.merge == "none") != (options.to is None):
         raise ConfigError("--merge says how masks become one and --to which file gets it; give both, or neither")
-    check_target(options.to, example="mask.safetensors")
+    check_target(options.to, example="mask.safetensors", is_own=_is_mask)
 
     from atlas_fl.io.tensors import write_tensors
     from atlas_fl.report.words import percent
@@ -66,6 +66,15 @@ def masks(words: Sequence[str]) -> int:
         counts = f"{num_kept(mask):,} of {num_values(mask):,} weights may move ({share})"
         show([f"{options.merge} of {len(found)}: {counts}; train under it: --mask-file {options.to}"])
     return 0
+
+
+def _is_mask(path: Path) -> bool:
+    from atlas_fl.sparse.stored import read_mask
+
+    try:
+        return bool(read_mask(path))
+    except AtlasError:
+        return False
 
 
 def _files(options: MasksOptions) -> dict[Path, Path]:
@@ -129,16 +138,18 @@ def _figures(options: MasksOptions, files: Mapping[Path, Path]) -> Path:
 
 
 def _draw(found: Mapping[str, Mapping[str, Any]], *, folder: Path) -> list[Path]:
+    from atlas_fl.io.folder import RunFolder
     from atlas_fl.report.masks import draw_density, draw_overlap
-    from atlas_fl.report.style import save_figure
+    from atlas_fl.report.style import save_beside, save_figure
     from atlas_fl.sparse.algebra import layers, num_kept, overlap
     from atlas_fl.tree import num_values
 
+    save = save_figure if RunFolder(folder.parent).is_run() and folder.name == "figures" else save_beside
     shares = [num_kept(mask) / num_values(mask) for mask in found.values()]
     common = shares[0] if max(shares) - min(shares) < 1e-3 else None
     density = draw_density({name: layers(mask) for name, mask in found.items()}, share=common)
-    paths = [save_figure(density, folder / "masks-density.png")]
+    paths = [save(density, folder / "masks-density.png")]
     if len(found) > 1:
         figure = draw_overlap(list(found), overlap(list(found.values())), densities=shares)
-        paths.append(save_figure(figure, folder / "masks-overlap.png"))
+        paths.append(save(figure, folder / "masks-overlap.png"))
     return paths

@@ -9,7 +9,7 @@ import tyro
 
 from atlas_fl.cli.live import going_on, show, show_progress
 from atlas_fl.cli.parse import parse
-from atlas_fl.cli.settings import base_config, check_target
+from atlas_fl.cli.settings import base_config, check_target, holds_json
 from atlas_fl.cli.words import split
 from atlas_fl.config import Config, load_config, pinned, run_folder, validate
 from atlas_fl.errors import ConfigError
@@ -90,7 +90,9 @@ def plan(words: Sequence[str]) -> int:
     groups = split(words)
     options = parse(PlanOptions(settings=base_config(groups)), groups, command="atlas plan")
     config = pinned(validate(options.settings))
-    check_target(options.to, example="plan.json")
+    check_target(
+        options.to, example="plan.json", is_own=lambda path: holds_json(path, keys=("clients", "adjacency", "data"))
+    )
 
     from atlas_fl.io.results import write_json
     from atlas_fl.lines import make_plan

@@ -45,7 +45,7 @@ def search(words: Sequence[str]) -> int:
     from atlas_fl.io.atomic import write_atomic
     from atlas_fl.report.search import search_csv, search_table
     from atlas_fl.search.space import parse_space
-    from atlas_fl.search.trials import BEST
+    from atlas_fl.search.trials import BEST, TABLE
     from atlas_fl.search.trials import search as run_search
 
     with show_progress() as on_event, going_on("the same command"):
@@ -62,7 +62,7 @@ def search(words: Sequence[str]) -> int:
             on_trial=announce,
             on_event=on_event,
         )
-    write_atomic(found.folder / "trials.csv", search_csv(found.trials).encode())
+    write_atomic(found.folder / TABLE, search_csv(found.trials).encode())
     show([search_table(found), f"the same as CSV: {found.folder / 'trials.csv'}"])
     show([f"the best settings: atlas run --config {found.folder / BEST}"])
     return 0

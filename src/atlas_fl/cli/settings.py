@@ -1,6 +1,8 @@
 """Where the settings of a command come from: a recipe, over it a file, over both the flags; and where it may write."""
 
-from collections.abc import Sequence
+import json
+import os
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 
 from atlas_fl.cli.words import Words, last_value
@@ -41,7 +43,28 @@ def new_folder(to: str) -> Path:
     return path
 
 
-def check_target(to: str | None, *, example: str) -> None:
-    """Nothing where `--to` is not given, or is a file in a folder that is there; else raises `ConfigError`."""
-    if to is not None and (Path(to).is_dir() or not Path(to).parent.is_dir()):
+def check_target(to: str | None, *, example: str, is_own: Callable[[Path], bool]) -> None:
+    """Nothing where `--to` is not given, or is a file in a folder that is there, and new or of the command itself.
+
+    Raises:
+        ConfigError: it is a folder, in no folder, or a file that the command has not written.
+    """
+    if to is None:
+        return
+    path = Path(to)
+    if path.is_dir() or not path.parent.is_dir():
         raise ConfigError(f"--to is {to}; allowed: a file in a folder that exists; name one such as {example}")
+    if os.path.lexists(path) and (path.is_symlink() or not path.is_file() or not is_own(path)):
+        raise ConfigError(
+            f"--to is {to}, and what lies there was not written by this command; name a new file such as {example}"
+        )
+
+
+def holds_json(path: Path, *, keys: Collection[str]) -> bool:
+    """Whether a file holds JSON of which the mapping, or every one of a list of them, has these keys."""
+    try:
+        found = json.loads(path.read_bytes())
+    except (OSError, ValueError, RecursionError):
+        return False
+    rows = found if isinstance(found, list) else [found]
+    return bool(rows) and all(isinstance(row, dict) and set(keys) <= row.keys() for row in rows)

@@ -100,6 +100,18 @@ def new_folder(path: Path) -> Iterator[Path]:
         _remove_drafts(drafts)
 
 
+def set_aside(path: Path, *, name: str | None = None) -> Path:
+    """Where what lay at a path lies now: beside it, as `NAME.kept-1` or the next that is free.
+
+    So is kept what is in the way and was not written here.
+    """
+    number = 1
+    while os.path.lexists(kept := path.with_name(f"{name or path.name}.kept-{number}")):
+        number += 1
+    path.rename(kept)
+    return kept
+
+
 def _flush(file: Path) -> None:
     """Have a file on the disk that another library has written."""
     with file.open("rb") as opened:

@@ -5,8 +5,8 @@ and the folder is renamed: a run that is killed at any moment leaves complete ch
 person does to them later is found out by two SHA-256 digests, one of the tensors' file and one of the rest.
 """
 
+import os
 import re
-import shutil
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from hashlib import sha256
@@ -16,13 +16,16 @@ from typing import Any
 import torch
 
 from atlas_fl.errors import CheckpointError
-from atlas_fl.io.atomic import sync_folder, write_synced
+from atlas_fl.io.atomic import set_aside, sync_folder, write_synced
 from atlas_fl.io.results import from_json, indented, seal, to_json
 from atlas_fl.io.tensors import decode, write_tensors
 
 FORMAT = 3
 TENSORS, STATE = "state.safetensors", "state.json"
 NAME = re.compile(r"round-(\d{4,})(\.replaced)?")
+_HIDDEN = re.compile(rf"\.{NAME.pattern}\.(writing|removed)")
+_OWN = frozenset({TENSORS, STATE, f".{TENSORS}.writing"})
+"""What lies in a checkpoint's folder, and for a moment in a draft."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -192,19 +195,27 @@ def _newest_first(folder: Path) -> Iterator[Path]:
 
 
 def _is_leftover(path: Path, round: int) -> bool:
-    match = NAME.fullmatch(path.name)
-    return path.name.startswith(".round-") if match is None else bool(match[2]) or int(match[1]) > round
+    if match := NAME.fullmatch(path.name):
+        return bool(match[2]) or int(match[1]) > round
+    return _HIDDEN.fullmatch(path.name) is not None
 
 
 def _remove(path: Path) -> None:
-    """Remove a folder, or a file in its place: renamed first, so that a half-removed one is never taken for damaged."""
-    if not path.exists():
+    """Remove a checkpoint: renamed first, so that a half-removed one is never taken for a damaged one.
+
+    What no run has written stays, under a name that is no checkpoint's.
+    """
+    if not os.path.lexists(path):
         return
     hidden = path if path.name.startswith(".") else path.with_name(f".{path.name}.removed")
     if hidden != path:
-        shutil.rmtree(hidden, ignore_errors=True)
+        _remove(hidden)
         path.rename(hidden)
-    if hidden.is_dir():
-        shutil.rmtree(hidden)
-    else:
-        hidden.unlink()
+    if hidden.is_dir() and not hidden.is_symlink():
+        for file in hidden.iterdir():
+            if file.name in _OWN and file.is_file() and not file.is_symlink():
+                file.unlink()
+        if not any(hidden.iterdir()):
+            hidden.rmdir()
+            return
+    set_aside(hidden, name=hidden.name.removeprefix(".").removesuffix(".removed"))

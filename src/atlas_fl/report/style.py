@@ -13,9 +13,11 @@ from matplotlib.figure import Figure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.text import Text
 
-from atlas_fl.io.atomic import write_atomic
+from atlas_fl.io.atomic import set_aside, write_atomic
 
 DPI = 300
+SOFTWARE = "ATLAS"
+"""Stands in every figure, which is known by it."""
 INK, FAINT, LINES = "#222222", "#6f6f6f", "#d9d9d9"
 TITLE_SIZE, LABEL_SIZE, TICK_SIZE, NOTE_SIZE = 13, 9.5, 8.5, 8
 
@@ -97,6 +99,13 @@ def readable_on(rgba: Sequence[float]) -> str:
 def save_figure(figure: Figure, path: Path) -> Path:
     """Write a PNG at 300 DPI in one step and return its path; the same figure gives the same bytes."""
     buffer = BytesIO()
-    figure.savefig(buffer, format="png", dpi=DPI, metadata={"Software": None})
+    figure.savefig(buffer, format="png", dpi=DPI, metadata={"Software": SOFTWARE})
     write_atomic(path, buffer.getvalue())
     return path
+
+
+def save_beside(figure: Figure, path: Path) -> Path:
+    """`save_figure` into a folder of the user's: a figure that was not drawn here is kept under another name."""
+    if path.is_file() and f"Software\0{SOFTWARE}".encode() not in path.read_bytes():
+        set_aside(path)
+    return save_figure(figure, path)

@@ -9,11 +9,12 @@ from statistics import fmean
 from typing import Any
 
 from atlas_fl.config import Config, identity, pinned, run_folder, to_toml
+from atlas_fl.config.toml import load_values
 from atlas_fl.errors import ConfigError
 from atlas_fl.events import Event, OnEvent, RoundFinished, ignore
 from atlas_fl.io.atomic import write_atomic
 from atlas_fl.io.folder import RunFolder
-from atlas_fl.io.lock import run_lock
+from atlas_fl.io.lock import DRAFTS, run_lock
 from atlas_fl.io.results import from_json, read_rows, to_json
 from atlas_fl.io.scores import histories, mean_series
 from atlas_fl.search.space import Space, check_space, plain, text_of
@@ -21,7 +22,7 @@ from atlas_fl.search.study import Pruner, check_installed, next_trial, open_stud
 from atlas_fl.stopping import best_rounds
 from atlas_fl.sweep import Point, RunState, grid, run_all
 
-STUDY, BEST = "study.sqlite3", "best.toml"
+STUDY, BEST, TABLE = "study.sqlite3", "best.toml", "trials.csv"
 OnTrial = Callable[[int, Point, RunState], None]
 
 
@@ -104,7 +105,7 @@ def search(
             remember(study, space, draft.params, scores=_scores(run), pruned=pruned, run=run.name)
         found = Search(folder=folder, trials=tuple(_ended(trial) for trial in study.get_trials(deepcopy=False)))
         best = _point(base, found.best.changes).config
-        named = replace(best, run=replace(best.run, name=f"{folder.name}-best"))
+        named = replace(best, run=replace(best.run, name=_best_name(folder)))
         write_atomic(folder / BEST, to_toml(named).encode())
     return found
 
@@ -113,13 +114,37 @@ def search_folder(base: Config, settings: Mapping[str, Any]) -> Path:
     """Where a search's study lies: under its own name beside the runs, or one made of what is searched.
 
     Raises:
-        ConfigError: a run lies there.
+        ConfigError: a run lies there, or something else that is no search.
     """
     digest = sha256(to_json(settings).encode()).hexdigest()[:8]
     path = Path(base.run.runs_dir) / (base.run.name or f"search-{base.run.preset}-{digest}")
     if RunFolder(path).is_begun() or (path.exists() and not path.is_dir()):
         raise ConfigError(f"{path} is taken; choose another --name or --runs-dir for the search")
+    if base.run.name is not None and path.exists() and not (path / STUDY).is_file():
+        _check_remains(path)
     return path
+
+
+def _check_remains(folder: Path) -> None:
+    """Nothing where a folder without a study is empty, or holds what a search has left whose study was removed.
+
+    Raises:
+        ConfigError: it holds something else, which would be written over.
+    """
+    written = folder / BEST
+    try:
+        left = {BEST, TABLE} if load_values(written)["name"] == _best_name(folder) else set()
+    except (ConfigError, KeyError):
+        left = set()
+    if strange := sorted(path.name for path in folder.iterdir() if path.name not in DRAFTS | left):
+        raise ConfigError(
+            f"{folder} exists, is no search and holds {strange[0]}; choose another --name or --runs-dir for the search"
+        )
+
+
+def _best_name(folder: Path) -> str:
+    """The name that `best.toml` gives to a run."""
+    return f"{folder.name}-best"
 
 
 def _point(base: Config, params: Mapping[str, Any]) -> Point:

@@ -1,0 +1,143 @@
+"""Nothing is deleted or written over that was not made here: every place that could do so is named, with the reason."""
+
+import ast
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import atlas_fl
+
+ROOT = Path(atlas_fl.__file__).parent
+
+CALLS = frozenset(
+    {
+        *("rmtree", "unlink", "rmdir", "removedirs", "rename", "renames", "truncate", "ftruncate", "symlink_to"),
+        *("write_text", "write_bytes", "touch", "save_file", "save_model", "save_pretrained", "savefig", "imsave"),
+        *("copy2", "copyfile", "copyfileobj", "copytree", "FileHandler", "_LogFile", "create_study", "tofile"),
+    }
+)
+"""Calls by their last name that delete, rename or write, whatever they are called on."""
+
+ALLOWED: Mapping[str, tuple[dict[str, int], str]] = {
+    "cli/commands.py": ({"open": 1}, "opens the null device"),
+    "engines/messages/vault.py": (
+        {"unlink": 2, "rmdir": 1},
+        "files of a vault's names, no links, in a folder that bears its mark; the folder where it is empty then",
+    ),
+    "engines/processes.py": ({"ftruncate": 1}, "a file without a name, made for the purpose"),
+    "engines/spill.py": ({"truncate": 1}, "a file without a name, made for the purpose"),
+    "flower/node.py": ({"touch": 1, "write_bytes": 1}, "certificates in a temporary folder of this process"),
+    "io/atomic.py": (
+        {"open": 2, "replace": 2, "unlink": 1, "rename": 2, "rmtree": 1, "touch": 1},
+        "drafts under names that are reserved, a folder of drafts with its mark; renames onto what the caller names",
+    ),
+    "io/certs.py": (
+        {"unlink": 1, "replace": 1, "rename": 1, "open": 1, "fdopen": 1},
+        "the draft of the list of clients; new files alone; a revoked site's folder is kept under `revoked/`",
+    ),
+    "io/checkpoint.py": (
+        {"rename": 3, "unlink": 1, "rmdir": 1},
+        "the files of a checkpoint and its folder where it is empty then; what else is in it is set aside",
+    ),
+    "io/fetch.py": (
+        {"rmtree": 2, "rename": 1},
+        "the folder of this fetch, or of one that was killed; what lies in a part's place is set aside",
+    ),
+    "io/folder.py": (
+        {"unlink": 1, "rmdir": 1, "_LogFile": 1},
+        "files of a run's names in a folder that was empty when the run began; the log is appended to",
+    ),
+    "io/lock.py": ({"open": 1}, "appends nothing"),
+    "io/onnx_vit.py": ({"write_text": 1}, "into the folder of a fetch"),
+    "io/packages.py": ({"open": 2, "copyfileobj": 2}, "into the folder of a fetch"),
+    "io/results.py": ({"open": 2, "truncate": 1}, "rows of a run are appended, and cut back to its checkpoint"),
+    "io/secret.py": ({"unlink": 1, "touch": 1, "replace": 1}, "the draft of a secret, where there is none"),
+    "lora/peft_io.py": ({"save_pretrained": 1, "write_text": 1}, "into a folder of drafts"),
+    "models/vision_export.py": ({"save_pretrained": 2}, "into a folder of drafts"),
+    "records.py": ({"unlink": 2}, "later plans of a run that goes back behind them, by their names"),
+    "report/style.py": ({"savefig": 1}, "into memory"),
+    "run.py": ({"unlink": 1}, "rows and later plans of a run that begins again, by their names"),
+    "search/study.py": ({"create_study": 2}, "opens a study or makes one; it removes nothing"),
+}
+"""By module: which calls, how often, and why nothing of a user's can go by them."""
+
+WRITERS: Mapping[str, str] = {
+    "cli/leakage.py": "--to, which is new or of the command itself",
+    "cli/masks.py": "--to, which is new or a mask",
+    "cli/run.py": "--to, which is new or a plan",
+    "cli/search.py": "the folder of a search",
+    "cli/sweep.py": "beside the runs, under a name that has a digest of them",
+    "cli/vectors.py": "--to, which was new or empty",
+    "deployed/handing.py": "in a run's folder",
+    "deployed/keeping.py": "into a folder of drafts",
+    "engines/messages/vault.py": "in a folder with the vault's mark, or an empty one",
+    "io/checkpoint.py": "into a draft",
+    "io/digests.py": "in a run's folder",
+    "io/models.py": "in a run's folder",
+    "io/onnx_vit.py": "into the folder of a fetch",
+    "io/results.py": "where the caller says",
+    "io/secret.py": "a draft of a secret",
+    "io/sketches.py": "in a run's folder",
+    "io/tensors.py": "where the caller says",
+    "lora/peft_io.py": "into a folder of drafts",
+    "records.py": "in a run's folder",
+    "report/style.py": "figures, in a run's folder or where another one was set aside",
+    "run.py": "in a run's folder",
+    "search/trials.py": "the folder of a search",
+}
+"""Who replaces files by our own writers, and where."""
+
+OWN_WRITERS = frozenset({"write_json", "write_sealed", "write_atomic", "write_pieces", "write_synced", "write_tensors"})
+
+
+def names_of(module: Path) -> Iterator[str]:
+    """The last names of the calls in a module that delete, rename, or open a file to write."""
+    for node in ast.walk(ast.parse(module.read_text(encoding="utf-8"))):
+        if not isinstance(node, ast.Call):
+            continue
+        function = node.func
+        name = function.attr if isinstance(function, ast.Attribute) else getattr(function, "id", "")
+        whose = ast.unparse(function.value) if isinstance(function, ast.Attribute) else ""
+        # with two arguments it is of a text, with names of fields of a dataclass
+        is_rename = name == "replace" and whose != "" and len(node.args) == 1 and not node.keywords
+        is_removal = name in ("remove", "replace", "open", "removexattr") and whose == "os"
+        if name in CALLS or is_rename or is_removal or (name in ("open", "fdopen") and _writes(node)):
+            yield name
+
+
+def _writes(call: ast.Call) -> bool:
+    """Whether an `open` has a mode that writes; one that is worked out is taken for one."""
+    given = [*call.args, *(keyword.value for keyword in call.keywords if keyword.arg in (None, "mode"))]
+    modes = [own.value for own in given if isinstance(own, ast.Constant) and isinstance(own.value, str)]
+    return any(set(mode) <= set("rwxabt+") and set(mode) & set("wxa+") for mode in modes)
+
+
+def modules() -> dict[str, Path]:
+    return {path.relative_to(ROOT).as_posix(): path for path in sorted(ROOT.rglob("*.py"))}
+
+
+def test_every_place_that_deletes_or_writes_over_is_named_with_its_reason() -> None:
+    found = {name: dict(Counter(names_of(path))) for name, path in modules().items()}
+    assert {name: calls for name, calls in found.items() if calls} == {
+        name: own for name, (own, _) in ALLOWED.items()
+    }, "say in ALLOWED why what a user has put there cannot go by this call, or take io.atomic.set_aside"
+
+
+def test_everybody_who_replaces_files_is_named_with_the_place() -> None:
+    found = set()
+    for name, path in modules().items():
+        calls = (node for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))) if isinstance(node, ast.Call))
+        if any(getattr(call.func, "id", "") in OWN_WRITERS for call in calls) and name != "io/atomic.py":
+            found.add(name)
+    assert found == set(WRITERS), "say in WRITERS where this writes, and why nothing of a user's lies there"
+
+
+def test_a_new_deletion_is_found(tmp_path: Path) -> None:
+    module = tmp_path / "new.py"
+    module.write_text(
+        "import os, shutil\n"
+        "def go(path, other, text):\n"
+        "    shutil.rmtree(path); os.remove(path); path.replace(other); path.open('w'); open(path, mode='r+')\n"
+        "    text.replace('a', 'b'); path.open(); open(path, 'rb'); [].remove(path)\n"
+    )
+    assert sorted(names_of(module)) == ["open", "open", "remove", "replace", "rmtree"]
