@@ -26,6 +26,9 @@ class Proxy:
     def __init__(self, target: int) -> None:
         self.target, self.links = target, 0
         self.up = self.down = 0
+        self.passing = threading.Event()
+        """Cleared, no byte gets through any more, and nobody is told."""
+        self.passing.set()
         self._open: list[socket.socket] = []
         self._counting = threading.Lock()
         self._listener = socket.create_server(("127.0.0.1", 0))
@@ -49,6 +52,7 @@ class Proxy:
     def _pass_on(self, source: socket.socket, sink: socket.socket, way: str) -> None:
         with contextlib.suppress(OSError):
             while data := source.recv(1 << 16):
+                self.passing.wait()
                 with self._counting:
                     setattr(self, way, getattr(self, way) + len(data))
                 sink.sendall(data)
@@ -69,6 +73,7 @@ class Proxy:
     def close(self) -> None:
         self._close(self._listener)
         self.cut()
+        self.passing.set()
 
 
 @pytest.fixture

@@ -188,6 +188,15 @@ def digest_of(pem: bytes) -> str:
     return sha256(ssl.PEM_cert_to_DER_cert(pem.decode("ascii"))).hexdigest()
 
 
+def common_name(pem: bytes) -> str:
+    """The one common name of a certificate, every sign of it: TLS libraries end it at its first NUL.
+
+    Empty where it has none or several. Raises `ValueError` for what is no certificate in PEM.
+    """
+    found = x509.load_pem_x509_certificate(pem).subject.get_attributes_for_oid(NameOID.COMMON_NAME)
+    return str(found[0].value) if len(found) == 1 else ""
+
+
 def holds_until(folder: Path) -> datetime:
     """When the certificate in this folder ends."""
     return x509.load_pem_x509_certificate((folder / CERT).read_bytes()).not_valid_after_utc

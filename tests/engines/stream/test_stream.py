@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from atlas_fl.engines.stream.chunks import CHUNK
+from atlas_fl.engines.stream.chunks import BEAT_SECONDS, CHUNK
 from atlas_fl.engines.stream.link import Link
 from atlas_fl.engines.stream.loops import LoopThread
 from atlas_fl.engines.stream.probe import split_address
@@ -181,6 +181,48 @@ def test_two_clients_with_one_name_are_refused_and_one_may_come_back(
         echo.wait_for(("site-1", True), ("site-1", False))
         with link(port, certs) as again:
             assert again.exchange({"n": 1})[0]["n"] == 1
+
+
+def test_a_link_that_falls_silent_gives_its_place_to_a_newer_process_and_a_living_one_does_not(
+    certs_folder: Path, proxies: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("atlas_fl.engines.stream.link.BEAT_SECONDS", 0.02)
+    certs, echo = open_certs(certs_folder / "site-1"), Echo()
+    with serving(echo, certs_folder, limits=Limits(look_seconds=0.05, silent_looks=10**6)) as port:
+        proxy = proxies(port)
+        with link(proxy.port, certs) as silent:
+            assert silent.exchange({"n": 0})[0]["n"] == 0
+            with pytest.raises(ProtocolError, match="client 'site-1' is here already"):
+                link(port, certs).__enter__()
+            proxy.passing.clear()
+            with link(port, certs) as newer:
+                assert newer.exchange({"n": 1})[0]["n"] == 1
+                proxy.passing.set()
+                with pytest.raises(ProtocolError, match=r"another process with this certificate has come|here already"):
+                    silent.exchange({"n": 2})
+                assert newer.exchange({"n": 3})[0]["n"] == 3
+    assert echo.handled == [("site-1", 0), ("site-1", 1), ("site-1", 3)]
+
+
+def test_a_link_that_falls_silent_is_noticed_and_goes_on_when_it_is_back(
+    certs_folder: Path, proxies: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("atlas_fl.engines.stream.link.BEAT_SECONDS", 0.02)
+    echo = Echo()
+    with serving(echo, certs_folder, limits=Limits(look_seconds=0.02, silent_looks=15)) as port:
+        proxy = proxies(port)
+        with link(proxy.port, open_certs(certs_folder / "site-1")) as far:
+            assert far.exchange({"n": 0})[0]["n"] == 0
+            proxy.passing.clear()
+            echo.wait_for(("site-1", True), ("site-1", False))
+            proxy.passing.set()
+            assert far.exchange({"n": 1})[0]["n"] == 1
+
+
+def test_a_silent_client_is_noticed_in_the_twenty_seconds_of_the_guide() -> None:
+    limits = Limits()
+    assert limits.silent_looks * limits.look_seconds + BEAT_SECONDS + limits.look_seconds <= 20
+    assert limits.alive_looks * limits.look_seconds > 2 * BEAT_SECONDS, "a living one has said so twice by then"
 
 
 def test_who_is_not_listed_or_has_another_config_is_refused_and_the_server_is_told(certs_folder: Path) -> None:

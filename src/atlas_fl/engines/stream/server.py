@@ -15,7 +15,7 @@ from atlas_fl.engines.stream.frames import FRAME_LIMIT, encode_frame
 from atlas_fl.engines.stream.heap import keep_freed_memory
 from atlas_fl.engines.stream.sessions import HereAlreadyError, NotListedError, Session, Sessions
 from atlas_fl.errors import ConfigError, ProtocolError
-from atlas_fl.io.certs import Certs, digest_of
+from atlas_fl.io.certs import Certs, common_name, digest_of
 
 SERVICE, METHOD = "atlas.Stream", "Exchange"
 PING_SECONDS = 10
@@ -156,7 +156,7 @@ class Server:
             if not self._streams[name]:
                 del self._streams[name]
 
-    async def _served(self, name: str, certificate: str | None, visit: "Visit") -> None:
+    async def _served(self, name: str, certificate: str, visit: "Visit") -> None:
         """One stream from its hello to its end; raises `NotListedError` where the client is taken off the list."""
         try:
             await self._check_listed(name, certificate, visit)
@@ -185,7 +185,7 @@ class Server:
         finally:
             self._sessions.leave(session, stream)
 
-    async def _check_listed(self, name: str, certificate: str | None, visit: "Visit") -> None:
+    async def _check_listed(self, name: str, certificate: str, visit: "Visit") -> None:
         """Nothing where this client may join; else raises `NotListedError` before anything is made of what it says."""
         try:
             self._sessions.check_listed(name, certificate)
@@ -194,7 +194,7 @@ class Server:
             await visit.skip(seconds=self._limits.skip_seconds)
             raise
 
-    async def _entered(self, name: str, certificate: str | None, hello: bytearray) -> tuple[Session, int, bytes]:
+    async def _entered(self, name: str, certificate: str, hello: bytearray) -> tuple[Session, int, bytes]:
         """As `Sessions.enter`, once it is known whether the session that has this name lives; a silent one is ended."""
         try:
             return self._sessions.enter(name, hello, certificate=certificate)
@@ -330,12 +330,10 @@ class Visit:
         self._until(None)
 
 
-def _shown_by(context: "grpc.aio.ServicerContext[bytes, bytes]") -> tuple[str, str | None]:
+def _shown_by(context: "grpc.aio.ServicerContext[bytes, bytes]") -> tuple[str, str]:
     """(name, SHA-256) of the certificate that the other end has shown, which the authority has signed."""
-    shown = context.auth_context()
-    name = shown.get("x509_common_name", [b""])[0].decode(errors="replace")
-    pem = shown.get("x509_pem_cert", [b""])[0]
-    return name, digest_of(pem) if pem else None
+    (pem,) = context.auth_context()["x509_pem_cert"]
+    return common_name(pem), digest_of(pem)
 
 
 def _target(host: str, port: int) -> str:

@@ -1,0 +1,589 @@
+"""Whoever knocks at a server over TLS, it serves those who may join, tells nobody who they are, and stays small."""
+
+import contextlib
+import shutil
+import socket
+import ssl
+import struct
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+import torch
+
+from atlas_fl.engines.hall.hall import Hall
+from atlas_fl.engines.stream.chunks import CHUNK
+from atlas_fl.engines.stream.frames import encode_frame
+from atlas_fl.engines.stream.link import Link
+from atlas_fl.engines.stream.loops import LoopThread
+from atlas_fl.engines.stream.server import METHOD, SERVICE, Limits, Server
+from atlas_fl.engines.stream.sessions import NO_TENSORS, PROTOCOL, Sessions
+from atlas_fl.errors import ProtocolError
+from atlas_fl.io import certs as certificates
+from atlas_fl.io.certs import CERT, Certs, Listed, make_certs, open_certs, renew_certs, revoke_certs
+from tests.engines.hall.test_hall import CENSUS, IDENTITY
+
+MEMBERS = ("alpha", "bravo", "charlie", "delta", "echo")
+HELLO = {"session": "s", "protocol": PROTOCOL, "version": "1", "config": "c", "model": "m"}
+LIMIT = 4 * 2**20
+"""Of a request."""
+LIMITS = Limits(
+    hello_seconds=0.5, skip_seconds=0.2, piece_seconds=0.5, look_seconds=0.05, idle_seconds=1.0, silent_looks=40
+)
+NOW = datetime.now(UTC)
+REACHED = 20.0
+"""Longest wait; only a fault waits for so long."""
+
+
+@dataclass(kw_only=True, eq=False)
+class Place:
+    """A server with its hall, and the certificates of its federation and of others."""
+
+    folder: Path
+    hall: Hall
+    server: Server
+    port: int = 0
+    notes: list[str] = field(default_factory=list)
+    changed: threading.Condition = field(default_factory=threading.Condition)
+
+    def certs(self, name: str, *, federation: str = "fed") -> Certs:
+        return open_certs(self.folder / federation / name, now=NOW)
+
+    def link(self, name: str, *, certs: Certs | None = None) -> Link:
+        return Link(
+            f"localhost:{self.port}",
+            certs or self.certs(name),
+            hello=lambda: {"version": "1", "config": "c", "model": "m"},
+            patience=REACHED,
+            first_patience=REACHED,
+            on_event=lambda _: None,
+        )
+
+    def wait_for(self, name: str, here: bool) -> None:
+        with self.changed:
+            assert self.changed.wait_for(lambda: self.hall.seats[name].here is here, timeout=REACHED)
+
+
+@dataclass(kw_only=True)
+class Told:
+    """What a server has said to who knocked."""
+
+    code: grpc.StatusCode | None = None
+    text: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.code} {self.text}"
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
+    folder = tmp_path_factory.mktemp("strangers")
+    fed = folder / "fed"
+    # Names that nobody lists are signed by the same authority.
+    make_certs(fed, servers=["localhost"], clients=["stranger", "revoked", "replaced"])
+    (folder / "old").mkdir()
+    (fed / "replaced").rename(folder / "old" / "replaced")
+    make_certs(fed, servers=[], clients=["expired"], days=1, now=NOW - timedelta(hours=30, days=0))
+    make_certs(fed, servers=[], clients=["early"], days=1, now=NOW + timedelta(days=2))
+    renew_certs(fed, clients=["replaced"])
+    (folder / "old" / "revoked").symlink_to(fed / ".revoked" / "revoked-1")
+    revoke_certs(fed, clients=["revoked"])
+    make_certs(fed, servers=[], clients=MEMBERS)
+    make_certs(folder / "other", servers=["localhost"], clients=["alpha"])
+    path = fed / "server" / "clients.txt"
+    kept = [line for line in path.read_text().splitlines() if line.split()[0] in (*MEMBERS, "replaced")]
+    path.write_text("\n".join(kept) + "\n")
+    notes = list[str]()
+    hall = Hall(MEMBERS, IDENTITY, settings="", on_note=notes.append)
+    for name in MEMBERS:
+        hall.seats[name].farewell = ({"kind": "done", "model": False}, NO_TENSORS)
+    changed, listed = threading.Condition(), Listed(fed / "server")
+
+    def on_presence(name: str, here: bool) -> None:
+        with changed:
+            hall.on_presence(name, here)
+            changed.notify_all()
+
+    with LoopThread() as threads:
+        sessions = Sessions(
+            answer=hall.answer,
+            admit=hall.admit,
+            allowed=listed,
+            certificate_of=listed.certificate,
+            on_presence=on_presence,
+            on_refused=hall.on_refused,
+            limit_of=lambda _: LIMIT,
+        )
+        server = Server(sessions, open_certs(fed / "server"), host="127.0.0.1", port=0, limits=LIMITS)
+        found = Place(folder=folder, hall=hall, server=server, notes=notes, changed=changed)
+        found.port = threads.call(server.start())
+        try:
+            yield found
+        finally:
+            threads.call(server.stop())
+
+
+def frame(head: Mapping[str, Any], tensors: Any = NO_TENSORS) -> bytes:
+    return encode_frame(head, tensors)
+
+
+def request(number: int, **body: Any) -> bytes:
+    return frame({"sequence": number, "body": body})
+
+
+def pieces_of(data: bytes) -> list[bytes]:
+    return [data[start : start + CHUNK] for start in range(0, len(data) + 1, CHUNK)]
+
+
+def knock(
+    place: Place,
+    certs: Certs | None,
+    *pieces: bytes,
+    stays: bool = False,
+    method: str = f"/{SERVICE}/{METHOD}",
+    metadata: Any = (),
+) -> Told:
+    """What comes back to these pieces; the stream stays open for more where it is said, until the server ends it."""
+    told, over = Told(), threading.Event()
+    root = (place.folder / "fed" / "ca" / "ca.pem").read_bytes()
+    own = {} if certs is None else {"private_key": certs.key, "certificate_chain": certs.cert}
+
+    def send() -> Iterator[bytes]:
+        yield from pieces
+        if stays:
+            over.wait(REACHED)
+
+    credentials = grpc.ssl_channel_credentials(root, **own)
+    with grpc.secure_channel(f"localhost:{place.port}", credentials) as channel:
+        call = channel.stream_stream(method)(send(), timeout=REACHED, metadata=metadata)
+        try:
+            for answer in call:
+                told.text += answer.decode(errors="replace")
+            told.code = grpc.StatusCode.OK
+        except grpc.RpcError as error:
+            told.code, told.text = error.code(), told.text + str(error.details())  # type: ignore[attr-defined]
+        finally:
+            over.set()
+    return told
+
+
+def refused(told: Told, words: str) -> str:
+    assert words in told.text, told
+    assert "welcome" not in told.text
+    return str(told)
+
+
+def shut_out(told: Told) -> str:
+    assert told.code is grpc.StatusCode.UNAVAILABLE, told
+    assert "welcome" not in told.text
+    return str(told)
+
+
+def odd_certs(place: Place, name: str) -> Certs:
+    """A certificate of the authority with a name that `make_certs` would refuse."""
+    folder = place.folder / "odd" / str(len(list(place.folder.glob("odd/*"))))
+    begin = NOW - timedelta(hours=1)
+    issuer = certificates._old_authority(place.folder / "fed" / "ca", begin)
+    certificates._issue(folder, issuer, name, begin, NOW + timedelta(days=1), hosts=())
+    pem = {file: (folder / file).read_bytes() for file in ("ca.pem", CERT, "key.pem")}
+    return Certs(name=name, ca=pem["ca.pem"], cert=pem[CERT], key=pem["key.pem"], folder=folder)
+
+
+# Each is given the place, does its worst, and returns all that it was told.
+
+
+def no_certificate(place: Place) -> str:
+    return shut_out(knock(place, None, frame(HELLO)))
+
+
+def plain_text(place: Place) -> str:
+    with grpc.insecure_channel(f"localhost:{place.port}") as channel:
+        call = channel.stream_stream(f"/{SERVICE}/{METHOD}")(iter([frame(HELLO)]), timeout=REACHED)
+        with pytest.raises(grpc.RpcError) as caught:
+            next(call)
+    return str(caught.value)
+
+
+def other_authority(place: Place) -> str:
+    return shut_out(knock(place, place.certs("alpha", federation="other"), frame(HELLO)))
+
+
+def expired(place: Place) -> str:
+    return shut_out(knock(place, open_certs(place.folder / "fed" / "expired", now=NOW - timedelta(hours=20)), b""))
+
+
+def not_yet_valid(place: Place) -> str:
+    return shut_out(knock(place, open_certs(place.folder / "fed" / "early", now=NOW + timedelta(days=2)), b""))
+
+
+def the_servers_own(place: Place) -> str:
+    return shut_out(knock(place, place.certs("server"), frame(HELLO)))
+
+
+def not_listed(place: Place) -> str:
+    return refused(knock(place, place.certs("stranger"), frame(HELLO)), "client 'stranger' is not listed here")
+
+
+def not_listed_and_silent(place: Place) -> str:
+    return refused(knock(place, place.certs("stranger"), stays=True), "client 'stranger' is not listed here")
+
+
+def revoked(place: Place) -> str:
+    return refused(knock(place, place.certs("revoked", federation="old"), frame(HELLO)), "is not listed here")
+
+
+def replaced(place: Place) -> str:
+    told = knock(place, place.certs("replaced", federation="old"), frame(HELLO))
+    refused(told, "is listed with another certificate: this one was replaced or revoked")
+    assert "welcome" in knock(place, place.certs("replaced"), frame(HELLO)).text
+    return str(told)
+
+
+def taken_off_while_it_waits(place: Place) -> str:
+    """Its request is being worked on, as that of a site that waits for work; and the next stream is refused too."""
+    seat = place.hall.seats["delta"]
+    farewell, seat.farewell = seat.farewell, None
+    caught = list[str]()
+    with place.link("delta") as link:
+
+        def wait() -> None:
+            try:
+                link.exchange(CENSUS)
+            except ProtocolError as error:
+                caught.append(str(error))
+
+        waiting = threading.Thread(target=wait)
+        waiting.start()
+        place.wait_for("delta", True)
+        own = place.certs("delta")
+        revoke_certs(place.folder / "fed", clients=["delta"])
+        waiting.join(REACHED)
+        assert not waiting.is_alive()
+    place.wait_for("delta", False)
+    assert caught == ["client 'delta' is not listed here; ask who runs the server"]
+    told = refused(knock(place, own, frame(HELLO)), "is not listed here")
+    make_certs(place.folder / "fed", servers=[], clients=["delta"])
+    seat.farewell = farewell
+    return told
+
+
+def taken_off_between_requests(place: Place) -> str:
+    """A site that trains asks nothing for long: what it asks next is refused."""
+    shutil.copytree(place.folder / "fed" / "echo", place.folder / "site" / "echo")  # as it lies at its site
+    own = place.certs("echo", federation="site")
+    with place.link("echo", certs=own) as link:
+        link.exchange({"kind": "next"})
+        revoke_certs(place.folder / "fed", clients=["echo"])
+        place.wait_for("echo", False)
+        with pytest.raises(ProtocolError, match=r"^client 'echo' is not listed here; ask who runs the server$"):
+            link.exchange({"kind": "next"})
+    told = refused(knock(place, own, frame(HELLO)), "is not listed here")
+    make_certs(place.folder / "fed", servers=[], clients=["echo"])
+    return told
+
+
+def another_name_in_its_hello(place: Place) -> str:
+    told = knock(place, place.certs("stranger"), frame({**HELLO, "name": "alpha", "client": "alpha"}))
+    member = knock(place, place.certs("bravo"), frame({**HELLO, "name": "alpha"}), request(1, kind="next"))
+    assert "welcome" in member.text
+    assert not place.hall.seats["alpha"].here
+    return refused(told, "client 'stranger' is not listed here")
+
+
+def another_ones_session(place: Place) -> str:
+    """The number of a member's session makes nobody that member, nor ends its session."""
+    with place.link("alpha") as link:
+        link.exchange({"kind": "next"})
+        stolen = link._session
+        told = knock(place, place.certs("stranger"), frame({**HELLO, "session": stolen}))
+        assert "welcome" in knock(place, place.certs("bravo"), frame({**HELLO, "session": stolen})).text
+        link.exchange({"kind": "next"})
+    return refused(told, "is not listed here")
+
+
+def a_second_living_session(place: Place) -> str:
+    with place.link("alpha") as link:
+        link.exchange({"kind": "next"})
+        told = knock(place, place.certs("alpha"), frame({**HELLO, "session": "second"}))
+        link.exchange({"kind": "next"})
+    return refused(told, "client 'alpha' is here already")
+
+
+def endless_first_frame(place: Place) -> str:
+    """Four streams of 200 MB each, of who is not listed and of who is: neither is kept."""
+    before, most, over = resident(), 0, threading.Event()
+
+    def watch() -> None:
+        nonlocal most
+        while not over.wait(0.01):
+            most = max(most, place.server._unfinished.size)
+
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    piece, told = bytes(CHUNK), list[Told]()
+
+    def pour(name: str) -> None:
+        told.append(knock(place, place.certs(name), *[piece] * 200))
+
+    pouring = [threading.Thread(target=pour, args=(name,)) for name in ("stranger", "alpha", "stranger", "bravo")]
+    for thread in pouring:
+        thread.start()
+    for thread in pouring:
+        thread.join()
+    over.set()
+    watcher.join()
+    assert len(told) == 4
+    assert most <= len(pouring) * (LIMITS.hello_bytes + CHUNK)
+    assert resident() - before < 100 * 2**20, "the pieces that are sent are one and the same"
+    for one in told:
+        assert "welcome" not in one.text
+    return " ".join(str(one) for one in told)
+
+
+def resident() -> int:
+    with Path("/proc/self/statm").open() as file:
+        return int(file.read().split()[1]) * 4096
+
+
+def a_slow_hello(place: Place) -> str:
+    """Its first piece says that more will come, and nothing does."""
+    began = time.monotonic()
+    told = shut_out(knock(place, place.certs("alpha"), b"L", stays=True))
+    assert time.monotonic() - began < REACHED / 2
+    assert "for too long" in told
+    return told
+
+
+def no_hello(place: Place) -> str:
+    return shut_out(knock(place, place.certs("alpha"), stays=True))
+
+
+def signs_of_life_and_no_hello(place: Place) -> str:
+    return shut_out(knock(place, place.certs("alpha"), *[b""] * 1000, stays=True))
+
+
+def a_huge_head(place: Place) -> str:
+    for sizes in ((10 * 2**30, 0), (0, 10 * 2**30), (2**63, 2**63), (2**18 + 1, 0)):
+        huge = struct.pack("<4sHHQQ", b"ATLS", 1, 0, *sizes) + bytes(2000)
+        told = knock(place, place.certs("alpha"), huge)
+        refused(told, "says that it holds")
+    return str(told)
+
+
+def garbage(place: Place) -> str:
+    return refused(knock(place, place.certs("alpha"), bytes(range(256)) * 2), "is this an ATLAS end?")
+
+
+def deep_json(place: Place) -> str:
+    text = b"[" * 50_000
+    deep = struct.pack("<4sHHQQ", b"ATLS", 1, 0, len(text), 0) + text
+    return refused(knock(place, place.certs("alpha"), deep), "is no strict JSON")
+
+
+def a_number_of_digits_without_end(place: Place) -> str:
+    text = b'{"session": ' + b"9" * 60_000 + b"}"
+    return refused(
+        knock(place, place.certs("alpha"), struct.pack("<4sHHQQ", b"ATLS", 1, 0, len(text), 0) + text), "strict JSON"
+    )
+
+
+def http_1(place: Place) -> str:
+    told = ""
+    context = ssl.create_default_context(cafile=place.folder / "fed" / "ca" / "ca.pem")
+    context.load_cert_chain(place.folder / "fed" / "stranger" / CERT, place.folder / "fed" / "stranger" / "key.pem")
+    for secure in (False, True):
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(contextlib.suppress(OSError))
+            end = stack.enter_context(socket.create_connection(("localhost", place.port), REACHED))
+            if secure:
+                end = stack.enter_context(context.wrap_socket(end, server_hostname="localhost"))
+            end.sendall(b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n")
+            told += end.recv(1 << 16).decode(errors="replace")
+    return told
+
+
+def two_hundred_idle_connections(place: Place) -> str:
+    ends = [socket.create_connection(("localhost", place.port), REACHED) for _ in range(200)]
+    honest(place)
+    for end in ends:  # a handshake that does not come is not waited for
+        end.settimeout(REACHED)
+        with contextlib.suppress(ConnectionError):
+            assert end.recv(1) == b""
+        end.close()
+    return ""
+
+
+def a_hundred_streams(place: Place) -> str:
+    """Over as many connections as it likes, a name has so many streams at once and no more."""
+    certs, most, over = place.certs("stranger"), 0, threading.Event()
+    told = list[Told]()
+
+    def stream() -> None:
+        told.append(knock(place, certs, stays=True))
+
+    streams = [threading.Thread(target=stream) for _ in range(100)]
+    for thread in streams:
+        thread.start()
+    while any(thread.is_alive() for thread in streams):
+        most = max(most, place.server._streams.get("stranger", 0))
+        over.wait(0.005)
+    assert len(told) == 100
+    assert most < 100
+    return " ".join(str(one) for one in told)
+
+
+def five_thousand_tiny_frames(place: Place) -> str:
+    began = time.process_time()
+    told = knock(place, place.certs("alpha"), frame(HELLO), *[frame({})] * 5000)
+    assert "a request has no number or no body" in told.text, "the first of them ends it"
+    assert time.process_time() - began < 5
+    return told.text
+
+
+def another_protocol(place: Place) -> str:
+    return refused(knock(place, place.certs("alpha"), frame({**HELLO, "protocol": 99})), "speaks protocol 99")
+
+
+def another_version_of_frames(place: Place) -> str:
+    other = bytearray(frame(HELLO))
+    other[4] = 9
+    return refused(knock(place, place.certs("alpha"), bytes(other)), "a frame of version 9")
+
+
+def a_request_before_its_hello(place: Place) -> str:
+    return refused(knock(place, place.certs("alpha"), request(1, **CENSUS)), "speaks protocol None")
+
+
+def a_wrong_number(place: Place) -> str:
+    told = knock(place, place.certs("alpha"), frame(HELLO), request(1, kind="next"), request(7, kind="next"))
+    assert "request 7 follows request 1" in told.text
+    return told.text
+
+
+def a_request_that_is_too_large(place: Place) -> str:
+    large = frame({"sequence": 1, "body": {}}, {"x": torch.zeros(2 * LIMIT // 4)})
+    told = knock(place, place.certs("alpha"), frame(HELLO), *pieces_of(large))
+    assert f"a frame of more than {LIMIT} bytes" in told.text
+    return told.text
+
+
+def a_request_that_stops_in_the_middle(place: Place) -> str:
+    told = knock(place, place.certs("alpha"), frame(HELLO), bytes(CHUNK), stays=True)
+    assert "for too long" in told.text
+    assert place.server._unfinished.size == 0
+    return told.text
+
+
+def a_session_without_a_sign_of_life(place: Place) -> str:
+    told = knock(place, place.certs("alpha"), frame(HELLO), stays=True)
+    assert "it said nothing for too long" in told.text
+    return told.text
+
+
+def terminal_codes_in_its_name(place: Place) -> str:
+    told = knock(place, odd_certs(place, "\x1b[2Jevil\r"), frame(HELLO))
+    assert all(note.isprintable() for note in place.notes)
+    return refused(told, "?[2Jevil?' is not listed here")
+
+
+def a_name_that_nearly_is_a_members(place: Place) -> str:
+    for name in ("alpha ", "Alpha", "alpha\x00", "alpha+bravo", ""):
+        if name:
+            refused(knock(place, odd_certs(place, name), frame(HELLO)), "is not listed here")
+    return ""
+
+
+def another_method(place: Place) -> str:
+    told = knock(place, place.certs("stranger"), frame(HELLO), method="/atlas.Stream/List")
+    assert told.code is grpc.StatusCode.UNIMPLEMENTED
+    return str(told)
+
+
+def endless_metadata(place: Place) -> str:
+    return str(knock(place, place.certs("stranger"), frame(HELLO), metadata=[("x", "y" * 2**20)]))
+
+
+KINDS: dict[str, Callable[[Place], str]] = {
+    kind.__name__: kind
+    for kind in (
+        no_certificate,
+        plain_text,
+        other_authority,
+        expired,
+        not_yet_valid,
+        the_servers_own,
+        not_listed,
+        not_listed_and_silent,
+        revoked,
+        replaced,
+        taken_off_while_it_waits,
+        taken_off_between_requests,
+        another_name_in_its_hello,
+        another_ones_session,
+        a_second_living_session,
+        endless_first_frame,
+        a_slow_hello,
+        no_hello,
+        signs_of_life_and_no_hello,
+        a_huge_head,
+        garbage,
+        deep_json,
+        a_number_of_digits_without_end,
+        http_1,
+        two_hundred_idle_connections,
+        a_hundred_streams,
+        five_thousand_tiny_frames,
+        another_protocol,
+        another_version_of_frames,
+        a_request_before_its_hello,
+        a_wrong_number,
+        a_request_that_is_too_large,
+        a_request_that_stops_in_the_middle,
+        a_session_without_a_sign_of_life,
+        terminal_codes_in_its_name,
+        a_name_that_nearly_is_a_members,
+        another_method,
+        endless_metadata,
+    )
+}
+KNOWN = {"a_second_living_session": "alpha", "taken_off_while_it_waits": "delta", "taken_off_between_requests": "echo"}
+"""Whose own name is in what it is told."""
+
+
+def honest(place: Place) -> None:
+    """A member comes, registers and hears that the run is over, at once."""
+    began = time.monotonic()
+    with place.link("charlie") as link:
+        assert link.exchange(CENSUS)[0]["kind"] == "done"
+    assert time.monotonic() - began < 5
+
+
+@pytest.fixture(autouse=True)
+def quick_beats(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("atlas_fl.engines.stream.link.BEAT_SECONDS", 0.1)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_no_stranger_gets_in_or_learns_who_may_and_an_honest_site_comes_in_after_it(kind: str, place: Place) -> None:
+    told = KINDS[kind](place)
+    member = "not listed" not in told and "replaced or revoked" not in told  # who is one may read its own name
+    names = [name for name in MEMBERS if name != KNOWN.get(kind) and not (member and name in ("alpha", "bravo"))]
+    assert not [name for name in names if name in told], told
+    honest(place)
+
+
+def test_refusals_of_a_stranger_are_told_once_and_then_counted(place: Place) -> None:
+    before = [note for note in place.notes if note.startswith("revoked ")]
+    for _ in range(30):
+        knock(place, place.certs("revoked", federation="old"), frame(HELLO))
+    assert len([note for note in place.notes if note.startswith("revoked ")]) - len(before) <= 1
+
+
+def test_there_are_at_least_twenty_kinds() -> None:
+    assert len(KINDS) >= 20
