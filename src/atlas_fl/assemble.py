@@ -15,6 +15,7 @@ from atlas_fl.config import Config, DataConfig
 from atlas_fl.config.images import EVENLY
 from atlas_fl.config.names import no_fp16
 from atlas_fl.door import CLOSED, Door
+from atlas_fl.engines.attacks import ATTACKS, attackers_of, with_flipped_labels
 from atlas_fl.errors import ConfigError
 from atlas_fl.io.fetch import embedded_dir
 from atlas_fl.lora.adapters import lora_scale
@@ -73,7 +74,7 @@ def source_of(config: Config) -> Source:
 
 def load_clients(config: Config) -> tuple[ClientData, ...]:
     """The tasks of this config, read and dealt out to its clients; raises an `AtlasError` where they do not suffice."""
-    return make_clients(
+    clients = make_clients(
         find_tasks(config.data.tasks, config.data.task),
         source_of(config),
         clients_per_task=config.data.clients_per_task,
@@ -86,6 +87,10 @@ def load_clients(config: Config) -> tuple[ClientData, ...]:
         seed=config.run.seed,
         shuffle_labels=config.data.shuffle_labels,
     )
+    if config.attack.attack == "none":
+        return clients
+    attackers = attackers_of(config.attack.attackers, [client.name for client in clients], seed=config.run.seed)
+    return with_flipped_labels(clients, attackers) if ATTACKS[config.attack.attack].flips else clients
 
 
 def assemble(

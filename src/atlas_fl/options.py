@@ -1,14 +1,19 @@
 """From the config to the numbers that clients and the server's rule work with."""
 
+from collections.abc import Sequence
+
 from atlas_fl.assemble import learning_rate_of, scale_of
 from atlas_fl.clients.images.whole import WholeOptions
 from atlas_fl.clients.train import TrainOptions
 from atlas_fl.config import Config
+from atlas_fl.engines.attacks import ATTACKS, HostileEngine, attackers_of
+from atlas_fl.engines.base import Engine
 from atlas_fl.sparse.choose import Mask
 from atlas_fl.sparse.codec import Drawn
 from atlas_fl.split.step import Cut
 from atlas_fl.strategies import Strategy, StrategyOptions, find_strategy
 from atlas_fl.strategies.bounds import Space
+from atlas_fl.tasks.clients import ClientData
 
 
 def strategy_of(config: Config) -> Strategy:
@@ -38,6 +43,28 @@ def strategy_options(config: Config) -> StrategyOptions:
 def space_of(config: Config) -> Space:
     """Where this config's rule mixes."""
     return Space(space=config.mixing.space, share=config.mixing.share, scale=scale_of(config))
+
+
+def with_attackers(engine: Engine, config: Config, clients: Sequence[ClientData]) -> Engine:
+    """The engine, whose attackers do as this config says; the same one where nobody attacks."""
+    attack = config.attack
+    if attack.attack == "none":
+        return engine
+    return HostileEngine(
+        engine=engine,
+        attack=ATTACKS[attack.attack],
+        attackers=attackers_in(config, [client.name for client in clients]),
+        size=attack.attack_scale,
+        how=space_of(config),
+        seed=config.run.seed,
+        examples={client.name: len(client.train) for client in clients},
+    )
+
+
+def attackers_in(config: Config, names: Sequence[str]) -> tuple[str, ...]:
+    """Which of these clients attack under this config."""
+    attack = config.attack
+    return attackers_of(attack.attackers, names, seed=config.run.seed) if attack.attack != "none" else ()
 
 
 def is_reclustered(config: Config, number: int) -> bool:

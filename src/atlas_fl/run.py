@@ -24,7 +24,7 @@ from atlas_fl.io.sketches import read_sketches
 from atlas_fl.io.summary import summarise
 from atlas_fl.io.tensors import read_tensors
 from atlas_fl.lines import line_in
-from atlas_fl.options import strategy_of
+from atlas_fl.options import attackers_in, strategy_of, with_attackers
 from atlas_fl.origin import check_origin, check_settings, check_written, config_note, origin_of
 from atlas_fl.plan import Plan
 from atlas_fl.planning import Planned
@@ -119,6 +119,7 @@ def _go_on(config: Config, folder: RunFolder, on_event: OnEvent, workplace: Work
 def _trained(assembly: Assembly, engine: Engine, recorder: Recorder, folder: RunFolder, tell: OnEvent) -> RunResult:
     """What is left of the run, within its limit of rounds."""
     config = assembly.config
+    engine = with_attackers(engine, config, assembly.clients)
     assembly, planned, state = _begin(assembly, recorder, folder, engine, tell)
     limit = config.run.max_rounds
     last = config.training.rounds if limit is None else min(config.training.rounds, state.round + limit)
@@ -251,6 +252,7 @@ def _summary(config: Config, folder: RunFolder, assembly: Assembly, recorder: Re
         versions=versions(),
         full_model_bytes=line_in(assembly).model_bytes(assembly),
         round_seconds=recorder.round_seconds,
+        attackers=attackers_in(config, assembly.names),
     )
 
 

@@ -4,6 +4,7 @@ The same dataclasses are the command line, the TOML file and the Python API. Bel
 sees them: it gets the numbers that it needs.
 """
 
+from atlas_fl.config.attack import AttackConfig as AttackConfig
 from atlas_fl.config.data import DataConfig as DataConfig
 from atlas_fl.config.data import arrivals as arrivals
 from atlas_fl.config.fields import Setting as Setting

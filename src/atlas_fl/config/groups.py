@@ -6,6 +6,7 @@ The name of a setting is its flag and its key in a file, so no two groups share 
 from dataclasses import dataclass, field
 from typing import Literal
 
+from atlas_fl.config.attack import AttackConfig
 from atlas_fl.config.data import DataConfig as DataConfig
 from atlas_fl.config.images import ImagesConfig, SparseConfig
 from atlas_fl.config.robust import RobustConfig
@@ -183,6 +184,7 @@ class Config:
     split: SplitConfig = field(default_factory=SplitConfig)
     mixing: MixingConfig = field(default_factory=MixingConfig)
     robust: RobustConfig = field(default_factory=RobustConfig)
+    attack: AttackConfig = field(default_factory=AttackConfig)
     images: ImagesConfig = field(default_factory=ImagesConfig)
     sparse: SparseConfig = field(default_factory=SparseConfig)
     run: RunConfig = field(default_factory=RunConfig)

@@ -82,6 +82,7 @@ RANGES: Mapping[str, Range] = {
     "max_share": SHARE,
     "trim": Range("at least 0, below 0.5", lambda value: 0 <= value < 0.5),
     "byzantine": ZERO_OR_MORE,
+    "attack_scale": POSITIVE,
     "validation_share": INSIDE,
     "image_size": Range("at least 8", lambda value: value >= 8),
     "frozen_blocks": ZERO_OR_MORE,

@@ -39,6 +39,7 @@ def validate(config: Config, *, at_sites: bool = False) -> Config:
     _check_patience(config.training)
     _check_shared(config)
     _check_images(config)
+    _check_attack(config)
     check_names(config, at_sites=at_sites)
     return config
 
@@ -159,6 +160,27 @@ def _check_rerank(config: Config) -> None:
         raise ConfigError(
             f"--rerank changes the models that the server holds, and --recluster-every is {every}, no multiple of "
             f"--aggregate-every {waits}; make it one"
+        )
+
+
+def _check_attack(config: Config) -> None:
+    attack = config.attack
+    if attack.attack == "none":
+        if attack.attackers or attack.attack_scale is not None:
+            raise ConfigError(
+                "--attackers and --attack-scale say who attacks and how, and --attack is none; choose one"
+            )
+        return
+    if not attack.attackers:
+        raise ConfigError(f"--attack {attack.attack} needs --attackers: clients by name, or how many")
+    if config.data.arrive:
+        raise ConfigError(
+            f"--attack is of those who are there from the start; leave --arrive {config.data.arrive[0]} out"
+        )
+    if config.split.server_adapters != "per_client":
+        raise ConfigError(
+            f"--attack {attack.attack} alters what a client sends, and --server-adapters {config.split.server_adapters}"
+            " are the server's; take per_client"
         )
 
 

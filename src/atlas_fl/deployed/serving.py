@@ -167,6 +167,11 @@ def check_served(config: Config, service: Service) -> None:
 
 
 def _check_simulated(config: Config) -> None:
+    if config.attack.attack != "none":
+        raise ConfigError(
+            f"--attack {config.attack.attack} simulates hostile clients, and across machines clients are who they are;"
+            " leave it out, or use `atlas run`"
+        )
     if config.images.carry_momentum:
         raise ConfigError(
             "--carry-momentum keeps what clients did in one process, and here there are several; leave it out"

@@ -7,6 +7,7 @@
                utilisation of the device (`io.utilisation`)
     tasks      per task: means over its clients, the worst client, the spread; of images, accuracy by class
     overall    the same over all clients
+    attackers, honest  with `--attack`: who attacks, and the same over all others
     bytes      up, down, total; by kind, round and client; against the whole model in every round; between clients
     seconds    by phase and in sum, by round
     memory, versions, events (refused updates), clustering
@@ -39,6 +40,7 @@ def summarise(
     versions: Mapping[str, str],
     full_model_bytes: int | None = None,
     round_seconds: Mapping[int, float] | None = None,
+    attackers: Sequence[str] = (),
 ) -> dict[str, Any]:
     """The content of `summary.json`.
 
@@ -52,6 +54,7 @@ def summarise(
         versions: as `machine.versions` gives them.
         full_model_bytes: encoded bytes of the whole model, to compare with sending it in every round.
         round_seconds: wall-clock seconds by round.
+        attackers: clients that attack in this simulation.
     """
     found = histories(metrics)
     sent = totals(from_json(row) for row in ledger)
@@ -63,6 +66,7 @@ def summarise(
         **_best(found),
         **_stopped(metrics),
         "overall": group_scores(list(found.values())) | {"clients": max(len(found), sizes.total())},
+        **_honest(found, attackers),
         "tasks": {
             task: group_scores(members) | {"clients": max(len(members), sizes[task])} | classes_of(members, plan=plan)
             for task, members in by_task(found).items()
@@ -77,6 +81,12 @@ def summarise(
         "events": _events(metrics),
         "versions": dict(versions),
     }
+
+
+def _honest(found: Mapping[str, History], attackers: Sequence[str]) -> dict[str, Any]:
+    """The scores of those who do not attack, where somebody does."""
+    honest = [history for client, history in found.items() if client not in attackers]
+    return {"attackers": list(attackers), "honest": group_scores(honest)} if attackers else {}
 
 
 def by_task(found: Mapping[str, History]) -> dict[str, list[History]]:

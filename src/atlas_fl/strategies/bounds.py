@@ -119,23 +119,30 @@ def _cohorts(norms: Mapping[str, object], tasks: Mapping[str, str]) -> list[tupl
 
 
 def clipped(before: Params, after: Params, how: Space, *, limits: Mapping[str, float]) -> dict[str, Tensor]:
-    """The update with its change scaled down so that no part's norm is above its limit.
+    """The update with its change scaled down so that no part's norm is above its limit (`scaled_change`).
 
-    In product space `s B A + f (s B' A' - s B A)`, cut to the client's rank. That may move it by as much again as was
-    allowed, so the norm is at most twice the limit (the old model is of that rank too). A change that is not finite is
-    left out altogether.
+    Cut to the client's rank it may move by as much again as was allowed, so in product space the norm is at most twice
+    the limit (the old model is of that rank too). A change that is not finite is left out altogether.
     """
     norms = change_norms(before, after, how)
-    factors = {part: _factor(norms[part], limit) for part, limit in limits.items()}
+    return scaled_change(
+        before, after, how, factors={part: _factor(norms[part], limit) for part, limit in limits.items()}
+    )
+
+
+def scaled_change(before: Params, after: Params, how: Space, *, factors: Mapping[str, float]) -> dict[str, Tensor]:
+    """`w + f (w' - w)` of every part that has a factor f other than 1; in product space `s B A + f (s B' A' - s B A)`,
+    of which the client's rank holds the best approximation.
+    """
     new = dict(after)
     pairs = lora_modules(shared_part(after, how.share)) if how.space == "product" else []
     in_pairs = {module + end for module in pairs for end in (LORA_A, LORA_B)}
     for key in after.keys() - in_pairs - {PRIVATE}:
         factor = factors.get(HEADS if key.startswith(HEAD) else BODY, 1.0)
-        if factor < 1.0 and after[key].numel():
+        if factor != 1.0 and after[key].numel():
             change = (after[key] - before[key]) * factor if factor else torch.zeros_like(before[key])
             new[key] = before[key] + change
-    if (factor := factors.get(BODY, 1.0)) < 1.0:
+    if (factor := factors.get(BODY, 1.0)) != 1.0:
         for module in pairs:
             new |= _clipped_pair(before, after, module, how.scale, factor=factor)
     return new

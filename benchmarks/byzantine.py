@@ -1,0 +1,286 @@
+"""What hostile clients do under each rule, and what each rule costs where nobody is hostile.
+
+    python benchmarks/byzantine.py --to byzantine.jsonl            # trains what the file lacks, prints the tables
+    python benchmarks/byzantine.py --to byzantine.jsonl --table    # prints them alone
+    python benchmarks/byzantine.py --to skewed.jsonl --dirichlet-alpha 0.5
+
+Clients of the handwritten digits, 30 training images each, train a LoRA adapter of rank 4 or 8 on a frozen layer of
+random features, and a head. That takes tenths of a second, so every attack meets every rule with five seeds. The
+server's part is the package's own: the update check, the norm bound, the rules of `strategies`, the attacks of
+`atlas run --attack`. Scores are of each honest client's own 40 test images; chance is .1.
+"""
+
+import argparse
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import fmean, stdev
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn.functional import cross_entropy
+
+from atlas_fl.assemble import load_clients
+from atlas_fl.config import Config, with_values
+from atlas_fl.engines.attacks import ATTACKS, Turn, with_flipped_labels
+from atlas_fl.errors import ProtocolError
+from atlas_fl.mixing.matrices import Federation
+from atlas_fl.presets import find_preset
+from atlas_fl.rng import torch_generator
+from atlas_fl.strategies import StrategyOptions, check_update, find_strategy
+from atlas_fl.strategies.base import Strategy, twice_the_rank
+from atlas_fl.strategies.bounds import Space, bound_updates
+from atlas_fl.strategies.validate import unusable_models
+from atlas_fl.tasks.clients import ClientData
+from atlas_fl.types import ByClient, Params
+
+SEEDS = (42, 123, 456, 789, 1024)
+SIZES = ((5, 1), (9, 2))
+"""(clients, hostile ones)."""
+FEATURES, RANKS = 64, (4, 8)
+ROUNDS, STEPS, BATCH, RATE = 12, 8, 10, 0.1
+LAYER = "layer.0.hidden"
+SPACE = Space(space="product", share=("A", "B", "head"), scale=twice_the_rank)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """One run."""
+
+    clients: int
+    hostile: int
+    attack: str
+    size: float | None
+    rule: str
+    norm_bound: str
+    keep: str
+    seed: int
+
+
+ATTACKED: tuple[tuple[str, float | None], ...] = (
+    ("none", None),
+    ("label_flip", None),
+    ("sign_flip", None),
+    ("sign_flip", 9.0),
+    ("sign_flip", 30.0),
+    ("scale", 30.0),
+    ("noise", None),
+    ("model_replacement", None),
+)
+RULED = (
+    ("local", "off", "mixed"),
+    ("fedavg", "off", "mixed"),
+    ("fedavg", "refuse", "mixed"),
+    ("fedavg", "clip", "mixed"),
+    ("fedavg", "off", "best"),
+    ("median", "off", "mixed"),
+    ("trimmed_mean", "off", "mixed"),
+    ("krum", "off", "mixed"),
+    ("multi_krum", "off", "mixed"),
+    ("geometric_median", "off", "mixed"),
+    ("atlas", "off", "mixed"),
+    ("atlas", "refuse", "mixed"),
+)
+"""(rule, norm bound, what is kept at the end). `atlas` knows the true task of all, so that they are one cluster."""
+
+
+def cases() -> Iterator[Case]:
+    for seed in SEEDS:
+        for clients, hostile in SIZES:
+            for attack, size in ATTACKED:
+                for rule, norm_bound, keep in RULED:
+                    yield Case(
+                        clients=clients,
+                        hostile=hostile,
+                        attack=attack,
+                        size=size,
+                        rule=rule,
+                        norm_bound=norm_bound,
+                        keep=keep,
+                        seed=seed,
+                    )
+
+
+def digits(clients: int, seed: int, alpha: float | None) -> tuple[ClientData, ...]:
+    """The clients and their images."""
+    values = {"tasks": "digits", "clients_per_task": str(clients), "seed": str(seed), "participation": "1"}
+    values |= {"samples": "30", "validation_samples": "20", "test_samples": "40"}
+    values |= {} if alpha is None else {"partition": "dirichlet", "dirichlet_alpha": str(alpha)}
+    config: Config = with_values(find_preset("vision-quick"), values)
+    return load_clients(config)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Net:
+    """The frozen layer, and what is trained beside it."""
+
+    frozen: Tensor
+
+    def start(self, rank: int, seed: int) -> dict[str, Tensor]:
+        a = torch.randn(max(RANKS), 64, generator=torch_generator(seed, "A")) / 8
+        return {
+            f"{LAYER}.lora_A": a[:rank].clone(),
+            f"{LAYER}.lora_B": torch.zeros(FEATURES, rank),
+            "head.weight": torch.zeros(10, FEATURES),
+            "head.bias": torch.zeros(10),
+        }
+
+    def logits(self, params: Params, images: Tensor) -> Tensor:
+        a, b = params[f"{LAYER}.lora_A"], params[f"{LAYER}.lora_B"]
+        hidden = images @ self.frozen.T + 2.0 * (images @ a.T) @ b.T
+        return hidden.relu() @ params["head.weight"].T + params["head.bias"]
+
+
+def images_of(client: ClientData, split: str) -> tuple[Tensor, Tensor]:
+    rows = getattr(client, split)
+    pixels = torch.from_numpy(np.asarray(rows.pixels, np.float32)).reshape(len(rows), -1)
+    return pixels / 255.0 * 2 - 0.5, torch.from_numpy(np.asarray(rows.label)).long()
+
+
+def trained(net: Net, start: Params, data: tuple[Tensor, Tensor], stream: torch.Generator) -> dict[str, Tensor]:
+    """Some steps of SGD from here."""
+    params = {key: tensor.clone().requires_grad_() for key, tensor in start.items()}
+    images, labels = data
+    for _ in range(STEPS):
+        index = torch.randint(len(images), (BATCH,), generator=stream)
+        loss = cross_entropy(net.logits(params, images[index]), labels[index])
+        gradients = torch.autograd.grad(loss, list(params.values()))
+        with torch.no_grad():
+            for tensor, gradient in zip(params.values(), gradients, strict=True):
+                tensor -= RATE * gradient
+    return {key: tensor.detach() for key, tensor in params.items()}
+
+
+def measure(net: Net, params: Params, data: tuple[Tensor, Tensor]) -> tuple[float, float]:
+    """Accuracy and loss."""
+    images, labels = data
+    logits = net.logits(params, images)
+    return float((logits.argmax(1) == labels).float().mean()), float(cross_entropy(logits, labels))
+
+
+def federation_of(names: tuple[str, ...]) -> Federation:
+    n = len(names)
+    return Federation(
+        clients=names,
+        weights=np.full(n, 30.0),
+        clusters=np.zeros(n, np.int64),
+        adjacency=np.ones((n, n)) - np.eye(n),
+        head_groups=("digits",) * n,
+        layer_of={LAYER: 0},
+    )
+
+
+def server_step(
+    strategy: Strategy, case: Case, held: ByClient, sent: ByClient, federation: Federation, round: int
+) -> tuple[ByClient, list[str]]:
+    """What everyone goes on with, and whose update was refused."""
+    good: dict[str, Params] = {}
+    for name, params in sent.items():
+        try:
+            check_update(held[name], params)
+        except ProtocolError:
+            continue
+        good[name] = params
+    tasks = dict.fromkeys(sent, "digits")
+    mode = case.norm_bound if strategy.communicates else "off"
+    kept, _ = bound_updates(held, good, tasks, SPACE, mode=mode, ratio=10)
+    mixed = strategy.aggregate(held, kept, federation, round=round).start
+    bad = unusable_models(mixed)
+    return {name: held[name] if name in bad else params for name, params in mixed.items()}, sorted(
+        sent.keys() - kept.keys()
+    )
+
+
+def attacked(case: Case, before: Params, after: Params, name: str, round: int) -> Params:
+    attack = ATTACKS[case.attack]
+    size = next((one for one in (case.size, attack.size) if one is not None), float(case.clients))
+    stream = torch_generator(case.seed, "attack", name, round)
+    return attack.alter(before, after, Turn(size=size, how=SPACE, stream=stream))
+
+
+def run(case: Case, alpha: float | None) -> dict[str, object]:
+    """The scores of the honest clients."""
+    clients = digits(case.clients, case.seed, alpha)
+    names = tuple(client.name for client in clients)
+    hostile = names[-case.hostile :] if case.attack != "none" else ()
+    if case.attack != "none" and ATTACKS[case.attack].flips:
+        clients = with_flipped_labels(clients, hostile)
+    net = Net(frozen=torch.randn(FEATURES, 64, generator=torch_generator(case.seed, "frozen")) / 8)
+    options = StrategyOptions(eta=0.5, byzantine=case.hostile, trim=case.hostile / case.clients)
+    strategy, federation = find_strategy(case.rule, options), federation_of(names)
+    data = {
+        client.name: {split: images_of(client, split) for split in ("train", "validation", "test")}
+        for client in clients
+    }
+    held: ByClient = {name: net.start(RANKS[k % len(RANKS)], case.seed) for k, name in enumerate(names)}
+    refused = 0
+    own: Mapping[str, Params] = {}
+    for round in range(1, ROUNDS + 1):
+        streams = {name: torch_generator(case.seed, name, round) for name in names}
+        own = {name: trained(net, held[name], data[name]["train"], streams[name]) for name in names}
+        sent = {
+            name: attacked(case, held[name], params, name, round) if name in hostile else params
+            for name, params in own.items()
+        }
+        held, out = server_step(strategy, case, held, sent, federation, round)
+        refused += len(set(out) - set(hostile))
+    if case.keep == "best":
+        losses = {
+            name: [measure(net, models[name], data[name]["validation"])[1] for models in (own, held)] for name in names
+        }
+        held = {name: own[name] if losses[name][0] < losses[name][1] else held[name] for name in names}
+    scores = [measure(net, held[name], data[name]["test"])[0] for name in names if name not in names[-case.hostile :]]
+    return {**asdict(case), "mean": fmean(scores), "worst": min(scores), "honest_refused": refused}
+
+
+def tables(rows: list[dict[str, object]]) -> Iterator[str]:
+    """Mean and standard deviation over the seeds of the honest clients' mean score, and the mean of the worst one's."""
+    for clients, hostile in SIZES:
+        yield f"\n{hostile} of {clients} clients: mean +- std over seeds (mean of the worst honest client)\n"
+        words = [attack if size is None else f"{attack} {size:g}" for attack, size in ATTACKED]
+        yield "| rule | " + " | ".join(words) + " |"
+        yield "|---" * (len(words) + 1) + "|"
+        for rule, norm_bound, keep in RULED:
+            name = rule + (f", norm bound {norm_bound}" if norm_bound != "off" else "")
+            name += ", keep best" if keep == "best" else ""
+            cells = []
+            for attack, size in ATTACKED:
+                wanted = {"clients": clients, "attack": attack, "size": size, "rule": rule}
+                wanted |= {"norm_bound": norm_bound, "keep": keep}
+                found = [row for row in rows if all(row[key] == value for key, value in wanted.items())]
+                cells.append(_cell(found))
+            yield f"| {name} | " + " | ".join(cells) + " |"
+    yield f"\nupdates of honest clients that were refused: {sum(int(str(row['honest_refused'])) for row in rows)}"
+    yield f"{len(rows)} runs"
+
+
+def _cell(rows: list[dict[str, object]]) -> str:
+    if not rows:
+        return "-"
+    means, worst = ([float(str(row[key])) for row in rows] for key in ("mean", "worst"))
+    spread = stdev(means) if len(means) > 1 else 0.0
+    return f"{fmean(means):.3f} +- {spread:.3f} ({fmean(worst):.2f})".replace("0.", ".")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--to", type=Path, default=Path("byzantine.jsonl"))
+    parser.add_argument("--dirichlet-alpha", type=float, default=None)
+    parser.add_argument("--table", action="store_true")
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    lines = args.to.read_text(encoding="utf-8").splitlines() if args.to.exists() else []
+    rows = [json.loads(line) for line in lines]
+    done = {tuple(row[key] for key in asdict(next(cases()))) for row in rows}
+    for case in cases() if not args.table else ():
+        if tuple(asdict(case).values()) not in done:
+            rows.append(run(case, args.dirichlet_alpha))
+            with args.to.open("a", encoding="utf-8") as file:
+                file.write(json.dumps(rows[-1]) + "\n")
+    print("\n".join(tables(rows)))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,153 @@
+"""Whole runs with a hostile client: what is refused, what is kept, and that the audit sees the same."""
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from atlas_fl.audit import audit
+from atlas_fl.config import Config, config_hash, validate
+from atlas_fl.deployed.serving import Service, check_served
+from atlas_fl.engines.attacks import ATTACKS, Attack, Turn
+from atlas_fl.errors import ConfigError
+from atlas_fl.events import Event, Note
+from atlas_fl.run import resume, run
+from atlas_fl.types import Params
+from tests.runs.reading import rows, same_tensors, state
+
+Make = Callable[..., Config]
+ATTACKED = {"strategy": "fedavg", "attack": "scale", "attack_scale": 1e6, "attackers": ("movie-1",), "rounds": 2}
+ONE_TASK = {"tasks": ("movie",), "clients_per_task": 4, "ranks": 4, **ATTACKED}
+
+
+def told(config: Config) -> tuple[Path, list[str]]:
+    notes: list[Event] = []
+    folder = run(config, on_event=notes.append).folder
+    return folder, [str(event) for event in notes if isinstance(event, Note)]
+
+
+def test_an_update_that_is_far_too_large_is_refused_with_its_sender_and_figures(
+    config: Make,
+) -> None:
+    folder, notes = told(config(**ONE_TASK))
+    refused = [row for row in rows(folder) if row.get("event") == "refused"]
+    assert [(row["round"], row["client"]) for row in refused] == [(1, "movie-1"), (2, "movie-1")]
+    assert "times the median" in refused[0]["reason"] and "(--max-norm-ratio)" in refused[0]["reason"]
+    assert any(note.startswith("round 1: the update of movie-1 was refused: the change of its") for note in notes)
+    kept = load_file(folder / "audit" / "round-0001" / "out_of_bound.safetensors")
+    assert {key.partition("/")[0] for key in kept} == {"movie-1"}
+    report = audit(folder)
+    assert report.ok, report.failures[:3]
+    assert sum(row.check == "bounded" for row in report.rows) == 8
+    largest = max(
+        float(tensor.abs().max()) for tensor in load_file(folder / "audit/round-0002/start.safetensors").values()
+    )
+    assert largest < 10
+
+
+def test_a_clipped_update_is_mixed_smaller_and_the_audit_agrees(config: Make) -> None:
+    folder, notes = told(config(**ONE_TASK, norm_bound="clip"))
+    clipped = [row for row in rows(folder) if row.get("event") == "clipped"]
+    assert {row["client"] for row in clipped} == {"movie-1"}
+    assert any(note.startswith("round 1: the update of movie-1 was scaled down: ") for note in notes)
+    report = audit(folder)
+    assert report.ok, report.failures[:3]
+    file = folder / "audit" / "round-0001" / "record.json"
+    record = json.loads(file.read_text())
+    assert record["clipped"].keys() == {"movie-1"} and not record["refused"]
+
+
+def test_a_mixed_model_that_is_none_takes_nobodys_place_and_the_rounds_go_on(
+    config: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every value of the update just passes by itself, and those of the mixed product do not."""
+
+    def full(_before: Params, after: Params, _turn: Turn) -> Params:
+        return {key: torch.full_like(tensor, 9e17) for key, tensor in after.items()}
+
+    monkeypatch.setitem(ATTACKS, "scale", Attack(alter=full, size=1.0))
+    folder, notes = told(config(**ONE_TASK, norm_bound="off", eval_every=1))
+    found = rows(folder)
+    restored = [row for row in found if row.get("event") == "restored"]
+    assert {(row["round"], row["client"]) for row in restored} == {(n, f"movie-{k}") for n in (1, 2) for k in range(4)}
+    assert "the largest change was that of movie-1, of norm " in str(restored[0]["reason"])
+    assert any("keep the models that they began with: the mixed model holds values" in note for note in notes)
+    assert {row["round"] for row in found if row.get("split") == "test"} == {1, 2}, "both rounds were evaluated"
+    begun, ends = (load_file(folder / f"audit/round-000{n}/start.safetensors") for n in (0, 2))
+    assert all(torch.equal(begun[key], ends[key]) for key in begun)
+    report = audit(folder)
+    assert report.ok, report.failures[:3]
+
+
+def test_the_summary_tells_honest_clients_apart_from_attackers(config: Make) -> None:
+    summary = run(config(**ONE_TASK, audit=False)).summary
+    assert summary["attackers"] == ["movie-1"]
+    assert summary["honest"]["clients"] == 3
+    scores = [summary["clients"][f"movie-{k}"]["final"]["test"]["primary"] for k in (0, 2, 3)]
+    assert summary["honest"]["final"]["test"]["primary"] == pytest.approx(sum(scores) / 3)
+    assert summary["honest"]["final"]["worst_client"]["primary"] == pytest.approx(min(scores))
+
+
+@pytest.mark.parametrize("strategy", ["median", "krum"])
+def test_a_robust_rule_runs_resumes_to_the_same_bits_and_passes_the_audit(config: Make, strategy: str) -> None:
+    settings = {**ONE_TASK, "strategy": strategy, "norm_bound": "off", "attack": "sign_flip", "attack_scale": 30.0}
+    whole = config(**settings, name="whole")
+    parts = config(**settings, name="parts")
+    first = run(whole)
+    again = run(replace(parts, run=replace(parts.run, max_rounds=1)))
+    assert not again.complete
+    assert resume(again.folder).complete
+    assert same_tensors(state(first.folder, round=2), state(again.folder, round=2))
+    report = audit(first.folder)
+    assert report.ok, report.failures[:3]
+
+
+def test_whole_models_of_images_are_bounded_and_aggregated_robustly_too(image_config: Make) -> None:
+    settings = {"attack": "scale", "attack_scale": 1e4, "attackers": ("digits-0", "digits-1"), "participation": 1.0}
+    settings |= {"rounds": 1, "eval_every": 1}
+    folder = run(image_config(**settings, strategy="trimmed_mean", trim=0.25, mask="random", name="trimmed")).folder
+    refused = {row["client"] for row in rows(folder) if row.get("event") == "refused"}
+    assert refused == {"digits-0", "digits-1"}
+    for name, strategy in (("off", "median"), ("multi", "multi_krum"), ("geo", "geometric_median")):
+        found = run(image_config(**settings, strategy=strategy, byzantine=2, norm_bound="off", name=name)).folder
+        report = audit(found)
+        assert report.ok, (name, report.failures[:3])
+        start = load_file(found / "audit" / "round-0001" / "start.safetensors")
+        assert max(float(tensor.abs().max()) for tensor in start.values()) < 100, name
+    assert audit(folder).ok
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"attackers": ("movie-1",)}, "--attackers and --attack-scale say who attacks and how, and --attack is none"),
+        ({"attack": "noise"}, "--attack noise needs --attackers: clients by name, or how many"),
+        ({"attack": "noise", "attackers": ("1",), "arrive": ("movie-1=2",)}, "leave --arrive movie-1=2 out"),
+        ({"max_norm_ratio": 1}, "--max-norm-ratio is 1.0; allowed: above 1"),
+        ({"trim": 0.5}, "--trim is 0.5; allowed: at least 0, below 0.5"),
+        ({"norm_bound": "refused"}, "did you mean 'refuse'"),
+    ],
+)
+def test_settings_that_say_nothing_are_one_line(config: Make, values: dict[str, object], message: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        validate(config(**values))
+    assert message in str(error.value)
+
+
+def test_an_attack_is_refused_across_machines(config: Make) -> None:
+    with pytest.raises(ConfigError, match="--attack scale simulates hostile clients, and across machines"):
+        check_served(config(**ONE_TASK), Service(certs=Path("certs")))
+
+
+def test_a_robust_rule_inside_clusters_is_refused_for_whole_models(image_config: Make) -> None:
+    with pytest.raises(ConfigError, match="needs fingerprints of adapters, and whole models of image tasks have none"):
+        validate(image_config(strategy="median", within="clusters"))
+
+
+def test_settings_at_their_defaults_leave_a_run_what_it_was(config: Make) -> None:
+    assert config_hash(config()) == config_hash(config(norm_bound="refuse", max_share=0.5, within="all", attack="none"))
+    assert config_hash(config()) != config_hash(config(norm_bound="off"))
