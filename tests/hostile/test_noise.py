@@ -6,14 +6,18 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 from atlas_fl.config import Config
+from atlas_fl.engines.messages.wire import Told
+from atlas_fl.errors import ProtocolError
 from atlas_fl.io.tensors import read_tensors
 from atlas_fl.run import run
 from atlas_fl.split.noise import simulated_secret
+from atlas_fl.split.step import Cut
 from atlas_fl.tree import digest
-from tests.hostile.federation import SITES, federate
+from tests.hostile.federation import SITES, federate, home_of_site
 
 NOISY = {"split": "movie-0=1,movie-1=2", "wire_noise": 0.5, "head": "client"}
 
@@ -54,3 +58,14 @@ def test_sites_draw_from_secrets_that_never_leave_them_and_with_a_simulations_en
     for name, path in files.items():
         path.write_text(simulated_secret(told.run.seed, name).hex())
     assert bits(federate(told).folder) == bits(simulated)
+
+
+@pytest.mark.parametrize("noise", [0.0, 0.4, float("nan")])
+def test_a_site_sends_no_row_with_other_noise_than_the_settings_have(
+    config: Callable[..., Config], noise: float
+) -> None:
+    home, told = home_of_site(config(**NOISY), "movie-0").home, Told(places=(), tokens=100, part="")
+    with pytest.raises(
+        ProtocolError, match=r"noise of (0|0\.4|nan) at a cut, and its settings say 0\.5; nothing was sent"
+    ):
+        home(Cut(blocks=1, noise=noise), told)

@@ -147,9 +147,15 @@ class Home:
     def __call__(self, cut: Cut | None, told: Told | None) -> AdapterSite:
         """The site with the blocks below this cut, or with all (`engines.hall.worker.Home`).
 
-        Raises `ModelError` where they are not to be had, or are not the server's.
+        Raises `ModelError` where they are not to be had, or are not the server's; `ProtocolError` for a cut with other
+        noise than the settings have.
         """
         blocks = None if cut is None else cut.blocks
+        if cut is not None and cut.noise != (noise := self._config.split.wire_noise):
+            raise ProtocolError(
+                f"the server asks for noise of {cut.noise:g} at a cut, and its settings say {noise:g}; nothing was"
+                " sent: ask who runs it"
+            )
         if self._site is not None and self._blocks == blocks:
             return self._site
         self._site = None  # what is not needed any more goes before anything else comes
