@@ -131,6 +131,7 @@ class Federation:
     changes: Mapping[str, Change]
     found: Outcome
     census: Callable[[str, dict[str, Any]], dict[str, Any]]
+    lives: int = 1
     over: threading.Event = field(default_factory=threading.Event)
     running: list[threading.Thread] = field(default_factory=list)
 
@@ -161,23 +162,29 @@ class Federation:
             assert not thread.is_alive(), "a site does not end"
 
     def _site(self, name: str, hall: Hall, sessions: Sessions, threads: LoopThread) -> None:
-        home = home_of_site(self.config, name)
-        identity = vars(hall._identity)
         with contextlib.suppress(ServerGoneError, RuntimeError):  # the loop may be closed by then
-            link = InProcess(sessions, threads.loop, name=name, hello=identity)
-            told = self.census(name, census_of(home.client, home.tokens))
-            worker = Worker(
-                name=name,
-                home=home.home,
-                link=Altering(inner=link, change=self.changes.get(name), over=self.over),
-                registration={**identity, **told, "device": DEVICE, "part": int(name[-1])},
-                on_event=ignore,
-                receiver=home.home.receiver,
-                actions=home.home.actions,
-            )
-            with Ending(name, self.found):
-                self.found.models[name] = worker.work()
-            threads.loop.call_soon_threadsafe(sessions.leave, link._session, link._session.streams)
+            for life in range(self.lives if name in self.changes else 1):
+                self.found.refused.pop(name, None)
+                self._live(name, hall, sessions, threads, session=f"{name} {life}")
+                if self.over.is_set() or name not in self.found.refused:
+                    return
+
+    def _live(self, name: str, hall: Hall, sessions: Sessions, threads: LoopThread, *, session: str) -> None:
+        home, identity = home_of_site(self.config, name), vars(hall._identity)
+        link = InProcess(sessions, threads.loop, name=name, hello={**identity, "session": session})
+        told = self.census(name, census_of(home.client, home.tokens))
+        worker = Worker(
+            name=name,
+            home=home.home,
+            link=Altering(inner=link, change=self.changes.get(name), over=self.over),
+            registration={**identity, **told, "device": DEVICE, "part": int(name[-1])},
+            on_event=ignore,
+            receiver=home.home.receiver,
+            actions=home.home.actions,
+        )
+        with Ending(name, self.found):
+            self.found.models[name] = worker.work()
+        threads.loop.call_soon_threadsafe(sessions.leave, link._session, link._session.streams)
 
 
 @cache
@@ -222,16 +229,18 @@ def federate(
     on_event: OnEvent = ignore,
     census: Callable[[str, dict[str, Any]], dict[str, Any]] = lambda _, told: told,
     resume: bool = False,
+    lives: int = 1,
 ) -> Outcome:
     """What this config comes to across these sites, where these changes are made to what some of them answer.
 
-    `census` alters what a site tells of its data. Nothing but an `AtlasError` may end the run; whatever else went wrong
+    `census` alters what a site tells of its data. A site of the `changes` that was refused comes back until it has had
+    so many `lives`. Nothing but an `AtlasError` may end the run; whatever else went wrong
     anywhere is among the `faults`.
     """
     found = Outcome(folder=Path(config.run.runs_dir) / str(config.run.name))
     for name in names:
         home_of_site(config, name)  # loaded here, one after another
-    federation = Federation(config=config, changes=changes or {}, found=found, census=census)
+    federation = Federation(config=config, changes=changes or {}, found=found, census=census, lives=lives)
 
     def listen(event: Event) -> None:
         if isinstance(event, Note):

@@ -22,8 +22,9 @@ from atlas_fl.clients.cut.half import joined
 from atlas_fl.clients.cut.side import Side
 from atlas_fl.clients.member import trained_below
 from atlas_fl.engines.hall.lodging import ABOUT, Inbox, Lodging, numbered
-from atlas_fl.engines.hall.seats import Seat
+from atlas_fl.engines.hall.seats import Seat, printable
 from atlas_fl.engines.hall.suffixes import GATHER_SECONDS, Suffixes
+from atlas_fl.engines.messages.answer_schema import Asked, check_answer
 from atlas_fl.engines.messages.census import veiled
 from atlas_fl.engines.messages.wire import Told, job_message, read_payloads, read_update, write_payloads
 from atlas_fl.engines.stream.frames import FRAME_LIMIT, Head
@@ -32,12 +33,15 @@ from atlas_fl.errors import ProtocolError
 from atlas_fl.io.ledger import KINDS, Direction
 from atlas_fl.io.results import to_json
 from atlas_fl.split.pairing import Guest, Host, Pairing, pair
+from atlas_fl.strategies.validate import check_update
 from atlas_fl.types import Params
 
 OnNote: TypeAlias = Callable[[str], None]
 
 HOSTING_SHARE = 0.25
 """Of a deadline, how long a host waits for the next question of its guests before it does its own job."""
+ANSWER_SHARE = 0.4
+"""Of a deadline, how long a guest waits for an answer of its host before it begins again with the server."""
 
 
 class Hosts:
@@ -51,11 +55,13 @@ class Hosts:
         *,
         patience: float,
         on_note: OnNote,
+        answer_seconds: float | None = None,
     ) -> None:
         self._seats, self._suffixes, self._patience, self._on_note = seats, suffixes, patience, on_note
+        self._answer_seconds = answer_seconds
         self._guests = {job.client: job.seat for job in jobs if isinstance(job.seat, Guest)}
         self._hosts = {job.client: job.seat for job in jobs if isinstance(job.seat, Host)}
-        present = [own for name, own in self._hosts.items() if seats[name].here]
+        present = [own for name, own in self._hosts.items() if seats[name].here and not seats[name].given_up]
         self._pairs: dict[str, Pairing] = pair(self._guests.values(), present)
         self._lodgings: dict[int, Lodging] = {}
         self._inboxes = {name: Inbox() for name in self._hosts}
@@ -75,7 +81,7 @@ class Hosts:
         if host is None:
             return suffixes.begin(number, action, job)
         side = Side(job, suffixes.site)
-        lodging = Lodging(f"{number}.{next(self._numbers)}", side, host)
+        lodging = Lodging(f"{number}.{next(self._numbers)}", side, host, action)
         self._lodgings[number] = lodging
         seat, lodged = self._seats[job.client], self._seats[host].lodged
         assert seat.census is not None, "who has a job has registered"
@@ -100,18 +106,46 @@ class Hosts:
         lodging = self._lodgings.get(number)
         if lodging is None:
             return await self._suffixes.ask(number, head, tensors)
-        found = await self._asked(lodging, {"kind": "cut", "what": head.get("what"), "done": head.get("done")}, tensors)
-        return None if found is None else ({"kind": "cut"}, self._counted(lodging, found[1], "down"))
+        what = head.get("what")
+        lodging.take_note(read_payloads(tensors))
+        found = await self._asked(lodging, {"kind": "cut", "what": what, "done": head.get("done")}, tensors)
+        if found is None:
+            return None
+        try:
+            answer = self._counted(lodging, found[1], "down")
+            lodging.check_answer(what, read_payloads(answer))
+        except ProtocolError as error:
+            self._leave(lodging, str(error))
+            return None
+        return {"kind": "cut"}, answer
 
     async def _asked(self, lodging: Lodging, head: Head, tensors: Params) -> Message | None:
+        """The host's answer; None where there is none, and the guest begins again elsewhere."""
         if lodging.moved:
             return None
         lodging.answer = asyncio.get_running_loop().create_future()
         self._tell(lodging, head, self._counted(lodging, tensors, "up"))
-        found = await lodging.answer
+        try:
+            found = await asyncio.wait_for(lodging.answer, self._answer_seconds)
+        except TimeoutError:
+            self._leave(lodging, "it does not answer")
+            return None
         if found is not None and "refused" in found[0]:
-            raise ProtocolError(lodging.refused or str(found[0]["refused"]))
+            # the guest's own fault is found by the server, to which it goes now
+            self._leave(lodging, lodging.refused or str(found[0]["refused"]))
+            return None
         return found
+
+    def _leave(self, lodging: Lodging, reason: str) -> None:
+        """Let the guest begin its job again with the server: what its host answers cannot be."""
+        guest, host = lodging.side.job.client, lodging.host
+        lodging.moved, self._inboxes[host].stale = True, True
+        if lodging.answer is not None and not lodging.answer.done():
+            lodging.answer.set_result(None)
+        self._seats[host].lodged.pop(guest, None)
+        self._pairs[guest] = replace(self._pairs[guest], host=None, reason=f"{host} was left")
+        self._seats[host].woken.set()
+        self._on_note(f"{guest} begins its job again with the server, and not with {host}: {printable(reason)}")
 
     def _counted(self, lodging: Lodging, tensors: Params, direction: Direction) -> Params:
         """What crosses the cut of these tensors, counted here, whatever the sites say of it."""
@@ -131,9 +165,21 @@ class Hosts:
             return None if whole is None else replace(whole, hosted=self._pairs[update.client])
         if (found := await self._asked(lodging, {"kind": "end"}, tensors)) is None:
             return None
+        side, seat = lodging.side, self._seats[update.client]
+        assert seat.census is not None, "who has a job has registered"
+        layers = len(side.site.backbone.blocks)
+        asked = Asked(action=lodging.action, job=side.job, census=seat.census, num_layers=layers)
+        try:
+            own = read_update(*found, job=replace(side.job, params=side.above))
+            if own.params is not side.above:
+                check_update(side.above, own.params)
+            whole = joined(side, update, own)
+            check_answer(asked, whole)
+        except ProtocolError as error:
+            self._leave(lodging, str(error))
+            return None
         lodging.ended = True
-        own = read_update(*found, job=replace(lodging.side.job, params=lodging.side.above))
-        return replace(joined(lodging.side, update, own), hosted=self._pairs[update.client])
+        return replace(whole, hosted=self._pairs[update.client])
 
     def drop(self, number: int, client: str) -> None:
         """Forget the upper part of a job that nobody waits for any more."""
@@ -185,9 +231,11 @@ class Hosts:
     def answered(self, host: str, head: Mapping[str, Any], tensors: Params) -> None:
         """Take a host's answers to the guests that wait for them."""
         items = head.get("items")
-        if not isinstance(items, list) or not all(isinstance(item, dict) for item in items):
-            raise ProtocolError("a host's answer holds no answers; install the same atlas-fl on both ends")
         waiting = {own.id: own for own in self._lodgings.values() if own.host == host and not own.moved}
+        if not isinstance(items, list) or not all(isinstance(item, dict) for item in items):
+            for own in waiting.values():
+                self._leave(own, "its answer holds no answers")
+            raise ProtocolError("a host's answer holds no answers; install the same atlas-fl on both ends")
         for k, item in enumerate(items):
             lodging = waiting.get(str(item.get("half")))
             if lodging is not None and (lodging.answer is None or lodging.answer.done()):
@@ -241,4 +289,11 @@ def hosts_of(
     """The pairs of these jobs, which may take so many seconds; None where clients do not compute for each other."""
     if suffixes is None or all(job.seat is None for job in jobs):
         return None
-    return Hosts(jobs, seats, suffixes, patience=seconds * HOSTING_SHARE, on_note=on_note)
+    return Hosts(
+        jobs,
+        seats,
+        suffixes,
+        patience=seconds * HOSTING_SHARE,
+        on_note=on_note,
+        answer_seconds=seconds * ANSWER_SHARE,
+    )
