@@ -139,6 +139,33 @@ def test_a_file_with_another_hash_is_refused_in_one_line_with_the_remedy(wheel: 
     assert not list(wheel.parents[1].glob("target/tiny_atlas_test*"))
 
 
+@pytest.mark.parametrize(
+    ("requires", "lacks"),
+    [
+        (["filelock", 'optree; extra == "optree"'], False),
+        (["filelock", 'no-such-cuda-lib==1; platform_system != "none"'], True),
+        (["filelock", 'no-such-cuda-lib==1; platform_system == "none"'], False),
+        (["filelock", 'Typing_Extensions; python_version >= "3"'], False),
+        (None, False),
+    ],
+)
+def test_cuda_is_installed_where_the_build_of_torch_asks_for_it(
+    requires: list[str] | None, lacks: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(install.metadata, "requires", lambda _: requires)
+    assert install.lacks_cuda() is lacks
+
+
+def test_the_base_comes_with_every_set_and_the_project_last(monkeypatch: pytest.MonkeyPatch) -> None:
+    done: list[list[str]] = []
+    monkeypatch.setattr(install, "run_pip", done.append)
+    monkeypatch.setattr(install, "lacks_cuda", lambda: False)
+    install.main(["dev"])
+    files = [[Path(word).stem for word in words if word.endswith(".txt")] for words in done]
+    assert files == [["build"], ["base", "dev"], [], []]
+    assert done[2:] == [install.PROJECT, ["check"]]
+
+
 def link(filename: str, digest: str = "ab" * 32) -> SimpleNamespace:
     return SimpleNamespace(filename=filename, hash=digest, hash_name="sha256", is_file=False)
 

@@ -61,9 +61,13 @@ def lacks_cuda() -> bool:
     from packaging.requirements import Requirement
 
     needed = map(Requirement, metadata.requires("torch") or [])
-    installed = {re.sub(r"[-_.]+", "-", found.name).lower() for found in metadata.distributions()}
-    wanted = {one.name for one in needed if one.marker is not None and one.marker.evaluate({"extra": ""})}
+    installed = {_plain(found.name) for found in metadata.distributions()}
+    wanted = {_plain(one.name) for one in needed if one.marker is not None and one.marker.evaluate({"extra": ""})}
     return not wanted <= installed
+
+
+def _plain(name: str) -> str:
+    return re.sub(r"[-_.]+", "-", name).lower()
 
 
 if __name__ == "__main__":
