@@ -70,6 +70,7 @@ WRITERS: Mapping[str, str] = {
     "cli/vectors.py": "--to, which was new or empty",
     "deployed/handing.py": "in a run's folder",
     "deployed/keeping.py": "into a folder of drafts",
+    "deployed/sites.py": "in a run's folder",
     "engines/messages/vault.py": "in a folder with the vault's mark, or an empty one",
     "io/checkpoint.py": "into a draft",
     "io/digests.py": "in a run's folder",

@@ -1,3 +1,4 @@
+import errno
 import os
 import re
 import subprocess
@@ -9,6 +10,7 @@ from typing import Any
 import pytest
 
 from atlas_fl.cli.commands import COMMANDS, SPINS, Command
+from atlas_fl.cli.live import going_on
 from atlas_fl.errors import BudgetError
 
 Atlas = Callable[..., Any]
@@ -93,6 +95,17 @@ def test_a_path_that_cannot_be_written_is_one_line(atlas: Atlas, monkeypatch: py
     replace_command(monkeypatch, PermissionError(13, "Permission denied", "runs/x"))
     said = atlas("run")
     assert (said.code, said.err) == (2, "atlas: runs/x: Permission denied; check the path and its permissions\n")
+
+
+def test_a_full_disk_says_how_the_command_goes_on(atlas: Atlas, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(_: object) -> int:
+        with going_on("the same command"):
+            raise OSError(errno.ENOSPC, "No space left on device", "site-1-private/rounds.json")
+
+    monkeypatch.setattr("atlas_fl.cli.commands.COMMANDS", {"join": Command(full, dict, "is full")})
+    said = atlas("join")
+    remedy = "free some space; a run goes on with the same command"
+    assert (said.code, said.err) == (2, f"atlas: site-1-private/rounds.json: No space left on device; {remedy}\n")
 
 
 def test_our_own_faults_are_not_hidden(atlas: Atlas, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,7 +4,7 @@ import re
 import pytest
 
 from atlas_fl.errors import CheckpointError
-from atlas_fl.io.folder import RunFolder, find_run, run_log, run_name, runs_in
+from atlas_fl.io.folder import RunFolder, find_run, leave_as_found, run_log, run_name, runs_in
 
 
 def make_run(path) -> None:
@@ -24,6 +24,29 @@ def test_the_paths_are_those_of_the_design(tmp_path) -> None:
     assert folder.audit_round(7).name == "round-0007"
     assert folder.adapter("movie-0") == tmp_path / "adapters" / "movie-0"
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("made", [True, False])
+def test_every_file_of_a_run_goes_where_its_planning_failed_and_nothing_else_does(tmp_path, made: bool) -> None:
+    path = tmp_path / "run"
+    folder = RunFolder(path)
+    own = [getattr(folder, name) for name, kind in vars(RunFolder).items() if isinstance(kind, property)]
+    own = [file for file in own if file.suffix]
+    assert len(own) >= 11
+    own += [path / ".lock", path / ".plan.json.writing"]
+    own += [place / name for name in ("start.safetensors", "record.json") for place in (folder.audit_round(0),)]
+    for file in own:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.touch()
+    leave_as_found(path, made=made)
+    assert path.exists() is not made
+    assert made or not any(path.iterdir())
+    (path / "audit" / "round-0000").mkdir(parents=True)
+    mine = [path / "audit" / "round-0000" / "notes.txt", path / "own.txt"]
+    for file in (*own, *mine):
+        file.touch()
+    leave_as_found(path, made=made)
+    assert sorted(file for file in path.rglob("*") if file.is_file()) == sorted(mine)
 
 
 @pytest.mark.parametrize(

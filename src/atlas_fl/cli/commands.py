@@ -97,7 +97,8 @@ def main(words: Sequence[str] | None = None) -> int:
     except OSError as error:
         if error.filename is None and error.errno not in FULL:
             raise
-        full = "free some space; a run goes on with `atlas resume RUN`"
+        (how,) = getattr(error, "__notes__", ["`atlas resume RUN`"])[:1]
+        full = f"free some space; a run goes on with {how}"
         remedy = full if error.errno in FULL else "check the path and its permissions"
         return _fail(f"{error.filename or 'the disk'}: {error.strerror}; {remedy}", USER_ERROR)
     except SystemExit as stop:  # a help page was printed

@@ -29,11 +29,14 @@ def show(things: Iterable[RenderableType]) -> None:
 
 @contextmanager
 def going_on(how: str) -> Iterator[None]:
-    """What Ctrl-C inside of it says: the run goes on where it was, and how."""
+    """What Ctrl-C inside of it says, and a full disk: the run goes on where it was, and how."""
     try:
         yield
     except KeyboardInterrupt:
         raise KeyboardInterrupt(f"a run goes on where it was with {how}") from None
+    except OSError as error:
+        error.add_note(how)
+        raise
 
 
 @contextmanager

@@ -22,12 +22,16 @@ _FILES = (
     "mask.safetensors",
     "metrics.jsonl",
     "ledger.jsonl",
+    "summary.json",
+    "digests.json",
+    "heard.json",
+    "sites.json",
     "log.txt",
 )
 _AUDIT_FILES = ("record.json", "start.safetensors", "trained.safetensors", "fresh.safetensors")
 _NAMES = "|".join(re.escape(name) for name in (*_FILES, *_AUDIT_FILES))
 _WRITTEN = re.compile(rf"{_NAMES}|\.({_NAMES})\.writing|{re.escape(LOCK)}")
-"""Files that a run writes before its first checkpoint."""
+"""Files that a run writes, and may have written before its first checkpoint."""
 
 
 @dataclass(frozen=True)
