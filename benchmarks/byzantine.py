@@ -14,13 +14,14 @@ import argparse
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
+from functools import cache
 from pathlib import Path
 from statistics import fmean, stdev
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch.nn.functional import cross_entropy
+from torch.nn.functional import cross_entropy, pad
 
 from atlas_fl.assemble import load_clients
 from atlas_fl.config import Config, with_values
@@ -103,6 +104,7 @@ def cases() -> Iterator[Case]:
                     )
 
 
+@cache
 def digits(clients: int, seed: int, alpha: float | None) -> tuple[ClientData, ...]:
     """The clients and their images."""
     values = {"tasks": "digits", "clients_per_task": str(clients), "seed": str(seed), "participation": "1"}
@@ -129,8 +131,8 @@ class Net:
 
     def logits(self, params: Params, images: Tensor) -> Tensor:
         a, b = params[f"{LAYER}.lora_A"], params[f"{LAYER}.lora_B"]
-        hidden = images @ self.frozen.T + 2.0 * (images @ a.T) @ b.T
-        return hidden.relu() @ params["head.weight"].T + params["head.bias"]
+        hidden = images @ self.frozen.T + 2.0 * (images @ a.mT) @ b.mT
+        return hidden.relu() @ params["head.weight"].mT + params["head.bias"].unsqueeze(-2)
 
 
 def images_of(client: ClientData, split: str) -> tuple[Tensor, Tensor]:
@@ -139,18 +141,31 @@ def images_of(client: ClientData, split: str) -> tuple[Tensor, Tensor]:
     return pixels / 255.0 * 2 - 0.5, torch.from_numpy(np.asarray(rows.label)).long()
 
 
-def trained(net: Net, start: Params, data: tuple[Tensor, Tensor], stream: torch.Generator) -> dict[str, Tensor]:
-    """Some steps of SGD from here."""
-    params = {key: tensor.clone().requires_grad_() for key, tensor in start.items()}
-    images, labels = data
+def trained(net: Net, start: ByClient, data: Mapping[str, tuple[Tensor, Tensor]], case: Case, round: int) -> ByClient:
+    """Some steps of SGD of everyone from there, on its own images; zeros in the place of missing ranks stay zero."""
+    names, ranks = list(start), [len(params[f"{LAYER}.lora_A"]) for params in start.values()]
+    full = [dict(params) for params in start.values()]
+    for params, rank in zip(full, ranks, strict=True):
+        missing = max(RANKS) - rank
+        params[f"{LAYER}.lora_A"] = pad(params[f"{LAYER}.lora_A"], (0, 0, 0, missing))
+        params[f"{LAYER}.lora_B"] = pad(params[f"{LAYER}.lora_B"], (0, missing))
+    stack = {key: torch.stack([params[key] for params in full]).requires_grad_() for key in full[0]}
+    streams = [torch_generator(case.seed, name, round) for name in names]
+    images, labels = (torch.stack([data[name][part] for name in names]) for part in (0, 1))
+    place = torch.arange(len(names))[:, None]
     for _ in range(STEPS):
-        index = torch.randint(len(images), (BATCH,), generator=stream)
-        loss = cross_entropy(net.logits(params, images[index]), labels[index])
-        gradients = torch.autograd.grad(loss, list(params.values()))
+        index = torch.stack([torch.randint(images.shape[1], (BATCH,), generator=stream) for stream in streams])
+        logits = net.logits(stack, images[place, index])
+        loss = cross_entropy(logits.transpose(1, 2), labels[place, index], reduction="none").mean(1).sum()
+        gradients = torch.autograd.grad(loss, list(stack.values()))
         with torch.no_grad():
-            for tensor, gradient in zip(params.values(), gradients, strict=True):
+            for tensor, gradient in zip(stack.values(), gradients, strict=True):
                 tensor -= RATE * gradient
-    return {key: tensor.detach() for key, tensor in params.items()}
+    found = {name: {key: tensor[k].detach().clone() for key, tensor in stack.items()} for k, name in enumerate(names)}
+    for params, rank in zip(found.values(), ranks, strict=True):
+        params[f"{LAYER}.lora_A"] = params[f"{LAYER}.lora_A"][:rank].clone()
+        params[f"{LAYER}.lora_B"] = params[f"{LAYER}.lora_B"][:, :rank].clone()
+    return found
 
 
 def measure(net: Net, params: Params, data: tuple[Tensor, Tensor]) -> tuple[float, float]:
@@ -218,8 +233,7 @@ def run(case: Case, alpha: float | None) -> dict[str, object]:
     refused = 0
     own: Mapping[str, Params] = {}
     for round in range(1, ROUNDS + 1):
-        streams = {name: torch_generator(case.seed, name, round) for name in names}
-        own = {name: trained(net, held[name], data[name]["train"], streams[name]) for name in names}
+        own = trained(net, held, {name: data[name]["train"] for name in names}, case, round)
         sent = {
             name: attacked(case, held[name], params, name, round) if name in hostile else params
             for name, params in own.items()
@@ -252,8 +266,9 @@ def tables(rows: list[dict[str, object]]) -> Iterator[str]:
                 found = [row for row in rows if all(row[key] == value for key, value in wanted.items())]
                 cells.append(_cell(found))
             yield f"| {name} | " + " | ".join(cells) + " |"
-    yield f"\nupdates of honest clients that were refused: {sum(int(str(row['honest_refused'])) for row in rows)}"
-    yield f"{len(rows)} runs"
+    bounded = [row for row in rows if row["norm_bound"] == "refuse"]
+    refused = sum(int(str(row["honest_refused"])) for row in bounded)
+    yield f"\n{len(rows)} runs; in the {len(bounded)} with a norm bound {refused} honest updates were refused"
 
 
 def _cell(rows: list[dict[str, object]]) -> str:
@@ -268,6 +283,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--to", type=Path, default=Path("byzantine.jsonl"))
     parser.add_argument("--dirichlet-alpha", type=float, default=None)
+    parser.add_argument("--clients", type=int, nargs="*", default=[n for n, _ in SIZES], help="federations to train")
     parser.add_argument("--table", action="store_true")
     args = parser.parse_args()
     torch.set_num_threads(1)
@@ -275,7 +291,7 @@ def main() -> None:
     rows = [json.loads(line) for line in lines]
     done = {tuple(row[key] for key in asdict(next(cases()))) for row in rows}
     for case in cases() if not args.table else ():
-        if tuple(asdict(case).values()) not in done:
+        if case.clients in args.clients and tuple(asdict(case).values()) not in done:
             rows.append(run(case, args.dirichlet_alpha))
             with args.to.open("a", encoding="utf-8") as file:
                 file.write(json.dumps(rows[-1]) + "\n")

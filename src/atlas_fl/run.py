@@ -21,7 +21,7 @@ from atlas_fl.io.lock import run_lock
 from atlas_fl.io.machine import versions
 from atlas_fl.io.results import read_json, read_rows
 from atlas_fl.io.sketches import read_sketches
-from atlas_fl.io.summary import summarise
+from atlas_fl.io.summary import honest_line, summarise
 from atlas_fl.io.tensors import read_tensors
 from atlas_fl.lines import line_in
 from atlas_fl.options import attackers_in, strategy_of, with_attackers
@@ -128,7 +128,10 @@ def _trained(assembly: Assembly, engine: Engine, recorder: Recorder, folder: Run
     if state.over:
         tell(PhaseStarted("export"))
         EXPORTS[line_in(assembly).name](assembly, state.start, folder)
-        recorder.completed(_summary(config, folder, assembly, recorder))
+        summary = _summary(config, folder, assembly, recorder)
+        recorder.completed(summary)
+        if line := honest_line(summary):
+            tell(Note(line))
     return _result(folder, config=config, assembly=assembly, recorder=recorder)
 
 

@@ -84,12 +84,14 @@ def test_a_mixed_model_that_is_none_takes_nobodys_place_and_the_rounds_go_on(
 
 
 def test_the_summary_tells_honest_clients_apart_from_attackers(config: Make) -> None:
-    summary = run(config(**ONE_TASK, audit=False)).summary
+    folder, notes = told(config(**ONE_TASK, audit=False))
+    summary = json.loads((folder / "summary.json").read_text())
     assert summary["attackers"] == ["movie-1"]
     assert summary["honest"]["clients"] == 3
     scores = [summary["clients"][f"movie-{k}"]["final"]["test"]["primary"] for k in (0, 2, 3)]
     assert summary["honest"]["final"]["test"]["primary"] == pytest.approx(sum(scores) / 3)
     assert summary["honest"]["final"]["worst_client"]["primary"] == pytest.approx(min(scores))
+    assert notes[-1].startswith("simulated attackers: movie-1; the others have a test score of 0.")
 
 
 @pytest.mark.parametrize("strategy", ["median", "krum"])

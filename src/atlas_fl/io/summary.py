@@ -89,6 +89,18 @@ def _honest(found: Mapping[str, History], attackers: Sequence[str]) -> dict[str,
     return {"attackers": list(attackers), "honest": group_scores(honest)} if attackers else {}
 
 
+def honest_line(summary: Mapping[str, Any]) -> str:
+    """What an attack left of the honest clients' final test scores, as one line; empty where nobody attacked."""
+    scores = summary.get("honest", {}).get("final", {})
+    if "test" not in scores:
+        return ""
+    worst = scores["worst_client"]
+    return (
+        f"simulated attackers: {', '.join(summary['attackers'])}; the others have a test score of"
+        f" {scores['test']['primary']:.3f} (worst {worst['client']} {worst['primary']:.3f})"
+    )
+
+
 def by_task(found: Mapping[str, History]) -> dict[str, list[History]]:
     """The clients' histories by task, tasks in the order of their first client."""
     groups: dict[str, list[History]] = {}
