@@ -156,3 +156,14 @@ def test_an_empty_split_is_named(tmp_path: Path) -> None:
     (tmp_path / "validation.jsonl").write_text("")
     with pytest.raises(DataError, match=r"validation\.jsonl is empty"):
         parse_task(f"mine={tmp_path}")
+
+
+@pytest.mark.parametrize("ending", ["csv", "jsonl"])
+def test_a_regression_of_which_every_row_contradicts_another_is_one_line(tmp_path: Path, ending: str) -> None:
+    path = tmp_path / f"t.{ending}"
+    if ending == "csv":
+        path.write_text("text,label\n" + "".join(f"the same words,{row}.5\n" for row in range(40)))
+    else:
+        write(path, [{"text": "the same words", "label": row + 0.5} for row in range(40)])
+    with pytest.raises(DataError, match=r"has no train and no validation and no test rows \(0 distinct rows in all\)"):
+        loaded(parse_task(f"mine={path},metric=pearson"))

@@ -1,5 +1,6 @@
 """Folders of images by class, written with Pillow."""
 
+import os
 from pathlib import Path
 
 import numpy as np
@@ -163,3 +164,16 @@ def test_folders_without_enough_to_learn_are_refused(tmp_path: Path) -> None:
         (tmp_path / "two" / name / "1.png").write_bytes(b"no")
     with pytest.raises(DataError, match="no image of the folder could be read"):
         load(f"x={tmp_path / 'two'},broken=skip")
+
+
+@pytest.mark.parametrize("broken", ["refuse", "skip"])
+def test_a_pipe_among_the_images_is_not_waited_for(tmp_path: Path, broken: str) -> None:
+    for name in ("dog", "cat"):
+        write(tmp_path / name, 20)
+    os.mkfifo(tmp_path / "dog/pipe.png")
+    if broken == "refuse":
+        with pytest.raises(DataError, match=r"cannot read the image .*pipe\.png: .*no regular file"):
+            load(f"own={tmp_path}")
+    else:
+        data = load(f"own={tmp_path},broken=skip")
+        assert [Path(name).name for name in data.unread] == ["pipe.png"]

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from atlas_fl.errors import ConfigError, DataError, shown, unknown
+from atlas_fl.io.regular import check_regular
 from atlas_fl.tasks.images import Images, Pixels
 from atlas_fl.tasks.spec import Source, Task, TaskData
 from atlas_fl.tasks.splits import arrange, split_rows
@@ -124,6 +125,7 @@ def _pixels(file: Path, folder: Folder) -> Pixels | None:
     from PIL import Image, ImageOps, UnidentifiedImageError
 
     try:
+        check_regular(file)
         with Image.open(file) as opened:
             # cameras write how they were held beside the pixels
             image = ImageOps.exif_transpose(opened)

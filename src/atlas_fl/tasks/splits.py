@@ -28,7 +28,9 @@ def strata(labels: Labels, *, edges: Labels | None = None) -> Labels:
 
 
 def bin_edges(labels: Labels) -> Labels:
-    """Inner edges of the `NUM_BINS` equally filled ranges of these values."""
+    """Inner edges of the `NUM_BINS` equally filled ranges of these values; none of no values."""
+    if not len(labels):
+        return labels
     return np.unique(np.quantile(labels, np.linspace(0, 1, NUM_BINS + 1)[1:-1]))
 
 
