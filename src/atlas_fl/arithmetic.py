@@ -19,7 +19,7 @@ from atlas_fl.config import load_config
 from atlas_fl.errors import CheckpointError, ConfigError, ModelError
 from atlas_fl.events import ignore
 from atlas_fl.io import checkpoint
-from atlas_fl.io.digests import check_files
+from atlas_fl.io.digests import check_files, check_state
 from atlas_fl.io.folder import RunFolder
 from atlas_fl.lines import IMAGES, line_of
 from atlas_fl.models.vision import weights
@@ -100,7 +100,7 @@ def open_trained(folder: RunFolder) -> TrainedRun:
         raise ConfigError(
             f"run {folder.path} trained adapters, and task vectors are of whole models; give runs on images"
         )
-    found, _ = checkpoint.load_latest(folder.checkpoints)
+    found = checkpoint.load_newest(folder.checkpoints, check=check_state)
     if not folder.summary.is_file() or found is None:
         raise CheckpointError(f"run {folder.path} is not complete; go on with: atlas resume {folder.path}")
     assembly = assemble_images(config)

@@ -10,7 +10,7 @@ from atlas_fl.config import load_config
 from atlas_fl.config.kinds import mistake, whole_number
 from atlas_fl.errors import CheckpointError, unknown
 from atlas_fl.io import checkpoint
-from atlas_fl.io.digests import check_files
+from atlas_fl.io.digests import check_files, check_state
 from atlas_fl.io.folder import RunFolder, find_run
 from atlas_fl.io.results import read_json
 from atlas_fl.lora.peft_io import export_adapter
@@ -87,18 +87,10 @@ def export(run: str | Path, *, client: str, to: str | Path, round: str | None = 
 
 
 def _checkpoint(folder: RunFolder, round: str | None) -> checkpoint.Checkpoint:
-    """The newest good checkpoint, or that of a round."""
-    newest, damaged = checkpoint.load_latest(folder.checkpoints)
-    if newest is None:
-        raise CheckpointError(
-            f"run {folder.path} has no good checkpoint to export from; {'; '.join(damaged) or 'resume it'}"
-        )
+    """The newest checkpoint, or that of a round; an older one holds other models, and is taken by its number alone."""
     if round is None:
-        return newest
-    scores = {int(at): score for at, score in newest.state.get("history", {}).items()}
-    if round == "best" and not scores:
-        raise CheckpointError(f"run {folder.path} has no evaluated round, so none is the best; give a number")
-    number = best_rounds(scores, 1)[0] if round == "best" else whole_number(round)
+        return _newest(folder)
+    number = _best(folder) if round == "best" else whole_number(round)
     if number is None:
         raise mistake("--round", round, "best, or the number of a round")
     if number not in (held := checkpoint.rounds_in(folder.checkpoints)):
@@ -106,7 +98,23 @@ def _checkpoint(folder: RunFolder, round: str | None) -> checkpoint.Checkpoint:
             f"run {folder.path} has no checkpoint of round {number}; have: {', '.join(map(str, held))}; a run with"
             " --keep-best K keeps those of its K best rounds"
         )
-    return checkpoint.load(held[number])
+    found = checkpoint.load(held[number])
+    check_state(found)
+    return found
+
+
+def _newest(folder: RunFolder) -> checkpoint.Checkpoint:
+    newest = checkpoint.load_newest(folder.checkpoints, check=check_state)
+    if newest is None:
+        raise CheckpointError(f"run {folder.path} has no checkpoint to export from; resume it")
+    return newest
+
+
+def _best(folder: RunFolder) -> int:
+    scores = {int(at): score for at, score in _newest(folder).state.get("history", {}).items()}
+    if not scores:
+        raise CheckpointError(f"run {folder.path} has no evaluated round, so none is the best; give a number")
+    return best_rounds(scores, 1)[0]
 
 
 def _place(names: Sequence[str], client: str) -> int:

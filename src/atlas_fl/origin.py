@@ -66,6 +66,7 @@ def check_written(folder: RunFolder, found: Checkpoint) -> None:
     Raises:
         CheckpointError: a plan, sketches, mask or rows before the checkpoint are damaged; the message names the file.
     """
+    digests.check_state(found)
     written = digests.of_state(found.state)
     if written is not None:
         written.check(folder, *(folder.path / name for name in written.sha256 if name != folder.config.name))

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 
 from atlas_fl.errors import CheckpointError
+from atlas_fl.io.shapes import PLAN
 from atlas_fl.mixing.matrices import Federation
 
 
@@ -102,7 +103,10 @@ class Plan:
     def from_json(data: Mapping[str, Any]) -> "Plan":
         """The plan that `to_json` wrote; raises `CheckpointError` where a part is missing or damaged."""
         try:
-            return _from_json(data)
+            plan = _from_json(data)
+            if fault := PLAN(data, ""):
+                raise CheckpointError(f"the plan is damaged ({fault}); restore the file, or run again")
+            return plan
         except (AttributeError, TypeError, ValueError) as error:
             raise CheckpointError(f"the plan is damaged ({error}); restore the file, or run again") from error
 

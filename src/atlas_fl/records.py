@@ -9,6 +9,7 @@ from typing import Any
 from atlas_fl.admission import Admitted
 from atlas_fl.clients.base import Update
 from atlas_fl.config import Config
+from atlas_fl.errors import CheckpointError
 from atlas_fl.io import checkpoint, digests
 from atlas_fl.io.folder import RunFolder
 from atlas_fl.io.ledger import LedgerRow
@@ -263,11 +264,16 @@ def leads_of(models: ByClient) -> dict[str, str]:
 
 def models_of(found: checkpoint.Checkpoint, names: Sequence[str]) -> tuple[ByClient, ByClient]:
     """(what the rule remembers, what clients start with) of a checkpoint, in the clients' order."""
-    kinds = unprefixed(found.tensors)
-    memory, apart = (unprefixed(kinds.get(kind, {})) for kind in ("strategy", "start"))
-    same = found.state["same"]
-    # A file holds its tensors sorted by name; packs follow the order of the clients, and so do their last bits.
-    memory = {name: memory[same.get(name, name)] for name in names}
+    try:
+        kinds = unprefixed(found.tensors)
+        memory, apart = (unprefixed(kinds.get(kind, {})) for kind in ("strategy", "start"))
+        same = found.state["same"]
+        # A file holds its tensors sorted by name; packs follow the order of the clients, and so do their last bits.
+        memory = {name: memory[same.get(name, name)] for name in names}
+    except (KeyError, ValueError) as error:
+        raise CheckpointError(
+            f"checkpoint {found.path} lacks the model of a client of its plan ({error}); restore it, or run again"
+        ) from error
     return memory, {name: apart.get(name, memory[name]) for name in names}
 
 

@@ -20,6 +20,7 @@ from atlas_fl.io.folder import RunFolder, check_free, find_run, leave_as_found, 
 from atlas_fl.io.lock import run_lock
 from atlas_fl.io.machine import versions
 from atlas_fl.io.results import read_json, read_rows
+from atlas_fl.io.shapes import SUMMARY, each, fits, ledger_row, metrics_row, needs
 from atlas_fl.io.sketches import read_sketches
 from atlas_fl.io.summary import honest_line, summarise
 from atlas_fl.io.tensors import read_tensors
@@ -238,6 +239,10 @@ def _check_clients(plan: Plan, assembly: Assembly, folder: RunFolder) -> None:
 
 
 def _summary(config: Config, folder: RunFolder, assembly: Assembly, recorder: Recorder) -> dict[str, Any]:
+    metrics = read_rows(folder.metrics)
+    fits(metrics, each(metrics_row), file=folder.metrics)
+    ledger = read_rows(folder.ledger)
+    fits(ledger, each(ledger_row), file=folder.ledger)
     return summarise(
         run={
             "name": folder.path.name,
@@ -247,8 +252,8 @@ def _summary(config: Config, folder: RunFolder, assembly: Assembly, recorder: Re
             "seed": config.run.seed,
             "config_hash": config_hash(config),
         },
-        metrics=read_rows(folder.metrics),
-        ledger=read_rows(folder.ledger),
+        metrics=metrics,
+        ledger=ledger,
         plan=read_json(folder.path / recorder.plan_file),
         phase_seconds=recorder.seconds,
         memory=recorder.memory(),
@@ -269,6 +274,8 @@ def _result(
     complete = folder.summary.exists()
     if complete:
         summary = read_json(folder.summary)
+        fits(summary, SUMMARY, file=folder.summary)
+        needs(summary, "run", file=folder.summary)
     else:
         assert assembly is not None and recorder is not None, "a run without a summary has just been trained"
         summary = _summary(config, folder, assembly, recorder)

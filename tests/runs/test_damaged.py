@@ -143,6 +143,17 @@ def test_nothing_is_exported_by_a_damaged_plan(complete: Path, tmp_path: Path, n
         export(complete, client="0", to=tmp_path / "out")
 
 
+@pytest.mark.parametrize("round", [None, "best"])
+def test_an_older_model_is_not_exported_in_place_of_a_damaged_one(
+    complete: Path, tmp_path: Path, round: str | None
+) -> None:
+    flip(complete / "checkpoints/round-0003/state.safetensors")
+    with pytest.raises(CheckpointError, match=r"checkpoint round-0003 of .* is damaged: .*; restore it from a copy"):
+        export(complete, client="0", to=tmp_path / "out", round=round)
+    assert not (tmp_path / "out").exists()
+    assert export(complete, client="0", to=tmp_path / "out", round="2").is_dir()
+
+
 def test_a_digit_of_the_summary_is_found_by_resume_and_compare(complete: Path) -> None:
     from atlas_fl.report.compare import read_summary
 

@@ -19,7 +19,15 @@ def last_round(path: Path, config: Mapping[str, Any]) -> int:
     training, mixing = config["training"], config["mixing"]
     if not training.get("patience"):
         return int(training["rounds"])
-    rows = _rows(path / "metrics.jsonl")
+    try:
+        return _last_round(_rows(path / "metrics.jsonl"), training, mixing)
+    except (AttributeError, KeyError, OverflowError, TypeError, ValueError) as error:
+        raise CheckpointError(
+            f"{path / 'metrics.jsonl'} holds a row without its scores ({error!r}); restore it from a copy, or run again"
+        ) from error
+
+
+def _last_round(rows: list[dict[str, Any]], training: Mapping[str, Any], mixing: Mapping[str, Any]) -> int:
     scores: dict[int, list[float]] = {}
     for row in rows:
         if row.get("split") == "validation":
@@ -42,5 +50,5 @@ def _rows(path: Path) -> list[dict[str, Any]]:
         return [json.loads(line) for line in lines]
     except FileNotFoundError as error:
         raise CheckpointError(f"{path} is missing") from error
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(f"{path} cannot be read: {error}") from error

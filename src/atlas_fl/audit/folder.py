@@ -16,7 +16,10 @@ from atlas_fl.audit.ending import last_round
 from atlas_fl.audit.masks import read_mask
 from atlas_fl.audit.models import Models, models_in
 from atlas_fl.config import MixingConfig, load_config, validate
-from atlas_fl.errors import CheckpointError, ConfigError
+from atlas_fl.errors import CheckpointError, ConfigError, shown
+
+PLAN_FILE = re.compile(r"plan(-\d{4,})?\.json")
+"""The names that a record may give for the plan in force: of a file in the run's own folder."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -144,8 +147,20 @@ def _json(path: Path) -> Any:
         return json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
         raise CheckpointError(f"{path} is missing") from error
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise CheckpointError(f"{path} cannot be read: {error}") from error
+    except (OSError, ValueError, RecursionError) as error:
+        raise CheckpointError(f"{path} cannot be read: {error}; restore it from a copy, or run again") from error
+
+
+def _text(value: Any) -> str:
+    if not isinstance(value, str):
+        raise TypeError(f"{shown(value)} is no name")
+    return value
+
+
+def _names(values: Any) -> tuple[str, ...]:
+    if not isinstance(values, list):
+        raise TypeError(f"{shown(values)} is no list of names")
+    return tuple(_text(value) for value in values)
 
 
 def read_plan(run: Run, name: str) -> Plan:
@@ -154,31 +169,62 @@ def read_plan(run: Run, name: str) -> Plan:
         content = _json(run.path / name)
         try:
             run.plans[name] = _plan(content)
-        except (AttributeError, KeyError, TypeError, ValueError) as error:
-            raise CheckpointError(f"{run.path / name} is no plan: {error!r}") from error
+        except (AttributeError, IndexError, KeyError, OverflowError, TypeError, ValueError) as error:
+            raise CheckpointError(
+                f"{run.path / name} is no plan: {shown_error(error)}; restore it from a copy, or run again"
+            ) from error
     return run.plans[name]
+
+
+def shown_error(error: Exception) -> str:
+    """The error's kind and what it says, on one short line."""
+    return f"{type(error).__name__}({shown(str(error))})"
 
 
 def _plan(content: Mapping[str, Any]) -> Plan:
     clients, lora = content["clients"], content["lora"]
-    importance = np.array(content.get("importance") or [], np.float64)
-    layer_of = {module: int(layer) for module, layer in content["layer_of"].items()}
+    importance = _finite_array(content.get("importance") or [])
+    layer_of = {module: _count(layer) for module, layer in content["layer_of"].items()}
+    names = tuple(_text(one["name"]) for one in clients)
+    if len(set(names)) < len(names):
+        raise ValueError("two clients have one name")
     for one in clients:
         if len(one["ranks"]) <= max(layer_of.values(), default=-1):
             raise ValueError(f"client {one['name']} has {len(one['ranks'])} ranks, too few for its layers")
+    if importance.size and importance.shape[:1] != (len(names),):
+        raise ValueError(f"importance is of {len(importance)} clients, and there are {len(names)}")
+    if importance.size and (importance.ndim != 2 or importance.shape[1] <= max(layer_of.values(), default=-1)):
+        raise ValueError("importance lacks layers")
     return Plan(
-        clients=tuple(one["name"] for one in clients),
-        tasks=tuple(one["task"] for one in clients),
-        examples=tuple(float(one["examples"]) for one in clients),
+        clients=names,
+        tasks=tuple(_text(one["task"]) for one in clients),
+        examples=tuple(_finite(one["examples"]) for one in clients),
         clusters=tuple(int(one["cluster"]) for one in clients),
-        ranks=tuple(tuple(one["ranks"]) for one in clients),
-        adjacency=np.array(content["adjacency"], np.float64).reshape(len(clients), len(clients)),
+        ranks=tuple(tuple(_count(rank) for rank in one["ranks"]) for one in clients),
+        adjacency=_finite_array(content["adjacency"]).reshape(len(clients), len(clients)),
         importance=importance if importance.size else None,
         layer_of=layer_of,
-        shared=tuple(one["cut"] if one.get("split", {}).get("shared") is not None else None for one in clients),
-        alpha=None if lora["alpha"] is None else float(lora["alpha"]),
+        shared=tuple(_shared_from(one) for one in clients),
+        alpha=None if lora["alpha"] is None else _finite(lora["alpha"]),
         rslora=bool(lora["rslora"]),
     )
+
+
+def _count(value: Any) -> int:
+    if type(value) is not int or value < 0:
+        raise ValueError(f"{shown(value)} is no whole number from 0")
+    return value
+
+
+def _shared_from(client: Mapping[str, Any]) -> int | None:
+    return _count(client["cut"]) if client.get("split", {}).get("shared") is not None else None
+
+
+def _finite_array(value: Any) -> np.ndarray:
+    array = np.array(value, np.float64)
+    if not np.isfinite(array).all():
+        raise ValueError("a number of a matrix is none")
+    return array
 
 
 def round_folder(run: Run, round: int) -> Path:
@@ -191,21 +237,25 @@ def read_record(run: Run, round: int) -> Record:
     path = round_folder(run, round) / "record.json"
     content = _json(path)
     try:
+        if not PLAN_FILE.fullmatch(content["plan"]):
+            raise ValueError(f"{shown(content['plan'])} is no name of a plan's file")
         return Record(
-            participants=tuple(content["participants"]),
-            refused=dict(content["refused"]),
+            participants=_names(content["participants"]),
+            refused={client: str(why) for client, why in dict(content["refused"]).items()},
             eta=None if content["eta"] is None else _finite(content["eta"]),
-            plan=str(content["plan"]),
+            plan=content["plan"],
             loaded={client: dict(one.items()) for client, one in content["loaded"].items()},
-            kept=tuple(content["kept"]) if "kept" in content else None,
+            kept=_names(content["kept"]) if "kept" in content else None,
         )
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
-        raise CheckpointError(f"{path} is no record of a round: {error!r}") from error
+    except (AttributeError, KeyError, OverflowError, TypeError, ValueError) as error:
+        raise CheckpointError(
+            f"{path} is no record of a round: {shown_error(error)}; restore it from a copy, or run again"
+        ) from error
 
 
-def _finite(value: float) -> float:
-    if not math.isfinite(value):
-        raise ValueError(f"{value} is no finite number")
+def _finite(value: Any) -> float:
+    if type(value) not in (int, float) or not math.isfinite(value):
+        raise ValueError(f"{shown(value)} is no finite number")
     return float(value)
 
 

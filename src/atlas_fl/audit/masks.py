@@ -20,7 +20,7 @@ def read_mask(path: Path) -> dict[str, Tensor]:
         raise CheckpointError(f"{file} is missing, and the run was trained under a mask; restore it, or run again")
     try:
         found: dict[str, Tensor] = load_file(file)
-    except SafetensorError as error:
+    except (OSError, SafetensorError, ValueError, RuntimeError) as error:
         raise CheckpointError(f"{file} is damaged: {error}; restore it, or run again") from error
     return found
 

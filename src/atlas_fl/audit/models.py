@@ -33,7 +33,7 @@ def read_audited(path: Path | str) -> dict[str, Tensor]:
         with safe_open(path, "pt") as file:
             flat: dict[str, Tensor] = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
             note = (file.metadata() or {}).get("same")
-    except SafetensorError as error:
+    except (OSError, SafetensorError, ValueError, RuntimeError) as error:  # torch refuses what a header may say
         raise CheckpointError(f"{path} is damaged: {error}") from error
     return flat if note is None else _for_all(flat, note, path)
 

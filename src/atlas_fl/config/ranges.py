@@ -51,7 +51,7 @@ RANGES: Mapping[str, Range] = {
     "patience": ZERO_OR_MORE,
     "min_delta": ZERO_OR_MORE,
     "pack_tokens": ONE_OR_MORE,
-    "pack_memory_gb": POSITIVE,
+    "pack_memory_gb": Range("above 0, at most 1e+06", lambda value: 0 < value <= 1e6),
     "fingerprint_batches": TWO_OR_MORE,
     "fingerprint_blocks": ONE_OR_MORE,
     "fingerprint_samples": TWO_OR_MORE,

@@ -15,7 +15,7 @@ from atlas_fl.errors import ConfigError, ProtocolError, unknown
 from atlas_fl.events import Note, OnEvent
 from atlas_fl.io import checkpoint
 from atlas_fl.io.certs import listed_clients, open_certs
-from atlas_fl.io.digests import check_files
+from atlas_fl.io.digests import check_files, check_state
 from atlas_fl.io.folder import RunFolder
 from atlas_fl.io.lock import run_lock
 from atlas_fl.io.results import read_json, read_sealed, write_sealed
@@ -125,7 +125,7 @@ def hand_out(config: Config, service: Service, on_event: OnEvent) -> None:
 
 def last_plan(folder: RunFolder) -> tuple[checkpoint.Checkpoint, tuple[str, ...]] | None:
     """The newest checkpoint and who is in its plan; None where there is none to go on from."""
-    found, _ = checkpoint.load_latest(folder.checkpoints)
+    found, _ = checkpoint.load_latest(folder.checkpoints, check=check_state)
     if found is None:
         return None
     check_files(folder, folder.path / found.state["plan"])
@@ -138,6 +138,7 @@ def _heard(folder: RunFolder) -> set[str]:
 
 
 def _final_models(folder: RunFolder) -> Mapping[str, Params]:
+    checkpoint.load_newest(folder.checkpoints)  # raises: an older one holds other models
     last = last_plan(folder)
     assert last is not None, "a complete run has written its last checkpoint"
     return models_of(*last)[1]

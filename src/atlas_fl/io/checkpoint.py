@@ -14,8 +14,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 
-from atlas_fl.errors import CheckpointError
+from atlas_fl.errors import CheckpointError, shown
 from atlas_fl.io.atomic import set_aside, sync_folder, write_synced
 from atlas_fl.io.results import from_json, indented, seal, to_json
 from atlas_fl.io.tensors import decode, write_tensors
@@ -92,6 +93,35 @@ def load_latest(
     return None, tuple(messages)
 
 
+def load_newest(folder: Path, *, check: Callable[[Checkpoint], None] = accept) -> Checkpoint | None:
+    """The newest checkpoint, None where there is none: for what would say something else from an older one.
+
+    Raises:
+        CheckpointError: it is damaged.
+    """
+    found, damaged = load_latest(folder, check=check)
+    if damaged:
+        line = damaged[0].replace(" passed over:", f" of {folder.parent} is damaged:").partition("; going on")[0]
+        raise CheckpointError(f"{line}; restore it from a copy, or run again")
+    return found
+
+
+def check_newest_state(folder: Path) -> None:
+    """Nothing where the newest checkpoint's state is intact, or there is none.
+
+    Raises:
+        CheckpointError: it is damaged; a resumed run passes over it.
+    """
+    for path in list(_newest_first(folder))[:1]:
+        try:
+            _read_state(path)
+        except CheckpointError as error:
+            raise CheckpointError(
+                f"checkpoint {path} is damaged: {error}; restore it from a copy, or go on with the run, which passes"
+                " over it"
+            ) from None
+
+
 def newest_state(folder: Path) -> Mapping[str, Any] | None:
     """The state of the newest checkpoint whose state is intact, without its tensors; None where there is none."""
     for path in _newest_first(folder):
@@ -129,7 +159,11 @@ def load(path: Path) -> Checkpoint:
         raise CheckpointError(
             f"{TENSORS} of {len(payload)} bytes has SHA-256 {digest[:12]}, but {STATE} says {expected[:12]}"
         )
-    return Checkpoint(round=head["round"], tensors=decode(payload), state=head["state"], path=path)
+    try:
+        tensors = decode(payload)
+    except (SafetensorError, ValueError, RuntimeError) as error:
+        raise CheckpointError(f"{TENSORS} is altered ({error})") from None
+    return Checkpoint(round=head["round"], tensors=tensors, state=head["state"], path=path)
 
 
 def prune(folder: Path, *, keep: int, besides: Collection[int] = ()) -> None:
@@ -171,8 +205,11 @@ def _read_state(path: Path) -> dict[str, Any]:
         raise CheckpointError(f"{STATE} is cut off or altered ({error})") from None
     if (digest := seal(content)) != named:
         raise CheckpointError(f"{STATE} is altered: its content has SHA-256 {digest[:12]}, but it names {named!s:.12}")
-    if content["format"] != FORMAT:
-        raise CheckpointError(f"{STATE} has format {content['format']}, this version reads {FORMAT}")
+    if content.get("format") != FORMAT:
+        raise CheckpointError(f"{STATE} has format {shown(content.get('format'))}, this version reads {FORMAT}")
+    for name, kind in (("round", int), ("tensors_sha256", str), ("state", dict)):
+        if type(content.get(name)) is not kind:
+            raise CheckpointError(f"{STATE} is altered: {name} is {shown(content.get(name))}")
     if (match := NAME.fullmatch(path.name)) and int(match[1]) != content["round"]:
         raise CheckpointError(f"{STATE} is of round {content['round']}")
     return content

@@ -17,6 +17,7 @@ from atlas_fl.errors import CheckpointError
 from atlas_fl.io import checkpoint
 from atlas_fl.io.folder import RunFolder
 from atlas_fl.io.results import read_rows, read_sealed, write_sealed
+from atlas_fl.io.shapes import DIGESTS, STATE, count, each, fields, fits, ledger_row, metrics_row
 
 BLOCK = 1 << 20
 OF_STATE = "digests"
@@ -91,10 +92,27 @@ def file_sha256(path: Path, *, length: int | None = None) -> Any:
     return found
 
 
+def check_state(found: checkpoint.Checkpoint) -> None:
+    """Nothing where the state of this checkpoint is that of a run.
+
+    Raises:
+        CheckpointError: it is not; the message says what is not.
+    """
+    if fault := STATE(found.state, ""):
+        raise CheckpointError(f"its state is altered: {fault}; restore it from a copy, or run again")
+
+
 def of_state(state: Mapping[str, Any]) -> Digests | None:
-    """The digests in the state of a checkpoint; None in one of an earlier version."""
+    """The digests in the state of a checkpoint; None in one of an earlier version.
+
+    Raises:
+        CheckpointError: they are none.
+    """
     if OF_STATE not in state:
         return None
+    whole = fields({OF_STATE: DIGESTS, "metrics_bytes": count, "ledger_bytes": count})
+    if fault := whole(state, ""):
+        raise CheckpointError(f"a checkpoint's state is altered: {fault}; restore it from a copy, or run again")
     lengths = {"metrics.jsonl": state["metrics_bytes"], "ledger.jsonl": state["ledger_bytes"]}
     return Digests(sha256=state[OF_STATE], lengths=lengths)
 
@@ -135,11 +153,13 @@ def checked_rows(folder: RunFolder, file: Path) -> list[dict[str, Any]]:
     Raises:
         CheckpointError: they are damaged; the message names the file.
     """
-    found = digests_of(folder)
-    if found is None:
-        return read_rows(file)
-    found.check(folder, file)
-    return read_rows(file, length=found.lengths.get(file.name))
+    if (found := digests_of(folder)) is not None:
+        found.check(folder, file)
+        if found.lengths:  # by an older checkpoint there are fewer rows
+            checkpoint.check_newest_state(folder.checkpoints)
+    rows = read_rows(file, length=None if found is None else found.lengths.get(file.name))
+    fits(rows, each(metrics_row if file == folder.metrics else ledger_row), file=file)
+    return rows
 
 
 def write_digests(folder: RunFolder, known: Mapping[str, str]) -> None:
@@ -185,6 +205,9 @@ def audited_faults(record: Path) -> Iterator[tuple[Path, str]]:
     except CheckpointError as error:
         yield record, reason(error)
         return
+    if fault := DIGESTS(content.get("files", {}), "files"):
+        yield record, fault
+        return
     written = Digests(sha256=content.get("files", {}))
     beside = RunFolder(record.parent)
     yield from (
@@ -204,7 +227,8 @@ RECORD = ("round", "participants", "refused", "eta", "plan", "loaded", "kept")
 
 
 def _complete(folder: RunFolder) -> Mapping[str, str]:
-    files = read_sealed(folder.digests).get("files")
-    if not isinstance(files, dict) or not all(isinstance(value, str) for value in files.values()):
-        raise damaged(folder, folder.digests, "it holds no digests")
+    content = read_sealed(folder.digests)
+    if fault := fields({"files": DIGESTS})(content, ""):
+        raise damaged(folder, folder.digests, fault)
+    files: Mapping[str, str] = content["files"]
     return files

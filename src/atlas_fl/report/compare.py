@@ -10,6 +10,7 @@ from atlas_fl.errors import CheckpointError
 from atlas_fl.io.digests import check_files
 from atlas_fl.io.folder import find_run
 from atlas_fl.io.results import read_json
+from atlas_fl.io.shapes import SUMMARY, fits, needs
 
 BASELINE = "local"
 
@@ -60,9 +61,17 @@ def comparison_rows(
     rows = []
     for name, runs in groups.items():
         alone = groups.get(BASELINE, ()) if local is None else local.get(name, ())
-        baseline = {_seed(summary): summary for summary in map(read_summary, alone)}
-        rows += [_row(name, [read_summary(run) for run in runs], baseline, score)] if runs else []
+        baseline = {_seed(summary): summary for summary in map(_complete, alone)}
+        rows += [_row(name, [_complete(run) for run in runs], baseline, score)] if runs else []
     return rows
+
+
+def _complete(run: Path | str) -> Mapping[str, Any]:
+    """The summary with all that a row needs."""
+    summary = read_summary(run)
+    needs(summary, "run", "overall", "tasks", "bytes", file=find_run(run).summary)
+    needs(summary["overall"], "final", "best", file=find_run(run).summary)
+    return summary
 
 
 def read_summary(run: Path | str) -> Mapping[str, Any]:
@@ -76,6 +85,7 @@ def read_summary(run: Path | str) -> Mapping[str, Any]:
         raise CheckpointError(f"run {folder.path} is not complete: it has no summary.json; atlas resume {folder.path}")
     check_files(folder, folder.summary)
     content: Mapping[str, Any] = read_json(folder.summary)
+    fits(content, SUMMARY, file=folder.summary)
     return content
 
 

@@ -8,11 +8,13 @@ from typing import Any
 
 import numpy as np
 
+from atlas_fl.errors import CheckpointError
 from atlas_fl.io.digests import check_files, checked_rows
 from atlas_fl.io.folder import RunFolder, find_run
 from atlas_fl.io.ledger import LedgerRow, Totals, from_json, totals
 from atlas_fl.io.results import read_json
 from atlas_fl.io.scores import History, histories
+from atlas_fl.io.shapes import PLAN, fits
 from atlas_fl.io.sketches import read_sketches
 
 
@@ -84,20 +86,29 @@ def read_record(run: Path | str) -> Record:
         CheckpointError: this is no run folder, or a file in it is damaged.
     """
     folder: RunFolder = find_run(run)
-    plan = _plan(folder)
-    check_files(folder, folder.sketches_of(plan.name))
-    sketches = read_sketches(folder.sketches_of(plan.name))
+    file, plan = _plan(folder)
+    check_files(folder, folder.sketches_of(file.name))
+    sketches = read_sketches(folder.sketches_of(file.name))
+    if sketches is not None and sketches.shape[1] != len(plan["clients"]):
+        raise CheckpointError(
+            f"damaged file {folder.sketches_of(file.name)}: it holds sketches of {sketches.shape[1]} clients, the plan"
+            f" has {len(plan['clients'])}; restore it from a copy, or run again"
+        )
     return Record(
         name=folder.path.resolve().name,
-        plan=read_json(plan),
+        plan=plan,
         metrics=checked_rows(folder, folder.metrics),
         ledger=[from_json(row) for row in checked_rows(folder, folder.ledger)],
         sketches=None if sketches is None else (sketches[0], sketches[1]),
     )
 
 
-def _plan(folder: RunFolder) -> Path:
-    """The file of the plan that all is shown by: the first one, or where clients joined later the last one."""
+def _plan(folder: RunFolder) -> tuple[Path, Mapping[str, Any]]:
+    """The plan that all is shown by, and its file: the first one, or where clients joined later the last one."""
     first, last = folder.plan, folder.plans()[-1]
     check_files(folder, first, last)
-    return last if len(read_json(last)["clients"]) > len(read_json(first)["clients"]) else first
+    plans = {file: read_json(file) for file in dict.fromkeys((first, last))}
+    for file, plan in plans.items():
+        fits(plan, PLAN, file=file)
+    file = last if len(plans[last]["clients"]) > len(plans[first]["clients"]) else first
+    return file, plans[file]
