@@ -30,7 +30,7 @@ from tests.runs.mutations import mutate
 
 Make = Callable[..., Config]
 SECONDS = 8.0
-MUTATIONS = 150
+MUTATIONS = 100
 DRAWN_EVERY, PLACED_EVERY = 15, 30
 """Figures take half a second and a newcomer's fingerprint as much: so many mutations share one."""
 
