@@ -222,7 +222,7 @@ def reason(error: CheckpointError) -> str:
     return str(error).partition(": ")[2].partition("; ")[0] or str(error)
 
 
-RECORD = ("round", "participants", "refused", "eta", "plan", "loaded", "kept")
+RECORD = ("round", "participants", "refused", "eta", "plan", "loaded", "kept", "clipped", "restored")
 """What `record.json` held before it had digests."""
 
 

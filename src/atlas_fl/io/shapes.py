@@ -15,7 +15,9 @@ from atlas_fl.io.scores import METRICS
 Shape: TypeAlias = Callable[[Any, str], str]
 
 LARGEST = 1e18
-"""No byte count, second or score comes near it, and its square is a number still."""
+"""No byte count or second comes near it, and its square is a number still."""
+LARGEST_SCORE = 1e300
+"""A loss or a perplexity of a model that diverged is as large as it is; a mean over clients is a number still."""
 
 
 def fits(value: object, shape: Shape, *, file: Path) -> None:
@@ -44,6 +46,7 @@ def _is_whole(value: Any) -> bool:
 
 
 number = _is("number", _is_number)
+score = _is("number", lambda value: type(value) in (int, float) and -LARGEST_SCORE < value < LARGEST_SCORE)
 whole = _is("whole number", _is_whole)
 count = _is("whole number from 0", lambda value: _is_whole(value) and value >= 0)
 amount = _is("number from 0", lambda value: _is_number(value) and value >= 0)
@@ -263,12 +266,12 @@ def ledger_row(value: Any, place: str) -> str:
 
 _SPLITS = fields(
     round=count,
-    train=table(number),
-    validation=table(number),
-    test=table(number),
-    worst_client=fields({"client": text}, primary=number),
+    train=table(score),
+    validation=table(score),
+    test=table(score),
+    worst_client=fields({"client": text}, primary=score),
     worst_gain=fields({"client": text}),
-    spread=table(number),
+    spread=table(score),
 )
 _GROUP = fields(
     clients=count, final=_SPLITS, best=_SPLITS, rounds_to=table(maybe(number)), classes=table(table(number))
@@ -278,7 +281,7 @@ _OF_CLIENT = fields(
 )
 SUMMARY = fields(
     run=fields({"rounds": count}, seed=either(number, text)),
-    best=fields({"round": count, "validation": number}),
+    best=fields({"round": count, "validation": score}),
     stopped=fields({"round": count}),
     overall=_GROUP,
     tasks=table(_GROUP),
@@ -307,13 +310,13 @@ STATE = fields(
         "metrics_bytes": count,
         "ledger_bytes": count,
         "stale": each(text),
-        "validation": table(number),
+        "validation": table(score),
         "plan": plan_name,
         "seconds": table(number),
         "peak": table(number),
         "round_seconds": table(number, names=_numeral),
     },
-    history=table(number, names=_numeral),
+    history=table(score, names=_numeral),
     over=flag,
 )
 """The state of a checkpoint of a run."""
