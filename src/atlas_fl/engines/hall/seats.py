@@ -191,7 +191,7 @@ def why_not_asked(seat: Seat, *, round: int) -> str:
     if seat.given_up and seat.here:
         return f"it let {seat.silences} deadlines pass and is not asked again until it answers"
     if seat.given_up:
-        return "it has been away since it let a deadline pass"
+        return seat.lost or "it has been away since it let a deadline pass"
     if round < seat.asked_from:
         return f"it let {MOST_SILENCES} deadlines pass; it is asked again from round {seat.asked_from} on"
     return ""
