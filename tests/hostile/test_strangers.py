@@ -34,7 +34,7 @@ HELLO = {"session": "s", "protocol": PROTOCOL, "version": "1", "config": "c", "m
 LIMIT = 4 * 2**20
 """Of a request."""
 LIMITS = Limits(
-    hello_seconds=0.5, skip_seconds=0.2, piece_seconds=0.5, look_seconds=0.05, idle_seconds=1.0, silent_looks=40
+    handshake_seconds=0.5, look_seconds=0.05, hello_looks=10, piece_looks=10, silent_looks=40, idle_seconds=1.0
 )
 NOW = datetime.now(UTC)
 REACHED = 20.0

@@ -4,13 +4,13 @@ import asyncio
 import contextlib
 import resource
 import socket
-from collections.abc import Coroutine
+from collections.abc import Awaitable
 from dataclasses import dataclass
 from typing import Any
 
 import grpc
 
-from atlas_fl.engines.stream.chunks import BEAT, BEAT_SECONDS, CHUNK, LONG, chunks, joined
+from atlas_fl.engines.stream.chunks import BEAT, CHUNK, LONG, chunks, joined
 from atlas_fl.engines.stream.frames import FRAME_LIMIT, encode_frame
 from atlas_fl.engines.stream.heap import keep_freed_memory
 from atlas_fl.engines.stream.sessions import HereAlreadyError, NotListedError, Session, Sessions
@@ -33,25 +33,27 @@ class Limits:
 
     hello_bytes: int = 64 * 2**10
     """Of the first frame of a stream."""
-    hello_seconds: float = 10.0
-    """Until all of it is here; a TLS handshake may take as long."""
-    skip_seconds: float = 2.0
-    """For the first piece of who is refused, which nobody looks at."""
-    piece_seconds: float = 120.0
+    handshake_seconds: float = 10.0
+    """For that of TLS."""
+    look_seconds: float = 1.0
+    """Between two looks at every stream. Time is counted in looks, so that none is held against clients in which the
+    server itself stood still."""
+    hello_looks: int = 10
+    """Until all of the first frame is here."""
+    skip_looks: int = 2
+    """For the first piece of who is refused, which nobody reads."""
+    piece_looks: int = 120
     """For each piece of a frame, of at most 1 MiB, either way."""
     streams: int = 4
     """Of one client: its own, one that hangs, and those that try to take its place."""
     unfinished_bytes: int = 16 * FRAME_LIMIT
     """Of all requests of which more is to come; further ones wait for room, and not for longer than for a piece."""
     silent_looks: int = 15
-    """Looks between which a client that waits, or trains, has not said that it is there, before it is gone. They are
-    counted, so that the time is not held against clients in which the server itself stood still."""
+    """In which a client that waits, or trains, has not said that it is there, before it is gone."""
     alive_looks: int = 8
     """The same, where another session of its name asks to come in."""
     idle_seconds: float = 60.0
     """For which a connection may have no stream."""
-    look_seconds: float = 1.0
-    """Between two looks at who may still be here."""
 
 
 LIMITS = Limits()
@@ -79,7 +81,7 @@ def _server_options(limits: Limits) -> list[tuple[str, int]]:
         # Without this, Linux lets two servers share a port and deals the clients out between them.
         ("grpc.so_reuseport", 0),
         ("grpc.max_concurrent_streams", limits.streams),
-        ("grpc.server_handshake_timeout_ms", int(limits.hello_seconds * 1000)),
+        ("grpc.server_handshake_timeout_ms", int(limits.handshake_seconds * 1000)),
         ("grpc.max_connection_idle_ms", int(limits.idle_seconds * 1000)),
         # Files of the run must find room among those of connections.
         ("grpc.max_allowed_incoming_connections", most),
@@ -160,7 +162,7 @@ class Server:
         """One stream from its hello to its end; raises `NotListedError` where the client is taken off the list."""
         try:
             await self._check_listed(name, certificate, visit)
-            hello = await visit.frame(limit=self._limits.hello_bytes, seconds=self._limits.hello_seconds)
+            hello = await visit.frame(limit=self._limits.hello_bytes, looks=self._limits.hello_looks)
             if hello is None:
                 return
             session, stream, welcome = await self._entered(name, certificate, hello)
@@ -191,7 +193,7 @@ class Server:
             self._sessions.check_listed(name, certificate)
         except NotListedError:
             # Its hello is on the way: gRPC at the other end loses the reason of a stream that ends before it is sent.
-            await visit.skip(seconds=self._limits.skip_seconds)
+            await visit.skip(seconds=self._limits.skip_looks * self._limits.look_seconds)
             raise
 
     async def _entered(self, name: str, certificate: str, hello: bytearray) -> tuple[Session, int, bytes]:
@@ -224,39 +226,55 @@ class Visit:
     ) -> None:
         self._context, self._limits, self._unfinished = context, limits, unfinished
         self._ahead: asyncio.Task[Any] | None = None
+        self._is_answering = False
+        self._silent_looks = 0
+        self._looks_left: int | None = None
         self.clock = asyncio.timeout(None)
         self.reason = ""
-        """Why it was ended; empty where it was not."""
+        """Why it was ended."""
         self.code = grpc.StatusCode.UNAVAILABLE
         self.heard = 0
         """Signs of life so far."""
-        self.is_busy = False
+
+    @property
+    def is_busy(self) -> bool:
         """Whether a frame is under way, whose pieces have their own time."""
-        self._silent_looks = 0
+        return self._looks_left is not None
 
     def end(self, reason: str, *, for_good: bool = True) -> None:
         """End it now, whatever it waits for; a client that is ended for good does not try again."""
-        if not self.clock.expired():
+        if not self.reason:
             self.reason = reason
             self.code = grpc.StatusCode.PERMISSION_DENIED if for_good else grpc.StatusCode.UNAVAILABLE
             self.clock.reschedule(asyncio.get_running_loop().time())
 
     def look(self) -> None:
-        """End it where the other end has been silent for too many looks."""
-        self._silent_looks = 0 if self.is_busy else self._silent_looks + 1
+        """End it where its step, or its silence, has lasted for too many looks."""
+        if self._looks_left is not None:
+            self._looks_left, self._silent_looks = self._looks_left - 1, 0
+            if self._looks_left < 0:
+                self.end("nothing came, or was taken, for too long", for_good=False)
+            return
+        self._silent_looks += 1
         if self._silent_looks > self._limits.silent_looks:
             self.end("it said nothing for too long", for_good=False)
+        elif self._is_answering and self._ahead is None:
+            self._read_ahead()
 
     def close(self) -> None:
         """Nothing is read any more."""
         if self._ahead is not None:
             self._ahead.cancel()
 
-    def _until(self, seconds: float | None) -> None:
-        """So long may the next step take."""
-        self.is_busy = seconds is not None
-        if not self.reason and not self.clock.expired():
-            self.clock.reschedule(None if seconds is None else asyncio.get_running_loop().time() + seconds)
+    def _read_ahead(self) -> None:
+        self._ahead = asyncio.ensure_future(self._context.read())
+        self._ahead.add_done_callback(self._came)
+
+    def _came(self, ahead: "asyncio.Task[Any]") -> None:
+        """Take what came while an answer is worked out; whatever is no sign of life is the next request's."""
+        if not ahead.cancelled() and ahead.exception() is None and ahead.result() == BEAT and self._is_answering:
+            self.heard, self._silent_looks = self.heard + 1, 0
+            self._read_ahead()
 
     async def _read(self) -> Any:
         if (ahead := self._ahead) is None:
@@ -270,23 +288,21 @@ class Visit:
     async def _first(self) -> Any:
         """The first piece of a frame."""
         while (piece := await self._read()) is not grpc.aio.EOF and len(piece) <= len(LONG):
-            if piece == LONG:
-                self._until(self._limits.piece_seconds)
+            if piece == LONG and self._looks_left is None:
+                self._looks_left = self._limits.piece_looks
         return piece
 
-    async def frame(self, *, limit: int, seconds: float | None = None) -> bytearray | None:
-        """The next frame, all of it within so many seconds if they are given; None where the stream ends before.
+    async def frame(self, *, limit: int, looks: int | None = None) -> bytearray | None:
+        """The next frame, all of it within so many looks if they are given; None where the stream ends before.
 
         Raises `ProtocolError` where it grows longer than `limit` bytes.
         """
-        size = 0
-        if seconds is not None:
-            self._until(seconds)
+        size, self._looks_left = 0, looks
 
         async def read() -> Any:
             nonlocal size
-            if size and seconds is None:
-                self._until(self._limits.piece_seconds)
+            if size and looks is None:
+                self._looks_left = self._limits.piece_looks
                 while self._unfinished.size > self._limits.unfinished_bytes:
                     await asyncio.sleep(LOOK_AGAIN_SECONDS)
             piece = await (self._read() if size else self._first())
@@ -299,35 +315,27 @@ class Visit:
             return await joined(read, limit=limit)
         finally:
             self._unfinished.size -= size
-            self._until(None)
+            self._looks_left = None
 
     async def skip(self, *, seconds: float) -> None:
         """Let one piece pass, if it comes within so many seconds."""
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._context.read(), seconds)
 
-    async def answer(self, work: Coroutine[Any, Any, bytes]) -> bytes:
-        """What this work gives; while it takes long, signs of life are read."""
-        task = asyncio.ensure_future(work)
+    async def answer(self, work: Awaitable[bytes]) -> bytes:
+        """What this work gives; while it lasts long, signs of life are read (`look`)."""
+        self._is_answering = True
         try:
-            await asyncio.wait({task}, timeout=BEAT_SECONDS)
-            while not task.done():
-                if self._ahead is None:
-                    self._ahead = asyncio.ensure_future(self._context.read())
-                    self._ahead.add_done_callback(lambda ahead: ahead.cancelled() or ahead.exception())
-                await asyncio.wait({task, self._ahead}, return_when=asyncio.FIRST_COMPLETED)
-                if self._ahead.done() and await self._read() != BEAT:
-                    raise ProtocolError("a request came before the answer to the last; install the same atlas-fl")
-            return await task
+            return await work
         finally:
-            task.cancel()
+            self._is_answering = False
 
     async def write(self, frame: bytes) -> None:
         """Send a frame, each piece as soon as the other end has room for it."""
         for chunk in chunks(frame):
-            self._until(self._limits.piece_seconds)
+            self._looks_left = self._limits.piece_looks
             await self._context.write(chunk)
-        self._until(None)
+        self._looks_left = None
 
 
 def _shown_by(context: "grpc.aio.ServicerContext[bytes, bytes]") -> tuple[str, str]:

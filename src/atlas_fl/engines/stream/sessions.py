@@ -53,8 +53,11 @@ class Stream(Protocol):
 
     heard: int
     """Signs of life of the other end so far."""
-    is_busy: bool
-    """Whether a message is under way."""
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether a message is under way."""
+        ...
 
     def end(self, reason: str) -> None:
         """End it now, and for good."""
