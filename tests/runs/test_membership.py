@@ -1,10 +1,20 @@
 """A site that is taken off the list is out at once, and the run goes on without it until it comes back."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
 
 from atlas_fl.audit import audit
+from atlas_fl.clients.base import Job, Update
+from atlas_fl.config import Config
+from atlas_fl.events import OnEvent
 from atlas_fl.io.certs import make_certs, revoke_certs
 from atlas_fl.io.results import read_json, read_rows
+from atlas_fl.run import run
+from atlas_fl.working import ENGINES
 from tests.runs.federation import Federation, adapters
 
 SITES = {"movie-0": "cpu_2gb", "movie-1": "tablet_4gb", "movie-2": "laptop_8gb"}
@@ -59,3 +69,36 @@ def test_a_run_goes_on_without_who_was_taken_off_the_list_and_takes_it_back(
     assert adapters(fed.served.path).keys() == SITES.keys()
     assert audit(fed.served.path).ok
     assert read_json(fed.served.summary)["events"]["missing"] == {"movie-2": len(missing(fed, "movie-2"))}
+
+
+@dataclass(frozen=True)
+class Absent:
+    """An engine in which one client is away from round one on, and everybody in round two."""
+
+    inner: Any
+
+    def run(self, action: str, jobs: Sequence[Job]) -> list[Update]:
+        there = [job for job in jobs if job.round == 0 or (job.client != "movie-1" and job.round != 2)]
+        found: list[Update] = self.inner.run(action, there) if there else []
+        return found
+
+
+@contextmanager
+def absent(config: Config, on_event: OnEvent) -> Iterator[tuple[Any, Any]]:
+    with ENGINES["local"](config, on_event) as (assembly, engine):
+        yield assembly, Absent(engine)
+
+
+@pytest.mark.parametrize("strategy", ["atlas", "fedavg"])
+def test_a_round_that_has_none_but_those_who_are_left_out_changes_nothing_and_is_audited(
+    strategy: str, config: Callable[..., Config]
+) -> None:
+    settings = {"clients_per_task": 3, "rounds": 3, "pack_tokens": 1}
+    found = run(config(tasks=("movie",), strategy=strategy, **settings), workplace=absent)
+    rows = [row for row in read_rows(found.folder / "metrics.jsonl") if row.get("event") == "missing"]
+    assert [(row["round"], row["client"]) for row in rows] == [
+        (1, "movie-1"),
+        *[(2, name) for name in SITES],
+        (3, "movie-1"),
+    ]
+    assert audit(found.folder).ok
