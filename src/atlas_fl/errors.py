@@ -5,6 +5,8 @@ from difflib import get_close_matches
 
 SHOWN_CHARACTERS = 60
 """Of a value in a message: fewer than fit on a line, so that nothing breaks it."""
+LINE_CHARACTERS = 500
+"""Of what another machine says, in a message."""
 
 
 class AtlasError(Exception):
@@ -48,6 +50,24 @@ def shown(value: object) -> str:
     except ValueError:  # Python refuses to print integers of more than 4,300 digits
         return "a number of thousands of digits"
     return text if len(text) <= SHOWN_CHARACTERS else f"{text[:SHOWN_CHARACTERS]}..."
+
+
+def one_line(text: object, *, most: int = LINE_CHARACTERS) -> str:
+    """What another machine says, as a terminal may have it: one line, without control codes, of bounded length.
+
+    >>> one_line("a\\x1b[2J\\nb")
+    'a?[2J?b'
+    """
+    return printable(str(text)[:most])
+
+
+def printable(text: str) -> str:
+    """The text with a question mark for every character that moves a cursor, breaks a line or cannot be seen.
+
+    >>> printable("naïve\\tb")
+    'naïve?b'
+    """
+    return "".join(sign if sign.isprintable() else "?" for sign in text)
 
 
 def unknown(kind: str, name: object, known: Iterable[str]) -> ConfigError:

@@ -47,6 +47,14 @@ class Federation:
             secret = simulated_secret(self._config.run.seed, name)
             (self.folder / f"{name}-noise-secret").write_text(secret.hex())
 
+    @property
+    def consent(self) -> tuple[str, ...]:
+        """What every site agrees to: all that these settings ask of one."""
+        split = self._config.split
+        words = [] if split.split == "none" else ["cut", "labels"] if split.head == "server" else ["cut"]
+        words += ["hosting"] if split.topology == "paired" else []
+        return ("--allow", *words) if words else ()
+
     def serve(self, *more: str, port: int = 0, fault: str = "") -> tuple[Program, int]:
         """The server and the port that it listens on."""
         words = ("--config", "fed.toml", "--name", "served", "--host", "127.0.0.1", "--port", str(port), *more)
@@ -56,6 +64,7 @@ class Federation:
     def join(self, name: str, port: int, *more: str, device: str = "", fault: str = "") -> Program:
         task, _, part = name.partition("-")
         words = ("--certs", f"certs/{name}", "--task", task, "--part", part, "--device", device or self.sites[name])
+        words += self.consent
         return self.programs.start("join", f"localhost:{port}", *words, *more, folder=self.folder, fault=fault)
 
     def joins_late(

@@ -26,7 +26,7 @@ from atlas_fl.cli import (
     vectors,
 )
 from atlas_fl.cli.page import table, wrapped
-from atlas_fl.errors import AtlasError, ConfigError, nearest, shown
+from atlas_fl.errors import AtlasError, ConfigError, nearest, printable, shown
 
 FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO})
 """Errors of a disk that takes no more."""
@@ -138,5 +138,5 @@ def _wait_asleep() -> None:
 
 
 def _fail(message: str, code: int) -> int:
-    print(f"atlas: {' '.join(message.split())}", file=sys.stderr)
+    print(f"atlas: {printable(' '.join(message.split()))}", file=sys.stderr)
     return code

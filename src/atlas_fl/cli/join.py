@@ -13,6 +13,7 @@ from atlas_fl.cli.parse import parse
 from atlas_fl.cli.settings import base_config
 from atlas_fl.cli.words import split
 from atlas_fl.config import Config, config_hash, mask_source, pinned
+from atlas_fl.deployed.consent import Allowance
 from atlas_fl.errors import ConfigError
 
 
@@ -37,9 +38,17 @@ class JoinOptions:
     data_dir: str | None = None
     """A directory that holds data sets which would else come from the hub or its cache."""
     config: str | None = None
-    """A TOML or YAML file of settings; a server with others is refused."""
+    """A TOML or YAML file of settings; this site works for no server with others."""
     patience: float = 600.0
     """Seconds to try a server again that has gone."""
+    allow: tuple[Allowance, ...] = ()
+    """What you agree to beyond adapters, head, sketches and counts: `cut` (the model may be cut, and activations tell
+    the server nearly all of the text), `labels` (they go to the server, where the head of a cut model is), `hosting`
+    (sites compute for each other) and `hub-model` (a model of the hub that the server names is loaded)."""
+    least_examples: int = 16
+    """Fewest training examples behind an update or a fingerprint; settings that take fewer are refused."""
+    most_sketch: int = 4096
+    """Most numbers of a sketch of this data; settings with longer ones are refused."""
     private: str | None = None
     """Where what the settings' --share leaves out is kept until the run is complete; NAME-private by default. A site
     that is started again needs it."""
@@ -70,6 +79,9 @@ def join(words: Sequence[str]) -> int:
         data_dir=options.data_dir,
         config=None if options.config is None else _hash_of(base_config(groups), origin=options.config),
         patience_seconds=options.patience,
+        allow=options.allow,
+        least_examples=options.least_examples,
+        most_sketch=options.most_sketch,
         private=None if options.private is None else Path(options.private),
         to=Path(options.to or f"{open_certs(certs).name}-adapter"),
     )

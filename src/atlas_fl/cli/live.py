@@ -8,6 +8,7 @@ from rich.console import Console, RenderableType
 from rich.progress import BarColumn, MofNCompleteColumn, TaskID, TextColumn, TimeElapsedColumn
 from rich.progress import Progress as Bars
 
+from atlas_fl.errors import printable
 from atlas_fl.events import Event, Note, OnEvent, PhaseStarted, Progress, RoundFinished
 from atlas_fl.report.words import human_bytes, number, seconds
 
@@ -62,7 +63,7 @@ def line_of(event: Event) -> str | None:
         # a round has a line of its own when it is over
         return None if event.name.startswith("round ") else f"{event.name} ..."
     if isinstance(event, Note):
-        return f"note: {event.text}"
+        return f"note: {printable(event.text)}"
     if isinstance(event, RoundFinished):
         width = len(str(event.rounds))
         cost = f"{seconds(event.seconds)}, {human_bytes(event.bytes)}"

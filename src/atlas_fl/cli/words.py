@@ -9,7 +9,7 @@ from atlas_fl.errors import ConfigError, nearest, shown
 ALIASES = {"--ablation": "--strategy", "--mode": "--preset"}
 """Flags of earlier programs and what they are called here."""
 
-JOINED = frozenset({"--task", "--device", "--over", "--server", "--client", "--arrive", "--without"})
+JOINED = frozenset({"--task", "--device", "--over", "--server", "--client", "--arrive", "--without", "--allow"})
 """Flags with a list that may be given several times instead of once with several words."""
 
 LONGEST = 4096

@@ -16,9 +16,11 @@ from atlas_fl.clients.base import ClientTokens, Job, Update
 from atlas_fl.clients.base import Site as AdapterSite
 from atlas_fl.clients.fresh import fresh
 from atlas_fl.clients.images.whole import ImageSite
+from atlas_fl.clients.member import trained_below
 from atlas_fl.clients.patches import patches
 from atlas_fl.config import Config, config_hash
 from atlas_fl.config.splitting import NONE
+from atlas_fl.deployed.job_policy import Outline, outlined
 from atlas_fl.engines.messages.ends import AdapterReceiver, Receiver
 from atlas_fl.engines.messages.vault import Owner, PrivateReceiver, Vault, check_vault
 from atlas_fl.engines.messages.whole_ends import WholeReceiver
@@ -48,6 +50,11 @@ class Site(Protocol):
     """The client's examples, of which the server is told how many there are."""
     receiver: Receiver
     actions: Mapping[str, Callable[[Sequence[Job], Any], list[Update]]]
+
+    @property
+    def outline(self) -> Outline:
+        """What is known of the model before it is loaded, which jobs are held against."""
+        ...
 
     def __call__(self, cut: Cut | None, told: Told | None) -> Any:
         """The site with as much of the model as this job needs (`engines.hall.worker.Home`)."""
@@ -89,12 +96,17 @@ class WholeHome:
 
     def __init__(self, config: Config, client: ClientData) -> None:
         self._client = client
-        self._site = assemble_images(config, clients=(client,)).site
+        assembly = assemble_images(config, clients=(client,))
+        self._site = assembly.site
         vision = self._site.vision
         self.fingerprint: str | None = digest(dict(vision.backbone.named_parameters()))
         self.tokens = patches(client, length=1)
-        self.receiver: Receiver = WholeReceiver(home=body_of(vision, config))
+        body, like = body_of(vision, config), outlined(assembly.start()[client.name])
+        self.receiver: Receiver = WholeReceiver(home=body)
         self.actions: Mapping[str, Any] = WHOLE_ACTIONS
+        self.outline = Outline(
+            like=like, names=lambda _: frozenset(like), places=lambda *_: (), blocks=0, whole=True, body=digest(body)
+        )
 
     def __call__(self, cut: Cut | None, told: Told | None) -> ImageSite:
         """The site; raises `ProtocolError` where the server would cut the model."""
@@ -199,6 +211,18 @@ class Home:
             with torch.device("meta"):
                 whole = bottom_of(self._config.model.model, blocks=None)
         return whole, target_modules(whole, targets_of(self._config, whole))
+
+    @cached_property
+    def outline(self) -> Outline:
+        """What is known of the model and its adapters, with none of its blocks loaded."""
+        whole, modules = self._outline
+        like = outlined(self._drawn(dict.fromkeys(modules, 1)))
+        return Outline(
+            like=like,
+            names=self._names,
+            places=lambda cut, options: tuple(trained_below(whole, like, options, cut)),
+            blocks=len(whole.blocks),
+        )
 
     def _names(self, cut: Cut | None) -> frozenset[str]:
         """The trainable tensors of this client with this cut."""

@@ -7,14 +7,24 @@ from pathlib import Path
 from atlas_fl.assemble import source_of
 from atlas_fl.config import Config, config_hash, parse_config
 from atlas_fl.config.images import EVENLY
+from atlas_fl.deployed.consent import Allowance, Consent, check_consent
 from atlas_fl.deployed.homes import Site, home_of
+from atlas_fl.deployed.job_policy import JobPolicy
 from atlas_fl.deployed.keeping import Receipt, clear_private, confirm_again, read_receipt, write_model
+from atlas_fl.deployed.settings_policy import (
+    check_examples,
+    check_model_digest,
+    check_model_name,
+    check_settings,
+    settings_here,
+    what_leaves,
+)
 from atlas_fl.engines.hall.worker import Worker
 from atlas_fl.engines.messages.census import census_of
 from atlas_fl.engines.messages.vault import check_vault
 from atlas_fl.engines.stream.frames import Head
 from atlas_fl.engines.stream.link import Link, UnreachableError
-from atlas_fl.errors import ConfigError, ProtocolError
+from atlas_fl.errors import ConfigError, ProtocolError, one_line
 from atlas_fl.events import Note, OnEvent, PhaseStarted, ignore
 from atlas_fl.io.certs import Certs, open_certs
 from atlas_fl.io.machine import versions
@@ -51,8 +61,19 @@ class Joining:
     """How long it is tried at the very first."""
     private: Path | None = None
     """Where what it does not share is kept until the run is complete; None for `NAME-private` beside `to`."""
+    allow: tuple[Allowance, ...] = ()
+    """What may leave the site, or happen at it, beside the usual: words of `consent.ALLOWANCES`."""
+    least_examples: int = Consent.least_examples
+    """Fewest training examples behind an update or a fingerprint."""
+    most_sketch: int = Consent.most_sketch
+    """Most numbers of a sketch."""
     to: Path
     """Where the client's own model is written at the end: in PEFT's format, or a whole model in transformers' own."""
+
+    @property
+    def consent(self) -> Consent:
+        """What the site agrees to."""
+        return Consent(allow=self.allow, least_examples=self.least_examples, most_sketch=self.most_sketch)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,7 +93,8 @@ def join(joining: Joining, *, on_event: OnEvent = ignore) -> Joined:
     Raises an `AtlasError` for whatever the user can mend; `ProtocolError` where the server refuses or stays away.
     """
     certs = open_certs(joining.certs)
-    _device_of(joining.device)
+    device = _device_of(joining.device)
+    check_consent(joining.consent)
     if joining.private is not None:
         check_vault(joining.private)
     private = _private_of(joining, certs.name)
@@ -82,18 +104,12 @@ def join(joining: Joining, *, on_event: OnEvent = ignore) -> Joined:
     with _link(joining, certs, said, on_event) as link:
         on_event(Note(f"{certs.name} is connected to {joining.address}"))
         on_event(PhaseStarted("loading"))
-        config = _config_of(link.welcome, joining)
-        client = own_client(config, certs.name, task=joining.task, part=joining.part)
-        run = str(link.welcome["config"])
-        home = home_of(
-            config,
-            client,
-            model=str(link.welcome["model"]),
-            private=private,
-            noise_secret=joining.to.with_name(f"{certs.name}-noise-secret"),
-            run=run,
-        )
+        told = _settings_of(link.welcome, joining)
+        client, home = _client_and_home(told, joining, link.welcome, name=certs.name, device=device)
+        run, task, outline = config_hash(told), client.task, home.outline
         said |= {"config": run, "model": home.fingerprint}
+        for line in what_leaves(told, client=certs.name, task=task, device=device, blocks=outline.blocks):
+            on_event(Note(line))
         worker = Worker(
             name=certs.name,
             home=home,
@@ -105,8 +121,34 @@ def join(joining: Joining, *, on_event: OnEvent = ignore) -> Joined:
             keep=lambda model, sha256: write_model(
                 joining.to, Receipt(client=certs.name, config=run, model=sha256), partial(home.export, model)
             ),
+            policy=JobPolicy(config=told, client=certs.name, task=task.name, device=device, outline=outline),
         )
         return _end_of(joining, worker, home, link, private=private)
+
+
+def _client_and_home(
+    told: Config, joining: Joining, welcome: Head, *, name: str, device: str
+) -> tuple[ClientData, Site]:
+    """The site's data and model under settings that it accepts; raises an `AtlasError` for those that it does not."""
+    consent, model = joining.consent, str(welcome.get("model"))
+    if joining.model is None:
+        check_model_name(told.model.model, consent)
+    config = settings_here(
+        told, task=joining.task, device=joining.device, model=joining.model, data_dir=joining.data_dir
+    )
+    client = own_client(config, name, task=joining.task, part=joining.part)
+    check_settings(told, consent, client=name, task=client.task, device=device)
+    check_examples(told, consent, task=client.task, examples=len(client.train))
+    home = home_of(
+        config,
+        client,
+        model=model,
+        private=_private_of(joining, name),
+        noise_secret=joining.to.with_name(f"{name}-noise-secret"),
+        run=config_hash(told),
+    )
+    check_model_digest(home.fingerprint, model, name=config.model.model)
+    return client, home
 
 
 def _end_of(joining: Joining, worker: Worker, home: Site, link: Link, *, private: Path) -> Joined:
@@ -171,23 +213,29 @@ def _private_of(joining: Joining, name: str) -> Path:
     return joining.private or joining.to.with_name(f"{name}-private")
 
 
-def _device_of(device: str) -> None:
-    find_devices((), (device,)) if "=" in device else find_devices((device,))
+def _device_of(device: str) -> str:
+    """The name of this profile."""
+    (found,) = find_devices((), (device,)) if "=" in device else find_devices((device,))
+    return found.name
 
 
-def _config_of(welcome: Head, joining: Joining) -> Config:
-    """The server's settings with this site's own places in them."""
+def _settings_of(welcome: Head, joining: Joining) -> Config:
+    """The server's settings, which are those that the site was given, where it was given any."""
     text, told = welcome.get("settings"), welcome.get("config")
     if not isinstance(text, str):
         raise ProtocolError("the server sent no settings; install its version of atlas-fl")
     config = parse_config(text, origin=f"what {joining.address} sent")
-    if config_hash(config) != told:
+    own = config_hash(config)
+    if own != told:
         raise ProtocolError(
-            f"the server's settings have hash {config_hash(config)} here and {told!s:.16} there; install its version"
+            f"the server's settings have hash {own} here and {one_line(told, most=16)} there; install its version"
         )
-    data = replace(config.data, data_dir=joining.data_dir)
-    model = replace(config.model, model=joining.model or config.model.model)
-    return replace(config, data=data, model=model)
+    if joining.config not in (None, own):
+        raise ProtocolError(
+            f"the server's settings have hash {own}, and those of --config {joining.config}; this site works for no"
+            " other settings: ask who runs the server, or agree on its settings and give these"
+        )
+    return config
 
 
 def own_client(config: Config, name: str, *, task: str, part: int | None) -> ClientData:

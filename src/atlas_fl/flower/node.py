@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from atlas_fl.deployed.consent import Allowance, Consent, check_consent
 from atlas_fl.errors import ConfigError, ProtocolError
 from atlas_fl.io.certs import CA, CERT, KEY
 
@@ -33,15 +34,21 @@ class Node:
     """Where data sets lie here that would else come from the hub."""
     patience: float = 60.0
     """Seconds to try a server again that has gone."""
+    allow: tuple[Allowance, ...] = ()
+    """What this node agrees to, as `--allow` of `atlas join`; in the config one text with spaces between."""
+    least_examples: int = Consent.least_examples
+    """Fewest training examples behind an update or a fingerprint."""
+    most_sketch: int = Consent.most_sketch
+    """Most numbers of a sketch."""
     to: str = ""
     """Where the models of this client are written, a folder for each run; NAME-adapter by default."""
 
 
 _KINDS: dict[str, tuple[str, Callable[[Any], bool]]] = {
     **dict.fromkeys(
-        ("task", "device", "name", "model", "data_dir", "to"), ("text", lambda v: type(v) is str and v != "")
+        ("task", "device", "name", "model", "data_dir", "to", "allow"), ("text", lambda v: type(v) is str and v != "")
     ),
-    "part": ("a whole number", lambda v: type(v) is int),
+    **dict.fromkeys(("part", "least_examples", "most_sketch"), ("a whole number", lambda v: type(v) is int)),
     "patience": ("a number above 0", lambda v: type(v) in (int, float) and v > 0),
 }
 
@@ -59,7 +66,11 @@ def node_of(config: Mapping[str, Any], *, node_id: int) -> Node:
         kind, fits = _KINDS[key]
         if not fits(value):
             raise ConfigError(f"{key.replace('_', '-')} in --node-config is {value!r}; it must be {kind}")
-    return Node(**{"name": str(node_id), **values})
+    if "allow" in values:
+        values["allow"] = tuple(values["allow"].split())
+    node = Node(**{"name": str(node_id), **values})
+    check_consent(Consent(allow=node.allow, least_examples=node.least_examples, most_sketch=node.most_sketch))
+    return node
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -18,7 +18,7 @@ from transformers import (
 )
 from transformers.utils import logging as hf_logging
 
-from atlas_fl.errors import ModelError
+from atlas_fl.errors import LINE_CHARACTERS, ModelError
 from atlas_fl.models.backbone import Backbone
 from atlas_fl.models.family import FAMILIES, VISION_FAMILIES, Family
 from atlas_fl.models.packing import PACKED, register_packed_attention
@@ -27,6 +27,8 @@ from atlas_fl.rng import torch_generator
 from atlas_fl.types import Params
 
 _LOADING = RLock()
+UNREADABLE = (OSError, ValueError, ImportError, SafetensorError, torch.serialization.pickle.UnpicklingError)  # type: ignore[attr-defined]
+"""What reading files raises; the last where an old file of weights would run code, which torch does not do."""
 
 
 def load_backbone(
@@ -72,8 +74,8 @@ def _loaded(source: Source, auto: Any, weights: Params | None) -> tuple[PreTrain
         return loaded, found["missing_keys"]
     config = AutoConfig.from_pretrained(source.path, **how_read(source))
     with torch.device("meta"):  # transformers takes weights in the place of files by the model's own class alone
-        kind = type(auto.from_config(config))
-    loaded, found = kind.from_pretrained(None, config=config, state_dict=dict(weights), **how)
+        kind = type(auto.from_config(config, trust_remote_code=False))
+    loaded, found = kind.from_pretrained(None, config=config, state_dict=dict(weights), trust_remote_code=False, **how)
     return loaded, found["missing_keys"]
 
 
@@ -123,9 +125,14 @@ def find_family(name: str) -> tuple[Source, Family]:
 
 
 def how_read(source: Source) -> dict[str, Any]:
-    """The arguments with which the files of a source are read."""
-    local = is_directory(source.path) or not hub_answers()
-    return {"local_files_only": local} | ({"gguf_file": source.gguf_file} if source.gguf_file else {})
+    """The arguments with which the files of a source are read: code among them is never run, and nobody is asked."""
+    gguf = {"gguf_file": source.gguf_file} if source.gguf_file else {}
+    return {"local_files_only": is_local(source), "trust_remote_code": False, **gguf}
+
+
+def is_local(source: Source) -> bool:
+    """Whether files are looked for on this machine alone: in a directory, or where the hub does not answer."""
+    return is_directory(source.path) or not hub_answers()
 
 
 @contextmanager
@@ -157,7 +164,7 @@ def readable(name: str, source: Source) -> Iterator[None]:
     """Turn what can go wrong in reading a model's files into `ModelError`."""
     try:
         yield
-    except (OSError, ValueError, ImportError, SafetensorError) as error:
+    except UNREADABLE as error:
         raise ModelError(_not_found(name, source, error)) from error
 
 
@@ -184,7 +191,7 @@ def _cannot_write(name: str, family: Family) -> str:
 
 
 def _not_found(name: str, source: Source, error: Exception) -> str:
-    reason = str(error).strip().splitlines()[0].rstrip(".")
+    reason = str(error).strip().splitlines()[0].rstrip(".")[:LINE_CHARACTERS]
     return (
         f"model {name!r} ({source.path}) could not be loaded: {reason}; give a directory that holds config.json,"
         " model.safetensors and tokenizer.json, fill the hub's cache on a machine with a network and copy it,"

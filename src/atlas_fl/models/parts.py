@@ -10,7 +10,7 @@ from transformers.utils import cached_file
 
 from atlas_fl.errors import ModelError
 from atlas_fl.models.backbone import Backbone, layer_of
-from atlas_fl.models.loading import find_family, how_read, one_at_a_time, prepare, readable
+from atlas_fl.models.loading import find_family, how_read, is_local, one_at_a_time, prepare, readable
 from atlas_fl.models.packing import PACKED, register_packed_attention
 from atlas_fl.models.registry import Source
 
@@ -40,7 +40,7 @@ def bottom_of(name: str, *, blocks: int | None) -> Backbone:
                 f"model {name!r} has {total} blocks and cannot be cut at {blocks}; choose 0 to {total - 1}"
             )
         config.num_hidden_layers = total if blocks is None else blocks
-        model = AutoModel.from_config(config, attn_implementation=PACKED, dtype=torch.float32)
+        model = AutoModel.from_config(config, attn_implementation=PACKED, dtype=torch.float32, trust_remote_code=False)
     prepare(model, tokenizer)
     held = {*family.stem, family.blocks.split(".")[0], family.rotary}
     for child in [child for child, _ in model.named_children() if child not in held]:
@@ -88,7 +88,9 @@ def shard_file(name: str, source: Source, shard: str) -> Path:
 
 
 def _file(source: Source, file: str) -> Path | None:
-    found = cached_file(source.path, file, _raise_exceptions_for_missing_entries=False, **how_read(source))
+    found = cached_file(
+        source.path, file, _raise_exceptions_for_missing_entries=False, local_files_only=is_local(source)
+    )
     return None if found is None else Path(found)
 
 

@@ -24,12 +24,12 @@ def save_vision(vision: Vision, params: Params, folder: Path, *, labels: Sequenc
     config.id2label = dict(enumerate(labels))
     config.label2id = {name: place for place, name in enumerate(labels)}
     with one_at_a_time(), quiet():
-        model = AutoModelForImageClassification.from_config(config)
+        model = AutoModelForImageClassification.from_config(config, trust_remote_code=False)
         held = {**weights(vision), **params}
         named = {vision.names[key]: held[key] for key in vision.names}
         named |= {f"classifier.{key.removeprefix(HEAD)}": params[key] for key in head_keys(params)}
         model.load_state_dict(named, strict=True)
-        processor = AutoImageProcessor.from_pretrained(vision.source.path)
+        processor = AutoImageProcessor.from_pretrained(vision.source.path, trust_remote_code=False)
         with new_folder(folder) as draft:
             model.save_pretrained(draft)
             processor.save_pretrained(draft)

@@ -5,13 +5,12 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoImageProcessor, AutoModelForImageClassification, PreTrainedModel
 from transformers.utils import logging as hf_logging
 
 from atlas_fl.errors import ConfigError, ModelError
-from atlas_fl.models.loading import how_read, one_at_a_time
+from atlas_fl.models.loading import UNREADABLE, how_read, one_at_a_time
 from atlas_fl.models.registry import Source, locate
 from atlas_fl.models.vision import Vision
 from atlas_fl.types import Params
@@ -153,7 +152,7 @@ def quiet() -> Iterator[None]:
 def _readable(name: str, source: Source) -> Iterator[None]:
     try:
         yield
-    except (OSError, ValueError, TypeError, ImportError, SafetensorError) as error:
+    except (*UNREADABLE, TypeError) as error:
         reason = str(error).strip().splitlines()[0].rstrip(".:")[:200]
         raise ModelError(
             f"model {name!r} ({source.path}) could not be loaded as an image classifier: {reason}; give a directory"

@@ -80,7 +80,7 @@ def _downloaded(published: Published) -> dict[str, Table]:
     import datasets
 
     try:
-        return from_datasets(datasets.load_dataset(published.repository, published.config))
+        return from_datasets(datasets.load_dataset(published.repository, published.config, trust_remote_code=False))
     except (OSError, ValueError) as error:
         raise _missing(published, None, " ".join(str(error).split())[:200]) from error
 

@@ -67,10 +67,20 @@ class Crossing:
         for place, member in active.items():
             norms = None
             if member.options.clip > 0:
-                others = read_message(message_in(got, place, "control"))[NORMS]
-                norms = joined_norms(member.norms(), others, self.places)
-                self.closing[f"{place}/control"] = encode({NORMS: member.norms()})
+                own = member.norms()
+                norms = joined_norms(own, self._others(got, place, own), self.places)
+                self.closing[f"{place}/control"] = encode({NORMS: own})
             member.step(done, norms=norms)
+
+    def _others(self, got: Payloads, place: int, own: Tensor) -> Tensor:
+        """The norms of the server's gradients, (tensors,) float32; raises `ProtocolError` for anything else."""
+        others = read_message(message_in(got, place, "control")).get(NORMS)
+        placed = others is not None and all(0 <= at < len(own) + len(others) for at in self.places)
+        if others is None or others.dtype is not torch.float32 or others.ndim != 1 or not placed:
+            raise ProtocolError("the server's norms are of other tensors; install its version of atlas-fl")
+        if len(set(self.places)) != len(own):
+            raise ProtocolError("the server names other tensors than are trained here; install its version")
+        return others
 
     def up(self, hidden: Tensor, row: Row, places: Collection[int], *, labels: bool) -> dict[str, bytes]:
         """Every model's rows, with what the server needs to go on from them."""
@@ -119,12 +129,11 @@ def message_in(got: Payloads, place: int, kind: str) -> bytes:
 
 def rows_of(got: Payloads, kind: str, places: Collection[int], *, like: Tensor) -> Tensor:
     """The rows in the server's answer, of all these places, as they are needed here."""
-    found = torch.cat([read_message(message_in(got, place, kind))[ROWS] for place in places])
-    if found.shape != like.shape:
-        raise ProtocolError(
-            f"the server's {kind} is {tuple(found.shape)}, not {tuple(like.shape)}; install its version"
-        )
-    return found.to(device=like.device, dtype=like.dtype)
+    parts = [read_message(message_in(got, place, kind)).get(ROWS, like.new_empty(0, 0)) for place in places]
+    shape = (sum(len(part) for part in parts), *{part.shape[1] for part in parts})
+    if shape != tuple(like.shape):
+        raise ProtocolError(f"the server's {kind} is {shape}, not {tuple(like.shape)}; install its version")
+    return torch.cat(parts).to(device=like.device, dtype=like.dtype)
 
 
 def crossing_of(job: Job, site: Site, *, places: tuple[int, ...], far: Far) -> Crossing:

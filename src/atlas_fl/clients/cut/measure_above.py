@@ -26,6 +26,7 @@ from atlas_fl.clients.importance import answered as weighed
 from atlas_fl.clients.rows import modules_of
 from atlas_fl.clustering.sketch import joined
 from atlas_fl.errors import DataError, ProtocolError
+from atlas_fl.split.step import Cut
 from atlas_fl.types import Params
 
 
@@ -75,14 +76,18 @@ class MeasuringHalf:
         return told_here(self._measure.end(payloads, self._above.losses), self.side)
 
 
+def blocks_below(options: FingerprintOptions, cut: Cut, *, total: int) -> int:
+    """Of how many of its own last blocks a client with this cut, of a model of so many, takes gradients."""
+    return min(cut.blocks, max(0, options.blocks - (total - cut.blocks)))
+
+
 def gradients_half(job: Job, site: Site) -> MeasuringHalf:
     """The server's half of a fingerprint of gradients."""
     options: FingerprintOptions = job.options
     side = Side(job, site)
     names = [*last_weights(site.backbone, options.blocks), *head_leaves(job, site)]
     above = len(site.backbone.blocks) - side.cut.blocks
-    # A client counts its blocks from its own last one.
-    own = min(side.cut.blocks, max(0, options.blocks - above))
+    own = blocks_below(options, side.cut, total=len(site.backbone.blocks))
     side.below = replace(side.below, options=replace(options, blocks=own))
     leaves = last_weights(site.backbone, min(options.blocks, above))
     sketches = _Sketches(side, names=names, below=held_below(names, job, site))

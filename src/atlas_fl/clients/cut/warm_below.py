@@ -44,7 +44,7 @@ def _agreed(options: FingerprintOptions, done: int, live: Mapping[int, Params], 
         return ()
     sent, crossing.closing = {**crossing.closing, **_parts(live, options)}, {}
     found = read_message(message_in(crossing.far.ask("agree", done, sent), 0, "control")).get(AGREED)
-    if found is None:
+    if found is None or found.numel() != 1:
         raise ProtocolError("the server does not say whether the warm-up ends; install its version of atlas-fl")
     return tuple(live) if bool(found.item()) else ()
 

@@ -11,7 +11,7 @@ from atlas_fl.clients.base import Job, Site, Update
 from atlas_fl.clients.cut.half import Asked, Half
 from atlas_fl.clients.cut.halves import answers_to
 from atlas_fl.engines.hall.lodging import ABOUT, numbered
-from atlas_fl.engines.messages.census import read_census, stand_in
+from atlas_fl.engines.messages.census import Census, read_census, stand_in
 from atlas_fl.engines.messages.wire import read_job, read_payloads, update_message, write_payloads
 from atlas_fl.engines.stream.frames import Head
 from atlas_fl.errors import ProtocolError
@@ -39,6 +39,8 @@ class Guests:
         Raises `ProtocolError` for what is no such message; an item that cannot be is refused in its answer.
         """
         items, live, guests = (_listed(head.get(name)) for name in ("items", "live", "guests"))
+        if not all(isinstance(item, dict) for item in items):
+            raise ProtocolError("the server's message to a host has an item that is none; install its version")
         self._halves = {key: half for key, half in self._halves.items() if key in live}
         self._models = {key: model for key, model in self._models.items() if key in guests}
         answers: dict[int, tuple[Head, Params]] = {}
@@ -68,9 +70,9 @@ class Guests:
         if about is None or above is None or digest(above) != item.get("model"):
             raise ProtocolError("a guest came without its model or what is known of it; install the server's version")
         self._models[guest] = above
-        known = from_json(about.numpy().tobytes())
-        action, job, _ = read_job(item, {**dict.fromkeys(known["below"], torch.empty(0)), **above}, client=guest)
-        _, data = stand_in(guest, read_census(known["census"]))
+        below, census = _known(about)
+        action, job, _ = read_job(item, {**dict.fromkeys(below, torch.empty(0)), **above}, client=guest)
+        _, data = stand_in(guest, census)
         if job.cut is None or action not in SERVER_SIDE:
             raise ProtocolError(f"{action} of a guest without a cut; install the server's version of atlas-fl")
         return SERVER_SIDE[action](job, replace(site, data={**site.data, guest: data}))
@@ -92,6 +94,15 @@ class Guests:
         del self._halves[key]
         job: Job = replace(half.side.job, params=half.side.above)
         return update_message(own, job, number=0)
+
+
+def _known(about: torch.Tensor) -> tuple[list[str], Census]:
+    """(names of a guest's own tensors, what is known of its data); raises `ProtocolError` for anything else."""
+    try:
+        known = from_json(about.numpy().tobytes())
+        return [str(name) for name in known["below"]], read_census(known["census"])
+    except (KeyError, TypeError, ValueError):
+        raise ProtocolError("what is said of a guest cannot be read; install the server's version") from None
 
 
 def _listed(found: Any) -> Sequence[Any]:

@@ -10,7 +10,7 @@ from atlas_fl.engines.messages.census import Census
 from atlas_fl.engines.messages.ends import AdapterSender, Sender
 from atlas_fl.engines.messages.wire import Told
 from atlas_fl.engines.stream.frames import Head
-from atlas_fl.errors import ProtocolError
+from atlas_fl.errors import ProtocolError, one_line
 from atlas_fl.ranks.devices import Device
 from atlas_fl.types import Params
 
@@ -169,7 +169,7 @@ def refusal(seat: Seat | None, name: str, reason: str) -> str | None:
 
 def printable(text: str) -> str:
     """What a client says as a terminal may have it."""
-    return "".join(sign if sign.isprintable() else "?" for sign in text[:SHOWN_SIGNS])
+    return one_line(text, most=SHOWN_SIGNS)
 
 
 def note_silence(seat: Seat, *, round: int) -> None:

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 from atlas_fl.clients import ACTIONS, CLIENT_SIDE
 from atlas_fl.clients.base import Job, Update
@@ -14,7 +14,7 @@ from atlas_fl.engines.messages.ends import AdapterReceiver, Receiver
 from atlas_fl.engines.messages.wire import Told, read_payloads, write_payloads
 from atlas_fl.engines.stream.frames import Head
 from atlas_fl.engines.stream.sessions import NO_TENSORS, Exchange, Message
-from atlas_fl.errors import AtlasError, ModelError, ProtocolError
+from atlas_fl.errors import AtlasError, ModelError, ProtocolError, one_line
 from atlas_fl.events import OnEvent, PhaseStarted
 from atlas_fl.split.step import Cut
 from atlas_fl.types import Params
@@ -25,6 +25,53 @@ Home: TypeAlias = Callable[[Cut | None, Told | None], Any]
 
 class AnotherModelError(ProtocolError):
     """The model that lies here is not the one that the server has for this client."""
+
+
+MOST_REGISTRATIONS = 16
+"""How often in a row a server may ask who this client is: each time it was started again, and not for ever."""
+
+
+class Policy(Protocol):
+    """What a site has agreed to; each method returns nothing, or raises `ProtocolError` for what it has not."""
+
+    def check_job(self, head: Mapping[str, Any]) -> None:
+        """By the head of its message, before anything is loaded."""
+        ...
+
+    def check_model(self, action: str, params: Params, cut: Cut | None) -> None:
+        """Of the model that a job begins with, before anything is computed."""
+        ...
+
+    def check_answer(self, action: str, tensors: Params) -> None:
+        """Of what is about to leave."""
+        ...
+
+    def check_host(self, head: Mapping[str, Any]) -> None:
+        """Of a message to this client as the host of others."""
+        ...
+
+    def check_farewell(self, params: Params) -> None:
+        """Of the client's own model at the end."""
+        ...
+
+
+class AnyJob:
+    """The policy of a client that does whatever its server says, for one that is in the same process as its server."""
+
+    def check_job(self, head: Mapping[str, Any]) -> None:
+        """Any job."""
+
+    def check_model(self, action: str, params: Params, cut: Cut | None) -> None:
+        """Any model."""
+
+    def check_answer(self, action: str, tensors: Params) -> None:
+        """Any answer."""
+
+    def check_host(self, head: Mapping[str, Any]) -> None:
+        """Any guest."""
+
+    def check_farewell(self, params: Params) -> None:
+        """Any model."""
 
 
 class JobOverError(Exception):
@@ -76,6 +123,10 @@ class Worker:
     """What this client can be asked to do where its model is not cut."""
     keep: Callable[[Params, str], None] = lambda _model, _sha256: None
     """Puts the client's own model on the disk, with the name that the server has for it."""
+    policy: Policy = field(default_factory=AnyJob)
+    """What it has agreed to."""
+    _asked: int = 0
+    """How often in a row it was asked who it is."""
     _guests: Guests = field(default_factory=Guests)
 
     def work(self) -> Params:
@@ -91,13 +142,15 @@ class Worker:
             elif head.get("kind") == "job":
                 head, tensors = self._worked(head, tensors)
             elif head.get("kind") == "host":
+                self.policy.check_host(head)
                 head, tensors = self.link.exchange(*self._guests.answer(head, tensors, self.home(None, None)))
             elif head.get("kind") == "ended":
-                raise ProtocolError(f"the server has ended: {head.get('reason')!s:.500}")
+                raise ProtocolError(f"the server has ended: {one_line(head.get('reason'))}")
             else:
                 raise ProtocolError(f"the server says {head.get('kind')!r:.40}; install its version of atlas-fl")
         model = self.receiver.farewell(head, tensors)
         if model:
+            self.policy.check_farewell(model)
             self.keep(model, str(head.get("sha256")))
             confirm(self.link, str(head.get("sha256")))
         return model
@@ -110,6 +163,11 @@ class Worker:
             return turn.message
 
     def _registered(self) -> tuple[Mapping[str, Any], Params]:
+        self._asked += 1
+        if self._asked > MOST_REGISTRATIONS:
+            raise ProtocolError(
+                f"the server asks for the {self._asked}th time who this is and gives nothing to do; ask who runs it"
+            )
         self.receiver.forget()
         self._guests.clear()
         self.on_event(PhaseStarted("waiting for the server and its other sites"))
@@ -117,12 +175,15 @@ class Worker:
 
     def _carried_out(self, head: Mapping[str, Any], params: Params) -> tuple[Head, Params]:
         number, closing = head.get("number"), dict[str, bytes]()
+        self.policy.check_job(head)
+        self._asked = 0
         try:
             action, job, told = self.receiver.job(head, params, client=self.name)
             if type(number) is not int or (job.cut is None) is not (told is None):
                 raise ProtocolError("the server's job has no number, or half of a cut; install its version of atlas-fl")
             on = f" on {job.options.split}" if isinstance(job.options, EvaluateOptions) else ""
             self.on_event(PhaseStarted(f"{action}{on}, round {job.round}"))
+            self.policy.check_model(action, job.params, job.cut)
             site = self.home(job.cut, told)
             if job.cut is None or told is None:
                 (update,) = self.actions[action]([job], site)
@@ -139,4 +200,6 @@ class Worker:
         except AtlasError as error:
             return {"kind": "failed", "number": number, "reason": str(error)}, NO_TENSORS
         head, sent = self.receiver.update(action, update, job, number=number)
-        return head, {**sent, **write_payloads(closing)}
+        sent = {**sent, **write_payloads(closing)}
+        self.policy.check_answer(action, sent)
+        return head, sent

@@ -16,7 +16,7 @@ from atlas_fl.engines.stream.loops import Desk, LoopThread
 from atlas_fl.engines.stream.probe import probe, split_address
 from atlas_fl.engines.stream.server import METHOD, SERVICE, channel_options
 from atlas_fl.engines.stream.sessions import NO_TENSORS, PROTOCOL, Message, read_answer
-from atlas_fl.errors import ProtocolError
+from atlas_fl.errors import ProtocolError, one_line
 from atlas_fl.events import OnEvent
 from atlas_fl.io.certs import Certs
 from atlas_fl.types import Params
@@ -117,10 +117,12 @@ class Link:
         code = error.code() if isinstance(error, grpc.aio.AioRpcError) else None
         if code is grpc.StatusCode.PERMISSION_DENIED:
             assert isinstance(error, grpc.aio.AioRpcError)
-            raise ProtocolError(str(error.details()))
+            raise ProtocolError(one_line(error.details()))
         if code in (grpc.StatusCode.UNKNOWN, grpc.StatusCode.RESOURCE_EXHAUSTED, grpc.StatusCode.UNIMPLEMENTED):
             assert isinstance(error, grpc.aio.AioRpcError)
-            raise ProtocolError(f"the server at {self._address} failed ({code.name}: {error.details()}); see its log")
+            raise ProtocolError(
+                f"the server at {self._address} failed ({code.name}: {one_line(error.details())}); see its log"
+            )
         self._desk.note(f"the connection to {self._address} is lost; trying again")
         await self._drop()
 
@@ -178,8 +180,8 @@ class Link:
         except grpc.aio.AioRpcError as error:
             await channel.close()
             if error.code() is grpc.StatusCode.PERMISSION_DENIED:
-                raise ProtocolError(str(error.details())) from None
-            return f"{error.code().name}: {error.details()}"
+                raise ProtocolError(one_line(error.details())) from None
+            return f"{error.code().name}: {one_line(error.details())}"
         if payload is None:
             await channel.close()
             return "the stream ended at once"
@@ -187,7 +189,10 @@ class Link:
         if "welcome" not in head:
             with contextlib.suppress(asyncio.CancelledError):
                 await channel.close()
-            raise ProtocolError(str(head.get("refused", "the server says neither welcome nor why not")))
+            raise ProtocolError(one_line(head.get("refused", "the server says neither welcome nor why not")))
+        if not isinstance(head["welcome"], dict):
+            await channel.close()
+            raise ProtocolError("the server's welcome says nothing of itself; install its version of atlas-fl")
         self._channel, self._call, self.welcome = channel, call, head["welcome"]
         return None
 

@@ -3,6 +3,8 @@
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from atlas_fl.errors import one_line
+
 MINUTE = 60.0
 MOST_NAMES = 1000
 """Names that are told apart; who comes after them counts as one."""
@@ -59,4 +61,4 @@ class Refusals:
 
 def printable(name: str) -> str:
     """A name from a certificate as a terminal may have it."""
-    return "".join(sign if sign.isprintable() else "?" for sign in name[:SHOWN_SIGNS])
+    return one_line(name, most=SHOWN_SIGNS)

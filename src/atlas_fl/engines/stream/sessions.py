@@ -17,7 +17,7 @@ import torch
 
 from atlas_fl.engines.stream.frames import FRAME_LIMIT, Head, decode_frame, encode_frame
 from atlas_fl.engines.stream.refusals import Refusals, printable
-from atlas_fl.errors import ProtocolError
+from atlas_fl.errors import ProtocolError, one_line
 from atlas_fl.types import Params
 
 PROTOCOL = 3
@@ -235,7 +235,7 @@ def read_answer(payload: bytes | bytearray, *, number: int, limit: int = FRAME_L
     """(head, tensors) of the answer to the request of this number; raises `ProtocolError` where it was refused."""
     head, tensors = decode_frame(payload, limit=limit)
     if "refused" in head:
-        raise ProtocolError(str(head["refused"]))
+        raise ProtocolError(one_line(head["refused"]))
     if head.get("sequence") != number or not isinstance(head.get("body"), dict):
         raise ProtocolError(f"an answer to request {head.get('sequence')!r:.20} came for request {number}")
     return head["body"], tensors

@@ -1,0 +1,235 @@
+"""A real federation in one process whose messages are kept, and servers that say the same to a site but for one lie.
+
+The sites run `deployed.joining.join` as `atlas join` does; only the link is another one. What an honest server said to
+one of them is said again, message by message, to a site that begins anew, with one message altered on its way:
+
+    found = lie_to(spoken, lambda head, tensors: {**head, "round": 99} if head["action"] == "train" else None, ...)
+"""
+
+import contextlib
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeAlias
+from unittest.mock import patch
+
+from atlas_fl.config import Config, config_hash, parse_config
+from atlas_fl.deployed.homes import Home
+from atlas_fl.deployed.joining import Joined, Joining, join
+from atlas_fl.engines.hall.hall import Hall
+from atlas_fl.engines.stream.frames import decode_frame, encode_frame
+from atlas_fl.engines.stream.loops import LoopThread
+from atlas_fl.engines.stream.sessions import NO_TENSORS, InProcess, Message, Sessions
+from atlas_fl.errors import AtlasError
+from atlas_fl.events import Event, Note
+from atlas_fl.io.certs import make_certs
+from atlas_fl.types import Params
+from tests.hostile import federation as in_process
+from tests.hostile.federation import DEVICE, Outcome, ServerGoneError
+
+Lie: TypeAlias = Callable[[dict[str, Any], dict[str, Any]], Message | None]
+"""(head, tensors) of a server's message -> what it says instead; None for the same."""
+
+
+@dataclass(kw_only=True)
+class Spoken:
+    """One site's conversation with its server."""
+
+    welcome: dict[str, Any]
+    hello: dict[str, Any]
+    turns: list[tuple[Message, Message]] = field(default_factory=list)
+    """(what the site said, what the server answered)."""
+
+
+@dataclass(kw_only=True, eq=False)
+class Kept:
+    """A link of `deployed.joining` to a server in this process; all that is said is kept."""
+
+    inner: InProcess
+    spoken: Spoken
+    leave: Callable[[], None]
+    """Tells the server that nobody will ask again."""
+    sent_bytes: int = 0
+    received_bytes: int = 0
+
+    def __enter__(self) -> "Kept":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.leave()
+
+    @property
+    def welcome(self) -> dict[str, Any]:
+        return self.spoken.welcome
+
+    def exchange(self, head: Mapping[str, Any], tensors: Params = NO_TENSORS) -> Message:
+        answer = self.inner.exchange(head, tensors)
+        self.spoken.turns.append((_framed(head, tensors), answer))
+        return answer
+
+
+@dataclass(kw_only=True, eq=False)
+class Recording(in_process.Federation):
+    """The sites of one run, each a real `join`, and what they said."""
+
+    folder: Path
+    words: Mapping[str, Any]
+    spoken: dict[str, Spoken] = field(default_factory=dict)
+    joined: dict[str, Joined] = field(default_factory=dict)
+    told: dict[str, list[str]] = field(default_factory=dict)
+    """What each site said to the person there."""
+    whole: dict[str, Params] = field(default_factory=dict)
+    """The model of each site at the end, as it was written."""
+
+    def _site(self, name: str, _: Hall, sessions: Sessions, threads: LoopThread) -> None:
+        def link(_: Joining, certs: Any, said: Mapping[str, Any], *__: Any) -> Kept:
+            hello = {**said}
+            inner = InProcess(sessions, threads.loop, name=certs.name, hello=hello)
+            self.spoken[certs.name] = Spoken(welcome=dict(inner.welcome), hello=hello)
+
+            def leave() -> None:
+                with contextlib.suppress(RuntimeError):  # the loop may be closed by then
+                    threads.loop.call_soon_threadsafe(sessions.leave, inner._session, inner._session.streams)
+
+            return Kept(inner=inner, spoken=self.spoken[certs.name], leave=leave)
+
+        with in_process.Ending(name, self.found), linked(link):
+            self.told[name] = []
+            joining = joining_of(self.folder, name, **self.words)
+            self.joined[name] = join(joining, on_event=lambda event: _note(event, self.told[name]))
+
+
+_LINKS: dict[int, Any] = {}
+"""By thread, the link that its `join` is given."""
+
+
+@contextmanager
+def linked(link: Any) -> Any:
+    _LINKS[threading.get_ident()] = link
+    try:
+        yield
+    finally:
+        del _LINKS[threading.get_ident()]
+
+
+@contextmanager
+def our_links() -> Any:
+    """`join` takes the link of its thread in the place of one over a network."""
+    with patch("atlas_fl.deployed.joining._link", lambda *own: _LINKS[threading.get_ident()](*own)):
+        yield
+
+
+def _note(event: Event, told: list[str]) -> None:
+    if isinstance(event, Note):
+        told.append(event.text)
+
+
+def _framed(head: Mapping[str, Any], tensors: Params) -> Message:
+    """The message as it comes out of a frame."""
+    return decode_frame(encode_frame(head, tensors))
+
+
+def joining_of(folder: Path, name: str, **words: Any) -> Joining:
+    """How a site joins; its certificates lie under the folder, and its model is written there."""
+    task, _, part = name.partition("-")
+    own: dict[str, Any] = {"task": task, "part": int(part), "device": DEVICE, "to": folder / f"{name}-adapter"}
+    return Joining(**{"address": "in:1", "certs": folder / "certs" / name, **own, **words})
+
+
+def record(config: Config, folder: Path, names: Sequence[str], **words: Any) -> Recording:
+    """A run of these settings across these sites, which join with these words."""
+    found = Outcome(folder=Path(config.run.runs_dir) / str(config.run.name))
+    make_certs(folder / "certs", servers=["localhost"], clients=list(names))
+    recording = Recording(
+        config=config, changes={}, found=found, census=lambda _, told: told, folder=folder, words=words
+    )
+
+    def exported(own: Home, model: Params, to: Path) -> None:
+        recording.whole[own._client.name] = model
+        export(own, model, to)
+
+    export, places = Home.export, patch.object(Home, "export", exported)
+    with patch.object(in_process, "Federation", lambda **_: recording), our_links(), places:
+        outcome = in_process.federate(config, names=names)
+    recording.found.error = recording.found.error or outcome.error
+    recording.found.notes += outcome.notes
+    return recording
+
+
+@dataclass(kw_only=True, eq=False)
+class Lying:
+    """A link to a server that says what an honest one said, until its lie."""
+
+    spoken: Spoken
+    lie: Lie
+    sent: list[Message] = field(default_factory=list)
+    lied: int | None = None
+    """How much the site had said when it was first lied to."""
+    last: Message | None = None
+    sent_bytes: int = 0
+    received_bytes: int = 0
+
+    def __enter__(self) -> "Lying":
+        return self
+
+    def __exit__(self, *_: object) -> None: ...
+
+    @property
+    def welcome(self) -> dict[str, Any]:
+        return self.spoken.welcome
+
+    def exchange(self, head: Mapping[str, Any], tensors: Params = NO_TENSORS) -> Message:
+        self.sent.append(_framed(head, tensors))
+        place = len(self.sent) - 1
+        if self.lied is not None:
+            place = self.lied - 1  # the same lie again, whatever the site says
+        if place >= len(self.spoken.turns):
+            raise ServerGoneError
+        said, answer = self.spoken.turns[place]
+        assert said[0]["kind"] == head["kind"] or self.lied is not None
+        told = self.lie(dict(answer[0]), dict(answer[1]))
+        if told is not None and self.lied is None:
+            self.lied = len(self.sent)
+        return _framed(*(told or answer))
+
+
+@dataclass(kw_only=True)
+class Ended:
+    """How a site ended that was lied to."""
+
+    error: str
+    """The line that its user sees; empty where it completed."""
+    link: Lying
+    told: list[str]
+    joined: Joined | None = None
+
+    @property
+    def said_after(self) -> list[Message]:
+        """What the site sent after the first lie."""
+        assert self.link.lied is not None, "nobody lied"
+        return self.link.sent[self.link.lied :]
+
+
+def lie_to(spoken: Spoken, lie: Lie, folder: Path, name: str, **words: Any) -> Ended:
+    """How a site of this name ends whose server says this; anything but an error of ours goes through."""
+    link, told = Lying(spoken=spoken, lie=lie), list[str]()
+    joined, error = None, ""
+    with our_links(), linked(lambda *_: link):
+        try:
+            joined = join(joining_of(folder, name, **words), on_event=lambda event: _note(event, told))
+        except AtlasError as found:
+            error = str(found)
+    return Ended(error=error, link=link, told=told, joined=joined)
+
+
+def welcomed(spoken: Spoken, change: Callable[[Config], str]) -> Spoken:
+    """The same conversation, begun with these settings in the place of the honest ones and with their own hash."""
+    config = parse_config(spoken.welcome["settings"], origin="a test")
+    text = change(config)
+    try:
+        own = config_hash(parse_config(text, origin="a test"))
+    except AtlasError:
+        own = "0" * 16
+    return Spoken(welcome={**spoken.welcome, "settings": text, "config": own}, hello=spoken.hello, turns=spoken.turns)

@@ -1,0 +1,430 @@
+"""A server that asks for more than a site agreed to: the site ends with one line, and sends nothing of it."""
+
+import dataclasses
+import re
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from atlas_fl.config import Config, to_toml, with_values
+from atlas_fl.engines.hall.worker import MOST_REGISTRATIONS
+from atlas_fl.io.tensors import encode, read_tensors
+from atlas_fl.split.step import NORMS
+from atlas_fl.tree import digest
+from tests.hostile.servers import Ended, Lie, Recording, lie_to, record, welcomed
+from tests.runs.conftest import configs
+
+SITES = ("movie-0", "movie-1")
+NAME = "movie-0"
+CODES = "\x1b[2J\x1b]0;mine\x07\nsecond\u202eline"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("servers")
+
+
+@pytest.fixture(scope="module")
+def make(tiny_model: Path, folder: Path) -> Callable[..., Config]:
+    base = configs(tiny_model, folder)
+    usual = {"tasks": "movie", "clients_per_task": 2, "rounds": 2, "pack_tokens": 1}
+    return lambda **values: base(**{**usual, **values})
+
+
+@pytest.fixture(scope="module")
+def usual(make: Callable[..., Config], folder: Path) -> Recording:
+    return record(make(name="usual"), folder / "usual", SITES)
+
+
+@pytest.fixture(scope="module")
+def cut(make: Callable[..., Config], folder: Path) -> Recording:
+    config = make(name="cut", split="movie-0=1", rounds=1)
+    return record(config, folder / "cut", SITES, allow=("cut", "labels"))
+
+
+@pytest.fixture(scope="module")
+def kept(make: Callable[..., Config], folder: Path) -> Recording:
+    return record(make(name="kept", share=("A",), space="factors", rounds=1), folder / "kept", SITES)
+
+
+@pytest.fixture
+def lied(tmp_path: Path) -> Callable[..., Ended]:
+    """How movie-0 ends where the server of a recording tells it this lie, and that it sent nothing for it."""
+
+    def ends(recording: Recording, lie: Lie, **words: Any) -> Ended:
+        certs = recording.folder / "certs" / NAME
+        spoken = recording.spoken[NAME]
+        found = lie_to(spoken, lie, tmp_path, NAME, certs=certs, **{**recording.words, **words})
+        assert "\n" not in found.error
+        assert "Traceback" not in found.error
+        return found
+
+    return ends
+
+
+def in_job(asked: str, **changes: Any) -> Lie:
+    """The jobs of this action with these changes of their heads; a mapping changes what is in it."""
+
+    def lie(head: dict[str, Any], tensors: dict[str, Any]) -> Any:
+        if head.get("kind") != "job" or head["action"] != asked:
+            return None
+        return altered(head, changes), tensors
+
+    return lie
+
+
+def says(head: dict[str, Any]) -> Lie:
+    """This, in the place of whatever it would say."""
+    return lambda *_: (head, {})
+
+
+def altered(value: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+    found = dict(value)
+    for key, own in changes.items():
+        found[key] = altered(found[key], own) if isinstance(own, dict) and isinstance(found.get(key), dict) else own
+    return found
+
+
+def in_model(action: str, change: Callable[[dict[str, Any]], dict[str, Any]]) -> Lie:
+    """The first job of this action that brings a model, with this other one and its digest."""
+
+    def lie(head: dict[str, Any], tensors: dict[str, Any]) -> Any:
+        if head.get("action") != action or not tensors:
+            return None
+        model = change(tensors)
+        return {**head, "model": digest(model)}, model
+
+    return lie
+
+
+def at_the_end(change: Callable[[dict[str, Any]], dict[str, Any]]) -> Lie:
+    """Another model at the end."""
+    return lambda head, tensors: (head, change(tensors)) if head["kind"] == "done" else None
+
+
+def first(tensors: Mapping[str, Any], end: str = ".lora_B") -> str:
+    return min(key for key in tensors if key.endswith(end))
+
+
+CUT = {"blocks": 1, "wire": "fp32", "noise": 0.0, "head": "server", "shared": None}
+TOLD = {"places": [], "tokens": 4096, "part": "0" * 64}
+
+
+def test_an_honest_server_is_worked_for_to_the_end(usual: Recording, lied: Callable[..., Ended]) -> None:
+    """The positive control: run, recording and repetition end with one model."""
+    assert (usual.found.error, usual.found.faults, usual.found.refused) == (None, [], {})
+    found = lied(usual, lambda *_: None)
+    assert (found.error, found.link.lied) == ("", None)
+    here = [
+        digest(read_tensors(place / "adapter_model.safetensors"))
+        for place in (usual.found.folder / "adapters" / NAME, usual.folder / f"{NAME}-adapter", found.joined.adapter)
+    ]
+    assert len(set(here)) == 1
+    kinds = [head["kind"] for head, _ in found.link.sent]
+    assert kinds == ["register", *["result"] * 8]
+
+
+ASKS: Mapping[str, tuple[Lie, str]] = {
+    "a cut in a run without": (in_job("evaluate", cut=CUT, told=TOLD), "a cut at block 1, and .* none: the model"),
+    "a cut of no blocks": (in_job("evaluate", cut={**CUT, "blocks": 0}, told=TOLD), "a cut at block 0"),
+    "a cut before round one": (in_job("fingerprint", cut=CUT, told=TOLD), "a cut at block 1"),
+    "scores of the training split": (in_job("evaluate", options={"split": "train"}), "split train.* say validation"),
+    "another learning rate": (in_job("train", options={"lr": 0.5}), "train with lr 0.5, and .* 0.005"),
+    "no clipping": (in_job("train", options={"clip": 0.0}), "train with clip 0.0, and .* 1.0"),
+    "more epochs": (in_job("train", options={"epochs": 1000}), "train with epochs 1000, and .* 1"),
+    "one step": (in_job("train", options={"max_steps": 1}), "train with max_steps 1, and .* None"),
+    "one example": (in_job("train", options={"most": 1}), "train with most 1, and .* None"),
+    "batches of one": (in_job("train", options={"batch_size": 1}), "train with batch_size 1, and .* 8"),
+    "another seed": (in_job("train", options={"seed": 7}), "train with seed 7, and .* 42"),
+    "a fingerprint of two": (in_job("fingerprint", options={"samples": 2}), "fingerprint with samples 2, and .* None"),
+    "a huge sketch": (in_job("fingerprint", options={"sketch_dim": 10**6}), "with sketch_dim 1000000, and .* 64"),
+    "batches of a fingerprint": (
+        in_job("fingerprint", options={"train": {"batch_size": 1}}),
+        "fingerprint with train.batch_size 1, and .* 8",
+    ),
+    "another fingerprint": (in_job("fingerprint", options={"kind": "gradient"}), "kind gradient, and .* fisher"),
+    "a fingerprint again in round two": (in_job("fingerprint", round=2), "fingerprint in round 2"),
+    "importance again": (in_job("importance", round=1), "importance in round 1"),
+    "importance of one batch": (in_job("importance", options={"batches": 1}), "with batches 1, and .* 4"),
+    "rounds beyond the settings": (in_job("train", round=3), "train in round 3, and .* --rounds 2"),
+    "a round before the first": (in_job("train", round=0), "train in round 0"),
+    "no round": (in_job("train", round=None), "job names no round"),
+    "texts to be written": (in_job("evaluate", options={"new_tokens": 999}), "new_tokens 999"),
+    "an action of other models": (in_job("train", action="ridge"), "asks for 'ridge'; known: fingerprint"),
+    "an action that there is not": (in_job("train", action="shell"), "asks for 'shell'; known: fingerprint"),
+    "options of another kind": (in_job("train", options={"lr": "fast"}), "server's train.lr is 'fast'"),
+    "options that there are not": (in_job("train", options={"upload": True}), "server's train is "),
+    "half of a cut": (in_job("train", told=TOLD), "no number, or half of a cut"),
+    "ranks that fill the memory": (
+        in_job("train", private={"sha256": None, "ranks": [10**9]}),
+        "asks for rank 1000000000, and .* 1 to 8",
+    ),
+    "a file outside": (in_job("train", private={"sha256": "../../x", "ranks": []}), "a private part is named"),
+    "work for others": (
+        says({"kind": "host", "items": [], "live": [], "guests": []}),
+        "asks for work for other sites, and .*--topology server",
+    ),
+    "a kind that there is not": (says({"kind": "shell"}), "the server says 'shell'"),
+    "a kind of codes": (says({"kind": CODES}), r"the server says '\\x1b\[2J"),
+    "no kind": (says({}), "the server says None"),
+    "an end in terminal codes": (
+        says({"kind": "ended", "reason": CODES}),
+        r"the server has ended: \?\[2J\?\]0;mine\?\?second\?line$",
+    ),
+    "a model of another digest": (in_job("train", model="0" * 64), "a model|digest"),
+    "one tensor more": (
+        in_model("train", lambda model: {**model, "embeddings.word": torch.zeros(2)}),
+        "the model of train has 'embeddings.word'",
+    ),
+    "a tensor less": (
+        in_model("train", lambda model: {k: v for k, v in model.items() if k != first(model)}),
+        "the model of train lacks '.*lora_B'",
+    ),
+    "a model of no numbers": (
+        in_model("train", lambda model: {**model, first(model): torch.full_like(model[first(model)], torch.nan)}),
+        "lora_B' holds a value that is no number",
+    ),
+    "ranks beyond the settings": (
+        in_model(
+            "train", lambda model: {**model, first(model): torch.zeros(32, 9), first(model, "A"): torch.zeros(9, 32)}
+        ),
+        "is .*of torch.float32, which no model of these settings has",
+    ),
+    "another type": (
+        in_model("train", lambda model: {**model, first(model): model[first(model)].double()}),
+        "of torch.float64, which no model",
+    ),
+    "a head of other labels": (
+        in_model("train", lambda model: {**model, first(model, "bias"): torch.zeros(9)}),
+        "'head.*bias' is .* which no model",
+    ),
+    "a tensor less at the end": (
+        at_the_end(lambda model: {k: v for k, v in model.items() if k != first(model)}),
+        "the model at the end lacks",
+    ),
+    "no numbers at the end": (
+        at_the_end(lambda model: {**model, first(model): torch.full_like(model[first(model)], torch.inf)}),
+        "the model at the end: .* no number",
+    ),
+    "another shape at the end": (
+        at_the_end(lambda model: {**model, first(model): torch.zeros(3, 3)}),
+        "the model at the end: .* which no model",
+    ),
+    "a path for a name at the end": (
+        at_the_end(lambda model: {**model, "../../x": torch.zeros(1)}),
+        r"the model at the end has '\.\./\.\./x'",
+    ),
+}
+
+
+@pytest.mark.parametrize("ask", list(ASKS))
+def test_a_server_that_asks_for_anything_else_gets_nothing(
+    usual: Recording, lied: Callable[..., Ended], tmp_path: Path, ask: str
+) -> None:
+    lie, message = ASKS[ask]
+    found = lied(usual, lie)
+    assert re.search(message, found.error), found.error
+    assert found.said_after == []
+    assert not list(tmp_path.iterdir())
+
+
+def test_jobs_do_not_come_for_ever(usual: Recording, lied: Callable[..., Ended]) -> None:
+    """As often as faults explain, and not without an end."""
+    for kind, most in ((("job", "evaluate"), 40), (("register", None), MOST_REGISTRATIONS)):
+        action = kind[1]
+        again = next(
+            answer for _, answer in usual.spoken[NAME].turns if action is None or answer[0].get("action") == action
+        )
+        told = again if action else ({"kind": "register"}, {})
+        found = lied(usual, lambda head, _, told=told, action=action: told if told_now(head, action) else None)
+        assert re.search(r"for the \d+th time", found.error), found.error
+        assert len(found.said_after) <= most
+        if not action:
+            assert {head["kind"] for head, _ in found.said_after} == {"register"}
+
+
+def told_now(head: Mapping[str, Any], action: str | None) -> bool:
+    return action is None or head.get("action") == action
+
+
+SETTINGS: Mapping[str, tuple[dict[str, object], str]] = {
+    "a cut": ({"split": "movie-0=1"}, r"'movie-0=1'\) ask more .*\(cut: .*; labels: .*--allow cut labels"),
+    "a cut of everybody": ({"split": "1"}, "agree with --allow cut labels"),
+    "a cut that the device decides": ({"split": "auto"}, "agree with --allow cut labels"),
+    "a cut with the head here": ({"split": "1", "head": "client"}, "agree with --allow cut, or"),
+    "a cut of another, hosted here": ({"split": "movie-1=1", "topology": "paired"}, "agree with --allow hosting"),
+    "a sketch as long as the model": ({"sketch_dim": 10**5}, "--sketch-dim is 100,000; .*raise --most-sketch"),
+    "a fingerprint of two examples": ({"fingerprint_samples": 2}, "2 training examples would be behind a fingerprint"),
+    "one batch of one": ({"fingerprint_batches": 2, "batch_size": 1}, "4 training examples .* a fingerprint"),
+    "one step of one": (
+        {"local_steps": 1, "batch_size": 1, "tune": "lora", "tasks": ("digits",)},
+        "1 training examples .* an update",
+    ),
+    "few examples": ({"samples": 8}, "8 training examples would be behind the census"),
+    "batches that fill the memory": ({"batch_size": 10**9}, "--batch-size is 1000000000; a site takes at most 4096"),
+    "ranks that fill the memory": ({"candidates": (2, 10**6)}, "--candidates is 1000000; a site takes at most 1024"),
+    "rounds without an end": ({"rounds": 10**9}, "--rounds is 1000000000; a site takes at most 100000"),
+    "a model of the hub": ({"model": "evil/model"}, "'evil/model', and a site fetches no .*--allow hub-model"),
+    "a model outside": ({"model": "../../../../x/.ssh"}, "neither a directory nor a .gguf file"),
+    "a folder that is no model": ({"model": "/etc"}, "could not be loaded"),
+}
+
+
+@pytest.mark.parametrize("name", list(SETTINGS))
+def test_settings_that_ask_for_more_end_the_site_before_it_says_anything(
+    usual: Recording, tmp_path: Path, name: str
+) -> None:
+    values, message = SETTINGS[name]
+    texts = {key: "+".join(map(str, v)) if isinstance(v, tuple) else str(v) for key, v in values.items()}
+    texts.pop("tasks", None)
+    spoken = welcomed(usual.spoken[NAME], lambda config: to_toml(with_values(config, texts)))
+    own = {"task": "digits"} if "tasks" in values else {}
+    found = lie_to(spoken, lambda *_: None, tmp_path, NAME, certs=usual.folder / "certs" / NAME, **own)
+    assert re.search(message, found.error), found.error
+    assert "\n" not in found.error
+    assert found.link.sent == []
+    assert not list(tmp_path.iterdir())
+
+
+ODD: Mapping[str, tuple[str, str, str]] = {
+    "no candidates": ("candidates = [2, 4, 8]", "candidates = []", "--candidates"),
+    "no batch": ("batch_size = 8", "batch_size = 0", "--batch-size is 0"),
+    "a negative rate": ("lr = 0.005", "lr = -1.0", "--lr is -1"),
+    "no length": ("max_length = 24", "max_length = 0", "--max-length is 0"),
+    "no number": ("lr = 0.005", "lr = nan", "--lr"),
+    "codes in a text": ('split = "none"', 'split = "\\u001b[2J"', "--split"),
+    "an unknown rule": ('strategy = "atlas"', 'strategy = "evil"', "unknown strategy 'evil'"),
+    "an unknown setting": ("[training]", "[training]\nevil = 1", "evil"),
+    "no TOML": ("[training]", "[[training", "sent"),
+}
+
+
+@pytest.mark.parametrize("name", list(ODD))
+def test_odd_settings_with_their_own_hash_are_one_line(usual: Recording, tmp_path: Path, name: str) -> None:
+    old, new, message = ODD[name]
+    honest = usual.spoken[NAME].welcome["settings"]
+    assert old in honest
+    spoken = welcomed(usual.spoken[NAME], lambda _: honest.replace(old, new))
+    found = lie_to(spoken, lambda *_: None, tmp_path, NAME, certs=usual.folder / "certs" / NAME)
+    assert message in found.error, found.error
+    assert found.error.isprintable()
+    assert found.link.sent == []
+
+
+def test_a_site_works_for_the_settings_that_it_was_given_and_no_others(usual: Recording, tmp_path: Path) -> None:
+    """By its own hash of them, whatever the server says of hashes."""
+    certs, spoken = usual.folder / "certs" / NAME, usual.spoken[NAME]
+    honest = spoken.welcome["config"]
+    same = lie_to(spoken, lambda *_: None, tmp_path, NAME, certs=certs, config=honest)
+    assert same.error == ""
+    others = welcomed(
+        spoken,
+        lambda config: to_toml(dataclasses.replace(config, training=dataclasses.replace(config.training, lr=0.1))),
+    )
+    for config in ("f" * 16, honest):
+        found = lie_to(
+            others if config == honest else spoken, lambda *_: None, tmp_path / "x", NAME, certs=certs, config=config
+        )
+        assert re.search("the server's settings have hash .* this site works for no other", found.error), found.error
+        assert found.link.sent == []
+    wrong = dataclasses.replace(spoken, welcome={**spoken.welcome, "config": CODES})
+    found = lie_to(wrong, lambda *_: None, tmp_path / "x", NAME, certs=certs)
+    assert re.search(r"have hash [0-9a-f]{16} here and \?\[2J\?", found.error), found.error
+    silent = dataclasses.replace(spoken, welcome={})
+    assert "the server sent no settings" in lie_to(silent, lambda *_: None, tmp_path / "x", NAME, certs=certs).error
+
+
+def test_a_server_with_another_model_is_told_nothing_of_the_data(usual: Recording, tmp_path: Path) -> None:
+    spoken = usual.spoken[NAME]
+    wrong = dataclasses.replace(spoken, welcome={**spoken.welcome, "model": "f" * 64})
+    found = lie_to(wrong, lambda *_: None, tmp_path, NAME, certs=usual.folder / "certs" / NAME)
+    assert "here and ffffffffffffffff at the server; give the server's model with --model" in found.error
+    assert found.link.sent == []
+
+
+def test_who_gives_the_model_or_allows_it_loads_what_the_server_names(
+    usual: Recording, tiny_model: Path, tmp_path: Path
+) -> None:
+    """A hub name of the server is fetched where the person there says so, and else only asked for a --model."""
+    spoken = welcomed(usual.spoken[NAME], lambda config: to_toml(with_values(config, {"model": "evil/model"})))
+    how = {"certs": usual.folder / "certs" / NAME, "model": str(tiny_model)}
+    assert lie_to(spoken, lambda *_: None, tmp_path, NAME, **how).error == ""
+
+
+CUTS: Mapping[str, tuple[Lie, str]] = {
+    "more blocks": (in_job("train", cut={"blocks": 2}), "a cut at block 2, and .* a cut at block 1"),
+    "no blocks": (in_job("train", cut={"blocks": 0}), "a cut at block 0"),
+    "fewer numbers on the wire": (in_job("train", cut={"wire": "int8"}), "a cut with wire 'int8', and .* 'fp32'"),
+    "other noise": (in_job("train", cut={"noise": 1.0}), "a cut with noise 1.0, and .* 0.0"),
+    "the head elsewhere": (in_job("train", cut={"head": "client"}), "a cut with head 'client', and .* 'server'"),
+    "what is not shared": (in_job("train", cut={"shared": 1}), "a cut with shared 1, and .* None"),
+    "the whole model": (in_job("train", cut=None, told=None), "the whole model, and .* a cut at block 1"),
+    "other tensors": (in_job("train", told={"places": [0, 10**9]}), "other tensors below the cut"),
+    "messages that fill the memory": (in_job("evaluate", told={"tokens": 10**12}), "messages of 1000000000000 tokens"),
+    "another part of the model": (in_job("fingerprint", told={"part": "0" * 64}), "is .* here and 0000000000000000 at"),
+}
+
+
+@pytest.mark.parametrize("ask", list(CUTS))
+def test_a_cut_is_the_one_that_was_agreed_to(cut: Recording, lied: Callable[..., Ended], ask: str) -> None:
+    assert (cut.found.error, cut.found.faults, cut.found.refused) == (None, [], {})
+    lie, message = CUTS[ask]
+    found = lied(cut, lie)
+    assert re.search(message, found.error), found.error
+    # where its model is not the server's it says so and leaves
+    assert [(head["kind"], list(tensors)) for head, tensors in found.said_after] == (
+        [("failed", [])] if "part" in ask else []
+    )
+
+
+ANSWERS: Mapping[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
+    "nothing": lambda _: {},
+    "no gradient": lambda tensors: {key: own for key, own in tensors.items() if "gradient" not in key},
+    "no norms": lambda tensors: {key: own for key, own in tensors.items() if "control" not in key},
+    "no bytes": lambda tensors: dict.fromkeys(tensors, torch.zeros(3)),
+    "no message": lambda tensors: dict.fromkeys(tensors, torch.zeros(3, dtype=torch.uint8)),
+    "other rows": lambda tensors: {**tensors, "cut/0/gradient": as_bytes({"rows": torch.zeros(2, 3)})},
+    "no rows": lambda tensors: {**tensors, "cut/0/gradient": as_bytes({"x": torch.zeros(2, 3)})},
+    "norms of text": lambda tensors: {**tensors, "cut/0/control": as_bytes({NORMS: torch.zeros(4, 4)})},
+    "norms without a name": lambda tensors: {**tensors, "cut/0/control": as_bytes({"x": torch.zeros(4)})},
+}
+
+
+def as_bytes(tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    return torch.frombuffer(bytearray(encode(tensors)), dtype=torch.uint8)
+
+
+@pytest.mark.parametrize("answer", list(ANSWERS))
+def test_an_answer_through_the_cut_that_fits_nothing_is_one_line(
+    cut: Recording, lied: Callable[..., Ended], answer: str
+) -> None:
+    def lie(head: dict[str, Any], tensors: dict[str, Any]) -> Any:
+        trains = head["kind"] == "cut" and any("control" in key for key in tensors)
+        return (head, ANSWERS[answer](tensors)) if trains else None
+
+    found = lied(cut, lie)
+    assert re.search("install|cannot be read", found.error), found.error
+    assert found.said_after == []
+
+
+def test_what_is_not_shared_does_not_leave_where_the_server_sends_it_itself(
+    kept: Recording, lied: Callable[..., Ended], tmp_path: Path
+) -> None:
+    """A model that comes whole names nothing that stays; what is trained of it stays all the same."""
+    assert (kept.found.error, kept.found.faults, kept.found.refused) == (None, [], {})
+    whole = dict(kept.whole[NAME])
+
+    def lie(head: dict[str, Any], _: dict[str, Any]) -> Any:
+        if head.get("action") != "train":
+            return None
+        rest = {name: own for name, own in head.items() if name != "private"}
+        return {**rest, "model": digest(whole)}, whole
+
+    found = lied(kept, lie, to=tmp_path / "other")
+    assert re.search("lora_B' with its answer to train, and .* what the settings share", found.error), found.error
+    assert found.said_after == []
+    for _, tensors in found.link.sent:
+        assert not [key for key in tensors if key.endswith(".lora_B") or key.startswith("param/head")]
