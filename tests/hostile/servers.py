@@ -151,7 +151,8 @@ def record(config: Config, folder: Path, names: Sequence[str], **words: Any) -> 
         export(own, model, to)
 
     export, places = Home.export, patch.object(Home, "export", exported)
-    with patch.object(in_process, "Federation", lambda **_: recording), our_links(), places:
+    nowhere = patch.object(in_process, "home_of_site", lambda *_: None)  # each site loads its own
+    with patch.object(in_process, "Federation", lambda **_: recording), our_links(), places, nowhere:
         outcome = in_process.federate(config, names=names)
     recording.found.error = recording.found.error or outcome.error
     recording.found.notes += outcome.notes

@@ -134,7 +134,12 @@ def _client_and_home(
     if joining.model is None:
         check_model_name(told.model.model, consent)
     config = settings_here(
-        told, task=joining.task, device=joining.device, model=joining.model, data_dir=joining.data_dir
+        told,
+        task=joining.task,
+        device=joining.device,
+        part=joining.part,
+        model=joining.model,
+        data_dir=joining.data_dir,
     )
     client = own_client(config, name, task=joining.task, part=joining.part)
     check_settings(told, consent, client=name, task=client.task, device=device)

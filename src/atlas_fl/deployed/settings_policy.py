@@ -10,6 +10,7 @@ from pathlib import Path
 
 from atlas_fl.config import Config, validate
 from atlas_fl.config.fields import settings, value_of
+from atlas_fl.config.images import EVENLY
 from atlas_fl.config.splitting import AUTO, NONE, cut_word
 from atlas_fl.deployed.consent import ALLOWANCES, Allowance, Consent
 from atlas_fl.errors import ConfigError, ModelError, one_line, shown
@@ -39,7 +40,9 @@ MOST: Mapping[str, float] = {
 """The largest value of a server's setting that a site takes: what a job may cost it in memory and time."""
 
 
-def settings_here(config: Config, *, task: str, device: str, model: str | None, data_dir: str | None) -> Config:
+def settings_here(
+    config: Config, *, task: str, device: str, part: int | None, model: str | None, data_dir: str | None
+) -> Config:
     """A server's settings as a site works with them: with its own task, device and places, and no path of the server.
 
     Raises an `AtlasError` for settings that `atlas serve` itself would refuse.
@@ -48,8 +51,10 @@ def settings_here(config: Config, *, task: str, device: str, model: str | None, 
     devices = {"devices": () if "=" in device else (device,), "device": (device,) if "=" in device else ()}
     data = replace(config.data, data_dir=data_dir, **own, **devices)  # type: ignore[arg-type]
     chosen = replace(config.model, model=model or config.model.model, init_adapter=None)
+    # who has a whole task has no part of its classes
+    images = config.images if part is not None else replace(config.images, nc=EVENLY)
     run = replace(config.run, runs_dir="runs", name=None)
-    found = validate(replace(config, data=data, model=chosen, run=run), at_sites=True)
+    found = validate(replace(config, data=data, model=chosen, images=images, run=run), at_sites=True)
     return replace(found, sparse=replace(found.sparse, mask_file=None))
 
 

@@ -1,0 +1,81 @@
+"""Files of a model are data: code among them is never run, and nobody is asked whether it may be."""
+
+import ast
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+import atlas_fl
+from atlas_fl.errors import ModelError
+from atlas_fl.models.loading import how_read, load_backbone
+from atlas_fl.models.registry import Source
+from atlas_fl.models.vision_loading import load_vision
+
+SOURCES = sorted(Path(atlas_fl.__file__).parent.rglob("*.py"))
+LOADS = frozenset({"from_pretrained", "from_config", "load_dataset"})
+
+
+def loading_calls(path: Path) -> Iterator[ast.Call]:
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in LOADS:
+            yield node
+
+
+def refuses_code(call: ast.Call) -> bool:
+    """Whether a call says that no code is to be run, by itself or with what `how_read` gives."""
+    said = {word.arg: ast.unparse(word.value) for word in call.keywords}
+    return said.get("trust_remote_code") == "False" or said.get(None) == "how_read(source)"
+
+
+def test_every_call_that_loads_a_model_or_data_refuses_code() -> None:
+    calls = [(path, call) for path in SOURCES for call in loading_calls(path)]
+    assert len(calls) > 10
+    assert [f"{path.name}:{call.lineno}" for path, call in calls if not refuses_code(call)] == []
+    assert how_read(Source(path="x"))["trust_remote_code"] is False
+    assert not refuses_code(next(loading_calls_of("AutoModel.from_pretrained('x', local_files_only=True)")))
+
+
+def loading_calls_of(text: str) -> Iterator[ast.Call]:
+    return (node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Call))
+
+
+@pytest.fixture
+def folder(tiny_of, tmp_path: Path) -> Path:
+    """A model of ours, of which a test replaces a file."""
+    found = tmp_path / "model"
+    shutil.copytree(tiny_of("bert").path, found)
+    return found
+
+
+def test_code_beside_a_model_is_not_run_and_nobody_is_asked(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ran = folder.parent / "ran"
+    (folder / "evil.py").write_text(f"open({str(ran)!r}, 'w').write('ran')\nclass EvilConfig: pass\n")
+    config = json.loads((folder / "config.json").read_text())
+    config |= {"model_type": "evil", "auto_map": {"AutoConfig": "evil.EvilConfig", "AutoModel": "evil.EvilModel"}}
+    (folder / "config.json").write_text(json.dumps(config))
+    monkeypatch.setattr("builtins.input", lambda *_: "y")
+    with pytest.raises(ModelError) as caught:
+        load_backbone(str(folder))
+    assert "\n" not in str(caught.value)
+    assert not ran.exists()
+
+
+class Evil:
+    def __reduce__(self):
+        return (open, (str(Path("evil-ran").absolute()), "w"))
+
+
+@pytest.mark.parametrize("load", [load_backbone, load_vision])
+def test_a_file_of_pickles_that_would_run_code_is_one_line(folder: Path, monkeypatch: pytest.MonkeyPatch, load) -> None:
+    monkeypatch.chdir(folder.parent)
+    (folder / "model.safetensors").unlink()
+    torch.save({"embeddings.word_embeddings.weight": Evil()}, folder / "pytorch_model.bin")
+    (folder / "preprocessor_config.json").write_text('{"image_processor_type": "ViTImageProcessor"}')
+    with pytest.raises(ModelError) as caught:
+        load(str(folder))
+    assert "\n" not in str(caught.value)
+    assert not Path("evil-ran").exists()
