@@ -18,15 +18,24 @@ def test_a_node_is_named_by_its_config_or_by_its_number() -> None:
     assert node_of({**given, "name": "site-1"}, node_id=7).name == "site-1"
 
 
+def test_a_node_agrees_to_nothing_but_what_its_config_says() -> None:
+    given = {"task": "movie", "device": "cpu_2gb"}
+    assert (node_of(given, node_id=7).allow, node_of(given, node_id=7).least_examples) == ((), 16)
+    own = node_of({**given, "allow": "cut labels", "least-examples": 4, "most-sketch": 64}, node_id=7)
+    assert (own.allow, own.least_examples, own.most_sketch) == (("cut", "labels"), 4, 64)
+
+
 @pytest.mark.parametrize(
     ("config", "message"),
     [
         ({}, "--node-config of node 7 has no task; start its SuperNode as with 'name="),
         ({"task": "movie"}, "--node-config of node 7 has no device"),
-        ({"task": "movie", "device": "cpu_2gb", "parts": 1}, "--node-config has 'parts'; known: data-dir, device, mod"),
+        ({"task": "movie", "device": "cpu_2gb", "parts": 1}, "--node-config has 'parts'; known: allow, data-dir, dev"),
         ({"task": "movie", "device": "cpu_2gb", "part": True}, "part in --node-config is True; it must be a whole num"),
         ({"task": 3, "device": "cpu_2gb"}, "task in --node-config is 3; it must be text"),
         ({"task": "movie", "device": "cpu_2gb", "data-dir": ""}, "data-dir in --node-config is ''; it must be text"),
+        ({"task": "movie", "device": "cpu_2gb", "allow": "cut all"}, "--allow has 'all'; allowed: cut, labels, hosting,"),
+        ({"task": "movie", "device": "cpu_2gb", "least-examples": 0}, "--least-examples is 0; allowed: at least 1"),
         ({"task": "movie", "device": "cpu_2gb", "patience": 0}, "patience in --node-config is 0; it must be a number"),
     ],
 )
