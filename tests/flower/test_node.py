@@ -34,7 +34,10 @@ def test_a_node_agrees_to_nothing_but_what_its_config_says() -> None:
         ({"task": "movie", "device": "cpu_2gb", "part": True}, "part in --node-config is True; it must be a whole num"),
         ({"task": 3, "device": "cpu_2gb"}, "task in --node-config is 3; it must be text"),
         ({"task": "movie", "device": "cpu_2gb", "data-dir": ""}, "data-dir in --node-config is ''; it must be text"),
-        ({"task": "movie", "device": "cpu_2gb", "allow": "cut all"}, "--allow has 'all'; allowed: cut, labels, hosting,"),
+        (
+            {"task": "movie", "device": "cpu_2gb", "allow": "cut all"},
+            "--allow has 'all'; allowed: cut, labels, hosting,",
+        ),
         ({"task": "movie", "device": "cpu_2gb", "least-examples": 0}, "--least-examples is 0; allowed: at least 1"),
         ({"task": "movie", "device": "cpu_2gb", "patience": 0}, "patience in --node-config is 0; it must be a number"),
     ],
