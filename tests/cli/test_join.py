@@ -53,3 +53,20 @@ def test_a_mask_that_only_the_server_has_is_told_in_a_line(atlas: Atlas, file: P
     assert said.code == 2 and not joined
     assert said.err.startswith(f"atlas: {file} names the mask {file.parent / 'mask.safetensors'}, which is not here")
     assert said.err.count("\n") == 1
+
+
+def test_a_site_agrees_to_what_is_said_and_to_nothing_by_default(
+    atlas: Atlas, file: Path, joined: list[Joining]
+) -> None:
+    assert atlas(*words(file)).code == 0
+    more = ["--allow", "cut", "labels", "--least-examples", "4", "--most-sketch", "64"]
+    assert atlas(*words(file), *more).code == 0
+    assert atlas(*words(file), "--allow", "cut", "--allow", "hosting").code == 0
+    assert [(own.allow, own.least_examples, own.most_sketch) for own in joined] == [
+        ((), 16, 4096),
+        (("cut", "labels"), 4, 64),
+        (("cut", "hosting"), 16, 4096),
+    ]
+    said = atlas(*words(file), "--allow", "everything")
+    assert (said.code, said.err.count("\n")) == (2, 1)
+    assert "cut, labels, hosting, hub-model" in said.err

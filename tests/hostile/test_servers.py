@@ -11,6 +11,8 @@ import torch
 
 from atlas_fl.config import to_toml, with_values
 from atlas_fl.engines.hall.worker import MOST_REGISTRATIONS
+from atlas_fl.errors import ConfigError
+from atlas_fl.io.certs import make_certs, open_certs
 from atlas_fl.io.tensors import encode, read_tensors
 from atlas_fl.split.step import NORMS
 from atlas_fl.tree import digest
@@ -467,8 +469,16 @@ def test_a_site_of_images_does_what_the_settings_ask_and_nothing_else(
     recorded: Callable[[str], Recording], tmp_path: Path, ask: str
 ) -> None:
     images, (lie, message) = recorded("images"), IMAGES[ask]
-    certs = images.folder / "certs" / "digits-0"
-    found = lie_to(images.spoken["digits-0"], lie, tmp_path, "digits-0", certs=certs)
+    own = images.folder / "certs" / "digits-0"
+    found = lie_to(images.spoken["digits-0"], lie, tmp_path, "digits-0", certs=own)
     assert re.search(message, found.error), found.error
     assert "\n" not in found.error
     assert found.said_after == []
+
+
+def test_a_certificate_with_a_path_for_a_name_is_no_sites(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only who signs can make one; what a site writes is named after it where `--to` says nothing."""
+    monkeypatch.setattr("atlas_fl.io.certs._check_names", lambda *_: None)
+    make_certs(tmp_path / "certs", servers=["localhost"], clients=["../evil"])
+    with pytest.raises(ConfigError, match=r"is of '\.\./evil', which is no name of a site"):
+        open_certs(tmp_path / "evil")

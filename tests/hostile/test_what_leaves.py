@@ -156,10 +156,10 @@ def test_a_whole_models_body_leaves_as_its_values_under_the_mask(recorded: Calla
 
 SAYS: Mapping[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "usual": (
-        ("the factors A and the factors B and the head", "two sketches of 64 numbers"),
+        ("after each round the adapters and the head that", "two sketches of 64 numbers"),
         ("texts, tokens", "label of"),
     ),
-    "kept": (("after each round the factors A that",), ("texts, tokens",)),
+    "kept": (("after each round the adapters' factors A that",), ("texts, tokens",)),
     "cut": (("activations of every example at block 1 of 3 and the label of each",), ("the files of its data",)),
     "cut, head here": (("at block 1 of 3 without their labels",), ("the files of its data, the label of an example",)),
     "paired": (("also by other sites",), ("the files of its data",)),

@@ -53,7 +53,8 @@ class Federation:
         split = self._config.split
         words = [] if split.split == "none" else ["cut", "labels"] if split.head == "server" else ["cut"]
         words += ["hosting"] if split.topology == "paired" else []
-        return ("--allow", *words) if words else ()
+        few = ("--least-examples", "2")  # the data here are small
+        return (*few, "--allow", *words) if words else few
 
     def serve(self, *more: str, port: int = 0, fault: str = "") -> tuple[Program, int]:
         """The server and the port that it listens on."""

@@ -57,6 +57,7 @@ class Watched:
             for name, proxy in self.proxies.items():
                 task, _, part = name.partition("-")
                 joining = Joining(
+                    allow=("cut", "labels"),
                     address=f"localhost:{proxy.port}",
                     certs=self.folder / "certs" / name,
                     task=task,

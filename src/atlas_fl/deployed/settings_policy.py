@@ -185,8 +185,10 @@ def what_leaves(config: Config, *, client: str, task: Task, device: str, blocks:
 
 
 def _sent_adapters(config: Config) -> str:
-    names = {"A": "the factors A", "B": "the factors B", "head": "the head"}
-    trained = " and ".join(names[part] for part in config.mixing.share)
+    names = {"A": "the adapters' factors A", "B": "the adapters' factors B", "head": "the head"}
+    trained = ", ".join(names[part] for part in config.mixing.share)
+    if {"A", "B"} <= set(config.mixing.share):
+        trained = "the adapters and the head" if "head" in config.mixing.share else "the adapters"
     sketches = f"two sketches of {config.clustering.sketch_dim:,} numbers, " if takes_fingerprints(config) else ""
     return f"after each round {trained} that it trained; for the plan {sketches}the importance of each block"
 

@@ -177,7 +177,10 @@ def open_certs(folder: Path, *, now: datetime | None = None) -> Certs:
     if not cert.not_valid_before_utc <= (now or datetime.now(UTC)) <= cert.not_valid_after_utc:
         held = f"{cert.not_valid_before_utc:%Y-%m-%d} to {cert.not_valid_after_utc:%Y-%m-%d}"
         raise ConfigError(f"{folder / CERT} is expired or not valid yet: it holds from {held}; make a new one")
-    return Certs(name=str(common.value), ca=pem[CA], cert=pem[CERT], key=pem[KEY], folder=folder)
+    name = str(common.value)
+    if not _NAME.fullmatch(name):  # files are named after it
+        raise ConfigError(f"{folder / CERT} is of {shown(name)}, which is no name of a site; have another one made")
+    return Certs(name=name, ca=pem[CA], cert=pem[CERT], key=pem[KEY], folder=folder)
 
 
 def digest_of(pem: bytes) -> str:
