@@ -1,5 +1,6 @@
 import json
 import math
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -14,9 +15,11 @@ from atlas_fl.io.results import (
     indented,
     read_json,
     read_rows,
+    read_sealed,
     to_json,
     truncate_to,
     write_json,
+    write_sealed,
 )
 
 JSON = st.recursive(
@@ -137,3 +140,28 @@ def test_an_unfinished_last_line_is_no_row_and_a_damaged_one_is_named(tmp_path) 
     with pytest.raises(CheckpointError, match=r"damaged line 2 of .*metrics.jsonl"):
         read_rows(path)
     assert read_rows(tmp_path / "none.jsonl") == []
+
+
+def test_a_sealed_file_that_is_altered_is_found_or_says_the_same(tmp_path: Path) -> None:
+    path, content = tmp_path / "heard.json", {"heard": ["movie-0", "trec-1"], "share": 0.1}
+    write_sealed(path, content)
+    assert read_sealed(path) == content
+    written = path.read_bytes()
+    for place in range(8 * len(written)):
+        changed = bytearray(written)
+        changed[place // 8] ^= 1 << place % 8
+        path.write_bytes(changed)
+        try:
+            assert read_sealed(path, unsealed=("heard",)) == content
+        except CheckpointError as error:
+            assert str(path) in str(error)
+
+
+def test_a_file_of_before_there_were_seals_is_taken_by_its_names_alone(tmp_path: Path) -> None:
+    path = tmp_path / "heard.json"
+    write_json(path, {"heard": []})
+    assert read_sealed(path, unsealed=("heard",)) == {"heard": []}
+    for other in ({"heard": [], "sha257": "00"}, {"heard": [], "sha256": "00"}, [], {"heard": [], "sha256": None}):
+        write_json(path, other)
+        with pytest.raises(CheckpointError, match="it is not what was written; restore it from a copy, or run again"):
+            read_sealed(path, unsealed=("heard",))
