@@ -221,7 +221,7 @@ PLAN = both(
 )
 """`plan.json`; older ones lack parts."""
 
-_NUMBERS = dict.fromkeys((*METRICS, "seconds", "examples", "best_round", "validation"), number)
+_NUMBERS = dict.fromkeys((*METRICS, "seconds", "examples", "best_round", "validation"), score)
 _COUNTS = both(
     fields({"hits": each(count), "examples": each(count)}),
     lambda value, place: "" if len(value["hits"]) == len(value["examples"]) else f"{place} has unequal lists",
