@@ -11,7 +11,7 @@ from atlas_fl.audit import audit
 from atlas_fl.config import Config, with_values
 from atlas_fl.export import export
 from atlas_fl.io.folder import RunFolder
-from atlas_fl.io.results import read_json, write_json
+from atlas_fl.io.results import read_json, read_sealed, write_json
 from atlas_fl.presets import find_preset
 from atlas_fl.run import RunResult, run
 from atlas_fl.train import sample_of
@@ -153,6 +153,11 @@ def test_a_server_that_starts_again_hands_out_models_as_values_under_their_mask(
     server.end()
     assert same_tensors(load_file(got), model)
     assert proxy.down < sum(tensor.nbytes for tensor in model.values()) / 2
+    # a site whose whole model is there says so, and gets nothing
+    server, port = fed.serve("--again", "digits-1")
+    assert "the model of digits-1 is in digits-1-adapter already; telling" in fed.join("digits-1", port).end()
+    server.end()
+    assert read_sealed(fed.served.heard)["heard"] == sorted(SITES)
 
 
 def test_a_site_that_comes_late_gets_model_and_mask_and_no_fault_changes_a_bit(
