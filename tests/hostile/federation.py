@@ -22,9 +22,10 @@ from pathlib import Path
 from typing import Any, TypeAlias
 from unittest.mock import patch
 
+from atlas_fl.assemble_images import vision_of
 from atlas_fl.config import Config, parse_config, to_toml
 from atlas_fl.deployed import serving
-from atlas_fl.deployed.halls import hall_of
+from atlas_fl.deployed.halls import hall_of, with_images
 from atlas_fl.deployed.homes import home_of
 from atlas_fl.deployed.joining import own_client
 from atlas_fl.deployed.listening import Service
@@ -187,6 +188,12 @@ class Federation:
         threads.loop.call_soon_threadsafe(sessions.leave, link._session, link._session.streams)
 
 
+def _model_of(config: Config) -> str:
+    if with_images(config):
+        return digest(dict(vision_of(config).backbone.named_parameters()))
+    return _model_at(config.model.model)
+
+
 @cache
 def _model_at(path: str) -> str:
     return digest(dict(load_backbone(path).model.named_parameters()))
@@ -215,7 +222,7 @@ def _home_at(settings: str, name: str) -> At:
     task, _, part = name.partition("-")
     client = own_client(config, name, task=task, part=int(part))
     private, noise_secret = (Path(config.run.runs_dir) / f"{name}-{what}" for what in ("private", "noise-secret"))
-    home = home_of(config, client, model=_model_at(config.model.model), private=private, noise_secret=noise_secret)
+    home = home_of(config, client, model=_model_of(config), private=private, noise_secret=noise_secret)
     return At(client=client, home=home, tokens=home.tokens)
 
 

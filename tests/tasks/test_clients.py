@@ -1,6 +1,8 @@
+import json
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -163,3 +165,16 @@ def test_a_leaky_task_is_stopped() -> None:
 
     with pytest.raises(DataError, match="texts are in train and in test"):
         make(Task(name="leaky", num_labels=2, label_names=("0", "1"), load=partial(leaky)), samples=50, test_samples=50)
+
+
+def test_the_digest_of_many_rows_is_that_of_the_list_of_their_columns() -> None:
+    """The formula of all run folders, over more rows than are written at once."""
+    count = 40_000
+    first = Rows(text=tuple(f"é{k}" for k in range(count)), label=np.arange(count) % 7)
+    pairs = replace(first, pair=tuple(f'"{k}' for k in range(count)), label=first.label.astype(np.float32) / 3)
+    task = Task(name="t", num_labels=7, load=lambda _: pytest.fail("read"))
+    client = ClientData(name="t-0", task=task, train=first, validation=pairs, test=first.take([0]))
+    found = sha256()
+    for own in (client.train, client.validation, client.test):
+        found.update(json.dumps([own.text, own.pair, own.label.tolist()]).encode())
+    assert client.digest() == found.hexdigest()

@@ -1,12 +1,13 @@
 import json
 import random
+import tracemalloc
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
 
-from atlas_fl.engines.messages.census import SPLITS, census_of, read_census, stand_in
+from atlas_fl.engines.messages.census import MOST_EXAMPLES, SPLITS, census_of, read_census, stand_in
 from atlas_fl.errors import ProtocolError
 from atlas_fl.tasks.clients import ClientData, majority
 from atlas_fl.tasks.heterogeneity import label_statistics
@@ -83,6 +84,10 @@ def test_stand_ins_of_odd_and_even_numbers_keep_mean_and_deviation(told: Callabl
         {"labels": {split: [13, 0] for split in SPLITS}},
         {"labels": {split: [-1, 14, 0] for split in SPLITS}},
         {"num_labels": 10**9},
+        {"max_length": 10**9},
+        {"max_length": 0},
+        {"label_names": ["a", "b", "c" * 1000]},
+        {"lengths": {split: [[4, 0, 1]] * (10**5 + 1) for split in SPLITS}},
         {"num_labels": None},
         {"metric": "guess"},
         {"task": "a\nb"},
@@ -105,3 +110,31 @@ def test_whatever_is_sent_as_a_census_crashes_nothing(told: Callable[[int], Any]
             stand_in("t-0", read_census(changed))
         except ProtocolError:
             continue
+
+
+def test_a_stand_in_takes_memory_for_examples_and_none_for_tokens(told: Callable[[int], Any]) -> None:
+    """As many as a site may claim, 500 tokens each: 24 bytes an example and split."""
+    _, _, data = told(3)
+    count = MOST_EXAMPLES
+    data |= {"examples": dict.fromkeys(SPLITS, count), "lengths": {split: [[500, 0, count]] for split in SPLITS}}
+    data |= {"labels": {split: [count, 0, 0] for split in SPLITS}}
+    census = read_census(data)
+    tracemalloc.start()
+    try:
+        client, tokens = stand_in("t-0", census)
+        held, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert tokens.splits["test"].offsets[-1] == 500 * count
+    assert len(client.train) == count
+    assert held < 25 * 3 * count
+    assert peak < 40 * 3 * count
+
+
+def test_a_stand_in_for_text_counts_what_is_to_be_predicted(told: Callable[[int], Any]) -> None:
+    _, _, data = told(1)
+    data |= {"num_labels": 0, "metric": "accuracy", "lengths": {split: [[9, 4, 3], [7, 2, 10]] for split in SPLITS}}
+    encoded = stand_in("t-0", read_census(data))[1].splits["train"]
+    assert sorted(encoded.predictions) == [2] * 10 + [4] * 3
+    assert encoded.written is not None
+    assert len(encoded.written) == encoded.offsets[-1] == 97
