@@ -145,8 +145,8 @@ def _check_rule(name: str, *, within: str) -> None:
 def no_clusters(strategy: str) -> ConfigError:
     """The error for a rule of clusters on whole models."""
     return ConfigError(
-        f"--strategy {strategy} needs fingerprints of adapters, and whole models of image tasks have none; use fedavg,"
-        " local, or a robust rule over all clients, --tune lora, or a vision preset (`atlas list presets`)"
+        f"--strategy {strategy} needs fingerprints of adapters, and whole models of image tasks have none; use fedavg"
+        " or local, or a robust rule over all clients, --tune lora, or a vision preset (`atlas list presets`)"
     )
 
 
