@@ -68,3 +68,7 @@ def test_a_terminal_gets_bars(capsys: pytest.CaptureFixture[str], monkeypatch: p
 def test_text_is_shown_as_it_is(capsys: pytest.CaptureFixture[str]) -> None:
     show(["[red]a[/red] " + "b" * 200])
     assert capsys.readouterr().out == "[red]a[/red] " + "b" * 200 + "\n"
+
+
+def test_what_another_machine_said_moves_no_cursor() -> None:
+    assert line_of(Note("gone: \x1b[2J\nmine\u202e")) == "note: gone: ?[2J?mine?"

@@ -36,6 +36,19 @@ def test_a_site_without_its_part_of_the_model_ends_with_one_line(
     stays.kill()
 
 
+def test_a_site_that_was_not_told_of_a_cut_ends_with_the_flag_that_agrees_to_it(
+    federation: Callable[..., Federation],
+) -> None:
+    fed = federation(split="movie-0=1")
+    server, port = fed.serve()
+    words = ("--certs", "certs/movie-0", "--task", "movie", "--part", "0", "--device", "cpu_2gb")
+    said = fed.programs.start("join", f"localhost:{port}", *words, folder=fed.folder).end(2).splitlines()[-1]
+    assert said.startswith("atlas: the server's settings (--split 'movie-0=1') ask more of this site")
+    assert "agree with --allow cut labels" in said
+    server.kill()
+    assert "training examples" not in server.text  # nothing was told of its data
+
+
 @pytest.mark.parametrize(
     ("split", "device", "reason"),
     [
