@@ -138,6 +138,27 @@ def test_the_list_of_a_server_is_the_one_that_lies_there_now_and_no_other(folder
     assert list(listed) == ["site-2"]
 
 
+def test_an_empty_list_is_one_of_nobody_once_it_was_empty_for_two_seconds_and_a_note_says_so(folder: Path) -> None:
+    notes, now = list[str](), [0.0]
+    path = folder / "server" / "clients.txt"
+    listed = Listed(folder / "server", on_note=notes.append, clock=lambda: now[0])
+    kept = path.read_text()
+    path.write_text("")
+    for now[0] in (10.0, 11.9):
+        assert list(listed) == ["site-1", "site-2"], "somebody may be writing it"
+    path.write_text(kept)
+    assert list(listed) == ["site-1", "site-2"]
+    path.write_text("")
+    now[0] = 20.0
+    assert list(listed) == ["site-1", "site-2"], "it was not empty all the while"
+    assert notes == []
+    for now[0] in (22.0, 23.0):
+        assert list(listed) == []
+    assert notes == [f"{path} lists nobody; until it does nobody may join"]
+    path.write_text(kept)
+    assert list(listed) == ["site-1", "site-2"]
+
+
 def test_the_last_client_can_be_revoked_too(folder: Path) -> None:
     listed = Listed(folder / "server")
     revoke_certs(folder, clients=["site-1", "site-2"])

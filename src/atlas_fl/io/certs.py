@@ -11,6 +11,7 @@ import ipaddress
 import os
 import re
 import ssl
+import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
@@ -31,6 +32,8 @@ AUTHORITY, SERVER, REVOKED = "ca", "server", ".revoked"
 MOST_DAYS = 3650
 MOST_BYTES = 64 * 2**10
 """Of a request for a certificate, which comes from elsewhere."""
+EMPTY_SECONDS = 2.0
+"""How long a list may be empty until it is taken for one of nobody."""
 EARLY = timedelta(hours=1)
 """How long before it is made a certificate holds: clocks differ."""
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.\-]{0,62}")
@@ -241,8 +244,15 @@ def listed_clients(folder: Path) -> tuple[str, ...]:
 class Listed(Collection[str]):
     """The names that may join as the list is now; while it cannot be read, as it was last."""
 
-    def __init__(self, folder: Path, *, on_note: Callable[[str], None] = lambda _: None) -> None:
-        self._folder, self._on_note = folder, on_note
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        on_note: Callable[[str], None] = lambda _: None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._folder, self._on_note, self._clock = folder, on_note, clock
+        self._empty_since: float | None = None
         listed_clients(folder)
         self._seen, self._list, self._told = self._stamp(), read_list(folder), ""
 
@@ -257,15 +267,25 @@ class Listed(Collection[str]):
     def _now(self) -> Mapping[str, str | None]:
         try:
             stamp = self._stamp()
-            # An empty file is one that somebody is just writing: `revoke_certs` leaves a line in it.
-            if stamp != self._seen and stamp[1] > 0:
+            if stamp != self._seen and not self._is_being_written(stamp[1]):
                 self._list = read_list(self._folder)
                 self._seen, self._told = stamp, ""
+                if not self._list:
+                    self._on_note(f"{self._folder / CLIENTS} lists nobody; until it does nobody may join")
         except (ConfigError, OSError) as error:
             if (why := str(error)) != self._told:
                 self._told = why
                 self._on_note(f"{why}; until then the list is the one that could be read last")
         return self._list
+
+    def _is_being_written(self, size: int) -> bool:
+        """Whether a file of this size is one that somebody is just writing: it is empty, and was not so for long."""
+        if size:
+            self._empty_since = None
+            return False
+        if self._empty_since is None:
+            self._empty_since = self._clock()
+        return self._clock() - self._empty_since < EMPTY_SECONDS
 
     def __contains__(self, name: object) -> bool:
         return name in self._now()

@@ -1,7 +1,8 @@
 import asyncio
 import json
 from collections.abc import Awaitable, Callable, Mapping
-from typing import Any
+from dataclasses import replace
+from typing import Any, TypeAlias
 
 import pytest
 import torch
@@ -10,8 +11,18 @@ from atlas_fl.clients.base import Job, Update
 from atlas_fl.clients.train import TrainOptions
 from atlas_fl.engines.hall.hall import Hall
 from atlas_fl.engines.hall.latecomers import let_in, newcomers, turn_away
+from atlas_fl.engines.hall.seats import (
+    MOST_REFUSALS,
+    MOST_TAKEN,
+    Seat,
+    forgive,
+    note_refusal,
+    note_taken,
+    why_not_asked,
+)
 from atlas_fl.engines.messages.identity import Identity
 from atlas_fl.engines.messages.wire import read_job, update_message
+from atlas_fl.engines.stream.sessions import MOST_TOLD
 from atlas_fl.errors import ProtocolError
 
 NAMES = ("site-1", "site-2")
@@ -266,3 +277,117 @@ def test_a_server_that_was_started_again_asks_for_registration() -> None:
         assert await hall.answer("site-1", {"kind": "result", "number": 5}, {}) == ({"kind": "register"}, {})
 
     play(script)
+
+
+@pytest.mark.parametrize("kind", ["register", "next", "kept"])
+def test_requests_that_bring_no_result_bring_no_tensors(kind: str) -> None:
+    async def script(hall: Hall, _: list[str]) -> None:
+        with pytest.raises(ProtocolError, match=rf"^a request '{kind}' of site-1 has tensors; only an answer to a job"):
+            await asyncio.wait_for(hall.answer("site-1", {**CENSUS, "kind": kind}, PARAMS), 0.5)
+
+    play(script)
+
+
+Told: TypeAlias = "asyncio.Task[Any]"
+
+
+async def given(hall: Hall, asked: Told, *, round: int, seconds: float) -> tuple[Mapping[str, Any] | None, Told]:
+    """(head of the job that whoever waits in `asked` is given in this round, None for none; the server's work)."""
+    work = asyncio.create_task(hall.work("train", [replace(job("site-1"), round=round)], seconds=seconds, on_done=id))
+    await asyncio.wait([work, asked], return_when=asyncio.FIRST_COMPLETED)
+    return (asked.result()[0] if asked.done() else None), work
+
+
+def test_who_is_silent_and_answers_in_between_is_waited_for_less_and_less() -> None:
+    """The first job of each round is not answered, the second at once, as by who trains not and is evaluated."""
+    waited = list[int]()
+
+    async def script(hall: Hall, _: list[str]) -> None:
+        asked = await register(hall, "site-1")
+        for round in range(1, 28):
+            head, work = await given(hall, asked, round=round, seconds=0.01)
+            if "no answer" in str(await work):
+                waited.append(round)
+            if head is not None:
+                asked = asyncio.create_task(hall.answer("site-1", {"kind": "next"}, {}))
+            head, work = await given(hall, asked, round=round, seconds=60)
+            if head is not None:
+                asked = asyncio.create_task(hall.answer("site-1", *result(head, "site-1", 1.0)))
+            await work
+        asked.cancel()
+
+    play(script)
+    assert waited == [1, 2, 3, 5, 9, 17, 25]
+
+
+def test_a_deadline_is_forgotten_after_enough_answers_that_were_taken() -> None:
+    async def script(hall: Hall, _: list[str]) -> None:
+        asked = await register(hall, "site-1")
+        for round in range(1, 2 * MOST_TAKEN + 4):
+            silent = round % (MOST_TAKEN + 1) == 1
+            head, work = await given(hall, asked, round=round, seconds=0.01 if silent else 60)
+            assert head is not None, round
+            said = ({"kind": "next"}, {}) if silent else result(head, "site-1", 1.0)
+            if silent:
+                await work
+            asked = asyncio.create_task(hall.answer("site-1", *said))
+            await work
+        asked.cancel()
+
+    play(script)
+
+
+def test_who_registers_anew_after_every_refusal_is_asked_less_and_less() -> None:
+    rounds = list[int]()
+
+    async def script(hall: Hall, _: list[str]) -> None:
+        asked = await register(hall, "site-1")
+        for round in range(1, 28):
+            head, work = await given(hall, asked, round=round, seconds=60)
+            if head is not None:
+                rounds.append(round)
+                said, _tensors = result(head, "site-1", 1.0)
+                wrong = asyncio.create_task(hall.answer("site-1", said, {}))
+                assert "its answer was refused" in (await work)[0]
+                wrong.cancel()
+                await asyncio.wait([wrong])
+                asked = await register(hall, "site-1")
+            await work
+        asked.cancel()
+
+    play(script)
+    assert rounds == [1, 2, 3, 4, 6, 10, 18, 26]
+
+
+def test_who_was_refused_too_often_and_has_mended_it_is_asked_in_every_round_again() -> None:
+    seat = Seat("site-1")
+    for _ in range(MOST_REFUSALS):
+        note_refusal(seat, round=1)
+    assert why_not_asked(seat, round=2).startswith("3 of its answers were refused; it is asked again once")
+    forgive(seat)
+    assert why_not_asked(seat, round=1) == "3 of its answers were refused; it is asked again from round 2 on"
+    assert why_not_asked(seat, round=2) == ""
+    for _ in range(MOST_TAKEN):
+        assert seat.refusals == MOST_REFUSALS - 1
+        note_taken(seat)
+    assert seat.refusals == 0
+
+
+def test_a_site_that_comes_and_goes_without_end_is_told_of_ten_times_a_minute_with_a_count() -> None:
+    now, notes = [0.0], list[str]()
+    hall = Hall(NAMES, IDENTITY, settings="", on_note=notes.append, clock=lambda: now[0])
+
+    async def script() -> None:
+        task = await register(hall, "site-1")
+        await hall.gather(("site-1",), least=1, seconds=60)
+        notes.clear()
+        for _ in range(100):
+            hall.on_presence("site-1", False)
+            hall.on_presence("site-1", True)
+        assert len(notes) == MOST_TOLD
+        now[0] = 61.0
+        assert await hall.work("train", [], seconds=1, on_done=id) == []
+        assert notes[MOST_TOLD:] == ["site-1 is back (1 of 2 here) (190 times more within a minute)"]
+        task.cancel()
+
+    asyncio.run(script())

@@ -6,6 +6,7 @@ client's until the answer is in: whoever comes back with the same certificate, b
 
 import asyncio
 import contextlib
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -19,7 +20,10 @@ from atlas_fl.engines.hall.seats import (
     Work,
     check_entry,
     count_here,
+    forgive,
+    note_refusal,
     note_silence,
+    note_taken,
     present,
     printable,
     refusal,
@@ -31,7 +35,8 @@ from atlas_fl.engines.messages.census import read_census, read_device
 from atlas_fl.engines.messages.ends import AdapterSender, NewSender
 from atlas_fl.engines.messages.identity import Identity
 from atlas_fl.engines.stream.frames import FRAME_LIMIT, Head
-from atlas_fl.engines.stream.sessions import NO_TENSORS
+from atlas_fl.engines.stream.refusals import Refusals
+from atlas_fl.engines.stream.sessions import MOST_TOLD, NO_TENSORS
 from atlas_fl.errors import ProtocolError, shown
 from atlas_fl.types import Params
 
@@ -39,6 +44,8 @@ KEPT_SECONDS = 5.0
 """How long a client that has its model waits for a server that has only begun to listen."""
 REQUESTS = ("register", "next", "result", "failed", "cut", "hosted", "kept")
 """The kinds of what a client may say."""
+WITHOUT_TENSORS = ("register", "next", "kept")
+"""Those that wait without a job: what came with them would lie in memory for as long."""
 
 
 class Hall:
@@ -54,6 +61,7 @@ class Hall:
         late: bool = False,
         new_sender: NewSender = AdapterSender,
         images: bool = False,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._new_sender, self._images = new_sender, images
         self.seats = {name: Seat(name, sender=new_sender()) for name in names}
@@ -61,6 +69,7 @@ class Hall:
         self._identity, self._settings, self._on_note, self._late = identity, settings, on_note, late
         self._numbers, self._changed = 0, asyncio.Condition()
         self._hosts: Hosts | None = None
+        self._presence = Refusals(tell=lambda name, told: on_note(f"{name} {told}"), clock=clock)
         self.on_kept: Callable[[str], None] = lambda _: None
         """Told of a client whose model lies on its disk; raises `ProtocolError` where that cannot be written down."""
         self.most_bytes = FRAME_LIMIT
@@ -82,7 +91,9 @@ class Hall:
         if self._hosts is not None:
             self._hosts.presence(name, here)
         if seat.census is not None and not seat.dismissed:
-            self._on_note(f"{name} is {'back' if here else 'gone'} ({count_here(self.seats.values())})")
+            told = f"is {'back' if here else 'gone'} ({count_here(self.seats.values())})"
+            self._presence.add(name, told, most=MOST_TOLD)
+        self._presence.look()
 
     def on_refused(self, name: str, reason: str) -> None:
         """A client, or who would be one, was told that it may not come, and why."""
@@ -94,6 +105,10 @@ class Hall:
         seat = self.seats[name]
         if head.get("kind") not in REQUESTS:
             raise ProtocolError(f"{name} says {shown(head.get('kind'))}; allowed: {', '.join(REQUESTS)}")
+        if tensors and head.get("kind") in WITHOUT_TENSORS:
+            raise ProtocolError(
+                f"a request {head['kind']!r} of {name} has tensors; only an answer to a job may bring them"
+            )
         if head.get("kind") == "register":
             await self._register(seat, head)
         elif head.get("kind") == "kept":
@@ -152,7 +167,7 @@ class Hall:
         try:
             answer = await work.suffixes.ask(work.number, head, tensors)
         except ProtocolError as error:
-            seat.refusals += 1
+            note_refusal(seat, round=work.job.round)
             self._ended(seat, work, f"its question was refused: {printable(str(error))}")
             raise
         return answer if seat.work is work else None
@@ -174,7 +189,7 @@ class Hall:
         )
         is_new, seat.census, seat.device = seat.census is None, census, device
         seat.sender.forget()
-        seat.refusals = 0
+        forgive(seat)
         seat.part, seat.lodged = part if type(part) is int else None, {}
         if is_new:
             many, here = census.examples["train"], count_here(self.seats.values())
@@ -192,15 +207,16 @@ class Hall:
             seat.sender.forget()
             return
         if head["kind"] == "failed":
-            self._answered(seat, work, printable(str(head.get("reason"))))
+            self._ended(seat, work, printable(str(head.get("reason"))))
             return
         try:
             if (update := await self._read(seat, work, head, tensors)) is not None:
-                self._answered(seat, work, update)
+                note_taken(seat)
+                self._ended(seat, work, update)
         except ProtocolError as error:
             seat.sender.forget()
-            seat.refusals += 1
-            self._answered(seat, work, f"its answer was refused: {printable(str(error))}")
+            note_refusal(seat, round=work.job.round)
+            self._ended(seat, work, f"its answer was refused: {printable(str(error))}")
             if seat.refusals >= MOST_REFUSALS:
                 raise ProtocolError(
                     f"{seat.refusals} answers of {seat.name} were refused, the last of {work.action}: {error}; mend"
@@ -222,11 +238,6 @@ class Hall:
             asked = Asked(action=work.action, job=work.job, census=seat.census, num_layers=work.num_layers)
             check_answer(asked, update)
         return update
-
-    def _answered(self, seat: Seat, work: Work, found: Update | str) -> None:
-        """This client has answered in time."""
-        seat.silences = 0
-        self._ended(seat, work, found)
 
     def _ended(self, seat: Seat, work: Work, found: Update | str) -> None:
         """Nobody waits for this work any more."""
@@ -270,6 +281,7 @@ class Hall:
 
         The upper blocks of jobs with a cut are in `suffixes`.
         """
+        self._presence.look()
         loop = asyncio.get_running_loop()
         futures = [loop.create_future() for _ in jobs]
         num_layers = None if suffixes is None else len(suffixes.site.backbone.blocks)

@@ -19,7 +19,10 @@ SHOWN_SIGNS = 500
 MOST_REFUSALS = 3
 """Answers of a client that are refused, before it is asked no more until it registers again."""
 MOST_SILENCES = 2
-"""Deadlines in a row that a connected client lets pass, before it is asked no more until it is back."""
+"""Deadlines that a connected client lets pass, before it is asked no more until it is back."""
+MOST_TAKEN = 8
+"""Answers that are taken, one after another, before deadlines and refusals are forgotten: one in between would not do,
+or whoever is silent in training and scores at once is waited for in every round."""
 LONGEST_PAUSE = 8
 """Most rounds for which a client is not asked that was given up again and again."""
 
@@ -73,13 +76,17 @@ class Seat:
     given_up: bool = False
     """It let deadlines pass, or sent what was refused, and nobody waits for it until it is back."""
     silences: int = 0
-    """Deadlines in a row that it let pass while it was here."""
+    """Deadlines that it let pass while it was here, until they are forgotten."""
+    refusals: int = 0
+    """Answers that were refused, until they are forgotten."""
+    taken: int = 0
+    """Answers that were taken since the last deadline or refusal."""
     pauses: int = 0
-    """How often it was given up for that."""
+    """How often it was given up for either."""
+    paused: str = ""
+    """For what it was the last time."""
     asked_from: int = 0
     """The round from which it is asked again."""
-    refusals: int = 0
-    """Answers that were refused since it registered."""
     lost: str = ""
     """Why it will not come, or not again."""
     refused: str = ""
@@ -177,11 +184,34 @@ def note_silence(seat: Seat, *, round: int) -> None:
 
     Who is given up again and again is asked again after more and more rounds.
     """
-    seat.silences += seat.here
+    seat.silences, seat.taken = seat.silences + seat.here, 0
     if seat.silences >= MOST_SILENCES:
-        seat.pauses += 1
-        seat.asked_from = round + min(LONGEST_PAUSE, 2 ** (seat.pauses - 1))
+        _pause(seat, f"it let {seat.silences} deadlines pass", round=round)
     seat.given_up = not seat.here or seat.silences >= MOST_SILENCES
+
+
+def note_refusal(seat: Seat, *, round: int) -> None:
+    """An answer of this client was refused; after too many it is asked no more until it registers again."""
+    seat.refusals, seat.taken = seat.refusals + 1, 0
+    if seat.refusals >= MOST_REFUSALS:
+        _pause(seat, f"{seat.refusals} of its answers were refused", round=round)
+
+
+def note_taken(seat: Seat) -> None:
+    """An answer of this client was taken."""
+    seat.taken += 1
+    if seat.taken >= MOST_TAKEN:
+        seat.silences = seat.refusals = 0
+
+
+def forgive(seat: Seat) -> None:
+    """This client has registered anew: who was refused too often has one more answer before it is so again."""
+    seat.refusals = min(seat.refusals, MOST_REFUSALS - 1)
+
+
+def _pause(seat: Seat, reason: str, *, round: int) -> None:
+    seat.pauses, seat.paused = seat.pauses + 1, reason
+    seat.asked_from = round + min(LONGEST_PAUSE, 2 ** (seat.pauses - 1))
 
 
 def why_not_asked(seat: Seat, *, round: int) -> str:
@@ -193,5 +223,5 @@ def why_not_asked(seat: Seat, *, round: int) -> str:
     if seat.given_up:
         return seat.lost or "it has been away since it let a deadline pass"
     if round < seat.asked_from:
-        return f"it let {MOST_SILENCES} deadlines pass; it is asked again from round {seat.asked_from} on"
+        return f"{seat.paused}; it is asked again from round {seat.asked_from} on"
     return ""

@@ -1,4 +1,4 @@
-"""What is told of refusals: the first of a name at once, and how many more there were once a minute."""
+"""What is told of refusals, and of who comes and goes: the first of a name at once, and how many more once a minute."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field

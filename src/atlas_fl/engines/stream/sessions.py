@@ -25,7 +25,7 @@ PROTOCOL = 3
 
 NO_TENSORS: Params = {}
 MOST_TOLD = 10
-"""Refusals of a listed client that are told in a minute; of anybody else it is one."""
+"""Refusals, and comings and goings, of a listed client that are told in a minute; of anybody else it is one."""
 
 Message: TypeAlias = tuple[dict[str, Any], dict[str, torch.Tensor]]
 Answer: TypeAlias = Callable[[str, Mapping[str, Any], Params], Awaitable[tuple[Head, Params]]]
@@ -215,6 +215,12 @@ class Sessions:
             raise ProtocolError("a request has no number or no body; install the same atlas-fl on both ends")
         # A server that was started again knows no number, and takes the client's.
         if session.sequence is None or number == session.sequence + 1:
+            if session.task is not None and not session.task.done():
+                # Else those of streams that have ended would all wait on, with what they hold.
+                raise ProtocolError(
+                    f"request {number} came before request {session.sequence} was answered; allowed: request"
+                    f" {session.sequence} again"
+                )
             session.sequence = number
             session.task = asyncio.create_task(self._work(session.name, number, body, tensors))
         elif number != session.sequence or session.task is None:
