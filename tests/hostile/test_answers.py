@@ -355,6 +355,7 @@ WORDS: tuple[dict[str, Any], ...] = (
 def test_who_never_answers_its_job_lets_two_deadlines_pass_and_no_more(federations: Federations) -> None:
     """One says nothing, the others something else, again and again; nobody waits for them in the third request."""
     changes = {f"movie-{2 + k}": at_rounds(saying(**words)) for k, words in enumerate(WORDS)}
+    changes["movie-4"] = at_rounds(lambda *_: ({"kind": "next"}, {}))  # with tensors it is refused at once
     silent = f"movie-{2 + len(WORDS)}"
     changes[silent] = at_rounds(lambda *_: None)
     found = federations.run("silent", changes, names=(*HONEST, *changes), deadline=2.0)
