@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from atlas_fl.config import to_toml, with_values
+from atlas_fl.deployed.job_policy import MOST_GUESTS
 from atlas_fl.engines.hall.worker import MOST_REGISTRATIONS
 from atlas_fl.errors import ConfigError
 from atlas_fl.io.certs import make_certs, open_certs
@@ -168,6 +169,10 @@ ASKS: Mapping[str, tuple[Lie, str]] = {
         in_model("train", lambda model: {**model, first(model): torch.full_like(model[first(model)], torch.nan)}),
         "lora_B' holds a value that is no number",
     ),
+    "a model of huge numbers": (
+        in_model("train", lambda model: {**model, first(model): torch.full_like(model[first(model)], -1001.0)}),
+        "the model of train: .*lora_B' holds a value beyond 1000,",
+    ),
     "ranks beyond the settings": (
         in_model(
             "train", lambda model: {**model, first(model): torch.zeros(32, 9), first(model, "A"): torch.zeros(9, 32)}
@@ -251,6 +256,12 @@ SETTINGS: Mapping[str, tuple[dict[str, object], str]] = {
     "a model of the hub": ({"model": "evil/model"}, "'evil/model', and a site fetches no .*--allow hub-model"),
     "a model outside": ({"model": "../../../../x/.ssh"}, "neither a directory nor a .gguf file"),
     "a folder that is no model": ({"model": "/etc"}, "could not be loaded"),
+    "the home of nobody": ({"model": "~nosuchuser/x"}, "names of at most 255 bytes, and none that begins with ~"),
+    "a model's name without an end": ({"model": "x" * 5000}, "'x+.*; a site takes names of at most 255 bytes"),
+    "a decay that forgets the model": (
+        {"lr": 0.01, "weight_decay": 100.0},
+        "--lr times --weight-decay is 1; a site takes at most 0.1",
+    ),
 }
 
 
@@ -358,6 +369,60 @@ def test_a_cut_is_the_one_that_was_agreed_to(cut: Recording, lied: Callable[...,
     assert [(head["kind"], list(tensors)) for head, tensors in found.said_after] == (
         [("failed", [])] if "part" in ask else []
     )
+
+
+def test_a_cut_that_the_server_chooses_stays_where_the_site_was_first_trained(
+    cut: Recording, lied: Callable[..., Ended]
+) -> None:
+    """Several blocks of one text are several looks at it, each with noise of its own."""
+    spoken = welcomed(cut.spoken[NAME], lambda config: to_toml(with_values(config, {"split": "auto"})))
+    chosen = dataclasses.replace(cut, spoken={**cut.spoken, NAME: spoken})
+    for changes in ({"cut": {"blocks": 2}}, {"cut": None, "told": None}):
+
+        def lie(head: dict[str, Any], tensors: dict[str, Any], changes: dict[str, Any] = changes) -> Any:
+            moved = head.get("action") == "evaluate" and head["round"] == 1
+            return (altered(head, changes), tensors) if moved else None
+
+        found = lied(chosen, lie)
+        assert re.search("a cut at block [02] .* say that it stays at block 1", found.error), found.error
+        assert found.said_after == []
+
+
+def test_a_farewell_without_the_newest_private_part_does_not_remove_it(
+    recorded: Callable[[str], Recording], lied: Callable[..., Ended], tmp_path: Path
+) -> None:
+    """The site is told that its run is over, with a part that is drawn anew in the place of the trained one."""
+    gone: list[str] = []
+
+    def lie(head: dict[str, Any], tensors: dict[str, Any]) -> Any:
+        if head["kind"] != "done":
+            return None
+        if gone:
+            return {"kind": "over"}, {}
+        gone.append(head["private"]["sha256"])
+        return altered(head, {"private": {"sha256": None}}), tensors
+
+    found = lied(recorded("kept"), lie)
+    assert found.error == ""
+    assert [line for line in found.told if f"{NAME}-private stays: the server's model at the end is without" in line]
+    assert [path.stem for path in (tmp_path / f"{NAME}-private").glob("*.safetensors")] == gone
+
+
+def test_a_host_takes_no_more_guests_at_a_time_than_its_memory_is_for(
+    recorded: Callable[[str], Recording], tmp_path: Path
+) -> None:
+    paired = recorded("paired")
+    words = {**paired.words, "certs": paired.folder / "certs" / "movie-1"}
+    for name in ("items", "live", "guests"):
+
+        def lie(head: dict[str, Any], tensors: dict[str, Any], name: str = name) -> Any:
+            begins = [item for item in head.get("items", []) if item["kind"] == "begin"]
+            more = begins if name == "items" else ["a guest"]
+            return ({**head, name: [*head[name], *more * MOST_GUESTS, *more]}, tensors) if begins else None
+
+        found = lie_to(paired.spoken["movie-1"], lie, tmp_path, "movie-1", **words)
+        assert re.search(r"work for 6\d other sites at a time, and a host takes at most 64", found.error), found.error
+        assert found.said_after == []
 
 
 ANSWERS: Mapping[str, Callable[[dict[str, Any]], dict[str, Any]]] = {

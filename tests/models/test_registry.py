@@ -51,3 +51,13 @@ def test_a_hub_that_cannot_be_reached_does_not_answer(monkeypatch: pytest.Monkey
     assert hub_answers()
     monkeypatch.setattr(registry, "HF_HUB_OFFLINE", True)
     assert not hub_answers()
+
+
+@pytest.mark.parametrize("name", ["~nosuchuser/x", "x" * 5000, "./" + "y" * 300])
+def test_a_name_that_no_file_system_looks_for_is_one_short_line(name: str) -> None:
+    with pytest.raises(
+        ModelError, match=r"^model '.* cannot be looked for \(.*\); give the path of a directory"
+    ) as caught:
+        locate(name)
+    assert "\n" not in str(caught.value)
+    assert len(str(caught.value)) < 700

@@ -39,6 +39,10 @@ MOST_REPEATS = 32
 """How often one job may come: again after a fault of server or host, of several models of a round, and not for ever."""
 MOST_TOKENS = 2**20
 """Of one message of a cut client's evaluation."""
+MOST_VALUE = 1e3
+"""Of a start model, in absolute value: larger ones can silence the gradients of all examples but a few."""
+MOST_GUESTS = 64
+"""Of one host at a time: each takes adapters, an optimizer and a census in its memory."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -172,6 +176,8 @@ class JobPolicy:
     device: str
     outline: Outline
     _seen: Counter[tuple[Any, ...]] = field(default_factory=Counter)
+    _trained_cut: list[int] = field(default_factory=list)
+    """Blocks below the cut that this site was first trained with, 0 of a whole model; `auto` moves no cut after it."""
 
     def check_job(self, head: Mapping[str, Any]) -> None:
         """Nothing where the settings ask for this job; raises `ProtocolError` where they do not.
@@ -187,6 +193,8 @@ class JobPolicy:
         self._check_private(head)
         if self.outline.whole:
             self._check_whole(action, job, head)
+        if action == "train" and not self._trained_cut:
+            self._trained_cut.append(_blocks_of(job.cut))
         seen = (action, job.round, getattr(job.options, "split", ""))
         self._seen[seen] += 1
         if self._seen[seen] > MOST_REPEATS:
@@ -215,12 +223,18 @@ class JobPolicy:
         if self.config.split.topology != "paired":
             raise _refused("work for other sites", "none: clients do not host each other (--topology server)")
         items = head.get("items")
-        for item in items if isinstance(items, list) else ():
-            if isinstance(item, dict) and item.get("kind") == "begin":
-                action, job, _ = read_job(item, {}, client="guest")
-                self._check_action(action, job)
-                if job.cut is not None:
-                    self._check_way(job.cut)
+        begun = [item for item in items if _begins(item)] if isinstance(items, list) else []
+        for guests in (begun, head.get("live"), head.get("guests")):
+            if isinstance(guests, list) and len(guests) > MOST_GUESTS:
+                raise ProtocolError(
+                    f"the server asks for work for {len(guests)} other sites at a time, and a host takes at most"
+                    f" {MOST_GUESTS}; nothing was sent: ask who runs it"
+                )
+        for item in begun:
+            action, job, _ = read_job(item, {}, client="guest")
+            self._check_action(action, job)
+            if job.cut is not None:
+                self._check_way(job.cut)
 
     def check_farewell(self, params: Params) -> None:
         """Nothing where this can be the client's own model at the end; raises `ProtocolError` where it cannot."""
@@ -246,6 +260,11 @@ class JobPolicy:
 
     def _check_cut(self, cut: Cut | None) -> None:
         word = self._word
+        if word == AUTO and self._trained_cut and self._trained_cut != [_blocks_of(cut)]:
+            raise _refused(
+                f"a cut at block {_blocks_of(cut)} (0: the whole model)",
+                f"that it stays at block {self._trained_cut[0]}, where this site was first trained",
+            )
         if cut is None:
             if word not in (NONE, AUTO):
                 raise _refused("the whole model", f"a cut at block {word}")
@@ -303,6 +322,15 @@ class JobPolicy:
         return {name: self.outline.like[name] for name in self.outline.names(cut)}
 
 
+def _blocks_of(cut: Cut | None) -> int:
+    return 0 if cut is None else cut.blocks
+
+
+def _begins(item: Any) -> bool:
+    """Whether this item of a message to a host begins a guest's job."""
+    return isinstance(item, dict) and item.get("kind") == "begin"
+
+
 def _refused(asked: str, agreed: str) -> ProtocolError:
     return ProtocolError(
         f"the server asks for {asked}, and the settings that this site accepted say {agreed}; nothing was sent: ask who"
@@ -348,6 +376,11 @@ def _check_params(params: Params, like: Mapping[str, Tensor], *, most: int, what
             )
         if not bool(torch.isfinite(tensor).all()):
             raise ProtocolError(f"{what}: {shown(name)} holds a value that is no number; ask who runs the server")
+        if not bool((tensor.abs() <= MOST_VALUE).all()):
+            raise ProtocolError(
+                f"{what}: {shown(name)} holds a value beyond {MOST_VALUE:g}, which hides all examples but a few; ask"
+                " who runs the server"
+            )
 
 
 def _fits(name: str, params: Params, like: Tensor, *, most: int) -> bool:

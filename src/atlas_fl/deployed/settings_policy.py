@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
+from atlas_fl.assemble import learning_rate_of
 from atlas_fl.config import Config, validate
 from atlas_fl.config.fields import settings, value_of
 from atlas_fl.config.images import EVENLY
@@ -38,6 +39,10 @@ MOST: Mapping[str, float] = {
     "calibration_examples": 10**5,
 }
 """The largest value of a server's setting that a site takes: what a job may cost it in memory and time."""
+MOST_NAME = 255
+"""Bytes of a model's name of a server: what a file system looks for without an error."""
+MOST_DECAY = 0.1
+"""Of learning rate times weight decay: what one step may forget of the model, or an update is of the last examples."""
 
 
 def settings_here(
@@ -85,9 +90,13 @@ def needed(config: Config, *, client: str, task: str, device: str) -> tuple[Allo
 
 def check_model_name(name: str, consent: Consent) -> None:
     """Nothing where a model that a server names is of this package's list or lies here; raises `ConfigError` else."""
+    if name.startswith("~") or len(name.encode()) > MOST_NAME:
+        raise ConfigError(
+            f"the server's settings name the model {shown(name)}; a site takes names of at most {MOST_NAME} bytes, and"
+            " none that begins with ~; give --model with the model you want"
+        )
     known = name in MODELS or any(name == model.path for model in MODELS.values())
-    path = Path(name).expanduser()
-    if known or path.exists() or name.startswith((".", "/", "~")) or "hub-model" in consent.allow:
+    if known or name.startswith((".", "/")) or "hub-model" in consent.allow or Path(name).exists():
         return
     raise ConfigError(
         f"the server's settings name the model {shown(name)}, and a site fetches no model of the hub because a server"
@@ -151,6 +160,12 @@ def _check_sizes(config: Config, consent: Consent, task: Task) -> None:
                 f"the server's {settings()[name].flag} is {shown(largest)}; a site takes at most {most:g}; ask for"
                 " other settings"
             )
+    decay = learning_rate_of(config) * config.training.weight_decay
+    if decay > MOST_DECAY:
+        raise ConfigError(
+            f"the server's --lr times --weight-decay is {decay:g}; a site takes at most {MOST_DECAY:g}, because with"
+            " more an update shows the last examples alone; ask for other settings"
+        )
     size = config.clustering.sketch_dim
     if line_of([task], tune=config.images.tune) is not IMAGES and size > consent.most_sketch:
         raise ConfigError(

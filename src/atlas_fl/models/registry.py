@@ -8,7 +8,7 @@ from urllib.request import getproxies
 
 from huggingface_hub.constants import ENDPOINT, HF_HUB_OFFLINE
 
-from atlas_fl.errors import ModelError, unknown
+from atlas_fl.errors import ModelError, shown, unknown
 from atlas_fl.io.fetch import embedded_dir, model_dir, vit_dir
 from atlas_fl.io.parts import VIT
 
@@ -69,19 +69,16 @@ MODELS: dict[str, Model] = {
 def locate(name: str) -> Source:
     """Where the files of this alias, hub name, directory or GGUF file are.
 
-    Raises `ConfigError` for a name that is none of these, `ModelError` for a path where nothing is and `DataError` for
-    an embedded model not fetched yet.
+    Raises `ConfigError` for a name that is none of these, `ModelError` for a path where nothing is or that cannot be
+    looked at, and `DataError` for an embedded model not fetched yet.
     """
     if name in MODELS:
         registered = MODELS[name].path
         if registered != "embedded":
             return Source(path=registered)
         return Source(path=str((vit_dir if MODELS[name].images else model_dir)(embedded_dir())))
-    path = Path(name).expanduser()
-    if path.is_dir():
-        return Source(path=str(path))
-    if path.is_file() and path.suffix == ".gguf":
-        return Source(path=str(path.parent), gguf_file=path.name)
+    if (source := _at_path(name)) is not None:
+        return source
     if name.startswith((".", "/", "~")):
         raise ModelError(
             f"model {name!r} is neither a directory nor a .gguf file; give the path of one, a hub name such as"
@@ -90,6 +87,23 @@ def locate(name: str) -> Source:
     if "/" in name or any(name == model.path for model in MODELS.values()):
         return Source(path=name)
     raise unknown("model", name, MODELS)
+
+
+def _at_path(name: str) -> Source | None:
+    """The directory or GGUF file of this name; raises `ModelError` where that cannot be told."""
+    try:
+        path = Path(name).expanduser()
+        if path.is_dir():
+            return Source(path=str(path))
+        if path.is_file() and path.suffix == ".gguf":
+            return Source(path=str(path.parent), gguf_file=path.name)
+    except (OSError, RuntimeError, ValueError) as error:  # a long name, another's folder, no such user
+        reason = error.strerror if isinstance(error, OSError) else str(error)
+        raise ModelError(
+            f"model {shown(name)} cannot be looked for ({reason}); give the path of a directory or a .gguf file, a hub"
+            f" name such as owner/model, or one of {', '.join(sorted(MODELS))}"
+        ) from None
+    return None
 
 
 def hub_answers(*, timeout_seconds: float = 3.0) -> bool:

@@ -9,7 +9,7 @@ import torch
 from atlas_fl.clients.base import Job, Update
 from atlas_fl.clients.train import TrainOptions
 from atlas_fl.engines.messages.ends import AdapterSender
-from atlas_fl.engines.messages.vault import Owner, PrivateReceiver, Vault, check_vault
+from atlas_fl.engines.messages.vault import Owner, PrivateReceiver, Vault, check_vault, clear_vault
 from atlas_fl.engines.messages.wire import Private, model_message, read_private
 from atlas_fl.errors import CheckpointError, ConfigError, ModelError, ProtocolError
 from atlas_fl.private import as_kept, at_server, is_stand_in, named, travelling, unshared
@@ -87,6 +87,7 @@ def test_a_site_goes_on_with_what_it_kept_and_no_message_has_a_value_of_it(tmp_p
     assert whole["head.w"].tolist() == [10.0, 10.0]
     again = vault.whole(travelling(model), private_of(model), cut=None, round=0)
     assert digest(again) == digest(whole)
+    vault.end(private_of(model))
     assert vault.clear() == ""
     assert not (tmp_path / "kept").exists()
 
@@ -172,6 +173,26 @@ def kept(tmp_path: Path) -> Path:
     return folder
 
 
+def newest_of(folder: Path) -> str:
+    return str(json.loads((folder / "vault.json").read_text())["newest"])
+
+
+def test_the_newest_version_stays_where_the_server_names_an_older_one_at_the_end(kept: Path, tmp_path: Path) -> None:
+    """Not even a round far beyond removes it; a server that names the newest, now or later, ends the run."""
+    vault, newest = vault_in(tmp_path, "A"), newest_of(kept)
+    (old,) = {path.stem for path in kept.glob("*.safetensors")} - {newest}
+    sent = {key: tensor for key, tensor in draw({"a": 1, "b": 1}).items() if key.endswith("lora_A")}
+    vault.whole(sent, Private(sha256=old, ranks=()), cut=None, round=10**9)
+    for told in (Private(sha256=old, ranks=()), Private(sha256=None, ranks=()), None):
+        vault.end(told)
+        for left in (vault.clear(), clear_vault(kept, OWNER)):  # a site that is started again knows no more
+            assert left.startswith(f"{kept} stays: the server's model at the end is without the newest")
+        assert (kept / f"{newest}.safetensors").exists()
+    vault.end(Private(sha256=newest, ranks=()))
+    assert vault.clear() == ""
+    assert not kept.exists()
+
+
 def test_a_folder_that_no_vault_has_made_is_refused_and_left_as_it_is(tmp_path: Path) -> None:
     folder = tmp_path / "kept"
     (folder / "sub").mkdir(parents=True)
@@ -207,8 +228,11 @@ def test_a_vault_of_before_has_no_mark_and_is_gone_on_with(kept: Path, tmp_path:
     (kept / "vault.json").unlink()
     check_vault(kept, OWNER)
     vault = vault_in(tmp_path, "A")
-    step(vault, at_server(draw({"a": 1, "b": 1}), unshared(draw({"a": 1, "b": 1}), ("A",)), sha256=None), add=3.0)
-    assert json.loads((kept / "vault.json").read_text()) == {"client": "c", "config": OWNER.config}
+    model = at_server(draw({"a": 1, "b": 1}), unshared(draw({"a": 1, "b": 1}), ("A",)), sha256=None)
+    model = step(vault, model, add=3.0)[2].params
+    mark = json.loads((kept / "vault.json").read_text())
+    assert mark == {"client": "c", "config": OWNER.config, "newest": named(model)}
+    vault.end(private_of(model))
     assert vault.clear() == ""
     assert not kept.exists()
 
@@ -220,6 +244,7 @@ def test_only_what_the_vault_has_written_is_removed_at_the_end(kept: Path, tmp_p
     link.symlink_to(tmp_path / "elsewhere")
     (kept / "sub").mkdir()
     check_vault(kept, OWNER)  # these came while the run went on
+    vault_in(tmp_path, "A").end(Private(sha256=newest_of(kept), ranks=()))
     assert vault_in(tmp_path, "A").clear() == f"{kept} stays: it holds {link.name}, which `atlas join` has not written"
     assert {path.name for path in kept.iterdir()} == {"thesis.txt", "sub", link.name}
     assert (tmp_path / "elsewhere").read_text() == "mine"

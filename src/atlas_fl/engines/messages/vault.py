@@ -20,7 +20,7 @@ from atlas_fl.clients.base import Job, Update
 from atlas_fl.engines.messages.ends import AdapterReceiver
 from atlas_fl.engines.messages.wire import Private, Told, read_private
 from atlas_fl.engines.stream.frames import Head
-from atlas_fl.errors import CheckpointError, ConfigError, ModelError, ProtocolError
+from atlas_fl.errors import CheckpointError, ConfigError, ModelError, ProtocolError, one_line
 from atlas_fl.io.results import read_json, write_json
 from atlas_fl.io.tensors import read_tensors, write_tensors
 from atlas_fl.lora.adapters import grown
@@ -30,6 +30,9 @@ from atlas_fl.tree import LORA_A, LORA_B, PRIVATE, digest, select
 from atlas_fl.types import Params
 
 INDEX, MARK = "rounds.json", "vault.json"
+NEWEST, LAST = "newest", "last"
+"""In the mark: the version that was trained last, and the one that the server named at the end; vaults of before have
+neither."""
 _VERSION = re.compile("[0-9a-f]{64}")
 _FILE = re.compile(rf"({_VERSION.pattern}\.safetensors|{re.escape(INDEX)}|{re.escape(MARK)})")
 _DRAFT = re.compile(rf"\.{_FILE.pattern}\.writing")
@@ -79,10 +82,17 @@ def check_vault(folder: Path, owner: Owner | None = None) -> None:
 def clear_vault(folder: Path, owner: Owner) -> str:
     """Remove what this owner's vault has written, and the folder where nothing else is in it; what stays, in a line.
 
-    Sub-folders, links and files of other names stay. The mark goes last, so that what was begun can be done again.
+    Sub-folders, links and files of other names stay, and all of it where the server has named another version at the
+    end than the newest, which would be lost. The mark goes last, so that what was begun can be done again.
     """
     if not folder.is_dir() or ((folder / MARK).exists() and _owner_of(folder) != owner):
         return ""
+    mark = _mark_of(folder)
+    if NEWEST in mark and mark.get(LAST) != mark[NEWEST]:
+        return (
+            f"{folder} stays: the server's model at the end is without the newest of what this site does not share"
+            f" ({one_line(mark[NEWEST], most=16)}); ask who runs the server, or remove the folder"
+        )
     try:
         for path in sorted(folder.iterdir(), key=lambda path: path.name == MARK):
             if _is_own(path):
@@ -103,6 +113,14 @@ def _owner_of(folder: Path) -> Owner:
         return Owner(client=str(found["client"]), config=str(found["config"]))
     except (KeyError, TypeError):
         raise CheckpointError(f"damaged file {folder / MARK}; restore it, or name another folder") from None
+
+
+def _mark_of(folder: Path) -> dict[str, Any]:
+    """What the mark says; empty where there is none."""
+    if not (folder / MARK).exists():
+        return {}
+    _owner_of(folder)
+    return dict(read_json(folder / MARK))
 
 
 def _is_own(path: Path) -> bool:
@@ -174,6 +192,11 @@ class Vault:
             update = replace(update, loaded=digest(_seen(job.params, sent, told)))
         return update, private
 
+    def end(self, told: Private | None) -> None:
+        """Write down which version the server has named at the end."""
+        if mark := _mark_of(self.folder):
+            write_json(self.folder / MARK, {**mark, LAST: None if told is None else told.sha256})
+
     def clear(self) -> str:
         """Remove all versions, as the run is complete; what stays in the folder, in a line."""
         return clear_vault(self.folder, self.owner)
@@ -184,6 +207,8 @@ class Vault:
             write_json(self.folder / MARK, asdict(self.owner))
         if not self._file(found).exists():
             write_tensors(self._file(found), params)
+        if (mark := _mark_of(self.folder)).get(NEWEST) != found:
+            write_json(self.folder / MARK, {**mark, NEWEST: found})
         self._note(found, round)
         return found
 
@@ -201,7 +226,7 @@ class Vault:
         return found
 
     def _note(self, sha256: str, round: int) -> None:
-        """This version was made or named now; those that no checkpoint can name any more go."""
+        """This version was made or named now; those that no checkpoint can name any more go, but never the newest."""
         index = self.folder / INDEX
         used = self._used
         if not used and index.exists():
@@ -209,7 +234,8 @@ class Vault:
         if used.get(sha256) == round:
             return
         used[sha256] = max(round, used.get(sha256, round))
-        for old in [key for key, last in used.items() if key != sha256 and last < round - self.rounds]:
+        stay = {sha256, _mark_of(self.folder).get(NEWEST)}
+        for old in [key for key, last in used.items() if key not in stay and last < round - self.rounds]:
             del used[old]
             if _is_own(self._file(old)):
                 self._file(old).unlink()
@@ -257,7 +283,12 @@ class PrivateReceiver:
     def farewell(self, head: Mapping[str, Any], tensors: Params) -> Params:
         """The whole model at the end of the run; empty where there is none."""
         sent = self.plain.farewell(head, tensors)
-        return self.vault.whole(sent, read_private(head), cut=None, round=0) if head.get("model") is True else sent
+        if head.get("model") is not True:
+            return sent
+        private = read_private(head)
+        model = self.vault.whole(sent, private, cut=None, round=0)
+        self.vault.end(private)
+        return model
 
     def forget(self) -> None:
         """Hold nothing that is shared any more; what is not stays."""
