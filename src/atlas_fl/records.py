@@ -188,6 +188,8 @@ class Recorder:
             "clipped": dict(record.clipped),
             "restored": dict(record.restored),
         }
+        if record.refused:
+            content["without_edges"] = list(record.refused)
         self._write_record(self.folder.audit_round(record.round), content)
 
     def _write_audited(self, name: str, models: ByClient, *, round: int) -> None:

@@ -1,7 +1,7 @@
 """The federated rounds: sample, train, mix, evaluate, record; engines and files do the rest."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -17,14 +17,13 @@ from atlas_fl.events import Note, OnEvent, PhaseStarted, RoundFinished
 from atlas_fl.hosting import hosting_of, seated
 from atlas_fl.lines import line_in
 from atlas_fl.mixing.diversity import Diversity
-from atlas_fl.mixing.matrices import Federation, share_warnings
+from atlas_fl.mixing.matrices import Federation, share_warnings, without_edges
 from atlas_fl.mixing.shared import with_shared
 from atlas_fl.options import is_reclustered, space_of, strategy_of, strategy_options
 from atlas_fl.planning import Planned, at_ranks, cuts_of, held_by, regraphed
 from atlas_fl.private import as_kept
 from atlas_fl.records import Recorder
 from atlas_fl.rng import generator
-from atlas_fl.sparse.choose import Mask
 from atlas_fl.sparse.frozen import with_frozen
 from atlas_fl.state import RoundRecord, State, crossed
 from atlas_fl.strategies import Strategy
@@ -176,7 +175,7 @@ def one_round(assembly: Assembly, planned: Planned, engine: Engine, state: State
     received = receive(assembly, state, updates)
     trained = {name: update.params for name, update in received.updates.items()}
     aggregated = is_aggregated(config, number)
-    server = _server_step(strategy, state, trained, planned.plan.federation(), apply=aggregated, mask=planned.mask)
+    server = _server_step(strategy, state, trained, planned, apply=aggregated, refused=received.refused)
     server, restored = _sound(server, state, trained, assembly)
     end = end_round(assembly, engine, state=state, mixed=server.start, trained=trained, cuts=cuts, is_mixed=aggregated)
     record = RoundRecord(
@@ -210,12 +209,14 @@ def one_round(assembly: Assembly, planned: Planned, engine: Engine, state: State
 
 
 def _server_step(
-    strategy: Strategy, state: State, trained: ByClient, federation: Federation, *, apply: bool, mask: Mask | None
+    strategy: Strategy, state: State, trained: ByClient, planned: Planned, *, apply: bool, refused: Collection[str]
 ) -> Aggregated:
     """What the rule gives; where it is not applied it remembers what it did, and all go on with their own models.
 
-    What a mask freezes stays what it is.
+    What a mask freezes stays what it is. The old model of a client whose update was refused is nobody's neighbour; that
+    of a client that sent none still is.
     """
+    federation, mask = without_edges(planned.plan.federation(), refused), planned.mask
     if not apply:
         start = with_shared({**state.start, **trained}, federation, list(trained))
         return Aggregated(state=state.strategy, start=start, discarded={})

@@ -8,6 +8,7 @@ from safetensors.torch import load_file, save_file
 from atlas_fl.audit import audit
 from atlas_fl.audit.bounds import read_bounds
 from atlas_fl.audit.folder import open_run
+from atlas_fl.config import MixingConfig
 from atlas_fl.errors import CheckpointError
 from tests.audit.written import edit_record, edit_tensors, found, only, write_run
 
@@ -48,7 +49,19 @@ def test_an_update_beyond_the_bound_that_was_mixed_is_found(tmp_path):
     assert row.detail.endswith("but it was mixed as it came")
 
 
-def test_a_run_older_than_the_bound_has_none(tmp_path):
+@pytest.mark.parametrize("laplacian", ["random_walk", "symmetric", "metropolis"])
+def test_who_was_refused_is_nobodys_neighbour_and_the_record_says_so(tmp_path, laplacian):
+    run = write_run(tmp_path / "run", MixingConfig(strategy="atlas", eta=0.3, laplacian=laplacian))
+    assert audit(run).ok
+    edit_record(run, 2, without_edges=[])
+    report = audit(run)
+    assert only(report, "record")[0].detail == "the updates of ['movie-1'] were refused, and without edges were []"
+    assert "mixed" in {row.check for row in report.failures}, "with its edges the others would hold something else"
+    edit_record(run, 2, without_edges=["movie-0", "movie-1"])
+    assert only(audit(run), "record")[0].detail.endswith("without edges were ['movie-0', 'movie-1']")
+
+
+def test_a_run_older_the_bound_has_none(tmp_path):
     run = write_run(tmp_path / "run")
     config = run / "config.toml"
     config.write_text(re.sub(r"\[robust\]\n(.+\n)*", "", config.read_text()))

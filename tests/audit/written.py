@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from atlas_fl.config import Config, MixingConfig, RobustConfig, to_toml
-from atlas_fl.mixing.matrices import Federation
+from atlas_fl.mixing.matrices import Federation, without_edges
 from atlas_fl.strategies import StrategyOptions, find_strategy
 from atlas_fl.tree import digest, prefixed
 
@@ -113,7 +113,7 @@ def write_run(path, mixing=None, *, robust=None, seed=42, alpha=None, rslora=Fal
         updates = {client: params for client, params in trained(start, round=round).items() if client in asked}
         good = {client: params for client, params in updates.items() if client not in refused}
         loaded = {client: {"digest": digest(start[client]), "keys": len(start[client])} for client in good}
-        server = strategy.aggregate(state, good, federation(), round=round)
+        server = strategy.aggregate(state, good, without_edges(federation(), refused), round=round)
         state, start = server.state, server.start
         if served is not None:
             start = served(round, good, start)
@@ -130,6 +130,8 @@ def write_run(path, mixing=None, *, robust=None, seed=42, alpha=None, rslora=Fal
             "loaded": loaded,
             "kept": [],
         }
+        if refused:
+            record["without_edges"] = list(refused)
         (folder / "record.json").write_text(json.dumps(record))
     return path
 

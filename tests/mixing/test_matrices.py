@@ -19,6 +19,7 @@ from atlas_fl.mixing.matrices import (
     laplacian_step,
     layer_factors,
     share_warnings,
+    without_edges,
 )
 
 # a path: a - b - c with weights 1 and 3
@@ -92,6 +93,16 @@ def test_a_client_without_edges_does_not_move(kind):
 def test_absent_clients_keep_their_model_and_stay_neighbours():
     matrix = laplacian_step(PATH, kind="random_walk", eta=0.5, present=np.array([True, False, True]))
     assert matrix.tolist() == [[0.5, 0.5, 0], [0, 1, 0], [0, 0.5, 0.5]]
+
+
+def test_who_is_without_edges_is_nobodys_neighbour_and_the_rows_stay_stochastic():
+    triangle = federation(np.array([[0, 1, 1], [1, 0, 3], [1, 3, 0]], float))
+    fed = without_edges(triangle, {"b"})
+    matrix = laplacian_step(fed.adjacency, kind="random_walk", eta=0.5, present=np.array([True, False, True]))
+    assert matrix.tolist() == [[0.5, 0, 0.5], [0, 1, 0], [0.5, 0, 0.5]]
+    alone = without_edges(federation(), {"b"})
+    assert laplacian_step(alone.adjacency, kind="random_walk", eta=0.5, present=ALL).tolist() == np.eye(3).tolist()
+    assert without_edges(triangle, {}) is triangle, "with nobody refused no digit changes"
 
 
 @pytest.mark.parametrize("kind", LAPLACIANS)

@@ -21,6 +21,7 @@ from tests.runs.reading import rows, same_tensors, state
 
 Make = Callable[..., Config]
 ATTACKED = {"strategy": "fedavg", "attack": "scale", "attack_scale": 1e6, "attackers": ("movie-1",), "rounds": 2}
+HEAD = "head.classifier.weight"
 ONE_TASK = {"tasks": ("movie",), "clients_per_task": 4, "ranks": 4, **ATTACKED}
 
 
@@ -47,6 +48,44 @@ def test_an_update_that_is_far_too_large_is_refused_with_its_sender_and_figures(
         float(tensor.abs().max()) for tensor in load_file(folder / "audit/round-0002/start.safetensors").values()
     )
     assert largest < 10
+
+
+def test_who_is_refused_pulls_nobody_back_to_its_old_model(config: Make) -> None:
+    settings = {**ONE_TASK, "strategy": "atlas", "clusters": "oracle", "eta": 0.5}
+    folder, _ = told(config(**settings, name="whole"))
+    record = json.loads((folder / "audit" / "round-0002" / "record.json").read_text())
+    assert record["without_edges"] == list(record["refused"]) == ["movie-1"]
+    trained, begun, ends = (
+        load_file(folder / "audit" / name)
+        for name in ("round-0002/trained.safetensors", "round-0001/start.safetensors", "round-0002/start.safetensors")
+    )
+    plan = json.loads((folder / "plan.json").read_text())
+    names, edges = [client["name"] for client in plan["clients"]], torch.tensor(plan["adjacency"])
+    honest = [k for k, name in enumerate(names) if name != "movie-1"]
+    for k in honest:
+        others = [other for other in honest if other != k]
+        pulled = sum(edges[k, other] * trained[f"{names[other]}/{HEAD}"] for other in others)
+        wanted = 0.5 * trained[f"{names[k]}/{HEAD}"] + 0.5 * pulled / edges[k, others].sum()
+        torch.testing.assert_close(ends[f"{names[k]}/{HEAD}"], wanted)
+    assert all(torch.equal(ends[key], begun[key]) for key in begun if key.startswith("movie-1/"))
+    report = audit(folder)
+    assert report.ok, report.failures[:3]
+    parts = config(**settings, name="parts")
+    again = run(replace(parts, run=replace(parts.run, max_rounds=1)))
+    assert resume(again.folder).complete
+    assert same_tensors(state(folder, round=2), state(again.folder, round=2))
+
+
+def test_who_takes_no_part_still_counts_as_a_neighbour(config: Make) -> None:
+    words = {"tasks": ("movie",), "clients_per_task": 4, "ranks": 4, "rounds": 2, "clusters": "oracle", "eta": 0.5}
+    folder, _ = told(config(**words, strategy="atlas", participation=0.5))
+    records = [json.loads((folder / f"audit/round-000{n}/record.json").read_text()) for n in (1, 2)]
+    assert all("without_edges" not in record and len(record["participants"]) == 2 for record in records)
+    trained, ends = (load_file(folder / f"audit/round-0001/{name}.safetensors") for name in ("trained", "start"))
+    (first, second) = records[0]["participants"]
+    both = 0.5 * (trained[f"{first}/{HEAD}"] + trained[f"{second}/{HEAD}"])
+    assert not torch.allclose(ends[f"{first}/{HEAD}"], both), "the models of before are neighbours too"
+    assert audit(folder).ok
 
 
 def test_a_clipped_update_is_mixed_smaller_and_the_audit_agrees(config: Make) -> None:

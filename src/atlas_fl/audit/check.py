@@ -35,6 +35,8 @@ from atlas_fl.tree import HEAD, LORA_A, LORA_B, PRIVATE, digest
 
 SHIFT = 1e-6
 """A recomputed move above this is more than rounding, so the tensor cannot have stayed as it was."""
+NO_ANSWER = "it did not answer"
+"""The reason that is recorded of who sent no update."""
 
 
 def audit(run_dir: Path | str, others: Sequence[Path | str] = (), *, on_event: OnEvent = ignore) -> AuditReport:
@@ -119,7 +121,7 @@ def _audit_round(run: Run, round: int, held: Models, after: Models, *, known: Mo
         )
 
     named = {*record.participants, *record.refused, *held, *after}
-    faults = [_eta_fault(run, record, round), *_trained_faults(record, trained)]
+    faults = [_eta_fault(run, record, round), _edges_fault(run, record), *_trained_faults(record, trained)]
     faults += [f"{sorted(named - set(plan.clients))} are not in the plan"] if named - set(plan.clients) else []
     yield row("record", "", "; ".join(fault for fault in faults if fault))
     for client in plan.clients:
@@ -161,6 +163,14 @@ def _eta_fault(run: Run, record: Record, round: int) -> str:
     eta = run.mixing.eta * run.mixing.eta_decay ** (round - 1) if is_aggregated(run, round) else 0.0
     same = record.eta is not None and abs(record.eta - eta) <= 1e-9 * max(eta, 1.0)
     return "" if same or kind_of(run.mixing.strategy) != "laplacian" else f"eta was {record.eta}, not {eta:g}"
+
+
+def _edges_fault(run: Run, record: Record) -> str:
+    """Whether those without neighbours are those who were refused; in runs older than the norm bound nobody is."""
+    refused = {client for client, reason in record.refused.items() if reason != NO_ANSWER}
+    if set(record.without_edges) == refused or ("robust" not in run.config and not record.without_edges):
+        return ""
+    return f"the updates of {sorted(refused)} were refused, and without edges were {sorted(record.without_edges)}"
 
 
 def _trained_faults(record: Record, trained: Models) -> Iterator[str]:
@@ -229,6 +239,7 @@ def _truth(run: Run, record: Record, plan: Plan, before: Models, after: Models, 
         eta=mixing.eta if record.eta is None else record.eta,
         by_layer=mixing.layer_weighting == "importance",
         present=present,
+        without_edges=record.without_edges,
         robust=robust_of(run),
         points=lambda clients, head: points_of(before, plan, mixing.share, clients, head=head),
     )

@@ -76,6 +76,8 @@ class Record:
     """Digest and number of keys that each client says it loaded."""
     kept: tuple[str, ...] | None = None
     """Who kept its own model because it was better on validation; None if it was not written down."""
+    without_edges: tuple[str, ...] = ()
+    """Who was nobody's neighbour in the server's step, because its update was refused."""
 
     @property
     def accepted(self) -> frozenset[str]:
@@ -246,6 +248,7 @@ def read_record(run: Run, round: int) -> Record:
             plan=content["plan"],
             loaded={client: dict(one.items()) for client, one in content["loaded"].items()},
             kept=_names(content["kept"]) if "kept" in content else None,
+            without_edges=_names(content.get("without_edges", [])),
         )
     except (AttributeError, KeyError, OverflowError, TypeError, ValueError) as error:
         raise CheckpointError(

@@ -43,6 +43,8 @@ class Rule:
     """Whether eta is scaled by the importance of the layer."""
     present: tuple[bool, ...]
     """Whose update counts."""
+    without_edges: tuple[str, ...] = ()
+    """Who is nobody's neighbour."""
     robust: Robust = field(default_factory=Robust)
     """What bounds weights, and what robust rules are made from."""
     points: Callable[[Sequence[int], bool], np.ndarray] | None = None
@@ -86,24 +88,26 @@ def _mean_row(plan: Plan, rule: Rule, k: int, *, head: bool) -> list[float]:
     return row
 
 
-def _edge(plan: Plan, k: int, other: int, *, head: bool) -> float:
+def _edge(plan: Plan, rule: Rule, k: int, other: int, *, head: bool) -> float:
+    if plan.clients[k] in rule.without_edges or plan.clients[other] in rule.without_edges:
+        return 0.0
     if k == other or not _may_meet(plan, k, other, head=head):
         return 0.0
     return float(plan.adjacency[k, other])
 
 
-def _laplacian(plan: Plan, kind: str, *, head: bool) -> np.ndarray:
+def _laplacian(plan: Plan, rule: Rule, *, head: bool) -> np.ndarray:
     n = len(plan.clients)
-    edge = [[_edge(plan, k, other, head=head) for other in range(n)] for k in range(n)]
+    edge = [[_edge(plan, rule, k, other, head=head) for other in range(n)] for k in range(n)]
     degree = [sum(row) for row in edge]
     pull = np.zeros((n, n))  # how strongly each client is drawn to each other
     for k in range(n):
         for other in range(n):
             if edge[k][other] > 0:
                 divisor = {"symmetric": 1.0, "random_walk": degree[k], "metropolis": max(degree[k], degree[other])}
-                pull[k, other] = edge[k][other] / divisor[kind]
+                pull[k, other] = edge[k][other] / divisor[rule.laplacian]
     matrix = np.diag(pull.sum(axis=1)) - pull
-    largest = np.linalg.norm(matrix, 2) if kind == "symmetric" else 1.0
+    largest = np.linalg.norm(matrix, 2) if rule.laplacian == "symmetric" else 1.0
     return matrix / largest if largest > 0 else matrix
 
 
@@ -152,7 +156,7 @@ def _each(plan: Plan, rule: Rule, *, head: bool, layer: int | None) -> np.ndarra
     if rule.kind != "laplacian":
         return np.array([_mean_row(plan, rule, k, head=head) for k in range(n)])
     step = _step_size(plan, rule, layer)
-    matrix = _laplacian(plan, rule.laplacian, head=head)
+    matrix = _laplacian(plan, rule, head=head)
     rows = [[float(k == other) - step * matrix[k, other] for other in range(n)] for k in range(n)]
     return np.array([rows[k] if rule.present[k] else np.eye(n)[k] for k in range(n)])
 
@@ -168,7 +172,7 @@ def arrival_weights(plan: Plan, rule: Rule, *, head: bool) -> np.ndarray:
         if rule.kind != "laplacian":
             matrix[k] = _mean_row(plan, rule, k, head=head)
             continue
-        row = [_edge(plan, k, other, head=head) * rule.present[other] for other in range(n)]
+        row = [_edge(plan, rule, k, other, head=head) * rule.present[other] for other in range(n)]
         if sum(row) > 0:
             matrix[k] = [weight / sum(row) for weight in row]
     return matrix

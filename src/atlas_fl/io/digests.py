@@ -222,8 +222,8 @@ def reason(error: CheckpointError) -> str:
     return str(error).partition(": ")[2].partition("; ")[0] or str(error)
 
 
-RECORD = ("round", "participants", "refused", "eta", "plan", "loaded", "kept", "clipped", "restored")
-"""What `record.json` held before it had digests."""
+RECORD = ("round", "participants", "refused", "eta", "plan", "loaded", "kept", "clipped", "restored", "without_edges")
+"""What `record.json` may hold where it has no digests."""
 
 
 def _complete(folder: RunFolder) -> Mapping[str, str]:

@@ -3,8 +3,8 @@
 FedAvg: McMahan et al., 2017. Laplacian step: MIRA (Elbakary et al., 2024); Metropolis weights: Xiao and Boyd, 2004.
 """
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 from jaxtyping import Bool, Float64, Int64
@@ -112,6 +112,14 @@ def share_warnings(federation: Federation, max_share: float) -> tuple[str, ...]:
 def cut(adjacency: Float64[np.ndarray, "n n"], groups: Int64[np.ndarray, " n"]) -> Float64[np.ndarray, "n n"]:
     """The graph without the edges that join two groups."""
     return np.where(groups[:, None] == groups[None, :], np.asarray(adjacency, np.float64), 0.0)
+
+
+def without_edges(federation: Federation, clients: Collection[str]) -> Federation:
+    """The federation, in which none of these clients has a neighbour; the very same where there are none."""
+    if not clients:
+        return federation
+    linked = np.array([client not in clients for client in federation.clients])
+    return replace(federation, adjacency=np.where(linked[:, None] & linked[None, :], federation.adjacency, 0.0))
 
 
 def _symmetric(adjacency: np.ndarray) -> np.ndarray:
