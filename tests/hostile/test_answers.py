@@ -2,7 +2,7 @@
 
 Every kind goes through a whole run, several at a time: two sites are honest, and each of the others sends one kind. The
 honest sites end with the very bits of a federation in which the others did not answer: in the plan, in training, or in
-an evaluation.
+an evaluation. Where the server refuses an update, its sender is nobody's neighbour in that round, whatever it sent.
 """
 
 import math
@@ -164,7 +164,7 @@ TRAINING: Mapping[str, Kind] = {
     "one tensor more": Kind(extra("param/x", torch.ones(1)), "the update has unknown x"),
     "a private tensor": Kind(extra("param/private", torch.zeros(32, dtype=torch.uint8)), "has unknown private"),
 }
-"""Answers that count as if the site had not answered in that round."""
+"""Answers that count as if the site had not answered in that round, or as any other update that is refused."""
 
 SCORING: Mapping[str, Kind] = {
     "no primary": Kind(renamed, "it lacks the metrics loss, accuracy"),
@@ -288,12 +288,39 @@ def test_a_round_goes_on_without_who_answers_nonsense(federations: Federations, 
     (row,) = [row for row in rows if row.get("event") in ("missing", "refused") and row["client"] == ended.name]
     assert row["round"] == 1
     fails = at("train", lambda head, _: ({"kind": "failed", "number": head["number"], "reason": "no"}, {}))
-    attackers = sorted({row["client"] for row in rows if row.get("event") in ("missing", "refused")})
+    nothing = at("train", tensors_as(full(math.nan)))
+    events = {row["client"]: row["event"] for row in rows if row.get("event") in ("missing", "refused")}
+    attackers = sorted(events)
     assert len(attackers) == len(ended.found.models) - len(HONEST)
     without_them = federations.run(
-        ("train", len(attackers)), dict.fromkeys(attackers, fails), names=(*HONEST, *attackers)
+        ("train", *sorted(events.items())),
+        {name: fails if events[name] == "missing" else nothing for name in attackers},
+        names=(*HONEST, *attackers),
     )
     assert models(ended.found) == models(without_them)
+
+
+@pytest.mark.parametrize("strategy", ["atlas", "fedavg"])
+@pytest.mark.parametrize("factor", [1e6, -30.0], ids=["x1e6", "x-30"])
+def test_an_update_far_beyond_the_others_is_refused_with_the_name_of_its_sender(
+    small: Callable[..., Config], factor: float, strategy: str
+) -> None:
+    """The honest ones end as where it sends no numbers at all; under an average also as where it does not answer."""
+    names, liar = (*SITES, "movie-3"), "movie-3"
+    large = at("train", tensors_as(lambda tensor: tensor * factor))
+    fails = at("train", lambda head, _: ({"kind": "failed", "number": head["number"], "reason": "no"}, {}))
+    other = fails if strategy == "fedavg" else at("train", tensors_as(full(math.nan)))
+    found, without_it = (
+        federate(small(clients_per_task=4, strategy=strategy, name=name), {liar: change}, names=names, least=3)
+        for name, change in (("large", large), ("without", other))
+    )
+    ends_well(found)
+    (note,) = found.noted(f"the update of {liar} was refused: the change of its")
+    assert "times the median" in note
+    (row,) = [row for row in read_rows(found.folder / "metrics.jsonl") if row.get("event") == "refused"]
+    assert (row["round"], row["client"]) == (1, liar)
+    for name in SITES:
+        assert digest(found.models[name]) == digest(without_it.models[name])
 
 
 @pytest.mark.parametrize("name", SCORING)
