@@ -3,16 +3,21 @@
     python benchmarks/byzantine.py --to byzantine.jsonl            # trains what the file lacks, prints the tables
     python benchmarks/byzantine.py --to byzantine.jsonl --table    # prints them alone
     python benchmarks/byzantine.py --to skewed.jsonl --dirichlet-alpha 0.5
+    python benchmarks/byzantine.py --to groups.jsonl --groups 3
 
 Clients of the handwritten digits, 30 training images each, train a LoRA adapter of rank 4 or 8 on a frozen layer of
 random features, and a head. That takes tenths of a second, so every attack meets every rule with five seeds. The
 server's part is the package's own: the update check, the norm bound, the rules of `strategies`, the attacks of
 `atlas run --attack`. Scores are of each honest client's own 40 test images; chance is .1.
+
+With `--groups 3` nine clients are three groups, and each group has a permutation of the labels of its own: a head that
+is right for one group is wrong for the others. `atlas` and `fedavg_cluster` know the groups, `fedavg` does not. A tenth
+client, in a group of its own, takes part where an attacker is to be alone.
 """
 
 import argparse
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cache
 from pathlib import Path
@@ -27,7 +32,7 @@ from atlas_fl.assemble import load_clients
 from atlas_fl.config import Config, with_values
 from atlas_fl.engines.attacks import ATTACKS, Turn, with_flipped_labels
 from atlas_fl.errors import ProtocolError
-from atlas_fl.mixing.matrices import Federation
+from atlas_fl.mixing.matrices import Federation, without_edges
 from atlas_fl.presets import find_preset
 from atlas_fl.rng import torch_generator
 from atlas_fl.strategies import StrategyOptions, check_update, find_strategy
@@ -58,6 +63,8 @@ class Case:
     norm_bound: str
     keep: str
     seed: int
+    place: str = ""
+    """With groups, where the hostile clients are: one of `PLACES`."""
 
 
 ATTACKED: tuple[tuple[str, float | None], ...] = (
@@ -85,6 +92,37 @@ RULED = (
     ("atlas", "refuse", "mixed"),
 )
 """(rule, norm bound, what is kept at the end). `atlas` knows the true task of all, so that they are one cluster."""
+
+
+PLACES: Mapping[str, tuple[int, tuple[int, ...]]] = {
+    "one of nine": (9, (8,)),
+    "two of nine, in two groups": (9, (5, 8)),
+    "a tenth, alone in its group": (10, (9,)),
+}
+"""(clients, the places of the hostile ones); client k is in group k // 3."""
+GROUP_ATTACKED = tuple(one for one in ATTACKED if one[1] != 9 and one != ("sign_flip", None))
+GROUP_RULED = (
+    ("local", "off", "mixed"),
+    *((rule, bound, "mixed") for rule in ("fedavg", "fedavg_cluster", "atlas") for bound in ("off", "refuse")),
+)
+
+
+def grouped_cases() -> Iterator[Case]:
+    for seed in SEEDS:
+        for place, (clients, hostile) in PLACES.items():
+            for attack, size in GROUP_ATTACKED:
+                for rule, norm_bound, keep in GROUP_RULED:
+                    yield Case(
+                        clients=clients,
+                        hostile=len(hostile),
+                        attack=attack,
+                        size=size,
+                        rule=rule,
+                        norm_bound=norm_bound,
+                        keep=keep,
+                        seed=seed,
+                        place=place,
+                    )
 
 
 def cases() -> Iterator[Case]:
@@ -175,16 +213,36 @@ def measure(net: Net, params: Params, data: tuple[Tensor, Tensor]) -> tuple[floa
     return float((logits.argmax(1) == labels).float().mean()), float(cross_entropy(logits, labels))
 
 
-def federation_of(names: tuple[str, ...]) -> Federation:
-    n = len(names)
+def groups_of(case: Case) -> np.ndarray:
+    """The group of every client: one of all, or three clients to a group."""
+    return np.arange(case.clients) // 3 if case.place else np.zeros(case.clients, np.int64)
+
+
+def hostile_of(case: Case, names: tuple[str, ...]) -> tuple[str, ...]:
+    """Who is hostile under every attack of this case; under `none` the same ones are left out of the scores."""
+    places = PLACES[case.place][1] if case.place else range(case.clients - case.hostile, case.clients)
+    return tuple(names[k] for k in places)
+
+
+def federation_of(case: Case, names: tuple[str, ...]) -> Federation:
+    n, groups = len(names), groups_of(case)
+    knows = case.rule != "fedavg"
     return Federation(
         clients=names,
         weights=np.full(n, 30.0),
-        clusters=np.zeros(n, np.int64),
-        adjacency=np.ones((n, n)) - np.eye(n),
-        head_groups=("digits",) * n,
+        clusters=groups,
+        adjacency=(groups[:, None] == groups[None, :]) * (np.ones((n, n)) - np.eye(n)),
+        head_groups=tuple(f"digits {group}" if knows else "digits" for group in groups),
         layer_of={LAYER: 0},
     )
+
+
+def labelled(case: Case, data: tuple[Tensor, Tensor], group: int) -> tuple[Tensor, Tensor]:
+    """The images under the labels of this group."""
+    if not case.place:
+        return data
+    order = torch.randperm(10, generator=torch_generator(case.seed, "labels", group))
+    return data[0], order[data[1]]
 
 
 def server_step(
@@ -198,10 +256,12 @@ def server_step(
         except ProtocolError:
             continue
         good[name] = params
-    tasks = dict.fromkeys(sent, "digits")
+    tasks = dict(zip(federation.clients, federation.head_groups, strict=True))
     mode = case.norm_bound if strategy.communicates else "off"
     kept, _ = bound_updates(held, good, tasks, SPACE, mode=mode, ratio=10)
-    mixed = strategy.aggregate(held, kept, federation, round=round).start
+    # as in `train.one_round`
+    linked = without_edges(federation, sorted(sent.keys() - kept.keys()))
+    mixed = strategy.aggregate(held, kept, linked, round=round).start
     bad = unusable_models(mixed)
     return {name: held[name] if name in bad else params for name, params in mixed.items()}, sorted(
         sent.keys() - kept.keys()
@@ -219,15 +279,17 @@ def run(case: Case, alpha: float | None) -> dict[str, object]:
     """The scores of the honest clients."""
     clients = digits(case.clients, case.seed, alpha)
     names = tuple(client.name for client in clients)
-    hostile = names[-case.hostile :] if case.attack != "none" else ()
+    hostile = hostile_of(case, names) if case.attack != "none" else ()
     if case.attack != "none" and ATTACKS[case.attack].flips:
         clients = with_flipped_labels(clients, hostile)
     net = Net(frozen=torch.randn(FEATURES, 64, generator=torch_generator(case.seed, "frozen")) / 8)
     options = StrategyOptions(eta=0.5, byzantine=case.hostile, trim=case.hostile / case.clients)
-    strategy, federation = find_strategy(case.rule, options), federation_of(names)
+    strategy, federation = find_strategy(case.rule, options), federation_of(case, names)
     data = {
-        client.name: {split: images_of(client, split) for split in ("train", "validation", "test")}
-        for client in clients
+        client.name: {
+            split: labelled(case, images_of(client, split), int(group)) for split in ("train", "validation", "test")
+        }
+        for client, group in zip(clients, groups_of(case), strict=True)
     }
     held: ByClient = {name: net.start(RANKS[k % len(RANKS)], case.seed) for k, name in enumerate(names)}
     refused = 0
@@ -245,30 +307,38 @@ def run(case: Case, alpha: float | None) -> dict[str, object]:
             name: [measure(net, models[name], data[name]["validation"])[1] for models in (own, held)] for name in names
         }
         held = {name: own[name] if losses[name][0] < losses[name][1] else held[name] for name in names}
-    scores = [measure(net, held[name], data[name]["test"])[0] for name in names if name not in names[-case.hostile :]]
+    scores = [measure(net, held[name], data[name]["test"])[0] for name in names if name not in hostile_of(case, names)]
     return {**asdict(case), "mean": fmean(scores), "worst": min(scores), "honest_refused": refused}
 
 
-def tables(rows: list[dict[str, object]]) -> Iterator[str]:
+def tables(rows: list[dict[str, object]], grouped: bool) -> Iterator[str]:
     """Mean and standard deviation over the seeds of the honest clients' mean score, and the mean of the worst one's."""
-    for clients, hostile in SIZES:
+    if grouped:
+        for place in PLACES:
+            yield f"\n{place}: mean +- std over seeds (mean of the worst honest client)\n"
+            yield from _table([row for row in rows if row["place"] == place], GROUP_ATTACKED, GROUP_RULED)
+    for clients, hostile in () if grouped else SIZES:
         yield f"\n{hostile} of {clients} clients: mean +- std over seeds (mean of the worst honest client)\n"
-        words = [attack if size is None else f"{attack} {size:g}" for attack, size in ATTACKED]
-        yield "| rule | " + " | ".join(words) + " |"
-        yield "|---" * (len(words) + 1) + "|"
-        for rule, norm_bound, keep in RULED:
-            name = rule + (f", norm bound {norm_bound}" if norm_bound != "off" else "")
-            name += ", keep best" if keep == "best" else ""
-            cells = []
-            for attack, size in ATTACKED:
-                wanted = {"clients": clients, "attack": attack, "size": size, "rule": rule}
-                wanted |= {"norm_bound": norm_bound, "keep": keep}
-                found = [row for row in rows if all(row[key] == value for key, value in wanted.items())]
-                cells.append(_cell(found))
-            yield f"| {name} | " + " | ".join(cells) + " |"
+        yield from _table([row for row in rows if row["clients"] == clients], ATTACKED, RULED)
     bounded = [row for row in rows if row["norm_bound"] == "refuse"]
     refused = sum(int(str(row["honest_refused"])) for row in bounded)
     yield f"\n{len(rows)} runs; in the {len(bounded)} with a norm bound {refused} honest updates were refused"
+
+
+def _table(
+    rows: list[dict[str, object]], attacked: Sequence[tuple[str, float | None]], ruled: Sequence[tuple[str, str, str]]
+) -> Iterator[str]:
+    words = [attack if size is None else f"{attack} {size:g}" for attack, size in attacked]
+    yield "| rule | " + " | ".join(words) + " |"
+    yield "|---" * (len(words) + 1) + "|"
+    for rule, norm_bound, keep in ruled:
+        name = rule + (f", norm bound {norm_bound}" if norm_bound != "off" else "")
+        name += ", keep best" if keep == "best" else ""
+        cells = []
+        for attack, size in attacked:
+            wanted = {"attack": attack, "size": size, "rule": rule, "norm_bound": norm_bound, "keep": keep}
+            cells.append(_cell([row for row in rows if all(row[key] == value for key, value in wanted.items())]))
+        yield f"| {name} | " + " | ".join(cells) + " |"
 
 
 def _cell(rows: list[dict[str, object]]) -> str:
@@ -284,18 +354,22 @@ def main() -> None:
     parser.add_argument("--to", type=Path, default=Path("byzantine.jsonl"))
     parser.add_argument("--dirichlet-alpha", type=float, default=None)
     parser.add_argument("--clients", type=int, nargs="*", default=[n for n, _ in SIZES], help="federations to train")
+    parser.add_argument("--groups", type=int, choices=(1, 3), default=1, help="groups with labels of their own")
+    parser.add_argument("--rules", nargs="*", default=None, help="rules to train; by default all")
     parser.add_argument("--table", action="store_true")
     args = parser.parse_args()
     torch.set_num_threads(1)
     lines = args.to.read_text(encoding="utf-8").splitlines() if args.to.exists() else []
     rows = [json.loads(line) for line in lines]
-    done = {tuple(row[key] for key in asdict(next(cases()))) for row in rows}
-    for case in cases() if not args.table else ():
-        if case.clients in args.clients and tuple(asdict(case).values()) not in done:
+    done = {tuple(row.get(key, "") for key in asdict(next(cases()))) for row in rows}
+    wanted = list(grouped_cases() if args.groups == 3 else cases())
+    for case in wanted if not args.table else ():
+        chosen = (case.place or case.clients in args.clients) and (args.rules is None or case.rule in args.rules)
+        if chosen and tuple(asdict(case).values()) not in done:
             rows.append(run(case, args.dirichlet_alpha))
             with args.to.open("a", encoding="utf-8") as file:
                 file.write(json.dumps(rows[-1]) + "\n")
-    print("\n".join(tables(rows)))
+    print("\n".join(tables(rows, args.groups == 3)))
 
 
 if __name__ == "__main__":
