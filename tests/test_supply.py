@@ -104,17 +104,22 @@ def test_no_index_and_no_hub_is_named_in_the_repository() -> None:
 @pytest.fixture
 def wheel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A wheel of no code, in a folder that pip takes for its only index."""
-    path = tmp_path / "index" / "tiny_atlas_test-1.0-py3-none-any.whl"
-    path.parent.mkdir()
-    info = "tiny_atlas_test-1.0.dist-info"
+    (tmp_path / "index").mkdir()
+    path = written_wheel(tmp_path / "index", "1.0")
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.setenv("PIP_FIND_LINKS", str(path.parent))
+    return path
+
+
+def written_wheel(folder: Path, version: str) -> Path:
+    path = folder / f"tiny_atlas_test-{version}-py3-none-any.whl"
+    info = f"tiny_atlas_test-{version}.dist-info"
     with ZipFile(path, "w") as archive:
-        archive.writestr(f"{info}/METADATA", "Metadata-Version: 2.1\nName: tiny-atlas-test\nVersion: 1.0\n")
+        archive.writestr(f"{info}/METADATA", f"Metadata-Version: 2.1\nName: tiny-atlas-test\nVersion: {version}\n")
         archive.writestr(
             f"{info}/WHEEL", "Wheel-Version: 1.0\nGenerator: atlas\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
         )
         archive.writestr(f"{info}/RECORD", f"{info}/METADATA,,\n{info}/WHEEL,,\n{info}/RECORD,,\n")
-    monkeypatch.setenv("PIP_NO_INDEX", "1")
-    monkeypatch.setenv("PIP_FIND_LINKS", str(path.parent))
     return path
 
 
@@ -128,6 +133,23 @@ def installed(wheel: Path, digest: str) -> Path:
 
 def test_a_file_with_the_locked_hash_is_installed(wheel: Path) -> None:
     assert list(installed(wheel, sha256(wheel.read_bytes()).hexdigest()).glob("tiny_atlas_test*"))
+
+
+@pytest.mark.parametrize("label", ["cpu", ""])
+def test_a_build_is_taken_by_its_label_where_it_is_offered(
+    wheel: Path, monkeypatch: pytest.MonkeyPatch, label: str
+) -> None:
+    files = [wheel, *([written_wheel(wheel.parent, f"1.0+{label}")] if label else [])]
+    target, lock_file = wheel.parents[1] / "target", wheel.parents[1] / "lock.txt"
+    hashes = "".join(f" \\\n    --hash=sha256:{sha256(file.read_bytes()).hexdigest()}" for file in files)
+    lock_file.write_text(
+        f"--only-binary :all:\ntiny-atlas-test==1.0{hashes}\nother==2 \\\n    --hash=sha256:00\n", "utf-8"
+    )
+    monkeypatch.setattr(install, "LOCKED", [*install.LOCKED, "--target", str(target)])
+    assert install.install_build(lock_file, name="tiny-atlas-test", label="cpu") is bool(label)
+    assert [path.name for path in target.glob("*.dist-info")] == (
+        ["tiny_atlas_test-1.0+cpu.dist-info"] if label else []
+    )
 
 
 def test_a_file_with_another_hash_is_refused_in_one_line_with_the_remedy(wheel: Path) -> None:

@@ -10,6 +10,7 @@ import importlib
 import re
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterable
 from importlib import metadata
 from pathlib import Path
@@ -24,6 +25,7 @@ MISMATCH = re.compile(r"^\s+(?P<pin>\S+==\S+)[^\n]* from (?P<url>\S+).*?Got\s+(?
 def main(groups: Iterable[str]) -> None:
     """Install the base and the sets; ends the process with a line where a file is not the one that was locked."""
     run_pip([*LOCKED, *_files(["build"])])
+    install_build(ROOT / "requirements" / "base.txt", name="torch", label="cpu")
     run_pip([*LOCKED, *_files(dict.fromkeys(("base", *groups)))])
     if lacks_cuda():
         run_pip([*LOCKED, *_files(["cuda"])])
@@ -35,9 +37,34 @@ def _files(groups: Iterable[str]) -> list[str]:
     return [word for group in groups for word in ("--requirement", str(ROOT / "requirements" / f"{group}.txt"))]
 
 
+def install_build(lock: Path, *, name: str, label: str) -> bool:
+    """Whether the build of this package with this local label is installed now: where an index or a folder has it.
+
+    Asked for by its label, because pip prefers a file whose hash an index states to one in a folder, whatever its
+    version: of two builds that are locked it would take the public one, which comes with gigabytes of CUDA.
+    """
+    (locked,) = re.findall(rf"^{name}==\S+(?: \\\n\s+--hash=\S+)+$", lock.read_text(encoding="utf-8"), re.M)
+    pin, _, hashes = locked.partition(" ")
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "build.txt"
+        file.write_text(f"--only-binary :all:\n{pin}+{label} {hashes}\n", encoding="utf-8")
+        done = _run([*LOCKED, "--requirement", str(file)])
+    if f"No matching distribution found for {pin}+{label}" in done.stderr:
+        return False
+    _end_on_fault(done)
+    return True
+
+
 def run_pip(words: list[str]) -> None:
     """Run pip; a file with another hash ends the process with one line, and what else pip says is shown as it is."""
-    done = subprocess.run([*PIP, *words], capture_output=True, text=True, check=False)
+    _end_on_fault(_run(words))
+
+
+def _run(words: list[str]) -> "subprocess.CompletedProcess[str]":
+    return subprocess.run([*PIP, *words], capture_output=True, text=True, check=False)
+
+
+def _end_on_fault(done: "subprocess.CompletedProcess[str]") -> None:
     if done.returncode and (mismatch := MISMATCH.search(done.stderr)):
         raise SystemExit(mismatch_line(**mismatch.groupdict()))
     sys.stderr.write(done.stderr)
