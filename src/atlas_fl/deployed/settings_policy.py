@@ -186,7 +186,7 @@ def what_leaves(config: Config, *, client: str, task: Task, device: str, blocks:
     if "cut" not in words:
         return (
             f"leaves this site: {sent}; {usual}",
-            f"never leaves it: {kept}, what the model makes of one of them, the label of an example",
+            f"never leaves it: {kept}, activations, the label of an example",
         )
     where = cut_word(config.split.split, client=client, task=task.name, device=device)
     at = "one of the model's blocks, if this device cannot hold all," if where == AUTO else f"block {where} of {blocks}"
