@@ -13,7 +13,7 @@ from atlas_fl.cli.parse import parse
 from atlas_fl.cli.settings import base_config
 from atlas_fl.cli.words import split
 from atlas_fl.config import Config, config_hash, mask_source, pinned
-from atlas_fl.deployed.consent import Allowance
+from atlas_fl.deployed.consent import Allowance, Consent
 from atlas_fl.errors import ConfigError
 
 
@@ -45,9 +45,9 @@ class JoinOptions:
     """What you agree to beyond adapters, head, sketches and counts: `cut` (the model may be cut, and activations tell
     the server nearly all of the text), `labels` (they go to the server, where the head of a cut model is), `hosting`
     (sites compute for each other) and `hub-model` (a model of the hub that the server names is loaded)."""
-    least_examples: int = 16
+    least_examples: int = Consent.least_examples
     """Fewest training examples behind an update or a fingerprint; settings that take fewer are refused."""
-    most_sketch: int = 4096
+    most_sketch: int = Consent.most_sketch
     """Most numbers of a sketch of this data; settings with longer ones are refused."""
     private: str | None = None
     """Where what the settings' --share leaves out is kept until the run is complete; NAME-private by default. A site

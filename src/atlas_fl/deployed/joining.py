@@ -17,8 +17,8 @@ from atlas_fl.deployed.settings_policy import (
     check_model_name,
     check_settings,
     settings_here,
-    what_leaves,
 )
+from atlas_fl.deployed.what_leaves import what_leaves
 from atlas_fl.engines.hall.worker import Worker
 from atlas_fl.engines.messages.census import census_of
 from atlas_fl.engines.messages.vault import check_vault
