@@ -163,7 +163,10 @@ SAYS: Mapping[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "cut": (("activations of every example at block 1 of 3 and the label of each",), ("the files of its data",)),
     "cut, head here": (("at block 1 of 3 without their labels",), ("the files of its data, the label of an example",)),
     "paired": (("also by other sites",), ("the files of its data",)),
-    "images": (("sums of its images' features", "a score of each weight", "weights under the mask"), ("images, activations",)),
+    "images": (
+        ("sums of its images' features", "a score of each weight", "weights under the mask"),
+        ("images, activations",),
+    ),
 }
 
 

@@ -1,5 +1,7 @@
 """Models whose matrices are used in every way that there is, against one backward pass an example."""
 
+import threading
+
 import pytest
 import torch
 from torch import nn
@@ -8,7 +10,7 @@ from torch.nn import functional
 from atlas_fl.errors import ModelError
 from atlas_fl.sparse import squares
 from atlas_fl.sparse.fisher import fisher, of_module
-from atlas_fl.sparse.squares import look
+from atlas_fl.sparse.squares import look, math_attention
 
 
 class Block(nn.Module):
@@ -186,3 +188,29 @@ def test_a_model_that_goes_other_ways_for_other_examples_is_refused() -> None:
     words = {"labels": "true", "targets": torch.tensor([0, 1])}
     with pytest.raises(ModelError, match="use method='examples'"):
         fisher(logits, {"w": torch.eye(2)}, names=["w"], inputs=torch.ones(2, 2), **words)
+
+
+def test_threads_at_once_leave_attention_as_it_was() -> None:
+    before = torch.backends.cuda.flash_sdp_enabled()
+    first_in, second_in, first_may_go, first_gone = (threading.Event() for _ in range(4))
+
+    def first() -> None:
+        with math_attention():
+            first_in.set()
+            first_may_go.wait(10)
+
+    def second() -> None:
+        first_in.wait(10)
+        with math_attention():
+            second_in.set()
+            first_gone.wait(10)
+
+    threads = [threading.Thread(target=work) for work in (first, second)]
+    for thread in threads:
+        thread.start()
+    second_in.wait(0.2)  # in vain, where one thread has it at a time
+    first_may_go.set()
+    threads[0].join()
+    first_gone.set()
+    threads[1].join()
+    assert torch.backends.cuda.flash_sdp_enabled() is before

@@ -9,8 +9,10 @@ embeddings, a patch projection) are small per example and come as they are out o
 Goodfellow 2015, "Efficient Per-Example Gradient Computations", has the sums for dense layers; ours have tokens.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from threading import RLock
 from typing import Any, TypeAlias
 
 import torch
@@ -25,6 +27,8 @@ from atlas_fl.types import Params
 
 TILE = 1 << 18
 """Values of a matrix whose sums and products every core of a CPU holds in its cache, a megabyte each."""
+
+_ATTENTION = RLock()
 
 OfExample: TypeAlias = Callable[[Params, Tensor, Tensor], Tensor]
 """(weights, input, draw) of one example -> the number whose gradient is squared."""
@@ -107,6 +111,17 @@ def _flat(values: Sequence[Any]) -> list[Any]:
     return [one for value in values for one in (value if isinstance(value, list | tuple) else [value])]
 
 
+@contextmanager
+def math_attention() -> Iterator[None]:
+    """Attention as products and a softmax, which `vmap` can follow.
+
+    torch keeps this choice for the whole process, so one thread has it at a time: of two at once, one would put back
+    what the other had chosen, and every later attention of the process would be computed so.
+    """
+    with _ATTENTION, sdpa_kernel(SDPBackend.MATH):
+        yield
+
+
 def look(of_example: OfExample, params: Params, names: Sequence[str], *, inputs: Tensor, draws: Tensor) -> Layout:
     """What one example shows: run forward on the first of `inputs`, watching every parameter in `names`."""
     seen: list[_Tap] = []
@@ -118,7 +133,7 @@ def look(of_example: OfExample, params: Params, names: Sequence[str], *, inputs:
         return result
 
     chosen = {name: params[name] for name in names}
-    with sdpa_kernel(SDPBackend.MATH):
+    with math_attention():
         vmap(one, in_dims=(None, 0, 0))(chosen, inputs[:1], draws[:1])
     tap = seen[0]
     products = {use: product for use, product in tap.products.items() if use[0] not in tap.elsewhere}
@@ -153,7 +168,7 @@ def add_squares(
         return result, tap.inputs
 
     deltas = {use: params[use[0]].new_zeros(product.shape) for use, product in layout.products.items()}
-    with sdpa_kernel(SDPBackend.MATH):
+    with math_attention():
         per_example = vmap(grad(one, argnums=(0, 1), has_aux=True), in_dims=(None, None, 0, 0))
         (products, others), values = per_example(deltas, rest, inputs, draws)
     for name, gradient in others.items():
