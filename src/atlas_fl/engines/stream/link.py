@@ -5,6 +5,7 @@ import contextlib
 import secrets
 import time
 from collections.abc import Callable
+from itertools import chain
 from typing import Any
 
 import grpc
@@ -92,7 +93,7 @@ class Link:
             call = await self._connected()
             try:
                 async with self._writing:
-                    for chunk in (*([LONG] if len(frame) >= CHUNK else ()), *chunks(frame)):
+                    for chunk in chain([LONG] if len(frame) >= CHUNK else [], chunks(frame)):
                         await call.write(chunk)
                 payload = await joined(call.read)
             except (grpc.aio.AioRpcError, grpc.aio.UsageError, asyncio.InvalidStateError) as error:
