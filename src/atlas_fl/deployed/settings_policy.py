@@ -52,9 +52,14 @@ def settings_here(
 
     Raises an `AtlasError` for settings that `atlas serve` itself would refuse.
     """
-    own = {"tasks": () if "=" in task else (task,), "task": (task,) if "=" in task else ()}
-    devices = {"devices": () if "=" in device else (device,), "device": (device,) if "=" in device else ()}
-    data = replace(config.data, data_dir=data_dir, **own, **devices)  # type: ignore[arg-type]
+    data = replace(
+        config.data,
+        data_dir=data_dir,
+        tasks=() if "=" in task else (task,),
+        task=(task,) if "=" in task else (),
+        devices=() if "=" in device else (device,),
+        device=(device,) if "=" in device else (),
+    )
     chosen = replace(config.model, model=model or config.model.model, init_adapter=None)
     # who has a whole task has no part of its classes
     images = config.images if part is not None else replace(config.images, nc=EVENLY)

