@@ -20,6 +20,7 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cache
+from itertools import product
 from pathlib import Path
 from statistics import fmean, stdev
 
@@ -108,38 +109,35 @@ GROUP_RULED = (
 
 
 def grouped_cases() -> Iterator[Case]:
-    for seed in SEEDS:
-        for place, (clients, hostile) in PLACES.items():
-            for attack, size in GROUP_ATTACKED:
-                for rule, norm_bound, keep in GROUP_RULED:
-                    yield Case(
-                        clients=clients,
-                        hostile=len(hostile),
-                        attack=attack,
-                        size=size,
-                        rule=rule,
-                        norm_bound=norm_bound,
-                        keep=keep,
-                        seed=seed,
-                        place=place,
-                    )
+    """Clients in groups that differ."""
+    groups = [(clients, len(hostile), place) for place, (clients, hostile) in PLACES.items()]
+    return _cases(groups, GROUP_ATTACKED, GROUP_RULED)
 
 
 def cases() -> Iterator[Case]:
-    for seed in SEEDS:
-        for clients, hostile in SIZES:
-            for attack, size in ATTACKED:
-                for rule, norm_bound, keep in RULED:
-                    yield Case(
-                        clients=clients,
-                        hostile=hostile,
-                        attack=attack,
-                        size=size,
-                        rule=rule,
-                        norm_bound=norm_bound,
-                        keep=keep,
-                        seed=seed,
-                    )
+    """Clients of one group."""
+    return _cases([(clients, hostile, "") for clients, hostile in SIZES], ATTACKED, RULED)
+
+
+def _cases(
+    federations: Sequence[tuple[int, int, str]],
+    attacks: Sequence[tuple[str, float | None]],
+    rules: Sequence[tuple[str, str, str]],
+) -> Iterator[Case]:
+    for seed, (clients, hostile, place), (attack, size), (rule, norm_bound, keep) in product(
+        SEEDS, federations, attacks, rules
+    ):
+        yield Case(
+            clients=clients,
+            hostile=hostile,
+            attack=attack,
+            size=size,
+            rule=rule,
+            norm_bound=norm_bound,
+            keep=keep,
+            seed=seed,
+            place=place,
+        )
 
 
 @cache
