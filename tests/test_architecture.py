@@ -3,11 +3,9 @@
 import ast
 import re
 import tomllib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import cache
 from pathlib import Path
-
-import pytest
 
 import atlas_fl
 
@@ -48,8 +46,13 @@ def tree_of(module: str) -> ast.Module:
     return ast.parse((ROOT / module).read_text(encoding="utf-8"))
 
 
-def imported(module: str) -> Iterator[str]:
+@cache
+def imported(module: str) -> frozenset[str]:
     """The top names of all that a module imports, anywhere in it."""
+    return frozenset(_imported(module))
+
+
+def _imported(module: str) -> Iterator[str]:
     for node in ast.walk(tree_of(module)):
         if isinstance(node, ast.Import):
             yield from (alias.name.split(".")[0] for alias in node.names)
@@ -57,39 +60,78 @@ def imported(module: str) -> Iterator[str]:
             yield node.module.split(".")[0]
 
 
-@pytest.mark.parametrize("package", OWNERS)
-def test_a_package_is_imported_in_one_place(package: str) -> None:
-    owner = OWNERS[package]
-    assert [module for module in MODULES if package in imported(module) and not module.startswith(owner)] == []
+@cache
+def calls_in(module: str) -> set[str]:
+    """Everything that a module calls, as it is written."""
+    return {ast.unparse(node.func) for node in ast.walk(tree_of(module)) if isinstance(node, ast.Call)}
 
 
-@pytest.mark.parametrize("module", [module for module in MODULES if module.startswith(PURE)])
-def test_settings_and_ranks_know_no_tensors(module: str) -> None:
-    assert not {"torch", "transformers", "safetensors"} & set(imported(module))
+def listed(offenders: Iterable[str], remedy: str) -> str:
+    """The message of a check: what to do, then every offender on a line of its own."""
+    return "\n".join([remedy, *(f"  {offender}" for offender in offenders)])
 
 
-@pytest.mark.parametrize("module", MODULES)
-def test_nothing_is_pickled_and_no_seed_is_global(module: str) -> None:
-    assert not {"pickle", "shelve", "dill", "joblib"} & set(imported(module))
-    calls = {ast.unparse(node.func) for node in ast.walk(tree_of(module)) if isinstance(node, ast.Call)}
+def test_a_package_is_imported_in_one_place() -> None:
+    offenders = [
+        f"{module} imports {package}, which belongs to {owner}"
+        for module in MODULES
+        for package, owner in OWNERS.items()
+        if not module.startswith(owner) and package in imported(module)
+    ]
+    assert not offenders, listed(offenders, "call the owner of the package, or change OWNERS and say why:")
+
+
+def test_settings_and_ranks_know_no_tensors() -> None:
+    missing = [pure for pure in PURE if not any(module.startswith(pure) for module in MODULES)]
+    assert not missing, listed(missing, "no module has such a path; correct PURE:")
+    offenders = [
+        f"{module} imports {package}"
+        for module in MODULES
+        if module.startswith(PURE)
+        for package in sorted({"torch", "transformers", "safetensors"} & imported(module))
+    ]
+    assert not offenders, listed(offenders, "move what needs tensors out of these modules:")
+
+
+def test_nothing_is_pickled() -> None:
+    offenders = [
+        f"{module} imports {package}"
+        for module in MODULES
+        for package in sorted({"pickle", "shelve", "dill", "joblib"} & imported(module))
+    ]
+    assert not offenders, listed(offenders, "store tensors with safetensors and values as JSON:")
+
+
+def test_no_seed_and_no_setting_is_global() -> None:
     forbidden = {"torch.manual_seed", "np.random.seed", "random.seed", "torch.set_default_dtype", "logging.basicConfig"}
-    assert not forbidden & calls
+    offenders = [f"{module} calls {call}" for module in MODULES for call in sorted(forbidden & calls_in(module))]
+    assert not offenders, listed(offenders, "take a generator, a dtype or a logger as an argument:")
 
 
-@pytest.mark.parametrize("module", MODULES)
-def test_only_the_command_line_prints(module: str) -> None:
-    calls = {ast.unparse(node.func) for node in ast.walk(tree_of(module)) if isinstance(node, ast.Call)}
-    assert module.startswith("cli/") or not {"print", "sys.exit", "input"} & calls
+def test_only_the_command_line_prints() -> None:
+    offenders = [
+        f"{module} calls {call}"
+        for module in MODULES
+        if not module.startswith("cli/")
+        for call in sorted({"print", "sys.exit", "input"} & calls_in(module))
+    ]
+    assert not offenders, listed(offenders, "return the value, raise an error of atlas_fl.errors, or send an event:")
 
 
-@pytest.mark.parametrize("module", MODULES)
-def test_modules_and_functions_are_short(module: str) -> None:
-    lines = (ROOT / module).read_text(encoding="utf-8").count("\n")
-    assert lines <= 600, f"{module} has {lines} lines"
-    for node in ast.walk(tree_of(module)):
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-            size = body_lines(node)
-            assert size <= 40, f"{module}: {node.name} has {size} lines"
+def test_modules_are_short() -> None:
+    lengths = {module: (ROOT / module).read_text(encoding="utf-8").count("\n") for module in MODULES}
+    offenders = [f"{module} has {lines} lines" for module, lines in lengths.items() if lines > 600]
+    assert not offenders, listed(offenders, "a module holds one idea in at most 600 lines; split it by subject:")
+
+
+def test_functions_are_short() -> None:
+    offenders = [
+        f"{module}:{node.lineno} {node.name} has {body_lines(node)} lines"
+        for module in MODULES
+        for node in ast.walk(tree_of(module))
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and body_lines(node) > 40
+    ]
+    assert not offenders, listed(offenders, "a function's body has at most 40 lines; give a part of it a name:")
 
 
 def body_lines(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
@@ -98,15 +140,19 @@ def body_lines(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
     return (body[-1].end_lineno or 0) - body[0].lineno + 1 if body else 0
 
 
-@pytest.mark.parametrize("module", MODULES)
-def test_every_module_says_what_it_is(module: str) -> None:
-    assert (ast.get_docstring(tree_of(module)) or "").strip()
+def test_every_module_says_what_it_is() -> None:
+    offenders = [module for module in MODULES if not (ast.get_docstring(tree_of(module)) or "").strip()]
+    assert not offenders, listed(offenders, "begin the module with a docstring that says what it holds:")
 
 
-@pytest.mark.parametrize("module", MODULES)
-def test_nothing_is_left_to_do(module: str) -> None:
-    text = (ROOT / module).read_text(encoding="utf-8")
-    assert not [word for word in ("TODO", "FIXME", "XXX", "NotImplementedError") if word in text]
+def test_nothing_is_left_to_do() -> None:
+    offenders = [
+        f"{module} says {word}"
+        for module in MODULES
+        for word in ("TODO", "FIXME", "XXX", "NotImplementedError")
+        if word in (ROOT / module).read_text(encoding="utf-8")
+    ]
+    assert not offenders, listed(offenders, "finish it, or write the limitation into the documents:")
 
 
 def test_the_constraints_pin_every_dependency() -> None:

@@ -8,7 +8,7 @@ In the documents a name in backticks is a promise: `mixing.mix.mix` (a path insi
 import ast
 import re
 import shlex
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import MISSING, fields
 from functools import cache
 from pathlib import Path
@@ -22,6 +22,7 @@ from atlas_fl.cli.parse import known_flags, parse
 from atlas_fl.cli.settings import base_config
 from atlas_fl.cli.words import ALIASES, split
 from atlas_fl.config import load_config, settings, validate, with_values
+from atlas_fl.errors import AtlasError
 from atlas_fl.presets import PRESETS
 from atlas_fl.search.space import check_space, parse_space
 from atlas_fl.sweep import grid, parse_over, seeds
@@ -164,45 +165,74 @@ def test_there_are_documents() -> None:
     assert expected <= set(DOCUMENTS)
 
 
-@pytest.mark.parametrize("document", DOCUMENTS)
-def test_modules_and_functions_exist(document: str) -> None:
-    words = [word.removesuffix("()") for word in spans(document)]
-    dotted = [word for word in words if DOTTED.fullmatch(word) and is_about_the_package(word)]
-    assert [word for word in dotted if not exists(word) and not is_setting(word)] == []
+def listed(offenders: Iterable[str], remedy: str) -> str:
+    """The message of a check: what to do, then every offender on a line of its own."""
+    return "\n".join([remedy, *(f"  {offender}" for offender in offenders)])
 
 
-@pytest.mark.parametrize("document", DOCUMENTS)
-def test_files_exist(document: str) -> None:
-    bases = (ROOT, PACKAGE, (ROOT / document).parent)
-    paths = [word for word in spans(document) if FILE.fullmatch(word)]
-    assert [path for path in paths if not any((base / path).exists() for base in bases)] == []
+def test_modules_and_functions_exist() -> None:
+    offenders = [
+        f"{document}: `{word}`"
+        for document in DOCUMENTS
+        for word in (span.removesuffix("()") for span in spans(document))
+        if DOTTED.fullmatch(word) and is_about_the_package(word) and not exists(word) and not is_setting(word)
+    ]
+    assert not offenders, listed(offenders, "no such module, function or setting; name what is there now:")
 
 
-@pytest.mark.parametrize("document", DOCUMENTS)
-def test_tests_exist(document: str) -> None:
-    named = TEST.findall(text_of(document))
-    assert [
-        f"{file}::{name}" for file, name in named if not (ROOT / file).is_file() or name not in names_of(ROOT / file)
-    ] == []
+def test_files_exist() -> None:
+    offenders = [
+        f"{document}: `{path}`"
+        for document in DOCUMENTS
+        for path in spans(document)
+        if FILE.fullmatch(path)
+        and not any((base / path).exists() for base in (ROOT, PACKAGE, (ROOT / document).parent))
+    ]
+    assert not offenders, listed(offenders, "no such file; name the one that is there now:")
 
 
-@pytest.mark.parametrize("document", DOCUMENTS)
-def test_flags_exist(document: str) -> None:
-    places = [*spans(document), *blocks(document, "sh", "bash", "console")]
-    flags = {flag for place in places if not place.startswith("<!--") for flag in FLAG.findall(place)}
-    assert flags - every_flag() == set()
+def test_tests_exist() -> None:
+    offenders = [
+        f"{document}: {file}::{name}"
+        for document in DOCUMENTS
+        for file, name in TEST.findall(text_of(document))
+        if not (ROOT / file).is_file() or name not in names_of(ROOT / file)
+    ]
+    assert not offenders, listed(offenders, "no such test; name the one that checks this now:")
 
 
-@pytest.mark.parametrize("document", DOCUMENTS)
-def test_commands_are_accepted(document: str) -> None:
-    for command, *words in command_lines(document):
-        if command == "--help" or command == "--version":
-            continue
-        assert command in COMMANDS, f"atlas {command} is no command"
-        groups = split(words)
-        assert {group.flag for group in groups if group.flag} <= set(known_flags(COMMANDS[command].options))
-        if words and "--config" not in words and not {"-h", "--help"} & set(words):
-            accept(command, words)
+def test_flags_exist() -> None:
+    offenders = [
+        f"{document}: {flag}"
+        for document in DOCUMENTS
+        for text in [*spans(document), *blocks(document, "sh", "bash", "console")]
+        if not text.startswith("<!--")
+        for flag in FLAG.findall(text)
+        if flag not in every_flag()
+    ]
+    assert not offenders, listed(offenders, "no command has this flag:")
+
+
+def test_commands_are_accepted() -> None:
+    offenders = []
+    for document in DOCUMENTS:
+        for words in command_lines(document):
+            try:
+                check_command(*words)
+            except (AssertionError, AtlasError) as error:
+                offenders.append(f"{document}: atlas {shlex.join(words)}: {error}")
+    assert not offenders, listed(offenders, "these commands are refused:")
+
+
+def check_command(command: str, *words: str) -> None:
+    """Read a command of a document; refused as the command line would refuse it."""
+    if command in ("--help", "--version"):
+        return
+    assert command in COMMANDS, f"atlas {command} is no command"
+    unknown = {group.flag for group in split(list(words)) if group.flag} - set(known_flags(COMMANDS[command].options))
+    assert not unknown, f"atlas {command} does not know {sorted(unknown)}"
+    if words and "--config" not in words and not {"-h", "--help"} & set(words):
+        accept(command, list(words))
 
 
 def accept(command: str, words: list[str]) -> None:
@@ -221,51 +251,72 @@ def accept(command: str, words: list[str]) -> None:
         grid(options.settings, over=parse_over(over), seeds=seeds(options.seeds))
 
 
-@pytest.mark.parametrize("document", DOCUMENTS)
-def test_make_targets_exist(document: str) -> None:
+def test_make_targets_exist() -> None:
     makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
     targets = set(re.findall(r"^([a-z-]+):", makefile, re.MULTILINE))
-    shell = "\n".join([*spans(document), *blocks(document, "sh", "bash", "console")])
-    assert set(re.findall(r"^(?:.*&& )?make ([a-z-]+)", shell, re.MULTILINE)) - targets == set()
+    offenders = [
+        f"{document}: make {target}"
+        for document in DOCUMENTS
+        for text in [*spans(document), *blocks(document, "sh", "bash", "console")]
+        for target in re.findall(r"^(?:.*&& )?make ([a-z-]+)", text, re.MULTILINE)
+        if target not in targets
+    ]
+    assert not offenders, listed(offenders, f"the Makefile has only {', '.join(sorted(targets))}:")
 
 
-@pytest.mark.parametrize("document", DOCUMENTS)
-def test_settings_exist(document: str, tmp_path: Path) -> None:
-    for body in blocks(document, "toml"):
-        path = tmp_path / "config.toml"
-        path.write_text(body, encoding="utf-8")
-        validate(load_config(path), at_sites=document == "docs/guides/across-machines.md")
-    for group, name in re.findall(r"`\[(\w+)\] (\w+)`", text_of(document)):
-        assert is_setting(f"{group}.{name}"), f"[{group}] {name} is no setting"
+def test_settings_exist() -> None:
+    offenders = [
+        f"{document}: [{group}] {name}"
+        for document in DOCUMENTS
+        for group, name in re.findall(r"`\[(\w+)\] (\w+)`", text_of(document))
+        if not is_setting(f"{group}.{name}")
+    ]
+    assert not offenders, listed(offenders, "no such setting:")
 
 
-@pytest.mark.parametrize("document", DOCUMENTS)
-def test_links_lead_somewhere(document: str) -> None:
-    broken = []
-    for link in LINK.findall(FENCE.sub("", text_of(document))):
-        path, _, anchor = link.partition("#")
-        if re.match(r"[a-z]+:", link):
-            continue
-        target = (ROOT / document).parent / path if path else ROOT / document
-        if not target.exists():
-            broken.append(link)
-        elif anchor:
-            headings = re.findall(r"^#+ (.+)$", target.read_text(encoding="utf-8"), re.MULTILINE)
-            broken += [] if anchor in {slug(heading) for heading in headings} else [link]
-    assert broken == []
+def test_configs_are_accepted(tmp_path: Path) -> None:
+    offenders, path = [], tmp_path / "config.toml"
+    for document in DOCUMENTS:
+        for body in blocks(document, "toml"):
+            path.write_text(body, encoding="utf-8")
+            try:
+                validate(load_config(path), at_sites=document == "docs/guides/across-machines.md")
+            except AtlasError as error:
+                offenders.append(f"{document}: {error}")
+    assert not offenders, listed(offenders, "these blocks of TOML are refused:")
 
 
-def snippets() -> list[tuple[str, str]]:
-    found = [(document, body) for document in DOCUMENTS for body in blocks(document, "python")]
-    return found + [(example, text_of(example)) for example in EXAMPLES]
+def test_links_lead_somewhere() -> None:
+    offenders = [
+        f"{document}: {link}"
+        for document in DOCUMENTS
+        for link in LINK.findall(FENCE.sub("", text_of(document)))
+        if not re.match(r"[a-z]+:", link) and not is_there(document, link)
+    ]
+    assert not offenders, listed(offenders, "these links lead to no file or no heading:")
 
 
-@pytest.mark.parametrize(("origin", "code"), snippets(), ids=[origin for origin, _ in snippets()])
-def test_python_names_what_there_is(origin: str, code: str) -> None:
-    for node in ast.walk(ast.parse(code)):
-        if isinstance(node, ast.ImportFrom) and str(node.module).split(".")[0] == "atlas_fl":
-            for alias in node.names:
-                assert exists(f"{node.module}.{alias.name}"), f"{origin}: no {alias.name} in {node.module}"
+def is_there(document: str, link: str) -> bool:
+    """Whether the file, and in it the heading, is there that a document links to."""
+    path, _, anchor = link.partition("#")
+    target = (ROOT / document).parent / path if path else ROOT / document
+    if not anchor or not target.exists():
+        return target.exists()
+    headings = re.findall(r"^#+ (.+)$", target.read_text(encoding="utf-8"), re.MULTILINE)
+    return anchor in {slug(heading) for heading in headings}
+
+
+def test_python_names_what_there_is() -> None:
+    snippets = [(document, body) for document in DOCUMENTS for body in blocks(document, "python")]
+    offenders = [
+        f"{origin}: from {node.module} import {alias.name}"
+        for origin, code in [*snippets, *((example, text_of(example)) for example in EXAMPLES)]
+        for node in ast.walk(ast.parse(code))
+        if isinstance(node, ast.ImportFrom) and str(node.module).split(".")[0] == "atlas_fl"
+        for alias in node.names
+        if not exists(f"{node.module}.{alias.name}")
+    ]
+    assert not offenders, listed(offenders, "no such name in the package:")
 
 
 @pytest.mark.parametrize("origin", ["README.md", *EXAMPLES])
@@ -315,10 +366,11 @@ def test_every_promise_has_a_row() -> None:
     assert sorted(promise_rows()) == PROMISED
 
 
-@pytest.mark.parametrize("number", PROMISED)
-def test_a_promise_is_kept_by_a_test_or_said_to_be_open(number: int) -> None:
-    row = promise_rows()[number]
-    state = row.split("|")[1].strip()
-    assert state in ("yes", "part", "not yet"), f"promise {number} has the state {state!r}"
-    if state == "yes":
-        assert TEST.search(row), f"promise {number} names no test"
+def test_every_promise_is_kept_by_a_test_or_said_to_be_open() -> None:
+    states = {number: row.split("|")[1].strip() for number, row in promise_rows().items()}
+    strange = [f"{number}: {state}" for number, state in states.items() if state not in ("yes", "part", "not yet")]
+    assert not strange, listed(strange, "the state of a promise is yes, part or not yet:")
+    untested = [
+        str(number) for number, row in promise_rows().items() if states[number] == "yes" and not TEST.search(row)
+    ]
+    assert not untested, listed(untested, "a promise that is kept names its test:")
