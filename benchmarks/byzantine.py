@@ -259,7 +259,7 @@ def server_step(
     kept, _ = bound_updates(held, good, tasks, SPACE, mode=mode, ratio=10)
     # as in `train.one_round`
     linked = without_edges(federation, sorted(sent.keys() - kept.keys()))
-    mixed = strategy.aggregate(held, kept, linked, round=round).start
+    mixed = strategy.aggregate({}, held, kept, linked, round=round).client_models
     bad = unusable_models(mixed)
     return {name: held[name] if name in bad else params for name, params in mixed.items()}, sorted(
         sent.keys() - kept.keys()

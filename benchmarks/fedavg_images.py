@@ -68,7 +68,7 @@ class Ours:
         self.assembly = IMAGES.assemble(config)
         self.engine = IMAGES.engine(self.assembly, ignore)
         self.planned = IMAGES.plan(self.assembly, self.engine)
-        self.state = State(round=0, strategy=self.planned.start, start=self.planned.start)
+        self.state = State(round=0, server_models=self.planned.start, start=self.planned.start)
 
     def round(self) -> None:
         self.state, _ = one_round(self.assembly, self.planned, self.engine, self.state)

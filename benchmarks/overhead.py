@@ -23,7 +23,6 @@ from atlas_fl.assemble import Assembly, assemble
 from atlas_fl.clients.base import Job, Update
 from atlas_fl.config import Config, with_values
 from atlas_fl.io.folder import RunFolder
-from atlas_fl.options import strategy_of
 from atlas_fl.plan import ClientPlan, Plan
 from atlas_fl.planning import Planned
 from atlas_fl.records import Recorder
@@ -118,8 +117,8 @@ def measure(config: Config, *, rounds: int, every: int, folder: Path) -> float:
         origin={},
     )
     folder.mkdir(parents=True)
-    memory = strategy_of(config).init(planned.start)
-    state, taken = State(round=0, strategy=memory, start=memory), []
+    models = dict(planned.start)
+    state, taken = State(round=0, server_models=models, start=models), []
     for _ in range(rounds):
         engine, began = Echo([]), time.perf_counter()
         state, record = one_round(assembly, planned, engine, state)

@@ -90,14 +90,15 @@ def admit(assembly: Assembly, planned: Planned, engine: Engine, state: State, *,
     rows = tally.rows(round=state.round + 1)
     planned = replace(planned, crossed=tuple(row for row in rows if row.client in fresh))
     strategy = strategy_of(config)
-    begun = strategy.welcome(state.strategy, fresh, planned.plan.federation())
+    models = strategy.welcome(state.server_state, state.server_models, fresh, planned.plan.federation())
     if strategy.communicates:
-        begun = as_all_hold(begun, state.strategy, planned.plan.federation())
+        models = as_all_hold(models, state.server_models, planned.plan.federation())
     state = replace(
         state,
-        strategy={**state.strategy, **begun},
-        start={**state.start, **begun},
-        stale=state.stale | (begun.keys() if strategy.communicates else set()),
+        server_models={**state.server_models, **models},
+        server_state=strategy.extend_state(state.server_state, models),
+        start={**state.start, **models},
+        stale=state.stale | (models.keys() if strategy.communicates else set()),
     )
     return Admitted(assembly=grown, planned=planned, state=state, fresh=fresh, communicates=strategy.communicates)
 

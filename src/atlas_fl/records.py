@@ -6,6 +6,8 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor
+
 from atlas_fl.admission import Admitted
 from atlas_fl.clients.base import Update
 from atlas_fl.config import Config
@@ -24,8 +26,8 @@ from atlas_fl.planning import Planned
 from atlas_fl.state import RoundRecord, State, plan_messages
 from atlas_fl.stopping import best_rounds
 from atlas_fl.tasks.clients import ClientData, majority
-from atlas_fl.tree import prefixed, unprefixed
-from atlas_fl.types import ByClient, Split
+from atlas_fl.tree import flatten_state, prefixed, unflatten_state, unprefixed
+from atlas_fl.types import ByClient, ServerState, Split
 
 
 @dataclass(kw_only=True)
@@ -202,13 +204,15 @@ class Recorder:
         self.audited.clear()
 
     def _checkpoint(self, state: State) -> None:
-        leads = leads_of(state.strategy)
-        held = {name: state.strategy[name] for name in dict.fromkeys(leads.values())}
-        tensors = {f"strategy/{name}": tensor for name, tensor in prefixed(held).items()}
-        # Who starts with what the rule remembers is told by the absence of a second copy, also after a resume.
-        apart = {name: params for name, params in state.start.items() if params is not state.strategy[name]}
+        leads = leads_of(state.server_models)
+        models = {name: state.server_models[name] for name in dict.fromkeys(leads.values())}
+        tensors = {f"strategy/{name}": tensor for name, tensor in prefixed(models).items()}
+        # Who starts with what the server has is told by the absence of a second copy, also after a resume.
+        apart = {name: params for name, params in state.start.items() if params is not state.server_models[name]}
         tensors |= {f"start/{name}": tensor for name, tensor in prefixed(apart).items()}
         tensors |= {f"momentum/{name}": tensor for name, tensor in prefixed(state.momentum).items()}
+        distinct, same = distinct_tensors(state.server_state)
+        tensors |= {f"server/{path}": tensor for path, tensor in distinct.items()}
         content = {
             "origin": self.origin,
             "same": {name: lead for name, lead in leads.items() if name != lead},
@@ -224,6 +228,8 @@ class Recorder:
             "round_seconds": {str(at): taken for at, taken in self.round_seconds.items()},
             digests.OF_STATE: self._digests(),
         }
+        if same:
+            content["server_same"] = same
         checkpoint.save(self.folder.checkpoints, round=state.round, tensors=tensors, state=content)
         checkpoint.prune(self.folder.checkpoints, keep=self.keep_checkpoints, besides=self._best(state))
 
@@ -264,8 +270,29 @@ def leads_of(models: ByClient) -> dict[str, str]:
     }
 
 
+def distinct_tensors(server_state: ServerState) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """(every different tensor of this state under its first path, that path for each other one)."""
+    first: dict[int, str] = {}
+    flat = flatten_state(server_state)
+    leads = {path: first.setdefault(id(tensor), path) for path, tensor in flat.items()}
+    distinct = {path: tensor for path, tensor in flat.items() if leads[path] == path}
+    return distinct, {path: lead for path, lead in leads.items() if path != lead}
+
+
+def server_state_in(found: checkpoint.Checkpoint) -> ServerState:
+    """What the strategy remembers, of a checkpoint; empty where it remembers nothing but the models."""
+    flat = dict(unprefixed(found.tensors).get("server", {}))
+    try:
+        flat |= {path: flat[lead] for path, lead in found.state.get("server_same", {}).items()}
+    except (AttributeError, KeyError) as error:
+        raise CheckpointError(
+            f"checkpoint {found.path} lacks a part of the server state ({error}); restore it, or run again"
+        ) from error
+    return unflatten_state(flat)
+
+
 def models_of(found: checkpoint.Checkpoint, names: Sequence[str]) -> tuple[ByClient, ByClient]:
-    """(what the rule remembers, what clients start with) of a checkpoint, in the clients' order."""
+    """(the models of the last aggregation, what clients start with) of a checkpoint, in the clients' order."""
     try:
         kinds = unprefixed(found.tensors)
         memory, apart = (unprefixed(kinds.get(kind, {})) for kind in ("strategy", "start"))

@@ -29,7 +29,7 @@ from atlas_fl.options import attackers_in, strategy_of, with_attackers
 from atlas_fl.origin import check_origin, check_settings, check_written, config_note, origin_of
 from atlas_fl.plan import Plan
 from atlas_fl.planning import Planned
-from atlas_fl.records import Recorder, models_of, momentum_in
+from atlas_fl.records import Recorder, models_of, momentum_in, server_state_in
 from atlas_fl.state import State
 from atlas_fl.train import train
 from atlas_fl.working import ENGINES, Workplace
@@ -169,8 +169,9 @@ def _begin(
     recorder.enlarge(assembly.config, assembly.clients)
     recorder.seconds["plan"] = time.perf_counter() - began
     strategy = strategy_of(assembly.config)
-    memory = strategy.init(planned.start)
-    state = State(round=0, strategy=memory, start=memory)
+    # the same mapping twice: a checkpoint tells by it that everyone starts with what the server has
+    models = dict(planned.start)
+    state = State(round=0, server_models=models, server_state=strategy.init(models), start=models)
     recorder.planned(planned, state, communicates=strategy.communicates)
     return assembly, planned, state
 
@@ -210,12 +211,13 @@ def _resumed(
         tell(Note(note))
     recorder.go_back_to(found)
     _check_clients(plan, assembly, folder)
-    memory, start = models_of(found, assembly.names)
+    server_models, start = models_of(found, assembly.names)
     tell(Note(f"resumed after round {found.round}"))
     clustering = Clustering.from_json(plan.clustering) if "similarity" in plan.clustering else None
     state = State(
         round=found.round,
-        strategy=memory,
+        server_models=server_models,
+        server_state=server_state_in(found),
         start=start,
         stale=frozenset(found.state["stale"]),
         validation=found.state["validation"],

@@ -23,7 +23,7 @@ from atlas_fl.sparse.choose import Mask
 from atlas_fl.sparse.codec import values_size
 from atlas_fl.split.step import Crossed
 from atlas_fl.tree import HEAD, LORA_A, LORA_B, shared_part
-from atlas_fl.types import ByClient, Params, Split
+from atlas_fl.types import ByClient, Params, ServerState, Split
 
 
 def crossed(updates: Iterable[Update]) -> dict[str, Crossed]:
@@ -178,8 +178,10 @@ class State:
 
     round: int
     """Rounds that are complete."""
-    strategy: ByClient
-    """What the server's rule remembers: the models of the last aggregation."""
+    server_models: ByClient
+    """The model of every client as of the last aggregation."""
+    server_state: ServerState = field(default_factory=dict)
+    """What the strategy remembers besides the models."""
     start: ByClient
     """What every client begins the next round with: the only road from server to client."""
     stale: frozenset[str] = frozenset()
@@ -193,12 +195,13 @@ class State:
     momentum: ByClient = field(default_factory=dict)
     """What each client keeps of its optimizer for its next round, where it is asked to; the server never sees it."""
 
-    def after(self, record: RoundRecord, *, memory: ByClient) -> "State":
-        """The federation once this round is complete; `memory` is what the rule remembers of it."""
+    def after(self, record: RoundRecord, *, server_models: ByClient, server_state: ServerState) -> "State":
+        """The federation once this round is complete, with what the server has of it."""
         scores, met = record.scores.get("validation", {}), mean_score(record.scores)
         return State(
             round=record.round,
-            strategy=memory,
+            server_models=server_models,
+            server_state=server_state,
             start=record.start,
             stale=record.stale_after(),
             validation={name: score.metrics["primary"] for name, score in scores.items()} or self.validation,

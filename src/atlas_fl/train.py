@@ -1,7 +1,7 @@
 """The federated rounds: sample, train, mix, evaluate, record; engines and files do the rest."""
 
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -27,11 +27,11 @@ from atlas_fl.rng import generator
 from atlas_fl.sparse.frozen import with_frozen
 from atlas_fl.state import RoundRecord, State, crossed
 from atlas_fl.strategies import Strategy
-from atlas_fl.strategies.base import Aggregated
 from atlas_fl.strategies.bounds import bound_updates, change_norms
 from atlas_fl.strategies.robust import small_groups
 from atlas_fl.strategies.validate import LARGEST, check_update, unusable_models
-from atlas_fl.types import ByClient, Params
+from atlas_fl.tree import flatten_state
+from atlas_fl.types import ByClient, Params, ServerState
 
 
 def sample(names: Sequence[str], *, participation: float, seed: int, round: int) -> tuple[str, ...]:
@@ -159,7 +159,7 @@ def _clustered_again(
     if rerank:
         # The round before was aggregated (`config.validate`), so the server holds what the clients hold.
         begun = at_ranks(state.start, planned.plan, assembly)
-        state = replace(state, start=begun, strategy=begun)
+        state = replace(state, start=begun, server_models=begun)
     recorder.replanned(planned, round=number, begun=state.start if rerank else None)
     return planned, state
 
@@ -169,15 +169,15 @@ def one_round(assembly: Assembly, planned: Planned, engine: Engine, state: State
     config, line, number = assembly.config, line_in(assembly), state.round + 1
     strategy, sampled = strategy_of(config), sample_of(config, assembly.names, round=number)
     cuts, engine = cuts_of(assembly, planned.plan), seated(assembly, planned.plan.clients, engine)
-    begun = {name: state.start[name] for name in sampled}
-    jobs = jobs_for(begun, line.options(config, planned), round=number, cuts=cuts, momentum=state.momentum)
-    updates = engine.run("train", jobs)
+    sent, options = {name: state.start[name] for name in sampled}, line.options(config, planned)
+    updates = engine.run("train", jobs_for(sent, options, round=number, cuts=cuts, momentum=state.momentum))
     received = receive(assembly, state, updates)
     trained = {name: update.params for name, update in received.updates.items()}
     aggregated = is_aggregated(config, number)
     server = _server_step(strategy, state, trained, planned, apply=aggregated, refused=received.refused)
     server, restored = _sound(server, state, trained, assembly)
-    end = end_round(assembly, engine, state=state, mixed=server.start, trained=trained, cuts=cuts, is_mixed=aggregated)
+    models = server.client_models
+    end = end_round(assembly, engine, state=state, mixed=models, trained=trained, cuts=cuts, is_mixed=aggregated)
     record = RoundRecord(
         round=number,
         sampled=sampled,
@@ -205,12 +205,26 @@ def one_round(assembly: Assembly, planned: Planned, engine: Engine, state: State
         hosting=hosting_of(assembly, planned.plan.clients, training=updates, evaluation=end.evaluated),
         held=held_by(assembly, cuts, state.start),
     )
-    return state.after(record, memory=server.state), record
+    return state.after(record, server_models=server.server_models, server_state=server.server_state), record
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServerStep:
+    """What the server's part of a round comes to."""
+
+    server_state: ServerState
+    """What the strategy remembers."""
+    server_models: ByClient
+    """The model of every client as of the last aggregation."""
+    client_models: ByClient
+    """What every client goes on with."""
+    discarded: Mapping[str, float]
+    """By client, the share of its mixed update's squared norm that its ranks could not hold."""
 
 
 def _server_step(
     strategy: Strategy, state: State, trained: ByClient, planned: Planned, *, apply: bool, refused: Collection[str]
-) -> Aggregated:
+) -> ServerStep:
     """What the rule gives; where it is not applied it remembers what it did, and all go on with their own models.
 
     What a mask freezes stays what it is. The old model of a client whose update was refused is nobody's neighbour; that
@@ -218,13 +232,17 @@ def _server_step(
     """
     federation, mask = without_edges(planned.plan.federation(), refused), planned.mask
     if not apply:
-        start = with_shared({**state.start, **trained}, federation, list(trained))
-        return Aggregated(state=state.strategy, start=start, discarded={})
-    found = strategy.aggregate(state.strategy, trained, federation, round=state.round + 1)
-    if mask is None:
-        return found
-    models = with_frozen(found.start, state.start, mask)
-    return replace(found, state=models, start=models)
+        return ServerStep(
+            server_state=state.server_state,
+            server_models=state.server_models,
+            client_models=with_shared({**state.start, **trained}, federation, list(trained)),
+            discarded={},
+        )
+    done = strategy.aggregate(state.server_state, state.server_models, trained, federation, round=state.round + 1)
+    models = done.client_models if mask is None else with_frozen(done.client_models, state.start, mask)
+    return ServerStep(
+        server_state=done.server_state, server_models=models, client_models=models, discarded=done.discarded
+    )
 
 
 def _warnings(config: Config, federation: Federation) -> list[str]:
@@ -240,28 +258,37 @@ def _spread(assembly: Assembly, planned: Planned, before: ByClient, end: End) ->
 
 
 def _sound(
-    server: Aggregated, state: State, trained: ByClient, assembly: Assembly
-) -> tuple[Aggregated, dict[str, str]]:
+    server: ServerStep, state: State, trained: ByClient, assembly: Assembly
+) -> tuple[ServerStep, dict[str, str]]:
     """The server's step, in which a mixed model of numbers that are none takes nobody's place, and whose it would have.
 
-    Those who share a set above their cuts go on sharing it: where the model of one cannot be used, all keep theirs.
+    Those who share a set above their cuts go on sharing it: where the model of one cannot be used, all keep theirs. So
+    do all where the server state cannot be used.
     """
-    mixed = {name: params for name, params in server.start.items() if params is not state.start[name]}
-    bad = set(unusable_models(mixed))
+    mixed = {name: params for name, params in server.client_models.items() if params is not state.start[name]}
+    is_finite = all(bool(tensor.isfinite().all()) for tensor in flatten_state(server.server_state).values())
+    bad = set(unusable_models(mixed)) if is_finite else set(mixed)
     if not bad:
         return server, {}
     if assembly.config.split.server_adapters != "per_client":
         bad = set(mixed)
-    norms = {name: change_norms(state.start[name], own, space_of(assembly.config)) for name, own in trained.items()}
+    norms = {
+        name: change_norms(state.start[name], params, space_of(assembly.config)) for name, params in trained.items()
+    }
     largest = {name: max(parts.values()) for name, parts in norms.items()}
     sender = max(largest, key=largest.__getitem__, default="nobody")
     reason = (
         f"the mixed model holds values that are NaN, infinite or beyond {LARGEST:g}; the largest change was that of"
         f" {sender}, of norm {largest.get(sender, 0.0):.3g}"
     )
-    begun = {name: state.start[name] for name in mixed if name in bad}
-    models = {**server.start, **begun}
-    return replace(server, state={**server.state, **begun}, start=models), dict.fromkeys(begun, reason)
+    restored = {name: state.start[name] for name in mixed if name in bad}
+    server = ServerStep(
+        server_state=server.server_state if is_finite else state.server_state,
+        server_models={**server.server_models, **restored},
+        client_models={**server.client_models, **restored},
+        discarded=server.discarded,
+    )
+    return server, dict.fromkeys(restored, reason)
 
 
 def _told(record: RoundRecord) -> list[str]:

@@ -6,7 +6,7 @@ from hashlib import sha256
 
 import torch
 
-from atlas_fl.types import Params
+from atlas_fl.types import Params, ServerState
 
 LORA_A, LORA_B, HEAD = ".lora_A", ".lora_B", "head."
 PRIVATE = "private"
@@ -88,6 +88,34 @@ def unprefixed(flat: Params) -> dict[str, dict[str, torch.Tensor]]:
         client, key = name.split("/", 1)
         by_client.setdefault(client, {})[key] = tensor
     return by_client
+
+
+def flatten_state(state: ServerState) -> dict[str, torch.Tensor]:
+    """The tensors of a server state by their paths, such as `moments/all/q.lora_A`.
+
+    A mapping without tensors leaves no trace.
+    """
+    flat: dict[str, torch.Tensor] = {}
+    for name, value in state.items():
+        assert "/" not in name, f"{name} of a server state holds a slash"
+        if isinstance(value, torch.Tensor):
+            flat[name] = value
+        else:
+            flat |= {f"{name}/{path}": tensor for path, tensor in flatten_state(value).items()}
+    return flat
+
+
+def unflatten_state(flat: Params) -> ServerState:
+    """The inverse of `flatten_state`."""
+    state: dict[str, torch.Tensor | ServerState] = {}
+    below: dict[str, dict[str, torch.Tensor]] = {}
+    for path, tensor in flat.items():
+        name, _, rest = path.partition("/")
+        if rest:
+            below.setdefault(name, {})[rest] = tensor
+        else:
+            state[name] = tensor
+    return state | {name: unflatten_state(part) for name, part in below.items()}
 
 
 def digest(params: Params) -> str:

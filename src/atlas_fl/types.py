@@ -14,4 +14,10 @@ Params: TypeAlias = Mapping[str, torch.Tensor]
 ByClient: TypeAlias = Mapping[str, Params]
 """Params of every client by the client's name: the only road from server to client."""
 
+ServerState: TypeAlias = Mapping[str, "torch.Tensor | ServerState"]
+"""What a strategy remembers between rounds: nested mappings whose leaves are tensors, read-only; empty of most.
+
+Names hold no slash: a leaf's path through the mappings, joined by slashes, is its name in a checkpoint.
+"""
+
 Split: TypeAlias = Literal["train", "validation", "test"]

@@ -113,11 +113,10 @@ def write_run(path, mixing=None, *, robust=None, seed=42, alpha=None, rslora=Fal
         updates = {client: params for client, params in trained(start, round=round).items() if client in asked}
         good = {client: params for client, params in updates.items() if client not in refused}
         loaded = {client: {"digest": digest(start[client]), "keys": len(start[client])} for client in good}
-        server = strategy.aggregate(state, good, without_edges(federation(), refused), round=round)
-        state, start = server.state, server.start
+        server = strategy.aggregate(state, start, good, without_edges(federation(), refused), round=round)
+        state, start = server.server_state, server.client_models
         if served is not None:
             start = served(round, good, start)
-            state = start
         folder = path / "audit" / f"round-{round:04d}"
         write_models(folder, "trained", good)
         write_models(folder, "start", start)

@@ -48,7 +48,7 @@ def vectors(points):
 
 def aggregate(name, models, *, fed=None, **words):
     strategy = find_strategy(name, StrategyOptions(**words))
-    return strategy.aggregate(dict(models), models, fed or federation(len(models)), round=1).start
+    return strategy.aggregate({}, dict(models), models, fed or federation(len(models)), round=1).client_models
 
 
 def aggregated(name, points, **words):

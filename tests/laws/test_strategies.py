@@ -9,7 +9,8 @@ import torch
 
 from atlas_fl.mixing.matrices import Federation
 from atlas_fl.strategies import ALIASES, STRATEGIES, StrategyOptions, find_strategy
-from atlas_fl.tree import prefixed, unprefixed
+from atlas_fl.strategies.rule import RoundModels
+from atlas_fl.tree import flatten_state, prefixed, unflatten_state, unprefixed
 
 CLIENTS = ("movie-0", "movie-1", "movie-2", "trec-0", "trec-1")
 TASKS = ("movie", "movie", "movie", "trec", "trec")
@@ -64,12 +65,18 @@ def federation():
     )
 
 
-def step(name, options, federation, updates, *, state=None, round=1):
+def step(name, options, federation, updates, *, before=None, state=None, round=1):
+    """(server state, models) after one server step; `before` are the models of the last aggregation."""
     strategy = find_strategy(name, options)
-    done = strategy.aggregate(
-        state if state is not None else strategy.init(models(100)), updates, federation, round=round
-    )
-    return done.state, done.start
+    before = models(100) if before is None else before
+    state = strategy.init(before) if state is None else state
+    done = strategy.aggregate(state, before, updates, federation, round=round)
+    return done.server_state, done.client_models
+
+
+def seen(updates, *, state=None):
+    """What a rule is shown of these updates."""
+    return RoundModels(before=models(100), after={**models(100), **updates}, server_state=state or {})
 
 
 def function(params, module):
@@ -91,7 +98,8 @@ def test_a_communicating_rule_changes_every_participating_client(name, options, 
     """All but the one whose model Krum hands to everyone."""
     updates = models(0)
     _, start = step(name, options, federation, updates)
-    chosen = find_strategy(name, options).matrices(federation, [True] * 5, round=1, models=updates)("layer.0.q.lora_A")
+    matrices = find_strategy(name, options).matrices(federation, [True] * 5, round=1, models=seen(updates))
+    chosen = matrices("layer.0.q.lora_A")
     for client in (client for k, client in enumerate(CLIENTS) if name != "krum" or chosen[0, k] == 0):
         for part, before in zip(parts(start[client]), parts(updates[client])):
             assert float((part - before).norm() / before.norm()) > 1e-4, client
@@ -123,7 +131,7 @@ def test_permuting_clients_permutes_results(name, options, federation):
     _, straight = step(name, options, federation, updates)
     moved = {CLIENTS[k]: updates[CLIENTS[k]] for k in order}
     held = models(100)
-    _, other = step(name, options, shuffled, moved, state={CLIENTS[k]: held[CLIENTS[k]] for k in order})
+    _, other = step(name, options, shuffled, moved, before={CLIENTS[k]: held[CLIENTS[k]] for k in order})
     assert list(other) == [CLIENTS[k] for k in order]
     assert max(distance(other[client], straight[client]) for client in CLIENTS) < 1e-5
 
@@ -131,7 +139,7 @@ def test_permuting_clients_permutes_results(name, options, federation):
 @pytest.mark.parametrize(("name", "options"), CASES, ids=CASE_IDS)
 def test_identical_clients_are_a_fixed_point(name, options, federation):
     same = dict.fromkeys(CLIENTS, model(7, 4, 2))
-    _, start = step(name, options, federation, same, state=same)
+    _, start = step(name, options, federation, same, before=same)
     assert max(distance(start[client], same[client]) for client in CLIENTS) < 1e-6
 
 
@@ -140,7 +148,7 @@ def test_inputs_are_untouched(name, options, federation):
     held, updates = models(100), models(0)
     copies = [{key: tensor.clone() for key, tensor in prefixed(one).items()} for one in (held, updates)]
     adjacency = federation.adjacency.copy()
-    step(name, options, federation, updates, state=held)
+    step(name, options, federation, updates, before=held)
     for one, copy in zip((held, updates), copies):
         assert all(torch.equal(tensor, copy[key]) for key, tensor in prefixed(one).items())
     assert (federation.adjacency == adjacency).all()
@@ -194,9 +202,9 @@ def test_an_undecided_client_is_alone(name, options, federation):
 def test_who_took_no_part_gives_nothing_to_an_average_and_its_held_model_to_a_graph(name, options, federation):
     held, updates = models(100), models(0)
     absent = {client: params for client, params in updates.items() if client != "movie-2"}
-    _, start = step(name, options, federation, absent, state=held)
+    _, start = step(name, options, federation, absent, before=held)
     other = {**held, "movie-2": model(55, 4, 2)}
-    _, changed = step(name, options, federation, absent, state=other)
+    _, changed = step(name, options, federation, absent, before=other)
     if name in ("local", "atlas"):
         assert start["movie-2"] is held["movie-2"], "it keeps its model"
         assert (distance(start["movie-0"], changed["movie-0"]) > 1e-4) == (name == "atlas"), "still a neighbour"
@@ -208,17 +216,25 @@ def test_who_took_no_part_gives_nothing_to_an_average_and_its_held_model_to_a_gr
 @pytest.mark.parametrize(("name", "options"), CASES, ids=CASE_IDS)
 def test_a_round_without_updates_leaves_averages_as_they_were(name, options, federation):
     held = models(100)
-    _, start = step(name, options, federation, {}, state=held)
+    _, start = step(name, options, federation, {}, before=held)
     assert all(start[client] is held[client] for client in CLIENTS)
 
 
 @pytest.mark.parametrize(("name", "options"), CASES, ids=CASE_IDS)
 def test_a_state_that_went_through_a_checkpoint_continues_with_the_same_bits(name, options, federation):
-    state, _ = step(name, options, federation, models(0))
-    loaded = unprefixed({key: tensor.clone() for key, tensor in prefixed(state).items()})
+    state, after = step(name, options, federation, models(0))
+    flat = flatten_state(state)
+    # a file has its tensors in the order of their names
+    loaded_state = unflatten_state({path: flat[path].clone() for path in sorted(flat)})
+    loaded = unprefixed({key: tensor.clone() for key, tensor in prefixed(after).items()})
     partly = {client: params for client, params in models(20).items() if client != "movie-0"}
-    first, second = (step(name, options, federation, partly, state=one, round=2)[1] for one in (state, loaded))
+    (first_state, first), (second_state, second) = (
+        step(name, options, federation, partly, before=one, state=of_it, round=2)
+        for one, of_it in ((after, state), (loaded, loaded_state))
+    )
     assert all(torch.equal(first[client][key], second[client][key]) for client in CLIENTS for key in first[client])
+    left, right = flatten_state(first_state), flatten_state(second_state)
+    assert left.keys() == right.keys() and all(torch.equal(left[path], right[path]) for path in left)
 
 
 @pytest.mark.parametrize("laplacian", ["symmetric", "random_walk", "metropolis"])

@@ -7,6 +7,7 @@ import torch
 from atlas_fl.mixing.matrices import Federation
 from atlas_fl.mixing.shared import begun, owners_of, pooled, with_shared
 from atlas_fl.strategies import STRATEGIES, StrategyOptions, find_strategy
+from atlas_fl.strategies.rule import RoundModels
 
 CLIENTS = ("a", "b", "c", "d")
 KEY = "layer.{}.q.lora_{}"
@@ -59,15 +60,15 @@ def test_after_every_rule_owners_hold_the_same_and_the_set_moves_as_its_definiti
     fed = federation()
     before, strategy = models(fed), find_strategy(name, StrategyOptions(space=space, eta=0.3))
     trained = {client: before[client] for client in ("a", "c", "d")}
-    after = strategy.aggregate(strategy.init(before), trained, fed, round=1).start
+    after = strategy.aggregate(strategy.init(before), before, trained, fed, round=1).client_models
     for key in before["a"]:
         for owners in owners_of(fed, int(key[6])) if "layer" in key else []:
             first, *others = (after[CLIENTS[k]][key] for k in owners)
             assert all(torch.equal(first, other) for other in others), key
     if name in ("median", "trimmed_mean"):
         return  # what is no weighted sum has no row; that all hold the same is what there is to say
-    apart = {"models": {**before, **trained}}
-    plain = strategy.matrices(federation(cuts=(None,) * 4), [True, False, True, True], round=1, **apart)(
+    seen = RoundModels(before=before, after={**before, **trained}, server_state=strategy.init(before))
+    plain = strategy.matrices(federation(cuts=(None,) * 4), [True, False, True, True], round=1, models=seen)(
         KEY.format(2, "A")
     )
     rows, weights = plain[[0, 2]], np.array([100, 300]) / 400

@@ -25,8 +25,9 @@ def heads(*values):
 
 def after(name, updates, *, round=1, **words):
     strategy = find_strategy(name, StrategyOptions(**words))
-    start = strategy.aggregate(strategy.init(heads(0.0, 0.0)), updates, TWO, round=round).start
-    return [float(start[client]["head.bias"]) for client in "ab"]
+    before = heads(0.0, 0.0)
+    models = strategy.aggregate(strategy.init(before), before, updates, TWO, round=round).client_models
+    return [float(models[client]["head.bias"]) for client in "ab"]
 
 
 def test_every_rule_by_hand():
@@ -62,7 +63,7 @@ THREE = Federation(
 def test_who_joins_begins_with_its_row_of_the_rule_by_hand(name, begins):
     strategy = find_strategy(name, StrategyOptions(eta=0.1))
     fresh = {"c": {"head.bias": torch.tensor([1.0])}}
-    found = strategy.welcome(heads(4.0, 8.0), fresh, THREE)
+    found = strategy.welcome(strategy.init(heads(4.0, 8.0)), heads(4.0, 8.0), fresh, THREE)
     assert found.keys() == {"c"}
     assert float(found["c"]["head.bias"]) == begins
 
@@ -74,7 +75,7 @@ def test_who_joins_and_meets_nobody_keeps_its_own_model(name):
         THREE, clusters=np.array([0, -1, -1]), adjacency=np.zeros((3, 3)), head_groups=("t", "u", "u")
     )
     fresh = {client: {"head.bias": torch.tensor([value])} for client, value in (("b", 2.0), ("c", 1.0))}
-    found = find_strategy(name, StrategyOptions()).welcome({"a": heads(4.0, 8.0)["a"]}, fresh, alone)
+    found = find_strategy(name, StrategyOptions()).welcome({}, {"a": heads(4.0, 8.0)["a"]}, fresh, alone)
     assert [float(found[client]["head.bias"]) for client in "bc"] == [2.0, 1.0]
 
 

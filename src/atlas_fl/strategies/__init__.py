@@ -4,7 +4,6 @@ from collections.abc import Callable
 
 from atlas_fl.errors import unknown
 from atlas_fl.strategies.averages import atlas_no_laplacian, fedavg, fedavg_cluster, local
-from atlas_fl.strategies.base import State as State
 from atlas_fl.strategies.base import Strategy as Strategy
 from atlas_fl.strategies.base import StrategyOptions as StrategyOptions
 from atlas_fl.strategies.laplacian import atlas

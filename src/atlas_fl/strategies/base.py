@@ -2,25 +2,17 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol, TypeAlias, runtime_checkable
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 
 from atlas_fl.errors import ConfigError, ProtocolError, unknown
-from atlas_fl.mixing.distances import squared_distances
 from atlas_fl.mixing.factors import Reduce
 from atlas_fl.mixing.matrices import LAPLACIANS, Federation
 from atlas_fl.mixing.mix import Mixed, check_mixing, mix
 from atlas_fl.mixing.shared import with_shared
-from atlas_fl.strategies.rule import Distances, Matrices, Rule, for_newcomers, matrices_for
-from atlas_fl.types import ByClient, Params
-
-State: TypeAlias = ByClient
-"""What a strategy remembers between rounds: the model that every client holds. `tree.prefixed` makes it one flat
-mapping for a checkpoint, `tree.unprefixed` brings it back."""
-
-Known: TypeAlias = ByClient | None
-"""The models that everyone holds, where there are any yet."""
+from atlas_fl.strategies.rule import Matrices, RoundModels, Rule, for_newcomers, matrices_for
+from atlas_fl.types import ByClient, Params, ServerState
 
 LAYER_WEIGHTINGS = ("none", "importance")
 
@@ -64,27 +56,40 @@ class StrategyOptions:
 class Aggregated:
     """What one server step gives."""
 
-    state: State
-    """What the rule remembers."""
-    start: ByClient
-    """What every client starts the next round with."""
+    server_state: ServerState
+    """What the strategy remembers."""
+    client_models: ByClient
+    """The model of every client: what it starts the next round with."""
     discarded: Mapping[str, float]
     """By client, the share of its mixed update's squared norm that its ranks could not hold (product space; else 0)."""
 
 
 @runtime_checkable
 class Aggregate(Protocol):
-    """One server step: a pure function of the state, the updates of who took part, and the federation."""
+    """One server step: a pure function of state, models, the updates of who took part, and the federation."""
 
-    def __call__(self, state: State, updates: ByClient, federation: Federation, *, round: int) -> Aggregated:
-        """The new state, and what every client starts the next round with."""
+    def __call__(
+        self,
+        server_state: ServerState,
+        client_models: ByClient,
+        updates: ByClient,
+        federation: Federation,
+        *,
+        round: int,
+    ) -> Aggregated:
+        """The new state, and what every client starts the next round with.
+
+        `client_models` are those of the last aggregation, of every client.
+        """
 
 
 @runtime_checkable
 class Welcome(Protocol):
-    """What clients begin with that join a run: a pure function of the state and of their own fresh models."""
+    """The models of clients that join a run, from those of the others and their own fresh ones; a pure function."""
 
-    def __call__(self, state: State, fresh: ByClient, federation: Federation) -> dict[str, Params]:
+    def __call__(
+        self, server_state: ServerState, client_models: ByClient, fresh: ByClient, federation: Federation
+    ) -> dict[str, Params]:
         """The newcomers' models, mixed from those that the others hold; `federation` is of all of them."""
 
 
@@ -93,12 +98,22 @@ class MatricesOf(Protocol):
     """The matrices of one round."""
 
     def __call__(
-        self, federation: Federation, present: Sequence[bool], *, round: int, models: Known = None
+        self, federation: Federation, present: Sequence[bool], *, round: int, models: RoundModels | None = None
     ) -> Matrices:
         """The matrix for each parameter's name, when these clients took part.
 
-        A rule that goes by the distances between models needs these; without them it says who may mix with whom.
+        A rule that depends on the updates needs `models`; without them it says who may mix with whom.
         """
+
+
+def no_state(_client_models: ByClient) -> ServerState:
+    """The state of a strategy that remembers nothing but the models."""
+    return {}
+
+
+def same_state(server_state: ServerState, _newcomers: ByClient) -> ServerState:
+    """The state of a strategy that remembers nothing of single clients."""
+    return server_state
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,8 +126,8 @@ class Strategy:
     """Whether anything leaves the clients."""
     clustered: bool
     """Whether it needs clusters or a graph."""
-    init: Callable[[ByClient], State]
-    """The state before round one, from the models that the clients start with."""
+    init: Callable[[ByClient], ServerState] = no_state
+    """The server state before round one, from the models that the clients start with."""
     aggregate: Aggregate
     """The server step."""
     matrices: MatricesOf
@@ -121,6 +136,8 @@ class Strategy:
     """The step of a round (the first is 1); 0 where the rule has none."""
     welcome: Welcome
     """What clients that join a run begin with."""
+    extend_state: Callable[[ServerState, ByClient], ServerState] = same_state
+    """The server state with an entry for each of these newcomers, from the models that they begin with."""
 
 
 def check_options(options: StrategyOptions) -> None:
@@ -135,17 +152,12 @@ def check_options(options: StrategyOptions) -> None:
     check_mixing(options.share, options.space, options.align)
 
 
-def init(start: ByClient) -> State:
-    """Everyone holds what the run starts with."""
-    return dict(start)
-
-
-def held(state: State, updates: ByClient) -> dict[str, Params]:
-    """What everyone holds after local training: the update of who took part, the old model of who did not."""
-    strangers = sorted(updates.keys() - state.keys())
+def with_updates(client_models: ByClient, updates: ByClient) -> dict[str, Params]:
+    """The model of every client after local training: its update, or its old model where it took no part."""
+    strangers = sorted(updates.keys() - client_models.keys())
     if strangers:
-        raise ProtocolError(f"update of an unknown client {strangers[0]!r}; this run has {', '.join(state)}")
-    return {client: updates.get(client, params) for client, params in state.items()}
+        raise ProtocolError(f"update of an unknown client {strangers[0]!r}; this run has {', '.join(client_models)}")
+    return {client: updates.get(client, params) for client, params in client_models.items()}
 
 
 def _steps(options: StrategyOptions) -> Callable[[int], float]:
@@ -166,21 +178,22 @@ def mixing_strategy(
     communicates: bool = True,
     clustered: bool = False,
     has_eta: bool = False,
-    by_distance: bool = False,
+    granularity: str = "all",
     reduce: Reduce | None = None,
 ) -> Strategy:
-    """The strategy that applies the rule's matrix to what everyone holds.
+    """The strategy that applies the rule's matrices to the models of all clients.
 
-    With `by_distance` the rule is told how far apart the models are. With `reduce` its rows only say who is aggregated
-    with whom, and this is how.
+    `granularity` tells which parameters have a matrix of their own (`rule.GRANULARITIES`). With `reduce` the rows only
+    say who is aggregated with whom, and this is how.
     Who joins later begins with its row of `arrival`, in which it is not present and the others are: by default of the
     rule itself, which for an average is the average of the others.
     """
     check_options(options)
     weighting, eta = (options.layer_weighting, _steps(options)) if has_eta else ("none", _no_step)
-    newcomers = for_newcomers(arrival or rule)
 
-    def matrices(federation: Federation, present: Sequence[bool], *, round: int, models: Known = None) -> Matrices:
+    def matrices(
+        federation: Federation, present: Sequence[bool], *, round: int, models: RoundModels | None = None
+    ) -> Matrices:
         return matrices_for(
             rule,
             # what is reduced is the same for all of a group, and so for those who share a set
@@ -189,41 +202,56 @@ def mixing_strategy(
             eta=eta(round),
             layer_weighting=weighting,
             max_share=options.max_share,
-            distances=_distances(federation, models, options) if by_distance and models is not None else None,
+            granularity=granularity,
+            space=options.space,
+            models=models,
         )
-
-    def aggregate(state: State, updates: ByClient, federation: Federation, *, round: int) -> Aggregated:
-        models = with_shared(held(state, updates), federation, list(updates))
-        present = [client in updates for client in federation.clients]
-        mixed = _mixed(models, matrices(federation, present, round=round, models=models), federation, options, reduce)
-        return Aggregated(state=mixed.by_client, start=mixed.by_client, discarded=mixed.discarded)
-
-    def welcome(state: State, fresh: ByClient, federation: Federation) -> dict[str, Params]:
-        there = [client not in fresh for client in federation.clients]
-        models = {**state, **fresh}
-        apart = _distances(federation, models, options) if by_distance else None
-        found = matrices_for(newcomers, federation, there, eta=1.0, layer_weighting="none", distances=apart)
-        by_client = _mixed(models, found, federation, options, reduce).by_client
-        return {client: by_client[client] for client in fresh}
 
     return Strategy(
         name=name,
         communicates=communicates,
         clustered=clustered,
-        init=init,
-        aggregate=aggregate,
+        aggregate=_mixing_aggregate(matrices, options, reduce),
         matrices=matrices,
         eta=eta,
-        welcome=welcome,
+        welcome=_mixing_welcome(for_newcomers(arrival or rule), options, reduce),
     )
 
 
-def _distances(federation: Federation, models: ByClient, options: StrategyOptions) -> Distances:
-    def apart(clients: Sequence[int], *, head: bool) -> np.ndarray:
-        names = [federation.clients[k] for k in clients]
-        return np.asarray(squared_distances(models, names, head=head, share=options.share, scale=options.scale))
+def _mixing_aggregate(matrices: MatricesOf, options: StrategyOptions, reduce: Reduce | None) -> Aggregate:
+    """The server step that applies these matrices and leaves the server state as it is."""
 
-    return apart
+    def aggregate(
+        server_state: ServerState,
+        client_models: ByClient,
+        updates: ByClient,
+        federation: Federation,
+        *,
+        round: int,
+    ) -> Aggregated:
+        after = with_shared(with_updates(client_models, updates), federation, list(updates))
+        present = [client in updates for client in federation.clients]
+        models = RoundModels(before=client_models, after=after, server_state=server_state)
+        mixed = _mixed(after, matrices(federation, present, round=round, models=models), federation, options, reduce)
+        return Aggregated(server_state=server_state, client_models=mixed.by_client, discarded=mixed.discarded)
+
+    return aggregate
+
+
+def _mixing_welcome(rule: Rule, options: StrategyOptions, reduce: Reduce | None) -> Welcome:
+    """The models of newcomers by their rows of this rule."""
+
+    def welcome(
+        server_state: ServerState, client_models: ByClient, fresh: ByClient, federation: Federation
+    ) -> dict[str, Params]:
+        present = [client not in fresh for client in federation.clients]
+        everyone = {**client_models, **fresh}
+        models = RoundModels(before=everyone, after=everyone, server_state=server_state)
+        rows = matrices_for(rule, federation, present, eta=1.0, layer_weighting="none", models=models)
+        by_client = _mixed(everyone, rows, federation, options, reduce).by_client
+        return {client: by_client[client] for client in fresh}
+
+    return welcome
 
 
 def _mixed(

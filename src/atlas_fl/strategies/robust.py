@@ -14,7 +14,7 @@ distances between the models. All are applied inside the groups that may mix: ev
 their task.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from math import ceil
 from typing import TypeAlias
@@ -23,6 +23,7 @@ import numpy as np
 from jaxtyping import Float64
 from torch import Tensor
 
+from atlas_fl.mixing.distances import squared_distances
 from atlas_fl.mixing.matrices import Federation, average, cluster_labels
 from atlas_fl.strategies.base import Strategy, StrategyOptions, mixing_strategy
 from atlas_fl.strategies.rule import Rule, Step, within_clusters
@@ -111,17 +112,28 @@ def _weighed(options: StrategyOptions, weigh: Weigh) -> Rule:
 
     def rule(step: Step) -> np.ndarray:
         groups, matrix = _groups(step, options), _alike(options)(step)
-        if step.distances is None:
+        if step.models is None:
             return matrix
         for label in set(groups.tolist()):
             inside = np.flatnonzero((groups == label) & step.present).tolist()
             if len(inside) > 1:
                 row = np.zeros(len(matrix))
-                row[inside] = weigh(step.distances(inside))
+                row[inside] = weigh(_distances(step, inside, options))
                 matrix[groups == label] = row
         return matrix
 
     return rule
+
+
+def _distances(step: Step, clients: Sequence[int], options: StrategyOptions) -> np.ndarray:
+    """The squared distances between the models of these clients, by index: of their heads, or of all the rest."""
+    assert step.models is not None, "distances are of models"
+    names = [step.federation.clients[k] for k in clients]
+    return np.asarray(
+        squared_distances(
+            step.models.after, names, head=step.parameters.is_head, share=options.share, scale=options.scale
+        )
+    )
 
 
 def _by_coordinate(name: str, options: StrategyOptions, reduce: Callable[[Tensor], Tensor]) -> Strategy:
@@ -129,9 +141,7 @@ def _by_coordinate(name: str, options: StrategyOptions, reduce: Callable[[Tensor
 
 
 def _by_distance(name: str, options: StrategyOptions, weigh: Weigh) -> Strategy:
-    return mixing_strategy(
-        name, _weighed(options, weigh), options, clustered=options.within == CLUSTERS, by_distance=True
-    )
+    return mixing_strategy(name, _weighed(options, weigh), options, clustered=options.within == CLUSTERS)
 
 
 def median(options: StrategyOptions) -> Strategy:
