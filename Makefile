@@ -1,7 +1,10 @@
 # make setup   .venv with everything pinned, the tools of the tests, the embedded model and data
 # make demo    the same without the tools of the tests, then a federation of nine clients: a few minutes
 # make demo-vision    a hundred clients with images on a vision transformer
-# make test    lint, format, types, import rules, tests, and a short real training that is audited
+# make test    lint, format, types, import rules, and the quick tests: laws, parity, units, a short real training that is
+#              audited, and of each kind of training a run, a resume after a kill, a served federation, a failing audit
+# make test-rest   the tests that `make test` leaves out: kills, faults, engines, combinations; all examples of the laws
+# make test-all    lint and every test with all examples
 # make lock    requirements/*.txt anew, with the hashes of what pip's index offers for the versions of constraints.txt
 # make sbom    sbom.json anew: what is installed and fetched, with licences and hashes
 # make audit-dependencies    looks the pinned versions up in a database of known vulnerabilities; needs the network
@@ -12,13 +15,15 @@
 SHELL := /usr/bin/env bash
 .SHELLFLAGS := -euo pipefail -c
 .DELETE_ON_ERROR:
-.PHONY: setup demo demo-vision test lint unit smoke lock sbom audit-dependencies clean
+.PHONY: setup demo demo-vision test test-rest test-all lint unit lock sbom audit-dependencies clean
 
 PYTHON ?= python3 python3.13 python3.12 python3.11
 BIN := .venv/bin
 INSTALL := $(BIN)/python -m tools.install
 LOCKS := tools/install.py $(wildcard requirements/*.txt)
-SMOKE_DIR := .venv/smoke
+# A test is handed to whichever worker is free; the durations of all tests are left in a table.
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist worksteal
+DURATIONS := build/durations
 
 setup: .venv/dev.stamp .venv/fetched.stamp
 
@@ -29,7 +34,10 @@ demo-vision: .venv/vision.stamp
 	$(BIN)/atlas run --preset vision-quick --resume
 
 # the tests come last, so that their closing line does too
-test: lint smoke unit
+test: lint unit
+
+test-all: lint setup
+	$(PYTEST) --durations-file $(DURATIONS)/test-all.tsv
 
 lint: .venv/dev.stamp
 	$(BIN)/ruff check
@@ -38,12 +46,10 @@ lint: .venv/dev.stamp
 	$(BIN)/lint-imports
 
 unit: setup
-	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist loadfile
+	HYPOTHESIS_PROFILE=quick $(PYTEST) -m "not slow" --durations-file $(DURATIONS)/test.tsv
 
-smoke: setup
-	rm -rf $(SMOKE_DIR)
-	$(BIN)/atlas run --preset smoke --audit --name smoke --runs-dir $(SMOKE_DIR)
-	$(BIN)/atlas audit smoke --runs-dir $(SMOKE_DIR)
+test-rest: setup
+	$(PYTEST) -m "slow or hypothesis" --durations-file $(DURATIONS)/test-rest.tsv
 
 lock: .venv/venv.stamp
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --require-hashes -r requirements/build.txt

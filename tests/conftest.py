@@ -6,7 +6,6 @@ Everything heavy is imported inside the fixtures, so that tests without a model 
 from __future__ import annotations
 
 import copy
-import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache, partial
@@ -17,6 +16,21 @@ import hypothesis
 import numpy as np
 import pytest
 
+from tests.architectures import ARCHITECTURES, QUICK_ARCHITECTURES
+from tests.durations import (
+    pytest_addoption as pytest_addoption,
+)
+from tests.durations import (
+    pytest_configure as pytest_configure,
+)
+from tests.durations import (
+    pytest_runtest_makereport as pytest_runtest_makereport,
+)
+from tests.durations import (
+    pytest_runtest_setup as pytest_runtest_setup,
+)
+from tests.examples import PROFILE, QUICK_EXAMPLES
+
 if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedModel
@@ -25,10 +39,11 @@ if TYPE_CHECKING:
     from atlas_fl.models.backbone import Backbone
 
 # The same examples in every run: what is merged does not depend on luck. HYPOTHESIS_PROFILE=default searches anew.
-hypothesis.settings.register_profile("same", derandomize=True)
-hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "same"))
+# No deadline: on a busy machine an example takes many times its usual time.
+hypothesis.settings.register_profile("same", derandomize=True, deadline=None)
+hypothesis.settings.register_profile("quick", derandomize=True, deadline=None, max_examples=QUICK_EXAMPLES)
+hypothesis.settings.load_profile(PROFILE)
 
-ARCHITECTURES = ("bert", "roberta", "distilbert", "gpt2", "qwen2", "llama", "mistral")
 WORDS = [f"w{i}" for i in range(40)]
 _SPECIAL = {
     "bert": ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"),
@@ -240,9 +255,11 @@ def writer_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Tiny]
     return get
 
 
-@pytest.fixture(params=ARCHITECTURES)
+@pytest.fixture(
+    params=[pytest.param(name, marks=() if name in QUICK_ARCHITECTURES else pytest.mark.slow) for name in ARCHITECTURES]
+)
 def tiny(request: pytest.FixtureRequest, tiny_of: Callable[[str], Tiny]) -> Tiny:
-    """Every architecture in turn."""
+    """Every architecture in turn, all but two of them slow; `tests/laws` and `tests/parity` always take all."""
     return tiny_of(request.param)
 
 

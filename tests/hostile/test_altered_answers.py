@@ -11,6 +11,8 @@ from atlas_fl.config import Config
 from tests.engines.hall.test_hostile_messages import altered, odd_tensor
 from tests.hostile.federation import Change, federate
 
+pytestmark = pytest.mark.slow
+
 HONEST = ("movie-0", "movie-1")
 ATTACKERS = tuple(f"movie-{k}" for k in range(2, 8))
 

@@ -31,6 +31,7 @@ def bytes_of(head: dict[str, Any], tensors: dict[str, torch.Tensor]) -> bytes:
     return b"\n".join([json.dumps([head, list(tensors)]).encode(), *flat])
 
 
+@pytest.mark.slow
 def test_sites_draw_from_secrets_that_never_leave_them_and_with_a_simulations_end_in_its_bits(
     config: Callable[..., Config],
 ) -> None:

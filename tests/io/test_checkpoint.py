@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 
@@ -13,6 +13,7 @@ from atlas_fl.errors import CheckpointError, DataError
 from atlas_fl.io.checkpoint import FORMAT, load, load_latest, prune, rounds_in, save
 from atlas_fl.io.results import seal
 from atlas_fl.io.tensors import encode
+from tests.examples import examples
 
 
 def tensors(round: int) -> dict[str, torch.Tensor]:
@@ -110,7 +111,7 @@ def test_every_damaged_checkpoint_is_named_and_none_good_is_none(tmp_path) -> No
     ]
 
 
-@settings(max_examples=60)
+@examples(60)
 @given(place=st.floats(0, 1, exclude_max=True), bit=st.integers(0, 7), file=st.sampled_from(["json", "safetensors"]))
 def test_no_flipped_bit_is_ever_loaded_as_another_state(tmp_path_factory, place: float, bit: int, file: str) -> None:
     folder = tmp_path_factory.mktemp("flip")

@@ -26,6 +26,7 @@ def script() -> Iterator["subprocess.Popen[str]"]:
         yield process
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("mode", "least_kills"), [("steps", 50), ("replacing", 30), ("times", 3)])
 def test_a_killed_and_resumed_run_ends_in_the_same_bytes(
     mode: str, least_kills: int, tmp_path: Path, script: "subprocess.Popen[str]"

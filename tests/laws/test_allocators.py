@@ -4,14 +4,15 @@ from itertools import product
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from scipy.optimize import LinearConstraint, milp
 
 from atlas_fl.ranks.allocate import ALLOCATORS, fixed
+from tests.examples import examples
 
 DENSE = tuple(range(1, 33))
-LAWS = settings(deadline=None, derandomize=True, max_examples=50)
+LAWS = examples(50)
 REGISTRY = pytest.mark.parametrize("name", ALLOCATORS)
 
 
@@ -173,7 +174,7 @@ def test_budget_with_dense_candidates_is_hamiltons_method(importance: list[int],
 
 
 @given(layers=layers(equal_cost=True), share=st.floats(0, 1))
-@settings(LAWS, max_examples=25)
+@examples(25)
 def test_greedy_with_dense_candidates_has_the_utility_of_an_integer_program(
     layers: tuple[np.ndarray, np.ndarray], share: float
 ) -> None:

@@ -3,12 +3,13 @@
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from atlas_fl.mixing.diversity import dirichlet_energy, update_gram
 from atlas_fl.mixing.matrices import LAPLACIANS, average, cut, eta_bound, laplacian_step
 from atlas_fl.mixing.mix import SPACES, mix
+from tests.examples import examples
 
 KEEPS_PLAIN_MEAN = {"symmetric", "metropolis"}
 
@@ -29,7 +30,7 @@ def everyone(graph):
 
 @pytest.mark.parametrize("kind", LAPLACIANS)
 @given(case=graphs(), eta=st.floats(0, 1.5))
-@settings(max_examples=60, deadline=None)
+@examples(60)
 def test_laplacian_steps(kind, case, eta):
     graph, blocks, rng = case
     step = laplacian_step(graph, kind=kind, eta=eta, present=everyone(graph))
@@ -52,7 +53,7 @@ def test_laplacian_steps(kind, case, eta):
 
 @pytest.mark.parametrize("kind", LAPLACIANS)
 @given(case=graphs(), part=st.floats(0.05, 0.95))
-@settings(max_examples=60, deadline=None)
+@examples(60)
 def test_a_step_inside_the_bound_lowers_the_dirichlet_energy(kind, case, part):
     graph, _, rng = case
     bound = eta_bound(graph, kind)
@@ -74,7 +75,7 @@ def _own_weights(graph, kind):
 
 
 @given(case=graphs(), absent=st.integers(0, 2**7))
-@settings(max_examples=60, deadline=None)
+@examples(60)
 def test_averages(case, absent):
     _, blocks, rng = case
     present = np.array([not absent >> k & 1 for k in range(len(blocks))])
@@ -137,7 +138,7 @@ def test_models_come_closer(kind, space):
 
 
 @given(ranks=st.lists(st.integers(1, 14), min_size=2, max_size=4), seed=st.integers(0, 2**32))
-@settings(max_examples=40, deadline=None)
+@examples(40)
 def test_product_space_equals_the_dense_reference_for_any_ranks(ranks, seed):
     held = models(ranks, seed % 2**31)
     rng = np.random.default_rng(seed)

@@ -5,7 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from scipy.optimize import minimize
 from scipy.stats import trim_mean
@@ -24,6 +24,7 @@ from atlas_fl.strategies.robust import (
     trimmed_average,
     weiszfeld_weights,
 )
+from tests.examples import examples
 
 ROBUST = tuple(WITHSTANDS)
 SIZES = [(5, 1), (9, 2), (9, 3)]
@@ -93,7 +94,7 @@ def test_the_geometric_median_of_a_square_and_its_middle_is_the_middle():
 
 
 @given(st.integers(1, 12), st.floats(0, 0.49), st.integers(0, 2**32))
-@settings(max_examples=60, deadline=None)
+@examples(60)
 def test_median_and_trimmed_mean_are_those_of_numpy_and_scipy(n, trim, seed):
     values = np.random.default_rng(seed).normal(size=(n, 7))
     assert coordinate_median(torch.from_numpy(values)).numpy() == pytest.approx(np.median(values, axis=0))
@@ -104,7 +105,7 @@ def test_median_and_trimmed_mean_are_those_of_numpy_and_scipy(n, trim, seed):
 
 
 @given(st.integers(5, 12), st.integers(0, 2**32))
-@settings(max_examples=60, deadline=None)
+@examples(60)
 def test_krum_is_the_papers_formula(n, seed):
     points = np.random.default_rng(seed).normal(size=(n, 4))
     f = (n - 3) // 2
@@ -120,7 +121,7 @@ def test_krum_is_the_papers_formula(n, seed):
 
 
 @given(st.integers(3, 9), st.integers(1, 5), st.integers(0, 2**32))
-@settings(max_examples=40, deadline=None)
+@examples(40)
 def test_the_geometric_median_has_the_least_sum_of_distances(n, dim, seed):
     points = np.random.default_rng(seed).normal(size=(n, dim))
     squares = ((points[:, None] - points[None]) ** 2).sum(-1)

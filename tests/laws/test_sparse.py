@@ -5,7 +5,7 @@ from itertools import pairwise
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
@@ -16,6 +16,7 @@ from atlas_fl.sparse.fisher import fisher, of_module
 from atlas_fl.sparse.masks import BY_SENSITIVITY, MASKS, make_mask
 from atlas_fl.sparse.optimizer import SparseSGDM
 from atlas_fl.sparse.vectors import MERGES, apply, merge, scaled, task_vector
+from tests.examples import examples
 
 SCOPES = ("global", "layer")
 
@@ -39,7 +40,7 @@ def strategies():
 
 @pytest.mark.parametrize(("strategy", "scope"), strategies())
 @given(model=models(), sparsity=st.floats(0.001, 0.999))
-@settings(deadline=None, max_examples=25)
+@examples(25)
 def test_a_mask_has_exactly_its_ones_whatever_the_ties_and_the_order(strategy, scope, model, sparsity) -> None:
     params, scores = model
     words = {"sparsity": sparsity, "scope": scope, "seed": 3}
@@ -123,7 +124,7 @@ def test_one_round_of_calibration_is_a_single_pass_and_more_are_nested(strategy:
 
 @pytest.mark.parametrize(("strategy", "scope"), strategies())
 @given(model=models(), sparsity=st.floats(0.05, 0.99))
-@settings(deadline=None, max_examples=15)
+@examples(15)
 def test_a_mask_and_what_it_keeps_arrive_as_they_were(strategy, scope, model, sparsity) -> None:
     params, scores = model
     mask = make_mask(strategy, params, scores=scores, sparsity=sparsity, scope=scope, seed=3)
@@ -185,7 +186,7 @@ def test_a_vector_merged_with_itself_is_itself(method: str) -> None:
 
 @pytest.mark.parametrize("method", MERGES)
 @given(seed=st.integers(0, 2**31), count=st.integers(1, 5), keep=st.sampled_from([0.1, 0.5, 1.0]))
-@settings(deadline=None, max_examples=20)
+@examples(20)
 def test_merging_knows_no_order_and_follows_a_scale(method, seed, count, keep) -> None:
     several = vectors(seed, count)
     merged = merge(several, method=method, keep=keep)
@@ -219,7 +220,7 @@ def test_ties_does_not_dilute_vectors_that_do_not_meet() -> None:
 
 
 @given(scale=st.floats(-2, 2), seed=st.integers(0, 2**31))
-@settings(deadline=None, max_examples=20)
+@examples(20)
 def test_applying_a_task_vector_is_a_line_through_both_models(scale: float, seed: int) -> None:
     start, end = vectors(seed, 2)
     found = apply(start, task_vector(end, start), scale=scale)

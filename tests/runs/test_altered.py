@@ -82,6 +82,7 @@ def read(folder: Path, number: int) -> Mapping[str, Callable[[], Any]]:
     return readers
 
 
+@pytest.mark.slow
 def test_no_altered_file_of_a_run_is_a_traceback(folders: Mapping[str, Path], tmp_path: Path) -> None:
     warnings.simplefilter("ignore")  # of NumPy, for numbers that nobody wrote
     draw = random.Random(16)

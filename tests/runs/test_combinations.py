@@ -2,6 +2,8 @@
 
 from collections.abc import Callable
 
+import pytest
+
 from atlas_fl.audit import audit
 from atlas_fl.config import Config
 from atlas_fl.io.results import read_json
@@ -9,6 +11,8 @@ from atlas_fl.run import run
 from tests.runs.reading import rows, same_tensors, state
 from tests.runs.test_split import SMALL, most_needed
 from tests.runs.workers import check_same, in_threads
+
+pytestmark = pytest.mark.slow
 
 Make = Callable[..., Config]
 

@@ -39,6 +39,7 @@ MIXED = {"split": "movie-0=1,movie-1=2,trec-1=1", "dropout": 0.1, "rounds": 2}
 """Cuts at two blocks and a client without one."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("head", ["server", "client"])
 def test_a_deployed_federation_that_shares_above_its_cuts_is_the_simulated_one(
     federation: Callable[..., Federation], head: str
@@ -54,6 +55,7 @@ def test_a_deployed_federation_that_shares_above_its_cuts_is_the_simulated_one(
     assert {row.client for row in report.rows if row.check == "common"} == set(fed.sites)
 
 
+@pytest.mark.slow
 def test_sites_are_cut_by_their_own_names_and_tasks(federation: Callable[..., Federation]) -> None:
     """None of these is among the tasks, clients and devices of the settings."""
     own = "mine=memory_gb=8,gflops=200,up_mbps=20,down_mbps=50,latency_ms=20,max_rank=64"
@@ -87,6 +89,7 @@ def lower_part(model: Path, folder: Path, *, blocks: int) -> str:
     return str(part)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("head", "fingerprint"), [("server", "fisher"), ("client", "delta")])
 def test_a_deployed_federation_of_cut_models_is_the_simulated_one(
     federation: Callable[..., Federation], tiny_model: Path, tmp_path: Path, head: str, fingerprint: str
@@ -118,6 +121,7 @@ def test_a_deployed_federation_of_cut_models_is_the_simulated_one(
     assert audit(fed.served.path).ok
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fingerprint", ["fisher", "delta"])
 def test_auto_takes_the_same_cuts_deployed_as_simulated(
     federation: Callable[..., Federation], config: Callable[..., Config], fingerprint: str
@@ -139,6 +143,7 @@ def test_auto_takes_the_same_cuts_deployed_as_simulated(
     assert ledgers[0] == ledgers[1]
 
 
+@pytest.mark.slow
 def test_models_that_are_mixed_every_second_round_are_those_of_a_simulation(
     federation: Callable[..., Federation],
 ) -> None:

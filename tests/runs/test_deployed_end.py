@@ -11,6 +11,8 @@ from atlas_fl.io.tensors import read_tensors
 from atlas_fl.tree import digest
 from tests.runs.federation import Federation, adapters
 
+pytestmark = pytest.mark.slow
+
 APART = {"share": ("A",), "space": "factors", "rounds": 1}
 """B and heads are at the sites alone."""
 

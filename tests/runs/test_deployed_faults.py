@@ -5,6 +5,8 @@ import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+import pytest
+
 from atlas_fl.audit import audit
 from atlas_fl.config import Config
 from atlas_fl.io.certs import make_certs
@@ -16,6 +18,8 @@ from atlas_fl.tree import digest
 from tests.engines.conftest import Proxy
 from tests.runs.federation import Federation, adapters
 from tests.runs.processes import Program
+
+pytestmark = pytest.mark.slow
 
 
 @contextmanager

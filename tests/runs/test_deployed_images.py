@@ -86,6 +86,7 @@ def is_as(fed: Federation, simulated: RunResult, *, round: int) -> None:
         assert same_tensors(load_file(own / "model.safetensors"), site)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "values",
     [
@@ -109,6 +110,7 @@ def test_the_deployed_federation_is_the_simulated_one(
     is_as(fed, simulated, round=2)
 
 
+@pytest.mark.slow
 def test_no_fault_changes_a_bit_of_whole_models(federation: Callable[..., Federation], tmp_path: Path) -> None:
     """A site is killed while it scores weights for the mask, another while it trains, and then the server."""
     config = settings(tmp_path, **MASKED, rounds=3)
@@ -133,6 +135,7 @@ def test_no_fault_changes_a_bit_of_whole_models(federation: Callable[..., Federa
     is_as(fed, simulated, round=3)
 
 
+@pytest.mark.slow
 def test_a_server_that_starts_again_hands_out_models_as_values_under_their_mask(
     federation: Callable[..., Federation], tmp_path: Path
 ) -> None:
@@ -160,6 +163,7 @@ def test_a_server_that_starts_again_hands_out_models_as_values_under_their_mask(
     assert read_sealed(fed.served.heard)["heard"] == sorted(SITES)
 
 
+@pytest.mark.slow
 def test_a_site_that_comes_late_gets_model_and_mask_and_no_fault_changes_a_bit(
     federation: Callable[..., Federation], tmp_path: Path
 ) -> None:
@@ -169,6 +173,7 @@ def test_a_site_that_comes_late_gets_model_and_mask_and_no_fault_changes_a_bit(
     is_as(fed, run(with_values(config, {"arrive": f"digits-2={number}"})), round=5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("share", ["A+B+head", "A+head"], ids=["all is shared", "B stays"])
 def test_adapters_on_images_go_the_way_of_those_on_texts(
     federation: Callable[..., Federation], tmp_path: Path, share: str

@@ -19,6 +19,7 @@ TINY = "memory_gb=0.375,gflops=20,up_mbps=2,down_mbps=10,latency_ms=60,max_rank=
 """Less than the runtime alone takes."""
 
 
+@pytest.mark.slow
 def test_a_site_without_its_part_of_the_model_ends_with_one_line(
     federation: Callable[..., Federation], tiny_model: Path, tmp_path: Path
 ) -> None:

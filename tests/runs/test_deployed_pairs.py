@@ -13,6 +13,8 @@ from atlas_fl.run import run
 from atlas_fl.tree import digest
 from tests.runs.federation import Federation, adapters
 
+pytestmark = pytest.mark.slow
+
 PAIRED = {"split": "cpu_2gb=1", "topology": "paired", "dropout": 0.1}
 """movie-0 and trec-0 are small, movie-1 and trec-1 are not."""
 

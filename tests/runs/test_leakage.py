@@ -108,6 +108,7 @@ def test_a_cut_that_the_model_does_not_have_is_told_in_a_line(config: Make, cut:
         measure_leakage(config(), cuts=[cut])
 
 
+@pytest.mark.slow
 def test_a_run_that_is_asked_tells_what_its_cuts_give_away_and_trains_the_same(config: Make) -> None:
     settings = {"split": "movie=1"}
     quiet, told = run(config(name="quiet", **settings)), run(config(name="told", leakage=True, **settings))

@@ -17,6 +17,8 @@ from atlas_fl.run import run
 from atlas_fl.working import ENGINES
 from tests.runs.federation import Federation, adapters
 
+pytestmark = pytest.mark.slow
+
 SITES = {"movie-0": "cpu_2gb", "movie-1": "tablet_4gb", "movie-2": "laptop_8gb"}
 ROUNDS = 24
 

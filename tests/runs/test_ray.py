@@ -60,6 +60,7 @@ def _cluster() -> Iterator[None]:
     assert actors() == []
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("_cluster")
 def test_a_run_on_ray_is_that_of_one_process_and_outlives_its_actors(config: Make) -> None:
     """With cuts: `--split` is among the settings."""
@@ -82,6 +83,7 @@ def test_a_run_on_ray_is_that_of_one_process_and_outlives_its_actors(config: Mak
     check_same(whole.folder, found.folder, round=2)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("_cluster")
 def test_whole_image_models_on_ray_are_those_of_one_process(image_config: Make) -> None:
     settings = {"rounds": 2, "eval_every": 1, "clients_per_task": 4, "dropout": 0.1}

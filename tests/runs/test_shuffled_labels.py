@@ -2,10 +2,13 @@
 
 from collections.abc import Callable
 
+import pytest
+
 from atlas_fl.config import Config
 from atlas_fl.run import run
 
 
+@pytest.mark.slow
 def test_shuffled_labels_bring_accuracy_to_the_majority_class(config: Callable[..., Config]) -> None:
     def gain(name: str, *, shuffle: bool) -> float:
         """Accuracy on test examples over the share of their majority class, with the embedded model."""

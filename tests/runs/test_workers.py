@@ -44,6 +44,7 @@ def children() -> list[psutil.Process]:
     return psutil.Process().children()
 
 
+@pytest.mark.slow
 def test_a_run_whose_worker_is_killed_goes_on_with_any_number_and_leaves_nobody(config: Make, whole: RunResult) -> None:
     before, told = children(), list[Event]()
 

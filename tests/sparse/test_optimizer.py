@@ -2,12 +2,13 @@ import math
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
 from atlas_fl.errors import CheckpointError, ConfigError, ModelError
 from atlas_fl.sparse.optimizer import FEW, SparseSGDM
+from tests.examples import examples
 
 SHAPES = {"w": (5, 7), "b": (5,), "scalar": ()}
 
@@ -49,7 +50,7 @@ def legal(words):
 
 
 @given(words=st.fixed_dictionaries(HYPER).map(legal), seed=st.integers(0, 1000))
-@settings(deadline=None, max_examples=60)
+@examples(60)
 def test_a_mask_of_ones_is_torchs_sgd_to_the_last_bit(words, seed: int) -> None:
     own, theirs = leaves_of(seed), leaves_of(seed)
     ones = {name: torch.ones(shape, dtype=torch.bool) for name, shape in SHAPES.items()}
@@ -63,7 +64,7 @@ def test_a_mask_of_ones_is_torchs_sgd_to_the_last_bit(words, seed: int) -> None:
     seed=st.integers(0, 1000),
     share=st.sampled_from([0.0, 0.1, FEW, 0.5, 0.9]),
 )
-@settings(deadline=None, max_examples=60)
+@examples(60)
 def test_frozen_weights_keep_every_bit_and_kept_ones_move_as_in_sgd(words, seed: int, share: float) -> None:
     """Kept weights never see the frozen ones, so they move as they do where everything moves."""
     own, dense, mask = leaves_of(seed), leaves_of(seed), masked(seed, share)

@@ -1,10 +1,11 @@
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from atlas_fl.errors import ProtocolError
 from atlas_fl.sparse.runs import from_runs, to_runs
+from tests.examples import examples
 
 
 def test_runs_by_hand() -> None:
@@ -17,14 +18,14 @@ def test_runs_by_hand() -> None:
 
 
 @given(st.lists(st.integers(1, 2**17), max_size=6), st.booleans())
-@settings(deadline=None, max_examples=60)
+@examples(60)
 def test_bits_come_back(lengths: list[int], first: bool) -> None:
     bits = np.repeat((np.arange(len(lengths)) + first) % 2 == 1, lengths)
     assert np.array_equal(from_runs(to_runs(bits), len(bits)), bits)
 
 
 @given(st.binary(max_size=30), st.integers(0, 40))
-@settings(deadline=None, max_examples=200)
+@examples(200)
 def test_any_bytes_give_so_many_bits_or_an_error(payload: bytes, total: int) -> None:
     try:
         bits = from_runs(np.frombuffer(payload, np.uint8), total)

@@ -1,9 +1,10 @@
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from atlas_fl.split.codec import SMALLEST, WIRES, decode_rows, encode_rows, message_size
+from tests.examples import examples
 
 LARGEST = torch.finfo(torch.float32).max
 FLOAT = 1e-6
@@ -35,7 +36,7 @@ def test_every_value_is_within_the_stated_error(wire: str, size: float) -> None:
     assert ((found.double() - rows.double()).abs() <= bound(rows.double(), wire)).all()
 
 
-@settings(deadline=None, max_examples=200)
+@examples(200)
 @given(st.lists(st.floats(width=32, allow_nan=False, allow_infinity=False), min_size=1, max_size=8))
 def test_no_finite_row_becomes_anything_else(values: list[float]) -> None:
     rows = torch.tensor([values, [0.0] * len(values)], dtype=torch.float32)

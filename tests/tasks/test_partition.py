@@ -2,12 +2,13 @@ from itertools import combinations
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from atlas_fl.errors import DataError
 from atlas_fl.rng import generator
 from atlas_fl.tasks.partition import deal, dirichlet, iid, most_clients_of_two, quantity, realised
+from tests.examples import examples
 
 PRIOR = np.asarray([0.5, 0.3, 0.2])
 
@@ -81,7 +82,7 @@ def test_most_clients_of_two_agrees_with_trying_all_ways(supply: list[int]) -> N
     assert most_clients_of_two(np.asarray(supply)) == best
 
 
-@settings(deadline=None, max_examples=60)
+@examples(60)
 @given(st.data())
 def test_any_deal_is_disjoint_complete_and_exact(data: st.DataObject) -> None:
     supply = data.draw(st.lists(st.integers(0, 30), min_size=2, max_size=5).filter(lambda s: sum(s) > 3))

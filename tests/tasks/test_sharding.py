@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from scipy.optimize import linprog
 
@@ -13,6 +13,7 @@ from atlas_fl.errors import ConfigError, DataError
 from atlas_fl.rng import generator
 from atlas_fl.tasks.sharding import assign_classes, deal_classes, plan_rows
 from atlas_fl.tasks.spec import as_images
+from tests.examples import examples
 from tests.tasks.test_images import make, numbers
 
 
@@ -42,7 +43,7 @@ def most_even(held: np.ndarray, supply: np.ndarray, *, largest: bool) -> float:
     return float(found.x[-1])
 
 
-@settings(deadline=None, max_examples=50)
+@examples(50)
 @given(federations(), st.integers(0, 99))
 def test_every_client_has_exactly_so_many_classes_and_every_class_about_as_many_clients(
     federation: tuple[int, int, int], seed: int
@@ -65,7 +66,7 @@ def test_all_assignments_come_up_about_equally_often() -> None:
     assert max(drawn.values()) <= 80
 
 
-@settings(deadline=None, max_examples=40)
+@examples(40)
 @given(federations(), st.data())
 def test_all_rows_are_dealt_once_and_sizes_are_as_equal_as_any_plan_could_make_them(
     federation: tuple[int, int, int], data: st.DataObject
