@@ -11,7 +11,7 @@ import numpy as np
 
 from atlas_fl.admission_images import join_whole
 from atlas_fl.arrivals import with_newcomer
-from atlas_fl.assemble import Assembly
+from atlas_fl.assemble import Assembly, without_private
 from atlas_fl.clients.base import Job
 from atlas_fl.clients.evaluate import EvaluateOptions
 from atlas_fl.clients.fingerprint import FIRST, SECOND
@@ -25,13 +25,12 @@ from atlas_fl.hosting import with_hosts
 from atlas_fl.lines import line_in
 from atlas_fl.mixing.alike import as_all_hold
 from atlas_fl.mixing.graph import effective_neighbours
-from atlas_fl.options import cut_of, is_reclustered, strategy_of
+from atlas_fl.options import cut_of, fingerprint_options, is_reclustered, strategy_of
 from atlas_fl.phases import (
     Identified,
     connect,
     cuts_while_planning,
     every_cut,
-    fingerprint_options,
     fingerprints,
     fit_ranks,
     identify,
@@ -39,7 +38,6 @@ from atlas_fl.phases import (
     own_importance,
     report_of,
     warm_start,
-    without_private,
 )
 from atlas_fl.plan import ClientPlan, Plan
 from atlas_fl.planning import Planned

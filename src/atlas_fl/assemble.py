@@ -16,7 +16,7 @@ from atlas_fl.config.images import EVENLY
 from atlas_fl.config.names import no_fp16
 from atlas_fl.door import CLOSED, Door
 from atlas_fl.engines.attacks import ATTACKS, attackers_of, with_flipped_labels
-from atlas_fl.errors import ConfigError
+from atlas_fl.errors import BudgetError, ConfigError
 from atlas_fl.io.fetch import embedded_dir
 from atlas_fl.lora.adapters import lora_scale
 from atlas_fl.lora.peft_io import default_targets
@@ -26,13 +26,16 @@ from atlas_fl.models.registry import suggested_lr
 from atlas_fl.models.shape import ModelShape
 from atlas_fl.models.tokens import Encoded, encode, encode_prompts, encode_written
 from atlas_fl.models.vision_backbone import load_image_backbone, tokens_of
+from atlas_fl.private import at_server, is_stand_in, named, unshared
 from atlas_fl.ranks.devices import Device, find_devices
 from atlas_fl.ranks.memory import LOGIT_COPIES, VALUE_BYTES, activation_bytes
-from atlas_fl.split.model import load_client_part
+from atlas_fl.split.model import load_client_part, on_client
 from atlas_fl.split.noise import simulated_secret
+from atlas_fl.split.step import Cut
 from atlas_fl.tasks import find_tasks
 from atlas_fl.tasks.clients import BY_CLASSES, ClientData, make_clients
 from atlas_fl.tasks.spec import Examples, Rows, Source, Task, as_texts
+from atlas_fl.tree import LORA_A
 from atlas_fl.types import Params, Split
 
 # Beyond this many tokens a CPU gains nothing from larger packs: the products are at the hardware's limit.
@@ -255,3 +258,22 @@ def most_tokens(backbone: Backbone) -> int:
 
 def _encode(rows: Rows, backbone: Backbone, limit: int) -> Encoded:
     return encode(rows.text, rows.pair, rows.label, tokenizer=backbone.tokenizer, max_length=limit)
+
+
+def without_private(assembly: Assembly, params: Params, cut: Cut | None) -> Params:
+    """What is here of a client's model before it has trained: all, or where parts stay apart what does not.
+
+    What was trained here, above an earlier cut of the client, goes down to it once.
+    Raises `BudgetError` where something of it is at the client alone that is now to be above its cut.
+    """
+    if not assembly.apart:
+        return params
+    held = frozenset(params)
+    if cut is not None:
+        held = on_client(assembly.site.backbone, params, blocks=cut.blocks, head=cut.head == "client")
+    if gone := [key for key, tensor in params.items() if key not in held and is_stand_in(tensor)]:
+        raise BudgetError(f"{gone[0]} was measured at its client, whose model is now to be cut below it; set --split")
+    own, sha256 = [key for key in unshared(params, assembly.config.mixing.share) if key in held], named(params)
+    if sha256 is not None:
+        own = [key for key in own if key.endswith(LORA_A) or is_stand_in(params[key])]
+    return at_server(params, own, sha256=sha256)

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 
 from atlas_fl.assemble import learning_rate_of, scale_of
+from atlas_fl.clients.fingerprint import FingerprintOptions
 from atlas_fl.clients.images.whole import WholeOptions
 from atlas_fl.clients.train import TrainOptions
 from atlas_fl.config import Config
@@ -161,3 +162,17 @@ def warmup_options(config: Config) -> TrainOptions:
 def warmup_rank(config: Config) -> int:
     """The rank of the warm-up's adapters: the smallest that a layer may have."""
     return int(config.ranks.ranks) if config.ranks.ranks.isdecimal() else min(config.ranks.candidates)
+
+
+def fingerprint_options(config: Config, *, round: int = 0) -> FingerprintOptions:
+    """How clients take their fingerprints in this config: before round one, or again with twice the work."""
+    times = 2 if round else 1
+    return FingerprintOptions(
+        kind=config.clustering.fingerprint,
+        sketch_dim=config.clustering.sketch_dim,
+        train=warmup_options(config),
+        batches=config.clustering.fingerprint_batches * times,
+        blocks=config.clustering.fingerprint_blocks,
+        samples=config.clustering.fingerprint_samples,
+        steps=config.clustering.fingerprint_steps * times,
+    )

@@ -17,7 +17,8 @@ from atlas_fl.events import OnEvent, PhaseStarted, ignore
 from atlas_fl.io.digests import check_files
 from atlas_fl.io.folder import RunFolder, find_run
 from atlas_fl.io.results import read_json
-from atlas_fl.phases import decide, fingerprint_options, fingerprints, how_taken, own_importance
+from atlas_fl.options import fingerprint_options
+from atlas_fl.phases import decide, fingerprints, how_taken, own_importance
 from atlas_fl.plan import Plan
 from atlas_fl.planning import local_engine
 from atlas_fl.ranks.devices import Device, find_devices

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from atlas_fl.assemble import Assembly, assemble
+from atlas_fl.assemble import Assembly, assemble, without_private
 from atlas_fl.clustering import Clustering
 from atlas_fl.config import Config
 from atlas_fl.engines.base import Engine
@@ -33,7 +33,6 @@ from atlas_fl.phases import (
     leakage_of,
     measure_layers,
     warm_start,
-    without_private,
 )
 from atlas_fl.plan import ClientPlan, Plan
 from atlas_fl.sparse.choose import Mask

@@ -14,7 +14,8 @@ from atlas_fl.clustering import Clustering, placed
 from atlas_fl.config import Config
 from atlas_fl.errors import CheckpointError, ConfigError, DataError
 from atlas_fl.events import ignore
-from atlas_fl.phases import fingerprint_options, fingerprints
+from atlas_fl.options import fingerprint_options
+from atlas_fl.phases import fingerprints
 from atlas_fl.placing import place_client
 from atlas_fl.planning import local_engine
 from atlas_fl.run import run

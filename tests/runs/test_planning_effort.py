@@ -16,11 +16,10 @@ from atlas_fl.clients.gradients import batch_gradients
 from atlas_fl.config import Config
 from atlas_fl.events import ignore
 from atlas_fl.lines import make_plan
-from atlas_fl.options import cut_of
+from atlas_fl.options import cut_of, fingerprint_options
 from atlas_fl.phases import connect, identify, measure_layers
 from atlas_fl.phases.cost import SERVER
 from atlas_fl.phases.effort import planning_efforts
-from atlas_fl.phases.identify import fingerprint_options
 from atlas_fl.phases.measuring import planning_bytes
 from atlas_fl.planning import local_engine
 from atlas_fl.ranks.memory import RESERVE_BYTES

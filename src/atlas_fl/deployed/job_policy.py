@@ -28,8 +28,7 @@ from atlas_fl.deployed.settings_policy import asks_sensitivity, takes_fingerprin
 from atlas_fl.engines.messages.whole_ends import WHOLE_OPTIONS
 from atlas_fl.engines.messages.wire import OPTIONS, Told, read_job, read_private
 from atlas_fl.errors import ProtocolError, one_line, shown
-from atlas_fl.options import cut_of, is_reclustered, train_options, warmup_options, whole_options
-from atlas_fl.phases.identify import fingerprint_options
+from atlas_fl.options import cut_of, fingerprint_options, is_reclustered, train_options, warmup_options, whole_options
 from atlas_fl.phases.measuring import BATCHES
 from atlas_fl.split.step import Cut
 from atlas_fl.tree import HEAD, LORA_A, LORA_B, shared_part

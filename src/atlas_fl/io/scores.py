@@ -9,12 +9,8 @@ from dataclasses import dataclass
 from statistics import fmean, pstdev
 from typing import Any
 
-WRITTEN = ("perplexity", "rouge1", "rouge2", "rougeL")
-"""Scores of written text; lower perplexity is better, but accuracy decides (`tasks.spec.Metric`)."""
-METRICS = (
-    *("loss", "primary", "accuracy", "f1", "precision", "recall", "mcc", "pearson", "spearman", "majority"),
-    *WRITTEN,
-)
+from atlas_fl.io.shapes import METRICS
+
 TARGETS = {"90%": 0.90, "95%": 0.95}
 """Shares of the final validation score; rounds until they are reached measure the speed of convergence."""
 STOPPED = "stopped early"

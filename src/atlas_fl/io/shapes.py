@@ -10,7 +10,14 @@ from typing import Any, TypeAlias
 
 from atlas_fl.errors import CheckpointError, shown
 from atlas_fl.io.ledger import DIRECTIONS, KINDS, LedgerRow
-from atlas_fl.io.scores import METRICS
+
+WRITTEN = ("perplexity", "rouge1", "rouge2", "rougeL")
+"""Scores of written text; lower perplexity is better, but accuracy decides (`tasks.spec.Metric`)."""
+METRICS = (
+    *("loss", "primary", "accuracy", "f1", "precision", "recall", "mcc", "pearson", "spearman", "majority"),
+    *WRITTEN,
+)
+"""Scores in rows of evaluations."""
 
 Shape: TypeAlias = Callable[[Any, str], str]
 

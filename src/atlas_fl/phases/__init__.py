@@ -3,13 +3,11 @@
 from atlas_fl.phases.connect import connect as connect
 from atlas_fl.phases.cut import cuts_while_planning as cuts_while_planning
 from atlas_fl.phases.cut import decide as decide
-from atlas_fl.phases.cut import without_private as without_private
 from atlas_fl.phases.fit import Fitted as Fitted
 from atlas_fl.phases.fit import fit_ranks as fit_ranks
 from atlas_fl.phases.fit import measure_layers as measure_layers
 from atlas_fl.phases.fit import own_importance as own_importance
 from atlas_fl.phases.identify import Identified as Identified
-from atlas_fl.phases.identify import fingerprint_options as fingerprint_options
 from atlas_fl.phases.identify import fingerprints as fingerprints
 from atlas_fl.phases.identify import how_taken as how_taken
 from atlas_fl.phases.identify import identify as identify

@@ -9,9 +9,8 @@ from atlas_fl.clients.base import Job
 from atlas_fl.clients.evaluate import EvaluateOptions
 from atlas_fl.engines.base import Engine, run_all
 from atlas_fl.mixing.graph import Graph, GraphOptions, make_graph, similarity_distances
-from atlas_fl.phases.cut import WHOLE
 from atlas_fl.phases.identify import Identified
-from atlas_fl.split.step import Cut
+from atlas_fl.split.step import NO_CUTS, Cut
 
 
 def connect(
@@ -21,7 +20,7 @@ def connect(
     *,
     previous: np.ndarray | None = None,
     performance: np.ndarray | None = None,
-    cuts: Mapping[str, Cut] = WHOLE,
+    cuts: Mapping[str, Cut] = NO_CUTS,
 ) -> Graph:
     """The graph of these clients; without clusters one without edges.
 

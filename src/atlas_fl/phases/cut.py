@@ -1,8 +1,7 @@
 """Phase 3: whether a client's model is cut, and where."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from types import MappingProxyType
 from typing import TypeAlias
 
 import numpy as np
@@ -12,16 +11,12 @@ from atlas_fl.config.splitting import AUTO, NONE, cut_word
 from atlas_fl.errors import BudgetError, ConfigError
 from atlas_fl.options import cut_of
 from atlas_fl.phases.cost import assign, predict
-from atlas_fl.private import at_server, is_stand_in, named, unshared
 from atlas_fl.ranks.assign import Assignment
 from atlas_fl.ranks.devices import Device
 from atlas_fl.ranks.predict import Prediction, cut_utilities
 from atlas_fl.split.cut import Candidate, choose
-from atlas_fl.split.model import on_client
 from atlas_fl.split.step import Cut
 from atlas_fl.tasks.clients import ClientData
-from atlas_fl.tree import LORA_A
-from atlas_fl.types import Params
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,9 +29,6 @@ class Fit:
     reason: str
     """Why there is this cut, or none; empty where splitting was not asked for."""
 
-
-WHOLE: Mapping[str, Cut] = MappingProxyType({})
-"""The cuts of clients that are all whole."""
 
 Fitter: TypeAlias = Callable[[int | None, str], Fit]
 """(blocks on the client, reason) -> what that comes to; raises `BudgetError` where it does not fit."""
@@ -91,25 +83,6 @@ def cuts_while_planning(assembly: Assembly) -> dict[str, Cut]:
         if fit.cut is not None:
             found[client.name] = replace(fit.cut, blocks=1) if _word(assembly, client, device) == AUTO else fit.cut
     return found
-
-
-def without_private(assembly: Assembly, params: Params, cut: Cut | None) -> Params:
-    """What is here of a client's model before it has trained: all, or where parts stay apart what does not.
-
-    What was trained here, above an earlier cut of the client, goes down to it once.
-    Raises `BudgetError` where something of it is at the client alone that is now to be above its cut.
-    """
-    if not assembly.apart:
-        return params
-    held = frozenset(params)
-    if cut is not None:
-        held = on_client(assembly.site.backbone, params, blocks=cut.blocks, head=cut.head == "client")
-    if gone := [key for key, tensor in params.items() if key not in held and is_stand_in(tensor)]:
-        raise BudgetError(f"{gone[0]} was measured at its client, whose model is now to be cut below it; set --split")
-    own, sha256 = [key for key in unshared(params, assembly.config.mixing.share) if key in held], named(params)
-    if sha256 is not None:
-        own = [key for key in own if key.endswith(LORA_A) or is_stand_in(params[key])]
-    return at_server(params, own, sha256=sha256)
 
 
 def _word(assembly: Assembly, client: ClientData, device: Device) -> str:

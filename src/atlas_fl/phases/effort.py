@@ -11,9 +11,8 @@ from dataclasses import dataclass
 from atlas_fl.assemble import Assembly
 from atlas_fl.clients.fingerprint import FingerprintOptions
 from atlas_fl.models.tokens import Encoded
-from atlas_fl.options import strategy_of, warmup_rank
+from atlas_fl.options import fingerprint_options, strategy_of, warmup_rank
 from atlas_fl.phases.cost import SERVER, head_params, step_of
-from atlas_fl.phases.identify import fingerprint_options
 from atlas_fl.phases.measuring import BATCHES, gradient_counts, num_looks, planning_bytes, warm_up_counts
 from atlas_fl.ranks.devices import Device
 from atlas_fl.ranks.measure import Probe, dense, measuring_bytes, measuring_flops

@@ -13,13 +13,13 @@ from atlas_fl.clients.importance import IMPORTANCE, ImportanceOptions
 from atlas_fl.engines.base import Engine, run_all
 from atlas_fl.options import warmup_options
 from atlas_fl.phases.cost import crossing_bytes, evaluation_bytes, server_memory
-from atlas_fl.phases.cut import WHOLE, Fit, cuts_while_planning, decide, num_owners, shared_fits
+from atlas_fl.phases.cut import Fit, cuts_while_planning, decide, num_owners, shared_fits
 from atlas_fl.phases.effort import planning_efforts
 from atlas_fl.phases.identify import Identified
 from atlas_fl.phases.measuring import BATCHES, planning_bytes
 from atlas_fl.ranks.devices import Device
 from atlas_fl.ranks.importance import cluster_importance, complexity_factors
-from atlas_fl.split.step import Cut
+from atlas_fl.split.step import NO_CUTS, Cut
 from atlas_fl.tasks.clients import ClientData, majority
 from atlas_fl.types import ByClient
 
@@ -40,7 +40,7 @@ def measure_layers(
     *,
     models: ByClient | None = None,
     round: int = 0,
-    cuts: Mapping[str, Cut] = WHOLE,
+    cuts: Mapping[str, Cut] = NO_CUTS,
 ) -> np.ndarray:
     """Importance of every layer, (n, layers) float64; clients of one cluster get their mean.
 
@@ -52,7 +52,7 @@ def measure_layers(
 
 
 def own_importance(
-    assembly: Assembly, engine: Engine, models: ByClient, *, round: int = 0, cuts: Mapping[str, Cut] = WHOLE
+    assembly: Assembly, engine: Engine, models: ByClient, *, round: int = 0, cuts: Mapping[str, Cut] = NO_CUTS
 ) -> np.ndarray:
     """Importance of every layer as each client measures it at its model, (n, layers) float64; rows sum to one."""
     config = assembly.config
@@ -77,7 +77,7 @@ def fit_ranks(assembly: Assembly, found: Identified, layers: np.ndarray, *, comm
     notes = list(dict.fromkeys(note for fit in decided for note in fit.assignment.notes))
     if assembly.config.split.server_adapters == "per_cluster":
         decided = shared_fits(assembly, decided, found.labels, communicates=communicates)
-    planned = cuts_while_planning(assembly) if any(fit.cut for fit in decided) else WHOLE
+    planned = cuts_while_planning(assembly) if any(fit.cut for fit in decided) else NO_CUTS
     fits = [
         _entry(*own, decided, planned) for own in zip(repeat(assembly), assembly.clients, assembly.devices, decided)
     ]

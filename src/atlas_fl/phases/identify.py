@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from atlas_fl.assemble import Assembly
+from atlas_fl.assemble import Assembly, without_private
 from atlas_fl.clients.base import Job, Update
 from atlas_fl.clients.fingerprint import FIRST, SECOND, FingerprintOptions
 from atlas_fl.clustering import Clustering, Settings, agreement, cluster, oracle, purity_warnings, summarise_clusters
@@ -16,9 +16,8 @@ from atlas_fl.config.kinds import mistake
 from atlas_fl.engines.base import Engine, run_all
 from atlas_fl.io.ledger import payload_bytes
 from atlas_fl.io.results import from_json, to_json
-from atlas_fl.options import warmup_options, warmup_rank
-from atlas_fl.phases.cut import WHOLE, without_private
-from atlas_fl.split.step import Cut
+from atlas_fl.options import fingerprint_options, warmup_rank
+from atlas_fl.split.step import NO_CUTS, Cut
 from atlas_fl.tasks.clients import ClientData
 from atlas_fl.tree import select
 from atlas_fl.types import Params
@@ -50,7 +49,7 @@ def identify(
     clustered: bool,
     previous: Clustering | None = None,
     round: int = 0,
-    cuts: Mapping[str, Cut] = WHOLE,
+    cuts: Mapping[str, Cut] = NO_CUTS,
 ) -> Identified:
     """Fingerprint every client, over its cut where it has one, and cluster the sketches.
 
@@ -97,20 +96,6 @@ def _without_clusters(
     )
 
 
-def fingerprint_options(config: Config, *, round: int = 0) -> FingerprintOptions:
-    """How clients take their fingerprints in this config: before round one, or again with twice the work."""
-    times = 2 if round else 1
-    return FingerprintOptions(
-        kind=config.clustering.fingerprint,
-        sketch_dim=config.clustering.sketch_dim,
-        train=warmup_options(config),
-        batches=config.clustering.fingerprint_batches * times,
-        blocks=config.clustering.fingerprint_blocks,
-        samples=config.clustering.fingerprint_samples,
-        steps=config.clustering.fingerprint_steps * times,
-    )
-
-
 def how_taken(config: Config, options: FingerprintOptions) -> dict[str, Any]:
     """All that two sketches must have in common to be compared, as plain data for strict JSON."""
     model = config.model
@@ -130,7 +115,7 @@ def fingerprints(
     options: FingerprintOptions,
     *,
     round: int = 0,
-    cuts: Mapping[str, Cut] = WHOLE,
+    cuts: Mapping[str, Cut] = NO_CUTS,
 ) -> list[Update]:
     """Every client's answer: its sketches and its warmed-up model, at the warm-up's rank.
 

@@ -18,8 +18,7 @@ from atlas_fl.clients.gradients import last_weights
 from atlas_fl.clients.importance import sums_message
 from atlas_fl.io.tensors import encoded_size
 from atlas_fl.models.tokens import Encoded
-from atlas_fl.options import strategy_of
-from atlas_fl.phases.identify import fingerprint_options
+from atlas_fl.options import fingerprint_options, strategy_of
 from atlas_fl.split.codec import message_size
 from atlas_fl.split.model import on_client
 from atlas_fl.split.step import NORMS, Cut

@@ -9,7 +9,7 @@ from typing import Any
 from rich.markup import escape
 from rich.table import Table
 
-from atlas_fl.io.scores import WRITTEN
+from atlas_fl.io.shapes import WRITTEN
 from atlas_fl.report.words import EMPTY, add_columns, human_bytes, new_table, number, percent, seconds
 
 LEGEND = (

@@ -14,6 +14,7 @@ With `head="server"` the labels go up. With `head="client"` the features come do
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, Literal, TypeAlias
 
 import torch
@@ -50,6 +51,10 @@ class Cut:
     """Who holds the head, and so who needs the labels."""
     shared: int | None = None
     """The cluster that this client shares the adapters above its cut with; None: they are its own."""
+
+
+NO_CUTS: Mapping[str, Cut] = MappingProxyType({})
+"""The cuts of clients that are all whole."""
 
 
 class Line:
