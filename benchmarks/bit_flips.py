@@ -27,23 +27,22 @@ from typing import Any
 import torch
 from transformers import BertConfig, BertModel, ViTConfig, ViTImageProcessorPil, ViTModel
 
-from atlas_fl.audit import audit
-from atlas_fl.audit.check import damaged_files
-from atlas_fl.cli.commands import main as atlas
+from atlas_fl.audit.check import audit, damaged_files
+from atlas_fl.cli.main import main as atlas
 from atlas_fl.config import Config, load_config, with_values
+from atlas_fl.config.presets import find_preset
 from atlas_fl.errors import AtlasError
-from atlas_fl.export import export
-from atlas_fl.io import checkpoint
-from atlas_fl.io.fetch import embedded_dir, model_dir
-from atlas_fl.io.folder import RunFolder
-from atlas_fl.io.results import append_rows, read_json, read_rows
-from atlas_fl.io.tensors import encode
-from atlas_fl.origin import check_written
-from atlas_fl.presets import find_preset
-from atlas_fl.report.compare import read_summary
+from atlas_fl.experiment.export import export
+from atlas_fl.experiment.recorder import check_written
+from atlas_fl.experiment.run import resume, run
+from atlas_fl.report.comparison import read_summary
 from atlas_fl.report.record import read_record
 from atlas_fl.rng import generator
-from atlas_fl.run import resume, run
+from atlas_fl.storage import checkpoint
+from atlas_fl.storage.downloads import embedded_dir, model_dir
+from atlas_fl.storage.jsonl import append_rows, read_json, read_rows
+from atlas_fl.storage.run_folder import RunFolder
+from atlas_fl.storage.tensors import encode
 
 HARMLESS = ("log.txt", ".lock", "figures")
 """What decides nothing, by its name."""

@@ -29,19 +29,18 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy, pad
 
-from atlas_fl.assemble import load_clients
+from atlas_fl.aggregation.matrices import Federation, without_edges
+from atlas_fl.aggregation.registry import find_strategy
+from atlas_fl.aggregation.strategies import Strategy, StrategyOptions, check_update, twice_the_rank, unusable_models
+from atlas_fl.aggregation.update_bounds import Space, bound_updates
 from atlas_fl.config import Config, with_values
-from atlas_fl.engines.attacks import ATTACKS, Turn, with_flipped_labels
+from atlas_fl.config.presets import find_preset
+from atlas_fl.data.clients import ClientData
 from atlas_fl.errors import ProtocolError
-from atlas_fl.mixing.matrices import Federation, without_edges
-from atlas_fl.presets import find_preset
+from atlas_fl.params import ByClient, Params
 from atlas_fl.rng import torch_generator
-from atlas_fl.strategies import StrategyOptions, check_update, find_strategy
-from atlas_fl.strategies.base import Strategy, twice_the_rank
-from atlas_fl.strategies.bounds import Space, bound_updates
-from atlas_fl.strategies.validate import unusable_models
-from atlas_fl.tasks.clients import ClientData
-from atlas_fl.types import ByClient, Params
+from atlas_fl.runtime.attacks import ATTACKS, Turn, with_flipped_labels
+from atlas_fl.setup.assembly import load_clients
 
 SEEDS = (42, 123, 456, 789, 1024)
 SIZES = ((5, 1), (9, 2))
@@ -257,7 +256,7 @@ def server_step(
     tasks = dict(zip(federation.clients, federation.head_groups, strict=True))
     mode = case.norm_bound if strategy.communicates else "off"
     kept, _ = bound_updates(held, good, tasks, SPACE, mode=mode, ratio=10)
-    # as in `train.one_round`
+    # as in `experiment.rounds.one_round`
     linked = without_edges(federation, sorted(sent.keys() - kept.keys()))
     mixed = strategy.aggregate({}, held, kept, linked, round=round).client_models
     bad = unusable_models(mixed)

@@ -22,12 +22,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from atlas_fl.engines.stream.frames import decode_frame, encode_frame
-from atlas_fl.engines.stream.link import Link
-from atlas_fl.engines.stream.loops import LoopThread
-from atlas_fl.engines.stream.server import Server
-from atlas_fl.engines.stream.sessions import Sessions
-from atlas_fl.io.certs import make_certs, open_certs
+from atlas_fl.runtime.transport.certificates import make_certs, open_certs
+from atlas_fl.runtime.transport.client import Link
+from atlas_fl.runtime.transport.event_loop import LoopThread
+from atlas_fl.runtime.transport.frames import decode_frame, encode_frame
+from atlas_fl.runtime.transport.server import Server
+from atlas_fl.runtime.transport.sessions import Sessions
 
 AIMS_MS = {0.1: "1.5", 1.0: "8", 8.0: "35", 86.0: "-"}
 """By MB of a message."""

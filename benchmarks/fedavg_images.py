@@ -23,18 +23,18 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 from transformers import AutoModelForImageClassification, ViTConfig, ViTForImageClassification, ViTImageProcessorPil
 
-from atlas_fl.assemble_images import ImageAssembly, assemble_images
-from atlas_fl.clients.base import Job
-from atlas_fl.clients.images.whole import batches, images_of
+from atlas_fl.client.full_training import batches, images_of
+from atlas_fl.client.job import Job
 from atlas_fl.config import Config, with_values
+from atlas_fl.config.presets import find_preset
 from atlas_fl.events import ignore
-from atlas_fl.lines import IMAGES
+from atlas_fl.experiment.rounds import one_round, sample_of
+from atlas_fl.experiment.state import State
 from atlas_fl.models.vision import prepare
-from atlas_fl.options import whole_options
-from atlas_fl.presets import find_preset
-from atlas_fl.state import State
-from atlas_fl.train import one_round, sample_of
-from atlas_fl.tree import HEAD
+from atlas_fl.params import HEAD
+from atlas_fl.planning.workloads import IMAGES
+from atlas_fl.setup.assembly import ImageAssembly, assemble_images
+from atlas_fl.setup.options import whole_options
 
 CLOCKS = {"wall": time.perf_counter, "cpu": time.process_time}
 

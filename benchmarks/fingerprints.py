@@ -20,16 +20,19 @@ from typing import Literal
 import numpy as np
 import torch
 
-from atlas_fl.assemble import Assembly, assemble
-from atlas_fl.clients.base import Job, Site
-from atlas_fl.clients.fingerprint import FingerprintOptions, delta_sketch, half_job
-from atlas_fl.clients.gradients import batch_gradients
-from atlas_fl.clients.packs import packs
-from atlas_fl.clients.train import train
-from atlas_fl.clustering import Settings, agreement, cluster, sketch
+from atlas_fl.client.batching import packs
+from atlas_fl.client.fingerprint import FingerprintOptions, delta_sketch, half_job
+from atlas_fl.client.importance import batch_gradients
+from atlas_fl.client.job import Job, Site
+from atlas_fl.client.local_training import train
+from atlas_fl.clustering.cluster import cluster
+from atlas_fl.clustering.labels import Settings
+from atlas_fl.clustering.result import agreement
+from atlas_fl.clustering.sketch import sketch
 from atlas_fl.config import Config, DataConfig, RunConfig
-from atlas_fl.options import warmup_options
-from atlas_fl.types import Params
+from atlas_fl.params import Params
+from atlas_fl.setup.assembly import Assembly, assemble
+from atlas_fl.setup.options import warmup_options
 
 SETS = {
     "movie trec pairs": ("movie", "trec", "pairs"),

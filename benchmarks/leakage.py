@@ -10,10 +10,10 @@ import argparse
 from collections.abc import Sequence
 from dataclasses import replace
 
-from atlas_fl.assemble import assemble
 from atlas_fl.config import with_values
-from atlas_fl.phases.leakage import CutLeakage, leakage_of
-from atlas_fl.presets import find_preset
+from atlas_fl.config.presets import find_preset
+from atlas_fl.planning.leakage import CutLeakage, leakage_of
+from atlas_fl.setup.assembly import assemble
 
 WAYS = (("fp32", 0.0), ("int8", 0.0), ("fp32", 0.5), ("fp32", 1.0), ("fp32", 2.0))
 

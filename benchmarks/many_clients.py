@@ -27,12 +27,12 @@ import numpy as np
 import torch
 
 from atlas_fl.config import Config, RunConfig, with_values
-from atlas_fl.deployed import homes, joining
-from atlas_fl.deployed.listening import Service
-from atlas_fl.deployed.serving import across_machines
+from atlas_fl.deployment import site
+from atlas_fl.deployment.server import across_machines
+from atlas_fl.deployment.service import Service
 from atlas_fl.events import Event, Note, RoundFinished
-from atlas_fl.io.certs import make_certs
-from atlas_fl.run import run
+from atlas_fl.experiment.run import run
+from atlas_fl.runtime.transport.certificates import make_certs
 
 WARM = 5
 """Rounds after which everything is loaded and warm."""
@@ -113,12 +113,12 @@ def serve(folder: Path, count: int, rounds: int) -> None:
 
 def join_all(folder: Path, port: int, mine: list[str]) -> None:
     """These sites, each in a thread."""
-    homes.assemble = one_at_a_time(homes.assemble)  # type: ignore[attr-defined]
+    site.assemble = one_at_a_time(site.assemble)  # type: ignore[attr-defined]
     threads = [
         threading.Thread(
-            target=joining.join,
+            target=site.join,
             args=[
-                joining.Joining(
+                site.Joining(
                     address=f"localhost:{port}",
                     certs=folder / "certs" / name,
                     task=f"texts={folder / name}.csv",

@@ -19,17 +19,17 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from atlas_fl.assemble import Assembly, assemble
-from atlas_fl.clients.base import Job, Update
+from atlas_fl.client.job import Job, Update
 from atlas_fl.config import Config, with_values
-from atlas_fl.io.folder import RunFolder
-from atlas_fl.plan import ClientPlan, Plan
-from atlas_fl.planning import Planned
-from atlas_fl.records import Recorder
+from atlas_fl.experiment.recorder import Recorder
+from atlas_fl.experiment.rounds import one_round
+from atlas_fl.experiment.state import State
+from atlas_fl.params import Params
+from atlas_fl.planning.plan import ClientPlan, Plan
+from atlas_fl.planning.planner import Planned
 from atlas_fl.rng import torch_generator
-from atlas_fl.state import State
-from atlas_fl.train import one_round
-from atlas_fl.types import Params
+from atlas_fl.setup.assembly import Assembly, assemble
+from atlas_fl.storage.run_folder import RunFolder
 
 RANK, EXAMPLES = 8, 100
 

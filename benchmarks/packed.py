@@ -20,15 +20,15 @@ from peft.utils import get_peft_model_state_dict
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForSequenceClassification
 
-from atlas_fl.assemble import Assembly, assemble
-from atlas_fl.clients.base import Job, Update
-from atlas_fl.clients.train import TrainOptions, batches, train
+from atlas_fl.client.job import Job, Update
+from atlas_fl.client.local_training import TrainOptions, batches, train
 from atlas_fl.config import Config, DataConfig, ModelConfig, RunConfig, TrainingConfig
-from atlas_fl.engines.local import LocalEngine
-from atlas_fl.lora.peft_io import saved_name
-from atlas_fl.models.family import saved_modules
-from atlas_fl.models.tokens import Encoded
-from atlas_fl.types import Params
+from atlas_fl.models.peft_io import saved_name
+from atlas_fl.models.registry import saved_modules
+from atlas_fl.models.tokenization import Encoded
+from atlas_fl.params import Params
+from atlas_fl.runtime.local import LocalEngine
+from atlas_fl.setup.assembly import Assembly, assemble
 
 RANK = 8
 

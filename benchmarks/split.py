@@ -2,7 +2,7 @@
 
 Trains MiniLM with LoRA on query and value for some steps of random tokens, each case in a process of its own: the whole
 model, and the part below every given cut with a gradient that comes from nowhere. Prints the peak resident
-memory, what `ranks.memory.device_memory` predicts, and the ratio.
+memory, what `ranks.cost_model.device_memory` predicts, and the ratio.
 
     python benchmarks/split.py --cuts 2 4
 """
@@ -16,15 +16,13 @@ import numpy as np
 import psutil
 import torch
 
-from atlas_fl.io.machine import peak_memory
-from atlas_fl.lora.adapters import init_adapters
-from atlas_fl.lora.packed import Adapters, Segment, attached
-from atlas_fl.models.backbone import Backbone, layer_of, model_shape, module_dims, target_modules
-from atlas_fl.models.blocks import embed, through
+from atlas_fl.experiment.summary import peak_memory
+from atlas_fl.models.attention import make_layout
+from atlas_fl.models.backbone import Backbone, embed, layer_of, model_shape, module_dims, target_modules, through
 from atlas_fl.models.loading import load_backbone
-from atlas_fl.models.packing import make_layout
+from atlas_fl.models.lora import Adapters, Segment, attached, init_adapters
+from atlas_fl.ranks.cost_model import Step, device_memory
 from atlas_fl.ranks.devices import DEVICES
-from atlas_fl.ranks.memory import Step, device_memory
 from atlas_fl.split.codec import decode_rows, encode_rows
 from atlas_fl.split.model import load_client_part
 

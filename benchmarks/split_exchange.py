@@ -23,25 +23,25 @@ import numpy as np
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from atlas_fl.clients.base import ClientTokens, Job, Site
-from atlas_fl.clients.cut.client_side import crossing_of, train_below
-from atlas_fl.clients.cut.halves import TrainingHalf, answer_all
-from atlas_fl.clients.train import TrainOptions, train
-from atlas_fl.engines.hall.suffixes import Suffixes
-from atlas_fl.engines.hall.worker import OverLink
-from atlas_fl.engines.stream.link import Link
-from atlas_fl.engines.stream.loops import LoopThread
-from atlas_fl.engines.stream.server import Server
-from atlas_fl.engines.stream.sessions import Sessions
-from atlas_fl.io.certs import make_certs, open_certs
-from atlas_fl.lora.adapters import init_adapters, init_head
+from atlas_fl.client.job import ClientTokens, Job, Site
+from atlas_fl.client.local_training import TrainOptions, train
+from atlas_fl.client.split_client import crossing_of, train_below
+from atlas_fl.client.split_server import TrainingHalf, answer_all
+from atlas_fl.data.task import Task
 from atlas_fl.models.backbone import Backbone, module_dims
-from atlas_fl.models.family import head_shapes
 from atlas_fl.models.loading import load_backbone
-from atlas_fl.models.tokens import Encoded
+from atlas_fl.models.lora import init_adapters, init_head
+from atlas_fl.models.registry import head_shapes
+from atlas_fl.models.tokenization import Encoded
+from atlas_fl.runtime.coordinator.site_worker import OverLink
+from atlas_fl.runtime.coordinator.split_server import Suffixes
+from atlas_fl.runtime.transport.certificates import make_certs, open_certs
+from atlas_fl.runtime.transport.client import Link
+from atlas_fl.runtime.transport.event_loop import LoopThread
+from atlas_fl.runtime.transport.server import Server
+from atlas_fl.runtime.transport.sessions import Sessions
+from atlas_fl.split.channel import Cut
 from atlas_fl.split.model import load_client_part
-from atlas_fl.split.step import Cut
-from atlas_fl.tasks.spec import Task
 
 CUT, BATCH, RANK, CLIENTS = 3, 16, 8, 9
 AIMS = {"tls/unsplit": 1.25, "one by one/packed": 2.0}

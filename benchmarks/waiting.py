@@ -15,13 +15,13 @@ import time
 from contextlib import ExitStack
 from statistics import median
 
-from atlas_fl.assemble import assemble
-from atlas_fl.cli.commands import SPINS
-from atlas_fl.clients.base import Job
-from atlas_fl.clients.train import train
+from atlas_fl.cli.main import SPINS
+from atlas_fl.client.job import Job
+from atlas_fl.client.local_training import train
 from atlas_fl.config import with_values
-from atlas_fl.options import train_options
-from atlas_fl.presets import find_preset
+from atlas_fl.config.presets import find_preset
+from atlas_fl.setup.assembly import assemble
+from atlas_fl.setup.options import train_options
 
 SPINNING, ASLEEP = "spinning", "asleep"
 BUSY = "while True: pass"

@@ -17,16 +17,16 @@ from statistics import median
 import psutil
 import torch
 
-from atlas_fl.assemble import Assembly
-from atlas_fl.clients.base import Job
+from atlas_fl.client.job import Job
 from atlas_fl.config import with_values
-from atlas_fl.engines.base import Engine
+from atlas_fl.config.presets import find_preset
 from atlas_fl.events import ignore
-from atlas_fl.io.ledger import payload_bytes
-from atlas_fl.options import train_options
-from atlas_fl.presets import find_preset
-from atlas_fl.tree import digest
-from atlas_fl.working import in_workers
+from atlas_fl.experiment.backends import in_workers
+from atlas_fl.params import digest
+from atlas_fl.runtime.engine import Engine
+from atlas_fl.setup.assembly import Assembly
+from atlas_fl.setup.options import train_options
+from atlas_fl.storage.ledger import payload_bytes
 
 
 def a_round(assembly: Assembly, engine: Engine) -> tuple[float, str]:

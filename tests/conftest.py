@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedModel
 
-    from atlas_fl.clients.base import ClientTokens, Site
+    from atlas_fl.client.job import ClientTokens, Site
     from atlas_fl.models.backbone import Backbone
 
 # The same examples in every run: what is merged does not depend on luck. HYPOTHESIS_PROFILE=default searches anew.
@@ -270,9 +270,9 @@ def spec_of() -> type[Spec]:
 
 
 def _tokens(spec: Spec, tokenizer: Any) -> ClientTokens:
-    from atlas_fl.clients.base import ClientTokens
-    from atlas_fl.models.tokens import encode
-    from atlas_fl.tasks.spec import Task
+    from atlas_fl.client.job import ClientTokens
+    from atlas_fl.data.task import Task
+    from atlas_fl.models.tokenization import encode
 
     source = np.random.default_rng(sum(map(ord, spec.name)))
 
@@ -302,8 +302,8 @@ def _tokens(spec: Spec, tokenizer: Any) -> ClientTokens:
 @pytest.fixture(scope="session")
 def site_of() -> Callable[..., Site]:
     """A site with these clients on this tiny model; `targets`, `scale`, `max_tokens` and `bf16` as in `Site`."""
-    from atlas_fl.clients.base import Site
-    from atlas_fl.split.noise import simulated_secret
+    from atlas_fl.client.job import Site
+    from atlas_fl.split.codec import simulated_secret
 
     def get(tiny: Tiny, *specs: Spec, backbone: Backbone | None = None, **changes: Any) -> Site:
         data = {spec.name: _tokens(spec, tiny.backbone.tokenizer) for spec in specs}

@@ -1,8 +1,8 @@
 """What the documents name, held against what is there: modules, functions, tests, commands, flags, settings, links.
 
 Sources are read as syntax trees and nothing is imported but the command line, so that this costs next to nothing.
-In the documents a name in backticks is a promise: `mixing.mix.mix` (a path inside the package), `mixing/mix.py`,
-`tests/mixing/test_mix.py::test_x`, `--eta`, `atlas run --eta 0.2`, `make demo`, `[mixing] eta`.
+In the documents a name in backticks is a promise: `aggregation.mixing.mix` (a path inside the package), `aggregation/mixing.py`,
+`tests/aggregation/test_mix.py::test_x`, `--eta`, `atlas run --eta 0.2`, `make demo`, `[mixing] eta`.
 """
 
 import ast
@@ -17,15 +17,13 @@ import pytest
 import tyro
 
 import atlas_fl
-from atlas_fl.cli.commands import COMMANDS
-from atlas_fl.cli.parse import known_flags, parse
-from atlas_fl.cli.settings import base_config
-from atlas_fl.cli.words import ALIASES, split
+from atlas_fl.cli.arguments import ALIASES, base_config, known_flags, parse, split
+from atlas_fl.cli.main import COMMANDS
 from atlas_fl.config import load_config, settings, validate, with_values
+from atlas_fl.config.presets import PRESETS
 from atlas_fl.errors import AtlasError
-from atlas_fl.presets import PRESETS
-from atlas_fl.search.space import check_space, parse_space
-from atlas_fl.sweep import grid, parse_over, seeds
+from atlas_fl.experiment.search import check_space, parse_space
+from atlas_fl.experiment.sweep import grid, parse_over, seeds
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "src" / "atlas_fl"

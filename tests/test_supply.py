@@ -16,7 +16,7 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-from atlas_fl.io.parts import PARTS, VISION_PARTS
+from atlas_fl.storage.downloads import PARTS, VISION_PARTS
 from tools import audit_dependencies, install, lock, sbom
 
 ROOT = Path(__file__).parents[1]

@@ -2,7 +2,7 @@
 
 import torch
 
-from atlas_fl.tree import flatten_state, unflatten_state
+from atlas_fl.params import flatten_state, unflatten_state
 
 
 def test_a_server_state_is_flat_by_paths_and_comes_back_as_it_was() -> None:

@@ -13,12 +13,12 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from atlas_fl.audit import AuditReport as AuditReport
-    from atlas_fl.audit import audit as audit_run  # noqa: F401
-    from atlas_fl.audit import read_audited as read_audited
-    from atlas_fl.clustering import Clustering as Clustering
-    from atlas_fl.clustering import Placement as Placement
-    from atlas_fl.clustering import predict as predict_cluster  # noqa: F401
+    from atlas_fl.audit.check import audit as audit_run  # noqa: F401
+    from atlas_fl.audit.report import AuditReport as AuditReport
+    from atlas_fl.audit.run_files import read_audited as read_audited
+    from atlas_fl.clustering.result import Clustering as Clustering
+    from atlas_fl.clustering.result import Placement as Placement
+    from atlas_fl.clustering.result import predict as predict_cluster  # noqa: F401
     from atlas_fl.config import ClusteringConfig as ClusteringConfig
     from atlas_fl.config import Config as Config
     from atlas_fl.config import DataConfig as DataConfig
@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from atlas_fl.config import to_toml as to_toml
     from atlas_fl.config import validate as validate
     from atlas_fl.config import with_values as with_values
+    from atlas_fl.config.presets import find_preset as find_preset
     from atlas_fl.errors import AtlasError as AtlasError
     from atlas_fl.errors import BudgetError as BudgetError
     from atlas_fl.errors import CheckpointError as CheckpointError
@@ -47,34 +48,33 @@ if TYPE_CHECKING:
     from atlas_fl.events import PhaseStarted as PhaseStarted
     from atlas_fl.events import Progress as Progress
     from atlas_fl.events import RoundFinished as RoundFinished
-    from atlas_fl.export import export as export_client  # noqa: F401
-    from atlas_fl.io.folder import RunFolder as RunFolder
-    from atlas_fl.io.folder import find_run as find_run
-    from atlas_fl.lines import make_plan as make_plan
-    from atlas_fl.phases import CutLeakage as CutLeakage
-    from atlas_fl.placing import Newcomer as Newcomer
-    from atlas_fl.placing import place_client as place_client
-    from atlas_fl.plan import Plan as Plan
-    from atlas_fl.planning import measure_leakage as measure_leakage
-    from atlas_fl.presets import find_preset as find_preset
-    from atlas_fl.report.compare import ComparisonRow as ComparisonRow
-    from atlas_fl.report.compare import comparison_rows as comparison_rows
-    from atlas_fl.report.plots import draw_all as draw_all
-    from atlas_fl.run import RunResult as RunResult
-    from atlas_fl.run import resume as resume_run  # noqa: F401
-    from atlas_fl.run import run as run_config  # noqa: F401
-    from atlas_fl.sparse.calibration import calibrate as calibrate_mask  # noqa: F401
+    from atlas_fl.experiment.export import export as export_client  # noqa: F401
+    from atlas_fl.experiment.run import RunResult as RunResult
+    from atlas_fl.experiment.run import resume as resume_run  # noqa: F401
+    from atlas_fl.experiment.run import run as run_config  # noqa: F401
+    from atlas_fl.experiment.sweep import grid as grid
+    from atlas_fl.experiment.sweep import run_all as run_all
+    from atlas_fl.experiment.sweep import seeds as seeds
+    from atlas_fl.planning.leakage import CutLeakage as CutLeakage
+    from atlas_fl.planning.place_client import Newcomer as Newcomer
+    from atlas_fl.planning.place_client import place_client as place_client
+    from atlas_fl.planning.plan import Plan as Plan
+    from atlas_fl.planning.planner import measure_leakage as measure_leakage
+    from atlas_fl.planning.workloads import make_plan as make_plan
+    from atlas_fl.report.comparison import ComparisonRow as ComparisonRow
+    from atlas_fl.report.comparison import comparison_rows as comparison_rows
+    from atlas_fl.report.figures import draw_all as draw_all
     from atlas_fl.sparse.fisher import Fisher as Fisher
     from atlas_fl.sparse.fisher import fisher as fisher_scores  # noqa: F401
     from atlas_fl.sparse.fisher import of_module as logits_of_module  # noqa: F401
+    from atlas_fl.sparse.masks import calibrate as calibrate_mask  # noqa: F401
     from atlas_fl.sparse.masks import make_mask as make_mask
     from atlas_fl.sparse.optimizer import SparseSGDM as SparseSGDM
-    from atlas_fl.sparse.vectors import apply as apply_vector  # noqa: F401
-    from atlas_fl.sparse.vectors import merge as merge_vectors  # noqa: F401
-    from atlas_fl.sparse.vectors import task_vector as task_vector
-    from atlas_fl.sweep import grid as grid
-    from atlas_fl.sweep import run_all as run_all
-    from atlas_fl.sweep import seeds as seeds
+    from atlas_fl.sparse.task_vectors import apply as apply_vector  # noqa: F401
+    from atlas_fl.sparse.task_vectors import merge as merge_vectors  # noqa: F401
+    from atlas_fl.sparse.task_vectors import task_vector as task_vector
+    from atlas_fl.storage.run_folder import RunFolder as RunFolder
+    from atlas_fl.storage.run_folder import find_run as find_run
 
 _HOMES = {
     "audit": "AuditReport audit_run read_audited",

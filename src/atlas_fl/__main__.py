@@ -1,6 +1,6 @@
 """`python -m atlas_fl` is the command `atlas`."""
 
-from atlas_fl.cli import main
+from atlas_fl.cli.main import main
 
 if __name__ == "__main__":
     raise SystemExit(main())

@@ -1,4 +1,4 @@
-"""What a user can get wrong: one family of errors, each one line with the value, what is allowed and the remedy."""
+"""The errors that a user can cause, each with one line that says what to do."""
 
 from collections.abc import Iterable
 from difflib import get_close_matches

@@ -5,9 +5,9 @@ import re
 import pytest
 from safetensors.torch import load_file, save_file
 
-from atlas_fl.audit import audit
 from atlas_fl.audit.bounds import read_bounds
-from atlas_fl.audit.folder import open_run
+from atlas_fl.audit.check import audit
+from atlas_fl.audit.run_files import open_run
 from atlas_fl.config import MixingConfig
 from atlas_fl.errors import CheckpointError
 from tests.audit.written import edit_record, edit_tensors, found, only, write_run

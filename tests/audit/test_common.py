@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 import torch
 
-from atlas_fl.audit.common import common_faults, in_common
-from atlas_fl.audit.folder import Models, Plan
+from atlas_fl.audit.recompute import common_faults, in_common
+from atlas_fl.audit.run_files import Models, Plan
 
 CLIENTS = ("a", "b", "c", "d", "e")
 LOW, HIGH = "block.0.q.lora_B", "block.1.q.lora_B"

@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 import torch
 
-from atlas_fl.audit import audit
-from atlas_fl.audit.dense import Round, Truth, decompose
-from atlas_fl.audit.folder import Plan
+from atlas_fl.audit.check import audit
+from atlas_fl.audit.recompute import Round, Truth, decompose
+from atlas_fl.audit.run_files import Plan
 from tests.audit.written import edit_tensors, found, write_run
 
 

@@ -6,7 +6,7 @@ import shutil
 import pytest
 from safetensors.torch import load_file, save_file
 
-from atlas_fl.audit import audit
+from atlas_fl.audit.check import audit
 from atlas_fl.errors import CheckpointError
 from tests.audit.written import ROUNDS, write_run
 

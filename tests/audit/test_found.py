@@ -8,9 +8,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from atlas_fl.audit import audit
+from atlas_fl.audit.check import audit
 from atlas_fl.config import MixingConfig
-from atlas_fl.tree import digest
+from atlas_fl.params import digest
 from tests.audit.written import CLIENTS, D_IN, ROUNDS, edit_record, edit_tensors, found, only, plan_json, write_run
 
 

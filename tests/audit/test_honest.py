@@ -10,9 +10,9 @@ import pytest
 from safetensors.torch import load_file
 
 import atlas_fl.audit
-from atlas_fl.audit import audit
+from atlas_fl.aggregation.registry import ALIASES, STRATEGIES
+from atlas_fl.audit.check import audit
 from atlas_fl.config import MixingConfig, RobustConfig
-from atlas_fl.strategies import ALIASES, STRATEGIES
 from tests.audit.written import (
     CLIENTS,
     ROUNDS,

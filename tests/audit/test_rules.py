@@ -5,12 +5,12 @@ import json
 import numpy as np
 import pytest
 
-from atlas_fl.audit import audit
-from atlas_fl.audit.folder import Plan
-from atlas_fl.audit.rules import RULES, Rule, kind_of, weights
+from atlas_fl.aggregation.registry import ALIASES, STRATEGIES
+from atlas_fl.audit.check import audit
+from atlas_fl.audit.recompute import RULES, Rule, kind_of, weights
+from atlas_fl.audit.run_files import Plan
 from atlas_fl.config import MixingConfig
 from atlas_fl.errors import CheckpointError
-from atlas_fl.strategies import ALIASES, STRATEGIES
 from tests.audit.written import plan_json, write_run
 
 

@@ -4,7 +4,7 @@ import shutil
 
 import pytest
 
-from atlas_fl.audit import audit
+from atlas_fl.audit.check import audit
 from atlas_fl.config import MixingConfig
 from tests.audit.written import only, only_rows, write_run
 

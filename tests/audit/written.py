@@ -7,10 +7,11 @@ import numpy as np
 import torch
 from safetensors.torch import load_file, save_file
 
+from atlas_fl.aggregation.matrices import Federation, without_edges
+from atlas_fl.aggregation.registry import find_strategy
+from atlas_fl.aggregation.strategies import StrategyOptions
 from atlas_fl.config import Config, MixingConfig, RobustConfig, to_toml
-from atlas_fl.mixing.matrices import Federation, without_edges
-from atlas_fl.strategies import StrategyOptions, find_strategy
-from atlas_fl.tree import digest, prefixed
+from atlas_fl.params import digest, prefixed
 
 CLIENTS = ("movie-0", "movie-1", "movie-2", "trec-0", "trec-1", "pairs-0")
 TASKS = ("movie", "movie", "movie", "trec", "trec", "pairs")

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from atlas_fl.cli import main
+from atlas_fl.cli.main import main
 
 
 @dataclass(frozen=True)

@@ -3,11 +3,11 @@ from typing import Any
 
 import pytest
 
+from atlas_fl.aggregation.registry import STRATEGIES
+from atlas_fl.config.presets import PRESETS
+from atlas_fl.data.registry import TASKS
 from atlas_fl.models.registry import MODELS
-from atlas_fl.presets import PRESETS
 from atlas_fl.ranks.devices import DEVICES, parse_device
-from atlas_fl.strategies import STRATEGIES
-from atlas_fl.tasks import TASKS
 
 Atlas = Callable[..., Any]
 REGISTRIES = {"tasks": TASKS, "models": MODELS, "strategies": STRATEGIES, "devices": DEVICES, "presets": PRESETS}

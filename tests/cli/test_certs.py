@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from atlas_fl.cli import main
-from atlas_fl.io.certs import open_certs, read_list
+from atlas_fl.cli.main import main
+from atlas_fl.runtime.transport.certificates import open_certs, read_list
 
 
 @pytest.fixture

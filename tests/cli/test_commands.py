@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from atlas_fl.cli.commands import COMMANDS, SPINS, Command
-from atlas_fl.cli.live import going_on
+from atlas_fl.cli.display import going_on
+from atlas_fl.cli.main import COMMANDS, SPINS, Command
 from atlas_fl.errors import BudgetError
 
 Atlas = Callable[..., Any]
@@ -20,7 +20,7 @@ def replace_command(monkeypatch: pytest.MonkeyPatch, error: BaseException) -> No
     def run(_: Sequence[str]) -> int:
         raise error
 
-    monkeypatch.setattr("atlas_fl.cli.commands.COMMANDS", {"run": Command(run, dict, "breaks")})
+    monkeypatch.setattr("atlas_fl.cli.main.COMMANDS", {"run": Command(run, dict, "breaks")})
 
 
 @pytest.mark.parametrize("words", [(), ("--help",), ("-h",), ("help",)])
@@ -85,7 +85,7 @@ def test_ctrl_c_in_a_run_names_it(monkeypatch: pytest.MonkeyPatch, atlas: Atlas,
     def interrupted(*_: object, **__: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("atlas_fl.run.run", interrupted)
+    monkeypatch.setattr("atlas_fl.experiment.run.run", interrupted)
     said = atlas("run", "--preset", "smoke", "--name", "mine", "--runs-dir", str(tmp_path))
     again = f"a run goes on where it was with `atlas resume {tmp_path / 'mine'}`"
     assert (said.code, said.err.splitlines()[-1]) == (130, f"atlas: stopped; {again}")
@@ -102,7 +102,7 @@ def test_a_full_disk_says_how_the_command_goes_on(atlas: Atlas, monkeypatch: pyt
         with going_on("the same command"):
             raise OSError(errno.ENOSPC, "No space left on device", "site-1-private/rounds.json")
 
-    monkeypatch.setattr("atlas_fl.cli.commands.COMMANDS", {"join": Command(full, dict, "is full")})
+    monkeypatch.setattr("atlas_fl.cli.main.COMMANDS", {"join": Command(full, dict, "is full")})
     said = atlas("join")
     remedy = "free some space; a run goes on with the same command"
     assert (said.code, said.err) == (2, f"atlas: site-1-private/rounds.json: No space left on device; {remedy}\n")

@@ -6,10 +6,9 @@ from typing import Any
 
 import pytest
 
-from atlas_fl.cli.settings import base_config
-from atlas_fl.cli.words import split
+from atlas_fl.cli.arguments import base_config, split
 from atlas_fl.config import config_hash, pinned
-from atlas_fl.deployed.joining import Joined, Joining
+from atlas_fl.deployment.site import Joined, Joining
 
 Atlas = Callable[..., Any]
 
@@ -32,7 +31,7 @@ def joined(monkeypatch: pytest.MonkeyPatch) -> list[Joining]:
         found.append(joining)
         return Joined(name="site", adapter=None, sent_bytes=0, received_bytes=0)
 
-    monkeypatch.setattr("atlas_fl.deployed.joining.join", join)
+    monkeypatch.setattr("atlas_fl.deployment.site.join", join)
     return found
 
 

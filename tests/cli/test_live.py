@@ -2,7 +2,7 @@ from collections.abc import Callable
 
 import pytest
 
-from atlas_fl.cli.live import line_of, show, show_progress
+from atlas_fl.cli.display import line_of, show, show_progress
 from atlas_fl.events import Event, Note, OnEvent, PhaseStarted, Progress, RoundFinished
 
 ROUND = RoundFinished(

@@ -10,9 +10,9 @@ from PIL import Image
 from torch import Tensor
 
 from atlas_fl.config import to_toml, with_values
-from atlas_fl.io.results import write_json
-from atlas_fl.io.tensors import read_tensors, write_tensors
-from atlas_fl.presets import find_preset
+from atlas_fl.config.presets import find_preset
+from atlas_fl.storage.jsonl import write_json
+from atlas_fl.storage.tensors import read_tensors, write_tensors
 
 Atlas = Callable[..., Any]
 

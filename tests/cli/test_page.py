@@ -9,8 +9,8 @@ from typing import Annotated, Any, Literal
 import pytest
 import tyro
 
-from atlas_fl.cli.commands import COMMANDS
-from atlas_fl.cli.page import WIDEST, page
+from atlas_fl.cli.arguments import WIDEST, page
+from atlas_fl.cli.main import COMMANDS
 from atlas_fl.config import settings
 
 Atlas = Callable[..., Any]

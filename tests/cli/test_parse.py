@@ -5,13 +5,11 @@ from collections.abc import Sequence
 
 import pytest
 
-from atlas_fl.cli.parse import known_flags, parse
+from atlas_fl.cli.arguments import base_config, known_flags, parse, split
 from atlas_fl.cli.run import RunOptions
-from atlas_fl.cli.settings import base_config
 from atlas_fl.cli.sweep import SweepOptions
-from atlas_fl.cli.words import split
 from atlas_fl.config import Config, settings, value_of, with_values
-from atlas_fl.config.kinds import to_words
+from atlas_fl.config.values import to_words
 from atlas_fl.errors import ConfigError
 
 

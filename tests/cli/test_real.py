@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from atlas_fl.cli import main
+from atlas_fl.cli.main import main
 from atlas_fl.config import load_config
-from atlas_fl.io.folder import RunFolder
+from atlas_fl.storage.run_folder import RunFolder
 
 Atlas = Callable[..., Any]
 

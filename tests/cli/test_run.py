@@ -10,10 +10,10 @@ import pytest
 from PIL import Image
 
 from atlas_fl.config import Config, load_config, run_folder, to_toml, value_of
+from atlas_fl.config.presets import quick
 from atlas_fl.events import Note, PhaseStarted
-from atlas_fl.io.results import write_json
-from atlas_fl.presets import quick
-from atlas_fl.run import RunResult
+from atlas_fl.experiment.run import RunResult
+from atlas_fl.storage.jsonl import write_json
 
 Atlas = Callable[..., Any]
 
@@ -51,7 +51,7 @@ def ran(monkeypatch: pytest.MonkeyPatch) -> list[Config]:
             write_json(folder.summary, summary_of(config))
         return RunResult(folder=folder.path, rounds=1, complete=complete, summary=summary_of(config))
 
-    monkeypatch.setattr("atlas_fl.run.run", run)
+    monkeypatch.setattr("atlas_fl.experiment.run.run", run)
     return found
 
 
@@ -201,6 +201,8 @@ def test_a_plan_says_what_stands_below_its_clusters_once(monkeypatch: pytest.Mon
     clustering = {"warnings": ["2 undecided"]}
     clients = [{"name": "a-0", "task": "a", "cluster": -1}]
     found = {"clients": clients, "clustering": clustering, "notes": ["2 undecided", "something else"]}
-    monkeypatch.setattr("atlas_fl.lines.make_plan", lambda *_, **__: SimpleNamespace(to_json=lambda: found))
+    monkeypatch.setattr(
+        "atlas_fl.planning.workloads.make_plan", lambda *_, **__: SimpleNamespace(to_json=lambda: found)
+    )
     said = atlas("plan", "--preset", "smoke").out
     assert said.count("2 undecided") == 1 and "note: something else" in said

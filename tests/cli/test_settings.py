@@ -3,11 +3,10 @@ from pathlib import Path
 
 import pytest
 
-from atlas_fl.cli.settings import base_config, check_target, holds_json
-from atlas_fl.cli.words import split
+from atlas_fl.cli.arguments import base_config, check_target, holds_json, split
 from atlas_fl.config import Config, to_toml
+from atlas_fl.config.presets import full, smoke
 from atlas_fl.errors import ConfigError
-from atlas_fl.presets import full, smoke
 
 
 def base(*words: str) -> Config:

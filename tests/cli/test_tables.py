@@ -3,8 +3,8 @@ from typing import Any
 
 import pytest
 
-from atlas_fl.audit import AuditRow, RoundSummary
-from atlas_fl.cli.live import show
+from atlas_fl.audit.report import AuditRow, RoundSummary
+from atlas_fl.cli.display import show
 from atlas_fl.cli.tables import SHOWN_FAILURES, audit_table, failure_lines, outcome
 
 SUMMARY: dict[str, Any] = {

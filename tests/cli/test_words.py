@@ -1,6 +1,6 @@
 import pytest
 
-from atlas_fl.cli.words import Words, check_flags, is_flag, join, last_value, split
+from atlas_fl.cli.arguments import Words, check_flags, is_flag, join, last_value, split
 from atlas_fl.errors import ConfigError
 
 

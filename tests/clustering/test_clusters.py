@@ -4,8 +4,10 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from atlas_fl.clustering import METHODS, Clustering, Settings, agreement, cluster, oracle, placed, predict
-from atlas_fl.clustering.scores import RULES
+from atlas_fl.clustering.cluster import cluster, oracle
+from atlas_fl.clustering.k_search import METHODS, RULES
+from atlas_fl.clustering.labels import Settings
+from atlas_fl.clustering.result import Clustering, agreement, placed, predict
 from atlas_fl.errors import CheckpointError, ConfigError, DataError
 
 SETTINGS = Settings(seed=0, draws=19)

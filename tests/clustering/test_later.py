@@ -3,7 +3,9 @@
 import numpy as np
 import pytest
 
-from atlas_fl.clustering import Settings, cluster, with_client
+from atlas_fl.clustering.cluster import cluster
+from atlas_fl.clustering.labels import Settings
+from atlas_fl.clustering.result import with_client
 from atlas_fl.errors import ConfigError
 
 

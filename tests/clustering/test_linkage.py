@@ -5,8 +5,8 @@ import numpy as np
 import pytest
 from sklearn.metrics import adjusted_rand_score
 
-from atlas_fl.clustering.linkage import cut_at, cut_into, merge_tree, propose, separation, without_structure
-from atlas_fl.clustering.settings import Settings
+from atlas_fl.clustering.k_search import cut_at, cut_into, merge_tree, propose, separation, without_structure
+from atlas_fl.clustering.labels import Settings
 
 SETTINGS = Settings(seed=0)
 CHAIN = np.array([[1, 0.9, 0.7], [0.9, 1, 0.3], [0.7, 0.3, 1]])

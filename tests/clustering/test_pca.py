@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 from sklearn.decomposition import PCA
 
-from atlas_fl.clustering.pca import embed
+from atlas_fl.clustering.sketch import embed
 
 
 def test_one_component_by_hand():

@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 from sklearn.metrics import adjusted_rand_score, normalized_mutual_info_score
 
-from atlas_fl.clustering import agreement, oracle, purity_warnings, summarise_clusters
+from atlas_fl.clustering.cluster import oracle
+from atlas_fl.clustering.result import agreement, purity_warnings, summarise_clusters
 
 
 def test_purity_by_hand():

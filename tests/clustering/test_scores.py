@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 from sklearn.metrics import silhouette_score
 
-from atlas_fl.clustering.scores import RULES, atlas_score, distances, gaps, k_means, score_row, silhouette, sizes_of
+from atlas_fl.clustering.k_search import RULES, atlas_score, distances, gaps, k_means, score_row, silhouette, sizes_of
 
 LINE = np.array([[0.0], [1.0], [10.0], [11.0]])
 HALVES = np.array([0, 0, 1, 1])

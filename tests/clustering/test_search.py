@@ -5,9 +5,16 @@ import pytest
 from sklearn.cluster import KMeans
 from sklearn.metrics import adjusted_rand_score
 
-from atlas_fl.clustering.scores import distances, silhouette
-from atlas_fl.clustering.search import best_silhouette, feasible_ks, mean_sketch, merge_small, search
-from atlas_fl.clustering.settings import Settings
+from atlas_fl.clustering.k_search import (
+    best_silhouette,
+    distances,
+    feasible_ks,
+    mean_sketch,
+    merge_small,
+    search,
+    silhouette,
+)
+from atlas_fl.clustering.labels import Settings
 
 SETTINGS = Settings(seed=0, cluster_by="silhouette", k_range=(2, 4))
 

@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 
-from atlas_fl.clustering.similarity import corrected_similarity, cross_similarity, prepare, reliability, unit_rows
+from atlas_fl.clustering.sketch import corrected_similarity, cross_similarity, prepare, reliability, unit_rows
 
 
 def test_correction_by_hand():

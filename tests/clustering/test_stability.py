@@ -3,7 +3,7 @@ from itertools import permutations
 import numpy as np
 import pytest
 
-from atlas_fl.clustering.stability import by_first_appearance, decided_names, stable_labels
+from atlas_fl.clustering.labels import by_first_appearance, decided_names, stable_labels
 from atlas_fl.errors import ConfigError
 
 

@@ -1,10 +1,9 @@
 import numpy as np
 import pytest
 
-from atlas_fl.clustering.linkage import separation
-from atlas_fl.clustering.settings import Settings
-from atlas_fl.clustering.similarity import cross_similarity, reliability
-from atlas_fl.clustering.structure import WORLDS, alike, judge, unrelated
+from atlas_fl.clustering.k_search import WORLDS, alike, judge, separation, unrelated
+from atlas_fl.clustering.labels import Settings
+from atlas_fl.clustering.sketch import cross_similarity, reliability
 
 
 def test_rotations_keep_reliability_and_forget_resemblance(planted):

@@ -1,8 +1,8 @@
 import re
 
 from atlas_fl.config import Config, settings, value_of
-from atlas_fl.config.fields import from_values, group_classes
 from atlas_fl.config.identity import SESSION
+from atlas_fl.config.settings import from_values, group_classes
 
 
 def test_every_setting_has_a_help_that_is_a_sentence() -> None:

@@ -8,9 +8,9 @@ import pytest
 import tomlkit
 
 from atlas_fl.config import Config, load_config, settings, validate
-from atlas_fl.config.fields import from_values
+from atlas_fl.config.presets import PRESETS
+from atlas_fl.config.settings import from_values
 from atlas_fl.errors import AtlasError
-from atlas_fl.presets import PRESETS
 
 WORDS = ["", "none", "auto", "oracle", "atlas", "local", "budget", "greedy", "4", "8", "08", "movie", "trec", "A", "B"]
 WORDS += ["head", "product", "factors", "iid", "a\nb", "ä", "../..", "/", "x" * 200, "name=x.csv", "\x1b[31m", "٣"]

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from atlas_fl.config.fields import settings
-from atlas_fl.config.kinds import describe, from_text, from_words, read, to_words, whole_number
+from atlas_fl.config.settings import settings
+from atlas_fl.config.values import describe, from_text, from_words, read, to_words, whole_number
 from atlas_fl.errors import shown
 
 LETTER = Literal["A", "B", "head"]

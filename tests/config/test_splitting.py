@@ -1,6 +1,6 @@
 import pytest
 
-from atlas_fl.config.splitting import cut_word
+from atlas_fl.config.schema import cut_word
 
 TEXT = "cpu_2gb=2,movie=auto,movie-1=none,trec-0=3"
 

@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from atlas_fl.config import Config, DataConfig, RunConfig, TrainingConfig, load_config, settings, to_toml
+from atlas_fl.config.presets import PRESETS, full
 from atlas_fl.errors import ConfigError
-from atlas_fl.presets import PRESETS, full
 
 
 def written(folder: Path, text: str) -> Path:

@@ -1,7 +1,7 @@
 import pytest
 
 from atlas_fl.config import Config, settings, value_of, with_values
-from atlas_fl.config.kinds import to_words
+from atlas_fl.config.values import to_words
 from atlas_fl.errors import ConfigError
 
 

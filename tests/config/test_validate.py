@@ -4,10 +4,10 @@ from typing import Any, Literal, get_origin
 import pytest
 
 from atlas_fl.config import Config, settings, validate, with_values
-from atlas_fl.config.fields import from_values
-from atlas_fl.config.ranges import RANGES
+from atlas_fl.config.presets import PRESETS
+from atlas_fl.config.settings import from_values
+from atlas_fl.config.validation import RANGES
 from atlas_fl.errors import AtlasError, ConfigError
-from atlas_fl.presets import PRESETS
 
 
 @pytest.mark.parametrize("preset", PRESETS)

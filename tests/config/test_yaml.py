@@ -7,9 +7,9 @@ import tomlkit
 import yaml
 
 from atlas_fl.config import Config, load_config, to_toml
-from atlas_fl.config.yaml import read_yaml
+from atlas_fl.config.files import read_yaml
+from atlas_fl.config.presets import PRESETS
 from atlas_fl.errors import ConfigError
-from atlas_fl.presets import PRESETS
 
 
 def written(folder: Path, text: str, name: str = "own.yaml") -> Path:

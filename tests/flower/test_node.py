@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from atlas_fl.errors import ConfigError, ProtocolError
-from atlas_fl.flower.node import Invitation, Node, node_of, read_invitation
-from atlas_fl.io.certs import make_certs, open_certs
+from atlas_fl.flower.messages import Invitation, Node, node_of, read_invitation
+from atlas_fl.runtime.transport.certificates import make_certs, open_certs
 
 
 def test_a_node_is_named_by_its_config_or_by_its_number() -> None:

@@ -9,14 +9,12 @@ import pytest
 
 pytest.importorskip("flwr", reason="the extra `flower` is not installed")
 
-from atlas_fl.engines.stream.tokens import Tokens
 from atlas_fl.errors import ConfigError, ProtocolError
-from atlas_fl.flower import post
-from atlas_fl.flower.api import ConfigRecord, Error, Message, RecordDict
-from atlas_fl.flower.node import RECORD, read_invitation
-from atlas_fl.flower.post import Invitations, Question
-from atlas_fl.flower.server import natural, order_of
-from atlas_fl.io.certs import make_certs
+from atlas_fl.flower import server_app
+from atlas_fl.flower.messages import RECORD, ConfigRecord, Error, Message, RecordDict, read_invitation
+from atlas_fl.flower.server_app import Invitations, Question, natural, order_of
+from atlas_fl.runtime.transport.certificates import make_certs
+from atlas_fl.runtime.transport.sessions import Tokens
 
 
 class Grid:
@@ -54,7 +52,7 @@ class Grid:
 def as_in_a_task(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("task_id", "run_id", "node_id"):
         monkeypatch.setattr(f"flwr.supercore.task_identity.TaskIdentity._{name}", 1)
-    monkeypatch.setattr(post, "POLL_SECONDS", 0.001)
+    monkeypatch.setattr(server_app, "POLL_SECONDS", 0.001)
 
 
 def test_nodes_are_known_by_the_names_they_give() -> None:

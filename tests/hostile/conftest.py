@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from atlas_fl.config import Config, with_values
-from atlas_fl.presets import find_preset
+from atlas_fl.config.presets import find_preset
 from tests.hostile.servers import Recording, record
 from tests.runs.conftest import configs
 from tests.runs.conftest import shared_config as shared_config

@@ -22,25 +22,22 @@ from pathlib import Path
 from typing import Any, TypeAlias
 from unittest.mock import patch
 
-from atlas_fl.assemble_images import vision_of
 from atlas_fl.config import Config, parse_config, to_toml
-from atlas_fl.deployed import serving
-from atlas_fl.deployed.halls import hall_of, with_images
-from atlas_fl.deployed.homes import home_of
-from atlas_fl.deployed.joining import own_client
-from atlas_fl.deployed.listening import Service
-from atlas_fl.engines.hall.hall import Hall
-from atlas_fl.engines.hall.worker import Worker
-from atlas_fl.engines.messages.census import census_of
-from atlas_fl.engines.stream.loops import Desk, LoopThread
-from atlas_fl.engines.stream.sessions import NO_TENSORS, InProcess, Message, Sessions
+from atlas_fl.deployment import server
+from atlas_fl.deployment.service import Service, hall_of, with_images
+from atlas_fl.deployment.site import home_of, own_client
 from atlas_fl.errors import AtlasError
 from atlas_fl.events import Event, Note, OnEvent, ignore
+from atlas_fl.experiment.run import RunResult, run
 from atlas_fl.models.loading import load_backbone
-from atlas_fl.private import shares_all
-from atlas_fl.run import RunResult, run
-from atlas_fl.tree import digest
-from atlas_fl.types import Params
+from atlas_fl.params import Params, digest
+from atlas_fl.partial_sharing import shares_all
+from atlas_fl.runtime.coordinator.coordinator import Hall
+from atlas_fl.runtime.coordinator.site_worker import Worker
+from atlas_fl.runtime.protocol.client_metadata import census_of
+from atlas_fl.runtime.transport.event_loop import Desk, LoopThread
+from atlas_fl.runtime.transport.sessions import NO_TENSORS, InProcess, Message, Sessions
+from atlas_fl.setup.assembly import vision_of
 
 Change: TypeAlias = Callable[[dict[str, Any], dict[str, Any], str], Message | list[Message] | None]
 """(head, tensors, action) -> what is sent instead of this answer: None for nothing ever, a list for several."""
@@ -138,7 +135,7 @@ class Federation:
 
     @contextmanager
     def listening(self, config: Config, _service: Service, _certs: Any, **how: Any) -> Iterator[Any]:
-        """In the place of `deployed.listening.listening`: the same hall, and frames that cross no network."""
+        """In the place of `deployment.service.listening`: the same hall, and frames that cross no network."""
         with LoopThread() as threads:
             desk = Desk(threads=threads, on_event=how["on_event"])
             threads.loop.set_exception_handler(lambda _, context: self.found.faults.append(str(context)))
@@ -261,9 +258,9 @@ def federate(
         "listed_clients": lambda _: tuple(names),
         "FAREWELL_SECONDS": min(30.0, deadline),
     }
-    with patch.multiple(serving, **places):
+    with patch.multiple(server, **places):
         try:
-            workplace = serving.across_machines(service)
+            workplace = server.across_machines(service)
             found.result = run(config, on_event=listen, workplace=workplace, resume=resume)
         except AtlasError as error:
             found.error = error

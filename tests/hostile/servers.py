@@ -1,6 +1,6 @@
 """A real federation in one process whose messages are kept, and servers that say the same to a site but for one lie.
 
-The sites run `deployed.joining.join` as `atlas join` does; only the link is another one. What an honest server said to
+The sites run `deployment.site.join` as `atlas join` does; only the link is another one. What an honest server said to
 one of them is said again, message by message, to a site that begins anew, with one message altered on its way:
 
     found = lie_to(spoken, lambda head, tensors: {**head, "round": 99} if head["action"] == "train" else None, ...)
@@ -16,16 +16,15 @@ from typing import Any, TypeAlias
 from unittest.mock import patch
 
 from atlas_fl.config import Config, config_hash, parse_config
-from atlas_fl.deployed.homes import Home
-from atlas_fl.deployed.joining import Joined, Joining, join
-from atlas_fl.engines.hall.hall import Hall
-from atlas_fl.engines.stream.frames import decode_frame, encode_frame
-from atlas_fl.engines.stream.loops import LoopThread
-from atlas_fl.engines.stream.sessions import NO_TENSORS, InProcess, Message, Sessions
+from atlas_fl.deployment.site import Home, Joined, Joining, join
 from atlas_fl.errors import AtlasError
 from atlas_fl.events import Event, Note
-from atlas_fl.io.certs import make_certs
-from atlas_fl.types import Params
+from atlas_fl.params import Params
+from atlas_fl.runtime.coordinator.coordinator import Hall
+from atlas_fl.runtime.transport.certificates import make_certs
+from atlas_fl.runtime.transport.event_loop import LoopThread
+from atlas_fl.runtime.transport.frames import decode_frame, encode_frame
+from atlas_fl.runtime.transport.sessions import NO_TENSORS, InProcess, Message, Sessions
 from tests.hostile import federation as in_process
 from tests.hostile.federation import DEVICE, Outcome, ServerGoneError
 
@@ -45,7 +44,7 @@ class Spoken:
 
 @dataclass(kw_only=True, eq=False)
 class Kept:
-    """A link of `deployed.joining` to a server in this process; all that is said is kept."""
+    """A link of `deployment.site` to a server in this process; all that is said is kept."""
 
     inner: InProcess
     spoken: Spoken
@@ -117,7 +116,7 @@ def linked(link: Any) -> Any:
 @contextmanager
 def our_links() -> Any:
     """`join` takes the link of its thread in the place of one over a network."""
-    with patch("atlas_fl.deployed.joining._link", lambda *own: _LINKS[threading.get_ident()](*own)):
+    with patch("atlas_fl.deployment.site._link", lambda *own: _LINKS[threading.get_ident()](*own)):
         yield
 
 

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from atlas_fl.config import Config
-from tests.engines.hall.test_hostile_messages import altered, odd_tensor
 from tests.hostile.federation import Change, federate
+from tests.runtime.coordinator.test_hostile_messages import altered, odd_tensor
 
 pytestmark = pytest.mark.slow
 
@@ -57,8 +57,8 @@ SETTINGS: dict[str, tuple[int, dict[str, object]]] = {
 def test_hundreds_of_altered_answers_end_no_run(
     config: Callable[..., Config], kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("atlas_fl.engines.hall.seats.MOST_REFUSALS", 10**9)  # they go on
-    monkeypatch.setattr("atlas_fl.engines.hall.hall.MOST_REFUSALS", 10**9)
+    monkeypatch.setattr("atlas_fl.runtime.coordinator.client_registry.MOST_REFUSALS", 10**9)  # they go on
+    monkeypatch.setattr("atlas_fl.runtime.coordinator.coordinator.MOST_REFUSALS", 10**9)
     counts = Counter[str]()
     draws = {name: random.Random(f"{name} {kind}") for name in ATTACKERS}
     changes = {name: altering(draw, counts) for name, draw in draws.items()}

@@ -3,10 +3,10 @@
 from collections.abc import Callable
 
 from atlas_fl.config import Config
-from atlas_fl.io.results import read_rows
-from atlas_fl.io.tensors import read_tensors
-from atlas_fl.run import run
-from atlas_fl.tree import digest
+from atlas_fl.experiment.run import run
+from atlas_fl.params import digest
+from atlas_fl.storage.jsonl import read_rows
+from atlas_fl.storage.tensors import read_tensors
 from tests.hostile.federation import SITES, federate
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from atlas_fl.tree import digest
+from atlas_fl.params import digest
 from tests.hostile.federation import federate
 from tests.hostile.test_answers import Kind, at, extra, full, metric, renamed, saying, tensors_as, without
 from tests.runs.test_deployed_images import MASKED, settings

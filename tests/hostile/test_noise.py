@@ -10,13 +10,13 @@ import pytest
 import torch
 
 from atlas_fl.config import Config
-from atlas_fl.engines.messages.wire import Told
 from atlas_fl.errors import ProtocolError
-from atlas_fl.io.tensors import read_tensors
-from atlas_fl.run import run
-from atlas_fl.split.noise import simulated_secret
-from atlas_fl.split.step import Cut
-from atlas_fl.tree import digest
+from atlas_fl.experiment.run import run
+from atlas_fl.params import digest
+from atlas_fl.runtime.protocol.messages import Told
+from atlas_fl.split.channel import Cut
+from atlas_fl.split.codec import simulated_secret
+from atlas_fl.storage.tensors import read_tensors
 from tests.hostile.federation import SITES, federate, home_of_site
 
 NOISY = {"split": "movie-0=1,movie-1=2", "wire_noise": 0.5, "head": "client"}

@@ -10,13 +10,13 @@ import pytest
 import torch
 
 from atlas_fl.config import to_toml, with_values
-from atlas_fl.deployed.job_policy import MOST_GUESTS
-from atlas_fl.engines.hall.worker import MOST_REGISTRATIONS
+from atlas_fl.deployment.job_policy import MOST_GUESTS
 from atlas_fl.errors import ConfigError
-from atlas_fl.io.certs import make_certs, open_certs
-from atlas_fl.io.tensors import encode, read_tensors
-from atlas_fl.split.step import NORMS
-from atlas_fl.tree import digest
+from atlas_fl.params import digest
+from atlas_fl.runtime.coordinator.site_worker import MOST_REGISTRATIONS
+from atlas_fl.runtime.transport.certificates import make_certs, open_certs
+from atlas_fl.split.channel import NORMS
+from atlas_fl.storage.tensors import encode, read_tensors
 from tests.hostile.servers import Ended, Lie, Recording, lie_to, welcomed
 
 NAME = "movie-0"
@@ -547,7 +547,7 @@ def test_a_site_of_images_does_what_the_settings_ask_and_nothing_else(
 
 def test_a_certificate_with_a_path_for_a_name_is_no_sites(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Only who signs can make one; what a site writes is named after it where `--to` says nothing."""
-    monkeypatch.setattr("atlas_fl.io.certs._check_names", lambda *_: None)
+    monkeypatch.setattr("atlas_fl.runtime.transport.certificates._check_names", lambda *_: None)
     make_certs(tmp_path / "certs", servers=["localhost"], clients=["../evil"])
     with pytest.raises(ConfigError, match=r"is of '\.\./evil', which is no name of a site"):
         open_certs(tmp_path / "evil")

@@ -17,17 +17,24 @@ import grpc
 import pytest
 import torch
 
-from atlas_fl.engines.hall.hall import Hall
-from atlas_fl.engines.stream.chunks import CHUNK
-from atlas_fl.engines.stream.frames import encode_frame
-from atlas_fl.engines.stream.link import Link
-from atlas_fl.engines.stream.loops import LoopThread
-from atlas_fl.engines.stream.server import METHOD, SERVICE, Limits, Server
-from atlas_fl.engines.stream.sessions import NO_TENSORS, PROTOCOL, Sessions
 from atlas_fl.errors import ProtocolError
-from atlas_fl.io import certs as certificates
-from atlas_fl.io.certs import CERT, Certs, Listed, make_certs, open_certs, renew_certs, revoke_certs
-from tests.engines.hall.test_hall import CENSUS, IDENTITY
+from atlas_fl.runtime.coordinator.coordinator import Hall
+from atlas_fl.runtime.transport import certificates as certificates
+from atlas_fl.runtime.transport.certificates import (
+    CERT,
+    Certs,
+    Listed,
+    make_certs,
+    open_certs,
+    renew_certs,
+    revoke_certs,
+)
+from atlas_fl.runtime.transport.client import Link
+from atlas_fl.runtime.transport.event_loop import LoopThread
+from atlas_fl.runtime.transport.frames import CHUNK, encode_frame
+from atlas_fl.runtime.transport.server import METHOD, SERVICE, Limits, Server
+from atlas_fl.runtime.transport.sessions import NO_TENSORS, PROTOCOL, Sessions
+from tests.runtime.coordinator.test_hall import CENSUS, IDENTITY
 
 MEMBERS = ("alpha", "bravo", "charlie", "delta", "echo")
 HELLO = {"session": "s", "protocol": PROTOCOL, "version": "1", "config": "c", "model": "m"}
@@ -559,7 +566,7 @@ def honest(place: Place) -> None:
 
 @pytest.fixture(autouse=True)
 def quick_beats(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("atlas_fl.engines.stream.link.BEAT_SECONDS", 0.1)
+    monkeypatch.setattr("atlas_fl.runtime.transport.client.BEAT_SECONDS", 0.1)
 
 
 @pytest.mark.parametrize("kind", KINDS)

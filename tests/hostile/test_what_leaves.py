@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 
 from atlas_fl.config import parse_config
-from atlas_fl.deployed.joining import own_client
-from atlas_fl.engines.stream.frames import encode_frame
-from atlas_fl.engines.stream.sessions import Message
-from atlas_fl.models.tokens import encode
-from atlas_fl.tasks.images import Images
+from atlas_fl.data.task import Images
+from atlas_fl.deployment.site import own_client
+from atlas_fl.models.tokenization import encode
+from atlas_fl.runtime.transport.frames import encode_frame
+from atlas_fl.runtime.transport.sessions import Message
 from tests.hostile.servers import Recording
 
 HEADS: Mapping[str, frozenset[str]] = {

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy.optimize import LinearConstraint, milp
 
-from atlas_fl.ranks.allocate import ALLOCATORS, fixed
+from atlas_fl.ranks.allocation import ALLOCATORS, fixed
 from tests.examples import examples
 
 DENSE = tuple(range(1, 33))

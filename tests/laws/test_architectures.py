@@ -9,15 +9,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from atlas_fl import tree
-from atlas_fl.clients.base import Job, Site
-from atlas_fl.clients.rows import forward, make_row
-from atlas_fl.clients.train import TrainOptions, train
-from atlas_fl.lora.peft_io import default_targets
+from atlas_fl import params as tree
+from atlas_fl.client.batching import forward, make_row
+from atlas_fl.client.job import Job, Site
+from atlas_fl.client.local_training import TrainOptions, train
 from atlas_fl.models.backbone import target_modules
-from atlas_fl.models.family import FAMILIES, head_shapes
 from atlas_fl.models.loading import load_backbone
-from atlas_fl.models.tokens import Encoded
+from atlas_fl.models.peft_io import default_targets
+from atlas_fl.models.registry import FAMILIES, head_shapes
+from atlas_fl.models.tokenization import Encoded
 
 # PEFT still asks for it under its old name.
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
@@ -212,7 +212,7 @@ def test_a_scaled_gradient_that_overflows_halves_the_scale_and_moves_nothing(
     tiny_of, site_of, spec_of, monkeypatch
 ) -> None:
     tiny = tiny_of("bert")
-    monkeypatch.setattr(import_module("atlas_fl.clients.member"), "LOSS_SCALE", 2.0**30)
+    monkeypatch.setattr(import_module("atlas_fl.client.local_training"), "LOSS_SCALE", 2.0**30)
     specs, jobs = half_jobs(tiny, spec_of, steps=2)
     for update, job in zip(train(jobs, site_of(tiny, *specs, fp16=True)), jobs, strict=True):
         assert all(torch.equal(update.params[key], job.params[key]) for key in job.params)

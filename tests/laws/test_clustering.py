@@ -5,7 +5,10 @@ from functools import lru_cache
 import numpy as np
 import pytest
 
-from atlas_fl.clustering import METHODS, Settings, agreement, cluster, predict
+from atlas_fl.clustering.cluster import cluster
+from atlas_fl.clustering.k_search import METHODS
+from atlas_fl.clustering.labels import Settings
+from atlas_fl.clustering.result import agreement, predict
 
 
 def unit(rows):

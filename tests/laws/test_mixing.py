@@ -6,9 +6,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from atlas_fl.mixing.diversity import dirichlet_energy, update_gram
-from atlas_fl.mixing.matrices import LAPLACIANS, average, cut, eta_bound, laplacian_step
-from atlas_fl.mixing.mix import SPACES, mix
+from atlas_fl.aggregation.diversity import dirichlet_energy, update_gram
+from atlas_fl.aggregation.matrices import LAPLACIANS, average, cut, eta_bound, laplacian_step
+from atlas_fl.aggregation.mixing import SPACES, mix
 from tests.examples import examples
 
 KEEPS_PLAIN_MEAN = {"symmetric", "metropolis"}

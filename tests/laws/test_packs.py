@@ -8,13 +8,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from atlas_fl.clients import ACTIONS
-from atlas_fl.clients.base import Job, Site, Update
-from atlas_fl.clients.evaluate import EvaluateOptions
-from atlas_fl.clients.fingerprint import FingerprintOptions
-from atlas_fl.clients.importance import ImportanceOptions
-from atlas_fl.clients.train import TrainOptions, train
-from atlas_fl.engines.local import LocalEngine
+from atlas_fl.client.evaluation import EvaluateOptions
+from atlas_fl.client.fingerprint import FingerprintOptions
+from atlas_fl.client.importance import ImportanceOptions
+from atlas_fl.client.job import Job, Site, Update
+from atlas_fl.client.local_training import TrainOptions, train
+from atlas_fl.client.registry import ACTIONS
+from atlas_fl.runtime.local import LocalEngine
 
 HARD = TrainOptions(
     seed=5,

@@ -10,20 +10,21 @@ from hypothesis import strategies as st
 from scipy.optimize import minimize
 from scipy.stats import trim_mean
 
-from atlas_fl.errors import ProtocolError
-from atlas_fl.mixing.distances import squared_distances
-from atlas_fl.mixing.matrices import Federation
-from atlas_fl.strategies import StrategyOptions, find_strategy
-from atlas_fl.strategies.robust import (
+from atlas_fl.aggregation.matrices import Federation
+from atlas_fl.aggregation.registry import find_strategy
+from atlas_fl.aggregation.robust import (
     WITHSTANDS,
     coordinate_median,
     krum_scores,
     krum_weights,
     small_groups,
+    squared_distances,
     trimmed,
     trimmed_average,
     weiszfeld_weights,
 )
+from atlas_fl.aggregation.strategies import StrategyOptions
+from atlas_fl.errors import ProtocolError
 from tests.examples import examples
 
 ROBUST = tuple(WITHSTANDS)
@@ -182,7 +183,7 @@ def test_a_rule_of_values_is_that_of_dense_updates_cut_to_each_rank(name):
 
 def test_a_few_rows_at_a_time_are_the_same_rows(monkeypatch):
     whole = aggregate("median", adapters(5))
-    monkeypatch.setattr("atlas_fl.mixing.product.DENSE_VALUES", 5 * 12 * 3)
+    monkeypatch.setattr("atlas_fl.aggregation.lora_product.DENSE_VALUES", 5 * 12 * 3)
     parts = aggregate("median", adapters(5))
     assert all(torch.equal(whole[c][key], parts[c][key]) for c in whole for key in whole[c])
 

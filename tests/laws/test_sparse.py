@@ -9,13 +9,21 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from atlas_fl.sparse.algebra import density, intersection, num_kept, overlap, union
-from atlas_fl.sparse.calibration import calibrate
 from atlas_fl.sparse.codec import Drawn, decode_mask, decode_values, encode_mask, encode_values
 from atlas_fl.sparse.fisher import fisher, of_module
-from atlas_fl.sparse.masks import BY_SENSITIVITY, MASKS, make_mask
+from atlas_fl.sparse.masks import (
+    BY_SENSITIVITY,
+    MASKS,
+    calibrate,
+    density,
+    intersection,
+    make_mask,
+    num_kept,
+    overlap,
+    union,
+)
 from atlas_fl.sparse.optimizer import SparseSGDM
-from atlas_fl.sparse.vectors import MERGES, apply, merge, scaled, task_vector
+from atlas_fl.sparse.task_vectors import MERGES, apply, merge, scaled, task_vector
 from tests.examples import examples
 
 SCOPES = ("global", "layer")

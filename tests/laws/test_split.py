@@ -8,20 +8,20 @@ import pytest
 import torch
 from torch import Tensor
 
-from atlas_fl.clients.base import Job, Prompts, Site, Update
-from atlas_fl.clients.evaluate import EvaluateOptions, evaluate
-from atlas_fl.clients.rows import Dropout, dropout_masks, forward, make_row
-from atlas_fl.clients.train import TrainOptions, batches, example_loss, train
-from atlas_fl.io.tensors import encode
-from atlas_fl.lora.packed import Adapters, Segment, attached
+from atlas_fl.client.batching import Dropout, dropout_masks, forward, make_row
+from atlas_fl.client.evaluation import EvaluateOptions, evaluate
+from atlas_fl.client.job import Job, Prompts, Site, Update
+from atlas_fl.client.local_training import TrainOptions, batches, example_loss, train
+from atlas_fl.models.attention import make_layout
 from atlas_fl.models.backbone import logits_of
 from atlas_fl.models.loading import load_backbone
-from atlas_fl.models.packing import make_layout
-from atlas_fl.models.tokens import encode_prompts
-from atlas_fl.split import step
+from atlas_fl.models.lora import Adapters, Segment, attached
+from atlas_fl.models.tokenization import encode_prompts
+from atlas_fl.split import channel
+from atlas_fl.split.channel import Cut
 from atlas_fl.split.codec import WIRES, decode_rows, encode_rows
 from atlas_fl.split.model import client_forward, load_client_part, on_client, server_forward
-from atlas_fl.split.step import Cut
+from atlas_fl.storage.tensors import encode
 from tests.laws.test_packs import HARD
 
 PLAIN = TrainOptions(seed=5, batch_size=4, lr=1e-2)
@@ -197,8 +197,8 @@ def test_what_is_counted_is_what_was_encoded(tiny_of, site_of, spec_of, monkeypa
 
         return counted
 
-    monkeypatch.setattr(step, "encode_rows", spy(encode_rows, "rows"))
-    monkeypatch.setattr(step, "encode", spy(encode, "tensors"))
+    monkeypatch.setattr(channel, "encode_rows", spy(encode_rows, "rows"))
+    monkeypatch.setattr(channel, "encode", spy(encode, "tensors"))
     site, jobs = federation(tiny_of("bert"), site_of, spec_of, [Cut(blocks=1, wire=wire, head=head), None])
     crossed = train(jobs, site)[0].crossed
     rows = sum(size for (kind, _), size in crossed.items() if kind in ("activation", "gradient"))
@@ -315,8 +315,8 @@ def test_a_client_with_a_cut_writes_no_answers(writer_of, site_of, spec_of) -> N
 def test_the_rows_of_a_segment_are_those_of_its_client() -> None:
     """Guards the laws above: a cut that sent its neighbours' rows would pass them as long as the wire is exact."""
     segments = (Segment(start=0, stop=2), Segment(start=2, stop=5))
-    line = step.Line(Cut(blocks=1, noise=0.5), secret=bytes(32))
-    end = step.End(
+    line = channel.Line(Cut(blocks=1, noise=0.5), secret=bytes(32))
+    end = channel.End(
         line=line,
         tokens=slice(segments[1].start, segments[1].stop),
         reads=slice(1, 2),
@@ -325,7 +325,7 @@ def test_the_rows_of_a_segment_are_those_of_its_client() -> None:
         labels=torch.tensor([1]),
     )
     rows = torch.ones(5, 4, requires_grad=True)
-    found = step._cross(rows, [step._activations(end)])
+    found = channel._cross(rows, [channel._activations(end)])
     assert torch.equal(found[:2], rows[:2])
     assert not (found[2:] == rows[2:]).any()
     found.sum().backward()

@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 import torch
 
-from atlas_fl.mixing.matrices import Federation
-from atlas_fl.strategies import ALIASES, STRATEGIES, StrategyOptions, find_strategy
-from atlas_fl.strategies.rule import RoundModels
-from atlas_fl.tree import flatten_state, prefixed, unflatten_state, unprefixed
+from atlas_fl.aggregation.matrices import Federation
+from atlas_fl.aggregation.registry import ALIASES, STRATEGIES, find_strategy
+from atlas_fl.aggregation.strategies import RoundModels, StrategyOptions
+from atlas_fl.params import flatten_state, prefixed, unflatten_state, unprefixed
 
 CLIENTS = ("movie-0", "movie-1", "movie-2", "trec-0", "trec-1")
 TASKS = ("movie", "movie", "movie", "trec", "trec")

@@ -6,14 +6,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from atlas_fl.io.fetch import embedded_dir
-from atlas_fl.tasks import TASKS
-from atlas_fl.tasks.clean import check_no_leak, deduplicate
-from atlas_fl.tasks.clients import ClientData, make_clients
-from atlas_fl.tasks.embedded import EMBEDDED
-from atlas_fl.tasks.metrics import scores
-from atlas_fl.tasks.partition import PARTITIONS
-from atlas_fl.tasks.spec import METRICS, Rows, Source, TaskData
+from atlas_fl.data.cleaning import check_no_leak, deduplicate
+from atlas_fl.data.clients import ClientData, make_clients
+from atlas_fl.data.embedded import EMBEDDED
+from atlas_fl.data.metrics import scores
+from atlas_fl.data.partition import PARTITIONS
+from atlas_fl.data.registry import TASKS
+from atlas_fl.data.task import METRICS, Rows, Source, TaskData
+from atlas_fl.storage.downloads import embedded_dir
 
 SOURCE = Source(cache_dir=embedded_dir())
 NAMES = [task.name for task in EMBEDDED]

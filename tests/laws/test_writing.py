@@ -10,20 +10,19 @@ import pytest
 import torch
 from torch import Tensor
 
-from atlas_fl.clients import ACTIONS
-from atlas_fl.clients.base import ClientTokens, Job, Prompts, Site
-from atlas_fl.clients.evaluate import EvaluateOptions, evaluate
-from atlas_fl.clients.fingerprint import FIRST, FingerprintOptions
-from atlas_fl.clients.importance import IMPORTANCE, ImportanceOptions
-from atlas_fl.clients.rows import forward, make_row
-from atlas_fl.clients.train import TrainOptions, batches, example_loss, train
-from atlas_fl.clients.write import write
+from atlas_fl.client.batching import forward, make_row
+from atlas_fl.client.evaluation import EvaluateOptions, evaluate, write
+from atlas_fl.client.fingerprint import FIRST, FingerprintOptions
+from atlas_fl.client.importance import IMPORTANCE, ImportanceOptions
+from atlas_fl.client.job import ClientTokens, Job, Prompts, Site
+from atlas_fl.client.local_training import TrainOptions, batches, example_loss, train
+from atlas_fl.client.registry import ACTIONS
+from atlas_fl.data.task import Task
 from atlas_fl.errors import ModelError
-from atlas_fl.lora.peft_io import export_adapter
-from atlas_fl.models.family import FAMILIES
 from atlas_fl.models.loading import load_backbone
-from atlas_fl.models.tokens import Encoded, encode_prompts, encode_written
-from atlas_fl.tasks.spec import Task
+from atlas_fl.models.peft_io import export_adapter
+from atlas_fl.models.registry import FAMILIES
+from atlas_fl.models.tokenization import Encoded, encode_prompts, encode_written
 
 # PEFT still asks for it under its old name.
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
@@ -152,7 +151,7 @@ def test_training_equals_a_plain_peft_loop(writer, site_of, spec_of, tmp_path: P
         torch.nn.utils.clip_grad_norm_(leaves, 0.3)
         optimizer.step()
         losses.append(loss.item())
-    from atlas_fl.lora.peft_io import import_adapter
+    from atlas_fl.models.peft_io import import_adapter
 
     model.save_pretrained(str(tmp_path / "after"))
     expected, _ = import_adapter(tmp_path / "after", family=writer.backbone.family)

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from atlas_fl.models.augment import augment
+from atlas_fl.models.vision import augment
 from atlas_fl.rng import torch_generator
 
 ONE = torch.tensor([[1, 2, 3], [4, 5, 6], [7, 8, 9]], dtype=torch.uint8)[None, :, :, None]

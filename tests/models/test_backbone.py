@@ -9,11 +9,11 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel
 
-from atlas_fl.assemble import most_tokens
 from atlas_fl.errors import AtlasError, ModelError
 from atlas_fl.models import loading
 from atlas_fl.models.backbone import layer_of, model_shape, module_dims, target_modules
 from atlas_fl.models.loading import find_family, load_backbone
+from atlas_fl.setup.assembly import most_tokens
 
 REMEDIES = ("config.json", "hub's cache", "atlas fetch embedded")
 

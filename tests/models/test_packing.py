@@ -8,7 +8,7 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 from transformers import AttentionInterface
 
-from atlas_fl.models.packing import PACKED, make_layout, packed_attention, register_packed_attention
+from atlas_fl.models.attention import PACKED, make_layout, packed_attention, register_packed_attention
 
 LENGTHS = (3, 1, 7, 4, 3, 8)
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from atlas_fl.models.loading import load_backbone
-from atlas_fl.models.shared import ALIGNMENT, places_of, views, write
+from atlas_fl.models.shared_memory import ALIGNMENT, places_of, views, write
 
 
 def shared(weights: dict[str, torch.Tensor]) -> tuple[mmap.mmap, list[dict[str, Any]]]:

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from atlas_fl.errors import ModelError
-from atlas_fl.models.tokens import Encoded, encode, encode_prompts, encode_written
+from atlas_fl.models.tokenization import Encoded, encode, encode_prompts, encode_written
 
 THREE = Encoded(
     ids=np.array([1, 2, 3, 4, 5, 6]),

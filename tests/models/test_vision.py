@@ -12,7 +12,7 @@ from torch.nn.functional import cross_entropy, interpolate, linear
 from transformers import AutoImageProcessor, AutoModelForImageClassification
 
 from atlas_fl.errors import ConfigError, DataError, ModelError
-from atlas_fl.lora.adapters import init_head
+from atlas_fl.models.lora import init_head
 from atlas_fl.models.registry import MODELS, locate
 from atlas_fl.models.vision import (
     Vision,

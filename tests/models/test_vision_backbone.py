@@ -6,12 +6,12 @@ from pathlib import Path
 import pytest
 
 from atlas_fl.errors import ModelError
-from atlas_fl.lora.adapters import init_head
 from atlas_fl.models.backbone import model_shape, target_modules
-from atlas_fl.models.family import VISION_FAMILIES, head_shapes
 from atlas_fl.models.loading import load_backbone
+from atlas_fl.models.lora import init_head
+from atlas_fl.models.registry import VISION_FAMILIES, head_shapes
 from atlas_fl.models.vision import weights
-from atlas_fl.models.vision_backbone import load_image_backbone, tokens_of
+from atlas_fl.models.vision_loading import load_image_backbone, tokens_of
 from tests.models.tiny_vision import save_tiny
 
 TOKENS = {"vit": 17, "deit": 18, "dinov2": 17, "dinov2_with_registers": 20}

@@ -13,21 +13,21 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 from transformers import AutoModelForImageClassification
 
-from atlas_fl.clients import ACTIONS
-from atlas_fl.clients.base import ClientTokens, Job, Site, Update
-from atlas_fl.clients.evaluate import EvaluateOptions
-from atlas_fl.clients.fingerprint import FingerprintOptions
-from atlas_fl.clients.importance import ImportanceOptions
-from atlas_fl.clients.rows import forward, make_row
-from atlas_fl.clients.train import TrainOptions, train
-from atlas_fl.lora.adapters import init_head
-from atlas_fl.lora.peft_io import default_targets, export_adapter, import_adapter
+from atlas_fl.client.batching import forward, make_row
+from atlas_fl.client.evaluation import EvaluateOptions
+from atlas_fl.client.fingerprint import FingerprintOptions
+from atlas_fl.client.importance import ImportanceOptions
+from atlas_fl.client.job import ClientTokens, Job, Site, Update
+from atlas_fl.client.local_training import TrainOptions, train
+from atlas_fl.client.registry import ACTIONS
+from atlas_fl.data.task import Task
 from atlas_fl.models.backbone import Backbone, layer_of, module_dims
-from atlas_fl.models.family import VISION_FAMILIES, head_shapes
-from atlas_fl.models.tokens import Encoded, encode_images
+from atlas_fl.models.lora import init_head
+from atlas_fl.models.peft_io import default_targets, export_adapter, import_adapter
+from atlas_fl.models.registry import VISION_FAMILIES, head_shapes
+from atlas_fl.models.tokenization import Encoded, encode_images
 from atlas_fl.models.vision import prepare
-from atlas_fl.models.vision_backbone import load_image_backbone, tokens_of
-from atlas_fl.tasks.spec import Task
+from atlas_fl.models.vision_loading import load_image_backbone, tokens_of
 from tests.models.tiny_vision import save_tiny
 
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # PEFT's

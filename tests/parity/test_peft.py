@@ -11,11 +11,11 @@ import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from torch import Tensor
 
-from atlas_fl.clients.base import Job
-from atlas_fl.clients.rows import forward, make_row
-from atlas_fl.clients.train import TrainOptions, train
-from atlas_fl.lora.peft_io import export_adapter, import_adapter
-from atlas_fl.models.tokens import Encoded
+from atlas_fl.client.batching import forward, make_row
+from atlas_fl.client.job import Job
+from atlas_fl.client.local_training import TrainOptions, train
+from atlas_fl.models.peft_io import export_adapter, import_adapter
+from atlas_fl.models.tokenization import Encoded
 
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # PEFT's
 
@@ -140,7 +140,7 @@ def test_training_equals_a_plain_peft_loop(tiny, site_of, spec_of, tmp_path: Pat
 
 def _order_of(site, params: Mapping[str, Tensor], options: TrainOptions) -> np.ndarray:
     """Which example comes when: each is found again by its tokens."""
-    from atlas_fl.clients.train import batches
+    from atlas_fl.client.local_training import batches
 
     data = site.data["a-0"].splits["train"]
     known = {data.take(np.array([i])).ids.tobytes(): i for i in range(len(data))}

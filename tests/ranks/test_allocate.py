@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 
 from atlas_fl.errors import BudgetError, ConfigError
-from atlas_fl.ranks.allocate import ALLOCATORS, check_candidates, find_allocator, fixed
+from atlas_fl.ranks.allocation import ALLOCATORS, check_candidates, find_allocator, fixed
 
 SPARSE = (4, 8, 16, 32, 64)
 DENSE = tuple(range(1, 65))

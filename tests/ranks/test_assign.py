@@ -2,11 +2,10 @@ import numpy as np
 import pytest
 
 from atlas_fl.errors import BudgetError, ConfigError
-from atlas_fl.models.shape import ModelShape
-from atlas_fl.ranks.allocate import ALLOCATORS
-from atlas_fl.ranks.assign import Assignment, assign_ranks
+from atlas_fl.models.registry import ModelShape
+from atlas_fl.ranks.allocation import ALLOCATORS, Assignment, assign_ranks
+from atlas_fl.ranks.cost_model import Fractions, Step, adapter_bytes
 from atlas_fl.ranks.devices import DEVICES, Device, parse_device
-from atlas_fl.ranks.memory import Fractions, Step, adapter_bytes
 
 CANDIDATES = (4, 8, 16, 32, 64)
 IMPORTANCE = np.array([0.05, 0.08, 0.12, 0.2, 0.25, 0.3])

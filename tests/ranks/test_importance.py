@@ -3,7 +3,7 @@ import pytest
 import torch
 
 from atlas_fl.errors import DataError
-from atlas_fl.ranks.importance import (
+from atlas_fl.ranks.allocation import (
     cluster_importance,
     complexity_factors,
     layer_importance,

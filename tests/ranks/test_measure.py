@@ -4,8 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from atlas_fl.ranks.measure import Probe, dense, measuring_bytes, measuring_flops
-from atlas_fl.ranks.predict import training_flops
+from atlas_fl.ranks.cost_model import Probe, dense, measuring_bytes, measuring_flops, training_flops
 from tests.ranks.test_predict import SHAPE
 
 LAST = Probe(lowest=1, products=(0, 200), held_bytes=(0, 1600), inputs=(dense(SHAPE),) * 2, head_bytes=56)

@@ -11,9 +11,8 @@ from torch.utils._pytree import tree_leaves
 from transformers import BertConfig, BertModel, GPT2Config, GPT2Model, LlamaConfig, LlamaModel, PreTrainedModel
 
 from atlas_fl.errors import BudgetError, ConfigError
-from atlas_fl.models.shape import ModelShape
-from atlas_fl.ranks.devices import DEVICES, parse_device
-from atlas_fl.ranks.memory import (
+from atlas_fl.models.registry import ModelShape
+from atlas_fl.ranks.cost_model import (
     HEAP_COPIES,
     RESERVE_BYTES,
     Fractions,
@@ -28,6 +27,7 @@ from atlas_fl.ranks.memory import (
     layer_cost,
     rank_budget,
 )
+from atlas_fl.ranks.devices import DEVICES, parse_device
 
 HIDDEN, INNER, BLOCKS, HEADS, RANK = 64, 256, 3, 4, 8
 SEQUENCES, LENGTH = 4, 32

@@ -5,10 +5,17 @@ from peft import LoraConfig, get_peft_model
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import BertConfig, BertModel
 
-from atlas_fl.models.shape import ModelShape
+from atlas_fl.models.registry import ModelShape
+from atlas_fl.ranks.cost_model import (
+    Step,
+    adapter_bytes,
+    cut_utilities,
+    device_memory,
+    message_bytes,
+    predict_round,
+    training_flops,
+)
 from atlas_fl.ranks.devices import parse_device
-from atlas_fl.ranks.memory import Step, adapter_bytes, device_memory
-from atlas_fl.ranks.predict import cut_utilities, message_bytes, predict_round, training_flops
 
 DEVICE = parse_device("d=memory_gb=2,gflops=10,up_mbps=8,down_mbps=16,latency_ms=100,max_rank=64")
 SHAPE = ModelShape(

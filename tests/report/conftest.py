@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 import torch
 
-from atlas_fl.io.folder import RunFolder
-from atlas_fl.io.results import append_rows, write_json
-from atlas_fl.io.summary import summarise
-from atlas_fl.io.tensors import write_tensors
+from atlas_fl.experiment.summary import summarise
 from atlas_fl.rng import generator
+from atlas_fl.storage.jsonl import append_rows, write_json
+from atlas_fl.storage.run_folder import RunFolder
+from atlas_fl.storage.tensors import write_tensors
 
 DEVICES = ("cpu_2gb", "tablet_4gb", "laptop_8gb", "gpu_16gb")
 TASKS = {"movie": (0.50, 0.82), "trec": (0.24, 0.86), "pairs": (0.52, 0.80), "sms": (0.86, 0.97)}

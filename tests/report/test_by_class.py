@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from matplotlib.text import Text
 
-from atlas_fl.report.by_class import draw
+from atlas_fl.report.class_figures import draw_accuracy_by_class
 from atlas_fl.report.record import Record
 from tests.report.test_plots import overlaps, text_of
 
@@ -29,7 +29,7 @@ def record_of(clients: int, classes: int) -> Record:
 
 
 def test_bars_are_all_images_and_cells_are_clients_by_hand() -> None:
-    figure = draw(record_of(3, 2))
+    figure = draw_accuracy_by_class(record_of(3, 2))
     above, below = figure.axes[:2]
     # class 0: 0 + 1 + 2 of 0 + 2 + 2, class 1: 3 of 6
     assert [bar.get_height() for bar in above.patches] == [pytest.approx(0.75), pytest.approx(0.5)]
@@ -43,10 +43,10 @@ def test_bars_are_all_images_and_cells_are_clients_by_hand() -> None:
 
 @pytest.mark.parametrize(("clients", "classes"), [(1, 2), (8, 10), (100, 10), (100, 100)])
 def test_no_words_cover_each_other_or_leave_the_page(clients: int, classes: int) -> None:
-    assert overlaps(draw(record_of(clients, classes))) == []
+    assert overlaps(draw_accuracy_by_class(record_of(clients, classes))) == []
 
 
 def test_a_run_that_has_scored_nothing_says_so() -> None:
     record = record_of(2, 2)
     empty = Record(name="x", plan=record.plan, metrics=[], ledger=[])
-    assert "no test images have been scored yet" in text_of(draw(empty))
+    assert "no test images have been scored yet" in text_of(draw_accuracy_by_class(empty))

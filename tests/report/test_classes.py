@@ -3,7 +3,7 @@
 import numpy as np
 from matplotlib.text import Text
 
-from atlas_fl.report.classes import draw
+from atlas_fl.report.class_figures import draw_label_distribution
 from atlas_fl.report.record import Record
 
 
@@ -26,7 +26,7 @@ def record_of(clients: int, classes: int) -> tuple[Record, np.ndarray]:
 
 def test_cells_are_the_counts_and_none_is_empty() -> None:
     record, counts = record_of(4, 3)
-    figure = draw(record)
+    figure = draw_label_distribution(record)
     (image,) = figure.axes[0].images
     np.testing.assert_array_equal(np.nan_to_num(image.get_array().filled(np.nan)), counts)
     assert (np.isnan(image.get_array().filled(np.nan)) == (counts == 0)).all()
@@ -38,7 +38,7 @@ def test_cells_are_the_counts_and_none_is_empty() -> None:
 
 def test_a_hundred_clients_of_a_hundred_classes_are_one_picture_without_names() -> None:
     record, counts = record_of(100, 100)
-    figure = draw(record)
+    figure = draw_label_distribution(record)
     (image,) = figure.axes[0].images
     assert image.get_array().shape == counts.shape
     assert len(figure.axes[0].get_xticklabels()) == len(figure.axes[0].get_yticklabels()) == 0
@@ -49,6 +49,6 @@ def test_tasks_without_classes_have_no_panel(make_run) -> None:
     from atlas_fl.report.record import read_record
 
     record = read_record(make_run(tasks=7))
-    titles = [axes.get_title(loc="left") for axes in draw(record).axes]
+    titles = [axes.get_title(loc="left") for axes in draw_label_distribution(record).axes]
     assert titles[:-1] == record.tasks[:-1]
     assert titles[-1] == ""  # the colour bar

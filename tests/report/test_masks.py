@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from atlas_fl.report.masks import by_chance, draw_density, draw_overlap
+from atlas_fl.report.mask_figures import by_chance, draw_density, draw_overlap
 from tests.report.test_plots import overlaps, text_of
 
 LAYERS = ["embeddings", *(f"encoder.layer.{block}" for block in range(12)), "layernorm"]

@@ -15,9 +15,9 @@ from PIL import Image
 from sklearn.decomposition import PCA
 
 from atlas_fl.errors import CheckpointError
-from atlas_fl.report.plots import FIGURES, draw_all
+from atlas_fl.report.figures import FIGURES, draw_all
+from atlas_fl.report.graph_figures import principal_components
 from atlas_fl.report.record import Record, read_record
-from atlas_fl.report.scatter import principal_components
 from atlas_fl.report.style import KIND_COLOURS, TASK_COLOURS, readable_on, save_figure, task_colours
 
 SCENES = {
@@ -92,7 +92,7 @@ def test_drawing_changes_no_setting_of_matplotlib(make_run) -> None:
 
 
 def test_figures_are_drawn_without_pyplot(make_run) -> None:
-    code = "import sys; from atlas_fl.report.plots import FIGURES, read_record; record = read_record(sys.argv[1])\n"
+    code = "import sys; from atlas_fl.report.figures import FIGURES, read_record; record = read_record(sys.argv[1])\n"
     code += "[draw(record) for draw in FIGURES.values()]; sys.exit('matplotlib.pyplot' in sys.modules)"
     run = make_run(tasks=1, clients_per_task=1, rounds=1)
     assert subprocess.run([sys.executable, "-c", code, run], check=False).returncode == 0

@@ -11,10 +11,9 @@ from rich.console import Console
 from rich.table import Table
 
 from atlas_fl.errors import CheckpointError
-from atlas_fl.report.closing import closing_table
-from atlas_fl.report.compare import comparison_rows
-from atlas_fl.report.comparison_tables import comparison_table, tasks_table, to_csv, to_latex
-from atlas_fl.report.plan_tables import (
+from atlas_fl.report.comparison import comparison_rows, comparison_table, tasks_table, to_csv, to_latex
+from atlas_fl.report.tables import (
+    closing_table,
     cluster_table,
     in_runs,
     k_table,

@@ -12,8 +12,8 @@ import pytest
 from atlas_fl.config import Config
 from atlas_fl.errors import ConfigError
 from atlas_fl.events import Event, Note, PhaseStarted, RoundFinished, ignore
-from atlas_fl.report import tracking
-from atlas_fl.report.tracking import numbers_of, tracked
+from atlas_fl.report import wandb as tracking
+from atlas_fl.report.wandb import numbers_of, tracked
 
 ROWS = (
     {"round": 2, "client": "a-0", "task": "a", "split": "test", "accuracy": 0.5, "examples": 4, "classes": [[1], [2]]},

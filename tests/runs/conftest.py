@@ -20,8 +20,8 @@ from atlas_fl.config import (
     TrainingConfig,
     with_values,
 )
-from atlas_fl.io.fetch import embedded_dir, model_dir
-from atlas_fl.presets import find_preset
+from atlas_fl.config.presets import find_preset
+from atlas_fl.storage.downloads import embedded_dir, model_dir
 from tests.runs.federation import SITES, Federation
 from tests.runs.processes import Programs
 

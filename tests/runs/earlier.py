@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from atlas_fl.io.results import seal
+from atlas_fl.storage.jsonl import seal
 
 
 def without_digests(folder: Path) -> Path:

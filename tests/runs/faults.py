@@ -6,9 +6,9 @@ import signal
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from atlas_fl.deployed import homes, joining
-from atlas_fl.engines.hall import hall, worker
-from atlas_fl.lora import peft_io
+from atlas_fl.deployment import site
+from atlas_fl.models import peft_io
+from atlas_fl.runtime.coordinator import coordinator, site_worker
 
 SMALL = 200
 """Bytes of a file that a full disk takes."""
@@ -19,31 +19,31 @@ def die(*_: Any, **__: Any) -> None:
 
 
 def fill_the_disk() -> None:
-    export = homes.Home.export
+    export = site.Home.export
 
     def full(home: Any, model: Any, to: Any) -> None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (SMALL, SMALL))
         export(home, model, to)
 
-    homes.Home.export = full  # type: ignore[method-assign]
+    site.Home.export = full  # type: ignore[method-assign]
 
 
 def die_before_the_answer() -> None:
-    kept = hall.Hall._kept
+    kept = coordinator.Hall._kept
 
     async def answer(own: Any, seat: Any, head: Any) -> Any:
         await kept(own, seat, head)
         die()
 
-    hall.Hall._kept = answer  # type: ignore[method-assign]
+    coordinator.Hall._kept = answer  # type: ignore[method-assign]
 
 
 FAULTS: Mapping[str, Callable[[], None]] = {
-    "dies before it writes its model": lambda: setattr(homes.Home, "export", die),
+    "dies before it writes its model": lambda: setattr(site.Home, "export", die),
     "dies while it writes its model": lambda: setattr(peft_io, "write_tensors", die),
-    "dies before it says so": lambda: setattr(worker, "confirm", die),
-    "dies before it removes its private part": lambda: setattr(homes.Home, "leave", die),
-    "dies before it ends": lambda: setattr(joining, "_joined", die),
+    "dies before it says so": lambda: setattr(site_worker, "confirm", die),
+    "dies before it removes its private part": lambda: setattr(site.Home, "leave", die),
+    "dies before it ends": lambda: setattr(site, "_joined", die),
     "has a full disk": fill_the_disk,
     "dies before it answers who has its model": die_before_the_answer,
 }

@@ -4,12 +4,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 from atlas_fl.config import Config, config_hash, to_toml
-from atlas_fl.io.certs import make_certs
-from atlas_fl.io.folder import RunFolder
-from atlas_fl.io.tensors import read_tensors
-from atlas_fl.run import run
-from atlas_fl.split.noise import simulated_secret
-from atlas_fl.tree import digest
+from atlas_fl.experiment.run import run
+from atlas_fl.params import digest
+from atlas_fl.runtime.transport.certificates import make_certs
+from atlas_fl.split.codec import simulated_secret
+from atlas_fl.storage.run_folder import RunFolder
+from atlas_fl.storage.tensors import read_tensors
 from tests.runs.processes import Program, Programs
 
 SITES = {"movie-0": "cpu_2gb", "movie-1": "tablet_4gb"}

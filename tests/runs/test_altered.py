@@ -10,21 +10,21 @@ from typing import Any
 
 import pytest
 
-from atlas_fl.audit import audit
+from atlas_fl.audit.check import audit
 from atlas_fl.config import Config
 from atlas_fl.errors import AtlasError, CheckpointError
-from atlas_fl.export import export
-from atlas_fl.io import checkpoint
-from atlas_fl.io.folder import RunFolder
-from atlas_fl.io.results import read_json
-from atlas_fl.origin import check_written
-from atlas_fl.placing import place_client
-from atlas_fl.plan import Plan
-from atlas_fl.report.closing import closing_table
-from atlas_fl.report.compare import comparison_rows
-from atlas_fl.report.plots import FIGURES
+from atlas_fl.experiment.export import export
+from atlas_fl.experiment.recorder import check_written
+from atlas_fl.experiment.run import resume, run
+from atlas_fl.planning.place_client import place_client
+from atlas_fl.planning.plan import Plan
+from atlas_fl.report.comparison import comparison_rows
+from atlas_fl.report.figures import FIGURES
 from atlas_fl.report.record import read_record
-from atlas_fl.run import resume, run
+from atlas_fl.report.tables import closing_table
+from atlas_fl.storage import checkpoint
+from atlas_fl.storage.jsonl import read_json
+from atlas_fl.storage.run_folder import RunFolder
 from tests.runs.earlier import without_digests
 from tests.runs.mutations import mutate
 

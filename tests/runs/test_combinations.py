@@ -4,10 +4,10 @@ from collections.abc import Callable
 
 import pytest
 
-from atlas_fl.audit import audit
+from atlas_fl.audit.check import audit
 from atlas_fl.config import Config
-from atlas_fl.io.results import read_json
-from atlas_fl.run import run
+from atlas_fl.experiment.run import run
+from atlas_fl.storage.jsonl import read_json
 from tests.runs.reading import rows, same_tensors, state
 from tests.runs.test_split import SMALL, most_needed
 from tests.runs.workers import check_same, in_threads

@@ -7,16 +7,16 @@ from pathlib import Path
 
 import pytest
 
-from atlas_fl.audit import audit
-from atlas_fl.cli.commands import main
+from atlas_fl.audit.check import audit
+from atlas_fl.cli.main import main
 from atlas_fl.config import Config
 from atlas_fl.errors import CheckpointError
 from atlas_fl.events import Note
-from atlas_fl.export import export
-from atlas_fl.io.digests import digests_of
-from atlas_fl.io.folder import RunFolder
+from atlas_fl.experiment.export import export
+from atlas_fl.experiment.run import resume, run
 from atlas_fl.report.record import read_record
-from atlas_fl.run import resume, run
+from atlas_fl.storage.digests import digests_of
+from atlas_fl.storage.run_folder import RunFolder
 from tests.runs.earlier import without_digests
 from tests.runs.reading import rows, same_tensors, state
 
@@ -155,7 +155,7 @@ def test_an_older_model_is_not_exported_in_place_of_a_damaged_one(
 
 
 def test_a_digit_of_the_summary_is_found_by_resume_and_compare(complete: Path) -> None:
-    from atlas_fl.report.compare import read_summary
+    from atlas_fl.report.comparison import read_summary
 
     other_digit(complete / "summary.json", "total")
     for read in (resume, read_summary):

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from atlas_fl.audit import audit
+from atlas_fl.audit.check import audit
 from atlas_fl.config import Config
-from atlas_fl.io.folder import RunFolder
-from atlas_fl.io.results import read_json, read_rows
-from atlas_fl.io.tensors import read_tensors, write_tensors
+from atlas_fl.storage.jsonl import read_json, read_rows
+from atlas_fl.storage.run_folder import RunFolder
+from atlas_fl.storage.tensors import read_tensors, write_tensors
 from tests.runs.federation import SITES, Federation
 from tests.runs.test_split import SMALL, most_needed
 

@@ -6,9 +6,9 @@ from collections.abc import Callable
 
 import pytest
 
-from atlas_fl.io.results import read_sealed
-from atlas_fl.io.tensors import read_tensors
-from atlas_fl.tree import digest
+from atlas_fl.params import digest
+from atlas_fl.storage.jsonl import read_sealed
+from atlas_fl.storage.tensors import read_tensors
 from tests.runs.federation import Federation, adapters
 
 pytestmark = pytest.mark.slow

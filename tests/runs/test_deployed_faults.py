@@ -7,17 +7,17 @@ from contextlib import contextmanager
 
 import pytest
 
-from atlas_fl.audit import audit
+from atlas_fl.audit.check import audit
 from atlas_fl.config import Config
-from atlas_fl.io.certs import make_certs
-from atlas_fl.io.folder import RunFolder
-from atlas_fl.io.results import read_rows
-from atlas_fl.io.tensors import read_tensors
-from atlas_fl.run import run
-from atlas_fl.tree import digest
-from tests.engines.conftest import Proxy
+from atlas_fl.experiment.run import run
+from atlas_fl.params import digest
+from atlas_fl.runtime.transport.certificates import make_certs
+from atlas_fl.storage.jsonl import read_rows
+from atlas_fl.storage.run_folder import RunFolder
+from atlas_fl.storage.tensors import read_tensors
 from tests.runs.federation import Federation, adapters
 from tests.runs.processes import Program
+from tests.runtime.conftest import Proxy
 
 pytestmark = pytest.mark.slow
 

@@ -7,20 +7,20 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file
 
-from atlas_fl.audit import audit
+from atlas_fl.audit.check import audit
 from atlas_fl.config import Config, with_values
-from atlas_fl.export import export
-from atlas_fl.io.folder import RunFolder
-from atlas_fl.io.results import read_json, read_sealed, write_json
-from atlas_fl.presets import find_preset
-from atlas_fl.run import RunResult, run
-from atlas_fl.train import sample_of
-from atlas_fl.tree import digest
-from tests.engines.conftest import Proxy
+from atlas_fl.config.presets import find_preset
+from atlas_fl.experiment.export import export
+from atlas_fl.experiment.rounds import sample_of
+from atlas_fl.experiment.run import RunResult, run
+from atlas_fl.params import digest
+from atlas_fl.storage.jsonl import read_json, read_sealed, write_json
+from atlas_fl.storage.run_folder import RunFolder
 from tests.models.tiny_vision import save_tiny
 from tests.runs.federation import Federation, adapters
 from tests.runs.processes import Programs
 from tests.runs.reading import rows, same_tensors, state
+from tests.runtime.conftest import Proxy
 
 SITES = ("digits-0", "digits-1", "digits-2")
 DEVICE = "cpu_2gb"

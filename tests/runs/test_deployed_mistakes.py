@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 from atlas_fl.config import Config, to_toml
-from atlas_fl.deployed.joining import own_client
+from atlas_fl.deployment.site import own_client
 from atlas_fl.errors import ConfigError
-from atlas_fl.io.certs import make_certs
-from atlas_fl.io.tensors import read_tensors, write_tensors
+from atlas_fl.runtime.transport.certificates import make_certs
+from atlas_fl.storage.tensors import read_tensors, write_tensors
 from tests.runs.federation import SITES, Federation
 
 TINY = "memory_gb=0.375,gflops=20,up_mbps=2,down_mbps=10,latency_ms=60,max_rank=8"
@@ -117,7 +117,7 @@ def atlas(
     monkeypatch: pytest.MonkeyPatch,
 ) -> Callable[..., tuple[int, str]]:
     """The command, in a folder with certificates and settings."""
-    from atlas_fl.cli import main
+    from atlas_fl.cli.main import main
 
     make_certs(tmp_path / "certs", servers=["localhost"], clients=list(SITES))
     (tmp_path / "fed.toml").write_text(to_toml(config()))
@@ -134,7 +134,7 @@ def atlas(
 def test_a_port_in_use_is_one_line_before_the_model_is_loaded(
     atlas: Callable[..., tuple[int, str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("atlas_fl.deployed.listening.hall_of", None)
+    monkeypatch.setattr("atlas_fl.deployment.service.hall_of", None)
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         code, said = atlas("serve", "--config", "fed.toml", "--host", "127.0.0.1", "--port", str(port))

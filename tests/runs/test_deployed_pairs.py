@@ -4,13 +4,13 @@ from collections.abc import Callable
 
 import pytest
 
-from atlas_fl.audit import audit
+from atlas_fl.audit.check import audit
 from atlas_fl.config import Config
-from atlas_fl.io.folder import RunFolder
-from atlas_fl.io.results import read_json, read_rows
-from atlas_fl.io.tensors import read_tensors
-from atlas_fl.run import run
-from atlas_fl.tree import digest
+from atlas_fl.experiment.run import run
+from atlas_fl.params import digest
+from atlas_fl.storage.jsonl import read_json, read_rows
+from atlas_fl.storage.run_folder import RunFolder
+from atlas_fl.storage.tensors import read_tensors
 from tests.runs.federation import Federation, adapters
 
 pytestmark = pytest.mark.slow

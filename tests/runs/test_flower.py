@@ -19,11 +19,11 @@ from cryptography.hazmat.primitives.asymmetric import ec
 
 import atlas_fl
 from atlas_fl.config import Config, to_toml
-from atlas_fl.io.certs import make_certs
-from atlas_fl.io.folder import RunFolder
-from atlas_fl.io.tensors import read_tensors
-from atlas_fl.run import run
-from atlas_fl.tree import digest
+from atlas_fl.experiment.run import run
+from atlas_fl.params import digest
+from atlas_fl.runtime.transport.certificates import make_certs
+from atlas_fl.storage.run_folder import RunFolder
+from atlas_fl.storage.tensors import read_tensors
 
 pytest.importorskip("flwr", reason="the extra `flower` is not installed")
 

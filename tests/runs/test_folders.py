@@ -8,13 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from atlas_fl.cli.commands import main
+from atlas_fl.cli.main import main
 from atlas_fl.config import Config
 from atlas_fl.errors import AtlasError, CheckpointError, ConfigError
-from atlas_fl.io import checkpoint
-from atlas_fl.io.atomic import named
-from atlas_fl.io.lock import run_lock
-from atlas_fl.run import resume, run
+from atlas_fl.experiment.run import resume, run
+from atlas_fl.storage import checkpoint
+from atlas_fl.storage.files import named, run_lock
 from tests.runs.earlier import without_digests
 
 Make = Callable[..., Config]
@@ -88,7 +87,7 @@ def test_who_does_not_get_the_lock_removes_nothing(config: Make, tmp_path: Path)
 
 def test_a_lock_whose_file_was_removed_holds_nobody_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Between opening the file and locking it, who held it has removed the folder."""
-    import atlas_fl.io.lock as lock
+    import atlas_fl.storage.files as lock
 
     real, removed = lock.fcntl.flock, []
 

@@ -10,20 +10,21 @@ from peft import PeftModel
 from PIL import Image
 from transformers import AutoModelForImageClassification
 
-from atlas_fl.assemble import assemble
-from atlas_fl.audit import audit
+from atlas_fl.audit.check import audit
 from atlas_fl.config import Config, with_values
-from atlas_fl.deployed.serving import Service, check_served
+from atlas_fl.config.presets import find_preset
+from atlas_fl.deployment.server import check_served
+from atlas_fl.deployment.service import Service
 from atlas_fl.errors import ConfigError, ModelError
-from atlas_fl.export import export
-from atlas_fl.io.results import read_json
-from atlas_fl.lines import make_plan
+from atlas_fl.experiment.export import export
+from atlas_fl.experiment.run import RunResult, resume, run
 from atlas_fl.models.vision import prepare
-from atlas_fl.options import train_options
-from atlas_fl.plan import Plan
-from atlas_fl.planning import measure_leakage
-from atlas_fl.presets import find_preset
-from atlas_fl.run import RunResult, resume, run
+from atlas_fl.planning.plan import Plan
+from atlas_fl.planning.planner import measure_leakage
+from atlas_fl.planning.workloads import make_plan
+from atlas_fl.setup.assembly import assemble
+from atlas_fl.setup.options import train_options
+from atlas_fl.storage.jsonl import read_json
 from tests.models.tiny_vision import save_tiny
 from tests.runs.reading import rows, same_tensors, state
 from tests.runs.workers import in_threads

@@ -5,8 +5,8 @@ from collections.abc import Callable
 import pytest
 
 from atlas_fl.config import Config, with_values
-from atlas_fl.presets import find_preset
-from atlas_fl.run import run
+from atlas_fl.config.presets import find_preset
+from atlas_fl.experiment.run import run
 from tests.models.tiny_vision import save_tiny
 from tests.runs.workers import check_same_images, in_threads
 

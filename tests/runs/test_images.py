@@ -12,31 +12,32 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForImageClassification
 
-from atlas_fl.arithmetic import masks_of_clients
-from atlas_fl.assemble_images import assemble_images
-from atlas_fl.audit import audit, read_audited
-from atlas_fl.clients.base import Job
-from atlas_fl.clients.images.whole import WholeOptions, train_whole
+from atlas_fl.audit.check import audit
+from atlas_fl.audit.run_files import read_audited
+from atlas_fl.client.full_training import WholeOptions, train_whole
+from atlas_fl.client.job import Job
 from atlas_fl.config import Config, parse_config, to_toml, with_values
-from atlas_fl.engines.whole import WholeEngine
+from atlas_fl.data.clients import ClientData
+from atlas_fl.data.tables import SPLITS
+from atlas_fl.data.task import Images
 from atlas_fl.errors import AtlasError, BudgetError, CheckpointError, ConfigError, DataError, ModelError
 from atlas_fl.events import Note, PhaseStarted
-from atlas_fl.export import export
-from atlas_fl.io.folder import RunFolder
-from atlas_fl.io.ledger import payload_bytes
-from atlas_fl.lines import make_plan
+from atlas_fl.experiment.export import export
+from atlas_fl.experiment.rounds import sample_of
+from atlas_fl.experiment.run import resume, run
+from atlas_fl.experiment.task_arithmetic import masks_of_clients
 from atlas_fl.models.vision import image_logits, prepare
-from atlas_fl.options import whole_options
-from atlas_fl.phases.whole import prepare_whole
-from atlas_fl.report.plan_tables import plan_tables
-from atlas_fl.report.plots import draw_all
-from atlas_fl.run import resume, run
-from atlas_fl.sparse.algebra import overlap
-from atlas_fl.tasks.clients import ClientData
-from atlas_fl.tasks.images import Images
-from atlas_fl.tasks.read import SPLITS
-from atlas_fl.train import sample_of
-from atlas_fl.tree import unprefixed
+from atlas_fl.params import unprefixed
+from atlas_fl.planning.masks import prepare_whole
+from atlas_fl.planning.workloads import make_plan
+from atlas_fl.report.figures import draw_all
+from atlas_fl.report.tables import plan_tables
+from atlas_fl.runtime.local import WholeEngine
+from atlas_fl.setup.assembly import assemble_images
+from atlas_fl.setup.options import whole_options
+from atlas_fl.sparse.masks import overlap
+from atlas_fl.storage.ledger import payload_bytes
+from atlas_fl.storage.run_folder import RunFolder
 from tests.runs.earlier import without_digests
 from tests.runs.reading import rows, same_tensors, state
 
@@ -125,7 +126,7 @@ def test_the_federation_is_stored_once_where_all_hold_one_model(config: Make) ->
 
 def test_updates_that_lie_in_files_make_the_same_run(config: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     held = run(config(name="held"))
-    monkeypatch.setattr("atlas_fl.engines.spill.HELD_BYTES", 0)
+    monkeypatch.setattr("atlas_fl.runtime.local.HELD_BYTES", 0)
     spilled = run(config(name="spilled"))
     assert same_tensors(state(held.folder, round=3), state(spilled.folder, round=3))
     assert rows(held.folder) == rows(spilled.folder)
@@ -226,7 +227,7 @@ def test_a_mask_of_another_model_is_refused_before_a_head_is_fitted(
 ) -> None:
     file = tmp_path / "mask.safetensors"
     save_file({"w": torch.ones(3, dtype=torch.bool)}, file)
-    monkeypatch.setattr("atlas_fl.phases.whole.with_heads", lambda *_: pytest.fail("a pass over all images"))
+    monkeypatch.setattr("atlas_fl.planning.masks.with_heads", lambda *_: pytest.fail("a pass over all images"))
     with pytest.raises(ModelError, match="fits another model: the mask has none for"):
         make_plan(config(mask_file=str(file)))
     with pytest.raises(ConfigError, match=r"sparsity 0.999999 lets none of [\d,]+ weights move; give a smaller one"):

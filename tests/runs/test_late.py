@@ -10,22 +10,20 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from atlas_fl.assemble import Assembly, assemble
-from atlas_fl.audit import audit
-from atlas_fl.clients.base import Job, Update
+from atlas_fl.audit.check import audit
+from atlas_fl.client.job import Job, Update
 from atlas_fl.config import Config, config_hash, identity
-from atlas_fl.door import Door, Newcomer
-from atlas_fl.engines.base import Engine
 from atlas_fl.errors import AtlasError
 from atlas_fl.events import OnEvent
-from atlas_fl.io.folder import RunFolder
-from atlas_fl.io.results import read_json
-from atlas_fl.io.sketches import read_sketches
-from atlas_fl.io.tensors import read_tensors, write_tensors
-from atlas_fl.planning import local_engine
+from atlas_fl.experiment.run import RunResult, resume, run
+from atlas_fl.planning.planner import local_engine
 from atlas_fl.ranks.devices import find_devices
 from atlas_fl.report.record import read_record
-from atlas_fl.run import RunResult, resume, run
+from atlas_fl.runtime.engine import Engine
+from atlas_fl.setup.assembly import Assembly, Door, Newcomer, assemble
+from atlas_fl.storage.jsonl import read_json
+from atlas_fl.storage.run_folder import RunFolder
+from atlas_fl.storage.tensors import read_sketches, read_tensors, write_tensors
 from tests.runs.reading import rows, same_tensors, state
 
 Make = Callable[..., Config]

@@ -6,14 +6,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from atlas_fl.audit import audit
-from atlas_fl.audit.models import Models, models_in
+from atlas_fl.audit.check import audit
+from atlas_fl.audit.run_files import Models, models_in
 from atlas_fl.config import Config
 from atlas_fl.errors import AtlasError
-from atlas_fl.io.folder import RunFolder
-from atlas_fl.io.results import read_json
-from atlas_fl.io.tensors import read_tensors, write_tensors
-from atlas_fl.run import RunResult, resume, run
+from atlas_fl.experiment.run import RunResult, resume, run
+from atlas_fl.storage.jsonl import read_json
+from atlas_fl.storage.run_folder import RunFolder
+from atlas_fl.storage.tensors import read_tensors, write_tensors
 from tests.runs.reading import rows, same_tensors, state
 from tests.runs.test_image_adapters import _stripes
 

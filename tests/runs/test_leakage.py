@@ -14,18 +14,18 @@ from rich.console import Console
 from sklearn.linear_model import Ridge
 from transformers import AutoModel
 
-from atlas_fl.assemble import Assembly, assemble
-from atlas_fl.cli import main
+from atlas_fl.cli.main import main
 from atlas_fl.config import Config, config_hash
 from atlas_fl.errors import ConfigError, DataError
-from atlas_fl.io.results import read_json
-from atlas_fl.lines import make_plan
-from atlas_fl.models.tokens import Encoded
-from atlas_fl.phases import leakage_of
-from atlas_fl.planning import measure_leakage
-from atlas_fl.report.plan_tables import plan_tables
-from atlas_fl.report.plots import draw_all
-from atlas_fl.run import run
+from atlas_fl.experiment.run import run
+from atlas_fl.models.tokenization import Encoded
+from atlas_fl.planning.leakage import leakage_of
+from atlas_fl.planning.planner import measure_leakage
+from atlas_fl.planning.workloads import make_plan
+from atlas_fl.report.figures import draw_all
+from atlas_fl.report.tables import plan_tables
+from atlas_fl.setup.assembly import Assembly, assemble
+from atlas_fl.storage.jsonl import read_json
 from tests.runs.reading import same_tensors, state
 
 Make = Callable[..., Config]

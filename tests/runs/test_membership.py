@@ -7,14 +7,14 @@ from typing import Any
 
 import pytest
 
-from atlas_fl.audit import audit
-from atlas_fl.clients.base import Job, Update
+from atlas_fl.audit.check import audit
+from atlas_fl.client.job import Job, Update
 from atlas_fl.config import Config
 from atlas_fl.events import OnEvent
-from atlas_fl.io.certs import make_certs, revoke_certs
-from atlas_fl.io.results import read_json, read_rows
-from atlas_fl.run import run
-from atlas_fl.working import ENGINES
+from atlas_fl.experiment.backends import ENGINES
+from atlas_fl.experiment.run import run
+from atlas_fl.runtime.transport.certificates import make_certs, revoke_certs
+from atlas_fl.storage.jsonl import read_json, read_rows
 from tests.runs.federation import Federation, adapters
 
 pytestmark = pytest.mark.slow

@@ -10,20 +10,20 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from atlas_fl.assemble import Assembly, assemble
-from atlas_fl.audit import audit
-from atlas_fl.clients.base import Job, Update
+from atlas_fl.audit.check import audit
+from atlas_fl.client.job import Job, Update
 from atlas_fl.config import Config, config_hash
-from atlas_fl.engines.base import Engine
 from atlas_fl.errors import ConfigError
 from atlas_fl.events import OnEvent
-from atlas_fl.io.ledger import from_json, totals
-from atlas_fl.io.results import read_json
-from atlas_fl.lines import make_plan
-from atlas_fl.planning import local_engine
+from atlas_fl.experiment.run import RunResult, resume, run
+from atlas_fl.planning.planner import local_engine
+from atlas_fl.planning.workloads import make_plan
 from atlas_fl.ranks.devices import DEVICES
-from atlas_fl.report.plan_tables import plan_tables
-from atlas_fl.run import RunResult, resume, run
+from atlas_fl.report.tables import plan_tables
+from atlas_fl.runtime.engine import Engine
+from atlas_fl.setup.assembly import Assembly, assemble
+from atlas_fl.storage.jsonl import read_json
+from atlas_fl.storage.ledger import from_json, totals
 from tests.runs.reading import rows, same_tensors, state
 
 Make = Callable[..., Config]

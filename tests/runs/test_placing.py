@@ -8,17 +8,17 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from atlas_fl.assemble import assemble, load_clients
-from atlas_fl.clients.fingerprint import FIRST, SECOND
-from atlas_fl.clustering import Clustering, placed
+from atlas_fl.client.fingerprint import FIRST, SECOND
+from atlas_fl.clustering.result import Clustering, placed
 from atlas_fl.config import Config
 from atlas_fl.errors import CheckpointError, ConfigError, DataError
 from atlas_fl.events import ignore
-from atlas_fl.options import fingerprint_options
-from atlas_fl.phases import fingerprints
-from atlas_fl.placing import place_client
-from atlas_fl.planning import local_engine
-from atlas_fl.run import run
+from atlas_fl.experiment.run import run
+from atlas_fl.planning.place_client import place_client
+from atlas_fl.planning.planner import local_engine
+from atlas_fl.planning.task_discovery import fingerprints
+from atlas_fl.setup.assembly import assemble, load_clients
+from atlas_fl.setup.options import fingerprint_options
 
 Make = Callable[..., Config]
 EASY = {
@@ -76,8 +76,8 @@ def test_your_own_data_and_device(folder: Path, tmp_path: Path) -> None:
 
 
 def test_no_row_of_a_client_of_the_run_is_used(config: Make) -> None:
-    from atlas_fl.lines import make_plan
-    from atlas_fl.placing import _newcomer
+    from atlas_fl.planning.place_client import _newcomer
+    from atlas_fl.planning.workloads import make_plan
 
     chosen = config(rounds=1, samples=200)
     held = {text for client in load_clients(chosen) for text in client.train.text}

@@ -10,20 +10,20 @@ from rich.console import Console
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
-from atlas_fl.assemble import Assembly, assemble
-from atlas_fl.clients.base import Job
-from atlas_fl.clients.gradients import batch_gradients
+from atlas_fl.client.importance import batch_gradients
+from atlas_fl.client.job import Job
 from atlas_fl.config import Config
 from atlas_fl.events import ignore
-from atlas_fl.lines import make_plan
-from atlas_fl.options import cut_of, fingerprint_options
-from atlas_fl.phases import connect, identify, measure_layers
-from atlas_fl.phases.cost import SERVER
-from atlas_fl.phases.effort import planning_efforts
-from atlas_fl.phases.measuring import planning_bytes
-from atlas_fl.planning import local_engine
-from atlas_fl.ranks.memory import RESERVE_BYTES
-from atlas_fl.report.plan_tables import plan_tables
+from atlas_fl.planning.planner import local_engine
+from atlas_fl.planning.planning_costs import planning_bytes, planning_efforts
+from atlas_fl.planning.ranks_and_cuts import measure_layers
+from atlas_fl.planning.round_costs import SERVER
+from atlas_fl.planning.task_discovery import connect, identify
+from atlas_fl.planning.workloads import make_plan
+from atlas_fl.ranks.cost_model import RESERVE_BYTES
+from atlas_fl.report.tables import plan_tables
+from atlas_fl.setup.assembly import Assembly, assemble
+from atlas_fl.setup.options import cut_of, fingerprint_options
 from tests.runs.test_split import SMALL, most_needed
 
 Make = Callable[..., Config]

@@ -8,14 +8,15 @@ from pathlib import Path
 import pytest
 
 from atlas_fl.config import Config
-from atlas_fl.deployed.joining import Joining, join
-from atlas_fl.deployed.serving import Service, across_machines
-from atlas_fl.engines.stream.sessions import Session, Sessions
+from atlas_fl.deployment.server import across_machines
+from atlas_fl.deployment.service import Service
+from atlas_fl.deployment.site import Joining, join
 from atlas_fl.events import Event, Note, RoundFinished
-from atlas_fl.io.certs import make_certs
-from atlas_fl.run import run
-from tests.engines.conftest import Proxy
+from atlas_fl.experiment.run import run
+from atlas_fl.runtime.transport.certificates import make_certs
+from atlas_fl.runtime.transport.sessions import Session, Sessions
 from tests.runs.reading import rows
+from tests.runtime.conftest import Proxy
 
 SITES = ("movie-0", "trec-0")
 HEAD_BYTES = 512

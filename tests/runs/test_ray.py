@@ -12,10 +12,10 @@ import psutil
 import pytest
 
 from atlas_fl.config import Config
-from atlas_fl.engines.ray import ray_cluster
 from atlas_fl.errors import ConfigError, ProtocolError
 from atlas_fl.events import Event, Note, RoundFinished
-from atlas_fl.run import run
+from atlas_fl.experiment.run import run
+from atlas_fl.runtime.ray import ray_cluster
 from tests.runs.workers import SETTINGS, check_same, check_same_images
 
 if importlib.util.find_spec("ray") is None:

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from atlas_fl.audit import audit
+from atlas_fl.audit.check import audit
 from atlas_fl.config import Config, to_toml
 from atlas_fl.events import Event, Note
-from atlas_fl.run import RunResult, resume, run
+from atlas_fl.experiment.run import RunResult, resume, run
 from tests.runs.processes import Program, Programs
 from tests.runs.reading import rows, same_tensors, state
 

@@ -9,14 +9,15 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from atlas_fl.audit import audit
+from atlas_fl.audit.check import audit
 from atlas_fl.config import Config, config_hash, validate
-from atlas_fl.deployed.serving import Service, check_served
-from atlas_fl.engines.attacks import ATTACKS, Attack, Turn
+from atlas_fl.deployment.server import check_served
+from atlas_fl.deployment.service import Service
 from atlas_fl.errors import ConfigError
 from atlas_fl.events import Event, Note
-from atlas_fl.run import resume, run
-from atlas_fl.types import Params
+from atlas_fl.experiment.run import resume, run
+from atlas_fl.params import Params
+from atlas_fl.runtime.attacks import ATTACKS, Attack, Turn
 from tests.runs.reading import rows, same_tensors, state
 
 Make = Callable[..., Config]

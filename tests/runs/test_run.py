@@ -11,23 +11,23 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from atlas_fl.assemble import Assembly, assemble
-from atlas_fl.audit import audit
-from atlas_fl.clients.base import Job, Update
+from atlas_fl.aggregation.registry import STRATEGIES
+from atlas_fl.audit.check import audit
+from atlas_fl.client.job import Job, Update
 from atlas_fl.config import Config, load_config
-from atlas_fl.engines.base import Engine
-from atlas_fl.engines.local import LocalEngine
 from atlas_fl.errors import AtlasError, BudgetError, CheckpointError, ConfigError
 from atlas_fl.events import Event, Note, OnEvent, PhaseStarted
-from atlas_fl.export import export
-from atlas_fl.io.ledger import payload_bytes
-from atlas_fl.lines import make_plan
-from atlas_fl.plan import Plan
-from atlas_fl.planning import plan_for
-from atlas_fl.run import RunResult, resume, run
-from atlas_fl.strategies import STRATEGIES
-from atlas_fl.tree import shared_part, unprefixed
-from atlas_fl.working import Workplace, in_process
+from atlas_fl.experiment.backends import Workplace, in_process
+from atlas_fl.experiment.export import export
+from atlas_fl.experiment.run import RunResult, resume, run
+from atlas_fl.params import shared_part, unprefixed
+from atlas_fl.planning.plan import Plan
+from atlas_fl.planning.planner import plan_for
+from atlas_fl.planning.workloads import make_plan
+from atlas_fl.runtime.engine import Engine
+from atlas_fl.runtime.local import LocalEngine
+from atlas_fl.setup.assembly import Assembly, assemble
+from atlas_fl.storage.ledger import payload_bytes
 from tests.runs.reading import rows, same_tensors, state
 
 Make = Callable[..., Config]

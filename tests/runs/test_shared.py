@@ -6,11 +6,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from atlas_fl.audit import audit
+from atlas_fl.audit.check import audit
 from atlas_fl.config import Config, validate
 from atlas_fl.errors import ConfigError
-from atlas_fl.run import RunResult, resume, run
-from atlas_fl.tree import HEAD
+from atlas_fl.experiment.run import RunResult, resume, run
+from atlas_fl.params import HEAD
 from tests.runs.reading import rows, same_tensors, state
 
 Make = Callable[..., Config]

@@ -5,7 +5,7 @@ from collections.abc import Callable
 import pytest
 
 from atlas_fl.config import Config
-from atlas_fl.run import run
+from atlas_fl.experiment.run import run
 
 
 @pytest.mark.slow

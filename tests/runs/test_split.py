@@ -9,18 +9,18 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from atlas_fl.assemble import assemble
-from atlas_fl.audit import audit
+from atlas_fl.audit.check import audit
 from atlas_fl.config import Config
 from atlas_fl.errors import AtlasError, BudgetError, ConfigError
 from atlas_fl.events import ignore
-from atlas_fl.io.folder import RunFolder
-from atlas_fl.io.results import read_json
-from atlas_fl.lines import make_plan
-from atlas_fl.phases import cuts_while_planning
-from atlas_fl.planning import local_engine, plan_for
-from atlas_fl.report.plan_tables import plan_tables
-from atlas_fl.run import RunResult, resume, run
+from atlas_fl.experiment.run import RunResult, resume, run
+from atlas_fl.planning.planner import local_engine, plan_for
+from atlas_fl.planning.ranks_and_cuts import cuts_while_planning
+from atlas_fl.planning.workloads import make_plan
+from atlas_fl.report.tables import plan_tables
+from atlas_fl.setup.assembly import assemble
+from atlas_fl.storage.jsonl import read_json
+from atlas_fl.storage.run_folder import RunFolder
 from tests.runs.reading import rows, same_tensors, state
 
 Make = Callable[..., Config]

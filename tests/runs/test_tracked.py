@@ -7,9 +7,9 @@ import pytest
 
 from atlas_fl.config import Config
 from atlas_fl.events import Event, RoundFinished
-from atlas_fl.report import tracking
-from atlas_fl.report.tracking import numbers_of, tracked
-from atlas_fl.run import run
+from atlas_fl.experiment.run import run
+from atlas_fl.report import wandb
+from atlas_fl.report.wandb import numbers_of, tracked
 from tests.runs.reading import rows, same_tensors, state
 
 
@@ -40,7 +40,7 @@ def test_a_run_that_is_logged_ends_in_the_same_bits(
     settings = {"rounds": 2, "eval_every": 2, "clients_per_task": 2, "participation": 1, "audit": False}
     plain, logged = run(image_config(name="plain", **settings)), image_config(name="logged", **settings)
     kept, told = Kept(until=until), list[Event]()
-    monkeypatch.setattr(tracking, "_wandb", lambda: kept)
+    monkeypatch.setattr(wandb, "_wandb", lambda: kept)
     with tracked("p", logged, plain.folder.parent / "logged", told.append) as tracker:
         result = run(logged, on_event=tracker.tell)
         tracker.summary(result.summary)

@@ -11,16 +11,24 @@ import torch
 from PIL import Image
 from transformers import AutoModelForImageClassification
 
-from atlas_fl.arithmetic import TrainedRun, accuracy, base_of, best_of, open_trained, over_scales, vectors_of
-from atlas_fl.cli import main
+from atlas_fl.cli.main import main
 from atlas_fl.config import Config, to_toml, with_values
+from atlas_fl.config.presets import find_preset
 from atlas_fl.errors import ConfigError
-from atlas_fl.io.folder import RunFolder
-from atlas_fl.io.results import read_json, write_json
+from atlas_fl.experiment.run import run
+from atlas_fl.experiment.task_arithmetic import (
+    TrainedRun,
+    accuracy,
+    base_of,
+    best_of,
+    open_trained,
+    over_scales,
+    vectors_of,
+)
 from atlas_fl.models.vision import image_logits, prepare
-from atlas_fl.presets import find_preset
-from atlas_fl.run import run
-from atlas_fl.sparse.vectors import apply, merge
+from atlas_fl.sparse.task_vectors import apply, merge
+from atlas_fl.storage.jsonl import read_json, write_json
+from atlas_fl.storage.run_folder import RunFolder
 from tests.report.test_plots import overlaps
 
 NAMES = ("seed 42", "seed 7")
@@ -190,7 +198,7 @@ def test_runs_of_different_models_need_a_base(runs: dict[str, TrainedRun]) -> No
 
 @pytest.mark.parametrize("count", [1, 8])
 def test_no_words_of_the_figure_cover_each_other(count: int) -> None:
-    from atlas_fl.report.scales import draw
+    from atlas_fl.report.mask_figures import draw_scales
 
     names = [f"tasks fashion_mnist, seed {seed}" for seed in range(count)]
-    assert overlaps(draw({scale: dict.fromkeys(names, scale) for scale in (0.0, 0.25, 1.0)})) == []
+    assert overlaps(draw_scales({scale: dict.fromkeys(names, scale) for scale in (0.0, 0.25, 1.0)})) == []

@@ -13,13 +13,13 @@ import psutil
 import pytest
 import torch
 
-from atlas_fl.assemble import assemble
 from atlas_fl.config import Config
-from atlas_fl.engines.pool import Resident, settled
 from atlas_fl.errors import DataError, ProtocolError
 from atlas_fl.events import Event, Progress, RoundFinished
-from atlas_fl.run import RunResult, run
-from atlas_fl.working import heads_of, settle, shared
+from atlas_fl.experiment.backends import heads_of, settle, shared
+from atlas_fl.experiment.run import RunResult, run
+from atlas_fl.runtime.worker_pool import Resident, settled
+from atlas_fl.setup.assembly import assemble
 from tests.runs.workers import SETTINGS, check_same, in_threads, into
 
 Make = Callable[..., Config]

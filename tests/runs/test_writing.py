@@ -12,12 +12,12 @@ import numpy as np
 import pytest
 import torch
 
-from atlas_fl.assemble import assemble, pack_tokens
-from atlas_fl.audit import audit
-from atlas_fl.cli import main
+from atlas_fl.audit.check import audit
+from atlas_fl.cli.main import main
 from atlas_fl.config import Config
-from atlas_fl.phases.cost import step_of
-from atlas_fl.run import resume, run
+from atlas_fl.experiment.run import resume, run
+from atlas_fl.planning.round_costs import step_of
+from atlas_fl.setup.assembly import assemble, pack_tokens
 from tests.runs.reading import rows, same_tensors, state
 
 # PEFT still asks for it under its old name.

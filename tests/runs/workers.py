@@ -10,13 +10,13 @@ from typing import Any
 
 import torch
 
-from atlas_fl.audit import audit
+from atlas_fl.audit.check import audit
 from atlas_fl.config import Config
-from atlas_fl.engines.base import Engine
-from atlas_fl.engines.pool import Resident, settled
 from atlas_fl.events import OnEvent
-from atlas_fl.lines import line_for
-from atlas_fl.working import Filled, heads_of, pool_engine, settle, shared
+from atlas_fl.experiment.backends import Filled, heads_of, pool_engine, settle, shared
+from atlas_fl.planning.workloads import line_for
+from atlas_fl.runtime.engine import Engine
+from atlas_fl.runtime.worker_pool import Resident, settled
 from tests.runs.reading import rows, same_tensors, state
 
 # Packs of a client or two each, with cuts, noise, dropout, some of the clients, and clusters that are measured anew.

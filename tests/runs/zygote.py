@@ -14,8 +14,8 @@ import traceback
 import torch
 from faults import FAULTS
 
-import atlas_fl.deployed.serving  # noqa: F401
-from atlas_fl.cli import main
+import atlas_fl.deployment.server  # noqa: F401
+from atlas_fl.cli.main import main
 
 
 def start(order: dict) -> int:

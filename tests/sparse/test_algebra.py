@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from atlas_fl.errors import ModelError
-from atlas_fl.sparse.algebra import check_mask, density, intersection, layers, num_kept, overlap, union
+from atlas_fl.sparse.masks import check_mask, density, intersection, layers, num_kept, overlap, union
 
 ONE = {"a": torch.tensor([True, True, False, False]), "b": torch.tensor([[True, False]])}
 TWO = {"a": torch.tensor([False, True, True, False]), "b": torch.tensor([[True, False]])}

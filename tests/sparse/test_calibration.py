@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from atlas_fl.errors import ConfigError, ModelError
-from atlas_fl.sparse.calibration import SHRINK, calibrate, turned_down
+from atlas_fl.sparse.masks import SHRINK, calibrate, turned_down
 
 PARAMS = {"w": torch.tensor([4.0, 3.0, 2.0, 1.0]), "head": torch.tensor([5.0])}
 

@@ -3,7 +3,7 @@ import pytest
 import torch
 
 from atlas_fl.errors import ModelError
-from atlas_fl.sparse.choose import chosen_of, lowest
+from atlas_fl.sparse.masks import chosen_of, lowest
 
 
 def taken(mask):

@@ -2,7 +2,6 @@ import pytest
 import torch
 
 from atlas_fl.errors import ConfigError, ModelError, ProtocolError
-from atlas_fl.io.tensors import decode, encode, encoded_size
 from atlas_fl.sparse.codec import (
     Drawn,
     bitmap_size,
@@ -14,6 +13,7 @@ from atlas_fl.sparse.codec import (
     values_size,
 )
 from atlas_fl.sparse.masks import make_mask
+from atlas_fl.storage.tensors import decode, encode, encoded_size
 
 PARAMS = {"w": torch.tensor([[1.0, 2.0, 3.0], [4.0, 5.0, 6.0]]), "b": torch.tensor([7.0, 8.0])}
 MASK = {"w": torch.tensor([[True, False, True], [False, False, False]]), "b": torch.tensor([False, True])}

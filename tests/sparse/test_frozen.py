@@ -1,6 +1,6 @@
 import torch
 
-from atlas_fl.sparse.frozen import with_frozen
+from atlas_fl.sparse.optimizer import with_frozen
 
 MASK = {"a": torch.tensor([True, False, False])}
 

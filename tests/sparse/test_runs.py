@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from atlas_fl.errors import ProtocolError
-from atlas_fl.sparse.runs import from_runs, to_runs
+from atlas_fl.sparse.codec import from_runs, to_runs
 from tests.examples import examples
 
 

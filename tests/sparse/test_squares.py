@@ -8,9 +8,8 @@ from torch import nn
 from torch.nn import functional
 
 from atlas_fl.errors import ModelError
-from atlas_fl.sparse import squares
-from atlas_fl.sparse.fisher import fisher, of_module
-from atlas_fl.sparse.squares import look, math_attention
+from atlas_fl.sparse import fisher as squares
+from atlas_fl.sparse.fisher import fisher, look, math_attention, of_module
 
 
 class Block(nn.Module):

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from atlas_fl.errors import CheckpointError, ConfigError, ModelError
-from atlas_fl.io.tensors import write_tensors
-from atlas_fl.sparse.stored import merged, read_mask, stored_mask
+from atlas_fl.sparse.masks import merged, read_mask, stored_mask
+from atlas_fl.storage.tensors import write_tensors
 
 A = {"w": torch.tensor([True, True, False, False]), "b": torch.tensor([False])}
 B = {"w": torch.tensor([True, False, True, False]), "b": torch.tensor([False])}

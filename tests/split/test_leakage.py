@@ -1,12 +1,12 @@
 import pytest
 import torch
 
-from atlas_fl.clients.rows import make_row
-from atlas_fl.models.blocks import embed, through
-from atlas_fl.models.packing import make_layout
+from atlas_fl.client.batching import make_row
+from atlas_fl.models.attention import make_layout
+from atlas_fl.models.backbone import embed, through
+from atlas_fl.planning.leakage import fisher_leakage, token_probe
 from atlas_fl.rng import torch_generator
-from atlas_fl.split.leakage import fisher_leakage, token_probe
-from atlas_fl.split.noise import with_noise
+from atlas_fl.split.codec import with_noise
 
 
 def test_the_estimate_is_the_trace_of_the_jacobian(tiny_of) -> None:

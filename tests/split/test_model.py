@@ -7,12 +7,12 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from atlas_fl.clients.rows import make_row
+from atlas_fl.client.batching import make_row
 from atlas_fl.errors import ModelError
+from atlas_fl.models.attention import make_layout
 from atlas_fl.models.backbone import features, layer_of, model_shape
-from atlas_fl.models.packing import make_layout
+from atlas_fl.ranks.cost_model import Step, device_memory
 from atlas_fl.ranks.devices import DEVICES
-from atlas_fl.ranks.memory import Step, device_memory
 from atlas_fl.split import model as parts
 from atlas_fl.split.model import client_forward, load_client_part, on_client, server_forward
 

@@ -7,9 +7,8 @@ from torch import Tensor
 
 from atlas_fl.errors import ProtocolError
 from atlas_fl.rng import generator
-from atlas_fl.split.codec import WIRES, decode_rows
-from atlas_fl.split.noise import simulated_secret, with_noise
-from atlas_fl.split.step import Cut, Line
+from atlas_fl.split.channel import Cut, Line
+from atlas_fl.split.codec import WIRES, decode_rows, simulated_secret, with_noise
 
 SECRET = bytes(range(32))
 SEEN = {"seed": 17, "client": "movie-0", "round": 3, "step": 5}
@@ -127,7 +126,7 @@ def test_noise_does_not_depend_on_how_rows_are_dealt_to_messages(monkeypatch: py
     whole = with_noise(rows, noise=0.3, secret=SECRET, kind="activation")
     parts = [with_noise(part, noise=0.3, secret=SECRET, kind="activation") for part in rows.split([2, 3, 4])]
     assert torch.equal(torch.cat(parts), whole)
-    monkeypatch.setattr("atlas_fl.split.noise.MOST_NUMBERS", 11)
+    monkeypatch.setattr("atlas_fl.split.codec.MOST_NUMBERS", 11)
     assert torch.equal(with_noise(rows, noise=0.3, secret=SECRET, kind="activation"), whole)
 
 

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from atlas_fl.rng import generator
-from atlas_fl.split.pairing import UNDECIDED, Cost, Guest, Host, Pairing, pair, round_seconds
+from atlas_fl.split.host_matching import UNDECIDED, Cost, Guest, Host, Pairing, pair, round_seconds
 
 
 def guest(name: str, *, cluster: int = 0, size: int = 10, own: float = 1.0, **costs: tuple[float, float]) -> Guest:

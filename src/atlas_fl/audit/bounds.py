@@ -10,13 +10,11 @@ from dataclasses import dataclass
 import numpy as np
 from torch import Tensor
 
-from atlas_fl.audit.dense import TOLERANCE, decompose, is_best, is_mixed
-from atlas_fl.audit.folder import Plan, Record, Run, read_models, round_folder
-from atlas_fl.audit.models import Models
+from atlas_fl.audit.recompute import TOLERANCE, decompose, is_best, is_mixed, kind_of
 from atlas_fl.audit.report import AuditRow
-from atlas_fl.audit.rules import kind_of
+from atlas_fl.audit.run_files import Models, Plan, Record, Run, read_models, round_folder
 from atlas_fl.errors import CheckpointError
-from atlas_fl.tree import HEAD, LORA_A, LORA_B
+from atlas_fl.params import HEAD, LORA_A, LORA_B
 
 BORDER = 1e-4
 """Relative distance from the bound within which either decision is right."""

@@ -1,37 +1,121 @@
-"""The audit itself: round by round, client by client."""
+"""The audit of one run, or of several side by side.
 
+Several runs side by side: those that should differ must not have ended with the same models.
+
+The audit itself: round by round, client by client.
+"""
+
+import json
 from collections.abc import Iterator, Mapping, Sequence
+from hashlib import sha256
+from itertools import combinations
 from pathlib import Path
 
 import numpy as np
 from torch import Tensor
 
 from atlas_fl.audit.bounds import check_bounds, read_bounds, restored_fault
-from atlas_fl.audit.common import common_faults, in_common
-from atlas_fl.audit.dense import TOLERANCE, Finding, Round, Truth
-from atlas_fl.audit.folder import (
+from atlas_fl.audit.plan_changes import check_joined, check_ranks, is_reranked, read_joined
+from atlas_fl.audit.recompute import (
+    TOLERANCE,
+    Finding,
+    Round,
+    Rule,
+    Truth,
+    common_faults,
+    in_common,
+    kind_of,
+    points_of,
+    reducer,
+    robust_of,
+    weights,
+)
+from atlas_fl.audit.report import AuditReport, AuditRow
+from atlas_fl.audit.run_files import (
+    Models,
     Plan,
     Record,
     Run,
+    frozen_fault,
     is_aggregated,
     open_run,
     read_models,
     read_plan,
     read_record,
 )
-from atlas_fl.audit.joined import check_joined, read_joined
-from atlas_fl.audit.masks import frozen_fault
-from atlas_fl.audit.models import Models
-from atlas_fl.audit.report import AuditReport, AuditRow
-from atlas_fl.audit.rerank import check_ranks, is_reranked
-from atlas_fl.audit.robust import points_of, reducer, robust_of
-from atlas_fl.audit.rules import Rule, kind_of, weights
-from atlas_fl.audit.several import compare_runs
 from atlas_fl.errors import CheckpointError
 from atlas_fl.events import OnEvent, Progress, ignore
-from atlas_fl.io.digests import faults, has_digests
-from atlas_fl.io.folder import RunFolder
-from atlas_fl.tree import HEAD, LORA_A, LORA_B, PRIVATE, digest
+from atlas_fl.params import HEAD, LORA_A, LORA_B, PRIVATE, digest
+from atlas_fl.storage.digests import faults, has_digests
+from atlas_fl.storage.run_folder import RunFolder
+
+DECISIVE = {
+    "data": ("tasks", "task", "clients_per_task", "samples", "partition", "shuffle_labels"),
+    "model": ("model", "dropout", "precision", "init_adapter"),
+    "training": ("local_epochs", "batch_size", "lr", "schedule", "weight_decay"),
+    "run": ("seed",),
+}
+"""Settings that cannot change without changing the models. Settings that may turn out to say the same (a cluster
+search that finds the true tasks, a clip that never binds) are judged by what the plan made of them."""
+
+
+def signature(run: Run) -> str:
+    """A digest of all that must lead to other models when it changes: equal for runs that may end alike."""
+    decisive = {
+        group: {name: run.config.get(group, {}).get(name) for name in names} for group, names in DECISIVE.items()
+    }
+    rounds = [_round_signature(run, round) for round in run.rounds]
+    return sha256(json.dumps([decisive, rounds], sort_keys=True, default=str).encode()).hexdigest()
+
+
+def _round_signature(run: Run, round: int) -> list[object]:
+    record = read_record(run, round)
+    plan = read_plan(run, record.plan)
+    mixing = run.mixing
+    present = tuple(client in record.accepted for client in plan.clients)
+    rule = Rule(
+        robust=robust_of(run),
+        kind=kind_of(mixing.strategy) if is_aggregated(run, round) else "own",
+        laplacian=mixing.laplacian,
+        eta=mixing.eta * mixing.eta_decay ** (round - 1),
+        by_layer=mixing.layer_weighting == "importance",
+        present=present,
+    )
+    layers = sorted(set(plan.layer_of.values())) if rule.by_layer else []
+    body = [weights(plan, rule, head=False, layer=layer) for layer in layers]
+    body = body or [weights(plan, rule, head=False)]
+    head = weights(plan, rule, head=True)
+    own = np.eye(len(plan.clients))
+    body_still = all((one == own).all() for one in body) or not {"A", "B"} & set(mixing.share)
+    head_still = bool((head == own).all()) or "head" not in mixing.share
+    return [
+        [plan.clients, plan.ranks, sorted(plan.layer_of), plan.alpha, plan.rslora, record.participants],
+        []
+        if body_still
+        else [[np.round(one, 12).tolist() for one in body], mixing.space, sorted(set(mixing.share) - {"head"})],
+        [] if head_still else np.round(head, 12).tolist(),
+        [] if body_still or mixing.space == "product" else mixing.align,
+    ]
+
+
+def compare_runs(runs: Sequence[Run]) -> Iterator[AuditRow]:
+    """One row for each pair of runs that should differ."""
+    ends = [
+        {client: digest(params) for client, params in read_models(run, run.rounds[-1], "start").items()} for run in runs
+    ]
+    signatures = [signature(run) for run in runs] if len(runs) > 1 else [""]
+    for one, other in combinations(range(len(runs)), 2):
+        if signatures[one] != signatures[other]:
+            same = ends[one] == ends[other]
+            yield AuditRow(
+                run=runs[one].path.name,
+                round=0,
+                client="",
+                check="different",
+                ok=not same,
+                detail=f"ends with the very models of {runs[other].path.name}, yet it should differ" if same else "",
+            )
+
 
 SHIFT = 1e-6
 """A recomputed move above this is more than rounding, so the tensor cannot have stayed as it was."""

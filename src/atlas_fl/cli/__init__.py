@@ -1,3 +1,5 @@
-"""The command line: the only package that prints."""
+"""The command line: the only package that prints.
 
-from atlas_fl.cli.commands import main as main
+In: words. Out: an exit code.
+Not here: work; commands call the packages below.
+"""

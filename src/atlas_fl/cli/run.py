@@ -1,22 +1,29 @@
-"""`atlas run`, `atlas plan` and `atlas resume`."""
+"""`atlas run`, `plan`, `resume`, `fetch` and `list`.
 
-from collections.abc import Callable, Sequence
+`atlas run`, `atlas plan` and `atlas resume`.
+
+`atlas fetch`.
+
+`atlas list`.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal, TypeAlias
 
 import tyro
+from rich.table import Table
 
-from atlas_fl.cli.live import going_on, show, show_progress
-from atlas_fl.cli.parse import parse
-from atlas_fl.cli.settings import base_config, check_target, holds_json
-from atlas_fl.cli.words import split
+from atlas_fl.cli.arguments import base_config, check_target, holds_json, parse, split
+from atlas_fl.cli.display import going_on, show, show_progress
 from atlas_fl.config import Config, load_config, pinned, run_folder, validate
 from atlas_fl.errors import ConfigError
 from atlas_fl.events import OnEvent
+from atlas_fl.report.format import human_bytes
 
 if TYPE_CHECKING:
-    from atlas_fl.run import RunResult
+    from atlas_fl.experiment.run import RunResult
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,12 +76,12 @@ def run(words: Sequence[str]) -> int:
         raise ConfigError("--wandb logs one run, and --lambda-sweep makes several; leave one of them out")
     if options.lambda_sweep:
         from atlas_fl.cli.sweep import run_grid
-        from atlas_fl.sweep import LAMBDA_SWEEP
+        from atlas_fl.experiment.sweep import LAMBDA_SWEEP
 
         return run_grid(options.settings, over=[LAMBDA_SWEEP], seeds=[options.settings.run.seed])
     config = validate(options.settings)
 
-    from atlas_fl.run import run as run_config
+    from atlas_fl.experiment.run import run as run_config
 
     _carry_out(
         config,
@@ -94,9 +101,9 @@ def plan(words: Sequence[str]) -> int:
         options.to, example="plan.json", is_own=lambda path: holds_json(path, keys=("clients", "adjacency", "data"))
     )
 
-    from atlas_fl.io.results import write_json
-    from atlas_fl.lines import make_plan
-    from atlas_fl.report.plan_tables import plan_tables
+    from atlas_fl.planning.workloads import make_plan
+    from atlas_fl.report.tables import plan_tables
+    from atlas_fl.storage.jsonl import write_json
 
     with show_progress(notes=False) as on_event:
         found = make_plan(config, on_event=on_event).to_json()
@@ -114,8 +121,8 @@ def resume(words: Sequence[str]) -> int:
     """Go on with the run that these words name; 0."""
     options = parse(ResumeOptions(run=tyro.MISSING), split(words), command="atlas resume")
 
-    from atlas_fl.io.folder import find_run
-    from atlas_fl.run import resume as resume_run
+    from atlas_fl.experiment.run import resume as resume_run
+    from atlas_fl.storage.run_folder import find_run
 
     if options.max_rounds is not None and options.max_rounds < 1:
         raise ConfigError(f"--max-rounds is {options.max_rounds}; allowed: at least 1; give more, or leave it out")
@@ -137,10 +144,123 @@ def _carry_out(config: Config, folder: Path, *, project: str | None, work: Calla
         if project is None:
             result = work(on_event)
         else:
-            from atlas_fl.report.tracking import tracked
+            from atlas_fl.report.wandb import tracked
 
             with tracked(project, config, folder, on_event) as tracker:
                 result = work(tracker.tell)
                 if result.complete:
                     tracker.summary(result.summary)
     show(outcome(result.folder, result.summary, complete=result.complete))
+
+
+@dataclass(frozen=True, kw_only=True)
+class FetchOptions:
+    """Get what the default run needs, the model all-MiniLM-L6-v2 and the labelled texts, or what the vision presets
+    need, a DINOv2 ViT-S/14 and Fashion-MNIST, into a cache of the user's; checked by SHA-256, and nothing is fetched
+    twice. ATLAS_CACHE names another folder."""
+
+    what: Annotated[Literal["embedded", "vision"], tyro.conf.Positional, tyro.conf.arg(metavar="WHAT")] = "embedded"
+    """What is fetched."""
+
+
+def fetch(words: Sequence[str]) -> int:
+    """Fetch what these words name; 0."""
+    options = parse(FetchOptions(), split(words), command="atlas fetch")
+
+    from atlas_fl.storage.downloads import embedded_dir, fetch_embedded, fetch_vision
+
+    fill = {"embedded": fetch_embedded, "vision": fetch_vision}[options.what]
+    fill(embedded_dir(), report=lambda line: show([line]))
+    return 0
+
+
+Lines: TypeAlias = Iterator[tuple[str, ...]]
+What: TypeAlias = Literal["tasks", "models", "strategies", "devices", "presets"]
+
+WRAPPED = ("note", "what the server does", "what it is")
+"""Columns of sentences; every other one keeps its words on one line."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ListOptions:
+    """Show what there is to choose from."""
+
+    what: Annotated[What, tyro.conf.Positional, tyro.conf.arg(metavar="WHAT")]
+    """What is listed."""
+
+
+def catalogue(words: Sequence[str]) -> int:
+    """Print the registry that these words name; 0."""
+    options = parse(ListOptions(what=tyro.MISSING), split(words), command="atlas list")
+    header, *lines = CATALOGUES[options.what]()
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for title in header:
+        table.add_column(title, overflow="fold", no_wrap=title not in WRAPPED)
+    for line in lines:
+        table.add_row(*line)
+    show([table])
+    return 0
+
+
+def _tasks() -> Lines:
+    from atlas_fl.data.registry import TASKS
+
+    yield "task", "labels", "metric", "length", "note"
+    for task in TASKS.values():
+        labels = str(task.num_labels) if task.has_classes else "text" if task.writes else "number"
+        yield task.name, labels, task.metric, "-" if task.images else str(task.max_length), task.note
+
+
+def _models() -> Lines:
+    from atlas_fl.models.registry import MODELS
+
+    yield "model", "size", "lr", "from", "note"
+    for model in MODELS.values():
+        yield model.alias, model.parameters, f"{model.lr:g}", model.path, model.note
+
+
+def _strategies() -> Lines:
+    from atlas_fl.aggregation.registry import ALIASES, STRATEGIES
+
+    yield "strategy", "also", "what the server does"
+    for name, rule in STRATEGIES.items():
+        aliases = ", ".join(alias for alias, target in ALIASES.items() if target == name)
+        yield name, aliases, _first_line(rule)
+
+
+def _devices() -> Lines:
+    from atlas_fl.ranks.devices import DEVICES
+
+    # the words of --device, so that a line can be copied into a profile of one's own
+    yield "device", "memory_gb", "gflops", "up_mbps", "down_mbps", "latency_ms", "max_rank", "upload"
+    for device in DEVICES.values():
+        numbers = (
+            device.memory_bytes / 2**30,
+            device.flops_per_second / 1e9,
+            device.up_bytes_per_second * 8 / 1e6,
+            device.down_bytes_per_second * 8 / 1e6,
+            device.latency_seconds * 1e3,
+            device.max_rank,
+        )
+        yield device.name, *(f"{number:g}" for number in numbers), human_bytes(device.adapter_bytes)
+
+
+def _presets() -> Lines:
+    from atlas_fl.config.presets import PRESETS
+
+    yield "preset", "what it is"
+    for name, recipe in PRESETS.items():
+        yield name, _first_line(recipe)
+
+
+def _first_line(function: object) -> str:
+    return (function.__doc__ or "").strip().partition("\n")[0]
+
+
+CATALOGUES: Mapping[What, Callable[[], Lines]] = {
+    "tasks": _tasks,
+    "models": _models,
+    "strategies": _strategies,
+    "devices": _devices,
+    "presets": _presets,
+}

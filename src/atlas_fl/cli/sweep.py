@@ -1,20 +1,23 @@
-"""`atlas sweep` and `atlas compare`."""
+"""`atlas sweep`, `compare` and `search`.
+
+`atlas sweep` and `atlas compare`.
+
+`atlas search`.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import tyro
 
-from atlas_fl.cli.live import going_on, show, show_progress
-from atlas_fl.cli.parse import parse
-from atlas_fl.cli.settings import base_config
-from atlas_fl.cli.words import Words, split
-from atlas_fl.config import Config
+from atlas_fl.cli.arguments import Words, base_config, parse, split
+from atlas_fl.cli.display import going_on, show, show_progress
+from atlas_fl.config import Config, validate
 from atlas_fl.errors import SHOWN_CHARACTERS, ConfigError
 from atlas_fl.events import PhaseStarted
-from atlas_fl.sweep import (
+from atlas_fl.experiment.sweep import (
     LAMBDA_SWEEP,
     Point,
     RunState,
@@ -85,7 +88,7 @@ def compare(words: Sequence[str]) -> int:
     if not options.strategies:
         raise ConfigError("--strategies is empty; name at least one; see `atlas list strategies`")
 
-    from atlas_fl.strategies import ALIASES
+    from atlas_fl.aggregation.registry import ALIASES
 
     names = [ALIASES.get(name, name) for name in options.strategies]
     over = [f"strategy={','.join(names)}"]
@@ -120,9 +123,8 @@ def run_grid(base: Config, *, over: Sequence[str], seeds: Sequence[int], same_ro
 
 
 def _show_comparison(points: Sequence[Point], folders: Sequence[Path], *, path: Path, note: str) -> None:
-    from atlas_fl.io.atomic import write_atomic
-    from atlas_fl.report.compare import comparison_rows
-    from atlas_fl.report.comparison_tables import comparison_table, tasks_table, to_csv, to_latex
+    from atlas_fl.report.comparison import comparison_rows, comparison_table, tasks_table, to_csv, to_latex
+    from atlas_fl.storage.files import write_atomic
 
     groups: dict[str, list[Path]] = {}
     for point, folder in zip(points, folders):
@@ -138,10 +140,9 @@ def _show_comparison(points: Sequence[Point], folders: Sequence[Path], *, path: 
 
 def _draw(points: Sequence[Point], folders: Sequence[Path], *, path: Path, note: str) -> Path:
     from atlas_fl.report.style import save_figure
-    from atlas_fl.report.swept import read_swept
-    from atlas_fl.report.swept_figure import draw
+    from atlas_fl.report.sweep import draw_sweep, read_swept
 
-    return save_figure(draw(read_swept([point.changes for point in points], folders), note=note), path)
+    return save_figure(draw_sweep(read_swept([point.changes for point in points], folders), note=note), path)
 
 
 def local_runs(points: Sequence[Point], folders: Sequence[Path]) -> dict[str, list[Path]]:
@@ -166,3 +167,53 @@ def label_of(point: Point) -> str:
     if list(point.changes) == ["strategy"]:
         return point.changes["strategy"]
     return " ".join(f"{name}={value}" for name, value in point.changes.items())
+
+
+@dataclass(frozen=True, kw_only=True)
+class SearchOptions:
+    """Search for the settings with the best validation score by tree-structured Parzen estimators; each trial is a run.
+    The same command goes on where it was stopped. Ends in a table, a CSV file and best.toml."""
+
+    over: tuple[str, ...] = ()
+    """A setting and its range, `lr=1e-4..1e-2:log` or `local-steps=4..16`, or its values, `weight-decay=0,1e-4`; may be
+    repeated."""
+    trials: int = 20
+    """Trials of the whole search, those of before among them."""
+    pruner: Literal["none", "median"] = "none"
+    """`median` gives up a run whose best validation score so far is below the median of the others at that round."""
+    config: str | None = None
+    """A TOML or YAML file of settings, such as the config.toml of a run."""
+    settings: Annotated[Config, tyro.conf.arg(name="")] = field(default_factory=Config)
+
+
+def search(words: Sequence[str]) -> int:
+    """Run the search that these words say; 0."""
+    groups = split(words)
+    options = parse(SearchOptions(settings=base_config(groups)), groups, command="atlas search")
+    if not options.over:
+        raise ConfigError("--over is missing; allowed: a setting and its range; write --over lr=1e-4..1e-2:log")
+    validate(options.settings)
+
+    from atlas_fl.experiment.search import BEST, TABLE, parse_space
+    from atlas_fl.experiment.search import search as run_search
+    from atlas_fl.report.sweep import search_csv, search_table
+    from atlas_fl.storage.files import write_atomic
+
+    with show_progress() as on_event, going_on("the same command"):
+
+        def announce(number: int, point: Point, state: RunState) -> None:
+            trial = f"trial {number} ({number + 1} of {options.trials}): {label_of(point)}"
+            on_event(PhaseStarted(f"{trial} {WORDS[state]}"))
+
+        found = run_search(
+            options.settings,
+            space=parse_space(options.over),
+            trials=options.trials,
+            pruner=options.pruner,
+            on_trial=announce,
+            on_event=on_event,
+        )
+    write_atomic(found.folder / TABLE, search_csv(found.trials).encode())
+    show([search_table(found), f"the same as CSV: {found.folder / 'trials.csv'}"])
+    show([f"the best settings: atlas run --config {found.folder / BEST}"])
+    return 0

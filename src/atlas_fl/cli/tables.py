@@ -8,10 +8,10 @@ from rich.console import RenderableType
 from rich.markup import escape
 from rich.table import Table
 
-from atlas_fl.audit import AuditRow, RoundSummary
-from atlas_fl.placing import Newcomer
-from atlas_fl.report.closing import closing_table
-from atlas_fl.report.words import EMPTY, add_columns, cluster_name, new_table, number
+from atlas_fl.audit.report import AuditRow, RoundSummary
+from atlas_fl.planning.place_client import Newcomer
+from atlas_fl.report.format import EMPTY, add_columns, cluster_name, new_table, number
+from atlas_fl.report.tables import closing_table
 
 SHOWN_FAILURES = 10
 

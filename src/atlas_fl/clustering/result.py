@@ -1,15 +1,23 @@
-"""What a clustering found and every decision on the way, as one value that can be printed, saved and asked again."""
+"""What a clustering is, how a later client is assigned to it, and its report.
 
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+What a clustering found and every decision on the way, as one value that can be printed, saved and asked again.
+
+A clustering with one client more, placed beside the clusters that there are; nobody else's place changes.
+
+Clusters held against what is known of the clients: agreement with the true tasks, and a summary of each cluster.
+"""
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import numpy as np
+from sklearn.metrics import adjusted_rand_score, normalized_mutual_info_score
 
-from atlas_fl.clustering.scores import Row
-from atlas_fl.clustering.settings import Settings
-from atlas_fl.clustering.similarity import prepare
-from atlas_fl.clustering.stability import UNDECIDED, decided_names
+from atlas_fl.clustering.k_search import Row, mean_sketch
+from atlas_fl.clustering.labels import UNDECIDED, Settings, decided_names
+from atlas_fl.clustering.sketch import corrected_similarity, cross_similarity, embed, prepare, reliability
 from atlas_fl.errors import CheckpointError, ConfigError
 
 ARRAYS = ("similarity", "reliability", "points", "centroids", "offsets")
@@ -134,3 +142,105 @@ def placed(clustering: Clustering, first: np.ndarray, second: np.ndarray) -> Pla
         reliability=own,
         similarity=dict(zip(names, likeness.tolist(), strict=True)),
     )
+
+
+def with_client(clustering: Clustering, sketches: np.ndarray, *, label: int) -> Clustering:
+    """The clustering of n clients and one that came later, under this label.
+
+    `sketches` (2, n + 1, d) are both halves of all of them, the newcomer's last; its similarities are measured as those
+    of the others were (noise-corrected, less the same offsets) and stand beside theirs. What a later client is
+    compared with stays what it was. Raises `ConfigError` where the sketches are not of these clients.
+    """
+    dim, size = clustering.offsets.shape[1], len(clustering.labels) + 1
+    if sketches.shape != (2, size, dim):
+        raise ConfigError(f"sketches of shape {sketches.shape} beside clusters of {size - 1} clients and {dim} numbers")
+    left, right = (prepare(half, offset=mean) for half, mean in zip(sketches, clustering.offsets, strict=True))
+    cross = cross_similarity(left, right)
+    own, floor = reliability(cross), 0.0 if clustering.settings is None else clustering.settings.min_reliability
+    decided = np.append(clustering.reliability >= floor, own[-1] >= floor)
+    found = corrected_similarity(cross, floor=max(floor, 0.0))[-1] * (decided & decided[-1])
+    found[-1] = 1.0
+    similarity = np.block([[clustering.similarity, found[:-1, None]], [found[None, :]]])
+    points = embed(mean_sketch(left, right), components=2).points
+    return replace(
+        clustering,
+        labels=(*clustering.labels, label),
+        similarity=similarity,
+        reliability=np.append(clustering.reliability, own[-1]),
+        points=np.pad(points, ((0, 0), (0, 2 - points.shape[1]))),
+    )
+
+
+LOW_PURITY = 0.7
+"""Purity below which clusters and tasks are said to disagree."""
+
+
+def agreement(labels: Sequence[int], truth: Sequence[str]) -> dict[str, float]:
+    """purity, ari and nmi of clusters against the true tasks of the same clients.
+
+    Purity is the share of decided clients whose task is their cluster's most frequent one, 0 if nobody is decided; it
+    rises with the number of clusters, so read it beside the adjusted Rand index. For ari and nmi every undecided
+    client is a cluster of its own, because it trains alone.
+    """
+    pairs = [(label, task) for label, task in zip(labels, truth, strict=True) if label != UNDECIDED]
+    majorities = [Counter(task for label, task in pairs if label == name).most_common(1)[0][1] for name in
+                  decided_names(labels)]  # fmt: skip
+    alone = [label if label != UNDECIDED else -1 - client for client, label in enumerate(labels)]
+    return {
+        "purity": sum(majorities) / len(pairs) if pairs else 0.0,
+        "ari": float(adjusted_rand_score(truth, alone)),
+        "nmi": float(normalized_mutual_info_score(truth, alone)),
+    }
+
+
+def summarise_clusters(
+    clustering: Clustering, *, clients: Sequence[str], tasks: Sequence[str], losses: Mapping[str, float] | None = None
+) -> tuple[dict[str, Any], ...]:
+    """One summary a cluster: its clients, their tasks with counts, purity, reliability, cohesion and difficulty.
+
+    Cohesion is the mean similarity of pairs inside (absent for one client); difficulty is the mean loss, absent where
+    no loss of a member is known. Undecided clients come last, as cluster -1.
+    """
+    known = losses or {}
+    names = [*decided_names(clustering.labels), *([UNDECIDED] if UNDECIDED in clustering.labels else [])]
+    members = {name: [index for index, label in enumerate(clustering.labels) if label == name] for name in names}
+    return tuple(
+        _summary(name, members[name], clustering=clustering, clients=clients, tasks=tasks, losses=known)
+        for name in names
+    )
+
+
+def _summary(
+    name: int,
+    members: list[int],
+    *,
+    clustering: Clustering,
+    clients: Sequence[str],
+    tasks: Sequence[str],
+    losses: Mapping[str, float],
+) -> dict[str, Any]:
+    counts = Counter(tasks[index] for index in members)
+    inside = clustering.similarity[np.ix_(members, members)][np.triu_indices(len(members), 1)]
+    loss = [losses[clients[index]] for index in members if clients[index] in losses]
+    summary: dict[str, Any] = {
+        "cluster": name,
+        "size": len(members),
+        "clients": [clients[index] for index in members],
+        "tasks": dict(counts.most_common()),
+        "purity": counts.most_common(1)[0][1] / len(members),
+        "reliability": float(clustering.reliability[members].mean()),
+    }
+    cohesion = {"cohesion": float(inside.mean())} if inside.size else {}
+    return {**summary, **cohesion, **({"difficulty": float(np.mean(loss))} if loss else {})}
+
+
+def purity_warnings(labels: Sequence[int], truth: Sequence[str], *, least: float = LOW_PURITY) -> tuple[str, ...]:
+    """One line for each decided cluster whose most frequent task has less than this share of it."""
+    lines = []
+    for name in decided_names(labels):
+        counts = Counter(task for label, task in zip(labels, truth, strict=True) if label == name)
+        task, count = counts.most_common(1)[0]
+        if count / counts.total() < least:
+            share = f"{count} of {counts.total()} clients on {task}"
+            lines.append(f"cluster {name} mixes tasks: {share}, a purity of {count / counts.total():.2f} below {least}")
+    return tuple(lines)

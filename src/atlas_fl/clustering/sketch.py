@@ -1,15 +1,28 @@
-"""Sketches of fingerprints: what leaves the client instead of a gradient as large as the model.
+"""Sketches of fingerprints, their principal components, and the noise-corrected similarity of clients.
+
+Sketches of fingerprints: what leaves the client instead of a gradient as large as the model.
 
 CountSketch (Charikar, Chen and Farach-Colton 2002; as feature hashing, Weinberger et al. 2009): every coordinate is
 added with a random sign to one of `dim` buckets. Inner products are kept without bias, with variance
 `(|x|^2 |y|^2 + <x,y>^2 - 2 sum x_i^2 y_i^2) / dim`, so cosines are right to about `1 / sqrt(dim)`: .03 at 1024.
+
+Principal components of the clients' sketches, on the server.
+
+How alike two clients are, with the noise of their own fingerprints taken out.
+
+Every client sends two sketches from disjoint halves of its examples. The cosine across halves, c_kl, is free of the
+noise that the halves do not share; c_kk tells how much of a sketch is signal, and Spearman's correction for
+attenuation (1904) divides it out: `rho_kl = c_kl / sqrt(c_kk c_ll)` is 1 where two clients differ no more than
+each differs from itself.
 """
 
 import math
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
 
 import numpy as np
 import torch
+from sklearn.decomposition import IncrementalPCA
 
 from atlas_fl.errors import ConfigError, DataError
 from atlas_fl.rng import seed_of
@@ -88,3 +101,96 @@ def _hashes(seed: int, start: int, count: int) -> np.ndarray:
     state = (state ^ (state >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     state = (state ^ (state >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return state ^ (state >> np.uint64(31))
+
+
+LOW_VARIANCE = 0.8
+"""Explained variance below which the components are called too few."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Embedding:
+    """Clients as points."""
+
+    points: np.ndarray
+    """Coordinates, float64 (n, components)."""
+    explained_variance: float
+    """Share of the variance that the components hold; 1 where there is none to explain."""
+
+    @property
+    def components(self) -> int:
+        """Number of components kept: at most n - 1, the rank of n centred sketches."""
+        return int(self.points.shape[1])
+
+
+def embed(sketches: np.ndarray, *, components: int = 64, incremental: bool = False) -> Embedding:
+    """Principal components of sketches (n, d): min(components, n - 1, d) of them, never padded.
+
+    `incremental` fits in batches (scikit-learn's IncrementalPCA), for more clients than one decomposition holds;
+    with no more clients than one batch it gives the same points. Signs are fixed: the largest entry is positive.
+    """
+    rows = np.asarray(sketches, dtype=np.float64)
+    centred = rows - rows.mean(axis=0)
+    kept = min(components, rows.shape[0] - 1, rows.shape[1])
+    variance = float(np.square(centred).sum())
+    if kept < 1 or variance < 1e-18 * rows.size:
+        return Embedding(points=np.zeros((rows.shape[0], max(kept, 0))), explained_variance=1.0)
+    points = _in_batches(rows, kept) if incremental else _at_once(centred, kept)
+    largest = points[np.abs(points).argmax(axis=0), np.arange(kept)]
+    explained = float(np.square(points).sum()) / variance
+    return Embedding(points=points * np.where(largest < 0, -1.0, 1.0), explained_variance=min(explained, 1.0))
+
+
+def _at_once(centred: np.ndarray, kept: int) -> np.ndarray:
+    left, singular, _ = np.linalg.svd(centred, full_matrices=False)
+    return np.asarray(left[:, :kept] * singular[:kept])
+
+
+def _in_batches(rows: np.ndarray, kept: int) -> np.ndarray:
+    model = IncrementalPCA(n_components=kept, batch_size=max(256, 4 * kept))
+    return np.asarray(model.fit_transform(rows), dtype=np.float64)
+
+
+NOTHING = 1e-6
+"""A row shorter than this beside unit sketches is rounding error of float32 and has no direction."""
+
+
+def unit_rows(rows: np.ndarray) -> np.ndarray:
+    """Rows of unit norm, float64 (n, d); a row of (nearly) nothing becomes zero."""
+    norms = np.linalg.norm(rows, axis=1, keepdims=True)
+    return np.where(norms > NOTHING, rows / np.maximum(norms, NOTHING), 0.0)
+
+
+def prepare(sketches: np.ndarray, *, offset: np.ndarray | float = 0.0) -> np.ndarray:
+    """Unit rows, float64 (n, d), of unit sketches less an offset (d,).
+
+    The offset is the mean over clients where the fingerprint is centred. Each half is centred by its own mean:
+    a common mean would carry noise from one half into the other and spoil c_kk.
+    """
+    return unit_rows(unit_rows(np.asarray(sketches, dtype=np.float64)) - offset)
+
+
+def cross_similarity(first: np.ndarray, second: np.ndarray) -> np.ndarray:
+    """Cosines across halves, (n, n) symmetrised: `c_kl = (cos(first_k, second_l) + cos(first_l, second_k)) / 2`.
+
+    The diagonal is the reliability of each client, not 1.
+    """
+    cosines = unit_rows(first) @ unit_rows(second).T
+    return np.asarray((cosines + cosines.T) / 2)
+
+
+def reliability(cross: np.ndarray) -> np.ndarray:
+    """c_kk, (n,): the agreement of each client's own halves."""
+    return np.diag(cross).copy()
+
+
+def corrected_similarity(cross: np.ndarray, *, floor: float = 0.0) -> np.ndarray:
+    """Noise-corrected similarity rho (n, n) in [-1, 1] with ones on the diagonal.
+
+    Reliabilities below `floor` are raised to it. Where one is not positive rho is undefined, and 0 stands for it:
+    no evidence that the two are alike. Noise can push rho past 1, hence the clipping.
+    """
+    own = np.maximum(reliability(cross), floor)
+    scale = np.sqrt(np.outer(np.maximum(own, 0.0), np.maximum(own, 0.0)))
+    rho = np.divide(cross, scale, out=np.zeros_like(cross), where=scale > 0)
+    np.fill_diagonal(rho, 1.0)
+    return np.asarray(np.clip(rho, -1.0, 1.0))

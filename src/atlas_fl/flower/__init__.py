@@ -1,1 +1,5 @@
-"""ATLAS as a Flower app: Flower says who takes part, starts and stops; the stream of `deployed` carries the work."""
+"""A Flower app: Flower starts and stops, ATLAS's own stream carries the work.
+
+In: Flower's run config. Out: a run folder.
+Not here: anything that runs without Flower.
+"""

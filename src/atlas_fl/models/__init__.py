@@ -1,3 +1,5 @@
-"""Stock transformers as frozen backbones."""
+"""Stock transformers as frozen backbones, LoRA adapters on them, and vision transformers with all their weights.
 
-from atlas_fl.models.registry import MODELS as MODELS
+In: a model's name or folder, tokens or pixels. Out: features, logits, and parameters by name.
+Not here: clients, rounds, or losses.
+"""

@@ -1,8 +1,16 @@
-"""A frozen stock transformer that every client of a site shares, and what is asked of it."""
+"""The frozen backbone: embeddings, blocks, features and logits.
+
+A frozen stock transformer that every client of a site shares, and what is asked of it.
+
+A stock model taken apart at its list of blocks: what stands in front, any of the blocks, what stands behind.
+
+The modules and their names are the stock ones. `features_of(through(embed(...), all blocks))` computes what
+`models.backbone.features` does, number by number; a cut model is the same three calls on two machines.
+"""
 
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -11,13 +19,10 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from atlas_fl.errors import ModelError
-from atlas_fl.models.family import Family, apply_head
-from atlas_fl.models.packing import Layout
-from atlas_fl.models.registry import Source
-from atlas_fl.models.shape import ModelShape
+from atlas_fl.models.attention import Layout
+from atlas_fl.models.registry import Family, ModelShape, Source, apply_head
 from atlas_fl.models.vision import Vision
-from atlas_fl.tree import head_keys
-from atlas_fl.types import Params
+from atlas_fl.params import Params, head_keys
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -198,3 +203,45 @@ def model_shape(backbone: Backbone, modules: Mapping[str, nn.Module]) -> ModelSh
 def _stem_bytes(backbone: Backbone) -> int:
     stem = [backbone.model.get_submodule(name) for name in backbone.family.stem]
     return sum(p.numel() * p.element_size() for module in stem for p in module.parameters())
+
+
+def embed(backbone: Backbone, ids: Tensor, types: Tensor, layout: Layout) -> Tensor:
+    """What the first block is given of a row, (tokens, hidden); `ids` and `types` are (tokens,) int64."""
+    model, stem = backbone.model, backbone.family.stem
+    inputs = token_inputs(backbone, ids, types, layout)
+    if stem == ("embeddings",):
+        found: Tensor = model.get_submodule("embeddings")(**inputs)[0]
+        return found
+    # A table of tokens, and of positions where they are not rotated into attention.
+    tables = zip(stem, (inputs["input_ids"], inputs["position_ids"]))
+    tokens: Tensor
+    tokens, *positions = (model.get_submodule(name)(places)[0] for name, places in tables)
+    return tokens + positions[0] if positions else tokens
+
+
+def through(backbone: Backbone, hidden: Tensor, layout: Layout, blocks: range, *, pick: Tensor | None = None) -> Tensor:
+    """The output of these blocks, (tokens, hidden), of the input of the first of them, (tokens, hidden).
+
+    With `pick`, (reads,) int64 places in the row, the last of them is the model's last, and a family that narrows
+    gives (reads, hidden) of these tokens alone.
+    """
+    extra = _extra(backbone, hidden, layout)
+    with nullcontext() if pick is None else narrowed(backbone, pick):
+        states = hidden[None]
+        for place in blocks:
+            states = backbone.blocks[place](states, layout=layout, **extra)
+    return states[0]
+
+
+def features_of(backbone: Backbone, hidden: Tensor, pick: Tensor) -> Tensor:
+    """What the head reads, (reads, hidden), of the last block's output as `through` gives it with `pick`."""
+    norm = backbone.family.norm
+    return pooled(backbone, backbone.model.get_submodule(norm)(hidden) if norm else hidden, pick)
+
+
+def _extra(backbone: Backbone, hidden: Tensor, layout: Layout) -> dict[str, Any]:
+    """What the blocks of a family want besides the tokens: rotations, which all blocks share."""
+    if backbone.family.rotary is None:
+        return {}
+    rotary = backbone.model.get_submodule(backbone.family.rotary)
+    return {"position_embeddings": rotary(hidden[None], layout.position_ids[None])}

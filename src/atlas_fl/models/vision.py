@@ -1,4 +1,8 @@
-"""A stock image classifier without its classifier, and the same model with other weights in the place of its own.
+"""Vision transformers with all their weights: preparing and augmenting images, features, logits.
+
+Images moved and mirrored, as they are for training: random crops of a padded image, and horizontal flips.
+
+A stock image classifier without its classifier, and the same model with other weights in the place of its own.
 
 What a client trains is `Params`: tensors of the stock backbone by their stock names, and a linear head. The module
 itself is loaded once and is never written to: `image_logits` puts a client's tensors in place for one call.
@@ -10,15 +14,37 @@ from functools import cached_property
 
 import numpy as np
 import torch
-from jaxtyping import Float, UInt8
+from jaxtyping import Float, Shaped, UInt8
 from torch import Tensor, nn
 from torch.func import functional_call
+from torch.nn.functional import pad
 from transformers import PreTrainedModel
 
 from atlas_fl.errors import ConfigError, ModelError
 from atlas_fl.models.registry import Source
-from atlas_fl.tree import HEAD
-from atlas_fl.types import Params
+from atlas_fl.params import HEAD, Params
+
+
+def augment(
+    pixels: Shaped[Tensor, "n height width channels"], *, padding: int, flip: bool, generator: torch.Generator
+) -> Shaped[Tensor, "n height width channels"]:
+    """New images of the same size: each cropped somewhere out of itself with a black border, and mirrored or not.
+
+    `padding` is the border in pixels, 0 for no crop; with `flip` every second image on average is mirrored, left to
+    right. All draws come from the generator, which is one of the CPU wherever the images lie: give it the client and
+    the step, `torch_generator(seed, "augment", client, round, step)`, and they are the same in every run.
+    """
+    count, height, width, _ = pixels.shape
+    # both are drawn in any case, so that one setting does not change what the other does
+    shift = torch.randint(0, 2 * padding + 1, (2, count, 1), generator=generator).to(pixels.device)
+    mirrored = (torch.rand(count, 1, generator=generator) < 0.5).to(pixels.device) & flip
+    across = torch.arange(width, device=pixels.device)
+    rows = shift[0] + torch.arange(height, device=pixels.device)  # (n, height)
+    columns = shift[1] + torch.where(mirrored, across.flip(0), across)  # (n, width)
+    bordered = pad(pixels, (0, 0, padding, padding, padding, padding))
+    image = torch.arange(count, device=pixels.device)[:, None, None]
+    return bordered[image, rows[:, :, None], columns[:, None, :]]
+
 
 _UNREAD = "mask_token"
 """A tensor of pre-training that no classifier reads; it would have no gradient."""

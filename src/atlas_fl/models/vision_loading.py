@@ -1,7 +1,19 @@
-"""From an alias, a hub name or a directory to a frozen vision backbone at the image size that is wanted."""
+"""Loading and exporting stock image classifiers.
 
-from collections.abc import Iterator
+From an alias, a hub name or a directory to a frozen vision backbone at the image size that is wanted.
+
+A stock image classifier as the frozen backbone of a pack: the patches of every image are tokens of its client.
+
+All images of a pack have one size and so as many tokens each. They go through the stock model as one batch, whose rows
+the adapted layers see one after another; neither padding nor attention of our own is needed.
+
+A client's whole model as a folder that stock transformers load.
+"""
+
+import copy
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -10,10 +22,12 @@ from transformers import AutoConfig, AutoImageProcessor, AutoModelForImageClassi
 from transformers.utils import logging as hf_logging
 
 from atlas_fl.errors import ConfigError, ModelError
-from atlas_fl.models.loading import UNREADABLE, how_read, one_at_a_time
-from atlas_fl.models.registry import Source, locate
-from atlas_fl.models.vision import Vision
-from atlas_fl.types import Params
+from atlas_fl.models.backbone import Backbone
+from atlas_fl.models.loading import UNREADABLE, checkpoint_blocks, how_read, one_at_a_time
+from atlas_fl.models.registry import VISION_FAMILIES, Source, locate
+from atlas_fl.models.vision import Vision, weights
+from atlas_fl.params import HEAD, Params, head_keys
+from atlas_fl.storage.files import new_folder
 
 RESAMPLE = {2: "bilinear", 3: "bicubic"}
 """Pillow's numbers of the filters that PyTorch has too."""
@@ -159,3 +173,71 @@ def _readable(name: str, source: Source) -> Iterator[None]:
             " that holds config.json, model.safetensors and preprocessor_config.json, fill the hub's cache on a machine"
             " with a network and copy it, or use the embedded one: `atlas fetch vision` and --model dinov2-vits14"
         ) from error
+
+
+def load_image_backbone(
+    name: str,
+    *,
+    image_size: int | None = None,
+    device: str = "cpu",
+    gradient_checkpointing: bool = False,
+    weights: Params | None = None,
+) -> Backbone:
+    """The frozen backbone of this alias, hub name or directory, which sees images of this size.
+
+    `weights` are those of `Backbone.frozen`: on the CPU the backbone's are then these very tensors.
+    Raises `ModelError` as `load_vision` does, and where the architecture is no plain vision transformer.
+    """
+    backbone = as_backbone(load_vision(name, image_size=image_size, device=device, weights=weights))
+    if gradient_checkpointing:
+        checkpoint_blocks(backbone)
+    return backbone
+
+
+def as_backbone(vision: Vision) -> Backbone:
+    """The same frozen model for packs; raises `ModelError` where the architecture is no plain vision transformer."""
+    model_type = vision.model.config.model_type
+    if model_type not in VISION_FAMILIES or not hasattr(vision.model, "classifier"):
+        raise ModelError(
+            f"model {vision.name!r} has the architecture {model_type!r}, and adapters on images need one of"
+            f" {', '.join(sorted(VISION_FAMILIES))} with a single classifier; choose such a model, or --tune whole"
+        )
+    return Backbone(
+        name=vision.name,
+        source=vision.source,
+        model=vision.model.base_model,
+        tokenizer=None,
+        family=VISION_FAMILIES[model_type],
+        vision=vision,
+    )
+
+
+def tokens_of(vision: Vision) -> int:
+    """Tokens of one image: its patches and those that the model sets beside them."""
+    side, channels = vision.image_size, len(vision.mean)
+    with torch.no_grad():
+        found: torch.Tensor = vision.model.base_model.embeddings(
+            torch.zeros(1, channels, side, side, device=vision.device)
+        )
+    return found.shape[1]
+
+
+def save_vision(vision: Vision, params: Params, folder: Path, *, labels: Sequence[str]) -> None:
+    """Write config, weights and processor; stock `AutoModelForImageClassification` loads the folder to the same logits.
+
+    Tensors that `params` lacks are the backbone's own. `labels` name the classes in order. The folder is there in full,
+    or not at all (`storage.files.new_folder`).
+    """
+    config = copy.deepcopy(vision.model.config)
+    config.id2label = dict(enumerate(labels))
+    config.label2id = {name: place for place, name in enumerate(labels)}
+    with one_at_a_time(), quiet():
+        model = AutoModelForImageClassification.from_config(config, trust_remote_code=False)
+        held = {**weights(vision), **params}
+        named = {vision.names[key]: held[key] for key in vision.names}
+        named |= {f"classifier.{key.removeprefix(HEAD)}": params[key] for key in head_keys(params)}
+        model.load_state_dict(named, strict=True)
+        processor = AutoImageProcessor.from_pretrained(vision.source.path, trust_remote_code=False)
+        with new_folder(folder) as draft:
+            model.save_pretrained(draft)
+            processor.save_pretrained(draft)

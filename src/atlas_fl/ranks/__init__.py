@@ -1,1 +1,5 @@
-"""Phase 2: what a device can hold and send, and the LoRA ranks that each of its layers gets. Pure functions."""
+"""Phase 2: device profiles, LoRA ranks under a budget, and what they cost.
+
+In: sizes and importances, as numbers. Out: ranks by layer, bytes, seconds.
+Not here: tensors; who measures importance is `client.importance`.
+"""

@@ -1,1 +1,5 @@
-"""Tables and figures from run folders; importing this package draws nothing and loads no plotting library."""
+"""Figures, tables and comparisons of finished runs.
+
+In: run folders. Out: PNG, CSV, LaTeX, text.
+Not here: anything that changes a run.
+"""

@@ -9,13 +9,13 @@ from typing import Any
 import numpy as np
 
 from atlas_fl.errors import CheckpointError
-from atlas_fl.io.digests import check_files, checked_rows
-from atlas_fl.io.folder import RunFolder, find_run
-from atlas_fl.io.ledger import LedgerRow, Totals, from_json, totals
-from atlas_fl.io.results import read_json
-from atlas_fl.io.scores import History, histories
-from atlas_fl.io.shapes import PLAN, fits
-from atlas_fl.io.sketches import read_sketches
+from atlas_fl.experiment.summary import History, histories
+from atlas_fl.storage.digests import check_files, checked_rows
+from atlas_fl.storage.json_shapes import PLAN, fits
+from atlas_fl.storage.jsonl import read_json
+from atlas_fl.storage.ledger import LedgerRow, Totals, from_json, totals
+from atlas_fl.storage.run_folder import RunFolder, find_run
+from atlas_fl.storage.tensors import read_sketches
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,4 +1,8 @@
-"""Sparse weights as bytes: the mask once, then only the kept values, in one order.
+"""Sparse tensors as messages: run lengths, indices, values.
+
+Bits as the lengths of their runs, zeros first and then in turns, in base 128 with the low digits first (LEB128).
+
+Sparse weights as bytes: the mask once, then only the kept values, in one order.
 
 A mask travels in the shortest of three forms. Over all its bits, parameter by parameter in the order of the names,
 row by row:
@@ -6,7 +10,7 @@ row by row:
 | form | bytes of its payload | shortest where |
 |---|---|---|
 | `bitmap` | n / 8 | kept weights lie here and there |
-| `runs` | run lengths in base 128 (`sparse.runs`) | they lie together, or are few |
+| `runs` | run lengths in base 128 (`sparse.codec`) | they lie together, or are few |
 | `seed` | 24: strategy `random` with this seed, sparsity and scope | the mask was drawn |
 
 All messages are safetensors files, and their length is what a ledger counts. A bitmap, the longest form at any but the
@@ -16,20 +20,71 @@ least densities, is 1/32 of the dense fp32 bytes, once.
 from collections.abc import Mapping
 from dataclasses import dataclass
 from hashlib import blake2b
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
+from jaxtyping import Bool, UInt8
 from safetensors import SafetensorError
 from torch import Tensor
 
 from atlas_fl.errors import ConfigError, ProtocolError
-from atlas_fl.io.tensors import DTYPES, decode, encode, encoded_size
-from atlas_fl.sparse.algebra import check_mask
-from atlas_fl.sparse.choose import Mask
-from atlas_fl.sparse.masks import Scope, make_mask
-from atlas_fl.sparse.runs import from_runs, to_runs
-from atlas_fl.types import Params
+from atlas_fl.params import Params
+from atlas_fl.sparse.masks import Mask, Scope, check_mask, make_mask
+from atlas_fl.storage.tensors import DTYPES, decode, encode, encoded_size
+
+_Array: TypeAlias = np.ndarray[Any, Any]
+MOST_DIGITS = 8
+"""Of a length; 2^56 values are more than any model has."""
+
+
+def to_runs(bits: Bool[np.ndarray, " n"]) -> UInt8[np.ndarray, "bytes"]:
+    """The bytes of the run lengths; none for no bits."""
+    if not len(bits):
+        return np.zeros(0, np.uint8)
+    changes = np.flatnonzero(bits[1:] != bits[:-1]) + 1
+    edges = np.concatenate([[0], changes, [len(bits)]])
+    lengths = np.diff(edges)
+    if bits[0]:
+        lengths = np.concatenate([[0], lengths])  # the zeros come first, even if there are none
+    return _to_digits(lengths)
+
+
+def from_runs(payload: UInt8[np.ndarray, "bytes"], total: int) -> Bool[np.ndarray, " total"]:
+    """The bits again.
+
+    Raises:
+        ProtocolError: the runs do not add up to `total` bits.
+    """
+    lengths = _from_digits(payload)
+    if lengths.max(initial=0) > total or int(lengths.sum()) != total:
+        raise ProtocolError(f"the runs of a mask do not add up to its {total} bits; send it again")
+    bits: _Array = np.repeat(np.arange(len(lengths)) % 2 == 1, lengths)
+    return bits
+
+
+def _to_digits(lengths: _Array) -> _Array:
+    places = np.arange(MOST_DIGITS)
+    used = int(lengths.max()).bit_length() // 7 + 1
+    digits = (lengths[:, None] >> (7 * places[:used])) & 127  # (runs, digits)
+    more = (lengths[:, None] >> (7 * (places[:used] + 1))) > 0
+    needed = np.concatenate([np.ones((len(lengths), 1), bool), more[:, :-1]], axis=1)
+    payload: _Array = (digits | (more << 7)).astype(np.uint8)[needed]
+    return payload
+
+
+def _from_digits(payload: _Array) -> _Array:
+    if not len(payload):
+        return np.zeros(0, np.int64)
+    last = np.flatnonzero(payload < 128)
+    starts = np.concatenate([[0], last + 1])[:-1]
+    widths = np.diff(np.concatenate([starts, [len(payload)]]))
+    if not len(last) or last[-1] != len(payload) - 1 or widths.max() > MOST_DIGITS:
+        raise ProtocolError("the runs of a mask are cut off; send it again")
+    place = np.arange(len(payload)) - np.repeat(starts, widths)
+    lengths: _Array = np.add.reduceat((payload.astype(np.int64) & 127) << (7 * place), starts)
+    return lengths
+
 
 SCOPES: tuple[Scope, ...] = ("global", "layer")
 _LAYOUT, _PREFIX = "layout", "values."

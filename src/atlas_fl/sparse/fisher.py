@@ -1,4 +1,16 @@
-"""How sensitive a model's predictions are to each weight: the diagonal of its Fisher information, per example.
+"""Diagonal Fisher information, example by example.
+
+Sums over examples of squared per-example gradients, without the gradient of every example in memory.
+
+A matrix W that is used as `y = x W^T` has, of example n with T tokens, the gradient G_n = B_n^T A_n: A_n (T, d_in) are
+the inputs, B_n (T, d_out) the gradients of the outputs. Both come out of one batched pass for all examples and are
+small; sum_n G_n^2 is then taken tile by tile of W, one example after another in a buffer that stays in the cache. Only
+where T = 1 is there a shorter form, sum_n B_n^2 (x) A_n^2. The gradients of all other parameters (biases, norms,
+embeddings, a patch projection) are small per example and come as they are out of `torch.func.vmap`.
+
+Goodfellow 2015, "Efficient Per-Example Gradient Computations", has the sums for dense layers; ours have tokens.
+
+How sensitive a model's predictions are to each weight: the diagonal of its Fisher information, per example.
 
     F_j = E_x E_{y ~ p(y|x)} (d log p(y|x) / d theta_j)^2
 
@@ -7,21 +19,223 @@ ranks weights otherwise. With `labels="true"` y is the label of the data: the em
 an approximation of the first (Kunstner, Balles and Hennig 2019).
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Literal, TypeAlias
+from threading import RLock
+from typing import Any, Literal, TypeAlias
 
 import numpy as np
 import torch
 from jaxtyping import Float64
 from torch import Tensor, nn
-from torch.func import functional_call
+from torch.func import functional_call, grad, vmap
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import conv2d, linear, unfold
+from torch.overrides import TorchFunctionMode
 
-from atlas_fl.errors import BudgetError, ConfigError, DataError
+from atlas_fl.errors import BudgetError, ConfigError, DataError, ModelError
+from atlas_fl.params import Params
 from atlas_fl.rng import generator
-from atlas_fl.sparse.choose import chosen_of
-from atlas_fl.sparse.squares import Layout, OfExample, add_squares, look
-from atlas_fl.types import Params
+from atlas_fl.sparse.masks import chosen_of
+
+TILE = 1 << 18
+"""Values of a matrix whose sums and products every core of a CPU holds in its cache, a megabyte each."""
+
+_ATTENTION = RLock()
+
+OfExample: TypeAlias = Callable[[Params, Tensor, Tensor], Tensor]
+"""(weights, input, draw) of one example -> the number whose gradient is squared."""
+
+Use: TypeAlias = tuple[str, int]
+"""The i-th place where a matrix is used."""
+
+Windows: TypeAlias = Mapping[str, Any]
+"""How `unfold` cuts the input of a convolution; empty for a linear layer."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Product:
+    """A product with a matrix, for one example."""
+
+    shape: tuple[int, ...]
+    windows: Windows
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layout:
+    """What one example has shown of a model."""
+
+    products: Mapping[Use, Product]
+    """Every product with a matrix that is used in nothing but products."""
+    bytes_per_example: int
+    """Memory that grows with every example that is computed at once."""
+
+    @property
+    def matrices(self) -> list[str]:
+        """Parameters whose squares are taken from inputs and output gradients."""
+        return sorted({name for name, _ in self.products})
+
+
+class _Tap(TorchFunctionMode):
+    """Sees every operation of a forward pass: what is multiplied by a matrix, and what else the matrices are used for.
+
+    `deltas`, zeros of the shapes of the products, are added to them: their gradients are those of the products.
+    """
+
+    def __init__(self, weights: Params, deltas: Mapping[Use, Tensor] | None = None) -> None:
+        super().__init__()
+        self.names = {id(weight): name for name, weight in weights.items()}
+        self.deltas = deltas or {}
+        self.inputs: dict[Use, Tensor] = {}
+        self.products: dict[Use, Product] = {}
+        self.elsewhere: set[str] = set()
+        self.counts: dict[str, int] = {}
+        self.bytes = 0
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if not isinstance(result, Tensor):
+            return result  # a shape, a dtype: no use of a weight
+        self.bytes += result.numel() * result.element_size()
+        windows = _windows(func, args)
+        name = self.names.get(id(args[1])) if windows is not None else None
+        others = [arg for place, arg in enumerate(args) if name is None or place != 1]
+        self.elsewhere |= {self.names[id(arg)] for arg in _flat([*others, kwargs]) if id(arg) in self.names}
+        if name is None or windows is None:
+            return result
+        use = (name, self.counts.get(name, 0))
+        self.counts[name] = use[1] + 1
+        self.inputs[use], self.products[use] = args[0], Product(shape=tuple(result.shape), windows=windows)
+        return result + self.deltas[use] if use in self.deltas else result
+
+
+def _windows(func: Any, args: Sequence[Any]) -> Windows | None:
+    """How the input of this call becomes tokens; None where it is no product with a matrix that is known here."""
+    if func is linear:
+        return {} if len(args) > 1 else None
+    # nn.Conv2d gives all of input, weight, bias, stride, padding, dilation and groups by position
+    if func is not conv2d or len(args) != 7 or args[0].dim() != 4 or args[6] != 1 or isinstance(args[4], str):
+        return None
+    return {"kernel_size": tuple(args[1].shape[2:]), "stride": args[3], "padding": args[4], "dilation": args[5]}
+
+
+def _flat(values: Sequence[Any]) -> list[Any]:
+    values = [one for value in values for one in (value.values() if isinstance(value, dict) else [value])]
+    return [one for value in values for one in (value if isinstance(value, list | tuple) else [value])]
+
+
+@contextmanager
+def math_attention() -> Iterator[None]:
+    """Attention as products and a softmax, which `vmap` can follow.
+
+    torch keeps this choice for the whole process, so one thread has it at a time: of two at once, one would put back
+    what the other had chosen, and every later attention of the process would be computed so.
+    """
+    with _ATTENTION, sdpa_kernel(SDPBackend.MATH):
+        yield
+
+
+def look(of_example: OfExample, params: Params, names: Sequence[str], *, inputs: Tensor, draws: Tensor) -> Layout:
+    """What one example shows: run forward on the first of `inputs`, watching every parameter in `names`."""
+    seen: list[_Tap] = []
+
+    def one(own: Params, value: Tensor, draw: Tensor) -> Tensor:
+        with _Tap(own) as tap:
+            result = of_example({**params, **own}, value, draw)
+        seen.append(tap)
+        return result
+
+    chosen = {name: params[name] for name in names}
+    with math_attention():
+        vmap(one, in_dims=(None, 0, 0))(chosen, inputs[:1], draws[:1])
+    tap = seen[0]
+    products = {use: product for use, product in tap.products.items() if use[0] not in tap.elsewhere}
+    matrices = {name for name, _ in products}
+    rest = sum(tensor.numel() * tensor.element_size() for name, tensor in chosen.items() if name not in matrices)
+    # Twice: what the forward pass leaves has gradients of its size, and a gradient is squared into another tensor.
+    return Layout(products=products, bytes_per_example=2 * (tap.bytes + rest))
+
+
+def add_squares(
+    of_example: OfExample,
+    params: Params,
+    sums: Mapping[str, Tensor],
+    *,
+    layout: Layout,
+    inputs: Tensor,
+    draws: Tensor,
+) -> None:
+    """Add sum_n (d f(x_n) / d theta)^2 over the examples of `inputs`, all at once, to the float64 `sums` in place.
+
+    Raises:
+        ModelError: with these inputs the model uses its matrices otherwise than the layout says.
+    """
+    matrices = {name: params[name] for name in layout.matrices}
+    rest = {name: params[name] for name in sums if name not in matrices}
+
+    def one(deltas: Mapping[Use, Tensor], own: Params, value: Tensor, draw: Tensor) -> tuple[Tensor, dict[Use, Tensor]]:
+        with _Tap(matrices, deltas) as tap:
+            result = of_example({**params, **own}, value, draw)
+        if tap.elsewhere or tap.products != layout.products:
+            raise ModelError("this model does not compute every example the same way; use method='examples'")
+        return result, tap.inputs
+
+    deltas = {use: params[use[0]].new_zeros(product.shape) for use, product in layout.products.items()}
+    with math_attention():
+        per_example = vmap(grad(one, argnums=(0, 1), has_aux=True), in_dims=(None, None, 0, 0))
+        (products, others), values = per_example(deltas, rest, inputs, draws)
+    for name, gradient in others.items():
+        sums[name].add_(gradient.square().sum(0))
+    for name in matrices:
+        uses = {use: product.windows for use, product in layout.products.items() if use[0] == name}
+        left = _joined([_out_tokens(products[use], windows) for use, windows in uses.items()])
+        right = _joined([_in_tokens(values[use], windows) for use, windows in uses.items()])
+        _add_products(sums[name].flatten(1), left, right)
+
+
+def _out_tokens(values: Tensor, windows: Windows) -> Tensor:
+    if windows:
+        values = values.movedim(2, -1)  # (N, 1, d_out, height, width) -> (N, 1, height, width, d_out)
+    return values.reshape(len(values), -1, values.shape[-1])  # (N, T, d_out)
+
+
+def _in_tokens(values: Tensor, windows: Windows) -> Tensor:
+    tokens = unfold(values.flatten(0, 1), **windows).mT if windows else values
+    return tokens.reshape(len(values), -1, tokens.shape[-1])  # (N, T, d_in)
+
+
+def _joined(uses: Sequence[Tensor]) -> Tensor:
+    """The tokens of all uses of a matrix, (N, T, d); those of a single one are not copied."""
+    return uses[0] if len(uses) == 1 else torch.cat(list(uses), dim=1)
+
+
+def _add_products(total: Tensor, left: Tensor, right: Tensor) -> None:
+    """Add sum_n (left_n^T right_n)^2 to `total`, (d_out, d_in) float64.
+
+    `left` is (N, T, d_out), `right` is (N, T, d_in).
+    """
+    left, right = _moved(left, right)
+    if left.shape[1] == 1:
+        total.add_(left[:, 0].square().t() @ right[:, 0].square())
+        return
+    rows = max(1, TILE * torch.get_num_threads() // right.shape[2]) if total.device.type == "cpu" else len(total)
+    for tile, own_left in zip(torch.split(total, rows), torch.split(left, rows, dim=2), strict=True):
+        own = torch.zeros_like(tile, dtype=left.dtype)
+        product = torch.empty_like(own)
+        for one_left, one_right in zip(own_left.mT, right, strict=True):
+            torch.mm(one_left, one_right, out=product)
+            own.addcmul_(product, product)
+        tile.add_(own)
+
+
+def _moved(left: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
+    """The tokens whose gradients are not all zero: behind the last attention a model may read one of them alone."""
+    moved = left[0].ne(0).any(1)
+    if bool(moved.all()) or bool(left[:, ~moved].any()):
+        return left, right
+    return left[:, moved], right[:, moved]
+
 
 Logits: TypeAlias = Callable[[Params, Tensor], Tensor]
 """(all weights, inputs (n, ...)) -> logits (n, classes); examples may not influence each other."""

@@ -1,20 +1,211 @@
-"""Masks: exactly which weights may move in sparse fine-tuning, by five strategies of equal density.
+"""Masks: how they are chosen, calibrated over rounds, combined, stored.
+
+Exactly k of n numbers, without sorting them and without an index for each.
+
+`torch.quantile` refuses more than 2^24 values, and a threshold alone keeps too many where values are equal. So the
+k-th lowest value is found by partition in one buffer (introselect, expected O(n)), all below it are kept, and of those
+equal to it the first by name and position.
+
+Masks of several clients or tasks against each other, and a mask against its model.
+
+Masks: exactly which weights may move in sparse fine-tuning, by five strategies of equal density.
 
 Least sensitive by Fisher information: TaLoS (Iurada, Ciccone and Tommasi, ICLR 2025); the others are what it has to be
 compared with.
+
+A mask in several rounds, each scored anew with what is already frozen turned down.
+
+One pass scores every weight as if all of them would move. With a sparsity s and R rounds, round r = 0 .. R-1
+
+1. scores the model theta * (m + shrink (1 - m)), m the mask so far (ones before the first round), so that a weight that
+   is already frozen counts with `shrink` of its value;
+2. keeps, of the ones of m, the best round((1 - s)^((r + 1) / R) n) by the strategy: the new m.
+
+So masks are nested, the last has the density of a single pass, and R = 1 is the single pass. The schedule is that of
+SynFlow (Tanaka et al. 2020); rounds and the factor 0.1 are those of TaLoS (Iurada et al., ICLR 2025), which multiplies
+weights in the forward pass.
+
+Masks in files: of a run, or merged from several, for a run to come.
 """
 
-from collections.abc import Callable, Mapping
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, TypeAlias
+from functools import reduce
+from pathlib import Path
+from typing import Any, Literal, TypeAlias
 
+import numpy as np
 import torch
+from jaxtyping import Float64
 from torch import Tensor
 
 from atlas_fl.errors import ConfigError, ModelError, unknown
+from atlas_fl.params import HEAD, Params
 from atlas_fl.rng import generator
-from atlas_fl.sparse.choose import Mask, Ranking, lowest
-from atlas_fl.types import Params
+from atlas_fl.storage.tensors import read_tensors
+
+Mask: TypeAlias = Mapping[str, Tensor]
+"""Which weights may move: a bool tensor for every chosen parameter, of its shape."""
+
+Ranking: TypeAlias = Callable[[str], Tensor]
+"""The numbers of a parameter by its name; the lower, the sooner a weight is kept. Asked twice, so that no second copy
+of all of them has to be held: both times it must give the same."""
+
+
+def lowest(ranking: Ranking, like: Params, *, count: int, within: Mask | None = None) -> dict[str, Tensor]:
+    """A mask with exactly `count` ones: the lowest-ranked weights of all of `like` together, in order of the names.
+
+    With `within` only its ones can be kept. Equal numbers are taken by name, then by position.
+
+    Raises:
+        ModelError: a number is NaN or infinite.
+    """
+    assert 0 <= count <= sum(tensor.numel() for tensor in like.values())
+    if count == 0:
+        return {name: torch.zeros(like[name].shape, dtype=torch.bool, device=like[name].device) for name in like}
+    wide = any(tensor.dtype is torch.float64 for tensor in like.values())
+    dtype = torch.float64 if wide else torch.float32
+    threshold, ties = _threshold(_gather(ranking, like, dtype, within), count)
+    assert threshold < torch.inf, "more weights are wanted than the mask has ones"
+    kept: dict[str, Tensor] = {}
+    for name in sorted(like):
+        values = _values(ranking, name, dtype, within)
+        kept[name] = values < threshold
+        if ties > 0:
+            first = (values == threshold).flatten().nonzero()[:ties, 0]
+            kept[name].view(-1)[first] = True
+            ties -= len(first)
+    return {name: kept[name] for name in like}
+
+
+def _threshold(numbers: "np.ndarray[Any, Any]", count: int) -> tuple[float, int]:
+    """The `count`-th lowest number, and how many of those equal to it belong to the lowest `count`."""
+    numbers.partition(count - 1)
+    threshold = numbers[count - 1]
+    return float(threshold), count - int(np.count_nonzero(numbers[:count] < threshold))
+
+
+def _gather(ranking: Ranking, like: Params, dtype: torch.dtype, within: Mask | None) -> "np.ndarray[Any, Any]":
+    numbers = torch.empty(sum(tensor.numel() for tensor in like.values()), dtype=dtype)
+    start = 0
+    for name in sorted(like):
+        end = start + like[name].numel()
+        numbers[start:end] = _values(ranking, name, dtype, within).flatten()
+        start = end
+    return numbers.numpy()
+
+
+def _values(ranking: Ranking, name: str, dtype: torch.dtype, within: Mask | None) -> Tensor:
+    values = ranking(name).to(dtype)
+    if not bool(values.isfinite().all()):
+        raise ModelError(
+            f"the scores or weights of {name!r} hold NaN or infinity and cannot be ranked; lower the learning rate or "
+            "look at what the clients sent"
+        )
+    return values if within is None else values.masked_fill(~within[name], torch.inf)
+
+
+def chosen_of(params: Params, names: Iterable[str]) -> dict[str, Tensor]:
+    """The chosen parameters.
+
+    Raises:
+        ModelError: the model has no such parameter.
+    """
+    names = list(names)
+    strange = [name for name in names if name not in params]
+    if strange:
+        raise ModelError(f"the model has no parameter {strange[0]!r}; it has {len(params)}, such as {min(params)!r}")
+    return {name: params[name] for name in names}
+
+
+_LAYER = re.compile(r".*?\.\d+(?=\.)")
+
+
+def check_mask(mask: Mask, params: Params) -> None:
+    """Raise ModelError unless the mask has a bool tensor of the right shape for each parameter and for nothing else."""
+    missing, surplus = sorted(params.keys() - mask.keys()), sorted(mask.keys() - params.keys())
+    if missing or surplus:
+        what = f"has none for {missing[0]!r}" if missing else f"has {surplus[0]!r}, which the model lacks"
+        raise ModelError(f"the mask {what} ({len(missing) + len(surplus)} such names); make the mask for this model")
+    for name, tensor in params.items():
+        own = mask[name]
+        if own.shape != tensor.shape or own.dtype is not torch.bool:
+            raise ModelError(
+                f"the mask of {name!r} is {_kind(own)}, the weights are {_kind(tensor)}; make the mask for this model"
+            )
+
+
+def _kind(tensor: Tensor) -> str:
+    return f"{str(tensor.dtype).removeprefix('torch.')} {tuple(tensor.shape)}"
+
+
+def union(masks: Sequence[Mask]) -> dict[str, Tensor]:
+    """What at least one mask lets move."""
+    _alike(masks)
+    return {name: reduce(torch.logical_or, [mask[name] for mask in masks]).clone() for name in masks[0]}
+
+
+def intersection(masks: Sequence[Mask]) -> dict[str, Tensor]:
+    """What every mask lets move."""
+    _alike(masks)
+    return {name: reduce(torch.logical_and, [mask[name] for mask in masks]).clone() for name in masks[0]}
+
+
+def overlap(masks: Sequence[Mask]) -> Float64[np.ndarray, "masks masks"]:
+    """Jaccard index |a and b| / |a or b| of every pair; two empty masks are equal and have 1."""
+    _alike(masks)
+    both = np.zeros((len(masks), len(masks)))
+    for name in masks[0]:
+        # float64 counts exactly up to 2^53; one row of bits a mask and parameter at a time
+        for i, left in enumerate(masks):
+            for j in range(i, len(masks)):
+                both[i, j] += float(torch.count_nonzero(left[name] & masks[j][name]))
+    both = np.triu(both) + np.triu(both, 1).T
+    sizes = both.diagonal()
+    either = sizes[:, None] + sizes[None, :] - both
+    return np.where(either > 0, both / np.where(either > 0, either, 1.0), 1.0)
+
+
+def density(mask: Mask) -> dict[str, float]:
+    """The share of weights that may move, of every parameter; an empty parameter has 0."""
+    return {name: float(torch.count_nonzero(own)) / max(1, own.numel()) for name, own in mask.items()}
+
+
+def layers(mask: Mask) -> dict[str, float]:
+    """The share of weights that may move by layer: embeddings, then numbers in rising order, then the others.
+
+    A layer is all tensors whose names agree up to their first number, such as `encoder.layer.3`; of names without one,
+    up to the first dot.
+    """
+    counts: dict[str, list[int]] = {}
+    for name, own in mask.items():
+        found = _LAYER.match(name)
+        count = counts.setdefault(found[0] if found else name.partition(".")[0], [0, 0])
+        count[0] += int(torch.count_nonzero(own))
+        count[1] += own.numel()
+    return {layer: counts[layer][0] / max(1, counts[layer][1]) for layer in sorted(counts, key=_place)}
+
+
+def _place(layer: str) -> tuple[int, str, int]:
+    """Where a layer stands: a file holds its tensors in an order of its own."""
+    name, _, number = layer.rpartition(".")
+    if number.isdecimal():
+        return 1, name, int(number)
+    return (0 if layer.startswith("embed") else 2), layer, 0
+
+
+def num_kept(mask: Mask) -> int:
+    """How many weights may move."""
+    return sum(int(torch.count_nonzero(own)) for own in mask.values())
+
+
+def _alike(masks: Sequence[Mask]) -> None:
+    if not masks:
+        raise ModelError("there are no masks to compare; give one or more")
+    for mask in masks[1:]:
+        check_mask(mask, masks[0])
+
 
 Scope: TypeAlias = Literal["global", "layer"]
 
@@ -149,3 +340,116 @@ def keep_share(
         inside = None if within is None else {name: within[name] for name in part}
         mask |= lowest(ranking, part, count=count, within=inside)
     return {name: mask[name].to(params[name].device) for name in params}
+
+
+Score: TypeAlias = Callable[[Params], Params]
+"""The sensitivity of the chosen weights at these weights of the whole model."""
+
+SHRINK = 0.1
+"""What is left of a weight that is already frozen while the others are scored."""
+
+
+def calibrate(
+    score: Score,
+    params: Params,
+    *,
+    names: Iterable[str],
+    strategy: str,
+    sparsity: float,
+    rounds: int,
+    scope: Scope = "global",
+    seed: int | None = None,
+    shrink: float = SHRINK,
+) -> dict[str, Tensor]:
+    """The mask over the parameters `names` after that many rounds; `score` sees the whole model once a round.
+
+    Strategies that do not rank by sensitivity never call it, and more rounds give them the same mask.
+    """
+    check_sparsity(sparsity)
+    if rounds < 1:
+        raise ConfigError(f"calibration has {rounds} rounds; it needs 1 or more")
+    if not 0 <= shrink <= 1:
+        raise ConfigError(f"shrink is {shrink}; it is what is left of a frozen weight, from 0 to 1")
+    chosen = chosen_of(params, names)
+    mask: dict[str, Tensor] | None = None
+    for done in range(rounds):
+        scores = None
+        if strategy in BY_SENSITIVITY:
+            scores = score(params if mask is None else turned_down(params, mask, shrink=shrink))
+        evidence = Evidence(params=chosen, scores=scores, seed=seed)
+        share = (1 - sparsity) ** ((done + 1) / rounds)
+        mask = keep_share(strategy, evidence, share=share, scope=scope, within=mask)
+    assert mask is not None
+    return mask
+
+
+def turned_down(params: Params, mask: Mask, *, shrink: float) -> dict[str, Tensor]:
+    """The model with its frozen weights times `shrink`; parameters without a mask stay as they are."""
+    return {
+        name: tensor if name not in mask else tensor.where(mask[name], shrink * tensor)
+        for name, tensor in params.items()
+    }
+
+
+UNIONS: Mapping[str, Callable[[Sequence[Mask]], dict[str, Tensor]]] = {"union": union, "intersection": intersection}
+"""How several masks become one."""
+
+
+def read_mask(path: Path) -> dict[str, Tensor]:
+    """The mask of a file, without heads: these differ from task to task, and no mask lets them move.
+
+    Raises:
+        CheckpointError: there is no such file, or it is damaged.
+        ModelError: it holds something else than a mask.
+    """
+    tensors = read_tensors(path)
+    if strange := next((name for name, own in tensors.items() if own.dtype is not torch.bool), None):
+        kind = str(tensors[strange].dtype).removeprefix("torch.")
+        raise ModelError(f"{path} is no mask: {strange!r} is {kind}, not bool; give the mask.safetensors of a run")
+    return {name: own for name, own in tensors.items() if not name.startswith(HEAD)}
+
+
+def stored_mask(path: Path, *, like: Params) -> dict[str, Tensor]:
+    """The mask of a file for a model with these weights, in their order.
+
+    Raises:
+        CheckpointError: there is no such file, or it is damaged.
+        ModelError: it holds no mask, or one of another model.
+        ConfigError: it lets nothing move.
+    """
+    mask = read_mask(path)
+    try:
+        check_mask(mask, like)
+    except ModelError as error:
+        raise ModelError(f"--mask-file {path} fits another model: {error}") from error
+    if not num_kept(mask):
+        raise ConfigError(f"--mask-file {path} lets no weight move; give a mask that keeps some")
+    return {name: mask[name].to(tensor.device) for name, tensor in like.items()}
+
+
+def merged(masks: Mapping[str, Mask], *, method: str) -> dict[str, Tensor]:
+    """One mask out of several, by their names.
+
+    Raises:
+        ConfigError: the method is unknown, or nothing is left.
+        ModelError: one is of another model than the first; the message names both.
+    """
+    if method not in UNIONS:
+        raise unknown("merge", method, UNIONS)
+    check_alike(masks)
+    found = UNIONS[method](list(masks.values()))
+    if not num_kept(found):
+        raise ConfigError(
+            f"the {method} of these {len(masks)} masks lets no weight move; take the union, or fewer masks"
+        )
+    return found
+
+
+def check_alike(masks: Mapping[str, Mask]) -> None:
+    """Raise ModelError unless all masks are of one model."""
+    first, *others = masks
+    for name in others:
+        try:
+            check_mask(masks[name], masks[first])
+        except ModelError as error:
+            raise ModelError(f"{name} and {first} are masks of different models: {error}") from error

@@ -1,4 +1,11 @@
-"""SGD that moves only what a mask lets it: momentum, dampening, Nesterov and weight decay on the kept weights alone.
+"""SGD with momentum under a mask.
+
+Frozen weights in the server's step: they stay what they are, bit for bit.
+
+Everybody holds the same ones, so their mean is what they are; but in floating point a weighted sum of equal numbers may
+end in another last bit, and then both ends of a wire that carries the kept values alone would no longer agree.
+
+SGD that moves only what a mask lets it: momentum, dampening, Nesterov and weight decay on the kept weights alone.
 
     d <- m (g + decay theta),   b <- momentum b + (1 - dampening) d   (b <- d at first),
     theta <- theta - lr (d + momentum b  with Nesterov, b without)
@@ -6,6 +13,11 @@
 Two ways to one result. Where few weights are kept, they are gathered, stepped in a compact tensor and put back; the
 buffer has only them. Otherwise gradients are masked bit by bit, which leaves +0.0 where a weight is frozen even if its
 gradient is NaN, and theta + 0.0 has the bits of theta. A mask of ones does what torch.optim.SGD does, in its order.
+
+The momentum of SGD between two rounds: taken out of one optimizer, and put into the next.
+
+Under a mask a frozen weight's momentum is +0.0 or not held at all (`sparse.optimizer`). So only that of kept weights is
+handed over, in the order of their places, and with zeros in the others the buffer is the same to the last bit.
 """
 
 from collections.abc import Callable, Mapping
@@ -16,8 +28,35 @@ import torch
 from torch import Tensor
 
 from atlas_fl.errors import CheckpointError, ConfigError, ModelError
-from atlas_fl.sparse.algebra import check_mask
-from atlas_fl.sparse.choose import Mask
+from atlas_fl.params import ByClient, Params
+from atlas_fl.sparse.masks import Mask, check_mask
+
+
+def with_frozen(mixed: ByClient, held: ByClient, mask: Mask) -> dict[str, Params]:
+    """The mixed models, with those weights that the mask freezes as each client held them.
+
+    Clients that share a model or a tensor before and after go on sharing it, and a model that was not mixed is the same
+    object as before.
+    """
+    tensors: dict[tuple[int, int], Tensor] = {}
+    models: dict[tuple[int, ...], Params] = {}
+
+    def kept(key: str, new: Tensor, old: Tensor) -> Tensor:
+        if new is old:
+            return old
+        place = id(new), id(old)
+        if place not in tensors:
+            tensors[place] = new.where(mask[key].to(new.device), old)
+        return tensors[place]
+
+    def whole(new: Params, old: Params) -> Params:
+        if new is old:
+            return old
+        place = (*map(id, new.values()), *map(id, old.values()))
+        return models.setdefault(place, {key: kept(key, tensor, old[key]) for key, tensor in new.items()})
+
+    return {name: whole(params, held[name]) for name, params in mixed.items()}
+
 
 FEW = 0.25
 """Up to this share of kept weights, gathering them is faster than passing over all."""
@@ -159,3 +198,34 @@ class SparseSGDM(torch.optim.Optimizer):
                 f"{gradient.numel()}; load it with the mask that it was saved with"
             )
         return buffer, first
+
+
+def momentum_of(optimizer: torch.optim.Optimizer, named: Params, *, masks: Mask | None) -> dict[str, Tensor]:
+    """Every parameter's buffer by name, on the CPU; under a mask its kept values alone, (kept,).
+
+    There is none of a parameter that has not moved, or of which no weight is kept.
+    """
+    found = {}
+    for name, parameter in named.items():
+        buffer = optimizer.state.get(parameter, {}).get(BUFFER)
+        if buffer is None or (masks is not None and not masks[name].any()):
+            continue
+        if masks is not None and not _is_gathered(optimizer, parameter):
+            buffer = buffer[masks[name].to(buffer.device)]
+        found[name] = buffer.detach().cpu()
+    return found
+
+
+def put_momentum(optimizer: torch.optim.Optimizer, named: Params, held: Params, *, masks: Mask | None) -> None:
+    """Let the optimizer go on with this momentum, which `momentum_of` gave of one like it; others begin anew."""
+    for name, values in held.items():
+        parameter = named[name]
+        buffer = values.to(parameter.device, copy=True)  # it moves in place, and the round may have to be repeated
+        if masks is not None and not _is_gathered(optimizer, parameter):
+            buffer = torch.zeros_like(parameter, requires_grad=False)
+            buffer[masks[name].to(parameter.device)] = values.to(parameter.device)
+        optimizer.state[parameter][BUFFER] = buffer
+
+
+def _is_gathered(optimizer: torch.optim.Optimizer, parameter: Tensor) -> bool:
+    return isinstance(optimizer, SparseSGDM) and optimizer.is_gathered(parameter)

@@ -3,7 +3,7 @@
     h = blocks[s-1] ( ... blocks[0] (embed(tokens)))           client, (tokens, hidden)
     f = features (blocks[n-1] ( ... blocks[s] (h)))            server, (reads, hidden)
 
-Both are calls of `models.blocks` on a backbone. In one process they can share a whole one; a client of its own loads
+Both are calls of `models.backbone` on a backbone. In one process they can share a whole one; a client of its own loads
 no more than its part (`load_client_part`).
 
 Vepakomma et al. 2018, "Split learning for health".
@@ -21,12 +21,10 @@ from safetensors import safe_open
 from torch import Tensor
 
 from atlas_fl.errors import ModelError
-from atlas_fl.models.backbone import Backbone, layer_of, picked
-from atlas_fl.models.blocks import embed, features_of, through
-from atlas_fl.models.loading import checkpoint_blocks
-from atlas_fl.models.packing import Layout
-from atlas_fl.models.parts import bottom_of, shard_file, stored_names, weight_files
-from atlas_fl.tree import HEAD, PRIVATE
+from atlas_fl.models.attention import Layout
+from atlas_fl.models.backbone import Backbone, embed, features_of, layer_of, picked, through
+from atlas_fl.models.loading import bottom_of, checkpoint_blocks, shard_file, stored_names, weight_files
+from atlas_fl.params import HEAD, PRIVATE
 
 
 def client_forward(backbone: Backbone, ids: Tensor, types: Tensor, layout: Layout, *, blocks: int) -> Tensor:

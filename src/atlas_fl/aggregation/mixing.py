@@ -1,0 +1,401 @@
+"""Applying a mixing matrix to models, factor by factor or in product space.
+
+What all the others hold alike, a newcomer begins with: those very tensors.
+
+A mean of equal numbers is that number; but in floating point a weighted sum of them may end in another last bit. Whole
+models would then be in memory twice, and under a mask both ends of a wire would no longer agree on what is frozen.
+
+The rows of a mixing matrix, sorted so that equal work is done once.
+
+Mixing tensors apart from each other: heads, biases, and LoRA factors in factor space.
+
+Factors of different ranks meet by `pad` (zeros up to the longest rank, as HetLoRA) or `truncate` (the leading rows
+that all of a connected group have; the rest stays the client's own). The average of factors is not the factors of
+the average: product space is exact, this is what most papers do.
+
+Applying the matrix of a rule to the models: `w <- M w`, in factor space or in product space.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TypeAlias
+
+import numpy as np
+import torch
+from jaxtyping import Float64
+from scipy.sparse.csgraph import connected_components
+from torch import Tensor
+
+from atlas_fl.aggregation.lora_product import energy_share, fit, leading, leading_reduced, realigned, stack_factors
+from atlas_fl.aggregation.matrices import Federation
+from atlas_fl.errors import ConfigError, ProtocolError, unknown
+from atlas_fl.params import HEAD, LORA_A, LORA_B, PRIVATE, ByClient, Params, is_whole, lora_modules
+
+
+def as_all_hold(begun: ByClient, held: ByClient, federation: Federation) -> dict[str, Params]:
+    """The models that these newcomers begin with; `held` are those of the others, whose heads count inside a task.
+
+    Adapters are left as they are: nobody needs them to be the very same.
+    """
+    tasks = dict(zip(federation.clients, federation.head_groups, strict=True))
+
+    def common(name: str, key: str) -> Tensor | None:
+        # those of its own task first: who holds all that they hold shares their model as a whole
+        fellows = [other for other in held if tasks[other] == tasks[name]]
+        others = [] if key.startswith(HEAD) else [other for other in held if tasks[other] != tasks[name]]
+        return _one([held[other][key] for other in (*fellows, *others)])
+
+    models: dict[str, Params] = {}
+    for name, params in begun.items():
+        found = {key: common(name, key) for key in params} if is_whole(params) else {}
+        models[name] = {key: own if (one := found.get(key)) is None else one for key, own in params.items()}
+    return models
+
+
+def _one(tensors: Sequence[Tensor]) -> Tensor | None:
+    """The first of these where all are equal to it, bit for bit as far as numbers show; None where they are not."""
+    if not tensors:
+        return None
+    first = tensors[0]
+    return first if all(own is first or torch.equal(own, first) for own in tensors[1:]) else None
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Group:
+    """Rows of M with the same support: their sources are stacked once."""
+
+    sources: tuple[int, ...]
+    """Clients with a weight in these rows."""
+    rows: Float64[np.ndarray, "distinct sources"]
+    """The distinct rows, on the sources alone."""
+    targets: tuple[tuple[int, ...], ...]
+    """For each distinct row the clients that receive it."""
+
+    @cached_property
+    def everyone(self) -> tuple[int, ...]:
+        """Sources and targets, in order."""
+        return tuple(sorted({*self.sources, *(k for targets in self.targets for k in targets)}))
+
+
+def groups_of(matrix: Float64[np.ndarray, "n n"]) -> tuple[Group, ...]:
+    """The rows that are not those of the identity, grouped by support; equal rows appear once."""
+    unmoved = np.flatnonzero((matrix == np.eye(len(matrix))).all(axis=1)).tolist()
+    equal: dict[bytes, list[int]] = {}
+    for k in sorted(set(range(len(matrix))).difference(unmoved)):
+        equal.setdefault(matrix[k].tobytes(), []).append(k)
+    by_support: dict[tuple[int, ...], list[list[int]]] = {}
+    for clients in equal.values():
+        by_support.setdefault(tuple(np.flatnonzero(matrix[clients[0]]).tolist()), []).append(clients)
+    return tuple(
+        Group(
+            sources=sources,
+            rows=matrix[[clients[0] for clients in targets]][:, list(sources)],
+            targets=tuple(map(tuple, targets)),
+        )
+        for sources, targets in by_support.items()
+    )
+
+
+def components_of(matrix: Float64[np.ndarray, "n n"]) -> tuple[int, ...]:
+    """A number for each client: equal where models flow between the two, directly or through others."""
+    return tuple(connected_components(matrix != 0, directed=False)[1].tolist())
+
+
+Moved: TypeAlias = tuple[tuple[int, ...], Tensor]
+"""Clients, by position, and the new tensor that they all get."""
+
+Reduce: TypeAlias = Callable[[Tensor], Tensor]
+"""From (clients, ...) to (...), value by value: what a rule that is no mixing matrix does in the place of a sum."""
+
+Workspace: TypeAlias = dict[tuple[int, int, torch.dtype, torch.device], Tensor]
+"""Stacks that are used again: megabytes fresh from the system cost more time than the sums over them."""
+
+
+def _weights(rows: np.ndarray, like: Tensor) -> Tensor:
+    return torch.from_numpy(rows).to(device=like.device, dtype=like.dtype)
+
+
+def _flat(stack: Tensor) -> Tensor:
+    """(clients, values) in at least float32."""
+    return stack.flatten(1) if stack.dtype in (torch.float32, torch.float64) else stack.flatten(1).float()
+
+
+def _aggregated(rows: np.ndarray, flat: Tensor, reduce: Reduce | None) -> Tensor:
+    """(rows, values): the weighted sums of the stack, or what `reduce` makes of it.
+
+    Then all sources count alike, and a row over their equal weight is what each of them is scaled by.
+    """
+    if reduce is None:
+        return _weights(rows, flat) @ flat
+    scales = rows * rows.shape[1]
+    alike = np.allclose(scales, 1, rtol=1e-12)
+    found = [
+        reduce(flat if alike else flat * _weights(row, flat)[:, None]) for row in (scales[:1] if alike else scales)
+    ]
+    return torch.stack(found * (len(rows) // len(found)))
+
+
+def mix_plain(
+    tensors: Mapping[int, Tensor], group: Group, workspace: Workspace, reduce: Reduce | None = None
+) -> Iterator[Moved]:
+    """`sum_l m_kl w_l` for every target of the group, whose tensors have one shape; equal rows give one tensor.
+
+    The stack of all sources lies in `workspace`, which the next call may overwrite.
+    """
+    first = tensors[group.sources[0]]
+    place = (len(group.sources), first.numel(), first.dtype, first.device)
+    if place not in workspace:
+        workspace[place] = torch.empty(*place[:2], dtype=first.dtype, device=first.device)
+    stack = _flat(torch.stack([tensors[k].reshape(-1) for k in group.sources], out=workspace[place]))
+    mixed = _aggregated(group.rows, stack, reduce).to(first.dtype).view(-1, *first.shape)
+    # every row owns its memory: a client that stays away must not keep the stack of all alive
+    rows = [mixed[0]] if len(mixed) == 1 else [row.clone() for row in mixed]
+    return zip(group.targets, rows)
+
+
+def _scaled(group: Group, scales: Mapping[int, float]) -> tuple[np.ndarray, tuple[tuple[int, ...], ...]]:
+    """Rows with `m_kl s_l / s_k`, split where targets of one row have different scales."""
+    rows, targets = [], []
+    for row, clients in zip(group.rows, group.targets):
+        for scale in dict.fromkeys(scales[k] for k in clients):
+            rows.append(row * np.array([scales[source] for source in group.sources]) / scale)
+            targets.append(tuple(k for k in clients if scales[k] == scale))
+    return np.array(rows), tuple(targets)
+
+
+def mix_factor(
+    factors: Mapping[int, Tensor],
+    group: Group,
+    *,
+    lead: Mapping[int, int] | None,
+    scales: Mapping[int, float] | None,
+    keep_own: bool,
+    reduce: Reduce | None = None,
+) -> Iterator[Moved]:
+    """The mixed factor of every target, each with its own rank; the rank is the first axis (pass B transposed).
+
+    `lead` gives the number of leading rows that mix (truncate), None pads with zeros to the longest rank. `scales`
+    are those of B: the update is s B A, so s B is what is averaged. Rows that no source supplies are the client's
+    own (`keep_own`, for A, so that the direction can be trained) or zero (for B, so that the function is the mean's).
+    """
+    rows, targets = (group.rows, group.targets) if scales is None else _scaled(group, scales)
+    first = factors[group.sources[0]]
+    longest = max(factors[k].shape[0] for k in group.sources)
+    stack = torch.zeros(len(group.sources), longest, first.shape[1], dtype=first.dtype, device=first.device)
+    for place, k in enumerate(group.sources):
+        stack[place, : factors[k].shape[0]] = factors[k]
+    flat = _flat(stack)
+    mixed = _aggregated(rows, flat, reduce).to(first.dtype).view(-1, longest, first.shape[1])
+    for row, clients in zip(mixed, targets):
+        for k in clients:
+            own = factors[k]
+            length = min(longest, own.shape[0]) if lead is None else lead[k]
+            new = own.clone() if keep_own or lead is not None else torch.zeros_like(own)
+            new[:length] = row[:length]
+            yield (k,), new
+
+
+SHARES = ("A", "B", "head")
+SPACES = ("factors", "product")
+ALIGNMENTS = ("pad", "truncate")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mixed:
+    """Models after a server step."""
+
+    by_client: dict[str, Params]
+    """Every client's new parameters, in the old order of the keys. Who did not move has the same mapping as before,
+    what did not move is the same tensor; clients with equal rows and ranks share one tensor, so read-only is meant."""
+    discarded: dict[str, float]
+    """Share of the squared norm of a client's update that its ranks could not hold; 0 for who did not move."""
+
+
+def check_mixing(share: Sequence[str], space: str, align: str) -> None:
+    """Raise ConfigError for an unknown word, for sharing nothing, and for product space with A or B alone."""
+    for kind, names, known in (("share", share, SHARES), ("space", [space], SPACES), ("align", [align], ALIGNMENTS)):
+        for name in names:
+            if name not in known:
+                raise unknown(kind, name, known)
+    if not share:
+        raise ConfigError(f"share is empty: a rule that communicates needs some of {', '.join(SHARES)}; or use 'local'")
+    if space == "product" and ("A" in share) != ("B" in share):
+        raise ConfigError(
+            f"space 'product' mixes s B A and needs both A and B shared, not {', '.join(share)}; use space 'factors'"
+        )
+
+
+class _Rows:
+    """Groups and components of each distinct matrix, found once."""
+
+    def __init__(self, matrices: Callable[[str], np.ndarray]) -> None:
+        self._matrices = matrices
+        self.workspace: Workspace = {}
+        self._found: dict[int, tuple[np.ndarray, tuple[Group, ...], tuple[int, ...]]] = {}
+
+    def of(self, key: str) -> tuple[tuple[Group, ...], tuple[int, ...]]:
+        matrix = self._matrices(key)
+        if id(matrix) not in self._found:
+            self._found[id(matrix)] = (matrix, groups_of(matrix), components_of(matrix))
+        return self._found[id(matrix)][1:]
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Held:
+    """Everyone's models, by position."""
+
+    params: tuple[Params, ...]
+    clients: tuple[str, ...]
+
+    def holders(self, group: Group, key: str) -> dict[int, Tensor]:
+        """The key's tensor of every client in the group; empty if nobody there holds it."""
+        found = {k: self.params[k][key] for k in group.everyone if key in self.params[k]}
+        if found and len(found) < len(group.everyone):
+            lacking = ", ".join(self.clients[k] for k in group.everyone if k not in found)
+            raise ProtocolError(f"{lacking} has no {key}, but clients that it mixes with do")
+        return found
+
+
+def _all_keys(params: Iterable[Params]) -> Iterator[str]:
+    return iter(dict.fromkeys(key for one in params for key in one))
+
+
+def _is_shared(key: str, share: Sequence[str], space: str) -> bool:
+    """Whether a tensor mixes by itself; biases and other whole tensors go with the adapters."""
+    if key.startswith(HEAD):
+        return "head" in share
+    if key == PRIVATE:
+        return False
+    if key.endswith(LORA_A):
+        return "A" in share and space == "factors"
+    if key.endswith(LORA_B):
+        return "B" in share and space == "factors"
+    return "A" in share or "B" in share
+
+
+def _leads(components: Sequence[int], ranks: Sequence[int | None]) -> dict[int, int]:
+    """For each client with a rank the smallest among those that it is connected with."""
+    smallest: dict[int, int] = {}
+    for component, rank in zip(components, ranks):
+        if rank is not None:
+            smallest[component] = min(rank, smallest.get(component, rank))
+    return {k: smallest[components[k]] for k, rank in enumerate(ranks) if rank is not None}
+
+
+def _mix_key(
+    held: _Held, rows: _Rows, key: str, *, align: str, scale: Callable[[int], float], reduce: Reduce | None
+) -> Iterator[Moved]:
+    groups, components = rows.of(key)
+    is_b = key.endswith(LORA_B)
+    is_factor = is_b or key.endswith(LORA_A)
+    axis = 1 if is_b else 0
+    lead: dict[int, int] | None = None
+    if align == "truncate" and is_factor:
+        lead = _leads(components, [one[key].shape[axis] if key in one else None for one in held.params])
+    for group in groups:
+        tensors = held.holders(group, key)
+        shapes = {tensor.shape for tensor in tensors.values()}
+        if len(shapes) == 1 and (lead is None or {lead[k] for k in tensors} == {next(iter(shapes))[axis]}):
+            yield from mix_plain(tensors, group, rows.workspace, reduce)
+        elif shapes and not is_factor:
+            raise ProtocolError(
+                f"{key} has the shapes {sorted(map(tuple, shapes))}; clients that mix it need equal ones: name their "
+                "tasks apart or do not share the head"
+            )
+        elif is_b:
+            scales = {k: scale(tensor.shape[1]) for k, tensor in tensors.items()}
+            turned = {k: tensor.T for k, tensor in tensors.items()}
+            mixed = mix_factor(turned, group, lead=lead, scales=scales, keep_own=False, reduce=reduce)
+            yield from ((clients, tensor.T.contiguous()) for clients, tensor in mixed)
+        elif shapes:
+            yield from mix_factor(tensors, group, lead=lead, scales=None, keep_own=True, reduce=reduce)
+
+
+def _mix_product(
+    held: _Held, group: Group, module: str, *, scale: Callable[[int], float], reduce: Reduce | None
+) -> Iterator[tuple[int, Tensor, Tensor, float, float]]:
+    """(client, A, B, energy thrown away, energy of the whole) for every target of the group."""
+    a, b = held.holders(group, module + LORA_A), held.holders(group, module + LORA_B)
+    if not a:
+        return
+    sources = group.sources
+    counts = [a[k].shape[0] for k in sources]
+    factors = [a[k] for k in sources], [b[k] for k in sources], [scale(r) for r in counts]
+    longest = [max(a[k].shape[0] for k in targets) for targets in group.targets]
+    if reduce is None:
+        stack_a, stack_b = stack_factors(*factors)
+        weights = torch.from_numpy(np.repeat(group.rows, counts, axis=1)).to(stack_a.device)
+        found = leading(stack_a, stack_b, weights, ranks=longest)
+    else:
+        found = leading_reduced(*factors, reduce=reduce, ranks=longest)
+    for best, targets in zip(found, group.targets):
+        done: dict[int, tuple[Tensor, Tensor, float]] = {}
+        for k in targets:
+            rank = a[k].shape[0]
+            # equal rank, equal result, unless spare directions come from the client's own A
+            if rank not in done or rank > len(best.energies):
+                new_a, new_b, thrown = fit(best, a[k], rank=rank, scale=scale(rank))
+                done[rank] = (new_a.to(a[k].dtype).contiguous(), new_b.to(b[k].dtype).contiguous(), thrown)
+            yield k, *done[rank], best.total
+
+
+def mix(
+    by_client: ByClient,
+    matrices: Callable[[str], np.ndarray] | Mapping[str, np.ndarray],
+    *,
+    clients: Sequence[str],
+    share: Sequence[str],
+    space: str,
+    align: str,
+    scale: Callable[[int], float],
+    reduce: Reduce | None = None,
+) -> Mixed:
+    """Everyone's model after `w <- M w`, where `matrices(key)` is M (n, n) float64, row-stochastic, for that tensor.
+
+    In `product` space the update `s B A` of each module is mixed with the matrix of its `lora_A`, then cut to each
+    client's own rank. `scale` gives s of a rank. Who has the identity's row keeps the very same tensors. Raises
+    ConfigError for words that contradict, ProtocolError where models that should mix hold different tensors.
+
+    With `reduce` a row of M, whose weights are equal, only says who is aggregated, and this function how: value by
+    value, in product space those of the dense updates.
+    """
+    check_mixing(share, space, align)
+    rows = _Rows(matrices.__getitem__ if isinstance(matrices, Mapping) else matrices)
+    held = _Held(params=tuple(by_client[client] for client in clients), clients=tuple(clients))
+    new: dict[int, dict[str, Tensor]] = {}
+    for key in _all_keys(held.params):
+        if _is_shared(key, share, space):
+            for targets, tensor in _mix_key(held, rows, key, align=align, scale=scale, reduce=reduce):
+                for k in targets:
+                    new.setdefault(k, dict(held.params[k]))[key] = tensor
+    thrown, total = dict.fromkeys(clients, 0.0), dict.fromkeys(clients, 0.0)
+    # Sorted, because the sums below follow the order, and a model that comes from a checkpoint has another one.
+    modules = sorted(lora_modules(dict.fromkeys(_all_keys(held.params), torch.empty(0)))) if space == "product" else []
+    for module in modules if "A" in share else []:
+        for group in rows.of(module + LORA_A)[0]:
+            for k, a, b, lost, whole in _mix_product(held, group, module, scale=scale, reduce=reduce):
+                new.setdefault(k, dict(held.params[k])).update({module + LORA_A: a, module + LORA_B: b})
+                thrown[clients[k]] += lost
+                total[clients[k]] += whole
+    moved = {client: new.get(k, held.params[k]) for k, client in enumerate(clients)}
+    return Mixed(by_client=moved, discarded=energy_share(thrown, total))
+
+
+def realign(params: Params, ranks: Mapping[str, int], scale: Callable[[int], float]) -> dict[str, Tensor]:
+    """The same model with other ranks: `ranks` names the modules that change, `scale` gives s of a rank.
+
+    Exact as long as the new rank holds the product, else the best approximation. New directions are orthogonal rows
+    of A beside zero columns of B, so they can be trained. Raises ConfigError for an unknown module or rank below 1.
+    """
+    new = dict(params)
+    for module, rank in ranks.items():
+        if module + LORA_A not in params:
+            raise unknown("adapted module", module, lora_modules(params))
+        if rank < 1:
+            raise ConfigError(f"rank {rank} of {module} must be at least 1")
+        a, b = params[module + LORA_A], params[module + LORA_B]
+        if rank != a.shape[0]:
+            scales = {"old_scale": scale(a.shape[0]), "new_scale": scale(rank)}
+            new[module + LORA_A], new[module + LORA_B] = realigned(a, b, rank=rank, **scales)
+    return new

@@ -1,0 +1,34 @@
+"""The server's rules, by name."""
+
+from collections.abc import Callable
+
+from atlas_fl.aggregation.robust import geometric_median, krum, median, multi_krum, trimmed_mean
+from atlas_fl.aggregation.strategies import Strategy as Strategy
+from atlas_fl.aggregation.strategies import StrategyOptions as StrategyOptions
+from atlas_fl.aggregation.strategies import atlas, atlas_no_laplacian, fedavg, fedavg_cluster, local
+from atlas_fl.aggregation.strategies import check_update as check_update
+from atlas_fl.errors import unknown
+
+STRATEGIES: dict[str, Callable[[StrategyOptions], Strategy]] = {
+    "local": local,
+    "fedavg": fedavg,
+    "fedavg_cluster": fedavg_cluster,
+    "atlas": atlas,
+    "atlas_no_laplacian": atlas_no_laplacian,
+    "median": median,
+    "trimmed_mean": trimmed_mean,
+    "krum": krum,
+    "multi_krum": multi_krum,
+    "geometric_median": geometric_median,
+}
+
+ALIASES: dict[str, str] = {"local_only": "local", "standard_fl": "fedavg"}
+"""Names that earlier descriptions of these rules used."""
+
+
+def find_strategy(name: str, options: StrategyOptions) -> Strategy:
+    """The strategy of this name or alias; raises ConfigError for an unknown name or options that contradict."""
+    known = ALIASES.get(name, name)
+    if known not in STRATEGIES:
+        raise unknown("strategy", name, [*STRATEGIES, *ALIASES])
+    return STRATEGIES[known](options)

@@ -1,0 +1,271 @@
+"""Strategies that withstand hostile clients.
+
+How far apart the models of clients are, pair by pair: what Krum and the geometric median go by.
+
+    d_kl^2 = sum over modules || s_k B_k A_k - s_l B_l A_l ||_F^2 + sum over other tensors || w_k - w_l ||^2
+
+Pairs of factors come from Gram matrices of the small products, so no dense update is formed.
+
+Rules that withstand hostile clients. Every client counts alike: a claim of examples has no effect on them.
+
+    median             of every value, over the clients
+    trimmed_mean       the mean of every value without the ceil(trim n) lowest and highest
+    krum               the model with the least sum of squared distances to its n - f - 2 nearest
+    multi_krum         the mean of the n - f models with the least such sums
+    geometric_median   the point with the least sum of distances to all, by Weiszfeld's steps c_k = 1 / max(nu, d_k)
+
+Median and trimmed mean: Yin, Chen, Ramchandran and Bartlett, 2018. Krum: Blanchard, El Mhamdi, Guerraoui and Stainer,
+2017. Geometric median: RFA, Pillutla, Kakade and Harchaoui, 2022.
+
+The first two are no mixing matrix. The others are one that depends on the updates: their rows are made from the
+distances between the models. All are applied inside the groups that may mix: everyone, or each cluster; heads inside
+their task.
+"""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from math import ceil
+from typing import TypeAlias
+
+import numpy as np
+import torch
+from jaxtyping import Float64
+from torch import Tensor
+
+from atlas_fl.aggregation.diversity import gram_distances, update_gram
+from atlas_fl.aggregation.matrices import Federation, average, cluster_labels
+from atlas_fl.aggregation.strategies import Rule, Step, Strategy, StrategyOptions, mixing_strategy, within_clusters
+from atlas_fl.errors import ProtocolError
+from atlas_fl.params import HEAD, LORA_A, LORA_B, ByClient, shared_part
+
+AT_ONCE = 2**20
+"""Values of each client that are looked at together."""
+
+
+def squared_distances(
+    models: ByClient, clients: Sequence[str], *, head: bool, share: Sequence[str], scale: Callable[[int], float]
+) -> Float64[np.ndarray, "n n"]:
+    """d_kl^2 of what these clients share: of their heads, or of all the rest.
+
+    Without both factors in `share` the one that is there is compared by itself, padded with zeros to the longest rank.
+    Raises ProtocolError where the clients hold different tensors.
+    """
+    parts = [shared_part(models[client], share) for client in clients]
+    keys = [key for key in (parts[0] if parts else {}) if key.startswith(HEAD) == head]
+    total = np.zeros((len(clients), len(clients)))
+    as_products = not head and {"A", "B"} <= set(share)
+    if as_products:
+        total += gram_distances(update_gram(models, clients, scale))
+    for key in keys:
+        if not (as_products and key.endswith((LORA_A, LORA_B))):
+            lacking = [client for client, part in zip(clients, parts, strict=True) if key not in part]
+            if lacking:
+                raise ProtocolError(f"{lacking[0]} has no {key}, but clients that it is compared with do")
+            total += _plain(_padded([part[key] for part in parts], key))
+    return total
+
+
+def _padded(tensors: Sequence[Tensor], key: str) -> list[Tensor]:
+    """The tensors as vectors of one length; factors of lower ranks get zeros, which other shapes may not."""
+    rows = [tensor.T if key.endswith(LORA_B) else tensor for tensor in tensors]
+    longest = max(row.shape[0] if row.ndim else 1 for row in rows)
+    if key.endswith((LORA_A, LORA_B)):
+        rows = [torch.nn.functional.pad(row, (0, 0, 0, longest - row.shape[0])) for row in rows]
+    if len({row.shape for row in rows}) > 1:
+        raise ProtocolError(f"{key} has several shapes; clients that are compared need equal ones")
+    return [row.reshape(-1) for row in rows]
+
+
+def _plain(rows: Sequence[Tensor]) -> np.ndarray:
+    """|| w_k - w_l ||^2 of vectors; their differences from the first one lose fewer digits than they do themselves."""
+    total = np.zeros((len(rows), len(rows)))
+    for first in range(0, len(rows[0]), AT_ONCE):
+        stack = torch.stack([row[first : first + AT_ONCE].double() for row in rows])
+        stack -= stack[:1].clone()
+        total += gram_distances((stack @ stack.T).cpu().numpy())
+    return total
+
+
+CLUSTERS = "clusters"
+"""Of `StrategyOptions.within`: each cluster by itself."""
+TIE = 1e-9
+"""Relative difference of scores below which they are equal; equal ones are averaged, so that no order decides."""
+SMOOTHING = 1e-6
+"""nu: distances below it count as this."""
+STEPS, SETTLED = 1000, 1e-12
+"""Most steps of Weiszfeld's algorithm, and the change of a weight below which it has ended."""
+
+Weigh: TypeAlias = Callable[[Float64[np.ndarray, "n n"]], Float64[np.ndarray, " n"]]
+"""From the squared distances between the models of a group to the weights of its aggregate."""
+
+
+def coordinate_median(stack: Tensor) -> Tensor:
+    """The median over the first axis; of an even number the mean of the two in the middle."""
+    ordered, n = stack.sort(0).values, len(stack)
+    return (ordered[(n - 1) // 2] + ordered[n // 2]) / 2
+
+
+def trimmed(n: int, trim: float) -> int:
+    """How many of n values are left out at each end: the share, rounded up, and never all but one or two."""
+    return min(ceil(trim * n - 1e-9), (n - 1) // 2)
+
+
+def trimmed_average(stack: Tensor, *, trim: float) -> Tensor:
+    """The mean over the first axis without the lowest and highest values."""
+    count = trimmed(len(stack), trim)
+    return stack.sort(0).values[count : len(stack) - count].mean(0)
+
+
+def krum_scores(squares: Float64[np.ndarray, "n n"], byzantine: int) -> Float64[np.ndarray, " n"]:
+    """The sum of squared distances to the n - f - 2 nearest others, at least one, where there are others."""
+    n = len(squares)
+    nearest = min(max(n - byzantine - 2, 1), n - 1)
+    others = np.array([np.delete(row, k) for k, row in enumerate(squares)]).reshape(n, n - 1)
+    return np.asarray(np.sort(others, axis=1)[:, :nearest].sum(axis=1))
+
+
+def krum_weights(squares: Float64[np.ndarray, "n n"], *, byzantine: int, selected: int) -> Float64[np.ndarray, " n"]:
+    """Equal weights of so many models with the least scores, and of those that tie with the last of them."""
+    scores = krum_scores(squares, byzantine)
+    chosen = scores <= np.sort(scores)[selected - 1] * (1 + TIE)
+    return np.asarray(chosen / chosen.sum())
+
+
+def weiszfeld_weights(squares: Float64[np.ndarray, "n n"]) -> Float64[np.ndarray, " n"]:
+    """The weights c of the geometric median `sum_k c_k w_k`, from the mean on.
+
+    The distance of a point to a model follows from those between models: d_k^2 = sum_l c_l d_kl^2 - half of c^T D c.
+    """
+    weights = np.full(len(squares), 1 / len(squares))
+    for _ in range(STEPS):
+        pull = squares @ weights
+        inverse = 1 / np.sqrt(np.maximum(pull - weights @ pull / 2, SMOOTHING**2))
+        new = inverse / inverse.sum()
+        moved, weights = float(np.abs(new - weights).max()), new
+        if moved < SETTLED:
+            break
+    return np.asarray(weights)
+
+
+def _kept(n: int, byzantine: int) -> int:
+    """Models that multi-Krum takes: all but f, and more than half."""
+    return n - min(byzantine, (n - 1) // 2)
+
+
+def _groups(step: Step, options: StrategyOptions) -> np.ndarray:
+    return np.asarray(within_clusters(step) if options.within == CLUSTERS else step.groups)
+
+
+def _alike(options: StrategyOptions) -> Rule:
+    """Who is aggregated with whom: the plain mean of the present of each group."""
+
+    def rule(step: Step) -> np.ndarray:
+        return np.asarray(average(np.ones(len(step.present)), _groups(step, options), step.present))
+
+    return rule
+
+
+def _weighed(options: StrategyOptions, weigh: Weigh) -> Rule:
+    """The weights of each group's present, as their distances give them; before there are updates, the plain mean."""
+
+    def rule(step: Step) -> np.ndarray:
+        groups, matrix = _groups(step, options), _alike(options)(step)
+        if step.models is None:
+            return matrix
+        for label in set(groups.tolist()):
+            inside = np.flatnonzero((groups == label) & step.present).tolist()
+            if len(inside) > 1:
+                row = np.zeros(len(matrix))
+                row[inside] = weigh(_distances(step, inside, options))
+                matrix[groups == label] = row
+        return matrix
+
+    return rule
+
+
+def _distances(step: Step, clients: Sequence[int], options: StrategyOptions) -> np.ndarray:
+    """The squared distances between the models of these clients, by index: of their heads, or of all the rest."""
+    assert step.models is not None, "distances are of models"
+    names = [step.federation.clients[k] for k in clients]
+    return np.asarray(
+        squared_distances(
+            step.models.after, names, head=step.parameters.is_head, share=options.share, scale=options.scale
+        )
+    )
+
+
+def _by_coordinate(name: str, options: StrategyOptions, reduce: Callable[[Tensor], Tensor]) -> Strategy:
+    return mixing_strategy(name, _alike(options), options, clustered=options.within == CLUSTERS, reduce=reduce)
+
+
+def _by_distance(name: str, options: StrategyOptions, weigh: Weigh) -> Strategy:
+    return mixing_strategy(name, _weighed(options, weigh), options, clustered=options.within == CLUSTERS)
+
+
+def median(options: StrategyOptions) -> Strategy:
+    """The median of every value over the clients: less than half of them may be hostile."""
+    return _by_coordinate("median", options, coordinate_median)
+
+
+def trimmed_mean(options: StrategyOptions) -> Strategy:
+    """The mean of every value without its lowest and highest (`--trim`)."""
+    return _by_coordinate("trimmed_mean", options, partial(trimmed_average, trim=options.trim))
+
+
+def krum(options: StrategyOptions) -> Strategy:
+    """The one model that is nearest to its neighbours, for everyone (`--byzantine`)."""
+    return _by_distance("krum", options, partial(krum_weights, byzantine=options.byzantine, selected=1))
+
+
+def multi_krum(options: StrategyOptions) -> Strategy:
+    """The mean of the models that are near to their neighbours: all but `--byzantine`."""
+
+    def weigh(squares: np.ndarray) -> np.ndarray:
+        f = options.byzantine
+        return np.asarray(krum_weights(squares, byzantine=f, selected=_kept(len(squares), f)))
+
+    return _by_distance("multi_krum", options, weigh)
+
+
+def geometric_median(options: StrategyOptions) -> Strategy:
+    """The point with the least sum of distances to all models: less than half of them may be hostile."""
+    return _by_distance("geometric_median", options, weiszfeld_weights)
+
+
+def _half(n: int, _: StrategyOptions) -> int:
+    return (n - 1) // 2
+
+
+def _krum(n: int, _: StrategyOptions) -> int:
+    return max((n - 3) // 2, 0)
+
+
+WITHSTANDS: dict[str, Callable[[int, StrategyOptions], int]] = {
+    "median": _half,
+    "trimmed_mean": lambda n, options: trimmed(n, options.trim),
+    "krum": _krum,
+    "multi_krum": _krum,
+    "geometric_median": _half,
+}
+"""How many hostile clients of n a rule withstands."""
+
+
+def small_groups(name: str, federation: Federation, options: StrategyOptions) -> tuple[str, ...]:
+    """What a user should know of a rule before a run: the groups in which it withstands fewer than `--byzantine`."""
+    if name not in WITHSTANDS:
+        return ()
+    clusters = [str(label[1]) if label[0] == "cluster" else "" for label in cluster_labels(federation.clusters)]
+    apart = clusters if options.within == CLUSTERS else ["all clients"] * len(clusters)
+    bodies = [f"cluster {label}" if options.within == CLUSTERS else label for label in apart]
+    heads = [f"the heads of {task}" + (f" in {body}" if options.within == CLUSTERS else "")
+             for task, body in zip(federation.head_groups, bodies)]  # fmt: skip
+    lines = []
+    for group in dict.fromkeys([*bodies, *heads]):
+        n = bodies.count(group) or heads.count(group)
+        withstood = WITHSTANDS[name](n, options)
+        if withstood < options.byzantine and n > 1 and not group.endswith("cluster "):
+            lines.append(
+                f"{name}: {group}: {n} clients withstand {withstood} hostile ones, and --byzantine is"
+                f" {options.byzantine}"
+            )
+    return tuple(lines)

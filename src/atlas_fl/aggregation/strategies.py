@@ -1,0 +1,534 @@
+"""Strategies: what the server makes of the clients' updates.
+
+What the server checks before an update may meet the models of others.
+
+A rule: from one round to the mixing matrix of a group of parameters, and the matrix of each tensor by its name.
+
+A strategy: a frozen pair of functions, and the one way in which every rule of this package is applied.
+
+Local training and weighted averages: over everyone, or inside clusters. FedAvg: McMahan et al., 2017.
+
+What a claim of examples may weigh is bounded (`aggregation.matrices.bounded_weights`).
+
+Laplacian personalisation on the graph of clients. MIRA: Elbakary et al., 2024.
+"""
+
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Protocol, TypeAlias, runtime_checkable
+
+import numpy as np
+import torch
+from jaxtyping import Bool, Float64, Int64
+
+from atlas_fl.aggregation.matrices import (
+    LAPLACIANS,
+    Federation,
+    average,
+    cluster_labels,
+    cut,
+    group_ids,
+    laplacian_step,
+    layer_factors,
+)
+from atlas_fl.aggregation.mixing import Mixed, Reduce, check_mixing, mix
+from atlas_fl.aggregation.shared_adapters import pooled, with_shared
+from atlas_fl.errors import ConfigError, ProtocolError, unknown
+from atlas_fl.params import HEAD, LORA_A, LORA_B, ByClient, Params, ServerState
+
+LARGEST = 1e18
+"""Size of a weight above which it is refused: the square of a little more is no float32 any longer."""
+
+
+def _some(names: set[str]) -> str:
+    first = sorted(names)[:3]
+    return ", ".join(first) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+
+
+def check_update(start: Params, update: Params) -> None:
+    """Raise ProtocolError unless the update has the keys, shapes and dtypes of `start`, no value beyond `LARGEST`."""
+    missing, extra = start.keys() - update.keys(), update.keys() - start.keys()
+    if missing or extra:
+        parts = [f"lacks {_some(missing)}"] if missing else []
+        parts += [f"has unknown {_some(extra)}"] if extra else []
+        raise ProtocolError(f"the update {' and '.join(parts)}; it must hold the {len(start)} tensors that were sent")
+    for key, sent in start.items():
+        got = update[key]
+        if got.shape != sent.shape or got.dtype != sent.dtype:
+            raise ProtocolError(
+                f"{key} is {tuple(got.shape)} {got.dtype}, sent was {tuple(sent.shape)} {sent.dtype}; return it as sent"
+            )
+    _check_finite(update)
+
+
+def _check_finite(update: Params) -> None:
+    for key, bad in unusable_values(update):
+        kind = f"beyond {LARGEST:g}" if bool(update[key].isfinite().all()) else "NaN or infinite"
+        raise ProtocolError(f"{key} holds {bad} values that are {kind}; lower the learning rate or clip")
+
+
+def unusable_values(params: Params) -> Iterator[tuple[str, int]]:
+    """(name, how many) of every tensor with values that are NaN, infinite or beyond `LARGEST` in size."""
+    floats = {key: tensor for key, tensor in params.items() if tensor.is_floating_point() and tensor.numel()}
+    # one call for all: no value is larger than the norm, and NaN and infinity survive it
+    norms = torch._foreach_norm(list(floats.values())) if floats else []
+    for key, norm in zip(floats, torch.stack(tuple(norms)).tolist() if floats else []):
+        bad = 0 if norm <= LARGEST else int((~(floats[key].abs() <= LARGEST)).sum())
+        if bad:
+            yield key, bad
+
+
+def unusable_models(models: ByClient) -> tuple[str, ...]:
+    """The clients whose models hold such values; tensors that several share are read once."""
+    tensors = {id(tensor): tensor for params in models.values() for tensor in params.values()}
+    bad = {int(key) for key, _ in unusable_values({str(place): tensor for place, tensor in tensors.items()})}
+    return tuple(name for name, params in models.items() if bad & {id(tensor) for tensor in params.values()})
+
+
+Matrices: TypeAlias = Callable[[str], np.ndarray]
+"""The matrix M (n, n) that a parameter of this name is mixed with."""
+
+GRANULARITIES = ("all", "layer", "kind", "layer_and_kind")
+"""Which parameters of a model share a mixing matrix, besides heads, which mix inside a task."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParameterGroup:
+    """The parameters that one mixing matrix is for."""
+
+    is_head: bool
+    """Whether they are heads."""
+    layer: int | None = None
+    """Their layer; None where the layers share a matrix, and for heads."""
+    kind: str | None = None
+    """`A`, `B`, `product` (A and B together), `weights` or `head`; None where the kinds share a matrix."""
+
+
+def parameter_kind(key: str, space: str) -> str:
+    """What kind of parameter this is: `head`, `A`, `B`, `weights`, or in product space `product` for A and B."""
+    if key.startswith(HEAD):
+        return "head"
+    if key.endswith((LORA_A, LORA_B)):
+        return "product" if space == "product" else key[-1]
+    return "weights"
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class RoundModels:
+    """What a rule sees of one round besides the federation."""
+
+    before: ByClient
+    """The models of the last aggregation, as the server has them."""
+    after: ByClient
+    """The same with the updates of the clients that took part."""
+    server_state: ServerState
+    """What the strategy remembers."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Step:
+    """What a rule makes a matrix from."""
+
+    federation: Federation
+    """The clients."""
+    groups: Int64[np.ndarray, " n"]
+    """Clients of different groups must not mix."""
+    present: Bool[np.ndarray, " n"]
+    """Who took part."""
+    eta: float
+    """Size of the step."""
+    parameters: ParameterGroup
+    """What the matrix is for."""
+    models: RoundModels | None = None
+    """The models of the round; None before there are updates."""
+
+
+Rule: TypeAlias = Callable[[Step], np.ndarray]
+"""M (n, n), row-stochastic, of one step."""
+
+
+def within_clusters(step: Step) -> Int64[np.ndarray, " n"]:
+    """The step's groups, cut at the borders of clusters; who is undecided is a group of its own."""
+    labels = zip(cluster_labels(step.federation.clusters), step.groups.tolist())
+    return group_ids(list(labels))
+
+
+def layer_of(federation: Federation, key: str) -> int:
+    """The layer of an adapted module's tensor; raises ConfigError where the plan names none."""
+    module = key.removesuffix(LORA_A).removesuffix(LORA_B)
+    if module not in federation.layer_of:
+        raise ConfigError(f"no layer is known for {module}; layer_weighting 'importance' needs one, or use 'none'")
+    return federation.layer_of[module]
+
+
+def matrices_for(
+    rule: Rule,
+    federation: Federation,
+    present: Sequence[bool],
+    *,
+    eta: float,
+    layer_weighting: str,
+    max_share: float = 1.0,
+    granularity: str = "all",
+    space: str = "product",
+    models: RoundModels | None = None,
+) -> Matrices:
+    """The matrix for each name: heads stay inside their task, layers may scale eta; equal matrices are one object.
+
+    A rule is called once for each group of parameters that `granularity` tells apart.
+    What clients share above their cuts has one row for all of them (`aggregation.shared_adapters`).
+    """
+    there = np.asarray(present, bool)
+    anyone, by_task = np.zeros(len(there), np.int64), group_ids(federation.head_groups)
+    factors = layer_factors(federation) if layer_weighting == "importance" else None
+    is_pooled = any(cut is not None for cut in federation.cuts)
+    by_layer, by_kind = granularity in ("layer", "layer_and_kind"), granularity in ("kind", "layer_and_kind")
+    made: dict[Hashable, Float64[np.ndarray, "n n"]] = {}
+
+    def matrix(key: str) -> Float64[np.ndarray, "n n"]:
+        is_head = key.startswith(HEAD)
+        layer = None if is_head or not (by_layer or is_pooled or factors is not None) else layer_of(federation, key)
+        group = ParameterGroup(
+            is_head=is_head, layer=layer if by_layer else None, kind=parameter_kind(key, space) if by_kind else None
+        )
+        size = eta if factors is None or layer is None else eta * float(factors[layer])
+        if (group, size) not in made:
+            groups = by_task if is_head else anyone
+            made[group, size] = rule(
+                Step(federation=federation, groups=groups, present=there, eta=size, parameters=group, models=models)
+            )
+        if layer is None or not is_pooled:
+            return made[group, size]
+        if (group, size, layer) not in made:
+            row = pooled(made[group, size], federation, layer, present=there, max_share=max_share)
+            made[group, size, layer] = row
+        return made[group, size, layer]
+
+    return matrix
+
+
+def for_newcomers(rule: Rule) -> Rule:
+    """The rule for those alone who are not present; everyone else keeps its model."""
+    return lambda step: np.where(step.present[:, None], np.eye(len(step.present)), rule(step))
+
+
+LAYER_WEIGHTINGS = ("none", "importance")
+
+
+def twice_the_rank(_rank: int) -> float:
+    """The scale alpha / r with alpha = 2 r: always 2."""
+    return 2.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class StrategyOptions:
+    """The numbers and words that rules are made from."""
+
+    eta: float = 0.1
+    """Step of the Laplacian in round one."""
+    eta_decay: float = 1.0
+    """Factor on eta after each round."""
+    laplacian: str = "random_walk"
+    """Which Laplacian."""
+    space: str = "product"
+    """Where the adapters are mixed: `product` or `factors`."""
+    share: tuple[str, ...] = ("A", "B", "head")
+    """What leaves the client."""
+    align: str = "pad"
+    """How factors of different ranks meet."""
+    layer_weighting: str = "none"
+    """`importance` scales eta by each layer's importance."""
+    scale: Callable[[int], float] = twice_the_rank
+    """LoRA scale s of a rank."""
+    max_share: float = 1.0
+    """Largest share of a weighted average that one client's examples may give it (`matrices.bounded_weights`)."""
+    within: str = "all"
+    """Where robust rules are applied: over `all` clients, or inside `clusters`."""
+    trim: float = 0.2
+    """Share of the clients whose values `trimmed_mean` leaves out at each end."""
+    byzantine: int = 1
+    """Hostile clients that `krum` and `multi_krum` expect."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Aggregated:
+    """What one server step gives."""
+
+    server_state: ServerState
+    """What the strategy remembers."""
+    client_models: ByClient
+    """The model of every client: what it starts the next round with."""
+    discarded: Mapping[str, float]
+    """By client, the share of its mixed update's squared norm that its ranks could not hold (product space; else 0)."""
+
+
+@runtime_checkable
+class Aggregate(Protocol):
+    """One server step: a pure function of state, models, the updates of who took part, and the federation."""
+
+    def __call__(
+        self,
+        server_state: ServerState,
+        client_models: ByClient,
+        updates: ByClient,
+        federation: Federation,
+        *,
+        round: int,
+    ) -> Aggregated:
+        """The new state, and what every client starts the next round with.
+
+        `client_models` are those of the last aggregation, of every client.
+        """
+
+
+@runtime_checkable
+class Welcome(Protocol):
+    """The models of clients that join a run, from those of the others and their own fresh ones; a pure function."""
+
+    def __call__(
+        self, server_state: ServerState, client_models: ByClient, fresh: ByClient, federation: Federation
+    ) -> dict[str, Params]:
+        """The newcomers' models, mixed from those that the others hold; `federation` is of all of them."""
+
+
+@runtime_checkable
+class MatricesOf(Protocol):
+    """The matrices of one round."""
+
+    def __call__(
+        self, federation: Federation, present: Sequence[bool], *, round: int, models: RoundModels | None = None
+    ) -> Matrices:
+        """The matrix for each parameter's name, when these clients took part.
+
+        A rule that depends on the updates needs `models`; without them it says who may mix with whom.
+        """
+
+
+def no_state(_client_models: ByClient) -> ServerState:
+    """The state of a strategy that remembers nothing but the models."""
+    return {}
+
+
+def same_state(server_state: ServerState, _newcomers: ByClient) -> ServerState:
+    """The state of a strategy that remembers nothing of single clients."""
+    return server_state
+
+
+@dataclass(frozen=True, kw_only=True)
+class Strategy:
+    """A server rule; nothing in it changes."""
+
+    name: str
+    """Its name in the registry."""
+    communicates: bool
+    """Whether anything leaves the clients."""
+    clustered: bool
+    """Whether it needs clusters or a graph."""
+    init: Callable[[ByClient], ServerState] = no_state
+    """The server state before round one, from the models that the clients start with."""
+    aggregate: Aggregate
+    """The server step."""
+    matrices: MatricesOf
+    """The matrices that the step applies; of a rule that is none (`median`), who is aggregated with whom."""
+    eta: Callable[[int], float]
+    """The step of a round (the first is 1); 0 where the rule has none."""
+    welcome: Welcome
+    """What clients that join a run begin with."""
+    extend_state: Callable[[ServerState, ByClient], ServerState] = same_state
+    """The server state with an entry for each of these newcomers, from the models that they begin with."""
+
+
+def check_options(options: StrategyOptions) -> None:
+    """Raise ConfigError for a number out of range, an unknown word or words that contradict each other."""
+    for name, value in (("eta", options.eta), ("eta_decay", options.eta_decay)):
+        if not (np.isfinite(value) and value >= 0):
+            raise ConfigError(f"{name} is {value}; it must be finite and 0 or more")
+    if options.laplacian not in LAPLACIANS:
+        raise unknown("Laplacian", options.laplacian, LAPLACIANS)
+    if options.layer_weighting not in LAYER_WEIGHTINGS:
+        raise unknown("layer weighting", options.layer_weighting, LAYER_WEIGHTINGS)
+    check_mixing(options.share, options.space, options.align)
+
+
+def with_updates(client_models: ByClient, updates: ByClient) -> dict[str, Params]:
+    """The model of every client after local training: its update, or its old model where it took no part."""
+    strangers = sorted(updates.keys() - client_models.keys())
+    if strangers:
+        raise ProtocolError(f"update of an unknown client {strangers[0]!r}; this run has {', '.join(client_models)}")
+    return {client: updates.get(client, params) for client, params in client_models.items()}
+
+
+def _steps(options: StrategyOptions) -> Callable[[int], float]:
+    """The size of the rule's step by round."""
+    return lambda round: options.eta * options.eta_decay ** (round - 1)
+
+
+def _no_step(_round: int) -> float:
+    return 0.0
+
+
+def mixing_strategy(
+    name: str,
+    rule: Rule,
+    options: StrategyOptions,
+    *,
+    arrival: Rule | None = None,
+    communicates: bool = True,
+    clustered: bool = False,
+    has_eta: bool = False,
+    granularity: str = "all",
+    reduce: Reduce | None = None,
+) -> Strategy:
+    """The strategy that applies the rule's matrices to the models of all clients.
+
+    `granularity` tells which parameters have a matrix of their own (`rule.GRANULARITIES`). With `reduce` the rows only
+    say who is aggregated with whom, and this is how.
+    Who joins later begins with its row of `arrival`, in which it is not present and the others are: by default of the
+    rule itself, which for an average is the average of the others.
+    """
+    check_options(options)
+    weighting, eta = (options.layer_weighting, _steps(options)) if has_eta else ("none", _no_step)
+
+    def matrices(
+        federation: Federation, present: Sequence[bool], *, round: int, models: RoundModels | None = None
+    ) -> Matrices:
+        return matrices_for(
+            rule,
+            # what is reduced is the same for all of a group, and so for those who share a set
+            federation if reduce is None else replace(federation, cuts=()),
+            present,
+            eta=eta(round),
+            layer_weighting=weighting,
+            max_share=options.max_share,
+            granularity=granularity,
+            space=options.space,
+            models=models,
+        )
+
+    return Strategy(
+        name=name,
+        communicates=communicates,
+        clustered=clustered,
+        aggregate=_mixing_aggregate(matrices, options, reduce),
+        matrices=matrices,
+        eta=eta,
+        welcome=_mixing_welcome(for_newcomers(arrival or rule), options, reduce),
+    )
+
+
+def _mixing_aggregate(matrices: MatricesOf, options: StrategyOptions, reduce: Reduce | None) -> Aggregate:
+    """The server step that applies these matrices and leaves the server state as it is."""
+
+    def aggregate(
+        server_state: ServerState,
+        client_models: ByClient,
+        updates: ByClient,
+        federation: Federation,
+        *,
+        round: int,
+    ) -> Aggregated:
+        after = with_shared(with_updates(client_models, updates), federation, list(updates))
+        present = [client in updates for client in federation.clients]
+        models = RoundModels(before=client_models, after=after, server_state=server_state)
+        mixed = _mixed(after, matrices(federation, present, round=round, models=models), federation, options, reduce)
+        return Aggregated(server_state=server_state, client_models=mixed.by_client, discarded=mixed.discarded)
+
+    return aggregate
+
+
+def _mixing_welcome(rule: Rule, options: StrategyOptions, reduce: Reduce | None) -> Welcome:
+    """The models of newcomers by their rows of this rule."""
+
+    def welcome(
+        server_state: ServerState, client_models: ByClient, fresh: ByClient, federation: Federation
+    ) -> dict[str, Params]:
+        present = [client not in fresh for client in federation.clients]
+        everyone = {**client_models, **fresh}
+        models = RoundModels(before=everyone, after=everyone, server_state=server_state)
+        rows = matrices_for(rule, federation, present, eta=1.0, layer_weighting="none", models=models)
+        by_client = _mixed(everyone, rows, federation, options, reduce).by_client
+        return {client: by_client[client] for client in fresh}
+
+    return welcome
+
+
+def _mixed(
+    models: ByClient, matrices: Matrices, federation: Federation, options: StrategyOptions, reduce: Reduce | None
+) -> Mixed:
+    return mix(
+        models,
+        matrices,
+        clients=federation.clients,
+        share=options.share,
+        space=options.space,
+        align=options.align,
+        scale=options.scale,
+        reduce=reduce,
+    )
+
+
+def _identity(step: Step) -> np.ndarray:
+    return np.eye(len(step.present))
+
+
+def _everyone(options: StrategyOptions) -> Rule:
+    def rule(step: Step) -> np.ndarray:
+        weights = step.federation.weights
+        return np.asarray(average(weights, step.groups, step.present, max_share=options.max_share))
+
+    return rule
+
+
+def _clusters(options: StrategyOptions) -> Rule:
+    def rule(step: Step) -> np.ndarray:
+        weights = step.federation.weights
+        return np.asarray(average(weights, within_clusters(step), step.present, max_share=options.max_share))
+
+    return rule
+
+
+def local(_: StrategyOptions) -> Strategy:
+    """Everyone keeps what it trained; nothing is sent, and no option says anything."""
+    return mixing_strategy("local", _identity, StrategyOptions(), communicates=False)
+
+
+def fedavg(options: StrategyOptions) -> Strategy:
+    """One average over all clients, weighted by examples; heads only inside their task."""
+    return mixing_strategy("fedavg", _everyone(options), options)
+
+
+def fedavg_cluster(options: StrategyOptions) -> Strategy:
+    """The weighted average inside each cluster; who is undecided stays alone.
+
+    With one rank everywhere and `space="factors"` this is the baseline of the papers.
+    """
+    return mixing_strategy("fedavg_cluster", _clusters(options), options, clustered=True)
+
+
+def atlas_no_laplacian(options: StrategyOptions) -> Strategy:
+    """ATLAS without phase 4: its clusters, its ranks and its space, but the in-cluster average for the Laplacian.
+
+    The matrix is that of `fedavg_cluster`; the two differ in what a run puts around them (ranks and space).
+    """
+    return mixing_strategy("atlas_no_laplacian", _clusters(options), options, clustered=True)
+
+
+def atlas(options: StrategyOptions) -> Strategy:
+    """`w_k <- w_k - eta sum_l L_kl w_l` on the models as trained: everyone keeps a model of its own.
+
+    It replaces an average inside clusters; after one the step would be zero. Heads follow the graph without the
+    edges between tasks. Who took no part keeps its model and still counts as a neighbour. Who joins later begins with
+    the mean of its neighbours by the weights of its edges, `w_k = sum_l a_kl w_l / sum_l a_kl`: the whole step of the
+    random walk, of a client that has no model yet.
+    """
+
+    def rule(step: Step) -> np.ndarray:
+        graph = cut(step.federation.adjacency, step.groups)
+        return np.asarray(laplacian_step(graph, kind=options.laplacian, eta=step.eta, present=step.present))
+
+    def neighbours(step: Step) -> np.ndarray:
+        edges = cut(step.federation.adjacency, step.groups) * step.present[None, :]
+        degree = edges.sum(axis=1, keepdims=True)
+        return np.where(degree > 0, edges / np.where(degree > 0, degree, 1.0), np.eye(len(edges)))
+
+    return mixing_strategy("atlas", rule, options, arrival=neighbours, clustered=True, has_eta=True)

@@ -1,0 +1,315 @@
+"""`atlas serve`, `join` and `certs`.
+
+`atlas serve`.
+
+`atlas join`.
+
+`atlas certs`.
+"""
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Literal, TypeAlias
+
+import tyro
+
+from atlas_fl.cli.arguments import Words, base_config, parse, split
+from atlas_fl.cli.display import going_on, show, show_progress
+from atlas_fl.config import Config, config_hash, mask_source, pinned, validate
+from atlas_fl.deployment.consent import Allowance, Consent
+from atlas_fl.errors import ConfigError
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServeOptions:
+    """Train a federation whose clients join from other machines, each with its own certificate and data. The same
+    command goes on where it was. Tasks, clients and devices are those of the sites, not those of the settings."""
+
+    config: str | None = None
+    """A TOML or YAML file of settings, such as the config.toml of a run."""
+    certs: str = "certs/server"
+    """The folder `server` of `atlas certs make`; its clients.txt lists who may join."""
+    host: str = "0.0.0.0"
+    """Address of this machine to listen on; 0.0.0.0 for all."""
+    port: int = 8470
+    """Port to listen on; 0 for a free one."""
+    min_clients: int = 0
+    """Fewest clients that the plan and every round need; 0 for all that are listed."""
+    wait: float = 600.0
+    """Seconds to wait for all of them before the run begins with fewer, or ends; of a complete run, for those who have
+    not got their model."""
+    deadline: float = 600.0
+    """Seconds that a client has for a job; who lets it pass misses the round."""
+    without: tuple[str, ...] = ()
+    """Clients of the plan without which the run goes on, such as who was taken off the list; may be repeated. Start it
+    without this once they are back."""
+    late: bool = True
+    """Let listed clients join that come after the plan was made; they take part from the next round on."""
+    again: tuple[str, ...] = ()
+    """Of a complete run, clients that get their model once more: they had it, and its files are lost."""
+    settings: Annotated[Config, tyro.conf.arg(name="")] = field(default_factory=Config)
+
+
+def serve(words: Sequence[str]) -> int:
+    """Serve what these words say; 0."""
+    groups = split(words)
+    options = parse(ServeOptions(settings=base_config(groups)), groups, command="atlas serve")
+    config = validate(options.settings, at_sites=True)
+    # gRPC writes its own view of every refused certificate to the terminal, where ours stands already.
+    os.environ.setdefault("GRPC_VERBOSITY", "NONE")
+
+    from pathlib import Path
+
+    from atlas_fl.cli.tables import outcome
+    from atlas_fl.deployment.end_of_run import give_again, hand_out
+    from atlas_fl.deployment.server import across_machines
+    from atlas_fl.deployment.service import Service
+    from atlas_fl.experiment.run import run as run_config
+
+    service = Service(
+        certs=Path(options.certs),
+        host=options.host,
+        port=options.port,
+        min_clients=options.min_clients,
+        wait_seconds=options.wait,
+        deadline_seconds=options.deadline,
+        late=options.late,
+        without=options.without,
+    )
+    with show_progress() as on_event, going_on("the same command"):
+        if options.again:
+            give_again(config, options.again)
+        hand_out(config, service, on_event)
+        result = run_config(config, on_event=on_event, resume=True, workplace=across_machines(service))
+    show(outcome(result.folder, result.summary, complete=result.complete))
+    return 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class JoinOptions:
+    """Take part in a federation with the data of this machine. The data stays here; counts, label statistics, sketches
+    and adapters travel. Ends when the server's run is complete; a connection that is lost is made again."""
+
+    address: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="HOST:PORT")]
+    """Where `atlas serve` runs."""
+    certs: str
+    """This site's folder of `atlas certs make`."""
+    task: str
+    """The data: your own as `name=path`, with text=, pair= and label= as needed, or a task's name."""
+    device: str
+    """This machine's profile: a name (`atlas list devices`) or your own description."""
+    part: int | None = None
+    """Which of the --clients-per-task parts of the task is here, from 0, dealt as in a simulation; all of it by
+    default."""
+    model: str | None = None
+    """Where the model lies here, if the server's name for it leads nowhere on this machine."""
+    data_dir: str | None = None
+    """A directory that holds data sets which would else come from the hub or its cache."""
+    config: str | None = None
+    """A TOML or YAML file of settings; this site works for no server with others."""
+    patience: float = 600.0
+    """Seconds to try a server again that has gone."""
+    allow: tuple[Allowance, ...] = ()
+    """What you agree to beyond adapters, head, sketches and counts: `cut` (the model may be cut, and activations tell
+    the server nearly all of the text), `labels` (they go to the server, where the head of a cut model is), `hosting`
+    (sites compute for each other) and `hub-model` (a model of the hub that the server names is loaded)."""
+    least_examples: int = Consent.least_examples
+    """Fewest training examples behind an update or a fingerprint; settings that take fewer are refused."""
+    most_sketch: int = Consent.most_sketch
+    """Most numbers of a sketch of this data; settings with longer ones are refused."""
+    private: str | None = None
+    """Where what the settings' --share leaves out is kept until the run is complete; NAME-private by default. A site
+    that is started again needs it."""
+    to: str | None = None
+    """Where this client's own model is written at the end, in PEFT's format; NAME-adapter by default."""
+
+
+def join(words: Sequence[str]) -> int:
+    """Take part as these words say; 0."""
+    groups = split(words)
+    default = JoinOptions(address=tyro.MISSING, certs=tyro.MISSING, task=tyro.MISSING, device=tyro.MISSING)
+    options = parse(default, groups, command="atlas join")
+    os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # as in `atlas serve`
+
+    from atlas_fl.deployment.site import Joining
+    from atlas_fl.deployment.site import join as join_federation
+    from atlas_fl.report.format import human_bytes
+    from atlas_fl.runtime.transport.certificates import open_certs
+
+    certs = Path(options.certs)
+    joining = Joining(
+        address=options.address,
+        certs=certs,
+        task=options.task,
+        device=options.device,
+        part=options.part,
+        model=options.model,
+        data_dir=options.data_dir,
+        config=None if options.config is None else _hash_of(base_config(groups), origin=options.config),
+        patience_seconds=options.patience,
+        allow=options.allow,
+        least_examples=options.least_examples,
+        most_sketch=options.most_sketch,
+        private=None if options.private is None else Path(options.private),
+        to=Path(options.to or f"{open_certs(certs).name}-adapter"),
+    )
+    with show_progress() as on_event, going_on("the same command"):
+        joined = join_federation(joining, on_event=on_event)
+    where = "no model: it was not in the plan" if joined.adapter is None else f"its model is in {joined.adapter}"
+    up, down = human_bytes(joined.sent_bytes), human_bytes(joined.received_bytes)
+    show([f"the run is complete for {joined.name}; {where}; {up} up, {down} down"])
+    return 0
+
+
+def _hash_of(config: Config, *, origin: str) -> str:
+    """The hash that the server has of the same settings: with the digest of what lies in their mask file.
+
+    Raises:
+        ConfigError: the mask is not here, and the settings do not say its digest.
+    """
+    path, digest = mask_source(config.sparse.mask_file)
+    if path is not None and digest is None and not Path(path).exists():
+        raise ConfigError(
+            f"{origin} names the mask {path}, which is not here to be compared with the server's; copy it here, give"
+            " the config.toml of the server's run, which has the mask's digest, or leave --config out"
+        )
+    return config_hash(pinned(config))
+
+
+DAYS, TO = 365, "certs"
+
+
+@dataclass(frozen=True, kw_only=True)
+class CertsOptions:
+    """The certificates of a federation across machines. `make DIR` makes an authority, a server and a folder for each
+    site, or adds sites where --server is left out; `renew NAME` replaces a site's certificate and `revoke NAME` takes
+    it off the list, while the server runs too. A site that makes its own key says `request NAME`, and `sign REQUEST`
+    answers it where the authority lies. Nothing is overwritten."""
+
+    what: Annotated[
+        Literal["make", "renew", "revoke", "request", "sign"], tyro.conf.Positional, tyro.conf.arg(metavar="ACTION")
+    ]
+    """What is done."""
+    subject: Annotated[tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="DIR|NAME|REQUEST")]
+    """Of make, where the folders are made: ca (keep it safe), server, and one named after each client. Of renew, revoke
+    and request, names of sites. Of sign, the file request.pem that a site has made."""
+    to: str | None = None
+    """Of renew, revoke and sign, the folder that make has made; certs by default. Of request, where the key is made and
+    stays; the site's name by default."""
+    server: tuple[str, ...] = ()
+    """Of make, host names and addresses under which sites reach the server; may be repeated."""
+    client: tuple[str, ...] = ()
+    """Of make, names of the sites; may be repeated."""
+    days: int = DAYS
+    """Days that the certificates hold, and not longer than their authority."""
+
+
+Lines: TypeAlias = list[str]
+
+
+def certs(words: Sequence[str]) -> int:
+    """Carry out what these words say; 0."""
+    default = CertsOptions(what=tyro.MISSING, subject=tyro.MISSING)
+    groups = split(words)
+    options = parse(default, groups, command="atlas certs")
+    _check(options, groups)
+    show(_ACTIONS[options.what](options))
+    return 0
+
+
+def _check(options: CertsOptions, groups: Sequence[Words]) -> None:
+    """Raise `ConfigError` for a flag that this action does not take, and for too many or too few subjects."""
+    flags, noun, most = _TAKES[options.what]
+    for group in groups:
+        if group.flag and group.flag not in flags:
+            raise ConfigError(
+                f"{group.flag} is not for `atlas certs {options.what}`, which takes {' and '.join(flags) or 'no flag'}"
+            )
+    if not options.subject or len(options.subject) > most:
+        raise ConfigError(
+            f"`atlas certs {options.what}` was given {len(options.subject)} words; it takes {noun}: see"
+            " `atlas certs --help`"
+        )
+
+
+def _make(options: CertsOptions) -> Lines:
+    from atlas_fl.runtime.transport.certificates import AUTHORITY, SERVER, make_certs
+
+    made = make_certs(Path(options.subject[0]), servers=options.server, clients=options.client, days=options.days)
+    sites = [folder for folder in made if folder.name not in (AUTHORITY, SERVER)]
+    return [
+        *(f"made {folder}" for folder in made),
+        *_dates(sites),
+        "copy each site's folder to its site and to nobody else; the folder ca stays with you",
+    ]
+
+
+def _renew(options: CertsOptions) -> Lines:
+    from atlas_fl.runtime.transport.certificates import KEY, renew_certs
+
+    made = renew_certs(Path(options.to or TO), clients=options.subject, days=options.days)
+    ends = ", which has a new key" if any((folder / KEY).exists() for folder in made) else ""
+    return [
+        *(f"made {folder} anew; the certificate before it is worth nothing now" for folder in made),
+        *_dates(made),
+        f"copy each site's folder to its site{ends}, and start `atlas join` there again",
+    ]
+
+
+def _revoke(options: CertsOptions) -> Lines:
+    from atlas_fl.runtime.transport.certificates import revoke_certs
+
+    moved = revoke_certs(Path(options.to or TO), clients=options.subject)
+    return [
+        f"{', '.join(options.subject)} may not join any more; a server that runs ends their sessions now",
+        *(f"the folder is {folder} now" for folder in moved),
+    ]
+
+
+def _request(options: CertsOptions) -> Lines:
+    from atlas_fl.runtime.transport.certificates import CA, CERT, KEY, request_cert
+
+    (name,) = options.subject
+    made = request_cert(Path(options.to or name), name=name)
+    return [
+        f"made {made}; its key is {made.with_name(KEY)} and stays here",
+        f"send the request to who runs the server, for `atlas certs sign`, and put the {CA} and {CERT} that come back"
+        f" into {made.parent}",
+    ]
+
+
+def _sign(options: CertsOptions) -> Lines:
+    from atlas_fl.runtime.transport.certificates import sign_request
+
+    made = sign_request(Path(options.subject[0]), folder=Path(options.to or TO), days=options.days)
+    return [
+        f"made {made} for client {made.name}, who may join now",
+        *_dates([made]),
+        "send both files back; neither is secret",
+    ]
+
+
+def _dates(made: Sequence[Path]) -> Lines:
+    from atlas_fl.runtime.transport.certificates import holds_until
+
+    until = sorted({f"{holds_until(folder):%Y-%m-%d}" for folder in made})
+    return [f"good until {', '.join(until)}"] if until else []
+
+
+_ACTIONS: Mapping[str, Callable[[CertsOptions], Lines]] = {
+    "make": _make,
+    "renew": _renew,
+    "revoke": _revoke,
+    "request": _request,
+    "sign": _sign,
+}
+_TAKES: Mapping[str, tuple[tuple[str, ...], str, int]] = {
+    "make": (("--server", "--client", "--days"), "one DIR", 1),
+    "renew": (("--to", "--days"), "names of sites", 1000),
+    "revoke": (("--to",), "names of sites", 1000),
+    "request": (("--to",), "one NAME", 1),
+    "sign": (("--to", "--days"), "one REQUEST", 1),
+}
+"""By action its flags, what it is about, and how many of these at most."""

@@ -1,0 +1,111 @@
+"""Progress on the terminal.
+
+What tells runs apart in a table or figure.
+
+What the user sees while a run goes on: a bar for the phase, and one line for each round.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from statistics import fmean
+
+from rich.console import Console, RenderableType
+from rich.progress import BarColumn, MofNCompleteColumn, TaskID, TextColumn, TimeElapsedColumn
+from rich.progress import Progress as Bars
+
+from atlas_fl.config import differences, load_config, value_of
+from atlas_fl.config.values import to_words
+from atlas_fl.errors import printable
+from atlas_fl.events import Event, Note, OnEvent, PhaseStarted, Progress, RoundFinished
+from atlas_fl.report.format import human_bytes, number, seconds
+
+UNTOLD = frozenset({"preset"})
+"""Settings that say nothing beside the others that they set."""
+
+
+def labels_of(named: Sequence[Path]) -> list[str]:
+    """The settings that these runs differ in; their paths where one is no run, or two differ in nothing."""
+    paths = [str(path) for path in named]
+    if len(named) < 2 or not all((path / "config.toml").is_file() for path in named):
+        return paths
+    configs = [load_config(path / "config.toml") for path in named]
+    differ = dict.fromkeys(name for config in configs for name in differences(configs[0], config) if name not in UNTOLD)
+    labels = [
+        ", ".join(f"{name} {' '.join(to_words(value_of(config, name)))}" for name in differ) for config in configs
+    ]
+    return labels if len(set(labels)) == len(labels) else paths
+
+
+def console() -> Console:
+    """Standard output, without guesses about what should have a colour."""
+    return Console(highlight=False)
+
+
+def show(things: Iterable[RenderableType]) -> None:
+    """Print texts as they are, without wrapping them, and tables as wide as the terminal."""
+    screen = console()
+    for thing in things:
+        if isinstance(thing, str):
+            screen.print(thing, markup=False, soft_wrap=True)
+        else:
+            screen.print(thing, "")
+
+
+@contextmanager
+def going_on(how: str) -> Iterator[None]:
+    """What Ctrl-C inside of it says, and a full disk: the run goes on where it was, and how."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        raise KeyboardInterrupt(f"a run goes on where it was with {how}") from None
+    except OSError as error:
+        error.add_note(how)
+        raise
+
+
+@contextmanager
+def show_progress(*, notes: bool = True) -> Iterator[OnEvent]:
+    """A callback that shows events as they come: bars on a terminal, plain lines everywhere else."""
+    screen = console()
+    columns = (TextColumn("{task.description}"), BarColumn(bar_width=24), MofNCompleteColumn(), TimeElapsedColumn())
+    with Bars(*columns, console=screen, transient=True, disable=not screen.is_terminal) as bars:
+        phases: dict[str, TaskID] = {}
+
+        def show(event: Event) -> None:
+            if isinstance(event, Progress):
+                _advance(bars, phases, event)
+            elif (line := line_of(event)) is not None and (notes or not isinstance(event, Note)):
+                bars.console.print(line, markup=False, soft_wrap=True)
+
+        yield show
+
+
+def line_of(event: Event) -> str | None:
+    """The line that an event leaves behind; None for one that only moves a bar."""
+    if isinstance(event, PhaseStarted):
+        # a round has a line of its own when it is over
+        return None if event.name.startswith("round ") else f"{event.name} ..."
+    if isinstance(event, Note):
+        return f"note: {printable(event.text)}"
+    if isinstance(event, RoundFinished):
+        width = len(str(event.rounds))
+        cost = f"{seconds(event.seconds)}, {human_bytes(event.bytes)}"
+        return f"round {event.round:>{width}}/{event.rounds}  {_scores(event.scores)}loss {event.loss:.3f}  {cost}"
+    return None
+
+
+def _scores(scores: Mapping[str, float]) -> str:
+    if not scores:
+        return ""
+    worst = min(scores, key=lambda client: scores[client])
+    return f"validation {number(fmean(scores.values()), 3)} (worst {worst} {number(scores[worst], 3)})  "
+
+
+def _advance(bars: Bars, phases: dict[str, TaskID], event: Progress) -> None:
+    if event.phase not in phases:
+        for task in phases.values():
+            bars.remove_task(task)
+        phases.clear()
+        phases[event.phase] = bars.add_task(event.phase, total=event.total)
+    bars.update(phases[event.phase], completed=event.done)

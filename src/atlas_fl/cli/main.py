@@ -1,0 +1,129 @@
+"""The command `atlas`: finds the command, and turns what goes wrong into one line and an exit code."""
+
+import errno
+import os
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from importlib.metadata import version
+from typing import Any
+
+from atlas_fl.cli import deploy, images, results, run, sweep
+from atlas_fl.cli import run as catalogue
+from atlas_fl.cli import run as fetch
+from atlas_fl.cli import sweep as search
+from atlas_fl.cli.arguments import table, wrapped
+from atlas_fl.errors import AtlasError, ConfigError, nearest, printable, shown
+
+FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO})
+"""Errors of a disk that takes no more."""
+USER_ERROR, INTERRUPTED, BROKEN_PIPE = 2, 130, 141
+SPINS = "10000"
+"""Times that a thread of GNU OpenMP looks for new work before it sleeps: fewer cost time on an idle machine."""
+
+
+@dataclass(frozen=True)
+class Command:
+    """One command."""
+
+    run: Callable[[Sequence[str]], int]
+    """From its words to an exit code."""
+    options: type[Any]
+    """What its words set; a dataclass, whose fields without a default it cannot do without."""
+    summary: str
+
+
+COMMANDS: Mapping[str, Command] = {
+    "fetch": Command(fetch.fetch, fetch.FetchOptions, "get the embedded model and data"),
+    "list": Command(catalogue.catalogue, catalogue.ListOptions, "tasks, models, strategies, devices, presets"),
+    "plan": Command(run.plan, run.PlanOptions, "show clusters, ranks, bytes, memory and seconds before training"),
+    "run": Command(run.run, run.RunOptions, "train a federation and leave a run folder"),
+    "resume": Command(run.resume, run.ResumeOptions, "go on with a run that was stopped"),
+    "report": Command(results.report, results.ReportOptions, "draw the figures of a run"),
+    "audit": Command(results.audit, results.AuditOptions, "recompute every round of a run; exits with 1 on a mismatch"),
+    "export": Command(
+        results.export, results.ExportOptions, "write a client's adapter in PEFT's format, or its whole model"
+    ),
+    "place": Command(results.place, results.PlaceOptions, "the cluster of a newcomer, beside those of a run"),
+    "compare": Command(sweep.compare, sweep.CompareOptions, "run several strategies over seeds, and compare"),
+    "sweep": Command(sweep.sweep, sweep.SweepOptions, "run a grid of settings and seeds, and compare"),
+    "search": Command(search.search, search.SearchOptions, "search for good settings; each trial is a run"),
+    "leakage": Command(
+        results.leakage, results.LeakageOptions, "what a cut at each block would give away of the clients' texts"
+    ),
+    "masks": Command(images.masks, images.MasksOptions, "show, compare and merge the masks of runs on images"),
+    "vectors": Command(
+        images.vectors, images.VectorsOptions, "merge what runs on images learned, and score it over scales"
+    ),
+    "certs": Command(deploy.certs, deploy.CertsOptions, "make, renew and revoke the certificates of a federation"),
+    "serve": Command(deploy.serve, deploy.ServeOptions, "train a federation whose clients join from other machines"),
+    "join": Command(deploy.join, deploy.JoinOptions, "take part in a federation with the data of this machine"),
+}
+"""In the order in which a newcomer meets them."""
+
+ABOUT = "ATLAS: federated fine-tuning of transformers across clients with different tasks, devices and data."
+START = "Start with `atlas fetch embedded`, then `atlas run --preset quick`; `atlas COMMAND --help` explains a command."
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    """The exit code: 0, 1 for an audit that found something, 2 for a mistake of the user, 130 for Ctrl-C."""
+    words = sys.argv[1:] if words is None else words
+    _wait_asleep()
+    try:
+        code = _dispatch(words)
+        sys.stdout.flush()
+    except AtlasError as error:
+        return _fail(str(error), USER_ERROR)
+    except KeyboardInterrupt as stop:
+        # who has something to go on with says how
+        return _fail("; ".join(["stopped", *map(str, stop.args)]), INTERRUPTED)
+    except BrokenPipeError:
+        # the reader has gone, and Python would complain once more when it flushes at exit
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return BROKEN_PIPE
+    except OSError as error:
+        if error.filename is None and error.errno not in FULL:
+            raise
+        (how,) = getattr(error, "__notes__", ["`atlas resume RUN`"])[:1]
+        full = f"free some space; a run goes on with {how}"
+        remedy = full if error.errno in FULL else "check the path and its permissions"
+        return _fail(f"{error.filename or 'the disk'}: {error.strerror}; {remedy}", USER_ERROR)
+    except SystemExit as stop:  # a help page was printed
+        return int(stop.code or 0)
+    return code
+
+
+def page() -> str:
+    """What `atlas --help` prints."""
+    rows = [(name, command.summary) for name, command in COMMANDS.items()]
+    lines = table(rows, names=max(map(len, COMMANDS)))
+    usage = "usage: atlas COMMAND [OPTIONS]"
+    return "\n".join([usage, "", *wrapped(ABOUT), "", "commands:", *lines, "", *wrapped(START)])
+
+
+def _dispatch(words: Sequence[str]) -> int:
+    first = words[0] if words else "--help"
+    if first in ("-h", "--help", "help"):
+        print(page())
+        return 0
+    if first == "--version":
+        print(f"atlas {version('atlas-fl')}")
+        return 0
+    if first not in COMMANDS:
+        raise ConfigError(f"unknown command {shown(first)}{nearest(first, COMMANDS)} known: {', '.join(COMMANDS)}")
+    return COMMANDS[first].run(words[1:])
+
+
+def _wait_asleep() -> None:
+    """Threads that wait for each other leave their cores to others soon, unless the user says how they wait.
+
+    GNU OpenMP reads this when torch is loaded, which nothing has done yet. Left to itself it spins thirty times as
+    long, and where other work holds a core that is time lost (`benchmarks/waiting.py`).
+    """
+    if "OMP_WAIT_POLICY" not in os.environ:
+        os.environ.setdefault("GOMP_SPINCOUNT", SPINS)
+
+
+def _fail(message: str, code: int) -> int:
+    print(f"atlas: {printable(' '.join(message.split()))}", file=sys.stderr)
+    return code

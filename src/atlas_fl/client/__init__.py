@@ -1,0 +1,5 @@
+"""What a client does: train, evaluate, fingerprint, measure importance; with its model whole or cut.
+
+In: a `Job` with parameters. Out: an `Update` with parameters and metrics.
+Not here: other clients' models, mixing, or files.
+"""

@@ -1,0 +1,250 @@
+"""Packs of clients and packed batches: which examples train together.
+
+Which clients' mini-batches go through the backbone together.
+
+A pack's next row of tokens: every client's mini-batch, one after another.
+"""
+
+from collections.abc import Hashable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TypeVar
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from atlas_fl.client.job import Job, Site
+from atlas_fl.models.attention import Layout, make_layout
+from atlas_fl.models.backbone import Backbone, features, layer_of, logits_of
+from atlas_fl.models.lora import Adapters, MaskOf, Segment, attached
+from atlas_fl.models.tokenization import Encoded
+from atlas_fl.models.vision import image_features, prepare
+from atlas_fl.params import Params, head_keys
+from atlas_fl.rng import torch_generator
+from atlas_fl.split.channel import End, Line, features_across
+from atlas_fl.split.model import client_forward
+
+PartT = TypeVar("PartT")
+
+
+def packs(jobs: Sequence[Job], site: Site) -> Iterator[list[Job]]:
+    """The jobs in groups whose mini-batches hold on average at most `site.max_tokens` tokens together.
+
+    A job that is larger than that alone makes a pack of one. Clients that share adapters above their cuts step at once,
+    so they are in one pack however large it is; its rows are then formed by `rows`.
+    """
+    units: dict[Hashable, list[Job]] = {}
+    for place, job in enumerate(jobs):
+        together = job.cut is not None and job.cut.shared is not None
+        units.setdefault(("shared", job.cut.shared) if together and job.cut else place, []).append(job)
+    sized = [(unit, sum(tokens_of(job, site) for job in unit)) for unit in units.values()]
+    for pack in _greedy(sized, site.max_tokens):
+        yield [job for unit in pack for job in unit]
+
+
+def rows(jobs: Sequence[Job], site: Site) -> list[list[int]]:
+    """The places of a pack's jobs, by the rows that they go through the backbone in: one, but for a pack too large."""
+    return list(_greedy([(place, tokens_of(job, site)) for place, job in enumerate(jobs)], site.max_tokens))
+
+
+def tokens_of(job: Job, site: Site) -> float:
+    """Tokens of a mini-batch on average; 0 for an action without mini-batches, which bounds its own rows."""
+    data = site.data[job.client].splits["train"]
+    return getattr(job.options, "batch_size", 0) * float(data.offsets[-1]) / max(1, len(data))
+
+
+def _greedy(parts: Iterable[tuple[PartT, float]], most: float) -> Iterator[list[PartT]]:
+    pack: list[PartT] = []
+    tokens = 0.0
+    for part, size in parts:
+        if pack and tokens + size > most:
+            yield pack
+            pack, tokens = [], 0.0
+        pack.append(part)
+        tokens += size
+    if pack:
+        yield pack
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """The tokens of several clients' batches in one row, and who owns which."""
+
+    ids: Tensor  # (tokens,) int64; of images none
+    types: Tensor  # (tokens,) int64; of images none
+    labels: tuple[Tensor, ...]  # of every client, (examples,), or (tokens to be written,)
+    layout: Layout
+    segments: tuple[Segment, ...]  # tokens of every client
+    pooled: tuple[Segment, ...]  # what is read of every client: its sequences, or its tokens to be written
+    counts: tuple[int, ...]  # how many these are
+    lengths: tuple[Tensor, ...]  # of every client, (sequences,) int32
+    places: tuple[Tensor | None, ...]  # of every client that writes, (reads,) int32 in its own tokens
+    reads: Tensor | None = None  # (reads,) int64, where they lie; None where all are the sequences' pooled tokens
+    pixels: tuple[Tensor, ...] = ()  # of every client, (examples, height, width, channels) uint8; of texts none
+
+
+def make_row(batches: Sequence[Encoded], *, device: torch.device) -> Row:
+    """One row of these batches, a client each."""
+    segments = segments_of([int(batch.offsets[-1]) for batch in batches])
+    counts = [len(batch) if batch.written is None else int(batch.written.sum()) for batch in batches]
+    labels = [batch.labels if batch.written is None else batch.ids[batch.written] for batch in batches]
+    reads = None
+    if any(batch.written is not None for batch in batches):
+        places = [_reads(batch) + own.start for batch, own in zip(batches, segments, strict=True)]
+        reads = torch.from_numpy(np.concatenate(places)).to(device)
+    return Row(
+        ids=torch.from_numpy(np.concatenate([batch.ids for batch in batches])).to(device),
+        types=torch.from_numpy(np.concatenate([batch.types for batch in batches])).to(device),
+        labels=tuple(torch.from_numpy(own).to(device) for own in labels),
+        layout=make_layout(np.concatenate([batch.lengths for batch in batches]).tolist(), device=device),
+        segments=segments,
+        pooled=segments_of(counts),
+        counts=tuple(counts),
+        lengths=tuple(torch.from_numpy(batch.lengths.astype(np.int32)) for batch in batches),
+        places=tuple(_places(batch) for batch in batches),
+        reads=reads,
+        pixels=tuple(torch.from_numpy(np.array(batch.pixels)) for batch in batches if batch.pixels is not None),
+    )
+
+
+def _places(batch: Encoded) -> Tensor | None:
+    return None if batch.written is None else torch.from_numpy(_reads(batch).astype(np.int32))
+
+
+def _reads(batch: Encoded) -> np.ndarray:
+    """The token before each one that is to be written, or the last of every sequence: a causal model's pooled token."""
+    return batch.offsets[1:] - 1 if batch.written is None else np.flatnonzero(batch.written) - 1
+
+
+def segments_of(sizes: Sequence[int]) -> tuple[Segment, ...]:
+    """Segments of these sizes, one after another."""
+    stops = np.cumsum(sizes).tolist()
+    return tuple(Segment(start=start, stop=stop) for start, stop in zip([0, *stops[:-1]], stops, strict=True))
+
+
+@contextmanager
+def forward(
+    row: Row,
+    clients: Sequence[Params],
+    site: Site,
+    *,
+    mask: MaskOf | None = None,
+    lines: Sequence[Line | None] = (),
+) -> Iterator[list[Tensor]]:
+    """Every client's logits on its own examples, (examples, labels), or (tokens to be written, vocabulary); float32.
+
+    `lines` are those of clients whose model is cut, in the clients' order with None for the others; or none at all.
+    A context, because a checkpointed backward pass runs the layers again and must find the adapters in place.
+    """
+    adapters = Adapters(clients=clients, segments=row.segments, pooled=row.pooled, scale=site.scale, mask=mask)
+    with attached(site.modules, adapters):
+        with site.autocast():
+            pooled = features_over(row, site, lines)
+            logits = read_logits(site.backbone, clients, torch.split(pooled, list(row.counts)), mask=mask)
+        yield logits
+
+
+@contextmanager
+def below(
+    row: Row, clients: Sequence[Params], site: Site, *, blocks: int, mask: MaskOf | None = None
+) -> Iterator[Tensor]:
+    """What leaves a site that holds `blocks` blocks, (tokens, hidden) of the row; a context as `forward` is."""
+    adapters = Adapters(clients=clients, segments=row.segments, pooled=row.pooled, scale=site.scale, mask=mask)
+    with attached(modules_of(site, range(blocks)), adapters):
+        with site.autocast():
+            hidden = client_forward(site.backbone, row.ids, row.types, row.layout, blocks=blocks)
+        yield hidden
+
+
+def modules_of(site: Site, blocks: range) -> dict[str, nn.Module]:
+    """The frozen layers of these blocks that carry adapters, by name."""
+    return {name: module for name, module in site.modules.items() if layer_of(site.backbone, name) in blocks}
+
+
+def read_logits(
+    backbone: Backbone, clients: Sequence[Params], features: Sequence[Tensor], *, mask: MaskOf | None
+) -> list[Tensor]:
+    """Every client's logits, float32, by its own head on its own features, (reads, hidden)."""
+    logits = []
+    for k, (params, own) in enumerate(zip(clients, features, strict=True)):
+        # The model's own output embedding is frozen and takes its input whole, as the stock model's does.
+        drop = None if mask is None or not head_keys(params) else mask(k, "head", (own.shape[0], own.shape[1]))
+        logits.append(logits_of(backbone, params, own if drop is None else own * drop).float())
+    return logits
+
+
+def features_here(row: Row, backbone: Backbone) -> Tensor:
+    """What the heads read of a row, (reads, width), where all blocks are here."""
+    if not row.pixels:
+        return features(backbone, row.ids, row.types, row.layout, reads=row.reads)
+    assert backbone.vision is not None, "a backbone for texts is given no images"
+    seen = torch.cat([prepare(backbone.vision, own) for own in row.pixels])
+    read: Tensor = image_features(backbone.vision, {}, seen)
+    return read
+
+
+def features_over(row: Row, site: Site, lines: Sequence[Line | None]) -> Tensor:
+    """What the heads read of the row, (reads, hidden), over the cuts of those clients that have a line."""
+    ends = [
+        End(
+            line=line,
+            tokens=slice(row.segments[k].start, row.segments[k].stop),
+            reads=slice(row.pooled[k].start, row.pooled[k].stop),
+            lengths=row.lengths[k],
+            places=row.places[k],
+            labels=row.labels[k],
+        )
+        for k, line in enumerate(lines)
+        if line is not None
+    ]
+    if not ends:
+        return features_here(row, site.backbone)
+    return features_across(site.backbone, row.ids, row.types, row.layout, reads=row.reads, ends=ends)
+
+
+def chunks(lengths: Sequence[np.ndarray], max_tokens: int) -> list[list[tuple[int, slice]]]:
+    """Parts of every client's examples, client after client, with at most `max_tokens` tokens together."""
+    found: list[list[tuple[int, slice]]] = [[]]
+    room = max_tokens
+    for k, own in enumerate(lengths):
+        start = 0
+        while start < len(own):
+            fits = int(np.searchsorted(np.cumsum(own[start:]), room, side="right"))
+            if fits == 0 and found[-1]:
+                found.append([])
+                room = max_tokens
+                continue
+            fits = max(fits, 1)  # one example longer than the budget still has to be scored
+            found[-1].append((k, slice(start, start + fits)))
+            room -= int(own[start : start + fits].sum())
+            start += fits
+    return found
+
+
+@dataclass(frozen=True, kw_only=True)
+class Dropout:
+    """Where one client's dropout masks come from."""
+
+    p: float
+    seed: int
+    path: tuple[object, ...]
+    """The client, its round and its step."""
+
+
+def dropout_masks(sources: Sequence[Dropout], *, device: torch.device) -> MaskOf | None:
+    """Inverted-dropout masks drawn from a generator of each client's own, or None when no client drops anything.
+
+    A mask depends on (seed, path, module) alone: packing, recomputation and splitting draw the same.
+    """
+    if not any(source.p for source in sources):
+        return None
+
+    def mask(k: int, module: str, shape: tuple[int, int]) -> Tensor | None:
+        source = sources[k]
+        if source.p == 0:
+            return None
+        stream = torch_generator(source.seed, "dropout", *source.path, module)
+        return torch.bernoulli(torch.full(shape, 1 - source.p), generator=stream).div_(1 - source.p).to(device)
+
+    return mask

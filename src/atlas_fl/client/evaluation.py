@@ -1,0 +1,160 @@
+"""Scores of a client's model on its held-out examples, generation included.
+
+What clients' models write after a prompt: greedy, as stock `generate` with `do_sample=False`.
+
+Scores of every client's model on a split of its own data.
+"""
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from atlas_fl.client.batching import chunks, forward, make_row
+from atlas_fl.client.job import Job, Site, Update, line_of
+from atlas_fl.data.metrics import by_class, rouge, scores, writing_scores
+from atlas_fl.data.task import Task
+from atlas_fl.models.backbone import logits_of
+from atlas_fl.models.generation import padded_in_front, read_next, stock_attention
+from atlas_fl.models.lora import Adapters, Segment, attached
+from atlas_fl.models.tokenization import Encoded
+from atlas_fl.params import Params, Split
+
+
+@torch.inference_mode()
+def write(prompts: Encoded, params: Params, site: Site, *, new_tokens: int) -> list[str]:
+    """One client's texts after its prompts, at most `new_tokens` tokens each, up to the end-of-text token.
+
+    Client after client and not in packs, whose attention keeps no keys and values: without a cache every token would
+    cost a pass over its whole text.
+    """
+    placed = {key: tensor.to(site.backbone.device) for key, tensor in params.items()}
+    rows = [prompts.ids[a:b].tolist() for a, b in zip(prompts.offsets[:-1], prompts.offsets[1:], strict=True)]
+    size = max(1, site.max_tokens // (max(map(len, rows)) + new_tokens))
+    written = [
+        ids
+        for start in range(0, len(rows), size)
+        for ids in _greedy(rows[start : start + size], placed, site, new_tokens)
+    ]
+    tokenizer = site.backbone.tokenizer
+    return [tokenizer.decode(ids, skip_special_tokens=True).strip() for ids in written]
+
+
+def _greedy(rows: list[list[int]], params: Params, site: Site, new_tokens: int) -> list[list[int]]:
+    """The likeliest next token of every text, again and again, until all have ended or are long enough."""
+    backbone, end = site.backbone, site.backbone.tokenizer.eos_token_id
+    ids, mask = padded_in_front(rows, device=backbone.device)
+    # The prompts go through first as a whole, and then a token of each text at a time.
+    whole, single = Segment(start=0, stop=ids.numel()), Segment(start=0, stop=len(rows))
+    adapters = Adapters(clients=[params], segments=[whole], pooled=[single], scale=site.scale)
+    written: list[torch.Tensor] = []
+    ended, cache = torch.zeros(len(rows), dtype=torch.bool, device=ids.device), None
+    with attached(site.modules, adapters), stock_attention(backbone), site.autocast():
+        while len(written) < new_tokens and not ended.all():
+            read, cache = read_next(backbone, ids, mask, cache)
+            token = logits_of(backbone, params, read).float().argmax(-1)  # (texts,)
+            ended |= token == end
+            written.append(token.masked_fill(ended, end))
+            ids, mask = written[-1][:, None], torch.nn.functional.pad(mask, (0, 1), value=1)
+    return [_until(end, row) for row in torch.stack(written, dim=1).tolist()]
+
+
+def _until(end: int, row: Sequence[int]) -> list[int]:
+    return list(row[: row.index(end)] if end in row else row)
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvaluateOptions:
+    """Which split to score."""
+
+    split: Split
+    new_tokens: int = 0
+    """Most tokens that are written after each of a client's prompts, for ROUGE; 0 writes nothing."""
+
+
+@torch.inference_mode()
+def evaluate(jobs: Sequence[Job], site: Site) -> list[Update]:
+    """Loss and metrics of every client, in the order of the jobs; nothing is trained."""
+    began = time.perf_counter()
+    outputs: list[list[np.ndarray]] = [[] for _ in jobs]
+    data = [site.data[job.client].splits[job.options.split] for job in jobs]
+    lines, placed = [line_of(job, site) for job in jobs], [on_device(job.params, site) for job in jobs]
+    orders = [in_order(own.lengths) for own in data]
+    for chunk in chunks([own.lengths[order] for own, order in zip(data, orders, strict=True)], site.max_tokens):
+        parts = [data[k].take(orders[k][part]) for k, part in chunk]
+        row = make_row(parts, device=site.backbone.device)
+        clients = [placed[k] for k, _ in chunk]
+        with forward(row, clients, site, lines=[lines[k] for k, _ in chunk]) as logits:
+            for (k, _), own, labels in zip(chunk, logits, row.labels, strict=True):
+                outputs[k].append(kept(own, labels, site.data[jobs[k].client].task))
+    answered = [_answered(job, site) for job in jobs]
+    seconds = (time.perf_counter() - began) / max(1, len(jobs))
+    updates = []
+    for k, job in enumerate(jobs):
+        metrics = scores_of(site.data[job.client].task, data[k].labels[orders[k]], outputs[k])
+        metrics = {**metrics, **answered[k], "seconds": seconds}
+        line = lines[k]
+        crossed = {} if line is None else dict(line.crossed)
+        classes = counts_of(job, data[k].labels[orders[k]], outputs[k], site)
+        updates.append(
+            Update(
+                client=job.client,
+                params=job.params,
+                examples=len(data[k]),
+                metrics=metrics,
+                crossed=crossed,
+                classes=classes,
+            )
+        )
+    return updates
+
+
+def counts_of(job: Job, labels: np.ndarray, outputs: Sequence[np.ndarray], site: Site) -> dict[str, list[int]]:
+    """Of test images, examples and hits by class, from the logits in the labels' order; of anything else nothing."""
+    counted = job.options.split == "test" and site.data[job.client].task.images
+    return by_class(labels, np.concatenate(outputs)) if counted else {}
+
+
+def on_device(params: Params, site: Site) -> Params:
+    """The model where it computes, in memory of its own.
+
+    What came in a message lies in it wherever it happens to, and products of unaligned numbers may end in other bits.
+    """
+    return {key: tensor.to(site.backbone.device, copy=True) for key, tensor in params.items()}
+
+
+def kept(logits: Tensor, labels: Tensor, task: Task) -> np.ndarray:
+    """What is kept of the logits of some examples until all are there: themselves, or of text what is judged."""
+    return (_judged(logits, labels) if task.writes else logits).cpu().numpy()
+
+
+def scores_of(task: Task, labels: np.ndarray, outputs: Sequence[np.ndarray]) -> dict[str, float]:
+    """Loss and metrics of what was kept of all examples, whose labels stand in the same order."""
+    found = np.concatenate(outputs)
+    return writing_scores(found) if task.writes else scores(task, labels, found)
+
+
+def in_order(lengths: np.ndarray) -> np.ndarray:
+    """The examples' places, short ones first: equal lengths share one attention product."""
+    return np.argsort(lengths, kind="stable")
+
+
+def _judged(logits: Tensor, labels: Tensor) -> Tensor:
+    """(tokens, 2) float32: each token's loss in nats, and whether it is the likeliest. A vocabulary is not kept."""
+    loss = torch.nn.functional.cross_entropy(logits, labels, reduction="none")
+    return torch.stack([loss, (logits.argmax(-1) == labels).to(loss.dtype)], dim=1)
+
+
+def _answered(job: Job, site: Site) -> dict[str, float]:
+    """ROUGE of what the model writes after its client's prompts; nothing where there are none or none is asked for.
+
+    Nor where the model is cut: every token that it writes would be a message of its own.
+    """
+    options: EvaluateOptions = job.options
+    prompts = site.data[job.client].prompts.get(options.split)
+    if prompts is None or not options.new_tokens or job.cut is not None:
+        return {}
+    return rouge(prompts.references, write(prompts.encoded, job.params, site, new_tokens=options.new_tokens))

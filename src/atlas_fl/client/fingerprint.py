@@ -1,0 +1,245 @@
+"""What a client tells about its task without showing its data: two sketches, from disjoint halves of its examples.
+
+Three sources (MATH 1). `delta`: LoRA B after a short warm-up from one shared, frozen A, so that the two halves'
+mean is exact and the client can start round one from it. `gradient` and `fisher`: mean and root mean square of the
+batch gradients of the last blocks' and the head's weights at the shared initialisation.
+
+Of a client that is cut each side sketches its own tensors, and the sketch is the sum of what all of them add to it.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from atlas_fl.client.importance import batch_gradients
+from atlas_fl.client.job import Job, Site, Update, line_of
+from atlas_fl.client.local_training import TrainOptions, train
+from atlas_fl.clustering.sketch import joined, sketch_parts
+from atlas_fl.params import LORA_A, LORA_B, Params
+from atlas_fl.split.channel import Crossed
+from atlas_fl.split.model import on_client
+from atlas_fl.storage.tensors import encoded_size
+
+FIRST, SECOND = "sketch.first", "sketch.second"
+PARTS, AGREED = "parts", "agreed"
+"""The names under which a cut client's part of a sketch travels, and whether its halves agree."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class FingerprintOptions:
+    """How a fingerprint is taken."""
+
+    kind: Literal["delta", "fisher", "gradient"]
+    sketch_dim: int
+    train: TrainOptions
+    """The warm-up's training, or the batches of the gradients."""
+    batches: int
+    """Gradient batches of each half."""
+    steps: int
+    """Most warm-up steps of each half."""
+    blocks: int = 2
+    """Last blocks whose gradients are taken."""
+    samples: int | None = None
+    """Most examples of both halves together; all where it is None."""
+    stride: int = 10
+    """Warm-up steps between two looks at the halves' agreement."""
+    reliability: float = 0.3
+    """Agreement of the halves at which the warm-up ends early."""
+
+    @property
+    def batch_size(self) -> int:
+        """Examples in a step of both halves together; engines size packs by it."""
+        return 2 * self.train.batch_size
+
+    def most(self, half: int) -> int | None:
+        """Most examples of this half: the first takes the odd one."""
+        return None if self.samples is None else (self.samples + 1 - half) // 2
+
+
+def fingerprint(jobs: Sequence[Job], site: Site) -> list[Update]:
+    """Two unit sketches of every client under `sketch.first` and `sketch.second`, and its warmed-up params.
+
+    `metrics` hold the halves' agreement, the steps that were taken, and `loss`: the mean training loss of all batches
+    of both halves, during the warm-up or at the shared initialisation.
+    """
+    by_kind = {"delta": _delta, "gradient": _from_gradients, "fisher": _from_gradients}
+    return by_kind[jobs[0].options.kind](jobs, site)
+
+
+def _delta(jobs: Sequence[Job], site: Site) -> list[Update]:
+    """Warm up both halves until they agree or the steps are spent; sketch what B has become."""
+    work = [half_job(job, half) for job in jobs for half in (0, 1)]
+    trained = train(work, site, watch=lambda done, live: _agreeing(jobs, done, live))
+    answers = []
+    for job, first, second in zip(jobs, trained[::2], trained[1::2], strict=True):
+        sketches = [delta_sketch(half.params, job.options) for half in (first, second)]
+        crossed = {} if job.cut is None else _crossed(job, first, second, site)
+        answers.append(warmed(job, first, second, sketches, crossed=crossed))
+    return answers
+
+
+def warmed(job: Job, first: Update, second: Update, sketches: Sequence[np.ndarray], *, crossed: Crossed) -> Update:
+    """The answer of a client whose halves have been trained to these models."""
+    steps = int(max(first.metrics["steps"], second.metrics["steps"]))
+    loss = (first.metrics["loss"] + second.metrics["loss"]) / 2
+    return answered(job, sketches, mean(first.params, second.params), steps=steps, loss=loss, crossed=crossed)
+
+
+def _crossed(job: Job, first: Update, second: Update, site: Site) -> Crossed:
+    """What crosses the cut in both halves' training, in every look at their agreement and for the sketches."""
+    options: FingerprintOptions = job.options
+    taken = min(int(half.metrics["steps"]) for half in (first, second))
+    looks = sum(is_look(done + 1, options) for done in range(taken))
+    names = held_below([key for key in first.params if key.endswith(LORA_B)], job, site)
+    part = encoded_size(parts_message([np.zeros(options.sketch_dim)] * len(names))) if names else 0
+    sums = Counter(first.crossed)
+    sums.update(second.crossed)
+    sums.update(
+        {("fingerprint", "up"): 2 * (looks + 1) * part, ("control", "down"): looks * encoded_size(verdict(True))}
+    )
+    return dict(sums)
+
+
+def is_look(done: int, options: FingerprintOptions) -> bool:
+    """Whether the halves' agreement is looked at after so many steps; after the last one nothing hangs on it."""
+    return done % options.stride == 0 and done < options.steps
+
+
+def verdict(agreed: bool) -> dict[str, Tensor]:
+    """What a cut client is told of a look at its halves: whether its warm-up ends here."""
+    return {AGREED: torch.tensor(agreed)}
+
+
+def half_job(job: Job, half: int) -> Job:
+    """Training of one half for all steps; whole passes, as many as the steps need."""
+    options: FingerprintOptions = job.options
+    training = replace(
+        options.train,
+        half=half,
+        most=options.most(half),
+        max_steps=options.steps,
+        epochs=options.steps,
+        frozen=(LORA_A,),
+        hash_loaded=False,
+    )
+    return replace(job, options=training)
+
+
+def _agreeing(jobs: Sequence[Job], done: int, live: Mapping[int, Params]) -> list[int]:
+    """The places of both halves of every client whose halves agree well enough; looked at every few steps."""
+    options: FingerprintOptions = jobs[0].options
+    if not is_look(done, options):
+        return []
+    ended = []
+    for first in (place for place in live if place % 2 == 0 and place + 1 in live):
+        pair = [delta_sketch(live[place], options) for place in (first, first + 1)]
+        if float(np.dot(*pair)) >= options.reliability:
+            ended += [first, first + 1]
+    return ended
+
+
+def delta_sketch(params: Params, options: FingerprintOptions) -> np.ndarray:
+    """The sketch of a warmed-up B, (sketch_dim,) float32 of unit length."""
+    return joined(delta_parts(params, options).values())
+
+
+def delta_parts(params: Params, options: FingerprintOptions) -> dict[str, np.ndarray]:
+    """What every B adds to that sketch, by name."""
+    return parts_of(lora_b(params), options)
+
+
+def lora_b(params: Params) -> dict[str, Tensor]:
+    """Every B, in the order of the names, as a member holds its tensors."""
+    return {key: params[key].detach() for key in sorted(params) if key.endswith(LORA_B)}
+
+
+def _from_gradients(jobs: Sequence[Job], site: Site) -> list[Update]:
+    """The mean batch gradient of each half, or its root mean square."""
+    return [_of_one(job, site) for job in jobs]
+
+
+def _of_one(job: Job, site: Site) -> Update:
+    options: FingerprintOptions = job.options
+    line = line_of(job, site)
+    sketches, losses = [], []
+    for half in (0, 1):
+        totals: dict[str, Tensor] = {}
+        count, most = options.batches, options.most(half)
+        for loss, gradient in batch_gradients(
+            job, site, half=half, blocks=options.blocks, count=count, most=most, line=line
+        ):
+            totals = added(totals, gradient, kind=options.kind)
+            losses.append(float(loss))
+        parts = parts_of(averaged(totals, kind=options.kind), options)
+        if line is not None and (sent := [parts[name] for name in held_below(parts, job, site)]):
+            line.tell("fingerprint", "up", parts_message(sent))
+        sketches.append(joined(parts.values()))
+    crossed = {} if line is None else dict(line.crossed)
+    return answered(job, sketches, job.params, steps=0, loss=float(np.mean(losses)), crossed=crossed)
+
+
+def added(totals: Mapping[str, Tensor], gradient: Mapping[str, Tensor], *, kind: str) -> dict[str, Tensor]:
+    """The sums over batches with another one's gradients in them; the tensors are used up."""
+    add = _SUMS[kind][0]
+    return {key: add(totals.get(key), value) for key, value in gradient.items()}
+
+
+def averaged(totals: Mapping[str, Tensor], *, kind: str) -> dict[str, Tensor]:
+    """What is sketched of such sums, up to a factor."""
+    finish = _SUMS[kind][1]
+    return {key: finish(total) for key, total in totals.items()}
+
+
+_SUMS: Mapping[str, tuple[Callable[[Tensor | None, Tensor], Tensor], Callable[[Tensor], Tensor]]] = {
+    "gradient": (lambda total, new: new if total is None else total.add_(new), torch.clone),
+    # The diagonal of the Fisher information up to scale.
+    "fisher": (lambda total, new: new.square() if total is None else total.addcmul_(new, new), torch.sqrt),
+}
+
+
+def held_below(names: Iterable[str], job: Job, site: Site) -> list[str]:
+    """Those of these tensors that are on the job's client, which is cut, in their order."""
+    assert job.cut is not None, "a client without a cut holds everything"
+    ordered = list(names)
+    held = on_client(site.backbone, ordered, blocks=job.cut.blocks, head=job.cut.head == "client")
+    return [name for name in ordered if name in held]
+
+
+def parts_of(tensors: Mapping[str, Tensor], options: FingerprintOptions) -> dict[str, np.ndarray]:
+    """What each of these tensors adds to the fingerprint's sketch, float64 (sketch_dim,)."""
+    return sketch_parts(tensors, dim=options.sketch_dim, seed=options.train.seed)
+
+
+def parts_message(parts: Sequence[np.ndarray]) -> dict[str, Tensor]:
+    """What a cut client sends of its own tensors, (tensors, sketch_dim) float64, so that no bit is lost."""
+    return {PARTS: torch.from_numpy(np.stack(parts))}
+
+
+def mean(first: Params, second: Params) -> dict[str, Tensor]:
+    """The mean of the halves; A is the same in both, so the mean of the products is the product of the means."""
+    return {key: tensor if key.endswith(LORA_A) else (tensor + second[key]) / 2 for key, tensor in first.items()}
+
+
+def answered(
+    job: Job,
+    sketches: Sequence[np.ndarray],
+    params: Params,
+    *,
+    steps: int,
+    loss: float,
+    crossed: Crossed,
+) -> Update:
+    """The client's answer: both sketches beside its params."""
+    first, second = (torch.from_numpy(half) for half in sketches)
+    return Update(
+        client=job.client,
+        params={**params, FIRST: first, SECOND: second},
+        examples=0,
+        metrics={"agreement": float(first @ second), "steps": float(steps), "loss": loss},
+        crossed=crossed,
+    )

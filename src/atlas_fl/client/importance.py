@@ -1,0 +1,213 @@
+"""Importance of layers for a client, from gradients of frozen weights.
+
+Gradients of the frozen weights themselves, as fingerprints and layer importance need them.
+
+How much each block of the backbone matters to a client, measured by gradients through all of them.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from atlas_fl.client.batching import Row, features_over, make_row
+from atlas_fl.client.job import Job, Site, Update, line_of
+from atlas_fl.client.local_training import TrainOptions, example_loss, positions
+from atlas_fl.models.backbone import Backbone, layer_of, logits_of
+from atlas_fl.models.lora import merged_weight
+from atlas_fl.params import Params, head_keys
+from atlas_fl.ranks.allocation import layer_importance, rngwp, shares
+from atlas_fl.rng import generator
+from atlas_fl.split.channel import Crossed, Line
+
+
+def batch_gradients(
+    job: Job, site: Site, *, half: int, blocks: int, count: int, most: int | None = None, line: Line | None = None
+) -> Iterator[tuple[Tensor, dict[str, Tensor]]]:
+    """(loss, gradients) of `count` batches of one half: the matrices of the last `blocks` blocks, and its head.
+
+    The blocks below need no gradient and record nothing, so that only what is needed is computed.
+    Evaluation mode, no dropout; the job's own adapters are not attached: this is the shared initialisation.
+    """
+    leaves, head = last_weights(site.backbone, blocks), head_leaves(job, site)
+    for row in half_rows(job, site, half=half, count=count, most=most):
+        yield loss_gradient(row, site, leaves, head, line=line)
+
+
+def head_leaves(job: Job, site: Site) -> dict[str, Tensor]:
+    """The job's head as tensors whose gradient can be taken; empty where it has none."""
+    # Copied, because what came in a message lies at any address, and on that a product's last bits depend.
+    return {
+        key: job.params[key].detach().to(site.backbone.device, copy=True).requires_grad_()
+        for key in head_keys(job.params)
+    }
+
+
+def loss_gradient(
+    row: Row, site: Site, leaves: Params, head: Params, *, line: Line | None = None
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """One batch's mean loss, a scalar, and its gradient with respect to these weights and this head.
+
+    With a `line`, over the client's cut.
+    """
+    found: tuple[Tensor, dict[str, Tensor]] = swapped(_Gradient(site), leaves, row, leaves, head, line)
+    return found
+
+
+def swapped(work: torch.nn.Module, leaves: Params, *args: object) -> Any:
+    """What this module's forward pass gives of the arguments while its `model` computes with these weights."""
+    return functional_call(work, {f"model.{name}": weight for name, weight in leaves.items()}, args)
+
+
+class _Gradient(torch.nn.Module):
+    """The gradient as a module: weights stay swapped in its backward pass, where checkpointed blocks run again."""
+
+    def __init__(self, site: Site) -> None:
+        super().__init__()
+        self.model, self._site = site.backbone.model, site
+
+    def forward(self, row: Row, leaves: Params, head: Params, line: Line | None) -> tuple[Tensor, dict[str, Tensor]]:
+        with self._site.autocast(scaled=False):
+            pooled = features_over(row, self._site, () if line is None else (line,))
+            loss = example_loss(logits_of(self._site.backbone, head, pooled).float(), row.labels[0])
+        wanted = {**leaves, **head}
+        gradient = torch.autograd.grad(loss, list(wanted.values()))
+        return loss.detach(), dict(zip(wanted, gradient, strict=True))
+
+
+def last_weights(backbone: Backbone, blocks: int) -> dict[str, Tensor]:
+    """The matrices in the last blocks, by position in the model's block list, as tensors whose gradient can be taken.
+
+    Without biases: softmax ignores a shift, so the gradient of a key's bias is rounding noise and nothing else, which
+    a fingerprint would blow up to the size of every other tensor.
+    """
+    first = len(backbone.blocks) - blocks
+    prefix = backbone.family.blocks + "."
+    return {
+        name: parameter.detach().requires_grad_()
+        for name, parameter in backbone.model.named_parameters()
+        if parameter.ndim > 1 and name.startswith(prefix) and layer_of(backbone, name) >= first
+    }
+
+
+def half_rows(job: Job, site: Site, *, half: int, count: int, most: int | None = None) -> Iterator[Row]:
+    """`count` batches of one half, going round the half's examples, or at most so many of them, as often as needed.
+
+    Measured again in a later round, they come in another order.
+    """
+    data = site.data[job.client].splits["train"]
+    options: TrainOptions = job.options.train
+    index = positions(len(data), job.client, replace(options, half=half, most=most))
+    again = (job.round,) if job.round else ()
+    order = generator(options.seed, "gradients", job.client, half, *again).permutation(index)
+    wanted = np.resize(order, count * options.batch_size)
+    for start in range(0, len(wanted), options.batch_size):
+        yield make_row([data.take(wanted[start : start + options.batch_size])], device=site.backbone.device)
+
+
+IMPORTANCE = "importance"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ImportanceOptions:
+    """How layer importance is measured."""
+
+    kind: Literal["gradient", "rngwp"]
+    train: TrainOptions
+    """Batch size and seed of the batches."""
+    batches: int
+
+    @property
+    def batch_size(self) -> int:
+        """Examples in a step; engines size packs by it."""
+        return self.train.batch_size
+
+
+def importance(jobs: Sequence[Job], site: Site) -> list[Update]:
+    """Every client's importance of each block, (blocks,) float64 that sums to one, under `importance`.
+
+    Taken over the weights that adapters would change, at the client's own model with its adapters merged:
+    mean squared gradient per weight, or |weight * gradient| smoothed over batches (`rngwp`, HSplitLoRA).
+    Of a client that is cut each side measures its own blocks.
+    """
+    return [_measured(job, site) for job in jobs]
+
+
+def _measured(job: Job, site: Site) -> Update:
+    options: ImportanceOptions = job.options
+    leaves, head = merged_leaves(job, site, site.modules), head_leaves(job, site)
+    line = line_of(job, site)
+    gradients = (
+        loss_gradient(row, site, leaves, head, line=line)[1]
+        for row in half_rows(job, site, half=0, count=options.batches)
+    )
+    sums = [layer_sums(gradient, leaves, site, kind=options.kind) for gradient in gradients]
+    if line is not None and job.cut is not None:
+        line.tell("fingerprint", "up", sums_message([own[: job.cut.blocks] for own in sums]))
+    return answered(job, sums, site, crossed={} if line is None else dict(line.crossed))
+
+
+def answered(job: Job, sums: Sequence[np.ndarray], site: Site, *, crossed: Crossed) -> Update:
+    """The client's answer, from every batch's sums by block, (blocks,) each."""
+    sizes = _by_layer(
+        site, {name: float(module.get_parameter("weight").numel()) for name, module in site.modules.items()}
+    )
+    measured = _FROM_SUMS[job.options.kind](sums, sizes)
+    return Update(
+        client=job.client, params={IMPORTANCE: torch.from_numpy(measured)}, examples=0, metrics={}, crossed=crossed
+    )
+
+
+def merged_leaves(job: Job, site: Site, modules: Mapping[str, nn.Module]) -> dict[str, Tensor]:
+    """The weights of these layers with the job's adapters merged, as tensors whose gradient can be taken."""
+    return {
+        f"{name}.weight": merged_weight(module, name, job.params, site.scale).requires_grad_()
+        for name, module in modules.items()
+    }
+
+
+def layer_sums(gradients: Params, leaves: Params, site: Site, *, kind: str) -> np.ndarray:
+    """The squares of one batch's gradients, or |weight * gradient|, summed by block, (blocks,) float64."""
+    number = _NUMBERS[kind]
+    return _by_layer(site, {name: float(number(leaf.detach(), gradients[name]).sum()) for name, leaf in leaves.items()})
+
+
+def sums_message(sums: Sequence[np.ndarray]) -> dict[str, Tensor]:
+    """What a cut client sends of its own blocks, (batches, blocks) float64."""
+    return {IMPORTANCE: torch.from_numpy(np.stack(sums))}
+
+
+def _by_layer(site: Site, sums: Mapping[str, float]) -> np.ndarray:
+    """Sums of single weights' numbers gathered by block, (blocks,) float64."""
+    layers = np.zeros(len(site.backbone.blocks))
+    for name, value in sums.items():
+        layers[layer_of(site.backbone, name)] += value
+    return layers
+
+
+def _mean_square(sums: Sequence[np.ndarray], sizes: np.ndarray) -> np.ndarray:
+    found: np.ndarray = layer_importance(np.sum(sums, axis=0), sizes)
+    return found
+
+
+def _smoothed(sums: Sequence[np.ndarray], sizes: np.ndarray) -> np.ndarray:
+    smoothed: np.ndarray | None = None
+    for own in sums:
+        smoothed = rngwp(smoothed, own, sizes)
+    assert smoothed is not None
+    found: np.ndarray = shares(smoothed)
+    return found
+
+
+_NUMBERS: Mapping[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "gradient": lambda _, gradient: gradient.double().square(),
+    "rngwp": lambda weight, gradient: (weight * gradient).double().abs(),
+}
+_FROM_SUMS: Mapping[str, Callable[[Sequence[np.ndarray], np.ndarray], np.ndarray]] = {
+    "gradient": _mean_square,
+    "rngwp": _smoothed,
+}

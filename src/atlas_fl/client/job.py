@@ -1,0 +1,153 @@
+"""What a client is asked and answers, what it computes with, and the model that it begins with.
+
+What a client can be asked to do, and what it works with.
+
+An action is `(jobs, site) -> updates`. In a simulation the engine hands over a pack of jobs and the site holds
+many clients' data; deployed, a site holds the data of one client and gets one job. The function is the same.
+
+A client's images as what packs take: examples of as many tokens as the model makes of an image.
+
+What a client begins with before anything is measured or trained.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, TypeAlias
+
+import torch
+from torch import nn
+
+from atlas_fl.data.clients import ClientData
+from atlas_fl.data.task import Examples, Images, Task
+from atlas_fl.models.backbone import Backbone, module_dims, target_modules
+from atlas_fl.models.lora import init_adapters, init_head
+from atlas_fl.models.registry import head_shapes
+from atlas_fl.models.tokenization import Encoded, encode_images
+from atlas_fl.params import Params, Split
+from atlas_fl.split.channel import Crossed, Cut, Line
+from atlas_fl.split.host_matching import Guest, Host, Pairing
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prompts:
+    """Examples that a model writes something after, and what a person wrote there."""
+
+    encoded: Encoded
+    references: tuple[str, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClientTokens:
+    """A client's own data, tokenised; it never leaves the site."""
+
+    task: Task
+    splits: Mapping[Split, Encoded]
+    prompts: Mapping[Split, Prompts] = field(default_factory=dict)
+    """For ROUGE, some of the held-out examples of a task with prompts."""
+
+    @property
+    def examples(self) -> int:
+        """Training examples."""
+        return len(self.splits["train"])
+
+
+@dataclass(frozen=True, kw_only=True)
+class Site:
+    """A place where clients compute: one frozen backbone and the data of those who are here."""
+
+    backbone: Backbone
+    data: Mapping[str, ClientTokens]
+    targets: tuple[str, ...]
+    scale: Callable[[int], float]
+    """LoRA's factor of a rank."""
+    max_tokens: int
+    """Tokens that may train together, from the memory budget."""
+    bf16: bool = False
+    fp16: bool = False
+    """Like bf16, with losses scaled so that small gradients do not vanish."""
+    noise_secret: Callable[[str], bytes] | None = None
+    """What the noise of a client with a cut is drawn from, by its name; None where no settings ask for any."""
+
+    @cached_property
+    def modules(self) -> dict[str, nn.Module]:
+        """The frozen layers that carry adapters, by name."""
+        return target_modules(self.backbone, self.targets)
+
+    def autocast(self, *, scaled: bool = True) -> torch.autocast:
+        """The arithmetic of the backbone's forward pass; without fp16 where nobody scales the loss (`scaled=False`)."""
+        dtype = torch.float16 if self.fp16 else torch.bfloat16
+        return torch.autocast(self.backbone.device.type, dtype=dtype, enabled=self.bf16 or (self.fp16 and scaled))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """A request to one client: the model to start from and how to work."""
+
+    client: str
+    params: Params
+    round: int
+    options: Any
+    """The action's own frozen options."""
+    cut: Cut | None = None
+    """Where this client's model is cut for training and evaluation; None: it holds the whole model."""
+    seat: Guest | Host | None = None
+    """What it needs of a host, or has left as one; None: the server hosts everyone."""
+    momentum: Params = field(default_factory=dict)
+    """What it kept of its optimizer when it last trained; it never travels."""
+
+
+def line_of(job: Job, site: Site) -> Line | None:
+    """The way of this job's rows through the client's cut, from its own side; None for a client without one."""
+    if job.cut is None:
+        return None
+    return Line(job.cut, secret=None if site.noise_secret is None else site.noise_secret(job.client))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Update:
+    """A client's answer."""
+
+    client: str
+    params: Params
+    examples: int
+    metrics: Mapping[str, float]
+    loaded: str | None = None
+    """SHA-256 of the tensors that the client really computed with at its start, when asked for."""
+    keys: int = 0
+    """How many tensors those were."""
+    crossed: Crossed = field(default_factory=dict)
+    """Bytes of all messages through the client's cut, by kind and direction."""
+    hosted: Pairing | None = None
+    """Who computed the upper part, where the engine itself has paired the clients."""
+    travelled: bool = False
+    """It came over a network, and so its model did, also in a round that mixes none."""
+    classes: Mapping[str, Sequence[int]] = field(default_factory=dict)
+    """Of scored test images, examples by class and how many of them were recognised (`data.metrics.by_class`)."""
+    momentum: Params = field(default_factory=dict)
+    """What the client keeps of its optimizer for its next round, where it was asked to."""
+
+
+Action: TypeAlias = Callable[[Sequence[Job], Site], list[Update]]
+
+
+def patches(client: ClientData, *, length: int) -> ClientTokens:
+    """The client's images, `length` tokens each."""
+    held: Mapping[Split, Examples] = {"train": client.train, "validation": client.validation, "test": client.test}
+    splits = {}
+    for split, rows in held.items():
+        assert isinstance(rows, Images), "a run on images has image tasks alone"
+        splits[split] = encode_images(rows.pixels, rows.label, length=length)
+    return ClientTokens(task=client.task, splits=splits)
+
+
+def fresh(
+    backbone: Backbone, modules: Mapping[str, nn.Module], *, ranks: Mapping[str, int], task: Task, seed: int
+) -> Params:
+    """The shared initialisation of these modules at these ranks, and the head of the task: the same for its clients.
+
+    Every tensor is drawn from a stream of its own, so that whoever draws some of them has those of the whole.
+    """
+    dims = {name: module_dims(modules[name]) for name in ranks}
+    shapes = head_shapes(backbone.family, hidden=backbone.width, num_labels=task.num_labels)
+    return {**init_adapters(dims, ranks, seed=seed), **init_head(shapes, seed=seed, group=task.name)}

@@ -1,0 +1,422 @@
+"""Local training of adapters: options, schedule, optimizer step, the loop over a pack.
+
+Learning rates over the steps of a whole run: linear warm-up, then a schedule from the peak down.
+
+How a client goes through its examples: the options of its training, its steps and its mini-batches.
+
+One client while it trains: its batches, its leaves, its schedule and its optimizer.
+
+A cluster's adapters above its clients' cuts, where all of these train one set of them (`--server-adapters`).
+
+    G = sum_k b_k g_k / sum_k b_k        over the clients k that step at this moment, in the order of their names
+
+with g_k a client's gradient, clipped as ever by the norm over its whole model, and b_k the examples that its loss is a
+mean over: G is the gradient of the mean loss over the concatenated activations, but for the clipping. One optimizer
+moves the set by G. Lin et al. 2024, "SplitLoRA" (arXiv 2407.00952).
+
+A tensor is shared by the clients whose cut is below its block. The heads are each client's own. The set goes on as long
+as one of its clients does, and its schedule is that of the client with the most steps.
+
+Local training of a pack: every client gets the result that it would get alone.
+"""
+
+import math
+import time
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal, TypeAlias
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from atlas_fl.client.batching import Dropout, dropout_masks, forward, make_row, rows
+from atlas_fl.client.job import Job, Site, Update, line_of
+from atlas_fl.models.backbone import Backbone
+from atlas_fl.models.tokenization import Encoded
+from atlas_fl.models.vision import augment
+from atlas_fl.params import HEAD, PRIVATE, Params, digest
+from atlas_fl.rng import generator, torch_generator
+from atlas_fl.split.channel import Cut
+from atlas_fl.split.model import on_client
+
+Schedule: TypeAlias = Literal["constant", "linear", "cosine", "step"]
+
+SCHEDULES: Mapping[str, Callable[[float], float]] = {
+    "constant": lambda _: 1.0,
+    "linear": lambda done: 1 - done,
+    "cosine": lambda done: 0.5 * (1 + math.cos(math.pi * done)),
+    "step": lambda done: 0.1 ** ((done >= 0.5) + (done >= 0.75)),
+}
+"""Share of the peak by the share of the steps after the warm-up that are done, 0 to 1."""
+
+
+def rate_factor(schedule: Schedule, *, warmup: float, step: int, steps: int) -> float:
+    """The share of the peak rate at a step (from 0) of `steps`; `warmup` is a share of the steps.
+
+    >>> [round(rate_factor("linear", warmup=0.2, step=s, steps=10), 3) for s in (0, 1, 2, 6, 9)]
+    [0.5, 1.0, 1.0, 0.5, 0.125]
+    """
+    warm = round(warmup * steps)
+    if step < warm:
+        return (step + 1) / warm
+    return SCHEDULES[schedule]((step - warm) / max(1, steps - warm))
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainOptions:
+    """How a client trains. A run has `rounds * steps` steps; the schedule runs over all of them."""
+
+    seed: int
+    rounds: int = 1
+    epochs: int = 1
+    max_steps: int | None = None
+    batch_size: int = 16
+    lr: float = 1e-3
+    schedule: Schedule = "constant"
+    warmup: float = 0.0
+    weight_decay: float = 0.0
+    clip: float = 1.0
+    dropout: float = 0.0
+    frozen: tuple[str, ...] = ()
+    """Endings of the names that do not train, e.g. `(".lora_A",)`."""
+    half: int | None = None
+    """Train on the even (0) or odd (1) examples only, for fingerprints that check themselves."""
+    most: int | None = None
+    """Train on at most so many of these examples; which ones is drawn from the seed, once for all rounds."""
+    label_smoothing: float = 0.0
+    """Share of a class label that is spread over all classes."""
+    crop: int = 0
+    """Border in pixels out of which images are cropped at random."""
+    flip: bool = False
+    """Mirror every second image."""
+    hash_loaded: bool = False
+    """Hash what was really loaded, for the audit."""
+
+
+def num_steps(examples: int, options: TrainOptions) -> int:
+    """Steps of one round."""
+    full = options.epochs * math.ceil(examples / options.batch_size)
+    return full if options.max_steps is None else min(full, options.max_steps)
+
+
+def positions(count: int, client: str, options: TrainOptions) -> np.ndarray:
+    """Which of a client's `count` examples these options train on, (m,) int64 ascending."""
+    index = np.arange(count) if options.half is None else np.arange(options.half, count, 2)
+    if options.most is None or options.most >= len(index):
+        return index
+    drawn = generator(options.seed, "subset", client, options.half or 0)
+    return np.sort(drawn.choice(index, size=options.most, replace=False))
+
+
+def batches(data: Encoded, job: Job) -> Iterator[Encoded]:
+    """The client's mini-batches of this round, in the order that its own generator draws."""
+    options: TrainOptions = job.options
+    index = positions(len(data), job.client, options)
+    steps, step = num_steps(len(index), options), 0
+    for epoch in range(options.epochs):
+        order = generator(options.seed, "order", job.client, job.round, epoch).permutation(index)
+        for start in range(0, len(order), options.batch_size):
+            if step == steps:
+                return
+            yield _augmented(data.take(order[start : start + options.batch_size]), job, step=step)
+            step += 1
+
+
+def _augmented(batch: Encoded, job: Job, *, step: int) -> Encoded:
+    """The batch with its images, if it has any, as this client and step see them."""
+    options: TrainOptions = job.options
+    if batch.pixels is None or not (options.crop or options.flip):
+        return batch
+    stream = torch_generator(options.seed, "augment", job.client, job.round, step)
+    seen = augment(torch.from_numpy(batch.pixels), padding=options.crop, flip=options.flip, generator=stream)
+    return replace(batch, pixels=seen.numpy())
+
+
+def learning_rate(options: TrainOptions, *, step: int, steps: int) -> float:
+    """The rate of a step (from 0) of `steps` in the whole run: linear warm-up, then the schedule down to zero.
+
+    >>> o = TrainOptions(seed=0, lr=1.0, schedule="linear", warmup=0.2)
+    >>> [round(learning_rate(o, step=s, steps=10), 3) for s in (0, 1, 2, 6, 9)]
+    [0.5, 1.0, 1.0, 0.5, 0.125]
+    """
+    return options.lr * rate_factor(options.schedule, warmup=options.warmup, step=step, steps=steps)
+
+
+def move(optimizer: torch.optim.Optimizer, options: TrainOptions, *, round: int, done: int, steps: int) -> None:
+    """A step of the optimizer after `done` of this round's `steps`, at that step's learning rate."""
+    rate = learning_rate(options, step=(max(round, 1) - 1) * steps + done, steps=options.rounds * steps)
+    for group in optimizer.param_groups:
+        group["lr"] = rate
+    optimizer.step()
+
+
+def example_loss(logits: Tensor, labels: Tensor, *, smoothing: float = 0.0) -> Tensor:
+    """Mean cross-entropy, or mean squared error where one output meets real numbers.
+
+    `smoothing` is the share of a label that is spread over all classes. Of text it is the mean over all the batch's
+    tokens that are to be written, as in transformers' causal models.
+    """
+    if labels.is_floating_point():
+        return nn.functional.mse_loss(logits[:, 0], labels)
+    return nn.functional.cross_entropy(logits, labels, label_smoothing=smoothing)
+
+
+def trained_below(backbone: Backbone, names: Iterable[str], options: TrainOptions, cut: Cut) -> list[int]:
+    """Where the trained tensors on the client's side of this cut stand among all that are trained, by their names."""
+    trained = sorted(name for name in names if name != PRIVATE and not name.endswith(options.frozen))
+    held = on_client(backbone, trained, blocks=cut.blocks, head=cut.head == "client")
+    return [place for place, name in enumerate(trained) if name in held]
+
+
+def joined_norms(own: Tensor, others: Tensor, places: Sequence[int]) -> Tensor:
+    """The norms of a whole model's gradients, (own + others,), of one side's, which stand at `places`, and the rest.
+
+    In the order of a whole model, because the norm of the norms is a sum and its last bits follow the order.
+    """
+    found = own.new_empty(len(own) + len(others))
+    here = torch.zeros(len(found), dtype=torch.bool, device=own.device)
+    here[list(places)] = True
+    found[here], found[~here] = own, others.to(own)
+    return found
+
+
+def shared_above(backbone: Backbone, params: Params, cut: Cut | None) -> tuple[str, ...]:
+    """The names, sorted, of the adapters that a client shares with its cluster: all above its cut; none without."""
+    if cut is None or cut.shared is None:
+        return ()
+    own = on_client(backbone, params, blocks=cut.blocks, head=True)
+    return tuple(sorted(name for name in params if name not in own and not name.startswith(HEAD)))
+
+
+def adamw(leaves: Sequence[Tensor], options: TrainOptions) -> torch.optim.AdamW:
+    """The optimizer of these leaves, which may be none."""
+    on_cpu = all(leaf.device.type == "cpu" for leaf in leaves)
+    return torch.optim.AdamW(
+        [{"params": list(leaves)}],
+        lr=options.lr,
+        weight_decay=options.weight_decay,
+        fused=on_cpu or None,
+        foreach=None,
+    )
+
+
+LOSS_SCALE = 2.0**10
+"""What a client's loss is multiplied by under fp16, which ends at 65504 and has 6e-5 as its least normal number
+(Micikevicius et al. 2018). Less than is usual, because a round has few steps and each overflow costs one."""
+
+
+class Member:
+    """One client of a pack while it trains: its leaves, its batches and its optimizer."""
+
+    def __init__(self, job: Job, site: Site, *, above: Cut | None = None) -> None:
+        """`above` is the cut above which all of the job's model lies, where this is the server's half of it."""
+        options: TrainOptions = job.options
+        self.job, self.options = job, options
+        # Sorted, because the clipped norm is a sum and its last bits follow the order.
+        self.params = {
+            key: tensor.detach().to(site.backbone.device, copy=True).requires_grad_(not key.endswith(options.frozen))
+            for key, tensor in sorted(job.params.items())
+        }
+        # Read back from the leaves themselves: what is hashed is what computes.
+        self.loaded = digest(self.params) if options.hash_loaded else None
+        data = site.data[job.client].splits["train"]
+        self.examples = len(positions(len(data), job.client, options))
+        self.steps = num_steps(self.examples, options)
+        self.batches = batches(data, job)
+        self.leaves = [leaf for leaf in self.params.values() if leaf.requires_grad]
+        cut = job.cut or above
+        self.cluster = None if cut is None else cut.shared
+        self.shared = shared_above(site.backbone, self.params, cut)
+        self.optimizer = adamw([leaf for key, leaf in self.params.items() if key not in self.shared], options)
+        self.losses: list[Tensor] = []
+        self.line = line_of(job, site)
+        self._below = [] if job.cut is None else trained_below(site.backbone, self.params, self.options, job.cut)
+        # A power of two, so that scaling changes no digit of what neither overflows nor vanishes.
+        self.loss_scale = LOSS_SCALE if site.fp16 else 1.0
+
+    def dropout(self, done: int) -> Dropout:
+        """Where the masks of this step come from."""
+        path = (self.job.client, self.job.round, done)
+        return Dropout(p=self.options.dropout, seed=self.options.seed, path=path)
+
+    def norms(self) -> Tensor:
+        """The norm of every gradient, (leaves,) float32, in the order of the names."""
+        found = [torch.linalg.vector_norm(leaf.grad) for leaf in self.leaves if leaf.grad is not None]
+        return torch.stack(found) if found else torch.zeros(0)
+
+    def step(self, done: int, *, norms: Tensor | None = None) -> None:
+        """Clip, move, forget the gradients; `norms` as for `clip`."""
+        if self.clip(norms=norms):
+            self.move(done)
+
+    def clip(self, *, norms: Tensor | None = None) -> bool:
+        """Whether the client moves: not where a scaled gradient has overflown, which is forgotten and halves the scale.
+
+        `norms` are those of all gradients of a model of which only one side is here.
+        """
+        if self.loss_scale > 1 and not self._unscale():
+            self.loss_scale /= 2
+            self.forget()
+            return False
+        if self.options.clip > 0:
+            norms = self.norms() if norms is None else norms
+            if self.line is not None:
+                self.line.share_norms(norms, self._below)
+            total = torch.linalg.vector_norm(norms)
+            torch.nn.utils.clip_grads_with_norm_(self.leaves, self.options.clip, total)
+        return True
+
+    def move(self, done: int) -> None:
+        """One optimizer step of what is the client's own, at the rate of this step of its schedule."""
+        move(self.optimizer, self.options, round=self.job.round, done=done, steps=self.steps)
+        self.forget()
+
+    def forget(self) -> None:
+        """Without gradients from here on."""
+        for leaf in self.leaves:
+            leaf.grad = None
+
+    def _unscale(self) -> bool:
+        """Whether all gradients are finite; they are divided by the scale of the loss."""
+        gradients = [leaf.grad for leaf in self.leaves if leaf.grad is not None]
+        for gradient in gradients:
+            gradient.div_(self.loss_scale)
+        return all(bool(torch.isfinite(gradient).all()) for gradient in gradients)
+
+    def update(self, seconds: float) -> Update:
+        """What goes back to the server."""
+        loss = float(torch.stack(self.losses).double().mean()) if self.losses else math.nan
+        return Update(
+            client=self.job.client,
+            params={key: leaf.detach().cpu() for key, leaf in self.params.items()},
+            examples=self.examples,
+            metrics={"loss": loss, "seconds": seconds, "steps": float(len(self.losses))},
+            loaded=self.loaded,
+            keys=len(self.params),
+            crossed={} if self.line is None else dict(self.line.crossed),
+        )
+
+
+class SharedSet:
+    """Adapters that the same clients of one cluster share, while they train."""
+
+    def __init__(self, owners: Sequence[Member], keys: Sequence[str]) -> None:
+        self.owners, self.keys = sorted(owners, key=lambda member: member.job.client), tuple(keys)
+        first = self.owners[0]
+        assert all(torch.equal(one.params[key], first.params[key]) for one in self.owners for key in keys), (
+            "clients that share a set begin with the same one"
+        )
+        self._leaves = {
+            key: first.params[key].detach().clone().requires_grad_() for key in keys if first.params[key].requires_grad
+        }
+        self._steps = max(member.steps for member in self.owners)
+        self._optimizer = adamw(list(self._leaves.values()), first.options)
+
+    def step(self, done: int, moving: Mapping[Member, int]) -> None:
+        """Move the set by those of its owners who step now, with the examples of their step, and give it to all.
+
+        A gradient that is not finite is left out where another one is: what a client broke is not broken for all.
+        """
+        present = [one for one in self.owners if one in moving]
+        sound = [one for one in present if self._is_finite(one)] or present
+        if not sound or not self._leaves:
+            return
+        total = sum(moving[one] for one in sound)
+        for key, leaf in self._leaves.items():
+            leaf.grad = torch.zeros_like(leaf) if len(sound) > 1 else None
+            for one in sound:
+                own = one.params[key].grad
+                assert own is not None, "what is above a cut has a gradient in every step"
+                leaf.grad = own.clone() if leaf.grad is None else leaf.grad.add_(own, alpha=moving[one] / total)
+        first = self.owners[0]
+        move(self._optimizer, first.options, round=first.job.round, done=done, steps=self._steps)
+        with torch.no_grad():
+            for key, leaf in self._leaves.items():
+                for one in self.owners:
+                    one.params[key].copy_(leaf)
+
+    def _is_finite(self, member: Member) -> bool:
+        gradients = [member.params[key].grad for key in self._leaves]
+        return all(own is not None and bool(torch.isfinite(own).all()) for own in gradients)
+
+
+def shared_sets(members: Sequence[Member]) -> list[SharedSet]:
+    """The sets that these clients share, by cluster and by who is cut below a tensor's block."""
+    owners: dict[tuple[int, str], list[Member]] = {}
+    for member in members:
+        for key in member.shared:
+            assert member.cluster is not None, "only a client with a cut and a cluster shares"
+            owners.setdefault((member.cluster, key), []).append(member)
+    found: dict[tuple[int, ...], tuple[list[Member], list[str]]] = {}
+    for (_, key), own in owners.items():
+        found.setdefault(tuple(map(id, own)), (own, []))[1].append(key)
+    return [SharedSet(own, keys) for own, keys in found.values()]
+
+
+def step_all(moving: Mapping[Member, int], done: int, sets: Sequence[SharedSet]) -> None:
+    """One optimizer step of these clients, each with the examples of its step, and of the sets that they share."""
+    clipped = {member: count for member, count in moving.items() if member.clip()}
+    for shared in sets:
+        shared.step(done, clipped)
+    for member in clipped:
+        member.move(done)
+
+
+Watch: TypeAlias = Callable[[int, Mapping[int, Params]], Collection[int]]
+"""(steps done, live params by the job's place) -> the places whose training ends here."""
+
+Step: TypeAlias = Callable[[Mapping[int, Member], int, Site], None]
+"""(the active members by their job's place, steps done, site): one optimizer step of each."""
+
+
+def whole_step(sets: Sequence[SharedSet]) -> Step:
+    """A step where all blocks are here; those above a cut in the server's name, some of them in these sets."""
+
+    def step(active: Mapping[int, Member], done: int, site: Site) -> None:
+        members, counts = list(active.values()), dict[Member, int]()
+        # Only those who share a set are together in a pack that may be too large.
+        parts = rows([member.job for member in members], site) if sets else [list(range(len(members)))]
+        for places in parts:
+            counts |= _gradients([members[place] for place in places], done, site)
+        step_all(counts, done, sets)
+
+    return step
+
+
+def _gradients(members: Sequence[Member], done: int, site: Site) -> dict[Member, int]:
+    """How many examples each member's loss is a mean over; its gradients lie in its leaves."""
+    row = make_row([next(member.batches) for member in members], device=site.backbone.device)
+    mask = dropout_masks([member.dropout(done) for member in members], device=site.backbone.device)
+    lines = [member.line for member in members]
+    with forward(row, [member.params for member in members], site, mask=mask, lines=lines) as logits:
+        losses = [
+            example_loss(own, labels, smoothing=member.options.label_smoothing)
+            for own, labels, member in zip(logits, row.labels, members, strict=True)
+        ]
+        scaled = [loss * member.loss_scale for loss, member in zip(losses, members, strict=True)]
+        torch.stack(scaled).sum().backward()  # type: ignore[no-untyped-call]
+    for member, loss in zip(members, losses, strict=True):
+        member.losses.append(loss.detach())
+    return {member: len(labels) for member, labels in zip(members, row.labels, strict=True)}
+
+
+def train(jobs: Sequence[Job], site: Site, *, watch: Watch | None = None, step: Step | None = None) -> list[Update]:
+    """Every client's trained model, in the order of the jobs.
+
+    The clients' mini-batches go through the frozen backbone together. Losses are means over a client's own batch
+    and are summed over clients, so that each one's gradient is its own. A client leaves when its steps are done, or
+    when `watch`, which sees the pack after every step, says so.
+    """
+    began = time.perf_counter()
+    members = [Member(job, site) for job in jobs]
+    step = step or whole_step(shared_sets(members))
+    active = {place: member for place, member in enumerate(members) if member.steps > 0}
+    done = 0
+    while active:
+        step(active, done, site)
+        done += 1
+        ended = () if watch is None else watch(done, {place: member.params for place, member in active.items()})
+        active = {k: member for k, member in active.items() if member.steps > done and k not in ended}
+    seconds = (time.perf_counter() - began) / max(1, len(members))
+    return [member.update(seconds) for member in members]

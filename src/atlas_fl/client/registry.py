@@ -1,0 +1,35 @@
+"""What a client can be asked to do."""
+
+from collections.abc import Callable, Mapping
+
+from atlas_fl.client.evaluation import evaluate
+from atlas_fl.client.fingerprint import fingerprint
+from atlas_fl.client.importance import importance
+from atlas_fl.client.job import Action, Job, Site, Update
+from atlas_fl.client.local_training import train
+from atlas_fl.client.split_client import Crossing, evaluate_below, fingerprint_below, importance_below, train_below
+from atlas_fl.client.split_planning import fingerprint_half, importance_half
+from atlas_fl.client.split_server import EvaluationHalf, Half, TrainingHalf
+
+ACTIONS: Mapping[str, Action] = {
+    "fingerprint": fingerprint,
+    "importance": importance,
+    "train": train,
+    "evaluate": evaluate,
+}
+
+CLIENT_SIDE: Mapping[str, Callable[[Job, Site, Crossing], Update]] = {
+    "fingerprint": fingerprint_below,
+    "importance": importance_below,
+    "train": train_below,
+    "evaluate": evaluate_below,
+}
+"""What a client does of an action on its side of the cut."""
+
+SERVER_SIDE: Mapping[str, Callable[[Job, Site], Half]] = {
+    "fingerprint": fingerprint_half,
+    "importance": importance_half,
+    "train": TrainingHalf,
+    "evaluate": EvaluationHalf,
+}
+"""The server's half of an action for a cut client."""

@@ -1,0 +1,332 @@
+"""The client's half of a cut model: train, evaluate, measure, warm up.
+
+A client's side of its cut model, where the other side is another machine's.
+
+    client forward -> rows up -> (server) -> gradients down -> client backward -> clip, step
+
+With the head on the server a step is one question: rows and labels go up, the gradient comes down. With the head
+here it is two: rows up and features down, their gradient up and that of the rows down. The norms of the client's
+gradients go up with its next question, or with its answer to the job; those of the server's come with the gradient.
+The loop, the batches, the optimizer and the scores are those of a whole model (`client.local_training`, `client.evaluation`).
+
+A cut client's side of what a plan needs: gradients of its own frozen weights, and the warm-up of its own adapters.
+
+The rows cross as in training, one question a batch with the head on the server and two with the head here. A gradient
+comes down only where something here is measured: a fingerprint of the last blocks asks nothing of those below.
+
+A cut client's side of the warm-up: both halves of its data train its own adapters, in step with the server's.
+
+The halves are two models of one job, side by side in one row, as on a whole client. After every few steps the server is
+asked whether they agree; each side gives the sketch what its own tensors add to it.
+"""
+
+import time
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from atlas_fl.client.batching import Row, below, chunks, dropout_masks, make_row, read_logits
+from atlas_fl.client.evaluation import EvaluateOptions, in_order, kept, on_device, scores_of
+from atlas_fl.client.fingerprint import (
+    AGREED,
+    FingerprintOptions,
+    added,
+    averaged,
+    delta_parts,
+    half_job,
+    is_look,
+    mean,
+    parts_message,
+    parts_of,
+)
+from atlas_fl.client.importance import (
+    ImportanceOptions,
+    half_rows,
+    head_leaves,
+    last_weights,
+    layer_sums,
+    merged_leaves,
+    sums_message,
+    swapped,
+)
+from atlas_fl.client.job import Job, Site, Update, line_of
+from atlas_fl.client.local_training import Member, example_loss, joined_norms, train
+from atlas_fl.client.split_server import Payloads
+from atlas_fl.errors import ProtocolError
+from atlas_fl.models.backbone import logits_of
+from atlas_fl.models.lora import MaskOf
+from atlas_fl.params import Params
+from atlas_fl.split.channel import NORMS, Cut, Line
+from atlas_fl.split.codec import ROWS, read_message
+from atlas_fl.split.model import client_forward
+from atlas_fl.storage.tensors import encode
+
+
+class Far(Protocol):
+    """The way to the other side of the cut."""
+
+    def ask(self, what: str, done: int, payloads: Payloads) -> Payloads:
+        """What comes back; `what` is `loss`, `features`, `gradient` or `score`, and `done` counts the steps before."""
+        ...
+
+
+@dataclass(kw_only=True, eq=False)
+class Crossing:
+    """One job's way through the cut."""
+
+    cut: Cut
+    places: tuple[int, ...]
+    """Where the client's trained tensors stand among those of the whole model."""
+    far: Far
+    lines: Mapping[int, Line]
+    """By the place of each of the job's models: what writes and counts its messages up."""
+    closing: dict[str, bytes] = field(default_factory=dict)
+    """What the last step left to be told."""
+
+    def step(self, active: Mapping[int, Member], done: int, site: Site) -> None:
+        """One optimizer step of every active model (`client.local_training.Step`)."""
+        row = make_row([next(member.batches) for member in active.values()], device=site.backbone.device)
+        mask = dropout_masks([member.dropout(done) for member in active.values()], device=site.backbone.device)
+        params = [member.params for member in active.values()]
+        with below(row, params, site, blocks=self.cut.blocks, mask=mask) as hidden:
+            if self.cut.head == "server":
+                got = self.far.ask("loss", done, self.up(hidden, row, active, labels=True))
+            else:
+                got = self._head_here(hidden, row, active, done, site, mask)
+            if hidden.requires_grad:
+                hidden.backward(rows_of(got, "gradient", active, like=hidden))  # type: ignore[no-untyped-call]
+        self.closing = {}
+        for place, member in active.items():
+            norms = None
+            if member.options.clip > 0:
+                own = member.norms()
+                norms = joined_norms(own, self._others(got, place, own), self.places)
+                self.closing[f"{place}/control"] = encode({NORMS: own})
+            member.step(done, norms=norms)
+
+    def _others(self, got: Payloads, place: int, own: Tensor) -> Tensor:
+        """The norms of the server's gradients, (tensors,) float32; raises `ProtocolError` for anything else."""
+        others = read_message(message_in(got, place, "control")).get(NORMS)
+        placed = others is not None and all(0 <= at < len(own) + len(others) for at in self.places)
+        if others is None or others.dtype is not torch.float32 or others.ndim != 1 or not placed:
+            raise ProtocolError("the server's norms are of other tensors; install its version of atlas-fl")
+        if len(set(self.places)) != len(own):
+            raise ProtocolError("the server names other tensors than are trained here; install its version")
+        return others
+
+    def up(self, hidden: Tensor, row: Row, places: Collection[int], *, labels: bool) -> dict[str, bytes]:
+        """Every model's rows, with what the server needs to go on from them."""
+        sent = dict(self.closing)
+        for k, place in enumerate(places):
+            lengths, reads = row.lengths[k], row.places[k]
+            beside = {"lengths": lengths} | ({} if reads is None else {"places": reads})
+            own = hidden[row.segments[k].start : row.segments[k].stop]
+            sent[f"{place}/activation"] = self.lines[place].message(own, "activation", extra=beside)
+            if labels:
+                sent[f"{place}/label"] = encode({"labels": row.labels[k]})
+        return sent
+
+    def _head_here(
+        self, hidden: Tensor, row: Row, active: Mapping[int, Member], done: int, site: Site, mask: MaskOf | None
+    ) -> Payloads:
+        """The server's answer to the gradient of the features, whose loss is computed here."""
+        read = self.features(hidden, row, active, done).requires_grad_()
+        with site.autocast():
+            params = [member.params for member in active.values()]
+            logits = read_logits(site.backbone, params, torch.split(read, list(row.counts)), mask=mask)
+        losses = [example_loss(own, labels) for own, labels in zip(logits, row.labels, strict=True)]
+        torch.stack(losses).sum().backward()  # type: ignore[no-untyped-call]
+        for member, loss in zip(active.values(), losses, strict=True):
+            member.losses.append(loss.detach())
+        assert read.grad is not None, "a loss has a gradient by what it is of"
+        upper = torch.split(read.grad, list(row.counts))
+        sent = {
+            f"{place}/gradient": self.lines[place].message(own, "gradient")
+            for place, own in zip(active, upper, strict=True)
+        }
+        return self.far.ask("gradient", done, sent)
+
+    def features(self, hidden: Tensor, row: Row, places: Collection[int], done: int) -> Tensor:
+        """What the heads read, (reads, hidden), as it comes down."""
+        got = self.far.ask("features", done, self.up(hidden, row, places, labels=False))
+        return rows_of(got, "activation", places, like=hidden.new_empty(sum(row.counts), hidden.shape[1]))
+
+
+def message_in(got: Payloads, place: int, kind: str) -> bytes:
+    """The message of this kind to one of the job's models; raises `ProtocolError` where the answer has none."""
+    if f"{place}/{kind}" not in got:
+        raise ProtocolError(f"the server's answer has no {kind}; install its version of atlas-fl")
+    return got[f"{place}/{kind}"]
+
+
+def rows_of(got: Payloads, kind: str, places: Collection[int], *, like: Tensor) -> Tensor:
+    """The rows in the server's answer, of all these places, as they are needed here."""
+    parts = [read_message(message_in(got, place, kind)).get(ROWS, like.new_empty(0, 0)) for place in places]
+    shape = (sum(len(part) for part in parts), *{part.shape[1] for part in parts})
+    if shape != tuple(like.shape):
+        raise ProtocolError(f"the server's {kind} is {shape}, not {tuple(like.shape)}; install its version")
+    return torch.cat(parts).to(device=like.device, dtype=like.dtype)
+
+
+def crossing_of(job: Job, site: Site, *, places: tuple[int, ...], far: Far) -> Crossing:
+    """The way of a job of one model, for a client that is cut."""
+    line = line_of(job, site)
+    assert job.cut is not None and line is not None, "only a cut client has a way through its cut"
+    return Crossing(cut=job.cut, places=places, far=far, lines={0: line})
+
+
+def train_below(job: Job, site: Site, crossing: Crossing) -> Update:
+    """The client's half of the trained model; its loss is there where the head is."""
+    (update,) = train([replace(job, cut=None)], site, step=crossing.step)
+    return update
+
+
+@torch.inference_mode()
+def evaluate_below(job: Job, site: Site, crossing: Crossing) -> Update:
+    """The scores where the head is here; with the head on the server only the seconds, and the scores are there."""
+    began = time.perf_counter()
+    options: EvaluateOptions = job.options
+    data, outputs = site.data[job.client].splits[options.split], list[np.ndarray]()
+    order, at_home = in_order(data.lengths), crossing.cut.head == "client"
+    params = on_device(job.params, site)
+    for done, chunk in enumerate(chunks([data.lengths[order]], site.max_tokens)):
+        row = make_row([data.take(order[part]) for _, part in chunk], device=site.backbone.device)
+        with below(row, [params], site, blocks=crossing.cut.blocks) as hidden:
+            if not at_home:
+                crossing.far.ask("score", done, crossing.up(hidden, row, crossing.lines, labels=True))
+                continue
+            read = crossing.features(hidden, row, crossing.lines, done)
+            with site.autocast():
+                (logits,) = read_logits(site.backbone, [params], [read], mask=None)
+            outputs.append(kept(logits, row.labels[0], site.data[job.client].task))
+    metrics = scores_of(site.data[job.client].task, data.labels[order], outputs) if at_home else {}
+    metrics = {**metrics, "seconds": time.perf_counter() - began}
+    return Update(client=job.client, params=job.params, examples=len(data), metrics=metrics)
+
+
+def gradients_below(job: Job, site: Site, crossing: Crossing) -> Update:
+    """The client's own tensors' part of its fingerprint; the sketches are the server's, who has the other part."""
+    options: FingerprintOptions = job.options
+    leaves, head = last_weights(site.backbone, options.blocks), _head(job, site, crossing)
+    losses, closing, done = list[float](), dict[str, bytes](), 0
+    for half in (0, 1):
+        totals: dict[str, Tensor] = {}
+        rows = half_rows(job, site, half=half, count=options.batches, most=options.most(half))
+        for row in rows:
+            loss, gradient = _measured(row, site, leaves, head, crossing, done)
+            totals, done = added(totals, gradient, kind=options.kind), done + 1
+            losses += [] if loss is None else [float(loss)]
+        if totals:
+            parts = parts_of(averaged(totals, kind=options.kind), options)
+            closing[f"{half}/fingerprint"] = encode(parts_message(list(parts.values())))
+    crossing.closing = closing
+    metrics = {"loss": float(np.mean(losses))} if losses else {}
+    return Update(client=job.client, params=job.params, examples=0, metrics=metrics)
+
+
+def importance_below(job: Job, site: Site, crossing: Crossing) -> Update:
+    """The sums of the client's own blocks; importance is a share of all blocks and so the server's."""
+    options: ImportanceOptions = job.options
+    leaves, head = merged_leaves(job, site, site.modules), _head(job, site, crossing)
+    sums = []
+    for done, row in enumerate(half_rows(job, site, half=0, count=options.batches)):
+        gradients = _measured(row, site, leaves, head, crossing, done)[1]
+        sums.append(layer_sums(gradients, leaves, site, kind=options.kind))
+    crossing.closing = {"0/fingerprint": encode(sums_message(sums))}
+    return Update(client=job.client, params={}, examples=0, metrics={})
+
+
+def _head(job: Job, site: Site, crossing: Crossing) -> dict[str, Tensor]:
+    return head_leaves(job, site) if crossing.cut.head == "client" else {}
+
+
+def _measured(
+    row: Row, site: Site, leaves: Params, head: Params, crossing: Crossing, done: int
+) -> tuple[Tensor | None, dict[str, Tensor]]:
+    """(the batch's loss where the head is here, the gradient of what is here)."""
+    found: tuple[Tensor | None, dict[str, Tensor]] = swapped(_Gradient(site), leaves, row, leaves, head, crossing, done)
+    return found
+
+
+class _Gradient(torch.nn.Module):
+    """As a module for the reason of that of a whole model (`client.importance`)."""
+
+    def __init__(self, site: Site) -> None:
+        super().__init__()
+        self.model, self._site = site.backbone.model, site
+
+    def forward(
+        self, row: Row, leaves: Params, head: Params, crossing: Crossing, done: int
+    ) -> tuple[Tensor | None, dict[str, Tensor]]:
+        site, loss, own = self._site, None, dict[str, Tensor]()
+        with site.autocast(scaled=False):
+            hidden = client_forward(site.backbone, row.ids, row.types, row.layout, blocks=crossing.cut.blocks)
+        if crossing.cut.head == "server":
+            got = crossing.far.ask("loss", done, crossing.up(hidden, row, (0,), labels=True))
+        else:
+            read = crossing.features(hidden, row, (0,), done).requires_grad_()
+            loss, own, upper = _head_gradient(row, site, head, read)
+            sent = {"0/gradient": crossing.lines[0].message(upper, "gradient")}
+            got = crossing.far.ask("gradient", done, sent)
+        if not leaves:
+            return loss, own
+        upper = rows_of(got, "gradient", (0,), like=hidden)
+        below = torch.autograd.grad(hidden, list(leaves.values()), upper)
+        return loss, {**dict(zip(leaves, below, strict=True)), **own}
+
+
+def _head_gradient(row: Row, site: Site, head: Params, read: Tensor) -> tuple[Tensor, dict[str, Tensor], Tensor]:
+    """(loss, gradient of the head, gradient of the features)."""
+    with site.autocast(scaled=False):
+        loss = example_loss(logits_of(site.backbone, head, read).float(), row.labels[0])
+    *own, upper = torch.autograd.grad(loss, [*head.values(), read])
+    return loss.detach(), dict(zip(head, own, strict=True)), upper
+
+
+def fingerprint_below(job: Job, site: Site, crossing: Crossing) -> Update:
+    """The client's side of its fingerprint, of whatever kind."""
+    return _KINDS[job.options.kind](job, site, crossing)
+
+
+def _warmed(job: Job, site: Site, crossing: Crossing) -> Update:
+    """The mean of both halves' models, as far as they are here; the sketches are the server's."""
+    halves = {half: half_job(replace(job, cut=None), half) for half in (0, 1)}
+    crossing.lines = {half: line for half in halves if (line := line_of(job, site)) is not None}
+    first, second = train(
+        list(halves.values()),
+        site,
+        step=crossing.step,
+        watch=lambda done, live: _agreed(job.options, done, live, crossing),
+    )
+    crossing.closing |= _parts({0: first.params, 1: second.params}, job.options)
+    metrics = {"loss": (first.metrics["loss"] + second.metrics["loss"]) / 2}
+    return Update(client=job.client, params=mean(first.params, second.params), examples=0, metrics=metrics)
+
+
+def _agreed(options: FingerprintOptions, done: int, live: Mapping[int, Params], crossing: Crossing) -> Collection[int]:
+    """The places whose training ends here: both where the server says that they agree."""
+    if not is_look(done, options) or len(live) < 2:
+        return ()
+    sent, crossing.closing = {**crossing.closing, **_parts(live, options)}, {}
+    found = read_message(message_in(crossing.far.ask("agree", done, sent), 0, "control")).get(AGREED)
+    if found is None or found.numel() != 1:
+        raise ProtocolError("the server does not say whether the warm-up ends; install its version of atlas-fl")
+    return tuple(live) if bool(found.item()) else ()
+
+
+def _parts(models: Mapping[int, Params], options: FingerprintOptions) -> dict[str, bytes]:
+    return {
+        f"{half}/fingerprint": encode(parts_message(list(delta_parts(own, options).values())))
+        for half, own in models.items()
+    }
+
+
+_KINDS: Mapping[str, Callable[[Job, Site, Crossing], Update]] = {
+    "delta": _warmed,
+    "fisher": gradients_below,
+    "gradient": gradients_below,
+}

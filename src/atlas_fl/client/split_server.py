@@ -1,0 +1,586 @@
+"""The server's half of cut models: requests of many clients answered in one pass.
+
+The server's side of cut models: the blocks above the cuts of many clients, computed as one pack.
+
+A client's question carries its rows; what answers it is a pass over the rows of all who ask at one moment, each with
+its own adapters, from its own cut on. The server keeps every client's upper adapters and their optimizer for one job,
+and the frozen weights once for all. Between two messages it keeps no graph: where the head is at the client, the
+gradient of the features comes with the second question, and the pass is computed again for it, with whoever asks then.
+
+What a server reads of a cut client's messages: checked before anything is computed of it, and counted.
+
+A wrong shape or label is refused here, not in the middle of a pack that its client shares with others.
+
+Server's halves that share their adapters and so step together (`client.local_training`), whenever their clients ask.
+
+A step is taken when everybody whose turn it is has told the norms of its own side, and not before: the order in which
+clients ask changes nothing.
+
+What the upper half of a cut client is, whatever it does: questions come, answers go, an update comes out.
+
+The server's half of one cut client for one job: what it holds, what it answers, what it ends with.
+"""
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import Protocol, TypeAlias
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from atlas_fl.client.batching import Dropout, dropout_masks, modules_of, read_logits, segments_of
+from atlas_fl.client.evaluation import kept, on_device, scores_of
+from atlas_fl.client.job import Job, Site, Update
+from atlas_fl.client.local_training import Member, example_loss, joined_norms, shared_sets, trained_below
+from atlas_fl.errors import ProtocolError
+from atlas_fl.models.attention import make_layout
+from atlas_fl.models.backbone import features_of, picked, through
+from atlas_fl.models.lora import Adapters, MaskOf, attached
+from atlas_fl.params import Params, digest, select
+from atlas_fl.split.channel import NORMS
+from atlas_fl.split.codec import ROWS, encode_rows, read_message
+from atlas_fl.split.model import on_client
+from atlas_fl.storage.ledger import Direction, Kind
+from atlas_fl.storage.tensors import encode
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Entry:
+    """One model's rows at its cut, and what is to become of them."""
+
+    rows: Tensor
+    """(tokens, hidden) float32 as they came, on the server's device; a leaf where their gradient is wanted."""
+    blocks: int
+    lengths: tuple[int, ...]
+    places: Tensor | None
+    """(reads,) int64, the tokens that the head reads, where text is written; else every sequence's pooled token."""
+    params: Params
+    """The adapters above the cut, and the head where it is the server's."""
+    dropout: Dropout
+    labels: Tensor | None = None
+    """Of the examples whose loss or logits are computed here; None where the head is the client's."""
+    upper: Tensor | None = None
+    """(reads, hidden), the gradient of the features, where it comes from the client."""
+
+    @property
+    def reads(self) -> int:
+        """How many tokens the head reads."""
+        return len(self.lengths) if self.places is None else len(self.places)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Read:
+    """What a pass gives of one entry: features where the head is the client's, logits and loss where it is here."""
+
+    features: Tensor
+    """(reads, hidden)."""
+    logits: Tensor | None = None
+    """(reads, labels), float32."""
+    loss: Tensor | None = None
+
+
+def pass_over(entries: Sequence[Entry], site: Site, *, backward: bool) -> list[Read]:
+    """What is read of every entry, in their order; with `backward`, gradients lie in their rows and params.
+
+    Losses are means over an entry's own examples and are summed, so each gradient is the entry's own.
+    """
+    device = site.backbone.device
+    order = sorted(range(len(entries)), key=lambda k: entries[k].blocks)
+    ordered = [entries[k] for k in order]
+    mask = dropout_masks([entry.dropout for entry in ordered], device=device)
+    with torch.set_grad_enabled(backward), ExitStack() as adapted:
+        with site.autocast():
+            features = torch.split(_features(ordered, site, mask, adapted), [entry.reads for entry in ordered])
+            logits = [_logits(entry, k, own, site, mask) for k, (entry, own) in enumerate(zip(ordered, features))]
+        read = [_read(*own) for own in zip(ordered, features, logits, strict=True)]
+        if backward:
+            roots = [one.features if one.loss is None else one.loss for one in read]
+            # Inside, because a checkpointed backward pass runs the layers again and must find the adapters in place.
+            torch.autograd.backward(roots, [entry.upper for entry in ordered])
+    by_place = dict(zip(order, read, strict=True))
+    return [by_place[k] for k in range(len(entries))]
+
+
+def _features(ordered: Sequence[Entry], site: Site, mask: MaskOf | None, adapted: ExitStack) -> Tensor:
+    """Features of all entries, (reads, hidden); each joins the row at its own cut. `adapted` keeps the adapters on."""
+    backbone = site.backbone
+    hidden = ordered[0].rows.new_empty(0, ordered[0].rows.shape[1])
+    pick = None
+    bounds = [*sorted({entry.blocks for entry in ordered}), len(backbone.blocks)]
+    for start, stop in pairwise(bounds):
+        present = [entry for entry in ordered if entry.blocks <= start]
+        hidden = torch.cat([hidden, *(entry.rows for entry in present if entry.blocks == start)])
+        layout = make_layout([n for entry in present for n in entry.lengths], device=backbone.device)
+        if stop == bounds[-1]:
+            pick = picked(backbone.family, layout, _reads(present))
+        adapters = Adapters(
+            clients=[entry.params for entry in present],
+            segments=segments_of([len(entry.rows) for entry in present]),
+            pooled=segments_of([entry.reads for entry in present]),
+            scale=site.scale,
+            mask=mask,
+        )
+        adapted.enter_context(attached(modules_of(site, range(start, stop)), adapters))
+        hidden = through(backbone, hidden, layout, range(start, stop), pick=pick)
+    assert pick is not None, "the last block is above every cut"
+    return features_of(backbone, hidden, pick)
+
+
+def _reads(present: Sequence[Entry]) -> Tensor | None:
+    """Where what the heads read lies in the row; None where all read their sequences' pooled tokens."""
+    if all(entry.places is None for entry in present):
+        return None
+    starts = [segment.start for segment in segments_of([len(entry.rows) for entry in present])]
+    return torch.cat([_places(entry) + start for entry, start in zip(present, starts, strict=True)])
+
+
+def _places(entry: Entry) -> Tensor:
+    if entry.places is not None:
+        return entry.places
+    # A model that writes is causal, and its last token speaks for a sequence.
+    return torch.tensor(entry.lengths, device=entry.rows.device).cumsum(0) - 1
+
+
+def _logits(entry: Entry, place: int, features: Tensor, site: Site, mask: MaskOf | None) -> Tensor | None:
+    if entry.labels is None:
+        return None
+    own = None if mask is None else (lambda _, module, shape: mask(place, module, shape))
+    return read_logits(site.backbone, [entry.params], [features], mask=own)[0]
+
+
+def _read(entry: Entry, features: Tensor, logits: Tensor | None) -> Read:
+    if logits is None or entry.labels is None:
+        return Read(features=features)
+    return Read(features=features, logits=logits, loss=example_loss(logits, entry.labels))
+
+
+Payloads: TypeAlias = Mapping[str, bytes]
+"""Messages through a cut by `PLACE/KIND`: which of a job's models, and what of it."""
+
+
+class Side:
+    """A cut client's job taken apart: what is the client's, what is here, and how its messages are read and counted."""
+
+    def __init__(self, job: Job, site: Site) -> None:
+        assert job.cut is not None, "a client without a cut has no half here"
+        self.job, self.site, self.cut = job, site, job.cut
+        held = on_client(site.backbone, job.params, blocks=self.cut.blocks, head=self.cut.head == "client")
+        self.below = replace(job, params=select(job.params, (key for key in job.params if key in held)))
+        self.above: Params = select(job.params, (key for key in job.params if key not in held))
+        self.crossed: Counter[tuple[Kind, Direction]] = Counter()
+        """Bytes of all messages so far."""
+        self.done = 0
+        """Steps, or messages of an evaluation, that are answered."""
+        self._longest = max(int(own.lengths.max()) for own in site.data[job.client].splits.values())
+
+    def expect(self, what: str, done: int, due: str) -> None:
+        """Nothing where this question is due now; else raises `ProtocolError`."""
+        if (what, done) != (due, self.done):
+            raise ProtocolError(
+                f"{self.job.client} asks for {what!r:.20} after {done} steps, and {due} after {self.done} is due;"
+                " install the same atlas-fl on both ends"
+            )
+
+    def opened(self, payloads: Payloads, place: int, kind: Kind) -> dict[str, Tensor]:
+        """The tensors of one message, counted."""
+        message = payloads.get(f"{place}/{kind}")
+        if message is None:
+            raise ProtocolError(f"{self.job.client} sent no {kind}; install the same atlas-fl on both ends")
+        self.crossed[kind, "up"] += len(message)
+        return read_message(message)
+
+    def sent(self, message: bytes, kind: Kind) -> bytes:
+        """The message, counted."""
+        self.crossed[kind, "down"] += len(message)
+        return message
+
+    def entry(self, payloads: Payloads, place: int, params: Params, dropout: Dropout, *, wants: bool) -> Entry:
+        """The rows of one model, with labels where the head is here; a leaf where their gradient is wanted."""
+        task, device = self.site.data[self.job.client].task, self.site.backbone.device
+        opened = self.opened(payloads, place, "activation")
+        rows, lengths, places = opened.get(ROWS), opened.get("lengths"), opened.get("places")
+        if rows is None or rows.shape[1] != self.site.backbone.hidden or not self._are_lengths(lengths, rows):
+            raise self.refused("rows")
+        assert lengths is not None
+        if (places is None) is task.writes or (places is not None and not _are_within(places, len(rows), torch.int32)):
+            raise self.refused("places")
+        labels = None
+        if self.cut.head == "server":
+            labels = self.opened(payloads, place, "label").get("labels")
+            if not self._are_labels(labels, len(lengths) if places is None else len(places)):
+                raise self.refused("labels")
+        return Entry(
+            rows=rows.to(device).requires_grad_(wants),
+            blocks=self.cut.blocks,
+            lengths=tuple(lengths.tolist()),
+            places=None if places is None else places.to(device, torch.int64),
+            params=params,
+            dropout=dropout,
+            labels=None if labels is None else labels.to(device),
+        )
+
+    def _are_lengths(self, lengths: Tensor | None, rows: Tensor) -> bool:
+        if lengths is None or not _are_within(lengths, self._longest + 1, torch.int32):
+            return False
+        return int(lengths.min()) > 0 and int(lengths.sum()) == len(rows)
+
+    def _are_labels(self, labels: Tensor | None, count: int) -> bool:
+        task = self.site.data[self.job.client].task
+        if labels is None or labels.shape != (count,):
+            return False
+        if task.is_regression:
+            return labels.dtype is torch.float32
+        vocabulary = self.site.backbone.vocabulary
+        return _are_within(labels, len(vocabulary) if task.writes and vocabulary is not None else task.num_labels)
+
+    def refused(self, what: str) -> ProtocolError:
+        """The error of a client that sent this in a form that cannot be."""
+        return ProtocolError(
+            f"{self.job.client} sent {what} through its cut that fit neither each other nor its task; join with the"
+            " data and the version of atlas-fl that the plan was made with"
+        )
+
+
+def _are_within(numbers: Tensor, size: int, dtype: torch.dtype = torch.int64) -> bool:
+    if numbers.dtype is not dtype or numbers.ndim != 1 or not len(numbers):
+        return False
+    return int(numbers.min()) >= 0 and int(numbers.max()) < size
+
+
+def upper_member(job: Job, site: Site) -> Member:
+    """The server's half of a cut client while it trains, as of the job's start."""
+    return Member(replace(job, params=Side(job, site).above, cut=None), site, above=job.cut)
+
+
+class Together:
+    """The clients of one cluster that train in one round, from its start."""
+
+    def __init__(self, jobs: Sequence[Job], site: Site) -> None:
+        self.jobs = tuple(jobs)
+        self.members = {job.client: upper_member(job, site) for job in jobs}
+        self.begun = set[str]()
+        """Clients that have asked something."""
+        self.done = 0
+        """Steps that all whose turn it was have taken."""
+        self.is_void = False
+        """Whether nothing more comes of this: it begins again, or without somebody."""
+        self._sets = shared_sets(list(self.members.values()))
+        self._told: dict[Member, int] = {}
+        self._moving: dict[Member, int] = {}
+
+    @property
+    def is_over(self) -> bool:
+        """Whether all have taken all their steps."""
+        return all(member.steps <= self.done for member in self.members.values())
+
+    def tell(self, member: Member, count: int, *, norms: Tensor | None) -> None:
+        """This client can step, over so many examples; the last one who says so makes all step."""
+        self._told[member] = count
+        if member.clip(norms=norms):
+            self._moving[member] = count
+        if len(self._told) < sum(member.steps > self.done for member in self.members.values()):
+            return
+        for shared in self._sets:
+            shared.step(self.done, self._moving)
+        for one in self._moving:
+            one.move(self.done)
+        self.done += 1
+        self._told, self._moving = {}, {}
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Question:
+    """What one client asks at one moment, read and checked."""
+
+    half: "Half"
+    what: str
+    entries: tuple[Entry, ...]
+    alone: bool = False
+    """Answered by its half itself: gradients of what clients share cannot be told apart in a pack."""
+
+    @property
+    def tokens(self) -> int:
+        """Of all its rows."""
+        return sum(len(entry.rows) for entry in self.entries)
+
+
+class Half(Protocol):
+    """One client's upper half for one job."""
+
+    side: Side
+    places: tuple[int, ...]
+    """Where the client's trained tensors stand among those of the whole model."""
+
+    together: Together | None
+    """Those that it shares its adapters with; None where they are its own."""
+
+    def close(self, what: str, done: int, payloads: Payloads) -> None:
+        """Take what this message says of the step before; raises `ProtocolError` where none such may come now."""
+        ...
+
+    def is_ready(self) -> bool:
+        """Whether a message can be read: not while others have to step first."""
+        ...
+
+    def read(self, what: str, done: int, payloads: Payloads) -> Question:
+        """The question that this message is; raises `ProtocolError` where it is none that may come now."""
+        ...
+
+    def answer(self, question: Question, found: Sequence[Read]) -> dict[str, bytes]:
+        """What goes back, from what the pass gave of the question's entries."""
+        ...
+
+    def last(self, payloads: Payloads) -> None:
+        """Take what is said of the last step; raises `ProtocolError` where work is missing."""
+        ...
+
+    def end(self, payloads: Payloads) -> Update:
+        """What this half has come to, after its last step; raises `ProtocolError` where work is missing."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Asked:
+    """One client's message about its cut, as it came."""
+
+    half: Half
+    what: str
+    done: int
+    payloads: Payloads
+
+
+def joined(side: Side, update: Update, own: Update) -> Update:
+    """The whole client's update, of its own and that of its upper half."""
+    params = {**update.params, **own.params}
+    return replace(
+        update,
+        params=side.job.params if own.params is side.above else {key: params[key] for key in sorted(params)},
+        examples=own.examples,
+        metrics={**update.metrics, **own.metrics},
+        loaded=_loaded(side, update, own),
+        keys=update.keys + own.keys,
+        crossed=dict(side.crossed),
+    )
+
+
+def _loaded(side: Side, update: Update, own: Update) -> str | None:
+    """The digest of the whole model where both sides loaded what they were sent; else that of what differs."""
+    if update.loaded is None or update.loaded != digest(side.below.params):
+        return update.loaded
+    return digest(side.job.params) if own.loaded == digest(side.above) else own.loaded
+
+
+def answers_to(asked: Sequence[Asked], site: Site) -> list[dict[str, bytes] | ProtocolError | None]:
+    """What each is answered, or why it is refused: a client's mistake is its own, not its pack's.
+
+    None for who has to wait for others to step.
+    """
+    found: dict[int, dict[str, bytes] | ProtocolError | None] = dict.fromkeys(range(len(asked)))
+    questions = {}
+    for k, one in enumerate(asked):
+        try:
+            one.half.close(one.what, one.done, one.payloads)
+        except ProtocolError as error:
+            found[k] = error
+    for k, one in enumerate(asked):
+        if found[k] is None and one.half.is_ready():
+            try:
+                questions[k] = one.half.read(one.what, one.done, one.payloads)
+            except ProtocolError as error:
+                found[k] = error
+    answers = answer_all(list(questions.values()), site)
+    found |= dict(zip(questions, answers, strict=True))
+    return [found[k] for k in range(len(asked))]
+
+
+def answer_all(questions: Sequence[Question], site: Site) -> list[dict[str, bytes]]:
+    """The answers to questions that wait at one moment, in their order.
+
+    Those with a gradient are one pass, the others another, as far as `site.max_tokens` reach; some go `alone`.
+    """
+    answers = {k: one.half.answer(one, ()) for k, one in enumerate(questions) if one.alone}
+    for backward in (True, False):
+        packed = [k for k, one in enumerate(questions) if not one.alone]
+        alike = [k for k in packed if (questions[k].what in ("loss", "gradient")) is backward]
+        for group in _packs(alike, questions, site.max_tokens):
+            found = iter(pass_over([e for k in group for e in questions[k].entries], site, backward=backward))
+            for k in group:
+                own = [next(found) for _ in questions[k].entries]
+                answers[k] = questions[k].half.answer(questions[k], own)
+    return [answers[k] for k in range(len(questions))]
+
+
+def _packs(places: Sequence[int], questions: Sequence[Question], max_tokens: int) -> list[list[int]]:
+    packs: list[list[int]] = []
+    room = 0
+    for k in places:
+        if not packs or questions[k].tokens > room:
+            packs.append([])
+            room = max_tokens
+        packs[-1].append(k)
+        room -= questions[k].tokens
+    return packs
+
+
+def with_upper(entry: Entry, payloads: Payloads, side: Side, *, place: int = 0) -> Entry:
+    """The rows with the gradient of their features, which has come from the client."""
+    rows = side.opened(payloads, place, "gradient").get(ROWS)
+    if rows is None or rows.shape != (entry.reads, entry.rows.shape[1]):
+        raise side.refused("a gradient")
+    return replace(entry, upper=rows.to(entry.rows.device, copy=True))
+
+
+class TrainingHalf:
+    """Trains the blocks above the cut, with an optimizer of their own, in step with the client's.
+
+    `place` is the model's among those of its job, as its messages have it.
+    """
+
+    def __init__(self, job: Job, site: Site, *, together: Together | None = None, place: int = 0) -> None:
+        self.side, self.together, self._place = Side(job, site), together, place
+        self.places = tuple(trained_below(site.backbone, job.params, job.options, self.side.cut))
+        self._member = upper_member(job, site) if together is None else together.members[job.client]
+        self._waiting: Entry | None = None
+        self._open = 0  # examples of the step that is to be closed
+
+    def read(self, what: str, done: int, payloads: Payloads) -> Question:
+        """Rows to train on, or the gradient of the features that went down; what the last step left comes before."""
+        self.close(what, done, payloads)
+        assert self.is_ready(), "who shares adapters is read when all have stepped"
+        if self._waiting is not None:
+            entry, self._waiting = with_upper(self._waiting, payloads, self.side, place=self._place), None
+        else:
+            if done >= self._member.steps:
+                raise ProtocolError(f"{self.side.job.client} goes on after its {self._member.steps} steps")
+            dropout = self._member.dropout(done)
+            entry = self.side.entry(payloads, self._place, self._member.params, dropout, wants=bool(self.places))
+        return Question(half=self, what=what, entries=(entry,))
+
+    def close(self, what: str, done: int, payloads: Payloads) -> None:
+        """Step, or tell the others that it can, before the next question."""
+        at_home = self.side.cut.head == "client"
+        self.side.expect(what, done, "gradient" if self._waiting else "features" if at_home else "loss")
+        if self._waiting is None:
+            self.step(payloads)
+
+    def is_ready(self) -> bool:
+        """Whether the adapters are where this client's steps are."""
+        return self._waiting is not None or self.together is None or self.together.done == self.side.done
+
+    def answer(self, question: Question, found: Sequence[Read]) -> dict[str, bytes]:
+        """Features, or the gradient of the rows with the norms of this half's gradients."""
+        ((entry,), (read,)) = question.entries, found
+        side, wire, answer = self.side, self.side.cut.wire, dict[str, bytes]()
+        if question.what == "features":
+            self._waiting = entry
+            return {f"{self._place}/activation": side.sent(encode_rows(read.features, wire=wire), "activation")}
+        if read.loss is not None:
+            self._member.losses.append(read.loss.detach())
+        self.side.done, self._open = self.side.done + 1, entry.reads
+        if entry.rows.grad is not None:
+            answer[f"{self._place}/gradient"] = side.sent(encode_rows(entry.rows.grad, wire=wire), "gradient")
+        if self._member.options.clip > 0:
+            answer[f"{self._place}/control"] = side.sent(encode({NORMS: self._member.norms()}), "control")
+        return answer
+
+    def step(self, payloads: Payloads) -> None:
+        """Step, now that the client has told the norms of its gradients."""
+        if not self._open:
+            return
+        norms, count, self._open = None, self._open, 0
+        if self._member.options.clip > 0:
+            others = self.side.opened(payloads, self._place, "control").get(NORMS)
+            if others is None or others.dtype is not torch.float32 or others.shape != (len(self.places),):
+                raise self.side.refused("norms")
+            norms = joined_norms(others.to(self._member.norms()), self._member.norms(), self.places)
+        if self.together is None:
+            self._member.step(self.side.done - 1, norms=norms)
+        else:
+            self.together.tell(self._member, count, norms=norms)
+
+    def last(self, payloads: Payloads) -> None:
+        """The last step; those who share adapters go on as long as one of them does."""
+        side, member = self.side, self._member
+        if side.done < member.steps or self._waiting is not None:
+            raise ProtocolError(
+                f"{side.job.client} ends after {side.done} of {member.steps} steps; install our version"
+            )
+        self.step(payloads)
+
+    @property
+    def steps(self) -> int:
+        """How many steps it has in all."""
+        return self._member.steps
+
+    @property
+    def params(self) -> Params:
+        """The model above the cut as it is now."""
+        return self._member.params
+
+    def stop(self) -> None:
+        """Let the steps so far be all."""
+        self._member.steps = self.side.done
+
+    def end(self, payloads: Payloads) -> Update:
+        """The trained upper part."""
+        self.last(payloads)
+        side, own = self.side, self._member.update(0.0)
+        here = {"loss": own.metrics["loss"]} if side.cut.head == "server" else {}
+        return replace(own, metrics={**here, "steps": float(side.done)})
+
+
+class EvaluationHalf:
+    """Goes on from rows without training; the scores are there where the head is."""
+
+    def __init__(self, job: Job, site: Site) -> None:
+        self.side = Side(job, site)
+        self.places: tuple[int, ...] = ()
+        self.together: Together | None = None
+        self._params = on_device(self.side.above, site)
+        self._task = site.data[job.client].task
+        self._examples = len(site.data[job.client].splits[job.options.split])
+        self._outputs, self._labels = list[np.ndarray](), list[Tensor]()
+        self._scored = 0
+
+    def close(self, what: str, done: int, payloads: Payloads) -> None:  # noqa: ARG002 - no step was before
+        """Nothing is left of the message before."""
+        self.side.expect(what, done, "features" if self.side.cut.head == "client" else "score")
+
+    def is_ready(self) -> bool:
+        """Always: nothing is trained."""
+        return True
+
+    def last(self, payloads: Payloads) -> None:
+        """Nothing is left to be told."""
+
+    def read(self, what: str, done: int, payloads: Payloads) -> Question:
+        """Rows of some examples, each of which comes once."""
+        self.close(what, done, payloads)
+        entry = self.side.entry(payloads, 0, self._params, Dropout(p=0.0, seed=0, path=()), wants=False)
+        self._scored += len(entry.lengths)
+        return Question(half=self, what=what, entries=(entry,))
+
+    def answer(self, question: Question, found: Sequence[Read]) -> dict[str, bytes]:
+        """Features, or nothing where the scores are here."""
+        ((entry,), (read,)) = question.entries, found
+        self.side.done += 1
+        if read.logits is None or entry.labels is None:
+            return {"0/activation": self.side.sent(encode_rows(read.features, wire=self.side.cut.wire), "activation")}
+        self._outputs.append(kept(read.logits, entry.labels, self._task))
+        self._labels.append(entry.labels.cpu())
+        return {}
+
+    def end(self, payloads: Payloads) -> Update:  # noqa: ARG002 - nothing is left to be told
+        """All scores."""
+        if self._scored != self._examples:
+            raise ProtocolError(
+                f"{self.side.job.client} sent {self._scored} of {self._examples} examples; join with the same data"
+            )
+        scores = {}
+        if self.side.cut.head == "server":
+            scores = scores_of(self._task, torch.cat(self._labels).numpy(), self._outputs)
+        return Update(client=self.side.job.client, params=self.side.above, examples=self._examples, metrics=scores)

@@ -1,1 +1,0 @@
-"""Clients that train a whole image model."""

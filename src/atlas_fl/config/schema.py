@@ -1,0 +1,485 @@
+"""The settings themselves: frozen dataclasses, one group for each part of the system.
+
+The settings of a federation's data: tasks, clients, their devices, and who comes late.
+
+The settings of rounds and local training.
+
+The settings of phase 3: whose model is cut, where, and how what crosses is written.
+
+The settings of robust aggregation: how large an update and a weight may be, and what withstands hostile clients.
+
+The settings of simulated hostile clients.
+
+The settings of image tasks: what trains of the model, and of whole models which weights may move.
+
+The settings themselves: frozen dataclasses, one group for each part of the system.
+
+The name of a setting is its flag and its key in a file, so no two groups share one; its docstring is its help.
+"""
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+from atlas_fl.config.values import mistake, whole_number
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataConfig:
+    """Tasks, clients and their devices."""
+
+    tasks: tuple[str, ...] = ("movie", "trec", "pairs")
+    """Tasks of the federation (`atlas list tasks`)."""
+    task: tuple[str, ...] = ()
+    """Your own csv, jsonl or parquet: `name=path`, then as needed text=, pair= and label= (columns) and metric=, or
+    text= and target= for text that is to be written; commas between; may be repeated."""
+    clients_per_task: int = 3
+    """Clients that share each task."""
+    samples: int | None = 200
+    """Training examples of a client; `none` deals out all that there are."""
+    validation_samples: int | None = 100
+    """Validation examples of a client, or `none`; choices are made on these."""
+    test_samples: int | None = 130
+    """Test examples of a client, or `none`; results are reported on these."""
+    partition: Literal["iid", "dirichlet", "quantity"] = "iid"
+    """How a task's examples fall to its clients."""
+    dirichlet_alpha: float = 0.5
+    """Concentration of the Dirichlet partition; smaller is more uneven."""
+    max_length: int | None = None
+    """Longest sequence in tokens; the task's own limit by default."""
+    devices: tuple[str, ...] = ("cpu_2gb", "tablet_4gb", "laptop_8gb", "gpu_16gb")
+    """Device profiles (`atlas list devices`), dealt out to the clients in turn."""
+    device: tuple[str, ...] = ()
+    """A profile of your own: `name=memory_gb=3,gflops=50,...` with every number from memory_gb to max_rank that
+    `atlas list devices` shows; may be repeated."""
+    rouge_examples: int = 16
+    """Most held-out prompts of a split that a client answers after the last round, for ROUGE; 0 for none."""
+    new_tokens: int = 32
+    """Most tokens of such an answer."""
+    data_dir: str | None = None
+    """A directory that holds data sets which would else come from the hub or its cache."""
+    shuffle_labels: bool = False
+    """Control: permute the training labels; accuracy must fall to the majority class."""
+    arrive: tuple[str, ...] = ()
+    """Clients that come when the run has begun: `movie-1=3` joins before round 3, placed beside the clusters that there
+    are by then; may be repeated."""
+
+
+def arrivals(words: Sequence[str]) -> Mapping[str, int]:
+    """The round before which each client joins that `--arrive` names.
+
+    >>> dict(arrivals(("movie-1=3",)))
+    {'movie-1': 3}
+
+    Raises:
+        ConfigError: a word is no `client=round` with a round from 2, or a client stands there twice.
+    """
+    found: dict[str, int] = {}
+    for word in words:
+        name, _, text = word.rpartition("=")
+        number = whole_number(text) or 0
+        if not name or name in found or number < 2:
+            raise mistake("--arrive", word, "client=round with a round from 2, each client once")
+        found[name] = number
+    return found
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingConfig:
+    """Rounds and local training."""
+
+    rounds: int = 12
+    """Rounds of the whole run."""
+    local_epochs: int = 1
+    """Passes of a client over its data in a round."""
+    batch_size: int = 16
+    """Examples in a client's step."""
+    lr: float | None = None
+    """Peak learning rate of AdamW, or of SGD on images; the model's own by default (`atlas list models`)."""
+    schedule: Literal["constant", "linear", "cosine", "step"] = "constant"
+    """Learning rate over the steps of all rounds; `step`: a tenth after half, a hundredth after three quarters."""
+    warmup: float = 0.0
+    """Share of all steps in which the learning rate rises from zero."""
+    weight_decay: float = 0.0
+    """AdamW's decoupled weight decay, or SGD's."""
+    clip: float = 1.0
+    """Largest gradient norm of a client; 0 switches clipping off."""
+    participation: float = 1.0
+    """Share of the clients that train in a round."""
+    eval_every: int = 1
+    """Rounds between two evaluations; the last round is always evaluated."""
+    patience: int = 0
+    """Rounds without a better mean validation score after which the run ends early; 0 for never."""
+    min_delta: float = 0.0
+    """What a score must exceed the last better one by to be better, under `--patience`."""
+    pack_tokens: int | None = None
+    """Tokens that train together; chosen for the machine by default, and never above the memory budget."""
+    pack_memory_gb: float = 4.0
+    """Memory that one pack's activations may take."""
+
+
+NONE, AUTO = "none", "auto"
+EVERY = "*"
+"""Stands for everyone who is not named."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SplitConfig:
+    """Phase 3: models cut in two, the lower part on the client and the upper one on the server."""
+
+    split: str = NONE
+    """Blocks that stay on the client: `none` (the whole model), a number, or `auto` (a cut where the device cannot hold
+    the model); or one of these for each client, task or device that is named, `cpu_2gb=2,movie=auto,trec-0=1`, and none
+    for the others. The client's name goes before its task's, and that before its device's."""
+    split_objective: Literal["score", "time"] = "score"
+    """What `auto` chooses by, among the cuts that fit: memory, communication, importance and balance weighed together,
+    or the smallest predicted round time."""
+    wire: Literal["fp32", "bf16", "int8"] = "fp32"
+    """Format of activations and gradients on the way; int8 has a scale a token."""
+    wire_noise: float = 0.0
+    """Gaussian noise on what leaves a cut client, in root mean squares of each token."""
+    head: Literal["client", "server"] = "server"
+    """Where the head of a cut model is; at the client the labels stay there too."""
+    server_adapters: Literal["per_client", "per_cluster"] = "per_client"
+    """Whose the adapters above a cut are: each client's own, or one set for all cut clients of a cluster, which the
+    mean of their gradients moves."""
+    topology: Literal["server", "paired"] = "server"
+    """Who computes the upper parts of cut models: the server, or clients that hold the whole model and have room, the
+    server for the rest. It changes no model, but what goes where and how long it takes."""
+    leakage: bool = False
+    """Measure what the cuts give away of the clients' texts, for the plan (`atlas leakage` does so without a run)."""
+
+
+def cuts_by_name(text: str) -> Mapping[str, str]:
+    """What `--split` says: `none`, `auto` or a number by the name of a client, task or device, or by `EVERY`.
+
+    >>> dict(cuts_by_name("cpu_2gb=2,movie=auto"))
+    {'*': 'none', 'cpu_2gb': '2', 'movie': 'auto'}
+
+    Raises:
+        ConfigError: a word is none of these, or a name stands there twice.
+    """
+    if "=" not in text:
+        return {EVERY: _checked(text, text)}
+    found = {EVERY: NONE}
+    for part in text.split(","):
+        name, sign, word = (piece.strip() for piece in part.partition("="))
+        if not sign or not name or name in found:
+            raise mistake("--split", text, "none, auto, a number, or name=word with commas between and each name once")
+        found[name] = _checked(word, text)
+    return found
+
+
+def cut_word(text: str, *, client: str, task: str, device: str) -> str:
+    """What `--split` says for this client: by its own name, else its task's, else its device's.
+
+    >>> cut_word("cpu_2gb=2,movie=auto", client="movie-0", task="movie", device="cpu_2gb")
+    'auto'
+    """
+    words = cuts_by_name(text)
+    return next(words[name] for name in (client, task, device, EVERY) if name in words)
+
+
+def _checked(word: str, text: str) -> str:
+    if word not in (NONE, AUTO) and not (whole_number(word) or 0) >= 1:
+        raise mistake("--split", text, "none, auto or a number of blocks from 1, or name=word with commas between")
+    return word
+
+
+@dataclass(frozen=True, kw_only=True)
+class RobustConfig:
+    """Robust aggregation: what an update, or a claim of examples, may do to the others."""
+
+    norm_bound: Literal["refuse", "clip", "off"] = "refuse"
+    """What happens to an update whose change is more than `--max-norm-ratio` times the median norm of the round: it is
+    refused, or scaled down to that."""
+    max_norm_ratio: float = 10.0
+    """Largest norm of a client's change, as a multiple of the median over the clients that trained in the round, of
+    heads over those of the same task; compared from three clients on."""
+    max_share: float = 0.5
+    """Largest share of a weighted average that one client's examples may give it, where three or more are averaged; 1
+    leaves the shares as they are."""
+    within: Literal["all", "clusters"] = "all"
+    """Where `median`, `trimmed_mean`, `krum`, `multi_krum` and `geometric_median` are applied: over all clients, or
+    inside each cluster."""
+    trim: float = 0.2
+    """Share of the clients whose values `trimmed_mean` leaves out at each end, rounded up."""
+    byzantine: int = 1
+    """Hostile clients that `krum` and `multi_krum` expect among those that are aggregated."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttackConfig:
+    """Hostile clients, in simulations alone: what they do, and what they do not harm under a robust rule."""
+
+    attack: Literal["none", "label_flip", "sign_flip", "scale", "model_replacement", "noise"] = "none"
+    """What the attackers do: train on reversed labels, send their change reversed, times 30, or with noise of 10 times
+    its size, or replace the average by a random model."""
+    attackers: tuple[str, ...] = ()
+    """Who attacks: clients by name, or a number of them, drawn by the seed; their scores are left out of `honest` in
+    summary.json."""
+    attack_scale: float | None = None
+    """Size of the attack in the place of its own: 1 of `sign_flip`, 30 of `scale`, 10 of `noise`, and what outweighs
+    all others of `model_replacement`."""
+
+
+WHOLE = "whole"
+OF_WHOLE = frozenset({"frozen_blocks", "ridge", "momentum", "nesterov", "carry_momentum"})
+"""Settings of images that adapters have no use for."""
+OF_ADAPTERS = frozenset({"targets", "lora_alpha", "rslora", "init_adapter", "gradient_checkpointing"})
+"""Settings of the model that whole models have no use for."""
+EVENLY = "iid"
+"""What `nc` says where every client has all classes."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ImagesConfig:
+    """Image tasks: all weights are trained by SGD, or adapters as on texts."""
+
+    tune: Literal["whole", "lora"] = "whole"
+    """What trains: all weights by SGD, or LoRA adapters and a head on the frozen model by AdamW, with fingerprints,
+    clusters and ranks as on texts."""
+    nc: str = EVENLY
+    """Classes of each client of an image task: `iid` (all of them), or a number."""
+    validation_share: float | None = None
+    """Share of a data set's training images that becomes its validation split, where it brings none; a fifth, and at
+    most 2,000, by default."""
+    image_size: int | None = None
+    """Side of the square that the model sees, in pixels; what it was pretrained on by default."""
+    frozen_blocks: int = 0
+    """Blocks from the first one up that stay as they are, the embeddings with them; 0 freezes nothing."""
+    head_first: Literal["none", "ridge"] = "ridge"
+    """Fit the head before anything else, by ridge regression over all clients' sums (no image leaves a client).
+    Of whole models: beside adapters it begins and trains as on texts."""
+    ridge: float = 10.0
+    """Penalty of that regression, in examples."""
+    local_steps: int | None = None
+    """Steps of a client in a round (J); whole passes (`--local-epochs`) by default."""
+    momentum: float = 0.9
+    """SGD's momentum; it begins anew in every round, or with `--carry-momentum` once."""
+    nesterov: bool = False
+    """Nesterov's momentum."""
+    carry_momentum: bool = False
+    """Let every client begin a round with the momentum that it ended its last one with; needs all clients in every
+    round, and memory for one more model a client."""
+    label_smoothing: float = 0.0
+    """Share of a label that is spread over all classes."""
+    crop: int = 0
+    """Border in pixels, of the images as they are, out of which training images are cropped at random; 0 for none."""
+    flip: bool = False
+    """Mirror every second training image."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SparseConfig:
+    """Task arithmetic: only the weights under a mask move."""
+
+    mask: Literal["none", "least_sensitive", "most_sensitive", "lowest_magnitude", "highest_magnitude", "random"] = (
+        "none"
+    )
+    """Which weights may move; the head, once fitted, is not among them."""
+    mask_file: str | None = None
+    """A mask that there is, in the place of one that is made: `mask.safetensors` of a run's folder, or what
+    `atlas masks --merge` wrote. A run puts the digest of its content behind it and goes on with no other."""
+    sparsity: float = 0.9
+    """Share of the weights that may not."""
+    mask_scope: Literal["global", "layer"] = "global"
+    """Choose over all weights together, or the same share of each tensor."""
+    calibration_rounds: int = 1
+    """Rounds in which the mask is made: in each a part is frozen and the rest is scored again."""
+    calibration_clients: int = 10
+    """Clients, drawn once, that score the weights; all where there are fewer."""
+    calibration_examples: int = 32
+    """Training examples of each of them that its scores are made from."""
+    fisher_labels: Literal["sampled", "true"] = "sampled"
+    """Labels of the Fisher information: drawn from the model, or the true ones (empirical Fisher)."""
+
+    @property
+    def masked(self) -> bool:
+        """Whether only some weights may move."""
+        return self.mask != "none" or self.mask_file is not None
+
+
+def mask_source(mask_file: str | None) -> tuple[str | None, str | None]:
+    """(the path, the digest of its content) that a `mask_file` says; None for what it does not."""
+    if mask_file is None:
+        return None, None
+    match = re.fullmatch(r"(.+)#sha256=([0-9a-f]{16})", mask_file)
+    return (mask_file, None) if match is None else (match[1], match[2])
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig:
+    """The frozen backbone and its adapters."""
+
+    model: str = "minilm"
+    """Alias (`atlas list models`), hub name or directory."""
+    targets: tuple[str, ...] = ()
+    """Module names that get LoRA, or `all-linear`; PEFT's table for the architecture by default."""
+    lora_alpha: float | None = None
+    """LoRA alpha; twice the rank by default, so that the rank does not change the step size."""
+    rslora: bool = False
+    """Scale by alpha / sqrt(rank) instead of alpha / rank."""
+    dropout: float = 0.0
+    """Dropout on the inputs of adapters and head, drawn from a generator of the client's own."""
+    precision: Literal["fp32", "bf16", "fp16"] = "fp32"
+    """Arithmetic of the model; bf16 and fp16 by autocast, fp16 with scaled losses, and of adapters on CUDA alone."""
+    gradient_checkpointing: bool = False
+    """Recompute each block in the backward pass: less memory, more time."""
+    init_adapter: str | None = None
+    """A PEFT adapter folder that every client starts from."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClusteringConfig:
+    """Phase 1: which clients share a task."""
+
+    clusters: str = "auto"
+    """`auto`, `oracle` (the true tasks) or a number of clusters."""
+    cluster_by: Literal["corrected", "atlas", "silhouette", "gap"] = "corrected"
+    """How `auto` finds the clusters: noise-corrected similarity without k, or a k search by this score."""
+    fingerprint: Literal["fisher", "delta", "gradient"] = "fisher"
+    """What a client's fingerprint is made of."""
+    fingerprint_batches: int = 12
+    """Batches of the gradient and fisher fingerprints."""
+    fingerprint_blocks: int = 2
+    """Blocks, from the last one down, whose gradients the gradient and fisher fingerprints read."""
+    fingerprint_samples: int | None = None
+    """Most examples of a client that its fingerprint is made from, half of them for each half; all by default."""
+    fingerprint_steps: int = 60
+    """Most warm-up steps of each half for the delta fingerprint."""
+    sketch_dim: int = 1024
+    """Length of the sketch that leaves the client."""
+    pca_components: int = 64
+    """Most principal components on the server; n clients have at most n - 1."""
+    k_range: tuple[int, int] = (2, 5)
+    """Smallest and largest k of the search."""
+    min_cluster_size: int = 1
+    """Clusters below this size are merged into their nearest."""
+    similarity_threshold: float = 0.8
+    """Noise-corrected similarity from which clients share a cluster under `corrected`."""
+    min_reliability: float = 0.1
+    """Agreement of a client's own halves below which it is undecided and trains alone."""
+    incremental_pca: bool = False
+    """Fit the principal components in batches of clients."""
+    recluster_every: int = 0
+    """Rounds between two clusterings; 0 clusters once."""
+    stability: float = 0.0
+    """Weight of the previous clusters when clients are clustered again."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RanksConfig:
+    """Phase 2: LoRA ranks per layer and client."""
+
+    ranks: str = "budget"
+    """`budget`, `greedy`, `matched` (to the bytes of uniform), `uniform`, or one rank for every layer and client."""
+    candidates: tuple[int, ...] = (4, 8, 16, 32, 64)
+    """Ranks that a layer may have."""
+    importance: Literal["gradient", "rngwp"] = "gradient"
+    """How the importance of a layer is measured."""
+    adapter_bytes: int | None = None
+    """Most bytes of one client's adapters; the device's own upload budget by default."""
+    budget: Literal["memory", "fractions"] = "memory"
+    """Device memory by the true model, or by fixed fractions."""
+    alpha_base: float = 0.35
+    """Fraction of memory for the backbone, when budget is `fractions`."""
+    alpha_act: float = 0.25
+    """Fraction of memory for activations, when budget is `fractions`."""
+    alpha_opt: float = 0.15
+    """Fraction of memory for the optimizer, when budget is `fractions`."""
+    rerank: bool = False
+    """Choose the ranks again whenever clients are clustered again, and bring every model to them."""
+    complexity_scaling: bool = False
+    """Give clusters with a harder task more of their budget."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class MixingConfig:
+    """Phase 4: the server's rule."""
+
+    strategy: str = "atlas"
+    """The rule (`atlas list strategies`); `--ablation` is the same flag and takes old names, such as local_only."""
+    eta: float = 0.5
+    """Step of the Laplacian: 0 mixes nothing."""
+    eta_decay: float = 1.0
+    """Factor on eta after each round."""
+    laplacian: Literal["symmetric", "random_walk", "metropolis"] = "random_walk"
+    """Which Laplacian, and so which mean is kept."""
+    alpha: float | None = None
+    """Sharpness of the graph's RBF; one over the median squared distance by default."""
+    graph: Literal["similarity", "uniform", "adaptive"] = "similarity"
+    """Edge weights: fingerprint similarity, equal, or similarity times validation performance."""
+    symmetrize: Literal["average", "max", "min"] = "average"
+    """How a directed graph becomes symmetric."""
+    neighbours: int = 0
+    """Keep only this many nearest neighbours of a client; 0 keeps all."""
+    singleton_neighbours: int = 1
+    """Nearest clients that a client alone in its cluster is joined to; 0 leaves it alone."""
+    graph_ema: float = 0.0
+    """Share of the previous graph that re-clustering keeps."""
+    block_diagonal: bool = True
+    """Cut the edges between clusters."""
+    space: Literal["factors", "product"] = "product"
+    """Mix A and B apart, or the update s B A itself."""
+    share: tuple[Literal["A", "B", "head"], ...] = ("A", "B", "head")
+    """What leaves the client."""
+    align: Literal["pad", "truncate"] = "pad"
+    """How factors of different ranks meet in factor space."""
+    layer_weighting: Literal["none", "importance"] = "none"
+    """Scale eta per layer by the layer's importance."""
+    aggregate_every: int = 1
+    """Rounds between two aggregations; between them clients train on from their own models and nothing is mixed."""
+    keep: Literal["mixed", "best"] = "mixed"
+    """Deliver the mixed model, or on each client the better of mixed and own by validation loss."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunConfig:
+    """Seed, records and machine."""
+
+    seed: int = 42
+    """Every random choice derives from it."""
+    preset: str = "quick"
+    """The recipe that all other defaults come from (`atlas list presets`). `--mode` is the same flag."""
+    name: str | None = None
+    """Name of the run's folder; preset, strategy, model, seed and config hash by default."""
+    runs_dir: str = "runs"
+    """Where run folders lie."""
+    audit: bool = False
+    """Keep what every client trained and loaded, for `atlas audit`."""
+    max_rounds: int | None = None
+    """Stop after this many rounds of this session; `atlas resume` goes on."""
+    checkpoint_every: int = 1
+    """Rounds between two checkpoints; a session always ends with one."""
+    keep_checkpoints: int = 2
+    """Newest checkpoints that are kept."""
+    keep_best: int = 0
+    """Best rounds by mean validation score whose checkpoints are kept too, for `atlas export --round best`."""
+    accelerator: Literal["auto", "cpu", "cuda"] = "cpu"
+    """Where the packs are trained."""
+    engine: Literal["local", "ray"] = "local"
+    """Who trains the packs: processes of this machine, or the actors of a Ray cluster (`pip install 'atlas-fl[ray]'`;
+    RAY_ADDRESS names the cluster, without it one is started here)."""
+    workers: int | None = None
+    """Processes that train packs at once, on shared backbone weights; by default this one alone, and with Ray one for
+    each GPU, or CPU, of the cluster. With as many threads each, any number of them ends in the same bits."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    """A whole run."""
+
+    data: DataConfig = field(default_factory=DataConfig)
+    model: ModelConfig = field(default_factory=ModelConfig)
+    training: TrainingConfig = field(default_factory=TrainingConfig)
+    clustering: ClusteringConfig = field(default_factory=ClusteringConfig)
+    ranks: RanksConfig = field(default_factory=RanksConfig)
+    split: SplitConfig = field(default_factory=SplitConfig)
+    mixing: MixingConfig = field(default_factory=MixingConfig)
+    robust: RobustConfig = field(default_factory=RobustConfig)
+    attack: AttackConfig = field(default_factory=AttackConfig)
+    images: ImagesConfig = field(default_factory=ImagesConfig)
+    sparse: SparseConfig = field(default_factory=SparseConfig)
+    run: RunConfig = field(default_factory=RunConfig)

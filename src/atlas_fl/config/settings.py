@@ -1,0 +1,136 @@
+"""The settings as one table, and changes to a config by the names of settings.
+
+The settings as a table: name, group, type and help of each, read off the dataclasses.
+
+Settings changed by name.
+"""
+
+import ast
+import inspect
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import cache
+from types import MappingProxyType
+from typing import Any, get_type_hints
+
+from atlas_fl.config.schema import Config
+from atlas_fl.config.values import from_text, wrong_kind
+from atlas_fl.errors import ConfigError, nearest, shown
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setting:
+    """One setting."""
+
+    name: str
+    """Its key in a file; the flag has hyphens."""
+    group: str
+    """The table of the file that it stands in."""
+    kind: Any
+    """Its type, as annotated."""
+    help: str
+    """Its docstring, on one line."""
+
+    @property
+    def flag(self) -> str:
+        """How the command line spells it."""
+        return "--" + self.name.replace("_", "-")
+
+
+@cache
+def settings() -> Mapping[str, Setting]:
+    """Every setting by its name, in the order of the groups."""
+    table: dict[str, Setting] = {}
+    for group, cls in group_classes().items():
+        help_of = field_docs(cls)
+        for name, kind in get_type_hints(cls).items():
+            assert name not in table, f"two groups share the name {name}"
+            table[name] = Setting(name=name, group=group, kind=kind, help=help_of[name])
+    return MappingProxyType(table)
+
+
+@cache
+def group_classes() -> Mapping[str, type[Any]]:
+    """The dataclass of every group by the group's name."""
+    return MappingProxyType(get_type_hints(Config))
+
+
+def value_of(config: Config, name: str) -> Any:
+    """The value of the setting with this name."""
+    return getattr(getattr(config, settings()[name].group), name)
+
+
+def unknown_setting(name: str, *, where: str = "") -> ConfigError:
+    """The error for a setting that does not exist, with the nearest that does, where one is near."""
+    place, hint = f" in {where}" if where else "", nearest(name, settings())
+    return ConfigError(f"unknown setting {shown(name)}{place}{hint} `atlas run --help` explains them all")
+
+
+def from_values(values: Mapping[str, Any], *, base: Config) -> Config:
+    """`base` with these values by the settings' names; their types are the caller's business."""
+    by_group: dict[str, dict[str, Any]] = {}
+    for name, value in values.items():
+        by_group.setdefault(settings()[name].group, {})[name] = value
+    changed = {group: replace(getattr(base, group), **changes) for group, changes in by_group.items()}
+    return replace(base, **changed)
+
+
+def field_docs(cls: type[Any]) -> dict[str, str]:
+    """What stands below each field of a dataclass in its source, on one line: Python itself does not keep it."""
+    (node,) = ast.parse(inspect.getsource(cls)).body
+    assert isinstance(node, ast.ClassDef)
+    return {
+        field.target.id: _text(below)
+        for field, below in zip(node.body, node.body[1:])
+        if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name)
+    }
+
+
+def _text(node: ast.stmt) -> str:
+    if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
+        return " ".join(str(node.value.value).split())
+    return ""
+
+
+def with_values(config: Config, values: Mapping[str, Any]) -> Config:
+    """The config with these settings: `with_values(config, {"eta": 0.5, "tasks": ["movie", "trec"]})`.
+
+    Names are those of the flags, with hyphens or underscores. Values may also be text, as on a command line, with the
+    parts of a list joined by `+`. Ranges are not looked at: that is what `validate` does.
+
+    Raises:
+        ConfigError: there is no setting of this name, or the text spells no value of its type.
+    """
+    found = {find_setting(name): value for name, value in values.items()}
+    return from_values({setting.name: _value(setting, value) for setting, value in found.items()}, base=config)
+
+
+def _value(setting: Setting, value: Any) -> Any:
+    if isinstance(value, str):
+        return parse(setting, value)
+    return tuple(value) if isinstance(value, list) else value
+
+
+def find_setting(name: str) -> Setting:
+    """The setting with this name, given with hyphens or underscores.
+
+    Raises:
+        ConfigError: there is none; the message has the nearest name.
+    """
+    table = settings()
+    key = name.strip().removeprefix("--").replace("-", "_")
+    if key not in table:
+        raise unknown_setting(name)
+    return table[key]
+
+
+def parse(setting: Setting, text: str) -> Any:
+    """The value of this setting that the text spells.
+
+    Raises:
+        ConfigError: it spells none.
+    """
+    try:
+        return from_text(text, setting.kind)
+    except ValueError:
+        raise wrong_kind(setting.flag, text, setting.kind) from None

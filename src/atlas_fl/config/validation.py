@@ -1,0 +1,588 @@
+"""What a config must hold before anything is loaded: ranges, known names, no contradictions.
+
+The range of every number among the settings: a table, so that what is allowed can be read at a glance.
+
+How many clusters there can be of so many clients.
+
+Whether the names in a config are in the registries; these are imported here, late, because they take seconds.
+
+Whether a config can be run, as far as that can be told without reading any data.
+"""
+
+import re
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Any
+
+from atlas_fl.config.schema import (
+    AUTO,
+    EVENLY,
+    EVERY,
+    NONE,
+    OF_ADAPTERS,
+    OF_WHOLE,
+    WHOLE,
+    ClusteringConfig,
+    Config,
+    DataConfig,
+    MixingConfig,
+    RanksConfig,
+    RunConfig,
+    SplitConfig,
+    TrainingConfig,
+    arrivals,
+    cuts_by_name,
+)
+from atlas_fl.config.settings import Setting, settings, value_of
+from atlas_fl.config.values import LARGEST, mistake, read, whole_number, wrong_kind
+from atlas_fl.errors import ConfigError, unknown
+
+
+@dataclass(frozen=True)
+class Range:
+    """Which numbers are allowed."""
+
+    words: str
+    """For the message."""
+    holds: Callable[[float], bool]
+    """Whether a number is one of them; false for NaN."""
+
+
+ZERO_OR_MORE = Range("at least 0", lambda value: value >= 0)
+ONE_OR_MORE = Range("at least 1", lambda value: value >= 1)
+TWO_OR_MORE = Range("at least 2", lambda value: value >= 2)
+POSITIVE = Range("above 0", lambda value: value > 0)
+SHARE = Range("above 0, at most 1", lambda value: 0 < value <= 1)
+BETWEEN_ONES = Range("above -1, below 1", lambda value: -1 < value < 1)
+INSIDE = Range("above 0, below 1", lambda value: 0 < value < 1)
+BELOW_ONE = Range("at least 0, below 1", lambda value: 0 <= value < 1)
+
+RANGES: Mapping[str, Range] = {
+    "clients_per_task": Range("1 to 1000000", lambda value: 1 <= value <= 10**6),
+    "samples": TWO_OR_MORE,  # a fingerprint is made from each half
+    "validation_samples": ONE_OR_MORE,
+    "test_samples": ONE_OR_MORE,
+    "dirichlet_alpha": Range("above 0, at most 1e+06", lambda value: 0 < value <= 1e6),
+    "max_length": Range("at least 4", lambda value: value >= 4),  # two special tokens take half of that
+    "rouge_examples": ZERO_OR_MORE,
+    "new_tokens": ONE_OR_MORE,
+    "lora_alpha": POSITIVE,
+    "dropout": BELOW_ONE,
+    "rounds": ONE_OR_MORE,
+    "local_epochs": ONE_OR_MORE,
+    "batch_size": ONE_OR_MORE,
+    "lr": POSITIVE,
+    "warmup": BELOW_ONE,
+    "weight_decay": ZERO_OR_MORE,
+    "clip": ZERO_OR_MORE,
+    "participation": SHARE,
+    "eval_every": ONE_OR_MORE,
+    "patience": ZERO_OR_MORE,
+    "min_delta": ZERO_OR_MORE,
+    "pack_tokens": ONE_OR_MORE,
+    "pack_memory_gb": Range("above 0, at most 1e+06", lambda value: 0 < value <= 1e6),
+    "fingerprint_batches": TWO_OR_MORE,
+    "fingerprint_blocks": ONE_OR_MORE,
+    "fingerprint_samples": TWO_OR_MORE,
+    "fingerprint_steps": ONE_OR_MORE,
+    "sketch_dim": Range("2 to 1000000", lambda value: 2 <= value <= 10**6),
+    "pca_components": ONE_OR_MORE,
+    "k_range": TWO_OR_MORE,
+    "min_cluster_size": ONE_OR_MORE,
+    "similarity_threshold": BETWEEN_ONES,
+    "min_reliability": BETWEEN_ONES,
+    "recluster_every": ZERO_OR_MORE,
+    "stability": BELOW_ONE,
+    "candidates": ONE_OR_MORE,
+    "adapter_bytes": ONE_OR_MORE,
+    "alpha_base": BELOW_ONE,
+    "alpha_act": BELOW_ONE,
+    "alpha_opt": BELOW_ONE,
+    "wire_noise": ZERO_OR_MORE,
+    # a Laplacian scaled to a largest eigenvalue of 1 is stable below 2
+    "eta": Range("at least 0, below 2", lambda value: 0 <= value < 2),
+    "eta_decay": SHARE,
+    "alpha": POSITIVE,
+    "neighbours": ZERO_OR_MORE,
+    "singleton_neighbours": ZERO_OR_MORE,
+    "graph_ema": BELOW_ONE,
+    "aggregate_every": ONE_OR_MORE,
+    "max_norm_ratio": Range("above 1", lambda value: value > 1),
+    "max_share": SHARE,
+    "trim": Range("at least 0, below 0.5", lambda value: 0 <= value < 0.5),
+    "byzantine": ZERO_OR_MORE,
+    "attack_scale": POSITIVE,
+    "validation_share": INSIDE,
+    "image_size": Range("at least 8", lambda value: value >= 8),
+    "frozen_blocks": ZERO_OR_MORE,
+    "ridge": POSITIVE,
+    "local_steps": ONE_OR_MORE,
+    "momentum": BELOW_ONE,
+    "label_smoothing": BELOW_ONE,
+    "crop": ZERO_OR_MORE,
+    "sparsity": INSIDE,
+    "calibration_rounds": ONE_OR_MORE,
+    "calibration_clients": ONE_OR_MORE,
+    "calibration_examples": ONE_OR_MORE,
+    "seed": ZERO_OR_MORE,
+    "max_rounds": ONE_OR_MORE,
+    "checkpoint_every": ONE_OR_MORE,
+    "keep_checkpoints": ONE_OR_MORE,
+    "keep_best": ZERO_OR_MORE,
+    "workers": ONE_OR_MORE,
+}
+
+
+def check_ranges(config: Config) -> None:
+    """Nothing where every number is finite and in its range.
+
+    Raises:
+        ConfigError: one is not.
+    """
+    for name, allowed in RANGES.items():
+        value = value_of(config, name)
+        for number in value if isinstance(value, tuple) else (value,):
+            if number is not None and not (_is_usable(number) and allowed.holds(number)):
+                # only where that is what is wrong: nobody reads 10^15 in every line
+                bound = f", at most {LARGEST:.0e}" if allowed.holds(number) else ""
+                raise mistake(settings()[name].flag, value, allowed.words + bound)
+
+
+def _is_usable(number: Any) -> bool:
+    # Beyond 10^15 a float no longer holds every whole number, and no setting means anything there.
+    # NaN and infinity fail the comparison too, and unlike `math.isfinite` it takes whole numbers of any size.
+    return bool(abs(number) <= LARGEST)
+
+
+def check_counts(clustering: ClusteringConfig, *, clients: int | None) -> None:
+    """Nothing where so many clients, or a number that is not known yet, can be in clusters as these settings say.
+
+    Raises:
+        ConfigError: they cannot.
+    """
+    wanted, number = clustering.clusters, whole_number(clustering.clusters) or 0
+    if wanted not in ("auto", "oracle") and not 1 <= number <= (number if clients is None else clients):
+        most = "1" if clients is None else f"1 to {clients}, the number of clients"
+        raise mistake("--clusters", wanted, f"auto, oracle, or a number from {most}")
+    if clients is not None and clustering.min_cluster_size > clients:
+        raise mistake("--min-cluster-size", clustering.min_cluster_size, f"at most {clients}, the number of clients")
+
+
+def check_names(config: Config, *, at_sites: bool = False) -> None:
+    """Nothing where model, tasks, devices, strategy and allocator are known, and the clients unless they are at sites.
+
+    Raises:
+        AtlasError: one is not; the message has the nearest known name.
+    """
+    _check_strategy(config.mixing.strategy)
+    _check_allocator(config.ranks.ranks)
+    _check_devices(config.data.devices, config.data.device)
+    _check_tasks(config.data.tasks, config.data.task)
+    if not at_sites:
+        _check_cut_names(config)
+    _check_sharing(config)
+    _check_images(config)
+    _check_precision(config)
+    _check_model(config.model.model)
+    if not re.fullmatch(r"[a-z0-9][a-z0-9_-]*", config.run.preset):
+        raise mistake("--preset", config.run.preset, "a name of small letters, digits, - and _ (`atlas list presets`)")
+
+
+def _check_strategy(name: str) -> None:
+    from atlas_fl.aggregation.registry import ALIASES, STRATEGIES
+
+    if name not in STRATEGIES and name not in ALIASES:
+        raise unknown("strategy", name, [*STRATEGIES, *ALIASES])
+
+
+def _check_allocator(name: str) -> None:
+    from atlas_fl.ranks.allocation import ALLOCATORS
+
+    if whole_number(name) is None and name not in ALLOCATORS:
+        raise unknown("allocator for --ranks", name, [*ALLOCATORS, "one of --candidates"])
+
+
+def _check_devices(names: tuple[str, ...], own: tuple[str, ...]) -> None:
+    from atlas_fl.ranks.devices import find_devices
+
+    find_devices(names, own)
+
+
+def _check_cut_names(config: Config) -> None:
+    from atlas_fl.ranks.devices import find_devices
+
+    data = config.data
+    tasks = [*data.tasks, *(own.partition("=")[0] for own in data.task)]
+    clients = [f"{task}-{place}" for task in tasks for place in range(data.clients_per_task)]
+    check_cut_names(
+        config.split.split, {*tasks, *clients, *(one.name for one in find_devices(data.devices, data.device))}
+    )
+
+
+def check_cut_names(split: str, known: Collection[str]) -> None:
+    """Nothing where `--split` names these clients, tasks and devices alone.
+
+    Raises:
+        ConfigError: it names another; the message has the nearest.
+    """
+    if missing := unknown_cuts(split, known):
+        raise unknown("name in --split", missing[0], known)
+
+
+def unknown_cuts(split: str, known: Collection[str]) -> list[str]:
+    """What `--split` names beside these clients, tasks and devices."""
+    return sorted(set(cuts_by_name(split)) - {EVERY, *known})
+
+
+def _check_sharing(config: Config) -> None:
+    from atlas_fl.aggregation.registry import ALIASES
+
+    name = config.mixing.strategy
+    if config.split.server_adapters == "per_cluster" and ALIASES.get(name, name) == "local":
+        raise ConfigError(
+            f"--server-adapters per_cluster trains one set by several clients, and --strategy {name} shares nothing;"
+            " take per_client, or another strategy"
+        )
+
+
+def _check_tasks(names: tuple[str, ...], own: tuple[str, ...]) -> None:
+    from atlas_fl.data.registry import find_tasks
+
+    find_tasks(names, own)
+
+
+def _check_images(config: Config) -> None:
+    from atlas_fl.data.registry import check_one_kind, find_tasks
+
+    tasks = find_tasks(config.data.tasks, config.data.task)
+    check_one_kind(tasks)
+    if any(task.images for task in tasks):
+        _check_tuned(config)
+        _check_classes(config, [task.num_labels for task in tasks])
+    elif changed := _changed(config, "images", "sparse"):
+        raise ConfigError(
+            f"{changed[0].flag} is for image tasks, and --tasks has texts alone ({', '.join(t.name for t in tasks)});"
+            " leave it out, or take a vision preset (`atlas list presets`)"
+        )
+
+
+def _check_classes(config: Config, of_tasks: Sequence[int]) -> None:
+    """Nothing where the clients can share as many classes as each of these tasks has."""
+    from atlas_fl.data.partition import check_classes
+
+    for classes in of_tasks if config.images.nc != EVENLY else ():
+        check_classes(config.data.clients_per_task, classes, int(config.images.nc))
+
+
+def _check_tuned(config: Config) -> None:
+    """Nothing where what is set belongs to what trains: whole models, or adapters on a frozen one."""
+    if config.images.tune == WHOLE:
+        changed = _changed(config, "model", "clustering", "ranks", "split")
+        if of_adapters := [one for one in changed if one.group != "model" or one.name in OF_ADAPTERS]:
+            raise ConfigError(
+                f"{of_adapters[0].flag} is for adapters, and these image tasks train whole models; leave it out, or"
+                " take --tune lora, or a vision preset where it is the preset's (`atlas list presets`)"
+            )
+        _check_rule(config.mixing.strategy, within=config.robust.within)
+        return
+    of_whole = [one for one in _changed(config, "images", "sparse") if one.group == "sparse" or one.name in OF_WHOLE]
+    if of_whole:
+        raise ConfigError(f"{of_whole[0].flag} is for whole models, and --tune lora trains adapters; leave it out")
+    if changed := _changed(config, "split"):
+        raise ConfigError(f"{changed[0].flag} cuts models of texts, and these tasks have images; leave it out")
+
+
+def _check_rule(name: str, *, within: str) -> None:
+    from atlas_fl.aggregation.registry import find_strategy
+    from atlas_fl.aggregation.strategies import StrategyOptions
+
+    if find_strategy(name, StrategyOptions(within=within)).clustered:
+        raise no_clusters(name)
+
+
+def no_clusters(strategy: str) -> ConfigError:
+    """The error for a rule of clusters on whole models."""
+    return ConfigError(
+        f"--strategy {strategy} needs fingerprints of adapters, and whole models of image tasks have none; use fedavg"
+        " or local, or a robust rule over all clients, --tune lora, or a vision preset (`atlas list presets`)"
+    )
+
+
+def _check_precision(config: Config) -> None:
+    from atlas_fl.data.registry import find_tasks
+
+    if config.model.precision == "fp16" and config.run.accelerator == "cpu":
+        tasks = find_tasks(config.data.tasks, config.data.task)
+        if config.images.tune != WHOLE or not any(task.images for task in tasks):
+            raise no_fp16()
+
+
+def no_fp16() -> ConfigError:
+    """The error for fp16 on a machine or accelerator that is not meant for it."""
+    return ConfigError(
+        "--precision fp16 needs a GPU with CUDA, and this would run on the CPU; take --precision bf16 or fp32, or "
+        "--accelerator cuda where there is one"
+    )
+
+
+def _changed(config: Config, *groups: str) -> list[Setting]:
+    """The settings of these groups that are not at their default."""
+    own = [setting for setting in settings().values() if setting.group in groups]
+    return [setting for setting in own if value_of(config, setting.name) != value_of(Config(), setting.name)]
+
+
+def _check_model(name: str) -> None:
+    from atlas_fl.models.registry import MODELS, locate
+
+    # an alias is known even before its files are there; any other name must lead somewhere
+    if name not in MODELS:
+        locate(name)
+
+
+LONGEST_NAME = 200
+"""Bytes of a run's name: file systems allow 255, and files beside it are named after it."""
+
+
+def validate(config: Config, *, at_sites: bool = False) -> Config:
+    """The same config, if every setting has its type and range, contradicts no other and names what there is.
+
+    With `at_sites` the clients are those who come, whoever that is: nothing is held against the config's own.
+
+    Raises:
+        AtlasError: the first setting that does not; one line with its value, what is allowed and the remedy.
+    """
+    check_types(config)
+    check_ranges(config)
+    _check_data(config.data)
+    _check_arrivals(config)
+    _check_clusters(config, at_sites=at_sites)
+    _check_ranks(config.ranks)
+    _check_split(config.split)
+    _check_mixing(config.mixing)
+    _check_run(config.run)
+    _check_rerank(config)
+    _check_patience(config.training)
+    _check_shared(config)
+    _check_image_settings(config)
+    _check_attack(config)
+    check_names(config, at_sites=at_sites)
+    return config
+
+
+def check_types(config: Config) -> None:
+    """Nothing where every value has the type that its setting declares, and every text is printable.
+
+    Raises:
+        ConfigError: one has not.
+    """
+    for setting in settings().values():
+        value = value_of(config, setting.name)
+        try:
+            # a list is unequal to the tuple that it should be; NaN, unequal to itself, is a matter of ranges
+            fits = bool(read(value, setting.kind) == value or value != value)
+        except ValueError:
+            fits = False
+        if not fits:
+            raise wrong_kind(setting.flag, value, setting.kind)
+        for text in value if isinstance(value, tuple) else (value,):
+            if isinstance(text, str) and not (text and text.isprintable()):
+                raise mistake(setting.flag, text, "printable text that is not empty")
+
+
+def _check_data(data: DataConfig) -> None:
+    if not data.tasks and not data.task:
+        raise ConfigError("--tasks is empty; a federation needs at least one task; see `atlas list tasks`")
+    if repeated := _repeated(data.tasks):
+        raise ConfigError(f"--tasks names {repeated!r} twice; name a task once and raise --clients-per-task")
+
+
+def _check_arrivals(config: Config) -> None:
+    for name, number in arrivals(config.data.arrive).items():
+        if number > config.training.rounds:
+            raise ConfigError(
+                f"--arrive lets {name} join before round {number}, and the run has {config.training.rounds}; choose an"
+                " earlier round"
+            )
+
+
+def _check_clusters(config: Config, *, at_sites: bool) -> None:
+    tasks = {*config.data.tasks, *(own.partition("=")[0] for own in config.data.task)}
+    check_counts(config.clustering, clients=None if at_sites else len(tasks) * config.data.clients_per_task)
+    low, high = config.clustering.k_range
+    if low > high:
+        raise mistake("--k-range", (low, high), "the smaller number first")
+
+
+def _check_ranks(ranks: RanksConfig) -> None:
+    candidates = ranks.candidates
+    if not candidates or list(candidates) != sorted(set(candidates)):
+        raise mistake("--candidates", candidates, "at least one rank, each larger than the one before it")
+    rank = whole_number(ranks.ranks)
+    if rank is not None and rank not in candidates:
+        listed = ", ".join(map(str, candidates))
+        raise ConfigError(
+            f"--ranks is {rank}, a rank that is no candidate; the candidates are {listed}; "
+            "choose one of them, or add it to --candidates"
+        )
+    if (total := ranks.alpha_base + ranks.alpha_act + ranks.alpha_opt) >= 1:
+        raise ConfigError(
+            f"--alpha-base, --alpha-act and --alpha-opt add up to {total:g}; allowed: below 1, or nothing is left "
+            "for the adapters; lower one of them"
+        )
+
+
+def _check_split(split: SplitConfig) -> None:
+    if set(cuts_by_name(split.split).values()) != {NONE}:
+        return
+    if split.server_adapters != "per_client":
+        raise ConfigError(
+            f"--server-adapters {split.server_adapters} is about the parts above cuts, and --split {split.split} cuts"
+            " none; choose cuts, such as --split auto, or leave --server-adapters out"
+        )
+    if split.topology != "server":
+        raise ConfigError(
+            f"--topology {split.topology} says who computes the upper parts of cut models, and --split {split.split}"
+            " cuts none; choose cuts, such as --split auto, or leave --topology out"
+        )
+    if split.leakage:
+        raise ConfigError(
+            f"--leakage tells what the cuts give away, and --split {split.split} makes none; choose cuts, or see"
+            " `atlas leakage` for every one that there could be"
+        )
+
+
+def _check_mixing(mixing: MixingConfig) -> None:
+    share = mixing.share
+    if not share or _repeated(share):
+        raise mistake("--share", share, "one or more of A, B, head, each once")
+    if mixing.space == "product" and ("A" in share) != ("B" in share):
+        raise ConfigError(
+            f"--share {' '.join(share)} leaves out one factor of the update s B A, which --space product mixes as a "
+            "whole; share both A and B, or choose --space factors"
+        )
+
+
+def _check_run(run: RunConfig) -> None:
+    name = run.name
+    if name is not None and ("/" in name or name.startswith(".") or len(name.encode()) > LONGEST_NAME):
+        words = f"the name of a folder of at most {LONGEST_NAME} bytes, without / and not starting with a dot"
+        raise mistake("--name", name[:LONGEST_NAME], words)
+
+
+def _check_rerank(config: Config) -> None:
+    every, waits = config.clustering.recluster_every, config.mixing.aggregate_every
+    if config.ranks.rerank and every == 0:
+        raise ConfigError(
+            "--rerank chooses ranks again when clients are clustered again, and --recluster-every is 0; set it to 1 or "
+            "more, or leave --rerank out"
+        )
+    if config.ranks.rerank and AUTO in cuts_by_name(config.split.split).values():
+        raise ConfigError(
+            f"--rerank may move the cut that --split {config.split.split} chooses, and cuts stay where they are; give"
+            " the number of blocks that `atlas plan` shows, or leave --rerank out"
+        )
+    if config.ranks.rerank and every % waits:
+        raise ConfigError(
+            f"--rerank changes the models that the server holds, and --recluster-every is {every}, no multiple of "
+            f"--aggregate-every {waits}; make it one"
+        )
+
+
+def _check_attack(config: Config) -> None:
+    attack = config.attack
+    if attack.attack == "none":
+        if attack.attackers or attack.attack_scale is not None:
+            raise ConfigError(
+                "--attackers and --attack-scale say who attacks and how, and --attack is none; choose one"
+            )
+        return
+    if not attack.attackers:
+        raise ConfigError(f"--attack {attack.attack} needs --attackers: clients by name, or how many")
+    if config.data.arrive:
+        raise ConfigError(
+            f"--attack is of those who are there from the start; leave --arrive {config.data.arrive[0]} out"
+        )
+    if config.split.server_adapters != "per_client":
+        raise ConfigError(
+            f"--attack {attack.attack} alters what a client sends, and --server-adapters {config.split.server_adapters}"
+            " are the server's; take per_client"
+        )
+
+
+def _check_patience(training: TrainingConfig) -> None:
+    if training.min_delta and not training.patience:
+        raise ConfigError(
+            f"--min-delta is {training.min_delta} and says what is better for --patience, which is 0; set --patience to"
+            " a number of rounds, or leave --min-delta out"
+        )
+
+
+def _check_shared(config: Config) -> None:
+    split = config.split
+    if split.server_adapters == "per_client":
+        return
+    if split.topology != "server":
+        raise ConfigError(
+            f"--server-adapters {split.server_adapters} moves one set by all of a cluster at once, and --topology"
+            f" {split.topology} puts its clients on several hosts; leave one of them out"
+        )
+    if (every := config.clustering.recluster_every) > 0:
+        raise ConfigError(
+            f"--server-adapters {split.server_adapters} belong to a cluster, and --recluster-every {every} may change"
+            " who that is; set it to 0, or take per_client"
+        )
+    if config.data.arrive:
+        raise ConfigError(
+            f"--server-adapters {split.server_adapters} belong to those who were there when the plan was made, and"
+            f" --arrive {config.data.arrive[0]} comes later; leave one of them out"
+        )
+
+
+def _check_image_settings(config: Config) -> None:
+    nc, partition = config.images.nc, config.data.partition
+    if nc != EVENLY and partition != "iid":
+        raise ConfigError(
+            f"--nc {nc} and --partition {partition} are two ways to deal out classes; leave one of them out"
+        )
+    _check_mask(config)
+    _check_momentum(config)
+    if nc != EVENLY and (whole_number(nc) or 0) < 1:
+        raise mistake("--nc", nc, "iid, or a number of classes from 1")
+
+
+def _check_mask(config: Config) -> None:
+    sparse = config.sparse
+    made = [one.name for one in fields(sparse) if one.name != "mask_file" and getattr(sparse, one.name) != one.default]
+    if sparse.mask_file is not None and made:
+        raise ConfigError(
+            f"--{made[0].replace('_', '-')} {getattr(sparse, made[0])} says how a mask is made, and --mask-file brings"
+            " one; leave one of them out"
+        )
+    if sparse.masked and config.images.head_first == "none":
+        flag = f"--mask {sparse.mask}" if sparse.mask_file is None else "--mask-file"
+        raise ConfigError(
+            f"{flag} freezes the head, and with --head-first none that is a random one; leave --head-first at ridge, or"
+            f" {flag.split()[0]} out"
+        )
+    if sparse.masked and config.mixing.share == ("head",):
+        raise ConfigError("a mask freezes the head, and --share head shares nothing else; share A B head, or no mask")
+
+
+def _check_momentum(config: Config) -> None:
+    images, share = config.images, config.training.participation
+    if images.carry_momentum and images.momentum == 0:
+        raise ConfigError("--carry-momentum has nothing to carry with --momentum 0; set it, or leave the other out")
+    if images.carry_momentum and share < 1:
+        raise ConfigError(
+            f"--carry-momentum keeps what a client did in the round before, and with --participation {share:g} that is"
+            " mostly an older one; take --participation 1, or leave --carry-momentum out"
+        )
+    if images.carry_momentum and (config.run.engine != "local" or config.run.workers not in (None, 1)):
+        raise ConfigError(
+            "--carry-momentum keeps what clients did in one process, and --workers and --engine ray have several; leave"
+            " one of them out"
+        )
+
+
+def _repeated(names: tuple[str, ...]) -> str | None:
+    return next((name for index, name in enumerate(names) if name in names[:index]), None)

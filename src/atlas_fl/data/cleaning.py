@@ -1,0 +1,263 @@
+"""Rows that repeat or contradict others are left out, and the rest is split by a seed.
+
+Duplicates and leaks: a text counts once in a task, whatever its case and spacing, and an image by its pixels.
+
+Cutting rows into train, validation and test: seeded, disjoint, with the classes spread evenly.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from hashlib import blake2b
+
+import numpy as np
+
+from atlas_fl.data.task import Examples, Images, Kind, Labelled, Labels, Rows, TaskData
+from atlas_fl.errors import DataError
+from atlas_fl.rng import generator
+
+_SEPARATOR = "\x1f"
+_SHOWN = 120
+"""Characters of a text in a message."""
+
+
+def keys(rows: Labelled) -> Iterator[str]:
+    """Of every row a key; two rows with one key are the same example.
+
+    That is the text and pair with case and spacing normalised, or a hash of the pixels.
+    """
+    if isinstance(rows, Images):
+        size = str(rows.size).encode()
+        yield from (blake2b(image.tobytes() + size, digest_size=16).hexdigest() for image in rows.pixels)
+        return
+    assert isinstance(rows, Rows)
+    if rows.pair is None:
+        yield from (_normal(text) for text in rows.text)
+    else:
+        yield from (_normal(text) + _SEPARATOR + _normal(pair) for text, pair in zip(rows.text, rows.pair))
+
+
+def deduplicate(rows: Kind) -> Kind:
+    """The first row of every key; keys whose labels contradict each other are left out altogether."""
+    first: dict[str, int] = {}
+    contradicted: set[str] = set()
+    for position, key in enumerate(keys(rows)):
+        seen = first.setdefault(key, position)
+        if rows.label[seen] != rows.label[position]:
+            contradicted.add(key)
+    return rows.take([position for key, position in first.items() if key not in contradicted])
+
+
+def without(rows: Kind, *others: Kind) -> Kind:
+    """The rows whose key is in none of the others."""
+    taken = {key for other in others for key in keys(other)}
+    return rows.take([position for position, key in enumerate(keys(rows)) if key not in taken])
+
+
+def clean(data: TaskData) -> TaskData:
+    """The splits without duplicates; what is in two splits stays in the one that is more expensive to lose.
+
+    That is test before validation before train.
+    """
+    test = deduplicate(data.test)
+    validation = without(deduplicate(data.validation), test)
+    return TaskData(train=without(deduplicate(data.train), validation, test), validation=validation, test=test)
+
+
+def why_fewer(given: Mapping[str, Examples]) -> tuple[str, str] | None:
+    """What cleaning took of these splits and how to mend it, in words; None where it took repetitions at most."""
+    whats, remedies = list[str](), list[str]()
+    for split, rows in given.items():
+        if found := _contradictions(rows):
+            told = "" if split == "all" else f"{split} "
+            what = "images that have another label too" if isinstance(rows, Images) else "texts that have another label"
+            whats.append(f"{len(found)} of {len(rows)} {told}rows are {what}{_such_as(rows, found[0])}")
+            remedies.append("give equal rows one label, or remove them")
+    for left, right in (("train", "validation"), ("train", "test"), ("validation", "test")):
+        if left in given and right in given and (found := _shared(given[left], given[right])):
+            rows = given[left]
+            whats.append(f"{len(found)} of {len(rows)} {left} rows are in {right} too{_such_as(rows, found[0])}")
+            remedies.append("give each split rows of its own")
+    return (", and ".join(whats), ", and ".join(dict.fromkeys(remedies))) if whats else None
+
+
+def _contradictions(rows: Examples) -> list[int]:
+    """Positions of the rows whose key has two labels."""
+    labels: dict[str, set[float]] = {}
+    for key, label in zip(found := list(keys(rows)), rows.label.tolist(), strict=True):
+        labels.setdefault(key, set()).add(label)
+    return [position for position, key in enumerate(found) if len(labels[key]) > 1]
+
+
+def _shared(rows: Examples, others: Examples) -> list[int]:
+    taken = set(keys(others))
+    return [position for position, key in enumerate(keys(rows)) if key in taken]
+
+
+def _such_as(rows: Examples, position: int) -> str:
+    if isinstance(rows, Images):
+        return f", such as number {position}"
+    pair = "" if rows.pair is None else f" | {rows.pair[position]}"
+    return f", such as {(rows.text[position] + pair)[:_SHOWN]!r}"
+
+
+def check_no_leak(train: Examples, validation: Examples, test: Examples) -> None:
+    """A `DataError` with an example if two splits share a text or an image (`keys`)."""
+    places = {
+        name: {key: place for place, key in enumerate(keys(rows))}
+        for name, rows in (("train", train), ("validation", validation), ("test", test))
+    }
+    for left, right in (("train", "validation"), ("train", "test"), ("validation", "test")):
+        shared = places[left].keys() & places[right].keys()
+        if shared:
+            example = min(shared)
+            if isinstance(train, Images):
+                what = f"images are in {left} and in {right}, such as number {places[left][example]} of {left}"
+            else:
+                shown = example.replace(_SEPARATOR, " | ")[:_SHOWN]
+                what = f"texts are in {left} and in {right}, such as {shown!r}"
+            raise DataError(f"{len(shared)} {what}; remove them from one of the two (tasks.clean does)")
+
+
+def _normal(text: str) -> str:
+    return " ".join(text.casefold().split())
+
+
+# The proportions of a client's default sizes, so that no split runs out before the others do.
+TRAIN, VALIDATION, TEST = 200, 100, 130
+SEED = 0
+"""Splits belong to the data and not to the run, so that two runs with different seeds are tested on the same texts."""
+NUM_BINS = 5
+"""Strata of a regression: equally filled ranges of the label."""
+CARVED_SHARE, MOST_CARVED = 0.2, 2000
+"""What a missing split takes of the training rows: a fifth, and never more than this many."""
+
+
+def strata(labels: Labels, *, edges: Labels | None = None) -> Labels:
+    """The class of every label, (n,) int64; values of a regression fall into the bins between `edges`."""
+    if np.issubdtype(labels.dtype, np.integer):
+        return labels.astype(np.int64)
+    return np.digitize(labels, bin_edges(labels) if edges is None else edges).astype(np.int64)
+
+
+def bin_edges(labels: Labels) -> Labels:
+    """Inner edges of the `NUM_BINS` equally filled ranges of these values; none of no values."""
+    if not len(labels):
+        return labels
+    return np.unique(np.quantile(labels, np.linspace(0, 1, NUM_BINS + 1)[1:-1]))
+
+
+def stratified_order(labels: Labels, rng: np.random.Generator) -> Labels:
+    """A random order of the rows in which every stretch holds about the same share of each class, (n,) int64."""
+    classes = strata(labels)
+    place = np.empty(len(classes))
+    for value in np.unique(classes):
+        members = rng.permutation(np.flatnonzero(classes == value))
+        # Row i of m members lands in the i-th of m equal parts of [0, 1).
+        place[members] = (np.arange(len(members)) + rng.random(len(members))) / len(members)
+    return np.argsort(place, kind="stable")
+
+
+def split_rows(
+    rows: Examples,
+    *,
+    name: str,
+    labelled: bool = True,
+    label_names: Sequence[str] = (),
+    validation_share: float | None = None,
+) -> TaskData:
+    """Disjoint splits in the proportions 200 : 100 : 130 of these rows without their duplicates.
+
+    They depend on the rows and the name alone. `validation_share` is that of what is left when the test is taken. A
+    `DataError` says when there are too few rows, or classes of labelled ones, or one of `label_names` without training
+    rows.
+    """
+    given = {"all": rows}
+    rows = deduplicate(rows)
+    order = stratified_order(rows.label, generator(SEED, "split", name))
+    total = TRAIN + VALIDATION + TEST
+    num_validation, num_test = len(rows) * VALIDATION // total, len(rows) * TEST // total
+    if validation_share is not None:
+        num_validation = _share_of(len(rows) - num_test, validation_share, name=name)
+    data = TaskData(
+        train=rows.take(order[num_validation + num_test :]),
+        validation=rows.take(order[num_test : num_validation + num_test]),
+        test=rows.take(order[:num_test]),
+    )
+    return checked(data, name=name, labelled=labelled, label_names=label_names, given=given)
+
+
+def arrange(
+    splits: Mapping[str, Examples],
+    *,
+    name: str,
+    labelled: bool = True,
+    label_names: Sequence[str] = (),
+    validation_share: float | None = None,
+) -> TaskData:
+    """The splits that a data set comes with, cleaned, and those it lacks.
+
+    With labelled train, validation and test: these. Without test: its validation is the test, as published results
+    on GLUE are, and validation is a fifth of train (at most 2,000 rows), or `validation_share` of it. With train alone:
+    both are taken from it.
+    """
+    train = deduplicate(splits["train"])
+    given = [splits[split] for split in ("test", "validation") if split in splits and len(splits[split])]
+    for part in range(2 - len(given)):
+        num_rows = min(int(len(train) * CARVED_SHARE), MOST_CARVED)
+        if len(given) == 1 and validation_share is not None:
+            num_rows = _share_of(len(train), validation_share, name=name)
+        carved, train = _carve(train, num_rows, name=f"{name}/{part}")
+        given.append(carved)
+    data = clean(TaskData(train=train, validation=given[1], test=given[0]))
+    return checked(data, name=name, labelled=labelled, label_names=label_names, given=splits)
+
+
+def checked(
+    data: TaskData, *, name: str, labelled: bool, label_names: Sequence[str], given: Mapping[str, Examples]
+) -> TaskData:
+    """The same data with the number of rows that are left out; a `DataError` says what nobody could learn from.
+
+    That is an empty split, labelled training rows of one class only, or one of `label_names` that is held out alone; it
+    says what of `given` cleaning took, too.
+    """
+    sizes = {"train": len(data.train), "validation": len(data.validation), "test": len(data.test)}
+    if empty := [split for split, size in sizes.items() if size == 0]:
+        what = f"task {name!r} has no {' and no '.join(empty)} rows ({sum(sizes.values())} distinct rows in all)"
+        raise _mistake(what, given, remedy="give it more rows, five at the least")
+    if labelled and len(np.unique(data.train.label)) < 2:
+        what = f"all {sizes['train']} training rows of task {name!r} have one label"
+        raise _mistake(what, given, remedy="give it rows of a second")
+    for split, rows in (("validation", data.validation), ("test", data.test)):
+        for label in np.setdiff1d(rows.label, data.train.label)[: len(label_names)].tolist():
+            count = int((rows.label == label).sum())
+            what = f"class {label_names[label]!r} of task {name!r} has {count} {split} rows and no training row"
+            taken = "train" not in given or label in given["train"].label
+            raise _mistake(what, given if taken else {}, remedy=_TO_LEARN["train" in given])
+    return replace(data, left_out=sum(map(len, given.values())) - sum(sizes.values()))
+
+
+_TO_LEARN = {
+    True: "give train rows of it, or remove it from the other splits",
+    False: "add rows of it, three at the least, or remove them",
+}
+"""What to do about a class without training rows, by whether the splits were given."""
+
+
+def _mistake(what: str, given: Mapping[str, Examples], *, remedy: str) -> DataError:
+    """The error with what cleaning took of these splits and how to mend that, where it took any."""
+    why = why_fewer(given)
+    return DataError(f"{what}; {remedy}" if why is None else f"{what}: {why[0]}; {why[1]}")
+
+
+def _share_of(count: int, share: float, *, name: str) -> int:
+    if (found := int(count * share)) == 0:
+        raise DataError(
+            f"--validation-share {share:g} of the {count} rows of task {name!r} is not one; give a larger share, or add"
+            " rows"
+        )
+    return found
+
+
+def _carve(rows: Kind, num_rows: int, *, name: str) -> tuple[Kind, Kind]:
+    order = stratified_order(rows.label, generator(SEED, "carve", name))
+    return rows.take(order[:num_rows]), rows.take(order[num_rows:])

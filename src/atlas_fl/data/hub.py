@@ -1,0 +1,103 @@
+"""Data sets of the hub: from a directory, the cache of `datasets`, or the hub itself, in this order."""
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from urllib.error import HTTPError
+from urllib.request import urlopen
+
+from atlas_fl.data.tables import Table, from_datasets, read_folder
+from atlas_fl.errors import DataError
+
+REACH_SECONDS = 5
+
+
+@dataclass(frozen=True, kw_only=True)
+class Published:
+    """A data set as the hub knows it."""
+
+    title: str
+    """What an error calls it."""
+    repository: str
+    config: str
+    """Which of the repository's data sets."""
+    cached_as: tuple[str, ...]
+    """Repositories under which a cache may hold it: versions of `datasets` before 2.14 used short names."""
+    dataset_name: str
+    """The repository without its owner."""
+    splits: tuple[str, ...]
+    """Names that its splits may have."""
+    files: str = "{train,validation}.parquet (or .csv, .jsonl, or a save_to_disk folder)"
+    """What its folder in a directory of the user's may hold."""
+
+
+def find_tables(published: Published, folder: Path | None) -> dict[str, Table]:
+    """The tables of a data set by split; a `DataError` names what is missing and the three ways to supply it.
+
+    `folder` is where a directory of the user's would hold it; None where no directory was given.
+    """
+    if folder is not None and folder.is_dir():
+        return read_folder(folder, splits=published.splits)
+    tables = _cached(published)
+    if tables is not None:
+        return tables
+    reason = _unreachable()
+    if reason is None:
+        return _downloaded(published)
+    raise _missing(published, folder, reason)
+
+
+def _cached(published: Published) -> dict[str, Table] | None:
+    from datasets.packaged_modules.cache.cache import Cache
+
+    # Asked before the hub: load_dataset would retry for half a minute before it looks here.
+    for repository in published.cached_as:
+        try:
+            name, config = published.dataset_name, published.config
+            builder = Cache(repo_id=repository, dataset_name=name, config_name=config, version="auto", hash="auto")
+            return from_datasets(builder.as_dataset())
+        except (ValueError, OSError):
+            continue
+    return None
+
+
+def _unreachable() -> str | None:
+    from huggingface_hub import constants
+
+    if constants.HF_HUB_OFFLINE:
+        return "HF_HUB_OFFLINE is set"
+    try:
+        with urlopen(constants.ENDPOINT, timeout=REACH_SECONDS):
+            return None
+    except HTTPError:
+        return None  # an answer, whatever it says
+    except OSError as error:
+        return str(getattr(error, "reason", error))
+
+
+def _downloaded(published: Published) -> dict[str, Table]:
+    import datasets
+
+    try:
+        return from_datasets(datasets.load_dataset(published.repository, published.config, trust_remote_code=False))
+    except (OSError, ValueError) as error:
+        raise _missing(published, None, " ".join(str(error).split())[:200]) from error
+
+
+def _missing(published: Published, folder: Path | None, reason: str) -> DataError:
+    import datasets
+
+    looked = f"there is no folder {folder}" if folder is not None else "no --data-dir was given"
+    name = folder.name if folder is not None else published.config
+    return DataError(
+        f"{published.title} is not here: {looked}, the cache {datasets.config.HF_DATASETS_CACHE} does not hold it and "
+        f"the hub does not give it ({reason}); either connect to the hub, or fill that cache with "
+        f"datasets.load_dataset({published.repository!r}, {published.config!r}) where there is a network and copy it, "
+        f"or give --data-dir DIR with DIR{os.sep}{name}{os.sep}{published.files}"
+    )
+
+
+def missing_split(title: str, found: Sequence[str]) -> DataError:
+    """The error for a data set without rows to train on."""
+    return DataError(f"{title} has no train split; it has {', '.join(found) or 'nothing'}")

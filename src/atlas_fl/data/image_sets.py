@@ -1,0 +1,125 @@
+"""Image tasks that need no hub: digits, Fashion-MNIST, and CIFAR as a task.
+
+Arrays of uint8 in the IDX format of MNIST and its likes, packed with gzip or not.
+
+Y. LeCun, C. Cortes and C. Burges, The MNIST database of handwritten digits, 1998: two zero bytes, the type (8 is
+uint8), the number of dimensions, each as big-endian uint32, then the values.
+
+The registered tasks of images.
+
+digits: E. Alpaydin and C. Kaynak, Optical Recognition of Handwritten Digits, UCI 1998, as scikit-learn ships it.
+Fashion-MNIST: H. Xiao, K. Rasul and R. Vollgraf, arXiv:1708.07747 (MIT licence).
+CIFAR: A. Krizhevsky, Learning multiple layers of features from tiny images, 2009.
+"""
+
+import gzip
+import zlib
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from atlas_fl.data.cifar import CIFAR10, CIFAR100, cifar_task
+from atlas_fl.data.cleaning import arrange, split_rows
+from atlas_fl.data.task import Images, Pixels, Source, Task, TaskData
+from atlas_fl.errors import DataError
+from atlas_fl.storage.downloads import FASHION
+
+_UINT8 = 8
+
+
+def read_idx(path: Path) -> np.ndarray[Any, np.dtype[np.uint8]]:
+    """The array of a file; a `DataError` if it is missing, cut off or of another format."""
+    try:
+        content = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
+    except (OSError, EOFError, zlib.error) as error:
+        raise DataError(f"cannot read {path}: {' '.join(str(error).split())[:120]}; get the file again") from error
+    num_dimensions = content[3] if len(content) > 3 else 0
+    start = 4 + 4 * num_dimensions
+    if len(content) < start or content[:3] != bytes([0, 0, _UINT8]) or not num_dimensions:
+        raise DataError(f"{path} is no IDX file of bytes; get the file again")
+    shape = tuple(int(size) for size in np.frombuffer(content[4:start], dtype=">u4"))
+    if len(content) - start != prod(shape):
+        told = " x ".join(map(str, shape))
+        raise DataError(f"{path} is cut off: it tells of {told} values and holds {len(content) - start}; get it again")
+    return np.frombuffer(content, dtype=np.uint8, offset=start).reshape(shape)
+
+
+SYSTEM_FOLDER = Path("/usr/share/datasets/fashion-mnist")
+"""Where the Debian package dataset-fashion-mnist puts its files."""
+_FILES = {"train": "train", "test": "t10k"}
+_CLOTHES = ("t-shirt", "trouser", "pullover", "dress", "coat", "sandal", "shirt", "sneaker", "bag", "ankle boot")
+
+
+def load_digits(source: Source) -> TaskData:
+    """The splits of 1,797 digits, 8 x 8 and grey."""
+    from sklearn import datasets  # half a second that other commands need not pay
+
+    found = datasets.load_digits()
+    # its values run from 0 to 16
+    pixels: Pixels = np.rint(found.images * (255 / 16)).astype(np.uint8)[..., None]
+    images = Images(pixels=pixels, label=found.target.astype(np.int64))
+    return split_rows(images, name="digits", validation_share=source.validation_share)
+
+
+def load_fashion(source: Source) -> TaskData:
+    """The splits of Fashion-MNIST, 28 x 28 and grey: its own test split, and a validation split cut from its train.
+
+    A `DataError` says where the files were looked for and how to get them.
+    """
+    folder = _fashion_folder(source)
+    splits = {split: _read_fashion(folder, start) for split, start in _FILES.items()}
+    return arrange(splits, name="fashion_mnist", validation_share=source.validation_share)
+
+
+def _fashion_folder(source: Source) -> Path:
+    places = [SYSTEM_FOLDER, source.cache_dir / FASHION.name]
+    if source.data_dir is not None:
+        places = [source.data_dir / "fashion_mnist", source.data_dir / "fashion-mnist", source.data_dir, *places]
+    for place in places:
+        if _fashion_file(place, "train-images-idx3-ubyte") is not None:
+            return place
+    raise DataError(
+        f"Fashion-MNIST is in none of {', '.join(map(str, places))}; run `atlas fetch vision`, or install the Debian"
+        " package dataset-fashion-mnist, or give --data-dir with its four files of t10k and train"
+    )
+
+
+def _fashion_file(folder: Path, name: str) -> Path | None:
+    return next((path for path in (folder / f"{name}.gz", folder / name) if path.is_file()), None)
+
+
+def _read_fashion(folder: Path, start: str) -> Images:
+    arrays = []
+    for name in (f"{start}-images-idx3-ubyte", f"{start}-labels-idx1-ubyte"):
+        path = _fashion_file(folder, name)
+        if path is None:
+            raise DataError(f"there is no file {folder / name}.gz; run `atlas fetch vision`, or restore it")
+        arrays.append(read_idx(path))
+    images, labels = arrays
+    if images.ndim != 3 or labels.shape != images.shape[:1] or labels.max(initial=0) >= len(_CLOTHES):
+        raise DataError(f"the images and labels of {start} in {folder} do not belong together; get both again")
+    return Images(pixels=images[..., None], label=labels.astype(np.int64))
+
+
+VISION: tuple[Task, ...] = (
+    Task(
+        name="digits",
+        num_labels=10,
+        images=True,
+        label_names=tuple(map(str, range(10))),
+        note="handwritten digits of scikit-learn, 8 x 8, grey",
+        load=load_digits,
+    ),
+    Task(
+        name="fashion_mnist",
+        num_labels=10,
+        images=True,
+        label_names=_CLOTHES,
+        note="pictures of clothes, 28 x 28, grey; embedded (`atlas fetch vision`)",
+        load=load_fashion,
+    ),
+    cifar_task(CIFAR10),
+    cifar_task(CIFAR100),
+)

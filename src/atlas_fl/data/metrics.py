@@ -1,0 +1,119 @@
+"""Scores of predictions, in numpy: they are computed for every client and round, so they must cost next to nothing."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from jaxtyping import Float, Shaped
+
+from atlas_fl.data.task import Labels, Task
+
+Array = np.ndarray[Any, np.dtype[Any]]
+
+
+def scores(task: Task, labels: Shaped[Array, " n"], logits: Float[Array, "n labels"]) -> dict[str, float]:
+    """Every score of the task by name, with the task's own metric once more as `primary`; undefined ones are absent.
+
+    Classes: loss (mean cross-entropy, nats), accuracy, mcc, and f1, precision and recall of class 1 if there are two
+    classes, else the mean over the classes that occur (macro). Regression: loss (mean squared error), pearson,
+    spearman. A constant correlates with nothing: its correlation is undefined and `primary` then is 0.
+    """
+    assert len(labels) == len(logits) > 0, "scores need one row of logits per label, and at least one"
+    found = _regression(labels, logits[:, 0]) if task.is_regression else _classification(labels, logits)
+    return {**found, "primary": found.get(task.metric, 0.0)}
+
+
+def writing_scores(judged: Float[Array, "tokens 2"]) -> dict[str, float]:
+    """Scores of written text from each token's loss (nats) and whether it was the likeliest: all tokens count once.
+
+    Loss is the mean over tokens, perplexity its exponential (that of a guess among V equally likely tokens is V), and
+    accuracy the share of tokens that the model would have written itself; it decides (`spec.Metric`).
+    """
+    assert len(judged) > 0, "scores need at least one token"
+    loss, accuracy = (float(mean) for mean in judged.astype(np.float64).mean(axis=0))
+    with np.errstate(over="ignore"):  # beyond e^709 it is infinite, and rows leave that out
+        perplexity = float(np.exp(loss))
+    return {"loss": loss, "perplexity": perplexity, "accuracy": accuracy, "primary": accuracy}
+
+
+def rouge(references: Sequence[str], written: Sequence[str]) -> dict[str, float]:
+    """Mean ROUGE-1, ROUGE-2 and ROUGE-L F1 of what was written, by the package `rouge-score`, without stemming.
+
+    Its words are runs of a-z and 0-9 in lower case; texts in other scripts have none and score 0.
+    C.-Y. Lin, ROUGE: a package for automatic evaluation of summaries, 2004.
+    """
+    from rouge_score.rouge_scorer import RougeScorer  # two seconds that other runs need not pay
+
+    names = ("rouge1", "rouge2", "rougeL")
+    scorer = RougeScorer(names)
+    found = [scorer.score(reference, text) for reference, text in zip(references, written, strict=True)]
+    return {name: float(np.mean([one[name].fmeasure for one in found])) for name in names}
+
+
+def _classification(labels: Labels, logits: Array) -> dict[str, float]:
+    wide = logits.astype(np.float64)
+    shifted = wide - wide.max(axis=1, keepdims=True)
+    log_sum = np.log(np.exp(shifted).sum(axis=1))
+    loss = float(np.mean(log_sum - shifted[np.arange(len(labels)), labels]))
+    return {"loss": loss, **of_confusion(confusion(labels, wide.argmax(axis=1), logits.shape[1]))}
+
+
+def confusion(labels: Labels, predicted: Labels, num_labels: int) -> Array:
+    """How often class i (row) was predicted as class j (column), (num_labels, num_labels) int64."""
+    flat = np.bincount(labels * num_labels + predicted, minlength=num_labels**2)
+    return flat.reshape(num_labels, num_labels)
+
+
+def by_class(labels: Labels, logits: Float[Array, "n labels"]) -> dict[str, list[int]]:
+    """Of every class, in order, how many examples there are and how many of them were recognised (`hits`)."""
+    counts = confusion(labels, logits.argmax(axis=1), logits.shape[1])
+    return {"hits": np.diag(counts).tolist(), "examples": counts.sum(axis=1).tolist()}
+
+
+def of_confusion(counts: Array) -> dict[str, float]:
+    """Accuracy, f1, precision, recall and mcc of a confusion matrix; a ratio of nothing is 0, as in scikit-learn."""
+    hits = np.diag(counts).astype(np.float64)
+    actual, predicted = counts.sum(axis=1).astype(np.float64), counts.sum(axis=0).astype(np.float64)
+    precision, recall = _ratio(hits, predicted), _ratio(hits, actual)
+    f1 = _ratio(2 * hits, actual + predicted)
+    chosen = np.asarray([1]) if len(counts) == 2 else np.flatnonzero(actual + predicted)
+    return {
+        "accuracy": float(hits.sum() / counts.sum()),
+        "f1": float(f1[chosen].mean()),
+        "precision": float(precision[chosen].mean()),
+        "recall": float(recall[chosen].mean()),
+        "mcc": _mcc(hits.sum(), actual, predicted),
+    }
+
+
+def _mcc(hits: float, actual: Array, predicted: Array) -> float:
+    # J. Gorodkin, Comparing two K-category assignments by a K-category correlation coefficient, 2004.
+    total = actual.sum()
+    covariance = hits * total - actual @ predicted
+    spread = (total**2 - predicted @ predicted) * (total**2 - actual @ actual)
+    return float(covariance / np.sqrt(spread)) if spread > 0 else 0.0
+
+
+def _ratio(above: Array, below: Array) -> Array:
+    return np.divide(above, below, out=np.zeros_like(above), where=below > 0)
+
+
+def _regression(labels: Labels, predicted: Array) -> dict[str, float]:
+    x, y = labels.astype(np.float64), predicted.astype(np.float64)
+    found = {"loss": float(np.mean((x - y) ** 2))}
+    if np.ptp(x) > 0 and np.ptp(y) > 0:
+        found["pearson"] = _correlation(x, y)
+        found["spearman"] = _correlation(_mean_ranks(x), _mean_ranks(y))
+    return found
+
+
+def _correlation(x: Array, y: Array) -> float:
+    x, y = x - x.mean(), y - y.mean()
+    return float(np.clip(x @ y / np.sqrt((x @ x) * (y @ y)), -1.0, 1.0))
+
+
+def _mean_ranks(values: Array) -> Array:
+    # Equal values share the mean of their places.
+    _, place, count = np.unique(values, return_inverse=True, return_counts=True)
+    last = np.cumsum(count)
+    return (last - (count - 1) / 2)[place]

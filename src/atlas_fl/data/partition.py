@@ -1,0 +1,339 @@
+"""How the rows of a task are dealt out to clients: iid, Dirichlet, by quantity, N_c classes each.
+
+How the rows of a task fall to its clients.
+
+A partition says two things of every client: how many rows it gets and in which mix of classes. `deal` then hands out
+distinct rows that come as near to this as the rows there are allow.
+
+Exactly so many classes a client: a random bi-regular assignment of classes to clients, and the rows to it.
+
+Every client gets N_c different classes, every class as many clients as every other (or one more), and the rows of a
+class go to its clients. H. B. McMahan et al., Communication-efficient learning of deep networks from decentralized
+data, 2017, cut sorted rows into shards instead, by which a client may get the same class twice.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import numpy as np
+from scipy.sparse import csr_array
+from scipy.sparse.csgraph import maximum_flow
+
+from atlas_fl.data.task import Labels
+from atlas_fl.errors import ConfigError, DataError
+
+Array: TypeAlias = np.ndarray[Any, np.dtype[Any]]
+
+Partition: TypeAlias = Callable[[Array, int, int, float, np.random.Generator], tuple[Array, Array]]
+"""(class shares of the task (C,), clients, samples, alpha, rng) -> (mixes (clients, C), sizes (clients,))."""
+
+LEAST_SHARE = 0.1
+"""No client of the quantity skew gets less than this share of the mean."""
+
+
+def iid(prior: Array, num_clients: int, samples: int, alpha: float, rng: np.random.Generator) -> tuple[Array, Array]:
+    """Every client has the task's own mix of classes and `samples` rows."""
+    del alpha, rng
+    return np.tile(prior, (num_clients, 1)), np.full(num_clients, samples)
+
+
+def dirichlet(
+    prior: Array, num_clients: int, samples: int, alpha: float, rng: np.random.Generator
+) -> tuple[Array, Array]:
+    """Every client has `samples` rows in a mix drawn from Dirichlet(alpha C p), p the task's own mix of C classes.
+
+    With equal classes that is the usual symmetric Dirichlet(alpha); large alpha is iid.
+    T.-M. H. Hsu et al., Measuring the effects of non-identical data distribution, 2019.
+    """
+    mixes = rng.dirichlet(np.maximum(alpha * len(prior) * prior, 1e-9), size=num_clients)
+    return mixes, np.full(num_clients, samples)
+
+
+def quantity(
+    prior: Array, num_clients: int, samples: int, alpha: float, rng: np.random.Generator
+) -> tuple[Array, Array]:
+    """The task's own mix, and sizes that share `clients * samples` rows by a draw from Dirichlet(alpha)."""
+    least = max(2, int(LEAST_SHARE * samples))
+    spare = max(0, num_clients * (samples - least))
+    shares = rng.dirichlet(np.full(num_clients, alpha)) * spare
+    return np.tile(prior, (num_clients, 1)), min(least, samples) + _rounded(shares, rng)
+
+
+PARTITIONS: dict[str, Partition] = {"iid": iid, "dirichlet": dirichlet, "quantity": quantity}
+
+
+def deal(
+    classes: Labels, mixes: Array, sizes: Array, *, rng: np.random.Generator, two_classes: bool = False
+) -> list[Labels]:
+    """For every client the positions of its rows: disjoint, `sizes[k]` of them, in about the mix `mixes[k]`.
+
+    Where a class has run out, the client gets more of its others. With `two_classes` every client gets rows of two
+    classes at the least, and a `DataError` says for how many clients that is possible.
+    """
+    assert sizes.sum() <= len(classes), "the caller checks that the rows suffice"
+    supply = np.bincount(classes, minlength=mixes.shape[1])
+    counts = _first_pairs(mixes, supply) if two_classes else np.zeros(mixes.shape, dtype=np.int64)
+    left = supply - counts.sum(axis=0)
+    # In a random order, since the last ones get what the others leave.
+    for client in rng.permutation(len(sizes)):
+        wanted = np.maximum(mixes[client] * sizes[client] - counts[client], 0)
+        more = _filled(wanted, int(sizes[client] - counts[client].sum()), left, rng)
+        counts[client] += more
+        left -= more
+    return _drawn(classes, counts, rng)
+
+
+def realised(classes: Labels, dealt: list[Labels], mixes: Array) -> Array:
+    """The mixes that the dealt rows have, for clients whose rows differ from their mix by more than rounding does."""
+    counts = np.stack([np.bincount(classes[rows], minlength=mixes.shape[1]) for rows in dealt])
+    sizes = counts.sum(axis=1, keepdims=True)
+    differs = (np.abs(counts - mixes * sizes) > 1).any(axis=1, keepdims=True)
+    return np.where(differs, counts / sizes, mixes)
+
+
+def most_clients_of_two(supply: Array) -> int:
+    """The most clients that can all have rows of two classes when class c has `supply[c]` rows."""
+    # n clients need 2n rows, of each class one a client: possible iff sum_c min(supply_c, n) >= 2n.
+    return max(n for n in range(int(supply.sum()) // 2 + 1) if np.minimum(supply, n).sum() >= 2 * n)
+
+
+def _first_pairs(mixes: Array, supply: Array) -> Array:
+    """One row of each of two classes for every client, the likeliest two where the others still get theirs."""
+    num_clients, left = len(mixes), supply.copy()
+    if np.minimum(left, num_clients).sum() < 2 * num_clients:
+        raise DataError(
+            f"rows of two classes are there for {most_clients_of_two(supply)} clients and not for {num_clients} (rows "
+            f"per class: {', '.join(map(str, supply))}); lower --clients-per-task or add rows of the rare classes"
+        )
+    counts = np.zeros(mixes.shape, dtype=np.int64)
+    for client, mix in enumerate(mixes):
+        waiting = num_clients - client - 1
+        pair = np.argsort(np.where(left > 0, -mix, 1.0), kind="stable")[:2]
+        after = left.copy()
+        after[pair] -= 1
+        if after.min() < 0 or np.minimum(after, waiting).sum() < 2 * waiting:
+            pair = np.argsort(-left, kind="stable")[:2]
+        counts[client, pair] += 1
+        left[pair] -= 1
+    return counts
+
+
+def _filled(weights: Array, need: int, supply: Array, rng: np.random.Generator) -> Array:
+    """`need` rows over the classes in the proportion of the weights, none above its supply, (C,) int64."""
+    given = np.zeros_like(supply)
+    while (missing := need - int(given.sum())) > 0:
+        room = supply - given
+        open_weights = np.where(room > 0, weights, 0.0)
+        if open_weights.sum() < 1e-9:  # the client's own classes have run out
+            open_weights = room.astype(np.float64)
+        given += np.minimum(_rounded(missing * open_weights / open_weights.sum(), rng), room)
+    return given
+
+
+def _rounded(values: Array, rng: np.random.Generator) -> Array:
+    """Whole numbers with the same sum, each the floor or the ceiling of its value and right on average, int64."""
+    total = np.round(values.sum())
+    ends = np.minimum(np.cumsum(values), total)
+    ends[-1] = total
+    return np.diff(np.floor(np.concatenate([[0.0], ends]) + rng.random())).astype(np.int64)
+
+
+def _drawn(classes: Labels, counts: Array, rng: np.random.Generator) -> list[Labels]:
+    parts: list[list[Labels]] = [[] for _ in counts]
+    for value in range(counts.shape[1]):
+        members = rng.permutation(np.flatnonzero(classes == value))
+        ends = np.cumsum(counts[:, value])
+        for part, end, count in zip(parts, ends, counts[:, value]):
+            part.append(members[end - count : end])
+    return [rng.permutation(np.concatenate(part)) for part in parts]
+
+
+ArrayOfSharding: TypeAlias = np.ndarray[Any, np.dtype[Any]]
+
+SWITCHES = 10
+"""Attempted switches a slot, of the chain that makes the assignment random."""
+
+
+def assign_classes(
+    num_clients: int, num_classes: int, classes_per_client: int, rng: np.random.Generator
+) -> ArrayOfSharding:
+    """Which classes every client has: bool (clients, classes), `classes_per_client` in a row, columns even to one.
+
+    Drawn by the switch chain, whose moves keep the sums of rows and columns, from a dealt start; it reaches every
+    assignment. A `ConfigError` says what is impossible: more classes than there are, or a class without a client.
+    """
+    check_classes(num_clients, num_classes, classes_per_client)
+    slots = num_clients * classes_per_client
+    # classes dealt out in turn: no client gets one twice, since it takes neighbours of a circle that is no shorter
+    dealt = np.arange(slots) % num_classes
+    held = np.zeros((num_clients, num_classes), dtype=bool)
+    held[np.repeat(np.arange(num_clients), classes_per_client), rng.permutation(num_classes)[dealt]] = True
+    return _switched(held, rng)
+
+
+def check_classes(num_clients: int, num_classes: int, classes_per_client: int) -> None:
+    """Nothing where so many clients can share these classes; a `ConfigError` says why they cannot.
+
+    A client would have more classes than there are, or a class no client.
+    """
+    if not 1 <= classes_per_client <= num_classes:
+        raise ConfigError(
+            f"--nc is {classes_per_client} classes a client and the task has {num_classes}; give 1 to {num_classes}"
+        )
+    if num_clients * classes_per_client < num_classes:
+        least = -(-num_classes // num_clients)
+        raise ConfigError(
+            f"{num_clients} clients of {classes_per_client} classes leave some of the {num_classes} classes to nobody;"
+            f" give --nc {least} or more, or {-(-num_classes // classes_per_client)} clients"
+        )
+
+
+def _switched(held: ArrayOfSharding, rng: np.random.Generator) -> ArrayOfSharding:
+    """The same sums of rows and columns, at random: two clients swap two classes that the other does not have."""
+    clients, classes = (places.copy() for places in np.nonzero(held))
+    held = held.copy()
+    for one, two in rng.integers(len(clients), size=(SWITCHES * len(clients), 2)):
+        a, b, x, y = clients[one], clients[two], classes[one], classes[two]
+        if a != b and x != y and not held[a, y] and not held[b, x]:
+            held[a, x] = held[b, y] = False
+            held[a, y] = held[b, x] = True
+            classes[one], classes[two] = y, x
+    return held
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Bounds:
+    """What a plan must keep: rows of a client in a class, of a client, and of a class."""
+
+    cells: tuple[ArrayOfSharding, ArrayOfSharding]
+    clients: tuple[ArrayOfSharding, ArrayOfSharding]
+    classes: tuple[ArrayOfSharding, ArrayOfSharding]
+
+
+def plan_rows(held: ArrayOfSharding, supply: ArrayOfSharding, *, size: int | None) -> ArrayOfSharding:
+    """How many rows of every class each client gets, int64 (clients, classes): none of a class that is not its own.
+
+    With a `size` every client has exactly so many, spread over its classes as evenly as the supply allows; without one
+    every row is dealt out, to clients as equal as the assignment allows and of every class as equally as that leaves
+    possible. A `DataError` says for what size the rows suffice.
+    """
+    clients, degree = held.sum(axis=1), held.sum(axis=0)
+    if (supply < degree).any():
+        scarce = int(np.argmax(degree - supply))
+        raise DataError(
+            f"class {scarce} has {supply[scarce]} rows for {degree[scarce]} clients; lower --clients-per-task or --nc"
+        )
+    if size is None:
+        low, high = _evenest(held, supply)
+        wanted = np.where(held, supply / np.maximum(degree, 1), 0.0)
+        sizes, classes = (np.full(len(held), low), np.full(len(held), high)), (supply, supply)
+    else:
+        wanted = np.where(held, size / clients[:, None], 0.0)
+        sizes, classes = (np.full(len(held), size),) * 2, (degree, supply)
+
+    def bounds(slack: int) -> _Bounds:
+        lowest = np.where(held, np.maximum(np.floor(wanted) - slack, 1), 0).astype(np.int64)
+        highest = np.where(held, np.minimum(np.ceil(wanted) + slack, supply), 0).astype(np.int64)
+        return _Bounds(cells=(lowest, np.maximum(lowest, highest)), clients=sizes, classes=classes)
+
+    most = int(supply.max())
+    if _flow(bounds(most)) is None:
+        assert size is not None, "what `_evenest` found can be dealt"
+        raise DataError(_too_large(held, supply, size))
+    found = _flow(bounds(_least(lambda slack: _flow(bounds(slack)) is not None, 0, most)))
+    assert found is not None, "the search ends where there is a plan"
+    return found
+
+
+def deal_classes(classes: Labels, held: ArrayOfSharding, *, size: int | None, rng: np.random.Generator) -> list[Labels]:
+    """For every client the positions of its rows: disjoint, of its classes alone, in a random order (`plan_rows`)."""
+    counts = plan_rows(held, np.bincount(classes, minlength=held.shape[1]), size=size)
+    parts: list[list[Labels]] = [[] for _ in held]
+    for value in range(held.shape[1]):
+        members = rng.permutation(np.flatnonzero(classes == value))
+        for part, rows in zip(parts, np.split(members, np.cumsum(counts[:, value]))):
+            part.append(rows)
+    return [rng.permutation(np.concatenate(part)) for part in parts]
+
+
+def _evenest(held: ArrayOfSharding, supply: ArrayOfSharding) -> tuple[int, int]:
+    """The smallest largest size of a client when every row is dealt, and the largest smallest one under it."""
+    total = int(supply.sum())
+    mean = total // len(held)
+
+    def possible(low: int, high: int) -> bool:
+        most = np.where(held, supply, 0)
+        sizes = np.full(len(held), low), np.full(len(held), high)
+        return _flow(_Bounds(cells=(held.astype(np.int64), most), clients=sizes, classes=(supply, supply))) is not None
+
+    least = int(held.sum(axis=1).max())
+    high = _least(lambda size: possible(least, size), -(-total // len(held)), total)
+    low = mean - _least(lambda less: possible(mean - less, high), 0, mean - least)
+    return low, high
+
+
+def _least(holds: Callable[[int], bool], low: int, high: int) -> int:
+    """The smallest number of the range for which it holds, where it does for all above; the last one is not tried."""
+    while low < high:
+        middle = (low + high) // 2
+        low, high = (low, middle) if holds(middle) else (middle + 1, high)
+    return low
+
+
+def _too_large(held: ArrayOfSharding, supply: ArrayOfSharding, size: int) -> str:
+    least = int(held.sum(axis=1).max())
+
+    def fails(rows: int) -> bool:
+        sizes = np.full(len(held), rows)
+        most = np.where(held, supply, 0)
+        cells = held.astype(np.int64), most
+        return _flow(_Bounds(cells=cells, clients=(sizes, sizes), classes=(held.sum(axis=0), supply))) is None
+
+    fits = _least(fails, least, size) - 1
+    if fits < least:
+        return f"{size} rows a client are fewer than its {least} classes; raise the size to {least}"
+    return (
+        f"the classes have too few rows for {len(held)} clients of {size} (rows per class:"
+        f" {', '.join(map(str, supply[:20]))}{', ..' if len(supply) > 20 else ''}); lower the size to {fits}"
+    )
+
+
+def _flow(bounds: _Bounds) -> ArrayOfSharding | None:
+    """A plan within the bounds, int64 (clients, classes); None if there is none.
+
+    Clients are sources and classes are sinks. What each arc must carry at least is sent beforehand, from and to two
+    nodes more, which a maximum flow fills if and only if there is a plan.
+    """
+    (low, high), clients, classes = bounds.cells, bounds.clients, bounds.classes
+    if any((lower > upper).any() for lower, upper in (bounds.cells, clients, classes)):
+        return None
+    num_clients, num_classes = low.shape
+    source, sink, give, take = range(num_clients + num_classes, num_clients + num_classes + 4)
+    rows, columns = np.nonzero(high)
+    client_nodes, class_nodes = np.arange(num_clients), num_clients + np.arange(num_classes)
+    arcs = [
+        (np.full(num_clients, source), client_nodes, clients[1] - clients[0]),
+        (rows, num_clients + columns, (high - low)[rows, columns]),
+        (class_nodes, np.full(num_classes, sink), classes[1] - classes[0]),
+        (np.array([sink]), np.array([source]), np.array([classes[1].sum()])),
+    ]
+    # what a node must receive at least, less what it must pass on
+    owed = np.zeros(take + 1, dtype=np.int64)
+    owed[client_nodes] = clients[0] - low.sum(axis=1)
+    owed[class_nodes] = low.sum(axis=0) - classes[0]
+    owed[source], owed[sink] = -clients[0].sum(), classes[0].sum()
+    short, over = np.flatnonzero(owed < 0), np.flatnonzero(owed > 0)
+    arcs += [
+        (np.full(len(over), give), over, owed[over]),
+        (short, np.full(len(short), take), -owed[short]),
+    ]
+    starts, ends, room = (np.concatenate(parts) for parts in zip(*arcs))
+    graph = csr_array((room.astype(np.int32), (starts, ends)), shape=(take + 1, take + 1))
+    found = maximum_flow(graph, give, take)
+    if found.flow_value != owed[over].sum():
+        return None
+    plan: ArrayOfSharding = low + np.maximum(
+        found.flow.toarray()[:num_clients, num_clients : num_clients + num_classes], 0
+    )
+    return plan

@@ -1,0 +1,50 @@
+"""The registered tasks and those that a user brings."""
+
+from collections.abc import Sequence
+
+from atlas_fl.data.embedded import EMBEDDED
+from atlas_fl.data.glue import GLUE
+from atlas_fl.data.image_sets import VISION
+from atlas_fl.data.task import Task
+from atlas_fl.data.user_files import parse_task
+from atlas_fl.errors import ConfigError, unknown
+
+TASKS: dict[str, Task] = {task.name: task for task in (*EMBEDDED, *GLUE, *VISION)}
+
+
+def find_tasks(names: Sequence[str], own: Sequence[str] = ()) -> tuple[Task, ...]:
+    """The tasks of these names, followed by the user's own that no name asked for.
+
+    `own` holds descriptions such as `name=path,text=..` (`files.parse_task`). A `ConfigError` names a task that
+    nothing defines, that is named twice, or that takes the name of a registered one.
+    """
+    brought: dict[str, Task] = {}
+    for task in map(parse_task, own):
+        if task.name in TASKS or task.name in brought:
+            raise ConfigError(f"there is a task {task.name!r} already; give yours another name")
+        brought[task.name] = task
+    known = {**TASKS, **brought}
+    asked = (*names, *(name for name in brought if name not in names))
+    for place, name in enumerate(asked):
+        if name not in known:
+            raise unknown("task", name, known)
+        if name in asked[:place]:
+            raise ConfigError(f"task {name!r} is named twice; name it once and raise --clients-per-task")
+    if not asked:
+        raise ConfigError(f"no task is named; known: {', '.join(sorted(known))}")
+    return tuple(known[name] for name in asked)
+
+
+def check_one_kind(tasks: Sequence[Task]) -> None:
+    """Nothing where all tasks have texts, or all have images.
+
+    Raises:
+        ConfigError: some have images and others texts, which no one model reads.
+    """
+    images = [task.name for task in tasks if task.images]
+    texts = [task.name for task in tasks if not task.images]
+    if images and texts:
+        raise ConfigError(
+            f"--tasks has images ({', '.join(images)}) and texts ({', '.join(texts)}); no model reads both: run them"
+            " apart"
+        )

@@ -1,0 +1,189 @@
+"""Tables from disk: csv, tsv, jsonl, parquet, and folders of `datasets.save_to_disk`, as columns of plain values."""
+
+import csv
+import json
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, TypeAlias
+
+from atlas_fl.errors import DataError
+from atlas_fl.storage.files import check_regular
+
+Table: TypeAlias = Mapping[str, Sequence[Any]]
+"""Columns of equal length by name."""
+
+SPLITS = ("train", "validation", "test")
+LONGEST_CELL = 1 << 30
+_NO_VALUE = frozenset({"nan", "null", "<na>", "#n/a", "nat"})
+"""What programs write where a value is missing."""
+
+
+def read_table(path: Path) -> Table:
+    """The columns of a file; a `DataError` if it is missing, empty, damaged or of an unknown kind."""
+    if not path.exists():
+        raise DataError(f"there is no file {path}; check the path")
+    if path.is_dir():
+        raise DataError(f"{path} is a folder and no file; give the file, or rename the folder")
+    reader = READERS.get(path.suffix.lower())
+    if reader is None:
+        raise DataError(f"{path} is of no kind that can be read; give a file that ends in {', '.join(READERS)}")
+    try:
+        check_regular(path)
+        table = reader(path)
+    except UnicodeDecodeError as error:
+        raise DataError(f"cannot read {path}: byte {error.start} is no UTF-8; save the file as UTF-8") from error
+    except (OSError, ValueError, RecursionError, csv.Error) as error:
+        reason = " ".join(str(error).split())[:200]
+        raise DataError(f"cannot read {path}: {reason}; mend the file or save it as jsonl or parquet") from error
+    if not any(len(values) for values in table.values()):
+        raise DataError(f"{path} is empty; give it a header and at least one row")
+    return table
+
+
+def read_folder(folder: Path, *, splits: Sequence[str] = SPLITS) -> dict[str, Table]:
+    """A folder's tables by split: `<split>.<ending>`, its shards `<split>-*.<ending>`, or a saved `DatasetDict`."""
+    if (folder / "dataset_dict.json").is_file() or (folder / "state.json").is_file():
+        return _saved(folder)
+    found = {split: _split_files(folder, split) for split in splits}
+    return {split: _joined([read_table(path) for path in paths]) for split, paths in found.items() if paths}
+
+
+def column(table: Table, name: str, *, origin: object) -> Sequence[Any]:
+    """The values of a column; a `DataError` that names the columns that exist, or the first row without a value."""
+    if name not in table:
+        raise DataError(f"{origin} has no column {name!r}; it has {', '.join(map(repr, table))}")
+    for number, value in enumerate(table[name], start=1):
+        if _is_missing(value):
+            raise DataError(f"row {number} of {origin} has no value in column {name!r}; fill it or remove the row")
+        if not isinstance(value, str | int | float):
+            kind = type(value).__name__
+            raise DataError(f"row {number} of {origin} holds a {kind} in column {name!r}; give a text or a number")
+    return table[name]
+
+
+def _is_missing(value: object) -> bool:
+    if isinstance(value, str):
+        return not value.strip()
+    # what pandas has for a missing value of some types is of a type of its own
+    of_pandas = type(value).__name__ in ("NAType", "NaTType")
+    return value is None or of_pandas or (isinstance(value, float) and math.isnan(value))
+
+
+def classes(table: Table, name: str, *, origin: object) -> Sequence[Any]:
+    """The values of a column of labels; a `DataError` names the first that only says that there is none."""
+    found = column(table, name, origin=origin)
+    for number, value in enumerate(found, start=1):
+        if isinstance(value, str) and value.strip().lower() in _NO_VALUE:
+            raise DataError(
+                f"row {number} of {origin} has {value.strip()!r} in column {name!r}, which stands for a missing label;"
+                " fill it or remove the row (a class of that name needs another one)"
+            )
+    return found
+
+
+def texts(table: Table, name: str, *, origin: object) -> tuple[str, ...]:
+    """The values of a column as texts; a `DataError` that names the first that no file could hold."""
+    found = tuple(str(value) for value in column(table, name, origin=origin))
+    for number, text in enumerate(found, start=1):
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise DataError(
+                f"row {number} of {origin} holds half a character in column {name!r} ({error.reason}); mend the row"
+            ) from error
+    return found
+
+
+def from_datasets(splits: Mapping[str, Any]) -> dict[str, Table]:
+    """The tables of a `datasets.DatasetDict`."""
+    return {split: rows.with_format(None)[:] for split, rows in splits.items()}
+
+
+def _read_csv(path: Path) -> Table:
+    delimiter = "\t" if path.suffix.lower() == ".tsv" else ","
+    with path.open(encoding="utf-8-sig", newline="") as file, _long_cells():
+        reader = csv.reader(file, delimiter=delimiter, strict=True)
+        header = next(reader, [])
+        if len(set(header)) != len(header):
+            raise ValueError("two columns of the header have one name")
+        rows = []
+        for row in reader:
+            if row and len(row) != len(header):
+                raise ValueError(f"line {reader.line_num} has {len(row)} cells and the header has {len(header)}")
+            if row:
+                rows.append(row)
+    return {name: [row[place] for row in rows] for place, name in enumerate(header)}
+
+
+@contextmanager
+def _long_cells() -> Iterator[None]:
+    """Cells of any length: the module's own limit of 128 kB is below a long document."""
+    limit = csv.field_size_limit(LONGEST_CELL)
+    try:
+        yield
+    finally:
+        csv.field_size_limit(limit)
+
+
+def _read_jsonl(path: Path) -> Table:
+    rows = []
+    with path.open(encoding="utf-8-sig") as file:
+        for number, line in enumerate(file, start=1):
+            if not line.strip():
+                continue
+            try:
+                row = json.loads(line)
+            except json.JSONDecodeError as error:
+                raise ValueError(f"line {number} is no JSON ({error.msg})") from error
+            except ValueError:  # Python reads no whole number of more than 4,300 digits
+                raise ValueError(f"line {number} holds a number of thousands of digits") from None
+            if not isinstance(row, dict):
+                raise ValueError(f"line {number} is no JSON object")
+            rows.append(row)
+    names = dict.fromkeys(name for row in rows for name in row)
+    return {name: [row.get(name) for row in rows] for name in names}
+
+
+def _read_parquet(path: Path) -> Table:
+    import pandas as pd  # half a second that other commands need not pay
+
+    columns: Table = pd.read_parquet(path).to_dict("list")
+    return columns
+
+
+READERS: dict[str, Callable[[Path], Table]] = {
+    ".csv": _read_csv,
+    ".tsv": _read_csv,
+    ".jsonl": _read_jsonl,
+    ".parquet": _read_parquet,
+}
+
+
+def _saved(folder: Path) -> dict[str, Table]:
+    import datasets  # two seconds that other commands need not pay
+
+    try:
+        loaded = datasets.load_from_disk(str(folder))
+        return from_datasets(loaded if isinstance(loaded, datasets.DatasetDict) else {"train": loaded})
+    except (OSError, ValueError, KeyError) as error:
+        reason = " ".join(str(error).split())[:200]
+        raise DataError(f"cannot read {folder}: {reason}; save it again with datasets' save_to_disk") from error
+
+
+def _split_files(folder: Path, split: str) -> list[Path]:
+    readable = sorted(path for path in folder.iterdir() if path.suffix.lower() in READERS)
+    whole = [path for path in readable if path.stem == split]
+    if len(whole) > 1:
+        names = ", ".join(path.name for path in whole)
+        raise DataError(f"{folder} holds the {split} split more than once ({names}); keep one")
+    return whole or [path for path in readable if path.stem.startswith(f"{split}-")]
+
+
+def _joined(tables: Sequence[Table]) -> Table:
+    def joined(name: str) -> Iterable[Any]:
+        for table in tables:
+            yield from table.get(name, [None] * len(next(iter(table.values()))))
+
+    return {name: list(joined(name)) for name in dict.fromkeys(name for table in tables for name in table)}

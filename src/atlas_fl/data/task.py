@@ -1,0 +1,184 @@
+"""What a task is: its examples, its classes, its metric.
+
+Labelled images, as a task holds them before any model has seen them.
+
+What a task is: texts or images with labels, or texts to be written; their splits, and how a model is scored.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal, Protocol, Self, TypeAlias, TypeVar, get_args
+
+import numpy as np
+
+from atlas_fl.errors import ConfigError
+
+Pixels: TypeAlias = np.ndarray[Any, np.dtype[np.uint8]]
+"""(n, height, width, channels) uint8; one channel is grey, three are red, green and blue."""
+
+CHANNELS = (1, 3)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Images:
+    """Images of one size with a class each."""
+
+    pixels: Pixels
+    label: np.ndarray[Any, np.dtype[np.int64]]
+    """(n,) classes from 0 on."""
+
+    def __post_init__(self) -> None:
+        assert self.pixels.dtype == np.uint8 and self.pixels.ndim == 4, "pixels are uint8 (n, height, width, channels)"
+        assert self.pixels.shape[-1] in CHANNELS, "an image is grey or has red, green and blue"
+        assert self.label.dtype == np.int64 and self.label.shape == self.pixels.shape[:1], "one int64 class an image"
+
+    def __len__(self) -> int:
+        return len(self.pixels)
+
+    @property
+    def size(self) -> tuple[int, int, int]:
+        """(height, width, channels)."""
+        _, height, width, channels = self.pixels.shape
+        return height, width, channels
+
+    def take(self, index: Sequence[int] | np.ndarray[Any, np.dtype[Any]]) -> Self:
+        """The images of these positions, in this order."""
+        positions = np.asarray(index, dtype=np.int64)
+        return replace(self, pixels=self.pixels[positions], label=self.label[positions])
+
+
+Metric: TypeAlias = Literal["accuracy", "f1", "mcc", "pearson"]
+"""The score that a task is judged by; pearson makes it a regression.
+
+All of them are better when higher. A task that writes text is judged by its next-token accuracy for that reason, with
+the perplexity beside it: the accuracy lies between 0 and 1 as the scores of other tasks do, so that the best round, the
+worst client, rounds to 90%, means over a mixed federation and the adaptive graph mean the same for all.
+"""
+
+METRICS: tuple[Metric, ...] = get_args(Metric)
+
+Labels: TypeAlias = np.ndarray[Any, np.dtype[Any]]
+"""One label per row: int64 classes from 0 on, float32 values of a regression, or float32 words of a text to write.
+
+The number of words is no label that anybody learns; partitions deal texts out by it, as they do values.
+"""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Rows:
+    """Labelled texts or pairs of texts, or texts to be written with or without a prompt."""
+
+    text: tuple[str, ...]
+    pair: tuple[str, ...] | None = None
+    """The second text of every row, for tasks on two texts; what is to be written where `text` is its prompt."""
+    label: Labels
+
+    def __len__(self) -> int:
+        return len(self.text)
+
+    def take(self, index: Sequence[int] | Labels) -> Self:
+        """The rows of these positions, in this order."""
+        positions = np.asarray(index, dtype=np.int64)
+        text = tuple(self.text[i] for i in positions)
+        pair = None if self.pair is None else tuple(self.pair[i] for i in positions)
+        return replace(self, text=text, pair=pair, label=self.label[positions])
+
+
+Examples: TypeAlias = Rows | Images
+"""What a split holds."""
+
+
+class Labelled(Protocol):
+    """What texts and images have in common."""
+
+    @property
+    def label(self) -> Labels:
+        """One label per row."""
+
+    def __len__(self) -> int: ...
+
+    def take(self, index: Sequence[int] | Labels) -> Self:
+        """The examples of these positions, in this order."""
+
+
+Kind = TypeVar("Kind", bound=Labelled)
+"""Texts or images: what a function of either gives back is of the kind that it was given."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TaskData:
+    """The three splits of a task: clean, and without a text or an image in common."""
+
+    train: Examples
+    validation: Examples
+    test: Examples
+    left_out: int = 0
+    """Rows that were given and are in no split: repeated, contradicting each other, or in two splits."""
+    unread: tuple[str, ...] = ()
+    """Files that could not be read and were to be skipped."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Source:
+    """Where tasks are read from."""
+
+    cache_dir: Path
+    """The folder of the embedded data (`storage.downloads.embedded_dir()`)."""
+    data_dir: Path | None = None
+    """The user's directory of data sets that would else come from the hub."""
+    validation_share: float | None = None
+    """Of the images that a data set gives to train on, the share that becomes the validation split where it has none.
+
+    None is a fifth, and never more than 2,000.
+    """
+
+
+@dataclass(frozen=True, kw_only=True)
+class Task:
+    """A named task and the function that reads it."""
+
+    name: str
+    num_labels: int
+    """Classes; 1 is a regression, 0 writes text."""
+    metric: Metric = "accuracy"
+    max_length: int = 128
+    """Longest sequence in tokens."""
+    images: bool = False
+    """Whether its splits are `Images` and no `Rows`."""
+    label_names: tuple[str, ...] = ()
+    """One name per class; empty for a regression."""
+    note: str = ""
+    """What a reader must know: where the rows come from, how labels and splits were made."""
+    load: Callable[[Source], TaskData]
+
+    @property
+    def is_regression(self) -> bool:
+        """Whether the labels are values and no classes."""
+        return self.num_labels == 1
+
+    @property
+    def writes(self) -> bool:
+        """Whether there are no labels at all, but text that is to be predicted token by token."""
+        return self.num_labels == 0
+
+    @property
+    def has_classes(self) -> bool:
+        """Whether the labels are classes."""
+        return self.num_labels > 1
+
+
+def as_texts(examples: Examples, *, task: str) -> Rows:
+    """The same examples where they are texts; a `ConfigError` where they are images, which a text model cannot read."""
+    if isinstance(examples, Images):
+        raise ConfigError(
+            f"task {task!r} is of images and the model reads text; choose a task of text or a vision model"
+        )
+    return examples
+
+
+def as_images(examples: Examples, *, task: str) -> Images:
+    """The same examples where they are images; a `ConfigError` where they are texts, which no vision model can see."""
+    if isinstance(examples, Rows):
+        raise ConfigError(f"task {task!r} is of texts and the model sees images; choose a task of images")
+    return examples

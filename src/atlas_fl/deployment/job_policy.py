@@ -1,0 +1,404 @@
+"""Which jobs a site carries out: those that the settings it has accepted ask for, and no others.
+
+A server names in every job the action, its options, the round and the cut. All of these follow from the settings, so
+the site works them out by itself and refuses a job that says anything else, before a part of the model is loaded and
+before anything is computed. What may differ between two jobs of one kind is the round, the start model (its tensors
+have the names, shapes and ranks of the settings, and are finite) and the split that is scored, never the training one.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from atlas_fl.client.calibration import CROSS, GRAM, LOSSES, SCALED_BY, RidgeOptions, ScaleOptions, SensitivityOptions
+from atlas_fl.client.evaluation import EvaluateOptions
+from atlas_fl.client.fingerprint import FIRST, SECOND, FingerprintOptions, half_job
+from atlas_fl.client.importance import IMPORTANCE, ImportanceOptions
+from atlas_fl.client.job import Job
+from atlas_fl.client.local_training import TrainOptions
+from atlas_fl.client.split_planning import blocks_below
+from atlas_fl.config import Config
+from atlas_fl.config.schema import AUTO, NONE, cut_word
+from atlas_fl.deployment.settings_policy import asks_sensitivity, takes_fingerprints
+from atlas_fl.errors import ProtocolError, one_line, shown
+from atlas_fl.params import HEAD, LORA_A, LORA_B, Params, shared_part
+from atlas_fl.planning.planning_costs import BATCHES
+from atlas_fl.runtime.protocol.full_model_sync import WHOLE_OPTIONS
+from atlas_fl.runtime.protocol.messages import OPTIONS, Told, read_job, read_private
+from atlas_fl.setup.options import (
+    cut_of,
+    fingerprint_options,
+    is_reclustered,
+    train_options,
+    warmup_options,
+    whole_options,
+)
+from atlas_fl.split.channel import Cut
+
+MOST_REPEATS = 32
+"""How often one job may come: again after a fault of server or host, of several models of a round, and not for ever."""
+MOST_TOKENS = 2**20
+"""Of one message of a cut client's evaluation."""
+MOST_VALUE = 1e3
+"""Of a start model, in absolute value: larger ones can silence the gradients of all examples but a few."""
+MOST_GUESTS = 64
+"""Of one host at a time: each takes adapters, an optimizer and a census in its memory."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Expected:
+    """The jobs of one action that settings ask for."""
+
+    options: Callable[[Config, Job, int], Any]
+    """(settings, a job of this action, the model's blocks) -> its options; what may differ is the job's own."""
+    rounds: Callable[[Config, int], bool]
+    """Whether such a job belongs to this round."""
+    asked: Callable[[Config], bool] = lambda _: True
+    """Whether the settings ask for it at all."""
+
+
+def _before_round_one(_: Config, number: int) -> bool:
+    return number == 0
+
+
+def _trained(config: Config, number: int) -> bool:
+    return 1 <= number <= config.training.rounds
+
+
+def _scored(config: Config, number: int) -> bool:
+    return 0 <= number <= config.training.rounds
+
+
+def _clustered(config: Config, number: int) -> bool:
+    return number == 0 or (_trained(config, number) and is_reclustered(config, number))
+
+
+def _ranked(config: Config, number: int) -> bool:
+    return number == 0 or (config.ranks.rerank and _clustered(config, number))
+
+
+def _fingerprint(config: Config, job: Job, blocks: int) -> FingerprintOptions:
+    options = fingerprint_options(config, round=job.round)
+    if job.cut is None or options.kind == "delta":
+        return options
+    return replace(options, blocks=blocks_below(options, job.cut, total=blocks))
+
+
+def _evaluation(config: Config, job: Job, _: int) -> EvaluateOptions:
+    options: EvaluateOptions = job.options
+    return EvaluateOptions(
+        split="test" if options.split == "test" else "validation",
+        new_tokens=config.data.new_tokens if options.new_tokens else 0,
+    )
+
+
+def _scale(_: Config, job: Job, __: int) -> ScaleOptions:
+    return ScaleOptions(examples=min(max(1, job.options.examples), SCALED_BY))
+
+
+def _sensitivity(config: Config, job: Job, _: int) -> SensitivityOptions:
+    sparse = config.sparse
+    return SensitivityOptions(
+        seed=config.run.seed,
+        examples=sparse.calibration_examples,
+        labels=sparse.fisher_labels,
+        names=job.options.names,  # held against the model's in `JobPolicy`
+    )
+
+
+ADAPTER_JOBS: Mapping[str, Expected] = {
+    "fingerprint": Expected(
+        options=_fingerprint,
+        rounds=_clustered,
+        asked=takes_fingerprints,
+    ),
+    "importance": Expected(
+        options=lambda config, *_: ImportanceOptions(
+            kind=config.ranks.importance, train=warmup_options(config), batches=BATCHES
+        ),
+        rounds=_ranked,
+    ),
+    "train": Expected(options=lambda config, *_: train_options(config), rounds=_trained),
+    "evaluate": Expected(options=_evaluation, rounds=_scored),
+}
+"""By action, of clients with adapters."""
+
+WHOLE_JOBS: Mapping[str, Expected] = {
+    "ridge": Expected(
+        options=lambda *_: RidgeOptions(),
+        rounds=_before_round_one,
+        asked=lambda config: config.images.head_first == "ridge",
+    ),
+    "scale": Expected(
+        options=_scale, rounds=_before_round_one, asked=lambda config: config.images.head_first == "ridge"
+    ),
+    "sensitivity": Expected(options=_sensitivity, rounds=_before_round_one, asked=asks_sensitivity),
+    "train": Expected(options=lambda config, *_: whole_options(config, mask=None), rounds=_trained),
+    "evaluate": Expected(options=_evaluation, rounds=_scored),
+}
+"""By action, of clients with whole models."""
+
+ANSWERS: Mapping[str, frozenset[str]] = {
+    "fingerprint": frozenset({FIRST, SECOND}),
+    "importance": frozenset({IMPORTANCE}),
+    "ridge": frozenset({GRAM, CROSS}),
+    "scale": frozenset({LOSSES}),
+}
+"""The tensors that an action brings back beside those of the model."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outline:
+    """What a site knows of the model that it is to train, before any of it is loaded."""
+
+    like: Mapping[str, Tensor]
+    """The trainable tensors of the whole model by name, adapters at rank one."""
+    names: Callable[[Cut | None], frozenset[str]]
+    """Which of them are at the site with this cut."""
+    places: Callable[[Cut, TrainOptions], tuple[int, ...]]
+    """Where the trained ones of a cut client stand among all that these options train."""
+    blocks: int
+    """Of the model."""
+    whole: bool = False
+    """Whether all weights train, and no adapters."""
+    body: str = ""
+    """Digest of the weights in the files that train, but for the head, of whole models."""
+
+
+@dataclass(kw_only=True, eq=False)
+class JobPolicy:
+    """`runtime.coordinator.site_worker.Policy` of a site that has accepted these settings."""
+
+    config: Config
+    """As the server sent them: its own name for the model says the learning rate."""
+    client: str
+    task: str
+    device: str
+    outline: Outline
+    _seen: Counter[tuple[Any, ...]] = field(default_factory=Counter)
+    _trained_cut: list[int] = field(default_factory=list)
+    """Blocks below the cut that this site was first trained with, 0 of a whole model; `auto` moves no cut after it."""
+
+    def check_job(self, head: Mapping[str, Any]) -> None:
+        """Nothing where the settings ask for this job; raises `ProtocolError` where they do not.
+
+        The head of its message suffices: no tensor is looked at, and nothing is loaded.
+        """
+        kinds = WHOLE_OPTIONS if self.outline.whole else OPTIONS
+        action, job, told = read_job(head, {}, client=self.client, kinds=kinds)
+        self._check_cut(job.cut)
+        self._check_action(action, job)
+        if job.cut is not None and told is not None:
+            self._check_told(action, job, told, job.cut)
+        self._check_private(head)
+        if self.outline.whole:
+            self._check_whole(action, job, head)
+        if action == "train" and not self._trained_cut:
+            self._trained_cut.append(_blocks_of(job.cut))
+        seen = (action, job.round, getattr(job.options, "split", ""))
+        self._seen[seen] += 1
+        if self._seen[seen] > MOST_REPEATS:
+            raise _refused(f"{action} of round {job.round} for the {MOST_REPEATS + 1}th time", "a few times at most")
+
+    def check_model(self, action: str, params: Params, cut: Cut | None) -> None:
+        """Nothing where a job's model has the tensors of this site, finite and of the settings' ranks and shapes."""
+        _check_params(params, self._expected(cut), most=self._most_rank, what=f"the model of {action}")
+
+    def check_answer(self, action: str, tensors: Params) -> None:
+        """Nothing where an answer holds what this action brings back; raises `ProtocolError` where it has more.
+
+        A last look at what leaves: whatever a job was, nothing that is not shared goes out.
+        """
+        own = self.outline.like
+        shared = own.keys() if self.outline.whole else shared_part(dict(own), self.config.mixing.share).keys()
+        model = frozenset(shared) if action in ("fingerprint", "train", "sensitivity") else frozenset()
+        allowed = {f"param/{key}" for key in ANSWERS.get(action, frozenset()) | model} | {"metrics", "param/values"}
+        cut = self._word != NONE
+        for key in tensors:
+            if key not in allowed and not (cut and key.startswith("cut/")):
+                raise _refused(f"{shown(key)} with its answer to {action}", "what the settings share")
+
+    def check_host(self, head: Mapping[str, Any]) -> None:
+        """Nothing where this message to a host asks for upper parts of jobs that the settings ask of their guests."""
+        if self.config.split.topology != "paired":
+            raise _refused("work for other sites", "none: clients do not host each other (--topology server)")
+        items = head.get("items")
+        begun = [item for item in items if _begins(item)] if isinstance(items, list) else []
+        for guests in (begun, head.get("live"), head.get("guests")):
+            if isinstance(guests, list) and len(guests) > MOST_GUESTS:
+                raise ProtocolError(
+                    f"the server asks for work for {len(guests)} other sites at a time, and a host takes at most"
+                    f" {MOST_GUESTS}; nothing was sent: ask who runs it"
+                )
+        for item in begun:
+            action, job, _ = read_job(item, {}, client="guest")
+            self._check_action(action, job)
+            if job.cut is not None:
+                self._check_way(job.cut)
+
+    def check_farewell(self, params: Params) -> None:
+        """Nothing where this can be the client's own model at the end; raises `ProtocolError` where it cannot."""
+        _check_params(params, self._expected(None), most=self._most_rank, what="the model at the end")
+
+    def _check_action(self, action: str, job: Job) -> None:
+        jobs = WHOLE_JOBS if self.outline.whole else ADAPTER_JOBS
+        expected = jobs[action]
+        if not expected.asked(self.config):
+            raise _refused(action, f"{', '.join(name for name, one in jobs.items() if one.asked(self.config))}")
+        if not expected.rounds(self.config, job.round):
+            raise _refused(f"{action} in round {job.round}", f"--rounds {self.config.training.rounds}")
+        wanted = expected.options(self.config, job, self.outline.blocks)
+        if name := _difference(job.options, wanted):
+            raise _refused(
+                f"{action} with {name} {one_line(_at(job.options, name), most=60)}",
+                f"{one_line(_at(wanted, name), most=60)}",
+            )
+
+    @property
+    def _word(self) -> str:
+        return cut_word(self.config.split.split, client=self.client, task=self.task, device=self.device)
+
+    def _check_cut(self, cut: Cut | None) -> None:
+        word = self._word
+        if word == AUTO and self._trained_cut and self._trained_cut != [_blocks_of(cut)]:
+            raise _refused(
+                f"a cut at block {_blocks_of(cut)} (0: the whole model)",
+                f"that it stays at block {self._trained_cut[0]}, where this site was first trained",
+            )
+        if cut is None:
+            if word not in (NONE, AUTO):
+                raise _refused("the whole model", f"a cut at block {word}")
+            return
+        if word == NONE:
+            raise _refused(f"a cut at block {cut.blocks}", "none: the model stays whole")
+        if word != AUTO and cut.blocks != int(word):
+            raise _refused(f"a cut at block {cut.blocks}", f"a cut at block {word}")
+        self._check_way(cut)
+
+    def _check_way(self, cut: Cut) -> None:
+        """Nothing where what crosses this cut is written as the settings say, with a block on each side."""
+        if not 1 <= cut.blocks < self.outline.blocks:
+            raise _refused(f"a cut at block {cut.blocks}", f"1 to {self.outline.blocks - 1} blocks at the site")
+        shares = self.config.split.server_adapters == "per_cluster"
+        wanted = cut_of(self.config, cut.blocks, shared=cut.shared if shares else None)
+        if cut != wanted:
+            name = next(one.name for one in fields(cut) if getattr(cut, one.name) != getattr(wanted, one.name))
+            raise _refused(f"a cut with {name} {shown(getattr(cut, name))}", shown(getattr(wanted, name)))
+
+    def _check_told(self, action: str, job: Job, told: Told, cut: Cut) -> None:
+        if not 1 <= told.tokens <= MOST_TOKENS:
+            raise _refused(f"messages of {told.tokens} tokens", f"1 to {MOST_TOKENS}")
+        options: TrainOptions | None = job.options if action == "train" else None
+        if action == "fingerprint" and job.options.kind == "delta":
+            options = half_job(job, 0).options
+        if told.places != (() if options is None else self.outline.places(cut, options)):
+            raise _refused("other tensors below the cut", "those of the model")
+
+    def _check_private(self, head: Mapping[str, Any]) -> None:
+        """Nothing where of a part that is not shared only ranks of the settings are named; they cost memory here."""
+        private = read_private(head)
+        for rank in () if private is None else private.ranks:
+            if not 1 <= rank <= self._most_rank:
+                raise _refused(f"rank {rank}", f"1 to {self._most_rank}")
+
+    def _check_whole(self, action: str, job: Job, head: Mapping[str, Any]) -> None:
+        body = {key for key in self.outline.like if not key.startswith(HEAD)}
+        if action == "sensitivity" and set(job.options.names) != body:
+            raise _refused("scores of other weights", "one for every weight of the body")
+        turned_down = action == "sensitivity" and self.config.sparse.calibration_rounds > 1
+        if action not in ("train", "evaluate") and not turned_down and head.get("body") != self.outline.body:
+            raise _refused(f"{action} with another model", "the model's own files before round one")
+        masked = head.get("masked") is True
+        if masked and not self.config.sparse.masked:
+            raise _refused("training under a mask", "no mask")
+        if action == "train" and self.config.sparse.masked and not masked:
+            raise _refused("training without a mask", "a mask")
+
+    @property
+    def _most_rank(self) -> int:
+        return max(self.config.ranks.candidates)
+
+    def _expected(self, cut: Cut | None) -> dict[str, Tensor]:
+        return {name: self.outline.like[name] for name in self.outline.names(cut)}
+
+
+def _blocks_of(cut: Cut | None) -> int:
+    return 0 if cut is None else cut.blocks
+
+
+def _begins(item: Any) -> bool:
+    """Whether this item of a message to a host begins a guest's job."""
+    return isinstance(item, dict) and item.get("kind") == "begin"
+
+
+def _refused(asked: str, agreed: str) -> ProtocolError:
+    return ProtocolError(
+        f"the server asks for {asked}, and the settings that this site accepted say {agreed}; nothing was sent: ask who"
+        " runs it"
+    )
+
+
+def _difference(options: Any, wanted: Any, before: str = "") -> str:
+    """The name of the first option that is another than is wanted; empty where there is none.
+
+    Whether what was loaded is hashed, for an audit, is the server's to say from session to session.
+    """
+    for one in fields(wanted):
+        own, other = getattr(options, one.name), getattr(wanted, one.name)
+        if own == other or one.name == "hash_loaded":
+            continue
+        if hasattr(other, "__dataclass_fields__") and type(own) is type(other):
+            if inner := _difference(own, other, f"{before}{one.name}."):
+                return inner
+            continue
+        return before + one.name
+    return ""
+
+
+def _at(options: Any, name: str) -> Any:
+    for part in name.split("."):
+        options = getattr(options, part)
+    return options
+
+
+def _check_params(params: Params, like: Mapping[str, Tensor], *, most: int, what: str) -> None:
+    """Nothing where these are such tensors, adapters of any rank up to `most`; raises `ProtocolError` else."""
+    if odd := sorted(params.keys() ^ like.keys()):
+        kind = "has" if odd[0] in params else "lacks"
+        raise ProtocolError(
+            f"{what} {kind} {shown(odd[0])}; install the server's version of atlas-fl, or ask who runs it"
+        )
+    for name, tensor in params.items():
+        if tensor.dtype != like[name].dtype or not _fits(name, params, like[name], most=most):
+            raise ProtocolError(
+                f"{what}: {shown(name)} is {tuple(tensor.shape)} of {tensor.dtype}, which no model of these settings"
+                " has; install the server's version of atlas-fl, or ask who runs it"
+            )
+        if not bool(torch.isfinite(tensor).all()):
+            raise ProtocolError(f"{what}: {shown(name)} holds a value that is no number; ask who runs the server")
+        if not bool((tensor.abs() <= MOST_VALUE).all()):
+            raise ProtocolError(
+                f"{what}: {shown(name)} holds a value beyond {MOST_VALUE:g}, which hides all examples but a few; ask"
+                " who runs the server"
+            )
+
+
+def _fits(name: str, params: Params, like: Tensor, *, most: int) -> bool:
+    """Whether a tensor has the shape of one at rank one, at a rank that both factors of its module have."""
+    shape = tuple(params[name].shape)
+    if name.endswith((LORA_A, LORA_B)):
+        place, other = (0, LORA_B) if name.endswith(LORA_A) else (1, LORA_A)
+        partner = params.get(name[: -len(LORA_A)] + other)
+        rank = shape[place] if len(shape) == 2 else 0
+        same = partner is not None and partner.ndim == 2 and partner.shape[1 - place] == rank
+        return same and 1 <= rank <= most and shape[1 - place] == like.shape[1 - place]
+    return shape == tuple(like.shape)
+
+
+def outlined(like: Params) -> dict[str, Tensor]:
+    """These tensors without their values, which nobody reads of an outline."""
+    return {key: torch.empty(tensor.shape, dtype=tensor.dtype, device="meta") for key, tensor in like.items()}

@@ -1,0 +1,247 @@
+"""How a server is reached, and what it knows of its clients, for as long as it listens.
+
+What a server knows of its clients, kept in the run's folder, so that a run can go on without one of them.
+
+The rules, the audit and the records need to know of every client of a plan which task it has, how many examples of
+which lengths and labels, and on which device. Its site says so when it registers (`runtime.protocol.client_metadata`).
+
+Where the clients of a config wait, and what they must have in common with their server.
+
+How a server is reached, and the hall in which its clients wait, for as long as it listens.
+"""
+
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from atlas_fl.config import Config, RunConfig, config_hash, to_toml
+from atlas_fl.config.schema import NONE
+from atlas_fl.data.registry import find_tasks
+from atlas_fl.errors import CheckpointError, ConfigError, ProtocolError, unknown
+from atlas_fl.events import OnEvent
+from atlas_fl.experiment.summary import versions
+from atlas_fl.models.loading import load_backbone
+from atlas_fl.params import digest
+from atlas_fl.planning.workloads import IMAGES, line_for, whole_sender
+from atlas_fl.ranks.devices import Device
+from atlas_fl.runtime.coordinator.client_registry import Seat
+from atlas_fl.runtime.coordinator.coordinator import Hall
+from atlas_fl.runtime.protocol.client_metadata import Census, read_census
+from atlas_fl.runtime.protocol.full_model_sync import check_frames
+from atlas_fl.runtime.protocol.messages import Identity
+from atlas_fl.runtime.transport.certificates import Certs, Listed
+from atlas_fl.runtime.transport.event_loop import Desk, LoopThread
+from atlas_fl.runtime.transport.frames import FRAME_LIMIT, Head
+from atlas_fl.runtime.transport.server import Server, check_free
+from atlas_fl.runtime.transport.sessions import Admit, Sessions, Tokens
+from atlas_fl.setup.assembly import body_of, vision_of
+from atlas_fl.setup.options import warmup_rank
+from atlas_fl.sparse.masks import BY_SENSITIVITY, Mask
+from atlas_fl.storage.jsonl import read_sealed, write_sealed
+from atlas_fl.storage.run_folder import RunFolder
+from atlas_fl.storage.tensors import encoded_size
+
+
+def write_sites(folder: RunFolder, seats: Sequence[Seat]) -> None:
+    """Write what these clients have said of themselves beside what others had."""
+    known = read_sealed(folder.sites) if folder.sites.exists() else {}
+    told = {
+        seat.name: {"census": asdict(seat.census), "device": asdict(seat.device)}
+        for seat in seats
+        if seat.census is not None and seat.device is not None
+    }
+    write_sealed(folder.sites, {**known, **told})
+
+
+def read_sites(folder: RunFolder, names: Sequence[str]) -> dict[str, tuple[Census, Device]]:
+    """What these clients had said of themselves.
+
+    Raises:
+        CheckpointError: it is not known, since an earlier version began the run, or the file is damaged.
+    """
+    if not folder.sites.exists():
+        raise CheckpointError(
+            f"run {folder.path} has no {folder.sites.name}, and cannot go on without {', '.join(names)}; an earlier"
+            " version began it: let everybody come once, and then it has"
+        )
+    known = read_sealed(folder.sites)
+    found = {}
+    for name in names:
+        try:
+            found[name] = read_census(known[name]["census"]), Device(**known[name]["device"])
+        except (KeyError, TypeError, ProtocolError):
+            raise CheckpointError(
+                f"{folder.sites} does not know client {name!r}; restore it, or bring {name}"
+            ) from None
+    return found
+
+
+def check_without(without: Sequence[str], *, planned: Sequence[str], listed: Sequence[str]) -> None:
+    """Nothing where somebody is left without these clients, and there are such; raises `ConfigError` else."""
+    known = dict.fromkeys((*planned, *listed))
+    for name in without:
+        if name not in known:
+            raise unknown("client in --without", name, known)
+    if set(without) >= set(planned or listed):
+        raise ConfigError("--without names every client, and somebody must be there; leave one out")
+
+
+REST_BYTES = 16 * 2**20
+"""Of a request beside a model: a census, sketches, heads, importance."""
+
+
+def hall_of(config: Config, listed: tuple[str, ...], desk: Desk, *, late: bool, mask: Mask | None = None) -> Hall:
+    """Where the clients wait; raises `ConfigError` where their models are too large for a message.
+
+    `mask` is that of a run which has one before its first job here.
+    """
+    how: dict[str, Any] = {"settings": to_toml(without_places(config)), "on_note": desk.note, "late": late}
+    if not with_images(config):
+        model = load_backbone(config.model.model).model
+        hall = Hall(listed, identity_of(digest(dict(model.named_parameters())), config), **how)
+        hall.most_bytes = request_limit(config, model)
+        return hall
+    vision = vision_of(config)
+    if line_for(config) is IMAGES:
+        sparse = config.sparse.masked and config.sparse.mask not in BY_SENSITIVITY
+        body = body_of(vision, config)
+        check_frames(body, sparse=sparse)
+        how["new_sender"] = whole_sender(vision, config, keeps=True, mask=mask)
+        limit = min(FRAME_LIMIT, REST_BYTES + 2 * encoded_size(body))
+    else:
+        limit = request_limit(config, vision.backbone)
+    identity = identity_of(digest(dict(vision.backbone.named_parameters())), config)
+    hall = Hall(listed, identity, images=True, **how)
+    hall.most_bytes = limit
+    return hall
+
+
+def without_places(config: Config) -> Config:
+    """The settings as a site needs them: where the server keeps its runs, and what it calls this one, is its own.
+
+    Both are settings of the session, so that the hash is the same.
+    """
+    return replace(config, run=replace(config.run, runs_dir=RunConfig().runs_dir, name=None))
+
+
+def request_limit(config: Config, model: nn.Module) -> int:
+    """Most bytes that a client may send at once: twice its adapters at the highest rank, and some for all the rest.
+
+    What crosses a cut depends on batches and lengths, so there it is what a frame may have.
+    """
+    if config.split.split != NONE:
+        return FRAME_LIMIT
+    ranks = [*config.ranks.candidates, warmup_rank(config)]
+    ranks += [int(config.ranks.ranks)] if config.ranks.ranks.isdecimal() else []
+    widths = sum(sum(weight.shape) for weight in model.parameters() if weight.ndim == 2)
+    return min(FRAME_LIMIT, REST_BYTES + 2 * 4 * max(ranks) * widths)
+
+
+def identity_of(model: str, config: Config) -> Identity:
+    """What clients of this config must have in common with their server; `model` is the digest of its weights."""
+    return Identity(version=versions()["atlas_fl"], config=config_hash(config), model=model)
+
+
+def with_images(config: Config) -> bool:
+    """Whether this config's tasks are of images."""
+    return any(task.images for task in find_tasks(config.data.tasks, config.data.task))
+
+
+NOT_LISTED = "it is not listed any more"
+"""Why a client is lost that was taken off the list while the server runs."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Service:
+    """How a server is reached and whom it waits for."""
+
+    certs: Path
+    """The folder `server` of `atlas certs make`."""
+    host: str = "0.0.0.0"
+    port: int = 8470
+    """0 takes a free one."""
+    min_clients: int = 0
+    """Fewest clients that the plan and a round need; 0 for all that are listed."""
+    wait_seconds: float = 600.0
+    """How long the server waits for all of them before it begins with fewer, or gives up."""
+    deadline_seconds: float = 600.0
+    """How long a job may take."""
+    tokens: Tokens | None = None
+    """What clients bring beside their certificate; None where that is enough."""
+    late: bool = True
+    """Whether clients may join that come after the plan was made."""
+    without: tuple[str, ...] = ()
+    """Clients of the plan without which the run goes on."""
+    beside: Callable[[Hall, Desk], AbstractContextManager[None]] = lambda *_: nullcontext()
+    """Entered when the server listens and left when the run ends: whatever else starts and watches its clients."""
+
+
+def _not_left_out(without: Collection[str], admit: Admit) -> Admit:
+    """`admit` for all but the clients without which the run goes on."""
+
+    def admitted(name: str, hello: Mapping[str, Any]) -> Head:
+        if name in without:
+            raise ProtocolError(f"the run goes on without {name}; who runs the server can let it in again")
+        return admit(name, hello)
+
+    return admitted
+
+
+def _listed_again(hall: Hall, admit: Admit) -> Admit:
+    """`admit`, which forgets that a client was taken off the list: who gets here is on it."""
+
+    def admitted(name: str, hello: Mapping[str, Any]) -> Head:
+        welcome = admit(name, hello)
+        if hall.seats[name].lost == NOT_LISTED:
+            hall.seats[name].lost = ""
+        return welcome
+
+    return admitted
+
+
+def _lose(hall: Hall, desk: Desk, name: str) -> None:
+    if name in hall.seats:
+        desk.threads.submit(hall.lose(name, NOT_LISTED))
+
+
+@contextmanager
+def listening(
+    config: Config,
+    service: Service,
+    certs: Certs,
+    *,
+    on_event: OnEvent,
+    listed: tuple[str, ...],
+    late: bool,
+    mask: Mask | None = None,
+) -> Iterator[tuple[Hall, Desk, str]]:
+    """The hall of this config, the desk before it, and the address that it listens on.
+
+    Raises `ConfigError` where the address cannot be listened on.
+    """
+    check_free(service.host, service.port)  # before the model is loaded, which may take minutes
+    with LoopThread() as threads:
+        desk = Desk(threads=threads, on_event=on_event)
+        hall = hall_of(config, listed, desk, late=late, mask=mask)
+        allowed = Listed(service.certs, on_note=desk.note)
+        admit = _listed_again(hall, _not_left_out(service.without, hall.admit))
+        sessions = Sessions(
+            answer=hall.answer,
+            admit=admit if service.tokens is None else service.tokens.guard(admit),
+            allowed=allowed,
+            certificate_of=allowed.certificate,
+            on_presence=hall.on_presence,
+            on_refused=hall.on_refused,
+            on_unlisted=lambda name: _lose(hall, desk, name),
+            limit_of=lambda _name: hall.most_bytes,
+        )
+        server = Server(sessions, certs, host=service.host, port=service.port)
+        port = desk.call(server.start())
+        try:
+            yield hall, desk, f"{service.host}:{port}"
+        finally:
+            threads.call(server.stop())

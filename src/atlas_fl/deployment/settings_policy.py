@@ -1,0 +1,224 @@
+"""Which settings of a server a site accepts, and what leaves the site under them.
+
+Which settings of a server a site accepts; what leaves it under them is in `deployment.settings_policy`.
+
+A server's settings decide what every job asks (`deployment.job_policy`). What they may ask is bounded here: in what it
+gives away, by the words and floors that the person at the site gave, and in what it costs.
+
+What leaves a site under the settings that it has accepted, in words for the person who runs it.
+"""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+
+from atlas_fl.config import Config, validate
+from atlas_fl.config.schema import AUTO, EVENLY, NONE, cut_word
+from atlas_fl.config.settings import settings, value_of
+from atlas_fl.data.task import Task
+from atlas_fl.deployment.consent import ALLOWANCES, Allowance, Consent
+from atlas_fl.errors import ConfigError, ModelError, one_line, shown
+from atlas_fl.models.registry import MODELS
+from atlas_fl.planning.workloads import IMAGES, line_of
+from atlas_fl.setup.assembly import learning_rate_of
+from atlas_fl.setup.options import strategy_of
+from atlas_fl.sparse.masks import BY_SENSITIVITY
+
+MOST: Mapping[str, float] = {
+    "rounds": 10**5,
+    "local_epochs": 10**3,
+    "local_steps": 10**5,
+    "batch_size": 4096,
+    "max_length": 2**16,
+    "candidates": 1024,
+    "fingerprint_batches": 10**4,
+    "fingerprint_steps": 10**5,
+    "new_tokens": 4096,
+    "rouge_examples": 10**4,
+    "pack_tokens": 2**20,
+    "pack_memory_gb": 1024,
+    "image_size": 1024,
+    "calibration_rounds": 10**3,
+    "calibration_examples": 10**5,
+}
+"""The largest value of a server's setting that a site takes: what a job may cost it in memory and time."""
+MOST_NAME = 255
+"""Bytes of a model's name of a server: what a file system looks for without an error."""
+MOST_DECAY = 0.1
+"""Of learning rate times weight decay: what one step may forget of the model, or an update is of the last examples."""
+
+
+def settings_here(
+    config: Config, *, task: str, device: str, part: int | None, model: str | None, data_dir: str | None
+) -> Config:
+    """A server's settings as a site works with them: with its own task, device and places, and no path of the server.
+
+    Raises an `AtlasError` for settings that `atlas serve` itself would refuse.
+    """
+    data = replace(
+        config.data,
+        data_dir=data_dir,
+        tasks=() if "=" in task else (task,),
+        task=(task,) if "=" in task else (),
+        devices=() if "=" in device else (device,),
+        device=(device,) if "=" in device else (),
+    )
+    chosen = replace(config.model, model=model or config.model.model, init_adapter=None)
+    # who has a whole task has no part of its classes
+    images = config.images if part is not None else replace(config.images, nc=EVENLY)
+    run = replace(config.run, runs_dir="runs", name=None)
+    found = validate(replace(config, data=data, model=chosen, images=images, run=run), at_sites=True)
+    return replace(found, sparse=replace(found.sparse, mask_file=None))
+
+
+def check_settings(config: Config, consent: Consent, *, client: str, task: Task, device: str) -> None:
+    """Nothing where a site of this name, task and device agrees to these settings; raises `ConfigError` else."""
+    _check_sizes(config, consent, task)
+    if missing := [
+        word for word in needed(config, client=client, task=task.name, device=device) if word not in consent.allow
+    ]:
+        words = " ".join(missing)
+        told = "; ".join(f"{word}: {ALLOWANCES[word]}" for word in missing)
+        raise ConfigError(
+            f"the server's settings (--split {shown(config.split.split)}) ask more of this site than it agreed to"
+            f" ({told}); agree with --allow {words}, or ask for other settings"
+        )
+
+
+def needed(config: Config, *, client: str, task: str, device: str) -> tuple[Allowance, ...]:
+    """The words without which a site of this name, task and device cannot take part under these settings.
+
+    With `auto`, which cuts a device that cannot hold the model, the site has to agree to a cut before it is known.
+    """
+    split, found = config.split, list[Allowance]()
+    if cut_word(split.split, client=client, task=task, device=device) != NONE:
+        found += ["cut"] if split.head == "client" else ["cut", "labels"]
+    return (*found, "hosting") if split.topology == "paired" else tuple(found)
+
+
+def check_model_name(name: str, consent: Consent) -> None:
+    """Nothing where a model that a server names is of this package's list or lies here; raises `ConfigError` else."""
+    if name.startswith("~") or len(name.encode()) > MOST_NAME:
+        raise ConfigError(
+            f"the server's settings name the model {shown(name)}; a site takes names of at most {MOST_NAME} bytes, and"
+            " none that begins with ~; give --model with the model you want"
+        )
+    known = name in MODELS or any(name == model.path for model in MODELS.values())
+    if known or name.startswith((".", "/")) or "hub-model" in consent.allow or Path(name).exists():
+        return
+    raise ConfigError(
+        f"the server's settings name the model {shown(name)}, and a site fetches no model of the hub because a server"
+        " says so; give --model with the model you want, or agree with --allow hub-model"
+    )
+
+
+def check_model_digest(here: str | None, there: str, *, name: str) -> None:
+    """Nothing where the weights here are the server's, or none are loaded yet; raises `ModelError` else."""
+    if here not in (None, there):
+        raise ModelError(
+            f"model {shown(name)} is {here:.16} here and {one_line(there, most=16)} at the server; give the server's"
+            " model with --model"
+        )
+
+
+def check_examples(config: Config, consent: Consent, *, task: Task, examples: int) -> None:
+    """Nothing where enough training examples of this site are behind all that leaves it; raises `ConfigError` else."""
+    for what, count in _behind(config, task, examples).items():
+        if count < consent.least_examples:
+            raise ConfigError(
+                f"{count} training examples would be behind {what} of this site; allowed: at least"
+                f" {consent.least_examples}, or what leaves it shows single examples; bring more data, ask for other"
+                " settings, or lower --least-examples"
+            )
+
+
+def _behind(config: Config, task: Task, examples: int) -> dict[str, int]:
+    """How many different training examples, at most, each thing that leaves the site is made of."""
+    training, size = config.training, config.training.batch_size
+    steps = config.images.local_steps
+    found = {"the census": examples, "an update": examples if steps is None else min(examples, steps * size)}
+    if line_of([task], tune=config.images.tune) is IMAGES:
+        if asks_sensitivity(config):
+            found["the scores of weights"] = min(examples, config.sparse.calibration_examples)
+        return found
+    if takes_fingerprints(config):
+        phase = config.clustering
+        passes = phase.fingerprint_steps if phase.fingerprint == "delta" else phase.fingerprint_batches
+        taken = examples if phase.fingerprint_samples is None else min(examples, phase.fingerprint_samples)
+        found["a fingerprint"] = min(taken, 2 * passes * training.batch_size)
+    return found
+
+
+def takes_fingerprints(config: Config) -> bool:
+    """Whether clients with adapters are asked for fingerprints: for clusters, or as a warm-up."""
+    return strategy_of(config).clustered or config.clustering.fingerprint == "delta"
+
+
+def asks_sensitivity(config: Config) -> bool:
+    """Whether clients with whole models score weights for a mask."""
+    return config.sparse.mask_file is None and config.sparse.mask in BY_SENSITIVITY
+
+
+def _check_sizes(config: Config, consent: Consent, task: Task) -> None:
+    for name, most in MOST.items():
+        value = value_of(config, name)
+        largest = max(value, default=0) if isinstance(value, tuple) else value
+        if largest is not None and largest > most:
+            raise ConfigError(
+                f"the server's {settings()[name].flag} is {shown(largest)}; a site takes at most {most:g}; ask for"
+                " other settings"
+            )
+    decay = learning_rate_of(config) * config.training.weight_decay
+    if decay > MOST_DECAY:
+        raise ConfigError(
+            f"the server's --lr times --weight-decay is {decay:g}; a site takes at most {MOST_DECAY:g}, because with"
+            " more an update shows the last examples alone; ask for other settings"
+        )
+    size = config.clustering.sketch_dim
+    if line_of([task], tune=config.images.tune) is not IMAGES and size > consent.most_sketch:
+        raise ConfigError(
+            f"the server's --sketch-dim is {size:,}; this site's sketches have at most {consent.most_sketch:,} numbers,"
+            " because longer ones give away more; ask for other settings, or raise --most-sketch"
+        )
+
+
+def what_leaves(config: Config, *, client: str, task: Task, device: str, blocks: int) -> tuple[str, ...]:
+    """What leaves this site under settings that it has accepted, and what never does, a line each."""
+    words = needed(config, client=client, task=task.name, device=device)
+    whole = line_of([task], tune=config.images.tune) is IMAGES
+    sent = _sent_whole(config) if whole else _sent_adapters(config)
+    counts = "token lengths, " if not whole and not task.images else ""
+    known = "labels' names and counts" if task.has_classes else "mean and spread of its labels"
+    usual = f"how many examples each split has, test too, their {counts}{known}; scores, losses, seconds"
+    kept = "images" if task.images else "texts, tokens"
+    if "cut" not in words:
+        return (
+            f"leaves this site: {sent}; {usual}",
+            f"never leaves it: {kept}, activations, the label of an example",
+        )
+    where = cut_word(config.split.split, client=client, task=task.name, device=device)
+    at = "one of the model's blocks, if this device cannot hold all," if where == AUTO else f"block {where} of {blocks}"
+    given = "and the label of each" if "labels" in words else "without their labels"
+    return (
+        f"leaves this site: {sent}; {usual}",
+        f"leaves it too, as agreed: the activations of every example at {at} {given}: nearly all of the text can be"
+        " read in them" + (", also by other sites" if "hosting" in words else ""),
+        "never leaves it: the files of its data" + ("" if "labels" in words else ", the label of an example"),
+    )
+
+
+def _sent_adapters(config: Config) -> str:
+    names = {"A": "the adapters' factors A", "B": "the adapters' factors B", "head": "the head"}
+    trained = ", ".join(names[part] for part in config.mixing.share)
+    if {"A", "B"} <= set(config.mixing.share):
+        trained = "the adapters and the head" if "head" in config.mixing.share else "the adapters"
+    sketches = f"two sketches of {config.clustering.sketch_dim:,} numbers, " if takes_fingerprints(config) else ""
+    warm = f"{trained} after a warm-up, " if sketches and config.clustering.fingerprint == "delta" else ""
+    return f"after each round {trained} that it trained; for the plan {sketches}{warm}the importance of each block"
+
+
+def _sent_whole(config: Config) -> str:
+    heads = "sums of its images' features by class, " if config.images.head_first == "ridge" else ""
+    scores = "a score of each weight, " if asks_sensitivity(config) else ""
+    trained = "the weights under the mask" if config.sparse.masked else "the weights"
+    return f"before round one {heads}{scores}after each round {trained} that it trained"

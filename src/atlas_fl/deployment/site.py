@@ -1,0 +1,516 @@
+"""A site of a federation across machines (`atlas join`).
+
+What a site brings to a federation across machines: as much of the model as its jobs need.
+
+A site of a federation across machines: its own data and backbone, and the server's jobs.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from atlas_fl.client.full_training import ImageSite
+from atlas_fl.client.job import ClientTokens, Job, Update, fresh, patches
+from atlas_fl.client.job import Site as AdapterSite
+from atlas_fl.client.local_training import trained_below
+from atlas_fl.client.registry import ACTIONS
+from atlas_fl.config import Config, config_hash, parse_config
+from atlas_fl.config.schema import EVENLY, NONE
+from atlas_fl.data.clients import BY_CLASSES, ClientData, make_clients
+from atlas_fl.data.registry import find_tasks
+from atlas_fl.deployment.consent import Allowance, Consent, check_consent
+from atlas_fl.deployment.end_of_run import Receipt, clear_private, confirm_again, read_receipt, write_model
+from atlas_fl.deployment.job_policy import JobPolicy, Outline, outlined
+from atlas_fl.deployment.settings_policy import (
+    check_examples,
+    check_model_digest,
+    check_model_name,
+    check_settings,
+    settings_here,
+    what_leaves,
+)
+from atlas_fl.errors import ConfigError, ModelError, ProtocolError, one_line
+from atlas_fl.events import Note, OnEvent, PhaseStarted, ignore
+from atlas_fl.experiment.summary import versions
+from atlas_fl.models.backbone import Backbone, target_modules
+from atlas_fl.models.loading import bottom_of
+from atlas_fl.models.peft_io import export_adapter
+from atlas_fl.models.vision_loading import save_vision
+from atlas_fl.params import Params, digest
+from atlas_fl.partial_sharing import shares_all
+from atlas_fl.planning.workloads import IMAGES, line_of
+from atlas_fl.ranks.devices import find_devices
+from atlas_fl.runtime.coordinator.site_worker import Worker
+from atlas_fl.runtime.local import WHOLE_ACTIONS
+from atlas_fl.runtime.protocol.client_metadata import census_of
+from atlas_fl.runtime.protocol.full_model_sync import WholeReceiver
+from atlas_fl.runtime.protocol.messages import Told
+from atlas_fl.runtime.protocol.model_sync import AdapterReceiver, Receiver
+from atlas_fl.runtime.protocol.private_params import Owner, PrivateReceiver, Vault, check_vault
+from atlas_fl.runtime.transport.certificates import Certs, open_certs
+from atlas_fl.runtime.transport.client import Link, UnreachableError
+from atlas_fl.runtime.transport.frames import Head
+from atlas_fl.setup.assembly import (
+    assemble,
+    assemble_images,
+    body_of,
+    scale_of,
+    site_below,
+    source_of,
+    targets_of,
+    tokenise,
+)
+from atlas_fl.split.channel import Cut
+from atlas_fl.split.model import on_client
+from atlas_fl.storage.secret import kept_secret
+
+
+class Site(Protocol):
+    """What a site brings to the work: its model, how it reads jobs, and where its own model goes."""
+
+    fingerprint: str | None
+    """Digest of the weights; None where none is loaded yet."""
+    tokens: ClientTokens
+    """The client's examples, of which the server is told how many there are."""
+    receiver: Receiver
+    actions: Mapping[str, Callable[[Sequence[Job], Any], list[Update]]]
+
+    @property
+    def outline(self) -> Outline:
+        """What is known of the model before it is loaded, which jobs are held against."""
+        ...
+
+    def __call__(self, cut: Cut | None, told: Told | None) -> Any:
+        """The site with as much of the model as this job needs (`runtime.coordinator.site_worker.Home`)."""
+        ...
+
+    def export(self, model: Params, to: Path) -> None:
+        """Write the client's own model."""
+        ...
+
+    def leave(self) -> str:
+        """Remove what was kept for the run, which is complete; what stays of it, in a line."""
+        ...
+
+
+def home_of(
+    config: Config,
+    client: ClientData,
+    *,
+    model: str,
+    private: Path,
+    noise_secret: Path,
+    run: str | None = None,
+) -> Site:
+    """The site of this client for a server whose model has this digest; `private` is for what it does not share.
+
+    `noise_secret` is the file of what its noise is drawn from, made where the settings ask for noise. It outlives the
+    run, so that the same rows get the same noise whenever they are sent.
+    `run` is the hash of the server's settings, in which this site's own places are not; that of `config` without it.
+    Raises `ConfigError` where something else lies at `private` or `noise_secret`.
+    """
+    if line_of([client.task], tune=config.images.tune) is IMAGES:
+        return WholeHome(config, client)
+    owner = Owner(client=client.name, config=run or config_hash(config))
+    return Home(config, client, model=model, private=private, noise_secret=noise_secret, owner=owner)
+
+
+class WholeHome:
+    """A site whose client trains the whole model of its images."""
+
+    def __init__(self, config: Config, client: ClientData) -> None:
+        self._client = client
+        assembly = assemble_images(config, clients=(client,))
+        self._site = assembly.site
+        vision = self._site.vision
+        self.fingerprint: str | None = digest(dict(vision.backbone.named_parameters()))
+        self.tokens = patches(client, length=1)
+        body, like = body_of(vision, config), outlined(assembly.start()[client.name])
+        self.receiver: Receiver = WholeReceiver(home=body)
+        self.actions: Mapping[str, Any] = WHOLE_ACTIONS
+        self.outline = Outline(
+            like=like, names=lambda _: frozenset(like), places=lambda *_: (), blocks=0, whole=True, body=digest(body)
+        )
+
+    def __call__(self, cut: Cut | None, told: Told | None) -> ImageSite:
+        """The site; raises `ProtocolError` where the server would cut the model."""
+        if cut is not None or told is not None:
+            raise ProtocolError("the server cuts a model of images; install its version of atlas-fl")
+        return self._site
+
+    def export(self, model: Params, to: Path) -> None:
+        """Write the client's own model as transformers loads it."""
+        save_vision(self._site.vision, model, to, labels=self._client.task.label_names)
+
+    def leave(self) -> str:
+        """Nothing is kept, and nothing stays."""
+        return ""
+
+
+class Home:
+    """The model at a site: as much of it as the newest job needs, and only from then on.
+
+    Where models are cut, nothing is loaded before the first job says how much of it is to be here; a tokenizer
+    suffices to register.
+    """
+
+    def __init__(
+        self, config: Config, client: ClientData, *, model: str, private: Path, noise_secret: Path, owner: Owner
+    ) -> None:
+        self._config, self._client, self._model = config, client, model
+        self._vault = None if shares_all(config.mixing.share) else self._vault_in(private, owner)
+        is_noisy = config.split.split != NONE and config.split.wire_noise > 0
+        self._noise_secret = kept_secret(noise_secret) if is_noisy else None
+        self.receiver: Receiver = AdapterReceiver() if self._vault is None else PrivateReceiver(vault=self._vault)
+        self.actions: Mapping[str, Any] = ACTIONS
+        self._site: AdapterSite | None = None
+        self._blocks: int | None = None
+        if config.split.split == NONE:
+            self._site = assemble(config, clients=(client,)).site
+            self.known, self.tokens = self._site.backbone, self._site.data[client.name]
+            self.fingerprint: str | None = _fingerprint(self.known)
+        else:
+            with torch.device("meta"):
+                self.known = bottom_of(config.model.model, blocks=0)
+            self.tokens = tokenise(client, self.known, config.data)
+            self.fingerprint = None
+
+    def export(self, model: Params, to: Path) -> None:
+        """Write the client's own model in PEFT's format."""
+        labels, scale = self._client.task.label_names, scale_of(self._config)
+        export_adapter(model, to, family=self.known.family, base=self.known.source.path, scale=scale, labels=labels)
+
+    def __call__(self, cut: Cut | None, told: Told | None) -> AdapterSite:
+        """The site with the blocks below this cut, or with all (`runtime.coordinator.site_worker.Home`).
+
+        Raises `ModelError` where they are not to be had, or are not the server's; `ProtocolError` for a cut with other
+        noise than the settings have.
+        """
+        blocks = None if cut is None else cut.blocks
+        if cut is not None and cut.noise != (noise := self._config.split.wire_noise):
+            raise ProtocolError(
+                f"the server asks for noise of {cut.noise:g} at a cut, and its settings say {noise:g}; nothing was"
+                " sent: ask who runs it"
+            )
+        if self._site is not None and self._blocks == blocks:
+            return self._site
+        self._site = None  # what is not needed any more goes before anything else comes
+        tokens = {self._client.name: self.tokens}
+        if blocks is None or told is None:
+            site, wanted = assemble(self._config, clients=(self._client,), tokens=tokens).site, self._model
+        else:
+            site, wanted = site_below(self._config, tokens, blocks=blocks, max_tokens=told.tokens), told.part
+        if (found := _fingerprint(site.backbone)) != wanted:
+            part = "" if blocks is None else f" up to block {blocks}"
+            raise ModelError(
+                f"model {site.backbone.name!r}{part} is {found:.16} here and {wanted:.16} at the server; give the"
+                " server's model with --model"
+            )
+        self._site, self._blocks = replace(site, noise_secret=self._secret_of()), blocks
+        return self._site
+
+    def _secret_of(self) -> Callable[[str], bytes] | None:
+        """What this site's noise is drawn from: never what a simulation draws from, which the server knows."""
+        secret = self._noise_secret
+        return None if secret is None else lambda _: secret
+
+    def leave(self) -> str:
+        """Remove what was not shared: it is in the client's own model now; what stays of it, in a line."""
+        return "" if self._vault is None else self._vault.clear()
+
+    def _vault_in(self, folder: Path, owner: Owner) -> Vault:
+        share, run = self._config.mixing.share, self._config.run
+        check_vault(folder, owner)
+        back = run.checkpoint_every * run.keep_checkpoints + self._config.mixing.aggregate_every
+        scale = scale_of(self._config)
+        return Vault(
+            folder=folder, owner=owner, share=share, names=self._names, draw=self._drawn, scale=scale, rounds=back
+        )
+
+    @cached_property
+    def _outline(self) -> tuple[Backbone, dict[str, nn.Module]]:
+        """The whole model, of which names and sizes are known, and its adapted layers."""
+        whole = self.known
+        if self._config.split.split != NONE:
+            with torch.device("meta"):
+                whole = bottom_of(self._config.model.model, blocks=None)
+        return whole, target_modules(whole, targets_of(self._config, whole))
+
+    @cached_property
+    def outline(self) -> Outline:
+        """What is known of the model and its adapters, with none of its blocks loaded."""
+        whole, modules = self._outline
+        like = outlined(self._drawn(dict.fromkeys(modules, 1)))
+        return Outline(
+            like=like,
+            names=self._names,
+            places=lambda cut, options: tuple(trained_below(whole, like, options, cut)),
+            blocks=len(whole.blocks),
+        )
+
+    def _names(self, cut: Cut | None) -> frozenset[str]:
+        """The trainable tensors of this client with this cut."""
+        whole, modules = self._outline
+        found = self._drawn(dict.fromkeys(modules, 0))
+        if cut is None:
+            return frozenset(found)
+        return on_client(whole, found, blocks=cut.blocks, head=cut.head == "client")
+
+    def _drawn(self, ranks: Mapping[str, int]) -> Params:
+        """The shared initialisation of these modules at these ranks, and of the head."""
+        whole, modules = self._outline
+        return fresh(whole, modules, ranks=ranks, task=self._client.task, seed=self._config.run.seed)
+
+
+def _fingerprint(backbone: Backbone) -> str:
+    return digest(dict(backbone.model.named_parameters()))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Joining:
+    """What a site brings."""
+
+    address: str
+    """`host:port` of the server."""
+    certs: Path
+    """The site's own folder of `atlas certs make`."""
+    token: str | None = None
+    """What the server gave out for this one session; None where it asks for certificates alone."""
+    task: str
+    """`name=path` with the options of `--task`, or a registered task's name."""
+    device: str
+    """A profile's name or description."""
+    part: int | None = None
+    """Which of the task's `clients_per_task` parts this site has, from 0; None for all of it."""
+    model: str | None = None
+    """Where the backbone lies here, if not under the server's name for it."""
+    data_dir: str | None = None
+    """Where data sets lie here that would else come from the hub."""
+    config: str | None = None
+    """Hash that the server's config must have; None accepts any."""
+    patience_seconds: float = 600.0
+    """How long a server that has gone is tried again."""
+    first_seconds: float = 30.0
+    """How long it is tried at the very first."""
+    private: Path | None = None
+    """Where what it does not share is kept until the run is complete; None for `NAME-private` beside `to`."""
+    allow: tuple[Allowance, ...] = ()
+    """What may leave the site, or happen at it, beside the usual: words of `consent.ALLOWANCES`."""
+    least_examples: int = Consent.least_examples
+    """Fewest training examples behind an update or a fingerprint."""
+    most_sketch: int = Consent.most_sketch
+    """Most numbers of a sketch."""
+    to: Path
+    """Where the client's own model is written at the end: in PEFT's format, or a whole model in transformers' own."""
+
+    @property
+    def consent(self) -> Consent:
+        """What the site agrees to."""
+        return Consent(allow=self.allow, least_examples=self.least_examples, most_sketch=self.most_sketch)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Joined:
+    """What a site has come to."""
+
+    name: str
+    adapter: Path | None
+    """None where the run has no model for this client."""
+    sent_bytes: int
+    received_bytes: int
+
+
+def join(joining: Joining, *, on_event: OnEvent = ignore) -> Joined:
+    """Work for the server until its run is complete, and write the client's own model.
+
+    Raises an `AtlasError` for whatever the user can mend; `ProtocolError` where the server refuses or stays away.
+    """
+    certs = open_certs(joining.certs)
+    device = _device_of(joining.device)
+    check_consent(joining.consent)
+    if joining.private is not None:
+        check_vault(joining.private)
+    private = _private_of(joining, certs.name)
+    if (receipt := read_receipt(joining.to, client=certs.name)) is not None:
+        return _joined_before(joining, certs, receipt, private=private, on_event=on_event)
+    said: dict[str, str | None] = {"version": versions()["atlas_fl"], "config": joining.config, "model": None}
+    with _link(joining, certs, said, on_event) as link:
+        on_event(Note(f"{certs.name} is connected to {joining.address}"))
+        on_event(PhaseStarted("loading"))
+        told = _settings_of(link.welcome, joining)
+        client, home = _client_and_home(told, joining, link.welcome, name=certs.name, device=device)
+        run, task, outline = config_hash(told), client.task, home.outline
+        said |= {"config": run, "model": home.fingerprint}
+        for line in what_leaves(told, client=certs.name, task=task, device=device, blocks=outline.blocks):
+            on_event(Note(line))
+        worker = Worker(
+            name=certs.name,
+            home=home,
+            link=link,
+            registration={**said, **census_of(client, home.tokens), "device": joining.device, "part": joining.part},
+            on_event=on_event,
+            receiver=home.receiver,
+            actions=home.actions,
+            keep=lambda model, sha256: write_model(
+                joining.to, Receipt(client=certs.name, config=run, model=sha256), partial(home.export, model)
+            ),
+            policy=JobPolicy(config=told, client=certs.name, task=task.name, device=device, outline=outline),
+        )
+        return _end_of(joining, worker, home, link, private=private)
+
+
+def _client_and_home(
+    told: Config, joining: Joining, welcome: Head, *, name: str, device: str
+) -> tuple[ClientData, Site]:
+    """The site's data and model under settings that it accepts; raises an `AtlasError` for those that it does not."""
+    consent, model = joining.consent, str(welcome.get("model"))
+    if joining.model is None:
+        check_model_name(told.model.model, consent)
+    config = settings_here(
+        told,
+        task=joining.task,
+        device=joining.device,
+        part=joining.part,
+        model=joining.model,
+        data_dir=joining.data_dir,
+    )
+    client = own_client(config, name, task=joining.task, part=joining.part)
+    check_settings(told, consent, client=name, task=client.task, device=device)
+    check_examples(told, consent, task=client.task, examples=len(client.train))
+    home = home_of(
+        config,
+        client,
+        model=model,
+        private=_private_of(joining, name),
+        noise_secret=joining.to.with_name(f"{name}-noise-secret"),
+        run=config_hash(told),
+    )
+    check_model_digest(home.fingerprint, model, name=config.model.model)
+    return client, home
+
+
+def _end_of(joining: Joining, worker: Worker, home: Site, link: Link, *, private: Path) -> Joined:
+    """What the site comes to; its private part goes once its whole model lies here and the server knows so."""
+    try:
+        has_model = bool(worker.work())
+        left = home.leave() if has_model else ""
+    except UnreachableError as error:
+        if not joining.to.exists():
+            raise
+        has_model, left = True, _unconfirmed(error, to=joining.to, private=private)
+    if left:
+        worker.on_event(Note(left))
+    return _joined(joining, worker.name, link, has_model=has_model)
+
+
+def _joined(joining: Joining, name: str, link: Link, *, has_model: bool) -> Joined:
+    return Joined(
+        name=name,
+        adapter=joining.to if has_model else None,
+        sent_bytes=link.sent_bytes,
+        received_bytes=link.received_bytes,
+    )
+
+
+def _unconfirmed(error: UnreachableError, *, to: Path, private: Path) -> str:
+    """What is said where a model lies here in full, and nobody is there to be told so."""
+    stays = f"; {private} stays until the server knows so, or you remove it" if private.exists() else ""
+    return f"{str(error).partition(';')[0]}, and {to} is complete without it{stays}"
+
+
+def _joined_before(joining: Joining, certs: Certs, receipt: Receipt, *, private: Path, on_event: OnEvent) -> Joined:
+    """What a site has come to whose model lies there already: it was killed before its run was over for the server."""
+    on_event(Note(f"the model of {certs.name} is in {joining.to} already; telling {joining.address}"))
+    said = {"version": versions()["atlas_fl"], "config": joining.config, "model": None}
+    link = _link(joining, certs, said, on_event)
+    try:
+        with link:
+            confirm_again(link, receipt, to=joining.to)
+        if left := clear_private(private, receipt):
+            on_event(Note(left))
+    except UnreachableError as error:
+        on_event(Note(_unconfirmed(error, to=joining.to, private=private)))
+    return _joined(joining, certs.name, link, has_model=True)
+
+
+def _link(joining: Joining, certs: Certs, said: Head, on_event: OnEvent) -> Link:
+    """The way to the server; `said` is read at each handshake, so that what is found out later is said too."""
+    token = {} if joining.token is None else {"token": joining.token}
+    return Link(
+        joining.address,
+        certs,
+        hello=lambda: {**said, **token},
+        patience=joining.patience_seconds,
+        first_patience=joining.first_seconds,
+        on_event=on_event,
+    )
+
+
+def _private_of(joining: Joining, name: str) -> Path:
+    """Where the parts lie that are not shared."""
+    return joining.private or joining.to.with_name(f"{name}-private")
+
+
+def _device_of(device: str) -> str:
+    """The name of this profile."""
+    (found,) = find_devices((), (device,)) if "=" in device else find_devices((device,))
+    return found.name
+
+
+def _settings_of(welcome: Head, joining: Joining) -> Config:
+    """The server's settings, which are those that the site was given, where it was given any."""
+    text, told = welcome.get("settings"), welcome.get("config")
+    if not isinstance(text, str):
+        raise ProtocolError("the server sent no settings; install its version of atlas-fl")
+    config = parse_config(text, origin=f"what {joining.address} sent")
+    own = config_hash(config)
+    if own != told:
+        raise ProtocolError(
+            f"the server's settings have hash {own} here and {one_line(told, most=16)} there; install its version"
+        )
+    if joining.config not in (None, own):
+        raise ProtocolError(
+            f"the server's settings have hash {own}, and those of --config {joining.config}; this site works for no"
+            " other settings: ask who runs the server, or agree on its settings and give these"
+        )
+    return config
+
+
+def own_client(config: Config, name: str, *, task: str, part: int | None) -> ClientData:
+    """This site's rows under its name in the federation.
+
+    A `part` is dealt as in a simulation of the same config. Without one the site has the whole task, up to the config's
+    numbers of rows.
+    """
+    found = find_tasks((), (task,))[0] if "=" in task else find_tasks((task,))[0]
+    source, settings = source_of(config), config.data
+    sizes = {"samples": settings.samples, "validation": settings.validation_samples, "test": settings.test_samples}
+    if part is None:
+        data = found.load(source)
+        have = {"samples": len(data.train), "validation": len(data.validation), "test": len(data.test)}
+        sizes = {split: have[split] if size is None else min(size, have[split]) for split, size in sizes.items()}
+    elif not 0 <= part < settings.clients_per_task:
+        raise ConfigError(
+            f"--part is {part}; allowed: 0 to {settings.clients_per_task - 1}, as --clients-per-task of the server"
+            " says, or leave it out where the whole task is here"
+        )
+    by_classes = part is not None and config.images.nc != EVENLY
+    clients = make_clients(
+        (found,),
+        source,
+        clients_per_task=1 if part is None else settings.clients_per_task,
+        samples=sizes["samples"],
+        validation_samples=sizes["validation"],
+        test_samples=sizes["test"],
+        partition=BY_CLASSES if by_classes else settings.partition,
+        classes_per_client=int(config.images.nc) if by_classes else None,
+        dirichlet_alpha=settings.dirichlet_alpha,
+        seed=config.run.seed,
+        shuffle_labels=settings.shuffle_labels,
+    )
+    return replace(clients[part or 0], name=name)

@@ -1,1 +1,0 @@
-"""Clients on other machines: where a server's clients wait for work, who hosts whom, and the clients' own side."""

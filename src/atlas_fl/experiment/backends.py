@@ -1,0 +1,152 @@
+"""Where the packs of a run are trained: in this process, or in workers that share one backbone.
+
+A worker assembles the run from the same settings as its parent does, but for the weights: these are views of memory
+that all of them see. It says so where its data are others. Whole models of image clients go to and fro as well
+(`runtime.protocol.full_model_sync`), each once in a round to a worker.
+"""
+
+import mmap
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, ExitStack, closing, contextmanager
+from hashlib import sha256
+from typing import Any, TypeAlias
+
+import torch
+
+from atlas_fl.config import Config, parse_config, to_toml
+from atlas_fl.errors import DataError
+from atlas_fl.events import Note, OnEvent, Progress
+from atlas_fl.models.shared_memory import places_of, views, write
+from atlas_fl.planning.workloads import line_for, line_in
+from atlas_fl.runtime.engine import Engine
+from atlas_fl.runtime.ray import ray_cluster
+from atlas_fl.runtime.transport.frames import Head
+from atlas_fl.runtime.worker_pool import Bench, PoolEngine, Resident, SharedMemory, Worker, processes, serve, settled
+from atlas_fl.setup.assembly import Assembly, pick_device
+
+Workplace: TypeAlias = Callable[[Config, OnEvent], AbstractContextManager[tuple[Assembly, Engine]]]
+"""What a run works with, and where its clients compute; left with an error where the run ends with one."""
+
+PROGRAM = "import sys; from atlas_fl.experiment.backends import work; work(*map(int, sys.argv[1:]))"
+
+
+@contextmanager
+def in_process(config: Config, on_event: OnEvent) -> Iterator[tuple[Assembly, Engine]]:
+    """All clients in this process."""
+    line = line_for(config)
+    assembly = line.assemble(config)
+    yield assembly, line.engine(assembly, on_event)
+
+
+@contextmanager
+def in_workers(config: Config, on_event: OnEvent) -> Iterator[tuple[Assembly, Engine]]:
+    """Packs in `--workers` processes of this machine; none of them is left when it ends."""
+    count = config.run.workers or 1
+    with ExitStack() as stack:
+        memory = stack.enter_context(closing(SharedMemory()))
+        threads = stack.enter_context(ThreadPoolExecutor(count))
+        workers = stack.enter_context(processes(count, program=PROGRAM, memory=memory.file))
+        assembly, places = shared(line_for(config).assemble(config, place="cpu"), memory.filled)
+        each = _threads(torch.get_num_threads() // count)
+        settled(workers, heads_of(assembly, places, spots=_spots(config, count), threads=each), threads)
+        yield assembly, pool_engine(assembly, workers, threads, on_event)
+
+
+@contextmanager
+def on_ray(config: Config, on_event: OnEvent) -> Iterator[tuple[Assembly, Engine]]:
+    """Packs in actors of a Ray cluster, which have assembled the run each and keep it."""
+    cuda = pick_device(config.run.accelerator, precision=config.model.precision) == "cuda"
+    with ExitStack() as stack:
+        cluster = stack.enter_context(ray_cluster())
+        share = cluster.share(config.run.workers, cuda=cuda)
+        assembly, places = shared(line_for(config).assemble(config, place="cpu"), cluster.filled)
+        threads = stack.enter_context(ThreadPoolExecutor(share.count))
+        workers = stack.enter_context(cluster.actors(share, settle))
+        # an actor sees no GPU but its own
+        spots = ["cuda" if cuda else "cpu"] * share.count
+        settled(workers, heads_of(assembly, places, spots=spots, threads=_threads(share.cpus)), threads)
+        on_event(Note(f"{share.count} actors of {share.cpus} CPUs train the packs"))
+        yield assembly, pool_engine(assembly, workers, threads, on_event)
+
+
+def on_this_machine(config: Config, on_event: OnEvent) -> AbstractContextManager[tuple[Assembly, Engine]]:
+    """In this process, or with `--workers` in as many."""
+    place = in_process if config.run.workers in (None, 1) else in_workers
+    return place(config, on_event)
+
+
+ENGINES: Mapping[str, Workplace] = {"local": on_this_machine, "ray": on_ray}
+"""The workplace of every `--engine`."""
+
+
+def pool_engine(
+    assembly: Assembly, workers: Sequence[Worker], threads: ThreadPoolExecutor, on_event: OnEvent
+) -> PoolEngine:
+    """The engine of workers that have settled."""
+    line = line_in(assembly)
+    return PoolEngine(
+        packs=line.packs(assembly),
+        new_sender=line.new_sender(assembly),
+        bound=line.bound,
+        workers=workers,
+        threads=threads,
+        on_progress=lambda action, done, total: on_event(Progress(action, done, total)),
+    )
+
+
+Filled: TypeAlias = Callable[[int, Callable[[Any], None]], Any]
+"""(bytes, what writes to them) -> memory of so many bytes that others see, written."""
+
+
+def shared(assembly: Assembly, filled: Filled) -> tuple[Assembly, list[dict[str, Any]]]:
+    """(the assembly with its frozen weights in memory that others see, where each of them lies there)."""
+    line = line_in(assembly)
+    frozen = line.frozen(assembly)
+    places, size = places_of(frozen)
+    memory = filled(size, lambda buffer: write(frozen, buffer, places))
+    return line.upon(assembly, views(memory, places)), places
+
+
+def heads_of(
+    assembly: Assembly, places: list[dict[str, Any]], *, spots: Sequence[str], threads: int
+) -> list[dict[str, Any]]:
+    """What each worker is told at its start; `spots` are their devices of torch."""
+    common = {"settings": to_toml(assembly.config), "data": _data(assembly), "weights": places, "threads": threads}
+    return [{**common, "place": spot} for spot in spots]
+
+
+def settle(head: Head, memory: Any) -> Bench:
+    """What a worker works with, as `heads_of` describes it; raises `DataError` where the data here are others."""
+    torch.set_num_threads(head["threads"])
+    config = parse_config(head["settings"], origin="the settings of this run")
+    line = line_for(config)
+    assembly = line.assemble(config, weights=views(memory, head["weights"]), place=head["place"])
+    if _data(assembly) != head["data"]:
+        raise DataError(
+            "a worker has read other data than the run; leave files alone while it goes on, and give every machine of a"
+            " cluster the same"
+        )
+    return line.bench(assembly)
+
+
+def work(link: int, memory: int) -> None:
+    """A worker process, from its first frame to its last."""
+    serve(link, Resident(settle, lambda: mmap.mmap(memory, 0)).ask)
+
+
+def _data(assembly: Assembly) -> str:
+    return sha256("".join(client.digest() for client in assembly.clients).encode()).hexdigest()
+
+
+def _spots(config: Config, count: int) -> list[str]:
+    """The device of every worker: the GPUs in turn."""
+    if pick_device(config.run.accelerator, precision=config.model.precision) == "cpu":
+        return ["cpu"] * count
+    return [f"cuda:{number % torch.cuda.device_count()}" for number in range(count)]
+
+
+def _threads(available: int) -> int:
+    """Threads of a worker: what OMP_NUM_THREADS says, else its part of the processors."""
+    return torch.get_num_threads() if "OMP_NUM_THREADS" in os.environ else max(1, available)

@@ -1,0 +1,465 @@
+"""The rounds: sample, train, aggregate, evaluate, select, record.
+
+How a round ends: what every client is left with, its scores, and whether the run is over.
+
+The last round of a run does more than the others: clients may keep their own models, everyone is brought the newest
+one, and text is written for ROUGE. Whether a round is the last is known beforehand, or with `--patience` from its own
+validation scores; then what only last rounds do is done after them.
+
+The federated rounds: sample, train, mix, evaluate, record; engines and files do the rest.
+"""
+
+import time
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from types import MappingProxyType
+from typing import Any
+
+import numpy as np
+
+from atlas_fl.aggregation.diversity import Diversity
+from atlas_fl.aggregation.matrices import Federation, share_warnings, without_edges
+from atlas_fl.aggregation.robust import small_groups
+from atlas_fl.aggregation.shared_adapters import with_shared
+from atlas_fl.aggregation.strategies import LARGEST, Strategy, check_update, unusable_models
+from atlas_fl.aggregation.update_bounds import bound_updates, change_norms
+from atlas_fl.client.evaluation import EvaluateOptions
+from atlas_fl.client.job import Job, Update
+from atlas_fl.config import Config
+from atlas_fl.errors import ProtocolError
+from atlas_fl.events import Note, OnEvent, PhaseStarted, RoundFinished
+from atlas_fl.experiment.late_join import admit
+from atlas_fl.experiment.recorder import Recorder
+from atlas_fl.experiment.state import RoundRecord, State, best_rounds, crossed, has_stopped, mean_score
+from atlas_fl.params import ByClient, Params, ServerState, Split, flatten_state
+from atlas_fl.partial_sharing import as_kept
+from atlas_fl.planning.host_assignment import hosting_of, seated
+from atlas_fl.planning.planner import Planned, at_ranks, cuts_of, held_by, regraphed
+from atlas_fl.planning.workloads import line_in
+from atlas_fl.rng import generator
+from atlas_fl.runtime.engine import Engine, MissingAnswersError
+from atlas_fl.setup.assembly import Assembly
+from atlas_fl.setup.options import is_reclustered, space_of, strategy_of, strategy_options
+from atlas_fl.sparse.optimizer import with_frozen
+from atlas_fl.split.channel import Cut
+
+Scores = Mapping[Split, Mapping[str, Update]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class End:
+    """What a round comes to."""
+
+    start: ByClient
+    """What every client goes on with."""
+    kept: tuple[str, ...]
+    """Who keeps its own model."""
+    scores: Scores
+    """Of these models; empty in a round without evaluation."""
+    evaluated: tuple[Update, ...]
+    """Every answer to an evaluation."""
+    final: bool
+    """Whether the run is over."""
+    stopped: bool = False
+    """Whether it is over before its last round."""
+
+
+def end_round(
+    assembly: Assembly,
+    engine: Engine,
+    *,
+    state: State,
+    mixed: ByClient,
+    trained: ByClient,
+    cuts: Mapping[str, Cut],
+    is_mixed: bool,
+) -> End:
+    """What the round after this state comes to, whose server step left these models.
+
+    A run stops only where the rule has been applied: between two aggregations the server holds older models.
+    """
+    config, round = assembly.config, state.round + 1
+    last = round == config.training.rounds
+    end = _delivered(config, engine, mixed, trained, round=round, cuts=cuts, final=last)
+    met = mean_score(end.scores)
+    if last or not is_mixed or met is None:
+        return end
+    training = config.training
+    known = {**state.history, round: met}
+    if not has_stopped(known, patience=training.patience, min_delta=training.min_delta):
+        return end
+    if _chooses(config) or any(client.task.writes for client in assembly.clients):
+        first = end.evaluated
+        end = _delivered(config, engine, mixed, trained, round=round, cuts=cuts, final=True)
+        end = replace(end, evaluated=(*first, *end.evaluated))
+    return replace(end, final=True, stopped=True)
+
+
+def stopped_line(history: Mapping[int, float], *, round: int, rounds: int) -> str:
+    """That a run stopped early, and after which round it was best."""
+    (best,) = best_rounds(history, 1)
+    return f"stopped early after round {round} of {rounds}: validation {history[best]:.3f} in round {best} was the best"
+
+
+def _delivered(
+    config: Config,
+    engine: Engine,
+    mixed: ByClient,
+    trained: ByClient,
+    *,
+    round: int,
+    cuts: Mapping[str, Cut],
+    final: bool,
+) -> End:
+    tried = _tried(engine, mixed, trained, round=round, cuts=cuts) if final and _chooses(config) else ()
+    start, kept = best_of(mixed, trained, *tried) if tried else (mixed, ())
+    scores: Scores = {}
+    if final or round % config.training.eval_every == 0:
+        # ROUGE is of what the clients end with: writing costs a pass a token
+        new_tokens = config.data.new_tokens if final else 0
+        scores = evaluate(engine, start, round=round, new_tokens=new_tokens, cuts=cuts)
+    evaluated = (*_all(tried), *_all(tuple(scores.values())))
+    return End(start=start, kept=kept, scores=scores, evaluated=evaluated, final=final)
+
+
+def _chooses(config: Config) -> bool:
+    return config.mixing.keep == "best" and strategy_of(config).communicates
+
+
+def evaluate(
+    engine: Engine, models: ByClient, *, round: int, new_tokens: int = 0, cuts: Mapping[str, Cut] = MappingProxyType({})
+) -> dict[Split, dict[str, Update]]:
+    """Scores of these models on their own clients' validation and test examples; of text too, if it may be written."""
+    splits: tuple[Split, ...] = ("validation", "test")
+    return {split: _scores(engine, models, split, round=round, new_tokens=new_tokens, cuts=cuts) for split in splits}
+
+
+def _scores(
+    engine: Engine, models: ByClient, split: Split, *, round: int, cuts: Mapping[str, Cut], new_tokens: int = 0
+) -> dict[str, Update]:
+    jobs = jobs_for(models, EvaluateOptions(split=split, new_tokens=new_tokens), round=round, cuts=cuts)
+    return {update.client: update for update in engine.run("evaluate", jobs)}
+
+
+def jobs_for(
+    models: ByClient,
+    options: Any,
+    *,
+    round: int,
+    cuts: Mapping[str, Cut],
+    momentum: ByClient = MappingProxyType({}),
+) -> list[Job]:
+    """A job for every one of these models; `momentum` is what clients kept of their optimizers."""
+    return [
+        Job(
+            client=name,
+            params=params,
+            round=round,
+            options=options,
+            cut=cuts.get(name),
+            momentum=momentum.get(name, {}),
+        )
+        for name, params in models.items()
+    ]
+
+
+def _all(scores: Sequence[Mapping[str, Update]]) -> list[Update]:
+    return [update for by_client in scores for update in by_client.values()]
+
+
+def _tried(
+    engine: Engine, mixed: ByClient, trained: ByClient, *, round: int, cuts: Mapping[str, Cut]
+) -> tuple[dict[str, Update], dict[str, Update]]:
+    """Validation scores of the clients that trained: of their own models, and of the mixed ones."""
+    own = _scores(engine, trained, "validation", round=round, cuts=cuts)
+    return own, _scores(engine, {name: mixed[name] for name in trained}, "validation", round=round, cuts=cuts)
+
+
+def best_of(
+    mixed: ByClient, trained: ByClient, own: Mapping[str, Update], met: Mapping[str, Update]
+) -> tuple[dict[str, Params], tuple[str, ...]]:
+    """On every client that trained the better of mixed and own model by its validation loss; who kept its own."""
+    # Who does not answer cannot say that its own is better.
+    scored = [name for name in trained if name in own and name in met]
+    kept = tuple(name for name in scored if own[name].metrics["loss"] < met[name].metrics["loss"])
+    return {name: trained[name] if name in kept else params for name, params in mixed.items()}, kept
+
+
+def sample(names: Sequence[str], *, participation: float, seed: int, round: int) -> tuple[str, ...]:
+    """Who trains in this round: at least one client, in the clients' order, the same whenever it is asked."""
+    count = max(1, round_half_up(participation * len(names)))
+    chosen = generator(seed, "sample", round).choice(len(names), size=count, replace=False)
+    return tuple(names[index] for index in sorted(chosen))
+
+
+def round_half_up(value: float) -> int:
+    """The nearest whole number; halves go up, where Python's own rounding goes to the even one."""
+    return int(value + 0.5)
+
+
+def accepted(
+    sent: ByClient, updates: Sequence[Update], share: Sequence[str]
+) -> tuple[dict[str, Update], dict[str, str]]:
+    """The updates that may be mixed, and why each other one was refused, by client."""
+    good: dict[str, Update] = {}
+    refused: dict[str, str] = {}
+    for update in updates:
+        try:
+            check_update(as_kept(sent[update.client], update.params, share), update.params)
+        except ProtocolError as error:
+            refused[update.client] = str(error)
+        else:
+            good[update.client] = update
+    return good, refused
+
+
+@dataclass(frozen=True, kw_only=True)
+class Received:
+    """What came of the updates of a round."""
+
+    updates: dict[str, Update]
+    """Those that are mixed."""
+    refused: dict[str, str]
+    """Why each other one was refused, by client."""
+    clipped: dict[str, str]
+    """Whose update was scaled down to the norm bound, with the figures."""
+    out_of_bound: dict[str, Params]
+    """The updates as they came of those whom the norm bound refused or scaled down."""
+
+
+def receive(assembly: Assembly, state: State, updates: Sequence[Update]) -> Received:
+    """The updates that are mixed: those that are sound, and whose change is not far larger than that of the others.
+
+    A rule that sends nothing mixes nothing, and so bounds nothing.
+    """
+    config, tasks = assembly.config, {client.name: client.task.name for client in assembly.clients}
+    good, refused = accepted(state.start, updates, config.mixing.share)
+    robust, sent = config.robust, {name: update.params for name, update in good.items()}
+    mode = robust.norm_bound if strategy_of(config).communicates else "off"
+    bounded, reasons = bound_updates(state.start, sent, tasks, space_of(config), mode=mode, ratio=robust.max_norm_ratio)
+    return Received(
+        updates={name: replace(good[name], params=params) for name, params in bounded.items()},
+        refused=refused | {name: reason for name, reason in reasons.items() if name not in bounded},
+        clipped={name: reason for name, reason in reasons.items() if name in bounded},
+        out_of_bound={name: sent[name] for name in reasons},
+    )
+
+
+def train(
+    assembly: Assembly,
+    planned: Planned,
+    engine: Engine,
+    state: State,
+    *,
+    last: int,
+    recorder: Recorder,
+    on_event: OnEvent,
+) -> tuple[Assembly, Planned, State]:
+    """Run rounds `state.round + 1 .. last`; every one is recorded and checkpointed before the next begins.
+
+    The assembly grows where clients join.
+    """
+    for line in _warnings(assembly.config, planned.plan.federation()):
+        on_event(Note(line))
+    for number in range(state.round + 1, last + 1):
+        on_event(PhaseStarted(f"round {number}"))
+        began = time.perf_counter()
+        if (arrived := admit(assembly, planned, engine, state, on_event=on_event)) is not None:
+            assembly, planned, state = arrived.assembly, arrived.planned, arrived.state
+            recorder.joined(arrived)
+        if is_reclustered(assembly.config, number):
+            planned, state = _clustered_again(assembly, planned, engine, state, recorder, on_event=on_event)
+        state, record = one_round(assembly, planned, engine, state)
+        rows = recorder.round(record, state, seconds=time.perf_counter() - began, ends=number == last)
+        for line in _told(record):
+            on_event(Note(line))
+        on_event(replace(_finished(record, assembly, seconds=time.perf_counter() - began), rows=rows))
+        if record.stopped:
+            on_event(Note(stopped_line(state.history, round=number, rounds=assembly.config.training.rounds)))
+            break
+    return assembly, planned, state
+
+
+def sample_of(config: Config, names: Sequence[str], *, round: int) -> tuple[str, ...]:
+    """Who trains in this round: the same clients up to the next aggregation, so that who trains also sends."""
+    first = round - (round - 1) % config.mixing.aggregate_every
+    return sample(names, participation=config.training.participation, seed=config.run.seed, round=first)
+
+
+def is_aggregated(config: Config, round: int) -> bool:
+    """Whether the server's rule is applied after this round; a rule that sends nothing has nothing to wait for."""
+    due = round % config.mixing.aggregate_every == 0 or round == config.training.rounds
+    return due or not strategy_of(config).communicates
+
+
+def _clustered_again(
+    assembly: Assembly, planned: Planned, engine: Engine, state: State, recorder: Recorder, *, on_event: OnEvent
+) -> tuple[Planned, State]:
+    """The plan that holds from the next round on, and with `--rerank` every model at its ranks.
+
+    Where somebody does not answer, and fewer suffice for a round, the plan stays what it was.
+    """
+    number, rerank = state.round + 1, assembly.config.ranks.rerank
+    scores = np.array([state.validation.get(name, 0.0) for name in assembly.names])
+    models = state.start if rerank else None
+    try:
+        planned = regraphed(planned, assembly, engine, round=number, performance=scores, models=models)
+    except MissingAnswersError as error:
+        on_event(Note(f"round {number}: the plan stays as it was, for want of answers of {', '.join(error.clients)}"))
+        return planned, state
+    if rerank:
+        # The round before was aggregated (`config.validation`), so the server holds what the clients hold.
+        begun = at_ranks(state.start, planned.plan, assembly)
+        state = replace(state, start=begun, server_models=begun)
+    recorder.replanned(planned, round=number, begun=state.start if rerank else None)
+    return planned, state
+
+
+def one_round(assembly: Assembly, planned: Planned, engine: Engine, state: State) -> tuple[State, RoundRecord]:
+    """The federation after one more round, and what happened in it."""
+    config, line, number = assembly.config, line_in(assembly), state.round + 1
+    strategy, sampled = strategy_of(config), sample_of(config, assembly.names, round=number)
+    cuts, engine = cuts_of(assembly, planned.plan), seated(assembly, planned.plan.clients, engine)
+    sent, options = {name: state.start[name] for name in sampled}, line.options(config, planned)
+    updates = engine.run("train", jobs_for(sent, options, round=number, cuts=cuts, momentum=state.momentum))
+    received = receive(assembly, state, updates)
+    trained = {name: update.params for name, update in received.updates.items()}
+    aggregated = is_aggregated(config, number)
+    server = _server_step(strategy, state, trained, planned, apply=aggregated, refused=received.refused)
+    server, restored = _sound(server, state, trained, assembly)
+    models = server.client_models
+    end = end_round(assembly, engine, state=state, mixed=models, trained=trained, cuts=cuts, is_mixed=aggregated)
+    record = RoundRecord(
+        round=number,
+        sampled=sampled,
+        updates=received.updates,
+        refused=received.refused,
+        clipped=received.clipped,
+        out_of_bound=received.out_of_bound,
+        restored=restored,
+        missing=tuple(name for name in sampled if name not in received.updates and name not in received.refused),
+        sent=state.start,
+        start=end.start,
+        scores=end.scores,
+        eta=strategy.eta(number) if aggregated else 0.0,
+        kept=end.kept,
+        stale=state.stale,
+        communicates=strategy.communicates,
+        aggregated=aggregated,
+        final=end.final,
+        stopped=end.stopped,
+        diversity=_spread(assembly, planned, {**state.start, **trained}, end) if aggregated else None,
+        mask=planned.mask,
+        discarded=server.discarded,
+        crossed=crossed(updates),
+        evaluated=crossed(end.evaluated),
+        hosting=hosting_of(assembly, planned.plan.clients, training=updates, evaluation=end.evaluated),
+        held=held_by(assembly, cuts, state.start),
+    )
+    return state.after(record, server_models=server.server_models, server_state=server.server_state), record
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServerStep:
+    """What the server's part of a round comes to."""
+
+    server_state: ServerState
+    """What the strategy remembers."""
+    server_models: ByClient
+    """The model of every client as of the last aggregation."""
+    client_models: ByClient
+    """What every client goes on with."""
+    discarded: Mapping[str, float]
+    """By client, the share of its mixed update's squared norm that its ranks could not hold."""
+
+
+def _server_step(
+    strategy: Strategy, state: State, trained: ByClient, planned: Planned, *, apply: bool, refused: Collection[str]
+) -> ServerStep:
+    """What the rule gives; where it is not applied it remembers what it did, and all go on with their own models.
+
+    What a mask freezes stays what it is. The old model of a client whose update was refused is nobody's neighbour; that
+    of a client that sent none still is.
+    """
+    federation, mask = without_edges(planned.plan.federation(), refused), planned.mask
+    if not apply:
+        return ServerStep(
+            server_state=state.server_state,
+            server_models=state.server_models,
+            client_models=with_shared({**state.start, **trained}, federation, list(trained)),
+            discarded={},
+        )
+    done = strategy.aggregate(state.server_state, state.server_models, trained, federation, round=state.round + 1)
+    models = done.client_models if mask is None else with_frozen(done.client_models, state.start, mask)
+    return ServerStep(
+        server_state=done.server_state, server_models=models, client_models=models, discarded=done.discarded
+    )
+
+
+def _warnings(config: Config, federation: Federation) -> list[str]:
+    """What a user should know of the rule and of these clients before the rounds."""
+    small = small_groups(config.mixing.strategy, federation, strategy_options(config))
+    return [*share_warnings(federation, config.robust.max_share), *small]
+
+
+def _spread(assembly: Assembly, planned: Planned, before: ByClient, end: End) -> Diversity | None:
+    """What the server's step did to the differences, in a round with evaluation; None where a figure is no number."""
+    found = line_in(assembly).diversity(assembly, planned, before, end.start) if end.scores else None
+    return found if found is not None and found.is_finite() else None
+
+
+def _sound(
+    server: ServerStep, state: State, trained: ByClient, assembly: Assembly
+) -> tuple[ServerStep, dict[str, str]]:
+    """The server's step, in which a mixed model of numbers that are none takes nobody's place, and whose it would have.
+
+    Those who share a set above their cuts go on sharing it: where the model of one cannot be used, all keep theirs. So
+    do all where the server state cannot be used.
+    """
+    mixed = {name: params for name, params in server.client_models.items() if params is not state.start[name]}
+    is_finite = all(bool(tensor.isfinite().all()) for tensor in flatten_state(server.server_state).values())
+    bad = set(unusable_models(mixed)) if is_finite else set(mixed)
+    if not bad:
+        return server, {}
+    if assembly.config.split.server_adapters != "per_client":
+        bad = set(mixed)
+    norms = {
+        name: change_norms(state.start[name], params, space_of(assembly.config)) for name, params in trained.items()
+    }
+    largest = {name: max(parts.values()) for name, parts in norms.items()}
+    sender = max(largest, key=largest.__getitem__, default="nobody")
+    reason = (
+        f"the mixed model holds values that are NaN, infinite or beyond {LARGEST:g}; the largest change was that of"
+        f" {sender}, of norm {largest.get(sender, 0.0):.3g}"
+    )
+    restored = {name: state.start[name] for name in mixed if name in bad}
+    server = ServerStep(
+        server_state=server.server_state if is_finite else state.server_state,
+        server_models={**server.server_models, **restored},
+        client_models={**server.client_models, **restored},
+        discarded=server.discarded,
+    )
+    return server, dict.fromkeys(restored, reason)
+
+
+def _told(record: RoundRecord) -> list[str]:
+    """A line for each update that was not mixed as it came, and one for those who keep the models they began with."""
+    at = f"round {record.round}: "
+    lines = [f"{at}the update of {name} was refused: {reason}" for name, reason in record.refused.items()]
+    lines += [f"{at}the update of {name} was scaled down: {reason}" for name, reason in record.clipped.items()]
+    for reason in dict.fromkeys(record.restored.values()):
+        names = ", ".join(name for name, own in record.restored.items() if own == reason)
+        lines.append(f"{at}{names} keep the models that they began with: {reason}")
+    return lines
+
+
+def _finished(record: RoundRecord, assembly: Assembly, *, seconds: float) -> RoundFinished:
+    losses = [update.metrics["loss"] for update in record.updates.values()]
+    return RoundFinished(
+        round=record.round,
+        rounds=assembly.config.training.rounds,
+        scores={name: score.metrics["primary"] for name, score in record.scores.get("validation", {}).items()},
+        loss=float(np.mean(losses)) if losses else 0.0,
+        seconds=seconds,
+        bytes=sum(row.bytes for row in record.messages(assembly.config.mixing.share)),
+    )

@@ -1,0 +1,399 @@
+"""Hyperparameter search: spaces, trials, studies.
+
+What a search may choose from: a range of numbers, or a few values, for each setting.
+
+The study of a search, in a file of optuna's: what was tried, what it scored, and what to try next.
+
+Tree-structured Parzen estimators: Bergstra, Bardenet, Bengio, Kegl, "Algorithms for Hyper-Parameter Optimization"
+(NeurIPS 2011); the median rule: Golovin et al., "Google Vizier" (KDD 2017). What is tried next is a function of the
+seed, the number of the trial and the trials before it. The file holds ended trials alone, each written in one step, so
+a search that is killed tries the same again and goes on with the run that it had begun.
+
+A search from its first trial to its best settings: ordinary runs, and the study beside them.
+"""
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from hashlib import sha256
+from itertools import islice, product
+from pathlib import Path
+from statistics import fmean
+from typing import Any, Literal, TypeAlias
+
+from atlas_fl.config import Config, identity, pinned, run_folder, to_toml, validate, with_values
+from atlas_fl.config.files import WORD_OR_NUMBER, load_values
+from atlas_fl.config.settings import Setting, find_setting, parse
+from atlas_fl.config.values import inner_of, whole_number
+from atlas_fl.errors import CheckpointError, ConfigError
+from atlas_fl.events import Event, OnEvent, RoundFinished, ignore
+from atlas_fl.experiment.state import best_rounds
+from atlas_fl.experiment.summary import histories, mean_series
+from atlas_fl.experiment.sweep import Point, RunState, grid, parse_over, run_all
+from atlas_fl.rng import seed_of
+from atlas_fl.storage.files import DRAFTS, run_lock, write_atomic
+from atlas_fl.storage.jsonl import from_json, read_rows, to_json
+from atlas_fl.storage.run_folder import RunFolder
+
+LOG = "log"
+MOST_CHECKED = 256
+_NUMBER = r"[-+]?[0-9.]+(?:[eE][-+]?[0-9]+)?"
+_NUMBERS = re.compile(rf"({_NUMBER})\.\.({_NUMBER})(?::(.*))?")
+_ANYTHING = re.compile(r"(.*?)\.\.([^:]*)(?::(.*))?")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Span:
+    """The numbers from `low` to `high`, both among them."""
+
+    low: float
+    high: float
+    whole: bool
+    """Whether only whole numbers are meant."""
+    log: bool = False
+    """Whether each power of ten is as likely as another."""
+
+
+Space: TypeAlias = Mapping[str, Span | tuple[str, ...]]
+"""By setting, what is to choose from; single values are texts, as on a command line."""
+
+
+def parse_space(texts: Sequence[str]) -> dict[str, Span | tuple[str, ...]]:
+    """What texts such as `lr=1e-4..1e-2:log`, `local-steps=4..16` and `weight-decay=0,1e-4` let a search choose from.
+
+    Raises:
+        ConfigError: a text is no sweep (`experiment.sweep.parse_over`), or its range has no numbers or a wrong end.
+    """
+    return {name: _choices(find_setting(name), parts) for name, parts in parse_over(texts).items()}
+
+
+def check_space(base: Config, space: Space) -> None:
+    """Nothing where the ends of the ranges and the values, each with each, are settings of a run that can be.
+
+    Raises:
+        AtlasError: a combination is none; of very many only the first are looked at.
+    """
+    ends = {name: _ends(choices) for name, choices in space.items()}
+    for values in islice(product(*ends.values()), MOST_CHECKED):
+        validate(with_values(base, dict(zip(ends, values))))
+
+
+def plain(space: Space) -> dict[str, Any]:
+    """The space as JSON holds it."""
+    return {
+        name: list(choices) if isinstance(choices, tuple) else [choices.low, choices.high, choices.log]
+        for name, choices in space.items()
+    }
+
+
+def text_of(value: Any) -> str:
+    """A chosen value as a command line spells it, to the last digit."""
+    return value if isinstance(value, str) else repr(value)
+
+
+def _ends(choices: Span | tuple[str, ...]) -> tuple[str, ...]:
+    if isinstance(choices, tuple):
+        return choices
+    ends = (choices.low, choices.high)
+    return tuple(text_of(int(end) if choices.whole else end) for end in ends)
+
+
+def _choices(setting: Setting, parts: tuple[str, ...]) -> Span | tuple[str, ...]:
+    whole = _is_whole(setting)
+    spans = [part for part in parts if (_NUMBERS if whole is None else _ANYTHING).fullmatch(part)]
+    if not spans:
+        return parts
+    text = f"--over {setting.name}={','.join(parts)}"
+    if whole is None:
+        raise ConfigError(f"{text} is a range, and {setting.name} is no number; give its values, with commas between")
+    if len(parts) > 1:
+        raise ConfigError(f"{text} has a range beside other values; give one range, or values with commas between")
+    match = _ANYTHING.fullmatch(spans[0])
+    assert match is not None, "it has just matched"
+    low, high = (_number(setting, end, whole=whole) for end in match.groups()[:2])
+    if match[3] not in (None, LOG):
+        raise ConfigError(f"{text} ends in :{match[3]}; allowed: :log, or nothing; write {setting.name}=LOW..HIGH:log")
+    if not low < high:
+        raise ConfigError(f"{text} does not rise; allowed: the low end first; write {setting.name}=LOW..HIGH")
+    if match[3] == LOG and low <= 0:
+        raise ConfigError(f"{text} begins at {match[1]}; allowed on a log scale: above 0; raise the low end")
+    return Span(low=low, high=high, whole=whole, log=match[3] == LOG)
+
+
+def _is_whole(setting: Setting) -> bool | None:
+    """Whether the setting takes whole numbers alone; None where it takes no numbers."""
+    if setting.name in WORD_OR_NUMBER:
+        return True
+    kind = inner_of(setting.kind) or setting.kind
+    return kind is int if kind in (int, float) else None
+
+
+def _number(setting: Setting, text: str, *, whole: bool) -> float:
+    value = whole_number(text) if setting.name in WORD_OR_NUMBER else parse(setting, text)
+    if value is None:
+        raise ConfigError(
+            f"--over {setting.name} has {text!r} as an end of its range; allowed: a{' whole' if whole else ''} number;"
+            f" write {setting.name}=LOW..HIGH"
+        )
+    return float(value)
+
+
+Pruner: TypeAlias = Literal["none", "median"]
+SETTINGS = "settings"
+
+
+def check_installed() -> None:
+    """Nothing where optuna is there; else raises `ConfigError`."""
+    _optuna()
+
+
+def open_study(path: Path, *, settings: Mapping[str, Any]) -> Any:
+    """The study in this file, made where there is none.
+
+    Raises:
+        CheckpointError: the file is damaged, or its study is of other settings.
+    """
+    optuna = _optuna()
+    from sqlalchemy.exc import SQLAlchemyError
+
+    try:
+        study = optuna.create_study(
+            storage=f"sqlite:///{path.absolute()}", study_name="search", direction="maximize", load_if_exists=True
+        )
+        if SETTINGS not in study.user_attrs:
+            study.set_user_attr(SETTINGS, dict(settings))
+        begun = study.user_attrs[SETTINGS]
+    except SQLAlchemyError as error:
+        reason = str(getattr(error, "orig", error)).splitlines()[0]
+        raise CheckpointError(
+            f"{path} cannot be read as a study ({reason}); restore it, or remove it: runs that are finished stay"
+        ) from None
+    for name in [name for name in {**settings, **begun} if settings.get(name) != begun.get(name)]:
+        raise CheckpointError(
+            f"the search in {path.parent} was begun with {name} = {begun.get(name)!r}, not {settings.get(name)!r};"
+            " choose another --name or --runs-dir"
+        )
+    return study
+
+
+def next_trial(study: Any, space: Space, *, seed: int, pruner: Pruner) -> Any:
+    """What to try next, as a trial that is nowhere written: of a study in memory with all ended trials."""
+    optuna = _optuna()
+    ended = study.get_trials(deepcopy=False)
+    draft = optuna.create_study(
+        direction="maximize",
+        sampler=optuna.samplers.TPESampler(seed=seed_of(seed, "search", len(ended)) % 2**32),
+        pruner=optuna.pruners.MedianPruner() if pruner == "median" else optuna.pruners.NopPruner(),
+    )
+    draft.add_trials(ended)
+    return draft.ask(_distributions(space))
+
+
+def remember(
+    study: Any, space: Space, params: Mapping[str, Any], *, scores: Mapping[int, float], pruned: bool, run: str
+) -> None:
+    """Write an ended trial: its settings, its validation scores by round, and the name of its run."""
+    optuna = _optuna()
+    states = optuna.trial.TrialState
+    study.add_trial(
+        optuna.trial.create_trial(
+            state=states.PRUNED if pruned else states.COMPLETE,
+            params=dict(params),
+            distributions=_distributions(space),
+            value=None if pruned else max(scores.values()),
+            intermediate_values=dict(scores),
+            user_attrs={"run": run},
+        )
+    )
+
+
+def _distributions(space: Space) -> dict[str, Any]:
+    return {name: _distribution(choices) for name, choices in space.items()}
+
+
+def _distribution(choices: Span | tuple[str, ...]) -> Any:
+    distributions = _optuna().distributions
+    if isinstance(choices, tuple):
+        return distributions.CategoricalDistribution(choices)
+    if choices.whole:
+        return distributions.IntDistribution(int(choices.low), int(choices.high), log=choices.log)
+    return distributions.FloatDistribution(choices.low, choices.high, log=choices.log)
+
+
+def _optuna() -> Any:
+    try:
+        import optuna
+    except ImportError:
+        raise ConfigError("atlas search needs optuna, which is not installed; pip install 'atlas-fl[search]'") from None
+    optuna.logging.set_verbosity(optuna.logging.WARNING)
+    return optuna
+
+
+STUDY, BEST, TABLE = "study.sqlite3", "best.toml", "trials.csv"
+OnTrial = Callable[[int, Point, RunState], None]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trial:
+    """A trial that has ended."""
+
+    number: int
+    """From 0."""
+    changes: Mapping[str, str]
+    """What was chosen, as text."""
+    run: str
+    """The name of its run."""
+    scores: Mapping[int, float]
+    """The mean validation score of every evaluated round."""
+    pruned: bool
+    """Whether it was given up before its end."""
+
+    @property
+    def score(self) -> float:
+        """The score of its best round."""
+        return max(self.scores.values())
+
+    @property
+    def best_round(self) -> int:
+        """That round."""
+        return best_rounds(self.scores, 1)[0]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Search:
+    """What a search has come to."""
+
+    folder: Path
+    """Where its study and `best.toml` lie."""
+    trials: tuple[Trial, ...]
+
+    @property
+    def best(self) -> Trial:
+        """The trial with the highest score of those that were not given up, the first of equals."""
+        return max((trial for trial in self.trials if not trial.pruned), key=lambda trial: trial.score)
+
+
+class _Pruned(Exception):  # noqa: N818
+    """A trial that is given up: its run stays as it is after the round."""
+
+
+def search(
+    base: Config,
+    *,
+    space: Space,
+    trials: int,
+    pruner: Pruner = "none",
+    on_trial: OnTrial = lambda *_: None,
+    on_event: OnEvent = ignore,
+) -> Search:
+    """Try settings until the study has so many trials, and write the best ones' as `best.toml`.
+
+    The criterion is the mean validation score over clients of a trial's best round. Runs that are finished are not run
+    again, and begun ones go on. `on_trial` is told a trial's number, point and the state of its run before it is run.
+
+    Raises:
+        AtlasError: a trial's settings cannot be run, or what lies in the folder is of another search.
+    """
+    if trials < 1:
+        raise ConfigError(f"--trials is {trials}; allowed: at least 1; give the number of trials")
+    if base.run.max_rounds is not None:
+        raise ConfigError(f"--max-rounds is {base.run.max_rounds}; here every run goes to its end; leave it out")
+    check_installed()
+    check_space(base, space)
+    base = pinned(base)
+    settings = from_json(to_json({**identity(base), "over": plain(space), "pruner": pruner}))
+    folder = search_folder(base, settings)
+    with run_lock(folder):
+        study = open_study(folder / STUDY, settings=settings)
+        for number in range(len(study.get_trials(deepcopy=False)), trials):
+            draft = next_trial(study, space, seed=base.run.seed, pruner=pruner)
+            point = _point(base, draft.params)
+            run, pruned = _run(point, draft, tell=partial(on_trial, number, point), on=on_event)
+            remember(study, space, draft.params, scores=_scores(run), pruned=pruned, run=run.name)
+        found = Search(folder=folder, trials=tuple(_ended(trial) for trial in study.get_trials(deepcopy=False)))
+        best = _point(base, found.best.changes).config
+        named = replace(best, run=replace(best.run, name=_best_name(folder)))
+        write_atomic(folder / BEST, to_toml(named).encode())
+    return found
+
+
+def search_folder(base: Config, settings: Mapping[str, Any]) -> Path:
+    """Where a search's study lies: under its own name beside the runs, or one made of what is searched.
+
+    Raises:
+        ConfigError: a run lies there, or something else that is no search.
+    """
+    digest = sha256(to_json(settings).encode()).hexdigest()[:8]
+    path = Path(base.run.runs_dir) / (base.run.name or f"search-{base.run.preset}-{digest}")
+    if RunFolder(path).is_begun() or (path.exists() and not path.is_dir()):
+        raise ConfigError(f"{path} is taken; choose another --name or --runs-dir for the search")
+    if base.run.name is not None and path.exists() and not (path / STUDY).is_file():
+        _check_remains(path)
+    return path
+
+
+def _check_remains(folder: Path) -> None:
+    """Nothing where a folder without a study is empty, or holds what a search has left whose study was removed.
+
+    Raises:
+        ConfigError: it holds something else, which would be written over.
+    """
+    written = folder / BEST
+    try:
+        left = {BEST, TABLE} if load_values(written)["name"] == _best_name(folder) else set()
+    except (ConfigError, KeyError):
+        left = set()
+    if strange := sorted(path.name for path in folder.iterdir() if path.name not in DRAFTS | left):
+        raise ConfigError(
+            f"{folder} exists, is no search and holds {strange[0]}; choose another --name or --runs-dir for the search"
+        )
+
+
+def _best_name(folder: Path) -> str:
+    """The name that `best.toml` gives to a run."""
+    return f"{folder.name}-best"
+
+
+def _point(base: Config, params: Mapping[str, Any]) -> Point:
+    over = {name: (text_of(value),) for name, value in params.items()}
+    (point,) = grid(base, over=over, seeds=(base.run.seed,))
+    return point
+
+
+def _run(point: Point, draft: Any, *, tell: Callable[[RunState], None], on: OnEvent) -> tuple[Path, bool]:
+    """(the folder of the trial's run, whether it was given up before its end)."""
+    folder = run_folder(point.config).path
+
+    def watch(event: Event) -> None:
+        on(event)
+        if isinstance(event, RoundFinished) and event.scores:
+            _report(draft, {event.round: fmean(event.scores.values())})
+
+    try:
+        _report(draft, {} if (folder / "summary.json").exists() else _scores(folder))
+        run_all([point], on_run=lambda _, __, state: tell(state), on_event=watch)
+    except _Pruned:
+        return folder, True
+    return folder, False
+
+
+def _report(draft: Any, scores: Mapping[int, float]) -> None:
+    for at, score in scores.items():
+        draft.report(score, at)
+        if draft.should_prune():
+            raise _Pruned
+
+
+def _scores(run: Path) -> dict[int, float]:
+    return mean_series(list(histories(read_rows(RunFolder(run).metrics)).values()), "validation")
+
+
+def _ended(trial: Any) -> Trial:
+    return Trial(
+        number=trial.number,
+        changes={name: text_of(value) for name, value in trial.params.items()},
+        run=trial.user_attrs["run"],
+        scores=trial.intermediate_values,
+        pruned=trial.state.name == "PRUNED",
+    )

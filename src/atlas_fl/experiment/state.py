@@ -1,0 +1,283 @@
+"""The state of a federation between rounds, and early stopping.
+
+When a run no longer gets better, and which of its rounds were the best: functions of validation scores by round.
+
+Early stopping with patience as in Goodfellow, Bengio, Courville, Deep Learning (2016), algorithm 7.1, counted in
+rounds and not in evaluations, so that a coarser `--eval-every` does not stretch it.
+
+The federation between two rounds, and what happened in one.
+"""
+
+from collections import Counter
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from statistics import fmean
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from atlas_fl.aggregation.diversity import Diversity
+from atlas_fl.client.importance import IMPORTANCE
+from atlas_fl.client.job import Update
+from atlas_fl.clustering.labels import UNDECIDED
+from atlas_fl.params import HEAD, LORA_A, LORA_B, ByClient, Params, ServerState, Split, shared_part
+from atlas_fl.planning.host_assignment import Hosting
+from atlas_fl.planning.plan import Plan
+from atlas_fl.planning.planner import Planned
+from atlas_fl.sparse.codec import values_size
+from atlas_fl.sparse.masks import Mask, num_kept
+from atlas_fl.split.channel import Crossed
+from atlas_fl.storage.jsonl import to_json
+from atlas_fl.storage.ledger import Direction, Kind, LedgerRow, payload_bytes
+
+
+def best_rounds(scores: Mapping[int, float], count: int) -> tuple[int, ...]:
+    """The rounds with the highest scores, at most `count`, the best first and the earlier of equals first.
+
+    >>> best_rounds({1: 0.5, 2: 0.75, 3: 0.75, 4: 0.25}, 2)
+    (2, 3)
+    """
+    return tuple(sorted(scores, key=lambda at: (-scores[at], at))[:count])
+
+
+def last_better(scores: Mapping[int, float], *, min_delta: float = 0.0) -> int:
+    """The last round whose score exceeds that of the last better one before it by more than `min_delta`.
+
+    The first round that was evaluated counts as better than nothing; without scores it is round 0. Small steps add up:
+
+    >>> last_better({1: 0.5, 2: 0.5625, 3: 0.625, 4: 0.625}, min_delta=0.1)
+    3
+    """
+    found, best = 0, float("-inf")
+    for at in sorted(scores):
+        if scores[at] - best > min_delta:
+            found, best = at, scores[at]
+    return found
+
+
+def has_stopped(scores: Mapping[int, float], *, patience: int, min_delta: float = 0.0) -> bool:
+    """Whether the newest score is `patience` rounds or more behind the last better one; never with a patience of 0.
+
+    >>> [has_stopped({1: 0.5, 2: 0.25, 3: 0.5}, patience=rounds) for rounds in (0, 1, 2, 3)]
+    [False, True, True, False]
+    """
+    if not patience or not scores:
+        return False
+    return max(scores) - last_better(scores, min_delta=min_delta) >= patience
+
+
+def crossed(updates: Iterable[Update]) -> dict[str, Crossed]:
+    """Bytes through every client's cut over all of these answers; clients without one are not there."""
+    sums: dict[str, Counter[tuple[Kind, Direction]]] = {}
+    for update in updates:
+        if update.crossed:
+            sums.setdefault(update.client, Counter()).update(update.crossed)
+    return {name: dict(sizes) for name, sizes in sums.items()}
+
+
+@dataclass(frozen=True, kw_only=True)
+class RoundRecord:
+    """Everything that happened in one round."""
+
+    round: int
+    sampled: tuple[str, ...]
+    updates: Mapping[str, Update]
+    """Of those who trained and were not refused."""
+    refused: Mapping[str, str]
+    sent: ByClient
+    """What the clients began this round with."""
+    start: ByClient
+    """What they begin the next one with."""
+    scores: Mapping[Split, Mapping[str, Update]]
+    eta: float
+    kept: tuple[str, ...]
+    """Clients that keep their own model at the end of the run."""
+    stale: frozenset[str]
+    """Clients whose newest model had not reached them when the round began."""
+    communicates: bool
+    aggregated: bool
+    """Whether updates were sent and mixed, or everyone goes on with its own model."""
+    final: bool
+    """Whether the run is over."""
+    stopped: bool = False
+    """Whether it is over before its last round, because validation scores rose no more."""
+    diversity: Diversity | None = None
+    """What the server's step did to the differences between clients, in a round with evaluation."""
+    missing: tuple[str, ...] = ()
+    """Clients that were asked and did not answer in time; they keep what they began with."""
+    discarded: Mapping[str, float] = field(default_factory=dict)
+    """By client, the share of its mixed update's squared norm that its ranks could not hold."""
+    crossed: Mapping[str, Crossed] = field(default_factory=dict)
+    """By client with a cut, the bytes of all messages through it in training, refused or not."""
+    evaluated: Mapping[str, Crossed] = field(default_factory=dict)
+    """The same in evaluation."""
+    hosting: Hosting = field(default_factory=Hosting)
+    """Who computed the upper parts of cut models, where that was not the server."""
+    held: Mapping[str, frozenset[str]] = field(default_factory=dict)
+    """By client with a cut, the names of the tensors that are on it; the others never leave the server."""
+    mask: Mask | None = None
+    """Which weights may move; everyone holds it, so that only their values travel."""
+    clipped: Mapping[str, str] = field(default_factory=dict)
+    """Whose update was scaled down to the norm bound, with the figures."""
+    out_of_bound: ByClient = field(default_factory=dict)
+    """The updates as they came of those whom the norm bound refused or scaled down."""
+    restored: Mapping[str, str] = field(default_factory=dict)
+    """Who keeps the model that it began with, because the mixed one was none, and whose update was the largest."""
+
+    def messages(self, share: tuple[str, ...]) -> list[LedgerRow]:
+        """Every message of the round: late models down, updates up, mixed models down; all of a cut's as one a kind.
+
+        A host gets its guests' upper parts before they train and again before they are evaluated, and returns them.
+        """
+        return [*self._crossings(), *self._hosted(), *(self._models(share) if self.communicates else ())]
+
+    def _crossings(self) -> Iterator[LedgerRow]:
+        sums: dict[str, Counter[tuple[Kind, Direction, str]]] = {}
+        both = ((self.crossed, self.hosting.training), (self.evaluated, self.hosting.evaluation))
+        for crossed, pairs in both:
+            for name, sizes in crossed.items():
+                peer = (pairs[name].host if name in pairs else None) or ""
+                sums.setdefault(name, Counter()).update({(*way, peer): size for way, size in sizes.items()})
+        for name, sized in sums.items():
+            for (kind, direction, peer), size in sized.items():
+                row = LedgerRow(round=self.round, client=name, direction=direction, kind=kind, bytes=size, peer=peer)
+                yield replace(row, relayed=self.hosting.relayed and peer != "")
+
+    def _hosted(self) -> Iterator[LedgerRow]:
+        ways: tuple[Direction, ...] = ("down", "up")
+        for pairs, models, directions in (
+            (self.hosting.training, self.sent, ways),
+            (self.hosting.evaluation, self.start, ways[:1]),
+        ):
+            for name, own in pairs.items():
+                upper = {key: tensor for key, tensor in models[name].items() if key not in self.held[name]}
+                for direction in directions if own.host else ():
+                    yield from (replace(row, guest=name) for row in self._parts(str(own.host), direction, upper))
+
+    def _models(self, share: tuple[str, ...]) -> list[LedgerRow]:
+        present = [name for name in self.sampled if name not in self.missing]
+        sent = [self._rows(name, "down", self.sent[name], share) for name in present if name in self.stale]
+        up = {name: update for name, update in self.updates.items() if self.aggregated or update.travelled}
+        sent += [self._rows(name, "up", update.params, share) for name, update in up.items()]
+        if self.aggregated:
+            sent += [self._rows(name, "down", self.start[name], share) for name in self._receivers()]
+        return [row for rows in sent for row in rows]
+
+    def stale_after(self) -> frozenset[str]:
+        """Clients whose model has changed and that have not received it, because they did not take part."""
+        changed = {name for name, params in self.start.items() if params is not self.sent[name]}
+        return frozenset((self.stale | changed) - set(self._receivers()))
+
+    def _receivers(self) -> tuple[str, ...]:
+        """Who gets a model at the end of the round: who took part, and at the end of the run everyone."""
+        if not self.final:
+            return tuple(name for name in self.sampled if name not in self.missing)
+        changed = {name for name, params in self.start.items() if params is not self.sent[name]}
+        return tuple(name for name in self.start if name in self.sampled or name in changed | self.stale)
+
+    def _rows(self, name: str, direction: Direction, model: Params, share: tuple[str, ...]) -> list[LedgerRow]:
+        held = self.held.get(name, model.keys())
+        sent = {key: tensor for key, tensor in shared_part(model, share).items() if key in held}
+        return self._parts(name, direction, sent)
+
+    def _parts(self, name: str, direction: Direction, sent: Params) -> list[LedgerRow]:
+        """A row for the adapters, one for whole weights and one for the head, where there is anything of them."""
+        parts: dict[Kind, dict[str, Tensor]] = {"adapter": {}, "weights": {}, "head": {}}
+        for key, tensor in sent.items():
+            parts[_kind_of(key)][key] = tensor
+        sizes = {kind: self._size(part) for kind, part in parts.items() if part}
+        return [
+            LedgerRow(round=self.round, client=name, direction=direction, kind=kind, bytes=size)
+            for kind, size in sizes.items()
+            if size
+        ]
+
+    def _size(self, part: Params) -> int:
+        """Bytes of these tensors as a message; under a mask of the kept values alone, nothing where none is."""
+        if self.mask is None:
+            return payload_bytes(part)
+        kept = num_kept({key: self.mask[key] for key in part})
+        return values_size(kept) if kept else 0
+
+
+def mean_score(scores: Mapping[Split, Mapping[str, Update]]) -> float | None:
+    """The mean primary validation score over the clients that have one; None where there is none."""
+    found = [score.metrics["primary"] for score in scores.get("validation", {}).values()]
+    return fmean(found) if found else None
+
+
+def _kind_of(key: str) -> Kind:
+    if key.startswith(HEAD):
+        return "head"
+    return "adapter" if key.endswith((LORA_A, LORA_B)) else "weights"
+
+
+@dataclass(frozen=True, kw_only=True)
+class State:
+    """The whole federation between two rounds."""
+
+    round: int
+    """Rounds that are complete."""
+    server_models: ByClient
+    """The model of every client as of the last aggregation."""
+    server_state: ServerState = field(default_factory=dict)
+    """What the strategy remembers besides the models."""
+    start: ByClient
+    """What every client begins the next round with: the only road from server to client."""
+    stale: frozenset[str] = frozenset()
+    """Clients that have not received their newest model yet."""
+    validation: Mapping[str, float] = field(default_factory=dict)
+    """The last validation score of every client."""
+    history: Mapping[int, float] = field(default_factory=dict)
+    """The mean validation score of every evaluated round, over the clients that answered."""
+    over: bool = False
+    """Whether the run has ended, with its last round or before it."""
+    momentum: ByClient = field(default_factory=dict)
+    """What each client keeps of its optimizer for its next round, where it is asked to; the server never sees it."""
+
+    def after(self, record: RoundRecord, *, server_models: ByClient, server_state: ServerState) -> "State":
+        """The federation once this round is complete, with what the server has of it."""
+        scores, met = record.scores.get("validation", {}), mean_score(record.scores)
+        return State(
+            round=record.round,
+            server_models=server_models,
+            server_state=server_state,
+            start=record.start,
+            stale=record.stale_after(),
+            validation={name: score.metrics["primary"] for name, score in scores.items()} or self.validation,
+            history=self.history if met is None else {**self.history, record.round: met},
+            over=record.final,
+            momentum={**self.momentum, **{name: own.momentum for name, own in record.updates.items() if own.momentum}},
+        )
+
+
+def plan_messages(planned: Planned, *, round: int = 0, only: Collection[str] | None = None) -> list[LedgerRow]:
+    """What planning sends: each client's sketches and layer importance up, its ranks and cluster down.
+
+    Of newcomers (`only`) those send no importance whose cluster has one. The sketches of a client that was planned over
+    its cut are the server's, and its part of them is among what crossed.
+    """
+    rows: list[LedgerRow] = [*planned.messages, *planned.crossed]
+    over = {row.client for row in rows if row.phase}
+    first = {client.cluster: client.name for client in reversed(planned.plan.clients)}
+    for place, client in enumerate(planned.plan.clients):
+        if only is not None and client.name not in only:
+            continue
+        if planned.sketches is not None and client.name not in over:
+            payload = {
+                "first": torch.from_numpy(planned.sketches[0, place]),
+                "second": torch.from_numpy(planned.sketches[1, place]),
+            }
+            if only is None or client.cluster == UNDECIDED or first[client.cluster] == client.name:
+                payload[IMPORTANCE] = torch.from_numpy(planned.plan.importance[place])
+            size = payload_bytes(payload)
+            rows.append(LedgerRow(round=round, client=client.name, direction="up", kind="fingerprint", bytes=size))
+        size = len(to_json(_control(planned.plan, place)).encode())
+        rows.append(LedgerRow(round=round, client=client.name, direction="down", kind="control", bytes=size))
+    return rows
+
+
+def _control(plan: Plan, place: int) -> dict[str, Any]:
+    client = plan.clients[place]
+    return {"client": client.name, "cluster": client.cluster, "ranks": list(client.ranks), "cut": client.cut}

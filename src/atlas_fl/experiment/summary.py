@@ -1,0 +1,445 @@
+"""Scores, bytes and seconds of a finished run.
+
+What a run took of the machine, and what it ran on.
+
+What the rows of `metrics.jsonl` say about a client: final and best scores, gains, rounds to a target.
+
+The best round is chosen on validation and reported on test; nothing is ever chosen on test. A value that the rows do
+not hold is absent from the result.
+
+Accuracy by class, from the counts that the rows of test images hold.
+
+How much of its device each client uses: of the memory, of the time of a round, and of the time measured here.
+
+    memory     predicted bytes of training over the device's memory
+    busy       sum over the rounds that it trained in of its predicted seconds, over the sum over all rounds of the
+               predicted seconds of the slowest client that trained: 1 for a client that everyone always waits for
+    measured   seconds that training it took on this machine over the seconds of all rounds, evaluation and mixing
+               included; over all clients they add up to the share of training
+
+Predicted seconds are those of the plan: download, training and upload on the client's own device.
+
+The outcome of a run as one JSON document, `summary.json`.
+
+    run        name, preset, strategy, model, seed, config_hash, rounds
+    best       the round with the best mean validation score over all clients, and that score
+    stopped    with `--patience`, where it ended the run early: after which round
+    clients    per client: task, cluster, device, ranks, final and best scores per split, rounds to 90% and 95%, bytes,
+               utilisation of the device (`experiment.summary`)
+    tasks      per task: means over its clients, the worst client, the spread; of images, accuracy by class
+    overall    the same over all clients
+    attackers, honest  with `--attack`: who attacks, and the same over all others
+    bytes      up, down, total; by kind, round and client; against the whole model in every round; between clients
+    seconds    by phase and in sum, by round
+    memory, versions, events (refused updates), clustering
+    hosts      with `--topology paired`: by cut client, in how many rounds who computed its upper part
+    leakage    with `--leakage`: what the cuts that were taken give away, by task
+
+"Spread within a task" is what personalisation can be judged by; the spread over tasks is the tasks' own difficulty.
+"""
+
+import os
+import platform
+import resource
+import sys
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from importlib.metadata import version
+from statistics import fmean, pstdev
+from typing import Any
+
+import numpy as np
+import torch
+
+from atlas_fl.experiment.state import best_rounds
+from atlas_fl.storage.json_shapes import METRICS
+from atlas_fl.storage.ledger import Totals, from_json, totals
+
+LIBRARIES = ("torch", "transformers", "peft", "safetensors", "numpy", "scikit-learn")
+
+
+def versions() -> dict[str, str]:
+    """The versions that a result depends on: this package, Python, the libraries, the operating system."""
+    own = {"atlas_fl": version("atlas-fl"), "python": platform.python_version()}
+    return own | {name: version(name) for name in LIBRARIES} | {"system": platform.platform(terse=True)}
+
+
+def peak_memory() -> dict[str, int]:
+    """The most memory in bytes that this process has held: `rss_bytes`, and `vram_bytes` where a GPU was used."""
+    unit = 1 if sys.platform == "darwin" else 1024  # getrusage counts bytes there and KiB elsewhere
+    peak = {"rss_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit}
+    if vram := _vram_bytes():
+        peak["vram_bytes"] = vram
+    return peak
+
+
+def machine() -> dict[str, int | str]:
+    """What the seconds of a run were measured on: processors, threads, and the GPU where one was used."""
+    found: dict[str, int | str] = {"cpus": os.cpu_count() or 1, "threads": torch.get_num_threads()}
+    if _vram_bytes():
+        found["gpu"] = torch.cuda.get_device_name()
+    return found
+
+
+def _vram_bytes() -> int:
+    """Zero without a GPU, and for one that was never touched: asking does not start it."""
+    devices = range(torch.cuda.device_count()) if torch.cuda.is_available() else ()
+    return sum(torch.cuda.max_memory_allocated(index) for index in devices)
+
+
+TARGETS = {"90%": 0.90, "95%": 0.95}
+"""Shares of the final validation score; rounds until they are reached measure the speed of convergence."""
+STOPPED = "stopped early"
+"""The event of a run that ended before its last round."""
+
+Row = Mapping[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class History:
+    """The evaluations of one client, by split and then by round, rounds in rising order."""
+
+    client: str
+    task: str
+    splits: Mapping[str, Mapping[int, Row]]
+
+    def series(self, split: str, metric: str = "primary") -> dict[int, float]:
+        """A metric by round; rounds where it is undefined are left out."""
+        return {at: float(row[metric]) for at, row in self.splits.get(split, {}).items() if metric in row}
+
+
+def histories(rows: Iterable[Row]) -> dict[str, History]:
+    """The evaluations of every client, clients in the order of their first row; rows of events are passed over."""
+    splits: dict[str, dict[str, dict[int, Row]]] = {}
+    tasks: dict[str, str] = {}
+    for row in sorted((row for row in rows if "split" in row), key=lambda row: int(row["round"])):
+        tasks[row["client"]] = row["task"]
+        splits.setdefault(row["client"], {}).setdefault(row["split"], {})[row["round"]] = row
+    return {client: History(client=client, task=tasks[client], splits=found) for client, found in splits.items()}
+
+
+def best_round(history: History) -> int | None:
+    """The round with the highest validation score, the earliest of equals; None without validation rows.
+
+    Where test rows exist, only rounds that have one can be chosen, so that the choice can be reported.
+    """
+    scores = history.series("validation")
+    tested = history.series("test")
+    candidates = {at: score for at, score in scores.items() if at in tested} if tested else scores
+    return max(candidates, key=lambda at: (candidates[at], -at), default=None)
+
+
+def rounds_to(scores: Mapping[int, float], share: float) -> int | None:
+    """The first round whose score reaches this share of the last round's; None where the last is not above zero."""
+    if not scores or scores[max(scores)] <= 0:
+        return None
+    goal = share * scores[max(scores)]
+    return next(at for at in sorted(scores) if scores[at] >= goal)
+
+
+def mean_series(members: Sequence[History], split: str, metric: str = "primary") -> dict[int, float]:
+    """The mean over clients by round, for the rounds in which all have a value that had one before."""
+    series = [found for member in members if (found := member.series(split, metric))]
+    there = {at: [found for found in series if min(found) <= at] for at in sorted(set().union(*series))}
+    return {at: fmean(found[at] for found in those) for at, those in there.items() if all(at in one for one in those)}
+
+
+def sampled_series(members: Sequence[History], split: str, metric: str) -> dict[int, float]:
+    """The mean by round over the clients that have a value in it: of training, which a round has of those it drew."""
+    series = [member.series(split, metric) for member in members]
+    return {at: fmean(own[at] for own in series if at in own) for at in sorted(set().union(*series))}
+
+
+def client_scores(history: History) -> dict[str, Any]:
+    """Final and best scores of one client, as `summary.json` holds them."""
+    final = {split: _scores(rows[max(rows)]) for split, rows in history.splits.items()}
+    result: dict[str, Any] = {"task": history.task, "final": final}
+    if (chosen := best_round(history)) is not None:
+        splits = {split: _scores(rows[chosen]) for split, rows in history.splits.items() if chosen in rows}
+        result["best"] = {"round": chosen} | splits
+    return result | {"rounds_to": _targets(history.series("validation"))}
+
+
+def group_scores(members: Sequence[History]) -> dict[str, Any]:
+    """Means over clients, the worst client and the spread, for the clients of a task or for all."""
+    result: dict[str, Any] = {"clients": len(members)}
+    scores = {member.client: client_scores(member) for member in members}
+    for when in ("final", "best"):
+        per_split = {
+            split: _means([entry[when][split] for entry in scores.values() if split in entry.get(when, {})])
+            for split in ("train", "validation", "test")
+        }
+        result[when] = {split: means for split, means in per_split.items() if means}
+        tested = {client: entry[when]["test"] for client, entry in scores.items() if "test" in entry.get(when, {})}
+        result[when] |= _extremes(tested)
+    return result | {"rounds_to": _targets(mean_series(members, "validation"))}
+
+
+def _scores(row: Row) -> dict[str, Any]:
+    found: dict[str, Any] = {name: row[name] for name in ("round", *METRICS, "examples") if name in row}
+    if "accuracy" in row and "majority" in row:
+        found["gain_over_majority"] = row["accuracy"] - row["majority"]
+    return found
+
+
+def _means(scores: Sequence[Row]) -> dict[str, float]:
+    """Plain means: every client counts once. A metric that a client lacks has no mean over the group."""
+    names = [name for name in (*METRICS, "gain_over_majority") if scores and all(name in entry for entry in scores)]
+    return {name: fmean(entry[name] for entry in scores) for name in names}
+
+
+def _extremes(tested: Mapping[str, Row]) -> dict[str, Any]:
+    """The worst client and the spread of the test scores over clients."""
+    primary = {client: entry["primary"] for client, entry in tested.items() if "primary" in entry}
+    if not primary:
+        return {}
+    worst = min(primary, key=lambda client: primary[client])
+    values = list(primary.values())
+    result: dict[str, Any] = {"worst_client": {"client": worst} | dict(tested[worst])}
+    result["spread"] = {"std": pstdev(values), "range": max(values) - min(values)}
+    gains = {client: entry["gain_over_majority"] for client, entry in tested.items() if "gain_over_majority" in entry}
+    if gains:
+        least = min(gains, key=lambda client: gains[client])
+        result["worst_gain"] = {"client": least, "gain_over_majority": gains[least]}
+    return result
+
+
+def _targets(scores: Mapping[int, float]) -> dict[str, int]:
+    return {name: at for name, share in TARGETS.items() if (at := rounds_to(scores, share)) is not None}
+
+
+Counts = np.ndarray[Any, np.dtype[np.int64]]
+
+
+def counts_of(history: History) -> tuple[Counts, Counts] | None:
+    """(hits, examples) by class of a client's last test scores, (classes,) each; None where they were not counted."""
+    rows = history.splits.get("test", {})
+    found = rows[max(rows)].get("classes") if rows else None
+    return None if found is None else (np.array(found["hits"]), np.array(found["examples"]))
+
+
+def class_names(plan: Mapping[str, Any], task: str) -> list[str]:
+    """The task's classes in order, as the plan names them; none where it does not."""
+    rows = [row for row in plan.get("data") or () if row["task"] == task]
+    return list(rows[0].get("labels", ())) if rows else []
+
+
+def classes_of(members: Sequence[History], *, plan: Mapping[str, Any]) -> dict[str, Any]:
+    """`classes`: by class, the test examples of these clients and the share of them that was recognised.
+
+    Every image counts once, each scored by the model of its own client. Of no example there is no accuracy. Nothing
+    where the clients' rows have no counts.
+    """
+    found = [own for member in members if (own := counts_of(member)) is not None]
+    if not found:
+        return {}
+    hits, examples = (np.sum([own[place] for own in found], axis=0) for place in (0, 1))
+    names = class_names(plan, members[0].task) or [str(place) for place in range(len(hits))]
+    return {
+        "classes": {
+            name: {"examples": int(total)} | ({"accuracy": float(right / total)} if total else {})
+            for name, right, total in zip(names, hits, examples, strict=True)
+        }
+    }
+
+
+RowOfUtilisation = Mapping[str, Any]
+
+
+def utilisation(
+    plan: Mapping[str, Any], metrics: Iterable[RowOfUtilisation], round_seconds: Mapping[int, float]
+) -> dict[str, dict[str, float]]:
+    """By client the shares that are known, each from 0 to 1."""
+    planned = {entry["name"]: entry for entry in plan.get("clients", ())}
+    trained = [row for row in metrics if row.get("split") == "train" and row["round"] > 0]
+    rounds: dict[int, list[str]] = {}
+    for row in trained:
+        rounds.setdefault(row["round"], []).append(row["client"])
+    seconds = {name: (entry.get("predicted") or {}).get("seconds") for name, entry in planned.items()}
+    slowest = sum(max(seconds.get(name) or 0.0 for name in names) for names in rounds.values())
+    found: dict[str, dict[str, float]] = {}
+    for name, entry in planned.items():
+        own, shares = [row for row in trained if row["client"] == name], _memory(entry)
+        if (taken := seconds[name]) is not None and slowest > 0:
+            shares["busy"] = taken * len(own) / slowest
+        if round_seconds:
+            shares["measured"] = sum(row.get("seconds", 0.0) for row in own) / sum(round_seconds.values())
+        found[name] = shares
+    return found
+
+
+def _memory(entry: RowOfUtilisation) -> dict[str, float]:
+    used, total = (entry.get("predicted") or {}).get("memory_bytes"), (entry.get("memory") or {}).get("total")
+    return {"memory": used / total} if used is not None and total else {}
+
+
+def summarise(
+    *,
+    run: Mapping[str, Any],
+    metrics: Sequence[Row],
+    ledger: Sequence[Row],
+    plan: Mapping[str, Any],
+    phase_seconds: Mapping[str, float],
+    memory: Mapping[str, int],
+    versions: Mapping[str, str],
+    full_model_bytes: int | None = None,
+    round_seconds: Mapping[int, float] | None = None,
+    attackers: Sequence[str] = (),
+) -> dict[str, Any]:
+    """The content of `summary.json`.
+
+    Args:
+        run: name, preset, strategy, model, seed and config_hash; copied as it is.
+        metrics: the rows of `metrics.jsonl`.
+        ledger: the rows of `ledger.jsonl`.
+        plan: the content of `plan.json`; every part of it may be absent.
+        phase_seconds: wall-clock seconds by phase, summed over the sessions of the run.
+        memory: peak bytes by kind, as `machine.peak_memory` gives them.
+        versions: as `machine.versions` gives them.
+        full_model_bytes: encoded bytes of the whole model, to compare with sending it in every round.
+        round_seconds: wall-clock seconds by round.
+        attackers: clients that attack in this simulation.
+    """
+    found = histories(metrics)
+    sent = totals(from_json(row) for row in ledger)
+    rounds = [int(row["round"]) for row in metrics]
+    # before the first evaluation only those have rows that have trained
+    sizes = Counter(entry["task"] for entry in plan.get("clients", ()) if "task" in entry)
+    return {
+        "run": dict(run) | {"rounds": max(rounds, default=0)},
+        **_best(found),
+        **_stopped(metrics),
+        "overall": group_scores(list(found.values())) | {"clients": max(len(found), sizes.total())},
+        **_honest(found, attackers),
+        "tasks": {
+            task: group_scores(members) | {"clients": max(len(members), sizes[task])} | classes_of(members, plan=plan)
+            for task, members in by_task(found).items()
+        },
+        "clients": _clients(found, sent, plan, utilisation(plan, metrics, round_seconds or {})),
+        "clustering": _clustering(plan),
+        **_leakage(plan),
+        **_hosts(metrics),
+        "bytes": _bytes(sent) | _reduction(sent, metrics, full_model_bytes),
+        "seconds": _seconds(phase_seconds, round_seconds or {}),
+        "memory": dict(memory),
+        "events": _events(metrics),
+        "versions": dict(versions),
+    }
+
+
+def _honest(found: Mapping[str, History], attackers: Sequence[str]) -> dict[str, Any]:
+    """The scores of those who do not attack, where somebody does."""
+    honest = [history for client, history in found.items() if client not in attackers]
+    return {"attackers": list(attackers), "honest": group_scores(honest)} if attackers else {}
+
+
+def honest_line(summary: Mapping[str, Any]) -> str:
+    """What an attack left of the honest clients' final test scores, as one line; empty where nobody attacked."""
+    scores = summary.get("honest", {}).get("final", {})
+    if "test" not in scores:
+        return ""
+    worst = scores["worst_client"]
+    return (
+        f"simulated attackers: {', '.join(summary['attackers'])}; the others have a test score of"
+        f" {scores['test']['primary']:.3f} (worst {worst['client']} {worst['primary']:.3f})"
+    )
+
+
+def by_task(found: Mapping[str, History]) -> dict[str, list[History]]:
+    """The clients' histories by task, tasks in the order of their first client."""
+    groups: dict[str, list[History]] = {}
+    for history in found.values():
+        groups.setdefault(history.task, []).append(history)
+    return groups
+
+
+def _clients(
+    found: Mapping[str, History], sent: Totals, plan: Mapping[str, Any], used: Mapping[str, Mapping[str, float]]
+) -> dict[str, Any]:
+    planned = {entry["name"]: entry for entry in plan.get("clients", ())}
+    return {
+        client: {key: planned.get(client, {})[key] for key in _PLANNED if key in planned.get(client, {})}
+        | client_scores(history)
+        | {"bytes": sent.by_client.get(client, {"up": 0, "down": 0})}
+        | ({"utilisation": dict(used[client])} if used.get(client) else {})
+        for client, history in found.items()
+    }
+
+
+_PLANNED = ("device", "cluster", "ranks", "cut", "examples", "budget_bytes", "memory", "predicted")
+
+
+def _clustering(plan: Mapping[str, Any]) -> dict[str, Any]:
+    clustering = plan.get("clustering") or {}
+    kept = ("method", "labels", "agreement", "structure", "explained_variance", "warnings")
+    return {key: clustering[key] for key in kept if clustering.get(key) is not None}
+
+
+def _best(found: Mapping[str, History]) -> dict[str, Any]:
+    scores = mean_series(list(found.values()), "validation")
+    best = best_rounds(scores, 1)
+    return {"best": {"round": best[0], "validation": scores[best[0]]}} if best else {}
+
+
+def _stopped(metrics: Sequence[Row]) -> dict[str, Any]:
+    after = [row["round"] for row in metrics if row.get("event") == STOPPED]
+    return {"stopped": {"round": after[0]}} if after else {}
+
+
+def _leakage(plan: Mapping[str, Any]) -> dict[str, Any]:
+    taken = {(client["task"], client.get("cut")) for client in plan.get("clients", ()) if "task" in client}
+    rows = [dict(row) for row in plan.get("leakage") or () if (row["task"], row["blocks"]) in taken]
+    return {"leakage": rows} if rows else {}
+
+
+def _hosts(metrics: Sequence[Row]) -> dict[str, Any]:
+    rows = [row for row in metrics if row.get("event") == "hosted" and row["work"] == "training"]
+    found: dict[str, Counter[str]] = {}
+    for row in rows:
+        found.setdefault(row["client"], Counter())[row["host"]] += 1
+    return {"hosts": {client: dict(counts) for client, counts in found.items()}} if found else {}
+
+
+def _bytes(sent: Totals) -> dict[str, Any]:
+    return {
+        "up": sent.up,
+        "down": sent.down,
+        "total": sent.total,
+        "by_kind": sent.by_kind,
+        "by_round": {str(at): entry for at, entry in sorted(sent.by_round.items())},
+    } | {name: size for name in ("between_clients", "relayed") if (size := getattr(sent, name))}
+
+
+def _reduction(sent: Totals, metrics: Sequence[Row], full_model_bytes: int | None) -> dict[str, Any]:
+    """Against sending the whole model down and up once for every client that trained in a round.
+
+    A client whose update was refused has trained as well.
+    """
+    trained = {(row["round"], row["client"]) for row in metrics if _has_trained(row)}
+    if full_model_bytes is None or not trained:
+        return {}
+    full = 2 * full_model_bytes * len(trained)
+    entry = {"model_bytes": full_model_bytes, "client_rounds": len(trained), "total": full}
+    return {"full_model": entry | {"reduction": 1 - sent.total / full}}
+
+
+def _has_trained(row: Row) -> bool:
+    return bool(row["round"] > 0 and (row.get("split") == "train" or row.get("event") == "refused"))
+
+
+def _seconds(phase_seconds: Mapping[str, float], round_seconds: Mapping[int, float]) -> dict[str, Any]:
+    seconds: dict[str, Any] = {"phases": dict(phase_seconds), "total": sum(phase_seconds.values())}
+    if round_seconds:
+        seconds["rounds"] = {str(at): taken for at, taken in sorted(round_seconds.items())}
+        seconds["round_mean"] = fmean(round_seconds.values())
+    return seconds
+
+
+def _events(metrics: Sequence[Row]) -> dict[str, Any]:
+    """How often each event happened, the refused updates themselves, and whose were missing how often."""
+    events = [row for row in metrics if "event" in row]
+    refused = [{key: row[key] for key in ("round", "client", "reason")} for row in events if row["event"] == "refused"]
+    missing = dict(Counter(row["client"] for row in events if row["event"] == "missing"))
+    count = dict(Counter(str(row["event"]) for row in events))
+    return {"count": count, "refused": refused} | ({"missing": missing} if missing else {})

@@ -1,0 +1,203 @@
+"""Many runs, one after the other: a grid of settings and seeds, of which those that are finished are left alone."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from hashlib import sha256
+from itertools import product
+from math import lcm
+from pathlib import Path
+from typing import Literal
+
+from atlas_fl.config import Config, config_hash, differences, load_config, pinned, run_folder, validate, with_values
+from atlas_fl.config.identity import SESSION
+from atlas_fl.config.settings import find_setting
+from atlas_fl.errors import CheckpointError, ConfigError
+from atlas_fl.events import OnEvent, ignore
+
+SEEDS = (42, 123, 456, 789, 1024)
+"""The seeds that results are published with, in the order in which they are used."""
+
+LAMBDA_SWEEP = "eta=0,0.01,0.1,0.5,1"
+"""The steps of the Laplacian that `--lambda-sweep` tries."""
+
+UNSWEPT = SESSION | {"preset"}
+"""Settings that only name a run, or say how it is kept."""
+RunState = Literal["finished", "unfinished", "new"]
+
+STEPS = "local_steps"
+"""The swept setting along which rounds are scaled."""
+MOST_STRETCH = 1.5
+"""How much longer than asked for the runs of a sweep over local steps may become so that all take as many steps."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Point:
+    """One run of a grid."""
+
+    config: Config
+    changes: Mapping[str, str]
+    """The swept settings of this run, as text, in the order of the sweep; the seed is not among them."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SameSteps:
+    """Rounds by local steps, so that every run of a sweep takes as many gradient steps: rounds x J is one number."""
+
+    steps: int
+    """Rounds x J of every run."""
+    asked: int
+    """Rounds x J of the settings without the sweep."""
+    settings: Mapping[str, Mapping[str, int]]
+    """By swept value: the rounds, and the rounds between two evaluations, which lie as many steps apart."""
+
+    def __str__(self) -> str:
+        """One line for the screen."""
+        rounds = ", ".join(f"{own['rounds']} rounds of {steps}" for steps, own in self.settings.items())
+        changed = "" if self.steps == self.asked else f" (the settings alone: {self.asked})"
+        return f"every run takes {self.steps} gradient steps{changed}: {rounds}; --same-rounds keeps those given"
+
+
+def same_steps(base: Config, over: Mapping[str, Sequence[str]]) -> SameSteps | None:
+    """How rounds are scaled where local steps are swept; None where they are not, or the rounds are swept too.
+
+    The steps are those of the base, rounded to the nearest number that every swept value divides, halves up.
+
+    Raises:
+        ConfigError: a value is no number of steps, or that number is far from the base's.
+    """
+    if STEPS not in over or "rounds" in over:
+        return None
+    values = {text: with_values(base, {STEPS: text}).images.local_steps or 0 for text in over[STEPS]}
+    if wrong := [text for text, steps in values.items() if steps < 1]:
+        raise ConfigError(f"--over sweeps {STEPS} to {wrong[0]}; allowed: at least 1; give numbers of steps")
+    first = next(iter(values.values()))
+    rounds, unit = base.training.rounds, lcm(*values.values())
+    asked = rounds * (base.images.local_steps or first)
+    steps = max(1, (2 * asked + unit) // (2 * unit)) * unit
+    if steps > MOST_STRETCH * asked:
+        raise ConfigError(
+            f"--over sweeps {STEPS} to {', '.join(values)}, which divide multiples of {unit} steps alone, and the"
+            f" settings have {rounds} rounds, {asked} steps; give --rounds {-(-rounds * unit // asked)} or more, other"
+            " values, or --same-rounds"
+        )
+    settings = {text: _rounds(base, steps // own) for text, own in values.items()}
+    return SameSteps(steps=steps, asked=asked, settings=settings)
+
+
+def _rounds(base: Config, rounds: int) -> dict[str, int]:
+    training = base.training
+    return {"rounds": rounds, "eval_every": max(1, round(training.eval_every * rounds / training.rounds))}
+
+
+def seeds(count: int) -> tuple[int, ...]:
+    """The first seeds to use: the published ones, then 2001, 2002 and so on.
+
+    Raises:
+        ConfigError: `count` is below 1.
+    """
+    if count < 1:
+        raise ConfigError(f"--seeds is {count}; allowed: at least 1; give the number of seeds")
+    return (SEEDS + tuple(2001 + extra for extra in range(count - len(SEEDS))))[:count]
+
+
+def parse_over(texts: Sequence[str]) -> dict[str, tuple[str, ...]]:
+    """The values of every swept setting from texts such as `eta=0,0.1,0.5`; the parts of a list are joined by `+`.
+
+    Raises:
+        ConfigError: a text has another form, or names an unknown setting, the seed, or one setting twice.
+    """
+    over: dict[str, tuple[str, ...]] = {}
+    for text in texts:
+        name, _, values = text.partition("=")
+        setting, parts = find_setting(name), tuple(part.strip() for part in values.split(","))
+        if not all(parts):
+            raise ConfigError(
+                f"--over is {text!r}; allowed: a setting and its values; write {setting.name}=VALUE,VALUE"
+            )
+        if setting.name in UNSWEPT:
+            raise ConfigError(
+                f"--over sweeps {setting.name}, which changes no number of a run; sweep a setting that does"
+            )
+        if setting.name == "seed":
+            raise ConfigError(f"--over is {text!r}; seeds are not swept; a sweep has --seeds NUMBER, a search --seed")
+        if setting.name in over:
+            raise ConfigError(f"--over sweeps {setting.name} twice; give a setting once")
+        over[setting.name] = tuple(dict.fromkeys(parts))
+    return over
+
+
+def grid(
+    base: Config, *, over: Mapping[str, Sequence[str]], seeds: Sequence[int], scaled: SameSteps | None = None
+) -> tuple[Point, ...]:
+    """A point for every combination of values and every seed, seeds innermost; all of them are valid.
+
+    With `scaled` its rounds are those of the point's local steps.
+
+    Raises:
+        AtlasError: a value is not allowed, or the base has a `max_rounds`, with which no run would be finished.
+    """
+    if base.run.max_rounds is not None:
+        raise ConfigError(f"--max-rounds is {base.run.max_rounds}; here every run goes to its end; leave it out")
+    points = []
+    for values in product(*over.values()):
+        changes = dict(zip(over, values))
+        rounds = {} if scaled is None else scaled.settings[changes[STEPS]]
+        changed = with_values(base, {**changes, **rounds})
+        for seed in seeds:
+            config = replace(changed, run=replace(changed.run, seed=seed))
+            points.append(Point(config=_named(pinned(validate(config)), base.run.name), changes=changes))
+    return tuple(points)
+
+
+def state_of(config: Config) -> RunState:
+    """Whether the run of this config is finished, begun, or not there.
+
+    Raises:
+        CheckpointError: its folder holds the run of another config.
+    """
+    folder = run_folder(config)
+    if not folder.is_run():
+        return "new"
+    if found := differences(load_config(folder.config), config):
+        name, (there, here) = next(iter(found.items()))
+        raise CheckpointError(
+            f"{folder.path} is a run with {name} = {there}, not {here}; give another --name or --runs-dir, or remove it"
+        )
+    return "finished" if folder.summary.is_file() else "unfinished"
+
+
+def run_all(
+    points: Sequence[Point],
+    *,
+    on_run: Callable[[int, Point, RunState], None] | None = None,
+    on_event: OnEvent = ignore,
+) -> tuple[Path, ...]:
+    """The folders of the points' runs, all finished: new ones are run, begun ones resumed, finished ones left alone.
+
+    `on_run` is told the index, the point and the state of a run before anything is done about it.
+
+    Raises:
+        AtlasError: a run cannot go on; those before it stay.
+    """
+    from atlas_fl.experiment.run import run
+
+    states = [state_of(point.config) for point in points]
+    for index, (point, state) in enumerate(zip(points, states)):
+        if on_run is not None:
+            on_run(index, point, state)
+        if state != "finished":
+            run(point.config, on_event=on_event, resume=True)
+    return tuple(run_folder(point.config).path for point in points)
+
+
+def comparison_name(points: Sequence[Point], *, preset: str) -> str:
+    """The file name of what compares these runs: its recipe, the swept settings, and a hash of which runs they are."""
+    runs = sorted({config_hash(point.config) for point in points})
+    digest = sha256("".join(runs).encode()).hexdigest()[:8]
+    return "-".join(["comparison", preset, *points[0].changes, digest]) + ".csv"
+
+
+def _named(config: Config, name: str | None) -> Config:
+    """With a name of its own where the user named the sweep: runs of one name would overwrite each other."""
+    own = None if name is None else f"{name}-s{config.run.seed}-{config_hash(config)[:8]}"
+    return replace(config, run=replace(config.run, name=own))

@@ -1,0 +1,202 @@
+"""Task arithmetic on finished runs: what each has added to one model, merged, scaled, and scored on the runs' tasks;
+and the masks that a run's clients would have made alone.
+
+Ilharco et al. 2023, "Editing Models with Task Arithmetic". Heads are no part of it: a task keeps its run's.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import fmean
+
+import torch
+
+from atlas_fl.client.evaluation import EvaluateOptions
+from atlas_fl.client.full_training import evaluate_whole
+from atlas_fl.client.job import Job
+from atlas_fl.config import load_config
+from atlas_fl.data.registry import find_tasks
+from atlas_fl.errors import CheckpointError, ConfigError, ModelError
+from atlas_fl.events import ignore
+from atlas_fl.experiment.recorder import models_of
+from atlas_fl.models.vision import weights
+from atlas_fl.models.vision_loading import load_vision, save_vision
+from atlas_fl.params import HEAD, ByClient, Params, Split, head_keys
+from atlas_fl.planning.masks import client_masks
+from atlas_fl.planning.workloads import IMAGES, line_of
+from atlas_fl.setup.assembly import ImageAssembly, assemble_images
+from atlas_fl.sparse.masks import BY_SENSITIVITY, Mask
+from atlas_fl.sparse.task_vectors import apply, task_vector
+from atlas_fl.storage import checkpoint
+from atlas_fl.storage.digests import check_files, check_state
+from atlas_fl.storage.run_folder import RunFolder
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class TrainedRun:
+    """A finished run of whole models that ended in one backbone for all of its clients."""
+
+    folder: Path
+    assembly: ImageAssembly
+    body: Params
+    """Every tensor of the backbone as the run left it."""
+    heads: ByClient
+
+    @property
+    def start(self) -> Params:
+        """The backbone that the run began with: its pretrained model."""
+        return weights(self.assembly.site.vision)
+
+
+def masks_of_clients(folder: RunFolder, *, clients: int) -> dict[str, Mask]:
+    """What the mask of a run would be if single clients made it, each by its own scores, by their names.
+
+    The data and the model of the run's config are loaded and the scores computed again; nothing is trained.
+
+    Raises:
+        ConfigError: its mask is none that clients score, or there are too few of them.
+    """
+    check_files(folder, folder.config)
+    config = load_config(folder.config)
+    if config.sparse.mask not in BY_SENSITIVITY:
+        raise ConfigError(
+            f"--clients compares masks by the clients' own scores, and run {folder.path} has --mask"
+            f" {config.sparse.mask}; give a run with --mask {' or '.join(BY_SENSITIVITY)}"
+        )
+    assembly = assemble_images(config)
+    scoring = min(config.sparse.calibration_clients, len(assembly.names))
+    if not 2 <= clients <= scoring:
+        raise ConfigError(f"--clients is {clients}; allowed: 2 to {scoring}, the clients that scored in {folder.path}")
+    return client_masks(assembly, IMAGES.engine(assembly, ignore), clients=clients)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScaleRow:
+    """How one scale of a task vector does on every run's images, accuracy by the runs' names."""
+
+    scale: float
+    validation: Mapping[str, float]
+    test: Mapping[str, float]
+
+    @property
+    def mean(self) -> float:
+        """Over runs, on test images."""
+        return fmean(self.test.values())
+
+
+def open_trained(folder: RunFolder) -> TrainedRun:
+    """The models, images and heads of a finished run.
+
+    Raises:
+        ConfigError: it trained adapters, or its clients ended with backbones of their own.
+        CheckpointError: it is not complete.
+    """
+    check_files(folder, folder.config)
+    config = load_config(folder.config)
+    if line_of(find_tasks(config.data.tasks, config.data.task), tune=config.images.tune) is not IMAGES:
+        raise ConfigError(
+            f"run {folder.path} trained adapters, and task vectors are of whole models; give runs on images"
+        )
+    found = checkpoint.load_newest(folder.checkpoints, check=check_state)
+    if not folder.summary.is_file() or found is None:
+        raise CheckpointError(f"run {folder.path} is not complete; go on with: atlas resume {folder.path}")
+    assembly = assemble_images(config)
+    _, models = models_of(found, assembly.names)
+    bodies = {name: _body(params, assembly) for name, params in models.items()}
+    first, *others = bodies
+    if apart := next((name for name in others if not _same(bodies[first], bodies[name])), None):
+        raise ConfigError(
+            f"run {folder.path} ended with models of their own for {first} and {apart}; a task vector needs one, as"
+            " --strategy fedavg ends with"
+        )
+    body = {**{key: tensor.cpu() for key, tensor in weights(assembly.site.vision).items()}, **bodies[first]}
+    heads = {name: {key: params[key] for key in head_keys(params)} for name, params in models.items()}
+    return TrainedRun(folder=folder.path, assembly=assembly, body=body, heads=heads)
+
+
+def _body(params: Params, assembly: ImageAssembly) -> Params:
+    own = {key: tensor for key, tensor in params.items() if not key.startswith(HEAD)}
+    if strange := next((key for key in own if key not in assembly.site.vision.names), None):
+        raise ConfigError(f"a run trained {strange!r}, no weight of its model; task vectors are of whole models")
+    return own
+
+
+def _same(one: Params, other: Params) -> bool:
+    return one.keys() == other.keys() and all(
+        tensor is other[key] or torch.equal(tensor, other[key]) for key, tensor in one.items()
+    )
+
+
+def base_of(runs: Sequence[TrainedRun], *, model: str | None = None) -> Params:
+    """The weights that task vectors are differences to: those of this model, or those that all runs began with.
+
+    Raises:
+        ConfigError: the runs began with different models, and none is named.
+        ModelError: the model is not to be had.
+    """
+    first = runs[0]
+    if model is not None:
+        return weights(load_vision(model, image_size=first.assembly.site.vision.image_size))
+    names = dict.fromkeys(run.assembly.config.model.model for run in runs)
+    if len(names) > 1:
+        raise ConfigError(
+            f"the runs began with different models ({', '.join(names)}); say with --base what to subtract from all"
+        )
+    return {key: tensor.cpu() for key, tensor in first.start.items()}
+
+
+def vectors_of(runs: Mapping[str, TrainedRun], base: Params) -> list[dict[str, torch.Tensor]]:
+    """Every run's task vector, by the runs' names in their order.
+
+    Raises:
+        ModelError: a run is of another architecture than the base; the message names it.
+    """
+    found = []
+    for name, run in runs.items():
+        try:
+            found.append(task_vector(run.body, base))
+        except ModelError as error:
+            raise ModelError(f"{name} and the base: {error}") from error
+    return found
+
+
+def over_scales(
+    runs: Mapping[str, TrainedRun], base: Params, vector: Params, *, scales: Sequence[float]
+) -> tuple[ScaleRow, ...]:
+    """The accuracy of base + scale x vector on every run's validation and test images, each with its run's heads."""
+    rows = []
+    for scale in scales:
+        body = apply(base, vector, scale=scale)
+        validation = {name: accuracy(run, body, "validation") for name, run in runs.items()}
+        test = {name: accuracy(run, body, "test") for name, run in runs.items()}
+        rows.append(ScaleRow(scale=scale, validation=validation, test=test))
+    return tuple(rows)
+
+
+def accuracy(run: TrainedRun, body: Params, split: Split) -> float:
+    """The share of all clients' images of this split that the backbone with the run's heads recognises."""
+    jobs = [
+        Job(client=name, params={**body, **head}, round=0, options=EvaluateOptions(split=split))
+        for name, head in run.heads.items()
+    ]
+    updates = evaluate_whole(jobs, run.assembly.site)
+    total = sum(update.examples for update in updates)
+    return sum(update.metrics["accuracy"] * update.examples for update in updates) / total
+
+
+def best_of(rows: Sequence[ScaleRow]) -> ScaleRow:
+    """The scale with the best mean accuracy on validation images, the first of equals."""
+    return max(rows, key=lambda row: fmean(row.validation.values()))
+
+
+def save_merged(runs: Sequence[TrainedRun], body: Params, to: Path) -> list[Path]:
+    """Write the backbone with the head of every run's task under `to`, as stock transformers load it; the folders."""
+    folders = []
+    for run in runs:
+        clients = {client.task.name: client for client in run.assembly.clients}
+        for task, client in clients.items():
+            folder = to / (run.folder.name if len(clients) == 1 else f"{run.folder.name}-{task}")
+            head = run.heads[client.name]
+            save_vision(run.assembly.site.vision, {**body, **head}, folder, labels=client.task.label_names)
+            folders.append(folder)
+    return folders

@@ -1,0 +1,87 @@
+"""The ClientApp: says who it is, and then works over the stream until the run ends, all within one message."""
+
+import os
+import tempfile
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from atlas_fl.cli.display import show, show_progress
+from atlas_fl.errors import AtlasError
+from atlas_fl.flower.messages import (
+    RECORD,
+    ClientApp,
+    ConfigRecord,
+    Context,
+    Error,
+    Message,
+    RecordDict,
+    node_of,
+    read_invitation,
+)
+
+FAILED = 2
+"""Flower's code for an error of a ClientApp."""
+
+Reply = Mapping[str, Any]
+
+
+def who(_: Message, context: Context) -> Reply:
+    """This node's name in the federation, once its settings have been read."""
+    return {"name": node_of(context.node_config, node_id=context.node_id).name}
+
+
+def work(message: Message, context: Context) -> Reply:
+    """What this node has come to, at the end of the run."""
+    from atlas_fl.deployment.site import (
+        Joining,
+        join,  # a question needs no torch
+    )
+
+    node = node_of(context.node_config, node_id=context.node_id)
+    invitation = read_invitation(message.content[RECORD])
+    os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # as in `atlas join`
+    with tempfile.TemporaryDirectory(prefix="atlas-") as folder, show_progress() as on_event:
+        invitation.write(Path(folder))
+        joined = join(
+            Joining(
+                address=invitation.address,
+                certs=Path(folder),
+                token=invitation.token,
+                task=node.task,
+                device=node.device,
+                part=node.part,
+                model=node.model,
+                data_dir=node.data_dir,
+                patience_seconds=node.patience,
+                allow=node.allow,
+                least_examples=node.least_examples,
+                most_sketch=node.most_sketch,
+                to=Path(node.to or f"{node.name}-adapter") / str(context.run_id),
+            ),
+            on_event=on_event,
+        )
+    return {
+        "name": joined.name,
+        "adapter": str(joined.adapter or ""),
+        "sent-bytes": joined.sent_bytes,
+        "received-bytes": joined.received_bytes,
+    }
+
+
+def answering(handler: Callable[[Message, Context], Reply]) -> Callable[[Message, Context], Message]:
+    """The handler as Flower calls it: what a user can mend goes back as an error of one line."""
+
+    def answer(message: Message, context: Context) -> Message:
+        try:
+            return Message(RecordDict({RECORD: ConfigRecord(dict(handler(message, context)))}), reply_to=message)
+        except AtlasError as error:
+            show([f"atlas: {error}"])
+            return Message(Error(code=FAILED, reason=str(error)), reply_to=message)
+
+    return answer
+
+
+app = ClientApp()
+app.query()(answering(who))
+app.train()(answering(work))

@@ -1,0 +1,127 @@
+"""What ServerApp and ClientApp say to each other: records, invitations.
+
+All that is used of Flower, which is an extra.
+
+What a site says of itself with `--node-config`, and what the server's message tells it.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from atlas_fl.deployment.consent import Allowance, Consent, check_consent
+from atlas_fl.errors import ConfigError, ProtocolError
+from atlas_fl.runtime.transport.certificates import CA, CERT, KEY
+
+try:
+    from flwr.app import ConfigRecord as ConfigRecord
+    from flwr.app import Context as Context
+    from flwr.app import Error as Error
+    from flwr.app import Message as Message
+    from flwr.app import MessageType as MessageType
+    from flwr.app import RecordDict as RecordDict
+    from flwr.clientapp import ClientApp as ClientApp
+    from flwr.common.config import get_project_dir as get_project_dir
+    from flwr.serverapp import Grid as Grid
+    from flwr.serverapp import ServerApp as ServerApp
+except ModuleNotFoundError as error:
+    if not (error.name or "").startswith("flwr"):
+        raise
+    raise ConfigError("Flower is not installed here; it is an extra: pip install 'atlas-fl[flower]'") from None
+
+
+RECORD = "atlas"
+"""Name of the one record in every message."""
+INVITATION = ("address", "token", CA, CERT, KEY)
+"""What the long message holds: where the stream is, a token for one session, and this node's certificate."""
+SAMPLE = 'name="site-1" task="mine=reviews.csv" device="laptop_8gb"'
+
+
+@dataclass(frozen=True, kw_only=True)
+class Node:
+    """What a node has; the keys of `--node-config` with `_` for `-`."""
+
+    task: str
+    """`name=path` with the options of `--task`, or a registered task's name."""
+    device: str
+    """A profile's name or description."""
+    name: str
+    """Of the client in the federation; the node's number where the config gives none."""
+    part: int | None = None
+    """Which of the task's parts is here, from 0; all of it by default."""
+    model: str | None = None
+    """Where the backbone lies here."""
+    data_dir: str | None = None
+    """Where data sets lie here that would else come from the hub."""
+    patience: float = 60.0
+    """Seconds to try a server again that has gone."""
+    allow: tuple[Allowance, ...] = ()
+    """What this node agrees to, as `--allow` of `atlas join`; in the config one text with spaces between."""
+    least_examples: int = Consent.least_examples
+    """Fewest training examples behind an update or a fingerprint."""
+    most_sketch: int = Consent.most_sketch
+    """Most numbers of a sketch."""
+    to: str = ""
+    """Where the models of this client are written, a folder for each run; NAME-adapter by default."""
+
+
+_KINDS: dict[str, tuple[str, Callable[[Any], bool]]] = {
+    **dict.fromkeys(
+        ("task", "device", "name", "model", "data_dir", "to", "allow"), ("text", lambda v: type(v) is str and v != "")
+    ),
+    **dict.fromkeys(("part", "least_examples", "most_sketch"), ("a whole number", lambda v: type(v) is int)),
+    "patience": ("a number above 0", lambda v: type(v) in (int, float) and v > 0),
+}
+
+
+def node_of(config: Mapping[str, Any], *, node_id: int) -> Node:
+    """The node that its `--node-config` describes; raises `ConfigError` where it does not."""
+    values = {key.replace("-", "_"): value for key, value in config.items()}
+    if unknown := sorted(values.keys() - _KINDS.keys()):
+        known = ", ".join(sorted(key.replace("_", "-") for key in _KINDS))
+        raise ConfigError(f"--node-config has {unknown[0]!r}; known: {known}")
+    for key in ("task", "device"):
+        if key not in values:
+            raise ConfigError(f"--node-config of node {node_id} has no {key}; start its SuperNode as with '{SAMPLE}'")
+    for key, value in values.items():
+        kind, fits = _KINDS[key]
+        if not fits(value):
+            raise ConfigError(f"{key.replace('_', '-')} in --node-config is {value!r}; it must be {kind}")
+    if "allow" in values:
+        values["allow"] = tuple(values["allow"].split())
+    node = Node(**{"name": str(node_id), **values})
+    check_consent(Consent(allow=node.allow, least_examples=node.least_examples, most_sketch=node.most_sketch))
+    return node
+
+
+@dataclass(frozen=True, kw_only=True)
+class Invitation:
+    """The server's message to one node."""
+
+    address: str
+    token: str
+    pem: Mapping[str, bytes]
+    """Authority, certificate and key by the names of their files."""
+
+    def record(self) -> dict[str, str | bytes]:
+        """It as a record of a message."""
+        return {"address": self.address, "token": self.token, **self.pem}
+
+    def write(self, folder: Path) -> None:
+        """Put the certificates where `open_certs` finds them; the folder must be this user's alone."""
+        for name, content in self.pem.items():
+            path = folder / name
+            path.touch(mode=0o600)
+            path.write_bytes(content)
+
+
+def read_invitation(record: Mapping[str, Any]) -> Invitation:
+    """The invitation in this record; raises `ProtocolError` where there is none."""
+    if missing := [key for key in INVITATION if key not in record]:
+        raise ProtocolError(f"the server's message has no {missing[0]}; install the same atlas-fl on both ends")
+    return Invitation(
+        address=str(record["address"]),
+        token=str(record["token"]),
+        pem={name: bytes(record[name]) for name in (CA, CERT, KEY)},
+    )

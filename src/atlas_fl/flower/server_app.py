@@ -1,0 +1,287 @@
+"""The ServerApp: a run whose clients are SuperNodes.
+
+Messages to nodes and their replies: one short question, then one message that lasts as long as the run.
+
+The ServerApp: asks who is there, starts the stream, and sends every node one message that lasts until the end.
+"""
+
+import os
+import re
+import tempfile
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from atlas_fl.cli.display import show, show_progress
+from atlas_fl.errors import AtlasError, ConfigError, ProtocolError
+from atlas_fl.events import OnEvent
+from atlas_fl.flower.messages import (
+    RECORD,
+    ConfigRecord,
+    Context,
+    Error,
+    Grid,
+    Invitation,
+    Message,
+    MessageType,
+    RecordDict,
+    ServerApp,
+    get_project_dir,
+)
+from atlas_fl.runtime.transport.certificates import CA, CERT, KEY
+
+if TYPE_CHECKING:
+    from atlas_fl.runtime.coordinator.coordinator import Hall
+    from atlas_fl.runtime.transport.event_loop import Desk
+    from atlas_fl.runtime.transport.sessions import Tokens
+
+
+POLL_SECONDS = 0.5
+DAY_SECONDS = 86400.0
+RUN_DAYS = 30
+"""How long a node's long message holds, and with it a run."""
+GONE = 5
+GONE_REMEDY = " Start its SuperNode again, or the run once `flwr supernode list` shows it offline"
+CRASHED = (GONE, 8)
+"""Flower's codes for a SuperNode that has gone and for a ClientApp that has ended without a word."""
+MOST_STARTS = 4
+"""How often a node's part of one run is begun."""
+LAST_SECONDS = 20.0
+"""How long replies are waited for once the run has ended."""
+
+
+@dataclass(kw_only=True, eq=False)
+class _Sent:
+    """Messages of one kind that are out."""
+
+    grid: Grid
+    kind: str
+    ttl: float
+    pending: dict[str, int] = field(default_factory=dict)
+    """Node by the message's id."""
+
+    def push(self, content: Mapping[int, RecordDict]) -> None:
+        """Send every node its content."""
+        messages = [Message(records, node, self.kind, ttl=self.ttl) for node, records in content.items()]
+        self.pending |= dict(zip(self.grid.push_messages(messages), content, strict=True))
+
+    def pull(self) -> list[tuple[int, Message]]:
+        """(node, reply) of those who have replied since the last time."""
+        replies = self.grid.pull_messages(list(self.pending))
+        return [(self.pending.pop(reply.metadata.reply_to_message_id), reply) for reply in replies]
+
+
+class Question:
+    """Who is there: asked when it is made, of at least so many nodes, or for 0 of those that are connected."""
+
+    def __init__(self, grid: Grid, *, count: int, seconds: float) -> None:
+        self._seconds, self._until = seconds, time.monotonic() + seconds
+        self._asked = _Sent(grid=grid, kind=MessageType.QUERY, ttl=max(seconds, 60.0))
+        self._asked.push({node: RecordDict() for node in self._connected(grid, max(count, 1))})
+
+    def _connected(self, grid: Grid, count: int) -> list[int]:
+        while len(ids := sorted(grid.get_node_ids())) < count:
+            if time.monotonic() > self._until:
+                raise ProtocolError(
+                    f"{len(ids)} of {count} SuperNodes are connected after {self._seconds:g} seconds; start them, or"
+                    " lower nodes in --run-config"
+                )
+            time.sleep(POLL_SECONDS)
+        return ids
+
+    def nodes(self) -> dict[str, int]:
+        """The node behind every client's name.
+
+        Raises `ProtocolError` where a node does not answer, answers with an error, or has another one's name.
+        """
+        nodes: dict[str, int] = {}
+        while self._asked.pending and time.monotonic() < self._until:
+            for node, reply in self._asked.pull():
+                if reply.has_error():
+                    # a SuperNode that was killed counts as connected for a while
+                    remedy = GONE_REMEDY if reply.error.code == GONE else ""
+                    raise ProtocolError(f"node {node} cannot take part: {reply.error.reason}{remedy}")
+                name = str(reply.content[RECORD]["name"])
+                if name in nodes:
+                    raise ProtocolError(
+                        f"nodes {nodes[name]} and {node} are both named {name!r}; change one's --node-config"
+                    )
+                nodes[name] = node
+            time.sleep(POLL_SECONDS)
+        if self._asked.pending:
+            silent = ", ".join(str(node) for node in sorted(self._asked.pending.values()))
+            raise ProtocolError(
+                f"no answer from node {silent} within {self._seconds:g} seconds; look at its SuperNode's log"
+            )
+        return nodes
+
+
+@dataclass(kw_only=True, eq=False)
+class Invitations:
+    """The long message of every node, sent again where its ClientApp or its SuperNode crashes."""
+
+    grid: Grid
+    nodes: Mapping[str, int]
+    certs: Path
+    """As `make_certs` leaves it."""
+    tokens: "Tokens"
+    address: str
+
+    def __post_init__(self) -> None:
+        self._names = {node: name for name, node in self.nodes.items()}
+        self._sent = _Sent(grid=self.grid, kind=MessageType.TRAIN, ttl=RUN_DAYS * DAY_SECONDS)
+        self._starts = dict.fromkeys(self._names, 0)
+        self._waiting = set(self._names)
+        self._over = threading.Event()
+
+    @contextmanager
+    def beside(self, hall: "Hall", desk: "Desk") -> Iterator[None]:
+        """Everybody is invited and watched; at the end, everybody is waited for, and told where the run has failed."""
+        watcher = threading.Thread(target=self._watch, args=(hall, desk), name="atlas-replies", daemon=True)
+        watcher.start()
+        try:
+            yield
+        except AtlasError as error:
+            for name in self.nodes:
+                desk.threads.call(hall.lose(name, f"the server has ended the run: {error}"))
+            raise
+        finally:
+            self._over.set()
+            watcher.join()
+
+    def _watch(self, hall: "Hall", desk: "Desk") -> None:
+        until = float("inf")
+        while (self._sent.pending or self._waiting) and time.monotonic() < until:
+            self.step(hall, desk)
+            if self._over.is_set():
+                self._waiting.clear()
+                until = min(until, time.monotonic() + LAST_SECONDS)
+            time.sleep(POLL_SECONDS)
+
+    def step(self, hall: "Hall", desk: "Desk") -> None:
+        """Invite who waits for that, and hear who has ended."""
+        if self._waiting and not self._over.is_set():
+            self._invite()
+        for node, reply in self._sent.pull():
+            if reply.has_error() and not self._over.is_set():
+                self._failed(node, reply.error, hall, desk)
+
+    def _invite(self) -> None:
+        there = self._waiting & set(self.grid.get_node_ids())
+        self._waiting -= there
+        content = {}
+        for node in sorted(there):
+            name = self._names[node]
+            pem = {file: (self.certs / name / file).read_bytes() for file in (CA, CERT, KEY)}
+            invitation = Invitation(address=self.address, token=self.tokens.issue(name), pem=pem)
+            content[node] = RecordDict({RECORD: ConfigRecord(invitation.record())})
+            self._starts[node] += 1
+        if content:
+            self._sent.push(content)
+
+    def _failed(self, node: int, error: Error, hall: "Hall", desk: "Desk") -> None:
+        name, reason = self._names[node], str(error.reason).strip()
+        if error.code in CRASHED and self._starts[node] < MOST_STARTS:
+            desk.note(f"{name}: {reason} It is started again")
+            self._waiting.add(node)
+        else:
+            desk.note(f"{name}: {reason}")
+            desk.threads.submit(hall.lose(name, reason))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Order:
+    """What `flwr run --run-config` says."""
+
+    config: Path
+    address: str
+    """`host:port` under which the nodes reach the stream."""
+    host: str
+    """What the stream listens on."""
+    nodes: int
+    """How many SuperNodes are waited for; 0 for those that are connected."""
+    min_clients: int
+    wait_seconds: float
+    deadline_seconds: float
+
+
+def order_of(values: Mapping[str, Any], *, app_dir: Path) -> Order:
+    """The order that this run config gives; its config file may lie in the app's folder."""
+    try:
+        return Order(
+            config=app_dir / str(values["config"]),
+            address=str(values["address"]),
+            host=str(values["host"]),
+            nodes=int(values["nodes"]),
+            min_clients=int(values["min-clients"]),
+            wait_seconds=float(values["wait"]),
+            deadline_seconds=float(values["deadline"]),
+        )
+    except (KeyError, ValueError) as error:
+        raise ConfigError(
+            f"the run config cannot be read ({error!r}); begin with the one of examples/flower/pyproject.toml"
+        ) from None
+
+
+def natural(name: str) -> list[tuple[bool, int, str]]:
+    """Sorts movie-2 before movie-10."""
+    return [(not part.isdigit(), int(part) if part.isdigit() else 0, part) for part in re.split(r"(\d+)", name)]
+
+
+def begin(grid: Grid, context: Context) -> None:
+    """Carry out the run of this context and leave its folder, as `atlas serve` does."""
+    os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # as in `atlas serve`
+    run = grid.run
+    try:
+        order = order_of(context.run_config, app_dir=get_project_dir(run.fab_id, run.fab_version, run.fab_hash))
+        with show_progress() as on_event:
+            federate(grid, order, on_event=on_event)
+    except AtlasError as error:
+        show([f"atlas: {error}"])
+        raise type(error)(str(error)) from None  # Flower logs where it comes from; that is no news
+
+
+def federate(grid: Grid, order: Order, *, on_event: OnEvent) -> None:
+    """Serve this order to the nodes of this grid."""
+    from atlas_fl.config import load_config, validate
+    from atlas_fl.runtime.transport.client import split_address
+
+    config = validate(load_config(order.config), at_sites=True)
+    host, port = split_address(order.address)
+    question = Question(grid, count=order.nodes, seconds=order.wait_seconds)
+    # The nodes take seconds to answer, and these to be imported.
+    from atlas_fl.cli.tables import outcome
+    from atlas_fl.deployment.end_of_run import hand_out
+    from atlas_fl.deployment.server import across_machines
+    from atlas_fl.deployment.service import Service
+    from atlas_fl.experiment.run import run
+    from atlas_fl.runtime.transport.certificates import make_certs
+    from atlas_fl.runtime.transport.sessions import Tokens
+
+    nodes = question.nodes()
+    names = sorted(nodes, key=natural)
+    with tempfile.TemporaryDirectory(prefix="atlas-") as folder:
+        certs, tokens = Path(folder) / "certs", Tokens()
+        make_certs(certs, servers=[host], clients=names, days=RUN_DAYS)
+        invitations = Invitations(grid=grid, nodes=nodes, certs=certs, tokens=tokens, address=order.address)
+        service = Service(
+            certs=certs / "server",
+            host=order.host,
+            port=port,
+            min_clients=order.min_clients,
+            wait_seconds=order.wait_seconds,
+            deadline_seconds=order.deadline_seconds,
+            tokens=tokens,
+            beside=invitations.beside,
+        )
+        hand_out(config, service, on_event)
+        result = run(config, on_event=on_event, resume=True, workplace=across_machines(service))
+    show(outcome(result.folder, result.summary, complete=result.complete))
+
+
+app = ServerApp()
+app.main()(begin)

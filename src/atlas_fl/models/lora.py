@@ -1,0 +1,232 @@
+"""LoRA adapters of many clients on one frozen layer, and their initialisation.
+
+Many clients' LoRA factors on one frozen layer: each token of the row meets the factors of its own client.
+
+A row of tokens is made of one segment per client. The frozen product runs once over the whole row;
+the low-rank products run segment by segment, straight into the same output, so that no second
+activation of full width is ever made. Clients may differ in rank.
+
+Hu et al. 2021, "LoRA: Low-Rank Adaptation of Large Language Models", equation 3: `y = W x + s B A x`.
+
+New adapters and heads: one shared start for all clients, whatever their ranks.
+"""
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import FunctionCtx
+
+from atlas_fl.params import HEAD, LORA_A, LORA_B, PRIVATE, Params
+from atlas_fl.rng import torch_generator
+
+
+@dataclass(frozen=True, kw_only=True)
+class Segment:
+    """The rows `start:stop` belong to one client."""
+
+    start: int
+    stop: int
+
+
+class _PackedLinear(torch.autograd.Function):
+    """`x W^T + b + s_k (x A_k^T) B_k^T` for the tokens x of every client k.
+
+    `weight` is (d_in, d_out); it and `bias` are frozen and get no gradient.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: FunctionCtx,
+        x: Tensor,
+        dropped: Sequence[Tensor | None],
+        weight: Tensor,
+        bias: Tensor | None,
+        segments: Sequence[Segment],
+        scales: Sequence[float],
+        *factors: Tensor,
+    ) -> Tensor:
+        out = x @ weight if bias is None else torch.addmm(bias, x, weight)
+        hidden = []
+        for segment, scale, mask, a, b in zip(segments, scales, dropped, factors[::2], factors[1::2], strict=True):
+            rows = x[segment.start : segment.stop]
+            low = (rows if mask is None else rows * mask) @ a.T  # (tokens of k, rank)
+            out[segment.start : segment.stop].addmm_(low, b.T, alpha=scale)
+            hidden.append(low)
+        ctx.save_for_backward(x, weight, *factors, *hidden)
+        ctx.segments, ctx.scales, ctx.dropped = segments, scales, dropped  # type: ignore[attr-defined]
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight, *saved = ctx.saved_tensors
+        count = len(ctx.segments)
+        factors, hidden = saved[: 2 * count], saved[2 * count :]
+        grad_x = grad @ weight.T if ctx.needs_input_grad[0] else None
+        grads: list[Tensor | None] = []
+        for k, (segment, scale, mask) in enumerate(zip(ctx.segments, ctx.scales, ctx.dropped, strict=True)):
+            a, b = factors[2 * k], factors[2 * k + 1]
+            rows, upper = x[segment.start : segment.stop], grad[segment.start : segment.stop]
+            lower = (upper @ b).mul_(scale)  # (tokens of k, rank)
+            needs_a, needs_b = ctx.needs_input_grad[6 + 2 * k : 8 + 2 * k]
+            grads.append(lower.T @ (rows if mask is None else rows * mask) if needs_a else None)
+            grads.append((upper.T @ hidden[k]).mul_(scale) if needs_b else None)
+            if grad_x is not None:
+                if mask is None:
+                    grad_x[segment.start : segment.stop].addmm_(lower, a)
+                else:
+                    grad_x[segment.start : segment.stop].addcmul_(lower @ a, mask)
+        return grad_x, None, None, None, None, None, *grads
+
+
+def packed_linear(
+    x: Tensor,
+    *,
+    weight: Tensor,
+    bias: Tensor | None,
+    segments: Sequence[Segment],
+    scales: Sequence[float],
+    factors: Sequence[Tensor],
+    dropped: Sequence[Tensor | None] | None = None,
+) -> Tensor:
+    """The adapted layer's output, (tokens, d_out).
+
+    `x` is (tokens, d_in); `weight` (d_in, d_out); `factors` alternates A (rank, d_in) and B (d_out, rank) of the
+    clients in the order of their `segments`, which cover all tokens; `dropped` are inverted-dropout masks on x.
+    """
+    masks = dropped if dropped is not None else [None] * len(segments)
+    out: Tensor = _PackedLinear.apply(x, masks, weight, bias, segments, scales, *factors)  # type: ignore[no-untyped-call]
+    return out
+
+
+MaskOf: TypeAlias = Callable[[int, str, tuple[int, int]], Tensor | None]
+"""(client's place in the pack, module, (rows, width)) -> inverted-dropout mask, or None for no dropout."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Adapters:
+    """What the tokens of a pack meet: the clients' params, their segments, their scale and dropout."""
+
+    clients: Sequence[Params]
+    segments: Sequence[Segment]
+    """Tokens of every client."""
+    pooled: Sequence[Segment]
+    """Sequences of every client: the rows of layers that see one token of each sequence."""
+    scale: Callable[[int], float]
+    mask: MaskOf | None = None
+
+
+def _forward(module: nn.Module, name: str, adapters: Adapters) -> Callable[[Tensor], Tensor]:
+    """The forward function of one frozen layer that adds every client's low-rank product."""
+    factors = [client[name + part] for client in adapters.clients for part in (LORA_A, LORA_B)]
+    scales = [adapters.scale(a.shape[0]) for a in factors[::2]]
+    held = module.get_parameter("weight")
+    # nn.Linear holds (d_out, d_in), GPT-2's Conv1D its transpose.
+    weight = held.T if isinstance(module, nn.Linear) else held
+    bias = None if module.bias is None else module.get_parameter("bias")
+
+    def forward(x: Tensor) -> Tensor:
+        rows = x.flatten(0, -2)
+        dtype = torch.get_autocast_dtype(x.device.type) if torch.is_autocast_enabled(x.device.type) else x.dtype
+        segments = adapters.segments if len(rows) == adapters.segments[-1].stop else adapters.pooled
+        out = packed_linear(
+            rows.to(dtype),
+            weight=weight.to(dtype),
+            bias=None if bias is None else bias.to(dtype),
+            segments=segments,
+            scales=scales,
+            factors=[factor.to(dtype) for factor in factors],
+            dropped=_masks(adapters.mask, name, segments, like=rows.to(dtype)),
+        )
+        return out.view(*x.shape[:-1], -1)
+
+    return forward
+
+
+def _masks(mask: MaskOf | None, name: str, segments: Sequence[Segment], *, like: Tensor) -> list[Tensor | None]:
+    """Every client's dropout mask on its rows of `like`, in the same dtype."""
+    if mask is None:
+        return [None] * len(segments)
+    drawn = [mask(k, name, (own.stop - own.start, like.shape[-1])) for k, own in enumerate(segments)]
+    return [None if own is None else own.to(like.dtype) for own in drawn]
+
+
+@contextmanager
+def attached(modules: Mapping[str, nn.Module], adapters: Adapters) -> Iterator[None]:
+    """While this holds, the named frozen layers add the clients' updates; afterwards they are stock again.
+
+    The layers keep their names and their place in the model, so no key is ever renamed. With gradient checkpointing
+    the backward pass must lie inside as well, because it runs the layers again.
+    """
+    forwards = {name: _forward(module, name, adapters) for name, module in modules.items()}
+    for name, module in modules.items():
+        module.forward = forwards[name]
+    try:
+        yield
+    finally:
+        for module in modules.values():
+            del module.forward
+
+
+def merged_weight(module: nn.Module, name: str, params: Params, scale: Callable[[int], float]) -> Tensor:
+    """The layer's weight with one client's update added, in the layer's own orientation; a new tensor."""
+    weight = module.get_parameter("weight").detach()
+    # Copied, because what came in a message lies at any address, and on that a product's last bits depend.
+    a, b = (params[name + part].to(weight.device, copy=True) for part in (LORA_A, LORA_B))
+    update = scale(a.shape[0]) * (b @ a)  # (d_out, d_in)
+    merged: Tensor = weight + (update if isinstance(module, nn.Linear) else update.T)
+    return merged
+
+
+def init_adapters(dims: Mapping[str, tuple[int, int]], ranks: Mapping[str, int], *, seed: int) -> dict[str, Tensor]:
+    """Fresh factors of every module: A uniform as in PEFT, B zero.
+
+    `dims` are (d_in, d_out) by module. The rows of A are drawn one after another from one stream per module,
+    so that a client of rank 4 starts from the first four rows of a client of rank 16.
+    """
+    params: dict[str, Tensor] = {}
+    for module, rank in ranks.items():
+        d_in, d_out = dims[module]
+        bound = 1 / math.sqrt(d_in)  # Kaiming's uniform bound with a = sqrt(5), PEFT's choice
+        draw = torch.empty(rank, d_in).uniform_(-bound, bound, generator=torch_generator(seed, "lora_A", module))
+        params[module + LORA_A] = draw
+        params[module + LORA_B] = torch.zeros(d_out, rank)
+    return params
+
+
+def init_head(shapes: Mapping[str, tuple[int, ...]], *, seed: int, group: str) -> dict[str, Tensor]:
+    """A fresh head, the same for all clients of one group: weights normal(0, 0.02), biases zero."""
+    return {
+        name: torch.empty(shape).normal_(0, 0.02, generator=torch_generator(seed, "head", group, name))
+        if len(shape) > 1
+        else torch.zeros(shape)
+        for name, shape in shapes.items()
+    }
+
+
+def grown(fresh: Params, warm: Params, scale: Callable[[int], float]) -> dict[str, Tensor]:
+    """The warm-up's function at higher ranks: the shared A has more rows, and the new columns of B are zero.
+
+    Exact, because the rows of A are drawn one after another: a larger A begins with the smaller one. What `warm` does
+    not have is fresh.
+    """
+    new = {**fresh, **{key: warm[key] for key in warm if key.startswith(HEAD) or key == PRIVATE}}
+    for key in (key for key in warm if key.endswith(LORA_B)):
+        low, high = warm[key].shape[1], fresh[key].shape[1]
+        assert high >= low, "the warm-up's rank is the smallest"
+        new[key] = torch.nn.functional.pad(warm[key] * (scale(low) / scale(high)), (0, high - low))
+    return new
+
+
+def lora_scale(rank: int, *, alpha: float | None, rslora: bool) -> float:
+    """The factor s of `s B A`: alpha / rank, or alpha / sqrt(rank); alpha is twice the rank when not given.
+
+    >>> lora_scale(8, alpha=None, rslora=False), lora_scale(8, alpha=16, rslora=False)
+    (2.0, 2.0)
+    """
+    alpha = 2.0 * rank if alpha is None else alpha
+    return alpha / math.sqrt(rank) if rslora else alpha / rank

@@ -1,0 +1,150 @@
+"""Parameters of models: `Params` and `ByClient`, and pure functions of them.
+
+The words that every package shares.
+
+Functions of `Params`: values in, values out.
+"""
+
+import math
+from collections.abc import Collection, Iterable, Mapping
+from hashlib import sha256
+from typing import Literal, TypeAlias
+
+import torch
+
+Params: TypeAlias = Mapping[str, torch.Tensor]
+"""A client's trainable tensors by name, read-only: `<module>.lora_A`, `<module>.lora_B`, `head.<name>`.
+
+`lora_A` is (rank, d_in), `lora_B` is (d_out, rank); the update of the module is `scale * lora_B @ lora_A`.
+"""
+
+ByClient: TypeAlias = Mapping[str, Params]
+"""Params of every client by the client's name: the only road from server to client."""
+
+ServerState: TypeAlias = Mapping[str, "torch.Tensor | ServerState"]
+"""What a strategy remembers between rounds: nested mappings whose leaves are tensors, read-only; empty of most.
+
+Names hold no slash: a leaf's path through the mappings, joined by slashes, is its name in a checkpoint.
+"""
+
+Split: TypeAlias = Literal["train", "validation", "test"]
+
+
+LORA_A, LORA_B, HEAD = ".lora_A", ".lora_B", "head."
+PRIVATE = "private"
+"""The name under which a server's model says what of it is at its client alone (`private`)."""
+
+
+def lora_modules(params: Params) -> list[str]:
+    """The names of the adapted modules, in the order of the parameters."""
+    return [key.removesuffix(LORA_A) for key in params if key.endswith(LORA_A)]
+
+
+def head_keys(params: Params) -> list[str]:
+    """The names of the head's tensors."""
+    return [key for key in params if key.startswith(HEAD)]
+
+
+def ranks(params: Params) -> dict[str, int]:
+    """The rank of every adapted module."""
+    return {module: params[module + LORA_A].shape[0] for module in lora_modules(params)}
+
+
+def is_whole(params: Params) -> bool:
+    """Whether these are whole weights: some are neither of an adapter nor of a head."""
+    return any(not key.startswith(HEAD) and not key.endswith((LORA_A, LORA_B)) and key != PRIVATE for key in params)
+
+
+def select(params: Params, keys: Iterable[str]) -> dict[str, torch.Tensor]:
+    """The tensors of these names."""
+    return {key: params[key] for key in keys}
+
+
+def shared_part(params: Params, share: Iterable[str]) -> dict[str, torch.Tensor]:
+    """What of a client's model travels when `A`, `B` and `head`, or some of them, are shared.
+
+    Whole weights, which are neither, go with the adapters.
+    """
+    parts = set(share)
+    return {key: tensor for key, tensor in params.items() if key != PRIVATE and _part_of(key, parts) in parts}
+
+
+def _part_of(key: str, parts: Collection[str]) -> str:
+    """Which word of a share a tensor falls under."""
+    if key.startswith(HEAD):
+        return "head"
+    if key.endswith((LORA_A, LORA_B)):
+        return key[-1]
+    return "A" if "A" in parts else "B"
+
+
+def num_values(params: Params) -> int:
+    """How many numbers the tensors hold."""
+    return sum(tensor.numel() for tensor in params.values())
+
+
+def num_bytes(params: Params) -> int:
+    """The memory of the tensors in bytes, without any encoding."""
+    return sum(tensor.numel() * tensor.element_size() for tensor in params.values())
+
+
+def add(left: Params, right: Params, *, scale: float = 1.0) -> dict[str, torch.Tensor]:
+    """`left + scale * right`, key by key; both hold the same keys."""
+    return {key: left[key] + scale * right[key] for key in left}
+
+
+def norm(params: Params) -> float:
+    """The Euclidean norm over all tensors, in float64."""
+    return math.sqrt(sum(float(tensor.double().square().sum()) for tensor in params.values()))
+
+
+def prefixed(by_client: Mapping[str, Params]) -> dict[str, torch.Tensor]:
+    """One flat mapping with keys `<client>/<parameter>`, as checkpoints and audits hold it."""
+    return {f"{client}/{key}": tensor for client, params in by_client.items() for key, tensor in params.items()}
+
+
+def unprefixed(flat: Params) -> dict[str, dict[str, torch.Tensor]]:
+    """The inverse of `prefixed`; client names hold no slash."""
+    by_client: dict[str, dict[str, torch.Tensor]] = {}
+    for name, tensor in flat.items():
+        client, key = name.split("/", 1)
+        by_client.setdefault(client, {})[key] = tensor
+    return by_client
+
+
+def flatten_state(state: ServerState) -> dict[str, torch.Tensor]:
+    """The tensors of a server state by their paths, such as `moments/all/q.lora_A`.
+
+    A mapping without tensors leaves no trace.
+    """
+    flat: dict[str, torch.Tensor] = {}
+    for name, value in state.items():
+        assert "/" not in name, f"{name} of a server state holds a slash"
+        if isinstance(value, torch.Tensor):
+            flat[name] = value
+        else:
+            flat |= {f"{name}/{path}": tensor for path, tensor in flatten_state(value).items()}
+    return flat
+
+
+def unflatten_state(flat: Params) -> ServerState:
+    """The inverse of `flatten_state`."""
+    state: dict[str, torch.Tensor | ServerState] = {}
+    below: dict[str, dict[str, torch.Tensor]] = {}
+    for path, tensor in flat.items():
+        name, _, rest = path.partition("/")
+        if rest:
+            below.setdefault(name, {})[rest] = tensor
+        else:
+            state[name] = tensor
+    return state | {name: unflatten_state(part) for name, part in below.items()}
+
+
+def digest(params: Params) -> str:
+    """SHA-256 over names, dtypes, shapes and bytes, in the order of the names."""
+    state = sha256()
+    for key in sorted(params):
+        tensor = params[key].detach().cpu().contiguous()
+        state.update(f"{key}|{tensor.dtype}|{tuple(tensor.shape)}|".encode())
+        state.update(tensor.reshape(-1).view(torch.uint8).numpy().data)
+    return state.hexdigest()

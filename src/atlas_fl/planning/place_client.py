@@ -1,0 +1,163 @@
+"""The place of a newcomer beside the clusters of a run: its fingerprint, taken as the run took its own."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+
+from atlas_fl.client.fingerprint import FIRST, SECOND
+from atlas_fl.client.job import Update
+from atlas_fl.clustering.labels import UNDECIDED
+from atlas_fl.clustering.result import Clustering, Placement, placed
+from atlas_fl.config import Config, load_config
+from atlas_fl.data.cleaning import without
+from atlas_fl.data.clients import ClientData, make_clients
+from atlas_fl.data.registry import find_tasks
+from atlas_fl.data.task import Examples, Source, Task, TaskData
+from atlas_fl.errors import CheckpointError, ConfigError
+from atlas_fl.events import OnEvent, PhaseStarted, ignore
+from atlas_fl.planning.plan import Plan
+from atlas_fl.planning.planner import local_engine
+from atlas_fl.planning.ranks_and_cuts import decide, own_importance
+from atlas_fl.planning.task_discovery import fingerprints, how_taken
+from atlas_fl.ranks.devices import Device, find_devices
+from atlas_fl.runtime.engine import Engine
+from atlas_fl.setup.assembly import Assembly, assemble, load_clients, source_of
+from atlas_fl.setup.options import fingerprint_options
+from atlas_fl.storage.digests import check_files
+from atlas_fl.storage.jsonl import read_json
+from atlas_fl.storage.run_folder import RunFolder, find_run
+
+
+@dataclass(frozen=True, kw_only=True)
+class Newcomer:
+    """A client that joins a run, and where it belongs."""
+
+    name: str
+    examples: int
+    """Training examples that its fingerprint was taken from."""
+    place: Placement
+    members: Mapping[int, tuple[str, ...]]
+    """The clients of every cluster of the run, by label."""
+    ranks: tuple[int, ...] | None = None
+    """The rank of every layer on its device; None where no device was named."""
+
+
+def place_client(
+    run: str | Path, *, task: str, samples: int | None = None, device: str | None = None, on_event: OnEvent = ignore
+) -> Newcomer:
+    """Where a client with this data belongs in the run: its cluster, and how near each cluster is.
+
+    `task` is a name, or `name=path` with the options of `--task`; of a task of the run no row that a client of the run
+    trains on is used. `samples` rows (as many as a client of the run has by default) are drawn from it. Model, warm-up,
+    shared initialisation and sketch are those of the run's first plan.
+
+    With `device`, a profile's name or description, also the ranks that the run's rule gives it there: by the importance
+    of its cluster, or its own where it trains alone; `--complexity-scaling` is left out.
+
+    Raises `ConfigError` where the run has no clusters, `CheckpointError` where its sketches were taken in another way.
+    """
+    folder = find_run(run)
+    check_files(folder, folder.plan)
+    config, plan = load_config(folder.config), Plan.from_json(read_json(folder.plan))
+    clustering = _clustering(folder, config, plan)
+    check_files(folder, folder.config)
+    profile = None if device is None else _profile(config, device)
+    on_event(PhaseStarted("loading"))
+    client = _newcomer(config, plan, task, samples)
+    assembly = assemble(config, clients=(client,))
+    engine = local_engine(assembly, on_event)
+    on_event(PhaseStarted("fingerprints"))
+    (update,) = fingerprints(assembly, engine, fingerprint_options(config))
+    place = placed(clustering, update.params[FIRST].numpy(), update.params[SECOND].numpy())
+    names = [one.name for one in plan.clients]
+    return Newcomer(
+        name=client.name,
+        examples=len(client.train),
+        place=place,
+        members={
+            label: tuple(name for name, own in zip(names, clustering.labels, strict=True) if own == label)
+            for label in sorted(set(clustering.labels) - {UNDECIDED})
+        },
+        ranks=None if profile is None else _ranks(assembly, engine, plan, profile, place, update),
+    )
+
+
+def _clustering(folder: RunFolder, config: Config, plan: Plan) -> Clustering:
+    """The run's clusters; an error where it has none, or where its sketches are not those that would be taken now."""
+    if "similarity" not in plan.clustering:
+        raise ConfigError(
+            f"run {folder.path} has no clusters: strategy {config.mixing.strategy!r} uses none; name a run of another"
+            " strategy, such as atlas"
+        )
+    then, now = plan.warmup.get("taken", {}), how_taken(config, fingerprint_options(config))
+    changed = [key for key in now if key not in then or then[key] != now[key]]
+    if changed:
+        key, old, new = _first_difference(changed[0], then.get(changed[0]), now[changed[0]])
+        raise CheckpointError(
+            f"the sketches of run {folder.path} were taken with {key} = {old!r}, now it is {new!r};"
+            " restore its config.toml, or run again with this version"
+        )
+    return Clustering.from_json(plan.clustering)
+
+
+def _first_difference(name: str, old: object, new: object) -> tuple[str, object, object]:
+    """The name and both values of what differs, inside groups of settings too."""
+    if isinstance(old, Mapping) and isinstance(new, Mapping):
+        for key in new:
+            if key not in old or old[key] != new[key]:
+                return _first_difference(f"{name}.{key}", old.get(key), new[key])
+    return name, old, new
+
+
+def _profile(config: Config, device: str) -> Device:
+    return find_devices((), (device,))[0] if "=" in device else find_devices((device,), config.data.device)[0]
+
+
+def _newcomer(config: Config, plan: Plan, description: str, samples: int | None) -> ClientData:
+    """One client of this task, numbered after those of the run."""
+    own = config.data.task
+    task = find_tasks((), (description,))[0] if "=" in description else find_tasks((description,), own)[0]
+    mine = tuple(one for one in own if one.startswith(f"{task.name}="))
+    names = tuple(name for name in config.data.tasks if name == task.name)
+    if names or mine:
+        dealt = load_clients(replace(config, data=replace(config.data, tasks=names, task=mine)))
+        task = _without(task, [client.train for client in dealt])
+    (client,) = make_clients(
+        (task,),
+        source_of(config),
+        clients_per_task=1,
+        samples=config.data.samples if samples is None else samples,
+        # Its fingerprint needs the training rows alone.
+        validation_samples=1,
+        test_samples=1,
+        partition="iid",
+        dirichlet_alpha=config.data.dirichlet_alpha,
+        seed=config.run.seed,
+        shuffle_labels=False,
+    )
+    number = sum(one.task == task.name for one in plan.clients)
+    return replace(client, name=f"{task.name}-{number}")
+
+
+def _without(task: Task, used: list[Examples]) -> Task:
+    """The task without these training rows."""
+
+    def load(source: Source) -> TaskData:
+        data = task.load(source)
+        return replace(data, train=without(data.train, *used))
+
+    return replace(task, load=load)
+
+
+def _ranks(
+    assembly: Assembly, engine: Engine, plan: Plan, device: Device, place: Placement, update: Update
+) -> tuple[int, ...]:
+    (client,) = assembly.clients
+    members = [index for index, one in enumerate(plan.clients) if one.cluster == place.cluster != UNDECIDED]
+    if members:
+        importance = np.asarray(plan.importance[members[0]])  # equal in all of a cluster
+    else:
+        importance = own_importance(assembly, engine, {client.name: update.params})[0]
+    return decide(assembly, client, device, importance, communicates=True).assignment.ranks

@@ -1,0 +1,125 @@
+"""The plan of a run as a value: what was decided for whom, printable, saved and audited."""
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import numpy as np
+
+from atlas_fl.aggregation.matrices import Federation
+from atlas_fl.errors import CheckpointError
+from atlas_fl.storage.json_shapes import PLAN
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClientPlan:
+    """What was decided for one client."""
+
+    name: str
+    task: str
+    device: str
+    examples: int
+    cluster: int
+    """-1: it trains alone."""
+    ranks: tuple[int, ...]
+    """LoRA rank of every block."""
+    cut: int | None
+    """Blocks on the client when the model is split; None: the whole model is on the client."""
+    budget_bytes: int
+    largest_rank: int
+    """The rank that every layer could have within the budget, or the profile's own largest if that is less."""
+    memory: Mapping[str, int]
+    """Bytes on the device by part."""
+    predicted: Mapping[str, float]
+    """Per round: `up_bytes`, `down_bytes`, `memory_bytes`, `seconds`."""
+    split: Mapping[str, Any] = field(default_factory=dict)
+    """Why there is a cut or none (`reason`), and where there is one what it costs by part on both sides; `shared` is
+    the cluster with which the client shares the server's adapters."""
+    planning: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
+    """What planning took by phase, predicted: `client_seconds`, `server_seconds` and `link_seconds`, `memory_bytes` of
+    the device and `server_memory_bytes` of the server beside its frozen weights."""
+
+    @property
+    def shared(self) -> int | None:
+        """The cluster with which this client shares the adapters above its cut; None: they are its own."""
+        return self.split.get("shared")
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Plan:
+    """A frozen plan; `to_json` and `from_json` are inverse."""
+
+    clients: tuple[ClientPlan, ...]
+    adjacency: np.ndarray  # (n, n) float64
+    importance: np.ndarray  # (n, layers) float64, rows sum to one
+    layer_of: Mapping[str, int]
+    lora: Mapping[str, Any]
+    """`alpha` (null: twice the rank) and `rslora`."""
+    clustering: Mapping[str, Any] = field(default_factory=dict)
+    """How the clusters came about: method, k table, similarity, reliability, verdict, agreement with the tasks."""
+    warmup: Mapping[str, Any] = field(default_factory=dict)
+    """What the fingerprints cost: steps by client, agreement of the halves, seconds, bytes of one."""
+    graph: Mapping[str, Any] = field(default_factory=dict)
+    """`effective_neighbours` of each client."""
+    data: tuple[Mapping[str, Any], ...] = ()
+    """Of each client: examples per split, labels, and how far its mix of labels is from its task's."""
+    leakage: tuple[Mapping[str, Any], ...] = ()
+    """With `--leakage`, what every cut gives away of the tasks with a cut client (`planning.leakage.CutLeakage`)."""
+    notes: tuple[str, ...] = ()
+    sparse: Mapping[str, Any] = field(default_factory=dict)
+    """Of a mask: strategy, sparsity, how many weights it keeps, and the share kept of every tensor."""
+
+    def federation(self) -> Federation:
+        """What the server's rule needs to know of the clients."""
+        return Federation(
+            clients=tuple(client.name for client in self.clients),
+            weights=np.array([client.examples for client in self.clients], dtype=np.float64),
+            clusters=np.array([client.cluster for client in self.clients], dtype=np.int64),
+            adjacency=self.adjacency,
+            head_groups=tuple(client.task for client in self.clients),
+            importance=self.importance,
+            layer_of=dict(self.layer_of),
+            cuts=tuple(None if client.shared is None else client.cut for client in self.clients),
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain data for strict JSON."""
+        return {
+            "clients": [{**asdict(client), "ranks": list(client.ranks)} for client in self.clients],
+            "adjacency": self.adjacency.tolist(),
+            "importance": self.importance.tolist(),
+            "layer_of": dict(self.layer_of),
+            "lora": dict(self.lora),
+            "clustering": dict(self.clustering),
+            "warmup": dict(self.warmup),
+            "graph": dict(self.graph),
+            "data": [dict(row) for row in self.data],
+            "leakage": [dict(row) for row in self.leakage],
+            "notes": list(self.notes),
+            "sparse": dict(self.sparse),
+        }
+
+    @staticmethod
+    def from_json(data: Mapping[str, Any]) -> "Plan":
+        """The plan that `to_json` wrote; raises `CheckpointError` where a part is missing or damaged."""
+        try:
+            plan = _from_json(data)
+            if fault := PLAN(data, ""):
+                raise CheckpointError(f"the plan is damaged ({fault}); restore the file, or run again")
+            return plan
+        except (AttributeError, TypeError, ValueError) as error:
+            raise CheckpointError(f"the plan is damaged ({error}); restore the file, or run again") from error
+
+
+def _from_json(data: Mapping[str, Any]) -> Plan:
+    missing = [name for name in Plan.__dataclass_fields__ if name not in data]
+    fields = ClientPlan.__dataclass_fields__
+    missing += [name for name in fields for entry in data.get("clients", ()) if name not in entry]
+    if missing:
+        raise CheckpointError(
+            f"the plan lacks {missing[0]!r}: it was altered or is of another version; restore the file, or run again"
+        )
+    clients = tuple(ClientPlan(**{**entry, "ranks": tuple(entry["ranks"])}) for entry in data["clients"])
+    arrays = {name: np.array(data[name], dtype=np.float64) for name in ("adjacency", "importance")}
+    tuples = {name: tuple(data[name]) for name in ("notes", "data", "leakage")}
+    return Plan(**{**data, **arrays, **tuples, "clients": clients})

@@ -1,0 +1,390 @@
+"""Phases 2 and 3: the ranks of every client, and where its model is cut.
+
+Which of the cuts that fit a device is taken: the best weighted score, or the smallest predicted round time.
+
+    score = 0.35 memory + 0.30 communication + 0.25 importance + 0.10 balance, each from 0 to 1
+
+| part | what it is |
+|---|---|
+| memory | share of the device's memory that the client's part leaves free |
+| communication | share of the round that the link does not take: 1 - link seconds / all seconds |
+| importance | share of the utility sum I * r above the cut, where the gradient has crossed no wire |
+| balance | lesser of the two sides' computing seconds over the greater |
+
+The weights are those of the first ATLAS; its communication term counted layers, this one counts seconds.
+
+Phase 3: whether a client's model is cut, and where.
+
+Phase 2: how much each layer matters to each client, and the ranks and the cut that fit its device.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import repeat
+from typing import Any, Literal, TypeAlias
+
+import numpy as np
+
+from atlas_fl.client.importance import IMPORTANCE, ImportanceOptions
+from atlas_fl.client.job import Job
+from atlas_fl.config.schema import AUTO, NONE, cut_word
+from atlas_fl.data.clients import ClientData, majority
+from atlas_fl.errors import BudgetError, ConfigError
+from atlas_fl.params import ByClient
+from atlas_fl.planning.planning_costs import BATCHES, planning_bytes, planning_efforts
+from atlas_fl.planning.round_costs import assign, crossing_bytes, evaluation_bytes, predict, server_memory
+from atlas_fl.planning.task_discovery import Identified
+from atlas_fl.ranks.allocation import Assignment, cluster_importance, complexity_factors
+from atlas_fl.ranks.cost_model import Prediction, cut_utilities
+from atlas_fl.ranks.devices import Device
+from atlas_fl.runtime.engine import Engine, run_all
+from atlas_fl.setup.assembly import Assembly
+from atlas_fl.setup.options import cut_of, warmup_options
+from atlas_fl.split.channel import NO_CUTS, Cut
+
+Objective: TypeAlias = Literal["score", "time"]
+
+WEIGHTS: Mapping[str, float] = {"memory": 0.35, "communication": 0.30, "importance": 0.25, "balance": 0.10}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Candidate:
+    """A cut that fits, with what it costs in a round."""
+
+    blocks: int
+    """Blocks on the client."""
+    memory: float
+    """Share of the device's memory that is used, 0 to 1."""
+    importance: float
+    """Share of the utility above the cut, 0 to 1."""
+    client_seconds: float
+    server_seconds: float
+    link_seconds: float
+
+    @property
+    def seconds(self) -> float:
+        """The whole round; no two parts of it run at once."""
+        return self.client_seconds + self.server_seconds + self.link_seconds
+
+
+def terms(candidate: Candidate) -> dict[str, float]:
+    """The four parts of the score before they are weighed, each from 0 to 1."""
+    sides = (candidate.client_seconds, candidate.server_seconds)
+    return {
+        "memory": 1 - candidate.memory,
+        "communication": 1 - candidate.link_seconds / candidate.seconds if candidate.seconds else 1.0,
+        "importance": candidate.importance,
+        "balance": min(sides) / max(sides) if max(sides) else 1.0,
+    }
+
+
+def score(candidate: Candidate) -> float:
+    """The weighted sum of `terms`, 0 to 1."""
+    return sum(WEIGHTS[name] * value for name, value in terms(candidate).items())
+
+
+def choose(candidates: Sequence[Candidate], objective: Objective) -> tuple[Candidate, str]:
+    """The best of at least one candidate, the one with fewer blocks where two are equal, and the reason in words.
+
+    The reason also says what the other objective would take.
+    """
+    ordered = sorted(candidates, key=lambda own: own.blocks)
+    of = f"{len(ordered)} cut{'s' if len(ordered) > 1 else ''} that fit{'' if len(ordered) > 1 else 's'}"
+    quickest, best = min(ordered, key=lambda own: own.seconds), max(ordered, key=score)
+    time, worth = f"smallest round time, {quickest.seconds:.1f} s", f"best score, {score(best):.2f}"
+    if objective == "time":
+        return quickest, f"{time}, of {of}; {_also(worth, best, quickest)}"
+    parts = ", ".join(f"{name} {value:.2f}" for name, value in terms(best).items())
+    return best, f"{worth}, of {of} ({parts}); {_also(time, quickest, best)}"
+
+
+def _also(words: str, own: Candidate, taken: Candidate) -> str:
+    return f"{words}, {'as well' if own is taken else f'at block {own.blocks}'}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fit:
+    """What was decided for one client on its device."""
+
+    assignment: Assignment
+    prediction: Prediction
+    cut: Cut | None
+    reason: str
+    """Why there is this cut, or none; empty where splitting was not asked for."""
+
+
+Fitter: TypeAlias = Callable[[int | None, str], Fit]
+"""(blocks on the client, reason) -> what that comes to; raises `BudgetError` where it does not fit."""
+
+
+def decide(
+    assembly: Assembly,
+    client: ClientData,
+    device: Device,
+    importance: np.ndarray,
+    *,
+    communicates: bool,
+    factor: float = 1.0,
+) -> Fit:
+    """Ranks and cut of one client, from its importance (layers,) by layer; `factor` scales the budget of the ranks.
+
+    With `auto` a device that can hold the model gets no cut. Raises `BudgetError` where nothing fits, `ConfigError`
+    for a cut beyond the model.
+    """
+    word = _word(assembly, client, device)
+
+    def fit(blocks: int | None, reason: str) -> Fit:
+        cut = cut_of(assembly.config, blocks)
+        assignment = assign(assembly, client, device, importance, factor=factor, cut=cut)
+        prediction = predict(assembly, client, device, assignment.ranks, cut=cut, communicates=communicates)
+        return Fit(assignment=assignment, prediction=prediction, cut=cut, reason=reason)
+
+    if word == NONE:
+        return _whole(fit, assembly)
+    if word != AUTO:
+        return fit(_checked(int(word), assembly), "set by --split")
+    try:
+        return fit(None, "the device holds the whole model")
+    except BudgetError:
+        # Anything but memory is in the way of every cut as well, and is told there.
+        fits = list(_fits(fit, assembly))
+    if not fits:
+        raise _nothing_fits(fit, device, assembly)
+    best, reason = choose([_candidate(own, importance) for own in fits], assembly.config.split.split_objective)
+    return fit(best.blocks, reason)
+
+
+def cuts_while_planning(assembly: Assembly) -> dict[str, Cut]:
+    """How clients are cut while they are planned, by name; nothing of those that are whole then.
+
+    As `--split` says; with `auto`, which decides by what is measured, a device that cannot hold the model has one block
+    until then. Raises `BudgetError` for a device that not even the smallest ranks fit, before anything is measured.
+    """
+    found, even = {}, np.full(assembly.shape.num_layers, 1.0 / assembly.shape.num_layers)
+    for client, device in zip(assembly.clients, assembly.devices, strict=True):
+        fit = decide(assembly, client, device, even, communicates=True)
+        if fit.cut is not None:
+            found[client.name] = replace(fit.cut, blocks=1) if _word(assembly, client, device) == AUTO else fit.cut
+    return found
+
+
+def _word(assembly: Assembly, client: ClientData, device: Device) -> str:
+    return cut_word(assembly.config.split.split, client=client.name, task=client.task.name, device=device.name)
+
+
+def shared_fits(assembly: Assembly, fits: Sequence[Fit], clusters: Sequence[int], *, communicates: bool) -> list[Fit]:
+    """What was decided, where the cut clients of a cluster share the adapters above their cuts.
+
+    A shared block has the largest rank that one of those who share it was given there: no device holds it or sends it,
+    so no device's budget is in its way. Who is in no cluster (-1) shares with nobody.
+    """
+    found = list(fits)
+    for k, own in enumerate(fits):
+        if own.cut is None or clusters[k] < 0:
+            continue
+        fellows = [one for one, cluster in zip(fits, clusters, strict=True) if cluster == clusters[k] and one.cut]
+        ranks = tuple(
+            rank if layer < own.cut.blocks else _largest(fellows, layer)
+            for layer, rank in enumerate(own.assignment.ranks)
+        )
+        client, device, cut = assembly.clients[k], assembly.devices[k], replace(own.cut, shared=clusters[k])
+        prediction = predict(assembly, client, device, ranks, cut=cut, communicates=communicates)
+        found[k] = replace(own, assignment=replace(own.assignment, ranks=ranks), prediction=prediction, cut=cut)
+    return found
+
+
+def _largest(fellows: Sequence[Fit], layer: int) -> int:
+    return max(one.assignment.ranks[layer] for one in fellows if one.cut is not None and one.cut.blocks <= layer)
+
+
+def num_owners(fits: Sequence[Fit], cut: Cut, layers: int) -> tuple[int, ...]:
+    """By block, how many clients share the adapters that the server has there for this one; 1 where it shares none."""
+    fellows = [one.cut for one in fits if one.cut is not None and one.cut.shared == cut.shared is not None]
+    return tuple(max(1, sum(own.blocks <= layer for own in fellows)) for layer in range(layers))
+
+
+def _whole(fit: Fitter, assembly: Assembly) -> Fit:
+    try:
+        return fit(None, "" if assembly.config.split.split == NONE else "left whole by --split")
+    except BudgetError as error:
+        # models of images are not cut
+        if assembly.site.backbone.vision is None and any(_fits(fit, assembly)):
+            raise BudgetError(f"{error}; or cut the model with --split auto, which fits") from error
+        raise
+
+
+def _fits(fit: Fitter, assembly: Assembly) -> Iterator[Fit]:
+    """What every cut comes to that the device holds."""
+    return (found for blocks in range(1, assembly.shape.num_layers) if (found := _tried(fit, blocks)))
+
+
+def _tried(fit: Fitter, blocks: int) -> Fit | None:
+    try:
+        return fit(blocks, "")
+    except BudgetError:
+        return None
+
+
+def _nothing_fits(fit: Fitter, device: Device, assembly: Assembly) -> BudgetError:
+    try:
+        fit(1, "")
+    except BudgetError as error:
+        return BudgetError(f"{device.name} fits no cut of {assembly.site.backbone.name}; with one block on it: {error}")
+    raise AssertionError("a cut that has just been refused fits")
+
+
+def _candidate(fit: Fit, importance: np.ndarray) -> Candidate:
+    assert fit.cut is not None
+    prediction, blocks = fit.prediction, fit.cut.blocks
+    below, above = cut_utilities(importance, fit.assignment.ranks)[blocks]
+    return Candidate(
+        blocks=blocks,
+        memory=prediction.memory.used_bytes / prediction.memory.total_bytes,
+        importance=float(above / (below + above)) if below + above else 0.0,
+        client_seconds=prediction.compute_seconds,
+        server_seconds=prediction.server_seconds,
+        link_seconds=prediction.transfer_seconds,
+    )
+
+
+def _checked(blocks: int, assembly: Assembly) -> int:
+    most = assembly.shape.num_layers - 1
+    if not 1 <= blocks <= most:
+        allowed = f"none, auto, or 1 to {most}" if most else "none"
+        raise ConfigError(
+            f"--split cuts at block {blocks}, and {assembly.site.backbone.name} has {most + 1} blocks with at least one"
+            f" on each side; allowed: {allowed}"
+        )
+    return blocks
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fitted:
+    """The ranks of all clients with what they were chosen from."""
+
+    by_client: tuple[dict[str, Any], ...]
+    """`ranks`, `budget_bytes`, `largest_rank`, `memory`, `predicted`, `cut`, `split` and `planning` of each client."""
+    notes: tuple[str, ...]
+
+
+def measure_layers(
+    assembly: Assembly,
+    engine: Engine,
+    found: Identified,
+    *,
+    models: ByClient | None = None,
+    round: int = 0,
+    cuts: Mapping[str, Cut] = NO_CUTS,
+) -> np.ndarray:
+    """Importance of every layer, (n, layers) float64; clients of one cluster get their mean.
+
+    Measured at these models, or at the warmed-up ones, over the cuts of those that have one.
+    A rule without clusters keeps every client's own: nothing may be shared that it does not share.
+    """
+    own = own_importance(assembly, engine, found.warmed if models is None else models, round=round, cuts=cuts)
+    return own if found.clustering is None else cluster_importance(own, found.labels)
+
+
+def own_importance(
+    assembly: Assembly, engine: Engine, models: ByClient, *, round: int = 0, cuts: Mapping[str, Cut] = NO_CUTS
+) -> np.ndarray:
+    """Importance of every layer as each client measures it at its model, (n, layers) float64; rows sum to one."""
+    config = assembly.config
+    options = ImportanceOptions(kind=config.ranks.importance, train=warmup_options(config), batches=BATCHES)
+    jobs = [
+        Job(client=name, params=models[name], round=round, options=options, cut=cuts.get(name))
+        for name in assembly.names
+    ]
+    return np.stack([update.params[IMPORTANCE].numpy() for update in run_all(engine, "importance", jobs)])
+
+
+def fit_ranks(assembly: Assembly, found: Identified, layers: np.ndarray, *, communicates: bool) -> Fitted:
+    """Ranks per layer and client under each device's memory and upload, cuts, and what a round will cost there."""
+    config = assembly.config.ranks
+    factors = np.ones(len(assembly.clients))
+    if config.complexity_scaling:
+        factors = complexity_factors(np.array([_difficulty(client) for client in assembly.clients]), found.labels)
+    decided = [
+        decide(assembly, client, device, importance, factor=float(factor), communicates=communicates)
+        for client, device, importance, factor in zip(assembly.clients, assembly.devices, layers, factors, strict=True)
+    ]
+    notes = list(dict.fromkeys(note for fit in decided for note in fit.assignment.notes))
+    if assembly.config.split.server_adapters == "per_cluster":
+        decided = shared_fits(assembly, decided, found.labels, communicates=communicates)
+    planned = cuts_while_planning(assembly) if any(fit.cut for fit in decided) else NO_CUTS
+    fits = [
+        _entry(*own, decided, planned) for own in zip(repeat(assembly), assembly.clients, assembly.devices, decided)
+    ]
+    return Fitted(by_client=tuple(fits), notes=(*notes, *_cut_notes(assembly, fits), *_planning_notes(assembly, fits)))
+
+
+def _cut_notes(assembly: Assembly, fits: Sequence[Mapping[str, Any]]) -> list[str]:
+    cut = [client for client, fit in zip(assembly.clients, fits, strict=True) if fit["cut"] is not None]
+    if not cut:
+        return []
+    notes = [f"{len(cut)} of {len(fits)} models are cut, and so they are while they are planned"]
+    if any(client.task.writes for client in cut):
+        notes.append("clients with a cut write no answers, so there is no ROUGE of theirs")
+    return notes
+
+
+def _planning_notes(assembly: Assembly, fits: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Who may have too small a device for being planned, though not for training: two models, or whole gradients."""
+    small = []
+    for client, device, fit in zip(assembly.clients, assembly.devices, fits, strict=True):
+        phase, most = max(
+            ((phase, own["memory_bytes"]) for phase, own in fit["planning"].items()), key=lambda own: own[1]
+        )
+        if most > device.memory_bytes:
+            small.append(f"{client.name} ({most / 1e6:,.1f} MB for its {phase}, of {device.memory_bytes / 1e6:,.1f})")
+    if not small:
+        return []
+    shown = ", ".join(small[:3]) + (f" and {len(small) - 3} more" if len(small) > 3 else "")
+    return [f"planning takes more memory than the device has of {shown}; lower --batch-size or --fingerprint-blocks"]
+
+
+def _difficulty(client: ClientData) -> float:
+    """How far guessing is from right: one less the share of the most frequent label; one without classes."""
+    return 1.0 - (majority(client.train) or 0.0)
+
+
+def _entry(
+    assembly: Assembly,
+    client: ClientData,
+    device: Device,
+    fit: Fit,
+    fits: Sequence[Fit],
+    planned: Mapping[str, Cut],
+) -> dict[str, Any]:
+    prediction, assignment, cut = fit.prediction, fit.assignment, fit.cut
+    split: dict[str, Any] = {"reason": fit.reason} if fit.reason else {}
+    if cut is not None and cut.shared is not None:
+        split["shared"] = cut.shared
+    if cut is not None:
+        split |= {
+            "crossing_bytes": crossing_bytes(assembly, client, cut),
+            "evaluation_bytes": evaluation_bytes(assembly, client, cut),
+            "client_seconds": prediction.compute_seconds,
+            "server_seconds": prediction.server_seconds,
+            "link_seconds": prediction.transfer_seconds,
+            "server_memory": server_memory(
+                assembly, client, cut, assignment.ranks, owners=num_owners(fits, cut, assembly.shape.num_layers)
+            ),
+        }
+        if client.name in planned:
+            split["planning_bytes"] = planning_bytes(assembly, client, planned[client.name])
+    return {
+        "cut": None if cut is None else cut.blocks,
+        "split": split,
+        "planning": planning_efforts(assembly, client, device, planned.get(client.name)),
+        "ranks": assignment.ranks,
+        "budget_bytes": assignment.budget_bytes,
+        "largest_rank": min(assignment.largest_rank, device.max_rank),
+        "memory": {"total": prediction.memory.total_bytes, **dict(prediction.memory.parts())},
+        "predicted": {
+            "up_bytes": prediction.up_bytes,
+            "down_bytes": prediction.down_bytes,
+            "memory_bytes": prediction.memory.used_bytes,
+            "seconds": prediction.seconds,
+        },
+    }

@@ -1,0 +1,243 @@
+"""Phase 1: fingerprints, clusters, and the graph of similar clients.
+
+Phase 1: fingerprints of all clients, and the clusters that they show.
+
+The graph of phase 4: who listens to whom, from the sketches' noise-corrected similarity.
+"""
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+
+from atlas_fl.aggregation.graph import Graph, GraphOptions, make_graph, similarity_distances
+from atlas_fl.client.evaluation import EvaluateOptions
+from atlas_fl.client.fingerprint import FIRST, SECOND, FingerprintOptions
+from atlas_fl.client.job import Job, Update
+from atlas_fl.clustering.cluster import cluster, oracle
+from atlas_fl.clustering.labels import Settings
+from atlas_fl.clustering.result import Clustering, agreement, purity_warnings, summarise_clusters
+from atlas_fl.config import Config
+from atlas_fl.config.values import mistake
+from atlas_fl.data.clients import ClientData
+from atlas_fl.params import Params, select
+from atlas_fl.runtime.engine import Engine, run_all
+from atlas_fl.setup.assembly import Assembly, without_private
+from atlas_fl.setup.options import fingerprint_options, warmup_rank
+from atlas_fl.split.channel import NO_CUTS, Cut
+from atlas_fl.storage.jsonl import from_json, to_json
+from atlas_fl.storage.ledger import payload_bytes
+
+_NOT_WARMED = ("label_smoothing", "crop", "flip")
+"""Options that no warm-up has, younger than sketches that others are compared with."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Identified:
+    """What phase 1 found."""
+
+    labels: tuple[int, ...]
+    clustering: Clustering | None
+    """None for a rule that needs no clusters."""
+    report: Mapping[str, Any]
+    """The clustering as plain data, with its agreement with the true tasks."""
+    warmed: Mapping[str, Params]
+    """Every client's model after the warm-up, at the warm-up's rank."""
+    sketches: np.ndarray | None  # (2, n, dim) float32
+    warmup: Mapping[str, Any]
+    notes: tuple[str, ...]
+
+
+def identify(
+    assembly: Assembly,
+    engine: Engine,
+    *,
+    clustered: bool,
+    previous: Clustering | None = None,
+    round: int = 0,
+    cuts: Mapping[str, Cut] = NO_CUTS,
+) -> Identified:
+    """Fingerprint every client, over its cut where it has one, and cluster the sketches.
+
+    A rule without clusters takes the same warm-up where the fingerprint is one that trains, so that every strategy
+    starts from the same models and training budget, but no sketch leaves a client; a fingerprint that only looks is
+    not taken at all. `round` above 0 measures again, in another order and with twice the batches
+    or steps.
+    """
+    began = time.perf_counter()
+    options = fingerprint_options(assembly.config, round=round)
+    if not clustered and options.kind != "delta":
+        return _without_clusters(assembly, warmed={c.name: _shared_start(assembly, c, cuts) for c in assembly.clients})
+    updates = fingerprints(assembly, engine, options, round=round, cuts=cuts)
+    warmed = {u.client: {k: t for k, t in u.params.items() if k not in (FIRST, SECOND)} for u in updates}
+    warmup = _cost(updates, seconds=time.perf_counter() - began) | {"taken": how_taken(assembly.config, options)}
+    tasks = [client.task.name for client in assembly.clients]
+    if not clustered:
+        return _without_clusters(assembly, warmed=warmed, warmup=warmup)
+    sketches = np.stack([[update.params[name].numpy() for update in updates] for name in (FIRST, SECOND)])
+    clustering = _cluster(assembly, sketches, tasks, previous)
+    return Identified(
+        labels=clustering.labels,
+        clustering=clustering,
+        report=report_of(clustering, assembly.names, tasks, {u.client: u.metrics["loss"] for u in updates}),
+        warmed=warmed,
+        sketches=sketches,
+        warmup=warmup,
+        notes=(*clustering.warnings, *purity_warnings(clustering.labels, tasks)),
+    )
+
+
+def _without_clusters(
+    assembly: Assembly, *, warmed: Mapping[str, Params], warmup: Mapping[str, Any] | None = None
+) -> Identified:
+    labels = (0,) * len(assembly.clients)
+    return Identified(
+        labels=labels,
+        clustering=None,
+        report={"method": "none", "labels": list(labels)},
+        warmed=warmed,
+        sketches=None,
+        warmup=warmup or {},
+        notes=(),
+    )
+
+
+def how_taken(config: Config, options: FingerprintOptions) -> dict[str, Any]:
+    """All that two sketches must have in common to be compared, as plain data for strict JSON."""
+    model = config.model
+    shared = {"model": model.model, "targets": model.targets, "precision": model.precision, "alpha": model.lora_alpha}
+    shared |= {"rslora": model.rslora, "rank": warmup_rank(config), "max_length": config.data.max_length}
+    if config.images.image_size is not None:
+        shared["image_size"] = config.images.image_size
+    taken = {**shared, **asdict(options)}
+    taken["train"] = {key: value for key, value in taken["train"].items() if key not in _NOT_WARMED}
+    plain: dict[str, Any] = from_json(to_json(taken))
+    return plain
+
+
+def fingerprints(
+    assembly: Assembly,
+    engine: Engine,
+    options: FingerprintOptions,
+    *,
+    round: int = 0,
+    cuts: Mapping[str, Cut] = NO_CUTS,
+) -> list[Update]:
+    """Every client's answer: its sketches and its warmed-up model, at the warm-up's rank.
+
+    Raises `ConfigError` where gradients of more blocks are asked for than the model has.
+    """
+    if options.kind != "delta" and options.blocks > assembly.shape.num_layers:
+        raise mistake("--fingerprint-blocks", options.blocks, f"1 to {assembly.shape.num_layers}, the model's blocks")
+    jobs = [
+        Job(
+            client=client.name,
+            params=_shared_start(assembly, client, cuts),
+            round=round,
+            options=options,
+            cut=cuts.get(client.name),
+        )
+        for client in assembly.clients
+    ]
+    return run_all(engine, "fingerprint", jobs)
+
+
+def _shared_start(assembly: Assembly, client: ClientData, cuts: Mapping[str, Cut]) -> Params:
+    """The shared initialisation at the warm-up's rank, with the client's own fresh head."""
+    start = assembly.start(client, (warmup_rank(assembly.config),) * assembly.shape.num_layers)
+    return without_private(assembly, start, cuts.get(client.name))
+
+
+def _cluster(assembly: Assembly, sketches: np.ndarray, tasks: Sequence[str], previous: Clustering | None) -> Clustering:
+    config = assembly.config
+    chosen = config.clustering
+    settings = Settings(
+        seed=config.run.seed,
+        clusters=chosen.clusters,
+        cluster_by=chosen.cluster_by,
+        k_range=chosen.k_range,
+        min_cluster_size=chosen.min_cluster_size,
+        pca_components=chosen.pca_components,
+        incremental_pca=chosen.incremental_pca,
+        threshold=chosen.similarity_threshold,
+        min_reliability=chosen.min_reliability,
+        stability=chosen.stability,
+        # Fisher information is positive everywhere; what tells clients apart is its difference from the mean.
+        centre=chosen.fingerprint == "fisher",
+    )
+    if chosen.clusters == "oracle":
+        return oracle(tasks, first=sketches[0], second=sketches[1], settings=settings)
+    return cluster(sketches[0], sketches[1], settings=settings, previous=previous, names=assembly.names)
+
+
+def report_of(
+    clustering: Clustering, names: Sequence[str], tasks: Sequence[str], losses: Mapping[str, float]
+) -> dict[str, Any]:
+    """The clustering as plain data, with its agreement with the true tasks and a summary of each cluster."""
+    return {
+        **clustering.to_json(),
+        "agreement": agreement(clustering.labels, tasks),
+        "clusters": summarise_clusters(clustering, clients=names, tasks=tasks, losses=losses),
+    }
+
+
+def _cost(updates: Sequence[Update], *, seconds: float) -> dict[str, Any]:
+    sketch = select(updates[0].params, (FIRST, SECOND))
+    return {
+        "steps": {update.client: int(update.metrics["steps"]) for update in updates},
+        "agreement": {update.client: update.metrics["agreement"] for update in updates},
+        "fingerprint_bytes": payload_bytes(sketch),
+        "seconds": seconds,
+    }
+
+
+def connect(
+    assembly: Assembly,
+    engine: Engine,
+    found: Identified,
+    *,
+    previous: np.ndarray | None = None,
+    performance: np.ndarray | None = None,
+    cuts: Mapping[str, Cut] = NO_CUTS,
+) -> Graph:
+    """The graph of these clients; without clusters one without edges.
+
+    The `adaptive` graph needs a validation score of every client; where none is given, the warmed-up models are scored.
+    """
+    config = assembly.config.mixing
+    # Without structure everyone stays alone: the nearest of strangers is still a stranger.
+    sought = assembly.config.clustering.clusters == "auto"
+    strangers = found.clustering is not None and sought and not found.clustering.structure["found"]
+    if found.clustering is None:
+        size = len(assembly.clients)
+        return Graph(adjacency=np.zeros((size, size)), warnings=())
+    if config.graph == "adaptive" and performance is None:
+        performance = _scores(assembly, engine, found, cuts)
+    return make_graph(
+        similarity_distances(found.clustering.similarity),
+        np.array(found.labels, dtype=np.int64),
+        GraphOptions(
+            graph=config.graph,
+            alpha=config.alpha,
+            symmetrize=config.symmetrize,
+            neighbours=config.neighbours,
+            singleton_neighbours=0 if strangers else config.singleton_neighbours,
+            ema=config.graph_ema,
+            block_diagonal=config.block_diagonal,
+        ),
+        clients=assembly.names,
+        tasks=[client.task.name for client in assembly.clients],
+        performance=performance,
+        previous=previous,
+    )
+
+
+def _scores(assembly: Assembly, engine: Engine, found: Identified, cuts: Mapping[str, Cut]) -> np.ndarray:
+    options = EvaluateOptions(split="validation")
+    jobs = [
+        Job(client=name, params=found.warmed[name], round=0, options=options, cut=cuts.get(name))
+        for name in assembly.names
+    ]
+    return np.array([update.metrics["primary"] for update in run_all(engine, "evaluate", jobs)])

@@ -1,0 +1,495 @@
+"""LoRA ranks per layer under a budget of bytes, by measured importance.
+
+How much each layer matters, measured from gradients, and how much of its budget a cluster may use.
+
+Importance of a layer: the mean squared gradient of its parameters, as a share of the sum over all layers.
+The alternative `rngwp` is HSplitLoRA's: the mean of |weight * gradient|, smoothed over passes (arXiv 2505.02795).
+
+The rules of `allocate` at their heart: from importance, costs and a budget to the index of each layer's candidate.
+
+Every rule takes importance (layers,), cost (layers, candidates) in bytes, the candidate ranks (candidates,) and the
+budget in bytes; every layer costs something and the smallest ranks fit. The result, int64 (layers,), is within budget.
+
+Which rank each layer gets within a byte budget.
+
+A rule sees importance (layers,), cost in bytes of every candidate (layers, candidates), and a budget in the same
+bytes. All rules share one frame, so every one of them validates alike and none is ever over budget:
+
+- `budget`: ranks in proportion to importance (algorithm 1 of the first ATLAS, with a rounding that adds up).
+- `matched`: the same, limited to the bytes that `uniform` uses: only the shape differs, for a fair comparison.
+- `greedy`: the next step always where importance per byte is largest. The utility sum I * r is linear, so the most
+  important layer is filled to its largest rank before the next one gets anything.
+- `uniform`: the largest candidate that fits everywhere.
+- `fixed(rank)`: that rank everywhere, as a user asked for it.
+
+From a device and the importance of its layers to ranks: budget, allocation and memory check in one call.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Protocol, runtime_checkable
+
+import numpy as np
+from jaxtyping import Float, Num
+
+from atlas_fl.errors import BudgetError, ConfigError, DataError, unknown
+from atlas_fl.models.registry import ModelShape
+from atlas_fl.ranks.cost_model import (
+    TRAINING_COPIES,
+    Fractions,
+    Memory,
+    Step,
+    adapter_bytes,
+    check_memory,
+    cost_table,
+    device_memory,
+    device_rank,
+    layer_cost,
+    rank_budget,
+)
+from atlas_fl.ranks.devices import Device
+
+
+def shares(values: Num[np.ndarray, " layers"]) -> Float[np.ndarray, " layers"]:
+    """The values divided by their sum, float64.
+
+    Raises `DataError` where a value is negative or not finite, or all are zero: no gradient is no measurement.
+    """
+    measured = np.asarray(values, dtype=np.float64)
+    if not np.isfinite(measured).all() or (measured < 0).any() or not measured.any():
+        raise DataError(
+            f"layer importance cannot be measured from {measured.tolist()}; "
+            "the gradients must be finite and not all zero"
+        )
+    scaled = measured / measured.max()  # the sum of the largest doubles would overflow
+    return np.asarray(scaled / scaled.sum())
+
+
+def layer_importance(
+    square_sums: Num[np.ndarray, " layers"], num_params: Num[np.ndarray, " layers"]
+) -> Float[np.ndarray, " layers"]:
+    """Importance of every layer from the sums of its squared gradients over `num_params` parameters; sums to one.
+
+    importance_l = (||g_l||^2 / n_l) / sum_m (||g_m||^2 / n_m). Raises `DataError` as `shares` does.
+    """
+    return shares(_per_parameter(square_sums, num_params))
+
+
+def rngwp(
+    previous: Float[np.ndarray, " layers"] | None,
+    product_sums: Num[np.ndarray, " layers"],
+    num_params: Num[np.ndarray, " layers"],
+    *,
+    decay: float = 0.9,
+) -> Float[np.ndarray, " layers"]:
+    """The smoothed mean |w * g| of every layer: `decay * previous + (1 - decay) * mean`, or the mean at first.
+
+    `product_sums` are the sums of |w * g| over a layer's parameters. Not normalised, so that passes can be
+    chained; `shares` makes an importance of it.
+    """
+    mean = _per_parameter(product_sums, num_params)
+    return mean if previous is None else decay * previous + (1 - decay) * mean
+
+
+def _per_parameter(
+    sums: Num[np.ndarray, " layers"], num_params: Num[np.ndarray, " layers"]
+) -> Float[np.ndarray, " layers"]:
+    counts = np.asarray(num_params, dtype=np.float64)
+    if not (counts > 0).all():
+        raise DataError(f"parameters per layer are {counts.tolist()}; every layer must have some")
+    return np.asarray(np.asarray(sums, dtype=np.float64) / counts)
+
+
+def cluster_importance(
+    importance: Float[np.ndarray, "clients layers"], labels: Sequence[int]
+) -> Float[np.ndarray, "clients layers"]:
+    """Every client's importance replaced by the mean over its cluster; a client without cluster (-1) keeps its own."""
+    groups = np.asarray(labels)
+    result = np.array(importance, dtype=np.float64)
+    for label in set(groups.tolist()) - {-1}:
+        result[groups == label] = importance[groups == label].mean(axis=0)
+    return result
+
+
+def complexity_factors(
+    difficulty: Float[np.ndarray, " clients"], labels: Sequence[int], *, floor: float = 0.5
+) -> Float[np.ndarray, " clients"]:
+    """The share of its budget that each client may use: 1 in the hardest cluster, towards `floor` in easier ones.
+
+    factor = floor + (1 - floor) * d_c / max d, with d_c the mean difficulty of the client's cluster (its own for a
+    client without cluster). It multiplies the budget and never exceeds one, so what a device can hold stays the bound.
+    Difficulties of different tasks compare only on one scale, such as the loss over the loss of guessing.
+    Raises `DataError` for a difficulty that is negative or not finite.
+    """
+    values = np.asarray(difficulty, dtype=np.float64)
+    if not np.isfinite(values).all() or (values < 0).any():
+        raise DataError(f"difficulties {values.tolist()} are not allowed; give finite numbers of at least 0")
+    means = cluster_importance(values[:, None], labels)[:, 0]
+    largest = means.max(initial=0.0)
+    return np.ones_like(means) if largest == 0 else np.asarray(floor + (1 - floor) * means / largest)
+
+
+def scale_budget(budget_bytes: int, factor: float, *, least_bytes: int) -> int:
+    """`factor` of the budget, but not below `least_bytes`, and never above the budget itself."""
+    return min(budget_bytes, max(int(budget_bytes * factor), least_bytes))
+
+
+_EPSILON = 1e-9  # a target of 7.999999999 is 8: sums in another order must not change a rank
+
+
+@runtime_checkable
+class Rule(Protocol):
+    """One rule."""
+
+    def __call__(self, importance: np.ndarray, cost: np.ndarray, ranks: np.ndarray, *, budget: int) -> np.ndarray:
+        """The index of every layer's candidate."""
+        ...
+
+
+def _total(table: np.ndarray, levels: np.ndarray) -> float:
+    return float(table[np.arange(len(levels)), levels].sum())
+
+
+def proportional(importance: np.ndarray, cost: np.ndarray, ranks: np.ndarray, *, budget: int) -> np.ndarray:
+    """Ranks in proportion to importance that spend the budget.
+
+    target_l = importance_l * B, where B is what the budget pays for (layers * r* for layers of equal cost), clipped
+    to the candidates and rescaled so that the targets still cost the budget. The candidates are those `_nearest` to
+    them. Then, where layers differ in cost, steps down where importance per byte is least until the bytes fit, and
+    steps up by largest remainder while they do.
+    """
+    target = _targets(importance, cost[:, -1] / ranks[-1], budget, low=int(ranks[0]), high=int(ranks[-1]))
+    order = np.argsort(-importance, kind="stable")
+    # a target at its bound no longer tells layers apart, so the order of importance is put back
+    levels = np.empty(len(order), dtype=np.int64)
+    levels[order] = np.sort(_nearest(target, ranks))[::-1]
+    levels = _lower(levels, importance, cost, budget=budget)
+    return _raise(levels, importance, cost, budget=budget, target=target, ranks=ranks)
+
+
+def _targets(importance: np.ndarray, unit: np.ndarray, budget: int, *, low: int, high: int) -> np.ndarray:
+    """`clip(scale * importance, low, high)` with the scale at which `unit` bytes a rank cost the budget."""
+    share = np.maximum(importance / importance.max(), 1e-12)  # what the others cannot take falls even to the least
+    scales = np.sort(np.concatenate([low / share, high / share]))
+    costs = np.clip(np.outer(scales, share), low, high) @ unit  # piecewise linear between these scales
+    return np.asarray(np.clip(np.interp(budget, costs, scales) * share, low, high))
+
+
+def _nearest(target: np.ndarray, ranks: np.ndarray) -> np.ndarray:
+    """Largest-remainder rounding for candidates with gaps: the indices of the ranks.
+
+    Their sum is as near the targets' as the candidates allow and never above it; among those they are the ones that
+    minimise sum (r_l - target_l)^2. With every integer a candidate this is the method of the largest remainder.
+    Exact, by dynamic programming over the sum.
+    """
+    limit = int(target.sum() + _EPSILON)
+    best = np.full(limit + 1, np.inf)
+    best[0] = 0.0
+    chosen = []
+    for aim in target:
+        options = np.full((len(ranks), limit + 1), np.inf)
+        for row, rank in zip(options, ranks):
+            row[rank:] = best[: max(limit + 1 - rank, 0)] + (rank - aim) ** 2
+        chosen.append(options.argmin(axis=0))
+        best = options.min(axis=0)
+    left = int(np.flatnonzero(np.isfinite(best))[-1])
+    levels = np.empty(len(target), dtype=np.int64)
+    for layer in reversed(range(len(target))):
+        levels[layer] = chosen[layer][left]
+        left -= ranks[levels[layer]]
+    return levels
+
+
+def _raise(
+    levels: np.ndarray,
+    importance: np.ndarray,
+    cost: np.ndarray,
+    *,
+    budget: int,
+    target: np.ndarray,
+    ranks: np.ndarray,
+) -> np.ndarray:
+    """Steps up by largest remainder, counted in parts of the step, while one fits and its layer is below its target."""
+    rows, top = np.arange(len(levels)), len(ranks) - 1
+    levels = levels.copy()
+    while True:
+        above = np.minimum(levels + 1, top)
+        step = cost[rows, above] - cost[rows, levels]
+        remainder = np.round((target - ranks[levels]) / np.maximum(ranks[above] - ranks[levels], 1), 9)
+        fits = (levels < top) & (remainder > 0) & (step <= budget - _total(cost, levels))
+        if not fits.any():
+            return levels
+        levels[_first(fits, remainder, importance)] += 1
+
+
+def _lower(levels: np.ndarray, importance: np.ndarray, cost: np.ndarray, *, budget: int) -> np.ndarray:
+    """Steps down where importance per byte is least, until the bytes are within the budget."""
+    rows = np.arange(len(levels))
+    levels = levels.copy()
+    while _total(cost, levels) > budget:
+        freed = cost[rows, levels] - cost[rows, np.maximum(levels - 1, 0)]
+        value = np.round(-importance / np.maximum(freed, 1) / importance.max() * freed.max(), 9)
+        levels[_first(levels > 0, value, -importance)] -= 1
+    return levels
+
+
+def greedy(importance: np.ndarray, cost: np.ndarray, ranks: np.ndarray, *, budget: int) -> np.ndarray:
+    """From the smallest ranks up, always the step with the most importance * rank per byte that still fits."""
+    rows, top = np.arange(len(cost)), len(ranks) - 1
+    levels = np.zeros(len(cost), dtype=np.int64)
+    while True:
+        above = np.minimum(levels + 1, top)
+        step = cost[rows, above] - cost[rows, levels]
+        fits = (levels < top) & (step <= budget - _total(cost, levels))
+        if not fits.any():
+            return levels
+        gain = importance * (ranks[above] - ranks[levels]) / np.maximum(step, 1)
+        levels[_first(fits, np.round(gain / max(gain.max(), 1e-300), 12), importance)] += 1
+
+
+def _first(allowed: np.ndarray, *keys: np.ndarray) -> int:
+    """The allowed index with the largest first key, then the largest second, then the smallest index."""
+    order = np.lexsort((np.arange(len(allowed)), *(-key for key in reversed(keys)), ~allowed))
+    return int(order[0])
+
+
+def uniform(importance: np.ndarray, cost: np.ndarray, ranks: np.ndarray, *, budget: int) -> np.ndarray:
+    """The largest candidate that every layer can have."""
+    del ranks  # the signature is shared
+    largest = int(np.searchsorted(cost.sum(axis=0), budget, side="right")) - 1
+    return np.full(len(importance), largest, dtype=np.int64)
+
+
+def matched(importance: np.ndarray, cost: np.ndarray, ranks: np.ndarray, *, budget: int) -> np.ndarray:
+    """Ranks in proportion to importance that take no more bytes than `uniform` would."""
+    levels = uniform(importance, cost, ranks, budget=budget)
+    return proportional(importance, cost, ranks, budget=int(_total(cost, levels)))
+
+
+@runtime_checkable
+class Allocator(Protocol):
+    """A rule as the registry holds it: the rank of every layer, 0 for a layer that has no adapted module.
+
+    Raises `ConfigError` for malformed candidates or importance, `BudgetError` where the smallest one does not fit.
+    """
+
+    def __call__(
+        self,
+        importance: Num[np.ndarray, " layers"],
+        cost: Num[np.ndarray, "rows candidates"],
+        candidates: Sequence[int],
+        *,
+        budget_bytes: int,
+        max_rank: int,
+    ) -> tuple[int, ...]:
+        """The ranks; `cost` and `budget_bytes` in one unit, `importance` on any scale."""
+        ...
+
+
+def _checked(rule: Rule) -> Allocator:
+    def allocate(
+        importance: Num[np.ndarray, " layers"],
+        cost: Num[np.ndarray, "rows candidates"],
+        candidates: Sequence[int],
+        *,
+        budget_bytes: int,
+        max_rank: int,
+    ) -> tuple[int, ...]:
+        ranks = np.array(usable_candidates(candidates, max_rank=max_rank))
+        adapted = _adapted(importance, cost, candidates)
+        table = np.asarray(cost)[adapted, : len(ranks)]
+        _check_budget(table, ranks, budget_bytes)
+        levels = rule(np.asarray(importance, np.float64)[adapted], table, ranks, budget=budget_bytes)
+        chosen = np.zeros(len(adapted), dtype=np.int64)
+        chosen[adapted] = ranks[levels]
+        return tuple(chosen.tolist())
+
+    return allocate
+
+
+def check_candidates(candidates: Sequence[int]) -> None:
+    """Nothing where the candidates are positive and strictly ascending; else a `ConfigError`."""
+    if not candidates or candidates[0] < 1 or any(low >= high for low, high in pairwise(candidates)):
+        raise ConfigError(
+            f"rank candidates {tuple(candidates)} are not allowed; give positive ranks in ascending order"
+        )
+
+
+def usable_candidates(candidates: Sequence[int], *, max_rank: int) -> tuple[int, ...]:
+    """The candidates up to `max_rank`; a `ConfigError` where there is none."""
+    check_candidates(candidates)
+    ranks = tuple(rank for rank in candidates if rank <= max_rank)
+    if not ranks:
+        raise ConfigError(
+            f"no rank candidate of {tuple(candidates)} is at most {max_rank}, the largest rank of the device; "
+            "add a smaller one"
+        )
+    return ranks
+
+
+def _adapted(importance: np.ndarray, cost: np.ndarray, candidates: Sequence[int]) -> np.ndarray:
+    values = np.asarray(importance, dtype=np.float64)
+    if np.shape(cost) != (len(values), len(candidates)):
+        raise ConfigError(
+            f"costs of shape {np.shape(cost)} do not fit; give ({len(values)}, {len(candidates)}), layers by candidates"
+        )
+    adapted = np.asarray(cost)[:, 0] > 0
+    if not adapted.any():
+        raise ConfigError("no layer has an adapted module; name modules of the model with --targets")
+    if not np.isfinite(values).all() or (values < 0).any() or not values[adapted].any():
+        raise ConfigError(f"importance {values.tolist()} is not allowed; give finite shares of at least 0, not all 0")
+    return adapted
+
+
+def _check_budget(cost: np.ndarray, ranks: np.ndarray, budget: int) -> None:
+    least = int(cost[:, 0].sum())
+    if least > budget:
+        raise BudgetError(
+            f"rank {ranks[0]} in each of {len(cost)} layers takes {least:,} bytes (parameters, gradients and Adam's "
+            f"moments) and the budget is {budget:,}; "
+            "give a smaller rank candidate, more adapter_bytes or a larger device"
+        )
+
+
+ALLOCATORS: dict[str, Allocator] = {
+    "budget": _checked(proportional),
+    "matched": _checked(matched),
+    "greedy": _checked(greedy),
+    "uniform": _checked(uniform),
+}
+
+
+def fixed(rank: int) -> Allocator:
+    """The allocator that gives this rank to every layer.
+
+    The user's own number stands above the device's largest rank, but not above the budget (`BudgetError`);
+    a rank that is no candidate is a `ConfigError`.
+    """
+
+    def allocate(
+        importance: Num[np.ndarray, " layers"],
+        cost: Num[np.ndarray, "rows candidates"],
+        candidates: Sequence[int],
+        *,
+        budget_bytes: int,
+        max_rank: int,
+    ) -> tuple[int, ...]:
+        del max_rank
+        check_candidates(candidates)
+        if rank not in candidates:
+            raise ConfigError(
+                f"rank {rank} is no candidate; choose from {tuple(candidates)} or add it to the candidates"
+            )
+        only = np.asarray(cost)[:, [list(candidates).index(rank)]]
+        return ALLOCATORS["uniform"](importance, only, (rank,), budget_bytes=budget_bytes, max_rank=rank)
+
+    return allocate
+
+
+def find_allocator(name: str) -> Allocator:
+    """The allocator of this name, or `fixed` for a number; a `ConfigError` with the nearest name for anything else."""
+    if name.lstrip("-").isdecimal():
+        return fixed(int(name))
+    if name not in ALLOCATORS:
+        raise unknown("rank rule", name, [*ALLOCATORS, "a number"])
+    return ALLOCATORS[name]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Assignment:
+    """The ranks of a client and what they were chosen from."""
+
+    ranks: tuple[int, ...]
+    """Rank of every layer; 0 where nothing is adapted."""
+    budget_bytes: int
+    """Training bytes (four copies of every parameter) that the ranks may take."""
+    used_bytes: int
+    """Training bytes that they take."""
+    upload_bytes: int
+    """Bytes of the adapters' parameters: a quarter of `used_bytes`."""
+    largest_rank: int
+    """Estimate: the largest rank that every layer could have within the budget."""
+    memory: Memory
+    notes: tuple[str, ...] = ()
+    """What the user should know of how the budget came about."""
+
+
+def assign_ranks(
+    shape: ModelShape,
+    device: Device,
+    *,
+    importance: Float[np.ndarray, " layers"],
+    rule: str,
+    candidates: Sequence[int],
+    step: Step,
+    own_bytes: int | None = None,
+    fractions: Fractions | None = None,
+    factor: float = 1.0,
+) -> Assignment:
+    """The ranks that `rule` (a name of `ALLOCATORS` or a number) gives the layers of this client.
+
+    The budget is the lesser of free memory and upload: `own_bytes` of parameters, else the device's allowance. An
+    allowance that follows from the upload rate is a wish and not a law: it gives way, with a note, where not even the
+    smallest candidate goes through in time, and it does not bind a fixed rank, which is the user's own word. Memory,
+    `own_bytes` and an allowance that the profile spells out always bind. `factor` scales the budget
+    (`complexity_factors`). Of a client that holds the first `step.blocks` blocks alone, the allowance is the same and
+    memory binds the ranks of these blocks alone. Raises `ConfigError` and `BudgetError`.
+    """
+    allocate = find_allocator(rule)
+    least, upload, notes = _allowance(shape, device, rule=rule, candidates=candidates, own_bytes=own_bytes)
+    table = cost_table(shape, candidates)
+    free = rank_budget(
+        shape, device, step=step, upload_bytes=upload if step.blocks is None else None, fractions=fractions
+    )
+    whole = int(table[:, -1].sum()) if upload is None else upload * TRAINING_COPIES
+    budget = scale_budget(free if step.blocks is None else whole, factor, least_bytes=least * TRAINING_COPIES)
+    ranks = allocate(importance, table, candidates, budget_bytes=budget, max_rank=device.max_rank)
+    held = step.blocks or 0
+    if sum(layer_cost(shape, layer, rank) for layer, rank in enumerate(ranks[:held])) > free:
+        # Memory binds what is on the device alone; the blocks above the cut keep theirs.
+        below = allocate(importance[:held], table[:held], candidates, budget_bytes=free, max_rank=device.max_rank)
+        ranks = (*below, *ranks[held:])
+    memory = device_memory(shape, device, ranks=ranks, step=step)
+    check_memory(memory, name=device.name)
+    sent = adapter_bytes(shape, ranks)
+    return Assignment(
+        ranks=ranks,
+        budget_bytes=budget,
+        used_bytes=sent * TRAINING_COPIES,
+        upload_bytes=sent,
+        largest_rank=device_rank(shape, budget_bytes=budget),
+        memory=memory,
+        notes=notes,
+    )
+
+
+def _allowance(
+    shape: ModelShape, device: Device, *, rule: str, candidates: Sequence[int], own_bytes: int | None
+) -> tuple[int, int | None, tuple[str, ...]]:
+    """(parameter bytes of the smallest adapters, bytes that may be uploaded or None for any, what to tell of that)."""
+    chosen = rule in ALLOCATORS
+    smallest = usable_candidates(candidates, max_rank=device.max_rank)[0] if chosen else int(rule)
+    least = adapter_bytes(shape, [smallest] * shape.num_layers)
+    bound = device.own_adapter_bytes if own_bytes is None else own_bytes
+    _check_bound(shape, bound, rank=smallest, least=least)
+    if bound is not None or not chosen:
+        return least, bound, ()
+    if least <= device.adapter_bytes:
+        return least, device.adapter_bytes, ()
+    return least, least, (_stretch_note(device, rank=smallest, least=least),)
+
+
+def _check_bound(shape: ModelShape, bound: int | None, *, rank: int, least: int) -> None:
+    if bound is not None and 1 <= bound < least:
+        raise BudgetError(
+            f"adapter_bytes {bound:,} does not hold rank {rank} in each of {shape.num_layers} layers ({least:,} bytes "
+            "of parameters); give more bytes or a smaller rank candidate"
+        )
+
+
+def _stretch_note(device: Device, *, rank: int, least: int) -> str:
+    return (
+        f"{device.name}: an upload allowance of {device.adapter_bytes:,} bytes does not hold rank {rank} in every "
+        f"layer; {least:,} bytes ({least / device.up_bytes_per_second:.1f} s) are allowed instead"
+    )

@@ -1,0 +1,451 @@
+"""Bytes, seconds and memory of a client's work, from sizes.
+
+What training takes on a device, and what is left of it for adapters.
+
+A device holds the frozen weights of its blocks, what autograd keeps of them for one step with the holes between
+(`HEAP_COPIES`), the runtime, and for every trainable number four: the parameter, its gradient and Adam's two
+moments. An upload holds the parameter alone. So memory and upload bound the same ranks in two units. Everything here
+that is called a *cost* or a *budget* counts *training bytes*, all four copies; `rank_budget` turns an upload allowance
+into them by multiplying by four.
+
+What measuring a frozen model takes, before anything is trained: operations and memory, from sizes alone.
+
+A measurement passes through all blocks and goes back to the lowest one whose weights it takes gradients of. What is
+below that block records nothing.
+
+What a round will cost a client, before anything is trained: bytes, seconds and memory from sizes alone.
+
+Seconds are the profile's: operations over FLOP/s, bytes over the link's rate, and one latency for each message.
+"""
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+from jaxtyping import Float, Int
+
+from atlas_fl.errors import BudgetError, ConfigError
+from atlas_fl.models.registry import ModelShape
+from atlas_fl.ranks.devices import Device
+
+VALUE_BYTES = 4
+TRAINING_COPIES = 4  # parameter, gradient, first and second moment
+LOGIT_COPIES = 4  # the logits, their log-softmax and the gradients of both: measured at 4.03 on 1500 x 50000
+RESERVE_BYTES = 408 * 2**20
+"""A Python process that has trained a step of two tokens takes 426 to 428 MB besides its weights: 389 MB of libraries,
+and what more of these the first product and the first backward pass read into memory."""
+HEAP_COPIES = 2
+"""The heap over what is alive on it: glibc does not return blocks below 32 MiB, and what is freed in the order of the
+backward pass leaves holes for the next forward pass that it fills in part. Measured at 1.8 to 2.3 on MiniLM; it is 1
+where every block is mapped by itself (`MALLOC_MMAP_THRESHOLD_=262144`)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Step:
+    """What a training step holds on the device besides the adapters."""
+
+    tokens: int
+    """Real tokens of the largest batch, over all its sequences."""
+    blocks: int | None = None
+    """Blocks that the device holds, from the bottom; all of them by default."""
+    head_params: int = 0
+    """Trainable numbers outside the adapters."""
+    feed_forward_copies: int = 1
+    """Tensors of the inner width that the activation keeps: 1 for a fused GELU or ReLU, 3 gated, 4 for GPT-2's."""
+    checkpointing: bool = False
+    """Whether blocks are computed again in the backward pass."""
+    logits: int = 0
+    """Numbers that the batch's predictions of text are made of: tokens to be written times the vocabulary."""
+    crossing: int = 0
+    """Numbers that wait at a cut: what goes up and the gradient that comes back."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fractions:
+    """The first ATLAS' budget: fixed shares of the device's memory instead of a model of it."""
+
+    base: float = 0.35
+    activations: float = 0.25
+    optimizer: float = 0.15
+
+
+@dataclass(frozen=True, kw_only=True)
+class Memory:
+    """Where the memory of a device goes, in bytes."""
+
+    total_bytes: int
+    weights_bytes: int
+    activations_bytes: int
+    reserve_bytes: int
+    parameters_bytes: int
+    gradients_bytes: int
+    moments_bytes: int
+
+    @property
+    def used_bytes(self) -> int:
+        """The sum of all parts."""
+        return sum(size for _, size in self.parts())
+
+    @property
+    def free_bytes(self) -> int:
+        """What is left; negative where the device is too small."""
+        return self.total_bytes - self.used_bytes
+
+    def parts(self) -> tuple[tuple[str, int], ...]:
+        """(name, bytes) of every part, for a table."""
+        return (
+            ("frozen weights", self.weights_bytes),
+            ("activations", self.activations_bytes),
+            ("runtime", self.reserve_bytes),
+            ("adapters and head", self.parameters_bytes),
+            ("gradients", self.gradients_bytes),
+            ("Adam moments", self.moments_bytes),
+        )
+
+
+def adapter_bytes(shape: ModelShape, ranks: Sequence[int]) -> int:
+    """Bytes of the adapters' parameters at these ranks, one for each layer: what an upload carries."""
+    return sum(layer_cost(shape, layer, rank) for layer, rank in enumerate(ranks)) // TRAINING_COPIES
+
+
+def layer_cost(shape: ModelShape, layer: int, rank: int) -> int:
+    """Training bytes of one layer's adapters: the sum of (d_in + d_out) * rank over its modules, in four copies."""
+    return sum(d_in + d_out for d_in, d_out in shape.layers[layer]) * rank * VALUE_BYTES * TRAINING_COPIES
+
+
+def cost_table(shape: ModelShape, candidates: Sequence[int]) -> Int[np.ndarray, "layers candidates"]:
+    """Training bytes of every layer at every candidate rank, int64: what the allocators want."""
+    rows = [[layer_cost(shape, layer, rank) for rank in candidates] for layer in range(shape.num_layers)]
+    return np.array(rows, dtype=np.int64)
+
+
+def saved_values(shape: ModelShape, layer: int, *, rank: int = 0, feed_forward_copies: int = 1) -> int:
+    """Numbers that autograd keeps of one token in one frozen block with LoRA on some of its modules.
+
+    A frozen linear layer keeps nothing, since the gradient of its input needs its weight alone. So what stays is:
+    query, key, value and output of the fused attention with one log-sum-exp a head; the inputs of both norms with
+    their mean and deviation; the inner activation; the input of every adapted module (query, key and value share
+    theirs) and its product with A. Measured with `saved_tensors_hooks`: within 1% on BERT and GPT-2, 6%
+    above on Llama with grouped queries.
+    """
+    hidden, inner = shape.hidden, shape.intermediate
+    modules = shape.layers[layer]
+    attention = [d_out for d_in, d_out in modules if d_in == hidden and d_out != inner]
+    inputs = hidden * (bool(attention) + (len(attention) > 3) + any(d_out == inner for _, d_out in modules))
+    inputs += inner * any(d_in == inner for d_in, _ in modules)
+    kept = 4 * hidden + shape.heads + 2 * (hidden + 2) + feed_forward_copies * inner
+    return kept + inputs + len(modules) * rank
+
+
+def activation_bytes(
+    shape: ModelShape,
+    tokens: int,
+    blocks: int,
+    *,
+    rank: int = 0,
+    feed_forward_copies: int = 1,
+    checkpointing: bool = False,
+) -> int:
+    """Peak bytes of activations of a step over `tokens` real tokens through the first `blocks` blocks, in float32.
+
+    What autograd keeps of every block, plus the gradients alive at once in one block: two of the inner width, or four
+    of the hidden one. With checkpointing every block keeps its input alone and one block at a time is computed again.
+    """
+    kept = [saved_values(shape, layer, rank=rank, feed_forward_copies=feed_forward_copies) for layer in range(blocks)]
+    working = max(2 * shape.intermediate, 4 * shape.hidden) if blocks else 0
+    values = blocks * shape.hidden + max(kept, default=0) if checkpointing else sum(kept)
+    return (values + working) * tokens * VALUE_BYTES
+
+
+def device_memory(
+    shape: ModelShape,
+    device: Device,
+    *,
+    ranks: Sequence[int],
+    step: Step,
+    reserve_bytes: int = RESERVE_BYTES,
+) -> Memory:
+    """The memory of a device that trains these ranks, part by part; raises nothing where it does not fit."""
+    blocks = shape.num_layers if step.blocks is None else step.blocks
+    parameters = adapter_bytes(shape, ranks[:blocks])
+    return _memory(shape, device, step, parameters=parameters, rank=max(ranks, default=0), reserve_bytes=reserve_bytes)
+
+
+def _memory(shape: ModelShape, device: Device, step: Step, *, parameters: int, rank: int, reserve_bytes: int) -> Memory:
+    blocks = shape.num_layers if step.blocks is None else step.blocks
+    trained = parameters + step.head_params * VALUE_BYTES
+    alive = activation_bytes(
+        shape,
+        step.tokens,
+        blocks,
+        rank=rank,
+        feed_forward_copies=step.feed_forward_copies,
+        checkpointing=step.checkpointing,
+    )
+    return Memory(
+        total_bytes=device.memory_bytes,
+        weights_bytes=shape.embedding_bytes
+        - (0 if step.blocks is None else shape.tail_bytes)
+        + sum(shape.block_bytes[:blocks]),
+        activations_bytes=HEAP_COPIES * (alive + step.crossing * VALUE_BYTES)
+        # A vocabulary's worth of numbers is a block that goes back as soon as it is freed.
+        + LOGIT_COPIES * step.logits * VALUE_BYTES,
+        reserve_bytes=reserve_bytes,
+        parameters_bytes=trained,
+        gradients_bytes=trained,
+        moments_bytes=2 * trained,
+    )
+
+
+def check_memory(memory: Memory, *, name: str) -> None:
+    """Nothing where the parts fit into the device; else a `BudgetError` with every part and what would help."""
+    if memory.free_bytes >= 0:
+        return
+    parts = ", ".join(f"{part} {_mb(size)}" for part, size in memory.parts())
+    raise BudgetError(
+        f"{name} has {_mb(memory.total_bytes)} of memory and training takes {_mb(memory.used_bytes)} ({parts}); "
+        "lower --batch-size, --max-length or --ranks, add --gradient-checkpointing, or take a larger device"
+    )
+
+
+def rank_budget(
+    shape: ModelShape,
+    device: Device,
+    *,
+    step: Step,
+    upload_bytes: int | None,
+    fractions: Fractions | None = None,
+    reserve_bytes: int = RESERVE_BYTES,
+) -> int:
+    """Training bytes that the adapters of a device may take: the lesser of its free memory and four times its upload.
+
+    `upload_bytes` bounds the parameters alone; None leaves memory as the only bound. Free memory is what
+    `device_memory` leaves at the device's largest rank, or with `fractions` what those leave.
+    Raises `BudgetError` where the model itself does not fit, `ConfigError` for an impossible allowance or fraction.
+    """
+    if upload_bytes is not None and upload_bytes < 1:
+        raise ConfigError(f"adapter_bytes {upload_bytes} is not allowed; give at least 1")
+    if fractions is not None:
+        left = _fraction_bytes(device, fractions)
+    else:
+        # adapters of no size, but activations at the largest rank, so that no choice of ranks overruns the device
+        empty = _memory(shape, device, step, parameters=0, rank=device.max_rank, reserve_bytes=reserve_bytes)
+        check_memory(empty, name=device.name)
+        left = empty.free_bytes
+    return left if upload_bytes is None else min(left, upload_bytes * TRAINING_COPIES)
+
+
+def _fraction_bytes(device: Device, fractions: Fractions) -> int:
+    shares = (fractions.base, fractions.activations, fractions.optimizer)
+    if not all(0 <= share < 1 for share in shares) or sum(shares) >= 1 or fractions.optimizer == 0:
+        raise ConfigError(
+            f"alpha_base, alpha_act and alpha_opt are {shares}; give values from 0 to below 1 that sum to less than 1, "
+            "alpha_opt above 0"
+        )
+    # parameters and gradients live in the rest, the two moments in the optimizer's share: half of the bytes each
+    return int(2 * min(1 - sum(shares), fractions.optimizer) * device.memory_bytes)
+
+
+def device_rank(shape: ModelShape, *, budget_bytes: int) -> int:
+    """The largest rank that every layer could have within these training bytes, candidates aside."""
+    return budget_bytes // max(1, sum(layer_cost(shape, layer, 1) for layer in range(shape.num_layers)))
+
+
+def _mb(size: int) -> str:
+    return f"{size / 1e6:,.1f} MB"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Probe:
+    """What one measurement does in every block of the whole model."""
+
+    lowest: int
+    """The lowest block that its backward pass reaches; the number of blocks where there is none."""
+    products: tuple[int, ...]
+    """By block, numbers each of which takes two operations a token beside those of the frozen block: of every weight
+    whose gradient is taken one, of an adapter's weight one more for its forward and one for its input's gradient."""
+    held_bytes: tuple[int, ...]
+    """By block, bytes that are alive beside the frozen weights and the activations: gradients, their sums, copies."""
+    inputs: tuple[tuple[tuple[int, int], ...], ...]
+    """By block, (d_in, d_out) of the layers whose inputs the backward pass needs."""
+    rank: int = 0
+    head_bytes: int = 0
+    """The same of the head, on the side that has it."""
+
+
+def dense(shape: ModelShape) -> tuple[tuple[int, int], ...]:
+    """(d_in, d_out) of the matrices of one block: four of attention and two of the feed-forward layer."""
+    hidden, inner = shape.hidden, shape.intermediate
+    return (*((hidden, hidden),) * 4, (hidden, inner), (inner, hidden))
+
+
+def measuring_flops(
+    shape: ModelShape, probe: Probe, blocks: Sequence[int], *, tokens: float, length: float, logits: float = 0
+) -> float:
+    """Operations in these blocks for so many tokens in sequences of mean `length` (as in `ranks.cost_model`).
+
+    A frozen weight takes 2 operations forward and, where the backward pass comes by, 2 for the gradient of its input
+    and 2 for its own; attention 4 * length * hidden forward and twice that backward. `logits` are tokens times
+    vocabulary, on the side that has the head.
+    """
+    total = 0.0
+    for block in blocks:
+        back = block >= probe.lowest
+        total += (4 if back else 2) * shape.block_params[block] + (12 if back else 4) * length * shape.hidden
+        total += 2 * probe.products[block]
+    return tokens * total + (4 if probe.lowest < shape.num_layers else 2) * shape.hidden * logits
+
+
+def measuring_bytes(
+    shape: ModelShape,
+    probe: Probe,
+    blocks: Sequence[int],
+    *,
+    tokens: int,
+    crossing: int = 0,
+    logits: int = 0,
+    head: bool = True,
+    checkpointing: bool = False,
+) -> int:
+    """Bytes that a pass over so many tokens takes at once on the side of these blocks, frozen weights aside.
+
+    A forward pass that records nothing still works in one block at a time. `crossing` are numbers that wait at a cut.
+    """
+    back = [block for block in blocks if block >= probe.lowest]
+    recorded = replace(shape, layers=tuple(probe.inputs[block] for block in back or blocks[:1]))
+    alive = activation_bytes(recorded, tokens, len(recorded.layers), rank=probe.rank, checkpointing=checkpointing)
+    held = sum(probe.held_bytes[block] for block in back) + (probe.head_bytes if head else 0)
+    return HEAP_COPIES * (alive + crossing * VALUE_BYTES) + LOGIT_COPIES * logits * VALUE_BYTES + held
+
+
+SHARED = ("A", "B", "head")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prediction:
+    """One client's round on its device."""
+
+    up_bytes: int
+    down_bytes: int
+    flops: float
+    compute_seconds: float
+    transfer_seconds: float
+    memory: Memory
+    server_seconds: float = 0.0
+    """Computing on the server's side of a cut, while the client waits."""
+
+    @property
+    def seconds(self) -> float:
+        """Download, training and upload, one after the other."""
+        return self.compute_seconds + self.transfer_seconds + self.server_seconds
+
+
+def message_bytes(
+    shape: ModelShape, ranks: Sequence[int], *, share: Collection[str] = SHARED, head_params: int = 0
+) -> int:
+    """Bytes of the parameters in one message: of every adapted module A is rank x d_in and B is d_out x rank."""
+    by_part = {
+        "A": sum(rank * d_in for modules, rank in zip(shape.layers, ranks) for d_in, _ in modules),
+        "B": sum(rank * d_out for modules, rank in zip(shape.layers, ranks) for _, d_out in modules),
+        "head": head_params,
+    }
+    return VALUE_BYTES * sum(by_part[part] for part in share)
+
+
+def training_flops(shape: ModelShape, ranks: Sequence[int], *, tokens: int, length: float, logits: int = 0) -> float:
+    """Operations to train the first `len(ranks)` blocks on `tokens` real tokens in sequences of mean `length`.
+
+    A frozen weight takes 2 operations forward and 2 backward (the gradient of its input alone); a LoRA weight 2 forward
+    and 4 backward; attention 4 * length * hidden forward and twice that backward. Heads and embeddings are left out,
+    except where text is written: each of its `logits` (tokens times vocabulary) takes 4 * hidden.
+    `length` is the mean over tokens, that is sum(l^2) / sum(l) for sequences of length l.
+    """
+    frozen = 4 * sum(shape.block_params[: len(ranks)])
+    adapters = 6 * message_bytes(shape, ranks, share=("A", "B")) // VALUE_BYTES
+    attention = 12 * length * shape.hidden * len(ranks)
+    return float(tokens * (frozen + adapters + attention) + 4 * shape.hidden * logits)
+
+
+def predict_round(
+    shape: ModelShape,
+    device: Device,
+    *,
+    ranks: Sequence[int],
+    step: Step,
+    tokens: int,
+    length: float,
+    share: Collection[str] = SHARED,
+    overhead_bytes: int = 0,
+    logits: int = 0,
+) -> Prediction:
+    """Bytes, seconds and memory of a round in which the client trains on `tokens` tokens, all epochs together.
+
+    `share` is what travels each way (nothing for a client that trains alone); `overhead_bytes` what the encoding adds
+    to a message (names, shapes). `length` and `logits` are as in `training_flops`. What the client trains
+    travels both ways, at the client's own ranks; of a client that holds only the first `step.blocks` blocks, those
+    alone count.
+    """
+    held = ranks[: shape.num_layers if step.blocks is None else step.blocks]
+    size = message_bytes(shape, held, share=share, head_params=step.head_params) + overhead_bytes if share else 0
+    flops = training_flops(shape, held, tokens=tokens, length=length, logits=logits)
+    up, down = size / device.up_bytes_per_second, size / device.down_bytes_per_second
+    return Prediction(
+        up_bytes=size,
+        down_bytes=size,
+        flops=flops,
+        compute_seconds=flops / device.flops_per_second,
+        transfer_seconds=up + down + 2 * device.latency_seconds if share else 0.0,
+        memory=device_memory(shape, device, ranks=ranks, step=step),
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Crossings:
+    """What crosses a client's cut in a round of training, all steps together."""
+
+    up_bytes: int
+    down_bytes: int
+    messages: int
+    """Of both directions, one after the other."""
+
+
+def crossing_seconds(crossings: Crossings, device: Device) -> float:
+    """Seconds that these messages take over the link of this device, one latency each."""
+    rates = (device.up_bytes_per_second, device.down_bytes_per_second)
+    sizes = (crossings.up_bytes, crossings.down_bytes)
+    return sizes[0] / rates[0] + sizes[1] / rates[1] + crossings.messages * device.latency_seconds
+
+
+def between(device: Device, host: Device) -> Device:
+    """The device with the link that it has to another one: of both the slower rate each way, and the longer latency."""
+    return replace(
+        device,
+        up_bytes_per_second=min(device.up_bytes_per_second, host.down_bytes_per_second),
+        down_bytes_per_second=min(device.down_bytes_per_second, host.up_bytes_per_second),
+        latency_seconds=max(device.latency_seconds, host.latency_seconds),
+    )
+
+
+def over_cut(
+    held: Prediction, whole: Prediction, device: Device, *, server: Device, crossings: Crossings
+) -> Prediction:
+    """The round of a client with a cut, from the predictions of what it has `held` and of the `whole` model.
+
+    The server computes what is left at its own speed, and every message through the cut costs one latency.
+    """
+    return replace(
+        held,
+        up_bytes=held.up_bytes + crossings.up_bytes,
+        down_bytes=held.down_bytes + crossings.down_bytes,
+        transfer_seconds=held.transfer_seconds + crossing_seconds(crossings, device),
+        server_seconds=(whole.flops - held.flops) / server.flops_per_second,
+    )
+
+
+def cut_utilities(importance: Float[np.ndarray, " layers"], ranks: Sequence[int]) -> Float[np.ndarray, "cuts 2"]:
+    """The utility sum I_l * r_l on each side of every cut, float64 (layers + 1, 2).
+
+    Row s is the cut that leaves blocks [0, s) on the client (column 0) and [s, layers) on the server (column 1).
+    """
+    below = np.concatenate([[0.0], np.cumsum(np.asarray(importance, dtype=np.float64) * np.asarray(ranks))])
+    return np.stack([below, below[-1] - below], axis=1)

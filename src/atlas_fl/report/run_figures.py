@@ -1,0 +1,335 @@
+"""Figures of a run: convergence, scores, ranks, traffic.
+
+Figure 1: how each task converges, score above and loss below, with the majority class as the line to beat.
+
+Figure 2: the validation score of every client in every round, coloured by what it gains over the majority class.
+
+Figure 5: the LoRA rank of every layer and client.
+
+Figure 6: the bytes that crossed the network, by kind, direction and round.
+"""
+
+import math
+from collections import defaultdict
+from collections.abc import Sequence
+from itertools import pairwise
+
+import matplotlib as mpl
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.colors import BoundaryNorm, ListedColormap, Normalize
+from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+from matplotlib.patches import Rectangle
+from matplotlib.ticker import FuncFormatter, MaxNLocator
+
+from atlas_fl.experiment.summary import History, mean_series, sampled_series
+from atlas_fl.report.format import human_bytes
+from atlas_fl.report.record import Record
+from atlas_fl.report.style import (
+    FAINT,
+    INK,
+    KIND_COLOURS,
+    LABEL_SIZE,
+    MOST_LABELS,
+    NOTE_SIZE,
+    TICK_SIZE,
+    bar_of,
+    bare,
+    between_clusters,
+    cells,
+    name_rows,
+    new_figure,
+    numbers,
+    say,
+    task_colours,
+    task_legend,
+    tidy,
+)
+from atlas_fl.storage.ledger import KINDS, Totals
+
+COLUMNS = 4
+
+
+def draw_convergence(record: Record) -> Figure:
+    """Small multiples, one column a task: thin lines are clients, the bold line is their mean."""
+    tasks = [task for task in record.tasks if record.by_task[task]]
+    columns = max(1, min(COLUMNS, len(tasks)))
+    blocks = max(1, -(-len(tasks) // columns))
+    figure = new_figure(
+        width=max(7.0, 0.6 + 3.0 * columns),
+        height=1.2 + 4.2 * blocks,
+        title="How each task converges",
+        subtitle="thin: one client; bold: mean over the task's clients",
+    )
+    if not tasks:
+        say(figure.add_subplot(), "no round has been evaluated yet")
+        return figure
+    grid = figure.subplots(2 * blocks, columns, squeeze=False, height_ratios=[3, 2] * blocks)
+    colours = task_colours(record.tasks)
+    for index in range(blocks * columns):
+        block, column = divmod(index, columns)
+        above, below = grid[2 * block, column], grid[2 * block + 1, column]
+        if index >= len(tasks):
+            bare(above)
+            bare(below)
+            continue
+        # where not every round is evaluated, scores begin later than losses
+        below.sharex(above)
+        members = record.by_task[tasks[index]]
+        _scores(above, members, title=tasks[index], colour=colours[tasks[index]], first=column == 0)
+        _losses(below, members, colour=colours[tasks[index]], first=column == 0)
+    figure.legend(handles=_legend(record), loc="outside lower center", ncols=5, frameon=False, fontsize=TICK_SIZE)
+    return figure
+
+
+def _scores(axes: Axes, members: Sequence[History], *, title: str, colour: str, first: bool) -> None:
+    tidy(axes, title=title, y="validation score" if first else "")
+    for member in members:
+        _line(axes, member.series("validation"), color=colour, linewidth=0.9, alpha=0.4)
+    mean = mean_series(members, "validation")
+    _line(axes, mean, color=colour, linewidth=2.4)
+    if _has_other_score(members):
+        accuracy = mean_series(members, "validation", "accuracy")
+        _line(axes, accuracy, color=colour, linewidth=1.2, linestyle=":")
+    majority = mean_series(members, "validation", "majority")
+    if majority:
+        axes.axhline(majority[max(majority)], color=INK, linewidth=1, linestyle=(0, (4, 3)), zorder=1)
+    _label_end(axes, mean, colour)
+    axes.tick_params(labelbottom=False)
+
+
+def _has_other_score(members: Sequence[History]) -> bool:
+    """Whether the task is judged by another metric than accuracy, to which the majority class belongs."""
+    accuracy = mean_series(members, "validation", "accuracy")
+    return bool(accuracy) and accuracy != mean_series(members, "validation")
+
+
+def _losses(axes: Axes, members: Sequence[History], *, colour: str, first: bool) -> None:
+    tidy(axes, x="round", y="loss" if first else "")
+    _line(axes, mean_series(members, "validation", "loss"), color=colour, linewidth=2.0)
+    _line(axes, sampled_series(members, "train", "loss"), color=colour, linewidth=1.3, linestyle=(0, (5, 1.5, 1, 1.5)))
+
+
+def _line(axes: Axes, values: dict[int, float], **style: object) -> None:
+    if values:
+        marker = "o" if len(values) == 1 else ""
+        axes.plot(list(values), list(values.values()), marker=marker, markersize=4, **style)  # type: ignore[arg-type]
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=7, min_n_ticks=1, steps=[1, 2, 5, 10]))
+
+
+def _label_end(axes: Axes, mean: dict[int, float], colour: str) -> None:
+    """The last mean as a number right of its line, outside the axes so that it covers nothing."""
+    if mean:
+        last = max(mean)
+        axes.annotate(
+            f"{mean[last]:.3f}".lstrip("0"),
+            (1, mean[last]),
+            xycoords=axes.get_yaxis_transform(),
+            xytext=(3, 0),
+            textcoords="offset points",
+            size=NOTE_SIZE,
+            color=colour,
+            weight="bold",
+            va="center",
+        )
+
+
+def _legend(record: Record) -> list[Line2D]:
+    """The kinds of lines that this figure holds."""
+    styles: list[tuple[str, dict[str, object]]] = [
+        ("mean validation score, loss", {"linewidth": 2.4}),
+        ("one client", {"linewidth": 0.9, "alpha": 0.5}),
+        ("training loss", {"linewidth": 1.3, "linestyle": (0, (5, 1.5, 1, 1.5))}),
+        ("majority class (accuracy)", {"linewidth": 1, "linestyle": (0, (4, 3)), "color": INK}),
+    ]
+    if any(_has_other_score(members) for members in record.by_task.values()):
+        styles.insert(2, ("accuracy, where it is not the score", {"linewidth": 1.2, "linestyle": ":"}))
+    return [Line2D([], [], label=label, **({"color": FAINT} | style)) for label, style in styles]  # type: ignore[arg-type]
+
+
+MOST_TICKS = 26
+REFUSED_COLOUR = "#D55E00"
+
+
+def draw_scores(record: Record) -> Figure:
+    """A heat map, clients by rounds; clusters are set apart by lines, a round with a refused update is framed."""
+    rounds = sorted({at for found in record.histories.values() for at in found.series("validation")})
+    figure = new_figure(
+        width=float(np.clip(3.2 + 0.52 * len(rounds), 7.0, 13.0)),
+        height=float(np.clip(1.9 + 0.3 * len(record.clients), 3.6, 14.0)),
+        title="Validation score of every client, round by round",
+        subtitle="numbers: score; lines between clusters"
+        + ("; framed: the client's update was refused" if _refused(record) else ""),
+    )
+    axes = figure.add_subplot()
+    if not rounds:
+        say(axes, "no round has been evaluated yet")
+        return figure
+    order = record.sorted_clients
+    values = _matrix(record, order, rounds, "validation")
+    shades, meaning = _shades(record, order, rounds, values)
+    low, high = float(np.nanmin(shades)), float(np.nanmax(shades))
+    norm = Normalize(math.floor(low * 20) / 20, math.ceil(high * 20 + 1e-9) / 20)
+    image = cells(axes, shades, colours=mpl.colormaps["viridis"], norm=norm)
+    numbers(axes, image, values, lambda value: f"{value:.2f}".replace("0.", "."), shades=shades)
+    name_rows(axes, record, order)
+    _name_columns(figure, rounds)
+    for row in between_clusters(record, order):
+        axes.axhline(row - 0.5, color=INK, linewidth=1.0)
+    _frame_refused(figure, record, order, rounds)
+    bar_of(figure, image, axes, meaning)
+    task_legend(figure, record)
+    return figure
+
+
+def _shades(record: Record, order: list[int], rounds: list[int], values: np.ndarray) -> tuple[np.ndarray, str]:
+    """What colours the cells, and its name: scores of tasks with two and with six classes are not alike."""
+    accuracy, majority = (_matrix(record, order, rounds, "validation", metric) for metric in ("accuracy", "majority"))
+    gains = accuracy - majority
+    if np.array_equal(np.isnan(gains), np.isnan(values)):
+        return gains, "accuracy above the majority class"
+    return values, "score"
+
+
+def _matrix(record: Record, order: list[int], rounds: list[int], *series: str) -> np.ndarray:
+    """A series of every client, float64 (clients, rounds); NaN where a client has none."""
+    values = np.full((len(order), len(rounds)), np.nan)
+    for row, index in enumerate(order):
+        history = record.histories.get(record.clients[index])
+        for at, value in (history.series(*series) if history else {}).items():
+            values[row, rounds.index(at)] = value
+    return values
+
+
+def _name_columns(figure: Figure, rounds: list[int]) -> None:
+    axes = figure.axes[0]
+    shown = range(0, len(rounds), -(-len(rounds) // MOST_TICKS))
+    axes.set_xticks(shown, labels=[str(rounds[place]) for place in shown])
+    axes.set_xlabel("round", size=LABEL_SIZE)
+
+
+def _refused(record: Record) -> list[tuple[int, str]]:
+    """Round and client of every refused update."""
+    return [(row["round"], row["client"]) for row in record.metrics if row.get("event") == "refused"]
+
+
+def _frame_refused(figure: Figure, record: Record, order: list[int], rounds: list[int]) -> None:
+    names = [record.clients[index] for index in order]
+    for at, client in _refused(record):
+        if at in rounds and client in names:
+            corner = rounds.index(at) - 0.46, names.index(client) - 0.43
+            frame = Rectangle(corner, 0.92, 0.86, fill=False, edgecolor=REFUSED_COLOUR, linewidth=2, zorder=3)
+            figure.axes[0].add_patch(frame)
+
+
+def draw_ranks(record: Record) -> Figure:
+    """A heat map, clients by layers, with each client's device at the right."""
+    planned = record.plan["clients"]
+    width = max((len(client.get("ranks", ())) for client in planned), default=0)
+    figure = new_figure(
+        width=float(np.clip(5.0 + 0.5 * width, 7.0, 14.0)),
+        height=float(np.clip(1.9 + 0.3 * len(planned), 3.6, 14.0)),
+        title="LoRA rank of every layer and client",
+        subtitle="lines between clusters; the client's device at the right",
+    )
+    axes = figure.add_subplot()
+    if not width:
+        say(axes, "the plan holds no ranks")
+        return figure
+    order = record.sorted_clients
+    values = np.full((len(order), width), np.nan)
+    for row, index in enumerate(order):
+        ranks = planned[index].get("ranks", ())
+        values[row, : len(ranks)] = ranks
+    levels = sorted({int(rank) for rank in values[np.isfinite(values)]})
+    # Ranks double, so a colour a rank, evenly spaced, tells 4 from 8 as well as 32 from 64.
+    colours = ListedColormap(mpl.colormaps["YlGnBu"](np.linspace(0.12, 0.92, len(levels))))
+    edges = [levels[0] - 1, *((low + high) / 2 for low, high in pairwise(levels)), levels[-1] + 1]
+    image = cells(axes, values, colours=colours, norm=BoundaryNorm(edges, len(levels)))
+    numbers(axes, image, values, lambda value: f"{value:.0f}")
+    name_rows(axes, record, order)
+    axes.set_xticks(range(width), labels=[str(layer) for layer in range(width)])
+    axes.set_xlabel("layer", size=LABEL_SIZE)
+    for row in between_clusters(record, order):
+        axes.axhline(row - 0.5, color=INK, linewidth=1.0)
+    if len(order) <= MOST_LABELS:
+        size = TICK_SIZE if len(order) <= MOST_LABELS // 2 else TICK_SIZE - 2
+        for row, index in enumerate(order):
+            axes.text(width - 0.4, row, planned[index].get("device", ""), size=size, va="center", color=INK)
+    middles = [(low + high) / 2 for low, high in pairwise(edges)]
+    bar = bar_of(figure, image, axes, "rank", ticks=middles)
+    bar.set_yticks(middles, labels=[str(level) for level in levels])
+    task_legend(figure, record)
+    return figure
+
+
+def draw_traffic(record: Record) -> Figure:
+    """Left: each round, up above the line and down below it; right: what each kind adds up to."""
+    sums = record.totals
+    figure = new_figure(
+        width=10.5,
+        height=4.6,
+        title=f"{human_bytes(sums.total) if sums.total else 'Nothing'} in messages",
+        subtitle=f"{human_bytes(sums.up)} up to the server, {human_bytes(sums.down)} down to the clients; "
+        f"{_between(sums)}lengths of the encoded payloads",
+    )
+    if not sums.total:
+        say(figure.add_subplot(), "this run sent nothing")
+        return figure
+    left, right = figure.subplots(1, 2, width_ratios=[2.2, 1])
+    kinds = [kind for kind in KINDS if kind in sums.by_kind]
+    _rounds(left, record, kinds)
+    _kinds(right, record, kinds)
+    return figure
+
+
+def _between(sums: Totals) -> str:
+    between = sums.between_clients + sums.relayed
+    return f"{human_bytes(between)} of it between clients; " if between else ""
+
+
+def _rounds(axes: Axes, record: Record, kinds: Sequence[str]) -> None:
+    by_cell: dict[tuple[str, str, int], int] = defaultdict(int)
+    for row in record.ledger:
+        by_cell[row.kind, row.direction, row.round] += row.bytes
+    rounds = np.arange(min(row.round for row in record.ledger), max(row.round for row in record.ledger) + 1)
+    tidy(axes, title="by round", x="round", y="bytes")
+    for direction, sign in (("up", 1), ("down", -1)):
+        base = np.zeros(len(rounds))
+        for kind in kinds:
+            heights = sign * np.array([by_cell[kind, direction, int(at)] for at in rounds], dtype=np.float64)
+            axes.bar(rounds, heights, bottom=base, width=0.78, color=KIND_COLOURS[kind], linewidth=0)
+            base += heights
+    axes.axhline(0, color=INK, linewidth=0.8)
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=14, min_n_ticks=1, steps=[1, 2, 5, 10]))
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: human_bytes(abs(value))))
+    low, high = axes.get_ylim()
+    axes.set_ylim(low * 1.12, high * 1.12)
+    for text, place, align in (("up", 0.98, "top"), ("down", 0.02, "bottom")):
+        axes.text(0.01, place, text, transform=axes.transAxes, size=LABEL_SIZE, weight="bold", color=INK, va=align)
+
+
+def _kinds(axes: Axes, record: Record, kinds: Sequence[str]) -> None:
+    tidy(axes, title="by kind", grid="")
+    sums = [sum(record.totals.by_kind[kind].values()) for kind in kinds]
+    places = range(len(kinds))
+    axes.barh(places, sums, color=[KIND_COLOURS[kind] for kind in kinds], height=0.62)
+    axes.set_yticks(places, labels=kinds)
+    axes.invert_yaxis()
+    for place, size in zip(places, sums):
+        share = 100 * size / record.totals.total
+        percent = f"{share:.1f}%" if share >= 0.05 else "below 0.1%"
+        axes.annotate(
+            f"{human_bytes(size)}, {percent}",
+            (size, place),
+            xytext=(4, 0),
+            textcoords="offset points",
+            va="center",
+            size=TICK_SIZE,
+            color=INK,
+        )
+    axes.set_xlim(0, 1.55 * max(sums))
+    axes.set_ylim(max(3, len(kinds)) - 0.4, -0.6)
+    axes.set_xticks([])  # the numbers stand beside the bars
+    axes.spines["bottom"].set_visible(False)

@@ -1,0 +1,158 @@
+"""Hostile clients of a simulation: they train like the others, and alter what they send.
+
+    label_flip         training labels reversed, c -> C - 1 - c; the update is honest work on them
+    sign_flip          w - c (w' - w)
+    scale              w + c (w' - w)
+    noise              w' + c |w' - w| z, z standard normal, |.| the root mean square of each tensor
+    model_replacement  w + g (x - w), x a random model of the size of w', g = all examples over its own: under an
+                       average by examples everyone gets x. Bagdasaryan et al., "How To Backdoor Federated Learning",
+                       2020
+
+Changes of adapters are those of s B A, cut to the client's rank (`aggregation.update_bounds.scaled_change`).
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TypeAlias
+
+import torch
+from torch import Tensor
+
+from atlas_fl.aggregation.update_bounds import BODY, HEADS, Space, scaled_change
+from atlas_fl.client.job import Job, Update
+from atlas_fl.data.clients import ClientData
+from atlas_fl.errors import ConfigError
+from atlas_fl.params import Params
+from atlas_fl.rng import generator, torch_generator
+from atlas_fl.runtime.engine import Engine
+
+
+@dataclass(frozen=True, kw_only=True)
+class Turn:
+    """What an attacker knows when it alters its update."""
+
+    size: float
+    """How large the attack is."""
+    how: Space
+    """Where the rule mixes."""
+    stream: torch.Generator
+    """Of this client and round."""
+
+
+Alter: TypeAlias = Callable[[Params, Params, Turn], Params]
+"""(what it was sent, what it trained, turn) -> what it sends."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Attack:
+    """One kind of attack."""
+
+    alter: Alter
+    size: float | None
+    """How large it is where nothing is said; None: all examples over its own."""
+    flips: bool = False
+    """Whether it trains on reversed labels."""
+
+
+def _along(before: Params, after: Params, turn: Turn, *, factor: float) -> Params:
+    """The change scaled; as it is where training has left no numbers, which the server will refuse."""
+    if any(not bool(tensor.isfinite().all()) for tensor in (*before.values(), *after.values())):
+        return after
+    return scaled_change(before, after, turn.how, factors={BODY: factor, HEADS: factor})
+
+
+def _rms(tensor: Tensor) -> float:
+    return float(tensor.double().square().mean().sqrt()) if tensor.numel() else 0.0
+
+
+def _noisy(before: Params, after: Params, turn: Turn) -> Params:
+    def altered(key: str, tensor: Tensor) -> Tensor:
+        if not tensor.is_floating_point():
+            return tensor
+        noise = torch.randn(tensor.shape, generator=turn.stream).to(tensor)
+        return tensor + turn.size * _rms(tensor - before[key]) * noise
+
+    new = {key: altered(key, after[key]) for key in sorted(after)}  # sorted: the draws follow the order
+    return {key: new[key] for key in after}
+
+
+def _replacement(before: Params, after: Params, turn: Turn) -> Params:
+    random = {
+        key: torch.randn(after[key].shape, generator=turn.stream).to(after[key]) * _rms(after[key])
+        if after[key].is_floating_point()
+        else after[key]
+        for key in sorted(after)
+    }
+    return _along(before, {key: random[key] for key in after}, turn, factor=turn.size)
+
+
+ATTACKS: dict[str, Attack] = {
+    "label_flip": Attack(alter=lambda _before, after, _turn: after, size=1.0, flips=True),
+    "sign_flip": Attack(alter=lambda before, after, turn: _along(before, after, turn, factor=-turn.size), size=1.0),
+    "scale": Attack(alter=lambda before, after, turn: _along(before, after, turn, factor=turn.size), size=30.0),
+    "model_replacement": Attack(alter=_replacement, size=None),
+    "noise": Attack(alter=_noisy, size=10.0),
+}
+
+
+def attackers_of(words: Sequence[str], names: Sequence[str], *, seed: int) -> tuple[str, ...]:
+    """The clients that attack, in the order of the run: those that are named, or so many, drawn by the seed.
+
+    Raises ConfigError for an unknown client, and where nobody honest is left.
+    """
+    if len(words) == 1 and words[0].isdecimal():
+        count = min(int(words[0]), len(names))
+        drawn = generator(seed, "attackers").choice(len(names), size=count, replace=False)
+        chosen = {names[index] for index in drawn}
+    else:
+        chosen = set(words)
+    if unknown := sorted(chosen - set(names)):
+        raise ConfigError(
+            f"--attackers names {unknown[0]!r}, and the clients are {', '.join(names)}; name some of these"
+        )
+    if not chosen or len(chosen) == len(names):
+        raise ConfigError(
+            f"--attackers is {' '.join(words) or 'empty'}: of {len(names)} clients at least one attacks and one is"
+            " honest; name clients, or give a number"
+        )
+    return tuple(name for name in names if name in chosen)
+
+
+def with_flipped_labels(clients: Sequence[ClientData], attackers: Sequence[str]) -> tuple[ClientData, ...]:
+    """The clients, of which the attackers train on reversed labels; raises ConfigError for a task without classes."""
+    return tuple(_flipped(client) if client.name in attackers else client for client in clients)
+
+
+def _flipped(client: ClientData) -> ClientData:
+    if not client.task.has_classes:
+        raise ConfigError(f"--attack label_flip reverses classes, and task {client.task.name!r} has none; take another")
+    return replace(client, train=replace(client.train, label=client.task.num_labels - 1 - client.train.label))
+
+
+@dataclass(frozen=True, kw_only=True)
+class HostileEngine:
+    """An engine some of whose clients alter what they have trained."""
+
+    engine: Engine
+    attack: Attack
+    attackers: tuple[str, ...]
+    size: float | None
+    """How large the attack is; None: as large as that kind is by itself."""
+    how: Space
+    seed: int
+    examples: Mapping[str, int]
+    """Training examples of each client."""
+
+    def run(self, action: str, jobs: Sequence[Job]) -> list[Update]:
+        """The updates of these jobs, in their order; those of training altered by the attackers."""
+        updates, sent = self.engine.run(action, jobs), {job.client: job for job in jobs}
+        if action != "train":
+            return updates
+        return [self._altered(sent[one.client], one) if one.client in self.attackers else one for one in updates]
+
+    def _altered(self, job: Job, update: Update) -> Update:
+        own = sum(self.examples.values()) / self.examples[job.client]
+        size = next((one for one in (self.size, self.attack.size) if one is not None), own)
+        stream = torch_generator(self.seed, "attack", job.client, job.round)
+        params = self.attack.alter(job.params, update.params, Turn(size=size, how=self.how, stream=stream))
+        return replace(update, params=params)

@@ -1,0 +1,72 @@
+"""Where clients compute: an engine takes jobs and returns updates.
+
+Where clients compute: an engine takes jobs and brings back updates, wherever the sites are.
+
+An engine that keeps count of what crosses the cuts of its clients.
+"""
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from atlas_fl.client.job import Job, Update
+from atlas_fl.errors import ProtocolError
+from atlas_fl.storage.ledger import Direction, Kind, LedgerRow
+
+
+class Engine(Protocol):
+    """Anything that can carry out jobs."""
+
+    def run(self, action: str, jobs: Sequence[Job]) -> list[Update]:
+        """The updates of these jobs, in their order; `action` is a key of `client.registry.ACTIONS`.
+
+        Of a client that is out of reach there is none.
+        """
+        ...
+
+
+class MissingAnswersError(ProtocolError):
+    """Some clients did not answer what a plan needs of everyone."""
+
+    def __init__(self, message: str, clients: Sequence[str]) -> None:
+        super().__init__(message)
+        self.clients = tuple(clients)
+
+
+def run_all(engine: Engine, action: str, jobs: Sequence[Job]) -> list[Update]:
+    """The updates of all these jobs, for what cannot be done without one of them, as planning; in their order.
+
+    Raises `MissingAnswersError` where one is missing.
+    """
+    updates = engine.run(action, jobs)
+    answered = {update.client for update in updates}
+    if missing := [job.client for job in jobs if job.client not in answered]:
+        raise MissingAnswersError(
+            f"no {action} of {', '.join(missing)}, and a plan needs that of every client; bring them back and start"
+            " again: a run goes on from its last checkpoint",
+            missing,
+        )
+    return updates
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tally:
+    """Another engine's updates, with the bytes through every cut by client and action."""
+
+    engine: Engine
+    crossed: dict[tuple[str, str], Counter[tuple[Kind, Direction]]] = field(default_factory=dict)
+
+    def run(self, action: str, jobs: Sequence[Job]) -> list[Update]:
+        """The updates of these jobs, as the engine gives them."""
+        updates = self.engine.run(action, jobs)
+        for update in updates:
+            if update.crossed:
+                self.crossed.setdefault((update.client, action), Counter()).update(update.crossed)
+        return updates
+
+    def rows(self, *, round: int) -> Iterator[LedgerRow]:
+        """A row for all messages of one client, action, kind and direction, in the order in which they came."""
+        for (client, action), sizes in self.crossed.items():
+            for (kind, direction), size in sizes.items():
+                yield LedgerRow(round=round, client=client, direction=direction, kind=kind, bytes=size, phase=action)

@@ -1,0 +1,329 @@
+"""What an answer must hold to be taken, by action: metrics in their ranges, tensors in their shapes, examples.
+
+An answer that can be read is not yet one that fits its job: planning, mixing and records go by names and shapes. So the
+server looks at each where it arrives, and refuses what does not fit, from that client alone (`SCHEMAS`).
+
+The tensors of a training answer are checked where they would meet those of others (`aggregation.strategies`).
+"""
+
+import math
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from atlas_fl.client.calibration import CROSS, GRAM, LOSSES, SCALES, WEIGHT
+from atlas_fl.client.fingerprint import FIRST, SECOND
+from atlas_fl.client.importance import IMPORTANCE
+from atlas_fl.client.job import Job, Update
+from atlas_fl.client.local_training import TrainOptions
+from atlas_fl.errors import ProtocolError, shown
+from atlas_fl.params import PRIVATE, Params
+from atlas_fl.partial_sharing import is_stand_in, stand_in
+from atlas_fl.runtime.protocol.client_metadata import Census
+
+LARGEST_WEIGHT = 1e6
+"""Of a model that a client has warmed up by itself; trained ones are below one."""
+LARGEST_SUM = 1e30
+"""Of a client's sums, so that those of all clients are finite in float32."""
+LARGEST_FEATURE = 1e6
+"""What the head reads has passed a layer norm, and is of the order of one."""
+_ROUNDING = 1e-6
+_SHA256 = re.compile("[0-9a-f]{64}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Range:
+    """The values that a metric can have, with some room for rounding."""
+
+    least: float = 0.0
+    most: float
+    may_be_undefined: bool = False
+    """NaN and infinity are allowed: rows leave them out."""
+
+    def holds(self, value: float) -> bool:
+        """Whether this value is one of them."""
+        if not math.isfinite(value):
+            return self.may_be_undefined
+        below, above = (_ROUNDING * max(1.0, abs(bound)) for bound in (self.least, self.most))
+        return self.least - below <= value <= self.most + above
+
+
+SHARE, CORRELATION = Range(most=1.0), Range(least=-1.0, most=1.0)
+STEPS, SECONDS = Range(most=1e9), Range(most=1e9)
+FLOAT32_LOSS = Range(most=float(torch.finfo(torch.float32).max))
+"""Losses in training are of float32."""
+SCORED_LOSS = Range(most=1e78, may_be_undefined=True)
+"""The square of a float32 at most; a model that others have spoilt may have none, which is no fault of its client."""
+PERPLEXITY = Range(least=1.0, most=float(torch.finfo(torch.float64).max), may_be_undefined=True)
+
+Ranges = Mapping[str, Range]
+SCORES: Mapping[str, Ranges] = {
+    "classes": {
+        "loss": SCORED_LOSS,
+        "accuracy": SHARE,
+        "f1": SHARE,
+        "precision": SHARE,
+        "recall": SHARE,
+        "mcc": CORRELATION,
+        "primary": CORRELATION,
+    },
+    "values": {"loss": SCORED_LOSS, "pearson": CORRELATION, "spearman": CORRELATION, "primary": CORRELATION},
+    "text": {"loss": SCORED_LOSS, "perplexity": PERPLEXITY, "accuracy": SHARE, "primary": SHARE},
+}
+"""Scores by what a task's labels are (`data.metrics`)."""
+ROUGE: Ranges = {"rouge1": SHARE, "rouge2": SHARE, "rougeL": SHARE}
+"""Only where clients write text, and only in a round that asks for it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Asked:
+    """What the server knows of the job that an answer is to."""
+
+    action: str
+    job: Job
+    """Of the whole client, cut or not."""
+    census: Census
+    num_layers: int | None
+    """Blocks of the backbone; None where models are whole, which are measured by weight."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TensorSchema:
+    """What one tensor must be."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    least: float = -math.inf
+    most: float = math.inf
+
+    def check(self, name: str, tensor: Tensor) -> None:
+        """Raise `ProtocolError` where this tensor is none of them."""
+        if tuple(tensor.shape) != self.shape or tensor.dtype != self.dtype:
+            raise ProtocolError(
+                f"{shown(name)} is {tuple(tensor.shape)} {tensor.dtype}; allowed: {self.shape} {self.dtype}"
+            )
+        if not tensor.numel() or not tensor.is_floating_point():
+            return
+        low, high = (float(own) for own in torch.aminmax(tensor))
+        # NaN is in neither range
+        if not (max(self.least, -_LARGEST) <= low and high <= min(self.most, _LARGEST)):
+            raise ProtocolError(f"{shown(name)} holds values from {low:g} to {high:g}; allowed: {self._range}")
+
+    @property
+    def _range(self) -> str:
+        if math.isinf(self.least) and math.isinf(self.most):
+            return "finite numbers"
+        return f"{self.least:g} to {self.most:g}"
+
+
+_LARGEST = float(torch.finfo(torch.float64).max)
+
+
+@dataclass(frozen=True, kw_only=True)
+class AnswerSchema:
+    """What an answer to one action must hold."""
+
+    metrics: Callable[[Asked], Ranges] = lambda _: {}
+    optional: Callable[[Asked], Ranges] = lambda _: {}
+    """Metrics that may be there as well."""
+    examples: Callable[[Asked], int] = lambda _: 0
+    tensors: Callable[[Asked], Mapping[str, TensorSchema]] | None = None
+    """None where they are the model's own and checked elsewhere, or as they were sent."""
+    keeps_model: bool = False
+    """The answer brings no tensors."""
+    also: Callable[[Asked, Update], None] = field(default=lambda _asked, _update: None)
+    """What its numbers must be to each other; raises `ProtocolError`."""
+
+
+def check_answer(asked: Asked, update: Update) -> None:
+    """Nothing where this update can be an answer to what was asked; raises `ProtocolError` for anything else."""
+    schema = SCHEMAS[asked.action]
+    _check_metrics(update.metrics, required=schema.metrics(asked), optional=schema.optional(asked))
+    if update.examples != (expected := schema.examples(asked)):
+        raise ProtocolError(f"it answers on {update.examples} examples; allowed: the {expected} that were registered")
+    _check_loaded(asked, update)
+    if schema.keeps_model and update.params is not asked.job.params:
+        raise ProtocolError(f"it brings tensors ({_first(update.params)}); allowed: none with {asked.action}")
+    if schema.tensors is not None:
+        _check_tensors(update.params, schema.tensors(asked))
+    _check_classes(asked, update)
+    schema.also(asked, update)
+
+
+def _check_metrics(metrics: Mapping[str, float], *, required: Ranges, optional: Ranges) -> None:
+    if missing := [name for name in required if name not in metrics]:
+        raise ProtocolError(f"it lacks the metrics {', '.join(missing)}; allowed: {', '.join(required)}")
+    known = {**required, **optional}
+    for name, value in metrics.items():
+        if name not in known:
+            raise ProtocolError(f"it has a metric {shown(name)}; allowed: {', '.join(known) or 'none'}")
+        if not known[name].holds(value):
+            raise ProtocolError(f"{name} is {value:g}; allowed: {known[name].least:g} to {known[name].most:g}")
+
+
+def _check_loaded(asked: Asked, update: Update) -> None:
+    """The digest of what was loaded has the form of one, and is there where it was asked for."""
+    wanted = asked.action == "train" and asked.job.options.hash_loaded
+    if (update.loaded is not None) is not wanted or (update.loaded and not _SHA256.fullmatch(update.loaded)):
+        raise ProtocolError(
+            f"it says that it loaded {shown(update.loaded)}; allowed: {'a SHA-256' if wanted else 'nothing'}"
+        )
+    if not 0 <= update.keys <= len(asked.job.params):
+        raise ProtocolError(
+            f"it says that it loaded {shown(update.keys)} tensors; allowed: 0 to {len(asked.job.params)}"
+        )
+
+
+def _check_tensors(params: Params, schemas: Mapping[str, TensorSchema]) -> None:
+    if missing := [name for name in schemas if name not in params]:
+        raise ProtocolError(f"it lacks {_first(missing)}; allowed: {len(schemas)} tensors")
+    if extra := [name for name in params if name not in schemas]:
+        raise ProtocolError(f"it has unknown {_first(extra)}; allowed: {len(schemas)} tensors")
+    for name, schema in schemas.items():
+        schema.check(name, params[name])
+
+
+def _check_classes(asked: Asked, update: Update) -> None:
+    """Counts by class are of the images of a test split, and add up to what was registered of it."""
+    job, census = asked.job, asked.census
+    counted = asked.action == "evaluate" and census.images and job.options.split == "test"
+    if bool(update.classes) is not counted:
+        raise ProtocolError(f"it {'lacks' if counted else 'has'} counts by class; allowed: those of test images alone")
+    if counted and list(update.classes["examples"]) != [int(count) for count in census.labels["test"]]:
+        raise ProtocolError("its examples by class are others than were registered; join with the data of the plan")
+
+
+def _first(names: "Mapping[str, object] | list[str]") -> str:
+    every = list(names)
+    return ", ".join(map(shown, every[:3])) + (f" and {len(every) - 3} more" if len(every) > 3 else "")
+
+
+def _kind(census: Census) -> str:
+    return "classes" if census.num_labels > 1 else "values" if census.num_labels == 1 else "text"
+
+
+def _scores(asked: Asked) -> Ranges:
+    """Those that every model has: a correlation with a constant is undefined, and left out."""
+    found = SCORES[_kind(asked.census)]
+    return {name: own for name, own in found.items() if name not in ("pearson", "spearman")} | {"seconds": SECONDS}
+
+
+def _more_scores(asked: Asked) -> Ranges:
+    if asked.census.num_labels == 0:
+        return ROUGE if asked.job.options.new_tokens and asked.job.cut is None else {}
+    return {name: own for name, own in SCORES[_kind(asked.census)].items() if name in ("pearson", "spearman")}
+
+
+def _check_primary(asked: Asked, update: Update) -> None:
+    """The score that decides is that of the task's metric, and 0 where this is undefined."""
+    metric, found = asked.census.metric, update.metrics
+    if found["primary"] != found.get(metric, 0.0):
+        raise ProtocolError(f"primary is {found['primary']:g}; allowed: its {metric}, {found.get(metric, 0.0):g}")
+
+
+def _num_trained(asked: Asked) -> int:
+    """How many training examples these options are about."""
+    count, options = asked.census.examples["train"], asked.job.options
+    if isinstance(options, TrainOptions):
+        count = count if options.half is None else len(range(options.half, count, 2))
+        return count if options.most is None else min(count, options.most)
+    return count
+
+
+def _like_model(asked: Asked, update_is_private: bool) -> dict[str, TensorSchema]:
+    """The job's own tensors, after a warm-up; of those that stay at the client what stands for them."""
+    found = {}
+    for key, tensor in asked.job.params.items():
+        shape = tuple(tensor.shape)
+        if update_is_private and key != PRIVATE and is_stand_in(tensor):
+            shape = tuple(stand_in(key, tensor).shape)
+        least, most = (-math.inf, math.inf) if key == PRIVATE else (-LARGEST_WEIGHT, LARGEST_WEIGHT)
+        found[key] = TensorSchema(shape=shape, dtype=tensor.dtype, least=least, most=most)
+    return found
+
+
+def _fingerprint(asked: Asked) -> dict[str, TensorSchema]:
+    own = TensorSchema(shape=(asked.job.options.sketch_dim,), dtype=torch.float32)
+    return {**_like_model(asked, PRIVATE in asked.job.params), FIRST: own, SECOND: own}
+
+
+def _check_sketches(_: Asked, update: Update) -> None:
+    for name in (FIRST, SECOND):
+        length = float(torch.linalg.vector_norm(update.params[name].double()))
+        if abs(length - 1) > 1e-3:
+            raise ProtocolError(f"{name} has length {length:g}; allowed: 1")
+
+
+def _importance(asked: Asked) -> dict[str, TensorSchema]:
+    assert asked.num_layers is not None, "only models with adapters are measured by layer"
+    return {IMPORTANCE: TensorSchema(shape=(asked.num_layers,), dtype=torch.float64, least=0.0, most=1.0 + _ROUNDING)}
+
+
+def _check_importance(_: Asked, update: Update) -> None:
+    if abs(total := float(update.params[IMPORTANCE].sum()) - 1) > _ROUNDING:
+        raise ProtocolError(f"importance sums to {total + 1:g}; allowed: 1")
+
+
+def _ridge(asked: Asked) -> dict[str, TensorSchema]:
+    classes, features = asked.job.params[WEIGHT].shape
+    most = asked.census.examples["train"] * LARGEST_FEATURE**2
+    gram, cross = (features + 1, features + 1), (features + 1, classes)
+    return {
+        name: TensorSchema(shape=shape, dtype=torch.float64, least=-most, most=most)
+        for name, shape in ((GRAM, gram), (CROSS, cross))
+    }
+
+
+def _check_ridge(asked: Asked, update: Update) -> None:
+    """X^T X is symmetric, positive semidefinite, and counts the examples in its last place."""
+    gram, count = update.params[GRAM], asked.census.examples["train"]
+    scale = float(gram.diagonal().abs().max())
+    lifted = gram + torch.eye(len(gram), dtype=gram.dtype) * (scale * len(gram) * 1e-9)
+    _, failed = torch.linalg.cholesky_ex(lifted)
+    if gram[-1, -1] != count or not torch.allclose(gram, gram.T, rtol=0, atol=1e-9 * scale) or int(failed):
+        raise ProtocolError(f"{GRAM} is no sum of products of {count} examples' features; install the server's version")
+
+
+def _sensitivity(asked: Asked) -> dict[str, TensorSchema]:
+    return {
+        name: TensorSchema(
+            shape=tuple(asked.job.params[name].shape), dtype=asked.job.params[name].dtype, least=0.0, most=LARGEST_SUM
+        )
+        for name in asked.job.options.names
+    }
+
+
+SCHEMAS: Mapping[str, AnswerSchema] = {
+    "fingerprint": AnswerSchema(
+        metrics=lambda _: {"agreement": CORRELATION, "steps": STEPS, "loss": FLOAT32_LOSS},
+        tensors=_fingerprint,
+        also=_check_sketches,
+    ),
+    "importance": AnswerSchema(tensors=_importance, also=_check_importance),
+    "train": AnswerSchema(
+        metrics=lambda _: {"loss": FLOAT32_LOSS, "seconds": SECONDS, "steps": STEPS},
+        optional=lambda _: {"skipped": STEPS},
+        examples=_num_trained,
+    ),
+    "evaluate": AnswerSchema(
+        metrics=_scores,
+        optional=_more_scores,
+        examples=lambda asked: asked.census.examples[asked.job.options.split],
+        keeps_model=True,
+        also=_check_primary,
+    ),
+    "ridge": AnswerSchema(examples=_num_trained, tensors=_ridge, also=_check_ridge),
+    "scale": AnswerSchema(
+        examples=lambda asked: min(asked.job.options.examples, asked.census.examples["validation"]),
+        tensors=lambda _: {
+            LOSSES: TensorSchema(shape=(len(SCALES),), dtype=torch.float64, least=0.0, most=LARGEST_SUM**2)
+        },
+    ),
+    "sensitivity": AnswerSchema(
+        examples=lambda asked: min(asked.job.options.examples, asked.census.examples["train"]), tensors=_sensitivity
+    ),
+}
+"""Every action that a client can be asked for, of adapters and of whole models."""

@@ -1,0 +1,269 @@
+"""Jobs and updates as messages, and the handshake.
+
+What a server and its clients must have in common, compared before anything is computed.
+
+Jobs and updates as messages: the head says what is asked and answered, tensors travel beside it.
+
+A model that the other end holds already is named by its digest instead of being sent again. Metrics travel as float64
+tensors, because a loss may be NaN, which strict JSON does not know.
+"""
+
+import re
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields, is_dataclass
+from types import NoneType, UnionType
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+
+import torch
+
+from atlas_fl.client.evaluation import EvaluateOptions
+from atlas_fl.client.fingerprint import FingerprintOptions
+from atlas_fl.client.importance import ImportanceOptions
+from atlas_fl.client.job import Job, Update
+from atlas_fl.client.local_training import TrainOptions
+from atlas_fl.errors import ProtocolError
+from atlas_fl.params import PRIVATE, Params, digest
+from atlas_fl.partial_sharing import at_server, hidden_ranks, named, travelling
+from atlas_fl.runtime.transport.frames import Head
+from atlas_fl.split.channel import Crossed, Cut
+from atlas_fl.storage.ledger import DIRECTIONS, KINDS
+
+REMEDIES: Mapping[str, str] = {
+    "version": "install the same atlas-fl on both ends",
+    "config": "join with the settings of this server, or leave --config out",
+    "model": "give the server's model with --model",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Identity:
+    """What both ends must have in common."""
+
+    version: str
+    """Of this package."""
+    config: str
+    """Hash of the config."""
+    model: str
+    """Digest of the backbone's weights."""
+
+    def check(self, name: str, said: Mapping[str, Any]) -> None:
+        """Nothing where what this client says is the same, or is left open; raises `ProtocolError` where it is not."""
+        for key, own in vars(self).items():
+            if said.get(key) not in (None, own):
+                raise ProtocolError(
+                    f"client {name!r} has {key} {said[key]!s:.16}, the server {own:.16}; {REMEDIES[key]}"
+                )
+
+
+OPTIONS: Mapping[str, type[Any]] = {
+    "fingerprint": FingerprintOptions,
+    "importance": ImportanceOptions,
+    "train": TrainOptions,
+    "evaluate": EvaluateOptions,
+}
+"""The options of every action of `client.registry.ACTIONS`."""
+
+COUNTS = ("hits", "examples")
+"""What is counted by class, as `data.metrics.by_class` names it."""
+
+_SHA256 = re.compile("[0-9a-f]{64}")
+_METRICS, _PARAM, _CUT = "metrics", "param/", "cut/"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Told:
+    """What a client is told of its cut beside where and how."""
+
+    places: tuple[int, ...]
+    """Where its trained tensors stand among those of the whole model."""
+    tokens: int
+    """Most tokens of one message of an evaluation: the server's memory bounds them too."""
+    part: str
+    """Digest of the frozen tensors that it must hold."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Private:
+    """What a message says of the part of a client's model that stays at the client."""
+
+    sha256: str | None
+    """Digest of its values; None for those that the client draws."""
+    ranks: tuple[int, ...] = ()
+    """Of the modules of which nothing is sent, in the order of their names."""
+
+
+def model_message(params: Params) -> tuple[Head, Params]:
+    """What is said, and what is sent, of a model of the server to its client."""
+    if PRIVATE not in params:
+        return {}, params
+    return {"private": asdict(Private(sha256=named(params), ranks=hidden_ranks(params)))}, travelling(params)
+
+
+def read_private(head: Mapping[str, Any]) -> Private | None:
+    """What the head of a message says of a private part; raises `ProtocolError` for anything else."""
+    found: Private | None = _read(Private | None, head.get("private"), where="private")
+    # it names a file
+    if found is not None and found.sha256 is not None and not _SHA256.fullmatch(found.sha256):
+        raise ProtocolError(f"a private part is named {found.sha256!r:.40}; install the same atlas-fl on both ends")
+    return found
+
+
+def job_message(
+    action: str, job: Job, *, number: int, held: Mapping[str, str], told: Told | None = None
+) -> tuple[Head, Params]:
+    """What goes to the client: the job, and its model unless one of the `held` digests is the model's.
+
+    To a client with a cut goes its own side of the job, with what it is `told` of the other.
+    """
+    assert not job.momentum, "it is kept in one process, and configs with several are refused"
+    private, params = model_message(job.params)
+    model = digest(params)
+    head = {
+        "kind": "job",
+        "number": number,
+        "action": action,
+        "round": job.round,
+        "options": asdict(job.options),
+        "model": model,
+        "cut": None if job.cut is None else asdict(job.cut),
+        "told": None if told is None else asdict(told),
+        **private,
+    }
+    return head, {} if model in held.values() else params
+
+
+def read_job(
+    head: Mapping[str, Any], params: Params, *, client: str, kinds: Mapping[str, type[Any]] = OPTIONS
+) -> tuple[str, Job, Told | None]:
+    """(action, job, what is told of its cut) of a message; `kinds` are the options of every action.
+
+    Raises `ProtocolError` for an action, options or a cut that there are not.
+    """
+    action = head.get("action")
+    if action not in kinds:
+        raise ProtocolError(f"the server asks for {action!r:.40}; known: {', '.join(kinds)}; install its version")
+    assert isinstance(action, str)
+    if type(head.get("round")) is not int:
+        raise ProtocolError("the server's job names no round; install its version")
+    options = _read(kinds[action], head.get("options"), where=action)
+    cut, told = (_read(kind | None, head.get(name), where=name) for kind, name in ((Cut, "cut"), (Told, "told")))
+    return action, Job(client=client, params=params, round=head["round"], options=options, cut=cut), told
+
+
+def update_message(update: Update, job: Job, *, number: int) -> tuple[Head, Params]:
+    """What goes back to the server; a model that is the job's own is not sent."""
+    same = update.params is job.params
+    head = {
+        "kind": "result",
+        "number": number,
+        "examples": update.examples,
+        "metrics": list(update.metrics),
+        "loaded": update.loaded,
+        "keys": update.keys,
+        "crossed": [[*way, size] for way, size in update.crossed.items()],
+        "same": same,
+        **({"classes": dict(update.classes)} if update.classes else {}),
+    }
+    values = torch.tensor(list(update.metrics.values()), dtype=torch.float64)
+    sent = {} if same else {_PARAM + key: tensor for key, tensor in update.params.items()}
+    return head, {_METRICS: values, **sent}
+
+
+def read_update(head: Mapping[str, Any], tensors: Params, *, job: Job) -> Update:
+    """The update that a client's message holds; raises `ProtocolError` for one that is not of this form."""
+    names, values = head.get("metrics"), tensors.get(_METRICS)
+    loaded, examples, keys = head.get("loaded"), head.get("examples"), head.get("keys")
+    if (
+        not isinstance(names, list)
+        or not all(isinstance(name, str) for name in names)
+        or values is None
+        or values.dtype is not torch.float64
+        or values.shape != (len(names),)
+        or not isinstance(loaded, str | None)
+        or type(examples) is not int
+        or examples < 0
+        or type(keys) is not int
+    ):
+        raise ProtocolError("the answer is no update; install the same atlas-fl on both ends")
+    params: Params = {key.removeprefix(_PARAM): tensor for key, tensor in tensors.items() if key.startswith(_PARAM)}
+    if (private := read_private(head)) is not None:
+        left = {key: tensor for key, tensor in job.params.items() if key not in params and key != PRIVATE}
+        params = at_server({**params, **left}, left.keys(), sha256=private.sha256)
+    return Update(
+        client=job.client,
+        params=job.params if head.get("same") is True else params,
+        examples=examples,
+        metrics=dict(zip(names, values.tolist())),
+        loaded=loaded,
+        keys=keys,
+        crossed=_crossed(head.get("crossed", [])),
+        classes=_classes(head.get("classes", {}), examples=examples),
+    )
+
+
+def _classes(found: Any, *, examples: int) -> dict[str, list[int]]:
+    """Examples and hits by class, where there are any; raises `ProtocolError` where they do not hold together."""
+    if found == {}:
+        return {}
+    known = isinstance(found, dict) and found.keys() == set(COUNTS)
+    rows: list[list[int]] = [found[name] for name in COUNTS] if known else []
+    whole = all(isinstance(row, list) and all(type(count) is int and count >= 0 for count in row) for row in rows)
+    if not rows or not whole or len(rows[0]) != len(rows[1]) or sum(rows[1]) != examples:
+        raise ProtocolError(f"the counts by class are {found!r:.60}; install the same atlas-fl on both ends")
+    if any(hits > own for hits, own in zip(*rows, strict=True)):
+        raise ProtocolError("more examples of a class were recognised than there are; install the same atlas-fl")
+    return dict(zip(COUNTS, rows, strict=True))
+
+
+def _crossed(rows: Any) -> Crossed:
+    """Bytes through the cut by kind and direction; raises `ProtocolError` for anything else."""
+    found: dict[Any, int] = {}
+    for row in rows if isinstance(rows, list) else [rows]:
+        if (
+            not isinstance(row, list)
+            or len(row) != 3
+            or row[0] not in KINDS
+            or row[1] not in DIRECTIONS
+            or type(row[2]) is not int
+            or row[2] < 0
+        ):
+            raise ProtocolError(f"what crossed the cut is {row!r:.40}; install the same atlas-fl on both ends")
+        found[row[0], row[1]] = row[2]
+    return found
+
+
+def write_payloads(payloads: Mapping[str, bytes]) -> dict[str, torch.Tensor]:
+    """Messages through a cut as tensors of bytes: what a ledger counts travels as it is."""
+    return {_CUT + name: torch.frombuffer(bytearray(message), dtype=torch.uint8) for name, message in payloads.items()}
+
+
+def read_payloads(tensors: Params) -> dict[str, bytes]:
+    """The messages through a cut among these tensors; raises `ProtocolError` for one that is no row of bytes."""
+    found = {name.removeprefix(_CUT): tensor for name, tensor in tensors.items() if name.startswith(_CUT)}
+    if not all(tensor.dtype is torch.uint8 and tensor.ndim == 1 for tensor in found.values()):
+        raise ProtocolError("what came through the cut is no row of bytes; install the same atlas-fl on both ends")
+    return {name: tensor.numpy().tobytes() for name, tensor in found.items()}
+
+
+def _read(kind: Any, value: Any, *, where: str) -> Any:
+    """A value of this type from plain data; raises `ProtocolError` for anything else."""
+    if isinstance(kind, type) and is_dataclass(kind) and isinstance(value, dict):
+        hints = get_type_hints(kind)
+        if value.keys() == {one.name for one in fields(kind)}:
+            made: Any = kind
+            return made(**{name: _read(hints[name], own, where=f"{where}.{name}") for name, own in value.items()})
+    elif get_origin(kind) is Literal:
+        if value in get_args(kind):
+            return value
+    elif get_origin(kind) in (Union, UnionType):
+        if value is None and NoneType in get_args(kind):
+            return None
+        (inner,) = (one for one in get_args(kind) if one is not NoneType)
+        return _read(inner, value, where=where)
+    elif get_origin(kind) is tuple and isinstance(value, list):
+        return tuple(_read(get_args(kind)[0], own, where=where) for own in value)
+    elif type(value) is kind:
+        return value
+    elif kind is float and type(value) is int:
+        return float(value)
+    raise ProtocolError(f"the server's {where} is {value!r:.40}; install its version of atlas-fl")

@@ -1,0 +1,326 @@
+"""Where a site keeps what it does not share of its model: a file for every version that the server may still name.
+
+A server that is killed goes back to its last checkpoint and then names an older version, so none is removed before
+the server can no longer go back to it. What is written lies under the digest of its values, before the server hears of
+it; so a site that is killed goes on with whatever the server names next.
+
+`vault.json` says whose the folder is. A folder that no vault has made is refused, and nothing is removed that a vault
+has not written.
+"""
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from atlas_fl.client.job import Job, Update
+from atlas_fl.errors import CheckpointError, ConfigError, ModelError, ProtocolError, one_line
+from atlas_fl.models.lora import grown
+from atlas_fl.params import LORA_A, LORA_B, PRIVATE, Params, digest, select
+from atlas_fl.partial_sharing import name_of, stand_in, unshared
+from atlas_fl.runtime.protocol.messages import Private, Told, read_private
+from atlas_fl.runtime.protocol.model_sync import AdapterReceiver
+from atlas_fl.runtime.transport.frames import Head
+from atlas_fl.split.channel import Cut
+from atlas_fl.storage.jsonl import read_json, write_json
+from atlas_fl.storage.tensors import read_tensors, write_tensors
+
+INDEX, MARK = "rounds.json", "vault.json"
+NEWEST, LAST = "newest", "last"
+"""In the mark: the version that was trained last, and the one that the server named at the end; vaults of before have
+neither."""
+_VERSION = re.compile("[0-9a-f]{64}")
+_FILE = re.compile(rf"({_VERSION.pattern}\.safetensors|{re.escape(INDEX)}|{re.escape(MARK)})")
+_DRAFT = re.compile(rf"\.{_FILE.pattern}\.writing")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Owner:
+    """Whose private parts lie in a folder."""
+
+    client: str
+    config: str
+    """Hash of the run's settings."""
+
+
+def check_vault(folder: Path, owner: Owner | None = None) -> None:
+    """Nothing where private parts may be kept in this folder: it is not there, or empty, or a vault of this owner's.
+
+    Vaults of before have no mark, and are known by their files. Without an owner any vault will do.
+
+    Raises:
+        ConfigError: it holds what no vault has written, or is another client's or another run's.
+    """
+    if not folder.exists():
+        return
+    if not folder.is_dir():
+        raise ConfigError(f"{folder} is a file; name a new folder with --private")
+    if not (folder / MARK).exists():
+        if strange := _strange(folder):
+            raise ConfigError(
+                f"{folder} holds {strange[0]}, which `atlas join` has not written; name a new or an empty folder with"
+                " --private"
+            )
+        return
+    marked = _owner_of(folder)
+    if owner is not None and marked.client != owner.client:
+        raise ConfigError(
+            f"{folder} holds what {marked.client} does not share, and this is {owner.client}; name another folder with"
+            " --private"
+        )
+    if owner is not None and marked != owner:
+        raise ConfigError(
+            f"{folder} holds what {marked.client} did not share in another run (settings {marked.config:.8}, here"
+            f" {owner.config:.8}); name another folder with --private, or remove it once that run is over"
+        )
+
+
+def clear_vault(folder: Path, owner: Owner) -> str:
+    """Remove what this owner's vault has written, and the folder where nothing else is in it; what stays, in a line.
+
+    Sub-folders, links and files of other names stay, and all of it where the server has named another version at the
+    end than the newest, which would be lost. The mark goes last, so that what was begun can be done again.
+    """
+    if not folder.is_dir() or ((folder / MARK).exists() and _owner_of(folder) != owner):
+        return ""
+    mark = _mark_of(folder)
+    if NEWEST in mark and mark.get(LAST) != mark[NEWEST]:
+        return (
+            f"{folder} stays: the server's model at the end is without the newest of what this site does not share"
+            f" ({one_line(mark[NEWEST], most=16)}); ask who runs the server, or remove the folder"
+        )
+    try:
+        for path in sorted(folder.iterdir(), key=lambda path: path.name == MARK):
+            if _is_own(path):
+                path.unlink()
+        if folder.is_symlink():
+            return f"{folder} is a link and stays; it is empty"
+        if left := _strange(folder):
+            return f"{folder} stays: it holds {left[0]}, which `atlas join` has not written"
+        folder.rmdir()
+    except OSError as error:
+        return f"{error.filename or folder} cannot be removed ({error.strerror}); the run does not need it any more"
+    return ""
+
+
+def _owner_of(folder: Path) -> Owner:
+    found = read_json(folder / MARK)
+    try:
+        return Owner(client=str(found["client"]), config=str(found["config"]))
+    except (KeyError, TypeError):
+        raise CheckpointError(f"damaged file {folder / MARK}; restore it, or name another folder") from None
+
+
+def _mark_of(folder: Path) -> dict[str, Any]:
+    """What the mark says; empty where there is none."""
+    if not (folder / MARK).exists():
+        return {}
+    _owner_of(folder)
+    return dict(read_json(folder / MARK))
+
+
+def _is_own(path: Path) -> bool:
+    """Whether a vault has written this: a file of its names, and no link."""
+    named = _FILE.fullmatch(path.name) or _DRAFT.fullmatch(path.name)
+    return named is not None and path.is_file() and not path.is_symlink()
+
+
+def _strange(folder: Path) -> list[str]:
+    """What lies there that no vault has written, sorted."""
+    return sorted(path.name for path in folder.iterdir() if not _is_own(path))
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Vault:
+    """The private parts of one client's model, by digest."""
+
+    folder: Path
+    owner: Owner
+    share: tuple[str, ...]
+    """What leaves the client."""
+    names: Callable[[Cut | None], frozenset[str]]
+    """The trainable tensors that the client has with this cut."""
+    draw: Callable[[Mapping[str, int]], Params]
+    """The shared initialisation of these modules at these ranks, and of the head."""
+    scale: Callable[[int], float]
+    """LoRA's factor of a rank."""
+    rounds: int
+    """How many rounds a server may go back."""
+    _used: dict[str, int] = field(default_factory=dict)
+    """By digest, the last round in which it was made or named."""
+
+    def whole(self, sent: Params, told: Private | None, *, cut: Cut | None, round: int) -> Params:
+        """The model of what the server sent and of what it names of this client.
+
+        Raises `ModelError` where that is not here.
+        """
+        if told is None:
+            return sent
+        wanted = self.names(cut).difference(sent)
+        if told.sha256 is None:
+            return {**select(self._drawn(wanted, sent, told.ranks), sorted(wanted)), **sent}
+        held = self._read(told.sha256)
+        self._note(told.sha256, round)
+        ranks = _ranks(wanted, sent, told.ranks)
+        if held.keys() == wanted and all(_rank(key, own) == ranks.get(_module(key)) for key, own in held.items()):
+            return {**held, **sent}
+        # planned at other ranks than it trains at, and of the rest nothing was trained yet
+        own = grown(self._drawn(wanted, sent, told.ranks), held, self.scale)
+        if lost := [key for key in wanted if key not in held and not key.endswith(LORA_A)]:
+            raise ModelError(f"{sorted(lost)[0]} is neither here nor sent; install the server's version of atlas-fl")
+        return {**select(own, sorted(wanted)), **sent}
+
+    def withheld(self, update: Update, job: Job, sent: Params, told: Private | None) -> tuple[Update, Private | None]:
+        """The update without what stays here, which is kept, and how the server is to name that.
+
+        `sent` is what the server sent of the job's model. The digest of what was loaded is that of the model as the
+        server has it, where this is what it sent and named.
+        """
+        own = unshared(job.params, self.share)
+        if update.params is job.params or told is None or not own or own[0] not in update.params:
+            return update, None
+        kept, private = select(update.params, own), told
+        if any(tensor is not job.params[key] for key, tensor in kept.items()):
+            private = Private(sha256=self._keep(kept, job.round))
+        left = {key: tensor for key, tensor in update.params.items() if key not in kept}
+        update = replace(update, params=left, keys=update.keys + 1)
+        if update.loaded is not None and update.loaded == digest(job.params):
+            update = replace(update, loaded=digest(_seen(job.params, sent, told)))
+        return update, private
+
+    def end(self, told: Private | None) -> None:
+        """Write down which version the server has named at the end."""
+        if mark := _mark_of(self.folder):
+            write_json(self.folder / MARK, {**mark, LAST: None if told is None else told.sha256})
+
+    def clear(self) -> str:
+        """Remove all versions, as the run is complete; what stays in the folder, in a line."""
+        return clear_vault(self.folder, self.owner)
+
+    def _keep(self, params: Params, round: int) -> str:
+        found = digest(params)
+        if not (self.folder / MARK).exists():
+            write_json(self.folder / MARK, asdict(self.owner))
+        if not self._file(found).exists():
+            write_tensors(self._file(found), params)
+        if (mark := _mark_of(self.folder)).get(NEWEST) != found:
+            write_json(self.folder / MARK, {**mark, NEWEST: found})
+        self._note(found, round)
+        return found
+
+    def _read(self, sha256: str) -> Params:
+        path = self._file(sha256)
+        try:
+            found = read_tensors(path)
+            if digest(found) != sha256:
+                raise CheckpointError(f"damaged file {path}: it holds other values than its name says")
+        except CheckpointError as error:
+            raise ModelError(
+                f"what this site has not shared, and the server cannot know, is not here ({error}); bring {path} back,"
+                " or begin another run"
+            ) from None
+        return found
+
+    def _note(self, sha256: str, round: int) -> None:
+        """This version was made or named now; those that no checkpoint can name any more go, but never the newest."""
+        index = self.folder / INDEX
+        used = self._used
+        if not used and index.exists():
+            used.update(_read_index(index))
+        if used.get(sha256) == round:
+            return
+        used[sha256] = max(round, used.get(sha256, round))
+        stay = {sha256, _mark_of(self.folder).get(NEWEST)}
+        for old in [key for key, last in used.items() if key not in stay and last < round - self.rounds]:
+            del used[old]
+            if _is_own(self._file(old)):
+                self._file(old).unlink()
+        write_json(index, used)
+
+    def _file(self, sha256: str) -> Path:
+        return self.folder / f"{sha256}.safetensors"
+
+    def _drawn(self, wanted: frozenset[str], sent: Params, hidden: Sequence[int]) -> Params:
+        return self.draw(_ranks(wanted, sent, hidden))
+
+
+def _read_index(path: Path) -> dict[str, int]:
+    """The round of every version; its names become those of files, so nothing else may stand there."""
+    found = read_json(path)
+    good = isinstance(found, dict) and all(_VERSION.fullmatch(key) and type(at) is int for key, at in found.items())
+    if not good:
+        raise CheckpointError(f"damaged file {path}: it has other names than digests, or other rounds than numbers")
+    return dict(found)
+
+
+@dataclass(kw_only=True, eq=False)
+class PrivateReceiver:
+    """`runtime.protocol.model_sync.Receiver` for a client that keeps a part of its model to itself."""
+
+    vault: Vault
+    plain: AdapterReceiver = field(default_factory=AdapterReceiver)
+    """Keeps what is shared."""
+    _opened: tuple[Params, Private | None] = ({}, None)
+    """What came of the newest job's model, and what was named of it."""
+
+    def job(self, head: Mapping[str, Any], tensors: Params, *, client: str) -> tuple[str, Job, Told | None]:
+        """(action, job with its whole model, what is told of its cut); raises `ModelError` where its part is lost."""
+        action, job, told = self.plain.job(head, tensors, client=client)
+        sent, private = self._opened = job.params, read_private(head)
+        return action, replace(job, params=self.vault.whole(sent, private, cut=job.cut, round=job.round)), told
+
+    def update(self, action: str, update: Update, job: Job, *, number: int) -> tuple[Head, Params]:
+        """What goes back: what is shared, and the name of what stays."""
+        sent, private = self._opened
+        update, kept = self.vault.withheld(update, job, sent, private)
+        head, tensors = self.plain.update(action, update, job, number=number)
+        return {**head, **({} if kept is None else {"private": asdict(kept)})}, tensors
+
+    def farewell(self, head: Mapping[str, Any], tensors: Params) -> Params:
+        """The whole model at the end of the run; empty where there is none."""
+        sent = self.plain.farewell(head, tensors)
+        if head.get("model") is not True:
+            return sent
+        private = read_private(head)
+        model = self.vault.whole(sent, private, cut=None, round=0)
+        self.vault.end(private)
+        return model
+
+    def forget(self) -> None:
+        """Hold nothing that is shared any more; what is not stays."""
+        self.plain.forget()
+
+
+def _ranks(wanted: frozenset[str], sent: Params, hidden: Sequence[int]) -> dict[str, int]:
+    """The rank of every module with a tensor that is wanted, by its other factor or as it is told."""
+    modules = sorted({_module(key) for key in wanted if key.endswith((LORA_A, LORA_B))})
+    half = {_module(key): _rank(key, tensor) for key, tensor in sent.items()}
+    told = [module for module in modules if half.get(module) is None]
+    if len(told) != len(hidden):
+        raise ProtocolError(
+            f"the server names ranks of {len(hidden)} modules, {len(told)} are here; install its version of atlas-fl"
+        )
+    ranks = dict(zip(told, hidden, strict=True))
+    return {module: ranks.get(module) or int(half[module] or 0) for module in modules}
+
+
+def _module(key: str) -> str:
+    return key.removesuffix(LORA_A).removesuffix(LORA_B)
+
+
+def _rank(key: str, tensor: torch.Tensor) -> int | None:
+    """The rank of a factor; None for a head."""
+    if key.endswith(LORA_A):
+        return int(tensor.shape[0])
+    return int(tensor.shape[1]) if key.endswith(LORA_B) else None
+
+
+def _seen(params: Params, sent: Params, told: Private | None) -> Params:
+    """The job's model as the server has it."""
+    if told is None:
+        return params
+    left = {key: stand_in(key, tensor) for key, tensor in params.items() if key not in sent}
+    return {**sent, **left, PRIVATE: name_of(told.sha256)}

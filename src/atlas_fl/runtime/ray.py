@@ -1,0 +1,160 @@
+"""Actors of a Ray cluster as workers (Moritz et al. 2018): one for each pack that trains at once, each with its site.
+
+The backbone's weights lie once in the object store of each node, and the actors' are views of them. Everything else
+that Ray carries is frames, as bytes; what it unpickles is the function that makes a site, by its name, and no data.
+"""
+
+import os
+import socket
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from atlas_fl.errors import ConfigError, ProtocolError
+from atlas_fl.runtime.worker_pool import Resident, Settle
+
+ERRORS_ONLY = 40
+"""Ray's level of its own log: it would tell every step of its start."""
+SECONDS_TO_CONNECT = 10.0
+"""How long a cluster may take to take a connection."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Share:
+    """What each actor takes of the cluster."""
+
+    count: int
+    """Actors."""
+    cpus: int
+    gpus: float = 0.0
+
+
+class Actor:
+    """One actor as the driver sees it."""
+
+    def __init__(self, ray: Any, handle: Any, name: str) -> None:
+        self._ray, self._handle, self.name = ray, handle, name
+
+    def ask(self, frames: list[bytes]) -> list[bytes]:
+        """The answer to these frames; raises `ProtocolError` where the actor or the cluster has ended."""
+        try:
+            found: list[bytes] = self._ray.get(self._handle.ask.remote(list(frames)))
+        except self._ray.exceptions.RayActorError as error:
+            reason = " ".join(str(error).split())
+            raise ProtocolError(
+                f"{self.name} has ended ({reason:.160}); start the run again: it goes on from its last checkpoint"
+            ) from None
+        return found
+
+    def end(self) -> None:
+        """End it at once."""
+        self._ray.kill(self._handle)
+
+
+class Cluster:
+    """A Ray cluster and the weights in its object store."""
+
+    def __init__(self, ray: Any) -> None:
+        self._ray = ray
+        self._weights: Any = None
+
+    def filled(self, size: int, fill: Callable[[Any], None]) -> Any:
+        """Memory of so many bytes in the object store, as `fill` leaves it; nobody can write to it any more."""
+        memory = np.empty(size, dtype=np.uint8)
+        fill(memory)
+        self._weights = self._ray.put(memory)
+        return self._ray.get(self._weights)
+
+    def share(self, count: int | None, *, cuda: bool) -> Share:
+        """What each of `count` actors takes; by default there is one for each GPU, or CPU.
+
+        Raises `ConfigError` where there is no room for so many, which Ray would wait for for ever.
+        """
+        nodes = [node["Resources"] for node in self._ray.nodes() if node["Alive"]]
+        return share_of(nodes, count, cuda=cuda)
+
+    @contextmanager
+    def actors(self, share: Share, settle: Settle) -> Iterator[list[Actor]]:
+        """So many actors; none is left afterwards."""
+        kind = self._ray.remote(_Remote).options(num_cpus=share.cpus, num_gpus=share.gpus)
+        with ExitStack() as stack:
+            started = []
+            for number in range(share.count):
+                handle = kind.remote(settle, self._weights, str(Path.cwd()))
+                started.append(Actor(self._ray, handle, f"actor {number + 1} of {share.count}"))
+                stack.callback(started[-1].end)
+            yield started
+
+
+class _Remote:
+    """What an actor is: a resident whose memory is in the object store."""
+
+    def __init__(self, settle: Settle, memory: np.ndarray, folder: str) -> None:
+        # paths among the settings are relative to where the run was started
+        if Path(folder).is_dir():
+            os.chdir(folder)
+        self._resident = Resident(settle, lambda: memory)
+
+    def ask(self, frames: list[bytes]) -> list[bytes]:
+        return self._resident.ask(frames)
+
+
+@contextmanager
+def ray_cluster() -> Iterator[Cluster]:
+    """The cluster that RAY_ADDRESS names, or one of this machine alone, which ends with the context.
+
+    Raises `ConfigError` where Ray is not installed or the cluster cannot be reached.
+    """
+    try:
+        import ray
+    except ModuleNotFoundError:
+        raise ConfigError("--engine ray needs Ray, which is not installed; pip install 'atlas-fl[ray]'") from None
+    address = os.environ.get("RAY_ADDRESS", "local")
+    own = not ray.is_initialized()
+    if own:
+        _connect(ray, address)
+    try:
+        yield Cluster(ray)
+    finally:
+        if own:
+            ray.shutdown()
+
+
+def _connect(ray: Any, address: str) -> None:
+    local: dict[str, Any] = {"include_dashboard": False} if address == "local" else {}
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # a federation tells nobody that it exists
+    host, _, port = address.rpartition("//")[2].rpartition(":")
+    try:
+        if port.isdecimal():  # else Ray tries for many minutes
+            socket.create_connection((host, int(port)), timeout=SECONDS_TO_CONNECT).close()
+        ray.init(address=address, logging_level=ERRORS_ONLY, log_to_driver=False, **local)
+    except (OSError, OverflowError, ValueError, RuntimeError) as error:
+        reason = " ".join(str(error).split())
+        raise ConfigError(
+            f"no Ray cluster at RAY_ADDRESS {address!r} ({reason:.160}); start one with `ray start --head`, or unset it"
+        ) from None
+
+
+def share_of(nodes: Sequence[Mapping[str, float]], count: int | None, *, cuda: bool) -> Share:
+    """What each actor takes of nodes with these CPUs and GPUs.
+
+    >>> share_of([{"CPU": 4.0}, {"CPU": 4.0}], 3, cuda=False)
+    Share(count=3, cpus=2, gpus=0.0)
+
+    Raises `ConfigError` where so many do not fit.
+    """
+    cpus, gpus = ([int(node.get(kind, 0)) for node in nodes] for kind in ("CPU", "GPU"))
+    count = count or sum(gpus if cuda else cpus)
+    # no actor may lie across two nodes
+    fitting = [each for each in range(1, max(cpus, default=0) + 1) if sum(own // each for own in cpus) >= count > 0]
+    if not fitting or (cuda and not sum(gpus)):
+        raise ConfigError(
+            f"--workers is {count}, and the Ray cluster has {sum(cpus)} CPUs and {sum(gpus)} GPUs; allowed: 1 to"
+            f" {sum(cpus)}{', with at least one GPU for --accelerator cuda' if cuda else ''}"
+        )
+    on_one = -(-count // sum(gpus)) if cuda else 1
+    return Share(count=count, cpus=fitting[-1], gpus=1 / on_one if cuda else 0.0)

@@ -1,0 +1,535 @@
+"""Certificates of a federation: one authority, a server, and a client for each site; who one is stands in them.
+
+The common name of a client's certificate is its name in the federation. Keys are on the curve P-256; a client's
+certificate cannot serve and a server's cannot join (extended key usage, RFC 5280 4.2.1.12).
+
+Who may join stands in `clients.txt` of the server's folder: a name a line, and the SHA-256 of its certificate. A
+certificate that was replaced or revoked is not listed any more, and so is worth nothing although it has not expired.
+"""
+
+import ipaddress
+import os
+import re
+import ssl
+import time
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
+from hashlib import sha256
+from pathlib import Path
+
+from cryptography import x509
+from cryptography.exceptions import InvalidSignature
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
+
+from atlas_fl.errors import ConfigError, shown
+from atlas_fl.storage.files import sync_folder
+
+CA, CERT, KEY, REQUEST, CLIENTS = "ca.pem", "cert.pem", "key.pem", "request.pem", "clients.txt"
+AUTHORITY, SERVER, REVOKED = "ca", "server", ".revoked"
+MOST_DAYS = 3650
+MOST_BYTES = 64 * 2**10
+"""Of a request for a certificate, which comes from elsewhere."""
+EMPTY_SECONDS = 2.0
+"""How long a list may be empty until it is taken for one of nobody."""
+EARLY = timedelta(hours=1)
+"""How long before it is made a certificate holds: clocks differ."""
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.\-]{0,62}")
+_DIGEST = re.compile(r"[0-9a-f]{64}")  # longer than a name may be
+
+
+@dataclass(frozen=True, kw_only=True)
+class Certs:
+    """What one end of a connection shows and trusts, in PEM."""
+
+    name: str
+    """The common name of its certificate."""
+    ca: bytes
+    cert: bytes
+    key: bytes
+    folder: Path
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Issuer:
+    name: x509.Name
+    key: ec.EllipticCurvePrivateKey
+    pem: bytes
+    until: datetime
+
+
+def make_certs(
+    folder: Path, *, servers: Sequence[str], clients: Sequence[str], days: int = 365, now: datetime | None = None
+) -> tuple[Path, ...]:
+    """The folders of a new federation: `ca`, `server`, and one for each client; each holds exactly what it needs.
+
+    `servers` are the host names and addresses under which clients reach the server. Where the authority exists already,
+    leave them out: the clients are added, and `server/clients.txt` lists them with the others. `now` is the time from
+    which the certificates hold, for `days` days, and never longer than their authority's.
+
+    Raises `ConfigError` for a bad name, a number of days out of range, and whatever would be overwritten.
+    """
+    _check(folder, servers, clients, days)
+    begin, end = _span(days, now)
+    made = []
+    if servers:
+        issuer = _new_authority(folder / AUTHORITY, begin, end)
+        made.append(folder / AUTHORITY)
+        made.append(_issue(folder / SERVER, issuer, SERVER, begin, end, hosts=servers))
+    else:
+        issuer = _old_authority(folder / AUTHORITY, begin)
+    made += [_issue(folder / name, issuer, name, begin, end) for name in clients]
+    _list_certs(folder, clients)
+    return tuple(made)
+
+
+def renew_certs(
+    folder: Path, *, clients: Sequence[str], days: int = 365, now: datetime | None = None
+) -> tuple[Path, ...]:
+    """The folders of these clients with new certificates, which are listed in the place of the old ones.
+
+    With a new key, or where the site keeps its key to itself, for the same one. The old folders lie in `.revoked`.
+    Raises `ConfigError` for a client that is not listed, and as `make_certs` does.
+    """
+    _check_days(days)
+    _check_names(clients, flag="")
+    _check_listed(folder, clients)
+    begin, end = _span(days, now)
+    issuer = _old_authority(folder / AUTHORITY, begin)
+    keys = {name: _key_kept_by(folder / name) for name in clients}
+    for name in clients:
+        _set_aside(folder, name)
+    made = tuple(_issue(folder / name, issuer, name, begin, end, key=keys[name]) for name in clients)
+    _list_certs(folder, clients)
+    return made
+
+
+def revoke_certs(folder: Path, *, clients: Sequence[str]) -> tuple[Path, ...]:
+    """Where the folders of these clients lie now, who may not join from this moment on.
+
+    Raises `ConfigError` for a client that is not listed.
+    """
+    _check_names(clients, flag="")
+    _check_listed(folder, clients)
+    listed = read_list(folder / SERVER)
+    _write_list(folder, {name: own for name, own in listed.items() if name not in clients})
+    return tuple(moved for name in clients if (moved := _set_aside(folder, name)) is not None)
+
+
+def request_cert(folder: Path, *, name: str) -> Path:
+    """The file of a request, to be signed where the authority lies; its key stays in this folder and goes nowhere.
+
+    Raises `ConfigError` for a bad name, and where there is a key already.
+    """
+    _check_names([name], flag="")
+    if folder.exists() and any((folder / file).exists() for file in (KEY, REQUEST, CERT)):
+        raise ConfigError(f"{folder} has a key or a certificate already, which is not overwritten; give another --to")
+    key = ec.generate_private_key(ec.SECP256R1())
+    request = x509.CertificateSigningRequestBuilder().subject_name(_named(name)).sign(key, hashes.SHA256())
+    _private_folder(folder)
+    _write(folder, {KEY: _private(key), REQUEST: request.public_bytes(serialization.Encoding.PEM)})
+    return folder / REQUEST
+
+
+def sign_request(request: Path, *, folder: Path, days: int = 365, now: datetime | None = None) -> Path:
+    """The folder with certificate and authority for who made this request, and whom `clients.txt` lists from now on.
+
+    Raises `ConfigError` where it is no request that its own key has signed, or its name cannot be or is listed already.
+    """
+    _check_days(days)
+    found = _read_request(request)
+    name, key = found
+    listed = read_list(folder / SERVER)
+    if name in listed:
+        raise ConfigError(
+            f"client {name!r} of {request} is listed already; `atlas certs revoke {name} --to {folder}` first, if this"
+            " is to take its place"
+        )
+    begin, end = _span(days, now)
+    issuer = _old_authority(folder / AUTHORITY, begin)
+    _set_aside(folder, name)
+    made = _issue(folder / name, issuer, name, begin, end, key=key)
+    _list_certs(folder, [name])
+    return made
+
+
+def open_certs(folder: Path, *, now: datetime | None = None) -> Certs:
+    """What lies in a folder that `make_certs` made.
+
+    Raises `ConfigError` where a file is missing or none of the format, the key is another's, or the time is over.
+    """
+    pem = {}
+    for name in (CA, CERT, KEY):
+        path = folder / name
+        if not path.is_file():
+            raise ConfigError(
+                f"no file {path}; a folder of `atlas certs make` holds {CA}, {CERT} and {KEY}: give one with --certs"
+            )
+        pem[name] = path.read_bytes()
+    try:
+        cert = x509.load_pem_x509_certificate(pem[CERT])
+        key = serialization.load_pem_private_key(pem[KEY], password=None)
+        x509.load_pem_x509_certificate(pem[CA])
+        (common,) = cert.subject.get_attributes_for_oid(NameOID.COMMON_NAME)
+    except (ValueError, TypeError) as error:
+        raise ConfigError(f"{folder} holds no certificates that can be read ({error}); make them again") from None
+    if key.public_key() != cert.public_key():
+        raise ConfigError(f"{folder / KEY} is not the key of {folder / CERT}; copy both from one `atlas certs make`")
+    if not cert.not_valid_before_utc <= (now or datetime.now(UTC)) <= cert.not_valid_after_utc:
+        held = f"{cert.not_valid_before_utc:%Y-%m-%d} to {cert.not_valid_after_utc:%Y-%m-%d}"
+        raise ConfigError(f"{folder / CERT} is expired or not valid yet: it holds from {held}; make a new one")
+    name = str(common.value)
+    if not _NAME.fullmatch(name):  # files are named after it
+        raise ConfigError(f"{folder / CERT} is of {shown(name)}, which is no name of a site; have another one made")
+    return Certs(name=name, ca=pem[CA], cert=pem[CERT], key=pem[KEY], folder=folder)
+
+
+def digest_of(pem: bytes) -> str:
+    """The SHA-256 of a certificate as `clients.txt` lists it: of its DER form, in hexadecimal digits.
+
+    Raises `ValueError` for what is no certificate in PEM.
+    """
+    return sha256(ssl.PEM_cert_to_DER_cert(pem.decode("ascii"))).hexdigest()
+
+
+def common_name(pem: bytes) -> str:
+    """The one common name of a certificate, every sign of it: TLS libraries end it at its first NUL.
+
+    Empty where it has none or several. Raises `ValueError` for what is no certificate in PEM.
+    """
+    found = x509.load_pem_x509_certificate(pem).subject.get_attributes_for_oid(NameOID.COMMON_NAME)
+    return str(found[0].value) if len(found) == 1 else ""
+
+
+def holds_until(folder: Path) -> datetime:
+    """When the certificate in this folder ends."""
+    return x509.load_pem_x509_certificate((folder / CERT).read_bytes()).not_valid_after_utc
+
+
+def read_list(folder: Path) -> dict[str, str | None]:
+    """Who may join, from `clients.txt` in the server's folder, in its order: by name the SHA-256 of its certificate.
+
+    None stands for any certificate of that name that the authority has signed: older lists have names alone. A line
+    that begins with # says nothing. Raises `ConfigError` where there is no list, or none that can be read.
+    """
+    path = folder / CLIENTS
+    if not path.is_file():
+        raise ConfigError(
+            f"no file {path}; the folder `server` of `atlas certs make` holds it, one client's name a line"
+        )
+    listed: dict[str, str | None] = {}
+    last = None
+    lines = path.read_bytes().decode(errors="replace").splitlines()
+    for word in (word for line in lines if not line.lstrip().startswith("#") for word in line.split()):
+        if _DIGEST.fullmatch(word.lower()) and last is not None:
+            listed[last], last = word.lower(), None
+        elif not _NAME.fullmatch(word) or word in listed:
+            twice = f"lists a client twice, {word}" if word in listed else f"has {shown(word)}"
+            raise ConfigError(f"{path} {twice}; one name a line, each once, with the SHA-256 of its certificate")
+        else:
+            listed[word], last = None, word
+    return listed
+
+
+def listed_clients(folder: Path) -> tuple[str, ...]:
+    """The names that may join, from `clients.txt` in the server's folder, in its order; `ConfigError` for none."""
+    names = tuple(read_list(folder))
+    if not names:
+        raise ConfigError(f"{folder / CLIENTS} lists no client; one name a line, each once")
+    return names
+
+
+class Listed(Collection[str]):
+    """The names that may join as the list is now; while it cannot be read, as it was last."""
+
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        on_note: Callable[[str], None] = lambda _: None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._folder, self._on_note, self._clock = folder, on_note, clock
+        self._empty_since: float | None = None
+        listed_clients(folder)
+        self._seen, self._list, self._told = self._stamp(), read_list(folder), ""
+
+    def certificate(self, name: str) -> str | None:
+        """The SHA-256 that this client's certificate must have; None for any, or for who is not listed."""
+        return self._now().get(name)
+
+    def _stamp(self) -> tuple[int, int, int]:
+        found = (self._folder / CLIENTS).stat()
+        return found.st_mtime_ns, found.st_size, found.st_ino
+
+    def _now(self) -> Mapping[str, str | None]:
+        try:
+            stamp = self._stamp()
+            if stamp != self._seen and not self._is_being_written(stamp[1]):
+                self._list = read_list(self._folder)
+                self._seen, self._told = stamp, ""
+                if not self._list:
+                    self._on_note(f"{self._folder / CLIENTS} lists nobody; until it does nobody may join")
+        except (ConfigError, OSError) as error:
+            if (why := str(error)) != self._told:
+                self._told = why
+                self._on_note(f"{why}; until then the list is the one that could be read last")
+        return self._list
+
+    def _is_being_written(self, size: int) -> bool:
+        """Whether a file of this size is one that somebody is just writing: it is empty, and was not so for long."""
+        if size:
+            self._empty_since = None
+            return False
+        if self._empty_since is None:
+            self._empty_since = self._clock()
+        return self._clock() - self._empty_since < EMPTY_SECONDS
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._now()
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._now())
+
+    def __len__(self) -> int:
+        return len(self._now())
+
+
+def _span(days: int, now: datetime | None) -> tuple[datetime, datetime]:
+    begin = (now or datetime.now(UTC)) - EARLY
+    return begin, begin + EARLY + timedelta(days=days)
+
+
+def _list_certs(folder: Path, clients: Sequence[str]) -> None:
+    """List these clients with the certificates that they have now, those who are new after the others."""
+    path = folder / SERVER / CLIENTS
+    listed = read_list(folder / SERVER) if path.exists() else {}
+    _write_list(folder, {**listed, **{name: digest_of((folder / name / CERT).read_bytes()) for name in clients}})
+
+
+def _write_list(folder: Path, listed: Mapping[str, str | None]) -> None:
+    lines = [name if own is None else f"{name} {own}" for name, own in listed.items()] or ["# nobody"]
+    path = folder / SERVER / CLIENTS
+    draft = path.with_name(f".{path.name}.writing")
+    _private_folder(path.parent)
+    draft.unlink(missing_ok=True)  # of who was interrupted here
+    _write(draft.parent, {draft.name: "".join(f"{line}\n" for line in lines).encode()}, mode=0o600)
+    draft.replace(path)
+    sync_folder(path.parent)
+
+
+def _check_listed(folder: Path, clients: Sequence[str]) -> None:
+    listed = read_list(folder / SERVER)
+    for name in clients:
+        if name not in listed:
+            raise ConfigError(
+                f"client {name!r} is not in {folder / SERVER / CLIENTS}; listed: {', '.join(listed) or 'nobody'}"
+            )
+
+
+def _set_aside(folder: Path, name: str) -> Path | None:
+    """Where the folder of this client lies now, whose certificate is not listed any more; None where there is none."""
+    if not (folder / name).exists():
+        return None
+    _private_folder(folder / REVOKED)
+    number = 1
+    while (place := folder / REVOKED / f"{name}-{number}").exists():
+        number += 1
+    (folder / name).rename(place)
+    return place
+
+
+def _key_kept_by(site: Path) -> ec.EllipticCurvePublicKey | None:
+    """The key of a site that has its private half alone; None where a new one is to be made here."""
+    if (site / KEY).exists() or not (site / CERT).exists():
+        return None
+    key = _reading(site, lambda: x509.load_pem_x509_certificate((site / CERT).read_bytes())).public_key()
+    assert isinstance(key, ec.EllipticCurvePublicKey), "`sign_request` signs no others"
+    return key
+
+
+def _read_request(path: Path) -> tuple[str, ec.EllipticCurvePublicKey]:
+    """(name, key) of a request that its own key has signed."""
+    if not path.is_file():
+        raise ConfigError(f"no file {path}; give the {REQUEST} that `atlas certs request` has made at the site")
+    with path.open("rb") as file:
+        content = file.read(MOST_BYTES + 1)
+    try:
+        if len(content) > MOST_BYTES:
+            raise ValueError(f"more than {MOST_BYTES} bytes")
+        request = x509.load_pem_x509_csr(content)
+        key, names = request.public_key(), request.subject.get_attributes_for_oid(NameOID.COMMON_NAME)
+        if not isinstance(key, ec.EllipticCurvePublicKey) or not isinstance(key.curve, ec.SECP256R1):
+            raise ValueError("its key is not on the curve P-256")
+        if not request.is_signature_valid:
+            raise ValueError("its key has not signed it")
+        if len(names) != 1:
+            raise ValueError("it has no name, or several")
+    except (ValueError, TypeError, InvalidSignature) as error:
+        raise ConfigError(
+            f"{path} is no request that can be signed ({error}); make one with `atlas certs request`"
+        ) from None
+    name = str(names[0].value)
+    _check_names([name], flag="")
+    return name, key
+
+
+def _check_days(days: int) -> None:
+    if not 1 <= days <= MOST_DAYS:
+        raise ConfigError(f"--days is {days}; allowed: 1 to {MOST_DAYS}")
+
+
+def _check(folder: Path, servers: Sequence[str], clients: Sequence[str], days: int) -> None:
+    _check_days(days)
+    _check_names(clients)
+    for host in servers:
+        if not _NAME.fullmatch(host) and not _address(host):
+            raise ConfigError(f"--server {host!r} is neither a host name nor an address, such as host.example.org")
+    if not servers and not (folder / AUTHORITY).exists():
+        raise ConfigError(f"--server is missing; name the host that clients reach, or a folder that has {AUTHORITY}/")
+    listed = read_list(folder / SERVER) if (folder / SERVER / CLIENTS).exists() else {}
+    for name in (*((AUTHORITY, SERVER) if servers else ()), *clients):
+        if name in listed and not (folder / name).exists():
+            raise ConfigError(
+                f"client {name!r} is in {folder / SERVER / CLIENTS} already; `atlas certs renew {name} --to {folder}`"
+                " gives it a new certificate"
+            )
+        if (folder / name).exists():
+            remedy = ", or leave --server out to add clients" if servers else ""
+            raise ConfigError(
+                f"{folder / name} exists already and is not overwritten; choose another folder or name{remedy}"
+            )
+
+
+def _check_names(clients: Sequence[str], *, flag: str = "--client ") -> None:
+    if not clients:
+        told = f"{flag.strip()} is missing" if flag else "no client is named"
+        raise ConfigError(f"{told}; name at least one site, as {flag}site-1")
+    for name in clients:
+        if not _NAME.fullmatch(name) or name in (AUTHORITY, SERVER):
+            raise ConfigError(
+                f"client {shown(name)} cannot be a name; allowed: up to 63 letters, digits, '_', '.', '-', and neither"
+                f" {AUTHORITY!r} nor {SERVER!r}"
+            )
+    if len(set(clients)) < len(clients):
+        raise ConfigError(f"{flag.strip() or 'the command'} names a site twice; every site needs a name of its own")
+
+
+def _address(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
+    try:
+        return ipaddress.ip_address(host)
+    except ValueError:
+        return None
+
+
+def _named(name: str) -> x509.Name:
+    return x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)])
+
+
+def _new_authority(folder: Path, begin: datetime, end: datetime) -> _Issuer:
+    key = ec.generate_private_key(ec.SECP256R1())
+    # Two federations must not take each other's authority for their own, so its name is its key's.
+    name = _named(f"atlas {x509.SubjectKeyIdentifier.from_public_key(key.public_key()).digest.hex()[:16]}")
+    builder = _builder(name, name, key.public_key(), begin, end).add_extension(
+        x509.BasicConstraints(True, 0), critical=True
+    )
+    cert = builder.add_extension(_usage(signs=True), critical=True).sign(key, hashes.SHA256())
+    pem = cert.public_bytes(serialization.Encoding.PEM)
+    _private_folder(folder)
+    _write(folder, {CA: pem, KEY: _private(key)})
+    return _Issuer(name=name, key=key, pem=pem, until=end)
+
+
+def _old_authority(folder: Path, begin: datetime) -> _Issuer:
+    """The authority in this folder; raises `ConfigError` where there is none, or its time is over."""
+    try:
+        cert = x509.load_pem_x509_certificate((folder / CA).read_bytes())
+        key = serialization.load_pem_private_key((folder / KEY).read_bytes(), password=None)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{folder} holds no authority that can be read ({error}); make another folder") from None
+    until = cert.not_valid_after_utc
+    if until <= begin + EARLY:
+        raise ConfigError(f"the authority in {folder} has ended on {until:%Y-%m-%d}; make a new folder for everyone")
+    assert isinstance(key, ec.EllipticCurvePrivateKey)
+    return _Issuer(name=cert.subject, key=key, pem=cert.public_bytes(serialization.Encoding.PEM), until=until)
+
+
+def _issue(
+    folder: Path,
+    issuer: _Issuer,
+    name: str,
+    begin: datetime,
+    end: datetime,
+    *,
+    hosts: Sequence[str] = (),
+    key: ec.EllipticCurvePublicKey | None = None,
+) -> Path:
+    """A folder with a certificate that this authority signs, the authority's own, and the key, if it is made here.
+
+    It is for `key` where the other half of that is elsewhere. No certificate outlives its authority.
+    """
+    own = None if key is not None else ec.generate_private_key(ec.SECP256R1())
+    public = key if own is None else own.public_key()
+    assert public is not None
+    role = ExtendedKeyUsageOID.SERVER_AUTH if hosts else ExtendedKeyUsageOID.CLIENT_AUTH
+    alternatives = [
+        x509.IPAddress(address) if (address := _address(host)) else x509.DNSName(host) for host in hosts or (name,)
+    ]
+    builder = (
+        _builder(_named(name), issuer.name, public, begin, min(end, issuer.until))
+        .add_extension(x509.BasicConstraints(False, None), critical=True)
+        .add_extension(_usage(signs=False), critical=True)
+        .add_extension(x509.ExtendedKeyUsage([role]), critical=False)
+        .add_extension(x509.SubjectAlternativeName(alternatives), critical=False)
+        .add_extension(x509.AuthorityKeyIdentifier.from_issuer_public_key(issuer.key.public_key()), critical=False)
+    )
+    cert = builder.sign(issuer.key, hashes.SHA256()).public_bytes(serialization.Encoding.PEM)
+    _private_folder(folder)
+    _write(folder, {CA: issuer.pem, CERT: cert, **({} if own is None else {KEY: _private(own)})})
+    return folder
+
+
+def _builder(
+    subject: x509.Name, issuer: x509.Name, key: ec.EllipticCurvePublicKey, begin: datetime, end: datetime
+) -> x509.CertificateBuilder:
+    builder = x509.CertificateBuilder().subject_name(subject).issuer_name(issuer).public_key(key)
+    builder = builder.serial_number(x509.random_serial_number()).not_valid_before(begin).not_valid_after(end)
+    return builder.add_extension(x509.SubjectKeyIdentifier.from_public_key(key), critical=False)
+
+
+def _usage(*, signs: bool) -> x509.KeyUsage:
+    rest = dict.fromkeys(
+        ("content_commitment", "key_encipherment", "data_encipherment", "key_agreement", "encipher_only"), False
+    )
+    return x509.KeyUsage(digital_signature=not signs, key_cert_sign=signs, crl_sign=signs, decipher_only=False, **rest)
+
+
+def _private(key: ec.EllipticCurvePrivateKey) -> bytes:
+    encoding, form = serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8
+    return key.private_bytes(encoding, form, serialization.NoEncryption())
+
+
+def _reading(folder: Path, read: Callable[[], x509.Certificate]) -> x509.Certificate:
+    try:
+        return read()
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{folder} holds no certificates that can be read ({error}); make them again") from None
+
+
+def _private_folder(folder: Path) -> None:
+    """Make this folder, and those above it that are missing, for their owner alone, whatever the umask."""
+    for missing in reversed([folder, *folder.parents]):
+        if not missing.exists():
+            missing.mkdir(mode=0o700)
+
+
+def _write(folder: Path, files: Mapping[str, bytes], *, mode: int = 0o644) -> None:
+    """Write these new files; a key is never readable by others, not even for a moment."""
+    for name, content in files.items():
+        handle = os.open(folder / name, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600 if name == KEY else mode)
+        with os.fdopen(handle, "wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())

@@ -1,0 +1,291 @@
+"""The client's end of the stream: mutual TLS, reconnecting.
+
+Why a server cannot be reached, told before gRPC hides it: one TLS handshake with what Python itself brings.
+
+gRPC tries a refused certificate again for ever and names no reason. Under TLS 1.3 a server refuses a client's
+certificate after the client has finished its handshake, so the probe also waits for the server's first byte.
+
+A client's end of the stream: mutual TLS by grpc.aio, reconnecting until its patience is over.
+"""
+
+import asyncio
+import contextlib
+import secrets
+import socket
+import ssl
+import time
+from collections.abc import Callable
+from itertools import chain
+from typing import Any
+
+import grpc
+
+from atlas_fl.errors import ConfigError, ProtocolError, one_line
+from atlas_fl.events import OnEvent
+from atlas_fl.params import Params
+from atlas_fl.runtime.transport.certificates import CERT, KEY, Certs
+from atlas_fl.runtime.transport.event_loop import Desk, LoopThread, keep_freed_memory
+from atlas_fl.runtime.transport.frames import (
+    BEAT,
+    BEAT_SECONDS,
+    CHUNK,
+    LONG,
+    Head,
+    chunks,
+    decode_frame,
+    encode_frame,
+    joined,
+)
+from atlas_fl.runtime.transport.server import METHOD, SERVICE, channel_options
+from atlas_fl.runtime.transport.sessions import NO_TENSORS, PROTOCOL, Message, read_answer
+
+SECONDS = 10.0
+"""Longest wait of each step."""
+CLOSED = "it closes the connection at once"
+
+
+def split_address(address: str) -> tuple[str, int]:
+    """(host, port) of `host:port`, or of `[::1]:port`; raises `ConfigError` for anything else."""
+    host, colon, port = address.rpartition(":")
+    host = host.removeprefix("[").removesuffix("]")
+    if not colon or not host or not port.isdecimal() or not 1 <= int(port) <= 65535:
+        raise ConfigError(f"{address!r} is no address of a server; write host:port, such as fed.example.org:8470")
+    return host, int(port)
+
+
+def probe(host: str, port: int, certs: Certs) -> str | None:
+    """None where the server is there and takes this certificate; else why it may be worth trying again.
+
+    Raises `ProtocolError` for what no second try mends: a host that nobody knows, and a certificate that either end
+    refuses. A server that closes the connection once the handshake is over refuses the certificate, as gRPC's does
+    without another word, or is just ending; so this is looked at twice.
+    """
+    for _ in range(2):
+        if (reason := _handshake(host, port, certs)) != CLOSED:
+            return reason
+    raise ProtocolError(_refused(host, port, certs, CLOSED))
+
+
+def _handshake(host: str, port: int, certs: Certs) -> str | None:
+    try:
+        with (
+            socket.create_connection((host, port), timeout=SECONDS) as plain,
+            _context(certs).wrap_socket(plain, server_hostname=host) as secure,
+        ):
+            return None if secure.recv(1) else CLOSED
+    except ssl.SSLCertVerificationError as error:
+        raise ProtocolError(
+            f"the certificate of {host}:{port} is refused here: {error.verify_message}; the server's must be made for"
+            f" {host!r} (`atlas certs make --server {host}`) by the authority of {certs.folder}"
+        ) from None
+    except (ssl.SSLEOFError, ssl.SSLZeroReturnError, ConnectionError, TimeoutError) as error:
+        return _words(error)
+    except ssl.SSLError as error:
+        reason = (error.reason or str(error)).lower().replace("_", " ")
+        if "alert" in reason:
+            raise ProtocolError(_refused(host, port, certs, reason)) from None
+        raise ProtocolError(
+            f"{host}:{port} does not speak TLS as an ATLAS server does ({reason}); check host and port"
+        ) from None
+    except socket.gaierror as error:
+        raise ProtocolError(f"host {host!r} is unknown ({error.strerror}); check the address of the server") from None
+    except OSError as error:
+        return _words(error)
+
+
+def _context(certs: Certs) -> ssl.SSLContext:
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.load_verify_locations(cadata=certs.ca.decode())
+    context.load_cert_chain(certs.folder / CERT, certs.folder / KEY)
+    context.set_alpn_protocols(["h2"])
+    return context
+
+
+def _words(error: OSError) -> str:
+    return str(error.strerror or error)
+
+
+def _refused(host: str, port: int, certs: Certs, reason: str) -> str:
+    return (
+        f"the server at {host}:{port} refuses the certificate {certs.folder / CERT} ({reason}); it must be made by the"
+        " server's own authority and not be expired: ask for a new folder of `atlas certs make`"
+    )
+
+
+READY_SECONDS = 30.0
+"""How long a welcome may take: a server first makes sure that who had this name before is gone."""
+FIRST_PAUSE, LONGEST_PAUSE = 0.1, 5.0
+
+
+class UnreachableError(ProtocolError):
+    """No server has answered for as long as it was tried."""
+
+
+class Link:
+    """One session with a server; used as a context, from one thread.
+
+    `hello` is what this end says of itself whenever a stream begins, and `patience` the seconds for which a server that
+    does not answer is tried again; `first_patience` those for the very first time.
+    """
+
+    def __init__(
+        self,
+        address: str,
+        certs: Certs,
+        *,
+        hello: Callable[[], Head],
+        patience: float,
+        first_patience: float,
+        on_event: OnEvent,
+    ) -> None:
+        self._host, self._port = split_address(address)
+        self._address, self._certs, self._hello = address, certs, hello
+        self._patience, self._left = patience, first_patience
+        self._session, self._number = secrets.token_hex(16), 0
+        self._threads = LoopThread()
+        self._desk = Desk(threads=self._threads, on_event=on_event)
+        self._channel: grpc.aio.Channel | None = None
+        self._call: Any = None
+        self._writing = asyncio.Lock()  # of whole frames: what says that this end is there goes between them
+        self._opened = contextlib.ExitStack()
+        self.welcome: dict[str, Any] = {}
+        """What the server said of itself when the newest stream began."""
+        self.sent_bytes = self.received_bytes = 0
+        """Bytes of all frames."""
+
+    def __enter__(self) -> "Link":
+        keep_freed_memory()
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(self._threads)
+            stack.callback(lambda: self._threads.call(self._drop()))
+            self._desk.call(self._connected())
+            self._threads.submit(self._beat())
+            self._opened = stack.pop_all()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._opened.close()
+
+    def exchange(self, head: Head, tensors: Params = NO_TENSORS) -> Message:
+        """The server's answer, through as many streams as it takes.
+
+        Raises `ProtocolError` where the server refuses, `UnreachableError` where it is not reached within the patience.
+        """
+        self._number += 1
+        frame = encode_frame({"sequence": self._number, "body": head}, tensors)
+        payload = self._desk.call(self._exchange(frame))
+        self.sent_bytes += len(frame)
+        self.received_bytes += len(payload)
+        return read_answer(payload, number=self._number)
+
+    async def _exchange(self, frame: bytes) -> bytearray:
+        while True:
+            call = await self._connected()
+            try:
+                async with self._writing:
+                    for chunk in chain([LONG] if len(frame) >= CHUNK else [], chunks(frame)):
+                        await call.write(chunk)
+                payload = await joined(call.read)
+            except (grpc.aio.AioRpcError, grpc.aio.UsageError, asyncio.InvalidStateError) as error:
+                await self._lost(error)
+                continue
+            if payload is not None:
+                return payload
+            await self._lost(None)
+
+    async def _beat(self) -> None:
+        """Tell the server every few seconds that this end is there, whatever the program computes meanwhile."""
+        while True:
+            await asyncio.sleep(BEAT_SECONDS)
+            call = self._call
+            if call is not None and not self._writing.locked():
+                # Whoever exchanges next sees that the stream has ended, and begins another.
+                with contextlib.suppress(grpc.aio.AioRpcError, grpc.aio.UsageError, asyncio.InvalidStateError):
+                    async with self._writing:
+                        await call.write(BEAT)
+
+    async def _lost(self, error: Exception | None) -> None:
+        code = error.code() if isinstance(error, grpc.aio.AioRpcError) else None
+        if code is grpc.StatusCode.PERMISSION_DENIED:
+            assert isinstance(error, grpc.aio.AioRpcError)
+            raise ProtocolError(one_line(error.details()))
+        if code in (grpc.StatusCode.UNKNOWN, grpc.StatusCode.RESOURCE_EXHAUSTED, grpc.StatusCode.UNIMPLEMENTED):
+            assert isinstance(error, grpc.aio.AioRpcError)
+            raise ProtocolError(
+                f"the server at {self._address} failed ({code.name}: {one_line(error.details())}); see its log"
+            )
+        self._desk.note(f"the connection to {self._address} is lost; trying again")
+        await self._drop()
+
+    async def _drop(self) -> None:
+        call, channel, self._call, self._channel = self._call, self._channel, None, None
+        if call is not None:
+            call.cancel()
+        if channel is not None:
+            await channel.close()
+
+    async def _connected(self) -> Any:
+        """The stream, begun anew where there is none; pauses grow from a tenth of a second to five seconds."""
+        if self._call is not None:
+            return self._call
+        until, pause, again = time.monotonic() + self._left, FIRST_PAUSE, self._number > 0
+        while True:
+            reason = await asyncio.to_thread(probe, self._host, self._port, self._certs)
+            if reason is None:
+                reason = await self._begin()
+            if reason is None:
+                break
+            if time.monotonic() + pause > until:
+                raise UnreachableError(
+                    f"no answer from {self._address} for {self._left:g} seconds ({reason}); check the address, that"
+                    " `atlas serve` runs there and that no firewall is between"
+                )
+            if pause == FIRST_PAUSE:
+                meanwhile = ", in which the server may be started again" if again else ""
+                self._desk.note(
+                    f"no answer from {self._address} ({reason}); trying for {self._left:g} seconds{meanwhile}"
+                )
+            await asyncio.sleep(pause)
+            pause = min(2 * pause, LONGEST_PAUSE)
+        self._left = self._patience
+        if again:
+            self._desk.note(f"connected to {self._address} again")
+        return self._call
+
+    async def _begin(self) -> str | None:
+        """Why no stream has begun; None where one has. Raises `ProtocolError` where the server refuses."""
+        certs = self._certs
+        credentials = grpc.ssl_channel_credentials(certs.ca, certs.key, certs.cert)
+        # Its own connection and no proxy of the environment: the probe has just gone this very way.
+        options = [*channel_options(), ("grpc.use_local_subchannel_pool", 1), ("grpc.enable_http_proxy", 0)]
+        channel = grpc.aio.secure_channel(self._target(), credentials, options=options)
+        try:
+            # Without a timeout this never ends where a certificate is refused.
+            await asyncio.wait_for(channel.channel_ready(), READY_SECONDS)
+            call = channel.stream_stream(f"/{SERVICE}/{METHOD}")()
+            await call.write(encode_frame({"session": self._session, "protocol": PROTOCOL, **self._hello()}, {}))
+            payload = await asyncio.wait_for(joined(call.read), READY_SECONDS)
+        except TimeoutError:
+            await channel.close()
+            return f"no stream within {READY_SECONDS:g} seconds"
+        except grpc.aio.AioRpcError as error:
+            await channel.close()
+            if error.code() is grpc.StatusCode.PERMISSION_DENIED:
+                raise ProtocolError(one_line(error.details())) from None
+            return f"{error.code().name}: {one_line(error.details())}"
+        if payload is None:
+            await channel.close()
+            return "the stream ended at once"
+        head, _ = decode_frame(payload)
+        if "welcome" not in head:
+            with contextlib.suppress(asyncio.CancelledError):
+                await channel.close()
+            raise ProtocolError(one_line(head.get("refused", "the server says neither welcome nor why not")))
+        if not isinstance(head["welcome"], dict):
+            await channel.close()
+            raise ProtocolError("the server's welcome says nothing of itself; install its version of atlas-fl")
+        self._channel, self._call, self.welcome = channel, call, head["welcome"]
+        return None
+
+    def _target(self) -> str:
+        return f"[{self._host}]:{self._port}" if ":" in self._host else f"{self._host}:{self._port}"

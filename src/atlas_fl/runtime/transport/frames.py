@@ -1,0 +1,177 @@
+"""A message as bytes, in chunks.
+
+One message as bytes: a versioned header, a head in JSON, tensors in the safetensors format.
+
+    bytes 0-3    ATLS
+    bytes 4-5    version
+    bytes 6-7    zero
+    bytes 8-15   length of the head
+    bytes 16-23  length of the tensors
+    then the head, padded with spaces to eight bytes, and the tensors; every number is little-endian and unsigned
+
+What arrives may have been written by anybody: a frame is refused before anything is made of it that would be larger
+than the frame itself.
+
+A frame on its way in pieces, so that one end puts together what has come while the other still encrypts the rest.
+
+Every piece but the last has `CHUNK` bytes; the last has fewer, or none. Between frames a client sends `BEAT` every
+`BEAT_SECONDS`, and `LONG` before a frame of several pieces, whose first one may take long.
+"""
+
+import math
+import struct
+from collections.abc import Awaitable, Callable, Iterator, Mapping
+from typing import Any, TypeAlias, TypeGuard
+
+import grpc
+import torch
+
+from atlas_fl.errors import DataError, ProtocolError
+from atlas_fl.params import Params
+from atlas_fl.storage.jsonl import from_json, to_json
+from atlas_fl.storage.tensors import DTYPES, encoded_size, parts
+
+Head: TypeAlias = Mapping[str, Any]
+"""What a message says beside its tensors: plain data for strict JSON."""
+
+VERSION = 1
+FRAME_LIMIT = 256 * 2**20
+"""Most bytes of a frame."""
+HEAD_LIMIT = 256 * 2**10
+"""Most bytes of a head, and of the list of its tensors: parsed JSON is some fifty times as large as its text."""
+
+_MAGIC = b"ATLS"
+_HEADER = struct.Struct("<4sHHQQ")
+_DTYPES = {name: dtype for dtype, name in DTYPES.items()}
+
+
+def encode_frame(head: Head, tensors: Params, *, limit: int = FRAME_LIMIT) -> bytes:
+    """The message as bytes.
+
+    Raises:
+        ProtocolError: it is longer than `limit` bytes, or its head is no strict JSON or longer than `HEAD_LIMIT`.
+    """
+    try:
+        text = to_json(head).encode()
+    except (DataError, TypeError) as error:
+        raise ProtocolError(f"a message's head is no strict JSON: {error}") from None
+    text += b" " * (-len(text) % 8)
+    size = encoded_size(tensors) if tensors else 0
+    total = _HEADER.size + len(text) + size
+    if len(text) > HEAD_LIMIT or total > limit:
+        raise ProtocolError(
+            f"a message of {total} bytes, {len(text)} of them its head; allowed: {limit} and {HEAD_LIMIT};"
+            " send fewer or smaller tensors"
+        )
+    header = _HEADER.pack(_MAGIC, VERSION, 0, len(text), size)
+    return b"".join([header, text, *(parts(tensors) if tensors else ())])
+
+
+def decode_frame(
+    frame: bytes | bytearray, *, limit: int = FRAME_LIMIT
+) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+    """(head, tensors) of a message; tensors are on the CPU, and views of the frame where that is a `bytearray`.
+
+    Raises:
+        ProtocolError: the bytes are no frame of this version, or longer than `limit`.
+    """
+    if not _HEADER.size <= len(frame) <= limit:
+        raise ProtocolError(f"a frame of {len(frame)} bytes; allowed: {_HEADER.size} to {limit}")
+    magic, version, zero, head_size, size = _HEADER.unpack_from(frame)
+    if magic != _MAGIC or zero:
+        raise ProtocolError(f"a frame begins with {frame[:8].hex()}, not with {_MAGIC.hex()}; is this an ATLAS end?")
+    if version != VERSION:
+        raise ProtocolError(
+            f"a frame of version {version}; this end speaks version {VERSION}: install the same atlas-fl on both ends"
+        )
+    if head_size > HEAD_LIMIT or _HEADER.size + head_size + size != len(frame):
+        raise ProtocolError(f"a frame of {len(frame)} bytes says that it holds {head_size} and {size}")
+    start = _HEADER.size + head_size
+    head = _object(bytes(frame[_HEADER.size : start]), "head")
+    # torch takes no read-only memory.
+    writable = frame if isinstance(frame, bytearray) else bytearray(frame)
+    return head, _tensors(memoryview(writable)[start:]) if size else {}
+
+
+def _object(text: bytes, what: str) -> dict[str, Any]:
+    try:
+        found = from_json(text)
+    except (ValueError, RecursionError) as error:
+        raise ProtocolError(f"a frame's {what} is no strict JSON ({error!s:.80})") from None
+    if not isinstance(found, dict):
+        raise ProtocolError(f"a frame's {what} is a {type(found).__name__}; it must be an object")
+    return found
+
+
+def _tensors(payload: memoryview) -> dict[str, torch.Tensor]:
+    """The tensors of a safetensors payload as `storage.tensors.encode` writes it: aligned, in order, without a gap."""
+    listed = int.from_bytes(payload[:8], "little")
+    start = 8 + listed
+    if listed > HEAD_LIMIT or start > len(payload) or start % 8:
+        raise ProtocolError(f"a frame's list of tensors has {listed} bytes; allowed: {HEAD_LIMIT}, by eights")
+    tensors: dict[str, torch.Tensor] = {}
+    for name, entry in _object(bytes(payload[8:start]), "list of tensors").items():
+        dtype, shape, begin, end = _entry(name, entry, most=len(payload))
+        if begin != start - 8 - listed or end > len(payload) - 8 - listed:
+            raise ProtocolError(f"tensor {name!s:.80} lies at {begin}, {end}; there is a gap, or not so much")
+        count = (end - begin) // dtype.itemsize
+        flat = (
+            torch.frombuffer(payload, dtype=dtype, count=count, offset=start) if count else torch.empty(0, dtype=dtype)
+        )
+        # a byte that is neither is undefined behaviour in whatever computes with it
+        if dtype is torch.bool and count and int(flat.view(torch.uint8).max()) > 1:
+            raise ProtocolError(f"tensor {name!s:.80} holds a truth value that is neither 0 nor 1")
+        tensors[name] = flat.reshape(shape)
+        start += end - begin
+    if start != len(payload):
+        raise ProtocolError(f"a frame holds {len(payload) - start} bytes that belong to no tensor")
+    return tensors
+
+
+def _entry(name: str, entry: Any, *, most: int) -> tuple[torch.dtype, list[int], int, int]:
+    """(dtype, shape, begin, end) of a tensor, where these fit each other and the payload's length."""
+    known = entry if isinstance(entry, dict) else {}
+    dtype, shape, offsets = _DTYPES.get(str(known.get("dtype"))), known.get("shape"), known.get("data_offsets")
+    if dtype is None:
+        raise ProtocolError(f"tensor {name!s:.80} is {known.get('dtype')!s:.20}; allowed: {', '.join(_DTYPES)}")
+    if not _whole(shape, most=most) or not _whole(offsets, most=most) or len(offsets) != 2:
+        raise ProtocolError(f"tensor {name!s:.80} has the shape {shape!s:.80} and lies at {offsets!s:.80}")
+    begin, end = offsets
+    # The second bound is for tensors without values, whose other sizes nothing else limits.
+    if end - begin != math.prod(shape) * dtype.itemsize or math.prod(max(1, size) for size in shape) > 2**48:
+        raise ProtocolError(f"tensor {name!s:.80} of shape {shape!s:.80} and {dtype} takes not {end - begin} bytes")
+    if begin % dtype.itemsize:
+        raise ProtocolError(f"tensor {name!s:.80} lies at {begin}, which its {dtype} is not aligned to")
+    return dtype, shape, begin, end
+
+
+def _whole(values: Any, *, most: int) -> TypeGuard[list[int]]:
+    return isinstance(values, list) and all(type(value) is int and 0 <= value <= most for value in values)
+
+
+CHUNK = 2**20
+"""Bytes of a piece; gRPC takes no longer message."""
+BEAT, LONG = b"", b"L"
+"""What says that its sender is there; shorter than any frame."""
+BEAT_SECONDS = 3.0
+
+
+def chunks(frame: bytes) -> Iterator[bytes]:
+    """The pieces of a frame, in order."""
+    for start in range(0, len(frame) + 1, CHUNK):
+        yield frame[start : start + CHUNK]
+
+
+async def joined(read: Callable[[], Awaitable[Any]], *, limit: int = FRAME_LIMIT) -> bytearray | None:
+    """The next frame, from pieces as they are read; None where the stream ends before it is whole.
+
+    Raises `ProtocolError` where it grows longer than `limit` bytes.
+    """
+    frame = bytearray()
+    while (piece := await read()) is not grpc.aio.EOF:
+        frame += piece
+        if len(frame) > limit:
+            raise ProtocolError(f"a frame of more than {limit} bytes; send fewer or smaller tensors")
+        if len(piece) < CHUNK:
+            return frame
+    return None

@@ -1,0 +1,366 @@
+"""The server's end of the stream: mutual TLS by grpc.aio, generic handlers, frames as they are."""
+
+import asyncio
+import contextlib
+import resource
+import socket
+from collections.abc import Awaitable
+from dataclasses import dataclass
+from typing import Any
+
+import grpc
+
+from atlas_fl.errors import ConfigError, ProtocolError
+from atlas_fl.runtime.transport.certificates import Certs, common_name, digest_of
+from atlas_fl.runtime.transport.event_loop import keep_freed_memory
+from atlas_fl.runtime.transport.frames import BEAT, CHUNK, FRAME_LIMIT, LONG, chunks, encode_frame, joined
+from atlas_fl.runtime.transport.sessions import HereAlreadyError, NotListedError, Session, Sessions
+
+SERVICE, METHOD = "atlas.Stream", "Exchange"
+PING_SECONDS = 10
+"""A peer that has said nothing for so long is asked whether it is there."""
+SILENCE_SECONDS = 10
+"""How long it may take to say so."""
+LOOK_AGAIN_SECONDS = 0.05
+"""How often who waits for room, or for a place, looks for it."""
+MOST_CONNECTIONS = 4096
+
+
+@dataclass(frozen=True, kw_only=True)
+class Limits:
+    """What the other ends may take of a server's memory and time."""
+
+    hello_bytes: int = 64 * 2**10
+    """Of the first frame of a stream."""
+    handshake_seconds: float = 10.0
+    """For that of TLS."""
+    look_seconds: float = 1.0
+    """Between two looks at every stream. Time is counted in looks, so that none is held against clients in which the
+    server itself stood still."""
+    hello_looks: int = 10
+    """Until all of the first frame is here."""
+    skip_looks: int = 2
+    """For the first piece of who is refused, which nobody reads."""
+    piece_looks: int = 120
+    """For each piece of a frame, of at most 1 MiB, either way."""
+    streams: int = 4
+    """Of one client: its own, one that hangs, and those that try to take its place."""
+    unfinished_bytes: int = 16 * FRAME_LIMIT
+    """Of all requests of which more is to come; further ones wait for room, and not for longer than for a piece."""
+    silent_looks: int = 15
+    """In which a client that waits, or trains, has not said that it is there, before it is gone."""
+    alive_looks: int = 8
+    """The same, where another session of its name asks to come in."""
+    idle_seconds: float = 60.0
+    """For which a connection may have no stream."""
+
+
+LIMITS = Limits()
+
+
+def channel_options() -> list[tuple[str, int]]:
+    """What both ends set."""
+    return [
+        ("grpc.max_receive_message_length", CHUNK),
+        ("grpc.max_send_message_length", CHUNK),
+        ("grpc.keepalive_time_ms", PING_SECONDS * 1000),
+        ("grpc.keepalive_timeout_ms", SILENCE_SECONDS * 1000),
+        ("grpc.keepalive_permit_without_calls", 1),
+        ("grpc.http2.max_pings_without_data", 0),
+        ("grpc.http2.min_ping_interval_without_data_ms", PING_SECONDS * 500),
+        ("grpc.http2.max_ping_strikes", 0),
+    ]
+
+
+def _server_options(limits: Limits) -> list[tuple[str, int]]:
+    """What bounds those of whom nothing is known yet."""
+    files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = MOST_CONNECTIONS if files == resource.RLIM_INFINITY else min(MOST_CONNECTIONS, files // 2)
+    return [
+        # Without this, Linux lets two servers share a port and deals the clients out between them.
+        ("grpc.so_reuseport", 0),
+        ("grpc.max_concurrent_streams", limits.streams),
+        ("grpc.server_handshake_timeout_ms", int(limits.handshake_seconds * 1000)),
+        ("grpc.max_connection_idle_ms", int(limits.idle_seconds * 1000)),
+        # Files of the run must find room among those of connections.
+        ("grpc.max_allowed_incoming_connections", most),
+    ]
+
+
+class Server:
+    """Streams of clients into `Sessions`. Its methods run in the loop that it was started in."""
+
+    def __init__(self, sessions: Sessions, certs: Certs, *, host: str, port: int, limits: Limits = LIMITS) -> None:
+        self._sessions, self._certs, self._host, self._port = sessions, certs, host, port
+        self._limits, self._unfinished = limits, Unfinished()
+        self._streams, self._visits, self._looks = dict[str, int](), set[Visit](), 0
+        self._server: grpc.aio.Server | None = None
+        self._looking: asyncio.Task[None] | None = None
+
+    async def start(self) -> int:
+        """The port on which it listens from now on; the given one, or a free one for 0.
+
+        Raises `ConfigError` where the port is taken or the address is not this machine's.
+        """
+        check_free(self._host, self._port)
+        keep_freed_memory()
+        server = grpc.aio.server(options=[*channel_options(), *_server_options(self._limits)])
+        handler = grpc.stream_stream_rpc_method_handler(self._stream)
+        server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, {METHOD: handler}),))
+        certs = self._certs
+        credentials = grpc.ssl_server_credentials([(certs.key, certs.cert)], certs.ca, require_client_auth=True)
+        try:
+            port: int = server.add_secure_port(_target(self._host, self._port), credentials)
+        except RuntimeError:
+            raise _taken(self._host, self._port, "it cannot be bound") from None
+        await server.start()
+        self._server = server
+        self._looking = asyncio.create_task(self._look())
+        return port
+
+    async def _look(self) -> None:
+        while True:
+            await asyncio.sleep(self._limits.look_seconds)
+            self._looks += 1
+            for visit in self._visits:
+                visit.look()
+            self._sessions.look()
+
+    async def stop(self) -> None:
+        """End every stream and close the port."""
+        if self._looking is not None:
+            self._looking.cancel()
+        if self._server is not None:
+            await self._server.stop(grace=0)
+
+    async def _stream(self, _: Any, context: "grpc.aio.ServicerContext[bytes, bytes]") -> None:
+        name, certificate = _shown_by(context)
+        visit = Visit(context, self._limits, self._unfinished)
+        self._streams[name] = self._streams.get(name, 0) + 1
+        self._visits.add(visit)
+        try:
+            if self._streams[name] > self._limits.streams:
+                await context.abort(grpc.StatusCode.UNAVAILABLE, f"{name} has {self._limits.streams} streams already")
+            async with visit.clock:
+                await self._served(name, certificate, visit)
+        except NotListedError as error:
+            self._sessions.refuse(name, str(error))
+            await context.abort(grpc.StatusCode.PERMISSION_DENIED, str(error))
+        except TimeoutError:
+            if not visit.clock.expired():
+                raise
+            await context.abort(visit.code, visit.reason or "nothing came, or was taken, for too long")
+        finally:
+            visit.close()
+            self._visits.discard(visit)
+            self._streams[name] -= 1
+            if not self._streams[name]:
+                del self._streams[name]
+
+    async def _served(self, name: str, certificate: str, visit: "Visit") -> None:
+        """One stream from its hello to its end; raises `NotListedError` where the client is taken off the list."""
+        try:
+            await self._check_listed(name, certificate, visit)
+            hello = await visit.frame(limit=self._limits.hello_bytes, looks=self._limits.hello_looks)
+            if hello is None:
+                return
+            session, stream, welcome = await self._entered(name, certificate, hello)
+        except NotListedError:
+            raise
+        except ProtocolError as error:
+            self._sessions.refuse(name, str(error))
+            await visit.write(encode_frame({"refused": str(error)}, {}))
+            return
+        session.stream = visit
+        try:
+            await visit.write(welcome)
+            while (request := await visit.frame(limit=self._sessions.limit_of(name))) is not None:
+                self._sessions.check_listed(name, certificate)
+                await visit.write(await visit.answer(self._sessions.handle(session, request)))
+        except NotListedError:
+            self._sessions.look()
+            raise
+        except ProtocolError as error:
+            self._sessions.refuse(name, str(error))
+            await visit.write(encode_frame({"refused": str(error)}, {}))
+        finally:
+            self._sessions.leave(session, stream)
+
+    async def _check_listed(self, name: str, certificate: str, visit: "Visit") -> None:
+        """Nothing where this client may join; else raises `NotListedError` before anything is made of what it says."""
+        try:
+            self._sessions.check_listed(name, certificate)
+        except NotListedError:
+            # Its hello is on the way: gRPC at the other end loses the reason of a stream that ends before it is sent.
+            await visit.skip(seconds=self._limits.skip_looks * self._limits.look_seconds)
+            raise
+
+    async def _entered(self, name: str, certificate: str, hello: bytearray) -> tuple[Session, int, bytes]:
+        """As `Sessions.enter`, once it is known whether the session that has this name lives; a silent one is ended."""
+        try:
+            return self._sessions.enter(name, hello, certificate=certificate)
+        except HereAlreadyError as error:
+            session = error.session
+            heard, looks = session.stream.heard, self._looks
+            while session.here and session.stream.heard == heard and not session.stream.is_busy:
+                if self._looks - looks > self._limits.alive_looks:
+                    session.stream.end("another process with this certificate has come, and this one was silent")
+                    await session.left.wait()
+                await asyncio.sleep(LOOK_AGAIN_SECONDS)
+            return self._sessions.enter(name, hello, certificate=certificate)
+
+
+@dataclass(eq=False)
+class Unfinished:
+    """Bytes of all requests of which more is to come."""
+
+    size: int = 0
+
+
+class Visit:
+    """One stream: whole frames in and out, each piece of them within its time, and signs of life between them."""
+
+    def __init__(
+        self, context: "grpc.aio.ServicerContext[bytes, bytes]", limits: Limits, unfinished: Unfinished
+    ) -> None:
+        self._context, self._limits, self._unfinished = context, limits, unfinished
+        self._ahead: asyncio.Task[Any] | None = None
+        self._is_answering = False
+        self._silent_looks = 0
+        self._looks_left: int | None = None
+        self.clock = asyncio.timeout(None)
+        self.reason = ""
+        """Why it was ended."""
+        self.code = grpc.StatusCode.UNAVAILABLE
+        self.heard = 0
+        """Signs of life so far."""
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether a frame is under way, whose pieces have their own time."""
+        return self._looks_left is not None
+
+    def end(self, reason: str, *, for_good: bool = True) -> None:
+        """End it now, whatever it waits for; a client that is ended for good does not try again."""
+        if not self.reason:
+            self.reason = reason
+            self.code = grpc.StatusCode.PERMISSION_DENIED if for_good else grpc.StatusCode.UNAVAILABLE
+            self.clock.reschedule(asyncio.get_running_loop().time())
+
+    def look(self) -> None:
+        """End it where its step, or its silence, has lasted for too many looks."""
+        if self._looks_left is not None:
+            self._looks_left, self._silent_looks = self._looks_left - 1, 0
+            if self._looks_left < 0:
+                self.end("nothing came, or was taken, for too long", for_good=False)
+            return
+        self._silent_looks += 1
+        if self._silent_looks > self._limits.silent_looks:
+            self.end("it said nothing for too long", for_good=False)
+        elif self._is_answering and self._ahead is None:
+            self._read_ahead()
+
+    def close(self) -> None:
+        """Nothing is read any more."""
+        if self._ahead is not None:
+            self._ahead.cancel()
+
+    def _read_ahead(self) -> None:
+        self._ahead = asyncio.ensure_future(self._context.read())
+        self._ahead.add_done_callback(self._came)
+
+    def _came(self, ahead: "asyncio.Task[Any]") -> None:
+        """Take what came while an answer is worked out; whatever is no sign of life is the next request's."""
+        if not ahead.cancelled() and ahead.exception() is None and ahead.result() == BEAT and self._is_answering:
+            self.heard, self._silent_looks = self.heard + 1, 0
+            self._read_ahead()
+
+    async def _read(self) -> Any:
+        if (ahead := self._ahead) is None:
+            piece = await self._context.read()
+        else:
+            piece = await ahead
+            self._ahead = None
+        self.heard, self._silent_looks = self.heard + 1, 0
+        return piece
+
+    async def _first(self) -> Any:
+        """The first piece of a frame."""
+        while (piece := await self._read()) is not grpc.aio.EOF and len(piece) <= len(LONG):
+            if piece == LONG and self._looks_left is None:
+                self._looks_left = self._limits.piece_looks
+        return piece
+
+    async def frame(self, *, limit: int, looks: int | None = None) -> bytearray | None:
+        """The next frame, all of it within so many looks if they are given; None where the stream ends before.
+
+        Raises `ProtocolError` where it grows longer than `limit` bytes.
+        """
+        size, self._looks_left = 0, looks
+
+        async def read() -> Any:
+            nonlocal size
+            if size and looks is None:
+                self._looks_left = self._limits.piece_looks
+                while self._unfinished.size > self._limits.unfinished_bytes:
+                    await asyncio.sleep(LOOK_AGAIN_SECONDS)
+            piece = await (self._read() if size else self._first())
+            if piece is not grpc.aio.EOF:
+                size += len(piece)
+                self._unfinished.size += len(piece)
+            return piece
+
+        try:
+            return await joined(read, limit=limit)
+        finally:
+            self._unfinished.size -= size
+            self._looks_left = None
+
+    async def skip(self, *, seconds: float) -> None:
+        """Let one piece pass, if it comes within so many seconds."""
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._context.read(), seconds)
+
+    async def answer(self, work: Awaitable[bytes]) -> bytes:
+        """What this work gives; while it lasts long, signs of life are read (`look`)."""
+        self._is_answering = True
+        try:
+            return await work
+        finally:
+            self._is_answering = False
+
+    async def write(self, frame: bytes) -> None:
+        """Send a frame, each piece as soon as the other end has room for it."""
+        for chunk in chunks(frame):
+            self._looks_left = self._limits.piece_looks
+            await self._context.write(chunk)
+        self._looks_left = None
+
+
+def _shown_by(context: "grpc.aio.ServicerContext[bytes, bytes]") -> tuple[str, str]:
+    """(name, SHA-256) of the certificate that the other end has shown, which the authority has signed."""
+    (pem,) = context.auth_context()["x509_pem_cert"]
+    return common_name(pem), digest_of(pem)
+
+
+def _target(host: str, port: int) -> str:
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def check_free(host: str, port: int) -> None:
+    """Nothing where this can be listened on; else raises `ConfigError`: gRPC fails without the system's reason."""
+    try:
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        family, kind, protocol, _, address = found[0]
+        with contextlib.closing(socket.socket(family, kind, protocol)) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(address)
+    except (OSError, OverflowError) as error:
+        raise _taken(host, port, getattr(error, "strerror", None) or str(error)) from None
+
+
+def _taken(host: str, port: int, reason: str) -> ConfigError:
+    return ConfigError(
+        f"cannot listen on {_target(host, port)} ({reason}); choose another --port from 1 to 65535 that no program"
+        " uses, and for --host an address of this machine, or 0.0.0.0 for all"
+    )

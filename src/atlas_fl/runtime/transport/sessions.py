@@ -1,0 +1,328 @@
+"""Requests that are carried out exactly once, and one-time tokens.
+
+One message path for control and tensors: a client asks, the server answers, each request exactly once.
+
+`exchange(head, tensors) -> (head, tensors)` is the whole of it, in this process (`InProcess`) or over mutual TLS
+(`runtime.transport.client` and `runtime.transport.server`); the bytes are the same (`runtime.transport.frames`).
+
+Exactly once: a client's requests are numbered within its session, one after another. The answer to the newest is kept,
+and worked out by a task that outlives the stream, so a request that is sent again after a cut is answered from it.
+
+One-time tokens: a certificate says who one is, a token that one was told to come, once.
+
+Where another system starts the clients (a Flower federation, say), certificate and token reach a client in one message.
+The first session that brings the token has it: the same session may come again after a cut, and whoever else holds a
+copy of that message, at once or later, is refused.
+"""
+
+import asyncio
+import secrets
+import time
+from collections.abc import Awaitable, Callable, Collection, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol, TypeAlias
+
+import torch
+
+from atlas_fl.errors import ProtocolError, one_line
+from atlas_fl.params import Params
+from atlas_fl.runtime.transport.frames import FRAME_LIMIT, Head, decode_frame, encode_frame
+from atlas_fl.runtime.transport.refusal_log import Refusals, printable
+
+PROTOCOL = 3
+"""Version of what requests and answers mean; ends of different versions refuse each other."""
+
+NO_TENSORS: Params = {}
+MOST_TOLD = 10
+"""Refusals, and comings and goings, of a listed client that are told in a minute; of anybody else it is one."""
+
+Message: TypeAlias = tuple[dict[str, Any], dict[str, torch.Tensor]]
+Answer: TypeAlias = Callable[[str, Mapping[str, Any], Params], Awaitable[tuple[Head, Params]]]
+"""(client, head, tensors) -> (head, tensors); a `ProtocolError` goes back to the client as what it is."""
+Admit: TypeAlias = Callable[[str, Mapping[str, Any]], Head]
+"""(client, what it says of itself) -> what the server says of itself; raises `ProtocolError` to refuse."""
+
+
+class NotListedError(ProtocolError):
+    """Who asks may not join, or not with this certificate."""
+
+
+class HereAlreadyError(ProtocolError):
+    """A living session has this name."""
+
+    def __init__(self, session: "Session") -> None:
+        super().__init__(
+            f"client {session.name!r} is here already; end the other one, or join with another certificate"
+        )
+        self.session = session
+
+
+class Stream(Protocol):
+    """What carries a session."""
+
+    heard: int
+    """Signs of life of the other end so far."""
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether a message is under way."""
+        ...
+
+    def end(self, reason: str) -> None:
+        """End it now, and for good."""
+        ...
+
+
+@dataclass(eq=False)
+class InProcessStream:
+    """A stream within this process, which nobody ends."""
+
+    heard: int = 0
+    is_busy: bool = False
+
+    def end(self, reason: str) -> None:
+        """Without effect."""
+
+
+class Exchange(Protocol):
+    """A client's end of the path."""
+
+    def exchange(self, head: Head, tensors: Params = NO_TENSORS) -> Message:
+        """The server's answer; blocks until it is there. Raises `ProtocolError` where there will be none."""
+        ...
+
+
+@dataclass(eq=False)
+class Session:
+    """One client process, from its first stream to its last."""
+
+    name: str
+    id: str
+    sequence: int | None = None
+    """Number of the newest request; None before the first."""
+    task: asyncio.Task[bytes] | None = None
+    """Works out the answer to it, and keeps it."""
+    streams: int = 0
+    """Streams so far; the newest one counts."""
+    here: bool = False
+    certificate: str | None = None
+    """SHA-256 of what it has shown; None where it needs none."""
+    left: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set while it is not here."""
+    stream: "Stream" = field(default_factory=lambda: InProcessStream())
+    """The newest one."""
+
+
+@dataclass(kw_only=True, eq=False)
+class Sessions:
+    """The server's side of the path, without a network: who is here, and the newest answer of each."""
+
+    answer: Answer
+    admit: Admit
+    allowed: Collection[str]
+    """Names that may enter; looked into whenever somebody knocks."""
+    on_presence: Callable[[str, bool], None]
+    """Told (client, whether it is here) whenever that changes."""
+    on_refused: Callable[[str, str], None] = lambda _name, _reason: None
+    """Told (who knocked or asked, why it was refused)."""
+    on_unlisted: Callable[[str], None] = lambda _name: None
+    """Told who was taken off the list while it had a session here."""
+    certificate_of: Callable[[str], str | None] = lambda _name: None
+    """The SHA-256 that the certificate of a listed client must have; None for any that was signed."""
+    limit: int = FRAME_LIMIT
+    limit_of: Callable[[str], int] = lambda _name: FRAME_LIMIT
+    """Most bytes of the next request of a client."""
+    clock: Callable[[], float] = time.monotonic
+    by_name: dict[str, Session] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self._refusals = Refusals(tell=self.on_refused, clock=self.clock)
+
+    def check_listed(self, name: str, certificate: str | None = None) -> None:
+        """Nothing where a client of this name may join with this certificate; raises `NotListedError` else.
+
+        Who is refused learns nothing of anybody else.
+        """
+        if name not in self.allowed:
+            raise NotListedError(f"client {printable(name)!r} is not listed here; ask who runs the server")
+        expected = self.certificate_of(name)
+        if expected is not None and certificate != expected:
+            raise NotListedError(
+                f"client {name!r} is listed with another certificate: this one was replaced or revoked; ask who runs"
+                " the server for the new one"
+            )
+
+    def refuse(self, name: str, reason: str) -> None:
+        """Tell of this refusal, or count it where there were many."""
+        self._refusals.add(name, reason, most=MOST_TOLD if name in self.allowed else 1)
+
+    def look(self) -> None:
+        """End the sessions of those who may not be here any more, and tell of refusals; to be done again and again."""
+        for session in list(self.by_name.values()):
+            try:
+                self.check_listed(session.name, session.certificate)
+            except NotListedError as error:
+                self._evict(session, str(error))
+        self._refusals.look()
+
+    def _evict(self, session: Session, reason: str) -> None:
+        del self.by_name[session.name]
+        self.refuse(session.name, reason)
+        if session.here:
+            session.stream.end(reason)
+        elif session.task is not None:
+            session.task.cancel()  # nobody will ask again
+        if session.name not in self.allowed:
+            self.on_unlisted(session.name)
+
+    def enter(
+        self, name: str, payload: bytes | bytearray, *, certificate: str | None = None
+    ) -> tuple[Session, int, bytes]:
+        """(session, number of this stream, welcome) of a client whose stream begins with this frame.
+
+        Raises `NotListedError` as `check_listed` does, `HereAlreadyError` for a name that another living session has,
+        and `ProtocolError` as `admit` does.
+        """
+        hello, _ = decode_frame(payload, limit=self.limit)
+        self.check_listed(name, certificate)
+        if hello.get("protocol") != PROTOCOL:
+            raise ProtocolError(
+                f"client {name!r} speaks protocol {hello.get('protocol')!r:.20}, the server {PROTOCOL}; install the"
+                " same atlas-fl on both ends"
+            )
+        own = str(hello.get("session"))
+        session = self.by_name.get(name)
+        if session is not None and session.id != own and session.here:
+            raise HereAlreadyError(session)
+        welcome = self.admit(name, hello)
+        if session is None or session.id != own:
+            if session is not None and session.task is not None:
+                session.task.cancel()  # whoever asked has ended, and nobody will ask again
+            session = self.by_name[name] = Session(name=name, id=own)
+        session.streams += 1
+        session.certificate = certificate
+        if not session.here:
+            session.here = True
+            session.left.clear()
+            self.on_presence(name, True)
+        return session, session.streams, encode_frame({"welcome": welcome}, {})
+
+    def leave(self, session: Session, stream: int) -> None:
+        """The stream of this number has ended; the client is gone unless a newer one has begun."""
+        if session.streams == stream and session.here:
+            session.here = False
+            session.left.set()
+            self.on_presence(session.name, False)
+        if self.by_name.get(session.name) is not session and session.task is not None:
+            session.task.cancel()  # it was ended, or another has its place: nobody will ask again
+
+    async def handle(self, session: Session, payload: bytes | bytearray) -> bytes:
+        """The answer to a request of this session, worked out once however often it is sent."""
+        head, tensors = decode_frame(payload, limit=self.limit)
+        number, body = head.get("sequence"), head.get("body")
+        if type(number) is not int or not isinstance(body, dict):
+            raise ProtocolError("a request has no number or no body; install the same atlas-fl on both ends")
+        # A server that was started again knows no number, and takes the client's.
+        if session.sequence is None or number == session.sequence + 1:
+            if session.task is not None and not session.task.done():
+                # Else those of streams that have ended would all wait on, with what they hold.
+                raise ProtocolError(
+                    f"request {number} came before request {session.sequence} was answered; allowed: request"
+                    f" {session.sequence} again"
+                )
+            session.sequence = number
+            session.task = asyncio.create_task(self._work(session.name, number, body, tensors))
+        elif number != session.sequence or session.task is None:
+            raise ProtocolError(f"request {number} follows request {session.sequence}; allowed: it again, or the next")
+        # Shielded: a stream that is cut cancels whoever waits here, and the work must go on.
+        return await asyncio.shield(session.task)
+
+    async def _work(self, name: str, number: int, body: Mapping[str, Any], tensors: Params) -> bytes:
+        try:
+            head, found = await self.answer(name, body, tensors)
+            return encode_frame({"sequence": number, "body": head}, found, limit=self.limit)
+        except ProtocolError as error:
+            self.refuse(name, str(error))
+            return encode_frame({"sequence": number, "refused": str(error)}, {})
+
+
+def read_answer(payload: bytes | bytearray, *, number: int, limit: int = FRAME_LIMIT) -> Message:
+    """(head, tensors) of the answer to the request of this number; raises `ProtocolError` where it was refused."""
+    head, tensors = decode_frame(payload, limit=limit)
+    if "refused" in head:
+        raise ProtocolError(one_line(head["refused"]))
+    if head.get("sequence") != number or not isinstance(head.get("body"), dict):
+        raise ProtocolError(f"an answer to request {head.get('sequence')!r:.20} came for request {number}")
+    return head["body"], tensors
+
+
+class InProcess:
+    """A client of a server in the same process: the same frames and the same rules, without a network.
+
+    `exchange` is called from a thread of its own; the sessions live in `loop`.
+    """
+
+    def __init__(self, sessions: Sessions, loop: asyncio.AbstractEventLoop, *, name: str, hello: Head) -> None:
+        self._sessions, self._loop, self._number = sessions, loop, 0
+        payload = encode_frame({"session": name, "protocol": PROTOCOL, **hello}, {})
+        self._session, _, welcome = self._in_loop(self._enter(name, payload))
+        self.welcome: dict[str, Any] = decode_frame(welcome)[0]["welcome"]
+
+    async def _enter(self, name: str, payload: bytes | bytearray) -> tuple[Session, int, bytes]:
+        return self._sessions.enter(name, payload)
+
+    def _in_loop(self, work: Any) -> Any:
+        return asyncio.run_coroutine_threadsafe(work, self._loop).result()
+
+    def exchange(self, head: Head, tensors: Params = NO_TENSORS) -> Message:
+        """The server's answer."""
+        self._number += 1
+        request = encode_frame({"sequence": self._number, "body": head}, tensors)
+        return read_answer(self._in_loop(self._sessions.handle(self._session, request)), number=self._number)
+
+
+@dataclass(eq=False)
+class _Issued:
+    token: str
+    session: str | None = None
+    """Who brought it."""
+
+
+@dataclass(eq=False)
+class Tokens:
+    """The token of every client, and the session that has used it."""
+
+    _issued: dict[str, _Issued] = field(default_factory=dict)
+
+    def issue(self, name: str) -> str:
+        """A new token for this client; what it was given before is worth nothing from now on."""
+        self._issued[name] = _Issued(secrets.token_urlsafe(32))
+        return self._issued[name].token
+
+    def redeem(self, name: str, hello: Mapping[str, Any]) -> None:
+        """Nothing where the session that says this brings the client's token, first or again.
+
+        Raises `ProtocolError` for no token, another's, one that was replaced, and one that another session has used.
+        """
+        issued, token, session = self._issued.get(name), str(hello.get("token")), str(hello.get("session"))
+        if issued is None or not secrets.compare_digest(issued.token.encode(), token.encode()):
+            raise ProtocolError(
+                f"client {name!r} brings {'no token' if 'token' not in hello else 'a token that is not its own now'};"
+                " a client of this server is started by what runs the server, with a token of its own"
+            )
+        if issued.session not in (None, session):
+            raise ProtocolError(
+                f"the token of client {name!r} was used already, and it lets one session in; if this client has never"
+                " been in, somebody else has read its message: start the run again, over TLS"
+            )
+        issued.session = session
+
+    def guard(self, admit: Admit) -> Admit:
+        """`admit` for clients that bring their token."""
+
+        def admitted(name: str, hello: Mapping[str, Any]) -> Head:
+            welcome = admit(name, hello)
+            self.redeem(name, hello)
+            return welcome
+
+        return admitted

@@ -1,0 +1,179 @@
+"""From the config to the numbers that clients and the server's rule work with."""
+
+from collections.abc import Sequence
+
+from atlas_fl.aggregation.registry import find_strategy
+from atlas_fl.aggregation.strategies import Strategy, StrategyOptions
+from atlas_fl.aggregation.update_bounds import Space
+from atlas_fl.client.fingerprint import FingerprintOptions
+from atlas_fl.client.full_training import WholeOptions
+from atlas_fl.client.local_training import TrainOptions
+from atlas_fl.config import Config
+from atlas_fl.data.clients import ClientData
+from atlas_fl.runtime.attacks import ATTACKS, HostileEngine, attackers_of
+from atlas_fl.runtime.engine import Engine
+from atlas_fl.setup.assembly import learning_rate_of, scale_of
+from atlas_fl.sparse.codec import Drawn
+from atlas_fl.sparse.masks import Mask
+from atlas_fl.split.channel import Cut
+
+
+def strategy_of(config: Config) -> Strategy:
+    """The server's rule with this config's numbers."""
+    return find_strategy(config.mixing.strategy, strategy_options(config))
+
+
+def strategy_options(config: Config) -> StrategyOptions:
+    """The numbers and words of this config that rules are made from."""
+    mixing, robust = config.mixing, config.robust
+    return StrategyOptions(
+        eta=mixing.eta,
+        eta_decay=mixing.eta_decay,
+        laplacian=mixing.laplacian,
+        space=mixing.space,
+        share=mixing.share,
+        align=mixing.align,
+        layer_weighting=mixing.layer_weighting,
+        scale=scale_of(config),
+        max_share=robust.max_share,
+        within=robust.within,
+        trim=robust.trim,
+        byzantine=robust.byzantine,
+    )
+
+
+def space_of(config: Config) -> Space:
+    """Where this config's rule mixes."""
+    return Space(space=config.mixing.space, share=config.mixing.share, scale=scale_of(config))
+
+
+def with_attackers(engine: Engine, config: Config, clients: Sequence[ClientData]) -> Engine:
+    """The engine, whose attackers do as this config says; the same one where nobody attacks."""
+    attack = config.attack
+    if attack.attack == "none":
+        return engine
+    return HostileEngine(
+        engine=engine,
+        attack=ATTACKS[attack.attack],
+        attackers=attackers_in(config, [client.name for client in clients]),
+        size=attack.attack_scale,
+        how=space_of(config),
+        seed=config.run.seed,
+        examples={client.name: len(client.train) for client in clients},
+    )
+
+
+def attackers_in(config: Config, names: Sequence[str]) -> tuple[str, ...]:
+    """Which of these clients attack under this config."""
+    attack = config.attack
+    return attackers_of(attack.attackers, names, seed=config.run.seed) if attack.attack != "none" else ()
+
+
+def is_reclustered(config: Config, number: int) -> bool:
+    """Whether clients are clustered again before the round of this number."""
+    every = config.clustering.recluster_every
+    return strategy_of(config).clustered and every > 0 and number > 1 and (number - 1) % every == 0
+
+
+def train_options(config: Config) -> TrainOptions:
+    """How clients train in every round of this config."""
+    training, images = config.training, config.images
+    return TrainOptions(
+        seed=config.run.seed,
+        rounds=training.rounds,
+        # so many passes hold so many steps, however few examples a client has
+        epochs=images.local_steps or training.local_epochs,
+        max_steps=images.local_steps,
+        batch_size=training.batch_size,
+        lr=learning_rate_of(config),
+        schedule=training.schedule,
+        warmup=training.warmup,
+        weight_decay=training.weight_decay,
+        clip=training.clip,
+        dropout=config.model.dropout,
+        label_smoothing=images.label_smoothing,
+        crop=images.crop,
+        flip=images.flip,
+        hash_loaded=config.run.audit,
+    )
+
+
+def drawn_of(config: Config) -> Drawn | None:
+    """How the config's mask is drawn, where chance makes it."""
+    sparse = config.sparse
+    if sparse.mask != "random" or sparse.mask_file is not None:
+        return None
+    return Drawn(seed=config.run.seed, sparsity=sparse.sparsity, scope=sparse.mask_scope)
+
+
+def whole_options(config: Config, *, mask: Mask | None) -> WholeOptions:
+    """How clients train whole weights in every round of this config."""
+    training, images = config.training, config.images
+    return WholeOptions(
+        seed=config.run.seed,
+        rounds=training.rounds,
+        steps=images.local_steps,
+        epochs=training.local_epochs,
+        batch_size=training.batch_size,
+        lr=learning_rate_of(config),
+        schedule=training.schedule,
+        warmup=training.warmup,
+        momentum=images.momentum,
+        nesterov=images.nesterov,
+        carry_momentum=images.carry_momentum,
+        weight_decay=training.weight_decay,
+        clip=training.clip,
+        dropout=config.model.dropout,
+        label_smoothing=images.label_smoothing,
+        crop=images.crop,
+        flip=images.flip,
+        mask=mask,
+        drawn=drawn_of(config),
+        hash_loaded=config.run.audit,
+    )
+
+
+def cut_of(config: Config, blocks: int | None, *, shared: int | None = None) -> Cut | None:
+    """How a client is cut that holds so many blocks; None for one that holds the whole model.
+
+    `shared` is the cluster that it shares the server's adapters with, if it does.
+    """
+    if blocks is None:
+        return None
+    split = config.split
+    return Cut(
+        blocks=blocks,
+        wire=split.wire,
+        noise=split.wire_noise,
+        head=split.head,
+        shared=shared,
+    )
+
+
+def warmup_options(config: Config) -> TrainOptions:
+    """How clients warm up for their fingerprints: one constant rate, no dropout, nothing else changed."""
+    return TrainOptions(
+        seed=config.run.seed,
+        batch_size=config.training.batch_size,
+        lr=learning_rate_of(config),
+        clip=config.training.clip,
+    )
+
+
+def warmup_rank(config: Config) -> int:
+    """The rank of the warm-up's adapters: the smallest that a layer may have."""
+    return int(config.ranks.ranks) if config.ranks.ranks.isdecimal() else min(config.ranks.candidates)
+
+
+def fingerprint_options(config: Config, *, round: int = 0) -> FingerprintOptions:
+    """How clients take their fingerprints in this config: before round one, or again with twice the work."""
+    times = 2 if round else 1
+    return FingerprintOptions(
+        kind=config.clustering.fingerprint,
+        sketch_dim=config.clustering.sketch_dim,
+        train=warmup_options(config),
+        batches=config.clustering.fingerprint_batches * times,
+        blocks=config.clustering.fingerprint_blocks,
+        samples=config.clustering.fingerprint_samples,
+        steps=config.clustering.fingerprint_steps * times,
+    )

@@ -1,0 +1,258 @@
+"""Checkpoints of the whole federation: written in one step, verified when read, the last good one used.
+
+`checkpoints/round-0003/` holds `state.safetensors` and `state.json`. Both are written into a hidden folder, flushed,
+and the folder is renamed: a run that is killed at any moment leaves complete checkpoints only. What a disk or a
+person does to them later is found out by two SHA-256 digests, one of the tensors' file and one of the rest.
+"""
+
+import os
+import re
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+
+from atlas_fl.errors import CheckpointError, shown
+from atlas_fl.storage.files import set_aside, sync_folder, write_synced
+from atlas_fl.storage.jsonl import from_json, indented, seal, to_json
+from atlas_fl.storage.tensors import decode, write_tensors
+
+FORMAT = 3
+TENSORS, STATE = "state.safetensors", "state.json"
+NAME = re.compile(r"round-(\d{4,})(\.replaced)?")
+_HIDDEN = re.compile(rf"\.{NAME.pattern}\.(writing|removed)")
+_OWN = frozenset({TENSORS, STATE, f".{TENSORS}.writing"})
+"""What lies in a checkpoint's folder, and for a moment in a draft."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Checkpoint:
+    """What a run needs to go on after a round."""
+
+    round: int
+    """The last round that is complete."""
+    tensors: dict[str, torch.Tensor]
+    """Every tensor of the federation, on the CPU."""
+    state: dict[str, Any]
+    """Everything else, as JSON gives it back: tuples are lists, keys of mappings are text."""
+    path: Path
+    """The folder that it was read from."""
+
+
+def save(folder: Path, *, round: int, tensors: Mapping[str, torch.Tensor], state: Mapping[str, Any]) -> Path:
+    """Write a checkpoint in one step and return its folder.
+
+    Checkpoints of later rounds are removed: the run went back behind them because they were damaged.
+
+    Raises:
+        DataError: the state holds a NaN or an infinity; nothing is changed then.
+    """
+    to_json(state)  # refuses before anything is written
+    final = folder / f"round-{round:04d}"
+    draft, replaced = folder / f".{final.name}.writing", folder / f"{final.name}.replaced"
+    _remove(draft)
+    draft.mkdir(parents=True)
+    digest = write_tensors(draft / TENSORS, tensors)
+    write_synced(draft / STATE, [_state_file(round, digest, state)])
+    sync_folder(draft)
+    if final.exists():  # a folder cannot be renamed onto another, so the old one stays readable under a second name
+        _remove(replaced)
+        final.rename(replaced)
+    draft.rename(final)
+    sync_folder(folder)
+    for path in [path for path in folder.iterdir() if _is_leftover(path, round)]:
+        _remove(path)
+    return final
+
+
+def accept(_found: Checkpoint) -> None:
+    """Nothing: a checkpoint that is intact is good enough."""
+
+
+def load_latest(
+    folder: Path, *, check: Callable[[Checkpoint], None] = accept
+) -> tuple[Checkpoint | None, tuple[str, ...]]:
+    """The newest checkpoint that is intact, and one line for each newer one that is not.
+
+    `check` may refuse one by a CheckpointError, such as for rows that are damaged before its end. Nothing is changed on
+    the disk. Without an intact checkpoint the first value is None.
+    """
+    messages: list[str] = []
+    for path in _newest_first(folder):
+        try:
+            found = load(path)
+            check(found)
+        except CheckpointError as error:
+            messages.append(f"checkpoint {path.name} passed over: {error}")
+        else:
+            return found, tuple(f"{line}; going on from {path.name}" for line in messages)
+    return None, tuple(messages)
+
+
+def load_newest(folder: Path, *, check: Callable[[Checkpoint], None] = accept) -> Checkpoint | None:
+    """The newest checkpoint, None where there is none: for what would say something else from an older one.
+
+    Raises:
+        CheckpointError: it is damaged.
+    """
+    found, damaged = load_latest(folder, check=check)
+    if damaged:
+        line = damaged[0].replace(" passed over:", f" of {folder.parent} is damaged:").partition("; going on")[0]
+        raise CheckpointError(f"{line}; restore it from a copy, or run again")
+    return found
+
+
+def check_newest_state(folder: Path) -> None:
+    """Nothing where the newest checkpoint's state is intact, or there is none.
+
+    Raises:
+        CheckpointError: it is damaged; a resumed run passes over it.
+    """
+    for path in list(_newest_first(folder))[:1]:
+        try:
+            _read_state(path)
+        except CheckpointError as error:
+            raise CheckpointError(
+                f"checkpoint {path} is damaged: {error}; restore it from a copy, or go on with the run, which passes"
+                " over it"
+            ) from None
+
+
+def newest_state(folder: Path) -> Mapping[str, Any] | None:
+    """The state of the newest checkpoint whose state is intact, without its tensors; None where there is none."""
+    for path in _newest_first(folder):
+        try:
+            state: Mapping[str, Any] = _read_state(path)["state"]
+        except CheckpointError:
+            continue
+        return state
+    return None
+
+
+def faults(path: Path) -> Iterator[tuple[str, str]]:
+    """The file of a checkpoint that is there and altered, and how it differs."""
+    there = [name for name in (STATE, TENSORS) if (path / name).exists()]
+    name = STATE
+    try:
+        expected = _read_state(path)["tensors_sha256"] if STATE in there else None
+        name = TENSORS
+        if expected is not None and TENSORS in there and sha256(_read(path / TENSORS)).hexdigest() != expected:
+            yield TENSORS, f"it has not the SHA-256 that {STATE} says"
+    except CheckpointError as error:
+        yield name, str(error)
+
+
+def load(path: Path) -> Checkpoint:
+    """The checkpoint in this folder.
+
+    Raises:
+        CheckpointError: a file is missing, cut off or altered; the message says which and how.
+    """
+    head = _read_state(path)
+    payload = _read(path / TENSORS)
+    if (digest := sha256(payload).hexdigest()) != head["tensors_sha256"]:
+        expected = head["tensors_sha256"]
+        raise CheckpointError(
+            f"{TENSORS} of {len(payload)} bytes has SHA-256 {digest[:12]}, but {STATE} says {expected[:12]}"
+        )
+    try:
+        tensors = decode(payload)
+    except (SafetensorError, ValueError, RuntimeError) as error:
+        raise CheckpointError(f"{TENSORS} is altered ({error})") from None
+    return Checkpoint(round=head["round"], tensors=tensors, state=head["state"], path=path)
+
+
+def prune(folder: Path, *, keep: int, besides: Collection[int] = ()) -> None:
+    """Remove all but the newest `keep` checkpoints and those of the rounds `besides`.
+
+    Raises:
+        CheckpointError: `keep` is below 1.
+    """
+    if keep < 1:
+        raise CheckpointError(f"cannot keep {keep} checkpoints; keep at least 1, or the run cannot be resumed")
+    for path in list(_newest_first(folder))[keep:]:
+        if round_of(path) not in besides:
+            _remove(path)
+
+
+def rounds_in(folder: Path) -> dict[int, Path]:
+    """The checkpoints of a folder by round, rising; whether they are intact is not looked at."""
+    return {round_of(path): path for path in reversed(list(_newest_first(folder)))}
+
+
+def round_of(path: Path) -> int:
+    """The round in a checkpoint's name."""
+    match = NAME.fullmatch(path.name)
+    assert match is not None, "only folders of such names are listed"
+    return int(match[1])
+
+
+def _state_file(round: int, tensors_sha256: str, state: Mapping[str, Any]) -> bytes:
+    content = {"format": FORMAT, "round": round, "tensors_sha256": tensors_sha256, "state": state}
+    plain = from_json(to_json(content))
+    return (indented(plain | {"sha256": seal(plain)}) + "\n").encode()
+
+
+def _read_state(path: Path) -> dict[str, Any]:
+    try:
+        content: dict[str, Any] = from_json(_read(path / STATE))
+        named = content.pop("sha256")
+    except (ValueError, TypeError, AttributeError, KeyError, RecursionError) as error:
+        raise CheckpointError(f"{STATE} is cut off or altered ({error})") from None
+    if (digest := seal(content)) != named:
+        raise CheckpointError(f"{STATE} is altered: its content has SHA-256 {digest[:12]}, but it names {named!s:.12}")
+    if content.get("format") != FORMAT:
+        raise CheckpointError(f"{STATE} has format {shown(content.get('format'))}, this version reads {FORMAT}")
+    for name, kind in (("round", int), ("tensors_sha256", str), ("state", dict)):
+        if type(content.get(name)) is not kind:
+            raise CheckpointError(f"{STATE} is altered: {name} is {shown(content.get(name))}")
+    if (match := NAME.fullmatch(path.name)) and int(match[1]) != content["round"]:
+        raise CheckpointError(f"{STATE} is of round {content['round']}")
+    return content
+
+
+def _read(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except FileNotFoundError:
+        raise CheckpointError(f"{path.name} is missing") from None
+    except OSError as error:  # a file where a folder should be, or the other way round, or a disk that fails
+        raise CheckpointError(f"{path.name} cannot be read ({error.strerror})") from None
+
+
+def _newest_first(folder: Path) -> Iterator[Path]:
+    """Complete checkpoints; one that was being replaced comes after the one that replaces it."""
+    found = [(match, path) for path in folder.glob("round-*") if (match := NAME.fullmatch(path.name))]
+    found.sort(key=lambda entry: (int(entry[0][1]), entry[0][2] is None), reverse=True)
+    return (path for _, path in found)
+
+
+def _is_leftover(path: Path, round: int) -> bool:
+    if match := NAME.fullmatch(path.name):
+        return bool(match[2]) or int(match[1]) > round
+    return _HIDDEN.fullmatch(path.name) is not None
+
+
+def _remove(path: Path) -> None:
+    """Remove a checkpoint: renamed first, so that a half-removed one is never taken for a damaged one.
+
+    What no run has written stays, under a name that is no checkpoint's.
+    """
+    if not os.path.lexists(path):
+        return
+    hidden = path if path.name.startswith(".") else path.with_name(f".{path.name}.removed")
+    if hidden != path:
+        _remove(hidden)
+        path.rename(hidden)
+    if hidden.is_dir() and not hidden.is_symlink():
+        for file in hidden.iterdir():
+            if file.name in _OWN and file.is_file() and not file.is_symlink():
+                file.unlink()
+        if not any(hidden.iterdir()):
+            hidden.rmdir()
+            return
+    set_aside(hidden, name=hidden.name.removeprefix(".").removesuffix(".removed"))

@@ -1,0 +1,234 @@
+"""Digests of a run's files: what lies on the disk is what was written.
+
+A checkpoint holds the SHA-256 of everything else that a run goes on from: settings, plans, sketches, mask, and the rows
+up to it. The record of an audited round holds those of the files beside it. `digests.json` of a complete run holds
+those of all that a later command reads, its exports and its summary too. Runs of earlier versions have none.
+
+This finds damage. It is no signature: whoever can write a run's folder can write its digests too.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+from atlas_fl.errors import CheckpointError
+from atlas_fl.storage import checkpoint
+from atlas_fl.storage.json_shapes import DIGESTS, STATE, count, each, fields, fits, ledger_row, metrics_row
+from atlas_fl.storage.jsonl import read_rows, read_sealed, write_sealed
+from atlas_fl.storage.run_folder import RunFolder
+
+BLOCK = 1 << 20
+OF_STATE = "digests"
+"""The entry of a checkpoint's state."""
+SHOWN = 12
+"""Digits of a digest in a message."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Digests:
+    """What files of a run were when they were written."""
+
+    sha256: Mapping[str, str]
+    """By the path inside the run's folder."""
+    lengths: Mapping[str, int] = field(default_factory=dict)
+    """Of files that grow: the bytes that are meant, from the first on."""
+
+    def fault(self, folder: RunFolder, file: Path) -> str:
+        """How this file differs from what was written; empty where it does not, or where nothing is known of it."""
+        name = file.relative_to(folder.path).as_posix()
+        written, length = self.sha256.get(name), self.lengths.get(name)
+        if written is None:
+            return ""
+        if not file.is_file():
+            return "it is missing"
+        if length is not None and (size := file.stat().st_size) < length:
+            return f"it holds {size} bytes of {length} that were written"
+        digest = file_sha256(file, length=length).hexdigest()
+        part = "" if length is None else f" of the first {length} bytes"
+        return (
+            "" if digest == written else f"its SHA-256{part} is {digest:.{SHOWN}}, and {written:.{SHOWN}} was written"
+        )
+
+    def check(self, folder: RunFolder, *files: Path) -> None:
+        """Nothing where these files are what was written.
+
+        Raises:
+            CheckpointError: one of them is not; the message names it.
+        """
+        for file in files:
+            if fault := self.fault(folder, file):
+                raise damaged(folder, file, fault)
+
+
+def damaged(folder: RunFolder, file: Path, fault: str) -> CheckpointError:
+    """The error for a file of a run that is not what was written, with what mends it."""
+    name = file.relative_to(folder.path).as_posix()
+    again = f"remove {folder.summary} and go on with the run, which writes its end again"
+    remedy = f"restore it from a copy, or {again if is_of_the_end(name) else 'run again'}"
+    return CheckpointError(f"damaged file {file}: {fault}; {remedy}")
+
+
+def is_of_the_end(name: str) -> bool:
+    """Whether the end of a run writes this file, from its last checkpoint, its plan and its rows."""
+    return name in ("summary.json", "digests.json") or name.startswith(("adapters/", "models/"))
+
+
+def file_sha256(path: Path, *, length: int | None = None) -> Any:
+    """The running SHA-256 over a file, or over its first bytes.
+
+    Raises:
+        CheckpointError: it cannot be read.
+    """
+    found, left = sha256(), length
+    try:
+        with path.open("rb") as file:
+            while block := file.read(BLOCK if left is None else min(BLOCK, left)):
+                found.update(block)
+                left = None if left is None else left - len(block)
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read ({error.strerror}); restore it, or run again") from None
+    return found
+
+
+def check_state(found: checkpoint.Checkpoint) -> None:
+    """Nothing where the state of this checkpoint is that of a run.
+
+    Raises:
+        CheckpointError: it is not; the message says what is not.
+    """
+    if fault := STATE(found.state, ""):
+        raise CheckpointError(f"its state is altered: {fault}; restore it from a copy, or run again")
+
+
+def of_state(state: Mapping[str, Any]) -> Digests | None:
+    """The digests in the state of a checkpoint; None in one of an earlier version.
+
+    Raises:
+        CheckpointError: they are none.
+    """
+    if OF_STATE not in state:
+        return None
+    whole = fields({OF_STATE: DIGESTS, "metrics_bytes": count, "ledger_bytes": count})
+    if fault := whole(state, ""):
+        raise CheckpointError(f"a checkpoint's state is altered: {fault}; restore it from a copy, or run again")
+    lengths = {"metrics.jsonl": state["metrics_bytes"], "ledger.jsonl": state["ledger_bytes"]}
+    return Digests(sha256=state[OF_STATE], lengths=lengths)
+
+
+def digests_of(folder: RunFolder) -> Digests | None:
+    """The digests of a run: of a complete one all, else those of its newest good checkpoint.
+
+    None where an earlier version wrote it.
+
+    Raises:
+        CheckpointError: `digests.json` is damaged, or not there though the run had it.
+    """
+    if folder.summary.is_file() and folder.digests.is_file():
+        return Digests(sha256=_complete(folder))
+    state = checkpoint.newest_state(folder.checkpoints)
+    found = None if state is None else of_state(state)
+    if found is not None and folder.summary.is_file():
+        raise damaged(folder, folder.digests, "it is missing")
+    return found
+
+
+def check_files(folder: RunFolder, *files: Path) -> None:
+    """Nothing where these files of a run are what was written, or where an earlier version wrote it.
+
+    Raises:
+        CheckpointError: one of them is not; the message names it.
+    """
+    if (found := digests_of(folder)) is not None:
+        found.check(folder, *files)
+
+
+def checked_rows(folder: RunFolder, file: Path) -> list[dict[str, Any]]:
+    """The rows of `metrics.jsonl` or `ledger.jsonl` that are what was written.
+
+    Of a run that is not complete these are the rows up to its newest good checkpoint: a resumed run writes the others
+    again.
+
+    Raises:
+        CheckpointError: they are damaged; the message names the file.
+    """
+    if (found := digests_of(folder)) is not None:
+        found.check(folder, file)
+        if found.lengths:  # by an older checkpoint there are fewer rows
+            checkpoint.check_newest_state(folder.checkpoints)
+    rows = read_rows(file, length=None if found is None else found.lengths.get(file.name))
+    fits(rows, each(metrics_row if file == folder.metrics else ledger_row), file=file)
+    return rows
+
+
+def write_digests(folder: RunFolder, known: Mapping[str, str]) -> None:
+    """Write `digests.json`: these digests by path, and those of the exports, which are read for them."""
+    exports = [path for part in (folder.adapters, folder.models) for path in sorted(part.rglob("*")) if path.is_file()]
+    found = {path.relative_to(folder.path).as_posix(): file_sha256(path).hexdigest() for path in exports}
+    write_sealed(folder.digests, {"files": {**known, **found}})
+
+
+def has_digests(folder: Path) -> bool:
+    """Whether this run has digests, damaged ones too; an earlier version wrote none."""
+    try:
+        return digests_of(RunFolder(folder)) is not None
+    except CheckpointError:
+        return True
+
+
+def faults(folder: RunFolder) -> Iterator[tuple[Path, str]]:
+    """Every file of a run that is not what was written, and how it differs.
+
+    Of a complete run a checkpoint or an export that is not there is no fault: nothing is read from it.
+    """
+    try:
+        found = digests_of(folder)
+    except CheckpointError as error:
+        yield folder.digests, reason(error)
+        found = None
+    if found is not None:
+        for name in found.sha256:
+            file = folder.path / name
+            if (fault := found.fault(folder, file)) and (file.exists() or not is_of_the_end(name)):
+                yield file, fault
+    for path in checkpoint.rounds_in(folder.checkpoints).values():
+        yield from ((path / name, fault) for name, fault in checkpoint.faults(path))
+    for record in sorted(folder.audit.glob("*/record.json")):
+        yield from audited_faults(record)
+
+
+def audited_faults(record: Path) -> Iterator[tuple[Path, str]]:
+    """Every file of an audited round that is not what was written, by its record; nothing of earlier versions."""
+    try:
+        content = read_sealed(record, unsealed=RECORD)
+    except CheckpointError as error:
+        yield record, reason(error)
+        return
+    if fault := DIGESTS(content.get("files", {}), "files"):
+        yield record, fault
+        return
+    written = Digests(sha256=content.get("files", {}))
+    beside = RunFolder(record.parent)
+    yield from (
+        (file, fault)
+        for file in (record.parent / name for name in written.sha256)
+        if (fault := written.fault(beside, file))
+    )
+
+
+def reason(error: CheckpointError) -> str:
+    """What is wrong with a file, of a message that begins with its name and ends with what mends it."""
+    return str(error).partition(": ")[2].partition("; ")[0] or str(error)
+
+
+RECORD = ("round", "participants", "refused", "eta", "plan", "loaded", "kept", "clipped", "restored", "without_edges")
+"""What `record.json` may hold where it has no digests."""
+
+
+def _complete(folder: RunFolder) -> Mapping[str, str]:
+    content = read_sealed(folder.digests)
+    if fault := fields({"files": DIGESTS})(content, ""):
+        raise damaged(folder, folder.digests, fault)
+    files: Mapping[str, str] = content["files"]
+    return files

@@ -1,0 +1,189 @@
+"""Files written whole or not at all, locked, and read only where they are regular.
+
+What a user names as a file, before it is read.
+
+Files and folders that are either there in full or not there at all.
+
+A file is written under another name, flushed to the disk, and renamed; the rename is what the file system promises
+to do in one step. The folder is flushed too, because the new name lives there and not in the file.
+
+One writer for each run: two sessions that resume the same run would interleave their rounds.
+"""
+
+import errno
+import fcntl
+import os
+import re
+import shutil
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, TextIO
+
+from safetensors import SafetensorError
+
+from atlas_fl.errors import CheckpointError, ConfigError
+
+
+def check_regular(path: Path) -> None:
+    """Nothing where the path is of a file, of a folder, or of nothing at all, which its reader tells.
+
+    A device has no end, and a pipe may never begin.
+
+    Raises:
+        OSError: it is of something else.
+    """
+    if path.exists() and not (path.is_file() or path.is_dir()):
+        raise OSError(errno.EINVAL, "no regular file", str(path))
+
+
+MADE = ".atlas"
+"""Marks a folder of drafts as one that may be removed."""
+_OS_ERROR = re.compile(r"os error (\d+)")
+
+
+@contextmanager
+def named(path: Path) -> Iterator[None]:
+    """Errors of a full disk or a broken one, which the system raises without saying where, with the file's name."""
+    try:
+        yield
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(path)) from error
+
+
+def sync_folder(folder: Path) -> None:
+    """Flush the names that a folder holds to the disk."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def write_synced(path: Path, pieces: Iterable[Any]) -> None:
+    """Write pieces of bytes one after the other and flush them to the disk; this is no single step."""
+    # what a failed write left in the file's buffer is tried again when it is closed, and fails without a name
+    with named(path), path.open("wb") as file:
+        for piece in pieces:
+            file.write(piece)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def write_atomic(path: Path, content: bytes) -> None:
+    """Replace a file in one step: a reader, or a crash at any moment, sees the old content or the new."""
+    write_pieces(path, [content])
+
+
+def write_pieces(path: Path, pieces: Iterable[Any]) -> None:
+    """`write_atomic` for content that comes in pieces of bytes and need not be held at once."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    draft = path.with_name(f".{path.name}.writing")
+    try:
+        write_synced(draft, pieces)
+    except OSError:
+        draft.unlink(missing_ok=True)
+        raise
+    draft.replace(path)
+    sync_folder(path.parent)
+
+
+@contextmanager
+def new_folder(path: Path) -> Iterator[Path]:
+    """A folder to write files into; with all of them it becomes `path` in one step, or nothing is left of it.
+
+    Files that lie at `path` before are kept, but for those of the same names, which are replaced one by one.
+
+    Raises:
+        OSError: the disk takes no more, or failed; it names `path`, whoever wrote.
+    """
+    drafts = path.with_name(f".{path.name}.writing")
+    _remove_drafts(drafts)
+    content = drafts / "content"
+    try:
+        drafts.mkdir(parents=True)
+        (drafts / MADE).touch()
+        content.mkdir()
+        yield content
+        for file in sorted(content.iterdir()):
+            _flush(file)
+        sync_folder(content)
+        _move(content, path)
+        sync_folder(path.parent)
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(path)) from error
+    except SafetensorError as error:
+        found = _OS_ERROR.search(str(error))
+        code = int(found[1]) if found else errno.EIO
+        raise OSError(code, os.strerror(code), str(path)) from error
+    finally:
+        _remove_drafts(drafts)
+
+
+def set_aside(path: Path, *, name: str | None = None) -> Path:
+    """Where what lay at a path lies now: beside it, as `NAME.kept-1` or the next that is free.
+
+    So is kept what is in the way and was not written here.
+    """
+    number = 1
+    while os.path.lexists(kept := path.with_name(f"{name or path.name}.kept-{number}")):
+        number += 1
+    path.rename(kept)
+    return kept
+
+
+def _flush(file: Path) -> None:
+    """Have a file on the disk that another library has written."""
+    with file.open("rb") as opened:
+        os.fsync(opened.fileno())
+
+
+def _move(content: Path, path: Path) -> None:
+    if not path.exists() or not any(path.iterdir()):
+        content.rename(path)
+        return
+    for file in sorted(content.iterdir()):
+        file.replace(path / file.name)
+
+
+def _remove_drafts(folder: Path) -> None:
+    """Remove what a write that did not end has left; raises `ConfigError` for a folder of this name of another's."""
+    if not folder.exists():
+        return
+    if any(folder.iterdir()) and not (folder / MADE).is_file():
+        raise ConfigError(f"{folder} is in the way, and is not of ATLAS; move it away")
+    shutil.rmtree(folder)
+
+
+LOCK = ".lock"
+DRAFTS = frozenset({LOCK, ".config.toml.writing"})
+"""What may lie in a folder where a run was only about to begin."""
+
+
+@contextmanager
+def run_lock(folder: Path) -> Iterator[None]:
+    """Hold the run in this folder; the system lets go of it when the process ends, however it ends.
+
+    Raises:
+        CheckpointError: another process holds it.
+    """
+    while True:
+        folder.mkdir(parents=True, exist_ok=True)
+        with (folder / LOCK).open("a") as file:  # whoever else has put a file of this name there keeps what is in it
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise CheckpointError(
+                    f"run {folder} is being written by another process; wait for it, or end it and resume"
+                ) from None
+            if _is_there(folder / LOCK, file):
+                yield
+                return
+
+
+def _is_there(path: Path, file: TextIO) -> bool:
+    """Whether this file still has its name: a run that could not be planned may have removed the folder meanwhile."""
+    try:
+        return os.path.samestat(path.stat(), os.fstat(file.fileno()))
+    except FileNotFoundError:
+        return False

@@ -1,0 +1,233 @@
+"""Strict JSON and append-only JSON lines.
+
+NaN and Infinity are no JSON: other readers fail on them or read them as null, so they are refused when written.
+A file of lines knows its length in bytes. A checkpoint records that length, and a resumed run cuts the file back to
+it, so that the rows of rounds that will be repeated are not there twice.
+"""
+
+import json
+import math
+import os
+from collections.abc import Collection, Iterable, Mapping
+from hashlib import sha256
+from pathlib import Path
+from typing import Any, NoReturn, Protocol
+
+import numpy as np
+
+from atlas_fl.errors import CheckpointError, DataError
+from atlas_fl.storage.files import named, sync_folder, write_atomic
+
+LINE_WIDTH = 120
+SEAL = "sha256"
+"""The entry of a sealed file: the SHA-256 over all its other entries."""
+
+
+class Hash(Protocol):
+    """A digest that takes more bytes, as those of `hashlib` do."""
+
+    def update(self, data: bytes, /) -> None:
+        """Take these bytes too."""
+
+
+def _plain(value: object) -> object:
+    """NumPy's numbers and arrays as Python's; `json` asks for what it does not know."""
+    if isinstance(value, np.generic):
+        return value.item()
+    if isinstance(value, np.ndarray):
+        return value.tolist()
+    raise TypeError(f"{type(value).__name__} is no JSON value; give numbers, text, lists and mappings")
+
+
+def _undefined(value: object, path: str = "") -> str:
+    """Where a NaN or an infinity lies, as `key[index].key`; empty where there is none."""
+    value = value.tolist() if isinstance(value, np.generic | np.ndarray) else value
+    if isinstance(value, float) and not math.isfinite(value):
+        return f"{path or 'the value'} is {value}"
+    items: Iterable[tuple[str, object]] = ()
+    if isinstance(value, Mapping):
+        items = ((f"{path}.{key}".lstrip("."), entry) for key, entry in value.items())
+    elif isinstance(value, list | tuple):
+        items = ((f"{path}[{index}]", entry) for index, entry in enumerate(value))
+    return next((found for where, entry in items if (found := _undefined(entry, where))), "")
+
+
+def to_json(value: object) -> str:
+    """The value as strict JSON on one line; mappings keep their order, NumPy numbers and arrays are allowed.
+
+    Raises:
+        DataError: a number is NaN or infinite; the message says which.
+    """
+    try:
+        return json.dumps(value, allow_nan=False, ensure_ascii=False, default=_plain)
+    except ValueError:
+        where = _undefined(value) or "the value refers to itself"
+        raise DataError(f"{where}; strict JSON holds finite numbers only: leave undefined values out") from None
+
+
+def from_json(text: str | bytes) -> Any:
+    """What strict JSON says.
+
+    Raises:
+        ValueError: no JSON, or NaN or an infinity in it (`json.JSONDecodeError` is a ValueError too).
+    """
+    return json.loads(text, parse_constant=_refuse)
+
+
+def _refuse(constant: str) -> NoReturn:
+    raise ValueError(f"{constant} is no JSON number")
+
+
+def defined(row: Mapping[str, Any]) -> dict[str, Any]:
+    """The row without its undefined entries: None, NaN and infinite numbers."""
+    return {
+        key: value
+        for key, value in row.items()
+        if value is not None and not (isinstance(value, float | np.floating) and not math.isfinite(value))
+    }
+
+
+def indented(value: Any, indent: int = 0) -> str:
+    """JSON for people: one entry a line, save for what fits on a line and for lists of numbers.
+
+    Raises:
+        DataError: a number is NaN or infinite.
+    """
+    flat = to_json(value)
+    simple = isinstance(value, list) and not any(isinstance(entry, list | dict) for entry in value)
+    if simple or not isinstance(value, list | dict) or indent + len(flat) <= LINE_WIDTH:
+        return flat
+    pad, end = " " * (indent + 2), " " * indent
+    if isinstance(value, list):
+        return "[\n" + ",\n".join(pad + indented(entry, indent + 2) for entry in value) + f"\n{end}]"
+    lines = [f"{pad}{to_json(key)}: {indented(entry, indent + 2)}" for key, entry in value.items()]
+    return "{\n" + ",\n".join(lines) + f"\n{end}}}"
+
+
+def encoded_json(value: object) -> bytes:
+    """The content of a file of strict JSON, laid out to be read by people.
+
+    Raises:
+        DataError: a number is NaN or infinite.
+    """
+    return (indented(from_json(to_json(value))) + "\n").encode()
+
+
+def write_json(path: Path, value: object) -> str:
+    """Write strict JSON in one step, laid out to be read by people; the file's SHA-256 as hexadecimal digits.
+
+    Raises:
+        DataError: a number is NaN or infinite.
+    """
+    content = encoded_json(value)
+    write_atomic(path, content)
+    return sha256(content).hexdigest()
+
+
+def read_json(path: Path) -> Any:
+    """What a JSON file says.
+
+    Raises:
+        CheckpointError: there is no such file, or it is damaged.
+    """
+    try:
+        return from_json(path.read_bytes())
+    except FileNotFoundError:
+        raise CheckpointError(f"no file {path}; the run did not write it or it was removed") from None
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read ({error.strerror}); restore it or repeat the run") from None
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"damaged file {path}: {error}; restore it or repeat the run") from error
+
+
+def seal(content: Mapping[str, Any]) -> str:
+    """SHA-256 over values and not over layout: what only looks different is the same content."""
+    return sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+
+def write_sealed(path: Path, content: Mapping[str, Any]) -> None:
+    """Write a mapping as `write_json`, with the digest by which `read_sealed` finds it altered.
+
+    Raises:
+        DataError: a number is NaN or infinite.
+    """
+    plain = from_json(to_json(content))
+    write_json(path, plain | {SEAL: seal(plain)})
+
+
+def read_sealed(path: Path, *, unsealed: Collection[str] = ()) -> dict[str, Any]:
+    """What a sealed file says, without its digest.
+
+    `unsealed` are the names that such a file had before there were digests: one of these alone is taken as it is.
+
+    Raises:
+        CheckpointError: there is no such file, or it is damaged.
+    """
+    content = read_json(path)
+    if isinstance(content, dict) and SEAL not in content and content.keys() <= set(unsealed):
+        return content
+    told = content.pop(SEAL, None) if isinstance(content, dict) else None
+    if told is None or seal(content) != told:
+        raise CheckpointError(f"damaged file {path}: it is not what was written; restore it from a copy, or run again")
+    return dict(content)
+
+
+def append_rows(path: Path, rows: Iterable[Mapping[str, Any]], *, running: Hash | None = None) -> int:
+    """Append one line a row and flush them to the disk; the length of the file in bytes afterwards.
+
+    All rows are encoded before the first is written: a row that is refused leaves the file as it was. A `running`
+    digest of the file takes the new lines too.
+
+    Raises:
+        DataError: a number is NaN or infinite.
+    """
+    lines = "".join([to_json(row) + "\n" for row in rows]).encode()
+    new = not path.exists()
+    with named(path), path.open("ab") as file:
+        file.write(lines)
+        file.flush()
+        os.fsync(file.fileno())
+        length = file.tell()
+    if running is not None:
+        running.update(lines)
+    if new:
+        sync_folder(path.parent)
+    return length
+
+
+def truncate_to(path: Path, offset: int) -> None:
+    """Cut a file of lines back to the length that a checkpoint recorded; offset 0 also allows that there is no file.
+
+    Raises:
+        CheckpointError: the file is shorter than that, so rows are missing.
+    """
+    length = path.stat().st_size if path.exists() else 0
+    if length < offset:
+        raise CheckpointError(f"{path} holds {length} bytes, its checkpoint {offset}: rows are lost; repeat the run")
+    if length > offset:
+        with path.open("r+b") as file:
+            file.truncate(offset)
+            os.fsync(file.fileno())
+
+
+def read_rows(path: Path, *, length: int | None = None) -> list[dict[str, Any]]:
+    """The rows of a file of lines, or of so many bytes of it; none where there is no file.
+
+    A last line without its end is a write that was cut short and not a row yet.
+
+    Raises:
+        CheckpointError: another line is damaged; the message names it.
+    """
+    if not path.exists():
+        return []
+    rows = []
+    for number, line in enumerate(path.read_bytes()[:length].split(b"\n")[:-1], start=1):
+        try:
+            row = from_json(line)
+            if not isinstance(row, dict):
+                raise ValueError(f"{row!r} is no row")
+            rows.append(row)
+        except (ValueError, RecursionError) as error:
+            message = f"damaged line {number} of {path}: {error}; restore the file or repeat the run"
+            raise CheckpointError(message) from error
+    return rows

@@ -1,0 +1,120 @@
+"""What crosses the network: one row for each message, with the bytes of the encoded payload.
+
+Of what crosses the cut of a model, one row for all messages of one kind and direction in a round.
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, TypeAlias, get_args
+
+from atlas_fl.errors import DataError
+from atlas_fl.params import Params
+from atlas_fl.storage.tensors import encoded_size
+
+Direction: TypeAlias = Literal["up", "down"]
+Kind: TypeAlias = Literal[
+    "fingerprint", "adapter", "head", "weights", "activation", "gradient", "label", "mask", "control"
+]
+DIRECTIONS: tuple[Direction, ...] = get_args(Direction)
+KINDS: tuple[Kind, ...] = get_args(Kind)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LedgerRow:
+    """What went between a client and the server, or its `peer`; round 0 is what happens before training."""
+
+    round: int
+    client: str
+    direction: Direction
+    kind: Kind
+    bytes: int
+    peer: str = ""
+    """The client at the other end, who hosts this one's upper part; empty: the server."""
+    guest: str = ""
+    """Whose upper part it is that a host gets and returns; empty: what is sent is the client's own."""
+    relayed: bool = False
+    """It goes to the `peer` over the server, which hands it on."""
+    phase: str = ""
+    """What of planning crossed a cut: `fingerprint`, `importance` or `evaluate`; empty: of a round, or of no cut."""
+
+    def to_json(self) -> dict[str, Any]:
+        """The row as `ledger.jsonl` holds it; without `peer`, `guest`, `relayed` and `phase` where there is none."""
+        # `asdict` copies deeply, which costs more than the whole message's accounting.
+        return {key: value for key, value in vars(self).items() if value != "" and value is not False}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Totals:
+    """Sums of bytes; every mapping holds only what was sent."""
+
+    up: int
+    """From clients to the server, or to the host of their upper part."""
+    down: int
+    by_kind: dict[str, dict[str, int]]
+    """Bytes by kind, then by direction."""
+    by_client: dict[str, dict[str, int]]
+    """Bytes by client, then by direction; what goes between two clients goes over the links of both."""
+    by_round: dict[int, dict[str, int]]
+    """Bytes by round, then by direction."""
+    between_clients: int = 0
+    """Of all bytes those that do not touch the server."""
+    relayed: int = 0
+    """Of all bytes those that go between two clients over the server, which gets and sends them once each."""
+
+    @property
+    def total(self) -> int:
+        """Bytes in both directions."""
+        return self.up + self.down
+
+
+def payload_bytes(params: Params) -> int:
+    """The length of the encoded tensors in bytes."""
+    return encoded_size(params)
+
+
+def from_json(row: Mapping[str, Any]) -> LedgerRow:
+    """The row that a line of `ledger.jsonl` holds.
+
+    Raises:
+        DataError: an unknown direction or kind, or a number of bytes that is none.
+    """
+    if row.get("direction") not in DIRECTIONS or row.get("kind") not in KINDS:
+        raise DataError(f"no ledger row: {dict(row)}; directions: {', '.join(DIRECTIONS)}; kinds: {', '.join(KINDS)}")
+    if not isinstance(row.get("bytes"), int) or row["bytes"] < 0:
+        raise DataError(f"no ledger row: {dict(row)}; bytes is a whole number from 0")
+    if not all(isinstance(row.get(name, ""), str) for name in ("peer", "guest", "phase")):
+        raise DataError(f"no ledger row: {dict(row)}; peer and guest are clients' names, phase is a word")
+    if type(row.get("relayed", False)) is not bool:
+        raise DataError(f"no ledger row: {dict(row)}; relayed is true or absent")
+    return LedgerRow(**row)
+
+
+def totals(rows: Iterable[LedgerRow]) -> Totals:
+    """The sums of a ledger by direction, kind, client and round."""
+    overall: dict[str, int] = {"up": 0, "down": 0}
+    by_kind: dict[str, dict[str, int]] = {}
+    by_client: dict[str, dict[str, int]] = {}
+    by_round: dict[int, dict[str, int]] = {}
+    between = {True: 0, False: 0}
+    for row in rows:
+        sums = (
+            overall,
+            by_kind.setdefault(row.kind, {"up": 0, "down": 0}),
+            by_client.setdefault(row.client, {"up": 0, "down": 0}),
+            by_round.setdefault(row.round, {"up": 0, "down": 0}),
+        )
+        for entry in sums:
+            entry[row.direction] += row.bytes
+        if row.peer:
+            other: Direction = "down" if row.direction == "up" else "up"
+            by_client.setdefault(row.peer, {"up": 0, "down": 0})[other] += row.bytes
+            between[row.relayed] += row.bytes
+    return Totals(
+        up=overall["up"],
+        down=overall["down"],
+        by_kind=by_kind,
+        by_client=by_client,
+        by_round=by_round,
+        between_clients=between[False],
+        relayed=between[True],
+    )

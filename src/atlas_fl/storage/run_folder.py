@@ -1,0 +1,255 @@
+"""The folder of a run: where everything lies, what it is called, how it is found, and its log."""
+
+import logging
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+
+from atlas_fl.errors import CheckpointError, ConfigError
+from atlas_fl.storage.files import DRAFTS, LOCK, named
+
+SHOWN_RUNS = 8
+_AUDITED = ("round-[0-9]*", "joined-[0-9]*")
+_FILES = (
+    "config.toml",
+    "plan.json",
+    "plan.safetensors",
+    "mask.safetensors",
+    "metrics.jsonl",
+    "ledger.jsonl",
+    "summary.json",
+    "digests.json",
+    "heard.json",
+    "sites.json",
+    "log.txt",
+)
+_AUDIT_FILES = ("record.json", "start.safetensors", "trained.safetensors", "fresh.safetensors")
+_NAMES = "|".join(re.escape(name) for name in (*_FILES, *_AUDIT_FILES))
+_WRITTEN = re.compile(rf"{_NAMES}|\.({_NAMES})\.writing|{re.escape(LOCK)}")
+"""Files that a run writes, and may have written before its first checkpoint."""
+
+
+@dataclass(frozen=True)
+class RunFolder:
+    """The paths inside a run's folder; nothing is created by asking for one."""
+
+    path: Path
+
+    @property
+    def config(self) -> Path:
+        """The settings that reproduce the run."""
+        return self.path / "config.toml"
+
+    @property
+    def plan(self) -> Path:
+        """Clusters, graph and ranks."""
+        return self.path / "plan.json"
+
+    @property
+    def sketches(self) -> Path:
+        """The clients' sketches: `sketch/first` and `sketch/second`, each (clients, dim)."""
+        return self.path / "plan.safetensors"
+
+    def plans(self) -> list[Path]:
+        """The files of the first plan and of every later one, in their order."""
+        later = [path for path in self.path.glob("plan-*.json") if re.fullmatch(r"plan-\d{4,}", path.stem)]
+        return [self.plan, *sorted(later, key=lambda path: int(path.stem.removeprefix("plan-")))]
+
+    def sketches_of(self, plan: str) -> Path:
+        """The sketches beside the plan of this file name."""
+        return (self.path / plan).with_suffix(".safetensors")
+
+    @property
+    def mask(self) -> Path:
+        """Which weights may move: a truth value for each, by the names of the tensors."""
+        return self.path / "mask.safetensors"
+
+    @property
+    def metrics(self) -> Path:
+        """A row for each round, client and split."""
+        return self.path / "metrics.jsonl"
+
+    @property
+    def ledger(self) -> Path:
+        """A row for each message."""
+        return self.path / "ledger.jsonl"
+
+    @property
+    def summary(self) -> Path:
+        """The outcome; it is there once the run is complete."""
+        return self.path / "summary.json"
+
+    @property
+    def digests(self) -> Path:
+        """What the files of a complete run were when it was completed."""
+        return self.path / "digests.json"
+
+    @property
+    def heard(self) -> Path:
+        """Which clients of a served run have got their model at its end."""
+        return self.path / "heard.json"
+
+    @property
+    def sites(self) -> Path:
+        """What the clients of a served run have said of themselves."""
+        return self.path / "sites.json"
+
+    @property
+    def checkpoints(self) -> Path:
+        """The folder of `round-000N`."""
+        return self.path / "checkpoints"
+
+    @property
+    def adapters(self) -> Path:
+        """A PEFT folder for each client."""
+        return self.path / "adapters"
+
+    @property
+    def models(self) -> Path:
+        """A folder for each different whole model."""
+        return self.path / "models"
+
+    @property
+    def figures(self) -> Path:
+        """What `atlas report` draws."""
+        return self.path / "figures"
+
+    @property
+    def audit(self) -> Path:
+        """What clients trained and loaded, by round."""
+        return self.path / "audit"
+
+    @property
+    def log(self) -> Path:
+        """Lines of time, level and message."""
+        return self.path / "log.txt"
+
+    def audit_round(self, round: int) -> Path:
+        """The folder of one audited round."""
+        return self.audit / f"round-{round:04d}"
+
+    def audit_arrival(self, round: int) -> Path:
+        """What clients that joined before a round brought to it and began it with."""
+        return self.audit / f"joined-{round:04d}"
+
+    def adapter(self, client: str) -> Path:
+        """The folder of one client's adapter."""
+        return self.adapters / client
+
+    def is_begun(self) -> bool:
+        """Whether the folder holds a run that can be resumed, be it one that was stopped while it planned."""
+        return self.config.is_file()
+
+    def is_run(self) -> bool:
+        """Whether the folder holds a run that can be read."""
+        return self.is_begun() and self.plan.is_file()
+
+
+def run_name(*, preset: str, strategy: str, model: str, seed: int, config_hash: str) -> str:
+    """The name of a run's folder: recipe, rule, model, seed, and eight digits of the hash of all settings.
+
+    >>> run_name(preset="quick", strategy="atlas", model="org/Some Model", seed=42, config_hash="0123456789ab")
+    'quick-atlas-some-model-s42-01234567'
+    """
+    short = Path(model.rstrip("/")).name
+    words = [re.sub(r"[^a-z0-9._]+", "-", word.lower()).strip("-.") for word in (preset, strategy, short)]
+    return "-".join([*words, f"s{seed}", config_hash[:8]])
+
+
+def runs_in(runs_dir: Path) -> list[str]:
+    """The names of the runs in a folder, sorted; none where there is no such folder."""
+    return sorted(path.name for path in runs_dir.glob("*") if RunFolder(path).is_run())
+
+
+def find_run(run: str | Path, *, runs_dir: str | Path = "runs", begun: bool = False) -> RunFolder:
+    """The folder of a run that is given by its path, or by its name in `runs_dir`.
+
+    With `begun` also a run that has no plan yet: it can be resumed, but there is nothing to read.
+
+    Raises:
+        CheckpointError: neither is a run; the message names the runs that there are.
+    """
+    given, parent = Path(run), Path(runs_dir)
+    for path in (given, parent / given):
+        folder = RunFolder(path)
+        if folder.is_run() or (begun and folder.is_begun()):
+            return folder
+    names = runs_in(parent)
+    shown = ", ".join(names[:SHOWN_RUNS]) + (f" and {len(names) - SHOWN_RUNS} more" if len(names) > SHOWN_RUNS else "")
+    have = f"have: {shown}" if names else f"there are no runs in {parent}"
+    raise CheckpointError(f"not a run folder: {run}; a run folder holds config.toml and plan.json; {have}")
+
+
+def check_free(folder: RunFolder) -> None:
+    """Only a run, or nothing, may lie where a run is to be: what is not ours is never written over or removed.
+
+    Raises:
+        ConfigError: something else lies there; the message names it.
+    """
+    if folder.path.exists() and not folder.path.is_dir():
+        raise ConfigError(f"{folder.path} is a file; choose another --name or --runs-dir")
+    if folder.config.exists() or not folder.path.exists():
+        return
+    strange = sorted(path.name for path in folder.path.iterdir() if path.name not in DRAFTS)
+    if strange:
+        raise ConfigError(
+            f"{folder.path} exists, is no run and holds {strange[0]}; choose another --name or --runs-dir"
+        )
+
+
+def leave_as_found(path: Path, *, made: bool) -> None:
+    """Remove what this run has written into a folder that was empty or not there; what came beside it stays.
+
+    `made` says that the run has made the folder: it goes too, where it is empty then.
+    """
+    folders = [folder for pattern in _AUDITED for folder in sorted((path / "audit").glob(pattern))]
+    for folder in (*folders, path):
+        for file in folder.iterdir() if folder.is_dir() else ():
+            if _WRITTEN.fullmatch(file.name) and file.is_file() and not file.is_symlink():
+                file.unlink()
+    for folder in (*folders, path / "audit", *([path] if made else [])):
+        if folder.is_dir() and not any(folder.iterdir()):
+            folder.rmdir()
+
+
+class _OneLine(logging.Formatter):
+    """Time in UTC, level and message, on one line whatever the message holds."""
+
+    def formatTime(self, record: logging.LogRecord, datefmt: str | None = None) -> str:  # noqa: N802
+        return datetime.fromtimestamp(record.created, UTC).strftime(datefmt or "%Y-%m-%dT%H:%M:%SZ")
+
+    def format(self, record: logging.LogRecord) -> str:
+        return super().format(record).replace("\n", " | ")
+
+
+class _LogFile(logging.FileHandler):
+    """Ends the run where the disk takes no more, as every other file does; `logging` would print a traceback."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        assert self.stream is not None, "it is opened at once"
+        try:
+            self.stream.write(self.format(record) + self.terminator)
+            self.stream.flush()
+        except OSError as error:
+            raise OSError(error.errno, error.strerror, self.baseFilename) from error
+
+
+@contextmanager
+def run_log(path: Path) -> Iterator[logging.Logger]:
+    """A logger that appends lines such as `2026-11-21T10:15:02Z INFO round 3 of 6` to a file.
+
+    It stands alone, outside the tree of `logging.getLogger`: the program's own logging is neither used nor changed.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handler = _LogFile(path, encoding="utf-8")
+    handler.setFormatter(_OneLine("%(asctime)s %(levelname)s %(message)s"))
+    logger = logging.Logger("atlas_fl.experiment.run", level=logging.INFO)
+    logger.addHandler(handler)
+    try:
+        yield logger
+    finally:
+        with named(path):
+            handler.close()

@@ -1,0 +1,196 @@
+"""Tensors as safetensors files, sketches and deduplicated models among them.
+
+Tensors as bytes, in the safetensors format.
+
+The header is written here and cached by names, dtypes and shapes, because a run encodes the same layout once for
+every client and round: about a tenth of the time of `safetensors.torch.save`, which also refuses tensors that share
+memory, as the equal rows of an average do. The bytes are those of `safetensors.torch.save` (held by a test).
+
+The sketches of a run's clients: a file beside the plan that was made of them.
+
+The models of many clients in one file.
+
+Adapters stand there under every client's name, as any reader of safetensors sees them. Whole models are too large for
+that: of these a file keeps every different tensor once, under the name of the first client that holds it, and its
+metadata say who else does.
+"""
+
+import json
+from collections.abc import Iterator, Mapping
+from functools import lru_cache
+from hashlib import sha256
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load
+from torch import Tensor
+
+from atlas_fl.errors import CheckpointError
+from atlas_fl.params import ByClient, Params, digest, is_whole, prefixed
+from atlas_fl.storage.files import write_pieces
+
+DTYPES: dict[torch.dtype, str] = {
+    torch.int64: "I64",
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.int32: "I32",
+    torch.bfloat16: "BF16",
+    torch.float16: "F16",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+"""The name of every dtype that travels; the format lays the tensors down in this order, then by name."""
+
+Piece: TypeAlias = bytes | memoryview
+Signature: TypeAlias = tuple[tuple[str, torch.dtype, torch.Size], ...]
+
+
+@lru_cache(maxsize=256)
+def _layout(signature: Signature, note: tuple[str, str] | None = None) -> tuple[bytes, tuple[str, ...]]:
+    """The length and the header as bytes, and the names in the order in which their bytes follow."""
+    place = {dtype: index for index, dtype in enumerate(DTYPES)}
+    header: dict[str, Any] = {} if note is None else {"__metadata__": dict([note])}
+    order, start = [], 0
+    for name, dtype, shape in sorted(signature, key=lambda entry: (place[entry[1]], entry[0])):
+        end = start + shape.numel() * dtype.itemsize
+        header[name] = {"dtype": DTYPES[dtype], "shape": list(shape), "data_offsets": [start, end]}
+        order.append(name)
+        start = end
+    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-len(text) % 8)  # the format aligns the data to eight bytes
+    return len(text).to_bytes(8, "little") + text, tuple(order)
+
+
+def _signature(params: Params) -> Signature:
+    return tuple([(name, tensor.dtype, tensor.shape) for name, tensor in params.items()])
+
+
+def _bytes_of(tensor: torch.Tensor) -> memoryview:
+    """The values of a tensor as one contiguous buffer, without a copy where they already lie so on the CPU."""
+    if tensor.dtype is torch.bfloat16:  # unknown to NumPy
+        tensor = tensor.detach().cpu().contiguous().view(torch.int16)
+    array: npt.NDArray[np.generic] = tensor.numpy(force=True)
+    return (array if array.flags.c_contiguous else np.ascontiguousarray(array)).data
+
+
+def parts(params: Params, *, note: tuple[str, str] | None = None) -> Iterator[Piece]:
+    """The encoded tensors piece by piece, header first, so that no second copy of them has to be held.
+
+    `note` is a name and a text that the format's metadata shall hold.
+    """
+    header, order = _layout(_signature(params), note)
+    yield header
+    for name in order:
+        yield _bytes_of(params[name])
+
+
+def encoded_size(params: Params) -> int:
+    """How long `encode(params)` is, in bytes, without encoding: the header, and what every tensor takes."""
+    header, _ = _layout(_signature(params))
+    return len(header) + sum(tensor.nbytes for tensor in params.values())
+
+
+def encode(params: Params) -> bytes:
+    """The safetensors bytes of the tensors, as they would cross a network.
+
+    The same values give the same bytes, whatever the order of the names.
+    """
+    return b"".join(parts(params))
+
+
+def decode(payload: bytes) -> dict[str, torch.Tensor]:
+    """The tensors that `encode` was given, on the CPU, by name in the order of the payload.
+
+    Raises:
+        SafetensorError: the bytes are cut off or no safetensors.
+    """
+    tensors: dict[str, torch.Tensor] = load(payload)
+    return tensors
+
+
+def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor], *, note: tuple[str, str] | None = None) -> str:
+    """Write a safetensors file in one step, with `note` as its metadata; its SHA-256 as hexadecimal digits."""
+    digest = sha256()
+
+    def hashed() -> Iterator[Piece]:
+        for part in parts(tensors, note=note):
+            digest.update(part)
+            yield part
+
+    write_pieces(path, hashed())
+    return digest.hexdigest()
+
+
+def read_tensors(path: Path) -> dict[str, torch.Tensor]:
+    """The tensors of a safetensors file, on the CPU.
+
+    Raises:
+        CheckpointError: there is no such file, or it is damaged.
+    """
+    try:
+        return decode(path.read_bytes())
+    except FileNotFoundError:
+        raise CheckpointError(f"no file {path}; the run did not write it or it was removed") from None
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read ({error.strerror}); restore it or repeat the run") from None
+    except (SafetensorError, ValueError, RuntimeError) as error:  # torch refuses what a header may say
+        raise CheckpointError(f"damaged file {path}: {error}; restore it or repeat the run") from error
+
+
+FIRST, SECOND = "sketch/first", "sketch/second"
+
+
+def write_sketches(path: Path, sketches: np.ndarray) -> str:
+    """Write both halves (2, n, dim) of every client's sketch; the file's SHA-256 as hexadecimal digits."""
+    halves = {name: torch.from_numpy(half) for name, half in zip((FIRST, SECOND), sketches, strict=True)}
+    return write_tensors(path, halves)
+
+
+def read_sketches(path: Path) -> np.ndarray | None:
+    """(2, n, dim) float32; None where no client was fingerprinted."""
+    tensors = read_tensors(path) if path.exists() else {}
+    if FIRST not in tensors or SECOND not in tensors:
+        return None
+    return np.stack([tensors[name].float().numpy() for name in (FIRST, SECOND)])
+
+
+SAME = "same"
+"""The entry of the metadata: as JSON, by the name under which a tensor stands, the other clients that hold it."""
+
+
+def write_models(path: Path, models: ByClient) -> str:
+    """Write these models in one step, with keys `<client>/<parameter>`; the file's SHA-256 as hexadecimal digits.
+
+    The audit has a reader of its own for them.
+
+    Which tensors are the same is told by their bytes and not by the objects: a run in sessions shares others in memory
+    than an undisturbed one, and leaves the same file.
+    """
+    if not any(is_whole(params) for params in models.values()):
+        return write_tensors(path, prefixed(models))
+    kept, others = _once(models)
+    return write_tensors(path, kept, note=(SAME, json.dumps(others, sort_keys=True)) if others else None)
+
+
+def _once(models: ByClient) -> tuple[dict[str, Tensor], dict[str, list[str]]]:
+    """(every different tensor under its first holder, the other holders of those that have any)."""
+    digests: dict[tuple[str, int], str] = {}
+    first: dict[str, str] = {}
+    kept: dict[str, Tensor] = {}
+    others: dict[str, list[str]] = {}
+    for client, params in models.items():
+        for key, tensor in params.items():
+            known = (key, id(tensor))
+            if known not in digests:
+                digests[known] = digest({key: tensor})
+            if (lead := first.setdefault(digests[known], f"{client}/{key}")) in kept:
+                others.setdefault(lead, []).append(client)
+            else:
+                kept[lead] = tensor
+    return kept, others

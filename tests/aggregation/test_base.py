@@ -1,0 +1,168 @@
+import dataclasses
+
+import numpy as np
+import pytest
+import torch
+
+from atlas_fl.aggregation.matrices import Federation
+from atlas_fl.aggregation.registry import find_strategy
+from atlas_fl.aggregation.strategies import StrategyOptions
+from atlas_fl.errors import ConfigError, ProtocolError
+
+TWO = Federation(
+    clients=("a", "b"),
+    weights=np.array([1.0, 3.0]),
+    clusters=np.array([0, 0]),
+    adjacency=np.array([[0.0, 2.0], [2.0, 0.0]]),
+    head_groups=("t", "t"),
+    importance=np.array([[0.1, 0.9], [0.3, 0.7]]),
+    layer_of={"layer.0.q": 0, "layer.1.q": 1},
+)
+
+
+def heads(*values):
+    return {client: {"head.bias": torch.tensor([value])} for client, value in zip("ab", values)}
+
+
+def after(name, updates, *, round=1, **words):
+    strategy = find_strategy(name, StrategyOptions(**words))
+    before = heads(0.0, 0.0)
+    models = strategy.aggregate(strategy.init(before), before, updates, TWO, round=round).client_models
+    return [float(models[client]["head.bias"]) for client in "ab"]
+
+
+def test_every_rule_by_hand():
+    trained = heads(4.0, 8.0)
+    assert after("local", trained) == [4, 8]
+    assert after("fedavg", trained) == [7, 7]
+    assert after("fedavg_cluster", trained) == [7, 7]
+    assert after("atlas_no_laplacian", trained) == [7, 7]
+    assert after("atlas", trained, eta=0.25) == [5, 7]
+    assert after("atlas", trained, eta=1.0) == [8, 4]
+
+
+THREE = Federation(
+    clients=("a", "b", "c"),
+    weights=np.array([1.0, 3.0, 5.0]),
+    clusters=np.array([0, 1, 0]),
+    adjacency=np.array([[0.0, 0.0, 1.0], [0.0, 0.0, 3.0], [1.0, 3.0, 0.0]]),
+    head_groups=("t", "t", "t"),
+)
+"""`c` joins the others: in the cluster of `a`, with an edge to each."""
+
+
+@pytest.mark.parametrize(
+    ("name", "begins"),
+    [
+        ("local", 1.0),
+        ("fedavg", (1 * 4 + 3 * 8) / 4),
+        ("fedavg_cluster", 4.0),
+        ("atlas_no_laplacian", 4.0),
+        ("atlas", (1 * 4 + 3 * 8) / 4),
+    ],
+)
+def test_who_joins_begins_with_its_row_of_the_rule_by_hand(name, begins):
+    strategy = find_strategy(name, StrategyOptions(eta=0.1))
+    fresh = {"c": {"head.bias": torch.tensor([1.0])}}
+    found = strategy.welcome(strategy.init(heads(4.0, 8.0)), heads(4.0, 8.0), fresh, THREE)
+    assert found.keys() == {"c"}
+    assert float(found["c"]["head.bias"]) == begins
+
+
+@pytest.mark.parametrize("name", ["fedavg", "fedavg_cluster", "atlas"])
+def test_who_joins_and_meets_nobody_keeps_its_own_model(name):
+    """Another task for the head, no cluster and no edge for the rest; nor do two newcomers mix with each other."""
+    alone = dataclasses.replace(
+        THREE, clusters=np.array([0, -1, -1]), adjacency=np.zeros((3, 3)), head_groups=("t", "u", "u")
+    )
+    fresh = {client: {"head.bias": torch.tensor([value])} for client, value in (("b", 2.0), ("c", 1.0))}
+    found = find_strategy(name, StrategyOptions()).welcome({}, {"a": heads(4.0, 8.0)["a"]}, fresh, alone)
+    assert [float(found[client]["head.bias"]) for client in "bc"] == [2.0, 1.0]
+
+
+def test_eta_decays_from_the_second_round_on():
+    trained = heads(4.0, 8.0)
+    assert after("atlas", trained, eta=0.5, eta_decay=0.5, round=1) == [6, 6]
+    assert after("atlas", trained, eta=0.5, eta_decay=0.5, round=2) == [5, 7]
+    strategy = find_strategy("atlas", StrategyOptions(eta=0.4, eta_decay=0.5))
+    assert [strategy.eta(round) for round in (1, 2, 3)] == pytest.approx([0.4, 0.2, 0.1])
+    assert find_strategy("fedavg", StrategyOptions(eta=0.4)).eta(1) == 0.0
+
+
+def test_the_graph_needs_no_absent_client_to_come():
+    alone = {"a": heads(4.0, 0.0)["a"]}
+    assert after("atlas", alone, eta=0.25) == [3, 0]
+    assert after("fedavg", alone) == [4, 4]
+
+
+def test_layer_weighting_scales_eta_by_importance():
+    strategy = find_strategy("atlas", StrategyOptions(eta=0.4, layer_weighting="importance"))
+    matrices = strategy.matrices(TWO, [True, True], round=1)
+    # mean importance .2 and .8: a quarter of eta for layer 0, all of it for layer 1 and the head
+    assert matrices("layer.0.q.lora_A")[0, 1] == pytest.approx(0.1)
+    assert matrices("layer.0.q.lora_B")[0, 1] == pytest.approx(0.1)
+    assert matrices("layer.1.q.lora_B")[0, 1] == pytest.approx(0.4)
+    assert matrices("head.bias")[0, 1] == pytest.approx(0.4)
+    assert matrices("layer.1.q.lora_A") is matrices("layer.1.q.lora_B")
+    with pytest.raises(ConfigError, match="no layer is known for pooler; layer_weighting 'importance' needs one"):
+        matrices("pooler.lora_A")
+
+
+def test_averages_know_no_layer_weighting():
+    strategy = find_strategy("fedavg", StrategyOptions(layer_weighting="importance"))
+    assert strategy.matrices(TWO, [True, True], round=1)("pooler.lora_A").tolist() == [[0.25, 0.75]] * 2
+
+
+def test_standard_fl_mixes_tasks_but_not_their_heads():
+    apart = Federation(
+        clients=("a", "b"),
+        weights=np.array([1.0, 3.0]),
+        clusters=np.array([0, 1]),
+        adjacency=np.zeros((2, 2)),
+        head_groups=("movie", "trec"),
+    )
+    matrices = find_strategy("fedavg", StrategyOptions()).matrices(apart, [True, True], round=1)
+    assert matrices("q.lora_A").tolist() == [[0.25, 0.75]] * 2
+    assert matrices("head.bias").tolist() == [[1, 0], [0, 1]]
+
+
+def test_an_update_of_a_stranger_is_refused():
+    with pytest.raises(ProtocolError, match="update of an unknown client 'c'; this run has a, b"):
+        after("fedavg", {"c": heads(1.0, 1.0)["a"]})
+
+
+def test_flags_say_what_a_rule_needs():
+    flags = {
+        name: (strategy.communicates, strategy.clustered)
+        for name in ("local", "fedavg", "fedavg_cluster", "atlas", "atlas_no_laplacian")
+        for strategy in [find_strategy(name, StrategyOptions())]
+    }
+    assert flags == {
+        "local": (False, False),
+        "fedavg": (True, False),
+        "fedavg_cluster": (True, True),
+        "atlas": (True, True),
+        "atlas_no_laplacian": (True, True),
+    }
+
+
+@pytest.mark.parametrize(
+    ("name", "words", "message"),
+    [
+        ("fedavgg", {}, "unknown strategy 'fedavgg'; did you mean 'fedavg'"),
+        ("atlas", {"eta": -0.1}, "eta is -0.1; it must be finite and 0 or more"),
+        ("atlas", {"eta": float("nan")}, "eta is nan; it must be finite"),
+        ("atlas", {"eta_decay": -1.0}, "eta_decay is -1.0; it must be finite"),
+        ("atlas", {"laplacian": "symetric"}, "unknown Laplacian 'symetric'; did you mean 'symmetric'"),
+        ("atlas", {"layer_weighting": "by_layer"}, "unknown layer weighting 'by_layer'"),
+        ("fedavg", {"share": ("A",)}, "needs both A and B shared, not A"),
+        ("fedavg", {"share": ()}, "share is empty"),
+    ],
+)
+def test_mistakes_are_named(name, words, message):
+    with pytest.raises(ConfigError, match=message):
+        find_strategy(name, StrategyOptions(**words))
+
+
+def test_local_asks_nothing_of_the_options():
+    assert find_strategy("local", StrategyOptions(share=(), eta=-1.0)).name == "local"

@@ -1,0 +1,105 @@
+import numpy as np
+import pytest
+import torch
+
+from atlas_fl.aggregation.diversity import dirichlet_energy, diversity, gram_distances, spread, update_gram
+
+CLIENTS = ("a", "b", "c")
+GRAPH = np.array([[0, 1, 0], [1, 0, 3], [0, 3, 0]], float)
+
+
+def scale(rank):
+    return 8 / rank
+
+
+def model(seed, rank):
+    draw = torch.Generator().manual_seed(seed)
+    return {
+        f"{module}.lora_{factor}": torch.randn(*shape, generator=draw)
+        for module in ("q", "v")
+        for factor, shape in (("A", (rank, 11)), ("B", (9, rank)))
+    }
+
+
+@pytest.fixture
+def held():
+    return {client: model(seed, rank) for seed, (client, rank) in enumerate(zip(CLIENTS, (2, 5, 3)))}
+
+
+def dense(params):
+    rows = []
+    for module in ("q", "v"):
+        a, b = params[f"{module}.lora_A"].double().numpy(), params[f"{module}.lora_B"].double().numpy()
+        rows.append((scale(len(a)) * b @ a).ravel())
+    return np.concatenate(rows)
+
+
+def test_the_gram_matrix_is_that_of_the_dense_updates(held):
+    flat = np.stack([dense(params) for params in held.values()])
+    gram = update_gram(held, CLIENTS, scale)
+    assert gram == pytest.approx(flat @ flat.T)
+    squares = ((flat[:, None] - flat[None, :]) ** 2).sum(-1)
+    assert gram_distances(gram) == pytest.approx(squares)
+
+
+def test_energy_by_hand():
+    # updates 0, 2 and 5 on a path with weights 1 and 3: (1 * 4 + 3 * 9) / 2
+    values = np.array([[0.0], [2.0], [5.0]])
+    assert dirichlet_energy(values @ values.T, GRAPH) == pytest.approx(15.5)
+
+
+def test_the_laplacian_step_is_the_gradient_of_the_energy():
+    rng = np.random.default_rng(0)
+    flat, eps = rng.normal(size=(3, 6)), 1e-6
+    gradient = (np.diag(GRAPH.sum(1)) - GRAPH) @ flat
+    moved = flat.copy()
+    moved[1, 4] += eps
+    change = (dirichlet_energy(moved @ moved.T, GRAPH) - dirichlet_energy(flat @ flat.T, GRAPH)) / eps
+    assert change == pytest.approx(gradient[1, 4], rel=1e-4)
+
+
+def test_spread_is_zero_for_equal_models_and_one_for_opposite_ones():
+    assert spread(np.ones((3, 3))) == 0
+    assert spread(np.array([[1.0, -1.0], [-1.0, 1.0]])) == pytest.approx(1.0)
+    assert spread(np.zeros((2, 2))) == 0
+    # 1 and 3: mean 2, deviations 1, root mean square norm sqrt(5)
+    assert spread(np.array([[1.0, 3.0], [3.0, 9.0]])) == pytest.approx(1 / np.sqrt(5))
+
+
+def test_norms_and_moves_are_those_of_the_dense_updates(held):
+    after = {client: model(seed + 10, 4) for seed, client in enumerate(CLIENTS)}
+    report = diversity(held, after, clients=CLIENTS, adjacency=GRAPH, scale=scale)
+    for client in CLIENTS:
+        assert report.norms[client] == pytest.approx(np.linalg.norm(dense(held[client])))
+        assert report.moves[client] == pytest.approx(np.linalg.norm(dense(after[client]) - dense(held[client])))
+    assert report.energy_before == pytest.approx(dirichlet_energy(update_gram(held, CLIENTS, scale), GRAPH))
+    assert report.energy_after == pytest.approx(dirichlet_energy(update_gram(after, CLIENTS, scale), GRAPH))
+
+
+def test_nothing_moved_is_exactly_zero(held):
+    report = diversity(held, held, clients=CLIENTS, adjacency=GRAPH, scale=scale)
+    assert set(report.moves.values()) == {0.0}
+    assert report.spread_after == report.spread_before > 0
+
+
+def test_rotating_the_factors_moves_nothing(held):
+    turn = torch.linalg.qr(torch.randn(5, 5, generator=torch.Generator().manual_seed(1)))[0]
+    b = held["b"]
+    turned = {**b, "q.lora_A": turn @ b["q.lora_A"], "q.lora_B": b["q.lora_B"] @ turn.T}
+    report = diversity(held, {**held, "b": turned}, clients=CLIENTS, adjacency=GRAPH, scale=scale)
+    assert report.moves["b"] < 1e-5 * report.norms["b"]
+
+
+def test_clients_may_adapt_other_modules(held):
+    del held["c"]["v.lora_A"], held["c"]["v.lora_B"]
+    gram = update_gram(held, CLIENTS, scale)
+    only_q = {client: {key: params[key] for key in ("q.lora_A", "q.lora_B")} for client, params in held.items()}
+    assert gram[2] == pytest.approx(update_gram(only_q, CLIENTS, scale)[2])
+
+
+def test_the_order_of_the_tensors_changes_no_bit(held):
+    turned = {client: dict(reversed(params.items())) for client, params in held.items()}
+    wide = {**held, "d": {f"{n}{key}": value for n in range(9) for key, value in model(n, 4).items()}}
+    back = {**turned, "d": dict(reversed(wide["d"].items()))}
+    names = (*CLIENTS, "d")
+    assert np.array_equal(update_gram(wide, names, scale), update_gram(back, names, scale))

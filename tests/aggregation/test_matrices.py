@@ -1,0 +1,216 @@
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from scipy.sparse.csgraph import laplacian as scipy_laplacian
+
+from atlas_fl.aggregation.matrices import (
+    LAPLACIANS,
+    Federation,
+    average,
+    bounded_weights,
+    cluster_labels,
+    cut,
+    eta_bound,
+    eta_warnings,
+    group_ids,
+    laplacian,
+    laplacian_step,
+    layer_factors,
+    share_warnings,
+    without_edges,
+)
+from atlas_fl.errors import ConfigError
+
+# a path: a - b - c with weights 1 and 3
+PATH = np.array([[0, 1, 0], [1, 0, 3], [0, 3, 0]], float)
+ALL = np.ones(3, bool)
+
+
+def federation(adjacency=PATH, **words):
+    n = len(adjacency)
+    given = {
+        "clients": tuple("abcdef"[:n]),
+        "weights": np.arange(1.0, n + 1),
+        "clusters": np.zeros(n, np.int64),
+        "adjacency": adjacency,
+        "head_groups": ("t",) * n,
+    }
+    return Federation(**(given | words))
+
+
+def test_average_by_hand():
+    matrix = average(np.array([1.0, 3.0, 5.0]), np.array([0, 0, 1]), ALL)
+    assert matrix.tolist() == [[0.25, 0.75, 0], [0.25, 0.75, 0], [0, 0, 1]]
+
+
+def test_average_is_over_those_present_and_reaches_everyone_of_the_group():
+    present = np.array([True, False, True, False])
+    matrix = average(np.array([1.0, 9.0, 3.0, 2.0]), np.array([0, 0, 0, 1]), present)
+    assert matrix.tolist() == [[0.25, 0, 0.75, 0]] * 3 + [[0, 0, 0, 1]], "who is alone and absent keeps its model"
+
+
+def test_labels_that_agree_share_a_number():
+    assert group_ids(["movie", "trec", "movie"]).tolist() == [0, 1, 0]
+    labels = group_ids(cluster_labels(np.array([0, -1, 0, -1])))
+    assert len({labels[1], labels[3], labels[0]}) == 3, "each undecided client is a group of its own"
+    assert labels[0] == labels[2]
+
+
+def test_cut_drops_the_edges_between_groups():
+    assert cut(PATH, np.array([0, 0, 1])).tolist() == [[0, 1, 0], [1, 0, 0], [0, 0, 0]]
+
+
+def test_laplacians_of_a_path_by_hand():
+    walk = [[1, -1, 0], [-0.25, 1, -0.75], [0, -1, 1]]
+    assert laplacian(PATH, "random_walk").tolist() == walk
+    # degrees 1, 4, 3: both edges are divided by 4
+    metropolis = [[0.25, -0.25, 0], [-0.25, 1, -0.75], [0, -0.75, 0.75]]
+    assert laplacian(PATH, "metropolis").tolist() == metropolis
+    full = np.array([[1, -1, 0], [-1, 4, -3], [0, -3, 3]], float)
+    # lambda^2 - 8 lambda + 9 = 0
+    assert laplacian(PATH, "symmetric") == pytest.approx(full / (4 + np.sqrt(7)))
+
+
+def test_random_walk_equals_scipys():
+    rng = np.random.default_rng(0)
+    weights = rng.random((6, 6))
+    weights = np.triu(weights, 1) + np.triu(weights, 1).T
+    degrees = weights.sum(1)
+    expected = scipy_laplacian(weights) / degrees[:, None]
+    assert laplacian(weights, "random_walk") == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("kind", LAPLACIANS)
+def test_a_client_without_edges_does_not_move(kind):
+    lonely = np.zeros((4, 4))
+    lonely[:3, :3] = PATH
+    matrix = laplacian_step(lonely, kind=kind, eta=0.7, present=np.ones(4, bool))
+    assert matrix[3].tolist() == [0, 0, 0, 1]
+    assert laplacian(np.zeros((2, 2)), kind).tolist() == [[0, 0], [0, 0]]
+
+
+def test_absent_clients_keep_their_model_and_stay_neighbours():
+    matrix = laplacian_step(PATH, kind="random_walk", eta=0.5, present=np.array([True, False, True]))
+    assert matrix.tolist() == [[0.5, 0.5, 0], [0, 1, 0], [0, 0.5, 0.5]]
+
+
+def test_who_is_without_edges_is_nobodys_neighbour_and_the_rows_stay_stochastic():
+    triangle = federation(np.array([[0, 1, 1], [1, 0, 3], [1, 3, 0]], float))
+    fed = without_edges(triangle, {"b"})
+    matrix = laplacian_step(fed.adjacency, kind="random_walk", eta=0.5, present=np.array([True, False, True]))
+    assert matrix.tolist() == [[0.5, 0, 0.5], [0, 1, 0], [0.5, 0, 0.5]]
+    alone = without_edges(federation(), {"b"})
+    assert laplacian_step(alone.adjacency, kind="random_walk", eta=0.5, present=ALL).tolist() == np.eye(3).tolist()
+    assert without_edges(triangle, {}) is triangle, "with nobody refused no digit changes"
+
+
+@pytest.mark.parametrize("kind", LAPLACIANS)
+def test_eta_bound_is_where_differences_stop_shrinking(kind):
+    bound = eta_bound(PATH, kind)
+    below, above = (laplacian_step(PATH, kind=kind, eta=bound * f, present=ALL) for f in (0.99, 1.01))
+    radius = [sorted(np.abs(np.linalg.eigvals(step)))[-1 if step is above else -2] for step in (below, above)]
+    assert radius[0] < 1 < radius[1]
+
+
+def test_eta_bound_by_hand():
+    two = np.array([[0.0, 1.0], [1.0, 0.0]])
+    assert eta_bound(two, "random_walk") == pytest.approx(1.0)
+    assert eta_bound(two, "symmetric") == pytest.approx(2.0)
+    assert eta_bound(np.zeros((2, 2)), "random_walk") == float("inf")
+
+
+def test_a_swap_is_legal_and_warned_of():
+    two = federation(np.array([[0.0, 0.3], [0.3, 0.0]]))
+    swap = laplacian_step(two.adjacency, kind="random_walk", eta=1.0, present=np.ones(2, bool))
+    assert swap.tolist() == [[0, 1], [1, 0]]
+    lines = eta_warnings(two, kind="random_walk", eta=1.0)
+    assert lines == (
+        "eta is 1, the random_walk Laplacian of this graph shrinks differences only below 1",
+        "eta is 1: a takes over the model of b and drops its own",
+        "eta is 1: b takes over the model of a and drops its own",
+    )
+
+
+def test_eta_warnings_name_what_is_unusual_and_nothing_else():
+    assert eta_warnings(federation(), kind="random_walk", eta=0.1) == ()
+    assert eta_warnings(federation(), kind="random_walk", eta=0.0)[0].startswith("eta is 0: the Laplacian step changes")
+    negative = eta_warnings(federation(), kind="metropolis", eta=1.2)
+    assert "eta is 1.2: the own model of b gets the negative weight -0.2" in negative
+
+
+def test_unknown_laplacian_names_the_nearest():
+    with pytest.raises(ConfigError, match="unknown Laplacian 'randomwalk'; did you mean 'random_walk'"):
+        laplacian(PATH, "randomwalk")
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ({"head_groups": ("t", "t")}, "3 clients need weights, clusters, head groups and a graph of that size"),
+        ({"weights": np.array([1.0, 0.0, 2.0])}, "each must be finite and above 0"),
+        ({"weights": np.array([1.0, np.nan, 2.0])}, "each must be finite and above 0"),
+        ({"adjacency": np.triu(PATH)}, "must be finite, .*symmetric"),
+        ({"adjacency": -PATH}, "not negative"),
+        ({"adjacency": PATH + np.eye(3)}, "zero diagonal"),
+        ({"adjacency": np.where(PATH > 0, np.inf, 0.0)}, "must be finite"),
+    ],
+)
+def test_a_federation_that_contradicts_itself_is_refused(words, message):
+    with pytest.raises(ConfigError, match=message):
+        federation(**words)
+
+
+def test_layer_factors_are_the_mean_importance_over_the_largest():
+    known = federation(importance=np.array([[0.2, 0.8], [0.2, 0.8], [0.5, 0.5]]), layer_of={"q": 0})
+    assert layer_factors(known) == pytest.approx(np.array([0.3 / 0.7, 1.0]))
+
+
+def test_layer_factors_need_importance():
+    with pytest.raises(ConfigError, match="needs the measured importance of the layers; use 'none'"):
+        layer_factors(federation())
+    with pytest.raises(ConfigError, match=r"importance of the layers is \[0.0, 0.0\]; it must be finite"):
+        layer_factors(federation(importance=np.zeros((3, 2)), layer_of={"q": 0}))
+
+
+@pytest.mark.parametrize(
+    ("weights", "max_share", "expected"),
+    [
+        ([1e7, 100, 100, 200], 0.5, [400, 100, 100, 200]),  # as much as all others together
+        ([900, 800, 100, 100, 100], 0.3, [225, 225, 100, 100, 100]),  # two at three tenths, 300 / .4 * .3
+        ([9, 1, 1], 0.2, [1, 1, 1]),  # one fifth of each of three cannot be: all alike
+        ([5, 1], 0.5, [5, 1]),  # one of two always has half
+        ([7], 0.5, [7]),
+        ([], 0.5, []),
+    ],
+)
+def test_bounded_weights_by_hand(weights, max_share, expected):
+    assert bounded_weights(np.array(weights, float), max_share) == pytest.approx(np.array(expected, float))
+
+
+@given(st.lists(st.integers(1, 10**6), min_size=3, max_size=9), st.floats(0.05, 1.0))
+def test_no_bounded_share_is_above_the_limit_and_the_others_keep_their_ratios(weights, max_share):
+    given_weights = np.array(weights, float)
+    new = bounded_weights(given_weights, max_share)
+    limit = max(max_share, 1 / len(weights))
+    assert (new / new.sum()).max() <= limit * (1 + 1e-9)
+    if given_weights.max() <= limit * given_weights.sum():
+        assert (new == given_weights).all(), "honest weights do not change a bit"
+    inside = new / new.sum() < limit * (1 - 1e-9)
+    assert new[inside] == pytest.approx(given_weights[inside])
+
+
+def test_a_claim_of_examples_is_bounded_inside_each_group_over_those_present():
+    weights, groups = np.array([1e7, 100, 300, 50, 150]), np.array([0, 0, 0, 1, 1])
+    row = average(weights, groups, np.ones(5, bool), max_share=0.5)[1]
+    assert row == pytest.approx(np.array([0.5, 0.125, 0.375, 0, 0]))
+    assert (average(weights, groups, np.ones(5, bool))[3] == [0, 0, 0, 0.25, 0.75]).all()
+    two = average(weights, groups, np.array([True, True, False, True, True]), max_share=0.5)[0]
+    assert two[0] > 0.99, "of two one always has half, so two are not bounded"
+
+
+def test_who_claims_more_than_half_of_all_examples_is_named():
+    claims = federation(weights=np.array([100.0, 200.0, 1e7]))
+    (line,) = share_warnings(claims, 0.5)
+    assert line == "c says that it has 1 of all training examples; an average gives it at most 0.5 (--max-share)"
+    assert not share_warnings(federation(weights=np.array([100.0, 200.0, 300.0])), 0.5)

@@ -1,0 +1,131 @@
+"""What a plan needs of a cut client, measured on both sides of its cut, is that of the whole model to the bit."""
+
+import dataclasses
+
+import pytest
+import torch
+
+from atlas_fl.client.fingerprint import FingerprintOptions
+from atlas_fl.client.importance import ImportanceOptions
+from atlas_fl.client.job import Job, Site, Update
+from atlas_fl.client.local_training import TrainOptions
+from atlas_fl.client.registry import ACTIONS, SERVER_SIDE
+from atlas_fl.errors import ProtocolError
+from atlas_fl.split.channel import Cut
+from atlas_fl.storage.tensors import encode
+from tests.client.split.test_sides import below, over_the_cut
+
+TRAIN = TrainOptions(seed=2, batch_size=3, lr=5e-3)
+
+
+def options_of(what: str) -> FingerprintOptions | ImportanceOptions:
+    action, _, kind = what.partition(" ")
+    if action == "importance":
+        return ImportanceOptions(kind=kind, train=TRAIN, batches=3)
+    return FingerprintOptions(
+        kind=kind, sketch_dim=64, train=TRAIN, batches=2, steps=5, stride=2, reliability=2.0, samples=9
+    )
+
+
+def client(tiny, site_of, spec_of, what: str, cut: Cut) -> tuple[Site, Job]:
+    spec = spec_of(name="a-0", labels=3, examples=11, ranks=(1, 4, 2), pairs=True)
+    return site_of(tiny, spec), Job(client="a-0", params=tiny.params(spec), round=0, options=options_of(what), cut=cut)
+
+
+def assert_same(found: Update, expected: Update) -> None:
+    assert {**found.metrics, "seconds": 0} == {**expected.metrics, "seconds": 0}
+    assert found.params.keys() == expected.params.keys()
+    assert all(torch.equal(found.params[key], expected.params[key]) for key in expected.params)
+
+
+WHATS = ("fingerprint delta", "fingerprint fisher", "fingerprint gradient", "importance gradient", "importance rngwp")
+
+
+@pytest.mark.parametrize("what", WHATS)
+@pytest.mark.parametrize(("blocks", "head"), [(1, "client"), (2, "server")])
+@pytest.mark.parametrize("name", ["bert", "gpt2", "qwen2"])
+def test_measured_over_the_cut_it_is_the_whole_models(
+    tiny_of, site_of, spec_of, name: str, blocks: int, head, what: str
+) -> None:
+    """The site holds the blocks below its cut and nothing else; a fingerprint of two blocks reaches it at cut 2."""
+    tiny, action = tiny_of(name), what.partition(" ")[0]
+    site, job = client(tiny, site_of, spec_of, what, Cut(blocks=blocks, head=head))
+    (whole,) = ACTIONS[action]([dataclasses.replace(job, cut=None)], site)
+    (simulated,) = ACTIONS[action]([job], site)
+    found, _, _ = over_the_cut(action, job, tiny, site)
+    assert_same(simulated, whole)
+    assert_same(found, whole)
+    assert dict(found.crossed) == dict(simulated.crossed)
+
+
+@pytest.mark.parametrize("what", WHATS)
+@pytest.mark.parametrize(("wire", "head"), [({"wire": "int8"}, "client"), ({"noise": 0.1}, "server")])
+def test_whatever_the_wire_it_is_what_the_simulation_measures(tiny_of, site_of, spec_of, wire, head, what: str) -> None:
+    tiny, action = tiny_of("bert"), what.partition(" ")[0]
+    site, job = client(tiny, site_of, spec_of, what, Cut(blocks=2, head=head, **wire))
+    (simulated,) = ACTIONS[action]([job], site)
+    found, _, _ = over_the_cut(action, job, tiny, site)
+    assert_same(found, simulated)
+    assert dict(found.crossed) == dict(simulated.crossed)
+    (whole,) = ACTIONS[action]([dataclasses.replace(job, cut=None)], site)
+    assert any(not torch.equal(found.params[key], whole.params[key]) for key in whole.params)
+
+
+def test_a_fingerprint_of_the_last_blocks_sends_rows_and_labels_and_gets_nothing_back(
+    tiny_of, site_of, spec_of
+) -> None:
+    site, job = client(tiny_of("bert"), site_of, spec_of, "fingerprint fisher", Cut(blocks=1))
+    found, crossing, _ = over_the_cut("fingerprint", job, tiny_of("bert"), site)
+    assert set(found.crossed) == {("activation", "up"), ("label", "up")}
+    assert [what for what, _, _ in crossing.far.asked] == ["loss"] * 2 * job.options.batches
+
+
+@pytest.mark.parametrize("head", ["client", "server"])
+def test_a_warm_up_over_the_cut_ends_where_the_whole_models_does(tiny_of, site_of, spec_of, head) -> None:
+    site, job = client(tiny_of("bert"), site_of, spec_of, "fingerprint delta", Cut(blocks=1, head=head))
+    early = dataclasses.replace(job, options=dataclasses.replace(job.options, reliability=-1.0))
+    (whole,) = ACTIONS["fingerprint"]([dataclasses.replace(early, cut=None)], site)
+    found, crossing, _ = over_the_cut("fingerprint", early, tiny_of("bert"), site)
+    assert_same(found, whole)
+    assert found.metrics["steps"] == early.options.stride == 2
+    assert [what for what, _, _ in crossing.far.asked].count("agree") == 1
+    assert dict(found.crossed) == dict(ACTIONS["fingerprint"]([early], site)[0].crossed)
+
+
+@pytest.mark.parametrize(
+    ("what", "message"),
+    [
+        ("fingerprint fisher", {"parts": torch.zeros(1, 64, dtype=torch.float64)}),
+        ("fingerprint fisher", {"parts": torch.zeros(6, 64)}),
+        ("fingerprint fisher", {}),
+        ("fingerprint delta", {"parts": torch.full((4, 64), torch.nan, dtype=torch.float64)}),
+        ("importance rngwp", {"importance": torch.zeros(3, 3, dtype=torch.float64)}),
+    ],
+)
+def test_what_a_client_cannot_have_measured_is_refused(tiny_of, site_of, spec_of, what: str, message) -> None:
+    tiny, action = tiny_of("bert"), what.partition(" ")[0]
+    site, job = client(tiny, site_of, spec_of, what, Cut(blocks=2))
+    _, _, half = over_the_cut(action, job, tiny, site)
+    again = SERVER_SIDE[action](job, site)
+    _, crossing = below(job, tiny, site, action, again)
+    closing = {key: sent for key, sent in crossing.closing.items() if not key.endswith("fingerprint")}
+    payload = encode(message)
+    with pytest.raises(ProtocolError, match=r"a-0 sent (parts of a sketch|importance) through its cut"):
+        again.end({**closing, "0/fingerprint": payload, "1/fingerprint": payload})
+    with pytest.raises(ProtocolError, match="ends after 0 of"):
+        SERVER_SIDE[action](job, site).end({})
+    with pytest.raises(ProtocolError, match="asks for 'agree'"):
+        SERVER_SIDE[action](job, site).read("agree", 0, {})
+    assert half.side.crossed["fingerprint", "up"] > 0
+
+
+@pytest.mark.parametrize("what", WHATS)
+def test_where_a_model_lies_in_memory_changes_no_bit(tiny_of, site_of, spec_of, what: str) -> None:
+    """A model out of a message lies at any address, a simulated one where torch allocates."""
+    tiny, spec = tiny_of("bert"), spec_of(name="c-0", labels=0, examples=9, ranks=(4, 1, 1))
+    site = site_of(tiny, spec)
+    job = Job(client="c-0", params=tiny.params(spec, seed=2), round=0, options=options_of(what))
+    odd = {key: torch.cat([torch.zeros(1), own.reshape(-1)])[1:].view(own.shape) for key, own in job.params.items()}
+    assert all(tensor.data_ptr() % 8 for tensor in odd.values())
+    action, other = what.partition(" ")[0], dataclasses.replace(job, params=odd)
+    assert_same(ACTIONS[action]([other], site)[0], ACTIONS[action]([job], site)[0])

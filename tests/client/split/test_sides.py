@@ -1,0 +1,229 @@
+"""A client's side and the server's, with nothing but bytes between them, are the simulated cut and the whole model."""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+
+import pytest
+import torch
+
+from atlas_fl.client import split_server
+from atlas_fl.client.evaluation import EvaluateOptions, evaluate
+from atlas_fl.client.fingerprint import FingerprintOptions
+from atlas_fl.client.job import Job, Site, Update
+from atlas_fl.client.local_training import TrainOptions, train
+from atlas_fl.client.registry import CLIENT_SIDE, SERVER_SIDE
+from atlas_fl.client.split_client import Crossing, crossing_of
+from atlas_fl.client.split_server import Half, answer_all, joined
+from atlas_fl.errors import ProtocolError
+from atlas_fl.models.loading import load_backbone
+from atlas_fl.split.channel import Cut
+from atlas_fl.split.codec import decode_rows, encode_rows, with_noise
+from atlas_fl.split.model import load_client_part
+from atlas_fl.storage.tensors import encode
+from tests.laws.test_packs import HARD
+from tests.split.test_noise import error, noise_of, seeded, taken_off
+
+PLAIN = TrainOptions(seed=5, batch_size=4, lr=1e-2)
+LOOK = FingerprintOptions(kind="fisher", sketch_dim=16, train=PLAIN, batches=1, steps=0)
+
+
+class Direct:
+    """The way to a half in the same process."""
+
+    def __init__(self, half: Half, site: Site) -> None:
+        self.half, self.site, self.asked = half, site, list[tuple[str, int, Mapping[str, bytes]]]()
+
+    def ask(self, what: str, done: int, payloads: Mapping[str, bytes]) -> Mapping[str, bytes]:
+        self.asked.append((what, done, payloads))
+        return answer_all([self.half.read(what, done, payloads)], self.site)[0]
+
+
+def over_the_cut(action: str, job: Job, tiny, site: Site) -> tuple[Update, Crossing, Half]:
+    half = SERVER_SIDE[action](job, site)
+    update, crossing = below(job, tiny, site, action, half)
+    return joined(half.side, update, half.end(crossing.closing)), crossing, half
+
+
+def below(job: Job, tiny, site: Site, action: str, half: Half) -> tuple[Update, Crossing]:
+    """What the client makes of the job with no more than its part of the model."""
+    crossing = crossing_of(half.side.below, site, places=half.places, far=Direct(half, site))
+    part = dataclasses.replace(site, backbone=load_client_part(str(tiny.path), blocks=job.cut.blocks))
+    return CLIENT_SIDE[action](half.side.below, part, crossing), crossing
+
+
+def federation(tiny, site_of, spec_of, cuts: Sequence[Cut], **options) -> tuple[Site, list[Job]]:
+    specs = [
+        spec_of(name="a-0", labels=2, examples=8, ranks=(1, 4, 2)),
+        spec_of(name="b-0", labels=5, examples=5, ranks=(3, 3, 3), pairs=True),
+        spec_of(name="c-0", labels=0, examples=9, ranks=(4, 1, 1), words=(1, 3)),
+    ][: len(cuts)]
+    site, settings = site_of(tiny, *specs), dataclasses.replace(HARD, hash_loaded=True, **options)
+    jobs = [
+        Job(client=spec.name, params=tiny.params(spec, seed=i), round=1 + i, options=settings, cut=cut)
+        for i, (spec, cut) in enumerate(zip(specs, cuts, strict=True))
+    ]
+    return site, jobs
+
+
+def assert_same(found: Update, expected: Update) -> None:
+    assert {**found.metrics, "seconds": 0} == {**expected.metrics, "seconds": 0}
+    assert found.params.keys() == expected.params.keys()
+    assert all(torch.equal(found.params[key], expected.params[key]) for key in expected.params)
+    assert (found.loaded, found.keys, found.examples) == (expected.loaded, expected.keys, expected.examples)
+    assert dict(found.crossed) == dict(expected.crossed)
+
+
+@pytest.mark.parametrize(("blocks", "head"), [(1, "client"), (2, "server")])
+def test_two_machines_end_in_the_bits_and_bytes_of_the_simulation(tiny, site_of, spec_of, blocks: int, head) -> None:
+    site, jobs = federation(tiny, site_of, spec_of, [Cut(blocks=blocks, head=head)] * 3)
+    for job in jobs:
+        (expected,) = train([job], site)
+        found, crossing, half = over_the_cut("train", job, tiny, site)
+        assert_same(found, expected)
+        assert half.side.below.params.keys() | half.side.above.keys() == job.params.keys()
+        assert not half.side.below.params.keys() & half.side.above.keys()
+        told = [payloads for _, _, payloads in crossing.far.asked] + [crossing.closing]
+        up = sum(size for (_, way), size in found.crossed.items() if way == "up")
+        assert up == sum(len(message) for payloads in told for message in payloads.values())
+
+
+@pytest.mark.parametrize("how", ["int8", "noise", "no clip", "checkpointing"])
+@pytest.mark.parametrize("head", ["server", "client"])
+def test_whatever_the_wire_and_the_step_it_is_the_simulation(tiny_of, site_of, spec_of, head, how: str) -> None:
+    tiny, wires = tiny_of("bert"), {"int8": {"wire": "int8"}, "noise": {"noise": 0.1}}
+    cut = Cut(blocks=1, head=head, **wires.get(how, {}))
+    site, (job,) = federation(tiny, site_of, spec_of, [cut], **({"clip": 0.0} if how == "no clip" else {}))
+    if how == "checkpointing":
+        site = dataclasses.replace(site, backbone=load_backbone(str(tiny.path), gradient_checkpointing=True))
+    (expected,) = train([job], site)
+    assert_same(over_the_cut("train", job, tiny, site)[0], expected)
+
+
+@pytest.mark.parametrize("action", ["train", "fingerprint", "evaluate"])
+def test_the_server_does_not_take_a_sites_noise_off_with_all_that_it_knows(
+    tiny_of, site_of, spec_of, action: str
+) -> None:
+    """It knows the job, every seed of the run and so the secrets of its simulation; the site has one of its own."""
+    tiny, told = tiny_of("bert"), {"train": PLAIN, "fingerprint": LOOK, "evaluate": EvaluateOptions(split="test")}
+    site, (job,) = federation(tiny, site_of, spec_of, [Cut(blocks=1)])
+    assert site.noise_secret is not None
+    simulated, secret = site.noise_secret(job.client), bytes(range(32))
+    job = dataclasses.replace(job, options=told[action])
+    noisy = dataclasses.replace(job, cut=Cut(blocks=1, noise=1.0))
+    own = dataclasses.replace(site, noise_secret=lambda _: secret)
+    rows, arrived = (first_rows(action, *asked, tiny) for asked in ((job, site), (noisy, own)))
+    assert error(arrived, rows) == pytest.approx(1, rel=0.2)
+    for guess in (seeded(tuple(rows.shape)), noise_of(rows, secret=simulated)):
+        assert error(taken_off(arrived, guess, noise=1.0), rows) > 0.8
+    assert error(taken_off(arrived, noise_of(rows, secret=secret), noise=1.0), rows) < 1e-4
+    in_simulation = with_noise(rows, noise=1.0, secret=simulated, kind="activation")
+    assert torch.equal(first_rows(action, noisy, site, tiny), in_simulation)
+
+
+def first_rows(action: str, job: Job, site: Site, tiny) -> torch.Tensor:
+    """What the server gets first of a job."""
+    _, crossing, _ = over_the_cut(action, job, tiny, site)
+    return decode_rows(crossing.far.asked[0][2]["0/activation"])[0]
+
+
+@pytest.mark.parametrize("max_tokens", [1, 4096])
+@pytest.mark.parametrize("head", ["server", "client"])
+def test_scores_over_the_cut_are_those_of_the_simulation(tiny_of, site_of, spec_of, head, max_tokens: int) -> None:
+    tiny = tiny_of("bert")
+    site, jobs = federation(tiny, site_of, spec_of, [Cut(blocks=1, head=head), Cut(blocks=2, head=head)])
+    site = dataclasses.replace(site, max_tokens=max_tokens)
+    for job in jobs:
+        asked = dataclasses.replace(job, options=EvaluateOptions(split="test"))
+        (expected,) = evaluate([asked], site)
+        found, _, _ = over_the_cut("evaluate", asked, tiny, site)
+        assert_same(found, expected)
+        assert found.params is asked.params
+
+
+@pytest.mark.parametrize("head", ["server", "client"])
+@pytest.mark.parametrize("name", ["bert", "qwen2"])
+def test_a_pack_of_suffixes_gives_each_what_it_gets_alone(tiny_of, site_of, spec_of, name: str, head) -> None:
+    """Cuts, labels and lengths differ; who trains and who is scored are answered at one moment."""
+    tiny = tiny_of(name)
+    cuts = [Cut(blocks=2, head=head), Cut(blocks=1, head=head), Cut(blocks=1, head=head)]
+    site, jobs = federation(tiny, site_of, spec_of, cuts)
+    jobs[2] = dataclasses.replace(jobs[2], options=EvaluateOptions(split="test"))
+    actions = ["train", "train", "evaluate"]
+    asked = [over_the_cut(action, job, tiny, site)[1].far.asked for action, job in zip(actions, jobs)]
+    together, alone = ([SERVER_SIDE[a](job, site) for a, job in zip(actions, jobs)] for _ in range(2))
+    for turn in range(1 if head == "server" else 2):
+        now = (0, 1, 2) if turn == 0 else (0, 1)
+        answers = answer_all([together[k].read(*asked[k][turn]) for k in now], site)
+        for k, answer in zip(now, answers):
+            (other,) = answer_all([alone[k].read(*asked[k][turn])], site)
+            assert answer.keys() == other.keys()
+            for key in [key for key in answer if not key.endswith("control")]:
+                own, wanted = (decode_rows(message[key])[0] for message in (answer, other))
+                torch.testing.assert_close(own, wanted, atol=1e-5, rtol=1e-4)
+
+
+def test_those_who_ask_at_one_moment_are_one_pass_as_far_as_the_memory_reaches(
+    tiny_of, site_of, spec_of, monkeypatch
+) -> None:
+    site, jobs = federation(tiny_of("bert"), site_of, spec_of, [Cut(blocks=1), Cut(blocks=2)])
+    asked = [over_the_cut("train", job, tiny_of("bert"), site)[1].far.asked[0] for job in jobs]
+    sizes, plain = list[int](), split_server.pass_over
+
+    def counted(entries, *args, **how):
+        sizes.append(len(entries))
+        return plain(entries, *args, **how)
+
+    monkeypatch.setattr(split_server, "pass_over", counted)
+    for max_tokens in (4096, 1):
+        small = dataclasses.replace(site, max_tokens=max_tokens)
+        answer_all([SERVER_SIDE["train"](job, small).read(*own) for job, own in zip(jobs, asked)], small)
+    assert sizes == [2, 1, 1]
+
+
+ROWS, LENGTHS = torch.zeros(4, 32), torch.tensor([1, 3], dtype=torch.int32)
+
+
+@pytest.mark.parametrize(
+    ("rows", "lengths", "labels", "message"),
+    [
+        (b"junk", None, None, "cannot be read"),
+        (torch.zeros(4, 31), LENGTHS, torch.tensor([0, 1]), "sent rows"),
+        (ROWS, torch.tensor([1, 2], dtype=torch.int32), torch.tensor([0, 1]), "sent rows"),
+        (ROWS, torch.tensor([5, -1], dtype=torch.int32), torch.tensor([0, 1]), "sent rows"),
+        (torch.zeros(99, 32), torch.tensor([99], dtype=torch.int32), torch.tensor([0]), "sent rows"),
+        (ROWS, torch.tensor([1, 3]), torch.tensor([0, 1]), "sent rows"),
+        (ROWS, LENGTHS, torch.tensor([0, 2]), "sent labels"),
+        (ROWS, LENGTHS, torch.tensor([0, -1]), "sent labels"),
+        (ROWS, LENGTHS, torch.tensor([0]), "sent labels"),
+        (ROWS, LENGTHS, torch.tensor([0.0, 1.0]), "sent labels"),
+        (ROWS, LENGTHS, None, "sent no label"),
+    ],
+)
+def test_what_cannot_be_is_refused_before_it_is_computed_with(
+    tiny_of, site_of, spec_of, rows, lengths, labels, message: str
+) -> None:
+    site, (job,) = federation(tiny_of("bert"), site_of, spec_of, [Cut(blocks=1)])
+    half = SERVER_SIDE["train"](job, site)
+    payloads = {
+        "0/activation": rows if isinstance(rows, bytes) else encode_rows(rows, wire="fp32", extra={"lengths": lengths})
+    }
+    if labels is not None:
+        payloads["0/label"] = encode({"labels": labels})
+    with pytest.raises(ProtocolError, match=message) as error:
+        half.read("loss", 0, payloads)
+    assert "\n" not in str(error.value)
+
+
+def test_questions_out_of_turn_and_work_that_is_missing_are_refused(tiny_of, site_of, spec_of) -> None:
+    site, (job,) = federation(tiny_of("bert"), site_of, spec_of, [Cut(blocks=1)])
+    _, crossing, half = over_the_cut("train", job, tiny_of("bert"), site)
+    for what, done in (("loss", 99), ("gradient", half.side.done)):
+        with pytest.raises(ProtocolError, match=f"asks for '{what}' after {done} steps, and loss after"):
+            half.read(what, done, {})
+    with pytest.raises(ProtocolError, match="goes on after its"):
+        half.read("loss", half.side.done, crossing.far.asked[1][2])
+    with pytest.raises(ProtocolError, match="ends after 0 of"):
+        SERVER_SIDE["train"](job, site).end({})
+    scored = SERVER_SIDE["evaluate"](dataclasses.replace(job, options=EvaluateOptions(split="test")), site)
+    with pytest.raises(ProtocolError, match="sent 0 of"):
+        scored.end({})

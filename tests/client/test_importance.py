@@ -1,0 +1,70 @@
+"""Layer importance against torch's autograd on the merged stock model."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+import torch
+
+from atlas_fl.client.importance import IMPORTANCE, ImportanceOptions, half_rows, importance
+from atlas_fl.client.job import Job
+from atlas_fl.client.local_training import TrainOptions
+
+TRAIN = TrainOptions(seed=2, batch_size=3)
+
+
+def stock_importance(tiny, site, job: Job) -> np.ndarray:
+    """(blocks,): mean squared gradient a weight, or |weight * gradient| smoothed with a decay of .9, written out."""
+    prefix, blocks = tiny.backbone.family.prefix + ".", tiny.backbone.family.blocks + "."
+    smoothed = None
+    total = np.zeros(3)
+    for row in half_rows(job, site, half=0, count=job.options.batches):
+        model = tiny.merged(job.params, site.scale)
+        logits = torch.cat(
+            [
+                model(input_ids=row.ids[None, start : stop + 1]).logits
+                for start, stop in zip(row.layout.starts.tolist(), row.layout.ends.tolist(), strict=True)
+            ]
+        )
+        torch.nn.CrossEntropyLoss()(logits, row.labels[0]).backward()
+        sums, counts = np.zeros(3), np.zeros(3)
+        for name in tiny.modules():
+            parameter = model.get_parameter(f"{prefix}{name}.weight")
+            weight, grad = parameter.detach(), parameter.grad
+            layer = int(name.removeprefix(blocks).split(".")[0])
+            value = grad.square() if job.options.kind == "gradient" else (weight * grad).abs()
+            sums[layer] += float(value.double().sum())
+            counts[layer] += weight.numel()
+        total += sums / counts
+        smoothed = sums / counts if smoothed is None else 0.9 * smoothed + 0.1 * sums / counts
+    found = total if job.options.kind == "gradient" else smoothed
+    return found / found.sum()
+
+
+@pytest.mark.parametrize("kind", ["gradient", "rngwp"])
+def test_importance_equals_autograd_on_the_merged_model_and_sums_to_one(tiny, site_of, spec_of, kind: str) -> None:
+    spec = spec_of(name="a-0", labels=3, examples=20)
+    site = site_of(tiny, spec)
+    job = Job(
+        client="a-0", params=tiny.params(spec), round=0, options=ImportanceOptions(kind=kind, train=TRAIN, batches=3)
+    )
+    (update,) = importance([job], site)
+    found = update.params[IMPORTANCE]
+    assert (found.shape, found.dtype) == ((3,), torch.float64)
+    assert float(found.sum()) == pytest.approx(1)
+    np.testing.assert_allclose(found.numpy(), stock_importance(tiny, site, job), rtol=1e-3)
+    assert np.ptp(found.numpy()) > 0.01
+
+
+def test_the_clients_of_a_pack_are_measured_apart(tiny_of, site_of, spec_of) -> None:
+    tiny = tiny_of("gpt2")
+    specs = [spec_of(name="a-0", labels=3), spec_of(name="b-0", labels=0)]
+    site = site_of(tiny, *specs)
+    options = ImportanceOptions(kind="gradient", train=TRAIN, batches=2)
+    jobs = [Job(client=spec.name, params=tiny.params(spec), round=0, options=options) for spec in specs]
+    together = importance(jobs, site)
+    for job, update in zip(jobs, together, strict=True):
+        assert torch.equal(importance([job], site)[0].params[IMPORTANCE], update.params[IMPORTANCE])
+    assert not torch.allclose(together[0].params[IMPORTANCE], together[1].params[IMPORTANCE])
+    other = dataclasses.replace(jobs[0], options=dataclasses.replace(options, kind="rngwp"))
+    assert not torch.allclose(importance([other], site)[0].params[IMPORTANCE], together[0].params[IMPORTANCE])

@@ -1,0 +1,180 @@
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from atlas_fl.data.cleaning import split_rows
+from atlas_fl.data.clients import ClientData, left_out_notes, majority, make_clients
+from atlas_fl.data.task import Rows, Source, Task, TaskData
+from atlas_fl.errors import ConfigError, DataError
+
+NOWHERE = Source(cache_dir=Path("/nowhere"))
+
+
+def rows(count: int, num_labels: int, name: str) -> Rows:
+    values = np.arange(count)
+    label = values.astype(np.float32) / 7 if num_labels == 1 else values % num_labels
+    return Rows(text=tuple(f"{name} {i}" for i in range(count)), label=label)
+
+
+def made_task(name: str = "toy", *, count: int = 430, num_labels: int = 2) -> Task:
+    def load(source: Source) -> TaskData:
+        assert source is NOWHERE
+        return split_rows(rows(count, num_labels, name), name=name)
+
+    names = tuple(map(str, range(num_labels))) if num_labels > 1 else ()
+    metric: Any = "accuracy" if num_labels > 1 else "pearson"
+    return Task(name=name, num_labels=num_labels, metric=metric, label_names=names, load=load)
+
+
+Make = Callable[..., tuple[ClientData, ...]]
+DEFAULTS: dict[str, Any] = {
+    "clients_per_task": 4,
+    "samples": 40,
+    "validation_samples": 20,
+    "test_samples": 30,
+    "partition": "iid",
+    "dirichlet_alpha": 0.5,
+    "seed": 1,
+    "shuffle_labels": False,
+}
+
+
+def make(*tasks: Task, **changes: Any) -> tuple[ClientData, ...]:
+    return make_clients(tasks or (made_task(),), NOWHERE, **{**DEFAULTS, **changes})
+
+
+def test_clients_are_named_by_task_and_number() -> None:
+    clients = make(made_task("one"), made_task("two"), clients_per_task=2)
+    assert [client.name for client in clients] == ["one-0", "one-1", "two-0", "two-1"]
+    assert [len(rows) for rows in (clients[3].train, clients[3].validation, clients[3].test)] == [40, 20, 30]
+    assert {text.split()[0] for text in clients[3].train.text} == {"two"}
+
+
+def test_what_cleaning_left_out_is_told_once_for_a_task() -> None:
+    def load(_: Source) -> TaskData:
+        own = rows(430, 2, "twice")
+        return split_rows(Rows(text=own.text + own.text[:5], label=np.append(own.label, own.label[:5])), name="twice")
+
+    clients = make(made_task("once"), replace(made_task("twice"), load=load), clients_per_task=2, samples=20)
+    assert left_out_notes(clients) == (
+        "twice: 5 rows left out: they repeat or contradict others, or lie in two splits",
+    )
+
+
+def test_no_row_is_given_twice() -> None:
+    for partition in ("iid", "dirichlet", "quantity"):
+        clients = make(partition=partition, clients_per_task=4, samples=50, validation_samples=25, test_samples=32)
+        given = [
+            text for client in clients for part in (client.train, client.validation, client.test) for text in part.text
+        ]
+        assert len(set(given)) == len(given) == 4 * 107
+
+
+def test_the_seed_decides_and_a_task_does_not_depend_on_its_neighbours() -> None:
+    alone, other = make(seed=3)[1], make(made_task("else"), made_task(), seed=3)[5]
+    assert alone.name == other.name
+    assert alone.train.text == other.train.text
+    assert alone.train.text != make(seed=4)[1].train.text
+
+
+def test_held_out_rows_come_in_the_mix_of_the_training_rows() -> None:
+    sizes = {"samples": 50, "validation_samples": 25, "test_samples": 32}  # every row of the 430 but two
+    for client in make(made_task(num_labels=5), partition="dirichlet", dirichlet_alpha=0.2, **sizes):
+        train, test = (np.bincount(part.label, minlength=5) / len(part) for part in (client.train, client.test))
+        assert np.abs(train - test).max() < 0.1
+
+
+def test_shuffling_permutes_training_labels_and_nothing_else() -> None:
+    for before, after in zip(make(), make(shuffle_labels=True)):
+        assert before.train.text == after.train.text
+        assert before.train.label.tolist() != after.train.label.tolist()
+        assert sorted(before.train.label) == sorted(after.train.label)
+        for name in ("validation", "test"):
+            assert getattr(before, name).text == getattr(after, name).text
+            assert getattr(before, name).label.tolist() == getattr(after, name).label.tolist()
+
+
+def test_a_regression_is_dealt_by_ranges_of_its_label() -> None:
+    clients = make(made_task(num_labels=1), partition="dirichlet", dirichlet_alpha=0.1)
+    means = [client.train.label.mean() for client in clients]
+    assert np.ptp(means) > 10  # labels run from 0 to 61
+    assert majority(clients[0].test) is None
+
+
+def test_majority_by_hand() -> None:
+    assert majority(Rows(text=("a",) * 5, label=np.asarray([2, 0, 2, 1, 2]))) == 0.6
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"clients_per_task": 0}, "clients_per_task is 0; it must be 1 or more"),
+        ({"samples": 1}, "--samples is 1; it must be 2 or more"),
+        ({"validation_samples": 0}, "--validation-samples is 0; it must be 1 or more"),
+        ({"test_samples": -3}, "--test-samples is -3; it must be 1 or more"),
+        ({"dirichlet_alpha": 0.0}, "dirichlet_alpha is 0.0; it must be above 0"),
+        ({"dirichlet_alpha": float("nan")}, "dirichlet_alpha is nan"),
+        ({"partition": "dirchlet"}, "unknown partition 'dirchlet'; did you mean 'dirichlet'"),
+    ],
+)
+def test_settings_out_of_range_are_named(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        make(**changes)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            {"samples": 51},
+            "task 'toy' has 200 train rows and 4 clients of 51 need 204; lower --clients-per-task to 3 or",
+        ),
+        ({"samples": 51}, "or --samples to 50$"),
+        ({"test_samples": 33}, "130 test rows and 4 clients of 33 need 132; .* 3 or --test-samples to 32$"),
+        ({"validation_samples": 500}, "need 2000; lower --validation-samples to 25$"),
+        ({"clients_per_task": 120}, "lower --clients-per-task to [0-9]+$"),
+    ],
+)
+def test_too_few_rows_say_how_many_there_are(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(DataError, match=message):
+        make(**changes)
+
+
+def test_a_class_too_rare_for_all_clients_is_an_error_with_the_task() -> None:
+    def rare(source: Source) -> TaskData:
+        del source
+        data = rows(430, 2, "rare")
+        return split_rows(Rows(text=data.text, label=(np.arange(430) < 6).astype(np.int64)), name="rare")
+
+    task = Task(name="rare", num_labels=2, label_names=("0", "1"), load=rare)
+    with pytest.raises(DataError, match=r"task 'rare': rows of two classes are there for 3 clients and not for 4"):
+        make(task)
+
+
+def test_a_leaky_task_is_stopped() -> None:
+    def leaky(source: Source) -> TaskData:
+        data = made_task().load(source)
+        return TaskData(train=data.train, validation=data.validation, test=data.train)
+
+    with pytest.raises(DataError, match="texts are in train and in test"):
+        make(Task(name="leaky", num_labels=2, label_names=("0", "1"), load=partial(leaky)), samples=50, test_samples=50)
+
+
+def test_the_digest_of_many_rows_is_that_of_the_list_of_their_columns() -> None:
+    """The formula of all run folders, over more rows than are written at once."""
+    count = 40_000
+    first = Rows(text=tuple(f"é{k}" for k in range(count)), label=np.arange(count) % 7)
+    pairs = replace(first, pair=tuple(f'"{k}' for k in range(count)), label=first.label.astype(np.float32) / 3)
+    task = Task(name="t", num_labels=7, load=lambda _: pytest.fail("read"))
+    client = ClientData(name="t-0", task=task, train=first, validation=pairs, test=first.take([0]))
+    found = sha256()
+    for own in (client.train, client.validation, client.test):
+        found.update(json.dumps([own.text, own.pair, own.label.tolist()]).encode())
+    assert client.digest() == found.hexdigest()

@@ -1,0 +1,169 @@
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from atlas_fl.data.task import Source, Task, TaskData
+from atlas_fl.data.user_files import parse_task
+from atlas_fl.errors import ConfigError, DataError
+
+NOWHERE = Source(cache_dir=Path("/nowhere"))
+
+
+def write(path: Path, rows: list[dict[str, object]]) -> Path:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def loaded(task: Task) -> TaskData:
+    return task.load(NOWHERE)
+
+
+def labels(task: Task) -> list[int]:
+    data = loaded(task)
+    return sorted(np.concatenate([data.train.label, data.validation.label, data.test.label]).tolist())
+
+
+def test_words_become_classes_in_sorted_order(tmp_path: Path) -> None:
+    path = tmp_path / "t.csv"
+    path.write_text("text,label\n" + "".join(f"word {i},{('no', 'yes', 'maybe')[i % 3]}\n" for i in range(43)))
+    task = parse_task(f"mine={path}")
+    assert (task.name, task.num_labels, task.metric, task.label_names) == (
+        "mine",
+        3,
+        "accuracy",
+        ("maybe", "no", "yes"),
+    )
+    data = loaded(task)
+    assert [len(rows) for rows in (data.train, data.validation, data.test)] == [20, 10, 13]
+    for text, label in zip(data.train.text, data.train.label):
+        assert task.label_names[label] == ("no", "yes", "maybe")[int(text.split()[1]) % 3]
+    assert data.train.label.dtype == np.int64
+
+
+@pytest.mark.parametrize(
+    ("values", "names"),
+    [
+        ([2, 10, -1], ("-1", "2", "10")),
+        (["2", "10", "-1"], ("-1", "2", "10")),
+        ([1.0, 0.0, 2.0], ("0", "1", "2")),
+        ([True, False, True], ("False", "True")),
+    ],
+)
+def test_whole_numbers_are_sorted_as_numbers(values: list[object], names: tuple[str, ...], tmp_path: Path) -> None:
+    path = write(tmp_path / "t.jsonl", [{"text": f"t{i}", "label": values[i % 3]} for i in range(30)])
+    assert parse_task(f"mine={path}").label_names == names
+
+
+def test_columns_pair_and_metric_are_options(tmp_path: Path) -> None:
+    rows = [{"q": f"question {i}", "a": f"answer {i}", "ok": i % 2} for i in range(20)]
+    task = parse_task(f"my-pairs_2={write(tmp_path / 't.jsonl', rows)},text=q,pair=a,label=ok,metric=f1")
+    assert task.metric == "f1"
+    for text, pair in zip(loaded(task).train.text, loaded(task).train.pair or ()):
+        assert text.split()[1] == pair.split()[1]
+
+
+def test_pearson_makes_a_regression(tmp_path: Path) -> None:
+    rows = [{"text": f"t{i}", "label": i / 8} for i in range(20)]
+    task = parse_task(f"mine={write(tmp_path / 't.jsonl', rows)},metric=pearson")
+    assert task.num_labels == 1
+    assert task.is_regression
+    assert task.label_names == ()
+    assert loaded(task).train.label.dtype == np.float32
+    assert labels(task) == [i / 8 for i in range(20)]
+
+
+def test_a_folder_keeps_its_splits(tmp_path: Path) -> None:
+    for split, count in (("train", 8), ("validation", 4), ("test", 6)):
+        write(tmp_path / f"{split}.jsonl", [{"text": f"{split} {i}", "label": "ab"[i % 2]} for i in range(count)])
+    data = loaded(parse_task(f"mine={tmp_path}"))
+    assert {text.split()[0] for text in data.test.text} == {"test"}
+    assert [len(rows) for rows in (data.train, data.validation, data.test)] == [8, 4, 6]
+
+
+def test_a_comma_in_the_path_is_part_of_the_path(tmp_path: Path) -> None:
+    path = write(tmp_path / "a,b.jsonl", [{"text": f"t{i}", "y": i % 2} for i in range(10)])
+    assert parse_task(f"mine={path},label=y").num_labels == 2
+
+
+@pytest.mark.parametrize(
+    ("description", "message"),
+    [
+        ("mine", r"task 'mine' is not of the form name=path\[,text=COLUMN\]"),
+        ("mine=", "is not of the form"),
+        ("a/b=t.csv", "a name is letters, digits"),
+        ("mine=t.csv,lable=x", "unknown task option 'lable'; did you mean 'label'"),
+        ("mine=t.csv,metric=auc", "unknown metric 'auc'; .*known: accuracy, f1, mcc, pearson"),
+        ("mine=t.csv,text=a,text=b", "gives an option twice"),
+        ("mine=t.csv,text=", "task option 'text' of 'mine' is empty"),
+    ],
+)
+def test_a_wrong_description_is_a_config_error(description: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        parse_task(description)
+
+
+@pytest.mark.parametrize(
+    ("rows", "options", "message"),
+    [
+        ([{"text": "a", "label": 0}], ",text=body", r"has no column 'body'; it has 'text', 'label'"),
+        ([{"text": "a", "label": 0}], ",pair=b", r"has no column 'b'; it has 'text', 'label'"),
+        ([{"text": f"t{i}", "label": "x"} for i in range(9)], "", r"column 'label' of .* has one class only \('x'\)"),
+        ([{"text": f"t{i}", "label": i} for i in range(9)], "", "has 9 different values in 9 rows, which is no set of"),
+        ([{"text": f"t{i}", "label": i % 2} for i in range(4)], "", "task 'mine' has no validation rows"),
+        ([{"text": "same", "label": i % 2} for i in range(9)], "", "task 'mine' has no train and no validation and no"),
+        ([{"text": "a", "label": 10**400}], ",metric=pearson", "in row 1 of .* is no number that float32 holds"),
+        ([{"text": "a", "label": 1e300}], ",metric=pearson", "label 1e.300 in row 1 of .* is no number that float32"),
+        ([{"text": "a", "label": "high"}], ",metric=pearson", "label 'high' in row 1 of .* is no number that float32"),
+        (
+            [{"text": f"t{i}", "label": 1.5} for i in range(9)],
+            ",metric=pearson",
+            "training rows of task 'mine' have one",
+        ),
+        (
+            [{"text": f"t{i}", "label": "nan" if i == 6 else "ab"[i % 2]} for i in range(9)],
+            "",
+            "row 7 of .* has 'nan' in column 'label', which stands for a missing label",
+        ),
+        ([{"text": f"t{i}", "label": "7" * 5000} for i in range(9)], "", "one class only .a number of 5,000 digits."),
+        ([{"text": "a", "label": None}], "", "row 1 of .* has no value in column 'label'"),
+    ],
+)
+def test_wrong_data_is_a_data_error(rows: list[dict[str, object]], options: str, message: str, tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=message):
+        parse_task(f"mine={write(tmp_path / 't.jsonl', rows)}{options}")
+
+
+def test_a_class_of_the_test_alone_is_refused(tmp_path: Path) -> None:
+    write(tmp_path / "train.jsonl", [{"text": f"t{i}", "label": "ab"[i % 2]} for i in range(20)])
+    write(tmp_path / "test.jsonl", [{"text": f"u{i}", "label": "abc"[i % 3]} for i in range(9)])
+    with pytest.raises(DataError, match="class 'c' of task 'mine' has 3 test rows and no training row; give"):
+        parse_task(f"mine={tmp_path}")
+
+
+def test_a_folder_without_train_is_refused(tmp_path: Path) -> None:
+    told = r"name a file train\.csv or train\.tsv or .*, or for images give a folder of them for each class, or such"
+    with pytest.raises(DataError, match=told):
+        parse_task(f"mine={tmp_path}")
+    write(tmp_path / "test.jsonl", [{"text": "a", "label": 0}])
+    with pytest.raises(DataError, match=r"has no train split; name a file train\.csv"):
+        parse_task(f"mine={tmp_path}")
+
+
+def test_an_empty_split_is_named(tmp_path: Path) -> None:
+    write(tmp_path / "train.jsonl", [{"text": f"t{i}", "label": i % 2} for i in range(9)])
+    (tmp_path / "validation.jsonl").write_text("")
+    with pytest.raises(DataError, match=r"validation\.jsonl is empty"):
+        parse_task(f"mine={tmp_path}")
+
+
+@pytest.mark.parametrize("ending", ["csv", "jsonl"])
+def test_a_regression_of_which_every_row_contradicts_another_is_one_line(tmp_path: Path, ending: str) -> None:
+    path = tmp_path / f"t.{ending}"
+    if ending == "csv":
+        path.write_text("text,label\n" + "".join(f"the same words,{row}.5\n" for row in range(40)))
+    else:
+        write(path, [{"text": "the same words", "label": row + 0.5} for row in range(40)])
+    with pytest.raises(DataError, match=r"has no train and no validation and no test rows \(0 distinct rows in all\)"):
+        loaded(parse_task(f"mine={path},metric=pearson"))

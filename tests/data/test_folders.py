@@ -1,0 +1,178 @@
+"""Folders of images by class, written with Pillow."""
+
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from atlas_fl.data.registry import find_tasks
+from atlas_fl.data.task import Images, Source, TaskData, as_images
+from atlas_fl.data.user_files import parse_task
+from atlas_fl.errors import ConfigError, DataError
+
+NOWHERE = Source(cache_dir=Path("/nowhere"))
+
+
+def write(folder: Path, count: int, *, first: int = 0, size: tuple[int, int] = (6, 6), mode: str = "L") -> None:
+    """So many images that all differ, without loss."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for number in range(first, first + count):
+        draw = np.random.default_rng([number, len(folder.name), ord(folder.name[0])])
+        shape = (size[1], size[0], 3) if mode == "RGB" else (size[1], size[0])
+        Image.fromarray(draw.integers(0, 256, shape, dtype=np.uint8)).save(folder / f"{number:03}.png")
+
+
+def load(description: str, **source: float) -> TaskData:
+    return parse_task(description).load(Source(cache_dir=Path("/nowhere"), **source))
+
+
+def splits(data: TaskData) -> list[Images]:
+    return [as_images(part, task="") for part in (data.train, data.validation, data.test)]
+
+
+def test_one_folder_of_classes_is_cut_into_splits(tmp_path: Path) -> None:
+    for name in ("dog", "cat", "eel"):
+        write(tmp_path / name, 20)
+    write(tmp_path / ".hidden", 3)
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "cat" / "notes.txt").write_text("no image")
+    task = parse_task(f"pets={tmp_path}")
+    assert (task.name, task.num_labels, task.label_names, task.images) == ("pets", 3, ("cat", "dog", "eel"), True)
+    data = task.load(NOWHERE)
+    assert sum(map(len, splits(data))) == 60
+    assert splits(data)[0].size == (6, 6, 1)
+    dog = np.asarray(Image.open(tmp_path / "dog" / "004.png"))
+    found = [label for part in splits(data) for p, label in zip(part.pixels, part.label) if (p[..., 0] == dog).all()]
+    assert found == [1]
+    assert [task.name for task in find_tasks([], [f"pets={tmp_path}"])] == ["pets"]
+
+
+@pytest.mark.parametrize("validation", ["validation", "val", None])
+def test_folders_of_splits_keep_them(validation: str | None, tmp_path: Path) -> None:
+    for split, count in (("train", 20), ("test", 5), (validation, 4)):
+        for name in ("a", "b"):
+            if split:
+                write(tmp_path / split / name, count, first={"train": 0, "test": 30}.get(split, 50))
+    data = load(f"x={tmp_path}", validation_share=0.1)
+    assert [len(part) for part in splits(data)] == ([40, 8, 10] if validation else [36, 4, 10])
+    held = {Image.open(file).tobytes() for file in (tmp_path / "test").rglob("*.png")}
+    assert {image.tobytes() for image in splits(data)[2].pixels} == held
+
+
+def test_a_class_of_one_split_has_the_same_number_in_the_other(tmp_path: Path) -> None:
+    for split, names in (("train", "abc"), ("test", "bc")):
+        for name in names:
+            write(tmp_path / split / name, 5, first=len(split) * 10)
+    assert parse_task(f"x={tmp_path}").label_names == ("a", "b", "c")
+    assert set(splits(load(f"x={tmp_path}"))[2].label) == {1, 2}
+
+
+def test_a_class_of_the_test_alone_is_refused(tmp_path: Path) -> None:
+    for split, names in (("train", "ab"), ("test", "abc")):
+        for name in names:
+            write(tmp_path / split / name, 5, first=len(split) * 10)
+    with pytest.raises(DataError, match="class 'c' of task 'x' has 5 test rows and no training row; give train rows"):
+        load(f"x={tmp_path}")
+
+
+def test_size_scales_the_shorter_side_and_crops_the_middle_by_hand(tmp_path: Path) -> None:
+    for name, level in (("a", 10), ("b", 200)):
+        (tmp_path / name).mkdir()
+        for number in range(8):
+            pixels = np.full((8, 24), level + number, dtype=np.uint8)
+            pixels[:, :8] = pixels[:, 16:] = 0  # a third at either side, which the middle leaves out
+            Image.fromarray(pixels).save(tmp_path / name / f"{number}.png")
+    found = np.concatenate([part.pixels for part in splits(load(f"x={tmp_path},size=4"))])
+    assert found.shape == (16, 4, 4, 1)
+    levels = found[:, 1:3, 1:3].mean(axis=(1, 2, 3))
+    assert sorted(levels) == pytest.approx([*range(10, 18), *range(200, 208)], abs=4)  # bicubic swings at the edges
+
+
+def test_one_image_in_colour_makes_all_of_three_channels(tmp_path: Path) -> None:
+    write(tmp_path / "a", 10)
+    write(tmp_path / "b", 10, mode="RGB")
+    found = splits(load(f"x={tmp_path}"))
+    assert {part.size for part in found} == {(6, 6, 3)}
+    grey = np.concatenate([part.pixels[part.label == 0] for part in found])
+    assert (grey == grey[..., :1]).all()
+
+
+def test_how_the_camera_was_held_is_undone(tmp_path: Path) -> None:
+    write(tmp_path / "a", 10)
+    write(tmp_path / "b", 10)
+    turned = Image.fromarray(np.arange(36, dtype=np.uint8).reshape(6, 6))
+    held = turned.getexif()
+    held[0x0112] = 3  # upside down
+    turned.save(tmp_path / "a" / "turned.png", exif=held)
+    found = np.concatenate([part.pixels for part in splits(load(f"x={tmp_path}"))])
+    assert any((image[..., 0] == np.arange(36).reshape(6, 6)[::-1, ::-1]).all() for image in found)
+
+
+def test_a_broken_file_is_named_or_skipped_by_choice(tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        write(tmp_path / name, 10)
+    whole = (tmp_path / "a" / "003.png").read_bytes()
+    for content in (b"", b"no image at all", whole[:60], whole[:-30]):
+        (tmp_path / "a" / "003.png").write_bytes(content)
+        with pytest.raises(DataError, match=r"cannot read the image .*003\.png: .*; mend or remove it, or .*=skip"):
+            load(f"x={tmp_path}")
+        data = load(f"x={tmp_path},broken=skip")
+        assert sum(map(len, splits(data))) == 19 and data.unread == (str(tmp_path / "a" / "003.png"),)
+
+
+def test_sixteen_bits_are_refused_and_not_cut_off(tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        write(tmp_path / name, 10)
+    Image.fromarray(np.full((6, 6), 40_000, dtype=np.uint16)).save(tmp_path / "a" / "scan.png")
+    with pytest.raises(DataError, match=r"cannot read the image .*scan\.png: its pixels are of mode I;16 and no bytes"):
+        load(f"x={tmp_path}")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ("size=0", "size='0' of task 'x' is no number of pixels from 1 to 4096"),
+        ("size=big", "size='big' of task 'x' is no number of pixels"),
+        ("broken=ignore", "unknown value of broken= 'ignore'"),
+        ("text=a", "unknown option of a task of images 'text'"),
+        ("size=", "task option 'size' of 'x' is empty"),
+    ],
+)
+def test_wrong_options_are_one_line(options: str, message: str, tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        write(tmp_path / name, 2)
+    with pytest.raises(ConfigError, match=message):
+        parse_task(f"x={tmp_path},{options}")
+
+
+def test_sizes_that_differ_are_named_with_the_remedy(tmp_path: Path) -> None:
+    write(tmp_path / "a", 5)
+    write(tmp_path / "b", 5, size=(9, 7))
+    with pytest.raises(DataError, match=r"000\.png is 6 x 6 pixels and .*000\.png is 9 x 7; add size=6 to the task"):
+        load(f"x={tmp_path}")
+
+
+def test_folders_without_enough_to_learn_are_refused(tmp_path: Path) -> None:
+    write(tmp_path / "one" / "a", 5)
+    with pytest.raises(DataError, match=r"has images of one class only \('a'\); a task needs a folder for each of two"):
+        parse_task(f"x={tmp_path / 'one'}")
+    for name in ("a", "b"):
+        (tmp_path / "two" / name).mkdir(parents=True)
+        (tmp_path / "two" / name / "1.png").write_bytes(b"no")
+    with pytest.raises(DataError, match="no image of the folder could be read"):
+        load(f"x={tmp_path / 'two'},broken=skip")
+
+
+@pytest.mark.parametrize("broken", ["refuse", "skip"])
+def test_a_pipe_among_the_images_is_not_waited_for(tmp_path: Path, broken: str) -> None:
+    for name in ("dog", "cat"):
+        write(tmp_path / name, 20)
+    os.mkfifo(tmp_path / "dog/pipe.png")
+    if broken == "refuse":
+        with pytest.raises(DataError, match=r"cannot read the image .*pipe\.png: .*no regular file"):
+            load(f"own={tmp_path}")
+    else:
+        data = load(f"own={tmp_path},broken=skip")
+        assert [Path(name).name for name in data.unread] == ["pipe.png"]

@@ -1,0 +1,99 @@
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import scipy.stats
+import sklearn.metrics
+
+from atlas_fl.data.metrics import scores
+from atlas_fl.data.task import Source, Task, TaskData
+from atlas_fl.rng import generator
+
+
+def no_data(source: Source) -> TaskData:
+    raise AssertionError(Path(source.cache_dir))
+
+
+def task(num_labels: int, metric: Any = "accuracy") -> Task:
+    return Task(name="t", num_labels=num_labels, metric=metric, load=no_data)
+
+
+@pytest.mark.parametrize("num_labels", [2, 3, 6])
+def test_classification_agrees_with_scikit_learn(num_labels: int) -> None:
+    rng = generator(5, num_labels)
+    labels = rng.integers(num_labels, size=90)
+    logits = rng.normal(size=(90, num_labels)) + 1.5 * np.eye(num_labels)[labels]
+    found = scores(task(num_labels), labels, logits.astype(np.float32))
+    predicted = logits.argmax(axis=1)
+    average: Any = "binary" if num_labels == 2 else "macro"
+    probabilities = np.exp(logits) / np.exp(logits).sum(axis=1, keepdims=True)
+    assert found == pytest.approx(
+        {
+            "loss": sklearn.metrics.log_loss(labels, probabilities),
+            "accuracy": sklearn.metrics.accuracy_score(labels, predicted),
+            "f1": sklearn.metrics.f1_score(labels, predicted, average=average),
+            "precision": sklearn.metrics.precision_score(labels, predicted, average=average),
+            "recall": sklearn.metrics.recall_score(labels, predicted, average=average),
+            "mcc": sklearn.metrics.matthews_corrcoef(labels, predicted),
+            "primary": sklearn.metrics.accuracy_score(labels, predicted),
+        },
+        rel=1e-6,
+    )
+
+
+def test_regression_agrees_with_scipy() -> None:
+    rng = generator(6)
+    labels = rng.integers(0, 6, size=80).astype(np.float32)
+    predicted = (labels + rng.normal(size=80)).astype(np.float32).round(1)  # with ties
+    found = scores(task(1, "pearson"), labels, predicted[:, None])
+    assert found == pytest.approx(
+        {
+            "loss": np.mean((labels - predicted) ** 2),
+            "pearson": scipy.stats.pearsonr(labels.astype(np.float64), predicted.astype(np.float64))[0],
+            "spearman": scipy.stats.spearmanr(labels, predicted)[0],
+            "primary": found["pearson"],
+        },
+        rel=1e-6,
+    )
+
+
+def test_by_hand() -> None:
+    # Predictions 1 1 0 1 on labels 1 0 0 1: two true positives, one false one, one true negative.
+    logits = np.asarray([[0, 1], [0, 1], [1, 0], [0, 1]], dtype=np.float32)
+    found = scores(task(2, "f1"), np.asarray([1, 0, 0, 1]), logits)
+    right, wrong = np.log(1 + np.exp(-1.0)), np.log(1 + np.exp(1.0))
+    assert found["loss"] == pytest.approx((3 * right + wrong) / 4)
+    assert (found["accuracy"], found["recall"]) == (0.75, 1.0)
+    assert found["precision"] == pytest.approx(2 / 3)
+    assert found["primary"] == found["f1"] == pytest.approx(0.8)
+    assert found["mcc"] == pytest.approx(1 / 3**0.5)
+
+
+def test_a_constant_prediction_has_no_mcc_and_no_f1() -> None:
+    logits = np.tile(np.float32([2, 0]), (4, 1))
+    found = scores(task(2, "mcc"), np.asarray([0, 0, 0, 1]), logits)
+    assert (found["accuracy"], found["mcc"], found["f1"], found["precision"], found["primary"]) == (0.75, 0, 0, 0, 0)
+
+
+@pytest.mark.parametrize(("labels", "predicted"), [([1.0, 2.0], [3.0, 3.0]), ([1.0, 1.0], [2.0, 3.0])])
+def test_the_correlation_with_a_constant_is_undefined_and_so_absent(
+    labels: list[float], predicted: list[float]
+) -> None:
+    found = scores(task(1, "pearson"), np.float32(labels), np.float32(predicted)[:, None])
+    assert set(found) == {"loss", "primary"}
+    assert found["primary"] == 0
+
+
+def test_huge_logits_give_a_finite_loss() -> None:
+    found = scores(task(2), np.asarray([0, 1]), np.asarray([[3e4, -3e4], [3e4, -3e4]], dtype=np.float32))
+    assert found["loss"] == pytest.approx(3e4)
+
+
+def test_scores_cost_little_beside_a_round() -> None:
+    labels, logits = np.arange(130) % 6, generator(1).normal(size=(130, 6)).astype(np.float32)
+    began = time.perf_counter()
+    for _ in range(100):
+        scores(task(6), labels, logits)
+    assert (time.perf_counter() - began) / 100 < 5e-3

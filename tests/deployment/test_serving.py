@@ -1,0 +1,57 @@
+"""What cannot be kept across machines is said before anybody is waited for."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from atlas_fl.config import Config, validate, with_values
+from atlas_fl.deployment.server import check_served, check_sites
+from atlas_fl.deployment.service import Service
+from atlas_fl.errors import ConfigError
+from atlas_fl.runtime.coordinator.client_registry import Seat
+
+SERVICE = Service(certs=Path("certs/server"))
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"strategy": "local"}, "--strategy local sends nothing"),
+        ({"split": "2", "precision": "fp16"}, "--precision fp16 scales losses by what overflows"),
+        ({"split": "2", "leakage": True}, "--leakage reads the clients' texts, and across machines these stay"),
+        ({"arrive": ("movie-1=2",)}, "--arrive says who is late in a simulation"),
+        ({"workers": 2}, "--engine and --workers are for simulations"),
+        ({"engine": "ray"}, "--engine and --workers are for simulations"),
+    ],
+)
+def test_what_would_mean_something_else_is_refused(values: dict[str, object], message: str) -> None:
+    check_served(Config(), SERVICE)
+    with pytest.raises(ConfigError, match=message) as error:
+        check_served(with_values(Config(), values), SERVICE)
+    assert "\n" not in str(error.value)
+
+
+def test_a_gpu_that_is_not_there_is_told_before_anybody_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(ConfigError, match="accelerator 'cuda' is not available on this machine"):
+        check_served(with_values(Config(), {"accelerator": "cuda"}), SERVICE)
+
+
+def test_the_clients_of_a_served_run_are_those_who_come() -> None:
+    """Names and numbers are not held against the tasks of the settings, which are not used."""
+    config = with_values(Config(), {"split": "site-2=2,mine=1", "clusters": "50", "min_cluster_size": 50})
+    validate(config, at_sites=True)
+    with pytest.raises(ConfigError, match="allowed: auto, oracle, or a number from 1 to"):
+        validate(config)
+    with pytest.raises(ConfigError, match="unknown name in --split 'mine'"):
+        validate(with_values(config, {"clusters": "auto", "min_cluster_size": 1}))
+
+
+def test_a_cut_may_name_who_comes_late_and_nobody_else() -> None:
+    config, seats = with_values(Config(), {"split": "site-1=2,site-9=2"}), [Seat(name="site-1")]
+    (note,) = check_sites(config, seats, listed=("site-1",), late=True)
+    assert note.startswith("--split names site-9, and nobody here is called so")
+    assert check_sites(config, seats, listed=("site-1", "site-9"), late=False) == ()
+    with pytest.raises(ConfigError, match="unknown name in --split 'site-9'; did you mean 'site-1'"):
+        check_sites(config, seats, listed=("site-1",), late=False)

@@ -1,0 +1,92 @@
+"""What a server keeps of its clients, and without whom a run can go on."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from atlas_fl.client.job import Job
+from atlas_fl.config import Config, RunConfig, config_hash, parse_config, to_toml, with_values
+from atlas_fl.deployment.service import (
+    REST_BYTES,
+    check_without,
+    read_sites,
+    request_limit,
+    without_places,
+    write_sites,
+)
+from atlas_fl.errors import CheckpointError, ConfigError
+from atlas_fl.runtime.coordinator.client_registry import Seat
+from atlas_fl.runtime.protocol.client_metadata import read_census, read_device
+from atlas_fl.runtime.remote import RemoteEngine
+from atlas_fl.runtime.transport.frames import FRAME_LIMIT
+from atlas_fl.storage.run_folder import RunFolder
+from tests.runtime.coordinator.test_hall import CENSUS
+
+
+def seat(name: str, device: str) -> Seat:
+    return Seat(name, census=read_census(CENSUS), device=read_device(device))
+
+
+def test_what_sites_said_of_themselves_is_read_as_it_was_and_later_ones_are_added(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path)
+    write_sites(folder, [seat("a", "cpu_2gb"), seat("b", "laptop_8gb")])
+    write_sites(folder, [seat("c", "cpu_2gb")])
+    found = read_sites(folder, ["b", "c"])
+    assert found == {
+        name: (read_census(CENSUS), read_device(text)) for name, text in (("b", "laptop_8gb"), ("c", "cpu_2gb"))
+    }
+
+
+def test_what_is_not_known_or_was_altered_is_told(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path)
+    with pytest.raises(CheckpointError, match=r"has no sites\.json, and cannot go on without b; an earlier version"):
+        read_sites(folder, ["b"])
+    write_sites(folder, [seat("a", "cpu_2gb")])
+    with pytest.raises(CheckpointError, match="does not know client 'b'"):
+        read_sites(folder, ["b"])
+    folder.sites.write_bytes(folder.sites.read_bytes().replace(b"accuracy", b"accurate"))
+    with pytest.raises(CheckpointError, match="damaged file"):
+        read_sites(folder, ["a"])
+
+
+def test_a_run_goes_on_without_clients_that_it_has_and_not_without_all_of_them() -> None:
+    check_without(["b"], planned=["a", "b"], listed=["a"])
+    check_without(["c"], planned=["a", "b"], listed=["c"])
+    with pytest.raises(ConfigError, match="unknown client in --without 'd'"):
+        check_without(["d"], planned=["a", "b"], listed=["c"])
+    with pytest.raises(ConfigError, match="names every client"):
+        check_without(["a", "b"], planned=["a", "b"], listed=["a", "b", "c"])
+    with pytest.raises(ConfigError, match="names every client"):
+        check_without(["c"], planned=[], listed=["c"])
+
+
+def test_who_is_left_out_is_asked_nothing_and_every_other_one_is_needed() -> None:
+    engine = RemoteEngine(
+        hall=None,  # type: ignore[arg-type]
+        desk=None,  # type: ignore[arg-type]
+        deadline_seconds=1,
+        suffixes=None,
+        least=0,
+        without=frozenset(["b"]),
+    )
+    assert engine.run("train", [Job(client="b", round=1, params={}, options=None)]) == []
+
+
+def test_settings_that_a_site_gets_have_the_servers_hash_and_not_its_places() -> None:
+    config = Config(run=RunConfig(runs_dir="/home/server/secret", name="private", keep_checkpoints=7))
+    told = to_toml(without_places(config))
+    assert "secret" not in told
+    assert "private" not in told
+    found = parse_config(told, origin="test")
+    assert config_hash(found) == config_hash(config)
+    assert found.run.keep_checkpoints == 7
+
+
+def test_a_request_may_be_as_large_as_what_a_client_sends_and_not_much_larger() -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(384, 1536), torch.nn.Linear(1536, 384))
+    config = with_values(Config(), {"candidates": "2+64"})
+    largest = 4 * 64 * 2 * (384 + 1536)  # by hand: both factors of both layers at rank 64, in fp32
+    assert 2 * largest + REST_BYTES == request_limit(config, model) < FRAME_LIMIT
+    assert request_limit(with_values(config, {"split": "a=1"}), model) == FRAME_LIMIT
+    assert request_limit(with_values(config, {"ranks": "128"}), model) == 4 * largest + REST_BYTES

@@ -1,0 +1,71 @@
+import pytest
+
+from atlas_fl.config import Config
+from atlas_fl.errors import AtlasError, ConfigError
+from atlas_fl.experiment.search import Span, check_space, parse_space, plain, text_of
+
+
+def test_ranges_and_values_are_read() -> None:
+    texts = [
+        "lr=1e-4..1e-2:log",
+        "weight-decay=0,1e-4",
+        "local-epochs=1..4",
+        "ranks=4..16",
+        "nc=1..10",
+        "graph=uniform",
+    ]
+    assert parse_space(texts) == {
+        "lr": Span(low=1e-4, high=1e-2, whole=False, log=True),
+        "weight_decay": ("0", "1e-4"),
+        "local_epochs": Span(low=1, high=4, whole=True),
+        "ranks": Span(low=4, high=16, whole=True),
+        "nc": Span(low=1, high=10, whole=True),
+        "graph": ("uniform",),
+    }
+
+
+def test_a_path_with_two_dots_is_no_range() -> None:
+    assert parse_space(["task=own=../a.csv"]) == {"task": ("own=../a.csv",)}
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("lr=1e-2..1e-4", "--over lr=1e-2..1e-4 does not rise; allowed: the low end first; write lr=LOW..HIGH"),
+        ("lr=1e-2..1e-2", "does not rise"),
+        ("weight-decay=0..1e-2:log", "begins at 0; allowed on a log scale: above 0; raise the low end"),
+        ("lr=1e-4..1e-2:lg", "ends in :lg; allowed: :log, or nothing"),
+        ("lr=1e-4..x", "--lr is 'x'; allowed: a number"),
+        ("lr=..1e-2", "--lr is ''; allowed: a number"),
+        ("lr=none..1", "--over lr has 'none' as an end of its range; allowed: a number"),
+        ("local-epochs=1.5..4", "--local-epochs is '1.5'; allowed: a whole number"),
+        ("nc=1..x", "--over nc has 'x' as an end of its range; allowed: a whole number"),
+        ("lr=1e-4..1e-2,0.5", "has a range beside other values; give one range, or values"),
+        ("graph=1..2", "is a range, and graph is no number; give its values, with commas between"),
+        ("etta=0..1", r"unknown setting 'etta'; did you mean 'eta'\?"),
+        ("rounds", "allowed: a setting and its values"),
+        ("keep-best=1..3", "changes no number of a run"),
+    ],
+)
+def test_a_wrong_range_is_one_line(text: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        parse_space([text])
+
+
+@pytest.mark.parametrize(
+    ("texts", "message"),
+    [
+        (["eta=0..3"], "--eta is 3.0; allowed: at least 0, below 2"),
+        (["dropout=-0.5..0.5"], "--dropout is -0.5"),
+        (["strategy=atlas,fedavgg"], "unknown strategy 'fedavgg'"),
+        (["patience=0,2", "min-delta=0..0.1"], "--min-delta is 0.1 and says what is better for --patience, which is 0"),
+    ],
+)
+def test_every_end_and_value_must_be_a_run_that_can_be_also_together(texts: list[str], message: str) -> None:
+    with pytest.raises(AtlasError, match=message):
+        check_space(Config(), parse_space(texts))
+
+
+def test_values_are_spelled_to_the_last_digit() -> None:
+    assert [text_of(value) for value in (0.1 + 0.2, 3, "1e-4")] == ["0.30000000000000004", "3", "1e-4"]
+    assert plain(parse_space(["lr=0.1..1:log", "eta=0,1"])) == {"lr": [0.1, 1.0, True], "eta": ["0", "1"]}

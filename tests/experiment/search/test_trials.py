@@ -1,0 +1,225 @@
+"""Searches over runs that cost nothing: what a run scores is a formula of its settings."""
+
+import csv
+import doctest
+import json
+import math
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("optuna")
+
+from atlas_fl.cli.main import main
+from atlas_fl.config import Config, RunConfig, config_hash, load_config, run_folder, to_toml, validate
+from atlas_fl.config.presets import smoke
+from atlas_fl.errors import CheckpointError, ConfigError
+from atlas_fl.events import OnEvent, RoundFinished
+from atlas_fl.experiment.search import BEST, STUDY, Search, parse_space, search
+from atlas_fl.report import sweep as table
+
+SPACE = parse_space(["lr=1e-4..1e-1:log", "local-epochs=1..3", "schedule=constant,cosine"])
+
+
+class KilledError(Exception):
+    pass
+
+
+def scores_of(config: Config, *, round: int) -> tuple[float, float]:
+    """(validation, test): validation is best at a rate of .003, test at .09."""
+    rate, grown = math.log10(config.training.lr or 1.0), 1 - 0.5**round
+    return grown * (1 - abs(rate - math.log10(3e-3)) / 3), grown * (1 - abs(rate - math.log10(9e-2)) / 3)
+
+
+@pytest.fixture
+def base(tmp_path: Path) -> Config:
+    smallest = smoke()
+    training = replace(smallest.training, rounds=3)
+    return replace(smallest, training=training, run=RunConfig(preset="smoke", runs_dir=str(tmp_path)))
+
+
+@pytest.fixture
+def lived(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """Rounds that runs may still last before the process is killed; one number, to be changed."""
+    left = [math.inf]
+
+    def run(config: Config, *, on_event: OnEvent, resume: bool) -> None:
+        assert resume
+        folder = run_folder(config)
+        folder.path.mkdir(parents=True, exist_ok=True)
+        folder.config.write_text(to_toml(config))
+        folder.plan.write_text("{}")
+        done = len(folder.metrics.read_text().splitlines()) // 2 if folder.metrics.exists() else 0
+        for round in range(done + 1, config.training.rounds + 1):
+            if left[0] <= 0:
+                raise KilledError
+            left[0] -= 1
+            validation, test = scores_of(config, round=round)
+            common = {"round": round, "client": "a-0", "task": "a"}
+            rows = [
+                {**common, "split": "validation", "primary": validation},
+                {**common, "split": "test", "primary": test},
+            ]
+            with folder.metrics.open("a") as file:
+                file.writelines(json.dumps(row) + "\n" for row in rows)
+            told = {"round": round, "rounds": 3, "loss": 1.0, "seconds": 0.0, "bytes": 0}
+            on_event(RoundFinished(scores={"a-0": validation}, **told))
+        folder.summary.write_text("{}")
+
+    monkeypatch.setattr("atlas_fl.experiment.run.run", run)
+    return left
+
+
+def outcome(found: Search) -> list[Any]:
+    return [(trial.number, trial.changes, trial.scores, trial.pruned, trial.run) for trial in found.trials]
+
+
+@pytest.mark.parametrize("pruner", ["none", "median"])
+def test_a_search_that_is_killed_anywhere_ends_as_one_that_is_not(
+    base: Config, lived: list[float], tmp_path: Path, pruner: Any
+) -> None:
+    whole = search(base, space=SPACE, trials=13, pruner=pruner)
+    elsewhere = replace(base, run=replace(base.run, runs_dir=str(tmp_path / "b")))
+    for rounds in (4, 1, 9, 2, math.inf):
+        lived[0] = rounds
+        try:
+            parts = search(elsewhere, space=SPACE, trials=13, pruner=pruner)
+        except KilledError:
+            continue
+    assert outcome(parts) == outcome(whole)
+    given_up = [trial for trial in whole.trials if trial.pruned]
+    assert bool(given_up) == (pruner == "median")
+    assert all(max(trial.scores) < 3 for trial in given_up)
+    assert (parts.folder / BEST).read_text().replace('/b"', '"') == (whole.folder / BEST).read_text()
+
+
+def test_more_trials_go_on_and_the_first_ones_stay(base: Config, lived: list[float]) -> None:
+    few = search(base, space=SPACE, trials=4)
+    more = search(base, space=SPACE, trials=12)
+    assert outcome(more)[:4] == outcome(few)
+    lived[0] = 0
+    assert outcome(search(base, space=SPACE, trials=12)) == outcome(more)
+
+
+def test_without_its_study_a_search_finds_its_finished_runs_again(base: Config, lived: list[float]) -> None:
+    first = search(base, space=SPACE, trials=6)
+    (first.folder / STUDY).unlink()
+    lived[0] = 0
+    told: list[str] = []
+    again = search(base, space=SPACE, trials=6, on_trial=lambda _, __, state: told.append(state))
+    assert outcome(again) == outcome(first)
+    assert told == ["finished"] * 6
+
+
+@pytest.mark.usefixtures("lived")
+def test_the_best_is_best_on_validation_and_better_than_chance(base: Config) -> None:
+    found = search(base, space=SPACE, trials=25)
+    rates = [float(trial.changes["lr"]) for trial in found.trials]
+    assert 1e-3 < float(found.best.changes["lr"]) < 9e-3
+    assert found.best.score == max(trial.score for trial in found.trials)
+    missed = [abs(math.log10(rate / 3e-3)) for rate in rates]
+    assert sum(missed[10:]) / 15 < sum(missed[:10]) / 10  # ten by chance, then by the estimators
+    assert {trial.changes["schedule"] for trial in found.trials} == {"constant", "cosine"}
+    assert {trial.changes["local_epochs"] for trial in found.trials} == {"1", "2", "3"}
+
+
+@pytest.mark.usefixtures("lived")
+def test_the_best_settings_are_a_config_of_a_run_of_its_own(base: Config) -> None:
+    found = search(base, space=SPACE, trials=5)
+    best = validate(load_config(found.folder / BEST))
+    trial = load_config(Path(base.run.runs_dir) / found.best.run / "config.toml")
+    assert config_hash(best) == config_hash(trial)
+    assert repr(best.training.lr) == found.best.changes["lr"]
+    assert run_folder(best).path == Path(base.run.runs_dir) / f"{found.folder.name}-best"
+
+
+@pytest.mark.usefixtures("lived")
+def test_another_seed_tries_other_settings(base: Config) -> None:
+    other = replace(base, run=replace(base.run, seed=7))
+    first, second = (search(config, space=SPACE, trials=2) for config in (base, other))
+    assert first.folder != second.folder
+    assert first.trials[0].changes != second.trials[0].changes
+
+
+@pytest.mark.usefixtures("lived")
+def test_a_named_search_of_other_settings_is_refused(base: Config) -> None:
+    named = replace(base, run=replace(base.run, name="mine"))
+    found = search(named, space=SPACE, trials=2)
+    assert found.folder.name == "mine" and found.trials[0].run.startswith("mine-s42-")
+    with pytest.raises(CheckpointError, match=r"mine was begun with over = .*; choose another --name or --runs-dir"):
+        search(named, space=parse_space(["lr=1e-4..1:log"]), trials=2)
+    mine = found.folder.with_name("folder")
+    mine.mkdir()
+    (mine / "best.toml").write_text("years of work")
+    with pytest.raises(ConfigError, match=r"folder exists, is no search and holds best\.toml; choose another --name"):
+        search(replace(base, run=replace(base.run, name="folder")), space=SPACE, trials=2)
+    assert (mine / "best.toml").read_text() == "years of work"
+    (found.folder / "study.sqlite3").unlink()
+    assert search(named, space=SPACE, trials=2).trials == found.trials
+    taken = replace(base, run=replace(base.run, name=found.trials[0].run))
+    with pytest.raises(ConfigError, match="is taken; choose another --name"):
+        search(taken, space=SPACE, trials=2)
+
+
+@pytest.mark.usefixtures("lived")
+def test_a_damaged_study_is_one_line(base: Config) -> None:
+    found = search(base, space=SPACE, trials=1)
+    (found.folder / STUDY).write_bytes(b"no database " * 100)
+    with pytest.raises(CheckpointError, match=r"study.sqlite3 cannot be read as a study \(file is not a database\)"):
+        search(base, space=SPACE, trials=1)
+
+
+@pytest.mark.usefixtures("lived")
+@pytest.mark.parametrize(
+    ("change", "trials", "message"),
+    [
+        ({}, 0, "--trials is 0; allowed: at least 1"),
+        ({"max_rounds": 1}, 2, "--max-rounds is 1; here every run goes to its end"),
+    ],
+)
+def test_nothing_is_begun_with_a_mistake(
+    base: Config, tmp_path: Path, change: dict[str, Any], trials: int, message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        search(replace(base, run=replace(base.run, **change)), space=SPACE, trials=trials)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_without_optuna_one_line_says_what_to_install(
+    base: Config, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setitem(sys.modules, "optuna", None)
+    with pytest.raises(ConfigError, match=r"pip install 'atlas-fl\[search\]'"):
+        search(base, space=SPACE, trials=1)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.usefixtures("lived")
+def test_the_command_ends_in_a_table_a_csv_and_the_best_settings(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "100")
+    words = ["search", "--preset", "smoke", "--over", "lr=1e-4..1e-1:log", "--over", "schedule=constant,cosine"]
+    words += ["--trials", "3", "--name", "mine", "--runs-dir", str(tmp_path)]
+    assert main(words) == 0
+    printed = capsys.readouterr().out
+    assert "trial 2 (3 of 3): lr=" in printed and "starts ..." in printed
+    table = [row.split() for row in printed.splitlines() if row[:2] in (" 0", " 1", " 2")]
+    lines = list(csv.reader((tmp_path / "mine" / "trials.csv").read_text().splitlines()))
+    assert lines[0] == ["trial", "lr", "schedule", "validation", "best_round", "rounds", "pruned", "run"]
+    for shown, line in zip(table, lines[1:], strict=True):
+        assert float(shown[1]) == pytest.approx(float(line[1]), rel=5e-3)
+        assert shown[2] == line[2] and float(shown[3]) == pytest.approx(float(line[3]), abs=5e-5)
+    best = max(lines[1:], key=lambda line: float(line[3]))
+    assert f"best: trial {best[0]}, {best[-1]}" in " ".join(printed.split())
+    assert printed.splitlines()[-1] == f"the best settings: atlas run --config {tmp_path / 'mine' / BEST}"
+    assert main([*words[:-1], str(tmp_path / "other"), "--over", "lr=1..0"]) == 2
+    assert main(words[:3] + words[7:]) == 2
+    assert capsys.readouterr().err.splitlines()[-1].startswith("atlas: --over is missing; allowed: a setting and its")
+
+
+def test_long_numbers_are_shown_short() -> None:
+    assert doctest.testmod(table) == (0, 1)

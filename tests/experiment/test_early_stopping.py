@@ -1,0 +1,62 @@
+import doctest
+import random
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from atlas_fl.experiment import state
+from atlas_fl.experiment.state import best_rounds, has_stopped, last_better
+
+SCORES = st.lists(st.sampled_from([0.0, 0.25, 0.5, 0.625, 0.75, 1.0]), min_size=1, max_size=12)
+
+
+def numbered(values: list[float], every: int = 1) -> dict[int, float]:
+    return {every * place: value for place, value in enumerate(values, start=1)}
+
+
+def loop(values: list[float], *, patience: int, min_delta: float) -> int | None:
+    """The published algorithm: count up, and down to nothing when it gets better."""
+    best, waited = float("-inf"), 0
+    for place, value in enumerate(values, start=1):
+        waited += 1
+        if value - best > min_delta:
+            best, waited = value, 0
+        if waited >= patience:
+            return place
+    return None
+
+
+def test_the_examples_of_the_docs_hold() -> None:
+    assert doctest.testmod(state) == (0, 3)
+
+
+@given(values=SCORES, patience=st.integers(1, 5), min_delta=st.sampled_from([0.0, 0.125, 0.3]))
+def test_a_run_stops_where_the_loop_with_a_counter_does(values: list[float], patience: int, min_delta: float) -> None:
+    stops = [
+        at
+        for at in range(1, len(values) + 1)
+        if has_stopped(numbered(values[:at]), patience=patience, min_delta=min_delta)
+    ]
+    assert (stops[0] if stops else None) == loop(values, patience=patience, min_delta=min_delta)
+
+
+def test_patience_is_counted_in_rounds_and_not_in_evaluations() -> None:
+    every_fifth = numbered([0.5, 0.25, 0.25], every=5)
+    assert has_stopped(every_fifth, patience=10)
+    assert not has_stopped(every_fifth, patience=11)
+
+
+def test_without_scores_or_patience_nothing_stops() -> None:
+    assert not has_stopped({}, patience=1)
+    assert not has_stopped(numbered([1.0] + [0.0] * 50), patience=0)
+    assert last_better({}) == 0
+
+
+@given(values=SCORES, count=st.integers(0, 13))
+def test_the_best_are_the_highest_and_of_equals_the_earliest(values: list[float], count: int) -> None:
+    scores = list(numbered(values).items())
+    random.Random(0).shuffle(scores)
+    chosen = best_rounds(dict(scores), count)
+    assert len(chosen) == min(count, len(values))
+    ranked = sorted(range(1, len(values) + 1), key=lambda at: values[at - 1], reverse=True)  # stable: earlier first
+    assert list(chosen) == ranked[:count]

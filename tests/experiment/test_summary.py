@@ -1,0 +1,139 @@
+import copy
+
+import pytest
+
+from atlas_fl.experiment.summary import summarise
+from atlas_fl.storage.jsonl import from_json, to_json
+
+
+def metric(client: str, round: int, split: str, primary: float) -> dict[str, object]:
+    scores = {"primary": primary, "accuracy": primary, "majority": 0.5, "loss": 1 - primary, "examples": 100}
+    return {"round": round, "client": client, "task": client.split("-")[0], "split": split} | scores
+
+
+CLIENTS = ("a-0", "a-1", "b-0")
+REFUSED = {"round": 2, "client": "b-0", "event": "refused", "reason": "head.bias holds NaN"}
+METRICS = [
+    *(metric(client, at, split, 0.5 + 0.1 * at) for client in CLIENTS for at in (1, 2) for split in ("train", "test")),
+    REFUSED,
+]
+METRICS = [
+    row for row in METRICS if row is REFUSED or (row["client"], row["round"], row["split"]) != ("b-0", 2, "train")
+]
+LEDGER = [
+    {"round": 0, "client": "a-0", "direction": "up", "kind": "fingerprint", "bytes": 40},
+    *(
+        {"round": at, "client": c, "direction": d, "kind": "adapter", "bytes": 10}
+        for at in (1, 2)
+        for c in CLIENTS
+        for d in ("up", "down")
+    ),
+]
+PLAN = {
+    "clients": [
+        {"name": "a-0", "task": "a", "device": "cpu_2gb", "cluster": 0, "ranks": [4, 8], "examples": 200, "cut": None},
+        {"name": "a-1", "task": "a", "device": "gpu_16gb", "cluster": 0, "ranks": [8, 8], "examples": 200},
+    ],
+    "clustering": {"method": "corrected", "labels": [0, 0, 1], "agreement": {"purity": 1.0}, "similarity": [[1.0]]},
+}
+
+
+def outcome(**changes):
+    given = {
+        "run": {"name": "x", "seed": 1, "config_hash": "abc"},
+        "metrics": METRICS,
+        "ledger": LEDGER,
+        "plan": PLAN,
+        "phase_seconds": {"plan": 2.0, "train": 5.0},
+        "memory": {"rss_bytes": 10},
+        "versions": {"torch": "2.13"},
+        "full_model_bytes": 1000,
+        "round_seconds": {1: 3.0, 2: 4.0},
+    }
+    return summarise(**(given | changes))
+
+
+def test_bytes_by_hand() -> None:
+    found = outcome()["bytes"]
+    assert (found["up"], found["down"], found["total"]) == (100, 60, 160)
+    assert found["by_kind"] == {"fingerprint": {"up": 40, "down": 0}, "adapter": {"up": 60, "down": 60}}
+    assert found["by_round"] == {
+        "0": {"up": 40, "down": 0},
+        "1": {"up": 30, "down": 30},
+        "2": {"up": 30, "down": 30},
+    }
+    # 3 clients in 2 rounds, the refused one included, the whole model of 1000 bytes down and up: 12,000
+    assert found["full_model"]["client_rounds"] == 6
+    assert found["full_model"]["total"] == 12_000
+    assert found["full_model"]["reduction"] == pytest.approx(1 - 160 / 12_000)
+
+
+def test_a_local_run_sends_nothing_and_saves_everything() -> None:
+    found = outcome(ledger=[])
+    assert found["bytes"]["total"] == 0
+    assert found["bytes"]["full_model"]["reduction"] == 1.0
+    assert found["clients"]["a-0"]["bytes"] == {"up": 0, "down": 0}
+
+
+def test_no_reduction_is_invented() -> None:
+    assert "full_model" not in outcome(full_model_bytes=None)["bytes"]
+    assert "full_model" not in outcome(metrics=[])["bytes"]
+
+
+def test_clients_carry_what_was_planned_and_what_came_out() -> None:
+    found = outcome()["clients"]
+    assert list(found) == list(CLIENTS)
+    assert found["a-0"]["ranks"] == [4, 8]
+    assert found["a-0"]["cut"] is None
+    assert found["a-0"]["utilisation"] == {"measured": 0.0}
+    assert "utilisation" not in found["b-0"]
+    assert found["a-0"]["bytes"] == {"up": 60, "down": 20}
+    assert found["a-0"]["final"]["test"]["accuracy"] == pytest.approx(0.7)
+    assert "ranks" not in found["b-0"]
+
+
+def test_groups_events_seconds_and_the_rest() -> None:
+    found = outcome()
+    assert list(found["tasks"]) == ["a", "b"]
+    assert found["tasks"]["a"]["clients"] == 2
+    assert found["overall"]["final"]["test"]["gain_over_majority"] == pytest.approx(0.2)
+    assert found["events"] == {
+        "count": {"refused": 1},
+        "refused": [{k: REFUSED[k] for k in ("round", "client", "reason")}],
+    }
+    assert found["seconds"] == {
+        "phases": {"plan": 2.0, "train": 5.0},
+        "total": 7.0,
+        "rounds": {"1": 3.0, "2": 4.0},
+        "round_mean": 3.5,
+    }
+    assert found["run"] == {"name": "x", "seed": 1, "config_hash": "abc", "rounds": 2}
+    assert found["clustering"] == {"method": "corrected", "labels": [0, 0, 1], "agreement": {"purity": 1.0}}
+
+
+def test_clients_without_a_row_yet_are_counted() -> None:
+    found = outcome(metrics=[metric("a-1", 1, "train", 0.5)])
+    assert (found["tasks"]["a"]["clients"], found["overall"]["clients"]) == (2, 2)
+    assert list(found["clients"]) == ["a-1"]
+
+
+def test_the_best_round_is_that_of_the_mean_over_clients_and_a_stop_is_named() -> None:
+    scores = {"a-0": (0.5, 0.9, 0.1), "a-1": (0.8, 0.6, 0.6)}  # means .65, .75, .35; a-1 alone was best in the first
+    rows = [metric(name, at, "validation", own[at - 1]) for name, own in scores.items() for at in (1, 2, 3)]
+    found = outcome(metrics=[*rows, {"round": 3, "event": "stopped early", "best_round": 2, "validation": 0.75}])
+    assert found["best"] == {"round": 2, "validation": pytest.approx(0.75)}
+    assert found["stopped"] == {"round": 3}
+    assert "stopped" not in outcome(metrics=rows)
+
+
+def test_a_run_of_nothing_has_a_summary() -> None:
+    found = outcome(metrics=[], ledger=[], plan={}, phase_seconds={}, round_seconds=None)
+    assert found["clients"] == found["tasks"] == found["clustering"] == {}
+    assert found["seconds"] == {"phases": {}, "total": 0}
+
+
+def test_the_summary_is_strict_json_and_nothing_is_changed() -> None:
+    before = copy.deepcopy((METRICS, LEDGER, PLAN))
+    found = outcome()
+    assert from_json(to_json(found)) == found
+    assert before == (METRICS, LEDGER, PLAN)

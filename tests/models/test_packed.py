@@ -1,0 +1,145 @@
+"""Many clients' factors on one frozen layer, against torch's own autograd."""
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers.pytorch_utils import Conv1D
+
+from atlas_fl.models.lora import Adapters, Segment, attached, merged_weight, packed_linear
+
+TWO = (Segment(start=0, stop=2), Segment(start=2, stop=5))
+
+
+def test_two_clients_by_hand() -> None:
+    # x W = (1*1+2*0, 1*0+2*1) for W the identity; client 0: A = (1, 1), B = (1, 0)^T, s = 2 adds 2*(1+2) to the first.
+    # Client 1: A = (0, 1), B = (0, 3)^T, s = 1 adds 3*4 to the second.
+    out = packed_linear(
+        torch.tensor([[1.0, 2.0], [3.0, 4.0]]),
+        weight=torch.eye(2),
+        bias=torch.tensor([10.0, 20.0]),
+        segments=(Segment(start=0, stop=1), Segment(start=1, stop=2)),
+        scales=(2.0, 1.0),
+        factors=(
+            torch.tensor([[1.0, 1.0]]),
+            torch.tensor([[1.0], [0.0]]),
+            torch.tensor([[0.0, 1.0]]),
+            torch.tensor([[0.0], [3.0]]),
+        ),
+    )
+    assert out.tolist() == [[1 + 10 + 6, 2 + 20], [3 + 10, 4 + 20 + 12]]
+
+
+def tensors(seed: int = 0) -> tuple[Tensor, Tensor, Tensor, list[Tensor], list[Tensor | None]]:
+    source = torch.Generator().manual_seed(seed)
+
+    def draw(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=source, dtype=torch.float64)
+
+    factors = [draw(1, 3), draw(4, 1), draw(2, 3), draw(4, 2)]
+    mask = torch.tensor([[2.0, 0, 2], [0, 0, 2], [2, 2, 2]], dtype=torch.float64)
+    return draw(5, 3), draw(3, 4), draw(4), factors, [None, mask]
+
+
+@pytest.mark.parametrize("dropped", [False, True])
+@pytest.mark.parametrize("with_bias", [False, True])
+def test_the_gradients_pass_gradcheck_in_float64(with_bias: bool, dropped: bool) -> None:
+    x, weight, bias, factors, masks = tensors()
+
+    def layer(x: Tensor, *factors: Tensor) -> Tensor:
+        return packed_linear(
+            x,
+            weight=weight,
+            bias=bias if with_bias else None,
+            segments=TWO,
+            scales=(2.0, 0.5),
+            factors=factors,
+            dropped=masks if dropped else None,
+        )
+
+    leaves = [tensor.requires_grad_() for tensor in (x, *factors)]
+    assert torch.autograd.gradcheck(layer, leaves)
+
+
+def test_values_and_gradients_equal_autograd_through_the_written_out_formula() -> None:
+    x, weight, bias, factors, masks = tensors(1)
+    leaves = [tensor.requires_grad_() for tensor in (x, *factors)]
+    ours = packed_linear(x, weight=weight, bias=bias, segments=TWO, scales=(2.0, 0.5), factors=factors, dropped=masks)
+    first = x[:2] @ weight + bias + 2.0 * x[:2] @ factors[0].T @ factors[1].T
+    second = x[2:] @ weight + bias + 0.5 * (x[2:] * masks[1]) @ factors[2].T @ factors[3].T
+    theirs = torch.cat([first, second])
+    torch.testing.assert_close(ours, theirs)
+    upper = torch.arange(20, dtype=torch.float64).reshape(5, 4)
+    for mine, own in zip(torch.autograd.grad(ours, leaves, upper), torch.autograd.grad(theirs, leaves, upper)):
+        torch.testing.assert_close(mine, own)
+
+
+def test_frozen_factors_get_no_gradient() -> None:
+    x, weight, bias, factors, _ = tensors()
+    factors[1].requires_grad_()
+    out = packed_linear(x, weight=weight, bias=bias, segments=TWO, scales=(2.0, 0.5), factors=factors)
+    out.sum().backward()
+    assert factors[1].grad is not None
+    assert [factor.grad for factor in (factors[0], factors[2], factors[3])] == [None, None, None]
+
+
+def layers() -> dict[str, nn.Module]:
+    torch.manual_seed(0)
+    return {"linear": nn.Linear(3, 4), "plain": nn.Linear(3, 4, bias=False), "conv": Conv1D(4, 3)}
+
+
+def adapters(modules: dict[str, nn.Module], *, rank: int = 2) -> Adapters:
+    source = torch.Generator().manual_seed(1)
+    client = {}
+    for name in modules:
+        client[f"{name}.lora_A"] = torch.randn(rank, 3, generator=source)
+        client[f"{name}.lora_B"] = torch.randn(4, rank, generator=source)
+    return Adapters(
+        clients=[client],
+        segments=[Segment(start=0, stop=6)],
+        pooled=[Segment(start=0, stop=2)],
+        scale=lambda rank: 3.0 / rank,
+    )
+
+
+@pytest.mark.parametrize("shape", [(1, 6, 3), (6, 3), (2, 3, 3), (1, 2, 3)], ids=str)
+def test_an_attached_layer_is_the_merged_layer_and_afterwards_it_is_stock_again(shape: tuple[int, ...]) -> None:
+    modules = layers()
+    added = adapters(modules)
+    x = torch.randn(shape, generator=torch.Generator().manual_seed(2))
+    stock = {name: module(x) for name, module in modules.items()}
+    with attached(modules, added):
+        found = {name: module(x) for name, module in modules.items()}
+    for name, module in modules.items():
+        assert "forward" not in vars(module)
+        assert torch.equal(module(x), stock[name])
+        a, b = added.clients[0][f"{name}.lora_A"], added.clients[0][f"{name}.lora_B"]
+        torch.testing.assert_close(found[name], stock[name] + 1.5 * x @ a.T @ b.T)
+        merged = merged_weight(module, name, added.clients[0], added.scale)
+        assert merged.shape == module.weight.shape
+        product = x @ (merged if name == "conv" else merged.T)
+        torch.testing.assert_close(found[name], product if module.bias is None else product + module.bias)
+
+
+def test_layers_are_stock_again_after_an_error_inside() -> None:
+    modules = layers()
+    with pytest.raises(RuntimeError, match="shapes cannot be multiplied"), attached(modules, adapters(modules)):
+        modules["linear"](torch.zeros(6, 5))
+    assert not any("forward" in vars(module) for module in modules.values())
+
+
+def test_layers_stay_stock_when_a_client_lacks_a_factor() -> None:
+    modules = layers()
+    incomplete = adapters({"linear": modules["linear"]})
+    with pytest.raises(KeyError, match=r"plain\.lora_A"), attached(modules, incomplete):
+        pytest.fail("attached without the factors")
+    assert not any("forward" in vars(module) for module in modules.values())
+
+
+def test_an_empty_update_changes_no_bit() -> None:
+    modules = layers()
+    x = torch.randn(1, 6, 3, generator=torch.Generator().manual_seed(2))
+    zero = adapters(modules)
+    fresh = {key: torch.zeros_like(value) if key.endswith("B") else value for key, value in zero.clients[0].items()}
+    with attached(modules, Adapters(clients=[fresh], segments=zero.segments, pooled=zero.pooled, scale=zero.scale)):
+        for module in modules.values():
+            torch.testing.assert_close(module(x), type(module).forward(module, x), atol=1e-7, rtol=1e-6)

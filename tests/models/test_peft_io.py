@@ -1,0 +1,57 @@
+import json
+from pathlib import Path
+
+import pytest
+
+from atlas_fl.errors import ModelError
+from atlas_fl.models.peft_io import SETTINGS, WEIGHTS, default_targets, export_adapter, import_adapter, saved_name
+
+
+@pytest.fixture
+def folder(tiny_of, spec_of, tmp_path: Path) -> Path:
+    tiny = tiny_of("roberta")
+    params = tiny.params(spec_of(name="a-0", ranks=(2, 2, 2)))
+    export_adapter(params, tmp_path, family=tiny.backbone.family, base="base", scale=lambda rank: 4 / rank)
+    return tmp_path
+
+
+def settings(folder: Path, **changes: object) -> None:
+    path = folder / SETTINGS
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+def test_names_by_hand(tiny_of) -> None:
+    family = tiny_of("roberta").backbone.family
+    assert saved_name("head.classifier.dense.weight", family) == "base_model.model.classifier.dense.weight"
+    assert saved_name("encoder.layer.0.attention.self.query.lora_A", family) == (
+        "base_model.model.roberta.encoder.layer.0.attention.self.query.lora_A.weight"
+    )
+
+
+def test_an_empty_folder_is_refused(tiny_of, tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match=rf"no PEFT adapter in .*; give a folder that holds {SETTINGS} and {WEIGHTS}"):
+        import_adapter(tmp_path, family=tiny_of("bert").backbone.family)
+
+
+def test_a_damaged_folder_is_refused(tiny_of, folder: Path) -> None:
+    weights = folder / WEIGHTS
+    weights.write_bytes(weights.read_bytes()[:50])
+    with pytest.raises(ModelError, match="no PEFT adapter in"):
+        import_adapter(folder, family=tiny_of("roberta").backbone.family)
+
+
+def test_another_kind_of_adapter_is_refused(tiny_of, folder: Path) -> None:
+    settings(folder, peft_type="IA3")
+    with pytest.raises(ModelError, match=r"is 'IA3'; only LORA can be imported"):
+        import_adapter(folder, family=tiny_of("roberta").backbone.family)
+
+
+def test_two_scales_of_one_rank_are_refused(tiny_of, folder: Path) -> None:
+    settings(folder, alpha_pattern={"query": 4, "value": 6})
+    with pytest.raises(ModelError, match=r"scales modules of rank 2 by 2\.0 and 3\.0; export it with one alpha"):
+        import_adapter(folder, family=tiny_of("roberta").backbone.family)
+
+
+def test_an_architecture_without_known_targets_is_named() -> None:
+    with pytest.raises(ModelError, match=r"PEFT knows no LoRA targets for 'nonesuch'; name them with --targets"):
+        default_targets("nonesuch")

@@ -1,0 +1,267 @@
+"""What a client does not share: kept at its site by digest, named to the server, in no message."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from atlas_fl.aggregation.strategies import check_update
+from atlas_fl.client.job import Job, Update
+from atlas_fl.client.local_training import TrainOptions
+from atlas_fl.errors import CheckpointError, ConfigError, ModelError, ProtocolError
+from atlas_fl.params import PRIVATE, Params, digest
+from atlas_fl.partial_sharing import as_kept, at_server, is_stand_in, named, travelling, unshared
+from atlas_fl.runtime.protocol.messages import Private, model_message, read_private
+from atlas_fl.runtime.protocol.model_sync import AdapterSender
+from atlas_fl.runtime.protocol.private_params import Owner, PrivateReceiver, Vault, check_vault, clear_vault
+
+NAMES = frozenset({"a.lora_A", "a.lora_B", "b.lora_A", "b.lora_B", "head.w"})
+
+
+def draw(ranks: dict[str, int]) -> Params:
+    found = {"head.w": torch.full((2,), 7.0)}
+    for module, rank in ranks.items():
+        found[f"{module}.lora_A"] = torch.arange(3.0 * rank).reshape(rank, 3)
+        found[f"{module}.lora_B"] = torch.zeros(2, rank)
+    return found
+
+
+OWNER = Owner(client="c", config="0123456789abcdef")
+
+
+def vault_in(folder: Path, *share: str, rounds: int = 2) -> Vault:
+    return Vault(
+        folder=folder / "kept",
+        owner=OWNER,
+        share=share,
+        names=lambda _: NAMES,
+        draw=draw,
+        scale=lambda rank: 1 / rank,
+        rounds=rounds,
+    )
+
+
+def trained(params: Params, add: float) -> Params:
+    return {key: tensor + add for key, tensor in params.items()}
+
+
+def private_of(model: Params) -> Private | None:
+    """What a site is told of this model."""
+    return read_private(json.loads(json.dumps(model_message(model)[0])))
+
+
+def step(vault: Vault, model: Params, *, round: int = 1, add: float = 1.0, hash_loaded: bool = False):
+    """A job and its answer, heads as JSON leaves them: (what was trained, all that was sent, the update)."""
+    sender, receiver = AdapterSender(), PrivateReceiver(vault=vault)
+    job = Job(client="c", params=model, round=round, options=TrainOptions(seed=0))
+    head, down = sender.job("train", job, number=1)
+    _, at_site, _ = receiver.job(json.loads(json.dumps(head)), down, client="c")
+    whole = at_site.params
+    loaded = digest(whole) if hash_loaded else None
+    update = Update(client="c", params=trained(whole, add), examples=4, metrics={}, loaded=loaded, keys=len(whole))
+    answer, up = receiver.update("train", update, at_site, number=1)
+    found = sender.update("train", json.loads(json.dumps(answer)), up, job=job)
+    assert receiver.plain.held["trained"][0] == sender.held["trained"]
+    return trained(whole, add), {**down, **up}, found
+
+
+@pytest.mark.parametrize("share", [("A",), ("B", "head"), ("head",), ("A", "B"), ("A", "head")])
+def test_a_site_goes_on_with_what_it_kept_and_no_message_has_a_value_of_it(tmp_path: Path, share) -> None:
+    start = draw({"a": 2, "b": 1})
+    own = unshared(start, share)
+    model, vault = at_server(start, own, sha256=None), vault_in(tmp_path, *share)
+    for round in (1, 2, 3):
+        before = dict(model)
+        whole, sent, found = step(vault, model, round=round, hash_loaded=True)
+        assert not {key.removeprefix("param/") for key in sent} & {*own, PRIVATE}
+        check_update(model, found.params)
+        assert {key for key, tensor in found.params.items() if is_stand_in(tensor)} == set(own)
+        assert named(found.params) == digest({key: whole[key] for key in own})
+        assert all(torch.equal(found.params[key], whole[key]) for key in NAMES.difference(own))
+        # what an audit compares: the model as the server has it
+        assert (found.loaded, found.keys) == (digest(before), len(before))
+        model = found.params
+        vault = vault_in(tmp_path, *share)  # the site was killed and is started again
+    assert whole["head.w"].tolist() == [10.0, 10.0]
+    again = vault.whole(travelling(model), private_of(model), cut=None, round=0)
+    assert digest(again) == digest(whole)
+    vault.end(private_of(model))
+    assert vault.clear() == ""
+    assert not (tmp_path / "kept").exists()
+
+
+def test_a_private_part_begins_drawn_and_grows_with_the_ranks_by_hand(tmp_path: Path) -> None:
+    """B = (1, 1) of rank 1 at scale 1 is (2, 2), (0, 0) of rank 2 at scale 1/2; the head stays."""
+    vault = vault_in(tmp_path, "A")
+    start = draw({"a": 1, "b": 1})
+    _, _, found = step(vault, at_server(start, unshared(start, ("A",)), sha256=None))
+    assert found.params["a.lora_B"].shape == (0, 1)
+    larger = draw({"a": 2, "b": 1})
+    at_start = at_server(larger, unshared(larger, ("A",)), sha256=named(found.params))
+    whole = vault.whole(travelling(at_start), private_of(at_start), cut=None, round=1)
+    assert whole["a.lora_B"].tolist() == [[2.0, 0.0], [2.0, 0.0]]
+    assert whole["b.lora_B"].tolist() == [[1.0], [1.0]]
+    assert whole["head.w"].tolist() == [8.0, 8.0]
+
+
+def test_what_did_not_change_keeps_its_name_and_an_answer_without_a_model_names_nothing(tmp_path: Path) -> None:
+    vault, start = vault_in(tmp_path, "A"), draw({"a": 1, "b": 1})
+    private = private_of(at_server(start, unshared(start, ("A",)), sha256=None))
+    job = Job(client="c", params=start, round=1, options=None)
+    looked = Update(client="c", params={**start, "sketch": torch.ones(1)}, examples=0, metrics={})
+    update, told = vault.withheld(looked, job, {}, private)
+    assert told == private
+    assert update.params.keys() == {"a.lora_A", "b.lora_A", "sketch"}
+    measured = Update(client="c", params={"importance": torch.ones(1)}, examples=0, metrics={})
+    assert vault.withheld(measured, job, {}, private) == (measured, None)
+    assert not (tmp_path / "kept").exists()
+
+
+def test_a_version_goes_when_the_server_can_no_longer_go_back_to_it(tmp_path: Path) -> None:
+    start = draw({"a": 1, "b": 1})
+    model, names = at_server(start, unshared(start, ("A",)), sha256=None), []
+    for round in range(1, 7):
+        model = step(vault_in(tmp_path, "A"), model, round=round)[2].params
+        names.append(named(model))
+    held = {path.stem for path in (tmp_path / "kept").glob("*.safetensors")}
+    # named last in round k + 1; in round 6 the server may be as far back as the end of round 4
+    assert held == set(names[2:])
+
+
+def test_a_part_that_is_lost_or_damaged_is_told_in_a_line(tmp_path: Path) -> None:
+    vault, start = vault_in(tmp_path, "A"), draw({"a": 1, "b": 1})
+    model = step(vault, at_server(start, unshared(start, ("A",)), sha256=None))[2].params
+    (path,) = (tmp_path / "kept").glob("*.safetensors")
+    content = path.read_bytes()
+    for damage in (lambda: path.write_bytes(content[:-1] + b"x"), path.unlink):
+        damage()
+        with pytest.raises(ModelError, match="what this site has not shared") as caught:
+            step(vault, model)
+        assert str(path) in str(caught.value)
+        assert "\n" not in str(caught.value)
+
+
+def test_only_what_is_not_shared_may_stay_away_and_only_digests_name_files(tmp_path: Path) -> None:
+    start = draw({"a": 1, "b": 1})
+    own = unshared(start, ("A",))
+    lacking = at_server(start, [*own, "a.lora_A"], sha256="ab" * 32)
+    with pytest.raises(ProtocolError, match=r"a\.lora_A is \(1, 0\)"):
+        check_update(as_kept(start | {PRIVATE: lacking[PRIVATE]}, lacking, ("A",)), lacking)
+    kept = at_server(start, own, sha256="ab" * 32)
+    check_update(as_kept(start | {PRIVATE: kept[PRIVATE]}, kept, ("A",)), kept)
+    with pytest.raises(ProtocolError, match=r"head\.w is \(2,\)"):
+        check_update(kept, {**start, PRIVATE: kept[PRIVATE]})
+    with pytest.raises(ProtocolError, match="a private part is named"):
+        read_private({"private": {"sha256": "../../other", "ranks": []}})
+    with pytest.raises(ProtocolError, match="ranks of 1 modules, 0 are here"):
+        vault_in(tmp_path, "A").whole(
+            travelling(kept), read_private({"private": {"sha256": None, "ranks": [1]}}), cut=None, round=1
+        )
+
+
+@pytest.fixture
+def kept(tmp_path: Path) -> Path:
+    """A folder with two versions, and what a write that was cut short has left."""
+    model = at_server(draw({"a": 1, "b": 1}), unshared(draw({"a": 1, "b": 1}), ("A",)), sha256=None)
+    for round in (1, 2):
+        model = step(vault_in(tmp_path, "A"), model, round=round)[2].params
+    folder = tmp_path / "kept"
+    (folder / f".{'ab' * 32}.safetensors.writing").write_bytes(b"half")
+    assert len(list(folder.iterdir())) == 5
+    return folder
+
+
+def newest_of(folder: Path) -> str:
+    return str(json.loads((folder / "vault.json").read_text())["newest"])
+
+
+def test_the_newest_version_stays_where_the_server_names_an_older_one_at_the_end(kept: Path, tmp_path: Path) -> None:
+    """Not even a round far beyond removes it; a server that names the newest, now or later, ends the run."""
+    vault, newest = vault_in(tmp_path, "A"), newest_of(kept)
+    (old,) = {path.stem for path in kept.glob("*.safetensors")} - {newest}
+    sent = {key: tensor for key, tensor in draw({"a": 1, "b": 1}).items() if key.endswith("lora_A")}
+    vault.whole(sent, Private(sha256=old, ranks=()), cut=None, round=10**9)
+    for told in (Private(sha256=old, ranks=()), Private(sha256=None, ranks=()), None):
+        vault.end(told)
+        for left in (vault.clear(), clear_vault(kept, OWNER)):  # a site that is started again knows no more
+            assert left.startswith(f"{kept} stays: the server's model at the end is without the newest")
+        assert (kept / f"{newest}.safetensors").exists()
+    vault.end(Private(sha256=newest, ranks=()))
+    assert vault.clear() == ""
+    assert not kept.exists()
+
+
+def test_a_folder_that_no_vault_has_made_is_refused_and_left_as_it_is(tmp_path: Path) -> None:
+    folder = tmp_path / "kept"
+    (folder / "sub").mkdir(parents=True)
+    (folder / "sub" / "data.csv").write_text("text,label")
+    (folder / "thesis.txt").write_text("years of work")
+    (folder / f"{'ab' * 32}.safetensors").symlink_to(folder / "thesis.txt")
+    for strange in (f"{'ab' * 32}.safetensors", "sub", "thesis.txt"):
+        with pytest.raises(ConfigError, match=f"kept holds {strange}, which `atlas join` has not written; name a new"):
+            check_vault(folder, OWNER)
+        path = folder / strange
+        path.rename(tmp_path / strange)
+    check_vault(folder, OWNER)  # it is empty now
+    check_vault(tmp_path / "not-there", OWNER)
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match="file is a file; name a new folder with --private"):
+        check_vault(tmp_path / "file", OWNER)
+    assert (tmp_path / "sub" / "data.csv").read_text() == "text,label"
+
+
+def test_the_vault_of_another_client_or_another_run_is_refused(kept: Path) -> None:
+    check_vault(kept, OWNER)
+    check_vault(kept)
+    with pytest.raises(ConfigError, match="holds what c does not share, and this is d; name another folder with"):
+        check_vault(kept, Owner(client="d", config=OWNER.config))
+    with pytest.raises(ConfigError, match=r"in another run \(settings 01234567, here fedcba98\); name another folder"):
+        check_vault(kept, Owner(client="c", config="fedcba9876543210"))
+    (kept / "vault.json").write_text("[]")
+    with pytest.raises(CheckpointError, match=r"damaged file .*vault\.json"):
+        check_vault(kept, OWNER)
+
+
+def test_a_vault_of_before_has_no_mark_and_is_gone_on_with(kept: Path, tmp_path: Path) -> None:
+    (kept / "vault.json").unlink()
+    check_vault(kept, OWNER)
+    vault = vault_in(tmp_path, "A")
+    model = at_server(draw({"a": 1, "b": 1}), unshared(draw({"a": 1, "b": 1}), ("A",)), sha256=None)
+    model = step(vault, model, add=3.0)[2].params
+    mark = json.loads((kept / "vault.json").read_text())
+    assert mark == {"client": "c", "config": OWNER.config, "newest": named(model)}
+    vault.end(private_of(model))
+    assert vault.clear() == ""
+    assert not kept.exists()
+
+
+def test_only_what_the_vault_has_written_is_removed_at_the_end(kept: Path, tmp_path: Path) -> None:
+    thesis, link = kept / "thesis.txt", kept / f"{'cd' * 32}.safetensors"
+    (tmp_path / "elsewhere").write_text("mine")
+    thesis.write_text("years of work")
+    link.symlink_to(tmp_path / "elsewhere")
+    (kept / "sub").mkdir()
+    check_vault(kept, OWNER)  # these came while the run went on
+    vault_in(tmp_path, "A").end(Private(sha256=newest_of(kept), ranks=()))
+    assert vault_in(tmp_path, "A").clear() == f"{kept} stays: it holds {link.name}, which `atlas join` has not written"
+    assert {path.name for path in kept.iterdir()} == {"thesis.txt", "sub", link.name}
+    assert (tmp_path / "elsewhere").read_text() == "mine"
+    assert thesis.read_text() == "years of work"
+
+
+def test_the_folder_of_another_owner_is_not_cleared(kept: Path, tmp_path: Path) -> None:
+    vault = vault_in(tmp_path, "A")
+    (kept / "vault.json").write_text(json.dumps({"client": "c", "config": "of another run"}))
+    assert vault.clear() == ""
+    assert len(list(kept.iterdir())) == 5
+
+
+def test_no_name_in_the_index_leads_out_of_the_folder(kept: Path, tmp_path: Path) -> None:
+    victim = tmp_path / "victim.safetensors"
+    victim.touch()
+    (kept / "rounds.json").write_text(json.dumps({"../victim": 0}))
+    start = draw({"a": 1, "b": 1})
+    with pytest.raises(CheckpointError, match=r"damaged file .*rounds\.json: it has other names than digests"):
+        step(vault_in(tmp_path, "A"), at_server(start, unshared(start, ("A",)), sha256=None), round=9)
+    assert victim.exists()

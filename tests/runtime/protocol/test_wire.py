@@ -1,0 +1,151 @@
+import json
+import math
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from atlas_fl.client.evaluation import EvaluateOptions
+from atlas_fl.client.fingerprint import FingerprintOptions
+from atlas_fl.client.importance import ImportanceOptions
+from atlas_fl.client.job import Job, Update
+from atlas_fl.client.local_training import TrainOptions
+from atlas_fl.client.registry import ACTIONS
+from atlas_fl.errors import ProtocolError
+from atlas_fl.params import digest
+from atlas_fl.runtime.protocol.messages import OPTIONS, job_message, read_job, read_update, update_message
+from atlas_fl.split.channel import Cut
+
+TRAIN = TrainOptions(seed=3, max_steps=4, lr=0.1 + 0.2, schedule="cosine", frozen=(".lora_A",), half=1)
+JOBS: dict[str, Any] = {
+    "train": TRAIN,
+    "fingerprint": FingerprintOptions(kind="delta", sketch_dim=8, train=TRAIN, batches=2, steps=3),
+    "importance": ImportanceOptions(kind="rngwp", train=TRAIN, batches=2),
+    "evaluate": EvaluateOptions(split="validation", new_tokens=3),
+}
+CUT = Cut(blocks=2, wire="int8", noise=0.1, head="client")
+PARAMS = {"a.lora_A": torch.randn(2, 3), "head.b": torch.randn(4)}
+
+
+def job_of(action: str) -> Job:
+    return Job(client="site-1", params=PARAMS, round=2, options=JOBS[action])
+
+
+def test_every_action_can_travel() -> None:
+    assert set(OPTIONS) == set(ACTIONS) == set(JOBS)
+
+
+@pytest.mark.parametrize("action", JOBS)
+def test_a_job_arrives_as_it_left(action: str) -> None:
+    head, params = job_message(action, job_of(action), number=1, held={})
+    found = read_job(json.loads(json.dumps(head)), params, client="site-1")
+    assert found == (action, job_of(action), None)
+
+
+def test_a_cut_travels_with_its_job() -> None:
+    job = replace(job_of("train"), cut=CUT)
+    head, params = job_message("train", job, number=1, held={})
+    assert read_job(json.loads(json.dumps(head)), params, client="site-1") == ("train", job, None)
+
+
+def test_a_model_that_is_held_does_not_travel() -> None:
+    assert job_message("train", job_of("train"), number=1, held={"got": digest(PARAMS)})[1] == {}
+    assert job_message("train", job_of("train"), number=1, held={"got": "another"})[1] is PARAMS
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"action": "rm"},
+        {"action": None},
+        {"round": "2"},
+        {"options": None},
+        {"options": {}},
+        {"options": {"seed": 1}},
+        {"options": {**vars(TRAIN), "seed": "x"}},
+        {"options": {**vars(TRAIN), "schedule": "steep"}},
+        {"options": {**vars(TRAIN), "frozen": [1]}},
+        {"options": {**vars(TRAIN), "more": 1}},
+        {"cut": {}},
+        {"cut": 2},
+        {"cut": {**vars(CUT), "wire": "fp4"}},
+    ],
+)
+def test_a_job_that_is_none_is_refused(change: dict[str, Any]) -> None:
+    head, params = job_message("train", job_of("train"), number=1, held={})
+    with pytest.raises(ProtocolError, match=r"install its version"):
+        read_job({**json.loads(json.dumps(head)), **change}, params, client="site-1")
+
+
+def test_an_update_arrives_as_it_left() -> None:
+    job = job_of("train")
+    trained = {key: tensor + 1 for key, tensor in PARAMS.items()}
+    metrics = {"loss": math.nan, "seconds": 0.1}
+    crossed = {("activation", "up"): 7, ("gradient", "down"): 5}
+    update = Update(client="site-1", params=trained, examples=5, metrics=metrics, loaded="x", keys=2, crossed=crossed)
+    head, tensors = update_message(update, job, number=1)
+    found = read_update(json.loads(json.dumps(head)), tensors, job=job)
+    assert digest(found.params) == digest(trained)
+    assert math.isnan(found.metrics["loss"])
+    assert replace(found, params={}, metrics={"seconds": found.metrics["seconds"]}) == replace(
+        update, params={}, metrics={"seconds": 0.1}
+    )
+
+
+def test_a_model_that_has_not_changed_is_not_sent_back() -> None:
+    job = job_of("evaluate")
+    head, tensors = update_message(Update(client="site-1", params=PARAMS, examples=5, metrics={}), job, number=1)
+    assert list(tensors) == ["metrics"]
+    assert read_update(head, tensors, job=job).params is PARAMS
+
+
+@pytest.mark.parametrize(
+    ("change", "tensors"),
+    [
+        ({"metrics": None}, {"metrics": torch.zeros(0, dtype=torch.float64)}),
+        ({"metrics": ["a", "b"]}, {"metrics": torch.zeros(1, dtype=torch.float64)}),
+        ({"metrics": [1]}, {"metrics": torch.zeros(1, dtype=torch.float64)}),
+        ({}, {}),
+        ({}, {"metrics": torch.zeros(0)}),
+        ({"examples": -1}, {"metrics": torch.zeros(0, dtype=torch.float64)}),
+        ({"examples": True}, {"metrics": torch.zeros(0, dtype=torch.float64)}),
+        ({"loaded": 3}, {"metrics": torch.zeros(0, dtype=torch.float64)}),
+        ({"keys": None}, {"metrics": torch.zeros(0, dtype=torch.float64)}),
+    ],
+)
+def test_an_update_that_is_none_is_refused(change: dict[str, Any], tensors: Any) -> None:
+    job = job_of("train")
+    head, _ = update_message(Update(client="site-1", params=PARAMS, examples=5, metrics={}), job, number=1)
+    with pytest.raises(ProtocolError, match="the answer is no update"):
+        read_update({**head, **change}, tensors, job=job)
+
+
+WRONG = [None, [7], [["activation", "up"]], [["rm", "up", 1]], [["label", "up", -1]], [[[], "up", 1]]]
+
+
+@pytest.mark.parametrize("crossed", WRONG)
+def test_bytes_that_cannot_have_crossed_a_cut_are_refused(crossed: Any) -> None:
+    job = job_of("evaluate")
+    head, tensors = update_message(Update(client="site-1", params=PARAMS, examples=5, metrics={}), job, number=1)
+    with pytest.raises(ProtocolError, match="what crossed the cut is"):
+        read_update({**head, "crossed": crossed}, tensors, job=job)
+
+
+def test_counts_by_class_travel_with_the_scores_and_must_hold_together() -> None:
+    job, counts = job_of("evaluate"), {"hits": [1, 0, 2], "examples": [2, 1, 2]}
+    update = Update(client="site-1", params=PARAMS, examples=5, metrics={}, classes=counts)
+    head, tensors = update_message(update, job, number=1)
+    head = json.loads(json.dumps(head))
+    assert read_update(head, tensors, job=job).classes == counts
+    plain, _ = update_message(replace(update, classes={}), job, number=1)
+    assert "classes" not in plain and read_update(plain, tensors, job=job).classes == {}
+    wrong: list[Any] = [
+        *([], {"hits": [1]}, {"hits": [1, 0], "examples": [2, 1, 2]}, {"hits": [1, 0, -2], "examples": [2, 1, 2]}),
+        *({"hits": [1, 0, 2], "examples": [2, 1, 1]}, {"hits": [1.0, 0, 2], "examples": [2, 1, 2]}),
+    ]
+    for found in wrong:
+        with pytest.raises(ProtocolError, match="the counts by class are"):
+            read_update({**head, "classes": found}, tensors, job=job)
+    with pytest.raises(ProtocolError, match="more examples of a class were recognised than there are"):
+        read_update({**head, "classes": {"hits": [1, 2, 1], "examples": [2, 1, 2]}}, tensors, job=job)

@@ -1,0 +1,114 @@
+"""A file or folder is there in full or not at all, nothing of a user's goes, and a full disk is told with a path."""
+
+import errno
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import save_file
+
+from atlas_fl.errors import ConfigError
+from atlas_fl.storage.files import MADE, new_folder, write_atomic
+from atlas_fl.storage.jsonl import append_rows
+from atlas_fl.storage.run_folder import run_log
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*"))
+
+
+def write(path: Path, **files: str) -> None:
+    with new_folder(path) as draft:
+        for name, text in files.items():
+            (draft / name).write_text(text)
+
+
+def test_a_folder_is_there_with_all_its_files_or_not_at_all(tmp_path: Path) -> None:
+    with new_folder(tmp_path / "deep" / "new") as draft:
+        (draft / "a").write_text("1")
+        assert not (tmp_path / "deep" / "new").exists()
+    assert names(tmp_path) == ["deep", "deep/new", "deep/new/a"]
+    (tmp_path / "empty").mkdir()
+    write(tmp_path / "empty", a="1")
+    assert names(tmp_path / "empty") == ["a"]
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), ValueError("no"), OSError(errno.ENOSPC, "No space left")])
+def test_what_fails_leaves_nothing(tmp_path: Path, error: BaseException) -> None:
+    with pytest.raises(type(error)), new_folder(tmp_path / "new") as draft:
+        (draft / "a").write_text("1")
+        raise error
+    assert names(tmp_path) == []
+
+
+def test_files_that_were_there_stay_but_for_those_that_are_written(tmp_path: Path) -> None:
+    (tmp_path / "old").mkdir()
+    (tmp_path / "old" / "thesis.txt").write_text("years of work")
+    (tmp_path / "old" / "a").write_text("of before")
+    write(tmp_path / "old", a="1", b="2")
+    assert {path.name: path.read_text() for path in (tmp_path / "old").iterdir()} == {
+        "thesis.txt": "years of work",
+        "a": "1",
+        "b": "2",
+    }
+
+
+def test_what_a_killed_write_has_left_goes_and_what_another_has_put_there_stays(tmp_path: Path) -> None:
+    drafts = tmp_path / ".new.writing"
+    for left in ("", MADE, "content/a"):
+        drafts.mkdir(exist_ok=True)
+        if left:
+            (drafts / MADE).touch()
+            (drafts / left).parent.mkdir(exist_ok=True)
+            (drafts / left).touch()
+        write(tmp_path / "new", b="2")
+        assert names(tmp_path) == ["new", "new/b"]
+    drafts.mkdir()
+    (drafts / "thesis.txt").write_text("years of work")
+    with pytest.raises(ConfigError, match=r"\.new\.writing is in the way, and is not of ATLAS; move it away"):
+        write(tmp_path / "new", b="3")
+    assert (drafts / "thesis.txt").read_text() == "years of work"
+    assert (tmp_path / "new" / "b").read_text() == "2"
+
+
+def test_a_full_disk_is_told_with_the_path_whoever_writes(tmp_path: Path) -> None:
+    """`/dev/full` takes nothing, and small contents fail once more when their file is closed."""
+
+    def small(folder: Path) -> None:
+        (folder / "a").symlink_to("/dev/full")
+        (folder / "a").write_text("a few bytes")
+
+    def tensors(folder: Path) -> None:
+        save_file({"a": torch.ones(3)}, folder / "a")
+        raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
+
+    for fill in (small, tensors):
+        with pytest.raises(OSError, match="No space left") as caught, new_folder(tmp_path / "new") as draft:
+            fill(draft)
+        assert (caught.value.errno, caught.value.filename) == (errno.ENOSPC, str(tmp_path / "new"))
+        assert names(tmp_path) == []
+    with pytest.raises(OSError, match="Input/output error") as caught, new_folder(tmp_path / "new"):
+        raise SafetensorError("something else")
+    assert (caught.value.errno, caught.value.filename) == (errno.EIO, str(tmp_path / "new"))
+
+
+def test_a_full_disk_is_told_with_the_path_of_a_small_file(tmp_path: Path) -> None:
+    rows = tmp_path / "rows.jsonl"
+    rows.symlink_to("/dev/full")
+    with pytest.raises(OSError, match="No space left") as caught:
+        append_rows(rows, [{"a": 1}])
+    assert (caught.value.errno, caught.value.filename) == (errno.ENOSPC, str(rows))
+    log = tmp_path / "log.txt"
+    log.symlink_to("/dev/full")
+    with pytest.raises(OSError, match="No space left") as caught, run_log(log) as logger:
+        logger.info("round 1 of 3")
+    assert (caught.value.errno, caught.value.filename) == (errno.ENOSPC, str(log))
+    draft = tmp_path / ".state.json.writing"
+    draft.symlink_to("/dev/full")
+    with pytest.raises(OSError, match="No space left") as caught:
+        write_atomic(tmp_path / "state.json", b"{}")
+    assert (caught.value.errno, caught.value.filename) == (errno.ENOSPC, str(draft))
+    assert not os.path.lexists(draft)
+    assert not (tmp_path / "state.json").exists()

@@ -1,0 +1,222 @@
+import json
+import math
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from safetensors.torch import load_file
+
+from atlas_fl.errors import CheckpointError, DataError
+from atlas_fl.storage.checkpoint import FORMAT, load, load_latest, prune, rounds_in, save
+from atlas_fl.storage.jsonl import seal
+from atlas_fl.storage.tensors import encode
+from tests.examples import examples
+
+
+def tensors(round: int) -> dict[str, torch.Tensor]:
+    draw = torch.Generator().manual_seed(round)
+    shared = torch.randn(4, 3, generator=draw)
+    return {"movie-0/head.bias": torch.full((2,), float(round)), "a-0/x.lora_A": shared, "a-1/x.lora_A": shared}
+
+
+def three_rounds(folder: Path) -> Path:
+    for round in (1, 2, 3):
+        save(folder, round=round, tensors=tensors(round), state={"round": round, "metrics": 100 * round})
+    return folder
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+def test_the_newest_comes_back_bit_for_bit(tmp_path) -> None:
+    state = {"loss": 0.1 + 0.2, "clients": ["a", "b"], "eta": 1e-300, "nested": {"none": None, "text": "ü\n"}}
+    save(tmp_path, round=12, tensors=tensors(12), state=state)
+    found, messages = load_latest(tmp_path)
+    assert found is not None
+    assert (found.round, found.state, found.path.name, messages) == (12, state, "round-0012", ())
+    assert encode(found.tensors) == encode(tensors(12))
+    assert encode(load_file(found.path / "state.safetensors")) == encode(tensors(12))
+
+
+def test_the_same_federation_gives_the_same_files(tmp_path) -> None:
+    paths = [save(tmp_path / name, round=1, tensors=tensors(1), state={"x": 0.1}) for name in "ab"]
+    for file in ("state.safetensors", "state.json"):
+        assert (paths[0] / file).read_bytes() == (paths[1] / file).read_bytes()
+
+
+def test_nothing_saved_is_nothing_loaded(tmp_path) -> None:
+    assert load_latest(tmp_path / "none") == (None, ())
+
+
+def cut(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-5])
+
+
+def flip(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[-20] ^= 1
+    path.write_bytes(content)
+
+
+def other_number(path: Path) -> None:
+    path.write_text(path.read_text().replace('"metrics": 300', '"metrics": 200'))
+
+
+def newer_format(path: Path) -> None:
+    content = json.loads(path.read_text()) | {"format": FORMAT + 1}
+    del content["sha256"]
+    path.write_text(json.dumps(content | {"sha256": seal(content)}))
+
+
+DAMAGES: dict[str, tuple[str, Callable[[Path], None], str]] = {
+    "tensors cut": ("state.safetensors", cut, "state.safetensors of [0-9]+ bytes has SHA-256 .*, but state.json says"),
+    "tensors altered": ("state.safetensors", flip, "state.safetensors of [0-9]+ bytes has SHA-256"),
+    "tensors gone": ("state.safetensors", Path.unlink, "state.safetensors is missing"),
+    "state cut": ("state.json", cut, "state.json is cut off or altered"),
+    "state altered": ("state.json", other_number, "state.json is altered: its content has SHA-256"),
+    "state empty": ("state.json", lambda path: path.write_bytes(b""), "state.json is cut off or altered"),
+    "state no mapping": ("state.json", lambda path: path.write_text("[1]"), "state.json is cut off or altered"),
+    "state no text": ("state.json", lambda path: path.write_bytes(b"\xff\xfe\x00"), "state.json is cut off or altered"),
+    "state without digest": ("state.json", lambda path: path.write_text("{}"), r"cut off or altered \('sha256'\)"),
+    "state of the future": ("state.json", newer_format, "state.json has format 4, this version reads 3"),
+    "state gone": ("state.json", Path.unlink, "state.json is missing"),
+}
+
+
+@pytest.mark.parametrize(("file", "damage", "message"), DAMAGES.values(), ids=DAMAGES)
+def test_a_damaged_checkpoint_is_passed_over_with_the_reason(tmp_path, file, damage, message) -> None:
+    damage(three_rounds(tmp_path) / "round-0003" / file)
+    found, messages = load_latest(tmp_path)
+    assert found is not None
+    assert (found.round, found.state["metrics"]) == (2, 200)
+    assert len(messages) == 1
+    with pytest.raises(CheckpointError, match=message):
+        load(tmp_path / "round-0003")
+    assert messages[0].startswith("checkpoint round-0003 passed over: ")
+    assert messages[0].endswith("; going on from round-0002")
+
+
+def test_every_damaged_checkpoint_is_named_and_none_good_is_none(tmp_path) -> None:
+    three_rounds(tmp_path)
+    for round in (1, 2, 3):
+        flip(tmp_path / f"round-000{round}" / "state.safetensors")
+    found, messages = load_latest(tmp_path)
+    assert found is None
+    assert [message.split(":")[0] for message in messages] == [
+        f"checkpoint round-000{round} passed over" for round in (3, 2, 1)
+    ]
+
+
+@examples(60)
+@given(place=st.floats(0, 1, exclude_max=True), bit=st.integers(0, 7), file=st.sampled_from(["json", "safetensors"]))
+def test_no_flipped_bit_is_ever_loaded_as_another_state(tmp_path_factory, place: float, bit: int, file: str) -> None:
+    folder = tmp_path_factory.mktemp("flip")
+    path = save(folder, round=1, tensors=tensors(1), state={"metrics": 100}) / f"state.{file}"
+    content = bytearray(path.read_bytes())
+    content[int(place * len(content))] ^= 1 << bit
+    path.write_bytes(content)
+    found, messages = load_latest(folder)
+    if found is None:
+        assert len(messages) == 1
+    else:  # white space between the entries of the state was hit
+        assert file == "json"
+        assert (found.state, encode(found.tensors)) == ({"metrics": 100}, encode(tensors(1)))
+
+
+def test_a_renamed_checkpoint_is_not_taken_for_another_round(tmp_path) -> None:
+    (three_rounds(tmp_path) / "round-0003").rename(tmp_path / "round-0009")
+    found, messages = load_latest(tmp_path)
+    assert found is not None
+    assert found.round == 2
+    assert messages == ("checkpoint round-0009 passed over: state.json is of round 3; going on from round-0002",)
+
+
+def test_unfinished_folders_are_no_checkpoints_and_are_cleared_by_the_next_save(tmp_path) -> None:
+    three_rounds(tmp_path)
+    (tmp_path / ".round-0004.writing").mkdir()
+    (tmp_path / ".round-0001.removed").mkdir()
+    (tmp_path / "round-0002.replaced").mkdir()
+    (tmp_path / "notes").mkdir()
+    found, messages = load_latest(tmp_path)
+    assert found is not None
+    assert (found.round, messages) == (3, ())
+    save(tmp_path, round=4, tensors=tensors(4), state={})
+    assert names(tmp_path) == ["notes", "round-0001", "round-0002", "round-0003", "round-0004"]
+
+
+def test_going_back_behind_a_damaged_round_removes_it(tmp_path) -> None:
+    three_rounds(tmp_path)
+    for round in (2, 3):
+        flip(tmp_path / f"round-000{round}" / "state.safetensors")
+    save(tmp_path, round=2, tensors=tensors(2), state={"again": True})
+    assert names(tmp_path) == ["round-0001", "round-0002"]
+    found, messages = load_latest(tmp_path)
+    assert found is not None
+    assert (found.round, found.state, messages) == (2, {"again": True}, ())
+
+
+def test_the_newest_are_kept(tmp_path) -> None:
+    three_rounds(tmp_path)
+    prune(tmp_path, keep=2)
+    assert names(tmp_path) == ["round-0002", "round-0003"]
+    prune(tmp_path, keep=5)
+    assert names(tmp_path) == ["round-0002", "round-0003"]
+    with pytest.raises(
+        CheckpointError, match="cannot keep 0 checkpoints; keep at least 1, or the run cannot be resumed"
+    ):
+        prune(tmp_path, keep=0)
+
+
+def test_the_best_are_kept_beside_the_newest(tmp_path) -> None:
+    three_rounds(tmp_path)
+    save(tmp_path, round=4, tensors=tensors(4), state={})
+    prune(tmp_path, keep=1, besides=(2, 7))
+    assert names(tmp_path) == ["round-0002", "round-0004"]
+    assert list(rounds_in(tmp_path)) == [2, 4]
+    found, messages = load_latest(tmp_path)
+    assert found is not None and (found.round, messages) == (4, ())
+
+
+def test_a_refused_state_changes_nothing(tmp_path) -> None:
+    three_rounds(tmp_path)
+    with pytest.raises(DataError, match="best is nan"):
+        save(tmp_path, round=4, tensors=tensors(4), state={"best": math.nan})
+    assert names(tmp_path) == ["round-0001", "round-0002", "round-0003"]
+
+
+def test_ten_thousand_rounds_are_in_order(tmp_path) -> None:
+    for round in (9_999, 10_000):
+        save(tmp_path, round=round, tensors={}, state={})
+    found, _ = load_latest(tmp_path)
+    assert found is not None
+    assert found.round == 10_000
+
+
+def test_what_no_run_has_written_is_kept_when_its_checkpoint_goes(tmp_path) -> None:
+    for round in (1, 2, 3):
+        save(tmp_path, round=round, tensors=tensors(round), state={})
+    for round in (1, 3):
+        (tmp_path / f"round-000{round}" / "notes.txt").write_text(f"of round {round}")
+    (tmp_path / ".round-2-of-mine").mkdir()
+    (tmp_path / "round-0004").write_text("mine")
+    save(tmp_path, round=2, tensors=tensors(2), state={})
+    prune(tmp_path, keep=1)
+    assert sorted(path.relative_to(tmp_path).as_posix() for path in tmp_path.rglob("*")) == [
+        ".round-2-of-mine",
+        "round-0001.kept-1",
+        "round-0001.kept-1/notes.txt",
+        "round-0002",
+        "round-0002/state.json",
+        "round-0002/state.safetensors",
+        "round-0003.kept-1",
+        "round-0003.kept-1/notes.txt",
+        "round-0004.kept-1",
+    ]
+    assert (tmp_path / "round-0004.kept-1").read_text() == "mine"
+    found, damaged = load_latest(tmp_path)
+    assert found is not None and found.round == 2
+    assert damaged == ()
