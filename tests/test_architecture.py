@@ -15,29 +15,29 @@ MODULES = sorted(path.relative_to(ROOT).as_posix() for path in ROOT.rglob("*.py"
 OWNERS = {
     "transformers": "models/",
     "tokenizers": "models/",
-    "datasets": "tasks/",
-    "peft": "lora/peft_io.py",
-    "flwr": "flower/api.py",
-    "ray": "engines/ray.py",
-    "grpc": "engines/stream/",
+    "datasets": "data/",
+    "peft": "models/peft_io.py",
+    "flwr": "flower/messages.py",
+    "ray": "runtime/ray.py",
+    "grpc": "runtime/transport/",
     "tyro": "cli/",
     "tomlkit": "config/",
     "matplotlib": "report/",
-    "platformdirs": "io/",
-    "psutil": "io/",
-    "rouge_score": "tasks/",
-    "logging": "io/",
-    "cryptography": "io/",
-    "onnx": "io/",
-    "PIL": "tasks/",
-    "optuna": "search/study.py",
-    "sqlalchemy": "search/study.py",
-    "wandb": "report/tracking.py",
+    "platformdirs": "storage/",
+    "psutil": ("experiment/summary.py", "storage/downloads.py"),
+    "rouge_score": "data/",
+    "logging": "storage/",
+    "cryptography": "runtime/transport/certificates.py",
+    "onnx": "storage/",
+    "PIL": "data/",
+    "optuna": "experiment/search.py",
+    "sqlalchemy": "experiment/search.py",
+    "wandb": "report/wandb.py",
     "yaml": "config/",
 }
 """The only place that may import a package."""
 
-PURE = ("config/", "ranks/", "events.py", "presets.py", "errors.py", "sweep.py", "stopping.py", "search/space.py")
+PURE = ("config/", "ranks/", "events.py", "errors.py", "experiment/sweep.py")
 """Places that know nothing of tensors."""
 
 

@@ -7,7 +7,8 @@ A client's side of its cut model, where the other side is another machine's.
 With the head on the server a step is one question: rows and labels go up, the gradient comes down. With the head
 here it is two: rows up and features down, their gradient up and that of the rows down. The norms of the client's
 gradients go up with its next question, or with its answer to the job; those of the server's come with the gradient.
-The loop, the batches, the optimizer and the scores are those of a whole model (`client.local_training`, `client.evaluation`).
+The loop, the batches, the optimizer and the scores are those of a whole model (`client.local_training`,
+`client.evaluation`).
 
 A cut client's side of what a plan needs: gradients of its own frozen weights, and the warm-up of its own adapters.
 

@@ -1,4 +1,4 @@
-"""The hash of a config, what may differ between a run and its resumption, and the digests of the files that a config names.
+"""The hash of a config, what may differ on resumption, and the digests of the files that a config names.
 
 What makes two runs the same run.
 

@@ -149,15 +149,11 @@ def _drawn(classes: Labels, counts: Array, rng: np.random.Generator) -> list[Lab
     return [rng.permutation(np.concatenate(part)) for part in parts]
 
 
-ArrayOfSharding: TypeAlias = np.ndarray[Any, np.dtype[Any]]
-
 SWITCHES = 10
 """Attempted switches a slot, of the chain that makes the assignment random."""
 
 
-def assign_classes(
-    num_clients: int, num_classes: int, classes_per_client: int, rng: np.random.Generator
-) -> ArrayOfSharding:
+def assign_classes(num_clients: int, num_classes: int, classes_per_client: int, rng: np.random.Generator) -> Array:
     """Which classes every client has: bool (clients, classes), `classes_per_client` in a row, columns even to one.
 
     Drawn by the switch chain, whose moves keep the sums of rows and columns, from a dealt start; it reaches every
@@ -189,7 +185,7 @@ def check_classes(num_clients: int, num_classes: int, classes_per_client: int) -
         )
 
 
-def _switched(held: ArrayOfSharding, rng: np.random.Generator) -> ArrayOfSharding:
+def _switched(held: Array, rng: np.random.Generator) -> Array:
     """The same sums of rows and columns, at random: two clients swap two classes that the other does not have."""
     clients, classes = (places.copy() for places in np.nonzero(held))
     held = held.copy()
@@ -206,12 +202,12 @@ def _switched(held: ArrayOfSharding, rng: np.random.Generator) -> ArrayOfShardin
 class _Bounds:
     """What a plan must keep: rows of a client in a class, of a client, and of a class."""
 
-    cells: tuple[ArrayOfSharding, ArrayOfSharding]
-    clients: tuple[ArrayOfSharding, ArrayOfSharding]
-    classes: tuple[ArrayOfSharding, ArrayOfSharding]
+    cells: tuple[Array, Array]
+    clients: tuple[Array, Array]
+    classes: tuple[Array, Array]
 
 
-def plan_rows(held: ArrayOfSharding, supply: ArrayOfSharding, *, size: int | None) -> ArrayOfSharding:
+def plan_rows(held: Array, supply: Array, *, size: int | None) -> Array:
     """How many rows of every class each client gets, int64 (clients, classes): none of a class that is not its own.
 
     With a `size` every client has exactly so many, spread over its classes as evenly as the supply allows; without one
@@ -246,7 +242,7 @@ def plan_rows(held: ArrayOfSharding, supply: ArrayOfSharding, *, size: int | Non
     return found
 
 
-def deal_classes(classes: Labels, held: ArrayOfSharding, *, size: int | None, rng: np.random.Generator) -> list[Labels]:
+def deal_classes(classes: Labels, held: Array, *, size: int | None, rng: np.random.Generator) -> list[Labels]:
     """For every client the positions of its rows: disjoint, of its classes alone, in a random order (`plan_rows`)."""
     counts = plan_rows(held, np.bincount(classes, minlength=held.shape[1]), size=size)
     parts: list[list[Labels]] = [[] for _ in held]
@@ -257,7 +253,7 @@ def deal_classes(classes: Labels, held: ArrayOfSharding, *, size: int | None, rn
     return [rng.permutation(np.concatenate(part)) for part in parts]
 
 
-def _evenest(held: ArrayOfSharding, supply: ArrayOfSharding) -> tuple[int, int]:
+def _evenest(held: Array, supply: Array) -> tuple[int, int]:
     """The smallest largest size of a client when every row is dealt, and the largest smallest one under it."""
     total = int(supply.sum())
     mean = total // len(held)
@@ -281,7 +277,7 @@ def _least(holds: Callable[[int], bool], low: int, high: int) -> int:
     return low
 
 
-def _too_large(held: ArrayOfSharding, supply: ArrayOfSharding, size: int) -> str:
+def _too_large(held: Array, supply: Array, size: int) -> str:
     least = int(held.sum(axis=1).max())
 
     def fails(rows: int) -> bool:
@@ -299,7 +295,7 @@ def _too_large(held: ArrayOfSharding, supply: ArrayOfSharding, size: int) -> str
     )
 
 
-def _flow(bounds: _Bounds) -> ArrayOfSharding | None:
+def _flow(bounds: _Bounds) -> Array | None:
     """A plan within the bounds, int64 (clients, classes); None if there is none.
 
     Clients are sources and classes are sinks. What each arc must carry at least is sent beforehand, from and to two
@@ -333,7 +329,5 @@ def _flow(bounds: _Bounds) -> ArrayOfSharding | None:
     found = maximum_flow(graph, give, take)
     if found.flow_value != owed[over].sum():
         return None
-    plan: ArrayOfSharding = low + np.maximum(
-        found.flow.toarray()[:num_clients, num_clients : num_clients + num_classes], 0
-    )
+    plan: Array = low + np.maximum(found.flow.toarray()[:num_clients, num_clients : num_clients + num_classes], 0)
     return plan

@@ -1,7 +1,7 @@
 """What the person at a site agrees to let out of it, in words and numbers; nothing of it by default.
 
-Settings are held against it once, when a site connects (`deployment.settings_policy`), and every job against the settings
-(`deployment.job_policy`).
+Settings are held against it once, when a site connects (`deployment.settings_policy`), and every job against the
+settings (`deployment.job_policy`).
 """
 
 from collections.abc import Mapping

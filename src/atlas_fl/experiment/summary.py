@@ -244,11 +244,8 @@ def classes_of(members: Sequence[History], *, plan: Mapping[str, Any]) -> dict[s
     }
 
 
-RowOfUtilisation = Mapping[str, Any]
-
-
 def utilisation(
-    plan: Mapping[str, Any], metrics: Iterable[RowOfUtilisation], round_seconds: Mapping[int, float]
+    plan: Mapping[str, Any], metrics: Iterable[Row], round_seconds: Mapping[int, float]
 ) -> dict[str, dict[str, float]]:
     """By client the shares that are known, each from 0 to 1."""
     planned = {entry["name"]: entry for entry in plan.get("clients", ())}
@@ -269,7 +266,7 @@ def utilisation(
     return found
 
 
-def _memory(entry: RowOfUtilisation) -> dict[str, float]:
+def _memory(entry: Row) -> dict[str, float]:
     used, total = (entry.get("predicted") or {}).get("memory_bytes"), (entry.get("memory") or {}).get("total")
     return {"memory": used / total} if used is not None and total else {}
 

@@ -43,7 +43,7 @@ MOST_PRODUCTS = 1 << 24
 def fisher_leakage(
     backbone: Backbone, embedded: Tensor, layout: Layout, *, blocks: int, seed: int, draws: int = 4
 ) -> float:
-    """Tr(J^T J) / d of the first `blocks` blocks at these rows, (tokens, hidden), as `models.backbone.embed` gives them.
+    """Tr(J^T J) / d of the first `blocks` blocks at these rows, (tokens, hidden), as `embed` gives them.
 
     Hutchinson's estimate: the mean of |J^T u|^2 over `draws` normal u; exact, 1, for no block.
     """

@@ -2,8 +2,8 @@
 
 Packs handed out to workers, each of which has a site of its own: what one process computes, by any number of them.
 
-Packs are formed by `client.batching`, as for one process, and never depend on who works, so the results do not either. A
-pack goes out as frames, one for each job, and comes back as one for each update.
+Packs are formed by `client.batching`, as for one process, and never depend on who works, so the results do not
+either. A pack goes out as frames, one for each job, and comes back as one for each update.
 
 Worker processes of this machine: fresh interpreters that a pipe and a piece of memory lead to.
 
