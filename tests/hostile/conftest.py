@@ -10,7 +10,9 @@ from atlas_fl.config import Config, with_values
 from atlas_fl.config.presets import find_preset
 from tests.hostile.servers import Recording, record
 from tests.runs.conftest import configs
+from tests.runs.conftest import finished as finished
 from tests.runs.conftest import shared_config as shared_config
+from tests.runs.conftest import shared_folder as shared_folder
 from tests.runs.conftest import tiny_model as tiny_model
 from tests.runs.conftest import tiny_vit as tiny_vit
 

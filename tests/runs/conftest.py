@@ -1,6 +1,7 @@
 """Real runs made small: real text, a random BERT of three narrow blocks, seconds instead of minutes."""
 
 import json
+import os
 import shutil
 import warnings
 from collections.abc import Callable, Iterator
@@ -23,15 +24,44 @@ from atlas_fl.config import (
 from atlas_fl.config.presets import find_preset
 from atlas_fl.storage.downloads import embedded_dir, model_dir
 from tests.runs.federation import SITES, Federation
+from tests.runs.finished import FinishedRuns, locked
 from tests.runs.processes import Programs
 
 TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "vocab.txt")
 
 
 @pytest.fixture(scope="session")
-def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def shared_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder that all workers of pytest-xdist see."""
+    base = tmp_path_factory.getbasetemp()
+    folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "shared"
+    folder.mkdir(exist_ok=True)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def finished(shared_folder: Path) -> FinishedRuns:
+    """Call it with a config for a copy of that run's folder; each run is computed once."""
+    return FinishedRuns(shared_folder / "runs")
+
+
+@pytest.fixture(scope="session")
+def tiny_model(shared_folder: Path) -> Path:
     """A random BERT with the embedded model's tokenizer, as a directory that `--model` takes."""
-    folder = tmp_path_factory.mktemp("tiny") / "tiny-bert"
+    return saved_once(shared_folder / "tiny-bert", _save_bert)
+
+
+def saved_once(folder: Path, save: Callable[[Path], object]) -> Path:
+    """This folder, once `save` has filled it in one of the workers."""
+    with locked(folder.with_suffix(".lock")):
+        if not folder.exists():
+            unfinished = folder.with_suffix(".part")
+            save(unfinished)
+            unfinished.rename(folder)
+    return folder
+
+
+def _save_bert(folder: Path) -> None:
     folder.mkdir()
     source = model_dir(embedded_dir())
     for name in TOKENIZER:
@@ -51,7 +81,6 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         model.save_pretrained(folder)
-    return folder
 
 
 @pytest.fixture
@@ -100,16 +129,18 @@ def configs(tiny_model: Path, folder: Path) -> Callable[..., Config]:
 
 
 @pytest.fixture(scope="session")
-def tiny_vit(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def tiny_vit(shared_folder: Path) -> Path:
     """A random ViT of two narrow blocks, as a directory that `--model` takes."""
-    folder = tmp_path_factory.mktemp("tiny") / "tiny-vit"
+    return saved_once(shared_folder / "tiny-vit", _save_vit)
+
+
+def _save_vit(folder: Path) -> None:
     with torch.random.fork_rng(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         torch.manual_seed(0)
         sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}
         ViTModel(ViTConfig(**sizes, image_size=16, patch_size=8), add_pooling_layer=False).save_pretrained(folder)
         ViTImageProcessorPil(size={"height": 16, "width": 16}).save_pretrained(folder)
-    return folder
 
 
 @pytest.fixture
@@ -126,20 +157,14 @@ def image_config(tiny_vit: Path, tmp_path: Path) -> Callable[..., Config]:
     return lambda **values: with_values(base, values)
 
 
-@pytest.fixture(scope="module")
-def simulated() -> dict[str, Path]:
-    """The folder of every config that was simulated already."""
-    return {}
-
-
 @pytest.fixture
 def federation(
-    config: Callable[..., Config], tmp_path: Path, programs: Programs, simulated: dict[str, Path]
+    config: Callable[..., Config], tmp_path: Path, programs: Programs, finished: FinishedRuns
 ) -> Iterator[Callable[..., Federation]]:
     def make(sites: dict[str, str] = SITES, **values: object) -> Federation:
         tasks = tuple(dict.fromkeys(name.partition("-")[0] for name in sites))
         # packs of one, because a client that is alone has no other
-        return Federation(config(tasks=tasks, pack_tokens=1, **values), tmp_path, sites, programs, simulated)
+        return Federation(config(tasks=tasks, pack_tokens=1, **values), tmp_path, sites, programs, finished)
 
     yield make
     programs.kill_all()

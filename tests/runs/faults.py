@@ -9,6 +9,7 @@ from typing import Any
 from atlas_fl.deployment import site
 from atlas_fl.models import peft_io
 from atlas_fl.runtime.coordinator import coordinator, site_worker
+from atlas_fl.storage import checkpoint
 
 SMALL = 200
 """Bytes of a file that a full disk takes."""
@@ -38,12 +39,24 @@ def die_before_the_answer() -> None:
     coordinator.Hall._kept = answer  # type: ignore[method-assign]
 
 
+def die_before_the_checkpoint_of_round_two() -> None:
+    save = checkpoint.save
+
+    def saved(folder: Any, *, round: int, **content: Any) -> Any:
+        if round == 2:
+            die()
+        return save(folder, round=round, **content)
+
+    checkpoint.save = saved
+
+
 FAULTS: Mapping[str, Callable[[], None]] = {
     "dies before it writes its model": lambda: setattr(site.Home, "export", die),
     "dies while it writes its model": lambda: setattr(peft_io, "write_tensors", die),
     "dies before it says so": lambda: setattr(site_worker, "confirm", die),
     "dies before it removes its private part": lambda: setattr(site.Home, "leave", die),
     "dies before it ends": lambda: setattr(site, "_joined", die),
+    "dies before the checkpoint of round two": die_before_the_checkpoint_of_round_two,
     "has a full disk": fill_the_disk,
     "dies before it answers who has its model": die_before_the_answer,
 }

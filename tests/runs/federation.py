@@ -1,15 +1,16 @@
 """One config, simulated and served across real processes on loopback."""
 
 from collections.abc import Callable
+from functools import cached_property
 from pathlib import Path
 
-from atlas_fl.config import Config, config_hash, to_toml
-from atlas_fl.experiment.run import run
+from atlas_fl.config import Config, to_toml
 from atlas_fl.params import digest
 from atlas_fl.runtime.transport.certificates import make_certs
 from atlas_fl.split.codec import simulated_secret
 from atlas_fl.storage.run_folder import RunFolder
 from atlas_fl.storage.tensors import read_tensors
+from tests.runs.finished import FinishedRuns
 from tests.runs.processes import Program, Programs
 
 SITES = {"movie-0": "cpu_2gb", "movie-1": "tablet_4gb"}
@@ -27,19 +28,17 @@ class Federation:
     """One config, simulated here and served across processes."""
 
     def __init__(
-        self, config: Config, folder: Path, sites: dict[str, str], programs: Programs, simulated: dict[str, Path]
+        self, config: Config, folder: Path, sites: dict[str, str], programs: Programs, finished: FinishedRuns
     ) -> None:
         self.folder, self.sites, self.programs, self.runs = folder, sites, programs, Path(config.run.runs_dir)
-        self._config, self._simulated = config, simulated
+        self._config, self._finished = config, finished
         make_certs(folder / "certs", servers=["localhost", "127.0.0.1"], clients=list(sites))
         (folder / "fed.toml").write_text(to_toml(config))
 
-    @property
+    @cached_property
     def simulated(self) -> Path:
-        key = config_hash(self._config)
-        if key not in self._simulated:
-            self._simulated[key] = run(self._config).folder
-        return self._simulated[key]
+        """The folder of the same federation in one process."""
+        return self._finished(self._config).folder
 
     def has_the_simulations_noise(self) -> None:
         """Each site finds the secret that the simulation draws its noise from, in the place of one of its own."""

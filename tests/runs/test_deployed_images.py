@@ -18,6 +18,7 @@ from atlas_fl.storage.jsonl import read_json, read_sealed, write_json
 from atlas_fl.storage.run_folder import RunFolder
 from tests.models.tiny_vision import save_tiny
 from tests.runs.federation import Federation, adapters
+from tests.runs.finished import FinishedRuns
 from tests.runs.processes import Programs
 from tests.runs.reading import rows, same_tensors, state
 from tests.runtime.conftest import Proxy
@@ -59,9 +60,9 @@ def lora_settings(folder: Path, **values: object) -> Config:
 
 
 @pytest.fixture
-def federation(programs: Programs, tmp_path: Path) -> Iterator[Callable[..., Federation]]:
+def federation(programs: Programs, tmp_path: Path, finished: FinishedRuns) -> Iterator[Callable[..., Federation]]:
     def make(config: Config, sites: Sequence[str] = SITES) -> Federation:
-        return Federation(config, tmp_path, dict.fromkeys(sites, DEVICE), programs, {})
+        return Federation(config, tmp_path, dict.fromkeys(sites, DEVICE), programs, finished)
 
     yield make
     programs.kill_all()

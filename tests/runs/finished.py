@@ -1,0 +1,51 @@
+"""Finished runs, each computed once for all tests and all workers of pytest-xdist, and handed out as copies."""
+
+import fcntl
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from hashlib import sha256
+from pathlib import Path
+
+from atlas_fl.config import Config, run_folder, to_toml, with_values
+from atlas_fl.experiment.run import RunResult, run
+from atlas_fl.storage.jsonl import read_json, write_json
+
+
+@contextmanager
+def locked(file: Path) -> Iterator[None]:
+    """Hold this file's lock; other processes wait for it."""
+    with file.open("w") as handle:
+        fcntl.flock(handle, fcntl.LOCK_EX)
+        yield
+
+
+class FinishedRuns:
+    """Computes the run of a config on the first request and copies its folder on every request."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        folder.mkdir(parents=True, exist_ok=True)
+
+    def __call__(self, config: Config) -> RunResult:
+        """The result of `run(config)`, in the config's own folder, which is the test's to alter.
+
+        Runs differ by every setting but folder and name, so by `audit` and `max_rounds` too, which are no part of the
+        hash.
+        """
+        original = self.folder / sha256(to_toml(_placed(config, self.folder)).encode()).hexdigest()[:16]
+        with locked(original.with_suffix(".lock")):
+            if not original.exists():
+                unfinished = original.with_suffix(".part")
+                shutil.rmtree(unfinished, ignore_errors=True)
+                result = run(_placed(config, unfinished))
+                outcome = {"rounds": result.rounds, "complete": result.complete, "summary": result.summary}
+                write_json(unfinished / "outcome.json", outcome)
+                unfinished.rename(original)
+        copy = run_folder(config).path
+        shutil.copytree(original / "run", copy)
+        return RunResult(folder=copy, **read_json(original / "outcome.json"))
+
+
+def _placed(config: Config, runs: Path) -> Config:
+    return with_values(config, {"runs_dir": str(runs), "name": "run"})

@@ -1,0 +1,109 @@
+"""What shows at once that a kind of training is broken: a run, a resume after a kill, a federation, a failing audit."""
+
+import signal
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+
+from atlas_fl.audit import audit
+from atlas_fl.config import Config, to_toml, with_values
+from atlas_fl.config.presets import find_preset
+from atlas_fl.experiment.run import resume
+from tests.models.tiny_vision import save_tiny
+from tests.runs.conftest import configs, saved_once
+from tests.runs.federation import Federation
+from tests.runs.finished import FinishedRuns
+from tests.runs.processes import Programs
+from tests.runs.reading import rows, same_tensors, state
+
+pytestmark = [
+    pytest.mark.core,
+    # PEFT still asks for it under its old name.
+    pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning"),
+]
+
+DEVICE = "cpu_2gb"
+SIZES: Mapping[str, Any] = {
+    **{"clients_per_task": 2, "samples": 24, "validation_samples": 12, "test_samples": 12, "rounds": 3},
+    **{"eval_every": 3, "devices": DEVICE, "pack_tokens": 1},
+}
+"""Of every federation; packs of one, because a site that is alone has no others."""
+TEXT: Mapping[str, Any] = {**SIZES, "tasks": "movie", "dropout": 0.1}
+IMAGES: Mapping[str, Any] = {**SIZES, "tasks": "digits", "image_size": 16, "audit": True}
+ADAPTERS: Mapping[str, Any] = {"batch_size": 8, "lr": 5e-3, "clusters": "oracle", "candidates": "2+4", "sketch_dim": 64}
+KINDS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
+    "adapters on text": ("", TEXT),
+    "cut models": ("", {**TEXT, "split": "movie-0=1"}),
+    "adapters on images": ("vision-lora", {**IMAGES, **ADAPTERS, "fingerprint_steps": 2, "fingerprint_batches": 2}),
+    "whole images": ("vision-quick", {**IMAGES, "participation": 1, "local_steps": 2, "lr": 0.02, "nc": "5"}),
+    "whole images under a mask": (
+        "vision-quick",
+        {**IMAGES, "participation": 1, "local_steps": 2, "lr": 0.02, "mask": "least_sensitive"},
+    ),
+}
+"""The preset of each, and its settings."""
+
+
+@pytest.fixture(params=KINDS)
+def config(request: pytest.FixtureRequest, tiny_model: Path, shared_folder: Path, tmp_path: Path) -> Config:
+    """A federation of two clients for three rounds, of every kind in turn."""
+    preset, values = KINDS[request.param]
+    if not preset:
+        return configs(tiny_model, tmp_path)(**values)
+    model = saved_once(shared_folder / "tiny-vit-of-three-blocks", save_tiny)
+    places = {"model": str(model), "runs_dir": str(tmp_path / "runs"), "name": "run"}
+    return with_values(find_preset(preset), {**values, **places})
+
+
+def test_a_run_passes_its_audit(config: Config, finished: FinishedRuns) -> None:
+    result = finished(config)
+    assert (result.complete, result.rounds) == (True, 3)
+    report = audit(result.folder)
+    assert report.ok
+    assert {"mixed", "loaded"} <= {row.check for row in report.rows}
+
+
+def test_a_run_that_is_killed_in_its_second_round_goes_on_to_the_same_bits(
+    config: Config, finished: FinishedRuns, programs: Programs, tmp_path: Path
+) -> None:
+    (tmp_path / "config.toml").write_text(to_toml(with_values(config, {"name": "killed"})))
+    fault = "dies before the checkpoint of round two"
+    programs.start("run", "--config", "config.toml", folder=tmp_path, fault=fault).end(-signal.SIGKILL)
+    killed, whole = tmp_path / "runs/killed", finished(config).folder
+    assert not (killed / "checkpoints/round-0002").exists()
+    assert resume(killed).complete
+    assert same_tensors(state(whole), state(killed))
+    for kind in ("metrics", "ledger"):
+        assert rows(whole, kind) == rows(killed, kind)
+    assert audit(killed).ok
+
+
+def test_a_served_federation_ends_in_the_bits_of_its_simulation(
+    config: Config, finished: FinishedRuns, programs: Programs, tmp_path: Path
+) -> None:
+    (task,) = config.data.tasks
+    fed = Federation(config, tmp_path, {f"{task}-0": DEVICE, f"{task}-1": DEVICE}, programs, finished)
+    try:
+        fed.complete()
+    finally:
+        programs.kill_all()
+    assert same_tensors(state(fed.simulated), state(fed.served.path))
+    assert sorted(map(str, rows(fed.simulated, "ledger"))) == sorted(map(str, rows(fed.served.path, "ledger")))
+    assert audit(fed.served.path).ok
+
+
+def test_an_audit_fails_where_a_mixed_model_was_altered(config: Config, finished: FinishedRuns) -> None:
+    folder = finished(config).folder
+    file = folder / "audit/round-0002/start.safetensors"
+    with safe_open(file, "pt") as handle:
+        metadata = handle.metadata()
+    tensors = load_file(file)
+    key = next(key for key in tensors if key.endswith(("lora_B", "head.weight")))
+    tensors[key] += 0.01
+    save_file(tensors, file, metadata)
+    failures = [row for row in audit(folder).failures if row.check == "mixed"]
+    assert failures and {row.round for row in failures} <= {2, 3}
