@@ -103,3 +103,7 @@ def test_the_order_of_the_tensors_changes_no_bit(held):
     back = {**turned, "d": dict(reversed(wide["d"].items()))}
     names = (*CLIENTS, "d")
     assert np.array_equal(update_gram(wide, names, scale), update_gram(back, names, scale))
+
+
+def test_rounding_between_equal_updates_is_no_distance():
+    assert gram_distances(np.array([[1.0, 1 - 1e-15], [1 - 1e-15, 1.0]])).tolist() == [[0, 0], [0, 0]]

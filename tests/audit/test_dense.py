@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from atlas_fl.audit.check import audit
-from atlas_fl.audit.recompute import Round, Truth, decompose
+from atlas_fl.audit.recompute import Round, Truth, decompose, is_best
 from atlas_fl.audit.run_files import Plan
 from tests.audit.written import edit_tensors, found, write_run
 
@@ -69,3 +69,12 @@ def test_where_singular_values_tie_any_best_approximation_is_right():
     assert near_tie(2).error <= 1e-4, "the other of two equals"
     assert near_tie(2, spoil=0.01).error > 1e-4
     assert near_tie(3 - 3).error > 1e-4, "the first twice is no best approximation"
+
+
+def test_a_best_approximation_neither_stretches_a_direction_nor_leaves_out_a_larger_one():
+    def best(mixed, got):
+        return is_best(np.diag(mixed), np.diag(got), 2, size=float(np.linalg.norm(mixed)))
+
+    assert best([3.0, 1.0, 1.0], [3.0, 1.0, 0.0]) and best([3.0, 1.0, 1.0], [3.0, 0.0, 1.0])
+    assert not best([3.0, 1.0, 1.0], [3.0, 1.1, 0.0]), "the kept one of two equals is a tenth too long"
+    assert not best([3.0, 1.0, 2.0], [3.0, 1.0, 0.0]), "the larger one was left out"

@@ -47,3 +47,13 @@ def test_importance_that_is_needed_and_missing_is_named(tmp_path):
     (run / "plan.json").write_text(json.dumps(plan_json() | {"importance": []}))
     with pytest.raises(CheckpointError, match="the plan holds no importance of the layers"):
         audit(run)
+
+
+def test_without_edges_every_laplacian_leaves_models_as_they_are():
+    plan = Plan(
+        clients=("a", "b"), tasks=("x", "x"), examples=(1.0, 3.0), clusters=(0, 0), ranks=((1,),) * 2,
+        adjacency=np.zeros((2, 2)), importance=None, layer_of={}, alpha=None, rslora=False,
+    )  # fmt: skip
+    for laplacian in ("symmetric", "random_walk", "metropolis"):
+        rule = Rule(kind="laplacian", laplacian=laplacian, eta=0.5, by_layer=False, present=(True, True))
+        assert weights(plan, rule, head=False).tolist() == np.eye(2).tolist()

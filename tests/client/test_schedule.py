@@ -1,8 +1,9 @@
 """Learning rates over a run."""
 
 import pytest
+import torch
 
-from atlas_fl.client.local_training import SCHEDULES, rate_factor
+from atlas_fl.client.local_training import SCHEDULES, TrainOptions, move, rate_factor
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
@@ -20,3 +21,14 @@ def test_steps_by_hand() -> None:
 
 def test_half_of_a_cosine_by_hand() -> None:
     assert rate_factor("cosine", warmup=0.0, step=2, steps=4) == pytest.approx(0.5)
+
+
+def test_the_rate_goes_on_where_the_round_before_ended() -> None:
+    optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)])
+    options = TrainOptions(seed=0, lr=1.0, schedule="linear", warmup=0.0, rounds=3)
+    rates = []
+    for number in (1, 2, 3):
+        for done in range(4):
+            move(optimizer, options, round=number, done=done, steps=4)
+            rates.append(optimizer.param_groups[0]["lr"])
+    assert rates == pytest.approx([1 - step / 12 for step in range(12)])

@@ -42,6 +42,8 @@ def test_undecided_clients_change_nothing_for_the_others(planted):
     assert found.structure == alone.structure and found.k_table == alone.k_table
     assert found.centroids == pytest.approx(alone.centroids)
     assert found.warnings == ("2 undecided (clients 0, 1): their halves agree less than 0.1; they train alone",)
+    named = cluster(*with_noise, settings=SETTINGS, names=[f"site-{number}" for number in range(11)])
+    assert named.warnings[0].startswith("2 undecided (clients site-0, site-1): ")
 
 
 @pytest.mark.parametrize("method", METHODS)

@@ -92,3 +92,5 @@ def test_without_structure_like_clients_share_and_unlike_ones_stay_alone(planted
     first, second, _ = planted([1] * 6, signal=0.8)
     assert len(set(without_structure(first, second, SETTINGS, split).tolist())) == 6
     assert without_structure(first, second, SETTINGS, np.zeros(6)).tolist() == [0] * 6
+    first, second, _ = planted([6], signal=0.8)
+    assert without_structure(first, second, SETTINGS, np.arange(6)).tolist() == [0, 1, 2, 3, 4, 5], "a proposal stands"

@@ -100,3 +100,10 @@ def test_small_clusters_join_their_nearest_by_hand():
     assert merge_small(labels, similarity, min_size=1) == (pytest.approx(labels), ())
     everyone, lines = merge_small(labels, similarity, min_size=9)
     assert len(set(everyone.tolist())) == 1 and len(lines) == 2
+
+
+def test_where_no_k_has_a_silhouette_none_is_good(monkeypatch, planted):
+    first, second, _ = planted([3, 3])
+    assert best_silhouette(first, second, SETTINGS) > 0
+    monkeypatch.setattr("atlas_fl.clustering.k_search.silhouette", lambda *_: None)
+    assert best_silhouette(first, second, SETTINGS) == 0

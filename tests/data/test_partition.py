@@ -102,3 +102,5 @@ def test_realised_follows_the_rows_only_where_they_left_the_mix() -> None:
     mixes = np.asarray([[0.45, 0.55], [1.0, 0.0]])
     dealt = [np.arange(6, 15), np.asarray([0, 1, 16, 17])]  # 4 : 5 is .45 : .55 rounded; 2 : 2 is not 1 : 0
     assert realised(classes, dealt, mixes).tolist() == [[0.45, 0.55], [0.5, 0.5]]
+    even, three_and_one = np.asarray([[0.5, 0.5]]), [np.asarray([0, 1, 2, 19])]
+    assert realised(classes, three_and_one, even).tolist() == [[0.5, 0.5]], "one row more than the mix is rounding"

@@ -83,7 +83,7 @@ def test_all_rows_are_dealt_once_and_sizes_are_as_equal_as_any_plan_could_make_t
     if np.ptp(sizes) > 1:  # then no plan has all within one of each other
         mean = len(label) / clients
         high, low = most_even(held, supply, largest=True), most_even(held, supply, largest=False)
-        assert high > np.ceil(mean) - 1e-6 or low < np.floor(mean) + 1e-6
+        assert high > np.ceil(mean) + 1e-6 or low < np.floor(mean) - 1e-6
     assert all((one == two).all() for one, two in zip(parts, deal_classes(label, held, size=None, rng=generator(6))))
 
 

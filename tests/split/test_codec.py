@@ -3,7 +3,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from atlas_fl.split.codec import SMALLEST, WIRES, decode_rows, encode_rows, message_size
+from atlas_fl.errors import ProtocolError
+from atlas_fl.split.codec import SMALLEST, WIRES, decode_rows, encode_rows, message_size, read_message
+from atlas_fl.storage.tensors import encode
 from tests.examples import examples
 
 LARGEST = torch.finfo(torch.float32).max
@@ -110,3 +112,27 @@ def test_what_lies_beside_the_rows_arrives() -> None:
 def test_bfloat16_rows_come_back_in_float32() -> None:
     rows = torch.ones(2, 3, dtype=torch.bfloat16)
     assert through(rows, "fp32").dtype is torch.float32
+
+
+@pytest.mark.parametrize("wire", WIRES)
+def test_a_message_of_another_machine_is_read_as_it_was_written(wire: str) -> None:
+    rows, lengths = torch.linspace(-1, 1, 12).reshape(3, 4), torch.tensor([2, 1], dtype=torch.int32)
+    message = encode_rows(rows, wire=wire, extra={"lengths": lengths})
+    expected = decode_rows(message)[0]
+    read = read_message(message)
+    assert sorted(read) == ["lengths", "rows"]
+    assert torch.equal(read["rows"], expected) and torch.equal(read["lengths"], lengths)
+
+
+@pytest.mark.parametrize(
+    "tensors",
+    [
+        {"rows": torch.ones(3, 4, dtype=torch.int8)},
+        {"rows": torch.ones(3, 4, dtype=torch.float64)},
+        {"rows": torch.ones(3)},
+    ],
+    ids=["int8 without scales", "float64", "one row"],
+)
+def test_a_message_in_another_form_is_refused(tensors: dict[str, torch.Tensor]) -> None:
+    with pytest.raises(ProtocolError, match="rows came through the cut in another form than fp32, bf16, int8"):
+        read_message(encode(tensors))

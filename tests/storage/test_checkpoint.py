@@ -120,11 +120,8 @@ def test_no_flipped_bit_is_ever_loaded_as_another_state(tmp_path_factory, place:
     content[int(place * len(content))] ^= 1 << bit
     path.write_bytes(content)
     found, messages = load_latest(folder)
-    if found is None:
-        assert len(messages) == 1
-    else:  # white space between the entries of the state was hit
-        assert file == "json"
-        assert (found.state, encode(found.tensors)) == ({"metrics": 100}, encode(tensors(1)))
+    assert found is None
+    assert len(messages) == 1
 
 
 def test_a_renamed_checkpoint_is_not_taken_for_another_round(tmp_path) -> None:

@@ -1,0 +1,25 @@
+"""What the ledger counts of a round."""
+
+import torch
+
+from atlas_fl.experiment.state import RoundRecord
+from atlas_fl.storage.ledger import payload_bytes
+
+
+def test_who_took_no_part_gets_its_model_at_the_end_of_the_run_alone() -> None:
+    before = {name: {"q.lora_A": torch.zeros(2, 3)} for name in ("a", "b", "c")}
+    after = {name: {"q.lora_A": torch.ones(2, 3)} for name in before}
+
+    def receivers(*, final: bool) -> list[str]:
+        record = RoundRecord(
+            round=1, sampled=("a", "c"), missing=("c",), updates={}, refused={}, sent=before, start=after, scores={},
+            eta=0.5, kept=(), stale=frozenset(), communicates=True, aggregated=True, final=final,
+        )  # fmt: skip
+        rows = record.messages(("A", "B"))
+        assert {(row.direction, row.kind, row.bytes) for row in rows} == {
+            ("down", "adapter", payload_bytes(after["a"]))
+        }
+        return [row.client for row in rows]
+
+    assert receivers(final=False) == ["a"]
+    assert receivers(final=True) == ["a", "b", "c"]
