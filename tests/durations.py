@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 SLOW_SECONDS = 5.0
-"""CPU seconds of a test, of its fixtures and of the processes that it has waited for."""
+"""CPU seconds of a test, of the fixtures that it set up and of the processes that it has waited for."""
 MARKERS = ("slow", "core")
 """What says that a test may take longer."""
 CPU_SECONDS = "cpu_seconds"
@@ -75,6 +75,6 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> None:
-    """Stop the clock behind the last fixture; the reports carry the figure to the controller."""
-    if call.when == "teardown":
+    """Stop the clock before fixtures end, which may end processes of many tests; the report carries the figure."""
+    if call.when == "call":
         item.user_properties.append((CPU_SECONDS, sum(os.times()[:4]) - item.stash[_START]))

@@ -15,14 +15,15 @@ from atlas_fl.experiment.run import resume, run
 from atlas_fl.storage import checkpoint
 from atlas_fl.storage.files import named, run_lock
 from tests.runs.earlier import without_digests
+from tests.runs.finished import FinishedRuns
 
 Make = Callable[..., Config]
 TOO_MANY = 10**6
 
 
 @pytest.fixture
-def stopped(config: Make) -> Path:
-    return run(config(max_rounds=1)).folder
+def stopped(config: Make, finished: FinishedRuns) -> Path:
+    return finished(config(max_rounds=1)).folder
 
 
 def test_a_folder_of_the_users_is_refused_and_kept(config: Make, tmp_path: Path) -> None:
@@ -44,15 +45,16 @@ def test_a_file_where_the_folder_is_to_be_is_refused(config: Make, tmp_path: Pat
     assert (tmp_path / "runs/run").read_text() == "mine"
 
 
-@pytest.mark.parametrize("made", [True, False])
-def test_what_could_not_be_planned_leaves_the_place_as_it_was(config: Make, tmp_path: Path, made: bool) -> None:
+@pytest.mark.parametrize("there", [True, False], ids=["empty folder", "no folder"])
+def test_what_could_not_be_planned_leaves_the_place_as_it_was(config: Make, tmp_path: Path, there: bool) -> None:
     folder = tmp_path / "runs/run"
-    if not made:
+    if there:
         folder.mkdir(parents=True)
     with pytest.raises(AtlasError, match="samples"):
         run(config(samples=TOO_MANY))
-    assert folder.exists() is not made
-    assert not made or not any(folder.glob("*"))
+    assert folder.exists() is there
+    if there:
+        assert list(folder.iterdir()) == []
     assert run(config(max_rounds=1)).rounds == 1
 
 
@@ -135,8 +137,8 @@ def test_a_run_does_not_go_on_with_other_data(config: Make, tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("kind", ["folder is a file", "state is a folder"])
-def test_a_checkpoint_of_another_kind_is_passed_over(config: Make, kind: str) -> None:
-    folder = run(config(max_rounds=2)).folder
+def test_a_checkpoint_of_another_kind_is_passed_over(config: Make, finished: FinishedRuns, kind: str) -> None:
+    folder = finished(config(max_rounds=2)).folder
     newest = folder / "checkpoints/round-0002"
     if kind == "folder is a file":
         newest.rename(folder / "elsewhere")
@@ -149,12 +151,11 @@ def test_a_checkpoint_of_another_kind_is_passed_over(config: Make, kind: str) ->
     assert any("round-0002 passed over" in str(event) for event in told)
 
 
-def test_a_run_without_a_good_checkpoint_says_that_it_begins_again(config: Make) -> None:
-    folder = run(config(max_rounds=1)).folder
-    for state in (folder / "checkpoints").glob("*/state.json"):
+def test_a_run_without_a_good_checkpoint_says_that_it_begins_again(stopped: Path) -> None:
+    for state in (stopped / "checkpoints").glob("*/state.json"):
         state.write_text("{}")
     told: list[object] = []
-    assert resume(folder, on_event=told.append).complete
+    assert resume(stopped, on_event=told.append).complete
     assert any("passed over" in str(event) and "beginning again" in str(event) for event in told)
 
 
@@ -175,10 +176,8 @@ def test_a_line_that_is_no_row_is_named(stopped: Path, capsys: pytest.CaptureFix
 
 
 def test_a_full_disk_is_one_line_and_the_run_goes_on_later(
-    config: Make, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    stopped: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    stopped = run(config(max_rounds=1)).folder
-
     def full(path: Path, _: object) -> None:
         with named(path):
             raise OSError(errno.ENOSPC, "No space left on device")

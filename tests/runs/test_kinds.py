@@ -9,7 +9,7 @@ import pytest
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from atlas_fl.audit import audit
+from atlas_fl.audit.check import audit
 from atlas_fl.config import Config, to_toml, with_values
 from atlas_fl.config.presets import find_preset
 from atlas_fl.experiment.run import resume

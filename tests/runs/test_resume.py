@@ -10,6 +10,7 @@ from atlas_fl.audit.check import audit
 from atlas_fl.config import Config, to_toml
 from atlas_fl.events import Event, Note
 from atlas_fl.experiment.run import RunResult, resume, run
+from tests.runs.finished import FinishedRuns
 from tests.runs.processes import Program, Programs
 from tests.runs.reading import rows, same_tensors, state
 
@@ -28,9 +29,9 @@ SETTINGS = {"participation": 0.75, "dropout": 0.1, "schedule": "cosine", "reclus
 
 
 @pytest.fixture(scope="module")
-def whole(shared_config: Make) -> RunResult:
+def whole(shared_config: Make, finished: FinishedRuns) -> RunResult:
     """The run that nothing disturbs."""
-    return run(shared_config(name="whole", **SETTINGS))
+    return finished(shared_config(name="whole", **SETTINGS))
 
 
 def wait_for(ready: Callable[[], bool], program: Program) -> None:
@@ -59,8 +60,8 @@ def test_a_run_killed_anywhere_ends_in_the_same_bits(
     assert audit(killed).ok
 
 
-def test_sessions_of_few_rounds_make_the_same_run(config: Make) -> None:
-    whole = run(config(name="whole"))
+def test_sessions_of_few_rounds_make_the_same_run(config: Make, finished: FinishedRuns) -> None:
+    whole = finished(config(name="whole"))
     parts = run(config(name="parts", max_rounds=1))
     assert (parts.rounds, parts.complete) == (1, False)
     assert not (parts.folder / "summary.json").exists()
@@ -70,8 +71,8 @@ def test_sessions_of_few_rounds_make_the_same_run(config: Make) -> None:
     assert rows(whole.folder) == rows(parts.folder)
 
 
-def test_sessions_shorter_than_the_rounds_between_two_checkpoints_get_on(config: Make) -> None:
-    whole = run(config(name="whole"))
+def test_sessions_shorter_than_the_rounds_between_two_checkpoints_get_on(config: Make, finished: FinishedRuns) -> None:
+    whole = finished(config(name="whole"))
     parts = run(config(name="parts", max_rounds=1, checkpoint_every=3))
     for expected in (2, 3):
         assert parts.rounds == expected - 1
@@ -93,9 +94,9 @@ def test_sessions_that_end_between_two_aggregations_make_the_same_run(config: Ma
 
 
 @pytest.mark.parametrize("damage", ["truncated", "altered", "missing"])
-def test_a_damaged_checkpoint_is_passed_over_with_a_line(config: Make, damage: str) -> None:
-    whole = run(config(name="whole"))
-    parts = run(config(name="parts", max_rounds=2))
+def test_a_damaged_checkpoint_is_passed_over_with_a_line(config: Make, finished: FinishedRuns, damage: str) -> None:
+    whole = finished(config(name="whole"))
+    parts = finished(config(name="parts", max_rounds=2))
     file = parts.folder / "checkpoints/round-0002/state.safetensors"
     content = bytearray(file.read_bytes())
     content[len(content) // 2] ^= 1

@@ -28,13 +28,14 @@ from atlas_fl.runtime.engine import Engine
 from atlas_fl.runtime.local import LocalEngine
 from atlas_fl.setup.assembly import Assembly, assemble
 from atlas_fl.storage.ledger import payload_bytes
+from tests.runs.finished import FinishedRuns
 from tests.runs.reading import rows, same_tensors, state
 
 Make = Callable[..., Config]
 
 
-def test_a_run_leaves_everything_of_the_design_behind(config: Make) -> None:
-    result = run(config())
+def test_a_run_leaves_everything_of_the_design_behind(config: Make, finished: FinishedRuns) -> None:
+    result = finished(config())
     for name in ("config.toml", "plan.json", "metrics.jsonl", "ledger.jsonl", "summary.json", "log.txt"):
         assert (result.folder / name).stat().st_size > 0, name
     assert result.complete and result.rounds == 3
@@ -45,8 +46,10 @@ def test_a_run_leaves_everything_of_the_design_behind(config: Make) -> None:
     assert load_config(result.folder / "config.toml").mixing == config().mixing
 
 
-def test_an_adapter_names_its_labels_in_the_order_of_its_logits(config: Make, tmp_path: Path) -> None:
-    result = run(config(rounds=1))
+def test_an_adapter_names_its_labels_in_the_order_of_its_logits(
+    config: Make, finished: FinishedRuns, tmp_path: Path
+) -> None:
+    result = finished(config(rounds=1))
     names = {client.name: client.task.label_names for client in assemble(config()).clients}
     assert names["trec-0"] != names["movie-0"]
     for client in ("movie-0", "trec-0"):
@@ -167,8 +170,8 @@ def test_more_blocks_than_the_model_has_are_one_line(config: Make) -> None:
     assert "\n" not in str(error.value)
 
 
-def test_a_run_is_a_function_of_its_config(config: Make) -> None:
-    first, second = run(config(name="a")), run(config(name="b"))
+def test_a_run_is_a_function_of_its_config(config: Make, finished: FinishedRuns) -> None:
+    first, second = finished(config(name="a")), run(config(name="b"))
     assert same_tensors(state(first.folder), state(second.folder))
     assert rows(first.folder) == rows(second.folder)
     assert rows(first.folder, "ledger") == rows(second.folder, "ledger")
@@ -327,16 +330,16 @@ def test_a_bad_update_is_refused_and_recorded_and_the_round_goes_on(config: Make
     assert all(bool(torch.isfinite(tensor).all()) for tensor in state(result.folder).values())
 
 
-def test_an_existing_run_is_not_overwritten(config: Make) -> None:
-    finished = run(config())
-    before = (finished.folder / "metrics.jsonl").read_bytes()
+def test_an_existing_run_is_not_overwritten(config: Make, finished: FinishedRuns) -> None:
+    first = finished(config())
+    before = (first.folder / "metrics.jsonl").read_bytes()
     with pytest.raises(ConfigError, match=r"exists already.*atlas resume"):
         run(config())
     again = run(config(), resume=True)
-    assert again.complete and again.summary == finished.summary
+    assert again.complete and again.summary == first.summary
     with pytest.raises(CheckpointError, match=r"begun with eta = 0.5, not 0.25.*choose another --name"):
         run(config(eta="0.25"), resume=True)
-    assert (finished.folder / "metrics.jsonl").read_bytes() == before
+    assert (first.folder / "metrics.jsonl").read_bytes() == before
 
 
 def test_what_cannot_be_planned_leaves_nothing_behind(config: Make) -> None:

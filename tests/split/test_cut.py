@@ -1,7 +1,8 @@
 import dataclasses
 
 import pytest
-from atlas_fl.planning.planner.ranks_and_cuts import WEIGHTS, Candidate, choose, score, terms
+
+from atlas_fl.planning.ranks_and_cuts import WEIGHTS, Candidate, choose, score, terms
 
 EVEN = Candidate(blocks=2, memory=0.5, importance=0.6, client_seconds=3.0, server_seconds=1.0, link_seconds=4.0)
 

@@ -1,10 +1,10 @@
 import pytest
 import torch
-from atlas_fl.planning.planner.leakage import fisher_leakage, token_probe
 
 from atlas_fl.client.batching import make_row
 from atlas_fl.models.attention import make_layout
 from atlas_fl.models.backbone import embed, through
+from atlas_fl.planning.leakage import fisher_leakage, token_probe
 from atlas_fl.rng import torch_generator
 from atlas_fl.split.codec import with_noise
 
