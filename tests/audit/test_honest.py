@@ -11,6 +11,7 @@ from safetensors.torch import load_file
 
 import atlas_fl.audit
 from atlas_fl.aggregation.registry import ALIASES, STRATEGIES
+from atlas_fl.aggregation.server_optimizers import SERVER_OPTIMIZERS
 from atlas_fl.audit.check import audit
 from atlas_fl.config import MixingConfig, RobustConfig
 from tests.audit.written import (
@@ -41,6 +42,7 @@ HONEST = {
 }
 
 
+STATEFUL = (*SERVER_OPTIMIZERS, "pfedgraph")
 ROBUST = ("median", "trimmed_mean", "krum", "multi_krum", "geometric_median")
 
 
@@ -50,7 +52,8 @@ def test_an_honest_run_passes(tmp_path, strategy, words):
     report = audit(write_run(tmp_path / "run", replace(HONEST[words], strategy=strategy)))
     assert report.ok, report.failures[:3]
     bounded = set() if strategy in ("local", "local_only") else {"bounded"}
-    assert {row.check for row in report.rows} == {"record", "loaded", "names", "mixed", "moved"} | bounded
+    remembers = {"server"} if strategy in STATEFUL else set()
+    assert {row.check for row in report.rows} == {"record", "loaded", "names", "mixed", "moved"} | bounded | remembers
     assert len(only_rows(report, "mixed")) == ROUNDS * len(CLIENTS)
 
 

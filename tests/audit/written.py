@@ -10,8 +10,9 @@ from safetensors.torch import load_file, save_file
 from atlas_fl.aggregation.matrices import Federation, without_edges
 from atlas_fl.aggregation.registry import find_strategy
 from atlas_fl.aggregation.strategies import StrategyOptions
-from atlas_fl.config import Config, MixingConfig, RobustConfig, to_toml
-from atlas_fl.params import digest, prefixed
+from atlas_fl.config import Config, MixingConfig, RobustConfig, ServerConfig, to_toml
+from atlas_fl.errors import ConfigError
+from atlas_fl.params import digest, flatten_state, prefixed
 
 CLIENTS = ("movie-0", "movie-1", "movie-2", "trec-0", "trec-1", "pairs-0")
 TASKS = ("movie", "movie", "movie", "trec", "trec", "pairs")
@@ -50,10 +51,10 @@ def trained(start, *, round):
     }
 
 
-def plan_json(*, alpha=None, rslora=False, graph=None):
+def plan_json(*, alpha=None, rslora=False, graph=None, each=RANKS):
     clients = [
         {"name": name, "task": task, "device": "cpu_2gb", "examples": count, "cluster": cluster, "ranks": list(ranks)}
-        for name, task, count, cluster, ranks in zip(CLIENTS, TASKS, EXAMPLES, CLUSTERS, RANKS)
+        for name, task, count, cluster, ranks in zip(CLIENTS, TASKS, EXAMPLES, CLUSTERS, each)
     ]
     return {
         "clients": clients,
@@ -83,32 +84,53 @@ def write_models(folder, name, models):
     save_file(flat, folder / f"{name}.safetensors")
 
 
+def write_state(folder, state):
+    if state:
+        flat = {path: tensor.clone().contiguous() for path, tensor in flatten_state(state).items()}
+        save_file(flat, folder / "server.safetensors")
+
+
 def who(round):
     """(who was asked to train, whose update was refused): all in round one, fewer later."""
     return {1: (CLIENTS, ()), 2: (CLIENTS[1:], ("movie-1",)), 3: (("movie-0", "trec-1", "pairs-0"), ("trec-1",))}[round]
 
 
-def write_run(path, mixing=None, *, robust=None, seed=42, alpha=None, rslora=False, real=None, served=None):
+def accepted_ranks(strategy):
+    """Ranks that the strategy takes: different ones where it can."""
+    draw = torch.Generator().manual_seed(0)
+    start = {name: model(draw, ranks, LABELS[task]) for name, ranks, task in zip(CLIENTS, RANKS, TASKS)}
+    try:
+        strategy.check(start, federation())
+    except ConfigError:
+        return ((4, 3),) * len(CLIENTS)
+    return RANKS
+
+
+def write_run(
+    path, mixing=None, *, robust=None, server=None, seed=42, alpha=None, rslora=False, real=None, served=None
+):
     """A run folder as the round loop writes it. `real` are the words that the server really followed, `served(round,
     trained, start)` may replace what it delivers.
     """
-    mixing, robust = mixing or MixingConfig(), robust or RobustConfig()
+    mixing, robust, server = mixing or MixingConfig(), robust or RobustConfig(), server or ServerConfig()
     real = real or mixing
     options = StrategyOptions(
         eta=real.eta, eta_decay=real.eta_decay, laplacian=real.laplacian, space=real.space, share=real.share,
         align=real.align, layer_weighting=real.layer_weighting,
         max_share=robust.max_share, within=robust.within, trim=robust.trim, byzantine=robust.byzantine,
         scale=lambda rank: (2 * rank if alpha is None else alpha) / (rank**0.5 if rslora else rank),
+        **vars(server),
     )  # fmt: skip
     strategy = find_strategy(real.strategy, options)
-    config = Config(mixing=mixing, robust=robust)
+    config, each = Config(mixing=mixing, robust=robust, server=server), accepted_ranks(strategy)
     path.mkdir()
     (path / "config.toml").write_text(to_toml(replace(config, run=replace(config.run, seed=seed))))
-    (path / "plan.json").write_text(json.dumps(plan_json(alpha=alpha, rslora=rslora)))
+    (path / "plan.json").write_text(json.dumps(plan_json(alpha=alpha, rslora=rslora, each=each)))
     draw = torch.Generator().manual_seed(seed)
-    start = {name: model(draw, ranks, LABELS[task]) for name, ranks, task in zip(CLIENTS, RANKS, TASKS)}
+    start = {name: model(draw, ranks, LABELS[task]) for name, ranks, task in zip(CLIENTS, each, TASKS)}
     write_models(path / "audit" / "round-0000", "start", start)
     state = strategy.init(start)
+    write_state(path / "audit" / "round-0000", state)
     for round in range(1, ROUNDS + 1):
         asked, refused = who(round)
         updates = {client: params for client, params in trained(start, round=round).items() if client in asked}
@@ -121,6 +143,7 @@ def write_run(path, mixing=None, *, robust=None, seed=42, alpha=None, rslora=Fal
         folder = path / "audit" / f"round-{round:04d}"
         write_models(folder, "trained", good)
         write_models(folder, "start", start)
+        write_state(folder, state)
         record = {
             "round": round,
             "participants": list(asked),

@@ -10,22 +10,27 @@ import torch
 from atlas_fl.aggregation.matrices import Federation
 from atlas_fl.aggregation.registry import ALIASES, STRATEGIES, find_strategy
 from atlas_fl.aggregation.strategies import RoundModels, StrategyOptions
+from atlas_fl.errors import ConfigError
 from atlas_fl.params import flatten_state, prefixed, unflatten_state, unprefixed
 
 CLIENTS = ("movie-0", "movie-1", "movie-2", "trec-0", "trec-1")
 TASKS = ("movie", "movie", "movie", "trec", "trec")
 LABELS = {"movie": 2, "trec": 6}
-RANKS = (2, 6, 4, 3, 8)
+RANKS, EQUAL_RANKS = (2, 6, 4, 3, 8), (4, 4, 4, 4, 4)
 BLOCKS = np.array([0, 0, 0, 1, 1])
 INSIDE = StrategyOptions(within="clusters")
 CLUSTERED = [name for name in STRATEGIES if find_strategy(name, INSIDE).clustered]
 COMMUNICATING = [name for name in STRATEGIES if name != "local"]
 OPTIONS = [
-    StrategyOptions(space="product"),
-    StrategyOptions(space="factors"),
-    StrategyOptions(space="factors", align="truncate"),
-    StrategyOptions(laplacian="symmetric"),
-    StrategyOptions(laplacian="metropolis", layer_weighting="importance"),
+    # updates drawn at random are nearly orthogonal: with a small alpha, rows of pfedgraph would be those of local
+    replace(StrategyOptions(gram_alpha=8.0), **words)
+    for words in (
+        {"space": "product"},
+        {"space": "factors"},
+        {"space": "factors", "align": "truncate", "gram_by": "kind"},
+        {"laplacian": "symmetric", "gram_by": "layer"},
+        {"laplacian": "metropolis", "layer_weighting": "importance", "gram_by": "layer_and_kind"},
+    )
 ]
 IDS = ["product", "factors", "truncate", "symmetric", "metropolis-by-layer"]
 CASES = list(product(STRATEGIES, OPTIONS))
@@ -68,15 +73,27 @@ def federation():
 def step(name, options, federation, updates, *, before=None, state=None, round=1):
     """(server state, models) after one server step; `before` are the models of the last aggregation."""
     strategy = find_strategy(name, options)
-    before = models(100) if before is None else before
+    before = models(100, accepted_ranks(name, options, federation)) if before is None else before
     state = strategy.init(before) if state is None else state
     done = strategy.aggregate(state, before, updates, federation, round=round)
     return done.server_state, done.client_models
 
 
-def seen(updates, *, state=None):
+def seen(name, options, updates, ranks):
     """What a rule is shown of these updates."""
-    return RoundModels(before=models(100), after={**models(100), **updates}, server_state=state or {})
+    before = models(100, ranks)
+    return RoundModels(
+        before=before, after={**before, **updates}, server_state=find_strategy(name, options).init(before)
+    )
+
+
+def accepted_ranks(name, options, federation):
+    """Ranks of the clients that the strategy takes: different ones where it can."""
+    try:
+        find_strategy(name, options).check(models(0), federation)
+    except ConfigError:
+        return EQUAL_RANKS
+    return RANKS
 
 
 def function(params, module):
@@ -96,9 +113,12 @@ def distance(one, other):
 @pytest.mark.parametrize("name", COMMUNICATING)
 def test_a_communicating_rule_changes_every_participating_client(name, options, federation):
     """All but the one whose model Krum hands to everyone."""
-    updates = models(0)
+    ranks = accepted_ranks(name, options, federation)
+    updates = models(0, ranks)
     _, start = step(name, options, federation, updates)
-    matrices = find_strategy(name, options).matrices(federation, [True] * 5, round=1, models=seen(updates))
+    matrices = find_strategy(name, options).matrices(
+        federation, [True] * 5, round=1, models=seen(name, options, updates, ranks)
+    )
     chosen = matrices("layer.0.q.lora_A")
     for client in (client for k, client in enumerate(CLIENTS) if name != "krum" or chosen[0, k] == 0):
         for part, before in zip(parts(start[client]), parts(updates[client])):
@@ -117,6 +137,7 @@ def test_local_changes_none(federation):
 
 @pytest.mark.parametrize(("name", "options"), CASES, ids=CASE_IDS)
 def test_permuting_clients_permutes_results(name, options, federation):
+    ranks = accepted_ranks(name, options, federation)
     order = [3, 0, 4, 2, 1]
     shuffled = replace(
         federation,
@@ -127,10 +148,10 @@ def test_permuting_clients_permutes_results(name, options, federation):
         head_groups=tuple(TASKS[k] for k in order),
         importance=federation.importance[order],
     )
-    updates = models(0)
+    updates = models(0, ranks)
     _, straight = step(name, options, federation, updates)
     moved = {CLIENTS[k]: updates[CLIENTS[k]] for k in order}
-    held = models(100)
+    held = models(100, ranks)
     _, other = step(name, options, shuffled, moved, before={CLIENTS[k]: held[CLIENTS[k]] for k in order})
     assert list(other) == [CLIENTS[k] for k in order]
     assert max(distance(other[client], straight[client]) for client in CLIENTS) < 1e-5
@@ -145,7 +166,8 @@ def test_identical_clients_are_a_fixed_point(name, options, federation):
 
 @pytest.mark.parametrize(("name", "options"), CASES, ids=CASE_IDS)
 def test_inputs_are_untouched(name, options, federation):
-    held, updates = models(100), models(0)
+    ranks = accepted_ranks(name, options, federation)
+    held, updates = models(100, ranks), models(0, ranks)
     copies = [{key: tensor.clone() for key, tensor in prefixed(one).items()} for one in (held, updates)]
     adjacency = federation.adjacency.copy()
     step(name, options, federation, updates, before=held)
@@ -157,18 +179,20 @@ def test_inputs_are_untouched(name, options, federation):
 @pytest.mark.parametrize("present", [(1, 1, 1, 1, 1), (1, 0, 1, 0, 1), (0, 0, 0, 1, 1), (0, 0, 0, 0, 0)])
 @pytest.mark.parametrize(("name", "options"), CASES, ids=CASE_IDS)
 def test_rows_of_every_matrix_sum_to_one(name, options, federation, present):
+    ranks = accepted_ranks(name, options, federation)
     matrices = find_strategy(name, options).matrices(federation, [bool(one) for one in present], round=2)
-    for key in models(0)["movie-0"]:
+    for key in models(0, ranks)["movie-0"]:
         assert matrices(key).sum(axis=1) == pytest.approx(np.ones(5))
         assert matrices(key).dtype == np.float64
 
 
 @pytest.mark.parametrize(("name", "options"), CASES, ids=CASE_IDS)
 def test_heads_never_cross_tasks(name, options, federation):
+    ranks = accepted_ranks(name, options, federation)
     matrix = find_strategy(name, options).matrices(federation, [True] * 5, round=1)("head.weight")
     tasks = np.array(TASKS)
     assert not matrix[tasks[:, None] != tasks[None, :]].any()
-    updates = models(0)
+    updates = models(0, ranks)
     other = {**updates, "trec-0": {**updates["trec-0"], "head.weight": updates["trec-0"]["head.weight"] + 1}}
     first, second = (step(name, options, federation, one)[1] for one in (updates, other))
     assert all(torch.equal(first[c]["head.weight"], second[c]["head.weight"]) for c in CLIENTS[:3])
@@ -177,8 +201,9 @@ def test_heads_never_cross_tasks(name, options, federation):
 @pytest.mark.parametrize("options", OPTIONS, ids=IDS)
 @pytest.mark.parametrize("name", CLUSTERED)
 def test_nothing_flows_between_clusters(name, options, federation):
-    updates, options = models(0), replace(options, within="clusters")
-    other = {**updates, "trec-1": model(77, 8, 6)}
+    ranks = accepted_ranks(name, options, federation)
+    updates, options = models(0, ranks), replace(options, within="clusters")
+    other = {**updates, "trec-1": model(77, ranks[4], 6)}
     first, second = (step(name, options, federation, one)[1] for one in (updates, other))
     for client in CLIENTS[:3]:
         assert all(torch.equal(first[client][key], second[client][key]) for key in first[client])
@@ -188,11 +213,12 @@ def test_nothing_flows_between_clusters(name, options, federation):
 @pytest.mark.parametrize("options", OPTIONS, ids=IDS)
 @pytest.mark.parametrize("name", CLUSTERED)
 def test_an_undecided_client_is_alone(name, options, federation):
+    ranks = accepted_ranks(name, options, federation)
     options = replace(options, within="clusters")
     graph = federation.adjacency.copy()
     graph[1], graph[:, 1] = 0, 0
     alone = replace(federation, clusters=np.array([0, -1, 0, 1, -1]), adjacency=graph)
-    updates = models(0)
+    updates = models(0, ranks)
     _, start = step(name, options, alone, updates)
     assert start["movie-1"] is updates["movie-1"]
     assert name == "krum" or start["movie-0"] is not updates["movie-0"]
@@ -200,12 +226,13 @@ def test_an_undecided_client_is_alone(name, options, federation):
 
 @pytest.mark.parametrize(("name", "options"), CASES, ids=CASE_IDS)
 def test_who_took_no_part_gives_nothing_to_an_average_and_its_held_model_to_a_graph(name, options, federation):
-    held, updates = models(100), models(0)
+    ranks = accepted_ranks(name, options, federation)
+    held, updates = models(100, ranks), models(0, ranks)
     absent = {client: params for client, params in updates.items() if client != "movie-2"}
     _, start = step(name, options, federation, absent, before=held)
-    other = {**held, "movie-2": model(55, 4, 2)}
+    other = {**held, "movie-2": model(55, ranks[2], 2)}
     _, changed = step(name, options, federation, absent, before=other)
-    if name in ("local", "atlas"):
+    if name in ("local", "atlas", "pfedgraph"):
         assert start["movie-2"] is held["movie-2"], "it keeps its model"
         assert (distance(start["movie-0"], changed["movie-0"]) > 1e-4) == (name == "atlas"), "still a neighbour"
     else:
@@ -215,19 +242,21 @@ def test_who_took_no_part_gives_nothing_to_an_average_and_its_held_model_to_a_gr
 
 @pytest.mark.parametrize(("name", "options"), CASES, ids=CASE_IDS)
 def test_a_round_without_updates_leaves_averages_as_they_were(name, options, federation):
-    held = models(100)
+    ranks = accepted_ranks(name, options, federation)
+    held = models(100, ranks)
     _, start = step(name, options, federation, {}, before=held)
     assert all(start[client] is held[client] for client in CLIENTS)
 
 
 @pytest.mark.parametrize(("name", "options"), CASES, ids=CASE_IDS)
 def test_a_state_that_went_through_a_checkpoint_continues_with_the_same_bits(name, options, federation):
-    state, after = step(name, options, federation, models(0))
+    ranks = accepted_ranks(name, options, federation)
+    state, after = step(name, options, federation, models(0, ranks))
     flat = flatten_state(state)
     # a file has its tensors in the order of their names
     loaded_state = unflatten_state({path: flat[path].clone() for path in sorted(flat)})
     loaded = unprefixed({key: tensor.clone() for key, tensor in prefixed(after).items()})
-    partly = {client: params for client, params in models(20).items() if client != "movie-0"}
+    partly = {client: params for client, params in models(20, ranks).items() if client != "movie-0"}
     (first_state, first), (second_state, second) = (
         step(name, options, federation, partly, before=one, state=of_it, round=2)
         for one, of_it in ((after, state), (loaded, loaded_state))

@@ -5,7 +5,7 @@ the update is `(B W R^T) Q^T`, and the small Gram matrix `H = R W B^T B W R^T` h
 All in float64, so that squaring costs nothing that float32 factors could hold. Eckart and Young, 1936.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -56,7 +56,7 @@ def leading(a: Tensor, b: Tensor, weights: Tensor, *, ranks: Sequence[int]) -> l
     noise = ((weights.abs() * b.norm(dim=0) * a.norm(dim=1)).amax(1) * INPUT_NOISE).tolist()
     rows = zip(weights, ranks, noise)
     if a.shape[0] >= min(a.shape[1], b.shape[0]):
-        return [_leading_dense((b * row) @ a, rank=rank, noise=limit) for row, rank, limit in rows]
+        return [leading_dense((b * row) @ a, rank=rank, noise=limit) for row, rank, limit in rows]
     basis, upper = torch.linalg.qr(a.T)  # (d_in, R), (R, R)
     inner = b.T @ b
     found = []
@@ -93,11 +93,12 @@ def leading_reduced(
         for first in range(0, d_out, rows)
     ]
     update = torch.cat(parts)
-    best = _leading_dense(update, rank=max(ranks), noise=0.0)
+    best = leading_dense(update, rank=max(ranks), noise=0.0)
     return [best] * len(ranks)
 
 
-def _leading_dense(update: Tensor, *, rank: int, noise: float) -> Leading:
+def leading_dense(update: Tensor, *, rank: int, noise: float = 0.0) -> Leading:
+    """The best factors of this rank of a dense update (d_out, d_in), float64; what is below `noise` is zero."""
     wide = update.shape[1] > update.shape[0]
     gram = update @ update.T if wide else update.T @ update
     sigma, vectors = _spectrum(gram, rank=rank, noise=noise)
@@ -145,6 +146,25 @@ def fit(best: Leading, own: Tensor, *, rank: int, scale: float) -> tuple[Tensor,
         a = torch.cat([a, spare_directions(own.double(), a, rank - kept)])
         b = torch.nn.functional.pad(b, (0, rank - kept))
     return a, b, max(best.total - float(best.energies[:kept].sum()), 0.0)
+
+
+def fit_clients(
+    best: Leading,
+    targets: Sequence[int],
+    a: Mapping[int, Tensor],
+    b: Mapping[int, Tensor],
+    *,
+    scale: Callable[[int], float],
+) -> Iterator[tuple[int, Tensor, Tensor, float, float]]:
+    """(client, A, B, energy thrown away, energy of the whole) of every target, at the rank and dtype of its old A."""
+    done: dict[int, tuple[Tensor, Tensor, float]] = {}
+    for k in targets:
+        rank = a[k].shape[0]
+        # equal rank, equal result, unless spare directions come from the client's own A
+        if rank not in done or rank > len(best.energies):
+            new_a, new_b, thrown = fit(best, a[k], rank=rank, scale=scale(rank))
+            done[rank] = (new_a.to(a[k].dtype).contiguous(), new_b.to(b[k].dtype).contiguous(), thrown)
+        yield k, *done[rank], best.total
 
 
 def stack_factors(a: Sequence[Tensor], b: Sequence[Tensor], scales: Sequence[float]) -> tuple[Tensor, Tensor]:

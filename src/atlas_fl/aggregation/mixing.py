@@ -27,7 +27,14 @@ from jaxtyping import Float64
 from scipy.sparse.csgraph import connected_components
 from torch import Tensor
 
-from atlas_fl.aggregation.lora_product import energy_share, fit, leading, leading_reduced, realigned, stack_factors
+from atlas_fl.aggregation.lora_product import (
+    energy_share,
+    fit_clients,
+    leading,
+    leading_reduced,
+    realigned,
+    stack_factors,
+)
 from atlas_fl.aggregation.matrices import Federation
 from atlas_fl.errors import ConfigError, ProtocolError, unknown
 from atlas_fl.params import HEAD, LORA_A, LORA_B, PRIVATE, ByClient, Params, is_whole, lora_modules
@@ -330,14 +337,7 @@ def _mix_product(
     else:
         found = leading_reduced(*factors, reduce=reduce, ranks=longest)
     for best, targets in zip(found, group.targets):
-        done: dict[int, tuple[Tensor, Tensor, float]] = {}
-        for k in targets:
-            rank = a[k].shape[0]
-            # equal rank, equal result, unless spare directions come from the client's own A
-            if rank not in done or rank > len(best.energies):
-                new_a, new_b, thrown = fit(best, a[k], rank=rank, scale=scale(rank))
-                done[rank] = (new_a.to(a[k].dtype).contiguous(), new_b.to(b[k].dtype).contiguous(), thrown)
-            yield k, *done[rank], best.total
+        yield from fit_clients(best, targets, a, b, scale=scale)
 
 
 def mix(

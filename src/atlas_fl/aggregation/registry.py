@@ -2,7 +2,9 @@
 
 from collections.abc import Callable
 
+from atlas_fl.aggregation.pfedgraph import pfedgraph
 from atlas_fl.aggregation.robust import geometric_median, krum, median, multi_krum, trimmed_mean
+from atlas_fl.aggregation.server_optimizers import fedadagrad, fedadam, fedavgm, fedyogi
 from atlas_fl.aggregation.strategies import Strategy as Strategy
 from atlas_fl.aggregation.strategies import StrategyOptions as StrategyOptions
 from atlas_fl.aggregation.strategies import atlas, atlas_no_laplacian, fedavg, fedavg_cluster, local
@@ -20,6 +22,11 @@ STRATEGIES: dict[str, Callable[[StrategyOptions], Strategy]] = {
     "krum": krum,
     "multi_krum": multi_krum,
     "geometric_median": geometric_median,
+    "fedavgm": fedavgm,
+    "fedadagrad": fedadagrad,
+    "fedyogi": fedyogi,
+    "fedadam": fedadam,
+    "pfedgraph": pfedgraph,
 }
 
 ALIASES: dict[str, str] = {"local_only": "local", "standard_fl": "fedavg"}

@@ -34,7 +34,15 @@ from torch import Tensor
 
 from atlas_fl.aggregation.diversity import gram_distances, update_gram
 from atlas_fl.aggregation.matrices import Federation, average, cluster_labels
-from atlas_fl.aggregation.strategies import Rule, Step, Strategy, StrategyOptions, mixing_strategy, within_clusters
+from atlas_fl.aggregation.strategies import (
+    CLUSTERS,
+    Rule,
+    Step,
+    Strategy,
+    StrategyOptions,
+    groups_within,
+    mixing_strategy,
+)
 from atlas_fl.errors import ProtocolError
 from atlas_fl.params import HEAD, LORA_A, LORA_B, ByClient, shared_part
 
@@ -65,6 +73,35 @@ def squared_distances(
     return total
 
 
+def change_gram(
+    after: ByClient,
+    before: ByClient,
+    clients: Sequence[str],
+    key: str,
+    *,
+    as_products: bool,
+    scale: Callable[[int], float],
+) -> Float64[np.ndarray, "n n"]:
+    """<w_k - w_k^before, w_l - w_l^before> of every pair for one tensor; with `as_products`, at an A, of s B A.
+
+    Factors of lower ranks are padded with zeros. Raises ProtocolError where clients hold tensors of other shapes.
+    """
+    both = [models[client] for models in (after, before) for client in clients]
+    n = len(clients)
+    if as_products and key.endswith(LORA_A):
+        module = key.removesuffix(LORA_A)
+        pairs = [{name: params[name] for name in (key, module + LORA_B)} for params in both]
+        by_name = {str(index): pair for index, pair in enumerate(pairs)}
+        gram = update_gram(by_name, list(by_name), scale)
+        return np.asarray(gram[:n, :n] - gram[:n, n:] - gram[n:, :n] + gram[n:, n:])
+    rows, total = _padded([params[key] for params in both], key), np.zeros((n, n))
+    for first in range(0, len(rows[0]), AT_ONCE):
+        stack = torch.stack([row[first : first + AT_ONCE].double() for row in rows])
+        changes = stack[:n] - stack[n:]
+        total += (changes @ changes.T).cpu().numpy()
+    return total
+
+
 def _padded(tensors: Sequence[Tensor], key: str) -> list[Tensor]:
     """The tensors as vectors of one length; factors of lower ranks get zeros, which other shapes may not."""
     rows = [tensor.T if key.endswith(LORA_B) else tensor for tensor in tensors]
@@ -86,8 +123,6 @@ def _plain(rows: Sequence[Tensor]) -> np.ndarray:
     return total
 
 
-CLUSTERS = "clusters"
-"""Of `StrategyOptions.within`: each cluster by itself."""
 TIE = 1e-9
 """Relative difference of scores below which they are equal; equal ones are averaged, so that no order decides."""
 SMOOTHING = 1e-6
@@ -152,15 +187,11 @@ def _kept(n: int, byzantine: int) -> int:
     return n - min(byzantine, (n - 1) // 2)
 
 
-def _groups(step: Step, options: StrategyOptions) -> np.ndarray:
-    return np.asarray(within_clusters(step) if options.within == CLUSTERS else step.groups)
-
-
 def _alike(options: StrategyOptions) -> Rule:
     """Who is aggregated with whom: the plain mean of the present of each group."""
 
     def rule(step: Step) -> np.ndarray:
-        return np.asarray(average(np.ones(len(step.present)), _groups(step, options), step.present))
+        return np.asarray(average(np.ones(len(step.present)), groups_within(step, options.within), step.present))
 
     return rule
 
@@ -169,7 +200,7 @@ def _weighed(options: StrategyOptions, weigh: Weigh) -> Rule:
     """The weights of each group's present, as their distances give them; before there are updates, the plain mean."""
 
     def rule(step: Step) -> np.ndarray:
-        groups, matrix = _groups(step, options), _alike(options)(step)
+        groups, matrix = groups_within(step, options.within), _alike(options)(step)
         if step.models is None:
             return matrix
         for label in set(groups.tolist()):

@@ -88,6 +88,9 @@ def unusable_models(models: ByClient) -> tuple[str, ...]:
 Matrices: TypeAlias = Callable[[str], np.ndarray]
 """The matrix M (n, n) that a parameter of this name is mixed with."""
 
+CLUSTERS = "clusters"
+"""Of `StrategyOptions.within`: each cluster by itself."""
+
 GRANULARITIES = ("all", "layer", "kind", "layer_and_kind")
 """Which parameters of a model share a mixing matrix, besides heads, which mix inside a task."""
 
@@ -151,6 +154,11 @@ def within_clusters(step: Step) -> Int64[np.ndarray, " n"]:
     """The step's groups, cut at the borders of clusters; who is undecided is a group of its own."""
     labels = zip(cluster_labels(step.federation.clusters), step.groups.tolist())
     return group_ids(list(labels))
+
+
+def groups_within(step: Step, within: str) -> Int64[np.ndarray, " n"]:
+    """The step's groups, with `within` as `clusters` cut at the borders of clusters."""
+    return within_clusters(step) if within == CLUSTERS else step.groups
 
 
 def layer_of(federation: Federation, key: str) -> int:
@@ -243,11 +251,23 @@ class StrategyOptions:
     max_share: float = 1.0
     """Largest share of a weighted average that one client's examples may give it (`matrices.bounded_weights`)."""
     within: str = "all"
-    """Where robust rules are applied: over `all` clients, or inside `clusters`."""
+    """Where robust rules, server optimizers and `pfedgraph` are applied: over `all` clients, or inside `clusters`."""
     trim: float = 0.2
     """Share of the clients whose values `trimmed_mean` leaves out at each end."""
     byzantine: int = 1
     """Hostile clients that `krum` and `multi_krum` expect."""
+    server_lr: float | None = None
+    """Learning rate eta of a server optimizer; its own default where None."""
+    server_beta1: float | None = None
+    """Share of a server optimizer's first moment that stays; its own default where None."""
+    server_beta2: float = 0.99
+    """Share of the second moment of `fedadam` and `fedyogi` that stays."""
+    server_tau: float = 1e-3
+    """What is added to the root of the second moment; its square is the second moment to begin with."""
+    gram_by: str = "all"
+    """Which parameters of `pfedgraph` have a mixing matrix of their own (`rule.GRANULARITIES`)."""
+    gram_alpha: float = 0.8
+    """How much the rows of `pfedgraph` stay with the shares of the examples."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -309,6 +329,10 @@ def no_state(_client_models: ByClient) -> ServerState:
     return {}
 
 
+def any_models(_client_models: ByClient, _federation: Federation) -> None:
+    """Nothing: a strategy that takes models of any ranks and layers."""
+
+
 def same_state(server_state: ServerState, _newcomers: ByClient) -> ServerState:
     """The state of a strategy that remembers nothing of single clients."""
     return server_state
@@ -324,6 +348,8 @@ class Strategy:
     """Whether anything leaves the clients."""
     clustered: bool
     """Whether it needs clusters or a graph."""
+    state_by_cluster: bool = False
+    """Whether its server state is of clusters, which then have to stay what they are."""
     init: Callable[[ByClient], ServerState] = no_state
     """The server state before round one, from the models that the clients start with."""
     aggregate: Aggregate
@@ -334,6 +360,8 @@ class Strategy:
     """The step of a round (the first is 1); 0 where the rule has none."""
     welcome: Welcome
     """What clients that join a run begin with."""
+    check: Callable[[ByClient, Federation], None] = any_models
+    """Raises ConfigError where it cannot aggregate models of these ranks and layers."""
     extend_state: Callable[[ServerState, ByClient], ServerState] = same_state
     """The server state with an entry for each of these newcomers, from the models that they begin with."""
 
@@ -347,6 +375,8 @@ def check_options(options: StrategyOptions) -> None:
         raise unknown("Laplacian", options.laplacian, LAPLACIANS)
     if options.layer_weighting not in LAYER_WEIGHTINGS:
         raise unknown("layer weighting", options.layer_weighting, LAYER_WEIGHTINGS)
+    if options.gram_by not in GRANULARITIES:
+        raise unknown("granularity", options.gram_by, GRANULARITIES)
     check_mixing(options.share, options.space, options.align)
 
 

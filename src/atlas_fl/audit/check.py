@@ -23,6 +23,7 @@ from atlas_fl.audit.recompute import (
     Rule,
     Truth,
     common_faults,
+    has_state,
     in_common,
     kind_of,
     points_of,
@@ -42,6 +43,17 @@ from atlas_fl.audit.run_files import (
     read_models,
     read_plan,
     read_record,
+)
+from atlas_fl.audit.server_state import (
+    Directions,
+    Flat,
+    OptimizerStep,
+    check_state,
+    check_unchanged,
+    read_state,
+    server_step,
+    state_after,
+    with_initial,
 )
 from atlas_fl.errors import CheckpointError
 from atlas_fl.events import OnEvent, Progress, ignore
@@ -95,6 +107,7 @@ def _round_signature(run: Run, round: int) -> list[object]:
         else [[np.round(one, 12).tolist() for one in body], mixing.space, sorted(set(mixing.share) - {"head"})],
         [] if head_still else np.round(head, 12).tolist(),
         [] if body_still or mixing.space == "product" else mixing.align,
+        [rule.kind, run.config.get("server")] if has_state(rule.kind) and not (body_still and head_still) else [],
     ]
 
 
@@ -176,28 +189,36 @@ def audit_run(run: Run, *, on_event: OnEvent = ignore) -> Iterator[AuditRow]:
         detail = f"it had to end after round {run.done} and went on"
         yield AuditRow(run=run.path.name, round=0, client="", check="record", ok=False, detail=detail)
     before = known = read_models(run, 0, "start")
+    state: Flat = state_after(run, 0, {})
+    yield from check_unchanged(run, 0, with_initial(run, {}, known), state)
     for place, round in enumerate(run.rounds):
         on_event(Progress(f"audit of {run.path.name}", place, len(run.rounds)))
         after = read_models(run, round, "start")
         record = read_record(run, round)
         if (joined := read_joined(run, round, record.plan, before)) is not None:
             yield from check_joined(run, round, joined, known)
+            extended = read_state(run.path / "audit" / f"joined-{round:04d}") or state
+            yield from check_unchanged(run, round, with_initial(run, state, joined.start), extended)
+            state = extended
             before, known = {**before, **joined.start}, {**known, **joined.start}
         if is_reranked(run, record, round):
             held, before = before, read_models(run, round, "begun")
             known = before
             yield from check_ranks(run, read_plan(run, record.plan), round, held, before)
         if round - 1 not in missing and round not in missing:
-            yield from _audit_round(run, round, before, after, known=known)
-        before = after
+            yield from _audit_round(run, round, before, after, known=known, state=state)
+        before, state = after, state_after(run, round, state)
         known = after if is_aggregated(run, round) else known
 
 
-def _audit_round(run: Run, round: int, held: Models, after: Models, *, known: Models) -> Iterator[AuditRow]:
-    """The rows of one round. `held` is what clients began it with, `known` what the server held of them."""
-    record = read_record(run, round)
-    plan = read_plan(run, record.plan)
-    trained = read_models(run, round, "trained")
+def _audit_round(
+    run: Run, round: int, held: Models, after: Models, *, known: Models, state: Flat
+) -> Iterator[AuditRow]:
+    """The rows of one round. `held` is what clients began it with, `known` what the server held of them, `state` what
+    its strategy remembered.
+    """
+    record, trained = read_record(run, round), read_models(run, round, "trained")
+    plan, bounds = read_plan(run, record.plan), read_bounds(run, round)
 
     def row(check: str, client: str, detail: str, error: float | None = None) -> AuditRow:
         return AuditRow(
@@ -212,7 +233,6 @@ def _audit_round(run: Run, round: int, held: Models, after: Models, *, known: Mo
         if client in record.loaded or client in record.accepted:
             yield row("loaded", client, _loaded_fault(record, client, held))
     present = {client: trained[client] for client in record.accepted if client in trained}
-    bounds = read_bounds(run, round)
     wrong = {client: _names_fault(plan, client, held, present.get(client), after) for client in plan.clients}
     for client, fault in wrong.items():
         wrong[client] = fault or _number_fault(client, held, present, after, known)
@@ -226,7 +246,10 @@ def _audit_round(run: Run, round: int, held: Models, after: Models, *, known: Mo
     before = {**(held if kind == "own" else known), **present}
     for client, fault in common_faults(plan, present, after, kept=record.kept or ()):
         yield row("common", client, fault)
-    truth = _truth(run, record, plan, in_common(plan, before, present), after, kind=kind)
+    shared = in_common(plan, before, present)
+    step = server_step(run, plan, kind, present=present, before=known, trained=shared, state=state)
+    truth = _truth(run, record, plan, shared, after, kind=kind, step=step, state=state)
+    yield from check_state(run, round, step, before=state)
     found = _findings(truth)
     for k, client in enumerate(plan.clients):
         mixed, moved, error = _compare(run, record, truth, k, found[k])
@@ -314,7 +337,17 @@ def _number_fault(client: str, *models: Models) -> str:
     return ""
 
 
-def _truth(run: Run, record: Record, plan: Plan, before: Models, after: Models, *, kind: str) -> Truth:
+def _truth(
+    run: Run,
+    record: Record,
+    plan: Plan,
+    before: Models,
+    after: Models,
+    *,
+    kind: str,
+    step: OptimizerStep | None,
+    state: Flat,
+) -> Truth:
     mixing = run.mixing
     present = tuple(client in record.accepted for client in plan.clients)
     rule = Rule(
@@ -326,15 +359,17 @@ def _truth(run: Run, record: Record, plan: Plan, before: Models, after: Models, 
         without_edges=record.without_edges,
         robust=robust_of(run),
         points=lambda clients, head: points_of(before, plan, mixing.share, clients, head=head),
+        project=Directions(run, plan, before, state).row,
     )
-    made: dict[tuple[bool, int | None], np.ndarray] = {}
+    made: dict[tuple[bool, int | None, str], np.ndarray] = {}
 
     def weights_of(key: str) -> np.ndarray:
         head = key.startswith(HEAD)
         layer = plan.layer_of.get(key.removesuffix(LORA_A).removesuffix(LORA_B))
-        if (head, layer) not in made:
-            made[head, layer] = weights(plan, rule, head=head, layer=layer)
-        return made[head, layer]
+        end = key[-1] if key.endswith((LORA_A, LORA_B)) and kind == "pfedgraph" else ""
+        if (head, layer, end) not in made:
+            made[head, layer, end] = weights(plan, rule, head=head, layer=layer, key=key)
+        return made[head, layer, end]
 
     return Truth(
         Round(
@@ -346,6 +381,7 @@ def _truth(run: Run, record: Record, plan: Plan, before: Models, after: Models, 
             share=mixing.share if rule.kind != "own" else (),
             align=mixing.align,
             reduce=reducer(kind, rule.robust),
+            server=None if step is None else step.next,
         )
     )
 

@@ -188,11 +188,22 @@ RULES = {
     "krum": "krum",
     "multi_krum": "multi-krum",
     "geometric_median": "geometric median",
+    "fedavgm": "fedavgm",
+    "fedadagrad": "fedadagrad",
+    "fedyogi": "fedyogi",
+    "fedadam": "fedadam",
+    "pfedgraph": "pfedgraph",
 }
 """What each strategy's name, and each older name for it, means."""
 
 ROBUST = ("median", "trimmed mean", "krum", "multi-krum", "geometric median")
 """Rules under which every client counts alike."""
+
+SERVER_OPTIMIZERS = {"fedavgm": (1.0, 0.9), "fedadagrad": (0.01, 0.0), "fedyogi": (0.01, 0.9), "fedadam": (0.01, 0.9)}
+"""Default learning rate and first beta of each server optimizer."""
+
+WITHIN = (*ROBUST, *SERVER_OPTIMIZERS, "pfedgraph")
+"""Rules over all clients, or inside clusters, as the settings say."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -215,6 +226,13 @@ class Rule:
     """What bounds weights, and what robust rules are made from."""
     points: Callable[[Sequence[int], bool], np.ndarray] | None = None
     """Of these clients, and of their heads or the rest: points as far apart as the models; None where nobody asks."""
+    project: Callable[[int, Sequence[int], list[float], str], list[float]] | None = None
+    """Of a client, its members, their shares and a parameter: its row by directions; None where nobody asks."""
+
+
+def has_state(kind: str) -> bool:
+    """Whether a rule of this kind remembers more than the models."""
+    return kind in SERVER_OPTIMIZERS or kind == "pfedgraph"
 
 
 def kind_of(strategy: str) -> str:
@@ -230,7 +248,7 @@ def _may_meet(plan: Plan, k: int, other: int, *, head: bool) -> bool:
 
 def _members(plan: Plan, rule: Rule, k: int, *, head: bool) -> list[int]:
     """Whose updates are aggregated into the model of client k."""
-    everyone = rule.kind == "mean" or (rule.kind in ROBUST and rule.robust.within == "all")
+    everyone = rule.kind == "mean" or (rule.kind in WITHIN and rule.robust.within == "all")
     members = []
     for other in range(len(plan.clients)):
         together = everyone or (plan.clusters[k] >= 0 and plan.clusters[k] == plan.clusters[other]) or other == k
@@ -252,6 +270,14 @@ def _mean_row(plan: Plan, rule: Rule, k: int, *, head: bool) -> list[float]:
     for other, weight in zip(members, weights, strict=True):
         row[other] = weight / sum(weights)
     return row
+
+
+def _projected_row(plan: Plan, rule: Rule, k: int, *, head: bool, key: str) -> list[float]:
+    """The row of a rule that goes by the directions of changes; who took no part keeps its model."""
+    if not rule.present[k]:
+        return [float(other == k) for other in range(len(plan.clients))]
+    row, members = _mean_row(plan, rule, k, head=head), _members(plan, rule, k, head=head)
+    return row if rule.project is None or len(members) < 2 else rule.project(k, members, row, key)
 
 
 def _edge(plan: Plan, rule: Rule, k: int, other: int, *, head: bool) -> float:
@@ -286,9 +312,9 @@ def _step_size(plan: Plan, rule: Rule, layer: int | None) -> float:
     return rule.eta * mean[layer] / max(mean)
 
 
-def weights(plan: Plan, rule: Rule, *, head: bool, layer: int | None = None) -> np.ndarray:
-    """(n, n): row k holds the weight that each client's model has in the next model of client k."""
-    each = _each(plan, rule, head=head, layer=layer)
+def weights(plan: Plan, rule: Rule, *, head: bool, layer: int | None = None, key: str = "") -> np.ndarray:
+    """(n, n): row k holds the weight that each client's model has in the next model of client k, for this parameter."""
+    each = _each(plan, rule, head=head, layer=layer, key=key)
     if head or layer is None or rule.kind == "own":
         return each
     return np.array([_common_row(plan, rule, k, each, layer) for k in range(len(plan.clients))])
@@ -314,11 +340,13 @@ def _common_row(plan: Plan, rule: Rule, k: int, each: np.ndarray, layer: int) ->
     return row
 
 
-def _each(plan: Plan, rule: Rule, *, head: bool, layer: int | None) -> np.ndarray:
+def _each(plan: Plan, rule: Rule, *, head: bool, layer: int | None, key: str) -> np.ndarray:
     """The same where nothing is anyone's in common."""
     n = len(plan.clients)
     if rule.kind == "own":
         return np.eye(n)
+    if rule.kind == "pfedgraph":
+        return np.array([_projected_row(plan, rule, k, head=head, key=key) for k in range(n)])
     if rule.kind != "laplacian":
         return np.array([_mean_row(plan, rule, k, head=head) for k in range(n)])
     step = _step_size(plan, rule, layer)
@@ -394,6 +422,9 @@ class Round:
     """How factors of different ranks met."""
     reduce: Callable[[np.ndarray], np.ndarray] | None = None
     """Of a rule that is no weighted sum, how the values of those in a row become one."""
+    server: Callable[[int, str], tuple[np.ndarray, float] | None] | None = None
+    """Of a rule that steps from the average: what client k gets at this tensor, in product space at an A of its module,
+    and the size of what went in; None where it gets nothing."""
 
 
 def _dense(round: Round, client: str, module: str, models: Models) -> np.ndarray:
@@ -444,8 +475,7 @@ class Truth:
     def finding(self, k: int, key: str) -> list[tuple[str, Finding]]:
         """The comparison of one tensor of client k, or at its A that of a module; nothing at its B."""
         round = self.round
-        row = round.weights(key)[k]
-        if not is_mixed(key, round.share) or (row[k] == 1.0 and np.count_nonzero(row) == 1):
+        if not is_mixed(key, round.share) or self._stays(k, key):
             still = self.is_still(k, key)
             return [(key, Finding(error=0.0 if still else float("inf"), shift=0.0, still=still))]
         if round.space == "factors" or not key.endswith((LORA_A, LORA_B)):
@@ -453,12 +483,19 @@ class Truth:
         module = key.removesuffix(LORA_A)
         return [(module, self.module(k, module))] if key.endswith(LORA_A) else []
 
+    def _stays(self, k: int, key: str) -> bool:
+        """Whether the rule leaves this tensor of client k as it is."""
+        if self.round.server is not None:
+            return self.round.server(k, key) is None
+        row = self.round.weights(key)[k]
+        return bool(row[k] == 1.0 and np.count_nonzero(row) == 1)
+
     def module(self, k: int, module: str) -> Finding:
         """The update of a module in product space."""
         round, names = self.round, self.round.plan.clients
         row = round.weights(module + LORA_A)[k]
         rank = round.before[names[k]][module + LORA_A].shape[0]
-        mixed, size, left, values, right = self._mixed(module, row)
+        mixed, size, left, values, right = self._mixed(module, row, k=k)
         wanted = (left[:, :rank] * values[:rank]) @ right[:rank]
         got, was = _dense(round, names[k], module, round.after), _dense(round, names[k], module, round.before)
         still = all(self.is_still(k, module + end) for end in (LORA_A, LORA_B))
@@ -468,18 +505,26 @@ class Truth:
             return Finding(error=0.0, shift=finding.shift, still=still)
         return finding
 
-    def _mixed(self, module: str, row: np.ndarray) -> tuple[np.ndarray, float, np.ndarray, np.ndarray, np.ndarray]:
+    def _mixed(
+        self, module: str, row: np.ndarray, *, k: int
+    ) -> tuple[np.ndarray, float, np.ndarray, np.ndarray, np.ndarray]:
         """The weighted sum of the updates, the size of what went in, and its singular value decomposition."""
         if self._module != module:
             self._module, self._cut = module, {}
         if row.tobytes() not in self._cut:
-            names = self.round.plan.clients
-            sources = np.flatnonzero(row).tolist()
-            parts = [_dense(self.round, names[other], module, self.round.before) for other in sources]
-            mixed, size = self._combined(row[sources], parts)
+            mixed, size = self._update(module, row, k=k)
             left, values, right = decompose(mixed)
             self._cut[row.tobytes()] = (mixed, size, left, values, right)
         return self._cut[row.tobytes()]
+
+    def _update(self, module: str, row: np.ndarray, *, k: int) -> tuple[np.ndarray, float]:
+        """The dense update that those with this row get, and the size of what went in."""
+        if self.round.server is not None and (model := self.round.server(k, module + LORA_A)) is not None:
+            return model
+        names = self.round.plan.clients
+        sources = np.flatnonzero(row).tolist()
+        parts = [_dense(self.round, names[other], module, self.round.before) for other in sources]
+        return self._combined(row[sources], parts)
 
     def tensor(self, k: int, key: str) -> Finding:
         """A tensor that mixes by itself: a head, a bias, or a factor in factor space."""
@@ -489,7 +534,9 @@ class Truth:
         got = round.after[names[k]][key].double().numpy()
         sources = np.flatnonzero(matrix[k]).tolist()
         others = {other: round.before[names[other]][key].double().numpy() for other in sources}
-        if key.endswith((LORA_A, LORA_B)):
+        if self.round.server is not None and (model := self.round.server(k, key)) is not None:
+            wanted, size = model
+        elif key.endswith((LORA_A, LORA_B)):
             wanted = self._factor(k, key, own, others)
             size = float(sum(abs(matrix[k, other]) * np.linalg.norm(one) for other, one in others.items()))
         else:

@@ -23,6 +23,7 @@ from atlas_fl.config.schema import ModelConfig as ModelConfig
 from atlas_fl.config.schema import RanksConfig as RanksConfig
 from atlas_fl.config.schema import RobustConfig as RobustConfig
 from atlas_fl.config.schema import RunConfig as RunConfig
+from atlas_fl.config.schema import ServerConfig as ServerConfig
 from atlas_fl.config.schema import SparseConfig as SparseConfig
 from atlas_fl.config.schema import SplitConfig as SplitConfig
 from atlas_fl.config.schema import TrainingConfig as TrainingConfig

@@ -30,7 +30,7 @@ SESSION = frozenset(
 how many processes train it."""
 
 LATER = frozenset({"topology", "arrive", "patience", "min_delta", "server_adapters"})
-LATER_GROUPS = frozenset({"images", "sparse", "robust", "attack"})
+LATER_GROUPS = frozenset({"images", "sparse", "robust", "server", "attack"})
 """Settings that are younger than runs: at their default they are no part of the identity, and older runs stay the same
 runs."""
 

@@ -8,6 +8,8 @@ The settings of phase 3: whose model is cut, where, and how what crosses is writ
 
 The settings of robust aggregation: how large an update and a weight may be, and what withstands hostile clients.
 
+The settings of strategies with a server state.
+
 The settings of simulated hostile clients.
 
 The settings of image tasks: what trains of the model, and of whole models which weights may move.
@@ -201,12 +203,31 @@ class RobustConfig:
     """Largest share of a weighted average that one client's examples may give it, where three or more are averaged; 1
     leaves the shares as they are."""
     within: Literal["all", "clusters"] = "all"
-    """Where `median`, `trimmed_mean`, `krum`, `multi_krum` and `geometric_median` are applied: over all clients, or
+    """Where robust rules and server optimizers, such as `median` and `fedadam`, are applied: over all clients, or
     inside each cluster."""
     trim: float = 0.2
     """Share of the clients whose values `trimmed_mean` leaves out at each end, rounded up."""
     byzantine: int = 1
     """Hostile clients that `krum` and `multi_krum` expect among those that are aggregated."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServerConfig:
+    """Strategies with a server state: how a server optimizer steps, and what the rows of `pfedgraph` follow."""
+
+    server_lr: float | None = None
+    """Learning rate of the server; by default 1 for `fedavgm` and 0.01 for `fedadagrad`, `fedyogi` and `fedadam`."""
+    server_beta1: float | None = None
+    """Share of the server's first moment that stays, its momentum; by default 0.9, and 0 for `fedadagrad`."""
+    server_beta2: float = 0.99
+    """Share of the server's second moment that stays, for `fedadam` and `fedyogi`."""
+    server_tau: float = 1e-3
+    """What is added to the root of the second moment: the larger, the less adaptive the server's step."""
+    gram_by: Literal["all", "layer", "kind", "layer_and_kind"] = "all"
+    """Which parameters of `pfedgraph` have a mixing matrix of their own, by the Gram matrix of their own changes: none,
+    each layer, each kind (A, B or their product, head), or both."""
+    gram_alpha: float = 0.8
+    """How much the rows of `pfedgraph` stay with the shares of the examples; if small, similarity counts more."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -479,6 +500,7 @@ class Config:
     split: SplitConfig = field(default_factory=SplitConfig)
     mixing: MixingConfig = field(default_factory=MixingConfig)
     robust: RobustConfig = field(default_factory=RobustConfig)
+    server: ServerConfig = field(default_factory=ServerConfig)
     attack: AttackConfig = field(default_factory=AttackConfig)
     images: ImagesConfig = field(default_factory=ImagesConfig)
     sparse: SparseConfig = field(default_factory=SparseConfig)

@@ -111,6 +111,11 @@ RANGES: Mapping[str, Range] = {
     "max_share": SHARE,
     "trim": Range("at least 0, below 0.5", lambda value: 0 <= value < 0.5),
     "byzantine": ZERO_OR_MORE,
+    "server_lr": POSITIVE,
+    "server_beta1": BELOW_ONE,
+    "server_beta2": BELOW_ONE,
+    "server_tau": POSITIVE,
+    "gram_alpha": POSITIVE,
     "attack_scale": POSITIVE,
     "validation_share": INSIDE,
     "image_size": Range("at least 8", lambda value: value >= 8),
@@ -174,13 +179,12 @@ def check_names(config: Config, *, at_sites: bool = False) -> None:
     Raises:
         AtlasError: one is not; the message has the nearest known name.
     """
-    _check_strategy(config.mixing.strategy)
+    _check_strategy(config)
     _check_allocator(config.ranks.ranks)
     _check_devices(config.data.devices, config.data.device)
     _check_tasks(config.data.tasks, config.data.task)
     if not at_sites:
         _check_cut_names(config)
-    _check_sharing(config)
     _check_images(config)
     _check_precision(config)
     _check_model(config.model.model)
@@ -188,11 +192,23 @@ def check_names(config: Config, *, at_sites: bool = False) -> None:
         raise mistake("--preset", config.run.preset, "a name of small letters, digits, - and _ (`atlas list presets`)")
 
 
-def _check_strategy(name: str) -> None:
-    from atlas_fl.aggregation.registry import ALIASES, STRATEGIES
+def _check_strategy(config: Config) -> None:
+    from atlas_fl.aggregation.registry import ALIASES, STRATEGIES, StrategyOptions, find_strategy
 
+    name, every = config.mixing.strategy, config.clustering.recluster_every
     if name not in STRATEGIES and name not in ALIASES:
         raise unknown("strategy", name, [*STRATEGIES, *ALIASES])
+    strategy = find_strategy(name, StrategyOptions(within=config.robust.within))
+    if config.split.server_adapters == "per_cluster" and not strategy.communicates:
+        raise ConfigError(
+            f"--server-adapters per_cluster trains one set by several clients, and --strategy {name} shares nothing;"
+            " take per_client, or another strategy"
+        )
+    if every > 0 and strategy.state_by_cluster:
+        raise ConfigError(
+            f"--strategy {name} --within clusters has moments of each cluster, and --recluster-every {every} may change"
+            " who that is; set it to 0, or take --within all"
+        )
 
 
 def _check_allocator(name: str) -> None:
@@ -232,17 +248,6 @@ def check_cut_names(split: str, known: Collection[str]) -> None:
 def unknown_cuts(split: str, known: Collection[str]) -> list[str]:
     """What `--split` names beside these clients, tasks and devices."""
     return sorted(set(cuts_by_name(split)) - {EVERY, *known})
-
-
-def _check_sharing(config: Config) -> None:
-    from atlas_fl.aggregation.registry import ALIASES
-
-    name = config.mixing.strategy
-    if config.split.server_adapters == "per_cluster" and ALIASES.get(name, name) == "local":
-        raise ConfigError(
-            f"--server-adapters per_cluster trains one set by several clients, and --strategy {name} shares nothing;"
-            " take per_client, or another strategy"
-        )
 
 
 def _check_tasks(names: tuple[str, ...], own: tuple[str, ...]) -> None:

@@ -18,6 +18,7 @@ import numpy as np
 
 from atlas_fl.aggregation.graph import effective_neighbours
 from atlas_fl.aggregation.mixing import as_all_hold
+from atlas_fl.aggregation.strategies import Strategy
 from atlas_fl.client.evaluation import EvaluateOptions
 from atlas_fl.client.fingerprint import FIRST, SECOND
 from atlas_fl.client.job import Job
@@ -93,6 +94,8 @@ class Admitted:
     """The newcomers' own models after their warm-up, at their ranks, before anything was mixed into them."""
     communicates: bool
     """Whether anything of them was sent."""
+    state_changed: bool
+    """Whether the strategy remembers something of them."""
 
 
 def admit(assembly: Assembly, planned: Planned, engine: Engine, state: State, *, on_event: OnEvent) -> Admitted | None:
@@ -101,6 +104,7 @@ def admit(assembly: Assembly, planned: Planned, engine: Engine, state: State, *,
     Who cannot (it does not answer, nothing fits its device) is told so, and the others go on.
     """
     config, grown, fresh, tally = assembly.config, assembly, dict[str, Params](), Tally(engine=engine)
+    strategy = strategy_of(config)
     if state.round % config.mixing.aggregate_every:
         return None  # who trains also sends, so who trains stays the same up to the next aggregation
     for newcomer in assembly.door.waiting(state.round + 1):
@@ -111,29 +115,44 @@ def admit(assembly: Assembly, planned: Planned, engine: Engine, state: State, *,
             planned = replace(planned, plan=replace(planned.plan, notes=()), messages=())
         on_event(PhaseStarted(f"{name} joins"))
         try:
-            grown, planned, fresh[name] = JOINS[line_in(grown).name](newcomer, grown, planned, tally, state)
+            joined = JOINS[line_in(grown).name](newcomer, grown, planned, tally, state)
+            models = {**state.server_models, **fresh, name: joined[2]}
+            strategy.check(models, joined[1].plan.federation())
         except AtlasError as error:
             on_event(Note(f"{name} does not join: {error}"))
             assembly.door.turn_away(name, error)
             continue
+        grown, planned, fresh[name] = joined
         on_event(Note(planned.plan.notes[-1]))
         assembly.door.let_in(name)
     if not fresh:
         return None
     rows = tally.rows(round=state.round + 1)
     planned = replace(planned, crossed=tuple(row for row in rows if row.client in fresh))
-    strategy = strategy_of(config)
-    models = strategy.welcome(state.server_state, state.server_models, fresh, planned.plan.federation())
+    return _admitted(grown, planned, state, fresh, strategy=strategy)
+
+
+def _admitted(assembly: Assembly, planned: Planned, state: State, fresh: ByClient, *, strategy: Strategy) -> Admitted:
+    """The federation with the newcomers, whose models and entries in the server state the strategy makes."""
+    federation = planned.plan.federation()
+    models = strategy.welcome(state.server_state, state.server_models, fresh, federation)
     if strategy.communicates:
-        models = as_all_hold(models, state.server_models, planned.plan.federation())
-    state = replace(
-        state,
-        server_models={**state.server_models, **models},
-        server_state=strategy.extend_state(state.server_state, models),
-        start={**state.start, **models},
-        stale=state.stale | (models.keys() if strategy.communicates else set()),
+        models = as_all_hold(models, state.server_models, federation)
+    server_state = strategy.extend_state(state.server_state, models)
+    return Admitted(
+        assembly=assembly,
+        planned=planned,
+        state=replace(
+            state,
+            server_models={**state.server_models, **models},
+            server_state=server_state,
+            start={**state.start, **models},
+            stale=state.stale | (models.keys() if strategy.communicates else set()),
+        ),
+        fresh=fresh,
+        communicates=strategy.communicates,
+        state_changed=server_state is not state.server_state,
     )
-    return Admitted(assembly=grown, planned=planned, state=state, fresh=fresh, communicates=strategy.communicates)
 
 
 def _with(

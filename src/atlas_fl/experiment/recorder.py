@@ -5,6 +5,7 @@ What a run was begun with, settings and data, and what it has written: with othe
 What a round leaves behind: rows of metrics and ledger, checkpoints, and the files of the audit.
 """
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from hashlib import sha256
@@ -108,6 +109,10 @@ def config_note(folder: RunFolder, found: Checkpoint) -> str:
     return f"{folder.config} is not what it was at {found.path.name}; no setting that the run depends on differs"
 
 
+SERVER_STATE = "server.safetensors"
+"""What the strategy remembers, among the files of an audited round."""
+
+
 @dataclass(kw_only=True)
 class Recorder:
     """The one writer of a run's folder."""
@@ -148,6 +153,7 @@ class Recorder:
         self._append(self.folder.ledger, rows)
         if self.audit:
             self._write_audited("start", state.start, round=0)
+            self._write_state(self.folder.audit_round(0), state.server_state)
             self._write_record(self.folder.audit_round(0), {"round": 0})
         self._checkpoint(state)
 
@@ -176,6 +182,8 @@ class Recorder:
         start = {name: state.start[name] for name in arrived.fresh}
         self.audited["fresh.safetensors"] = write_models(place / "fresh.safetensors", arrived.fresh)
         self.audited["start.safetensors"] = write_models(place / "start.safetensors", start)
+        if arrived.state_changed:
+            self._write_state(place, state.server_state)
         self.audited["plan.json"] = write_json(place / "plan.json", arrived.planned.plan.to_json())
         self._write_record(place, {"round": state.round + 1})
 
@@ -200,7 +208,7 @@ class Recorder:
         self._append(self.folder.metrics, rows)
         self._append(self.folder.ledger, [row.to_json() for row in record.messages(self.share)])
         if self.audit:
-            self._write_audit(record)
+            self._write_audit(record, state)
         due = record.round % self.checkpoint_every == 0 or record.round in self._best(state)
         if due or record.final or ends:
             self._checkpoint(state)
@@ -250,10 +258,12 @@ class Recorder:
         # a metric does not take the place of what the server knows by itself
         return defined({**known, **update.metrics, **counted, **known})
 
-    def _write_audit(self, record: RoundRecord) -> None:
+    def _write_audit(self, record: RoundRecord, state: State) -> None:
         trained = {name: update.params for name, update in record.updates.items()}
         self._write_audited("trained", trained, round=record.round)
         self._write_audited("start", record.start, round=record.round)
+        if record.state_changed:
+            self._write_state(self.folder.audit_round(record.round), state.server_state)
         if record.out_of_bound:
             self._write_audited("out_of_bound", record.out_of_bound, round=record.round)
         loaded = {name: {"digest": update.loaded, "keys": update.keys} for name, update in record.updates.items()}
@@ -275,6 +285,16 @@ class Recorder:
     def _write_audited(self, name: str, models: ByClient, *, round: int) -> None:
         file = self.folder.audit_round(round) / f"{name}.safetensors"
         self.audited[file.name] = write_models(file, models)
+
+    def _write_state(self, folder: Path, server_state: ServerState) -> None:
+        """What the strategy remembers, for an audit; nothing of a strategy that remembers nothing but the models."""
+        distinct, same = distinct_tensors(server_state)
+        if distinct:
+            others: dict[str, list[str]] = {}
+            for path, lead in same.items():
+                others.setdefault(lead, []).append(path)
+            note = ("same", json.dumps(others, sort_keys=True)) if others else None
+            self.audited[SERVER_STATE] = write_tensors(folder / SERVER_STATE, distinct, note=note)
 
     def _write_record(self, place: Path, content: Mapping[str, Any]) -> None:
         """The record of an audited round, with the digests of the files beside it."""
@@ -343,7 +363,8 @@ def leads_of(models: ByClient) -> dict[str, str]:
     """For every client the first one whose model holds the very same tensors: an average over many is stored once."""
     first: dict[tuple[tuple[str, int], ...], str] = {}
     return {
-        name: first.setdefault(tuple((key, id(tensor)) for key, tensor in params.items()), name)
+        # sorted, because a model that comes from a checkpoint has its keys in another order
+        name: first.setdefault(tuple((key, id(params[key])) for key in sorted(params)), name)
         for name, params in models.items()
     }
 

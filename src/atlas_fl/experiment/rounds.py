@@ -322,9 +322,8 @@ def one_round(assembly: Assembly, planned: Planned, engine: Engine, state: State
     cuts, engine = cuts_of(assembly, planned.plan), seated(assembly, planned.plan.clients, engine)
     sent, options = {name: state.start[name] for name in sampled}, line.options(config, planned)
     updates = engine.run("train", jobs_for(sent, options, round=number, cuts=cuts, momentum=state.momentum))
-    received = receive(assembly, state, updates)
+    received, aggregated = receive(assembly, state, updates), is_aggregated(config, number)
     trained = {name: update.params for name, update in received.updates.items()}
-    aggregated = is_aggregated(config, number)
     server = _server_step(strategy, state, trained, planned, apply=aggregated, refused=received.refused)
     server, restored = _sound(server, state, trained, assembly)
     models = server.client_models
@@ -351,6 +350,7 @@ def one_round(assembly: Assembly, planned: Planned, engine: Engine, state: State
         diversity=_spread(assembly, planned, {**state.start, **trained}, end) if aggregated else None,
         mask=planned.mask,
         discarded=server.discarded,
+        state_changed=server.server_state is not state.server_state,
         crossed=crossed(updates),
         evaluated=crossed(end.evaluated),
         hosting=hosting_of(assembly, planned.plan.clients, training=updates, evaluation=end.evaluated),

@@ -176,6 +176,7 @@ def _begin(
     strategy = strategy_of(assembly.config)
     # the same mapping twice: a checkpoint tells by it that everyone starts with what the server has
     models = dict(planned.start)
+    strategy.check(models, planned.plan.federation())
     state = State(round=0, server_models=models, server_state=strategy.init(models), start=models)
     recorder.planned(planned, state, communicates=strategy.communicates)
     return assembly, planned, state

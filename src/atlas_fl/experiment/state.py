@@ -124,6 +124,8 @@ class RoundRecord:
     """The updates as they came of those whom the norm bound refused or scaled down."""
     restored: Mapping[str, str] = field(default_factory=dict)
     """Who keeps the model that it began with, because the mixed one was none, and whose update was the largest."""
+    state_changed: bool = False
+    """Whether the strategy remembers something else than before the round."""
 
     def messages(self, share: tuple[str, ...]) -> list[LedgerRow]:
         """Every message of the round: late models down, updates up, mixed models down; all of a cut's as one a kind.

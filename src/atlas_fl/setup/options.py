@@ -39,6 +39,12 @@ def strategy_options(config: Config) -> StrategyOptions:
         within=robust.within,
         trim=robust.trim,
         byzantine=robust.byzantine,
+        server_lr=config.server.server_lr,
+        server_beta1=config.server.server_beta1,
+        server_beta2=config.server.server_beta2,
+        server_tau=config.server.server_tau,
+        gram_by=config.server.gram_by,
+        gram_alpha=config.server.gram_alpha,
     )
 
 

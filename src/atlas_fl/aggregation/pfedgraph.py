@@ -1,0 +1,151 @@
+"""pFedGraph: each client's row follows from how its change and those of the others point into the same direction.
+
+    d_kl = -cos(w_k - w_k^0, w_l - w_l^0)                        w^0: what the client began the run with
+    m_k  = argmin over the simplex of sum_l m_l d_kl + alpha || m - p ||^2 = Proj_simplex(p - d_k / (2 alpha))
+
+p are the shares of the examples among those that took part; who did not keeps its model. Ye, Ni, Xu, Wang, Chen and
+Wang, "Personalized Federated Learning with Inferred Collaboration Graphs", ICML 2023. Their term of local training, and
+the step of their program that counts a cosine above .9 as 1, are left out.
+
+The cosines come from the Gram matrix of the changes, in product space of s B A: over all that is shared, or for each
+layer, kind of parameter or both a matrix of its own (`--gram-by`). Heads of different tasks have nothing in common.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+
+import numpy as np
+from jaxtyping import Float64
+from torch import Tensor
+
+from atlas_fl.aggregation.matrices import Federation, average
+from atlas_fl.aggregation.robust import change_gram
+from atlas_fl.aggregation.strategies import (
+    CLUSTERS,
+    Step,
+    Strategy,
+    StrategyOptions,
+    groups_within,
+    layer_of,
+    mixing_strategy,
+    parameter_kind,
+)
+from atlas_fl.errors import ConfigError
+from atlas_fl.params import HEAD, LORA_A, LORA_B, ByClient, Params, ServerState, shared_part
+
+INITIAL = "initial"
+"""The entry of the server state: the models that the clients began with, as far as they are shared."""
+
+
+def cosines(gram: Float64[np.ndarray, "n n"]) -> Float64[np.ndarray, "n n"]:
+    """Cosines from inner products: 1 on the diagonal, 0 beside a vector of length zero."""
+    lengths = np.sqrt(np.maximum(np.diag(gram), 0.0))
+    sizes = np.outer(lengths, lengths)
+    values = np.clip(np.where(sizes > 0, gram / np.where(sizes > 0, sizes, 1.0), 0.0), -1.0, 1.0)
+    np.fill_diagonal(values, 1.0)
+    return np.asarray(values)
+
+
+def project_onto_simplex(point: Float64[np.ndarray, " n"]) -> Float64[np.ndarray, " n"]:
+    """The nearest point whose entries are 0 or more and sum to 1. Duchi et al., 2008."""
+    falling = np.sort(point)[::-1]
+    excess = (np.cumsum(falling) - 1.0) / np.arange(1, len(point) + 1)
+    inside = np.maximum(point - excess[np.flatnonzero(falling > excess)[-1]], 0.0)
+    return np.asarray(inside / inside.sum())
+
+
+def _initial(state: ServerState) -> Mapping[str, Params]:
+    models = state[INITIAL]
+    assert not isinstance(models, Tensor), "the initial models are by client"
+    return {client: _params(params) for client, params in models.items()}
+
+
+def _params(value: Tensor | ServerState) -> Params:
+    assert not isinstance(value, Tensor), "a model is by parameter"
+    return {key: tensor for key, tensor in value.items() if isinstance(tensor, Tensor)}
+
+
+def _selects(step: Step, key: str, options: StrategyOptions) -> bool:
+    """Whether the matrix of this step follows from this parameter."""
+    if options.gram_by == "all":
+        return True
+    group = step.parameters
+    if group.is_head or key.startswith(HEAD):
+        return group.is_head and key.startswith(HEAD)
+    in_layer = group.layer is None or layer_of(step.federation, key) == group.layer
+    return in_layer and group.kind in (None, parameter_kind(key, options.space))
+
+
+def _similarities(step: Step, clients: Sequence[int], options: StrategyOptions) -> Float64[np.ndarray, "n n"]:
+    """The cosines between the changes of these clients, by index."""
+    assert step.models is not None, "changes are of models"
+    names = [step.federation.clients[k] for k in clients]
+    initial, total = _initial(step.models.server_state), np.zeros((len(names), len(names)))
+    after = {name: shared_part(step.models.after[name], options.share) for name in names}
+    tasks = [step.federation.head_groups[k] for k in clients]
+    # sorted, because sums follow the order, and a model that comes from a checkpoint has another one
+    for key in sorted({key for params in after.values() for key in params if params[key].numel()}):
+        if not _selects(step, key, options) or (options.space == "product" and key.endswith(LORA_B)):
+            continue
+        # a head is compared inside its task
+        for task in dict.fromkeys(tasks) if key.startswith(HEAD) else (None,):
+            places = [k for k, own in enumerate(tasks) if task in (None, own) and key in after[names[k]]]
+            chosen = [names[k] for k in places]
+            total[np.ix_(places, places)] += change_gram(
+                after, initial, chosen, key, as_products=options.space == "product", scale=options.scale
+            )
+    return cosines(total)
+
+
+def pfedgraph(options: StrategyOptions) -> Strategy:
+    """Everyone gets more of those whose changes point into its own direction (`--gram-by`, `--gram-alpha`)."""
+
+    def share(step: Step) -> np.ndarray:
+        groups = groups_within(step, options.within)
+        return np.asarray(average(step.federation.weights, groups, step.present, max_share=options.max_share))
+
+    def rule(step: Step) -> np.ndarray:
+        matrix, groups = share(step), groups_within(step, options.within)
+        if step.models is None:
+            return matrix
+        for label in set(groups.tolist()):
+            inside = np.flatnonzero((groups == label) & step.present).tolist()
+            if len(inside) > 1:
+                pull = matrix[inside[0], inside] + _similarities(step, inside, options) / (2 * options.gram_alpha)
+                matrix[np.ix_(inside, inside)] = [project_onto_simplex(row) for row in pull]
+        return np.asarray(np.where(step.present[:, None], matrix, np.eye(len(matrix))))
+
+    strategy = mixing_strategy(
+        "pfedgraph", rule, options, arrival=share, clustered=options.within == CLUSTERS, granularity=options.gram_by
+    )
+    return replace(strategy, init=_init(options), extend_state=_extend(options), check=_check_layers(options))
+
+
+def _init(options: StrategyOptions) -> Callable[[ByClient], ServerState]:
+    def init(client_models: ByClient) -> ServerState:
+        models = {client: shared_part(params, options.share) for client, params in client_models.items()}
+        return {INITIAL: models}
+
+    return init
+
+
+def _extend(options: StrategyOptions) -> Callable[[ServerState, ByClient], ServerState]:
+    def extend(server_state: ServerState, newcomers: ByClient) -> ServerState:
+        models = {client: shared_part(params, options.share) for client, params in newcomers.items()}
+        return {INITIAL: {**_initial(server_state), **models}}
+
+    return extend
+
+
+def _check_layers(options: StrategyOptions) -> Callable[[ByClient, Federation], None]:
+    def check(models: ByClient, federation: Federation) -> None:
+        if options.gram_by not in ("layer", "layer_and_kind"):
+            return
+        for key in (key for params in models.values() for key in shared_part(params, options.share)):
+            if not key.startswith(HEAD) and key.removesuffix(LORA_A).removesuffix(LORA_B) not in federation.layer_of:
+                raise ConfigError(
+                    f"--gram-by {options.gram_by} needs a layer of every parameter, and {key} is in none; take"
+                    " --gram-by all or kind"
+                )
+
+    return check

@@ -1,0 +1,293 @@
+"""Server optimizers: the average change of the clients is a gradient, along which the server steps as Adam does.
+
+    Delta_t = sum_k p_k (w'_k - w_k)                     w_k as sent, w'_k as trained; -Delta_t is the pseudo-gradient
+    m_t = beta_1 m_{t-1} + (1 - beta_1) Delta_t          FedAvgM: m_t = beta_1 m_{t-1} + Delta_t
+    v_t = v_{t-1} + Delta_t^2                                          FedAdagrad
+    v_t = v_{t-1} - (1 - beta_2) Delta_t^2 sign(v_{t-1} - Delta_t^2)   FedYogi
+    v_t = beta_2 v_{t-1} + (1 - beta_2) Delta_t^2                      FedAdam
+    x_{t+1} = x_t + eta m_t / (sqrt(v_t) + tau)          x_t = sum_k p_k w_k; FedAvgM: x_t + eta m_t
+
+with m_{-1} = 0 and v_{-1} = tau^2, element by element, and no correction of the moments' bias. The sums are over the
+clients of a cohort that took part, p_k their shares of the examples. FedAdagrad, FedYogi, FedAdam: Reddi et al.,
+"Adaptive Federated Optimization", 2021, algorithm 2. FedAvgM: Hsu, Qi and Brown, 2019.
+
+A cohort has one model: all clients or a cluster, for heads its clients of one task. In product space x, m and v are
+those of the dense updates s B A, and each client gets the best approximation of its rank of x_{t+1}; in factor space
+they are those of A and B, which then need equal ranks.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TypeAlias
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from atlas_fl.aggregation.lora_product import energy_share, fit_clients, leading_dense, stack_factors
+from atlas_fl.aggregation.matrices import Federation, average, cluster_labels
+from atlas_fl.aggregation.shared_adapters import with_shared
+from atlas_fl.aggregation.strategies import (
+    CLUSTERS,
+    Aggregated,
+    Step,
+    Strategy,
+    StrategyOptions,
+    groups_within,
+    mixing_strategy,
+    with_updates,
+)
+from atlas_fl.errors import ConfigError, ProtocolError
+from atlas_fl.params import HEAD, LORA_A, LORA_B, ByClient, Params, ServerState, lora_modules, shared_part
+
+SecondMoment: TypeAlias = Callable[[Tensor, Tensor, float], Tensor]
+"""v_t from v_{t-1}, Delta_t^2 and beta_2."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServerOptimizer:
+    """What one server optimizer differs from the others in."""
+
+    lr: float
+    """eta, where the settings give none."""
+    beta1: float
+    """beta_1, where the settings give none."""
+    second_moment: SecondMoment | None
+    """None of a rule without one, whose momentum is not damped either."""
+
+
+def _adagrad(v: Tensor, square: Tensor, _beta2: float) -> Tensor:
+    return v + square
+
+
+def _yogi(v: Tensor, square: Tensor, beta2: float) -> Tensor:
+    return v - (1 - beta2) * square * (v - square).sign()
+
+
+def _adam(v: Tensor, square: Tensor, beta2: float) -> Tensor:
+    return beta2 * v + (1 - beta2) * square
+
+
+SERVER_OPTIMIZERS: dict[str, ServerOptimizer] = {
+    "fedavgm": ServerOptimizer(lr=1.0, beta1=0.9, second_moment=None),
+    "fedadagrad": ServerOptimizer(lr=0.01, beta1=0.0, second_moment=_adagrad),
+    "fedyogi": ServerOptimizer(lr=0.01, beta1=0.9, second_moment=_yogi),
+    "fedadam": ServerOptimizer(lr=0.01, beta1=0.9, second_moment=_adam),
+}
+"""By the strategy's name; learning rates and beta_1 are their defaults."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Moments:
+    """m and v of one tensor, float32; v is None where the rule has none."""
+
+    first: Tensor
+    second: Tensor | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cohort:
+    """Clients that have one model, or one head."""
+
+    name: str
+    """Its name in the server state: `all`, `cluster-2`, `task-movie` or `cluster-2-task-movie`."""
+    is_head: bool
+    """Whether it is the head that they have in common."""
+    members: tuple[int, ...]
+    """Their indices."""
+    weights: Mapping[int, float]
+    """p_k of those that took part, by index."""
+
+
+def cohorts(federation: Federation, present: Sequence[bool], options: StrategyOptions) -> Iterator[Cohort]:
+    """Every cohort of two or more clients of which somebody took part; a client by itself has no server step."""
+    by_cluster = cluster_labels(federation.clusters)
+    body = ["-".join(map(str, label)) if options.within == CLUSTERS else "all" for label in by_cluster]
+    prefix = [f"{name}-" if options.within == CLUSTERS else "" for name in body]
+    heads = [f"{start}task-{task}" for start, task in zip(prefix, federation.head_groups)]
+    for is_head, names in ((False, body), (True, heads)):
+        groups = np.array([names.index(name) for name in names], np.int64)
+        rows = average(federation.weights, groups, np.asarray(present, bool), max_share=options.max_share)
+        for name in dict.fromkeys(names):
+            members = tuple(k for k, other in enumerate(names) if other == name)
+            weights = {k: float(rows[members[0], k]) for k in members if present[k]}
+            if len(members) > 1 and weights:
+                yield Cohort(name=name, is_head=is_head, members=members, weights=weights)
+
+
+def optimizer_step(
+    current: Tensor, change: Tensor, moments: Moments | None, *, rule: ServerOptimizer, options: StrategyOptions
+) -> tuple[Tensor, Moments]:
+    """(x_{t+1} in float64, m_t and v_t) from x_t and Delta_t of any shape; `moments` are None before the first step."""
+    lr = rule.lr if options.server_lr is None else options.server_lr
+    beta1, tau = rule.beta1 if options.server_beta1 is None else options.server_beta1, options.server_tau
+    first = torch.zeros_like(change) if moments is None else moments.first.to(change)
+    first = beta1 * first + (change if rule.second_moment is None else (1 - beta1) * change)
+    if rule.second_moment is None:
+        return current + lr * first, Moments(first=first.float(), second=None)
+    last = None if moments is None else moments.second
+    second = torch.full_like(change, tau**2) if last is None else last.to(change)
+    second = rule.second_moment(second, change.square(), options.server_beta2)
+    step = lr * first / (second.sqrt() + tau)
+    return current + step, Moments(first=first.float(), second=second.float())
+
+
+class _ServerStep:
+    """One step of a server optimizer over all cohorts; what it makes is collected, its inputs stay as they are."""
+
+    def __init__(
+        self, rule: ServerOptimizer, options: StrategyOptions, state: ServerState, before: ByClient, after: ByClient
+    ) -> None:
+        self._rule, self._options, self._clients = rule, options, tuple(after)
+        self._before, self._after = tuple(before.values()), tuple(after.values())
+        self.moments: dict[str, dict[str, dict[str, Tensor]]] = {
+            kind: {name: _tensors(moments) for name, moments in _mapping(state.get(kind, {})).items()}
+            for kind in ("first", "second")
+        }
+        self.models: dict[int, dict[str, Tensor]] = {}
+        self.thrown, self.total = dict.fromkeys(after, 0.0), dict.fromkeys(after, 0.0)
+
+    def run(self, cohort: Cohort) -> None:
+        """The step of one cohort."""
+        shared = shared_part(self._after[cohort.members[0]], self._options.share)
+        keys = [key for key, tensor in shared.items() if key.startswith(HEAD) == cohort.is_head and tensor.numel()]
+        modules = lora_modules(dict.fromkeys(keys, torch.empty(0))) if self._options.space == "product" else []
+        pairs = {module + end for module in modules for end in (LORA_A, LORA_B)}
+        for key in keys:
+            if key not in pairs:
+                self._step_tensor(cohort, key)
+        for module in modules:
+            self._step_module(cohort, module)
+
+    def _next(self, cohort: Cohort, name: str, current: Tensor, change: Tensor) -> Tensor:
+        first, second = (self.moments[kind].get(cohort.name, {}) for kind in ("first", "second"))
+        moments = Moments(first=first[name], second=second.get(name)) if name in first else None
+        model, moments = optimizer_step(current, change, moments, rule=self._rule, options=self._options)
+        self.moments["first"].setdefault(cohort.name, {})[name] = moments.first.contiguous().cpu()
+        if moments.second is not None:
+            self.moments["second"].setdefault(cohort.name, {})[name] = moments.second.contiguous().cpu()
+        return model
+
+    def _step_tensor(self, cohort: Cohort, key: str) -> None:
+        like = self._after[cohort.members[0]][key]
+        if differing := [k for k in cohort.members if self._after[k][key].shape != like.shape]:
+            raise ProtocolError(
+                f"{key} of {self._clients[differing[0]]} and {self._clients[cohort.members[0]]} has several shapes;"
+                " clients with one model need equal ones: name their tasks apart or do not share the head"
+            )
+        current, trained = (_weighted_sum(models, key, cohort.weights) for models in (self._before, self._after))
+        model = self._next(cohort, key, current, trained - current).to(like.dtype)
+        for k in cohort.members:
+            self._model(k)[key] = model
+
+    def _step_module(self, cohort: Cohort, module: str) -> None:
+        current, trained = (self._dense(models, module, cohort.weights) for models in (self._before, self._after))
+        model = self._next(cohort, module, current, trained - current)
+        a, b = ({k: self._after[k][module + end] for k in cohort.members} for end in (LORA_A, LORA_B))
+        best = leading_dense(model, rank=max(len(rows) for rows in a.values()))
+        for k, new_a, new_b, lost, whole in fit_clients(best, cohort.members, a, b, scale=self._options.scale):
+            self._model(k).update({module + LORA_A: new_a, module + LORA_B: new_b})
+            self.thrown[self._clients[k]] += lost
+            self.total[self._clients[k]] += whole
+
+    def _model(self, k: int) -> dict[str, Tensor]:
+        return self.models.setdefault(k, dict(self._after[k]))
+
+    def _dense(self, models: Sequence[Params], module: str, weights: Mapping[int, float]) -> Tensor:
+        """sum_k p_k s_k B_k A_k, (d_out, d_in) float64."""
+        a, b = ([models[k][module + end] for k in weights] for end in (LORA_A, LORA_B))
+        scales = [weight * self._options.scale(len(rows)) for weight, rows in zip(weights.values(), a)]
+        stack_a, stack_b = stack_factors(a, b, scales)
+        return stack_b @ stack_a
+
+
+def _mapping(value: Tensor | ServerState) -> ServerState:
+    assert not isinstance(value, Tensor), "the state of a server optimizer has mappings by kind and cohort"
+    return value
+
+
+def _tensors(value: Tensor | ServerState) -> dict[str, Tensor]:
+    return {name: tensor for name, tensor in _mapping(value).items() if isinstance(tensor, Tensor)}
+
+
+def _weighted_sum(models: Sequence[Params], key: str, weights: Mapping[int, float]) -> Tensor:
+    """sum_k p_k w_k in float64.
+
+    Summed client by client even where clients share a tensor: which ones do is not the same after a resume.
+    """
+    first, *others = weights.items()
+    total = first[1] * models[first[0]][key].double()
+    for k, weight in others:
+        total += weight * models[k][key].double()
+    return total
+
+
+def _check_ranks(name: str, options: StrategyOptions) -> Callable[[ByClient, Federation], None]:
+    """Raises ConfigError where clients of one cohort cannot have one A and B, because their ranks differ."""
+
+    def check(models: ByClient, federation: Federation) -> None:
+        everyone = [True] * len(federation.clients)
+        for cohort in cohorts(federation, everyone, options) if options.space == "factors" else ():
+            first, *others = (federation.clients[k] for k in cohort.members)
+            factors = [key for key in shared_part(models[first], options.share) if key.endswith((LORA_A, LORA_B))]
+            for key, other in ((key, other) for key in factors for other in others):
+                if key in models[other] and models[other][key].shape != models[first][key].shape:
+                    raise ConfigError(
+                        f"--strategy {name} in --space factors has one moment for each value of {key}, and the ranks"
+                        f" of {first} and {other} differ; take --space product, or one rank for all, such as --ranks 8"
+                    )
+
+    return check
+
+
+def _optimizer_strategy(name: str, options: StrategyOptions) -> Strategy:
+    rule = SERVER_OPTIMIZERS[name]
+
+    def rows(step: Step) -> np.ndarray:
+        weights = step.federation.weights
+        return np.asarray(
+            average(weights, groups_within(step, options.within), step.present, max_share=options.max_share)
+        )
+
+    def aggregate(
+        server_state: ServerState,
+        client_models: ByClient,
+        updates: ByClient,
+        federation: Federation,
+        *,
+        round: int,
+    ) -> Aggregated:
+        del round  # moments without a correction of their bias depend on no count of rounds
+        after = with_shared(with_updates(client_models, updates), federation, list(updates))
+        before = {client: client_models[client] for client in federation.clients}
+        after = {client: after[client] for client in federation.clients}
+        step = _ServerStep(rule, options, server_state, before, after)
+        for cohort in cohorts(federation, [client in updates for client in federation.clients], options):
+            step.run(cohort)
+        models = {client: step.models.get(k, after[client]) for k, client in enumerate(after)}
+        state = {kind: moments for kind, moments in step.moments.items() if moments}
+        return Aggregated(server_state=state, client_models=models, discarded=energy_share(step.thrown, step.total))
+
+    base = mixing_strategy(name, rows, options, clustered=options.within == CLUSTERS)
+    by_cluster = options.within == CLUSTERS
+    return replace(base, aggregate=aggregate, check=_check_ranks(name, options), state_by_cluster=by_cluster)
+
+
+def fedavgm(options: StrategyOptions) -> Strategy:
+    """Server momentum on the average change (`--server-lr`, `--server-beta1`)."""
+    return _optimizer_strategy("fedavgm", options)
+
+
+def fedadagrad(options: StrategyOptions) -> Strategy:
+    """Adagrad of the server on the average change (`--server-lr`, `--server-tau`)."""
+    return _optimizer_strategy("fedadagrad", options)
+
+
+def fedyogi(options: StrategyOptions) -> Strategy:
+    """Yogi of the server on the average change (`--server-lr`, `--server-beta1`, `--server-beta2`, `--server-tau`)."""
+    return _optimizer_strategy("fedyogi", options)
+
+
+def fedadam(options: StrategyOptions) -> Strategy:
+    """Adam of the server on the average change (`--server-lr`, `--server-beta1`, `--server-beta2`, `--server-tau`)."""
+    return _optimizer_strategy("fedadam", options)

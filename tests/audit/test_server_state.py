@@ -1,0 +1,78 @@
+"""The audit computes server states again, and finds one that was altered."""
+
+from dataclasses import replace
+
+import pytest
+from safetensors.torch import load_file, save_file
+
+from atlas_fl.aggregation.server_optimizers import SERVER_OPTIMIZERS
+from atlas_fl.audit.check import audit
+from atlas_fl.config import MixingConfig, RobustConfig, ServerConfig
+from tests.audit.written import ROUNDS, edit_tensors, found, only, only_rows, write_run
+
+
+@pytest.mark.parametrize("within", ["all", "clusters"])
+@pytest.mark.parametrize("space", ["product", "factors"])
+@pytest.mark.parametrize("strategy", SERVER_OPTIMIZERS)
+def test_a_server_optimizer_with_other_numbers_passes_and_another_in_its_name_does_not(
+    tmp_path, strategy, space, within
+):
+    robust, server = RobustConfig(within=within), ServerConfig(server_lr=0.05, server_beta1=0.6, server_tau=0.02)
+    mixing = MixingConfig(strategy=strategy, space=space)
+    report = audit(write_run(tmp_path / "run", mixing, robust=robust, server=server))
+    assert report.ok, report.failures[:2]
+    assert [row.round for row in only_rows(report, "server")] == list(range(1, ROUNDS + 1))
+    for other in SERVER_OPTIMIZERS.keys() - {strategy}:
+        liar = write_run(tmp_path / other, mixing, robust=robust, server=server, real=replace(mixing, strategy=other))
+        assert only(audit(liar), "server") and only(audit(liar), "mixed"), other
+
+
+@pytest.mark.parametrize("field", ["server_lr", "server_beta1", "server_beta2", "server_tau"])
+def test_other_numbers_than_the_settings_say_are_found(tmp_path, field):
+    run = write_run(tmp_path / "run", MixingConfig(strategy="fedadam"))
+    config = run / "config.toml"
+    lines = [f"{field} = 0.5" if line.startswith(field) else line for line in config.read_text().splitlines()]
+    config.write_text("\n".join(lines) + "\n")
+    assert only(audit(run), "mixed")
+
+
+@pytest.mark.parametrize("moment", ["first/all/layer.0.q", "second/all/layer.1.q", "first/task-movie/head.weight"])
+def test_one_altered_value_of_a_moment_is_found(tmp_path, moment):
+    run = write_run(tmp_path / "run", MixingConfig(strategy="fedyogi"))
+
+    def alter(flat):
+        flat[moment].view(-1)[3] *= 1.01
+
+    edit_tensors(run, 2, "server", alter)
+    report = audit(run)
+    # the state of round 2 is wrong, and round 3 follows from another one than it says
+    assert (2, "", "server") in found(report)
+    assert only(report, "server")[0].detail.startswith(f"{moment} of the server state is ")
+    assert {row.round for row in report.failures if row.check == "server"} <= {2, 3}
+
+
+def test_a_state_that_is_missing_or_too_much_is_found(tmp_path):
+    run = write_run(tmp_path / "run", MixingConfig(strategy="fedadam"))
+    (run / "audit" / "round-0002" / "server.safetensors").unlink()
+    assert (2, "", "server") in found(audit(run))
+    more = write_run(tmp_path / "more", MixingConfig(strategy="fedadam"))
+    edit_tensors(more, 1, "server", lambda flat: flat.update({"first/all/z": flat["first/all/layer.0.q"].clone()}))
+    assert (
+        only(audit(more), "server", round=1)[0].detail
+        == "the server state has first/all/z, which the rule does not make"
+    )
+    plain = write_run(tmp_path / "plain", MixingConfig(strategy="fedavg"))
+    assert not only_rows(audit(plain), "server")
+    source = more / "audit" / "round-0001" / "server.safetensors"
+    save_file(load_file(source), plain / "audit" / "round-0002" / "server.safetensors")
+    assert only(audit(plain), "server", round=2)
+
+
+def test_a_model_that_is_not_the_step_of_its_cohort_is_found(tmp_path):
+    run = write_run(tmp_path / "run", MixingConfig(strategy="fedadam"))
+
+    def alter(flat):
+        flat["movie-1/layer.0.q.lora_B"] *= 1.1
+
+    edit_tensors(run, 1, "start", alter)
+    assert (1, "movie-1", "mixed") in found(audit(run))

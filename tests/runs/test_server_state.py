@@ -1,0 +1,100 @@
+"""What a strategy remembers, in real runs: resumed to the bit, audited, carried to newcomers."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from atlas_fl.audit.check import audit
+from atlas_fl.config import Config, config_hash
+from atlas_fl.errors import ConfigError
+from atlas_fl.experiment.run import resume, run
+from atlas_fl.storage.run_folder import RunFolder
+from tests.runs.reading import rows, same_tensors, state
+
+Make = Callable[..., Config]
+REMEMBERS = {
+    "fedadam": {"strategy": "fedadam", "participation": 0.75, "server_lr": 0.02},
+    "fedyogi inside clusters": {"strategy": "fedyogi", "within": "clusters"},
+    "fedavgm in factor space": {"strategy": "fedavgm", "space": "factors", "ranks": 4, "aggregate_every": 2},
+}
+
+
+SMALL = "small=memory_gb=2,gflops=20,up_mbps=2,down_mbps=10,latency_ms=60,max_rank=2"
+
+
+def server_state(folder: Path, *, round: int = 3) -> dict[str, torch.Tensor]:
+    return {name: tensor for name, tensor in state(folder, round=round).items() if name.startswith("server/")}
+
+
+@pytest.mark.parametrize("case", REMEMBERS)
+def test_sessions_of_one_round_end_in_the_bits_of_the_whole_run_and_pass_the_audit(config: Make, case: str) -> None:
+    whole = run(config(name="whole", **REMEMBERS[case]))
+    parts = run(config(name="parts", max_rounds=1, **REMEMBERS[case]))
+    while not parts.complete:
+        parts = resume(parts.folder, max_rounds=1)
+    assert server_state(whole.folder), "the moments are in the checkpoint"
+    assert same_tensors(state(whole.folder), state(parts.folder))
+    assert rows(whole.folder) == rows(parts.folder)
+    files = [
+        {path.relative_to(result.folder): path.read_bytes() for path in result.folder.glob("audit/*/*.safetensors")}
+        for result in (whole, parts)
+    ]
+    assert files[0] == files[1]
+    report = audit(parts.folder)
+    assert report.ok, report.failures
+    assert "server" in {row.check for row in report.rows}
+
+
+def test_a_newcomer_joins_the_moments_of_its_cohort(config: Make) -> None:
+    late = {"arrive": ("movie-1=2", "trec-0=3"), "strategy": "fedadam"}
+    whole = run(config(name="whole", **late))
+    parts = run(config(name="parts", max_rounds=1, **late))
+    while not parts.complete:
+        parts = resume(parts.folder, max_rounds=1)
+    assert same_tensors(state(whole.folder), state(parts.folder))
+    cohorts = [{path.split("/")[2] for path in server_state(whole.folder, round=round)} for round in (2, 3)]
+    assert cohorts == [{"all", "task-movie"}, {"all", "task-movie", "task-trec"}], "who is alone has no head in common"
+    report = audit(parts.folder)
+    assert report.ok, report.failures
+    assert sum(row.check == "joined" for row in report.rows) == 2
+
+
+def test_a_rule_that_remembers_nothing_leaves_no_file(config: Make) -> None:
+    result = run(config(strategy="fedavg", rounds=1))
+    assert server_state(result.folder, round=1) == {}
+    assert not list(RunFolder(result.folder).path.glob("audit/*/server.safetensors"))
+
+
+def test_whole_models_of_images_take_a_server_optimizer(image_config: Make) -> None:
+    result = run(image_config(strategy="fedadam", mask="random", sparsity=0.5, server_lr=0.003))
+    report = audit(result.folder)
+    assert report.ok, report.failures[:3]
+    assert {name.split("/")[2] for name in server_state(result.folder)} == {"all", "task-digits"}
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        (
+            {"space": "factors", "devices": ("small", "workstation"), "device": SMALL},
+            "^--strategy fedadam in --space",
+        ),
+        ({"within": "clusters", "recluster_every": 2}, "^--strategy fedadam --within clusters has moments of each"),
+        ({"server_lr": 0}, "^--server-lr is 0.0; allowed: above 0"),
+        ({"server_beta1": 1}, "^--server-beta1 is 1.0; allowed: at least 0, below 1"),
+    ],
+)
+def test_what_a_server_optimizer_cannot_do_is_refused_in_one_line(
+    config: Make, values: dict[str, object], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message) as caught:
+        run(config(strategy="fedadam", **values))
+    assert "\n" not in str(caught.value)
+    assert not RunFolder(Path(config().run.runs_dir) / "run").path.exists()
+
+
+def test_settings_of_the_server_at_their_default_are_no_part_of_the_identity(config: Make) -> None:
+    assert config_hash(config(server_tau=0.001)) == config_hash(config())
+    assert config_hash(config(server_tau=0.01)) != config_hash(config())
