@@ -5,6 +5,7 @@ import pytest
 
 from atlas_fl.config import Config, DataConfig, RunConfig, config_hash, differences, run_folder, settings, with_values
 from atlas_fl.config.identity import SESSION
+from atlas_fl.config.presets import find_preset
 
 CHANGED = {
     "runs_dir": "elsewhere",
@@ -67,3 +68,27 @@ def test_the_folder_is_the_own_name_or_one_of_the_settings() -> None:
     assert run_folder(Config(run=RunConfig(name="mine", runs_dir="there"))).path == Path("there/mine")
     derived = run_folder(Config()).path
     assert derived == Path("runs") / f"quick-atlas-minilm-s42-{config_hash(Config())[:8]}"
+
+
+HASHES = {
+    "smoke": "e1fbd29b29fa5953",
+    "quick": "f72314e9eccc4837",
+    "full": "5bc41c3acb150cfe",
+    "publication": "d280b6d03558bb28",
+    "vision-quick": "b4dc971233a24644",
+    "vision-fedavg": "f0030b48a8cba1a2",
+    "vision-sparse": "4fd58b6c0c00e3a3",
+    "vision-central": "f6db203e52e339ed",
+    "vision-lora": "1c3a020303371706",
+}
+"""Hashes of the presets since November 2026."""
+
+
+def test_the_hashes_of_the_presets_stay() -> None:
+    """A folder that a run began in is found again by its hash, also by a version with more settings."""
+    hashes = {name: config_hash(find_preset(name)) for name in HASHES}
+    assert hashes == HASHES, (
+        "the hashes of older runs have changed, so that they cannot be resumed. A new setting belongs into LATER of "
+        "src/atlas_fl/config/identity.py, which leaves it out of the hash at its default; a default that has changed "
+        "needs a reason in CHANGELOG.md before the hash is changed here"
+    )
