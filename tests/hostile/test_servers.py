@@ -262,6 +262,10 @@ SETTINGS: Mapping[str, tuple[dict[str, object], str]] = {
         {"lr": 0.01, "weight_decay": 100.0},
         "--lr times --weight-decay is 1; a site takes at most 0.1",
     ),
+    "a term that undoes every step but the last": (
+        {"lr": 0.01, "proximal_mu": 100.0},
+        "--lr times --proximal-mu is 1; a site takes at most 0.1",
+    ),
 }
 
 

@@ -212,7 +212,7 @@ def test_a_scaled_gradient_that_overflows_halves_the_scale_and_moves_nothing(
     tiny_of, site_of, spec_of, monkeypatch
 ) -> None:
     tiny = tiny_of("bert")
-    monkeypatch.setattr(import_module("atlas_fl.client.local_training"), "LOSS_SCALE", 2.0**30)
+    monkeypatch.setattr(import_module("atlas_fl.client.optimizer"), "LOSS_SCALE", 2.0**30)
     specs, jobs = half_jobs(tiny, spec_of, steps=2)
     for update, job in zip(train(jobs, site_of(tiny, *specs, fp16=True)), jobs, strict=True):
         assert all(torch.equal(update.params[key], job.params[key]) for key in job.params)

@@ -25,6 +25,7 @@ HARD = TrainOptions(
     schedule="linear",
     warmup=0.3,
     weight_decay=0.1,
+    proximal_mu=0.3,
     clip=0.5,
     dropout=0.25,
 )

@@ -12,7 +12,7 @@ from torch.nn.functional import cross_entropy
 from transformers import AutoModelForImageClassification
 
 from atlas_fl.audit.check import audit
-from atlas_fl.client import full_training
+from atlas_fl.client import optimizer as descent
 from atlas_fl.client.full_training import ImageSite, WholeOptions, train_whole
 from atlas_fl.client.full_training import batches as batches_of
 from atlas_fl.client.job import Job
@@ -209,8 +209,8 @@ def test_fp16_is_sgd_with_a_loss_scale_that_halves_and_doubles(
     site, start = halved(image_config)
     options = WholeOptions(seed=0, steps=12, batch_size=8, lr=0.05, clip=1.0)
     job = Job(client="digits-0", params=start, round=1, options=options)
-    monkeypatch.setattr(full_training, "LOSS_SCALE", 2.0**24)
-    monkeypatch.setattr(full_training, "GROWTH_STEPS", 3)
+    monkeypatch.setattr(descent, "LOSS_SCALE", 2.0**24)
+    monkeypatch.setattr(descent, "GROWTH_STEPS", 3)
     (found,) = train_whole([job], site)
     batches = list(batches_of(site.data["digits-0"].train, job))
     wanted, scales = by_hand(start, site, options, batches, scale=2.0**24, growth=3)
@@ -241,7 +241,7 @@ def test_frozen_weights_keep_every_bit_in_fp16_even_where_steps_overflow(
     site, start = halved(image_config)
     draw = torch.Generator().manual_seed(4)
     masks = {key: torch.rand(tensor.shape, generator=draw) >= sparsity for key, tensor in start.items()}
-    monkeypatch.setattr(full_training, "LOSS_SCALE", 2.0**24)
+    monkeypatch.setattr(descent, "LOSS_SCALE", 2.0**24)
     options = WholeOptions(seed=0, steps=10, batch_size=8, lr=0.05, weight_decay=0.1, nesterov=True, mask=masks)
     (found,) = train_whole([Job(client="digits-0", params=start, round=1, options=options)], site)
     assert 0 < found.metrics["skipped"] < 10

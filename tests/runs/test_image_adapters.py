@@ -157,7 +157,7 @@ def test_a_round_has_as_many_steps_as_asked_for_and_the_plan_counts_them(make: M
     ("values", "text"),
     [
         ({"split": "1"}, "--split cuts models of texts, and these tasks have images"),
-        ({"momentum": 0.5}, "--momentum is for whole models, and --tune lora trains adapters"),
+        ({"momentum": 0.5}, "--momentum is for SGD, and these clients train by AdamW"),
         ({"frozen_blocks": 1}, "--frozen-blocks is for whole models"),
         ({"mask": "random"}, "--mask is for whole models"),
         ({"tune": "whole", "strategy": "fedavg"}, "--clusters is for adapters.*--tune lora"),

@@ -1,9 +1,6 @@
 """Training all weights of a model, by SGD or under a mask.
 
-How whole weights move: SGD under a mask or without one, from a loss that is scaled where gradients are fp16.
-
-A step whose scaled gradients overflow is left out and halves the scale; many in a row without one double it
-(Micikevicius et al. 2018, arXiv:1710.03740).
+How whole weights move in one round, from a loss that is scaled where gradients are fp16.
 
 What a client of the vision line can be asked to do: train all weights by SGD, or those under a mask; be scored.
 
@@ -14,8 +11,7 @@ the length of a call (`torch.func.functional_call`), so no model is built or cop
 import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -24,7 +20,8 @@ from torch.nn.functional import cross_entropy
 
 from atlas_fl.client.evaluation import EvaluateOptions
 from atlas_fl.client.job import Job, Update
-from atlas_fl.client.local_training import LOSS_SCALE, Schedule, rate_factor
+from atlas_fl.client.local_training import Schedule, rate_factor
+from atlas_fl.client.optimizer import LossScale, OptimizerName, Transform, gradient_chain, make_optimizer
 from atlas_fl.data.clients import ClientData
 from atlas_fl.data.metrics import by_class, scores
 from atlas_fl.data.task import Images
@@ -33,42 +30,7 @@ from atlas_fl.params import Params, Split, digest
 from atlas_fl.rng import generator, torch_generator
 from atlas_fl.sparse.codec import Drawn
 from atlas_fl.sparse.masks import Mask
-from atlas_fl.sparse.optimizer import SparseSGDM, momentum_of, put_momentum
-
-GROWTH_STEPS = 100
-"""Steps without overflow after which the scale doubles: fewer than the 2,000 of torch, because every round begins with
-a fresh one."""
-
-
-def sgd(
-    leaves: Params,
-    *,
-    lr: float,
-    masks: Mask | None,
-    held: Params,
-    momentum: float,
-    nesterov: bool,
-    weight_decay: float,
-    scaled: bool,
-) -> torch.optim.Optimizer:
-    """The optimizer of these weights, which goes on with the momentum that is held of them.
-
-    `scaled` says that a loss scale may leave steps out. The fused kernel gives the bits of the others in half the time,
-    but after a first step that was left out it goes on with momentum that nobody wrote (torch 2.13).
-    """
-    settings: dict[str, Any] = {"momentum": momentum, "nesterov": nesterov, "weight_decay": weight_decay}
-    optimizer: torch.optim.Optimizer
-    if masks is None:
-        optimizer = torch.optim.SGD(list(leaves.values()), lr=lr, fused=not scaled, foreach=scaled, **settings)
-    else:
-        optimizer = SparseSGDM(leaves, masks=masks, lr=lr, **settings)
-    put_momentum(optimizer, leaves, held, masks=masks)
-    return optimizer
-
-
-def loss_scaler(device: torch.device, *, enabled: bool) -> torch.amp.GradScaler:
-    """The loss scale of one client in one round; one that is not enabled does nothing."""
-    return torch.amp.GradScaler(device.type, init_scale=LOSS_SCALE, growth_interval=GROWTH_STEPS, enabled=enabled)
+from atlas_fl.sparse.optimizer import momentum_of, put_momentum
 
 
 @dataclass(kw_only=True)
@@ -76,22 +38,14 @@ class Descent:
     """What moves one client's weights in one round."""
 
     optimizer: torch.optim.Optimizer
-    scaler: torch.amp.GradScaler
-    clip: float
-    """Largest norm of the gradient; 0 for any."""
-    skipped: int = 0
-    """Steps that were left out."""
+    scale: LossScale
+    transform: Transform
 
-    def move(self, loss: Tensor, leaves: Sequence[Tensor]) -> None:
+    def move(self, loss: Tensor, leaves: Params) -> None:
         """A step down the gradient of this loss, where it is finite."""
-        scale = self.scaler.get_scale()
-        self.scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
-        self.scaler.unscale_(self.optimizer)
-        if self.clip > 0:
-            torch.nn.utils.clip_grad_norm_(leaves, self.clip)
-        self.scaler.step(self.optimizer)
-        self.scaler.update()
-        self.skipped += self.scaler.get_scale() < scale
+        (loss * self.scale.value).backward()  # type: ignore[no-untyped-call]
+        if self.transform(leaves, None):
+            self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
 
 
@@ -128,8 +82,11 @@ class WholeOptions:
     lr: float = 1e-3
     schedule: Schedule = "constant"
     warmup: float = 0.0
+    optimizer: OptimizerName = "sgd"
     momentum: float = 0.9
     nesterov: bool = False
+    proximal_mu: float = 0.0
+    """Weight of FedProx's term (`client.optimizer`); 0 for none."""
     carry_momentum: bool = False
     """Begin with the job's momentum, and hand back what there is at the end."""
     weight_decay: float = 0.0
@@ -185,7 +142,7 @@ def _trained(job: Job, site: ImageSite) -> Update:
     rows, losses = images_of(site, job.client, "train"), []
     for step, batch in enumerate(batches(rows, job)):
         loss = _loss(leaves, batch, site, job, step=step)
-        descent.move(loss, list(leaves.values()))
+        descent.move(loss, leaves)
         losses.append(loss.detach())
     return Update(
         client=job.client,
@@ -195,7 +152,7 @@ def _trained(job: Job, site: ImageSite) -> Update:
             "loss": float(torch.stack(losses).double().mean()),
             "seconds": time.perf_counter() - began,
             "steps": float(len(losses)),
-            **({"skipped": float(descent.skipped)} if site.fp16 else {}),
+            **({"skipped": float(descent.scale.skipped)} if site.fp16 else {}),
         },
         loaded=loaded,
         keys=len(leaves),
@@ -207,18 +164,10 @@ def _descent(leaves: Params, job: Job, site: ImageSite) -> Descent:
     """What moves these weights in the job's round."""
     options: WholeOptions = job.options
     rate = rate_factor(options.schedule, warmup=options.warmup, step=max(job.round, 1) - 1, steps=options.rounds)
-    optimizer = sgd(
-        leaves,
-        lr=options.lr * rate,
-        masks=options.mask,
-        held=job.momentum,
-        momentum=options.momentum,
-        nesterov=options.nesterov,
-        weight_decay=options.weight_decay,
-        scaled=site.fp16,
-    )
-    scaler = loss_scaler(site.vision.device, enabled=site.fp16)
-    return Descent(optimizer=optimizer, scaler=scaler, clip=options.clip)
+    scale = LossScale(enabled=site.fp16, grows=True)
+    optimizer = make_optimizer(leaves, replace(options, lr=options.lr * rate), masks=options.mask, skips=site.fp16)
+    put_momentum(optimizer, leaves, job.momentum, masks=options.mask)
+    return Descent(optimizer=optimizer, scale=scale, transform=gradient_chain(leaves, options, scale))
 
 
 def _loss(leaves: Params, batch: Images, site: ImageSite, job: Job, *, step: int) -> Tensor:

@@ -32,6 +32,7 @@ from torch import Tensor, nn
 
 from atlas_fl.client.batching import Dropout, dropout_masks, forward, make_row, rows
 from atlas_fl.client.job import Job, Site, Update, line_of
+from atlas_fl.client.optimizer import LossScale, OptimizerName, gradient_chain, gradient_norms, make_optimizer
 from atlas_fl.models.backbone import Backbone
 from atlas_fl.models.tokenization import Encoded
 from atlas_fl.models.vision import augment
@@ -77,6 +78,13 @@ class TrainOptions:
     warmup: float = 0.0
     weight_decay: float = 0.0
     clip: float = 1.0
+    optimizer: OptimizerName = "adamw"
+    momentum: float = 0.0
+    """Of SGD."""
+    nesterov: bool = False
+    """Of SGD."""
+    proximal_mu: float = 0.0
+    """Weight of FedProx's term (`client.optimizer`); 0 for none."""
     dropout: float = 0.0
     frozen: tuple[str, ...] = ()
     """Endings of the names that do not train, e.g. `(".lora_A",)`."""
@@ -143,7 +151,9 @@ def learning_rate(options: TrainOptions, *, step: int, steps: int) -> float:
     return options.lr * rate_factor(options.schedule, warmup=options.warmup, step=step, steps=steps)
 
 
-def move(optimizer: torch.optim.Optimizer, options: TrainOptions, *, round: int, done: int, steps: int) -> None:
+def optimizer_step(
+    optimizer: torch.optim.Optimizer, options: TrainOptions, *, round: int, done: int, steps: int
+) -> None:
     """A step of the optimizer after `done` of this round's `steps`, at that step's learning rate."""
     rate = learning_rate(options, step=(max(round, 1) - 1) * steps + done, steps=options.rounds * steps)
     for group in optimizer.param_groups:
@@ -189,23 +199,6 @@ def shared_above(backbone: Backbone, params: Params, cut: Cut | None) -> tuple[s
     return tuple(sorted(name for name in params if name not in own and not name.startswith(HEAD)))
 
 
-def adamw(leaves: Sequence[Tensor], options: TrainOptions) -> torch.optim.AdamW:
-    """The optimizer of these leaves, which may be none."""
-    on_cpu = all(leaf.device.type == "cpu" for leaf in leaves)
-    return torch.optim.AdamW(
-        [{"params": list(leaves)}],
-        lr=options.lr,
-        weight_decay=options.weight_decay,
-        fused=on_cpu or None,
-        foreach=None,
-    )
-
-
-LOSS_SCALE = 2.0**10
-"""What a client's loss is multiplied by under fp16, which ends at 65504 and has 6e-5 as its least normal number
-(Micikevicius et al. 2018). Less than is usual, because a round has few steps and each overflow costs one."""
-
-
 class Member:
     """One client of a pack while it trains: its leaves, its batches and its optimizer."""
 
@@ -224,16 +217,18 @@ class Member:
         self.examples = len(positions(len(data), job.client, options))
         self.steps = num_steps(self.examples, options)
         self.batches = batches(data, job)
-        self.leaves = [leaf for leaf in self.params.values() if leaf.requires_grad]
+        self.leaves = {key: leaf for key, leaf in self.params.items() if leaf.requires_grad}
         cut = job.cut or above
         self.cluster = None if cut is None else cut.shared
         self.shared = shared_above(site.backbone, self.params, cut)
-        self.optimizer = adamw([leaf for key, leaf in self.params.items() if key not in self.shared], options)
+        self.scale = LossScale(enabled=site.fp16)
+        self.optimizer = make_optimizer(
+            {key: own for key, own in self.leaves.items() if key not in self.shared}, options
+        )
         self.losses: list[Tensor] = []
         self.line = line_of(job, site)
         self._below = [] if job.cut is None else trained_below(site.backbone, self.params, self.options, job.cut)
-        # A power of two, so that scaling changes no digit of what neither overflows nor vanishes.
-        self.loss_scale = LOSS_SCALE if site.fp16 else 1.0
+        self._transform = gradient_chain(self.leaves, options, self.scale, on_norms=self._share_norms)
 
     def dropout(self, done: int) -> Dropout:
         """Where the masks of this step come from."""
@@ -242,47 +237,36 @@ class Member:
 
     def norms(self) -> Tensor:
         """The norm of every gradient, (leaves,) float32, in the order of the names."""
-        found = [torch.linalg.vector_norm(leaf.grad) for leaf in self.leaves if leaf.grad is not None]
-        return torch.stack(found) if found else torch.zeros(0)
+        return gradient_norms(self.leaves)
 
     def step(self, done: int, *, norms: Tensor | None = None) -> None:
-        """Clip, move, forget the gradients; `norms` as for `clip`."""
-        if self.clip(norms=norms):
-            self.move(done)
+        """Transform the gradients, step the optimizer, clear the gradients; `norms` as for `transform_gradients`."""
+        if self.transform_gradients(norms=norms):
+            self.optimizer_step(done)
 
-    def clip(self, *, norms: Tensor | None = None) -> bool:
-        """Whether the client moves: not where a scaled gradient has overflown, which is forgotten and halves the scale.
+    def transform_gradients(self, *, norms: Tensor | None = None) -> bool:
+        """Unscale, clip and add the client's terms; False where a scaled gradient overflows and the step is left out.
 
         `norms` are those of all gradients of a model of which only one side is here.
         """
-        if self.loss_scale > 1 and not self._unscale():
-            self.loss_scale /= 2
-            self.forget()
-            return False
-        if self.options.clip > 0:
-            norms = self.norms() if norms is None else norms
-            if self.line is not None:
-                self.line.share_norms(norms, self._below)
-            total = torch.linalg.vector_norm(norms)
-            torch.nn.utils.clip_grads_with_norm_(self.leaves, self.options.clip, total)
-        return True
+        if self._transform(self.leaves, norms):
+            return True
+        self.zero_grad()
+        return False
 
-    def move(self, done: int) -> None:
+    def optimizer_step(self, done: int) -> None:
         """One optimizer step of what is the client's own, at the rate of this step of its schedule."""
-        move(self.optimizer, self.options, round=self.job.round, done=done, steps=self.steps)
-        self.forget()
+        optimizer_step(self.optimizer, self.options, round=self.job.round, done=done, steps=self.steps)
+        self.zero_grad()
 
-    def forget(self) -> None:
-        """Without gradients from here on."""
-        for leaf in self.leaves:
+    def zero_grad(self) -> None:
+        """Clear all gradients."""
+        for leaf in self.leaves.values():
             leaf.grad = None
 
-    def _unscale(self) -> bool:
-        """Whether all gradients are finite; they are divided by the scale of the loss."""
-        gradients = [leaf.grad for leaf in self.leaves if leaf.grad is not None]
-        for gradient in gradients:
-            gradient.div_(self.loss_scale)
-        return all(bool(torch.isfinite(gradient).all()) for gradient in gradients)
+    def _share_norms(self, norms: Tensor) -> None:
+        if self.line is not None:
+            self.line.share_norms(norms, self._below)
 
     def update(self, seconds: float) -> Update:
         """What goes back to the server."""
@@ -311,7 +295,7 @@ class SharedSet:
             key: first.params[key].detach().clone().requires_grad_() for key in keys if first.params[key].requires_grad
         }
         self._steps = max(member.steps for member in self.owners)
-        self._optimizer = adamw(list(self._leaves.values()), first.options)
+        self._optimizer = make_optimizer(self._leaves, first.options)
 
     def step(self, done: int, moving: Mapping[Member, int]) -> None:
         """Move the set by those of its owners who step now, with the examples of their step, and give it to all.
@@ -330,7 +314,7 @@ class SharedSet:
                 assert own is not None, "what is above a cut has a gradient in every step"
                 leaf.grad = own.clone() if leaf.grad is None else leaf.grad.add_(own, alpha=moving[one] / total)
         first = self.owners[0]
-        move(self._optimizer, first.options, round=first.job.round, done=done, steps=self._steps)
+        optimizer_step(self._optimizer, first.options, round=first.job.round, done=done, steps=self._steps)
         with torch.no_grad():
             for key, leaf in self._leaves.items():
                 for one in self.owners:
@@ -356,11 +340,11 @@ def shared_sets(members: Sequence[Member]) -> list[SharedSet]:
 
 def step_all(moving: Mapping[Member, int], done: int, sets: Sequence[SharedSet]) -> None:
     """One optimizer step of these clients, each with the examples of its step, and of the sets that they share."""
-    clipped = {member: count for member, count in moving.items() if member.clip()}
+    clipped = {member: count for member, count in moving.items() if member.transform_gradients()}
     for shared in sets:
         shared.step(done, clipped)
     for member in clipped:
-        member.move(done)
+        member.optimizer_step(done)
 
 
 Watch: TypeAlias = Callable[[int, Mapping[int, Params]], Collection[int]]
@@ -394,7 +378,7 @@ def _gradients(members: Sequence[Member], done: int, site: Site) -> dict[Member,
             example_loss(own, labels, smoothing=member.options.label_smoothing)
             for own, labels, member in zip(logits, row.labels, members, strict=True)
         ]
-        scaled = [loss * member.loss_scale for loss, member in zip(losses, members, strict=True)]
+        scaled = [loss * member.scale.value for loss, member in zip(losses, members, strict=True)]
         torch.stack(scaled).sum().backward()  # type: ignore[no-untyped-call]
     for member, loss in zip(members, losses, strict=True):
         member.losses.append(loss.detach())

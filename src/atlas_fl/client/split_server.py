@@ -280,14 +280,14 @@ class Together:
     def tell(self, member: Member, count: int, *, norms: Tensor | None) -> None:
         """This client can step, over so many examples; the last one who says so makes all step."""
         self._told[member] = count
-        if member.clip(norms=norms):
+        if member.transform_gradients(norms=norms):
             self._moving[member] = count
         if len(self._told) < sum(member.steps > self.done for member in self.members.values()):
             return
         for shared in self._sets:
             shared.step(self.done, self._moving)
         for one in self._moving:
-            one.move(self.done)
+            one.optimizer_step(self.done)
         self.done += 1
         self._told, self._moving = {}, {}
 

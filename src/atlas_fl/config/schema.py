@@ -98,7 +98,7 @@ class TrainingConfig:
     batch_size: int = 16
     """Examples in a client's step."""
     lr: float | None = None
-    """Peak learning rate of AdamW, or of SGD on images; the model's own by default (`atlas list models`)."""
+    """Peak learning rate; the model's own by default (`atlas list models`), which suits the optimizer of `auto`."""
     schedule: Literal["constant", "linear", "cosine", "step"] = "constant"
     """Learning rate over the steps of all rounds; `step`: a tenth after half, a hundredth after three quarters."""
     warmup: float = 0.0
@@ -107,6 +107,12 @@ class TrainingConfig:
     """AdamW's decoupled weight decay, or SGD's."""
     clip: float = 1.0
     """Largest gradient norm of a client; 0 switches clipping off."""
+    optimizer: Literal["auto", "adamw", "sgd"] = "auto"
+    """Optimizer of the clients; `auto` is SGD for whole image models and AdamW for all else. `--momentum` and
+    `--nesterov` are of SGD."""
+    proximal_mu: float = 0.0
+    """FedProx: weight mu of `mu / 2 ||w - w_start||^2` in every client's objective, where w_start is its model at the
+    start of the round; 0 for none."""
     participation: float = 1.0
     """Share of the clients that train in a round."""
     eval_every: int = 1
@@ -246,8 +252,10 @@ class AttackConfig:
 
 
 WHOLE = "whole"
-OF_WHOLE = frozenset({"frozen_blocks", "ridge", "momentum", "nesterov", "carry_momentum"})
+OF_WHOLE = frozenset({"frozen_blocks", "ridge", "carry_momentum"})
 """Settings of images that adapters have no use for."""
+OF_SGD = frozenset({"momentum", "nesterov"})
+"""Settings of SGD, whatever it trains."""
 OF_ADAPTERS = frozenset({"targets", "lora_alpha", "rslora", "init_adapter", "gradient_checkpointing"})
 """Settings of the model that whole models have no use for."""
 EVENLY = "iid"

@@ -10,18 +10,14 @@ Whether a config can be run, as far as that can be told without reading any data
 """
 
 import re
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from atlas_fl.config.schema import (
     AUTO,
-    EVENLY,
     EVERY,
     NONE,
-    OF_ADAPTERS,
-    OF_WHOLE,
-    WHOLE,
     ClusteringConfig,
     Config,
     DataConfig,
@@ -33,7 +29,8 @@ from atlas_fl.config.schema import (
     arrivals,
     cuts_by_name,
 )
-from atlas_fl.config.settings import Setting, settings, value_of
+from atlas_fl.config.settings import settings, value_of
+from atlas_fl.config.training_checks import check_image_settings, check_kind, check_precision
 from atlas_fl.config.values import LARGEST, mistake, read, whole_number, wrong_kind
 from atlas_fl.errors import ConfigError, unknown
 
@@ -75,6 +72,7 @@ RANGES: Mapping[str, Range] = {
     "warmup": BELOW_ONE,
     "weight_decay": ZERO_OR_MORE,
     "clip": ZERO_OR_MORE,
+    "proximal_mu": ZERO_OR_MORE,
     "participation": SHARE,
     "eval_every": ONE_OR_MORE,
     "patience": ZERO_OR_MORE,
@@ -185,8 +183,8 @@ def check_names(config: Config, *, at_sites: bool = False) -> None:
     _check_tasks(config.data.tasks, config.data.task)
     if not at_sites:
         _check_cut_names(config)
-    _check_images(config)
-    _check_precision(config)
+    check_kind(config)
+    check_precision(config)
     _check_model(config.model.model)
     if not re.fullmatch(r"[a-z0-9][a-z0-9_-]*", config.run.preset):
         raise mistake("--preset", config.run.preset, "a name of small letters, digits, - and _ (`atlas list presets`)")
@@ -256,86 +254,6 @@ def _check_tasks(names: tuple[str, ...], own: tuple[str, ...]) -> None:
     find_tasks(names, own)
 
 
-def _check_images(config: Config) -> None:
-    from atlas_fl.data.registry import check_one_kind, find_tasks
-
-    tasks = find_tasks(config.data.tasks, config.data.task)
-    check_one_kind(tasks)
-    if any(task.images for task in tasks):
-        _check_tuned(config)
-        _check_classes(config, [task.num_labels for task in tasks])
-    elif changed := _changed(config, "images", "sparse"):
-        raise ConfigError(
-            f"{changed[0].flag} is for image tasks, and --tasks has texts alone ({', '.join(t.name for t in tasks)});"
-            " leave it out, or take a vision preset (`atlas list presets`)"
-        )
-
-
-def _check_classes(config: Config, of_tasks: Sequence[int]) -> None:
-    """Nothing where the clients can share as many classes as each of these tasks has."""
-    from atlas_fl.data.partition import check_classes
-
-    for classes in of_tasks if config.images.nc != EVENLY else ():
-        check_classes(config.data.clients_per_task, classes, int(config.images.nc))
-
-
-def _check_tuned(config: Config) -> None:
-    """Nothing where what is set belongs to what trains: whole models, or adapters on a frozen one."""
-    if config.images.tune == WHOLE:
-        changed = _changed(config, "model", "clustering", "ranks", "split")
-        if of_adapters := [one for one in changed if one.group != "model" or one.name in OF_ADAPTERS]:
-            raise ConfigError(
-                f"{of_adapters[0].flag} is for adapters, and these image tasks train whole models; leave it out, or"
-                " take --tune lora, or a vision preset where it is the preset's (`atlas list presets`)"
-            )
-        _check_rule(config.mixing.strategy, within=config.robust.within)
-        return
-    of_whole = [one for one in _changed(config, "images", "sparse") if one.group == "sparse" or one.name in OF_WHOLE]
-    if of_whole:
-        raise ConfigError(f"{of_whole[0].flag} is for whole models, and --tune lora trains adapters; leave it out")
-    if changed := _changed(config, "split"):
-        raise ConfigError(f"{changed[0].flag} cuts models of texts, and these tasks have images; leave it out")
-
-
-def _check_rule(name: str, *, within: str) -> None:
-    from atlas_fl.aggregation.registry import find_strategy
-    from atlas_fl.aggregation.strategies import StrategyOptions
-
-    if find_strategy(name, StrategyOptions(within=within)).clustered:
-        raise no_clusters(name)
-
-
-def no_clusters(strategy: str) -> ConfigError:
-    """The error for a rule of clusters on whole models."""
-    return ConfigError(
-        f"--strategy {strategy} needs fingerprints of adapters, and whole models of image tasks have none; use fedavg"
-        " or local, or a robust rule over all clients, --tune lora, or a vision preset (`atlas list presets`)"
-    )
-
-
-def _check_precision(config: Config) -> None:
-    from atlas_fl.data.registry import find_tasks
-
-    if config.model.precision == "fp16" and config.run.accelerator == "cpu":
-        tasks = find_tasks(config.data.tasks, config.data.task)
-        if config.images.tune != WHOLE or not any(task.images for task in tasks):
-            raise no_fp16()
-
-
-def no_fp16() -> ConfigError:
-    """The error for fp16 on a machine or accelerator that is not meant for it."""
-    return ConfigError(
-        "--precision fp16 needs a GPU with CUDA, and this would run on the CPU; take --precision bf16 or fp32, or "
-        "--accelerator cuda where there is one"
-    )
-
-
-def _changed(config: Config, *groups: str) -> list[Setting]:
-    """The settings of these groups that are not at their default."""
-    own = [setting for setting in settings().values() if setting.group in groups]
-    return [setting for setting in own if value_of(config, setting.name) != value_of(Config(), setting.name)]
-
-
 def _check_model(name: str) -> None:
     from atlas_fl.models.registry import MODELS, locate
 
@@ -368,7 +286,7 @@ def validate(config: Config, *, at_sites: bool = False) -> Config:
     _check_rerank(config)
     _check_patience(config.training)
     _check_shared(config)
-    _check_image_settings(config)
+    check_image_settings(config)
     _check_attack(config)
     check_names(config, at_sites=at_sites)
     return config
@@ -540,52 +458,6 @@ def _check_shared(config: Config) -> None:
         raise ConfigError(
             f"--server-adapters {split.server_adapters} belong to those who were there when the plan was made, and"
             f" --arrive {config.data.arrive[0]} comes later; leave one of them out"
-        )
-
-
-def _check_image_settings(config: Config) -> None:
-    nc, partition = config.images.nc, config.data.partition
-    if nc != EVENLY and partition != "iid":
-        raise ConfigError(
-            f"--nc {nc} and --partition {partition} are two ways to deal out classes; leave one of them out"
-        )
-    _check_mask(config)
-    _check_momentum(config)
-    if nc != EVENLY and (whole_number(nc) or 0) < 1:
-        raise mistake("--nc", nc, "iid, or a number of classes from 1")
-
-
-def _check_mask(config: Config) -> None:
-    sparse = config.sparse
-    made = [one.name for one in fields(sparse) if one.name != "mask_file" and getattr(sparse, one.name) != one.default]
-    if sparse.mask_file is not None and made:
-        raise ConfigError(
-            f"--{made[0].replace('_', '-')} {getattr(sparse, made[0])} says how a mask is made, and --mask-file brings"
-            " one; leave one of them out"
-        )
-    if sparse.masked and config.images.head_first == "none":
-        flag = f"--mask {sparse.mask}" if sparse.mask_file is None else "--mask-file"
-        raise ConfigError(
-            f"{flag} freezes the head, and with --head-first none that is a random one; leave --head-first at ridge, or"
-            f" {flag.split()[0]} out"
-        )
-    if sparse.masked and config.mixing.share == ("head",):
-        raise ConfigError("a mask freezes the head, and --share head shares nothing else; share A B head, or no mask")
-
-
-def _check_momentum(config: Config) -> None:
-    images, share = config.images, config.training.participation
-    if images.carry_momentum and images.momentum == 0:
-        raise ConfigError("--carry-momentum has nothing to carry with --momentum 0; set it, or leave the other out")
-    if images.carry_momentum and share < 1:
-        raise ConfigError(
-            f"--carry-momentum keeps what a client did in the round before, and with --participation {share:g} that is"
-            " mostly an older one; take --participation 1, or leave --carry-momentum out"
-        )
-    if images.carry_momentum and (config.run.engine != "local" or config.run.workers not in (None, 1)):
-        raise ConfigError(
-            "--carry-momentum keeps what clients did in one process, and --workers and --engine ray have several; leave"
-            " one of them out"
         )
 
 

@@ -45,7 +45,8 @@ MOST: Mapping[str, float] = {
 MOST_NAME = 255
 """Bytes of a model's name of a server: what a file system looks for without an error."""
 MOST_DECAY = 0.1
-"""Of learning rate times weight decay: what one step may forget of the model, or an update is of the last examples."""
+"""Of learning rate times weight decay, or times FedProx's mu: what one step may undo of those before it, or an update
+is of the last examples alone."""
 
 
 def settings_here(
@@ -173,6 +174,12 @@ def _check_sizes(config: Config, consent: Consent, task: Task) -> None:
         raise ConfigError(
             f"the server's --lr times --weight-decay is {decay:g}; a site takes at most {MOST_DECAY:g}, because with"
             " more an update shows the last examples alone; ask for other settings"
+        )
+    pull = learning_rate_of(config) * config.training.proximal_mu
+    if pull > MOST_DECAY:
+        raise ConfigError(
+            f"the server's --lr times --proximal-mu is {pull:g}; a site takes at most {MOST_DECAY:g}, because with more"
+            " an update shows the last examples alone; ask for other settings"
         )
     size = config.clustering.sketch_dim
     if line_of([task], tune=config.images.tune) is not IMAGES and size > consent.most_sketch:

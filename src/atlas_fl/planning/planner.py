@@ -21,7 +21,7 @@ from atlas_fl.aggregation.shared_adapters import begun
 from atlas_fl.clustering.result import Clustering
 from atlas_fl.config import Config
 from atlas_fl.config.schema import SparseConfig
-from atlas_fl.config.validation import no_clusters
+from atlas_fl.config.training_checks import no_clusters
 from atlas_fl.data.clients import label_statistics, left_out_notes, shard_notes
 from atlas_fl.data.registry import find_tasks
 from atlas_fl.errors import BudgetError, ConfigError, ModelError

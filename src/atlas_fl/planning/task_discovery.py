@@ -16,6 +16,7 @@ from atlas_fl.aggregation.graph import Graph, GraphOptions, make_graph, similari
 from atlas_fl.client.evaluation import EvaluateOptions
 from atlas_fl.client.fingerprint import FIRST, SECOND, FingerprintOptions
 from atlas_fl.client.job import Job, Update
+from atlas_fl.client.local_training import TrainOptions
 from atlas_fl.clustering.cluster import cluster, oracle
 from atlas_fl.clustering.labels import Settings
 from atlas_fl.clustering.result import Clustering, agreement, purity_warnings, summarise_clusters
@@ -30,8 +31,8 @@ from atlas_fl.split.channel import NO_CUTS, Cut
 from atlas_fl.storage.jsonl import from_json, to_json
 from atlas_fl.storage.ledger import payload_bytes
 
-_NOT_WARMED = ("label_smoothing", "crop", "flip")
-"""Options that no warm-up has, younger than sketches that others are compared with."""
+_YOUNGER = ("label_smoothing", "crop", "flip", "optimizer", "momentum", "nesterov", "proximal_mu")
+"""Options that are younger than sketches that others are compared with; at their default they say nothing."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,7 +113,9 @@ def how_taken(config: Config, options: FingerprintOptions) -> dict[str, Any]:
     if config.images.image_size is not None:
         shared["image_size"] = config.images.image_size
     taken = {**shared, **asdict(options)}
-    taken["train"] = {key: value for key, value in taken["train"].items() if key not in _NOT_WARMED}
+    usual = asdict(TrainOptions(seed=0))
+    same = {key for key in _YOUNGER if taken["train"][key] == usual[key]}
+    taken["train"] = {key: value for key, value in taken["train"].items() if key not in same}
     plain: dict[str, Any] = from_json(to_json(taken))
     return plain
 

@@ -21,7 +21,7 @@ from atlas_fl.client.full_training import ImageSite
 from atlas_fl.client.job import ClientTokens, Prompts, Site, fresh, patches
 from atlas_fl.config import Config, DataConfig, arrivals
 from atlas_fl.config.schema import EVENLY
-from atlas_fl.config.validation import no_fp16
+from atlas_fl.config.training_checks import no_fp16
 from atlas_fl.data.clients import BY_CLASSES, ClientData, make_clients
 from atlas_fl.data.registry import find_tasks
 from atlas_fl.data.task import Examples, Rows, Source, Task, as_texts

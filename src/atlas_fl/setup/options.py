@@ -1,6 +1,7 @@
 """From the config to the numbers that clients and the server's rule work with."""
 
 from collections.abc import Sequence
+from typing import Any
 
 from atlas_fl.aggregation.registry import find_strategy
 from atlas_fl.aggregation.strategies import Strategy, StrategyOptions
@@ -8,6 +9,7 @@ from atlas_fl.aggregation.update_bounds import Space
 from atlas_fl.client.fingerprint import FingerprintOptions
 from atlas_fl.client.full_training import WholeOptions
 from atlas_fl.client.local_training import TrainOptions
+from atlas_fl.client.optimizer import OptimizerName
 from atlas_fl.config import Config
 from atlas_fl.data.clients import ClientData
 from atlas_fl.runtime.attacks import ATTACKS, HostileEngine, attackers_of
@@ -96,12 +98,22 @@ def train_options(config: Config) -> TrainOptions:
         warmup=training.warmup,
         weight_decay=training.weight_decay,
         clip=training.clip,
+        **optimizer_options(config, "adamw"),
+        proximal_mu=training.proximal_mu,
         dropout=config.model.dropout,
         label_smoothing=images.label_smoothing,
         crop=images.crop,
         flip=images.flip,
         hash_loaded=config.run.audit,
     )
+
+
+def optimizer_options(config: Config, auto: OptimizerName) -> dict[str, Any]:
+    """The optimizer of this config, `auto` where it leaves the choice, with the numbers that only it has."""
+    name = auto if config.training.optimizer == "auto" else config.training.optimizer
+    if name == "adamw":
+        return {"optimizer": name, "momentum": 0.0, "nesterov": False}
+    return {"optimizer": name, "momentum": config.images.momentum, "nesterov": config.images.nesterov}
 
 
 def drawn_of(config: Config) -> Drawn | None:
@@ -124,8 +136,8 @@ def whole_options(config: Config, *, mask: Mask | None) -> WholeOptions:
         lr=learning_rate_of(config),
         schedule=training.schedule,
         warmup=training.warmup,
-        momentum=images.momentum,
-        nesterov=images.nesterov,
+        **optimizer_options(config, "sgd"),
+        proximal_mu=training.proximal_mu,
         carry_momentum=images.carry_momentum,
         weight_decay=training.weight_decay,
         clip=training.clip,
@@ -157,12 +169,13 @@ def cut_of(config: Config, blocks: int | None, *, shared: int | None = None) -> 
 
 
 def warmup_options(config: Config) -> TrainOptions:
-    """How clients warm up for their fingerprints: one constant rate, no dropout, nothing else changed."""
+    """How clients warm up for their fingerprints: one constant rate, no dropout and no term, nothing else changed."""
     return TrainOptions(
         seed=config.run.seed,
         batch_size=config.training.batch_size,
         lr=learning_rate_of(config),
         clip=config.training.clip,
+        **optimizer_options(config, "adamw"),
     )
 
 

@@ -9,11 +9,11 @@ class Stub:
     def __init__(self, *, steps: int, is_sound: bool = True) -> None:
         self.steps, self.is_sound, self.moved, self.told = steps, is_sound, list[int](), list[object]()
 
-    def clip(self, *, norms: object) -> bool:
+    def transform_gradients(self, *, norms: object) -> bool:
         self.told.append(norms)
         return self.is_sound
 
-    def move(self, done: int) -> None:
+    def optimizer_step(self, done: int) -> None:
         self.moved.append(done)
 
 

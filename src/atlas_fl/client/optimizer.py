@@ -1,0 +1,252 @@
+"""The optimizer step of a client, composed of small transforms of its gradients as `optax.chain` composes them.
+
+    unscale -> clip -> client terms -> mask -> AdamW | SGD (momentum, Nesterov)
+
+`gradient_chain` is all up to the terms; `make_optimizer` is the mask and the optimizer. The two are apart because
+clients that share adapters average their gradients in between (`client.local_training`). Packs of adapters, whole
+models and both sides of a cut model take their steps here.
+
+A term is what a federated algorithm adds to the objective of a client, as a function from a tensor's name and value to
+a gradient. `TERMS` is where an algorithm registers one; every client that trains adds all of them. Terms act behind
+clipping: they are not data, and of a cut model each side adds its own part without a message.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal, Protocol, TypeAlias
+
+import torch
+from torch import Tensor
+
+from atlas_fl.params import Params
+from atlas_fl.sparse.masks import Mask
+from atlas_fl.sparse.optimizer import SparseSGDM
+
+Term: TypeAlias = Callable[[str, Tensor], Tensor]
+"""(name, value) -> the gradient of the term with respect to this tensor, of its shape."""
+
+
+class TermOptions(Protocol):
+    """The numbers of all terms."""
+
+    @property
+    def proximal_mu(self) -> float:
+        """FedProx's mu; 0 for no such term."""
+        ...
+
+
+TermOf: TypeAlias = Callable[[TermOptions, Params], Term | None]
+"""(options, the model at the start of the round) -> the term; None where the options switch it off."""
+
+
+def fedprox(options: TermOptions, start: Params) -> Term | None:
+    """FedProx: the gradient mu (w - w_start) of `mu / 2 ||w - w_start||^2` (Li et al. 2020, arXiv:1812.06127)."""
+    mu = options.proximal_mu
+    return None if mu == 0 else lambda name, value: mu * (value - start[name])
+
+
+TERMS: Mapping[str, TermOf] = {"fedprox": fedprox}
+"""Every term by the name of its algorithm."""
+
+
+def client_terms(options: TermOptions, leaves: Params) -> list[Term]:
+    """The terms that these options switch on; the values of the leaves now are the model at the start of the round.
+
+    The values are copied only where there is a term.
+    """
+    if not any(term_of(options, leaves) for term_of in TERMS.values()):
+        return []
+    start = {name: leaf.detach().clone() for name, leaf in leaves.items()}
+    found = (term_of(options, start) for term_of in TERMS.values())
+    return [term for term in found if term is not None]
+
+
+OptimizerName: TypeAlias = Literal["adamw", "sgd"]
+
+LOSS_SCALE = 2.0**10
+"""What a client's loss is multiplied by under fp16, which ends at 65504 and has 6e-5 as its least normal number
+(Micikevicius et al. 2018). Less than is usual, because a round has few steps and each overflow costs one."""
+GROWTH_STEPS = 100
+"""Steps without overflow after which the scale of a whole model's loss doubles: fewer than the 2,000 of torch, because
+every round begins with a fresh one."""
+
+
+class OptimizerOptions(TermOptions, Protocol):
+    """The numbers of an optimizer step."""
+
+    @property
+    def optimizer(self) -> OptimizerName:
+        """The optimizer's name in `OPTIMIZERS`."""
+        ...
+
+    @property
+    def lr(self) -> float:
+        """Peak learning rate."""
+        ...
+
+    @property
+    def momentum(self) -> float:
+        """Of SGD."""
+        ...
+
+    @property
+    def nesterov(self) -> bool:
+        """Nesterov's momentum instead of the classical one, of SGD."""
+        ...
+
+    @property
+    def weight_decay(self) -> float:
+        """Decoupled of AdamW, coupled of SGD."""
+        ...
+
+    @property
+    def clip(self) -> float:
+        """Largest norm of the gradient; 0 for any."""
+        ...
+
+
+Transform: TypeAlias = Callable[[Params, Tensor | None], bool]
+"""(leaves, norms) -> whether the step is taken. It changes the gradients of the leaves in place.
+
+`norms` are those of all gradients of a model of which the leaves are only one side; None where they are the whole.
+"""
+
+
+class LossScale:
+    """The scale of one client's loss in one round, for gradients in fp16; 1 where it is not enabled.
+
+    A step whose gradients overflow is left out and halves the scale. With `grows`, `GROWTH_STEPS` steps in a row
+    without overflow double it (Micikevicius et al. 2018, arXiv:1710.03740). Scales are powers of two, so they change no
+    digit of what neither overflows nor vanishes.
+    """
+
+    def __init__(self, *, enabled: bool, grows: bool = False) -> None:
+        self.value = LOSS_SCALE if enabled else 1.0
+        self.skipped = 0
+        """Steps that were left out."""
+        self._enabled, self._grows, self._sound_steps = enabled, grows, 0
+
+    def unscale(self, leaves: Params, _: Tensor | None = None) -> bool:
+        """Divide the gradients by the scale (`Transform`); False where one of them is not finite."""
+        if not self._enabled:
+            return True
+        gradients = [leaf.grad for leaf in leaves.values() if leaf.grad is not None]
+        for gradient in gradients:
+            gradient.div_(self.value)
+        if not all(bool(torch.isfinite(gradient).all()) for gradient in gradients):
+            self.value, self.skipped, self._sound_steps = self.value / 2, self.skipped + 1, 0
+            return False
+        self._sound_steps += 1
+        if self._grows and self._sound_steps == GROWTH_STEPS:
+            self.value, self._sound_steps = 2 * self.value, 0
+        return True
+
+
+def gradient_norms(leaves: Params) -> Tensor:
+    """The norm of every gradient, (leaves,) float32, in the order of the leaves."""
+    found = [torch.linalg.vector_norm(leaf.grad) for leaf in leaves.values() if leaf.grad is not None]
+    return torch.stack(found) if found else torch.zeros(0)
+
+
+def clip(most: float, *, on_norms: Callable[[Tensor], None] | None = None) -> Transform:
+    """Scale the gradients down to a joint norm of at most `most`; `on_norms` is told the norms that it is made of."""
+
+    def clipped(leaves: Params, norms: Tensor | None) -> bool:
+        norms = gradient_norms(leaves) if norms is None else norms
+        if on_norms is not None:
+            on_norms(norms)
+        torch.nn.utils.clip_grads_with_norm_(list(leaves.values()), most, torch.linalg.vector_norm(norms))
+        return True
+
+    return clipped
+
+
+def add_term(term: Term) -> Transform:
+    """Add the gradient of a term of the client's objective."""
+
+    def added(leaves: Params, _: Tensor | None) -> bool:
+        for name, leaf in leaves.items():
+            if leaf.grad is not None:
+                leaf.grad.add_(term(name, leaf.detach()))
+        return True
+
+    return added
+
+
+def chain(transforms: Sequence[Transform]) -> Transform:
+    """The transforms one after another; those behind the first that leaves the step out are not applied."""
+    return lambda leaves, norms: all(transform(leaves, norms) for transform in transforms)
+
+
+def gradient_chain(
+    leaves: Params, options: OptimizerOptions, scale: LossScale, *, on_norms: Callable[[Tensor], None] | None = None
+) -> Transform:
+    """unscale -> clip -> client terms, for a round that begins with the leaves as they are now."""
+    clips = [clip(options.clip, on_norms=on_norms)] if options.clip > 0 else []
+    return chain([scale.unscale, *clips, *map(add_term, client_terms(options, leaves))])
+
+
+def make_optimizer(
+    leaves: Params, options: OptimizerOptions, *, masks: Mask | None = None, skips: bool = False
+) -> torch.optim.Optimizer:
+    """mask -> AdamW or SGD, for these leaves by name, which may be none. What the mask freezes keeps every bit.
+
+    `skips` says that a loss scale may leave steps out.
+    """
+    return OPTIMIZERS[options.optimizer](leaves, options, masks=masks, skips=skips)
+
+
+class _MakeOptimizer(Protocol):
+    def __call__(
+        self, leaves: Params, options: OptimizerOptions, *, masks: Mask | None, skips: bool
+    ) -> torch.optim.Optimizer: ...
+
+
+def _adamw(leaves: Params, options: OptimizerOptions, *, masks: Mask | None, skips: bool) -> torch.optim.Optimizer:
+    del skips
+    on_cpu = all(leaf.device.type == "cpu" for leaf in leaves.values())
+    optimizer = torch.optim.AdamW(
+        [{"params": list(leaves.values())}],
+        lr=options.lr,
+        weight_decay=options.weight_decay,
+        fused=on_cpu or None,
+        foreach=None,
+    )
+    if masks is not None:
+        _freeze(optimizer, leaves, masks)
+    return optimizer
+
+
+def _sgd(leaves: Params, options: OptimizerOptions, *, masks: Mask | None, skips: bool) -> torch.optim.Optimizer:
+    settings: dict[str, Any] = {
+        "lr": options.lr,
+        "momentum": options.momentum,
+        "nesterov": options.nesterov,
+        "weight_decay": options.weight_decay,
+    }
+    if masks is not None:
+        return SparseSGDM(leaves, masks=masks, **settings)
+    # The fused kernel gives the bits of the others in half the time, but after a first step that was left out it goes
+    # on with momentum that nobody wrote (torch 2.13).
+    return torch.optim.SGD([{"params": list(leaves.values())}], fused=not skips, foreach=skips, **settings)
+
+
+OPTIMIZERS: Mapping[str, _MakeOptimizer] = {"adamw": _adamw, "sgd": _sgd}
+
+
+def _freeze(optimizer: torch.optim.Optimizer, leaves: Params, masks: Mask) -> None:
+    """Let the optimizer move what the masks let it: gradients are masked, and frozen values are put back."""
+    kept = {name: masks[name].to(leaf.device) for name, leaf in leaves.items()}
+    start = {name: leaf.detach().clone() for name, leaf in leaves.items()}
+
+    def mask_gradients(*_: Any) -> None:
+        for name, leaf in leaves.items():
+            if leaf.grad is not None:
+                leaf.grad.masked_fill_(~kept[name], 0.0)
+
+    @torch.no_grad()
+    def put_back(*_: Any) -> None:
+        for name, leaf in leaves.items():
+            leaf.copy_(torch.where(kept[name], leaf, start[name]))
+
+    optimizer.register_step_pre_hook(mask_gradients)
+    optimizer.register_step_post_hook(put_back)

@@ -1,0 +1,127 @@
+"""The chain of transforms in front of a client's optimizer, and the terms of its objective."""
+
+import dataclasses
+
+import pytest
+import torch
+
+from atlas_fl.client.batching import forward, make_row
+from atlas_fl.client.job import Job
+from atlas_fl.client.local_training import TrainOptions, batches, example_loss, train
+from atlas_fl.client.optimizer import (
+    LossScale,
+    add_term,
+    chain,
+    client_terms,
+    clip,
+    fedprox,
+    gradient_chain,
+    make_optimizer,
+)
+from atlas_fl.sparse.optimizer import SparseSGDM
+from atlas_fl.split.channel import Cut
+
+PLAIN = TrainOptions(seed=3, batch_size=4, lr=0.05, clip=0.0, max_steps=4)
+SGD = {"optimizer": "sgd", "momentum": 0.9, "nesterov": True, "weight_decay": 0.01}
+
+
+def leaf(values: list[float], gradient: list[float]) -> torch.Tensor:
+    own = torch.tensor(values, requires_grad=True)
+    own.grad = torch.tensor(gradient)
+    return own
+
+
+def test_the_term_of_fedprox_by_hand() -> None:
+    """0.5 (3 - 1, 2 - 2) = (1, 0), and behind clipping: (3, 4) has norm 5, clipped to 1 it is (0.6, 0.8)."""
+    own = leaf([3.0, 2.0], [3.0, 4.0])
+    term = fedprox(dataclasses.replace(PLAIN, proximal_mu=0.5), {"w": torch.tensor([1.0, 2.0])})
+    assert term is not None
+    assert term("w", own.detach()).tolist() == [1.0, 0.0]
+    assert chain([clip(1.0), add_term(term)])({"w": own}, None)
+    assert own.grad is not None
+    assert own.grad.tolist() == pytest.approx([1.6, 0.8], abs=1e-5)
+
+
+def test_without_mu_there_is_no_term_and_the_chain_changes_no_gradient() -> None:
+    own = leaf([3.0], [7.0])
+    assert client_terms(PLAIN, {"w": own}) == []
+    assert gradient_chain({"w": own}, PLAIN, LossScale(enabled=False))({"w": own}, None)
+    assert own.grad is not None and own.grad.tolist() == [7.0]
+
+
+def test_an_overflow_ends_the_chain_before_the_norms_are_told_to_anybody() -> None:
+    own, told = leaf([1.0], [float("inf")]), []
+    scale = LossScale(enabled=True)
+    before = scale.value
+    applied = gradient_chain({"w": own}, dataclasses.replace(PLAIN, clip=1.0), scale, on_norms=told.append)
+    assert not applied({"w": own}, None)
+    assert (scale.value, scale.skipped, told) == (before / 2, 1, [])
+
+
+def test_the_start_is_what_the_leaves_are_when_the_round_begins() -> None:
+    own = leaf([1.0], [0.0])
+    (term,) = client_terms(dataclasses.replace(PLAIN, proximal_mu=2.0), {"w": own})
+    with torch.no_grad():
+        own.add_(3.0)
+    assert term("w", own.detach()).tolist() == [6.0]
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "sgd"])
+def test_what_a_mask_freezes_keeps_every_bit_under_either_optimizer(optimizer: str) -> None:
+    """Even with a gradient that is NaN and with weight decay; what it lets move moves as without a mask."""
+    options = dataclasses.replace(PLAIN, optimizer=optimizer, momentum=0.5 * (optimizer == "sgd"), weight_decay=0.1)
+    masked, free = leaf([1.0, -0.0, 3.0], [0.0] * 3), leaf([1.0, -0.0, 3.0], [0.0] * 3)
+    mask = {"w": torch.tensor([True, False, True])}
+    pair = make_optimizer({"w": masked}, options, masks=mask), make_optimizer({"w": free}, options)
+    assert isinstance(pair[0], SparseSGDM) == (optimizer == "sgd")
+    for step in range(3):
+        masked.grad, free.grad = torch.tensor([1.0, float("nan"), step]), torch.tensor([1.0, 0.0, step])
+        for one in pair:
+            one.step()
+    assert torch.equal(masked[[0, 2]], free[[0, 2]])
+    assert masked[1].item() == 0 and torch.signbit(masked[1])
+
+
+@pytest.mark.parametrize("changes", [{}, SGD, {"clip": 0.01}], ids=["adamw", "sgd", "clipped"])
+def test_a_pack_with_the_term_is_a_loop_of_torch_on_the_proximal_objective(tiny_of, site_of, spec_of, changes) -> None:
+    """The reference has the term in its loss; where gradients are clipped it clips those of the data alone."""
+    tiny, options = tiny_of("bert"), dataclasses.replace(PLAIN, proximal_mu=0.7, **changes)
+    specs = [spec_of(name="a-0"), spec_of(name="b-0", labels=4, ranks=(1, 2, 3))]
+    site = site_of(tiny, *specs)
+    jobs = [Job(client=spec.name, params=tiny.params(spec), round=1, options=options) for spec in specs]
+    for job, update in zip(jobs, train(jobs, site), strict=True):
+        leaves = {key: own.clone().requires_grad_() for key, own in sorted(job.params.items())}
+        made = torch.optim.AdamW if options.optimizer == "adamw" else torch.optim.SGD
+        more = {} if options.optimizer == "adamw" else {"momentum": 0.9, "nesterov": True}
+        optimizer = made(leaves.values(), lr=options.lr, weight_decay=options.weight_decay, **more)
+        for batch in batches(site.data[job.client].splits["train"], job):
+            optimizer.zero_grad()
+            row = make_row([batch], device=site.backbone.device)
+            with forward(row, [leaves], site) as (logits,):
+                example_loss(logits, row.labels[0]).backward()
+            if options.clip:
+                torch.nn.utils.clip_grad_norm_(leaves.values(), options.clip)
+            squares = [(leaf - job.params[key]).square().sum() for key, leaf in leaves.items()]
+            (options.proximal_mu / 2 * torch.stack(squares).sum()).backward()
+            optimizer.step()
+        for key, leaf in leaves.items():
+            torch.testing.assert_close(update.params[key], leaf.detach(), atol=2e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("cut", [None, Cut(blocks=1), Cut(blocks=2, head="client")])
+def test_the_larger_mu_the_nearer_a_client_stays_to_its_start(tiny_of, site_of, spec_of, cut) -> None:
+    """By SGD, whose rate times mu is the share of the way back that one step goes: at 1 it goes all the way."""
+    tiny, spec = tiny_of("bert"), spec_of(name="a-0")
+    site, params = site_of(tiny, spec), tiny.params(spec)
+    moved = []
+    for mu in (0.0, 50.0, 200.0):
+        options = dataclasses.replace(PLAIN, optimizer="sgd", lr=0.005, proximal_mu=mu, max_steps=6, epochs=2)
+        (update,) = train([Job(client="a-0", params=params, round=1, options=options, cut=cut)], site)
+        moved.append(sum(float((update.params[key] - params[key]).square().sum()) for key in params) ** 0.5)
+    assert 1.5 * moved[2] < moved[1] < 0.8 * moved[0]
+    first = dataclasses.replace(PLAIN, max_steps=1)
+    alike = [
+        train([Job(client="a-0", params=params, round=1, options=one, cut=cut)], site)[0].params
+        for one in (first, dataclasses.replace(first, proximal_mu=20.0))
+    ]
+    assert all(torch.equal(alike[0][key], alike[1][key]) for key in params), "at the start the term is zero"
