@@ -68,6 +68,37 @@ def test_a_state_that_is_missing_or_too_much_is_found(tmp_path):
     assert only(audit(plain), "server", round=2)
 
 
+@pytest.mark.parametrize("by", ["all", "layer", "kind", "layer_and_kind"])
+@pytest.mark.parametrize("space", ["product", "factors"])
+def test_rows_by_the_gram_matrix_pass_and_those_of_other_parameters_do_not(tmp_path, space, by):
+    mixing, server = MixingConfig(strategy="pfedgraph", space=space), ServerConfig(gram_by=by, gram_alpha=2.0)
+    run = write_run(tmp_path / "run", mixing, server=server)
+    report = audit(run)
+    assert report.ok, report.failures[:2]
+    config = run / "config.toml"
+    other = "all" if by != "all" else "kind"
+    config.write_text(config.read_text().replace(f'gram_by = "{by}"', f'gram_by = "{other}"'))
+    assert only(audit(run), "mixed")
+    config.write_text(config.read_text().replace("gram_alpha = 2.0", "gram_alpha = 0.7"))
+    assert only(audit(run), "mixed")
+    liar = write_run(tmp_path / "liar", mixing, server=server, real=replace(mixing, strategy="fedavg"))
+    assert only(audit(liar), "mixed") and only(audit(liar), "server")
+
+
+def test_another_first_model_than_that_of_round_zero_is_found(tmp_path):
+    run = write_run(tmp_path / "run", MixingConfig(strategy="pfedgraph"))
+
+    def alter(flat):
+        flat["initial/movie-0/layer.0.q.lora_B"][0, 0] += 0.5
+
+    for round in (0, 1, 2, 3):
+        edit_tensors(run, round, "server", alter)
+    report = audit(run)
+    assert (0, "", "server") in found(report)
+    edit_tensors(run, 0, "server", lambda flat: flat["initial/movie-0/layer.0.q.lora_B"][0].sub_(0.5))
+    assert (1, "", "server") in found(audit(run))
+
+
 def test_a_model_that_is_not_the_step_of_its_cohort_is_found(tmp_path):
     run = write_run(tmp_path / "run", MixingConfig(strategy="fedadam"))
 

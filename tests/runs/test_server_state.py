@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from atlas_fl.audit.check import audit
 from atlas_fl.config import Config, config_hash
@@ -17,6 +18,7 @@ Make = Callable[..., Config]
 REMEMBERS = {
     "fedadam": {"strategy": "fedadam", "participation": 0.75, "server_lr": 0.02},
     "fedyogi inside clusters": {"strategy": "fedyogi", "within": "clusters"},
+    "pfedgraph by layer": {"strategy": "pfedgraph", "gram_by": "layer", "participation": 0.75},
     "fedavgm in factor space": {"strategy": "fedavgm", "space": "factors", "ranks": 4, "aggregate_every": 2},
 }
 
@@ -61,6 +63,26 @@ def test_a_newcomer_joins_the_moments_of_its_cohort(config: Make) -> None:
     assert sum(row.check == "joined" for row in report.rows) == 2
 
 
+def test_a_newcomer_of_pfedgraph_is_remembered_with_the_model_that_it_began_with(config: Make) -> None:
+    late = {"arrive": ("movie-1=2", "trec-0=3"), "strategy": "pfedgraph", "space": "factors", "gram_by": "kind"}
+    whole = run(config(name="whole", **late))
+    parts = run(config(name="parts", max_rounds=1, **late))
+    while not parts.complete:
+        parts = resume(parts.folder, max_rounds=1)
+    assert same_tensors(state(whole.folder), state(parts.folder))
+    assert rows(whole.folder) == rows(parts.folder)
+    assert {path.split("/")[2] for path in server_state(whole.folder)} == {"movie-0", "trec-1", "movie-1", "trec-0"}
+    report = audit(parts.folder)
+    assert report.ok, report.failures
+    # it was remembered with another model than it began with
+    file = parts.folder / "audit" / "joined-0002" / "server.safetensors"
+    tensors = load_file(file)
+    tensors["initial/movie-1/encoder.layer.0.attention.self.query.lora_B"] += 0.01
+    save_file(tensors, file)
+    failures = {(row.round, row.check) for row in audit(parts.folder).failures}
+    assert (2, "server") in failures
+
+
 def test_a_rule_that_remembers_nothing_leaves_no_file(config: Make) -> None:
     result = run(config(strategy="fedavg", rounds=1))
     assert server_state(result.folder, round=1) == {}
@@ -72,6 +94,17 @@ def test_whole_models_of_images_take_a_server_optimizer(image_config: Make) -> N
     report = audit(result.folder)
     assert report.ok, report.failures[:3]
     assert {name.split("/")[2] for name in server_state(result.folder)} == {"all", "task-digits"}
+
+
+def test_whole_models_of_images_take_pfedgraph_and_stand_once_in_its_state(image_config: Make) -> None:
+    result = run(image_config(strategy="pfedgraph", gram_by="kind"))
+    report = audit(result.folder)
+    assert report.ok, report.failures[:3]
+    one = result.folder / "audit" / "round-0000"
+    sizes = [(one / f"{name}.safetensors").stat().st_size for name in ("server", "start")]
+    assert sizes[0] < 2 * sizes[1], "eight clients begin with one body, which is there once"
+    with pytest.raises(ConfigError, match=r"^--gram-by layer needs a layer of every parameter"):
+        run(image_config(strategy="pfedgraph", gram_by="layer", name="other"))
 
 
 @pytest.mark.parametrize(

@@ -304,21 +304,26 @@ def _is_compared(run: Run, plan: Plan, one: str, key: str, *, by: str) -> bool:
 
 
 def _change(run: Run, plan: Plan, client: str, key: str, models: Models, state: Flat) -> np.ndarray:
-    """How far this client's tensor is from what it began with, as a vector."""
-    initial = {
-        name: state[f"initial/{client}/{name}"] for name in models[client] if f"initial/{client}/{name}" in state
-    }
-    values = []
-    for params in (models[client], initial) if key in models[client] else ():
-        if key not in params:
-            raise CheckpointError(f"the server state lacks initial/{client}/{key}")
-        value = params[key].double().numpy()
-        if run.mixing.space == "product" and key.endswith(LORA_A):
-            value = plan.scale(len(value)) * (params[key.removesuffix(LORA_A) + LORA_B].double().numpy() @ value)
-        values.append((value.T if key.endswith(LORA_B) else value).ravel())
-    longest = max((len(value) for value in values), default=0)
-    now, then = (np.pad(value, (0, longest - len(value))) for value in values or [np.zeros(0)] * 2)
-    return np.asarray(now - then)
+    """How far this client's tensor is from what it began with, as a vector; without any values where it has none.
+
+    Where the state lacks what it began with, that counts as zero: the row of the state itself has failed then.
+    """
+    now = models[client]
+    if key not in now:
+        return np.zeros(0)
+    is_product = run.mixing.space == "product" and key.endswith(LORA_A)
+    names = [key, key.removesuffix(LORA_A) + LORA_B] if is_product else [key]
+    first = {name: state.get(f"initial/{client}/{name}", now[name] * 0) for name in names}
+    last, initial = (_vector(plan, key, params, is_product=is_product) for params in (now, first))
+    longest = max(len(last), len(initial))
+    return np.asarray(np.pad(last, (0, longest - len(last))) - np.pad(initial, (0, longest - len(initial))))
+
+
+def _vector(plan: Plan, key: str, params: Mapping[str, Tensor], *, is_product: bool) -> np.ndarray:
+    value = params[key].double().numpy()
+    if is_product:
+        value = plan.scale(len(value)) * (params[key.removesuffix(LORA_A) + LORA_B].double().numpy() @ value)
+    return np.asarray((value.T if key.endswith(LORA_B) else value).ravel())
 
 
 def state_fault(expected: Mapping[str, np.ndarray], state: Flat, *, before: Flat) -> tuple[str, float]:
