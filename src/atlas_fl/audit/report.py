@@ -14,7 +14,7 @@ class AuditRow:
     client: str
     """The client; empty for what concerns everyone."""
     check: str
-    """`record`, `joined`, `loaded`, `names`, `bounded`, `mixed`, `moved` or `different`."""
+    """`record`, `joined`, `loaded`, `names`, `bounded`, `server`, `mixed`, `moved` or `different`."""
     ok: bool
     """Whether it held."""
     error: float | None = None
