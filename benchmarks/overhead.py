@@ -25,8 +25,7 @@ from atlas_fl.experiment.recorder import Recorder
 from atlas_fl.experiment.rounds import one_round
 from atlas_fl.experiment.state import State
 from atlas_fl.params import Params
-from atlas_fl.planning.plan import ClientPlan, Plan
-from atlas_fl.planning.planner import Planned
+from atlas_fl.planning.plan import ClientPlan, Plan, Planned
 from atlas_fl.rng import torch_generator
 from atlas_fl.setup.assembly import Assembly, assemble
 from atlas_fl.storage.run_folder import RunFolder

@@ -12,9 +12,9 @@ from safetensors.torch import load_file
 from atlas_fl.audit.check import audit
 from atlas_fl.config import Config
 from atlas_fl.errors import CheckpointError, ConfigError
+from atlas_fl.experiment.early_stopping import best_rounds, has_stopped
 from atlas_fl.experiment.export import export
 from atlas_fl.experiment.run import resume, run
-from atlas_fl.experiment.state import best_rounds, has_stopped
 from atlas_fl.experiment.summary import histories, mean_series
 from atlas_fl.storage import checkpoint
 from tests.runs.reading import rows, same_tensors, state

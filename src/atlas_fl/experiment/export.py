@@ -7,8 +7,8 @@ from typing import Any
 from atlas_fl.config import load_config
 from atlas_fl.config.values import mistake, whole_number
 from atlas_fl.errors import CheckpointError, unknown
+from atlas_fl.experiment.early_stopping import best_rounds
 from atlas_fl.experiment.recorder import leads_of, models_of
-from atlas_fl.experiment.state import best_rounds
 from atlas_fl.models.loading import find_family
 from atlas_fl.models.peft_io import export_adapter
 from atlas_fl.models.vision_loading import load_vision, save_vision

@@ -11,7 +11,7 @@ Nothing that was decided for the others changes: their clusters, ranks, cuts and
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from typing import Any
 
 import numpy as np
@@ -27,13 +27,13 @@ from atlas_fl.clustering.result import placed, with_client
 from atlas_fl.data.clients import label_statistics
 from atlas_fl.errors import AtlasError, CheckpointError, ConfigError
 from atlas_fl.events import Note, OnEvent, PhaseStarted
-from atlas_fl.experiment.state import State
+from atlas_fl.experiment.state import Admitted, State
 from atlas_fl.params import HEAD, ByClient, Params
 from atlas_fl.planning.host_assignment import with_hosts
 from atlas_fl.planning.leakage import every_cut, leakage_of
 from atlas_fl.planning.masks import Prepared, check_heads, mask_brought, with_heads
-from atlas_fl.planning.plan import ClientPlan, Plan
-from atlas_fl.planning.planner import Planned, client_plans, warm_start
+from atlas_fl.planning.plan import ClientPlan, Plan, Planned
+from atlas_fl.planning.planner import client_plans, warm_start
 from atlas_fl.planning.ranks_and_cuts import cuts_while_planning, fit_ranks, own_importance
 from atlas_fl.planning.task_discovery import Identified, connect, fingerprints, identify, report_of
 from atlas_fl.planning.workloads import line_in
@@ -81,21 +81,6 @@ def _given_a_head(newcomer: Newcomer, assembly: ImageAssembly) -> bool:
     config = assembly.config
     fellows = any(client.task.name == newcomer.client.task.name for client in assembly.clients)
     return fellows and strategy_of(config).communicates and "head" in config.mixing.share
-
-
-@dataclass(frozen=True, kw_only=True)
-class Admitted:
-    """A federation with those who joined it."""
-
-    assembly: Assembly
-    planned: Planned
-    state: State
-    fresh: ByClient
-    """The newcomers' own models after their warm-up, at their ranks, before anything was mixed into them."""
-    communicates: bool
-    """Whether anything of them was sent."""
-    state_changed: bool
-    """Whether the strategy remembers something of them."""
 
 
 def admit(assembly: Assembly, planned: Planned, engine: Engine, state: State, *, on_event: OnEvent) -> Admitted | None:

@@ -18,11 +18,11 @@ from atlas_fl.client.job import Update
 from atlas_fl.config import Config, differences, identity
 from atlas_fl.data.clients import ClientData, majority
 from atlas_fl.errors import CheckpointError
-from atlas_fl.experiment.late_join import Admitted
-from atlas_fl.experiment.state import RoundRecord, State, best_rounds, plan_messages
+from atlas_fl.experiment.early_stopping import best_rounds
+from atlas_fl.experiment.state import Admitted, RoundRecord, State, plan_messages
 from atlas_fl.experiment.summary import STOPPED, peak_memory
 from atlas_fl.params import ByClient, ServerState, Split, flatten_state, prefixed, unflatten_state, unprefixed
-from atlas_fl.planning.planner import Planned
+from atlas_fl.planning.plan import Planned
 from atlas_fl.storage import checkpoint, digests
 from atlas_fl.storage.checkpoint import Checkpoint
 from atlas_fl.storage.jsonl import (

@@ -28,13 +28,15 @@ from atlas_fl.client.job import Job, Update
 from atlas_fl.config import Config
 from atlas_fl.errors import ProtocolError
 from atlas_fl.events import Note, OnEvent, PhaseStarted, RoundFinished
+from atlas_fl.experiment.early_stopping import best_rounds, has_stopped
 from atlas_fl.experiment.late_join import admit
 from atlas_fl.experiment.recorder import Recorder
-from atlas_fl.experiment.state import RoundRecord, State, best_rounds, crossed, has_stopped, mean_score
+from atlas_fl.experiment.state import RoundRecord, State, crossed, mean_score
 from atlas_fl.params import ByClient, Params, ServerState, Split, flatten_state
 from atlas_fl.partial_sharing import as_kept
 from atlas_fl.planning.host_assignment import hosting_of, seated
-from atlas_fl.planning.planner import Planned, at_ranks, cuts_of, held_by, regraphed
+from atlas_fl.planning.plan import Planned
+from atlas_fl.planning.planner import at_ranks, cuts_of, held_by, regraphed
 from atlas_fl.planning.workloads import line_in
 from atlas_fl.rng import generator
 from atlas_fl.runtime.engine import Engine, MissingAnswersError

@@ -26,8 +26,7 @@ from atlas_fl.experiment.recorder import (
 from atlas_fl.experiment.rounds import train
 from atlas_fl.experiment.state import State
 from atlas_fl.experiment.summary import honest_line, summarise, versions
-from atlas_fl.planning.plan import Plan
-from atlas_fl.planning.planner import Planned
+from atlas_fl.planning.plan import Plan, Planned
 from atlas_fl.planning.workloads import line_in
 from atlas_fl.runtime.engine import Engine, MissingAnswersError
 from atlas_fl.setup.assembly import Assembly, put_off, with_planned, without_clients

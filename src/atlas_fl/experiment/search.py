@@ -28,7 +28,7 @@ from atlas_fl.config.settings import Setting, find_setting, parse
 from atlas_fl.config.values import inner_of, whole_number
 from atlas_fl.errors import CheckpointError, ConfigError
 from atlas_fl.events import Event, OnEvent, RoundFinished, ignore
-from atlas_fl.experiment.state import best_rounds
+from atlas_fl.experiment.early_stopping import best_rounds
 from atlas_fl.experiment.summary import histories, mean_series
 from atlas_fl.experiment.sweep import Point, RunState, grid, parse_over, run_all
 from atlas_fl.rng import seed_of

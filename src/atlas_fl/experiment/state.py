@@ -1,12 +1,4 @@
-"""The state of a federation between rounds, and early stopping.
-
-When a run no longer gets better, and which of its rounds were the best: functions of validation scores by round.
-
-Early stopping with patience as in Goodfellow, Bengio, Courville, Deep Learning (2016), algorithm 7.1, counted in
-rounds and not in evaluations, so that a coarser `--eval-every` does not stretch it.
-
-The federation between two rounds, and what happened in one.
-"""
+"""The state of a federation between two rounds, and the record of what happened in one."""
 
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping
@@ -23,48 +15,13 @@ from atlas_fl.client.job import Update
 from atlas_fl.clustering.labels import UNDECIDED
 from atlas_fl.params import HEAD, LORA_A, LORA_B, ByClient, Params, ServerState, Split, shared_part
 from atlas_fl.planning.host_assignment import Hosting
-from atlas_fl.planning.plan import Plan
-from atlas_fl.planning.planner import Planned
+from atlas_fl.planning.plan import Plan, Planned
+from atlas_fl.setup.assembly import Assembly
 from atlas_fl.sparse.codec import values_size
 from atlas_fl.sparse.masks import Mask, num_kept
 from atlas_fl.split.channel import Crossed
 from atlas_fl.storage.jsonl import to_json
 from atlas_fl.storage.ledger import Direction, Kind, LedgerRow, payload_bytes
-
-
-def best_rounds(scores: Mapping[int, float], count: int) -> tuple[int, ...]:
-    """The rounds with the highest scores, at most `count`, the best first and the earlier of equals first.
-
-    >>> best_rounds({1: 0.5, 2: 0.75, 3: 0.75, 4: 0.25}, 2)
-    (2, 3)
-    """
-    return tuple(sorted(scores, key=lambda at: (-scores[at], at))[:count])
-
-
-def last_better(scores: Mapping[int, float], *, min_delta: float = 0.0) -> int:
-    """The last round whose score exceeds that of the last better one before it by more than `min_delta`.
-
-    The first round that was evaluated counts as better than nothing; without scores it is round 0. Small steps add up:
-
-    >>> last_better({1: 0.5, 2: 0.5625, 3: 0.625, 4: 0.625}, min_delta=0.1)
-    3
-    """
-    found, best = 0, float("-inf")
-    for at in sorted(scores):
-        if scores[at] - best > min_delta:
-            found, best = at, scores[at]
-    return found
-
-
-def has_stopped(scores: Mapping[int, float], *, patience: int, min_delta: float = 0.0) -> bool:
-    """Whether the newest score is `patience` rounds or more behind the last better one; never with a patience of 0.
-
-    >>> [has_stopped({1: 0.5, 2: 0.25, 3: 0.5}, patience=rounds) for rounds in (0, 1, 2, 3)]
-    [False, True, True, False]
-    """
-    if not patience or not scores:
-        return False
-    return max(scores) - last_better(scores, min_delta=min_delta) >= patience
 
 
 def crossed(updates: Iterable[Update]) -> dict[str, Crossed]:
@@ -283,3 +240,18 @@ def plan_messages(planned: Planned, *, round: int = 0, only: Collection[str] | N
 def _control(plan: Plan, place: int) -> dict[str, Any]:
     client = plan.clients[place]
     return {"client": client.name, "cluster": client.cluster, "ranks": list(client.ranks), "cut": client.cut}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Admitted:
+    """A federation with those who joined it."""
+
+    assembly: Assembly
+    planned: Planned
+    state: State
+    fresh: ByClient
+    """The newcomers' own models after their warm-up, at their ranks, before anything was mixed into them."""
+    communicates: bool
+    """Whether anything of them was sent."""
+    state_changed: bool
+    """Whether the strategy remembers something of them."""

@@ -52,7 +52,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from atlas_fl.experiment.state import best_rounds
+from atlas_fl.experiment.early_stopping import best_rounds
 from atlas_fl.storage.json_shapes import METRICS
 from atlas_fl.storage.ledger import Totals, from_json, totals
 

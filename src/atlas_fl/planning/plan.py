@@ -7,8 +7,12 @@ from typing import Any
 import numpy as np
 
 from atlas_fl.aggregation.matrices import Federation
+from atlas_fl.clustering.result import Clustering
 from atlas_fl.errors import CheckpointError
+from atlas_fl.params import Params
+from atlas_fl.sparse.masks import Mask
 from atlas_fl.storage.json_shapes import PLAN
+from atlas_fl.storage.ledger import LedgerRow
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -123,3 +127,22 @@ def _from_json(data: Mapping[str, Any]) -> Plan:
     arrays = {name: np.array(data[name], dtype=np.float64) for name in ("adjacency", "importance")}
     tuples = {name: tuple(data[name]) for name in ("notes", "data", "leakage")}
     return Plan(**{**data, **arrays, **tuples, "clients": clients})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Planned:
+    """A plan with what only a run needs of it."""
+
+    plan: Plan
+    start: Mapping[str, Params]
+    """The model that every client begins round one with."""
+    sketches: np.ndarray | None
+    """(2, n, dim) float32: both sketches of every client."""
+    clustering: Clustering | None
+    """The `Clustering` itself, or None for a rule that uses no clusters."""
+    mask: Mask | None = None
+    """Which weights of a whole model may move; None for all, and for adapters."""
+    messages: tuple[LedgerRow, ...] = ()
+    """What fitting heads and bringing the mask sent, at first or of those who have just joined."""
+    crossed: tuple[LedgerRow, ...] = ()
+    """What went through the cuts of clients while they were planned."""

@@ -8,7 +8,7 @@ Making a plan of a run on images: the head, which weights may move, and what a r
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,6 @@ from atlas_fl.aggregation.graph import effective_neighbours
 from atlas_fl.aggregation.matrices import eta_warnings
 from atlas_fl.aggregation.mixing import realign
 from atlas_fl.aggregation.shared_adapters import begun
-from atlas_fl.clustering.result import Clustering
 from atlas_fl.config import Config
 from atlas_fl.config.schema import SparseConfig
 from atlas_fl.config.training_checks import no_clusters
@@ -33,17 +32,16 @@ from atlas_fl.params import LORA_A, LORA_B, ByClient, Params, lora_modules, num_
 from atlas_fl.planning.host_assignment import with_hosts
 from atlas_fl.planning.leakage import CutLeakage, every_cut, leakage_of
 from atlas_fl.planning.masks import HELD, Prepared, prepare_whole, sparse_report, whole_costs
-from atlas_fl.planning.plan import ClientPlan, Plan
+from atlas_fl.planning.plan import ClientPlan, Plan, Planned
 from atlas_fl.planning.ranks_and_cuts import Fitted, cuts_while_planning, fit_ranks, measure_layers
 from atlas_fl.planning.task_discovery import Identified, connect, identify
 from atlas_fl.runtime.engine import Engine, Tally
 from atlas_fl.runtime.local import LocalEngine
 from atlas_fl.setup.assembly import Assembly, ImageAssembly, assemble, without_private
 from atlas_fl.setup.options import cut_of, strategy_of
-from atlas_fl.sparse.masks import Mask, num_kept
+from atlas_fl.sparse.masks import num_kept
 from atlas_fl.split.channel import Cut
 from atlas_fl.split.model import on_client
-from atlas_fl.storage.ledger import LedgerRow
 
 
 def warm_start(assembly: Assembly, found: Identified, ranks: Sequence[Sequence[int]]) -> dict[str, Params]:
@@ -86,25 +84,6 @@ def _rescaled(params: Params, *, old_scale: Callable[[int], float], assembly: As
         ratio = old_scale(rank) / assembly.site.scale(rank)
         scaled[module + LORA_B] = params[module + LORA_B] * ratio
     return scaled
-
-
-@dataclass(frozen=True, kw_only=True)
-class Planned:
-    """A plan with what only a run needs of it."""
-
-    plan: Plan
-    start: Mapping[str, Params]
-    """The model that every client begins round one with."""
-    sketches: np.ndarray | None
-    """(2, n, dim) float32: both sketches of every client."""
-    clustering: Clustering | None
-    """The `Clustering` itself, or None for a rule that uses no clusters."""
-    mask: Mask | None = None
-    """Which weights of a whole model may move; None for all, and for adapters."""
-    messages: tuple[LedgerRow, ...] = ()
-    """What fitting heads and bringing the mask sent, at first or of those who have just joined."""
-    crossed: tuple[LedgerRow, ...] = ()
-    """What went through the cuts of clients while they were planned."""
 
 
 def measure_leakage(

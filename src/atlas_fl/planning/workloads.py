@@ -17,8 +17,8 @@ from atlas_fl.models.vision import Vision, weights
 from atlas_fl.params import ByClient, Params, digest
 from atlas_fl.partial_sharing import hides_factors
 from atlas_fl.planning.masks import check_heads
-from atlas_fl.planning.plan import Plan
-from atlas_fl.planning.planner import Planned, local_engine, plan_for, plan_whole
+from atlas_fl.planning.plan import Plan, Planned
+from atlas_fl.planning.planner import local_engine, plan_for, plan_whole
 from atlas_fl.planning.ranks_and_cuts import cuts_while_planning
 from atlas_fl.runtime.engine import Engine
 from atlas_fl.runtime.local import WHOLE_ACTIONS, WholeEngine, whole_packs, within_memory
