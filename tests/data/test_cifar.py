@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from atlas_fl.data.cache import load_task
 from atlas_fl.data.registry import TASKS
 from atlas_fl.data.task import Images, Source, TaskData, as_images
 from atlas_fl.errors import DataError
@@ -155,3 +156,20 @@ def test_images_are_images() -> None:
     assert all(TASKS[name].images for name in ("digits", "fashion_mnist", "cifar10", "cifar100"))
     assert not TASKS["movie"].images
     assert Images.__dataclass_fields__.keys() == {"pixels", "label"}
+
+
+@pytest.mark.parametrize("folder", [".", "cifar-100-python", "cifar100"])
+def test_it_is_read_anew_when_the_archive_changes(folder: str, tmp_path: Path) -> None:
+    write_cifar(tmp_path, "cifar100", train=100, test=20, classes=100)
+    source, task = Source(cache_dir=Path("/nowhere"), data_dir=tmp_path / "given"), TASKS["cifar100"]
+    (tmp_path / "given").mkdir()
+    (tmp_path / "cifar-100-python").rename(tmp_path / "given" / "cifar-100-python")
+    if folder != "cifar-100-python":
+        for name in ("train", "test"):
+            (tmp_path / "given" / folder).mkdir(exist_ok=True)
+            (tmp_path / "given" / "cifar-100-python" / name).rename(tmp_path / "given" / folder / name)
+    first = load_task(task, source)
+    assert load_task(task, source) is first
+    write_cifar(tmp_path, "cifar100", train=90, test=20, classes=100)
+    (tmp_path / "cifar-100-python" / "train").replace(tmp_path / "given" / folder / "train")
+    assert sum(sizes(load_task(task, source))) == sum(sizes(first)) - 10

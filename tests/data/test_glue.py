@@ -153,6 +153,9 @@ def test_the_cache_of_datasets_is_used_without_a_network(cached_as: str, offline
         (offline / "glue").rename(offline / cached_as)
     data = load("rte", None)
     assert [len(rows) for rows in (data.train, data.validation, data.test)] == [48, 12, 12]
+    files_of = TASKS["rte"].files
+    assert files_of is not None
+    assert offline / cached_as / "rte" in files_of(Source(cache_dir=Path("/nowhere")))
     with pytest.raises(DataError, match="GLUE task 'wnli' is not here"):
         load("wnli", None)
 

@@ -7,6 +7,7 @@ import pytest
 from sklearn.datasets import load_digits
 
 from atlas_fl.data import image_sets
+from atlas_fl.data.cache import load_task
 from atlas_fl.data.cleaning import check_no_leak
 from atlas_fl.data.registry import TASKS
 from atlas_fl.data.task import Source, TaskData, as_images
@@ -76,3 +77,11 @@ def test_a_missing_or_foreign_file_of_fashion_is_named(fashion: Path) -> None:
     (fashion / "t10k-labels-idx1-ubyte.gz").unlink()
     with pytest.raises(DataError, match=r"there is no file .*t10k-labels-idx1-ubyte\.gz; run `atlas fetch vision`"):
         load("fashion_mnist", data_dir=fashion)
+
+
+def test_fashion_is_read_anew_when_a_file_changes(fashion: Path) -> None:
+    source, task = Source(cache_dir=Path("/nowhere"), data_dir=fashion), TASKS["fashion_mnist"]
+    first = load_task(task, source)
+    assert load_task(task, source) is first
+    write_idx(fashion / "t10k-labels-idx1-ubyte.gz", np.zeros(20, dtype=np.uint8))
+    assert set(load_task(task, source).test.label.tolist()) == {0}

@@ -6,7 +6,8 @@ How many clusters there can be of so many clients.
 
 Whether the names in a config are in the registries; these are imported here, late, because they take seconds.
 
-Whether a config can be run, as far as that can be told without reading any data.
+Whether a config can be run, as far as that can be told from it and from the files that its `--task` names.
+These are read, since their labels say what the task is; registered data sets are not.
 """
 
 import re

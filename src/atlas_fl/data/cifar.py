@@ -26,7 +26,7 @@ from typing import Any
 import numpy as np
 
 from atlas_fl.data.cleaning import arrange
-from atlas_fl.data.hub import Published, find_tables, missing_split
+from atlas_fl.data.hub import Published, find_tables, missing_split, source_files
 from atlas_fl.data.tables import Table, column
 from atlas_fl.data.task import Images, Source, Task, TaskData
 from atlas_fl.errors import DataError
@@ -265,6 +265,7 @@ def cifar_task(cifar: Cifar) -> Task:
         label_names=cifar.label_names,
         note=f"{cifar.title}, photographs, 32 x 32; from the hub, its cache, or the Python archive in --data-dir",
         load=partial(load_cifar, cifar=cifar),
+        files=partial(cifar_files, cifar=cifar),
     )
 
 
@@ -278,6 +279,21 @@ def load_cifar(source: Source, *, cifar: Cifar) -> TaskData:
     if "train" not in splits:
         raise missing_split(cifar.title, tuple(splits))
     return arrange(splits, name=cifar.name, validation_share=source.validation_share)
+
+
+def cifar_files(source: Source, *, cifar: Cifar) -> tuple[Path, ...]:
+    """What is read: the Python archive, unpacked or not, where the user's directory holds it; else the hub's tables."""
+    if source.data_dir is None:
+        return source_files(_published(cifar), None)
+    folder = source.data_dir
+    names = [name for names in cifar.files.values() for name in names]
+    archived = [
+        folder / _TARS[cifar.name],
+        *(place / name for place in (folder / cifar.archive, folder) for name in names),
+    ]
+    if any(path.exists() for path in archived):
+        return (*archived, folder / cifar.name)
+    return (*archived, *source_files(_published(cifar), folder / cifar.name))
 
 
 def _published(cifar: Cifar) -> Published:

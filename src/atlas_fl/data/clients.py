@@ -14,6 +14,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
+from atlas_fl.data.cache import load_task
 from atlas_fl.data.cleaning import bin_edges, check_no_leak, strata
 from atlas_fl.data.partition import PARTITIONS, assign_classes, deal, deal_classes, realised
 from atlas_fl.data.task import Examples, Images, Labels, Source, Task, TaskData, as_texts
@@ -133,7 +134,7 @@ def make_clients(  # noqa: PLR0913 - one name for each setting of the data
     _check_settings(clients_per_task, sizes, partition, dirichlet_alpha)
     clients: list[ClientData] = []
     for task in tasks:
-        data = task.load(source)
+        data = load_task(task, source)
         _check_room(task, data, clients_per_task, sizes)
         if partition == BY_CLASSES:
             parts = _sharded(task, data, clients_per_task, sizes, classes_per_client=classes_per_client, seed=seed)

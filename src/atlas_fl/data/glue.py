@@ -7,12 +7,13 @@ in their place: the published validation split is the test, and validation is cu
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from atlas_fl.data.cleaning import arrange
-from atlas_fl.data.hub import Published, find_tables, missing_split
+from atlas_fl.data.hub import Published, find_tables, missing_split, source_files
 from atlas_fl.data.tables import Table, column, texts
 from atlas_fl.data.task import Labels, Metric, Rows, Source, Task, TaskData
 from atlas_fl.errors import DataError
@@ -35,15 +36,7 @@ class Format:
 
 def load_glue(source: Source, *, form: Format) -> TaskData:
     """The splits of a GLUE task; a `DataError` names what is missing and the three ways to supply it."""
-    published = Published(
-        title=f"GLUE task {form.name!r}",
-        repository=REPOSITORY,
-        config=form.name,
-        cached_as=(REPOSITORY, "glue"),
-        dataset_name="glue",
-        splits=tuple(name for names in _SPLITS.values() for name in names),
-    )
-    tables = find_tables(published, None if source.data_dir is None else source.data_dir / form.name)
+    tables = find_tables(_published(form), _folder(source, form))
     rows = {}
     for split, names in _SPLITS.items():
         name = next((name for name in names if name in tables), None)
@@ -53,6 +46,21 @@ def load_glue(source: Source, *, form: Format) -> TaskData:
     if "train" not in rows:
         raise missing_split(f"GLUE {form.name}", tuple(tables))
     return arrange(rows, name=form.name)
+
+
+def _published(form: Format) -> Published:
+    return Published(
+        title=f"GLUE task {form.name!r}",
+        repository=REPOSITORY,
+        config=form.name,
+        cached_as=(REPOSITORY, "glue"),
+        dataset_name="glue",
+        splits=tuple(name for names in _SPLITS.values() for name in names),
+    )
+
+
+def _folder(source: Source, form: Format) -> Path | None:
+    return None if source.data_dir is None else source.data_dir / form.name
 
 
 def _rows(table: Table, form: Format, *, origin: str) -> Rows:
@@ -85,6 +93,7 @@ def _task(form: Format, *, metric: Metric = "accuracy", max_length: int = 128) -
         label_names=form.label_names,
         note="GLUE; tested on its validation split",
         load=partial(load_glue, form=form),
+        files=lambda source: source_files(_published(form), _folder(source, form)),
     )
 
 

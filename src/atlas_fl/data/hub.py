@@ -48,6 +48,17 @@ def find_tables(published: Published, folder: Path | None) -> dict[str, Table]:
     raise _missing(published, folder, reason)
 
 
+def source_files(published: Published, folder: Path | None) -> tuple[Path, ...]:
+    """The folders that `find_tables` would read, whether or not they are there yet."""
+    if folder is not None and folder.is_dir():
+        return (folder,)
+    import datasets  # two seconds that other commands need not pay
+
+    cache = Path(datasets.config.HF_DATASETS_CACHE)
+    cached = (cache / name.replace("/", "___") / published.config for name in published.cached_as)
+    return (*(() if folder is None else (folder,)), *cached)
+
+
 def _cached(published: Published) -> dict[str, Table] | None:
     from datasets.packaged_modules.cache.cache import Cache
 

@@ -74,9 +74,7 @@ def load_fashion(source: Source) -> TaskData:
 
 
 def _fashion_folder(source: Source) -> Path:
-    places = [SYSTEM_FOLDER, source.cache_dir / FASHION.name]
-    if source.data_dir is not None:
-        places = [source.data_dir / "fashion_mnist", source.data_dir / "fashion-mnist", source.data_dir, *places]
+    places = _fashion_folders(source)
     for place in places:
         if _fashion_file(place, "train-images-idx3-ubyte") is not None:
             return place
@@ -86,13 +84,33 @@ def _fashion_folder(source: Source) -> Path:
     )
 
 
+def _fashion_folders(source: Source) -> tuple[Path, ...]:
+    """Where the files may be, in the order in which they are looked for."""
+    folders = (SYSTEM_FOLDER, source.cache_dir / FASHION.name)
+    if source.data_dir is None:
+        return folders
+    return (source.data_dir / "fashion_mnist", source.data_dir / "fashion-mnist", source.data_dir, *folders)
+
+
+def fashion_files(source: Source) -> tuple[Path, ...]:
+    """All that are looked for."""
+    names = [name for start in _FILES.values() for name in _fashion_names(start)]
+    return tuple(
+        folder / f"{name}{end}" for folder in _fashion_folders(source) for name in names for end in ("", ".gz")
+    )
+
+
+def _fashion_names(start: str) -> tuple[str, str]:
+    return f"{start}-images-idx3-ubyte", f"{start}-labels-idx1-ubyte"
+
+
 def _fashion_file(folder: Path, name: str) -> Path | None:
     return next((path for path in (folder / f"{name}.gz", folder / name) if path.is_file()), None)
 
 
 def _read_fashion(folder: Path, start: str) -> Images:
     arrays = []
-    for name in (f"{start}-images-idx3-ubyte", f"{start}-labels-idx1-ubyte"):
+    for name in _fashion_names(start):
         path = _fashion_file(folder, name)
         if path is None:
             raise DataError(f"there is no file {folder / name}.gz; run `atlas fetch vision`, or restore it")
@@ -111,6 +129,7 @@ VISION: tuple[Task, ...] = (
         label_names=tuple(map(str, range(10))),
         note="handwritten digits of scikit-learn, 8 x 8, grey",
         load=load_digits,
+        files=lambda _: (),  # a part of scikit-learn
     ),
     Task(
         name="fashion_mnist",
@@ -119,6 +138,7 @@ VISION: tuple[Task, ...] = (
         label_names=_CLOTHES,
         note="pictures of clothes, 28 x 28, grey; embedded (`atlas fetch vision`)",
         load=load_fashion,
+        files=fashion_files,
     ),
     cifar_task(CIFAR10),
     cifar_task(CIFAR100),

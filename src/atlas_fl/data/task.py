@@ -151,6 +151,9 @@ class Task:
     note: str = ""
     """What a reader must know: where the rows come from, how labels and splits were made."""
     load: Callable[[Source], TaskData]
+    """Reads it. Two that are equal read the same: `cache.load_task` keeps what they return."""
+    files: Callable[[Source], Sequence[Path]] | None = None
+    """The files and folders that `load` reads or looks for; None where nothing is to be kept of what it returns."""
 
     @property
     def is_regression(self) -> bool:

@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from atlas_fl.data.cache import DATA_CACHE
 from atlas_fl.data.cleaning import arrange, split_rows
 from atlas_fl.data.tables import READERS, Table, classes, column, read_folder, read_table, texts
 from atlas_fl.data.task import METRICS, Images, Labels, Metric, Pixels, Rows, Source, Task, TaskData
@@ -33,12 +34,18 @@ _SPLITS = {"train": ("train",), "validation": ("validation", "valid", "val"), "t
 class Folder:
     """A folder of images and how they are read."""
 
-    splits: Mapping[str, Path]
-    """The folder of classes of every split; `all` where there is one for all."""
+    name: str
+    """Of the task."""
+    splits: tuple[tuple[str, Path], ...]
+    """Every split with its folder of classes; `all` where there is one for all."""
     label_names: tuple[str, ...]
     size: int | None = None
     """Pixels of a side that images are brought to; None takes them as they are."""
     skip_broken: bool = False
+
+    def __call__(self, source: Source) -> TaskData:
+        """The splits of the images."""
+        return _load(source, self)
 
 
 def holds_images(path: Path) -> bool:
@@ -68,7 +75,8 @@ def folder_task(name: str, path: Path, options: Mapping[str, str]) -> Task:
     if len(classes) < 2:
         raise DataError(f"{path} has images of one class only ({classes[0]!r}); a task needs a folder for each of two")
     folder = Folder(
-        splits=splits,
+        name=name,
+        splits=tuple(splits.items()),
         label_names=tuple(classes),
         size=None if size is None else int(size),
         skip_broken=broken == BROKEN[1],
@@ -79,12 +87,14 @@ def folder_task(name: str, path: Path, options: Mapping[str, str]) -> Task:
         images=True,
         label_names=folder.label_names,
         note=f"your own images: {path}",
-        load=partial(_load, name=name, folder=folder),
+        load=folder,
+        files=lambda _: (path,),
     )
 
 
-def _load(source: Source, *, name: str, folder: Folder) -> TaskData:
-    read = {split: _read(place, folder) for split, place in folder.splits.items()}
+def _load(source: Source, folder: Folder) -> TaskData:
+    name = folder.name
+    read = {split: _read(place, folder) for split, place in folder.splits}
     unread = tuple(str(file) for entries in read.values() for pixels, _, file in entries if pixels is None)
     found = _all_of_one_kind({split: _readable(entries) for split, entries in read.items()})
     names, share = folder.label_names, source.validation_share
@@ -203,12 +213,27 @@ def parse_task(description: str) -> Task:
     are none: the model writes that column after the text, or the text itself where target= names its column. One file
     is cut into splits (`splits.split_rows`); a folder with train, validation and test files keeps its own
     (`splits.arrange`). A folder of images by class is read by `folders.folder_task`.
+    The file or folder is read once for as long as it does not change (`cache.DataCache`).
     A `ConfigError` says what is wrong with the description, a `DataError` what is wrong with the data.
     """
     name, path, options = _parsed(description)
     if path.is_dir() and holds_images(path):
         return folder_task(name, path, options)
     columns = _columns(name, options)
+    key = (_read_task, name, path, columns)
+    data, names = DATA_CACHE.get(key, files=(path,), read=lambda: _read_task(name, path, columns))
+    return Task(
+        name=name,
+        num_labels=(len(names) or 1) if columns.target is None else 0,
+        metric=columns.metric,
+        label_names=names,
+        note=f"your own: {path}",
+        load=partial(_already_read, data=data),
+    )
+
+
+def _read_task(name: str, path: Path, columns: Columns) -> tuple[TaskData, tuple[str, ...]]:
+    """The splits of a file or folder, and the names of the classes."""
     if path.is_dir():
         tables = read_folder(path)
         if "train" not in tables:
@@ -224,14 +249,7 @@ def parse_task(description: str) -> Task:
         data = arrange(rows, name=name, labelled=labelled, label_names=names)
     else:
         data = split_rows(rows["all"], name=name, labelled=labelled, label_names=names)
-    return Task(
-        name=name,
-        num_labels=(len(names) or 1) if labelled else 0,
-        metric=columns.metric,
-        label_names=names,
-        note=f"your own: {path}",
-        load=partial(_already_read, data=data),
-    )
+    return data, names
 
 
 def _already_read(_: Source, *, data: TaskData) -> TaskData:

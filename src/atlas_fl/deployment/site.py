@@ -21,6 +21,7 @@ from atlas_fl.client.local_training import trained_below
 from atlas_fl.client.registry import ACTIONS
 from atlas_fl.config import Config, config_hash, parse_config
 from atlas_fl.config.schema import EVENLY, NONE
+from atlas_fl.data.cache import load_task
 from atlas_fl.data.clients import BY_CLASSES, ClientData, make_clients
 from atlas_fl.data.registry import find_tasks
 from atlas_fl.deployment.consent import Allowance, Consent, check_consent
@@ -491,7 +492,7 @@ def own_client(config: Config, name: str, *, task: str, part: int | None) -> Cli
     source, settings = source_of(config), config.data
     sizes = {"samples": settings.samples, "validation": settings.validation_samples, "test": settings.test_samples}
     if part is None:
-        data = found.load(source)
+        data = load_task(found, source)
         have = {"samples": len(data.train), "validation": len(data.validation), "test": len(data.test)}
         sizes = {split: have[split] if size is None else min(size, have[split]) for split, size in sizes.items()}
     elif not 0 <= part < settings.clients_per_task:

@@ -11,6 +11,7 @@ from atlas_fl.client.job import Update
 from atlas_fl.clustering.labels import UNDECIDED
 from atlas_fl.clustering.result import Clustering, Placement, placed
 from atlas_fl.config import Config, load_config
+from atlas_fl.data.cache import load_task
 from atlas_fl.data.cleaning import without
 from atlas_fl.data.clients import ClientData, make_clients
 from atlas_fl.data.registry import find_tasks
@@ -145,10 +146,10 @@ def _without(task: Task, used: list[Examples]) -> Task:
     """The task without these training rows."""
 
     def load(source: Source) -> TaskData:
-        data = task.load(source)
+        data = load_task(task, source)
         return replace(data, train=without(data.train, *used))
 
-    return replace(task, load=load)
+    return replace(task, load=load, files=None)
 
 
 def _ranks(

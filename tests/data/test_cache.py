@@ -1,0 +1,229 @@
+"""What was read stays until its files change, cannot be altered, and takes bounded memory."""
+
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+from threading import Barrier, Thread
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from atlas_fl.data.cache import CLOCK_TICK_SECONDS, DATA_CACHE, DataCache, file_signature, load_task
+from atlas_fl.data.embedded import EMBEDDED
+from atlas_fl.data.registry import TASKS
+from atlas_fl.data.task import Images, Rows, Source, Task, TaskData
+from atlas_fl.data.user_files import parse_task
+from atlas_fl.errors import DataError
+from atlas_fl.storage.downloads import embedded_dir
+
+SOURCE = Source(cache_dir=embedded_dir())
+
+
+def write_csv(path: Path, *, word: str = "good") -> Path:
+    path.write_text("text,label\n" + "".join(f"{word} {i},{i % 2}\n" for i in range(20)))
+    return path
+
+
+def rows(*texts: str) -> Rows:
+    return Rows(text=texts, label=np.zeros(len(texts), dtype=np.int64))
+
+
+def reader(value: object, calls: list[object]) -> Callable[[], object]:
+    def read() -> object:
+        calls.append(value)
+        return value
+
+    return read
+
+
+def test_unchanged_files_are_read_once(tmp_path: Path) -> None:
+    cache, calls, path = DataCache(), list[object](), write_csv(tmp_path / "a.csv")
+    first = cache.get("a", files=(path,), read=reader(rows("x"), calls))
+    assert cache.get("a", files=(path,), read=reader(rows("y"), calls)) is first
+    cache.get("b", files=(path,), read=reader(rows("z"), calls))
+    assert len(calls) == 2
+    cache.clear()
+    assert cache.num_bytes == 0
+    assert cache.get("a", files=(path,), read=reader(rows("y"), calls)) is not first
+
+
+@pytest.mark.parametrize("keep_times", [False, True])
+def test_a_file_of_other_content_is_read_anew_at_once(tmp_path: Path, keep_times: bool) -> None:
+    """Of equal size, in the moment after it was read, and with the modification time of before."""
+    path = write_csv(tmp_path / "own.csv", word="good")
+    before, times = parse_task(f"own={path}").load(SOURCE), path.stat()
+    write_csv(path, word="poor")
+    if keep_times:
+        os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))
+    after = parse_task(f"own={path}").load(SOURCE)
+    assert path.stat().st_size == times.st_size
+    assert isinstance(before.train, Rows) and isinstance(after.train, Rows)
+    assert {text.split()[0] for text in before.train.text} == {"good"}
+    assert {text.split()[0] for text in after.train.text} == {"poor"}
+
+
+def test_a_file_that_replaces_another_appears_in_a_folder_or_behind_a_link_or_goes_is_noticed(tmp_path: Path) -> None:
+    folder = tmp_path / "data"
+    (folder / "inner").mkdir(parents=True)
+    (tmp_path / "outside").mkdir()
+    seen = [file_signature((folder,))]
+    for change in (
+        lambda: write_csv(folder / "inner" / "a.csv"),
+        lambda: write_csv(tmp_path / "b.csv").replace(folder / "inner" / "a.csv"),
+        lambda: (folder / "inner" / "a.csv").unlink(),
+        lambda: (folder / "linked").symlink_to(tmp_path / "outside"),
+        lambda: write_csv(tmp_path / "outside" / "c.csv"),
+        lambda: (folder / "loop").symlink_to(folder),
+        lambda: (folder / "loop").unlink(),
+        lambda: (folder / "linked").unlink(),
+        lambda: (folder / "inner").rmdir(),
+        lambda: folder.rmdir(),
+    ):
+        change()
+        seen.append(file_signature((folder,)))
+    assert len(set(seen)) == len(seen)
+    assert file_signature((folder,)) == ((str(folder), ()),)
+
+
+def test_nothing_is_kept_of_what_could_not_be_read(tmp_path: Path) -> None:
+    path = tmp_path / "own.csv"
+    for _ in range(2):
+        with pytest.raises(DataError, match="there is no file"):
+            parse_task(f"own={path}")
+    write_csv(path)
+    assert parse_task(f"own={path}").num_labels == 2
+
+
+def test_descriptions_that_read_a_file_differently_share_nothing(tmp_path: Path) -> None:
+    path = tmp_path / "own.csv"
+    path.write_text("text,label,level\n" + "".join(f"word {i},{i % 2},{i % 3}\n" for i in range(40)))
+    assert [parse_task(f"own={path}{end}").num_labels for end in ("", ",label=level", ",metric=pearson")] == [2, 3, 1]
+
+
+def test_options_of_a_folder_of_images_are_part_of_its_key(tmp_path: Path) -> None:
+    draw = np.random.default_rng(0)
+    for name in ("cat", "dog"):
+        (tmp_path / name).mkdir()
+        for number in range(15):
+            Image.fromarray(draw.integers(0, 256, (6, 6), dtype=np.uint8)).save(tmp_path / name / f"{number}.png")
+    plain, small = (load_task(parse_task(f"pets={tmp_path}{end}"), SOURCE).train for end in ("", ",size=4"))
+    assert isinstance(plain, Images) and isinstance(small, Images)
+    assert (plain.size, small.size) == ((6, 6, 1), (4, 4, 1))
+    assert load_task(parse_task(f"pets={tmp_path}"), SOURCE).train is plain
+
+
+@pytest.mark.parametrize("name", ["trec", "digits"])
+def test_nobody_can_alter_what_the_next_one_gets(name: str) -> None:
+    data = load_task(TASKS[name], SOURCE)
+    for split in (data.train, data.validation, data.test):
+        arrays = [split.label, split.pixels] if isinstance(split, Images) else [split.label]
+        for array in arrays:
+            with pytest.raises(ValueError, match="read-only"):
+                array[0] = 1
+    dealt = data.train.take(range(3))
+    dealt.label[:] = -1
+    again = load_task(TASKS[name], SOURCE)
+    assert again.train is data.train
+    assert -1 not in again.train.label
+
+
+def test_sources_that_cut_splits_differently_share_nothing() -> None:
+    sizes = [
+        len(load_task(TASKS["digits"], Source(cache_dir=SOURCE.cache_dir, validation_share=share)).validation)
+        for share in (0.1, 0.2)
+    ]
+    assert sizes[0] < sizes[1]
+
+
+def test_memory_is_bounded_and_what_was_used_last_stays() -> None:
+    page = Images(pixels=np.zeros((1, 100, 10, 1), dtype=np.uint8), label=np.zeros(1, dtype=np.int64))
+    cache, calls = DataCache(max_bytes=3_100), list[object]()
+
+    def get(key: str, value: object = page) -> object:
+        return cache.get(key, files=(), read=reader(value, calls))
+
+    for key in ("a", "b", "c", "a", "d"):  # a was used after b
+        get(key, Images(pixels=page.pixels.copy(), label=page.label.copy()))
+    assert (len(calls), cache.num_bytes) == (4, 3 * 1_008)
+    for key in ("a", "c", "d"):
+        get(key)
+    assert len(calls) == 4
+    get("b")
+    assert len(calls) == 5
+    large = rows("x" * 4_000)
+    assert get("large", large) is large
+    get("d")
+    assert (len(calls), cache.num_bytes) == (6, 3 * 1_008)
+
+
+def test_threads_that_ask_together_read_once(tmp_path: Path) -> None:
+    cache, calls, together = DataCache(), list[object](), Barrier(4)
+
+    def slow() -> Rows:
+        calls.append(None)
+        time.sleep(0.05)
+        return rows("x")
+
+    def ask() -> None:
+        together.wait()
+        cache.get("a", files=(tmp_path,), read=slow)
+
+    threads = [Thread(target=ask) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(calls) == 1
+
+
+def test_a_file_that_was_just_written_is_read_when_its_times_are_settled(tmp_path: Path) -> None:
+    path, began = write_csv(tmp_path / "a.csv"), time.time()
+    ages = DataCache().get("a", files=(path,), read=lambda: time.time() - path.stat().st_ctime)
+    assert CLOCK_TICK_SECONDS <= ages < 5
+    assert time.time() - began < 5
+
+
+def test_a_task_that_names_no_files_is_read_each_time() -> None:
+    calls = list[object]()
+    data = TaskData(train=rows("a"), validation=rows("b"), test=rows("c"))
+    task = Task(name="own", num_labels=2, load=lambda _: reader(data, calls)() and data)
+    load_task(task, SOURCE)
+    load_task(task, SOURCE)
+    assert len(calls) == 2
+
+
+@pytest.mark.parametrize("name", [task.name for task in EMBEDDED])
+def test_a_registered_task_names_every_file_that_it_opens(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    opened, files, plain = set[Path](), TASKS[name].files, Path.open
+
+    def watched(self: Path, *args: Any, **options: Any) -> Any:
+        opened.add(self)
+        return plain(self, *args, **options)
+
+    monkeypatch.setattr(Path, "open", watched)
+    DATA_CACHE.clear()
+    TASKS[name].load(SOURCE)
+    assert files is not None
+    assert opened
+    assert opened <= set(files(SOURCE))
+
+
+def test_every_registered_task_is_kept() -> None:
+    assert [name for name, task in TASKS.items() if task.files is None] == []
+
+
+def test_a_data_set_in_a_directory_is_read_anew_when_a_split_changes(tmp_path: Path) -> None:
+    (tmp_path / "rte").mkdir()
+    source, seen = Source(cache_dir=Path("/nowhere"), data_dir=tmp_path), list[TaskData]()
+    for word in ("good", "good", "poor"):
+        for split, count in (("train", 40), ("validation", 10)):
+            lines = "".join(f"{split} {word} {i},so,{i % 2}\n" for i in range(count))
+            if not seen or word == "poor":
+                (tmp_path / "rte" / f"{split}.csv").write_text(f"sentence1,sentence2,label\n{lines}")
+        seen.append(load_task(TASKS["rte"], source))
+    assert seen[0] is seen[1]
+    assert isinstance(seen[2].train, Rows)
+    assert all("poor" in text for text in seen[2].train.text)
