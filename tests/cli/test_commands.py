@@ -121,7 +121,7 @@ def in_a_process(code: str) -> subprocess.CompletedProcess[str]:
 @pytest.mark.parametrize("words", [[], ["run", "--help"], ["sweep", "--help"], ["run", "--etta"]])
 def test_help_imports_nothing_heavy(words: list[str]) -> None:
     done = in_a_process(
-        f"import sys; from atlas_fl.cli import main; main({words}); "
+        f"import sys; from atlas_fl.cli.main import main; main({words}); "
         "print(sorted({'torch', 'numpy', 'transformers', 'matplotlib', 'sklearn'} & set(sys.modules)))"
     )
     assert done.stdout.splitlines()[-1] == "[]", done.stderr
@@ -137,7 +137,7 @@ def test_the_package_runs_as_a_module() -> None:
 def test_help_is_quick() -> None:
     """Measured in time of the processor, because the machine may be busy."""
     before = os.times()
-    assert in_a_process("from atlas_fl.cli import main; main(['--help'])").returncode == 0
+    assert in_a_process("from atlas_fl.cli.main import main; main(['--help'])").returncode == 0
     after = os.times()
     assert after.children_user - before.children_user < 1.0
 
@@ -146,14 +146,14 @@ def test_help_is_quick() -> None:
 @pytest.mark.parametrize(("said", "spins"), [({}, SPINS), ({"OMP_WAIT_POLICY": "active"}, "30000000000")])
 def test_threads_wait_asleep_unless_the_user_says_how(said: dict[str, str], spins: str) -> None:
     clean = {name: value for name, value in os.environ.items() if name != "GOMP_SPINCOUNT"}
-    code = "from atlas_fl.cli import main; main(['--version']); import torch"
+    code = "from atlas_fl.cli.main import main; main(['--version']); import torch"
     environment = {**clean, **said, "OMP_DISPLAY_ENV": "VERBOSE"}
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
     assert f"GOMP_SPINCOUNT = '{spins}'" in done.stderr
 
 
 def test_a_reader_that_goes_away_is_no_error() -> None:
-    command = "import sys; from atlas_fl.cli import main; sys.exit(main(['run', '--help']))"
+    command = "import sys; from atlas_fl.cli.main import main; sys.exit(main(['run', '--help']))"
     with subprocess.Popen([sys.executable, "-c", command], stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
         assert process.stdout is not None
         assert process.stderr is not None

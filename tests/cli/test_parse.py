@@ -127,7 +127,7 @@ def test_known_flags_are_those_of_the_page() -> None:
 
 @pytest.mark.parametrize("encoding", ["utf-8", "ascii"])
 def test_a_line_does_not_depend_on_the_signs_of_the_terminal(encoding: str) -> None:
-    command = "import sys; from atlas_fl.cli import main; sys.exit(main(['run', '--eta', 'much']))"
+    command = "import sys; from atlas_fl.cli.main import main; sys.exit(main(['run', '--eta', 'much']))"
     done = subprocess.run(
         [sys.executable, "-c", command],
         capture_output=True,
