@@ -30,7 +30,7 @@ from atlas_fl.config.presets import find_preset
 from atlas_fl.events import ignore
 from atlas_fl.experiment.rounds import one_round, sample_of
 from atlas_fl.experiment.state import State
-from atlas_fl.models.vision import prepare
+from atlas_fl.models.vision import preprocess
 from atlas_fl.params import HEAD
 from atlas_fl.planning.workloads import IMAGES
 from atlas_fl.setup.assembly import ImageAssembly, assemble_images
@@ -109,7 +109,7 @@ class Loop:
         )
         job = Job(client=name, params={}, round=self.number, options=options)
         for batch in batches(images_of(site, name, "train"), job):
-            logits = self.net(prepare(site.vision, batch.pixels)).logits
+            logits = self.net(preprocess(site.vision, batch.pixels)).logits
             torch.autograd.backward(cross_entropy(logits, torch.from_numpy(batch.label)))
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
@@ -125,7 +125,9 @@ class Loop:
 
 def stock(key: str, assembly: ImageAssembly) -> str:
     """The stock classifier's name of one of our tensors."""
-    return "classifier." + key.removeprefix(HEAD) if key.startswith(HEAD) else assembly.site.vision.names[key]
+    return (
+        "classifier." + key.removeprefix(HEAD) if key.startswith(HEAD) else assembly.site.vision.classifier_names[key]
+    )
 
 
 def timed(work: Callable[[], object], clock: str) -> float:

@@ -25,8 +25,8 @@ from atlas_fl.client.fingerprint import FingerprintOptions, delta_sketch, half_j
 from atlas_fl.client.importance import batch_gradients
 from atlas_fl.client.job import Job, Site
 from atlas_fl.client.local_training import train
-from atlas_fl.clustering.cluster import cluster
-from atlas_fl.clustering.labels import Settings
+from atlas_fl.clustering.cluster import cluster_clients
+from atlas_fl.clustering.labels import ClusteringSettings
 from atlas_fl.clustering.result import agreement
 from atlas_fl.clustering.sketch import sketch
 from atlas_fl.config import Config, DataConfig, RunConfig
@@ -163,8 +163,8 @@ def table(args: argparse.Namespace) -> None:
 def ari(seed: int, rows: np.ndarray, kind: str, method: str, truth: list[str]) -> float:
     unit = rows.astype(np.float32)
     unit /= np.linalg.norm(unit, axis=-1, keepdims=True)
-    settings = Settings(seed=seed, cluster_by=method, k_range=(2, 7), centre=kind == "fisher", draws=19)
-    return agreement(cluster(unit[:, 0], unit[:, 1], settings=settings).labels, truth)["ari"]
+    settings = ClusteringSettings(seed=seed, cluster_by=method, k_range=(2, 7), centre=kind == "fisher", draws=19)
+    return agreement(cluster_clients(unit[:, 0], unit[:, 1], settings=settings).labels, truth)["ari"]
 
 
 def main() -> None:

@@ -23,9 +23,9 @@ from transformers import AutoModelForSequenceClassification
 from atlas_fl.client.job import Job, Update
 from atlas_fl.client.local_training import TrainOptions, batches, train
 from atlas_fl.config import Config, DataConfig, ModelConfig, RunConfig, TrainingConfig
-from atlas_fl.models.peft_io import saved_name
-from atlas_fl.models.registry import saved_modules
-from atlas_fl.models.tokenization import Encoded
+from atlas_fl.models.peft_io import peft_name
+from atlas_fl.models.registry import modules_to_save
+from atlas_fl.models.tokenization import EncodedExamples
 from atlas_fl.params import Params
 from atlas_fl.runtime.local import LocalEngine
 from atlas_fl.setup.assembly import Assembly, assemble
@@ -48,7 +48,7 @@ def timed(work: Callable[[], ResultT], device: str) -> tuple[float, ResultT]:
     return time.perf_counter() - began, result
 
 
-def padded(batch: Encoded, pad: int, device: str) -> dict[str, torch.Tensor]:
+def padded(batch: EncodedExamples, pad: int, device: str) -> dict[str, torch.Tensor]:
     """A batch as the usual loop sees it: rectangular, with a mask."""
     longest, count = int(batch.lengths.max()), len(batch)
     ids = torch.full((count, longest), pad)
@@ -71,7 +71,7 @@ def peft_model(assembly: Assembly, num_labels: int, device: str) -> torch.nn.Mod
         lora_alpha=2 * RANK,
         lora_dropout=0.0,
         target_modules=list(assembly.site.targets),
-        modules_to_save=saved_modules(backbone.family),
+        modules_to_save=modules_to_save(backbone.family),
     )
     adapted: torch.nn.Module = get_peft_model(model, settings)
     for module in adapted.modules():
@@ -100,7 +100,7 @@ def peft_client(
 
 def load(model: torch.nn.Module, job: Job, assembly: Assembly) -> None:
     family = assembly.site.backbone.family
-    set_peft_model_state_dict(model, {saved_name(key, family): tensor for key, tensor in job.params.items()})
+    set_peft_model_state_dict(model, {peft_name(key, family): tensor for key, tensor in job.params.items()})
 
 
 def peft_round(
@@ -136,7 +136,7 @@ def padding(jobs: list[Job], assembly: Assembly) -> float:
 def largest_difference(ours: Sequence[Update], theirs: Sequence[Params], assembly: Assembly) -> float:
     family = assembly.site.backbone.family
     return max(
-        float((tensor - result[saved_name(key, family)]).abs().max())
+        float((tensor - result[peft_name(key, family)]).abs().max())
         for update, result in zip(ours, theirs)
         for key, tensor in update.params.items()
     )

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from transformers import ViTConfig, ViTForImageClassification
 
-from atlas_fl.sparse.fisher import draw_label, fisher, of_module, uniforms
+from atlas_fl.sparse.fisher import draw_label, fisher_scores, label_uniforms, logits_of_module
 from atlas_fl.sparse.masks import make_mask
 from atlas_fl.sparse.optimizer import SparseSGDM
 
@@ -79,16 +79,18 @@ def difference(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> f
 def measure_fisher(args: argparse.Namespace, pixels: int) -> None:
     model = vit(pixels)
     params = dict(model.named_parameters())
-    logits = of_module(model, lambda output: output.logits)
+    logits = logits_of_module(model, lambda output: output.logits)
     inputs = torch.randn(args.examples, 3, pixels, pixels, generator=torch.Generator().manual_seed(1))
-    numbers = torch.from_numpy(uniforms(0, range(args.examples)))
+    numbers = torch.from_numpy(label_uniforms(0, range(args.examples)))
     words = {"names": list(params), "seed": 0, "memory_bytes": args.memory << 20}
     few = inputs[: args.loop]
-    error = difference(fisher(logits, params, inputs=few, **words).sums, by_loop(model, few, numbers[: args.loop]))
+    error = difference(
+        fisher_scores(logits, params, inputs=few, **words).sums, by_loop(model, few, numbers[: args.loop])
+    )
     ours, loop = [], []
     for _ in range(args.turns):
         loop.append(seconds(lambda: by_loop(model, few, numbers[: args.loop]), args.clock) / args.loop)
-        ours.append(seconds(lambda: fisher(logits, params, inputs=inputs, **words), args.clock) / args.examples)
+        ours.append(seconds(lambda: fisher_scores(logits, params, inputs=inputs, **words), args.clock) / args.examples)
     print(
         f"{pixels} pixels, {sum(value.numel() for value in params.values()) / 1e6:.1f} M weights: "
         f"loop {1e3 * sum(loop) / args.turns:.0f} ms an example, ours {1e3 * sum(ours) / args.turns:.0f} ms, "

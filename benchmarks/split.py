@@ -18,10 +18,18 @@ import torch
 
 from atlas_fl.experiment.summary import peak_memory
 from atlas_fl.models.attention import make_layout
-from atlas_fl.models.backbone import Backbone, embed, layer_of, model_shape, module_dims, target_modules, through
+from atlas_fl.models.backbone import (
+    Backbone,
+    block_index,
+    embed_tokens,
+    model_shape,
+    module_dims,
+    run_blocks,
+    target_modules,
+)
 from atlas_fl.models.loading import load_backbone
-from atlas_fl.models.lora import Adapters, Segment, attached, init_adapters
-from atlas_fl.ranks.cost_model import Step, device_memory
+from atlas_fl.models.lora import Adapters, Segment, attach_adapters, init_adapters
+from atlas_fl.ranks.cost_model import TrainingStep, device_memory
 from atlas_fl.ranks.devices import DEVICES
 from atlas_fl.split.codec import decode_rows, encode_rows
 from atlas_fl.split.model import load_client_part
@@ -34,19 +42,21 @@ def steps(backbone: Backbone, *, blocks: int, batch: int, count: int) -> None:
     modules = {
         name: module
         for name, module in target_modules(backbone, ("query", "value")).items()
-        if layer_of(backbone, name) < blocks
+        if block_index(backbone, name) < blocks
     }
     dims = {name: module_dims(module) for name, module in modules.items()}
     params = {key: t.requires_grad_() for key, t in init_adapters(dims, dict.fromkeys(dims, RANK), seed=1).items()}
     optimizer = torch.optim.AdamW(params.values())
     tokens = batch * LENGTH
     whole = Segment(start=0, stop=tokens)
-    adapters = Adapters(clients=[params], segments=[whole], pooled=[whole], scale=lambda _: 2.0)
+    adapters = Adapters(clients=[params], segments=[whole], sequences=[whole], scale=lambda _: 2.0)
     layout, draw = make_layout([LENGTH] * batch), np.random.default_rng(0)
     for _ in range(count):
         ids = torch.from_numpy(draw.integers(1000, 20000, tokens))
-        with attached(modules, adapters):
-            hidden = through(backbone, embed(backbone, ids, torch.zeros_like(ids), layout), layout, range(blocks))
+        with attach_adapters(modules, adapters):
+            hidden = run_blocks(
+                backbone, embed_tokens(backbone, ids, torch.zeros_like(ids), layout), layout, range(blocks)
+            )
             message = encode_rows(hidden, wire="fp32")
             torch.autograd.backward(hidden, decode_rows(message)[0])
         optimizer.step()
@@ -61,7 +71,9 @@ def case(args: argparse.Namespace) -> dict[str, float]:
     steps(backbone, blocks=blocks, batch=args.batch, count=args.steps)
     # The part knows only its own blocks, and that is all that is asked of its shape.
     shape = model_shape(backbone, target_modules(backbone, ("query", "value")))
-    step = Step(tokens=args.batch * LENGTH, crossing=0 if args.case < 0 else 2 * args.batch * LENGTH * backbone.hidden)
+    step = TrainingStep(
+        tokens=args.batch * LENGTH, crossing=0 if args.case < 0 else 2 * args.batch * LENGTH * backbone.hidden
+    )
     memory = device_memory(shape, DEVICES["cpu_2gb"], ranks=[RANK] * blocks, step=step)
     weights = backbone.num_parameters * 4
     return {"peak": peak_memory()["rss_bytes"], "loaded": loaded, "predicted": memory.used_bytes, "weights": weights}

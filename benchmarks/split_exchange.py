@@ -32,7 +32,7 @@ from atlas_fl.models.backbone import Backbone, module_dims
 from atlas_fl.models.loading import load_backbone
 from atlas_fl.models.lora import init_adapters, init_head
 from atlas_fl.models.registry import head_shapes
-from atlas_fl.models.tokenization import Encoded
+from atlas_fl.models.tokenization import EncodedExamples
 from atlas_fl.runtime.coordinator.site_worker import OverLink
 from atlas_fl.runtime.coordinator.split_server import Suffixes
 from atlas_fl.runtime.transport.certificates import make_certs, open_certs
@@ -54,7 +54,7 @@ def site_of(backbone: Backbone, *, steps: int, clients: int, batch: int = BATCH)
     for client in range(clients):
         draw = np.random.default_rng(client)
         offsets = np.concatenate([[0], np.cumsum(draw.integers(8, 41, size=steps * batch))])
-        encoded = Encoded(
+        encoded = EncodedExamples(
             ids=draw.integers(1000, 20000, offsets[-1]),
             types=np.zeros(offsets[-1], dtype=np.int64),
             offsets=offsets,

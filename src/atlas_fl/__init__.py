@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from atlas_fl.audit.run_files import read_audited as read_audited
     from atlas_fl.clustering.result import Clustering as Clustering
     from atlas_fl.clustering.result import Placement as Placement
-    from atlas_fl.clustering.result import predict as predict_cluster  # noqa: F401
+    from atlas_fl.clustering.result import predict_cluster as predict_cluster
     from atlas_fl.config import ClusteringConfig as ClusteringConfig
     from atlas_fl.config import Config as Config
     from atlas_fl.config import DataConfig as DataConfig
@@ -65,13 +65,13 @@ if TYPE_CHECKING:
     from atlas_fl.report.comparison import comparison_rows as comparison_rows
     from atlas_fl.report.figures import draw_all as draw_all
     from atlas_fl.sparse.fisher import Fisher as Fisher
-    from atlas_fl.sparse.fisher import fisher as fisher_scores  # noqa: F401
-    from atlas_fl.sparse.fisher import of_module as logits_of_module  # noqa: F401
-    from atlas_fl.sparse.masks import calibrate as calibrate_mask  # noqa: F401
+    from atlas_fl.sparse.fisher import fisher_scores as fisher_scores
+    from atlas_fl.sparse.fisher import logits_of_module as logits_of_module
+    from atlas_fl.sparse.masks import calibrate_mask as calibrate_mask
     from atlas_fl.sparse.masks import make_mask as make_mask
     from atlas_fl.sparse.optimizer import SparseSGDM as SparseSGDM
-    from atlas_fl.sparse.task_vectors import apply as apply_vector  # noqa: F401
-    from atlas_fl.sparse.task_vectors import merge as merge_vectors  # noqa: F401
+    from atlas_fl.sparse.task_vectors import apply_vector as apply_vector
+    from atlas_fl.sparse.task_vectors import merge_vectors as merge_vectors
     from atlas_fl.sparse.task_vectors import task_vector as task_vector
     from atlas_fl.storage.run_folder import RunFolder as RunFolder
     from atlas_fl.storage.run_folder import find_run as find_run
@@ -107,15 +107,9 @@ _HOMES = {
 _PUBLIC = {name: module for module, names in _HOMES.items() for name in names.split()}
 _ELSEWHERE = {
     "audit_run": "audit",
-    "predict_cluster": "predict",
     "export_client": "export",
     "resume_run": "resume",
     "run_config": "run",
-    "calibrate_mask": "calibrate",
-    "fisher_scores": "fisher",
-    "logits_of_module": "of_module",
-    "apply_vector": "apply",
-    "merge_vectors": "merge",
 }
 """What they are called at home; here no name may be that of a submodule, which Python would put in its place."""
 

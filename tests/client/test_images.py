@@ -9,12 +9,12 @@ import torch
 from atlas_fl.client.batching import make_row
 from atlas_fl.client.job import Job
 from atlas_fl.client.local_training import TrainOptions, batches, example_loss
-from atlas_fl.models.tokenization import Encoded, encode_images
+from atlas_fl.models.tokenization import EncodedExamples, encode_images
 from atlas_fl.models.vision import augment
 from atlas_fl.rng import torch_generator
 
 
-def images(count: int = 9) -> Encoded:
+def images(count: int = 9) -> EncodedExamples:
     """Image k shows k ones, two twos and nothing else, so that it is known again however it is moved."""
     pixels = np.zeros((count, 6, 6, 1), dtype=np.uint8)
     for k in range(count):
@@ -23,7 +23,7 @@ def images(count: int = 9) -> Encoded:
     return encode_images(pixels, np.arange(count), length=5)
 
 
-def drawn(round: int = 1, **options: object) -> list[Encoded]:
+def drawn(round: int = 1, **options: object) -> list[EncodedExamples]:
     job = Job(client="a-0", params={}, round=round, options=TrainOptions(seed=3, batch_size=4, **options))
     return list(batches(images(), job))
 
@@ -31,7 +31,7 @@ def drawn(round: int = 1, **options: object) -> list[Encoded]:
 def test_images_are_examples_of_equal_length_by_hand() -> None:
     part = images().take(np.array([7, 2]))
     assert part.offsets.tolist() == [0, 5, 10] and part.labels.tolist() == [7, 2] and len(part) == 2
-    assert part.lengths.tolist() == [5, 5] and part.predictions.tolist() == [0, 0]
+    assert part.lengths.tolist() == [5, 5] and part.num_targets.tolist() == [0, 0]
     assert [int((image == 1).sum()) for image in part.pixels] == [7, 2]
 
 

@@ -8,18 +8,18 @@ from transformers import get_cosine_schedule_with_warmup, get_linear_schedule_wi
 
 from atlas_fl.client.job import Job
 from atlas_fl.client.local_training import TrainOptions, batches, example_loss, learning_rate, num_steps, train
-from atlas_fl.models.tokenization import Encoded
+from atlas_fl.models.tokenization import EncodedExamples
 
 PLAIN = TrainOptions(seed=1, lr=1.0, batch_size=4)
 
 
-def numbered(count: int) -> Encoded:
+def numbered(count: int) -> EncodedExamples:
     """Examples of one token, whose number is the example's."""
     index = np.arange(count)
-    return Encoded(ids=index, types=0 * index, offsets=np.arange(count + 1), labels=index)
+    return EncodedExamples(ids=index, types=0 * index, offsets=np.arange(count + 1), labels=index)
 
 
-def drawn(data: Encoded, *, client: str = "a-0", round: int = 1, **changes: object) -> list[list[int]]:
+def drawn(data: EncodedExamples, *, client: str = "a-0", round: int = 1, **changes: object) -> list[list[int]]:
     job = Job(client=client, params={}, round=round, options=dataclasses.replace(PLAIN, **changes))
     return [batch.labels.tolist() for batch in batches(data, job)]
 

@@ -4,13 +4,13 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from atlas_fl.clustering.cluster import cluster, oracle
+from atlas_fl.clustering.cluster import cluster_clients, oracle_clustering
 from atlas_fl.clustering.k_search import METHODS, RULES
-from atlas_fl.clustering.labels import Settings
-from atlas_fl.clustering.result import Clustering, agreement, placed, predict
+from atlas_fl.clustering.labels import ClusteringSettings
+from atlas_fl.clustering.result import Clustering, agreement, assign_client, predict_cluster
 from atlas_fl.errors import CheckpointError, ConfigError, DataError
 
-SETTINGS = Settings(seed=0, draws=19)
+SETTINGS = ClusteringSettings(seed=0, draws=19)
 K_SEARCH = replace(SETTINGS, cluster_by="silhouette", k_range=(2, 3))
 
 
@@ -21,7 +21,7 @@ def noise(num, *, dim=256, seed=9):
 
 def test_every_decision_is_recorded(planted):
     first, second, _ = planted([3, 3, 3])
-    found = cluster(first, second, settings=SETTINGS)
+    found = cluster_clients(first, second, settings=SETTINGS)
     assert found.labels == (0, 0, 0, 1, 1, 1, 2, 2, 2) and found.num_clusters == 3
     assert found.settings == SETTINGS and found.method == "corrected"
     assert (found.components, found.explained_variance) == (8, pytest.approx(1)) and not found.warnings
@@ -33,31 +33,31 @@ def test_every_decision_is_recorded(planted):
 
 def test_undecided_clients_change_nothing_for_the_others(planted):
     first, second, _ = planted([3, 3, 3])
-    alone = cluster(first, second, settings=SETTINGS)
+    alone = cluster_clients(first, second, settings=SETTINGS)
     with_noise = [np.concatenate([noise(2, seed=seed), half]) for seed, half in ((5, first), (6, second))]
-    found = cluster(*with_noise, settings=SETTINGS)
+    found = cluster_clients(*with_noise, settings=SETTINGS)
     assert found.labels == (-1, -1, *alone.labels)
     # a product of more rows may be added up in another order
     assert found.similarity[2:, 2:] == pytest.approx(alone.similarity, abs=1e-12) and not found.similarity[:2, 2:].any()
     assert found.structure == alone.structure and found.k_table == alone.k_table
     assert found.centroids == pytest.approx(alone.centroids)
     assert found.warnings == ("2 undecided (clients 0, 1): their halves agree less than 0.1; they train alone",)
-    named = cluster(*with_noise, settings=SETTINGS, names=[f"site-{number}" for number in range(11)])
+    named = cluster_clients(*with_noise, settings=SETTINGS, names=[f"site-{number}" for number in range(11)])
     assert named.warnings[0].startswith("2 undecided (clients site-0, site-1): ")
 
 
 @pytest.mark.parametrize("method", METHODS)
 def test_all_undecided(method):
     settings = replace(SETTINGS, cluster_by=method)
-    found = cluster(noise(4), noise(4, seed=1), settings=settings)
+    found = cluster_clients(noise(4), noise(4, seed=1), settings=settings)
     assert found.labels == (-1,) * 4 and not found.structure["found"] and found.num_clusters == 0
     assert any(line.startswith("no structure: no client's halves agree to 0.1; give") for line in found.warnings)
     assert Clustering.from_json(found.to_json()).to_json() == found.to_json()
-    assert predict(found, noise(1)[0], noise(1)[0]) == -1
+    assert predict_cluster(found, noise(1)[0], noise(1)[0]) == -1
 
 
 def test_undecided_clients_can_be_forced_in():
-    found = cluster(noise(5), noise(5, seed=1), settings=replace(K_SEARCH, min_reliability=-1, clusters="2"))
+    found = cluster_clients(noise(5), noise(5, seed=1), settings=replace(K_SEARCH, min_reliability=-1, clusters="2"))
     assert set(found.labels) == {0, 1}
 
 
@@ -66,7 +66,7 @@ def test_undecided_clients_can_be_forced_in():
 def test_one_and_two_clients(method, num, planted):
     settings = replace(SETTINGS, cluster_by=method)
     first, second, _ = planted([num], signal=0.9)
-    found = cluster(first, second, settings=settings)
+    found = cluster_clients(first, second, settings=settings)
     assert found.labels == (0,) * num and not found.structure["found"]
     assert "too few to test for structure; one cluster is used" in found.warnings[-1]
     assert found.points.shape == (num, 2) and found.components == num - 1
@@ -74,7 +74,7 @@ def test_one_and_two_clients(method, num, planted):
 
 def test_two_unlike_clients_are_not_averaged_by_corrected(planted):
     first, second, _ = planted([1, 1], signal=0.9)
-    found = cluster(first, second, settings=SETTINGS)
+    found = cluster_clients(first, second, settings=SETTINGS)
     assert found.labels == (0, 1)
     assert "every client is a cluster of its own" in found.warnings[-1]
 
@@ -82,7 +82,7 @@ def test_two_unlike_clients_are_not_averaged_by_corrected(planted):
 def test_gap_may_find_nothing_itself(planted, monkeypatch):
     first, second, _ = planted([4, 4], signal=0.3)
     monkeypatch.setitem(RULES, "gap", lambda _: 1)
-    found = cluster(first, second, settings=replace(K_SEARCH, cluster_by="gap"))
+    found = cluster_clients(first, second, settings=replace(K_SEARCH, cluster_by="gap"))
     assert set(found.labels) == {0} and not found.structure["found"]
     assert found.structure["reason"].startswith("gap itself chose one cluster, though the silhouette")
 
@@ -90,21 +90,21 @@ def test_gap_may_find_nothing_itself(planted, monkeypatch):
 @pytest.mark.parametrize("method", ["corrected", "silhouette"])
 def test_fixed_k_overrules_the_verdict_and_says_so(method, planted):
     first, second, _ = planted([6], signal=0.8)
-    found = cluster(first, second, settings=replace(SETTINGS, cluster_by=method, clusters="3"))
+    found = cluster_clients(first, second, settings=replace(SETTINGS, cluster_by=method, clusters="3"))
     assert found.num_clusters == 3 and not found.structure["found"]
     assert "the 3 clusters asked for are used all the same" in found.warnings[-1]
 
 
 def test_min_cluster_size_is_applied_last(planted):
     first, second, _ = planted([3, 3, 1])
-    assert cluster(first, second, settings=SETTINGS).num_clusters == 3
-    found = cluster(first, second, settings=replace(SETTINGS, min_cluster_size=2))
+    assert cluster_clients(first, second, settings=SETTINGS).num_clusters == 3
+    found = cluster_clients(first, second, settings=replace(SETTINGS, min_cluster_size=2))
     assert found.num_clusters == 2 and "below min_cluster_size 2 joined its nearest" in found.warnings[-1]
 
 
 def test_few_components_are_reported(planted):
     first, second, _ = planted([3, 3, 3])
-    found = cluster(first, second, settings=replace(SETTINGS, pca_components=2))
+    found = cluster_clients(first, second, settings=replace(SETTINGS, pca_components=2))
     assert found.components == 2 and found.explained_variance < 0.8
     assert found.warnings == (
         f"2 principal components explain {found.explained_variance:.2f} of the variance, less than 0.8; "
@@ -114,8 +114,8 @@ def test_few_components_are_reported(planted):
 
 def test_incremental_components_find_the_same_clusters(planted):
     first, second, tasks = planted([4, 4])
-    found = cluster(first, second, settings=replace(K_SEARCH, incremental_pca=True))
-    whole = cluster(first, second, settings=K_SEARCH)
+    found = cluster_clients(first, second, settings=replace(K_SEARCH, incremental_pca=True))
+    whole = cluster_clients(first, second, settings=K_SEARCH)
     assert agreement(found.labels, tasks)["ari"] == 1 and found.components == 7
     assert [row["silhouette"] for row in found.k_table[1:]] == pytest.approx(
         [row["silhouette"] for row in whole.k_table[1:]]
@@ -126,31 +126,31 @@ def test_centring_finds_tasks_behind_a_common_part(planted):
     first, second, tasks = planted([3, 3, 3])
     common = 3 * noise(1)
     hidden = [common + half for half in (first, second)]
-    assert cluster(*hidden, settings=SETTINGS).num_clusters == 1
-    found = cluster(*hidden, settings=replace(SETTINGS, centre=True, min_reliability=0.3))
+    assert cluster_clients(*hidden, settings=SETTINGS).num_clusters == 1
+    found = cluster_clients(*hidden, settings=replace(SETTINGS, centre=True, min_reliability=0.3))
     assert agreement(found.labels, tasks)["ari"] == 1
-    assert [predict(found, *pair) for pair in zip(*hidden, strict=True)] == list(found.labels)
+    assert [predict_cluster(found, *pair) for pair in zip(*hidden, strict=True)] == list(found.labels)
 
 
 def test_a_newcomer_is_placed_like_average_linkage_would(planted):
     first, second, _ = planted([4, 4])
-    found = cluster(first[1:], second[1:], settings=SETTINGS)
-    assert predict(found, first[0], second[0]) == found.labels[0]
+    found = cluster_clients(first[1:], second[1:], settings=SETTINGS)
+    assert predict_cluster(found, first[0], second[0]) == found.labels[0]
     # by hand: the mean over members of the corrected similarity
     left, right = first[1:4], second[1:4]
     own = np.sum(first[0] * second[0])
     rho = (right @ first[0] + left @ second[0]) / 2 / np.sqrt(own * found.reliability[:3])
     likeness = (found.centroids[1, 0] @ first[0] + found.centroids[0, 0] @ second[0]) / 2 / np.sqrt(own)
     assert likeness == pytest.approx(rho.mean(), abs=1e-5)
-    place = placed(found, first[0], second[0])
+    place = assign_client(found, first[0], second[0])
     assert place.similarity[0] == pytest.approx(rho.mean(), abs=1e-5) and place.similarity[1] < 0.5
     assert (place.cluster, place.reliability) == (found.labels[0], pytest.approx(own))
 
 
 def test_beside_k_means_a_newcomer_has_one_less_half_the_squared_distance(planted):
     first, second, _ = planted([4, 4])
-    found = cluster(first[1:], second[1:], settings=K_SEARCH)
-    place = placed(found, first[0], second[0])
+    found = cluster_clients(first[1:], second[1:], settings=K_SEARCH)
+    place = assign_client(found, first[0], second[0])
     middle = (first[0] + second[0]) / np.linalg.norm(first[0] + second[0])
     by_hand = [1 - np.sum((centre - middle) ** 2) / 2 for centre in found.centroids[0]]
     assert list(place.similarity.values()) == pytest.approx(by_hand, abs=1e-5)
@@ -159,79 +159,79 @@ def test_beside_k_means_a_newcomer_has_one_less_half_the_squared_distance(plante
 
 def test_a_newcomer_that_is_unlike_all_or_undecided_trains_alone(planted):
     first, second, _ = planted([4, 4])
-    found = cluster(first, second, settings=SETTINGS)
+    found = cluster_clients(first, second, settings=SETTINGS)
     stranger = noise(1)[0]
-    assert predict(found, stranger, stranger) == -1
-    assert predict(found, noise(1, seed=3)[0], noise(1, seed=4)[0]) == -1
-    fixed = cluster(first, second, settings=replace(SETTINGS, clusters="2"))
-    assert predict(fixed, stranger, stranger) in (0, 1)
+    assert predict_cluster(found, stranger, stranger) == -1
+    assert predict_cluster(found, noise(1, seed=3)[0], noise(1, seed=4)[0]) == -1
+    fixed = cluster_clients(first, second, settings=replace(SETTINGS, clusters="2"))
+    assert predict_cluster(fixed, stranger, stranger) in (0, 1)
 
 
 def test_predict_needs_sketches_of_the_same_length(planted):
     first, second, _ = planted([3, 3])
-    found = cluster(first, second, settings=SETTINGS)
+    found = cluster_clients(first, second, settings=SETTINGS)
     with pytest.raises(ConfigError, match=r"sketch of shape \(5,\) beside clusters of sketches of 256"):
-        predict(found, np.ones(5), np.ones(5))
+        predict_cluster(found, np.ones(5), np.ones(5))
     with pytest.raises(ConfigError, match="these hold none, plan again"):
-        predict(oracle(["a", "b"]), first[0], second[0])
+        predict_cluster(oracle_clustering(["a", "b"]), first[0], second[0])
 
 
 def test_clustering_again_keeps_labels(planted):
     first, second, _ = planted([3, 3, 3])
-    before = replace(cluster(first, second, settings=SETTINGS), labels=(2, 2, 2, 0, 0, 0, 1, 1, 1))
-    again = cluster(first, second, settings=SETTINGS, previous=before)
+    before = replace(cluster_clients(first, second, settings=SETTINGS), labels=(2, 2, 2, 0, 0, 0, 1, 1, 1))
+    again = cluster_clients(first, second, settings=SETTINGS, previous=before)
     assert again.labels == before.labels
     # the centroids follow the labels, so a newcomer is placed by the old names
-    assert predict(again, first[0], second[0]) == 2 and predict(again, first[8], second[8]) == 1
+    assert predict_cluster(again, first[0], second[0]) == 2 and predict_cluster(again, first[8], second[8]) == 1
     moved = np.arange(9)
     moved[2] = 3  # client 2 now works on the second task
-    found = cluster(first[moved], second[moved], settings=SETTINGS, previous=before)
+    found = cluster_clients(first[moved], second[moved], settings=SETTINGS, previous=before)
     assert found.labels == (2, 2, 0, 0, 0, 0, 1, 1, 1)
 
 
 def test_clustering_again_with_clients_that_were_undecided(planted):
     first, second, _ = planted([3, 3])
-    before = replace(cluster(first, second, settings=SETTINGS), labels=(1, 1, -1, -1, 0, 0))
+    before = replace(cluster_clients(first, second, settings=SETTINGS), labels=(1, 1, -1, -1, 0, 0))
     for settings in (SETTINGS, K_SEARCH):
-        assert cluster(first, second, settings=settings, previous=before).labels == (1, 1, 1, 0, 0, 0)
+        assert cluster_clients(first, second, settings=settings, previous=before).labels == (1, 1, 1, 0, 0, 0)
 
 
 def test_previous_clusters_of_other_clients_are_refused(planted):
     first, second, _ = planted([3, 3])
     with pytest.raises(ConfigError, match="the previous clustering has 2 clients, not 6"):
-        cluster(first, second, settings=SETTINGS, previous=oracle(["a", "b"]))
+        cluster_clients(first, second, settings=SETTINGS, previous=oracle_clustering(["a", "b"]))
 
 
 def test_oracle_is_the_truth(planted):
     first, second, tasks = planted([2, 3])
-    plain = oracle(["b", "a", "b"])
+    plain = oracle_clustering(["b", "a", "b"])
     assert plain.labels == (0, 1, 0) and plain.similarity.tolist() == [[1, 0, 1], [0, 1, 0], [1, 0, 1]]
     assert plain.method == "oracle" and plain.structure["reason"] == "true tasks, given and not tested"
-    measured = oracle(tasks, first=first, second=second, settings=K_SEARCH)
+    measured = oracle_clustering(tasks, first=first, second=second, settings=K_SEARCH)
     assert measured.settings is not None and measured.settings.clusters == "oracle"
     assert measured.to_json()["settings"]["clusters"] == "oracle"
-    found = cluster(first, second, settings=SETTINGS)
+    found = cluster_clients(first, second, settings=SETTINGS)
     assert measured.labels == found.labels and measured.similarity == pytest.approx(found.similarity)
-    assert predict(measured, first[4], second[4]) == 1
+    assert predict_cluster(measured, first[4], second[4]) == 1
 
 
 @pytest.mark.parametrize("method", ["corrected", "silhouette", "oracle"])
 def test_json_and_back_is_the_same_clustering(method, planted):
     first, second, tasks = planted([3, 3])
     if method == "oracle":
-        found = oracle(tasks, first=first, second=second, settings=SETTINGS)
+        found = oracle_clustering(tasks, first=first, second=second, settings=SETTINGS)
     else:
-        found = cluster(first, second, settings=replace(K_SEARCH, cluster_by=method))
+        found = cluster_clients(first, second, settings=replace(K_SEARCH, cluster_by=method))
     text = json.dumps(found.to_json(), allow_nan=False)
     back = Clustering.from_json(json.loads(text))
     assert back.to_json() == found.to_json() and back.settings == found.settings
-    assert [predict(back, *pair) for pair in zip(first, second, strict=True)] == list(found.labels)
-    without = Clustering.from_json(json.loads(json.dumps(oracle(["a", "b"]).to_json())))
+    assert [predict_cluster(back, *pair) for pair in zip(first, second, strict=True)] == list(found.labels)
+    without = Clustering.from_json(json.loads(json.dumps(oracle_clustering(["a", "b"]).to_json())))
     assert without.labels == (0, 1) and without.settings is None
 
 
 def test_json_that_lacks_a_field_is_named():
-    data = oracle(["a"]).to_json()
+    data = oracle_clustering(["a"]).to_json()
     del data["points"]
     with pytest.raises(CheckpointError, match="the clustering lacks 'points'"):
         Clustering.from_json(data)
@@ -256,15 +256,15 @@ def test_json_that_lacks_a_field_is_named():
 )
 def test_bad_settings_are_one_line(change, message):
     with pytest.raises(ConfigError, match=message):
-        cluster(noise(3), noise(3), settings=replace(SETTINGS, **change))
+        cluster_clients(noise(3), noise(3), settings=replace(SETTINGS, **change))
 
 
 def test_malformed_sketches_are_refused():
     with pytest.raises(DataError, match=r"shapes \(3, 256\) and \(2, 256\); each half must be \(clients, sketch_dim\)"):
-        cluster(noise(3), noise(2), settings=SETTINGS)
+        cluster_clients(noise(3), noise(2), settings=SETTINGS)
     with pytest.raises(DataError, match=r"shapes \(0, 4\)"):
-        cluster(np.zeros((0, 4)), np.zeros((0, 4)), settings=SETTINGS)
+        cluster_clients(np.zeros((0, 4)), np.zeros((0, 4)), settings=SETTINGS)
     broken = noise(3)
     broken[1, 7] = np.nan
     with pytest.raises(DataError, match="the sketch of client 1 holds NaN or infinity"):
-        cluster(noise(3), broken, settings=SETTINGS)
+        cluster_clients(noise(3), broken, settings=SETTINGS)

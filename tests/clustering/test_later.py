@@ -3,9 +3,9 @@
 import numpy as np
 import pytest
 
-from atlas_fl.clustering.cluster import cluster
-from atlas_fl.clustering.labels import Settings
-from atlas_fl.clustering.result import with_client
+from atlas_fl.clustering.cluster import cluster_clients
+from atlas_fl.clustering.labels import ClusteringSettings
+from atlas_fl.clustering.result import append_client
 from atlas_fl.errors import ConfigError
 
 
@@ -18,10 +18,10 @@ def halves(rng: np.random.Generator, *, dim: int = 48, noise: float = 0.4) -> np
 
 @pytest.mark.parametrize("by", ["corrected", "silhouette"])
 def test_its_similarities_are_those_of_clustering_all_at_once(by: str) -> None:
-    sketches, settings = halves(np.random.default_rng(3)), Settings(seed=1, cluster_by=by, draws=19)
-    before = cluster(*sketches[:, :-1], settings=settings)
-    after = with_client(before, sketches, label=before.labels[1])
-    whole = cluster(*sketches, settings=settings)
+    sketches, settings = halves(np.random.default_rng(3)), ClusteringSettings(seed=1, cluster_by=by, draws=19)
+    before = cluster_clients(*sketches[:, :-1], settings=settings)
+    after = append_client(before, sketches, label=before.labels[1])
+    whole = cluster_clients(*sketches, settings=settings)
     assert after.labels == whole.labels == (*before.labels, before.labels[1])
     np.testing.assert_allclose(after.similarity, whole.similarity, atol=1e-6)
     np.testing.assert_allclose(after.reliability, whole.reliability, atol=1e-6)
@@ -33,8 +33,8 @@ def test_its_similarities_are_those_of_clustering_all_at_once(by: str) -> None:
 def test_a_newcomer_whose_halves_contradict_is_like_nobody() -> None:
     sketches = halves(np.random.default_rng(3))
     sketches[1, -1] = -sketches[0, -1]
-    before = cluster(*sketches[:, :-1], settings=Settings(seed=1, draws=19))
-    after = with_client(before, sketches, label=-1)
+    before = cluster_clients(*sketches[:, :-1], settings=ClusteringSettings(seed=1, draws=19))
+    after = append_client(before, sketches, label=-1)
     assert after.similarity[-1].tolist() == [0.0] * 6 + [1.0]
     with pytest.raises(ConfigError, match="beside clusters of 6 clients"):
-        with_client(before, sketches[:, :-1], label=0)
+        append_client(before, sketches[:, :-1], label=0)

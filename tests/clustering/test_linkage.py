@@ -5,10 +5,17 @@ import numpy as np
 import pytest
 from sklearn.metrics import adjusted_rand_score
 
-from atlas_fl.clustering.k_search import cut_at, cut_into, merge_tree, propose, separation, without_structure
-from atlas_fl.clustering.labels import Settings
+from atlas_fl.clustering.k_search import (
+    cut_at_threshold,
+    cut_into_k,
+    labels_without_structure,
+    linkage_silhouette,
+    merge_tree,
+    propose_linkage,
+)
+from atlas_fl.clustering.labels import ClusteringSettings
 
-SETTINGS = Settings(seed=0)
+SETTINGS = ClusteringSettings(seed=0)
 CHAIN = np.array([[1, 0.9, 0.7], [0.9, 1, 0.3], [0.7, 0.3, 1]])
 
 
@@ -19,10 +26,10 @@ def partition(labels):
 def test_average_linkage_by_hand():
     # 0 and 1 join at .9; their mean similarity to 2 is (.7 + .3) / 2 = .5
     assert merge_tree(CHAIN)[:, 2] == pytest.approx([0.1, 0.5])
-    assert partition(cut_at(CHAIN, threshold=0.6)) == {frozenset({0, 1}), frozenset({2})}
-    assert partition(cut_at(CHAIN, threshold=0.45)) == {frozenset({0, 1, 2})}
-    assert len(partition(cut_at(CHAIN, threshold=0.95))) == 3
-    assert partition(cut_into(CHAIN, 2)) == {frozenset({0, 1}), frozenset({2})}
+    assert partition(cut_at_threshold(CHAIN, threshold=0.6)) == {frozenset({0, 1}), frozenset({2})}
+    assert partition(cut_at_threshold(CHAIN, threshold=0.45)) == {frozenset({0, 1, 2})}
+    assert len(partition(cut_at_threshold(CHAIN, threshold=0.95))) == 3
+    assert partition(cut_into_k(CHAIN, 2)) == {frozenset({0, 1}), frozenset({2})}
 
 
 def joined(similarity, threshold):
@@ -44,16 +51,16 @@ def test_equals_the_definition(seed):
     similarity = (noise + noise.T) / 2
     np.fill_diagonal(similarity, 1.0)
     for threshold in (0.4, 0.6, 0.8):
-        assert partition(cut_at(similarity, threshold=threshold)) == joined(similarity, threshold)
+        assert partition(cut_at_threshold(similarity, threshold=threshold)) == joined(similarity, threshold)
 
 
 def test_one_client_is_one_cluster():
-    assert cut_at(np.eye(1), threshold=0.6).tolist() == [0] and cut_into(np.eye(1), 1).tolist() == [0]
+    assert cut_at_threshold(np.eye(1), threshold=0.6).tolist() == [0] and cut_into_k(np.eye(1), 1).tolist() == [0]
 
 
 def test_the_k_table_holds_the_other_cuts(planted):
     first, second, tasks = planted([3, 3, 3])
-    proposal = propose(first, second, SETTINGS)
+    proposal = propose_linkage(first, second, SETTINGS)
     assert adjusted_rand_score(tasks, proposal.labels) == 1
     rows = {row["k"]: row for row in proposal.k_table}
     assert list(rows) == [2, 3, 4, 5] and [k for k in rows if rows[k]["chosen"]] == [3]
@@ -65,8 +72,8 @@ def test_the_k_table_holds_the_other_cuts(planted):
 def test_fixed_k_cuts_the_same_tree(planted):
     first, second, _ = planted([3, 3, 3], signal=0.9)
     for k in (1, 2, 3, 9):
-        assert len(partition(propose(first, second, replace(SETTINGS, clusters=str(k))).labels)) == k
-    found = propose(first, second, replace(SETTINGS, clusters="20"))
+        assert len(partition(propose_linkage(first, second, replace(SETTINGS, clusters=str(k))).labels)) == k
+    found = propose_linkage(first, second, replace(SETTINGS, clusters="20"))
     assert len(partition(found.labels)) == 9
     assert found.warnings == ("20 clusters were asked for; 9 clients with 9 distinct fingerprints allow 9",)
 
@@ -74,23 +81,25 @@ def test_fixed_k_cuts_the_same_tree(planted):
 def test_stability_blends_the_previous_clusters_in(planted):
     first, second, _ = planted([3, 3])
     before = np.zeros(6, dtype=int)
-    assert len(partition(propose(first, second, SETTINGS, previous=before).labels)) == 2
-    assert len(partition(propose(first, second, replace(SETTINGS, stability=0.7), previous=before).labels)) == 1
+    assert len(partition(propose_linkage(first, second, SETTINGS, previous=before).labels)) == 2
+    assert len(partition(propose_linkage(first, second, replace(SETTINGS, stability=0.7), previous=before).labels)) == 1
 
 
 def test_separation_is_zero_without_two_groups(planted):
     for sizes in ([6], [1] * 6):
         first, second, _ = planted(sizes, signal=0.8)
-        assert separation(first, second, SETTINGS) == 0
-    assert separation(*planted([3, 3], signal=0.8)[:2], SETTINGS) > 0.8
+        assert linkage_silhouette(first, second, SETTINGS) == 0
+    assert linkage_silhouette(*planted([3, 3], signal=0.8)[:2], SETTINGS) > 0.8
 
 
 def test_without_structure_like_clients_share_and_unlike_ones_stay_alone(planted):
     split = np.array([0, 0, 0, 1, 1, 1])
     first, second, _ = planted([6], signal=0.8)
-    assert without_structure(first, second, SETTINGS, split).tolist() == [0] * 6
+    assert labels_without_structure(first, second, SETTINGS, split).tolist() == [0] * 6
     first, second, _ = planted([1] * 6, signal=0.8)
-    assert len(set(without_structure(first, second, SETTINGS, split).tolist())) == 6
-    assert without_structure(first, second, SETTINGS, np.zeros(6)).tolist() == [0] * 6
+    assert len(set(labels_without_structure(first, second, SETTINGS, split).tolist())) == 6
+    assert labels_without_structure(first, second, SETTINGS, np.zeros(6)).tolist() == [0] * 6
     first, second, _ = planted([6], signal=0.8)
-    assert without_structure(first, second, SETTINGS, np.arange(6)).tolist() == [0, 1, 2, 3, 4, 5], "a proposal stands"
+    assert labels_without_structure(first, second, SETTINGS, np.arange(6)).tolist() == [0, 1, 2, 3, 4, 5], (
+        "a proposal stands"
+    )

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from sklearn.metrics import adjusted_rand_score, normalized_mutual_info_score
 
-from atlas_fl.clustering.cluster import oracle
+from atlas_fl.clustering.cluster import oracle_clustering
 from atlas_fl.clustering.result import agreement, purity_warnings, summarise_clusters
 
 
@@ -30,7 +30,7 @@ def test_agreement_does_not_depend_on_names():
 
 
 def test_summary_of_each_cluster():
-    found = oracle(["a", "a", "b"])
+    found = oracle_clustering(["a", "a", "b"])
     names = ["a-0", "a-1", "b-0"]
     pair, single = summarise_clusters(found, clients=names, tasks=["a", "z", "b"], losses={"a-0": 0.5, "a-1": 0.7})
     assert pair == {
@@ -41,7 +41,7 @@ def test_summary_of_each_cluster():
 
 
 def test_undecided_clients_are_summarised_last():
-    found = replace(oracle(["a", "a", "b"]), labels=(-1, 0, 0))
+    found = replace(oracle_clustering(["a", "a", "b"]), labels=(-1, 0, 0))
     rows = summarise_clusters(found, clients=["x", "y", "z"], tasks=["a", "a", "b"])
     assert [(row["cluster"], row["size"]) for row in rows] == [(0, 2), (-1, 1)]
 

@@ -2,7 +2,16 @@ import numpy as np
 import pytest
 from sklearn.metrics import silhouette_score
 
-from atlas_fl.clustering.k_search import RULES, atlas_score, distances, gaps, k_means, score_row, silhouette, sizes_of
+from atlas_fl.clustering.k_search import (
+    RULES,
+    atlas_score,
+    cluster_sizes,
+    gap_statistic,
+    k_means,
+    pairwise_distances,
+    score_row,
+    silhouette,
+)
 
 LINE = np.array([[0.0], [1.0], [10.0], [11.0]])
 HALVES = np.array([0, 0, 1, 1])
@@ -35,7 +44,7 @@ def test_at_nine_clients_the_third_term_is_nothing():
 def test_silhouette_equals_scikit_learn_with_singletons_too(k):
     rng = np.random.default_rng(k)
     points, labels = rng.normal(size=(9, 3)), np.r_[np.arange(k), rng.integers(0, k, 9 - k)]
-    assert silhouette(distances(points), labels) == pytest.approx(silhouette_score(points, labels))
+    assert silhouette(pairwise_distances(points), labels) == pytest.approx(silhouette_score(points, labels))
 
 
 @pytest.mark.parametrize("labels", [[0, 0, 0, 0], [0, 1, 2, 3]])
@@ -45,34 +54,34 @@ def test_one_cluster_and_all_alone_have_no_scores(labels):
 
 
 def test_identical_points_have_a_silhouette_of_zero():
-    assert silhouette(distances(np.zeros((4, 2))), HALVES) == 0
+    assert silhouette(pairwise_distances(np.zeros((4, 2))), HALVES) == 0
 
 
 def test_k_means_by_hand():
     labels, inertia = k_means(LINE, 2, seed=0)
     assert inertia == pytest.approx(1) and labels[0] == labels[1] != labels[2] == labels[3]
     assert k_means(LINE, 1, seed=0)[1] == pytest.approx(101)
-    assert sizes_of(labels) == [2, 2]
+    assert cluster_sizes(labels) == [2, 2]
 
 
 def test_gap_by_hand():
     # references 0..3: W_1 = 5, W_2 = 1; the line: W_1 = 101, W_2 = 1, so Gap(1) = log(5 / 101), Gap(2) = 0, no error
     reference = np.arange(4.0)[:, None]
-    found = gaps([reference, reference], [1, 2], inertia={1: 101.0, 2: 1.0}, seed=0)
+    found = gap_statistic([reference, reference], [1, 2], inertia={1: 101.0, 2: 1.0}, seed=0)
     assert found[1] == pytest.approx({"gap": np.log(5 / 101), "gap_error": 0})
     assert found[2] == pytest.approx({"gap": 0, "gap_error": 0}, abs=1e-9)
-    wider = gaps([reference, 2 * reference], [1], inertia={1: 5.0}, seed=0)
+    wider = gap_statistic([reference, 2 * reference], [1], inertia={1: 5.0}, seed=0)
     # logs 0 and log 4 about their mean: sd log 2, times sqrt(1 + 1/2)
     assert wider[1] == pytest.approx({"gap": np.log(2), "gap_error": np.log(2) * 1.5**0.5})
 
 
 def test_a_cluster_for_each_client_does_not_make_the_gap_infinite():
-    found = gaps([np.arange(4.0)[:, None]], [4], inertia={1: 101.0, 4: 0.0}, seed=0)
+    found = gap_statistic([np.arange(4.0)[:, None]], [4], inertia={1: 101.0, 4: 0.0}, seed=0)
     assert found[4]["gap"] == pytest.approx(np.log(5 / 101))
 
 
 def test_identical_clients_do_not_either():
-    found = gaps([np.arange(4.0)[:, None]], [1, 2], inertia={1: 1.0, 2: 0.0}, seed=0)
+    found = gap_statistic([np.arange(4.0)[:, None]], [1, 2], inertia={1: 1.0, 2: 0.0}, seed=0)
     assert np.isfinite(found[2]["gap"])
 
 

@@ -7,16 +7,16 @@ from sklearn.metrics import adjusted_rand_score
 
 from atlas_fl.clustering.k_search import (
     best_silhouette,
-    distances,
     feasible_ks,
     mean_sketch,
     merge_small,
-    search,
+    pairwise_distances,
+    search_k,
     silhouette,
 )
-from atlas_fl.clustering.labels import Settings
+from atlas_fl.clustering.labels import ClusteringSettings
 
-SETTINGS = Settings(seed=0, cluster_by="silhouette", k_range=(2, 4))
+SETTINGS = ClusteringSettings(seed=0, cluster_by="silhouette", k_range=(2, 4))
 
 
 def corners():
@@ -27,13 +27,14 @@ def corners():
 
 def test_scores_are_those_of_k_means_on_the_unit_fingerprints(planted):
     first, second, _ = planted([3, 3, 3])
-    proposal = search(first, second, SETTINGS)
+    proposal = search_k(first, second, SETTINGS)
     rows = mean_sketch(first, second)
     by_k = {row["k"]: row for row in proposal.k_table}
     assert list(by_k) == [1, 2, 3, 4]
     for k in (2, 3, 4):
         best = max(
-            silhouette(distances(rows), KMeans(k, n_init=20, random_state=seed).fit_predict(rows)) for seed in (0, 1)
+            silhouette(pairwise_distances(rows), KMeans(k, n_init=20, random_state=seed).fit_predict(rows))
+            for seed in (0, 1)
         )
         assert by_k[k]["silhouette"] == pytest.approx(best, abs=0.02)
     assert [row["k"] for row in proposal.k_table if row["chosen"]] == [3]
@@ -43,7 +44,7 @@ def test_scores_are_those_of_k_means_on_the_unit_fingerprints(planted):
 def test_fixed_k_is_not_searched(planted):
     first, second, _ = planted([3, 3, 3])
     for k in (1, 2, 9):
-        proposal = search(first, second, replace(SETTINGS, clusters=str(k)))
+        proposal = search_k(first, second, replace(SETTINGS, clusters=str(k)))
         assert len(np.unique(proposal.labels)) == k and not proposal.warnings
         assert [row["k"] for row in proposal.k_table if row["chosen"]] == [k]
 
@@ -65,7 +66,7 @@ def test_a_range_beyond_the_clients_is_cut_with_a_warning():
 
 @pytest.mark.parametrize("before", [[0, 0, 1, 1], [0, 1, 0, 1]])
 def test_a_warm_start_keeps_the_previous_clusters_where_others_are_no_better(before):
-    found = search(corners(), corners(), replace(SETTINGS, clusters="2"), previous=np.array(before))
+    found = search_k(corners(), corners(), replace(SETTINGS, clusters="2"), previous=np.array(before))
     assert adjusted_rand_score(before, found.labels) == 1
 
 
@@ -73,18 +74,18 @@ def test_a_warm_start_gives_way_to_what_is_better_unless_told_otherwise():
     # two far pairs: keeping the crossed pairs is a local optimum of nothing, fresh starts find the true ones
     rows = np.array([[1.0, 0], [1, 0.05], [0, 1], [0.05, 1]])
     rows /= np.linalg.norm(rows, axis=1, keepdims=True)
-    found = search(rows, rows, replace(SETTINGS, clusters="2"), previous=np.array([0, 1, 0, 1]))
+    found = search_k(rows, rows, replace(SETTINGS, clusters="2"), previous=np.array([0, 1, 0, 1]))
     assert adjusted_rand_score([0, 0, 1, 1], found.labels) == 1
 
 
 def test_stability_is_worth_its_weight_in_score(planted):
     first, second, tasks = planted([3, 3, 3])
     before = np.array([0, 0, 0, 1, 1, 1, 1, 1, 1])
-    settled = search(first, second, replace(SETTINGS, stability=0.9), previous=before)
+    settled = search_k(first, second, replace(SETTINGS, stability=0.9), previous=before)
     assert len(np.unique(settled.labels)) == 2 and adjusted_rand_score(before, settled.labels) == 1
     bonus = {row["k"]: row["bonus"] for row in settled.k_table}
     assert bonus[2] == pytest.approx(0.9) and bonus[1] == 0
-    free = search(first, second, SETTINGS, previous=before)
+    free = search_k(first, second, SETTINGS, previous=before)
     assert adjusted_rand_score(tasks, free.labels) == 1
 
 

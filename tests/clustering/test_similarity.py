@@ -1,7 +1,13 @@
 import numpy as np
 import pytest
 
-from atlas_fl.clustering.sketch import corrected_similarity, cross_similarity, prepare, reliability, unit_rows
+from atlas_fl.clustering.sketch import (
+    corrected_similarity,
+    cross_similarity,
+    normalise_sketches,
+    reliability,
+    unit_rows,
+)
 
 
 def test_correction_by_hand():
@@ -42,11 +48,11 @@ def test_rows_of_nothing_have_no_direction():
     rows = np.array([[3.0, 4.0], [0.0, 0.0], [1e-9, 0.0]])
     assert unit_rows(rows).tolist() == [[0.6, 0.8], [0, 0], [0, 0]]
     same = np.array([[1.0, 0.0], [1.0, 0.0]], dtype=np.float32)
-    assert not prepare(same, offset=same.mean(axis=0)).any()
+    assert not normalise_sketches(same, offset=same.mean(axis=0)).any()
 
 
 def test_centring_uncovers_differences_behind_a_common_part():
     first = np.array([[10.0, 1.0], [10.0, -1.0]])
     assert cross_similarity(first, first)[0, 1] > 0.9
-    centred = prepare(first, offset=prepare(first).mean(axis=0))
+    centred = normalise_sketches(first, offset=normalise_sketches(first).mean(axis=0))
     assert cross_similarity(centred, centred)[0, 1] == pytest.approx(-1)

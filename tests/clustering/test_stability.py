@@ -3,7 +3,7 @@ from itertools import permutations
 import numpy as np
 import pytest
 
-from atlas_fl.clustering.labels import by_first_appearance, decided_names, stable_labels
+from atlas_fl.clustering.labels import decided_labels, number_by_first_client, stable_labels
 from atlas_fl.errors import ConfigError
 
 
@@ -33,7 +33,7 @@ def test_renaming_keeps_the_partition():
     for _ in range(20):
         before, after = rng.integers(-1, 3, 10).tolist(), rng.integers(-1, 5, 10).tolist()
         named = stable_labels(before, after)
-        assert by_first_appearance(np.array(named)) == by_first_appearance(np.array(after))
+        assert number_by_first_client(np.array(named)) == number_by_first_client(np.array(after))
 
 
 def test_other_clients_cannot_be_matched():
@@ -42,5 +42,5 @@ def test_other_clients_cannot_be_matched():
 
 
 def test_first_appearance():
-    assert by_first_appearance(np.array([7, -1, 2, 7, 0])) == (0, -1, 1, 0, 2)
-    assert decided_names([2, -1, 0, 2]) == [0, 2]
+    assert number_by_first_client(np.array([7, -1, 2, 7, 0])) == (0, -1, 1, 0, 2)
+    assert decided_labels([2, -1, 0, 2]) == [0, 2]

@@ -13,7 +13,7 @@ import pytest
 from atlas_fl.config import parse_config
 from atlas_fl.data.task import Images
 from atlas_fl.deployment.site import own_client
-from atlas_fl.models.tokenization import encode
+from atlas_fl.models.tokenization import encode_examples
 from atlas_fl.runtime.transport.frames import encode_frame
 from atlas_fl.runtime.transport.sessions import Message
 from tests.hostile.servers import Recording
@@ -101,7 +101,7 @@ def texts_of(recording: Recording, site: str) -> Iterator[tuple[str, np.ndarray]
 
     tokenizer = AutoTokenizer.from_pretrained(config.model.model)
     for rows in (client.train, client.validation, client.test):
-        encoded = encode(rows.text, rows.pair, rows.label, tokenizer=tokenizer, max_length=24)
+        encoded = encode_examples(rows.text, rows.pair, rows.label, tokenizer=tokenizer, max_length=24)
         for place, text in enumerate(rows.text):
             ids = encoded.ids[encoded.offsets[place] : encoded.offsets[place + 1]][1:-1]
             if len(ids) >= 4:

@@ -17,7 +17,7 @@ from atlas_fl.models.backbone import target_modules
 from atlas_fl.models.loading import load_backbone
 from atlas_fl.models.peft_io import default_targets
 from atlas_fl.models.registry import FAMILIES, head_shapes
-from atlas_fl.models.tokenization import Encoded
+from atlas_fl.models.tokenization import EncodedExamples
 
 # PEFT still asks for it under its old name.
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
@@ -25,7 +25,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is d
 SCALE = {1: 1.5, 2: 1.0, 3: 0.5 + 1 / 3, 4: 0.75}
 
 
-def alone(model: torch.nn.Module, data: Encoded, *, types: bool) -> Tensor:
+def alone(model: torch.nn.Module, data: EncodedExamples, *, types: bool) -> Tensor:
     """The stock classifier's logits of each sequence by itself."""
     found = []
     for start, stop in zip(data.offsets[:-1], data.offsets[1:], strict=True):
@@ -34,7 +34,7 @@ def alone(model: torch.nn.Module, data: Encoded, *, types: bool) -> Tensor:
     return torch.stack(found)
 
 
-def padded(model: torch.nn.Module, data: Encoded, *, types: bool) -> Tensor:
+def padded(model: torch.nn.Module, data: EncodedExamples, *, types: bool) -> Tensor:
     """The stock classifier's logits of one padded batch with its mask."""
     shape = len(data), int(data.lengths.max())
     inside = torch.from_numpy(np.arange(shape[1]) < data.lengths[:, None])

@@ -5,10 +5,10 @@ from functools import lru_cache
 import numpy as np
 import pytest
 
-from atlas_fl.clustering.cluster import cluster
+from atlas_fl.clustering.cluster import cluster_clients
 from atlas_fl.clustering.k_search import METHODS
-from atlas_fl.clustering.labels import Settings
-from atlas_fl.clustering.result import agreement, predict
+from atlas_fl.clustering.labels import ClusteringSettings
+from atlas_fl.clustering.result import agreement, predict_cluster
 
 
 def unit(rows):
@@ -44,13 +44,13 @@ STRUCTURELESS = ("shuffled tasks", "a task for each", "shuffled labels")
 
 
 def settings(method):
-    return Settings(seed=1, cluster_by=method, k_range=(2, 4), draws=19)
+    return ClusteringSettings(seed=1, cluster_by=method, k_range=(2, 4), draws=19)
 
 
 @lru_cache
 def clustered(method, name):
     first, second, _ = world(name)
-    return cluster(first, second, settings=settings(method))
+    return cluster_clients(first, second, settings=settings(method))
 
 
 def same_partition(left, right):
@@ -83,7 +83,7 @@ def test_shuffled_clients_have_no_structure(method, name):
 def test_permuting_clients_permutes_results_to_the_last_bit(method, name):
     first, second, _ = world(name)
     order = np.random.default_rng(0).permutation(len(first))
-    whole, permuted = clustered(method, name), cluster(first[order], second[order], settings=settings(method))
+    whole, permuted = clustered(method, name), cluster_clients(first[order], second[order], settings=settings(method))
     assert same_partition(np.array(whole.labels)[order].tolist(), permuted.labels)
     assert (permuted.similarity == whole.similarity[np.ix_(order, order)]).all()
     assert (permuted.reliability == whole.reliability[order]).all() and (permuted.points == whole.points[order]).all()
@@ -93,7 +93,7 @@ def test_permuting_clients_permutes_results_to_the_last_bit(method, name):
 @pytest.mark.parametrize("method", METHODS)
 def test_identical_clients_are_one_cluster(method):
     first, second, _ = world("3 x 3")
-    found = cluster(first[[0] * 5], second[[0] * 5], settings=settings(method))
+    found = cluster_clients(first[[0] * 5], second[[0] * 5], settings=settings(method))
     assert found.labels == (0,) * 5 and not found.structure["found"]
 
 
@@ -101,7 +101,7 @@ def test_identical_clients_are_one_cluster(method):
 def test_copies_of_a_client_share_its_cluster(method):
     first, second, tasks = world("3 x 3")
     twice = np.repeat([0, 3, 6], 3)
-    found = cluster(first[twice], second[twice], settings=settings(method))
+    found = cluster_clients(first[twice], second[twice], settings=settings(method))
     assert agreement(found.labels, tasks)["ari"] == 1 and found.structure["found"]
 
 
@@ -109,7 +109,7 @@ def test_copies_of_a_client_share_its_cluster(method):
 def test_the_same_input_gives_the_same_result_and_stays_as_it_was(method):
     first, second, _ = world("two")
     before = first.copy(), second.copy()
-    assert cluster(first, second, settings=settings(method)).to_json() == clustered(method, "two").to_json()
+    assert cluster_clients(first, second, settings=settings(method)).to_json() == clustered(method, "two").to_json()
     assert (first == before[0]).all() and (second == before[1]).all()
 
 
@@ -118,11 +118,11 @@ def test_the_same_input_gives_the_same_result_and_stays_as_it_was(method):
 def test_members_are_predicted_into_their_own_cluster(method, name):
     first, second, _ = world(name)
     found = clustered(method, name)
-    assert [predict(found, *pair) for pair in zip(first, second, strict=True)] == list(found.labels)
+    assert [predict_cluster(found, *pair) for pair in zip(first, second, strict=True)] == list(found.labels)
 
 
 @pytest.mark.parametrize("method", METHODS)
 def test_labels_survive_clustering_again(method):
     first, second, _ = world("two")
-    again = cluster(first, second, settings=settings(method), previous=clustered(method, "two"))
+    again = cluster_clients(first, second, settings=settings(method), previous=clustered(method, "two"))
     assert again.labels == clustered(method, "two").labels

@@ -9,12 +9,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from atlas_fl.sparse.codec import Drawn, decode_mask, decode_values, encode_mask, encode_values
-from atlas_fl.sparse.fisher import fisher, of_module
+from atlas_fl.sparse.codec import RandomMask, decode_mask, decode_values, encode_mask, encode_values
+from atlas_fl.sparse.fisher import fisher_scores, logits_of_module
 from atlas_fl.sparse.masks import (
     BY_SENSITIVITY,
     MASKS,
-    calibrate,
+    calibrate_mask,
     density,
     intersection,
     make_mask,
@@ -23,7 +23,7 @@ from atlas_fl.sparse.masks import (
     union,
 )
 from atlas_fl.sparse.optimizer import SparseSGDM
-from atlas_fl.sparse.task_vectors import MERGES, apply, merge, scaled, task_vector
+from atlas_fl.sparse.task_vectors import MERGES, apply_vector, merge_vectors, scale_vector, task_vector
 from tests.examples import examples
 
 SCOPES = ("global", "layer")
@@ -112,10 +112,10 @@ def test_one_round_of_calibration_is_a_single_pass_and_more_are_nested(strategy:
 
     words = {"names": ["a", "b"], "strategy": strategy, "sparsity": 0.87, "scope": scope, "seed": 2}
     single = make_mask(strategy, params, scores=score(params), sparsity=0.87, scope=scope, seed=2)
-    once = calibrate(score, params, rounds=1, **words)
+    once = calibrate_mask(score, params, rounds=1, **words)
     assert all(torch.equal(once[name], single[name]) for name in params)
     rounds_of.clear()
-    several = calibrate(score, params, rounds=4, **words)
+    several = calibrate_mask(score, params, rounds=4, **words)
     assert num_kept(several) == num_kept(single)
     if strategy in BY_SENSITIVITY:
         assert len(rounds_of) == 4
@@ -136,8 +136,8 @@ def test_one_round_of_calibration_is_a_single_pass_and_more_are_nested(strategy:
 def test_a_mask_and_what_it_keeps_arrive_as_they_were(strategy, scope, model, sparsity) -> None:
     params, scores = model
     mask = make_mask(strategy, params, scores=scores, sparsity=sparsity, scope=scope, seed=3)
-    drawn = Drawn(seed=3, sparsity=sparsity, scope=scope) if strategy == "random" else None
-    for message in {encode_mask(mask), encode_mask(mask, drawn=drawn)}:
+    drawn = RandomMask(seed=3, sparsity=sparsity, scope=scope) if strategy == "random" else None
+    for message in {encode_mask(mask), encode_mask(mask, random_mask=drawn)}:
         found = decode_mask(message, params)
         assert all(torch.equal(found[name], own) for name, own in mask.items())
     values = encode_values(params, mask)
@@ -157,7 +157,7 @@ def trained(strategy: str) -> tuple[dict[str, torch.Tensor], dict[str, torch.Ten
             value.normal_(generator=source)
     before = {name: value.detach().clone() for name, value in named.items()}
     inputs = torch.randn(32, 6, generator=source)
-    scores = fisher(of_module(module), named, names=named, inputs=inputs, seed=0).mean
+    scores = fisher_scores(logits_of_module(module), named, names=named, inputs=inputs, seed=0).mean
     mask = make_mask(strategy, before, scores=scores, sparsity=0.8, seed=0)
     optimizer = SparseSGDM(named, masks=mask, lr=0.1, momentum=0.9, nesterov=True, weight_decay=1e-3)
     for _ in range(3):
@@ -188,7 +188,7 @@ def vectors(seed: int, count: int):
 def test_a_vector_merged_with_itself_is_itself(method: str) -> None:
     (one,) = vectors(0, 1)
     for count in (1, 2, 4):
-        merged = merge([one] * count, method=method, keep=1.0)
+        merged = merge_vectors([one] * count, method=method, keep=1.0)
         assert all(torch.equal(merged[name], one[name]) for name in one)
 
 
@@ -197,9 +197,9 @@ def test_a_vector_merged_with_itself_is_itself(method: str) -> None:
 @examples(20)
 def test_merging_knows_no_order_and_follows_a_scale(method, seed, count, keep) -> None:
     several = vectors(seed, count)
-    merged = merge(several, method=method, keep=keep)
-    turned = merge(several[::-1], method=method, keep=keep)
-    larger = merge([scaled(one, -4.0) for one in several], method=method, keep=keep)
+    merged = merge_vectors(several, method=method, keep=keep)
+    turned = merge_vectors(several[::-1], method=method, keep=keep)
+    larger = merge_vectors([scale_vector(one, -4.0) for one in several], method=method, keep=keep)
     for name in merged:
         torch.testing.assert_close(turned[name], merged[name], rtol=1e-5, atol=1e-6)
         assert torch.equal(larger[name], -4.0 * merged[name])
@@ -209,7 +209,7 @@ def test_merging_knows_no_order_and_follows_a_scale(method, seed, count, keep) -
 def test_merging_leaves_its_inputs_alone(method: str) -> None:
     several = vectors(1, 3)
     copies = [{name: value.clone() for name, value in one.items()} for one in several]
-    merge(several, method=method)
+    merge_vectors(several, method=method)
     assert all(torch.equal(one[name], copy[name]) for one, copy in zip(several, copies) for name in one)
 
 
@@ -221,7 +221,7 @@ def test_ties_does_not_dilute_vectors_that_do_not_meet() -> None:
         {name: value * first[name] for name, value in one.items()},
         {name: value * ~first[name] for name, value in two.items()},
     ]
-    ties, mean = (merge(apart, method=method, keep=1.0) for method in ("ties", "mean"))
+    ties, mean = (merge_vectors(apart, method=method, keep=1.0) for method in ("ties", "mean"))
     for name in one:
         assert torch.equal(ties[name], apart[0][name] + apart[1][name])
         assert torch.equal(mean[name], ties[name] / 2)
@@ -231,7 +231,7 @@ def test_ties_does_not_dilute_vectors_that_do_not_meet() -> None:
 @examples(20)
 def test_applying_a_task_vector_is_a_line_through_both_models(scale: float, seed: int) -> None:
     start, end = vectors(seed, 2)
-    found = apply(start, task_vector(end, start), scale=scale)
+    found = apply_vector(start, task_vector(end, start), scale=scale)
     for name in start:
         line = (1 - scale) * start[name].double() + scale * end[name].double()
         assert math.isclose(float((found[name] - line).abs().max()), 0, abs_tol=1e-5)

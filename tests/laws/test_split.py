@@ -13,14 +13,14 @@ from atlas_fl.client.evaluation import EvaluateOptions, evaluate
 from atlas_fl.client.job import Job, Prompts, Site, Update
 from atlas_fl.client.local_training import TrainOptions, batches, example_loss, train
 from atlas_fl.models.attention import make_layout
-from atlas_fl.models.backbone import logits_of
+from atlas_fl.models.backbone import head_logits
 from atlas_fl.models.loading import load_backbone
-from atlas_fl.models.lora import Adapters, Segment, attached
+from atlas_fl.models.lora import Adapters, Segment, attach_adapters
 from atlas_fl.models.tokenization import encode_prompts
 from atlas_fl.split import channel
 from atlas_fl.split.channel import Cut
 from atlas_fl.split.codec import WIRES, decode_rows, encode_rows
-from atlas_fl.split.model import client_forward, load_client_part, on_client, server_forward
+from atlas_fl.split.model import client_forward, load_client_part, select_client_side, server_forward
 from atlas_fl.storage.tensors import encode
 from tests.laws.test_packs import HARD
 
@@ -96,7 +96,7 @@ class Halves:
     def __init__(self, tiny, site: Site, jobs: Sequence[Job], blocks: int) -> None:
         self.site, self.jobs, self.blocks = site, jobs, blocks
         self.part = dataclasses.replace(site, backbone=load_client_part(str(tiny.path), blocks=blocks))
-        names = [on_client(site.backbone, job.params, blocks=blocks, head=False) for job in jobs]
+        names = [select_client_side(site.backbone, job.params, blocks=blocks, head=False) for job in jobs]
         self.below = [leaves({k: job.params[k] for k in own}) for job, own in zip(jobs, names, strict=True)]
         rest = [[k for k in job.params if k not in own] for job, own in zip(jobs, names, strict=True)]
         self.above = [leaves({k: job.params[k] for k in own}) for job, own in zip(jobs, rest, strict=True)]
@@ -106,11 +106,11 @@ class Halves:
         adapters = Adapters(
             clients=[self.below[k]],
             segments=row.segments,
-            pooled=row.pooled,
+            sequences=row.pooled,
             scale=self.site.scale,
-            mask=masks([self.jobs[k]], done),
+            dropout_mask=masks([self.jobs[k]], done),
         )
-        with attached(self.part.modules, adapters):
+        with attach_adapters(self.part.modules, adapters):
             return client_forward(self.part.backbone, row.ids, row.types, row.layout, blocks=self.blocks)
 
     def server(self, sent: Sequence[bytes], data, done: int) -> tuple[list[float], list[bytes]]:
@@ -120,16 +120,16 @@ class Halves:
         upper = {name: module for name, module in self.site.modules.items() if name + ".lora_A" in self.above[0]}
         mask = masks(self.jobs, done)
         adapters = Adapters(
-            clients=self.above, segments=row.segments, pooled=row.pooled, scale=self.site.scale, mask=mask
+            clients=self.above, segments=row.segments, sequences=row.pooled, scale=self.site.scale, dropout_mask=mask
         )
         layout = make_layout([int(n) for batch in data for n in batch.lengths])
-        with attached(upper, adapters):
+        with attach_adapters(upper, adapters):
             found = server_forward(self.site.backbone, torch.cat(rows), layout, blocks=self.blocks)
             losses = []
             for k, own in enumerate(torch.split(found, list(row.counts))):
                 drop = None if mask is None else mask(k, "head", tuple(own.shape))
                 read = own if drop is None else own * drop
-                losses.append(example_loss(logits_of(self.site.backbone, self.above[k], read), row.labels[k]))
+                losses.append(example_loss(head_logits(self.site.backbone, self.above[k], read), row.labels[k]))
             torch.stack(losses).sum().backward()
         return [float(loss.detach()) for loss in losses], [encode_rows(own.grad, wire="fp32") for own in rows]
 
@@ -315,19 +315,19 @@ def test_a_client_with_a_cut_writes_no_answers(writer_of, site_of, spec_of) -> N
 def test_the_rows_of_a_segment_are_those_of_its_client() -> None:
     """Guards the laws above: a cut that sent its neighbours' rows would pass them as long as the wire is exact."""
     segments = (Segment(start=0, stop=2), Segment(start=2, stop=5))
-    line = channel.Line(Cut(blocks=1, noise=0.5), secret=bytes(32))
-    end = channel.End(
-        line=line,
+    line = channel.CutChannel(Cut(blocks=1, noise=0.5), secret=bytes(32))
+    end = channel.CutSegment(
+        channel=line,
         tokens=slice(segments[1].start, segments[1].stop),
-        reads=slice(1, 2),
+        feature_rows=slice(1, 2),
         lengths=torch.tensor([3], dtype=torch.int32),
-        places=None,
+        output_positions=None,
         labels=torch.tensor([1]),
     )
     rows = torch.ones(5, 4, requires_grad=True)
-    found = channel._cross(rows, [channel._activations(end)])
+    found = channel._cross(rows, [channel._activation_crossing(end)])
     assert torch.equal(found[:2], rows[:2])
     assert not (found[2:] == rows[2:]).any()
     found.sum().backward()
     assert torch.equal(rows.grad, torch.ones(5, 4))
-    assert line.crossed["activation", "up"] > line.crossed["gradient", "down"] > 3 * 4 * 4
+    assert line.traffic["activation", "up"] > line.traffic["gradient", "down"] > 3 * 4 * 4

@@ -22,7 +22,7 @@ from atlas_fl.errors import ModelError
 from atlas_fl.models.loading import load_backbone
 from atlas_fl.models.peft_io import export_adapter
 from atlas_fl.models.registry import FAMILIES
-from atlas_fl.models.tokenization import Encoded, encode_prompts, encode_written
+from atlas_fl.models.tokenization import EncodedExamples, encode_prompts, encode_targets
 
 # PEFT still asks for it under its old name.
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
@@ -44,9 +44,9 @@ def texts(count: int, *, seed: int, words: tuple[int, int]) -> list[str]:
 def tokens(writer, *, seed: int, prompts: bool, examples: int = 9) -> ClientTokens:
     tokenizer = writer.backbone.tokenizer
 
-    def split(seed: int) -> Encoded:
+    def split(seed: int) -> EncodedExamples:
         target = texts(examples, seed=seed + 1, words=(1, 8)) if prompts else None
-        return encode_written(texts(examples, seed=seed, words=(1, 9)), target, tokenizer=tokenizer, max_length=24)
+        return encode_targets(texts(examples, seed=seed, words=(1, 9)), target, tokenizer=tokenizer, max_length=24)
 
     task = Task(name="notes", num_labels=0, load=lambda _: pytest.fail("nobody reads it"))
     return ClientTokens(
@@ -95,13 +95,13 @@ def under_peft(writer, site: Site, params: Mapping[str, Tensor], folder: Path, *
     return PeftModel.from_pretrained(stock(writer), str(folder), **how).eval()
 
 
-def padded(data: Encoded) -> dict[str, Tensor]:
+def padded(data: EncodedExamples) -> dict[str, Tensor]:
     """A padded batch with the labels of transformers' causal models: -100 where nothing is to be predicted."""
     shape = len(data), int(data.lengths.max())
     inside = torch.from_numpy(np.arange(shape[1]) < data.lengths[:, None])
     ids, labels = torch.zeros(shape, dtype=torch.int64), torch.full(shape, -100)
     ids[inside] = torch.from_numpy(data.ids)
-    labels[inside] = torch.from_numpy(np.where(data.written, data.ids, -100))
+    labels[inside] = torch.from_numpy(np.where(data.target_mask, data.ids, -100))
     return {"input_ids": ids, "attention_mask": inside.long(), "labels": labels}
 
 
@@ -172,11 +172,11 @@ def test_perplexity_is_over_all_tokens_of_the_split(writer, site_of, spec_of, tm
             batch = padded(data.take(np.array([i])))
             with torch.no_grad():
                 out = model(**batch)
-            total += float(out.loss) * int(data.predictions[i])
+            total += float(out.loss) * int(data.num_targets[i])
             wanted = batch["labels"][:, 1:] != -100
             hits += int((out.logits[:, :-1].argmax(-1) == batch["labels"][:, 1:])[wanted].sum())
-        count = int(data.written.sum())
-        assert len(set(data.predictions)) > 1, "else a mean of batches would do"
+        count = int(data.target_mask.sum())
+        assert len(set(data.num_targets)) > 1, "else a mean of batches would do"
         assert scored[k].metrics["loss"] == pytest.approx(total / count, rel=1e-5)
         assert scored[k].metrics["perplexity"] == pytest.approx(math.exp(total / count), rel=1e-5)
         assert scored[k].metrics["accuracy"] == scored[k].metrics["primary"] == pytest.approx(hits / count)

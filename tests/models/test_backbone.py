@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 
 from atlas_fl.errors import AtlasError, ModelError
 from atlas_fl.models import loading
-from atlas_fl.models.backbone import layer_of, model_shape, module_dims, target_modules
+from atlas_fl.models.backbone import block_index, model_shape, module_dims, target_modules
 from atlas_fl.models.loading import find_family, load_backbone
 from atlas_fl.setup.assembly import most_tokens
 
@@ -52,7 +52,7 @@ def test_the_shape_counts_what_is_there(tiny) -> None:
     assert sum(shape.block_bytes) + shape.embedding_bytes == total
     assert shape.block_bytes == tuple(4 * count for count in shape.block_params)
     for block, layers in enumerate(shape.layers):
-        own = [module for name, module in modules.items() if layer_of(tiny.backbone, name) == block]
+        own = [module for name, module in modules.items() if block_index(tiny.backbone, name) == block]
         assert len(own) == len(layers) >= 4
         for module, (d_in, d_out) in zip(own, layers, strict=True):
             assert module(torch.zeros(1, d_in)).shape == (1, d_out)
@@ -128,7 +128,7 @@ def test_a_damaged_weights_file_is_a_model_error(tmp_path: Path, tiny_of) -> Non
 
 
 def test_a_hub_name_without_a_hub_fails_within_seconds_and_names_the_remedies(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loading, "hub_answers", lambda: False)
+    monkeypatch.setattr(loading, "is_hub_reachable", lambda: False)
     began = time.monotonic()
     with pytest.raises(ModelError, match=r"model 'nobody/no-such-model' .* could not be loaded") as error:
         load_backbone("nobody/no-such-model")

@@ -5,7 +5,7 @@ import torch
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
-from atlas_fl.models.lora import Adapters, Segment, attached, merged_weight, packed_linear
+from atlas_fl.models.lora import Adapters, Segment, attach_adapters, merged_weight, packed_linear
 
 TWO = (Segment(start=0, stop=2), Segment(start=2, stop=5))
 
@@ -53,7 +53,7 @@ def test_the_gradients_pass_gradcheck_in_float64(with_bias: bool, dropped: bool)
             segments=TWO,
             scales=(2.0, 0.5),
             factors=factors,
-            dropped=masks if dropped else None,
+            dropout_masks=masks if dropped else None,
         )
 
     leaves = [tensor.requires_grad_() for tensor in (x, *factors)]
@@ -63,7 +63,9 @@ def test_the_gradients_pass_gradcheck_in_float64(with_bias: bool, dropped: bool)
 def test_values_and_gradients_equal_autograd_through_the_written_out_formula() -> None:
     x, weight, bias, factors, masks = tensors(1)
     leaves = [tensor.requires_grad_() for tensor in (x, *factors)]
-    ours = packed_linear(x, weight=weight, bias=bias, segments=TWO, scales=(2.0, 0.5), factors=factors, dropped=masks)
+    ours = packed_linear(
+        x, weight=weight, bias=bias, segments=TWO, scales=(2.0, 0.5), factors=factors, dropout_masks=masks
+    )
     first = x[:2] @ weight + bias + 2.0 * x[:2] @ factors[0].T @ factors[1].T
     second = x[2:] @ weight + bias + 0.5 * (x[2:] * masks[1]) @ factors[2].T @ factors[3].T
     theirs = torch.cat([first, second])
@@ -96,7 +98,7 @@ def adapters(modules: dict[str, nn.Module], *, rank: int = 2) -> Adapters:
     return Adapters(
         clients=[client],
         segments=[Segment(start=0, stop=6)],
-        pooled=[Segment(start=0, stop=2)],
+        sequences=[Segment(start=0, stop=2)],
         scale=lambda rank: 3.0 / rank,
     )
 
@@ -107,7 +109,7 @@ def test_an_attached_layer_is_the_merged_layer_and_afterwards_it_is_stock_again(
     added = adapters(modules)
     x = torch.randn(shape, generator=torch.Generator().manual_seed(2))
     stock = {name: module(x) for name, module in modules.items()}
-    with attached(modules, added):
+    with attach_adapters(modules, added):
         found = {name: module(x) for name, module in modules.items()}
     for name, module in modules.items():
         assert "forward" not in vars(module)
@@ -122,7 +124,7 @@ def test_an_attached_layer_is_the_merged_layer_and_afterwards_it_is_stock_again(
 
 def test_layers_are_stock_again_after_an_error_inside() -> None:
     modules = layers()
-    with pytest.raises(RuntimeError, match="shapes cannot be multiplied"), attached(modules, adapters(modules)):
+    with pytest.raises(RuntimeError, match="shapes cannot be multiplied"), attach_adapters(modules, adapters(modules)):
         modules["linear"](torch.zeros(6, 5))
     assert not any("forward" in vars(module) for module in modules.values())
 
@@ -130,7 +132,7 @@ def test_layers_are_stock_again_after_an_error_inside() -> None:
 def test_layers_stay_stock_when_a_client_lacks_a_factor() -> None:
     modules = layers()
     incomplete = adapters({"linear": modules["linear"]})
-    with pytest.raises(KeyError, match=r"plain\.lora_A"), attached(modules, incomplete):
+    with pytest.raises(KeyError, match=r"plain\.lora_A"), attach_adapters(modules, incomplete):
         pytest.fail("attached without the factors")
     assert not any("forward" in vars(module) for module in modules.values())
 
@@ -140,6 +142,8 @@ def test_an_empty_update_changes_no_bit() -> None:
     x = torch.randn(1, 6, 3, generator=torch.Generator().manual_seed(2))
     zero = adapters(modules)
     fresh = {key: torch.zeros_like(value) if key.endswith("B") else value for key, value in zero.clients[0].items()}
-    with attached(modules, Adapters(clients=[fresh], segments=zero.segments, pooled=zero.pooled, scale=zero.scale)):
+    with attach_adapters(
+        modules, Adapters(clients=[fresh], segments=zero.segments, sequences=zero.sequences, scale=zero.scale)
+    ):
         for module in modules.values():
             torch.testing.assert_close(module(x), type(module).forward(module, x), atol=1e-7, rtol=1e-6)

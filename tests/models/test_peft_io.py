@@ -4,7 +4,7 @@ from pathlib import Path
 import pytest
 
 from atlas_fl.errors import ModelError
-from atlas_fl.models.peft_io import SETTINGS, WEIGHTS, default_targets, export_adapter, import_adapter, saved_name
+from atlas_fl.models.peft_io import SETTINGS, WEIGHTS, default_targets, export_adapter, import_adapter, peft_name
 
 
 @pytest.fixture
@@ -22,8 +22,8 @@ def settings(folder: Path, **changes: object) -> None:
 
 def test_names_by_hand(tiny_of) -> None:
     family = tiny_of("roberta").backbone.family
-    assert saved_name("head.classifier.dense.weight", family) == "base_model.model.classifier.dense.weight"
-    assert saved_name("encoder.layer.0.attention.self.query.lora_A", family) == (
+    assert peft_name("head.classifier.dense.weight", family) == "base_model.model.classifier.dense.weight"
+    assert peft_name("encoder.layer.0.attention.self.query.lora_A", family) == (
         "base_model.model.roberta.encoder.layer.0.attention.self.query.lora_A.weight"
     )
 

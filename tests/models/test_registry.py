@@ -4,37 +4,37 @@ import pytest
 
 from atlas_fl.errors import ConfigError, DataError, ModelError
 from atlas_fl.models import registry
-from atlas_fl.models.registry import MODELS, Source, hub_answers, locate, suggested_lr
+from atlas_fl.models.registry import MODELS, ModelSource, is_hub_reachable, locate_model, suggested_lr
 
 
 def test_aliases_lead_to_the_hub_and_are_what_they_say() -> None:
-    assert locate("bert") == Source(path="bert-base-uncased")
-    assert locate("roberta") == Source(path="roberta-base")
+    assert locate_model("bert") == ModelSource(path="bert-base-uncased")
+    assert locate_model("roberta") == ModelSource(path="roberta-base")
     assert all(alias == model.alias and model.lr > 0 for alias, model in MODELS.items())
 
 
 def test_a_directory_a_gguf_file_and_a_hub_name_are_told_apart(tmp_path: Path) -> None:
     (tmp_path / "some.gguf").write_bytes(b"GGUF")
-    assert locate(str(tmp_path)) == Source(path=str(tmp_path))
-    assert locate(str(tmp_path / "some.gguf")) == Source(path=str(tmp_path), gguf_file="some.gguf")
-    assert locate("owner/model") == Source(path="owner/model")
+    assert locate_model(str(tmp_path)) == ModelSource(path=str(tmp_path))
+    assert locate_model(str(tmp_path / "some.gguf")) == ModelSource(path=str(tmp_path), gguf_file="some.gguf")
+    assert locate_model("owner/model") == ModelSource(path="owner/model")
 
 
 def test_an_unknown_name_is_told_the_nearest() -> None:
     with pytest.raises(ConfigError, match="unknown model 'distilbrt'; did you mean 'distilbert'"):
-        locate("distilbrt")
+        locate_model("distilbrt")
 
 
 @pytest.mark.parametrize("name", ["./nothing-here", "/nothing/here", "~/nothing-here-at-all"])
 def test_a_path_where_nothing_is_says_what_to_give(name: str) -> None:
     with pytest.raises(ModelError, match=r"is neither a directory nor a \.gguf file; give the path of one, a hub name"):
-        locate(name)
+        locate_model(name)
 
 
 def test_the_embedded_model_says_how_to_fetch_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("ATLAS_CACHE", str(tmp_path))
     with pytest.raises(DataError, match=r"minilm.* is missing; run `atlas fetch embedded`"):
-        locate("minilm")
+        locate_model("minilm")
 
 
 def test_the_learning_rate_of_a_model_that_is_not_registered_is_berts() -> None:
@@ -46,11 +46,11 @@ def test_a_hub_that_cannot_be_reached_does_not_answer(monkeypatch: pytest.Monkey
     monkeypatch.setattr(registry, "HF_HUB_OFFLINE", False)
     monkeypatch.setattr(registry, "getproxies", dict)
     monkeypatch.setattr(registry, "ENDPOINT", "http://127.0.0.1:9")  # the port of `discard`, where nobody listens
-    assert not hub_answers(timeout_seconds=0.5)
+    assert not is_hub_reachable(timeout_seconds=0.5)
     monkeypatch.setattr(registry, "getproxies", lambda: {"https": "http://proxy:3128"})
-    assert hub_answers()
+    assert is_hub_reachable()
     monkeypatch.setattr(registry, "HF_HUB_OFFLINE", True)
-    assert not hub_answers()
+    assert not is_hub_reachable()
 
 
 @pytest.mark.parametrize("name", ["~nosuchuser/x", "x" * 5000, "./" + "y" * 300])
@@ -58,6 +58,6 @@ def test_a_name_that_no_file_system_looks_for_is_one_short_line(name: str) -> No
     with pytest.raises(
         ModelError, match=r"^model '.* cannot be looked for \(.*\); give the path of a directory"
     ) as caught:
-        locate(name)
+        locate_model(name)
     assert "\n" not in str(caught.value)
     assert len(str(caught.value)) < 700

@@ -11,8 +11,8 @@ import torch
 
 import atlas_fl
 from atlas_fl.errors import ModelError
-from atlas_fl.models.loading import how_read, load_backbone
-from atlas_fl.models.registry import Source
+from atlas_fl.models.loading import load_backbone, loading_options
+from atlas_fl.models.registry import ModelSource
 from atlas_fl.models.vision_loading import load_vision
 
 SOURCES = sorted(Path(atlas_fl.__file__).parent.rglob("*.py"))
@@ -26,16 +26,16 @@ def loading_calls(path: Path) -> Iterator[ast.Call]:
 
 
 def refuses_code(call: ast.Call) -> bool:
-    """Whether a call says that no code is to be run, by itself or with what `how_read` gives."""
+    """Whether a call says that no code is to be run, by itself or with what `loading_options` gives."""
     said = {word.arg: ast.unparse(word.value) for word in call.keywords}
-    return said.get("trust_remote_code") == "False" or said.get(None) == "how_read(source)"
+    return said.get("trust_remote_code") == "False" or said.get(None) == "loading_options(source)"
 
 
 def test_every_call_that_loads_a_model_or_data_refuses_code() -> None:
     calls = [(path, call) for path in SOURCES for call in loading_calls(path)]
     assert len(calls) > 10
     assert [f"{path.name}:{call.lineno}" for path, call in calls if not refuses_code(call)] == []
-    assert how_read(Source(path="x"))["trust_remote_code"] is False
+    assert loading_options(ModelSource(path="x"))["trust_remote_code"] is False
     assert not refuses_code(next(loading_calls_of("AutoModel.from_pretrained('x', local_files_only=True)")))
 
 

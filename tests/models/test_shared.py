@@ -6,19 +6,19 @@ import pytest
 import torch
 
 from atlas_fl.models.loading import load_backbone
-from atlas_fl.models.shared_memory import ALIGNMENT, places_of, views, write
+from atlas_fl.models.shared_memory import ALIGNMENT, buffer_entries, tensor_views, write_weights
 
 
 def shared(weights: dict[str, torch.Tensor]) -> tuple[mmap.mmap, list[dict[str, Any]]]:
-    places, size = places_of(weights)
+    places, size = buffer_entries(weights)
     memory = mmap.mmap(-1, size)
-    write(weights, memory, places)
+    write_weights(weights, memory, places)
     return memory, places
 
 
 def test_tensors_lie_one_after_another_at_multiples_of_64() -> None:
     weights = {"a": torch.zeros(3), "b": torch.zeros(2, 17), "c": torch.zeros((), dtype=torch.bfloat16)}
-    places, size = places_of(weights)
+    places, size = buffer_entries(weights)
     # 12 bytes take 64, 136 take 192, 2 take 64
     assert [place["offset"] for place in places] == [0, 64, 256]
     assert size == 320
@@ -27,7 +27,7 @@ def test_tensors_lie_one_after_another_at_multiples_of_64() -> None:
 
 def test_a_model_made_of_shared_weights_is_the_loaded_one_and_owns_none(tiny: Any) -> None:
     memory, places = shared(tiny.backbone.frozen)
-    first, second = (load_backbone(str(tiny.path), weights=views(memory, places)) for _ in range(2))
+    first, second = (load_backbone(str(tiny.path), weights=tensor_views(memory, places)) for _ in range(2))
     loaded = tiny.backbone
     assert first.frozen.keys() == loaded.frozen.keys()
     for name, tensor in loaded.frozen.items():
@@ -45,7 +45,7 @@ def test_a_model_made_of_shared_weights_is_the_loaded_one_and_owns_none(tiny: An
 def test_so_is_one_that_writes_with_its_output_embedding(writer_of: Callable[[str], Any], architecture: str) -> None:
     loaded = writer_of(architecture).backbone
     memory, places = shared(loaded.frozen)
-    made = load_backbone(str(writer_of(architecture).path), writes=True, weights=views(memory, places))
+    made = load_backbone(str(writer_of(architecture).path), writes=True, weights=tensor_views(memory, places))
     assert made.frozen.keys() == loaded.frozen.keys()
     assert torch.equal(made.vocabulary, loaded.vocabulary)
     start = torch.frombuffer(memory, dtype=torch.uint8).data_ptr()

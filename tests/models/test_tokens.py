@@ -5,9 +5,9 @@ import numpy as np
 import pytest
 
 from atlas_fl.errors import ModelError
-from atlas_fl.models.tokenization import Encoded, encode, encode_prompts, encode_written
+from atlas_fl.models.tokenization import EncodedExamples, encode_examples, encode_prompts, encode_targets
 
-THREE = Encoded(
+THREE = EncodedExamples(
     ids=np.array([1, 2, 3, 4, 5, 6]),
     types=np.array([0, 0, 1, 0, 0, 1]),
     offsets=np.array([0, 3, 4, 6]),
@@ -32,7 +32,7 @@ def test_taking_nothing_gives_nothing() -> None:
 def test_encoding_gives_the_tokenizers_own_tokens_cut_to_length(tiny) -> None:
     tokenizer = tiny.backbone.tokenizer
     text, pair = ["w1 w2 w3", "w4"], ["w5", "w6 w7 w8 w9 w10 w11 w12"]
-    encoded = encode(text, pair, np.array([0, 1]), tokenizer=tokenizer, max_length=8)
+    encoded = encode_examples(text, pair, np.array([0, 1]), tokenizer=tokenizer, max_length=8)
     for i in range(2):
         alone = tokenizer(text[i], pair[i], truncation=True, max_length=8, return_token_type_ids=True)
         part = encoded.take(np.array([i]))
@@ -43,31 +43,31 @@ def test_encoding_gives_the_tokenizers_own_tokens_cut_to_length(tiny) -> None:
 
 def test_single_texts_need_no_pair(tiny_of) -> None:
     tiny = tiny_of("bert")
-    encoded = encode(["w1", "w2 w3"], None, np.array([0, 1]), tokenizer=tiny.backbone.tokenizer, max_length=8)
+    encoded = encode_examples(["w1", "w2 w3"], None, np.array([0, 1]), tokenizer=tiny.backbone.tokenizer, max_length=8)
     assert encoded.lengths.tolist() == [3, 4]
     assert not encoded.types.any()
 
 
 def test_tokens_to_be_predicted_go_with_their_examples() -> None:
-    marked = dataclasses.replace(THREE, written=np.array([False, True, True, False, False, True]))
-    assert marked.predictions.tolist() == [2, 0, 1]
+    marked = dataclasses.replace(THREE, target_mask=np.array([False, True, True, False, False, True]))
+    assert marked.num_targets.tolist() == [2, 0, 1]
     taken = marked.take(np.array([2, 0]))
-    assert taken.written.tolist() == [False, True, False, True, True]
-    assert taken.predictions.tolist() == [1, 2]
-    assert THREE.predictions.tolist() == [0, 0, 0]
+    assert taken.target_mask.tolist() == [False, True, False, True, True]
+    assert taken.num_targets.tolist() == [1, 2]
+    assert THREE.num_targets.tolist() == [0, 0, 0]
 
 
-def spelled(encoded: Encoded, tokenizer) -> list[str]:
+def spelled(encoded: EncodedExamples, tokenizer) -> list[str]:
     """Every example's tokens; those to be predicted in brackets."""
     words = tokenizer.convert_ids_to_tokens(encoded.ids.tolist())
-    marks = np.zeros(len(words), bool) if encoded.written is None else encoded.written
+    marks = np.zeros(len(words), bool) if encoded.target_mask is None else encoded.target_mask
     shown = [f"[{word}]" if mark else word for word, mark in zip(words, marks)]
     return [" ".join(shown[start:stop]) for start, stop in zip(encoded.offsets[:-1], encoded.offsets[1:])]
 
 
 def test_text_by_hand(tiny_of) -> None:
     tokenizer = tiny_of("gpt2").backbone.tokenizer
-    found = encode_written(["w1 w2 w3", "w4", "w5 w6 w7 w8 w9"], None, tokenizer=tokenizer, max_length=5)
+    found = encode_targets(["w1 w2 w3", "w4", "w5 w6 w7 w8 w9"], None, tokenizer=tokenizer, max_length=5)
     end = "[<|endoftext|>]"
     assert spelled(found, tokenizer) == [f"w1 [w2] [w3] {end}", f"w4 {end}", "w5 [w6] [w7] [w8] [w9]"]
     assert not found.types.any()
@@ -78,7 +78,7 @@ def test_text_after_prompts_by_hand(tiny_of) -> None:
     """Llama's tokenizer begins every text with <s>, which a prompt keeps when it loses its beginning."""
     tokenizer = tiny_of("llama").backbone.tokenizer
     text, target = ["w1 w2", "w1 w2 w3 w4 w5", "w1"], ["w3", "w6 w7", "w2 w3 w4 w5 w6 w7 w8"]
-    found = encode_written(text, target, tokenizer=tokenizer, max_length=6)
+    found = encode_targets(text, target, tokenizer=tokenizer, max_length=6)
     assert spelled(found, tokenizer) == [
         "<s> w1 w2 [w3] [</s>]",
         "<s> w4 w5 [w6] [w7] [</s>]",
@@ -86,7 +86,7 @@ def test_text_after_prompts_by_hand(tiny_of) -> None:
     ]
     prompts = encode_prompts(text, tokenizer=tokenizer, max_length=4)
     assert spelled(prompts, tokenizer) == ["<s> w1 w2", "<s> w3 w4 w5", "<s> w1"]
-    assert prompts.written is None
+    assert prompts.target_mask is None
 
 
 def test_a_line_break_stands_between_prompt_and_answer(tiny_of) -> None:
@@ -96,11 +96,11 @@ def test_a_line_break_stands_between_prompt_and_answer(tiny_of) -> None:
     from tokenizers import pre_tokenizers
 
     tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    found = encode_written(["ab"], ["c"], tokenizer=tokenizer, max_length=9)
+    found = encode_targets(["ab"], ["c"], tokenizer=tokenizer, max_length=9)
     assert spelled(found, tokenizer) == ["a b \u010a [c] [<|im_end|>]"]
 
 
 def test_a_tokenizer_without_an_end_of_text_is_refused(tiny_of) -> None:
     tokenizer = tiny_of("bert").backbone.tokenizer
     with pytest.raises(ModelError, match=r"the tokenizer of .* has no end-of-text token"):
-        encode_written(["w1"], None, tokenizer=tokenizer, max_length=9)
+        encode_targets(["w1"], None, tokenizer=tokenizer, max_length=9)

@@ -13,16 +13,16 @@ from transformers import AutoImageProcessor, AutoModelForImageClassification
 
 from atlas_fl.errors import ConfigError, DataError, ModelError
 from atlas_fl.models.lora import init_head
-from atlas_fl.models.registry import MODELS, locate
+from atlas_fl.models.registry import MODELS, locate_model
 from atlas_fl.models.vision import (
     Vision,
-    count,
-    head_shapes,
+    backbone_weights,
+    count_params,
     image_features,
     image_logits,
-    prepare,
+    linear_head_shapes,
+    preprocess,
     trainable_names,
-    weights,
 )
 from atlas_fl.models.vision_loading import load_vision
 from tests.models.tiny_vision import MEAN, SIZES, STD, processor, save_tiny
@@ -57,7 +57,10 @@ def images(count: int = 4, side: int = 16, *, seed: int = 0) -> torch.Tensor:
 
 
 def params_of(vision: Vision, *, num_labels: int = 5) -> dict[str, torch.Tensor]:
-    return {**weights(vision), **init_head(head_shapes(vision, num_labels=num_labels), seed=1, group="x")}
+    return {
+        **backbone_weights(vision),
+        **init_head(linear_head_shapes(vision, num_labels=num_labels), seed=1, group="x"),
+    }
 
 
 @pytest.mark.parametrize("headless", [True, False])
@@ -67,7 +70,7 @@ def test_logits_are_those_of_the_stock_classifier(
 ) -> None:
     path = folder(model_type, headless=headless)
     vision, whole = load_vision(str(path), image_size=SIZES[model_type]["image_size"]), stock(path)
-    params = {**weights(vision), "head.weight": whole.classifier.weight, "head.bias": whole.classifier.bias}
+    params = {**backbone_weights(vision), "head.weight": whole.classifier.weight, "head.bias": whole.classifier.bias}
     pixels = images(side=SIZES[model_type]["image_size"])
     with torch.no_grad():
         expected = whole(pixels).logits
@@ -91,7 +94,7 @@ def test_every_given_tensor_takes_the_place_of_its_own_and_the_module_keeps_its_
 ) -> None:
     vision = load(model_type, image_size=32 if model_type == "convnext" else 16)
     pixels, source = images(side=vision.image_size), torch.Generator().manual_seed(0)
-    before = {name: tensor.clone() for name, tensor in weights(vision).items()}
+    before = {name: tensor.clone() for name, tensor in backbone_weights(vision).items()}
     with torch.no_grad():
         usual = image_features(vision, {}, pixels)
         for name in trainable_names(vision):
@@ -99,7 +102,7 @@ def test_every_given_tensor_takes_the_place_of_its_own_and_the_module_keeps_its_
             changed = image_features(vision, {name: moved}, pixels)
             assert not changed.equal(usual) or name.endswith("k_proj.bias"), name  # softmax ignores a key's bias
         assert image_features(vision, before, pixels).equal(usual)
-    assert all(tensor.equal(before[name]) for name, tensor in weights(vision).items())
+    assert all(tensor.equal(before[name]) for name, tensor in backbone_weights(vision).items())
 
 
 def test_gradients_reach_the_given_tensors_and_equal_those_of_the_stock_module(
@@ -108,7 +111,7 @@ def test_gradients_reach_the_given_tensors_and_equal_those_of_the_stock_module(
     vision, whole = load(), stock(folder())
     label = torch.tensor([0, 1, 2, 3])
     live = {
-        **{name: tensor.clone().requires_grad_() for name, tensor in weights(vision).items()},
+        **{name: tensor.clone().requires_grad_() for name, tensor in backbone_weights(vision).items()},
         "head.weight": whole.classifier.weight.detach().clone().requires_grad_(),
         "head.bias": whole.classifier.bias.detach().clone().requires_grad_(),
     }
@@ -127,7 +130,7 @@ def test_head_dropout_multiplies_the_features_by_hand(load: Load) -> None:
     with torch.no_grad():
         features = image_features(vision, params, images())
         expected = linear(features * drop, params["head.weight"], params["head.bias"])
-        assert image_logits(vision, params, images(), drop=drop).equal(expected)
+        assert image_logits(vision, params, images(), dropout_mask=drop).equal(expected)
         assert not image_logits(vision, params, images()).equal(expected)
 
 
@@ -140,7 +143,7 @@ def test_weights_of_another_architecture_are_named(load: Load) -> None:
 def test_frozen_blocks_by_hand(load: Load) -> None:
     vision = load("dinov2")
     everything = trainable_names(vision)
-    assert set(weights(vision)) - set(everything) == {"embeddings.mask_token"}
+    assert set(backbone_weights(vision)) - set(everything) == {"embeddings.mask_token"}
     two = trainable_names(vision, frozen_blocks=2)
     assert {name.split(".")[2] for name in two if name.startswith("encoder")} == {"2"}
     assert [name for name in two if not name.startswith("encoder.layer.2.")] == ["layernorm.weight", "layernorm.bias"]
@@ -156,10 +159,10 @@ def test_counts_by_hand(load: Load) -> None:
     # 4 x 32 x 32 of attention with biases, 2 x 32 x 48 of the MLP with biases, two norms
     block = 4 * (32 * 32 + 32) + (2 * 32 * 48 + 48 + 32) + 4 * 32
     embeddings = 32 + 17 * 32 + 32 * 3 * 4 * 4 + 32
-    found = count(vision, num_labels=5, frozen_blocks=1)
+    found = count_params(vision, num_labels=5, frozen_blocks=1)
     assert found.backbone == embeddings + 3 * block + 64
     assert (found.head, found.trainable) == (5 * 33, 5 * 33 + 2 * block + 64)
-    assert count(vision, num_labels=5).trainable == found.backbone + found.head
+    assert count_params(vision, num_labels=5).trainable == found.backbone + found.head
 
 
 @pytest.mark.parametrize("model_type", ["vit", "deit", "dinov2", "dinov2_with_registers"])
@@ -224,7 +227,7 @@ def test_images_are_prepared_as_the_models_own_processor_does(
     pixels = np.random.default_rng(side).integers(0, 256, (5, side, side, channels), dtype=np.uint8)
     colours = [Image.fromarray(image.squeeze(-1) if channels == 1 else image).convert("RGB") for image in pixels]
     expected = own(images=colours, return_tensors="pt").pixel_values
-    found = prepare(vision, pixels)
+    found = preprocess(vision, pixels)
     # Pillow weighs in fixed point: at most one of 255 levels apart, and nothing where nothing is resized
     apart = ((found - expected).abs() * torch.tensor(STD)[:, None, None] * 255).max()
     assert apart <= (1 if side != 16 else 0) + 1e-3
@@ -235,9 +238,9 @@ def test_one_pixel_by_hand(load: Load) -> None:
     vision = load()
     pixels = np.full((1, 16, 16, 1), 51, dtype=np.uint8)
     expected = torch.tensor([(0.2 - mean) / std for mean, std in zip(MEAN, STD)])
-    assert prepare(vision, pixels)[0, :, 3, 5] == pytest.approx(expected, abs=1e-6)
+    assert preprocess(vision, pixels)[0, :, 3, 5] == pytest.approx(expected, abs=1e-6)
     pixels.flags.writeable = False
-    assert prepare(vision, pixels).equal(prepare(vision, torch.full((1, 16, 16, 1), 51, dtype=torch.uint8)))
+    assert preprocess(vision, pixels).equal(preprocess(vision, torch.full((1, 16, 16, 1), 51, dtype=torch.uint8)))
 
 
 def test_a_processor_that_does_not_normalise_or_crops_is_followed_or_refused(
@@ -245,7 +248,7 @@ def test_a_processor_that_does_not_normalise_or_crops_is_followed_or_refused(
 ) -> None:
     plain = written_processor(folder(), tmp_path / "a", do_normalize=False, do_rescale=False)
     assert load_vision(str(plain)).rescale == 1.0
-    assert prepare(load_vision(str(plain)), np.full((1, 16, 16, 3), 51, dtype=np.uint8)).unique().tolist() == [51.0]
+    assert preprocess(load_vision(str(plain)), np.full((1, 16, 16, 3), 51, dtype=np.uint8)).unique().tolist() == [51.0]
     with pytest.raises(ModelError, match=r"resizes by Pillow's filter 1; known: \{2: 'bilinear', 3: 'bicubic'\}"):
         load_vision(str(written_processor(folder(), tmp_path / "b", resample=1)))
     crops = {"do_center_crop": True, "crop_size": {"height": 8, "width": 8}, "size": {"shortest_edge": 12}}
@@ -280,5 +283,5 @@ def test_wrong_models_are_one_line(
 
 def test_vision_models_are_registered_as_such() -> None:
     assert [alias for alias, model in MODELS.items() if model.images] == ["dino-vits16", "dinov2-vits14"]
-    assert locate("dino-vits16").path == "facebook/dino-vits16"
+    assert locate_model("dino-vits16").path == "facebook/dino-vits16"
     assert "not where the weights come from" in MODELS["dinov2-vits14"].note

@@ -10,8 +10,8 @@ from atlas_fl.models.backbone import model_shape, target_modules
 from atlas_fl.models.loading import load_backbone
 from atlas_fl.models.lora import init_head
 from atlas_fl.models.registry import VISION_FAMILIES, head_shapes
-from atlas_fl.models.vision import weights
-from atlas_fl.models.vision_loading import load_image_backbone, tokens_of
+from atlas_fl.models.vision import backbone_weights
+from atlas_fl.models.vision_loading import load_image_backbone, tokens_per_image
 from tests.models.tiny_vision import save_tiny
 
 TOKENS = {"vit": 17, "deit": 18, "dinov2": 17, "dinov2_with_registers": 20}
@@ -21,7 +21,7 @@ TOKENS = {"vit": 17, "deit": 18, "dinov2": 17, "dinov2_with_registers": 20}
 @pytest.mark.parametrize("model_type", sorted(VISION_FAMILIES))
 def test_the_tokens_the_shape_and_the_head_are_those_of_the_architecture(model_type: str, tmp_path: Path) -> None:
     backbone = load_image_backbone(str(save_tiny(tmp_path, model_type)))
-    assert backbone.vision is not None and tokens_of(backbone.vision) == TOKENS[model_type]
+    assert backbone.vision is not None and tokens_per_image(backbone.vision) == TOKENS[model_type]
     shape = model_shape(backbone, target_modules(backbone, ("all-linear",)))
     inner = 64 if "dino" in model_type else 48
     assert (shape.hidden, shape.intermediate, shape.heads, shape.num_layers) == (32, inner, 4, 3)
@@ -37,12 +37,12 @@ def test_the_tokens_the_shape_and_the_head_are_those_of_the_architecture(model_t
 
 def test_a_larger_image_has_more_tokens(tmp_path: Path) -> None:
     backbone = load_image_backbone(str(save_tiny(tmp_path, "vit")), image_size=24)
-    assert backbone.vision is not None and tokens_of(backbone.vision) == 6 * 6 + 1
+    assert backbone.vision is not None and tokens_per_image(backbone.vision) == 6 * 6 + 1
 
 
 def test_given_weights_are_not_copied_and_blocks_may_be_computed_again(tmp_path: Path) -> None:
     path = str(save_tiny(tmp_path, "dinov2"))
-    given = {key: tensor.clone() + 1 for key, tensor in weights(load_image_backbone(path).vision).items()}
+    given = {key: tensor.clone() + 1 for key, tensor in backbone_weights(load_image_backbone(path).vision).items()}
     backbone = load_image_backbone(path, weights=given, gradient_checkpointing=True)
     assert all(tensor.data_ptr() == given[key].data_ptr() for key, tensor in backbone.frozen.items())
     assert [block.training for block in backbone.blocks] == [True, True, False]

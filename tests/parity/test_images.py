@@ -21,13 +21,13 @@ from atlas_fl.client.job import ClientTokens, Job, Site, Update
 from atlas_fl.client.local_training import TrainOptions, train
 from atlas_fl.client.registry import ACTIONS
 from atlas_fl.data.task import Task
-from atlas_fl.models.backbone import Backbone, layer_of, module_dims
+from atlas_fl.models.backbone import Backbone, block_index, module_dims
 from atlas_fl.models.lora import init_head
 from atlas_fl.models.peft_io import default_targets, export_adapter, import_adapter
 from atlas_fl.models.registry import VISION_FAMILIES, head_shapes
-from atlas_fl.models.tokenization import Encoded, encode_images
-from atlas_fl.models.vision import prepare
-from atlas_fl.models.vision_loading import load_image_backbone, tokens_of
+from atlas_fl.models.tokenization import EncodedExamples, encode_images
+from atlas_fl.models.vision import preprocess
+from atlas_fl.models.vision_loading import load_image_backbone, tokens_per_image
 from tests.models.tiny_vision import save_tiny
 
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # PEFT's
@@ -68,7 +68,7 @@ def load(tmp_path_factory: pytest.TempPathFactory) -> Load:
     )
 
 
-def images(client: str, length: int) -> Encoded:
+def images(client: str, length: int) -> EncodedExamples:
     source, (side, channels) = np.random.default_rng(sum(map(ord, client))), SIDES[client]
     pixels = source.integers(256, size=(EXAMPLES[client], side, side, channels), dtype=np.uint8)
     return encode_images(pixels, source.integers(LABELS[client], size=EXAMPLES[client]), length=length)
@@ -76,7 +76,7 @@ def images(client: str, length: int) -> Encoded:
 
 def site_of(backbone: Backbone, targets: Sequence[str] = (), *, max_tokens: int = 4096) -> Site:
     assert backbone.vision is not None
-    length = tokens_of(backbone.vision)
+    length = tokens_per_image(backbone.vision)
     data = {
         client: ClientTokens(
             task=Task(name=client[0], num_labels=LABELS[client], images=True, load=lambda _: pytest.fail("not read")),
@@ -98,7 +98,7 @@ def params_of(site: Site, client: str) -> dict[str, Tensor]:
     source = torch.Generator().manual_seed(len(client) + EXAMPLES[client])
     params = {}
     for name, module in site.modules.items():
-        (d_in, d_out), rank = module_dims(module), RANKS[client][layer_of(site.backbone, name)]
+        (d_in, d_out), rank = module_dims(module), RANKS[client][block_index(site.backbone, name)]
         params[f"{name}.lora_A"] = torch.empty(rank, d_in).normal_(0, 0.2, generator=source)
         params[f"{name}.lora_B"] = torch.empty(d_out, rank).normal_(0, 0.2, generator=source)
     shapes = head_shapes(site.backbone.family, hidden=site.backbone.width, num_labels=LABELS[client])
@@ -130,7 +130,7 @@ def test_logits_and_gradients_are_those_of_stock_transformers_with_peft(
         )
         theirs = PeftModel.from_pretrained(stock, str(folder), is_trainable=True).eval()
         assert backbone.vision is not None
-        found = theirs(prepare(backbone.vision, data.pixels)).logits
+        found = theirs(preprocess(backbone.vision, data.pixels)).logits
         torch.testing.assert_close(own, found, atol=1e-5, rtol=1e-5)
         assert found.std() > 0.05
         cross_entropy(found, torch.from_numpy(data.labels)).backward()
@@ -158,7 +158,7 @@ def test_at_another_image_size_peft_gives_the_same_logits_by_interpolating_posit
     row = make_row([data], device=torch.device("cpu"))
     assert backbone.vision is not None
     with torch.no_grad(), forward(row, [params], site) as logits:
-        wanted = theirs(prepare(backbone.vision, data.pixels), **how).logits
+        wanted = theirs(preprocess(backbone.vision, data.pixels), **how).logits
     torch.testing.assert_close(logits[0], wanted, atol=1e-5, rtol=1e-5)
 
 

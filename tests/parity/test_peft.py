@@ -15,7 +15,7 @@ from atlas_fl.client.batching import forward, make_row
 from atlas_fl.client.job import Job
 from atlas_fl.client.local_training import TrainOptions, train
 from atlas_fl.models.peft_io import export_adapter, import_adapter
-from atlas_fl.models.tokenization import Encoded
+from atlas_fl.models.tokenization import EncodedExamples
 
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # PEFT's
 
@@ -26,7 +26,7 @@ SCALES: dict[str, Callable[[int], float]] = {
 }
 
 
-def inputs(tiny, data: Encoded, index: np.ndarray) -> dict[str, Tensor]:
+def inputs(tiny, data: EncodedExamples, index: np.ndarray) -> dict[str, Tensor]:
     """A padded batch as the stock classifiers take it."""
     part = data.take(index)
     shape = len(part), int(part.lengths.max())
@@ -39,7 +39,7 @@ def inputs(tiny, data: Encoded, index: np.ndarray) -> dict[str, Tensor]:
     return batch
 
 
-def ours(site, data: Encoded, params: Mapping[str, Tensor]) -> Tensor:
+def ours(site, data: EncodedExamples, params: Mapping[str, Tensor]) -> Tensor:
     with torch.no_grad(), forward(make_row([data], device=torch.device("cpu")), [params], site) as logits:
         return logits[0]
 

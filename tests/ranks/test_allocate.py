@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 
 from atlas_fl.errors import BudgetError, ConfigError
-from atlas_fl.ranks.allocation import ALLOCATORS, check_candidates, find_allocator, fixed
+from atlas_fl.ranks.allocation import ALLOCATORS, check_candidates, find_allocator, fixed_rank
 
 SPARSE = (4, 8, 16, 32, 64)
 DENSE = tuple(range(1, 65))
@@ -86,15 +86,15 @@ def test_matched_uses_the_bytes_of_uniform() -> None:
 
 def test_fixed_is_that_rank_everywhere_or_an_error() -> None:
     importance, table = np.array([0.9, 0.1]), costs([1, 1], SPARSE)
-    assert fixed(8)(importance, table, SPARSE, budget_bytes=16, max_rank=4) == (8, 8)
+    assert fixed_rank(8)(importance, table, SPARSE, budget_bytes=16, max_rank=4) == (8, 8)
     with pytest.raises(ConfigError, match=r"rank 9 is no candidate; choose from \(4, 8, 16, 32, 64\) or add it"):
-        fixed(9)(importance, table, SPARSE, budget_bytes=10**6, max_rank=64)
+        fixed_rank(9)(importance, table, SPARSE, budget_bytes=10**6, max_rank=64)
     with pytest.raises(BudgetError, match=r"rank 8 in each of 2 layers takes 16 bytes .* the budget is 15"):
-        fixed(8)(importance, table, SPARSE, budget_bytes=15, max_rank=64)
+        fixed_rank(8)(importance, table, SPARSE, budget_bytes=15, max_rank=64)
 
 
 def test_a_layer_without_adapted_modules_gets_no_rank() -> None:
-    for allocate in [*ALLOCATORS.values(), fixed(8)]:
+    for allocate in [*ALLOCATORS.values(), fixed_rank(8)]:
         found = allocate(np.array([0.9, 0.1]), costs([0, 1], SPARSE), SPARSE, budget_bytes=8, max_rank=64)
         assert found == (0, 8)
 

@@ -3,13 +3,13 @@ import pytest
 
 from atlas_fl.errors import BudgetError, ConfigError
 from atlas_fl.models.registry import ModelShape
-from atlas_fl.ranks.allocation import ALLOCATORS, Assignment, assign_ranks
-from atlas_fl.ranks.cost_model import Fractions, Step, adapter_bytes
+from atlas_fl.ranks.allocation import ALLOCATORS, RankAssignment, assign_ranks
+from atlas_fl.ranks.cost_model import MemoryFractions, TrainingStep, adapter_bytes
 from atlas_fl.ranks.devices import DEVICES, Device, parse_device
 
 CANDIDATES = (4, 8, 16, 32, 64)
 IMPORTANCE = np.array([0.05, 0.08, 0.12, 0.2, 0.25, 0.3])
-STEP = Step(tokens=16 * 128, head_params=770)
+STEP = TrainingStep(tokens=16 * 128, head_params=770)
 DEFAULTS = ("cpu_2gb", "tablet_4gb", "laptop_8gb", "gpu_16gb")
 
 
@@ -26,7 +26,7 @@ def encoder(*, hidden: int = 384, blocks: int = 6) -> ModelShape:
     )
 
 
-def assign(device: Device, rule: str = "budget", shape: ModelShape | None = None, **options: object) -> Assignment:
+def assign(device: Device, rule: str = "budget", shape: ModelShape | None = None, **options: object) -> RankAssignment:
     shape = shape or encoder()
     values = {"importance": IMPORTANCE, "candidates": CANDIDATES, "step": STEP, **options}
     return assign_ranks(shape, device, rule=rule, **values)  # type: ignore[arg-type]
@@ -53,8 +53,8 @@ def test_the_default_devices_get_different_ranks_that_follow_importance() -> Non
 
 
 def test_own_bytes_stand_in_for_the_allowance_both_ways() -> None:
-    assert assign(DEVICES["cpu_2gb"], "uniform", own_bytes=16 * 36_864).ranks == (16,) * 6
-    assert assign(DEVICES["gpu_16gb"], "uniform", own_bytes=16 * 36_864 - 1).ranks == (8,) * 6
+    assert assign(DEVICES["cpu_2gb"], "uniform", allowance_bytes=16 * 36_864).ranks == (16,) * 6
+    assert assign(DEVICES["gpu_16gb"], "uniform", allowance_bytes=16 * 36_864 - 1).ranks == (8,) * 6
 
 
 def test_the_largest_rank_estimate_is_the_budget_over_a_rank_everywhere() -> None:
@@ -79,15 +79,15 @@ def test_an_allowance_that_was_spelled_out_does_not() -> None:
     with pytest.raises(BudgetError, match=expected):
         assign(parse_device(text))
     with pytest.raises(BudgetError, match=expected):
-        assign(DEVICES["gpu_16gb"], own_bytes=147_455)
+        assign(DEVICES["gpu_16gb"], allowance_bytes=147_455)
     with pytest.raises(ConfigError, match="adapter_bytes 0 is not allowed"):
-        assign(DEVICES["gpu_16gb"], own_bytes=0)
+        assign(DEVICES["gpu_16gb"], allowance_bytes=0)
 
 
 def test_a_number_is_that_rank_on_every_device_but_not_beyond_own_bytes_or_memory() -> None:
     assert assign(DEVICES["smartphone"], "32").ranks == (32,) * 6  # above its list and its second of upload
     with pytest.raises(BudgetError, match="adapter_bytes 300,000 does not hold rank 32"):
-        assign(DEVICES["smartphone"], "32", own_bytes=300_000)
+        assign(DEVICES["smartphone"], "32", allowance_bytes=300_000)
     with pytest.raises(ConfigError, match="rank 7 is no candidate"):
         assign(DEVICES["smartphone"], "7")
     small = parse_device("s=memory_gb=1,gflops=1,up_mbps=1,down_mbps=1,latency_ms=1,max_rank=4")
@@ -105,7 +105,7 @@ def test_a_model_too_large_for_the_device_is_an_error() -> None:
     with pytest.raises(BudgetError, match=r"cpu_2gb has 2,147.5 MB of memory and training takes"):
         assign(DEVICES["cpu_2gb"], shape=encoder(hidden=1536))
     with pytest.raises(BudgetError, match=r"cpu_2gb has 2,147.5 MB of memory and training takes"):
-        assign(DEVICES["cpu_2gb"], shape=encoder(hidden=1536), fractions=Fractions())
+        assign(DEVICES["cpu_2gb"], shape=encoder(hidden=1536), fractions=MemoryFractions())
 
 
 def test_complexity_scales_the_budget_and_not_the_shares() -> None:

@@ -7,9 +7,9 @@ from atlas_fl.ranks.allocation import (
     cluster_importance,
     complexity_factors,
     layer_importance,
+    normalise_importance,
     rngwp,
     scale_budget,
-    shares,
 )
 
 
@@ -42,7 +42,7 @@ def test_importance_ignores_the_scale_of_the_loss() -> None:
 @pytest.mark.parametrize("values", [[0.0, 0.0], [1.0, np.nan], [1.0, np.inf], [1.0, -1.0]])
 def test_no_gradient_is_no_measurement(values: list[float]) -> None:
     with pytest.raises(DataError, match=r"layer importance cannot be measured from .* finite and not all zero"):
-        shares(np.array(values))
+        normalise_importance(np.array(values))
 
 
 def test_a_layer_without_parameters_is_refused() -> None:

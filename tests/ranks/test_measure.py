@@ -4,10 +4,12 @@ from dataclasses import replace
 
 import pytest
 
-from atlas_fl.ranks.cost_model import Probe, dense, measuring_bytes, measuring_flops, training_flops
+from atlas_fl.ranks.cost_model import MeasurementCost, block_matrices, measuring_bytes, measuring_flops, training_flops
 from tests.ranks.test_predict import SHAPE
 
-LAST = Probe(lowest=1, products=(0, 200), held_bytes=(0, 1600), inputs=(dense(SHAPE),) * 2, head_bytes=56)
+LAST = MeasurementCost(
+    lowest_block=1, products=(0, 200), resident_bytes=(0, 1600), inputs=(block_matrices(SHAPE),) * 2, head_bytes=56
+)
 
 
 def test_operations_by_hand() -> None:
@@ -20,7 +22,7 @@ def test_operations_by_hand() -> None:
 def test_a_warm_up_of_which_both_factors_train_is_a_rounds_training() -> None:
     """Six operations for every number of an adapter, as `training_flops` has them."""
     products = tuple(3 * rank * sum(d_in + d_out for d_in, d_out in own) for rank, own in zip((2, 3), SHAPE.layers))
-    probe = replace(LAST, lowest=0, products=products)
+    probe = replace(LAST, lowest_block=0, products=products)
     found = measuring_flops(SHAPE, probe, range(2), tokens=10, length=5.0, logits=150)
     assert found == training_flops(SHAPE, [2, 3], tokens=10, length=5.0, logits=150)
 

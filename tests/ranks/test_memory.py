@@ -15,15 +15,15 @@ from atlas_fl.models.registry import ModelShape
 from atlas_fl.ranks.cost_model import (
     HEAP_COPIES,
     RESERVE_BYTES,
-    Fractions,
     Memory,
-    Step,
+    MemoryFractions,
+    TrainingStep,
     activation_bytes,
     adapter_bytes,
     check_memory,
     cost_table,
     device_memory,
-    device_rank,
+    largest_uniform_rank,
     layer_cost,
     rank_budget,
 )
@@ -178,7 +178,7 @@ def test_logits_are_alive_four_times_at_the_peak() -> None:
         torch.nn.functional.cross_entropy(logits, torch.arange(tokens)).backward()
     sizes = {"ranks": [8] * 6, "reserve_bytes": 0}
     found, without = (
-        device_memory(MINILM, DEVICES["cpu_2gb"], step=Step(tokens=1, logits=count), **sizes).activations_bytes
+        device_memory(MINILM, DEVICES["cpu_2gb"], step=TrainingStep(tokens=1, logits=count), **sizes).activations_bytes
         for count in (tokens * vocabulary, 0)
     )
     # blocks of this size are no part of the heap, so nothing is added to what is alive
@@ -224,7 +224,7 @@ def test_layers_of_unequal_modules_cost_unequally() -> None:
 
 
 def test_device_memory_adds_up_and_counts_four_copies() -> None:
-    step = Step(tokens=512, head_params=770)
+    step = TrainingStep(tokens=512, head_params=770)
     memory = device_memory(MINILM, DEVICES["cpu_2gb"], ranks=[8] * 6, step=step)
     trained = 48 * 6_144 + 770 * 4
     assert memory == Memory(
@@ -241,18 +241,20 @@ def test_device_memory_adds_up_and_counts_four_copies() -> None:
 
 
 def test_a_device_that_holds_two_blocks_pays_for_two() -> None:
-    whole = device_memory(MINILM, DEVICES["cpu_2gb"], ranks=[8] * 6, step=Step(tokens=512))
-    part = device_memory(MINILM, DEVICES["cpu_2gb"], ranks=[8] * 6, step=Step(tokens=512, blocks=2))
+    whole = device_memory(MINILM, DEVICES["cpu_2gb"], ranks=[8] * 6, step=TrainingStep(tokens=512))
+    part = device_memory(MINILM, DEVICES["cpu_2gb"], ranks=[8] * 6, step=TrainingStep(tokens=512, blocks=2))
     assert whole.weights_bytes - part.weights_bytes == 4 * 7_097_856
     assert part.activations_bytes == HEAP_COPIES * activation_bytes(MINILM, 512, 2, rank=8)
-    crossing = device_memory(MINILM, DEVICES["cpu_2gb"], ranks=[8] * 6, step=Step(tokens=512, blocks=2, crossing=1000))
+    crossing = device_memory(
+        MINILM, DEVICES["cpu_2gb"], ranks=[8] * 6, step=TrainingStep(tokens=512, blocks=2, crossing=1000)
+    )
     assert crossing.activations_bytes - part.activations_bytes == HEAP_COPIES * 4000
     assert part.parameters_bytes * 3 == whole.parameters_bytes
 
 
 def test_upload_bounds_parameters_and_memory_bounds_all_four_copies() -> None:
     device = DEVICES["cpu_2gb"]
-    step = Step(tokens=512)
+    step = TrainingStep(tokens=512)
     assert rank_budget(MINILM, device, step=step, upload_bytes=250_000) == 1_000_000
     free = device_memory(MINILM, device, ranks=[0] * 6, step=step).free_bytes
     inner = HEAP_COPIES * 12 * 16 * 512 * 4  # the products with A at the largest rank of the device
@@ -262,9 +264,9 @@ def test_upload_bounds_parameters_and_memory_bounds_all_four_copies() -> None:
 
 def test_no_choice_within_the_memory_budget_overruns_the_device() -> None:
     device = parse_device("tiny=memory_gb=0.6,gflops=1,up_mbps=1,down_mbps=1,latency_ms=1,max_rank=64")
-    step = Step(tokens=256, head_params=1000)
+    step = TrainingStep(tokens=256, head_params=1000)
     budget = rank_budget(MINILM, device, step=step, upload_bytes=None)
-    rank = min(device_rank(MINILM, budget_bytes=budget), 64)
+    rank = min(largest_uniform_rank(MINILM, budget_bytes=budget), 64)
     assert 16 * 6 * 1536 * rank <= budget
     assert device_memory(MINILM, device, ranks=[rank] * 6, step=step).free_bytes >= 0
 
@@ -272,10 +274,10 @@ def test_no_choice_within_the_memory_budget_overruns_the_device() -> None:
 def test_fractions_by_hand() -> None:
     # a quarter is left for parameters and gradients, .15 for the moments: the lesser counts, and is half of the bytes
     device = DEVICES["cpu_2gb"]
-    budget = rank_budget(MINILM, device, step=Step(tokens=512), upload_bytes=None, fractions=Fractions())
+    budget = rank_budget(MINILM, device, step=TrainingStep(tokens=512), upload_bytes=None, fractions=MemoryFractions())
     assert budget == int(0.3 * 2 * 2**30)
-    roomy = Fractions(base=0.5, activations=0.2, optimizer=0.2)
-    found = rank_budget(MINILM, device, step=Step(tokens=1), upload_bytes=None, fractions=roomy)
+    roomy = MemoryFractions(base=0.5, activations=0.2, optimizer=0.2)
+    found = rank_budget(MINILM, device, step=TrainingStep(tokens=1), upload_bytes=None, fractions=roomy)
     assert found == pytest.approx(0.2 * 2 * 2**30, abs=1)
 
 
@@ -286,15 +288,15 @@ def test_impossible_fractions(fractions: tuple[float, float, float]) -> None:
         rank_budget(
             MINILM,
             DEVICES["cpu_2gb"],
-            step=Step(tokens=1),
+            step=TrainingStep(tokens=1),
             upload_bytes=None,
-            fractions=Fractions(base=base, activations=activations, optimizer=optimizer),
+            fractions=MemoryFractions(base=base, activations=activations, optimizer=optimizer),
         )
 
 
 def test_a_model_that_does_not_fit_names_every_part_and_the_remedy() -> None:
     with pytest.raises(BudgetError) as error:
-        rank_budget(MINILM, DEVICES["cpu_2gb"], step=Step(tokens=20_000), upload_bytes=None)
+        rank_budget(MINILM, DEVICES["cpu_2gb"], step=TrainingStep(tokens=20_000), upload_bytes=None)
     message = str(error.value)
     assert message.startswith("cpu_2gb has 2,147.5 MB of memory and training takes 5,111.0 MB (frozen")
     for part in (
@@ -310,7 +312,7 @@ def test_a_model_that_does_not_fit_names_every_part_and_the_remedy() -> None:
 
 def test_an_allowance_below_one_byte_is_refused() -> None:
     with pytest.raises(ConfigError, match="adapter_bytes 0 is not allowed; give at least 1"):
-        rank_budget(MINILM, DEVICES["cpu_2gb"], step=Step(tokens=1), upload_bytes=0)
+        rank_budget(MINILM, DEVICES["cpu_2gb"], step=TrainingStep(tokens=1), upload_bytes=0)
 
 
 def test_check_memory_passes_what_fits_exactly() -> None:
@@ -321,5 +323,5 @@ def test_check_memory_passes_what_fits_exactly() -> None:
 
 
 def test_device_rank_is_what_the_budget_buys_everywhere() -> None:
-    assert device_rank(MINILM, budget_bytes=147_456 * 7 - 1) == 6
-    assert device_rank(MINILM, budget_bytes=147_456 * 7) == 7
+    assert largest_uniform_rank(MINILM, budget_bytes=147_456 * 7 - 1) == 6
+    assert largest_uniform_rank(MINILM, budget_bytes=147_456 * 7) == 7

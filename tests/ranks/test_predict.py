@@ -7,7 +7,7 @@ from transformers import BertConfig, BertModel
 
 from atlas_fl.models.registry import ModelShape
 from atlas_fl.ranks.cost_model import (
-    Step,
+    TrainingStep,
     adapter_bytes,
     cut_utilities,
     device_memory,
@@ -47,26 +47,32 @@ def test_flops_by_hand() -> None:
 
 def test_a_round_by_hand() -> None:
     found = predict_round(
-        SHAPE, DEVICE, ranks=[2, 3], step=Step(tokens=8, head_params=7), tokens=10, length=5.0, overhead_bytes=72
+        SHAPE,
+        DEVICE,
+        ranks=[2, 3],
+        step=TrainingStep(tokens=8, head_params=7),
+        tokens=10,
+        length=5.0,
+        overhead_bytes=72,
     )
     assert (found.up_bytes, found.down_bytes) == (500, 500)
     assert found.flops == 26_800
     assert found.compute_seconds == pytest.approx(2.68e-6)
     assert found.transfer_seconds == pytest.approx(500 / 1e6 + 500 / 2e6 + 0.2)
     assert found.seconds == pytest.approx(found.compute_seconds + found.transfer_seconds)
-    assert found.memory == device_memory(SHAPE, DEVICE, ranks=[2, 3], step=Step(tokens=8, head_params=7))
+    assert found.memory == device_memory(SHAPE, DEVICE, ranks=[2, 3], step=TrainingStep(tokens=8, head_params=7))
 
 
 def test_a_client_that_shares_nothing_sends_nothing_and_waits_for_nothing() -> None:
     found = predict_round(
-        SHAPE, DEVICE, ranks=[2, 3], step=Step(tokens=8), tokens=10, length=5.0, share=(), overhead_bytes=72
+        SHAPE, DEVICE, ranks=[2, 3], step=TrainingStep(tokens=8), tokens=10, length=5.0, share=(), overhead_bytes=72
     )
     assert (found.up_bytes, found.down_bytes, found.transfer_seconds) == (0, 0, 0.0)
     assert found.seconds == found.compute_seconds > 0
 
 
 def test_a_client_that_holds_one_block_pays_for_one() -> None:
-    found = predict_round(SHAPE, DEVICE, ranks=[2, 3], step=Step(tokens=8, blocks=1), tokens=10, length=5.0)
+    found = predict_round(SHAPE, DEVICE, ranks=[2, 3], step=TrainingStep(tokens=8, blocks=1), tokens=10, length=5.0)
     assert found.up_bytes == adapter_bytes(SHAPE, [2])
     assert found.flops == 10 * (800 + 240 + 240)
 

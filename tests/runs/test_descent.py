@@ -20,7 +20,7 @@ from atlas_fl.config import Config
 from atlas_fl.data.clients import ClientData
 from atlas_fl.errors import ConfigError
 from atlas_fl.experiment.run import resume, run
-from atlas_fl.models.vision import image_logits, prepare
+from atlas_fl.models.vision import image_logits, preprocess
 from atlas_fl.params import unprefixed
 from atlas_fl.planning.workloads import make_plan
 from atlas_fl.rng import generator
@@ -55,7 +55,7 @@ def one_loop(folder: Path, chosen: Config, client: ClientData) -> dict[str, torc
         for start in range(0, len(order), train.batch_size):
             batch = client.train.take(order[start : start + train.batch_size])
             optimizer.zero_grad()
-            logits = model(prepare(vision, batch.pixels)).logits
+            logits = model(preprocess(vision, batch.pixels)).logits
             cross_entropy(logits, torch.from_numpy(batch.label)).backward()
             optimizer.step()
         schedule.step()
@@ -180,7 +180,7 @@ def by_hand(
     optimizer, scales, good = torch.optim.SGD(leaves.values(), lr=options.lr, momentum=options.momentum), [], 0
     for batch in batches:
         with torch.autocast("cpu", dtype=torch.float16):
-            logits = image_logits(site.vision, leaves, prepare(site.vision, batch.pixels))
+            logits = image_logits(site.vision, leaves, preprocess(site.vision, batch.pixels))
         (scale * cross_entropy(logits.float(), torch.from_numpy(batch.label))).backward()
         scales.append(scale)
         gradients = [leaf.grad for leaf in leaves.values()]

@@ -18,7 +18,7 @@ from atlas_fl.deployment.service import Service
 from atlas_fl.errors import ConfigError, ModelError
 from atlas_fl.experiment.export import export
 from atlas_fl.experiment.run import RunResult, resume, run
-from atlas_fl.models.vision import prepare
+from atlas_fl.models.vision import preprocess
 from atlas_fl.planning.plan import Plan
 from atlas_fl.planning.planner import measure_leakage
 from atlas_fl.planning.workloads import make_plan
@@ -123,7 +123,7 @@ def test_the_adapters_load_onto_the_stock_classifier_and_score_as_the_run_says(
         )
         model = PeftModel.from_pretrained(stock, str(folder)).eval()
         with torch.no_grad():
-            said = model(prepare(vision, client.test.pixels)).logits.argmax(-1).numpy()
+            said = model(preprocess(vision, client.test.pixels)).logits.argmax(-1).numpy()
         (row,) = [
             row
             for row in rows(whole.folder)

@@ -26,7 +26,7 @@ from atlas_fl.experiment.export import export
 from atlas_fl.experiment.rounds import sample_of
 from atlas_fl.experiment.run import resume, run
 from atlas_fl.experiment.task_arithmetic import masks_of_clients
-from atlas_fl.models.vision import image_logits, prepare
+from atlas_fl.models.vision import image_logits, preprocess
 from atlas_fl.params import unprefixed
 from atlas_fl.planning.masks import prepare_whole
 from atlas_fl.planning.workloads import make_plan
@@ -111,7 +111,7 @@ def test_accuracy_by_class_adds_up_to_the_accuracy_and_is_drawn(config: Make) ->
     held = stored["digits-0"]
     for digit in (0, 7):
         pixels = np.concatenate([own.test.pixels[own.test.label == digit] for own in assembly.clients])
-        logits = image_logits(assembly.site.vision, held, prepare(assembly.site.vision, pixels))
+        logits = image_logits(assembly.site.vision, held, preprocess(assembly.site.vision, pixels))
         share = float((logits.argmax(1) == digit).float().mean())
         assert classes[str(digit)] == {"examples": len(pixels), "accuracy": pytest.approx(share)}
     assert result.folder / "figures/by-class.png" in draw_all(result.folder)
@@ -162,7 +162,7 @@ def test_a_central_run_stops_where_it_is_no_better_and_its_best_round_can_be_exp
     held = sorted(path.name for path in (result.folder / "checkpoints").glob("round-*"))
     assert held == [f"round-{best:04d}", f"round-{last:04d}"]
     assembly = assemble_images(chosen)
-    pixels = prepare(assembly.site.vision, assembly.clients[0].test.pixels)
+    pixels = preprocess(assembly.site.vision, assembly.clients[0].test.pixels)
     for round, number in ((None, last), ("best", best), (str(best), best)):
         folder = export(result.folder, client="0", to=tmp_path / f"model-{round}", round=round)
         stock = AutoModelForImageClassification.from_pretrained(folder).eval()
@@ -238,7 +238,7 @@ def test_an_exported_model_gives_the_same_logits_in_stock_transformers(config: M
     chosen = config(rounds=1, frozen_blocks=1)
     folder = run(chosen).folder
     assembly = assemble_images(chosen)
-    pixels = prepare(assembly.site.vision, assembly.clients[0].test.pixels)
+    pixels = preprocess(assembly.site.vision, assembly.clients[0].test.pixels)
     wanted = image_logits(assembly.site.vision, starts(folder, 1)["digits-0"], pixels)
     stock = AutoModelForImageClassification.from_pretrained(folder / "models/digits-0").eval()
     with torch.no_grad():

@@ -18,7 +18,7 @@ from atlas_fl.cli.main import main
 from atlas_fl.config import Config, config_hash
 from atlas_fl.errors import ConfigError, DataError
 from atlas_fl.experiment.run import run
-from atlas_fl.models.tokenization import Encoded
+from atlas_fl.models.tokenization import EncodedExamples
 from atlas_fl.planning.leakage import leakage_of
 from atlas_fl.planning.planner import measure_leakage
 from atlas_fl.planning.workloads import make_plan
@@ -36,7 +36,7 @@ def texts(assembly: Assembly, task: str, split: str) -> list[list[int]]:
     found: list[list[int]] = []
     for client in assembly.clients:
         if client.task.name == task:
-            own: Encoded = assembly.site.data[client.name].splits[split]  # type: ignore[index]
+            own: EncodedExamples = assembly.site.data[client.name].splits[split]  # type: ignore[index]
             found += [part.tolist() for part in np.split(own.ids, own.offsets[1:-1])]
     return found
 

@@ -9,7 +9,7 @@ import pytest
 from safetensors.numpy import load_file
 
 from atlas_fl.client.fingerprint import FIRST, SECOND
-from atlas_fl.clustering.result import Clustering, placed
+from atlas_fl.clustering.result import Clustering, assign_client
 from atlas_fl.config import Config
 from atlas_fl.errors import CheckpointError, ConfigError, DataError
 from atlas_fl.events import ignore
@@ -57,7 +57,7 @@ def test_a_client_of_the_run_that_is_asked_again_has_the_sketches_of_the_run(fol
     for half, key in ((FIRST, "sketch/first"), (SECOND, "sketch/second")):
         np.testing.assert_allclose(update.params[half].numpy(), stored[key][0], atol=1e-3)
     clustering = Clustering.from_json(json.loads((folder / "plan.json").read_text())["clustering"])
-    place = placed(clustering, update.params[FIRST].numpy(), update.params[SECOND].numpy())
+    place = assign_client(clustering, update.params[FIRST].numpy(), update.params[SECOND].numpy())
     assert place.cluster == clustering.labels[0]
     assert place.reliability == pytest.approx(clustering.reliability[0], abs=1e-3)
 

@@ -25,8 +25,8 @@ from atlas_fl.experiment.task_arithmetic import (
     over_scales,
     vectors_of,
 )
-from atlas_fl.models.vision import image_logits, prepare
-from atlas_fl.sparse.task_vectors import apply, merge
+from atlas_fl.models.vision import image_logits, preprocess
+from atlas_fl.sparse.task_vectors import apply_vector, merge_vectors
 from atlas_fl.storage.jsonl import read_json, write_json
 from atlas_fl.storage.run_folder import RunFolder
 from tests.report.test_plots import overlaps
@@ -84,7 +84,7 @@ def test_scale_one_of_one_run_is_that_run_and_zero_is_its_base(runs: dict[str, T
 
 def test_the_mean_of_two_is_the_model_between_them_on_both_tasks(runs: dict[str, TrainedRun]) -> None:
     base = base_of(list(runs.values()))
-    vector = merge(vectors_of(runs, base), method="mean")
+    vector = merge_vectors(vectors_of(runs, base), method="mean")
     (row,) = over_scales(runs, base, vector, scales=[1.0])
     one, two = (own.body for own in runs.values())
     assert one.keys() == two.keys() == base.keys()
@@ -102,10 +102,10 @@ def test_the_merged_model_is_one_that_stock_transformers_loads(
     assert (code, err) == (0, "") and "wrote" in out
     assert sorted(path.name for path in to.iterdir()) == ["run-42", "run-7", "scales.csv", "scales.png"]
     base = base_of(list(runs.values()))
-    body = apply(base, merge(vectors_of(runs, base), method="ties", keep=0.5), scale=0.5)
+    body = apply_vector(base, merge_vectors(vectors_of(runs, base), method="ties", keep=0.5), scale=0.5)
     for folder, own in zip(("run-42", "run-7"), runs.values(), strict=True):
         client = own.assembly.clients[0]
-        pixels = prepare(own.assembly.site.vision, client.test.pixels)
+        pixels = preprocess(own.assembly.site.vision, client.test.pixels)
         wanted = image_logits(own.assembly.site.vision, {**body, **own.heads[client.name]}, pixels)
         stock = AutoModelForImageClassification.from_pretrained(to / folder).eval()
         with torch.no_grad():

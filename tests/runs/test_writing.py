@@ -110,13 +110,13 @@ def test_an_exported_adapter_gives_stock_transformers_the_recorded_perplexity(mi
         data, nats = site.data[client].splits["test"], 0.0
         for i in range(len(data)):
             one = data.take(np.array([i]))
-            labels = torch.from_numpy(np.where(one.written, one.ids, -100))[None]
+            labels = torch.from_numpy(np.where(one.target_mask, one.ids, -100))[None]
             with torch.no_grad():
-                nats += float(model(input_ids=torch.from_numpy(one.ids)[None], labels=labels).loss) * one.predictions[0]
+                nats += float(model(input_ids=torch.from_numpy(one.ids)[None], labels=labels).loss) * one.num_targets[0]
         (row,) = (
             r for r in rows(result.folder) if (r.get("client"), r.get("split"), r["round"]) == (client, "test", 2)
         )
-        assert row["perplexity"] == pytest.approx(math.exp(nats / data.predictions.sum()), rel=1e-4)
+        assert row["perplexity"] == pytest.approx(math.exp(nats / data.num_targets.sum()), rel=1e-4)
 
 
 def test_a_run_starts_from_an_exported_adapter_that_writes(mixed: Make) -> None:
@@ -148,7 +148,7 @@ def test_logits_are_counted_in_memory_and_packs(mixed: Make) -> None:
     size = len(assembly.site.backbone.vocabulary)
     assert assembly.shape.vocabulary == size == 41
     for client in assembly.clients:
-        own = assembly.site.data[client.name].splits["train"].predictions
+        own = assembly.site.data[client.name].splits["train"].num_targets
         most = int(np.sort(own)[::-1][: made.training.batch_size].sum())
         assert step_of(assembly, client, None).logits == most * size
     # 4 copies of 4 bytes for each of a vocabulary that is all that counts

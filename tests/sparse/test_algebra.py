@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from atlas_fl.errors import ModelError
-from atlas_fl.sparse.masks import check_mask, density, intersection, layers, num_kept, overlap, union
+from atlas_fl.sparse.masks import check_mask, density, density_by_layer, intersection, num_kept, overlap, union
 
 ONE = {"a": torch.tensor([True, True, False, False]), "b": torch.tensor([[True, False]])}
 TWO = {"a": torch.tensor([False, True, True, False]), "b": torch.tensor([[True, False]])}
@@ -53,4 +53,4 @@ def test_the_share_of_a_layer_is_that_of_all_its_tensors_by_hand() -> None:
         "embeddings.cls": torch.tensor([True, False]),
     }
     wanted = {"embeddings": 0.5, "encoder.layer.9": 0.5, "encoder.layer.10": 0.0, "layernorm": 1.0}
-    assert list(layers(mask).items()) == list(wanted.items())
+    assert list(density_by_layer(mask).items()) == list(wanted.items())

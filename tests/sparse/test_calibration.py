@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from atlas_fl.errors import ConfigError, ModelError
-from atlas_fl.sparse.masks import SHRINK, calibrate, turned_down
+from atlas_fl.sparse.masks import SHRINK, calibrate_mask, shrink_frozen
 
 PARAMS = {"w": torch.tensor([4.0, 3.0, 2.0, 1.0]), "head": torch.tensor([5.0])}
 
@@ -20,26 +20,26 @@ def test_two_rounds_by_hand() -> None:
         return {"w": -params["w"] if len(seen) == 1 else params["w"] + params["head"]}
 
     words = {"names": ["w"], "strategy": "least_sensitive", "sparsity": 0.75}
-    assert calibrate(score, PARAMS, rounds=2, **words)["w"].tolist() == [False, True, False, False]
+    assert calibrate_mask(score, PARAMS, rounds=2, **words)["w"].tolist() == [False, True, False, False]
     assert torch.equal(seen[0]["w"], PARAMS["w"])
     assert torch.equal(seen[1]["w"], torch.tensor([4.0, 3.0, SHRINK * 2.0, SHRINK * 1.0]))
     assert torch.equal(seen[1]["head"], PARAMS["head"])
     seen.clear()
-    assert calibrate(score, PARAMS, rounds=1, **words)["w"].tolist() == [True, False, False, False]
+    assert calibrate_mask(score, PARAMS, rounds=1, **words)["w"].tolist() == [True, False, False, False]
 
 
 def test_nothing_is_turned_down_where_nothing_is_frozen() -> None:
     ones = {"w": torch.ones(4, dtype=torch.bool)}
-    assert torch.equal(turned_down(PARAMS, ones, shrink=0.1)["w"], PARAMS["w"])
+    assert torch.equal(shrink_frozen(PARAMS, ones, shrink=0.1)["w"], PARAMS["w"])
 
 
 def test_bad_numbers_are_refused() -> None:
     words = {"names": ["w"], "strategy": "random", "seed": 0}
     with pytest.raises(ConfigError, match="calibration has 0 rounds"):
-        calibrate(dict, PARAMS, sparsity=0.5, rounds=0, **words)
+        calibrate_mask(dict, PARAMS, sparsity=0.5, rounds=0, **words)
     with pytest.raises(ConfigError, match="shrink is 2"):
-        calibrate(dict, PARAMS, sparsity=0.5, rounds=1, shrink=2, **words)
+        calibrate_mask(dict, PARAMS, sparsity=0.5, rounds=1, shrink=2, **words)
     with pytest.raises(ConfigError, match=r"sparsity is 1\.0"):
-        calibrate(dict, PARAMS, sparsity=1.0, rounds=1, **words)
+        calibrate_mask(dict, PARAMS, sparsity=1.0, rounds=1, **words)
     with pytest.raises(ModelError, match="no parameter 'v'"):
-        calibrate(dict, PARAMS, sparsity=0.5, rounds=1, **(words | {"names": ["v"]}))
+        calibrate_mask(dict, PARAMS, sparsity=0.5, rounds=1, **(words | {"names": ["v"]}))

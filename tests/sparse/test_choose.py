@@ -3,7 +3,7 @@ import pytest
 import torch
 
 from atlas_fl.errors import ModelError
-from atlas_fl.sparse.masks import chosen_of, lowest
+from atlas_fl.sparse.masks import bottom_k, select_params
 
 
 def taken(mask):
@@ -11,7 +11,7 @@ def taken(mask):
 
 
 def choose(values, count, within=None):
-    return lowest(lambda name: values[name], values, count=count, within=within)
+    return bottom_k(lambda name: values[name], values, count=count, within=within)
 
 
 def test_ties_are_broken_by_name_and_position_by_hand() -> None:
@@ -67,6 +67,6 @@ def test_float64_is_ranked_as_such_and_bfloat16_exactly() -> None:
 
 
 def test_an_unknown_parameter_is_named() -> None:
-    assert list(chosen_of({"a": torch.ones(1), "b": torch.ones(1)}, ["b"])) == ["b"]
+    assert list(select_params({"a": torch.ones(1), "b": torch.ones(1)}, ["b"])) == ["b"]
     with pytest.raises(ModelError, match="no parameter 'c'; it has 1, such as 'a'"):
-        chosen_of({"a": torch.ones(1)}, ["c"])
+        select_params({"a": torch.ones(1)}, ["c"])

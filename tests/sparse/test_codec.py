@@ -3,7 +3,7 @@ import torch
 
 from atlas_fl.errors import ConfigError, ModelError, ProtocolError
 from atlas_fl.sparse.codec import (
-    Drawn,
+    RandomMask,
     bitmap_size,
     decode_mask,
     decode_values,
@@ -39,10 +39,10 @@ def test_the_forms_of_a_mask_by_hand() -> None:
     assert found["bitmap"].tolist() == [0b01101000]
     flat = {"w": torch.arange(1000) < 200}
     assert decode(encode_mask(flat))["runs"].tolist() == [0, 72 + 128, 1, 32 + 128, 6]
-    drawn = Drawn(seed=5, sparsity=0.9)
+    drawn = RandomMask(seed=5, sparsity=0.9)
     mask = make_mask("random", {"w": torch.zeros(3000)}, sparsity=0.9, seed=5)
-    assert decode(encode_mask(mask, drawn=drawn))["seed"].tolist() == [5, 0]
-    assert len(encode_mask(mask, drawn=drawn)) < 300 < len(encode_mask(mask))
+    assert decode(encode_mask(mask, random_mask=drawn))["seed"].tolist() == [5, 0]
+    assert len(encode_mask(mask, random_mask=drawn)) < 300 < len(encode_mask(mask))
 
 
 @pytest.mark.parametrize("sparsity", [0.1, 0.5, 0.9, 0.99, 0.999])
@@ -104,4 +104,4 @@ def test_what_is_damaged_or_of_another_model_is_refused() -> None:
     with pytest.raises(ModelError, match="the mask has none for 'b'"):
         encode_values(PARAMS, {"w": MASK["w"]})
     with pytest.raises(ConfigError, match="not the random one"):
-        encode_mask(MASK, drawn=Drawn(seed=1, sparsity=0.5))
+        encode_mask(MASK, random_mask=RandomMask(seed=1, sparsity=0.5))

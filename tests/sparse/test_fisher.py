@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from atlas_fl.errors import BudgetError, ConfigError, DataError, ModelError
-from atlas_fl.sparse.fisher import Fisher, draw_label, fisher, of_module, total, uniforms
+from atlas_fl.sparse.fisher import Fisher, draw_label, fisher_scores, label_uniforms, logits_of_module, sum_fisher
 
 
 def softmax_regression(params, inputs):
@@ -27,7 +27,7 @@ def test_one_example_by_hand(method) -> None:
     """Two classes with equal logits: p = 1/2, so d log p_0 / d w_0 = (1 - 1/2) x and d log p_0 / d w_1 = -x / 2."""
     params = {"w": torch.zeros(2, 2), "b": torch.zeros(2)}
     words = {"names": ["w", "b"], "labels": "true", "targets": torch.tensor([0]), "method": method}
-    found = fisher(softmax_regression, params, inputs=torch.tensor([[2.0, 6.0]]), **words)
+    found = fisher_scores(softmax_regression, params, inputs=torch.tensor([[2.0, 6.0]]), **words)
     assert found.mean["w"].tolist() == [[1.0, 9.0], [1.0, 9.0]]
     assert found.mean["b"].tolist() == [0.25, 0.25]
     assert found.examples == 1
@@ -37,10 +37,10 @@ def test_the_closed_form_of_softmax_regression() -> None:
     """d log p_y / d w_cj = (1[c = y] - p_c) x_j, so F_cj = sum_n (1[c = y_n] - p_nc)^2 x_nj^2."""
     inputs, seed = drawn(2, 50, 4), 7
     p = softmax_regression(REGRESSION, inputs).double().softmax(-1)
-    labels = (p.cumsum(-1) <= torch.from_numpy(uniforms(seed, range(50)))[:, None]).sum(-1)
+    labels = (p.cumsum(-1) <= torch.from_numpy(label_uniforms(seed, range(50)))[:, None]).sum(-1)
     residual = (nn.functional.one_hot(labels, 3) - p).square()
     for words in ({"seed": seed}, {"labels": "true", "targets": labels}):
-        found = fisher(softmax_regression, REGRESSION, names=["w", "b"], inputs=inputs, **words)
+        found = fisher_scores(softmax_regression, REGRESSION, names=["w", "b"], inputs=inputs, **words)
         torch.testing.assert_close(found.sums["w"].double(), residual.mT @ inputs.double().square(), rtol=1e-5, atol=0)
         torch.testing.assert_close(found.sums["b"].double(), residual.sum(0), rtol=1e-5, atol=0)
         torch.testing.assert_close(found.mean["b"], found.sums["b"] / 50)
@@ -50,10 +50,12 @@ def test_labels_are_drawn_from_the_model() -> None:
     """Over draws (1[c = y] - p_c)^2 has the mean p_c (1 - p_c); 4000 of them come within four standard errors."""
     params = {"w": torch.zeros(3, 1), "b": torch.tensor([0.0, 1.0, -2.0])}
     p = params["b"].double().softmax(-1)
-    found = fisher(softmax_regression, params, names=["b"], inputs=torch.zeros(4000, 1), seed=1).mean["b"].double()
+    found = (
+        fisher_scores(softmax_regression, params, names=["b"], inputs=torch.zeros(4000, 1), seed=1).mean["b"].double()
+    )
     spread = (p * (1 - p) * (1 - 2 * p).square() / 4000).sqrt()
     assert ((found - p * (1 - p)).abs() <= 4 * spread).all()
-    labels = [int(draw_label(params["b"], torch.tensor(u))) for u in uniforms(1, range(4000))]
+    labels = [int(draw_label(params["b"], torch.tensor(u))) for u in label_uniforms(1, range(4000))]
     assert np.bincount(labels) / 4000 == pytest.approx(p.numpy(), abs=4 * 0.5 / 4000**0.5)
 
 
@@ -71,8 +73,8 @@ def test_a_uniform_number_settles_the_label_by_hand() -> None:
 
 def test_true_labels_and_sampled_ones_differ_and_the_seed_matters() -> None:
     words = {"names": ["w"], "inputs": drawn(2, 30, 4)}
-    first, again, other = (fisher(softmax_regression, REGRESSION, seed=s, **words).sums["w"] for s in (1, 1, 2))
-    true = fisher(softmax_regression, REGRESSION, labels="true", targets=torch.zeros(30), **words).sums["w"]
+    first, again, other = (fisher_scores(softmax_regression, REGRESSION, seed=s, **words).sums["w"] for s in (1, 1, 2))
+    true = fisher_scores(softmax_regression, REGRESSION, labels="true", targets=torch.zeros(30), **words).sums["w"]
     assert torch.equal(first, again)
     assert not torch.allclose(first, other)
     assert not torch.allclose(first, true)
@@ -84,48 +86,48 @@ def test_it_is_not_the_square_of_the_batchs_gradient() -> None:
     loss = nn.functional.cross_entropy(softmax_regression({"w": w, "b": REGRESSION["b"]}, inputs), targets)
     (gradient,) = torch.autograd.grad(loss, w)
     words = {"names": ["w"], "labels": "true", "targets": targets}
-    found = fisher(softmax_regression, REGRESSION, inputs=inputs, **words).mean["w"]
+    found = fisher_scores(softmax_regression, REGRESSION, inputs=inputs, **words).mean["w"]
     assert (found > 5 * gradient.square()).float().mean() > 0.9
 
 
 def test_parts_of_the_data_add_up_to_the_whole() -> None:
     inputs = drawn(2, 23, 4)
-    whole = fisher(softmax_regression, REGRESSION, names=["w", "b"], inputs=inputs, seed=3)
+    whole = fisher_scores(softmax_regression, REGRESSION, names=["w", "b"], inputs=inputs, seed=3)
     sizes = [0, 5, 17, 1]
     starts = np.cumsum([0, *sizes])
     parts = [
-        fisher(softmax_regression, REGRESSION, names=["w", "b"], inputs=inputs[a:b], ids=range(a, b), seed=3)
+        fisher_scores(softmax_regression, REGRESSION, names=["w", "b"], inputs=inputs[a:b], ids=range(a, b), seed=3)
         for a, b in pairwise(starts)
     ]
-    summed = total(parts)
+    summed = sum_fisher(parts)
     assert summed.examples == 23
     for name in ("w", "b"):
         torch.testing.assert_close(summed.sums[name], whole.sums[name], rtol=1e-6, atol=0)
     with pytest.raises(ConfigError, match="2 Fisher informations do not add up"):
-        total([whole, Fisher(sums={"w": whole.sums["w"]}, examples=1)])
+        sum_fisher([whole, Fisher(sums={"w": whole.sums["w"]}, examples=1)])
 
 
 def test_what_does_not_fit_is_said_in_one_line() -> None:
     words = {"names": ["w"], "inputs": drawn(2, 3, 4)}
     with pytest.raises(BudgetError, match=r"one example takes \d+ bytes and 10 are allowed"):
-        fisher(softmax_regression, REGRESSION, memory_bytes=10, **words)
+        fisher_scores(softmax_regression, REGRESSION, memory_bytes=10, **words)
     with pytest.raises(ModelError, match="no parameter 'v'"):
-        fisher(softmax_regression, REGRESSION, **(words | {"names": ["v"]}))
+        fisher_scores(softmax_regression, REGRESSION, **(words | {"names": ["v"]}))
     with pytest.raises(DataError, match="one target for each of 3 examples, and there are none"):
-        fisher(softmax_regression, REGRESSION, labels="true", **words)
+        fisher_scores(softmax_regression, REGRESSION, labels="true", **words)
     with pytest.raises(DataError, match=r"there are \(2,\)"):
-        fisher(softmax_regression, REGRESSION, labels="true", targets=torch.zeros(2), **words)
+        fisher_scores(softmax_regression, REGRESSION, labels="true", targets=torch.zeros(2), **words)
     with pytest.raises(DataError, match="3 examples have 2 ids"):
-        fisher(softmax_regression, REGRESSION, ids=[1, 2], **words)
+        fisher_scores(softmax_regression, REGRESSION, ids=[1, 2], **words)
     with pytest.raises(ConfigError, match="labels are 'guessed'"):
-        fisher(softmax_regression, REGRESSION, labels="guessed", **words)  # type: ignore[arg-type]
+        fisher_scores(softmax_regression, REGRESSION, labels="guessed", **words)  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="the method is 'fast'"):
-        fisher(softmax_regression, REGRESSION, method="fast", **words)  # type: ignore[arg-type]
+        fisher_scores(softmax_regression, REGRESSION, method="fast", **words)  # type: ignore[arg-type]
 
 
 def test_a_modules_logits_are_read_from_what_it_returns() -> None:
     module = nn.Linear(2, 3)
-    logits = of_module(module, lambda output: 2 * output)
+    logits = logits_of_module(module, lambda output: 2 * output)
     other = {"weight": torch.ones(3, 2), "bias": torch.zeros(3)}
     assert logits(other, torch.ones(1, 2)).tolist() == [[4.0, 4.0, 4.0]]
     assert not torch.equal(module.weight.detach(), other["weight"])

@@ -1,6 +1,6 @@
 import torch
 
-from atlas_fl.sparse.optimizer import with_frozen
+from atlas_fl.sparse.optimizer import restore_frozen
 
 MASK = {"a": torch.tensor([True, False, False])}
 
@@ -8,7 +8,7 @@ MASK = {"a": torch.tensor([True, False, False])}
 def test_a_frozen_weight_is_what_it_was_and_a_kept_one_is_mixed() -> None:
     tenth = torch.tensor([0.1, 0.1, 0.7])
     mean = {"a": sum(torch.tensor(1 / 3) * tenth for _ in range(3)) + torch.tensor([1.0, 1e-7, -1e-7])}
-    found = with_frozen({"x": mean}, {"x": {"a": tenth}}, MASK)["x"]["a"]
+    found = restore_frozen({"x": mean}, {"x": {"a": tenth}}, MASK)["x"]["a"]
     assert found.tolist() == [mean["a"][0].item(), *tenth[1:].tolist()]
     assert mean["a"][1] != tenth[1], "and the mean is left alone"
 
@@ -16,7 +16,7 @@ def test_a_frozen_weight_is_what_it_was_and_a_kept_one_is_mixed() -> None:
 def test_clients_that_share_a_model_go_on_sharing_it_and_one_that_was_not_mixed_is_the_same() -> None:
     held, mixed = {"a": torch.zeros(3)}, {"a": torch.ones(3)}
     own = {"a": torch.full((3,), 2.0)}
-    found = with_frozen(
+    found = restore_frozen(
         {"x": mixed, "y": mixed, "z": own, "w": dict(mixed)}, {"x": held, "y": held, "z": own, "w": held}, MASK
     )
     assert found["x"] is found["y"] is found["w"]
@@ -28,6 +28,6 @@ def test_models_that_differ_go_on_sharing_the_tensors_that_they_share() -> None:
     mask = MASK | {"head": torch.ones(1, dtype=torch.bool)}
     held, body = {"a": torch.zeros(3), "head": torch.zeros(1)}, torch.ones(3)
     mixed = {name: {"a": body, "head": torch.ones(1)} for name in ("x", "y")}
-    found = with_frozen(mixed, dict.fromkeys(mixed, held), mask)
+    found = restore_frozen(mixed, dict.fromkeys(mixed, held), mask)
     assert found["x"]["a"] is found["y"]["a"]
     assert found["x"]["head"] is not found["y"]["head"]

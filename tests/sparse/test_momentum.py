@@ -2,7 +2,7 @@ import pytest
 import torch
 from torch import nn
 
-from atlas_fl.sparse.optimizer import SparseSGDM, momentum_of, put_momentum
+from atlas_fl.sparse.optimizer import SparseSGDM, extract_momentum, load_momentum
 
 SHAPES = {"w": (5, 7), "b": (5,), "scalar": (), "still": (3,)}
 WORDS = {"lr": 0.1, "momentum": 0.9, "nesterov": True, "weight_decay": 0.01}
@@ -34,10 +34,10 @@ def test_an_optimizer_that_goes_on_ends_in_the_bits_of_one_that_was_never_left(s
     descend(optimizer(whole), whole, range(6))
     first = optimizer(parts)
     descend(first, parts, range(4))
-    held = momentum_of(first, parts, masks=masks)
+    held = extract_momentum(first, parts, masks=masks)
     before = {name: values.clone() for name, values in held.items()}
     second = optimizer(parts)
-    put_momentum(second, parts, held, masks=masks)
+    load_momentum(second, parts, held, masks=masks)
     descend(second, parts, range(4, 6))
     for name in SHAPES:
         assert torch.equal(whole[name], parts[name])
@@ -50,4 +50,4 @@ def test_an_optimizer_that_goes_on_ends_in_the_bits_of_one_that_was_never_left(s
 
 def test_there_is_no_momentum_of_what_has_not_moved() -> None:
     leaf = nn.Parameter(torch.ones(2))
-    assert momentum_of(torch.optim.SGD([leaf], lr=1.0, momentum=0.9), {"w": leaf}, masks=None) == {}
+    assert extract_momentum(torch.optim.SGD([leaf], lr=1.0, momentum=0.9), {"w": leaf}, masks=None) == {}

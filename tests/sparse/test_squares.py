@@ -9,7 +9,7 @@ from torch.nn import functional
 
 from atlas_fl.errors import ModelError
 from atlas_fl.sparse import fisher as squares
-from atlas_fl.sparse.fisher import fisher, look, math_attention, of_module
+from atlas_fl.sparse.fisher import capture, fisher_scores, logits_of_module, math_attention
 
 
 class Block(nn.Module):
@@ -79,7 +79,7 @@ def by_loop(module, inputs, targets):
 def of(module, inputs, targets, **words):
     params = dict(module.named_parameters())
     words = {"names": params, "labels": "true", "targets": targets} | words
-    return fisher(of_module(module), params, inputs=inputs, **words).sums
+    return fisher_scores(logits_of_module(module), params, inputs=inputs, **words).sums
 
 
 def assert_near(found, expected):
@@ -142,13 +142,13 @@ def test_only_matrices_that_are_in_nothing_but_products_take_the_short_way(kind,
 
 
 def layout_of(module, inputs, targets):
-    logits = of_module(module)
+    logits = logits_of_module(module)
     params = {name: parameter.detach() for name, parameter in module.named_parameters()}
 
     def log_prob(params, value, target):
         return logits(params, value[None])[0].log_softmax(-1).gather(0, target[None])[0]
 
-    return look(log_prob, params, list(params), inputs=inputs, draws=targets)
+    return capture(log_prob, params, list(params), inputs=inputs, draws=targets)
 
 
 @pytest.mark.parametrize("method", ["layers", "examples"])
@@ -186,7 +186,7 @@ def test_a_model_that_goes_other_ways_for_other_examples_is_refused() -> None:
 
     words = {"labels": "true", "targets": torch.tensor([0, 1])}
     with pytest.raises(ModelError, match="use method='examples'"):
-        fisher(logits, {"w": torch.eye(2)}, names=["w"], inputs=torch.ones(2, 2), **words)
+        fisher_scores(logits, {"w": torch.eye(2)}, names=["w"], inputs=torch.ones(2, 2), **words)
 
 
 def test_threads_at_once_leave_attention_as_it_was() -> None:

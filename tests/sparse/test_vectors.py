@@ -3,7 +3,15 @@ import pytest
 import torch
 
 from atlas_fl.errors import ConfigError, ModelError
-from atlas_fl.sparse.task_vectors import MERGES, added, apply, merge, scaled, task_vector, trim
+from atlas_fl.sparse.task_vectors import (
+    MERGES,
+    apply_vector,
+    merge_vectors,
+    scale_vector,
+    sum_vectors,
+    task_vector,
+    trim_mask,
+)
 
 START = {"w": torch.tensor([1.0, 2.0]), "b": torch.tensor([3.0])}
 TRAINED = {"w": torch.tensor([1.5, 1.0]), "b": torch.tensor([3.0])}
@@ -12,11 +20,11 @@ TRAINED = {"w": torch.tensor([1.5, 1.0]), "b": torch.tensor([3.0])}
 def test_difference_addition_negation_and_scale_by_hand() -> None:
     vector = task_vector(TRAINED, START)
     assert vector["w"].tolist() == [0.5, -1.0]
-    assert apply(START, vector)["w"].tolist() == TRAINED["w"].tolist()
-    assert apply(START, vector, scale=0.5)["w"].tolist() == [1.25, 1.5]
-    assert apply(START, scaled(vector, -1.0))["w"].tolist() == [0.5, 3.0], "a negated vector"
-    assert added([vector, scaled(vector, 3.0)])["w"].tolist() == [2.0, -4.0]
-    assert apply(START, {"w": vector["w"]})["b"].tolist() == [3.0], "what the vector lacks stays"
+    assert apply_vector(START, vector)["w"].tolist() == TRAINED["w"].tolist()
+    assert apply_vector(START, vector, scale=0.5)["w"].tolist() == [1.25, 1.5]
+    assert apply_vector(START, scale_vector(vector, -1.0))["w"].tolist() == [0.5, 3.0], "a negated vector"
+    assert sum_vectors([vector, scale_vector(vector, 3.0)])["w"].tolist() == [2.0, -4.0]
+    assert apply_vector(START, {"w": vector["w"]})["b"].tolist() == [3.0], "what the vector lacks stays"
 
 
 def test_ties_by_hand() -> None:
@@ -30,14 +38,14 @@ def test_ties_by_hand() -> None:
         {"w": torch.tensor([2.0, -1.0, 5.0, 0.5])},
         {"w": torch.tensor([-1.0, 0.25, 0.5, 1.0])},
     ]
-    assert trim(vectors[2], keep=0.5)["w"].tolist() == [True, False, False, True]
-    assert merge(vectors, method="ties", keep=0.5)["w"].tolist() == [3.0, 0.0, 5.0, 1.0]
-    assert merge(vectors, method="mean")["w"].tolist() == pytest.approx([5 / 3, -0.25 / 3, 2.5 / 3, 2.5 / 3])
+    assert trim_mask(vectors[2], keep=0.5)["w"].tolist() == [True, False, False, True]
+    assert merge_vectors(vectors, method="ties", keep=0.5)["w"].tolist() == [3.0, 0.0, 5.0, 1.0]
+    assert merge_vectors(vectors, method="mean")["w"].tolist() == pytest.approx([5 / 3, -0.25 / 3, 2.5 / 3, 2.5 / 3])
 
 
 def test_masses_that_cancel_leave_nothing() -> None:
     vectors = [{"w": torch.tensor([2.0, 1.0])}, {"w": torch.tensor([-2.0, 1.0])}]
-    assert merge(vectors, method="ties", keep=1.0)["w"].tolist() == [0.0, 1.0]
+    assert merge_vectors(vectors, method="ties", keep=1.0)["w"].tolist() == [0.0, 1.0]
 
 
 def dense_ties(vectors, keep):
@@ -59,7 +67,7 @@ def dense_ties(vectors, keep):
 def test_ties_equals_a_dense_reference(keep: float) -> None:
     draw = torch.Generator().manual_seed(round(100 * keep))
     vectors = [{"b": torch.randn(7, generator=draw), "a": torch.randn(5, 4, generator=draw)} for _ in range(4)]
-    found = merge(vectors, method="ties", keep=keep)
+    found = merge_vectors(vectors, method="ties", keep=keep)
     assert np.concatenate([found["a"].flatten(), found["b"]]) == pytest.approx(dense_ties(vectors, keep), abs=1e-6)
 
 
@@ -67,14 +75,14 @@ def test_what_does_not_go_together_is_refused() -> None:
     assert set(MERGES) == {"mean", "ties"}
     vector = task_vector(TRAINED, START)
     with pytest.raises(ConfigError, match="unknown merge 'tie'; did you mean 'ties'"):
-        merge([vector], method="tie")
+        merge_vectors([vector], method="tie")
     with pytest.raises(ConfigError, match="keep is 0"):
-        merge([vector], method="ties", keep=0)
+        merge_vectors([vector], method="ties", keep=0)
     with pytest.raises(ModelError, match="no task vector"):
-        merge([], method="mean")
+        merge_vectors([], method="mean")
     with pytest.raises(ModelError, match="only one has 'b'"):
         task_vector(TRAINED, {"w": START["w"]})
     with pytest.raises(ModelError, match=r"'w' is \(2,\) and \(3,\)"):
-        added([vector, vector | {"w": torch.zeros(3)}])
+        sum_vectors([vector, vector | {"w": torch.zeros(3)}])
     with pytest.raises(ModelError, match="only one has 'v'"):
-        apply(START, {"v": torch.zeros(1)})
+        apply_vector(START, {"v": torch.zeros(1)})

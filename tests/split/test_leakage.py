@@ -3,16 +3,16 @@ import torch
 
 from atlas_fl.client.batching import make_row
 from atlas_fl.models.attention import make_layout
-from atlas_fl.models.backbone import embed, through
+from atlas_fl.models.backbone import embed_tokens, run_blocks
 from atlas_fl.planning.leakage import fisher_leakage, token_probe
 from atlas_fl.rng import torch_generator
-from atlas_fl.split.codec import with_noise
+from atlas_fl.split.codec import add_noise
 
 
 def test_the_estimate_is_the_trace_of_the_jacobian(tiny_of) -> None:
     backbone, layout = tiny_of("bert").backbone, make_layout([2, 1])
     given = torch.randn(3, 32, generator=torch.Generator().manual_seed(1))
-    jacobian = torch.autograd.functional.jacobian(lambda x: through(backbone, x, layout, range(1)), given)
+    jacobian = torch.autograd.functional.jacobian(lambda x: run_blocks(backbone, x, layout, range(1)), given)
     exact = float(jacobian.square().sum()) / given.numel()
     assert fisher_leakage(backbone, given, layout, blocks=1, seed=0, draws=200) == pytest.approx(exact, rel=0.1)
     assert fisher_leakage(backbone, given, layout, blocks=0, seed=0) == 1.0
@@ -46,9 +46,11 @@ def test_a_deeper_cut_and_noise_leave_a_probe_less(tiny_of, site_of, spec_of) ->
     half = len(row.ids) // 2
     right = {}
     for blocks in (0, 3):
-        rows = through(tiny.backbone, embed(tiny.backbone, row.ids, row.types, row.layout), row.layout, range(blocks))
+        rows = run_blocks(
+            tiny.backbone, embed_tokens(tiny.backbone, row.ids, row.types, row.layout), row.layout, range(blocks)
+        )
         for noise in (0.0, 2.0):
-            sent = with_noise(rows, noise=noise, secret=bytes(32), kind="activation")
+            sent = add_noise(rows, noise=noise, secret=bytes(32), kind="activation")
             found = token_probe(sent[:half], row.ids[:half], sent[half:], embeddings=table)
             right[blocks, noise] = float((found == row.ids[half:]).float().mean())
     assert right[0, 0.0] > 0.9

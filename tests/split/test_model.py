@@ -10,11 +10,11 @@ from safetensors.torch import load_file, save_file
 from atlas_fl.client.batching import make_row
 from atlas_fl.errors import ModelError
 from atlas_fl.models.attention import make_layout
-from atlas_fl.models.backbone import features, layer_of, model_shape
-from atlas_fl.ranks.cost_model import Step, device_memory
+from atlas_fl.models.backbone import backbone_features, block_index, model_shape
+from atlas_fl.ranks.cost_model import TrainingStep, device_memory
 from atlas_fl.ranks.devices import DEVICES
 from atlas_fl.split import model as parts
-from atlas_fl.split.model import client_forward, load_client_part, on_client, server_forward
+from atlas_fl.split.model import client_forward, load_client_part, select_client_side, server_forward
 
 
 @pytest.fixture
@@ -57,7 +57,7 @@ def test_the_two_parts_together_are_the_model_to_the_last_bit(tiny, site_of, spe
     crossing = client_forward(backbone, row.ids, row.types, row.layout, blocks=blocks)
     assert crossing.shape == (len(row.ids), backbone.hidden)
     found = server_forward(backbone, crossing, row.layout, blocks=blocks)
-    assert torch.equal(found, features(backbone, row.ids, row.types, row.layout))
+    assert torch.equal(found, backbone_features(backbone, row.ids, row.types, row.layout))
 
 
 @pytest.mark.parametrize("blocks", [0, 1, 2])
@@ -65,7 +65,7 @@ def test_a_client_reads_its_own_tensors_and_no_other(tiny, read: list[str], bloc
     part = load_client_part(str(tiny.path), blocks=blocks)
     whole = dict(tiny.backbone.model.named_parameters())
     inside = tiny.backbone.family.blocks + "."
-    below = {name for name in whole if name.startswith(inside) and layer_of(tiny.backbone, name) < blocks}
+    below = {name for name in whole if name.startswith(inside) and block_index(tiny.backbone, name) < blocks}
     stem = {name for name in whole if name.startswith(tuple(f"{own}." for own in tiny.backbone.family.stem))}
     held = dict(part.model.named_parameters())
     assert set(held) == below | stem
@@ -150,17 +150,17 @@ def test_files_that_lack_a_tensor_are_refused(tiny_of, tmp_path: Path) -> None:
 def test_what_trains_on_the_client(tiny_of, spec_of) -> None:
     tiny = tiny_of("gpt2")
     names = tiny.params(spec_of(name="a-0"))
-    held = on_client(tiny.backbone, names, blocks=2, head=False)
+    held = select_client_side(tiny.backbone, names, blocks=2, head=False)
     assert held == {f"h.{block}.attn.c_attn.lora_{factor}" for block in (0, 1) for factor in "AB"}
-    assert on_client(tiny.backbone, names, blocks=2, head=True) == held | {"head.score.weight"}
-    assert on_client(tiny.backbone, names, blocks=0, head=False) == frozenset()
+    assert select_client_side(tiny.backbone, names, blocks=2, head=True) == held | {"head.score.weight"}
+    assert select_client_side(tiny.backbone, names, blocks=0, head=False) == frozenset()
 
 
 def test_a_part_can_carry_adapters_under_the_stock_names(tiny, site_of, spec_of) -> None:
     part = load_client_part(str(tiny.path), blocks=1)
     site = site_of(tiny, spec_of(name="a-0"))
     cut = dataclasses.replace(site, backbone=part)
-    assert list(cut.modules) == [name for name in site.modules if layer_of(tiny.backbone, name) < 1]
+    assert list(cut.modules) == [name for name in site.modules if block_index(tiny.backbone, name) < 1]
 
 
 @pytest.mark.parametrize("blocks", [0, 1, 2])
@@ -169,7 +169,7 @@ def test_the_memory_model_counts_the_weights_that_a_client_loads(tiny, site_of, 
     part = load_client_part(str(tiny.path), blocks=blocks)
     found, whole = (
         device_memory(shape, DEVICES["cpu_2gb"], ranks=[2] * 3, step=step).weights_bytes
-        for step in (Step(tokens=1, blocks=blocks), Step(tokens=1))
+        for step in (TrainingStep(tokens=1, blocks=blocks), TrainingStep(tokens=1))
     )
     assert found == 4 * part.num_parameters
     assert whole == 4 * tiny.backbone.num_parameters

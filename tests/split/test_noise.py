@@ -7,8 +7,8 @@ from torch import Tensor
 
 from atlas_fl.errors import ProtocolError
 from atlas_fl.rng import generator
-from atlas_fl.split.channel import Cut, Line
-from atlas_fl.split.codec import WIRES, decode_rows, simulated_secret, with_noise
+from atlas_fl.split.channel import Cut, CutChannel
+from atlas_fl.split.codec import WIRES, add_noise, decode_rows, simulated_secret
 
 SECRET = bytes(range(32))
 SEEN = {"seed": 17, "client": "movie-0", "round": 3, "step": 5}
@@ -25,7 +25,7 @@ def rows_of(count: int = 200, width: int = 384, seed: int = 0) -> Tensor:
 def noise_of(rows: Tensor, **changes) -> Tensor:
     """The noise alone, in root mean squares of the rows."""
     told = {"noise": 1.0, "secret": SECRET, "kind": "activation"} | changes
-    return (with_noise(rows, **told) - rows) / told["noise"] / rms(rows)
+    return (add_noise(rows, **told) - rows) / told["noise"] / rms(rows)
 
 
 def rms(rows: Tensor) -> Tensor:
@@ -60,14 +60,14 @@ def error(found: Tensor, rows: Tensor) -> float:
 @pytest.mark.parametrize("noise", [1.0, 2.0])
 def test_who_knows_all_but_the_secret_does_not_take_the_noise_off(wire, left: float, noise: float) -> None:
     """With the noise drawn from what the server sends, the same attack leaves next to nothing of it."""
-    rows, plain = rows_of(), Line(Cut(blocks=1, wire=wire))
+    rows, plain = rows_of(), CutChannel(Cut(blocks=1, wire=wire))
     known = seeded(tuple(rows.shape))
-    before = decode_rows(plain.message(rows + noise * rms(rows) * known, "activation"))[0]
+    before = decode_rows(plain.encode_up(rows + noise * rms(rows) * known, "activation"))[0]
     assert error(before, rows) == pytest.approx(noise, rel=0.1)
     assert error(taken_off(before, known, noise=noise), rows) < left
 
-    line = Line(Cut(blocks=1, wire=wire, noise=noise), secret=SECRET)
-    arrived = decode_rows(line.message(rows, "activation"))[0]
+    line = CutChannel(Cut(blocks=1, wire=wire, noise=noise), secret=SECRET)
+    arrived = decode_rows(line.encode_up(rows, "activation"))[0]
     simulated = noise_of(rows, noise=noise, secret=simulated_secret(SEEN["seed"], SEEN["client"]))
     for guess in (known, simulated, noise_of(arrived, noise=noise, secret=bytes(32))):
         assert error(taken_off(arrived, guess, noise=noise), rows) > 0.9 * noise
@@ -95,7 +95,7 @@ def test_no_two_looks_share_their_noise_but_at_equal_rows() -> None:
         correlation = float(torch.corrcoef(torch.stack([one.flatten(), other.flatten()]))[0, 1])
         assert abs(correlation) < 5 / one.numel() ** 0.5, name
     # the two levels at which a row is seen do not cancel: 2 (x + n) - (x + 2 n) would be x
-    first, second = (with_noise(rows, noise=level, secret=SECRET, kind="activation") for level in (1.0, 2.0))
+    first, second = (add_noise(rows, noise=level, secret=SECRET, kind="activation") for level in (1.0, 2.0))
     assert error(2 * first - second, rows) > 2
 
 
@@ -112,28 +112,28 @@ def test_noise_is_normal_and_of_the_stated_size() -> None:
     # neighbours and both halves of a row are made of other bits
     assert abs(float((drawn[:, 1:] * drawn[:, :-1]).mean())) < 0.02
     assert abs(float((drawn[:, :32] * drawn[:, 33:]).mean())) < 0.03
-    assert with_noise(torch.zeros(2, 3), noise=0.5, secret=SECRET, kind="activation").abs().max() == 0
+    assert add_noise(torch.zeros(2, 3), noise=0.5, secret=SECRET, kind="activation").abs().max() == 0
 
 
 @pytest.mark.parametrize("shape", [(0, 4), (3, 0), (1, 1), (5, 7)])
 def test_rows_of_any_shape_get_noise_of_theirs(shape: tuple[int, int]) -> None:
     rows = torch.ones(shape)
-    assert with_noise(rows, noise=0.5, secret=SECRET, kind="activation").shape == shape
+    assert add_noise(rows, noise=0.5, secret=SECRET, kind="activation").shape == shape
 
 
 def test_noise_does_not_depend_on_how_rows_are_dealt_to_messages(monkeypatch: pytest.MonkeyPatch) -> None:
     rows = rows_of(9, 5)
-    whole = with_noise(rows, noise=0.3, secret=SECRET, kind="activation")
-    parts = [with_noise(part, noise=0.3, secret=SECRET, kind="activation") for part in rows.split([2, 3, 4])]
+    whole = add_noise(rows, noise=0.3, secret=SECRET, kind="activation")
+    parts = [add_noise(part, noise=0.3, secret=SECRET, kind="activation") for part in rows.split([2, 3, 4])]
     assert torch.equal(torch.cat(parts), whole)
-    monkeypatch.setattr("atlas_fl.split.codec.MOST_NUMBERS", 11)
-    assert torch.equal(with_noise(rows, noise=0.3, secret=SECRET, kind="activation"), whole)
+    monkeypatch.setattr("atlas_fl.split.codec.NUMBERS_AT_ONCE", 11)
+    assert torch.equal(add_noise(rows, noise=0.3, secret=SECRET, kind="activation"), whole)
 
 
 def test_half_precision_gets_the_noise_of_the_same_numbers() -> None:
     rows = rows_of(20, 6).bfloat16()
-    wide = with_noise(rows.float(), noise=0.5, secret=SECRET, kind="activation")
-    found = with_noise(rows, noise=0.5, secret=SECRET, kind="activation")
+    wide = add_noise(rows.float(), noise=0.5, secret=SECRET, kind="activation")
+    found = add_noise(rows, noise=0.5, secret=SECRET, kind="activation")
     assert found.dtype is torch.bfloat16
     assert torch.allclose(found.float(), wide, atol=0.1)
 
@@ -147,5 +147,5 @@ def test_a_simulation_has_a_secret_of_its_own_for_each_client_and_seed() -> None
 @pytest.mark.parametrize("wire", WIRES)
 def test_noise_without_a_secret_is_refused(wire) -> None:
     with pytest.raises(ProtocolError, match=r"noise of 0\.5 is asked for"):
-        Line(Cut(blocks=1, wire=wire, noise=0.5))
-    assert Line(Cut(blocks=1, wire=wire)).message(torch.ones(1, 2), "activation")
+        CutChannel(Cut(blocks=1, wire=wire, noise=0.5))
+    assert CutChannel(Cut(blocks=1, wire=wire)).encode_up(torch.ones(1, 2), "activation")

@@ -5,28 +5,38 @@ import numpy as np
 import pytest
 
 from atlas_fl.rng import generator
-from atlas_fl.split.host_matching import UNDECIDED, Cost, Guest, Host, Pairing, pair, round_seconds
+from atlas_fl.split.host_matching import (
+    UNDECIDED,
+    GuestRequirement,
+    HostCapacity,
+    HostingCost,
+    HostMatch,
+    match_hosts,
+    round_seconds,
+)
 
 
-def guest(name: str, *, cluster: int = 0, size: int = 10, own: float = 1.0, **costs: tuple[float, float]) -> Guest:
-    made = {host: Cost(compute_seconds=compute, link_seconds=link) for host, (compute, link) in costs.items()}
-    return Guest(name=name, cluster=cluster, bytes=size, own_seconds=own, costs=made)
+def guest(
+    name: str, *, cluster: int = 0, size: int = 10, own: float = 1.0, **costs: tuple[float, float]
+) -> GuestRequirement:
+    made = {host: HostingCost(compute_seconds=compute, link_seconds=link) for host, (compute, link) in costs.items()}
+    return GuestRequirement(name=name, cluster=cluster, bytes=size, device_seconds=own, costs=made)
 
 
-def random_federation(seed: int) -> tuple[list[Guest], list[Host]]:
+def random_federation(seed: int) -> tuple[list[GuestRequirement], list[HostCapacity]]:
     draw = generator(seed, "pairing")
     hosts = [
-        Host(name=f"h{k}", cluster=int(draw.integers(-1, 3)), free_bytes=int(draw.integers(0, 60)))
+        HostCapacity(name=f"h{k}", cluster=int(draw.integers(-1, 3)), free_bytes=int(draw.integers(0, 60)))
         for k in range(draw.integers(0, 5))
     ]
     guests = [
-        Guest(
+        GuestRequirement(
             name=f"g{k}",
             cluster=int(draw.integers(-1, 3)),
             bytes=int(draw.integers(1, 40)),
-            own_seconds=float(draw.random()),
+            device_seconds=float(draw.random()),
             costs={
-                host.name: Cost(compute_seconds=float(draw.random()), link_seconds=float(draw.random()))
+                host.name: HostingCost(compute_seconds=float(draw.random()), link_seconds=float(draw.random()))
                 for host in hosts
             },
         )
@@ -37,38 +47,41 @@ def random_federation(seed: int) -> tuple[list[Guest], list[Host]]:
 
 def test_four_clients_by_hand() -> None:
     """Two small ones; a laptop in their cluster with room for one of them, and a fast one in another cluster."""
-    laptop, fast = Host(name="laptop", cluster=0, free_bytes=25), Host(name="fast", cluster=1, free_bytes=100)
+    laptop, fast = (
+        HostCapacity(name="laptop", cluster=0, free_bytes=25),
+        HostCapacity(name="fast", cluster=1, free_bytes=100),
+    )
     small = guest("small", size=10, own=1.0, laptop=(4.0, 2.0), fast=(0.5, 3.0))
     large = guest("large", size=20, own=1.0, laptop=(6.0, 2.0), fast=(1.0, 3.0))
-    found = pair([small, large], [laptop, fast])
+    found = match_hosts([small, large], [laptop, fast])
     assert found == {
-        "large": Pairing(host="laptop", reason="the only one of cluster 0 with room"),
-        "small": Pairing(host="fast", reason="no room in cluster 0; the only one elsewhere with room"),
+        "large": HostMatch(host="laptop", reason="the only one of cluster 0 with room"),
+        "small": HostMatch(host="fast", reason="no room in cluster 0; the only one elsewhere with room"),
     }
     assert round_seconds([small, large], found) == {"large": 1 + 6 + 2, "small": 1 + 0.5 + 3}
     # the laptop has gone
-    gone = pair([small, large], [fast])
+    gone = match_hosts([small, large], [fast])
     assert gone["small"].reason == "nobody in cluster 0 holds a whole model; the only one elsewhere with room"
     alone = replace(small, cluster=UNDECIDED)
-    assert pair([alone], [fast])["small"].reason == "in no cluster; the only one elsewhere with room"
+    assert match_hosts([alone], [fast])["small"].reason == "in no cluster; the only one elsewhere with room"
     assert [own.host for own in gone.values()] == ["fast", "fast"]
     assert round_seconds([small, large], gone) == {"large": 1 + 1.5 + 3, "small": 1 + 1.5 + 3}
-    assert pair([small], []) == {"small": Pairing(host=None, reason="nobody holds a whole model")}
-    tiny = Host(name="laptop", cluster=0, free_bytes=9)
-    assert pair([small], [tiny])["small"] == Pairing(host=None, reason="nobody has 0 MB left for it")
+    assert match_hosts([small], []) == {"small": HostMatch(host=None, reason="nobody holds a whole model")}
+    tiny = HostCapacity(name="laptop", cluster=0, free_bytes=9)
+    assert match_hosts([small], [tiny])["small"] == HostMatch(host=None, reason="nobody has 0 MB left for it")
 
 
 def test_guests_spread_over_hosts_as_their_waiting_grows() -> None:
-    hosts = [Host(name=name, cluster=0, free_bytes=100) for name in ("a", "b")]
+    hosts = [HostCapacity(name=name, cluster=0, free_bytes=100) for name in ("a", "b")]
     guests = [guest(f"g{k}", a=(1.0, 0.0), b=(1.5, 0.0)) for k in range(5)]
-    counts = [own.host for own in pair(guests, hosts).values()]
+    counts = [own.host for own in match_hosts(guests, hosts).values()]
     assert (counts.count("a"), counts.count("b")) == (3, 2)
 
 
 @pytest.mark.parametrize("seed", range(60))
 def test_no_host_is_over_its_memory_and_nobody_leaves_a_cluster_with_room(seed: int) -> None:
     guests, hosts = random_federation(seed)
-    found, by_name = pair(guests, hosts), {own.name: own for own in guests}
+    found, by_name = match_hosts(guests, hosts), {own.name: own for own in guests}
     assert list(found) == sorted(by_name)
     for host in hosts:
         here = [by_name[name] for name, own in found.items() if own.host == host.name]
@@ -86,22 +99,22 @@ def test_no_host_is_over_its_memory_and_nobody_leaves_a_cluster_with_room(seed: 
 @pytest.mark.parametrize("seed", range(20))
 def test_the_order_of_guests_and_hosts_changes_nothing(seed: int) -> None:
     guests, hosts = random_federation(seed)
-    found, draw = pair(guests, hosts), np.random.default_rng(seed)
+    found, draw = match_hosts(guests, hosts), np.random.default_rng(seed)
     for order in list(permutations(hosts))[:6]:
         mixed = [guests[k] for k in draw.permutation(len(guests))]
-        assert list(pair(mixed, order).items()) == list(found.items())
+        assert list(match_hosts(mixed, order).items()) == list(found.items())
 
 
 @pytest.mark.parametrize("seed", range(20))
 def test_a_guest_alone_gets_the_host_of_its_cluster_with_the_shortest_round(seed: int) -> None:
     guests, hosts = random_federation(seed)
     for own in guests:
-        (found,) = pair([own], hosts).values()
+        (found,) = match_hosts([own], hosts).values()
         room = [host for host in hosts if host.free_bytes >= own.bytes]
         near = [host for host in room if host.cluster == own.cluster != UNDECIDED] or room
         times = {host.name: own.costs[host.name].compute_seconds + own.costs[host.name].link_seconds for host in near}
         assert found.host == (min(times, key=lambda name: times[name]) if times else None)
         if found.host:
             assert round_seconds([own], {own.name: found})[own.name] == pytest.approx(
-                own.own_seconds + times[found.host]
+                own.device_seconds + times[found.host]
             )

@@ -54,7 +54,7 @@ def masks(words: Sequence[str]) -> int:
 
     from atlas_fl.params import num_values
     from atlas_fl.report.format import percent
-    from atlas_fl.sparse.masks import check_alike, merged, num_kept, read_mask
+    from atlas_fl.sparse.masks import check_same_model, merge_masks, num_kept, read_mask
     from atlas_fl.storage.tensors import write_tensors
 
     files = _files(options)
@@ -63,8 +63,8 @@ def masks(words: Sequence[str]) -> int:
         found: dict[str, Any] = {name: read_mask(file) for name, file in zip(names, files.values(), strict=True)}
     else:
         found = _of_clients(options, list(files), clients=options.clients)
-    check_alike(found)
-    mask = None if options.to is None else merged(found, method=options.merge)
+    check_same_model(found)
+    mask = None if options.to is None else merge_masks(found, method=options.merge)
     show([_table(found, list(files))])
     show(f"figure: {path}" for path in _draw(found, folder=_figures(options, files)))
     if mask is not None and options.to is not None:
@@ -148,13 +148,13 @@ def _draw(found: Mapping[str, Mapping[str, Any]], *, folder: Path) -> list[Path]
     from atlas_fl.params import num_values
     from atlas_fl.report.mask_figures import draw_density, draw_overlap
     from atlas_fl.report.style import save_beside, save_figure
-    from atlas_fl.sparse.masks import layers, num_kept, overlap
+    from atlas_fl.sparse.masks import density_by_layer, num_kept, overlap
     from atlas_fl.storage.run_folder import RunFolder
 
     save = save_figure if RunFolder(folder.parent).is_run() and folder.name == "figures" else save_beside
     shares = [num_kept(mask) / num_values(mask) for mask in found.values()]
     common = shares[0] if max(shares) - min(shares) < 1e-3 else None
-    density = draw_density({name: layers(mask) for name, mask in found.items()}, share=common)
+    density = draw_density({name: density_by_layer(mask) for name, mask in found.items()}, share=common)
     paths = [save(density, folder / "masks-density.png")]
     if len(found) > 1:
         figure = draw_overlap(list(found), overlap(list(found.values())), densities=shares)
@@ -191,14 +191,14 @@ def vectors(words: Sequence[str]) -> int:
     scales, to = _scales(options.scales), None if options.to is None else new_folder(options.to)
 
     from atlas_fl.experiment.task_arithmetic import best_of, open_trained, over_scales, vectors_of
-    from atlas_fl.sparse.task_vectors import merge
+    from atlas_fl.sparse.task_vectors import merge_vectors
     from atlas_fl.storage.run_folder import find_run
 
     folders = [find_run(run, runs_dir=options.runs_dir) for run in dict.fromkeys(options.runs)]
     names = labels_of([folder.path for folder in folders])
     runs = {name: open_trained(folder) for name, folder in zip(names, folders, strict=True)}
     base = _base(options, list(runs.values()))
-    vector = merge(vectors_of(runs, base), method=options.merge, keep=options.keep)
+    vector = merge_vectors(vectors_of(runs, base), method=options.merge, keep=options.keep)
     rows = over_scales(runs, base, vector, scales=scales)
     title = f"Accuracy over scales: {options.merge} of {len(runs)}"
     show(_tables(rows, best=best_of(rows), title=title))
@@ -260,12 +260,12 @@ def _written(
     from atlas_fl.experiment.task_arithmetic import best_of, save_merged
     from atlas_fl.report.mask_figures import draw_scales, to_csv
     from atlas_fl.report.style import save_figure
-    from atlas_fl.sparse.task_vectors import apply
+    from atlas_fl.sparse.task_vectors import apply_vector
     from atlas_fl.storage.files import write_atomic
 
     best = best_of(rows)
     tested = {row.scale: row.test for row in rows}
-    for folder in save_merged(list(runs.values()), apply(base, vector, scale=best.scale), to):
+    for folder in save_merged(list(runs.values()), apply_vector(base, vector, scale=best.scale), to):
         yield f"wrote {folder}: scale {best.scale:g}, the best on validation images"
     write_atomic(to / "scales.csv", to_csv(tested, {row.scale: row.validation for row in rows}).encode())
     yield f"the table as CSV: {to / 'scales.csv'}"

@@ -15,14 +15,14 @@ import torch
 from torch import Tensor, nn
 
 from atlas_fl.client.job import Job, Site
-from atlas_fl.models.attention import Layout, make_layout
-from atlas_fl.models.backbone import Backbone, features, layer_of, logits_of
-from atlas_fl.models.lora import Adapters, MaskOf, Segment, attached
-from atlas_fl.models.tokenization import Encoded
-from atlas_fl.models.vision import image_features, prepare
+from atlas_fl.models.attention import PackedLayout, make_layout
+from atlas_fl.models.backbone import Backbone, backbone_features, block_index, head_logits
+from atlas_fl.models.lora import Adapters, DropoutMaskFn, Segment, attach_adapters
+from atlas_fl.models.tokenization import EncodedExamples
+from atlas_fl.models.vision import image_features, preprocess
 from atlas_fl.params import Params, head_keys
 from atlas_fl.rng import torch_generator
-from atlas_fl.split.channel import End, Line, features_across
+from atlas_fl.split.channel import CutChannel, CutSegment, backbone_features_across_cuts
 from atlas_fl.split.model import client_forward
 
 PartT = TypeVar("PartT")
@@ -74,7 +74,7 @@ class Row:
     ids: Tensor  # (tokens,) int64; of images none
     types: Tensor  # (tokens,) int64; of images none
     labels: tuple[Tensor, ...]  # of every client, (examples,), or (tokens to be written,)
-    layout: Layout
+    layout: PackedLayout
     segments: tuple[Segment, ...]  # tokens of every client
     pooled: tuple[Segment, ...]  # what is read of every client: its sequences, or its tokens to be written
     counts: tuple[int, ...]  # how many these are
@@ -84,13 +84,13 @@ class Row:
     pixels: tuple[Tensor, ...] = ()  # of every client, (examples, height, width, channels) uint8; of texts none
 
 
-def make_row(batches: Sequence[Encoded], *, device: torch.device) -> Row:
+def make_row(batches: Sequence[EncodedExamples], *, device: torch.device) -> Row:
     """One row of these batches, a client each."""
     segments = segments_of([int(batch.offsets[-1]) for batch in batches])
-    counts = [len(batch) if batch.written is None else int(batch.written.sum()) for batch in batches]
-    labels = [batch.labels if batch.written is None else batch.ids[batch.written] for batch in batches]
+    counts = [len(batch) if batch.target_mask is None else int(batch.target_mask.sum()) for batch in batches]
+    labels = [batch.labels if batch.target_mask is None else batch.ids[batch.target_mask] for batch in batches]
     reads = None
-    if any(batch.written is not None for batch in batches):
+    if any(batch.target_mask is not None for batch in batches):
         places = [_reads(batch) + own.start for batch, own in zip(batches, segments, strict=True)]
         reads = torch.from_numpy(np.concatenate(places)).to(device)
     return Row(
@@ -108,13 +108,13 @@ def make_row(batches: Sequence[Encoded], *, device: torch.device) -> Row:
     )
 
 
-def _places(batch: Encoded) -> Tensor | None:
-    return None if batch.written is None else torch.from_numpy(_reads(batch).astype(np.int32))
+def _places(batch: EncodedExamples) -> Tensor | None:
+    return None if batch.target_mask is None else torch.from_numpy(_reads(batch).astype(np.int32))
 
 
-def _reads(batch: Encoded) -> np.ndarray:
+def _reads(batch: EncodedExamples) -> np.ndarray:
     """The token before each one that is to be written, or the last of every sequence: a causal model's pooled token."""
-    return batch.offsets[1:] - 1 if batch.written is None else np.flatnonzero(batch.written) - 1
+    return batch.offsets[1:] - 1 if batch.target_mask is None else np.flatnonzero(batch.target_mask) - 1
 
 
 def segments_of(sizes: Sequence[int]) -> tuple[Segment, ...]:
@@ -129,16 +129,18 @@ def forward(
     clients: Sequence[Params],
     site: Site,
     *,
-    mask: MaskOf | None = None,
-    lines: Sequence[Line | None] = (),
+    mask: DropoutMaskFn | None = None,
+    lines: Sequence[CutChannel | None] = (),
 ) -> Iterator[list[Tensor]]:
     """Every client's logits on its own examples, (examples, labels), or (tokens to be written, vocabulary); float32.
 
     `lines` are those of clients whose model is cut, in the clients' order with None for the others; or none at all.
     A context, because a checkpointed backward pass runs the layers again and must find the adapters in place.
     """
-    adapters = Adapters(clients=clients, segments=row.segments, pooled=row.pooled, scale=site.scale, mask=mask)
-    with attached(site.modules, adapters):
+    adapters = Adapters(
+        clients=clients, segments=row.segments, sequences=row.pooled, scale=site.scale, dropout_mask=mask
+    )
+    with attach_adapters(site.modules, adapters):
         with site.autocast():
             pooled = features_over(row, site, lines)
             logits = read_logits(site.backbone, clients, torch.split(pooled, list(row.counts)), mask=mask)
@@ -147,11 +149,13 @@ def forward(
 
 @contextmanager
 def below(
-    row: Row, clients: Sequence[Params], site: Site, *, blocks: int, mask: MaskOf | None = None
+    row: Row, clients: Sequence[Params], site: Site, *, blocks: int, mask: DropoutMaskFn | None = None
 ) -> Iterator[Tensor]:
     """What leaves a site that holds `blocks` blocks, (tokens, hidden) of the row; a context as `forward` is."""
-    adapters = Adapters(clients=clients, segments=row.segments, pooled=row.pooled, scale=site.scale, mask=mask)
-    with attached(modules_of(site, range(blocks)), adapters):
+    adapters = Adapters(
+        clients=clients, segments=row.segments, sequences=row.pooled, scale=site.scale, dropout_mask=mask
+    )
+    with attach_adapters(modules_of(site, range(blocks)), adapters):
         with site.autocast():
             hidden = client_forward(site.backbone, row.ids, row.types, row.layout, blocks=blocks)
         yield hidden
@@ -159,40 +163,40 @@ def below(
 
 def modules_of(site: Site, blocks: range) -> dict[str, nn.Module]:
     """The frozen layers of these blocks that carry adapters, by name."""
-    return {name: module for name, module in site.modules.items() if layer_of(site.backbone, name) in blocks}
+    return {name: module for name, module in site.modules.items() if block_index(site.backbone, name) in blocks}
 
 
 def read_logits(
-    backbone: Backbone, clients: Sequence[Params], features: Sequence[Tensor], *, mask: MaskOf | None
+    backbone: Backbone, clients: Sequence[Params], features: Sequence[Tensor], *, mask: DropoutMaskFn | None
 ) -> list[Tensor]:
     """Every client's logits, float32, by its own head on its own features, (reads, hidden)."""
     logits = []
     for k, (params, own) in enumerate(zip(clients, features, strict=True)):
         # The model's own output embedding is frozen and takes its input whole, as the stock model's does.
         drop = None if mask is None or not head_keys(params) else mask(k, "head", (own.shape[0], own.shape[1]))
-        logits.append(logits_of(backbone, params, own if drop is None else own * drop).float())
+        logits.append(head_logits(backbone, params, own if drop is None else own * drop).float())
     return logits
 
 
 def features_here(row: Row, backbone: Backbone) -> Tensor:
     """What the heads read of a row, (reads, width), where all blocks are here."""
     if not row.pixels:
-        return features(backbone, row.ids, row.types, row.layout, reads=row.reads)
+        return backbone_features(backbone, row.ids, row.types, row.layout, output_positions=row.reads)
     assert backbone.vision is not None, "a backbone for texts is given no images"
-    seen = torch.cat([prepare(backbone.vision, own) for own in row.pixels])
+    seen = torch.cat([preprocess(backbone.vision, own) for own in row.pixels])
     read: Tensor = image_features(backbone.vision, {}, seen)
     return read
 
 
-def features_over(row: Row, site: Site, lines: Sequence[Line | None]) -> Tensor:
+def features_over(row: Row, site: Site, lines: Sequence[CutChannel | None]) -> Tensor:
     """What the heads read of the row, (reads, hidden), over the cuts of those clients that have a line."""
     ends = [
-        End(
-            line=line,
+        CutSegment(
+            channel=line,
             tokens=slice(row.segments[k].start, row.segments[k].stop),
-            reads=slice(row.pooled[k].start, row.pooled[k].stop),
+            feature_rows=slice(row.pooled[k].start, row.pooled[k].stop),
             lengths=row.lengths[k],
-            places=row.places[k],
+            output_positions=row.places[k],
             labels=row.labels[k],
         )
         for k, line in enumerate(lines)
@@ -200,7 +204,9 @@ def features_over(row: Row, site: Site, lines: Sequence[Line | None]) -> Tensor:
     ]
     if not ends:
         return features_here(row, site.backbone)
-    return features_across(site.backbone, row.ids, row.types, row.layout, reads=row.reads, ends=ends)
+    return backbone_features_across_cuts(
+        site.backbone, row.ids, row.types, row.layout, output_positions=row.reads, segments=ends
+    )
 
 
 def chunks(lengths: Sequence[np.ndarray], max_tokens: int) -> list[list[tuple[int, slice]]]:
@@ -232,7 +238,7 @@ class Dropout:
     """The client, its round and its step."""
 
 
-def dropout_masks(sources: Sequence[Dropout], *, device: torch.device) -> MaskOf | None:
+def dropout_masks(sources: Sequence[Dropout], *, device: torch.device) -> DropoutMaskFn | None:
     """Inverted-dropout masks drawn from a generator of each client's own, or None when no client drops anything.
 
     A mask depends on (seed, path, module) alone: packing, recomputation and splitting draw the same.

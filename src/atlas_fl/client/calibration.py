@@ -26,10 +26,10 @@ from torch.nn.functional import cross_entropy, one_hot
 
 from atlas_fl.client.full_training import ImageSite, images_of
 from atlas_fl.client.job import Job, Update
-from atlas_fl.models.vision import image_features, image_logits, prepare
+from atlas_fl.models.vision import image_features, image_logits, preprocess
 from atlas_fl.params import HEAD, Params
 from atlas_fl.rng import generator, seed_of
-from atlas_fl.sparse.fisher import fisher
+from atlas_fl.sparse.fisher import fisher_scores
 
 GRAM, CROSS = "gram", "cross"
 BIAS, WEIGHT = HEAD + "bias", HEAD + "weight"
@@ -67,7 +67,7 @@ def _sums(job: Job, site: ImageSite) -> Update:
     cross = torch.zeros(size, labels, dtype=torch.float64)
     for start in range(0, len(rows), site.batch_images):
         batch = rows.take(range(start, min(start + site.batch_images, len(rows))))
-        found = image_features(site.vision, job.params, prepare(site.vision, batch.pixels)).double().cpu()
+        found = image_features(site.vision, job.params, preprocess(site.vision, batch.pixels)).double().cpu()
         x = torch.cat([found, torch.ones(len(batch), 1, dtype=torch.float64)], dim=1)
         y = one_hot(torch.from_numpy(batch.label), labels).double() - 1 / labels
         gram += x.T @ x
@@ -84,7 +84,7 @@ def scale_losses(jobs: Sequence[Job], site: ImageSite) -> list[Update]:
 def _losses(job: Job, site: ImageSite) -> Update:
     rows = images_of(site, job.client, "validation")
     batch = rows.take(range(min(job.options.examples, len(rows))))
-    logits = image_logits(site.vision, job.params, prepare(site.vision, batch.pixels)).double().cpu()
+    logits = image_logits(site.vision, job.params, preprocess(site.vision, batch.pixels)).double().cpu()
     labels = torch.from_numpy(batch.label)
     losses = torch.stack([cross_entropy(scale * logits, labels, reduction="sum") for scale in SCALES])
     return Update(client=job.client, params={LOSSES: losses}, examples=len(batch), metrics={})
@@ -131,11 +131,11 @@ def _scores(job: Job, site: ImageSite) -> Update:
         found: torch.Tensor = image_logits(site.vision, params, pixels)
         return found
 
-    found = fisher(
+    found = fisher_scores(
         logits,
         placed,
         names=options.names,
-        inputs=prepare(site.vision, batch.pixels),
+        inputs=preprocess(site.vision, batch.pixels),
         labels=options.labels,
         targets=torch.from_numpy(batch.label) if options.labels == "true" else None,
         seed=seed_of(options.seed, "sensitivity", job.client),

@@ -17,15 +17,15 @@ from atlas_fl.client.batching import chunks, forward, make_row
 from atlas_fl.client.job import Job, Site, Update, line_of
 from atlas_fl.data.metrics import by_class, rouge, scores, writing_scores
 from atlas_fl.data.task import Task
-from atlas_fl.models.backbone import logits_of
-from atlas_fl.models.generation import padded_in_front, read_next, stock_attention
-from atlas_fl.models.lora import Adapters, Segment, attached
-from atlas_fl.models.tokenization import Encoded
+from atlas_fl.models.backbone import head_logits
+from atlas_fl.models.generation import decode_step, pad_left, stock_attention
+from atlas_fl.models.lora import Adapters, Segment, attach_adapters
+from atlas_fl.models.tokenization import EncodedExamples
 from atlas_fl.params import Params, Split
 
 
 @torch.inference_mode()
-def write(prompts: Encoded, params: Params, site: Site, *, new_tokens: int) -> list[str]:
+def write(prompts: EncodedExamples, params: Params, site: Site, *, new_tokens: int) -> list[str]:
     """One client's texts after its prompts, at most `new_tokens` tokens each, up to the end-of-text token.
 
     Client after client and not in packs, whose attention keeps no keys and values: without a cache every token would
@@ -46,16 +46,16 @@ def write(prompts: Encoded, params: Params, site: Site, *, new_tokens: int) -> l
 def _greedy(rows: list[list[int]], params: Params, site: Site, new_tokens: int) -> list[list[int]]:
     """The likeliest next token of every text, again and again, until all have ended or are long enough."""
     backbone, end = site.backbone, site.backbone.tokenizer.eos_token_id
-    ids, mask = padded_in_front(rows, device=backbone.device)
+    ids, mask = pad_left(rows, device=backbone.device)
     # The prompts go through first as a whole, and then a token of each text at a time.
     whole, single = Segment(start=0, stop=ids.numel()), Segment(start=0, stop=len(rows))
-    adapters = Adapters(clients=[params], segments=[whole], pooled=[single], scale=site.scale)
+    adapters = Adapters(clients=[params], segments=[whole], sequences=[single], scale=site.scale)
     written: list[torch.Tensor] = []
     ended, cache = torch.zeros(len(rows), dtype=torch.bool, device=ids.device), None
-    with attached(site.modules, adapters), stock_attention(backbone), site.autocast():
+    with attach_adapters(site.modules, adapters), stock_attention(backbone), site.autocast():
         while len(written) < new_tokens and not ended.all():
-            read, cache = read_next(backbone, ids, mask, cache)
-            token = logits_of(backbone, params, read).float().argmax(-1)  # (texts,)
+            read, cache = decode_step(backbone, ids, mask, cache)
+            token = head_logits(backbone, params, read).float().argmax(-1)  # (texts,)
             ended |= token == end
             written.append(token.masked_fill(ended, end))
             ids, mask = written[-1][:, None], torch.nn.functional.pad(mask, (0, 1), value=1)
@@ -97,7 +97,7 @@ def evaluate(jobs: Sequence[Job], site: Site) -> list[Update]:
         metrics = scores_of(site.data[job.client].task, data[k].labels[orders[k]], outputs[k])
         metrics = {**metrics, **answered[k], "seconds": seconds}
         line = lines[k]
-        crossed = {} if line is None else dict(line.crossed)
+        crossed = {} if line is None else dict(line.traffic)
         classes = counts_of(job, data[k].labels[orders[k]], outputs[k], site)
         updates.append(
             Update(

@@ -19,10 +19,10 @@ from torch import Tensor
 from atlas_fl.client.importance import batch_gradients
 from atlas_fl.client.job import Job, Site, Update, line_of
 from atlas_fl.client.local_training import TrainOptions, train
-from atlas_fl.clustering.sketch import joined, sketch_parts
+from atlas_fl.clustering.sketch import combine_parts, sketch_parts
 from atlas_fl.params import LORA_A, LORA_B, Params
-from atlas_fl.split.channel import Crossed
-from atlas_fl.split.model import on_client
+from atlas_fl.split.channel import CutTraffic
+from atlas_fl.split.model import select_client_side
 from atlas_fl.storage.tensors import encoded_size
 
 FIRST, SECOND = "sketch.first", "sketch.second"
@@ -83,14 +83,14 @@ def _delta(jobs: Sequence[Job], site: Site) -> list[Update]:
     return answers
 
 
-def warmed(job: Job, first: Update, second: Update, sketches: Sequence[np.ndarray], *, crossed: Crossed) -> Update:
+def warmed(job: Job, first: Update, second: Update, sketches: Sequence[np.ndarray], *, crossed: CutTraffic) -> Update:
     """The answer of a client whose halves have been trained to these models."""
     steps = int(max(first.metrics["steps"], second.metrics["steps"]))
     loss = (first.metrics["loss"] + second.metrics["loss"]) / 2
     return answered(job, sketches, mean(first.params, second.params), steps=steps, loss=loss, crossed=crossed)
 
 
-def _crossed(job: Job, first: Update, second: Update, site: Site) -> Crossed:
+def _crossed(job: Job, first: Update, second: Update, site: Site) -> CutTraffic:
     """What crosses the cut in both halves' training, in every look at their agreement and for the sketches."""
     options: FingerprintOptions = job.options
     taken = min(int(half.metrics["steps"]) for half in (first, second))
@@ -145,7 +145,7 @@ def _agreeing(jobs: Sequence[Job], done: int, live: Mapping[int, Params]) -> lis
 
 def delta_sketch(params: Params, options: FingerprintOptions) -> np.ndarray:
     """The sketch of a warmed-up B, (sketch_dim,) float32 of unit length."""
-    return joined(delta_parts(params, options).values())
+    return combine_parts(delta_parts(params, options).values())
 
 
 def delta_parts(params: Params, options: FingerprintOptions) -> dict[str, np.ndarray]:
@@ -177,9 +177,9 @@ def _of_one(job: Job, site: Site) -> Update:
             losses.append(float(loss))
         parts = parts_of(averaged(totals, kind=options.kind), options)
         if line is not None and (sent := [parts[name] for name in held_below(parts, job, site)]):
-            line.tell("fingerprint", "up", parts_message(sent))
-        sketches.append(joined(parts.values()))
-    crossed = {} if line is None else dict(line.crossed)
+            line.send("fingerprint", "up", parts_message(sent))
+        sketches.append(combine_parts(parts.values()))
+    crossed = {} if line is None else dict(line.traffic)
     return answered(job, sketches, job.params, steps=0, loss=float(np.mean(losses)), crossed=crossed)
 
 
@@ -206,7 +206,7 @@ def held_below(names: Iterable[str], job: Job, site: Site) -> list[str]:
     """Those of these tensors that are on the job's client, which is cut, in their order."""
     assert job.cut is not None, "a client without a cut holds everything"
     ordered = list(names)
-    held = on_client(site.backbone, ordered, blocks=job.cut.blocks, head=job.cut.head == "client")
+    held = select_client_side(site.backbone, ordered, blocks=job.cut.blocks, head=job.cut.head == "client")
     return [name for name in ordered if name in held]
 
 
@@ -232,7 +232,7 @@ def answered(
     *,
     steps: int,
     loss: float,
-    crossed: Crossed,
+    crossed: CutTraffic,
 ) -> Update:
     """The client's answer: both sketches beside its params."""
     first, second = (torch.from_numpy(half) for half in sketches)

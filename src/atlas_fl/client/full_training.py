@@ -25,12 +25,12 @@ from atlas_fl.client.optimizer import LossScale, OptimizerName, Transform, gradi
 from atlas_fl.data.clients import ClientData
 from atlas_fl.data.metrics import by_class, scores
 from atlas_fl.data.task import Images
-from atlas_fl.models.vision import Vision, augment, image_logits, prepare
+from atlas_fl.models.vision import Vision, augment, image_logits, preprocess
 from atlas_fl.params import Params, Split, digest
 from atlas_fl.rng import generator, torch_generator
-from atlas_fl.sparse.codec import Drawn
+from atlas_fl.sparse.codec import RandomMask
 from atlas_fl.sparse.masks import Mask
-from atlas_fl.sparse.optimizer import momentum_of, put_momentum
+from atlas_fl.sparse.optimizer import extract_momentum, load_momentum
 
 
 @dataclass(kw_only=True)
@@ -99,7 +99,7 @@ class WholeOptions:
     flip: bool = False
     mask: Mask | None = None
     """Which weights may move; None for all."""
-    drawn: Drawn | None = None
+    drawn: RandomMask | None = None
     """How the mask was drawn, if it was: all that needs to travel of it."""
     hash_loaded: bool = False
 
@@ -156,7 +156,7 @@ def _trained(job: Job, site: ImageSite) -> Update:
         },
         loaded=loaded,
         keys=len(leaves),
-        momentum=momentum_of(descent.optimizer, leaves, masks=options.mask) if options.carry_momentum else {},
+        momentum=extract_momentum(descent.optimizer, leaves, masks=options.mask) if options.carry_momentum else {},
     )
 
 
@@ -166,16 +166,16 @@ def _descent(leaves: Params, job: Job, site: ImageSite) -> Descent:
     rate = rate_factor(options.schedule, warmup=options.warmup, step=max(job.round, 1) - 1, steps=options.rounds)
     scale = LossScale(enabled=site.fp16, grows=True)
     optimizer = make_optimizer(leaves, replace(options, lr=options.lr * rate), masks=options.mask, skips=site.fp16)
-    put_momentum(optimizer, leaves, job.momentum, masks=options.mask)
+    load_momentum(optimizer, leaves, job.momentum, masks=options.mask)
     return Descent(optimizer=optimizer, scale=scale, transform=gradient_chain(leaves, options, scale))
 
 
 def _loss(leaves: Params, batch: Images, site: ImageSite, job: Job, *, step: int) -> Tensor:
     """The loss of this batch, from which gradients can be had."""
     options: WholeOptions = job.options
-    seen = prepare(site.vision, _augmented(batch, job, step=step))
+    seen = preprocess(site.vision, _augmented(batch, job, step=step))
     with site.autocast():
-        logits = image_logits(site.vision, leaves, seen, drop=_drop(job, len(batch), site, step=step))
+        logits = image_logits(site.vision, leaves, seen, dropout_mask=_drop(job, len(batch), site, step=step))
     labels = torch.from_numpy(batch.label).to(logits.device)
     return cross_entropy(logits.float(), labels, label_smoothing=options.label_smoothing)
 
@@ -226,7 +226,7 @@ def _all_logits(pixels: np.ndarray, params: Params, site: ImageSite) -> np.ndarr
     found = []
     for start in range(0, len(pixels), site.batch_images):
         with site.autocast():
-            own = image_logits(site.vision, placed, prepare(site.vision, pixels[start : start + site.batch_images]))
+            own = image_logits(site.vision, placed, preprocess(site.vision, pixels[start : start + site.batch_images]))
         found.append(own.float().cpu().numpy())
     return np.concatenate(found)
 

@@ -17,16 +17,16 @@ from torch.func import functional_call
 from atlas_fl.client.batching import Row, features_over, make_row
 from atlas_fl.client.job import Job, Site, Update, line_of
 from atlas_fl.client.local_training import TrainOptions, example_loss, positions
-from atlas_fl.models.backbone import Backbone, layer_of, logits_of
+from atlas_fl.models.backbone import Backbone, block_index, head_logits
 from atlas_fl.models.lora import merged_weight
 from atlas_fl.params import Params, head_keys
-from atlas_fl.ranks.allocation import layer_importance, rngwp, shares
+from atlas_fl.ranks.allocation import layer_importance, normalise_importance, rngwp
 from atlas_fl.rng import generator
-from atlas_fl.split.channel import Crossed, Line
+from atlas_fl.split.channel import CutChannel, CutTraffic
 
 
 def batch_gradients(
-    job: Job, site: Site, *, half: int, blocks: int, count: int, most: int | None = None, line: Line | None = None
+    job: Job, site: Site, *, half: int, blocks: int, count: int, most: int | None = None, line: CutChannel | None = None
 ) -> Iterator[tuple[Tensor, dict[str, Tensor]]]:
     """(loss, gradients) of `count` batches of one half: the matrices of the last `blocks` blocks, and its head.
 
@@ -48,7 +48,7 @@ def head_leaves(job: Job, site: Site) -> dict[str, Tensor]:
 
 
 def loss_gradient(
-    row: Row, site: Site, leaves: Params, head: Params, *, line: Line | None = None
+    row: Row, site: Site, leaves: Params, head: Params, *, line: CutChannel | None = None
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """One batch's mean loss, a scalar, and its gradient with respect to these weights and this head.
 
@@ -70,10 +70,12 @@ class _Gradient(torch.nn.Module):
         super().__init__()
         self.model, self._site = site.backbone.model, site
 
-    def forward(self, row: Row, leaves: Params, head: Params, line: Line | None) -> tuple[Tensor, dict[str, Tensor]]:
+    def forward(
+        self, row: Row, leaves: Params, head: Params, line: CutChannel | None
+    ) -> tuple[Tensor, dict[str, Tensor]]:
         with self._site.autocast(scaled=False):
             pooled = features_over(row, self._site, () if line is None else (line,))
-            loss = example_loss(logits_of(self._site.backbone, head, pooled).float(), row.labels[0])
+            loss = example_loss(head_logits(self._site.backbone, head, pooled).float(), row.labels[0])
         wanted = {**leaves, **head}
         gradient = torch.autograd.grad(loss, list(wanted.values()))
         return loss.detach(), dict(zip(wanted, gradient, strict=True))
@@ -90,7 +92,7 @@ def last_weights(backbone: Backbone, blocks: int) -> dict[str, Tensor]:
     return {
         name: parameter.detach().requires_grad_()
         for name, parameter in backbone.model.named_parameters()
-        if parameter.ndim > 1 and name.startswith(prefix) and layer_of(backbone, name) >= first
+        if parameter.ndim > 1 and name.startswith(prefix) and block_index(backbone, name) >= first
     }
 
 
@@ -147,11 +149,11 @@ def _measured(job: Job, site: Site) -> Update:
     )
     sums = [layer_sums(gradient, leaves, site, kind=options.kind) for gradient in gradients]
     if line is not None and job.cut is not None:
-        line.tell("fingerprint", "up", sums_message([own[: job.cut.blocks] for own in sums]))
-    return answered(job, sums, site, crossed={} if line is None else dict(line.crossed))
+        line.send("fingerprint", "up", sums_message([own[: job.cut.blocks] for own in sums]))
+    return answered(job, sums, site, crossed={} if line is None else dict(line.traffic))
 
 
-def answered(job: Job, sums: Sequence[np.ndarray], site: Site, *, crossed: Crossed) -> Update:
+def answered(job: Job, sums: Sequence[np.ndarray], site: Site, *, crossed: CutTraffic) -> Update:
     """The client's answer, from every batch's sums by block, (blocks,) each."""
     sizes = _by_layer(
         site, {name: float(module.get_parameter("weight").numel()) for name, module in site.modules.items()}
@@ -185,7 +187,7 @@ def _by_layer(site: Site, sums: Mapping[str, float]) -> np.ndarray:
     """Sums of single weights' numbers gathered by block, (blocks,) float64."""
     layers = np.zeros(len(site.backbone.blocks))
     for name, value in sums.items():
-        layers[layer_of(site.backbone, name)] += value
+        layers[block_index(site.backbone, name)] += value
     return layers
 
 
@@ -199,7 +201,7 @@ def _smoothed(sums: Sequence[np.ndarray], sizes: np.ndarray) -> np.ndarray:
     for own in sums:
         smoothed = rngwp(smoothed, own, sizes)
     assert smoothed is not None
-    found: np.ndarray = shares(smoothed)
+    found: np.ndarray = normalise_importance(smoothed)
     return found
 
 

@@ -23,17 +23,17 @@ from atlas_fl.data.task import Examples, Images, Task
 from atlas_fl.models.backbone import Backbone, module_dims, target_modules
 from atlas_fl.models.lora import init_adapters, init_head
 from atlas_fl.models.registry import head_shapes
-from atlas_fl.models.tokenization import Encoded, encode_images
+from atlas_fl.models.tokenization import EncodedExamples, encode_images
 from atlas_fl.params import Params, Split
-from atlas_fl.split.channel import Crossed, Cut, Line
-from atlas_fl.split.host_matching import Guest, Host, Pairing
+from atlas_fl.split.channel import Cut, CutChannel, CutTraffic
+from atlas_fl.split.host_matching import GuestRequirement, HostCapacity, HostMatch
 
 
 @dataclass(frozen=True, kw_only=True)
 class Prompts:
     """Examples that a model writes something after, and what a person wrote there."""
 
-    encoded: Encoded
+    encoded: EncodedExamples
     references: tuple[str, ...]
 
 
@@ -42,7 +42,7 @@ class ClientTokens:
     """A client's own data, tokenised; it never leaves the site."""
 
     task: Task
-    splits: Mapping[Split, Encoded]
+    splits: Mapping[Split, EncodedExamples]
     prompts: Mapping[Split, Prompts] = field(default_factory=dict)
     """For ROUGE, some of the held-out examples of a task with prompts."""
 
@@ -91,17 +91,17 @@ class Job:
     """The action's own frozen options."""
     cut: Cut | None = None
     """Where this client's model is cut for training and evaluation; None: it holds the whole model."""
-    seat: Guest | Host | None = None
+    seat: GuestRequirement | HostCapacity | None = None
     """What it needs of a host, or has left as one; None: the server hosts everyone."""
     momentum: Params = field(default_factory=dict)
     """What it kept of its optimizer when it last trained; it never travels."""
 
 
-def line_of(job: Job, site: Site) -> Line | None:
+def line_of(job: Job, site: Site) -> CutChannel | None:
     """The way of this job's rows through the client's cut, from its own side; None for a client without one."""
     if job.cut is None:
         return None
-    return Line(job.cut, secret=None if site.noise_secret is None else site.noise_secret(job.client))
+    return CutChannel(job.cut, secret=None if site.noise_secret is None else site.noise_secret(job.client))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,9 +116,9 @@ class Update:
     """SHA-256 of the tensors that the client really computed with at its start, when asked for."""
     keys: int = 0
     """How many tensors those were."""
-    crossed: Crossed = field(default_factory=dict)
+    crossed: CutTraffic = field(default_factory=dict)
     """Bytes of all messages through the client's cut, by kind and direction."""
-    hosted: Pairing | None = None
+    hosted: HostMatch | None = None
     """Who computed the upper part, where the engine itself has paired the clients."""
     travelled: bool = False
     """It came over a network, and so its model did, also in a round that mixes none."""

@@ -34,12 +34,12 @@ from atlas_fl.client.batching import Dropout, dropout_masks, forward, make_row, 
 from atlas_fl.client.job import Job, Site, Update, line_of
 from atlas_fl.client.optimizer import LossScale, OptimizerName, gradient_chain, gradient_norms, make_optimizer
 from atlas_fl.models.backbone import Backbone
-from atlas_fl.models.tokenization import Encoded
+from atlas_fl.models.tokenization import EncodedExamples
 from atlas_fl.models.vision import augment
 from atlas_fl.params import HEAD, PRIVATE, Params, digest
 from atlas_fl.rng import generator, torch_generator
 from atlas_fl.split.channel import Cut
-from atlas_fl.split.model import on_client
+from atlas_fl.split.model import select_client_side
 
 Schedule: TypeAlias = Literal["constant", "linear", "cosine", "step"]
 
@@ -117,7 +117,7 @@ def positions(count: int, client: str, options: TrainOptions) -> np.ndarray:
     return np.sort(drawn.choice(index, size=options.most, replace=False))
 
 
-def batches(data: Encoded, job: Job) -> Iterator[Encoded]:
+def batches(data: EncodedExamples, job: Job) -> Iterator[EncodedExamples]:
     """The client's mini-batches of this round, in the order that its own generator draws."""
     options: TrainOptions = job.options
     index = positions(len(data), job.client, options)
@@ -131,7 +131,7 @@ def batches(data: Encoded, job: Job) -> Iterator[Encoded]:
             step += 1
 
 
-def _augmented(batch: Encoded, job: Job, *, step: int) -> Encoded:
+def _augmented(batch: EncodedExamples, job: Job, *, step: int) -> EncodedExamples:
     """The batch with its images, if it has any, as this client and step see them."""
     options: TrainOptions = job.options
     if batch.pixels is None or not (options.crop or options.flip):
@@ -175,7 +175,7 @@ def example_loss(logits: Tensor, labels: Tensor, *, smoothing: float = 0.0) -> T
 def trained_below(backbone: Backbone, names: Iterable[str], options: TrainOptions, cut: Cut) -> list[int]:
     """Where the trained tensors on the client's side of this cut stand among all that are trained, by their names."""
     trained = sorted(name for name in names if name != PRIVATE and not name.endswith(options.frozen))
-    held = on_client(backbone, trained, blocks=cut.blocks, head=cut.head == "client")
+    held = select_client_side(backbone, trained, blocks=cut.blocks, head=cut.head == "client")
     return [place for place, name in enumerate(trained) if name in held]
 
 
@@ -195,7 +195,7 @@ def shared_above(backbone: Backbone, params: Params, cut: Cut | None) -> tuple[s
     """The names, sorted, of the adapters that a client shares with its cluster: all above its cut; none without."""
     if cut is None or cut.shared is None:
         return ()
-    own = on_client(backbone, params, blocks=cut.blocks, head=True)
+    own = select_client_side(backbone, params, blocks=cut.blocks, head=True)
     return tuple(sorted(name for name in params if name not in own and not name.startswith(HEAD)))
 
 
@@ -278,7 +278,7 @@ class Member:
             metrics={"loss": loss, "seconds": seconds, "steps": float(len(self.losses))},
             loaded=self.loaded,
             keys=len(self.params),
-            crossed={} if self.line is None else dict(self.line.crossed),
+            crossed={} if self.line is None else dict(self.line.traffic),
         )
 
 

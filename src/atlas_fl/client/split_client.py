@@ -58,10 +58,10 @@ from atlas_fl.client.job import Job, Site, Update, line_of
 from atlas_fl.client.local_training import Member, example_loss, joined_norms, train
 from atlas_fl.client.split_server import Payloads
 from atlas_fl.errors import ProtocolError
-from atlas_fl.models.backbone import logits_of
-from atlas_fl.models.lora import MaskOf
+from atlas_fl.models.backbone import head_logits
+from atlas_fl.models.lora import DropoutMaskFn
 from atlas_fl.params import Params
-from atlas_fl.split.channel import NORMS, Cut, Line
+from atlas_fl.split.channel import NORMS, Cut, CutChannel
 from atlas_fl.split.codec import ROWS, read_message
 from atlas_fl.split.model import client_forward
 from atlas_fl.storage.tensors import encode
@@ -83,7 +83,7 @@ class Crossing:
     places: tuple[int, ...]
     """Where the client's trained tensors stand among those of the whole model."""
     far: Far
-    lines: Mapping[int, Line]
+    lines: Mapping[int, CutChannel]
     """By the place of each of the job's models: what writes and counts its messages up."""
     closing: dict[str, bytes] = field(default_factory=dict)
     """What the last step left to be told."""
@@ -126,13 +126,13 @@ class Crossing:
             lengths, reads = row.lengths[k], row.places[k]
             beside = {"lengths": lengths} | ({} if reads is None else {"places": reads})
             own = hidden[row.segments[k].start : row.segments[k].stop]
-            sent[f"{place}/activation"] = self.lines[place].message(own, "activation", extra=beside)
+            sent[f"{place}/activation"] = self.lines[place].encode_up(own, "activation", extra=beside)
             if labels:
                 sent[f"{place}/label"] = encode({"labels": row.labels[k]})
         return sent
 
     def _head_here(
-        self, hidden: Tensor, row: Row, active: Mapping[int, Member], done: int, site: Site, mask: MaskOf | None
+        self, hidden: Tensor, row: Row, active: Mapping[int, Member], done: int, site: Site, mask: DropoutMaskFn | None
     ) -> Payloads:
         """The server's answer to the gradient of the features, whose loss is computed here."""
         read = self.features(hidden, row, active, done).requires_grad_()
@@ -146,7 +146,7 @@ class Crossing:
         assert read.grad is not None, "a loss has a gradient by what it is of"
         upper = torch.split(read.grad, list(row.counts))
         sent = {
-            f"{place}/gradient": self.lines[place].message(own, "gradient")
+            f"{place}/gradient": self.lines[place].encode_up(own, "gradient")
             for place, own in zip(active, upper, strict=True)
         }
         return self.far.ask("gradient", done, sent)
@@ -271,7 +271,7 @@ class _Gradient(torch.nn.Module):
         else:
             read = crossing.features(hidden, row, (0,), done).requires_grad_()
             loss, own, upper = _head_gradient(row, site, head, read)
-            sent = {"0/gradient": crossing.lines[0].message(upper, "gradient")}
+            sent = {"0/gradient": crossing.lines[0].encode_up(upper, "gradient")}
             got = crossing.far.ask("gradient", done, sent)
         if not leaves:
             return loss, own
@@ -283,7 +283,7 @@ class _Gradient(torch.nn.Module):
 def _head_gradient(row: Row, site: Site, head: Params, read: Tensor) -> tuple[Tensor, dict[str, Tensor], Tensor]:
     """(loss, gradient of the head, gradient of the features)."""
     with site.autocast(scaled=False):
-        loss = example_loss(logits_of(site.backbone, head, read).float(), row.labels[0])
+        loss = example_loss(head_logits(site.backbone, head, read).float(), row.labels[0])
     *own, upper = torch.autograd.grad(loss, [*head.values(), read])
     return loss.detach(), dict(zip(head, own, strict=True)), upper
 

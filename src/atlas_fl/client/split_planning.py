@@ -51,10 +51,10 @@ from atlas_fl.client.importance import answered as weighed
 from atlas_fl.client.job import Job, Site, Update
 from atlas_fl.client.local_training import example_loss
 from atlas_fl.client.split_server import Entry, Half, Payloads, Question, Read, Side, Together, TrainingHalf, with_upper
-from atlas_fl.clustering.sketch import joined
+from atlas_fl.clustering.sketch import combine_parts
 from atlas_fl.errors import DataError, ProtocolError
 from atlas_fl.models.attention import make_layout
-from atlas_fl.models.backbone import logits_of
+from atlas_fl.models.backbone import head_logits
 from atlas_fl.params import LORA_B, Params
 from atlas_fl.split.channel import Cut
 from atlas_fl.split.codec import encode_rows
@@ -132,7 +132,7 @@ class _Gradient(torch.nn.Module):
         root, loss = _features(entry, self._site), None
         if entry.labels is not None:
             with self._site.autocast(scaled=False):
-                root = example_loss(logits_of(self._site.backbone, head, root).float(), entry.labels)
+                root = example_loss(head_logits(self._site.backbone, head, root).float(), entry.labels)
             loss = root.detach()
         wanted = {**leaves, **head} | ({_ROWS: entry.rows} if entry.rows.requires_grad else {})
         found = torch.autograd.grad(root, list(wanted.values()), entry.upper)
@@ -144,7 +144,7 @@ def _features(entry: Entry, site: Site) -> Tensor:
     # Copied for its address, as a head is (`client.importance.head_leaves`).
     rows = entry.rows.clone()
     with site.autocast(scaled=False):
-        return server_forward(site.backbone, rows, layout, blocks=entry.blocks, reads=entry.places)
+        return server_forward(site.backbone, rows, layout, blocks=entry.blocks, output_positions=entry.places)
 
 
 class Measure(Protocol):
@@ -298,7 +298,7 @@ def sketch_of(
     """The sketch of the tensors of these names, in a whole model's order: of the client's parts and our tensors."""
     try:
         parts = {**below, **parts_of(above, options)}
-        return joined(parts[name] for name in names)
+        return combine_parts(parts[name] for name in names)
     except DataError as error:
         raise ProtocolError(str(error)) from None
 

@@ -38,12 +38,12 @@ from atlas_fl.client.job import Job, Site, Update
 from atlas_fl.client.local_training import Member, example_loss, joined_norms, shared_sets, trained_below
 from atlas_fl.errors import ProtocolError
 from atlas_fl.models.attention import make_layout
-from atlas_fl.models.backbone import features_of, picked, through
-from atlas_fl.models.lora import Adapters, MaskOf, attached
+from atlas_fl.models.backbone import norm_and_pool, read_positions, run_blocks
+from atlas_fl.models.lora import Adapters, DropoutMaskFn, attach_adapters
 from atlas_fl.params import Params, digest, select
 from atlas_fl.split.channel import NORMS
 from atlas_fl.split.codec import ROWS, encode_rows, read_message
-from atlas_fl.split.model import on_client
+from atlas_fl.split.model import select_client_side
 from atlas_fl.storage.ledger import Direction, Kind
 from atlas_fl.storage.tensors import encode
 
@@ -105,7 +105,7 @@ def pass_over(entries: Sequence[Entry], site: Site, *, backward: bool) -> list[R
     return [by_place[k] for k in range(len(entries))]
 
 
-def _features(ordered: Sequence[Entry], site: Site, mask: MaskOf | None, adapted: ExitStack) -> Tensor:
+def _features(ordered: Sequence[Entry], site: Site, mask: DropoutMaskFn | None, adapted: ExitStack) -> Tensor:
     """Features of all entries, (reads, hidden); each joins the row at its own cut. `adapted` keeps the adapters on."""
     backbone = site.backbone
     hidden = ordered[0].rows.new_empty(0, ordered[0].rows.shape[1])
@@ -116,18 +116,18 @@ def _features(ordered: Sequence[Entry], site: Site, mask: MaskOf | None, adapted
         hidden = torch.cat([hidden, *(entry.rows for entry in present if entry.blocks == start)])
         layout = make_layout([n for entry in present for n in entry.lengths], device=backbone.device)
         if stop == bounds[-1]:
-            pick = picked(backbone.family, layout, _reads(present))
+            pick = read_positions(backbone.family, layout, _reads(present))
         adapters = Adapters(
             clients=[entry.params for entry in present],
             segments=segments_of([len(entry.rows) for entry in present]),
-            pooled=segments_of([entry.reads for entry in present]),
+            sequences=segments_of([entry.reads for entry in present]),
             scale=site.scale,
-            mask=mask,
+            dropout_mask=mask,
         )
-        adapted.enter_context(attached(modules_of(site, range(start, stop)), adapters))
-        hidden = through(backbone, hidden, layout, range(start, stop), pick=pick)
+        adapted.enter_context(attach_adapters(modules_of(site, range(start, stop)), adapters))
+        hidden = run_blocks(backbone, hidden, layout, range(start, stop), positions=pick)
     assert pick is not None, "the last block is above every cut"
-    return features_of(backbone, hidden, pick)
+    return norm_and_pool(backbone, hidden, pick)
 
 
 def _reads(present: Sequence[Entry]) -> Tensor | None:
@@ -145,7 +145,7 @@ def _places(entry: Entry) -> Tensor:
     return torch.tensor(entry.lengths, device=entry.rows.device).cumsum(0) - 1
 
 
-def _logits(entry: Entry, place: int, features: Tensor, site: Site, mask: MaskOf | None) -> Tensor | None:
+def _logits(entry: Entry, place: int, features: Tensor, site: Site, mask: DropoutMaskFn | None) -> Tensor | None:
     if entry.labels is None:
         return None
     own = None if mask is None else (lambda _, module, shape: mask(place, module, shape))
@@ -168,7 +168,7 @@ class Side:
     def __init__(self, job: Job, site: Site) -> None:
         assert job.cut is not None, "a client without a cut has no half here"
         self.job, self.site, self.cut = job, site, job.cut
-        held = on_client(site.backbone, job.params, blocks=self.cut.blocks, head=self.cut.head == "client")
+        held = select_client_side(site.backbone, job.params, blocks=self.cut.blocks, head=self.cut.head == "client")
         self.below = replace(job, params=select(job.params, (key for key in job.params if key in held)))
         self.above: Params = select(job.params, (key for key in job.params if key not in held))
         self.crossed: Counter[tuple[Kind, Direction]] = Counter()

@@ -38,11 +38,17 @@ from scipy.spatial.distance import pdist, squareform
 from sklearn.cluster import KMeans
 from sklearn.metrics import adjusted_rand_score, calinski_harabasz_score, davies_bouldin_score
 
-from atlas_fl.clustering.labels import Settings
-from atlas_fl.clustering.sketch import corrected_similarity, cross_similarity, embed, reliability, unit_rows
+from atlas_fl.clustering.labels import ClusteringSettings
+from atlas_fl.clustering.sketch import (
+    corrected_similarity,
+    cross_similarity,
+    principal_components,
+    reliability,
+    unit_rows,
+)
 from atlas_fl.rng import generator, seed_of
 
-Row: TypeAlias = dict[str, Any]
+KTableRow: TypeAlias = dict[str, Any]
 """One line of the k table; a score that is not defined at this k is None."""
 
 
@@ -50,17 +56,17 @@ NO_SCATTER = 1e-12
 """What stands for W_k = 0, where a cluster holds one client or identical ones: this share of W_1."""
 
 
-def sizes_of(labels: np.ndarray) -> list[int]:
+def cluster_sizes(labels: np.ndarray) -> list[int]:
     """How many clients each cluster holds, largest first."""
     return sorted(np.unique(labels, return_counts=True)[1].tolist(), reverse=True)
 
 
-def distances(points: np.ndarray) -> np.ndarray:
+def pairwise_distances(points: np.ndarray) -> np.ndarray:
     """Euclidean distances (n, n) of points (n, c), zero on the diagonal."""
     return np.asarray(squareform(pdist(points)))
 
 
-def silhouette(apart: np.ndarray, labels: np.ndarray) -> float | None:
+def silhouette(distance_matrix: np.ndarray, labels: np.ndarray) -> float | None:
     """The mean silhouette (Rousseeuw 1987) in [-1, 1] from distances (n, n); None unless there are 2 to n - 1 clusters.
 
     `(b - a) / max(a, b)`, a the mean distance to the own cluster and b to the nearest other one; 0 for a client alone.
@@ -69,11 +75,11 @@ def silhouette(apart: np.ndarray, labels: np.ndarray) -> float | None:
     member = labels[:, None] == np.unique(labels)  # (n, k)
     if not 2 <= member.shape[1] <= len(labels) - 1:
         return None
-    sums, sizes = apart @ member, member.sum(axis=0)
-    own = sums[member] / np.maximum(sizes - 1, 1)[member.argmax(axis=1)]
-    other = np.where(member, np.inf, sums / sizes).min(axis=1)
-    widest = np.maximum(own, other)
-    width = np.divide(other - own, widest, out=np.zeros(len(labels)), where=widest > 0)
+    sums, sizes = distance_matrix @ member, member.sum(axis=0)
+    within = sums[member] / np.maximum(sizes - 1, 1)[member.argmax(axis=1)]
+    nearest = np.where(member, np.inf, sums / sizes).min(axis=1)
+    widest = np.maximum(within, nearest)
+    width = np.divide(nearest - within, widest, out=np.zeros(len(labels)), where=widest > 0)
     return float(np.where(sizes[member.argmax(axis=1)] > 1, width, 0.0).mean())
 
 
@@ -86,11 +92,11 @@ def atlas_score(*, silhouette: float, davies_bouldin: float, calinski_harabasz: 
     return gain - 0.15 * singletons
 
 
-def score_row(points: np.ndarray, labels: np.ndarray) -> Row:
+def score_row(points: np.ndarray, labels: np.ndarray) -> KTableRow:
     """The line of the k table for these labels (n,) of points (n, c): k, sizes, singletons and the scores."""
-    sizes = sizes_of(labels)
-    row: Row = {"k": len(sizes), "sizes": sizes, "singletons": sizes.count(1)}
-    width = silhouette(distances(points), labels)
+    sizes = cluster_sizes(labels)
+    row: KTableRow = {"k": len(sizes), "sizes": sizes, "singletons": sizes.count(1)}
+    width = silhouette(pairwise_distances(points), labels)
     if width is None:
         return {**row, "silhouette": None, "davies_bouldin": None, "calinski_harabasz": None, "atlas": None}
     scores = {
@@ -109,34 +115,36 @@ def k_means(points: np.ndarray, k: int, *, seed: int, num_starts: int = 10) -> t
     return model.labels_.astype(np.int64), float(model.inertia_)
 
 
-def gaps(
+def gap_statistic(
     references: Sequence[np.ndarray], ks: Sequence[int], *, inertia: Mapping[int, float], seed: int
-) -> dict[int, Row]:
+) -> dict[int, KTableRow]:
     """By k: the gap statistic and its error (Tibshirani, Walther and Hastie 2001).
 
     `Gap(k) = E log W_k(reference) - log W_k`, W_k the sum of squares within clusters; the error is
     `sd sqrt(1 + 1 / references)`. The references are points (n, c) without clusters. The paper draws them uniformly
     from a box, which with n points in n - 1 dimensions finds one cluster always; here they are unrelated clients.
     """
-    drawn = np.array([[k_means(each, k, seed=seed, num_starts=3)[1] for k in (1, *ks)] for each in references])
-    logs = np.log(np.maximum(drawn[:, 1:], NO_SCATTER * drawn[:, :1]))
+    inertias = np.array(
+        [[k_means(reference, k, seed=seed, num_starts=3)[1] for k in (1, *ks)] for reference in references]
+    )
+    logs = np.log(np.maximum(inertias[:, 1:], NO_SCATTER * inertias[:, :1]))
     errors = logs.std(axis=0) * np.sqrt(1 + 1 / len(references))
     observed = np.log([max(inertia[k], NO_SCATTER * inertia[1]) for k in ks])
     gap = logs.mean(axis=0) - observed
     return {k: {"gap": float(gap[i]), "gap_error": float(errors[i])} for i, k in enumerate(ks)}
 
 
-def highest(name: str) -> Callable[[Sequence[Row]], int]:
+def highest_score(name: str) -> Callable[[Sequence[KTableRow]], int]:
     """The rule that takes the k whose score of this name is highest, the smaller k of two equal ones."""
 
-    def choose(table: Sequence[Row]) -> int:
+    def choose(table: Sequence[KTableRow]) -> int:
         scored = [row for row in table if row[name] is not None]
         return int(max(scored, key=lambda row: (row[name] + row["bonus"], -row["k"]))["k"]) if scored else 1
 
     return choose
 
 
-def first_gap(table: Sequence[Row]) -> int:
+def first_gap(table: Sequence[KTableRow]) -> int:
     """The smallest k with `Gap(k) >= Gap(next k) - 2 error(next k)`, else the largest; k = 1 finds no clusters.
 
     The paper takes one error, which splits a planted cluster in about one federation of nine clients in ten.
@@ -147,9 +155,9 @@ def first_gap(table: Sequence[Row]) -> int:
     return int(table[-1]["k"])
 
 
-RULES: dict[str, Callable[[Sequence[Row]], int]] = {
-    "atlas": highest("atlas"),
-    "silhouette": highest("silhouette"),
+RULES: dict[str, Callable[[Sequence[KTableRow]], int]] = {
+    "atlas": highest_score("atlas"),
+    "silhouette": highest_score("silhouette"),
     "gap": first_gap,
 }
 """How the k search chooses k from the k table."""
@@ -161,7 +169,7 @@ Halves: TypeAlias = tuple[np.ndarray, np.ndarray]
 Statistic: TypeAlias = Callable[[np.ndarray, np.ndarray], float]
 """What a method measures on both halves."""
 
-FEWEST = 3
+MIN_CLIENTS = 3
 """Clients below which no grouping can be told from chance."""
 
 
@@ -169,7 +177,7 @@ FEWEST = 3
 class Verdict:
     """Outcome of the test."""
 
-    found: bool
+    has_structure: bool
     """Whether the clusters may be used."""
     reason: str
     """One line for the plan."""
@@ -185,11 +193,11 @@ class Verdict:
     """Draws of each world."""
 
     def to_json(self) -> dict[str, Any]:
-        """The fields as plain data."""
-        return asdict(self)
+        """The fields as plain data; `has_structure` is written as `found`."""
+        return {"found" if name == "has_structure" else name: value for name, value in asdict(self).items()}
 
 
-def unrelated(first: np.ndarray, second: np.ndarray, *, rng: np.random.Generator) -> Halves:
+def draw_unrelated(first: np.ndarray, second: np.ndarray, *, rng: np.random.Generator) -> Halves:
     """Both halves (n, d) as unit rows, each client's turned by a random rotation of its own.
 
     The rotation acts on the plane of the client's two sketches, so a random orthonormal pair of directions stands
@@ -200,36 +208,36 @@ def unrelated(first: np.ndarray, second: np.ndarray, *, rng: np.random.Generator
     return along, shared * along + np.sqrt(np.maximum(1.0 - shared**2, 0.0)) * across
 
 
-def alike(first: np.ndarray, second: np.ndarray, *, rng: np.random.Generator) -> Halves:
+def draw_alike(first: np.ndarray, second: np.ndarray, *, rng: np.random.Generator) -> Halves:
     """Both halves (n, d) as unit rows: `sqrt(c_kk)` of one common direction and noise of their own for the rest."""
-    own = np.clip(reliability(cross_similarity(first, second)), 0.0, 1.0)[:, None]
+    signal = np.clip(reliability(cross_similarity(first, second)), 0.0, 1.0)[:, None]
     common = unit_rows(rng.standard_normal((1, first.shape[1])))
     noise = (rng.standard_normal(first.shape) for _ in range(2))
-    apart = [unit_rows(each - (each @ common.T) * common) for each in noise]
-    left, right = (np.sqrt(own) * common + np.sqrt(1.0 - own) * each for each in apart)
+    orthogonal = [unit_rows(direction - (direction @ common.T) * common) for direction in noise]
+    left, right = (np.sqrt(signal) * common + np.sqrt(1.0 - signal) * direction for direction in orthogonal)
     return left, right
 
 
-WORLDS = {"unrelated": unrelated, "alike": alike}
+WORLDS = {"unrelated": draw_unrelated, "alike": draw_alike}
 """The two worlds without structure."""
 
 
-def judge(first: np.ndarray, second: np.ndarray, statistic: Statistic, *, draws: int, seed: int) -> Verdict:
+def structure_test(first: np.ndarray, second: np.ndarray, statistic: Statistic, *, draws: int, seed: int) -> Verdict:
     """The verdict on sketches (n, d), (n, d) of decided clients."""
-    if len(first) < FEWEST:
-        return Verdict(found=False, reason=f"{len(first)} decided clients are too few to test for structure")
+    if len(first) < MIN_CLIENTS:
+        return Verdict(has_structure=False, reason=f"{len(first)} decided clients are too few to test for structure")
     observed = statistic(first, second)
     limits, p_values = {}, {}
     for world, draw_from in WORLDS.items():
         rngs = (generator(seed, "structure", world, draw) for draw in range(draws))
-        chance = np.array([statistic(*draw_from(first, second, rng=rng)) for rng in rngs])
-        limits[world] = float(np.quantile(chance, 0.95, method="higher"))
-        p_values[world] = float(1 + np.sum(chance >= observed)) / (1 + draws)
+        null_statistics = np.array([statistic(*draw_from(first, second, rng=rng)) for rng in rngs])
+        limits[world] = float(np.quantile(null_statistics, 0.95, method="higher"))
+        p_values[world] = float(1 + np.sum(null_statistics >= observed)) / (1 + draws)
     world = max(WORLDS, key=lambda name: limits[name])
-    found = observed > max(limits[world], 0.0)
-    compared = f"{'above' if found else 'not above'} the 95th percentile {limits[world]:.3f} of {world} clients"
+    has_structure = observed > max(limits[world], 0.0)
+    compared = f"{'above' if has_structure else 'not above'} the 95th percentile {limits[world]:.3f} of {world} clients"
     return Verdict(
-        found=found,
+        has_structure=has_structure,
         reason=f"silhouette {observed:.3f} is {compared}",
         statistic=observed,
         percentile_95=limits[world],
@@ -256,7 +264,7 @@ class Proposal:
 
     labels: np.ndarray
     """Cluster of each client, int (n,)."""
-    k_table: tuple[Row, ...]
+    k_table: tuple[KTableRow, ...]
     """The alternatives that were weighed; the chosen one has `chosen`."""
     warnings: tuple[str, ...] = ()
     """What the user should know."""
@@ -267,7 +275,7 @@ def mean_sketch(first: np.ndarray, second: np.ndarray) -> np.ndarray:
     return unit_rows(first + second)
 
 
-def feasible_ks(points: np.ndarray, settings: Settings) -> tuple[tuple[int, ...], tuple[str, ...]]:
+def feasible_ks(points: np.ndarray, settings: ClusteringSettings) -> tuple[tuple[int, ...], tuple[str, ...]]:
     """The k that can be searched on points (n, c), and a warning where the range had to be cut.
 
     A search needs 2 <= k <= n - 1 and no more clusters than distinct points; a fixed k may reach the distinct points.
@@ -286,40 +294,40 @@ def feasible_ks(points: np.ndarray, settings: Settings) -> tuple[tuple[int, ...]
     return tuple(range(min(low, limit), min(high, limit) + 1)), warning
 
 
-def search(
-    first: np.ndarray, second: np.ndarray, settings: Settings, *, previous: np.ndarray | None = None
+def search_k(
+    first: np.ndarray, second: np.ndarray, settings: ClusteringSettings, *, previous: np.ndarray | None = None
 ) -> Proposal:
     """K-means on the principal components at each k; the rule of `cluster_by` chooses (RULES).
 
     `previous` labels (n,) are one more start where they have as many clusters, and earn each k a bonus of
     `stability` times the adjusted Rand index with them.
     """
-    points = _points(first, second, settings)
+    points = _project(first, second, settings)
     ks, warnings = feasible_ks(points, settings)
     if not ks or ks == (1,):
         row = {**score_row(points, np.zeros(len(points))), "chosen": True}
         return Proposal(labels=np.zeros(len(points), dtype=np.int64), k_table=(row,), warnings=warnings)
-    found = {k: _with_warm_start(points, k, settings, previous) for k in sorted({1, *ks})}
+    fits = {k: _with_warm_start(points, k, settings, previous) for k in sorted({1, *ks})}
     rngs = [generator(settings.seed, "gap", draw) for draw in range(NUM_REFERENCES)]
-    references = [_points(*unrelated(first, second, rng=rng), settings) for rng in rngs]
-    statistics = gaps(references, list(found), inertia={k: found[k][1] for k in found}, seed=settings.seed)
+    references = [_project(*draw_unrelated(first, second, rng=rng), settings) for rng in rngs]
+    statistics = gap_statistic(references, list(fits), inertia={k: fits[k][1] for k in fits}, seed=settings.seed)
     bonus = {
-        k: 0.0 if previous is None else settings.stability * float(adjusted_rand_score(previous, found[k][0]))
-        for k in found
+        k: 0.0 if previous is None else settings.stability * float(adjusted_rand_score(previous, fits[k][0]))
+        for k in fits
     }
-    table = [{**score_row(points, found[k][0]), **statistics[k], "bonus": bonus[k]} for k in found]
+    table = [{**score_row(points, fits[k][0]), **statistics[k], "bonus": bonus[k]} for k in fits]
     chosen = ks[0] if settings.fixed_k else RULES[settings.cluster_by](table)
     rows_out = tuple({**row, "chosen": row["k"] == chosen} for row in table)
-    return Proposal(labels=found[chosen][0], k_table=rows_out, warnings=warnings)
+    return Proposal(labels=fits[chosen][0], k_table=rows_out, warnings=warnings)
 
 
-def _points(first: np.ndarray, second: np.ndarray, settings: Settings) -> np.ndarray:
+def _project(first: np.ndarray, second: np.ndarray, settings: ClusteringSettings) -> np.ndarray:
     rows = mean_sketch(first, second)
-    return embed(rows, components=settings.pca_components, incremental=settings.incremental_pca).points
+    return principal_components(rows, components=settings.pca_components, incremental=settings.incremental_pca).points
 
 
 def _with_warm_start(
-    points: np.ndarray, k: int, settings: Settings, previous: np.ndarray | None
+    points: np.ndarray, k: int, settings: ClusteringSettings, previous: np.ndarray | None
 ) -> tuple[np.ndarray, float]:
     """K-means from fresh starts, and from the previous clusters' centres, kept unless a fresh one is better."""
     labels, inertia = k_means(points, k, seed=settings.seed)
@@ -333,13 +341,13 @@ def _with_warm_start(
     return warm.labels_.astype(np.int64), float(warm.inertia_)
 
 
-def best_silhouette(first: np.ndarray, second: np.ndarray, settings: Settings) -> float:
+def best_silhouette(first: np.ndarray, second: np.ndarray, settings: ClusteringSettings) -> float:
     """The largest silhouette over the k that can be searched, whatever rule chooses k; 0 if there is none."""
-    points = _points(first, second, settings)
+    points = _project(first, second, settings)
     ks, _ = feasible_ks(points, settings)
-    apart = distances(points)
+    distance_matrix = pairwise_distances(points)
     labels = [k_means(points, k, seed=settings.seed, num_starts=1)[0] for k in ks if k > 1]
-    return max((silhouette(apart, each) or 0.0 for each in labels), default=0.0)
+    return max((silhouette(distance_matrix, labels_of_k) or 0.0 for labels_of_k in labels), default=0.0)
 
 
 def merge_small(labels: np.ndarray, similarity: np.ndarray, *, min_size: int) -> tuple[np.ndarray, tuple[str, ...]]:
@@ -355,15 +363,15 @@ def merge_small(labels: np.ndarray, similarity: np.ndarray, *, min_size: int) ->
             return merged, tuple(lines)
         small = names[sizes.argmin()]
         others = [name for name in names if name != small]
-        near = [float(similarity[np.ix_(merged == small, merged == name)].mean()) for name in others]
+        similarities = [float(similarity[np.ix_(merged == small, merged == name)].mean()) for name in others]
         lines.append(
             f"a cluster of {sizes.min()} below min_cluster_size {min_size} joined its nearest "
-            f"(mean similarity {max(near):.2f})"
+            f"(mean similarity {max(similarities):.2f})"
         )
-        merged[merged == small] = others[int(np.argmax(near))]
+        merged[merged == small] = others[int(np.argmax(similarities))]
 
 
-def similarity_of(first: np.ndarray, second: np.ndarray, settings: Settings) -> np.ndarray:
+def similarity_of_halves(first: np.ndarray, second: np.ndarray, settings: ClusteringSettings) -> np.ndarray:
     """Noise-corrected similarity (n, n) of decided clients, whose reliability is at least `min_reliability`."""
     return corrected_similarity(cross_similarity(first, second), floor=max(settings.min_reliability, 0.0))
 
@@ -373,7 +381,7 @@ def merge_tree(similarity: np.ndarray) -> np.ndarray:
     return np.asarray(tree_of(squareform(1.0 - similarity, checks=False), method="average"))
 
 
-def cut_at(similarity: np.ndarray, *, threshold: float) -> np.ndarray:
+def cut_at_threshold(similarity: np.ndarray, *, threshold: float) -> np.ndarray:
     """Labels (n,): clusters join while their mean similarity is at least the threshold."""
     if len(similarity) < 2:
         return np.zeros(len(similarity), dtype=np.int64)
@@ -381,50 +389,52 @@ def cut_at(similarity: np.ndarray, *, threshold: float) -> np.ndarray:
     return np.asarray(clusters, dtype=np.int64) - 1
 
 
-def cut_into(similarity: np.ndarray, k: int) -> np.ndarray:
+def cut_into_k(similarity: np.ndarray, k: int) -> np.ndarray:
     """Labels (n,) of the k clusters that stand before the last k - 1 merges."""
     if len(similarity) < 2:
         return np.zeros(len(similarity), dtype=np.int64)
     return np.asarray(cut_tree(merge_tree(similarity), n_clusters=k)[:, 0], dtype=np.int64)
 
 
-def _labels(similarity: np.ndarray, settings: Settings, *, k: int | None) -> np.ndarray:
-    return cut_at(similarity, threshold=settings.threshold) if k is None else cut_into(similarity, k)
+def _cut_labels(similarity: np.ndarray, settings: ClusteringSettings, *, k: int | None) -> np.ndarray:
+    return cut_at_threshold(similarity, threshold=settings.threshold) if k is None else cut_into_k(similarity, k)
 
 
-def propose(
-    first: np.ndarray, second: np.ndarray, settings: Settings, *, previous: np.ndarray | None = None
+def propose_linkage(
+    first: np.ndarray, second: np.ndarray, settings: ClusteringSettings, *, previous: np.ndarray | None = None
 ) -> Proposal:
     """Clusters at the threshold, or the fixed k, with the other cuts of the tree as the k table.
 
     `previous` labels (n,) blend in: `(1 - stability) rho + stability * (same cluster before)`.
     """
-    similarity = similarity_of(first, second, settings)
-    points = embed(mean_sketch(first, second), components=settings.pca_components).points
+    similarity = similarity_of_halves(first, second, settings)
+    points = principal_components(mean_sketch(first, second), components=settings.pca_components).points
     ks, warnings = feasible_ks(points, settings)
     if previous is not None:
         together = (previous[:, None] == previous[None, :]).astype(np.float64)
         similarity = (1 - settings.stability) * similarity + settings.stability * together
-    labels = _labels(similarity, settings, k=ks[0] if settings.fixed_k else None)
+    labels = _cut_labels(similarity, settings, k=ks[0] if settings.fixed_k else None)
     chosen = len(np.unique(labels))
     table = tuple(_row(similarity, points, k, chosen=chosen) for k in sorted({chosen, *ks}))
     return Proposal(labels=labels, k_table=table, warnings=warnings if settings.fixed_k else ())
 
 
-def _row(similarity: np.ndarray, points: np.ndarray, k: int, *, chosen: int) -> Row:
+def _row(similarity: np.ndarray, points: np.ndarray, k: int, *, chosen: int) -> KTableRow:
     """Scores of the tree cut into k, and the mean similarity at which two of these clusters would merge."""
     merge = 1.0 - float(merge_tree(similarity)[len(points) - k, 2]) if k > 1 else None
-    return {**score_row(points, cut_into(similarity, k)), "merge_similarity": merge, "chosen": k == chosen}
+    return {**score_row(points, cut_into_k(similarity, k)), "merge_similarity": merge, "chosen": k == chosen}
 
 
-def separation(first: np.ndarray, second: np.ndarray, settings: Settings) -> float:
+def linkage_silhouette(first: np.ndarray, second: np.ndarray, settings: ClusteringSettings) -> float:
     """Silhouette of the proposed clusters on the distance `1 - rho`; 0 for one cluster or none shared."""
-    similarity = similarity_of(first, second, settings)
+    similarity = similarity_of_halves(first, second, settings)
     k = min(settings.fixed_k, len(similarity)) if settings.fixed_k else None
-    return silhouette(1.0 - similarity, _labels(similarity, settings, k=k)) or 0.0
+    return silhouette(1.0 - similarity, _cut_labels(similarity, settings, k=k)) or 0.0
 
 
-def without_structure(first: np.ndarray, second: np.ndarray, settings: Settings, labels: np.ndarray) -> np.ndarray:
+def labels_without_structure(
+    first: np.ndarray, second: np.ndarray, settings: ClusteringSettings, labels: np.ndarray
+) -> np.ndarray:
     """Labels (n,) where no structure was found: one cluster if clients are alike on average, else each alone.
 
     One cluster for clients that measurably differ would average unrelated models. A proposal that is already one
@@ -433,7 +443,7 @@ def without_structure(first: np.ndarray, second: np.ndarray, settings: Settings,
     num = len(labels)
     if len(np.unique(labels)) in (1, num):
         return labels
-    similarity = similarity_of(first, second, settings)
+    similarity = similarity_of_halves(first, second, settings)
     mean = (similarity.sum() - num) / (num * (num - 1))
     return np.zeros(num, dtype=np.int64) if mean >= settings.threshold else np.arange(num)
 
@@ -442,16 +452,16 @@ class Propose(Protocol):
     """Clusters from both halves (n, d), (n, d) of decided clients."""
 
     def __call__(
-        self, first: np.ndarray, second: np.ndarray, settings: Settings, *, previous: np.ndarray | None = None
+        self, first: np.ndarray, second: np.ndarray, settings: ClusteringSettings, *, previous: np.ndarray | None = None
     ) -> Proposal:
         """The proposal; `previous` are the labels (n,) of an earlier clustering."""
         ...
 
 
-class Measure(Protocol):
+class MethodStatistic(Protocol):
     """A statistic of both halves (n, d), (n, d) of decided clients."""
 
-    def __call__(self, first: np.ndarray, second: np.ndarray, settings: Settings) -> float:
+    def __call__(self, first: np.ndarray, second: np.ndarray, settings: ClusteringSettings) -> float:
         """The statistic."""
         ...
 
@@ -462,28 +472,32 @@ class Method:
 
     propose: Propose
     """Clusters and the k table."""
-    statistic: Measure
+    statistic: MethodStatistic
     """What the test for structure compares with rotated clients."""
-    without_structure: Callable[[np.ndarray, np.ndarray, Settings, np.ndarray], np.ndarray]
+    without_structure: Callable[[np.ndarray, np.ndarray, ClusteringSettings, np.ndarray], np.ndarray]
     """Labels (n,) from the proposed ones when the verdict is "no structure"."""
-    corrected: bool
+    uses_corrected_similarity: bool
     """Whether a new client is placed by corrected similarity, or else by the nearest centroid."""
 
 
-def one_cluster(first: np.ndarray, second: np.ndarray, settings: Settings, labels: np.ndarray) -> np.ndarray:
+def single_cluster(
+    first: np.ndarray, second: np.ndarray, settings: ClusteringSettings, labels: np.ndarray
+) -> np.ndarray:
     """Labels (n,) of one cluster for all."""
     del first, second, settings
     return np.zeros_like(labels)
 
 
-K_SEARCH = Method(propose=search, statistic=best_silhouette, without_structure=one_cluster, corrected=False)
+K_SEARCH = Method(
+    propose=search_k, statistic=best_silhouette, without_structure=single_cluster, uses_corrected_similarity=False
+)
 
 METHODS: dict[str, Method] = {
     "corrected": Method(
-        propose=propose,
-        statistic=separation,
-        without_structure=without_structure,
-        corrected=True,
+        propose=propose_linkage,
+        statistic=linkage_silhouette,
+        without_structure=labels_without_structure,
+        uses_corrected_similarity=True,
     ),
     "atlas": K_SEARCH,
     "silhouette": K_SEARCH,

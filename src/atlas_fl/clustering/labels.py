@@ -15,7 +15,7 @@ from atlas_fl.errors import ConfigError, unknown
 
 
 @dataclass(frozen=True, kw_only=True)
-class Settings:
+class ClusteringSettings:
     """How clients are clustered."""
 
     seed: int
@@ -50,7 +50,7 @@ class Settings:
         return None if self.clusters in ("auto", "oracle") else int(self.clusters)
 
 
-def check(settings: Settings, *, methods: Collection[str]) -> None:
+def check_settings(settings: ClusteringSettings, *, methods: Collection[str]) -> None:
     """Raises ConfigError for the first setting that is out of range, naming what is allowed."""
     if settings.clusters != "auto" and not (settings.clusters.isdecimal() and int(settings.clusters) > 0):
         raise ConfigError(f"clusters {settings.clusters!r} is neither auto nor a positive number")
@@ -85,7 +85,7 @@ def stable_labels(previous: Sequence[int], new: Sequence[int]) -> tuple[int, ...
     if len(previous) != len(new):
         raise ConfigError(f"previous labels of {len(previous)} clients cannot name {len(new)}; cluster afresh")
     before, after = np.asarray(previous), np.asarray(new)
-    old_names, new_names = decided_names(previous), decided_names(new)
+    old_names, new_names = decided_labels(previous), decided_labels(new)
     overlap = np.array([[np.sum((before == old) & (after == name)) for name in new_names] for old in old_names])
     renamed = {UNDECIDED: UNDECIDED}
     if overlap.size:
@@ -96,12 +96,12 @@ def stable_labels(previous: Sequence[int], new: Sequence[int]) -> tuple[int, ...
     return tuple(renamed[label] if label in renamed else renamed.setdefault(label, next(fresh)) for label in new)
 
 
-def decided_names(labels: Sequence[int]) -> list[int]:
+def decided_labels(labels: Sequence[int]) -> list[int]:
     """The labels in use, ascending, without that of undecided clients."""
     return sorted({int(label) for label in labels} - {UNDECIDED})
 
 
-def by_first_appearance(labels: np.ndarray) -> tuple[int, ...]:
+def number_by_first_client(labels: np.ndarray) -> tuple[int, ...]:
     """The same partition with clusters numbered 0, 1, ... in the order of their first client; -1 stays."""
     names: dict[int, int] = {UNDECIDED: UNDECIDED}
     return tuple(names.setdefault(int(label), len(names) - 1) for label in labels)

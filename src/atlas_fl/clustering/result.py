@@ -15,9 +15,15 @@ from typing import Any
 import numpy as np
 from sklearn.metrics import adjusted_rand_score, normalized_mutual_info_score
 
-from atlas_fl.clustering.k_search import Row, mean_sketch
-from atlas_fl.clustering.labels import UNDECIDED, Settings, decided_names
-from atlas_fl.clustering.sketch import corrected_similarity, cross_similarity, embed, prepare, reliability
+from atlas_fl.clustering.k_search import KTableRow, mean_sketch
+from atlas_fl.clustering.labels import UNDECIDED, ClusteringSettings, decided_labels
+from atlas_fl.clustering.sketch import (
+    corrected_similarity,
+    cross_similarity,
+    normalise_sketches,
+    principal_components,
+    reliability,
+)
 from atlas_fl.errors import CheckpointError, ConfigError
 
 ARRAYS = ("similarity", "reliability", "points", "centroids", "offsets")
@@ -38,9 +44,9 @@ class Clustering:
     """c_kk, float64 (n,): agreement of each client's own halves."""
     structure: dict[str, Any]
     """The verdict: found, reason, statistic, percentile_95, p_value, draws."""
-    settings: Settings | None = None
+    settings: ClusteringSettings | None = None
     """The numbers it was made with; None for true tasks without sketches."""
-    k_table: tuple[Row, ...] = ()
+    k_table: tuple[KTableRow, ...] = ()
     """The alternatives with all their scores; `chosen` marks the method's choice, before the verdict."""
     explained_variance: float = 1.0
     """Share of the variance that the principal components hold."""
@@ -58,7 +64,7 @@ class Clustering:
     @property
     def num_clusters(self) -> int:
         """Clusters in use, undecided clients not counted."""
-        return len(decided_names(self.labels))
+        return len(decided_labels(self.labels))
 
     def to_json(self) -> dict[str, Any]:
         """Every field as plain data for strict JSON."""
@@ -84,7 +90,7 @@ class Clustering:
             )
         settings = data["settings"]
         if settings is not None:
-            settings = Settings(**{**settings, "k_range": tuple(settings["k_range"])})
+            settings = ClusteringSettings(**{**settings, "k_range": tuple(settings["k_range"])})
         arrays = {name: np.array(data[name], dtype=np.float64) for name in ARRAYS}
         tuples = {name: tuple(data[name]) for name in ("labels", "warnings", "k_table")}
         return Clustering(**{**data, **arrays, **tuples, "settings": settings})
@@ -103,15 +109,15 @@ class Placement:
     method is k-means, 1 - d^2 / 2 with d the distance from the centroid; empty where the halves contradict."""
 
 
-def predict(clustering: Clustering, first: np.ndarray, second: np.ndarray) -> int:
+def predict_cluster(clustering: Clustering, first: np.ndarray, second: np.ndarray) -> int:
     """The cluster of a client that joins later, from its two sketches (d,), (d,); -1 if it must train alone.
 
     As `placed`, which also says how near each cluster is.
     """
-    return placed(clustering, first, second).cluster
+    return assign_client(clustering, first, second).cluster
 
 
-def placed(clustering: Clustering, first: np.ndarray, second: np.ndarray) -> Placement:
+def assign_client(clustering: Clustering, first: np.ndarray, second: np.ndarray) -> Placement:
     """The place of a client that joins later, from its two sketches (d,), (d,).
 
     Alone where its halves agree less than `min_reliability`, and under `corrected` without a fixed k also where its
@@ -123,28 +129,28 @@ def placed(clustering: Clustering, first: np.ndarray, second: np.ndarray) -> Pla
         raise ConfigError("a client can be placed only beside clusters made of sketches; these hold none, plan again")
     if np.shape(first) != (dim,) or np.shape(second) != (dim,):
         raise ConfigError(f"sketch of shape {np.shape(first)} beside clusters of sketches of {dim}")
-    left = prepare(first[None], offset=clustering.offsets[0])[0]
-    right = prepare(second[None], offset=clustering.offsets[1])[0]
-    own = float(left @ right)
-    names = decided_names(clustering.labels)
+    left = normalise_sketches(first[None], offset=clustering.offsets[0])[0]
+    right = normalise_sketches(second[None], offset=clustering.offsets[1])[0]
+    client_reliability = float(left @ right)
+    names = decided_labels(clustering.labels)
     corrected = len(centroids) == 2
-    if not names or (corrected and own <= 0.0):
-        return Placement(cluster=UNDECIDED, reliability=own, similarity={})  # rho is not defined
+    if not names or (corrected and client_reliability <= 0.0):
+        return Placement(cluster=UNDECIDED, reliability=client_reliability, similarity={})  # rho is not defined
     if corrected:
-        likeness = (centroids[1] @ left + centroids[0] @ right) / 2 / np.sqrt(own)
+        similarities = (centroids[1] @ left + centroids[0] @ right) / 2 / np.sqrt(client_reliability)
     else:
-        middle = prepare((left + right)[None])[0]
-        likeness = 1 - np.linalg.norm(centroids[0] - middle, axis=1) ** 2 / 2
-    alone = corrected and settings.fixed_k is None and likeness.max() < settings.threshold
-    alone = alone or own < settings.min_reliability
+        mean = normalise_sketches((left + right)[None])[0]
+        similarities = 1 - np.linalg.norm(centroids[0] - mean, axis=1) ** 2 / 2
+    alone = corrected and settings.fixed_k is None and similarities.max() < settings.threshold
+    alone = alone or client_reliability < settings.min_reliability
     return Placement(
-        cluster=UNDECIDED if alone else names[int(likeness.argmax())],
-        reliability=own,
-        similarity=dict(zip(names, likeness.tolist(), strict=True)),
+        cluster=UNDECIDED if alone else names[int(similarities.argmax())],
+        reliability=client_reliability,
+        similarity=dict(zip(names, similarities.tolist(), strict=True)),
     )
 
 
-def with_client(clustering: Clustering, sketches: np.ndarray, *, label: int) -> Clustering:
+def append_client(clustering: Clustering, sketches: np.ndarray, *, label: int) -> Clustering:
     """The clustering of n clients and one that came later, under this label.
 
     `sketches` (2, n + 1, d) are both halves of all of them, the newcomer's last; its similarities are measured as those
@@ -154,19 +160,24 @@ def with_client(clustering: Clustering, sketches: np.ndarray, *, label: int) -> 
     dim, size = clustering.offsets.shape[1], len(clustering.labels) + 1
     if sketches.shape != (2, size, dim):
         raise ConfigError(f"sketches of shape {sketches.shape} beside clusters of {size - 1} clients and {dim} numbers")
-    left, right = (prepare(half, offset=mean) for half, mean in zip(sketches, clustering.offsets, strict=True))
+    left, right = (
+        normalise_sketches(half, offset=mean) for half, mean in zip(sketches, clustering.offsets, strict=True)
+    )
     cross = cross_similarity(left, right)
-    own, floor = reliability(cross), 0.0 if clustering.settings is None else clustering.settings.min_reliability
-    decided = np.append(clustering.reliability >= floor, own[-1] >= floor)
-    found = corrected_similarity(cross, floor=max(floor, 0.0))[-1] * (decided & decided[-1])
-    found[-1] = 1.0
-    similarity = np.block([[clustering.similarity, found[:-1, None]], [found[None, :]]])
-    points = embed(mean_sketch(left, right), components=2).points
+    reliabilities, floor = (
+        reliability(cross),
+        0.0 if clustering.settings is None else clustering.settings.min_reliability,
+    )
+    decided = np.append(clustering.reliability >= floor, reliabilities[-1] >= floor)
+    new_row = corrected_similarity(cross, floor=max(floor, 0.0))[-1] * (decided & decided[-1])
+    new_row[-1] = 1.0
+    similarity = np.block([[clustering.similarity, new_row[:-1, None]], [new_row[None, :]]])
+    points = principal_components(mean_sketch(left, right), components=2).points
     return replace(
         clustering,
         labels=(*clustering.labels, label),
         similarity=similarity,
-        reliability=np.append(clustering.reliability, own[-1]),
+        reliability=np.append(clustering.reliability, reliabilities[-1]),
         points=np.pad(points, ((0, 0), (0, 2 - points.shape[1]))),
     )
 
@@ -184,7 +195,7 @@ def agreement(labels: Sequence[int], truth: Sequence[str]) -> dict[str, float]:
     """
     pairs = [(label, task) for label, task in zip(labels, truth, strict=True) if label != UNDECIDED]
     majorities = [Counter(task for label, task in pairs if label == name).most_common(1)[0][1] for name in
-                  decided_names(labels)]  # fmt: skip
+                  decided_labels(labels)]  # fmt: skip
     alone = [label if label != UNDECIDED else -1 - client for client, label in enumerate(labels)]
     return {
         "purity": sum(majorities) / len(pairs) if pairs else 0.0,
@@ -201,11 +212,11 @@ def summarise_clusters(
     Cohesion is the mean similarity of pairs inside (absent for one client); difficulty is the mean loss, absent where
     no loss of a member is known. Undecided clients come last, as cluster -1.
     """
-    known = losses or {}
-    names = [*decided_names(clustering.labels), *([UNDECIDED] if UNDECIDED in clustering.labels else [])]
+    client_losses = losses or {}
+    names = [*decided_labels(clustering.labels), *([UNDECIDED] if UNDECIDED in clustering.labels else [])]
     members = {name: [index for index, label in enumerate(clustering.labels) if label == name] for name in names}
     return tuple(
-        _summary(name, members[name], clustering=clustering, clients=clients, tasks=tasks, losses=known)
+        _summary(name, members[name], clustering=clustering, clients=clients, tasks=tasks, losses=client_losses)
         for name in names
     )
 
@@ -237,7 +248,7 @@ def _summary(
 def purity_warnings(labels: Sequence[int], truth: Sequence[str], *, least: float = LOW_PURITY) -> tuple[str, ...]:
     """One line for each decided cluster whose most frequent task has less than this share of it."""
     lines = []
-    for name in decided_names(labels):
+    for name in decided_labels(labels):
         counts = Counter(task for label, task in zip(labels, truth, strict=True) if label == name)
         task, count = counts.most_common(1)[0]
         if count / counts.total() < least:

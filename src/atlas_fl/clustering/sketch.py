@@ -38,7 +38,7 @@ def sketch(tensors: Mapping[str, torch.Tensor], *, dim: int, seed: int) -> np.nd
     without exchanging anything. A tensor of zeros adds nothing.
     Raises ConfigError for `dim` below 2 and DataError for NaN, infinity or when every tensor is zero.
     """
-    return joined(sketch_parts(tensors, dim=dim, seed=seed).values())
+    return combine_parts(sketch_parts(tensors, dim=dim, seed=seed).values())
 
 
 def sketch_parts(tensors: Mapping[str, torch.Tensor], *, dim: int, seed: int) -> dict[str, np.ndarray]:
@@ -55,7 +55,7 @@ def sketch_parts(tensors: Mapping[str, torch.Tensor], *, dim: int, seed: int) ->
     }
 
 
-def joined(parts: Iterable[np.ndarray]) -> np.ndarray:
+def combine_parts(parts: Iterable[np.ndarray]) -> np.ndarray:
     """The sketch of tensors with these parts, float32 (dim,) of unit norm; summed in their order, which decides on the
     last bits.
 
@@ -108,7 +108,7 @@ LOW_VARIANCE = 0.8
 
 
 @dataclass(frozen=True, kw_only=True)
-class Embedding:
+class PrincipalComponents:
     """Clients as points."""
 
     points: np.ndarray
@@ -122,7 +122,9 @@ class Embedding:
         return int(self.points.shape[1])
 
 
-def embed(sketches: np.ndarray, *, components: int = 64, incremental: bool = False) -> Embedding:
+def principal_components(
+    sketches: np.ndarray, *, components: int = 64, incremental: bool = False
+) -> PrincipalComponents:
     """Principal components of sketches (n, d): min(components, n - 1, d) of them, never padded.
 
     `incremental` fits in batches (scikit-learn's IncrementalPCA), for more clients than one decomposition holds;
@@ -130,37 +132,37 @@ def embed(sketches: np.ndarray, *, components: int = 64, incremental: bool = Fal
     """
     rows = np.asarray(sketches, dtype=np.float64)
     centred = rows - rows.mean(axis=0)
-    kept = min(components, rows.shape[0] - 1, rows.shape[1])
+    num_components = min(components, rows.shape[0] - 1, rows.shape[1])
     variance = float(np.square(centred).sum())
-    if kept < 1 or variance < 1e-18 * rows.size:
-        return Embedding(points=np.zeros((rows.shape[0], max(kept, 0))), explained_variance=1.0)
-    points = _in_batches(rows, kept) if incremental else _at_once(centred, kept)
-    largest = points[np.abs(points).argmax(axis=0), np.arange(kept)]
+    if num_components < 1 or variance < 1e-18 * rows.size:
+        return PrincipalComponents(points=np.zeros((rows.shape[0], max(num_components, 0))), explained_variance=1.0)
+    points = _fit_incremental(rows, num_components) if incremental else _fit_svd(centred, num_components)
+    largest = points[np.abs(points).argmax(axis=0), np.arange(num_components)]
     explained = float(np.square(points).sum()) / variance
-    return Embedding(points=points * np.where(largest < 0, -1.0, 1.0), explained_variance=min(explained, 1.0))
+    return PrincipalComponents(points=points * np.where(largest < 0, -1.0, 1.0), explained_variance=min(explained, 1.0))
 
 
-def _at_once(centred: np.ndarray, kept: int) -> np.ndarray:
+def _fit_svd(centred: np.ndarray, num_components: int) -> np.ndarray:
     left, singular, _ = np.linalg.svd(centred, full_matrices=False)
-    return np.asarray(left[:, :kept] * singular[:kept])
+    return np.asarray(left[:, :num_components] * singular[:num_components])
 
 
-def _in_batches(rows: np.ndarray, kept: int) -> np.ndarray:
-    model = IncrementalPCA(n_components=kept, batch_size=max(256, 4 * kept))
+def _fit_incremental(rows: np.ndarray, num_components: int) -> np.ndarray:
+    model = IncrementalPCA(n_components=num_components, batch_size=max(256, 4 * num_components))
     return np.asarray(model.fit_transform(rows), dtype=np.float64)
 
 
-NOTHING = 1e-6
+MIN_NORM = 1e-6
 """A row shorter than this beside unit sketches is rounding error of float32 and has no direction."""
 
 
 def unit_rows(rows: np.ndarray) -> np.ndarray:
     """Rows of unit norm, float64 (n, d); a row of (nearly) nothing becomes zero."""
     norms = np.linalg.norm(rows, axis=1, keepdims=True)
-    return np.where(norms > NOTHING, rows / np.maximum(norms, NOTHING), 0.0)
+    return np.where(norms > MIN_NORM, rows / np.maximum(norms, MIN_NORM), 0.0)
 
 
-def prepare(sketches: np.ndarray, *, offset: np.ndarray | float = 0.0) -> np.ndarray:
+def normalise_sketches(sketches: np.ndarray, *, offset: np.ndarray | float = 0.0) -> np.ndarray:
     """Unit rows, float64 (n, d), of unit sketches less an offset (d,).
 
     The offset is the mean over clients where the fingerprint is centred. Each half is centred by its own mean:
@@ -189,8 +191,8 @@ def corrected_similarity(cross: np.ndarray, *, floor: float = 0.0) -> np.ndarray
     Reliabilities below `floor` are raised to it. Where one is not positive rho is undefined, and 0 stands for it:
     no evidence that the two are alike. Noise can push rho past 1, hence the clipping.
     """
-    own = np.maximum(reliability(cross), floor)
-    scale = np.sqrt(np.outer(np.maximum(own, 0.0), np.maximum(own, 0.0)))
+    reliabilities = np.maximum(reliability(cross), floor)
+    scale = np.sqrt(np.outer(np.maximum(reliabilities, 0.0), np.maximum(reliabilities, 0.0)))
     rho = np.divide(cross, scale, out=np.zeros_like(cross), where=scale > 0)
     np.fill_diagonal(rho, 1.0)
     return np.asarray(np.clip(rho, -1.0, 1.0))

@@ -256,11 +256,11 @@ def _check_tasks(names: tuple[str, ...], own: tuple[str, ...]) -> None:
 
 
 def _check_model(name: str) -> None:
-    from atlas_fl.models.registry import MODELS, locate
+    from atlas_fl.models.registry import MODELS, locate_model
 
     # an alias is known even before its files are there; any other name must lead somewhere
     if name not in MODELS:
-        locate(name)
+        locate_model(name)
 
 
 LONGEST_NAME = 200

@@ -39,7 +39,7 @@ from atlas_fl.errors import ConfigError, ModelError, ProtocolError, one_line
 from atlas_fl.events import Note, OnEvent, PhaseStarted, ignore
 from atlas_fl.experiment.summary import versions
 from atlas_fl.models.backbone import Backbone, target_modules
-from atlas_fl.models.loading import bottom_of
+from atlas_fl.models.loading import build_first_blocks
 from atlas_fl.models.peft_io import export_adapter
 from atlas_fl.models.vision_loading import save_vision
 from atlas_fl.params import Params, digest
@@ -67,7 +67,7 @@ from atlas_fl.setup.assembly import (
     tokenise,
 )
 from atlas_fl.split.channel import Cut
-from atlas_fl.split.model import on_client
+from atlas_fl.split.model import select_client_side
 from atlas_fl.storage.secret import kept_secret
 
 
@@ -177,7 +177,7 @@ class Home:
             self.fingerprint: str | None = _fingerprint(self.known)
         else:
             with torch.device("meta"):
-                self.known = bottom_of(config.model.model, blocks=0)
+                self.known = build_first_blocks(config.model.model, blocks=0)
             self.tokens = tokenise(client, self.known, config.data)
             self.fingerprint = None
 
@@ -239,7 +239,7 @@ class Home:
         whole = self.known
         if self._config.split.split != NONE:
             with torch.device("meta"):
-                whole = bottom_of(self._config.model.model, blocks=None)
+                whole = build_first_blocks(self._config.model.model, blocks=None)
         return whole, target_modules(whole, targets_of(self._config, whole))
 
     @cached_property
@@ -260,7 +260,7 @@ class Home:
         found = self._drawn(dict.fromkeys(modules, 0))
         if cut is None:
             return frozenset(found)
-        return on_client(whole, found, blocks=cut.blocks, head=cut.head == "client")
+        return select_client_side(whole, found, blocks=cut.blocks, head=cut.head == "client")
 
     def _drawn(self, ranks: Mapping[str, int]) -> Params:
         """The shared initialisation of these modules at these ranks, and of the head."""

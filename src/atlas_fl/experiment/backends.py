@@ -18,7 +18,7 @@ import torch
 from atlas_fl.config import Config, parse_config, to_toml
 from atlas_fl.errors import DataError
 from atlas_fl.events import Note, OnEvent, Progress
-from atlas_fl.models.shared_memory import places_of, views, write
+from atlas_fl.models.shared_memory import buffer_entries, tensor_views, write_weights
 from atlas_fl.planning.workloads import line_for, line_in
 from atlas_fl.runtime.engine import Engine
 from atlas_fl.runtime.ray import ray_cluster
@@ -104,9 +104,9 @@ def shared(assembly: Assembly, filled: Filled) -> tuple[Assembly, list[dict[str,
     """(the assembly with its frozen weights in memory that others see, where each of them lies there)."""
     line = line_in(assembly)
     frozen = line.frozen(assembly)
-    places, size = places_of(frozen)
-    memory = filled(size, lambda buffer: write(frozen, buffer, places))
-    return line.upon(assembly, views(memory, places)), places
+    places, size = buffer_entries(frozen)
+    memory = filled(size, lambda buffer: write_weights(frozen, buffer, places))
+    return line.upon(assembly, tensor_views(memory, places)), places
 
 
 def heads_of(
@@ -122,7 +122,7 @@ def settle(head: Head, memory: Any) -> Bench:
     torch.set_num_threads(head["threads"])
     config = parse_config(head["settings"], origin="the settings of this run")
     line = line_for(config)
-    assembly = line.assemble(config, weights=views(memory, head["weights"]), place=head["place"])
+    assembly = line.assemble(config, weights=tensor_views(memory, head["weights"]), place=head["place"])
     if _data(assembly) != head["data"]:
         raise DataError(
             "a worker has read other data than the run; leave files alone while it goes on, and give every machine of a"

@@ -23,7 +23,7 @@ from atlas_fl.client.evaluation import EvaluateOptions
 from atlas_fl.client.fingerprint import FIRST, SECOND
 from atlas_fl.client.job import Job
 from atlas_fl.clustering.labels import UNDECIDED
-from atlas_fl.clustering.result import placed, with_client
+from atlas_fl.clustering.result import append_client, assign_client
 from atlas_fl.data.clients import label_statistics
 from atlas_fl.errors import AtlasError, CheckpointError, ConfigError
 from atlas_fl.events import Note, OnEvent, PhaseStarted
@@ -219,9 +219,9 @@ def _identified(
     if config.clustering.clusters == "oracle":
         label = dict(zip(tasks, labels)).get(tasks[-1], max(labels) + 1)
     else:
-        label = placed(planned.clustering, first, second).cluster
+        label = assign_client(planned.clustering, first, second).cluster
     sketches = np.concatenate([planned.sketches, np.stack([first, second])[:, None]], axis=1)
-    clustering = with_client(planned.clustering, sketches, label=label)
+    clustering = append_client(planned.clustering, sketches, label=label)
     losses = {one: group["difficulty"] for group in plan.clustering["clusters"] for one in group["clients"]}
     return Identified(
         labels=clustering.labels,

@@ -42,7 +42,7 @@ from atlas_fl.rng import generator
 from atlas_fl.runtime.engine import Engine, MissingAnswersError
 from atlas_fl.setup.assembly import Assembly
 from atlas_fl.setup.options import is_reclustered, space_of, strategy_of, strategy_options
-from atlas_fl.sparse.optimizer import with_frozen
+from atlas_fl.sparse.optimizer import restore_frozen
 from atlas_fl.split.channel import Cut
 
 Scores = Mapping[Split, Mapping[str, Update]]
@@ -392,7 +392,7 @@ def _server_step(
             discarded={},
         )
     done = strategy.aggregate(state.server_state, state.server_models, trained, federation, round=state.round + 1)
-    models = done.client_models if mask is None else with_frozen(done.client_models, state.start, mask)
+    models = done.client_models if mask is None else restore_frozen(done.client_models, state.start, mask)
     return ServerStep(
         server_state=done.server_state, server_models=models, client_models=models, discarded=done.discarded
     )

@@ -19,12 +19,12 @@ from atlas_fl.planning.plan import Plan, Planned
 from atlas_fl.setup.assembly import Assembly
 from atlas_fl.sparse.codec import values_size
 from atlas_fl.sparse.masks import Mask, num_kept
-from atlas_fl.split.channel import Crossed
+from atlas_fl.split.channel import CutTraffic
 from atlas_fl.storage.jsonl import to_json
 from atlas_fl.storage.ledger import Direction, Kind, LedgerRow, payload_bytes
 
 
-def crossed(updates: Iterable[Update]) -> dict[str, Crossed]:
+def crossed(updates: Iterable[Update]) -> dict[str, CutTraffic]:
     """Bytes through every client's cut over all of these answers; clients without one are not there."""
     sums: dict[str, Counter[tuple[Kind, Direction]]] = {}
     for update in updates:
@@ -65,9 +65,9 @@ class RoundRecord:
     """Clients that were asked and did not answer in time; they keep what they began with."""
     discarded: Mapping[str, float] = field(default_factory=dict)
     """By client, the share of its mixed update's squared norm that its ranks could not hold."""
-    crossed: Mapping[str, Crossed] = field(default_factory=dict)
+    crossed: Mapping[str, CutTraffic] = field(default_factory=dict)
     """By client with a cut, the bytes of all messages through it in training, refused or not."""
-    evaluated: Mapping[str, Crossed] = field(default_factory=dict)
+    evaluated: Mapping[str, CutTraffic] = field(default_factory=dict)
     """The same in evaluation."""
     hosting: Hosting = field(default_factory=Hosting)
     """Who computed the upper parts of cut models, where that was not the server."""

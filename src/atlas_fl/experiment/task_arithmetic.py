@@ -19,14 +19,14 @@ from atlas_fl.data.registry import find_tasks
 from atlas_fl.errors import CheckpointError, ConfigError, ModelError
 from atlas_fl.events import ignore
 from atlas_fl.experiment.recorder import models_of
-from atlas_fl.models.vision import weights
+from atlas_fl.models.vision import backbone_weights
 from atlas_fl.models.vision_loading import load_vision, save_vision
 from atlas_fl.params import HEAD, ByClient, Params, Split, head_keys
 from atlas_fl.planning.masks import client_masks
 from atlas_fl.planning.workloads import IMAGES, line_of
 from atlas_fl.setup.assembly import ImageAssembly, assemble_images
 from atlas_fl.sparse.masks import BY_SENSITIVITY, Mask
-from atlas_fl.sparse.task_vectors import apply, task_vector
+from atlas_fl.sparse.task_vectors import apply_vector, task_vector
 from atlas_fl.storage import checkpoint
 from atlas_fl.storage.digests import check_files, check_state
 from atlas_fl.storage.run_folder import RunFolder
@@ -45,7 +45,7 @@ class TrainedRun:
     @property
     def start(self) -> Params:
         """The backbone that the run began with: its pretrained model."""
-        return weights(self.assembly.site.vision)
+        return backbone_weights(self.assembly.site.vision)
 
 
 def masks_of_clients(folder: RunFolder, *, clients: int) -> dict[str, Mask]:
@@ -109,14 +109,14 @@ def open_trained(folder: RunFolder) -> TrainedRun:
             f"run {folder.path} ended with models of their own for {first} and {apart}; a task vector needs one, as"
             " --strategy fedavg ends with"
         )
-    body = {**{key: tensor.cpu() for key, tensor in weights(assembly.site.vision).items()}, **bodies[first]}
+    body = {**{key: tensor.cpu() for key, tensor in backbone_weights(assembly.site.vision).items()}, **bodies[first]}
     heads = {name: {key: params[key] for key in head_keys(params)} for name, params in models.items()}
     return TrainedRun(folder=folder.path, assembly=assembly, body=body, heads=heads)
 
 
 def _body(params: Params, assembly: ImageAssembly) -> Params:
     own = {key: tensor for key, tensor in params.items() if not key.startswith(HEAD)}
-    if strange := next((key for key in own if key not in assembly.site.vision.names), None):
+    if strange := next((key for key in own if key not in assembly.site.vision.classifier_names), None):
         raise ConfigError(f"a run trained {strange!r}, no weight of its model; task vectors are of whole models")
     return own
 
@@ -136,7 +136,7 @@ def base_of(runs: Sequence[TrainedRun], *, model: str | None = None) -> Params:
     """
     first = runs[0]
     if model is not None:
-        return weights(load_vision(model, image_size=first.assembly.site.vision.image_size))
+        return backbone_weights(load_vision(model, image_size=first.assembly.site.vision.image_size))
     names = dict.fromkeys(run.assembly.config.model.model for run in runs)
     if len(names) > 1:
         raise ConfigError(
@@ -166,7 +166,7 @@ def over_scales(
     """The accuracy of base + scale x vector on every run's validation and test images, each with its run's heads."""
     rows = []
     for scale in scales:
-        body = apply(base, vector, scale=scale)
+        body = apply_vector(base, vector, scale=scale)
         validation = {name: accuracy(run, body, "validation") for name, run in runs.items()}
         test = {name: accuracy(run, body, "test") for name, run in runs.items()}
         rows.append(ScaleRow(scale=scale, validation=validation, test=test))

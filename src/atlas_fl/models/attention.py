@@ -33,7 +33,7 @@ class Bucket:
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Layout:
+class PackedLayout:
     """Where each sequence lies in the row, and how rows are gathered for attention."""
 
     position_ids: Tensor  # (tokens,) int64, restarting at every sequence
@@ -45,7 +45,7 @@ class Layout:
     buckets: tuple[Bucket, ...]
 
 
-def _similar_lengths(sizes: np.ndarray) -> Iterator[np.ndarray]:
+def _group_by_length(sizes: np.ndarray) -> Iterator[np.ndarray]:
     """Indices of sequences, shortest first, in groups whose lengths are within the bucket ratio."""
     by_length = np.argsort(sizes, kind="stable")
     first = 0
@@ -55,12 +55,12 @@ def _similar_lengths(sizes: np.ndarray) -> Iterator[np.ndarray]:
             first = i
 
 
-def make_layout(lengths: Sequence[int], *, device: torch.device | str = "cpu") -> Layout:
+def make_layout(lengths: Sequence[int], *, device: torch.device | str = "cpu") -> PackedLayout:
     """The layout of sequences of these lengths that lie one after another."""
     sizes = np.asarray(lengths, dtype=np.int64)
     starts = np.concatenate([[0], np.cumsum(sizes)[:-1]])
     slots, padding, buckets, offset = [], [], [], 0
-    for members in _similar_lengths(sizes):
+    for members in _group_by_length(sizes):
         length = int(sizes[members].max())
         inside = np.arange(length) < sizes[members, None]  # (count, length)
         slots.append(np.where(inside, starts[members, None] + np.arange(length), starts[members, None]).ravel())
@@ -69,21 +69,21 @@ def make_layout(lengths: Sequence[int], *, device: torch.device | str = "cpu") -
         full = bool(inside.all())
         buckets.append(Bucket(start=offset, count=len(members), length=length, bias=None if full else bias))
         offset += inside.size
-    gather, holes = np.concatenate(slots), np.concatenate(padding)
+    gather, padding_slots = np.concatenate(slots), np.concatenate(padding)
     slot = np.empty(sizes.sum(), dtype=np.int64)
-    real = np.setdiff1d(np.arange(offset), holes, assume_unique=True)
+    real = np.setdiff1d(np.arange(offset), padding_slots, assume_unique=True)
     slot[gather[real]] = real
 
     def tensor(values: np.ndarray) -> Tensor:
         return torch.from_numpy(values).to(device)
 
-    return Layout(
+    return PackedLayout(
         position_ids=tensor(np.arange(sizes.sum()) - np.repeat(starts, sizes)),
         starts=tensor(starts),
         ends=tensor(starts + sizes - 1),
         gather=tensor(gather),
         slot=tensor(slot),
-        padding=tensor(holes),
+        padding=tensor(padding_slots),
         buckets=tuple(buckets),
     )
 
@@ -102,7 +102,7 @@ class _HeadRows:
 
 
 @lru_cache(maxsize=4)
-def _head_rows(layout: Layout, heads: int) -> _HeadRows:
+def _head_rows(layout: PackedLayout, heads: int) -> _HeadRows:
     """The rows of this layout for so many heads; every block of a model asks for the same."""
     head = torch.arange(heads, device=layout.gather.device)
     order = torch.cat(
@@ -114,11 +114,13 @@ def _head_rows(layout: Layout, heads: int) -> _HeadRows:
             for bucket in layout.buckets
         ]
     )
-    which = torch.cat([head.view(1, -1, 1).expand(b.count, -1, b.length).reshape(-1) for b in layout.buckets])
-    place = torch.empty_like(order)
-    place[order * heads + which] = torch.arange(len(order), device=head.device)
+    head_of_slot = torch.cat([head.view(1, -1, 1).expand(b.count, -1, b.length).reshape(-1) for b in layout.buckets])
+    slot_of_row = torch.empty_like(order)
+    slot_of_row[order * heads + head_of_slot] = torch.arange(len(order), device=head.device)
     spread = [(slots[:, None] * heads + head).reshape(-1) for slots in (layout.slot, layout.padding)]
-    return _HeadRows(gather=layout.gather[order] * heads + which, slot=place[spread[0]], padding=place[spread[1]])
+    return _HeadRows(
+        gather=layout.gather[order] * heads + head_of_slot, slot=slot_of_row[spread[0]], padding=slot_of_row[spread[1]]
+    )
 
 
 class _PackedAttention(torch.autograd.Function):
@@ -130,14 +132,16 @@ class _PackedAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: FunctionCtx, q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool, layout: Layout
+        ctx: FunctionCtx, q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool, layout: PackedLayout
     ) -> Tensor:
         rows = _head_rows(layout, q.shape[1])
         queries, keys, values = (states.flatten(0, 1).index_select(0, rows.gather) for states in (q, k, v))
         out = torch.empty_like(queries)
         weights = []
         for bucket in layout.buckets:
-            scores = _times(_batch(queries, bucket, q), _batch(keys, bucket, q).transpose(1, 2), scale)
+            scores = _scaled_product(
+                _bucket_rows(queries, bucket, q), _bucket_rows(keys, bucket, q).transpose(1, 2), scale
+            )
             if bucket.bias is not None:
                 by_sequence = scores.view(bucket.count, -1, bucket.length, bucket.length)
                 by_sequence += bucket.bias.to(scores.dtype)
@@ -145,7 +149,7 @@ class _PackedAttention(torch.autograd.Function):
                 scores += _causal_bias(bucket.length, like=scores)
             wide = torch.promote_types(scores.dtype, torch.float32)
             weight = scores.softmax(-1, dtype=wide).to(scores.dtype)  # (count * heads, length, length)
-            torch.bmm(weight, _batch(values, bucket, q), out=_batch(out, bucket, q))
+            torch.bmm(weight, _bucket_rows(values, bucket, q), out=_bucket_rows(out, bucket, q))
             weights.append(weight)
         ctx.save_for_backward(queries, keys, values, *weights)
         ctx.scale, ctx.layout, ctx.rows, ctx.shape = scale, layout, rows, q.shape  # type: ignore[attr-defined]
@@ -159,7 +163,7 @@ class _PackedAttention(torch.autograd.Function):
         grads = [torch.empty_like(states) for states in (queries, keys, values)]
         for bucket, weight in zip(ctx.layout.buckets, weights, strict=True):
             above, dq, dk, dv, key, query, value = (
-                _batch(states, bucket, grad) for states in (upper, *grads, keys, queries, values)
+                _bucket_rows(states, bucket, grad) for states in (upper, *grads, keys, queries, values)
             )
             inner = torch.bmm(above, value.transpose(1, 2))
             # The softmax's Jacobian: P * (dP - sum(dP * P)).
@@ -170,14 +174,14 @@ class _PackedAttention(torch.autograd.Function):
         return *(states.index_select(0, rows.slot).view(ctx.shape) for states in grads), None, None, None
 
 
-def _batch(rows: Tensor, bucket: Bucket, like: Tensor) -> Tensor:
+def _bucket_rows(rows: Tensor, bucket: Bucket, like: Tensor) -> Tensor:
     """The rows of a bucket as (count * heads, length, dim), a view; `like` is (tokens, heads, dim)."""
     heads = like.shape[1]
     inside = rows[bucket.start * heads : (bucket.start + bucket.count * bucket.length) * heads]
     return inside.view(bucket.count * heads, bucket.length, rows.shape[-1])
 
 
-def _times(left: Tensor, right: Tensor, scale: float) -> Tensor:
+def _scaled_product(left: Tensor, right: Tensor, scale: float) -> Tensor:
     """`scale * left @ right` of two batches in one product."""
     return torch.baddbmm(left.new_empty(()), left, right, beta=0, alpha=scale)
 
@@ -194,7 +198,7 @@ def packed_attention(
     attention_mask: Tensor | None,  # noqa: ARG001 - the interface's signature; the layout says what a mask would
     *,
     scaling: float | None = None,
-    layout: Layout,
+    layout: PackedLayout,
     **kwargs: object,  # noqa: ARG001
 ) -> tuple[Tensor, None]:
     """Attention of every token to the tokens of its own sequence.

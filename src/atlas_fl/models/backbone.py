@@ -4,8 +4,8 @@ A frozen stock transformer that every client of a site shares, and what is asked
 
 A stock model taken apart at its list of blocks: what stands in front, any of the blocks, what stands behind.
 
-The modules and their names are the stock ones. `features_of(through(embed(...), all blocks))` computes what
-`models.backbone.features` does, number by number; a cut model is the same three calls on two machines.
+The modules and their names are the stock ones. `norm_and_pool(through(embed(...), all blocks))` computes what
+`models.backbone.backbone_features` does, number by number; a cut model is the same three calls on two machines.
 """
 
 import dataclasses
@@ -19,8 +19,8 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from atlas_fl.errors import ModelError
-from atlas_fl.models.attention import Layout
-from atlas_fl.models.registry import Family, ModelShape, Source, apply_head
+from atlas_fl.models.attention import PackedLayout
+from atlas_fl.models.registry import Family, ModelShape, ModelSource, apply_head
 from atlas_fl.models.vision import Vision
 from atlas_fl.params import Params, head_keys
 
@@ -30,7 +30,7 @@ class Backbone:
     """A frozen model with what prepares its input and what is known of its architecture."""
 
     name: str
-    source: Source
+    source: ModelSource
     model: PreTrainedModel
     tokenizer: Any
     """transformers' tokenizer; None of a model that sees images."""
@@ -53,9 +53,9 @@ class Backbone:
     @property
     def blocks(self) -> nn.ModuleList:
         """The model's list of blocks."""
-        found = self.model.get_submodule(self.family.blocks)
-        assert isinstance(found, nn.ModuleList)
-        return found
+        modules = self.model.get_submodule(self.family.blocks)
+        assert isinstance(modules, nn.ModuleList)
+        return modules
 
     @property
     def device(self) -> torch.device:
@@ -77,18 +77,20 @@ class Backbone:
         return {**named, "lm_head.weight": self.vocabulary}
 
 
-def features(backbone: Backbone, ids: Tensor, types: Tensor, layout: Layout, *, reads: Tensor | None = None) -> Tensor:
+def backbone_features(
+    backbone: Backbone, ids: Tensor, types: Tensor, layout: PackedLayout, *, output_positions: Tensor | None = None
+) -> Tensor:
     """What the head reads of the row: (reads, hidden), or (sequences, hidden) of every sequence's pooled token.
 
-    `ids` and `types` are (tokens,) int64, `reads` (reads,) int64 places in the row.
+    `ids` and `types` are (tokens,) int64, `output_positions` (reads,) int64 places in the row.
     """
-    pick = picked(backbone.family, layout, reads)
-    with narrowed(backbone, pick):
+    positions = read_positions(backbone.family, layout, output_positions)
+    with last_block_reads_only(backbone, positions):
         hidden = backbone.model(**token_inputs(backbone, ids, types, layout), layout=layout).last_hidden_state[0]
-    return pooled(backbone, hidden, pick)
+    return pool_features(backbone, hidden, positions)
 
 
-def token_inputs(backbone: Backbone, ids: Tensor, types: Tensor, layout: Layout) -> dict[str, Tensor]:
+def token_inputs(backbone: Backbone, ids: Tensor, types: Tensor, layout: PackedLayout) -> dict[str, Tensor]:
     """What the stock model's embeddings take of a row, (1, tokens) int64 each."""
     first = backbone.family.first_position(int(backbone.model.config.pad_token_id))
     inputs = {"input_ids": ids[None], "position_ids": layout.position_ids[None] + first}
@@ -99,51 +101,51 @@ def token_inputs(backbone: Backbone, ids: Tensor, types: Tensor, layout: Layout)
     return inputs
 
 
-def picked(family: Family, layout: Layout, reads: Tensor | None) -> Tensor:
+def read_positions(family: Family, layout: PackedLayout, output_positions: Tensor | None) -> Tensor:
     """The places in the row that are read, (reads,) int64: these, or every sequence's pooled token."""
-    return (layout.starts if family.pool == "first" else layout.ends) if reads is None else reads
+    return (layout.starts if family.pool == "first" else layout.ends) if output_positions is None else output_positions
 
 
-def pooled(backbone: Backbone, hidden: Tensor, pick: Tensor) -> Tensor:
+def pool_features(backbone: Backbone, hidden: Tensor, positions: Tensor) -> Tensor:
     """Features (reads, hidden) of the last block's output, which a narrowed block gives of the picked tokens alone."""
     family = backbone.family
-    found = hidden if family.narrow else hidden.index_select(0, pick)
+    states = hidden if family.after_attention else hidden.index_select(0, positions)
     if family.pooler:
         # it reads the first token of each row
-        found = backbone.model.get_submodule(family.pooler)(found[:, None])
-    return found
+        states = backbone.model.get_submodule(family.pooler)(states[:, None])
+    return states
 
 
-def logits_of(backbone: Backbone, params: Params, read: Tensor) -> Tensor:
+def head_logits(backbone: Backbone, params: Params, features: Tensor) -> Tensor:
     """Logits (reads, labels) by the client's own head, or (reads, vocabulary) by the model's where it has none."""
     if head_keys(params):
-        return apply_head(backbone.family, params, read)
+        return apply_head(backbone.family, params, features)
     assert backbone.vocabulary is not None, "a model that writes is loaded with its output embedding"
-    return nn.functional.linear(read, backbone.vocabulary)
+    return nn.functional.linear(features, backbone.vocabulary)
 
 
 @contextmanager
-def narrowed(backbone: Backbone, pick: Tensor) -> Iterator[None]:
+def last_block_reads_only(backbone: Backbone, positions: Tensor) -> Iterator[None]:
     """While this holds, the last block computes only the picked tokens behind its attention.
 
     Nothing else of the last block reaches the head, and it is three quarters of the block's work.
     """
-    if backbone.family.narrow is None:
+    if backbone.family.after_attention is None:
         yield
         return
-    module = backbone.blocks[-1].get_submodule(backbone.family.narrow)
+    module = backbone.blocks[-1].get_submodule(backbone.family.after_attention)
 
-    def keep(_: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        return tuple(states.index_select(1, pick) for states in args)
+    def select_positions(_: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        return tuple(states.index_select(1, positions) for states in args)
 
-    handle = module.register_forward_pre_hook(keep)
+    handle = module.register_forward_pre_hook(select_positions)
     try:
         yield
     finally:
         handle.remove()
 
 
-def layer_of(backbone: Backbone, module: str) -> int:
+def block_index(backbone: Backbone, module: str) -> int:
     """The number of the block that a module lies in."""
     return int(module.removeprefix(backbone.family.blocks + ".").split(".")[0])
 
@@ -181,7 +183,7 @@ def model_shape(backbone: Backbone, modules: Mapping[str, nn.Module]) -> ModelSh
     config, blocks = backbone.model.config, backbone.blocks
     layers: list[list[tuple[int, int]]] = [[] for _ in blocks]
     for name, module in modules.items():
-        layers[layer_of(backbone, name)].append(module_dims(module))
+        layers[block_index(backbone, name)].append(module_dims(module))
     block_bytes = tuple(sum(p.numel() * p.element_size() for p in block.parameters()) for block in blocks)
     total = sum(p.numel() * p.element_size() for p in backbone.frozen.values())
     keys = ("intermediate_size", "hidden_dim", "n_inner")
@@ -205,41 +207,43 @@ def _stem_bytes(backbone: Backbone) -> int:
     return sum(p.numel() * p.element_size() for module in stem for p in module.parameters())
 
 
-def embed(backbone: Backbone, ids: Tensor, types: Tensor, layout: Layout) -> Tensor:
+def embed_tokens(backbone: Backbone, ids: Tensor, types: Tensor, layout: PackedLayout) -> Tensor:
     """What the first block is given of a row, (tokens, hidden); `ids` and `types` are (tokens,) int64."""
     model, stem = backbone.model, backbone.family.stem
     inputs = token_inputs(backbone, ids, types, layout)
     if stem == ("embeddings",):
-        found: Tensor = model.get_submodule("embeddings")(**inputs)[0]
-        return found
+        embeddings: Tensor = model.get_submodule("embeddings")(**inputs)[0]
+        return embeddings
     # A table of tokens, and of positions where they are not rotated into attention.
     tables = zip(stem, (inputs["input_ids"], inputs["position_ids"]))
     tokens: Tensor
-    tokens, *positions = (model.get_submodule(name)(places)[0] for name, places in tables)
+    tokens, *positions = (model.get_submodule(name)(index)[0] for name, index in tables)
     return tokens + positions[0] if positions else tokens
 
 
-def through(backbone: Backbone, hidden: Tensor, layout: Layout, blocks: range, *, pick: Tensor | None = None) -> Tensor:
+def run_blocks(
+    backbone: Backbone, hidden: Tensor, layout: PackedLayout, blocks: range, *, positions: Tensor | None = None
+) -> Tensor:
     """The output of these blocks, (tokens, hidden), of the input of the first of them, (tokens, hidden).
 
-    With `pick`, (reads,) int64 places in the row, the last of them is the model's last, and a family that narrows
+    With `positions`, (reads,) int64 places in the row, the last of them is the model's last, and a family that narrows
     gives (reads, hidden) of these tokens alone.
     """
-    extra = _extra(backbone, hidden, layout)
-    with nullcontext() if pick is None else narrowed(backbone, pick):
+    extra = _block_inputs(backbone, hidden, layout)
+    with nullcontext() if positions is None else last_block_reads_only(backbone, positions):
         states = hidden[None]
-        for place in blocks:
-            states = backbone.blocks[place](states, layout=layout, **extra)
+        for index in blocks:
+            states = backbone.blocks[index](states, layout=layout, **extra)
     return states[0]
 
 
-def features_of(backbone: Backbone, hidden: Tensor, pick: Tensor) -> Tensor:
-    """What the head reads, (reads, hidden), of the last block's output as `through` gives it with `pick`."""
+def norm_and_pool(backbone: Backbone, hidden: Tensor, positions: Tensor) -> Tensor:
+    """What the head reads, (reads, hidden), of the last block's output as `through` gives it with `positions`."""
     norm = backbone.family.norm
-    return pooled(backbone, backbone.model.get_submodule(norm)(hidden) if norm else hidden, pick)
+    return pool_features(backbone, backbone.model.get_submodule(norm)(hidden) if norm else hidden, positions)
 
 
-def _extra(backbone: Backbone, hidden: Tensor, layout: Layout) -> dict[str, Any]:
+def _block_inputs(backbone: Backbone, hidden: Tensor, layout: PackedLayout) -> dict[str, Any]:
     """What the blocks of a family want besides the tokens: rotations, which all blocks share."""
     if backbone.family.rotary is None:
         return {}

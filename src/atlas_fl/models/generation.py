@@ -28,20 +28,20 @@ def stock_attention(backbone: Backbone) -> Iterator[None]:
             block.training = True
 
 
-def read_next(backbone: Backbone, ids: Tensor, mask: Tensor, cache: Any) -> tuple[Tensor, Any]:
+def decode_step(backbone: Backbone, ids: Tensor, mask: Tensor, cache: Any) -> tuple[Tensor, Any]:
     """(features (texts, hidden) of every text's last token, the cache with these tokens in it).
 
     `ids` (texts, new tokens) int64 follow what the cache holds; `mask` (texts, all tokens) int64 is 0 on the padding in
     front of a text.
     """
     positions = (mask.cumsum(-1) - 1).clamp(min=0)[:, -ids.shape[1] :]
-    found = backbone.model(
+    output = backbone.model(
         input_ids=ids, attention_mask=mask, position_ids=positions, past_key_values=cache, use_cache=True
     )
-    return found.last_hidden_state[:, -1], found.past_key_values
+    return output.last_hidden_state[:, -1], output.past_key_values
 
 
-def padded_in_front(rows: list[list[int]], *, device: torch.device) -> tuple[Tensor, Tensor]:
+def pad_left(rows: list[list[int]], *, device: torch.device) -> tuple[Tensor, Tensor]:
     """(ids, mask) of token lists as one batch, (texts, longest) int64 each, padding before every text."""
     longest = max(map(len, rows))
     ids = torch.tensor([[0] * (longest - len(row)) + row for row in rows], device=device)

@@ -28,8 +28,8 @@ from transformers.utils import logging as hf_logging
 
 from atlas_fl.errors import LINE_CHARACTERS, ModelError
 from atlas_fl.models.attention import PACKED, register_packed_attention
-from atlas_fl.models.backbone import Backbone, layer_of
-from atlas_fl.models.registry import FAMILIES, VISION_FAMILIES, Family, Source, hub_answers, locate
+from atlas_fl.models.backbone import Backbone, block_index
+from atlas_fl.models.registry import FAMILIES, VISION_FAMILIES, Family, ModelSource, is_hub_reachable, locate_model
 from atlas_fl.params import Params
 from atlas_fl.rng import torch_generator
 
@@ -54,15 +54,15 @@ def load_backbone(
     register_packed_attention()
     source, family = find_family(name)
     if family.images:
-        raise ModelError(_not_known(name, family.model_type))
+        raise ModelError(_unknown_architecture(name, family.model_type))
     if writes and not family.causal:
-        raise ModelError(_cannot_write(name, family))
-    with readable(name, source), one_at_a_time():
-        tokenizer = AutoTokenizer.from_pretrained(source.path, **how_read(source))
-        loaded, missing = _loaded(source, AutoModelForCausalLM if writes else AutoModel, weights)
-    _draw_pooler(name, loaded, family, sorted(missing))
+        raise ModelError(_cannot_generate(name, family))
+    with as_model_error(name, source), loading_lock():
+        tokenizer = AutoTokenizer.from_pretrained(source.path, **loading_options(source))
+        loaded, missing = _load_model(source, AutoModelForCausalLM if writes else AutoModel, weights)
+    _init_pooler(name, loaded, family, sorted(missing))
     model = loaded.base_model
-    prepare(model, tokenizer)
+    prepare_model(model, tokenizer)
     loaded = loaded.to(device).requires_grad_(False).eval()
     vocabulary = loaded.get_output_embeddings().weight if writes else None
     backbone = Backbone(
@@ -73,20 +73,22 @@ def load_backbone(
     return backbone
 
 
-def _loaded(source: Source, auto: Any, weights: Params | None) -> tuple[PreTrainedModel, Collection[str]]:
+def _load_model(source: ModelSource, auto: Any, weights: Params | None) -> tuple[PreTrainedModel, Collection[str]]:
     """(model, names of the tensors that its files lack); made of these weights where they are given."""
-    how: dict[str, Any] = {"attn_implementation": PACKED, "dtype": torch.float32, "output_loading_info": True}
+    options: dict[str, Any] = {"attn_implementation": PACKED, "dtype": torch.float32, "output_loading_info": True}
     if weights is None:
-        loaded, found = auto.from_pretrained(source.path, **how, **how_read(source))
-        return loaded, found["missing_keys"]
-    config = AutoConfig.from_pretrained(source.path, **how_read(source))
+        loaded, loading_info = auto.from_pretrained(source.path, **options, **loading_options(source))
+        return loaded, loading_info["missing_keys"]
+    config = AutoConfig.from_pretrained(source.path, **loading_options(source))
     with torch.device("meta"):  # transformers takes weights in the place of files by the model's own class alone
-        kind = type(auto.from_config(config, trust_remote_code=False))
-    loaded, found = kind.from_pretrained(None, config=config, state_dict=dict(weights), trust_remote_code=False, **how)
-    return loaded, found["missing_keys"]
+        model_class = type(auto.from_config(config, trust_remote_code=False))
+    loaded, loading_info = model_class.from_pretrained(
+        None, config=config, state_dict=dict(weights), trust_remote_code=False, **options
+    )
+    return loaded, loading_info["missing_keys"]
 
 
-def prepare(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
+def prepare_model(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
     """Make the model ready for packed rows; both are changed."""
     # A packed row holds no padding, but GPT-2 would warn of one that ends with the token that it pads with.
     model.warn_if_padding_and_no_attention_mask = lambda *_: None
@@ -96,7 +98,7 @@ def prepare(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
     model.config.use_cache = False
 
 
-def _draw_pooler(name: str, model: PreTrainedModel, family: Family, missing: Sequence[str]) -> None:
+def _init_pooler(name: str, model: PreTrainedModel, family: Family, missing: Sequence[str]) -> None:
     """Draw a pooler that the files lack, as those of masked language models do: the same in every process.
 
     Raises `ModelError` where anything else is missing.
@@ -123,39 +125,39 @@ def checkpoint_blocks(backbone: Backbone) -> None:
         block.training = True
 
 
-def find_family(name: str) -> tuple[Source, Family]:
+def find_family(name: str) -> tuple[ModelSource, Family]:
     """Where a model's files are and what architecture it has, without loading its weights."""
-    source = locate(name)
-    with readable(name, source):
-        config = AutoConfig.from_pretrained(source.path, **how_read(source))
-    return source, _family(name, config.model_type)
+    source = locate_model(name)
+    with as_model_error(name, source):
+        config = AutoConfig.from_pretrained(source.path, **loading_options(source))
+    return source, _family_of_type(name, config.model_type)
 
 
-def how_read(source: Source) -> dict[str, Any]:
+def loading_options(source: ModelSource) -> dict[str, Any]:
     """The arguments with which the files of a source are read: code among them is never run, and nobody is asked."""
     gguf = {"gguf_file": source.gguf_file} if source.gguf_file else {}
     return {"local_files_only": is_local(source), "trust_remote_code": False, **gguf}
 
 
-def is_local(source: Source) -> bool:
+def is_local(source: ModelSource) -> bool:
     """Whether files are looked for on this machine alone: in a directory, or where the hub does not answer."""
-    return is_directory(source.path) or not hub_answers()
+    return is_directory(source.path) or not is_hub_reachable()
 
 
 @contextmanager
-def one_at_a_time() -> Iterator[None]:
+def loading_lock() -> Iterator[None]:
     """Make a model while no other thread makes one, without progress bars, and leave torch's generator as it was.
 
     While it loads, transformers replaces the function of its class that ties weights and then puts back what it found.
     Of two threads at once one finds the other's replacement, and nothing is tied any more in this process. Loading also
     draws what files lack from the global generator, which is not ours to move.
     """
-    with _LOADING, _no_bars(), torch.random.fork_rng(devices=[]):
+    with _LOADING, _hide_progress_bars(), torch.random.fork_rng(devices=[]):
         yield
 
 
 @contextmanager
-def _no_bars() -> Iterator[None]:
+def _hide_progress_bars() -> Iterator[None]:
     """Keep transformers' progress bars off the screen, which shows the run's own."""
     shown = hf_logging.is_progress_bar_enabled()
     hf_logging.disable_progress_bar()
@@ -167,37 +169,37 @@ def _no_bars() -> Iterator[None]:
 
 
 @contextmanager
-def readable(name: str, source: Source) -> Iterator[None]:
+def as_model_error(name: str, source: ModelSource) -> Iterator[None]:
     """Turn what can go wrong in reading a model's files into `ModelError`."""
     try:
         yield
     except UNREADABLE as error:
-        raise ModelError(_not_found(name, source, error)) from error
+        raise ModelError(_load_failure(name, source, error)) from error
 
 
-def _family(name: str, model_type: str) -> Family:
-    known = {**FAMILIES, **VISION_FAMILIES}
-    if model_type not in known:
-        raise ModelError(_not_known(name, model_type))
-    return known[model_type]
+def _family_of_type(name: str, model_type: str) -> Family:
+    families = {**FAMILIES, **VISION_FAMILIES}
+    if model_type not in families:
+        raise ModelError(_unknown_architecture(name, model_type))
+    return families[model_type]
 
 
-def _not_known(name: str, model_type: str) -> str:
+def _unknown_architecture(name: str, model_type: str) -> str:
     return (
         f"model {name!r} has the architecture {model_type!r}; known: {', '.join(sorted(FAMILIES))};"
         " choose one of these or add a Family in models/family.py"
     )
 
 
-def _cannot_write(name: str, family: Family) -> str:
-    able = ", ".join(sorted(kind for kind, known in FAMILIES.items() if known.causal))
+def _cannot_generate(name: str, family: Family) -> str:
+    causal = ", ".join(sorted(model_type for model_type, candidate in FAMILIES.items() if candidate.causal))
     return (
         f"model {name!r} has the architecture {family.model_type!r}, which cannot write text, as a task with target="
-        f" asks; choose a model of {able}, such as --model gpt2"
+        f" asks; choose a model of {causal}, such as --model gpt2"
     )
 
 
-def _not_found(name: str, source: Source, error: Exception) -> str:
+def _load_failure(name: str, source: ModelSource, error: Exception) -> str:
     reason = str(error).strip().splitlines()[0].rstrip(".")[:LINE_CHARACTERS]
     return (
         f"model {name!r} ({source.path}) could not be loaded: {reason}; give a directory that holds config.json,"
@@ -216,7 +218,7 @@ _OLD_NAMES = {"LayerNorm.weight": "LayerNorm.gamma", "LayerNorm.bias": "LayerNor
 """What the norms of early BERT checkpoints are called; transformers renames them on loading."""
 
 
-def bottom_of(name: str, *, blocks: int | None) -> Backbone:
+def build_first_blocks(name: str, *, blocks: int | None) -> Backbone:
     """A backbone of this model's embeddings and first `blocks` blocks, with its tokenizer; the weights are not read.
 
     None is all blocks: an outline of the model, for whom names and sizes suffice.
@@ -228,9 +230,9 @@ def bottom_of(name: str, *, blocks: int | None) -> Backbone:
     source, family = find_family(name)
     if source.gguf_file:
         raise ModelError(f"model {name!r} is a GGUF file, which cannot be read in parts; give a directory or hub name")
-    with readable(name, source), one_at_a_time():
-        tokenizer = AutoTokenizer.from_pretrained(source.path, **how_read(source))
-        config = AutoConfig.from_pretrained(source.path, **how_read(source))
+    with as_model_error(name, source), loading_lock():
+        tokenizer = AutoTokenizer.from_pretrained(source.path, **loading_options(source))
+        config = AutoConfig.from_pretrained(source.path, **loading_options(source))
         total = int(config.num_hidden_layers)
         if blocks is not None and not 0 <= blocks < total:
             raise ModelError(
@@ -238,35 +240,39 @@ def bottom_of(name: str, *, blocks: int | None) -> Backbone:
             )
         config.num_hidden_layers = total if blocks is None else blocks
         model = AutoModel.from_config(config, attn_implementation=PACKED, dtype=torch.float32, trust_remote_code=False)
-    prepare(model, tokenizer)
-    held = {*family.stem, family.blocks.split(".")[0], family.rotary}
-    for child in [child for child, _ in model.named_children() if child not in held]:
+    prepare_model(model, tokenizer)
+    needed = {*family.stem, family.blocks.split(".")[0], family.rotary}
+    for child in [child for child, _ in model.named_children() if child not in needed]:
         delattr(model, child)
     return Backbone(
         name=name, source=source, model=model.requires_grad_(False).eval(), tokenizer=tokenizer, family=family
     )
 
 
-def bottom_tensors(backbone: Backbone, *, blocks: int) -> dict[str, Tensor]:
+def first_block_tensors(backbone: Backbone, *, blocks: int) -> dict[str, Tensor]:
     """The frozen tensors of a whole model that stand in its first `blocks` blocks or before them, by name."""
     family = backbone.family
-    found: dict[str, Tensor] = {}
+    tensors: dict[str, Tensor] = {}
     for name, tensor in backbone.model.named_parameters():
         inside = name.startswith(family.blocks + ".")
-        if layer_of(backbone, name) < blocks if inside else name.startswith(tuple(f"{own}." for own in family.stem)):
-            found[name] = tensor
-    return found
+        if (
+            block_index(backbone, name) < blocks
+            if inside
+            else name.startswith(tuple(f"{module}." for module in family.stem))
+        ):
+            tensors[name] = tensor
+    return tensors
 
 
-def weight_files(name: str, source: Source) -> dict[str, str] | Path:
+def weight_files(name: str, source: ModelSource) -> dict[str, str] | Path:
     """The one file of all weights, or where they are sharded the shard of every tensor by its stored name.
 
     Raises `ModelError` where there is no safetensors file.
     """
-    single = _file(source, WEIGHTS)
+    single = _find_file(source, WEIGHTS)
     if single is not None:
         return single
-    index = _file(source, INDEX)
+    index = _find_file(source, INDEX)
     if index is None:
         raise ModelError(
             f"model {name!r} ({source.path}) has no {WEIGHTS} or {INDEX}, the files that can be read in parts;"
@@ -276,26 +282,26 @@ def weight_files(name: str, source: Source) -> dict[str, str] | Path:
     return shards
 
 
-def shard_file(name: str, source: Source, shard: str) -> Path:
+def shard_file(name: str, source: ModelSource, shard: str) -> Path:
     """Where a shard lies, fetched from the hub if need be; raises `ModelError` where it is not to be had."""
-    found = _file(source, shard)
-    if found is None:
+    path = _find_file(source, shard)
+    if path is None:
         raise ModelError(f"model {name!r} ({source.path}) lacks {shard}, which its index names; give all files")
-    return found
+    return path
 
 
-def _file(source: Source, file: str) -> Path | None:
-    found = cached_file(
+def _find_file(source: ModelSource, file: str) -> Path | None:
+    path = cached_file(
         source.path, file, _raise_exceptions_for_missing_entries=False, local_files_only=is_local(source)
     )
-    return None if found is None else Path(found)
+    return None if path is None else Path(path)
 
 
-def stored_names(key: str, prefix: str) -> tuple[str, ...]:
+def checkpoint_names(key: str, prefix: str) -> tuple[str, ...]:
     """The names that a tensor of the headless model may have in a file, likeliest first.
 
     >>> stored_names("wte.weight", "transformer")
     ('wte.weight', 'transformer.wte.weight')
     """
-    old = [key.replace(new, own) for new, own in _OLD_NAMES.items() if key.endswith(new)]
-    return tuple(f"{front}{name}" for name in (key, *old) for front in ("", f"{prefix}."))
+    legacy_keys = [key.replace(new, legacy) for new, legacy in _OLD_NAMES.items() if key.endswith(new)]
+    return tuple(f"{front}{name}" for name in (key, *legacy_keys) for front in ("", f"{prefix}."))

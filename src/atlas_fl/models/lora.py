@@ -43,7 +43,7 @@ class _PackedLinear(torch.autograd.Function):
     def forward(
         ctx: FunctionCtx,
         x: Tensor,
-        dropped: Sequence[Tensor | None],
+        dropout_masks: Sequence[Tensor | None],
         weight: Tensor,
         bias: Tensor | None,
         segments: Sequence[Segment],
@@ -52,13 +52,15 @@ class _PackedLinear(torch.autograd.Function):
     ) -> Tensor:
         out = x @ weight if bias is None else torch.addmm(bias, x, weight)
         hidden = []
-        for segment, scale, mask, a, b in zip(segments, scales, dropped, factors[::2], factors[1::2], strict=True):
+        for segment, scale, mask, a, b in zip(
+            segments, scales, dropout_masks, factors[::2], factors[1::2], strict=True
+        ):
             rows = x[segment.start : segment.stop]
             low = (rows if mask is None else rows * mask) @ a.T  # (tokens of k, rank)
             out[segment.start : segment.stop].addmm_(low, b.T, alpha=scale)
             hidden.append(low)
         ctx.save_for_backward(x, weight, *factors, *hidden)
-        ctx.segments, ctx.scales, ctx.dropped = segments, scales, dropped  # type: ignore[attr-defined]
+        ctx.segments, ctx.scales, ctx.dropped = segments, scales, dropout_masks  # type: ignore[attr-defined]
         return out
 
     @staticmethod
@@ -91,19 +93,19 @@ def packed_linear(
     segments: Sequence[Segment],
     scales: Sequence[float],
     factors: Sequence[Tensor],
-    dropped: Sequence[Tensor | None] | None = None,
+    dropout_masks: Sequence[Tensor | None] | None = None,
 ) -> Tensor:
     """The adapted layer's output, (tokens, d_out).
 
     `x` is (tokens, d_in); `weight` (d_in, d_out); `factors` alternates A (rank, d_in) and B (d_out, rank) of the
-    clients in the order of their `segments`, which cover all tokens; `dropped` are inverted-dropout masks on x.
+    clients in the order of their `segments`, which cover all tokens; `dropout_masks` are inverted-dropout masks on x.
     """
-    masks = dropped if dropped is not None else [None] * len(segments)
+    masks = dropout_masks if dropout_masks is not None else [None] * len(segments)
     out: Tensor = _PackedLinear.apply(x, masks, weight, bias, segments, scales, *factors)  # type: ignore[no-untyped-call]
     return out
 
 
-MaskOf: TypeAlias = Callable[[int, str, tuple[int, int]], Tensor | None]
+DropoutMaskFn: TypeAlias = Callable[[int, str, tuple[int, int]], Tensor | None]
 """(client's place in the pack, module, (rows, width)) -> inverted-dropout mask, or None for no dropout."""
 
 
@@ -114,25 +116,25 @@ class Adapters:
     clients: Sequence[Params]
     segments: Sequence[Segment]
     """Tokens of every client."""
-    pooled: Sequence[Segment]
+    sequences: Sequence[Segment]
     """Sequences of every client: the rows of layers that see one token of each sequence."""
     scale: Callable[[int], float]
-    mask: MaskOf | None = None
+    dropout_mask: DropoutMaskFn | None = None
 
 
 def _forward(module: nn.Module, name: str, adapters: Adapters) -> Callable[[Tensor], Tensor]:
     """The forward function of one frozen layer that adds every client's low-rank product."""
     factors = [client[name + part] for client in adapters.clients for part in (LORA_A, LORA_B)]
     scales = [adapters.scale(a.shape[0]) for a in factors[::2]]
-    held = module.get_parameter("weight")
+    stored_weight = module.get_parameter("weight")
     # nn.Linear holds (d_out, d_in), GPT-2's Conv1D its transpose.
-    weight = held.T if isinstance(module, nn.Linear) else held
+    weight = stored_weight.T if isinstance(module, nn.Linear) else stored_weight
     bias = None if module.bias is None else module.get_parameter("bias")
 
     def forward(x: Tensor) -> Tensor:
         rows = x.flatten(0, -2)
         dtype = torch.get_autocast_dtype(x.device.type) if torch.is_autocast_enabled(x.device.type) else x.dtype
-        segments = adapters.segments if len(rows) == adapters.segments[-1].stop else adapters.pooled
+        segments = adapters.segments if len(rows) == adapters.segments[-1].stop else adapters.sequences
         out = packed_linear(
             rows.to(dtype),
             weight=weight.to(dtype),
@@ -140,23 +142,25 @@ def _forward(module: nn.Module, name: str, adapters: Adapters) -> Callable[[Tens
             segments=segments,
             scales=scales,
             factors=[factor.to(dtype) for factor in factors],
-            dropped=_masks(adapters.mask, name, segments, like=rows.to(dtype)),
+            dropout_masks=_dropout_masks(adapters.dropout_mask, name, segments, like=rows.to(dtype)),
         )
         return out.view(*x.shape[:-1], -1)
 
     return forward
 
 
-def _masks(mask: MaskOf | None, name: str, segments: Sequence[Segment], *, like: Tensor) -> list[Tensor | None]:
+def _dropout_masks(
+    mask: DropoutMaskFn | None, name: str, segments: Sequence[Segment], *, like: Tensor
+) -> list[Tensor | None]:
     """Every client's dropout mask on its rows of `like`, in the same dtype."""
     if mask is None:
         return [None] * len(segments)
-    drawn = [mask(k, name, (own.stop - own.start, like.shape[-1])) for k, own in enumerate(segments)]
-    return [None if own is None else own.to(like.dtype) for own in drawn]
+    masks = [mask(k, name, (segment.stop - segment.start, like.shape[-1])) for k, segment in enumerate(segments)]
+    return [None if values is None else values.to(like.dtype) for values in masks]
 
 
 @contextmanager
-def attached(modules: Mapping[str, nn.Module], adapters: Adapters) -> Iterator[None]:
+def attach_adapters(modules: Mapping[str, nn.Module], adapters: Adapters) -> Iterator[None]:
     """While this holds, the named frozen layers add the clients' updates; afterwards they are stock again.
 
     The layers keep their names and their place in the model, so no key is ever renamed. With gradient checkpointing
@@ -208,7 +212,7 @@ def init_head(shapes: Mapping[str, tuple[int, ...]], *, seed: int, group: str) -
     }
 
 
-def grown(fresh: Params, warm: Params, scale: Callable[[int], float]) -> dict[str, Tensor]:
+def expand_rank(fresh: Params, warm: Params, scale: Callable[[int], float]) -> dict[str, Tensor]:
     """The warm-up's function at higher ranks: the shared A has more rows, and the new columns of B are zero.
 
     Exact, because the rows of A are drawn one after another: a larger A begins with the smaller one. What `warm` does

@@ -13,7 +13,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 
 from atlas_fl.errors import ModelError
-from atlas_fl.models.registry import VISION_FAMILIES, Family, saved_modules
+from atlas_fl.models.registry import VISION_FAMILIES, Family, modules_to_save
 from atlas_fl.params import HEAD, LORA_A, LORA_B, Params, head_keys, lora_modules, ranks
 from atlas_fl.storage.files import new_folder
 from atlas_fl.storage.tensors import write_tensors
@@ -57,22 +57,22 @@ def export_adapter(
     """
     by_module = ranks(params)
     names = {module: f"{family.prefix}.{module}" for module in by_module}
-    most = max(by_module.values())
+    max_rank = max(by_module.values())
     classifies = bool(head_keys(params))
     config = LoraConfig(
         task_type=None if family.images else "SEQ_CLS" if classifies else "CAUSAL_LM",
         base_model_name_or_path=base,
         inference_mode=True,
-        r=most,
-        lora_alpha=_whole(scale(most) * most),
+        r=max_rank,
+        lora_alpha=_integral(scale(max_rank) * max_rank),
         lora_dropout=0.0,
         target_modules=sorted(names.values()),
         rank_pattern={names[module]: rank for module, rank in by_module.items()},
-        alpha_pattern={names[module]: _whole(scale(rank) * rank) for module, rank in by_module.items()},
-        modules_to_save=saved_modules(family) if classifies else None,
+        alpha_pattern={names[module]: _integral(scale(rank) * rank) for module, rank in by_module.items()},
+        modules_to_save=modules_to_save(family) if classifies else None,
         fan_in_fan_out=family.conv1d,
     )
-    tensors = {saved_name(key, family): tensor.detach() for key, tensor in params.items()}
+    tensors = {peft_name(key, family): tensor.detach() for key, tensor in params.items()}
     with new_folder(folder) as draft:
         config.save_pretrained(str(draft))
         write_tensors(draft / WEIGHTS, tensors, note=("format", "pt"))
@@ -80,11 +80,11 @@ def export_adapter(
             (draft / LABELS).write_text(json.dumps(list(labels), ensure_ascii=False) + "\n", encoding="utf-8")
 
 
-def _whole(alpha: float) -> int | float:
+def _integral(alpha: float) -> int | float:
     return int(alpha) if alpha == int(alpha) else alpha
 
 
-def saved_name(key: str, family: Family) -> str:
+def peft_name(key: str, family: Family) -> str:
     """PEFT's name of one of our tensors in a saved adapter."""
     if key.startswith(HEAD):
         return _ROOT + key.removeprefix(HEAD)
@@ -105,17 +105,17 @@ def import_adapter(folder: Path, *, family: Family) -> tuple[dict[str, torch.Ten
         ) from error
     if settings.get("peft_type") != "LORA":
         raise ModelError(f"the adapter in {folder} is {settings.get('peft_type')!r}; only LORA can be imported")
-    params = {_own_name(name, family): tensor.float() for name, tensor in tensors.items()}
+    params = {_internal_name(name, family): tensor.float() for name, tensor in tensors.items()}
     scales = _scales(settings, params, folder, family=family)
     return params, scales.__getitem__
 
 
-def _own_name(name: str, family: Family) -> str:
-    bare = name.removeprefix(_ROOT).replace(".modules_to_save.default", "").replace(".default.weight", ".weight")
+def _internal_name(name: str, family: Family) -> str:
+    stripped = name.removeprefix(_ROOT).replace(".modules_to_save.default", "").replace(".default.weight", ".weight")
     backbone = family.prefix + "."
-    if bare.startswith(backbone) and bare.endswith((LORA_A + ".weight", LORA_B + ".weight")):
-        return bare.removeprefix(backbone).removesuffix(".weight")
-    return HEAD + bare
+    if stripped.startswith(backbone) and stripped.endswith((LORA_A + ".weight", LORA_B + ".weight")):
+        return stripped.removeprefix(backbone).removesuffix(".weight")
+    return HEAD + stripped
 
 
 def _scales(settings: Mapping[str, Any], params: Params, folder: Path, *, family: Family) -> dict[int, float]:
@@ -125,10 +125,10 @@ def _scales(settings: Mapping[str, Any], params: Params, folder: Path, *, family
     for module in lora_modules(params):
         rank = params[module + LORA_A].shape[0]
         alpha = alpha_pattern.get(get_pattern_key(alpha_pattern, f"{family.prefix}.{module}"), settings["lora_alpha"])
-        own = float(alpha) / (rank**0.5 if settings.get("use_rslora") else rank)
-        if scales.setdefault(rank, own) != own:
+        scale = float(alpha) / (rank**0.5 if settings.get("use_rslora") else rank)
+        if scales.setdefault(rank, scale) != scale:
             raise ModelError(
-                f"the adapter in {folder} scales modules of rank {rank} by {scales[rank]} and {own}; export it with"
+                f"the adapter in {folder} scales modules of rank {rank} by {scales[rank]} and {scale}; export it with"
                 " one alpha for a rank"
             )
     return scales

@@ -99,7 +99,7 @@ class Family:
     """The norm behind the last block."""
     rotary: str | None = None
     """The module without weights that turns position ids into what every block's attention rotates by."""
-    narrow: str | None = None
+    after_attention: str | None = None
     """A module of the last block that takes (attended, residual): from there on only pooled tokens are computed."""
     images: bool = False
     """Whether its tokens are patches of images; what its head reads is then the stock classifier's to say."""
@@ -133,7 +133,7 @@ def apply_head(family: Family, params: Params, features: Tensor) -> Tensor:
     return features
 
 
-def saved_modules(family: Family) -> list[str]:
+def modules_to_save(family: Family) -> list[str]:
     """The stock modules that hold the head, as PEFT's `modules_to_save` names them."""
     return sorted({layer.name.split(".")[0] for layer in family.head})
 
@@ -149,7 +149,7 @@ FAMILIES: Mapping[str, Family] = {
             pooler="pooler",
             head=(Dense(name="classifier"),),
             token_types=True,
-            narrow="attention.output",
+            after_attention="attention.output",
         ),
         Family(
             model_type="roberta",
@@ -159,7 +159,7 @@ FAMILIES: Mapping[str, Family] = {
             head=(Dense(name="classifier.dense", activation="tanh"), Dense(name="classifier.out_proj")),
             # RoBERTa keeps the positions up to its padding id unused.
             first_position=lambda pad: pad + 1,
-            narrow="attention.output",
+            after_attention="attention.output",
         ),
         Family(
             model_type="distilbert",
@@ -215,7 +215,7 @@ VISION_FAMILIES: Mapping[str, Family] = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class Model:
+class RegisteredModel:
     """A registered model."""
 
     alias: str
@@ -231,31 +231,35 @@ class Model:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Source:
+class ModelSource:
     """Where the files of a model are looked for."""
 
     path: str
     gguf_file: str | None = None
 
 
-MODELS: dict[str, Model] = {
+MODELS: dict[str, RegisteredModel] = {
     model.alias: model
     for model in (
-        Model(alias="minilm", path="embedded", parameters="22.7M", lr=1e-3, note="all-MiniLM-L6-v2"),
-        Model(alias="distilbert", path="distilbert-base-uncased", parameters="66M", lr=5e-4),
-        Model(alias="bert", path="bert-base-uncased", parameters="110M", lr=3e-4),
-        Model(alias="bert-large", path="bert-large-uncased", parameters="336M", lr=2e-4),
-        Model(alias="roberta", path="roberta-base", parameters="125M", lr=3e-4),
-        Model(alias="roberta-large", path="roberta-large", parameters="355M", lr=2e-4),
-        Model(alias="gpt2", path="gpt2", parameters="124M", lr=5e-4),
-        Model(alias="gpt2-medium", path="gpt2-medium", parameters="355M", lr=3e-4),
-        Model(alias="gpt2-xl", path="gpt2-xl", parameters="1.5B", lr=2e-4),
-        Model(alias="qwen2.5-0.5b", path="Qwen/Qwen2.5-0.5B", parameters="494M", lr=2e-4),
-        Model(alias="llama-3.2-1b", path="meta-llama/Llama-3.2-1B", parameters="1.2B", lr=2e-4, note="gated"),
-        Model(alias="smollm2-135m", path="HuggingFaceTB/SmolLM2-135M", parameters="135M", lr=5e-4, note="Llama"),
-        Model(alias="mistral-7b", path="mistralai/Mistral-7B-v0.3", parameters="7.2B", lr=1e-4, note="gated"),
-        Model(alias="dino-vits16", path="facebook/dino-vits16", parameters="21.7M", lr=1e-3, images=True, note="ViT"),
-        Model(
+        RegisteredModel(alias="minilm", path="embedded", parameters="22.7M", lr=1e-3, note="all-MiniLM-L6-v2"),
+        RegisteredModel(alias="distilbert", path="distilbert-base-uncased", parameters="66M", lr=5e-4),
+        RegisteredModel(alias="bert", path="bert-base-uncased", parameters="110M", lr=3e-4),
+        RegisteredModel(alias="bert-large", path="bert-large-uncased", parameters="336M", lr=2e-4),
+        RegisteredModel(alias="roberta", path="roberta-base", parameters="125M", lr=3e-4),
+        RegisteredModel(alias="roberta-large", path="roberta-large", parameters="355M", lr=2e-4),
+        RegisteredModel(alias="gpt2", path="gpt2", parameters="124M", lr=5e-4),
+        RegisteredModel(alias="gpt2-medium", path="gpt2-medium", parameters="355M", lr=3e-4),
+        RegisteredModel(alias="gpt2-xl", path="gpt2-xl", parameters="1.5B", lr=2e-4),
+        RegisteredModel(alias="qwen2.5-0.5b", path="Qwen/Qwen2.5-0.5B", parameters="494M", lr=2e-4),
+        RegisteredModel(alias="llama-3.2-1b", path="meta-llama/Llama-3.2-1B", parameters="1.2B", lr=2e-4, note="gated"),
+        RegisteredModel(
+            alias="smollm2-135m", path="HuggingFaceTB/SmolLM2-135M", parameters="135M", lr=5e-4, note="Llama"
+        ),
+        RegisteredModel(alias="mistral-7b", path="mistralai/Mistral-7B-v0.3", parameters="7.2B", lr=1e-4, note="gated"),
+        RegisteredModel(
+            alias="dino-vits16", path="facebook/dino-vits16", parameters="21.7M", lr=1e-3, images=True, note="ViT"
+        ),
+        RegisteredModel(
             alias="dinov2-vits14",
             path="embedded",
             parameters="22.1M",
@@ -267,7 +271,7 @@ MODELS: dict[str, Model] = {
 }
 
 
-def locate(name: str) -> Source:
+def locate_model(name: str) -> ModelSource:
     """Where the files of this alias, hub name, directory or GGUF file are.
 
     Raises `ConfigError` for a name that is none of these, `ModelError` for a path where nothing is or that cannot be
@@ -276,9 +280,9 @@ def locate(name: str) -> Source:
     if name in MODELS:
         registered = MODELS[name].path
         if registered != "embedded":
-            return Source(path=registered)
-        return Source(path=str((vit_dir if MODELS[name].images else model_dir)(embedded_dir())))
-    if (source := _at_path(name)) is not None:
+            return ModelSource(path=registered)
+        return ModelSource(path=str((vit_dir if MODELS[name].images else model_dir)(embedded_dir())))
+    if (source := _source_at_path(name)) is not None:
         return source
     if name.startswith((".", "/", "~")):
         raise ModelError(
@@ -286,18 +290,18 @@ def locate(name: str) -> Source:
             f" owner/model, or one of {', '.join(sorted(MODELS))}"
         )
     if "/" in name or any(name == model.path for model in MODELS.values()):
-        return Source(path=name)
+        return ModelSource(path=name)
     raise unknown("model", name, MODELS)
 
 
-def _at_path(name: str) -> Source | None:
+def _source_at_path(name: str) -> ModelSource | None:
     """The directory or GGUF file of this name; raises `ModelError` where that cannot be told."""
     try:
         path = Path(name).expanduser()
         if path.is_dir():
-            return Source(path=str(path))
+            return ModelSource(path=str(path))
         if path.is_file() and path.suffix == ".gguf":
-            return Source(path=str(path.parent), gguf_file=path.name)
+            return ModelSource(path=str(path.parent), gguf_file=path.name)
     except (OSError, RuntimeError, ValueError) as error:  # a long name, another's folder, no such user
         reason = error.strerror if isinstance(error, OSError) else str(error)
         raise ModelError(
@@ -307,7 +311,7 @@ def _at_path(name: str) -> Source | None:
     return None
 
 
-def hub_answers(*, timeout_seconds: float = 3.0) -> bool:
+def is_hub_reachable(*, timeout_seconds: float = 3.0) -> bool:
     """Whether the hub of models can be reached; its own client tries for half a minute before it says that it cannot.
 
     Behind a proxy this cannot be told in advance and is taken as a yes.

@@ -19,32 +19,32 @@ ALIGNMENT = 64
 _DTYPES = {name: dtype for dtype, name in DTYPES.items()}
 
 
-def places_of(weights: Params) -> tuple[list[dict[str, Any]], int]:
+def buffer_entries(weights: Params) -> tuple[list[dict[str, Any]], int]:
     """(where each tensor lies, as plain data; bytes of all)."""
-    places, end = [], 0
+    entries, end = [], 0
     for name, tensor in weights.items():
-        places.append(
+        entries.append(
             {"name": name, "dtype": DTYPES[tensor.dtype], "shape": list(tensor.shape), "offset": end},
         )
         end += -(-tensor.nbytes // ALIGNMENT) * ALIGNMENT
-    return places, max(end, ALIGNMENT)
+    return entries, max(end, ALIGNMENT)
 
 
-def views(memory: Any, places: Sequence[Mapping[str, Any]]) -> dict[str, torch.Tensor]:
+def tensor_views(memory: Any, entries: Sequence[Mapping[str, Any]]) -> dict[str, torch.Tensor]:
     """The tensors that lie at these places of a buffer, without a copy; nobody may write to what is shared."""
-    found = {}
-    for place in places:
-        dtype, shape = _DTYPES[place["dtype"]], torch.Size(place["shape"])
+    tensors = {}
+    for entry in entries:
+        dtype, shape = _DTYPES[entry["dtype"]], torch.Size(entry["shape"])
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="The given buffer is not writable")  # nor is it written
-            flat = torch.frombuffer(memory, dtype=dtype, count=shape.numel(), offset=place["offset"])
-        found[place["name"]] = flat.reshape(shape)
-    return found
+            flat = torch.frombuffer(memory, dtype=dtype, count=shape.numel(), offset=entry["offset"])
+        tensors[entry["name"]] = flat.reshape(shape)
+    return tensors
 
 
-def write(weights: Params, memory: Any, places: Sequence[Mapping[str, Any]]) -> None:
+def write_weights(weights: Params, memory: Any, entries: Sequence[Mapping[str, Any]]) -> None:
     """Put the weights at their places of a writable buffer."""
     whole = np.frombuffer(memory, dtype=np.uint8)
-    for place in places:
-        values = weights[place["name"]].detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
-        whole[place["offset"] : place["offset"] + values.size] = values
+    for entry in entries:
+        values = weights[entry["name"]].detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+        whole[entry["offset"] : entry["offset"] + values.size] = values

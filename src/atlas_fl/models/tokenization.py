@@ -13,16 +13,18 @@ from atlas_fl.errors import ModelError
 
 
 @dataclass(frozen=True, kw_only=True)
-class Encoded:
+class EncodedExamples:
     """`n` tokenised examples with their labels."""
 
     ids: np.ndarray  # (tokens,) int64; of images none
     types: np.ndarray  # (tokens,) int64, which text of a pair a token belongs to; of images none
     offsets: np.ndarray  # (n + 1,) int64
     labels: np.ndarray  # (n,) int64, or float32 for regression
-    written: np.ndarray | None = None  # (tokens,) bool, the tokens that are to be predicted; None where labels are
+    target_mask: np.ndarray | None = None  # (tokens,) bool, the tokens that are to be predicted; None where labels are
     pixels: np.ndarray | None = None  # (n, height, width, channels) uint8; None of texts
-    counts: np.ndarray | None = None  # (n,) int64, how many of `written` each example has, where they have no places
+    target_counts: np.ndarray | None = (
+        None  # (n,) int64, how many of `written` each example has, where they have no places
+    )
 
     def __len__(self) -> int:
         return len(self.labels)
@@ -33,36 +35,40 @@ class Encoded:
         return np.diff(self.offsets)
 
     @property
-    def predictions(self) -> np.ndarray:
+    def num_targets(self) -> np.ndarray:
         """Tokens to be predicted of every example, (n,) int64; none where labels are."""
-        if self.counts is not None:
-            return self.counts
-        if self.written is None:
+        if self.target_counts is not None:
+            return self.target_counts
+        if self.target_mask is None:
             return np.zeros(len(self), dtype=np.int64)
-        return np.diff(np.concatenate([[0], np.cumsum(self.written)])[self.offsets])
+        return np.diff(np.concatenate([[0], np.cumsum(self.target_mask)])[self.offsets])
 
-    def take(self, index: np.ndarray) -> "Encoded":
+    def take(self, index: np.ndarray) -> "EncodedExamples":
         """These examples, in this order."""
         lengths = self.lengths[index]
         offsets = np.concatenate([[0], np.cumsum(lengths)])
         if self.pixels is not None:
             return replace(self, offsets=offsets, labels=self.labels[index], pixels=self.pixels[index])
         # The place of every token: its example's start, plus its place inside the example.
-        where = np.repeat(self.offsets[index] - offsets[:-1], lengths) + np.arange(offsets[-1])
-        written = None if self.written is None else self.written[where]
-        return Encoded(
-            ids=self.ids[where], types=self.types[where], offsets=offsets, labels=self.labels[index], written=written
+        token_index = np.repeat(self.offsets[index] - offsets[:-1], lengths) + np.arange(offsets[-1])
+        target_mask = None if self.target_mask is None else self.target_mask[token_index]
+        return EncodedExamples(
+            ids=self.ids[token_index],
+            types=self.types[token_index],
+            offsets=offsets,
+            labels=self.labels[index],
+            target_mask=target_mask,
         )
 
 
-def encode(
+def encode_examples(
     text: Sequence[str],
     pair: Sequence[str] | None,
     labels: np.ndarray,
     *,
     tokenizer: PreTrainedTokenizerBase,
     max_length: int,
-) -> Encoded:
+) -> EncodedExamples:
     """The examples as tokens, cut to `max_length` (of a pair, the longer text is cut first)."""
     batch = tokenizer(
         list(text),
@@ -73,7 +79,7 @@ def encode(
         return_token_type_ids=True,
     )
     ids = batch["input_ids"]
-    return Encoded(
+    return EncodedExamples(
         ids=np.concatenate([np.asarray(row, dtype=np.int64) for row in ids]),
         types=np.concatenate([np.asarray(row, dtype=np.int64) for row in batch["token_type_ids"]]),
         offsets=np.concatenate([[0], np.cumsum([len(row) for row in ids])]).astype(np.int64),
@@ -81,15 +87,17 @@ def encode(
     )
 
 
-def encode_images(pixels: np.ndarray, labels: np.ndarray, *, length: int) -> Encoded:
+def encode_images(pixels: np.ndarray, labels: np.ndarray, *, length: int) -> EncodedExamples:
     """Images, (n, height, width, channels) uint8, as examples of `length` tokens each."""
     none = np.zeros(0, dtype=np.int64)
-    return Encoded(ids=none, types=none, offsets=np.arange(len(labels) + 1) * length, labels=labels, pixels=pixels)
+    return EncodedExamples(
+        ids=none, types=none, offsets=np.arange(len(labels) + 1) * length, labels=labels, pixels=pixels
+    )
 
 
-def encode_written(
+def encode_targets(
     text: Sequence[str], target: Sequence[str] | None, *, tokenizer: PreTrainedTokenizerBase, max_length: int
-) -> Encoded:
+) -> EncodedExamples:
     """Texts that a model is to write, up to an end-of-text token: all tokens but the first, or `target` after `text`.
 
     A prompt ends with a line break. Where both are longer than `max_length` together, the prompt loses its beginning
@@ -97,17 +105,27 @@ def encode_written(
     """
     end = _end_of_text(tokenizer)
     if target is None:
-        whole = [[*ids, end][:max_length] for ids in _ids(text, tokenizer)]
-        return _joined([(ids[:1], ids[1:]) for ids in whole])
-    written = [[*ids, end][: max_length - 1] for ids in _ids(target, tokenizer, add_special_tokens=False)]
-    prompts = _ids([one + "\n" for one in text], tokenizer)
-    return _joined([(_cut(ids, max_length - len(own), tokenizer), own) for ids, own in zip(prompts, written)])
+        texts = [[*ids, end][:max_length] for ids in _token_ids(text, tokenizer)]
+        return _concatenate([(ids[:1], ids[1:]) for ids in texts])
+    targets = [[*ids, end][: max_length - 1] for ids in _token_ids(target, tokenizer, add_special_tokens=False)]
+    prompts = _token_ids([prompt + "\n" for prompt in text], tokenizer)
+    return _concatenate(
+        [
+            (_truncate_prompt(ids, max_length - len(target_ids), tokenizer), target_ids)
+            for ids, target_ids in zip(prompts, targets)
+        ]
+    )
 
 
-def encode_prompts(text: Sequence[str], *, tokenizer: PreTrainedTokenizerBase, max_length: int) -> Encoded:
-    """Prompts alone, as `encode_written` gives them, with nothing to be predicted."""
-    rows = _joined([(_cut(ids, max_length, tokenizer), []) for ids in _ids([one + "\n" for one in text], tokenizer)])
-    return Encoded(ids=rows.ids, types=rows.types, offsets=rows.offsets, labels=rows.labels)
+def encode_prompts(text: Sequence[str], *, tokenizer: PreTrainedTokenizerBase, max_length: int) -> EncodedExamples:
+    """Prompts alone, as `encode_targets` gives them, with nothing to be predicted."""
+    rows = _concatenate(
+        [
+            (_truncate_prompt(ids, max_length, tokenizer), [])
+            for ids in _token_ids([prompt + "\n" for prompt in text], tokenizer)
+        ]
+    )
+    return EncodedExamples(ids=rows.ids, types=rows.types, offsets=rows.offsets, labels=rows.labels)
 
 
 def _end_of_text(tokenizer: PreTrainedTokenizerBase) -> int:
@@ -119,13 +137,13 @@ def _end_of_text(tokenizer: PreTrainedTokenizerBase) -> int:
     return int(tokenizer.eos_token_id)
 
 
-def _ids(texts: Sequence[str], tokenizer: PreTrainedTokenizerBase, **how: bool) -> list[list[int]]:
+def _token_ids(texts: Sequence[str], tokenizer: PreTrainedTokenizerBase, **how: bool) -> list[list[int]]:
     """Every text's tokens; a text of which the tokenizer knows none begins at the end of another."""
     rows: list[list[int]] = tokenizer(list(texts), return_attention_mask=False, verbose=False, **how)["input_ids"]
     return [list(row) or [_end_of_text(tokenizer)] for row in rows]
 
 
-def _cut(ids: list[int], room: int, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+def _truncate_prompt(ids: list[int], room: int, tokenizer: PreTrainedTokenizerBase) -> list[int]:
     """The last tokens of a prompt, behind the one that begins every text where the tokenizer sets such."""
     if len(ids) <= room:
         return ids
@@ -133,14 +151,14 @@ def _cut(ids: list[int], room: int, tokenizer: PreTrainedTokenizerBase) -> list[
     return begin + ids[len(ids) - room + len(begin) :]
 
 
-def _joined(rows: Sequence[tuple[list[int], list[int]]]) -> Encoded:
+def _concatenate(rows: Sequence[tuple[list[int], list[int]]]) -> EncodedExamples:
     """Examples of (given tokens, tokens to be predicted)."""
-    sizes = [len(given) + len(own) for given, own in rows]
-    ids = np.asarray([token for given, own in rows for token in (*given, *own)], dtype=np.int64)
-    return Encoded(
+    sizes = [len(prompt) + len(target) for prompt, target in rows]
+    ids = np.asarray([token for prompt, target in rows for token in (*prompt, *target)], dtype=np.int64)
+    return EncodedExamples(
         ids=ids,
         types=np.zeros_like(ids),
         offsets=np.concatenate([[0], np.cumsum(sizes)]).astype(np.int64),
         labels=np.zeros(len(rows), dtype=np.int64),
-        written=np.concatenate([np.repeat([False, True], [len(given), len(own)]) for given, own in rows]),
+        target_mask=np.concatenate([np.repeat([False, True], [len(prompt), len(target)]) for prompt, target in rows]),
     )

@@ -21,7 +21,7 @@ from torch.nn.functional import pad
 from transformers import PreTrainedModel
 
 from atlas_fl.errors import ConfigError, ModelError
-from atlas_fl.models.registry import Source
+from atlas_fl.models.registry import ModelSource
 from atlas_fl.params import HEAD, Params
 
 
@@ -55,7 +55,7 @@ class Vision:
     """A frozen vision backbone and how its images are prepared."""
 
     name: str
-    source: Source
+    source: ModelSource
     model: PreTrainedModel
     """The stock classifier with nothing behind its features: its `logits` are what the stock head would read."""
     hidden: int
@@ -75,15 +75,15 @@ class Vision:
     @property
     def backbone(self) -> nn.Module:
         """The headless stock model, whose names are those of the parameters."""
-        found: nn.Module = self.model.base_model
-        return found
+        module: nn.Module = self.model.base_model
+        return module
 
     @property
     def num_blocks(self) -> int:
         """Blocks, or stages where blocks of several widths follow each other."""
-        found = self.backbone.get_submodule(self.blocks)
-        assert isinstance(found, nn.ModuleList)
-        return len(found)
+        modules = self.backbone.get_submodule(self.blocks)
+        assert isinstance(modules, nn.ModuleList)
+        return len(modules)
 
     @property
     def device(self) -> torch.device:
@@ -91,20 +91,20 @@ class Vision:
         return next(self.backbone.parameters()).device
 
     @cached_property
-    def names(self) -> Mapping[str, str]:
+    def classifier_names(self) -> Mapping[str, str]:
         """The name inside the classifier of every parameter of the backbone."""
         prefix = "" if self.backbone is self.model else f"{self.model.base_model_prefix}."
         return {name: prefix + name for name, _ in self.backbone.named_parameters()}
 
     @cached_property
-    def ties(self) -> bool:
+    def has_tied_weights(self) -> bool:
         """Whether a tensor has several names in the model; to look for them in every step takes 2% of a small one."""
         every = sum(1 for _ in self.model.named_parameters(remove_duplicate=False))
         return every > sum(1 for _ in self.model.named_parameters())
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Counts:
+class ParamCounts:
     """How many numbers a client's model has."""
 
     backbone: int
@@ -113,7 +113,7 @@ class Counts:
     """Of both together."""
 
 
-def weights(vision: Vision) -> Params:
+def backbone_weights(vision: Vision) -> Params:
     """Every tensor of the backbone by its stock name, float32; these are the module's own, not copies."""
     return {name: tensor.detach().float() for name, tensor in vision.backbone.named_parameters()}
 
@@ -126,25 +126,25 @@ def trainable_names(vision: Vision, *, frozen_blocks: int = 0) -> tuple[str, ...
     count = vision.num_blocks
     if not 0 <= frozen_blocks <= count:
         raise ConfigError(f"{vision.name} has {count} blocks and {frozen_blocks} cannot be frozen; give 0 to {count}")
-    names = [name for name in vision.names if not name.endswith(_UNREAD)]
+    names = [name for name in vision.classifier_names if not name.endswith(_UNREAD)]
     if frozen_blocks == count:
         return ()
     start = f"{vision.blocks}.{frozen_blocks}."
-    first = next(place for place, name in enumerate(names) if name.startswith(start)) if frozen_blocks else 0
+    first = next(index for index, name in enumerate(names) if name.startswith(start)) if frozen_blocks else 0
     return tuple(names[first:])
 
 
-def head_shapes(vision: Vision, *, num_labels: int) -> dict[str, tuple[int, ...]]:
+def linear_head_shapes(vision: Vision, *, num_labels: int) -> dict[str, tuple[int, ...]]:
     """Shapes of the head's tensors by name."""
     return {f"{HEAD}weight": (num_labels, vision.hidden), f"{HEAD}bias": (num_labels,)}
 
 
-def count(vision: Vision, *, num_labels: int, frozen_blocks: int = 0) -> Counts:
+def count_params(vision: Vision, *, num_labels: int, frozen_blocks: int = 0) -> ParamCounts:
     """How many numbers the backbone, the head and what trains of both have."""
     sizes = {name: tensor.numel() for name, tensor in vision.backbone.named_parameters()}
     head = num_labels * (vision.hidden + 1)
     trained = sum(sizes[name] for name in trainable_names(vision, frozen_blocks=frozen_blocks))
-    return Counts(backbone=sum(sizes.values()), head=head, trainable=head + trained)
+    return ParamCounts(backbone=sum(sizes.values()), head=head, trainable=head + trained)
 
 
 def image_features(
@@ -155,16 +155,16 @@ def image_features(
     Tensors that `params` lacks are the backbone's own; its head is not looked at. A `ModelError` names a tensor that
     the backbone does not have.
     """
-    names = vision.names
-    placed = {}
+    names = vision.classifier_names
+    tensors = {}
     for key, tensor in params.items():
         if key.startswith(HEAD):
             continue
         if key not in names:
             raise ModelError(f"{vision.name} has no tensor {key!r}; these weights are of another architecture")
-        placed[names[key]] = tensor
-    found: Tensor = functional_call(vision.model, placed, (pixels,), tie_weights=vision.ties).logits
-    return found
+        tensors[names[key]] = tensor
+    features: Tensor = functional_call(vision.model, tensors, (pixels,), tie_weights=vision.has_tied_weights).logits
+    return features
 
 
 def image_logits(
@@ -172,16 +172,16 @@ def image_logits(
     params: Params,
     pixels: Float[Tensor, "n 3 height width"],
     *,
-    drop: Float[Tensor, "n hidden"] | None = None,
+    dropout_mask: Float[Tensor, "n hidden"] | None = None,
 ) -> Float[Tensor, "n labels"]:
-    """Logits by a client's tensors and head; `drop` multiplies the features (head dropout, scaled already)."""
-    read = image_features(vision, params, pixels)
-    if drop is not None:
-        read = read * drop
-    return nn.functional.linear(read, params[f"{HEAD}weight"], params[f"{HEAD}bias"])
+    """Logits by a client's tensors and head; `dropout_mask` multiplies the features (head dropout, scaled already)."""
+    features = image_features(vision, params, pixels)
+    if dropout_mask is not None:
+        features = features * dropout_mask
+    return nn.functional.linear(features, params[f"{HEAD}weight"], params[f"{HEAD}bias"])
 
 
-def prepare(
+def preprocess(
     vision: Vision, pixels: UInt8[np.ndarray, "n height width channels"] | UInt8[Tensor, "n height width channels"]
 ) -> Float[Tensor, "n 3 size size"]:
     """What the model sees of these images, float32 on its device: resized to its size, scaled and normalised.
@@ -199,9 +199,9 @@ def prepare(
         if images.shape[2:] != size:
             resized = nn.functional.interpolate(images, size=size, mode=vision.resample, antialias=True)
             images = resized.add_(0.5).floor_().clamp_(0, 255)
-    mean, std = (_channels(values, images) for values in (vision.mean, vision.std))
+    mean, std = (_per_channel(values, images) for values in (vision.mean, vision.std))
     return ((images * vision.rescale - mean) / std).expand(-1, len(vision.mean), -1, -1).contiguous()
 
 
-def _channels(values: Sequence[float], like: Tensor) -> Tensor:
+def _per_channel(values: Sequence[float], like: Tensor) -> Tensor:
     return torch.tensor(values, dtype=torch.float32, device=like.device)[:, None, None]

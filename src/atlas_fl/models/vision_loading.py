@@ -23,9 +23,9 @@ from transformers.utils import logging as hf_logging
 
 from atlas_fl.errors import ConfigError, ModelError
 from atlas_fl.models.backbone import Backbone
-from atlas_fl.models.loading import UNREADABLE, checkpoint_blocks, how_read, one_at_a_time
-from atlas_fl.models.registry import VISION_FAMILIES, Source, locate
-from atlas_fl.models.vision import Vision, weights
+from atlas_fl.models.loading import UNREADABLE, checkpoint_blocks, loading_lock, loading_options
+from atlas_fl.models.registry import VISION_FAMILIES, ModelSource, locate_model
+from atlas_fl.models.vision import Vision, backbone_weights
 from atlas_fl.params import HEAD, Params, head_keys
 from atlas_fl.storage.files import new_folder
 
@@ -45,17 +45,17 @@ def load_vision(
     Raises:
         ModelError: the files are not to be had, are no image classifier's, or cannot see images of this size.
     """
-    source = locate(name)
-    with _readable(name, source), one_at_a_time(), quiet():
-        config = AutoConfig.from_pretrained(source.path, **how_read(source))
+    source = locate_model(name)
+    with _as_image_model_error(name, source), loading_lock(), quiet_transformers():
+        config = AutoConfig.from_pretrained(source.path, **loading_options(source))
         config.num_labels = 0  # stock for features without a classifier
-        processor = AutoImageProcessor.from_pretrained(source.path, **how_read(source))
-        model, found = AutoModelForImageClassification.from_pretrained(
-            source.path, config=config, dtype=torch.float32, output_loading_info=True, **how_read(source)
+        processor = AutoImageProcessor.from_pretrained(source.path, **loading_options(source))
+        model, loading_info = AutoModelForImageClassification.from_pretrained(
+            source.path, config=config, dtype=torch.float32, output_loading_info=True, **loading_options(source)
         )
-    if missing := sorted(found["missing_keys"]):
+    if missing := sorted(loading_info["missing_keys"]):
         raise ModelError(f"model {name!r} lacks {missing[0]} and {len(missing) - 1} more tensors; give complete files")
-    size = _own_size(name, processor) if image_size is None else image_size
+    size = _processor_size(name, processor) if image_size is None else image_size
     _resize(name, model, size)
     for key, parameter in model.base_model.named_parameters():
         # tensors of a mapped file lie wherever its header ends, and products of what is unaligned may end in other bits
@@ -65,10 +65,10 @@ def load_vision(
         name=name,
         source=source,
         model=model,
-        hidden=_width(name, model, size),
+        hidden=_feature_width(name, model, size),
         image_size=size,
         **_normalisation(name, processor),
-        blocks=_blocks(name, model.base_model),
+        blocks=_find_blocks(name, model.base_model),
     )
 
 
@@ -107,20 +107,20 @@ def _side(value: Any) -> int | None:
     return None if value is None else int(value)
 
 
-def _width(name: str, model: PreTrainedModel, size: int) -> int:
+def _feature_width(name: str, model: PreTrainedModel, size: int) -> int:
     """Width of the features, from one black image."""
     try:
         with torch.no_grad():
-            found: Tensor = model(torch.zeros(1, 3, size, size, device=model.device)).logits
+            features: Tensor = model(torch.zeros(1, 3, size, size, device=model.device)).logits
     except (RuntimeError, ValueError) as error:
         reason = " ".join(str(error).split())[:120]
         raise ModelError(f"model {name!r} cannot see images of {size} pixels ({reason}); give another size") from error
-    if found.dim() != 2 or not found.shape[1]:
+    if features.dim() != 2 or not features.shape[1]:
         raise ModelError(f"model {name!r} has no features in front of its classifier; choose a ViT, DeiT or DINOv2")
-    return found.shape[1]
+    return features.shape[1]
 
 
-def _blocks(name: str, backbone: nn.Module) -> str:
+def _find_blocks(name: str, backbone: nn.Module) -> str:
     """Path of the outermost list of blocks."""
     paths = [path for path, module in backbone.named_modules() if isinstance(module, nn.ModuleList) and len(module)]
     if paths:
@@ -128,13 +128,13 @@ def _blocks(name: str, backbone: nn.Module) -> str:
     raise ModelError(f"model {name!r} has no list of blocks; choose a ViT, DeiT or DINOv2")
 
 
-def _own_size(name: str, processor: Any) -> int:
-    given = getattr(processor, "crop_size", None) if getattr(processor, "do_center_crop", False) else None
-    sizes = dict(given or processor.size)
-    found = sizes.get("height") or sizes.get("shortest_edge")
-    if not found:
+def _processor_size(name: str, processor: Any) -> int:
+    crop_size = getattr(processor, "crop_size", None) if getattr(processor, "do_center_crop", False) else None
+    sizes = dict(crop_size or processor.size)
+    size = sizes.get("height") or sizes.get("shortest_edge")
+    if not size:
         raise ModelError(f"the processor of model {name!r} names no image size; give one")
-    return int(found)
+    return int(size)
 
 
 def _normalisation(name: str, processor: Any) -> dict[str, Any]:
@@ -152,7 +152,7 @@ def _normalisation(name: str, processor: Any) -> dict[str, Any]:
 
 
 @contextmanager
-def quiet() -> Iterator[None]:
+def quiet_transformers() -> Iterator[None]:
     """Keep transformers' table of tensors that files have and the model has not, such as a pooler, off the screen."""
     usual = hf_logging.get_verbosity()
     hf_logging.set_verbosity_error()
@@ -163,7 +163,7 @@ def quiet() -> Iterator[None]:
 
 
 @contextmanager
-def _readable(name: str, source: Source) -> Iterator[None]:
+def _as_image_model_error(name: str, source: ModelSource) -> Iterator[None]:
     try:
         yield
     except (*UNREADABLE, TypeError) as error:
@@ -188,13 +188,13 @@ def load_image_backbone(
     `weights` are those of `Backbone.frozen`: on the CPU the backbone's are then these very tensors.
     Raises `ModelError` as `load_vision` does, and where the architecture is no plain vision transformer.
     """
-    backbone = as_backbone(load_vision(name, image_size=image_size, device=device, weights=weights))
+    backbone = vision_backbone(load_vision(name, image_size=image_size, device=device, weights=weights))
     if gradient_checkpointing:
         checkpoint_blocks(backbone)
     return backbone
 
 
-def as_backbone(vision: Vision) -> Backbone:
+def vision_backbone(vision: Vision) -> Backbone:
     """The same frozen model for packs; raises `ModelError` where the architecture is no plain vision transformer."""
     model_type = vision.model.config.model_type
     if model_type not in VISION_FAMILIES or not hasattr(vision.model, "classifier"):
@@ -212,14 +212,14 @@ def as_backbone(vision: Vision) -> Backbone:
     )
 
 
-def tokens_of(vision: Vision) -> int:
+def tokens_per_image(vision: Vision) -> int:
     """Tokens of one image: its patches and those that the model sets beside them."""
     side, channels = vision.image_size, len(vision.mean)
     with torch.no_grad():
-        found: torch.Tensor = vision.model.base_model.embeddings(
+        embeddings: torch.Tensor = vision.model.base_model.embeddings(
             torch.zeros(1, channels, side, side, device=vision.device)
         )
-    return found.shape[1]
+    return embeddings.shape[1]
 
 
 def save_vision(vision: Vision, params: Params, folder: Path, *, labels: Sequence[str]) -> None:
@@ -230,13 +230,13 @@ def save_vision(vision: Vision, params: Params, folder: Path, *, labels: Sequenc
     """
     config = copy.deepcopy(vision.model.config)
     config.id2label = dict(enumerate(labels))
-    config.label2id = {name: place for place, name in enumerate(labels)}
-    with one_at_a_time(), quiet():
+    config.label2id = {name: index for index, name in enumerate(labels)}
+    with loading_lock(), quiet_transformers():
         model = AutoModelForImageClassification.from_config(config, trust_remote_code=False)
-        held = {**weights(vision), **params}
-        named = {vision.names[key]: held[key] for key in vision.names}
-        named |= {f"classifier.{key.removeprefix(HEAD)}": params[key] for key in head_keys(params)}
-        model.load_state_dict(named, strict=True)
+        tensors = {**backbone_weights(vision), **params}
+        state = {vision.classifier_names[key]: tensors[key] for key in vision.classifier_names}
+        state |= {f"classifier.{key.removeprefix(HEAD)}": params[key] for key in head_keys(params)}
+        model.load_state_dict(state, strict=True)
         processor = AutoImageProcessor.from_pretrained(vision.source.path, trust_remote_code=False)
         with new_folder(folder) as draft:
             model.save_pretrained(draft)

@@ -14,12 +14,19 @@ from atlas_fl.client.job import Job, Update
 from atlas_fl.data.clients import ClientData
 from atlas_fl.planning.plan import ClientPlan
 from atlas_fl.planning.round_costs import SERVER, crossings_of
-from atlas_fl.ranks.cost_model import TRAINING_COPIES, between, crossing_seconds
+from atlas_fl.ranks.cost_model import TRAINING_COPIES, crossing_seconds, link_between
 from atlas_fl.ranks.devices import Device
 from atlas_fl.runtime.engine import Engine
 from atlas_fl.setup.assembly import Assembly
 from atlas_fl.setup.options import cut_of
-from atlas_fl.split.host_matching import Cost, Guest, Host, Pairing, pair, round_seconds
+from atlas_fl.split.host_matching import (
+    GuestRequirement,
+    HostCapacity,
+    HostingCost,
+    HostMatch,
+    match_hosts,
+    round_seconds,
+)
 
 GUESTS = "guests"
 """The part of a host's memory that its guests take."""
@@ -31,8 +38,8 @@ _APART = "unpaired"
 class Hosting:
     """Who hosts whom in a round, by guest; empty where the server hosts everyone."""
 
-    training: Mapping[str, Pairing] = field(default_factory=dict)
-    evaluation: Mapping[str, Pairing] = field(default_factory=dict)
+    training: Mapping[str, HostMatch] = field(default_factory=dict)
+    evaluation: Mapping[str, HostMatch] = field(default_factory=dict)
     relayed: bool = False
     """What goes between two clients goes over the server."""
 
@@ -50,8 +57,8 @@ def hosting_of(
 
 
 def _held(
-    assembly: Assembly, clients: Sequence[ClientPlan], planned: Mapping[str, Pairing], updates: Sequence[Update]
-) -> dict[str, Pairing]:
+    assembly: Assembly, clients: Sequence[ClientPlan], planned: Mapping[str, HostMatch], updates: Sequence[Update]
+) -> dict[str, HostMatch]:
     """The pairs of those who answered; where an engine has paired them itself, as it did."""
     present = {update.client for update in updates}
     found = _told(_pairs(assembly, clients, present=present), planned, present)
@@ -64,7 +71,7 @@ class Seated:
     """An engine that is told with every job what its client needs of a host, or has left as one."""
 
     engine: Engine
-    seats: Mapping[str, Guest | Host]
+    seats: Mapping[str, GuestRequirement | HostCapacity]
 
     def run(self, action: str, jobs: Sequence[Job]) -> list[Update]:
         """The updates of these jobs, in their order (`runtime.engine.Engine`)."""
@@ -76,7 +83,7 @@ def seated(assembly: Assembly, clients: Sequence[ClientPlan], engine: Engine) ->
     if assembly.config.split.topology == "server":
         return engine
     guests, hosts = _seats(assembly, [_unpaired(client) for client in clients])
-    seats: list[Guest | Host] = [*guests, *hosts]
+    seats: list[GuestRequirement | HostCapacity] = [*guests, *hosts]
     return Seated(engine=engine, seats={own.name: own for own in seats})
 
 
@@ -91,7 +98,7 @@ def with_hosts(assembly: Assembly, clients: Sequence[ClientPlan]) -> tuple[Clien
     guests, _ = _seats(assembly, clients)
     pairs = _pairs(assembly, clients, present=assembly.names)
     seconds, by_name = round_seconds(guests, pairs), {guest.name: guest for guest in guests}
-    hosted: dict[str, list[Guest]] = {}
+    hosted: dict[str, list[GuestRequirement]] = {}
     for name, own in pairs.items():
         if own.host is not None:
             hosted.setdefault(own.host, []).append(by_name[name])
@@ -125,16 +132,18 @@ class _Sizes:
         return _Sizes(carried=trained, up=up, down=down)
 
 
-def _pairs(assembly: Assembly, clients: Sequence[ClientPlan], *, present: Collection[str]) -> dict[str, Pairing]:
+def _pairs(assembly: Assembly, clients: Sequence[ClientPlan], *, present: Collection[str]) -> dict[str, HostMatch]:
     guests, hosts = _seats(assembly, [_unpaired(client) for client in clients])
-    return pair([own for own in guests if own.name in present], [own for own in hosts if own.name in present])
+    return match_hosts([own for own in guests if own.name in present], [own for own in hosts if own.name in present])
 
 
-def _seats(assembly: Assembly, clients: Sequence[ClientPlan]) -> tuple[list[Guest], list[Host]]:
+def _seats(assembly: Assembly, clients: Sequence[ClientPlan]) -> tuple[list[GuestRequirement], list[HostCapacity]]:
     devices = dict(zip(assembly.names, assembly.devices, strict=True))
     whole = {client.name: devices[client.name] for client in clients if client.cut is None}
     hosts = [
-        Host(name=own.name, cluster=own.cluster, free_bytes=own.memory["total"] - int(own.predicted["memory_bytes"]))
+        HostCapacity(
+            name=own.name, cluster=own.cluster, free_bytes=own.memory["total"] - int(own.predicted["memory_bytes"])
+        )
         for own in clients
         if own.name in whole
     ]
@@ -145,7 +154,7 @@ def _seats(assembly: Assembly, clients: Sequence[ClientPlan]) -> tuple[list[Gues
 
 def _guest(
     assembly: Assembly, client: ClientData, planned: ClientPlan, device: Device, hosts: Mapping[str, Device]
-) -> Guest:
+) -> GuestRequirement:
     cut = cut_of(assembly.config, planned.cut)
     assert cut is not None, "a guest has a cut"
     split, crossings = planned.split, crossings_of(assembly, client, cut)
@@ -153,15 +162,15 @@ def _guest(
     # The client's own adapters go to the server as before.
     models = split["link_seconds"] - crossing_seconds(crossings, device)
     costs = {
-        name: Cost(
+        name: HostingCost(
             compute_seconds=flops / host.flops_per_second,
-            link_seconds=models + crossing_seconds(crossings, between(device, host)),
+            link_seconds=models + crossing_seconds(crossings, link_between(device, host)),
         )
         for name, host in hosts.items()
     }
     needs = sum(size for part, size in split["server_memory"].items() if part != "frozen weights")
-    return Guest(
-        name=planned.name, cluster=planned.cluster, bytes=needs, own_seconds=split["client_seconds"], costs=costs
+    return GuestRequirement(
+        name=planned.name, cluster=planned.cluster, bytes=needs, device_seconds=split["client_seconds"], costs=costs
     )
 
 
@@ -177,7 +186,7 @@ def _apart(client: ClientPlan) -> dict[str, Any]:
     return {_APART: {"predicted": dict(client.predicted), "memory": dict(client.memory)}}
 
 
-def _as_guest(client: ClientPlan, own: Pairing, seconds: float | None) -> ClientPlan:
+def _as_guest(client: ClientPlan, own: HostMatch, seconds: float | None) -> ClientPlan:
     taken = client.predicted["seconds"] if seconds is None else seconds
     host = {"name": own.host, "reason": own.reason, "seconds": taken}
     return replace(
@@ -187,7 +196,9 @@ def _as_guest(client: ClientPlan, own: Pairing, seconds: float | None) -> Client
     )
 
 
-def _as_host(client: ClientPlan, device: Device, guests: Sequence[Guest], sizes: Mapping[str, _Sizes]) -> ClientPlan:
+def _as_host(
+    client: ClientPlan, device: Device, guests: Sequence[GuestRequirement], sizes: Mapping[str, _Sizes]
+) -> ClientPlan:
     """Its guests' parts come first, and its own round after them; what crosses their cuts overlaps with computing."""
     taken, own = sum(guest.bytes for guest in guests), [sizes[guest.name] for guest in guests]
     carried = sum(size.carried for size in own)
@@ -208,10 +219,12 @@ def _as_host(client: ClientPlan, device: Device, guests: Sequence[Guest], sizes:
     )
 
 
-def _told(pairs: Mapping[str, Pairing], planned: Mapping[str, Pairing], present: Collection[str]) -> dict[str, Pairing]:
+def _told(
+    pairs: Mapping[str, HostMatch], planned: Mapping[str, HostMatch], present: Collection[str]
+) -> dict[str, HostMatch]:
     """The pairs, with a word on every planned host that is not there."""
 
-    def told(name: str, own: Pairing) -> Pairing:
+    def told(name: str, own: HostMatch) -> HostMatch:
         host = planned[name].host
         gone = "" if host is None or host in present else f"{host} takes no part; "
         return replace(own, reason=f"{gone}{own.reason}")

@@ -28,20 +28,20 @@ from torch import Tensor
 
 from atlas_fl.client.batching import Row, chunks, make_row
 from atlas_fl.errors import ConfigError, DataError
-from atlas_fl.models.attention import Layout
-from atlas_fl.models.backbone import Backbone, embed, through
-from atlas_fl.models.tokenization import Encoded
+from atlas_fl.models.attention import PackedLayout
+from atlas_fl.models.backbone import Backbone, embed_tokens, run_blocks
+from atlas_fl.models.tokenization import EncodedExamples
 from atlas_fl.params import Split
 from atlas_fl.rng import torch_generator
 from atlas_fl.setup.assembly import Assembly
-from atlas_fl.split.codec import decode_rows, encode_rows, simulated_secret, with_noise
+from atlas_fl.split.codec import add_noise, decode_rows, encode_rows, simulated_secret
 
 MOST_PRODUCTS = 1 << 24
 """Products of rows and token embeddings that are held at once."""
 
 
 def fisher_leakage(
-    backbone: Backbone, embedded: Tensor, layout: Layout, *, blocks: int, seed: int, draws: int = 4
+    backbone: Backbone, embedded: Tensor, layout: PackedLayout, *, blocks: int, seed: int, draws: int = 4
 ) -> float:
     """Tr(J^T J) / d of the first `blocks` blocks at these rows, (tokens, hidden), as `embed` gives them.
 
@@ -52,7 +52,7 @@ def fisher_leakage(
     total = 0.0
     for draw in range(draws):
         given = embedded.detach().requires_grad_()
-        rows = through(backbone, given, layout, range(blocks))
+        rows = run_blocks(backbone, given, layout, range(blocks))
         source = torch_generator(seed, "leakage", blocks, draw)
         upper = torch.randn(rows.shape, generator=source).to(rows.device)
         (found,) = torch.autograd.grad(rows, given, upper)
@@ -139,7 +139,7 @@ def _measured(assembly: Assembly, task: str, blocks: int, *, known: _Texts, unse
     table = backbone.model.get_input_embeddings().weight.detach().float()
     guessed = token_probe(seen, known.ids, met, embeddings=table)
     few = make_row(_some(assembly, task, "test", FISHER_TEXTS), device=backbone.device)
-    given = embed(backbone, few.ids, few.types, few.layout)
+    given = embed_tokens(backbone, few.ids, few.types, few.layout)
     with torch.enable_grad():
         dfil = fisher_leakage(backbone, given, few.layout, blocks=blocks, seed=assembly.config.run.seed)
     return CutLeakage(
@@ -159,14 +159,14 @@ def _arrived(assembly: Assembly, texts: _Texts, *, name: str) -> Tensor:
     if split.wire_noise:
         # An attacker has no secret of the client whose rows it reads, and so noise of its own on those that it knows.
         secret = simulated_secret(assembly.config.run.seed, name)
-        rows = with_noise(rows, noise=split.wire_noise, secret=secret, kind="activation")
+        rows = add_noise(rows, noise=split.wire_noise, secret=secret, kind="activation")
     return decode_rows(encode_rows(rows, wire=split.wire))[0].to(rows.device)
 
 
 def _further(assembly: Assembly, texts: _Texts, blocks: range) -> _Texts:
     """The texts when they have also gone through these blocks."""
     pairs = zip(texts.rows, texts.hidden, strict=True)
-    hidden = [through(assembly.site.backbone, rows, row.layout, blocks) for row, rows in pairs]
+    hidden = [run_blocks(assembly.site.backbone, rows, row.layout, blocks) for row, rows in pairs]
     return replace(texts, hidden=hidden)
 
 
@@ -180,13 +180,13 @@ def _texts(assembly: Assembly, task: str, split: Split, most: int) -> _Texts:
     words = ~torch.isin(ids, torch.tensor(_marks(assembly), device=ids.device))
     if not words.any():
         raise DataError(f"the {split} texts of task {task!r} hold no token to be read; give it other data")
-    hidden = [embed(backbone, row.ids, row.types, row.layout) for row in rows]
+    hidden = [embed_tokens(backbone, row.ids, row.types, row.layout) for row in rows]
     return _Texts(rows=rows, words=words, ids=ids[words], hidden=hidden)
 
 
-def _some(assembly: Assembly, task: str, split: Split, most: int) -> list[Encoded]:
+def _some(assembly: Assembly, task: str, split: Split, most: int) -> list[EncodedExamples]:
     """The task's first examples, client after client."""
-    found: list[Encoded] = []
+    found: list[EncodedExamples] = []
     for client in assembly.clients:
         if client.task.name == task and most:
             own = assembly.site.data[client.name].splits[split]

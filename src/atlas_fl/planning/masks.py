@@ -34,7 +34,7 @@ from atlas_fl.runtime.engine import Engine, run_all
 from atlas_fl.setup.assembly import ImageAssembly
 from atlas_fl.setup.options import drawn_of, strategy_of
 from atlas_fl.sparse.codec import mask_size, values_size
-from atlas_fl.sparse.masks import Mask, calibrate, check_kept, density, layers, num_kept, stored_mask
+from atlas_fl.sparse.masks import Mask, calibrate_mask, check_any_kept, density, density_by_layer, load_mask, num_kept
 from atlas_fl.storage.ledger import Direction, Kind, LedgerRow, payload_bytes
 
 AT_ONCE = 8
@@ -130,10 +130,10 @@ def _checked_mask(assembly: ImageAssembly, start: ByClient) -> Mask | None:
     path, _ = mask_source(sparse.mask_file)
     if path is None:
         if sparse.masked:
-            check_kept(_backbone(assembly, start), sparsity=sparse.sparsity, scope=sparse.mask_scope)
+            check_any_kept(_backbone(assembly, start), sparsity=sparse.sparsity, scope=sparse.mask_scope)
         return None
     check_pins(assembly.config)
-    return stored_mask(Path(path), like=_backbone(assembly, start))
+    return load_mask(Path(path), like=_backbone(assembly, start))
 
 
 def make_mask(
@@ -154,7 +154,7 @@ def make_mask(
 
 def mask_brought(assembly: ImageAssembly, mask: Mask) -> list[LedgerRow]:
     """The messages that bring this mask over the backbone to every client."""
-    size = mask_size(mask, drawn=drawn_of(assembly.config))
+    size = mask_size(mask, random_mask=drawn_of(assembly.config))
     return [_row(name, "down", "mask", size) for name in assembly.names]
 
 
@@ -173,7 +173,7 @@ def _calibrated(
         messages.extend(sent)
         return found
 
-    mask = calibrate(
+    mask = calibrate_mask(
         score,
         body,
         names=body,
@@ -275,7 +275,7 @@ def sparse_report(mask: Mask | None, config: SparseConfig) -> dict[str, Any]:
     return {
         "mask": config.mask if config.mask_file is None else "from a file",
         "sparsity": config.sparsity if config.mask_file is None else found,
-        "layers": layers(body),
+        "layers": density_by_layer(body),
         "kept": num_kept(mask),
         "weights": sum(own.numel() for own in mask.values()),
         "density": density(mask),

@@ -9,7 +9,7 @@ import numpy as np
 from atlas_fl.client.fingerprint import FIRST, SECOND
 from atlas_fl.client.job import Update
 from atlas_fl.clustering.labels import UNDECIDED
-from atlas_fl.clustering.result import Clustering, Placement, placed
+from atlas_fl.clustering.result import Clustering, Placement, assign_client
 from atlas_fl.config import Config, load_config
 from atlas_fl.data.cache import load_task
 from atlas_fl.data.cleaning import without
@@ -71,7 +71,7 @@ def place_client(
     engine = local_engine(assembly, on_event)
     on_event(PhaseStarted("fingerprints"))
     (update,) = fingerprints(assembly, engine, fingerprint_options(config))
-    place = placed(clustering, update.params[FIRST].numpy(), update.params[SECOND].numpy())
+    place = assign_client(clustering, update.params[FIRST].numpy(), update.params[SECOND].numpy())
     names = [one.name for one in plan.clients]
     return Newcomer(
         name=client.name,

@@ -25,9 +25,9 @@ from atlas_fl.data.clients import label_statistics, left_out_notes, shard_notes
 from atlas_fl.data.registry import find_tasks
 from atlas_fl.errors import BudgetError, ConfigError, ModelError
 from atlas_fl.events import Note, OnEvent, PhaseStarted, Progress, ignore
-from atlas_fl.models.lora import grown
+from atlas_fl.models.lora import expand_rank
 from atlas_fl.models.peft_io import import_adapter
-from atlas_fl.models.vision import count
+from atlas_fl.models.vision import count_params
 from atlas_fl.params import LORA_A, LORA_B, ByClient, Params, lora_modules, num_bytes, num_values
 from atlas_fl.planning.host_assignment import with_hosts
 from atlas_fl.planning.leakage import CutLeakage, every_cut, leakage_of
@@ -41,7 +41,7 @@ from atlas_fl.setup.assembly import Assembly, ImageAssembly, assemble, without_p
 from atlas_fl.setup.options import cut_of, strategy_of
 from atlas_fl.sparse.masks import num_kept
 from atlas_fl.split.channel import Cut
-from atlas_fl.split.model import on_client
+from atlas_fl.split.model import select_client_side
 
 
 def warm_start(assembly: Assembly, found: Identified, ranks: Sequence[Sequence[int]]) -> dict[str, Params]:
@@ -52,7 +52,7 @@ def warm_start(assembly: Assembly, found: Identified, ranks: Sequence[Sequence[i
     start: dict[str, Params] = {}
     for client, own in zip(assembly.clients, ranks, strict=True):
         fresh = assembly.start(client, tuple(own))
-        start[client.name] = grown(fresh, found.warmed[client.name], assembly.site.scale)
+        start[client.name] = expand_rank(fresh, found.warmed[client.name], assembly.site.scale)
     return start
 
 
@@ -243,7 +243,7 @@ def _apart(cuts: Mapping[str, Cut]) -> dict[str, Cut]:
 def held_by(assembly: Assembly, cuts: Mapping[str, Cut], models: ByClient) -> dict[str, frozenset[str]]:
     """The names of the trainable tensors that are on each client with a cut."""
     return {
-        name: on_client(assembly.site.backbone, models[name], blocks=cut.blocks, head=cut.head == "client")
+        name: select_client_side(assembly.site.backbone, models[name], blocks=cut.blocks, head=cut.head == "client")
         for name, cut in cuts.items()
     }
 
@@ -321,7 +321,7 @@ def _counts(assembly: ImageAssembly) -> Iterator[str]:
     masked = " where no mask holds them" if assembly.config.sparse.masked else ""
     for task in {client.task.name: client.task for client in assembly.clients}.values():
         frozen = assembly.config.images.frozen_blocks
-        found = count(assembly.site.vision, num_labels=task.num_labels, frozen_blocks=frozen)
+        found = count_params(assembly.site.vision, num_labels=task.num_labels, frozen_blocks=frozen)
         yield (
             f"{task.name}: {found.backbone + found.head:,} parameters, {found.head:,} of them in the head;"
             f" {found.trainable:,} train{masked}"

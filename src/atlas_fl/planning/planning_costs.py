@@ -23,16 +23,16 @@ import torch
 from atlas_fl.client.fingerprint import FingerprintOptions, is_look, parts_message, verdict
 from atlas_fl.client.importance import last_weights, sums_message
 from atlas_fl.data.clients import ClientData
-from atlas_fl.models.tokenization import Encoded
+from atlas_fl.models.tokenization import EncodedExamples
 from atlas_fl.params import LORA_A, LORA_B, head_keys
 from atlas_fl.planning.round_costs import SERVER, head_params, step_of
 from atlas_fl.ranks.cost_model import (
     TRAINING_COPIES,
     VALUE_BYTES,
-    Crossings,
-    Probe,
+    MeasurementCost,
+    RoundTraffic,
+    block_matrices,
     crossing_seconds,
-    dense,
     device_memory,
     layer_cost,
     measuring_bytes,
@@ -43,7 +43,7 @@ from atlas_fl.setup.assembly import Assembly
 from atlas_fl.setup.options import fingerprint_options, strategy_of, warmup_rank
 from atlas_fl.split.channel import NORMS, Cut
 from atlas_fl.split.codec import message_size
-from atlas_fl.split.model import on_client
+from atlas_fl.split.model import select_client_side
 from atlas_fl.storage.tensors import encoded_size
 
 Sizes: TypeAlias = dict[str, int]
@@ -87,7 +87,7 @@ class _Way:
         self.train = assembly.site.data[client.name].splits["train"]
         self.names = assembly.start(client, (1,) * assembly.shape.num_layers)
 
-    def passes(self, data: Encoded, counts: list[int], *, backward: bool, below: bool = True) -> Sizes:
+    def passes(self, data: EncodedExamples, counts: list[int], *, backward: bool, below: bool = True) -> Sizes:
         """Bytes of a pass over so many examples each; with the gradients where it goes `backward`, and `below`."""
         sizes, known = Counter[str](), _measured(data)
         for count, times in Counter(counts).items():
@@ -116,7 +116,7 @@ def _gradients(way: _Way, options: FingerprintOptions) -> Sizes:
     backbone, cut = way.assembly.site.backbone, way.cut
     above = len(backbone.blocks) - cut.blocks
     names = [*last_weights(backbone, options.blocks), *head_keys(way.names)]
-    held = on_client(backbone, names, blocks=cut.blocks, head=cut.head == "client")
+    held = select_client_side(backbone, names, blocks=cut.blocks, head=cut.head == "client")
     sizes = Counter(way.passes(way.train, gradient_counts(options), backward=True, below=options.blocks > above))
     sizes["up"] += 2 * _parts(len(held), options)
     return dict(sizes)
@@ -133,7 +133,7 @@ def _warm_up(way: _Way, options: FingerprintOptions) -> Sizes:
     """Both halves for all steps, with a look at their agreement every few."""
     backbone, cut = way.assembly.site.backbone, way.cut
     trained = [name for name in way.names if not name.endswith(LORA_A)]
-    held = on_client(backbone, trained, blocks=cut.blocks, head=cut.head == "client")
+    held = select_client_side(backbone, trained, blocks=cut.blocks, head=cut.head == "client")
     sizes = Counter[str]()
     for counts in warm_up_counts(len(way.train), options):
         sizes.update(way.passes(way.train, counts, backward=True))
@@ -175,12 +175,12 @@ def _parts(count: int, options: FingerprintOptions) -> int:
     return encoded_size(parts_message([np.zeros(options.sketch_dim)] * count)) if count else 0
 
 
-def _measured(data: Encoded) -> _Measured:
-    reads = 1.0 if data.written is None else float(data.predictions.mean())
+def _measured(data: EncodedExamples) -> _Measured:
+    reads = 1.0 if data.target_mask is None else float(data.num_targets.mean())
     return _Measured(
         tokens=float(data.lengths.mean()),
         reads=reads,
-        written=data.written is not None,
+        written=data.target_mask is not None,
         label=torch.float32 if data.labels.dtype.kind == "f" else torch.int64,
     )
 
@@ -193,8 +193,8 @@ def _meta(count: int, dtype: torch.dtype) -> torch.Tensor:
 class _Work:
     """One phase of one client."""
 
-    probe: Probe
-    data: Encoded
+    probe: MeasurementCost
+    data: EncodedExamples
     examples: int
     """Of all passes together."""
     passes: int
@@ -248,52 +248,52 @@ def _works(assembly: Assembly, client: ClientData) -> dict[str, _Work]:
     return found
 
 
-def _adapters(assembly: Assembly, client: ClientData) -> Probe:
+def _adapters(assembly: Assembly, client: ClientData) -> MeasurementCost:
     """A warm-up trains two models of the smallest rank side by side; A is frozen in both."""
     shape, rank = assembly.shape, warmup_rank(assembly.config)
-    return Probe(
-        lowest=0,
+    return MeasurementCost(
+        lowest_block=0,
         products=tuple(sum(2 * rank * d_in + 3 * rank * d_out for d_in, d_out in own) for own in shape.layers),
-        held_bytes=tuple(2 * layer_cost(shape, layer, rank) for layer in range(shape.num_layers)),
+        resident_bytes=tuple(2 * layer_cost(shape, layer, rank) for layer in range(shape.num_layers)),
         inputs=shape.layers,
         rank=rank,
         head_bytes=2 * TRAINING_COPIES * VALUE_BYTES * head_params(assembly, client),
     )
 
 
-def _last_weights(assembly: Assembly, client: ClientData, options: FingerprintOptions) -> Probe:
+def _last_weights(assembly: Assembly, client: ClientData, options: FingerprintOptions) -> MeasurementCost:
     """Gradients of the last blocks' own weights: those of one batch, and what they add up to."""
     shape, lowest = assembly.shape, assembly.shape.num_layers - options.blocks
     taken = tuple(size if block >= lowest else 0 for block, size in enumerate(shape.block_params))
-    return Probe(
-        lowest=lowest,
+    return MeasurementCost(
+        lowest_block=lowest,
         products=taken,
-        held_bytes=tuple(2 * VALUE_BYTES * size for size in taken),
-        inputs=(dense(shape),) * shape.num_layers,
+        resident_bytes=tuple(2 * VALUE_BYTES * size for size in taken),
+        inputs=(block_matrices(shape),) * shape.num_layers,
         head_bytes=2 * VALUE_BYTES * head_params(assembly, client),
     )
 
 
-def _merged(assembly: Assembly, client: ClientData) -> Probe:
+def _merged(assembly: Assembly, client: ClientData) -> MeasurementCost:
     """Gradients of the adapted weights of all blocks, with their adapters merged into copies."""
     shape = assembly.shape
     sizes = tuple(sum(d_in * d_out for d_in, d_out in own) for own in shape.layers)
-    return Probe(
-        lowest=0,
+    return MeasurementCost(
+        lowest_block=0,
         products=sizes,
-        held_bytes=tuple(2 * VALUE_BYTES * size for size in sizes),
+        resident_bytes=tuple(2 * VALUE_BYTES * size for size in sizes),
         inputs=shape.layers,
         head_bytes=2 * VALUE_BYTES * head_params(assembly, client),
     )
 
 
-def _forward(assembly: Assembly) -> Probe:
+def _forward(assembly: Assembly) -> MeasurementCost:
     """Scores of the warmed-up models: a forward pass that records nothing."""
     shape, rank = assembly.shape, warmup_rank(assembly.config)
-    return Probe(
-        lowest=shape.num_layers,
+    return MeasurementCost(
+        lowest_block=shape.num_layers,
         products=tuple(sum(rank * (d_in + d_out) for d_in, d_out in own) for own in shape.layers),
-        held_bytes=(0,) * shape.num_layers,
+        resident_bytes=(0,) * shape.num_layers,
         inputs=shape.layers,
         rank=rank,
     )
@@ -304,7 +304,7 @@ def _seconds(
 ) -> dict[str, float]:
     shape, lengths = assembly.shape, work.data.lengths.astype(float)
     length = float((lengths**2).sum() / lengths.sum())
-    logits = float(work.data.predictions.sum()) * shape.vocabulary * work.share
+    logits = float(work.data.num_targets.sum()) * shape.vocabulary * work.share
     own, rest = _sides(assembly, cut)
     below, above = (
         measuring_flops(
@@ -317,7 +317,7 @@ def _seconds(
         )
         for blocks, has_head in ((own, cut is None or cut.head == "client"), (rest, cut and cut.head == "server"))
     )
-    sent = Crossings(
+    sent = RoundTraffic(
         up_bytes=sizes.get("up", 0),
         down_bytes=sizes.get("down", 0),
         messages=0 if cut is None else _messages(work, cut),
@@ -331,19 +331,19 @@ def _seconds(
 
 def _messages(work: _Work, cut: Cut) -> int:
     """A question and its answer for a pass, and as many for its way back where the head is at the client."""
-    back = cut.head == "client" and work.probe.lowest < len(work.probe.inputs)
+    back = cut.head == "client" and work.probe.lowest_block < len(work.probe.inputs)
     return work.passes * (4 if back else 2) + 2 * work.looks
 
 
 def _memory(assembly: Assembly, client: ClientData, device: Device, work: _Work, cut: Cut | None) -> dict[str, float]:
     shape, (below, above) = assembly.shape, _sides(assembly, cut)
     held, whole = step_of(assembly, client, cut), step_of(assembly, client, None)
-    if work.probe.lowest == shape.num_layers:  # a split in as few rows as may be
+    if work.probe.lowest_block == shape.num_layers:  # a split in as few rows as may be
         tokens = max(int(work.data.lengths.max()), min(int(work.data.lengths.sum()), assembly.site.max_tokens))
-        logits = int(work.data.predictions.sum()) * shape.vocabulary
+        logits = int(work.data.num_targets.sum()) * shape.vocabulary
     else:
         tokens, logits = work.at_once * whole.tokens, work.at_once * whole.logits
-    crossing = 0 if cut is None else tokens * shape.hidden * (1 if work.probe.lowest == shape.num_layers else 2)
+    crossing = 0 if cut is None else tokens * shape.hidden * (1 if work.probe.lowest_block == shape.num_layers else 2)
     at_client = cut is None or cut.head == "client"
     sides = [
         measuring_bytes(

@@ -34,8 +34,8 @@ from atlas_fl.params import ByClient
 from atlas_fl.planning.planning_costs import BATCHES, planning_bytes, planning_efforts
 from atlas_fl.planning.round_costs import assign, crossing_bytes, evaluation_bytes, predict, server_memory
 from atlas_fl.planning.task_discovery import Identified
-from atlas_fl.ranks.allocation import Assignment, cluster_importance, complexity_factors
-from atlas_fl.ranks.cost_model import Prediction, cut_utilities
+from atlas_fl.ranks.allocation import RankAssignment, cluster_importance, complexity_factors
+from atlas_fl.ranks.cost_model import RoundPrediction, cut_utilities
 from atlas_fl.ranks.devices import Device
 from atlas_fl.runtime.engine import Engine, run_all
 from atlas_fl.setup.assembly import Assembly
@@ -106,8 +106,8 @@ def _also(words: str, own: Candidate, taken: Candidate) -> str:
 class Fit:
     """What was decided for one client on its device."""
 
-    assignment: Assignment
-    prediction: Prediction
+    assignment: RankAssignment
+    prediction: RoundPrediction
     cut: Cut | None
     reason: str
     """Why there is this cut, or none; empty where splitting was not asked for."""

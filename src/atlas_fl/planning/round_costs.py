@@ -8,20 +8,20 @@ import torch
 
 from atlas_fl.client.local_training import num_steps
 from atlas_fl.data.clients import ClientData
-from atlas_fl.models.tokenization import Encoded
+from atlas_fl.models.tokenization import EncodedExamples
 from atlas_fl.params import Params, head_keys, num_values, select, shared_part
-from atlas_fl.ranks.allocation import Assignment, assign_ranks
+from atlas_fl.ranks.allocation import RankAssignment, assign_ranks
 from atlas_fl.ranks.cost_model import (
     HEAP_COPIES,
     TRAINING_COPIES,
-    Crossings,
-    Fractions,
-    Prediction,
-    Step,
+    MemoryFractions,
+    RoundPrediction,
+    RoundTraffic,
+    TrainingStep,
     activation_bytes,
     layer_cost,
     message_bytes,
-    over_cut,
+    predict_cut_round,
     predict_round,
 )
 from atlas_fl.ranks.devices import DEVICES, Device
@@ -29,7 +29,7 @@ from atlas_fl.setup.assembly import Assembly
 from atlas_fl.setup.options import train_options
 from atlas_fl.split.channel import NORMS, Cut
 from atlas_fl.split.codec import message_size
-from atlas_fl.split.model import on_client
+from atlas_fl.split.model import select_client_side
 from atlas_fl.storage.ledger import payload_bytes
 from atlas_fl.storage.tensors import encoded_size
 
@@ -45,7 +45,7 @@ def assign(
     *,
     factor: float = 1.0,
     cut: Cut | None = None,
-) -> Assignment:
+) -> RankAssignment:
     """The ranks of one client on its device under this config, from its importance (layers,) by layer.
 
     `factor` scales the budget; raises `BudgetError` where nothing fits.
@@ -58,25 +58,25 @@ def assign(
         rule=config.ranks,
         candidates=config.candidates,
         step=step_of(assembly, client, cut),
-        own_bytes=config.adapter_bytes,
+        allowance_bytes=config.adapter_bytes,
         fractions=_fractions(assembly),
         factor=factor,
     )
 
 
-def _fractions(assembly: Assembly) -> Fractions | None:
+def _fractions(assembly: Assembly) -> MemoryFractions | None:
     config = assembly.config.ranks
     if config.budget == "memory":
         return None
-    return Fractions(base=config.alpha_base, activations=config.alpha_act, optimizer=config.alpha_opt)
+    return MemoryFractions(base=config.alpha_base, activations=config.alpha_act, optimizer=config.alpha_opt)
 
 
-def step_of(assembly: Assembly, client: ClientData, cut: Cut | None) -> Step:
+def step_of(assembly: Assembly, client: ClientData, cut: Cut | None) -> TrainingStep:
     """The client's heaviest step: as many of its longest examples as a batch holds; of a cut model, its own side."""
     size, data = assembly.config.training.batch_size, _train(assembly, client)
-    lengths, written = (np.sort(counts)[::-1] for counts in (data.lengths, data.predictions))
+    lengths, written = (np.sort(counts)[::-1] for counts in (data.lengths, data.num_targets))
     tokens, has_head = int(lengths[:size].sum()), cut is None or cut.head == "client"
-    return Step(
+    return TrainingStep(
         tokens=tokens,
         blocks=None if cut is None else cut.blocks,
         head_params=head_params(assembly, client) if has_head else 0,
@@ -94,20 +94,20 @@ def predict(
     *,
     cut: Cut | None,
     communicates: bool,
-) -> Prediction:
+) -> RoundPrediction:
     """A round of this client at these ranks; of a cut model the client's memory, and the seconds of both sides."""
     held = _predict(assembly, client, device, ranks, cut=cut, communicates=communicates)
     if cut is None:
         return held
     whole = _predict(assembly, client, device, ranks, cut=None, communicates=communicates)
-    return over_cut(held, whole, device, server=SERVER, crossings=crossings_of(assembly, client, cut))
+    return predict_cut_round(held, whole, device, server=SERVER, crossings=crossings_of(assembly, client, cut))
 
 
-def crossings_of(assembly: Assembly, client: ClientData, cut: Cut) -> Crossings:
+def crossings_of(assembly: Assembly, client: ClientData, cut: Cut) -> RoundTraffic:
     """What crosses this client's cut in a round of training, all kinds together."""
     sizes = crossing_bytes(assembly, client, cut)
     steps = num_steps(len(_train(assembly, client)), train_options(assembly.config))
-    return Crossings(
+    return RoundTraffic(
         up_bytes=sum(size for name, size in sizes.items() if name.endswith("up")),
         down_bytes=sum(size for name, size in sizes.items() if name.endswith("down")),
         messages=steps * (2 if cut.head == "server" else 4),
@@ -116,7 +116,7 @@ def crossings_of(assembly: Assembly, client: ClientData, cut: Cut) -> Crossings:
 
 def _predict(
     assembly: Assembly, client: ClientData, device: Device, ranks: Sequence[int], *, cut: Cut | None, communicates: bool
-) -> Prediction:
+) -> RoundPrediction:
     share = assembly.config.mixing.share if communicates else ()
     data = _train(assembly, client)
     passes = _passes(assembly, data)
@@ -130,11 +130,11 @@ def _predict(
         length=float((lengths**2).sum() / lengths.sum()),
         share=share,
         overhead_bytes=_overhead(assembly, client, ranks, share, step, cut),
-        logits=int(data.predictions.sum() * assembly.shape.vocabulary * passes) if step.logits else 0,
+        logits=int(data.num_targets.sum() * assembly.shape.vocabulary * passes) if step.logits else 0,
     )
 
 
-def _passes(assembly: Assembly, data: Encoded) -> float:
+def _passes(assembly: Assembly, data: EncodedExamples) -> float:
     """How often a client goes through its data in a round: no whole number where its steps are counted."""
     options = train_options(assembly.config)
     per_pass = -(-len(data) // options.batch_size)
@@ -162,7 +162,7 @@ def crossing_bytes(assembly: Assembly, client: ClientData, cut: Cut) -> dict[str
 def _trained(assembly: Assembly, client: ClientData, cut: Cut) -> tuple[int, int]:
     """How many tensors train on the client's side of its cut, and on the server's."""
     names = assembly.start(client, (1,) * assembly.shape.num_layers)
-    below = len(on_client(assembly.site.backbone, names, blocks=cut.blocks, head=cut.head == "client"))
+    below = len(select_client_side(assembly.site.backbone, names, blocks=cut.blocks, head=cut.head == "client"))
     return below, len(names) - below
 
 
@@ -172,11 +172,11 @@ def evaluation_bytes(assembly: Assembly, client: ClientData, cut: Cut) -> int:
     return sum(sum(_pass_bytes(assembly, splits[name], cut, steps=1).values()) for name in splits if name != "train")
 
 
-def _pass_bytes(assembly: Assembly, data: Encoded, cut: Cut, *, steps: int, epochs: int = 1) -> dict[str, int]:
+def _pass_bytes(assembly: Assembly, data: EncodedExamples, cut: Cut, *, steps: int, epochs: int = 1) -> dict[str, int]:
     """Bytes of forward passes over these examples, without any gradient."""
     hidden, reads, tokens = assembly.shape.hidden, _reads(data) * epochs, int(data.lengths.sum()) * epochs
     beside = {"lengths": _meta(len(data) * epochs // steps, torch.int32)}
-    if data.written is not None:
+    if data.target_mask is not None:
         beside["places"] = _meta(reads // steps, torch.int32)
     up = _spread(tokens, steps, lambda n: message_size(n, hidden, wire=cut.wire, extra=beside))
     if cut.head == "client":
@@ -196,8 +196,8 @@ def _meta(count: int, dtype: torch.dtype) -> torch.Tensor:
     return torch.empty(count, dtype=dtype, device="meta")
 
 
-def _reads(data: Encoded) -> int:
-    return len(data) if data.written is None else int(data.predictions.sum())
+def _reads(data: EncodedExamples) -> int:
+    return len(data) if data.target_mask is None else int(data.num_targets.sum())
 
 
 def server_memory(
@@ -226,7 +226,12 @@ def server_memory(
 
 
 def _overhead(
-    assembly: Assembly, client: ClientData, ranks: Sequence[int], share: tuple[str, ...], step: Step, cut: Cut | None
+    assembly: Assembly,
+    client: ClientData,
+    ranks: Sequence[int],
+    share: tuple[str, ...],
+    step: TrainingStep,
+    cut: Cut | None,
 ) -> int:
     """Bytes that names and shapes add to a message of these ranks; nothing where nothing is sent."""
     if not share:
@@ -240,7 +245,7 @@ def _overhead(
 
 
 def _held(assembly: Assembly, params: Params, cut: Cut) -> Iterator[str]:
-    held = on_client(assembly.site.backbone, params, blocks=cut.blocks, head=cut.head == "client")
+    held = select_client_side(assembly.site.backbone, params, blocks=cut.blocks, head=cut.head == "client")
     return (name for name in params if name in held)
 
 
@@ -250,5 +255,5 @@ def head_params(assembly: Assembly, client: ClientData) -> int:
     return num_values(select(start, head_keys(start)))
 
 
-def _train(assembly: Assembly, client: ClientData) -> Encoded:
+def _train(assembly: Assembly, client: ClientData) -> EncodedExamples:
     return assembly.site.data[client.name].splits["train"]

@@ -17,8 +17,8 @@ from atlas_fl.client.evaluation import EvaluateOptions
 from atlas_fl.client.fingerprint import FIRST, SECOND, FingerprintOptions
 from atlas_fl.client.job import Job, Update
 from atlas_fl.client.local_training import TrainOptions
-from atlas_fl.clustering.cluster import cluster, oracle
-from atlas_fl.clustering.labels import Settings
+from atlas_fl.clustering.cluster import cluster_clients, oracle_clustering
+from atlas_fl.clustering.labels import ClusteringSettings
 from atlas_fl.clustering.result import Clustering, agreement, purity_warnings, summarise_clusters
 from atlas_fl.config import Config
 from atlas_fl.config.values import mistake
@@ -156,7 +156,7 @@ def _shared_start(assembly: Assembly, client: ClientData, cuts: Mapping[str, Cut
 def _cluster(assembly: Assembly, sketches: np.ndarray, tasks: Sequence[str], previous: Clustering | None) -> Clustering:
     config = assembly.config
     chosen = config.clustering
-    settings = Settings(
+    settings = ClusteringSettings(
         seed=config.run.seed,
         clusters=chosen.clusters,
         cluster_by=chosen.cluster_by,
@@ -171,8 +171,8 @@ def _cluster(assembly: Assembly, sketches: np.ndarray, tasks: Sequence[str], pre
         centre=chosen.fingerprint == "fisher",
     )
     if chosen.clusters == "oracle":
-        return oracle(tasks, first=sketches[0], second=sketches[1], settings=settings)
-    return cluster(sketches[0], sketches[1], settings=settings, previous=previous, names=assembly.names)
+        return oracle_clustering(tasks, first=sketches[0], second=sketches[1], settings=settings)
+    return cluster_clients(sketches[0], sketches[1], settings=settings, previous=previous, names=assembly.names)
 
 
 def report_of(

@@ -13,7 +13,7 @@ from atlas_fl.config.schema import WHOLE
 from atlas_fl.data.registry import check_one_kind, find_tasks
 from atlas_fl.data.task import Task
 from atlas_fl.events import OnEvent, PhaseStarted, Progress, ignore
-from atlas_fl.models.vision import Vision, weights
+from atlas_fl.models.vision import Vision, backbone_weights
 from atlas_fl.params import ByClient, Params, digest
 from atlas_fl.partial_sharing import hides_factors
 from atlas_fl.planning.masks import check_heads
@@ -137,8 +137,8 @@ IMAGES = Line(
     options=lambda config, planned: whole_options(config, mask=planned.mask),
     # distances between all pairs of a hundred whole models would cost more than the round
     diversity=lambda *_: None,
-    model_bytes=lambda assembly: payload_bytes(weights(assembly.site.vision)),
-    frozen=lambda assembly: weights(assembly.site.vision),
+    model_bytes=lambda assembly: payload_bytes(backbone_weights(assembly.site.vision)),
+    frozen=lambda assembly: backbone_weights(assembly.site.vision),
     upon=_upon_vision,
     packs=lambda assembly: lambda action, jobs: whole_packs(action, jobs, assembly.site),
     new_sender=lambda assembly: whole_sender(assembly.site.vision, assembly.config, keeps=False),

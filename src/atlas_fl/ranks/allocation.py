@@ -37,21 +37,21 @@ from atlas_fl.errors import BudgetError, ConfigError, DataError, unknown
 from atlas_fl.models.registry import ModelShape
 from atlas_fl.ranks.cost_model import (
     TRAINING_COPIES,
-    Fractions,
     Memory,
-    Step,
+    MemoryFractions,
+    TrainingStep,
     adapter_bytes,
     check_memory,
     cost_table,
     device_memory,
-    device_rank,
+    largest_uniform_rank,
     layer_cost,
     rank_budget,
 )
 from atlas_fl.ranks.devices import Device
 
 
-def shares(values: Num[np.ndarray, " layers"]) -> Float[np.ndarray, " layers"]:
+def normalise_importance(values: Num[np.ndarray, " layers"]) -> Float[np.ndarray, " layers"]:
     """The values divided by their sum, float64.
 
     Raises `DataError` where a value is negative or not finite, or all are zero: no gradient is no measurement.
@@ -73,7 +73,7 @@ def layer_importance(
 
     importance_l = (||g_l||^2 / n_l) / sum_m (||g_m||^2 / n_m). Raises `DataError` as `shares` does.
     """
-    return shares(_per_parameter(square_sums, num_params))
+    return normalise_importance(_per_parameter(square_sums, num_params))
 
 
 def rngwp(
@@ -139,7 +139,7 @@ _EPSILON = 1e-9  # a target of 7.999999999 is 8: sums in another order must not 
 
 
 @runtime_checkable
-class Rule(Protocol):
+class RankRule(Protocol):
     """One rule."""
 
     def __call__(self, importance: np.ndarray, cost: np.ndarray, ranks: np.ndarray, *, budget: int) -> np.ndarray:
@@ -147,7 +147,7 @@ class Rule(Protocol):
         ...
 
 
-def _total(table: np.ndarray, levels: np.ndarray) -> float:
+def _total_cost(table: np.ndarray, levels: np.ndarray) -> float:
     return float(table[np.arange(len(levels)), levels].sum())
 
 
@@ -164,8 +164,8 @@ def proportional(importance: np.ndarray, cost: np.ndarray, ranks: np.ndarray, *,
     # a target at its bound no longer tells layers apart, so the order of importance is put back
     levels = np.empty(len(order), dtype=np.int64)
     levels[order] = np.sort(_nearest(target, ranks))[::-1]
-    levels = _lower(levels, importance, cost, budget=budget)
-    return _raise(levels, importance, cost, budget=budget, target=target, ranks=ranks)
+    levels = _lower_levels(levels, importance, cost, budget=budget)
+    return _raise_levels(levels, importance, cost, budget=budget, target=target, ranks=ranks)
 
 
 def _targets(importance: np.ndarray, unit: np.ndarray, budget: int, *, low: int, high: int) -> np.ndarray:
@@ -201,7 +201,7 @@ def _nearest(target: np.ndarray, ranks: np.ndarray) -> np.ndarray:
     return levels
 
 
-def _raise(
+def _raise_levels(
     levels: np.ndarray,
     importance: np.ndarray,
     cost: np.ndarray,
@@ -217,20 +217,20 @@ def _raise(
         above = np.minimum(levels + 1, top)
         step = cost[rows, above] - cost[rows, levels]
         remainder = np.round((target - ranks[levels]) / np.maximum(ranks[above] - ranks[levels], 1), 9)
-        fits = (levels < top) & (remainder > 0) & (step <= budget - _total(cost, levels))
+        fits = (levels < top) & (remainder > 0) & (step <= budget - _total_cost(cost, levels))
         if not fits.any():
             return levels
-        levels[_first(fits, remainder, importance)] += 1
+        levels[_best_index(fits, remainder, importance)] += 1
 
 
-def _lower(levels: np.ndarray, importance: np.ndarray, cost: np.ndarray, *, budget: int) -> np.ndarray:
+def _lower_levels(levels: np.ndarray, importance: np.ndarray, cost: np.ndarray, *, budget: int) -> np.ndarray:
     """Steps down where importance per byte is least, until the bytes are within the budget."""
     rows = np.arange(len(levels))
     levels = levels.copy()
-    while _total(cost, levels) > budget:
+    while _total_cost(cost, levels) > budget:
         freed = cost[rows, levels] - cost[rows, np.maximum(levels - 1, 0)]
         value = np.round(-importance / np.maximum(freed, 1) / importance.max() * freed.max(), 9)
-        levels[_first(levels > 0, value, -importance)] -= 1
+        levels[_best_index(levels > 0, value, -importance)] -= 1
     return levels
 
 
@@ -241,14 +241,14 @@ def greedy(importance: np.ndarray, cost: np.ndarray, ranks: np.ndarray, *, budge
     while True:
         above = np.minimum(levels + 1, top)
         step = cost[rows, above] - cost[rows, levels]
-        fits = (levels < top) & (step <= budget - _total(cost, levels))
+        fits = (levels < top) & (step <= budget - _total_cost(cost, levels))
         if not fits.any():
             return levels
         gain = importance * (ranks[above] - ranks[levels]) / np.maximum(step, 1)
-        levels[_first(fits, np.round(gain / max(gain.max(), 1e-300), 12), importance)] += 1
+        levels[_best_index(fits, np.round(gain / max(gain.max(), 1e-300), 12), importance)] += 1
 
 
-def _first(allowed: np.ndarray, *keys: np.ndarray) -> int:
+def _best_index(allowed: np.ndarray, *keys: np.ndarray) -> int:
     """The allowed index with the largest first key, then the largest second, then the smallest index."""
     order = np.lexsort((np.arange(len(allowed)), *(-key for key in reversed(keys)), ~allowed))
     return int(order[0])
@@ -261,10 +261,12 @@ def uniform(importance: np.ndarray, cost: np.ndarray, ranks: np.ndarray, *, budg
     return np.full(len(importance), largest, dtype=np.int64)
 
 
-def matched(importance: np.ndarray, cost: np.ndarray, ranks: np.ndarray, *, budget: int) -> np.ndarray:
+def proportional_within_uniform(
+    importance: np.ndarray, cost: np.ndarray, ranks: np.ndarray, *, budget: int
+) -> np.ndarray:
     """Ranks in proportion to importance that take no more bytes than `uniform` would."""
     levels = uniform(importance, cost, ranks, budget=budget)
-    return proportional(importance, cost, ranks, budget=int(_total(cost, levels)))
+    return proportional(importance, cost, ranks, budget=int(_total_cost(cost, levels)))
 
 
 @runtime_checkable
@@ -287,7 +289,7 @@ class Allocator(Protocol):
         ...
 
 
-def _checked(rule: Rule) -> Allocator:
+def _make_allocator(rule: RankRule) -> Allocator:
     def allocate(
         importance: Num[np.ndarray, " layers"],
         cost: Num[np.ndarray, "rows candidates"],
@@ -297,7 +299,7 @@ def _checked(rule: Rule) -> Allocator:
         max_rank: int,
     ) -> tuple[int, ...]:
         ranks = np.array(usable_candidates(candidates, max_rank=max_rank))
-        adapted = _adapted(importance, cost, candidates)
+        adapted = _adapted_layers(importance, cost, candidates)
         table = np.asarray(cost)[adapted, : len(ranks)]
         _check_budget(table, ranks, budget_bytes)
         levels = rule(np.asarray(importance, np.float64)[adapted], table, ranks, budget=budget_bytes)
@@ -328,7 +330,7 @@ def usable_candidates(candidates: Sequence[int], *, max_rank: int) -> tuple[int,
     return ranks
 
 
-def _adapted(importance: np.ndarray, cost: np.ndarray, candidates: Sequence[int]) -> np.ndarray:
+def _adapted_layers(importance: np.ndarray, cost: np.ndarray, candidates: Sequence[int]) -> np.ndarray:
     values = np.asarray(importance, dtype=np.float64)
     if np.shape(cost) != (len(values), len(candidates)):
         raise ConfigError(
@@ -353,14 +355,14 @@ def _check_budget(cost: np.ndarray, ranks: np.ndarray, budget: int) -> None:
 
 
 ALLOCATORS: dict[str, Allocator] = {
-    "budget": _checked(proportional),
-    "matched": _checked(matched),
-    "greedy": _checked(greedy),
-    "uniform": _checked(uniform),
+    "budget": _make_allocator(proportional),
+    "matched": _make_allocator(proportional_within_uniform),
+    "greedy": _make_allocator(greedy),
+    "uniform": _make_allocator(uniform),
 }
 
 
-def fixed(rank: int) -> Allocator:
+def fixed_rank(rank: int) -> Allocator:
     """The allocator that gives this rank to every layer.
 
     The user's own number stands above the device's largest rank, but not above the budget (`BudgetError`);
@@ -390,14 +392,14 @@ def fixed(rank: int) -> Allocator:
 def find_allocator(name: str) -> Allocator:
     """The allocator of this name, or `fixed` for a number; a `ConfigError` with the nearest name for anything else."""
     if name.lstrip("-").isdecimal():
-        return fixed(int(name))
+        return fixed_rank(int(name))
     if name not in ALLOCATORS:
         raise unknown("rank rule", name, [*ALLOCATORS, "a number"])
     return ALLOCATORS[name]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Assignment:
+class RankAssignment:
     """The ranks of a client and what they were chosen from."""
 
     ranks: tuple[int, ...]
@@ -422,56 +424,58 @@ def assign_ranks(
     importance: Float[np.ndarray, " layers"],
     rule: str,
     candidates: Sequence[int],
-    step: Step,
-    own_bytes: int | None = None,
-    fractions: Fractions | None = None,
+    step: TrainingStep,
+    allowance_bytes: int | None = None,
+    fractions: MemoryFractions | None = None,
     factor: float = 1.0,
-) -> Assignment:
+) -> RankAssignment:
     """The ranks that `rule` (a name of `ALLOCATORS` or a number) gives the layers of this client.
 
-    The budget is the lesser of free memory and upload: `own_bytes` of parameters, else the device's allowance. An
+    The budget is the lesser of free memory and upload: `allowance_bytes` of parameters, else the device's allowance. An
     allowance that follows from the upload rate is a wish and not a law: it gives way, with a note, where not even the
     smallest candidate goes through in time, and it does not bind a fixed rank, which is the user's own word. Memory,
-    `own_bytes` and an allowance that the profile spells out always bind. `factor` scales the budget
+    `allowance_bytes` and an allowance that the profile spells out always bind. `factor` scales the budget
     (`complexity_factors`). Of a client that holds the first `step.blocks` blocks alone, the allowance is the same and
     memory binds the ranks of these blocks alone. Raises `ConfigError` and `BudgetError`.
     """
     allocate = find_allocator(rule)
-    least, upload, notes = _allowance(shape, device, rule=rule, candidates=candidates, own_bytes=own_bytes)
+    least, upload, notes = _allowance(shape, device, rule=rule, candidates=candidates, allowance_bytes=allowance_bytes)
     table = cost_table(shape, candidates)
     free = rank_budget(
         shape, device, step=step, upload_bytes=upload if step.blocks is None else None, fractions=fractions
     )
-    whole = int(table[:, -1].sum()) if upload is None else upload * TRAINING_COPIES
-    budget = scale_budget(free if step.blocks is None else whole, factor, least_bytes=least * TRAINING_COPIES)
+    upload_budget = int(table[:, -1].sum()) if upload is None else upload * TRAINING_COPIES
+    budget = scale_budget(free if step.blocks is None else upload_budget, factor, least_bytes=least * TRAINING_COPIES)
     ranks = allocate(importance, table, candidates, budget_bytes=budget, max_rank=device.max_rank)
-    held = step.blocks or 0
-    if sum(layer_cost(shape, layer, rank) for layer, rank in enumerate(ranks[:held])) > free:
+    num_on_device = step.blocks or 0
+    if sum(layer_cost(shape, layer, rank) for layer, rank in enumerate(ranks[:num_on_device])) > free:
         # Memory binds what is on the device alone; the blocks above the cut keep theirs.
-        below = allocate(importance[:held], table[:held], candidates, budget_bytes=free, max_rank=device.max_rank)
-        ranks = (*below, *ranks[held:])
+        below = allocate(
+            importance[:num_on_device], table[:num_on_device], candidates, budget_bytes=free, max_rank=device.max_rank
+        )
+        ranks = (*below, *ranks[num_on_device:])
     memory = device_memory(shape, device, ranks=ranks, step=step)
     check_memory(memory, name=device.name)
-    sent = adapter_bytes(shape, ranks)
-    return Assignment(
+    parameter_bytes = adapter_bytes(shape, ranks)
+    return RankAssignment(
         ranks=ranks,
         budget_bytes=budget,
-        used_bytes=sent * TRAINING_COPIES,
-        upload_bytes=sent,
-        largest_rank=device_rank(shape, budget_bytes=budget),
+        used_bytes=parameter_bytes * TRAINING_COPIES,
+        upload_bytes=parameter_bytes,
+        largest_rank=largest_uniform_rank(shape, budget_bytes=budget),
         memory=memory,
         notes=notes,
     )
 
 
 def _allowance(
-    shape: ModelShape, device: Device, *, rule: str, candidates: Sequence[int], own_bytes: int | None
+    shape: ModelShape, device: Device, *, rule: str, candidates: Sequence[int], allowance_bytes: int | None
 ) -> tuple[int, int | None, tuple[str, ...]]:
     """(parameter bytes of the smallest adapters, bytes that may be uploaded or None for any, what to tell of that)."""
     chosen = rule in ALLOCATORS
     smallest = usable_candidates(candidates, max_rank=device.max_rank)[0] if chosen else int(rule)
     least = adapter_bytes(shape, [smallest] * shape.num_layers)
-    bound = device.own_adapter_bytes if own_bytes is None else own_bytes
+    bound = device.own_adapter_bytes if allowance_bytes is None else allowance_bytes
     _check_bound(shape, bound, rank=smallest, least=least)
     if bound is not None or not chosen:
         return least, bound, ()

@@ -41,7 +41,7 @@ where every block is mapped by itself (`MALLOC_MMAP_THRESHOLD_=262144`)."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Step:
+class TrainingStep:
     """What a training step holds on the device besides the adapters."""
 
     tokens: int
@@ -61,7 +61,7 @@ class Step:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Fractions:
+class MemoryFractions:
     """The first ATLAS' budget: fixed shares of the device's memory instead of a model of it."""
 
     base: float = 0.35
@@ -119,7 +119,7 @@ def cost_table(shape: ModelShape, candidates: Sequence[int]) -> Int[np.ndarray, 
     return np.array(rows, dtype=np.int64)
 
 
-def saved_values(shape: ModelShape, layer: int, *, rank: int = 0, feed_forward_copies: int = 1) -> int:
+def saved_activations(shape: ModelShape, layer: int, *, rank: int = 0, feed_forward_copies: int = 1) -> int:
     """Numbers that autograd keeps of one token in one frozen block with LoRA on some of its modules.
 
     A frozen linear layer keeps nothing, since the gradient of its input needs its weight alone. So what stays is:
@@ -133,8 +133,8 @@ def saved_values(shape: ModelShape, layer: int, *, rank: int = 0, feed_forward_c
     attention = [d_out for d_in, d_out in modules if d_in == hidden and d_out != inner]
     inputs = hidden * (bool(attention) + (len(attention) > 3) + any(d_out == inner for _, d_out in modules))
     inputs += inner * any(d_in == inner for d_in, _ in modules)
-    kept = 4 * hidden + shape.heads + 2 * (hidden + 2) + feed_forward_copies * inner
-    return kept + inputs + len(modules) * rank
+    values = 4 * hidden + shape.heads + 2 * (hidden + 2) + feed_forward_copies * inner
+    return values + inputs + len(modules) * rank
 
 
 def activation_bytes(
@@ -151,9 +151,11 @@ def activation_bytes(
     What autograd keeps of every block, plus the gradients alive at once in one block: two of the inner width, or four
     of the hidden one. With checkpointing every block keeps its input alone and one block at a time is computed again.
     """
-    kept = [saved_values(shape, layer, rank=rank, feed_forward_copies=feed_forward_copies) for layer in range(blocks)]
+    saved = [
+        saved_activations(shape, layer, rank=rank, feed_forward_copies=feed_forward_copies) for layer in range(blocks)
+    ]
     working = max(2 * shape.intermediate, 4 * shape.hidden) if blocks else 0
-    values = blocks * shape.hidden + max(kept, default=0) if checkpointing else sum(kept)
+    values = blocks * shape.hidden + max(saved, default=0) if checkpointing else sum(saved)
     return (values + working) * tokens * VALUE_BYTES
 
 
@@ -162,7 +164,7 @@ def device_memory(
     device: Device,
     *,
     ranks: Sequence[int],
-    step: Step,
+    step: TrainingStep,
     reserve_bytes: int = RESERVE_BYTES,
 ) -> Memory:
     """The memory of a device that trains these ranks, part by part; raises nothing where it does not fit."""
@@ -171,7 +173,9 @@ def device_memory(
     return _memory(shape, device, step, parameters=parameters, rank=max(ranks, default=0), reserve_bytes=reserve_bytes)
 
 
-def _memory(shape: ModelShape, device: Device, step: Step, *, parameters: int, rank: int, reserve_bytes: int) -> Memory:
+def _memory(
+    shape: ModelShape, device: Device, step: TrainingStep, *, parameters: int, rank: int, reserve_bytes: int
+) -> Memory:
     blocks = shape.num_layers if step.blocks is None else step.blocks
     trained = parameters + step.head_params * VALUE_BYTES
     alive = activation_bytes(
@@ -212,9 +216,9 @@ def rank_budget(
     shape: ModelShape,
     device: Device,
     *,
-    step: Step,
+    step: TrainingStep,
     upload_bytes: int | None,
-    fractions: Fractions | None = None,
+    fractions: MemoryFractions | None = None,
     reserve_bytes: int = RESERVE_BYTES,
 ) -> int:
     """Training bytes that the adapters of a device may take: the lesser of its free memory and four times its upload.
@@ -235,7 +239,7 @@ def rank_budget(
     return left if upload_bytes is None else min(left, upload_bytes * TRAINING_COPIES)
 
 
-def _fraction_bytes(device: Device, fractions: Fractions) -> int:
+def _fraction_bytes(device: Device, fractions: MemoryFractions) -> int:
     shares = (fractions.base, fractions.activations, fractions.optimizer)
     if not all(0 <= share < 1 for share in shares) or sum(shares) >= 1 or fractions.optimizer == 0:
         raise ConfigError(
@@ -246,7 +250,7 @@ def _fraction_bytes(device: Device, fractions: Fractions) -> int:
     return int(2 * min(1 - sum(shares), fractions.optimizer) * device.memory_bytes)
 
 
-def device_rank(shape: ModelShape, *, budget_bytes: int) -> int:
+def largest_uniform_rank(shape: ModelShape, *, budget_bytes: int) -> int:
     """The largest rank that every layer could have within these training bytes, candidates aside."""
     return budget_bytes // max(1, sum(layer_cost(shape, layer, 1) for layer in range(shape.num_layers)))
 
@@ -256,15 +260,15 @@ def _mb(size: int) -> str:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Probe:
+class MeasurementCost:
     """What one measurement does in every block of the whole model."""
 
-    lowest: int
+    lowest_block: int
     """The lowest block that its backward pass reaches; the number of blocks where there is none."""
     products: tuple[int, ...]
     """By block, numbers each of which takes two operations a token beside those of the frozen block: of every weight
     whose gradient is taken one, of an adapter's weight one more for its forward and one for its input's gradient."""
-    held_bytes: tuple[int, ...]
+    resident_bytes: tuple[int, ...]
     """By block, bytes that are alive beside the frozen weights and the activations: gradients, their sums, copies."""
     inputs: tuple[tuple[tuple[int, int], ...], ...]
     """By block, (d_in, d_out) of the layers whose inputs the backward pass needs."""
@@ -273,14 +277,14 @@ class Probe:
     """The same of the head, on the side that has it."""
 
 
-def dense(shape: ModelShape) -> tuple[tuple[int, int], ...]:
+def block_matrices(shape: ModelShape) -> tuple[tuple[int, int], ...]:
     """(d_in, d_out) of the matrices of one block: four of attention and two of the feed-forward layer."""
     hidden, inner = shape.hidden, shape.intermediate
     return (*((hidden, hidden),) * 4, (hidden, inner), (inner, hidden))
 
 
 def measuring_flops(
-    shape: ModelShape, probe: Probe, blocks: Sequence[int], *, tokens: float, length: float, logits: float = 0
+    shape: ModelShape, probe: MeasurementCost, blocks: Sequence[int], *, tokens: float, length: float, logits: float = 0
 ) -> float:
     """Operations in these blocks for so many tokens in sequences of mean `length` (as in `ranks.cost_model`).
 
@@ -290,15 +294,15 @@ def measuring_flops(
     """
     total = 0.0
     for block in blocks:
-        back = block >= probe.lowest
+        back = block >= probe.lowest_block
         total += (4 if back else 2) * shape.block_params[block] + (12 if back else 4) * length * shape.hidden
         total += 2 * probe.products[block]
-    return tokens * total + (4 if probe.lowest < shape.num_layers else 2) * shape.hidden * logits
+    return tokens * total + (4 if probe.lowest_block < shape.num_layers else 2) * shape.hidden * logits
 
 
 def measuring_bytes(
     shape: ModelShape,
-    probe: Probe,
+    probe: MeasurementCost,
     blocks: Sequence[int],
     *,
     tokens: int,
@@ -311,18 +315,18 @@ def measuring_bytes(
 
     A forward pass that records nothing still works in one block at a time. `crossing` are numbers that wait at a cut.
     """
-    back = [block for block in blocks if block >= probe.lowest]
+    back = [block for block in blocks if block >= probe.lowest_block]
     recorded = replace(shape, layers=tuple(probe.inputs[block] for block in back or blocks[:1]))
     alive = activation_bytes(recorded, tokens, len(recorded.layers), rank=probe.rank, checkpointing=checkpointing)
-    held = sum(probe.held_bytes[block] for block in back) + (probe.head_bytes if head else 0)
-    return HEAP_COPIES * (alive + crossing * VALUE_BYTES) + LOGIT_COPIES * logits * VALUE_BYTES + held
+    resident = sum(probe.resident_bytes[block] for block in back) + (probe.head_bytes if head else 0)
+    return HEAP_COPIES * (alive + crossing * VALUE_BYTES) + LOGIT_COPIES * logits * VALUE_BYTES + resident
 
 
 SHARED = ("A", "B", "head")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Prediction:
+class RoundPrediction:
     """One client's round on its device."""
 
     up_bytes: int
@@ -371,13 +375,13 @@ def predict_round(
     device: Device,
     *,
     ranks: Sequence[int],
-    step: Step,
+    step: TrainingStep,
     tokens: int,
     length: float,
     share: Collection[str] = SHARED,
     overhead_bytes: int = 0,
     logits: int = 0,
-) -> Prediction:
+) -> RoundPrediction:
     """Bytes, seconds and memory of a round in which the client trains on `tokens` tokens, all epochs together.
 
     `share` is what travels each way (nothing for a client that trains alone); `overhead_bytes` what the encoding adds
@@ -385,11 +389,13 @@ def predict_round(
     travels both ways, at the client's own ranks; of a client that holds only the first `step.blocks` blocks, those
     alone count.
     """
-    held = ranks[: shape.num_layers if step.blocks is None else step.blocks]
-    size = message_bytes(shape, held, share=share, head_params=step.head_params) + overhead_bytes if share else 0
-    flops = training_flops(shape, held, tokens=tokens, length=length, logits=logits)
+    client_ranks = ranks[: shape.num_layers if step.blocks is None else step.blocks]
+    size = (
+        message_bytes(shape, client_ranks, share=share, head_params=step.head_params) + overhead_bytes if share else 0
+    )
+    flops = training_flops(shape, client_ranks, tokens=tokens, length=length, logits=logits)
     up, down = size / device.up_bytes_per_second, size / device.down_bytes_per_second
-    return Prediction(
+    return RoundPrediction(
         up_bytes=size,
         down_bytes=size,
         flops=flops,
@@ -400,7 +406,7 @@ def predict_round(
 
 
 @dataclass(frozen=True, kw_only=True)
-class Crossings:
+class RoundTraffic:
     """What crosses a client's cut in a round of training, all steps together."""
 
     up_bytes: int
@@ -409,14 +415,14 @@ class Crossings:
     """Of both directions, one after the other."""
 
 
-def crossing_seconds(crossings: Crossings, device: Device) -> float:
+def crossing_seconds(crossings: RoundTraffic, device: Device) -> float:
     """Seconds that these messages take over the link of this device, one latency each."""
     rates = (device.up_bytes_per_second, device.down_bytes_per_second)
     sizes = (crossings.up_bytes, crossings.down_bytes)
     return sizes[0] / rates[0] + sizes[1] / rates[1] + crossings.messages * device.latency_seconds
 
 
-def between(device: Device, host: Device) -> Device:
+def link_between(device: Device, host: Device) -> Device:
     """The device with the link that it has to another one: of both the slower rate each way, and the longer latency."""
     return replace(
         device,
@@ -426,19 +432,24 @@ def between(device: Device, host: Device) -> Device:
     )
 
 
-def over_cut(
-    held: Prediction, whole: Prediction, device: Device, *, server: Device, crossings: Crossings
-) -> Prediction:
-    """The round of a client with a cut, from the predictions of what it has `held` and of the `whole` model.
+def predict_cut_round(
+    client_part: RoundPrediction,
+    whole_model: RoundPrediction,
+    device: Device,
+    *,
+    server: Device,
+    crossings: RoundTraffic,
+) -> RoundPrediction:
+    """The round of a client with a cut, from the predictions of its part of the model and of the whole model.
 
-    The server computes what is left at its own speed, and every message through the cut costs one latency.
+    The server computes the rest at its own speed. Every message through the cut costs one latency.
     """
     return replace(
-        held,
-        up_bytes=held.up_bytes + crossings.up_bytes,
-        down_bytes=held.down_bytes + crossings.down_bytes,
-        transfer_seconds=held.transfer_seconds + crossing_seconds(crossings, device),
-        server_seconds=(whole.flops - held.flops) / server.flops_per_second,
+        client_part,
+        up_bytes=client_part.up_bytes + crossings.up_bytes,
+        down_bytes=client_part.down_bytes + crossings.down_bytes,
+        transfer_seconds=client_part.transfer_seconds + crossing_seconds(crossings, device),
+        server_seconds=(whole_model.flops - client_part.flops) / server.flops_per_second,
     )
 
 

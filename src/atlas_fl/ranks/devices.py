@@ -139,22 +139,22 @@ def _number(name: str, key: str, text: str) -> float:
     return value
 
 
-def find_devices(names: Sequence[str], own: Sequence[str] = ()) -> tuple[Device, ...]:
-    """The profiles of these names in this order, then those of `own` that no name mentions.
+def find_devices(names: Sequence[str], descriptions: Sequence[str] = ()) -> tuple[Device, ...]:
+    """The profiles of these names in this order, then those of `descriptions` that no name mentions.
 
-    `own` holds strings for `parse_device`; a name may be repeated so that its profile is dealt out more often.
+    `descriptions` holds strings for `parse_device`; a name may be repeated so that its profile is dealt out more often.
     Raises `ConfigError` for an unknown name, for a name that is taken, and where there is no device at all.
     """
-    mine: dict[str, Device] = {}
-    for device in map(parse_device, own):
-        if device.name in DEVICES or device.name in mine:
+    custom: dict[str, Device] = {}
+    for device in map(parse_device, descriptions):
+        if device.name in DEVICES or device.name in custom:
             raise ConfigError(f"device name {device.name!r} is taken; choose another name for your profile")
-        mine[device.name] = device
-    known = DEVICES | mine
+        custom[device.name] = device
+    available = DEVICES | custom
     for name in names:
-        if name not in known:
-            raise unknown("device", name, known)
-    chosen = [known[name] for name in names] + [device for device in mine.values() if device.name not in names]
+        if name not in available:
+            raise unknown("device", name, available)
+    chosen = [available[name] for name in names] + [device for device in custom.values() if device.name not in names]
     if not chosen:
         raise ConfigError(f"no devices; choose from {', '.join(sorted(DEVICES))} or describe one with --device")
     return tuple(chosen)

@@ -25,7 +25,7 @@ from atlas_fl.client.full_training import ImageSite, evaluate_whole, images_of, 
 from atlas_fl.client.job import Job, Site, Update
 from atlas_fl.client.registry import ACTIONS
 from atlas_fl.errors import DataError
-from atlas_fl.models.shared_memory import places_of, views
+from atlas_fl.models.shared_memory import buffer_entries, tensor_views
 from atlas_fl.params import Params, num_bytes
 
 HELD_BYTES = 2**30
@@ -44,7 +44,7 @@ def on_disk(params: Params) -> Params:
 
     Raises `DataError` where there is no room for it.
     """
-    places, size = places_of(params)
+    places, size = buffer_entries(params)
     try:
         with tempfile.TemporaryFile() as file:
             for place in places:
@@ -52,7 +52,7 @@ def on_disk(params: Params) -> Params:
                 file.write(params[place["name"]].contiguous().reshape(-1).view(torch.uint8).numpy().data)
             file.truncate(size)
             file.flush()
-            return views(mmap.mmap(file.fileno(), size, access=mmap.ACCESS_COPY), places)
+            return tensor_views(mmap.mmap(file.fileno(), size, access=mmap.ACCESS_COPY), places)
     except OSError as error:
         raise DataError(
             f"no room for a client's update of {size / 1e6:.0f} MB in {tempfile.gettempdir()} ({error.strerror}); free"

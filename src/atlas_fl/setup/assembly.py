@@ -26,15 +26,15 @@ from atlas_fl.data.clients import BY_CLASSES, ClientData, make_clients
 from atlas_fl.data.registry import find_tasks
 from atlas_fl.data.task import Examples, Rows, Source, Task, as_texts
 from atlas_fl.errors import AtlasError, BudgetError, ConfigError, unknown
-from atlas_fl.models.backbone import Backbone, layer_of, model_shape
+from atlas_fl.models.backbone import Backbone, block_index, model_shape
 from atlas_fl.models.loading import load_backbone
 from atlas_fl.models.lora import lora_scale
 from atlas_fl.models.peft_io import default_targets
 from atlas_fl.models.registry import ModelShape, suggested_lr
-from atlas_fl.models.tokenization import Encoded, encode, encode_prompts, encode_written
+from atlas_fl.models.tokenization import EncodedExamples, encode_examples, encode_prompts, encode_targets
 from atlas_fl.models.vision import Vision, trainable_names
-from atlas_fl.models.vision import weights as weights_of
-from atlas_fl.models.vision_loading import load_image_backbone, load_vision, tokens_of
+from atlas_fl.models.vision import backbone_weights as weights_of
+from atlas_fl.models.vision_loading import load_image_backbone, load_vision, tokens_per_image
 from atlas_fl.params import HEAD, LORA_A, Params, Split
 from atlas_fl.partial_sharing import at_server, is_stand_in, named, unshared
 from atlas_fl.ranks.cost_model import LOGIT_COPIES, VALUE_BYTES, activation_bytes
@@ -43,7 +43,7 @@ from atlas_fl.rng import torch_generator
 from atlas_fl.runtime.attacks import ATTACKS, attackers_of, with_flipped_labels
 from atlas_fl.split.channel import Cut
 from atlas_fl.split.codec import simulated_secret
-from atlas_fl.split.model import load_client_part, on_client
+from atlas_fl.split.model import load_client_part, select_client_side
 from atlas_fl.storage.downloads import embedded_dir
 
 
@@ -180,7 +180,7 @@ def assemble(
             noise_secret=functools.partial(simulated_secret, config.run.seed),
         ),
         shape=shape,
-        layer_of={name: layer_of(backbone, name) for name in site.modules},
+        layer_of={name: block_index(backbone, name) for name in site.modules},
     )
 
 
@@ -260,7 +260,7 @@ def tokenise(client: ClientData, backbone: Backbone, config: DataConfig) -> Clie
     """The client's examples as tokens; of the backbone only what is known of it is used, not its weights."""
     task = client.task
     if backbone.vision is not None:
-        return patches(client, length=tokens_of(backbone.vision))
+        return patches(client, length=tokens_per_image(backbone.vision))
     limit = min(config.max_length or task.max_length, most_tokens(backbone))
     held: dict[Split, Examples] = {"train": client.train, "validation": client.validation, "test": client.test}
     splits = {name: as_texts(rows, task=task.name) for name, rows in held.items()}
@@ -268,7 +268,7 @@ def tokenise(client: ClientData, backbone: Backbone, config: DataConfig) -> Clie
         return ClientTokens(task=task, splits={name: _encode(rows, backbone, limit) for name, rows in splits.items()})
     tokenizer = backbone.tokenizer
     written = {
-        name: encode_written(rows.text, rows.pair, tokenizer=tokenizer, max_length=limit)
+        name: encode_targets(rows.text, rows.pair, tokenizer=tokenizer, max_length=limit)
         for name, rows in splits.items()
     }
     prompts: dict[Split, Prompts] = {}
@@ -280,7 +280,7 @@ def tokenise(client: ClientData, backbone: Backbone, config: DataConfig) -> Clie
     return ClientTokens(task=task, splits=written, prompts=prompts)
 
 
-def _prompts(rows: Rows, backbone: Backbone, limit: int, config: DataConfig) -> Encoded:
+def _prompts(rows: Rows, backbone: Backbone, limit: int, config: DataConfig) -> EncodedExamples:
     """The rows' prompts, cut to the task's limit and so that the longest answer still has positions."""
     room = most_tokens(backbone) - config.new_tokens
     if room < 1:
@@ -304,8 +304,8 @@ def most_tokens(backbone: Backbone) -> int:
     return min(1 << 20 if positions is None else int(positions) - first, window or 1 << 20)
 
 
-def _encode(rows: Rows, backbone: Backbone, limit: int) -> Encoded:
-    return encode(rows.text, rows.pair, rows.label, tokenizer=backbone.tokenizer, max_length=limit)
+def _encode(rows: Rows, backbone: Backbone, limit: int) -> EncodedExamples:
+    return encode_examples(rows.text, rows.pair, rows.label, tokenizer=backbone.tokenizer, max_length=limit)
 
 
 def without_private(assembly: Assembly, params: Params, cut: Cut | None) -> Params:
@@ -318,7 +318,7 @@ def without_private(assembly: Assembly, params: Params, cut: Cut | None) -> Para
         return params
     held = frozenset(params)
     if cut is not None:
-        held = on_client(assembly.site.backbone, params, blocks=cut.blocks, head=cut.head == "client")
+        held = select_client_side(assembly.site.backbone, params, blocks=cut.blocks, head=cut.head == "client")
     if gone := [key for key, tensor in params.items() if key not in held and is_stand_in(tensor)]:
         raise BudgetError(f"{gone[0]} was measured at its client, whose model is now to be cut below it; set --split")
     own, sha256 = [key for key in unshared(params, assembly.config.mixing.share) if key in held], named(params)

@@ -15,7 +15,7 @@ from atlas_fl.data.clients import ClientData
 from atlas_fl.runtime.attacks import ATTACKS, HostileEngine, attackers_of
 from atlas_fl.runtime.engine import Engine
 from atlas_fl.setup.assembly import learning_rate_of, scale_of
-from atlas_fl.sparse.codec import Drawn
+from atlas_fl.sparse.codec import RandomMask
 from atlas_fl.sparse.masks import Mask
 from atlas_fl.split.channel import Cut
 
@@ -116,12 +116,12 @@ def optimizer_options(config: Config, auto: OptimizerName) -> dict[str, Any]:
     return {"optimizer": name, "momentum": config.images.momentum, "nesterov": config.images.nesterov}
 
 
-def drawn_of(config: Config) -> Drawn | None:
+def drawn_of(config: Config) -> RandomMask | None:
     """How the config's mask is drawn, where chance makes it."""
     sparse = config.sparse
     if sparse.mask != "random" or sparse.mask_file is not None:
         return None
-    return Drawn(seed=config.run.seed, sparsity=sparse.sparsity, scope=sparse.mask_scope)
+    return RandomMask(seed=config.run.seed, sparsity=sparse.sparsity, scope=sparse.mask_scope)
 
 
 def whole_options(config: Config, *, mask: Mask | None) -> WholeOptions:

@@ -38,7 +38,7 @@ MOST_DIGITS = 8
 """Of a length; 2^56 values are more than any model has."""
 
 
-def to_runs(bits: Bool[np.ndarray, " n"]) -> UInt8[np.ndarray, "bytes"]:
+def encode_runs(bits: Bool[np.ndarray, " n"]) -> UInt8[np.ndarray, "bytes"]:
     """The bytes of the run lengths; none for no bits."""
     if not len(bits):
         return np.zeros(0, np.uint8)
@@ -47,33 +47,33 @@ def to_runs(bits: Bool[np.ndarray, " n"]) -> UInt8[np.ndarray, "bytes"]:
     lengths = np.diff(edges)
     if bits[0]:
         lengths = np.concatenate([[0], lengths])  # the zeros come first, even if there are none
-    return _to_digits(lengths)
+    return _encode_leb128(lengths)
 
 
-def from_runs(payload: UInt8[np.ndarray, "bytes"], total: int) -> Bool[np.ndarray, " total"]:
+def decode_runs(payload: UInt8[np.ndarray, "bytes"], total: int) -> Bool[np.ndarray, " total"]:
     """The bits again.
 
     Raises:
         ProtocolError: the runs do not add up to `total` bits.
     """
-    lengths = _from_digits(payload)
+    lengths = _decode_leb128(payload)
     if lengths.max(initial=0) > total or int(lengths.sum()) != total:
         raise ProtocolError(f"the runs of a mask do not add up to its {total} bits; send it again")
     bits: _Array = np.repeat(np.arange(len(lengths)) % 2 == 1, lengths)
     return bits
 
 
-def _to_digits(lengths: _Array) -> _Array:
-    places = np.arange(MOST_DIGITS)
-    used = int(lengths.max()).bit_length() // 7 + 1
-    digits = (lengths[:, None] >> (7 * places[:used])) & 127  # (runs, digits)
-    more = (lengths[:, None] >> (7 * (places[:used] + 1))) > 0
-    needed = np.concatenate([np.ones((len(lengths), 1), bool), more[:, :-1]], axis=1)
-    payload: _Array = (digits | (more << 7)).astype(np.uint8)[needed]
+def _encode_leb128(lengths: _Array) -> _Array:
+    positions = np.arange(MOST_DIGITS)
+    num_digits = int(lengths.max()).bit_length() // 7 + 1
+    digits = (lengths[:, None] >> (7 * positions[:num_digits])) & 127  # (runs, digits)
+    continues = (lengths[:, None] >> (7 * (positions[:num_digits] + 1))) > 0
+    needed = np.concatenate([np.ones((len(lengths), 1), bool), continues[:, :-1]], axis=1)
+    payload: _Array = (digits | (continues << 7)).astype(np.uint8)[needed]
     return payload
 
 
-def _from_digits(payload: _Array) -> _Array:
+def _decode_leb128(payload: _Array) -> _Array:
     if not len(payload):
         return np.zeros(0, np.int64)
     last = np.flatnonzero(payload < 128)
@@ -81,8 +81,8 @@ def _from_digits(payload: _Array) -> _Array:
     widths = np.diff(np.concatenate([starts, [len(payload)]]))
     if not len(last) or last[-1] != len(payload) - 1 or widths.max() > MOST_DIGITS:
         raise ProtocolError("the runs of a mask are cut off; send it again")
-    place = np.arange(len(payload)) - np.repeat(starts, widths)
-    lengths: _Array = np.add.reduceat((payload.astype(np.int64) & 127) << (7 * place), starts)
+    position = np.arange(len(payload)) - np.repeat(starts, widths)
+    lengths: _Array = np.add.reduceat((payload.astype(np.int64) & 127) << (7 * position), starts)
     return lengths
 
 
@@ -91,7 +91,7 @@ _LAYOUT, _PREFIX = "layout", "values."
 
 
 @dataclass(frozen=True, kw_only=True)
-class Drawn:
+class RandomMask:
     """How a mask of the strategy `random` was made, which is all that needs to travel of it."""
 
     seed: int
@@ -99,18 +99,20 @@ class Drawn:
     scope: Scope = "global"
 
 
-def encode_mask(mask: Mask, *, drawn: Drawn | None = None) -> bytes:
-    """The message that carries a mask, in the shortest form; `drawn` says how a random one was made."""
-    if drawn is not None:
-        again = make_mask("random", mask, sparsity=drawn.sparsity, scope=drawn.scope, seed=drawn.seed)
-        if any(not torch.equal(again[name], own) for name, own in mask.items()):
-            raise ConfigError(f"the mask is not the random one of {drawn}; encode it without")
-    return encode(min(_forms(mask, drawn), key=encoded_size))
+def encode_mask(mask: Mask, *, random_mask: RandomMask | None = None) -> bytes:
+    """The message that carries a mask, in the shortest form; `random_mask` says how a random one was made."""
+    if random_mask is not None:
+        redrawn = make_mask(
+            "random", mask, sparsity=random_mask.sparsity, scope=random_mask.scope, seed=random_mask.seed
+        )
+        if any(not torch.equal(redrawn[name], bits) for name, bits in mask.items()):
+            raise ConfigError(f"the mask is not the random one of {random_mask}; encode it without")
+    return encode(min(_forms(mask, random_mask), key=encoded_size))
 
 
-def mask_size(mask: Mask, *, drawn: Drawn | None = None) -> int:
+def mask_size(mask: Mask, *, random_mask: RandomMask | None = None) -> int:
     """How long `encode_mask` is, in bytes."""
-    return min(encoded_size(form) for form in _forms(mask, drawn))
+    return min(encoded_size(form) for form in _forms(mask, random_mask))
 
 
 def bitmap_size(num_values: int) -> int:
@@ -129,15 +131,15 @@ def decode_mask(message: bytes, like: Params) -> dict[str, Tensor]:
     Raises:
         ProtocolError: the message is damaged or was made for another model.
     """
-    tensors = _tensors(message)
-    if _LAYOUT not in tensors or not torch.equal(tensors[_LAYOUT], _layout(like)):
+    tensors = _decode_tensors(message)
+    if _LAYOUT not in tensors or not torch.equal(tensors[_LAYOUT], _layout_hash(like)):
         raise ProtocolError("a mask came for a model of other parameters; both sides must run the same model")
     if "seed" in tensors:
-        return _redraw(tensors, like)
+        return _redraw_mask(tensors, like)
     total = sum(tensor.numel() for tensor in like.values())
     runs = tensors.get("runs")
-    bits = _from_bitmap(tensors.get("bitmap"), total) if runs is None else from_runs(runs.numpy(), total)
-    return _split(torch.from_numpy(bits), like)
+    bits = _from_bitmap(tensors.get("bitmap"), total) if runs is None else decode_runs(runs.numpy(), total)
+    return _split_bits(torch.from_numpy(bits), like)
 
 
 def encode_values(params: Params, mask: Mask) -> bytes:
@@ -155,9 +157,9 @@ def encode_values(params: Params, mask: Mask) -> bytes:
     )
 
 
-def values_size(kept: int, *, dtype: torch.dtype = torch.float32) -> int:
+def values_size(count: int, *, dtype: torch.dtype = torch.float32) -> int:
     """How many bytes `encode_values` makes of so many kept values of one dtype, without any values."""
-    return encoded_size({_PREFIX + DTYPES[dtype]: torch.empty(kept, dtype=dtype, device="meta")})
+    return encoded_size({_PREFIX + DTYPES[dtype]: torch.empty(count, dtype=dtype, device="meta")})
 
 
 def decode_values(message: bytes, mask: Mask, like: Params, *, into: Params | None = None) -> dict[str, Tensor]:
@@ -170,54 +172,58 @@ def decode_values(message: bytes, mask: Mask, like: Params, *, into: Params | No
         ProtocolError: the message is damaged, or has other values than the mask keeps.
     """
     check_mask(mask, like)
-    tensors = _tensors(message)
-    params, at = {}, dict.fromkeys(tensors, 0)
+    tensors = _decode_tensors(message)
+    params, offsets = {}, dict.fromkeys(tensors, 0)
     for name in sorted(like):
-        key, kept = _PREFIX + DTYPES[like[name].dtype], int(torch.count_nonzero(mask[name]))
-        values = tensors.get(key, torch.empty(0))[at.get(key, 0) : at.get(key, 0) + kept]
-        if len(values) != kept:
-            raise _miscounted(tensors, mask)
-        at[key] = at.get(key, 0) + kept
+        key, count = _PREFIX + DTYPES[like[name].dtype], int(torch.count_nonzero(mask[name]))
+        values = tensors.get(key, torch.empty(0))[offsets.get(key, 0) : offsets.get(key, 0) + count]
+        if len(values) != count:
+            raise _count_error(tensors, mask)
+        offsets[key] = offsets.get(key, 0) + count
         dense = torch.zeros(like[name].shape, dtype=like[name].dtype) if into is None else into[name].detach().clone()
         dense[mask[name]] = values.to(dense.device)
         params[name] = dense
-    if any(at[key] != tensor.numel() for key, tensor in tensors.items()):
-        raise _miscounted(tensors, mask)
+    if any(offsets[key] != tensor.numel() for key, tensor in tensors.items()):
+        raise _count_error(tensors, mask)
     return {name: params[name] for name in like}
 
 
-def _miscounted(tensors: Params, mask: Mask) -> ProtocolError:
-    found = sum(tensor.numel() for tensor in tensors.values())
-    kept = sum(int(torch.count_nonzero(own)) for own in mask.values())
-    return ProtocolError(f"a sparse message has {found} values and its mask keeps {kept}; both sides need one mask")
+def _count_error(tensors: Params, mask: Mask) -> ProtocolError:
+    num_values = sum(tensor.numel() for tensor in tensors.values())
+    num_kept = sum(int(torch.count_nonzero(bits)) for bits in mask.values())
+    return ProtocolError(
+        f"a sparse message has {num_values} values and its mask keeps {num_kept}; both sides need one mask"
+    )
 
 
-def _tensors(message: bytes) -> dict[str, Tensor]:
+def _decode_tensors(message: bytes) -> dict[str, Tensor]:
     try:
         return decode(message)
     except SafetensorError as error:
         raise ProtocolError(f"a sparse message is damaged: {error}; send it again") from error
 
 
-def _forms(mask: Mask, drawn: Drawn | None) -> list[dict[str, Tensor]]:
-    layout = _layout(mask)
-    if drawn is not None:
-        numbers = torch.tensor([drawn.seed, SCOPES.index(drawn.scope)])
-        return [{_LAYOUT: layout, "seed": numbers, "sparsity": torch.tensor([drawn.sparsity], dtype=torch.float64)}]
+def _forms(mask: Mask, random_mask: RandomMask | None) -> list[dict[str, Tensor]]:
+    layout = _layout_hash(mask)
+    if random_mask is not None:
+        numbers = torch.tensor([random_mask.seed, SCOPES.index(random_mask.scope)])
+        return [
+            {_LAYOUT: layout, "seed": numbers, "sparsity": torch.tensor([random_mask.sparsity], dtype=torch.float64)}
+        ]
     bits = torch.cat([mask[name].flatten().cpu() for name in sorted(mask)]).numpy()
     return [
         {_LAYOUT: layout, "bitmap": torch.from_numpy(np.packbits(bits))},
-        {_LAYOUT: layout, "runs": torch.from_numpy(to_runs(bits))},
+        {_LAYOUT: layout, "runs": torch.from_numpy(encode_runs(bits))},
     ]
 
 
-def _layout(like: Mapping[str, Tensor]) -> Tensor:
+def _layout_hash(like: Mapping[str, Tensor]) -> Tensor:
     """A number for the names and shapes, so that a mask of another model is found out."""
     text = ";".join(f"{name}:{tuple(like[name].shape)}" for name in sorted(like))
     return torch.tensor([int.from_bytes(blake2b(text.encode(), digest_size=8).digest(), "big") >> 1])
 
 
-def _redraw(tensors: Params, like: Params) -> dict[str, Tensor]:
+def _redraw_mask(tensors: Params, like: Params) -> dict[str, Tensor]:
     if tensors["seed"].numel() != 2 or "sparsity" not in tensors:
         raise ProtocolError("a mask message has a seed and not what belongs to it; send it again")
     seed, scope = tensors["seed"].tolist()
@@ -225,7 +231,7 @@ def _redraw(tensors: Params, like: Params) -> dict[str, Tensor]:
     return make_mask("random", like, sparsity=sparsity, scope=SCOPES[scope], seed=seed)
 
 
-def _split(bits: Tensor, like: Params) -> dict[str, Tensor]:
+def _split_bits(bits: Tensor, like: Params) -> dict[str, Tensor]:
     mask, start = {}, 0
     for name in sorted(like):
         end = start + like[name].numel()

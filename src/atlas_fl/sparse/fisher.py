@@ -37,20 +37,20 @@ from torch.overrides import TorchFunctionMode
 from atlas_fl.errors import BudgetError, ConfigError, DataError, ModelError
 from atlas_fl.params import Params
 from atlas_fl.rng import generator
-from atlas_fl.sparse.masks import chosen_of
+from atlas_fl.sparse.masks import select_params
 
 TILE = 1 << 18
 """Values of a matrix whose sums and products every core of a CPU holds in its cache, a megabyte each."""
 
 _ATTENTION = RLock()
 
-OfExample: TypeAlias = Callable[[Params, Tensor, Tensor], Tensor]
+Objective: TypeAlias = Callable[[Params, Tensor, Tensor], Tensor]
 """(weights, input, draw) of one example -> the number whose gradient is squared."""
 
-Use: TypeAlias = tuple[str, int]
+MatrixUse: TypeAlias = tuple[str, int]
 """The i-th place where a matrix is used."""
 
-Windows: TypeAlias = Mapping[str, Any]
+UnfoldOptions: TypeAlias = Mapping[str, Any]
 """How `unfold` cuts the input of a convolution; empty for a linear layer."""
 
 
@@ -59,14 +59,14 @@ class Product:
     """A product with a matrix, for one example."""
 
     shape: tuple[int, ...]
-    windows: Windows
+    windows: UnfoldOptions
 
 
 @dataclass(frozen=True, kw_only=True)
-class Layout:
+class ForwardTrace:
     """What one example has shown of a model."""
 
-    products: Mapping[Use, Product]
+    products: Mapping[MatrixUse, Product]
     """Every product with a matrix that is used in nothing but products."""
     bytes_per_example: int
     """Memory that grows with every example that is computed at once."""
@@ -77,18 +77,18 @@ class Layout:
         return sorted({name for name, _ in self.products})
 
 
-class _Tap(TorchFunctionMode):
+class _ProductRecorder(TorchFunctionMode):
     """Sees every operation of a forward pass: what is multiplied by a matrix, and what else the matrices are used for.
 
     `deltas`, zeros of the shapes of the products, are added to them: their gradients are those of the products.
     """
 
-    def __init__(self, weights: Params, deltas: Mapping[Use, Tensor] | None = None) -> None:
+    def __init__(self, weights: Params, deltas: Mapping[MatrixUse, Tensor] | None = None) -> None:
         super().__init__()
         self.names = {id(weight): name for name, weight in weights.items()}
         self.deltas = deltas or {}
-        self.inputs: dict[Use, Tensor] = {}
-        self.products: dict[Use, Product] = {}
+        self.inputs: dict[MatrixUse, Tensor] = {}
+        self.products: dict[MatrixUse, Product] = {}
         self.elsewhere: set[str] = set()
         self.counts: dict[str, int] = {}
         self.bytes = 0
@@ -98,10 +98,10 @@ class _Tap(TorchFunctionMode):
         if not isinstance(result, Tensor):
             return result  # a shape, a dtype: no use of a weight
         self.bytes += result.numel() * result.element_size()
-        windows = _windows(func, args)
+        windows = _unfold_options(func, args)
         name = self.names.get(id(args[1])) if windows is not None else None
-        others = [arg for place, arg in enumerate(args) if name is None or place != 1]
-        self.elsewhere |= {self.names[id(arg)] for arg in _flat([*others, kwargs]) if id(arg) in self.names}
+        others = [arg for position, arg in enumerate(args) if name is None or position != 1]
+        self.elsewhere |= {self.names[id(arg)] for arg in _flatten([*others, kwargs]) if id(arg) in self.names}
         if name is None or windows is None:
             return result
         use = (name, self.counts.get(name, 0))
@@ -110,7 +110,7 @@ class _Tap(TorchFunctionMode):
         return result + self.deltas[use] if use in self.deltas else result
 
 
-def _windows(func: Any, args: Sequence[Any]) -> Windows | None:
+def _unfold_options(func: Any, args: Sequence[Any]) -> UnfoldOptions | None:
     """How the input of this call becomes tokens; None where it is no product with a matrix that is known here."""
     if func is linear:
         return {} if len(args) > 1 else None
@@ -120,7 +120,7 @@ def _windows(func: Any, args: Sequence[Any]) -> Windows | None:
     return {"kernel_size": tuple(args[1].shape[2:]), "stride": args[3], "padding": args[4], "dilation": args[5]}
 
 
-def _flat(values: Sequence[Any]) -> list[Any]:
+def _flatten(values: Sequence[Any]) -> list[Any]:
     values = [one for value in values for one in (value.values() if isinstance(value, dict) else [value])]
     return [one for value in values for one in (value if isinstance(value, list | tuple) else [value])]
 
@@ -136,33 +136,35 @@ def math_attention() -> Iterator[None]:
         yield
 
 
-def look(of_example: OfExample, params: Params, names: Sequence[str], *, inputs: Tensor, draws: Tensor) -> Layout:
+def capture(
+    objective: Objective, params: Params, names: Sequence[str], *, inputs: Tensor, draws: Tensor
+) -> ForwardTrace:
     """What one example shows: run forward on the first of `inputs`, watching every parameter in `names`."""
-    seen: list[_Tap] = []
+    recorders: list[_ProductRecorder] = []
 
-    def one(own: Params, value: Tensor, draw: Tensor) -> Tensor:
-        with _Tap(own) as tap:
-            result = of_example({**params, **own}, value, draw)
-        seen.append(tap)
+    def record(traced: Params, value: Tensor, draw: Tensor) -> Tensor:
+        with _ProductRecorder(traced) as tap:
+            result = objective({**params, **traced}, value, draw)
+        recorders.append(tap)
         return result
 
     chosen = {name: params[name] for name in names}
     with math_attention():
-        vmap(one, in_dims=(None, 0, 0))(chosen, inputs[:1], draws[:1])
-    tap = seen[0]
+        vmap(record, in_dims=(None, 0, 0))(chosen, inputs[:1], draws[:1])
+    tap = recorders[0]
     products = {use: product for use, product in tap.products.items() if use[0] not in tap.elsewhere}
     matrices = {name for name, _ in products}
     rest = sum(tensor.numel() * tensor.element_size() for name, tensor in chosen.items() if name not in matrices)
     # Twice: what the forward pass leaves has gradients of its size, and a gradient is squared into another tensor.
-    return Layout(products=products, bytes_per_example=2 * (tap.bytes + rest))
+    return ForwardTrace(products=products, bytes_per_example=2 * (tap.bytes + rest))
 
 
-def add_squares(
-    of_example: OfExample,
+def add_per_example_squares(
+    objective: Objective,
     params: Params,
     sums: Mapping[str, Tensor],
     *,
-    layout: Layout,
+    trace: ForwardTrace,
     inputs: Tensor,
     draws: Tensor,
 ) -> None:
@@ -171,41 +173,43 @@ def add_squares(
     Raises:
         ModelError: with these inputs the model uses its matrices otherwise than the layout says.
     """
-    matrices = {name: params[name] for name in layout.matrices}
+    matrices = {name: params[name] for name in trace.matrices}
     rest = {name: params[name] for name in sums if name not in matrices}
 
-    def one(deltas: Mapping[Use, Tensor], own: Params, value: Tensor, draw: Tensor) -> tuple[Tensor, dict[Use, Tensor]]:
-        with _Tap(matrices, deltas) as tap:
-            result = of_example({**params, **own}, value, draw)
-        if tap.elsewhere or tap.products != layout.products:
+    def objective_with_inputs(
+        deltas: Mapping[MatrixUse, Tensor], traced: Params, value: Tensor, draw: Tensor
+    ) -> tuple[Tensor, dict[MatrixUse, Tensor]]:
+        with _ProductRecorder(matrices, deltas) as tap:
+            result = objective({**params, **traced}, value, draw)
+        if tap.elsewhere or tap.products != trace.products:
             raise ModelError("this model does not compute every example the same way; use method='examples'")
         return result, tap.inputs
 
-    deltas = {use: params[use[0]].new_zeros(product.shape) for use, product in layout.products.items()}
+    deltas = {use: params[use[0]].new_zeros(product.shape) for use, product in trace.products.items()}
     with math_attention():
-        per_example = vmap(grad(one, argnums=(0, 1), has_aux=True), in_dims=(None, None, 0, 0))
+        per_example = vmap(grad(objective_with_inputs, argnums=(0, 1), has_aux=True), in_dims=(None, None, 0, 0))
         (products, others), values = per_example(deltas, rest, inputs, draws)
     for name, gradient in others.items():
         sums[name].add_(gradient.square().sum(0))
     for name in matrices:
-        uses = {use: product.windows for use, product in layout.products.items() if use[0] == name}
-        left = _joined([_out_tokens(products[use], windows) for use, windows in uses.items()])
-        right = _joined([_in_tokens(values[use], windows) for use, windows in uses.items()])
+        uses = {use: product.windows for use, product in trace.products.items() if use[0] == name}
+        left = _concatenate_tokens([_out_tokens(products[use], windows) for use, windows in uses.items()])
+        right = _concatenate_tokens([_in_tokens(values[use], windows) for use, windows in uses.items()])
         _add_products(sums[name].flatten(1), left, right)
 
 
-def _out_tokens(values: Tensor, windows: Windows) -> Tensor:
+def _out_tokens(values: Tensor, windows: UnfoldOptions) -> Tensor:
     if windows:
         values = values.movedim(2, -1)  # (N, 1, d_out, height, width) -> (N, 1, height, width, d_out)
     return values.reshape(len(values), -1, values.shape[-1])  # (N, T, d_out)
 
 
-def _in_tokens(values: Tensor, windows: Windows) -> Tensor:
+def _in_tokens(values: Tensor, windows: UnfoldOptions) -> Tensor:
     tokens = unfold(values.flatten(0, 1), **windows).mT if windows else values
     return tokens.reshape(len(values), -1, tokens.shape[-1])  # (N, T, d_in)
 
 
-def _joined(uses: Sequence[Tensor]) -> Tensor:
+def _concatenate_tokens(uses: Sequence[Tensor]) -> Tensor:
     """The tokens of all uses of a matrix, (N, T, d); those of a single one are not copied."""
     return uses[0] if len(uses) == 1 else torch.cat(list(uses), dim=1)
 
@@ -215,29 +219,29 @@ def _add_products(total: Tensor, left: Tensor, right: Tensor) -> None:
 
     `left` is (N, T, d_out), `right` is (N, T, d_in).
     """
-    left, right = _moved(left, right)
+    left, right = _drop_zero_gradients(left, right)
     if left.shape[1] == 1:
         total.add_(left[:, 0].square().t() @ right[:, 0].square())
         return
     rows = max(1, TILE * torch.get_num_threads() // right.shape[2]) if total.device.type == "cpu" else len(total)
-    for tile, own_left in zip(torch.split(total, rows), torch.split(left, rows, dim=2), strict=True):
-        own = torch.zeros_like(tile, dtype=left.dtype)
-        product = torch.empty_like(own)
-        for one_left, one_right in zip(own_left.mT, right, strict=True):
-            torch.mm(one_left, one_right, out=product)
-            own.addcmul_(product, product)
-        tile.add_(own)
+    for tile, left_rows in zip(torch.split(total, rows), torch.split(left, rows, dim=2), strict=True):
+        squares = torch.zeros_like(tile, dtype=left.dtype)
+        product = torch.empty_like(squares)
+        for left_tokens, right_tokens in zip(left_rows.mT, right, strict=True):
+            torch.mm(left_tokens, right_tokens, out=product)
+            squares.addcmul_(product, product)
+        tile.add_(squares)
 
 
-def _moved(left: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
+def _drop_zero_gradients(left: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
     """The tokens whose gradients are not all zero: behind the last attention a model may read one of them alone."""
-    moved = left[0].ne(0).any(1)
-    if bool(moved.all()) or bool(left[:, ~moved].any()):
+    is_nonzero = left[0].ne(0).any(1)
+    if bool(is_nonzero.all()) or bool(left[:, ~is_nonzero].any()):
         return left, right
-    return left[:, moved], right[:, moved]
+    return left[:, is_nonzero], right[:, is_nonzero]
 
 
-Logits: TypeAlias = Callable[[Params, Tensor], Tensor]
+LogitsFn: TypeAlias = Callable[[Params, Tensor], Tensor]
 """(all weights, inputs (n, ...)) -> logits (n, classes); examples may not influence each other."""
 
 MEMORY_BYTES = 1 << 30
@@ -256,7 +260,7 @@ class Fisher:
         return {name: tensor / self.examples for name, tensor in self.sums.items()}
 
 
-def total(parts: Iterable[Fisher]) -> Fisher:
+def sum_fisher(parts: Iterable[Fisher]) -> Fisher:
     """The Fisher information over the examples of all parts together, in float64 in the order of the parts."""
     parts = list(parts)
     if not parts or any(part.sums.keys() != parts[0].sums.keys() for part in parts):
@@ -268,8 +272,8 @@ def total(parts: Iterable[Fisher]) -> Fisher:
     return Fisher(sums=sums, examples=sum(part.examples for part in parts))
 
 
-def fisher(
-    logits: Logits,
+def fisher_scores(
+    logits: LogitsFn,
     params: Params,
     *,
     names: Iterable[str],
@@ -293,18 +297,18 @@ def fisher(
         DataError: true labels are wanted and not given, or not one for each example.
         ModelError: the model has no parameter of that name.
     """
-    chosen = sorted(chosen_of(params, names))
-    own = {name: tensor.detach() for name, tensor in params.items()}
-    draws, of_example = _draws(logits, len(inputs), labels=labels, targets=targets, seed=seed, ids=ids)
+    chosen = sorted(select_params(params, names))
+    weights = {name: tensor.detach() for name, tensor in params.items()}
+    draws, objective = _label_draws(logits, len(inputs), labels=labels, targets=targets, seed=seed, ids=ids)
     draws = draws.to(inputs.device)
-    sums = {name: torch.zeros(own[name].shape, dtype=torch.float64, device=own[name].device) for name in chosen}
+    sums = {name: torch.zeros(weights[name].shape, dtype=torch.float64, device=weights[name].device) for name in chosen}
     if len(inputs):
-        layout = _layout(of_example, own, chosen, inputs=inputs, draws=draws, method=method)
-        size = chunk_size(layout.bytes_per_example, memory_bytes)
+        trace = _trace(objective, weights, chosen, inputs=inputs, draws=draws, method=method)
+        size = chunk_size(trace.bytes_per_example, memory_bytes)
         for start in range(0, len(inputs), size):
             part = slice(start, start + size)
-            add_squares(of_example, own, sums, layout=layout, inputs=inputs[part], draws=draws[part])
-    return Fisher(sums={name: tensor.to(own[name].dtype) for name, tensor in sums.items()}, examples=len(inputs))
+            add_per_example_squares(objective, weights, sums, trace=trace, inputs=inputs[part], draws=draws[part])
+    return Fisher(sums={name: tensor.to(weights[name].dtype) for name, tensor in sums.items()}, examples=len(inputs))
 
 
 def chunk_size(bytes_per_example: int, memory_bytes: int) -> int:
@@ -316,7 +320,7 @@ def chunk_size(bytes_per_example: int, memory_bytes: int) -> int:
     return memory_bytes // max(1, bytes_per_example)
 
 
-def of_module(module: nn.Module, read: Callable[..., Tensor] = lambda output: output) -> Logits:
+def logits_of_module(module: nn.Module, read: Callable[..., Tensor] = lambda output: output) -> LogitsFn:
     """The logits of a module as a function of its weights; `read` finds them in what it returns.
 
     The module is to be in evaluation mode: dropout has no place in a sensitivity.
@@ -324,9 +328,9 @@ def of_module(module: nn.Module, read: Callable[..., Tensor] = lambda output: ou
     return lambda params, inputs: read(functional_call(module, dict(params), (inputs,)))
 
 
-def uniforms(seed: int, ids: Sequence[int]) -> Float64[np.ndarray, " examples"]:
+def label_uniforms(seed: int, ids: Sequence[int]) -> Float64[np.ndarray, " examples"]:
     """A number in [0, 1) for each example, which settles its label."""
-    return np.array([generator(seed, "label", int(one)).random() for one in ids], np.float64)
+    return np.array([generator(seed, "label", int(example)).random() for example in ids], np.float64)
 
 
 def draw_label(logits: Tensor, uniform: Tensor) -> Tensor:
@@ -335,36 +339,36 @@ def draw_label(logits: Tensor, uniform: Tensor) -> Tensor:
     return reached.sum().clamp(max=logits.shape[-1] - 1)  # rounding may end the sum below one
 
 
-def _draws(
-    logits: Logits, count: int, *, labels: str, targets: Tensor | None, seed: int, ids: Sequence[int] | None
-) -> tuple[Tensor, OfExample]:
+def _label_draws(
+    logits: LogitsFn, count: int, *, labels: str, targets: Tensor | None, seed: int, ids: Sequence[int] | None
+) -> tuple[Tensor, Objective]:
     """What settles the label of each example, and log p of one example given that."""
 
     def log_prob(params: Params, value: Tensor, draw: Tensor) -> Tensor:
-        found = logits(params, value[None])[0]
-        label = draw_label(found, draw) if labels == "sampled" else draw
-        return found.log_softmax(-1).gather(0, label[None])[0]
+        class_logits = logits(params, value[None])[0]
+        label = draw_label(class_logits, draw) if labels == "sampled" else draw
+        return class_logits.log_softmax(-1).gather(0, label[None])[0]
 
     if labels == "sampled":
         ids = range(count) if ids is None else ids
         if len(ids) != count:
             raise DataError(f"{count} examples have {len(ids)} ids; give one for each")
-        return torch.from_numpy(uniforms(seed, ids)), log_prob
+        return torch.from_numpy(label_uniforms(seed, ids)), log_prob
     if labels != "true":
         raise ConfigError(f"labels are {labels!r}; they are 'sampled' from the model or 'true'")
     if targets is None or targets.shape != (count,):
-        found = "none" if targets is None else f"{tuple(targets.shape)}"
-        raise DataError(f"labels='true' needs one target for each of {count} examples, and there are {found}")
+        shape = "none" if targets is None else f"{tuple(targets.shape)}"
+        raise DataError(f"labels='true' needs one target for each of {count} examples, and there are {shape}")
     return targets.long(), log_prob
 
 
-def _layout(
-    of_example: OfExample, params: Params, names: Sequence[str], *, inputs: Tensor, draws: Tensor, method: str
-) -> Layout:
-    layout = look(of_example, params, names, inputs=inputs, draws=draws)
+def _trace(
+    objective: Objective, params: Params, names: Sequence[str], *, inputs: Tensor, draws: Tensor, method: str
+) -> ForwardTrace:
+    trace = capture(objective, params, names, inputs=inputs, draws=draws)
     if method == "layers":
-        return layout
+        return trace
     if method != "examples":
         raise ConfigError(f"the method is {method!r}; it is 'layers' or 'examples'")
-    inside = sum(params[name].numel() * params[name].element_size() for name in layout.matrices)
-    return Layout(products={}, bytes_per_example=layout.bytes_per_example + 2 * inside)
+    inside = sum(params[name].numel() * params[name].element_size() for name in trace.matrices)
+    return ForwardTrace(products={}, bytes_per_example=trace.bytes_per_example + 2 * inside)

@@ -53,7 +53,7 @@ Ranking: TypeAlias = Callable[[str], Tensor]
 of all of them has to be held: both times it must give the same."""
 
 
-def lowest(ranking: Ranking, like: Params, *, count: int, within: Mask | None = None) -> dict[str, Tensor]:
+def bottom_k(ranking: Ranking, like: Params, *, count: int, within: Mask | None = None) -> dict[str, Tensor]:
     """A mask with exactly `count` ones: the lowest-ranked weights of all of `like` together, in order of the names.
 
     With `within` only its ones can be kept. Equal numbers are taken by name, then by position.
@@ -68,15 +68,15 @@ def lowest(ranking: Ranking, like: Params, *, count: int, within: Mask | None = 
     dtype = torch.float64 if wide else torch.float32
     threshold, ties = _threshold(_gather(ranking, like, dtype, within), count)
     assert threshold < torch.inf, "more weights are wanted than the mask has ones"
-    kept: dict[str, Tensor] = {}
+    mask: dict[str, Tensor] = {}
     for name in sorted(like):
         values = _values(ranking, name, dtype, within)
-        kept[name] = values < threshold
+        mask[name] = values < threshold
         if ties > 0:
             first = (values == threshold).flatten().nonzero()[:ties, 0]
-            kept[name].view(-1)[first] = True
+            mask[name].view(-1)[first] = True
             ties -= len(first)
-    return {name: kept[name] for name in like}
+    return {name: mask[name] for name in like}
 
 
 def _threshold(numbers: "np.ndarray[Any, Any]", count: int) -> tuple[float, int]:
@@ -106,16 +106,16 @@ def _values(ranking: Ranking, name: str, dtype: torch.dtype, within: Mask | None
     return values if within is None else values.masked_fill(~within[name], torch.inf)
 
 
-def chosen_of(params: Params, names: Iterable[str]) -> dict[str, Tensor]:
+def select_params(params: Params, names: Iterable[str]) -> dict[str, Tensor]:
     """The chosen parameters.
 
     Raises:
         ModelError: the model has no such parameter.
     """
     names = list(names)
-    strange = [name for name in names if name not in params]
-    if strange:
-        raise ModelError(f"the model has no parameter {strange[0]!r}; it has {len(params)}, such as {min(params)!r}")
+    missing = [name for name in names if name not in params]
+    if missing:
+        raise ModelError(f"the model has no parameter {missing[0]!r}; it has {len(params)}, such as {min(params)!r}")
     return {name: params[name] for name in names}
 
 
@@ -129,32 +129,33 @@ def check_mask(mask: Mask, params: Params) -> None:
         what = f"has none for {missing[0]!r}" if missing else f"has {surplus[0]!r}, which the model lacks"
         raise ModelError(f"the mask {what} ({len(missing) + len(surplus)} such names); make the mask for this model")
     for name, tensor in params.items():
-        own = mask[name]
-        if own.shape != tensor.shape or own.dtype is not torch.bool:
+        bits = mask[name]
+        if bits.shape != tensor.shape or bits.dtype is not torch.bool:
             raise ModelError(
-                f"the mask of {name!r} is {_kind(own)}, the weights are {_kind(tensor)}; make the mask for this model"
+                f"the mask of {name!r} is {_describe(bits)}, the weights are {_describe(tensor)}; make the mask for"
+                " this model"
             )
 
 
-def _kind(tensor: Tensor) -> str:
+def _describe(tensor: Tensor) -> str:
     return f"{str(tensor.dtype).removeprefix('torch.')} {tuple(tensor.shape)}"
 
 
 def union(masks: Sequence[Mask]) -> dict[str, Tensor]:
     """What at least one mask lets move."""
-    _alike(masks)
+    _check_masks(masks)
     return {name: reduce(torch.logical_or, [mask[name] for mask in masks]).clone() for name in masks[0]}
 
 
 def intersection(masks: Sequence[Mask]) -> dict[str, Tensor]:
     """What every mask lets move."""
-    _alike(masks)
+    _check_masks(masks)
     return {name: reduce(torch.logical_and, [mask[name] for mask in masks]).clone() for name in masks[0]}
 
 
 def overlap(masks: Sequence[Mask]) -> Float64[np.ndarray, "masks masks"]:
     """Jaccard index |a and b| / |a or b| of every pair; two empty masks are equal and have 1."""
-    _alike(masks)
+    _check_masks(masks)
     both = np.zeros((len(masks), len(masks)))
     for name in masks[0]:
         # float64 counts exactly up to 2^53; one row of bits a mask and parameter at a time
@@ -169,25 +170,25 @@ def overlap(masks: Sequence[Mask]) -> Float64[np.ndarray, "masks masks"]:
 
 def density(mask: Mask) -> dict[str, float]:
     """The share of weights that may move, of every parameter; an empty parameter has 0."""
-    return {name: float(torch.count_nonzero(own)) / max(1, own.numel()) for name, own in mask.items()}
+    return {name: float(torch.count_nonzero(bits)) / max(1, bits.numel()) for name, bits in mask.items()}
 
 
-def layers(mask: Mask) -> dict[str, float]:
+def density_by_layer(mask: Mask) -> dict[str, float]:
     """The share of weights that may move by layer: embeddings, then numbers in rising order, then the others.
 
     A layer is all tensors whose names agree up to their first number, such as `encoder.layer.3`; of names without one,
     up to the first dot.
     """
     counts: dict[str, list[int]] = {}
-    for name, own in mask.items():
-        found = _LAYER.match(name)
-        count = counts.setdefault(found[0] if found else name.partition(".")[0], [0, 0])
-        count[0] += int(torch.count_nonzero(own))
-        count[1] += own.numel()
-    return {layer: counts[layer][0] / max(1, counts[layer][1]) for layer in sorted(counts, key=_place)}
+    for name, bits in mask.items():
+        match = _LAYER.match(name)
+        count = counts.setdefault(match[0] if match else name.partition(".")[0], [0, 0])
+        count[0] += int(torch.count_nonzero(bits))
+        count[1] += bits.numel()
+    return {layer: counts[layer][0] / max(1, counts[layer][1]) for layer in sorted(counts, key=_layer_order)}
 
 
-def _place(layer: str) -> tuple[int, str, int]:
+def _layer_order(layer: str) -> tuple[int, str, int]:
     """Where a layer stands: a file holds its tensors in an order of its own."""
     name, _, number = layer.rpartition(".")
     if number.isdecimal():
@@ -197,10 +198,10 @@ def _place(layer: str) -> tuple[int, str, int]:
 
 def num_kept(mask: Mask) -> int:
     """How many weights may move."""
-    return sum(int(torch.count_nonzero(own)) for own in mask.values())
+    return sum(int(torch.count_nonzero(bits)) for bits in mask.values())
 
 
-def _alike(masks: Sequence[Mask]) -> None:
+def _check_masks(masks: Sequence[Mask]) -> None:
     if not masks:
         raise ModelError("there are no masks to compare; give one or more")
     for mask in masks[1:]:
@@ -217,7 +218,7 @@ class Evidence:
     params: Params
     """The weights to choose from."""
     scores: Params | None = None
-    """The sensitivity of each of them, as `sparse.fisher.fisher` gives it."""
+    """The sensitivity of each of them, as `sparse.fisher.fisher_scores` gives it."""
     seed: int | None = None
 
 
@@ -227,9 +228,9 @@ def _sensitivity(evidence: Evidence) -> Ranking:
         raise ConfigError("this mask strategy ranks by sensitivity and has no scores; compute them with fisher_scores")
     for name, tensor in evidence.params.items():
         if name not in scores or scores[name].shape != tensor.shape:
-            found = tuple(scores[name].shape) if name in scores else "none"
+            shape = tuple(scores[name].shape) if name in scores else "none"
             raise ModelError(
-                f"scores of {name!r} have the shape {found}, its weights {tuple(tensor.shape)}; compute the scores "
+                f"scores of {name!r} have the shape {shape}, its weights {tuple(tensor.shape)}; compute the scores "
                 "with this model"
             )
     return lambda name: scores[name].detach()
@@ -265,8 +266,8 @@ def _random(evidence: Evidence) -> Ranking:
 
     def draw(name: str) -> Tensor:
         tensor = evidence.params[name]
-        drawn = generator(seed, "mask", name).random(tensor.shape, dtype="float32")
-        return torch.as_tensor(drawn).to(tensor.device)
+        numbers = generator(seed, "mask", name).random(tensor.shape, dtype="float32")
+        return torch.as_tensor(numbers).to(tensor.device)
 
     return draw
 
@@ -314,7 +315,7 @@ def check_sparsity(sparsity: float) -> None:
         raise ConfigError(f"sparsity is {sparsity}; it is the share of frozen weights, above 0 and below 1, e.g. 0.9")
 
 
-def check_kept(params: Params, *, sparsity: float, scope: Scope) -> None:
+def check_any_kept(params: Params, *, sparsity: float, scope: Scope) -> None:
     """Raise ConfigError unless some of these weights move and some do not."""
     check_sparsity(sparsity)
     sizes = [tensor.numel() for tensor in params.values()]
@@ -338,19 +339,19 @@ def keep_share(
     for part in parts:
         count = round(share * sum(tensor.numel() for tensor in part.values()))
         inside = None if within is None else {name: within[name] for name in part}
-        mask |= lowest(ranking, part, count=count, within=inside)
+        mask |= bottom_k(ranking, part, count=count, within=inside)
     return {name: mask[name].to(params[name].device) for name in params}
 
 
-Score: TypeAlias = Callable[[Params], Params]
+ScoreFn: TypeAlias = Callable[[Params], Params]
 """The sensitivity of the chosen weights at these weights of the whole model."""
 
 SHRINK = 0.1
 """What is left of a weight that is already frozen while the others are scored."""
 
 
-def calibrate(
-    score: Score,
+def calibrate_mask(
+    score: ScoreFn,
     params: Params,
     *,
     names: Iterable[str],
@@ -370,20 +371,20 @@ def calibrate(
         raise ConfigError(f"calibration has {rounds} rounds; it needs 1 or more")
     if not 0 <= shrink <= 1:
         raise ConfigError(f"shrink is {shrink}; it is what is left of a frozen weight, from 0 to 1")
-    chosen = chosen_of(params, names)
+    chosen = select_params(params, names)
     mask: dict[str, Tensor] | None = None
-    for done in range(rounds):
+    for completed in range(rounds):
         scores = None
         if strategy in BY_SENSITIVITY:
-            scores = score(params if mask is None else turned_down(params, mask, shrink=shrink))
+            scores = score(params if mask is None else shrink_frozen(params, mask, shrink=shrink))
         evidence = Evidence(params=chosen, scores=scores, seed=seed)
-        share = (1 - sparsity) ** ((done + 1) / rounds)
+        share = (1 - sparsity) ** ((completed + 1) / rounds)
         mask = keep_share(strategy, evidence, share=share, scope=scope, within=mask)
     assert mask is not None
     return mask
 
 
-def turned_down(params: Params, mask: Mask, *, shrink: float) -> dict[str, Tensor]:
+def shrink_frozen(params: Params, mask: Mask, *, shrink: float) -> dict[str, Tensor]:
     """The model with its frozen weights times `shrink`; parameters without a mask stay as they are."""
     return {
         name: tensor if name not in mask else tensor.where(mask[name], shrink * tensor)
@@ -391,7 +392,10 @@ def turned_down(params: Params, mask: Mask, *, shrink: float) -> dict[str, Tenso
     }
 
 
-UNIONS: Mapping[str, Callable[[Sequence[Mask]], dict[str, Tensor]]] = {"union": union, "intersection": intersection}
+MASK_MERGES: Mapping[str, Callable[[Sequence[Mask]], dict[str, Tensor]]] = {
+    "union": union,
+    "intersection": intersection,
+}
 """How several masks become one."""
 
 
@@ -403,13 +407,13 @@ def read_mask(path: Path) -> dict[str, Tensor]:
         ModelError: it holds something else than a mask.
     """
     tensors = read_tensors(path)
-    if strange := next((name for name, own in tensors.items() if own.dtype is not torch.bool), None):
-        kind = str(tensors[strange].dtype).removeprefix("torch.")
-        raise ModelError(f"{path} is no mask: {strange!r} is {kind}, not bool; give the mask.safetensors of a run")
-    return {name: own for name, own in tensors.items() if not name.startswith(HEAD)}
+    if offender := next((name for name, bits in tensors.items() if bits.dtype is not torch.bool), None):
+        kind = str(tensors[offender].dtype).removeprefix("torch.")
+        raise ModelError(f"{path} is no mask: {offender!r} is {kind}, not bool; give the mask.safetensors of a run")
+    return {name: bits for name, bits in tensors.items() if not name.startswith(HEAD)}
 
 
-def stored_mask(path: Path, *, like: Params) -> dict[str, Tensor]:
+def load_mask(path: Path, *, like: Params) -> dict[str, Tensor]:
     """The mask of a file for a model with these weights, in their order.
 
     Raises:
@@ -427,25 +431,25 @@ def stored_mask(path: Path, *, like: Params) -> dict[str, Tensor]:
     return {name: mask[name].to(tensor.device) for name, tensor in like.items()}
 
 
-def merged(masks: Mapping[str, Mask], *, method: str) -> dict[str, Tensor]:
+def merge_masks(masks: Mapping[str, Mask], *, method: str) -> dict[str, Tensor]:
     """One mask out of several, by their names.
 
     Raises:
         ConfigError: the method is unknown, or nothing is left.
         ModelError: one is of another model than the first; the message names both.
     """
-    if method not in UNIONS:
-        raise unknown("merge", method, UNIONS)
-    check_alike(masks)
-    found = UNIONS[method](list(masks.values()))
-    if not num_kept(found):
+    if method not in MASK_MERGES:
+        raise unknown("merge", method, MASK_MERGES)
+    check_same_model(masks)
+    mask = MASK_MERGES[method](list(masks.values()))
+    if not num_kept(mask):
         raise ConfigError(
             f"the {method} of these {len(masks)} masks lets no weight move; take the union, or fewer masks"
         )
-    return found
+    return mask
 
 
-def check_alike(masks: Mapping[str, Mask]) -> None:
+def check_same_model(masks: Mapping[str, Mask]) -> None:
     """Raise ModelError unless all masks are of one model."""
     first, *others = masks
     for name in others:

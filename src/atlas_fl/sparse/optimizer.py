@@ -32,7 +32,7 @@ from atlas_fl.params import ByClient, Params
 from atlas_fl.sparse.masks import Mask, check_mask
 
 
-def with_frozen(mixed: ByClient, held: ByClient, mask: Mask) -> dict[str, Params]:
+def restore_frozen(aggregated: ByClient, before: ByClient, mask: Mask) -> dict[str, Params]:
     """The mixed models, with those weights that the mask freezes as each client held them.
 
     Clients that share a model or a tensor before and after go on sharing it, and a model that was not mixed is the same
@@ -41,21 +41,21 @@ def with_frozen(mixed: ByClient, held: ByClient, mask: Mask) -> dict[str, Params
     tensors: dict[tuple[int, int], Tensor] = {}
     models: dict[tuple[int, ...], Params] = {}
 
-    def kept(key: str, new: Tensor, old: Tensor) -> Tensor:
+    def restore_tensor(key: str, new: Tensor, old: Tensor) -> Tensor:
         if new is old:
             return old
-        place = id(new), id(old)
-        if place not in tensors:
-            tensors[place] = new.where(mask[key].to(new.device), old)
-        return tensors[place]
+        pair = id(new), id(old)
+        if pair not in tensors:
+            tensors[pair] = new.where(mask[key].to(new.device), old)
+        return tensors[pair]
 
-    def whole(new: Params, old: Params) -> Params:
+    def restore_model(new: Params, old: Params) -> Params:
         if new is old:
             return old
-        place = (*map(id, new.values()), *map(id, old.values()))
-        return models.setdefault(place, {key: kept(key, tensor, old[key]) for key, tensor in new.items()})
+        identity = (*map(id, new.values()), *map(id, old.values()))
+        return models.setdefault(identity, {key: restore_tensor(key, tensor, old[key]) for key, tensor in new.items()})
 
-    return {name: whole(params, held[name]) for name, params in mixed.items()}
+    return {name: restore_model(params, before[name]) for name, params in aggregated.items()}
 
 
 FEW = 0.25
@@ -67,21 +67,21 @@ _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Lane:
+class _UpdateMode:
     """How the weights of one parameter are stepped: some of them, all under bits, or all."""
 
     index: Tensor | None = None
     bits: Tensor | None = None
 
 
-def _lane(parameter: Tensor, own: Tensor) -> _Lane:
-    kept = int(torch.count_nonzero(own))
-    if kept == own.numel():
-        return _Lane()
-    own = own.to(parameter.device)
-    if kept <= FEW * own.numel() and parameter.is_contiguous():
-        return _Lane(index=own.flatten().nonzero()[:, 0])
-    return _Lane(bits=-own.to(_INTEGERS[parameter.element_size()]))  # all bits where a weight is kept
+def _update_mode(parameter: Tensor, mask: Tensor) -> _UpdateMode:
+    num_kept = int(torch.count_nonzero(mask))
+    if num_kept == mask.numel():
+        return _UpdateMode()
+    mask = mask.to(parameter.device)
+    if num_kept <= FEW * mask.numel() and parameter.is_contiguous():
+        return _UpdateMode(index=mask.flatten().nonzero()[:, 0])
+    return _UpdateMode(bits=-mask.to(_INTEGERS[parameter.element_size()]))  # all bits where a weight is kept
 
 
 class SparseSGDM(torch.optim.Optimizer):
@@ -114,7 +114,7 @@ class SparseSGDM(torch.optim.Optimizer):
         if nesterov and (momentum <= 0 or dampening != 0):
             raise ConfigError(f"Nesterov needs momentum above 0 and no dampening; they are {momentum} and {dampening}")
         check_mask(masks, named)
-        self._lanes = {parameter: _lane(parameter, masks[name]) for name, parameter in named.items()}
+        self._modes = {parameter: _update_mode(parameter, masks[name]) for name, parameter in named.items()}
         self._names = {parameter: name for name, parameter in named.items()}
         super().__init__(list(named.values()), numbers | {"dampening": dampening, "nesterov": nesterov})
 
@@ -128,28 +128,28 @@ class SparseSGDM(torch.optim.Optimizer):
         for group in self.param_groups:
             for parameter in group["params"]:
                 if parameter.grad is not None:
-                    self._move(parameter, group)
+                    self._update_parameter(parameter, group)
         return loss
 
     def is_gathered(self, parameter: Tensor) -> bool:
         """Whether this parameter's momentum is that of its kept weights alone, (kept,), and not of its own shape."""
-        return self._lane_of(parameter).index is not None
+        return self._mode_of(parameter).index is not None
 
-    def _move(self, parameter: Tensor, group: Mapping[str, Any]) -> None:
-        lane, gradient, decay = self._lane_of(parameter), parameter.grad, group["weight_decay"]
+    def _update_parameter(self, parameter: Tensor, group: Mapping[str, Any]) -> None:
+        mode, gradient, decay = self._mode_of(parameter), parameter.grad, group["weight_decay"]
         assert gradient is not None
-        if lane.index is not None:
+        if mode.index is not None:
             # Of the ways to gather and to put back, these two use every thread, and torch has them deterministic.
-            kept = parameter.take(lane.index)
-            self._fused(parameter, kept, gradient.take(lane.index), group, decay)
-            parameter.view(-1).index_copy_(0, lane.index, kept)
+            values = parameter.take(mode.index)
+            self._fused_step(parameter, values, gradient.take(mode.index), group, decay)
+            parameter.view(-1).index_copy_(0, mode.index, values)
             return
-        if lane.bits is not None:
+        if mode.bits is not None:
             gradient = gradient.add(parameter, alpha=decay) if decay else gradient.clone()
-            gradient.view(lane.bits.dtype).bitwise_and_(lane.bits)
+            gradient.view(mode.bits.dtype).bitwise_and_(mode.bits)
             decay = 0.0
             if parameter.is_contiguous():  # the fused kernel knows no strides
-                self._fused(parameter, parameter, gradient.contiguous(), group, decay)
+                self._fused_step(parameter, parameter, gradient.contiguous(), group, decay)
                 return
         if decay:
             gradient = gradient.add(parameter, alpha=decay)
@@ -162,7 +162,7 @@ class SparseSGDM(torch.optim.Optimizer):
             gradient = gradient.add(buffer, alpha=group["momentum"]) if group["nesterov"] else buffer
         parameter.add_(gradient, alpha=-group["lr"])
 
-    def _fused(
+    def _fused_step(
         self, parameter: Tensor, value: Tensor, gradient: Tensor, group: Mapping[str, Any], decay: float
     ) -> None:
         """A step of this parameter's values in one pass, as in torch.optim.SGD(fused=True), to make up for the mask."""
@@ -180,10 +180,10 @@ class SparseSGDM(torch.optim.Optimizer):
             is_first_step=first,
         )
 
-    def _lane_of(self, parameter: Tensor) -> _Lane:
-        if parameter not in self._lanes:
+    def _mode_of(self, parameter: Tensor) -> _UpdateMode:
+        if parameter not in self._modes:
             raise ModelError(f"a parameter of shape {tuple(parameter.shape)} has no mask; give one for each parameter")
-        return self._lanes[parameter]
+        return self._modes[parameter]
 
     def _buffer(self, parameter: Tensor, gradient: Tensor) -> tuple[Tensor, bool]:
         """The buffer, and whether it is new and holds nothing yet."""
@@ -200,25 +200,25 @@ class SparseSGDM(torch.optim.Optimizer):
         return buffer, first
 
 
-def momentum_of(optimizer: torch.optim.Optimizer, named: Params, *, masks: Mask | None) -> dict[str, Tensor]:
+def extract_momentum(optimizer: torch.optim.Optimizer, named: Params, *, masks: Mask | None) -> dict[str, Tensor]:
     """Every parameter's buffer by name, on the CPU; under a mask its kept values alone, (kept,).
 
     There is none of a parameter that has not moved, or of which no weight is kept.
     """
-    found = {}
+    buffers = {}
     for name, parameter in named.items():
         buffer = optimizer.state.get(parameter, {}).get(BUFFER)
         if buffer is None or (masks is not None and not masks[name].any()):
             continue
         if masks is not None and not _is_gathered(optimizer, parameter):
             buffer = buffer[masks[name].to(buffer.device)]
-        found[name] = buffer.detach().cpu()
-    return found
+        buffers[name] = buffer.detach().cpu()
+    return buffers
 
 
-def put_momentum(optimizer: torch.optim.Optimizer, named: Params, held: Params, *, masks: Mask | None) -> None:
-    """Let the optimizer go on with this momentum, which `momentum_of` gave of one like it; others begin anew."""
-    for name, values in held.items():
+def load_momentum(optimizer: torch.optim.Optimizer, named: Params, momentum: Params, *, masks: Mask | None) -> None:
+    """Let the optimizer go on with this momentum, which `extract_momentum` gave of one like it; others begin anew."""
+    for name, values in momentum.items():
         parameter = named[name]
         buffer = values.to(parameter.device, copy=True)  # it moves in place, and the round may have to be repeated
         if masks is not None and not _is_gathered(optimizer, parameter):

@@ -11,33 +11,33 @@ from torch import Tensor
 
 from atlas_fl.errors import ConfigError, ModelError, unknown
 from atlas_fl.params import Params
-from atlas_fl.sparse.masks import Mask, lowest
+from atlas_fl.sparse.masks import Mask, bottom_k
 
 
 def task_vector(trained: Params, start: Params) -> dict[str, Tensor]:
     """tau = theta - theta_0, parameter by parameter."""
-    _alike([start, trained])
+    _check_same_shapes([start, trained])
     return {name: trained[name] - start[name] for name in start}
 
 
-def apply(start: Params, vector: Params, *, scale: float = 1.0) -> dict[str, Tensor]:
+def apply_vector(start: Params, vector: Params, *, scale: float = 1.0) -> dict[str, Tensor]:
     """theta_0 + scale tau; parameters that the vector lacks stay as they are."""
-    _alike([{name: start[name] for name in vector if name in start}, vector])
+    _check_same_shapes([{name: start[name] for name in vector if name in start}, vector])
     return {name: tensor + scale * vector[name] if name in vector else tensor for name, tensor in start.items()}
 
 
-def scaled(vector: Params, factor: float) -> dict[str, Tensor]:
+def scale_vector(vector: Params, factor: float) -> dict[str, Tensor]:
     """factor tau."""
     return {name: factor * tensor for name, tensor in vector.items()}
 
 
-def added(vectors: Sequence[Params]) -> dict[str, Tensor]:
+def sum_vectors(vectors: Sequence[Params]) -> dict[str, Tensor]:
     """The sum of task vectors, in their order."""
-    _alike(vectors)
+    _check_same_shapes(vectors)
     return {name: torch.stack([vector[name] for vector in vectors]).sum(0) for name in vectors[0]}
 
 
-def merge(vectors: Sequence[Params], *, method: str, keep: float = 0.2) -> dict[str, Tensor]:
+def merge_vectors(vectors: Sequence[Params], *, method: str, keep: float = 0.2) -> dict[str, Tensor]:
     """One task vector out of several: their `mean`, or `ties`, which keeps the share `keep` of each first.
 
     Raises:
@@ -48,7 +48,7 @@ def merge(vectors: Sequence[Params], *, method: str, keep: float = 0.2) -> dict[
         raise unknown("merge", method, MERGES)
     if not 0 < keep <= 1:
         raise ConfigError(f"keep is {keep}; it is the share of each task vector that TIES keeps, above 0, at most 1")
-    _alike(vectors)
+    _check_same_shapes(vectors)
     return MERGES[method](vectors, keep)
 
 
@@ -62,10 +62,10 @@ def _ties(vectors: Sequence[Params], keep: float) -> dict[str, Tensor]:
     Trim: of each vector the round(keep n) largest magnitudes stay, exactly so many. Elect: the sign of the sum of what
     stayed. Merge: the mean of the values of that sign; where masses cancel exactly, or nothing stayed, zero.
     """
-    kept = [trim(vector, keep=keep) for vector in vectors]
+    masks = [trim_mask(vector, keep=keep) for vector in vectors]
     merged = {}
     for name in vectors[0]:
-        values = torch.stack([vector[name] * own[name] for vector, own in zip(vectors, kept, strict=True)])
+        values = torch.stack([vector[name] * mask[name] for vector, mask in zip(vectors, masks, strict=True)])
         agrees = values.sign() == values.sum(0).sign()
         count = agrees.sum(0)
         merged[name] = values.where(agrees, 0.0).sum(0) / count.clamp(min=1)
@@ -75,20 +75,22 @@ def _ties(vectors: Sequence[Params], keep: float) -> dict[str, Tensor]:
 MERGES: Mapping[str, Callable[[Sequence[Params], float], dict[str, Tensor]]] = {"mean": _mean, "ties": _ties}
 
 
-def trim(vector: Params, *, keep: float) -> Mask:
+def trim_mask(vector: Params, *, keep: float) -> Mask:
     """The round(keep n) largest magnitudes over the whole vector, ties by name and position."""
     count = round(keep * sum(tensor.numel() for tensor in vector.values()))
-    return lowest(lambda name: -vector[name].abs(), vector, count=count)
+    return bottom_k(lambda name: -vector[name].abs(), vector, count=count)
 
 
-def _alike(vectors: Sequence[Params]) -> None:
+def _check_same_shapes(vectors: Sequence[Params]) -> None:
     if not vectors:
         raise ModelError("there is no task vector to work with; give one or more")
     first = vectors[0]
     for vector in vectors[1:]:
         if vector.keys() != first.keys():
-            strange = min(vector.keys() ^ first.keys())
-            raise ModelError(f"task vectors of different models: only one has {strange!r}; take the same architecture")
+            unmatched = min(vector.keys() ^ first.keys())
+            raise ModelError(
+                f"task vectors of different models: only one has {unmatched!r}; take the same architecture"
+            )
         for name, tensor in vector.items():
             if tensor.shape != first[name].shape:
                 raise ModelError(

@@ -21,13 +21,13 @@ import torch
 from torch import Tensor
 
 from atlas_fl.errors import ProtocolError
-from atlas_fl.models.attention import Layout
-from atlas_fl.models.backbone import Backbone, embed, features_of, picked, through
-from atlas_fl.split.codec import WireName, decode_rows, encode_rows, with_noise
+from atlas_fl.models.attention import PackedLayout
+from atlas_fl.models.backbone import Backbone, embed_tokens, norm_and_pool, read_positions, run_blocks
+from atlas_fl.split.codec import WireName, add_noise, decode_rows, encode_rows
 from atlas_fl.storage.ledger import Direction, Kind
 from atlas_fl.storage.tensors import encode
 
-Crossed: TypeAlias = Mapping[tuple[Kind, Direction], int]
+CutTraffic: TypeAlias = Mapping[tuple[Kind, Direction], int]
 """Bytes through one client's cut by kind and direction."""
 
 
@@ -55,7 +55,7 @@ NO_CUTS: Mapping[str, Cut] = MappingProxyType({})
 """The cuts of clients that are all whole."""
 
 
-class Line:
+class CutChannel:
     """One client's connection through its cut: encodes, decodes and counts every message."""
 
     def __init__(self, cut: Cut, *, secret: bytes | None = None) -> None:
@@ -66,54 +66,54 @@ class Line:
                 " on both ends"
             )
         self.cut, self._secret = cut, secret
-        self.crossed: Counter[tuple[Kind, Direction]] = Counter()
+        self.traffic: Counter[tuple[Kind, Direction]] = Counter()
 
-    def message(self, rows: Tensor, kind: Kind, *, extra: Mapping[str, Tensor] | None = None) -> bytes:
+    def encode_up(self, rows: Tensor, kind: Kind, *, extra: Mapping[str, Tensor] | None = None) -> bytes:
         """What leaves the client, counted: the rows (tokens, width) with its noise, and `extra` beside them."""
         if self.cut.noise and self._secret is not None:
-            rows = with_noise(rows, noise=self.cut.noise, secret=self._secret, kind=kind)
-        return self._counted(encode_rows(rows, wire=self.cut.wire, extra=extra), kind, "up")
+            rows = add_noise(rows, noise=self.cut.noise, secret=self._secret, kind=kind)
+        return self._count(encode_rows(rows, wire=self.cut.wire, extra=extra), kind, "up")
 
-    def up(self, rows: Tensor, kind: Kind, *, extra: Mapping[str, Tensor] | None = None) -> Tensor:
+    def send_up(self, rows: Tensor, kind: Kind, *, extra: Mapping[str, Tensor] | None = None) -> Tensor:
         """The rows (tokens, width) as the server gets them, with the client's noise, in their own dtype."""
-        return decode_rows(self.message(rows, kind, extra=extra))[0].to(device=rows.device, dtype=rows.dtype)
+        return decode_rows(self.encode_up(rows, kind, extra=extra))[0].to(device=rows.device, dtype=rows.dtype)
 
-    def down(self, rows: Tensor, kind: Kind) -> Tensor:
+    def send_down(self, rows: Tensor, kind: Kind) -> Tensor:
         """The rows (tokens, width) as the client gets them, in their own dtype."""
-        message = self._counted(encode_rows(rows, wire=self.cut.wire), kind, "down")
+        message = self._count(encode_rows(rows, wire=self.cut.wire), kind, "down")
         return decode_rows(message)[0].to(device=rows.device, dtype=rows.dtype)
 
-    def tell(self, kind: Kind, direction: Direction, tensors: Mapping[str, Tensor]) -> None:
+    def send(self, kind: Kind, direction: Direction, tensors: Mapping[str, Tensor]) -> None:
         """Send tensors that travel as they are."""
-        self._counted(encode(tensors), kind, direction)
+        self._count(encode(tensors), kind, direction)
 
-    def share_norms(self, norms: Tensor, below: Sequence[int]) -> None:
+    def share_norms(self, norms: Tensor, client_side: Sequence[int]) -> None:
         """Each side tells the other the norm of each of its gradients, so that a client is clipped as a whole.
 
-        `norms` are those of the whole model, (tensors,), and `below` the places of the client's among them.
+        `norms` are those of the whole model, (tensors,), and `client_side` the places of the client's among them.
         """
-        here = torch.zeros(len(norms), dtype=torch.bool, device=norms.device)
-        here[list(below)] = True
-        self.tell("control", "up", {NORMS: norms[here]})
-        self.tell("control", "down", {NORMS: norms[~here]})
+        is_client_side = torch.zeros(len(norms), dtype=torch.bool, device=norms.device)
+        is_client_side[list(client_side)] = True
+        self.send("control", "up", {NORMS: norms[is_client_side]})
+        self.send("control", "down", {NORMS: norms[~is_client_side]})
 
-    def _counted(self, message: bytes, kind: Kind, direction: Direction) -> bytes:
-        self.crossed[kind, direction] += len(message)
+    def _count(self, message: bytes, kind: Kind, direction: Direction) -> bytes:
+        self.traffic[kind, direction] += len(message)
         return message
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class End:
+class CutSegment:
     """A cut client's part of a row."""
 
-    line: Line
+    channel: CutChannel
     tokens: slice
     """Its tokens in the row."""
-    reads: slice
+    feature_rows: slice
     """Its rows of features."""
     lengths: Tensor
     """(sequences,) int32: the server needs them to keep attention inside each."""
-    places: Tensor | None
+    output_positions: Tensor | None
     """(reads,) int32: the tokens that the head reads, where text is written."""
     labels: Tensor
 
@@ -123,69 +123,79 @@ class _Crossing:
     """Rows that cross: there in the forward pass, back in the backward pass."""
 
     rows: slice
-    there: Callable[[Tensor], Tensor]
-    back: Callable[[Tensor], Tensor]
+    forward: Callable[[Tensor], Tensor]
+    backward: Callable[[Tensor], Tensor]
 
 
-class _Cross(torch.autograd.Function):
+class _CrossCut(torch.autograd.Function):
     """The rows of some clients as the other side gets them, and their gradients likewise; all others untouched."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, crossings: Sequence[_Crossing]) -> Tensor:
         ctx.crossings = crossings
         out = rows.clone()
-        for own in crossings:
-            out[own.rows] = own.there(rows[own.rows])
+        for crossing in crossings:
+            out[crossing.rows] = crossing.forward(rows[crossing.rows])
         return out
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         out = grad.clone()
-        for own in ctx.crossings:
-            out[own.rows] = own.back(grad[own.rows])
+        for crossing in ctx.crossings:
+            out[crossing.rows] = crossing.backward(grad[crossing.rows])
         return out, None
 
 
-def features_across(
-    backbone: Backbone, ids: Tensor, types: Tensor, layout: Layout, *, ends: Sequence[End], reads: Tensor | None = None
+def backbone_features_across_cuts(
+    backbone: Backbone,
+    ids: Tensor,
+    types: Tensor,
+    layout: PackedLayout,
+    *,
+    segments: Sequence[CutSegment],
+    output_positions: Tensor | None = None,
 ) -> Tensor:
-    """What the heads read of the row, (reads, hidden), as `models.backbone.features` gives it, over every cut.
+    """The features of the row, (outputs, hidden), as `models.backbone.backbone_features` computes them, over every cut.
 
-    `ids` and `types` are (tokens,) int64, `reads` (reads,) int64 places in the row; `ends` are the cut clients', at
-    least one. A gradient crosses where something below the cut trains.
+    `ids` and `types` are (tokens,) int64, `output_positions` (outputs,) int64 positions in the row. `segments` are
+    those of the cut clients, at least one. A gradient crosses a cut where something below it trains.
     """
-    pick, done = picked(backbone.family, layout, reads), 0
-    hidden = embed(backbone, ids, types, layout)
-    for blocks in sorted({end.line.cut.blocks for end in ends}):
-        hidden = through(backbone, hidden, layout, range(done, blocks))
-        hidden = _cross(hidden, [_activations(end) for end in ends if end.line.cut.blocks == blocks])
+    positions, done = read_positions(backbone.family, layout, output_positions), 0
+    hidden = embed_tokens(backbone, ids, types, layout)
+    for blocks in sorted({segment.channel.cut.blocks for segment in segments}):
+        hidden = run_blocks(backbone, hidden, layout, range(done, blocks))
+        hidden = _cross(
+            hidden, [_activation_crossing(segment) for segment in segments if segment.channel.cut.blocks == blocks]
+        )
         done = blocks
     rest = range(done, len(backbone.blocks))
-    found = features_of(backbone, through(backbone, hidden, layout, rest, pick=pick), pick)
-    for end in ends:
-        if end.line.cut.head == "server":
-            end.line.tell("label", "up", {"labels": end.labels})
-    home = [_features(end) for end in ends if end.line.cut.head == "client"]
-    return _cross(found, home) if home else found
+    features = norm_and_pool(backbone, run_blocks(backbone, hidden, layout, rest, positions=positions), positions)
+    for segment in segments:
+        if segment.channel.cut.head == "server":
+            segment.channel.send("label", "up", {"labels": segment.labels})
+    feature_crossings = [_feature_crossing(segment) for segment in segments if segment.channel.cut.head == "client"]
+    return _cross(features, feature_crossings) if feature_crossings else features
 
 
-def _activations(end: End) -> _Crossing:
-    beside = {"lengths": end.lengths} | ({} if end.places is None else {"places": end.places})
+def _activation_crossing(segment: CutSegment) -> _Crossing:
+    extra = {"lengths": segment.lengths} | (
+        {} if segment.output_positions is None else {"places": segment.output_positions}
+    )
     return _Crossing(
-        rows=end.tokens,
-        there=lambda rows: end.line.up(rows, "activation", extra=beside),
-        back=lambda rows: end.line.down(rows, "gradient"),
+        rows=segment.tokens,
+        forward=lambda rows: segment.channel.send_up(rows, "activation", extra=extra),
+        backward=lambda rows: segment.channel.send_down(rows, "gradient"),
     )
 
 
-def _features(end: End) -> _Crossing:
+def _feature_crossing(segment: CutSegment) -> _Crossing:
     return _Crossing(
-        rows=end.reads,
-        there=lambda rows: end.line.down(rows, "activation"),
-        back=lambda rows: end.line.up(rows, "gradient"),
+        rows=segment.feature_rows,
+        forward=lambda rows: segment.channel.send_down(rows, "activation"),
+        backward=lambda rows: segment.channel.send_up(rows, "gradient"),
     )
 
 
 def _cross(rows: Tensor, crossings: Sequence[_Crossing]) -> Tensor:
-    found: Tensor = _Cross.apply(rows, crossings)  # type: ignore[no-untyped-call]
-    return found
+    out: Tensor = _CrossCut.apply(rows, crossings)  # type: ignore[no-untyped-call]
+    return out

@@ -36,7 +36,7 @@ from atlas_fl.errors import ProtocolError
 from atlas_fl.storage.ledger import Kind
 from atlas_fl.storage.tensors import decode, encode, encoded_size
 
-MOST_NUMBERS = 1 << 20
+NUMBERS_AT_ONCE = 1 << 20
 """Numbers that are drawn at once: a few times as many are held meanwhile."""
 
 
@@ -48,15 +48,15 @@ def simulated_secret(seed: int, client: str) -> bytes:
     return blake2b(f"{seed}\x1f{client}".encode(), person=b"simulated noise", digest_size=32).digest()
 
 
-def with_noise(rows: Tensor, *, noise: float, secret: bytes, kind: Kind) -> Tensor:
+def add_noise(rows: Tensor, *, noise: float, secret: bytes, kind: Kind) -> Tensor:
     """The rows with Gaussian noise of `noise` times each row's root mean square; (tokens, width), a new tensor.
 
     A row's noise depends on the row, on `noise`, `kind` and the secret, and on no other row.
     """
     values = rows.detach().float()
-    drawn = _normals(values.cpu(), _key(secret, f"{kind}\x1f{noise!r}")).to(rows.device)
+    normals = _draw_normals(values.cpu(), _key(secret, f"{kind}\x1f{noise!r}")).to(rows.device)
     spread = noise * values.square().mean(-1, keepdim=True).sqrt()
-    return rows + (spread * drawn).to(rows.dtype)
+    return rows + (spread * normals).to(rows.dtype)
 
 
 def _key(secret: bytes, use: str) -> bytes:
@@ -64,18 +64,18 @@ def _key(secret: bytes, use: str) -> bytes:
     return blake2b(use.encode(), key=secret, person=b"wire noise", digest_size=32).digest()
 
 
-def _normals(rows: Tensor, key: bytes) -> Tensor:
+def _draw_normals(rows: Tensor, key: bytes) -> Tensor:
     """Standard normal numbers for these rows on the CPU, (tokens, width) float32, row by row."""
     count, width = rows.shape
-    drawn = torch.empty(count, width)
-    if drawn.numel():
+    normals = torch.empty(count, width)
+    if normals.numel():
         values = rows.contiguous().view(torch.uint8).numpy()  # (tokens, bytes)
-        pairs, at_once = -(-width // 2), max(1, MOST_NUMBERS // width)
+        pairs, at_once = -(-width // 2), max(1, NUMBERS_AT_ONCE // width)
         for first in range(0, count, at_once):
-            few = values[first : first + at_once]
-            bits = b"".join(shake_256(key + row.tobytes()).digest(8 * pairs) for row in few)
-            drawn[first : first + len(few)] = torch.from_numpy(_box_muller(bits, pairs)[:, :width])
-    return drawn
+            block = values[first : first + at_once]
+            bits = b"".join(shake_256(key + row.tobytes()).digest(8 * pairs) for row in block)
+            normals[first : first + len(block)] = torch.from_numpy(_box_muller(bits, pairs)[:, :width])
+    return normals
 
 
 def _box_muller(bits: bytes, pairs: int) -> np.ndarray:
@@ -106,7 +106,7 @@ def encode_rows(rows: Tensor, *, wire: WireName, extra: Mapping[str, Tensor] | N
 def decode_rows(message: bytes) -> tuple[Tensor, dict[str, Tensor]]:
     """(rows, extra) that a message carries: rows (tokens, width) float32 on the CPU, whatever the wire was."""
     tensors = decode(message)
-    return _opened(tensors), tensors
+    return _unpack_rows(tensors), tensors
 
 
 def read_message(message: bytes) -> dict[str, Tensor]:
@@ -119,19 +119,19 @@ def read_message(message: bytes) -> dict[str, Tensor]:
     except SafetensorError as error:
         raise ProtocolError(f"what came through the cut cannot be read ({error!s:.80})") from None
     if ROWS in tensors:
-        if not _is_packed(tensors):
+        if not _has_row_format(tensors):
             raise ProtocolError(f"rows came through the cut in another form than {', '.join(WIRES)}")
-        tensors[ROWS] = _opened(tensors)
+        tensors[ROWS] = _unpack_rows(tensors)
     return tensors
 
 
-def _is_packed(tensors: Mapping[str, Tensor]) -> bool:
+def _has_row_format(tensors: Mapping[str, Tensor]) -> bool:
     rows, scales = tensors[ROWS], tensors.get(_SCALES)
     fits = scales is not None and scales.dtype is torch.float32 and scales.shape == rows.shape[:1]
     return rows.ndim == 2 and (fits if rows.dtype is torch.int8 else rows.dtype in (torch.float32, torch.bfloat16))
 
 
-def _opened(tensors: dict[str, Tensor]) -> Tensor:
+def _unpack_rows(tensors: dict[str, Tensor]) -> Tensor:
     """The rows among these tensors, taken out of them, as float32."""
     rows = tensors.pop(ROWS)
     return _from_int8(rows, tensors.pop(_SCALES)) if rows.dtype is torch.int8 else rows.float()
@@ -149,8 +149,8 @@ def _to_fp32(rows: Tensor) -> dict[str, Tensor]:
 def _to_bf16(rows: Tensor) -> dict[str, Tensor]:
     largest = torch.finfo(torch.bfloat16).max
     # Values between bfloat16's largest and float32's would round to infinity.
-    held = torch.where(rows.isfinite(), rows.clamp(-largest, largest), rows)
-    return {ROWS: held.to(torch.bfloat16)}
+    clamped = torch.where(rows.isfinite(), rows.clamp(-largest, largest), rows)
+    return {ROWS: clamped.to(torch.bfloat16)}
 
 
 def _to_int8(rows: Tensor) -> dict[str, Tensor]:

@@ -14,7 +14,7 @@ UNDECIDED = -1
 
 
 @dataclass(frozen=True, kw_only=True)
-class Cost:
+class HostingCost:
     """What a round of one guest takes on one host."""
 
     compute_seconds: float
@@ -24,21 +24,21 @@ class Cost:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Guest:
+class GuestRequirement:
     """A client with a cut."""
 
     name: str
     cluster: int
     bytes: int
     """What its upper part takes on a host."""
-    own_seconds: float
+    device_seconds: float
     """Of computing on its own device."""
-    costs: Mapping[str, Cost]
+    costs: Mapping[str, HostingCost]
     """By the name of every host."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Host:
+class HostCapacity:
     """A client that holds the whole model."""
 
     name: str
@@ -47,7 +47,7 @@ class Host:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Pairing:
+class HostMatch:
     """Who computes the upper part of a guest's model."""
 
     host: str | None
@@ -55,7 +55,7 @@ class Pairing:
     reason: str
 
 
-def pair(guests: Collection[Guest], hosts: Collection[Host]) -> dict[str, Pairing]:
+def match_hosts(guests: Collection[GuestRequirement], hosts: Collection[HostCapacity]) -> dict[str, HostMatch]:
     """The host of every guest, by the guest's name in the order of names; a function of the two sets alone.
 
     Guests choose one after another, the largest first, since it finds room least easily: first all of them inside
@@ -71,42 +71,48 @@ def pair(guests: Collection[Guest], hosts: Collection[Host]) -> dict[str, Pairin
     """
     free = {host.name: host.free_bytes for host in hosts}
     load = dict.fromkeys(free, 0.0)
-    found: dict[str, Pairing] = {}
+    matched: dict[str, HostMatch] = {}
     for inside in (True, False):
-        for guest in sorted(guests, key=lambda own: (-own.bytes, own.name)):
-            room = [host for host in hosts if free[host.name] >= guest.bytes and (not inside or _near(guest, host))]
-            if guest.name in found or not room:
+        for guest in sorted(guests, key=lambda guest: (-guest.bytes, guest.name)):
+            room = [
+                host
+                for host in hosts
+                if free[host.name] >= guest.bytes and (not inside or _is_same_cluster(guest, host))
+            ]
+            if guest.name in matched or not room:
                 continue
-            best = min(room, key=lambda own: (_seconds(guest, own, load), -free[own.name], own.name))
+            best = min(room, key=lambda host: (_seconds(guest, host, load), -free[host.name], host.name))
             free[best.name] -= guest.bytes
             load[best.name] += guest.costs[best.name].compute_seconds
-            near = any(_near(guest, host) for host in hosts)
-            found[guest.name] = Pairing(host=best.name, reason=_reason(guest, len(room), inside=inside, near=near))
-    left = {guest.name: Pairing(host=None, reason=_no_room(guest, hosts)) for guest in guests}
-    return {name: found.get(name, left[name]) for name in sorted(left)}
+            has_near = any(_is_same_cluster(guest, host) for host in hosts)
+            matched[guest.name] = HostMatch(
+                host=best.name, reason=_reason(guest, len(room), inside=inside, near=has_near)
+            )
+    unhosted = {guest.name: HostMatch(host=None, reason=_no_room(guest, hosts)) for guest in guests}
+    return {name: matched.get(name, unhosted[name]) for name in sorted(unhosted)}
 
 
-def round_seconds(guests: Sequence[Guest], pairs: Mapping[str, Pairing]) -> dict[str, float]:
+def round_seconds(guests: Sequence[GuestRequirement], pairs: Mapping[str, HostMatch]) -> dict[str, float]:
     """The seconds of a round of every guest that a client hosts, with all who are paired with that host."""
     load: dict[str, float] = {}
     for guest in guests:
         host = pairs[guest.name].host
         if host is not None:
             load[host] = load.get(host, 0.0) + guest.costs[host].compute_seconds
-    placed = [(guest, host) for guest in guests if (host := pairs[guest.name].host) is not None]
-    return {guest.name: guest.own_seconds + load[host] + guest.costs[host].link_seconds for guest, host in placed}
+    hosted = [(guest, host) for guest in guests if (host := pairs[guest.name].host) is not None]
+    return {guest.name: guest.device_seconds + load[host] + guest.costs[host].link_seconds for guest, host in hosted}
 
 
-def _near(guest: Guest, host: Host) -> bool:
+def _is_same_cluster(guest: GuestRequirement, host: HostCapacity) -> bool:
     return guest.cluster == host.cluster != UNDECIDED
 
 
-def _seconds(guest: Guest, host: Host, load: Mapping[str, float]) -> float:
+def _seconds(guest: GuestRequirement, host: HostCapacity, load: Mapping[str, float]) -> float:
     cost = guest.costs[host.name]
-    return guest.own_seconds + load[host.name] + cost.compute_seconds + cost.link_seconds
+    return guest.device_seconds + load[host.name] + cost.compute_seconds + cost.link_seconds
 
 
-def _reason(guest: Guest, count: int, *, inside: bool, near: bool) -> str:
+def _reason(guest: GuestRequirement, count: int, *, inside: bool, near: bool) -> str:
     among = "the only one" if count == 1 else f"the quickest of {count}"
     if inside:
         return f"{among} of cluster {guest.cluster} with room"
@@ -114,7 +120,7 @@ def _reason(guest: Guest, count: int, *, inside: bool, near: bool) -> str:
     return f"{'in no cluster' if guest.cluster == UNDECIDED else lacks}; {among} elsewhere with room"
 
 
-def _no_room(guest: Guest, hosts: Collection[Host]) -> str:
+def _no_room(guest: GuestRequirement, hosts: Collection[HostCapacity]) -> str:
     if not hosts:
         return "nobody holds a whole model"
     return f"nobody has {guest.bytes / 1e6:,.0f} MB left for it"

@@ -21,34 +21,34 @@ from safetensors import safe_open
 from torch import Tensor
 
 from atlas_fl.errors import ModelError
-from atlas_fl.models.attention import Layout
-from atlas_fl.models.backbone import Backbone, embed, features_of, layer_of, picked, through
-from atlas_fl.models.loading import bottom_of, checkpoint_blocks, shard_file, stored_names, weight_files
+from atlas_fl.models.attention import PackedLayout
+from atlas_fl.models.backbone import Backbone, block_index, embed_tokens, norm_and_pool, read_positions, run_blocks
+from atlas_fl.models.loading import build_first_blocks, checkpoint_blocks, checkpoint_names, shard_file, weight_files
 from atlas_fl.params import HEAD, PRIVATE
 
 
-def client_forward(backbone: Backbone, ids: Tensor, types: Tensor, layout: Layout, *, blocks: int) -> Tensor:
+def client_forward(backbone: Backbone, ids: Tensor, types: Tensor, layout: PackedLayout, *, blocks: int) -> Tensor:
     """What leaves a client that holds `blocks` blocks: (tokens, hidden) of its row; ids and types (tokens,) int64."""
-    return through(backbone, embed(backbone, ids, types, layout), layout, range(blocks))
+    return run_blocks(backbone, embed_tokens(backbone, ids, types, layout), layout, range(blocks))
 
 
 def server_forward(
-    backbone: Backbone, hidden: Tensor, layout: Layout, *, blocks: int, reads: Tensor | None = None
+    backbone: Backbone, hidden: Tensor, layout: PackedLayout, *, blocks: int, output_positions: Tensor | None = None
 ) -> Tensor:
     """What the head reads, (reads, hidden), of rows (tokens, hidden) that come out of the first `blocks` blocks.
 
     The rows may be those of many clients, one after another: the layout keeps their sequences apart.
     """
-    pick, rest = picked(backbone.family, layout, reads), range(blocks, len(backbone.blocks))
-    return features_of(backbone, through(backbone, hidden, layout, rest, pick=pick), pick)
+    positions, rest = read_positions(backbone.family, layout, output_positions), range(blocks, len(backbone.blocks))
+    return norm_and_pool(backbone, run_blocks(backbone, hidden, layout, rest, positions=positions), positions)
 
 
-def on_client(backbone: Backbone, names: Iterable[str], *, blocks: int, head: bool) -> frozenset[str]:
+def select_client_side(backbone: Backbone, names: Iterable[str], *, blocks: int, head: bool) -> frozenset[str]:
     """Which of a model's trainable tensors are on the client: adapters of its blocks, and the head if it keeps it."""
     return frozenset(
         name
         for name in names
-        if name == PRIVATE or (head if name.startswith(HEAD) else layer_of(backbone, name) < blocks)
+        if name == PRIVATE or (head if name.startswith(HEAD) else block_index(backbone, name) < blocks)
     )
 
 
@@ -61,30 +61,30 @@ def load_client_part(
     another; names are the stock ones.
     Raises `ModelError` where the model is not to be had, has no safetensors, lacks a tensor or has fewer blocks.
     """
-    part = bottom_of(name, blocks=blocks)
-    wanted = part.model.state_dict()
-    for key, tensor in _stored(part, wanted):
-        if wanted[key].shape != tensor.shape:
+    part = build_first_blocks(name, blocks=blocks)
+    state = part.model.state_dict()
+    for key, tensor in _read_tensors(part, state):
+        if state[key].shape != tensor.shape:
             raise ModelError(
-                f"model {name!r}: {key} is {tuple(tensor.shape)} in the file and {tuple(wanted[key].shape)} by its"
+                f"model {name!r}: {key} is {tuple(tensor.shape)} in the file and {tuple(state[key].shape)} by its"
                 " config.json; give files that belong together"
             )
-        wanted[key].copy_(tensor)
+        state[key].copy_(tensor)
     part.model.to(device)
     if gradient_checkpointing:
         checkpoint_blocks(part)
-    return replace(part, vocabulary=_vocabulary(part)) if writes else part
+    return replace(part, vocabulary=_output_embedding(part)) if writes else part
 
 
-def _vocabulary(part: Backbone) -> Tensor:
+def _output_embedding(part: Backbone) -> Tensor:
     """The output embedding, which many models tie to that of the input."""
     if part.model.config.tie_word_embeddings:
         tied: Tensor = part.model.get_input_embeddings().weight
         return tied
-    return next(tensor for _, tensor in _stored(part, ("lm_head.weight",))).to(part.device, torch.float32)
+    return next(tensor for _, tensor in _read_tensors(part, ("lm_head.weight",))).to(part.device, torch.float32)
 
 
-def _stored(part: Backbone, keys: Collection[str]) -> Iterator[tuple[str, Tensor]]:
+def _read_tensors(part: Backbone, keys: Collection[str]) -> Iterator[tuple[str, Tensor]]:
     """(name in the model, tensor) of every wanted tensor, read one at a time."""
     files = weight_files(part.name, part.source)
     with ExitStack() as stack:
@@ -94,9 +94,11 @@ def _stored(part: Backbone, keys: Collection[str]) -> Iterator[tuple[str, Tensor
             path = files if isinstance(files, Path) else shard_file(part.name, part.source, str(shard))
             return stack.enter_context(safe_open(path, framework="pt"))
 
-        known = dict.fromkeys(reader(None).keys()) if isinstance(files, Path) else files
+        available = dict.fromkeys(reader(None).keys()) if isinstance(files, Path) else files
         for key in keys:
-            stored = next((own for own in stored_names(key, part.family.prefix) if own in known), None)
-            if stored is None:
+            name = next(
+                (candidate for candidate in checkpoint_names(key, part.family.prefix) if candidate in available), None
+            )
+            if name is None:
                 raise ModelError(f"model {part.name!r} lacks {key}; give complete files")
-            yield key, reader(known[stored]).get_tensor(stored)
+            yield key, reader(available[name]).get_tensor(name)

@@ -11,7 +11,7 @@ from atlas_fl.client.calibration import LOSSES, SCALES, ScaleOptions, ridge_head
 from atlas_fl.client.job import Job
 from atlas_fl.config import with_values
 from atlas_fl.config.presets import find_preset
-from atlas_fl.models.vision import image_logits, prepare
+from atlas_fl.models.vision import image_logits, preprocess
 from atlas_fl.planning.masks import prepare_whole
 from atlas_fl.runtime.local import WholeEngine
 from atlas_fl.setup.assembly import assemble_images
@@ -65,6 +65,6 @@ def test_the_scale_is_that_of_the_least_cross_entropy(tmp_path: Path) -> None:
     assert int(losses.argmin()) == 0, "no other scale is better than the one that was taken"
     pixels = np.concatenate([client.validation.pixels for client in assembly.clients])
     labels = torch.from_numpy(np.concatenate([client.validation.label for client in assembly.clients]))
-    logits = image_logits(assembly.site.vision, own, prepare(assembly.site.vision, pixels)).double()
+    logits = image_logits(assembly.site.vision, own, preprocess(assembly.site.vision, pixels)).double()
     wanted = torch.nn.functional.cross_entropy(4 * logits, labels, reduction="sum")
     assert losses[SCALES.index(4.0)].item() == pytest.approx(wanted.item(), rel=1e-6)

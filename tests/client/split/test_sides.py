@@ -17,7 +17,7 @@ from atlas_fl.client.split_server import Half, answer_all, joined
 from atlas_fl.errors import ProtocolError
 from atlas_fl.models.loading import load_backbone
 from atlas_fl.split.channel import Cut
-from atlas_fl.split.codec import decode_rows, encode_rows, with_noise
+from atlas_fl.split.codec import add_noise, decode_rows, encode_rows
 from atlas_fl.split.model import load_client_part
 from atlas_fl.storage.tensors import encode
 from tests.laws.test_packs import HARD
@@ -116,7 +116,7 @@ def test_the_server_does_not_take_a_sites_noise_off_with_all_that_it_knows(
     for guess in (seeded(tuple(rows.shape)), noise_of(rows, secret=simulated)):
         assert error(taken_off(arrived, guess, noise=1.0), rows) > 0.8
     assert error(taken_off(arrived, noise_of(rows, secret=secret), noise=1.0), rows) < 1e-4
-    in_simulation = with_noise(rows, noise=1.0, secret=simulated, kind="activation")
+    in_simulation = add_noise(rows, noise=1.0, secret=simulated, kind="activation")
     assert torch.equal(first_rows(action, noisy, site, tiny), in_simulation)
 
 

@@ -14,7 +14,7 @@ from atlas_fl.runtime.coordinator.peer_relay import ABOUT, Hosts
 from atlas_fl.runtime.coordinator.split_server import Suffixes
 from atlas_fl.runtime.protocol.client_metadata import read_census, veiled
 from atlas_fl.split.channel import Cut
-from atlas_fl.split.host_matching import Cost, Guest, Host, Pairing
+from atlas_fl.split.host_matching import GuestRequirement, HostCapacity, HostingCost, HostMatch
 from tests.runtime.coordinator.test_hall import CENSUS
 from tests.runtime.coordinator.test_suffixes import (
     CUTS,
@@ -35,13 +35,13 @@ from tests.runtime.coordinator.test_suffixes import (
 def seated(jobs: Sequence[Job], *, far: int = 1000) -> list[Job]:
     """The jobs with their places: whoever has a whole model hosts, the first of them best; `far` bytes are d-0's."""
     hosts = {job.client: k for k, job in enumerate(jobs) if job.cut is None}
-    costs = {name: Cost(compute_seconds=0.0, link_seconds=1.0 + k) for name, k in hosts.items()}
+    costs = {name: HostingCost(compute_seconds=0.0, link_seconds=1.0 + k) for name, k in hosts.items()}
     return [
         dataclasses.replace(
             job,
-            seat=Host(name=job.client, cluster=0, free_bytes=far if job.client == "d-0" else 1000)
+            seat=HostCapacity(name=job.client, cluster=0, free_bytes=far if job.client == "d-0" else 1000)
             if job.cut is None
-            else Guest(name=job.client, cluster=0, bytes=10, own_seconds=1.0, costs=costs),
+            else GuestRequirement(name=job.client, cluster=0, bytes=10, device_seconds=1.0, costs=costs),
         )
         for job in jobs
     ]
@@ -110,7 +110,7 @@ def test_a_guest_that_dies_begins_again_at_its_host(clients, dies_at: int) -> No
         found = fed.engine.run("train", seated(jobs))
         back.join(60)
     assert_same(found, alone("train", jobs, site))
-    assert found[0].hosted == Pairing(host="c-0", reason="the only one of cluster 0 with room")
+    assert found[0].hosted == HostMatch(host="c-0", reason="the only one of cluster 0 with room")
 
 
 def test_a_host_whose_guest_says_nothing_does_its_own_job(clients, monkeypatch) -> None:

@@ -136,6 +136,6 @@ def test_a_stand_in_for_text_counts_what_is_to_be_predicted(told: Callable[[int]
     _, _, data = told(1)
     data |= {"num_labels": 0, "metric": "accuracy", "lengths": {split: [[9, 4, 3], [7, 2, 10]] for split in SPLITS}}
     encoded = stand_in("t-0", read_census(data))[1].splits["train"]
-    assert sorted(encoded.predictions) == [2] * 10 + [4] * 3
-    assert encoded.written is not None
-    assert len(encoded.written) == encoded.offsets[-1] == 97
+    assert sorted(encoded.num_targets) == [2] * 10 + [4] * 3
+    assert encoded.target_mask is not None
+    assert len(encoded.target_mask) == encoded.offsets[-1] == 97

@@ -15,13 +15,13 @@ from atlas_fl.errors import ConfigError, ProtocolError
 from atlas_fl.params import Params, digest
 from atlas_fl.runtime.protocol.full_model_sync import Common, WholeReceiver, WholeSender, check_frames
 from atlas_fl.runtime.transport.frames import decode_frame, encode_frame
-from atlas_fl.sparse.codec import Drawn, values_size
+from atlas_fl.sparse.codec import RandomMask, values_size
 from atlas_fl.sparse.masks import make_mask
 
 HOME = {"b.weight": torch.randn(6, 5, generator=torch.Generator().manual_seed(0)), "a.bias": torch.arange(7.0)}
 HEAD = {"head.weight": torch.ones(3, 5), "head.bias": torch.zeros(3)}
 TRAIN = WholeOptions(seed=0, steps=3)
-DRAWN = Drawn(seed=4, sparsity=0.8)
+DRAWN = RandomMask(seed=4, sparsity=0.8)
 MASK = {
     **make_mask("random", HOME, sparsity=0.8, seed=4),
     **{key: torch.zeros_like(own, dtype=torch.bool) for key, own in HEAD.items()},
@@ -77,7 +77,7 @@ def test_of_a_dense_model_body_and_head_are_sent_where_they_are_not_held() -> No
 
 
 @pytest.mark.parametrize("drawn", [None, DRAWN])
-def test_under_a_mask_its_values_travel_and_the_mask_once(drawn: Drawn | None) -> None:
+def test_under_a_mask_its_values_travel_and_the_mask_once(drawn: RandomMask | None) -> None:
     ends, start = Ends(), {**HOME, **HEAD}
     options = replace(TRAIN, mask=MASK, drawn=drawn)
     job, sent = ends.given("train", start, options)

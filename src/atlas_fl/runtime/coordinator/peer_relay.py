@@ -36,7 +36,7 @@ from atlas_fl.runtime.transport.frames import FRAME_LIMIT, Head
 from atlas_fl.runtime.transport.sessions import Message
 from atlas_fl.split.channel import NORMS
 from atlas_fl.split.codec import ROWS, read_message
-from atlas_fl.split.host_matching import Guest, Host, Pairing, pair
+from atlas_fl.split.host_matching import GuestRequirement, HostCapacity, HostMatch, match_hosts
 from atlas_fl.storage.jsonl import to_json
 from atlas_fl.storage.ledger import KINDS, Direction
 
@@ -138,10 +138,10 @@ class Hosts:
     ) -> None:
         self._seats, self._suffixes, self._patience, self._on_note = seats, suffixes, patience, on_note
         self._answer_seconds = answer_seconds
-        self._guests = {job.client: job.seat for job in jobs if isinstance(job.seat, Guest)}
-        self._hosts = {job.client: job.seat for job in jobs if isinstance(job.seat, Host)}
+        self._guests = {job.client: job.seat for job in jobs if isinstance(job.seat, GuestRequirement)}
+        self._hosts = {job.client: job.seat for job in jobs if isinstance(job.seat, HostCapacity)}
         present = [own for name, own in self._hosts.items() if seats[name].here and not seats[name].given_up]
-        self._pairs: dict[str, Pairing] = pair(self._guests.values(), present)
+        self._pairs: dict[str, HostMatch] = match_hosts(self._guests.values(), present)
         self._lodgings: dict[int, Lodging] = {}
         self._inboxes = {name: Inbox() for name in self._hosts}
         self._numbers, self._closed = itertools.count(), False
@@ -345,11 +345,11 @@ class Hosts:
         self._inboxes[name].items.clear()
         self._seats[name].lodged.clear()
         self._inboxes[name].stale = True
-        for guest, own in pair(moved, self._rooms()).items():
+        for guest, own in match_hosts(moved, self._rooms()).items():
             self._pairs[guest] = replace(own, reason=f"{name} dropped; {own.reason}")
             self._on_note(f"{name} is gone, and {guest} begins its job again with {own.host or 'the server'}")
 
-    def _rooms(self) -> list[Host]:
+    def _rooms(self) -> list[HostCapacity]:
         """The hosts that are here, with the memory that their guests leave."""
         taken: Counter[str] = Counter()
         for guest, own in self._pairs.items():

@@ -19,7 +19,7 @@ from atlas_fl.client.job import Job, Site, Update
 from atlas_fl.client.registry import SERVER_SIDE
 from atlas_fl.client.split_server import Asked, Half, Payloads, Together, TrainingHalf, answers_to, joined
 from atlas_fl.errors import ProtocolError
-from atlas_fl.models.loading import bottom_tensors
+from atlas_fl.models.loading import first_block_tensors
 from atlas_fl.params import Params, digest, select
 from atlas_fl.runtime.protocol.messages import Told, read_payloads, write_payloads
 from atlas_fl.runtime.transport.frames import Head
@@ -115,7 +115,7 @@ class Suffixes:
     def part(self, blocks: int) -> str:
         """The digest of the frozen tensors that a client with so many blocks holds."""
         if blocks not in self._parts:
-            self._parts[blocks] = digest(select(self._frozen, bottom_tensors(self.site.backbone, blocks=blocks)))
+            self._parts[blocks] = digest(select(self._frozen, first_block_tensors(self.site.backbone, blocks=blocks)))
         return self._parts[blocks]
 
     async def ask(self, number: int, head: Mapping[str, Any], tensors: Params) -> tuple[Head, Params] | None:

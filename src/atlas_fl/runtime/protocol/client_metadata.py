@@ -16,7 +16,7 @@ from atlas_fl.client.job import ClientTokens
 from atlas_fl.data.clients import ClientData
 from atlas_fl.data.task import METRICS, Labels, Rows, Source, Task, TaskData
 from atlas_fl.errors import ConfigError, ProtocolError
-from atlas_fl.models.tokenization import Encoded
+from atlas_fl.models.tokenization import EncodedExamples
 from atlas_fl.params import Split
 from atlas_fl.ranks.devices import Device, find_devices
 
@@ -80,8 +80,8 @@ def census_of(client: ClientData, tokens: ClientTokens) -> dict[str, Any]:
     }
 
 
-def _lengths(data: Encoded) -> list[list[int]]:
-    pairs, counts = np.unique(np.stack([data.lengths, data.predictions]), axis=1, return_counts=True)
+def _lengths(data: EncodedExamples) -> list[list[int]]:
+    pairs, counts = np.unique(np.stack([data.lengths, data.num_targets]), axis=1, return_counts=True)
     found: list[list[int]] = np.concatenate([pairs, counts[None]]).T.tolist()
     return found
 
@@ -224,17 +224,17 @@ def _values(count: int, *, mean: float, std: float) -> Labels:
     return values.astype(np.float32)
 
 
-def _encoded(census: Census, task: Task, split: Split, label: Labels) -> Encoded:
+def _encoded(census: Census, task: Task, split: Split, label: Labels) -> EncodedExamples:
     tokens, predicted, counts = (np.array(column, dtype=np.int64) for column in zip(*census.lengths[split]))
     offsets = np.concatenate([[0], np.cumsum(np.repeat(tokens, counts))])
     # one number is seen at every place of a token: there are none, and memory for none
     places = (int(offsets[-1]),)
     nothing = np.broadcast_to(np.int64(0), places)
-    return Encoded(
+    return EncodedExamples(
         ids=nothing,
         types=nothing,
         offsets=offsets,
         labels=label,
-        written=np.broadcast_to(np.False_, places) if task.writes else None,
-        counts=np.repeat(predicted, counts) if task.writes else None,
+        target_mask=np.broadcast_to(np.False_, places) if task.writes else None,
+        target_counts=np.repeat(predicted, counts) if task.writes else None,
     )

@@ -31,7 +31,7 @@ from atlas_fl.errors import ConfigError, ProtocolError
 from atlas_fl.params import HEAD, Params, digest
 from atlas_fl.runtime.protocol.messages import Told, read_job, read_update, update_message
 from atlas_fl.runtime.transport.frames import FRAME_LIMIT, Head
-from atlas_fl.sparse.codec import Drawn, decode_mask, decode_values, encode_mask, encode_values
+from atlas_fl.sparse.codec import RandomMask, decode_mask, decode_values, encode_mask, encode_values
 from atlas_fl.sparse.masks import Mask
 from atlas_fl.storage.tensors import encoded_size
 
@@ -47,7 +47,7 @@ class Common:
     """Digest of the body that every other end has in its files."""
     mask: Mask | None = None
     """Which weights of the body may move, from the first job on that says so."""
-    drawn: Drawn | None = None
+    drawn: RandomMask | None = None
     """How the mask was drawn, if it was."""
     _message: torch.Tensor | None = None
     _lock: Any = field(default_factory=threading.RLock)
@@ -65,7 +65,7 @@ class Common:
         assert self.mask is not None, "asked for under a mask alone"
         with self._lock:
             if self._message is None:
-                self._message = as_tensor(encode_mask(self.mask, drawn=self.drawn))
+                self._message = as_tensor(encode_mask(self.mask, random_mask=self.drawn))
             return self._message
 
     def digest(self, params: Params) -> str:

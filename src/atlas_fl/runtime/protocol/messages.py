@@ -25,7 +25,7 @@ from atlas_fl.errors import ProtocolError
 from atlas_fl.params import PRIVATE, Params, digest
 from atlas_fl.partial_sharing import at_server, hidden_ranks, named, travelling
 from atlas_fl.runtime.transport.frames import Head
-from atlas_fl.split.channel import Crossed, Cut
+from atlas_fl.split.channel import Cut, CutTraffic
 from atlas_fl.storage.ledger import DIRECTIONS, KINDS
 
 REMEDIES: Mapping[str, str] = {
@@ -215,7 +215,7 @@ def _classes(found: Any, *, examples: int) -> dict[str, list[int]]:
     return dict(zip(COUNTS, rows, strict=True))
 
 
-def _crossed(rows: Any) -> Crossed:
+def _crossed(rows: Any) -> CutTraffic:
     """Bytes through the cut by kind and direction; raises `ProtocolError` for anything else."""
     found: dict[Any, int] = {}
     for row in rows if isinstance(rows, list) else [rows]:

@@ -18,7 +18,7 @@ import torch
 
 from atlas_fl.client.job import Job, Update
 from atlas_fl.errors import CheckpointError, ConfigError, ModelError, ProtocolError, one_line
-from atlas_fl.models.lora import grown
+from atlas_fl.models.lora import expand_rank
 from atlas_fl.params import LORA_A, LORA_B, PRIVATE, Params, digest, select
 from atlas_fl.partial_sharing import name_of, stand_in, unshared
 from atlas_fl.runtime.protocol.messages import Private, Told, read_private
@@ -168,7 +168,7 @@ class Vault:
         if held.keys() == wanted and all(_rank(key, own) == ranks.get(_module(key)) for key, own in held.items()):
             return {**held, **sent}
         # planned at other ranks than it trains at, and of the rest nothing was trained yet
-        own = grown(self._drawn(wanted, sent, told.ranks), held, self.scale)
+        own = expand_rank(self._drawn(wanted, sent, told.ranks), held, self.scale)
         if lost := [key for key in wanted if key not in held and not key.endswith(LORA_A)]:
             raise ModelError(f"{sorted(lost)[0]} is neither here nor sent; install the server's version of atlas-fl")
         return {**select(own, sorted(wanted)), **sent}
