@@ -12,6 +12,7 @@ from atlas_fl.config import Config, config_hash
 from atlas_fl.errors import ConfigError
 from atlas_fl.experiment.run import resume, run
 from atlas_fl.storage.run_folder import RunFolder
+from tests.runs.federation import Federation
 from tests.runs.reading import rows, same_tensors, state
 
 Make = Callable[..., Config]
@@ -105,6 +106,19 @@ def test_whole_models_of_images_take_pfedgraph_and_stand_once_in_its_state(image
     assert sizes[0] < 2 * sizes[1], "eight clients begin with one body, which is there once"
     with pytest.raises(ConfigError, match=r"^--gram-by layer needs a layer of every parameter"):
         run(image_config(strategy="pfedgraph", gram_by="layer", name="other"))
+
+
+@pytest.mark.slow
+def test_a_served_run_has_the_moments_of_a_simulation(federation: Callable[..., Federation]) -> None:
+    served = federation(strategy="fedadam", rounds=2)
+    served.complete()
+    served.is_as_simulated()
+    folder = served.served.path
+    assert server_state(folder, round=2) and same_tensors(
+        server_state(folder, round=2), server_state(served.simulated, round=2)
+    )
+    report = audit(folder)
+    assert report.ok, report.failures
 
 
 @pytest.mark.parametrize(
