@@ -23,8 +23,8 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 from transformers import AutoModelForImageClassification, ViTConfig, ViTForImageClassification, ViTImageProcessorPil
 
-from atlas_fl.client.full_training import batches, images_of
 from atlas_fl.client.job import Job
+from atlas_fl.client.local_training import batches
 from atlas_fl.config import Config, with_values
 from atlas_fl.config.presets import find_preset
 from atlas_fl.events import ignore
@@ -32,9 +32,9 @@ from atlas_fl.experiment.rounds import one_round, sample_of
 from atlas_fl.experiment.state import State
 from atlas_fl.models.vision import preprocess
 from atlas_fl.params import HEAD
-from atlas_fl.planning.workloads import IMAGES
-from atlas_fl.setup.assembly import ImageAssembly, assemble_images
-from atlas_fl.setup.options import whole_options
+from atlas_fl.planning.planner import local_engine, plan_for
+from atlas_fl.setup.assembly import Assembly, assemble
+from atlas_fl.setup.options import train_options
 
 CLOCKS = {"wall": time.perf_counter, "cpu": time.process_time}
 
@@ -65,9 +65,9 @@ class Ours:
     """Rounds of the product, without its files."""
 
     def __init__(self, config: Config) -> None:
-        self.assembly = IMAGES.assemble(config)
-        self.engine = IMAGES.engine(self.assembly, ignore)
-        self.planned = IMAGES.plan(self.assembly, self.engine)
+        self.assembly = assemble(config)
+        self.engine = local_engine(self.assembly, ignore)
+        self.planned = plan_for(self.assembly, self.engine)
         self.state = State(round=0, server_models=self.planned.start, start=self.planned.start)
 
     def round(self) -> None:
@@ -81,9 +81,9 @@ class Loop:
     """The same rounds as one would write them."""
 
     def __init__(self, config: Config, model: Path) -> None:
-        self.assembly = assemble_images(config)
-        self.options = whole_options(config, mask=None)
-        start = self.assembly.start()[self.assembly.names[0]]
+        self.assembly = assemble(config)
+        self.options = train_options(config, with_images=True)
+        start = self.assembly.full_models()[self.assembly.names[0]]
         labels = start[HEAD + "bias"].numel()
         self.net = AutoModelForImageClassification.from_pretrained(model, num_labels=labels).train()
         self.net.load_state_dict({stock(key, self.assembly): tensor for key, tensor in start.items()}, strict=True)
@@ -93,7 +93,7 @@ class Loop:
     def round(self) -> None:
         self.number += 1
         chosen = sample_of(self.assembly.config, self.assembly.names, round=self.number)
-        counts = [len(images_of(self.assembly.site, name, "train")) for name in chosen]
+        counts = [self.assembly.site.data[name].examples for name in chosen]
         total = {key: torch.zeros_like(value) for key, value in self.weights.items()}
         for name, count in zip(chosen, counts, strict=True):
             self.net.load_state_dict(self.weights)
@@ -108,9 +108,9 @@ class Loop:
             self.net.parameters(), lr=options.lr, momentum=options.momentum, weight_decay=options.weight_decay
         )
         job = Job(client=name, params={}, round=self.number, options=options)
-        for batch in batches(images_of(site, name, "train"), job):
-            logits = self.net(preprocess(site.vision, batch.pixels)).logits
-            torch.autograd.backward(cross_entropy(logits, torch.from_numpy(batch.label)))
+        for batch in batches(site.data[name].splits["train"], job):
+            logits = self.net(preprocess(site.vision, torch.from_numpy(batch.pixels))).logits
+            torch.autograd.backward(cross_entropy(logits, torch.from_numpy(batch.labels)))
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
 
@@ -123,7 +123,7 @@ class Loop:
         return self.weights
 
 
-def stock(key: str, assembly: ImageAssembly) -> str:
+def stock(key: str, assembly: Assembly) -> str:
     """The stock classifier's name of one of our tensors."""
     return (
         "classifier." + key.removeprefix(HEAD) if key.startswith(HEAD) else assembly.site.vision.classifier_names[key]

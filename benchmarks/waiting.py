@@ -33,7 +33,12 @@ def train_on_demand(samples: int) -> None:
     assembly = assemble(config)
     ranks = (8,) * assembly.shape.num_layers
     jobs = [
-        Job(client=client.name, params=assembly.start(client, ranks), round=1, options=train_options(config))
+        Job(
+            client=client.name,
+            params=assembly.start(client, ranks),
+            round=1,
+            options=train_options(config, with_images=False),
+        )
         for client in assembly.clients
     ]
     print("ready", flush=True)

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from atlas_fl.client.local_training import SCHEDULES, TrainOptions, move, rate_factor
+from atlas_fl.client.local_training import SCHEDULES, TrainOptions, optimizer_step, rate_factor
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
@@ -29,6 +29,6 @@ def test_the_rate_goes_on_where_the_round_before_ended() -> None:
     rates = []
     for number in (1, 2, 3):
         for done in range(4):
-            move(optimizer, options, round=number, done=done, steps=4)
+            optimizer_step(optimizer, options, round=number, done=done, steps=4)
             rates.append(optimizer.param_groups[0]["lr"])
     assert rates == pytest.approx([1 - step / 12 for step in range(12)])

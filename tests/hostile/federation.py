@@ -30,6 +30,7 @@ from atlas_fl.errors import AtlasError
 from atlas_fl.events import Event, Note, OnEvent, ignore
 from atlas_fl.experiment.run import RunResult, run
 from atlas_fl.models.loading import load_backbone
+from atlas_fl.models.vision_loading import load_vision
 from atlas_fl.params import Params, digest
 from atlas_fl.partial_sharing import shares_all
 from atlas_fl.runtime.coordinator.coordinator import Hall
@@ -37,7 +38,6 @@ from atlas_fl.runtime.coordinator.site_worker import Worker
 from atlas_fl.runtime.protocol.client_metadata import census_of
 from atlas_fl.runtime.transport.event_loop import Desk, LoopThread
 from atlas_fl.runtime.transport.sessions import NO_TENSORS, InProcess, Message, Sessions
-from atlas_fl.setup.assembly import vision_of
 
 Change: TypeAlias = Callable[[dict[str, Any], dict[str, Any], str], Message | list[Message] | None]
 """(head, tensors, action) -> what is sent instead of this answer: None for nothing ever, a list for several."""
@@ -187,7 +187,9 @@ class Federation:
 
 def _model_of(config: Config) -> str:
     if with_images(config):
-        return digest(dict(vision_of(config).backbone.named_parameters()))
+        return digest(
+            dict(load_vision(config.model.model, image_size=config.images.image_size).backbone.named_parameters())
+        )
     return _model_at(config.model.model)
 
 

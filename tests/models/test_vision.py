@@ -13,18 +13,16 @@ from transformers import AutoImageProcessor, AutoModelForImageClassification
 
 from atlas_fl.errors import ConfigError, DataError, ModelError
 from atlas_fl.models.lora import init_head
-from atlas_fl.models.registry import MODELS, locate_model
+from atlas_fl.models.registry import MODELS, head_shapes, locate_model
 from atlas_fl.models.vision import (
     Vision,
     backbone_weights,
-    count_params,
     image_features,
     image_logits,
-    linear_head_shapes,
     preprocess,
     trainable_names,
 )
-from atlas_fl.models.vision_loading import load_vision
+from atlas_fl.models.vision_loading import as_whole, load_vision
 from tests.models.tiny_vision import MEAN, SIZES, STD, processor, save_tiny
 
 Load = Callable[..., Vision]
@@ -59,7 +57,9 @@ def images(count: int = 4, side: int = 16, *, seed: int = 0) -> torch.Tensor:
 def params_of(vision: Vision, *, num_labels: int = 5) -> dict[str, torch.Tensor]:
     return {
         **backbone_weights(vision),
-        **init_head(linear_head_shapes(vision, num_labels=num_labels), seed=1, group="x"),
+        **init_head(
+            head_shapes(as_whole(vision).family, hidden=vision.hidden, num_labels=num_labels), seed=1, group="x"
+        ),
     }
 
 
@@ -159,10 +159,14 @@ def test_counts_by_hand(load: Load) -> None:
     # 4 x 32 x 32 of attention with biases, 2 x 32 x 48 of the MLP with biases, two norms
     block = 4 * (32 * 32 + 32) + (2 * 32 * 48 + 48 + 32) + 4 * 32
     embeddings = 32 + 17 * 32 + 32 * 3 * 4 * 4 + 32
-    found = count_params(vision, num_labels=5, frozen_blocks=1)
-    assert found.backbone == embeddings + 3 * block + 64
-    assert (found.head, found.trainable) == (5 * 33, 5 * 33 + 2 * block + 64)
-    assert count_params(vision, num_labels=5).trainable == found.backbone + found.head
+    backbone = as_whole(vision)
+    named = dict(backbone.model.named_parameters())
+    assert backbone.num_parameters == embeddings + 3 * block + 64
+    assert sum(named[name].numel() for name in trainable_names(vision, frozen_blocks=1)) == 2 * block + 64
+    assert head_shapes(backbone.family, hidden=backbone.width, num_labels=5) == {
+        "head.weight": (5, 32),
+        "head.bias": (5,),
+    }
 
 
 @pytest.mark.parametrize("model_type", ["vit", "deit", "dinov2", "dinov2_with_registers"])

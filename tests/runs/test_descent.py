@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
@@ -13,9 +14,9 @@ from transformers import AutoModelForImageClassification
 
 from atlas_fl.audit.check import audit
 from atlas_fl.client import optimizer as descent
-from atlas_fl.client.full_training import ImageSite, WholeOptions, train_whole
-from atlas_fl.client.full_training import batches as batches_of
-from atlas_fl.client.job import Job
+from atlas_fl.client.job import Job, Site
+from atlas_fl.client.local_training import TrainOptions, train
+from atlas_fl.client.local_training import batches as batches_of
 from atlas_fl.config import Config
 from atlas_fl.data.clients import ClientData
 from atlas_fl.errors import ConfigError
@@ -24,10 +25,11 @@ from atlas_fl.models.vision import image_logits, preprocess
 from atlas_fl.params import unprefixed
 from atlas_fl.planning.workloads import make_plan
 from atlas_fl.rng import generator
-from atlas_fl.setup.assembly import assemble_images
+from atlas_fl.setup.assembly import assemble
 from tests.runs.reading import rows, same_tensors, state
 
 Make = Callable[..., Config]
+SGD = {"optimizer": "sgd", "momentum": 0.9, "clip": 0.0}
 CENTRAL = {
     **{"clients_per_task": 1, "samples": 100, "strategy": "local", "participation": 1, "rounds": 3, "eval_every": 1},
     **{"local_steps": None, "batch_size": 16, "clip": 0, "weight_decay": 1e-4, "schedule": "cosine"},
@@ -43,17 +45,17 @@ def one_loop(folder: Path, chosen: Config, client: ClientData) -> dict[str, torc
     """The weights after all epochs of one torch.optim.SGD on the stock classifier, by the names of the latter."""
     model = AutoModelForImageClassification.from_pretrained(folder / "models/digits-0").train()
     model.load_state_dict(stock(begun(folder, 0)), strict=True)
-    vision, images, train = assemble_images(chosen).site.vision, chosen.images, chosen.training
+    vision, images, training = assemble(chosen).site.vision, chosen.images, chosen.training
     optimizer = torch.optim.SGD(
-        model.parameters(), lr=train.lr or 0.0, momentum=images.momentum, weight_decay=train.weight_decay
+        model.parameters(), lr=training.lr or 0.0, momentum=images.momentum, weight_decay=training.weight_decay
     )
     schedule = torch.optim.lr_scheduler.LambdaLR(
-        optimizer, lambda epoch: 0.5 * (1 + math.cos(math.pi * epoch / train.rounds))
+        optimizer, lambda epoch: 0.5 * (1 + math.cos(math.pi * epoch / training.rounds))
     )
-    for epoch in range(train.rounds):
+    for epoch in range(training.rounds):
         order = generator(chosen.run.seed, "order", client.name, epoch + 1, 0).permutation(len(client.train))
-        for start in range(0, len(order), train.batch_size):
-            batch = client.train.take(order[start : start + train.batch_size])
+        for start in range(0, len(order), training.batch_size):
+            batch = client.train.take(order[start : start + training.batch_size])
             optimizer.zero_grad()
             logits = model(preprocess(vision, batch.pixels)).logits
             cross_entropy(logits, torch.from_numpy(batch.label)).backward()
@@ -73,7 +75,7 @@ def stock(params: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 def test_a_central_run_that_carries_its_momentum_is_one_uninterrupted_loop_of_torchs_sgd(image_config: Make) -> None:
     chosen = image_config(carry_momentum=True, **CENTRAL)
     result = run(chosen)
-    (client,) = assemble_images(chosen).clients
+    (client,) = assemble(chosen).clients
     wanted = one_loop(result.folder, chosen, client)
     for key, tensor in stock(begun(result.folder, 3)).items():
         torch.testing.assert_close(tensor, wanted[key], rtol=0, atol=0)
@@ -120,29 +122,32 @@ def test_two_rounds_with_the_momentum_of_the_first_are_one_round_of_as_many_step
     image_config: Make, mask: str, sparsity: float
 ) -> None:
     """Batches of all images and rates that stay: nothing else tells where a round ends."""
-    assembly = assemble_images(image_config())
+    assembly = assemble(image_config())
     masks = None
     if mask != "none":
         draw = torch.Generator().manual_seed(4)
-        masks = {k: torch.rand(t.shape, generator=draw) >= sparsity for k, t in assembly.start()["digits-0"].items()}
+        masks = {
+            k: torch.rand(t.shape, generator=draw) >= sparsity for k, t in assembly.full_models()["digits-0"].items()
+        }
 
     def trained(params, round: int, steps: int, momentum):
-        options = WholeOptions(seed=0, steps=steps, batch_size=40, lr=0.1, mask=masks, carry_momentum=True)
-        job = Job(client="digits-0", params=params, round=round, options=options, momentum=momentum)
-        return train_whole([job], assembly.site)[0]
+        options = TrainOptions(seed=0, **SGD, epochs=steps, max_steps=steps, batch_size=40, lr=0.1, carry_momentum=True)
+        job = Job(client="digits-0", params=params, round=round, options=options, momentum=momentum, mask=masks)
+        return train([job], assembly.site)[0]
 
-    start = assembly.start()["digits-0"]
+    start = assembly.full_models()["digits-0"]
     first = trained(start, 1, 3, {})
     before = {key: own.clone() for key, own in first.momentum.items()}
     second = trained(first.params, 1, 2, first.momentum)
     assert same_tensors(before, dict(first.momentum)), "what was handed over is not written to"
-    whole_round = train_whole(
+    whole_round = train(
         [
             Job(
                 client="digits-0",
                 params=start,
                 round=1,
-                options=WholeOptions(seed=0, steps=5, batch_size=40, lr=0.1, mask=masks),
+                options=TrainOptions(seed=0, **SGD, epochs=5, max_steps=5, batch_size=40, lr=0.1),
+                mask=masks,
             )
         ],
         assembly.site,
@@ -173,7 +178,7 @@ def test_momentum_that_cannot_be_carried_is_told_in_one_line(image_config: Make,
 
 
 def by_hand(
-    start: dict[str, torch.Tensor], site: ImageSite, options: WholeOptions, batches, *, scale: float, growth: int
+    start: dict[str, torch.Tensor], site: Site, options: TrainOptions, batches, *, scale: float, growth: int
 ) -> tuple[dict[str, torch.Tensor], list[float]]:
     """(the weights, the loss scale of every step) of SGD under fp16 with a loss scale that is kept by hand."""
     leaves = {key: tensor.clone().requires_grad_() for key, tensor in sorted(start.items())}
@@ -181,7 +186,7 @@ def by_hand(
     for batch in batches:
         with torch.autocast("cpu", dtype=torch.float16):
             logits = image_logits(site.vision, leaves, preprocess(site.vision, batch.pixels))
-        (scale * cross_entropy(logits.float(), torch.from_numpy(batch.label))).backward()
+        (scale * cross_entropy(logits.float(), torch.from_numpy(batch.labels))).backward()
         scales.append(scale)
         gradients = [leaf.grad for leaf in leaves.values()]
         if all(bool(gradient.isfinite().all()) for gradient in gradients):
@@ -197,22 +202,22 @@ def by_hand(
     return {key: leaf.detach() for key, leaf in leaves.items()}, scales
 
 
-def halved(image_config: Make) -> tuple[ImageSite, dict[str, torch.Tensor]]:
+def halved(image_config: Make) -> tuple[Site, dict[str, torch.Tensor]]:
     """A site that computes in fp16, and what its clients begin with."""
-    assembly = assemble_images(image_config(precision="fp16"))
-    return assembly.site, dict(assembly.start()["digits-0"])
+    assembly = assemble(image_config(precision="fp16"))
+    return assembly.site, dict(assembly.full_models()["digits-0"])
 
 
 def test_fp16_is_sgd_with_a_loss_scale_that_halves_and_doubles(
     image_config: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     site, start = halved(image_config)
-    options = WholeOptions(seed=0, steps=12, batch_size=8, lr=0.05, clip=1.0)
+    options = TrainOptions(seed=0, **{**SGD, "clip": 1.0}, epochs=12, max_steps=12, batch_size=8, lr=0.05)
     job = Job(client="digits-0", params=start, round=1, options=options)
     monkeypatch.setattr(descent, "LOSS_SCALE", 2.0**24)
     monkeypatch.setattr(descent, "GROWTH_STEPS", 3)
-    (found,) = train_whole([job], site)
-    batches = list(batches_of(site.data["digits-0"].train, job))
+    (found,) = train([job], site)
+    batches = list(batches_of(site.data["digits-0"].splits["train"], job))
     wanted, scales = by_hand(start, site, options, batches, scale=2.0**24, growth=3)
     steps = [after / before for before, after in pairwise(scales)]
     assert {0.5, 1.0, 2.0} == set(steps), "it overflowed, and grew again"
@@ -223,10 +228,10 @@ def test_fp16_is_sgd_with_a_loss_scale_that_halves_and_doubles(
 
 def test_fp16_stays_near_fp32_and_begins_every_round_with_a_fresh_scale(image_config: Make) -> None:
     site, start = halved(image_config)
-    plain = type(site)(vision=site.vision, data=site.data)
-    options = WholeOptions(seed=0, steps=4, batch_size=16, lr=0.05, clip=1.0)
+    plain = replace(site, fp16=False)
+    options = TrainOptions(seed=0, **{**SGD, "clip": 1.0}, epochs=4, max_steps=4, batch_size=16, lr=0.05)
     job = Job(client="digits-0", params=start, round=1, options=options)
-    (half,), (again,), (full,) = (train_whole([job], own) for own in (site, site, plain))
+    (half,), (again,), (full,) = (train([job], own) for own in (site, site, plain))
     assert same_tensors(dict(half.params), dict(again.params)) and half.metrics["skipped"] == 0
     assert "skipped" not in full.metrics
     moved = math.sqrt(sum(float((full.params[key] - start[key]).square().sum()) for key in start))
@@ -242,8 +247,10 @@ def test_frozen_weights_keep_every_bit_in_fp16_even_where_steps_overflow(
     draw = torch.Generator().manual_seed(4)
     masks = {key: torch.rand(tensor.shape, generator=draw) >= sparsity for key, tensor in start.items()}
     monkeypatch.setattr(descent, "LOSS_SCALE", 2.0**24)
-    options = WholeOptions(seed=0, steps=10, batch_size=8, lr=0.05, weight_decay=0.1, nesterov=True, mask=masks)
-    (found,) = train_whole([Job(client="digits-0", params=start, round=1, options=options)], site)
+    options = TrainOptions(
+        seed=0, **SGD, epochs=10, max_steps=10, batch_size=8, lr=0.05, weight_decay=0.1, nesterov=True
+    )
+    (found,) = train([Job(client="digits-0", params=start, round=1, options=options, mask=masks)], site)
     assert 0 < found.metrics["skipped"] < 10
     for key, kept in masks.items():
         bits = [tensor.view(torch.int32) for tensor in (start[key], found.params[key])]

@@ -142,7 +142,7 @@ def test_fingerprints_tell_two_image_tasks_apart(make: Make, fingerprint: str) -
 
 def test_a_round_has_as_many_steps_as_asked_for_and_the_plan_counts_them(make: Make, whole: RunResult) -> None:
     """24 images in batches of 8 are three steps a pass: seven are two passes and one step more, 56 images of 24."""
-    options = train_options(make(local_steps=7))
+    options = train_options(make(local_steps=7), with_images=True)
     assert (options.max_steps, options.epochs) == (7, 7)
     result = run(make(name="steps", local_steps=7, rounds=1, audit=False))
     assert {row["steps"] for row in rows(result.folder) if row.get("split") == "train"} == {7.0}
@@ -160,7 +160,8 @@ def test_a_round_has_as_many_steps_as_asked_for_and_the_plan_counts_them(make: M
         ({"momentum": 0.5}, "--momentum is for SGD, and these clients train by AdamW"),
         ({"frozen_blocks": 1}, "--frozen-blocks is for whole models"),
         ({"mask": "random"}, "--mask is for whole models"),
-        ({"tune": "whole", "strategy": "fedavg"}, "--clusters is for adapters.*--tune lora"),
+        ({"tune": "whole", "strategy": "fedavg"}, "--candidates is for adapters.*--trainable lora"),
+        ({"trainable": "full"}, "--tune lora and --trainable full contradict each other"),
         ({"tasks": "movie", "task": "none", "model": "minilm"}, "--tune is for image tasks"),
         ({"tasks": "movie"}, "images .stripes. and texts .movie."),
     ],

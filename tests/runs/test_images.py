@@ -14,8 +14,8 @@ from transformers import AutoModelForImageClassification
 
 from atlas_fl.audit.check import audit
 from atlas_fl.audit.run_files import read_audited
-from atlas_fl.client.full_training import WholeOptions, train_whole
-from atlas_fl.client.job import Job
+from atlas_fl.client.job import Job, patches
+from atlas_fl.client.local_training import TrainOptions, train
 from atlas_fl.config import Config, parse_config, to_toml, with_values
 from atlas_fl.data.clients import ClientData
 from atlas_fl.data.tables import SPLITS
@@ -32,9 +32,9 @@ from atlas_fl.planning.masks import prepare_whole
 from atlas_fl.planning.workloads import make_plan
 from atlas_fl.report.figures import draw_all
 from atlas_fl.report.tables import plan_tables
-from atlas_fl.runtime.local import WholeEngine
-from atlas_fl.setup.assembly import assemble_images
-from atlas_fl.setup.options import whole_options
+from atlas_fl.runtime.local import LocalEngine
+from atlas_fl.setup.assembly import assemble
+from atlas_fl.setup.options import train_options
 from atlas_fl.sparse.masks import overlap
 from atlas_fl.storage.ledger import payload_bytes
 from atlas_fl.storage.run_folder import RunFolder
@@ -106,7 +106,7 @@ def test_accuracy_by_class_adds_up_to_the_accuracy_and_is_drawn(config: Make) ->
     hits = sum(own["examples"] * own.get("accuracy", 0.0) for own in classes.values())
     assert hits / 160 == pytest.approx(test["accuracy"]), "every client has as many test images"
     chosen = config(rounds=1, audit=False)
-    assembly = assemble_images(chosen)
+    assembly = assemble(chosen)
     stored = unprefixed({key.removeprefix("strategy/"): t for key, t in state(result.folder, round=1).items()})
     held = stored["digits-0"]
     for digit in (0, 7):
@@ -161,7 +161,7 @@ def test_a_central_run_stops_where_it_is_no_better_and_its_best_round_can_be_exp
     assert best == last - 2 < 12
     held = sorted(path.name for path in (result.folder / "checkpoints").glob("round-*"))
     assert held == [f"round-{best:04d}", f"round-{last:04d}"]
-    assembly = assemble_images(chosen)
+    assembly = assemble(chosen)
     pixels = preprocess(assembly.site.vision, assembly.clients[0].test.pixels)
     for round, number in ((None, last), ("best", best), (str(best), best)):
         folder = export(result.folder, client="0", to=tmp_path / f"model-{round}", round=round)
@@ -237,7 +237,7 @@ def test_a_mask_of_another_model_is_refused_before_a_head_is_fitted(
 def test_an_exported_model_gives_the_same_logits_in_stock_transformers(config: Make) -> None:
     chosen = config(rounds=1, frozen_blocks=1)
     folder = run(chosen).folder
-    assembly = assemble_images(chosen)
+    assembly = assemble(chosen)
     pixels = preprocess(assembly.site.vision, assembly.clients[0].test.pixels)
     wanted = image_logits(assembly.site.vision, starts(folder, 1)["digits-0"], pixels)
     stock = AutoModelForImageClassification.from_pretrained(folder / "models/digits-0").eval()
@@ -377,18 +377,18 @@ def test_a_masked_run_without_its_mask_passes_no_audit(config: Make) -> None:
 
 def test_one_step_of_all_on_all_their_images_is_a_step_on_all_images_in_one_place(config: Make) -> None:
     """FedSGD: the weighted mean of the clients' steps is the step of the mean gradient (McMahan et al. 2017)."""
-    assembly = assemble_images(config(partition="quantity"))
+    assembly = assemble(config(partition="quantity"))
     sizes = [len(client.train) for client in assembly.clients]
     assert len(set(sizes)) > 1
-    start = assembly.start()["digits-0"]
+    start = assembly.full_models()["digits-0"]
     steps = [
-        train_whole([Job(client=c.name, params=start, round=1, options=_one_step(len(c.train)))], assembly.site)[0]
+        train([Job(client=c.name, params=start, round=1, options=_one_step(len(c.train)))], assembly.site)[0]
         for c in assembly.clients
     ]
     mean = {key: sum(n * s.params[key].double() for n, s in zip(sizes, steps)) / sum(sizes) for key in start}
     central = _pooled(assembly.clients)
-    site = type(assembly.site)(vision=assembly.site.vision, data={"all": central})
-    (wanted,) = train_whole([Job(client="all", params=start, round=1, options=_one_step(len(central.train)))], site)
+    site = replace(assembly.site, data={"all": patches(central, length=1)})
+    (wanted,) = train([Job(client="all", params=start, round=1, options=_one_step(len(central.train)))], site)
     for key in start:
         torch.testing.assert_close(mean[key].float(), wanted.params[key], rtol=1e-4, atol=1e-6)
         assert not torch.equal(start[key], wanted.params[key])
@@ -396,17 +396,17 @@ def test_one_step_of_all_on_all_their_images_is_a_step_on_all_images_in_one_plac
 
 def test_the_head_does_not_know_how_many_clients_hold_the_images(config: Make) -> None:
     """A client with all images looks at all its validation images, not at a few, for the size of the head."""
-    assembly = assemble_images(config(validation_samples=5))
+    assembly = assemble(config(validation_samples=5))
     central = _pooled(assembly.clients)
-    site = replace(assembly.site, data={"all": central})
+    site = replace(assembly.site, data={"all": patches(central, length=1)})
     alone = replace(assembly, clients=(central,), devices=assembly.devices[:1], site=site)
-    dealt, pooled = (prepare_whole(one, WholeEngine(site=one.site)).start for one in (assembly, alone))
+    dealt, pooled = (prepare_whole(one, LocalEngine(site=one.site)).start for one in (assembly, alone))
     for key in ("head.weight", "head.bias"):
         torch.testing.assert_close(dealt[assembly.names[0]][key], pooled["all"][key], rtol=1e-4, atol=1e-5)
 
 
-def _one_step(examples: int) -> WholeOptions:
-    return WholeOptions(seed=0, steps=1, batch_size=examples, lr=0.1, momentum=0.0)
+def _one_step(examples: int) -> TrainOptions:
+    return TrainOptions(seed=0, max_steps=1, batch_size=examples, lr=0.1, optimizer="sgd", clip=0.0)
 
 
 def _pooled(clients: tuple[ClientData, ...]) -> ClientData:
@@ -451,7 +451,7 @@ def test_what_cannot_be_run_is_told_in_one_line(config: Make, values: dict[str, 
 
 
 def test_every_client_has_as_many_classes_as_asked_for(config: Make) -> None:
-    assembly = assemble_images(config(nc="2"))
+    assembly = assemble(config(nc="2"))
     assert all(len(np.unique(client.train.label)) == 2 for client in assembly.clients)
     held = {int(label) for client in assembly.clients for label in client.train.label}
     assert held == set(range(10)), "eight clients of two classes hold all ten"
@@ -461,7 +461,7 @@ def test_every_client_has_as_many_classes_as_asked_for(config: Make) -> None:
 def test_a_data_set_is_dealt_out_whole_where_no_number_is_given(config: Make, nc: str) -> None:
     every = dict.fromkeys(("samples", "validation_samples", "test_samples"))
     chosen = config(nc=nc, clients_per_task=10, **every)
-    clients = assemble_images(chosen).clients
+    clients = assemble(chosen).clients
     for split, count in (("train", 837), ("validation", 417), ("test", 543)):
         rows = np.concatenate([getattr(client, split).pixels.reshape(-1, 64) for client in clients])
         assert len(np.unique(rows, axis=0)) == len(rows) == count, "all of them, each once"
@@ -474,21 +474,21 @@ def test_the_share_of_validation_is_a_setting(config: Make) -> None:
     # 1,797 digits without duplicates, of which 130 of 430 are the test and a hundredth of the rest is validation
     rest = 1797 - 1797 * 130 // 430
     few = config(validation_share=0.01, validation_samples=rest // 100, clients_per_task=1)
-    (client,) = assemble_images(few).clients
+    (client,) = assemble(few).clients
     assert len(client.validation) == rest // 100 == 12
     with pytest.raises(DataError, match="has 12 validation rows and 1 clients of 13 need 13; lower"):
-        assemble_images(config(validation_share=0.01, validation_samples=13, clients_per_task=1))
+        assemble(config(validation_share=0.01, validation_samples=13, clients_per_task=1))
 
 
 @pytest.mark.parametrize("setting", [{"crop": 1}, {"flip": True}, {"dropout": 0.3}, {"label_smoothing": 0.2}])
 def test_what_is_drawn_for_a_step_is_that_of_the_client_and_the_step(config: Make, setting: dict[str, object]) -> None:
     plain, changed = config(), config(**setting)
-    assembly = assemble_images(plain)
-    name, start = "digits-0", assembly.start()["digits-0"]
+    assembly = assemble(plain)
+    name, start = "digits-0", assembly.full_models()["digits-0"]
 
     def trained(chosen: Config, round: int) -> torch.Tensor:
-        job = Job(client=name, params=start, round=round, options=whole_options(chosen, mask=None))
-        return train_whole([job], assembly.site)[0].params["head.weight"]
+        job = Job(client=name, params=start, round=round, options=train_options(chosen, with_images=True))
+        return train([job], assembly.site)[0].params["head.weight"]
 
     assert torch.equal(trained(changed, 1), trained(changed, 1))
     assert not torch.equal(trained(changed, 1), trained(plain, 1))

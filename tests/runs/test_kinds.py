@@ -35,6 +35,11 @@ SIZES: Mapping[str, Any] = {
 TEXT: Mapping[str, Any] = {**SIZES, "tasks": "movie", "dropout": 0.1}
 IMAGES: Mapping[str, Any] = {**SIZES, "tasks": "digits", "image_size": 16, "audit": True}
 ADAPTERS: Mapping[str, Any] = {"batch_size": 8, "lr": 5e-3, "clusters": "oracle", "candidates": "2+4", "sketch_dim": 64}
+FULL: Mapping[str, Any] = {
+    **{"trainable": "full", "audit": True, "lr": 1e-3, "candidates": "4+8+16+32+64", "adapter_bytes": "none"},
+    **{"fingerprint": "fisher", "fingerprint_steps": 60, "fingerprint_batches": 2, "clusters": "oracle"},
+}
+"""All weights of the tiny text model, with no setting of adapters."""
 KINDS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "adapters on text": ("", TEXT),
     "cut models": ("", {**TEXT, "split": "movie-0=1"}),
@@ -43,6 +48,21 @@ KINDS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "whole images under a mask": (
         "vision-quick",
         {**IMAGES, "participation": 1, "local_steps": 2, "lr": 0.02, "mask": "least_sensitive"},
+    ),
+    "whole images in clusters by AdamW": (
+        "vision-quick",
+        {
+            **{**IMAGES, "participation": 1, "local_steps": 2, "lr": 1e-3, "optimizer": "adamw", "proximal_mu": 0.1},
+            **{"strategy": "fedavg_cluster", "clusters": "oracle", "sketch_dim": 64, "fingerprint_batches": 2},
+        },
+    ),
+    "whole text models": ("", {**TEXT, **FULL, "strategy": "atlas", "recluster_every": 1}),
+    "whole text models under a mask": (
+        "",
+        {
+            **{**TEXT, **FULL, "clusters": "auto", "strategy": "fedavg", "optimizer": "sgd", "momentum": 0.5},
+            **{"mask": "least_sensitive", "sparsity": 0.8, "sketch_dim": 1024, "fingerprint_batches": 12},
+        },
     ),
 }
 """The preset of each, and its settings."""

@@ -14,9 +14,9 @@ from atlas_fl.audit.check import audit
 from atlas_fl.config import Config
 from atlas_fl.events import OnEvent
 from atlas_fl.experiment.backends import Filled, heads_of, pool_engine, settle, shared
-from atlas_fl.planning.workloads import line_for
 from atlas_fl.runtime.engine import Engine
 from atlas_fl.runtime.worker_pool import Resident, settled
+from atlas_fl.setup.assembly import assemble
 from tests.runs.reading import rows, same_tensors, state
 
 # Packs of a client or two each, with cuts, noise, dropout, some of the clients, and clusters that are measured anew.
@@ -83,8 +83,7 @@ def in_threads(count: int) -> Callable[[Config, OnEvent], AbstractContextManager
     @contextmanager
     def workplace(config: Config, on_event: OnEvent) -> Iterator[tuple[Any, Engine]]:
         memory = list[mmap.mmap]()
-        line = line_for(config)
-        assembly, places = shared(line.assemble(config), into(memory))
+        assembly, places = shared(assemble(config), into(memory))
         turn = threading.Lock()
         workers = [InTurn(Resident(settle, lambda: memory[0]), turn) for _ in range(count)]
         with ThreadPoolExecutor(count) as threads:

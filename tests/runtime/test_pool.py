@@ -14,7 +14,8 @@ from atlas_fl.errors import ModelError, ProtocolError
 from atlas_fl.models.loading import load_backbone
 from atlas_fl.params import digest
 from atlas_fl.runtime.local import LocalEngine
-from atlas_fl.runtime.worker_pool import Bench, PoolEngine, Resident, adapter_bench, adapter_packs, settled
+from atlas_fl.runtime.protocol.model_sync import AdapterReceiver
+from atlas_fl.runtime.worker_pool import Bench, PoolEngine, Resident, settled
 
 TRAIN = TrainOptions(seed=0, batch_size=4, max_steps=2)
 
@@ -45,7 +46,7 @@ class Early:
 def resident(site: Site) -> Resident:
     """A worker with this site's data and a model of its own, as in a process of its own."""
     own = replace(site, backbone=load_backbone(str(site.backbone.source.path)))
-    found = Resident(lambda _head, _memory: adapter_bench(own), lambda: None)
+    found = Resident(lambda _head, _memory: Bench(site=own, receiver=AdapterReceiver()), lambda: None)
     with ThreadPoolExecutor(1) as threads:
         settled([found], [{}], threads)
     return found
@@ -54,7 +55,7 @@ def resident(site: Site) -> Resident:
 def pool_of(
     site: Site, workers: list[Any], threads: ThreadPoolExecutor, on_progress: Callable[..., None] = lambda *_: None
 ) -> PoolEngine:
-    return PoolEngine(packs=adapter_packs(site), workers=workers, threads=threads, on_progress=on_progress)
+    return PoolEngine(site=site, workers=workers, threads=threads, on_progress=on_progress)
 
 
 @pytest.fixture
@@ -76,9 +77,7 @@ def test_updates_come_in_the_order_of_the_jobs_whoever_is_done_first(site: Site,
     # the first pack goes to the first worker, which is the last to answer
     workers = [Late(resident(site), done), Early(resident(site), done)]
     with ThreadPoolExecutor(2) as threads:
-        pool = PoolEngine(
-            packs=adapter_packs(site), workers=workers, threads=threads, on_progress=lambda *step: told.append(step)
-        )
+        pool = PoolEngine(site=site, workers=workers, threads=threads, on_progress=lambda *step: told.append(step))
         found = pool.run("train", jobs)
     expected = LocalEngine(site=site).run("train", jobs)
     assert [update.client for update in found] == [job.client for job in jobs]
@@ -95,9 +94,7 @@ def test_what_a_worker_meets_is_raised_as_what_it_is(site: Site, tiny_of: Any, s
         with pytest.raises(ModelError, match="no such model"):
             settled([Resident(missing, lambda: None)], [{}], threads)
         jobs = jobs_of(site, tiny_of("bert"), spec_of)
-        pool = PoolEngine(
-            packs=adapter_packs(site), workers=[resident(site)], threads=threads, on_progress=lambda *_: None
-        )
+        pool = PoolEngine(site=site, workers=[resident(site)], threads=threads, on_progress=lambda *_: None)
         with pytest.raises(ProtocolError, match="asks for 'rm'"):
             pool.run("rm", jobs)
         assert len(pool.run("train", jobs)) == 3, "and it goes on"

@@ -8,11 +8,13 @@ A pack's next row of tokens: every client's mini-batch, one after another.
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TypeVar
+from types import MappingProxyType
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.func import functional_call
 
 from atlas_fl.client.job import Job, Site
 from atlas_fl.models.attention import PackedLayout, make_layout
@@ -20,7 +22,7 @@ from atlas_fl.models.backbone import Backbone, backbone_features, block_index, h
 from atlas_fl.models.lora import Adapters, DropoutMaskFn, Segment, attach_adapters
 from atlas_fl.models.tokenization import EncodedExamples
 from atlas_fl.models.vision import image_features, preprocess
-from atlas_fl.params import Params, head_keys
+from atlas_fl.params import HEAD, Params, head_keys
 from atlas_fl.rng import torch_generator
 from atlas_fl.split.channel import CutChannel, CutSegment, backbone_features_across_cuts
 from atlas_fl.split.model import client_forward
@@ -31,9 +33,13 @@ PartT = TypeVar("PartT")
 def packs(jobs: Sequence[Job], site: Site) -> Iterator[list[Job]]:
     """The jobs in groups whose mini-batches hold on average at most `site.max_tokens` tokens together.
 
-    A job that is larger than that alone makes a pack of one. Clients that share adapters above their cuts step at once,
-    so they are in one pack however large it is; its rows are then formed by `rows`.
+    A job that is larger than that alone makes a pack of one, and so does one that trains a whole model. Clients that
+    share adapters above their cuts step at once, so they are in one pack however large it is; its rows are then formed
+    by `rows`.
     """
+    if site.trainable == "full":
+        yield from _full_packs(jobs, site)
+        return
     units: dict[Hashable, list[Job]] = {}
     for place, job in enumerate(jobs):
         together = job.cut is not None and job.cut.shared is not None
@@ -41,6 +47,25 @@ def packs(jobs: Sequence[Job], site: Site) -> Iterator[list[Job]]:
     sized = [(unit, sum(tokens_of(job, site) for job in unit)) for unit in units.values()]
     for pack in _greedy(sized, site.max_tokens):
         yield [job for unit in pack for job in unit]
+
+
+def _full_packs(jobs: Sequence[Job], site: Site) -> Iterator[list[Job]]:
+    """Jobs of whole models one by one; evaluations of one model together, up to `site.max_tokens` tokens."""
+    if not all(hasattr(job.options, "split") for job in jobs):
+        yield from ([job] for job in jobs)
+        return
+    for indices in same_models(jobs):
+        evaluated = [jobs[index] for index in indices]
+        sized = [(job, float(site.data[job.client].splits[job.options.split].offsets[-1])) for job in evaluated]
+        yield from _greedy(sized, site.max_tokens)
+
+
+def same_models(jobs: Sequence[Job]) -> list[list[int]]:
+    """The indices of the jobs by their model: models are equal where all their tensors are the very same."""
+    groups: dict[tuple[int, ...], list[int]] = {}
+    for index, job in enumerate(jobs):
+        groups.setdefault(tuple(id(tensor) for tensor in job.params.values()), []).append(index)
+    return list(groups.values())
 
 
 def rows(jobs: Sequence[Job], site: Site) -> list[list[int]]:
@@ -135,14 +160,15 @@ def forward(
     """Every client's logits on its own examples, (examples, labels), or (tokens to be written, vocabulary); float32.
 
     `lines` are those of clients whose model is cut, in the clients' order with None for the others; or none at all.
-    A context, because a checkpointed backward pass runs the layers again and must find the adapters in place.
+    A client that trains the whole model is alone in its row. A context, because a checkpointed backward pass runs the
+    layers again and must find the adapters in place.
     """
     adapters = Adapters(
         clients=clients, segments=row.segments, sequences=row.pooled, scale=site.scale, dropout_mask=mask
     )
     with attach_adapters(site.modules, adapters):
         with site.autocast():
-            pooled = features_over(row, site, lines)
+            pooled = features_over(row, site, lines, body=body_of(clients, site))
             logits = read_logits(site.backbone, clients, torch.split(pooled, list(row.counts)), mask=mask)
         yield logits
 
@@ -178,17 +204,49 @@ def read_logits(
     return logits
 
 
-def features_here(row: Row, backbone: Backbone) -> Tensor:
-    """What the heads read of a row, (reads, width), where all blocks are here."""
+def body_of(clients: Sequence[Params], site: Site) -> Params:
+    """The weights of the model that its only client brings; none where clients bring adapters."""
+    if site.trainable == "lora":
+        return {}
+    (params,) = clients
+    return {key: tensor for key, tensor in params.items() if not key.startswith(HEAD)}
+
+
+def features_here(row: Row, backbone: Backbone, body: Params = MappingProxyType({})) -> Tensor:
+    """What the heads read of a row, (reads, width), where all blocks are here.
+
+    The weights of `body` stand in for the backbone's of these names.
+    """
     if not row.pixels:
-        return backbone_features(backbone, row.ids, row.types, row.layout, output_positions=row.reads)
+        if not body:
+            return backbone_features(backbone, row.ids, row.types, row.layout, output_positions=row.reads)
+        read: Tensor = swapped(_Features(backbone), body, row)
+        return read
     assert backbone.vision is not None, "a backbone for texts is given no images"
     seen = torch.cat([preprocess(backbone.vision, own) for own in row.pixels])
-    read: Tensor = image_features(backbone.vision, {}, seen)
-    return read
+    found: Tensor = image_features(backbone.vision, body, seen)
+    return found
 
 
-def features_over(row: Row, site: Site, lines: Sequence[CutChannel | None]) -> Tensor:
+def swapped(work: nn.Module, leaves: Params, *args: object) -> Any:
+    """What this module's forward pass gives of the arguments while its `model` computes with these weights."""
+    return functional_call(work, {f"model.{name}": weight for name, weight in leaves.items()}, args)
+
+
+class _Features(nn.Module):
+    """`models.backbone.backbone_features` as a module whose `model` is the backbone's."""
+
+    def __init__(self, backbone: Backbone) -> None:
+        super().__init__()
+        self.model, self._backbone = backbone.model, backbone
+
+    def forward(self, row: Row) -> Tensor:
+        return backbone_features(self._backbone, row.ids, row.types, row.layout, output_positions=row.reads)
+
+
+def features_over(
+    row: Row, site: Site, lines: Sequence[CutChannel | None], *, body: Params = MappingProxyType({})
+) -> Tensor:
     """What the heads read of the row, (reads, hidden), over the cuts of those clients that have a line."""
     ends = [
         CutSegment(
@@ -203,7 +261,7 @@ def features_over(row: Row, site: Site, lines: Sequence[CutChannel | None]) -> T
         if line is not None
     ]
     if not ends:
-        return features_here(row, site.backbone)
+        return features_here(row, site.backbone, body)
     return backbone_features_across_cuts(
         site.backbone, row.ids, row.types, row.layout, output_positions=row.reads, segments=ends
     )

@@ -20,16 +20,19 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy, one_hot
 
-from atlas_fl.client.full_training import ImageSite, images_of
-from atlas_fl.client.job import Job, Update
-from atlas_fl.models.vision import image_features, image_logits, preprocess
+from atlas_fl.client.batching import body_of, features_here, forward, make_row
+from atlas_fl.client.job import Job, Site, Update
+from atlas_fl.models.backbone import head_logits
+from atlas_fl.models.tokenization import EncodedExamples
+from atlas_fl.models.vision import image_logits, preprocess
 from atlas_fl.params import HEAD, Params
 from atlas_fl.rng import generator, seed_of
-from atlas_fl.sparse.fisher import fisher_scores
+from atlas_fl.sparse.fisher import draw_label, fisher_scores, label_uniforms
 
 GRAM, CROSS = "gram", "cross"
 BIAS, WEIGHT = HEAD + "bias", HEAD + "weight"
@@ -55,39 +58,44 @@ class ScaleOptions:
 
 
 @torch.inference_mode()
-def ridge_sums(jobs: Sequence[Job], site: ImageSite) -> list[Update]:
+def ridge_sums(jobs: Sequence[Job], site: Site) -> list[Update]:
     """X^T X (features + 1, features + 1) and X^T Y (features + 1, classes) of every client, float64."""
     return [_sums(job, site) for job in jobs]
 
 
-def _sums(job: Job, site: ImageSite) -> Update:
-    rows, labels = images_of(site, job.client, "train"), site.data[job.client].task.num_labels
-    size = site.vision.hidden + 1
+def _sums(job: Job, site: Site) -> Update:
+    data, labels = site.data[job.client].splits["train"], site.data[job.client].task.num_labels
+    size = site.backbone.width + 1
     gram = torch.zeros(size, size, dtype=torch.float64)
     cross = torch.zeros(size, labels, dtype=torch.float64)
-    for start in range(0, len(rows), site.batch_images):
-        batch = rows.take(range(start, min(start + site.batch_images, len(rows))))
-        found = image_features(site.vision, job.params, preprocess(site.vision, batch.pixels)).double().cpu()
+    for start in range(0, len(data), site.max_tokens):
+        batch = data.take(np.arange(start, min(start + site.max_tokens, len(data))))
+        found = _features(job, batch, site).double().cpu()
         x = torch.cat([found, torch.ones(len(batch), 1, dtype=torch.float64)], dim=1)
-        y = one_hot(torch.from_numpy(batch.label), labels).double() - 1 / labels
+        y = one_hot(torch.from_numpy(batch.labels), labels).double() - 1 / labels
         gram += x.T @ x
         cross += x.T @ y
-    return Update(client=job.client, params={GRAM: gram, CROSS: cross}, examples=len(rows), metrics={})
+    return Update(client=job.client, params={GRAM: gram, CROSS: cross}, examples=len(data), metrics={})
 
 
 @torch.inference_mode()
-def scale_losses(jobs: Sequence[Job], site: ImageSite) -> list[Update]:
+def scale_losses(jobs: Sequence[Job], site: Site) -> list[Update]:
     """The summed cross-entropy of every client with its head times each of `SCALES`, (scales,) float64."""
     return [_losses(job, site) for job in jobs]
 
 
-def _losses(job: Job, site: ImageSite) -> Update:
-    rows = images_of(site, job.client, "validation")
-    batch = rows.take(range(min(job.options.examples, len(rows))))
-    logits = image_logits(site.vision, job.params, preprocess(site.vision, batch.pixels)).double().cpu()
-    labels = torch.from_numpy(batch.label)
+def _losses(job: Job, site: Site) -> Update:
+    data = site.data[job.client].splits["validation"]
+    batch = data.take(np.arange(min(job.options.examples, len(data))))
+    logits = head_logits(site.backbone, job.params, _features(job, batch, site)).double().cpu()
+    labels = torch.from_numpy(batch.labels)
     losses = torch.stack([cross_entropy(scale * logits, labels, reduction="sum") for scale in SCALES])
     return Update(client=job.client, params={LOSSES: losses}, examples=len(batch), metrics={})
+
+
+def _features(job: Job, batch: EncodedExamples, site: Site) -> Tensor:
+    """What the head reads of these images, (images, features), by the job's model."""
+    return features_here(make_row([batch], device=site.backbone.device), site.backbone, body_of([job.params], site))
 
 
 def ridge_head(gram: Tensor, cross: Tensor, *, penalty: float) -> dict[str, Tensor]:
@@ -115,29 +123,55 @@ class SensitivityOptions:
     """The weights that are scored."""
 
 
-def sensitivity(jobs: Sequence[Job], site: ImageSite) -> list[Update]:
+def sensitivity(jobs: Sequence[Job], site: Site) -> list[Update]:
     """The sum over each client's examples of the squared per-example gradients, by weight; sums of clients add up."""
     return [_scores(job, site) for job in jobs]
 
 
-def _scores(job: Job, site: ImageSite) -> Update:
+def _scores(job: Job, site: Site) -> Update:
     options: SensitivityOptions = job.options
-    rows = images_of(site, job.client, "train")
-    order = generator(options.seed, "sensitivity", job.client).permutation(len(rows))
-    batch = rows.take(order[: options.examples])
-    placed = {key: tensor.to(site.vision.device) for key, tensor in job.params.items()}
+    data = site.data[job.client].splits["train"]
+    order = generator(options.seed, "sensitivity", job.client).permutation(len(data))
+    batch = data.take(order[: options.examples])
+    placed = {key: tensor.to(site.backbone.device) for key, tensor in job.params.items()}
+    sums = (_text_squares if batch.pixels is None else _image_squares)(batch, placed, job, site)
+    return Update(client=job.client, params=sums, examples=len(batch), metrics={})
 
-    def logits(params: Params, pixels: torch.Tensor) -> torch.Tensor:
-        found: torch.Tensor = image_logits(site.vision, params, pixels)
+
+def _image_squares(batch: EncodedExamples, params: Params, job: Job, site: Site) -> Params:
+    options: SensitivityOptions = job.options
+
+    def logits(own: Params, pixels: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = image_logits(site.vision, own, pixels)
         return found
 
-    found = fisher_scores(
+    assert batch.pixels is not None, "texts have their own way"
+    return fisher_scores(
         logits,
-        placed,
+        params,
         names=options.names,
         inputs=preprocess(site.vision, batch.pixels),
         labels=options.labels,
-        targets=torch.from_numpy(batch.label) if options.labels == "true" else None,
+        targets=torch.from_numpy(batch.labels) if options.labels == "true" else None,
         seed=seed_of(options.seed, "sensitivity", job.client),
-    )
-    return Update(client=job.client, params=found.sums, examples=found.examples, metrics={})
+    ).sums
+
+
+def _text_squares(batch: EncodedExamples, params: Params, job: Job, site: Site) -> Params:
+    """Example by example, because texts differ in length; labels are drawn as `sparse.fisher.fisher_scores` draws them."""
+    options: SensitivityOptions = job.options
+    leaves = {name: params[name].detach().requires_grad_() for name in options.names}
+    sums = {name: torch.zeros_like(leaf, dtype=torch.float64) for name, leaf in leaves.items()}
+    draws = label_uniforms(seed_of(options.seed, "sensitivity", job.client), range(len(batch)))
+    for index in range(len(batch)):
+        row = make_row([batch.take(np.array([index]))], device=site.backbone.device)
+        with torch.enable_grad(), forward(row, [{**params, **leaves}], site) as (logits,):
+            label = (
+                int(row.labels[0][0])
+                if options.labels == "true"
+                else int(draw_label(logits[0], torch.tensor(draws[index])))
+            )
+            log_prob = logits[0].log_softmax(-1)[label]
+        for name, gradient in zip(leaves, torch.autograd.grad(log_prob, list(leaves.values())), strict=True):
+            sums[name] += gradient.double().square()
+    return {name: own.to(params[name].dtype) for name, own in sums.items()}

@@ -13,14 +13,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from atlas_fl.client.batching import chunks, forward, make_row
+from atlas_fl.client.batching import chunks, forward, make_row, same_models
 from atlas_fl.client.job import Job, Site, Update, line_of
 from atlas_fl.data.metrics import by_class, rouge, scores, writing_scores
 from atlas_fl.data.task import Task
 from atlas_fl.models.backbone import head_logits
 from atlas_fl.models.generation import decode_step, pad_left, stock_attention
 from atlas_fl.models.lora import Adapters, Segment, attach_adapters
-from atlas_fl.models.tokenization import EncodedExamples
+from atlas_fl.models.tokenization import EncodedExamples, concatenated
 from atlas_fl.params import Params, Split
 
 
@@ -78,6 +78,46 @@ class EvaluateOptions:
 @torch.inference_mode()
 def evaluate(jobs: Sequence[Job], site: Site) -> list[Update]:
     """Loss and metrics of every client, in the order of the jobs; nothing is trained."""
+    return (_evaluate_full if site.trainable == "full" else _evaluate_packed)(jobs, site)
+
+
+def _evaluate_full(jobs: Sequence[Job], site: Site) -> list[Update]:
+    """Clients with one model share its passes."""
+    began, outputs = time.perf_counter(), dict[int, np.ndarray]()
+    for places in same_models(jobs):
+        data = [site.data[jobs[k].client].splits[jobs[k].options.split] for k in places]
+        params = {key: tensor.to(site.backbone.device) for key, tensor in jobs[places[0]].params.items()}
+        logits = _all_logits(data, params, site)
+        outputs |= dict(zip(places, np.split(logits, np.cumsum([len(own) for own in data])[:-1]), strict=True))
+    seconds = (time.perf_counter() - began) / max(1, len(jobs))
+    updates = []
+    for k, job in enumerate(jobs):
+        task, labels = site.data[job.client].task, site.data[job.client].splits[job.options.split].labels
+        metrics = {**scores(task, labels, outputs[k]), "seconds": seconds}
+        classes = counts_of(job, labels, [outputs[k]], site)
+        updates.append(
+            Update(client=job.client, params=job.params, examples=len(labels), metrics=metrics, classes=classes)
+        )
+    return updates
+
+
+def _all_logits(data: Sequence[EncodedExamples], params: Params, site: Site) -> np.ndarray:
+    """Logits (examples, labels) of all these examples, in their order, by one model."""
+    every = concatenated(data)
+    order, found = in_order(every.lengths), list[np.ndarray]()
+    for chunk in chunks([every.lengths[order]], site.max_tokens):
+        (part,) = (part for _, part in chunk)
+        row = make_row([every.take(order[part])], device=site.backbone.device)
+        with forward(row, [params], site) as (logits,):
+            found.append(logits.cpu().numpy())
+    ordered = np.concatenate(found)
+    placed = np.empty_like(ordered)
+    placed[order] = ordered
+    return placed
+
+
+def _evaluate_packed(jobs: Sequence[Job], site: Site) -> list[Update]:
+    """Every client's own adapters and head, in rows of many clients."""
     began = time.perf_counter()
     outputs: list[list[np.ndarray]] = [[] for _ in jobs]
     data = [site.data[job.client].splits[job.options.split] for job in jobs]

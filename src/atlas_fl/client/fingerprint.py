@@ -180,7 +180,8 @@ def _of_one(job: Job, site: Site) -> Update:
             line.send("fingerprint", "up", parts_message(sent))
         sketches.append(combine_parts(parts.values()))
     crossed = {} if line is None else dict(line.traffic)
-    return answered(job, sketches, job.params, steps=0, loss=float(np.mean(losses)), crossed=crossed)
+    params = job.params if site.trainable == "lora" else {}  # the server has whole models, and none was warmed up
+    return answered(job, sketches, params, steps=0, loss=float(np.mean(losses)), crossed=crossed)
 
 
 def added(totals: Mapping[str, Tensor], gradient: Mapping[str, Tensor], *, kind: str) -> dict[str, Tensor]:

@@ -7,14 +7,13 @@ How much each block of the backbone matters to a client, measured by gradients t
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call
 
-from atlas_fl.client.batching import Row, features_over, make_row
+from atlas_fl.client.batching import Row, features_over, make_row, swapped
 from atlas_fl.client.job import Job, Site, Update, line_of
 from atlas_fl.client.local_training import TrainOptions, example_loss, positions
 from atlas_fl.models.backbone import Backbone, block_index, head_logits
@@ -56,11 +55,6 @@ def loss_gradient(
     """
     found: tuple[Tensor, dict[str, Tensor]] = swapped(_Gradient(site), leaves, row, leaves, head, line)
     return found
-
-
-def swapped(work: torch.nn.Module, leaves: Params, *args: object) -> Any:
-    """What this module's forward pass gives of the arguments while its `model` computes with these weights."""
-    return functional_call(work, {f"model.{name}": weight for name, weight in leaves.items()}, args)
 
 
 class _Gradient(torch.nn.Module):

@@ -13,7 +13,7 @@ What a client begins with before anything is measured or trained.
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import torch
 from torch import nn
@@ -24,9 +24,14 @@ from atlas_fl.models.backbone import Backbone, module_dims, target_modules
 from atlas_fl.models.lora import init_adapters, init_head
 from atlas_fl.models.registry import head_shapes
 from atlas_fl.models.tokenization import EncodedExamples, encode_images
+from atlas_fl.models.vision import Vision
 from atlas_fl.params import Params, Split
+from atlas_fl.sparse.masks import Mask
 from atlas_fl.split.channel import Cut, CutChannel, CutTraffic
 from atlas_fl.split.host_matching import GuestRequirement, HostCapacity, HostMatch
+
+Trainable: TypeAlias = Literal["lora", "full"]
+"""What a client trains: adapters and a head on the frozen model, or all weights."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,7 +67,8 @@ class Site:
     scale: Callable[[int], float]
     """LoRA's factor of a rank."""
     max_tokens: int
-    """Tokens that may train together, from the memory budget."""
+    """Tokens that may train together, from the memory budget; an image of a whole model counts as one."""
+    trainable: Trainable = "lora"
     bf16: bool = False
     fp16: bool = False
     """Like bf16, with losses scaled so that small gradients do not vanish."""
@@ -73,6 +79,12 @@ class Site:
     def modules(self) -> dict[str, nn.Module]:
         """The frozen layers that carry adapters, by name."""
         return target_modules(self.backbone, self.targets)
+
+    @property
+    def vision(self) -> Vision:
+        """How the model sees images; only of a site whose tasks are of images."""
+        assert self.backbone.vision is not None, "a site of texts sees no images"
+        return self.backbone.vision
 
     def autocast(self, *, scaled: bool = True) -> torch.autocast:
         """The arithmetic of the backbone's forward pass; without fp16 where nobody scales the loss (`scaled=False`)."""
@@ -95,6 +107,8 @@ class Job:
     """What it needs of a host, or has left as one; None: the server hosts everyone."""
     momentum: Params = field(default_factory=dict)
     """What it kept of its optimizer when it last trained; it never travels."""
+    mask: Mask | None = None
+    """Which weights may move; None for all."""
 
 
 def line_of(job: Job, site: Site) -> CutChannel | None:

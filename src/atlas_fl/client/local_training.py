@@ -38,6 +38,7 @@ from atlas_fl.models.tokenization import EncodedExamples
 from atlas_fl.models.vision import augment
 from atlas_fl.params import HEAD, PRIVATE, Params, digest
 from atlas_fl.rng import generator, torch_generator
+from atlas_fl.sparse.optimizer import extract_momentum, load_momentum
 from atlas_fl.split.channel import Cut
 from atlas_fl.split.model import select_client_side
 
@@ -100,6 +101,10 @@ class TrainOptions:
     """Mirror every second image."""
     hash_loaded: bool = False
     """Hash what was really loaded, for the audit."""
+    rate_by_round: bool = False
+    """Follow the schedule round by round, not step by step."""
+    carry_momentum: bool = False
+    """Begin with the job's momentum, and hand back what there is at the end."""
 
 
 def num_steps(examples: int, options: TrainOptions) -> int:
@@ -154,8 +159,12 @@ def learning_rate(options: TrainOptions, *, step: int, steps: int) -> float:
 def optimizer_step(
     optimizer: torch.optim.Optimizer, options: TrainOptions, *, round: int, done: int, steps: int
 ) -> None:
-    """A step of the optimizer after `done` of this round's `steps`, at that step's learning rate."""
-    rate = learning_rate(options, step=(max(round, 1) - 1) * steps + done, steps=options.rounds * steps)
+    """A step of the optimizer after `done` of this round's `steps`, at the learning rate of that step or round."""
+    past = max(round, 1) - 1
+    if options.rate_by_round:
+        rate = learning_rate(options, step=past, steps=options.rounds)
+    else:
+        rate = learning_rate(options, step=past * steps + done, steps=options.rounds * steps)
     for group in optimizer.param_groups:
         group["lr"] = rate
     optimizer.step()
@@ -221,10 +230,11 @@ class Member:
         cut = job.cut or above
         self.cluster = None if cut is None else cut.shared
         self.shared = shared_above(site.backbone, self.params, cut)
-        self.scale = LossScale(enabled=site.fp16)
-        self.optimizer = make_optimizer(
-            {key: own for key, own in self.leaves.items() if key not in self.shared}, options
-        )
+        self.scale = LossScale(enabled=site.fp16, grows=site.trainable == "full")
+        self._tells_skipped = site.fp16 and site.trainable == "full"
+        own = {key: leaf for key, leaf in self.leaves.items() if key not in self.shared}
+        self.optimizer = make_optimizer(own, options, masks=job.mask, skips=site.fp16)
+        load_momentum(self.optimizer, own, job.momentum, masks=job.mask)
         self.losses: list[Tensor] = []
         self.line = line_of(job, site)
         self._below = [] if job.cut is None else trained_below(site.backbone, self.params, self.options, job.cut)
@@ -268,6 +278,10 @@ class Member:
         if self.line is not None:
             self.line.share_norms(norms, self._below)
 
+    @property
+    def _skipped(self) -> dict[str, float]:
+        return {"skipped": float(self.scale.skipped)} if self._tells_skipped else {}
+
     def update(self, seconds: float) -> Update:
         """What goes back to the server."""
         loss = float(torch.stack(self.losses).double().mean()) if self.losses else math.nan
@@ -275,11 +289,15 @@ class Member:
             client=self.job.client,
             params={key: leaf.detach().cpu() for key, leaf in self.params.items()},
             examples=self.examples,
-            metrics={"loss": loss, "seconds": seconds, "steps": float(len(self.losses))},
+            metrics={"loss": loss, "seconds": seconds, "steps": float(len(self.losses)), **self._skipped},
             loaded=self.loaded,
             keys=len(self.params),
             crossed={} if self.line is None else dict(self.line.traffic),
+            momentum=self._momentum() if self.options.carry_momentum else {},
         )
+
+    def _momentum(self) -> Params:
+        return extract_momentum(self.optimizer, self.leaves, masks=self.job.mask)
 
 
 class SharedSet:

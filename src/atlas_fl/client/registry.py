@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping
 
+from atlas_fl.client.calibration import ridge_sums, scale_losses, sensitivity
 from atlas_fl.client.evaluation import evaluate
 from atlas_fl.client.fingerprint import fingerprint
 from atlas_fl.client.importance import importance
@@ -14,6 +15,9 @@ from atlas_fl.client.split_server import EvaluationHalf, Half, TrainingHalf
 ACTIONS: Mapping[str, Action] = {
     "fingerprint": fingerprint,
     "importance": importance,
+    "ridge": ridge_sums,
+    "scale": scale_losses,
+    "sensitivity": sensitivity,
     "train": train,
     "evaluate": evaluate,
 }

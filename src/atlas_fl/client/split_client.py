@@ -30,7 +30,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from atlas_fl.client.batching import Row, below, chunks, dropout_masks, make_row, read_logits
+from atlas_fl.client.batching import Row, below, chunks, dropout_masks, make_row, read_logits, swapped
 from atlas_fl.client.evaluation import EvaluateOptions, in_order, kept, on_device, scores_of
 from atlas_fl.client.fingerprint import (
     AGREED,
@@ -52,7 +52,6 @@ from atlas_fl.client.importance import (
     layer_sums,
     merged_leaves,
     sums_message,
-    swapped,
 )
 from atlas_fl.client.job import Job, Site, Update, line_of
 from atlas_fl.client.local_training import Member, example_loss, joined_norms, train

@@ -22,7 +22,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from atlas_fl.client.batching import Dropout, modules_of
+from atlas_fl.client.batching import Dropout, modules_of, swapped
 from atlas_fl.client.fingerprint import (
     PARTS,
     FingerprintOptions,
@@ -45,7 +45,6 @@ from atlas_fl.client.importance import (
     last_weights,
     layer_sums,
     merged_leaves,
-    swapped,
 )
 from atlas_fl.client.importance import answered as weighed
 from atlas_fl.client.job import Job, Site, Update

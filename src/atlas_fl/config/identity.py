@@ -29,7 +29,9 @@ SESSION = frozenset(
 """Settings that change no number of a run: where it lies, how long it goes on today, what is kept and told of it, and
 how many processes train it."""
 
-LATER = frozenset({"topology", "arrive", "patience", "min_delta", "server_adapters", "optimizer", "proximal_mu"})
+LATER = frozenset(
+    {"topology", "arrive", "patience", "min_delta", "server_adapters", "trainable", "optimizer", "proximal_mu"}
+)
 LATER_GROUPS = frozenset({"images", "sparse", "robust", "server", "attack"})
 """Settings that are younger than runs: at their default they are no part of the identity, and older runs stay the same
 runs."""

@@ -107,6 +107,9 @@ class TrainingConfig:
     """AdamW's decoupled weight decay, or SGD's."""
     clip: float = 1.0
     """Largest gradient norm of a client; 0 switches clipping off."""
+    trainable: Literal["auto", "lora", "full"] = "auto"
+    """What clients train: LoRA adapters and a head on the frozen model, or all weights; `auto` is `lora` for texts and
+    what `--tune` says for images."""
     optimizer: Literal["auto", "adamw", "sgd"] = "auto"
     """Optimizer of the clients; `auto` is SGD for whole image models and AdamW for all else. `--momentum` and
     `--nesterov` are of SGD."""
@@ -254,6 +257,8 @@ class AttackConfig:
 WHOLE = "whole"
 OF_WHOLE = frozenset({"frozen_blocks", "ridge", "carry_momentum"})
 """Settings of images that adapters have no use for."""
+OF_IMAGES = frozenset({"tune", "nc", "validation_share", "image_size", "head_first", "ridge", "crop", "flip"})
+"""Settings of images that texts have no use for."""
 OF_SGD = frozenset({"momentum", "nesterov"})
 """Settings of SGD, whatever it trains."""
 OF_ADAPTERS = frozenset({"targets", "lora_alpha", "rslora", "init_adapter", "gradient_checkpointing"})
@@ -267,8 +272,8 @@ class ImagesConfig:
     """Image tasks: all weights are trained by SGD, or adapters as on texts."""
 
     tune: Literal["whole", "lora"] = "whole"
-    """What trains: all weights by SGD, or LoRA adapters and a head on the frozen model by AdamW, with fingerprints,
-    clusters and ranks as on texts."""
+    """What trains of image models: `whole` is `--trainable full`, `lora` is `--trainable lora`, which comes first where
+    it is given."""
     nc: str = EVENLY
     """Classes of each client of an image task: `iid` (all of them), or a number."""
     validation_share: float | None = None
@@ -513,3 +518,15 @@ class Config:
     images: ImagesConfig = field(default_factory=ImagesConfig)
     sparse: SparseConfig = field(default_factory=SparseConfig)
     run: RunConfig = field(default_factory=RunConfig)
+
+    def trainable(self, *, images: bool) -> Literal["lora", "full"]:
+        """What clients of image tasks, or of text tasks, train."""
+        if self.training.trainable != "auto":
+            return self.training.trainable
+        return "full" if images and self.images.tune == WHOLE else "lora"
+
+    def optimizer(self, *, images: bool) -> Literal["adamw", "sgd"]:
+        """The optimizer of clients of image tasks, or of text tasks."""
+        if self.training.optimizer != "auto":
+            return self.training.optimizer
+        return "sgd" if images and self.trainable(images=True) == "full" else "adamw"

@@ -3,14 +3,14 @@
 from collections.abc import Sequence
 from dataclasses import fields
 
-from atlas_fl.config.schema import EVENLY, OF_ADAPTERS, OF_SGD, OF_WHOLE, WHOLE, Config
+from atlas_fl.config.schema import EVENLY, OF_ADAPTERS, OF_IMAGES, OF_SGD, OF_WHOLE, Config
 from atlas_fl.config.settings import Setting, settings, value_of
 from atlas_fl.config.values import mistake, whole_number
 from atlas_fl.errors import ConfigError
 
 
 def check_kind(config: Config) -> None:
-    """Nothing where settings fit the kind of the tasks, texts or images, and what is trained on it.
+    """Nothing where settings fit the kind of the tasks, texts or images, and what is trained of the model.
 
     Raises `ConfigError` for the first that does not.
     """
@@ -18,16 +18,21 @@ def check_kind(config: Config) -> None:
 
     tasks = find_tasks(config.data.tasks, config.data.task)
     check_one_kind(tasks)
-    if any(task.images for task in tasks):
-        _check_tuned(config)
+    images = any(task.images for task in tasks)
+    if images:
         _check_classes(config, [task.num_labels for task in tasks])
-        return
-    _check_sgd(config, auto="adamw")
-    if changed := [one for one in _changed(config, "images", "sparse") if one.name not in OF_SGD]:
+        if config.images.tune == "lora" and config.training.trainable == "full":
+            raise ConfigError("--tune lora and --trainable full contradict each other; leave --tune out")
+    elif changed := [one for one in _changed(config, "images") if one.name in OF_IMAGES]:
         raise ConfigError(
             f"{changed[0].flag} is for image tasks, and --tasks has texts alone ({', '.join(t.name for t in tasks)});"
             " leave it out, or take a vision preset (`atlas list presets`)"
         )
+    if config.trainable(images=images) == "full":
+        _check_full(config, writing=[task.name for task in tasks if task.writes])
+    else:
+        _check_lora(config, images=images)
+    _check_sgd(config, config.optimizer(images=images))
 
 
 def _check_classes(config: Config, of_tasks: Sequence[int]) -> None:
@@ -38,50 +43,62 @@ def _check_classes(config: Config, of_tasks: Sequence[int]) -> None:
         check_classes(config.data.clients_per_task, classes, int(config.images.nc))
 
 
-def _check_tuned(config: Config) -> None:
-    """Nothing where what is set belongs to what trains: whole models, or adapters on a frozen one."""
-    if config.images.tune == WHOLE:
-        changed = _changed(config, "model", "clustering", "ranks", "split")
-        if of_adapters := [one for one in changed if one.group != "model" or one.name in OF_ADAPTERS]:
-            raise ConfigError(
-                f"{of_adapters[0].flag} is for adapters, and these image tasks train whole models; leave it out, or"
-                " take --tune lora, or a vision preset where it is the preset's (`atlas list presets`)"
-            )
-        _check_sgd(config, auto="sgd")
-        _check_rule(config.mixing.strategy, within=config.robust.within)
-        return
+def _check_full(config: Config, *, writing: Sequence[str]) -> None:
+    """Nothing where all weights can train under what is set."""
+    changed = _chosen(config, "model", "ranks", "split")
+    if of_adapters := [one for one in changed if one.group != "model" or one.name in OF_ADAPTERS]:
+        raise ConfigError(
+            f"{of_adapters[0].flag} is for adapters, and these tasks train whole models; leave it out, or take"
+            " --trainable lora"
+        )
+    if writing:
+        raise ConfigError(
+            f"{writing[0]} is to write text by the model's own output embedding, which stays frozen, and --trainable"
+            " full would move the embedding that it is tied to; take --trainable lora"
+        )
+    if config.mixing.layer_weighting != "none":
+        raise ConfigError(
+            "--layer-weighting importance measures adapted layers, and these tasks train whole models; leave it out, or"
+            " take --trainable lora"
+        )
+    clustered = _is_clustered(config)
+    if config.clustering.fingerprint == "delta" and clustered:
+        raise ConfigError(
+            "--fingerprint delta warms up adapters, and these tasks train whole models; take fisher or gradient, or"
+            " --trainable lora"
+        )
+    if not clustered and (idle := _chosen(config, "clustering")):
+        raise ConfigError(
+            f"{idle[0].flag} is for rules that use clusters, and --strategy {config.mixing.strategy} on whole models"
+            " takes no fingerprints; leave it out, or take --strategy fedavg_cluster or atlas"
+        )
+
+
+def _check_lora(config: Config, *, images: bool) -> None:
+    """Nothing where adapters can be trained under what is set."""
     of_whole = [one for one in _changed(config, "images", "sparse") if one.group == "sparse" or one.name in OF_WHOLE]
     if of_whole:
-        raise ConfigError(f"{of_whole[0].flag} is for whole models, and --tune lora trains adapters; leave it out")
-    _check_sgd(config, auto="adamw")
-    if changed := _changed(config, "split"):
+        raise ConfigError(
+            f"{of_whole[0].flag} is for whole models, and these tasks train adapters; leave it out, or take --trainable"
+            " full"
+        )
+    if images and (changed := _changed(config, "split")):
         raise ConfigError(f"{changed[0].flag} cuts models of texts, and these tasks have images; leave it out")
 
 
-def _check_sgd(config: Config, *, auto: str) -> None:
-    """Nothing where momentum is set for SGD alone; `auto` is the optimizer where the config leaves the choice."""
-    name = auto if config.training.optimizer == "auto" else config.training.optimizer
+def _check_sgd(config: Config, optimizer: str) -> None:
+    """Nothing where momentum is set for SGD alone."""
     of_sgd = [one for one in _changed(config, "images") if one.name in (*OF_SGD, "carry_momentum")]
-    if of_sgd and name != "sgd":
+    if of_sgd and optimizer != "sgd":
         raise ConfigError(
             f"{of_sgd[0].flag} is for SGD, and these clients train by AdamW; leave it out, or take --optimizer sgd"
         )
 
 
-def _check_rule(name: str, *, within: str) -> None:
-    from atlas_fl.aggregation.registry import find_strategy
-    from atlas_fl.aggregation.strategies import StrategyOptions
+def _is_clustered(config: Config) -> bool:
+    from atlas_fl.aggregation.registry import StrategyOptions, find_strategy
 
-    if find_strategy(name, StrategyOptions(within=within)).clustered:
-        raise no_clusters(name)
-
-
-def no_clusters(strategy: str) -> ConfigError:
-    """The error for a rule of clusters on whole models."""
-    return ConfigError(
-        f"--strategy {strategy} needs fingerprints of adapters, and whole models of image tasks have none; use fedavg"
-        " or local, or a robust rule over all clients, --tune lora, or a vision preset (`atlas list presets`)"
-    )
+    return find_strategy(config.mixing.strategy, StrategyOptions(within=config.robust.within)).clustered
 
 
 def check_precision(config: Config) -> None:
@@ -89,8 +106,8 @@ def check_precision(config: Config) -> None:
     from atlas_fl.data.registry import find_tasks
 
     if config.model.precision == "fp16" and config.run.accelerator == "cpu":
-        tasks = find_tasks(config.data.tasks, config.data.task)
-        if config.images.tune != WHOLE or not any(task.images for task in tasks):
+        images = any(task.images for task in find_tasks(config.data.tasks, config.data.task))
+        if not images or config.trainable(images=True) == "lora":
             raise no_fp16()
 
 
@@ -106,6 +123,14 @@ def _changed(config: Config, *groups: str) -> list[Setting]:
     """The settings of these groups that are not at their default."""
     own = [setting for setting in settings().values() if setting.group in groups]
     return [setting for setting in own if value_of(config, setting.name) != value_of(Config(), setting.name)]
+
+
+def _chosen(config: Config, *groups: str) -> list[Setting]:
+    """The settings of these groups that are neither at their default nor what the preset says."""
+    from atlas_fl.config.presets import PRESETS, find_preset
+
+    preset = find_preset(config.run.preset) if config.run.preset in PRESETS else Config()
+    return [one for one in _changed(config, *groups) if value_of(config, one.name) != value_of(preset, one.name)]
 
 
 def check_image_settings(config: Config) -> None:

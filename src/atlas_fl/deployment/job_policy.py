@@ -23,19 +23,18 @@ from atlas_fl.client.local_training import TrainOptions
 from atlas_fl.client.split_planning import blocks_below
 from atlas_fl.config import Config
 from atlas_fl.config.schema import AUTO, NONE, cut_word
-from atlas_fl.deployment.settings_policy import asks_sensitivity, takes_fingerprints
+from atlas_fl.deployment.settings_policy import asks_sensitivity
 from atlas_fl.errors import ProtocolError, one_line, shown
 from atlas_fl.params import HEAD, LORA_A, LORA_B, Params, shared_part
 from atlas_fl.planning.planning_costs import BATCHES
-from atlas_fl.runtime.protocol.full_model_sync import WHOLE_OPTIONS
-from atlas_fl.runtime.protocol.messages import OPTIONS, Told, read_job, read_private
+from atlas_fl.runtime.protocol.messages import Told, read_job, read_private
 from atlas_fl.setup.options import (
     cut_of,
     fingerprint_options,
     is_reclustered,
+    strategy_of,
     train_options,
     warmup_options,
-    whole_options,
 )
 from atlas_fl.split.channel import Cut
 
@@ -53,7 +52,7 @@ MOST_GUESTS = 64
 class Expected:
     """The jobs of one action that settings ask for."""
 
-    options: Callable[[Config, Job, int], Any]
+    options: Callable[[Config, Job, "Outline"], Any]
     """(settings, a job of this action, the model's blocks) -> its options; what may differ is the job's own."""
     rounds: Callable[[Config, int], bool]
     """Whether such a job belongs to this round."""
@@ -81,14 +80,14 @@ def _ranked(config: Config, number: int) -> bool:
     return number == 0 or (config.ranks.rerank and _clustered(config, number))
 
 
-def _fingerprint(config: Config, job: Job, blocks: int) -> FingerprintOptions:
+def _fingerprint(config: Config, job: Job, outline: "Outline") -> FingerprintOptions:
     options = fingerprint_options(config, round=job.round)
     if job.cut is None or options.kind == "delta":
         return options
-    return replace(options, blocks=blocks_below(options, job.cut, total=blocks))
+    return replace(options, blocks=blocks_below(options, job.cut, total=outline.blocks))
 
 
-def _evaluation(config: Config, job: Job, _: int) -> EvaluateOptions:
+def _evaluation(config: Config, job: Job, _: "Outline") -> EvaluateOptions:
     options: EvaluateOptions = job.options
     return EvaluateOptions(
         split="test" if options.split == "test" else "validation",
@@ -96,11 +95,11 @@ def _evaluation(config: Config, job: Job, _: int) -> EvaluateOptions:
     )
 
 
-def _scale(_: Config, job: Job, __: int) -> ScaleOptions:
+def _scale(_: Config, job: Job, __: "Outline") -> ScaleOptions:
     return ScaleOptions(examples=min(max(1, job.options.examples), SCALED_BY))
 
 
-def _sensitivity(config: Config, job: Job, _: int) -> SensitivityOptions:
+def _sensitivity(config: Config, job: Job, _: "Outline") -> SensitivityOptions:
     sparse = config.sparse
     return SensitivityOptions(
         seed=config.run.seed,
@@ -114,7 +113,7 @@ ADAPTER_JOBS: Mapping[str, Expected] = {
     "fingerprint": Expected(
         options=_fingerprint,
         rounds=_clustered,
-        asked=takes_fingerprints,
+        asked=lambda config: strategy_of(config).clustered or config.clustering.fingerprint == "delta",
     ),
     "importance": Expected(
         options=lambda config, *_: ImportanceOptions(
@@ -122,7 +121,9 @@ ADAPTER_JOBS: Mapping[str, Expected] = {
         ),
         rounds=_ranked,
     ),
-    "train": Expected(options=lambda config, *_: train_options(config), rounds=_trained),
+    "train": Expected(
+        options=lambda config, _, outline: train_options(config, with_images=outline.images), rounds=_trained
+    ),
     "evaluate": Expected(options=_evaluation, rounds=_scored),
 }
 """By action, of clients with adapters."""
@@ -137,8 +138,11 @@ WHOLE_JOBS: Mapping[str, Expected] = {
         options=_scale, rounds=_before_round_one, asked=lambda config: config.images.head_first == "ridge"
     ),
     "sensitivity": Expected(options=_sensitivity, rounds=_before_round_one, asked=asks_sensitivity),
-    "train": Expected(options=lambda config, *_: whole_options(config, mask=None), rounds=_trained),
-    "evaluate": Expected(options=_evaluation, rounds=_scored),
+    "fingerprint": Expected(
+        options=_fingerprint, rounds=_clustered, asked=lambda config: strategy_of(config).clustered
+    ),
+    "train": ADAPTER_JOBS["train"],
+    "evaluate": ADAPTER_JOBS["evaluate"],
 }
 """By action, of clients with whole models."""
 
@@ -163,6 +167,8 @@ class Outline:
     """Where the trained ones of a cut client stand among all that these options train."""
     blocks: int
     """Of the model."""
+    images: bool = False
+    """Whether the model sees images."""
     whole: bool = False
     """Whether all weights train, and no adapters."""
     body: str = ""
@@ -188,8 +194,7 @@ class JobPolicy:
 
         The head of its message suffices: no tensor is looked at, and nothing is loaded.
         """
-        kinds = WHOLE_OPTIONS if self.outline.whole else OPTIONS
-        action, job, told = read_job(head, {}, client=self.client, kinds=kinds)
+        action, job, told = read_job(head, {}, client=self.client)
         self._check_cut(job.cut)
         self._check_action(action, job)
         if job.cut is not None and told is not None:
@@ -246,12 +251,12 @@ class JobPolicy:
 
     def _check_action(self, action: str, job: Job) -> None:
         jobs = WHOLE_JOBS if self.outline.whole else ADAPTER_JOBS
-        expected = jobs[action]
-        if not expected.asked(self.config):
+        expected = jobs.get(action)
+        if expected is None or not expected.asked(self.config):
             raise _refused(action, f"{', '.join(name for name, one in jobs.items() if one.asked(self.config))}")
         if not expected.rounds(self.config, job.round):
             raise _refused(f"{action} in round {job.round}", f"--rounds {self.config.training.rounds}")
-        wanted = expected.options(self.config, job, self.outline.blocks)
+        wanted = expected.options(self.config, job, self.outline)
         if name := _difference(job.options, wanted):
             raise _refused(
                 f"{action} with {name} {one_line(_at(job.options, name), most=60)}",

@@ -3,18 +3,17 @@
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
-from typing import Any
 
 from atlas_fl.client.job import ClientTokens
 from atlas_fl.config import Config, run_folder
 from atlas_fl.config.schema import NONE
 from atlas_fl.config.validation import check_counts, check_cut_names, unknown_cuts
+from atlas_fl.data.registry import find_tasks
 from atlas_fl.deployment.end_of_run import begin_to_serve, dismiss, last_plan
 from atlas_fl.deployment.service import Service, check_without, listening, read_sites, write_sites
 from atlas_fl.errors import BudgetError, CheckpointError, ConfigError
 from atlas_fl.events import Note, OnEvent
 from atlas_fl.partial_sharing import shares_all
-from atlas_fl.planning.workloads import IMAGES, Line, line_for, line_in
 from atlas_fl.ranks.devices import DEVICES
 from atlas_fl.runtime.coordinator import coordinator
 from atlas_fl.runtime.coordinator.client_registry import Seat
@@ -25,7 +24,7 @@ from atlas_fl.runtime.protocol.client_metadata import Census, stand_in
 from atlas_fl.runtime.remote import RemoteEngine
 from atlas_fl.runtime.transport.certificates import listed_clients, open_certs
 from atlas_fl.runtime.transport.event_loop import Desk
-from atlas_fl.setup.assembly import Assembly, Door, Newcomer, pick_device
+from atlas_fl.setup.assembly import Assembly, Door, Newcomer, assemble, pick_device, trainable_of
 from atlas_fl.setup.options import strategy_of
 from atlas_fl.storage.run_folder import RunFolder
 
@@ -91,7 +90,7 @@ def _gathered(
     begin_to_serve(folder)
     write_sites(folder, [hall.seats[name] for name in come])
     with _suffixes(assembly) as suffixes:
-        yield assembly, _engine(hall, desk, suffixes, service, line=line_in(assembly))
+        yield assembly, _engine(hall, desk, suffixes, service)
 
 
 def check_sites(config: Config, seats: Sequence[Seat], *, listed: tuple[str, ...], late: bool) -> tuple[str, ...]:
@@ -110,11 +109,11 @@ def check_sites(config: Config, seats: Sequence[Seat], *, listed: tuple[str, ...
     return (f"--split names {', '.join(named)}, and nobody here is called so: it is kept for who comes late",)
 
 
-def _suffixes(assembly: Any) -> AbstractContextManager[Suffixes | None]:
-    return nullcontext() if line_in(assembly) is IMAGES else Suffixes(assembly.site)
+def _suffixes(assembly: Assembly) -> AbstractContextManager[Suffixes | None]:
+    return nullcontext() if assembly.is_full else Suffixes(assembly.site)
 
 
-def _engine(hall: Hall, desk: Desk, suffixes: Suffixes | None, service: Service, *, line: Line) -> RemoteEngine:
+def _engine(hall: Hall, desk: Desk, suffixes: Suffixes | None, service: Service) -> RemoteEngine:
     return RemoteEngine(
         hall=hall,
         desk=desk,
@@ -122,7 +121,6 @@ def _engine(hall: Hall, desk: Desk, suffixes: Suffixes | None, service: Service,
         deadline_seconds=service.deadline_seconds,
         least=service.min_clients,
         at_once=AT_ONCE if suffixes is None else None,
-        bound=line.bound,
         without=frozenset(service.without),
     )
 
@@ -136,10 +134,11 @@ def check_served(config: Config, service: Service) -> None:
         raise ConfigError(
             f"--strategy {mixing.strategy} sends nothing, so there is nothing to serve; use `atlas run` at every site"
         )
-    if not shares_all(mixing.share) and line_for(config) is IMAGES:
+    trainable = trainable_of(config, find_tasks(config.data.tasks, config.data.task))
+    if not shares_all(mixing.share) and trainable == "full":
         raise ConfigError(
             f"--share {' '.join(mixing.share)} keeps parts of a model at its client, and whole models travel whole;"
-            " share A B head, take --tune lora, or simulate it with `atlas run`"
+            " share A B head, take --trainable lora, or simulate it with `atlas run`"
         )
     if not shares_all(mixing.share) and (config.ranks.rerank or config.model.init_adapter is not None):
         raise ConfigError(
@@ -220,7 +219,7 @@ def _leave_out(folder: RunFolder, hall: Hall, names: tuple[str, ...], on_event: 
     )
 
 
-def _assembly(config: Config, hall: Hall, desk: Desk, names: tuple[str, ...]) -> Any:
+def _assembly(config: Config, hall: Hall, desk: Desk, names: tuple[str, ...]) -> Assembly:
     """The parts of a run with stand-ins in the place of the data, which stays where it is."""
     folder, seats = run_folder(config), [hall.seats[name] for name in names]
     censuses: Mapping[str, Census] = {seat.name: seat.census for seat in seats if seat.census is not None}
@@ -228,17 +227,14 @@ def _assembly(config: Config, hall: Hall, desk: Desk, names: tuple[str, ...]) ->
     tokens = {name: own for name, (_, own) in stand_ins.items()}
     clients = tuple(client for client, _ in stand_ins.values())
     devices = tuple(seat.device for seat in seats if seat.device is not None)
-    line = line_for(config)
-    if line is IMAGES:
-        return replace(line.assemble(config, clients=clients, devices=devices), door=_door(folder, hall, desk, None))
-    assembly = line.assemble(config, clients=clients, tokens=tokens, devices=devices)
+    assembly = assemble(config, clients=clients, tokens=tokens, devices=devices)
     return replace(assembly, door=_door(folder, hall, desk, tokens), apart=not shares_all(config.mixing.share))
 
 
-def _door(folder: RunFolder, hall: Hall, desk: Desk, tokens: dict[str, ClientTokens] | None) -> Door:
+def _door(folder: RunFolder, hall: Hall, desk: Desk, tokens: dict[str, ClientTokens]) -> Door:
     """The door of a run that is served: those wait there whose seats are in no plan.
 
-    Their stand-ins go to `tokens` as well, where the server's halves of cut models look them up; None without any.
+    Their stand-ins go to `tokens` as well, where the server's halves of cut models look them up.
     """
 
     def enter(name: str) -> None:
@@ -251,9 +247,8 @@ def _door(folder: RunFolder, hall: Hall, desk: Desk, tokens: dict[str, ClientTok
             census, device = seat.census, seat.device
             if census is not None and device is not None:
                 client, own = stand_in(seat.name, census)
-                if tokens is not None:
-                    tokens[seat.name] = own
-                found.append(Newcomer(client=client, device=device, tokens=None if tokens is None else own))
+                tokens[seat.name] = own
+                found.append(Newcomer(client=client, device=device, tokens=own))
         return tuple(found)
 
     return Door(

@@ -24,9 +24,8 @@ from atlas_fl.data.registry import find_tasks
 from atlas_fl.errors import CheckpointError, ConfigError, ProtocolError, unknown
 from atlas_fl.events import OnEvent
 from atlas_fl.experiment.summary import versions
-from atlas_fl.models.loading import load_backbone
 from atlas_fl.params import digest
-from atlas_fl.planning.workloads import IMAGES, line_for, whole_sender
+from atlas_fl.planning.workloads import whole_sender
 from atlas_fl.ranks.devices import Device
 from atlas_fl.runtime.coordinator.client_registry import Seat
 from atlas_fl.runtime.coordinator.coordinator import Hall
@@ -38,7 +37,7 @@ from atlas_fl.runtime.transport.event_loop import Desk, LoopThread
 from atlas_fl.runtime.transport.frames import FRAME_LIMIT, Head
 from atlas_fl.runtime.transport.server import Server, check_free
 from atlas_fl.runtime.transport.sessions import Admit, Sessions, Tokens
-from atlas_fl.setup.assembly import body_of, vision_of
+from atlas_fl.setup.assembly import backbone_of, trainable_of, trained_body
 from atlas_fl.setup.options import warmup_rank
 from atlas_fl.sparse.masks import BY_SENSITIVITY, Mask
 from atlas_fl.storage.jsonl import read_sealed, write_sealed
@@ -100,22 +99,16 @@ def hall_of(config: Config, listed: tuple[str, ...], desk: Desk, *, late: bool, 
     `mask` is that of a run which has one before its first job here.
     """
     how: dict[str, Any] = {"settings": to_toml(without_places(config)), "on_note": desk.note, "late": late}
-    if not with_images(config):
-        model = load_backbone(config.model.model).model
-        hall = Hall(listed, identity_of(digest(dict(model.named_parameters())), config), **how)
-        hall.most_bytes = request_limit(config, model)
-        return hall
-    vision = vision_of(config)
-    if line_for(config) is IMAGES:
-        sparse = config.sparse.masked and config.sparse.mask not in BY_SENSITIVITY
-        body = body_of(vision, config)
-        check_frames(body, sparse=sparse)
-        how["new_sender"] = whole_sender(vision, config, keeps=True, mask=mask)
+    tasks = find_tasks(config.data.tasks, config.data.task)
+    backbone = backbone_of(config, tasks)
+    limit = request_limit(config, backbone.model)
+    if trainable_of(config, tasks) == "full":
+        body = trained_body(backbone, config)
+        check_frames(body, sparse=config.sparse.masked and config.sparse.mask not in BY_SENSITIVITY)
+        how["new_sender"] = whole_sender(backbone, config, keeps=True, mask=mask)
         limit = min(FRAME_LIMIT, REST_BYTES + 2 * encoded_size(body))
-    else:
-        limit = request_limit(config, vision.backbone)
-    identity = identity_of(digest(dict(vision.backbone.named_parameters())), config)
-    hall = Hall(listed, identity, images=True, **how)
+    identity = identity_of(digest(dict(backbone.model.named_parameters())), config)
+    hall = Hall(listed, identity, images=backbone.vision is not None, **how)
     hall.most_bytes = limit
     return hall
 

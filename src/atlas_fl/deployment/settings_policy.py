@@ -19,8 +19,7 @@ from atlas_fl.data.task import Task
 from atlas_fl.deployment.consent import ALLOWANCES, Allowance, Consent
 from atlas_fl.errors import ConfigError, ModelError, one_line, shown
 from atlas_fl.models.registry import MODELS
-from atlas_fl.planning.workloads import IMAGES, line_of
-from atlas_fl.setup.assembly import learning_rate_of
+from atlas_fl.setup.assembly import learning_rate_of, trainable_of
 from atlas_fl.setup.options import strategy_of
 from atlas_fl.sparse.masks import BY_SENSITIVITY
 
@@ -138,11 +137,9 @@ def _behind(config: Config, task: Task, examples: int) -> dict[str, int]:
     training, size = config.training, config.training.batch_size
     steps = config.images.local_steps
     found = {"the census": examples, "an update": examples if steps is None else min(examples, steps * size)}
-    if line_of([task], tune=config.images.tune) is IMAGES:
-        if asks_sensitivity(config):
-            found["the scores of weights"] = min(examples, config.sparse.calibration_examples)
-        return found
-    if takes_fingerprints(config):
+    if trainable_of(config, [task]) == "full" and asks_sensitivity(config):
+        found["the scores of weights"] = min(examples, config.sparse.calibration_examples)
+    if takes_fingerprints(config, task):
         phase = config.clustering
         passes = phase.fingerprint_steps if phase.fingerprint == "delta" else phase.fingerprint_batches
         taken = examples if phase.fingerprint_samples is None else min(examples, phase.fingerprint_samples)
@@ -150,9 +147,10 @@ def _behind(config: Config, task: Task, examples: int) -> dict[str, int]:
     return found
 
 
-def takes_fingerprints(config: Config) -> bool:
-    """Whether clients with adapters are asked for fingerprints: for clusters, or as a warm-up."""
-    return strategy_of(config).clustered or config.clustering.fingerprint == "delta"
+def takes_fingerprints(config: Config, task: Task) -> bool:
+    """Whether clients of this task are asked for fingerprints: for clusters, or as a warm-up of adapters."""
+    warms_up = config.clustering.fingerprint == "delta" and trainable_of(config, [task]) == "lora"
+    return strategy_of(config).clustered or warms_up
 
 
 def asks_sensitivity(config: Config) -> bool:
@@ -182,7 +180,7 @@ def _check_sizes(config: Config, consent: Consent, task: Task) -> None:
             " an update shows the last examples alone; ask for other settings"
         )
     size = config.clustering.sketch_dim
-    if line_of([task], tune=config.images.tune) is not IMAGES and size > consent.most_sketch:
+    if takes_fingerprints(config, task) and size > consent.most_sketch:
         raise ConfigError(
             f"the server's --sketch-dim is {size:,}; this site's sketches have at most {consent.most_sketch:,} numbers,"
             " because longer ones give away more; ask for other settings, or raise --most-sketch"
@@ -192,9 +190,8 @@ def _check_sizes(config: Config, consent: Consent, task: Task) -> None:
 def what_leaves(config: Config, *, client: str, task: Task, device: str, blocks: int) -> tuple[str, ...]:
     """What leaves this site under settings that it has accepted, and what never does, a line each."""
     words = needed(config, client=client, task=task.name, device=device)
-    whole = line_of([task], tune=config.images.tune) is IMAGES
-    sent = _sent_whole(config) if whole else _sent_adapters(config)
-    counts = "token lengths, " if not whole and not task.images else ""
+    sent = (_sent_whole if trainable_of(config, [task]) == "full" else _sent_adapters)(config, task)
+    counts = "" if task.images else "token lengths, "
     known = "labels' names and counts" if task.has_classes else "mean and spread of its labels"
     usual = f"how many examples each split has, test too, their {counts}{known}; scores, losses, seconds"
     kept = "images" if task.images else "texts, tokens"
@@ -214,18 +211,20 @@ def what_leaves(config: Config, *, client: str, task: Task, device: str, blocks:
     )
 
 
-def _sent_adapters(config: Config) -> str:
+def _sent_adapters(config: Config, task: Task) -> str:
     names = {"A": "the adapters' factors A", "B": "the adapters' factors B", "head": "the head"}
     trained = ", ".join(names[part] for part in config.mixing.share)
     if {"A", "B"} <= set(config.mixing.share):
         trained = "the adapters and the head" if "head" in config.mixing.share else "the adapters"
-    sketches = f"two sketches of {config.clustering.sketch_dim:,} numbers, " if takes_fingerprints(config) else ""
+    sketches = f"two sketches of {config.clustering.sketch_dim:,} numbers, " if takes_fingerprints(config, task) else ""
     warm = f"{trained} after a warm-up, " if sketches and config.clustering.fingerprint == "delta" else ""
     return f"after each round {trained} that it trained; for the plan {sketches}{warm}the importance of each block"
 
 
-def _sent_whole(config: Config) -> str:
-    heads = "sums of its images' features by class, " if config.images.head_first == "ridge" else ""
+def _sent_whole(config: Config, task: Task) -> str:
+    fits_heads = task.images and config.images.head_first == "ridge"
+    sketches = f"two sketches of {config.clustering.sketch_dim:,} numbers, " if takes_fingerprints(config, task) else ""
+    heads = sketches + ("sums of its images' features by class, " if fits_heads else "")
     scores = "a score of each weight, " if asks_sensitivity(config) else ""
     trained = "the weights under the mask" if config.sparse.masked else "the weights"
     return f"before round one {heads}{scores}after each round {trained} that it trained"

@@ -14,8 +14,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from atlas_fl.client.full_training import ImageSite
-from atlas_fl.client.job import ClientTokens, Job, Update, fresh, patches
+from atlas_fl.client.job import ClientTokens, Job, Update, fresh
 from atlas_fl.client.job import Site as AdapterSite
 from atlas_fl.client.local_training import trained_below
 from atlas_fl.client.registry import ACTIONS
@@ -37,19 +36,17 @@ from atlas_fl.deployment.settings_policy import (
 )
 from atlas_fl.errors import ConfigError, ModelError, ProtocolError, one_line
 from atlas_fl.events import Note, OnEvent, PhaseStarted, ignore
+from atlas_fl.experiment.export import save_model
 from atlas_fl.experiment.summary import versions
 from atlas_fl.models.backbone import Backbone, target_modules
 from atlas_fl.models.loading import build_first_blocks
 from atlas_fl.models.peft_io import export_adapter
-from atlas_fl.models.vision_loading import save_vision
 from atlas_fl.params import Params, digest
 from atlas_fl.partial_sharing import shares_all
-from atlas_fl.planning.workloads import IMAGES, line_of
+from atlas_fl.planning.workloads import whole_receiver
 from atlas_fl.ranks.devices import find_devices
 from atlas_fl.runtime.coordinator.site_worker import Worker
-from atlas_fl.runtime.local import WHOLE_ACTIONS
 from atlas_fl.runtime.protocol.client_metadata import census_of
-from atlas_fl.runtime.protocol.full_model_sync import WholeReceiver
 from atlas_fl.runtime.protocol.messages import Told
 from atlas_fl.runtime.protocol.model_sync import AdapterReceiver, Receiver
 from atlas_fl.runtime.protocol.private_params import Owner, PrivateReceiver, Vault, check_vault
@@ -58,13 +55,13 @@ from atlas_fl.runtime.transport.client import Link, UnreachableError
 from atlas_fl.runtime.transport.frames import Head
 from atlas_fl.setup.assembly import (
     assemble,
-    assemble_images,
-    body_of,
     scale_of,
     site_below,
     source_of,
     targets_of,
     tokenise,
+    trainable_of,
+    trained_body,
 )
 from atlas_fl.split.channel import Cut
 from atlas_fl.split.model import select_client_side
@@ -115,38 +112,44 @@ def home_of(
     `run` is the hash of the server's settings, in which this site's own places are not; that of `config` without it.
     Raises `ConfigError` where something else lies at `private` or `noise_secret`.
     """
-    if line_of([client.task], tune=config.images.tune) is IMAGES:
+    if trainable_of(config, [client.task]) == "full":
         return WholeHome(config, client)
     owner = Owner(client=client.name, config=run or config_hash(config))
     return Home(config, client, model=model, private=private, noise_secret=noise_secret, owner=owner)
 
 
 class WholeHome:
-    """A site whose client trains the whole model of its images."""
+    """A site whose client trains all weights of the model."""
 
     def __init__(self, config: Config, client: ClientData) -> None:
         self._client = client
-        assembly = assemble_images(config, clients=(client,))
+        assembly = assemble(config, clients=(client,))
         self._site = assembly.site
-        vision = self._site.vision
-        self.fingerprint: str | None = digest(dict(vision.backbone.named_parameters()))
-        self.tokens = patches(client, length=1)
-        body, like = body_of(vision, config), outlined(assembly.start()[client.name])
-        self.receiver: Receiver = WholeReceiver(home=body)
-        self.actions: Mapping[str, Any] = WHOLE_ACTIONS
+        backbone = self._site.backbone
+        self.fingerprint: str | None = _fingerprint(backbone)
+        self.tokens = self._site.data[client.name]
+        body, like = trained_body(backbone, config), outlined(assembly.full_models()[client.name])
+        self.receiver: Receiver = whole_receiver(backbone, config, keeps_trained=True)
+        self.actions: Mapping[str, Any] = ACTIONS
         self.outline = Outline(
-            like=like, names=lambda _: frozenset(like), places=lambda *_: (), blocks=0, whole=True, body=digest(body)
+            like=like,
+            names=lambda _: frozenset(like),
+            places=lambda *_: (),
+            blocks=0,
+            images=assembly.has_images,
+            whole=True,
+            body=digest(body),
         )
 
-    def __call__(self, cut: Cut | None, told: Told | None) -> ImageSite:
+    def __call__(self, cut: Cut | None, told: Told | None) -> AdapterSite:
         """The site; raises `ProtocolError` where the server would cut the model."""
         if cut is not None or told is not None:
-            raise ProtocolError("the server cuts a model of images; install its version of atlas-fl")
+            raise ProtocolError("the server cuts a model whose weights all train; install its version of atlas-fl")
         return self._site
 
     def export(self, model: Params, to: Path) -> None:
         """Write the client's own model as transformers loads it."""
-        save_vision(self._site.vision, model, to, labels=self._client.task.label_names)
+        save_model(self._site.backbone, model, to, labels=self._client.task.label_names)
 
     def leave(self) -> str:
         """Nothing is kept, and nothing stays."""

@@ -10,6 +10,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, ExitStack, closing, contextmanager
+from dataclasses import replace
 from hashlib import sha256
 from typing import Any, TypeAlias
 
@@ -19,12 +20,13 @@ from atlas_fl.config import Config, parse_config, to_toml
 from atlas_fl.errors import DataError
 from atlas_fl.events import Note, OnEvent, Progress
 from atlas_fl.models.shared_memory import buffer_entries, tensor_views, write_weights
-from atlas_fl.planning.workloads import line_for, line_in
+from atlas_fl.planning.planner import local_engine
+from atlas_fl.planning.workloads import worker_receiver, worker_sender
 from atlas_fl.runtime.engine import Engine
 from atlas_fl.runtime.ray import ray_cluster
 from atlas_fl.runtime.transport.frames import Head
 from atlas_fl.runtime.worker_pool import Bench, PoolEngine, Resident, SharedMemory, Worker, processes, serve, settled
-from atlas_fl.setup.assembly import Assembly, pick_device
+from atlas_fl.setup.assembly import Assembly, assemble, backbone_of, pick_device
 
 Workplace: TypeAlias = Callable[[Config, OnEvent], AbstractContextManager[tuple[Assembly, Engine]]]
 """What a run works with, and where its clients compute; left with an error where the run ends with one."""
@@ -35,9 +37,8 @@ PROGRAM = "import sys; from atlas_fl.experiment.backends import work; work(*map(
 @contextmanager
 def in_process(config: Config, on_event: OnEvent) -> Iterator[tuple[Assembly, Engine]]:
     """All clients in this process."""
-    line = line_for(config)
-    assembly = line.assemble(config)
-    yield assembly, line.engine(assembly, on_event)
+    assembly = assemble(config)
+    yield assembly, local_engine(assembly, on_event)
 
 
 @contextmanager
@@ -48,7 +49,7 @@ def in_workers(config: Config, on_event: OnEvent) -> Iterator[tuple[Assembly, En
         memory = stack.enter_context(closing(SharedMemory()))
         threads = stack.enter_context(ThreadPoolExecutor(count))
         workers = stack.enter_context(processes(count, program=PROGRAM, memory=memory.file))
-        assembly, places = shared(line_for(config).assemble(config, place="cpu"), memory.filled)
+        assembly, places = shared(assemble(config, place="cpu"), memory.filled)
         each = _threads(torch.get_num_threads() // count)
         settled(workers, heads_of(assembly, places, spots=_spots(config, count), threads=each), threads)
         yield assembly, pool_engine(assembly, workers, threads, on_event)
@@ -61,7 +62,7 @@ def on_ray(config: Config, on_event: OnEvent) -> Iterator[tuple[Assembly, Engine
     with ExitStack() as stack:
         cluster = stack.enter_context(ray_cluster())
         share = cluster.share(config.run.workers, cuda=cuda)
-        assembly, places = shared(line_for(config).assemble(config, place="cpu"), cluster.filled)
+        assembly, places = shared(assemble(config, place="cpu"), cluster.filled)
         threads = stack.enter_context(ThreadPoolExecutor(share.count))
         workers = stack.enter_context(cluster.actors(share, settle))
         # an actor sees no GPU but its own
@@ -85,11 +86,9 @@ def pool_engine(
     assembly: Assembly, workers: Sequence[Worker], threads: ThreadPoolExecutor, on_event: OnEvent
 ) -> PoolEngine:
     """The engine of workers that have settled."""
-    line = line_in(assembly)
     return PoolEngine(
-        packs=line.packs(assembly),
-        new_sender=line.new_sender(assembly),
-        bound=line.bound,
+        site=assembly.site,
+        new_sender=worker_sender(assembly),
         workers=workers,
         threads=threads,
         on_progress=lambda action, done, total: on_event(Progress(action, done, total)),
@@ -102,11 +101,12 @@ Filled: TypeAlias = Callable[[int, Callable[[Any], None]], Any]
 
 def shared(assembly: Assembly, filled: Filled) -> tuple[Assembly, list[dict[str, Any]]]:
     """(the assembly with its frozen weights in memory that others see, where each of them lies there)."""
-    line = line_in(assembly)
-    frozen = line.frozen(assembly)
+    frozen = assembly.site.backbone.frozen
     places, size = buffer_entries(frozen)
     memory = filled(size, lambda buffer: write_weights(frozen, buffer, places))
-    return line.upon(assembly, tensor_views(memory, places)), places
+    weights = tensor_views(memory, places)
+    backbone = backbone_of(assembly.config, [client.task for client in assembly.clients], weights=weights)
+    return replace(assembly, site=replace(assembly.site, backbone=backbone)), places
 
 
 def heads_of(
@@ -121,14 +121,13 @@ def settle(head: Head, memory: Any) -> Bench:
     """What a worker works with, as `heads_of` describes it; raises `DataError` where the data here are others."""
     torch.set_num_threads(head["threads"])
     config = parse_config(head["settings"], origin="the settings of this run")
-    line = line_for(config)
-    assembly = line.assemble(config, weights=tensor_views(memory, head["weights"]), place=head["place"])
+    assembly = assemble(config, weights=tensor_views(memory, head["weights"]), place=head["place"])
     if _data(assembly) != head["data"]:
         raise DataError(
             "a worker has read other data than the run; leave files alone while it goes on, and give every machine of a"
             " cluster the same"
         )
-    return line.bench(assembly)
+    return Bench(site=assembly.site, receiver=worker_receiver(assembly))
 
 
 def work(link: int, memory: int) -> None:

@@ -1,20 +1,20 @@
 """A client's personal model as a folder that PEFT or transformers load."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
-from atlas_fl.config import load_config
+from atlas_fl.config import Config, load_config
 from atlas_fl.config.values import mistake, whole_number
 from atlas_fl.errors import CheckpointError, unknown
 from atlas_fl.experiment.early_stopping import best_rounds
 from atlas_fl.experiment.recorder import leads_of, models_of
-from atlas_fl.models.loading import find_family
+from atlas_fl.models.backbone import Backbone
+from atlas_fl.models.loading import find_family, load_backbone, save_classifier
 from atlas_fl.models.peft_io import export_adapter
-from atlas_fl.models.vision_loading import load_vision, save_vision
-from atlas_fl.params import PRIVATE, ByClient
+from atlas_fl.models.vision_loading import as_whole, load_vision, save_vision
+from atlas_fl.params import HEAD, PRIVATE, ByClient, Params
 from atlas_fl.planning.plan import Plan
-from atlas_fl.setup.assembly import Assembly, ImageAssembly, scale_of
+from atlas_fl.setup.assembly import Assembly, scale_of
 from atlas_fl.storage import checkpoint
 from atlas_fl.storage.digests import check_files, check_state
 from atlas_fl.storage.jsonl import read_json
@@ -22,9 +22,14 @@ from atlas_fl.storage.run_folder import RunFolder, find_run
 
 
 def export_clients(assembly: Assembly, models: ByClient, folder: RunFolder) -> None:
-    """Write every client's model under the run's `adapters/`."""
-    backbone = assembly.site.backbone
+    """Write every client's adapters under the run's `adapters/`, or every different whole model under its `models/`."""
     tasks = {client.name: client.task for client in assembly.clients}
+    if assembly.is_full:
+        for client in dict.fromkeys(leads_of(models).values()):
+            labels = tasks[client].label_names
+            save_model(assembly.site.backbone, models[client], folder.models / client, labels=labels)
+        return
+    backbone = assembly.site.backbone
     for client, params in models.items():
         if PRIVATE in params:
             continue  # the rest of it is at the client, which writes the whole
@@ -36,20 +41,6 @@ def export_clients(assembly: Assembly, models: ByClient, folder: RunFolder) -> N
             scale=assembly.site.scale,
             labels=tasks[client].label_names,
         )
-
-
-def export_models(assembly: ImageAssembly, models: ByClient, folder: RunFolder) -> None:
-    """Write every different whole model once under the run's `models/`, named by the first client that has it."""
-    tasks = {client.name: client.task for client in assembly.clients}
-    for client in dict.fromkeys(leads_of(models).values()):
-        save_vision(assembly.site.vision, models[client], folder.models / client, labels=tasks[client].label_names)
-
-
-EXPORTS: Mapping[str, Callable[[Any, ByClient, RunFolder], None]] = {
-    "adapters": export_clients,
-    "images": export_models,
-}
-"""What a finished run writes, by the line of work."""
 
 
 def export(run: str | Path, *, client: str, to: str | Path, round: str | None = None) -> Path:
@@ -75,12 +66,26 @@ def export(run: str | Path, *, client: str, to: str | Path, round: str | None = 
     known = next(row for row in plan.data if row["client"] == planned.name)
     labels = list(known["labels"]) if "majority" in known else []  # a regression has statistics in their place
     if not any(client.ranks for client in plan.clients):
-        vision = load_vision(config.model.model, image_size=config.images.image_size)
-        save_vision(vision, params, Path(to), labels=labels)
+        save_model(_whole_backbone(config, params), params, Path(to), labels=labels)
         return Path(to)
     source, family = find_family(config.model.model)
     export_adapter(params, Path(to), family=family, base=source.path, scale=scale_of(config), labels=labels)
     return Path(to)
+
+
+def save_model(backbone: Backbone, params: Params, to: Path, *, labels: Sequence[str]) -> None:
+    """Write a whole model as a folder that stock transformers load; `labels` name the classes in order."""
+    if backbone.vision is not None:
+        save_vision(backbone.vision, params, to, labels=labels)
+    else:
+        save_classifier(backbone, params, to, labels=labels)
+
+
+def _whole_backbone(config: Config, params: Params) -> Backbone:
+    """The backbone that these weights stand in for; the head of a whole image model is known by its name."""
+    if HEAD + "weight" in params:
+        return as_whole(load_vision(config.model.model, image_size=config.images.image_size))
+    return load_backbone(config.model.model)
 
 
 def _checkpoint(folder: RunFolder, round: str | None) -> checkpoint.Checkpoint:

@@ -1,17 +1,12 @@
-"""A client that joins between two rounds.
+"""Clients that join between two rounds: fingerprint, cluster, ranks, cut, edges and a start, as the others got theirs.
 
-An image client that joins between two rounds and trains the whole model: its head, its costs, the run's mask.
-
-Whole models have no clusters, ranks or cuts. It begins with what the rule gives it: under FedAvg the weights that all
-hold, with the head of its task. Where nobody has that task its head is fitted as the others' were, by its own images.
-
-Clients that join between two rounds: fingerprint, cluster, ranks, cut, edges and a start, as the others got theirs.
-
-Nothing that was decided for the others changes: their clusters, ranks, cuts and edges are what they were.
+Nothing that was decided for the others changes: their clusters, ranks, cuts and edges are what they were. A client that
+trains the whole model has no ranks and no cut: it begins with what the rule gives it, under FedAvg the weights that all
+hold with the head of its task. Where nobody has that task a head of images is fitted, by its own images.
 """
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -31,56 +26,16 @@ from atlas_fl.experiment.state import Admitted, State
 from atlas_fl.params import HEAD, ByClient, Params
 from atlas_fl.planning.host_assignment import with_hosts
 from atlas_fl.planning.leakage import every_cut, leakage_of
-from atlas_fl.planning.masks import Prepared, check_heads, mask_brought, with_heads
+from atlas_fl.planning.masks import Prepared, check_heads, fits_heads, full_client_plans, mask_brought, with_heads
 from atlas_fl.planning.plan import ClientPlan, Plan, Planned
-from atlas_fl.planning.planner import client_plans, warm_start
+from atlas_fl.planning.planner import warm_start
 from atlas_fl.planning.ranks_and_cuts import cuts_while_planning, fit_ranks, own_importance
-from atlas_fl.planning.task_discovery import Identified, connect, fingerprints, identify, report_of
-from atlas_fl.planning.workloads import line_in
+from atlas_fl.planning.task_discovery import Identified, connect, fingerprints, identify, report_of, warmed_models
 from atlas_fl.runtime.engine import Engine, Tally, run_all
-from atlas_fl.setup.assembly import Assembly, ImageAssembly, Newcomer, with_newcomer, without_private
+from atlas_fl.setup.assembly import Assembly, Newcomer, with_newcomer, without_private
 from atlas_fl.setup.options import cut_of, fingerprint_options, is_reclustered, strategy_of
 from atlas_fl.split.channel import Cut
 from atlas_fl.storage.ledger import LedgerRow
-
-
-def join_whole(
-    newcomer: Newcomer, assembly: ImageAssembly, planned: Planned, engine: Engine, state: State
-) -> tuple[ImageAssembly, Planned, Params]:
-    """(the assembly, the plan with this client, its own model before the rule gave it one).
-
-    Raises `ConfigError` where the run's mask does not fit the head of its task.
-    """
-    grown: ImageAssembly = with_newcomer(assembly, newcomer)
-    check_heads(grown)
-    alone = replace(grown, clients=grown.clients[-1:], devices=grown.devices[-1:])
-    start: ByClient = alone.start()
-    number, sent = state.round + 1, list[LedgerRow]()
-    if assembly.config.images.head_first == "ridge" and not _given_a_head(newcomer, assembly):
-        start, sent = with_heads(alone, engine, start)
-    if planned.mask is not None:
-        body = {key: own for key, own in planned.mask.items() if not key.startswith(HEAD)}
-        sent += mask_brought(alone, body)
-    clients = (*planned.plan.clients, *client_plans(alone, Prepared(start=start, mask=planned.mask, messages=())))
-    size, name = len(clients), newcomer.client.name
-    plan = replace(
-        planned.plan,
-        clients=clients,
-        adjacency=np.zeros((size, size)),
-        importance=np.zeros((size, 0)),
-        clustering={"method": "none", "labels": [0] * size},
-        data=label_statistics(grown.clients),
-        notes=(*planned.plan.notes, f"{name} joins before round {number}"),
-    )
-    messages = (*planned.messages, *(replace(row, round=number) for row in sent))
-    return grown, replace(planned, plan=plan, messages=messages), start[name]
-
-
-def _given_a_head(newcomer: Newcomer, assembly: ImageAssembly) -> bool:
-    """Whether the rule gives it the head of others, who have its task."""
-    config = assembly.config
-    fellows = any(client.task.name == newcomer.client.task.name for client in assembly.clients)
-    return fellows and strategy_of(config).communicates and "head" in config.mixing.share
 
 
 def admit(assembly: Assembly, planned: Planned, engine: Engine, state: State, *, on_event: OnEvent) -> Admitted | None:
@@ -100,7 +55,7 @@ def admit(assembly: Assembly, planned: Planned, engine: Engine, state: State, *,
             planned = replace(planned, plan=replace(planned.plan, notes=()), messages=())
         on_event(PhaseStarted(f"{name} joins"))
         try:
-            joined = JOINS[line_in(grown).name](newcomer, grown, planned, tally, state)
+            joined = _joined(newcomer, grown, planned, tally, state)
             models = {**state.server_models, **fresh, name: joined[2]}
             strategy.check(models, joined[1].plan.federation())
         except AtlasError as error:
@@ -140,47 +95,107 @@ def _admitted(assembly: Assembly, planned: Planned, state: State, fresh: ByClien
     )
 
 
-def _with(
+def _joined(
     newcomer: Newcomer, assembly: Assembly, planned: Planned, engine: Engine, state: State
 ) -> tuple[Assembly, Planned, Params]:
-    """(the assembly, the plan with this client, its own model before round one of its own)."""
+    """(the assembly, the plan with this client, its own model before round one of its own).
+
+    Raises `ConfigError` where it cannot take part, such as for the run's mask, which fits the heads of no other task.
+    """
     _check(newcomer, assembly)
-    grown, name = with_newcomer(assembly, newcomer), newcomer.client.name
+    grown, number = with_newcomer(assembly, newcomer), state.round + 1
     alone = replace(grown, clients=grown.clients[-1:], devices=grown.devices[-1:])
-    cuts = cuts_while_planning(alone)
-    found = _identified(grown, alone, planned, engine, number=state.round + 1, cuts=cuts)
+    if assembly.is_full:
+        check_heads(grown)
+    cuts = {} if assembly.is_full else cuts_while_planning(alone)
+    found = _identified(grown, alone, planned, engine, number=number, cuts=cuts)
+    edges, warnings = _edges(grown, engine, found, state, cuts)
+    adjacency = np.block([[planned.plan.adjacency, edges[:, None]], [edges[None, :], np.zeros((1, 1))]])
+    joined = (_join_full if assembly.is_full else _join_lora)(newcomer, assembly, alone, planned, engine, found, cuts)
+    client = joined.clients[-1]
+    plan = replace(
+        planned.plan,
+        clients=with_hosts(grown, joined.clients),
+        adjacency=adjacency,
+        importance=joined.importance,
+        clustering=found.report,
+        warmup=found.warmup,
+        graph={"effective_neighbours": effective_neighbours(adjacency).tolist()} if planned.plan.graph else {},
+        data=label_statistics(grown.clients),
+        leakage=(*planned.plan.leakage, *_leakage(grown, planned.plan, client)),
+        notes=(*planned.plan.notes, *warnings, _told(client, edges, grown.names, number=number)),
+    )
+    messages = (*planned.messages, *(replace(row, round=number) for row in joined.messages))
+    planned = replace(planned, plan=plan, sketches=found.sketches, clustering=found.clustering, messages=messages)
+    return grown, planned, joined.start
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Join:
+    """What a newcomer adds to a plan beside its cluster and its edges."""
+
+    clients: tuple[ClientPlan, ...]
+    """Of all clients, the newcomer last."""
+    importance: np.ndarray
+    """(n, layers)."""
+    start: Params
+    messages: Sequence[LedgerRow] = ()
+
+
+def _join_lora(
+    newcomer: Newcomer,
+    assembly: Assembly,
+    alone: Assembly,
+    planned: Planned,
+    engine: Engine,
+    found: Identified,
+    cuts: Mapping[str, Cut],
+) -> _Join:
+    """Ranks and cut of the newcomer, and its adapters after the warm-up at these ranks."""
+    grown = with_newcomer(assembly, newcomer)
     layers = np.concatenate([planned.plan.importance, _importance(alone, planned.plan, engine, found, cuts)])
     fitted = fit_ranks(grown, found, layers, communicates=strategy_of(grown.config).communicates)
     client = ClientPlan(
-        name=name,
+        name=newcomer.client.name,
         task=newcomer.client.task.name,
         device=newcomer.device.name,
-        examples=grown.site.data[name].examples,
+        examples=alone.site.data[newcomer.client.name].examples,
         cluster=found.labels[-1],
         **fitted.by_client[-1],
     )
-    edges, warnings = _edges(grown, engine, found, state, cuts)
-    adjacency = np.block([[planned.plan.adjacency, edges[:, None]], [edges[None, :], np.zeros((1, 1))]])
-    clients = with_hosts(grown, (*planned.plan.clients, client))
-    plan = replace(
-        planned.plan,
-        clients=clients,
-        adjacency=adjacency,
-        importance=layers,
-        clustering=found.report,
-        warmup=found.warmup,
-        graph={"effective_neighbours": effective_neighbours(adjacency).tolist()},
-        data=label_statistics(grown.clients),
-        leakage=(*planned.plan.leakage, *_leakage(grown, planned.plan, client)),
-        notes=(*planned.plan.notes, *warnings, _told(client, edges, grown.names, number=state.round + 1)),
-    )
     (fresh,) = warm_start(alone, found, [client.ranks]).values()
-    fresh = without_private(grown, fresh, cut_of(grown.config, client.cut))
-    return grown, replace(planned, plan=plan, sketches=found.sketches, clustering=found.clustering), fresh
+    start = without_private(grown, fresh, cut_of(grown.config, client.cut))
+    return _Join(clients=(*planned.plan.clients, client), importance=layers, start=start)
 
 
-JOINS: Mapping[str, Callable[..., tuple[Any, Planned, Params]]] = {"adapters": _with, "images": join_whole}
-"""How a client is added to a plan, by the line of work."""
+def _join_full(
+    newcomer: Newcomer,
+    assembly: Assembly,
+    alone: Assembly,
+    planned: Planned,
+    engine: Engine,
+    found: Identified,
+    _: Mapping[str, Cut],
+) -> _Join:
+    """The head of the newcomer and the messages that bring it and the run's mask."""
+    start, sent = found.warmed, list[LedgerRow]()
+    if fits_heads(assembly) and not _given_a_head(newcomer, assembly):
+        start, sent = with_heads(alone, engine, start)
+    if planned.mask is not None:
+        body = {key: own for key, own in planned.mask.items() if not key.startswith(HEAD)}
+        sent += mask_brought(alone, body)
+    prepared = Prepared(start=start, mask=planned.mask, messages=())
+    clients = (*planned.plan.clients, *full_client_plans(alone, prepared, found.labels[-1:]))
+    return _Join(
+        clients=clients, importance=np.zeros((len(clients), 0)), start=start[newcomer.client.name], messages=sent
+    )
+
+
+def _given_a_head(newcomer: Newcomer, assembly: Assembly) -> bool:
+    """Whether the rule gives it the head of others, who have its task."""
+    config = assembly.config
+    fellows = any(client.task.name == newcomer.client.task.name for client in assembly.clients)
+    return fellows and strategy_of(config).communicates and "head" in config.mixing.share
 
 
 def _check(newcomer: Newcomer, assembly: Assembly) -> None:
@@ -212,7 +227,7 @@ def _identified(
     at = max((n for n in range(1, number) if is_reclustered(config, n)), default=0)
     (update,) = fingerprints(alone, engine, fingerprint_options(config, round=at), round=at, cuts=cuts)
     name = update.client
-    warmed = {name: {key: tensor for key, tensor in update.params.items() if key not in (FIRST, SECOND)}}
+    warmed = warmed_models(alone, [update], cuts)
     warmup = {"steps": {name: int(update.metrics["steps"])}, "agreement": {name: update.metrics["agreement"]}}
     first, second = (update.params[half].numpy() for half in (FIRST, SECOND))
     tasks = [client.task.name for client in assembly.clients]

@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from atlas_fl.aggregation.diversity import Diversity
+from atlas_fl.aggregation.diversity import Diversity, diversity
 from atlas_fl.aggregation.matrices import Federation, share_warnings, without_edges
 from atlas_fl.aggregation.robust import small_groups
 from atlas_fl.aggregation.shared_adapters import with_shared
@@ -33,15 +33,15 @@ from atlas_fl.experiment.late_join import admit
 from atlas_fl.experiment.recorder import Recorder
 from atlas_fl.experiment.state import RoundRecord, State, crossed, mean_score
 from atlas_fl.params import ByClient, Params, ServerState, Split, flatten_state
-from atlas_fl.partial_sharing import as_kept
+from atlas_fl.partial_sharing import as_kept, hides_factors
 from atlas_fl.planning.host_assignment import hosting_of, seated
 from atlas_fl.planning.plan import Planned
 from atlas_fl.planning.planner import at_ranks, cuts_of, held_by, regraphed
-from atlas_fl.planning.workloads import line_in
 from atlas_fl.rng import generator
 from atlas_fl.runtime.engine import Engine, MissingAnswersError
 from atlas_fl.setup.assembly import Assembly
-from atlas_fl.setup.options import is_reclustered, space_of, strategy_of, strategy_options
+from atlas_fl.setup.options import is_reclustered, space_of, strategy_of, strategy_options, train_options
+from atlas_fl.sparse.masks import Mask
 from atlas_fl.sparse.optimizer import restore_frozen
 from atlas_fl.split.channel import Cut
 
@@ -150,6 +150,7 @@ def jobs_for(
     round: int,
     cuts: Mapping[str, Cut],
     momentum: ByClient = MappingProxyType({}),
+    mask: Mask | None = None,
 ) -> list[Job]:
     """A job for every one of these models; `momentum` is what clients kept of their optimizers."""
     return [
@@ -160,6 +161,7 @@ def jobs_for(
             options=options,
             cut=cuts.get(name),
             momentum=momentum.get(name, {}),
+            mask=mask,
         )
         for name, params in models.items()
     ]
@@ -319,11 +321,10 @@ def _clustered_again(
 
 def one_round(assembly: Assembly, planned: Planned, engine: Engine, state: State) -> tuple[State, RoundRecord]:
     """The federation after one more round, and what happened in it."""
-    config, line, number = assembly.config, line_in(assembly), state.round + 1
+    config, number = assembly.config, state.round + 1
     strategy, sampled = strategy_of(config), sample_of(config, assembly.names, round=number)
     cuts, engine = cuts_of(assembly, planned.plan), seated(assembly, planned.plan.clients, engine)
-    sent, options = {name: state.start[name] for name in sampled}, line.options(config, planned)
-    updates = engine.run("train", jobs_for(sent, options, round=number, cuts=cuts, momentum=state.momentum))
+    updates = engine.run("train", _train_jobs(assembly, planned, state, sampled, cuts))
     received, aggregated = receive(assembly, state, updates), is_aggregated(config, number)
     trained = {name: update.params for name, update in received.updates.items()}
     server = _server_step(strategy, state, trained, planned, apply=aggregated, refused=received.refused)
@@ -375,6 +376,20 @@ class ServerStep:
     """By client, the share of its mixed update's squared norm that its ranks could not hold."""
 
 
+def _train_jobs(
+    assembly: Assembly, planned: Planned, state: State, sampled: Sequence[str], cuts: Mapping[str, Cut]
+) -> list[Job]:
+    """What these clients are asked to train in the round after this state."""
+    return jobs_for(
+        {name: state.start[name] for name in sampled},
+        train_options(assembly.config, with_images=assembly.has_images),
+        round=state.round + 1,
+        cuts=cuts,
+        momentum=state.momentum,
+        mask=planned.mask,
+    )
+
+
 def _server_step(
     strategy: Strategy, state: State, trained: ByClient, planned: Planned, *, apply: bool, refused: Collection[str]
 ) -> ServerStep:
@@ -406,8 +421,13 @@ def _warnings(config: Config, federation: Federation) -> list[str]:
 
 def _spread(assembly: Assembly, planned: Planned, before: ByClient, end: End) -> Diversity | None:
     """What the server's step did to the differences, in a round with evaluation; None where a figure is no number."""
-    found = line_in(assembly).diversity(assembly, planned, before, end.start) if end.scores else None
-    return found if found is not None and found.is_finite() else None
+    # distances between all pairs of a hundred whole models would cost more than the round, and where factors are at
+    # the clients alone nobody has the updates of all
+    if not end.scores or assembly.is_full or any(hides_factors(params) for params in before.values()):
+        return None
+    adjacency = planned.plan.adjacency
+    found = diversity(before, end.start, clients=assembly.names, adjacency=adjacency, scale=assembly.site.scale)
+    return found if found.is_finite() else None
 
 
 def _sound(

@@ -11,7 +11,7 @@ from atlas_fl.config import Config, check_pins, config_hash, load_config, pinned
 from atlas_fl.errors import AtlasError, CheckpointError, ConfigError
 from atlas_fl.events import Note, OnEvent, PhaseStarted, ignore
 from atlas_fl.experiment.backends import ENGINES, Workplace
-from atlas_fl.experiment.export import EXPORTS
+from atlas_fl.experiment.export import export_clients
 from atlas_fl.experiment.recorder import (
     Recorder,
     check_origin,
@@ -27,7 +27,8 @@ from atlas_fl.experiment.rounds import train
 from atlas_fl.experiment.state import State
 from atlas_fl.experiment.summary import honest_line, summarise, versions
 from atlas_fl.planning.plan import Plan, Planned
-from atlas_fl.planning.workloads import line_in
+from atlas_fl.planning.planner import plan_for
+from atlas_fl.planning.workloads import check_clients
 from atlas_fl.runtime.engine import Engine, MissingAnswersError
 from atlas_fl.setup.assembly import Assembly, put_off, with_planned, without_clients
 from atlas_fl.setup.options import attackers_in, strategy_of, with_attackers
@@ -35,6 +36,7 @@ from atlas_fl.storage import checkpoint, digests
 from atlas_fl.storage.files import run_lock, write_atomic
 from atlas_fl.storage.json_shapes import SUMMARY, each, fits, ledger_row, metrics_row, needs
 from atlas_fl.storage.jsonl import read_json, read_rows
+from atlas_fl.storage.ledger import payload_bytes
 from atlas_fl.storage.run_folder import RunFolder, check_free, find_run, leave_as_found, run_log
 from atlas_fl.storage.tensors import read_sketches, read_tensors
 
@@ -132,7 +134,7 @@ def _trained(assembly: Assembly, engine: Engine, recorder: Recorder, folder: Run
         assembly, planned, state = train(assembly, planned, engine, state, last=last, recorder=recorder, on_event=tell)
     if state.over:
         tell(PhaseStarted("export"))
-        EXPORTS[line_in(assembly).name](assembly, state.start, folder)
+        export_clients(assembly, state.start, folder)
         summary = _summary(config, folder, assembly, recorder)
         recorder.completed(summary)
         if line := honest_line(summary):
@@ -185,7 +187,7 @@ def _planned(assembly: Assembly, engine: Any, tell: OnEvent) -> tuple[Assembly, 
     """The plan, and the assembly of those who are in it: who does not answer is left out where fewer suffice."""
     while True:
         try:
-            return assembly, line_in(assembly).plan(assembly, engine, on_event=tell)
+            return assembly, plan_for(assembly, engine, on_event=tell)
         except MissingAnswersError as error:
             if set(error.clients) >= set(assembly.names):
                 raise
@@ -201,7 +203,7 @@ def _check_late(assembly: Assembly) -> None:
     rounds = assembly.config.training.rounds
     if assembly.config.data.arrive:
         late = [one.client.name for one in assembly.door.waiting(rounds)]
-        line_in(assembly).check(with_planned(assembly, late, round=rounds))
+        check_clients(with_planned(assembly, late, round=rounds))
 
 
 def _resumed(
@@ -265,7 +267,7 @@ def _summary(config: Config, folder: RunFolder, assembly: Assembly, recorder: Re
         phase_seconds=recorder.seconds,
         memory=recorder.memory(),
         versions=versions(),
-        full_model_bytes=line_in(assembly).model_bytes(assembly),
+        full_model_bytes=payload_bytes(assembly.site.backbone.frozen),
         round_seconds=recorder.round_seconds,
         attackers=attackers_in(config, assembly.names),
     )

@@ -11,8 +11,7 @@ from statistics import fmean
 
 import torch
 
-from atlas_fl.client.evaluation import EvaluateOptions
-from atlas_fl.client.full_training import evaluate_whole
+from atlas_fl.client.evaluation import EvaluateOptions, evaluate
 from atlas_fl.client.job import Job
 from atlas_fl.config import load_config
 from atlas_fl.data.registry import find_tasks
@@ -23,8 +22,8 @@ from atlas_fl.models.vision import backbone_weights
 from atlas_fl.models.vision_loading import load_vision, save_vision
 from atlas_fl.params import HEAD, ByClient, Params, Split, head_keys
 from atlas_fl.planning.masks import client_masks
-from atlas_fl.planning.workloads import IMAGES, line_of
-from atlas_fl.setup.assembly import ImageAssembly, assemble_images
+from atlas_fl.planning.planner import local_engine
+from atlas_fl.setup.assembly import Assembly, assemble, trainable_of
 from atlas_fl.sparse.masks import BY_SENSITIVITY, Mask
 from atlas_fl.sparse.task_vectors import apply_vector, task_vector
 from atlas_fl.storage import checkpoint
@@ -37,7 +36,7 @@ class TrainedRun:
     """A finished run of whole models that ended in one backbone for all of its clients."""
 
     folder: Path
-    assembly: ImageAssembly
+    assembly: Assembly
     body: Params
     """Every tensor of the backbone as the run left it."""
     heads: ByClient
@@ -63,11 +62,11 @@ def masks_of_clients(folder: RunFolder, *, clients: int) -> dict[str, Mask]:
             f"--clients compares masks by the clients' own scores, and run {folder.path} has --mask"
             f" {config.sparse.mask}; give a run with --mask {' or '.join(BY_SENSITIVITY)}"
         )
-    assembly = assemble_images(config)
+    assembly = assemble(config)
     scoring = min(config.sparse.calibration_clients, len(assembly.names))
     if not 2 <= clients <= scoring:
         raise ConfigError(f"--clients is {clients}; allowed: 2 to {scoring}, the clients that scored in {folder.path}")
-    return client_masks(assembly, IMAGES.engine(assembly, ignore), clients=clients)
+    return client_masks(assembly, local_engine(assembly, ignore), clients=clients)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,14 +92,15 @@ def open_trained(folder: RunFolder) -> TrainedRun:
     """
     check_files(folder, folder.config)
     config = load_config(folder.config)
-    if line_of(find_tasks(config.data.tasks, config.data.task), tune=config.images.tune) is not IMAGES:
+    tasks = find_tasks(config.data.tasks, config.data.task)
+    if trainable_of(config, tasks) == "lora" or not any(task.images for task in tasks):
         raise ConfigError(
-            f"run {folder.path} trained adapters, and task vectors are of whole models; give runs on images"
+            f"run {folder.path} trained adapters, or texts, and task vectors are of whole models; give runs on images"
         )
     found = checkpoint.load_newest(folder.checkpoints, check=check_state)
     if not folder.summary.is_file() or found is None:
         raise CheckpointError(f"run {folder.path} is not complete; go on with: atlas resume {folder.path}")
-    assembly = assemble_images(config)
+    assembly = assemble(config)
     _, models = models_of(found, assembly.names)
     bodies = {name: _body(params, assembly) for name, params in models.items()}
     first, *others = bodies
@@ -114,7 +114,7 @@ def open_trained(folder: RunFolder) -> TrainedRun:
     return TrainedRun(folder=folder.path, assembly=assembly, body=body, heads=heads)
 
 
-def _body(params: Params, assembly: ImageAssembly) -> Params:
+def _body(params: Params, assembly: Assembly) -> Params:
     own = {key: tensor for key, tensor in params.items() if not key.startswith(HEAD)}
     if strange := next((key for key in own if key not in assembly.site.vision.classifier_names), None):
         raise ConfigError(f"a run trained {strange!r}, no weight of its model; task vectors are of whole models")
@@ -179,7 +179,7 @@ def accuracy(run: TrainedRun, body: Params, split: Split) -> float:
         Job(client=name, params={**body, **head}, round=0, options=EvaluateOptions(split=split))
         for name, head in run.heads.items()
     ]
-    updates = evaluate_whole(jobs, run.assembly.site)
+    updates = evaluate(jobs, run.assembly.site)
     total = sum(update.examples for update in updates)
     return sum(update.metrics["accuracy"] * update.examples for update in updates) / total
 

@@ -19,6 +19,7 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from atlas_fl.errors import ModelError
+from atlas_fl.models import vision
 from atlas_fl.models.attention import PackedLayout
 from atlas_fl.models.registry import Family, ModelShape, ModelSource, apply_head
 from atlas_fl.models.vision import Vision
@@ -176,6 +177,42 @@ def module_dims(module: nn.Module) -> tuple[int, int]:
     """(d_in, d_out) of an `nn.Linear` or a GPT-2 `Conv1D`."""
     rows, columns = module.get_parameter("weight").shape
     return (columns, rows) if isinstance(module, nn.Linear) else (rows, columns)
+
+
+def trainable_names(backbone: Backbone, *, frozen_blocks: int = 0) -> tuple[str, ...]:
+    """The tensors that train where all weights do, in stock order, but for the embeddings and the first blocks.
+
+    A pooler that the head does not read is left out: it would have no gradient.
+    """
+    if backbone.vision is not None:
+        return vision.trainable_names(backbone.vision, frozen_blocks=frozen_blocks)
+    family = backbone.family
+    read = [n for n, _ in backbone.model.named_parameters() if family.pooler or not n.startswith("pooler.")]
+    return vision.without_first_blocks(
+        read,
+        model=backbone.name,
+        blocks=family.blocks,
+        count=len(backbone.blocks),
+        frozen_blocks=frozen_blocks,
+    )
+
+
+def plain_shape(backbone: Backbone) -> ModelShape:
+    """The sizes of a model of any architecture whose weights all train: what is known of all of them."""
+    blocks = backbone.blocks
+    sizes = tuple(sum(p.numel() * p.element_size() for p in block.parameters()) for block in blocks)
+    total = sum(p.numel() * p.element_size() for p in backbone.frozen.values())
+    return ModelShape(
+        hidden=backbone.width,
+        intermediate=4 * backbone.width,
+        heads=1,
+        layers=((),) * len(blocks),
+        block_bytes=sizes,
+        block_params=tuple(sum(p.numel() for p in block.parameters()) for block in blocks),
+        embedding_bytes=total - sum(sizes),
+        tail_bytes=0,
+        vocabulary=0,
+    )
 
 
 def model_shape(backbone: Backbone, modules: Mapping[str, nn.Module]) -> ModelShape:

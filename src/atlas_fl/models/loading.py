@@ -19,6 +19,7 @@ from transformers import (
     AutoConfig,
     AutoModel,
     AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
     AutoTokenizer,
     PreTrainedModel,
     PreTrainedTokenizerBase,
@@ -30,8 +31,9 @@ from atlas_fl.errors import LINE_CHARACTERS, ModelError
 from atlas_fl.models.attention import PACKED, register_packed_attention
 from atlas_fl.models.backbone import Backbone, block_index
 from atlas_fl.models.registry import FAMILIES, VISION_FAMILIES, Family, ModelSource, is_hub_reachable, locate_model
-from atlas_fl.params import Params
+from atlas_fl.params import HEAD, Params
 from atlas_fl.rng import torch_generator
+from atlas_fl.storage.files import new_folder
 
 _LOADING = RLock()
 UNREADABLE = (OSError, ValueError, ImportError, SafetensorError, vars(torch.serialization)["pickle"].UnpicklingError)
@@ -109,6 +111,34 @@ def _init_pooler(name: str, model: PreTrainedModel, family: Family, missing: Seq
         tensor = model.get_parameter(key).detach()
         spread = model.config.initializer_range if tensor.dim() > 1 else 0.0
         tensor.normal_(0.0, spread, generator=torch_generator(0, "pooler", key))
+
+
+def save_classifier(backbone: Backbone, params: Params, folder: Path, *, labels: Sequence[str]) -> None:
+    """Write config, weights and tokenizer; stock `AutoModelForSequenceClassification` loads them to the same logits.
+
+    Tensors that `params` lacks are the backbone's own. `labels` name the classes in order; a regression has none. The
+    folder is there in full, or not at all (`storage.files.new_folder`).
+    """
+    source, family = backbone.source, backbone.family
+    config = AutoConfig.from_pretrained(source.path, **loading_options(source))
+    config.num_labels = len(params[family.head[-1].key + "weight"])
+    if labels:
+        config.id2label = dict(enumerate(labels))
+        config.label2id = {name: place for place, name in enumerate(labels)}
+    config.pad_token_id = backbone.model.config.pad_token_id
+    with loading_lock():
+        model = AutoModelForSequenceClassification.from_config(config, trust_remote_code=False)
+        held = {**backbone.frozen, **params}
+        named = {
+            key.removeprefix(HEAD) if key.startswith(HEAD) else f"{family.prefix}.{key}": own
+            for key, own in held.items()
+        }
+        wanted = dict(model.named_parameters())
+        model.load_state_dict({key: own.cpu() for key, own in named.items() if key in wanted}, strict=False)
+        assert not wanted.keys() - named.keys(), "a classifier is its backbone and its head"
+        with new_folder(folder) as draft:
+            model.save_pretrained(draft)
+            backbone.tokenizer.save_pretrained(draft)
 
 
 def checkpoint_blocks(backbone: Backbone) -> None:

@@ -67,8 +67,14 @@ class Dense:
     """One layer of a classification head, by its stock name."""
 
     name: str
+    """Empty for the one layer of a head that belongs to no stock classifier."""
     activation: Literal["identity", "tanh", "relu"] = "identity"
     bias: bool = True
+
+    @property
+    def key(self) -> str:
+        """Its name among a client's parameters, up to `weight` or `bias`."""
+        return f"{HEAD}{self.name}." if self.name else HEAD
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,19 +123,17 @@ def head_shapes(family: Family, *, hidden: int, num_labels: int) -> dict[str, tu
     shapes: dict[str, tuple[int, ...]] = {}
     for layer in family.head:
         width = num_labels if layer is family.head[-1] else hidden
-        shapes[f"{HEAD}{layer.name}.weight"] = (width, hidden)
+        shapes[layer.key + "weight"] = (width, hidden)
         if layer.bias:
-            shapes[f"{HEAD}{layer.name}.bias"] = (width,)
+            shapes[layer.key + "bias"] = (width,)
     return shapes
 
 
 def apply_head(family: Family, params: Params, features: Tensor) -> Tensor:
     """Logits (examples, labels) of features (examples, hidden)."""
     for layer in family.head:
-        bias = params[f"{HEAD}{layer.name}.bias"] if layer.bias else None
-        features = ACTIVATIONS[layer.activation](
-            nn.functional.linear(features, params[f"{HEAD}{layer.name}.weight"], bias)
-        )
+        bias = params[layer.key + "bias"] if layer.bias else None
+        features = ACTIVATIONS[layer.activation](nn.functional.linear(features, params[layer.key + "weight"], bias))
     return features
 
 

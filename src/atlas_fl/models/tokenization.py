@@ -61,6 +61,19 @@ class EncodedExamples:
         )
 
 
+def concatenated(parts: Sequence[EncodedExamples]) -> EncodedExamples:
+    """The examples of these parts, one after another; either all are texts with labels or all are images."""
+    pixels = [part.pixels for part in parts if part.pixels is not None]
+    lengths = np.concatenate([part.lengths for part in parts])
+    return EncodedExamples(
+        ids=np.concatenate([part.ids for part in parts]),
+        types=np.concatenate([part.types for part in parts]),
+        offsets=np.concatenate([[0], np.cumsum(lengths)]),
+        labels=np.concatenate([part.labels for part in parts]),
+        pixels=np.concatenate(pixels) if pixels else None,
+    )
+
+
 def encode_examples(
     text: Sequence[str],
     pair: Sequence[str] | None,

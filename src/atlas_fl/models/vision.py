@@ -103,16 +103,6 @@ class Vision:
         return every > sum(1 for _ in self.model.named_parameters())
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class ParamCounts:
-    """How many numbers a client's model has."""
-
-    backbone: int
-    head: int
-    trainable: int
-    """Of both together."""
-
-
 def backbone_weights(vision: Vision) -> Params:
     """Every tensor of the backbone by its stock name, float32; these are the module's own, not copies."""
     return {name: tensor.detach().float() for name, tensor in vision.backbone.named_parameters()}
@@ -123,28 +113,26 @@ def trainable_names(vision: Vision, *, frozen_blocks: int = 0) -> tuple[str, ...
 
     With 0 all do. With all blocks frozen what stands behind them is too, and the head alone trains.
     """
-    count = vision.num_blocks
-    if not 0 <= frozen_blocks <= count:
-        raise ConfigError(f"{vision.name} has {count} blocks and {frozen_blocks} cannot be frozen; give 0 to {count}")
     names = [name for name in vision.classifier_names if not name.endswith(_UNREAD)]
+    return without_first_blocks(
+        names, model=vision.name, blocks=vision.blocks, count=vision.num_blocks, frozen_blocks=frozen_blocks
+    )
+
+
+def without_first_blocks(
+    names: Sequence[str], *, model: str, blocks: str, count: int, frozen_blocks: int
+) -> tuple[str, ...]:
+    """These tensors in stock order but for those of the embeddings and the first blocks; none without any block.
+
+    `blocks` is the path of the list of all `count` blocks. Raises `ConfigError` for more blocks than there are.
+    """
+    if not 0 <= frozen_blocks <= count:
+        raise ConfigError(f"{model} has {count} blocks and {frozen_blocks} cannot be frozen; give 0 to {count}")
     if frozen_blocks == count:
         return ()
-    start = f"{vision.blocks}.{frozen_blocks}."
-    first = next(index for index, name in enumerate(names) if name.startswith(start)) if frozen_blocks else 0
+    start = f"{blocks}.{frozen_blocks}."
+    first = next(place for place, name in enumerate(names) if name.startswith(start)) if frozen_blocks else 0
     return tuple(names[first:])
-
-
-def linear_head_shapes(vision: Vision, *, num_labels: int) -> dict[str, tuple[int, ...]]:
-    """Shapes of the head's tensors by name."""
-    return {f"{HEAD}weight": (num_labels, vision.hidden), f"{HEAD}bias": (num_labels,)}
-
-
-def count_params(vision: Vision, *, num_labels: int, frozen_blocks: int = 0) -> ParamCounts:
-    """How many numbers the backbone, the head and what trains of both have."""
-    sizes = {name: tensor.numel() for name, tensor in vision.backbone.named_parameters()}
-    head = num_labels * (vision.hidden + 1)
-    trained = sum(sizes[name] for name in trainable_names(vision, frozen_blocks=frozen_blocks))
-    return ParamCounts(backbone=sum(sizes.values()), head=head, trainable=head + trained)
 
 
 def image_features(

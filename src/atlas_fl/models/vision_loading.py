@@ -24,7 +24,7 @@ from transformers.utils import logging as hf_logging
 from atlas_fl.errors import ConfigError, ModelError
 from atlas_fl.models.backbone import Backbone
 from atlas_fl.models.loading import UNREADABLE, checkpoint_blocks, loading_lock, loading_options
-from atlas_fl.models.registry import VISION_FAMILIES, ModelSource, locate_model
+from atlas_fl.models.registry import VISION_FAMILIES, Dense, Family, ModelSource, locate_model
 from atlas_fl.models.vision import Vision, backbone_weights
 from atlas_fl.params import HEAD, Params, head_keys
 from atlas_fl.storage.files import new_folder
@@ -182,13 +182,17 @@ def load_image_backbone(
     device: str = "cpu",
     gradient_checkpointing: bool = False,
     weights: Params | None = None,
+    adapted: bool = True,
 ) -> Backbone:
     """The frozen backbone of this alias, hub name or directory, which sees images of this size.
+
+    With `adapted` its layers take adapters; without, it may be of any architecture, and clients train all of it.
 
     `weights` are those of `Backbone.frozen`: on the CPU the backbone's are then these very tensors.
     Raises `ModelError` as `load_vision` does, and where the architecture is no plain vision transformer.
     """
-    backbone = vision_backbone(load_vision(name, image_size=image_size, device=device, weights=weights))
+    vision = load_vision(name, image_size=image_size, device=device, weights=weights)
+    backbone = vision_backbone(vision) if adapted else as_whole(vision)
     if gradient_checkpointing:
         checkpoint_blocks(backbone)
     return backbone
@@ -210,6 +214,20 @@ def vision_backbone(vision: Vision) -> Backbone:
         family=VISION_FAMILIES[model_type],
         vision=vision,
     )
+
+
+def as_whole(vision: Vision) -> Backbone:
+    """The same model for clients that train all its weights, with a linear head of their own."""
+    base = vision.backbone
+    family = Family(
+        model_type=str(vision.model.config.model_type),
+        prefix=vision.model.base_model_prefix,
+        blocks=vision.blocks,
+        pool="first",
+        head=(Dense(name=""),),
+        images=True,
+    )
+    return Backbone(name=vision.name, source=vision.source, model=base, tokenizer=None, family=family, vision=vision)
 
 
 def tokens_per_image(vision: Vision) -> int:

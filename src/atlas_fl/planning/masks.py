@@ -6,8 +6,8 @@ What the plan of a run on whole models says of costs and of the mask.
 """
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -26,15 +26,25 @@ from atlas_fl.client.calibration import (
 )
 from atlas_fl.client.job import Job
 from atlas_fl.config import SparseConfig, check_pins, mask_source
-from atlas_fl.errors import ConfigError
-from atlas_fl.params import HEAD, ByClient, Params, add, head_keys, num_bytes, shared_part
+from atlas_fl.errors import BudgetError, ConfigError
+from atlas_fl.params import HEAD, ByClient, Params, add, head_keys, num_bytes, num_values, select, shared_part
+from atlas_fl.planning.plan import ClientPlan
 from atlas_fl.ranks.devices import Device
 from atlas_fl.rng import generator
 from atlas_fl.runtime.engine import Engine, run_all
-from atlas_fl.setup.assembly import ImageAssembly
+from atlas_fl.setup.assembly import Assembly
 from atlas_fl.setup.options import drawn_of, strategy_of
 from atlas_fl.sparse.codec import mask_size, values_size
-from atlas_fl.sparse.masks import Mask, calibrate_mask, check_any_kept, density, density_by_layer, load_mask, num_kept
+from atlas_fl.sparse.masks import (
+    BY_SENSITIVITY,
+    Mask,
+    calibrate_mask,
+    check_any_kept,
+    density,
+    density_by_layer,
+    load_mask,
+    num_kept,
+)
 from atlas_fl.storage.ledger import Direction, Kind, LedgerRow, payload_bytes
 
 AT_ONCE = 8
@@ -50,13 +60,13 @@ class Prepared:
     messages: tuple[LedgerRow, ...]
 
 
-def prepare_whole(assembly: ImageAssembly, engine: Engine) -> Prepared:
-    """Fit the heads and make the mask, as the config asks for."""
+def prepare_whole(assembly: Assembly, engine: Engine, start: ByClient | None = None) -> Prepared:
+    """Fit the heads of images and make the mask, as the config asks for; `start` is `assembly.full_models()`."""
     check_heads(assembly)
-    start: ByClient = assembly.start()
+    start = assembly.full_models() if start is None else start
     messages = list[LedgerRow]()
     given = _checked_mask(assembly, start)  # before the heads, whose fit passes over all images
-    if assembly.config.images.head_first == "ridge":
+    if fits_heads(assembly):
         start, sent = with_heads(assembly, engine, start)
         messages += sent
     mask = None
@@ -66,10 +76,22 @@ def prepare_whole(assembly: ImageAssembly, engine: Engine) -> Prepared:
     return Prepared(start=start, mask=mask, messages=tuple(messages))
 
 
-def check_heads(assembly: ImageAssembly) -> None:
+def fits_heads(assembly: Assembly) -> bool:
+    """Whether heads are fitted before round one: those of images, where the config says so."""
+    return assembly.has_images and assembly.config.images.head_first == "ridge"
+
+
+def check_heads(assembly: Assembly) -> None:
     """Raise `ConfigError` where a mask would have to hold heads of several sizes."""
     sizes = {client.task.num_labels: client.task.name for client in assembly.clients}
-    if assembly.config.sparse.masked and len(sizes) > 1:
+    sparse = assembly.config.sparse
+    regressions = [client.task.name for client in assembly.clients if client.task.is_regression]
+    if regressions and sparse.mask_file is None and sparse.mask in BY_SENSITIVITY:
+        raise ConfigError(
+            f"--mask {sparse.mask} ranks weights by what they do to the probabilities of classes, and {regressions[0]}"
+            " has real numbers in their place; take lowest_magnitude, highest_magnitude or random"
+        )
+    if sparse.masked and len(sizes) > 1:
         told = ", ".join(f"{name} {classes}" for classes, name in sizes.items())
         raise ConfigError(
             f"one mask holds for the heads of all clients, and the classes of their tasks are {told}; give tasks of as"
@@ -77,7 +99,7 @@ def check_heads(assembly: ImageAssembly) -> None:
         )
 
 
-def with_heads(assembly: ImageAssembly, engine: Engine, start: ByClient) -> tuple[ByClient, list[LedgerRow]]:
+def with_heads(assembly: Assembly, engine: Engine, start: ByClient) -> tuple[ByClient, list[LedgerRow]]:
     """Every task's head by ridge regression over its clients, at the best scale; sums go up, heads come down."""
     penalty = assembly.config.images.ridge
     sums, messages = _summed(assembly, engine, "ridge", start, lambda _: RidgeOptions())
@@ -93,7 +115,7 @@ def with_heads(assembly: ImageAssembly, engine: Engine, start: ByClient) -> tupl
 
 
 def _summed(
-    assembly: ImageAssembly, engine: Engine, action: str, models: ByClient, options: Callable[[str], Any]
+    assembly: Assembly, engine: Engine, action: str, models: ByClient, options: Callable[[str], Any]
 ) -> tuple[dict[str, Params], list[LedgerRow]]:
     """The sum over each task's clients of what this action gives, and the messages that brought it.
 
@@ -112,7 +134,7 @@ def _summed(
     return sums, messages
 
 
-def _given(assembly: ImageAssembly, start: ByClient, heads: Mapping[str, Params]) -> tuple[ByClient, list[LedgerRow]]:
+def _given(assembly: Assembly, start: ByClient, heads: Mapping[str, Params]) -> tuple[ByClient, list[LedgerRow]]:
     """Every client with its task's head: one mapping a task, so that clients with one model go on sharing it."""
     fitted = {client.task.name: {**start[client.name], **heads[client.task.name]} for client in assembly.clients}
     messages = [
@@ -121,7 +143,7 @@ def _given(assembly: ImageAssembly, start: ByClient, heads: Mapping[str, Params]
     return {client.name: fitted[client.task.name] for client in assembly.clients}, messages
 
 
-def _checked_mask(assembly: ImageAssembly, start: ByClient) -> Mask | None:
+def _checked_mask(assembly: Assembly, start: ByClient) -> Mask | None:
     """The mask of the config's file, checked against the model; None where there is no file.
 
     A mask that is yet to be made is checked to keep something.
@@ -137,29 +159,29 @@ def _checked_mask(assembly: ImageAssembly, start: ByClient) -> Mask | None:
 
 
 def make_mask(
-    assembly: ImageAssembly, engine: Engine, start: ByClient, *, given: Mask | None = None
+    assembly: Assembly, engine: Engine, start: ByClient, *, given: Mask | None = None
 ) -> tuple[Mask, list[LedgerRow]]:
-    """Which weights may move, for everyone, and what making it sent. Heads, once fitted, may not."""
+    """Which weights may move, for everyone, and what making it sent. Heads may not once they are fitted."""
     mask, messages = given, list[LedgerRow]()
     if mask is None:
         mask, messages = _calibrated(assembly, engine, start, scorers=_scorers(assembly))
     messages += mask_brought(assembly, mask)
     heads = {
-        key: torch.zeros_like(start[name][key], dtype=torch.bool)
+        key: torch.full_like(start[name][key], not fits_heads(assembly), dtype=torch.bool)
         for name in assembly.names
         for key in head_keys(start[name])
     }
     return {**mask, **heads}, messages
 
 
-def mask_brought(assembly: ImageAssembly, mask: Mask) -> list[LedgerRow]:
+def mask_brought(assembly: Assembly, mask: Mask) -> list[LedgerRow]:
     """The messages that bring this mask over the backbone to every client."""
     size = mask_size(mask, random_mask=drawn_of(assembly.config))
     return [_row(name, "down", "mask", size) for name in assembly.names]
 
 
 def _calibrated(
-    assembly: ImageAssembly, engine: Engine, start: ByClient, *, scorers: Sequence[str]
+    assembly: Assembly, engine: Engine, start: ByClient, *, scorers: Sequence[str]
 ) -> tuple[Mask, list[LedgerRow]]:
     """The mask over the backbone by the config's strategy and the scores of these clients, and what it sent up.
 
@@ -186,26 +208,26 @@ def _calibrated(
     return mask, messages
 
 
-def client_masks(assembly: ImageAssembly, engine: Engine, *, clients: int) -> dict[str, Mask]:
+def client_masks(assembly: Assembly, engine: Engine, *, clients: int) -> dict[str, Mask]:
     """The masks that single clients would make, each by its own scores alone: of the first so many that score."""
-    start: ByClient = assembly.start()
-    if assembly.config.images.head_first == "ridge":
+    start: ByClient = assembly.full_models()
+    if fits_heads(assembly):
         start, _ = with_heads(assembly, engine, start)
     return {name: _calibrated(assembly, engine, start, scorers=[name])[0] for name in _scorers(assembly)[:clients]}
 
 
-def _backbone(assembly: ImageAssembly, start: ByClient) -> Params:
+def _backbone(assembly: Assembly, start: ByClient) -> Params:
     return {key: tensor for key, tensor in start[assembly.names[0]].items() if not key.startswith(HEAD)}
 
 
-def _scorers(assembly: ImageAssembly) -> list[str]:
+def _scorers(assembly: Assembly) -> list[str]:
     count = min(assembly.config.sparse.calibration_clients, len(assembly.names))
     drawn = generator(assembly.config.run.seed, "calibration").choice(len(assembly.names), size=count, replace=False)
     return [assembly.names[index] for index in sorted(drawn)]
 
 
 def _sensitivities(
-    assembly: ImageAssembly, engine: Engine, models: ByClient, *, names: tuple[str, ...]
+    assembly: Assembly, engine: Engine, models: ByClient, *, names: tuple[str, ...]
 ) -> tuple[Params, list[LedgerRow]]:
     """The sum of the clients' scores, added as they come, so that never more than a few are held."""
     sparse = assembly.config.sparse
@@ -234,7 +256,7 @@ HELD = 3
 """Copies of a model that its training holds: weights, gradients and momentum."""
 
 
-def whole_costs(assembly: ImageAssembly, prepared: Prepared) -> list[dict[str, Any]]:
+def whole_costs(assembly: Assembly, prepared: Prepared) -> list[dict[str, Any]]:
     """What a round costs every client, as `ClientPlan` holds it: bytes each way, seconds on its link, and memory.
 
     The memory is that of weights, gradients and momentum; activations are in no prediction.
@@ -280,3 +302,64 @@ def sparse_report(mask: Mask | None, config: SparseConfig) -> dict[str, Any]:
         "weights": sum(own.numel() for own in mask.values()),
         "density": density(mask),
     }
+
+
+def check_memory(assembly: Assembly) -> None:
+    """Nothing where every client's device holds what training needs of its model; else a `BudgetError` names one.
+
+    Activations are in no prediction, so a device that passes may still be too small.
+    """
+    start = assembly.full_models()
+    for client, device in zip(assembly.clients, assembly.devices, strict=True):
+        if (needed := HELD * num_bytes(start[client.name])) > device.memory_bytes:
+            raise BudgetError(
+                f"{device.name} has {device.memory_bytes / 1e6:,.1f} MB of memory; weights, gradients and momentum"
+                f" of {client.name} take {needed / 1e6:,.1f} MB; take a larger device, a smaller model or --tune lora"
+            )
+
+
+def full_client_plans(assembly: Assembly, prepared: Prepared, labels: Sequence[int]) -> tuple[ClientPlan, ...]:
+    """What a round costs every client; `labels` are their clusters."""
+    costs = whole_costs(assembly, prepared)
+    return tuple(
+        ClientPlan(
+            name=client.name,
+            task=client.task.name,
+            device=device.name,
+            examples=len(client.train),
+            cluster=label,
+            **cost,
+        )
+        for client, device, label, cost in zip(assembly.clients, assembly.devices, labels, costs, strict=True)
+    )
+
+
+def full_notes(assembly: Assembly, prepared: Prepared) -> tuple[str, ...]:
+    """What is said of whole models: their sizes, settings that do nothing, and momentum that is held."""
+    return (*_idle(assembly.config.sparse), *_counts(assembly, prepared), *_carried(assembly, prepared))
+
+
+def _counts(assembly: Assembly, prepared: Prepared) -> Iterator[str]:
+    """A line for each task: how many parameters its model has, and how many of them train where no mask holds them."""
+    masked = " where no mask holds them" if assembly.config.sparse.masked else ""
+    backbone = assembly.site.backbone.num_parameters
+    for task, model in {client.task.name: prepared.start[client.name] for client in assembly.clients}.items():
+        head = num_values(select(model, head_keys(model)))
+        counts = f"{backbone + head:,} parameters, {head:,} of them in the head; {num_values(model):,} train"
+        yield f"{task}: {counts}{masked}"
+
+
+def _idle(sparse: SparseConfig) -> Iterator[str]:
+    """What is said of masks where there is none; a sweep may try `none` beside masks of one sparsity."""
+    if not sparse.masked and (changed := [one for one in fields(sparse) if getattr(sparse, one.name) != one.default]):
+        flags = ", ".join(f"--{one.name.replace('_', '-')} {getattr(sparse, one.name)}" for one in changed)
+        yield f"without --mask there is no mask, and {flags} does nothing"
+
+
+def _carried(assembly: Assembly, prepared: Prepared) -> Iterator[str]:
+    """What is held of momentum between rounds, where it is."""
+    if not assembly.config.images.carry_momentum:
+        return
+    mask, models = prepared.mask, prepared.start.values()
+    values = [num_values(model) if mask is None else num_kept({key: mask[key] for key in model}) for model in models]
+    yield f"{len(values)} clients keep their momentum between rounds: {4 * sum(values):,} bytes, in checkpoints too"

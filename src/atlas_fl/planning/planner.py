@@ -3,12 +3,10 @@
 What round one starts from: the warmed-up model at each client's own ranks, or an imported adapter.
 
 Making a plan: phases 1 to 3 and the graph of phase 4, before anything is trained federally.
-
-Making a plan of a run on images: the head, which weights may move, and what a round costs.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, fields, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,27 +17,23 @@ from atlas_fl.aggregation.matrices import eta_warnings
 from atlas_fl.aggregation.mixing import realign
 from atlas_fl.aggregation.shared_adapters import begun
 from atlas_fl.config import Config
-from atlas_fl.config.schema import SparseConfig
-from atlas_fl.config.training_checks import no_clusters
 from atlas_fl.data.clients import label_statistics, left_out_notes, shard_notes
 from atlas_fl.data.registry import find_tasks
-from atlas_fl.errors import BudgetError, ConfigError, ModelError
+from atlas_fl.errors import ConfigError, ModelError
 from atlas_fl.events import Note, OnEvent, PhaseStarted, Progress, ignore
 from atlas_fl.models.lora import expand_rank
 from atlas_fl.models.peft_io import import_adapter
-from atlas_fl.models.vision import count_params
-from atlas_fl.params import LORA_A, LORA_B, ByClient, Params, lora_modules, num_bytes, num_values
+from atlas_fl.params import LORA_A, LORA_B, ByClient, Params, lora_modules
 from atlas_fl.planning.host_assignment import with_hosts
 from atlas_fl.planning.leakage import CutLeakage, every_cut, leakage_of
-from atlas_fl.planning.masks import HELD, Prepared, prepare_whole, sparse_report, whole_costs
+from atlas_fl.planning.masks import check_memory, full_client_plans, full_notes, prepare_whole, sparse_report
 from atlas_fl.planning.plan import ClientPlan, Plan, Planned
 from atlas_fl.planning.ranks_and_cuts import Fitted, cuts_while_planning, fit_ranks, measure_layers
 from atlas_fl.planning.task_discovery import Identified, connect, identify
 from atlas_fl.runtime.engine import Engine, Tally
 from atlas_fl.runtime.local import LocalEngine
-from atlas_fl.setup.assembly import Assembly, ImageAssembly, assemble, without_private
+from atlas_fl.setup.assembly import Assembly, assemble, without_private
 from atlas_fl.setup.options import cut_of, strategy_of
-from atlas_fl.sparse.masks import num_kept
 from atlas_fl.split.channel import Cut
 from atlas_fl.split.model import select_client_side
 
@@ -112,7 +106,67 @@ def local_engine(assembly: Assembly, on_event: OnEvent) -> LocalEngine:
 
 
 def plan_for(assembly: Assembly, engine: Engine, *, on_event: OnEvent = ignore) -> Planned:
-    """Phases 1 and 2 and the graph, over any engine."""
+    """Phases 1 and 2 and the graph, over any engine; of whole models the head and the mask in the place of phase 2."""
+    return (_plan_full if assembly.is_full else _plan_lora)(assembly, engine, on_event=on_event)
+
+
+def _plan_full(assembly: Assembly, engine: Engine, *, on_event: OnEvent) -> Planned:
+    config, strategy = assembly.config, strategy_of(assembly.config)
+    check_memory(assembly)
+    if strategy.clustered:
+        on_event(PhaseStarted("fingerprints"))
+    found = identify(assembly, engine, clustered=strategy.clustered)
+    graph = connect(assembly, engine, found)
+    on_event(PhaseStarted("head and mask" if config.sparse.masked else "head"))
+    prepared = prepare_whole(assembly, engine, found.warmed)
+    data = label_statistics(assembly.clients)
+    plan = Plan(
+        clients=full_client_plans(assembly, prepared, found.labels),
+        adjacency=graph.adjacency,
+        importance=np.zeros((len(assembly.clients), 0)),
+        layer_of={},
+        lora={"alpha": None, "rslora": False},
+        clustering=found.report,
+        warmup=found.warmup,
+        graph=_neighbours(graph.adjacency) if strategy.clustered else {},
+        data=data,
+        sparse=sparse_report(prepared.mask, config.sparse),
+        notes=(
+            *left_out_notes(assembly.clients),
+            *shard_notes(data),
+            *found.notes,
+            *graph.warnings,
+            *full_notes(assembly, prepared),
+        ),
+    )
+    return Planned(
+        plan=_announced(_with_eta_warnings(plan, config), on_event),
+        start=prepared.start,
+        sketches=found.sketches,
+        clustering=found.clustering,
+        mask=prepared.mask,
+        messages=prepared.messages,
+    )
+
+
+def _neighbours(adjacency: np.ndarray) -> dict[str, Any]:
+    return {"effective_neighbours": effective_neighbours(adjacency).tolist()}
+
+
+def _with_eta_warnings(plan: Plan, config: Config) -> Plan:
+    eta = strategy_of(config).eta(1)
+    if eta <= 0:
+        return plan
+    return replace(plan, notes=(*plan.notes, *eta_warnings(plan.federation(), kind=config.mixing.laplacian, eta=eta)))
+
+
+def _announced(plan: Plan, on_event: OnEvent) -> Plan:
+    for note in plan.notes:
+        on_event(Note(note))
+    return plan
+
+
+def _plan_lora(assembly: Assembly, engine: Engine, *, on_event: OnEvent) -> Planned:
     config = assembly.config
     strategy = strategy_of(config)
     cuts, tally = cuts_while_planning(assembly), Tally(engine=engine)
@@ -132,16 +186,12 @@ def plan_for(assembly: Assembly, engine: Engine, *, on_event: OnEvent = ignore) 
         lora={"alpha": config.model.lora_alpha, "rslora": config.model.rslora},
         clustering=found.report,
         warmup=found.warmup,
-        graph={"effective_neighbours": effective_neighbours(graph.adjacency).tolist()},
+        graph=_neighbours(graph.adjacency),
         data=data,
         leakage=_leakage(assembly, clients, on_event) if config.split.leakage else (),
         notes=(*left_out_notes(assembly.clients), *shard_notes(data), *found.notes, *fitted.notes, *graph.warnings),
     )
-    if strategy.eta(1) > 0:
-        warned = eta_warnings(plan.federation(), kind=config.mixing.laplacian, eta=strategy.eta(1))
-        plan = replace(plan, notes=(*plan.notes, *warned))
-    for note in plan.notes:
-        on_event(Note(note))
+    plan = _announced(_with_eta_warnings(plan, config), on_event)
     start = begun(warm_start(assembly, found, [client.ranks for client in plan.clients]), plan.federation())
     cuts = cuts_of(assembly, plan)
     start = {name: without_private(assembly, params, cuts.get(name)) for name, params in start.items()}
@@ -204,7 +254,7 @@ def regraphed(
         clients=with_hosts(assembly, clients),
         adjacency=graph.adjacency,
         clustering=found.report,
-        graph={"effective_neighbours": effective_neighbours(graph.adjacency).tolist()},
+        graph=_neighbours(graph.adjacency),
         notes=(*found.notes, *plan.notes, *graph.warnings),
     )
     crossed = tuple(tally.rows(round=round))
@@ -246,99 +296,3 @@ def held_by(assembly: Assembly, cuts: Mapping[str, Cut], models: ByClient) -> di
         name: select_client_side(assembly.site.backbone, models[name], blocks=cut.blocks, head=cut.head == "client")
         for name, cut in cuts.items()
     }
-
-
-def plan_whole(assembly: ImageAssembly, engine: Engine, *, on_event: OnEvent = ignore) -> Planned:
-    """Head, mask and costs of a run on whole models."""
-    config = assembly.config
-    if strategy_of(config).clustered:
-        raise no_clusters(config.mixing.strategy)
-    _check_devices(assembly)
-    on_event(PhaseStarted("head and mask" if config.sparse.masked else "head"))
-    prepared = prepare_whole(assembly, engine)
-    size, data = len(assembly.clients), label_statistics(assembly.clients)
-    plan = Plan(
-        clients=client_plans(assembly, prepared),
-        adjacency=np.zeros((size, size)),
-        importance=np.zeros((size, 0)),
-        layer_of={},
-        lora={"alpha": None, "rslora": False},
-        clustering={"method": "none", "labels": [0] * size},
-        data=data,
-        sparse=sparse_report(prepared.mask, config.sparse),
-        notes=(
-            *left_out_notes(assembly.clients),
-            *shard_notes(data),
-            *_idle(config.sparse),
-            *_counts(assembly),
-            *_carried(assembly, prepared),
-        ),
-    )
-    for note in plan.notes:
-        on_event(Note(note))
-    return Planned(
-        plan=plan,
-        start=prepared.start,
-        sketches=None,
-        clustering=None,
-        mask=prepared.mask,
-        messages=prepared.messages,
-    )
-
-
-def _check_devices(assembly: ImageAssembly) -> None:
-    """Nothing where every client's device holds what training needs of its model; else a `BudgetError` names one.
-
-    Activations are in no prediction, so a device that passes may still be too small.
-    """
-    start = assembly.start()
-    for client, device in zip(assembly.clients, assembly.devices, strict=True):
-        if (needed := HELD * num_bytes(start[client.name])) > device.memory_bytes:
-            raise BudgetError(
-                f"{device.name} has {device.memory_bytes / 1e6:,.1f} MB of memory; weights, gradients and momentum"
-                f" of {client.name} take {needed / 1e6:,.1f} MB; take a larger device, a smaller model or --tune lora"
-            )
-
-
-def client_plans(assembly: ImageAssembly, prepared: Prepared) -> tuple[ClientPlan, ...]:
-    """What a round costs every client; nobody is in a cluster of its own."""
-    costs = whole_costs(assembly, prepared)
-    return tuple(
-        ClientPlan(
-            name=client.name,
-            task=client.task.name,
-            device=device.name,
-            examples=len(client.train),
-            cluster=0,
-            **cost,
-        )
-        for client, device, cost in zip(assembly.clients, assembly.devices, costs, strict=True)
-    )
-
-
-def _counts(assembly: ImageAssembly) -> Iterator[str]:
-    """A line for each task: how many parameters its model has, and how many of them train where no mask holds them."""
-    masked = " where no mask holds them" if assembly.config.sparse.masked else ""
-    for task in {client.task.name: client.task for client in assembly.clients}.values():
-        frozen = assembly.config.images.frozen_blocks
-        found = count_params(assembly.site.vision, num_labels=task.num_labels, frozen_blocks=frozen)
-        yield (
-            f"{task.name}: {found.backbone + found.head:,} parameters, {found.head:,} of them in the head;"
-            f" {found.trainable:,} train{masked}"
-        )
-
-
-def _idle(sparse: SparseConfig) -> Iterator[str]:
-    """What is said of masks where there is none; a sweep may try `none` beside masks of one sparsity."""
-    if not sparse.masked and (changed := [one for one in fields(sparse) if getattr(sparse, one.name) != one.default]):
-        flags = ", ".join(f"--{one.name.replace('_', '-')} {getattr(sparse, one.name)}" for one in changed)
-        yield f"without --mask there is no mask, and {flags} does nothing"
-
-
-def _carried(assembly: ImageAssembly, prepared: Prepared) -> Iterator[str]:
-    """What is held of momentum between rounds, where it is."""
-    if not assembly.config.images.carry_momentum:
-        return
-    mask, models = prepared.mask, prepared.start.values()
-    values = [num_values(model) if mask is None else num_kept({key: mask[key] for key in model}) for model in models]
-    yield f"{len(values)} clients keep their momentum between rounds: {4 * sum(values):,} bytes, in checkpoints too"

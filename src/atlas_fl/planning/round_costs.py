@@ -106,7 +106,7 @@ def predict(
 def crossings_of(assembly: Assembly, client: ClientData, cut: Cut) -> RoundTraffic:
     """What crosses this client's cut in a round of training, all kinds together."""
     sizes = crossing_bytes(assembly, client, cut)
-    steps = num_steps(len(_train(assembly, client)), train_options(assembly.config))
+    steps = num_steps(len(_train(assembly, client)), train_options(assembly.config, with_images=assembly.has_images))
     return RoundTraffic(
         up_bytes=sum(size for name, size in sizes.items() if name.endswith("up")),
         down_bytes=sum(size for name, size in sizes.items() if name.endswith("down")),
@@ -136,7 +136,7 @@ def _predict(
 
 def _passes(assembly: Assembly, data: EncodedExamples) -> float:
     """How often a client goes through its data in a round: no whole number where its steps are counted."""
-    options = train_options(assembly.config)
+    options = train_options(assembly.config, with_images=assembly.has_images)
     per_pass = -(-len(data) // options.batch_size)
     whole, rest = divmod(num_steps(len(data), options), per_pass)
     return whole + min(rest * options.batch_size, len(data)) / len(data)
@@ -145,7 +145,7 @@ def _passes(assembly: Assembly, data: EncodedExamples) -> float:
 def crossing_bytes(assembly: Assembly, client: ClientData, cut: Cut) -> dict[str, int]:
     """Bytes through the cut in a round of training, by `kind_direction`: every batch as long as the mean."""
     training, data = assembly.config.training, _train(assembly, client)
-    steps = num_steps(len(data), train_options(assembly.config))
+    steps = num_steps(len(data), train_options(assembly.config, with_images=assembly.has_images))
     sizes = _pass_bytes(assembly, data, cut, steps=steps, epochs=training.local_epochs)
     hidden, tokens = assembly.shape.hidden, int(data.lengths.sum()) * training.local_epochs
     if cut.blocks:

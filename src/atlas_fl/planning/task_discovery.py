@@ -22,7 +22,6 @@ from atlas_fl.clustering.labels import ClusteringSettings
 from atlas_fl.clustering.result import Clustering, agreement, purity_warnings, summarise_clusters
 from atlas_fl.config import Config
 from atlas_fl.config.values import mistake
-from atlas_fl.data.clients import ClientData
 from atlas_fl.params import Params, select
 from atlas_fl.runtime.engine import Engine, run_all
 from atlas_fl.setup.assembly import Assembly, without_private
@@ -70,9 +69,9 @@ def identify(
     began = time.perf_counter()
     options = fingerprint_options(assembly.config, round=round)
     if not clustered and options.kind != "delta":
-        return _without_clusters(assembly, warmed={c.name: _shared_start(assembly, c, cuts) for c in assembly.clients})
+        return _without_clusters(assembly, warmed=shared_starts(assembly, cuts))
     updates = fingerprints(assembly, engine, options, round=round, cuts=cuts)
-    warmed = {u.client: {k: t for k, t in u.params.items() if k not in (FIRST, SECOND)} for u in updates}
+    warmed = warmed_models(assembly, updates, cuts)
     warmup = _cost(updates, seconds=time.perf_counter() - began) | {"taken": how_taken(assembly.config, options)}
     tasks = [client.task.name for client in assembly.clients]
     if not clustered:
@@ -130,27 +129,38 @@ def fingerprints(
 ) -> list[Update]:
     """Every client's answer: its sketches and its warmed-up model, at the warm-up's rank.
 
-    Raises `ConfigError` where gradients of more blocks are asked for than the model has.
+    Raises `ConfigError` where gradients of more blocks are asked for than the model has, or a warm-up of adapters of
+    clients that have none.
     """
+    if options.kind == "delta" and assembly.is_full:
+        raise mistake("--fingerprint", options.kind, "fisher or gradient for whole models: a warm-up needs adapters")
     if options.kind != "delta" and options.blocks > assembly.shape.num_layers:
         raise mistake("--fingerprint-blocks", options.blocks, f"1 to {assembly.shape.num_layers}, the model's blocks")
     jobs = [
-        Job(
-            client=client.name,
-            params=_shared_start(assembly, client, cuts),
-            round=round,
-            options=options,
-            cut=cuts.get(client.name),
-        )
-        for client in assembly.clients
+        Job(client=name, params=params, round=round, options=options, cut=cuts.get(name))
+        for name, params in shared_starts(assembly, cuts).items()
     ]
     return run_all(engine, "fingerprint", jobs)
 
 
-def _shared_start(assembly: Assembly, client: ClientData, cuts: Mapping[str, Cut]) -> Params:
-    """The shared initialisation at the warm-up's rank, with the client's own fresh head."""
-    start = assembly.start(client, (warmup_rank(assembly.config),) * assembly.shape.num_layers)
-    return without_private(assembly, start, cuts.get(client.name))
+def shared_starts(assembly: Assembly, cuts: Mapping[str, Cut] = NO_CUTS) -> dict[str, Params]:
+    """What every client begins with: whole models, or adapters at the warm-up's rank; heads are fresh."""
+    if assembly.is_full:
+        return assembly.full_models()
+    ranks = (warmup_rank(assembly.config),) * assembly.shape.num_layers
+    return {
+        client.name: without_private(assembly, assembly.start(client, ranks), cuts.get(client.name))
+        for client in assembly.clients
+    }
+
+
+def warmed_models(
+    assembly: Assembly, updates: Sequence[Update], cuts: Mapping[str, Cut] = NO_CUTS
+) -> dict[str, Params]:
+    """The clients' models after their fingerprints; whole models are as they were, and were not sent back."""
+    if assembly.is_full:
+        return shared_starts(assembly, cuts)
+    return {u.client: {k: t for k, t in u.params.items() if k not in (FIRST, SECOND)} for u in updates}
 
 
 def _cluster(assembly: Assembly, sketches: np.ndarray, tasks: Sequence[str], previous: Clustering | None) -> Clustering:

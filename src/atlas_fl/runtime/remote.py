@@ -8,8 +8,8 @@ from atlas_fl.errors import ProtocolError
 from atlas_fl.events import Note
 from atlas_fl.runtime.coordinator.coordinator import Hall
 from atlas_fl.runtime.coordinator.split_server import Suffixes
+from atlas_fl.runtime.local import within_memory
 from atlas_fl.runtime.transport.event_loop import Desk
-from atlas_fl.runtime.worker_pool import Bound
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,8 +28,6 @@ class RemoteEngine:
     """Most clients that have a job at the same time; None for all that are asked."""
     without: frozenset[str] = frozenset()
     """Clients that are asked nothing: the run goes on without them."""
-    bound: Bound = lambda _action, updates, _held: list(updates)
-    """Where updates go that do not fit into memory."""
 
     def run(self, action: str, jobs: Sequence[Job]) -> list[Update]:
         """The updates of those who answered, in the order of the jobs.
@@ -42,7 +40,7 @@ class RemoteEngine:
         size = self.at_once or max(1, len(jobs))
         updates = list[Update]()
         for first in range(0, len(jobs), size):
-            updates += self.bound(action, self._part(action, jobs, first, size), updates)
+            updates += within_memory(action, self._part(action, jobs, first, size), updates)
         needed = min(self.least or len(jobs), len(jobs))
         if len(updates) < needed:
             answered = {update.client for update in updates}

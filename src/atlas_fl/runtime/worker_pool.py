@@ -21,7 +21,7 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Executor, as_completed
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -33,41 +33,24 @@ from atlas_fl.client.job import Job, Site, Update
 from atlas_fl.client.registry import ACTIONS
 from atlas_fl.errors import AtlasError, ProtocolError
 from atlas_fl.params import Params
-from atlas_fl.runtime.protocol.model_sync import AdapterReceiver, AdapterSender, NewSender, Receiver, Sender
+from atlas_fl.runtime.local import within_memory
+from atlas_fl.runtime.protocol.model_sync import AdapterSender, NewSender, Receiver, Sender
 from atlas_fl.runtime.transport.frames import Head, decode_frame, encode_frame
 
 LIMIT = 2**40
 """Most bytes of a frame: both ends are ours, and a model may be larger than what may come over a network."""
-
-Packs: TypeAlias = Callable[[str, Sequence[Job]], Iterable[list[Job]]]
-"""(action, jobs) -> those that are carried out together, formed by the settings alone."""
-
-
-Bound: TypeAlias = Callable[[str, Sequence[Update], Sequence[Update]], list[Update]]
-"""(action, updates that came, updates that are held) -> the updates, in memory or not."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Bench:
     """What a worker works with."""
 
-    carry: Callable[[str, Sequence[Job]], list[Update]]
-    """(action, pack) -> updates."""
+    site: Site
     receiver: Receiver
 
 
 Settle: TypeAlias = Callable[[Head, Any], Bench]
 """(what a worker is told at its start, the memory that it shares) -> what it makes of these."""
-
-
-def adapter_bench(site: Site) -> Bench:
-    """A worker's bench for packs of adapters at this site."""
-    return Bench(carry=lambda action, jobs: ACTIONS[action](jobs, site), receiver=AdapterReceiver())
-
-
-def adapter_packs(site: Site) -> Packs:
-    """How packs of adapters are formed at this site."""
-    return lambda _, jobs: packs(jobs, site)
 
 
 class Worker(Protocol):
@@ -85,15 +68,13 @@ class Worker(Protocol):
 class PoolEngine:
     """An `Engine` whose packs go to whoever is free."""
 
-    packs: Packs
+    site: Site
     workers: Sequence[Worker]
     threads: Executor
     """A thread for each worker."""
     on_progress: Callable[[str, int, int], None]
     """Told (action, jobs done, jobs) after each pack."""
     new_sender: NewSender = AdapterSender
-    bound: Bound = lambda _action, updates, _held: list(updates)
-    """Where updates go that do not fit into memory."""
     _free: "queue.SimpleQueue[tuple[Worker, Sender]]" = field(default_factory=queue.SimpleQueue)
 
     def __post_init__(self) -> None:
@@ -102,14 +83,14 @@ class PoolEngine:
 
     def run(self, action: str, jobs: Sequence[Job]) -> list[Update]:
         """The updates of these jobs, in their order; raises `ProtocolError` where a worker has ended."""
-        formed = list(self.packs(action, jobs))
+        formed = list(packs(jobs, self.site))
         given = {self.threads.submit(self._carried_out, action, pack): place for place, pack in enumerate(formed)}
         found: dict[int, list[Update]] = {}
         try:
             for future in as_completed(given):
                 held = [update for updates in found.values() for update in updates]
                 # popped, because a future holds what it gave
-                found[given.pop(future)] = self.bound(action, future.result(), held)
+                found[given.pop(future)] = within_memory(action, future.result(), held)
                 self.on_progress(action, sum(map(len, found.values())), len(jobs))
         finally:
             for future in given:
@@ -193,7 +174,7 @@ class Resident:
         for head, tensors in _decoded(frames):
             action, job, _ = bench.receiver.job(head, tensors, client=str(head["client"]))
             jobs.append(job)
-        pairs = enumerate(zip(bench.carry(action, jobs), jobs, strict=True))
+        pairs = enumerate(zip(ACTIONS[action](jobs, bench.site), jobs, strict=True))
         messages = (bench.receiver.update(action, update, job, number=n) for n, (update, job) in pairs)
         return [encode_frame(*message, limit=LIMIT) for message in messages]
 

@@ -4,8 +4,6 @@ The door of a run that has begun: who waits to join it, and what they are told.
 
 From a config to the things that a run works with: clients with their data and devices, and the site they share.
 
-From a config to the things that a run on images works with: clients with their images, and the site they share.
-
 Who is there when: an assembly without those who come later, and with those who have come.
 """
 
@@ -17,24 +15,21 @@ from typing import Any
 
 import torch
 
-from atlas_fl.client.full_training import ImageSite
-from atlas_fl.client.job import ClientTokens, Prompts, Site, fresh, patches
+from atlas_fl.client.job import ClientTokens, Prompts, Site, Trainable, fresh, patches
 from atlas_fl.config import Config, DataConfig, arrivals
 from atlas_fl.config.schema import EVENLY
 from atlas_fl.config.training_checks import no_fp16
 from atlas_fl.data.clients import BY_CLASSES, ClientData, make_clients
-from atlas_fl.data.registry import find_tasks
+from atlas_fl.data.registry import check_one_kind, find_tasks
 from atlas_fl.data.task import Examples, Rows, Source, Task, as_texts
 from atlas_fl.errors import AtlasError, BudgetError, ConfigError, unknown
-from atlas_fl.models.backbone import Backbone, block_index, model_shape
+from atlas_fl.models.backbone import Backbone, block_index, model_shape, plain_shape, trainable_names
 from atlas_fl.models.loading import load_backbone
 from atlas_fl.models.lora import lora_scale
 from atlas_fl.models.peft_io import default_targets
 from atlas_fl.models.registry import ModelShape, suggested_lr
 from atlas_fl.models.tokenization import EncodedExamples, encode_examples, encode_prompts, encode_targets
-from atlas_fl.models.vision import Vision, trainable_names
-from atlas_fl.models.vision import backbone_weights as weights_of
-from atlas_fl.models.vision_loading import load_image_backbone, load_vision, tokens_per_image
+from atlas_fl.models.vision_loading import load_image_backbone, tokens_per_image
 from atlas_fl.params import HEAD, LORA_A, Params, Split
 from atlas_fl.partial_sharing import at_server, is_stand_in, named, unshared
 from atlas_fl.ranks.cost_model import LOGIT_COPIES, VALUE_BYTES, activation_bytes
@@ -53,8 +48,7 @@ class Newcomer:
 
     client: ClientData
     device: Device
-    tokens: ClientTokens | None = None
-    """None of clients that train whole models, which take their data as they are."""
+    tokens: ClientTokens
 
 
 def _nobody(_round: int) -> tuple[Newcomer, ...]:
@@ -88,6 +82,10 @@ CLOSED = Door()
 
 # Beyond this many tokens a CPU gains nothing from larger packs: the products are at the hardware's limit.
 CPU_PACK_TOKENS, CUDA_PACK_TOKENS = 4096, 65536
+PACK_IMAGES = 64
+"""Images in a pass of a whole model without gradients, or fewer where `--pack-tokens` is fewer."""
+HEAD_STD = 0.02
+"""Of the head of a whole image model that is not fitted: what transformers draws its new layers with."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,6 +108,31 @@ class Assembly:
     def names(self) -> tuple[str, ...]:
         """The clients' names, in the order of the run."""
         return tuple(client.name for client in self.clients)
+
+    @property
+    def has_images(self) -> bool:
+        """Whether the clients' tasks are of images; else they are of texts."""
+        return self.site.backbone.vision is not None
+
+    @property
+    def is_full(self) -> bool:
+        """Whether the clients train all weights."""
+        return self.site.trainable == "full"
+
+    def full_models(self) -> dict[str, Params]:
+        """What every client begins with that trains all weights: these, one mapping a task, and its task's head."""
+        body = trained_body(self.site.backbone, self.config)
+        tasks = {client.task.name: client.task for client in self.clients}
+        starts = {name: {**body, **self._head(task)} for name, task in tasks.items()}
+        return {client.name: starts[client.task.name] for client in self.clients}
+
+    def _head(self, task: Task) -> Params:
+        backbone, seed = self.site.backbone, self.config.run.seed
+        if backbone.vision is None:
+            return fresh(backbone, {}, ranks={}, task=task, seed=seed)
+        weight = torch.empty(task.num_labels, backbone.width)
+        weight.normal_(std=HEAD_STD, generator=torch_generator(seed, "head", task.name))
+        return {HEAD + "bias": torch.zeros(task.num_labels), HEAD + "weight": weight}
 
     def start(self, client: ClientData, ranks: tuple[int, ...]) -> Params:
         """The shared initialisation at these ranks per layer: what every client of one task begins with."""
@@ -161,20 +184,32 @@ def assemble(
     """
     devices = find_devices(config.data.devices, config.data.device) if devices is None else devices
     clients = load_clients(config) if clients is None else clients
-    picked = pick_device(config.run.accelerator, precision=config.model.precision)
-    backbone = backbone_of(config, [client.task for client in clients], device=place or picked, weights=weights)
-    tokens = {client.name: tokenise(client, backbone, config.data) for client in clients} if tokens is None else tokens
+    tasks = [client.task for client in clients]
+    trainable, images = trainable_of(config, tasks), any(task.images for task in tasks)
+    # a CPU computes whole image models in fp16 too
+    precision = "fp32" if images and trainable == "full" else config.model.precision
+    picked = pick_device(config.run.accelerator, precision=precision)
+    backbone = backbone_of(config, tasks, device=place or picked, weights=weights)
+    if tokens is None:
+        tokens = {client.name: tokenise(client, backbone, config.data, trainable=trainable) for client in clients}
     site = Site(
-        backbone=backbone, data=tokens, targets=targets_of(config, backbone), scale=scale_of(config), max_tokens=1
+        backbone=backbone,
+        data=tokens,
+        targets=targets_of(config, backbone) if trainable == "lora" else (),
+        scale=scale_of(config),
+        max_tokens=1,
+        trainable=trainable,
     )
-    shape = model_shape(backbone, site.modules)
+    whole_images = trainable == "full" and images
+    shape = plain_shape(backbone) if whole_images else model_shape(backbone, site.modules)
+    most = min(PACK_IMAGES, config.training.pack_tokens or PACK_IMAGES) if whole_images else None
     return Assembly(
         config=config,
         clients=clients,
         devices=tuple(devices[index % len(devices)] for index in range(len(clients))),
         site=replace(
             site,
-            max_tokens=pack_tokens(config, shape, cuda=picked == "cuda"),
+            max_tokens=most or pack_tokens(config, shape, cuda=picked == "cuda"),
             bf16=config.model.precision == "bf16",
             fp16=config.model.precision == "fp16",
             noise_secret=functools.partial(simulated_secret, config.run.seed),
@@ -191,8 +226,25 @@ def backbone_of(
     name, checkpointing = config.model.model, config.model.gradient_checkpointing
     how: dict[str, Any] = {"device": device, "gradient_checkpointing": checkpointing, "weights": weights}
     if any(task.images for task in tasks):
-        return load_image_backbone(name, image_size=config.images.image_size, **how)
+        adapted = trainable_of(config, tasks) == "lora"
+        return load_image_backbone(name, image_size=config.images.image_size, adapted=adapted, **how)
     return load_backbone(name, writes=any(task.writes for task in tasks), **how)
+
+
+def trainable_of(config: Config, tasks: Sequence[Task]) -> Trainable:
+    """What clients of these tasks train under this config.
+
+    Raises `ConfigError` where some have images and others texts, which no one model reads.
+    """
+    check_one_kind(tasks)
+    return config.trainable(images=any(task.images for task in tasks))
+
+
+def trained_body(backbone: Backbone, config: Config) -> Params:
+    """The weights of the model that train under this config where no mask freezes them, without a head."""
+    named = dict(backbone.model.named_parameters())
+    names = trainable_names(backbone, frozen_blocks=config.images.frozen_blocks)
+    return {key: named[key].detach().float() for key in names}
 
 
 def targets_of(config: Config, backbone: Backbone) -> tuple[str, ...]:
@@ -256,11 +308,16 @@ def site_below(config: Config, tokens: Mapping[str, ClientTokens], *, blocks: in
     )
 
 
-def tokenise(client: ClientData, backbone: Backbone, config: DataConfig) -> ClientTokens:
-    """The client's examples as tokens; of the backbone only what is known of it is used, not its weights."""
+def tokenise(
+    client: ClientData, backbone: Backbone, config: DataConfig, *, trainable: Trainable = "lora"
+) -> ClientTokens:
+    """The client's examples as tokens; of the backbone only what is known of it is used, not its weights.
+
+    An image is one token where the whole model trains, whatever the model makes of it.
+    """
     task = client.task
     if backbone.vision is not None:
-        return patches(client, length=tokens_per_image(backbone.vision))
+        return patches(client, length=tokens_per_image(backbone.vision) if trainable == "lora" else 1)
     limit = min(config.max_length or task.max_length, most_tokens(backbone))
     held: dict[Split, Examples] = {"train": client.train, "validation": client.validation, "test": client.test}
     splits = {name: as_texts(rows, task=task.name) for name, rows in held.items()}
@@ -327,89 +384,7 @@ def without_private(assembly: Assembly, params: Params, cut: Cut | None) -> Para
     return at_server(params, own, sha256=sha256)
 
 
-PACK_IMAGES = 64
-"""Images of several clients that are scored together, or fewer where `--pack-tokens` is fewer."""
-HEAD_STD = 0.02
-"""Of a head that is not fitted: what transformers draws its new layers with."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class ImageAssembly:
-    """The parts of a run on images, before anything is planned or trained."""
-
-    config: Config
-    clients: tuple[ClientData, ...]
-    devices: tuple[Device, ...]
-    """One for each client."""
-    site: ImageSite
-    door: Door = CLOSED
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        """The clients' names, in the order of the run."""
-        return tuple(client.name for client in self.clients)
-
-    def start(self) -> dict[str, Params]:
-        """What every client begins with: the weights that train, one mapping for all, and its task's head."""
-        vision, config = self.site.vision, self.config
-        body = body_of(vision, config)
-        tasks = {client.task.name: client.task for client in self.clients}
-        starts = {
-            name: {**body, **_head(task.num_labels, vision.hidden, seed=config.run.seed, group=name)}
-            for name, task in tasks.items()
-        }
-        return {client.name: starts[client.task.name] for client in self.clients}
-
-
-def _head(labels: int, features: int, *, seed: int, group: str) -> dict[str, torch.Tensor]:
-    stream = torch_generator(seed, "head", group)
-    weight = torch.empty(labels, features).normal_(std=HEAD_STD, generator=stream)
-    return {HEAD + "bias": torch.zeros(labels), HEAD + "weight": weight}
-
-
-def assemble_images(
-    config: Config,
-    *,
-    clients: tuple[ClientData, ...] | None = None,
-    devices: tuple[Device, ...] | None = None,
-    weights: Params | None = None,
-    place: str | None = None,
-) -> ImageAssembly:
-    """Load the clients' images, or take the clients that are given, and the model that they share.
-
-    `devices`, one for each, stand in for those that the config would give, `weights` for those of the model's files,
-    and `place`, a device of torch, for the one that the config names.
-    Raises an `AtlasError` for whatever the config names that is not to be had.
-    """
-    clients = load_clients(config) if clients is None else clients
-    vision = vision_of(config, device=place or pick_device(config.run.accelerator), weights=weights)
-    devices = find_devices(config.data.devices, config.data.device) if devices is None else devices
-    return ImageAssembly(
-        config=config,
-        clients=clients,
-        devices=tuple(devices[index % len(devices)] for index in range(len(clients))),
-        site=ImageSite(
-            vision=vision,
-            data={client.name: client for client in clients},
-            pack_images=min(PACK_IMAGES, config.training.pack_tokens or PACK_IMAGES),
-            bf16=config.model.precision == "bf16",
-            fp16=config.model.precision == "fp16",
-        ),
-    )
-
-
-def vision_of(config: Config, *, device: str = "cpu", weights: Params | None = None) -> Vision:
-    """The model of this config; `weights` are those of all its parameters."""
-    return load_vision(config.model.model, image_size=config.images.image_size, device=device, weights=weights)
-
-
-def body_of(vision: Vision, config: Config) -> dict[str, torch.Tensor]:
-    """The weights of the model that train under this config where no mask holds them, without a head."""
-    held = weights_of(vision)
-    return {key: held[key] for key in trainable_names(vision, frozen_blocks=config.images.frozen_blocks)}
-
-
-def put_off(assembly: Any) -> Any:
+def put_off(assembly: Assembly) -> Assembly:
     """The assembly that a run begins with: whom `--arrive` names waits at its door until their rounds.
 
     Raises `ConfigError` for a client that there is not, and where nobody is left to begin.
@@ -423,7 +398,7 @@ def put_off(assembly: Any) -> Any:
     if len(rounds) == len(assembly.clients):
         raise ConfigError("--arrive names every client, and somebody must be there to begin; leave one out")
     later = [
-        Newcomer(client=client, tokens=_tokens_of(assembly, client.name), device=device)
+        Newcomer(client=client, tokens=assembly.site.data[client.name], device=device)
         for client, device in zip(assembly.clients, assembly.devices, strict=True)
         if client.name in rounds
     ]
@@ -436,29 +411,27 @@ def put_off(assembly: Any) -> Any:
     )
 
 
-def _tokens_of(assembly: Any, name: str) -> ClientTokens | None:
-    return assembly.site.data[name] if isinstance(assembly, Assembly) else None
-
-
-def with_newcomer(assembly: Any, newcomer: Newcomer) -> Any:
+def with_newcomer(assembly: Assembly, newcomer: Newcomer) -> Assembly:
     """The assembly with this client after all others."""
-    own = newcomer.client if newcomer.tokens is None else newcomer.tokens
     return replace(
         assembly,
         clients=(*assembly.clients, newcomer.client),
         devices=(*assembly.devices, newcomer.device),
-        site=replace(assembly.site, data={**assembly.site.data, newcomer.client.name: own}),
+        site=replace(assembly.site, data={**assembly.site.data, newcomer.client.name: newcomer.tokens}),
     )
 
 
-def without_clients(assembly: Any, names: Collection[str]) -> Any:
+def without_clients(assembly: Assembly, names: Collection[str]) -> Assembly:
     """The assembly without these clients."""
     left = [k for k, name in enumerate(assembly.names) if name not in names]
-    clients, devices = (tuple(own[k] for k in left) for own in (assembly.clients, assembly.devices))
-    return replace(assembly, clients=clients, devices=devices)
+    return replace(
+        assembly,
+        clients=tuple(assembly.clients[k] for k in left),
+        devices=tuple(assembly.devices[k] for k in left),
+    )
 
 
-def with_planned(assembly: Any, names: Sequence[str], *, round: int) -> Any:
+def with_planned(assembly: Assembly, names: Sequence[str], *, round: int) -> Assembly:
     """The assembly of a run that goes on before this round: with those who had joined it, in the order of its plan."""
     waiting = {one.client.name: one for one in assembly.door.waiting(round)}
     for name in names:

@@ -7,16 +7,13 @@ from atlas_fl.aggregation.registry import find_strategy
 from atlas_fl.aggregation.strategies import Strategy, StrategyOptions
 from atlas_fl.aggregation.update_bounds import Space
 from atlas_fl.client.fingerprint import FingerprintOptions
-from atlas_fl.client.full_training import WholeOptions
 from atlas_fl.client.local_training import TrainOptions
-from atlas_fl.client.optimizer import OptimizerName
 from atlas_fl.config import Config
 from atlas_fl.data.clients import ClientData
 from atlas_fl.runtime.attacks import ATTACKS, HostileEngine, attackers_of
 from atlas_fl.runtime.engine import Engine
 from atlas_fl.setup.assembly import learning_rate_of, scale_of
 from atlas_fl.sparse.codec import RandomMask
-from atlas_fl.sparse.masks import Mask
 from atlas_fl.split.channel import Cut
 
 
@@ -83,8 +80,8 @@ def is_reclustered(config: Config, number: int) -> bool:
     return strategy_of(config).clustered and every > 0 and number > 1 and (number - 1) % every == 0
 
 
-def train_options(config: Config) -> TrainOptions:
-    """How clients train in every round of this config."""
+def train_options(config: Config, *, with_images: bool) -> TrainOptions:
+    """How clients of text tasks, or of image tasks, train in every round of this config."""
     training, images = config.training, config.images
     return TrainOptions(
         seed=config.run.seed,
@@ -98,19 +95,20 @@ def train_options(config: Config) -> TrainOptions:
         warmup=training.warmup,
         weight_decay=training.weight_decay,
         clip=training.clip,
-        **optimizer_options(config, "adamw"),
+        **optimizer_options(config, config.optimizer(images=with_images)),
         proximal_mu=training.proximal_mu,
         dropout=config.model.dropout,
         label_smoothing=images.label_smoothing,
         crop=images.crop,
         flip=images.flip,
         hash_loaded=config.run.audit,
+        rate_by_round=with_images and config.trainable(images=True) == "full",
+        carry_momentum=images.carry_momentum,
     )
 
 
-def optimizer_options(config: Config, auto: OptimizerName) -> dict[str, Any]:
-    """The optimizer of this config, `auto` where it leaves the choice, with the numbers that only it has."""
-    name = auto if config.training.optimizer == "auto" else config.training.optimizer
+def optimizer_options(config: Config, name: str) -> dict[str, Any]:
+    """The optimizer of this name with the numbers that only it has."""
     if name == "adamw":
         return {"optimizer": name, "momentum": 0.0, "nesterov": False}
     return {"optimizer": name, "momentum": config.images.momentum, "nesterov": config.images.nesterov}
@@ -122,33 +120,6 @@ def drawn_of(config: Config) -> RandomMask | None:
     if sparse.mask != "random" or sparse.mask_file is not None:
         return None
     return RandomMask(seed=config.run.seed, sparsity=sparse.sparsity, scope=sparse.mask_scope)
-
-
-def whole_options(config: Config, *, mask: Mask | None) -> WholeOptions:
-    """How clients train whole weights in every round of this config."""
-    training, images = config.training, config.images
-    return WholeOptions(
-        seed=config.run.seed,
-        rounds=training.rounds,
-        steps=images.local_steps,
-        epochs=training.local_epochs,
-        batch_size=training.batch_size,
-        lr=learning_rate_of(config),
-        schedule=training.schedule,
-        warmup=training.warmup,
-        **optimizer_options(config, "sgd"),
-        proximal_mu=training.proximal_mu,
-        carry_momentum=images.carry_momentum,
-        weight_decay=training.weight_decay,
-        clip=training.clip,
-        dropout=config.model.dropout,
-        label_smoothing=images.label_smoothing,
-        crop=images.crop,
-        flip=images.flip,
-        mask=mask,
-        drawn=drawn_of(config),
-        hash_loaded=config.run.audit,
-    )
 
 
 def cut_of(config: Config, blocks: int | None, *, shared: int | None = None) -> Cut | None:
@@ -175,7 +146,7 @@ def warmup_options(config: Config) -> TrainOptions:
         batch_size=config.training.batch_size,
         lr=learning_rate_of(config),
         clip=config.training.clip,
-        **optimizer_options(config, "adamw"),
+        **optimizer_options(config, config.optimizer(images=False)),
     )
 
 

@@ -13,8 +13,8 @@ from atlas_fl.config import with_values
 from atlas_fl.config.presets import find_preset
 from atlas_fl.models.vision import image_logits, preprocess
 from atlas_fl.planning.masks import prepare_whole
-from atlas_fl.runtime.local import WholeEngine
-from atlas_fl.setup.assembly import assemble_images
+from atlas_fl.runtime.local import LocalEngine
+from atlas_fl.setup.assembly import assemble
 from tests.models.tiny_vision import save_tiny
 
 
@@ -56,8 +56,8 @@ def test_the_scale_is_that_of_the_least_cross_entropy(tmp_path: Path) -> None:
         {"model": str(save_tiny(tmp_path / "vit")), "image_size": 16, "tasks": "digits", "clients_per_task": 2}
         | {"samples": 40, "validation_samples": 16, "test_samples": 4},
     )
-    assembly = assemble_images(config)
-    engine = WholeEngine(site=assembly.site)
+    assembly = assemble(config)
+    engine = LocalEngine(site=assembly.site)
     start = prepare_whole(assembly, engine).start
     own = start[assembly.names[0]]
     jobs = [Job(client=name, params=own, round=0, options=ScaleOptions(examples=16)) for name in assembly.names]

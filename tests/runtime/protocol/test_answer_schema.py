@@ -5,12 +5,11 @@ import torch
 
 from atlas_fl.errors import ProtocolError
 from atlas_fl.runtime.protocol.answer_schema import SCHEMAS, SCORES, SECONDS, Range, TensorSchema
-from atlas_fl.runtime.protocol.full_model_sync import WHOLE_OPTIONS
 from atlas_fl.runtime.protocol.messages import OPTIONS
 
 
 def test_every_action_has_a_schema() -> None:
-    assert SCHEMAS.keys() == OPTIONS.keys() | WHOLE_OPTIONS.keys()
+    assert SCHEMAS.keys() == OPTIONS.keys()
 
 
 @pytest.mark.parametrize("kind", SCORES)

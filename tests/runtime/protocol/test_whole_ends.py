@@ -9,8 +9,8 @@ import torch
 
 from atlas_fl.client.calibration import RidgeOptions
 from atlas_fl.client.evaluation import EvaluateOptions
-from atlas_fl.client.full_training import WholeOptions
 from atlas_fl.client.job import Job, Update
+from atlas_fl.client.local_training import TrainOptions
 from atlas_fl.errors import ConfigError, ProtocolError
 from atlas_fl.params import Params, digest
 from atlas_fl.runtime.protocol.full_model_sync import Common, WholeReceiver, WholeSender, check_frames
@@ -20,7 +20,7 @@ from atlas_fl.sparse.masks import make_mask
 
 HOME = {"b.weight": torch.randn(6, 5, generator=torch.Generator().manual_seed(0)), "a.bias": torch.arange(7.0)}
 HEAD = {"head.weight": torch.ones(3, 5), "head.bias": torch.zeros(3)}
-TRAIN = WholeOptions(seed=0, steps=3)
+TRAIN = TrainOptions(seed=0, max_steps=3)
 DRAWN = RandomMask(seed=4, sparsity=0.8)
 MASK = {
     **make_mask("random", HOME, sparsity=0.8, seed=4),
@@ -31,13 +31,13 @@ MASK = {
 class Ends:
     """A sender and a receiver with frames between them."""
 
-    def __init__(self) -> None:
-        self.sender = WholeSender(common=Common(home=digest(HOME)))
+    def __init__(self, drawn: RandomMask | None = None) -> None:
+        self.sender = WholeSender(common=Common(home=digest(HOME), drawn=drawn))
         self.receiver = WholeReceiver(home=HOME)
 
-    def given(self, action: str, params: Params, options: Any) -> tuple[Job, set[str]]:
+    def given(self, action: str, params: Params, options: Any, mask: Any = None) -> tuple[Job, set[str]]:
         """What the receiver makes of a job, and the names of the tensors that were sent."""
-        job = Job(client="site", params=params, round=1, options=options)
+        job = Job(client="site", params=params, round=1, options=options, mask=mask)
         head, tensors = decode_frame(encode_frame(*self.sender.job(action, job, number=1)))
         asked, found, _ = self.receiver.job(head, tensors, client="site")
         assert asked == action and same(found.params, params)
@@ -78,27 +78,26 @@ def test_of_a_dense_model_body_and_head_are_sent_where_they_are_not_held() -> No
 
 @pytest.mark.parametrize("drawn", [None, DRAWN])
 def test_under_a_mask_its_values_travel_and_the_mask_once(drawn: RandomMask | None) -> None:
-    ends, start = Ends(), {**HOME, **HEAD}
-    options = replace(TRAIN, mask=MASK, drawn=drawn)
-    job, sent = ends.given("train", start, options)
+    ends, start = Ends(drawn), {**HOME, **HEAD}
+    job, sent = ends.given("train", start, TRAIN, MASK)
     assert sent == {"mask", "top/head.weight", "top/head.bias"}
-    assert same(job.options.mask, MASK)
-    assert asdict(replace(job.options, mask=None)) == asdict(replace(options, mask=None))
+    assert job.mask is not None and same(job.mask, MASK)
+    assert asdict(job.options) == asdict(TRAIN)
     trained, tensors = ends.answered("train", job, moved(start, MASK))
     assert same(trained, moved(start, MASK))
     kept = sum(int(own.sum()) for own in MASK.values())
     assert kept == 7 and set(tensors) == {"metrics", "param/values"}
     assert tensors["param/values"].numel() == values_size(kept), "as the ledger counts"
-    for action, own in (("evaluate", EvaluateOptions(split="test")), ("train", options)):
+    for action, own in (("evaluate", EvaluateOptions(split="test")), ("train", TRAIN)):
         again = moved(trained, MASK) if action == "evaluate" else moved(moved(trained, MASK), MASK)
         assert ends.given(action, again, own)[1] == {"values"}
     ends.sender.forget(), ends.receiver.forget()
-    assert ends.given("train", trained, options)[1] == {"mask", "values", "top/head.weight", "top/head.bias"}
+    assert ends.given("train", trained, TRAIN, MASK)[1] == {"mask", "values", "top/head.weight", "top/head.bias"}
 
 
 def test_the_body_is_not_altered_by_what_is_built_on_it() -> None:
     before, ends = {key: own.clone() for key, own in HOME.items()}, Ends()
-    ends.given("train", moved({**HOME, **HEAD}, MASK), replace(TRAIN, mask=MASK))
+    ends.given("train", moved({**HOME, **HEAD}, MASK), TRAIN, MASK)
     assert same(HOME, before)
 
 
@@ -107,7 +106,7 @@ def test_the_body_is_not_altered_by_what_is_built_on_it() -> None:
     [
         ({"body": "0" * 64}, "names a model that is not here"),
         ({"masked": True}, "mask is not here"),
-        ({"action": "rm"}, "asks for 'rm'; known: ridge, scale, sensitivity, train, evaluate"),
+        ({"action": "rm"}, "asks for 'rm'; known: fingerprint, importance, train, evaluate, ridge"),
         ({"options": {"seed": 0}}, "the server's train is"),
     ],
 )

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 
+from atlas_fl.client.calibration import RidgeOptions, ScaleOptions, SensitivityOptions
 from atlas_fl.client.evaluation import EvaluateOptions
 from atlas_fl.client.fingerprint import FingerprintOptions
 from atlas_fl.client.importance import ImportanceOptions
@@ -23,6 +24,9 @@ JOBS: dict[str, Any] = {
     "fingerprint": FingerprintOptions(kind="delta", sketch_dim=8, train=TRAIN, batches=2, steps=3),
     "importance": ImportanceOptions(kind="rngwp", train=TRAIN, batches=2),
     "evaluate": EvaluateOptions(split="validation", new_tokens=3),
+    "ridge": RidgeOptions(),
+    "scale": ScaleOptions(examples=5),
+    "sensitivity": SensitivityOptions(seed=3, examples=4, labels="true", names=("a", "b")),
 }
 CUT = Cut(blocks=2, wire="int8", noise=0.1, head="client")
 PARAMS = {"a.lora_A": torch.randn(2, 3), "head.b": torch.randn(4)}

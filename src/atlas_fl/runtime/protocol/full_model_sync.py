@@ -23,9 +23,6 @@ from typing import Any
 
 import torch
 
-from atlas_fl.client.calibration import RidgeOptions, ScaleOptions, SensitivityOptions
-from atlas_fl.client.evaluation import EvaluateOptions
-from atlas_fl.client.full_training import WholeOptions
 from atlas_fl.client.job import Job, Update
 from atlas_fl.errors import ConfigError, ProtocolError
 from atlas_fl.params import HEAD, Params, digest
@@ -55,10 +52,9 @@ class Common:
 
     def see(self, job: Job) -> None:
         """Take note of the mask that this job brings."""
-        mask = getattr(job.options, "mask", None)
         with self._lock:
-            if mask is not None and self.mask is None:
-                self.drawn, self.mask = job.options.drawn, parted(mask)[0]
+            if job.mask is not None and self.mask is None:
+                self.mask = parted(job.mask)[0]
 
     def mask_message(self) -> torch.Tensor:
         """The mask as it travels, (bytes,) uint8."""
@@ -110,15 +106,6 @@ def as_bytes(message: torch.Tensor) -> bytes:
     return message.numpy().tobytes()
 
 
-WHOLE_OPTIONS: Mapping[str, type[Any]] = {
-    "ridge": RidgeOptions,
-    "scale": ScaleOptions,
-    "sensitivity": SensitivityOptions,
-    "train": WholeOptions,
-    "evaluate": EvaluateOptions,
-}
-"""The options of every action of `runtime.local.WHOLE_ACTIONS`."""
-
 _BODY, _HEAD, _MASK, _VALUES = "body/", "top/", "mask", "values"
 
 
@@ -138,14 +125,13 @@ class WholeSender:
         """What asks for this job."""
         assert job.cut is None and told is None, "whole models are not cut"
         self.common.see(job)
-        plain = replace(job.options, mask=None) if isinstance(job.options, WholeOptions) else job.options
         model, tensors = self._model(job.params)
         head = {
             "kind": "job",
             "number": number,
             "action": action,
             "round": job.round,
-            "options": asdict(plain),
+            "options": asdict(job.options),
             "cut": None,
             "told": told,
             **model,
@@ -205,10 +191,11 @@ class WholeSender:
         if _VALUES not in params:
             order = [*(key for key in begun if key in params), *(key for key in params if key not in begun)]
             return {key: params[key].clone() for key in order}
-        if self.common.mask is None or len(params) > 1:
-            raise ProtocolError("values under a mask came where there is none; install the same atlas-fl on both ends")
         body, top = parted(begun)
-        return {**decode_values(as_bytes(params[_VALUES]), self.common.mask, body, into=body), **top}
+        heads = {key: own.clone() for key, own in params.items() if key != _VALUES}
+        if self.common.mask is None or not heads.keys() <= top.keys():
+            raise ProtocolError("values under a mask came where there is none; install the same atlas-fl on both ends")
+        return {**decode_values(as_bytes(params[_VALUES]), self.common.mask, body, into=body), **top, **heads}
 
 
 @dataclass(kw_only=True, eq=False)
@@ -218,6 +205,8 @@ class WholeReceiver:
     home: Params
     keeps_trained: bool = True
     """Whether the last one trained here is held too, whose scores a server may ask for."""
+    trains_heads: bool = False
+    """Whether heads train where a mask freezes weights; those that are fitted before round one do not."""
     bodies: dict[str, tuple[str, Params]] = field(default_factory=dict)
     heads: dict[str, tuple[str, Params]] = field(default_factory=dict)
     mask: Mask | None = None
@@ -225,10 +214,11 @@ class WholeReceiver:
     def job(self, head: Mapping[str, Any], tensors: Params, *, client: str) -> tuple[str, Job, Told | None]:
         """(action, job, nothing) of a message."""
         params = self._model(head, tensors)
-        action, job, told = read_job(head, params, client=client, kinds=WHOLE_OPTIONS)
+        action, job, told = read_job(head, params, client=client)
         if action == "train" and self.mask is not None:
-            tops = {key: torch.zeros_like(own, dtype=torch.bool) for key, own in params.items() if key not in self.mask}
-            job = replace(job, options=replace(job.options, mask={**self.mask, **tops}))
+            heads = {key: own for key, own in params.items() if key not in self.mask}
+            tops = {key: torch.full_like(own, self.trains_heads, dtype=torch.bool) for key, own in heads.items()}
+            job = replace(job, mask={**self.mask, **tops})
         return action, job, told
 
     def update(self, action: str, update: Update, job: Job, *, number: int) -> tuple[Head, Params]:
@@ -238,7 +228,8 @@ class WholeReceiver:
             if self.keeps_trained:
                 self.bodies["trained"], self.heads["trained"] = (digest(body), body), (digest(top), top)
             if self.mask is not None:
-                update = replace(update, params={_VALUES: as_tensor(encode_values(body, self.mask))})
+                values = {_VALUES: as_tensor(encode_values(body, self.mask))}
+                update = replace(update, params={**values, **(top if self.trains_heads else {})})
         return update_message(update, job, number=number)
 
     def farewell(self, head: Mapping[str, Any], tensors: Params) -> Params:

@@ -16,6 +16,7 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 import torch
 
+from atlas_fl.client.calibration import RidgeOptions, ScaleOptions, SensitivityOptions
 from atlas_fl.client.evaluation import EvaluateOptions
 from atlas_fl.client.fingerprint import FingerprintOptions
 from atlas_fl.client.importance import ImportanceOptions
@@ -60,6 +61,9 @@ OPTIONS: Mapping[str, type[Any]] = {
     "importance": ImportanceOptions,
     "train": TrainOptions,
     "evaluate": EvaluateOptions,
+    "ridge": RidgeOptions,
+    "scale": ScaleOptions,
+    "sensitivity": SensitivityOptions,
 }
 """The options of every action of `client.registry.ACTIONS`."""
 
@@ -132,20 +136,18 @@ def job_message(
     return head, {} if model in held.values() else params
 
 
-def read_job(
-    head: Mapping[str, Any], params: Params, *, client: str, kinds: Mapping[str, type[Any]] = OPTIONS
-) -> tuple[str, Job, Told | None]:
-    """(action, job, what is told of its cut) of a message; `kinds` are the options of every action.
+def read_job(head: Mapping[str, Any], params: Params, *, client: str) -> tuple[str, Job, Told | None]:
+    """(action, job, what is told of its cut) of a message.
 
     Raises `ProtocolError` for an action, options or a cut that there are not.
     """
     action = head.get("action")
-    if action not in kinds:
-        raise ProtocolError(f"the server asks for {action!r:.40}; known: {', '.join(kinds)}; install its version")
+    if action not in OPTIONS:
+        raise ProtocolError(f"the server asks for {action!r:.40}; known: {', '.join(OPTIONS)}; install its version")
     assert isinstance(action, str)
     if type(head.get("round")) is not int:
         raise ProtocolError("the server's job names no round; install its version")
-    options = _read(kinds[action], head.get("options"), where=action)
+    options = _read(OPTIONS[action], head.get("options"), where=action)
     cut, told = (_read(kind | None, head.get(name), where=name) for kind, name in ((Cut, "cut"), (Told, "told")))
     return action, Job(client=client, params=params, round=head["round"], options=options, cut=cut), told
 
