@@ -158,7 +158,7 @@ def _image_squares(batch: EncodedExamples, params: Params, job: Job, site: Site)
 
 
 def _text_squares(batch: EncodedExamples, params: Params, job: Job, site: Site) -> Params:
-    """Example by example, because texts differ in length; labels are drawn as `sparse.fisher.fisher_scores` draws them."""
+    """Example by example, because texts differ in length; labels are drawn as in `sparse.fisher.fisher_scores`."""
     options: SensitivityOptions = job.options
     leaves = {name: params[name].detach().requires_grad_() for name in options.names}
     sums = {name: torch.zeros_like(leaf, dtype=torch.float64) for name, leaf in leaves.items()}

@@ -134,7 +134,13 @@ def check_served(config: Config, service: Service) -> None:
         raise ConfigError(
             f"--strategy {mixing.strategy} sends nothing, so there is nothing to serve; use `atlas run` at every site"
         )
-    trainable = trainable_of(config, find_tasks(config.data.tasks, config.data.task))
+    tasks = find_tasks(config.data.tasks, config.data.task)
+    trainable = trainable_of(config, tasks)
+    if trainable == "full" and not any(task.images for task in tasks):
+        raise ConfigError(
+            "--trainable full on texts is simulated alone so far: no test holds it across machines; take --trainable"
+            " lora, or `atlas run`"
+        )
     if not shares_all(mixing.share) and trainable == "full":
         raise ConfigError(
             f"--share {' '.join(mixing.share)} keeps parts of a model at its client, and whole models travel whole;"
