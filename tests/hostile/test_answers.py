@@ -20,6 +20,8 @@ from atlas_fl.runtime.protocol.answer_schema import SCORES
 from atlas_fl.storage.jsonl import read_rows
 from tests.hostile.federation import SITES, Change, Outcome, federate
 
+pytestmark = pytest.mark.slow
+
 Head, Tensors = dict[str, Any], dict[str, Any]
 HONEST = SITES[:2]
 SKETCH = 64

@@ -13,6 +13,8 @@ from tests.hostile.federation import federate
 from tests.hostile.test_answers import Kind, at, extra, full, metric, renamed, saying, tensors_as, without
 from tests.runs.test_deployed_images import MASKED, settings
 
+pytestmark = pytest.mark.slow
+
 SITES = ("digits-0", "digits-1", "digits-2")
 
 

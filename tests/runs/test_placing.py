@@ -19,6 +19,7 @@ from atlas_fl.planning.planner import local_engine
 from atlas_fl.planning.task_discovery import fingerprints
 from atlas_fl.setup.assembly import assemble, load_clients
 from atlas_fl.setup.options import fingerprint_options
+from tests.runs.finished import FinishedRuns
 
 Make = Callable[..., Config]
 EASY = {
@@ -32,9 +33,9 @@ EASY = {
 
 
 @pytest.fixture
-def folder(config: Make) -> Path:
+def folder(config: Make, finished: FinishedRuns) -> Path:
     """A run of two clusters, of messages and of questions."""
-    return run(config(**EASY)).folder
+    return finished(config(**EASY)).folder
 
 
 @pytest.mark.parametrize("task", ["sms", "trec"])

@@ -13,6 +13,7 @@ from atlas_fl.config import Config, validate
 from atlas_fl.errors import ConfigError
 from atlas_fl.experiment.run import resume, run
 from atlas_fl.params import unprefixed
+from tests.runs.finished import FinishedRuns
 from tests.runs.reading import rows, same_tensors, state
 
 Make = Callable[..., Config]
@@ -40,8 +41,8 @@ def update(params: dict[str, torch.Tensor], module: str) -> torch.Tensor:
     return 2 * params[f"{module}.lora_B"].double() @ params[f"{module}.lora_A"].double()
 
 
-def test_new_ranks_are_in_the_adapters_and_keep_what_they_can_hold(config: Make) -> None:
-    folder = run(config(**WORDS)).folder
+def test_new_ranks_are_in_the_adapters_and_keep_what_they_can_hold(config: Make, finished: FinishedRuns) -> None:
+    folder = finished(config(**WORDS)).folder
     changed = grown = 0
     for at in (2, 3):
         old = ranks_of(folder, "plan.json" if at == 2 else "plan-0002.json")
@@ -71,8 +72,8 @@ def test_a_model_that_lost_more_than_its_ranks_ask_for_is_found(config: Make) ->
     assert ("trec-0", "realigned") in {(row.client, row.check) for row in audit(folder).failures}
 
 
-def test_sessions_with_new_ranks_make_the_same_run(config: Make) -> None:
-    whole = run(config(name="whole", **WORDS))
+def test_sessions_with_new_ranks_make_the_same_run(config: Make, finished: FinishedRuns) -> None:
+    whole = finished(config(name="whole", **WORDS))
     parts = run(config(name="parts", max_rounds=1, **WORDS))
     while not parts.complete:
         parts = resume(parts.folder, max_rounds=1)

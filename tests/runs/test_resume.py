@@ -40,6 +40,7 @@ def wait_for(ready: Callable[[], bool], program: Program) -> None:
         time.sleep(0.002)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("moment", MOMENTS)
 def test_a_run_killed_anywhere_ends_in_the_same_bits(
     config: Make, whole: RunResult, programs: Programs, tmp_path: Path, moment: str

@@ -30,7 +30,7 @@ def whole(shared_config: Make) -> RunResult:
     return run(shared_config(name="whole", **SETTINGS))
 
 
-@pytest.mark.parametrize("count", [2, 3])
+@pytest.mark.parametrize("count", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_any_number_of_workers_makes_the_same_run(config: Make, whole: RunResult, count: int) -> None:
     told: list[Event] = []
     found = run(config(name="workers", **SETTINGS), workplace=in_threads(count), on_event=told.append)

@@ -18,6 +18,7 @@ from atlas_fl.config import Config
 from atlas_fl.experiment.run import resume, run
 from atlas_fl.planning.round_costs import step_of
 from atlas_fl.setup.assembly import assemble, pack_tokens
+from tests.runs.finished import FinishedRuns
 from tests.runs.reading import rows, same_tensors, state
 
 # PEFT still asks for it under its old name.
@@ -63,8 +64,8 @@ def mixed(config: Make, files: Path, writer_of: Callable) -> Make:
     return lambda **changes: replace(base, run=replace(base.run, **changes))
 
 
-def test_text_and_classes_share_a_run_that_passes_its_audit(mixed: Make) -> None:
-    result = run(mixed())
+def test_text_and_classes_share_a_run_that_passes_its_audit(mixed: Make, finished: FinishedRuns) -> None:
+    result = finished(mixed())
     assert audit(result.folder).ok
     found = [row for row in rows(result.folder) if "split" in row]
     for row in found:
@@ -86,8 +87,8 @@ def test_text_and_classes_share_a_run_that_passes_its_audit(mixed: Make) -> None
     assert "words" in plan["data"][0] and "labels" in plan["data"][-1]
 
 
-def test_a_stopped_and_resumed_run_ends_in_the_same_bits(mixed: Make) -> None:
-    whole, parts = run(mixed(name="whole")), run(mixed(name="parts", max_rounds=1))
+def test_a_stopped_and_resumed_run_ends_in_the_same_bits(mixed: Make, finished: FinishedRuns) -> None:
+    whole, parts = finished(mixed(name="whole")), run(mixed(name="parts", max_rounds=1))
     assert not parts.complete
     parts = resume(parts.folder)
     assert parts.complete
@@ -95,12 +96,14 @@ def test_a_stopped_and_resumed_run_ends_in_the_same_bits(mixed: Make) -> None:
     assert rows(whole.folder) == rows(parts.folder)
 
 
-def test_an_exported_adapter_gives_stock_transformers_the_recorded_perplexity(mixed: Make, writer_of: Callable) -> None:
+def test_an_exported_adapter_gives_stock_transformers_the_recorded_perplexity(
+    mixed: Make, finished: FinishedRuns, writer_of: Callable
+) -> None:
     from peft import PeftModel
     from transformers import AutoModelForCausalLM
 
     made = mixed()
-    result = run(made)
+    result = finished(made)
     settings = json.loads((result.folder / "adapters/next-1/adapter_config.json").read_text())
     assert (settings["task_type"], settings["modules_to_save"]) == ("CAUSAL_LM", None)
     site = assemble(made).site
@@ -119,8 +122,8 @@ def test_an_exported_adapter_gives_stock_transformers_the_recorded_perplexity(mi
         assert row["perplexity"] == pytest.approx(math.exp(nats / data.num_targets.sum()), rel=1e-4)
 
 
-def test_a_run_starts_from_an_exported_adapter_that_writes(mixed: Make) -> None:
-    first = run(mixed(name="first"))
+def test_a_run_starts_from_an_exported_adapter_that_writes(mixed: Make, finished: FinishedRuns) -> None:
+    first = finished(mixed(name="first"))
     made = mixed(name="second")
     folder = first.folder / "adapters/next-0"
     second = run(replace(made, model=replace(made.model, init_adapter=str(folder))))
