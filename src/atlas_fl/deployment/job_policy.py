@@ -194,6 +194,9 @@ class JobPolicy:
 
         The head of its message suffices: no tensor is looked at, and nothing is loaded.
         """
+        if (asked := head.get("action")) not in self._jobs:
+            known = ", ".join(self._jobs)
+            raise ProtocolError(f"the server asks for {asked!r:.40}; known: {known}; install its version")
         action, job, told = read_job(head, {}, client=self.client)
         self._check_cut(job.cut)
         self._check_action(action, job)
@@ -250,7 +253,7 @@ class JobPolicy:
         _check_params(params, self._expected(None), most=self._most_rank, what="the model at the end")
 
     def _check_action(self, action: str, job: Job) -> None:
-        jobs = WHOLE_JOBS if self.outline.whole else ADAPTER_JOBS
+        jobs = self._jobs
         expected = jobs.get(action)
         if expected is None or not expected.asked(self.config):
             raise _refused(action, f"{', '.join(name for name, one in jobs.items() if one.asked(self.config))}")
@@ -262,6 +265,10 @@ class JobPolicy:
                 f"{action} with {name} {one_line(_at(job.options, name), most=60)}",
                 f"{one_line(_at(wanted, name), most=60)}",
             )
+
+    @property
+    def _jobs(self) -> Mapping[str, Expected]:
+        return WHOLE_JOBS if self.outline.whole else ADAPTER_JOBS
 
     @property
     def _word(self) -> str:
