@@ -19,72 +19,67 @@ CALLS = frozenset(
 """Calls by their last name that delete, rename or write, whatever they are called on."""
 
 ALLOWED: Mapping[str, tuple[dict[str, int], str]] = {
-    "cli/commands.py": ({"open": 1}, "opens the null device"),
-    "engines/messages/vault.py": (
+    "cli/main.py": ({"open": 1}, "opens the null device"),
+    "runtime/protocol/private_params.py": (
         {"unlink": 2, "rmdir": 1},
         "files of a vault's names, no links, in a folder that bears its mark; the folder where it is empty then",
     ),
-    "engines/processes.py": ({"ftruncate": 1}, "a file without a name, made for the purpose"),
-    "engines/spill.py": ({"truncate": 1}, "a file without a name, made for the purpose"),
-    "flower/node.py": ({"touch": 1, "write_bytes": 1}, "certificates in a temporary folder of this process"),
-    "io/atomic.py": (
-        {"open": 2, "replace": 2, "unlink": 1, "rename": 2, "rmtree": 1, "touch": 1},
-        "drafts under names that are reserved, a folder of drafts with its mark; renames onto what the caller names",
+    "runtime/worker_pool.py": ({"ftruncate": 1}, "a file without a name, made for the purpose"),
+    "runtime/local.py": ({"truncate": 1}, "a file without a name, made for the purpose"),
+    "flower/messages.py": ({"touch": 1, "write_bytes": 1}, "certificates in a temporary folder of this process"),
+    "storage/files.py": (
+        {"open": 3, "replace": 2, "unlink": 1, "rename": 2, "rmtree": 1, "touch": 1},
+        "reserved names of drafts, a folder of drafts with its mark; renames onto what it is told",
     ),
-    "io/certs.py": (
+    "runtime/transport/certificates.py": (
         {"unlink": 1, "replace": 1, "rename": 1, "open": 1, "fdopen": 1},
         "the draft of the list of clients; new files alone; a revoked site's folder is kept under `revoked/`",
     ),
-    "io/checkpoint.py": (
+    "storage/checkpoint.py": (
         {"rename": 3, "unlink": 1, "rmdir": 1},
         "the files of a checkpoint and its folder where it is empty then; what else is in it is set aside",
     ),
-    "io/fetch.py": (
-        {"rmtree": 2, "rename": 1},
+    "storage/downloads.py": (
+        {"rmtree": 2, "rename": 1, "write_text": 1, "open": 2, "copyfileobj": 2},
         "the folder of this fetch, or of one that was killed; what lies in a part's place is set aside",
     ),
-    "io/folder.py": (
+    "storage/run_folder.py": (
         {"unlink": 1, "rmdir": 1, "_LogFile": 1},
         "files of a run's names in a folder that was empty when the run began; the log is appended to",
     ),
-    "io/lock.py": ({"open": 1}, "appends nothing"),
-    "io/onnx_vit.py": ({"write_text": 1}, "into the folder of a fetch"),
-    "io/packages.py": ({"open": 2, "copyfileobj": 2}, "into the folder of a fetch"),
-    "io/results.py": ({"open": 2, "truncate": 1}, "rows of a run are appended, and cut back to its checkpoint"),
-    "io/secret.py": ({"unlink": 1, "touch": 1, "replace": 1}, "the draft of a secret, where there is none"),
-    "lora/peft_io.py": ({"save_pretrained": 1, "write_text": 1}, "into a folder of drafts"),
-    "models/vision_export.py": ({"save_pretrained": 2}, "into a folder of drafts"),
-    "records.py": ({"unlink": 2}, "later plans of a run that goes back behind them, by their names"),
+    "storage/jsonl.py": ({"open": 2, "truncate": 1}, "rows of a run are appended, and cut back to its checkpoint"),
+    "storage/secret.py": ({"unlink": 1, "touch": 1, "replace": 1}, "the draft of a secret, where there is none"),
+    "models/peft_io.py": ({"save_pretrained": 1, "write_text": 1}, "into a folder of drafts"),
+    "models/loading.py": ({"save_pretrained": 2}, "into a folder of drafts"),
+    "experiment/export.py": ({"save_model": 2}, "our own, into a folder of drafts"),
+    "deployment/site.py": ({"save_model": 1}, "our own, into a folder of drafts"),
+    "models/vision_loading.py": ({"save_pretrained": 2}, "into a folder of drafts"),
+    "experiment/recorder.py": ({"unlink": 2}, "later plans of a run that goes back behind them, by their names"),
     "report/style.py": ({"savefig": 1}, "into memory"),
-    "run.py": ({"unlink": 1}, "rows and later plans of a run that begins again, by their names"),
-    "search/study.py": ({"create_study": 2}, "opens a study or makes one; it removes nothing"),
+    "experiment/run.py": ({"unlink": 1}, "rows and later plans of a run that begins again, by their names"),
+    "experiment/search.py": ({"create_study": 2}, "opens a study or makes one; it removes nothing"),
 }
 """By module: which calls, how often, and why nothing of a user's can go by them."""
 
 WRITERS: Mapping[str, str] = {
-    "cli/leakage.py": "--to, which is new or of the command itself",
-    "cli/masks.py": "--to, which is new or a mask",
+    "cli/results.py": "--to, which is new or of the command itself",
+    "cli/images.py": "--to, which is new or a mask; --to, which was new or empty",
     "cli/run.py": "--to, which is new or a plan",
-    "cli/search.py": "the folder of a search",
-    "cli/sweep.py": "beside the runs, under a name that has a digest of them",
-    "cli/vectors.py": "--to, which was new or empty",
-    "deployed/handing.py": "in a run's folder",
-    "deployed/keeping.py": "into a folder of drafts",
-    "deployed/sites.py": "in a run's folder",
-    "engines/messages/vault.py": "in a folder with the vault's mark, or an empty one",
-    "io/checkpoint.py": "into a draft",
-    "io/digests.py": "in a run's folder",
-    "io/models.py": "in a run's folder",
-    "io/onnx_vit.py": "into the folder of a fetch",
-    "io/results.py": "where the caller says",
-    "io/secret.py": "a draft of a secret",
-    "io/sketches.py": "in a run's folder",
-    "io/tensors.py": "where the caller says",
-    "lora/peft_io.py": "into a folder of drafts",
-    "records.py": "in a run's folder",
+    "cli/sweep.py": "the folder of a search; beside the runs, under a name that has a digest of them",
+    "deployment/end_of_run.py": "in a run's folder; into a folder of drafts",
+    "deployment/service.py": "in a run's folder",
+    "runtime/protocol/private_params.py": "in a folder with the vault's mark, or an empty one",
+    "storage/checkpoint.py": "into a draft",
+    "storage/digests.py": "in a run's folder",
+    "storage/tensors.py": "in a run's folder; in a run's folder; where the caller says",
+    "storage/downloads.py": "into the folder of a fetch",
+    "storage/jsonl.py": "where the caller says",
+    "storage/secret.py": "a draft of a secret",
+    "models/peft_io.py": "into a folder of drafts",
+    "experiment/recorder.py": "in a run's folder",
     "report/style.py": "figures, in a run's folder or where another one was set aside",
-    "run.py": "in a run's folder",
-    "search/trials.py": "the folder of a search",
+    "experiment/run.py": "in a run's folder",
+    "experiment/search.py": "the folder of a search",
 }
 """Who replaces files by our own writers, and where."""
 
@@ -121,14 +116,14 @@ def test_every_place_that_deletes_or_writes_over_is_named_with_its_reason() -> N
     found = {name: dict(Counter(names_of(path))) for name, path in modules().items()}
     assert {name: calls for name, calls in found.items() if calls} == {
         name: own for name, (own, _) in ALLOWED.items()
-    }, "say in ALLOWED why what a user has put there cannot go by this call, or take io.atomic.set_aside"
+    }, "say in ALLOWED why what a user has put there cannot go by this call, or take storage.files.set_aside"
 
 
 def test_everybody_who_replaces_files_is_named_with_the_place() -> None:
     found = set()
     for name, path in modules().items():
         calls = (node for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))) if isinstance(node, ast.Call))
-        if any(getattr(call.func, "id", "") in OWN_WRITERS for call in calls) and name != "io/atomic.py":
+        if any(getattr(call.func, "id", "") in OWN_WRITERS for call in calls) and name != "storage/files.py":
             found.add(name)
     assert found == set(WRITERS), "say in WRITERS where this writes, and why nothing of a user's lies there"
 

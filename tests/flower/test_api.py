@@ -14,7 +14,7 @@ def test_without_the_extra_one_line_names_it(monkeypatch: pytest.MonkeyPatch) ->
     for name in [name for name in sys.modules if name.split(".")[0] == "flwr"]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "flwr", None)
-    spec = importlib.util.spec_from_file_location("api_alone", Path(atlas_fl.flower.__file__).with_name("api.py"))
+    spec = importlib.util.spec_from_file_location("api_alone", Path(atlas_fl.flower.__file__).with_name("messages.py"))
     assert spec is not None and spec.loader is not None
     with pytest.raises(ConfigError, match=r"it is an extra: pip install 'atlas-fl\[flower\]'$"):
         spec.loader.exec_module(importlib.util.module_from_spec(spec))

@@ -99,7 +99,7 @@ def test_figures_are_drawn_without_pyplot(make_run) -> None:
 
 
 def test_nothing_but_the_figures_loads_matplotlib() -> None:
-    names = ("report.plan_tables", "report.closing", "report.record", "io.summary")
+    names = ("report.tables", "report.record", "experiment.summary")
     modules = ", ".join(f"atlas_fl.{name}" for name in names)
     code = f"import sys, {modules}; sys.exit('matplotlib' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

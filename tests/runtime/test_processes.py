@@ -17,7 +17,7 @@ from atlas_fl.runtime.worker_pool import SharedMemory, processes
 ECHO = "import sys; from atlas_fl.runtime.worker_pool import serve; serve(int(sys.argv[1]), list)"
 WRITER = """
 import mmap, sys
-from atlas_fl.engines.processes import serve
+from atlas_fl.runtime.worker_pool import serve
 link, memory = map(int, sys.argv[1:])
 def answer(frames):
     mmap.mmap(memory, 0)[:5] = frames[0]
@@ -26,7 +26,7 @@ serve(link, answer)
 """
 BUSY = """
 import sys
-from atlas_fl.engines.processes import serve
+from atlas_fl.runtime.worker_pool import serve
 def answer(frames):
     print("busy", flush=True)
     while True:
@@ -35,7 +35,7 @@ serve(int(sys.argv[1]), answer)
 """
 PARENT = f"""
 from contextlib import closing
-from atlas_fl.engines.processes import SharedMemory, processes
+from atlas_fl.runtime.worker_pool import SharedMemory, processes
 with closing(SharedMemory()) as memory, processes(1, program={BUSY!r}, memory=memory.file) as (worker,):
     print(worker.pid, flush=True)
     worker.ask([b"work"])

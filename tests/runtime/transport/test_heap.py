@@ -8,7 +8,7 @@ import pytest
 
 _TURNS = """
 import resource
-from atlas_fl.engines.stream.heap import keep_freed_memory
+from atlas_fl.runtime.transport.event_loop import keep_freed_memory
 assert keep_freed_memory()
 values = bytes(8_000_000)
 def turn():
