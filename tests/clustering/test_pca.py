@@ -2,12 +2,12 @@ import numpy as np
 import pytest
 from sklearn.decomposition import PCA
 
-from atlas_fl.clustering.sketch import principal_components
+from atlas_fl.clustering.sketch import project_sketches
 
 
 def test_one_component_by_hand():
     # (0,0), (3,4), (6,8) lie on a line through (3,4): -5, 0, 5, and nothing is left for a second component
-    found = principal_components(np.array([[0.0, 0], [3, 4], [6, 8]]), components=1)
+    found = project_sketches(np.array([[0.0, 0], [3, 4], [6, 8]]), components=1)
     assert np.sort(found.points[:, 0]) == pytest.approx([-5, 0, 5])
     assert found.explained_variance == pytest.approx(1) and found.components == 1
 
@@ -16,7 +16,7 @@ def test_one_component_by_hand():
 def test_equals_scikit_learn_up_to_sign(components):
     rows = np.random.default_rng(0).normal(size=(20, 8)) * np.arange(1, 9)
     model = PCA(components).fit(rows)
-    found = principal_components(rows, components=components)
+    found = project_sketches(rows, components=components)
     assert np.abs(found.points) == pytest.approx(np.abs(model.transform(rows)), abs=1e-8)
     assert found.explained_variance == pytest.approx(model.explained_variance_ratio_.sum())
     assert (found.points[np.abs(found.points).argmax(axis=0), range(components)] > 0).all()
@@ -24,15 +24,15 @@ def test_equals_scikit_learn_up_to_sign(components):
 
 def test_n_clients_have_at_most_n_minus_1_components():
     rows = np.random.default_rng(0).normal(size=(9, 1024))
-    found = principal_components(rows, components=64)
+    found = project_sketches(rows, components=64)
     assert found.points.shape == (9, 8) and found.explained_variance == pytest.approx(1)
     apart = np.linalg.norm(rows[0] - rows[5])
     assert np.linalg.norm(found.points[0] - found.points[5]) == pytest.approx(apart)
 
 
 def test_one_client_and_identical_clients_have_nothing_to_explain():
-    assert principal_components(np.ones((1, 5))).points.shape == (1, 0)
-    same = principal_components(np.ones((4, 5)) / 3)
+    assert project_sketches(np.ones((1, 5))).points.shape == (1, 0)
+    same = project_sketches(np.ones((4, 5)) / 3)
     assert not same.points.any() and same.explained_variance == 1
 
 
@@ -41,8 +41,8 @@ def test_incremental_equals_the_whole_in_one_batch_and_is_close_in_many():
     for num, tolerance in ((60, 1e-8), (700, 0.02)):
         rows = rng.normal(size=(num, 30)) * np.r_[[9.0, 7.0, 5.0], np.full(27, 0.1)]
         whole, parts = (
-            principal_components(rows, components=3),
-            principal_components(rows, components=3, incremental=True),
+            project_sketches(rows, components=3),
+            project_sketches(rows, components=3, incremental=True),
         )
         scale = np.abs(whole.points).max()
         assert parts.points == pytest.approx(whole.points, abs=tolerance * scale)

@@ -11,7 +11,7 @@ from atlas_fl.clustering.k_search import METHODS, KTableRow, Verdict, mean_sketc
 from atlas_fl.clustering.labels import (
     UNDECIDED,
     ClusteringSettings,
-    check_settings,
+    check_clustering_settings,
     decided_labels,
     number_by_first_client,
     stable_labels,
@@ -23,7 +23,7 @@ from atlas_fl.clustering.sketch import (
     corrected_similarity,
     cross_similarity,
     normalise_sketches,
-    principal_components,
+    project_sketches,
     reliability,
 )
 from atlas_fl.errors import ConfigError, DataError
@@ -57,7 +57,7 @@ def cluster_clients(
     they are put in an order of their own first. Raises ConfigError for settings, DataError for malformed sketches.
     `names` are for the messages.
     """
-    check_settings(settings, methods=METHODS)
+    check_clustering_settings(settings, methods=METHODS)
     first, second = _check_sketches(first, second)
     if previous is not None and len(previous.labels) != len(first):
         raise ConfigError(f"the previous clustering has {len(previous.labels)} clients, not {len(first)}")
@@ -194,9 +194,9 @@ def _alone_where_undecided(labels: np.ndarray) -> np.ndarray:
 def _result(evidence: _Evidence, *, labels: np.ndarray, settings: ClusteringSettings, method: str) -> Clustering:
     """The clustering of these labels (n,), in the order of the evidence, without verdict and k table."""
     mean = mean_sketch(evidence.first, evidence.second)
-    plane = principal_components(mean, components=2).points
+    plane = project_sketches(mean, components=2).points
     seen = evidence.decided if evidence.decided.any() else np.ones(len(labels), dtype=bool)
-    space = principal_components(mean[seen], components=settings.pca_components, incremental=settings.incremental_pca)
+    space = project_sketches(mean[seen], components=settings.pca_components, incremental=settings.incremental_pca)
     corrected = method == "oracle" or METHODS[method].uses_corrected_similarity
     return Clustering(
         labels=tuple(labels.tolist()),

@@ -1,11 +1,13 @@
-"""How many clusters there are: methods, scores, linkage, and a test for structure.
+"""How many clusters there are: the ways to cluster, the scores of the k table, and a test for structure.
 
-How well clients fall into k clusters: every score of the k table, and the rules that choose k from it.
+`METHODS` is the registry of ways to cluster. Each proposes clusters, is tested by its own statistic, and says which
+labels clients get without structure. `corrected` cuts average linkage of the noise-corrected similarity where it means
+"the same task". The k search runs k-means at every k of a range and reports all scores; one of them chooses k
+(`RULES`). All share the feasible range of k and the merging of small clusters.
 
-Is there any structure? A test that every method of clustering must pass before its clusters are used.
-
-A search always returns clusters, of pure noise too. Structure means that some clients are alike and that some differ,
-so a method's own statistic must lie above the 95th percentile of what it makes of both worlds without it:
+A search always returns clusters, of pure noise too, so every method must pass a test for structure. Structure means
+that some clients are alike and that some differ. The method's statistic must lie above the 95th percentile of what it
+is in both worlds without structure:
 
 - `unrelated`: every client's two sketches are turned by one random rotation of its own. That keeps each client's
   reliability and destroys every resemblance between clients.
@@ -14,16 +16,8 @@ so a method's own statistic must lie above the 95th percentile of what it makes 
 
 The statistic of the k search is the best silhouette over the range of k, whatever rule chooses k; that of `corrected`
 is the silhouette of the proposed clusters on the distance 1 - rho, zero when nothing is joined or everything is.
-Clients that are all alike, all unlike, or grouped as chance would group them give "no structure". Noise is taken
-to be isotropic in the sketch. With fewer than three clients there is nothing to test.
-
-The k search: k-means at every k of a range, all scores reported, one of them chooses.
-
-Also what every method shares: which k are feasible and the merging of small clusters.
-
-Clusters without k: average linkage of the noise-corrected similarity, cut where it means "the same task".
-
-The registry of ways to cluster: each proposes, is tested by its own statistic, and knows what no structure means.
+Clients that are all alike, all unlike, or grouped as chance would group them give "no structure". Noise is assumed to
+be isotropic in the sketch. With fewer than three clients there is nothing to test.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -42,7 +36,7 @@ from atlas_fl.clustering.labels import ClusteringSettings
 from atlas_fl.clustering.sketch import (
     corrected_similarity,
     cross_similarity,
-    principal_components,
+    project_sketches,
     reliability,
     unit_rows,
 )
@@ -323,7 +317,7 @@ def search_k(
 
 def _project(first: np.ndarray, second: np.ndarray, settings: ClusteringSettings) -> np.ndarray:
     rows = mean_sketch(first, second)
-    return principal_components(rows, components=settings.pca_components, incremental=settings.incremental_pca).points
+    return project_sketches(rows, components=settings.pca_components, incremental=settings.incremental_pca).points
 
 
 def _with_warm_start(
@@ -408,7 +402,7 @@ def propose_linkage(
     `previous` labels (n,) blend in: `(1 - stability) rho + stability * (same cluster before)`.
     """
     similarity = similarity_of_halves(first, second, settings)
-    points = principal_components(mean_sketch(first, second), components=settings.pca_components).points
+    points = project_sketches(mean_sketch(first, second), components=settings.pca_components).points
     ks, warnings = feasible_ks(points, settings)
     if previous is not None:
         together = (previous[:, None] == previous[None, :]).astype(np.float64)

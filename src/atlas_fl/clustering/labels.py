@@ -1,8 +1,7 @@
-"""Settings of a clustering, and labels that do not depend on the order of clients.
+"""Settings of a clustering, and cluster labels that do not depend on the order of clients.
 
-The numbers of a clustering, in one place because the plan records every one of them.
-
-Labels that keep their meaning when clients are clustered again.
+`ClusteringSettings` holds every number of a clustering in one place, because the plan records all of them.
+`stable_labels` keeps the meaning of labels when clients are clustered again.
 """
 
 from collections.abc import Collection, Sequence
@@ -50,7 +49,7 @@ class ClusteringSettings:
         return None if self.clusters in ("auto", "oracle") else int(self.clusters)
 
 
-def check_settings(settings: ClusteringSettings, *, methods: Collection[str]) -> None:
+def check_clustering_settings(settings: ClusteringSettings, *, methods: Collection[str]) -> None:
     """Raises ConfigError for the first setting that is out of range, naming what is allowed."""
     if settings.clusters != "auto" and not (settings.clusters.isdecimal() and int(settings.clusters) > 0):
         raise ConfigError(f"clusters {settings.clusters!r} is neither auto nor a positive number")

@@ -1,10 +1,8 @@
-"""What a clustering is, how a later client is assigned to it, and its report.
+"""The result of a clustering: labels, similarities and decisions, as one value that can be saved and queried.
 
-What a clustering found and every decision on the way, as one value that can be printed, saved and asked again.
-
-A clustering with one client more, placed beside the clusters that there are; nobody else's place changes.
-
-Clusters held against what is known of the clients: agreement with the true tasks, and a summary of each cluster.
+`assign_client` assigns a client that joins later to a cluster, and `append_client` adds it to the clustering without
+changing the label of any other client. `agreement` compares clusters with the true tasks; `summarise_clusters` and
+`purity_warnings` report on each cluster.
 """
 
 from collections import Counter
@@ -21,7 +19,7 @@ from atlas_fl.clustering.sketch import (
     corrected_similarity,
     cross_similarity,
     normalise_sketches,
-    principal_components,
+    project_sketches,
     reliability,
 )
 from atlas_fl.errors import CheckpointError, ConfigError
@@ -172,7 +170,7 @@ def append_client(clustering: Clustering, sketches: np.ndarray, *, label: int) -
     new_row = corrected_similarity(cross, floor=max(floor, 0.0))[-1] * (decided & decided[-1])
     new_row[-1] = 1.0
     similarity = np.block([[clustering.similarity, new_row[:-1, None]], [new_row[None, :]]])
-    points = principal_components(mean_sketch(left, right), components=2).points
+    points = project_sketches(mean_sketch(left, right), components=2).points
     return replace(
         clustering,
         labels=(*clustering.labels, label),

@@ -1,19 +1,15 @@
 """Sketches of fingerprints, their principal components, and the noise-corrected similarity of clients.
 
-Sketches of fingerprints: what leaves the client instead of a gradient as large as the model.
+A sketch leaves the client instead of a gradient as large as the model. CountSketch (Charikar, Chen and Farach-Colton
+2002; as feature hashing, Weinberger et al. 2009) adds every coordinate with a random sign to one of `dim` buckets.
+Inner products are kept without bias, with variance `(|x|^2 |y|^2 + <x,y>^2 - 2 sum x_i^2 y_i^2) / dim`, so cosines are
+right to about `1 / sqrt(dim)`: .03 at 1024.
 
-CountSketch (Charikar, Chen and Farach-Colton 2002; as feature hashing, Weinberger et al. 2009): every coordinate is
-added with a random sign to one of `dim` buckets. Inner products are kept without bias, with variance
-`(|x|^2 |y|^2 + <x,y>^2 - 2 sum x_i^2 y_i^2) / dim`, so cosines are right to about `1 / sqrt(dim)`: .03 at 1024.
-
-Principal components of the clients' sketches, on the server.
-
-How alike two clients are, with the noise of their own fingerprints taken out.
-
-Every client sends two sketches from disjoint halves of its examples. The cosine across halves, c_kl, is free of the
-noise that the halves do not share; c_kk tells how much of a sketch is signal, and Spearman's correction for
-attenuation (1904) divides it out: `rho_kl = c_kl / sqrt(c_kk c_ll)` is 1 where two clients differ no more than
-each differs from itself.
+The server computes the principal components of the clients' sketches, and how similar two clients are with the noise of
+their own fingerprints removed. Every client sends two sketches from disjoint halves of its examples. The cosine across
+halves, c_kl, is free of the noise that the halves do not share. c_kk is the share of signal in a sketch, and Spearman's
+correction for attenuation (1904) divides it out: `rho_kl = c_kl / sqrt(c_kk c_ll)` is 1 where two clients differ no
+more than each differs from itself.
 """
 
 import math
@@ -122,9 +118,7 @@ class PrincipalComponents:
         return int(self.points.shape[1])
 
 
-def principal_components(
-    sketches: np.ndarray, *, components: int = 64, incremental: bool = False
-) -> PrincipalComponents:
+def project_sketches(sketches: np.ndarray, *, components: int = 64, incremental: bool = False) -> PrincipalComponents:
     """Principal components of sketches (n, d): min(components, n - 1, d) of them, never padded.
 
     `incremental` fits in batches (scikit-learn's IncrementalPCA), for more clients than one decomposition holds;

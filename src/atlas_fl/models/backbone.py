@@ -1,11 +1,8 @@
-"""The frozen backbone: embeddings, blocks, features and logits.
+"""The frozen backbone that every client of a site shares: embeddings, blocks, features and logits.
 
-A frozen stock transformer that every client of a site shares, and what is asked of it.
-
-A stock model taken apart at its list of blocks: what stands in front, any of the blocks, what stands behind.
-
-The modules and their names are the stock ones. `norm_and_pool(through(embed(...), all blocks))` computes what
-`models.backbone.backbone_features` does, number by number; a cut model is the same three calls on two machines.
+The modules and their names are those of stock transformers, split at the list of blocks.
+`norm_and_pool(run_blocks(embed_tokens(...), all blocks))` computes what `backbone_features` does, bit for bit; a cut
+model is the same three calls on two machines.
 """
 
 import dataclasses
@@ -81,9 +78,9 @@ class Backbone:
 def backbone_features(
     backbone: Backbone, ids: Tensor, types: Tensor, layout: PackedLayout, *, output_positions: Tensor | None = None
 ) -> Tensor:
-    """What the head reads of the row: (reads, hidden), or (sequences, hidden) of every sequence's pooled token.
+    """The features of the row: (outputs, hidden), or (sequences, hidden) of every sequence's pooled token.
 
-    `ids` and `types` are (tokens,) int64, `output_positions` (reads,) int64 places in the row.
+    `ids` and `types` are (tokens,) int64, `output_positions` (outputs,) int64 positions in the row.
     """
     positions = read_positions(backbone.family, layout, output_positions)
     with last_block_reads_only(backbone, positions):
@@ -103,12 +100,12 @@ def token_inputs(backbone: Backbone, ids: Tensor, types: Tensor, layout: PackedL
 
 
 def read_positions(family: Family, layout: PackedLayout, output_positions: Tensor | None) -> Tensor:
-    """The places in the row that are read, (reads,) int64: these, or every sequence's pooled token."""
+    """The positions that the head reads, (outputs,) int64: the given ones, or every sequence's pooled token."""
     return (layout.starts if family.pool == "first" else layout.ends) if output_positions is None else output_positions
 
 
 def pool_features(backbone: Backbone, hidden: Tensor, positions: Tensor) -> Tensor:
-    """Features (reads, hidden) of the last block's output, which a narrowed block gives of the picked tokens alone."""
+    """Features (outputs, hidden) of the last block's output."""
     family = backbone.family
     states = hidden if family.after_attention else hidden.index_select(0, positions)
     if family.pooler:
@@ -118,7 +115,7 @@ def pool_features(backbone: Backbone, hidden: Tensor, positions: Tensor) -> Tens
 
 
 def head_logits(backbone: Backbone, params: Params, features: Tensor) -> Tensor:
-    """Logits (reads, labels) by the client's own head, or (reads, vocabulary) by the model's where it has none."""
+    """Logits (outputs, labels) by the client's own head, or (outputs, vocabulary) by the model's where it has none."""
     if head_keys(params):
         return apply_head(backbone.family, params, features)
     assert backbone.vocabulary is not None, "a model that writes is loaded with its output embedding"
@@ -127,7 +124,7 @@ def head_logits(backbone: Backbone, params: Params, features: Tensor) -> Tensor:
 
 @contextmanager
 def last_block_reads_only(backbone: Backbone, positions: Tensor) -> Iterator[None]:
-    """While this holds, the last block computes only the picked tokens behind its attention.
+    """Inside this context the last block computes only the tokens at `positions` behind its attention.
 
     Nothing else of the last block reaches the head, and it is three quarters of the block's work.
     """
@@ -245,7 +242,7 @@ def _stem_bytes(backbone: Backbone) -> int:
 
 
 def embed_tokens(backbone: Backbone, ids: Tensor, types: Tensor, layout: PackedLayout) -> Tensor:
-    """What the first block is given of a row, (tokens, hidden); `ids` and `types` are (tokens,) int64."""
+    """The input of the first block, (tokens, hidden); `ids` and `types` are (tokens,) int64."""
     model, stem = backbone.model, backbone.family.stem
     inputs = token_inputs(backbone, ids, types, layout)
     if stem == ("embeddings",):
@@ -263,8 +260,8 @@ def run_blocks(
 ) -> Tensor:
     """The output of these blocks, (tokens, hidden), of the input of the first of them, (tokens, hidden).
 
-    With `positions`, (reads,) int64 places in the row, the last of them is the model's last, and a family that narrows
-    gives (reads, hidden) of these tokens alone.
+    With `positions`, (outputs,) int64 in the row, the last of them is the model's last block, and a family with
+    `after_attention` gives (outputs, hidden) of these tokens alone.
     """
     extra = _block_inputs(backbone, hidden, layout)
     with nullcontext() if positions is None else last_block_reads_only(backbone, positions):
@@ -275,7 +272,7 @@ def run_blocks(
 
 
 def norm_and_pool(backbone: Backbone, hidden: Tensor, positions: Tensor) -> Tensor:
-    """What the head reads, (reads, hidden), of the last block's output as `through` gives it with `positions`."""
+    """The features (outputs, hidden) of the last block's output as `run_blocks` returns it with `positions`."""
     norm = backbone.family.norm
     return pool_features(backbone, backbone.model.get_submodule(norm)(hidden) if norm else hidden, positions)
 

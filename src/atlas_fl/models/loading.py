@@ -1,8 +1,7 @@
-"""Loading a backbone, or the first blocks of one.
+"""Loading a frozen backbone from an alias, a hub name, a directory or a GGUF file, or only its first blocks.
 
-From an alias, a hub name, a directory or a GGUF file to a frozen backbone.
-
-The lower part of a stock model without the rest, and the files that its weights lie in.
+`build_first_blocks` builds the lower part of a stock model without the rest; `weight_files` and `checkpoint_names` say
+which files hold its weights and under which names.
 """
 
 import json
@@ -144,7 +143,7 @@ def save_classifier(backbone: Backbone, params: Params, folder: Path, *, labels:
 def checkpoint_blocks(backbone: Backbone) -> None:
     """Keep only the inputs of every block but the last, whose inside is needed again at once anyway.
 
-    The last one could not be run again in the backward pass either: by then it no longer is narrowed.
+    The last one could not be run again in the backward pass either: by then it computes all tokens again.
     """
     model = backbone.model
     # transformers 5 renames it and warns about the old name as soon as it knows the new one
@@ -217,7 +216,7 @@ def _family_of_type(name: str, model_type: str) -> Family:
 def _unknown_architecture(name: str, model_type: str) -> str:
     return (
         f"model {name!r} has the architecture {model_type!r}; known: {', '.join(sorted(FAMILIES))};"
-        " choose one of these or add a Family in models/family.py"
+        " choose one of these or add a Family in models/registry.py"
     )
 
 

@@ -1,14 +1,12 @@
 """LoRA adapters of many clients on one frozen layer, and their initialisation.
 
-Many clients' LoRA factors on one frozen layer: each token of the row meets the factors of its own client.
+A row of tokens consists of one segment per client, and each token is multiplied by the factors of its own client. The
+frozen product runs once over the whole row. The low-rank products run segment by segment, straight into the same
+output, so that no second activation of full width is made. Clients may differ in rank.
 
-A row of tokens is made of one segment per client. The frozen product runs once over the whole row;
-the low-rank products run segment by segment, straight into the same output, so that no second
-activation of full width is ever made. Clients may differ in rank.
+All clients start from the same adapters and heads, whatever their ranks.
 
 Hu et al. 2021, "LoRA: Low-Rank Adaptation of Large Language Models", equation 3: `y = W x + s B A x`.
-
-New adapters and heads: one shared start for all clients, whatever their ranks.
 """
 
 import math

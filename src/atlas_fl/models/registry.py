@@ -1,12 +1,9 @@
-"""The models that runs can start from, by name, and the architectures that they belong to.
+"""The models that runs can start from, by alias, and the architectures that they belong to.
 
-What a cost model must know of a transformer: sizes and nothing else.
-
-What ATLAS must know of an architecture: where its blocks are, which token speaks for a sequence, what its head is.
-
-The classes themselves are stock transformers; a family is data, and its names are the stock names.
-
-The models by alias: where they come from and the settings that suit them.
+A `RegisteredModel` says where a model comes from and which learning rate suits it. A `Family` is what ATLAS must know
+of an architecture: where its blocks are, which token stands for a sequence, what its head is. The model classes are
+stock transformers; a family is data, and its names are the stock names. A `ModelShape` is what a cost model must know
+of a transformer: sizes and nothing else.
 """
 
 import socket

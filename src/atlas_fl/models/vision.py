@@ -1,11 +1,8 @@
-"""Vision transformers with all their weights: preparing and augmenting images, features, logits.
+"""Vision transformers with all their weights: preprocessing and augmenting images, features, logits.
 
-Images moved and mirrored, as they are for training: random crops of a padded image, and horizontal flips.
-
-A stock image classifier without its classifier, and the same model with other weights in the place of its own.
-
-What a client trains is `Params`: tensors of the stock backbone by their stock names, and a linear head. The module
-itself is loaded once and is never written to: `image_logits` puts a client's tensors in place for one call.
+What a client trains is `Params`: tensors of the stock backbone by their stock names, and a linear head. The module is a
+stock image classifier without its classifier. It is loaded once and never written to: `image_logits` substitutes a
+client's tensors for one call. `augment` makes random crops of padded images and horizontal flips.
 """
 
 import dataclasses

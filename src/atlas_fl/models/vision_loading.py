@@ -1,13 +1,10 @@
-"""Loading and exporting stock image classifiers.
+"""Loading stock image classifiers as frozen vision backbones, and exporting a client's whole model.
 
-From an alias, a hub name or a directory to a frozen vision backbone at the image size that is wanted.
-
-A stock image classifier as the frozen backbone of a pack: the patches of every image are tokens of its client.
-
-All images of a pack have one size and so as many tokens each. They go through the stock model as one batch, whose rows
-the adapted layers see one after another; neither padding nor attention of our own is needed.
-
-A client's whole model as a folder that stock transformers load.
+`load_vision` goes from an alias, a hub name or a directory to a backbone at the given image size. `vision_backbone`
+makes it the backbone of a pack: the patches of every image are tokens of its client. All images of a pack have one size
+and so the same number of tokens. They go through the stock model as one batch, whose rows the adapted layers process
+one after another, with neither padding nor packed attention. `save_vision` writes a client's whole model as a folder
+that stock transformers load.
 """
 
 import copy

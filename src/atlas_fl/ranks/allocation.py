@@ -1,28 +1,20 @@
 """LoRA ranks per layer under a budget of bytes, by measured importance.
 
-How much each layer matters, measured from gradients, and how much of its budget a cluster may use.
+The importance of a layer is the mean squared gradient of its parameters, as a share of the sum over all layers. The
+alternative `rngwp` is HSplitLoRA's: the mean of |weight * gradient|, smoothed over passes (arXiv 2505.02795).
 
-Importance of a layer: the mean squared gradient of its parameters, as a share of the sum over all layers.
-The alternative `rngwp` is HSplitLoRA's: the mean of |weight * gradient|, smoothed over passes (arXiv 2505.02795).
-
-The rules of `allocate` at their heart: from importance, costs and a budget to the index of each layer's candidate.
-
-Every rule takes importance (layers,), cost (layers, candidates) in bytes, the candidate ranks (candidates,) and the
-budget in bytes; every layer costs something and the smallest ranks fit. The result, int64 (layers,), is within budget.
-
-Which rank each layer gets within a byte budget.
-
-A rule sees importance (layers,), cost in bytes of every candidate (layers, candidates), and a budget in the same
-bytes. All rules share one frame, so every one of them validates alike and none is ever over budget:
+A rule sees importance (layers,), cost (layers, candidates) in bytes, the candidate ranks (candidates,) and the budget
+in bytes, and returns the index of each layer's candidate, int64 (layers,). Every layer costs something and the smallest
+ranks fit. All rules share one frame, so every one of them validates alike and none is ever over budget:
 
 - `budget`: ranks in proportion to importance (algorithm 1 of the first ATLAS, with a rounding that adds up).
 - `matched`: the same, limited to the bytes that `uniform` uses: only the shape differs, for a fair comparison.
 - `greedy`: the next step always where importance per byte is largest. The utility sum I * r is linear, so the most
   important layer is filled to its largest rank before the next one gets anything.
 - `uniform`: the largest candidate that fits everywhere.
-- `fixed(rank)`: that rank everywhere, as a user asked for it.
+- `fixed_rank(rank)`: that rank everywhere, as a user asked for it.
 
-From a device and the importance of its layers to ranks: budget, allocation and memory check in one call.
+`assign_ranks` goes from a device and the importance of its layers to ranks: budget, allocation and memory check.
 """
 
 from collections.abc import Sequence

@@ -1,21 +1,15 @@
-"""Bytes, seconds and memory of a client's work, from sizes.
+"""Bytes, seconds and memory of a client's work, from sizes alone and before anything is trained.
 
-What training takes on a device, and what is left of it for adapters.
+Memory. A device holds the frozen weights of its blocks, the activations that autograd saves for one step including heap
+fragmentation (`HEAP_COPIES`), the runtime, and for every trainable number four values: the parameter, its gradient and
+Adam's two moments. An upload holds the parameter alone. So memory and upload bound the same ranks in two units.
+Everything here that is called a *cost* or a *budget* counts *training bytes*, all four copies; `rank_budget` converts
+an upload allowance by multiplying by four.
 
-A device holds the frozen weights of its blocks, what autograd keeps of them for one step with the holes between
-(`HEAP_COPIES`), the runtime, and for every trainable number four: the parameter, its gradient and Adam's two
-moments. An upload holds the parameter alone. So memory and upload bound the same ranks in two units. Everything here
-that is called a *cost* or a *budget* counts *training bytes*, all four copies; `rank_budget` turns an upload allowance
-into them by multiplying by four.
+Measurements of a frozen model (fingerprints, importance). A pass runs through all blocks and backwards to the lowest
+one whose weights it takes gradients of. Blocks below that one record nothing.
 
-What measuring a frozen model takes, before anything is trained: operations and memory, from sizes alone.
-
-A measurement passes through all blocks and goes back to the lowest one whose weights it takes gradients of. What is
-below that block records nothing.
-
-What a round will cost a client, before anything is trained: bytes, seconds and memory from sizes alone.
-
-Seconds are the profile's: operations over FLOP/s, bytes over the link's rate, and one latency for each message.
+Rounds. Seconds are the profile's: operations over FLOP/s, bytes over the link's rate, and one latency per message.
 """
 
 from collections.abc import Collection, Sequence

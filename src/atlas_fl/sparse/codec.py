@@ -1,20 +1,16 @@
-"""Sparse tensors as messages: run lengths, indices, values.
+"""Sparse tensors as messages: the mask once, then only the values that it keeps, in one order.
 
-Bits as the lengths of their runs, zeros first and then in turns, in base 128 with the low digits first (LEB128).
-
-Sparse weights as bytes: the mask once, then only the kept values, in one order.
-
-A mask travels in the shortest of three forms. Over all its bits, parameter by parameter in the order of the names,
-row by row:
+A mask travels in the shortest of three forms. Its bits are taken parameter by parameter in the order of the names, row
+by row:
 
 | form | bytes of its payload | shortest where |
 |---|---|---|
-| `bitmap` | n / 8 | kept weights lie here and there |
-| `runs` | run lengths in base 128 (`sparse.codec`) | they lie together, or are few |
+| `bitmap` | n / 8 | kept weights are scattered |
+| `runs` | run lengths, zeros first, in LEB128 (base 128, low digits first) | they lie together, or are few |
 | `seed` | 24: strategy `random` with this seed, sparsity and scope | the mask was drawn |
 
-All messages are safetensors files, and their length is what a ledger counts. A bitmap, the longest form at any but the
-least densities, is 1/32 of the dense fp32 bytes, once.
+All messages are safetensors files, and their length is what a ledger counts. A bitmap, the longest form at all but the
+lowest densities, is 1/32 of the dense fp32 bytes, once.
 """
 
 from collections.abc import Mapping

@@ -1,22 +1,19 @@
-"""Diagonal Fisher information, example by example.
-
-Sums over examples of squared per-example gradients, without the gradient of every example in memory.
-
-A matrix W that is used as `y = x W^T` has, of example n with T tokens, the gradient G_n = B_n^T A_n: A_n (T, d_in) are
-the inputs, B_n (T, d_out) the gradients of the outputs. Both come out of one batched pass for all examples and are
-small; sum_n G_n^2 is then taken tile by tile of W, one example after another in a buffer that stays in the cache. Only
-where T = 1 is there a shorter form, sum_n B_n^2 (x) A_n^2. The gradients of all other parameters (biases, norms,
-embeddings, a patch projection) are small per example and come as they are out of `torch.func.vmap`.
-
-Goodfellow 2015, "Efficient Per-Example Gradient Computations", has the sums for dense layers; ours have tokens.
-
-How sensitive a model's predictions are to each weight: the diagonal of its Fisher information, per example.
+"""Diagonal Fisher information: how sensitive a model's predictions are to each weight.
 
     F_j = E_x E_{y ~ p(y|x)} (d log p(y|x) / d theta_j)^2
 
-The square stands inside the mean. The square of a batch's mean gradient is another number, mu^2 + sigma^2 / B, and
-ranks weights otherwise. With `labels="true"` y is the label of the data: the empirical Fisher information, which is not
-an approximation of the first (Kunstner, Balles and Hennig 2019).
+The square stands inside the mean over examples. The square of a batch's mean gradient is another number,
+mu^2 + sigma^2 / B, and ranks weights differently. With `labels="true"` y is the label of the data: the empirical Fisher
+information, which does not approximate the first (Kunstner, Balles and Hennig 2019).
+
+The sums of squared per-example gradients are computed without holding the gradient of every example. A matrix W that is
+used as `y = x W^T` has, for example n with T tokens, the gradient G_n = B_n^T A_n: A_n (T, d_in) are the inputs,
+B_n (T, d_out) the gradients of the outputs. One batched pass gives both for all examples, and both are small.
+sum_n G_n^2 is then accumulated tile by tile of W, one example after another, in a buffer that stays in the cache. Only
+for T = 1 there is a shorter form, sum_n B_n^2 (x) A_n^2. The per-example gradients of all other parameters (biases,
+norms, embeddings, a patch projection) are small and come from `torch.func.vmap`.
+
+Goodfellow 2015, "Efficient Per-Example Gradient Computations", has the sums for dense layers; here they have tokens.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence

@@ -1,31 +1,25 @@
-"""Masks: how they are chosen, calibrated over rounds, combined, stored.
+"""Masks: which weights may move in sparse fine-tuning, by five strategies of equal density.
 
-Exactly k of n numbers, without sorting them and without an index for each.
+`least_sensitive` ranks by Fisher information: TaLoS (Iurada, Ciccone and Tommasi, ICLR 2025). The other strategies are
+what it is compared with.
 
-`torch.quantile` refuses more than 2^24 values, and a threshold alone keeps too many where values are equal. So the
-k-th lowest value is found by partition in one buffer (introselect, expected O(n)), all below it are kept, and of those
-equal to it the first by name and position.
+A mask keeps exactly k of n weights, without sorting them and without an index for each. `torch.quantile` refuses more
+than 2^24 values, and a threshold alone keeps too many where values are equal. So `bottom_k` finds the k-th lowest value
+by partition in one buffer (introselect, expected O(n)), keeps all below it, and of those equal to it the first by name
+and position.
 
-Masks of several clients or tasks against each other, and a mask against its model.
+`calibrate_mask` makes a mask in several rounds. One pass scores every weight as if all of them would move. With a
+sparsity s and R rounds, round r = 0 .. R-1
 
-Masks: exactly which weights may move in sparse fine-tuning, by five strategies of equal density.
-
-Least sensitive by Fisher information: TaLoS (Iurada, Ciccone and Tommasi, ICLR 2025); the others are what it has to be
-compared with.
-
-A mask in several rounds, each scored anew with what is already frozen turned down.
-
-One pass scores every weight as if all of them would move. With a sparsity s and R rounds, round r = 0 .. R-1
-
-1. scores the model theta * (m + shrink (1 - m)), m the mask so far (ones before the first round), so that a weight that
-   is already frozen counts with `shrink` of its value;
+1. scores the model theta * (m + shrink (1 - m)), m the mask so far (ones before the first round), so that a frozen
+   weight counts with `shrink` of its value;
 2. keeps, of the ones of m, the best round((1 - s)^((r + 1) / R) n) by the strategy: the new m.
 
 So masks are nested, the last has the density of a single pass, and R = 1 is the single pass. The schedule is that of
-SynFlow (Tanaka et al. 2020); rounds and the factor 0.1 are those of TaLoS (Iurada et al., ICLR 2025), which multiplies
-weights in the forward pass.
+SynFlow (Tanaka et al. 2020); rounds and the factor 0.1 are those of TaLoS, which multiplies weights in the
+forward pass.
 
-Masks in files: of a run, or merged from several, for a run to come.
+The module also compares masks, merges them, checks them against a model and reads them from files.
 """
 
 import re

@@ -1,23 +1,20 @@
-"""SGD with momentum under a mask.
-
-Frozen weights in the server's step: they stay what they are, bit for bit.
-
-Everybody holds the same ones, so their mean is what they are; but in floating point a weighted sum of equal numbers may
-end in another last bit, and then both ends of a wire that carries the kept values alone would no longer agree.
-
-SGD that moves only what a mask lets it: momentum, dampening, Nesterov and weight decay on the kept weights alone.
+"""SGD with momentum under a mask: only the weights that the mask keeps move.
 
     d <- m (g + decay theta),   b <- momentum b + (1 - dampening) d   (b <- d at first),
     theta <- theta - lr (d + momentum b  with Nesterov, b without)
 
-Two ways to one result. Where few weights are kept, they are gathered, stepped in a compact tensor and put back; the
-buffer has only them. Otherwise gradients are masked bit by bit, which leaves +0.0 where a weight is frozen even if its
-gradient is NaN, and theta + 0.0 has the bits of theta. A mask of ones does what torch.optim.SGD does, in its order.
+There are two ways to one result. Where few weights are kept, they are gathered, updated in a compact tensor and written
+back, and the momentum buffer has only them. Otherwise gradients are masked bit by bit, which leaves +0.0 where a weight
+is frozen even if its gradient is NaN, and theta + 0.0 has the bits of theta. A mask of ones does what torch.optim.SGD
+does, in its order.
 
-The momentum of SGD between two rounds: taken out of one optimizer, and put into the next.
+`extract_momentum` and `load_momentum` carry the momentum from one round's optimizer to the next. Under a mask the
+momentum of a frozen weight is +0.0 or not stored. So only that of kept weights is handed over, in the order of their
+positions, and with zeros elsewhere the buffer is the same to the last bit.
 
-Under a mask a frozen weight's momentum is +0.0 or not held at all (`sparse.optimizer`). So only that of kept weights is
-handed over, in the order of their places, and with zeros in the others the buffer is the same to the last bit.
+`restore_frozen` keeps frozen weights bit for bit in the server's step. All clients have the same ones, so their mean
+equals them; but in floating point a weighted sum of equal numbers may differ in the last bit, and then the two ends of
+a connection that sends kept values alone would disagree.
 """
 
 from collections.abc import Callable, Mapping

@@ -69,7 +69,7 @@ class CutChannel:
         self.traffic: Counter[tuple[Kind, Direction]] = Counter()
 
     def encode_up(self, rows: Tensor, kind: Kind, *, extra: Mapping[str, Tensor] | None = None) -> bytes:
-        """What leaves the client, counted: the rows (tokens, width) with its noise, and `extra` beside them."""
+        """Encode and count a client's message: the rows (tokens, width) with its noise, and `extra` beside them."""
         if self.cut.noise and self._secret is not None:
             rows = add_noise(rows, noise=self.cut.noise, secret=self._secret, kind=kind)
         return self._count(encode_rows(rows, wire=self.cut.wire, extra=extra), kind, "up")

@@ -1,15 +1,4 @@
-"""What crosses a cut as bytes, fp32, bf16 or int8 rows, with noise drawn from a secret of the client.
-
-The noise on what leaves a client through its cut, drawn from a secret of the client and from the rows themselves.
-
-    y = x + s rms(x) z,    z = N(SHAKE-256(k || x)),    k = BLAKE2b(kind, s; key = the client's secret)
-
-N makes standard normal numbers of a stream of bits (Box and Muller 1958). Nothing that a server says enters but s and
-the model whose rows x are. Equal rows get equal noise, so that a site that is killed, or asked again, sends the
-same bytes and no second look at the same row. Rows that differ in a bit, and one row with two s, get noise that is
-independent to whoever lacks the secret: the difference of two looks does not cancel it (ADR 16).
-
-What crosses a cut, as bytes: rows of numbers, a token each, in one of three formats.
+"""What crosses a cut as bytes: rows of numbers, one per token, as fp32, bf16 or int8, with optional noise.
 
 | wire | bytes of a token | error of a value x in a row whose largest magnitude is m |
 |---|---|---|
@@ -17,10 +6,19 @@ What crosses a cut, as bytes: rows of numbers, a token each, in one of three for
 | `bf16` | 2 width | |x| / 256 |
 | `int8` | width + 4 | m / 254 |
 
-Both errors are up to float32's own rounding, and 1e-30 at most where a row is all but zero. int8 has a scale a row,
+Both errors are up to float32's own rounding, and 1e-30 at most where a row is all but zero. int8 has one scale per row,
 m / 127, so that a token with large values takes no precision from its neighbours (Dettmers et al. 2022, "LLM.int8()",
-section 2). Finite rows arrive finite, whatever their size; a row that holds NaN or infinity arrives as such, so
-that what it does to a model is refused as it would be without a cut.
+section 2). Finite rows arrive finite, whatever their size. A row that holds NaN or infinity arrives as such, so that
+its effect on a model is refused as it would be without a cut.
+
+The noise on what leaves a client is a function of a secret of the client and of the rows themselves:
+
+    y = x + s rms(x) z,    z = N(SHAKE-256(k || x)),    k = BLAKE2b(kind, s; key = the client's secret)
+
+N makes standard normal numbers of a stream of bits (Box and Muller 1958). The server influences nothing of it but s and
+the model that computes the rows x. Equal rows get equal noise, so a site that restarts or is asked again sends the same
+bytes, and a second request for the same row reveals nothing. Rows that differ in a bit, and one row with two s, get
+noise that is independent for whoever lacks the secret: the difference of two requests does not cancel it (ADR 16).
 """
 
 from collections.abc import Callable, Mapping
