@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from atlas_fl.errors import DataError
-from atlas_fl.storage.downloads import CONFIG, PROCESSOR, convert, read_backbone
+from atlas_fl.storage.onnx_vit import CONFIG, PROCESSOR, convert, read_backbone
 from atlas_fl.storage.tensors import read_tensors
 
 Q = "backbone.encoder.layer.0.attention.attention.query"

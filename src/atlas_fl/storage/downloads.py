@@ -1,23 +1,10 @@
-"""Fetching and verifying the embedded models and data.
-
-A DINOv2 of transformers out of the ONNX graph that a package ships.
-
-The graph is a saliency model: a DINOv2 ViT-S/14 with a decoder behind it, of which only the first is taken. Its
-tensors carry the stock names behind `backbone.`, but for the matrices, which are known by the node that multiplies with
-them and lie transposed, and for the table of positions, which was split in two when the graph was written.
-
-The embedded models and data: which packages they come in, which files are taken, and their hashes.
-
-Published packages: brought by pip or apt, and unpacked without running what is in them.
-
-The embedded models and data: published packages, of which a few files are taken into the user's cache.
+"""Downloads: the embedded models and data, which packages they come in, and the hashes of what is taken.
 
 The packages are data with a little code around it. They declare dependencies that nothing here needs, so the package
 alone is downloaded, the files that are used are unpacked from it, and none of its code is ever run.
 """
 
 import importlib.util
-import json
 import os
 import shutil
 import subprocess
@@ -28,89 +15,14 @@ from dataclasses import dataclass, field
 from hashlib import sha256
 from io import BytesIO
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 from zipfile import BadZipFile, ZipFile
 
 import platformdirs
 import psutil
-import torch
 
 from atlas_fl.errors import DataError
 from atlas_fl.storage.files import set_aside
-from atlas_fl.storage.tensors import write_tensors
-
-_PREFIX = "backbone."
-_POSITIONS = ("onnx::Concat_1957", "onnx::Reshape_1962")
-"""Positions of the class token and of the patches."""
-_SIDE, _PATCH, _WIDTH, _HEADS, _BLOCKS = 518, 14, 384, 6, 12
-
-CONFIG: dict[str, Any] = {
-    "architectures": ["Dinov2Model"],
-    "attention_probs_dropout_prob": 0.0,
-    "drop_path_rate": 0.0,
-    "hidden_act": "gelu",
-    "hidden_dropout_prob": 0.0,
-    "hidden_size": _WIDTH,
-    "image_size": _SIDE,
-    "initializer_range": 0.02,
-    "layer_norm_eps": 1e-06,
-    "layerscale_value": 1.0,
-    "mlp_ratio": 4,
-    "model_type": "dinov2",
-    "num_attention_heads": _HEADS,
-    "num_channels": 3,
-    "num_hidden_layers": _BLOCKS,
-    "patch_size": _PATCH,
-    "qkv_bias": True,
-    "use_mask_token": False,
-    "use_swiglu_ffn": False,
-}
-PROCESSOR: dict[str, Any] = {
-    "do_normalize": True,
-    "do_rescale": True,
-    "do_resize": True,
-    "image_mean": [0.485, 0.456, 0.406],
-    "image_processor_type": "ViTImageProcessor",
-    "image_std": [0.229, 0.224, 0.225],
-    "resample": 3,
-    "rescale_factor": 1 / 255,
-    "size": {"height": 224, "width": 224},
-}
-"""What the package itself does: ImageNet's mean and deviation, at 224 pixels."""
-
-
-def convert(source: Path, target: Path) -> None:
-    """Write `config.json`, `model.safetensors` and `preprocessor_config.json`, made of `vit_s_focus.onnx`.
-
-    The bytes are always the same. A `DataError` names a tensor that the graph lacks.
-    """
-    tensors = read_backbone(source / "vit_s_focus.onnx")
-    target.mkdir(parents=True, exist_ok=True)
-    write_tensors(target / "model.safetensors", tensors)
-    for name, content in (("config.json", CONFIG), ("preprocessor_config.json", PROCESSOR)):
-        (target / name).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
-
-
-def read_backbone(path: Path) -> dict[str, torch.Tensor]:
-    """The 222 tensors of the backbone by the names that the hub's DINOv2 files have, float32."""
-    import onnx  # an extra, which no other command needs
-    from onnx import numpy_helper
-
-    graph = onnx.load(str(path)).graph
-    held = {tensor.name: tensor for tensor in graph.initializer}
-
-    def tensor(name: str) -> torch.Tensor:
-        if name not in held:
-            raise DataError(f"{path.name} has no tensor {name!r}; fetch the package again")
-        return torch.from_numpy(numpy_helper.to_array(held[name]).copy())
-
-    found = {name.removeprefix(_PREFIX): tensor(name) for name in held if name.startswith(_PREFIX)}
-    for node in graph.node:
-        module = node.name.removeprefix("/").removesuffix("/MatMul").replace("/", ".")
-        if node.op_type == "MatMul" and module.startswith(_PREFIX) and node.input[1] in held:
-            found[module.removeprefix(_PREFIX) + ".weight"] = tensor(node.input[1]).T.contiguous()
-    found["embeddings.position_embeddings"] = torch.cat([tensor(name) for name in _POSITIONS], dim=1)
-    return found
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -149,7 +61,7 @@ class Part:
 
 
 def _to_dinov2(source: Path, target: Path) -> None:
-    pass  # MOVED  # brings PyTorch, seconds that other commands need not pay
+    from atlas_fl.storage.onnx_vit import convert  # brings PyTorch, seconds that other commands need not pay
 
     convert(source, target)
 
