@@ -73,7 +73,7 @@ WRITERS: Mapping[str, str] = {
     "storage/checkpoint.py": "into a draft",
     "storage/digests.py": "in a run's folder",
     "storage/tensors.py": "in a run's folder; in a run's folder; where the caller says",
-    "storage/downloads.py": "into the folder of a fetch",
+    "storage/onnx_vit.py": "into the folder of a fetch",
     "storage/jsonl.py": "where the caller says",
     "storage/secret.py": "a draft of a secret",
     "models/peft_io.py": "into a folder of drafts",
