@@ -42,7 +42,7 @@ from atlas_fl.storage import checkpoint
 from atlas_fl.storage.downloads import embedded_dir, model_dir
 from atlas_fl.storage.jsonl import append_rows, read_json, read_rows
 from atlas_fl.storage.run_folder import RunFolder
-from atlas_fl.storage.tensors import encode
+from atlas_fl.storage.tensors import encode_tensors
 
 HARMLESS = ("log.txt", ".lock", "figures")
 """What decides nothing, by its name."""
@@ -149,7 +149,7 @@ def gone_on_from(folder: Path) -> Any:
     plan = read_json(folder / found.state["plan"])
     mask = run_folder.mask.read_bytes() if run_folder.mask.exists() else None
     config = load_config(run_folder.config)
-    return found.round, (found.state, encode(found.tensors), rows, plan, mask, config)
+    return found.round, (found.state, encode_tensors(found.tensors), rows, plan, mask, config)
 
 
 READERS: Mapping[str, Callable[[Path], Any]] = {
@@ -174,7 +174,7 @@ def undamaged(runs: Mapping[str, Path]) -> dict[str, Any]:
     for name, folder in runs.items():
         truth[name] = {reader: read(folder) for reader, read in READERS.items()}
         truth[name]["resume"] = {}
-        for path in checkpoint.rounds_in(RunFolder(folder).checkpoints).values():
+        for path in checkpoint.paths_by_round(RunFolder(folder).checkpoints).values():
             hidden = [other for other in path.parent.iterdir() if other.name > path.name]
             for other in hidden:
                 other.rename(other.with_name("." + other.name))
@@ -232,7 +232,7 @@ def through_commands(folder: Path, file: str, whole: Path, *, expected: str) -> 
         assert "\n" not in str(error)
         assert expected == "found", (file, error)
     else:
-        left, right = (encode(checkpoint.load(one / "checkpoints/round-0003").tensors) for one in (copy, whole))
+        left, right = (encode_tensors(checkpoint.load(one / "checkpoints/round-0003").tensors) for one in (copy, whole))
         assert left == right, f"{file}: the run ends in other bits"
         assert file.startswith("audit/") or audit(copy).ok, f"{file}: the audit of the resumed run fails"
 

@@ -16,7 +16,7 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-from atlas_fl.storage.downloads import PARTS, VISION_PARTS
+from atlas_fl.storage.downloads import EMBEDDED_ASSETS, VISION_ASSETS
 from tools import audit_dependencies, install, lock, sbom
 
 ROOT = Path(__file__).parents[1]
@@ -283,10 +283,10 @@ def test_the_bill_of_materials_lists_what_is_locked() -> None:
 
 def test_the_bill_of_materials_lists_the_files_of_fetched_models_and_data() -> None:
     listed = {one["bom-ref"].removeprefix("atlas-fetch:"): one for one in bill()["components"] if "components" in one}
-    parts = PARTS | VISION_PARTS
+    parts = EMBEDDED_ASSETS | VISION_ASSETS
     assert {
         name: {file["name"]: file["hashes"][0]["content"] for file in one["components"]} for name, one in listed.items()
-    } == {name: dict(part.taken) for name, part in parts.items()}
+    } == {name: dict(part.package_files) for name, part in parts.items()}
     for name, one in listed.items():
         assert one["properties"][0]["value"] == (parts[name].note or sbom.PART_ORIGIN)
 

@@ -10,7 +10,7 @@ import tomllib
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from atlas_fl.storage.downloads import PARTS, VISION_PARTS, Part
+from atlas_fl.storage.downloads import EMBEDDED_ASSETS, VISION_ASSETS, Asset
 from tools.lock import FOLDER, ROOT, Metadata, cuda_requirements, read_lock, read_pins, read_roots, resolve
 
 SPDX = {
@@ -68,7 +68,7 @@ def bill_of_materials(packages: Mapping[str, Metadata], pins: Mapping[str, str])
         "specVersion": "1.5",
         "version": 1,
         "metadata": {"component": {**root, "licenses": licences}},
-        "components": [*components, *(fetched(part) for part in (*PARTS.values(), *VISION_PARTS.values()))],
+        "components": [*components, *(fetched(part) for part in (*EMBEDDED_ASSETS.values(), *VISION_ASSETS.values()))],
     }
 
 
@@ -103,13 +103,13 @@ def licence_of(metadata: Metadata) -> dict[str, Any]:
     return {"license": {"name": " or ".join(classifiers) or NOT_STATED}}
 
 
-def fetched(part: Part) -> dict[str, Any]:
+def fetched(part: Asset) -> dict[str, Any]:
     """A package of `atlas fetch` with the files that are taken from it; none of its code is run."""
     name, _, version = part.requirement.partition("==")
-    purl = f"pkg:pypi/{name}@{version}" if part.by == "pip" else f"pkg:deb/{name}"
+    purl = f"pkg:pypi/{name}@{version}" if part.installer == "pip" else f"pkg:deb/{name}"
     files = [
         {"type": "file", "name": path, "hashes": [{"alg": "SHA-256", "content": value}]}
-        for path, value in part.taken.items()
+        for path, value in part.package_files.items()
     ]
     return {
         "type": "machine-learning-model" if part.name in ("minilm", "dinov2-vits14") else "data",

@@ -3,9 +3,9 @@
 from collections.abc import Iterable
 from difflib import get_close_matches
 
-SHOWN_CHARACTERS = 60
+MAX_REPR_CHARACTERS = 60
 """Of a value in a message: fewer than fit on a line, so that nothing breaks it."""
-LINE_CHARACTERS = 500
+MAX_LINE_CHARACTERS = 500
 """Of what another machine says, in a message."""
 
 
@@ -37,54 +37,54 @@ class ProtocolError(AtlasError):
     """A client update that the server cannot accept."""
 
 
-def shown(value: object) -> str:
+def short_repr(value: object) -> str:
     """The value as one short line, for a message.
 
-    >>> shown("a"), shown("7" * 5000)
+    >>> short_repr("a"), short_repr("7" * 5000)
     ("'a'", 'a number of 5,000 digits')
     """
-    if isinstance(value, str) and len(value) > SHOWN_CHARACTERS and value.lstrip("+-").isdecimal():
+    if isinstance(value, str) and len(value) > MAX_REPR_CHARACTERS and value.lstrip("+-").isdecimal():
         return f"a number of {len(value.lstrip('+-')):,} digits"
     try:
         text = repr(value)
     except ValueError:  # Python refuses to print integers of more than 4,300 digits
         return "a number of thousands of digits"
-    return text if len(text) <= SHOWN_CHARACTERS else f"{text[:SHOWN_CHARACTERS]}..."
+    return text if len(text) <= MAX_REPR_CHARACTERS else f"{text[:MAX_REPR_CHARACTERS]}..."
 
 
-def one_line(text: object, *, most: int = LINE_CHARACTERS) -> str:
+def one_line(text: object, *, limit: int = MAX_LINE_CHARACTERS) -> str:
     """What another machine says, as a terminal may have it: one line, without control codes, of bounded length.
 
     >>> one_line("a\\x1b[2J\\nb")
     'a?[2J?b'
     """
-    return printable(str(text)[:most])
+    return replace_unprintable(str(text)[:limit])
 
 
-def printable(text: str) -> str:
+def replace_unprintable(text: str) -> str:
     """The text with a question mark for every character that moves a cursor, breaks a line or cannot be seen.
 
-    >>> printable("naïve\\tb")
+    >>> replace_unprintable("naïve\\tb")
     'naïve?b'
     """
-    return "".join(sign if sign.isprintable() else "?" for sign in text)
+    return "".join(character if character.isprintable() else "?" for character in text)
 
 
-def unknown(kind: str, name: object, known: Iterable[str]) -> ConfigError:
+def unknown_name(kind: str, name: object, choices: Iterable[str]) -> ConfigError:
     """The error for a name that no registry holds, with the nearest known name.
 
     >>> str(unknown("strategy", "fedavgg", ["local", "fedavg"]))
     "unknown strategy 'fedavgg'; did you mean 'fedavg'? known: fedavg, local"
     """
-    names = sorted(known)
-    return ConfigError(f"unknown {kind} {shown(name)}{nearest(name, names)} known: {', '.join(names)}")
+    names = sorted(choices)
+    return ConfigError(f"unknown {kind} {short_repr(name)}{did_you_mean(name, names)} known: {', '.join(names)}")
 
 
-def nearest(name: object, known: Iterable[str]) -> str:
+def did_you_mean(name: object, choices: Iterable[str]) -> str:
     """What links an unknown name to the rest of a message: the known name that is near it, where there is one.
 
     >>> nearest("fedavgg", ["local", "fedavg"]), nearest("foo", ["local", "fedavg"])
     ("; did you mean 'fedavg'?", ';')
     """
-    near = get_close_matches(str(name), list(known), n=1)
-    return f"; did you mean {near[0]!r}?" if near else ";"
+    matches = get_close_matches(str(name), list(choices), n=1)
+    return f"; did you mean {matches[0]!r}?" if matches else ";"

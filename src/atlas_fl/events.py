@@ -43,8 +43,8 @@ class RoundFinished:
     """What the round has added to `metrics.jsonl`."""
 
     def __str__(self) -> str:
-        found = ", ".join(f"{client} {score:.3f}" for client, score in self.scores.items())
-        scores = f"; validation: {found}" if found else ""
+        client_scores = ", ".join(f"{client} {score:.3f}" for client, score in self.scores.items())
+        scores = f"; validation: {client_scores}" if client_scores else ""
         cost = f"{self.seconds:.1f} s, {self.bytes:,} bytes"
         return f"round {self.round} of {self.rounds}: loss {self.loss:.3f}, {cost}{scores}"
 

@@ -50,7 +50,7 @@ def ranks(params: Params) -> dict[str, int]:
     return {module: params[module + LORA_A].shape[0] for module in lora_modules(params)}
 
 
-def is_whole(params: Params) -> bool:
+def is_full_model(params: Params) -> bool:
     """Whether these are whole weights: some are neither of an adapter nor of a head."""
     return any(not key.startswith(HEAD) and not key.endswith((LORA_A, LORA_B)) and key != PRIVATE for key in params)
 
@@ -60,16 +60,16 @@ def select(params: Params, keys: Iterable[str]) -> dict[str, torch.Tensor]:
     return {key: params[key] for key in keys}
 
 
-def shared_part(params: Params, share: Iterable[str]) -> dict[str, torch.Tensor]:
+def shared_params(params: Params, share: Iterable[str]) -> dict[str, torch.Tensor]:
     """What of a client's model travels when `A`, `B` and `head`, or some of them, are shared.
 
     Whole weights, which are neither, go with the adapters.
     """
     parts = set(share)
-    return {key: tensor for key, tensor in params.items() if key != PRIVATE and _part_of(key, parts) in parts}
+    return {key: tensor for key, tensor in params.items() if key != PRIVATE and _share_name(key, parts) in parts}
 
 
-def _part_of(key: str, parts: Collection[str]) -> str:
+def _share_name(key: str, parts: Collection[str]) -> str:
     """Which word of a share a tensor falls under."""
     if key.startswith(HEAD):
         return "head"
@@ -98,13 +98,13 @@ def norm(params: Params) -> float:
     return math.sqrt(sum(float(tensor.double().square().sum()) for tensor in params.values()))
 
 
-def prefixed(by_client: Mapping[str, Params]) -> dict[str, torch.Tensor]:
+def flatten_by_client(by_client: Mapping[str, Params]) -> dict[str, torch.Tensor]:
     """One flat mapping with keys `<client>/<parameter>`, as checkpoints and audits hold it."""
     return {f"{client}/{key}": tensor for client, params in by_client.items() for key, tensor in params.items()}
 
 
-def unprefixed(flat: Params) -> dict[str, dict[str, torch.Tensor]]:
-    """The inverse of `prefixed`; client names hold no slash."""
+def unflatten_by_client(flat: Params) -> dict[str, dict[str, torch.Tensor]]:
+    """The inverse of `flatten_by_client`; client names hold no slash."""
     by_client: dict[str, dict[str, torch.Tensor]] = {}
     for name, tensor in flat.items():
         client, key = name.split("/", 1)
@@ -130,14 +130,14 @@ def flatten_state(state: ServerState) -> dict[str, torch.Tensor]:
 def unflatten_state(flat: Params) -> ServerState:
     """The inverse of `flatten_state`."""
     state: dict[str, torch.Tensor | ServerState] = {}
-    below: dict[str, dict[str, torch.Tensor]] = {}
+    nested: dict[str, dict[str, torch.Tensor]] = {}
     for path, tensor in flat.items():
         name, _, rest = path.partition("/")
         if rest:
-            below.setdefault(name, {})[rest] = tensor
+            nested.setdefault(name, {})[rest] = tensor
         else:
             state[name] = tensor
-    return state | {name: unflatten_state(part) for name, part in below.items()}
+    return state | {name: unflatten_state(part) for name, part in nested.items()}
 
 
 def digest(params: Params) -> str:

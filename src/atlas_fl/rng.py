@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 
-def seed_of(seed: int, *path: object) -> int:
+def derive_seed(seed: int, *path: object) -> int:
     """A 63-bit seed that depends on every part of the path and on nothing else."""
     text = "\x1f".join([str(seed), *(f"{type(part).__name__}:{part}" for part in path)])
     return int.from_bytes(blake2b(text.encode(), digest_size=8).digest(), "big") >> 1
@@ -18,9 +18,9 @@ def seed_of(seed: int, *path: object) -> int:
 
 def generator(seed: int, *path: object) -> np.random.Generator:
     """A NumPy generator for this path."""
-    return np.random.default_rng(seed_of(seed, *path))
+    return np.random.default_rng(derive_seed(seed, *path))
 
 
 def torch_generator(seed: int, *path: object, device: str = "cpu") -> torch.Generator:
     """A PyTorch generator for this path; draws on the CPU are the same on every machine."""
-    return torch.Generator(device=device).manual_seed(seed_of(seed, *path))
+    return torch.Generator(device=device).manual_seed(derive_seed(seed, *path))

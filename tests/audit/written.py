@@ -12,7 +12,7 @@ from atlas_fl.aggregation.registry import find_strategy
 from atlas_fl.aggregation.strategies import StrategyOptions
 from atlas_fl.config import Config, MixingConfig, RobustConfig, ServerConfig, to_toml
 from atlas_fl.errors import ConfigError
-from atlas_fl.params import digest, flatten_state, prefixed
+from atlas_fl.params import digest, flatten_by_client, flatten_state
 
 CLIENTS = ("movie-0", "movie-1", "movie-2", "trec-0", "trec-1", "pairs-0")
 TASKS = ("movie", "movie", "movie", "trec", "trec", "pairs")
@@ -80,7 +80,7 @@ def federation(graph=None):
 
 def write_models(folder, name, models):
     folder.mkdir(parents=True, exist_ok=True)
-    flat = {key: tensor.clone().contiguous() for key, tensor in prefixed(models).items()}
+    flat = {key: tensor.clone().contiguous() for key, tensor in flatten_by_client(models).items()}
     save_file(flat, folder / f"{name}.safetensors")
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from atlas_fl.cli.arguments import base_config, split
-from atlas_fl.config import config_hash, pinned
+from atlas_fl.config import config_hash, pin_mask_file
 from atlas_fl.deployment.site import Joined, Joining
 
 Atlas = Callable[..., Any]
@@ -43,7 +43,7 @@ def words(file: Path) -> list[str]:
 def test_a_site_has_the_hash_of_the_server_which_pins_the_mask(atlas: Atlas, file: Path, joined: list[Joining]) -> None:
     assert atlas(*words(file)).code == 0
     config = base_config(split(["--config", str(file)]))  # as `atlas serve` reads it
-    assert [joining.config for joining in joined] == [config_hash(pinned(config))] != [config_hash(config)]
+    assert [joining.config for joining in joined] == [config_hash(pin_mask_file(config))] != [config_hash(config)]
 
 
 def test_a_mask_that_only_the_server_has_is_told_in_a_line(atlas: Atlas, file: Path, joined: list[Joining]) -> None:

@@ -2,7 +2,7 @@ import re
 
 from atlas_fl.config import Config, settings, value_of
 from atlas_fl.config.identity import SESSION
-from atlas_fl.config.settings import from_values, group_classes
+from atlas_fl.config.settings import group_classes, replace_settings
 
 
 def test_every_setting_has_a_help_that_is_a_sentence() -> None:
@@ -23,7 +23,7 @@ def test_the_table_holds_every_field_once() -> None:
 
 def test_values_change_their_own_group_alone() -> None:
     base = Config()
-    changed = from_values({"eta": 0.25, "seed": 7}, base=base)
+    changed = replace_settings({"eta": 0.25, "seed": 7}, base=base)
     assert (value_of(changed, "eta"), value_of(changed, "seed")) == (0.25, 7)
     assert [name for name in settings() if value_of(changed, name) != value_of(base, name)] == ["eta", "seed"]
     assert changed.data is base.data

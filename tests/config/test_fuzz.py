@@ -9,7 +9,7 @@ import tomlkit
 
 from atlas_fl.config import Config, load_config, settings, validate
 from atlas_fl.config.presets import PRESETS
-from atlas_fl.config.settings import from_values
+from atlas_fl.config.settings import replace_settings
 from atlas_fl.errors import AtlasError
 
 WORDS = ["", "none", "auto", "oracle", "atlas", "local", "budget", "greedy", "4", "8", "08", "movie", "trec", "A", "B"]
@@ -70,7 +70,7 @@ def test_random_values_from_python() -> None:
     for _ in range(500):
         names = draw.sample(list(settings()), draw.randrange(1, 3))
         values = {name: any_value(draw, PYTHON_VALUES) for name in names}
-        valid += outcome(lambda values=values: from_values(values, base=Config()))
+        valid += outcome(lambda values=values: replace_settings(values, base=Config()))
     assert 5 < valid < 450
 
 

@@ -88,7 +88,7 @@ def test_the_hashes_of_the_presets_stay() -> None:
     """A folder that a run began in is found again by its hash, also by a version with more settings."""
     hashes = {name: config_hash(find_preset(name)) for name in HASHES}
     assert hashes == HASHES, (
-        "the hashes of older runs have changed, so that they cannot be resumed. A new setting belongs into LATER of "
-        "src/atlas_fl/config/identity.py, which leaves it out of the hash at its default; a default that has changed "
-        "needs a reason in CHANGELOG.md before the hash is changed here"
+        "the hashes of older runs have changed, so that they cannot be resumed. A new setting belongs into ADDED_LATER "
+        "of src/atlas_fl/config/identity.py, which leaves it out of the hash at its default; a default that has "
+        "changed needs a reason in CHANGELOG.md before the hash is changed here"
     )

@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from atlas_fl.config.settings import settings
-from atlas_fl.config.values import describe, from_text, from_words, read, to_words, whole_number
-from atlas_fl.errors import shown
+from atlas_fl.config.values import convert_value, describe, from_text, from_words, parse_integer, to_words
+from atlas_fl.errors import short_repr
 
 LETTER = Literal["A", "B", "head"]
 
@@ -28,7 +28,7 @@ LETTER = Literal["A", "B", "head"]
     ],
 )
 def test_values_of_a_file_are_read_as_their_kind(value: object, kind: Any, expected: object) -> None:
-    found = read(value, kind)
+    found = convert_value(value, kind)
     assert found == expected
     assert type(found) is type(expected)
 
@@ -54,7 +54,7 @@ def test_values_of_a_file_are_read_as_their_kind(value: object, kind: Any, expec
 )
 def test_a_value_of_another_kind_is_refused(value: object, kind: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        read(value, kind)
+        convert_value(value, kind)
 
 
 @pytest.mark.parametrize(
@@ -110,10 +110,10 @@ def test_every_kind_of_a_setting_has_words() -> None:
 
 
 def test_numbers_have_one_spelling() -> None:
-    assert [whole_number(text) for text in ("8", "08", "+8", "8.0", "٨", "", "9" * 40)] == [8, *[None] * 6]
+    assert [parse_integer(text) for text in ("8", "08", "+8", "8.0", "٨", "", "9" * 40)] == [8, *[None] * 6]
 
 
 def test_a_shown_value_is_short_and_on_one_line() -> None:
-    assert shown("a\nb") == r"'a\nb'"
-    assert len(shown("x" * 10_000)) < 100
-    assert shown([10**5000]) == "a number of thousands of digits"
+    assert short_repr("a\nb") == r"'a\nb'"
+    assert len(short_repr("x" * 10_000)) < 100
+    assert short_repr([10**5000]) == "a number of thousands of digits"

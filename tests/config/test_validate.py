@@ -5,7 +5,7 @@ import pytest
 
 from atlas_fl.config import Config, settings, validate, with_values
 from atlas_fl.config.presets import PRESETS
-from atlas_fl.config.settings import from_values
+from atlas_fl.config.settings import replace_settings
 from atlas_fl.config.validation import RANGES
 from atlas_fl.errors import AtlasError, ConfigError
 
@@ -27,7 +27,7 @@ def test_every_number_has_a_range() -> None:
 def test_no_number_is_out_of_range(name: str, number: float) -> None:
     value: Any = (number, number) if name in ("k_range", "candidates") else number
     with pytest.raises(ConfigError, match=settings()[name].flag + " is "):
-        validate(from_values({name: value}, base=Config()))
+        validate(replace_settings({name: value}, base=Config()))
 
 
 @pytest.mark.parametrize(
@@ -83,7 +83,7 @@ def test_no_number_is_out_of_range(name: str, number: float) -> None:
 )
 def test_what_is_wrong_is_said_with_what_is_allowed(values: dict[str, Any], message: str) -> None:
     with pytest.raises(AtlasError, match=message) as caught:
-        validate(from_values(values, base=Config()))
+        validate(replace_settings(values, base=Config()))
     assert "\n" not in str(caught.value)
 
 
@@ -137,4 +137,4 @@ def test_fp16_on_the_cpu_is_one_line_that_names_the_other_precisions() -> None:
 )
 def test_what_is_too_large_is_told_its_bound(name: str, value: Any, text: str) -> None:
     with pytest.raises(ConfigError, match=text):
-        validate(from_values({name: value}, base=Config()))
+        validate(replace_settings({name: value}, base=Config()))

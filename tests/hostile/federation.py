@@ -32,7 +32,7 @@ from atlas_fl.experiment.run import RunResult, run
 from atlas_fl.models.loading import load_backbone
 from atlas_fl.models.vision_loading import load_vision
 from atlas_fl.params import Params, digest
-from atlas_fl.partial_sharing import shares_all
+from atlas_fl.partial_sharing import is_fully_shared
 from atlas_fl.runtime.coordinator.coordinator import Hall
 from atlas_fl.runtime.coordinator.site_worker import Worker
 from atlas_fl.runtime.protocol.client_metadata import census_of
@@ -210,7 +210,7 @@ class At:
 def home_of_site(config: Config, name: str) -> At:
     """A site of these settings: loaded once, since whatever it remembers is forgotten when it registers."""
     # what is not shared, and what noise is drawn from, is kept in files of one run
-    keeps = not shares_all(config.mixing.share) or config.split.wire_noise > 0
+    keeps = not is_fully_shared(config.mixing.share) or config.split.wire_noise > 0
     own = config.run if keeps else replace(config.run, name="any", runs_dir="any")
     return _home_at(to_toml(replace(config, run=own)), name)
 

@@ -16,7 +16,7 @@ from atlas_fl.params import digest
 from atlas_fl.runtime.coordinator.site_worker import MOST_REGISTRATIONS
 from atlas_fl.runtime.transport.certificates import make_certs, open_certs
 from atlas_fl.split.channel import NORMS
-from atlas_fl.storage.tensors import encode, read_tensors
+from atlas_fl.storage.tensors import encode_tensors, read_tensors
 from tests.hostile.servers import Ended, Lie, Recording, lie_to, welcomed
 
 NAME = "movie-0"
@@ -447,7 +447,7 @@ ANSWERS: Mapping[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
 
 
 def as_bytes(tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    return torch.frombuffer(bytearray(encode(tensors)), dtype=torch.uint8)
+    return torch.frombuffer(bytearray(encode_tensors(tensors)), dtype=torch.uint8)
 
 
 @pytest.mark.parametrize("answer", list(ANSWERS))

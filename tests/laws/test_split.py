@@ -21,7 +21,7 @@ from atlas_fl.split import channel
 from atlas_fl.split.channel import Cut
 from atlas_fl.split.codec import WIRES, decode_rows, encode_rows
 from atlas_fl.split.model import client_forward, load_client_part, select_client_side, server_forward
-from atlas_fl.storage.tensors import encode
+from atlas_fl.storage.tensors import encode_tensors
 from tests.laws.test_packs import HARD
 
 PLAIN = TrainOptions(seed=5, batch_size=4, lr=1e-2)
@@ -198,7 +198,7 @@ def test_what_is_counted_is_what_was_encoded(tiny_of, site_of, spec_of, monkeypa
         return counted
 
     monkeypatch.setattr(channel, "encode_rows", spy(encode_rows, "rows"))
-    monkeypatch.setattr(channel, "encode", spy(encode, "tensors"))
+    monkeypatch.setattr(channel, "encode_tensors", spy(encode_tensors, "tensors"))
     site, jobs = federation(tiny_of("bert"), site_of, spec_of, [Cut(blocks=1, wire=wire, head=head), None])
     crossed = train(jobs, site)[0].crossed
     rows = sum(size for (kind, _), size in crossed.items() if kind in ("activation", "gradient"))

@@ -11,7 +11,7 @@ from atlas_fl.aggregation.matrices import Federation
 from atlas_fl.aggregation.registry import ALIASES, STRATEGIES, find_strategy
 from atlas_fl.aggregation.strategies import RoundModels, StrategyOptions
 from atlas_fl.errors import ConfigError
-from atlas_fl.params import flatten_state, prefixed, unflatten_state, unprefixed
+from atlas_fl.params import flatten_by_client, flatten_state, unflatten_by_client, unflatten_state
 
 CLIENTS = ("movie-0", "movie-1", "movie-2", "trec-0", "trec-1")
 TASKS = ("movie", "movie", "movie", "trec", "trec")
@@ -168,11 +168,11 @@ def test_identical_clients_are_a_fixed_point(name, options, federation):
 def test_inputs_are_untouched(name, options, federation):
     ranks = accepted_ranks(name, options, federation)
     held, updates = models(100, ranks), models(0, ranks)
-    copies = [{key: tensor.clone() for key, tensor in prefixed(one).items()} for one in (held, updates)]
+    copies = [{key: tensor.clone() for key, tensor in flatten_by_client(one).items()} for one in (held, updates)]
     adjacency = federation.adjacency.copy()
     step(name, options, federation, updates, before=held)
     for one, copy in zip((held, updates), copies):
-        assert all(torch.equal(tensor, copy[key]) for key, tensor in prefixed(one).items())
+        assert all(torch.equal(tensor, copy[key]) for key, tensor in flatten_by_client(one).items())
     assert (federation.adjacency == adjacency).all()
 
 
@@ -255,7 +255,7 @@ def test_a_state_that_went_through_a_checkpoint_continues_with_the_same_bits(nam
     flat = flatten_state(state)
     # a file has its tensors in the order of their names
     loaded_state = unflatten_state({path: flat[path].clone() for path in sorted(flat)})
-    loaded = unprefixed({key: tensor.clone() for key, tensor in prefixed(after).items()})
+    loaded = unflatten_by_client({key: tensor.clone() for key, tensor in flatten_by_client(after).items()})
     partly = {client: params for client, params in models(20, ranks).items() if client != "movie-0"}
     (first_state, first), (second_state, second) = (
         step(name, options, federation, partly, before=one, state=of_it, round=2)

@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from atlas_fl.storage.jsonl import seal
+from atlas_fl.storage.jsonl import content_sha256
 
 
 def without_digests(folder: Path) -> Path:
@@ -12,7 +12,7 @@ def without_digests(folder: Path) -> Path:
     for file in folder.glob("checkpoints/*/state.json"):
         content = json.loads(file.read_text())
         del content["state"]["digests"], content["sha256"]
-        file.write_text(json.dumps(content | {"sha256": seal(content)}))
+        file.write_text(json.dumps(content | {"sha256": content_sha256(content)}))
     for file in folder.glob("audit/*/record.json"):
         content = json.loads(file.read_text())
         kept = {key: value for key, value in content.items() if key not in ("files", "sha256")}
@@ -24,4 +24,4 @@ def without_digests(folder: Path) -> Path:
 def resealed(file: Path, content: Any) -> None:
     """Write a sealed file with this content, as whoever can write a folder can."""
     plain = {key: value for key, value in content.items() if key != "sha256"}
-    file.write_text(json.dumps(plain | {"sha256": seal(plain)}))
+    file.write_text(json.dumps(plain | {"sha256": content_sha256(plain)}))

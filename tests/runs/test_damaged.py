@@ -15,7 +15,7 @@ from atlas_fl.events import Note
 from atlas_fl.experiment.export import export
 from atlas_fl.experiment.run import resume, run
 from atlas_fl.report.record import read_record
-from atlas_fl.storage.digests import digests_of
+from atlas_fl.storage.digests import read_digests
 from atlas_fl.storage.run_folder import RunFolder
 from tests.runs.earlier import without_digests
 from tests.runs.reading import rows, same_tensors, state
@@ -203,7 +203,7 @@ def test_a_complete_run_does_not_lose_its_digests_unnoticed(complete: Path) -> N
 
 def test_runs_of_earlier_versions_go_on_and_get_digests(partial: Path, whole: Path) -> None:
     before = without_digests(partial)
-    assert digests_of(RunFolder(before)) is None
+    assert read_digests(RunFolder(before)) is None
     assert audit(before).undigested == ("run",)
     assert read_record(before).metrics
     told: list[object] = []
@@ -213,7 +213,7 @@ def test_runs_of_earlier_versions_go_on_and_get_digests(partial: Path, whole: Pa
     report = audit(before)
     assert report.ok
     assert not report.undigested
-    assert digests_of(RunFolder(before)) is not None
+    assert read_digests(RunFolder(before)) is not None
 
 
 def test_complete_runs_of_earlier_versions_are_read_as_they_are(

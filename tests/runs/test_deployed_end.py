@@ -18,7 +18,7 @@ APART = {"share": ("A",), "space": "factors", "rounds": 1}
 
 
 def heard(fed: Federation) -> list[str]:
-    return read_sealed(fed.served.heard)["heard"]
+    return read_sealed(fed.served.deliveries)["heard"]
 
 
 def all_have_their_models(fed: Federation) -> None:

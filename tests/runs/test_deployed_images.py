@@ -147,7 +147,7 @@ def test_a_server_that_starts_again_hands_out_models_as_values_under_their_mask(
     got = fed.folder / "digits-1-adapter/model.safetensors"
     model = load_file(got)
     shutil.rmtree(got.parent)
-    write_json(fed.served.heard, {"heard": [name for name in SITES if name != "digits-1"]})
+    write_json(fed.served.deliveries, {"heard": [name for name in SITES if name != "digits-1"]})
     server, port = fed.serve()
     proxy = Proxy(port)
     try:
@@ -161,7 +161,7 @@ def test_a_server_that_starts_again_hands_out_models_as_values_under_their_mask(
     server, port = fed.serve("--again", "digits-1")
     assert "the model of digits-1 is in digits-1-adapter already; telling" in fed.join("digits-1", port).end()
     server.end()
-    assert read_sealed(fed.served.heard)["heard"] == sorted(SITES)
+    assert read_sealed(fed.served.deliveries)["heard"] == sorted(SITES)
 
 
 @pytest.mark.slow

@@ -22,7 +22,7 @@ from atlas_fl.data.clients import ClientData
 from atlas_fl.errors import ConfigError
 from atlas_fl.experiment.run import resume, run
 from atlas_fl.models.vision import image_logits, preprocess
-from atlas_fl.params import unprefixed
+from atlas_fl.params import unflatten_by_client
 from atlas_fl.planning.workloads import make_plan
 from atlas_fl.rng import generator
 from atlas_fl.setup.assembly import assemble
@@ -38,7 +38,7 @@ CENTRAL = {
 
 
 def begun(folder: Path, round: int) -> dict[str, torch.Tensor]:
-    return unprefixed(load_file(folder / f"audit/round-{round:04d}/start.safetensors"))["digits-0"]
+    return unflatten_by_client(load_file(folder / f"audit/round-{round:04d}/start.safetensors"))["digits-0"]
 
 
 def one_loop(folder: Path, chosen: Config, client: ClientData) -> dict[str, torch.Tensor]:

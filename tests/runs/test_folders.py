@@ -13,7 +13,7 @@ from atlas_fl.config import Config
 from atlas_fl.errors import AtlasError, CheckpointError, ConfigError
 from atlas_fl.experiment.run import resume, run
 from atlas_fl.storage import checkpoint
-from atlas_fl.storage.files import named, run_lock
+from atlas_fl.storage.files import os_errors_with_path, run_lock
 from tests.runs.earlier import without_digests
 from tests.runs.finished import FinishedRuns
 
@@ -179,7 +179,7 @@ def test_a_full_disk_is_one_line_and_the_run_goes_on_later(
     stopped: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def full(path: Path, _: object) -> None:
-        with named(path):
+        with os_errors_with_path(path):
             raise OSError(errno.ENOSPC, "No space left on device")
 
     with monkeypatch.context() as patch:

@@ -27,7 +27,7 @@ from atlas_fl.experiment.rounds import sample_of
 from atlas_fl.experiment.run import resume, run
 from atlas_fl.experiment.task_arithmetic import masks_of_clients
 from atlas_fl.models.vision import image_logits, preprocess
-from atlas_fl.params import unprefixed
+from atlas_fl.params import unflatten_by_client
 from atlas_fl.planning.masks import prepare_whole
 from atlas_fl.planning.workloads import make_plan
 from atlas_fl.report.figures import draw_all
@@ -52,7 +52,7 @@ def config(image_config: Make) -> Make:
 
 
 def starts(folder: Path, round: int) -> dict[str, dict[str, torch.Tensor]]:
-    return unprefixed(read_audited(folder / f"audit/round-{round:04d}/start.safetensors"))
+    return unflatten_by_client(read_audited(folder / f"audit/round-{round:04d}/start.safetensors"))
 
 
 def test_whole_models_go_through_the_same_rounds(config: Make) -> None:
@@ -107,7 +107,7 @@ def test_accuracy_by_class_adds_up_to_the_accuracy_and_is_drawn(config: Make) ->
     assert hits / 160 == pytest.approx(test["accuracy"]), "every client has as many test images"
     chosen = config(rounds=1, audit=False)
     assembly = assemble(chosen)
-    stored = unprefixed({key.removeprefix("strategy/"): t for key, t in state(result.folder, round=1).items()})
+    stored = unflatten_by_client({key.removeprefix("strategy/"): t for key, t in state(result.folder, round=1).items()})
     held = stored["digits-0"]
     for digit in (0, 7):
         pixels = np.concatenate([own.test.pixels[own.test.label == digit] for own in assembly.clients])
@@ -119,7 +119,7 @@ def test_accuracy_by_class_adds_up_to_the_accuracy_and_is_drawn(config: Make) ->
 
 def test_the_federation_is_stored_once_where_all_hold_one_model(config: Make) -> None:
     result = run(config(audit=False, rounds=1))
-    stored = unprefixed({key.removeprefix("strategy/"): t for key, t in state(result.folder, round=1).items()})
+    stored = unflatten_by_client({key.removeprefix("strategy/"): t for key, t in state(result.folder, round=1).items()})
     assert list(stored) == ["digits-0"]
     assert [path.name for path in (result.folder / "models").iterdir()] == ["digits-0"]
 

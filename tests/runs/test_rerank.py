@@ -12,7 +12,7 @@ from atlas_fl.audit.check import audit
 from atlas_fl.config import Config, validate
 from atlas_fl.errors import ConfigError
 from atlas_fl.experiment.run import resume, run
-from atlas_fl.params import unprefixed
+from atlas_fl.params import unflatten_by_client
 from tests.runs.finished import FinishedRuns
 from tests.runs.reading import rows, same_tensors, state
 
@@ -33,7 +33,7 @@ def ranks_of(folder: Path, name: str) -> dict[str, list[int]]:
 
 
 def models(folder: Path, round: int, name: str) -> dict[str, dict[str, torch.Tensor]]:
-    found = unprefixed(load_file(folder / f"audit/round-{round:04d}/{name}.safetensors"))
+    found = unflatten_by_client(load_file(folder / f"audit/round-{round:04d}/{name}.safetensors"))
     return {client: dict(params) for client, params in found.items()}
 
 

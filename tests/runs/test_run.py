@@ -20,7 +20,7 @@ from atlas_fl.events import Event, Note, OnEvent, PhaseStarted
 from atlas_fl.experiment.backends import Workplace, in_process
 from atlas_fl.experiment.export import export
 from atlas_fl.experiment.run import RunResult, resume, run
-from atlas_fl.params import shared_part, unprefixed
+from atlas_fl.params import shared_params, unflatten_by_client
 from atlas_fl.planning.plan import Plan
 from atlas_fl.planning.planner import plan_for
 from atlas_fl.planning.workloads import make_plan
@@ -253,9 +253,9 @@ def test_local_sends_nothing_and_others_send_what_their_tensors_encode(config: M
     assert rows(local.folder, "ledger") == []
     assert local.summary["bytes"]["total"] == 0
     atlas = run(config(name="atlas", share=("A", "B"), eta="0.3"))
-    trained = unprefixed(load_file(atlas.folder / "audit/round-0002/trained.safetensors"))
+    trained = unflatten_by_client(load_file(atlas.folder / "audit/round-0002/trained.safetensors"))
     sent = {r["client"]: r["bytes"] for r in rows(atlas.folder, "ledger") if r["round"] == 2 and r["direction"] == "up"}
-    assert sent == {name: payload_bytes(shared_part(params, ("A", "B"))) for name, params in trained.items()}
+    assert sent == {name: payload_bytes(shared_params(params, ("A", "B"))) for name, params in trained.items()}
     assert {row["kind"] for row in rows(atlas.folder, "ledger")} == {"fingerprint", "control", "adapter"}
 
 
@@ -311,8 +311,8 @@ def test_who_is_refused_at_an_aggregation_goes_back_to_what_the_server_has(confi
     spoil, _ = SPOILS["NaN"]
     result = run(config(eta="0.3", aggregate_every=2), workplace=spoilt(spoil))
     assert audit(result.folder).ok
-    begun = unprefixed(load_file(result.folder / "audit/round-0000/start.safetensors"))
-    after = unprefixed(load_file(result.folder / "audit/round-0002/start.safetensors"))
+    begun = unflatten_by_client(load_file(result.folder / "audit/round-0000/start.safetensors"))
+    after = unflatten_by_client(load_file(result.folder / "audit/round-0002/start.safetensors"))
     assert same_tensors(dict(begun["movie-1"]), dict(after["movie-1"]))
     assert not same_tensors(dict(begun["movie-0"]), dict(after["movie-0"]))
 
@@ -393,8 +393,8 @@ def test_an_imported_adapter_is_the_start(config: Make) -> None:
     first = run(config(ranks=4, strategy="local", name="first"))
     adapter = first.folder / "adapters" / "movie-0"
     second = run(config(ranks=4, strategy="local", name="second", init_adapter=adapter))
-    last = unprefixed({k.removeprefix("strategy/"): t for k, t in state(first.folder).items()})["movie-0"]
-    begun = unprefixed(load_file(second.folder / "audit/round-0000/start.safetensors"))
+    last = unflatten_by_client({k.removeprefix("strategy/"): t for k, t in state(first.folder).items()})["movie-0"]
+    begun = unflatten_by_client(load_file(second.folder / "audit/round-0000/start.safetensors"))
     for key, tensor in last.items():
         assert torch.equal(begun["movie-1"][key], tensor), key
     assert torch.equal(begun["trec-0"][key := sorted(k for k in last if "lora_B" in k)[0]], last[key])

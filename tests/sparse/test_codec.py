@@ -13,7 +13,7 @@ from atlas_fl.sparse.codec import (
     values_size,
 )
 from atlas_fl.sparse.masks import make_mask
-from atlas_fl.storage.tensors import decode, encode, encoded_size
+from atlas_fl.storage.tensors import decode_tensors, encode_tensors, encoded_size
 
 PARAMS = {"w": torch.tensor([[1.0, 2.0, 3.0], [4.0, 5.0, 6.0]]), "b": torch.tensor([7.0, 8.0])}
 MASK = {"w": torch.tensor([[True, False, True], [False, False, False]]), "b": torch.tensor([False, True])}
@@ -22,7 +22,7 @@ MASK = {"w": torch.tensor([[True, False, True], [False, False, False]]), "b": to
 def test_the_bytes_of_values_by_hand() -> None:
     """Three of eight: b before w, row by row, behind 8 bytes of length and a header padded to eights."""
     message = encode_values(PARAMS, MASK)
-    assert decode(message)["values.F32"].tolist() == [8.0, 1.0, 3.0]
+    assert decode_tensors(message)["values.F32"].tolist() == [8.0, 1.0, 3.0]
     assert len('{"values.F32":{"dtype":"F32","shape":[3],"data_offsets":[0,12]}}') == 64
     assert len(message) == 8 + 64 + 12 == values_size(3)
     found = decode_values(message, MASK, PARAMS)
@@ -35,13 +35,13 @@ def test_the_bytes_of_values_by_hand() -> None:
 
 def test_the_forms_of_a_mask_by_hand() -> None:
     """b then w is 01 101000. 200 ones and 800 zeros are runs of 0, 72 + 1 * 128 and 32 + 6 * 128."""
-    found = decode(encode_mask(MASK))
+    found = decode_tensors(encode_mask(MASK))
     assert found["bitmap"].tolist() == [0b01101000]
     flat = {"w": torch.arange(1000) < 200}
-    assert decode(encode_mask(flat))["runs"].tolist() == [0, 72 + 128, 1, 32 + 128, 6]
+    assert decode_tensors(encode_mask(flat))["runs"].tolist() == [0, 72 + 128, 1, 32 + 128, 6]
     drawn = RandomMask(seed=5, sparsity=0.9)
     mask = make_mask("random", {"w": torch.zeros(3000)}, sparsity=0.9, seed=5)
-    assert decode(encode_mask(mask, random_mask=drawn))["seed"].tolist() == [5, 0]
+    assert decode_tensors(encode_mask(mask, random_mask=drawn))["seed"].tolist() == [5, 0]
     assert len(encode_mask(mask, random_mask=drawn)) < 300 < len(encode_mask(mask))
 
 
@@ -98,9 +98,9 @@ def test_what_is_damaged_or_of_another_model_is_refused() -> None:
     with pytest.raises(ProtocolError, match="has 3 values and its mask keeps 3"):
         decode_values(values, MASK, {name: value.double() for name, value in PARAMS.items()})
     with pytest.raises(ProtocolError, match="neither a bitmap nor runs"):
-        decode_mask(encode({"layout": decode(message)["layout"]}), PARAMS)
+        decode_mask(encode_tensors({"layout": decode_tensors(message)["layout"]}), PARAMS)
     with pytest.raises(ProtocolError, match="not what belongs to it"):
-        decode_mask(encode({"layout": decode(message)["layout"], "seed": torch.tensor([1])}), PARAMS)
+        decode_mask(encode_tensors({"layout": decode_tensors(message)["layout"], "seed": torch.tensor([1])}), PARAMS)
     with pytest.raises(ModelError, match="the mask has none for 'b'"):
         encode_values(PARAMS, {"w": MASK["w"]})
     with pytest.raises(ConfigError, match="not the random one"):

@@ -5,7 +5,7 @@ from hypothesis import strategies as st
 
 from atlas_fl.errors import ProtocolError
 from atlas_fl.split.codec import SMALLEST, WIRES, decode_rows, encode_rows, message_size, read_message
-from atlas_fl.storage.tensors import encode
+from atlas_fl.storage.tensors import encode_tensors
 from tests.examples import examples
 
 LARGEST = torch.finfo(torch.float32).max
@@ -135,4 +135,4 @@ def test_a_message_of_another_machine_is_read_as_it_was_written(wire: str) -> No
 )
 def test_a_message_in_another_form_is_refused(tensors: dict[str, torch.Tensor]) -> None:
     with pytest.raises(ProtocolError, match="rows came through the cut in another form than fp32, bf16, int8"):
-        read_message(encode(tensors))
+        read_message(encode_tensors(tensors))

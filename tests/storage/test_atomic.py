@@ -10,7 +10,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from atlas_fl.errors import ConfigError
-from atlas_fl.storage.files import MADE, new_folder, write_atomic
+from atlas_fl.storage.files import DRAFT_MARKER, atomic_folder, write_atomic
 from atlas_fl.storage.jsonl import append_rows
 from atlas_fl.storage.run_folder import run_log
 
@@ -20,13 +20,13 @@ def names(folder: Path) -> list[str]:
 
 
 def write(path: Path, **files: str) -> None:
-    with new_folder(path) as draft:
+    with atomic_folder(path) as draft:
         for name, text in files.items():
             (draft / name).write_text(text)
 
 
 def test_a_folder_is_there_with_all_its_files_or_not_at_all(tmp_path: Path) -> None:
-    with new_folder(tmp_path / "deep" / "new") as draft:
+    with atomic_folder(tmp_path / "deep" / "new") as draft:
         (draft / "a").write_text("1")
         assert not (tmp_path / "deep" / "new").exists()
     assert names(tmp_path) == ["deep", "deep/new", "deep/new/a"]
@@ -37,7 +37,7 @@ def test_a_folder_is_there_with_all_its_files_or_not_at_all(tmp_path: Path) -> N
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), ValueError("no"), OSError(errno.ENOSPC, "No space left")])
 def test_what_fails_leaves_nothing(tmp_path: Path, error: BaseException) -> None:
-    with pytest.raises(type(error)), new_folder(tmp_path / "new") as draft:
+    with pytest.raises(type(error)), atomic_folder(tmp_path / "new") as draft:
         (draft / "a").write_text("1")
         raise error
     assert names(tmp_path) == []
@@ -57,10 +57,10 @@ def test_files_that_were_there_stay_but_for_those_that_are_written(tmp_path: Pat
 
 def test_what_a_killed_write_has_left_goes_and_what_another_has_put_there_stays(tmp_path: Path) -> None:
     drafts = tmp_path / ".new.writing"
-    for left in ("", MADE, "content/a"):
+    for left in ("", DRAFT_MARKER, "content/a"):
         drafts.mkdir(exist_ok=True)
         if left:
-            (drafts / MADE).touch()
+            (drafts / DRAFT_MARKER).touch()
             (drafts / left).parent.mkdir(exist_ok=True)
             (drafts / left).touch()
         write(tmp_path / "new", b="2")
@@ -85,11 +85,11 @@ def test_a_full_disk_is_told_with_the_path_whoever_writes(tmp_path: Path) -> Non
         raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
 
     for fill in (small, tensors):
-        with pytest.raises(OSError, match="No space left") as caught, new_folder(tmp_path / "new") as draft:
+        with pytest.raises(OSError, match="No space left") as caught, atomic_folder(tmp_path / "new") as draft:
             fill(draft)
         assert (caught.value.errno, caught.value.filename) == (errno.ENOSPC, str(tmp_path / "new"))
         assert names(tmp_path) == []
-    with pytest.raises(OSError, match="Input/output error") as caught, new_folder(tmp_path / "new"):
+    with pytest.raises(OSError, match="Input/output error") as caught, atomic_folder(tmp_path / "new"):
         raise SafetensorError("something else")
     assert (caught.value.errno, caught.value.filename) == (errno.EIO, str(tmp_path / "new"))
 

@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 
 from atlas_fl.errors import CheckpointError, DataError
-from atlas_fl.storage.checkpoint import FORMAT, load, load_latest, prune, rounds_in, save
-from atlas_fl.storage.jsonl import seal
-from atlas_fl.storage.tensors import encode
+from atlas_fl.storage.checkpoint import FORMAT, load, load_latest, paths_by_round, prune, save
+from atlas_fl.storage.jsonl import content_sha256
+from atlas_fl.storage.tensors import encode_tensors
 from tests.examples import examples
 
 
@@ -38,8 +38,8 @@ def test_the_newest_comes_back_bit_for_bit(tmp_path) -> None:
     found, messages = load_latest(tmp_path)
     assert found is not None
     assert (found.round, found.state, found.path.name, messages) == (12, state, "round-0012", ())
-    assert encode(found.tensors) == encode(tensors(12))
-    assert encode(load_file(found.path / "state.safetensors")) == encode(tensors(12))
+    assert encode_tensors(found.tensors) == encode_tensors(tensors(12))
+    assert encode_tensors(load_file(found.path / "state.safetensors")) == encode_tensors(tensors(12))
 
 
 def test_the_same_federation_gives_the_same_files(tmp_path) -> None:
@@ -69,7 +69,7 @@ def other_number(path: Path) -> None:
 def newer_format(path: Path) -> None:
     content = json.loads(path.read_text()) | {"format": FORMAT + 1}
     del content["sha256"]
-    path.write_text(json.dumps(content | {"sha256": seal(content)}))
+    path.write_text(json.dumps(content | {"sha256": content_sha256(content)}))
 
 
 DAMAGES: dict[str, tuple[str, Callable[[Path], None], str]] = {
@@ -171,9 +171,9 @@ def test_the_newest_are_kept(tmp_path) -> None:
 def test_the_best_are_kept_beside_the_newest(tmp_path) -> None:
     three_rounds(tmp_path)
     save(tmp_path, round=4, tensors=tensors(4), state={})
-    prune(tmp_path, keep=1, besides=(2, 7))
+    prune(tmp_path, keep=1, keep_rounds=(2, 7))
     assert names(tmp_path) == ["round-0002", "round-0004"]
-    assert list(rounds_in(tmp_path)) == [2, 4]
+    assert list(paths_by_round(tmp_path)) == [2, 4]
     found, messages = load_latest(tmp_path)
     assert found is not None and (found.round, messages) == (4, ())
 

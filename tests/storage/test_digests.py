@@ -7,7 +7,7 @@ import pytest
 
 from atlas_fl.errors import CheckpointError
 from atlas_fl.storage.checkpoint import save
-from atlas_fl.storage.digests import Digests, check_files, checked_rows, digests_of, faults, write_digests
+from atlas_fl.storage.digests import Digests, check_files, find_faults, read_checked_rows, read_digests, write_digests
 from atlas_fl.storage.jsonl import append_rows, write_json
 from atlas_fl.storage.run_folder import RunFolder
 
@@ -36,14 +36,14 @@ def test_a_running_digest_is_that_of_the_file(tmp_path: Path) -> None:
 
 
 def test_rows_count_as_far_as_the_checkpoint_covers_them(folder: RunFolder) -> None:
-    assert [row["round"] for row in checked_rows(folder, folder.metrics)] == [1, 2]
+    assert [row["round"] for row in read_checked_rows(folder, folder.metrics)] == [1, 2]
     content = folder.metrics.read_bytes()
     folder.metrics.write_bytes(content[:20])
     with pytest.raises(CheckpointError, match=r"metrics\.jsonl: it holds 20 bytes of \d+ that were written; "):
-        checked_rows(folder, folder.metrics)
+        read_checked_rows(folder, folder.metrics)
     folder.metrics.write_bytes(content.replace(b"2", b"3", 1))
     with pytest.raises(CheckpointError, match=r"metrics\.jsonl: its SHA-256 of the first \d+ bytes is \w{12}, and"):
-        checked_rows(folder, folder.metrics)
+        read_checked_rows(folder, folder.metrics)
 
 
 def test_every_bit_of_a_file_is_looked_at_and_other_files_are_left_alone(folder: RunFolder) -> None:
@@ -66,14 +66,14 @@ def test_the_digests_of_a_complete_run_take_the_place_of_a_checkpoints(folder: R
     export.write_bytes(b"numbers")
     write_json(folder.summary, {"run": {"rounds": 3}})
     write_digests(folder, {"summary.json": sha256(folder.summary.read_bytes()).hexdigest()})
-    assert digests_of(folder) == Digests(
+    assert read_digests(folder) == Digests(
         sha256={
             "summary.json": sha256(folder.summary.read_bytes()).hexdigest(),
             "adapters/a-0/adapter_model.safetensors": sha256(b"numbers").hexdigest(),
         }
     )
-    assert not list(faults(folder))
+    assert not list(find_faults(folder))
     export.write_bytes(b"numbert")
-    assert [file for file, _ in faults(folder)] == [export]
+    assert [file for file, _ in find_faults(folder)] == [export]
     export.unlink()
-    assert not list(faults(folder)), "whoever removes exports to save room does no harm"
+    assert not list(find_faults(folder)), "whoever removes exports to save room does no harm"

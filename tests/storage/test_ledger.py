@@ -3,7 +3,7 @@ import pytest
 
 from atlas_fl.errors import DataError
 from atlas_fl.rng import generator
-from atlas_fl.storage.ledger import DIRECTIONS, KINDS, LedgerRow, from_json, totals
+from atlas_fl.storage.ledger import DIRECTIONS, KINDS, LedgerRow, parse_ledger_row, totals
 
 
 def some_rows(count: int = 200) -> list[LedgerRow]:
@@ -46,9 +46,9 @@ def test_what_goes_between_clients_is_on_both_their_links_by_hand() -> None:
 
 def test_rows_without_a_peer_are_written_and_read_as_ever() -> None:
     old = {"round": 1, "client": "a-0", "direction": "up", "kind": "head", "bytes": 1}
-    assert from_json(old).to_json() == old
+    assert parse_ledger_row(old).to_json() == old
     new = old | {"kind": "activation", "peer": "b-0"}
-    assert from_json(new).to_json() == new
+    assert parse_ledger_row(new).to_json() == new
 
 
 @pytest.mark.parametrize("column", ["kind", "client", "round"])
@@ -67,7 +67,7 @@ def test_a_run_that_sends_nothing_has_no_entries() -> None:
 
 def test_a_row_reads_back() -> None:
     for row in some_rows(20):
-        assert from_json(row.to_json()) == row
+        assert parse_ledger_row(row.to_json()) == row
 
 
 @pytest.mark.parametrize(
@@ -83,4 +83,4 @@ def test_a_row_reads_back() -> None:
 def test_a_row_that_is_none_is_refused(change: dict[str, object], message: str) -> None:
     row = LedgerRow(round=1, client="a-0", direction="up", kind="head", bytes=1).to_json()
     with pytest.raises(DataError, match=message):
-        from_json(row | change)
+        parse_ledger_row(row | change)

@@ -10,22 +10,22 @@ import pytest
 
 from atlas_fl.errors import DataError
 from atlas_fl.storage import downloads
-from atlas_fl.storage.downloads import FASHION, PARTS, VISION_PARTS, VIT, Part
+from atlas_fl.storage.downloads import EMBEDDED_ASSETS, FASHION, VISION_ASSETS, VIT, Asset
 
 CONTENT = {"train.gz": b"pixels of clothes", "labels.gz": b"odd"}
 
 
-def part(*, altered: str = "", system: Path | None = None) -> Part:
-    return Part(
+def part(*, altered: str = "", system: Path | None = None) -> Asset:
+    return Asset(
         name="clothes",
         requirement="dataset-clothes",
         size_mb=1,
         prefix="usr/share/clothes/",
         files={name: sha256(content + altered.encode()).hexdigest() for name, content in CONTENT.items()},
-        by="apt",
+        installer="apt",
         group="vision",
         note="who made it",
-        system=system,
+        system_dir=system,
     )
 
 
@@ -65,9 +65,9 @@ def apt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[bytes], No
     return give
 
 
-def run(one: Part, cache: Path) -> list[str]:
+def run(one: Asset, cache: Path) -> list[str]:
     said: list[str] = []
-    downloads.fetch_parts([one], cache, report=said.append)
+    downloads.fetch_assets([one], cache, report=said.append)
     return said
 
 
@@ -148,10 +148,10 @@ def test_what_is_converted_is_checked_before_it_appears(apt, tmp_path: Path) -> 
         target.mkdir()
         (target / "joined").write_bytes((source / "train.gz").read_bytes() + (source / "labels.gz").read_bytes())
 
-    def made(content: bytes) -> Part:
+    def made(content: bytes) -> Asset:
         one = part()
-        return Part(
-            **{name: getattr(one, name) for name in ("name", "requirement", "size_mb", "prefix", "by", "group")},
+        return Asset(
+            **{name: getattr(one, name) for name in ("name", "requirement", "size_mb", "prefix", "installer", "group")},
             packed=one.files,
             files={"joined": sha256(content).hexdigest()},
             convert=join,
@@ -175,10 +175,10 @@ def test_a_reader_that_is_lacking_is_named_before_anything_is_downloaded(
 
 
 def test_every_part_has_its_own_folder_and_names_its_hashes() -> None:
-    parts = {**PARTS, **VISION_PARTS}
-    assert len(parts) == len(PARTS) + len(VISION_PARTS) == 4
+    parts = {**EMBEDDED_ASSETS, **VISION_ASSETS}
+    assert len(parts) == len(EMBEDDED_ASSETS) + len(VISION_ASSETS) == 4
     for one in parts.values():
         assert all(len(digest) == 64 for digest in {**one.files, **one.packed}.values())
-    assert {one.group for one in VISION_PARTS.values()} == {"vision"}
+    assert {one.group for one in VISION_ASSETS.values()} == {"vision"}
     assert "not where the weights come from" in VIT.note
-    assert FASHION.by == "apt"
+    assert FASHION.installer == "apt"

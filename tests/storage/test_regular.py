@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from atlas_fl.config import Config, load_config, pinned, with_values
+from atlas_fl.config import Config, load_config, pin_mask_file, with_values
 from atlas_fl.data.user_files import parse_task
 from atlas_fl.errors import CheckpointError, ConfigError, DataError
 from atlas_fl.storage.files import check_regular
@@ -25,7 +25,7 @@ def test_whoever_reads_what_a_user_names_says_so_in_a_line(tmp_path: Path) -> No
     with pytest.raises(ConfigError, match=rf"^cannot read {os.devnull} \(no regular file\); give the path of a"):
         load_config(os.devnull)
     with pytest.raises(CheckpointError, match=rf"^--mask-file {os.devnull} cannot be read \(no regular file\); give"):
-        pinned(with_values(Config(), {"mask_file": os.devnull}))
+        pin_mask_file(with_values(Config(), {"mask_file": os.devnull}))
     (tmp_path / "own.csv").symlink_to(os.devnull)
     with pytest.raises(DataError, match=r"^cannot read .*no regular file"):
         parse_task(f"own={tmp_path / 'own.csv'}")

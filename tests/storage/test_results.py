@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 from atlas_fl.errors import CheckpointError, DataError
 from atlas_fl.storage.jsonl import (
     append_rows,
-    defined,
+    drop_undefined,
+    format_json,
     from_json,
-    indented,
     read_json,
     read_rows,
     read_sealed,
@@ -32,7 +32,7 @@ JSON = st.recursive(
 @given(JSON)
 def test_both_layouts_read_back_as_the_same_value(value: object) -> None:
     assert from_json(to_json(value)) == value
-    assert json.loads(indented(value)) == value
+    assert json.loads(format_json(value)) == value
     assert "\n" not in to_json(value)
 
 
@@ -67,7 +67,7 @@ def test_reading_refuses_what_is_no_json() -> None:
 
 def test_undefined_entries_are_left_out() -> None:
     row = {"loss": math.nan, "mcc": None, "f1": np.float32("inf"), "accuracy": 0.0, "task": "movie"}
-    assert defined(row) == {"accuracy": 0.0, "task": "movie"}
+    assert drop_undefined(row) == {"accuracy": 0.0, "task": "movie"}
 
 
 def test_a_document_is_laid_out_for_people(tmp_path) -> None:

@@ -5,7 +5,16 @@ from pathlib import Path
 import pytest
 
 from atlas_fl.errors import CheckpointError
-from atlas_fl.storage.json_shapes import DIGESTS, PLAN, SUMMARY, each, fits, ledger_row, metrics_row, needs
+from atlas_fl.storage.json_shapes import (
+    DIGESTS,
+    PLAN,
+    SUMMARY,
+    check_shape,
+    ledger_row,
+    list_of,
+    metrics_row,
+    require_fields,
+)
 
 CLIENT = {"name": "a-0", "task": "a", "ranks": [4, 8], "cluster": -1}
 PLANNED = {"clients": [CLIENT, {**CLIENT, "name": "a-1"}], "adjacency": [[0, 0.5], [0.5, 0]], "layer_of": {"q": 1}}
@@ -50,7 +59,7 @@ def test_the_first_fault_of_a_plan_is_told_with_its_place(change: dict[str, obje
     ],
 )
 def test_a_row_is_told_by_its_number(row: object, fault: str) -> None:
-    assert each(metrics_row)([SCORED, SCORED, SCORED, row], "") == fault
+    assert list_of(metrics_row)([SCORED, SCORED, SCORED, row], "") == fault
 
 
 @pytest.mark.parametrize("change", [{"direction": "left"}, {"kind": []}, {"bytes": -1}, {"strange": 1}])
@@ -66,6 +75,6 @@ def test_digests_are_of_files_inside_the_folder(name: str) -> None:
 
 def test_the_message_names_file_fault_and_remedy() -> None:
     with pytest.raises(CheckpointError, match=r"^damaged file run/summary\.json: it lacks 'run'; restore it from"):
-        needs({}, "run", file=Path("run/summary.json"))
+        require_fields({}, "run", file=Path("run/summary.json"))
     with pytest.raises(CheckpointError, match=r"^damaged file x: it is 3 and no mapping; restore it"):
-        fits(3, SUMMARY, file=Path("x"))
+        check_shape(3, SUMMARY, file=Path("x"))

@@ -6,7 +6,7 @@ from safetensors.torch import save
 
 from atlas_fl.errors import CheckpointError
 from atlas_fl.storage.ledger import payload_bytes
-from atlas_fl.storage.tensors import DTYPES, decode, encode, read_tensors, write_tensors
+from atlas_fl.storage.tensors import DTYPES, decode_tensors, encode_tensors, read_tensors, write_tensors
 
 
 def params(rank: int = 8) -> dict[str, torch.Tensor]:
@@ -30,19 +30,19 @@ def every_dtype() -> dict[str, torch.Tensor]:
     ids=["lora", "dtypes", "scalar", "empty tensor", "nothing"],
 )
 def test_encoding_equals_the_library_of_safetensors_byte_for_byte(tensors: dict[str, torch.Tensor]) -> None:
-    assert encode(tensors) == save(tensors)
+    assert encode_tensors(tensors) == save(tensors)
     assert payload_bytes(tensors) == len(save(tensors))
 
 
 def test_a_note_is_the_metadata_of_the_library(tmp_path) -> None:
-    write_tensors(tmp_path / "x.safetensors", params(), note=("same", '{"a": ["ü"]}'))
+    write_tensors(tmp_path / "x.safetensors", params(), metadata=("same", '{"a": ["ü"]}'))
     assert (tmp_path / "x.safetensors").read_bytes() == save(params(), {"same": '{"a": ["ü"]}'})
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_decoding_gives_back_every_dtype(dtype: torch.dtype) -> None:
     tensor = (torch.arange(6).reshape(2, 3) % 2).to(dtype)
-    back = decode(encode({"x": tensor}))["x"]
+    back = decode_tensors(encode_tensors({"x": tensor}))["x"]
     assert back.dtype == dtype
     assert torch.equal(back, tensor)
 
@@ -51,7 +51,7 @@ def test_one_payload_by_hand() -> None:
     # 8 bytes of length, a header padded to a multiple of 8, and two float32 numbers
     header = '{"b":{"dtype":"F32","shape":[2],"data_offsets":[0,8]}}'
     assert len(header) == 54
-    payload = encode({"b": torch.tensor([1.0, 2.0])})
+    payload = encode_tensors({"b": torch.tensor([1.0, 2.0])})
     assert payload[:8] == (56).to_bytes(8, "little")
     assert payload[8:64] == (header + "  ").encode()
     assert payload[64:] == bytes.fromhex("0000803f00000040")
@@ -62,11 +62,11 @@ def test_views_transposes_and_shared_memory_encode_as_their_values() -> None:
     base = torch.arange(12.0).reshape(3, 4)
     shared = {"a": base, "b": base, "c": base.T, "d": base[1:], "e": base[:, ::2].requires_grad_()}
     apart = {name: tensor.detach().clone(memory_format=torch.contiguous_format) for name, tensor in shared.items()}
-    assert encode(shared) == save(apart)
+    assert encode_tensors(shared) == save(apart)
 
 
 def test_the_order_of_the_names_changes_nothing() -> None:
-    assert encode(dict(reversed(params().items()))) == encode(params())
+    assert encode_tensors(dict(reversed(params().items()))) == encode_tensors(params())
 
 
 def test_a_rank_costs_what_its_tensors_hold() -> None:
@@ -76,7 +76,7 @@ def test_a_rank_costs_what_its_tensors_hold() -> None:
 def test_a_file_holds_the_payload_and_its_digest(tmp_path) -> None:
     digest = write_tensors(tmp_path / "x.safetensors", params())
     content = (tmp_path / "x.safetensors").read_bytes()
-    assert content == encode(params())
+    assert content == encode_tensors(params())
     assert digest == sha256(content).hexdigest()
     back = read_tensors(tmp_path / "x.safetensors")
     assert all(torch.equal(back[name], tensor) for name, tensor in params().items())
@@ -99,6 +99,6 @@ def test_what_is_read_can_be_changed(tmp_path) -> None:
 def test_a_missing_or_damaged_file_is_named(tmp_path) -> None:
     with pytest.raises(CheckpointError, match=r"no file .*none.safetensors; the run did not write it"):
         read_tensors(tmp_path / "none.safetensors")
-    (tmp_path / "cut.safetensors").write_bytes(encode(params())[:-3])
+    (tmp_path / "cut.safetensors").write_bytes(encode_tensors(params())[:-3])
     with pytest.raises(CheckpointError, match=r"damaged file .*cut.safetensors: .*; restore it or repeat the run"):
         read_tensors(tmp_path / "cut.safetensors")

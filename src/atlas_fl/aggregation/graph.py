@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 from jaxtyping import Bool, Float64, Int64
 
-from atlas_fl.errors import ConfigError, unknown
+from atlas_fl.errors import ConfigError, unknown_name
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,7 +104,7 @@ SYMMETRIZERS: dict[str, Callable[[np.ndarray, np.ndarray], np.ndarray]] = {
 def symmetrize(weights: Float64[np.ndarray, "n n"], how: str) -> Float64[np.ndarray, "n n"]:
     """A symmetric matrix from a directed one: the average, maximum or minimum of the two directions."""
     if how not in SYMMETRIZERS:
-        raise unknown("symmetrisation", how, SYMMETRIZERS)
+        raise unknown_name("symmetrisation", how, SYMMETRIZERS)
     return SYMMETRIZERS[how](weights, weights.T)
 
 
@@ -163,7 +163,7 @@ def effective_neighbours(adjacency: Float64[np.ndarray, "n n"]) -> Float64[np.nd
 
 def _check(options: GraphOptions) -> None:
     if options.graph not in GRAPHS:
-        raise unknown("graph", options.graph, GRAPHS)
+        raise unknown_name("graph", options.graph, GRAPHS)
     for name in ("neighbours", "singleton_neighbours"):
         if getattr(options, name) < 0:
             raise ConfigError(f"{name} is {getattr(options, name)}; it must be 0 or more")

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 from jaxtyping import Bool, Float64, Int64
 
-from atlas_fl.errors import ConfigError, unknown
+from atlas_fl.errors import ConfigError, unknown_name
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -156,7 +156,7 @@ def laplacian(adjacency: Float64[np.ndarray, "n n"], kind: str) -> Float64[np.nd
     and no weight is negative for eta <= 1.
     """
     if kind not in LAPLACIANS:
-        raise unknown("Laplacian", kind, LAPLACIANS)
+        raise unknown_name("Laplacian", kind, LAPLACIANS)
     return LAPLACIANS[kind](np.asarray(adjacency, np.float64))
 
 

@@ -36,8 +36,8 @@ from atlas_fl.aggregation.lora_product import (
     stack_factors,
 )
 from atlas_fl.aggregation.matrices import Federation
-from atlas_fl.errors import ConfigError, ProtocolError, unknown
-from atlas_fl.params import HEAD, LORA_A, LORA_B, PRIVATE, ByClient, Params, is_whole, lora_modules
+from atlas_fl.errors import ConfigError, ProtocolError, unknown_name
+from atlas_fl.params import HEAD, LORA_A, LORA_B, PRIVATE, ByClient, Params, is_full_model, lora_modules
 
 
 def as_all_hold(begun: ByClient, held: ByClient, federation: Federation) -> dict[str, Params]:
@@ -55,7 +55,7 @@ def as_all_hold(begun: ByClient, held: ByClient, federation: Federation) -> dict
 
     models: dict[str, Params] = {}
     for name, params in begun.items():
-        found = {key: common(name, key) for key in params} if is_whole(params) else {}
+        found = {key: common(name, key) for key in params} if is_full_model(params) else {}
         models[name] = {key: own if (one := found.get(key)) is None else one for key, own in params.items()}
     return models
 
@@ -224,7 +224,7 @@ def check_mixing(share: Sequence[str], space: str, align: str) -> None:
     for kind, names, known in (("share", share, SHARES), ("space", [space], SPACES), ("align", [align], ALIGNMENTS)):
         for name in names:
             if name not in known:
-                raise unknown(kind, name, known)
+                raise unknown_name(kind, name, known)
     if not share:
         raise ConfigError(f"share is empty: a rule that communicates needs some of {', '.join(SHARES)}; or use 'local'")
     if space == "product" and ("A" in share) != ("B" in share):
@@ -391,7 +391,7 @@ def realign(params: Params, ranks: Mapping[str, int], scale: Callable[[int], flo
     new = dict(params)
     for module, rank in ranks.items():
         if module + LORA_A not in params:
-            raise unknown("adapted module", module, lora_modules(params))
+            raise unknown_name("adapted module", module, lora_modules(params))
         if rank < 1:
             raise ConfigError(f"rank {rank} of {module} must be at least 1")
         a, b = params[module + LORA_A], params[module + LORA_B]

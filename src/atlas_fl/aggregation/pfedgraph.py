@@ -31,7 +31,7 @@ from atlas_fl.aggregation.strategies import (
     parameter_kind,
 )
 from atlas_fl.errors import ConfigError
-from atlas_fl.params import HEAD, LORA_A, LORA_B, ByClient, Params, ServerState, shared_part
+from atlas_fl.params import HEAD, LORA_A, LORA_B, ByClient, Params, ServerState, shared_params
 
 INITIAL = "initial"
 """The entry of the server state: the models that the clients began with, as far as they are shared."""
@@ -81,7 +81,7 @@ def _similarities(step: Step, clients: Sequence[int], options: StrategyOptions) 
     assert step.models is not None, "changes are of models"
     names = [step.federation.clients[k] for k in clients]
     initial, total = _initial(step.models.server_state), np.zeros((len(names), len(names)))
-    after = {name: shared_part(step.models.after[name], options.share) for name in names}
+    after = {name: shared_params(step.models.after[name], options.share) for name in names}
     tasks = [step.federation.head_groups[k] for k in clients]
     # sorted, because sums follow the order, and a model that comes from a checkpoint has another one
     for key in sorted({key for params in after.values() for key in params if params[key].numel()}):
@@ -123,7 +123,7 @@ def pfedgraph(options: StrategyOptions) -> Strategy:
 
 def _init(options: StrategyOptions) -> Callable[[ByClient], ServerState]:
     def init(client_models: ByClient) -> ServerState:
-        models = {client: shared_part(params, options.share) for client, params in client_models.items()}
+        models = {client: shared_params(params, options.share) for client, params in client_models.items()}
         return {INITIAL: models}
 
     return init
@@ -131,7 +131,7 @@ def _init(options: StrategyOptions) -> Callable[[ByClient], ServerState]:
 
 def _extend(options: StrategyOptions) -> Callable[[ServerState, ByClient], ServerState]:
     def extend(server_state: ServerState, newcomers: ByClient) -> ServerState:
-        models = {client: shared_part(params, options.share) for client, params in newcomers.items()}
+        models = {client: shared_params(params, options.share) for client, params in newcomers.items()}
         return {INITIAL: {**_initial(server_state), **models}}
 
     return extend
@@ -141,7 +141,7 @@ def _check_layers(options: StrategyOptions) -> Callable[[ByClient, Federation], 
     def check(models: ByClient, federation: Federation) -> None:
         if options.gram_by not in ("layer", "layer_and_kind"):
             return
-        for key in (key for params in models.values() for key in shared_part(params, options.share)):
+        for key in (key for params in models.values() for key in shared_params(params, options.share)):
             if not key.startswith(HEAD) and key.removesuffix(LORA_A).removesuffix(LORA_B) not in federation.layer_of:
                 raise ConfigError(
                     f"--gram-by {options.gram_by} needs a layer of every parameter, and {key} is in none; take"

@@ -9,7 +9,7 @@ from atlas_fl.aggregation.strategies import Strategy as Strategy
 from atlas_fl.aggregation.strategies import StrategyOptions as StrategyOptions
 from atlas_fl.aggregation.strategies import atlas, atlas_no_laplacian, fedavg, fedavg_cluster, local
 from atlas_fl.aggregation.strategies import check_update as check_update
-from atlas_fl.errors import unknown
+from atlas_fl.errors import unknown_name
 
 STRATEGIES: dict[str, Callable[[StrategyOptions], Strategy]] = {
     "local": local,
@@ -37,5 +37,5 @@ def find_strategy(name: str, options: StrategyOptions) -> Strategy:
     """The strategy of this name or alias; raises ConfigError for an unknown name or options that contradict."""
     known = ALIASES.get(name, name)
     if known not in STRATEGIES:
-        raise unknown("strategy", name, [*STRATEGIES, *ALIASES])
+        raise unknown_name("strategy", name, [*STRATEGIES, *ALIASES])
     return STRATEGIES[known](options)

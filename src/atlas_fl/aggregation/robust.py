@@ -44,7 +44,7 @@ from atlas_fl.aggregation.strategies import (
     mixing_strategy,
 )
 from atlas_fl.errors import ProtocolError
-from atlas_fl.params import HEAD, LORA_A, LORA_B, ByClient, shared_part
+from atlas_fl.params import HEAD, LORA_A, LORA_B, ByClient, shared_params
 
 AT_ONCE = 2**20
 """Values of each client that are looked at together."""
@@ -58,7 +58,7 @@ def squared_distances(
     Without both factors in `share` the one that is there is compared by itself, padded with zeros to the longest rank.
     Raises ProtocolError where the clients hold different tensors.
     """
-    parts = [shared_part(models[client], share) for client in clients]
+    parts = [shared_params(models[client], share) for client in clients]
     keys = [key for key in (parts[0] if parts else {}) if key.startswith(HEAD) == head]
     total = np.zeros((len(clients), len(clients)))
     as_products = not head and {"A", "B"} <= set(share)

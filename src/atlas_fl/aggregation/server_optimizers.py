@@ -38,7 +38,7 @@ from atlas_fl.aggregation.strategies import (
     with_updates,
 )
 from atlas_fl.errors import ConfigError, ProtocolError
-from atlas_fl.params import HEAD, LORA_A, LORA_B, ByClient, Params, ServerState, lora_modules, shared_part
+from atlas_fl.params import HEAD, LORA_A, LORA_B, ByClient, Params, ServerState, lora_modules, shared_params
 
 SecondMoment: TypeAlias = Callable[[Tensor, Tensor, float], Tensor]
 """v_t from v_{t-1}, Delta_t^2 and beta_2."""
@@ -149,7 +149,7 @@ class _ServerStep:
 
     def run(self, cohort: Cohort) -> None:
         """The step of one cohort."""
-        shared = shared_part(self._after[cohort.members[0]], self._options.share)
+        shared = shared_params(self._after[cohort.members[0]], self._options.share)
         keys = [key for key, tensor in shared.items() if key.startswith(HEAD) == cohort.is_head and tensor.numel()]
         modules = lora_modules(dict.fromkeys(keys, torch.empty(0))) if self._options.space == "product" else []
         pairs = {module + end for module in modules for end in (LORA_A, LORA_B)}
@@ -229,7 +229,7 @@ def _check_ranks(name: str, options: StrategyOptions) -> Callable[[ByClient, Fed
         everyone = [True] * len(federation.clients)
         for cohort in cohorts(federation, everyone, options) if options.space == "factors" else ():
             first, *others = (federation.clients[k] for k in cohort.members)
-            factors = [key for key in shared_part(models[first], options.share) if key.endswith((LORA_A, LORA_B))]
+            factors = [key for key in shared_params(models[first], options.share) if key.endswith((LORA_A, LORA_B))]
             for key, other in ((key, other) for key in factors for other in others):
                 if key in models[other] and models[other][key].shape != models[first][key].shape:
                     raise ConfigError(

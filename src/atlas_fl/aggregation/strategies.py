@@ -33,7 +33,7 @@ from atlas_fl.aggregation.matrices import (
 )
 from atlas_fl.aggregation.mixing import Mixed, Reduce, check_mixing, mix
 from atlas_fl.aggregation.shared_adapters import pooled, with_shared
-from atlas_fl.errors import ConfigError, ProtocolError, unknown
+from atlas_fl.errors import ConfigError, ProtocolError, unknown_name
 from atlas_fl.params import HEAD, LORA_A, LORA_B, ByClient, Params, ServerState
 
 LARGEST = 1e18
@@ -372,11 +372,11 @@ def check_options(options: StrategyOptions) -> None:
         if not (np.isfinite(value) and value >= 0):
             raise ConfigError(f"{name} is {value}; it must be finite and 0 or more")
     if options.laplacian not in LAPLACIANS:
-        raise unknown("Laplacian", options.laplacian, LAPLACIANS)
+        raise unknown_name("Laplacian", options.laplacian, LAPLACIANS)
     if options.layer_weighting not in LAYER_WEIGHTINGS:
-        raise unknown("layer weighting", options.layer_weighting, LAYER_WEIGHTINGS)
+        raise unknown_name("layer weighting", options.layer_weighting, LAYER_WEIGHTINGS)
     if options.gram_by not in GRANULARITIES:
-        raise unknown("granularity", options.gram_by, GRANULARITIES)
+        raise unknown_name("granularity", options.gram_by, GRANULARITIES)
     check_mixing(options.share, options.space, options.align)
 
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from atlas_fl.aggregation.lora_product import fit, leading, stack_factors
-from atlas_fl.params import HEAD, LORA_A, LORA_B, PRIVATE, ByClient, Params, lora_modules, shared_part
+from atlas_fl.params import HEAD, LORA_A, LORA_B, PRIVATE, ByClient, Params, lora_modules, shared_params
 
 LEAST = 3
 """Clients of a cohort from which norms are compared."""
@@ -63,7 +63,7 @@ class Excess:
 
 def change_norms(before: Params, after: Params, how: Space) -> dict[str, float]:
     """The norms of what training has changed, by `BODY` and `HEADS`; only of what is shared, and has values here."""
-    shared = {key: tensor for key, tensor in shared_part(after, how.share).items() if tensor.numel()}
+    shared = {key: tensor for key, tensor in shared_params(after, how.share).items() if tensor.numel()}
     squares = {BODY: 0.0, HEADS: 0.0}
     pairs = lora_modules(shared) if how.space == "product" else []
     in_pairs = {module + end for module in pairs for end in (LORA_A, LORA_B)}
@@ -134,7 +134,7 @@ def scaled_change(before: Params, after: Params, how: Space, *, factors: Mapping
     of which the client's rank holds the best approximation.
     """
     new = dict(after)
-    pairs = lora_modules(shared_part(after, how.share)) if how.space == "product" else []
+    pairs = lora_modules(shared_params(after, how.share)) if how.space == "product" else []
     in_pairs = {module + end for module in pairs for end in (LORA_A, LORA_B)}
     for key in after.keys() - in_pairs - {PRIVATE}:
         factor = factors.get(HEADS if key.startswith(HEAD) else BODY, 1.0)

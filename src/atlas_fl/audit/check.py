@@ -58,7 +58,7 @@ from atlas_fl.audit.server_state import (
 from atlas_fl.errors import CheckpointError
 from atlas_fl.events import OnEvent, Progress, ignore
 from atlas_fl.params import HEAD, LORA_A, LORA_B, PRIVATE, digest
-from atlas_fl.storage.digests import faults, has_digests
+from atlas_fl.storage.digests import find_faults, has_digests
 from atlas_fl.storage.run_folder import RunFolder
 
 DECISIVE = {
@@ -165,7 +165,7 @@ def audit(run_dir: Path | str, others: Sequence[Path | str] = (), *, on_event: O
 
 def damaged_files(path: Path) -> Iterator[AuditRow]:
     """A row for every file of this run that is not what was written, by the digests that the run keeps."""
-    for file, fault in faults(RunFolder(path)):
+    for file, fault in find_faults(RunFolder(path)):
         name = file.relative_to(path).as_posix()
         detail = f"{name} is damaged: {fault}; restore it from a copy, or run again"
         yield AuditRow(run=path.name, round=0, client="", check="files", ok=False, detail=detail)

@@ -25,7 +25,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from atlas_fl.config import MixingConfig, load_config, validate
-from atlas_fl.errors import CheckpointError, ConfigError, shown
+from atlas_fl.errors import CheckpointError, ConfigError, short_repr
 
 
 def read_mask(path: Path) -> dict[str, Tensor]:
@@ -248,7 +248,7 @@ def open_run(path: Path) -> Run:
         raise CheckpointError(f"{path} holds no audited round; run it again with --audit")
     complete = (path / "summary.json").is_file()
     done = last_round(path, config) if complete else max(_numbers(path / "checkpoints"), default=0)
-    mask = read_mask(path) if settings.sparse.masked else None
+    mask = read_mask(path) if settings.sparse.has_mask else None
     return Run(
         path=path,
         config=config,
@@ -282,13 +282,13 @@ def _json(path: Path) -> Any:
 
 def _text(value: Any) -> str:
     if not isinstance(value, str):
-        raise TypeError(f"{shown(value)} is no name")
+        raise TypeError(f"{short_repr(value)} is no name")
     return value
 
 
 def _names(values: Any) -> tuple[str, ...]:
     if not isinstance(values, list):
-        raise TypeError(f"{shown(values)} is no list of names")
+        raise TypeError(f"{short_repr(values)} is no list of names")
     return tuple(_text(value) for value in values)
 
 
@@ -307,7 +307,7 @@ def read_plan(run: Run, name: str) -> Plan:
 
 def shown_error(error: Exception) -> str:
     """The error's kind and what it says, on one short line."""
-    return f"{type(error).__name__}({shown(str(error))})"
+    return f"{type(error).__name__}({short_repr(str(error))})"
 
 
 def _plan(content: Mapping[str, Any]) -> Plan:
@@ -341,7 +341,7 @@ def _plan(content: Mapping[str, Any]) -> Plan:
 
 def _count(value: Any) -> int:
     if type(value) is not int or value < 0:
-        raise ValueError(f"{shown(value)} is no whole number from 0")
+        raise ValueError(f"{short_repr(value)} is no whole number from 0")
     return value
 
 
@@ -367,7 +367,7 @@ def read_record(run: Run, round: int) -> Record:
     content = _json(path)
     try:
         if not PLAN_FILE.fullmatch(content["plan"]):
-            raise ValueError(f"{shown(content['plan'])} is no name of a plan's file")
+            raise ValueError(f"{short_repr(content['plan'])} is no name of a plan's file")
         return Record(
             participants=_names(content["participants"]),
             refused={client: str(why) for client, why in dict(content["refused"]).items()},
@@ -385,7 +385,7 @@ def read_record(run: Run, round: int) -> Record:
 
 def _finite(value: Any) -> float:
     if type(value) not in (int, float) or not math.isfinite(value):
-        raise ValueError(f"{shown(value)} is no finite number")
+        raise ValueError(f"{short_repr(value)} is no finite number")
     return float(value)
 
 

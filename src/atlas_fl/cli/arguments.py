@@ -28,8 +28,8 @@ from atlas_fl.config import Config, load_config, settings
 from atlas_fl.config.files import load_values
 from atlas_fl.config.presets import PRESETS, find_preset
 from atlas_fl.config.settings import field_docs, group_classes
-from atlas_fl.config.values import describe, from_words, inner_of, item_of, to_words
-from atlas_fl.errors import ConfigError, nearest, shown
+from atlas_fl.config.values import describe, from_words, item_kind, to_words, unwrap_optional
+from atlas_fl.errors import ConfigError, did_you_mean, short_repr
 
 ALIASES = {"--ablation": "--strategy", "--mode": "--preset"}
 """Flags of earlier programs and what they are called here."""
@@ -63,7 +63,7 @@ def split(args: Sequence[str]) -> tuple[Words, ...]:
     for word in args:
         if len(word) > LONGEST:
             flag, sign, value = word.partition("=") if is_flag(word) else (groups[-1].flag, "=", word)
-            told = f"{flag} has {shown(value)}" if flag and sign else f"there is {shown(word)}"
+            told = f"{flag} has {short_repr(value)}" if flag and sign else f"there is {short_repr(word)}"
             raise ConfigError(f"{told}; allowed: a word of at most {LONGEST:,} characters; shorten it")
         if not is_flag(word):
             last = groups[-1]
@@ -102,8 +102,8 @@ def check_flags(groups: Iterable[Words], *, known: Sequence[str], command: str) 
     """
     for group in groups:
         if group.flag and group.flag not in known:
-            hint = nearest(group.flag, known)
-            raise ConfigError(f"unknown flag {shown(group.flag)}{hint} see `{command} --help`")
+            hint = did_you_mean(group.flag, known)
+            raise ConfigError(f"unknown flag {short_repr(group.flag)}{hint} see `{command} --help`")
 
 
 def is_flag(word: str) -> bool:
@@ -192,10 +192,10 @@ def metavar(kind: Any) -> str | None:
     if get_origin(kind) is Literal:
         return "CHOICE"
     if get_origin(kind) is tuple:
-        item, size = item_of(kind)
+        item, size = item_kind(kind)
         name = metavar(item) or ""
         return " ".join([name] * size) if size else f"{name} ..."
-    return metavar(inner) if (inner := inner_of(kind)) is not None else _METAVARS.get(kind)
+    return metavar(inner) if (inner := unwrap_optional(kind)) is not None else _METAVARS.get(kind)
 
 
 def page(default: Any, *, command: str) -> str:
@@ -256,7 +256,7 @@ def _rows(found: Iterable[Argument]) -> list[tuple[str, str]]:
 def _choices(kind: Any) -> tuple[str, ...]:
     if get_origin(kind) is Literal:
         return get_args(kind)
-    return _choices(item_of(kind)[0]) if get_origin(kind) is tuple else ()
+    return _choices(item_kind(kind)[0]) if get_origin(kind) is tuple else ()
 
 
 DEFAULT_PRESET = "quick"
@@ -375,7 +375,7 @@ def _registry() -> ConstructorRegistry:
         kind: Any = info.type
         if (name := metavar(kind)) is None:
             return None
-        size = item_of(kind)[1] if get_origin(kind) is tuple else 1
+        size = item_kind(kind)[1] if get_origin(kind) is tuple else 1
         return PrimitiveConstructorSpec(
             nargs=size or "*",
             metavar=name,

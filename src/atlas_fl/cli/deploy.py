@@ -17,7 +17,7 @@ import tyro
 
 from atlas_fl.cli.arguments import Words, base_config, parse, split
 from atlas_fl.cli.display import going_on, show, show_progress
-from atlas_fl.config import Config, config_hash, mask_source, pinned, validate
+from atlas_fl.config import Config, config_hash, parse_mask_file, pin_mask_file, validate
 from atlas_fl.deployment.consent import Allowance, Consent
 from atlas_fl.errors import ConfigError
 
@@ -169,13 +169,13 @@ def _hash_of(config: Config, *, origin: str) -> str:
     Raises:
         ConfigError: the mask is not here, and the settings do not say its digest.
     """
-    path, digest = mask_source(config.sparse.mask_file)
+    path, digest = parse_mask_file(config.sparse.mask_file)
     if path is not None and digest is None and not Path(path).exists():
         raise ConfigError(
             f"{origin} names the mask {path}, which is not here to be compared with the server's; copy it here, give"
             " the config.toml of the server's run, which has the mask's digest, or leave --config out"
         )
-    return config_hash(pinned(config))
+    return config_hash(pin_mask_file(config))
 
 
 DAYS, TO = 365, "certs"

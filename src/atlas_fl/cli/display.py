@@ -16,7 +16,7 @@ from rich.progress import Progress as Bars
 
 from atlas_fl.config import differences, load_config, value_of
 from atlas_fl.config.values import to_words
-from atlas_fl.errors import printable
+from atlas_fl.errors import replace_unprintable
 from atlas_fl.events import Event, Note, OnEvent, PhaseStarted, Progress, RoundFinished
 from atlas_fl.report.format import human_bytes, number, seconds
 
@@ -87,7 +87,7 @@ def line_of(event: Event) -> str | None:
         # a round has a line of its own when it is over
         return None if event.name.startswith("round ") else f"{event.name} ..."
     if isinstance(event, Note):
-        return f"note: {printable(event.text)}"
+        return f"note: {replace_unprintable(event.text)}"
     if isinstance(event, RoundFinished):
         width = len(str(event.rounds))
         cost = f"{seconds(event.seconds)}, {human_bytes(event.bytes)}"

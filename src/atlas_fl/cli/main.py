@@ -13,7 +13,7 @@ from atlas_fl.cli import run as catalogue
 from atlas_fl.cli import run as fetch
 from atlas_fl.cli import sweep as search
 from atlas_fl.cli.arguments import table, wrapped
-from atlas_fl.errors import AtlasError, ConfigError, nearest, printable, shown
+from atlas_fl.errors import AtlasError, ConfigError, did_you_mean, replace_unprintable, short_repr
 
 FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO})
 """Errors of a disk that takes no more."""
@@ -110,7 +110,9 @@ def _dispatch(words: Sequence[str]) -> int:
         print(f"atlas {version('atlas-fl')}")
         return 0
     if first not in COMMANDS:
-        raise ConfigError(f"unknown command {shown(first)}{nearest(first, COMMANDS)} known: {', '.join(COMMANDS)}")
+        raise ConfigError(
+            f"unknown command {short_repr(first)}{did_you_mean(first, COMMANDS)} known: {', '.join(COMMANDS)}"
+        )
     return COMMANDS[first].run(words[1:])
 
 
@@ -125,5 +127,5 @@ def _wait_asleep() -> None:
 
 
 def _fail(message: str, code: int) -> int:
-    print(f"atlas: {printable(' '.join(message.split()))}", file=sys.stderr)
+    print(f"atlas: {replace_unprintable(' '.join(message.split()))}", file=sys.stderr)
     return code

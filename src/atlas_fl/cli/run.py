@@ -17,7 +17,7 @@ from rich.table import Table
 
 from atlas_fl.cli.arguments import base_config, check_target, holds_json, parse, split
 from atlas_fl.cli.display import going_on, show, show_progress
-from atlas_fl.config import Config, load_config, pinned, run_folder, validate
+from atlas_fl.config import Config, load_config, pin_mask_file, run_folder, validate
 from atlas_fl.errors import ConfigError
 from atlas_fl.events import OnEvent
 from atlas_fl.report.format import human_bytes
@@ -96,7 +96,7 @@ def plan(words: Sequence[str]) -> int:
     """Print the plan of what these words say; 0."""
     groups = split(words)
     options = parse(PlanOptions(settings=base_config(groups)), groups, command="atlas plan")
-    config = pinned(validate(options.settings))
+    config = pin_mask_file(validate(options.settings))
     check_target(
         options.to, example="plan.json", is_own=lambda path: holds_json(path, keys=("clients", "adjacency", "data"))
     )
@@ -126,7 +126,7 @@ def resume(words: Sequence[str]) -> int:
 
     if options.max_rounds is not None and options.max_rounds < 1:
         raise ConfigError(f"--max-rounds is {options.max_rounds}; allowed: at least 1; give more, or leave it out")
-    found = find_run(options.run, runs_dir=options.runs_dir, begun=True)
+    found = find_run(options.run, runs_dir=options.runs_dir, allow_unplanned=True)
     _carry_out(
         load_config(found.config),
         found.path,

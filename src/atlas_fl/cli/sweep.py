@@ -15,7 +15,7 @@ import tyro
 from atlas_fl.cli.arguments import Words, base_config, parse, split
 from atlas_fl.cli.display import going_on, show, show_progress
 from atlas_fl.config import Config, validate
-from atlas_fl.errors import SHOWN_CHARACTERS, ConfigError
+from atlas_fl.errors import MAX_REPR_CHARACTERS, ConfigError
 from atlas_fl.events import PhaseStarted
 from atlas_fl.experiment.sweep import (
     LAMBDA_SWEEP,
@@ -99,7 +99,7 @@ def _refuse(groups: Sequence[Words], flag: str, remedy: str) -> None:
     """Raise `ConfigError` for a flag of `atlas run` that many runs would each overwrite."""
     for group in groups:
         if group.flag == flag:
-            given = " ".join(group.values)[:SHOWN_CHARACTERS]
+            given = " ".join(group.values)[:MAX_REPR_CHARACTERS]
             raise ConfigError(f"{flag} {given} is for one run, and these are several; {remedy}")
 
 

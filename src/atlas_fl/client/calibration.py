@@ -31,7 +31,7 @@ from atlas_fl.models.backbone import head_logits
 from atlas_fl.models.tokenization import EncodedExamples
 from atlas_fl.models.vision import image_logits, preprocess
 from atlas_fl.params import HEAD, Params
-from atlas_fl.rng import generator, seed_of
+from atlas_fl.rng import derive_seed, generator
 from atlas_fl.sparse.fisher import draw_label, fisher_scores, label_uniforms
 
 GRAM, CROSS = "gram", "cross"
@@ -153,7 +153,7 @@ def _image_squares(batch: EncodedExamples, params: Params, job: Job, site: Site)
         inputs=preprocess(site.vision, batch.pixels),
         labels=options.labels,
         targets=torch.from_numpy(batch.labels) if options.labels == "true" else None,
-        seed=seed_of(options.seed, "sensitivity", job.client),
+        seed=derive_seed(options.seed, "sensitivity", job.client),
     ).sums
 
 
@@ -162,7 +162,7 @@ def _text_squares(batch: EncodedExamples, params: Params, job: Job, site: Site) 
     options: SensitivityOptions = job.options
     leaves = {name: params[name].detach().requires_grad_() for name in options.names}
     sums = {name: torch.zeros_like(leaf, dtype=torch.float64) for name, leaf in leaves.items()}
-    draws = label_uniforms(seed_of(options.seed, "sensitivity", job.client), range(len(batch)))
+    draws = label_uniforms(derive_seed(options.seed, "sensitivity", job.client), range(len(batch)))
     for index in range(len(batch)):
         row = make_row([batch.take(np.array([index]))], device=site.backbone.device)
         with torch.enable_grad(), forward(row, [{**params, **leaves}], site) as (logits,):

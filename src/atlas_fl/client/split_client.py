@@ -63,7 +63,7 @@ from atlas_fl.params import Params
 from atlas_fl.split.channel import NORMS, Cut, CutChannel
 from atlas_fl.split.codec import ROWS, read_message
 from atlas_fl.split.model import client_forward
-from atlas_fl.storage.tensors import encode
+from atlas_fl.storage.tensors import encode_tensors
 
 
 class Far(Protocol):
@@ -105,7 +105,7 @@ class Crossing:
             if member.options.clip > 0:
                 own = member.norms()
                 norms = joined_norms(own, self._others(got, place, own), self.places)
-                self.closing[f"{place}/control"] = encode({NORMS: own})
+                self.closing[f"{place}/control"] = encode_tensors({NORMS: own})
             member.step(done, norms=norms)
 
     def _others(self, got: Payloads, place: int, own: Tensor) -> Tensor:
@@ -127,7 +127,7 @@ class Crossing:
             own = hidden[row.segments[k].start : row.segments[k].stop]
             sent[f"{place}/activation"] = self.lines[place].encode_up(own, "activation", extra=beside)
             if labels:
-                sent[f"{place}/label"] = encode({"labels": row.labels[k]})
+                sent[f"{place}/label"] = encode_tensors({"labels": row.labels[k]})
         return sent
 
     def _head_here(
@@ -222,7 +222,7 @@ def gradients_below(job: Job, site: Site, crossing: Crossing) -> Update:
             losses += [] if loss is None else [float(loss)]
         if totals:
             parts = parts_of(averaged(totals, kind=options.kind), options)
-            closing[f"{half}/fingerprint"] = encode(parts_message(list(parts.values())))
+            closing[f"{half}/fingerprint"] = encode_tensors(parts_message(list(parts.values())))
     crossing.closing = closing
     metrics = {"loss": float(np.mean(losses))} if losses else {}
     return Update(client=job.client, params=job.params, examples=0, metrics=metrics)
@@ -236,7 +236,7 @@ def importance_below(job: Job, site: Site, crossing: Crossing) -> Update:
     for done, row in enumerate(half_rows(job, site, half=0, count=options.batches)):
         gradients = _measured(row, site, leaves, head, crossing, done)[1]
         sums.append(layer_sums(gradients, leaves, site, kind=options.kind))
-    crossing.closing = {"0/fingerprint": encode(sums_message(sums))}
+    crossing.closing = {"0/fingerprint": encode_tensors(sums_message(sums))}
     return Update(client=job.client, params={}, examples=0, metrics={})
 
 
@@ -320,7 +320,7 @@ def _agreed(options: FingerprintOptions, done: int, live: Mapping[int, Params], 
 
 def _parts(models: Mapping[int, Params], options: FingerprintOptions) -> dict[str, bytes]:
     return {
-        f"{half}/fingerprint": encode(parts_message(list(delta_parts(own, options).values())))
+        f"{half}/fingerprint": encode_tensors(parts_message(list(delta_parts(own, options).values())))
         for half, own in models.items()
     }
 

@@ -58,7 +58,7 @@ from atlas_fl.params import LORA_B, Params
 from atlas_fl.split.channel import Cut
 from atlas_fl.split.codec import encode_rows
 from atlas_fl.split.model import server_forward
-from atlas_fl.storage.tensors import encode
+from atlas_fl.storage.tensors import encode_tensors
 
 
 class Above:
@@ -357,7 +357,7 @@ class WarmingHalf:
     def answer(self, question: Question, found: Sequence[Read]) -> dict[str, bytes]:
         """What each half answers, or whether they agree."""
         if question.what == "agree":
-            return {"0/control": self.side.sent(encode(verdict(self._agreed)), "control")}
+            return {"0/control": self.side.sent(encode_tensors(verdict(self._agreed)), "control")}
         active, answer = [half for half in self._halves if half.steps], dict[str, bytes]()
         for half, entry, read in zip(active, question.entries, found, strict=True):
             answer |= half.answer(Question(half=half, what=question.what, entries=(entry,)), (read,))

@@ -45,7 +45,7 @@ from atlas_fl.split.channel import NORMS
 from atlas_fl.split.codec import ROWS, encode_rows, read_message
 from atlas_fl.split.model import select_client_side
 from atlas_fl.storage.ledger import Direction, Kind
-from atlas_fl.storage.tensors import encode
+from atlas_fl.storage.tensors import encode_tensors
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -484,7 +484,7 @@ class TrainingHalf:
         if entry.rows.grad is not None:
             answer[f"{self._place}/gradient"] = side.sent(encode_rows(entry.rows.grad, wire=wire), "gradient")
         if self._member.options.clip > 0:
-            answer[f"{self._place}/control"] = side.sent(encode({NORMS: self._member.norms()}), "control")
+            answer[f"{self._place}/control"] = side.sent(encode_tensors({NORMS: self._member.norms()}), "control")
         return answer
 
     def step(self, payloads: Payloads) -> None:

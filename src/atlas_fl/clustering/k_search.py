@@ -40,7 +40,7 @@ from atlas_fl.clustering.sketch import (
     reliability,
     unit_rows,
 )
-from atlas_fl.rng import generator, seed_of
+from atlas_fl.rng import derive_seed, generator
 
 KTableRow: TypeAlias = dict[str, Any]
 """One line of the k table; a score that is not defined at this k is None."""
@@ -105,7 +105,7 @@ def k_means(points: np.ndarray, k: int, *, seed: int, num_starts: int = 10) -> t
     """Labels (n,) and the sum of squared distances to the centres, from the best of several starts."""
     if k == 1:
         return np.zeros(len(points), dtype=np.int64), float(np.square(points - points.mean(axis=0)).sum())
-    model = KMeans(k, n_init=num_starts, random_state=seed_of(seed, "k-means", k) % 2**32).fit(points)
+    model = KMeans(k, n_init=num_starts, random_state=derive_seed(seed, "k-means", k) % 2**32).fit(points)
     return model.labels_.astype(np.int64), float(model.inertia_)
 
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 from scipy.optimize import linear_sum_assignment
 
-from atlas_fl.errors import ConfigError, unknown
+from atlas_fl.errors import ConfigError, unknown_name
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,7 +54,7 @@ def check_clustering_settings(settings: ClusteringSettings, *, methods: Collecti
     if settings.clusters != "auto" and not (settings.clusters.isdecimal() and int(settings.clusters) > 0):
         raise ConfigError(f"clusters {settings.clusters!r} is neither auto nor a positive number")
     if settings.cluster_by not in methods:
-        raise unknown("cluster_by", settings.cluster_by, methods)
+        raise unknown_name("cluster_by", settings.cluster_by, methods)
     low, high = settings.k_range
     if not 2 <= low <= high:
         raise ConfigError(f"k_range {low} {high} is empty; it needs 2 <= smallest <= largest")

@@ -21,7 +21,7 @@ import torch
 from sklearn.decomposition import IncrementalPCA
 
 from atlas_fl.errors import ConfigError, DataError
-from atlas_fl.rng import seed_of
+from atlas_fl.rng import derive_seed
 
 CHUNK = 1 << 18
 """Coordinates that are hashed at once: 2 MB of scratch for each array, however large the tensor."""
@@ -46,7 +46,7 @@ def sketch_parts(tensors: Mapping[str, torch.Tensor], *, dim: int, seed: int) ->
     if dim < 2:
         raise ConfigError(f"sketch_dim {dim} is too small; at least 2, 1024 is usual")
     return {
-        key: _unit_sketch(key, tensor, dim=dim, seed=seed_of(seed, "sketch", key, tensor.numel()))
+        key: _unit_sketch(key, tensor, dim=dim, seed=derive_seed(seed, "sketch", key, tensor.numel()))
         for key, tensor in tensors.items()
     }
 

@@ -7,11 +7,11 @@ sees them: it gets the numbers that it needs.
 from atlas_fl.config.files import load_config as load_config
 from atlas_fl.config.files import parse_config as parse_config
 from atlas_fl.config.files import to_toml as to_toml
-from atlas_fl.config.identity import check_pins as check_pins
+from atlas_fl.config.identity import check_mask_file as check_mask_file
 from atlas_fl.config.identity import config_hash as config_hash
 from atlas_fl.config.identity import differences as differences
-from atlas_fl.config.identity import identity as identity
-from atlas_fl.config.identity import pinned as pinned
+from atlas_fl.config.identity import identity_settings as identity_settings
+from atlas_fl.config.identity import pin_mask_file as pin_mask_file
 from atlas_fl.config.identity import run_folder as run_folder
 from atlas_fl.config.schema import AttackConfig as AttackConfig
 from atlas_fl.config.schema import ClusteringConfig as ClusteringConfig
@@ -27,8 +27,8 @@ from atlas_fl.config.schema import ServerConfig as ServerConfig
 from atlas_fl.config.schema import SparseConfig as SparseConfig
 from atlas_fl.config.schema import SplitConfig as SplitConfig
 from atlas_fl.config.schema import TrainingConfig as TrainingConfig
-from atlas_fl.config.schema import arrivals as arrivals
-from atlas_fl.config.schema import mask_source as mask_source
+from atlas_fl.config.schema import parse_arrivals as parse_arrivals
+from atlas_fl.config.schema import parse_mask_file as parse_mask_file
 from atlas_fl.config.settings import Setting as Setting
 from atlas_fl.config.settings import settings as settings
 from atlas_fl.config.settings import value_of as value_of

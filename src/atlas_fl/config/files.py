@@ -19,17 +19,17 @@ import tomlkit
 from yaml import MappingNode, Node, SafeLoader, ScalarNode, YAMLError, compose
 
 from atlas_fl.config.schema import Config
-from atlas_fl.config.settings import Setting, from_values, group_classes, settings, unknown_setting, value_of
-from atlas_fl.config.values import NONE, describe, read, wrong_kind
-from atlas_fl.errors import ConfigError, shown, unknown
+from atlas_fl.config.settings import Setting, group_classes, replace_settings, settings, unknown_setting, value_of
+from atlas_fl.config.values import NONE, convert_value, describe, wrong_kind
+from atlas_fl.errors import ConfigError, short_repr, unknown_name
 from atlas_fl.storage.files import check_regular
 
-_KNOWN = frozenset(
+_STANDARD_TAGS = frozenset(
     f"tag:yaml.org,2002:{kind}"
     for kind in ("map", "seq", "str", "null", "bool", "int", "float", "timestamp", "merge", "value")
 )
 """Tags that PyYAML itself gives to what has none."""
-_PLAIN: tuple[tuple[re.Pattern[str], Callable[[str], Any]], ...] = (
+_UNQUOTED_SCALARS: tuple[tuple[re.Pattern[str], Callable[[str], Any]], ...] = (
     (re.compile(r"null|Null|NULL|~|"), lambda _: None),
     (re.compile(r"true|True|TRUE|false|False|FALSE"), lambda text: text.lower() == "true"),
     (re.compile(r"[-+]?[0-9]+"), int),
@@ -49,40 +49,42 @@ def read_yaml(text: str) -> Any:
         root = compose(text, Loader=SafeLoader)
     except YAMLError as error:
         raise ValueError(str(error)) from None
-    return None if root is None else _node_value(root, {})
+    return None if root is None else _read_node(root, {})
 
 
-def _node_value(node: Node, made: dict[int, Any]) -> Any:
+def _read_node(node: Node, cache: dict[int, Any]) -> Any:
     """What a node says; one that several aliases name is read once, so that no short text means a huge value."""
-    if id(node) not in made:
-        if node.tag not in _KNOWN:
+    if id(node) not in cache:
+        if node.tag not in _STANDARD_TAGS:
             raise ValueError(f"line {node.start_mark.line + 1}: the tag {node.tag} means nothing here")
-        made[id(node)] = _scalar(node) if isinstance(node, ScalarNode) else _collection(node, made)
-    return made[id(node)]
+        cache[id(node)] = _read_scalar(node) if isinstance(node, ScalarNode) else _read_collection(node, cache)
+    return cache[id(node)]
 
 
-def _collection(node: Node, made: dict[int, Any]) -> Any:
+def _read_collection(node: Node, cache: dict[int, Any]) -> Any:
     if not isinstance(node, MappingNode):
-        return [_node_value(part, made) for part in node.value]
-    found: dict[str, Any] = {}
+        return [_read_node(part, cache) for part in node.value]
+    mapping: dict[str, Any] = {}
     for key, value in node.value:
         line = f"line {key.start_mark.line + 1}"
         if not isinstance(key, ScalarNode):
             raise ValueError(f"{line}: a key is no word")
-        if key.value in found:
+        if key.value in mapping:
             raise ValueError(f"{line}: {key.value!r} stands there twice")
-        found[key.value] = _node_value(value, made)
-    return found
+        mapping[key.value] = _read_node(value, cache)
+    return mapping
 
 
-def _scalar(node: ScalarNode) -> Any:
+def _read_scalar(node: ScalarNode) -> Any:
     text = str(node.value)
     if node.style is not None:  # in quotes, or a block
         return text
     try:
-        return next((read(text) for pattern, read in _PLAIN if pattern.fullmatch(text)), text)
+        return next((convert(text) for pattern, convert in _UNQUOTED_SCALARS if pattern.fullmatch(text)), text)
     except ValueError:  # Python reads no whole number of more than 4,300 digits
-        raise ValueError(f"line {node.start_mark.line + 1}: {shown(text)} is more than anything here can be") from None
+        raise ValueError(
+            f"line {node.start_mark.line + 1}: {short_repr(text)} is more than anything here can be"
+        ) from None
 
 
 WORD_OR_NUMBER = frozenset({"clusters", "ranks", "split", "nc"})
@@ -90,7 +92,7 @@ WORD_OR_NUMBER = frozenset({"clusters", "ranks", "split", "nc"})
 
 
 @dataclass(frozen=True, kw_only=True)
-class Form:
+class FileFormat:
     """A form in which settings are written."""
 
     name: str
@@ -109,9 +111,9 @@ def _read_toml(text: str) -> dict[str, Any]:
         raise ValueError("a number of thousands of digits is more than anything here can be") from None
 
 
-TOML = Form(name="TOML", parse=_read_toml, table="[{}]")
-YAML = Form(name="YAML", parse=read_yaml, table="{}:")
-FORMS: Mapping[str, Form] = {".yaml": YAML, ".yml": YAML}
+TOML = FileFormat(name="TOML", parse=_read_toml, table="[{}]")
+YAML = FileFormat(name="YAML", parse=read_yaml, table="{}:")
+FORMATS: Mapping[str, FileFormat] = {".yaml": YAML, ".yml": YAML}
 """The form of a file by its ending; TOML where there is none."""
 
 
@@ -124,7 +126,7 @@ def load_config(path: str | Path, *, base: Config | None = None) -> Config:
         ConfigError: the file cannot be read or is of neither form, holds an unknown table or key (the message has the
             nearest), or a value of the wrong type.
     """
-    return from_values(load_values(path), base=base or Config())
+    return replace_settings(load_values(path), base=base or Config())
 
 
 def load_values(path: str | Path) -> dict[str, Any]:
@@ -133,8 +135,8 @@ def load_values(path: str | Path) -> dict[str, Any]:
     Raises:
         ConfigError: as `load_config`.
     """
-    form = FORMS.get(Path(path).suffix.lower(), TOML)
-    return _values(_parsed(Path(path), form), path, form=form)
+    file_format = FORMATS.get(Path(path).suffix.lower(), TOML)
+    return _read_tables(_parse_file(Path(path), file_format), path, file_format=file_format)
 
 
 def parse_config(text: str, *, origin: str) -> Config:
@@ -143,21 +145,21 @@ def parse_config(text: str, *, origin: str) -> Config:
         tables = _read_toml(text)
     except (ValueError, RecursionError) as error:
         raise ConfigError(f"{origin} is no TOML ({' '.join(str(error).split())})") from None
-    return from_values(_values(tables, origin), base=Config())
+    return replace_settings(_read_tables(tables, origin), base=Config())
 
 
-def _values(tables: Mapping[str, Any], path: str | Path, *, form: Form = TOML) -> dict[str, Any]:
+def _read_tables(tables: Mapping[str, Any], path: str | Path, *, file_format: FileFormat = TOML) -> dict[str, Any]:
     values: dict[str, Any] = {}
     for group, table in tables.items():
-        if (own := settings().get(group)) is not None and group not in group_classes():
-            begun = form.table.format(own.group)
-            raise ConfigError(f"{path}: {group} stands outside of all tables; it belongs below {begun}; move it there")
+        if (setting := settings().get(group)) is not None and group not in group_classes():
+            header = file_format.table.format(setting.group)
+            raise ConfigError(f"{path}: {group} stands outside of all tables; it belongs below {header}; move it there")
         if group not in group_classes():
-            raise unknown(f"table in {path}:", group, group_classes())
+            raise unknown_name(f"table in {path}:", group, group_classes())
         if not isinstance(table, Mapping):
-            begun = form.table.format(group)
-            raise ConfigError(f"{path}: {group} is no table; write {begun} on a line of its own, its settings below")
-        values |= {key: _value(path, group, key, value) for key, value in table.items()}
+            header = file_format.table.format(group)
+            raise ConfigError(f"{path}: {group} is no table; write {header} on a line of its own, its settings below")
+        values |= {key: _read_value(path, group, key, value) for key, value in table.items()}
     return values
 
 
@@ -170,27 +172,29 @@ def to_toml(config: Config) -> str:
     for group, cls in group_classes().items():
         lines += ["", "", f"# {(cls.__doc__ or '').strip()}", f"[{group}]"]
         for setting in (setting for setting in settings().values() if setting.group == group):
-            lines += _entry(setting, value_of(config, setting.name))
+            lines += _setting_lines(setting, value_of(config, setting.name))
     return "\n".join(lines) + "\n"
 
 
-def _parsed(path: Path, form: Form) -> dict[str, Any]:
+def _parse_file(path: Path, file_format: FileFormat) -> dict[str, Any]:
     try:
         check_regular(path)
-        found = form.parse(path.read_text(encoding="utf-8"))
+        tables = file_format.parse(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError(f"cannot read {path} ({error.strerror}); give the path of a TOML or YAML file") from None
     except (ValueError, RecursionError) as error:
         reason = " ".join(str(error).split())
-        raise ConfigError(f"{path} is no {form.name} ({reason}); mend that line, or leave the file out") from None
-    if not isinstance(found, dict | None):
-        begun = form.table.format("training")
-        raise ConfigError(f"{path} holds no tables; write {begun} on a line of its own, its settings below")
+        raise ConfigError(
+            f"{path} is no {file_format.name} ({reason}); mend that line, or leave the file out"
+        ) from None
+    if not isinstance(tables, dict | None):
+        header = file_format.table.format("training")
+        raise ConfigError(f"{path} holds no tables; write {header} on a line of its own, its settings below")
     # YAML has nothing where all that stands below is commented out
-    return {group: {} if table is None else table for group, table in (found or {}).items()}
+    return {group: {} if table is None else table for group, table in (tables or {}).items()}
 
 
-def _value(path: str | Path, group: str, key: str, value: object) -> Any:
+def _read_value(path: str | Path, group: str, key: str, value: object) -> Any:
     setting = settings().get(key)
     if setting is None:
         raise unknown_setting(key, where=str(path))
@@ -199,18 +203,18 @@ def _value(path: str | Path, group: str, key: str, value: object) -> Any:
     if key in WORD_OR_NUMBER and type(value) is int:
         value = str(value)
     try:
-        return read(value, setting.kind)
+        return convert_value(value, setting.kind)
     except ValueError:
         raise wrong_kind(f"{path}: {key}", value, setting.kind) from None
 
 
-def _entry(setting: Setting, value: Any) -> Iterator[str]:
+def _setting_lines(setting: Setting, value: Any) -> Iterator[str]:
     is_choice = "one of" in (words := describe(setting.kind))
     yield f"# {setting.help}" + (f" ({words})" if is_choice else "")
-    yield f"{setting.name} = {tomlkit.item(_plain(value)).as_string()}"
+    yield f"{setting.name} = {tomlkit.item(_to_toml_value(value)).as_string()}"
 
 
-def _plain(value: Any) -> Any:
+def _to_toml_value(value: Any) -> Any:
     if isinstance(value, tuple):
-        return [_plain(part) for part in value]
+        return [_to_toml_value(part) for part in value]
     return NONE if value is None else value

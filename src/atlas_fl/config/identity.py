@@ -14,7 +14,7 @@ from hashlib import file_digest, sha256
 from pathlib import Path
 from typing import Any
 
-from atlas_fl.config.schema import Config, mask_source
+from atlas_fl.config.schema import Config, parse_mask_file
 from atlas_fl.config.settings import settings, value_of
 from atlas_fl.errors import CheckpointError, ConfigError
 from atlas_fl.storage.files import check_regular
@@ -29,43 +29,45 @@ SESSION = frozenset(
 """Settings that change no number of a run: where it lies, how long it goes on today, what is kept and told of it, and
 how many processes train it."""
 
-LATER = frozenset(
+ADDED_LATER = frozenset(
     {"topology", "arrive", "patience", "min_delta", "server_adapters", "trainable", "optimizer", "proximal_mu"}
 )
-LATER_GROUPS = frozenset({"images", "sparse", "robust", "server", "attack"})
+GROUPS_ADDED_LATER = frozenset({"images", "sparse", "robust", "server", "attack"})
 """Settings that are younger than runs: at their default they are no part of the identity, and older runs stay the same
 runs."""
 
-ONCE_WHOLE = frozenset({"samples", "validation_samples", "test_samples"})
+FORMERLY_INTEGERS = frozenset({"samples", "validation_samples", "test_samples"})
 """Settings that were whole numbers before they could be none: the hash takes them as such, and older runs stay the same
 runs."""
 
 
-def identity(config: Config) -> dict[str, Any]:
-    """The settings that make a run what it is, by name: all but those of the session, and of `LATER` what was set."""
-    default = _numbers(Config())
-    found = _numbers(config)
-    return {name: value for name, value in found.items() if not _is_later(name) or value != default[name]}
+def identity_settings(config: Config) -> dict[str, Any]:
+    """The settings that make a run what it is, by name: all but `SESSION`, and of `ADDED_LATER` what was set."""
+    defaults = _hashed_values(Config())
+    values = _hashed_values(config)
+    return {name: value for name, value in values.items() if not _is_added_later(name) or value != defaults[name]}
 
 
-def _is_later(name: str) -> bool:
-    return name in LATER or settings()[name].group in LATER_GROUPS
+def _is_added_later(name: str) -> bool:
+    return name in ADDED_LATER or settings()[name].group in GROUPS_ADDED_LATER
 
 
-def _numbers(config: Config) -> dict[str, Any]:
-    kinds = {name: int if name in ONCE_WHOLE else settings()[name].kind for name in settings() if name not in SESSION}
-    found = {name: _plain(value_of(config, name), kind) for name, kind in kinds.items()}
-    path, digest = mask_source(config.sparse.mask_file)
-    return {**found, "mask_file": path if digest is None else f"sha256={digest}"}  # its content, wherever it lies
+def _hashed_values(config: Config) -> dict[str, Any]:
+    kinds = {
+        name: int if name in FORMERLY_INTEGERS else settings()[name].kind for name in settings() if name not in SESSION
+    }
+    values = {name: _normalize_number(value_of(config, name), kind) for name, kind in kinds.items()}
+    path, digest = parse_mask_file(config.sparse.mask_file)
+    return {**values, "mask_file": path if digest is None else f"sha256={digest}"}  # its content, wherever it lies
 
 
 def config_hash(config: Config) -> str:
     """Sixteen hexadecimal digits that depend on every setting but those of the session.
 
     Equal configs have equal hashes on every machine; a setting that a new version adds changes all of them, but for
-    those of `LATER`.
+    those of `ADDED_LATER`.
     """
-    text = json.dumps(identity(config), sort_keys=True)
+    text = json.dumps(identity_settings(config), sort_keys=True)
     return sha256(text.encode()).hexdigest()[:16]
 
 
@@ -74,7 +76,7 @@ def differences(first: Config, second: Config) -> dict[str, tuple[Any, Any]]:
 
     It is empty if and only if the hashes are equal, and says what to mend where they are not.
     """
-    left, right = _numbers(first), _numbers(second)
+    left, right = _hashed_values(first), _hashed_values(second)
     return {name: (value_of(first, name), value_of(second, name)) for name in left if left[name] != right[name]}
 
 
@@ -91,44 +93,44 @@ def run_folder(config: Config) -> RunFolder:
     return RunFolder(Path(run.runs_dir) / name)
 
 
-def _plain(value: Any, kind: Any) -> Any:
+def _normalize_number(value: Any, kind: Any) -> Any:
     # 1 and 1.0, and the two zeros, are equal but are written differently.
     is_number = type(value) in (int, float) and kind is not int
     return float(value) + 0.0 if is_number else value
 
 
-def pinned(config: Config) -> Config:
+def pin_mask_file(config: Config) -> Config:
     """The same config with the digest of what lies in its `--mask-file`, if it has one.
 
     Raises:
         CheckpointError: the file is not there or cannot be read.
         ConfigError: it has another digest than the config says.
     """
-    check_pins(config)
-    path, digest = mask_source(config.sparse.mask_file)
+    check_mask_file(config)
+    path, digest = parse_mask_file(config.sparse.mask_file)
     if path is None or digest is not None:
         return config
-    return replace(config, sparse=replace(config.sparse, mask_file=f"{path}#sha256={_digest_of(path)}"))
+    return replace(config, sparse=replace(config.sparse, mask_file=f"{path}#sha256={_mask_file_digest(path)}"))
 
 
-def check_pins(config: Config) -> None:
+def check_mask_file(config: Config) -> None:
     """Nothing where the file has the content that the config says, is gone, or its content is not said.
 
     Raises:
         ConfigError: it has another.
         CheckpointError: it cannot be read.
     """
-    path, digest = mask_source(config.sparse.mask_file)
+    path, digest = parse_mask_file(config.sparse.mask_file)
     if path is None or digest is None or not Path(path).exists():
         return
-    if (found := _digest_of(path)) != digest:
+    if (actual := _mask_file_digest(path)) != digest:
         raise ConfigError(
-            f"--mask-file {path} was altered: its SHA-256 begins with {found}, and the run's mask with {digest};"
+            f"--mask-file {path} was altered: its SHA-256 begins with {actual}, and the run's mask with {digest};"
             " restore the file, or begin another run with it"
         )
 
 
-def _digest_of(path: str) -> str:
+def _mask_file_digest(path: str) -> str:
     try:
         check_regular(Path(path))
         with Path(path).open("rb") as file:

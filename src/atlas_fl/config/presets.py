@@ -15,7 +15,7 @@ from atlas_fl.config import (
     SparseConfig,
     TrainingConfig,
 )
-from atlas_fl.errors import unknown
+from atlas_fl.errors import unknown_name
 
 
 def quick() -> Config:
@@ -152,5 +152,5 @@ def find_preset(name: str) -> Config:
         ConfigError: there is none of this name; the message has the nearest.
     """
     if name not in PRESETS:
-        raise unknown("preset", name, PRESETS)
+        raise unknown_name("preset", name, PRESETS)
     return PRESETS[name]()

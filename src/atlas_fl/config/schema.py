@@ -24,7 +24,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from atlas_fl.config.values import mistake, whole_number
+from atlas_fl.config.values import invalid_value, parse_integer
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,7 +68,7 @@ class DataConfig:
     are by then; may be repeated."""
 
 
-def arrivals(words: Sequence[str]) -> Mapping[str, int]:
+def parse_arrivals(words: Sequence[str]) -> Mapping[str, int]:
     """The round before which each client joins that `--arrive` names.
 
     >>> dict(arrivals(("movie-1=3",)))
@@ -77,14 +77,14 @@ def arrivals(words: Sequence[str]) -> Mapping[str, int]:
     Raises:
         ConfigError: a word is no `client=round` with a round from 2, or a client stands there twice.
     """
-    found: dict[str, int] = {}
+    round_by_client: dict[str, int] = {}
     for word in words:
         name, _, text = word.rpartition("=")
-        number = whole_number(text) or 0
-        if not name or name in found or number < 2:
-            raise mistake("--arrive", word, "client=round with a round from 2, each client once")
-        found[name] = number
-    return found
+        number = parse_integer(text) or 0
+        if not name or name in round_by_client or number < 2:
+            raise invalid_value("--arrive", word, "client=round with a round from 2, each client once")
+        round_by_client[name] = number
+    return round_by_client
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -131,7 +131,7 @@ class TrainingConfig:
 
 
 NONE, AUTO = "none", "auto"
-EVERY = "*"
+WILDCARD = "*"
 """Stands for everyone who is not named."""
 
 
@@ -163,7 +163,7 @@ class SplitConfig:
 
 
 def cuts_by_name(text: str) -> Mapping[str, str]:
-    """What `--split` says: `none`, `auto` or a number by the name of a client, task or device, or by `EVERY`.
+    """What `--split` says: `none`, `auto` or a number by the name of a client, task or device, or by `WILDCARD`.
 
     >>> dict(cuts_by_name("cpu_2gb=2,movie=auto"))
     {'*': 'none', 'cpu_2gb': '2', 'movie': 'auto'}
@@ -172,29 +172,33 @@ def cuts_by_name(text: str) -> Mapping[str, str]:
         ConfigError: a word is none of these, or a name stands there twice.
     """
     if "=" not in text:
-        return {EVERY: _checked(text, text)}
-    found = {EVERY: NONE}
+        return {WILDCARD: _check_cut(text, text)}
+    cuts = {WILDCARD: NONE}
     for part in text.split(","):
         name, sign, word = (piece.strip() for piece in part.partition("="))
-        if not sign or not name or name in found:
-            raise mistake("--split", text, "none, auto, a number, or name=word with commas between and each name once")
-        found[name] = _checked(word, text)
-    return found
+        if not sign or not name or name in cuts:
+            raise invalid_value(
+                "--split", text, "none, auto, a number, or name=word with commas between and each name once"
+            )
+        cuts[name] = _check_cut(word, text)
+    return cuts
 
 
-def cut_word(text: str, *, client: str, task: str, device: str) -> str:
+def cut_setting(text: str, *, client: str, task: str, device: str) -> str:
     """What `--split` says for this client: by its own name, else its task's, else its device's.
 
-    >>> cut_word("cpu_2gb=2,movie=auto", client="movie-0", task="movie", device="cpu_2gb")
+    >>> cut_setting("cpu_2gb=2,movie=auto", client="movie-0", task="movie", device="cpu_2gb")
     'auto'
     """
     words = cuts_by_name(text)
-    return next(words[name] for name in (client, task, device, EVERY) if name in words)
+    return next(words[name] for name in (client, task, device, WILDCARD) if name in words)
 
 
-def _checked(word: str, text: str) -> str:
-    if word not in (NONE, AUTO) and not (whole_number(word) or 0) >= 1:
-        raise mistake("--split", text, "none, auto or a number of blocks from 1, or name=word with commas between")
+def _check_cut(word: str, text: str) -> str:
+    if word not in (NONE, AUTO) and not (parse_integer(word) or 0) >= 1:
+        raise invalid_value(
+            "--split", text, "none, auto or a number of blocks from 1, or name=word with commas between"
+        )
     return word
 
 
@@ -255,15 +259,15 @@ class AttackConfig:
 
 
 WHOLE = "whole"
-OF_WHOLE = frozenset({"frozen_blocks", "ridge", "carry_momentum"})
+FULL_MODEL_SETTINGS = frozenset({"frozen_blocks", "ridge", "carry_momentum"})
 """Settings of images that adapters have no use for."""
 OF_IMAGES = frozenset({"tune", "nc", "validation_share", "image_size", "head_first", "ridge", "crop", "flip"})
 """Settings of images that texts have no use for."""
 OF_SGD = frozenset({"momentum", "nesterov"})
 """Settings of SGD, whatever it trains."""
-OF_ADAPTERS = frozenset({"targets", "lora_alpha", "rslora", "init_adapter", "gradient_checkpointing"})
+ADAPTER_SETTINGS = frozenset({"targets", "lora_alpha", "rslora", "init_adapter", "gradient_checkpointing"})
 """Settings of the model that whole models have no use for."""
-EVENLY = "iid"
+ALL_CLASSES = "iid"
 """What `nc` says where every client has all classes."""
 
 
@@ -274,7 +278,7 @@ class ImagesConfig:
     tune: Literal["whole", "lora"] = "whole"
     """What trains of image models: `whole` is `--trainable full`, `lora` is `--trainable lora`, which comes first where
     it is given."""
-    nc: str = EVENLY
+    nc: str = ALL_CLASSES
     """Classes of each client of an image task: `iid` (all of them), or a number."""
     validation_share: float | None = None
     """Share of a data set's training images that becomes its validation split, where it brings none; a fifth, and at
@@ -330,12 +334,12 @@ class SparseConfig:
     """Labels of the Fisher information: drawn from the model, or the true ones (empirical Fisher)."""
 
     @property
-    def masked(self) -> bool:
+    def has_mask(self) -> bool:
         """Whether only some weights may move."""
         return self.mask != "none" or self.mask_file is not None
 
 
-def mask_source(mask_file: str | None) -> tuple[str | None, str | None]:
+def parse_mask_file(mask_file: str | None) -> tuple[str | None, str | None]:
     """(the path, the digest of its content) that a `mask_file` says; None for what it does not."""
     if mask_file is None:
         return None, None

@@ -15,7 +15,7 @@ from typing import Any, get_type_hints
 
 from atlas_fl.config.schema import Config
 from atlas_fl.config.values import from_text, wrong_kind
-from atlas_fl.errors import ConfigError, nearest, shown
+from atlas_fl.errors import ConfigError, did_you_mean, short_repr
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,17 +62,17 @@ def value_of(config: Config, name: str) -> Any:
 
 def unknown_setting(name: str, *, where: str = "") -> ConfigError:
     """The error for a setting that does not exist, with the nearest that does, where one is near."""
-    place, hint = f" in {where}" if where else "", nearest(name, settings())
-    return ConfigError(f"unknown setting {shown(name)}{place}{hint} `atlas run --help` explains them all")
+    location, hint = f" in {where}" if where else "", did_you_mean(name, settings())
+    return ConfigError(f"unknown setting {short_repr(name)}{location}{hint} `atlas run --help` explains them all")
 
 
-def from_values(values: Mapping[str, Any], *, base: Config) -> Config:
+def replace_settings(values: Mapping[str, Any], *, base: Config) -> Config:
     """`base` with these values by the settings' names; their types are the caller's business."""
     by_group: dict[str, dict[str, Any]] = {}
     for name, value in values.items():
         by_group.setdefault(settings()[name].group, {})[name] = value
-    changed = {group: replace(getattr(base, group), **changes) for group, changes in by_group.items()}
-    return replace(base, **changed)
+    groups = {group: replace(getattr(base, group), **changes) for group, changes in by_group.items()}
+    return replace(base, **groups)
 
 
 def field_docs(cls: type[Any]) -> dict[str, str]:
@@ -80,13 +80,13 @@ def field_docs(cls: type[Any]) -> dict[str, str]:
     (node,) = ast.parse(inspect.getsource(cls)).body
     assert isinstance(node, ast.ClassDef)
     return {
-        field.target.id: _text(below)
+        field.target.id: _docstring_text(below)
         for field, below in zip(node.body, node.body[1:])
         if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name)
     }
 
 
-def _text(node: ast.stmt) -> str:
+def _docstring_text(node: ast.stmt) -> str:
     if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
         return " ".join(str(node.value.value).split())
     return ""
@@ -101,13 +101,15 @@ def with_values(config: Config, values: Mapping[str, Any]) -> Config:
     Raises:
         ConfigError: there is no setting of this name, or the text spells no value of its type.
     """
-    found = {find_setting(name): value for name, value in values.items()}
-    return from_values({setting.name: _value(setting, value) for setting, value in found.items()}, base=config)
+    values_by_setting = {find_setting(name): value for name, value in values.items()}
+    return replace_settings(
+        {setting.name: _convert(setting, value) for setting, value in values_by_setting.items()}, base=config
+    )
 
 
-def _value(setting: Setting, value: Any) -> Any:
+def _convert(setting: Setting, value: Any) -> Any:
     if isinstance(value, str):
-        return parse(setting, value)
+        return parse_setting(setting, value)
     return tuple(value) if isinstance(value, list) else value
 
 
@@ -124,7 +126,7 @@ def find_setting(name: str) -> Setting:
     return table[key]
 
 
-def parse(setting: Setting, text: str) -> Any:
+def parse_setting(setting: Setting, text: str) -> Any:
     """The value of this setting that the text spells.
 
     Raises:

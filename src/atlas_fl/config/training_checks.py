@@ -3,9 +3,9 @@
 from collections.abc import Sequence
 from dataclasses import fields
 
-from atlas_fl.config.schema import EVENLY, OF_ADAPTERS, OF_IMAGES, OF_SGD, OF_WHOLE, Config
+from atlas_fl.config.schema import ADAPTER_SETTINGS, ALL_CLASSES, FULL_MODEL_SETTINGS, OF_IMAGES, OF_SGD, Config
 from atlas_fl.config.settings import Setting, settings, value_of
-from atlas_fl.config.values import mistake, whole_number
+from atlas_fl.config.values import invalid_value, parse_integer
 from atlas_fl.errors import ConfigError
 
 
@@ -39,14 +39,14 @@ def _check_classes(config: Config, of_tasks: Sequence[int]) -> None:
     """Nothing where the clients can share as many classes as each of these tasks has."""
     from atlas_fl.data.partition import check_classes
 
-    for classes in of_tasks if config.images.nc != EVENLY else ():
+    for classes in of_tasks if config.images.nc != ALL_CLASSES else ():
         check_classes(config.data.clients_per_task, classes, int(config.images.nc))
 
 
 def _check_full(config: Config, *, writing: Sequence[str]) -> None:
     """Nothing where all weights can train under what is set."""
     changed = _chosen(config, "model", "ranks", "split")
-    if of_adapters := [one for one in changed if one.group != "model" or one.name in OF_ADAPTERS]:
+    if of_adapters := [one for one in changed if one.group != "model" or one.name in ADAPTER_SETTINGS]:
         raise ConfigError(
             f"{of_adapters[0].flag} is for adapters, and these tasks train whole models; leave it out, or take"
             " --trainable lora"
@@ -76,7 +76,9 @@ def _check_full(config: Config, *, writing: Sequence[str]) -> None:
 
 def _check_lora(config: Config, *, images: bool) -> None:
     """Nothing where adapters can be trained under what is set."""
-    of_whole = [one for one in _changed(config, "images", "sparse") if one.group == "sparse" or one.name in OF_WHOLE]
+    of_whole = [
+        one for one in _changed(config, "images", "sparse") if one.group == "sparse" or one.name in FULL_MODEL_SETTINGS
+    ]
     if of_whole:
         raise ConfigError(
             f"{of_whole[0].flag} is for whole models, and these tasks train adapters; leave it out, or take --trainable"
@@ -136,14 +138,14 @@ def _chosen(config: Config, *groups: str) -> list[Setting]:
 def check_image_settings(config: Config) -> None:
     """Nothing where settings of images, masks and momentum do not contradict each other; raises `ConfigError` else."""
     nc, partition = config.images.nc, config.data.partition
-    if nc != EVENLY and partition != "iid":
+    if nc != ALL_CLASSES and partition != "iid":
         raise ConfigError(
             f"--nc {nc} and --partition {partition} are two ways to deal out classes; leave one of them out"
         )
     _check_mask(config)
     _check_momentum(config)
-    if nc != EVENLY and (whole_number(nc) or 0) < 1:
-        raise mistake("--nc", nc, "iid, or a number of classes from 1")
+    if nc != ALL_CLASSES and (parse_integer(nc) or 0) < 1:
+        raise invalid_value("--nc", nc, "iid, or a number of classes from 1")
 
 
 def _check_mask(config: Config) -> None:
@@ -154,13 +156,13 @@ def _check_mask(config: Config) -> None:
             f"--{made[0].replace('_', '-')} {getattr(sparse, made[0])} says how a mask is made, and --mask-file brings"
             " one; leave one of them out"
         )
-    if sparse.masked and config.images.head_first == "none":
+    if sparse.has_mask and config.images.head_first == "none":
         flag = f"--mask {sparse.mask}" if sparse.mask_file is None else "--mask-file"
         raise ConfigError(
             f"{flag} freezes the head, and with --head-first none that is a random one; leave --head-first at ridge, or"
             f" {flag.split()[0]} out"
         )
-    if sparse.masked and config.mixing.share == ("head",):
+    if sparse.has_mask and config.mixing.share == ("head",):
         raise ConfigError("a mask freezes the head, and --share head shares nothing else; share A B head, or no mask")
 
 

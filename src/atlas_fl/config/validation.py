@@ -1,13 +1,7 @@
-"""What a config must hold before anything is loaded: ranges, known names, no contradictions.
+"""Whether a config can be run, as far as that can be told without reading any data.
 
-The range of every number among the settings: a table, so that what is allowed can be read at a glance.
-
-How many clusters there can be of so many clients.
-
-Whether the names in a config are in the registries; these are imported here, late, because they take seconds.
-
-Whether a config can be run, as far as that can be told from it and from the files that its `--task` names.
-These are read, since their labels say what the task is; registered data sets are not.
+`RANGES` has the range of every number. The other checks find contradictions between settings, and names that no
+registry has. Registries are imported inside the checks, because importing them takes seconds.
 """
 
 import re
@@ -17,8 +11,8 @@ from typing import Any
 
 from atlas_fl.config.schema import (
     AUTO,
-    EVERY,
     NONE,
+    WILDCARD,
     ClusteringConfig,
     Config,
     DataConfig,
@@ -27,41 +21,41 @@ from atlas_fl.config.schema import (
     RunConfig,
     SplitConfig,
     TrainingConfig,
-    arrivals,
     cuts_by_name,
+    parse_arrivals,
 )
 from atlas_fl.config.settings import settings, value_of
 from atlas_fl.config.training_checks import check_image_settings, check_kind, check_precision
-from atlas_fl.config.values import LARGEST, mistake, read, whole_number, wrong_kind
-from atlas_fl.errors import ConfigError, unknown
+from atlas_fl.config.values import LARGEST, convert_value, invalid_value, parse_integer, wrong_kind
+from atlas_fl.errors import ConfigError, unknown_name
 
 
 @dataclass(frozen=True)
-class Range:
+class AllowedRange:
     """Which numbers are allowed."""
 
-    words: str
+    description: str
     """For the message."""
-    holds: Callable[[float], bool]
+    contains: Callable[[float], bool]
     """Whether a number is one of them; false for NaN."""
 
 
-ZERO_OR_MORE = Range("at least 0", lambda value: value >= 0)
-ONE_OR_MORE = Range("at least 1", lambda value: value >= 1)
-TWO_OR_MORE = Range("at least 2", lambda value: value >= 2)
-POSITIVE = Range("above 0", lambda value: value > 0)
-SHARE = Range("above 0, at most 1", lambda value: 0 < value <= 1)
-BETWEEN_ONES = Range("above -1, below 1", lambda value: -1 < value < 1)
-INSIDE = Range("above 0, below 1", lambda value: 0 < value < 1)
-BELOW_ONE = Range("at least 0, below 1", lambda value: 0 <= value < 1)
+ZERO_OR_MORE = AllowedRange("at least 0", lambda value: value >= 0)
+ONE_OR_MORE = AllowedRange("at least 1", lambda value: value >= 1)
+TWO_OR_MORE = AllowedRange("at least 2", lambda value: value >= 2)
+POSITIVE = AllowedRange("above 0", lambda value: value > 0)
+FRACTION = AllowedRange("above 0, at most 1", lambda value: 0 < value <= 1)
+BETWEEN_MINUS_ONE_AND_ONE = AllowedRange("above -1, below 1", lambda value: -1 < value < 1)
+BETWEEN_ZERO_AND_ONE = AllowedRange("above 0, below 1", lambda value: 0 < value < 1)
+BELOW_ONE = AllowedRange("at least 0, below 1", lambda value: 0 <= value < 1)
 
-RANGES: Mapping[str, Range] = {
-    "clients_per_task": Range("1 to 1000000", lambda value: 1 <= value <= 10**6),
+RANGES: Mapping[str, AllowedRange] = {
+    "clients_per_task": AllowedRange("1 to 1000000", lambda value: 1 <= value <= 10**6),
     "samples": TWO_OR_MORE,  # a fingerprint is made from each half
     "validation_samples": ONE_OR_MORE,
     "test_samples": ONE_OR_MORE,
-    "dirichlet_alpha": Range("above 0, at most 1e+06", lambda value: 0 < value <= 1e6),
-    "max_length": Range("at least 4", lambda value: value >= 4),  # two special tokens take half of that
+    "dirichlet_alpha": AllowedRange("above 0, at most 1e+06", lambda value: 0 < value <= 1e6),
+    "max_length": AllowedRange("at least 4", lambda value: value >= 4),  # two special tokens take half of that
     "rouge_examples": ZERO_OR_MORE,
     "new_tokens": ONE_OR_MORE,
     "lora_alpha": POSITIVE,
@@ -74,22 +68,22 @@ RANGES: Mapping[str, Range] = {
     "weight_decay": ZERO_OR_MORE,
     "clip": ZERO_OR_MORE,
     "proximal_mu": ZERO_OR_MORE,
-    "participation": SHARE,
+    "participation": FRACTION,
     "eval_every": ONE_OR_MORE,
     "patience": ZERO_OR_MORE,
     "min_delta": ZERO_OR_MORE,
     "pack_tokens": ONE_OR_MORE,
-    "pack_memory_gb": Range("above 0, at most 1e+06", lambda value: 0 < value <= 1e6),
+    "pack_memory_gb": AllowedRange("above 0, at most 1e+06", lambda value: 0 < value <= 1e6),
     "fingerprint_batches": TWO_OR_MORE,
     "fingerprint_blocks": ONE_OR_MORE,
     "fingerprint_samples": TWO_OR_MORE,
     "fingerprint_steps": ONE_OR_MORE,
-    "sketch_dim": Range("2 to 1000000", lambda value: 2 <= value <= 10**6),
+    "sketch_dim": AllowedRange("2 to 1000000", lambda value: 2 <= value <= 10**6),
     "pca_components": ONE_OR_MORE,
     "k_range": TWO_OR_MORE,
     "min_cluster_size": ONE_OR_MORE,
-    "similarity_threshold": BETWEEN_ONES,
-    "min_reliability": BETWEEN_ONES,
+    "similarity_threshold": BETWEEN_MINUS_ONE_AND_ONE,
+    "min_reliability": BETWEEN_MINUS_ONE_AND_ONE,
     "recluster_every": ZERO_OR_MORE,
     "stability": BELOW_ONE,
     "candidates": ONE_OR_MORE,
@@ -99,16 +93,16 @@ RANGES: Mapping[str, Range] = {
     "alpha_opt": BELOW_ONE,
     "wire_noise": ZERO_OR_MORE,
     # a Laplacian scaled to a largest eigenvalue of 1 is stable below 2
-    "eta": Range("at least 0, below 2", lambda value: 0 <= value < 2),
-    "eta_decay": SHARE,
+    "eta": AllowedRange("at least 0, below 2", lambda value: 0 <= value < 2),
+    "eta_decay": FRACTION,
     "alpha": POSITIVE,
     "neighbours": ZERO_OR_MORE,
     "singleton_neighbours": ZERO_OR_MORE,
     "graph_ema": BELOW_ONE,
     "aggregate_every": ONE_OR_MORE,
-    "max_norm_ratio": Range("above 1", lambda value: value > 1),
-    "max_share": SHARE,
-    "trim": Range("at least 0, below 0.5", lambda value: 0 <= value < 0.5),
+    "max_norm_ratio": AllowedRange("above 1", lambda value: value > 1),
+    "max_share": FRACTION,
+    "trim": AllowedRange("at least 0, below 0.5", lambda value: 0 <= value < 0.5),
     "byzantine": ZERO_OR_MORE,
     "server_lr": POSITIVE,
     "server_beta1": BELOW_ONE,
@@ -116,15 +110,15 @@ RANGES: Mapping[str, Range] = {
     "server_tau": POSITIVE,
     "gram_alpha": POSITIVE,
     "attack_scale": POSITIVE,
-    "validation_share": INSIDE,
-    "image_size": Range("at least 8", lambda value: value >= 8),
+    "validation_share": BETWEEN_ZERO_AND_ONE,
+    "image_size": AllowedRange("at least 8", lambda value: value >= 8),
     "frozen_blocks": ZERO_OR_MORE,
     "ridge": POSITIVE,
     "local_steps": ONE_OR_MORE,
     "momentum": BELOW_ONE,
     "label_smoothing": BELOW_ONE,
     "crop": ZERO_OR_MORE,
-    "sparsity": INSIDE,
+    "sparsity": BETWEEN_ZERO_AND_ONE,
     "calibration_rounds": ONE_OR_MORE,
     "calibration_clients": ONE_OR_MORE,
     "calibration_examples": ONE_OR_MORE,
@@ -146,10 +140,10 @@ def check_ranges(config: Config) -> None:
     for name, allowed in RANGES.items():
         value = value_of(config, name)
         for number in value if isinstance(value, tuple) else (value,):
-            if number is not None and not (_is_usable(number) and allowed.holds(number)):
+            if number is not None and not (_is_usable(number) and allowed.contains(number)):
                 # only where that is what is wrong: nobody reads 10^15 in every line
-                bound = f", at most {LARGEST:.0e}" if allowed.holds(number) else ""
-                raise mistake(settings()[name].flag, value, allowed.words + bound)
+                bound = f", at most {LARGEST:.0e}" if allowed.contains(number) else ""
+                raise invalid_value(settings()[name].flag, value, allowed.description + bound)
 
 
 def _is_usable(number: Any) -> bool:
@@ -158,18 +152,20 @@ def _is_usable(number: Any) -> bool:
     return bool(abs(number) <= LARGEST)
 
 
-def check_counts(clustering: ClusteringConfig, *, clients: int | None) -> None:
+def check_cluster_counts(clustering: ClusteringConfig, *, clients: int | None) -> None:
     """Nothing where so many clients, or a number that is not known yet, can be in clusters as these settings say.
 
     Raises:
         ConfigError: they cannot.
     """
-    wanted, number = clustering.clusters, whole_number(clustering.clusters) or 0
-    if wanted not in ("auto", "oracle") and not 1 <= number <= (number if clients is None else clients):
-        most = "1" if clients is None else f"1 to {clients}, the number of clients"
-        raise mistake("--clusters", wanted, f"auto, oracle, or a number from {most}")
+    clusters, number = clustering.clusters, parse_integer(clustering.clusters) or 0
+    if clusters not in ("auto", "oracle") and not 1 <= number <= (number if clients is None else clients):
+        allowed = "1" if clients is None else f"1 to {clients}, the number of clients"
+        raise invalid_value("--clusters", clusters, f"auto, oracle, or a number from {allowed}")
     if clients is not None and clustering.min_cluster_size > clients:
-        raise mistake("--min-cluster-size", clustering.min_cluster_size, f"at most {clients}, the number of clients")
+        raise invalid_value(
+            "--min-cluster-size", clustering.min_cluster_size, f"at most {clients}, the number of clients"
+        )
 
 
 def check_names(config: Config, *, at_sites: bool = False) -> None:
@@ -188,7 +184,9 @@ def check_names(config: Config, *, at_sites: bool = False) -> None:
     check_precision(config)
     _check_model(config.model.model)
     if not re.fullmatch(r"[a-z0-9][a-z0-9_-]*", config.run.preset):
-        raise mistake("--preset", config.run.preset, "a name of small letters, digits, - and _ (`atlas list presets`)")
+        raise invalid_value(
+            "--preset", config.run.preset, "a name of small letters, digits, - and _ (`atlas list presets`)"
+        )
 
 
 def _check_strategy(config: Config) -> None:
@@ -196,7 +194,7 @@ def _check_strategy(config: Config) -> None:
 
     name, every = config.mixing.strategy, config.clustering.recluster_every
     if name not in STRATEGIES and name not in ALIASES:
-        raise unknown("strategy", name, [*STRATEGIES, *ALIASES])
+        raise unknown_name("strategy", name, [*STRATEGIES, *ALIASES])
     strategy = find_strategy(name, StrategyOptions(within=config.robust.within))
     if config.split.server_adapters == "per_cluster" and not strategy.communicates:
         raise ConfigError(
@@ -213,46 +211,46 @@ def _check_strategy(config: Config) -> None:
 def _check_allocator(name: str) -> None:
     from atlas_fl.ranks.allocation import ALLOCATORS
 
-    if whole_number(name) is None and name not in ALLOCATORS:
-        raise unknown("allocator for --ranks", name, [*ALLOCATORS, "one of --candidates"])
+    if parse_integer(name) is None and name not in ALLOCATORS:
+        raise unknown_name("allocator for --ranks", name, [*ALLOCATORS, "one of --candidates"])
 
 
-def _check_devices(names: tuple[str, ...], own: tuple[str, ...]) -> None:
+def _check_devices(names: tuple[str, ...], definitions: tuple[str, ...]) -> None:
     from atlas_fl.ranks.devices import find_devices
 
-    find_devices(names, own)
+    find_devices(names, definitions)
 
 
 def _check_cut_names(config: Config) -> None:
     from atlas_fl.ranks.devices import find_devices
 
     data = config.data
-    tasks = [*data.tasks, *(own.partition("=")[0] for own in data.task)]
-    clients = [f"{task}-{place}" for task in tasks for place in range(data.clients_per_task)]
+    tasks = [*data.tasks, *(definition.partition("=")[0] for definition in data.task)]
+    clients = [f"{task}-{index}" for task in tasks for index in range(data.clients_per_task)]
     check_cut_names(
-        config.split.split, {*tasks, *clients, *(one.name for one in find_devices(data.devices, data.device))}
+        config.split.split, {*tasks, *clients, *(device.name for device in find_devices(data.devices, data.device))}
     )
 
 
-def check_cut_names(split: str, known: Collection[str]) -> None:
+def check_cut_names(split: str, names: Collection[str]) -> None:
     """Nothing where `--split` names these clients, tasks and devices alone.
 
     Raises:
         ConfigError: it names another; the message has the nearest.
     """
-    if missing := unknown_cuts(split, known):
-        raise unknown("name in --split", missing[0], known)
+    if missing := unknown_cut_names(split, names):
+        raise unknown_name("name in --split", missing[0], names)
 
 
-def unknown_cuts(split: str, known: Collection[str]) -> list[str]:
+def unknown_cut_names(split: str, names: Collection[str]) -> list[str]:
     """What `--split` names beside these clients, tasks and devices."""
-    return sorted(set(cuts_by_name(split)) - {EVERY, *known})
+    return sorted(set(cuts_by_name(split)) - {WILDCARD, *names})
 
 
-def _check_tasks(names: tuple[str, ...], own: tuple[str, ...]) -> None:
+def _check_tasks(names: tuple[str, ...], definitions: tuple[str, ...]) -> None:
     from atlas_fl.data.registry import find_tasks
 
-    find_tasks(names, own)
+    find_tasks(names, definitions)
 
 
 def _check_model(name: str) -> None:
@@ -263,7 +261,7 @@ def _check_model(name: str) -> None:
         locate_model(name)
 
 
-LONGEST_NAME = 200
+MAX_NAME_BYTES = 200
 """Bytes of a run's name: file systems allow 255, and files beside it are named after it."""
 
 
@@ -286,7 +284,7 @@ def validate(config: Config, *, at_sites: bool = False) -> Config:
     _check_run(config.run)
     _check_rerank(config)
     _check_patience(config.training)
-    _check_shared(config)
+    _check_shared_adapters(config)
     check_image_settings(config)
     _check_attack(config)
     check_names(config, at_sites=at_sites)
@@ -303,45 +301,45 @@ def check_types(config: Config) -> None:
         value = value_of(config, setting.name)
         try:
             # a list is unequal to the tuple that it should be; NaN, unequal to itself, is a matter of ranges
-            fits = bool(read(value, setting.kind) == value or value != value)
+            is_valid = bool(convert_value(value, setting.kind) == value or value != value)
         except ValueError:
-            fits = False
-        if not fits:
+            is_valid = False
+        if not is_valid:
             raise wrong_kind(setting.flag, value, setting.kind)
         for text in value if isinstance(value, tuple) else (value,):
             if isinstance(text, str) and not (text and text.isprintable()):
-                raise mistake(setting.flag, text, "printable text that is not empty")
+                raise invalid_value(setting.flag, text, "printable text that is not empty")
 
 
 def _check_data(data: DataConfig) -> None:
     if not data.tasks and not data.task:
         raise ConfigError("--tasks is empty; a federation needs at least one task; see `atlas list tasks`")
-    if repeated := _repeated(data.tasks):
-        raise ConfigError(f"--tasks names {repeated!r} twice; name a task once and raise --clients-per-task")
+    if duplicate := _first_duplicate(data.tasks):
+        raise ConfigError(f"--tasks names {duplicate!r} twice; name a task once and raise --clients-per-task")
 
 
 def _check_arrivals(config: Config) -> None:
-    for name, number in arrivals(config.data.arrive).items():
-        if number > config.training.rounds:
+    for client, join_round in parse_arrivals(config.data.arrive).items():
+        if join_round > config.training.rounds:
             raise ConfigError(
-                f"--arrive lets {name} join before round {number}, and the run has {config.training.rounds}; choose an"
-                " earlier round"
+                f"--arrive lets {client} join before round {join_round}, and the run has {config.training.rounds};"
+                " choose an earlier round"
             )
 
 
 def _check_clusters(config: Config, *, at_sites: bool) -> None:
-    tasks = {*config.data.tasks, *(own.partition("=")[0] for own in config.data.task)}
-    check_counts(config.clustering, clients=None if at_sites else len(tasks) * config.data.clients_per_task)
+    tasks = {*config.data.tasks, *(definition.partition("=")[0] for definition in config.data.task)}
+    check_cluster_counts(config.clustering, clients=None if at_sites else len(tasks) * config.data.clients_per_task)
     low, high = config.clustering.k_range
     if low > high:
-        raise mistake("--k-range", (low, high), "the smaller number first")
+        raise invalid_value("--k-range", (low, high), "the smaller number first")
 
 
 def _check_ranks(ranks: RanksConfig) -> None:
     candidates = ranks.candidates
     if not candidates or list(candidates) != sorted(set(candidates)):
-        raise mistake("--candidates", candidates, "at least one rank, each larger than the one before it")
-    rank = whole_number(ranks.ranks)
+        raise invalid_value("--candidates", candidates, "at least one rank, each larger than the one before it")
+    rank = parse_integer(ranks.ranks)
     if rank is not None and rank not in candidates:
         listed = ", ".join(map(str, candidates))
         raise ConfigError(
@@ -377,8 +375,8 @@ def _check_split(split: SplitConfig) -> None:
 
 def _check_mixing(mixing: MixingConfig) -> None:
     share = mixing.share
-    if not share or _repeated(share):
-        raise mistake("--share", share, "one or more of A, B, head, each once")
+    if not share or _first_duplicate(share):
+        raise invalid_value("--share", share, "one or more of A, B, head, each once")
     if mixing.space == "product" and ("A" in share) != ("B" in share):
         raise ConfigError(
             f"--share {' '.join(share)} leaves out one factor of the update s B A, which --space product mixes as a "
@@ -388,14 +386,14 @@ def _check_mixing(mixing: MixingConfig) -> None:
 
 def _check_run(run: RunConfig) -> None:
     name = run.name
-    if name is not None and ("/" in name or name.startswith(".") or len(name.encode()) > LONGEST_NAME):
-        words = f"the name of a folder of at most {LONGEST_NAME} bytes, without / and not starting with a dot"
-        raise mistake("--name", name[:LONGEST_NAME], words)
+    if name is not None and ("/" in name or name.startswith(".") or len(name.encode()) > MAX_NAME_BYTES):
+        allowed = f"the name of a folder of at most {MAX_NAME_BYTES} bytes, without / and not starting with a dot"
+        raise invalid_value("--name", name[:MAX_NAME_BYTES], allowed)
 
 
 def _check_rerank(config: Config) -> None:
-    every, waits = config.clustering.recluster_every, config.mixing.aggregate_every
-    if config.ranks.rerank and every == 0:
+    recluster_every, aggregate_every = config.clustering.recluster_every, config.mixing.aggregate_every
+    if config.ranks.rerank and recluster_every == 0:
         raise ConfigError(
             "--rerank chooses ranks again when clients are clustered again, and --recluster-every is 0; set it to 1 or "
             "more, or leave --rerank out"
@@ -405,10 +403,10 @@ def _check_rerank(config: Config) -> None:
             f"--rerank may move the cut that --split {config.split.split} chooses, and cuts stay where they are; give"
             " the number of blocks that `atlas plan` shows, or leave --rerank out"
         )
-    if config.ranks.rerank and every % waits:
+    if config.ranks.rerank and recluster_every % aggregate_every:
         raise ConfigError(
-            f"--rerank changes the models that the server holds, and --recluster-every is {every}, no multiple of "
-            f"--aggregate-every {waits}; make it one"
+            f"--rerank changes the models that the server holds, and --recluster-every is {recluster_every}, no "
+            f"multiple of --aggregate-every {aggregate_every}; make it one"
         )
 
 
@@ -441,7 +439,7 @@ def _check_patience(training: TrainingConfig) -> None:
         )
 
 
-def _check_shared(config: Config) -> None:
+def _check_shared_adapters(config: Config) -> None:
     split = config.split
     if split.server_adapters == "per_client":
         return
@@ -462,5 +460,5 @@ def _check_shared(config: Config) -> None:
         )
 
 
-def _repeated(names: tuple[str, ...]) -> str | None:
+def _first_duplicate(names: tuple[str, ...]) -> str | None:
     return next((name for index, name in enumerate(names) if name in names[:index]), None)

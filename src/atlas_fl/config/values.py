@@ -9,7 +9,7 @@ from difflib import get_close_matches
 from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin
 
-from atlas_fl.errors import ConfigError, shown
+from atlas_fl.errors import ConfigError, short_repr
 
 NONE = "none"
 LIST_SEPARATOR = "+"
@@ -24,12 +24,12 @@ def describe(kind: Any) -> str:
     >>> describe(tuple[int, ...] | None)
     'a list of whole numbers, or none'
     """
-    if (inner := inner_of(kind)) is not None:
+    if (inner := unwrap_optional(kind)) is not None:
         return f"{describe(inner)}, or {NONE}"
     if get_origin(kind) is Literal:
         return f"one of {', '.join(get_args(kind))}"
     if get_origin(kind) is tuple:
-        item, size = item_of(kind)
+        item, size = item_kind(kind)
         words = describe(item)
         if size:
             return f"{size} times {words}"
@@ -37,25 +37,25 @@ def describe(kind: Any) -> str:
     return _WORDS[kind]
 
 
-def read(value: object, kind: Any) -> Any:
+def convert_value(value: object, kind: Any) -> Any:
     """The value as this kind; whole numbers pass as numbers, and the text `none` as None.
 
     Raises:
         ValueError: it is of another type; the message says what it had to be.
     """
-    if (inner := inner_of(kind)) is not None:
-        return None if value is None or value == NONE else read(value, inner)
+    if (inner := unwrap_optional(kind)) is not None:
+        return None if value is None or value == NONE else convert_value(value, inner)
     if get_origin(kind) is tuple and isinstance(value, list | tuple):
-        item, size = item_of(kind)
+        item, size = item_kind(kind)
         if size in (0, len(value)):
-            return tuple(read(part, item) for part in value)
+            return tuple(convert_value(part, item) for part in value)
     if get_origin(kind) is Literal and isinstance(value, str) and value in get_args(kind):
         return value
     if kind in (bool, int, str) and type(value) is kind:
         return value
     if kind is float and type(value) in (int, float):
-        return _number(value)
-    raise _wrong(value, kind)
+        return _to_float(value)
+    raise _conversion_error(value, kind)
 
 
 def from_words(words: Sequence[str], kind: Any) -> Any:
@@ -65,18 +65,18 @@ def from_words(words: Sequence[str], kind: Any) -> Any:
         ValueError: they spell no value of this kind; the message says what it had to be.
     """
     if get_origin(kind) is tuple:
-        item, size = item_of(kind)
-        given = [] if list(words) == [NONE] else words
-        if size not in (0, len(given)):
-            raise _wrong(" ".join(words), kind)
-        return tuple(from_words([word], item) for word in given)
+        item, size = item_kind(kind)
+        items = [] if list(words) == [NONE] else words
+        if size not in (0, len(items)):
+            raise _conversion_error(" ".join(words), kind)
+        return tuple(from_words([word], item) for word in items)
     (word,) = words
-    if (inner := inner_of(kind)) is not None:
+    if (inner := unwrap_optional(kind)) is not None:
         return None if word.lower() == NONE else from_words([word], inner)
     try:
-        return read(_scalar(word, kind), kind)
+        return convert_value(_parse_scalar(word, kind), kind)
     except ValueError:
-        raise _wrong(word, kind) from None
+        raise _conversion_error(word, kind) from None
 
 
 def from_text(text: str, kind: Any) -> Any:
@@ -102,7 +102,7 @@ def to_words(value: Any) -> list[str]:
     return [str(value).lower() if isinstance(value, bool) else str(value)]
 
 
-def inner_of(kind: Any) -> Any:
+def unwrap_optional(kind: Any) -> Any:
     """`T` for the kind `T | None`, and None for every other kind."""
     if get_origin(kind) not in (Union, UnionType):
         return None
@@ -110,55 +110,55 @@ def inner_of(kind: Any) -> Any:
     return inner
 
 
-def item_of(kind: Any) -> tuple[Any, int]:
+def item_kind(kind: Any) -> tuple[Any, int]:
     """The kind of a tuple's parts and how many there must be; 0 for any number."""
     parts = get_args(kind)
     return (parts[0], 0) if parts[-1] is Ellipsis else (parts[0], len(parts))
 
 
-def whole_number(text: str) -> int | None:
+def parse_integer(text: str) -> int | None:
     """The number that a text spells in its only spelling, and None for any other text.
 
-    >>> whole_number("8"), whole_number("08"), whole_number("auto")
+    >>> parse_integer("8"), parse_integer("08"), parse_integer("auto")
     (8, None, None)
     """
     is_number = text.isascii() and text.isdecimal() and len(text) <= len(str(LARGEST))
     return int(text) if is_number and str(int(text)) == text else None
 
 
-def mistake(setting: str, value: object, allowed: str) -> ConfigError:
+def invalid_value(setting: str, value: object, allowed: str) -> ConfigError:
     """The error for a setting with a wrong value."""
-    return ConfigError(f"{setting} is {shown(value)}; allowed: {allowed}; set it to that, or leave it out")
+    return ConfigError(f"{setting} is {short_repr(value)}; allowed: {allowed}; set it to that, or leave it out")
 
 
 def wrong_kind(setting: str, value: object, kind: Any) -> ConfigError:
     """The error for a setting whose value is not of its kind, with the nearest choice where one is near."""
-    if (near := _nearest(value, kind)) is None:
-        return mistake(setting, value, describe(kind))
-    return ConfigError(f"{setting} is {shown(value)}; allowed: {describe(kind)}; did you mean {near!r}?")
+    if (near := _closest_choice(value, kind)) is None:
+        return invalid_value(setting, value, describe(kind))
+    return ConfigError(f"{setting} is {short_repr(value)}; allowed: {describe(kind)}; did you mean {near!r}?")
 
 
-def _wrong(value: object, kind: Any) -> ValueError:
-    near = _nearest(value, kind)
+def _conversion_error(value: object, kind: Any) -> ValueError:
+    near = _closest_choice(value, kind)
     hint = "" if near is None else f"; did you mean {near!r}?"
-    return ValueError(f"{shown(value)} is not {describe(kind)}{hint}")
+    return ValueError(f"{short_repr(value)} is not {describe(kind)}{hint}")
 
 
-def _nearest(value: object, kind: Any) -> str | None:
+def _closest_choice(value: object, kind: Any) -> str | None:
     """The choice that a text was meant to be: not cpu, where it is gpu."""
     if not isinstance(value, str) or get_origin(kind) is not Literal:
         return None
     return next(iter(get_close_matches(value.lower(), get_args(kind), n=1, cutoff=0.7)), None)
 
 
-def _scalar(word: str, kind: Any) -> object:
+def _parse_scalar(word: str, kind: Any) -> object:
     if kind is bool:
         return _SWITCH.get(word.lower(), word)
     return kind(word) if kind in (int, float) else word
 
 
-def _number(value: Any) -> float:
+def _to_float(value: Any) -> float:
     try:
         return float(value)
     except OverflowError:
-        raise _wrong(value, float) from None
+        raise _conversion_error(value, float) from None

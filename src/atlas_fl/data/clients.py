@@ -18,7 +18,7 @@ from atlas_fl.data.cache import load_task
 from atlas_fl.data.cleaning import bin_edges, check_no_leak, strata
 from atlas_fl.data.partition import PARTITIONS, assign_classes, deal, deal_classes, realised
 from atlas_fl.data.task import Examples, Images, Labels, Source, Task, TaskData, as_texts
-from atlas_fl.errors import ConfigError, DataError, unknown
+from atlas_fl.errors import ConfigError, DataError, unknown_name
 from atlas_fl.params import Split
 from atlas_fl.rng import generator
 
@@ -218,7 +218,7 @@ def _sharded(
 
 def _check_settings(num_clients: int, sizes: Sizes, partition: str, alpha: float) -> None:
     if partition not in (*PARTITIONS, BY_CLASSES):
-        raise unknown("partition", partition, (*PARTITIONS, BY_CLASSES))
+        raise unknown_name("partition", partition, (*PARTITIONS, BY_CLASSES))
     if num_clients < 1:
         raise ConfigError(f"clients_per_task is {num_clients}; it must be 1 or more")
     for split, size in sizes.items():

@@ -7,7 +7,7 @@ from atlas_fl.data.glue import GLUE
 from atlas_fl.data.image_sets import VISION
 from atlas_fl.data.task import Task
 from atlas_fl.data.user_files import parse_task
-from atlas_fl.errors import ConfigError, unknown
+from atlas_fl.errors import ConfigError, unknown_name
 
 TASKS: dict[str, Task] = {task.name: task for task in (*EMBEDDED, *GLUE, *VISION)}
 
@@ -27,7 +27,7 @@ def find_tasks(names: Sequence[str], own: Sequence[str] = ()) -> tuple[Task, ...
     asked = (*names, *(name for name in brought if name not in names))
     for place, name in enumerate(asked):
         if name not in known:
-            raise unknown("task", name, known)
+            raise unknown_name("task", name, known)
         if name in asked[:place]:
             raise ConfigError(f"task {name!r} is named twice; name it once and raise --clients-per-task")
     if not asked:

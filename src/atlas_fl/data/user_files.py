@@ -19,7 +19,7 @@ from atlas_fl.data.cache import DATA_CACHE
 from atlas_fl.data.cleaning import arrange, split_rows
 from atlas_fl.data.tables import READERS, Table, classes, column, read_folder, read_table, texts
 from atlas_fl.data.task import METRICS, Images, Labels, Metric, Pixels, Rows, Source, Task, TaskData
-from atlas_fl.errors import ConfigError, DataError, shown, unknown
+from atlas_fl.errors import ConfigError, DataError, short_repr, unknown_name
 from atlas_fl.storage.files import check_regular
 
 ENDINGS = (".png", ".jpg", ".jpeg", ".bmp", ".gif", ".tif", ".tiff", ".webp", ".ppm", ".pgm")
@@ -63,13 +63,13 @@ def folder_task(name: str, path: Path, options: Mapping[str, str]) -> Task:
     """
     for key in options:
         if key not in ("size", "broken"):
-            raise unknown("option of a task of images", key, ("size", "broken"))
+            raise unknown_name("option of a task of images", key, ("size", "broken"))
     size, broken = options.get("size"), options.get("broken", BROKEN[0])
     if size is not None and not (size.isdecimal() and len(size) <= 4 and 0 < int(size) <= 4096):
-        told = f"size={shown(size)} of task {name!r}"
+        told = f"size={short_repr(size)} of task {name!r}"
         raise ConfigError(f"{told} is no number of pixels from 1 to 4096; the form is {FORM}")
     if broken not in BROKEN:
-        raise unknown("value of broken=", broken, BROKEN)
+        raise unknown_name("value of broken=", broken, BROKEN)
     splits = _split_folders(path)
     classes = sorted({place.name for folder in splits.values() for place in _folders(folder) if _files(place)})
     if len(classes) < 2:
@@ -277,7 +277,7 @@ def _parsed(description: str) -> tuple[str, Path, dict[str, str]]:
 def _columns(name: str, options: Mapping[str, str]) -> Columns:
     for key in options:
         if key not in _OPTIONS:
-            raise unknown("task option", key, _OPTIONS)
+            raise unknown_name("task option", key, _OPTIONS)
     if "target" in options and (others := sorted({"pair", "label", "metric"} & options.keys())):
         raise ConfigError(
             f"task {name!r} has target= and {others[0]}=; what writes text has text= and target= alone, what has labels"
@@ -285,7 +285,7 @@ def _columns(name: str, options: Mapping[str, str]) -> Columns:
         )
     metric = options.get("metric", "accuracy")
     if metric not in METRICS:
-        raise unknown("metric", metric, METRICS)
+        raise unknown_name("metric", metric, METRICS)
     return Columns(**{key: value for key, value in options.items() if key != "metric"}, metric=metric)
 
 
@@ -341,7 +341,7 @@ def _class_names(values: Sequence[Any], label: str, *, origin: Path) -> tuple[st
     whole = [word for word in words if re.fullmatch(_WHOLE_NUMBER, word)]
     names = sorted(words, key=int) if len(whole) == len(words) else sorted(words)
     if len(names) < 2:
-        only = shown(names[0])
+        only = short_repr(names[0])
         raise DataError(f"column {label!r} of {origin} has one class only ({only}); a task needs two or more")
     if len(names) > max(2, len(values) // 2):
         raise DataError(
@@ -365,7 +365,7 @@ def _values(values: Sequence[Any], *, origin: object) -> Labels:
             number = math.nan
         if not abs(number) <= LARGEST_LABEL:
             raise DataError(
-                f"label {shown(value)} in row {row} of {origin} is no number that float32 holds, as metric=pearson"
+                f"label {short_repr(value)} in row {row} of {origin} is no number that float32 holds, as metric=pearson"
                 " needs"
             )
         numbers.append(number)

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal, TypeAlias, get_args
 
-from atlas_fl.errors import ConfigError, shown
+from atlas_fl.errors import ConfigError, short_repr
 
 Allowance: TypeAlias = Literal["cut", "labels", "hosting", "hub-model"]
 """What `--allow` takes."""
@@ -37,7 +37,7 @@ class Consent:
 def check_consent(consent: Consent) -> None:
     """Nothing where this can be agreed to; raises `ConfigError` where it cannot."""
     if wrong := [word for word in consent.allow if word not in ALLOWANCES]:
-        raise ConfigError(f"--allow has {shown(wrong[0])}; allowed: {', '.join(get_args(Allowance))}")
+        raise ConfigError(f"--allow has {short_repr(wrong[0])}; allowed: {', '.join(get_args(Allowance))}")
     if consent.least_examples < 1:
         raise ConfigError(f"--least-examples is {consent.least_examples}; allowed: at least 1")
     if consent.most_sketch < 2:

@@ -18,9 +18,9 @@ from dataclasses import asdict, dataclass, field
 from hashlib import sha256
 from pathlib import Path
 
-from atlas_fl.config import Config, load_config, pinned, run_folder
+from atlas_fl.config import Config, load_config, pin_mask_file, run_folder
 from atlas_fl.deployment.service import Service, listening
-from atlas_fl.errors import CheckpointError, ConfigError, DataError, ProtocolError, unknown
+from atlas_fl.errors import CheckpointError, ConfigError, DataError, ProtocolError, unknown_name
 from atlas_fl.events import Note, OnEvent
 from atlas_fl.experiment.recorder import check_settings, models_of
 from atlas_fl.params import Params
@@ -34,7 +34,7 @@ from atlas_fl.runtime.transport.client import Link
 from atlas_fl.runtime.transport.event_loop import Desk
 from atlas_fl.storage import checkpoint
 from atlas_fl.storage.digests import check_files, check_state
-from atlas_fl.storage.files import new_folder, run_lock
+from atlas_fl.storage.files import atomic_folder, run_lock
 from atlas_fl.storage.jsonl import read_json, read_sealed, write_sealed
 from atlas_fl.storage.run_folder import RunFolder
 from atlas_fl.storage.tensors import read_tensors
@@ -96,7 +96,7 @@ def write_model(to: Path, receipt: Receipt, export: Callable[[Path], None]) -> N
     if to.exists():
         raise taken(to)
     try:
-        with new_folder(to) as draft:
+        with atomic_folder(to) as draft:
             export(draft)
             files = {path.name: sha256(path.read_bytes()).hexdigest() for path in sorted(draft.iterdir())}
             write_sealed(draft / RECEIPT, {**asdict(receipt), "files": files})
@@ -129,8 +129,8 @@ def clear_private(private: Path, receipt: Receipt) -> str:
 
 def begin_to_serve(folder: RunFolder) -> None:
     """Write down that nobody has got its model, where that is not known from before."""
-    if not folder.heard.exists():
-        write_sealed(folder.heard, {"heard": []})
+    if not folder.deliveries.exists():
+        write_sealed(folder.deliveries, {"heard": []})
 
 
 def dismiss(
@@ -149,7 +149,7 @@ def dismiss(
     models, heard = _final_models(folder), _heard(folder)
     hall.on_kept = _written_down(folder, heard)
     desk.call(coordinator.dismiss(hall, models, seconds=seconds, writing_seconds=writing_seconds, awaited=awaited))
-    write_sealed(folder.heard, {"heard": sorted(heard)})
+    write_sealed(folder.deliveries, {"heard": sorted(heard)})
     if rest := [name for name in models if name not in heard]:
         desk.on_event(
             Note(
@@ -165,7 +165,7 @@ def _written_down(folder: RunFolder, heard: set[str]) -> Callable[[str], None]:
     def write(name: str) -> None:
         heard.add(name)
         try:
-            write_sealed(folder.heard, {"heard": sorted(heard)})
+            write_sealed(folder.deliveries, {"heard": sorted(heard)})
         except OSError as error:
             raise ProtocolError(
                 f"the server cannot write down that {name} has its model ({error.strerror}); start the same command"
@@ -180,19 +180,19 @@ def give_again(config: Config, names: Collection[str]) -> None:
 
     Raises `ConfigError` where the run is not complete, was not served, or has no model for one of them.
     """
-    folder = run_folder(pinned(config))
-    if not (folder.summary.exists() and folder.heard.exists()):
+    folder = run_folder(pin_mask_file(config))
+    if not (folder.summary.exists() and folder.deliveries.exists()):
         raise ConfigError(
             f"--again is for a served run that is complete, and {folder.path} is none; leave --again out, or name the"
             " run as it was served"
         )
-    check_settings(pinned(config), load_config(folder.config), folder=folder.path)
+    check_settings(pin_mask_file(config), load_config(folder.config), folder=folder.path)
     models = _final_models(folder)
     for name in names:
         if name not in models:
-            raise unknown("client in --again", name, models)
+            raise unknown_name("client in --again", name, models)
     with run_lock(folder.path):
-        write_sealed(folder.heard, {"heard": sorted(_heard(folder).difference(names))})
+        write_sealed(folder.deliveries, {"heard": sorted(_heard(folder).difference(names))})
 
 
 def hand_out(config: Config, service: Service, on_event: OnEvent) -> None:
@@ -200,9 +200,9 @@ def hand_out(config: Config, service: Service, on_event: OnEvent) -> None:
 
     Raises an `AtlasError` as the run itself would: for other settings, certificates, or an address that is taken.
     """
-    config = pinned(config)
+    config = pin_mask_file(config)
     folder = run_folder(config)
-    if not (folder.summary.exists() and folder.heard.exists()):
+    if not (folder.summary.exists() and folder.deliveries.exists()):
         return
     check_settings(config, load_config(folder.config), folder=folder.path)
     rest = [name for name in _final_models(folder) if name not in _heard(folder)]
@@ -235,7 +235,7 @@ def last_plan(folder: RunFolder) -> tuple[checkpoint.Checkpoint, tuple[str, ...]
 
 
 def _heard(folder: RunFolder) -> set[str]:
-    return set(read_sealed(folder.heard, unsealed=("heard",))["heard"])
+    return set(read_sealed(folder.deliveries, unsealed=("heard",))["heard"])
 
 
 def _final_models(folder: RunFolder) -> Mapping[str, Params]:

@@ -22,10 +22,10 @@ from atlas_fl.client.job import Job
 from atlas_fl.client.local_training import TrainOptions
 from atlas_fl.client.split_planning import blocks_below
 from atlas_fl.config import Config
-from atlas_fl.config.schema import AUTO, NONE, cut_word
+from atlas_fl.config.schema import AUTO, NONE, cut_setting
 from atlas_fl.deployment.settings_policy import asks_sensitivity
-from atlas_fl.errors import ProtocolError, one_line, shown
-from atlas_fl.params import HEAD, LORA_A, LORA_B, Params, shared_part
+from atlas_fl.errors import ProtocolError, one_line, short_repr
+from atlas_fl.params import HEAD, LORA_A, LORA_B, Params, shared_params
 from atlas_fl.planning.planning_costs import BATCHES
 from atlas_fl.runtime.protocol.messages import Told, read_job, read_private
 from atlas_fl.setup.options import (
@@ -222,13 +222,13 @@ class JobPolicy:
         A last look at what leaves: whatever a job was, nothing that is not shared goes out.
         """
         own = self.outline.like
-        shared = own.keys() if self.outline.whole else shared_part(dict(own), self.config.mixing.share).keys()
+        shared = own.keys() if self.outline.whole else shared_params(dict(own), self.config.mixing.share).keys()
         model = frozenset(shared) if action in ("fingerprint", "train", "sensitivity") else frozenset()
         allowed = {f"param/{key}" for key in ANSWERS.get(action, frozenset()) | model} | {"metrics", "param/values"}
         cut = self._word != NONE
         for key in tensors:
             if key not in allowed and not (cut and key.startswith("cut/")):
-                raise _refused(f"{shown(key)} with its answer to {action}", "what the settings share")
+                raise _refused(f"{short_repr(key)} with its answer to {action}", "what the settings share")
 
     def check_host(self, head: Mapping[str, Any]) -> None:
         """Nothing where this message to a host asks for upper parts of jobs that the settings ask of their guests."""
@@ -262,8 +262,8 @@ class JobPolicy:
         wanted = expected.options(self.config, job, self.outline)
         if name := _difference(job.options, wanted):
             raise _refused(
-                f"{action} with {name} {one_line(_at(job.options, name), most=60)}",
-                f"{one_line(_at(wanted, name), most=60)}",
+                f"{action} with {name} {one_line(_at(job.options, name), limit=60)}",
+                f"{one_line(_at(wanted, name), limit=60)}",
             )
 
     @property
@@ -272,7 +272,7 @@ class JobPolicy:
 
     @property
     def _word(self) -> str:
-        return cut_word(self.config.split.split, client=self.client, task=self.task, device=self.device)
+        return cut_setting(self.config.split.split, client=self.client, task=self.task, device=self.device)
 
     def _check_cut(self, cut: Cut | None) -> None:
         word = self._word
@@ -299,7 +299,7 @@ class JobPolicy:
         wanted = cut_of(self.config, cut.blocks, shared=cut.shared if shares else None)
         if cut != wanted:
             name = next(one.name for one in fields(cut) if getattr(cut, one.name) != getattr(wanted, one.name))
-            raise _refused(f"a cut with {name} {shown(getattr(cut, name))}", shown(getattr(wanted, name)))
+            raise _refused(f"a cut with {name} {short_repr(getattr(cut, name))}", short_repr(getattr(wanted, name)))
 
     def _check_told(self, action: str, job: Job, told: Told, cut: Cut) -> None:
         if not 1 <= told.tokens <= MOST_TOKENS:
@@ -325,9 +325,9 @@ class JobPolicy:
         if action not in ("train", "evaluate") and not turned_down and head.get("body") != self.outline.body:
             raise _refused(f"{action} with another model", "the model's own files before round one")
         masked = head.get("masked") is True
-        if masked and not self.config.sparse.masked:
+        if masked and not self.config.sparse.has_mask:
             raise _refused("training under a mask", "no mask")
-        if action == "train" and self.config.sparse.masked and not masked:
+        if action == "train" and self.config.sparse.has_mask and not masked:
             raise _refused("training without a mask", "a mask")
 
     @property
@@ -382,20 +382,20 @@ def _check_params(params: Params, like: Mapping[str, Tensor], *, most: int, what
     if odd := sorted(params.keys() ^ like.keys()):
         kind = "has" if odd[0] in params else "lacks"
         raise ProtocolError(
-            f"{what} {kind} {shown(odd[0])}; install the server's version of atlas-fl, or ask who runs it"
+            f"{what} {kind} {short_repr(odd[0])}; install the server's version of atlas-fl, or ask who runs it"
         )
     for name, tensor in params.items():
         if tensor.dtype != like[name].dtype or not _fits(name, params, like[name], most=most):
             raise ProtocolError(
-                f"{what}: {shown(name)} is {tuple(tensor.shape)} of {tensor.dtype}, which no model of these settings"
-                " has; install the server's version of atlas-fl, or ask who runs it"
+                f"{what}: {short_repr(name)} is {tuple(tensor.shape)} of {tensor.dtype}, which no model of these"
+                " settings has; install the server's version of atlas-fl, or ask who runs it"
             )
         if not bool(torch.isfinite(tensor).all()):
-            raise ProtocolError(f"{what}: {shown(name)} holds a value that is no number; ask who runs the server")
+            raise ProtocolError(f"{what}: {short_repr(name)} holds a value that is no number; ask who runs the server")
         if not bool((tensor.abs() <= MOST_VALUE).all()):
             raise ProtocolError(
-                f"{what}: {shown(name)} holds a value beyond {MOST_VALUE:g}, which hides all examples but a few; ask"
-                " who runs the server"
+                f"{what}: {short_repr(name)} holds a value beyond {MOST_VALUE:g}, which hides all examples but a few;"
+                " ask who runs the server"
             )
 
 

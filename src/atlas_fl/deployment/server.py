@@ -7,13 +7,13 @@ from dataclasses import replace
 from atlas_fl.client.job import ClientTokens
 from atlas_fl.config import Config, run_folder
 from atlas_fl.config.schema import NONE
-from atlas_fl.config.validation import check_counts, check_cut_names, unknown_cuts
+from atlas_fl.config.validation import check_cluster_counts, check_cut_names, unknown_cut_names
 from atlas_fl.data.registry import find_tasks
 from atlas_fl.deployment.end_of_run import begin_to_serve, dismiss, last_plan
 from atlas_fl.deployment.service import Service, check_without, listening, read_sites, write_sites
 from atlas_fl.errors import BudgetError, CheckpointError, ConfigError
 from atlas_fl.events import Note, OnEvent
-from atlas_fl.partial_sharing import shares_all
+from atlas_fl.partial_sharing import is_fully_shared
 from atlas_fl.ranks.devices import DEVICES
 from atlas_fl.runtime.coordinator import coordinator
 from atlas_fl.runtime.coordinator.client_registry import Seat
@@ -101,10 +101,10 @@ def check_sites(config: Config, seats: Sequence[Seat], *, listed: tuple[str, ...
     tasks = [seat.census.task for seat in seats if seat.census is not None]
     devices = [seat.device.name for seat in seats if seat.device is not None]
     known = {*listed, *tasks, *devices, *DEVICES}
-    check_counts(config.clustering, clients=len(seats))
+    check_cluster_counts(config.clustering, clients=len(seats))
     if not late:
         check_cut_names(config.split.split, known)
-    if not (named := unknown_cuts(config.split.split, known)):
+    if not (named := unknown_cut_names(config.split.split, known)):
         return ()
     return (f"--split names {', '.join(named)}, and nobody here is called so: it is kept for who comes late",)
 
@@ -141,12 +141,12 @@ def check_served(config: Config, service: Service) -> None:
             "--trainable full on texts is simulated alone so far: no test holds it across machines; take --trainable"
             " lora, or `atlas run`"
         )
-    if not shares_all(mixing.share) and trainable == "full":
+    if not is_fully_shared(mixing.share) and trainable == "full":
         raise ConfigError(
             f"--share {' '.join(mixing.share)} keeps parts of a model at its client, and whole models travel whole;"
             " share A B head, take --trainable lora, or simulate it with `atlas run`"
         )
-    if not shares_all(mixing.share) and (config.ranks.rerank or config.model.init_adapter is not None):
+    if not is_fully_shared(mixing.share) and (config.ranks.rerank or config.model.init_adapter is not None):
         raise ConfigError(
             f"--share {' '.join(mixing.share)} keeps parts of a model at its client, and --rerank and --init-adapter"
             " make whole models at the server; leave these out, or share A B head"
@@ -234,7 +234,7 @@ def _assembly(config: Config, hall: Hall, desk: Desk, names: tuple[str, ...]) ->
     clients = tuple(client for client, _ in stand_ins.values())
     devices = tuple(seat.device for seat in seats if seat.device is not None)
     assembly = assemble(config, clients=clients, tokens=tokens, devices=devices)
-    return replace(assembly, door=_door(folder, hall, desk, tokens), apart=not shares_all(config.mixing.share))
+    return replace(assembly, door=_door(folder, hall, desk, tokens), apart=not is_fully_shared(config.mixing.share))
 
 
 def _door(folder: RunFolder, hall: Hall, desk: Desk, tokens: dict[str, ClientTokens]) -> Door:

@@ -21,7 +21,7 @@ from torch import nn
 from atlas_fl.config import Config, RunConfig, config_hash, to_toml
 from atlas_fl.config.schema import NONE
 from atlas_fl.data.registry import find_tasks
-from atlas_fl.errors import CheckpointError, ConfigError, ProtocolError, unknown
+from atlas_fl.errors import CheckpointError, ConfigError, ProtocolError, unknown_name
 from atlas_fl.events import OnEvent
 from atlas_fl.experiment.summary import versions
 from atlas_fl.params import digest
@@ -84,7 +84,7 @@ def check_without(without: Sequence[str], *, planned: Sequence[str], listed: Seq
     known = dict.fromkeys((*planned, *listed))
     for name in without:
         if name not in known:
-            raise unknown("client in --without", name, known)
+            raise unknown_name("client in --without", name, known)
     if set(without) >= set(planned or listed):
         raise ConfigError("--without names every client, and somebody must be there; leave one out")
 
@@ -104,7 +104,7 @@ def hall_of(config: Config, listed: tuple[str, ...], desk: Desk, *, late: bool, 
     limit = request_limit(config, backbone.model)
     if trainable_of(config, tasks) == "full":
         body = trained_body(backbone, config)
-        check_frames(body, sparse=config.sparse.masked and config.sparse.mask not in BY_SENSITIVITY)
+        check_frames(body, sparse=config.sparse.has_mask and config.sparse.mask not in BY_SENSITIVITY)
         how["new_sender"] = whole_sender(backbone, config, keeps=True, mask=mask)
         limit = min(FRAME_LIMIT, REST_BYTES + 2 * encoded_size(body))
     identity = identity_of(digest(dict(backbone.model.named_parameters())), config)

@@ -13,11 +13,11 @@ from dataclasses import replace
 from pathlib import Path
 
 from atlas_fl.config import Config, validate
-from atlas_fl.config.schema import AUTO, EVENLY, NONE, cut_word
+from atlas_fl.config.schema import ALL_CLASSES, AUTO, NONE, cut_setting
 from atlas_fl.config.settings import settings, value_of
 from atlas_fl.data.task import Task
 from atlas_fl.deployment.consent import ALLOWANCES, Allowance, Consent
-from atlas_fl.errors import ConfigError, ModelError, one_line, shown
+from atlas_fl.errors import ConfigError, ModelError, one_line, short_repr
 from atlas_fl.models.registry import MODELS
 from atlas_fl.setup.assembly import learning_rate_of, trainable_of
 from atlas_fl.setup.options import strategy_of
@@ -65,7 +65,7 @@ def settings_here(
     )
     chosen = replace(config.model, model=model or config.model.model, init_adapter=None)
     # who has a whole task has no part of its classes
-    images = config.images if part is not None else replace(config.images, nc=EVENLY)
+    images = config.images if part is not None else replace(config.images, nc=ALL_CLASSES)
     run = replace(config.run, runs_dir="runs", name=None)
     found = validate(replace(config, data=data, model=chosen, images=images, run=run), at_sites=True)
     return replace(found, sparse=replace(found.sparse, mask_file=None))
@@ -80,7 +80,7 @@ def check_settings(config: Config, consent: Consent, *, client: str, task: Task,
         words = " ".join(missing)
         told = "; ".join(f"{word}: {ALLOWANCES[word]}" for word in missing)
         raise ConfigError(
-            f"the server's settings (--split {shown(config.split.split)}) ask more of this site than it agreed to"
+            f"the server's settings (--split {short_repr(config.split.split)}) ask more of this site than it agreed to"
             f" ({told}); agree with --allow {words}, or ask for other settings"
         )
 
@@ -91,7 +91,7 @@ def needed(config: Config, *, client: str, task: str, device: str) -> tuple[Allo
     With `auto`, which cuts a device that cannot hold the model, the site has to agree to a cut before it is known.
     """
     split, found = config.split, list[Allowance]()
-    if cut_word(split.split, client=client, task=task, device=device) != NONE:
+    if cut_setting(split.split, client=client, task=task, device=device) != NONE:
         found += ["cut"] if split.head == "client" else ["cut", "labels"]
     return (*found, "hosting") if split.topology == "paired" else tuple(found)
 
@@ -100,15 +100,15 @@ def check_model_name(name: str, consent: Consent) -> None:
     """Nothing where a model that a server names is of this package's list or lies here; raises `ConfigError` else."""
     if name.startswith("~") or len(name.encode()) > MOST_NAME:
         raise ConfigError(
-            f"the server's settings name the model {shown(name)}; a site takes names of at most {MOST_NAME} bytes, and"
-            " none that begins with ~; give --model with the model you want"
+            f"the server's settings name the model {short_repr(name)}; a site takes names of at most {MOST_NAME} bytes,"
+            " and none that begins with ~; give --model with the model you want"
         )
     known = name in MODELS or any(name == model.path for model in MODELS.values())
     if known or name.startswith((".", "/")) or "hub-model" in consent.allow or Path(name).exists():
         return
     raise ConfigError(
-        f"the server's settings name the model {shown(name)}, and a site fetches no model of the hub because a server"
-        " says so; give --model with the model you want, or agree with --allow hub-model"
+        f"the server's settings name the model {short_repr(name)}, and a site fetches no model of the hub because a"
+        " server says so; give --model with the model you want, or agree with --allow hub-model"
     )
 
 
@@ -116,8 +116,8 @@ def check_model_digest(here: str | None, there: str, *, name: str) -> None:
     """Nothing where the weights here are the server's, or none are loaded yet; raises `ModelError` else."""
     if here not in (None, there):
         raise ModelError(
-            f"model {shown(name)} is {here:.16} here and {one_line(there, most=16)} at the server; give the server's"
-            " model with --model"
+            f"model {short_repr(name)} is {here:.16} here and {one_line(there, limit=16)} at the server; give the"
+            " server's model with --model"
         )
 
 
@@ -164,7 +164,7 @@ def _check_sizes(config: Config, consent: Consent, task: Task) -> None:
         largest = max(value, default=0) if isinstance(value, tuple) else value
         if largest is not None and largest > most:
             raise ConfigError(
-                f"the server's {settings()[name].flag} is {shown(largest)}; a site takes at most {most:g}; ask for"
+                f"the server's {settings()[name].flag} is {short_repr(largest)}; a site takes at most {most:g}; ask for"
                 " other settings"
             )
     decay = learning_rate_of(config) * config.training.weight_decay
@@ -200,7 +200,7 @@ def what_leaves(config: Config, *, client: str, task: Task, device: str, blocks:
             f"leaves this site: {sent}; {usual}",
             f"never leaves it: {kept}, activations, the label of an example",
         )
-    where = cut_word(config.split.split, client=client, task=task.name, device=device)
+    where = cut_setting(config.split.split, client=client, task=task.name, device=device)
     at = "one of the model's blocks, if this device cannot hold all," if where == AUTO else f"block {where} of {blocks}"
     given = "and the label of each" if "labels" in words else "without their labels"
     return (
@@ -226,5 +226,5 @@ def _sent_whole(config: Config, task: Task) -> str:
     sketches = f"two sketches of {config.clustering.sketch_dim:,} numbers, " if takes_fingerprints(config, task) else ""
     heads = sketches + ("sums of its images' features by class, " if fits_heads else "")
     scores = "a score of each weight, " if asks_sensitivity(config) else ""
-    trained = "the weights under the mask" if config.sparse.masked else "the weights"
+    trained = "the weights under the mask" if config.sparse.has_mask else "the weights"
     return f"before round one {heads}{scores}after each round {trained} that it trained"

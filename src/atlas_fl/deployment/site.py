@@ -19,7 +19,7 @@ from atlas_fl.client.job import Site as AdapterSite
 from atlas_fl.client.local_training import trained_below
 from atlas_fl.client.registry import ACTIONS
 from atlas_fl.config import Config, config_hash, parse_config
-from atlas_fl.config.schema import EVENLY, NONE
+from atlas_fl.config.schema import ALL_CLASSES, NONE
 from atlas_fl.data.cache import load_task
 from atlas_fl.data.clients import BY_CLASSES, ClientData, make_clients
 from atlas_fl.data.registry import find_tasks
@@ -42,7 +42,7 @@ from atlas_fl.models.backbone import Backbone, target_modules
 from atlas_fl.models.loading import build_first_blocks
 from atlas_fl.models.peft_io import export_adapter
 from atlas_fl.params import Params, digest
-from atlas_fl.partial_sharing import shares_all
+from atlas_fl.partial_sharing import is_fully_shared
 from atlas_fl.planning.workloads import whole_receiver
 from atlas_fl.ranks.devices import find_devices
 from atlas_fl.runtime.coordinator.site_worker import Worker
@@ -65,7 +65,7 @@ from atlas_fl.setup.assembly import (
 )
 from atlas_fl.split.channel import Cut
 from atlas_fl.split.model import select_client_side
-from atlas_fl.storage.secret import kept_secret
+from atlas_fl.storage.secret import load_or_create_secret
 
 
 class Site(Protocol):
@@ -167,9 +167,9 @@ class Home:
         self, config: Config, client: ClientData, *, model: str, private: Path, noise_secret: Path, owner: Owner
     ) -> None:
         self._config, self._client, self._model = config, client, model
-        self._vault = None if shares_all(config.mixing.share) else self._vault_in(private, owner)
+        self._vault = None if is_fully_shared(config.mixing.share) else self._vault_in(private, owner)
         is_noisy = config.split.split != NONE and config.split.wire_noise > 0
-        self._noise_secret = kept_secret(noise_secret) if is_noisy else None
+        self._noise_secret = load_or_create_secret(noise_secret) if is_noisy else None
         self.receiver: Receiver = AdapterReceiver() if self._vault is None else PrivateReceiver(vault=self._vault)
         self.actions: Mapping[str, Any] = ACTIONS
         self._site: AdapterSite | None = None
@@ -475,7 +475,7 @@ def _settings_of(welcome: Head, joining: Joining) -> Config:
     own = config_hash(config)
     if own != told:
         raise ProtocolError(
-            f"the server's settings have hash {own} here and {one_line(told, most=16)} there; install its version"
+            f"the server's settings have hash {own} here and {one_line(told, limit=16)} there; install its version"
         )
     if joining.config not in (None, own):
         raise ProtocolError(
@@ -503,7 +503,7 @@ def own_client(config: Config, name: str, *, task: str, part: int | None) -> Cli
             f"--part is {part}; allowed: 0 to {settings.clients_per_task - 1}, as --clients-per-task of the server"
             " says, or leave it out where the whole task is here"
         )
-    by_classes = part is not None and config.images.nc != EVENLY
+    by_classes = part is not None and config.images.nc != ALL_CLASSES
     clients = make_clients(
         (found,),
         source,

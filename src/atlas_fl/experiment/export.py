@@ -4,8 +4,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from atlas_fl.config import Config, load_config
-from atlas_fl.config.values import mistake, whole_number
-from atlas_fl.errors import CheckpointError, unknown
+from atlas_fl.config.values import invalid_value, parse_integer
+from atlas_fl.errors import CheckpointError, unknown_name
 from atlas_fl.experiment.early_stopping import best_rounds
 from atlas_fl.experiment.recorder import leads_of, models_of
 from atlas_fl.models.backbone import Backbone
@@ -92,10 +92,10 @@ def _checkpoint(folder: RunFolder, round: str | None) -> checkpoint.Checkpoint:
     """The newest checkpoint, or that of a round; an older one holds other models, and is taken by its number alone."""
     if round is None:
         return _newest(folder)
-    number = _best(folder) if round == "best" else whole_number(round)
+    number = _best(folder) if round == "best" else parse_integer(round)
     if number is None:
-        raise mistake("--round", round, "best, or the number of a round")
-    if number not in (held := checkpoint.rounds_in(folder.checkpoints)):
+        raise invalid_value("--round", round, "best, or the number of a round")
+    if number not in (held := checkpoint.paths_by_round(folder.checkpoints)):
         raise CheckpointError(
             f"run {folder.path} has no checkpoint of round {number}; have: {', '.join(map(str, held))}; a run with"
             " --keep-best K keeps those of its K best rounds"
@@ -123,5 +123,5 @@ def _place(names: Sequence[str], client: str) -> int:
     if client.isdecimal() and int(client) < len(names):
         return int(client)
     if client not in names:
-        raise unknown("client", client, names)
+        raise unknown_name("client", client, names)
     return names.index(client)

@@ -15,20 +15,28 @@ from typing import Any
 from torch import Tensor
 
 from atlas_fl.client.job import Update
-from atlas_fl.config import Config, differences, identity
+from atlas_fl.config import Config, differences, identity_settings
 from atlas_fl.data.clients import ClientData, majority
 from atlas_fl.errors import CheckpointError
 from atlas_fl.experiment.early_stopping import best_rounds
 from atlas_fl.experiment.state import Admitted, RoundRecord, State, plan_messages
 from atlas_fl.experiment.summary import STOPPED, peak_memory
-from atlas_fl.params import ByClient, ServerState, Split, flatten_state, prefixed, unflatten_state, unprefixed
+from atlas_fl.params import (
+    ByClient,
+    ServerState,
+    Split,
+    flatten_by_client,
+    flatten_state,
+    unflatten_by_client,
+    unflatten_state,
+)
 from atlas_fl.planning.plan import Planned
 from atlas_fl.storage import checkpoint, digests
 from atlas_fl.storage.checkpoint import Checkpoint
 from atlas_fl.storage.jsonl import (
     append_rows,
-    defined,
-    encoded_json,
+    drop_undefined,
+    encode_json,
     from_json,
     to_json,
     truncate_to,
@@ -43,7 +51,7 @@ from atlas_fl.storage.tensors import write_models, write_sketches, write_tensors
 def origin_of(config: Config, clients: Sequence[ClientData]) -> dict[str, Any]:
     """The settings that make the run what it is, and a SHA-256 of each client's rows; plain data for JSON."""
     data = {client.name: client.digest() for client in clients}
-    plain: dict[str, Any] = from_json(to_json({"settings": identity(config), "data": data}))
+    plain: dict[str, Any] = from_json(to_json({"settings": identity_settings(config), "data": data}))
     return plain
 
 
@@ -53,7 +61,7 @@ def check_origin(begun: Mapping[str, Any], now: Mapping[str, Any], *, folder: Pa
     Raises:
         CheckpointError: a setting or a client's rows are others; the message names the first.
     """
-    # A setting younger than runs (`config.identity.LATER`) is not among those of a run begun with its default.
+    # A setting younger than runs (`config.identity.ADDED_LATER`) is not among those of a run begun with its default.
     for name in dict.fromkeys([*begun["settings"], *sorted(now["settings"])]):
         old, new = begun["settings"].get(name), now["settings"].get(name)
         if new != old:
@@ -94,14 +102,14 @@ def check_written(folder: RunFolder, found: Checkpoint) -> None:
         CheckpointError: a plan, sketches, mask or rows before the checkpoint are damaged; the message names the file.
     """
     digests.check_state(found)
-    written = digests.of_state(found.state)
+    written = digests.digests_in_state(found.state)
     if written is not None:
         written.check(folder, *(folder.path / name for name in written.sha256 if name != folder.config.name))
 
 
 def config_note(folder: RunFolder, found: Checkpoint) -> str:
     """What is to be said of a `config.toml` that was changed where nothing depends on it; empty where it was not."""
-    written = digests.of_state(found.state)
+    written = digests.digests_in_state(found.state)
     if written is None:
         return f"checkpoint {found.path.name} has no digests: an earlier version wrote it; the next one will have them"
     if not written.fault(folder, folder.config):
@@ -256,7 +264,7 @@ class Recorder:
         share = majority(labels) if client.task.has_classes else None
         counted = {"majority": share, "classes": update.classes or None, "examples": update.examples}
         # a metric does not take the place of what the server knows by itself
-        return defined({**known, **update.metrics, **counted, **known})
+        return drop_undefined({**known, **update.metrics, **counted, **known})
 
     def _write_audit(self, record: RoundRecord, state: State) -> None:
         trained = {name: update.params for name, update in record.updates.items()}
@@ -294,7 +302,7 @@ class Recorder:
             for path, lead in same.items():
                 others.setdefault(lead, []).append(path)
             note = ("same", json.dumps(others, sort_keys=True)) if others else None
-            self.audited[SERVER_STATE] = write_tensors(folder / SERVER_STATE, distinct, note=note)
+            self.audited[SERVER_STATE] = write_tensors(folder / SERVER_STATE, distinct, metadata=note)
 
     def _write_record(self, place: Path, content: Mapping[str, Any]) -> None:
         """The record of an audited round, with the digests of the files beside it."""
@@ -304,11 +312,11 @@ class Recorder:
     def _checkpoint(self, state: State) -> None:
         leads = leads_of(state.server_models)
         models = {name: state.server_models[name] for name in dict.fromkeys(leads.values())}
-        tensors = {f"strategy/{name}": tensor for name, tensor in prefixed(models).items()}
+        tensors = {f"strategy/{name}": tensor for name, tensor in flatten_by_client(models).items()}
         # Who starts with what the server has is told by the absence of a second copy, also after a resume.
         apart = {name: params for name, params in state.start.items() if params is not state.server_models[name]}
-        tensors |= {f"start/{name}": tensor for name, tensor in prefixed(apart).items()}
-        tensors |= {f"momentum/{name}": tensor for name, tensor in prefixed(state.momentum).items()}
+        tensors |= {f"start/{name}": tensor for name, tensor in flatten_by_client(apart).items()}
+        tensors |= {f"momentum/{name}": tensor for name, tensor in flatten_by_client(state.momentum).items()}
         distinct, same = distinct_tensors(state.server_state)
         tensors |= {f"server/{path}": tensor for path, tensor in distinct.items()}
         content = {
@@ -324,19 +332,19 @@ class Recorder:
             "seconds": self.seconds,
             "peak": self.memory(),
             "round_seconds": {str(at): taken for at, taken in self.round_seconds.items()},
-            digests.OF_STATE: self._digests(),
+            digests.STATE_ENTRY: self._digests(),
         }
         if same:
             content["server_same"] = same
         checkpoint.save(self.folder.checkpoints, round=state.round, tensors=tensors, state=content)
-        checkpoint.prune(self.folder.checkpoints, keep=self.keep_checkpoints, besides=self._best(state))
+        checkpoint.prune(self.folder.checkpoints, keep=self.keep_checkpoints, keep_rounds=self._best(state))
 
     def _best(self, state: State) -> tuple[int, ...]:
         return best_rounds(state.history, self.keep_best)
 
     def completed(self, summary: Mapping[str, Any]) -> None:
         """Write the digests of all that a complete run holds, and then the summary, by which it is complete."""
-        written = sha256(encoded_json(summary)).hexdigest()
+        written = sha256(encode_json(summary)).hexdigest()
         digests.write_digests(self.folder, {**self._digests(), self.folder.summary.name: written})
         write_json(self.folder.summary, summary)
 
@@ -380,7 +388,7 @@ def distinct_tensors(server_state: ServerState) -> tuple[dict[str, Tensor], dict
 
 def server_state_in(found: checkpoint.Checkpoint) -> ServerState:
     """What the strategy remembers, of a checkpoint; empty where it remembers nothing but the models."""
-    flat = dict(unprefixed(found.tensors).get("server", {}))
+    flat = dict(unflatten_by_client(found.tensors).get("server", {}))
     try:
         flat |= {path: flat[lead] for path, lead in found.state.get("server_same", {}).items()}
     except (AttributeError, KeyError) as error:
@@ -393,8 +401,8 @@ def server_state_in(found: checkpoint.Checkpoint) -> ServerState:
 def models_of(found: checkpoint.Checkpoint, names: Sequence[str]) -> tuple[ByClient, ByClient]:
     """(the models of the last aggregation, what clients start with) of a checkpoint, in the clients' order."""
     try:
-        kinds = unprefixed(found.tensors)
-        memory, apart = (unprefixed(kinds.get(kind, {})) for kind in ("strategy", "start"))
+        kinds = unflatten_by_client(found.tensors)
+        memory, apart = (unflatten_by_client(kinds.get(kind, {})) for kind in ("strategy", "start"))
         same = found.state["same"]
         # A file holds its tensors sorted by name; packs follow the order of the clients, and so do their last bits.
         memory = {name: memory[same.get(name, name)] for name in names}
@@ -407,7 +415,7 @@ def models_of(found: checkpoint.Checkpoint, names: Sequence[str]) -> tuple[ByCli
 
 def momentum_in(found: checkpoint.Checkpoint) -> ByClient:
     """What each client keeps of its optimizer, of a checkpoint."""
-    return unprefixed(unprefixed(found.tensors).get("momentum", {}))
+    return unflatten_by_client(unflatten_by_client(found.tensors).get("momentum", {}))
 
 
 def _stopped_row(state: State) -> dict[str, Any]:

@@ -33,7 +33,7 @@ from atlas_fl.experiment.late_join import admit
 from atlas_fl.experiment.recorder import Recorder
 from atlas_fl.experiment.state import RoundRecord, State, crossed, mean_score
 from atlas_fl.params import ByClient, Params, ServerState, Split, flatten_state
-from atlas_fl.partial_sharing import as_kept, hides_factors
+from atlas_fl.partial_sharing import expected_update, has_hidden_factors
 from atlas_fl.planning.host_assignment import hosting_of, seated
 from atlas_fl.planning.plan import Planned
 from atlas_fl.planning.planner import at_ranks, cuts_of, held_by, regraphed
@@ -209,7 +209,7 @@ def accepted(
     refused: dict[str, str] = {}
     for update in updates:
         try:
-            check_update(as_kept(sent[update.client], update.params, share), update.params)
+            check_update(expected_update(sent[update.client], update.params, share), update.params)
         except ProtocolError as error:
             refused[update.client] = str(error)
         else:
@@ -423,7 +423,7 @@ def _spread(assembly: Assembly, planned: Planned, before: ByClient, end: End) ->
     """What the server's step did to the differences, in a round with evaluation; None where a figure is no number."""
     # distances between all pairs of a hundred whole models would cost more than the round, and where factors are at
     # the clients alone nobody has the updates of all
-    if not end.scores or assembly.is_full or any(hides_factors(params) for params in before.values()):
+    if not end.scores or assembly.is_full or any(has_hidden_factors(params) for params in before.values()):
         return None
     adjacency = planned.plan.adjacency
     found = diversity(before, end.start, clients=assembly.names, adjacency=adjacency, scale=assembly.site.scale)

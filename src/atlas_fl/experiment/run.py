@@ -7,7 +7,16 @@ from pathlib import Path
 from typing import Any
 
 from atlas_fl.clustering.result import Clustering
-from atlas_fl.config import Config, check_pins, config_hash, load_config, pinned, run_folder, to_toml, validate
+from atlas_fl.config import (
+    Config,
+    check_mask_file,
+    config_hash,
+    load_config,
+    pin_mask_file,
+    run_folder,
+    to_toml,
+    validate,
+)
 from atlas_fl.errors import AtlasError, CheckpointError, ConfigError
 from atlas_fl.events import Note, OnEvent, PhaseStarted, ignore
 from atlas_fl.experiment.backends import ENGINES, Workplace
@@ -34,10 +43,10 @@ from atlas_fl.setup.assembly import Assembly, put_off, with_planned, without_cli
 from atlas_fl.setup.options import attackers_in, strategy_of, with_attackers
 from atlas_fl.storage import checkpoint, digests
 from atlas_fl.storage.files import run_lock, write_atomic
-from atlas_fl.storage.json_shapes import SUMMARY, each, fits, ledger_row, metrics_row, needs
+from atlas_fl.storage.json_shapes import SUMMARY, check_shape, ledger_row, list_of, metrics_row, require_fields
 from atlas_fl.storage.jsonl import read_json, read_rows
 from atlas_fl.storage.ledger import payload_bytes
-from atlas_fl.storage.run_folder import RunFolder, check_free, find_run, leave_as_found, run_log
+from atlas_fl.storage.run_folder import RunFolder, check_folder_is_free, find_run, remove_aborted_run, run_log
 from atlas_fl.storage.tensors import read_sketches, read_tensors
 
 
@@ -62,10 +71,10 @@ def run(
     A folder that holds the same run is refused, or with `resume` gone on with (a complete one is just read).
     Raises an `AtlasError` for whatever the user can mend; nothing is written before the config is valid.
     """
-    config = pinned(validate(config, at_sites=workplace is not None))
+    config = pin_mask_file(validate(config, at_sites=workplace is not None))
     workplace = workplace or ENGINES[config.run.engine]
     folder = run_folder(config)
-    check_free(folder)
+    check_folder_is_free(folder)
     made = not folder.path.exists()
     with run_lock(folder.path):
         if folder.config.exists():
@@ -82,7 +91,7 @@ def run(
         except AtlasError:
             # What could not even be planned leaves nothing behind that would stand in the way of the mended run.
             if not folder.checkpoints.exists():
-                leave_as_found(folder.path, made=made)
+                remove_aborted_run(folder.path, is_new=made)
             raise
 
 
@@ -91,7 +100,7 @@ def resume(folder: str | Path, *, max_rounds: int | None = None, on_event: OnEve
 
     Raises `CheckpointError` where the folder holds no run.
     """
-    found = find_run(folder, begun=True)
+    found = find_run(folder, allow_unplanned=True)
     config = validate(load_config(found.config), at_sites=True)  # it was begun; where, is told from its clients
     at_home = replace(config.run, runs_dir=str(found.path.parent), name=found.path.name, max_rounds=max_rounds)
     with run_lock(found.path):
@@ -113,7 +122,7 @@ def _go_on(config: Config, folder: RunFolder, on_event: OnEvent, workplace: Work
             early = f"; it stopped early after round {result.rounds}" if "stopped" in result.summary else ""
             tell(Note(f"run {folder.path} is complete{early}"))
             return result
-        check_pins(config)
+        check_mask_file(config)
         tell(PhaseStarted("loading"))
         began = time.perf_counter()
         with workplace(config, tell) as (assembly, engine):
@@ -249,9 +258,9 @@ def _check_clients(plan: Plan, assembly: Assembly, folder: RunFolder) -> None:
 
 def _summary(config: Config, folder: RunFolder, assembly: Assembly, recorder: Recorder) -> dict[str, Any]:
     metrics = read_rows(folder.metrics)
-    fits(metrics, each(metrics_row), file=folder.metrics)
+    check_shape(metrics, list_of(metrics_row), file=folder.metrics)
     ledger = read_rows(folder.ledger)
-    fits(ledger, each(ledger_row), file=folder.ledger)
+    check_shape(ledger, list_of(ledger_row), file=folder.ledger)
     return summarise(
         run={
             "name": folder.path.name,
@@ -283,8 +292,8 @@ def _result(
     complete = folder.summary.exists()
     if complete:
         summary = read_json(folder.summary)
-        fits(summary, SUMMARY, file=folder.summary)
-        needs(summary, "run", file=folder.summary)
+        check_shape(summary, SUMMARY, file=folder.summary)
+        require_fields(summary, "run", file=folder.summary)
     else:
         assert assembly is not None and recorder is not None, "a run without a summary has just been trained"
         summary = _summary(config, folder, assembly, recorder)

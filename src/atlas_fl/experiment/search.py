@@ -22,16 +22,16 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any, Literal, TypeAlias
 
-from atlas_fl.config import Config, identity, pinned, run_folder, to_toml, validate, with_values
+from atlas_fl.config import Config, identity_settings, pin_mask_file, run_folder, to_toml, validate, with_values
 from atlas_fl.config.files import WORD_OR_NUMBER, load_values
-from atlas_fl.config.settings import Setting, find_setting, parse
-from atlas_fl.config.values import inner_of, whole_number
+from atlas_fl.config.settings import Setting, find_setting, parse_setting
+from atlas_fl.config.values import parse_integer, unwrap_optional
 from atlas_fl.errors import CheckpointError, ConfigError
 from atlas_fl.events import Event, OnEvent, RoundFinished, ignore
 from atlas_fl.experiment.early_stopping import best_rounds
 from atlas_fl.experiment.summary import histories, mean_series
 from atlas_fl.experiment.sweep import Point, RunState, grid, parse_over, run_all
-from atlas_fl.rng import seed_of
+from atlas_fl.rng import derive_seed
 from atlas_fl.storage.files import DRAFTS, run_lock, write_atomic
 from atlas_fl.storage.jsonl import from_json, read_rows, to_json
 from atlas_fl.storage.run_folder import RunFolder
@@ -125,12 +125,12 @@ def _is_whole(setting: Setting) -> bool | None:
     """Whether the setting takes whole numbers alone; None where it takes no numbers."""
     if setting.name in WORD_OR_NUMBER:
         return True
-    kind = inner_of(setting.kind) or setting.kind
+    kind = unwrap_optional(setting.kind) or setting.kind
     return kind is int if kind in (int, float) else None
 
 
 def _number(setting: Setting, text: str, *, whole: bool) -> float:
-    value = whole_number(text) if setting.name in WORD_OR_NUMBER else parse(setting, text)
+    value = parse_integer(text) if setting.name in WORD_OR_NUMBER else parse_setting(setting, text)
     if value is None:
         raise ConfigError(
             f"--over {setting.name} has {text!r} as an end of its range; allowed: a{' whole' if whole else ''} number;"
@@ -183,7 +183,7 @@ def next_trial(study: Any, space: Space, *, seed: int, pruner: Pruner) -> Any:
     ended = study.get_trials(deepcopy=False)
     draft = optuna.create_study(
         direction="maximize",
-        sampler=optuna.samplers.TPESampler(seed=seed_of(seed, "search", len(ended)) % 2**32),
+        sampler=optuna.samplers.TPESampler(seed=derive_seed(seed, "search", len(ended)) % 2**32),
         pruner=optuna.pruners.MedianPruner() if pruner == "median" else optuna.pruners.NopPruner(),
     )
     draft.add_trials(ended)
@@ -301,8 +301,8 @@ def search(
         raise ConfigError(f"--max-rounds is {base.run.max_rounds}; here every run goes to its end; leave it out")
     check_installed()
     check_space(base, space)
-    base = pinned(base)
-    settings = from_json(to_json({**identity(base), "over": plain(space), "pruner": pruner}))
+    base = pin_mask_file(base)
+    settings = from_json(to_json({**identity_settings(base), "over": plain(space), "pruner": pruner}))
     folder = search_folder(base, settings)
     with run_lock(folder):
         study = open_study(folder / STUDY, settings=settings)
@@ -326,7 +326,7 @@ def search_folder(base: Config, settings: Mapping[str, Any]) -> Path:
     """
     digest = sha256(to_json(settings).encode()).hexdigest()[:8]
     path = Path(base.run.runs_dir) / (base.run.name or f"search-{base.run.preset}-{digest}")
-    if RunFolder(path).is_begun() or (path.exists() and not path.is_dir()):
+    if RunFolder(path).is_resumable() or (path.exists() and not path.is_dir()):
         raise ConfigError(f"{path} is taken; choose another --name or --runs-dir for the search")
     if base.run.name is not None and path.exists() and not (path / STUDY).is_file():
         _check_remains(path)

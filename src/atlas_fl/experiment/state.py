@@ -13,7 +13,7 @@ from atlas_fl.aggregation.diversity import Diversity
 from atlas_fl.client.importance import IMPORTANCE
 from atlas_fl.client.job import Update
 from atlas_fl.clustering.labels import UNDECIDED
-from atlas_fl.params import HEAD, LORA_A, LORA_B, ByClient, Params, ServerState, Split, shared_part
+from atlas_fl.params import HEAD, LORA_A, LORA_B, ByClient, Params, ServerState, Split, shared_params
 from atlas_fl.planning.host_assignment import Hosting
 from atlas_fl.planning.plan import Plan, Planned
 from atlas_fl.setup.assembly import Assembly
@@ -137,7 +137,7 @@ class RoundRecord:
 
     def _rows(self, name: str, direction: Direction, model: Params, share: tuple[str, ...]) -> list[LedgerRow]:
         held = self.held.get(name, model.keys())
-        sent = {key: tensor for key, tensor in shared_part(model, share).items() if key in held}
+        sent = {key: tensor for key, tensor in shared_params(model, share).items() if key in held}
         return self._parts(name, direction, sent)
 
     def _parts(self, name: str, direction: Direction, sent: Params) -> list[LedgerRow]:

@@ -54,7 +54,7 @@ import torch
 
 from atlas_fl.experiment.early_stopping import best_rounds
 from atlas_fl.storage.json_shapes import METRICS
-from atlas_fl.storage.ledger import Totals, from_json, totals
+from atlas_fl.storage.ledger import Totals, parse_ledger_row, totals
 
 LIBRARIES = ("torch", "transformers", "peft", "safetensors", "numpy", "scikit-learn")
 
@@ -299,7 +299,7 @@ def summarise(
         attackers: clients that attack in this simulation.
     """
     found = histories(metrics)
-    sent = totals(from_json(row) for row in ledger)
+    sent = totals(parse_ledger_row(row) for row in ledger)
     rounds = [int(row["round"]) for row in metrics]
     # before the first evaluation only those have rows that have trained
     sizes = Counter(entry["task"] for entry in plan.get("clients", ()) if "task" in entry)

@@ -8,7 +8,16 @@ from math import lcm
 from pathlib import Path
 from typing import Literal
 
-from atlas_fl.config import Config, config_hash, differences, load_config, pinned, run_folder, validate, with_values
+from atlas_fl.config import (
+    Config,
+    config_hash,
+    differences,
+    load_config,
+    pin_mask_file,
+    run_folder,
+    validate,
+    with_values,
+)
 from atlas_fl.config.identity import SESSION
 from atlas_fl.config.settings import find_setting
 from atlas_fl.errors import CheckpointError, ConfigError
@@ -145,7 +154,7 @@ def grid(
         changed = with_values(base, {**changes, **rounds})
         for seed in seeds:
             config = replace(changed, run=replace(changed.run, seed=seed))
-            points.append(Point(config=_named(pinned(validate(config)), base.run.name), changes=changes))
+            points.append(Point(config=_named(pin_mask_file(validate(config)), base.run.name), changes=changes))
     return tuple(points)
 
 

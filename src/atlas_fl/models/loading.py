@@ -26,13 +26,13 @@ from transformers import (
 from transformers.utils import cached_file
 from transformers.utils import logging as hf_logging
 
-from atlas_fl.errors import LINE_CHARACTERS, ModelError
+from atlas_fl.errors import MAX_LINE_CHARACTERS, ModelError
 from atlas_fl.models.attention import PACKED, register_packed_attention
 from atlas_fl.models.backbone import Backbone, block_index
 from atlas_fl.models.registry import FAMILIES, VISION_FAMILIES, Family, ModelSource, is_hub_reachable, locate_model
 from atlas_fl.params import HEAD, Params
 from atlas_fl.rng import torch_generator
-from atlas_fl.storage.files import new_folder
+from atlas_fl.storage.files import atomic_folder
 
 _LOADING = RLock()
 UNREADABLE = (OSError, ValueError, ImportError, SafetensorError, vars(torch.serialization)["pickle"].UnpicklingError)
@@ -116,7 +116,7 @@ def save_classifier(backbone: Backbone, params: Params, folder: Path, *, labels:
     """Write config, weights and tokenizer; stock `AutoModelForSequenceClassification` loads them to the same logits.
 
     Tensors that `params` lacks are the backbone's own. `labels` name the classes in order; a regression has none. The
-    folder is there in full, or not at all (`storage.files.new_folder`).
+    folder is there in full, or not at all (`storage.files.atomic_folder`).
     """
     source, family = backbone.source, backbone.family
     config = AutoConfig.from_pretrained(source.path, **loading_options(source))
@@ -135,7 +135,7 @@ def save_classifier(backbone: Backbone, params: Params, folder: Path, *, labels:
         wanted = dict(model.named_parameters())
         model.load_state_dict({key: own.cpu() for key, own in named.items() if key in wanted}, strict=False)
         assert not wanted.keys() - named.keys(), "a classifier is its backbone and its head"
-        with new_folder(folder) as draft:
+        with atomic_folder(folder) as draft:
             model.save_pretrained(draft)
             backbone.tokenizer.save_pretrained(draft)
 
@@ -229,7 +229,7 @@ def _cannot_generate(name: str, family: Family) -> str:
 
 
 def _load_failure(name: str, source: ModelSource, error: Exception) -> str:
-    reason = str(error).strip().splitlines()[0].rstrip(".")[:LINE_CHARACTERS]
+    reason = str(error).strip().splitlines()[0].rstrip(".")[:MAX_LINE_CHARACTERS]
     return (
         f"model {name!r} ({source.path}) could not be loaded: {reason}; give a directory that holds config.json,"
         " model.safetensors and tokenizer.json, fill the hub's cache on a machine with a network and copy it,"

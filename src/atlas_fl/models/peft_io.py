@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from atlas_fl.errors import ModelError
 from atlas_fl.models.registry import VISION_FAMILIES, Family, modules_to_save
 from atlas_fl.params import HEAD, LORA_A, LORA_B, Params, head_keys, lora_modules, ranks
-from atlas_fl.storage.files import new_folder
+from atlas_fl.storage.files import atomic_folder
 from atlas_fl.storage.tensors import write_tensors
 
 WEIGHTS, SETTINGS, LABELS = "adapter_model.safetensors", "adapter_config.json", "labels.json"
@@ -48,7 +48,7 @@ def export_adapter(
 ) -> None:
     """Write one client's model as a PEFT folder that `PeftModel.from_pretrained` loads onto the stock classifier.
 
-    The folder is there in full, or not at all (`storage.files.new_folder`).
+    The folder is there in full, or not at all (`storage.files.atomic_folder`).
 
     A client without a head writes text: its folder is for the stock causal language model. Of images it names no task,
     because PEFT has none of its own for them, and loads onto the stock image classifier. Ranks per module go into
@@ -73,9 +73,9 @@ def export_adapter(
         fan_in_fan_out=family.conv1d,
     )
     tensors = {peft_name(key, family): tensor.detach() for key, tensor in params.items()}
-    with new_folder(folder) as draft:
+    with atomic_folder(folder) as draft:
         config.save_pretrained(str(draft))
-        write_tensors(draft / WEIGHTS, tensors, note=("format", "pt"))
+        write_tensors(draft / WEIGHTS, tensors, metadata=("format", "pt"))
         if labels:
             (draft / LABELS).write_text(json.dumps(list(labels), ensure_ascii=False) + "\n", encoding="utf-8")
 

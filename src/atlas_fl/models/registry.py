@@ -18,7 +18,7 @@ import torch
 from huggingface_hub.constants import ENDPOINT, HF_HUB_OFFLINE
 from torch import Tensor, nn
 
-from atlas_fl.errors import ModelError, shown, unknown
+from atlas_fl.errors import ModelError, short_repr, unknown_name
 from atlas_fl.params import HEAD, Params
 from atlas_fl.storage.downloads import VIT, embedded_dir, model_dir, vit_dir
 
@@ -292,7 +292,7 @@ def locate_model(name: str) -> ModelSource:
         )
     if "/" in name or any(name == model.path for model in MODELS.values()):
         return ModelSource(path=name)
-    raise unknown("model", name, MODELS)
+    raise unknown_name("model", name, MODELS)
 
 
 def _source_at_path(name: str) -> ModelSource | None:
@@ -306,8 +306,8 @@ def _source_at_path(name: str) -> ModelSource | None:
     except (OSError, RuntimeError, ValueError) as error:  # a long name, another's folder, no such user
         reason = error.strerror if isinstance(error, OSError) else str(error)
         raise ModelError(
-            f"model {shown(name)} cannot be looked for ({reason}); give the path of a directory or a .gguf file, a hub"
-            f" name such as owner/model, or one of {', '.join(sorted(MODELS))}"
+            f"model {short_repr(name)} cannot be looked for ({reason}); give the path of a directory or a .gguf file, a"
+            f" hub name such as owner/model, or one of {', '.join(sorted(MODELS))}"
         ) from None
     return None
 

@@ -24,7 +24,7 @@ from atlas_fl.models.loading import UNREADABLE, checkpoint_blocks, loading_lock,
 from atlas_fl.models.registry import VISION_FAMILIES, Dense, Family, ModelSource, locate_model
 from atlas_fl.models.vision import Vision, backbone_weights
 from atlas_fl.params import HEAD, Params, head_keys
-from atlas_fl.storage.files import new_folder
+from atlas_fl.storage.files import atomic_folder
 
 RESAMPLE = {2: "bilinear", 3: "bicubic"}
 """Pillow's numbers of the filters that PyTorch has too."""
@@ -241,7 +241,7 @@ def save_vision(vision: Vision, params: Params, folder: Path, *, labels: Sequenc
     """Write config, weights and processor; stock `AutoModelForImageClassification` loads the folder to the same logits.
 
     Tensors that `params` lacks are the backbone's own. `labels` name the classes in order. The folder is there in full,
-    or not at all (`storage.files.new_folder`).
+    or not at all (`storage.files.atomic_folder`).
     """
     config = copy.deepcopy(vision.model.config)
     config.id2label = dict(enumerate(labels))
@@ -253,6 +253,6 @@ def save_vision(vision: Vision, params: Params, folder: Path, *, labels: Sequenc
         state |= {f"classifier.{key.removeprefix(HEAD)}": params[key] for key in head_keys(params)}
         model.load_state_dict(state, strict=True)
         processor = AutoImageProcessor.from_pretrained(vision.source.path, trust_remote_code=False)
-        with new_folder(folder) as draft:
+        with atomic_folder(folder) as draft:
             model.save_pretrained(draft)
             processor.save_pretrained(draft)

@@ -25,9 +25,9 @@ from atlas_fl.client.calibration import (
     ridge_head,
 )
 from atlas_fl.client.job import Job
-from atlas_fl.config import SparseConfig, check_pins, mask_source
+from atlas_fl.config import SparseConfig, check_mask_file, parse_mask_file
 from atlas_fl.errors import BudgetError, ConfigError
-from atlas_fl.params import HEAD, ByClient, Params, add, head_keys, num_bytes, num_values, select, shared_part
+from atlas_fl.params import HEAD, ByClient, Params, add, head_keys, num_bytes, num_values, select, shared_params
 from atlas_fl.planning.plan import ClientPlan
 from atlas_fl.ranks.devices import Device
 from atlas_fl.rng import generator
@@ -70,7 +70,7 @@ def prepare_whole(assembly: Assembly, engine: Engine, start: ByClient | None = N
         start, sent = with_heads(assembly, engine, start)
         messages += sent
     mask = None
-    if assembly.config.sparse.masked:
+    if assembly.config.sparse.has_mask:
         mask, sent = make_mask(assembly, engine, start, given=given)
         messages += sent
     return Prepared(start=start, mask=mask, messages=tuple(messages))
@@ -91,7 +91,7 @@ def check_heads(assembly: Assembly) -> None:
             f"--mask {sparse.mask} ranks weights by what they do to the probabilities of classes, and {regressions[0]}"
             " has real numbers in their place; take lowest_magnitude, highest_magnitude or random"
         )
-    if sparse.masked and len(sizes) > 1:
+    if sparse.has_mask and len(sizes) > 1:
         told = ", ".join(f"{name} {classes}" for classes, name in sizes.items())
         raise ConfigError(
             f"one mask holds for the heads of all clients, and the classes of their tasks are {told}; give tasks of as"
@@ -149,12 +149,12 @@ def _checked_mask(assembly: Assembly, start: ByClient) -> Mask | None:
     A mask that is yet to be made is checked to keep something.
     """
     sparse = assembly.config.sparse
-    path, _ = mask_source(sparse.mask_file)
+    path, _ = parse_mask_file(sparse.mask_file)
     if path is None:
-        if sparse.masked:
+        if sparse.has_mask:
             check_any_kept(_backbone(assembly, start), sparsity=sparse.sparsity, scope=sparse.mask_scope)
         return None
-    check_pins(assembly.config)
+    check_mask_file(assembly.config)
     return load_mask(Path(path), like=_backbone(assembly, start))
 
 
@@ -270,7 +270,7 @@ def whole_costs(assembly: Assembly, prepared: Prepared) -> list[dict[str, Any]]:
 
 def _cost(model: Params, device: Device, mask: Mask | None, *, share: Sequence[str]) -> dict[str, Any]:
     sent = 0
-    if shared := shared_part(model, share):
+    if shared := shared_params(model, share):
         sent = payload_bytes(shared) if mask is None else values_size(num_kept({key: mask[key] for key in shared}))
     held = num_bytes(model)
     return {
@@ -341,7 +341,7 @@ def full_notes(assembly: Assembly, prepared: Prepared) -> tuple[str, ...]:
 
 def _counts(assembly: Assembly, prepared: Prepared) -> Iterator[str]:
     """A line for each task: how many parameters its model has, and how many of them train where no mask holds them."""
-    masked = " where no mask holds them" if assembly.config.sparse.masked else ""
+    masked = " where no mask holds them" if assembly.config.sparse.has_mask else ""
     backbone = assembly.site.backbone.num_parameters
     for task, model in {client.task.name: prepared.start[client.name] for client in assembly.clients}.items():
         head = num_values(select(model, head_keys(model)))
@@ -351,7 +351,7 @@ def _counts(assembly: Assembly, prepared: Prepared) -> Iterator[str]:
 
 def _idle(sparse: SparseConfig) -> Iterator[str]:
     """What is said of masks where there is none; a sweep may try `none` beside masks of one sparsity."""
-    if not sparse.masked and (changed := [one for one in fields(sparse) if getattr(sparse, one.name) != one.default]):
+    if not sparse.has_mask and (changed := [one for one in fields(sparse) if getattr(sparse, one.name) != one.default]):
         flags = ", ".join(f"--{one.name.replace('_', '-')} {getattr(sparse, one.name)}" for one in changed)
         yield f"without --mask there is no mask, and {flags} does nothing"
 

@@ -117,7 +117,7 @@ def _plan_full(assembly: Assembly, engine: Engine, *, on_event: OnEvent) -> Plan
         on_event(PhaseStarted("fingerprints"))
     found = identify(assembly, engine, clustered=strategy.clustered)
     graph = connect(assembly, engine, found)
-    on_event(PhaseStarted("head and mask" if config.sparse.masked else "head"))
+    on_event(PhaseStarted("head and mask" if config.sparse.has_mask else "head"))
     prepared = prepare_whole(assembly, engine, found.warmed)
     data = label_statistics(assembly.clients)
     plan = Plan(

@@ -27,7 +27,7 @@ import numpy as np
 
 from atlas_fl.client.importance import IMPORTANCE, ImportanceOptions
 from atlas_fl.client.job import Job
-from atlas_fl.config.schema import AUTO, NONE, cut_word
+from atlas_fl.config.schema import AUTO, NONE, cut_setting
 from atlas_fl.data.clients import ClientData, majority
 from atlas_fl.errors import BudgetError, ConfigError
 from atlas_fl.params import ByClient
@@ -169,7 +169,7 @@ def cuts_while_planning(assembly: Assembly) -> dict[str, Cut]:
 
 
 def _word(assembly: Assembly, client: ClientData, device: Device) -> str:
-    return cut_word(assembly.config.split.split, client=client.name, task=client.task.name, device=device.name)
+    return cut_setting(assembly.config.split.split, client=client.name, task=client.task.name, device=device.name)
 
 
 def shared_fits(assembly: Assembly, fits: Sequence[Fit], clusters: Sequence[int], *, communicates: bool) -> list[Fit]:

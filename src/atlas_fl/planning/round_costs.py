@@ -9,7 +9,7 @@ import torch
 from atlas_fl.client.local_training import num_steps
 from atlas_fl.data.clients import ClientData
 from atlas_fl.models.tokenization import EncodedExamples
-from atlas_fl.params import Params, head_keys, num_values, select, shared_part
+from atlas_fl.params import Params, head_keys, num_values, select, shared_params
 from atlas_fl.ranks.allocation import RankAssignment, assign_ranks
 from atlas_fl.ranks.cost_model import (
     HEAP_COPIES,
@@ -240,7 +240,7 @@ def _overhead(
     if cut is not None:
         start = select(start, _held(assembly, start, cut))
     held = ranks if cut is None else ranks[: cut.blocks]
-    sent = shared_part(start, share)
+    sent = shared_params(start, share)
     return payload_bytes(sent) - message_bytes(assembly.shape, held, share=share, head_params=step.head_params)
 
 

@@ -21,7 +21,7 @@ from atlas_fl.clustering.cluster import cluster_clients, oracle_clustering
 from atlas_fl.clustering.labels import ClusteringSettings
 from atlas_fl.clustering.result import Clustering, agreement, purity_warnings, summarise_clusters
 from atlas_fl.config import Config
-from atlas_fl.config.values import mistake
+from atlas_fl.config.values import invalid_value
 from atlas_fl.params import Params, select
 from atlas_fl.runtime.engine import Engine, run_all
 from atlas_fl.setup.assembly import Assembly, without_private
@@ -133,9 +133,13 @@ def fingerprints(
     clients that have none.
     """
     if options.kind == "delta" and assembly.is_full:
-        raise mistake("--fingerprint", options.kind, "fisher or gradient for whole models: a warm-up needs adapters")
+        raise invalid_value(
+            "--fingerprint", options.kind, "fisher or gradient for whole models: a warm-up needs adapters"
+        )
     if options.kind != "delta" and options.blocks > assembly.shape.num_layers:
-        raise mistake("--fingerprint-blocks", options.blocks, f"1 to {assembly.shape.num_layers}, the model's blocks")
+        raise invalid_value(
+            "--fingerprint-blocks", options.blocks, f"1 to {assembly.shape.num_layers}, the model's blocks"
+        )
     jobs = [
         Job(client=name, params=params, round=round, options=options, cut=cuts.get(name))
         for name, params in shared_starts(assembly, cuts).items()

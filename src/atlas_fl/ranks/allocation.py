@@ -25,7 +25,7 @@ from typing import Protocol, runtime_checkable
 import numpy as np
 from jaxtyping import Float, Num
 
-from atlas_fl.errors import BudgetError, ConfigError, DataError, unknown
+from atlas_fl.errors import BudgetError, ConfigError, DataError, unknown_name
 from atlas_fl.models.registry import ModelShape
 from atlas_fl.ranks.cost_model import (
     TRAINING_COPIES,
@@ -386,7 +386,7 @@ def find_allocator(name: str) -> Allocator:
     if name.lstrip("-").isdecimal():
         return fixed_rank(int(name))
     if name not in ALLOCATORS:
-        raise unknown("rank rule", name, [*ALLOCATORS, "a number"])
+        raise unknown_name("rank rule", name, [*ALLOCATORS, "a number"])
     return ALLOCATORS[name]
 
 

@@ -12,7 +12,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from atlas_fl.errors import ConfigError, shown, unknown
+from atlas_fl.errors import ConfigError, short_repr, unknown_name
 
 UPLOAD_SECONDS = 1.0
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
@@ -99,13 +99,13 @@ def parse_device(text: str) -> Device:
     name, _, rest = text.partition("=")
     if not _NAME.fullmatch(name) or not rest:
         raise ConfigError(
-            f"device {shown(text)} has no name; write name=memory_gb=3,gflops=50,... with {', '.join(_REQUIRED)}"
+            f"device {short_repr(text)} has no name; write name=memory_gb=3,gflops=50,... with {', '.join(_REQUIRED)}"
         )
     values: dict[str, float] = {}
     for part in rest.split(","):
         key, _, value = part.strip().partition("=")
         if key not in _REQUIRED + _OPTIONAL:
-            raise unknown("device setting", key, _REQUIRED + _OPTIONAL)
+            raise unknown_name("device setting", key, _REQUIRED + _OPTIONAL)
         if key in values:
             raise ConfigError(f"device {name!r} sets {key} twice; keep one")
         values[key] = _number(name, key, value)
@@ -126,7 +126,7 @@ def parse_device(text: str) -> Device:
 def _number(name: str, key: str, text: str) -> float:
     allowed = "a whole number of at least 1" if key in _WHOLE else "a finite number"
     allowed += "" if key in _WHOLE else " of at least 0" if key == "latency_ms" else " above 0"
-    problem = ConfigError(f"device {name!r}: {key}={shown(text)} is not allowed; give {allowed}")
+    problem = ConfigError(f"device {name!r}: {key}={short_repr(text)} is not allowed; give {allowed}")
     try:
         value = float(text)
     except ValueError:
@@ -153,7 +153,7 @@ def find_devices(names: Sequence[str], descriptions: Sequence[str] = ()) -> tupl
     available = DEVICES | custom
     for name in names:
         if name not in available:
-            raise unknown("device", name, available)
+            raise unknown_name("device", name, available)
     chosen = [available[name] for name in names] + [device for device in custom.values() if device.name not in names]
     if not chosen:
         raise ConfigError(f"no devices; choose from {', '.join(sorted(DEVICES))} or describe one with --device")

@@ -19,7 +19,7 @@ from rich.table import Table
 from atlas_fl.errors import CheckpointError
 from atlas_fl.report.format import EMPTY, add_columns, human_bytes, new_table, number, seconds
 from atlas_fl.storage.digests import check_files
-from atlas_fl.storage.json_shapes import SUMMARY, fits, needs
+from atlas_fl.storage.json_shapes import SUMMARY, check_shape, require_fields
 from atlas_fl.storage.jsonl import read_json
 from atlas_fl.storage.run_folder import find_run
 
@@ -80,8 +80,8 @@ def comparison_rows(
 def _complete(run: Path | str) -> Mapping[str, Any]:
     """The summary with all that a row needs."""
     summary = read_summary(run)
-    needs(summary, "run", "overall", "tasks", "bytes", file=find_run(run).summary)
-    needs(summary["overall"], "final", "best", file=find_run(run).summary)
+    require_fields(summary, "run", "overall", "tasks", "bytes", file=find_run(run).summary)
+    require_fields(summary["overall"], "final", "best", file=find_run(run).summary)
     return summary
 
 
@@ -96,7 +96,7 @@ def read_summary(run: Path | str) -> Mapping[str, Any]:
         raise CheckpointError(f"run {folder.path} is not complete: it has no summary.json; atlas resume {folder.path}")
     check_files(folder, folder.summary)
     content: Mapping[str, Any] = read_json(folder.summary)
-    fits(content, SUMMARY, file=folder.summary)
+    check_shape(content, SUMMARY, file=folder.summary)
     return content
 
 

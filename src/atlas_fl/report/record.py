@@ -10,10 +10,10 @@ import numpy as np
 
 from atlas_fl.errors import CheckpointError
 from atlas_fl.experiment.summary import History, histories
-from atlas_fl.storage.digests import check_files, checked_rows
-from atlas_fl.storage.json_shapes import PLAN, fits
+from atlas_fl.storage.digests import check_files, read_checked_rows
+from atlas_fl.storage.json_shapes import PLAN, check_shape
 from atlas_fl.storage.jsonl import read_json
-from atlas_fl.storage.ledger import LedgerRow, Totals, from_json, totals
+from atlas_fl.storage.ledger import LedgerRow, Totals, parse_ledger_row, totals
 from atlas_fl.storage.run_folder import RunFolder, find_run
 from atlas_fl.storage.tensors import read_sketches
 
@@ -97,8 +97,8 @@ def read_record(run: Path | str) -> Record:
     return Record(
         name=folder.path.resolve().name,
         plan=plan,
-        metrics=checked_rows(folder, folder.metrics),
-        ledger=[from_json(row) for row in checked_rows(folder, folder.ledger)],
+        metrics=read_checked_rows(folder, folder.metrics),
+        ledger=[parse_ledger_row(row) for row in read_checked_rows(folder, folder.ledger)],
         sketches=None if sketches is None else (sketches[0], sketches[1]),
     )
 
@@ -109,6 +109,6 @@ def _plan(folder: RunFolder) -> tuple[Path, Mapping[str, Any]]:
     check_files(folder, first, last)
     plans = {file: read_json(file) for file in dict.fromkeys((first, last))}
     for file, plan in plans.items():
-        fits(plan, PLAN, file=file)
+        check_shape(plan, PLAN, file=file)
     file = last if len(plans[last]["clients"]) > len(plans[first]["clients"]) else first
     return file, plans[file]

@@ -20,7 +20,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from atlas_fl.report.format import EMPTY, add_columns, cluster_name, human_bytes, new_table, number, percent, seconds
-from atlas_fl.storage.json_shapes import WRITTEN
+from atlas_fl.storage.json_shapes import GENERATION_METRICS
 
 KINDS = {"activations": ("activation",), "gradients": ("gradient",), "labels, norms": ("label", "control")}
 """The columns of `crossing_table` and the kinds of messages that they sum."""
@@ -417,5 +417,7 @@ def _has_written(group: Mapping[str, Any]) -> bool:
 def _written(task: str, group: Mapping[str, Any]) -> str:
     """Final test perplexity of a task that writes text and, where it has prompts, ROUGE; `final` is its accuracy."""
     test = _test_scores(group)
-    found = [f"{kind.replace('rouge', 'ROUGE-')} {number(test[kind], 3)}" for kind in WRITTEN[1:] if kind in test]
+    found = [
+        f"{kind.replace('rouge', 'ROUGE-')} {number(test[kind], 3)}" for kind in GENERATION_METRICS[1:] if kind in test
+    ]
     return ", ".join([f"{escape(task)} writes: perplexity {number(test['perplexity'], 2)}", *found])

@@ -12,7 +12,7 @@ from statistics import fmean
 from typing import Any
 
 from atlas_fl.config import Config, config_hash, settings, value_of
-from atlas_fl.config.values import mistake
+from atlas_fl.config.values import invalid_value
 from atlas_fl.errors import ConfigError
 from atlas_fl.events import Event, Note, OnEvent, PhaseStarted, RoundFinished
 
@@ -123,7 +123,7 @@ def tracked(project: str, config: Config, folder: Path, on_event: OnEvent) -> It
         ConfigError: wandb is not installed, or that is no name of a project; nothing has been done then.
     """
     if not project or NOT_IN_NAMES & set(project):
-        raise mistake("--wandb", project, f"the name of a project, without {' '.join(sorted(NOT_IN_NAMES))}")
+        raise invalid_value("--wandb", project, f"the name of a project, without {' '.join(sorted(NOT_IN_NAMES))}")
     check_installed()
     with ThreadPoolExecutor(1, thread_name_prefix="wandb") as thread:
         tracker = Tracker(project=project, config=config, folder=folder, thread=thread, on_event=on_event)

@@ -21,7 +21,7 @@ from atlas_fl.client.job import Job, Site, Update
 from atlas_fl.client.registry import ACTIONS
 from atlas_fl.errors import DataError
 from atlas_fl.models.shared_memory import buffer_entries, tensor_views
-from atlas_fl.params import Params, is_whole, num_bytes
+from atlas_fl.params import Params, is_full_model, num_bytes
 
 HELD_BYTES = 2**30
 """Most bytes of a round's updates in memory: twelve models of the size of ViT-S."""
@@ -32,7 +32,7 @@ def within_memory(action: str, updates: Sequence[Update], held: Sequence[Update]
 
     Adapters always fit, and scores hold no model of their own.
     """
-    if action == "evaluate" or not any(is_whole(update.params) for update in updates):
+    if action == "evaluate" or not any(is_full_model(update.params) for update in updates):
         return list(updates)
     found = list[Update]()
     for update in updates:

@@ -16,13 +16,13 @@ from typing import Any
 import torch
 
 from atlas_fl.client.job import ClientTokens, Prompts, Site, Trainable, fresh, patches
-from atlas_fl.config import Config, DataConfig, arrivals
-from atlas_fl.config.schema import EVENLY
+from atlas_fl.config import Config, DataConfig, parse_arrivals
+from atlas_fl.config.schema import ALL_CLASSES
 from atlas_fl.config.training_checks import no_fp16
 from atlas_fl.data.clients import BY_CLASSES, ClientData, make_clients
 from atlas_fl.data.registry import check_one_kind, find_tasks
 from atlas_fl.data.task import Examples, Rows, Source, Task, as_texts
-from atlas_fl.errors import AtlasError, BudgetError, ConfigError, unknown
+from atlas_fl.errors import AtlasError, BudgetError, ConfigError, unknown_name
 from atlas_fl.models.backbone import Backbone, block_index, model_shape, plain_shape, trainable_names
 from atlas_fl.models.loading import load_backbone
 from atlas_fl.models.lora import lora_scale
@@ -31,7 +31,7 @@ from atlas_fl.models.registry import ModelShape, suggested_lr
 from atlas_fl.models.tokenization import EncodedExamples, encode_examples, encode_prompts, encode_targets
 from atlas_fl.models.vision_loading import load_image_backbone, tokens_per_image
 from atlas_fl.params import HEAD, LORA_A, Params, Split
-from atlas_fl.partial_sharing import at_server, is_stand_in, named, unshared
+from atlas_fl.partial_sharing import is_placeholder, private_digest, unshared_keys, with_placeholders
 from atlas_fl.ranks.cost_model import LOGIT_COPIES, VALUE_BYTES, activation_bytes
 from atlas_fl.ranks.devices import Device, find_devices
 from atlas_fl.rng import torch_generator
@@ -155,8 +155,8 @@ def load_clients(config: Config) -> tuple[ClientData, ...]:
         samples=config.data.samples,
         validation_samples=config.data.validation_samples,
         test_samples=config.data.test_samples,
-        partition=config.data.partition if config.images.nc == EVENLY else BY_CLASSES,
-        classes_per_client=None if config.images.nc == EVENLY else int(config.images.nc),
+        partition=config.data.partition if config.images.nc == ALL_CLASSES else BY_CLASSES,
+        classes_per_client=None if config.images.nc == ALL_CLASSES else int(config.images.nc),
         dirichlet_alpha=config.data.dirichlet_alpha,
         seed=config.run.seed,
         shuffle_labels=config.data.shuffle_labels,
@@ -376,12 +376,15 @@ def without_private(assembly: Assembly, params: Params, cut: Cut | None) -> Para
     held = frozenset(params)
     if cut is not None:
         held = select_client_side(assembly.site.backbone, params, blocks=cut.blocks, head=cut.head == "client")
-    if gone := [key for key, tensor in params.items() if key not in held and is_stand_in(tensor)]:
+    if gone := [key for key, tensor in params.items() if key not in held and is_placeholder(tensor)]:
         raise BudgetError(f"{gone[0]} was measured at its client, whose model is now to be cut below it; set --split")
-    own, sha256 = [key for key in unshared(params, assembly.config.mixing.share) if key in held], named(params)
+    own, sha256 = (
+        [key for key in unshared_keys(params, assembly.config.mixing.share) if key in held],
+        private_digest(params),
+    )
     if sha256 is not None:
-        own = [key for key in own if key.endswith(LORA_A) or is_stand_in(params[key])]
-    return at_server(params, own, sha256=sha256)
+        own = [key for key in own if key.endswith(LORA_A) or is_placeholder(params[key])]
+    return with_placeholders(params, own, sha256=sha256)
 
 
 def put_off(assembly: Assembly) -> Assembly:
@@ -389,12 +392,12 @@ def put_off(assembly: Assembly) -> Assembly:
 
     Raises `ConfigError` for a client that there is not, and where nobody is left to begin.
     """
-    rounds = arrivals(assembly.config.data.arrive)
+    rounds = parse_arrivals(assembly.config.data.arrive)
     if not rounds:
         return assembly
     for name in rounds:
         if name not in assembly.names:
-            raise unknown("client", name, assembly.names)
+            raise unknown_name("client", name, assembly.names)
     if len(rounds) == len(assembly.clients):
         raise ConfigError("--arrive names every client, and somebody must be there to begin; leave one out")
     later = [

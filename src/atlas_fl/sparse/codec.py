@@ -27,7 +27,7 @@ from torch import Tensor
 from atlas_fl.errors import ConfigError, ProtocolError
 from atlas_fl.params import Params
 from atlas_fl.sparse.masks import Mask, Scope, check_mask, make_mask
-from atlas_fl.storage.tensors import DTYPES, decode, encode, encoded_size
+from atlas_fl.storage.tensors import DTYPES, decode_tensors, encode_tensors, encoded_size
 
 _Array: TypeAlias = np.ndarray[Any, Any]
 MOST_DIGITS = 8
@@ -103,7 +103,7 @@ def encode_mask(mask: Mask, *, random_mask: RandomMask | None = None) -> bytes:
         )
         if any(not torch.equal(redrawn[name], bits) for name, bits in mask.items()):
             raise ConfigError(f"the mask is not the random one of {random_mask}; encode it without")
-    return encode(min(_forms(mask, random_mask), key=encoded_size))
+    return encode_tensors(min(_forms(mask, random_mask), key=encoded_size))
 
 
 def mask_size(mask: Mask, *, random_mask: RandomMask | None = None) -> int:
@@ -143,7 +143,7 @@ def encode_values(params: Params, mask: Mask) -> bytes:
     check_mask(mask, params)
     order = sorted(params)
     dtypes = sorted({params[name].dtype for name in order}, key=list(DTYPES).index)
-    return encode(
+    return encode_tensors(
         {
             _PREFIX + DTYPES[dtype]: torch.cat(
                 [params[name].detach()[mask[name]] for name in order if params[name].dtype is dtype]
@@ -194,7 +194,7 @@ def _count_error(tensors: Params, mask: Mask) -> ProtocolError:
 
 def _decode_tensors(message: bytes) -> dict[str, Tensor]:
     try:
-        return decode(message)
+        return decode_tensors(message)
     except SafetensorError as error:
         raise ProtocolError(f"a sparse message is damaged: {error}; send it again") from error
 

@@ -34,7 +34,7 @@ import torch
 from jaxtyping import Float64
 from torch import Tensor
 
-from atlas_fl.errors import ConfigError, ModelError, unknown
+from atlas_fl.errors import ConfigError, ModelError, unknown_name
 from atlas_fl.params import HEAD, Params
 from atlas_fl.rng import generator
 from atlas_fl.storage.tensors import read_tensors
@@ -322,9 +322,9 @@ def keep_share(
 ) -> dict[str, Tensor]:
     """The mask that keeps round(share n) weights, all of them among the ones of `within` where that is given."""
     if strategy not in MASKS:
-        raise unknown("mask strategy", strategy, MASKS)
+        raise unknown_name("mask strategy", strategy, MASKS)
     if scope not in ("global", "layer"):
-        raise unknown("mask scope", scope, ("global", "layer"))
+        raise unknown_name("mask scope", scope, ("global", "layer"))
     ranking, params = MASKS[strategy](evidence), evidence.params
     like = params if strategy not in BY_SENSITIVITY or evidence.scores is None else evidence.scores
     like = {name: like[name] for name in params}
@@ -433,7 +433,7 @@ def merge_masks(masks: Mapping[str, Mask], *, method: str) -> dict[str, Tensor]:
         ModelError: one is of another model than the first; the message names both.
     """
     if method not in MASK_MERGES:
-        raise unknown("merge", method, MASK_MERGES)
+        raise unknown_name("merge", method, MASK_MERGES)
     check_same_model(masks)
     mask = MASK_MERGES[method](list(masks.values()))
     if not num_kept(mask):

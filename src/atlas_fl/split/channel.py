@@ -25,7 +25,7 @@ from atlas_fl.models.attention import PackedLayout
 from atlas_fl.models.backbone import Backbone, embed_tokens, norm_and_pool, read_positions, run_blocks
 from atlas_fl.split.codec import WireName, add_noise, decode_rows, encode_rows
 from atlas_fl.storage.ledger import Direction, Kind
-from atlas_fl.storage.tensors import encode
+from atlas_fl.storage.tensors import encode_tensors
 
 CutTraffic: TypeAlias = Mapping[tuple[Kind, Direction], int]
 """Bytes through one client's cut by kind and direction."""
@@ -85,7 +85,7 @@ class CutChannel:
 
     def send(self, kind: Kind, direction: Direction, tensors: Mapping[str, Tensor]) -> None:
         """Send tensors that travel as they are."""
-        self._count(encode(tensors), kind, direction)
+        self._count(encode_tensors(tensors), kind, direction)
 
     def share_norms(self, norms: Tensor, client_side: Sequence[int]) -> None:
         """Each side tells the other the norm of each of its gradients, so that a client is clipped as a whole.

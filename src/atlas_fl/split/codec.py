@@ -32,7 +32,7 @@ from torch import Tensor
 
 from atlas_fl.errors import ProtocolError
 from atlas_fl.storage.ledger import Kind
-from atlas_fl.storage.tensors import decode, encode, encoded_size
+from atlas_fl.storage.tensors import decode_tensors, encode_tensors, encoded_size
 
 NUMBERS_AT_ONCE = 1 << 20
 """Numbers that are drawn at once: a few times as many are held meanwhile."""
@@ -98,12 +98,12 @@ def encode_rows(rows: Tensor, *, wire: WireName, extra: Mapping[str, Tensor] | N
 
     The bytes are a safetensors file; their length is what a ledger counts.
     """
-    return encode({**_PACK[wire](rows.detach().float()), **(extra or {})})
+    return encode_tensors({**_PACK[wire](rows.detach().float()), **(extra or {})})
 
 
 def decode_rows(message: bytes) -> tuple[Tensor, dict[str, Tensor]]:
     """(rows, extra) that a message carries: rows (tokens, width) float32 on the CPU, whatever the wire was."""
-    tensors = decode(message)
+    tensors = decode_tensors(message)
     return _unpack_rows(tensors), tensors
 
 
@@ -113,7 +113,7 @@ def read_message(message: bytes) -> dict[str, Tensor]:
     Raises `ProtocolError` for bytes that no codec of this module writes.
     """
     try:
-        tensors = decode(message)
+        tensors = decode_tensors(message)
     except SafetensorError as error:
         raise ProtocolError(f"what came through the cut cannot be read ({error!s:.80})") from None
     if ROWS in tensors:

@@ -16,16 +16,16 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 
-from atlas_fl.errors import CheckpointError, shown
+from atlas_fl.errors import CheckpointError, short_repr
 from atlas_fl.storage.files import set_aside, sync_folder, write_synced
-from atlas_fl.storage.jsonl import from_json, indented, seal, to_json
-from atlas_fl.storage.tensors import decode, write_tensors
+from atlas_fl.storage.jsonl import content_sha256, format_json, from_json, to_json
+from atlas_fl.storage.tensors import decode_tensors, write_tensors
 
 FORMAT = 3
 TENSORS, STATE = "state.safetensors", "state.json"
 NAME = re.compile(r"round-(\d{4,})(\.replaced)?")
 _HIDDEN = re.compile(rf"\.{NAME.pattern}\.(writing|removed)")
-_OWN = frozenset({TENSORS, STATE, f".{TENSORS}.writing"})
+_CHECKPOINT_FILES = frozenset({TENSORS, STATE, f".{TENSORS}.writing"})
 """What lies in a checkpoint's folder, and for a moment in a draft."""
 
 
@@ -57,7 +57,7 @@ def save(folder: Path, *, round: int, tensors: Mapping[str, torch.Tensor], state
     _remove(draft)
     draft.mkdir(parents=True)
     digest = write_tensors(draft / TENSORS, tensors)
-    write_synced(draft / STATE, [_state_file(round, digest, state)])
+    write_synced(draft / STATE, [_encode_state(round, digest, state)])
     sync_folder(draft)
     if final.exists():  # a folder cannot be renamed onto another, so the old one stays readable under a second name
         _remove(replaced)
@@ -69,7 +69,7 @@ def save(folder: Path, *, round: int, tensors: Mapping[str, torch.Tensor], state
     return final
 
 
-def accept(_found: Checkpoint) -> None:
+def accept(_checkpoint: Checkpoint) -> None:
     """Nothing: a checkpoint that is intact is good enough."""
 
 
@@ -84,12 +84,12 @@ def load_latest(
     messages: list[str] = []
     for path in _newest_first(folder):
         try:
-            found = load(path)
-            check(found)
+            candidate = load(path)
+            check(candidate)
         except CheckpointError as error:
             messages.append(f"checkpoint {path.name} passed over: {error}")
         else:
-            return found, tuple(f"{line}; going on from {path.name}" for line in messages)
+            return candidate, tuple(f"{line}; going on from {path.name}" for line in messages)
     return None, tuple(messages)
 
 
@@ -99,11 +99,11 @@ def load_newest(folder: Path, *, check: Callable[[Checkpoint], None] = accept) -
     Raises:
         CheckpointError: it is damaged.
     """
-    found, damaged = load_latest(folder, check=check)
-    if damaged:
-        line = damaged[0].replace(" passed over:", f" of {folder.parent} is damaged:").partition("; going on")[0]
+    newest, messages = load_latest(folder, check=check)
+    if messages:
+        line = messages[0].replace(" passed over:", f" of {folder.parent} is damaged:").partition("; going on")[0]
         raise CheckpointError(f"{line}; restore it from a copy, or run again")
-    return found
+    return newest
 
 
 def check_newest_state(folder: Path) -> None:
@@ -133,14 +133,14 @@ def newest_state(folder: Path) -> Mapping[str, Any] | None:
     return None
 
 
-def faults(path: Path) -> Iterator[tuple[str, str]]:
+def checkpoint_faults(path: Path) -> Iterator[tuple[str, str]]:
     """The file of a checkpoint that is there and altered, and how it differs."""
-    there = [name for name in (STATE, TENSORS) if (path / name).exists()]
+    existing = [name for name in (STATE, TENSORS) if (path / name).exists()]
     name = STATE
     try:
-        expected = _read_state(path)["tensors_sha256"] if STATE in there else None
+        expected = _read_state(path)["tensors_sha256"] if STATE in existing else None
         name = TENSORS
-        if expected is not None and TENSORS in there and sha256(_read(path / TENSORS)).hexdigest() != expected:
+        if expected is not None and TENSORS in existing and sha256(_read(path / TENSORS)).hexdigest() != expected:
             yield TENSORS, f"it has not the SHA-256 that {STATE} says"
     except CheckpointError as error:
         yield name, str(error)
@@ -160,14 +160,14 @@ def load(path: Path) -> Checkpoint:
             f"{TENSORS} of {len(payload)} bytes has SHA-256 {digest[:12]}, but {STATE} says {expected[:12]}"
         )
     try:
-        tensors = decode(payload)
+        tensors = decode_tensors(payload)
     except (SafetensorError, ValueError, RuntimeError) as error:
         raise CheckpointError(f"{TENSORS} is altered ({error})") from None
     return Checkpoint(round=head["round"], tensors=tensors, state=head["state"], path=path)
 
 
-def prune(folder: Path, *, keep: int, besides: Collection[int] = ()) -> None:
-    """Remove all but the newest `keep` checkpoints and those of the rounds `besides`.
+def prune(folder: Path, *, keep: int, keep_rounds: Collection[int] = ()) -> None:
+    """Remove all but the newest `keep` checkpoints and those of the rounds `keep_rounds`.
 
     Raises:
         CheckpointError: `keep` is below 1.
@@ -175,11 +175,11 @@ def prune(folder: Path, *, keep: int, besides: Collection[int] = ()) -> None:
     if keep < 1:
         raise CheckpointError(f"cannot keep {keep} checkpoints; keep at least 1, or the run cannot be resumed")
     for path in list(_newest_first(folder))[keep:]:
-        if round_of(path) not in besides:
+        if round_of(path) not in keep_rounds:
             _remove(path)
 
 
-def rounds_in(folder: Path) -> dict[int, Path]:
+def paths_by_round(folder: Path) -> dict[int, Path]:
     """The checkpoints of a folder by round, rising; whether they are intact is not looked at."""
     return {round_of(path): path for path in reversed(list(_newest_first(folder)))}
 
@@ -191,25 +191,27 @@ def round_of(path: Path) -> int:
     return int(match[1])
 
 
-def _state_file(round: int, tensors_sha256: str, state: Mapping[str, Any]) -> bytes:
+def _encode_state(round: int, tensors_sha256: str, state: Mapping[str, Any]) -> bytes:
     content = {"format": FORMAT, "round": round, "tensors_sha256": tensors_sha256, "state": state}
     plain = from_json(to_json(content))
-    return (indented(plain | {"sha256": seal(plain)}) + "\n").encode()
+    return (format_json(plain | {"sha256": content_sha256(plain)}) + "\n").encode()
 
 
 def _read_state(path: Path) -> dict[str, Any]:
     try:
         content: dict[str, Any] = from_json(_read(path / STATE))
-        named = content.pop("sha256")
+        expected = content.pop("sha256")
     except (ValueError, TypeError, AttributeError, KeyError, RecursionError) as error:
         raise CheckpointError(f"{STATE} is cut off or altered ({error})") from None
-    if (digest := seal(content)) != named:
-        raise CheckpointError(f"{STATE} is altered: its content has SHA-256 {digest[:12]}, but it names {named!s:.12}")
+    if (digest := content_sha256(content)) != expected:
+        raise CheckpointError(
+            f"{STATE} is altered: its content has SHA-256 {digest[:12]}, but it names {expected!s:.12}"
+        )
     if content.get("format") != FORMAT:
-        raise CheckpointError(f"{STATE} has format {shown(content.get('format'))}, this version reads {FORMAT}")
+        raise CheckpointError(f"{STATE} has format {short_repr(content.get('format'))}, this version reads {FORMAT}")
     for name, kind in (("round", int), ("tensors_sha256", str), ("state", dict)):
         if type(content.get(name)) is not kind:
-            raise CheckpointError(f"{STATE} is altered: {name} is {shown(content.get(name))}")
+            raise CheckpointError(f"{STATE} is altered: {name} is {short_repr(content.get(name))}")
     if (match := NAME.fullmatch(path.name)) and int(match[1]) != content["round"]:
         raise CheckpointError(f"{STATE} is of round {content['round']}")
     return content
@@ -226,9 +228,9 @@ def _read(path: Path) -> bytes:
 
 def _newest_first(folder: Path) -> Iterator[Path]:
     """Complete checkpoints; one that was being replaced comes after the one that replaces it."""
-    found = [(match, path) for path in folder.glob("round-*") if (match := NAME.fullmatch(path.name))]
-    found.sort(key=lambda entry: (int(entry[0][1]), entry[0][2] is None), reverse=True)
-    return (path for _, path in found)
+    matches = [(match, path) for path in folder.glob("round-*") if (match := NAME.fullmatch(path.name))]
+    matches.sort(key=lambda entry: (int(entry[0][1]), entry[0][2] is None), reverse=True)
+    return (path for _, path in matches)
 
 
 def _is_leftover(path: Path, round: int) -> bool:
@@ -250,7 +252,7 @@ def _remove(path: Path) -> None:
         path.rename(hidden)
     if hidden.is_dir() and not hidden.is_symlink():
         for file in hidden.iterdir():
-            if file.name in _OWN and file.is_file() and not file.is_symlink():
+            if file.name in _CHECKPOINT_FILES and file.is_file() and not file.is_symlink():
                 file.unlink()
         if not any(hidden.iterdir()):
             hidden.rmdir()

@@ -15,14 +15,14 @@ from typing import Any
 
 from atlas_fl.errors import CheckpointError
 from atlas_fl.storage import checkpoint
-from atlas_fl.storage.json_shapes import DIGESTS, STATE, count, each, fields, fits, ledger_row, metrics_row
+from atlas_fl.storage.json_shapes import DIGESTS, STATE, check_shape, count, fields, ledger_row, list_of, metrics_row
 from atlas_fl.storage.jsonl import read_rows, read_sealed, write_sealed
 from atlas_fl.storage.run_folder import RunFolder
 
 BLOCK = 1 << 20
-OF_STATE = "digests"
+STATE_ENTRY = "digests"
 """The entry of a checkpoint's state."""
-SHOWN = 12
+MESSAGE_DIGITS = 12
 """Digits of a digest in a message."""
 
 
@@ -48,7 +48,9 @@ class Digests:
         digest = file_sha256(file, length=length).hexdigest()
         part = "" if length is None else f" of the first {length} bytes"
         return (
-            "" if digest == written else f"its SHA-256{part} is {digest:.{SHOWN}}, and {written:.{SHOWN}} was written"
+            ""
+            if digest == written
+            else f"its SHA-256{part} is {digest:.{MESSAGE_DIGITS}}, and {written:.{MESSAGE_DIGITS}} was written"
         )
 
     def check(self, folder: RunFolder, *files: Path) -> None:
@@ -59,18 +61,18 @@ class Digests:
         """
         for file in files:
             if fault := self.fault(folder, file):
-                raise damaged(folder, file, fault)
+                raise damaged_file_error(folder, file, fault)
 
 
-def damaged(folder: RunFolder, file: Path, fault: str) -> CheckpointError:
+def damaged_file_error(folder: RunFolder, file: Path, fault: str) -> CheckpointError:
     """The error for a file of a run that is not what was written, with what mends it."""
     name = file.relative_to(folder.path).as_posix()
     again = f"remove {folder.summary} and go on with the run, which writes its end again"
-    remedy = f"restore it from a copy, or {again if is_of_the_end(name) else 'run again'}"
+    remedy = f"restore it from a copy, or {again if is_final_output(name) else 'run again'}"
     return CheckpointError(f"damaged file {file}: {fault}; {remedy}")
 
 
-def is_of_the_end(name: str) -> bool:
+def is_final_output(name: str) -> bool:
     """Whether the end of a run writes this file, from its last checkpoint, its plan and its rows."""
     return name in ("summary.json", "digests.json") or name.startswith(("adapters/", "models/"))
 
@@ -81,43 +83,43 @@ def file_sha256(path: Path, *, length: int | None = None) -> Any:
     Raises:
         CheckpointError: it cannot be read.
     """
-    found, left = sha256(), length
+    digest, remaining = sha256(), length
     try:
         with path.open("rb") as file:
-            while block := file.read(BLOCK if left is None else min(BLOCK, left)):
-                found.update(block)
-                left = None if left is None else left - len(block)
+            while block := file.read(BLOCK if remaining is None else min(BLOCK, remaining)):
+                digest.update(block)
+                remaining = None if remaining is None else remaining - len(block)
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read ({error.strerror}); restore it, or run again") from None
-    return found
+    return digest
 
 
-def check_state(found: checkpoint.Checkpoint) -> None:
+def check_state(candidate: checkpoint.Checkpoint) -> None:
     """Nothing where the state of this checkpoint is that of a run.
 
     Raises:
         CheckpointError: it is not; the message says what is not.
     """
-    if fault := STATE(found.state, ""):
+    if fault := STATE(candidate.state, ""):
         raise CheckpointError(f"its state is altered: {fault}; restore it from a copy, or run again")
 
 
-def of_state(state: Mapping[str, Any]) -> Digests | None:
+def digests_in_state(state: Mapping[str, Any]) -> Digests | None:
     """The digests in the state of a checkpoint; None in one of an earlier version.
 
     Raises:
         CheckpointError: they are none.
     """
-    if OF_STATE not in state:
+    if STATE_ENTRY not in state:
         return None
-    whole = fields({OF_STATE: DIGESTS, "metrics_bytes": count, "ledger_bytes": count})
-    if fault := whole(state, ""):
+    shape = fields({STATE_ENTRY: DIGESTS, "metrics_bytes": count, "ledger_bytes": count})
+    if fault := shape(state, ""):
         raise CheckpointError(f"a checkpoint's state is altered: {fault}; restore it from a copy, or run again")
     lengths = {"metrics.jsonl": state["metrics_bytes"], "ledger.jsonl": state["ledger_bytes"]}
-    return Digests(sha256=state[OF_STATE], lengths=lengths)
+    return Digests(sha256=state[STATE_ENTRY], lengths=lengths)
 
 
-def digests_of(folder: RunFolder) -> Digests | None:
+def read_digests(folder: RunFolder) -> Digests | None:
     """The digests of a run: of a complete one all, else those of its newest good checkpoint.
 
     None where an earlier version wrote it.
@@ -126,12 +128,12 @@ def digests_of(folder: RunFolder) -> Digests | None:
         CheckpointError: `digests.json` is damaged, or not there though the run had it.
     """
     if folder.summary.is_file() and folder.digests.is_file():
-        return Digests(sha256=_complete(folder))
+        return Digests(sha256=_read_complete_digests(folder))
     state = checkpoint.newest_state(folder.checkpoints)
-    found = None if state is None else of_state(state)
-    if found is not None and folder.summary.is_file():
-        raise damaged(folder, folder.digests, "it is missing")
-    return found
+    digests = None if state is None else digests_in_state(state)
+    if digests is not None and folder.summary.is_file():
+        raise damaged_file_error(folder, folder.digests, "it is missing")
+    return digests
 
 
 def check_files(folder: RunFolder, *files: Path) -> None:
@@ -140,11 +142,11 @@ def check_files(folder: RunFolder, *files: Path) -> None:
     Raises:
         CheckpointError: one of them is not; the message names it.
     """
-    if (found := digests_of(folder)) is not None:
-        found.check(folder, *files)
+    if (digests := read_digests(folder)) is not None:
+        digests.check(folder, *files)
 
 
-def checked_rows(folder: RunFolder, file: Path) -> list[dict[str, Any]]:
+def read_checked_rows(folder: RunFolder, file: Path) -> list[dict[str, Any]]:
     """The rows of `metrics.jsonl` or `ledger.jsonl` that are what was written.
 
     Of a run that is not complete these are the rows up to its newest good checkpoint: a resumed run writes the others
@@ -153,67 +155,67 @@ def checked_rows(folder: RunFolder, file: Path) -> list[dict[str, Any]]:
     Raises:
         CheckpointError: they are damaged; the message names the file.
     """
-    if (found := digests_of(folder)) is not None:
-        found.check(folder, file)
-        if found.lengths:  # by an older checkpoint there are fewer rows
+    if (digests := read_digests(folder)) is not None:
+        digests.check(folder, file)
+        if digests.lengths:  # by an older checkpoint there are fewer rows
             checkpoint.check_newest_state(folder.checkpoints)
-    rows = read_rows(file, length=None if found is None else found.lengths.get(file.name))
-    fits(rows, each(metrics_row if file == folder.metrics else ledger_row), file=file)
+    rows = read_rows(file, length=None if digests is None else digests.lengths.get(file.name))
+    check_shape(rows, list_of(metrics_row if file == folder.metrics else ledger_row), file=file)
     return rows
 
 
-def write_digests(folder: RunFolder, known: Mapping[str, str]) -> None:
+def write_digests(folder: RunFolder, digest_by_path: Mapping[str, str]) -> None:
     """Write `digests.json`: these digests by path, and those of the exports, which are read for them."""
     exports = [path for part in (folder.adapters, folder.models) for path in sorted(part.rglob("*")) if path.is_file()]
-    found = {path.relative_to(folder.path).as_posix(): file_sha256(path).hexdigest() for path in exports}
-    write_sealed(folder.digests, {"files": {**known, **found}})
+    export_digests = {path.relative_to(folder.path).as_posix(): file_sha256(path).hexdigest() for path in exports}
+    write_sealed(folder.digests, {"files": {**digest_by_path, **export_digests}})
 
 
 def has_digests(folder: Path) -> bool:
     """Whether this run has digests, damaged ones too; an earlier version wrote none."""
     try:
-        return digests_of(RunFolder(folder)) is not None
+        return read_digests(RunFolder(folder)) is not None
     except CheckpointError:
         return True
 
 
-def faults(folder: RunFolder) -> Iterator[tuple[Path, str]]:
+def find_faults(folder: RunFolder) -> Iterator[tuple[Path, str]]:
     """Every file of a run that is not what was written, and how it differs.
 
     Of a complete run a checkpoint or an export that is not there is no fault: nothing is read from it.
     """
     try:
-        found = digests_of(folder)
+        digests = read_digests(folder)
     except CheckpointError as error:
         yield folder.digests, reason(error)
-        found = None
-    if found is not None:
-        for name in found.sha256:
+        digests = None
+    if digests is not None:
+        for name in digests.sha256:
             file = folder.path / name
-            if (fault := found.fault(folder, file)) and (file.exists() or not is_of_the_end(name)):
+            if (fault := digests.fault(folder, file)) and (file.exists() or not is_final_output(name)):
                 yield file, fault
-    for path in checkpoint.rounds_in(folder.checkpoints).values():
-        yield from ((path / name, fault) for name, fault in checkpoint.faults(path))
+    for path in checkpoint.paths_by_round(folder.checkpoints).values():
+        yield from ((path / name, fault) for name, fault in checkpoint.checkpoint_faults(path))
     for record in sorted(folder.audit.glob("*/record.json")):
-        yield from audited_faults(record)
+        yield from audit_record_faults(record)
 
 
-def audited_faults(record: Path) -> Iterator[tuple[Path, str]]:
+def audit_record_faults(record: Path) -> Iterator[tuple[Path, str]]:
     """Every file of an audited round that is not what was written, by its record; nothing of earlier versions."""
     try:
-        content = read_sealed(record, unsealed=RECORD)
+        content = read_sealed(record, unsealed=RECORD_ENTRIES)
     except CheckpointError as error:
         yield record, reason(error)
         return
     if fault := DIGESTS(content.get("files", {}), "files"):
         yield record, fault
         return
-    written = Digests(sha256=content.get("files", {}))
-    beside = RunFolder(record.parent)
+    digests = Digests(sha256=content.get("files", {}))
+    audit_folder = RunFolder(record.parent)
     yield from (
         (file, fault)
-        for file in (record.parent / name for name in written.sha256)
-        if (fault := written.fault(beside, file))
+        for file in (record.parent / name for name in digests.sha256)
+        if (fault := digests.fault(audit_folder, file))
     )
 
 
@@ -222,13 +224,24 @@ def reason(error: CheckpointError) -> str:
     return str(error).partition(": ")[2].partition("; ")[0] or str(error)
 
 
-RECORD = ("round", "participants", "refused", "eta", "plan", "loaded", "kept", "clipped", "restored", "without_edges")
+RECORD_ENTRIES = (
+    "round",
+    "participants",
+    "refused",
+    "eta",
+    "plan",
+    "loaded",
+    "kept",
+    "clipped",
+    "restored",
+    "without_edges",
+)
 """What `record.json` may hold where it has no digests."""
 
 
-def _complete(folder: RunFolder) -> Mapping[str, str]:
+def _read_complete_digests(folder: RunFolder) -> Mapping[str, str]:
     content = read_sealed(folder.digests)
     if fault := fields({"files": DIGESTS})(content, ""):
-        raise damaged(folder, folder.digests, fault)
+        raise damaged_file_error(folder, folder.digests, fault)
     files: Mapping[str, str] = content["files"]
     return files

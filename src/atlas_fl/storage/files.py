@@ -37,13 +37,13 @@ def check_regular(path: Path) -> None:
         raise OSError(errno.EINVAL, "no regular file", str(path))
 
 
-MADE = ".atlas"
+DRAFT_MARKER = ".atlas"
 """Marks a folder of drafts as one that may be removed."""
 _OS_ERROR = re.compile(r"os error (\d+)")
 
 
 @contextmanager
-def named(path: Path) -> Iterator[None]:
+def os_errors_with_path(path: Path) -> Iterator[None]:
     """Errors of a full disk or a broken one, which the system raises without saying where, with the file's name."""
     try:
         yield
@@ -63,7 +63,7 @@ def sync_folder(folder: Path) -> None:
 def write_synced(path: Path, pieces: Iterable[Any]) -> None:
     """Write pieces of bytes one after the other and flush them to the disk; this is no single step."""
     # what a failed write left in the file's buffer is tried again when it is closed, and fails without a name
-    with named(path), path.open("wb") as file:
+    with os_errors_with_path(path), path.open("wb") as file:
         for piece in pieces:
             file.write(piece)
         file.flush()
@@ -89,7 +89,7 @@ def write_pieces(path: Path, pieces: Iterable[Any]) -> None:
 
 
 @contextmanager
-def new_folder(path: Path) -> Iterator[Path]:
+def atomic_folder(path: Path) -> Iterator[Path]:
     """A folder to write files into; with all of them it becomes `path` in one step, or nothing is left of it.
 
     Files that lie at `path` before are kept, but for those of the same names, which are replaced one by one.
@@ -102,19 +102,19 @@ def new_folder(path: Path) -> Iterator[Path]:
     content = drafts / "content"
     try:
         drafts.mkdir(parents=True)
-        (drafts / MADE).touch()
+        (drafts / DRAFT_MARKER).touch()
         content.mkdir()
         yield content
         for file in sorted(content.iterdir()):
-            _flush(file)
+            _sync_file(file)
         sync_folder(content)
-        _move(content, path)
+        _publish(content, path)
         sync_folder(path.parent)
     except OSError as error:
         raise OSError(error.errno, error.strerror, str(path)) from error
     except SafetensorError as error:
-        found = _OS_ERROR.search(str(error))
-        code = int(found[1]) if found else errno.EIO
+        match = _OS_ERROR.search(str(error))
+        code = int(match[1]) if match else errno.EIO
         raise OSError(code, os.strerror(code), str(path)) from error
     finally:
         _remove_drafts(drafts)
@@ -126,19 +126,19 @@ def set_aside(path: Path, *, name: str | None = None) -> Path:
     So is kept what is in the way and was not written here.
     """
     number = 1
-    while os.path.lexists(kept := path.with_name(f"{name or path.name}.kept-{number}")):
+    while os.path.lexists(backup := path.with_name(f"{name or path.name}.kept-{number}")):
         number += 1
-    path.rename(kept)
-    return kept
+    path.rename(backup)
+    return backup
 
 
-def _flush(file: Path) -> None:
+def _sync_file(file: Path) -> None:
     """Have a file on the disk that another library has written."""
     with file.open("rb") as opened:
         os.fsync(opened.fileno())
 
 
-def _move(content: Path, path: Path) -> None:
+def _publish(content: Path, path: Path) -> None:
     if not path.exists() or not any(path.iterdir()):
         content.rename(path)
         return
@@ -150,7 +150,7 @@ def _remove_drafts(folder: Path) -> None:
     """Remove what a write that did not end has left; raises `ConfigError` for a folder of this name of another's."""
     if not folder.exists():
         return
-    if any(folder.iterdir()) and not (folder / MADE).is_file():
+    if any(folder.iterdir()) and not (folder / DRAFT_MARKER).is_file():
         raise ConfigError(f"{folder} is in the way, and is not of ATLAS; move it away")
     shutil.rmtree(folder)
 
@@ -176,12 +176,12 @@ def run_lock(folder: Path) -> Iterator[None]:
                 raise CheckpointError(
                     f"run {folder} is being written by another process; wait for it, or end it and resume"
                 ) from None
-            if _is_there(folder / LOCK, file):
+            if _is_same_file(folder / LOCK, file):
                 yield
                 return
 
 
-def _is_there(path: Path, file: TextIO) -> bool:
+def _is_same_file(path: Path, file: TextIO) -> bool:
     """Whether this file still has its name: a run that could not be planned may have removed the folder meanwhile."""
     try:
         return os.path.samestat(path.stat(), os.fstat(file.fileno()))

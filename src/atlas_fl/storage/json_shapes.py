@@ -1,6 +1,6 @@
 """What a JSON file of a run must look like before its numbers are used: it may be altered, or of another program.
 
-A shape is a function `(value, place) -> fault`, empty where the value fits. Names that it does not know are allowed.
+A shape is a function `(value, location) -> fault`, empty where the value fits. Names that it does not know are allowed.
 """
 
 import re
@@ -8,14 +8,14 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from atlas_fl.errors import CheckpointError, shown
+from atlas_fl.errors import CheckpointError, short_repr
 from atlas_fl.storage.ledger import DIRECTIONS, KINDS, LedgerRow
 
-WRITTEN = ("perplexity", "rouge1", "rouge2", "rougeL")
+GENERATION_METRICS = ("perplexity", "rouge1", "rouge2", "rougeL")
 """Scores of written text; lower perplexity is better, but accuracy decides (`data.task.Metric`)."""
 METRICS = (
     *("loss", "primary", "accuracy", "f1", "precision", "recall", "mcc", "pearson", "spearman", "majority"),
-    *WRITTEN,
+    *GENERATION_METRICS,
 )
 """Scores in rows of evaluations."""
 
@@ -27,7 +27,7 @@ LARGEST_SCORE = 1e300
 """A loss or a perplexity of a model that diverged is as large as it is; a mean over clients is a number still."""
 
 
-def fits(value: object, shape: Shape, *, file: Path) -> None:
+def check_shape(value: object, shape: Shape, *, file: Path) -> None:
     """Nothing where the content of this file has this shape.
 
     Raises:
@@ -37,9 +37,9 @@ def fits(value: object, shape: Shape, *, file: Path) -> None:
         raise CheckpointError(f"damaged file {file}: {fault}; restore it from a copy, or run again")
 
 
-def _is(kind: str, test: Callable[[Any], bool]) -> Shape:
-    def shape(value: Any, place: str) -> str:
-        return "" if test(value) else f"{place.lstrip('.') or 'it'} is {shown(value)} and no {kind}"
+def _scalar_shape(kind: str, test: Callable[[Any], bool]) -> Shape:
+    def shape(value: Any, location: str) -> str:
+        return "" if test(value) else f"{location.lstrip('.') or 'it'} is {short_repr(value)} and no {kind}"
 
     return shape
 
@@ -48,140 +48,143 @@ def _is_number(value: Any) -> bool:
     return type(value) in (int, float) and -LARGEST < value < LARGEST
 
 
-def _is_whole(value: Any) -> bool:
+def _is_integer(value: Any) -> bool:
     return type(value) is int and _is_number(value)
 
 
-number = _is("number", _is_number)
-score = _is("number", lambda value: type(value) in (int, float) and -LARGEST_SCORE < value < LARGEST_SCORE)
-whole = _is("whole number", _is_whole)
-count = _is("whole number from 0", lambda value: _is_whole(value) and value >= 0)
-amount = _is("number from 0", lambda value: _is_number(value) and value >= 0)
-text = _is("text", lambda value: isinstance(value, str))
-flag = _is("true or false", lambda value: type(value) is bool)
-mapping = _is("mapping", lambda value: isinstance(value, dict))
-plan_name = _is(
+number = _scalar_shape("number", _is_number)
+score = _scalar_shape("number", lambda value: type(value) in (int, float) and -LARGEST_SCORE < value < LARGEST_SCORE)
+integer = _scalar_shape("whole number", _is_integer)
+count = _scalar_shape("whole number from 0", lambda value: _is_integer(value) and value >= 0)
+non_negative = _scalar_shape("number from 0", lambda value: _is_number(value) and value >= 0)
+text = _scalar_shape("text", lambda value: isinstance(value, str))
+flag = _scalar_shape("true or false", lambda value: type(value) is bool)
+mapping = _scalar_shape("mapping", lambda value: isinstance(value, dict))
+plan_name = _scalar_shape(
     "name of a plan's file",
     lambda value: isinstance(value, str) and re.fullmatch(r"plan(-\d{4,})?\.json", value) is not None,
 )
 
 
-def _anything(_value: Any, _place: str) -> str:
+def _anything(_value: Any, _location: str) -> str:
     return ""
 
 
-def inside(value: Any, place: str) -> str:
+def relative_path(value: Any, location: str) -> str:
     """The fault of the name of a file inside a run's folder."""
     path = Path(value) if isinstance(value, str) and "\0" not in value else None
-    bad = path is None or not path.parts or path.is_absolute() or ".." in path.parts
-    return f"{place.lstrip('.') or 'it'} names {shown(value)}, no file inside the folder" if bad else ""
+    is_outside = path is None or not path.parts or path.is_absolute() or ".." in path.parts
+    return f"{location.lstrip('.') or 'it'} names {short_repr(value)}, no file inside the folder" if is_outside else ""
 
 
-def maybe(shape: Shape) -> Shape:
+def optional(shape: Shape) -> Shape:
     """Null, or this."""
-    return lambda value, place: "" if value is None else shape(value, place)
+    return lambda value, location: "" if value is None else shape(value, location)
 
 
-def either(*shapes: Shape) -> Shape:
+def one_of(*shapes: Shape) -> Shape:
     """One of these."""
 
-    def either_shape(value: Any, place: str) -> str:
-        faults = [shape(value, place) for shape in shapes]
+    def one_of_shape(value: Any, location: str) -> str:
+        faults = [shape(value, location) for shape in shapes]
         return "" if "" in faults else faults[0]
 
-    return either_shape
+    return one_of_shape
 
 
-def each(shape: Shape, *, least: int = 0) -> Shape:
+def list_of(shape: Shape, *, least: int = 0) -> Shape:
     """A list of these."""
 
-    def list_shape(value: Any, place: str) -> str:
+    def list_shape(value: Any, location: str) -> str:
         if not isinstance(value, list) or len(value) < least:
-            return f"{place.lstrip('.') or 'it'} is {shown(value)} and no list{f' of {least} or more' * (least > 0)}"
-        return _first(shape(entry, f"{place}[{index}]") for index, entry in enumerate(value))
+            size = f" of {least} or more" if least else ""
+            return f"{location.lstrip('.') or 'it'} is {short_repr(value)} and no list{size}"
+        return _first_fault(shape(entry, f"{location}[{index}]") for index, entry in enumerate(value))
 
     return list_shape
 
 
-def table(shape: Shape, *, names: Shape = text) -> Shape:
+def mapping_of(shape: Shape, *, names: Shape = text) -> Shape:
     """A mapping of any names to these."""
 
-    def table_shape(value: Any, place: str) -> str:
-        if fault := mapping(value, place):
+    def mapping_shape(value: Any, location: str) -> str:
+        if fault := mapping(value, location):
             return fault
-        faults = (names(name, place) or shape(entry, f"{place}.{name}") for name, entry in value.items())
-        return _first(faults)
+        faults = (names(name, location) or shape(entry, f"{location}.{name}") for name, entry in value.items())
+        return _first_fault(faults)
 
-    return table_shape
+    return mapping_shape
 
 
 def fields(required: Mapping[str, Shape] | None = None, **optional: Shape) -> Shape:
     """A mapping that has all the required names, and others of these perhaps."""
     needed = required or {}
 
-    def fields_shape(value: Any, place: str) -> str:
-        if fault := mapping(value, place):
+    def fields_shape(value: Any, location: str) -> str:
+        if fault := mapping(value, location):
             return fault
         if missing := [name for name in needed if name not in value]:
-            return f"{place.lstrip('.') or 'it'} lacks {missing[0]!r}"
-        known = {**optional, **needed}
-        return _first(known[name](entry, f"{place}.{name}") for name, entry in value.items() if name in known)
+            return f"{location.lstrip('.') or 'it'} lacks {missing[0]!r}"
+        shapes = {**optional, **needed}
+        return _first_fault(
+            shapes[name](entry, f"{location}.{name}") for name, entry in value.items() if name in shapes
+        )
 
     return fields_shape
 
 
 def both(first: Shape, then: Shape) -> Shape:
     """This, and what can be looked at once it is so."""
-    return lambda value, place: first(value, place) or then(value, place)
+    return lambda value, location: first(value, location) or then(value, location)
 
 
-def _first(faults: Iterator[str]) -> str:
+def _first_fault(faults: Iterator[str]) -> str:
     return next((fault for fault in faults if fault), "")
 
 
-matrix = each(each(number))
+matrix = list_of(list_of(number))
 
 _CLIENT = fields(
     {"name": text, "task": text},
     device=text,
-    examples=amount,
-    cluster=whole,
-    ranks=each(count),
-    cut=maybe(count),
+    examples=non_negative,
+    cluster=integer,
+    ranks=list_of(count),
+    cut=optional(count),
     budget_bytes=number,
     largest_rank=number,
-    memory=table(number),
-    predicted=table(number),
-    split=fields(shared=maybe(whole)),
-    planning=table(table(number)),
+    memory=mapping_of(number),
+    predicted=mapping_of(number),
+    split=fields(shared=optional(integer)),
+    planning=mapping_of(mapping_of(number)),
 )
 _CLUSTERING = fields(
-    labels=each(whole),
+    labels=list_of(integer),
     method=text,
     similarity=matrix,
-    reliability=each(number),
+    reliability=list_of(number),
     structure=fields(reason=text),
-    k_table=each(table(maybe(either(number, flag, text, each(number))))),
-    settings=maybe(fields({"k_range": each(whole)})),
+    k_table=list_of(mapping_of(optional(one_of(number, flag, text, list_of(number))))),
+    settings=optional(fields({"k_range": list_of(integer)})),
     explained_variance=number,
-    components=whole,
-    warnings=each(text),
+    components=integer,
+    warnings=list_of(text),
     points=matrix,
-    centroids=each(matrix),
+    centroids=list_of(matrix),
     offsets=matrix,
 )
 _DATA = fields(
     {"client": text, "task": text},
-    examples=table(count),
-    labels=either(table(number), each(text)),
-    majority=table(number),
+    examples=mapping_of(count),
+    labels=one_of(mapping_of(number), list_of(text)),
+    majority=mapping_of(number),
     distance=number,
 )
 _LEAKAGE = fields({"task": text, "blocks": count, "read": number, "commonest": number})
-_SPARSE = fields(mask=maybe(text), layers=table(number), sparsity=number)
+_SPARSE = fields(mask=optional(text), layers=mapping_of(number), sparsity=number)
 
 
-def _in_one_piece(plan: Mapping[str, Any], _place: str) -> str:
+def _plan_fault(plan: Mapping[str, Any], _location: str) -> str:
     """The fault of a plan whose parts do not fit each other."""
     clients, n = plan["clients"], len(plan["clients"])
     if len({client["name"] for client in clients}) < n:
@@ -211,31 +214,37 @@ def _labels_fault(plan: Mapping[str, Any]) -> str:
 
 PLAN = both(
     fields(
-        {"clients": each(_CLIENT, least=1)},
-        adjacency=maybe(matrix),
+        {"clients": list_of(_CLIENT, least=1)},
+        adjacency=optional(matrix),
         importance=matrix,
-        layer_of=table(count),
-        lora=fields(alpha=maybe(number), rslora=flag),
+        layer_of=mapping_of(count),
+        lora=fields(alpha=optional(number), rslora=flag),
         clustering=_CLUSTERING,
         warmup=mapping,
-        graph=fields(effective_neighbours=each(number)),
-        data=each(_DATA),
-        leakage=each(_LEAKAGE),
-        notes=each(text),
+        graph=fields(effective_neighbours=list_of(number)),
+        data=list_of(_DATA),
+        leakage=list_of(_LEAKAGE),
+        notes=list_of(text),
         sparse=_SPARSE,
     ),
-    _in_one_piece,
+    _plan_fault,
 )
 """`plan.json`; older ones lack parts."""
 
 _NUMBERS = dict.fromkeys((*METRICS, "seconds", "examples", "best_round", "validation"), score)
 _COUNTS = both(
-    fields({"hits": each(count), "examples": each(count)}),
-    lambda value, place: "" if len(value["hits"]) == len(value["examples"]) else f"{place} has unequal lists",
+    fields({"hits": list_of(count), "examples": list_of(count)}),
+    lambda value, location: "" if len(value["hits"]) == len(value["examples"]) else f"{location} has unequal lists",
 )
-_SCORED = fields({"round": count, "client": text, "task": text, "split": text}, classes=_COUNTS, **_NUMBERS)
-_EVENT = fields(
-    {"round": count, "event": text}, client=text, reason=text, host=text, work=text, discarded=table(number), **_NUMBERS
+_SCORES_ROW = fields({"round": count, "client": text, "task": text, "split": text}, classes=_COUNTS, **_NUMBERS)
+_EVENT_ROW = fields(
+    {"round": count, "event": text},
+    client=text,
+    reason=text,
+    host=text,
+    work=text,
+    discarded=mapping_of(number),
+    **_NUMBERS,
 )
 _BY_EVENT = {
     "refused": fields({"client": text, "reason": text}),
@@ -243,19 +252,19 @@ _BY_EVENT = {
 }
 
 
-def metrics_row(value: Any, place: str) -> str:
+def metrics_row(value: Any, location: str) -> str:
     """The fault of a row of `metrics.jsonl`."""
     if isinstance(value, dict) and "split" not in value:
-        return _EVENT(value, place) or _BY_EVENT.get(value["event"], mapping)(value, place)
-    return _SCORED(value, place)
+        return _EVENT_ROW(value, location) or _BY_EVENT.get(value["event"], mapping)(value, location)
+    return _SCORES_ROW(value, location)
 
 
 _LEDGER = fields(
     {
         "round": count,
         "client": text,
-        "direction": _is("direction", lambda value: value in DIRECTIONS),
-        "kind": _is("kind of message", lambda value: value in KINDS),
+        "direction": _scalar_shape("direction", lambda value: value in DIRECTIONS),
+        "kind": _scalar_shape("kind of message", lambda value: value in KINDS),
         "bytes": count,
     },
     peer=text,
@@ -265,73 +274,86 @@ _LEDGER = fields(
 )
 
 
-def ledger_row(value: Any, place: str) -> str:
+def ledger_row(value: Any, location: str) -> str:
     """The fault of a row of `ledger.jsonl`."""
-    known = LedgerRow.__dataclass_fields__
-    return _LEDGER(value, place) or _first(f"{place} has {shown(name)}" for name in value if name not in known)
+    columns = LedgerRow.__dataclass_fields__
+    return _LEDGER(value, location) or _first_fault(
+        f"{location} has {short_repr(name)}" for name in value if name not in columns
+    )
 
 
 _SPLITS = fields(
     round=count,
-    train=table(score),
-    validation=table(score),
-    test=table(score),
+    train=mapping_of(score),
+    validation=mapping_of(score),
+    test=mapping_of(score),
     worst_client=fields({"client": text}, primary=score),
     worst_gain=fields({"client": text}),
-    spread=table(score),
+    spread=mapping_of(score),
 )
-_GROUP = fields(
-    clients=count, final=_SPLITS, best=_SPLITS, rounds_to=table(maybe(number)), classes=table(table(number))
+_GROUP_SUMMARY = fields(
+    clients=count,
+    final=_SPLITS,
+    best=_SPLITS,
+    rounds_to=mapping_of(optional(number)),
+    classes=mapping_of(mapping_of(number)),
 )
-_OF_CLIENT = fields(
-    final=_SPLITS, best=_SPLITS, bytes=table(number), utilisation=table(number), memory=table(number), task=text
+_CLIENT_SUMMARY = fields(
+    final=_SPLITS,
+    best=_SPLITS,
+    bytes=mapping_of(number),
+    utilisation=mapping_of(number),
+    memory=mapping_of(number),
+    task=text,
 )
 SUMMARY = fields(
-    run=fields({"rounds": count}, seed=either(number, text)),
+    run=fields({"rounds": count}, seed=one_of(number, text)),
     best=fields({"round": count, "validation": score}),
     stopped=fields({"round": count}),
-    overall=_GROUP,
-    tasks=table(_GROUP),
-    clients=table(_OF_CLIENT),
+    overall=_GROUP_SUMMARY,
+    tasks=mapping_of(_GROUP_SUMMARY),
+    clients=mapping_of(_CLIENT_SUMMARY),
     bytes=fields(
         {"up": number, "down": number},
         total=number,
         between_clients=number,
         relayed=number,
-        by_kind=table(table(number)),
+        by_kind=mapping_of(mapping_of(number)),
         full_model=fields(reduction=number),
     ),
-    seconds=fields(total=number, phases=table(number)),
-    memory=table(number),
+    seconds=fields(total=number, phases=mapping_of(number)),
+    memory=mapping_of(number),
     events=fields(
-        count=table(count), refused=each(fields({"round": count, "client": text, "reason": text}))
+        count=mapping_of(count), refused=list_of(fields({"round": count, "client": text, "reason": text}))
     ),
 )  # fmt: skip
-"""`summary.json`; what a reader cannot do without it says itself (`needs`)."""
+"""`summary.json`; what a reader cannot do without it says itself (`require_fields`)."""
 
-_numeral = _is("number of a round", lambda value: isinstance(value, str) and value.isdecimal() and len(value) < 10)
+_numeral = _scalar_shape(
+    "number of a round", lambda value: isinstance(value, str) and value.isdecimal() and len(value) < 10
+)
 STATE = fields(
     {
-        "origin": fields({"settings": mapping, "data": table(text)}),
-        "same": table(text),
+        "origin": fields({"settings": mapping, "data": mapping_of(text)}),
+        "same": mapping_of(text),
         "metrics_bytes": count,
         "ledger_bytes": count,
-        "stale": each(text),
-        "validation": table(score),
+        "stale": list_of(text),
+        "validation": mapping_of(score),
         "plan": plan_name,
-        "seconds": table(number),
-        "peak": table(number),
-        "round_seconds": table(number, names=_numeral),
+        "seconds": mapping_of(number),
+        "peak": mapping_of(number),
+        "round_seconds": mapping_of(number, names=_numeral),
     },
-    history=table(score, names=_numeral),
+    history=mapping_of(score, names=_numeral),
     over=flag,
 )
 """The state of a checkpoint of a run."""
 
-DIGESTS = table(text, names=inside)
+DIGESTS = mapping_of(text, names=relative_path)
 """SHA-256 by the path inside a folder."""
 
 
-def needs(content: Mapping[str, Any], *names: str, file: Path) -> None:
+def require_fields(content: Mapping[str, Any], *names: str, file: Path) -> None:
     """Nothing where the content of this file has these names; raises `CheckpointError` where one is missing."""
-    fits(content, fields(dict.fromkeys(names, _anything)), file=file)
+    check_shape(content, fields(dict.fromkeys(names, _anything)), file=file)

@@ -16,7 +16,7 @@ from typing import Any, NoReturn, Protocol
 import numpy as np
 
 from atlas_fl.errors import CheckpointError, DataError
-from atlas_fl.storage.files import named, sync_folder, write_atomic
+from atlas_fl.storage.files import os_errors_with_path, sync_folder, write_atomic
 
 LINE_WIDTH = 120
 SEAL = "sha256"
@@ -30,7 +30,7 @@ class Hash(Protocol):
         """Take these bytes too."""
 
 
-def _plain(value: object) -> object:
+def _to_builtin(value: object) -> object:
     """NumPy's numbers and arrays as Python's; `json` asks for what it does not know."""
     if isinstance(value, np.generic):
         return value.item()
@@ -39,7 +39,7 @@ def _plain(value: object) -> object:
     raise TypeError(f"{type(value).__name__} is no JSON value; give numbers, text, lists and mappings")
 
 
-def _undefined(value: object, path: str = "") -> str:
+def _find_undefined(value: object, path: str = "") -> str:
     """Where a NaN or an infinity lies, as `key[index].key`; empty where there is none."""
     value = value.tolist() if isinstance(value, np.generic | np.ndarray) else value
     if isinstance(value, float) and not math.isfinite(value):
@@ -49,7 +49,7 @@ def _undefined(value: object, path: str = "") -> str:
         items = ((f"{path}.{key}".lstrip("."), entry) for key, entry in value.items())
     elif isinstance(value, list | tuple):
         items = ((f"{path}[{index}]", entry) for index, entry in enumerate(value))
-    return next((found for where, entry in items if (found := _undefined(entry, where))), "")
+    return next((message for where, entry in items if (message := _find_undefined(entry, where))), "")
 
 
 def to_json(value: object) -> str:
@@ -59,9 +59,9 @@ def to_json(value: object) -> str:
         DataError: a number is NaN or infinite; the message says which.
     """
     try:
-        return json.dumps(value, allow_nan=False, ensure_ascii=False, default=_plain)
+        return json.dumps(value, allow_nan=False, ensure_ascii=False, default=_to_builtin)
     except ValueError:
-        where = _undefined(value) or "the value refers to itself"
+        where = _find_undefined(value) or "the value refers to itself"
         raise DataError(f"{where}; strict JSON holds finite numbers only: leave undefined values out") from None
 
 
@@ -71,14 +71,14 @@ def from_json(text: str | bytes) -> Any:
     Raises:
         ValueError: no JSON, or NaN or an infinity in it (`json.JSONDecodeError` is a ValueError too).
     """
-    return json.loads(text, parse_constant=_refuse)
+    return json.loads(text, parse_constant=_refuse_constant)
 
 
-def _refuse(constant: str) -> NoReturn:
+def _refuse_constant(constant: str) -> NoReturn:
     raise ValueError(f"{constant} is no JSON number")
 
 
-def defined(row: Mapping[str, Any]) -> dict[str, Any]:
+def drop_undefined(row: Mapping[str, Any]) -> dict[str, Any]:
     """The row without its undefined entries: None, NaN and infinite numbers."""
     return {
         key: value
@@ -87,7 +87,7 @@ def defined(row: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def indented(value: Any, indent: int = 0) -> str:
+def format_json(value: Any, indent: int = 0) -> str:
     """JSON for people: one entry a line, save for what fits on a line and for lists of numbers.
 
     Raises:
@@ -99,18 +99,18 @@ def indented(value: Any, indent: int = 0) -> str:
         return flat
     pad, end = " " * (indent + 2), " " * indent
     if isinstance(value, list):
-        return "[\n" + ",\n".join(pad + indented(entry, indent + 2) for entry in value) + f"\n{end}]"
-    lines = [f"{pad}{to_json(key)}: {indented(entry, indent + 2)}" for key, entry in value.items()]
+        return "[\n" + ",\n".join(pad + format_json(entry, indent + 2) for entry in value) + f"\n{end}]"
+    lines = [f"{pad}{to_json(key)}: {format_json(entry, indent + 2)}" for key, entry in value.items()]
     return "{\n" + ",\n".join(lines) + f"\n{end}}}"
 
 
-def encoded_json(value: object) -> bytes:
+def encode_json(value: object) -> bytes:
     """The content of a file of strict JSON, laid out to be read by people.
 
     Raises:
         DataError: a number is NaN or infinite.
     """
-    return (indented(from_json(to_json(value))) + "\n").encode()
+    return (format_json(from_json(to_json(value))) + "\n").encode()
 
 
 def write_json(path: Path, value: object) -> str:
@@ -119,7 +119,7 @@ def write_json(path: Path, value: object) -> str:
     Raises:
         DataError: a number is NaN or infinite.
     """
-    content = encoded_json(value)
+    content = encode_json(value)
     write_atomic(path, content)
     return sha256(content).hexdigest()
 
@@ -140,7 +140,7 @@ def read_json(path: Path) -> Any:
         raise CheckpointError(f"damaged file {path}: {error}; restore it or repeat the run") from error
 
 
-def seal(content: Mapping[str, Any]) -> str:
+def content_sha256(content: Mapping[str, Any]) -> str:
     """SHA-256 over values and not over layout: what only looks different is the same content."""
     return sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
@@ -152,7 +152,7 @@ def write_sealed(path: Path, content: Mapping[str, Any]) -> None:
         DataError: a number is NaN or infinite.
     """
     plain = from_json(to_json(content))
-    write_json(path, plain | {SEAL: seal(plain)})
+    write_json(path, plain | {SEAL: content_sha256(plain)})
 
 
 def read_sealed(path: Path, *, unsealed: Collection[str] = ()) -> dict[str, Any]:
@@ -166,8 +166,8 @@ def read_sealed(path: Path, *, unsealed: Collection[str] = ()) -> dict[str, Any]
     content = read_json(path)
     if isinstance(content, dict) and SEAL not in content and content.keys() <= set(unsealed):
         return content
-    told = content.pop(SEAL, None) if isinstance(content, dict) else None
-    if told is None or seal(content) != told:
+    expected = content.pop(SEAL, None) if isinstance(content, dict) else None
+    if expected is None or content_sha256(content) != expected:
         raise CheckpointError(f"damaged file {path}: it is not what was written; restore it from a copy, or run again")
     return dict(content)
 
@@ -182,15 +182,15 @@ def append_rows(path: Path, rows: Iterable[Mapping[str, Any]], *, running: Hash 
         DataError: a number is NaN or infinite.
     """
     lines = "".join([to_json(row) + "\n" for row in rows]).encode()
-    new = not path.exists()
-    with named(path), path.open("ab") as file:
+    is_new = not path.exists()
+    with os_errors_with_path(path), path.open("ab") as file:
         file.write(lines)
         file.flush()
         os.fsync(file.fileno())
         length = file.tell()
     if running is not None:
         running.update(lines)
-    if new:
+    if is_new:
         sync_folder(path.parent)
     return length
 

@@ -72,7 +72,7 @@ def payload_bytes(params: Params) -> int:
     return encoded_size(params)
 
 
-def from_json(row: Mapping[str, Any]) -> LedgerRow:
+def parse_ledger_row(row: Mapping[str, Any]) -> LedgerRow:
     """The row that a line of `ledger.jsonl` holds.
 
     Raises:

@@ -9,10 +9,10 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from atlas_fl.errors import CheckpointError, ConfigError
-from atlas_fl.storage.files import DRAFTS, LOCK, named
+from atlas_fl.storage.files import DRAFTS, LOCK, os_errors_with_path
 
 SHOWN_RUNS = 8
-_AUDITED = ("round-[0-9]*", "joined-[0-9]*")
+_AUDIT_FOLDERS = ("round-[0-9]*", "joined-[0-9]*")
 _FILES = (
     "config.toml",
     "plan.json",
@@ -28,7 +28,7 @@ _FILES = (
 )
 _AUDIT_FILES = ("record.json", "start.safetensors", "trained.safetensors", "fresh.safetensors")
 _NAMES = "|".join(re.escape(name) for name in (*_FILES, *_AUDIT_FILES))
-_WRITTEN = re.compile(rf"{_NAMES}|\.({_NAMES})\.writing|{re.escape(LOCK)}")
+_RUN_FILES = re.compile(rf"{_NAMES}|\.({_NAMES})\.writing|{re.escape(LOCK)}")
 """Files that a run writes, and may have written before its first checkpoint."""
 
 
@@ -88,7 +88,7 @@ class RunFolder:
         return self.path / "digests.json"
 
     @property
-    def heard(self) -> Path:
+    def deliveries(self) -> Path:
         """Which clients of a served run have got their model at its end."""
         return self.path / "heard.json"
 
@@ -139,13 +139,13 @@ class RunFolder:
         """The folder of one client's adapter."""
         return self.adapters / client
 
-    def is_begun(self) -> bool:
+    def is_resumable(self) -> bool:
         """Whether the folder holds a run that can be resumed, be it one that was stopped while it planned."""
         return self.config.is_file()
 
     def is_run(self) -> bool:
         """Whether the folder holds a run that can be read."""
-        return self.is_begun() and self.plan.is_file()
+        return self.is_resumable() and self.plan.is_file()
 
 
 def run_name(*, preset: str, strategy: str, model: str, seed: int, config_hash: str) -> str:
@@ -159,31 +159,31 @@ def run_name(*, preset: str, strategy: str, model: str, seed: int, config_hash: 
     return "-".join([*words, f"s{seed}", config_hash[:8]])
 
 
-def runs_in(runs_dir: Path) -> list[str]:
+def list_runs(runs_dir: Path) -> list[str]:
     """The names of the runs in a folder, sorted; none where there is no such folder."""
     return sorted(path.name for path in runs_dir.glob("*") if RunFolder(path).is_run())
 
 
-def find_run(run: str | Path, *, runs_dir: str | Path = "runs", begun: bool = False) -> RunFolder:
+def find_run(run: str | Path, *, runs_dir: str | Path = "runs", allow_unplanned: bool = False) -> RunFolder:
     """The folder of a run that is given by its path, or by its name in `runs_dir`.
 
-    With `begun` also a run that has no plan yet: it can be resumed, but there is nothing to read.
+    With `allow_unplanned` also a run that has no plan yet: it can be resumed, but there is nothing to read.
 
     Raises:
         CheckpointError: neither is a run; the message names the runs that there are.
     """
-    given, parent = Path(run), Path(runs_dir)
-    for path in (given, parent / given):
+    run_path, parent = Path(run), Path(runs_dir)
+    for path in (run_path, parent / run_path):
         folder = RunFolder(path)
-        if folder.is_run() or (begun and folder.is_begun()):
+        if folder.is_run() or (allow_unplanned and folder.is_resumable()):
             return folder
-    names = runs_in(parent)
-    shown = ", ".join(names[:SHOWN_RUNS]) + (f" and {len(names) - SHOWN_RUNS} more" if len(names) > SHOWN_RUNS else "")
-    have = f"have: {shown}" if names else f"there are no runs in {parent}"
+    names = list_runs(parent)
+    listed = ", ".join(names[:SHOWN_RUNS]) + (f" and {len(names) - SHOWN_RUNS} more" if len(names) > SHOWN_RUNS else "")
+    have = f"have: {listed}" if names else f"there are no runs in {parent}"
     raise CheckpointError(f"not a run folder: {run}; a run folder holds config.toml and plan.json; {have}")
 
 
-def check_free(folder: RunFolder) -> None:
+def check_folder_is_free(folder: RunFolder) -> None:
     """Only a run, or nothing, may lie where a run is to be: what is not ours is never written over or removed.
 
     Raises:
@@ -193,29 +193,29 @@ def check_free(folder: RunFolder) -> None:
         raise ConfigError(f"{folder.path} is a file; choose another --name or --runs-dir")
     if folder.config.exists() or not folder.path.exists():
         return
-    strange = sorted(path.name for path in folder.path.iterdir() if path.name not in DRAFTS)
-    if strange:
+    foreign = sorted(path.name for path in folder.path.iterdir() if path.name not in DRAFTS)
+    if foreign:
         raise ConfigError(
-            f"{folder.path} exists, is no run and holds {strange[0]}; choose another --name or --runs-dir"
+            f"{folder.path} exists, is no run and holds {foreign[0]}; choose another --name or --runs-dir"
         )
 
 
-def leave_as_found(path: Path, *, made: bool) -> None:
+def remove_aborted_run(path: Path, *, is_new: bool) -> None:
     """Remove what this run has written into a folder that was empty or not there; what came beside it stays.
 
-    `made` says that the run has made the folder: it goes too, where it is empty then.
+    `is_new` says that the run has made the folder: it goes too, where it is empty then.
     """
-    folders = [folder for pattern in _AUDITED for folder in sorted((path / "audit").glob(pattern))]
+    folders = [folder for pattern in _AUDIT_FOLDERS for folder in sorted((path / "audit").glob(pattern))]
     for folder in (*folders, path):
         for file in folder.iterdir() if folder.is_dir() else ():
-            if _WRITTEN.fullmatch(file.name) and file.is_file() and not file.is_symlink():
+            if _RUN_FILES.fullmatch(file.name) and file.is_file() and not file.is_symlink():
                 file.unlink()
-    for folder in (*folders, path / "audit", *([path] if made else [])):
+    for folder in (*folders, path / "audit", *([path] if is_new else [])):
         if folder.is_dir() and not any(folder.iterdir()):
             folder.rmdir()
 
 
-class _OneLine(logging.Formatter):
+class _OneLineFormatter(logging.Formatter):
     """Time in UTC, level and message, on one line whatever the message holds."""
 
     def formatTime(self, record: logging.LogRecord, datefmt: str | None = None) -> str:  # noqa: N802
@@ -245,11 +245,11 @@ def run_log(path: Path) -> Iterator[logging.Logger]:
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     handler = _LogFile(path, encoding="utf-8")
-    handler.setFormatter(_OneLine("%(asctime)s %(levelname)s %(message)s"))
+    handler.setFormatter(_OneLineFormatter("%(asctime)s %(levelname)s %(message)s"))
     logger = logging.Logger("atlas_fl.experiment.run", level=logging.INFO)
     logger.addHandler(handler)
     try:
         yield logger
     finally:
-        with named(path):
+        with os_errors_with_path(path):
             handler.close()

@@ -9,7 +9,7 @@ from atlas_fl.storage.files import sync_folder, write_synced
 SECRET_BYTES = 32
 
 
-def kept_secret(path: Path) -> bytes:
+def load_or_create_secret(path: Path) -> bytes:
     """The 32 bytes that this file holds as hexadecimal digits; where there is no file, they are drawn and written.
 
     Raises `ConfigError` where something else is there.
@@ -17,15 +17,15 @@ def kept_secret(path: Path) -> bytes:
     if not path.exists():
         _write_private(path, secrets.token_bytes(SECRET_BYTES).hex())
     try:
-        found = bytes.fromhex(path.read_text(encoding="ascii")) if path.is_file() else b""
+        secret = bytes.fromhex(path.read_text(encoding="ascii")) if path.is_file() else b""
     except ValueError:
-        found = b""
-    if len(found) != SECRET_BYTES:
+        secret = b""
+    if len(secret) != SECRET_BYTES:
         raise ConfigError(
             f"{path} is no secret of {2 * SECRET_BYTES} hexadecimal digits; put back the one that was there, or"
             " remove it and a new one is drawn"
         )
-    return found
+    return secret
 
 
 def _write_private(path: Path, text: str) -> None:

@@ -30,7 +30,7 @@ from safetensors.torch import load
 from torch import Tensor
 
 from atlas_fl.errors import CheckpointError
-from atlas_fl.params import ByClient, Params, digest, is_whole, prefixed
+from atlas_fl.params import ByClient, Params, digest, flatten_by_client, is_full_model
 from atlas_fl.storage.files import write_pieces
 
 DTYPES: dict[torch.dtype, str] = {
@@ -52,12 +52,12 @@ Signature: TypeAlias = tuple[tuple[str, torch.dtype, torch.Size], ...]
 
 
 @lru_cache(maxsize=256)
-def _layout(signature: Signature, note: tuple[str, str] | None = None) -> tuple[bytes, tuple[str, ...]]:
+def _layout(signature: Signature, metadata: tuple[str, str] | None = None) -> tuple[bytes, tuple[str, ...]]:
     """The length and the header as bytes, and the names in the order in which their bytes follow."""
-    place = {dtype: index for index, dtype in enumerate(DTYPES)}
-    header: dict[str, Any] = {} if note is None else {"__metadata__": dict([note])}
+    dtype_order = {dtype: index for index, dtype in enumerate(DTYPES)}
+    header: dict[str, Any] = {} if metadata is None else {"__metadata__": dict([metadata])}
     order, start = [], 0
-    for name, dtype, shape in sorted(signature, key=lambda entry: (place[entry[1]], entry[0])):
+    for name, dtype, shape in sorted(signature, key=lambda entry: (dtype_order[entry[1]], entry[0])):
         end = start + shape.numel() * dtype.itemsize
         header[name] = {"dtype": DTYPES[dtype], "shape": list(shape), "data_offsets": [start, end]}
         order.append(name)
@@ -71,7 +71,7 @@ def _signature(params: Params) -> Signature:
     return tuple([(name, tensor.dtype, tensor.shape) for name, tensor in params.items()])
 
 
-def _bytes_of(tensor: torch.Tensor) -> memoryview:
+def _tensor_buffer(tensor: torch.Tensor) -> memoryview:
     """The values of a tensor as one contiguous buffer, without a copy where they already lie so on the CPU."""
     if tensor.dtype is torch.bfloat16:  # unknown to NumPy
         tensor = tensor.detach().cpu().contiguous().view(torch.int16)
@@ -79,33 +79,33 @@ def _bytes_of(tensor: torch.Tensor) -> memoryview:
     return (array if array.flags.c_contiguous else np.ascontiguousarray(array)).data
 
 
-def parts(params: Params, *, note: tuple[str, str] | None = None) -> Iterator[Piece]:
+def encode_pieces(params: Params, *, metadata: tuple[str, str] | None = None) -> Iterator[Piece]:
     """The encoded tensors piece by piece, header first, so that no second copy of them has to be held.
 
-    `note` is a name and a text that the format's metadata shall hold.
+    `metadata` is a name and a text that the format's metadata shall hold.
     """
-    header, order = _layout(_signature(params), note)
+    header, order = _layout(_signature(params), metadata)
     yield header
     for name in order:
-        yield _bytes_of(params[name])
+        yield _tensor_buffer(params[name])
 
 
 def encoded_size(params: Params) -> int:
-    """How long `encode(params)` is, in bytes, without encoding: the header, and what every tensor takes."""
+    """How long `encode_tensors(params)` is, in bytes, without encoding: the header, and what every tensor takes."""
     header, _ = _layout(_signature(params))
     return len(header) + sum(tensor.nbytes for tensor in params.values())
 
 
-def encode(params: Params) -> bytes:
+def encode_tensors(params: Params) -> bytes:
     """The safetensors bytes of the tensors, as they would cross a network.
 
     The same values give the same bytes, whatever the order of the names.
     """
-    return b"".join(parts(params))
+    return b"".join(encode_pieces(params))
 
 
-def decode(payload: bytes) -> dict[str, torch.Tensor]:
-    """The tensors that `encode` was given, on the CPU, by name in the order of the payload.
+def decode_tensors(payload: bytes) -> dict[str, torch.Tensor]:
+    """The tensors that `encode_tensors` was given, on the CPU, by name in the order of the payload.
 
     Raises:
         SafetensorError: the bytes are cut off or no safetensors.
@@ -114,16 +114,16 @@ def decode(payload: bytes) -> dict[str, torch.Tensor]:
     return tensors
 
 
-def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor], *, note: tuple[str, str] | None = None) -> str:
-    """Write a safetensors file in one step, with `note` as its metadata; its SHA-256 as hexadecimal digits."""
+def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor], *, metadata: tuple[str, str] | None = None) -> str:
+    """Write a safetensors file in one step, with `metadata` as its metadata; its SHA-256 as hexadecimal digits."""
     digest = sha256()
 
-    def hashed() -> Iterator[Piece]:
-        for part in parts(tensors, note=note):
+    def hash_pieces() -> Iterator[Piece]:
+        for part in encode_pieces(tensors, metadata=metadata):
             digest.update(part)
             yield part
 
-    write_pieces(path, hashed())
+    write_pieces(path, hash_pieces())
     return digest.hexdigest()
 
 
@@ -134,7 +134,7 @@ def read_tensors(path: Path) -> dict[str, torch.Tensor]:
         CheckpointError: there is no such file, or it is damaged.
     """
     try:
-        return decode(path.read_bytes())
+        return decode_tensors(path.read_bytes())
     except FileNotFoundError:
         raise CheckpointError(f"no file {path}; the run did not write it or it was removed") from None
     except OSError as error:
@@ -172,25 +172,27 @@ def write_models(path: Path, models: ByClient) -> str:
     Which tensors are the same is told by their bytes and not by the objects: a run in sessions shares others in memory
     than an undisturbed one, and leaves the same file.
     """
-    if not any(is_whole(params) for params in models.values()):
-        return write_tensors(path, prefixed(models))
-    kept, others = _once(models)
-    return write_tensors(path, kept, note=(SAME, json.dumps(others, sort_keys=True)) if others else None)
+    if not any(is_full_model(params) for params in models.values()):
+        return write_tensors(path, flatten_by_client(models))
+    unique, other_holders = _deduplicate(models)
+    return write_tensors(
+        path, unique, metadata=(SAME, json.dumps(other_holders, sort_keys=True)) if other_holders else None
+    )
 
 
-def _once(models: ByClient) -> tuple[dict[str, Tensor], dict[str, list[str]]]:
+def _deduplicate(models: ByClient) -> tuple[dict[str, Tensor], dict[str, list[str]]]:
     """(every different tensor under its first holder, the other holders of those that have any)."""
     digests: dict[tuple[str, int], str] = {}
-    first: dict[str, str] = {}
-    kept: dict[str, Tensor] = {}
-    others: dict[str, list[str]] = {}
+    first_holder: dict[str, str] = {}
+    unique: dict[str, Tensor] = {}
+    other_holders: dict[str, list[str]] = {}
     for client, params in models.items():
         for key, tensor in params.items():
-            known = (key, id(tensor))
-            if known not in digests:
-                digests[known] = digest({key: tensor})
-            if (lead := first.setdefault(digests[known], f"{client}/{key}")) in kept:
-                others.setdefault(lead, []).append(client)
+            cache_key = (key, id(tensor))
+            if cache_key not in digests:
+                digests[cache_key] = digest({key: tensor})
+            if (name := first_holder.setdefault(digests[cache_key], f"{client}/{key}")) in unique:
+                other_holders.setdefault(name, []).append(client)
             else:
-                kept[lead] = tensor
-    return kept, others
+                unique[name] = tensor
+    return unique, other_holders

@@ -12,7 +12,7 @@ from atlas_fl.client.local_training import TrainOptions
 from atlas_fl.client.registry import ACTIONS, SERVER_SIDE
 from atlas_fl.errors import ProtocolError
 from atlas_fl.split.channel import Cut
-from atlas_fl.storage.tensors import encode
+from atlas_fl.storage.tensors import encode_tensors
 from tests.client.split.test_sides import below, over_the_cut
 
 TRAIN = TrainOptions(seed=2, batch_size=3, lr=5e-3)
@@ -109,7 +109,7 @@ def test_what_a_client_cannot_have_measured_is_refused(tiny_of, site_of, spec_of
     again = SERVER_SIDE[action](job, site)
     _, crossing = below(job, tiny, site, action, again)
     closing = {key: sent for key, sent in crossing.closing.items() if not key.endswith("fingerprint")}
-    payload = encode(message)
+    payload = encode_tensors(message)
     with pytest.raises(ProtocolError, match=r"a-0 sent (parts of a sketch|importance) through its cut"):
         again.end({**closing, "0/fingerprint": payload, "1/fingerprint": payload})
     with pytest.raises(ProtocolError, match="ends after 0 of"):

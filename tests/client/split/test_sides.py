@@ -19,7 +19,7 @@ from atlas_fl.models.loading import load_backbone
 from atlas_fl.split.channel import Cut
 from atlas_fl.split.codec import add_noise, decode_rows, encode_rows
 from atlas_fl.split.model import load_client_part
-from atlas_fl.storage.tensors import encode
+from atlas_fl.storage.tensors import encode_tensors
 from tests.laws.test_packs import HARD
 from tests.split.test_noise import error, noise_of, seeded, taken_off
 
@@ -208,7 +208,7 @@ def test_what_cannot_be_is_refused_before_it_is_computed_with(
         "0/activation": rows if isinstance(rows, bytes) else encode_rows(rows, wire="fp32", extra={"lengths": lengths})
     }
     if labels is not None:
-        payloads["0/label"] = encode({"labels": labels})
+        payloads["0/label"] = encode_tensors({"labels": labels})
     with pytest.raises(ProtocolError, match=message) as error:
         half.read("loss", 0, payloads)
     assert "\n" not in str(error.value)

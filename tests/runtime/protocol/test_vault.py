@@ -11,7 +11,14 @@ from atlas_fl.client.job import Job, Update
 from atlas_fl.client.local_training import TrainOptions
 from atlas_fl.errors import CheckpointError, ConfigError, ModelError, ProtocolError
 from atlas_fl.params import PRIVATE, Params, digest
-from atlas_fl.partial_sharing import as_kept, at_server, is_stand_in, named, travelling, unshared
+from atlas_fl.partial_sharing import (
+    expected_update,
+    is_placeholder,
+    private_digest,
+    transmitted_params,
+    unshared_keys,
+    with_placeholders,
+)
 from atlas_fl.runtime.protocol.messages import Private, model_message, read_private
 from atlas_fl.runtime.protocol.model_sync import AdapterSender
 from atlas_fl.runtime.protocol.private_params import Owner, PrivateReceiver, Vault, check_vault, clear_vault
@@ -69,22 +76,22 @@ def step(vault: Vault, model: Params, *, round: int = 1, add: float = 1.0, hash_
 @pytest.mark.parametrize("share", [("A",), ("B", "head"), ("head",), ("A", "B"), ("A", "head")])
 def test_a_site_goes_on_with_what_it_kept_and_no_message_has_a_value_of_it(tmp_path: Path, share) -> None:
     start = draw({"a": 2, "b": 1})
-    own = unshared(start, share)
-    model, vault = at_server(start, own, sha256=None), vault_in(tmp_path, *share)
+    own = unshared_keys(start, share)
+    model, vault = with_placeholders(start, own, sha256=None), vault_in(tmp_path, *share)
     for round in (1, 2, 3):
         before = dict(model)
         whole, sent, found = step(vault, model, round=round, hash_loaded=True)
         assert not {key.removeprefix("param/") for key in sent} & {*own, PRIVATE}
         check_update(model, found.params)
-        assert {key for key, tensor in found.params.items() if is_stand_in(tensor)} == set(own)
-        assert named(found.params) == digest({key: whole[key] for key in own})
+        assert {key for key, tensor in found.params.items() if is_placeholder(tensor)} == set(own)
+        assert private_digest(found.params) == digest({key: whole[key] for key in own})
         assert all(torch.equal(found.params[key], whole[key]) for key in NAMES.difference(own))
         # what an audit compares: the model as the server has it
         assert (found.loaded, found.keys) == (digest(before), len(before))
         model = found.params
         vault = vault_in(tmp_path, *share)  # the site was killed and is started again
     assert whole["head.w"].tolist() == [10.0, 10.0]
-    again = vault.whole(travelling(model), private_of(model), cut=None, round=0)
+    again = vault.whole(transmitted_params(model), private_of(model), cut=None, round=0)
     assert digest(again) == digest(whole)
     vault.end(private_of(model))
     assert vault.clear() == ""
@@ -95,11 +102,11 @@ def test_a_private_part_begins_drawn_and_grows_with_the_ranks_by_hand(tmp_path: 
     """B = (1, 1) of rank 1 at scale 1 is (2, 2), (0, 0) of rank 2 at scale 1/2; the head stays."""
     vault = vault_in(tmp_path, "A")
     start = draw({"a": 1, "b": 1})
-    _, _, found = step(vault, at_server(start, unshared(start, ("A",)), sha256=None))
+    _, _, found = step(vault, with_placeholders(start, unshared_keys(start, ("A",)), sha256=None))
     assert found.params["a.lora_B"].shape == (0, 1)
     larger = draw({"a": 2, "b": 1})
-    at_start = at_server(larger, unshared(larger, ("A",)), sha256=named(found.params))
-    whole = vault.whole(travelling(at_start), private_of(at_start), cut=None, round=1)
+    at_start = with_placeholders(larger, unshared_keys(larger, ("A",)), sha256=private_digest(found.params))
+    whole = vault.whole(transmitted_params(at_start), private_of(at_start), cut=None, round=1)
     assert whole["a.lora_B"].tolist() == [[2.0, 0.0], [2.0, 0.0]]
     assert whole["b.lora_B"].tolist() == [[1.0], [1.0]]
     assert whole["head.w"].tolist() == [8.0, 8.0]
@@ -107,7 +114,7 @@ def test_a_private_part_begins_drawn_and_grows_with_the_ranks_by_hand(tmp_path: 
 
 def test_what_did_not_change_keeps_its_name_and_an_answer_without_a_model_names_nothing(tmp_path: Path) -> None:
     vault, start = vault_in(tmp_path, "A"), draw({"a": 1, "b": 1})
-    private = private_of(at_server(start, unshared(start, ("A",)), sha256=None))
+    private = private_of(with_placeholders(start, unshared_keys(start, ("A",)), sha256=None))
     job = Job(client="c", params=start, round=1, options=None)
     looked = Update(client="c", params={**start, "sketch": torch.ones(1)}, examples=0, metrics={})
     update, told = vault.withheld(looked, job, {}, private)
@@ -120,10 +127,10 @@ def test_what_did_not_change_keeps_its_name_and_an_answer_without_a_model_names_
 
 def test_a_version_goes_when_the_server_can_no_longer_go_back_to_it(tmp_path: Path) -> None:
     start = draw({"a": 1, "b": 1})
-    model, names = at_server(start, unshared(start, ("A",)), sha256=None), []
+    model, names = with_placeholders(start, unshared_keys(start, ("A",)), sha256=None), []
     for round in range(1, 7):
         model = step(vault_in(tmp_path, "A"), model, round=round)[2].params
-        names.append(named(model))
+        names.append(private_digest(model))
     held = {path.stem for path in (tmp_path / "kept").glob("*.safetensors")}
     # named last in round k + 1; in round 6 the server may be as far back as the end of round 4
     assert held == set(names[2:])
@@ -131,7 +138,7 @@ def test_a_version_goes_when_the_server_can_no_longer_go_back_to_it(tmp_path: Pa
 
 def test_a_part_that_is_lost_or_damaged_is_told_in_a_line(tmp_path: Path) -> None:
     vault, start = vault_in(tmp_path, "A"), draw({"a": 1, "b": 1})
-    model = step(vault, at_server(start, unshared(start, ("A",)), sha256=None))[2].params
+    model = step(vault, with_placeholders(start, unshared_keys(start, ("A",)), sha256=None))[2].params
     (path,) = (tmp_path / "kept").glob("*.safetensors")
     content = path.read_bytes()
     for damage in (lambda: path.write_bytes(content[:-1] + b"x"), path.unlink):
@@ -144,26 +151,26 @@ def test_a_part_that_is_lost_or_damaged_is_told_in_a_line(tmp_path: Path) -> Non
 
 def test_only_what_is_not_shared_may_stay_away_and_only_digests_name_files(tmp_path: Path) -> None:
     start = draw({"a": 1, "b": 1})
-    own = unshared(start, ("A",))
-    lacking = at_server(start, [*own, "a.lora_A"], sha256="ab" * 32)
+    own = unshared_keys(start, ("A",))
+    lacking = with_placeholders(start, [*own, "a.lora_A"], sha256="ab" * 32)
     with pytest.raises(ProtocolError, match=r"a\.lora_A is \(1, 0\)"):
-        check_update(as_kept(start | {PRIVATE: lacking[PRIVATE]}, lacking, ("A",)), lacking)
-    kept = at_server(start, own, sha256="ab" * 32)
-    check_update(as_kept(start | {PRIVATE: kept[PRIVATE]}, kept, ("A",)), kept)
+        check_update(expected_update(start | {PRIVATE: lacking[PRIVATE]}, lacking, ("A",)), lacking)
+    kept = with_placeholders(start, own, sha256="ab" * 32)
+    check_update(expected_update(start | {PRIVATE: kept[PRIVATE]}, kept, ("A",)), kept)
     with pytest.raises(ProtocolError, match=r"head\.w is \(2,\)"):
         check_update(kept, {**start, PRIVATE: kept[PRIVATE]})
     with pytest.raises(ProtocolError, match="a private part is named"):
         read_private({"private": {"sha256": "../../other", "ranks": []}})
     with pytest.raises(ProtocolError, match="ranks of 1 modules, 0 are here"):
         vault_in(tmp_path, "A").whole(
-            travelling(kept), read_private({"private": {"sha256": None, "ranks": [1]}}), cut=None, round=1
+            transmitted_params(kept), read_private({"private": {"sha256": None, "ranks": [1]}}), cut=None, round=1
         )
 
 
 @pytest.fixture
 def kept(tmp_path: Path) -> Path:
     """A folder with two versions, and what a write that was cut short has left."""
-    model = at_server(draw({"a": 1, "b": 1}), unshared(draw({"a": 1, "b": 1}), ("A",)), sha256=None)
+    model = with_placeholders(draw({"a": 1, "b": 1}), unshared_keys(draw({"a": 1, "b": 1}), ("A",)), sha256=None)
     for round in (1, 2):
         model = step(vault_in(tmp_path, "A"), model, round=round)[2].params
     folder = tmp_path / "kept"
@@ -227,10 +234,10 @@ def test_a_vault_of_before_has_no_mark_and_is_gone_on_with(kept: Path, tmp_path:
     (kept / "vault.json").unlink()
     check_vault(kept, OWNER)
     vault = vault_in(tmp_path, "A")
-    model = at_server(draw({"a": 1, "b": 1}), unshared(draw({"a": 1, "b": 1}), ("A",)), sha256=None)
+    model = with_placeholders(draw({"a": 1, "b": 1}), unshared_keys(draw({"a": 1, "b": 1}), ("A",)), sha256=None)
     model = step(vault, model, add=3.0)[2].params
     mark = json.loads((kept / "vault.json").read_text())
-    assert mark == {"client": "c", "config": OWNER.config, "newest": named(model)}
+    assert mark == {"client": "c", "config": OWNER.config, "newest": private_digest(model)}
     vault.end(private_of(model))
     assert vault.clear() == ""
     assert not kept.exists()
@@ -263,5 +270,5 @@ def test_no_name_in_the_index_leads_out_of_the_folder(kept: Path, tmp_path: Path
     (kept / "rounds.json").write_text(json.dumps({"../victim": 0}))
     start = draw({"a": 1, "b": 1})
     with pytest.raises(CheckpointError, match=r"damaged file .*rounds\.json: it has other names than digests"):
-        step(vault_in(tmp_path, "A"), at_server(start, unshared(start, ("A",)), sha256=None), round=9)
+        step(vault_in(tmp_path, "A"), with_placeholders(start, unshared_keys(start, ("A",)), sha256=None), round=9)
     assert victim.exists()

@@ -176,7 +176,7 @@ def refusal(seat: Seat | None, name: str, reason: str) -> str | None:
 
 def printable(text: str) -> str:
     """What a client says as a terminal may have it."""
-    return one_line(text, most=SHOWN_SIGNS)
+    return one_line(text, limit=SHOWN_SIGNS)
 
 
 def note_silence(seat: Seat, *, round: int) -> None:

@@ -18,7 +18,7 @@ from dataclasses import replace
 from typing import Any
 
 from atlas_fl.client.job import Job, Update
-from atlas_fl.errors import ProtocolError, shown
+from atlas_fl.errors import ProtocolError, short_repr
 from atlas_fl.params import Params
 from atlas_fl.runtime.coordinator.client_registry import (
     MOST_REFUSALS,
@@ -110,7 +110,7 @@ class Hall:
         """The answer to a client's request: its next job, as soon as there is one."""
         seat = self.seats[name]
         if head.get("kind") not in REQUESTS:
-            raise ProtocolError(f"{name} says {shown(head.get('kind'))}; allowed: {', '.join(REQUESTS)}")
+            raise ProtocolError(f"{name} says {short_repr(head.get('kind'))}; allowed: {', '.join(REQUESTS)}")
         if tensors and head.get("kind") in WITHOUT_TENSORS:
             raise ProtocolError(
                 f"a request {head['kind']!r} of {name} has tensors; only an answer to a job may bring them"

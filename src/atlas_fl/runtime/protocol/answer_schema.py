@@ -19,9 +19,9 @@ from atlas_fl.client.fingerprint import FIRST, SECOND
 from atlas_fl.client.importance import IMPORTANCE
 from atlas_fl.client.job import Job, Update
 from atlas_fl.client.local_training import TrainOptions
-from atlas_fl.errors import ProtocolError, shown
+from atlas_fl.errors import ProtocolError, short_repr
 from atlas_fl.params import PRIVATE, Params
-from atlas_fl.partial_sharing import is_stand_in, stand_in
+from atlas_fl.partial_sharing import is_placeholder, placeholder
 from atlas_fl.runtime.protocol.client_metadata import Census
 
 LARGEST_WEIGHT = 1e6
@@ -103,14 +103,14 @@ class TensorSchema:
         """Raise `ProtocolError` where this tensor is none of them."""
         if tuple(tensor.shape) != self.shape or tensor.dtype != self.dtype:
             raise ProtocolError(
-                f"{shown(name)} is {tuple(tensor.shape)} {tensor.dtype}; allowed: {self.shape} {self.dtype}"
+                f"{short_repr(name)} is {tuple(tensor.shape)} {tensor.dtype}; allowed: {self.shape} {self.dtype}"
             )
         if not tensor.numel() or not tensor.is_floating_point():
             return
         low, high = (float(own) for own in torch.aminmax(tensor))
         # NaN is in neither range
         if not (max(self.least, -_LARGEST) <= low and high <= min(self.most, _LARGEST)):
-            raise ProtocolError(f"{shown(name)} holds values from {low:g} to {high:g}; allowed: {self._range}")
+            raise ProtocolError(f"{short_repr(name)} holds values from {low:g} to {high:g}; allowed: {self._range}")
 
     @property
     def _range(self) -> str:
@@ -159,7 +159,7 @@ def _check_metrics(metrics: Mapping[str, float], *, required: Ranges, optional: 
     known = {**required, **optional}
     for name, value in metrics.items():
         if name not in known:
-            raise ProtocolError(f"it has a metric {shown(name)}; allowed: {', '.join(known) or 'none'}")
+            raise ProtocolError(f"it has a metric {short_repr(name)}; allowed: {', '.join(known) or 'none'}")
         if not known[name].holds(value):
             raise ProtocolError(f"{name} is {value:g}; allowed: {known[name].least:g} to {known[name].most:g}")
 
@@ -169,11 +169,11 @@ def _check_loaded(asked: Asked, update: Update) -> None:
     wanted = asked.action == "train" and asked.job.options.hash_loaded
     if (update.loaded is not None) is not wanted or (update.loaded and not _SHA256.fullmatch(update.loaded)):
         raise ProtocolError(
-            f"it says that it loaded {shown(update.loaded)}; allowed: {'a SHA-256' if wanted else 'nothing'}"
+            f"it says that it loaded {short_repr(update.loaded)}; allowed: {'a SHA-256' if wanted else 'nothing'}"
         )
     if not 0 <= update.keys <= len(asked.job.params):
         raise ProtocolError(
-            f"it says that it loaded {shown(update.keys)} tensors; allowed: 0 to {len(asked.job.params)}"
+            f"it says that it loaded {short_repr(update.keys)} tensors; allowed: 0 to {len(asked.job.params)}"
         )
 
 
@@ -198,7 +198,7 @@ def _check_classes(asked: Asked, update: Update) -> None:
 
 def _first(names: "Mapping[str, object] | list[str]") -> str:
     every = list(names)
-    return ", ".join(map(shown, every[:3])) + (f" and {len(every) - 3} more" if len(every) > 3 else "")
+    return ", ".join(map(short_repr, every[:3])) + (f" and {len(every) - 3} more" if len(every) > 3 else "")
 
 
 def _kind(census: Census) -> str:
@@ -238,8 +238,8 @@ def _like_model(asked: Asked, update_is_private: bool) -> dict[str, TensorSchema
     found = {}
     for key, tensor in asked.job.params.items():
         shape = tuple(tensor.shape)
-        if update_is_private and key != PRIVATE and is_stand_in(tensor):
-            shape = tuple(stand_in(key, tensor).shape)
+        if update_is_private and key != PRIVATE and is_placeholder(tensor):
+            shape = tuple(placeholder(key, tensor).shape)
         least, most = (-math.inf, math.inf) if key == PRIVATE else (-LARGEST_WEIGHT, LARGEST_WEIGHT)
         found[key] = TensorSchema(shape=shape, dtype=tensor.dtype, least=least, most=most)
     return found

@@ -24,7 +24,7 @@ from atlas_fl.client.job import Job, Update
 from atlas_fl.client.local_training import TrainOptions
 from atlas_fl.errors import ProtocolError
 from atlas_fl.params import PRIVATE, Params, digest
-from atlas_fl.partial_sharing import at_server, hidden_ranks, named, travelling
+from atlas_fl.partial_sharing import hidden_ranks, private_digest, transmitted_params, with_placeholders
 from atlas_fl.runtime.transport.frames import Head
 from atlas_fl.split.channel import Cut, CutTraffic
 from atlas_fl.storage.ledger import DIRECTIONS, KINDS
@@ -100,7 +100,9 @@ def model_message(params: Params) -> tuple[Head, Params]:
     """What is said, and what is sent, of a model of the server to its client."""
     if PRIVATE not in params:
         return {}, params
-    return {"private": asdict(Private(sha256=named(params), ranks=hidden_ranks(params)))}, travelling(params)
+    return {"private": asdict(Private(sha256=private_digest(params), ranks=hidden_ranks(params)))}, transmitted_params(
+        params
+    )
 
 
 def read_private(head: Mapping[str, Any]) -> Private | None:
@@ -190,7 +192,7 @@ def read_update(head: Mapping[str, Any], tensors: Params, *, job: Job) -> Update
     params: Params = {key.removeprefix(_PARAM): tensor for key, tensor in tensors.items() if key.startswith(_PARAM)}
     if (private := read_private(head)) is not None:
         left = {key: tensor for key, tensor in job.params.items() if key not in params and key != PRIVATE}
-        params = at_server({**params, **left}, left.keys(), sha256=private.sha256)
+        params = with_placeholders({**params, **left}, left.keys(), sha256=private.sha256)
     return Update(
         client=job.client,
         params=job.params if head.get("same") is True else params,

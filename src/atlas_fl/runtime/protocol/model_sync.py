@@ -10,7 +10,7 @@ from typing import Any, Protocol, TypeAlias
 from atlas_fl.client.job import Job, Update
 from atlas_fl.errors import ProtocolError
 from atlas_fl.params import Params, digest
-from atlas_fl.partial_sharing import travelling
+from atlas_fl.partial_sharing import transmitted_params
 from atlas_fl.runtime.protocol.messages import Told, job_message, model_message, read_job, read_update, update_message
 from atlas_fl.runtime.transport.frames import Head
 
@@ -81,7 +81,7 @@ class AdapterSender:
         """The update that an answer holds."""
         found = read_update(head, tensors, job=job)
         if action == "train" and found.params is not job.params:
-            self.held["trained"] = digest(travelling(found.params))
+            self.held["trained"] = digest(transmitted_params(found.params))
         return found
 
     def farewell(self, model: Params) -> tuple[Head, Params]:

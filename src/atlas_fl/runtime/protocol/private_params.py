@@ -20,7 +20,7 @@ from atlas_fl.client.job import Job, Update
 from atlas_fl.errors import CheckpointError, ConfigError, ModelError, ProtocolError, one_line
 from atlas_fl.models.lora import expand_rank
 from atlas_fl.params import LORA_A, LORA_B, PRIVATE, Params, digest, select
-from atlas_fl.partial_sharing import name_of, stand_in, unshared
+from atlas_fl.partial_sharing import digest_tensor, placeholder, unshared_keys
 from atlas_fl.runtime.protocol.messages import Private, Told, read_private
 from atlas_fl.runtime.protocol.model_sync import AdapterReceiver
 from atlas_fl.runtime.transport.frames import Head
@@ -90,7 +90,7 @@ def clear_vault(folder: Path, owner: Owner) -> str:
     if NEWEST in mark and mark.get(LAST) != mark[NEWEST]:
         return (
             f"{folder} stays: the server's model at the end is without the newest of what this site does not share"
-            f" ({one_line(mark[NEWEST], most=16)}); ask who runs the server, or remove the folder"
+            f" ({one_line(mark[NEWEST], limit=16)}); ask who runs the server, or remove the folder"
         )
     try:
         for path in sorted(folder.iterdir(), key=lambda path: path.name == MARK):
@@ -179,7 +179,7 @@ class Vault:
         `sent` is what the server sent of the job's model. The digest of what was loaded is that of the model as the
         server has it, where this is what it sent and named.
         """
-        own = unshared(job.params, self.share)
+        own = unshared_keys(job.params, self.share)
         if update.params is job.params or told is None or not own or own[0] not in update.params:
             return update, None
         kept, private = select(update.params, own), told
@@ -322,5 +322,5 @@ def _seen(params: Params, sent: Params, told: Private | None) -> Params:
     """The job's model as the server has it."""
     if told is None:
         return params
-    left = {key: stand_in(key, tensor) for key, tensor in params.items() if key not in sent}
-    return {**sent, **left, PRIVATE: name_of(told.sha256)}
+    left = {key: placeholder(key, tensor) for key, tensor in params.items() if key not in sent}
+    return {**sent, **left, PRIVATE: digest_tensor(told.sha256)}

@@ -24,7 +24,7 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
-from atlas_fl.errors import ConfigError, shown
+from atlas_fl.errors import ConfigError, short_repr
 from atlas_fl.storage.files import sync_folder
 
 CA, CERT, KEY, REQUEST, CLIENTS = "ca.pem", "cert.pem", "key.pem", "request.pem", "clients.txt"
@@ -182,7 +182,9 @@ def open_certs(folder: Path, *, now: datetime | None = None) -> Certs:
         raise ConfigError(f"{folder / CERT} is expired or not valid yet: it holds from {held}; make a new one")
     name = str(common.value)
     if not _NAME.fullmatch(name):  # files are named after it
-        raise ConfigError(f"{folder / CERT} is of {shown(name)}, which is no name of a site; have another one made")
+        raise ConfigError(
+            f"{folder / CERT} is of {short_repr(name)}, which is no name of a site; have another one made"
+        )
     return Certs(name=name, ca=pem[CA], cert=pem[CERT], key=pem[KEY], folder=folder)
 
 
@@ -226,7 +228,7 @@ def read_list(folder: Path) -> dict[str, str | None]:
         if _DIGEST.fullmatch(word.lower()) and last is not None:
             listed[last], last = word.lower(), None
         elif not _NAME.fullmatch(word) or word in listed:
-            twice = f"lists a client twice, {word}" if word in listed else f"has {shown(word)}"
+            twice = f"lists a client twice, {word}" if word in listed else f"has {short_repr(word)}"
             raise ConfigError(f"{path} {twice}; one name a line, each once, with the SHA-256 of its certificate")
         else:
             listed[word], last = None, word
@@ -410,8 +412,8 @@ def _check_names(clients: Sequence[str], *, flag: str = "--client ") -> None:
     for name in clients:
         if not _NAME.fullmatch(name) or name in (AUTHORITY, SERVER):
             raise ConfigError(
-                f"client {shown(name)} cannot be a name; allowed: up to 63 letters, digits, '_', '.', '-', and neither"
-                f" {AUTHORITY!r} nor {SERVER!r}"
+                f"client {short_repr(name)} cannot be a name; allowed: up to 63 letters, digits, '_', '.', '-', and"
+                f" neither {AUTHORITY!r} nor {SERVER!r}"
             )
     if len(set(clients)) < len(clients):
         raise ConfigError(f"{flag.strip() or 'the command'} names a site twice; every site needs a name of its own")

@@ -29,7 +29,7 @@ import torch
 from atlas_fl.errors import DataError, ProtocolError
 from atlas_fl.params import Params
 from atlas_fl.storage.jsonl import from_json, to_json
-from atlas_fl.storage.tensors import DTYPES, encoded_size, parts
+from atlas_fl.storage.tensors import DTYPES, encode_pieces, encoded_size
 
 Head: TypeAlias = Mapping[str, Any]
 """What a message says beside its tensors: plain data for strict JSON."""
@@ -64,7 +64,7 @@ def encode_frame(head: Head, tensors: Params, *, limit: int = FRAME_LIMIT) -> by
             " send fewer or smaller tensors"
         )
     header = _HEADER.pack(_MAGIC, VERSION, 0, len(text), size)
-    return b"".join([header, text, *(parts(tensors) if tensors else ())])
+    return b"".join([header, text, *(encode_pieces(tensors) if tensors else ())])
 
 
 def decode_frame(
@@ -104,7 +104,7 @@ def _object(text: bytes, what: str) -> dict[str, Any]:
 
 
 def _tensors(payload: memoryview) -> dict[str, torch.Tensor]:
-    """The tensors of a safetensors payload as `storage.tensors.encode` writes it: aligned, in order, without a gap."""
+    """The tensors of a safetensors payload as `encode_tensors` writes it: aligned, in order, without a gap."""
     listed = int.from_bytes(payload[:8], "little")
     start = 8 + listed
     if listed > HEAD_LIMIT or start > len(payload) or start % 8:

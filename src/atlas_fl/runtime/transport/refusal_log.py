@@ -61,4 +61,4 @@ class Refusals:
 
 def printable(name: str) -> str:
     """A name from a certificate as a terminal may have it."""
-    return one_line(name, most=SHOWN_SIGNS)
+    return one_line(name, limit=SHOWN_SIGNS)
