@@ -130,11 +130,9 @@ def test_more_classes_than_a_task_has_are_refused_before_the_first_run(tmp_path:
         grid(with_values(base, {"clients_per_task": "4"}), over={"nc": ("2",)}, seeds=(42,))
 
 
-def test_rules_of_clusters_are_refused_for_whole_models_before_the_first_run(tmp_path: Path) -> None:
+def test_strategies_of_clusters_are_points_of_a_grid_for_whole_models_too(tmp_path: Path) -> None:
     base = with_values(find_preset("vision-quick"), {"runs_dir": str(tmp_path)})
-    with pytest.raises(ConfigError, match="--strategy fedavg_cluster needs fingerprints of adapters, and whole models"):
-        grid(base, over={"strategy": ("local", "fedavg_cluster")}, seeds=(42,))
-    assert len(grid(base, over={"strategy": ("local", "fedavg")}, seeds=(42,))) == 2
+    assert len(grid(base, over={"strategy": ("local", "fedavg_cluster")}, seeds=(42,))) == 2
     assert len(grid(with_values(base, {"tune": "lora"}), over={"strategy": ("local", "atlas")}, seeds=(42,))) == 2
 
 

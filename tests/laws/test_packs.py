@@ -140,8 +140,12 @@ OPTIONS = {
 }
 
 
+def test_every_action_but_those_of_whole_models_is_tried() -> None:
+    assert ACTIONS.keys() - OPTIONS.keys() == {"ridge", "scale", "sensitivity"}
+
+
 @pytest.mark.parametrize("max_tokens", [1, 60, 100_000])
-@pytest.mark.parametrize("action", sorted(ACTIONS))
+@pytest.mark.parametrize("action", sorted(OPTIONS))
 def test_the_engine_answers_every_job_in_order_whatever_the_packs(
     tiny_of, site_of, spec_of, action: str, max_tokens: int
 ) -> None:

@@ -426,7 +426,6 @@ def _pooled(clients: tuple[ClientData, ...]) -> ClientData:
     [
         ({"tasks": "digits+movie"}, "images .digits. and texts .movie."),
         ({"tasks": "digits+movie", "strategy": "atlas"}, "images .digits. and texts .movie."),
-        ({"strategy": "atlas"}, "--strategy atlas needs fingerprints.*use fedavg or local.*a vision preset"),
         ({"precision": "bf16", "sparsity": 1.0}, "--sparsity is 1.0.*below 1"),
         ({"nc": "many"}, "--nc is 'many'.*iid, or a number"),
         ({"nc": "2", "partition": "dirichlet"}, "--nc 2 and --partition dirichlet are two ways"),
@@ -435,7 +434,7 @@ def _pooled(clients: tuple[ClientData, ...]) -> ClientData:
         ({"sparsity": 0.5, "mask_file": "m"}, "--sparsity 0.5 says how a mask is made"),
         ({"mask_file": "m", "head_first": "none"}, "--mask-file freezes the head"),
         ({"split": "1"}, "--split is for adapters"),
-        ({"init_adapter": "nowhere"}, "--init-adapter is for adapters, and these image tasks train whole models"),
+        ({"init_adapter": "nowhere"}, "--init-adapter is for adapters, and these tasks train whole models"),
         ({"gradient_checkpointing": True}, "--gradient-checkpointing is for adapters"),
         ({"precision": "fp16", "tune": "lora", "strategy": "atlas"}, "--precision fp16 needs a GPU with CUDA"),
         ({"validation_share": 1.0}, "--validation-share is 1.0; allowed: above 0, below 1"),

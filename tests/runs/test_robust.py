@@ -185,11 +185,6 @@ def test_an_attack_is_refused_across_machines(config: Make) -> None:
         check_served(config(**ONE_TASK), Service(certs=Path("certs")))
 
 
-def test_a_robust_rule_inside_clusters_is_refused_for_whole_models(image_config: Make) -> None:
-    with pytest.raises(ConfigError, match="needs fingerprints of adapters, and whole models of image tasks have none"):
-        validate(image_config(strategy="median", within="clusters"))
-
-
 def test_settings_at_their_defaults_leave_a_run_what_it_was(config: Make) -> None:
     assert config_hash(config()) == config_hash(config(norm_bound="refuse", max_share=0.5, within="all", attack="none"))
     assert config_hash(config()) != config_hash(config(norm_bound="off"))

@@ -149,7 +149,7 @@ def test_runs_that_have_no_task_vector_are_told_in_one_line(
     (home / "begun/summary.json").unlink()
     for name, message in {
         "apart": "ended with models of their own for digits-0 and digits-1; a task vector needs one",
-        "texts": "trained adapters, and task vectors are of whole models",
+        "texts": "trained adapters, or texts, and task vectors are of whole models",
         "begun": "is not complete; go on with: atlas resume",
         "nothing": "not a run folder: nothing",
     }.items():

@@ -30,7 +30,17 @@ from atlas_fl.split.channel import NO_CUTS, Cut
 from atlas_fl.storage.jsonl import from_json, to_json
 from atlas_fl.storage.ledger import payload_bytes
 
-_YOUNGER = ("label_smoothing", "crop", "flip", "optimizer", "momentum", "nesterov", "proximal_mu")
+_YOUNGER = (
+    "label_smoothing",
+    "crop",
+    "flip",
+    "optimizer",
+    "momentum",
+    "nesterov",
+    "carry_momentum",
+    "rate_by_round",
+    "proximal_mu",
+)
 """Options that are younger than sketches that others are compared with; at their default they say nothing."""
 
 
