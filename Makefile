@@ -37,7 +37,7 @@ demo-vision: .venv/vision.stamp
 test: lint unit
 
 test-all: lint setup
-	$(PYTEST) --durations-file $(DURATIONS)/test-all.tsv
+	$(PYTEST) --durations-file=$(DURATIONS)/test-all.tsv
 
 lint: .venv/dev.stamp
 	$(BIN)/ruff check
@@ -46,10 +46,10 @@ lint: .venv/dev.stamp
 	$(BIN)/lint-imports
 
 unit: setup
-	HYPOTHESIS_PROFILE=quick $(PYTEST) -m "not slow" --durations-file $(DURATIONS)/test.tsv
+	HYPOTHESIS_PROFILE=quick $(PYTEST) -m "not slow" --durations-file=$(DURATIONS)/test.tsv
 
 test-rest: setup
-	$(PYTEST) -m "slow or hypothesis" --durations-file $(DURATIONS)/test-rest.tsv
+	$(PYTEST) -m "slow or hypothesis" --durations-file=$(DURATIONS)/test-rest.tsv
 
 lock: .venv/venv.stamp
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --require-hashes -r requirements/build.txt
