@@ -59,8 +59,8 @@ if TYPE_CHECKING:
     from atlas_fl.planning.place_client import Newcomer as Newcomer
     from atlas_fl.planning.place_client import place_client as place_client
     from atlas_fl.planning.plan import Plan as Plan
+    from atlas_fl.planning.planner import make_plan as make_plan
     from atlas_fl.planning.planner import measure_leakage as measure_leakage
-    from atlas_fl.planning.workloads import make_plan as make_plan
     from atlas_fl.report.comparison import ComparisonRow as ComparisonRow
     from atlas_fl.report.comparison import comparison_rows as comparison_rows
     from atlas_fl.report.figures import draw_all as draw_all
@@ -92,8 +92,7 @@ _HOMES = {
     "planning.leakage": "CutLeakage",
     "planning.place_client": "Newcomer place_client",
     "planning.plan": "Plan",
-    "planning.planner": "measure_leakage",
-    "planning.workloads": "make_plan",
+    "planning.planner": "make_plan measure_leakage",
     "report.comparison": "ComparisonRow comparison_rows",
     "report.figures": "draw_all",
     "sparse.fisher": "Fisher fisher_scores logits_of_module",

@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 import torch
 
-from atlas_fl.aggregation.diversity import dirichlet_energy, diversity, gram_distances, spread, update_gram
+from atlas_fl.aggregation.graph import dirichlet_energy, diversity, gram_distances, spread, update_gram
 
 CLIENTS = ("a", "b", "c")
 GRAPH = np.array([[0, 1, 0], [1, 0, 3], [0, 3, 0]], float)

@@ -201,8 +201,6 @@ def test_a_plan_says_what_stands_below_its_clusters_once(monkeypatch: pytest.Mon
     clustering = {"warnings": ["2 undecided"]}
     clients = [{"name": "a-0", "task": "a", "cluster": -1}]
     found = {"clients": clients, "clustering": clustering, "notes": ["2 undecided", "something else"]}
-    monkeypatch.setattr(
-        "atlas_fl.planning.workloads.make_plan", lambda *_, **__: SimpleNamespace(to_json=lambda: found)
-    )
+    monkeypatch.setattr("atlas_fl.planning.planner.make_plan", lambda *_, **__: SimpleNamespace(to_json=lambda: found))
     said = atlas("plan", "--preset", "smoke").out
     assert said.count("2 undecided") == 1 and "note: something else" in said

@@ -6,7 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from atlas_fl.aggregation.diversity import dirichlet_energy, update_gram
+from atlas_fl.aggregation.graph import dirichlet_energy, update_gram
 from atlas_fl.aggregation.matrices import LAPLACIANS, average, cut, eta_bound, laplacian_step
 from atlas_fl.aggregation.mixing import SPACES, mix
 from tests.examples import examples

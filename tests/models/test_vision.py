@@ -14,14 +14,7 @@ from transformers import AutoImageProcessor, AutoModelForImageClassification
 from atlas_fl.errors import ConfigError, DataError, ModelError
 from atlas_fl.models.lora import init_head
 from atlas_fl.models.registry import MODELS, head_shapes, locate_model
-from atlas_fl.models.vision import (
-    Vision,
-    backbone_weights,
-    image_features,
-    image_logits,
-    preprocess,
-    trainable_names,
-)
+from atlas_fl.models.vision import Vision, backbone_weights, image_features, image_logits, preprocess, trainable_names
 from atlas_fl.models.vision_loading import as_whole, load_vision
 from tests.models.tiny_vision import MEAN, SIZES, STD, processor, save_tiny
 

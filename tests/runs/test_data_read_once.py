@@ -15,7 +15,7 @@ from atlas_fl.events import ignore
 from atlas_fl.experiment.run import resume, run
 from atlas_fl.experiment.sweep import grid, run_all
 from atlas_fl.planning.place_client import place_client
-from atlas_fl.planning.workloads import make_plan
+from atlas_fl.planning.planner import make_plan
 from atlas_fl.setup.assembly import load_clients
 from tests.runs.workers import in_threads
 

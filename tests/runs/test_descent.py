@@ -23,7 +23,7 @@ from atlas_fl.errors import ConfigError
 from atlas_fl.experiment.run import resume, run
 from atlas_fl.models.vision import image_logits, preprocess
 from atlas_fl.params import unflatten_by_client
-from atlas_fl.planning.workloads import make_plan
+from atlas_fl.planning.planner import make_plan
 from atlas_fl.rng import generator
 from atlas_fl.setup.assembly import assemble
 from tests.runs.reading import rows, same_tensors, state

@@ -20,8 +20,7 @@ from atlas_fl.experiment.export import export
 from atlas_fl.experiment.run import RunResult, resume, run
 from atlas_fl.models.vision import preprocess
 from atlas_fl.planning.plan import Plan
-from atlas_fl.planning.planner import measure_leakage
-from atlas_fl.planning.workloads import make_plan
+from atlas_fl.planning.planner import make_plan, measure_leakage
 from atlas_fl.setup.assembly import assemble
 from atlas_fl.setup.options import train_options
 from atlas_fl.storage.jsonl import read_json

@@ -29,7 +29,7 @@ from atlas_fl.experiment.task_arithmetic import masks_of_clients
 from atlas_fl.models.vision import image_logits, preprocess
 from atlas_fl.params import unflatten_by_client
 from atlas_fl.planning.masks import prepare_whole
-from atlas_fl.planning.workloads import make_plan
+from atlas_fl.planning.planner import make_plan
 from atlas_fl.report.figures import draw_all
 from atlas_fl.report.tables import plan_tables
 from atlas_fl.runtime.local import LocalEngine

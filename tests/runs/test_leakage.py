@@ -20,8 +20,7 @@ from atlas_fl.errors import ConfigError, DataError
 from atlas_fl.experiment.run import run
 from atlas_fl.models.tokenization import EncodedExamples
 from atlas_fl.planning.leakage import leakage_of
-from atlas_fl.planning.planner import measure_leakage
-from atlas_fl.planning.workloads import make_plan
+from atlas_fl.planning.planner import make_plan, measure_leakage
 from atlas_fl.report.figures import draw_all
 from atlas_fl.report.tables import plan_tables
 from atlas_fl.setup.assembly import Assembly, assemble

@@ -16,8 +16,7 @@ from atlas_fl.config import Config, config_hash
 from atlas_fl.errors import ConfigError
 from atlas_fl.events import OnEvent
 from atlas_fl.experiment.run import RunResult, resume, run
-from atlas_fl.planning.planner import local_engine
-from atlas_fl.planning.workloads import make_plan
+from atlas_fl.planning.planner import local_engine, make_plan
 from atlas_fl.ranks.devices import DEVICES
 from atlas_fl.report.tables import plan_tables
 from atlas_fl.runtime.engine import Engine

@@ -78,7 +78,7 @@ def test_your_own_data_and_device(folder: Path, tmp_path: Path) -> None:
 
 def test_no_row_of_a_client_of_the_run_is_used(config: Make) -> None:
     from atlas_fl.planning.place_client import _newcomer
-    from atlas_fl.planning.workloads import make_plan
+    from atlas_fl.planning.planner import make_plan
 
     chosen = config(rounds=1, samples=200)
     held = {text for client in load_clients(chosen) for text in client.train.text}

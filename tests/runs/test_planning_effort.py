@@ -14,12 +14,11 @@ from atlas_fl.client.importance import batch_gradients
 from atlas_fl.client.job import Job
 from atlas_fl.config import Config
 from atlas_fl.events import ignore
-from atlas_fl.planning.planner import local_engine
+from atlas_fl.planning.planner import local_engine, make_plan
 from atlas_fl.planning.planning_costs import planning_bytes, planning_efforts
 from atlas_fl.planning.ranks_and_cuts import measure_layers
 from atlas_fl.planning.round_costs import SERVER
 from atlas_fl.planning.task_discovery import connect, identify
-from atlas_fl.planning.workloads import make_plan
 from atlas_fl.ranks.cost_model import RESERVE_BYTES
 from atlas_fl.report.tables import plan_tables
 from atlas_fl.setup.assembly import Assembly, assemble

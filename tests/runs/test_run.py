@@ -22,8 +22,7 @@ from atlas_fl.experiment.export import export
 from atlas_fl.experiment.run import RunResult, resume, run
 from atlas_fl.params import shared_params, unflatten_by_client
 from atlas_fl.planning.plan import Plan
-from atlas_fl.planning.planner import plan_for
-from atlas_fl.planning.workloads import make_plan
+from atlas_fl.planning.planner import make_plan, plan_for
 from atlas_fl.runtime.engine import Engine
 from atlas_fl.runtime.local import LocalEngine
 from atlas_fl.setup.assembly import Assembly, assemble

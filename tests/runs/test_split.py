@@ -14,9 +14,8 @@ from atlas_fl.config import Config
 from atlas_fl.errors import AtlasError, BudgetError, ConfigError
 from atlas_fl.events import ignore
 from atlas_fl.experiment.run import RunResult, resume, run
-from atlas_fl.planning.planner import local_engine, plan_for
+from atlas_fl.planning.planner import local_engine, make_plan, plan_for
 from atlas_fl.planning.ranks_and_cuts import cuts_while_planning
-from atlas_fl.planning.workloads import make_plan
 from atlas_fl.report.tables import plan_tables
 from atlas_fl.setup.assembly import assemble
 from atlas_fl.storage.jsonl import read_json

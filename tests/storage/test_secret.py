@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from atlas_fl.errors import ConfigError
-from atlas_fl.storage.secret import load_or_create_secret
+from atlas_fl.storage.files import load_or_create_secret
 
 
 def test_a_secret_is_drawn_once_and_its_user_alone_can_read_it(tmp_path: Path) -> None:

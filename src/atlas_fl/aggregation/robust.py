@@ -32,7 +32,7 @@ import torch
 from jaxtyping import Float64
 from torch import Tensor
 
-from atlas_fl.aggregation.diversity import gram_distances, update_gram
+from atlas_fl.aggregation.graph import gram_distances, update_gram
 from atlas_fl.aggregation.matrices import Federation, average, cluster_labels
 from atlas_fl.aggregation.strategies import (
     CLUSTERS,

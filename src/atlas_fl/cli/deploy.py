@@ -18,7 +18,7 @@ import tyro
 from atlas_fl.cli.arguments import Words, base_config, parse, split
 from atlas_fl.cli.display import going_on, show, show_progress
 from atlas_fl.config import Config, config_hash, parse_mask_file, pin_mask_file, validate
-from atlas_fl.deployment.consent import Allowance, Consent
+from atlas_fl.deployment.settings_policy import Allowance, Consent
 from atlas_fl.errors import ConfigError
 
 
@@ -63,8 +63,7 @@ def serve(words: Sequence[str]) -> int:
     from pathlib import Path
 
     from atlas_fl.cli.tables import outcome
-    from atlas_fl.deployment.end_of_run import give_again, hand_out
-    from atlas_fl.deployment.server import across_machines
+    from atlas_fl.deployment.server import across_machines, give_again, hand_out
     from atlas_fl.deployment.service import Service
     from atlas_fl.experiment.run import run as run_config
 

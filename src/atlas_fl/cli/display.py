@@ -1,9 +1,4 @@
-"""Progress on the terminal.
-
-What tells runs apart in a table or figure.
-
-What the user sees while a run goes on: a bar for the phase, and one line for each round.
-"""
+"""Progress on the terminal while a run goes on (a bar for the phase, a line for each round), and labels of runs."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager

@@ -101,7 +101,7 @@ def plan(words: Sequence[str]) -> int:
         options.to, example="plan.json", is_own=lambda path: holds_json(path, keys=("clients", "adjacency", "data"))
     )
 
-    from atlas_fl.planning.workloads import make_plan
+    from atlas_fl.planning.planner import make_plan
     from atlas_fl.report.tables import plan_tables
     from atlas_fl.storage.jsonl import write_json
 

@@ -17,8 +17,7 @@ from atlas_fl.client.batching import chunks, forward, make_row, same_models
 from atlas_fl.client.job import Job, Site, Update, line_of
 from atlas_fl.data.metrics import by_class, rouge, scores, writing_scores
 from atlas_fl.data.task import Task
-from atlas_fl.models.backbone import head_logits
-from atlas_fl.models.generation import decode_step, pad_left, stock_attention
+from atlas_fl.models.backbone import decode_step, head_logits, pad_left, stock_attention
 from atlas_fl.models.lora import Adapters, Segment, attach_adapters
 from atlas_fl.models.tokenization import EncodedExamples, concatenated
 from atlas_fl.params import Params, Split

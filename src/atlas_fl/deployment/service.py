@@ -1,13 +1,7 @@
-"""How a server is reached, and what it knows of its clients, for as long as it listens.
+"""How a server listens (`atlas serve`), whom it waits for, and the client metadata that its run folder keeps.
 
-What a server knows of its clients, kept in the run's folder, so that a run can go on without one of them.
-
-The rules, the audit and the records need to know of every client of a plan which task it has, how many examples of
-which lengths and labels, and on which device. Its site says so when it registers (`runtime.protocol.client_metadata`).
-
-Where the clients of a config wait, and what they must have in common with their server.
-
-How a server is reached, and the hall in which its clients wait, for as long as it listens.
+Strategies, audit and records need each client's task, label counts, lengths and device. Its site reports them when it
+registers (`runtime.protocol.client_metadata`); they are stored, so that a run can go on without one of the sites.
 """
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -25,13 +19,13 @@ from atlas_fl.errors import CheckpointError, ConfigError, ProtocolError, unknown
 from atlas_fl.events import OnEvent
 from atlas_fl.experiment.summary import versions
 from atlas_fl.params import digest
-from atlas_fl.planning.workloads import whole_sender
+from atlas_fl.planning.planner import whole_sender
 from atlas_fl.ranks.devices import Device
 from atlas_fl.runtime.coordinator.client_registry import Seat
 from atlas_fl.runtime.coordinator.coordinator import Hall
 from atlas_fl.runtime.protocol.client_metadata import Census, read_census
-from atlas_fl.runtime.protocol.full_model_sync import check_frames
 from atlas_fl.runtime.protocol.messages import Identity
+from atlas_fl.runtime.protocol.model_sync import check_frames
 from atlas_fl.runtime.transport.certificates import Certs, Listed
 from atlas_fl.runtime.transport.event_loop import Desk, LoopThread
 from atlas_fl.runtime.transport.frames import FRAME_LIMIT, Head

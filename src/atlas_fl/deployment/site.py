@@ -23,10 +23,12 @@ from atlas_fl.config.schema import ALL_CLASSES, NONE
 from atlas_fl.data.cache import load_task
 from atlas_fl.data.clients import BY_CLASSES, ClientData, make_clients
 from atlas_fl.data.registry import find_tasks
-from atlas_fl.deployment.consent import Allowance, Consent, check_consent
-from atlas_fl.deployment.end_of_run import Receipt, clear_private, confirm_again, read_receipt, write_model
 from atlas_fl.deployment.job_policy import JobPolicy, Outline, outlined
+from atlas_fl.deployment.server import Receipt, clear_private, confirm_again, read_receipt, write_model
 from atlas_fl.deployment.settings_policy import (
+    Allowance,
+    Consent,
+    check_consent,
     check_examples,
     check_model_digest,
     check_model_name,
@@ -43,7 +45,7 @@ from atlas_fl.models.loading import build_first_blocks
 from atlas_fl.models.peft_io import export_adapter
 from atlas_fl.params import Params, digest
 from atlas_fl.partial_sharing import is_fully_shared
-from atlas_fl.planning.workloads import whole_receiver
+from atlas_fl.planning.planner import whole_receiver
 from atlas_fl.ranks.devices import find_devices
 from atlas_fl.runtime.coordinator.site_worker import Worker
 from atlas_fl.runtime.protocol.client_metadata import census_of
@@ -65,7 +67,7 @@ from atlas_fl.setup.assembly import (
 )
 from atlas_fl.split.channel import Cut
 from atlas_fl.split.model import select_client_side
-from atlas_fl.storage.secret import load_or_create_secret
+from atlas_fl.storage.files import load_or_create_secret
 
 
 class Site(Protocol):

@@ -2,7 +2,7 @@
 
 A worker assembles the run from the same settings as its parent does, but for the weights: these are views of memory
 that all of them see. It says so where its data are others. Whole models of image clients go to and fro as well
-(`runtime.protocol.full_model_sync`), each once in a round to a worker.
+(`runtime.protocol.model_sync`), each once in a round to a worker.
 """
 
 import mmap
@@ -20,8 +20,7 @@ from atlas_fl.config import Config, parse_config, to_toml
 from atlas_fl.errors import DataError
 from atlas_fl.events import Note, OnEvent, Progress
 from atlas_fl.models.shared_memory import buffer_entries, tensor_views, write_weights
-from atlas_fl.planning.planner import local_engine
-from atlas_fl.planning.workloads import worker_receiver, worker_sender
+from atlas_fl.planning.planner import local_engine, worker_receiver, worker_sender
 from atlas_fl.runtime.engine import Engine
 from atlas_fl.runtime.ray import ray_cluster
 from atlas_fl.runtime.transport.frames import Head

@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from atlas_fl.aggregation.diversity import Diversity, diversity
+from atlas_fl.aggregation.graph import Diversity, diversity
 from atlas_fl.aggregation.matrices import Federation, share_warnings, without_edges
 from atlas_fl.aggregation.robust import small_groups
 from atlas_fl.aggregation.shared_adapters import with_shared

@@ -36,8 +36,7 @@ from atlas_fl.experiment.rounds import train
 from atlas_fl.experiment.state import State
 from atlas_fl.experiment.summary import honest_line, summarise, versions
 from atlas_fl.planning.plan import Plan, Planned
-from atlas_fl.planning.planner import plan_for
-from atlas_fl.planning.workloads import check_clients
+from atlas_fl.planning.planner import check_clients, plan_for
 from atlas_fl.runtime.engine import Engine, MissingAnswersError
 from atlas_fl.setup.assembly import Assembly, put_off, with_planned, without_clients
 from atlas_fl.setup.options import attackers_in, strategy_of, with_attackers

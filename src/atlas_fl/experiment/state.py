@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from atlas_fl.aggregation.diversity import Diversity
+from atlas_fl.aggregation.graph import Diversity
 from atlas_fl.client.importance import IMPORTANCE
 from atlas_fl.client.job import Update
 from atlas_fl.clustering.labels import UNDECIDED

@@ -255,8 +255,7 @@ def federate(grid: Grid, order: Order, *, on_event: OnEvent) -> None:
     question = Question(grid, count=order.nodes, seconds=order.wait_seconds)
     # The nodes take seconds to answer, and these to be imported.
     from atlas_fl.cli.tables import outcome
-    from atlas_fl.deployment.end_of_run import hand_out
-    from atlas_fl.deployment.server import across_machines
+    from atlas_fl.deployment.server import across_machines, hand_out
     from atlas_fl.deployment.service import Service
     from atlas_fl.experiment.run import run
     from atlas_fl.runtime.transport.certificates import make_certs

@@ -1,8 +1,8 @@
-"""A plan from a config: every step before round one, in order.
+"""make_plan: a plan from a config, every step before round one in order; the initial models.
 
-What round one starts from: the warmed-up model at each client's own ranks, or an imported adapter.
-
-Making a plan: phases 1 to 3 and the graph of phase 4, before anything is trained federally.
+Round one starts from the warmed-up model at each client's own ranks, or from an imported adapter. How adapters and
+whole models travel differs (`whole_sender`, `whole_receiver`); rounds, rules, records, resume and audit are the same
+code for both (`Site.trainable`).
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -21,19 +21,38 @@ from atlas_fl.data.clients import label_statistics, left_out_notes, shard_notes
 from atlas_fl.data.registry import find_tasks
 from atlas_fl.errors import ConfigError, ModelError
 from atlas_fl.events import Note, OnEvent, PhaseStarted, Progress, ignore
+from atlas_fl.models.backbone import Backbone
 from atlas_fl.models.lora import expand_rank
 from atlas_fl.models.peft_io import import_adapter
-from atlas_fl.params import LORA_A, LORA_B, ByClient, Params, lora_modules
+from atlas_fl.params import LORA_A, LORA_B, ByClient, Params, digest, lora_modules
 from atlas_fl.planning.host_assignment import with_hosts
 from atlas_fl.planning.leakage import CutLeakage, every_cut, leakage_of
-from atlas_fl.planning.masks import check_memory, full_client_plans, full_notes, prepare_whole, sparse_report
+from atlas_fl.planning.masks import (
+    check_heads,
+    check_memory,
+    full_client_plans,
+    full_notes,
+    prepare_whole,
+    sparse_report,
+)
 from atlas_fl.planning.plan import ClientPlan, Plan, Planned
 from atlas_fl.planning.ranks_and_cuts import Fitted, cuts_while_planning, fit_ranks, measure_layers
 from atlas_fl.planning.task_discovery import Identified, connect, identify
 from atlas_fl.runtime.engine import Engine, Tally
 from atlas_fl.runtime.local import LocalEngine
-from atlas_fl.setup.assembly import Assembly, assemble, without_private
-from atlas_fl.setup.options import cut_of, strategy_of
+from atlas_fl.runtime.protocol.model_sync import (
+    AdapterReceiver,
+    AdapterSender,
+    Common,
+    NewSender,
+    Receiver,
+    WholeReceiver,
+    WholeSender,
+    parted,
+)
+from atlas_fl.setup.assembly import Assembly, assemble, put_off, trained_body, without_private
+from atlas_fl.setup.options import cut_of, drawn_of, strategy_of
+from atlas_fl.sparse.masks import Mask
 from atlas_fl.split.channel import Cut
 from atlas_fl.split.model import select_client_side
 
@@ -296,3 +315,46 @@ def held_by(assembly: Assembly, cuts: Mapping[str, Cut], models: ByClient) -> di
         name: select_client_side(assembly.site.backbone, models[name], blocks=cut.blocks, head=cut.head == "client")
         for name, cut in cuts.items()
     }
+
+
+def whole_sender(backbone: Backbone, config: Config, *, keeps: bool, mask: Mask | None = None) -> NewSender:
+    """Senders of whole models to ends that keep what they trained last, or not; `mask` where there is one already."""
+    known = None if mask is None else parted(mask)[0]
+    common = Common(home=digest(trained_body(backbone, config)), mask=known, drawn=drawn_of(config))
+    return lambda: WholeSender(common=common, counts_on_trained=keeps)
+
+
+def whole_receiver(backbone: Backbone, config: Config, *, keeps_trained: bool) -> WholeReceiver:
+    """The end of a client or worker to which whole models are sent."""
+    return WholeReceiver(
+        home=trained_body(backbone, config), keeps_trained=keeps_trained, trains_heads=backbone.vision is None
+    )
+
+
+def worker_sender(assembly: Assembly) -> NewSender:
+    """How jobs are sent to the workers of this assembly."""
+    if not assembly.is_full:
+        return AdapterSender
+    return whole_sender(assembly.site.backbone, assembly.config, keeps=False)
+
+
+def worker_receiver(assembly: Assembly) -> Receiver:
+    """The end of a worker that has assembled the run."""
+    if not assembly.is_full:
+        return AdapterReceiver()
+    return whole_receiver(assembly.site.backbone, assembly.config, keeps_trained=False)
+
+
+def check_clients(assembly: Assembly) -> None:
+    """Raise an `AtlasError` where clients of an assembly cannot take part, as far as that can be told at once."""
+    if assembly.is_full:
+        check_heads(assembly)
+    else:
+        cuts_while_planning(assembly)
+
+
+def make_plan(config: Config, *, on_event: OnEvent = ignore) -> Plan:
+    """The plan of this config: what takes passes over the clients' data is done, nothing is trained federally."""
+    on_event(PhaseStarted("loading"))
+    assembly = put_off(assemble(config))
+    return plan_for(assembly, local_engine(assembly, on_event), on_event=on_event).plan

@@ -1,19 +1,15 @@
-"""Files written whole or not at all, locked, and read only where they are regular.
+"""Files written whole or not at all, locked for one writer, and read only where they are regular; a machine's secret.
 
-What a user names as a file, before it is read.
-
-Files and folders that are either there in full or not there at all.
-
-A file is written under another name, flushed to the disk, and renamed; the rename is what the file system promises
-to do in one step. The folder is flushed too, because the new name lives there and not in the file.
-
-One writer for each run: two sessions that resume the same run would interleave their rounds.
+A file is written under another name, flushed to the disk, and renamed: the rename is what the file system promises to
+do in one step. The folder is flushed too, because the new name is an entry of the folder. The lock keeps two processes
+from resuming the same run.
 """
 
 import errno
 import fcntl
 import os
 import re
+import secrets
 import shutil
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -187,3 +183,36 @@ def _is_same_file(path: Path, file: TextIO) -> bool:
         return os.path.samestat(path.stat(), os.fstat(file.fileno()))
     except FileNotFoundError:
         return False
+
+
+SECRET_BYTES = 32
+
+
+def load_or_create_secret(path: Path) -> bytes:
+    """The 32 bytes that this file holds as hexadecimal digits; where there is no file, they are drawn and written.
+
+    Raises `ConfigError` where something else is there.
+    """
+    if not path.exists():
+        _write_private(path, secrets.token_bytes(SECRET_BYTES).hex())
+    try:
+        secret = bytes.fromhex(path.read_text(encoding="ascii")) if path.is_file() else b""
+    except ValueError:
+        secret = b""
+    if len(secret) != SECRET_BYTES:
+        raise ConfigError(
+            f"{path} is no secret of {2 * SECRET_BYTES} hexadecimal digits; put back the one that was there, or"
+            " remove it and a new one is drawn"
+        )
+    return secret
+
+
+def _write_private(path: Path, text: str) -> None:
+    """Write a file with mode 0600 in one step, so that a process that is killed leaves none or the whole."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    draft = path.with_name(f".{path.name}.writing")
+    draft.unlink(missing_ok=True)
+    draft.touch(mode=0o600, exist_ok=False)
+    write_synced(draft, [text.encode()])
+    draft.replace(path)
+    sync_folder(path.parent)

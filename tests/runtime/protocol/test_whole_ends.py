@@ -13,7 +13,7 @@ from atlas_fl.client.job import Job, Update
 from atlas_fl.client.local_training import TrainOptions
 from atlas_fl.errors import ConfigError, ProtocolError
 from atlas_fl.params import Params, digest
-from atlas_fl.runtime.protocol.full_model_sync import Common, WholeReceiver, WholeSender, check_frames
+from atlas_fl.runtime.protocol.model_sync import Common, WholeReceiver, WholeSender, check_frames
 from atlas_fl.runtime.transport.frames import decode_frame, encode_frame
 from atlas_fl.sparse.codec import RandomMask, values_size
 from atlas_fl.sparse.masks import make_mask

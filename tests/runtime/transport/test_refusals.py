@@ -1,6 +1,6 @@
 """A flood of refusals is a line and a number."""
 
-from atlas_fl.runtime.transport.refusal_log import MOST_NAMES, OTHERS, Refusals
+from atlas_fl.runtime.transport.sessions import MOST_NAMES, OTHERS, Refusals
 
 
 class Clock:

@@ -43,8 +43,7 @@ from atlas_fl.runtime.protocol.client_metadata import read_census, read_device
 from atlas_fl.runtime.protocol.messages import Identity
 from atlas_fl.runtime.protocol.model_sync import AdapterSender, NewSender
 from atlas_fl.runtime.transport.frames import FRAME_LIMIT, Head
-from atlas_fl.runtime.transport.refusal_log import Refusals
-from atlas_fl.runtime.transport.sessions import MOST_TOLD, NO_TENSORS
+from atlas_fl.runtime.transport.sessions import MOST_TOLD, NO_TENSORS, Refusals
 
 KEPT_SECONDS = 5.0
 """How long a client that has its model waits for a server that has only begun to listen."""

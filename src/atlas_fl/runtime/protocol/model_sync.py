@@ -1,18 +1,33 @@
-"""The two ends between which jobs and updates travel: each knows what the other holds, and sends only what it has not.
+"""Delta sync of models between server and client: adapters or whole models; only what the other end lacks is sent.
 
-One pair for adapters is here; whole models have theirs in `runtime.protocol.full_model_sync`.
+Each end knows by digest what the other holds. Of a whole model, body and head travel apart. The body is every weight
+but the head's; both ends have that of the backbone's files from the start (`home`). Once there is a mask,
+
+    body = home where the mask is 0, the sent values where it is 1
+
+in both directions, since frozen weights keep every bit. The mask is sent to a client once, in its shortest form
+(`sparse.codec`).
 """
 
+import threading
+import weakref
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field, replace
+from functools import cached_property
+from hashlib import sha256
 from typing import Any, Protocol, TypeAlias
 
+import torch
+
 from atlas_fl.client.job import Job, Update
-from atlas_fl.errors import ProtocolError
-from atlas_fl.params import Params, digest
+from atlas_fl.errors import ConfigError, ProtocolError
+from atlas_fl.params import HEAD, Params, digest
 from atlas_fl.partial_sharing import transmitted_params
 from atlas_fl.runtime.protocol.messages import Told, job_message, model_message, read_job, read_update, update_message
-from atlas_fl.runtime.transport.frames import Head
+from atlas_fl.runtime.transport.frames import FRAME_LIMIT, Head
+from atlas_fl.sparse.codec import RandomMask, decode_mask, decode_values, encode_mask, encode_values
+from atlas_fl.sparse.masks import Mask
+from atlas_fl.storage.tensors import encoded_size
 
 
 class Sender(Protocol):
@@ -135,3 +150,258 @@ class AdapterReceiver:
             raise ProtocolError("a model came with another digest than the server named; the message was altered")
         self.held["got"] = wanted, params
         return params
+
+
+MARGIN = 2**20
+"""Bytes of a message beside its body; heads of more classes than anyone has are larger."""
+
+
+@dataclass(kw_only=True, eq=False)
+class Common:
+    """What the senders of a run have in common."""
+
+    home: str
+    """Digest of the body that every other end has in its files."""
+    mask: Mask | None = None
+    """Which weights of the body may move, from the first job on that says so."""
+    drawn: RandomMask | None = None
+    """How the mask was drawn, if it was."""
+    _message: torch.Tensor | None = None
+    _lock: Any = field(default_factory=threading.RLock)
+    _known: dict[tuple[int, ...], tuple[tuple[weakref.ref[torch.Tensor], ...], str]] = field(default_factory=dict)
+
+    def see(self, job: Job) -> None:
+        """Take note of the mask that this job brings."""
+        with self._lock:
+            if job.mask is not None and self.mask is None:
+                self.mask = parted(job.mask)[0]
+
+    def mask_message(self) -> torch.Tensor:
+        """The mask as it travels, (bytes,) uint8."""
+        assert self.mask is not None, "asked for under a mask alone"
+        with self._lock:
+            if self._message is None:
+                self._message = as_tensor(encode_mask(self.mask, random_mask=self.drawn))
+            return self._message
+
+    def digest(self, params: Params) -> str:
+        """The digest of these tensors, computed once as long as they live: many clients are sent the very same."""
+        key = tuple(map(id, params.values()))
+        with self._lock:
+            # without the tensor an id means nothing: another one may have got it
+            self._known = {key: own for key, own in self._known.items() if all(ref() is not None for ref in own[0])}
+            if key not in self._known:
+                self._known[key] = tuple(weakref.ref(tensor) for tensor in params.values()), digest(params)
+            return self._known[key][1]
+
+
+def check_frames(home: Params, *, sparse: bool, limit: int = FRAME_LIMIT) -> None:
+    """Raise `ConfigError` where a message of the run would be longer than a frame may be.
+
+    `sparse` says that dense bodies never travel: there is a mask, and no client scores weights for it.
+    """
+    longest = MARGIN + (0 if sparse else encoded_size(home))
+    if longest > limit:
+        raise ConfigError(
+            f"a message with this model has {longest / 2**20:.0f} MB, and a frame has at most {limit / 2**20:.0f}; take"
+            " a smaller model, freeze its first blocks with --frozen-blocks, or simulate it with `atlas run`"
+        )
+
+
+def parted(params: Params) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    """(body, head) of a model."""
+    body = {key: tensor for key, tensor in params.items() if not key.startswith(HEAD)}
+    return body, {key: tensor for key, tensor in params.items() if key.startswith(HEAD)}
+
+
+def as_tensor(message: bytes) -> torch.Tensor:
+    """The message as it lies in a frame, (bytes,) uint8."""
+    return torch.frombuffer(bytearray(message), dtype=torch.uint8)
+
+
+def as_bytes(message: torch.Tensor) -> bytes:
+    """The message that `as_tensor` was given; raises `ProtocolError` for what is no row of bytes."""
+    if message.dtype is not torch.uint8 or message.ndim != 1:
+        raise ProtocolError("a mask or its values are no row of bytes; install the same atlas-fl on both ends")
+    return message.numpy().tobytes()
+
+
+_BODY, _HEAD, _MASK, _VALUES = "body/", "top/", "mask", "values"
+
+
+@dataclass(kw_only=True, eq=False)
+class WholeSender:
+    """Sends of every model the part that the other end has not."""
+
+    common: Common
+    bodies: dict[str, str] = field(default_factory=dict)
+    """Digests of what the other end holds beside its home: the last body that it got, and the last one it trained."""
+    heads: dict[str, str] = field(default_factory=dict)
+    counts_on_trained: bool = True
+    """Whether the other end keeps what it trained last."""
+    has_mask: bool = False
+
+    def job(self, action: str, job: Job, *, number: int, told: Told | None = None) -> tuple[Head, Params]:
+        """What asks for this job."""
+        assert job.cut is None and told is None, "whole models are not cut"
+        self.common.see(job)
+        model, tensors = self._model(job.params)
+        head = {
+            "kind": "job",
+            "number": number,
+            "action": action,
+            "round": job.round,
+            "options": asdict(job.options),
+            "cut": None,
+            "told": told,
+            **model,
+        }
+        return head, tensors
+
+    def update(self, action: str, head: Mapping[str, Any], tensors: Params, *, job: Job) -> Update:
+        """The update that an answer holds."""
+        found = read_update(head, tensors, job=job)
+        if action == "train":
+            found = replace(found, params=self._trained(found.params, job.params))
+            if self.counts_on_trained:
+                body, top = parted(found.params)
+                self.bodies["trained"], self.heads["trained"] = self.common.digest(body), self.common.digest(top)
+        return found
+
+    def farewell(self, model: Params) -> tuple[Head, Params]:
+        """What of the client's own model it has not."""
+        head, tensors = self._model(model)
+        whole = sha256(f"{head['body']} {head['top']}".encode()).hexdigest()
+        return {"kind": "done", "model": True, "sha256": whole, **head}, tensors
+
+    def unanswered(self) -> None:
+        """What the other end trained last is unknown here."""
+        self.bodies.pop("trained", None)
+        self.heads.pop("trained", None)
+
+    def forget(self) -> None:
+        """The other end holds nothing but its home."""
+        self.bodies.clear()
+        self.heads.clear()
+        self.has_mask = False
+
+    def _model(self, params: Params) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+        """(what names the parts of a model, what of them is sent)."""
+        body, top = parted(params)
+        named = {"body": self.common.digest(body), "top": self.common.digest(top)}
+        masked = self.common.mask is not None
+        tensors: dict[str, torch.Tensor] = {}
+        if masked and not self.has_mask:
+            tensors[_MASK], self.has_mask = self.common.mask_message(), True
+        if named["body"] not in (self.common.home, *self.bodies.values()):
+            self.bodies["got"] = named["body"]
+            tensors |= self._sent(body)
+        if named["top"] not in self.heads.values():
+            self.heads["got"] = named["top"]
+            tensors |= {_HEAD + key: tensor for key, tensor in top.items()}
+        return {**named, "masked": masked}, tensors
+
+    def _sent(self, body: Params) -> dict[str, torch.Tensor]:
+        if self.common.mask is None:
+            return {_BODY + key: tensor for key, tensor in body.items()}
+        return {_VALUES: as_tensor(encode_values(body, self.common.mask))}
+
+    def _trained(self, params: Params, begun: Params) -> Params:
+        """The trained model of what came back for this one."""
+        if _VALUES not in params:
+            order = [*(key for key in begun if key in params), *(key for key in params if key not in begun)]
+            return {key: params[key].clone() for key in order}
+        body, top = parted(begun)
+        heads = {key: own.clone() for key, own in params.items() if key != _VALUES}
+        if self.common.mask is None or not heads.keys() <= top.keys():
+            raise ProtocolError("values under a mask came where there is none; install the same atlas-fl on both ends")
+        return {**decode_values(as_bytes(params[_VALUES]), self.common.mask, body, into=body), **top, **heads}
+
+
+@dataclass(kw_only=True, eq=False)
+class WholeReceiver:
+    """Holds of models what the other end counts on: the body of the files, and the last one that came."""
+
+    home: Params
+    keeps_trained: bool = True
+    """Whether the last one trained here is held too, whose scores a server may ask for."""
+    trains_heads: bool = False
+    """Whether heads train where a mask freezes weights; those that are fitted before round one do not."""
+    bodies: dict[str, tuple[str, Params]] = field(default_factory=dict)
+    heads: dict[str, tuple[str, Params]] = field(default_factory=dict)
+    mask: Mask | None = None
+
+    def job(self, head: Mapping[str, Any], tensors: Params, *, client: str) -> tuple[str, Job, Told | None]:
+        """(action, job, nothing) of a message."""
+        params = self._model(head, tensors)
+        action, job, told = read_job(head, params, client=client)
+        if action == "train" and self.mask is not None:
+            heads = {key: own for key, own in params.items() if key not in self.mask}
+            tops = {key: torch.full_like(own, self.trains_heads, dtype=torch.bool) for key, own in heads.items()}
+            job = replace(job, mask={**self.mask, **tops})
+        return action, job, told
+
+    def update(self, action: str, update: Update, job: Job, *, number: int) -> tuple[Head, Params]:
+        """What goes back: of a trained model under a mask its values."""
+        if action == "train":
+            body, top = parted(update.params)
+            if self.keeps_trained:
+                self.bodies["trained"], self.heads["trained"] = (digest(body), body), (digest(top), top)
+            if self.mask is not None:
+                values = {_VALUES: as_tensor(encode_values(body, self.mask))}
+                update = replace(update, params={**values, **(top if self.trains_heads else {})})
+        return update_message(update, job, number=number)
+
+    def farewell(self, head: Mapping[str, Any], tensors: Params) -> Params:
+        """The client's own model at the end of the run."""
+        return self._model(head, tensors) if head.get("model") is True else {}
+
+    def forget(self) -> None:
+        """Hold nothing but the home."""
+        self.bodies.clear()
+        self.heads.clear()
+        self.mask = None
+
+    def _model(self, head: Mapping[str, Any], tensors: Params) -> Params:
+        """The model that a message names, of what came with it and what is here."""
+        if head.get("masked") is True and _MASK in tensors:
+            self.mask = decode_mask(as_bytes(tensors[_MASK]), self.home)
+        if (head.get("masked") is True) is (self.mask is None):
+            raise ProtocolError("the server's mask is not here; install its version of atlas-fl")
+        own = {key.removeprefix(_HEAD): tensor.clone() for key, tensor in tensors.items() if key.startswith(_HEAD)}
+        top = _found(self.heads, own, wanted=str(head.get("top")), besides=())
+        came = any(key == _VALUES or key.startswith(_BODY) for key in tensors)
+        if came:
+            self.bodies.pop("got", None)  # before another one comes into memory
+        body = _found(
+            self.bodies,
+            self._body(tensors) if came else {},
+            wanted=str(head.get("body")),
+            besides=((self._home_digest, self.home),),
+        )
+        return {**body, **top}
+
+    def _body(self, tensors: Params) -> Params:
+        if self.mask is not None and _VALUES in tensors:
+            return decode_values(as_bytes(tensors[_VALUES]), self.mask, self.home, into=self.home)
+        # memory of its own: what came in a message lies wherever it happens to, and sums may end in other last bits
+        return {key: tensors[_BODY + key].clone() for key in self.home if _BODY + key in tensors}
+
+    @cached_property
+    def _home_digest(self) -> str:
+        return digest(self.home)
+
+
+def _found(
+    held: dict[str, tuple[str, Params]], came: Params, *, wanted: str, besides: tuple[tuple[str, Params], ...]
+) -> Params:
+    """What came, which is held from now on, or what of this digest is here already."""
+    if came:
+        if digest(came) != wanted:
+            raise ProtocolError("a model came with another digest than the server named; the message was altered")
+        held["got"] = wanted, came
+        return came
+    found = next((own for key, own in (*held.values(), *besides) if key == wanted), None)
+    if found is None:
+        raise ProtocolError("the server names a model that is not here; install its version of atlas-fl")
+    return found

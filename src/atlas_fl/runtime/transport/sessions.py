@@ -1,18 +1,17 @@
-"""Requests that are carried out exactly once, and one-time tokens.
+"""Client sessions: every request is carried out exactly once; one-time tokens; rate-limited log of refusals.
 
-One message path for control and tensors: a client asks, the server answers, each request exactly once.
+One message path serves control and tensors: a client asks, the server answers. `exchange(head, tensors) ->
+(head, tensors)` is the whole of it, in this process (`InProcess`) or over mutual TLS (`runtime.transport.client`,
+`runtime.transport.server`); the bytes are the same (`runtime.transport.frames`).
 
-`exchange(head, tensors) -> (head, tensors)` is the whole of it, in this process (`InProcess`) or over mutual TLS
-(`runtime.transport.client` and `runtime.transport.server`); the bytes are the same (`runtime.transport.frames`).
+A client's requests are numbered within its session. The answer to the newest is kept, and worked out by a task that
+outlives the stream, so a request that is sent again after a lost connection is answered from it.
 
-Exactly once: a client's requests are numbered within its session, one after another. The answer to the newest is kept,
-and worked out by a task that outlives the stream, so a request that is sent again after a cut is answered from it.
+A certificate says who a client is; a one-time token says that it was told to come. Where another system starts the
+clients (a Flower federation, say), both reach a client in one message. The first session that brings the token has it:
+the same session may come again, and whoever else holds a copy of the message is refused.
 
-One-time tokens: a certificate says who one is, a token that one was told to come, once.
-
-Where another system starts the clients (a Flower federation, say), certificate and token reach a client in one message.
-The first session that brings the token has it: the same session may come again after a cut, and whoever else holds a
-copy of that message, at once or later, is refused.
+The first refusal of a name is logged at once, further ones are counted and logged once a minute.
 """
 
 import asyncio
@@ -27,7 +26,65 @@ import torch
 from atlas_fl.errors import ProtocolError, one_line
 from atlas_fl.params import Params
 from atlas_fl.runtime.transport.frames import FRAME_LIMIT, Head, decode_frame, encode_frame
-from atlas_fl.runtime.transport.refusal_log import Refusals, printable
+
+MINUTE = 60.0
+MOST_NAMES = 1000
+"""Names that are told apart; who comes after them counts as one."""
+OTHERS = "others"
+SHOWN_SIGNS = 63
+"""Most of a name that is told: as long as one may be."""
+
+
+@dataclass(eq=False)
+class _Count:
+    since: float
+    """When this name was told of last."""
+    more: int = 0
+    """Refusals since then."""
+    reason: str = ""
+
+
+@dataclass(kw_only=True, eq=False)
+class Refusals:
+    """Passes refusals on to `tell`, as many of each name as `most` a minute; the rest are counted."""
+
+    tell: Callable[[str, str], None]
+    clock: Callable[[], float]
+    _told: dict[str, list[float]] = field(default_factory=dict)
+    """When each name was told of within the last minute."""
+    _counts: dict[str, _Count] = field(default_factory=dict)
+    """Names of which more was to be told than may be."""
+
+    def add(self, name: str, reason: str, *, most: int = 1) -> None:
+        """This one was refused for this reason."""
+        name, now = printable(name), self.clock()
+        if name not in self._told and len(self._told) >= MOST_NAMES:
+            name = OTHERS
+        recent = [at for at in self._told.get(name, ()) if at > now - MINUTE]
+        if len(recent) < most and name not in self._counts:
+            self._told[name] = [*recent, now]
+            self.tell(name, reason)
+            return
+        count = self._counts.setdefault(name, _Count(since=now))
+        count.more, count.reason = count.more + 1, reason
+
+    def look(self) -> None:
+        """Tell how many more there were, of names where that is a minute ago."""
+        now = self.clock()
+        for name, count in list(self._counts.items()):
+            if now - count.since >= MINUTE:
+                del self._counts[name]
+                self._told[name] = [now]
+                times = "once more" if count.more == 1 else f"{count.more} times more"
+                self.tell(name, f"{count.reason} ({times} within a minute)")
+        for name in [name for name, ats in self._told.items() if ats[-1] <= now - MINUTE and name not in self._counts]:
+            del self._told[name]
+
+
+def printable(name: str) -> str:
+    """A name from a certificate as a terminal may have it."""
+    return one_line(name, limit=SHOWN_SIGNS)
+
 
 PROTOCOL = 3
 """Version of what requests and answers mean; ends of different versions refuse each other."""
