@@ -18,7 +18,7 @@ import tyro
 from atlas_fl.cli.arguments import Words, base_config, parse, split
 from atlas_fl.cli.display import going_on, show, show_progress
 from atlas_fl.config import Config, config_hash, parse_mask_file, pin_mask_file, validate
-from atlas_fl.deployment.settings_policy import Allowance, Consent
+from atlas_fl.deployment.consent import Allowance, Consent
 from atlas_fl.errors import ConfigError
 
 

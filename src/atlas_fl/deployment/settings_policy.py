@@ -1,58 +1,24 @@
 """Which settings of a server a site accepts (`--allow`, floors), and what leaves the site under them.
 
-What the person at a site agrees to let out is given in words and numbers, nothing by default. A server's settings are
-checked against that once, when the site connects; every job is checked against the settings (`deployment.job_policy`).
-Settings are bounded in what they give away and in what they cost.
+A server's settings are checked against the site's consent (`deployment.consent`) once, when the site connects; every
+job is checked against the settings (`deployment.job_policy`). Settings are bounded in what they give away and in what
+they cost.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Literal, TypeAlias, get_args
 
 from atlas_fl.config import Config, validate
 from atlas_fl.config.schema import ALL_CLASSES, AUTO, NONE, cut_setting
 from atlas_fl.config.settings import settings, value_of
 from atlas_fl.data.task import Task
+from atlas_fl.deployment.consent import ALLOWANCES, Allowance, Consent
 from atlas_fl.errors import ConfigError, ModelError, one_line, short_repr
 from atlas_fl.models.registry import MODELS
 from atlas_fl.setup.assembly import learning_rate_of, trainable_of
 from atlas_fl.setup.options import strategy_of
 from atlas_fl.sparse.masks import BY_SENSITIVITY
-
-Allowance: TypeAlias = Literal["cut", "labels", "hosting", "hub-model"]
-"""What `--allow` takes."""
-
-ALLOWANCES: Mapping[Allowance, str] = {
-    "cut": "activations of its texts go to the server, which can read nearly all of the text in them",
-    "labels": "the label of every example goes to the server, where the head is",
-    "hosting": "sites compute for each other, so what crosses a cut goes to other sites too",
-    "hub-model": "a model of the hub that the server names is fetched and loaded",
-}
-"""What each word lets happen."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Consent:
-    """What a site agrees to beside adapters, heads, sketches and counts."""
-
-    allow: tuple[Allowance, ...] = ()
-    """Words of `ALLOWANCES`."""
-    least_examples: int = 16
-    """Fewest training examples behind an update or a fingerprint."""
-    most_sketch: int = 4096
-    """Most numbers of a sketch."""
-
-
-def check_consent(consent: Consent) -> None:
-    """Nothing where this can be agreed to; raises `ConfigError` where it cannot."""
-    if wrong := [word for word in consent.allow if word not in ALLOWANCES]:
-        raise ConfigError(f"--allow has {short_repr(wrong[0])}; allowed: {', '.join(get_args(Allowance))}")
-    if consent.least_examples < 1:
-        raise ConfigError(f"--least-examples is {consent.least_examples}; allowed: at least 1")
-    if consent.most_sketch < 2:
-        raise ConfigError(f"--most-sketch is {consent.most_sketch}; allowed: at least 2")
-
 
 MOST: Mapping[str, float] = {
     "rounds": 10**5,

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from atlas_fl.deployment.settings_policy import Allowance, Consent, check_consent
+from atlas_fl.deployment.consent import Allowance, Consent, check_consent
 from atlas_fl.errors import ConfigError, ProtocolError
 from atlas_fl.runtime.transport.certificates import CA, CERT, KEY
 
