@@ -39,7 +39,7 @@ from atlas_fl.report.comparison import read_summary
 from atlas_fl.report.record import read_record
 from atlas_fl.rng import generator
 from atlas_fl.storage import checkpoint
-from atlas_fl.storage.downloads import embedded_dir, model_dir
+from atlas_fl.storage.assets import embedded_dir, model_dir
 from atlas_fl.storage.jsonl import append_rows, read_json, read_rows
 from atlas_fl.storage.run_folder import RunFolder
 from atlas_fl.storage.tensors import encode_tensors

@@ -16,7 +16,7 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-from atlas_fl.storage.downloads import EMBEDDED_ASSETS, VISION_ASSETS
+from atlas_fl.storage.assets import EMBEDDED_ASSETS, VISION_ASSETS
 from tools import audit_dependencies, install, lock, sbom
 
 ROOT = Path(__file__).parents[1]

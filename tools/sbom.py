@@ -10,7 +10,7 @@ import tomllib
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from atlas_fl.storage.downloads import EMBEDDED_ASSETS, VISION_ASSETS, Asset
+from atlas_fl.storage.assets import EMBEDDED_ASSETS, VISION_ASSETS, Asset
 from tools.lock import FOLDER, ROOT, Metadata, cuda_requirements, read_lock, read_pins, read_roots, resolve
 
 SPDX = {

@@ -17,7 +17,7 @@ from atlas_fl.data.registry import TASKS
 from atlas_fl.data.task import Images, Rows, Source, Task, TaskData
 from atlas_fl.data.user_files import parse_task
 from atlas_fl.errors import DataError
-from atlas_fl.storage.downloads import embedded_dir
+from atlas_fl.storage.assets import embedded_dir
 
 SOURCE = Source(cache_dir=embedded_dir())
 

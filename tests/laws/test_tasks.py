@@ -14,7 +14,7 @@ from atlas_fl.data.metrics import scores
 from atlas_fl.data.partition import PARTITIONS
 from atlas_fl.data.registry import TASKS
 from atlas_fl.data.task import METRICS, Rows, Source, TaskData
-from atlas_fl.storage.downloads import embedded_dir
+from atlas_fl.storage.assets import embedded_dir
 
 SOURCE = Source(cache_dir=embedded_dir())
 NAMES = [task.name for task in EMBEDDED]

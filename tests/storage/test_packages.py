@@ -10,7 +10,7 @@ import pytest
 
 from atlas_fl.errors import DataError
 from atlas_fl.storage import downloads
-from atlas_fl.storage.downloads import EMBEDDED_ASSETS, FASHION, VISION_ASSETS, VIT, Asset
+from atlas_fl.storage.assets import EMBEDDED_ASSETS, FASHION, VISION_ASSETS, VIT, Asset
 
 CONTENT = {"train.gz": b"pixels of clothes", "labels.gz": b"odd"}
 

@@ -167,7 +167,8 @@ def fetch(words: Sequence[str]) -> int:
     """Fetch what these words name; 0."""
     options = parse(FetchOptions(), split(words), command="atlas fetch")
 
-    from atlas_fl.storage.downloads import embedded_dir, fetch_embedded, fetch_vision
+    from atlas_fl.storage.assets import embedded_dir
+    from atlas_fl.storage.downloads import fetch_embedded, fetch_vision
 
     fill = {"embedded": fetch_embedded, "vision": fetch_vision}[options.what]
     fill(embedded_dir(), report=lambda line: show([line]))

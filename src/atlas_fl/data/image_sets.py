@@ -24,7 +24,7 @@ from atlas_fl.data.cifar import CIFAR10, CIFAR100, cifar_task
 from atlas_fl.data.cleaning import arrange, split_rows
 from atlas_fl.data.task import Images, Pixels, Source, Task, TaskData
 from atlas_fl.errors import DataError
-from atlas_fl.storage.downloads import FASHION
+from atlas_fl.storage.assets import FASHION
 
 _UINT8 = 8
 

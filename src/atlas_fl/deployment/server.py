@@ -5,12 +5,9 @@ model on disk: a site confirms once the model is written, and is answered when t
 served has no such file.
 """
 
-import errno
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import asdict, dataclass, field, replace
-from hashlib import sha256
-from pathlib import Path
+from dataclasses import replace
 
 from atlas_fl.client.job import ClientTokens
 from atlas_fl.config import Config, load_config, pin_mask_file, run_folder
@@ -18,7 +15,7 @@ from atlas_fl.config.schema import NONE
 from atlas_fl.config.validation import check_cluster_counts, check_cut_names, unknown_cut_names
 from atlas_fl.data.registry import find_tasks
 from atlas_fl.deployment.service import Service, check_without, listening, read_sites, write_sites
-from atlas_fl.errors import BudgetError, CheckpointError, ConfigError, DataError, ProtocolError, unknown_name
+from atlas_fl.errors import BudgetError, CheckpointError, ConfigError, ProtocolError, unknown_name
 from atlas_fl.events import Note, OnEvent
 from atlas_fl.experiment.recorder import check_settings, models_of
 from atlas_fl.params import Params
@@ -28,20 +25,17 @@ from atlas_fl.ranks.devices import DEVICES
 from atlas_fl.runtime.coordinator import coordinator
 from atlas_fl.runtime.coordinator.client_registry import Seat
 from atlas_fl.runtime.coordinator.coordinator import Hall, leave_out, let_in, newcomers, turn_away
-from atlas_fl.runtime.coordinator.site_worker import AnotherModelError, confirm
 from atlas_fl.runtime.coordinator.split_server import Suffixes
 from atlas_fl.runtime.engine import Engine
 from atlas_fl.runtime.protocol.client_metadata import Census, stand_in
-from atlas_fl.runtime.protocol.private_params import Owner, clear_vault
 from atlas_fl.runtime.remote import RemoteEngine
 from atlas_fl.runtime.transport.certificates import listed_clients, open_certs
-from atlas_fl.runtime.transport.client import Link
 from atlas_fl.runtime.transport.event_loop import Desk
 from atlas_fl.setup.assembly import Assembly, Door, Newcomer, assemble, pick_device, trainable_of
 from atlas_fl.setup.options import strategy_of
 from atlas_fl.storage import checkpoint
 from atlas_fl.storage.digests import check_files, check_state
-from atlas_fl.storage.files import atomic_folder, run_lock
+from atlas_fl.storage.files import run_lock
 from atlas_fl.storage.jsonl import read_json, read_sealed, write_sealed
 from atlas_fl.storage.run_folder import RunFolder
 from atlas_fl.storage.tensors import read_tensors
@@ -281,94 +275,6 @@ def _door(folder: RunFolder, hall: Hall, desk: Desk, tokens: dict[str, ClientTok
         turn_away=lambda name, error: desk.call(turn_away(hall, name, str(error))),
         leave_out=lambda name, _: desk.call(leave_out(hall, name)),
     )
-
-
-RECEIPT = "atlas.json"
-FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
-"""Errors of a disk that has no room."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Receipt:
-    """What a folder says of the model in it."""
-
-    client: str
-    config: str
-    """Hash of the settings of its run."""
-    model: str
-    """The server's name for the model."""
-    files: dict[str, str] = field(default_factory=dict)
-    """The SHA-256 of every file of it."""
-
-
-def read_receipt(to: Path, *, client: str) -> Receipt | None:
-    """What says that this client's model lies there in full; None where nothing is there.
-
-    Raises:
-        ConfigError: something else is there, or a file of the model is missing or altered.
-    """
-    if not to.exists():
-        return None
-    try:
-        found = Receipt(**read_sealed(to / RECEIPT))
-    except (CheckpointError, OSError, TypeError):
-        raise taken(to) from None
-    if found.client != client:
-        raise taken(to)
-    for name, digest in found.files.items():
-        path = to / name
-        if Path(name).name != name or not path.is_file() or sha256(path.read_bytes()).hexdigest() != digest:
-            raise ConfigError(
-                f"{path} is not as it was written; move {to} away, and have the server give the model again with"
-                f" `atlas serve --again {client}`"
-            )
-    return found
-
-
-def taken(to: Path) -> ConfigError:
-    """The error for a place that something else has."""
-    return ConfigError(f"{to} exists already; name another folder with --to, or move it away")
-
-
-def write_model(to: Path, receipt: Receipt, export: Callable[[Path], None]) -> None:
-    """Write a model with what says whose it is; it is there in full then, or nothing is.
-
-    Raises:
-        ConfigError: something has come to lie there.
-        DataError: the disk has no room for it, or fails.
-    """
-    if to.exists():
-        raise taken(to)
-    try:
-        with atomic_folder(to) as draft:
-            export(draft)
-            files = {path.name: sha256(path.read_bytes()).hexdigest() for path in sorted(draft.iterdir())}
-            write_sealed(draft / RECEIPT, {**asdict(receipt), "files": files})
-    except OSError as error:
-        room = "make room" if error.errno in FULL else "mend it, or name another folder with --to"
-        raise DataError(
-            f"the model cannot be written to {to} ({error.strerror}); {room} and start the same commands again, here"
-            " and at the server, which has it still"
-        ) from None
-
-
-def confirm_again(link: Link, receipt: Receipt, *, to: Path) -> None:
-    """Tell the server that the model lies here, which was killed or cut off before it could hear so.
-
-    Raises:
-        ConfigError: the model is of another run.
-    """
-    if link.welcome.get("config") != receipt.config:
-        raise taken(to)
-    try:
-        confirm(link, receipt.model)
-    except AnotherModelError:
-        raise taken(to) from None
-
-
-def clear_private(private: Path, receipt: Receipt) -> str:
-    """Remove what the client has not shared, which is in its model now; what stays of it, in a line."""
-    return clear_vault(private, Owner(client=receipt.client, config=receipt.config))
 
 
 def begin_to_serve(folder: RunFolder) -> None:

@@ -25,7 +25,7 @@ from atlas_fl.data.clients import BY_CLASSES, ClientData, make_clients
 from atlas_fl.data.registry import find_tasks
 from atlas_fl.deployment.consent import Allowance, Consent, check_consent
 from atlas_fl.deployment.job_policy import JobPolicy, Outline, outlined
-from atlas_fl.deployment.server import Receipt, clear_private, confirm_again, read_receipt, write_model
+from atlas_fl.deployment.receipt import Receipt, clear_private, confirm_again, read_receipt, write_model
 from atlas_fl.deployment.settings_policy import (
     check_examples,
     check_model_digest,

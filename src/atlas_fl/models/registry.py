@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from atlas_fl.errors import ModelError, short_repr, unknown_name
 from atlas_fl.params import HEAD, Params
-from atlas_fl.storage.downloads import VIT, embedded_dir, model_dir, vit_dir
+from atlas_fl.storage.assets import VIT, embedded_dir, model_dir, vit_dir
 
 
 @dataclass(frozen=True, kw_only=True)

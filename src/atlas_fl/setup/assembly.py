@@ -39,7 +39,7 @@ from atlas_fl.runtime.attacks import ATTACKS, attackers_of, with_flipped_labels
 from atlas_fl.split.channel import Cut
 from atlas_fl.split.codec import simulated_secret
 from atlas_fl.split.model import load_client_part, select_client_side
-from atlas_fl.storage.downloads import embedded_dir
+from atlas_fl.storage.assets import embedded_dir
 
 
 @dataclass(frozen=True, kw_only=True)

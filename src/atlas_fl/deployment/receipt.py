@@ -1,0 +1,108 @@
+"""A site's end of a run: its final model is written and confirmed to the server, then its private part is removed.
+
+The folder of the model has `atlas.json` beside the files: whose it is, of which settings, the server's name for it, and
+the SHA-256 of every file. A site that is killed at any of these steps finds there how far it has come, once the same
+command is started again.
+"""
+
+import errno
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from hashlib import sha256
+from pathlib import Path
+
+from atlas_fl.errors import CheckpointError, ConfigError, DataError
+from atlas_fl.runtime.coordinator.site_worker import AnotherModelError, confirm
+from atlas_fl.runtime.protocol.private_params import Owner, clear_vault
+from atlas_fl.runtime.transport.client import Link
+from atlas_fl.storage.files import atomic_folder
+from atlas_fl.storage.jsonl import read_sealed, write_sealed
+
+RECEIPT = "atlas.json"
+
+
+FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
+"""Errors of a disk that has no room."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Receipt:
+    """What a folder says of the model in it."""
+
+    client: str
+    config: str
+    """Hash of the settings of its run."""
+    model: str
+    """The server's name for the model."""
+    files: dict[str, str] = field(default_factory=dict)
+    """The SHA-256 of every file of it."""
+
+
+def read_receipt(to: Path, *, client: str) -> Receipt | None:
+    """What says that this client's model lies there in full; None where nothing is there.
+
+    Raises:
+        ConfigError: something else is there, or a file of the model is missing or altered.
+    """
+    if not to.exists():
+        return None
+    try:
+        found = Receipt(**read_sealed(to / RECEIPT))
+    except (CheckpointError, OSError, TypeError):
+        raise taken(to) from None
+    if found.client != client:
+        raise taken(to)
+    for name, digest in found.files.items():
+        path = to / name
+        if Path(name).name != name or not path.is_file() or sha256(path.read_bytes()).hexdigest() != digest:
+            raise ConfigError(
+                f"{path} is not as it was written; move {to} away, and have the server give the model again with"
+                f" `atlas serve --again {client}`"
+            )
+    return found
+
+
+def taken(to: Path) -> ConfigError:
+    """The error for a place that something else has."""
+    return ConfigError(f"{to} exists already; name another folder with --to, or move it away")
+
+
+def write_model(to: Path, receipt: Receipt, export: Callable[[Path], None]) -> None:
+    """Write a model with what says whose it is; it is there in full then, or nothing is.
+
+    Raises:
+        ConfigError: something has come to lie there.
+        DataError: the disk has no room for it, or fails.
+    """
+    if to.exists():
+        raise taken(to)
+    try:
+        with atomic_folder(to) as draft:
+            export(draft)
+            files = {path.name: sha256(path.read_bytes()).hexdigest() for path in sorted(draft.iterdir())}
+            write_sealed(draft / RECEIPT, {**asdict(receipt), "files": files})
+    except OSError as error:
+        room = "make room" if error.errno in FULL else "mend it, or name another folder with --to"
+        raise DataError(
+            f"the model cannot be written to {to} ({error.strerror}); {room} and start the same commands again, here"
+            " and at the server, which has it still"
+        ) from None
+
+
+def confirm_again(link: Link, receipt: Receipt, *, to: Path) -> None:
+    """Tell the server that the model lies here, which was killed or cut off before it could hear so.
+
+    Raises:
+        ConfigError: the model is of another run.
+    """
+    if link.welcome.get("config") != receipt.config:
+        raise taken(to)
+    try:
+        confirm(link, receipt.model)
+    except AnotherModelError:
+        raise taken(to) from None
+
+
+def clear_private(private: Path, receipt: Receipt) -> str:
+    """Remove what the client has not shared, which is in its model now; what stays of it, in a line."""
+    return clear_vault(private, Owner(client=receipt.client, config=receipt.config))
