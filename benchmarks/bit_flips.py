@@ -32,9 +32,9 @@ from atlas_fl.cli.main import main as atlas
 from atlas_fl.config import Config, load_config, with_values
 from atlas_fl.config.presets import find_preset
 from atlas_fl.errors import AtlasError
-from atlas_fl.experiment.export import export
-from atlas_fl.experiment.recorder import check_written
-from atlas_fl.experiment.run import resume, run
+from atlas_fl.experiment.export import export_client
+from atlas_fl.experiment.recorder import check_run_files
+from atlas_fl.experiment.run import resume_run, run_config
 from atlas_fl.report.comparison import read_summary
 from atlas_fl.report.record import read_record
 from atlas_fl.rng import generator
@@ -92,7 +92,7 @@ def folders(to: Path) -> dict[str, Path]:
             folder = to / "runs" / f"{name}-{kind}"
             if not (to / f"{name}-{kind}.made").exists():
                 shutil.rmtree(folder, ignore_errors=True)
-                run(with_values(config, {"name": folder.name, **values}))
+                run_config(with_values(config, {"name": folder.name, **values}))
                 if kind == "killed":  # it was killed when some rows of its third round were written
                     whole = RunFolder(to / "runs" / f"{name}-complete")
                     late = [row for row in read_rows(whole.metrics) if row["round"] == 3]
@@ -134,14 +134,14 @@ def reported(folder: Path) -> Any:
 def exported(folder: Path) -> Any:
     to = folder.parent / "exported"
     shutil.rmtree(to, ignore_errors=True)
-    export(folder, client="0", to=to)
+    export_client(folder, client="0", to=to)
     return {path.name: path.read_bytes() for path in sorted(to.iterdir())}
 
 
 def gone_on_from(folder: Path) -> Any:
     """What a resume would go on from, but for its round: rows that a checkpoint covers are the same in every one."""
     run_folder = RunFolder(folder)
-    found, _ = checkpoint.load_latest(run_folder.checkpoints, check=partial(check_written, run_folder))
+    found, _ = checkpoint.load_latest(run_folder.checkpoints, check=partial(check_run_files, run_folder))
     if found is None:
         raise AtlasError("it begins again, or names the file")
     lengths = found.state["metrics_bytes"], found.state["ledger_bytes"]
@@ -206,7 +206,7 @@ def outcome(folder: Path, file: str, truth: Mapping[str, Any]) -> str:
         at, value = (
             gone_on_from(folder) if class_of(file).startswith(READ["resume"]) else next(iter(truth["resume"].items()))
         )
-        if value != truth["resume"][at] and file != "config.toml":  # of which `config_note` says that it changed
+        if value != truth["resume"][at] and file != "config.toml":  # of which `config_change_note` says that it changed
             return "silent"
     except AtlasError:
         found = True
@@ -227,7 +227,7 @@ def through_commands(folder: Path, file: str, whole: Path, *, expected: str) -> 
     shutil.rmtree(copy, ignore_errors=True)
     shutil.copytree(folder, copy)
     try:
-        resume(copy)
+        resume_run(copy)
     except AtlasError as error:
         assert "\n" not in str(error)
         assert expected == "found", (file, error)

@@ -28,8 +28,8 @@ from atlas_fl.client.local_training import batches
 from atlas_fl.config import Config, with_values
 from atlas_fl.config.presets import find_preset
 from atlas_fl.events import ignore
-from atlas_fl.experiment.rounds import one_round, sample_of
-from atlas_fl.experiment.state import State
+from atlas_fl.experiment.rounds import one_round, round_participants
+from atlas_fl.experiment.state import FederationState
 from atlas_fl.models.vision import preprocess
 from atlas_fl.params import HEAD
 from atlas_fl.planning.planner import local_engine, plan_for
@@ -68,13 +68,13 @@ class Ours:
         self.assembly = assemble(config)
         self.engine = local_engine(self.assembly, ignore)
         self.planned = plan_for(self.assembly, self.engine)
-        self.state = State(round=0, server_models=self.planned.start, start=self.planned.start)
+        self.state = FederationState(round=0, server_models=self.planned.start, client_models=self.planned.start)
 
     def round(self) -> None:
         self.state, _ = one_round(self.assembly, self.planned, self.engine, self.state)
 
     def model(self) -> Mapping[str, Tensor]:
-        return self.state.start[self.assembly.names[0]]
+        return self.state.client_models[self.assembly.names[0]]
 
 
 class Loop:
@@ -92,7 +92,7 @@ class Loop:
 
     def round(self) -> None:
         self.number += 1
-        chosen = sample_of(self.assembly.config, self.assembly.names, round=self.number)
+        chosen = round_participants(self.assembly.config, self.assembly.names, round=self.number)
         counts = [self.assembly.site.data[name].examples for name in chosen]
         total = {key: torch.zeros_like(value) for key, value in self.weights.items()}
         for name, count in zip(chosen, counts, strict=True):
@@ -116,7 +116,7 @@ class Loop:
 
     def steps_alone(self) -> None:
         """The last round's steps with neither loading nor averaging."""
-        for name in sample_of(self.assembly.config, self.assembly.names, round=self.number):
+        for name in round_participants(self.assembly.config, self.assembly.names, round=self.number):
             self.client(name)
 
     def model(self) -> Mapping[str, Tensor]:

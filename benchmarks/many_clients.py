@@ -31,7 +31,7 @@ from atlas_fl.deployment import site
 from atlas_fl.deployment.server import across_machines
 from atlas_fl.deployment.service import Service
 from atlas_fl.events import Event, Note, RoundFinished
-from atlas_fl.experiment.run import run
+from atlas_fl.experiment.run import run_config
 from atlas_fl.runtime.transport.certificates import make_certs
 
 WARM = 5
@@ -107,7 +107,7 @@ def serve(folder: Path, count: int, rounds: int) -> None:
     service = Service(
         certs=folder / "certs/server", host="127.0.0.1", port=0, wait_seconds=SECONDS, deadline_seconds=SECONDS
     )
-    run(config_of(folder, rounds), workplace=across_machines(service), on_event=on_event)
+    run_config(config_of(folder, rounds), backend=across_machines(service), on_event=on_event)
     print(json.dumps({**marks, "sizes": sizes, "seconds": seconds}), flush=True)
 
 

@@ -23,7 +23,7 @@ from atlas_fl.client.job import Job, Update
 from atlas_fl.config import Config, with_values
 from atlas_fl.experiment.recorder import Recorder
 from atlas_fl.experiment.rounds import one_round
-from atlas_fl.experiment.state import State
+from atlas_fl.experiment.state import FederationState
 from atlas_fl.params import Params
 from atlas_fl.planning.plan import ClientPlan, Plan, Planned
 from atlas_fl.rng import torch_generator
@@ -113,15 +113,15 @@ def measure(config: Config, *, rounds: int, every: int, folder: Path) -> float:
         checkpoint_every=every,
         keep_checkpoints=1,
         keep_best=0,
-        origin={},
+        provenance={},
     )
     folder.mkdir(parents=True)
     models = dict(planned.start)
-    state, taken = State(round=0, server_models=models, start=models), []
+    state, taken = FederationState(round=0, server_models=models, client_models=models), []
     for _ in range(rounds):
         engine, began = Echo([]), time.perf_counter()
         state, record = one_round(assembly, planned, engine, state)
-        recorder.round(record, state, seconds=0.0)
+        recorder.record_round(record, state, seconds=0.0)
         taken.append(time.perf_counter() - began - sum(engine.seconds))
     return 1e3 * statistics.median(taken) / len(assembly.names)
 

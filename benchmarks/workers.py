@@ -21,7 +21,7 @@ from atlas_fl.client.job import Job
 from atlas_fl.config import with_values
 from atlas_fl.config.presets import find_preset
 from atlas_fl.events import ignore
-from atlas_fl.experiment.backends import in_workers
+from atlas_fl.experiment.backends import multiprocess_backend
 from atlas_fl.params import digest
 from atlas_fl.runtime.engine import Engine
 from atlas_fl.setup.assembly import Assembly
@@ -75,7 +75,7 @@ def main() -> None:
         for count in taken:
             config = with_values(find_preset("quick"), {**settings, "workers": str(count)})
             others = children()
-            places[count] = stack.enter_context(in_workers(config, ignore))
+            places[count] = stack.enter_context(multiprocess_backend(config, ignore))
             workers[count] = children() - others
             assert len(workers[count]) == count, "somebody else starts processes too"
         for _ in range(options.rounds):

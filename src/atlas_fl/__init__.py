@@ -48,10 +48,10 @@ if TYPE_CHECKING:
     from atlas_fl.events import PhaseStarted as PhaseStarted
     from atlas_fl.events import Progress as Progress
     from atlas_fl.events import RoundFinished as RoundFinished
-    from atlas_fl.experiment.export import export as export_client  # noqa: F401
+    from atlas_fl.experiment.export import export_client as export_client
     from atlas_fl.experiment.run import RunResult as RunResult
-    from atlas_fl.experiment.run import resume as resume_run  # noqa: F401
-    from atlas_fl.experiment.run import run as run_config  # noqa: F401
+    from atlas_fl.experiment.run import resume_run as resume_run
+    from atlas_fl.experiment.run import run_config as run_config
     from atlas_fl.experiment.sweep import grid as grid
     from atlas_fl.experiment.sweep import run_all as run_all
     from atlas_fl.experiment.sweep import seeds as seeds
@@ -106,9 +106,6 @@ _HOMES = {
 _PUBLIC = {name: module for module, names in _HOMES.items() for name in names.split()}
 _ELSEWHERE = {
     "audit_run": "audit",
-    "export_client": "export",
-    "resume_run": "resume",
-    "run_config": "run",
 }
 """What they are called at home; here no name may be that of a submodule, which Python would put in its place."""
 

@@ -85,7 +85,7 @@ def test_ctrl_c_in_a_run_names_it(monkeypatch: pytest.MonkeyPatch, atlas: Atlas,
     def interrupted(*_: object, **__: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("atlas_fl.experiment.run.run", interrupted)
+    monkeypatch.setattr("atlas_fl.experiment.run.run_config", interrupted)
     said = atlas("run", "--preset", "smoke", "--name", "mine", "--runs-dir", str(tmp_path))
     again = f"a run goes on where it was with `atlas resume {tmp_path / 'mine'}`"
     assert (said.code, said.err.splitlines()[-1]) == (130, f"atlas: stopped; {again}")

@@ -51,7 +51,7 @@ def ran(monkeypatch: pytest.MonkeyPatch) -> list[Config]:
             write_json(folder.summary, summary_of(config))
         return RunResult(folder=folder.path, rounds=1, complete=complete, summary=summary_of(config))
 
-    monkeypatch.setattr("atlas_fl.experiment.run.run", run)
+    monkeypatch.setattr("atlas_fl.experiment.run.run_config", run)
     return found
 
 

@@ -3,7 +3,7 @@
 import numpy as np
 
 from atlas_fl.data.metrics import by_class
-from atlas_fl.experiment.summary import classes_of, counts_of, histories
+from atlas_fl.experiment.summary import class_counts, class_scores, histories
 
 PLAN = {"data": [{"client": "c-0", "task": "c", "labels": {"cat": 3, "dog": 1, "owl": 0}}]}
 
@@ -31,7 +31,7 @@ def test_every_class_counts_its_own_examples_by_hand() -> None:
 def test_clients_add_up_and_a_class_without_images_has_no_accuracy() -> None:
     found = histories(rows(([2, 1, 0], [3, 2, 0]), ([0, 3, 0], [1, 4, 0])))
     # cat: 2 of 4, dog: 4 of 6, owl: none
-    assert classes_of(list(found.values()), plan=PLAN) == {
+    assert class_scores(list(found.values()), plan=PLAN) == {
         "classes": {
             "cat": {"examples": 4, "accuracy": 0.5},
             "dog": {"examples": 6, "accuracy": 4 / 6},
@@ -42,7 +42,7 @@ def test_clients_add_up_and_a_class_without_images_has_no_accuracy() -> None:
 
 def test_the_last_round_counts_and_rows_without_counts_have_no_classes() -> None:
     both = histories([*rows(([0], [1]), round=1), *rows(([1], [1]), round=2)])
-    found = counts_of(both["c-0"])
+    found = class_counts(both["c-0"])
     assert found is not None and found[0].tolist() == [1]
     plain = {"round": 1, "client": "c-0", "task": "c", "split": "test", "primary": 0.5}
-    assert classes_of(list(histories([plain]).values()), plan=PLAN) == {}
+    assert class_scores(list(histories([plain]).values()), plan=PLAN) == {}

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from atlas_fl.experiment import early_stopping
-from atlas_fl.experiment.early_stopping import best_rounds, has_stopped, last_better
+from atlas_fl.experiment.early_stopping import best_rounds, last_improvement, should_stop
 
 SCORES = st.lists(st.sampled_from([0.0, 0.25, 0.5, 0.625, 0.75, 1.0]), min_size=1, max_size=12)
 
@@ -35,21 +35,21 @@ def test_a_run_stops_where_the_loop_with_a_counter_does(values: list[float], pat
     stops = [
         at
         for at in range(1, len(values) + 1)
-        if has_stopped(numbered(values[:at]), patience=patience, min_delta=min_delta)
+        if should_stop(numbered(values[:at]), patience=patience, min_delta=min_delta)
     ]
     assert (stops[0] if stops else None) == loop(values, patience=patience, min_delta=min_delta)
 
 
 def test_patience_is_counted_in_rounds_and_not_in_evaluations() -> None:
     every_fifth = numbered([0.5, 0.25, 0.25], every=5)
-    assert has_stopped(every_fifth, patience=10)
-    assert not has_stopped(every_fifth, patience=11)
+    assert should_stop(every_fifth, patience=10)
+    assert not should_stop(every_fifth, patience=11)
 
 
 def test_without_scores_or_patience_nothing_stops() -> None:
-    assert not has_stopped({}, patience=1)
-    assert not has_stopped(numbered([1.0] + [0.0] * 50), patience=0)
-    assert last_better({}) == 0
+    assert not should_stop({}, patience=1)
+    assert not should_stop(numbered([1.0] + [0.0] * 50), patience=0)
+    assert last_improvement({}) == 0
 
 
 @given(values=SCORES, count=st.integers(0, 13))

@@ -17,9 +17,9 @@ from atlas_fl.experiment.sweep import (
     grid,
     parse_over,
     run_all,
+    run_state,
     same_steps,
     seeds,
-    state_of,
 )
 
 
@@ -49,7 +49,7 @@ def ran(monkeypatch: pytest.MonkeyPatch) -> list[Config]:
         found.append(config)
         leave(config, complete=True)
 
-    monkeypatch.setattr("atlas_fl.experiment.run.run", run)
+    monkeypatch.setattr("atlas_fl.experiment.run.run_config", run)
     return found
 
 
@@ -153,9 +153,9 @@ def test_finished_runs_are_left_alone_and_begun_ones_go_on(base: Config, ran: li
 def test_a_folder_of_another_run_is_not_taken_for_this_one(base: Config, ran: list[Config]) -> None:
     config = replace(base, run=replace(base.run, name="mine"))
     leave(config, complete=True)
-    assert state_of(config) == "finished"
+    assert run_state(config) == "finished"
     with pytest.raises(CheckpointError, match=r"mine is a run with eta = 0.5, not 0.25; give another --name"):
-        state_of(with_values(config, {"eta": "0.25"}))
+        run_state(with_values(config, {"eta": "0.25"}))
     assert ran == []
 
 
@@ -179,7 +179,7 @@ def test_rounds_are_scaled_so_that_all_runs_take_as_many_steps(base: Config) -> 
 def test_steps_that_fit_keep_the_rounds_of_the_settings(base: Config) -> None:
     vision = with_values(replace(find_preset("vision-fedavg"), run=base.run), {"rounds": "512"})
     scaled = same_steps(vision, {"local_steps": ["4", "8", "16"]})
-    assert scaled is not None and scaled.steps == scaled.asked == 2048
+    assert scaled is not None and scaled.steps == scaled.base_steps == 2048
     assert [own["rounds"] for own in scaled.settings.values()] == [512, 256, 128]
     # evaluations lie as many steps apart: every 25 rounds of 4 steps, every 6 of 16
     assert [own["eval_every"] for own in scaled.settings.values()] == [25, 12, 6]

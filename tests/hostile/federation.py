@@ -28,7 +28,7 @@ from atlas_fl.deployment.service import Service, hall_of, with_images
 from atlas_fl.deployment.site import home_of, own_client
 from atlas_fl.errors import AtlasError
 from atlas_fl.events import Event, Note, OnEvent, ignore
-from atlas_fl.experiment.run import RunResult, run
+from atlas_fl.experiment.run import RunResult, run_config
 from atlas_fl.models.loading import load_backbone
 from atlas_fl.models.vision_loading import load_vision
 from atlas_fl.params import Params, digest
@@ -263,7 +263,7 @@ def federate(
     with patch.multiple(server, **places):
         try:
             workplace = server.across_machines(service)
-            found.result = run(config, on_event=listen, workplace=workplace, resume=resume)
+            found.result = run_config(config, on_event=listen, backend=workplace, resume=resume)
         except AtlasError as error:
             found.error = error
     return found

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 
 from atlas_fl.config import Config
-from atlas_fl.experiment.run import run
+from atlas_fl.experiment.run import run_config
 from atlas_fl.params import digest
 from atlas_fl.storage.jsonl import read_rows
 from atlas_fl.storage.tensors import read_tensors
@@ -15,7 +15,7 @@ def test_a_federation_in_threads_ends_in_the_bits_of_a_simulation(config: Callab
     assert found.error is None
     assert (found.faults, found.refused) == ([], {})
     assert found.models.keys() == set(SITES)
-    simulated = run(config(name="simulated")).folder
+    simulated = run_config(config(name="simulated")).folder
     for name in SITES:
         bits = [
             digest(read_tensors(folder / "adapters" / name / "adapter_model.safetensors"))

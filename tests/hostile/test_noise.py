@@ -11,7 +11,7 @@ import torch
 
 from atlas_fl.config import Config
 from atlas_fl.errors import ProtocolError
-from atlas_fl.experiment.run import run
+from atlas_fl.experiment.run import run_config
 from atlas_fl.params import digest
 from atlas_fl.runtime.protocol.messages import Told
 from atlas_fl.split.channel import Cut
@@ -35,7 +35,7 @@ def bytes_of(head: dict[str, Any], tensors: dict[str, torch.Tensor]) -> bytes:
 def test_sites_draw_from_secrets_that_never_leave_them_and_with_a_simulations_end_in_its_bits(
     config: Callable[..., Config],
 ) -> None:
-    simulated = run(config(name="simulated", **NOISY)).folder
+    simulated = run_config(config(name="simulated", **NOISY)).folder
     sent = list[bytes]()
 
     def watch(head, tensors, _):

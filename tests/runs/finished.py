@@ -8,7 +8,7 @@ from hashlib import sha256
 from pathlib import Path
 
 from atlas_fl.config import Config, run_folder, to_toml, with_values
-from atlas_fl.experiment.run import RunResult, run
+from atlas_fl.experiment.run import RunResult, run_config
 from atlas_fl.storage.jsonl import read_json, write_json
 
 
@@ -38,7 +38,7 @@ class FinishedRuns:
             if not original.exists():
                 unfinished = original.with_suffix(".part")
                 shutil.rmtree(unfinished, ignore_errors=True)
-                result = run(_placed(config, unfinished))
+                result = run_config(_placed(config, unfinished))
                 outcome = {"rounds": result.rounds, "complete": result.complete, "summary": result.summary}
                 write_json(unfinished / "outcome.json", outcome)
                 unfinished.rename(original)

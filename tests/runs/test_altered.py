@@ -13,9 +13,9 @@ import pytest
 from atlas_fl.audit.check import audit
 from atlas_fl.config import Config
 from atlas_fl.errors import AtlasError, CheckpointError
-from atlas_fl.experiment.export import export
-from atlas_fl.experiment.recorder import check_written
-from atlas_fl.experiment.run import resume, run
+from atlas_fl.experiment.export import export_client
+from atlas_fl.experiment.recorder import check_run_files
+from atlas_fl.experiment.run import resume_run, run_config
 from atlas_fl.planning.place_client import place_client
 from atlas_fl.planning.plan import Plan
 from atlas_fl.report.comparison import comparison_rows
@@ -39,8 +39,8 @@ DRAWN_EVERY, PLACED_EVERY = 15, 30
 def folders(shared_config: Make) -> Mapping[str, Path]:
     """A complete run and one of two rounds, with clusters; as this version writes them, and as earlier ones did."""
     found = {
-        "complete": run(shared_config(name="complete", clusters="2", recluster_every=2)).folder,
-        "partial": run(shared_config(name="partial", clusters="2", max_rounds=2)).folder,
+        "complete": run_config(shared_config(name="complete", clusters="2", recluster_every=2)).folder,
+        "partial": run_config(shared_config(name="partial", clusters="2", max_rounds=2)).folder,
     }
     for name, folder in list(found.items()):
         found[f"earlier-{name}"] = without_digests(
@@ -59,16 +59,16 @@ def read(folder: Path, number: int) -> Mapping[str, Callable[[], Any]]:
 
     def gone_on_with() -> None:
         if RunFolder(folder).summary.exists():
-            closing_table(resume(folder).summary)
+            closing_table(resume_run(folder).summary)
             return
         found, _ = checkpoint.load_latest(
-            RunFolder(folder).checkpoints, check=lambda one: check_written(RunFolder(folder), one)
+            RunFolder(folder).checkpoints, check=lambda one: check_run_files(RunFolder(folder), one)
         )
         if found is not None:
             Plan.from_json(read_json(folder / found.state["plan"]))
 
     def exported() -> None:
-        export(folder, client="0", to=folder.with_name(f"out-{number}"))
+        export_client(folder, client="0", to=folder.with_name(f"out-{number}"))
 
     readers: dict[str, Callable[[], Any]] = {
         "audit": lambda: audit(folder),

@@ -6,7 +6,7 @@ import pytest
 
 from atlas_fl.audit.check import audit
 from atlas_fl.config import Config
-from atlas_fl.experiment.run import run
+from atlas_fl.experiment.run import run_config
 from atlas_fl.storage.jsonl import read_json
 from tests.runs.reading import rows, same_tensors, state
 from tests.runs.test_split import SMALL, most_needed
@@ -20,8 +20,8 @@ Make = Callable[..., Config]
 def test_who_hosts_changes_nothing_of_what_is_shared_in_part(config: Make) -> None:
     settings = {"split": "cpu_2gb=1", "devices": ("cpu_2gb", "laptop_8gb"), "share": ("A",), "space": "factors"}
     settings |= {"eta": 0.3, "dropout": 0.1, "rounds": 2, "head": "client"}
-    server = run(config(name="server", **settings))
-    paired = run(config(name="paired", topology="paired", **settings))
+    server = run_config(config(name="server", **settings))
+    paired = run_config(config(name="paired", topology="paired", **settings))
     assert same_tensors(state(server.folder, round=2), state(paired.folder, round=2))
     assert [row for row in rows(paired.folder) if row.get("event") != "hosted"] == rows(server.folder)
     assert {row["host"] for row in rows(paired.folder) if row.get("event") == "hosted"} == {"movie-1", "trec-1"}
@@ -31,8 +31,8 @@ def test_who_hosts_changes_nothing_of_what_is_shared_in_part(config: Make) -> No
 def test_a_head_at_the_client_and_a_set_of_the_cluster_go_with_workers(config: Make) -> None:
     settings = {"split": "movie=1,trec-0=1,trec-1=2", "server_adapters": "per_cluster", "head": "client"}
     settings |= {"eta": 0.3, "dropout": 0.1, "pack_tokens": 200, "rounds": 2}
-    whole = run(config(name="whole", **settings))
-    found = run(config(name="workers", **settings), workplace=in_threads(2))
+    whole = run_config(config(name="whole", **settings))
+    found = run_config(config(name="workers", **settings), backend=in_threads(2))
     check_same(whole.folder, found.folder, round=2)
 
 
@@ -40,11 +40,11 @@ def test_auto_with_a_warm_up_is_the_run_at_the_cuts_that_it_took(config: Make) -
     gb = (most_needed(config, "2") + most_needed(config, "none")) / 2
     settings = {"devices": ("small", "tablet_4gb"), "device": (SMALL.format(gb=gb),), "ranks": "2", "rounds": 1}
     settings |= {"fingerprint": "delta", "dropout": 0.1, "eval_every": 1}
-    auto = run(config(name="auto", split="auto", **settings))
+    auto = run_config(config(name="auto", split="auto", **settings))
     cuts = {client["name"]: client["cut"] for client in read_json(auto.folder / "plan.json")["clients"]}
     named = ",".join(f"{name}={cut}" for name, cut in cuts.items() if cut is not None)
     assert named
-    fixed = run(config(name="fixed", split=named, **settings))
+    fixed = run_config(config(name="fixed", split=named, **settings))
     assert same_tensors(state(auto.folder, round=1), state(fixed.folder, round=1))
     assert rows(auto.folder) == rows(fixed.folder)
     assert audit(auto.folder).ok

@@ -12,8 +12,8 @@ from atlas_fl.cli.main import main
 from atlas_fl.config import Config
 from atlas_fl.errors import CheckpointError
 from atlas_fl.events import Note
-from atlas_fl.experiment.export import export
-from atlas_fl.experiment.run import resume, run
+from atlas_fl.experiment.export import export_client
+from atlas_fl.experiment.run import resume_run, run_config
 from atlas_fl.report.record import read_record
 from atlas_fl.storage.digests import read_digests
 from atlas_fl.storage.run_folder import RunFolder
@@ -26,13 +26,13 @@ Make = Callable[..., Config]
 @pytest.fixture(scope="module")
 def whole(shared_config: Make) -> Path:
     """A complete run; tests copy it before they damage it."""
-    return run(shared_config(name="whole", recluster_every=2)).folder
+    return run_config(shared_config(name="whole", recluster_every=2)).folder
 
 
 @pytest.fixture(scope="module")
 def stopped(shared_config: Make) -> Path:
     """The same run after two of its three rounds."""
-    return run(shared_config(name="stopped", recluster_every=2, max_rounds=2)).folder
+    return run_config(shared_config(name="stopped", recluster_every=2, max_rounds=2)).folder
 
 
 @pytest.fixture
@@ -65,7 +65,7 @@ def test_a_run_does_not_go_on_with_a_plan_that_is_not_the_one_it_made(partial: P
     flip(partial / name)
     before = (partial / "metrics.jsonl").read_bytes()
     with pytest.raises(CheckpointError, match=rf"damaged file .*{name}: its SHA-256 is \w+, and \w+ was written; res"):
-        resume(partial)
+        resume_run(partial)
     assert (partial / "metrics.jsonl").read_bytes() == before
 
 
@@ -74,7 +74,7 @@ def test_an_edge_that_was_not_planned_is_not_mixed_along(partial: Path) -> None:
     content["adjacency"][0][2] = content["adjacency"][2][0] = 0.5
     (partial / "plan.json").write_text(json.dumps(content))
     with pytest.raises(CheckpointError, match=r"damaged file .*plan\.json"):
-        resume(partial)
+        resume_run(partial)
     assert any("plan.json is damaged" in row.detail for row in audit(partial).failures)
 
 
@@ -85,16 +85,16 @@ def test_a_row_that_is_damaged_before_all_checkpoints_is_one_line_and_nothing_is
     flip(file, at=0.01)
     damaged = file.read_bytes()
     with pytest.raises(CheckpointError, match=rf"{name}\.jsonl: its SHA-256 of the first \d+ bytes is .*; restore it"):
-        resume(partial)
+        resume_run(partial)
     assert file.read_bytes() == damaged
     file.write_bytes(content)
-    assert resume(partial).complete
+    assert resume_run(partial).complete
 
 
 def test_a_row_that_is_damaged_after_an_older_checkpoint_is_written_again(partial: Path, whole: Path) -> None:
     flip(partial / "metrics.jsonl", at=0.99)
     told: list[object] = []
-    assert resume(partial, on_event=told.append).complete
+    assert resume_run(partial, on_event=told.append).complete
     lines = [event.text for event in told if isinstance(event, Note)]
     assert any("round-0002 passed over: damaged file" in line and "going on from round-0001" in line for line in lines)
     assert rows(partial) == rows(whole)
@@ -106,7 +106,7 @@ def test_a_row_that_is_damaged_after_the_newest_checkpoint_is_cut_back(partial: 
     with (partial / "metrics.jsonl").open("ab") as file:
         file.write(b'{"round": 3, "client": \xff\n')
     assert all(row["round"] < 3 for row in read_record(partial).metrics)
-    assert resume(partial).complete
+    assert resume_run(partial).complete
     assert rows(partial) == rows(whole)
 
 
@@ -114,7 +114,7 @@ def test_settings_of_a_session_that_changed_are_said_and_taken(partial: Path) ->
     file = partial / "config.toml"
     file.write_text(file.read_text().replace("keep_checkpoints = 2", "keep_checkpoints = 4"))
     told: list[object] = []
-    assert resume(partial, on_event=told.append).complete
+    assert resume_run(partial, on_event=told.append).complete
     assert any("no setting that the run depends on differs" in str(event) for event in told)
     assert audit(partial).ok
 
@@ -140,7 +140,7 @@ def test_nothing_is_drawn_from_a_damaged_file(
 def test_nothing_is_exported_by_a_damaged_plan(complete: Path, tmp_path: Path, name: str) -> None:
     flip(complete / name)
     with pytest.raises(CheckpointError, match=f"damaged file .*{name}"):
-        export(complete, client="0", to=tmp_path / "out")
+        export_client(complete, client="0", to=tmp_path / "out")
 
 
 @pytest.mark.parametrize("round", [None, "best"])
@@ -149,16 +149,16 @@ def test_an_older_model_is_not_exported_in_place_of_a_damaged_one(
 ) -> None:
     flip(complete / "checkpoints/round-0003/state.safetensors")
     with pytest.raises(CheckpointError, match=r"checkpoint round-0003 of .* is damaged: .*; restore it from a copy"):
-        export(complete, client="0", to=tmp_path / "out", round=round)
+        export_client(complete, client="0", to=tmp_path / "out", round=round)
     assert not (tmp_path / "out").exists()
-    assert export(complete, client="0", to=tmp_path / "out", round="2").is_dir()
+    assert export_client(complete, client="0", to=tmp_path / "out", round="2").is_dir()
 
 
 def test_a_digit_of_the_summary_is_found_by_resume_and_compare(complete: Path) -> None:
     from atlas_fl.report.comparison import read_summary
 
     other_digit(complete / "summary.json", "total")
-    for read in (resume, read_summary):
+    for read in (resume_run, read_summary):
         with pytest.raises(
             CheckpointError, match=r"damaged file .*summary\.json: .*; restore it from a copy, or remove"
         ):
@@ -171,7 +171,7 @@ def test_what_the_end_of_a_run_wrote_is_written_again(complete: Path, whole: Pat
         flip(complete / name)
     assert not audit(complete).ok
     (complete / "summary.json").unlink()
-    assert resume(complete).complete
+    assert resume_run(complete).complete
     assert audit(complete).ok
     name = "adapters/movie-0/adapter_model.safetensors"
     assert (complete / name).read_bytes() == (whole / name).read_bytes()
@@ -207,7 +207,7 @@ def test_runs_of_earlier_versions_go_on_and_get_digests(partial: Path, whole: Pa
     assert audit(before).undigested == ("run",)
     assert read_record(before).metrics
     told: list[object] = []
-    assert resume(before, on_event=told.append).complete
+    assert resume_run(before, on_event=told.append).complete
     assert any("has no digests: an earlier version wrote it" in str(event) for event in told)
     assert same_tensors(state(before), state(whole))
     report = audit(before)
@@ -222,5 +222,5 @@ def test_complete_runs_of_earlier_versions_are_read_as_they_are(
     folder = without_digests(complete)
     assert main(["audit", str(folder)]) == 0
     assert "run has no digests of its files: an earlier version wrote it" in capsys.readouterr().out
-    assert resume(folder).complete
-    assert export(folder, client="0", to=tmp_path / "out").is_dir()
+    assert resume_run(folder).complete
+    assert export_client(folder, client="0", to=tmp_path / "out").is_dir()

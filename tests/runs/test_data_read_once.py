@@ -12,7 +12,7 @@ from atlas_fl.config import Config, validate
 from atlas_fl.data import embedded, tables, user_files
 from atlas_fl.data.cache import DATA_CACHE
 from atlas_fl.events import ignore
-from atlas_fl.experiment.run import resume, run
+from atlas_fl.experiment.run import resume_run, run_config
 from atlas_fl.experiment.sweep import grid, run_all
 from atlas_fl.planning.place_client import place_client
 from atlas_fl.planning.planner import make_plan
@@ -58,9 +58,9 @@ def make(config: Make, own: Path) -> Make:
 
 
 def test_a_run_its_resumption_its_audit_and_a_newcomer_read_data_once(make: Make, reads: Counter[str]) -> None:
-    folder = run(make(max_rounds=1)).folder
+    folder = run_config(make(max_rounds=1)).folder
     assert reads == ONCE
-    resume(folder)
+    resume_run(folder)
     assert audit(folder).ok
     place_client(folder, task="trec")
     assert reads == ONCE

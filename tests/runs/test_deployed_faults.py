@@ -9,7 +9,7 @@ import pytest
 
 from atlas_fl.audit.check import audit
 from atlas_fl.config import Config
-from atlas_fl.experiment.run import run
+from atlas_fl.experiment.run import run_config
 from atlas_fl.params import digest
 from atlas_fl.runtime.transport.certificates import make_certs
 from atlas_fl.storage.jsonl import read_rows
@@ -122,7 +122,7 @@ def test_a_client_that_comes_late_is_placed_and_no_fault_changes_a_bit_of_it(
     settings = {"clients_per_task": 3, "rounds": 5, "split": "movie-2=1"}
     fed = federation(**settings)
     number = fed.joins_late("movie-2", device="laptop_8gb", where=": cluster 0, beside movie-0, movie-1")
-    simulated = run(config(tasks=("movie",), pack_tokens=1, arrive=(f"movie-2={number}",), **settings))
+    simulated = run_config(config(tasks=("movie",), pack_tokens=1, arrive=(f"movie-2={number}",), **settings))
     assert adapters(fed.served.path) == adapters(simulated.folder)
     ledgers = [read_rows(folder.ledger) for folder in (fed.served, RunFolder(simulated.folder))]
     assert sorted(map(str, ledgers[0])) == sorted(map(str, ledgers[1]))
@@ -141,7 +141,7 @@ def test_what_is_not_shared_stays_at_its_site_and_no_fault_changes_a_bit(
         assert list((fed.folder / "movie-1-private").glob("*.safetensors"))
 
     number = fed.joins_late("movie-2", device="laptop_8gb", meanwhile=parts_stay)
-    simulated = run(config(tasks=("movie",), pack_tokens=1, arrive=(f"movie-2={number}",), **settings))
+    simulated = run_config(config(tasks=("movie",), pack_tokens=1, arrive=(f"movie-2={number}",), **settings))
     for name, model in adapters(simulated.folder).items():
         assert digest(read_tensors(fed.folder / f"{name}-adapter" / "adapter_model.safetensors")) == model
         assert not (fed.folder / f"{name}-private").exists()

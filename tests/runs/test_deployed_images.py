@@ -10,9 +10,9 @@ from safetensors.torch import load_file
 from atlas_fl.audit.check import audit
 from atlas_fl.config import Config, with_values
 from atlas_fl.config.presets import find_preset
-from atlas_fl.experiment.export import export
-from atlas_fl.experiment.rounds import sample_of
-from atlas_fl.experiment.run import RunResult, run
+from atlas_fl.experiment.export import export_client
+from atlas_fl.experiment.rounds import round_participants
+from atlas_fl.experiment.run import RunResult, run_config
 from atlas_fl.params import digest
 from atlas_fl.storage.jsonl import read_json, read_sealed, write_json
 from atlas_fl.storage.run_folder import RunFolder
@@ -82,7 +82,7 @@ def is_as(fed: Federation, simulated: RunResult, *, round: int) -> None:
     assert read_json(fed.served.summary)["tasks"] == simulated.summary["tasks"]
     assert audit(served).ok
     for name in simulated.summary["clients"]:
-        own = export(served, client=name, to=fed.folder / f"exported-{name}")
+        own = export_client(served, client=name, to=fed.folder / f"exported-{name}")
         site = load_file(fed.folder / f"{name}-adapter/model.safetensors")
         assert same_tensors(load_file(own / "model.safetensors"), site)
 
@@ -103,7 +103,7 @@ def test_the_deployed_federation_is_the_simulated_one(
     fed = federation(config)
     server, port = fed.serve()
     sites = [fed.join(name, port) for name in SITES]
-    simulated = run(config)
+    simulated = run_config(config)
     for site in sites:
         said = site.end()
         assert "the run is complete for" in said and "evaluate on test, round 2" in said
@@ -118,7 +118,7 @@ def test_no_fault_changes_a_bit_of_whole_models(federation: Callable[..., Federa
     fed = federation(config)
     server, port = fed.serve()
     sites = {name: fed.join(name, port) for name in SITES}
-    trains = sample_of(config, SITES, round=1)[0]
+    trains = round_participants(config, SITES, round=1)[0]
     scores = next(name for name in SITES if name != trains)
     for name, work in ((scores, "sensitivity, round 0"), (trains, "train, round 1")):
         sites[name].wait_for(work)
@@ -129,7 +129,7 @@ def test_no_fault_changes_a_bit_of_whole_models(federation: Callable[..., Federa
     server.wait_for("round 1/3")
     server.kill()
     again, _ = fed.serve(port=port)
-    simulated = run(config)
+    simulated = run_config(config)
     for site in sites.values():
         site.end()
     assert "resumed after round" in again.end()
@@ -171,7 +171,7 @@ def test_a_site_that_comes_late_gets_model_and_mask_and_no_fault_changes_a_bit(
     config = settings(tmp_path, **{**MASKED, "mask": "random", "calibration_rounds": 1}, participation=1, rounds=5)
     fed = federation(config, SITES[:2])
     number = fed.joins_late("digits-2", device=DEVICE)
-    is_as(fed, run(with_values(config, {"arrive": f"digits-2={number}"})), round=5)
+    is_as(fed, run_config(with_values(config, {"arrive": f"digits-2={number}"})), round=5)
 
 
 @pytest.mark.slow
@@ -182,7 +182,7 @@ def test_adapters_on_images_go_the_way_of_those_on_texts(
     config = lora_settings(tmp_path, share=share, space="factors")
     fed = federation(config, SITES[:2])
     number = fed.joins_late("digits-2", device=DEVICE)
-    simulated = run(with_values(config, {"arrive": f"digits-2={number}"}))
+    simulated = run_config(with_values(config, {"arrive": f"digits-2={number}"}))
     for name, model in adapters(simulated.folder).items():
         assert digest(load_file(fed.folder / f"{name}-adapter/adapter_model.safetensors")) == model
     if share == "A+B+head":

@@ -6,7 +6,7 @@ import pytest
 
 from atlas_fl.audit.check import audit
 from atlas_fl.config import Config
-from atlas_fl.experiment.run import run
+from atlas_fl.experiment.run import run_config
 from atlas_fl.params import digest
 from atlas_fl.storage.jsonl import read_json, read_rows
 from atlas_fl.storage.run_folder import RunFolder
@@ -35,7 +35,7 @@ def test_deployed_pairs_are_the_simulated_ones_and_those_of_a_server_that_hosts(
     fed = federation(DEVICES, **paired)
     fed.complete()
     fed.is_as_simulated()
-    at_server = run(config(**{**paired, "topology": "server"}, pack_tokens=1, name="at-server"))
+    at_server = run_config(config(**{**paired, "topology": "server"}, pack_tokens=1, name="at-server"))
     assert adapters(fed.served.path) == adapters(at_server.folder)
     simulated = RunFolder(fed.simulated)
     pairs = {"movie-0": "movie-1", "trec-0": "trec-1"}

@@ -20,7 +20,7 @@ from atlas_fl.client.local_training import batches as batches_of
 from atlas_fl.config import Config
 from atlas_fl.data.clients import ClientData
 from atlas_fl.errors import ConfigError
-from atlas_fl.experiment.run import resume, run
+from atlas_fl.experiment.run import resume_run, run_config
 from atlas_fl.models.vision import image_logits, preprocess
 from atlas_fl.params import unflatten_by_client
 from atlas_fl.planning.planner import make_plan
@@ -74,12 +74,12 @@ def stock(params: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 def test_a_central_run_that_carries_its_momentum_is_one_uninterrupted_loop_of_torchs_sgd(image_config: Make) -> None:
     chosen = image_config(carry_momentum=True, **CENTRAL)
-    result = run(chosen)
+    result = run_config(chosen)
     (client,) = assemble(chosen).clients
     wanted = one_loop(result.folder, chosen, client)
     for key, tensor in stock(begun(result.folder, 3)).items():
         torch.testing.assert_close(tensor, wanted[key], rtol=0, atol=0)
-    anew = run(image_config(name="anew", **CENTRAL))
+    anew = run_config(image_config(name="anew", **CENTRAL))
     assert same_tensors(begun(anew.folder, 1), begun(result.folder, 1)), "the first round has nothing to carry"
     assert not any(torch.equal(t, begun(anew.folder, 2)[key]) for key, t in begun(result.folder, 2).items())
     assert audit(result.folder).ok
@@ -92,10 +92,10 @@ def test_a_run_in_sessions_carries_the_same_momentum(image_config: Make, mask: s
         **{"mask": mask, "sparsity": sparsity, "carry_momentum": True, "participation": 1},
         **{"clients_per_task": 3, "nesterov": True, "rounds": 2, "eval_every": 2},
     }
-    undisturbed = run(image_config(name="undisturbed", **settings))
-    parts = run(image_config(name="parts", max_rounds=1, **settings))
+    undisturbed = run_config(image_config(name="undisturbed", **settings))
+    parts = run_config(image_config(name="parts", max_rounds=1, **settings))
     while not parts.complete:
-        parts = resume(parts.folder, max_rounds=1)
+        parts = resume_run(parts.folder, max_rounds=1)
     stored = state(undisturbed.folder, round=2)
     assert same_tensors(stored, state(parts.folder, round=2)) and rows(undisturbed.folder) == rows(parts.folder)
     assert audit(parts.folder).ok
@@ -113,7 +113,7 @@ def test_a_run_in_sessions_carries_the_same_momentum(image_config: Make, mask: s
 
 
 def test_nothing_is_kept_of_momentum_that_begins_anew(image_config: Make) -> None:
-    folder = run(image_config(rounds=1)).folder
+    folder = run_config(image_config(rounds=1)).folder
     assert not any(key.startswith("momentum/") for key in state(folder, round=1))
 
 
@@ -173,7 +173,7 @@ def test_two_rounds_with_the_momentum_of_the_first_are_one_round_of_as_many_step
 )
 def test_momentum_that_cannot_be_carried_is_told_in_one_line(image_config: Make, values, text: str) -> None:
     with pytest.raises(ConfigError, match=text) as caught:
-        run(image_config(carry_momentum=True, **values))
+        run_config(image_config(carry_momentum=True, **values))
     assert "\n" not in str(caught.value)
 
 
@@ -260,9 +260,9 @@ def test_frozen_weights_keep_every_bit_in_fp16_even_where_steps_overflow(
 
 def test_a_run_in_fp16_goes_through_the_same_rounds(image_config: Make) -> None:
     settings = {"precision": "fp16", "mask": "random", "sparsity": 0.5, "eval_every": 1, "rounds": 2}
-    result = run(image_config(name="whole", **settings))
-    parts = run(image_config(name="parts", max_rounds=1, **settings))
-    parts = resume(parts.folder)
+    result = run_config(image_config(name="whole", **settings))
+    parts = run_config(image_config(name="parts", max_rounds=1, **settings))
+    parts = resume_run(parts.folder)
     assert same_tensors(state(result.folder, round=2), state(parts.folder, round=2)) and audit(parts.folder).ok
     trained = [row for row in rows(result.folder) if row.get("split") == "train"]
     assert all(0 <= row["skipped"] < row["steps"] and math.isfinite(row["loss"]) for row in trained)

@@ -19,7 +19,7 @@ from cryptography.hazmat.primitives.asymmetric import ec
 
 import atlas_fl
 from atlas_fl.config import Config, to_toml
-from atlas_fl.experiment.run import run
+from atlas_fl.experiment.run import run_config
 from atlas_fl.params import digest
 from atlas_fl.runtime.transport.certificates import make_certs
 from atlas_fl.storage.run_folder import RunFolder
@@ -187,7 +187,7 @@ class Flower:
 def test_the_federation_that_flower_runs_is_the_simulated_one(
     config: Callable[..., Config], tmp_path: Path, start: Callable[..., Started]
 ) -> None:
-    simulated = run(config(tasks=("movie",), pack_tokens=1, rounds=2)).folder
+    simulated = run_config(config(tasks=("movie",), pack_tokens=1, rounds=2)).folder
     link, stream, *ports = free_ports(2 + len(SITES))
     flower = Flower(folder=tmp_path, start=start, link=link, stream=stream)
     flower.prepare(config(tasks=("movie",), pack_tokens=1, rounds=2, name="served"))

@@ -11,7 +11,7 @@ import pytest
 from atlas_fl.cli.main import main
 from atlas_fl.config import Config
 from atlas_fl.errors import AtlasError, CheckpointError, ConfigError
-from atlas_fl.experiment.run import resume, run
+from atlas_fl.experiment.run import resume_run, run_config
 from atlas_fl.storage import checkpoint
 from atlas_fl.storage.files import os_errors_with_path, run_lock
 from tests.runs.earlier import without_digests
@@ -32,7 +32,7 @@ def test_a_folder_of_the_users_is_refused_and_kept(config: Make, tmp_path: Path)
     thesis.write_text("years of work")
     for samples in (24, TOO_MANY):
         with pytest.raises(ConfigError, match=r"exists, is no run and holds thesis\.txt; choose another --name"):
-            run(config(samples=samples))
+            run_config(config(samples=samples))
     assert thesis.read_text() == "years of work"
     assert [path.name for path in thesis.parent.iterdir()] == ["thesis.txt"]
 
@@ -41,7 +41,7 @@ def test_a_file_where_the_folder_is_to_be_is_refused(config: Make, tmp_path: Pat
     (tmp_path / "runs").mkdir()
     (tmp_path / "runs/run").write_text("mine")
     with pytest.raises(ConfigError, match="is a file; choose another --name"):
-        run(config())
+        run_config(config())
     assert (tmp_path / "runs/run").read_text() == "mine"
 
 
@@ -51,11 +51,11 @@ def test_what_could_not_be_planned_leaves_the_place_as_it_was(config: Make, tmp_
     if there:
         folder.mkdir(parents=True)
     with pytest.raises(AtlasError, match="samples"):
-        run(config(samples=TOO_MANY))
+        run_config(config(samples=TOO_MANY))
     assert folder.exists() is there
     if there:
         assert list(folder.iterdir()) == []
-    assert run(config(max_rounds=1)).rounds == 1
+    assert run_config(config(max_rounds=1)).rounds == 1
 
 
 def test_what_came_into_the_folder_while_the_run_was_planned_stays(config: Make, tmp_path: Path) -> None:
@@ -67,7 +67,7 @@ def test_what_came_into_the_folder_while_the_run_was_planned_stays(config: Make,
             (folder / name).write_text("years of work")
 
     with pytest.raises(AtlasError, match="samples"):
-        run(config(samples=TOO_MANY), on_event=add)
+        run_config(config(samples=TOO_MANY), on_event=add)
     found = sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
     assert found == ["audit/mine/notes.txt", "thesis.txt"]
 
@@ -82,9 +82,9 @@ def test_a_file_with_the_name_of_the_lock_keeps_what_is_in_it(tmp_path: Path) ->
 def test_who_does_not_get_the_lock_removes_nothing(config: Make, tmp_path: Path) -> None:
     folder = tmp_path / "runs/run"
     with run_lock(folder), pytest.raises(CheckpointError, match="being written by another process"):
-        run(config())
+        run_config(config())
     assert (folder / ".lock").exists()
-    assert run(config(max_rounds=1)).rounds == 1
+    assert run_config(config(max_rounds=1)).rounds == 1
 
 
 def test_a_lock_whose_file_was_removed_holds_nobody_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -117,10 +117,10 @@ def test_a_run_does_not_go_on_with_other_settings(stopped: Path, old: str, new: 
     text = file.read_text()
     file.write_text(re.sub(f"(?m){old}", new, text))
     with pytest.raises(AtlasError, match=re.escape(message)):
-        resume(stopped)
+        resume_run(stopped)
     assert (stopped / "metrics.jsonl").read_bytes() == before
     file.write_text(text)
-    assert resume(stopped).complete
+    assert resume_run(stopped).complete
 
 
 def test_a_run_does_not_go_on_with_other_data(config: Make, tmp_path: Path) -> None:
@@ -128,12 +128,12 @@ def test_a_run_does_not_go_on_with_other_data(config: Make, tmp_path: Path) -> N
     words = ["red", "green", "blue", "black", "white", "brown"]
     rows = [f"the {one} and the {two} {number},{number % 2}" for number in range(6) for one in words for two in words]
     file.write_text("\n".join(["text,label", *rows]))
-    folder = run(config(tasks=("own",), task=(f"own={file}",), max_rounds=1)).folder
+    folder = run_config(config(tasks=("own",), task=(f"own={file}",), max_rounds=1)).folder
     file.write_text("\n".join(["text,label", *rows[7:]]))
     with pytest.raises(CheckpointError, match="the data of client own-0 are not those that run"):
-        resume(folder)
+        resume_run(folder)
     file.write_text("\n".join(["text,label", *rows]))
-    assert resume(folder).complete
+    assert resume_run(folder).complete
 
 
 @pytest.mark.parametrize("kind", ["folder is a file", "state is a folder"])
@@ -147,7 +147,7 @@ def test_a_checkpoint_of_another_kind_is_passed_over(config: Make, finished: Fin
         (newest / "state.json").unlink()
         (newest / "state.json").mkdir()
     told: list[object] = []
-    assert resume(folder, on_event=told.append).complete
+    assert resume_run(folder, on_event=told.append).complete
     assert any("round-0002 passed over" in str(event) for event in told)
 
 
@@ -155,7 +155,7 @@ def test_a_run_without_a_good_checkpoint_says_that_it_begins_again(stopped: Path
     for state in (stopped / "checkpoints").glob("*/state.json"):
         state.write_text("{}")
     told: list[object] = []
-    assert resume(stopped, on_event=told.append).complete
+    assert resume_run(stopped, on_event=told.append).complete
     assert any("passed over" in str(event) and "beginning again" in str(event) for event in told)
 
 
@@ -163,9 +163,9 @@ def test_a_run_without_a_good_checkpoint_says_that_it_begins_again(stopped: Path
 def test_a_damaged_plan_is_one_line(stopped: Path, content: str) -> None:
     (stopped / "plan.json").write_text(content)
     with pytest.raises(CheckpointError, match=r"damaged file .*plan\.json: its SHA-256 is .*; restore it from a copy"):
-        resume(stopped)
+        resume_run(stopped)
     with pytest.raises(CheckpointError, match="the plan"):
-        resume(without_digests(stopped))
+        resume_run(without_digests(stopped))
 
 
 def test_a_line_that_is_no_row_is_named(stopped: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -187,5 +187,5 @@ def test_a_full_disk_is_one_line_and_the_run_goes_on_later(
         assert main(["resume", str(stopped)]) == 2
     error = capsys.readouterr().err
     assert re.search(r"state\.json: No space left on device; free some space; a run goes on with", error)
-    assert resume(stopped).complete
+    assert resume_run(stopped).complete
     assert json.loads((stopped / "summary.json").read_text())["run"]["name"] == "run"

@@ -16,8 +16,8 @@ from atlas_fl.config.presets import find_preset
 from atlas_fl.deployment.server import check_served
 from atlas_fl.deployment.service import Service
 from atlas_fl.errors import ConfigError, ModelError
-from atlas_fl.experiment.export import export
-from atlas_fl.experiment.run import RunResult, resume, run
+from atlas_fl.experiment.export import export_client
+from atlas_fl.experiment.run import RunResult, resume_run, run_config
 from atlas_fl.models.vision import preprocess
 from atlas_fl.planning.plan import Plan
 from atlas_fl.planning.planner import make_plan, measure_leakage
@@ -66,7 +66,7 @@ def _stripes(folder: Path, *, each: int = 160) -> Path:
 
 @pytest.fixture(scope="module")
 def whole(make: Make) -> RunResult:
-    return run(make(name="whole"))
+    return run_config(make(name="whole"))
 
 
 def test_clusters_ranks_graph_and_adapters_of_images_go_through_the_audit(whole: RunResult) -> None:
@@ -84,9 +84,9 @@ def test_clusters_ranks_graph_and_adapters_of_images_go_through_the_audit(whole:
 
 
 def test_a_run_in_sessions_ends_in_the_same_bits(make: Make, whole: RunResult) -> None:
-    parts = run(make(name="parts", max_rounds=1))
+    parts = run_config(make(name="parts", max_rounds=1))
     while not parts.complete:
-        parts = resume(parts.folder, max_rounds=1)
+        parts = resume_run(parts.folder, max_rounds=1)
     assert same_tensors(state(whole.folder), state(parts.folder))
     assert rows(whole.folder) == rows(parts.folder)
     assert rows(whole.folder, "ledger") == rows(parts.folder, "ledger")
@@ -104,7 +104,7 @@ def test_accuracy_by_class_adds_up_to_the_accuracy(whole: RunResult) -> None:
 
 
 def test_workers_that_share_the_weights_make_the_same_run(make: Make, whole: RunResult) -> None:
-    found = run(make(name="workers"), workplace=in_threads(2))
+    found = run_config(make(name="workers"), backend=in_threads(2))
     assert same_tensors(state(whole.folder), state(found.folder))
     assert rows(whole.folder) == rows(found.folder)
 
@@ -116,7 +116,10 @@ def test_the_adapters_load_onto_the_stock_classifier_and_score_as_the_run_says(
     assembly = assemble(config)
     vision, client = assembly.site.backbone.vision, assembly.clients[2]
     assert vision is not None and client.name == "stripes-0"
-    for folder in (whole.folder / "adapters/stripes-0", export(whole.folder, client="stripes-0", to=tmp_path / "own")):
+    for folder in (
+        whole.folder / "adapters/stripes-0",
+        export_client(whole.folder, client="stripes-0", to=tmp_path / "own"),
+    ):
         stock = AutoModelForImageClassification.from_pretrained(
             config.model.model, num_labels=3, ignore_mismatched_sizes=True
         )
@@ -143,7 +146,7 @@ def test_a_round_has_as_many_steps_as_asked_for_and_the_plan_counts_them(make: M
     """24 images in batches of 8 are three steps a pass: seven are two passes and one step more, 56 images of 24."""
     options = train_options(make(local_steps=7), with_images=True)
     assert (options.max_steps, options.epochs) == (7, 7)
-    result = run(make(name="steps", local_steps=7, rounds=1, audit=False))
+    result = run_config(make(name="steps", local_steps=7, rounds=1, audit=False))
     assert {row["steps"] for row in rows(result.folder) if row.get("split") == "train"} == {7.0}
     one, more = (
         Plan.from_json(read_json(folder / "plan.json")).clients[0].predicted["seconds"]
@@ -167,13 +170,13 @@ def test_a_round_has_as_many_steps_as_asked_for_and_the_plan_counts_them(make: M
 )
 def test_what_cannot_be_run_is_told_in_one_line(make: Make, values: dict[str, object], text: str) -> None:
     with pytest.raises(ConfigError, match=text) as caught:
-        run(make(name="bad", **values))
+        run_config(make(name="bad", **values))
     assert "\n" not in str(caught.value)
 
 
 def test_a_model_that_is_no_plain_transformer_takes_no_adapters(make: Make, tmp_path: Path) -> None:
     with pytest.raises(ModelError, match=r"architecture 'convnext'.*deit, dinov2, .*vit.*--tune whole") as caught:
-        run(make(name="bad", model=str(save_tiny(tmp_path, "convnext")), image_size=32))
+        run_config(make(name="bad", model=str(save_tiny(tmp_path, "convnext")), image_size=32))
     assert "\n" not in str(caught.value)
 
 

@@ -6,7 +6,7 @@ import pytest
 
 from atlas_fl.config import Config, with_values
 from atlas_fl.config.presets import find_preset
-from atlas_fl.experiment.run import run
+from atlas_fl.experiment.run import run_config
 from tests.models.tiny_vision import save_tiny
 from tests.runs.workers import check_same_images, in_threads
 
@@ -38,6 +38,6 @@ def make(tmp_path_factory: pytest.TempPathFactory) -> Make:
 )
 def test_any_number_of_workers_makes_the_same_run(make: Make, values: dict[str, object]) -> None:
     name = "-".join(map(str, values.values()))
-    whole = run(make(name=f"whole-{name}", **values))
-    found = run(make(name=f"workers-{name}", **values), workplace=in_threads(3))
+    whole = run_config(make(name=f"whole-{name}", **values))
+    found = run_config(make(name=f"workers-{name}", **values), backend=in_threads(3))
     check_same_images(whole.folder, found.folder)

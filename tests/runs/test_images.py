@@ -22,10 +22,10 @@ from atlas_fl.data.tables import SPLITS
 from atlas_fl.data.task import Images
 from atlas_fl.errors import AtlasError, BudgetError, CheckpointError, ConfigError, DataError, ModelError
 from atlas_fl.events import Note, PhaseStarted
-from atlas_fl.experiment.export import export
-from atlas_fl.experiment.rounds import sample_of
-from atlas_fl.experiment.run import resume, run
-from atlas_fl.experiment.task_arithmetic import masks_of_clients
+from atlas_fl.experiment.export import export_client
+from atlas_fl.experiment.rounds import round_participants
+from atlas_fl.experiment.run import resume_run, run_config
+from atlas_fl.experiment.task_arithmetic import masks_by_client
 from atlas_fl.models.vision import image_logits, preprocess
 from atlas_fl.params import unflatten_by_client
 from atlas_fl.planning.masks import prepare_whole
@@ -57,14 +57,14 @@ def starts(folder: Path, round: int) -> dict[str, dict[str, torch.Tensor]]:
 
 def test_whole_models_go_through_the_same_rounds(config: Make) -> None:
     chosen = config()
-    result = run(chosen)
+    result = run_config(chosen)
     assert result.complete and audit(result.folder).ok
     names = list(starts(result.folder, 0))
     for number in (1, 2, 3):
         sampled = {
             row["client"] for row in rows(result.folder) if row["round"] == number and row.get("split") == "train"
         }
-        assert sampled == set(sample_of(chosen, names, round=number)) and len(sampled) == 4
+        assert sampled == set(round_participants(chosen, names, round=number)) and len(sampled) == 4
         before, after = starts(result.folder, number - 1), starts(result.folder, number)
         assert len({tuple(t.double().sum().item() for t in params.values()) for params in after.values()}) == 1, (
             "one model"
@@ -77,7 +77,7 @@ def test_a_mask_holds_in_one_place_and_over_clients_alike(place: str, config: Ma
     chosen = {"central": {"clients_per_task": 1, "participation": 1, "momentum": 0.9, "weight_decay": 1e-4}}
     chosen["by class"] = {"nc": "2", "samples": 20}
     own = chosen.get(place, {})
-    result = run(config(**own, rounds=2, local_steps=2, mask="random", sparsity=0.9))
+    result = run_config(config(**own, rounds=2, local_steps=2, mask="random", sparsity=0.9))
     assert audit(result.folder).ok
     mask = load_file(RunFolder(result.folder).mask)
     first, last = starts(result.folder, 0), starts(result.folder, 2)
@@ -99,7 +99,7 @@ def test_a_device_that_holds_no_model_is_refused_before_anything_is_fitted(confi
 
 
 def test_accuracy_by_class_adds_up_to_the_accuracy_and_is_drawn(config: Make) -> None:
-    result = run(config(rounds=1, audit=False))
+    result = run_config(config(rounds=1, audit=False))
     classes, test = result.summary["tasks"]["digits"]["classes"], result.summary["overall"]["final"]["test"]
     assert list(classes) == [str(digit) for digit in range(10)]
     assert sum(own["examples"] for own in classes.values()) == 8 * 20
@@ -118,23 +118,23 @@ def test_accuracy_by_class_adds_up_to_the_accuracy_and_is_drawn(config: Make) ->
 
 
 def test_the_federation_is_stored_once_where_all_hold_one_model(config: Make) -> None:
-    result = run(config(audit=False, rounds=1))
+    result = run_config(config(audit=False, rounds=1))
     stored = unflatten_by_client({key.removeprefix("strategy/"): t for key, t in state(result.folder, round=1).items()})
     assert list(stored) == ["digits-0"]
     assert [path.name for path in (result.folder / "models").iterdir()] == ["digits-0"]
 
 
 def test_updates_that_lie_in_files_make_the_same_run(config: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    held = run(config(name="held"))
+    held = run_config(config(name="held"))
     monkeypatch.setattr("atlas_fl.runtime.local.HELD_BYTES", 0)
-    spilled = run(config(name="spilled"))
+    spilled = run_config(config(name="spilled"))
     assert same_tensors(state(held.folder, round=3), state(spilled.folder, round=3))
     assert rows(held.folder) == rows(spilled.folder)
 
 
 def test_the_audit_keeps_one_model_once_and_finds_it_altered(config: Make) -> None:
     """Eight clients that hold one model leave the bytes of one, and are eight to whoever reads it."""
-    result = run(config(rounds=1))
+    result = run_config(config(rounds=1))
     file = result.folder / "audit/round-0001/start.safetensors"
     held = starts(result.folder, 1)
     assert len(held) == 8 and all(same_tensors(held["digits-0"], one) for one in held.values())
@@ -156,7 +156,7 @@ def test_a_central_run_stops_where_it_is_no_better_and_its_best_round_can_be_exp
         **{"clients_per_task": 1, "samples": 200, "strategy": "local", "participation": 1, "eval_every": 1},
         **{"rounds": 12, "lr": 0.3, "clip": 0, "patience": 2, "keep_best": 1, "keep_checkpoints": 1},
     )
-    result = run(chosen)
+    result = run_config(chosen)
     best, last = result.summary["best"]["round"], result.summary["stopped"]["round"]
     assert best == last - 2 < 12
     held = sorted(path.name for path in (result.folder / "checkpoints").glob("round-*"))
@@ -164,7 +164,7 @@ def test_a_central_run_stops_where_it_is_no_better_and_its_best_round_can_be_exp
     assembly = assemble(chosen)
     pixels = preprocess(assembly.site.vision, assembly.clients[0].test.pixels)
     for round, number in ((None, last), ("best", best), (str(best), best)):
-        folder = export(result.folder, client="0", to=tmp_path / f"model-{round}", round=round)
+        folder = export_client(result.folder, client="0", to=tmp_path / f"model-{round}", round=round)
         stock = AutoModelForImageClassification.from_pretrained(folder).eval()
         wanted = image_logits(assembly.site.vision, starts(result.folder, number)["digits-0"], pixels)
         with torch.no_grad():
@@ -194,7 +194,7 @@ def test_the_plan_counts_the_parameters(config: Make) -> None:
 
 @pytest.mark.parametrize("values", [{}, {"share": "head"}, {"share": "A+B"}, {"mask": "random"}])
 def test_the_plan_has_the_bytes_of_a_round(config: Make, values: dict[str, str]) -> None:
-    folder = run(config(rounds=2, participation=1.0, **values)).folder
+    folder = run_config(config(rounds=2, participation=1.0, **values)).folder
     plan = make_plan(config(participation=1.0, **values))
     predicted = {client.name: client.predicted["up_bytes"] for client in plan.clients}
     sent = Counter[str]()
@@ -206,7 +206,7 @@ def test_the_plan_has_the_bytes_of_a_round(config: Make, values: dict[str, str])
 
 def test_what_the_plan_notes_is_told_and_logged_and_says_who_has_what(config: Make) -> None:
     told = list[object]()
-    result = run(config(nc="2", samples=20, sparsity=0.5, rounds=1, audit=False), on_event=told.append)
+    result = run_config(config(nc="2", samples=20, sparsity=0.5, rounds=1, audit=False), on_event=told.append)
     wanted = (
         "digits: 160 training examples over 8 clients, 20 each, of 2 of 10 classes; labels 0.",
         "without --mask there is no mask, and --sparsity 0.5 does nothing",
@@ -218,7 +218,7 @@ def test_what_the_plan_notes_is_told_and_logged_and_says_who_has_what(config: Ma
 
 
 def test_a_run_on_whole_models_has_no_figure_of_adapters(config: Make) -> None:
-    drawn = {path.stem for path in draw_all(run(config(rounds=1, mask="random", audit=False)).folder)}
+    drawn = {path.stem for path in draw_all(run_config(config(rounds=1, mask="random", audit=False)).folder)}
     assert drawn == {"convergence", "scores", "bytes", "classes", "by-class", "mask"}
 
 
@@ -236,7 +236,7 @@ def test_a_mask_of_another_model_is_refused_before_a_head_is_fitted(
 
 def test_an_exported_model_gives_the_same_logits_in_stock_transformers(config: Make) -> None:
     chosen = config(rounds=1, frozen_blocks=1)
-    folder = run(chosen).folder
+    folder = run_config(chosen).folder
     assembly = assemble(chosen)
     pixels = preprocess(assembly.site.vision, assembly.clients[0].test.pixels)
     wanted = image_logits(assembly.site.vision, starts(folder, 1)["digits-0"], pixels)
@@ -249,10 +249,10 @@ def test_an_exported_model_gives_the_same_logits_in_stock_transformers(config: M
 @pytest.mark.parametrize("mask", ["none", "least_sensitive"])
 def test_a_run_in_sessions_ends_in_the_same_bits(config: Make, mask: str) -> None:
     settings = {"mask": mask, "dropout": 0.2, "schedule": "cosine", "label_smoothing": 0.1}
-    whole = run(config(name="whole", **settings))
-    parts = run(config(name="parts", max_rounds=1, **settings))
+    whole = run_config(config(name="whole", **settings))
+    parts = run_config(config(name="parts", max_rounds=1, **settings))
     while not parts.complete:
-        parts = resume(parts.folder, max_rounds=1)
+        parts = resume_run(parts.folder, max_rounds=1)
     assert same_tensors(state(whole.folder), state(parts.folder))
     assert rows(whole.folder) == rows(parts.folder)
     assert rows(whole.folder, "ledger") == rows(parts.folder, "ledger")
@@ -264,7 +264,7 @@ def test_a_run_in_sessions_ends_in_the_same_bits(config: Make, mask: str) -> Non
 
 @pytest.mark.parametrize("mask", MASKS)
 def test_frozen_weights_keep_every_bit_and_only_kept_ones_travel(config: Make, mask: str) -> None:
-    result = run(config(mask=mask, weight_decay=0.01, nesterov=True))
+    result = run_config(config(mask=mask, weight_decay=0.01, nesterov=True))
     masks = load_file(result.folder / "mask.safetensors")
     first, last = starts(result.folder, 0)["digits-0"], starts(result.folder, 3)["digits-0"]
     body = {key: own for key, own in masks.items() if not key.startswith("head.")}
@@ -285,9 +285,9 @@ def test_frozen_weights_keep_every_bit_and_only_kept_ones_travel(config: Make, m
 
 
 def test_a_mask_out_of_a_file_trains_what_the_run_that_made_it_trained(config: Make) -> None:
-    made = run(config(mask="lowest_magnitude", name="made", rounds=1))
+    made = run_config(config(mask="lowest_magnitude", name="made", rounds=1))
     file = made.folder / "mask.safetensors"
-    given = run(config(mask_file=str(file), name="given", rounds=1))
+    given = run_config(config(mask_file=str(file), name="given", rounds=1))
     assert same_tensors(state(made.folder, round=1), state(given.folder, round=1))
     assert same_tensors(load_file(file), load_file(given.folder / "mask.safetensors"))
     assert rows(made.folder, "ledger") == rows(given.folder, "ledger")
@@ -297,24 +297,24 @@ def test_a_mask_out_of_a_file_trains_what_the_run_that_made_it_trained(config: M
 
 
 def test_a_run_goes_on_with_the_mask_it_was_begun_with_or_not_at_all(config: Make, tmp_path: Path) -> None:
-    made = run(config(mask="lowest_magnitude", name="made", rounds=1, audit=False))
+    made = run_config(config(mask="lowest_magnitude", name="made", rounds=1, audit=False))
     file = tmp_path / "mask.safetensors"
     file.write_bytes(good := (made.folder / "mask.safetensors").read_bytes())
     chosen = config(mask_file=str(file), name=None, rounds=2, audit=False)
-    begun = run(with_values(chosen, {"max_rounds": 1}))
+    begun = run_config(with_values(chosen, {"max_rounds": 1}))
     masks = load_file(file)
     masks["embeddings.cls_token"] = ~masks["embeddings.cls_token"]
     save_file(masks, file)
     with pytest.raises(ConfigError, match=r"mask.safetensors was altered: .*restore the file, or begin another run"):
-        resume(begun.folder)
-    other = run(with_values(chosen, {"max_rounds": 1}), resume=True)
+        resume_run(begun.folder)
+    other = run_config(with_values(chosen, {"max_rounds": 1}), resume=True)
     assert other.folder != begun.folder, "an altered file makes another run"
     with pytest.raises(CheckpointError, match=rf"begun with mask_file = '{file}#sha256=\w+', not '{file}#sha256="):
-        run(with_values(chosen, {"name": begun.folder.name}), resume=True)
+        run_config(with_values(chosen, {"name": begun.folder.name}), resume=True)
     file.write_bytes(good)
-    assert resume(begun.folder).complete
+    assert resume_run(begun.folder).complete
     file.unlink()
-    assert resume(other.folder).complete, "a run has a copy of its own"
+    assert resume_run(other.folder).complete, "a run has a copy of its own"
 
 
 def test_masks_of_single_clients_are_those_of_runs_in_which_they_alone_score(config: Make) -> None:
@@ -325,12 +325,12 @@ def test_masks_of_single_clients_are_those_of_runs_in_which_they_alone_score(con
         "participation": 0.25,
         "calibration_examples": 8,
     }
-    together = run(config(name="together", **settings))
-    alone = run(config(name="alone", calibration_clients=1, **settings))
+    together = run_config(config(name="together", **settings))
+    alone = run_config(config(name="alone", calibration_clients=1, **settings))
     (scorer,) = {
         row["client"] for row in rows(alone.folder, "ledger") if (row["kind"], row["direction"]) == ("mask", "up")
     }
-    found = masks_of_clients(RunFolder(together.folder), clients=8)
+    found = masks_by_client(RunFolder(together.folder), clients=8)
     assert len(found) == 8 and scorer in found
     made = {
         key: own for key, own in load_file(alone.folder / "mask.safetensors").items() if not key.startswith("head.")
@@ -339,7 +339,7 @@ def test_masks_of_single_clients_are_those_of_runs_in_which_they_alone_score(con
     shared = overlap(list(found.values()))
     assert 0.05 < shared[0, 1] < 1, "clients agree in part"
     with pytest.raises(ConfigError, match="--clients is 9; allowed: 2 to 8"):
-        masks_of_clients(RunFolder(together.folder), clients=9)
+        masks_by_client(RunFolder(together.folder), clients=9)
 
 
 def test_a_mask_of_another_model_is_refused_and_leaves_nothing(config: Make, tmp_path: Path) -> None:
@@ -348,14 +348,14 @@ def test_a_mask_of_another_model_is_refused_and_leaves_nothing(config: Make, tmp
     with pytest.raises(
         ModelError, match=r"--mask-file .*other.safetensors fits another model: the mask has none for"
     ) as caught:
-        run(config(mask_file=str(tmp_path / "other.safetensors")))
+        run_config(config(mask_file=str(tmp_path / "other.safetensors")))
     assert "\n" not in str(caught.value) and not (tmp_path / "runs/run").exists()
     with pytest.raises(CheckpointError, match=r"no file .*nowhere.safetensors"):
-        run(config(mask_file=str(tmp_path / "nowhere.safetensors")))
+        run_config(config(mask_file=str(tmp_path / "nowhere.safetensors")))
 
 
 def test_the_audit_finds_a_frozen_weight_that_moved(config: Make) -> None:
-    result = run(config(mask="random", rounds=1))
+    result = run_config(config(mask="random", rounds=1))
     file = result.folder / "mask.safetensors"
     masks = load_file(file)
     save_file({key: ~own for key, own in masks.items()}, file)
@@ -367,7 +367,7 @@ def test_the_audit_finds_a_frozen_weight_that_moved(config: Make) -> None:
 
 
 def test_a_masked_run_without_its_mask_passes_no_audit(config: Make) -> None:
-    folder = run(config(mask="random", rounds=1)).folder
+    folder = run_config(config(mask="random", rounds=1)).folder
     assert audit(folder).ok
     (folder / "mask.safetensors").unlink()
     assert {row.check for row in audit(folder).failures} == {"files"}
@@ -445,7 +445,7 @@ def _pooled(clients: tuple[ClientData, ...]) -> ClientData:
 )
 def test_what_cannot_be_run_is_told_in_one_line(config: Make, values: dict[str, object], text: str) -> None:
     with pytest.raises(AtlasError, match=text) as caught:
-        run(config(**values))
+        run_config(config(**values))
     assert "\n" not in str(caught.value)
 
 

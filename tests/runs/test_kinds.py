@@ -15,7 +15,7 @@ from atlas_fl.config.presets import find_preset
 from atlas_fl.deployment.server import check_served
 from atlas_fl.deployment.service import Service
 from atlas_fl.errors import ConfigError
-from atlas_fl.experiment.run import resume
+from atlas_fl.experiment.run import resume_run
 from tests.models.tiny_vision import save_tiny
 from tests.runs.conftest import configs, saved_once
 from tests.runs.federation import Federation
@@ -98,7 +98,7 @@ def test_a_run_that_is_killed_in_its_second_round_goes_on_to_the_same_bits(
     programs.start("run", "--config", "config.toml", folder=tmp_path, fault=fault).end(-signal.SIGKILL)
     killed, whole = tmp_path / "runs/killed", finished(config).folder
     assert not (killed / "checkpoints/round-0002").exists()
-    assert resume(killed).complete
+    assert resume_run(killed).complete
     assert same_tensors(state(whole), state(killed))
     for kind in ("metrics", "ledger"):
         assert rows(whole, kind) == rows(killed, kind)

@@ -15,7 +15,7 @@ from atlas_fl.client.job import Job, Update
 from atlas_fl.config import Config, config_hash, identity_settings
 from atlas_fl.errors import AtlasError
 from atlas_fl.events import OnEvent
-from atlas_fl.experiment.run import RunResult, resume, run
+from atlas_fl.experiment.run import RunResult, resume_run, run_config
 from atlas_fl.planning.planner import local_engine
 from atlas_fl.ranks.devices import find_devices
 from atlas_fl.report.record import read_record
@@ -39,14 +39,14 @@ MEASURED = {
 
 @pytest.fixture(scope="module")
 def late(shared_config: Make) -> RunResult:
-    return run(shared_config(name="late", arrive=LATE, eta=0.3))
+    return run_config(shared_config(name="late", arrive=LATE, eta=0.3))
 
 
 @pytest.mark.parametrize(
     ("strategy", "space"), [("atlas", "factors"), ("fedavg", "product"), ("fedavg_cluster", "factors")]
 )
 def test_every_rule_gives_newcomers_a_start_that_the_audit_recomputes(config: Make, strategy: str, space: str) -> None:
-    result = run(config(strategy=strategy, space=space, arrive=LATE))
+    result = run_config(config(strategy=strategy, space=space, arrive=LATE))
     found = audit(result.folder)
     assert found.ok, found.failures
     joined = [(row.round, row.client) for row in found.rows if row.check == "joined"]
@@ -58,7 +58,7 @@ def test_every_rule_gives_newcomers_a_start_that_the_audit_recomputes(config: Ma
 
 
 def test_a_rule_that_sends_nothing_lets_newcomers_begin_with_their_own(config: Make) -> None:
-    result = run(config(strategy="local", arrive="movie-1=2", rounds=2))
+    result = run_config(config(strategy="local", arrive="movie-1=2", rounds=2))
     folder = RunFolder(result.folder)
     assert same_tensors(*(read_tensors(folder.audit_arrival(2) / f"{name}.safetensors") for name in ("fresh", "start")))
     assert rows(result.folder, "ledger") == []
@@ -99,7 +99,7 @@ def test_rows_and_bytes_of_a_newcomer_begin_with_its_round(late: RunResult) -> N
 
 
 def test_a_newcomer_with_a_cut_is_placed_over_it(config: Make, late: RunResult) -> None:
-    cut = run(config(name="late", arrive=LATE, eta=0.3, split="movie-1=1"))
+    cut = run_config(config(name="late", arrive=LATE, eta=0.3, split="movie-1=1"))
     assert same_tensors(state(cut.folder), state(late.folder))
     sent = [row for row in rows(cut.folder, "ledger") if row["client"] == "movie-1" and row["round"] == 2]
     assert {row["phase"] for row in sent if row.get("phase")} == {"fingerprint"}, "importance is that of its cluster"
@@ -143,14 +143,14 @@ def test_sessions_and_clusters_measured_again_make_the_same_run(config: Make) ->
         "checkpoint_every": 3,
         "complexity_scaling": True,
     }
-    once = run(config(name="once", **settings))
-    parts = run(config(name="parts", max_rounds=2, **settings))
+    once = run_config(config(name="once", **settings))
+    parts = run_config(config(name="parts", max_rounds=2, **settings))
     plans = [path.name for path in RunFolder(parts.folder).plans()]
     assert plans == ["plan.json", "plan-0002.json"]
     # one of the arrival, though none was due, and one of the session's end
     held = sorted(path.name for path in RunFolder(parts.folder).checkpoints.iterdir())
     assert held == ["round-0001", "round-0002"]
-    assert resume(parts.folder).complete
+    assert resume_run(parts.folder).complete
     assert same_tensors(state(once.folder), state(parts.folder))
     assert rows(once.folder) == rows(parts.folder)
     assert rows(once.folder, "ledger") == rows(parts.folder, "ledger")
@@ -187,7 +187,7 @@ def test_who_cannot_join_is_told_why_and_the_others_go_on(config: Make) -> None:
         yield here, Deaf(local_engine(whole, on_event), "trec-1")
 
     notes: list[str] = []
-    result = run(config(name="open", rounds=2), workplace=workplace, on_event=lambda e: notes.append(str(e)))
+    result = run_config(config(name="open", rounds=2), backend=workplace, on_event=lambda e: notes.append(str(e)))
     assert "none has 402.7 MB of memory and training takes" in str(told["movie-1"])
     assert "no fingerprint of trec-1" in str(told["trec-1"])
     assert any(note.startswith("movie-1 does not join: ") for note in notes)
@@ -197,7 +197,7 @@ def test_who_cannot_join_is_told_why_and_the_others_go_on(config: Make) -> None:
 
 
 def test_who_trains_stays_the_same_up_to_the_next_aggregation(config: Make) -> None:
-    result = run(config(arrive="movie-1=2", aggregate_every=2, rounds=4, strategy="fedavg"))
+    result = run_config(config(arrive="movie-1=2", aggregate_every=2, rounds=4, strategy="fedavg"))
     first = [row["round"] for row in rows(result.folder) if row.get("event") == "joined"]
     assert first == [3]
     assert audit(result.folder).ok
@@ -218,7 +218,7 @@ def test_who_trains_stays_the_same_up_to_the_next_aggregation(config: Make) -> N
 )  # fmt: skip
 def test_mistakes_are_one_line_and_leave_nothing(config: Make, values: dict[str, object], message: str) -> None:
     with pytest.raises(AtlasError, match=message) as caught:
-        run(config(**values))
+        run_config(config(**values))
     assert "\n" not in str(caught.value)
     assert not RunFolder(Path(config().run.runs_dir) / "run").path.exists()
 

@@ -10,7 +10,7 @@ from atlas_fl.audit.check import audit
 from atlas_fl.audit.run_files import Models, models_in
 from atlas_fl.config import Config
 from atlas_fl.errors import AtlasError
-from atlas_fl.experiment.run import RunResult, resume, run
+from atlas_fl.experiment.run import RunResult, resume_run, run_config
 from atlas_fl.storage.jsonl import read_json
 from atlas_fl.storage.run_folder import RunFolder
 from atlas_fl.storage.tensors import read_tensors, write_tensors
@@ -34,7 +34,7 @@ def arrival(result: RunResult, name: str) -> Models:
 def test_a_newcomer_begins_with_the_global_weights_and_counts_in_the_next_average(
     image_config: Make, values: dict[str, object]
 ) -> None:
-    result = run(image_config(**values))
+    result = run_config(image_config(**values))
     held, begun = audited(result, 1, "start"), arrival(result, "start")["digits-2"]
     assert held.keys() == {"digits-0", "digits-1"}
     assert same_tensors(begun, held["digits-0"]) and same_tensors(begun, held["digits-1"])
@@ -63,9 +63,12 @@ def test_sessions_with_a_newcomer_make_the_same_run(image_config: Make, tmp_path
     """It has a task of its own, whose head is fitted by its own images."""
     own = f"stripes={_stripes(tmp_path / 'stripes', each=60)}"
     values = {**SMALL, "clients_per_task": 1, "task": own, "arrive": "stripes-0=2"}
-    once, parts = run(image_config(name="once", **values)), run(image_config(name="parts", max_rounds=1, **values))
+    once, parts = (
+        run_config(image_config(name="once", **values)),
+        run_config(image_config(name="parts", max_rounds=1, **values)),
+    )
     while not parts.complete:
-        parts = resume(parts.folder, max_rounds=1)
+        parts = resume_run(parts.folder, max_rounds=1)
     assert same_tensors(state(once.folder), state(parts.folder))
     for kind in ("metrics", "ledger"):
         assert rows(once.folder, kind) == rows(parts.folder, kind)
@@ -84,7 +87,7 @@ def test_sessions_with_a_newcomer_make_the_same_run(image_config: Make, tmp_path
 @pytest.mark.parametrize("values", [SMALL, MASKED], ids=["dense", "mask"])
 def test_an_altered_start_of_a_newcomer_is_found(image_config: Make, values: dict[str, object]) -> None:
     """Of a body that a mask freezes one last bit is too much; what rounding may do to a mean is let pass."""
-    result = run(image_config(**values, rounds=2))
+    result = run_config(image_config(**values, rounds=2))
     place = RunFolder(result.folder).audit_arrival(2) / "start.safetensors"
     tensors = read_tensors(place)
     key = next(key for key in arrival(result, "start")["digits-2"] if not key.startswith("head."))
@@ -101,7 +104,7 @@ def test_an_altered_start_of_a_newcomer_is_found(image_config: Make, values: dic
 
 
 def test_a_rule_that_sends_nothing_lets_a_newcomer_begin_with_its_own(image_config: Make) -> None:
-    result = run(image_config(**SMALL, strategy="local", rounds=2))
+    result = run_config(image_config(**SMALL, strategy="local", rounds=2))
     assert same_tensors(arrival(result, "fresh")["digits-2"], arrival(result, "start")["digits-2"])
     assert not same_tensors(arrival(result, "start")["digits-2"], audited(result, 1, "start")["digits-0"])
     assert rows(result.folder, "ledger") == [] and audit(result.folder).ok
@@ -112,5 +115,5 @@ def test_a_mask_holds_for_heads_of_one_size(image_config: Make, tmp_path: Path) 
     values = {**MASKED, "clients_per_task": 1, "task": own}
     for arrive in ("none", "stripes-0=2"):
         with pytest.raises(AtlasError, match=r"^one mask holds for the heads.*digits 10, stripes 3; give") as caught:
-            run(image_config(**{**values, "arrive": arrive}))
+            run_config(image_config(**{**values, "arrive": arrive}))
         assert "\n" not in str(caught.value)

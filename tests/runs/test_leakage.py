@@ -17,7 +17,7 @@ from transformers import AutoModel
 from atlas_fl.cli.main import main
 from atlas_fl.config import Config, config_hash
 from atlas_fl.errors import ConfigError, DataError
-from atlas_fl.experiment.run import run
+from atlas_fl.experiment.run import run_config
 from atlas_fl.models.tokenization import EncodedExamples
 from atlas_fl.planning.leakage import leakage_of
 from atlas_fl.planning.planner import make_plan, measure_leakage
@@ -110,7 +110,10 @@ def test_a_cut_that_the_model_does_not_have_is_told_in_a_line(config: Make, cut:
 @pytest.mark.slow
 def test_a_run_that_is_asked_tells_what_its_cuts_give_away_and_trains_the_same(config: Make) -> None:
     settings = {"split": "movie=1"}
-    quiet, told = run(config(name="quiet", **settings)), run(config(name="told", leakage=True, **settings))
+    quiet, told = (
+        run_config(config(name="quiet", **settings)),
+        run_config(config(name="told", leakage=True, **settings)),
+    )
     assert same_tensors(state(quiet.folder), state(told.folder))
     assert config_hash(config(**settings)) == config_hash(config(leakage=True, **settings))
     plan = read_json(told.folder / "plan.json")
@@ -130,7 +133,7 @@ def test_a_run_that_is_asked_tells_what_its_cuts_give_away_and_trains_the_same(c
 
 def test_leakage_without_a_cut_is_refused_in_a_line(config: Make) -> None:
     with pytest.raises(ConfigError, match="--leakage tells what the cuts give away, and --split none makes none"):
-        run(config(leakage=True))
+        run_config(config(leakage=True))
     assert make_plan(config(leakage=True, split="auto")).leakage == ()
 
 

@@ -11,8 +11,8 @@ from atlas_fl.audit.check import audit
 from atlas_fl.client.job import Job, Update
 from atlas_fl.config import Config
 from atlas_fl.events import OnEvent
-from atlas_fl.experiment.backends import ENGINES
-from atlas_fl.experiment.run import run
+from atlas_fl.experiment.backends import BACKENDS
+from atlas_fl.experiment.run import run_config
 from atlas_fl.runtime.transport.certificates import make_certs, revoke_certs
 from atlas_fl.storage.jsonl import read_json, read_rows
 from tests.runs.federation import Federation, adapters
@@ -87,7 +87,7 @@ class Absent:
 
 @contextmanager
 def absent(config: Config, on_event: OnEvent) -> Iterator[tuple[Any, Any]]:
-    with ENGINES["local"](config, on_event) as (assembly, engine):
+    with BACKENDS["local"](config, on_event) as (assembly, engine):
         yield assembly, Absent(engine)
 
 
@@ -96,7 +96,7 @@ def test_a_round_that_has_none_but_those_who_are_left_out_changes_nothing_and_is
     strategy: str, config: Callable[..., Config]
 ) -> None:
     settings = {"clients_per_task": 3, "rounds": 3, "pack_tokens": 1}
-    found = run(config(tasks=("movie",), strategy=strategy, **settings), workplace=absent)
+    found = run_config(config(tasks=("movie",), strategy=strategy, **settings), backend=absent)
     rows = [row for row in read_rows(found.folder / "metrics.jsonl") if row.get("event") == "missing"]
     assert [(row["round"], row["client"]) for row in rows] == [
         (1, "movie-1"),

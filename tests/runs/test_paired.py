@@ -15,7 +15,7 @@ from atlas_fl.client.job import Job, Update
 from atlas_fl.config import Config, config_hash
 from atlas_fl.errors import ConfigError
 from atlas_fl.events import OnEvent
-from atlas_fl.experiment.run import RunResult, resume, run
+from atlas_fl.experiment.run import RunResult, resume_run, run_config
 from atlas_fl.planning.planner import local_engine, make_plan
 from atlas_fl.ranks.devices import DEVICES
 from atlas_fl.report.tables import plan_tables
@@ -46,12 +46,12 @@ def sums(folder: Path) -> Counter[tuple[object, ...]]:
 
 @pytest.fixture(scope="module")
 def paired(shared_config: Make) -> RunResult:
-    return run(shared_config(name="paired", eta=0.3, dropout=0.1, **SPLIT))
+    return run_config(shared_config(name="paired", eta=0.3, dropout=0.1, **SPLIT))
 
 
 def test_pairing_changes_who_computes_and_no_bit(config: Make, paired: RunResult) -> None:
     settings = {**SPLIT, "topology": "server"}
-    server = run(config(name="server", eta=0.3, dropout=0.1, **settings))
+    server = run_config(config(name="server", eta=0.3, dropout=0.1, **settings))
     assert same_tensors(state(server.folder), state(paired.folder))
     assert [row for row in rows(paired.folder) if row.get("event") != "hosted"] == rows(server.folder)
     assert audit(paired.folder).ok
@@ -126,7 +126,7 @@ def test_guests_of_a_host_that_drops_are_paired_again_in_the_same_round(config: 
         assembly = assemble(own)
         yield assembly, Dropping(engine=local_engine(assembly, on_event), lost=lost, round=2)
 
-    result = run(config(name="dropping", **SPLIT), workplace=workplace)
+    result = run_config(config(name="dropping", **SPLIT), backend=workplace)
     assert [(row["client"], row["round"]) for row in rows(result.folder) if row.get("event") == "missing"] == [
         (name, 2) for name in lost
     ]
@@ -152,10 +152,10 @@ def test_guests_of_a_host_that_drops_are_paired_again_in_the_same_round(config: 
 
 def test_sessions_of_a_paired_run_with_sampling_make_the_same_run(config: Make) -> None:
     settings = {**SPLIT, "participation": 0.5, "wire": "int8", "wire_noise": 0.05}
-    once = run(config(name="once", **settings))
-    parts = run(config(name="parts", max_rounds=1, **settings))
+    once = run_config(config(name="once", **settings))
+    parts = run_config(config(name="parts", max_rounds=1, **settings))
     while not parts.complete:
-        parts = resume(parts.folder, max_rounds=1)
+        parts = resume_run(parts.folder, max_rounds=1)
     assert same_tensors(state(once.folder), state(parts.folder))
     assert rows(once.folder) == rows(parts.folder)
     assert rows(once.folder, "ledger") == rows(parts.folder, "ledger")
@@ -203,7 +203,7 @@ def test_where_every_model_is_cut_the_server_hosts_all(config: Make) -> None:
 
 
 def test_clusters_that_are_measured_again_are_paired_again(config: Make) -> None:
-    result = run(config(name="again", recluster_every=1, **SPLIT))
+    result = run_config(config(name="again", recluster_every=1, **SPLIT))
     first, last = (read_json(result.folder / name)["clients"] for name in ("plan.json", "plan-0003.json"))
     for old, new in zip(first, last, strict=True):
         assert new["split"].get("host") == old["split"].get("host")
@@ -213,7 +213,7 @@ def test_clusters_that_are_measured_again_are_paired_again(config: Make) -> None
 
 def test_pairing_without_a_cut_is_refused_in_a_line(config: Make) -> None:
     with pytest.raises(ConfigError, match=r"^--topology paired says who .* and --split none cuts none; ") as caught:
-        run(config(topology="paired"))
+        run_config(config(topology="paired"))
     assert "\n" not in str(caught.value)
 
 

@@ -13,7 +13,7 @@ from atlas_fl.clustering.result import Clustering, assign_client
 from atlas_fl.config import Config
 from atlas_fl.errors import CheckpointError, ConfigError, DataError
 from atlas_fl.events import ignore
-from atlas_fl.experiment.run import run
+from atlas_fl.experiment.run import run_config
 from atlas_fl.planning.place_client import place_client
 from atlas_fl.planning.planner import local_engine
 from atlas_fl.planning.task_discovery import fingerprints
@@ -88,7 +88,7 @@ def test_no_row_of_a_client_of_the_run_is_used(config: Make) -> None:
 
 
 def test_a_run_without_clusters_is_refused_on_one_line(config: Make) -> None:
-    local = run(config(strategy="local", rounds=1))
+    local = run_config(config(strategy="local", rounds=1))
     with pytest.raises(ConfigError, match=r"has no clusters: strategy 'local' uses none; name a run of another"):
         place_client(local.folder, task="movie")
 

@@ -12,7 +12,7 @@ from atlas_fl.deployment.server import across_machines
 from atlas_fl.deployment.service import Service
 from atlas_fl.deployment.site import Joining, join
 from atlas_fl.events import Event, Note, RoundFinished
-from atlas_fl.experiment.run import run
+from atlas_fl.experiment.run import run_config
 from atlas_fl.runtime.transport.certificates import make_certs
 from atlas_fl.runtime.transport.sessions import Session, Sessions
 from tests.runs.reading import rows
@@ -47,7 +47,7 @@ class Watched:
 
         patch.setattr(Sessions, "handle", counted)
         service = Service(certs=folder / "certs/server", host="127.0.0.1", port=0, wait_seconds=60, deadline_seconds=60)
-        self.result = run(config, workplace=across_machines(service), on_event=self.on_event)
+        self.result = run_config(config, backend=across_machines(service), on_event=self.on_event)
         for thread in self._threads:
             thread.join(60)
 

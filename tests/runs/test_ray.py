@@ -14,7 +14,7 @@ import pytest
 from atlas_fl.config import Config
 from atlas_fl.errors import ConfigError, ProtocolError
 from atlas_fl.events import Event, Note, RoundFinished
-from atlas_fl.experiment.run import run
+from atlas_fl.experiment.run import run_config
 from atlas_fl.runtime.ray import ray_cluster
 from tests.runs.workers import SETTINGS, check_same, check_same_images
 
@@ -46,7 +46,7 @@ def all_have_ended() -> bool:
 def test_a_cluster_that_is_not_there_is_told_in_a_line(config: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:1")
     with pytest.raises(ConfigError, match=r"no Ray cluster at RAY_ADDRESS '127.0.0.1:1' \(.*\); start one with"):
-        run(config(engine="ray"))
+        run_config(config(engine="ray"))
     assert not ray.is_initialized()
 
 
@@ -65,7 +65,7 @@ def _cluster() -> Iterator[None]:
 def test_a_run_on_ray_is_that_of_one_process_and_outlives_its_actors(config: Make) -> None:
     """With cuts: `--split` is among the settings."""
     settings = {**SETTINGS, "rounds": 2, "recluster_every": 1}
-    whole = run(config(name="whole", **settings))
+    whole = run_config(config(name="whole", **settings))
 
     def kill(event: Event) -> None:
         if isinstance(event, RoundFinished) and event.round == 1:
@@ -75,11 +75,11 @@ def test_a_run_on_ray_is_that_of_one_process_and_outlives_its_actors(config: Mak
 
     on_ray = {**settings, "name": "ray", "workers": 2}
     with pytest.raises(ProtocolError, match=r"actor \d of 2 has ended \(.*\); start the run again") as caught:
-        run(config(engine="ray", **on_ray), on_event=kill)
+        run_config(config(engine="ray", **on_ray), on_event=kill)
     assert "\n" not in str(caught.value)
     assert all_have_ended()
     assert ray.is_initialized(), "a cluster that a run has found is left"
-    found = run(config(**{**on_ray, "workers": 1}), resume=True)
+    found = run_config(config(**{**on_ray, "workers": 1}), resume=True)
     check_same(whole.folder, found.folder, round=2)
 
 
@@ -88,8 +88,8 @@ def test_a_run_on_ray_is_that_of_one_process_and_outlives_its_actors(config: Mak
 def test_whole_image_models_on_ray_are_those_of_one_process(image_config: Make) -> None:
     settings = {"rounds": 2, "eval_every": 1, "clients_per_task": 4, "dropout": 0.1}
     told: list[Event] = []
-    whole = run(image_config(name="whole", **settings))
-    found = run(image_config(name="ray", engine="ray", workers=1, **settings), on_event=told.append)
+    whole = run_config(image_config(name="whole", **settings))
+    found = run_config(image_config(name="ray", engine="ray", workers=1, **settings), on_event=told.append)
     check_same_images(whole.folder, found.folder)
     assert any("1 actors of" in event.text for event in told if isinstance(event, Note))
     assert all_have_ended()

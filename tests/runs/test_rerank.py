@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from atlas_fl.audit.check import audit
 from atlas_fl.config import Config, validate
 from atlas_fl.errors import ConfigError
-from atlas_fl.experiment.run import resume, run
+from atlas_fl.experiment.run import resume_run, run_config
 from atlas_fl.params import unflatten_by_client
 from tests.runs.finished import FinishedRuns
 from tests.runs.reading import rows, same_tensors, state
@@ -64,7 +64,7 @@ def test_new_ranks_are_in_the_adapters_and_keep_what_they_can_hold(config: Make,
 
 
 def test_a_model_that_lost_more_than_its_ranks_ask_for_is_found(config: Make) -> None:
-    folder = run(config(**WORDS, rounds=2)).folder
+    folder = run_config(config(**WORDS, rounds=2)).folder
     file = folder / "audit/round-0002/begun.safetensors"
     flat = load_file(file)
     key = next(key for key in sorted(flat) if key.startswith("trec-0/") and key.endswith("lora_B"))
@@ -74,9 +74,9 @@ def test_a_model_that_lost_more_than_its_ranks_ask_for_is_found(config: Make) ->
 
 def test_sessions_with_new_ranks_make_the_same_run(config: Make, finished: FinishedRuns) -> None:
     whole = finished(config(name="whole", **WORDS))
-    parts = run(config(name="parts", max_rounds=1, **WORDS))
+    parts = run_config(config(name="parts", max_rounds=1, **WORDS))
     while not parts.complete:
-        parts = resume(parts.folder, max_rounds=1)
+        parts = resume_run(parts.folder, max_rounds=1)
     assert same_tensors(state(whole.folder), state(parts.folder))
     assert rows(whole.folder) == rows(parts.folder)
     assert rows(whole.folder, "ledger") == rows(parts.folder, "ledger")
@@ -84,7 +84,7 @@ def test_sessions_with_new_ranks_make_the_same_run(config: Make, finished: Finis
 
 
 def test_without_it_ranks_stay(config: Make) -> None:
-    folder = run(config(**{**WORDS, "rerank": False})).folder
+    folder = run_config(config(**{**WORDS, "rerank": False})).folder
     assert ranks_of(folder, "plan.json") == ranks_of(folder, "plan-0003.json")
     assert not list(folder.glob("audit/*/begun.safetensors"))
 

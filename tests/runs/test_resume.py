@@ -9,7 +9,7 @@ import pytest
 from atlas_fl.audit.check import audit
 from atlas_fl.config import Config, to_toml
 from atlas_fl.events import Event, Note
-from atlas_fl.experiment.run import RunResult, resume, run
+from atlas_fl.experiment.run import RunResult, resume_run, run_config
 from tests.runs.finished import FinishedRuns
 from tests.runs.processes import Program, Programs
 from tests.runs.reading import rows, same_tensors, state
@@ -53,7 +53,7 @@ def test_a_run_killed_anywhere_ends_in_the_same_bits(
     finally:
         program.kill()
     assert not (killed / "summary.json").exists(), "it was killed too late"
-    result = resume(killed)
+    result = resume_run(killed)
     assert result.complete
     assert same_tensors(state(whole.folder), state(killed))
     assert rows(whole.folder) == rows(killed)
@@ -63,31 +63,31 @@ def test_a_run_killed_anywhere_ends_in_the_same_bits(
 
 def test_sessions_of_few_rounds_make_the_same_run(config: Make, finished: FinishedRuns) -> None:
     whole = finished(config(name="whole"))
-    parts = run(config(name="parts", max_rounds=1))
+    parts = run_config(config(name="parts", max_rounds=1))
     assert (parts.rounds, parts.complete) == (1, False)
     assert not (parts.folder / "summary.json").exists()
-    assert resume(parts.folder, max_rounds=1).rounds == 2
-    assert resume(parts.folder).complete
+    assert resume_run(parts.folder, max_rounds=1).rounds == 2
+    assert resume_run(parts.folder).complete
     assert same_tensors(state(whole.folder), state(parts.folder))
     assert rows(whole.folder) == rows(parts.folder)
 
 
 def test_sessions_shorter_than_the_rounds_between_two_checkpoints_get_on(config: Make, finished: FinishedRuns) -> None:
     whole = finished(config(name="whole"))
-    parts = run(config(name="parts", max_rounds=1, checkpoint_every=3))
+    parts = run_config(config(name="parts", max_rounds=1, checkpoint_every=3))
     for expected in (2, 3):
         assert parts.rounds == expected - 1
-        parts = resume(parts.folder, max_rounds=1)
+        parts = resume_run(parts.folder, max_rounds=1)
     assert parts.complete
     assert same_tensors(state(whole.folder), state(parts.folder))
 
 
 def test_sessions_that_end_between_two_aggregations_make_the_same_run(config: Make) -> None:
     settings = {"aggregate_every": 3, "participation": "0.5", "rounds": 5, "eta": "0.3"}
-    whole = run(config(name="whole", **settings))
-    parts = run(config(name="parts", max_rounds=1, **settings))
+    whole = run_config(config(name="whole", **settings))
+    parts = run_config(config(name="parts", max_rounds=1, **settings))
     while not parts.complete:
-        parts = resume(parts.folder, max_rounds=1)
+        parts = resume_run(parts.folder, max_rounds=1)
     assert same_tensors(state(whole.folder, round=5), state(parts.folder, round=5))
     assert rows(whole.folder) == rows(parts.folder)
     assert rows(whole.folder, "ledger") == rows(parts.folder, "ledger")
@@ -107,7 +107,7 @@ def test_a_damaged_checkpoint_is_passed_over_with_a_line(config: Make, finished:
         "missing": file.unlink,
     }[damage]()
     told: list[Event] = []
-    assert resume(parts.folder, on_event=told.append).complete
+    assert resume_run(parts.folder, on_event=told.append).complete
     lines = [event.text for event in told if isinstance(event, Note)]
     assert any("round-0002 passed over" in line and "going on from round-0001" in line for line in lines), lines
     assert same_tensors(state(whole.folder), state(parts.folder))

@@ -15,7 +15,7 @@ from atlas_fl.deployment.server import check_served
 from atlas_fl.deployment.service import Service
 from atlas_fl.errors import ConfigError
 from atlas_fl.events import Event, Note
-from atlas_fl.experiment.run import resume, run
+from atlas_fl.experiment.run import resume_run, run_config
 from atlas_fl.params import Params
 from atlas_fl.runtime.attacks import ATTACKS, Attack, Turn
 from tests.runs.reading import rows, same_tensors, state
@@ -28,7 +28,7 @@ ONE_TASK = {"tasks": ("movie",), "clients_per_task": 4, "ranks": 4, **ATTACKED}
 
 def told(config: Config) -> tuple[Path, list[str]]:
     notes: list[Event] = []
-    folder = run(config, on_event=notes.append).folder
+    folder = run_config(config, on_event=notes.append).folder
     return folder, [str(event) for event in notes if isinstance(event, Note)]
 
 
@@ -72,8 +72,8 @@ def test_who_is_refused_pulls_nobody_back_to_its_old_model(config: Make) -> None
     report = audit(folder)
     assert report.ok, report.failures[:3]
     parts = config(**settings, name="parts")
-    again = run(replace(parts, run=replace(parts.run, max_rounds=1)))
-    assert resume(again.folder).complete
+    again = run_config(replace(parts, run=replace(parts.run, max_rounds=1)))
+    assert resume_run(again.folder).complete
     assert same_tensors(state(folder, round=2), state(again.folder, round=2))
 
 
@@ -139,10 +139,10 @@ def test_a_robust_rule_runs_resumes_to_the_same_bits_and_passes_the_audit(config
     settings = {**ONE_TASK, "strategy": strategy, "norm_bound": "off", "attack": "sign_flip", "attack_scale": 30.0}
     whole = config(**settings, name="whole")
     parts = config(**settings, name="parts")
-    first = run(whole)
-    again = run(replace(parts, run=replace(parts.run, max_rounds=1)))
+    first = run_config(whole)
+    again = run_config(replace(parts, run=replace(parts.run, max_rounds=1)))
     assert not again.complete
-    assert resume(again.folder).complete
+    assert resume_run(again.folder).complete
     assert same_tensors(state(first.folder, round=2), state(again.folder, round=2))
     report = audit(first.folder)
     assert report.ok, report.failures[:3]
@@ -151,11 +151,13 @@ def test_a_robust_rule_runs_resumes_to_the_same_bits_and_passes_the_audit(config
 def test_whole_models_of_images_are_bounded_and_aggregated_robustly_too(image_config: Make) -> None:
     settings = {"attack": "scale", "attack_scale": 1e4, "attackers": ("digits-0", "digits-1"), "participation": 1.0}
     settings |= {"rounds": 1, "eval_every": 1}
-    folder = run(image_config(**settings, strategy="trimmed_mean", trim=0.25, mask="random", name="trimmed")).folder
+    folder = run_config(
+        image_config(**settings, strategy="trimmed_mean", trim=0.25, mask="random", name="trimmed")
+    ).folder
     refused = {row["client"] for row in rows(folder) if row.get("event") == "refused"}
     assert refused == {"digits-0", "digits-1"}
     for name, strategy in (("off", "median"), ("multi", "multi_krum"), ("geo", "geometric_median")):
-        found = run(image_config(**settings, strategy=strategy, byzantine=2, norm_bound="off", name=name)).folder
+        found = run_config(image_config(**settings, strategy=strategy, byzantine=2, norm_bound="off", name=name)).folder
         report = audit(found)
         assert report.ok, (name, report.failures[:3])
         start = load_file(found / "audit" / "round-0001" / "start.safetensors")

@@ -17,9 +17,9 @@ from atlas_fl.client.job import Job, Update
 from atlas_fl.config import Config, load_config
 from atlas_fl.errors import AtlasError, BudgetError, CheckpointError, ConfigError
 from atlas_fl.events import Event, Note, OnEvent, PhaseStarted
-from atlas_fl.experiment.backends import Workplace, in_process
-from atlas_fl.experiment.export import export
-from atlas_fl.experiment.run import RunResult, resume, run
+from atlas_fl.experiment.backends import Backend, in_process_backend
+from atlas_fl.experiment.export import export_client
+from atlas_fl.experiment.run import RunResult, resume_run, run_config
 from atlas_fl.params import shared_params, unflatten_by_client
 from atlas_fl.planning.plan import Plan
 from atlas_fl.planning.planner import make_plan, plan_for
@@ -54,13 +54,13 @@ def test_an_adapter_names_its_labels_in_the_order_of_its_logits(
     for client in ("movie-0", "trec-0"):
         for folder in (
             result.folder / "adapters" / client,
-            export(result.folder, client=client, to=tmp_path / client),
+            export_client(result.folder, client=client, to=tmp_path / client),
         ):
             assert tuple(json.loads((folder / "labels.json").read_text())) == names[client]
 
 
 def test_the_log_is_written_in_words(config: Make) -> None:
-    lines = (run(config(rounds=1)).folder / "log.txt").read_text().splitlines()
+    lines = (run_config(config(rounds=1)).folder / "log.txt").read_text().splitlines()
     assert re.search(
         r"INFO round 1 of 1: loss \d\.\d{3}, \d+\.\d s, [\d,]+ bytes; validation: movie-0 0\.\d", lines[-2]
     )
@@ -69,7 +69,7 @@ def test_the_log_is_written_in_words(config: Make) -> None:
 
 
 def test_the_summary_says_how_much_of_its_device_each_client_uses(config: Make) -> None:
-    result = run(config(devices=("cpu_2gb", "workstation"), rounds=2))
+    result = run_config(config(devices=("cpu_2gb", "workstation"), rounds=2))
     plan = json.loads((result.folder / "plan.json").read_text())
     slowest = max(client["predicted"]["seconds"] for client in plan["clients"])
     used = {name: client["utilisation"] for name, client in result.summary["clients"].items()}
@@ -83,7 +83,7 @@ def test_the_summary_says_how_much_of_its_device_each_client_uses(config: Make) 
 
 
 def test_every_evaluated_round_says_what_mixing_did(config: Make) -> None:
-    result = run(config(eta="0.4", space="product", ranks=4))
+    result = run_config(config(eta="0.4", space="product", ranks=4))
     mixed = [row for row in rows(result.folder) if row.get("event") == "mixed"]
     assert [row["round"] for row in mixed] == [1, 2, 3]
     assert all(float(str(row["energy_after"])) < float(str(row["energy_before"])) for row in mixed)
@@ -170,18 +170,18 @@ def test_more_blocks_than_the_model_has_are_one_line(config: Make) -> None:
 
 
 def test_a_run_is_a_function_of_its_config(config: Make, finished: FinishedRuns) -> None:
-    first, second = finished(config(name="a")), run(config(name="b"))
+    first, second = finished(config(name="a")), run_config(config(name="b"))
     assert same_tensors(state(first.folder), state(second.folder))
     assert rows(first.folder) == rows(second.folder)
     assert rows(first.folder, "ledger") == rows(second.folder, "ledger")
-    other = run(config(name="c", seed=1))
+    other = run_config(config(name="c", seed=1))
     assert not same_tensors(state(first.folder), state(other.folder))
 
 
 @pytest.mark.parametrize("strategy", sorted(STRATEGIES))
 @pytest.mark.parametrize("space", ["product", "factors"])
 def test_every_strategy_passes_its_audit(config: Make, strategy: str, space: str) -> None:
-    result = run(config(strategy=strategy, space=space, eta="0.4", participation="0.75", rounds=2))
+    result = run_config(config(strategy=strategy, space=space, eta="0.4", participation="0.75", rounds=2))
     report = audit(result.folder)
     assert report.ok, report.rows
     checked = json.loads((result.folder / "audit/round-0002/record.json").read_text())
@@ -190,7 +190,8 @@ def test_every_strategy_passes_its_audit(config: Make, strategy: str, space: str
 
 def test_strategies_that_should_differ_do(config: Make) -> None:
     results = [
-        run(config(strategy=name, eta="0.3", name=name)) for name in ("local", "fedavg", "fedavg_cluster", "atlas")
+        run_config(config(strategy=name, eta="0.3", name=name))
+        for name in ("local", "fedavg", "fedavg_cluster", "atlas")
     ]
     assert audit(results[0].folder, others=[result.folder for result in results[1:]]).ok
     states = [state(result.folder) for result in results]
@@ -201,7 +202,7 @@ def test_strategies_that_should_differ_do(config: Make) -> None:
 
 def test_eta_has_an_effect_and_zero_is_local_training(config: Make) -> None:
     zero, tenth, half, local = (
-        run(config(eta=eta, strategy=strategy, name=f"{strategy}-{eta}", ranks=4))
+        run_config(config(eta=eta, strategy=strategy, name=f"{strategy}-{eta}", ranks=4))
         for eta, strategy in (("0", "atlas"), ("0.1", "atlas"), ("0.5", "atlas"), ("0.1", "local"))
     )
     assert same_tensors(state(zero.folder), state(local.folder))
@@ -212,7 +213,10 @@ def test_eta_has_an_effect_and_zero_is_local_training(config: Make) -> None:
 @pytest.mark.parametrize("strategy", ["atlas", "fedavg"])
 def test_aggregating_every_second_round_halves_the_bytes_and_passes_the_audit(config: Make, strategy: str) -> None:
     usual = {"rounds": 4, "eta": "0.4", "strategy": strategy, "ranks": 4}
-    every, second = run(config(name="every", **usual)), run(config(name="second", aggregate_every=2, **usual))
+    every, second = (
+        run_config(config(name="every", **usual)),
+        run_config(config(name="second", aggregate_every=2, **usual)),
+    )
     sent = [[row for row in rows(result.folder, "ledger") if row["round"]] for result in (every, second)]
     totals = [sum(int(str(row["bytes"])) for row in found) for found in sent]
     assert totals[0] == 2 * totals[1] > 0
@@ -227,7 +231,7 @@ def test_aggregating_every_second_round_halves_the_bytes_and_passes_the_audit(co
 
 
 def test_a_mixture_in_a_round_without_aggregation_fails_the_audit(config: Make) -> None:
-    result = run(config(eta="0.4", ranks=4, rounds=2))
+    result = run_config(config(eta="0.4", ranks=4, rounds=2))
     assert audit(result.folder).ok
     file = result.folder / "config.toml"
     file.write_text(file.read_text().replace("aggregate_every = 1", "aggregate_every = 2"))
@@ -236,7 +240,7 @@ def test_a_mixture_in_a_round_without_aggregation_fails_the_audit(config: Make) 
 
 
 def test_who_trains_stays_the_same_up_to_the_next_aggregation(config: Make) -> None:
-    result = run(config(aggregate_every=2, participation="0.5", rounds=5, eta="0.4"))
+    result = run_config(config(aggregate_every=2, participation="0.5", rounds=5, eta="0.4"))
     records = [json.loads((result.folder / f"audit/round-{at:04d}/record.json").read_text()) for at in range(1, 6)]
     who = [record["participants"] for record in records]
     assert who[0] == who[1] and who[2] == who[3] and len({tuple(names) for names in who}) > 1
@@ -248,10 +252,10 @@ def test_who_trains_stays_the_same_up_to_the_next_aggregation(config: Make) -> N
 
 
 def test_local_sends_nothing_and_others_send_what_their_tensors_encode(config: Make) -> None:
-    local = run(config(strategy="local", name="local"))
+    local = run_config(config(strategy="local", name="local"))
     assert rows(local.folder, "ledger") == []
     assert local.summary["bytes"]["total"] == 0
-    atlas = run(config(name="atlas", share=("A", "B"), eta="0.3"))
+    atlas = run_config(config(name="atlas", share=("A", "B"), eta="0.3"))
     trained = unflatten_by_client(load_file(atlas.folder / "audit/round-0002/trained.safetensors"))
     sent = {r["client"]: r["bytes"] for r in rows(atlas.folder, "ledger") if r["round"] == 2 and r["direction"] == "up"}
     assert sent == {name: payload_bytes(shared_params(params, ("A", "B"))) for name, params in trained.items()}
@@ -259,7 +263,7 @@ def test_local_sends_nothing_and_others_send_what_their_tensors_encode(config: M
 
 
 def test_an_unshared_head_never_moves_on_the_server(config: Make) -> None:
-    result = run(config(share=("A", "B"), eta="0.5"))
+    result = run_config(config(share=("A", "B"), eta="0.5"))
     trained = load_file(result.folder / "audit/round-0001/trained.safetensors")
     start = load_file(result.folder / "audit/round-0001/start.safetensors")
     heads = [key for key in trained if "/head." in key]
@@ -295,12 +299,12 @@ SPOILS = {
 }
 
 
-def spoilt(spoil: Spoil) -> Workplace:
+def spoilt(spoil: Spoil) -> Backend:
     """This process, where one client's update is spoilt."""
 
     @contextmanager
     def workplace(config: Config, tell: OnEvent) -> Iterator[tuple[Assembly, Engine]]:
-        with in_process(config, tell) as (assembly, engine):
+        with in_process_backend(config, tell) as (assembly, engine):
             yield assembly, Spoiler(engine, spoil)
 
     return workplace
@@ -308,7 +312,7 @@ def spoilt(spoil: Spoil) -> Workplace:
 
 def test_who_is_refused_at_an_aggregation_goes_back_to_what_the_server_has(config: Make) -> None:
     spoil, _ = SPOILS["NaN"]
-    result = run(config(eta="0.3", aggregate_every=2), workplace=spoilt(spoil))
+    result = run_config(config(eta="0.3", aggregate_every=2), backend=spoilt(spoil))
     assert audit(result.folder).ok
     begun = unflatten_by_client(load_file(result.folder / "audit/round-0000/start.safetensors"))
     after = unflatten_by_client(load_file(result.folder / "audit/round-0002/start.safetensors"))
@@ -320,7 +324,7 @@ def test_who_is_refused_at_an_aggregation_goes_back_to_what_the_server_has(confi
 def test_a_bad_update_is_refused_and_recorded_and_the_round_goes_on(config: Make, kind: str) -> None:
     spoil, text = SPOILS[kind]
     told: list[Event] = []
-    result = run(config(eta="0.3"), on_event=told.append, workplace=spoilt(spoil))
+    result = run_config(config(eta="0.3"), on_event=told.append, backend=spoilt(spoil))
     refused = [row for row in rows(result.folder) if row.get("event") == "refused"]
     assert [(row["round"], row["client"]) for row in refused] == [(2, "movie-1")]
     assert text in str(refused[0]["reason"])
@@ -333,18 +337,18 @@ def test_an_existing_run_is_not_overwritten(config: Make, finished: FinishedRuns
     first = finished(config())
     before = (first.folder / "metrics.jsonl").read_bytes()
     with pytest.raises(ConfigError, match=r"exists already.*atlas resume"):
-        run(config())
-    again = run(config(), resume=True)
+        run_config(config())
+    again = run_config(config(), resume=True)
     assert again.complete and again.summary == first.summary
     with pytest.raises(CheckpointError, match=r"begun with eta = 0.5, not 0.25.*choose another --name"):
-        run(config(eta="0.25"), resume=True)
+        run_config(config(eta="0.25"), resume=True)
     assert (first.folder / "metrics.jsonl").read_bytes() == before
 
 
 def test_what_cannot_be_planned_leaves_nothing_behind(config: Make) -> None:
     impossible = config(adapter_bytes=10)
     with pytest.raises(BudgetError, match="adapter_bytes 10 does not hold rank 2"):
-        run(impossible)
+        run_config(impossible)
     assert not (Path(impossible.run.runs_dir) / "run").exists()
 
 
@@ -358,13 +362,13 @@ def test_a_device_that_fits_nothing_is_refused_before_a_fingerprint_is_taken(con
 
 def test_resume_of_something_else_is_one_line(tmp_path: Path) -> None:
     with pytest.raises(AtlasError, match="not a run folder") as error:
-        resume(tmp_path)
+        resume_run(tmp_path)
     assert "\n" not in str(error.value)
 
 
 def test_keep_best_never_delivers_a_model_that_is_worse_on_validation(config: Make) -> None:
-    mixed = run(config(eta="1.5", name="mixed", laplacian="symmetric"))
-    best = run(config(eta="1.5", name="best", laplacian="symmetric", keep="best"))
+    mixed = run_config(config(eta="1.5", name="mixed", laplacian="symmetric"))
+    best = run_config(config(eta="1.5", name="best", laplacian="symmetric", keep="best"))
     record = json.loads((best.folder / "audit/round-0003/record.json").read_text())
     assert record["kept"], "this eta is far too large, so somebody must prefer its own model"
 
@@ -379,7 +383,7 @@ def test_keep_best_never_delivers_a_model_that_is_worse_on_validation(config: Ma
 
 @pytest.mark.parametrize("fingerprint", ["fisher", "delta"])
 def test_reclustering_measures_again_and_writes_a_new_plan_that_the_audit_uses(config: Make, fingerprint: str) -> None:
-    result = run(config(recluster_every=1, eta="0.3", fingerprint=fingerprint))
+    result = run_config(config(recluster_every=1, eta="0.3", fingerprint=fingerprint))
     assert {path.name for path in result.folder.glob("plan*.json")} == {"plan.json", "plan-0002.json", "plan-0003.json"}
     plans = [json.loads((result.folder / name).read_text()) for name in ("plan.json", "plan-0003.json")]
     labels = [[client["cluster"] for client in plan["clients"]] for plan in plans]
@@ -389,9 +393,9 @@ def test_reclustering_measures_again_and_writes_a_new_plan_that_the_audit_uses(c
 
 
 def test_an_imported_adapter_is_the_start(config: Make) -> None:
-    first = run(config(ranks=4, strategy="local", name="first"))
+    first = run_config(config(ranks=4, strategy="local", name="first"))
     adapter = first.folder / "adapters" / "movie-0"
-    second = run(config(ranks=4, strategy="local", name="second", init_adapter=adapter))
+    second = run_config(config(ranks=4, strategy="local", name="second", init_adapter=adapter))
     last = unflatten_by_client({k.removeprefix("strategy/"): t for k, t in state(first.folder).items()})["movie-0"]
     begun = unflatten_by_client(load_file(second.folder / "audit/round-0000/start.safetensors"))
     for key, tensor in last.items():

@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 from atlas_fl.audit.check import audit
 from atlas_fl.config import Config, config_hash
 from atlas_fl.errors import ConfigError
-from atlas_fl.experiment.run import resume, run
+from atlas_fl.experiment.run import resume_run, run_config
 from atlas_fl.storage.run_folder import RunFolder
 from tests.runs.federation import Federation
 from tests.runs.reading import rows, same_tensors, state
@@ -33,10 +33,10 @@ def server_state(folder: Path, *, round: int = 3) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("case", REMEMBERS)
 def test_sessions_of_one_round_end_in_the_bits_of_the_whole_run_and_pass_the_audit(config: Make, case: str) -> None:
-    whole = run(config(name="whole", **REMEMBERS[case]))
-    parts = run(config(name="parts", max_rounds=1, **REMEMBERS[case]))
+    whole = run_config(config(name="whole", **REMEMBERS[case]))
+    parts = run_config(config(name="parts", max_rounds=1, **REMEMBERS[case]))
     while not parts.complete:
-        parts = resume(parts.folder, max_rounds=1)
+        parts = resume_run(parts.folder, max_rounds=1)
     assert server_state(whole.folder), "the moments are in the checkpoint"
     assert same_tensors(state(whole.folder), state(parts.folder))
     assert rows(whole.folder) == rows(parts.folder)
@@ -52,10 +52,10 @@ def test_sessions_of_one_round_end_in_the_bits_of_the_whole_run_and_pass_the_aud
 
 def test_a_newcomer_joins_the_moments_of_its_cohort(config: Make) -> None:
     late = {"arrive": ("movie-1=2", "trec-0=3"), "strategy": "fedadam"}
-    whole = run(config(name="whole", **late))
-    parts = run(config(name="parts", max_rounds=1, **late))
+    whole = run_config(config(name="whole", **late))
+    parts = run_config(config(name="parts", max_rounds=1, **late))
     while not parts.complete:
-        parts = resume(parts.folder, max_rounds=1)
+        parts = resume_run(parts.folder, max_rounds=1)
     assert same_tensors(state(whole.folder), state(parts.folder))
     cohorts = [{path.split("/")[2] for path in server_state(whole.folder, round=round)} for round in (2, 3)]
     assert cohorts == [{"all", "task-movie"}, {"all", "task-movie", "task-trec"}], "who is alone has no head in common"
@@ -66,10 +66,10 @@ def test_a_newcomer_joins_the_moments_of_its_cohort(config: Make) -> None:
 
 def test_a_newcomer_of_pfedgraph_is_remembered_with_the_model_that_it_began_with(config: Make) -> None:
     late = {"arrive": ("movie-1=2", "trec-0=3"), "strategy": "pfedgraph", "space": "factors", "gram_by": "kind"}
-    whole = run(config(name="whole", **late))
-    parts = run(config(name="parts", max_rounds=1, **late))
+    whole = run_config(config(name="whole", **late))
+    parts = run_config(config(name="parts", max_rounds=1, **late))
     while not parts.complete:
-        parts = resume(parts.folder, max_rounds=1)
+        parts = resume_run(parts.folder, max_rounds=1)
     assert same_tensors(state(whole.folder), state(parts.folder))
     assert rows(whole.folder) == rows(parts.folder)
     assert {path.split("/")[2] for path in server_state(whole.folder)} == {"movie-0", "trec-1", "movie-1", "trec-0"}
@@ -85,27 +85,27 @@ def test_a_newcomer_of_pfedgraph_is_remembered_with_the_model_that_it_began_with
 
 
 def test_a_rule_that_remembers_nothing_leaves_no_file(config: Make) -> None:
-    result = run(config(strategy="fedavg", rounds=1))
+    result = run_config(config(strategy="fedavg", rounds=1))
     assert server_state(result.folder, round=1) == {}
     assert not list(RunFolder(result.folder).path.glob("audit/*/server.safetensors"))
 
 
 def test_whole_models_of_images_take_a_server_optimizer(image_config: Make) -> None:
-    result = run(image_config(strategy="fedadam", mask="random", sparsity=0.5, server_lr=0.003))
+    result = run_config(image_config(strategy="fedadam", mask="random", sparsity=0.5, server_lr=0.003))
     report = audit(result.folder)
     assert report.ok, report.failures[:3]
     assert {name.split("/")[2] for name in server_state(result.folder)} == {"all", "task-digits"}
 
 
 def test_whole_models_of_images_take_pfedgraph_and_stand_once_in_its_state(image_config: Make) -> None:
-    result = run(image_config(strategy="pfedgraph", gram_by="kind"))
+    result = run_config(image_config(strategy="pfedgraph", gram_by="kind"))
     report = audit(result.folder)
     assert report.ok, report.failures[:3]
     one = result.folder / "audit" / "round-0000"
     sizes = [(one / f"{name}.safetensors").stat().st_size for name in ("server", "start")]
     assert sizes[0] < 2 * sizes[1], "eight clients begin with one body, which is there once"
     with pytest.raises(ConfigError, match=r"^--gram-by layer needs a layer of every parameter"):
-        run(image_config(strategy="pfedgraph", gram_by="layer", name="other"))
+        run_config(image_config(strategy="pfedgraph", gram_by="layer", name="other"))
 
 
 @pytest.mark.slow
@@ -137,7 +137,7 @@ def test_what_a_server_optimizer_cannot_do_is_refused_in_one_line(
     config: Make, values: dict[str, object], message: str
 ) -> None:
     with pytest.raises(ConfigError, match=message) as caught:
-        run(config(strategy="fedadam", **values))
+        run_config(config(strategy="fedadam", **values))
     assert "\n" not in str(caught.value)
     assert not RunFolder(Path(config().run.runs_dir) / "run").path.exists()
 

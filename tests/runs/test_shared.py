@@ -9,7 +9,7 @@ from safetensors.torch import load_file, save_file
 from atlas_fl.audit.check import audit
 from atlas_fl.config import Config, validate
 from atlas_fl.errors import ConfigError
-from atlas_fl.experiment.run import RunResult, resume, run
+from atlas_fl.experiment.run import RunResult, resume_run, run_config
 from atlas_fl.params import HEAD
 from tests.runs.reading import rows, same_tensors, state
 
@@ -34,10 +34,10 @@ def above(params: dict[str, torch.Tensor], block: int) -> dict[str, torch.Tensor
 
 def test_a_cluster_ends_with_one_set_and_sessions_make_the_same_run(config: Make) -> None:
     settings = {**SHARED, "participation": 0.75, "dropout": 0.1, "ranks": "budget", "aggregate_every": 2}
-    once = run(config(name="once", **settings))
-    parts = run(config(name="parts", max_rounds=1, **settings))
+    once = run_config(config(name="once", **settings))
+    parts = run_config(config(name="parts", max_rounds=1, **settings))
     while not parts.complete:
-        parts = resume(parts.folder, max_rounds=1)
+        parts = resume_run(parts.folder, max_rounds=1)
     assert same_tensors(state(once.folder), state(parts.folder))
     assert rows(once.folder) == rows(parts.folder)
     assert rows(once.folder, "ledger") == rows(parts.folder, "ledger")
@@ -55,15 +55,15 @@ def test_a_cluster_ends_with_one_set_and_sessions_make_the_same_run(config: Make
 
 def test_clusters_of_one_make_the_run_of_clients_of_their_own(config: Make) -> None:
     settings = {"split": "movie=1,trec=2", "eta": 0.3, "dropout": 0.1, "clients_per_task": 1}
-    own = run(config(name="own", **settings))
-    shared = run(config(name="shared", server_adapters="per_cluster", **settings))
+    own = run_config(config(name="own", **settings))
+    shared = run_config(config(name="shared", server_adapters="per_cluster", **settings))
     assert same_tensors(state(own.folder), state(shared.folder))
     assert rows(own.folder) == rows(shared.folder)
     assert rows(own.folder, "ledger") == rows(shared.folder, "ledger")
 
 
 def test_an_audit_finds_a_client_with_a_set_of_its_own(config: Make) -> None:
-    result = run(config(name="run", rounds=1, **SHARED))
+    result = run_config(config(name="run", rounds=1, **SHARED))
     assert audit(result.folder).ok
     path = result.folder / "audit/round-0001/trained.safetensors"
     tensors = load_file(path)

@@ -5,7 +5,7 @@ from collections.abc import Callable
 import pytest
 
 from atlas_fl.config import Config
-from atlas_fl.experiment.run import run
+from atlas_fl.experiment.run import run_config
 
 
 @pytest.mark.slow
@@ -15,7 +15,7 @@ def test_shuffled_labels_bring_accuracy_to_the_majority_class(config: Callable[.
         data = {"tasks": ("trec",), "clients_per_task": 1, "samples": 100, "validation_samples": 2, "test_samples": 200}
         training = {"model": "minilm", "lr": 2e-3, "rounds": 5, "eval_every": 5, "strategy": "local"}
         made = config(name=name, shuffle_labels=shuffle, audit=False, ranks=4, **data, **training)
-        return float(run(made).summary["overall"]["final"]["test"]["gain_over_majority"])
+        return float(run_config(made).summary["overall"]["final"]["test"]["gain_over_majority"])
 
     # 200 examples: one standard deviation of guessing is .03.
     assert (found := gain("true", shuffle=False)) > 0.2, found

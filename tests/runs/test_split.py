@@ -13,7 +13,7 @@ from atlas_fl.audit.check import audit
 from atlas_fl.config import Config
 from atlas_fl.errors import AtlasError, BudgetError, ConfigError
 from atlas_fl.events import ignore
-from atlas_fl.experiment.run import RunResult, resume, run
+from atlas_fl.experiment.run import RunResult, resume_run, run_config
 from atlas_fl.planning.planner import local_engine, make_plan, plan_for
 from atlas_fl.planning.ranks_and_cuts import cuts_while_planning
 from atlas_fl.report.tables import plan_tables
@@ -47,12 +47,12 @@ def planned(folder: Path, client: str, phase: str) -> dict[tuple[str, str], int]
 
 @pytest.fixture(scope="module")
 def whole(shared_config: Make) -> RunResult:
-    return run(shared_config(name="whole", dropout=0.1, eta=0.3))
+    return run_config(shared_config(name="whole", dropout=0.1, eta=0.3))
 
 
 @pytest.mark.parametrize("head", ["server", "client"])
 def test_a_run_with_a_cut_ends_with_the_adapters_of_one_without(config: Make, whole: RunResult, head: str) -> None:
-    cut = run(config(name="cut", dropout=0.1, eta=0.3, split="cpu_2gb=2,trec-0=1", head=head))
+    cut = run_config(config(name="cut", dropout=0.1, eta=0.3, split="cpu_2gb=2,trec-0=1", head=head))
     assert same_tensors(state(whole.folder), state(cut.folder))
     assert rows(whole.folder) == rows(cut.folder)
     assert audit(cut.folder).ok
@@ -80,10 +80,10 @@ def test_a_run_with_a_cut_ends_with_the_adapters_of_one_without(config: Make, wh
 
 def test_sessions_of_a_run_with_cuts_make_the_same_run(config: Make) -> None:
     settings = {"split": "2", "wire": "int8", "wire_noise": 0.05, "participation": 0.75, "dropout": 0.1}
-    once = run(config(name="once", **settings))
-    parts = run(config(name="parts", max_rounds=1, **settings))
+    once = run_config(config(name="once", **settings))
+    parts = run_config(config(name="parts", max_rounds=1, **settings))
     while not parts.complete:
-        parts = resume(parts.folder, max_rounds=1)
+        parts = resume_run(parts.folder, max_rounds=1)
     assert same_tensors(state(once.folder), state(parts.folder))
     assert rows(once.folder) == rows(parts.folder)
     assert rows(once.folder, "ledger") == rows(parts.folder, "ledger")
@@ -91,14 +91,14 @@ def test_sessions_of_a_run_with_cuts_make_the_same_run(config: Make) -> None:
 
 
 def test_a_client_that_trains_alone_sends_what_crosses_its_cut_and_nothing_else(config: Make) -> None:
-    result = run(config(name="alone", strategy="local", split="1", rounds=1))
+    result = run_config(config(name="alone", strategy="local", split="1", rounds=1))
     kinds = {kind for _, kind, _ in sums(result.folder, round=1)}
     assert kinds == {"activation", "gradient", "label", "control"}
 
 
 def test_the_plan_predicts_what_the_ledger_counts(config: Make) -> None:
     settings = {"name": "cut", "split": "1", "rounds": 1, "eval_every": 1}
-    result = run(config(**settings))
+    result = run_config(config(**settings))
     counted = sums(result.folder, round=1)
     for client in make_plan(config(**settings)).clients:
         predicted = dict(client.split["crossing_bytes"])

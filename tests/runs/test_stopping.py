@@ -12,9 +12,9 @@ from safetensors.torch import load_file
 from atlas_fl.audit.check import audit
 from atlas_fl.config import Config
 from atlas_fl.errors import CheckpointError, ConfigError
-from atlas_fl.experiment.early_stopping import best_rounds, has_stopped
-from atlas_fl.experiment.export import export
-from atlas_fl.experiment.run import resume, run
+from atlas_fl.experiment.early_stopping import best_rounds, should_stop
+from atlas_fl.experiment.export import export_client
+from atlas_fl.experiment.run import resume_run, run_config
 from atlas_fl.experiment.summary import histories, mean_series
 from atlas_fl.storage import checkpoint
 from tests.runs.reading import rows, same_tensors, state
@@ -49,7 +49,7 @@ def told() -> list[str]:
 def steady(shared_config: Make, told: list[str]) -> Path:
     """A finished run of half the clients a round."""
     chosen = shared_config(strategy="fedavg", participation=0.5, **STEADY)
-    return run(chosen, on_event=lambda event: told.append(str(event))).folder
+    return run_config(chosen, on_event=lambda event: told.append(str(event))).folder
 
 
 @pytest.fixture
@@ -77,18 +77,18 @@ def test_everyone_has_its_newest_model_when_a_run_stops(steady: Path) -> None:
 
 
 def test_the_choice_is_made_on_validation_and_never_on_test(config: Make) -> None:
-    result = run(config(**DISAGREE, patience=2))
+    result = run_config(config(**DISAGREE, patience=2))
     found = list(histories(rows(result.folder)).values())
     validation, test = (mean_series(found, split) for split in ("validation", "test"))
-    assert result.rounds == 3 and has_stopped(validation, patience=2)
-    assert not has_stopped(test, patience=2)
+    assert result.rounds == 3 and should_stop(validation, patience=2)
+    assert not should_stop(test, patience=2)
 
 
 def test_a_stopped_run_that_is_resumed_does_nothing_and_says_so(steady: Path) -> None:
     own = {"log.txt", ".lock"}
     before = {path: path.stat().st_mtime_ns for path in steady.rglob("*") if path.is_file() and path.name not in own}
     said: list[str] = []
-    again = resume(steady, on_event=lambda event: said.append(str(event)))
+    again = resume_run(steady, on_event=lambda event: said.append(str(event)))
     assert (again.complete, again.rounds) == (True, 3)
     assert said == [f"run {steady} is complete; it stopped early after round 3"]
     assert before == {path: path.stat().st_mtime_ns for path in before}
@@ -96,11 +96,11 @@ def test_a_stopped_run_that_is_resumed_does_nothing_and_says_so(steady: Path) ->
 
 def test_a_run_in_sessions_stops_at_the_same_round_in_the_same_bits(config: Make) -> None:
     settings = {"lr": 0.02, "rounds": 8, "patience": 1, "strategy": "atlas", "participation": 0.5}
-    whole = run(config(name="whole", **settings))
+    whole = run_config(config(name="whole", **settings))
     assert 1 < whole.rounds < 8
-    parts = run(config(name="parts", max_rounds=1, **settings))
+    parts = run_config(config(name="parts", max_rounds=1, **settings))
     while not parts.complete:
-        parts = resume(parts.folder, max_rounds=1)
+        parts = resume_run(parts.folder, max_rounds=1)
     assert parts.rounds == whole.rounds
     assert same_tensors(state(whole.folder, round=whole.rounds), state(parts.folder, round=whole.rounds))
     assert rows(whole.folder) == rows(parts.folder)
@@ -111,33 +111,33 @@ def test_a_run_in_sessions_stops_at_the_same_round_in_the_same_bits(config: Make
 def test_a_run_killed_after_its_last_checkpoint_only_writes_what_is_missing(copied: Path) -> None:
     wanted = rows(copied)
     (copied / "summary.json").unlink()
-    result = resume(copied)
+    result = resume_run(copied)
     assert (result.complete, result.rounds, result.summary["stopped"]) == (True, 3, {"round": 3})
     assert rows(copied) == wanted
 
 
 def test_the_best_rounds_are_kept_until_better_ones_come(config: Make, tmp_path: Path) -> None:
-    folder = run(config(**DISAGREE, keep_best=2, keep_checkpoints=1, checkpoint_every=3)).folder
+    folder = run_config(config(**DISAGREE, keep_best=2, keep_checkpoints=1, checkpoint_every=3)).folder
     found = list(histories(rows(folder)).values())
     scores = mean_series(found, "validation")
     best = sorted(scores, key=lambda at: (-scores[at], at))[:2]
     assert best == [1, 2] and 1 not in best_rounds(mean_series(found, "test"), 2)
     held = {int(path.name[-4:]) for path in (folder / "checkpoints").glob("round-*")}
     assert held == {*best, 4}
-    export(folder, client="trec-0", to=tmp_path / "best", round="best")
-    export(folder, client="trec-0", to=tmp_path / "first", round=str(best[0]))
+    export_client(folder, client="trec-0", to=tmp_path / "best", round="best")
+    export_client(folder, client="trec-0", to=tmp_path / "first", round=str(best[0]))
     files = [load_file(tmp_path / name / "adapter_model.safetensors") for name in ("best", "first")]
     assert same_tensors(*files)
     lost = next(at for at in (1, 2, 3, 4) if at not in held)
     with pytest.raises(CheckpointError, match=rf"has no checkpoint of round {lost}; have: .*--keep-best K"):
-        export(folder, client="trec-0", to=tmp_path / "none", round=str(lost))
+        export_client(folder, client="trec-0", to=tmp_path / "none", round=str(lost))
     with pytest.raises(ConfigError, match="--round is 'bset'; allowed: best, or the number of a round"):
-        export(folder, client="trec-0", to=tmp_path / "none", round="bset")
+        export_client(folder, client="trec-0", to=tmp_path / "none", round="bset")
     assert not (tmp_path / "none").exists()
 
 
 def test_what_only_last_rounds_do_is_done_when_a_run_stops(config: Make) -> None:
-    result = run(config(strategy="fedavg", keep="best", rounds=8, lr=0.02, patience=1))
+    result = run_config(config(strategy="fedavg", keep="best", rounds=8, lr=0.02, patience=1))
     assert 1 < result.rounds < 8
     kept = [row["round"] for row in rows(result.folder) if row.get("event") == "kept own model"]
     assert set(kept) == {result.rounds}

@@ -7,7 +7,7 @@ import pytest
 
 from atlas_fl.config import Config
 from atlas_fl.events import Event, RoundFinished
-from atlas_fl.experiment.run import run
+from atlas_fl.experiment.run import run_config
 from atlas_fl.report import wandb
 from atlas_fl.report.wandb import numbers_of, tracked
 from tests.runs.reading import rows, same_tensors, state
@@ -38,11 +38,11 @@ def test_a_run_that_is_logged_ends_in_the_same_bits(
     image_config: Callable[..., Config], until: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     settings = {"rounds": 2, "eval_every": 2, "clients_per_task": 2, "participation": 1, "audit": False}
-    plain, logged = run(image_config(name="plain", **settings)), image_config(name="logged", **settings)
+    plain, logged = run_config(image_config(name="plain", **settings)), image_config(name="logged", **settings)
     kept, told = Kept(until=until), list[Event]()
     monkeypatch.setattr(wandb, "_wandb", lambda: kept)
     with tracked("p", logged, plain.folder.parent / "logged", told.append) as tracker:
-        result = run(logged, on_event=tracker.tell)
+        result = run_config(logged, on_event=tracker.tell)
         tracker.summary(result.summary)
     assert same_tensors(state(plain.folder, round=2), state(result.folder, round=2))
     assert rows(plain.folder) == rows(result.folder)

@@ -15,15 +15,15 @@ from atlas_fl.cli.main import main
 from atlas_fl.config import Config, to_toml, with_values
 from atlas_fl.config.presets import find_preset
 from atlas_fl.errors import ConfigError
-from atlas_fl.experiment.run import run
+from atlas_fl.experiment.run import run_config
 from atlas_fl.experiment.task_arithmetic import (
     TrainedRun,
     accuracy,
-    base_of,
-    best_of,
-    open_trained,
-    over_scales,
-    vectors_of,
+    base_weights,
+    best_scale,
+    load_trained_run,
+    score_scales,
+    task_vectors,
 )
 from atlas_fl.models.vision import image_logits, preprocess
 from atlas_fl.sparse.task_vectors import apply_vector, merge_vectors
@@ -51,12 +51,12 @@ def make(tiny_vit: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[.
 
 @pytest.fixture(scope="module")
 def folders(make: Callable[..., Config]) -> list[Path]:
-    return [run(make(name=f"run-{seed}", seed=seed)).folder for seed in (42, 7)]
+    return [run_config(make(name=f"run-{seed}", seed=seed)).folder for seed in (42, 7)]
 
 
 @pytest.fixture(scope="module")
 def runs(folders: list[Path]) -> dict[str, TrainedRun]:
-    return {name: open_trained(RunFolder(folder)) for name, folder in zip(NAMES, folders, strict=True)}
+    return {name: load_trained_run(RunFolder(folder)) for name, folder in zip(NAMES, folders, strict=True)}
 
 
 @pytest.fixture
@@ -72,20 +72,20 @@ def atlas(folders: list[Path], capsys: pytest.CaptureFixture[str], monkeypatch: 
 
 def test_scale_one_of_one_run_is_that_run_and_zero_is_its_base(runs: dict[str, TrainedRun]) -> None:
     one = {"a": runs["seed 42"]}
-    base = base_of(list(one.values()))
-    (vector,) = vectors_of(one, base)
-    zero, whole = over_scales(one, base, vector, scales=[0.0, 1.0])
+    base = base_weights(list(one.values()))
+    (vector,) = task_vectors(one, base)
+    zero, whole = score_scales(one, base, vector, scales=[0.0, 1.0])
     final = read_json(one["a"].folder / "summary.json")["overall"]["final"]
     assert whole.test["a"] == pytest.approx(final["test"]["accuracy"])
     assert whole.validation["a"] == pytest.approx(final["validation"]["accuracy"])
     assert zero.test["a"] == accuracy(one["a"], base, "test") != whole.test["a"]
-    assert best_of([zero, whole]) is max([zero, whole], key=lambda row: row.validation["a"])
+    assert best_scale([zero, whole]) is max([zero, whole], key=lambda row: row.validation["a"])
 
 
 def test_the_mean_of_two_is_the_model_between_them_on_both_tasks(runs: dict[str, TrainedRun]) -> None:
-    base = base_of(list(runs.values()))
-    vector = merge_vectors(vectors_of(runs, base), method="mean")
-    (row,) = over_scales(runs, base, vector, scales=[1.0])
+    base = base_weights(list(runs.values()))
+    vector = merge_vectors(task_vectors(runs, base), method="mean")
+    (row,) = score_scales(runs, base, vector, scales=[1.0])
     one, two = (own.body for own in runs.values())
     assert one.keys() == two.keys() == base.keys()
     middle = {key: (one[key].double() + two[key].double()).div(2).float() for key in one}
@@ -101,8 +101,8 @@ def test_the_merged_model_is_one_that_stock_transformers_loads(
     code, out, err = atlas("run-42", "run-7", "--merge", "ties", "--keep", "0.5", "--scales", "0.5", "--to", str(to))
     assert (code, err) == (0, "") and "wrote" in out
     assert sorted(path.name for path in to.iterdir()) == ["run-42", "run-7", "scales.csv", "scales.png"]
-    base = base_of(list(runs.values()))
-    body = apply_vector(base, merge_vectors(vectors_of(runs, base), method="ties", keep=0.5), scale=0.5)
+    base = base_weights(list(runs.values()))
+    body = apply_vector(base, merge_vectors(task_vectors(runs, base), method="ties", keep=0.5), scale=0.5)
     for folder, own in zip(("run-42", "run-7"), runs.values(), strict=True):
         client = own.assembly.clients[0]
         pixels = preprocess(own.assembly.site.vision, client.test.pixels)
@@ -141,7 +141,7 @@ def test_runs_that_have_no_task_vector_are_told_in_one_line(
     make: Callable[..., Config], folders: list[Path], atlas: Any
 ) -> None:
     home = folders[0].parent
-    run(make(name="apart", strategy="local"))
+    run_config(make(name="apart", strategy="local"))
     (home / "texts").mkdir()
     (home / "texts/config.toml").write_text(to_toml(find_preset("quick")), encoding="utf-8")
     write_json(home / "texts/plan.json", {})
@@ -158,10 +158,10 @@ def test_runs_that_have_no_task_vector_are_told_in_one_line(
 
 
 def test_other_architectures_are_refused_by_name(runs: dict[str, TrainedRun]) -> None:
-    base = dict(base_of(list(runs.values())))
+    base = dict(base_weights(list(runs.values())))
     base["embeddings.cls_token"] = torch.zeros(1, 1, 5)
     with pytest.raises(Exception, match=r"seed 42 and the base: task vectors of different models: 'embeddings.cls"):
-        vectors_of(runs, base)
+        task_vectors(runs, base)
 
 
 @pytest.mark.parametrize(
@@ -193,7 +193,7 @@ def test_runs_of_different_models_need_a_base(runs: dict[str, TrainedRun]) -> No
         heads=other.heads,
     )
     with pytest.raises(ConfigError, match=r"began with different models .*dinov2-vits14.; say with --base"):
-        base_of([runs["seed 42"], moved])
+        base_weights([runs["seed 42"], moved])
 
 
 @pytest.mark.parametrize("count", [1, 8])

@@ -16,8 +16,8 @@ import torch
 from atlas_fl.config import Config
 from atlas_fl.errors import DataError, ProtocolError
 from atlas_fl.events import Event, Progress, RoundFinished
-from atlas_fl.experiment.backends import heads_of, settle, shared
-from atlas_fl.experiment.run import RunResult, run
+from atlas_fl.experiment.backends import init_worker, share_weights, worker_init_messages
+from atlas_fl.experiment.run import RunResult, run_config
 from atlas_fl.runtime.worker_pool import Resident, settled
 from atlas_fl.setup.assembly import assemble
 from tests.runs.workers import SETTINGS, check_same, in_threads, into
@@ -27,13 +27,13 @@ Make = Callable[..., Config]
 
 @pytest.fixture(scope="module")
 def whole(shared_config: Make) -> RunResult:
-    return run(shared_config(name="whole", **SETTINGS))
+    return run_config(shared_config(name="whole", **SETTINGS))
 
 
 @pytest.mark.parametrize("count", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_any_number_of_workers_makes_the_same_run(config: Make, whole: RunResult, count: int) -> None:
     told: list[Event] = []
-    found = run(config(name="workers", **SETTINGS), workplace=in_threads(count), on_event=told.append)
+    found = run_config(config(name="workers", **SETTINGS), backend=in_threads(count), on_event=told.append)
     check_same(whole.folder, found.folder)
     steps = [event for event in told if isinstance(event, Progress) and event.phase == "train"]
     assert len(steps) > found.rounds, "one pack a round does not need workers"
@@ -54,18 +54,18 @@ def test_a_run_whose_worker_is_killed_goes_on_with_any_number_and_leaves_nobody(
             os.kill(next(one.pid for one in children() if one not in before), signal.SIGKILL)
 
     with pytest.raises(ProtocolError, match=r"worker 1 of 2 .* was ended by SIGKILL; start the run again") as caught:
-        run(config(name="killed", workers=2, **SETTINGS), on_event=kill)
+        run_config(config(name="killed", workers=2, **SETTINGS), on_event=kill)
     assert "\n" not in str(caught.value)
     assert children() == before
     assert [event.round for event in told if isinstance(event, RoundFinished)] == [1]
-    found = run(config(name="killed", workers=1, **SETTINGS), resume=True)
+    found = run_config(config(name="killed", workers=1, **SETTINGS), resume=True)
     check_same(whole.folder, found.folder)
 
 
 def test_a_worker_that_reads_other_data_says_so(config: Make) -> None:
     memory = list[mmap.mmap]()
-    assembly, places = shared(assemble(config()), into(memory))
-    (head,) = heads_of(assembly, places, spots=["cpu"], threads=torch.get_num_threads())
-    resident = [Resident(settle, lambda: memory[0])]
+    assembly, places = share_weights(assemble(config()), into(memory))
+    (head,) = worker_init_messages(assembly, places, devices=["cpu"], threads=torch.get_num_threads())
+    resident = [Resident(init_worker, lambda: memory[0])]
     with ThreadPoolExecutor(1) as threads, pytest.raises(DataError, match="a worker has read other data than the run"):
         settled(resident, [{**head, "data": "0" * 64}], threads)

@@ -15,7 +15,7 @@ import torch
 from atlas_fl.audit.check import audit
 from atlas_fl.cli.main import main
 from atlas_fl.config import Config
-from atlas_fl.experiment.run import resume, run
+from atlas_fl.experiment.run import resume_run, run_config
 from atlas_fl.planning.round_costs import step_of
 from atlas_fl.setup.assembly import assemble, pack_tokens
 from tests.runs.finished import FinishedRuns
@@ -88,9 +88,9 @@ def test_text_and_classes_share_a_run_that_passes_its_audit(mixed: Make, finishe
 
 
 def test_a_stopped_and_resumed_run_ends_in_the_same_bits(mixed: Make, finished: FinishedRuns) -> None:
-    whole, parts = finished(mixed(name="whole")), run(mixed(name="parts", max_rounds=1))
+    whole, parts = finished(mixed(name="whole")), run_config(mixed(name="parts", max_rounds=1))
     assert not parts.complete
-    parts = resume(parts.folder)
+    parts = resume_run(parts.folder)
     assert parts.complete
     assert same_tensors(state(whole.folder, round=2), state(parts.folder, round=2))
     assert rows(whole.folder) == rows(parts.folder)
@@ -126,7 +126,7 @@ def test_a_run_starts_from_an_exported_adapter_that_writes(mixed: Make, finished
     first = finished(mixed(name="first"))
     made = mixed(name="second")
     folder = first.folder / "adapters/next-0"
-    second = run(replace(made, model=replace(made.model, init_adapter=str(folder))))
+    second = run_config(replace(made, model=replace(made.model, init_adapter=str(folder))))
 
     def loss(folder: Path, at: int) -> float:
         found = (r for r in rows(folder) if (r.get("client"), r.get("split"), r["round"]) == ("next-0", "train", at))
@@ -140,7 +140,7 @@ def test_a_run_starts_from_an_exported_adapter_that_writes(mixed: Make, finished
 def test_every_fingerprint_and_average_takes_clients_without_heads(mixed: Make, kind: str, strategy: str) -> None:
     made = mixed()
     made = replace(made, clustering=replace(made.clustering, fingerprint=kind, clusters="2"))
-    result = run(replace(made, mixing=replace(made.mixing, strategy=strategy, keep="best")))
+    result = run_config(replace(made, mixing=replace(made.mixing, strategy=strategy, keep="best")))
     assert result.complete
     assert audit(result.folder).ok
 
@@ -204,4 +204,4 @@ def test_nobody_is_warned_of_padding_that_is_not_there(mixed: Make, monkeypatch:
         assert "attention_mask" not in text
 
     monkeypatch.setattr(modeling_utils.logger, "warning_once", warned)
-    assert run(mixed(name="quiet")).complete
+    assert run_config(mixed(name="quiet")).complete

@@ -13,7 +13,7 @@ import torch
 from atlas_fl.audit.check import audit
 from atlas_fl.config import Config
 from atlas_fl.events import OnEvent
-from atlas_fl.experiment.backends import Filled, heads_of, pool_engine, settle, shared
+from atlas_fl.experiment.backends import Allocate, init_worker, pool_engine, share_weights, worker_init_messages
 from atlas_fl.runtime.engine import Engine
 from atlas_fl.runtime.worker_pool import Resident, settled
 from atlas_fl.setup.assembly import assemble
@@ -55,7 +55,7 @@ def check_same_images(left: Path, right: Path) -> None:
     assert audit(right).ok
 
 
-def into(held: list[mmap.mmap]) -> Filled:
+def into(held: list[mmap.mmap]) -> Allocate:
     """Memory of this process alone, which begins at a page as that of processes does."""
 
     def filled(size: int, fill: Callable[[mmap.mmap], None]) -> mmap.mmap:
@@ -83,11 +83,11 @@ def in_threads(count: int) -> Callable[[Config, OnEvent], AbstractContextManager
     @contextmanager
     def workplace(config: Config, on_event: OnEvent) -> Iterator[tuple[Any, Engine]]:
         memory = list[mmap.mmap]()
-        assembly, places = shared(assemble(config), into(memory))
+        assembly, places = share_weights(assemble(config), into(memory))
         turn = threading.Lock()
-        workers = [InTurn(Resident(settle, lambda: memory[0]), turn) for _ in range(count)]
+        workers = [InTurn(Resident(init_worker, lambda: memory[0]), turn) for _ in range(count)]
         with ThreadPoolExecutor(count) as threads:
-            heads = heads_of(assembly, places, spots=["cpu"] * count, threads=torch.get_num_threads())
+            heads = worker_init_messages(assembly, places, devices=["cpu"] * count, threads=torch.get_num_threads())
             settled(workers, heads, threads)
             yield assembly, pool_engine(assembly, workers, threads, on_event)
 

@@ -65,7 +65,7 @@ def serve(words: Sequence[str]) -> int:
     from atlas_fl.cli.tables import outcome
     from atlas_fl.deployment.server import across_machines, give_again, hand_out
     from atlas_fl.deployment.service import Service
-    from atlas_fl.experiment.run import run as run_config
+    from atlas_fl.experiment.run import run_config as run_config
 
     service = Service(
         certs=Path(options.certs),
@@ -81,7 +81,7 @@ def serve(words: Sequence[str]) -> int:
         if options.again:
             give_again(config, options.again)
         hand_out(config, service, on_event)
-        result = run_config(config, on_event=on_event, resume=True, workplace=across_machines(service))
+        result = run_config(config, on_event=on_event, resume=True, backend=across_machines(service))
     show(outcome(result.folder, result.summary, complete=result.complete))
     return 0
 

@@ -103,12 +103,12 @@ def _files(options: MasksOptions) -> dict[Path, Path]:
 
 
 def _of_clients(options: MasksOptions, named: Sequence[Path], *, clients: int) -> dict[str, Any]:
-    from atlas_fl.experiment.task_arithmetic import masks_of_clients
+    from atlas_fl.experiment.task_arithmetic import masks_by_client
     from atlas_fl.storage.run_folder import find_run
 
     if len(named) != 1:
         raise ConfigError(f"--clients is for the clients of one run, and {len(named)} masks are named; name one run")
-    return dict(masks_of_clients(find_run(named[0], runs_dir=options.runs_dir), clients=clients))
+    return dict(masks_by_client(find_run(named[0], runs_dir=options.runs_dir), clients=clients))
 
 
 def _table(found: Mapping[str, Mapping[str, Any]], named: Sequence[Path]) -> Any:
@@ -190,18 +190,18 @@ def vectors(words: Sequence[str]) -> int:
         raise ConfigError("no run is named; give the folders of finished runs; see `atlas vectors --help`")
     scales, to = _scales(options.scales), None if options.to is None else new_folder(options.to)
 
-    from atlas_fl.experiment.task_arithmetic import best_of, open_trained, over_scales, vectors_of
+    from atlas_fl.experiment.task_arithmetic import best_scale, load_trained_run, score_scales, task_vectors
     from atlas_fl.sparse.task_vectors import merge_vectors
     from atlas_fl.storage.run_folder import find_run
 
     folders = [find_run(run, runs_dir=options.runs_dir) for run in dict.fromkeys(options.runs)]
     names = labels_of([folder.path for folder in folders])
-    runs = {name: open_trained(folder) for name, folder in zip(names, folders, strict=True)}
+    runs = {name: load_trained_run(folder) for name, folder in zip(names, folders, strict=True)}
     base = _base(options, list(runs.values()))
-    vector = merge_vectors(vectors_of(runs, base), method=options.merge, keep=options.keep)
-    rows = over_scales(runs, base, vector, scales=scales)
+    vector = merge_vectors(task_vectors(runs, base), method=options.merge, keep=options.keep)
+    rows = score_scales(runs, base, vector, scales=scales)
     title = f"Accuracy over scales: {options.merge} of {len(runs)}"
-    show(_tables(rows, best=best_of(rows), title=title))
+    show(_tables(rows, best=best_scale(rows), title=title))
     if to is not None:
         show(_written(runs, base, vector, rows, to=to))
     return 0
@@ -218,17 +218,17 @@ def _scales(text: str) -> list[float]:
 
 
 def _base(options: VectorsOptions, runs: "Sequence[TrainedRun]") -> "Params":
-    from atlas_fl.experiment.task_arithmetic import base_of, open_trained
+    from atlas_fl.experiment.task_arithmetic import base_weights, load_trained_run
     from atlas_fl.storage.run_folder import RunFolder
 
     named = options.base
     if named is None:
-        return base_of(runs)
+        return base_weights(runs)
     for path in (Path(named), Path(options.runs_dir) / named):
         if RunFolder(path).is_run():
-            return open_trained(RunFolder(path)).body
+            return load_trained_run(RunFolder(path)).body
     try:
-        return base_of(runs, model=named)
+        return base_weights(runs, model=named)
     except AtlasError as error:
         raise ConfigError(f"--base {named} is no run, here or in {options.runs_dir}; as a model: {error}") from error
 
@@ -257,13 +257,13 @@ def _written(
     *,
     to: Path,
 ) -> Iterator[str]:
-    from atlas_fl.experiment.task_arithmetic import best_of, save_merged
+    from atlas_fl.experiment.task_arithmetic import best_scale, save_merged
     from atlas_fl.report.mask_figures import draw_scales, to_csv
     from atlas_fl.report.style import save_figure
     from atlas_fl.sparse.task_vectors import apply_vector
     from atlas_fl.storage.files import write_atomic
 
-    best = best_of(rows)
+    best = best_scale(rows)
     tested = {row.scale: row.test for row in rows}
     for folder in save_merged(list(runs.values()), apply_vector(base, vector, scale=best.scale), to):
         yield f"wrote {folder}: scale {best.scale:g}, the best on validation images"

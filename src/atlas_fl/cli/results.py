@@ -115,7 +115,7 @@ def export(words: Sequence[str]) -> int:
     default = ExportOptions(run=tyro.MISSING, client=tyro.MISSING, to=tyro.MISSING)
     options = parse(default, split(words), command="atlas export")
 
-    from atlas_fl.experiment.export import export as export_client
+    from atlas_fl.experiment.export import export_client as export_client
     from atlas_fl.storage.run_folder import find_run
 
     to, folder = new_folder(options.to), find_run(options.run, runs_dir=options.runs_dir).path

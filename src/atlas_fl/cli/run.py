@@ -81,7 +81,7 @@ def run(words: Sequence[str]) -> int:
         return run_grid(options.settings, over=[LAMBDA_SWEEP], seeds=[options.settings.run.seed])
     config = validate(options.settings)
 
-    from atlas_fl.experiment.run import run as run_config
+    from atlas_fl.experiment.run import run_config as run_config
 
     _carry_out(
         config,
@@ -121,7 +121,7 @@ def resume(words: Sequence[str]) -> int:
     """Go on with the run that these words name; 0."""
     options = parse(ResumeOptions(run=tyro.MISSING), split(words), command="atlas resume")
 
-    from atlas_fl.experiment.run import resume as resume_run
+    from atlas_fl.experiment.run import resume_run as resume_run
     from atlas_fl.storage.run_folder import find_run
 
     if options.max_rounds is not None and options.max_rounds < 1:

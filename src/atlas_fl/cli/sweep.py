@@ -195,7 +195,7 @@ def search(words: Sequence[str]) -> int:
     validate(options.settings)
 
     from atlas_fl.experiment.search import BEST, TABLE, parse_space
-    from atlas_fl.experiment.search import search as run_search
+    from atlas_fl.experiment.search import run_search as run_search
     from atlas_fl.report.sweep import search_csv, search_table
     from atlas_fl.storage.files import write_atomic
 

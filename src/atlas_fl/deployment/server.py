@@ -17,7 +17,7 @@ from atlas_fl.data.registry import find_tasks
 from atlas_fl.deployment.service import Service, check_without, listening, read_sites, write_sites
 from atlas_fl.errors import BudgetError, CheckpointError, ConfigError, ProtocolError, unknown_name
 from atlas_fl.events import Note, OnEvent
-from atlas_fl.experiment.recorder import check_settings, models_of
+from atlas_fl.experiment.recorder import check_same_settings, models_in
 from atlas_fl.params import Params
 from atlas_fl.partial_sharing import is_fully_shared
 from atlas_fl.planning.plan import Plan
@@ -46,7 +46,7 @@ AT_ONCE = 16
 
 
 def across_machines(service: Service) -> Callable[[Config, OnEvent], AbstractContextManager[tuple[Assembly, Engine]]]:
-    """The `workplace` of `experiment.run.run` whose clients come over the network.
+    """The `backend` of `experiment.run.run_config` whose clients come over the network.
 
     Raises `ConfigError` for a config that cannot be kept across machines, before anybody is waited for.
     """
@@ -336,7 +336,7 @@ def give_again(config: Config, names: Collection[str]) -> None:
             f"--again is for a served run that is complete, and {folder.path} is none; leave --again out, or name the"
             " run as it was served"
         )
-    check_settings(pin_mask_file(config), load_config(folder.config), folder=folder.path)
+    check_same_settings(pin_mask_file(config), load_config(folder.config), folder=folder.path)
     models = _final_models(folder)
     for name in names:
         if name not in models:
@@ -354,7 +354,7 @@ def hand_out(config: Config, service: Service, on_event: OnEvent) -> None:
     folder = run_folder(config)
     if not (folder.summary.exists() and folder.deliveries.exists()):
         return
-    check_settings(config, load_config(folder.config), folder=folder.path)
+    check_same_settings(config, load_config(folder.config), folder=folder.path)
     rest = [name for name in _final_models(folder) if name not in _heard(folder)]
     if not rest:
         return
@@ -392,4 +392,4 @@ def _final_models(folder: RunFolder) -> Mapping[str, Params]:
     checkpoint.load_newest(folder.checkpoints)  # raises: an older one holds other models
     last = last_plan(folder)
     assert last is not None, "a complete run has written its last checkpoint"
-    return models_of(*last)[1]
+    return models_in(*last)[1]

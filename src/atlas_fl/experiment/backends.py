@@ -27,57 +27,63 @@ from atlas_fl.runtime.transport.frames import Head
 from atlas_fl.runtime.worker_pool import Bench, PoolEngine, Resident, SharedMemory, Worker, processes, serve, settled
 from atlas_fl.setup.assembly import Assembly, assemble, backbone_of, pick_device
 
-Workplace: TypeAlias = Callable[[Config, OnEvent], AbstractContextManager[tuple[Assembly, Engine]]]
+Backend: TypeAlias = Callable[[Config, OnEvent], AbstractContextManager[tuple[Assembly, Engine]]]
 """What a run works with, and where its clients compute; left with an error where the run ends with one."""
 
-PROGRAM = "import sys; from atlas_fl.experiment.backends import work; work(*map(int, sys.argv[1:]))"
+PROGRAM = "import sys; from atlas_fl.experiment.backends import worker_main; worker_main(*map(int, sys.argv[1:]))"
 
 
 @contextmanager
-def in_process(config: Config, on_event: OnEvent) -> Iterator[tuple[Assembly, Engine]]:
+def in_process_backend(config: Config, on_event: OnEvent) -> Iterator[tuple[Assembly, Engine]]:
     """All clients in this process."""
     assembly = assemble(config)
     yield assembly, local_engine(assembly, on_event)
 
 
 @contextmanager
-def in_workers(config: Config, on_event: OnEvent) -> Iterator[tuple[Assembly, Engine]]:
+def multiprocess_backend(config: Config, on_event: OnEvent) -> Iterator[tuple[Assembly, Engine]]:
     """Packs in `--workers` processes of this machine; none of them is left when it ends."""
     count = config.run.workers or 1
     with ExitStack() as stack:
         memory = stack.enter_context(closing(SharedMemory()))
         threads = stack.enter_context(ThreadPoolExecutor(count))
         workers = stack.enter_context(processes(count, program=PROGRAM, memory=memory.file))
-        assembly, places = shared(assemble(config, place="cpu"), memory.filled)
-        each = _threads(torch.get_num_threads() // count)
-        settled(workers, heads_of(assembly, places, spots=_spots(config, count), threads=each), threads)
+        assembly, entries = share_weights(assemble(config, place="cpu"), memory.filled)
+        threads_per_worker = _num_threads(torch.get_num_threads() // count)
+        settled(
+            workers,
+            worker_init_messages(assembly, entries, devices=_worker_devices(config, count), threads=threads_per_worker),
+            threads,
+        )
         yield assembly, pool_engine(assembly, workers, threads, on_event)
 
 
 @contextmanager
-def on_ray(config: Config, on_event: OnEvent) -> Iterator[tuple[Assembly, Engine]]:
+def ray_backend(config: Config, on_event: OnEvent) -> Iterator[tuple[Assembly, Engine]]:
     """Packs in actors of a Ray cluster, which have assembled the run each and keep it."""
     cuda = pick_device(config.run.accelerator, precision=config.model.precision) == "cuda"
     with ExitStack() as stack:
         cluster = stack.enter_context(ray_cluster())
         share = cluster.share(config.run.workers, cuda=cuda)
-        assembly, places = shared(assemble(config, place="cpu"), cluster.filled)
+        assembly, entries = share_weights(assemble(config, place="cpu"), cluster.filled)
         threads = stack.enter_context(ThreadPoolExecutor(share.count))
-        workers = stack.enter_context(cluster.actors(share, settle))
+        workers = stack.enter_context(cluster.actors(share, init_worker))
         # an actor sees no GPU but its own
-        spots = ["cuda" if cuda else "cpu"] * share.count
-        settled(workers, heads_of(assembly, places, spots=spots, threads=_threads(share.cpus)), threads)
+        devices = ["cuda" if cuda else "cpu"] * share.count
+        settled(
+            workers, worker_init_messages(assembly, entries, devices=devices, threads=_num_threads(share.cpus)), threads
+        )
         on_event(Note(f"{share.count} actors of {share.cpus} CPUs train the packs"))
         yield assembly, pool_engine(assembly, workers, threads, on_event)
 
 
-def on_this_machine(config: Config, on_event: OnEvent) -> AbstractContextManager[tuple[Assembly, Engine]]:
+def local_backend(config: Config, on_event: OnEvent) -> AbstractContextManager[tuple[Assembly, Engine]]:
     """In this process, or with `--workers` in as many."""
-    place = in_process if config.run.workers in (None, 1) else in_workers
-    return place(config, on_event)
+    backend = in_process_backend if config.run.workers in (None, 1) else multiprocess_backend
+    return backend(config, on_event)
 
 
-ENGINES: Mapping[str, Workplace] = {"local": on_this_machine, "ray": on_ray}
+BACKENDS: Mapping[str, Backend] = {"local": local_backend, "ray": ray_backend}
 """The workplace of every `--engine`."""
 
 
@@ -94,34 +100,39 @@ def pool_engine(
     )
 
 
-Filled: TypeAlias = Callable[[int, Callable[[Any], None]], Any]
+Allocate: TypeAlias = Callable[[int, Callable[[Any], None]], Any]
 """(bytes, what writes to them) -> memory of so many bytes that others see, written."""
 
 
-def shared(assembly: Assembly, filled: Filled) -> tuple[Assembly, list[dict[str, Any]]]:
+def share_weights(assembly: Assembly, allocate: Allocate) -> tuple[Assembly, list[dict[str, Any]]]:
     """(the assembly with its frozen weights in memory that others see, where each of them lies there)."""
     frozen = assembly.site.backbone.frozen
-    places, size = buffer_entries(frozen)
-    memory = filled(size, lambda buffer: write_weights(frozen, buffer, places))
-    weights = tensor_views(memory, places)
+    entries, size = buffer_entries(frozen)
+    memory = allocate(size, lambda buffer: write_weights(frozen, buffer, entries))
+    weights = tensor_views(memory, entries)
     backbone = backbone_of(assembly.config, [client.task for client in assembly.clients], weights=weights)
-    return replace(assembly, site=replace(assembly.site, backbone=backbone)), places
+    return replace(assembly, site=replace(assembly.site, backbone=backbone)), entries
 
 
-def heads_of(
-    assembly: Assembly, places: list[dict[str, Any]], *, spots: Sequence[str], threads: int
+def worker_init_messages(
+    assembly: Assembly, entries: list[dict[str, Any]], *, devices: Sequence[str], threads: int
 ) -> list[dict[str, Any]]:
-    """What each worker is told at its start; `spots` are their devices of torch."""
-    common = {"settings": to_toml(assembly.config), "data": _data(assembly), "weights": places, "threads": threads}
-    return [{**common, "place": spot} for spot in spots]
+    """The first message to each worker; `devices` are those of torch, one a worker."""
+    common = {
+        "settings": to_toml(assembly.config),
+        "data": _data_digest(assembly),
+        "weights": entries,
+        "threads": threads,
+    }
+    return [{**common, "place": device} for device in devices]
 
 
-def settle(head: Head, memory: Any) -> Bench:
-    """What a worker works with, as `heads_of` describes it; raises `DataError` where the data here are others."""
+def init_worker(head: Head, memory: Any) -> Bench:
+    """The context of a worker, from its `worker_init_messages`; raises `DataError` where the data here are others."""
     torch.set_num_threads(head["threads"])
     config = parse_config(head["settings"], origin="the settings of this run")
     assembly = assemble(config, weights=tensor_views(memory, head["weights"]), place=head["place"])
-    if _data(assembly) != head["data"]:
+    if _data_digest(assembly) != head["data"]:
         raise DataError(
             "a worker has read other data than the run; leave files alone while it goes on, and give every machine of a"
             " cluster the same"
@@ -129,22 +140,22 @@ def settle(head: Head, memory: Any) -> Bench:
     return Bench(site=assembly.site, receiver=worker_receiver(assembly))
 
 
-def work(link: int, memory: int) -> None:
+def worker_main(link: int, memory: int) -> None:
     """A worker process, from its first frame to its last."""
-    serve(link, Resident(settle, lambda: mmap.mmap(memory, 0)).ask)
+    serve(link, Resident(init_worker, lambda: mmap.mmap(memory, 0)).ask)
 
 
-def _data(assembly: Assembly) -> str:
+def _data_digest(assembly: Assembly) -> str:
     return sha256("".join(client.digest() for client in assembly.clients).encode()).hexdigest()
 
 
-def _spots(config: Config, count: int) -> list[str]:
+def _worker_devices(config: Config, count: int) -> list[str]:
     """The device of every worker: the GPUs in turn."""
     if pick_device(config.run.accelerator, precision=config.model.precision) == "cpu":
         return ["cpu"] * count
     return [f"cuda:{number % torch.cuda.device_count()}" for number in range(count)]
 
 
-def _threads(available: int) -> int:
+def _num_threads(available: int) -> int:
     """Threads of a worker: what OMP_NUM_THREADS says, else its part of the processors."""
     return torch.get_num_threads() if "OMP_NUM_THREADS" in os.environ else max(1, available)

@@ -13,30 +13,30 @@ def best_rounds(scores: Mapping[int, float], count: int) -> tuple[int, ...]:
     >>> best_rounds({1: 0.5, 2: 0.75, 3: 0.75, 4: 0.25}, 2)
     (2, 3)
     """
-    return tuple(sorted(scores, key=lambda at: (-scores[at], at))[:count])
+    return tuple(sorted(scores, key=lambda round: (-scores[round], round))[:count])
 
 
-def last_better(scores: Mapping[int, float], *, min_delta: float = 0.0) -> int:
+def last_improvement(scores: Mapping[int, float], *, min_delta: float = 0.0) -> int:
     """The last round whose score exceeds that of the last better one before it by more than `min_delta`.
 
     The first round that was evaluated counts as better than nothing; without scores it is round 0. Small steps add up:
 
-    >>> last_better({1: 0.5, 2: 0.5625, 3: 0.625, 4: 0.625}, min_delta=0.1)
+    >>> last_improvement({1: 0.5, 2: 0.5625, 3: 0.625, 4: 0.625}, min_delta=0.1)
     3
     """
-    found, best = 0, float("-inf")
-    for at in sorted(scores):
-        if scores[at] - best > min_delta:
-            found, best = at, scores[at]
-    return found
+    last, best = 0, float("-inf")
+    for round in sorted(scores):
+        if scores[round] - best > min_delta:
+            last, best = round, scores[round]
+    return last
 
 
-def has_stopped(scores: Mapping[int, float], *, patience: int, min_delta: float = 0.0) -> bool:
+def should_stop(scores: Mapping[int, float], *, patience: int, min_delta: float = 0.0) -> bool:
     """Whether the newest score is `patience` rounds or more behind the last better one; never with a patience of 0.
 
-    >>> [has_stopped({1: 0.5, 2: 0.25, 3: 0.5}, patience=rounds) for rounds in (0, 1, 2, 3)]
+    >>> [should_stop({1: 0.5, 2: 0.25, 3: 0.5}, patience=rounds) for rounds in (0, 1, 2, 3)]
     [False, True, True, False]
     """
     if not patience or not scores:
         return False
-    return max(scores) - last_better(scores, min_delta=min_delta) >= patience
+    return max(scores) - last_improvement(scores, min_delta=min_delta) >= patience

@@ -7,7 +7,7 @@ from atlas_fl.config import Config, load_config
 from atlas_fl.config.values import invalid_value, parse_integer
 from atlas_fl.errors import CheckpointError, unknown_name
 from atlas_fl.experiment.early_stopping import best_rounds
-from atlas_fl.experiment.recorder import leads_of, models_of
+from atlas_fl.experiment.recorder import deduplicate_models, models_in
 from atlas_fl.models.backbone import Backbone
 from atlas_fl.models.loading import find_family, load_backbone, save_classifier
 from atlas_fl.models.peft_io import export_adapter
@@ -25,7 +25,7 @@ def export_clients(assembly: Assembly, models: ByClient, folder: RunFolder) -> N
     """Write every client's adapters under the run's `adapters/`, or every different whole model under its `models/`."""
     tasks = {client.name: client.task for client in assembly.clients}
     if assembly.is_full:
-        for client in dict.fromkeys(leads_of(models).values()):
+        for client in dict.fromkeys(deduplicate_models(models).values()):
             labels = tasks[client].label_names
             save_model(assembly.site.backbone, models[client], folder.models / client, labels=labels)
         return
@@ -43,7 +43,7 @@ def export_clients(assembly: Assembly, models: ByClient, folder: RunFolder) -> N
         )
 
 
-def export(run: str | Path, *, client: str, to: str | Path, round: str | None = None) -> Path:
+def export_client(run: str | Path, *, client: str, to: str | Path, round: str | None = None) -> Path:
     """Write the model that a client has after a round: an adapter as a PEFT folder, a whole model as transformers' own.
 
     `client` is a name such as `movie-0`, or the client's number in the run's order. `round` is a number, or `best` for
@@ -52,21 +52,21 @@ def export(run: str | Path, *, client: str, to: str | Path, round: str | None = 
     """
     folder = find_run(run)
     config = load_config(folder.config)
-    found = _checkpoint(folder, round)
-    check_files(folder, folder.config, folder.path / found.state["plan"])
-    plan = Plan.from_json(read_json(folder.path / found.state["plan"]))
-    _, models = models_of(found, [client.name for client in plan.clients])
-    own = _place(list(models), client)
-    planned, params = plan.clients[own], models[plan.clients[own].name]
+    saved = _load_checkpoint(folder, round)
+    check_files(folder, folder.config, folder.path / saved.state["plan"])
+    plan = Plan.from_json(read_json(folder.path / saved.state["plan"]))
+    _, models = models_in(saved, [client.name for client in plan.clients])
+    index = _client_index(list(models), client)
+    client_plan, params = plan.clients[index], models[plan.clients[index].name]
     if PRIVATE in params:
         raise CheckpointError(
-            f"what {planned.name} does not share (--share {' '.join(config.mixing.share)}) is at its site alone, where"
-            " `atlas join` has written the whole model"
+            f"what {client_plan.name} does not share (--share {' '.join(config.mixing.share)}) is at its site alone,"
+            " where `atlas join` has written the whole model"
         )
-    known = next(row for row in plan.data if row["client"] == planned.name)
-    labels = list(known["labels"]) if "majority" in known else []  # a regression has statistics in their place
+    data_row = next(row for row in plan.data if row["client"] == client_plan.name)
+    labels = list(data_row["labels"]) if "majority" in data_row else []  # a regression has statistics in their place
     if not any(client.ranks for client in plan.clients):
-        save_model(_whole_backbone(config, params), params, Path(to), labels=labels)
+        save_model(_full_model_backbone(config, params), params, Path(to), labels=labels)
         return Path(to)
     source, family = find_family(config.model.model)
     export_adapter(params, Path(to), family=family, base=source.path, scale=scale_of(config), labels=labels)
@@ -81,45 +81,45 @@ def save_model(backbone: Backbone, params: Params, to: Path, *, labels: Sequence
         save_classifier(backbone, params, to, labels=labels)
 
 
-def _whole_backbone(config: Config, params: Params) -> Backbone:
+def _full_model_backbone(config: Config, params: Params) -> Backbone:
     """The backbone that these weights stand in for; the head of a whole image model is known by its name."""
     if HEAD + "weight" in params:
         return as_whole(load_vision(config.model.model, image_size=config.images.image_size))
     return load_backbone(config.model.model)
 
 
-def _checkpoint(folder: RunFolder, round: str | None) -> checkpoint.Checkpoint:
+def _load_checkpoint(folder: RunFolder, round: str | None) -> checkpoint.Checkpoint:
     """The newest checkpoint, or that of a round; an older one holds other models, and is taken by its number alone."""
     if round is None:
-        return _newest(folder)
-    number = _best(folder) if round == "best" else parse_integer(round)
+        return _newest_checkpoint(folder)
+    number = _best_round(folder) if round == "best" else parse_integer(round)
     if number is None:
         raise invalid_value("--round", round, "best, or the number of a round")
-    if number not in (held := checkpoint.paths_by_round(folder.checkpoints)):
+    if number not in (paths := checkpoint.paths_by_round(folder.checkpoints)):
         raise CheckpointError(
-            f"run {folder.path} has no checkpoint of round {number}; have: {', '.join(map(str, held))}; a run with"
+            f"run {folder.path} has no checkpoint of round {number}; have: {', '.join(map(str, paths))}; a run with"
             " --keep-best K keeps those of its K best rounds"
         )
-    found = checkpoint.load(held[number])
-    check_state(found)
-    return found
+    saved = checkpoint.load(paths[number])
+    check_state(saved)
+    return saved
 
 
-def _newest(folder: RunFolder) -> checkpoint.Checkpoint:
+def _newest_checkpoint(folder: RunFolder) -> checkpoint.Checkpoint:
     newest = checkpoint.load_newest(folder.checkpoints, check=check_state)
     if newest is None:
         raise CheckpointError(f"run {folder.path} has no checkpoint to export from; resume it")
     return newest
 
 
-def _best(folder: RunFolder) -> int:
-    scores = {int(at): score for at, score in _newest(folder).state.get("history", {}).items()}
+def _best_round(folder: RunFolder) -> int:
+    scores = {int(at): score for at, score in _newest_checkpoint(folder).state.get("history", {}).items()}
     if not scores:
         raise CheckpointError(f"run {folder.path} has no evaluated round, so none is the best; give a number")
     return best_rounds(scores, 1)[0]
 
 
-def _place(names: Sequence[str], client: str) -> int:
+def _client_index(names: Sequence[str], client: str) -> int:
     if client.isdecimal() and int(client) < len(names):
         return int(client)
     if client not in names:

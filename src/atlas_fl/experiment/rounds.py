@@ -28,10 +28,10 @@ from atlas_fl.client.job import Job, Update
 from atlas_fl.config import Config
 from atlas_fl.errors import ProtocolError
 from atlas_fl.events import Note, OnEvent, PhaseStarted, RoundFinished
-from atlas_fl.experiment.early_stopping import best_rounds, has_stopped
-from atlas_fl.experiment.late_join import admit
+from atlas_fl.experiment.early_stopping import best_rounds, should_stop
+from atlas_fl.experiment.late_join import add_late_clients
 from atlas_fl.experiment.recorder import Recorder
-from atlas_fl.experiment.state import RoundRecord, State, crossed, mean_score
+from atlas_fl.experiment.state import FederationState, RoundRecord, mean_validation_score, sum_cut_traffic
 from atlas_fl.params import ByClient, Params, ServerState, Split, flatten_state
 from atlas_fl.partial_sharing import expected_update, has_hidden_factors
 from atlas_fl.planning.host_assignment import hosting_of, seated
@@ -49,16 +49,16 @@ Scores = Mapping[Split, Mapping[str, Update]]
 
 
 @dataclass(frozen=True, kw_only=True)
-class End:
+class RoundOutcome:
     """What a round comes to."""
 
-    start: ByClient
+    client_models: ByClient
     """What every client goes on with."""
-    kept: tuple[str, ...]
+    kept_local: tuple[str, ...]
     """Who keeps its own model."""
     scores: Scores
     """Of these models; empty in a round without evaluation."""
-    evaluated: tuple[Update, ...]
+    evaluations: tuple[Update, ...]
     """Every answer to an evaluation."""
     final: bool
     """Whether the run is over."""
@@ -66,44 +66,44 @@ class End:
     """Whether it is over before its last round."""
 
 
-def end_round(
+def finish_round(
     assembly: Assembly,
     engine: Engine,
     *,
-    state: State,
+    state: FederationState,
     mixed: ByClient,
     trained: ByClient,
     cuts: Mapping[str, Cut],
     is_mixed: bool,
-) -> End:
+) -> RoundOutcome:
     """What the round after this state comes to, whose server step left these models.
 
     A run stops only where the rule has been applied: between two aggregations the server holds older models.
     """
     config, round = assembly.config, state.round + 1
     last = round == config.training.rounds
-    end = _delivered(config, engine, mixed, trained, round=round, cuts=cuts, final=last)
-    met = mean_score(end.scores)
-    if last or not is_mixed or met is None:
-        return end
+    outcome = _evaluate_and_select(config, engine, mixed, trained, round=round, cuts=cuts, final=last)
+    score = mean_validation_score(outcome.scores)
+    if last or not is_mixed or score is None:
+        return outcome
     training = config.training
-    known = {**state.history, round: met}
-    if not has_stopped(known, patience=training.patience, min_delta=training.min_delta):
-        return end
-    if _chooses(config) or any(client.task.writes for client in assembly.clients):
-        first = end.evaluated
-        end = _delivered(config, engine, mixed, trained, round=round, cuts=cuts, final=True)
-        end = replace(end, evaluated=(*first, *end.evaluated))
-    return replace(end, final=True, stopped=True)
+    history = {**state.history, round: score}
+    if not should_stop(history, patience=training.patience, min_delta=training.min_delta):
+        return outcome
+    if _selects_best(config) or any(client.task.writes for client in assembly.clients):
+        first = outcome.evaluations
+        outcome = _evaluate_and_select(config, engine, mixed, trained, round=round, cuts=cuts, final=True)
+        outcome = replace(outcome, evaluations=(*first, *outcome.evaluations))
+    return replace(outcome, final=True, stopped=True)
 
 
-def stopped_line(history: Mapping[int, float], *, round: int, rounds: int) -> str:
+def early_stopping_message(history: Mapping[int, float], *, round: int, rounds: int) -> str:
     """That a run stopped early, and after which round it was best."""
     (best,) = best_rounds(history, 1)
     return f"stopped early after round {round} of {rounds}: validation {history[best]:.3f} in round {best} was the best"
 
 
-def _delivered(
+def _evaluate_and_select(
     config: Config,
     engine: Engine,
     mixed: ByClient,
@@ -112,38 +112,46 @@ def _delivered(
     round: int,
     cuts: Mapping[str, Cut],
     final: bool,
-) -> End:
-    tried = _tried(engine, mixed, trained, round=round, cuts=cuts) if final and _chooses(config) else ()
-    start, kept = best_of(mixed, trained, *tried) if tried else (mixed, ())
+) -> RoundOutcome:
+    comparison = (
+        _compare_on_validation(engine, mixed, trained, round=round, cuts=cuts)
+        if final and _selects_best(config)
+        else ()
+    )
+    client_models, kept_local = select_models(mixed, trained, *comparison) if comparison else (mixed, ())
     scores: Scores = {}
     if final or round % config.training.eval_every == 0:
         # ROUGE is of what the clients end with: writing costs a pass a token
         new_tokens = config.data.new_tokens if final else 0
-        scores = evaluate(engine, start, round=round, new_tokens=new_tokens, cuts=cuts)
-    evaluated = (*_all(tried), *_all(tuple(scores.values())))
-    return End(start=start, kept=kept, scores=scores, evaluated=evaluated, final=final)
+        scores = evaluate_models(engine, client_models, round=round, new_tokens=new_tokens, cuts=cuts)
+    evaluations = (*_flatten_scores(comparison), *_flatten_scores(tuple(scores.values())))
+    return RoundOutcome(
+        client_models=client_models, kept_local=kept_local, scores=scores, evaluations=evaluations, final=final
+    )
 
 
-def _chooses(config: Config) -> bool:
+def _selects_best(config: Config) -> bool:
     return config.mixing.keep == "best" and strategy_of(config).communicates
 
 
-def evaluate(
+def evaluate_models(
     engine: Engine, models: ByClient, *, round: int, new_tokens: int = 0, cuts: Mapping[str, Cut] = MappingProxyType({})
 ) -> dict[Split, dict[str, Update]]:
     """Scores of these models on their own clients' validation and test examples; of text too, if it may be written."""
     splits: tuple[Split, ...] = ("validation", "test")
-    return {split: _scores(engine, models, split, round=round, new_tokens=new_tokens, cuts=cuts) for split in splits}
+    return {
+        split: _evaluate_split(engine, models, split, round=round, new_tokens=new_tokens, cuts=cuts) for split in splits
+    }
 
 
-def _scores(
+def _evaluate_split(
     engine: Engine, models: ByClient, split: Split, *, round: int, cuts: Mapping[str, Cut], new_tokens: int = 0
 ) -> dict[str, Update]:
-    jobs = jobs_for(models, EvaluateOptions(split=split, new_tokens=new_tokens), round=round, cuts=cuts)
+    jobs = make_jobs(models, EvaluateOptions(split=split, new_tokens=new_tokens), round=round, cuts=cuts)
     return {update.client: update for update in engine.run("evaluate", jobs)}
 
 
-def jobs_for(
+def make_jobs(
     models: ByClient,
     options: Any,
     *,
@@ -167,26 +175,28 @@ def jobs_for(
     ]
 
 
-def _all(scores: Sequence[Mapping[str, Update]]) -> list[Update]:
+def _flatten_scores(scores: Sequence[Mapping[str, Update]]) -> list[Update]:
     return [update for by_client in scores for update in by_client.values()]
 
 
-def _tried(
+def _compare_on_validation(
     engine: Engine, mixed: ByClient, trained: ByClient, *, round: int, cuts: Mapping[str, Cut]
 ) -> tuple[dict[str, Update], dict[str, Update]]:
     """Validation scores of the clients that trained: of their own models, and of the mixed ones."""
-    own = _scores(engine, trained, "validation", round=round, cuts=cuts)
-    return own, _scores(engine, {name: mixed[name] for name in trained}, "validation", round=round, cuts=cuts)
+    local = _evaluate_split(engine, trained, "validation", round=round, cuts=cuts)
+    return local, _evaluate_split(engine, {name: mixed[name] for name in trained}, "validation", round=round, cuts=cuts)
 
 
-def best_of(
-    mixed: ByClient, trained: ByClient, own: Mapping[str, Update], met: Mapping[str, Update]
+def select_models(
+    mixed: ByClient, trained: ByClient, local_scores: Mapping[str, Update], mixed_scores: Mapping[str, Update]
 ) -> tuple[dict[str, Params], tuple[str, ...]]:
     """On every client that trained the better of mixed and own model by its validation loss; who kept its own."""
     # Who does not answer cannot say that its own is better.
-    scored = [name for name in trained if name in own and name in met]
-    kept = tuple(name for name in scored if own[name].metrics["loss"] < met[name].metrics["loss"])
-    return {name: trained[name] if name in kept else params for name, params in mixed.items()}, kept
+    scored = [name for name in trained if name in local_scores and name in mixed_scores]
+    kept_local = tuple(
+        name for name in scored if local_scores[name].metrics["loss"] < mixed_scores[name].metrics["loss"]
+    )
+    return {name: trained[name] if name in kept_local else params for name, params in mixed.items()}, kept_local
 
 
 def sample(names: Sequence[str], *, participation: float, seed: int, round: int) -> tuple[str, ...]:
@@ -201,24 +211,24 @@ def round_half_up(value: float) -> int:
     return int(value + 0.5)
 
 
-def accepted(
-    sent: ByClient, updates: Sequence[Update], share: Sequence[str]
+def check_updates(
+    initial_models: ByClient, updates: Sequence[Update], share: Sequence[str]
 ) -> tuple[dict[str, Update], dict[str, str]]:
     """The updates that may be mixed, and why each other one was refused, by client."""
-    good: dict[str, Update] = {}
+    accepted: dict[str, Update] = {}
     refused: dict[str, str] = {}
     for update in updates:
         try:
-            check_update(expected_update(sent[update.client], update.params, share), update.params)
+            check_update(expected_update(initial_models[update.client], update.params, share), update.params)
         except ProtocolError as error:
             refused[update.client] = str(error)
         else:
-            good[update.client] = update
-    return good, refused
+            accepted[update.client] = update
+    return accepted, refused
 
 
 @dataclass(frozen=True, kw_only=True)
-class Received:
+class ReceivedUpdates:
     """What came of the updates of a round."""
 
     updates: dict[str, Update]
@@ -231,34 +241,36 @@ class Received:
     """The updates as they came of those whom the norm bound refused or scaled down."""
 
 
-def receive(assembly: Assembly, state: State, updates: Sequence[Update]) -> Received:
+def screen_updates(assembly: Assembly, state: FederationState, updates: Sequence[Update]) -> ReceivedUpdates:
     """The updates that are mixed: those that are sound, and whose change is not far larger than that of the others.
 
     A rule that sends nothing mixes nothing, and so bounds nothing.
     """
     config, tasks = assembly.config, {client.name: client.task.name for client in assembly.clients}
-    good, refused = accepted(state.start, updates, config.mixing.share)
-    robust, sent = config.robust, {name: update.params for name, update in good.items()}
+    usable, refused = check_updates(state.client_models, updates, config.mixing.share)
+    robust, models = config.robust, {name: update.params for name, update in usable.items()}
     mode = robust.norm_bound if strategy_of(config).communicates else "off"
-    bounded, reasons = bound_updates(state.start, sent, tasks, space_of(config), mode=mode, ratio=robust.max_norm_ratio)
-    return Received(
-        updates={name: replace(good[name], params=params) for name, params in bounded.items()},
+    bounded, reasons = bound_updates(
+        state.client_models, models, tasks, space_of(config), mode=mode, ratio=robust.max_norm_ratio
+    )
+    return ReceivedUpdates(
+        updates={name: replace(usable[name], params=params) for name, params in bounded.items()},
         refused=refused | {name: reason for name, reason in reasons.items() if name not in bounded},
         clipped={name: reason for name, reason in reasons.items() if name in bounded},
-        out_of_bound={name: sent[name] for name in reasons},
+        out_of_bound={name: models[name] for name in reasons},
     )
 
 
-def train(
+def run_rounds(
     assembly: Assembly,
     planned: Planned,
     engine: Engine,
-    state: State,
+    state: FederationState,
     *,
     last: int,
     recorder: Recorder,
     on_event: OnEvent,
-) -> tuple[Assembly, Planned, State]:
+) -> tuple[Assembly, Planned, FederationState]:
     """Run rounds `state.round + 1 .. last`; every one is recorded and checkpointed before the next begins.
 
     The assembly grows where clients join.
@@ -267,45 +279,51 @@ def train(
         on_event(Note(line))
     for number in range(state.round + 1, last + 1):
         on_event(PhaseStarted(f"round {number}"))
-        began = time.perf_counter()
-        if (arrived := admit(assembly, planned, engine, state, on_event=on_event)) is not None:
-            assembly, planned, state = arrived.assembly, arrived.planned, arrived.state
-            recorder.joined(arrived)
+        start_time = time.perf_counter()
+        if (join := add_late_clients(assembly, planned, engine, state, on_event=on_event)) is not None:
+            assembly, planned, state = join.assembly, join.planned, join.state
+            recorder.record_join(join)
         if is_reclustered(assembly.config, number):
-            planned, state = _clustered_again(assembly, planned, engine, state, recorder, on_event=on_event)
+            planned, state = _recluster(assembly, planned, engine, state, recorder, on_event=on_event)
         state, record = one_round(assembly, planned, engine, state)
-        rows = recorder.round(record, state, seconds=time.perf_counter() - began, ends=number == last)
-        for line in _told(record):
+        rows = recorder.record_round(record, state, seconds=time.perf_counter() - start_time, is_last=number == last)
+        for line in _update_notes(record):
             on_event(Note(line))
-        on_event(replace(_finished(record, assembly, seconds=time.perf_counter() - began), rows=rows))
+        on_event(replace(_finished_event(record, assembly, seconds=time.perf_counter() - start_time), rows=rows))
         if record.stopped:
-            on_event(Note(stopped_line(state.history, round=number, rounds=assembly.config.training.rounds)))
+            on_event(Note(early_stopping_message(state.history, round=number, rounds=assembly.config.training.rounds)))
             break
     return assembly, planned, state
 
 
-def sample_of(config: Config, names: Sequence[str], *, round: int) -> tuple[str, ...]:
+def round_participants(config: Config, names: Sequence[str], *, round: int) -> tuple[str, ...]:
     """Who trains in this round: the same clients up to the next aggregation, so that who trains also sends."""
     first = round - (round - 1) % config.mixing.aggregate_every
     return sample(names, participation=config.training.participation, seed=config.run.seed, round=first)
 
 
-def is_aggregated(config: Config, round: int) -> bool:
+def is_aggregation_round(config: Config, round: int) -> bool:
     """Whether the server's rule is applied after this round; a rule that sends nothing has nothing to wait for."""
-    due = round % config.mixing.aggregate_every == 0 or round == config.training.rounds
-    return due or not strategy_of(config).communicates
+    is_due = round % config.mixing.aggregate_every == 0 or round == config.training.rounds
+    return is_due or not strategy_of(config).communicates
 
 
-def _clustered_again(
-    assembly: Assembly, planned: Planned, engine: Engine, state: State, recorder: Recorder, *, on_event: OnEvent
-) -> tuple[Planned, State]:
+def _recluster(
+    assembly: Assembly,
+    planned: Planned,
+    engine: Engine,
+    state: FederationState,
+    recorder: Recorder,
+    *,
+    on_event: OnEvent,
+) -> tuple[Planned, FederationState]:
     """The plan that holds from the next round on, and with `--rerank` every model at its ranks.
 
     Where somebody does not answer, and fewer suffice for a round, the plan stays what it was.
     """
     number, rerank = state.round + 1, assembly.config.ranks.rerank
-    scores = np.array([state.validation.get(name, 0.0) for name in assembly.names])
-    models = state.start if rerank else None
+    scores = np.array([state.validation_scores.get(name, 0.0) for name in assembly.names])
+    models = state.client_models if rerank else None
     try:
         planned = regraphed(planned, assembly, engine, round=number, performance=scores, models=models)
     except MissingAnswersError as error:
@@ -313,24 +331,26 @@ def _clustered_again(
         return planned, state
     if rerank:
         # The round before was aggregated (`config.validation`), so the server holds what the clients hold.
-        begun = at_ranks(state.start, planned.plan, assembly)
-        state = replace(state, start=begun, server_models=begun)
-    recorder.replanned(planned, round=number, begun=state.start if rerank else None)
+        resized = at_ranks(state.client_models, planned.plan, assembly)
+        state = replace(state, client_models=resized, server_models=resized)
+    recorder.record_new_plan(planned, round=number, resized_models=state.client_models if rerank else None)
     return planned, state
 
 
-def one_round(assembly: Assembly, planned: Planned, engine: Engine, state: State) -> tuple[State, RoundRecord]:
+def one_round(
+    assembly: Assembly, planned: Planned, engine: Engine, state: FederationState
+) -> tuple[FederationState, RoundRecord]:
     """The federation after one more round, and what happened in it."""
     config, number = assembly.config, state.round + 1
-    strategy, sampled = strategy_of(config), sample_of(config, assembly.names, round=number)
+    strategy, sampled = strategy_of(config), round_participants(config, assembly.names, round=number)
     cuts, engine = cuts_of(assembly, planned.plan), seated(assembly, planned.plan.clients, engine)
     updates = engine.run("train", _train_jobs(assembly, planned, state, sampled, cuts))
-    received, aggregated = receive(assembly, state, updates), is_aggregated(config, number)
+    received, aggregated = screen_updates(assembly, state, updates), is_aggregation_round(config, number)
     trained = {name: update.params for name, update in received.updates.items()}
-    server = _server_step(strategy, state, trained, planned, apply=aggregated, refused=received.refused)
-    server, restored = _sound(server, state, trained, assembly)
-    models = server.client_models
-    end = end_round(assembly, engine, state=state, mixed=models, trained=trained, cuts=cuts, is_mixed=aggregated)
+    server_step = _aggregate(strategy, state, trained, planned, apply=aggregated, refused=received.refused)
+    server_step, restored = _restore_unusable(server_step, state, trained, assembly)
+    models = server_step.client_models
+    outcome = finish_round(assembly, engine, state=state, mixed=models, trained=trained, cuts=cuts, is_mixed=aggregated)
     record = RoundRecord(
         round=number,
         sampled=sampled,
@@ -340,26 +360,26 @@ def one_round(assembly: Assembly, planned: Planned, engine: Engine, state: State
         out_of_bound=received.out_of_bound,
         restored=restored,
         missing=tuple(name for name in sampled if name not in received.updates and name not in received.refused),
-        sent=state.start,
-        start=end.start,
-        scores=end.scores,
+        initial_models=state.client_models,
+        client_models=outcome.client_models,
+        scores=outcome.scores,
         eta=strategy.eta(number) if aggregated else 0.0,
-        kept=end.kept,
-        stale=state.stale,
+        kept_local=outcome.kept_local,
+        outdated=state.outdated,
         communicates=strategy.communicates,
         aggregated=aggregated,
-        final=end.final,
-        stopped=end.stopped,
-        diversity=_spread(assembly, planned, {**state.start, **trained}, end) if aggregated else None,
+        final=outcome.final,
+        stopped=outcome.stopped,
+        diversity=_diversity(assembly, planned, {**state.client_models, **trained}, outcome) if aggregated else None,
         mask=planned.mask,
-        discarded=server.discarded,
-        state_changed=server.server_state is not state.server_state,
-        crossed=crossed(updates),
-        evaluated=crossed(end.evaluated),
-        hosting=hosting_of(assembly, planned.plan.clients, training=updates, evaluation=end.evaluated),
-        held=held_by(assembly, cuts, state.start),
+        discarded=server_step.discarded,
+        state_changed=server_step.server_state is not state.server_state,
+        cut_traffic=sum_cut_traffic(updates),
+        evaluation_cut_traffic=sum_cut_traffic(outcome.evaluations),
+        hosting=hosting_of(assembly, planned.plan.clients, training=updates, evaluation=outcome.evaluations),
+        client_side_names=held_by(assembly, cuts, state.client_models),
     )
-    return state.after(record, server_models=server.server_models, server_state=server.server_state), record
+    return state.after(record, server_models=server_step.server_models, server_state=server_step.server_state), record
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -377,11 +397,11 @@ class ServerStep:
 
 
 def _train_jobs(
-    assembly: Assembly, planned: Planned, state: State, sampled: Sequence[str], cuts: Mapping[str, Cut]
+    assembly: Assembly, planned: Planned, state: FederationState, sampled: Sequence[str], cuts: Mapping[str, Cut]
 ) -> list[Job]:
     """What these clients are asked to train in the round after this state."""
-    return jobs_for(
-        {name: state.start[name] for name in sampled},
+    return make_jobs(
+        {name: state.client_models[name] for name in sampled},
         train_options(assembly.config, with_images=assembly.has_images),
         round=state.round + 1,
         cuts=cuts,
@@ -390,8 +410,14 @@ def _train_jobs(
     )
 
 
-def _server_step(
-    strategy: Strategy, state: State, trained: ByClient, planned: Planned, *, apply: bool, refused: Collection[str]
+def _aggregate(
+    strategy: Strategy,
+    state: FederationState,
+    trained: ByClient,
+    planned: Planned,
+    *,
+    apply: bool,
+    refused: Collection[str],
 ) -> ServerStep:
     """What the rule gives; where it is not applied it remembers what it did, and all go on with their own models.
 
@@ -403,13 +429,13 @@ def _server_step(
         return ServerStep(
             server_state=state.server_state,
             server_models=state.server_models,
-            client_models=with_shared({**state.start, **trained}, federation, list(trained)),
+            client_models=with_shared({**state.client_models, **trained}, federation, list(trained)),
             discarded={},
         )
-    done = strategy.aggregate(state.server_state, state.server_models, trained, federation, round=state.round + 1)
-    models = done.client_models if mask is None else restore_frozen(done.client_models, state.start, mask)
+    result = strategy.aggregate(state.server_state, state.server_models, trained, federation, round=state.round + 1)
+    models = result.client_models if mask is None else restore_frozen(result.client_models, state.client_models, mask)
     return ServerStep(
-        server_state=done.server_state, server_models=models, client_models=models, discarded=done.discarded
+        server_state=result.server_state, server_models=models, client_models=models, discarded=result.discarded
     )
 
 
@@ -419,34 +445,37 @@ def _warnings(config: Config, federation: Federation) -> list[str]:
     return [*share_warnings(federation, config.robust.max_share), *small]
 
 
-def _spread(assembly: Assembly, planned: Planned, before: ByClient, end: End) -> Diversity | None:
+def _diversity(assembly: Assembly, planned: Planned, before: ByClient, outcome: RoundOutcome) -> Diversity | None:
     """What the server's step did to the differences, in a round with evaluation; None where a figure is no number."""
     # distances between all pairs of a hundred whole models would cost more than the round, and where factors are at
     # the clients alone nobody has the updates of all
-    if not end.scores or assembly.is_full or any(has_hidden_factors(params) for params in before.values()):
+    if not outcome.scores or assembly.is_full or any(has_hidden_factors(params) for params in before.values()):
         return None
     adjacency = planned.plan.adjacency
-    found = diversity(before, end.start, clients=assembly.names, adjacency=adjacency, scale=assembly.site.scale)
-    return found if found.is_finite() else None
+    result = diversity(
+        before, outcome.client_models, clients=assembly.names, adjacency=adjacency, scale=assembly.site.scale
+    )
+    return result if result.is_finite() else None
 
 
-def _sound(
-    server: ServerStep, state: State, trained: ByClient, assembly: Assembly
+def _restore_unusable(
+    server: ServerStep, state: FederationState, trained: ByClient, assembly: Assembly
 ) -> tuple[ServerStep, dict[str, str]]:
     """The server's step, in which a mixed model of numbers that are none takes nobody's place, and whose it would have.
 
     Those who share a set above their cuts go on sharing it: where the model of one cannot be used, all keep theirs. So
     do all where the server state cannot be used.
     """
-    mixed = {name: params for name, params in server.client_models.items() if params is not state.start[name]}
+    mixed = {name: params for name, params in server.client_models.items() if params is not state.client_models[name]}
     is_finite = all(bool(tensor.isfinite().all()) for tensor in flatten_state(server.server_state).values())
-    bad = set(unusable_models(mixed)) if is_finite else set(mixed)
-    if not bad:
+    unusable = set(unusable_models(mixed)) if is_finite else set(mixed)
+    if not unusable:
         return server, {}
     if assembly.config.split.server_adapters != "per_client":
-        bad = set(mixed)
+        unusable = set(mixed)
     norms = {
-        name: change_norms(state.start[name], params, space_of(assembly.config)) for name, params in trained.items()
+        name: change_norms(state.client_models[name], params, space_of(assembly.config))
+        for name, params in trained.items()
     }
     largest = {name: max(parts.values()) for name, parts in norms.items()}
     sender = max(largest, key=largest.__getitem__, default="nobody")
@@ -454,7 +483,7 @@ def _sound(
         f"the mixed model holds values that are NaN, infinite or beyond {LARGEST:g}; the largest change was that of"
         f" {sender}, of norm {largest.get(sender, 0.0):.3g}"
     )
-    restored = {name: state.start[name] for name in mixed if name in bad}
+    restored = {name: state.client_models[name] for name in mixed if name in unusable}
     server = ServerStep(
         server_state=server.server_state if is_finite else state.server_state,
         server_models={**server.server_models, **restored},
@@ -464,18 +493,18 @@ def _sound(
     return server, dict.fromkeys(restored, reason)
 
 
-def _told(record: RoundRecord) -> list[str]:
+def _update_notes(record: RoundRecord) -> list[str]:
     """A line for each update that was not mixed as it came, and one for those who keep the models they began with."""
-    at = f"round {record.round}: "
-    lines = [f"{at}the update of {name} was refused: {reason}" for name, reason in record.refused.items()]
-    lines += [f"{at}the update of {name} was scaled down: {reason}" for name, reason in record.clipped.items()]
+    prefix = f"round {record.round}: "
+    lines = [f"{prefix}the update of {name} was refused: {reason}" for name, reason in record.refused.items()]
+    lines += [f"{prefix}the update of {name} was scaled down: {reason}" for name, reason in record.clipped.items()]
     for reason in dict.fromkeys(record.restored.values()):
-        names = ", ".join(name for name, own in record.restored.items() if own == reason)
-        lines.append(f"{at}{names} keep the models that they began with: {reason}")
+        names = ", ".join(name for name, client_reason in record.restored.items() if client_reason == reason)
+        lines.append(f"{prefix}{names} keep the models that they began with: {reason}")
     return lines
 
 
-def _finished(record: RoundRecord, assembly: Assembly, *, seconds: float) -> RoundFinished:
+def _finished_event(record: RoundRecord, assembly: Assembly, *, seconds: float) -> RoundFinished:
     losses = [update.metrics["loss"] for update in record.updates.values()]
     return RoundFinished(
         round=record.round,

@@ -19,21 +19,21 @@ from atlas_fl.config import (
 )
 from atlas_fl.errors import AtlasError, CheckpointError, ConfigError
 from atlas_fl.events import Note, OnEvent, PhaseStarted, ignore
-from atlas_fl.experiment.backends import ENGINES, Workplace
+from atlas_fl.experiment.backends import BACKENDS, Backend
 from atlas_fl.experiment.export import export_clients
 from atlas_fl.experiment.recorder import (
     Recorder,
-    check_origin,
-    check_settings,
-    check_written,
-    config_note,
-    models_of,
+    check_provenance,
+    check_run_files,
+    check_same_settings,
+    config_change_note,
+    models_in,
     momentum_in,
-    origin_of,
+    provenance_of,
     server_state_in,
 )
-from atlas_fl.experiment.rounds import train
-from atlas_fl.experiment.state import State
+from atlas_fl.experiment.rounds import run_rounds
+from atlas_fl.experiment.state import FederationState
 from atlas_fl.experiment.summary import honest_line, summarise, versions
 from atlas_fl.planning.plan import Plan, Planned
 from atlas_fl.planning.planner import check_clients, plan_for
@@ -62,19 +62,19 @@ class RunResult:
     """The content of `summary.json`; of the rounds so far while the run is not complete."""
 
 
-def run(
-    config: Config, *, on_event: OnEvent = ignore, resume: bool = False, workplace: Workplace | None = None
+def run_config(
+    config: Config, *, on_event: OnEvent = ignore, resume: bool = False, backend: Backend | None = None
 ) -> RunResult:
-    """Carry out this config in a folder of its own and say what came out; at the workplace of its `--engine`.
+    """Carry out this config in a folder of its own and say what came out; on the backend of its `--engine`.
 
     A folder that holds the same run is refused, or with `resume` gone on with (a complete one is just read).
     Raises an `AtlasError` for whatever the user can mend; nothing is written before the config is valid.
     """
-    config = pin_mask_file(validate(config, at_sites=workplace is not None))
-    workplace = workplace or ENGINES[config.run.engine]
+    config = pin_mask_file(validate(config, at_sites=backend is not None))
+    backend = backend or BACKENDS[config.run.engine]
     folder = run_folder(config)
     check_folder_is_free(folder)
-    made = not folder.path.exists()
+    is_new = not folder.path.exists()
     with run_lock(folder.path):
         if folder.config.exists():
             if not resume:
@@ -82,31 +82,33 @@ def run(
                     f"run {folder.path} exists already; go on with `atlas resume {folder.path}` or --resume"
                     " (resume=True in Python), or choose another --name or --seed"
                 )
-            check_settings(config, load_config(folder.config), folder=folder.path)
-            return _go_on(config, folder, on_event, workplace)
+            check_same_settings(config, load_config(folder.config), folder=folder.path)
+            return _continue_run(config, folder, on_event, backend)
         write_atomic(folder.config, to_toml(config).encode())
         try:
-            return _go_on(config, folder, on_event, workplace)
+            return _continue_run(config, folder, on_event, backend)
         except AtlasError:
             # What could not even be planned leaves nothing behind that would stand in the way of the mended run.
             if not folder.checkpoints.exists():
-                remove_aborted_run(folder.path, is_new=made)
+                remove_aborted_run(folder.path, is_new=is_new)
             raise
 
 
-def resume(folder: str | Path, *, max_rounds: int | None = None, on_event: OnEvent = ignore) -> RunResult:
+def resume_run(folder: str | Path, *, max_rounds: int | None = None, on_event: OnEvent = ignore) -> RunResult:
     """Go on with the run in this folder, for at most `max_rounds` rounds; the outcome is that of an undisturbed run.
 
     Raises `CheckpointError` where the folder holds no run.
     """
-    found = find_run(folder, allow_unplanned=True)
-    config = validate(load_config(found.config), at_sites=True)  # it was begun; where, is told from its clients
-    at_home = replace(config.run, runs_dir=str(found.path.parent), name=found.path.name, max_rounds=max_rounds)
-    with run_lock(found.path):
-        return _go_on(replace(config, run=at_home), found, on_event, ENGINES[config.run.engine])
+    existing = find_run(folder, allow_unplanned=True)
+    config = validate(load_config(existing.config), at_sites=True)  # it was begun; where, is told from its clients
+    run_settings = replace(
+        config.run, runs_dir=str(existing.path.parent), name=existing.path.name, max_rounds=max_rounds
+    )
+    with run_lock(existing.path):
+        return _continue_run(replace(config, run=run_settings), existing, on_event, BACKENDS[config.run.engine])
 
 
-def _go_on(config: Config, folder: RunFolder, on_event: OnEvent, workplace: Workplace) -> RunResult:
+def _continue_run(config: Config, folder: RunFolder, on_event: OnEvent, backend: Backend) -> RunResult:
     """Plan, or load the newest good checkpoint; train what is left; write the summary. The folder is locked."""
     with run_log(folder.log) as log:
 
@@ -117,40 +119,44 @@ def _go_on(config: Config, folder: RunFolder, on_event: OnEvent, workplace: Work
 
         if folder.summary.exists():
             digests.check_files(folder, folder.summary, folder.config)
-            result = _result(folder, config=config)
+            result = _run_result(folder, config=config)
             early = f"; it stopped early after round {result.rounds}" if "stopped" in result.summary else ""
             tell(Note(f"run {folder.path} is complete{early}"))
             return result
         check_mask_file(config)
         tell(PhaseStarted("loading"))
-        began = time.perf_counter()
-        with workplace(config, tell) as (assembly, engine):
+        start_time = time.perf_counter()
+        with backend(config, tell) as (assembly, engine):
             assembly = put_off(assembly)
-            recorder = _recorder(config, assembly, folder)
-            recorder.seconds["loading"] = time.perf_counter() - began
-            return _trained(assembly, engine, recorder, folder, tell)
+            recorder = _make_recorder(config, assembly, folder)
+            recorder.phase_seconds["loading"] = time.perf_counter() - start_time
+            return _train_remaining(assembly, engine, recorder, folder, tell)
 
 
-def _trained(assembly: Assembly, engine: Engine, recorder: Recorder, folder: RunFolder, tell: OnEvent) -> RunResult:
+def _train_remaining(
+    assembly: Assembly, engine: Engine, recorder: Recorder, folder: RunFolder, tell: OnEvent
+) -> RunResult:
     """What is left of the run, within its limit of rounds."""
     config = assembly.config
     engine = with_attackers(engine, config, assembly.clients)
-    assembly, planned, state = _begin(assembly, recorder, folder, engine, tell)
+    assembly, planned, state = _load_or_plan(assembly, recorder, folder, engine, tell)
     limit = config.run.max_rounds
     last = config.training.rounds if limit is None else min(config.training.rounds, state.round + limit)
-    if not state.over:
-        assembly, planned, state = train(assembly, planned, engine, state, last=last, recorder=recorder, on_event=tell)
-    if state.over:
+    if not state.is_over:
+        assembly, planned, state = run_rounds(
+            assembly, planned, engine, state, last=last, recorder=recorder, on_event=tell
+        )
+    if state.is_over:
         tell(PhaseStarted("export"))
-        export_clients(assembly, state.start, folder)
-        summary = _summary(config, folder, assembly, recorder)
-        recorder.completed(summary)
+        export_clients(assembly, state.client_models, folder)
+        summary = _summarise_run(config, folder, assembly, recorder)
+        recorder.write_summary(summary)
         if line := honest_line(summary):
             tell(Note(line))
-    return _result(folder, config=config, assembly=assembly, recorder=recorder)
+    return _run_result(folder, config=config, assembly=assembly, recorder=recorder)
 
 
-def _recorder(config: Config, assembly: Assembly, folder: RunFolder) -> Recorder:
+def _make_recorder(config: Config, assembly: Assembly, folder: RunFolder) -> Recorder:
     return Recorder(
         folder=folder,
         clients=assembly.clients,
@@ -159,39 +165,39 @@ def _recorder(config: Config, assembly: Assembly, folder: RunFolder) -> Recorder
         checkpoint_every=config.run.checkpoint_every,
         keep_checkpoints=config.run.keep_checkpoints,
         keep_best=config.run.keep_best,
-        origin=origin_of(config, assembly.clients),
-        files={folder.config.name: digests.file_sha256(folder.config).hexdigest()},
+        provenance=provenance_of(config, assembly.clients),
+        file_digests={folder.config.name: digests.file_sha256(folder.config).hexdigest()},
     )
 
 
-def _begin(
+def _load_or_plan(
     assembly: Assembly, recorder: Recorder, folder: RunFolder, engine: Any, tell: OnEvent
-) -> tuple[Assembly, Planned, State]:
+) -> tuple[Assembly, Planned, FederationState]:
     """The clients, the plan and the state to go on from: of the newest good checkpoint, or fresh ones."""
-    found, damaged = checkpoint.load_latest(folder.checkpoints, check=partial(check_written, folder))
-    if found is None and (intact := checkpoint.load_latest(folder.checkpoints)[0]) is not None:
-        check_written(folder, intact)  # raises: to begin again would write over what can be restored
+    saved, damaged = checkpoint.load_latest(folder.checkpoints, check=partial(check_run_files, folder))
+    if saved is None and (intact := checkpoint.load_latest(folder.checkpoints)[0]) is not None:
+        check_run_files(folder, intact)  # raises: to begin again would write over what can be restored
     for line in damaged:
-        tell(Note(line if found is not None else f"{line}; beginning again"))
-    if found is not None:
-        return _resumed(assembly, recorder, folder, found, tell)
+        tell(Note(line if saved is not None else f"{line}; beginning again"))
+    if saved is not None:
+        return _restore_checkpoint(assembly, recorder, folder, saved, tell)
     for leftover in (folder.metrics, folder.ledger, *folder.plans()[1:]):
         leftover.unlink(missing_ok=True)
-    _check_late(assembly)
-    began = time.perf_counter()
-    assembly, planned = _planned(assembly, engine, tell)
-    recorder.enlarge(assembly.config, assembly.clients)
-    recorder.seconds["plan"] = time.perf_counter() - began
+    _check_late_clients(assembly)
+    start_time = time.perf_counter()
+    assembly, planned = _make_plan(assembly, engine, tell)
+    recorder.set_clients(assembly.config, assembly.clients)
+    recorder.phase_seconds["plan"] = time.perf_counter() - start_time
     strategy = strategy_of(assembly.config)
     # the same mapping twice: a checkpoint tells by it that everyone starts with what the server has
     models = dict(planned.start)
     strategy.check(models, planned.plan.federation())
-    state = State(round=0, server_models=models, server_state=strategy.init(models), start=models)
-    recorder.planned(planned, state, communicates=strategy.communicates)
+    state = FederationState(round=0, server_models=models, server_state=strategy.init(models), client_models=models)
+    recorder.record_plan(planned, state, communicates=strategy.communicates)
     return assembly, planned, state
 
 
-def _planned(assembly: Assembly, engine: Any, tell: OnEvent) -> tuple[Assembly, Planned]:
+def _make_plan(assembly: Assembly, engine: Any, tell: OnEvent) -> tuple[Assembly, Planned]:
     """The plan, and the assembly of those who are in it: who does not answer is left out where fewer suffice."""
     while True:
         try:
@@ -206,56 +212,59 @@ def _planned(assembly: Assembly, engine: Any, tell: OnEvent) -> tuple[Assembly, 
             tell(Note(f"the plan is made without {left}; others: {', '.join(assembly.names)}"))
 
 
-def _check_late(assembly: Assembly) -> None:
+def _check_late_clients(assembly: Assembly) -> None:
     """Raise an `AtlasError` for who comes later and cannot take part, before the rounds until then."""
     rounds = assembly.config.training.rounds
     if assembly.config.data.arrive:
-        late = [one.client.name for one in assembly.door.waiting(rounds)]
+        late = [newcomer.client.name for newcomer in assembly.door.waiting(rounds)]
         check_clients(with_planned(assembly, late, round=rounds))
 
 
-def _resumed(
-    assembly: Assembly, recorder: Recorder, folder: RunFolder, found: checkpoint.Checkpoint, tell: OnEvent
-) -> tuple[Assembly, Planned, State]:
+def _restore_checkpoint(
+    assembly: Assembly, recorder: Recorder, folder: RunFolder, saved: checkpoint.Checkpoint, tell: OnEvent
+) -> tuple[Assembly, Planned, FederationState]:
     """The clients, the plan and the state of this checkpoint."""
-    plan = Plan.from_json(read_json(folder.path / found.state["plan"]))
-    assembly = with_planned(assembly, [client.name for client in plan.clients], round=found.round + 1)
-    recorder.enlarge(assembly.config, assembly.clients)
-    check_origin(found.state["origin"], recorder.origin, folder=folder.path)
-    if note := config_note(folder, found):
+    plan = Plan.from_json(read_json(folder.path / saved.state["plan"]))
+    assembly = with_planned(assembly, [client.name for client in plan.clients], round=saved.round + 1)
+    recorder.set_clients(assembly.config, assembly.clients)
+    check_provenance(saved.state["origin"], recorder.provenance, folder=folder.path)
+    if note := config_change_note(folder, saved):
         tell(Note(note))
-    recorder.go_back_to(found)
+    recorder.rewind_to(saved)
     _check_clients(plan, assembly, folder)
-    server_models, start = models_of(found, assembly.names)
-    tell(Note(f"resumed after round {found.round}"))
+    server_models, client_models = models_in(saved, assembly.names)
+    tell(Note(f"resumed after round {saved.round}"))
     clustering = Clustering.from_json(plan.clustering) if "similarity" in plan.clustering else None
-    state = State(
-        round=found.round,
+    state = FederationState(
+        round=saved.round,
         server_models=server_models,
-        server_state=server_state_in(found),
-        start=start,
-        stale=frozenset(found.state["stale"]),
-        validation=found.state["validation"],
-        history={int(at): score for at, score in found.state.get("history", {}).items()},
+        server_state=server_state_in(saved),
+        client_models=client_models,
+        outdated=frozenset(saved.state["stale"]),
+        validation_scores=saved.state["validation"],
+        history={int(round): score for round, score in saved.state.get("history", {}).items()},
         # checkpoints older than early stopping know no other end than the last round
-        over=found.state.get("over", found.round == assembly.config.training.rounds),
-        momentum=momentum_in(found),
+        is_over=saved.state.get("over", saved.round == assembly.config.training.rounds),
+        momentum=momentum_in(saved),
     )
     mask = read_tensors(folder.mask) if plan.sparse else None
     sketches = read_sketches(folder.sketches_of(recorder.plan_file))
-    return assembly, Planned(plan=plan, start=start, sketches=sketches, clustering=clustering, mask=mask), state
+    return assembly, Planned(plan=plan, start=client_models, sketches=sketches, clustering=clustering, mask=mask), state
 
 
 def _check_clients(plan: Plan, assembly: Assembly, folder: RunFolder) -> None:
-    planned, found = ([(one.name, one.task) for one in plan.clients], [(c.name, c.task.name) for c in assembly.clients])
-    if planned != found:
+    planned, present = (
+        [(client.name, client.task) for client in plan.clients],
+        [(c.name, c.task.name) for c in assembly.clients],
+    )
+    if planned != present:
         raise CheckpointError(
             f"run {folder.path} was planned with the clients {', '.join(name for name, _ in planned)}, and here are"
-            f" {', '.join(name for name, _ in found)}; a run across machines goes on with `atlas serve`"
+            f" {', '.join(name for name, _ in present)}; a run across machines goes on with `atlas serve`"
         )
 
 
-def _summary(config: Config, folder: RunFolder, assembly: Assembly, recorder: Recorder) -> dict[str, Any]:
+def _summarise_run(config: Config, folder: RunFolder, assembly: Assembly, recorder: Recorder) -> dict[str, Any]:
     metrics = read_rows(folder.metrics)
     check_shape(metrics, list_of(metrics_row), file=folder.metrics)
     ledger = read_rows(folder.ledger)
@@ -272,8 +281,8 @@ def _summary(config: Config, folder: RunFolder, assembly: Assembly, recorder: Re
         metrics=metrics,
         ledger=ledger,
         plan=read_json(folder.path / recorder.plan_file),
-        phase_seconds=recorder.seconds,
-        memory=recorder.memory(),
+        phase_seconds=recorder.phase_seconds,
+        memory=recorder.peak_memory(),
         versions=versions(),
         full_model_bytes=payload_bytes(assembly.site.backbone.frozen),
         round_seconds=recorder.round_seconds,
@@ -281,7 +290,7 @@ def _summary(config: Config, folder: RunFolder, assembly: Assembly, recorder: Re
     )
 
 
-def _result(
+def _run_result(
     folder: RunFolder,
     *,
     config: Config,
@@ -295,6 +304,6 @@ def _result(
         require_fields(summary, "run", file=folder.summary)
     else:
         assert assembly is not None and recorder is not None, "a run without a summary has just been trained"
-        summary = _summary(config, folder, assembly, recorder)
+        summary = _summarise_run(config, folder, assembly, recorder)
     rounds = summary["run"]["rounds"]
     return RunResult(folder=folder.path, rounds=rounds, complete=complete, summary=summary)

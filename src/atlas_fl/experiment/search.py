@@ -37,49 +37,49 @@ from atlas_fl.storage.jsonl import from_json, read_rows, to_json
 from atlas_fl.storage.run_folder import RunFolder
 
 LOG = "log"
-MOST_CHECKED = 256
+MAX_CHECKED = 256
 _NUMBER = r"[-+]?[0-9.]+(?:[eE][-+]?[0-9]+)?"
 _NUMBERS = re.compile(rf"({_NUMBER})\.\.({_NUMBER})(?::(.*))?")
 _ANYTHING = re.compile(r"(.*?)\.\.([^:]*)(?::(.*))?")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Span:
+class NumberRange:
     """The numbers from `low` to `high`, both among them."""
 
     low: float
     high: float
-    whole: bool
+    is_integer: bool
     """Whether only whole numbers are meant."""
     log: bool = False
     """Whether each power of ten is as likely as another."""
 
 
-Space: TypeAlias = Mapping[str, Span | tuple[str, ...]]
+SearchSpace: TypeAlias = Mapping[str, NumberRange | tuple[str, ...]]
 """By setting, what is to choose from; single values are texts, as on a command line."""
 
 
-def parse_space(texts: Sequence[str]) -> dict[str, Span | tuple[str, ...]]:
+def parse_space(texts: Sequence[str]) -> dict[str, NumberRange | tuple[str, ...]]:
     """What texts such as `lr=1e-4..1e-2:log`, `local-steps=4..16` and `weight-decay=0,1e-4` let a search choose from.
 
     Raises:
         ConfigError: a text is no sweep (`experiment.sweep.parse_over`), or its range has no numbers or a wrong end.
     """
-    return {name: _choices(find_setting(name), parts) for name, parts in parse_over(texts).items()}
+    return {name: _parse_choices(find_setting(name), parts) for name, parts in parse_over(texts).items()}
 
 
-def check_space(base: Config, space: Space) -> None:
+def check_space(base: Config, space: SearchSpace) -> None:
     """Nothing where the ends of the ranges and the values, each with each, are settings of a run that can be.
 
     Raises:
         AtlasError: a combination is none; of very many only the first are looked at.
     """
-    ends = {name: _ends(choices) for name, choices in space.items()}
-    for values in islice(product(*ends.values()), MOST_CHECKED):
+    ends = {name: _range_ends(choices) for name, choices in space.items()}
+    for values in islice(product(*ends.values()), MAX_CHECKED):
         validate(with_values(base, dict(zip(ends, values))))
 
 
-def plain(space: Space) -> dict[str, Any]:
+def space_to_json(space: SearchSpace) -> dict[str, Any]:
     """The space as JSON holds it."""
     return {
         name: list(choices) if isinstance(choices, tuple) else [choices.low, choices.high, choices.log]
@@ -87,41 +87,41 @@ def plain(space: Space) -> dict[str, Any]:
     }
 
 
-def text_of(value: Any) -> str:
+def format_value(value: Any) -> str:
     """A chosen value as a command line spells it, to the last digit."""
     return value if isinstance(value, str) else repr(value)
 
 
-def _ends(choices: Span | tuple[str, ...]) -> tuple[str, ...]:
+def _range_ends(choices: NumberRange | tuple[str, ...]) -> tuple[str, ...]:
     if isinstance(choices, tuple):
         return choices
     ends = (choices.low, choices.high)
-    return tuple(text_of(int(end) if choices.whole else end) for end in ends)
+    return tuple(format_value(int(end) if choices.is_integer else end) for end in ends)
 
 
-def _choices(setting: Setting, parts: tuple[str, ...]) -> Span | tuple[str, ...]:
-    whole = _is_whole(setting)
-    spans = [part for part in parts if (_NUMBERS if whole is None else _ANYTHING).fullmatch(part)]
+def _parse_choices(setting: Setting, parts: tuple[str, ...]) -> NumberRange | tuple[str, ...]:
+    is_integer = _takes_integers(setting)
+    spans = [part for part in parts if (_NUMBERS if is_integer is None else _ANYTHING).fullmatch(part)]
     if not spans:
         return parts
     text = f"--over {setting.name}={','.join(parts)}"
-    if whole is None:
+    if is_integer is None:
         raise ConfigError(f"{text} is a range, and {setting.name} is no number; give its values, with commas between")
     if len(parts) > 1:
         raise ConfigError(f"{text} has a range beside other values; give one range, or values with commas between")
     match = _ANYTHING.fullmatch(spans[0])
     assert match is not None, "it has just matched"
-    low, high = (_number(setting, end, whole=whole) for end in match.groups()[:2])
+    low, high = (_parse_number(setting, end, is_integer=is_integer) for end in match.groups()[:2])
     if match[3] not in (None, LOG):
         raise ConfigError(f"{text} ends in :{match[3]}; allowed: :log, or nothing; write {setting.name}=LOW..HIGH:log")
     if not low < high:
         raise ConfigError(f"{text} does not rise; allowed: the low end first; write {setting.name}=LOW..HIGH")
     if match[3] == LOG and low <= 0:
         raise ConfigError(f"{text} begins at {match[1]}; allowed on a log scale: above 0; raise the low end")
-    return Span(low=low, high=high, whole=whole, log=match[3] == LOG)
+    return NumberRange(low=low, high=high, is_integer=is_integer, log=match[3] == LOG)
 
 
-def _is_whole(setting: Setting) -> bool | None:
+def _takes_integers(setting: Setting) -> bool | None:
     """Whether the setting takes whole numbers alone; None where it takes no numbers."""
     if setting.name in WORD_OR_NUMBER:
         return True
@@ -129,12 +129,12 @@ def _is_whole(setting: Setting) -> bool | None:
     return kind is int if kind in (int, float) else None
 
 
-def _number(setting: Setting, text: str, *, whole: bool) -> float:
+def _parse_number(setting: Setting, text: str, *, is_integer: bool) -> float:
     value = parse_integer(text) if setting.name in WORD_OR_NUMBER else parse_setting(setting, text)
     if value is None:
         raise ConfigError(
-            f"--over {setting.name} has {text!r} as an end of its range; allowed: a{' whole' if whole else ''} number;"
-            f" write {setting.name}=LOW..HIGH"
+            f"--over {setting.name} has {text!r} as an end of its range; allowed: a{' whole' if is_integer else ''}"
+            f" number; write {setting.name}=LOW..HIGH"
         )
     return float(value)
 
@@ -143,7 +143,7 @@ Pruner: TypeAlias = Literal["none", "median"]
 SETTINGS = "settings"
 
 
-def check_installed() -> None:
+def check_optuna() -> None:
     """Nothing where optuna is there; else raises `ConfigError`."""
     _optuna()
 
@@ -163,21 +163,21 @@ def open_study(path: Path, *, settings: Mapping[str, Any]) -> Any:
         )
         if SETTINGS not in study.user_attrs:
             study.set_user_attr(SETTINGS, dict(settings))
-        begun = study.user_attrs[SETTINGS]
+        recorded = study.user_attrs[SETTINGS]
     except SQLAlchemyError as error:
         reason = str(getattr(error, "orig", error)).splitlines()[0]
         raise CheckpointError(
             f"{path} cannot be read as a study ({reason}); restore it, or remove it: runs that are finished stay"
         ) from None
-    for name in [name for name in {**settings, **begun} if settings.get(name) != begun.get(name)]:
+    for name in [name for name in {**settings, **recorded} if settings.get(name) != recorded.get(name)]:
         raise CheckpointError(
-            f"the search in {path.parent} was begun with {name} = {begun.get(name)!r}, not {settings.get(name)!r};"
+            f"the search in {path.parent} was begun with {name} = {recorded.get(name)!r}, not {settings.get(name)!r};"
             " choose another --name or --runs-dir"
         )
     return study
 
 
-def next_trial(study: Any, space: Space, *, seed: int, pruner: Pruner) -> Any:
+def next_trial(study: Any, space: SearchSpace, *, seed: int, pruner: Pruner) -> Any:
     """What to try next, as a trial that is nowhere written: of a study in memory with all ended trials."""
     optuna = _optuna()
     ended = study.get_trials(deepcopy=False)
@@ -190,8 +190,8 @@ def next_trial(study: Any, space: Space, *, seed: int, pruner: Pruner) -> Any:
     return draft.ask(_distributions(space))
 
 
-def remember(
-    study: Any, space: Space, params: Mapping[str, Any], *, scores: Mapping[int, float], pruned: bool, run: str
+def record_trial(
+    study: Any, space: SearchSpace, params: Mapping[str, Any], *, scores: Mapping[int, float], pruned: bool, run: str
 ) -> None:
     """Write an ended trial: its settings, its validation scores by round, and the name of its run."""
     optuna = _optuna()
@@ -208,15 +208,15 @@ def remember(
     )
 
 
-def _distributions(space: Space) -> dict[str, Any]:
+def _distributions(space: SearchSpace) -> dict[str, Any]:
     return {name: _distribution(choices) for name, choices in space.items()}
 
 
-def _distribution(choices: Span | tuple[str, ...]) -> Any:
+def _distribution(choices: NumberRange | tuple[str, ...]) -> Any:
     distributions = _optuna().distributions
     if isinstance(choices, tuple):
         return distributions.CategoricalDistribution(choices)
-    if choices.whole:
+    if choices.is_integer:
         return distributions.IntDistribution(int(choices.low), int(choices.high), log=choices.log)
     return distributions.FloatDistribution(choices.low, choices.high, log=choices.log)
 
@@ -261,7 +261,7 @@ class Trial:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Search:
+class SearchResult:
     """What a search has come to."""
 
     folder: Path
@@ -274,19 +274,19 @@ class Search:
         return max((trial for trial in self.trials if not trial.pruned), key=lambda trial: trial.score)
 
 
-class _Pruned(Exception):  # noqa: N818
+class _TrialPruned(Exception):  # noqa: N818
     """A trial that is given up: its run stays as it is after the round."""
 
 
-def search(
+def run_search(
     base: Config,
     *,
-    space: Space,
+    space: SearchSpace,
     trials: int,
     pruner: Pruner = "none",
     on_trial: OnTrial = lambda *_: None,
     on_event: OnEvent = ignore,
-) -> Search:
+) -> SearchResult:
     """Try settings until the study has so many trials, and write the best ones' as `best.toml`.
 
     The criterion is the mean validation score over clients of a trial's best round. Runs that are finished are not run
@@ -299,23 +299,25 @@ def search(
         raise ConfigError(f"--trials is {trials}; allowed: at least 1; give the number of trials")
     if base.run.max_rounds is not None:
         raise ConfigError(f"--max-rounds is {base.run.max_rounds}; here every run goes to its end; leave it out")
-    check_installed()
+    check_optuna()
     check_space(base, space)
     base = pin_mask_file(base)
-    settings = from_json(to_json({**identity_settings(base), "over": plain(space), "pruner": pruner}))
+    settings = from_json(to_json({**identity_settings(base), "over": space_to_json(space), "pruner": pruner}))
     folder = search_folder(base, settings)
     with run_lock(folder):
         study = open_study(folder / STUDY, settings=settings)
         for number in range(len(study.get_trials(deepcopy=False)), trials):
             draft = next_trial(study, space, seed=base.run.seed, pruner=pruner)
-            point = _point(base, draft.params)
-            run, pruned = _run(point, draft, tell=partial(on_trial, number, point), on=on_event)
-            remember(study, space, draft.params, scores=_scores(run), pruned=pruned, run=run.name)
-        found = Search(folder=folder, trials=tuple(_ended(trial) for trial in study.get_trials(deepcopy=False)))
-        best = _point(base, found.best.changes).config
-        named = replace(best, run=replace(best.run, name=_best_name(folder)))
-        write_atomic(folder / BEST, to_toml(named).encode())
-    return found
+            point = _trial_point(base, draft.params)
+            run, pruned = _run_trial(point, draft, on_state=partial(on_trial, number, point), on_event=on_event)
+            record_trial(study, space, draft.params, scores=_validation_scores(run), pruned=pruned, run=run.name)
+        result = SearchResult(
+            folder=folder, trials=tuple(_read_trial(trial) for trial in study.get_trials(deepcopy=False))
+        )
+        best = _trial_point(base, result.best.changes).config
+        named_best = replace(best, run=replace(best.run, name=_best_name(folder)))
+        write_atomic(folder / BEST, to_toml(named_best).encode())
+    return result
 
 
 def search_folder(base: Config, settings: Mapping[str, Any]) -> Path:
@@ -329,11 +331,11 @@ def search_folder(base: Config, settings: Mapping[str, Any]) -> Path:
     if RunFolder(path).is_resumable() or (path.exists() and not path.is_dir()):
         raise ConfigError(f"{path} is taken; choose another --name or --runs-dir for the search")
     if base.run.name is not None and path.exists() and not (path / STUDY).is_file():
-        _check_remains(path)
+        _check_leftovers(path)
     return path
 
 
-def _check_remains(folder: Path) -> None:
+def _check_leftovers(folder: Path) -> None:
     """Nothing where a folder without a study is empty, or holds what a search has left whose study was removed.
 
     Raises:
@@ -341,12 +343,12 @@ def _check_remains(folder: Path) -> None:
     """
     written = folder / BEST
     try:
-        left = {BEST, TABLE} if load_values(written)["name"] == _best_name(folder) else set()
+        leftovers = {BEST, TABLE} if load_values(written)["name"] == _best_name(folder) else set()
     except (ConfigError, KeyError):
-        left = set()
-    if strange := sorted(path.name for path in folder.iterdir() if path.name not in DRAFTS | left):
+        leftovers = set()
+    if others := sorted(path.name for path in folder.iterdir() if path.name not in DRAFTS | leftovers):
         raise ConfigError(
-            f"{folder} exists, is no search and holds {strange[0]}; choose another --name or --runs-dir for the search"
+            f"{folder} exists, is no search and holds {others[0]}; choose another --name or --runs-dir for the search"
         )
 
 
@@ -355,44 +357,46 @@ def _best_name(folder: Path) -> str:
     return f"{folder.name}-best"
 
 
-def _point(base: Config, params: Mapping[str, Any]) -> Point:
-    over = {name: (text_of(value),) for name, value in params.items()}
+def _trial_point(base: Config, params: Mapping[str, Any]) -> Point:
+    over = {name: (format_value(value),) for name, value in params.items()}
     (point,) = grid(base, over=over, seeds=(base.run.seed,))
     return point
 
 
-def _run(point: Point, draft: Any, *, tell: Callable[[RunState], None], on: OnEvent) -> tuple[Path, bool]:
+def _run_trial(
+    point: Point, draft: Any, *, on_state: Callable[[RunState], None], on_event: OnEvent
+) -> tuple[Path, bool]:
     """(the folder of the trial's run, whether it was given up before its end)."""
     folder = run_folder(point.config).path
 
     def watch(event: Event) -> None:
-        on(event)
+        on_event(event)
         if isinstance(event, RoundFinished) and event.scores:
-            _report(draft, {event.round: fmean(event.scores.values())})
+            _report_scores(draft, {event.round: fmean(event.scores.values())})
 
     try:
-        _report(draft, {} if (folder / "summary.json").exists() else _scores(folder))
-        run_all([point], on_run=lambda _, __, state: tell(state), on_event=watch)
-    except _Pruned:
+        _report_scores(draft, {} if (folder / "summary.json").exists() else _validation_scores(folder))
+        run_all([point], on_run=lambda _, __, state: on_state(state), on_event=watch)
+    except _TrialPruned:
         return folder, True
     return folder, False
 
 
-def _report(draft: Any, scores: Mapping[int, float]) -> None:
-    for at, score in scores.items():
-        draft.report(score, at)
+def _report_scores(draft: Any, scores: Mapping[int, float]) -> None:
+    for round, score in scores.items():
+        draft.report(score, round)
         if draft.should_prune():
-            raise _Pruned
+            raise _TrialPruned
 
 
-def _scores(run: Path) -> dict[int, float]:
+def _validation_scores(run: Path) -> dict[int, float]:
     return mean_series(list(histories(read_rows(RunFolder(run).metrics)).values()), "validation")
 
 
-def _ended(trial: Any) -> Trial:
+def _read_trial(trial: Any) -> Trial:
     return Trial(
         number=trial.number,
-        changes={name: text_of(value) for name, value in trial.params.items()},
+        changes={name: format_value(value) for name, value in trial.params.items()},
         run=trial.user_attrs["run"],
         scores=trial.intermediate_values,
         pruned=trial.state.name == "PRUNED",

@@ -24,7 +24,7 @@ from atlas_fl.storage.jsonl import to_json
 from atlas_fl.storage.ledger import Direction, Kind, LedgerRow, payload_bytes
 
 
-def crossed(updates: Iterable[Update]) -> dict[str, CutTraffic]:
+def sum_cut_traffic(updates: Iterable[Update]) -> dict[str, CutTraffic]:
     """Bytes through every client's cut over all of these answers; clients without one are not there."""
     sums: dict[str, Counter[tuple[Kind, Direction]]] = {}
     for update in updates:
@@ -42,15 +42,15 @@ class RoundRecord:
     updates: Mapping[str, Update]
     """Of those who trained and were not refused."""
     refused: Mapping[str, str]
-    sent: ByClient
+    initial_models: ByClient
     """What the clients began this round with."""
-    start: ByClient
+    client_models: ByClient
     """What they begin the next one with."""
     scores: Mapping[Split, Mapping[str, Update]]
     eta: float
-    kept: tuple[str, ...]
+    kept_local: tuple[str, ...]
     """Clients that keep their own model at the end of the run."""
-    stale: frozenset[str]
+    outdated: frozenset[str]
     """Clients whose newest model had not reached them when the round began."""
     communicates: bool
     aggregated: bool
@@ -65,13 +65,13 @@ class RoundRecord:
     """Clients that were asked and did not answer in time; they keep what they began with."""
     discarded: Mapping[str, float] = field(default_factory=dict)
     """By client, the share of its mixed update's squared norm that its ranks could not hold."""
-    crossed: Mapping[str, CutTraffic] = field(default_factory=dict)
+    cut_traffic: Mapping[str, CutTraffic] = field(default_factory=dict)
     """By client with a cut, the bytes of all messages through it in training, refused or not."""
-    evaluated: Mapping[str, CutTraffic] = field(default_factory=dict)
+    evaluation_cut_traffic: Mapping[str, CutTraffic] = field(default_factory=dict)
     """The same in evaluation."""
     hosting: Hosting = field(default_factory=Hosting)
     """Who computed the upper parts of cut models, where that was not the server."""
-    held: Mapping[str, frozenset[str]] = field(default_factory=dict)
+    client_side_names: Mapping[str, frozenset[str]] = field(default_factory=dict)
     """By client with a cut, the names of the tensors that are on it; the others never leave the server."""
     mask: Mask | None = None
     """Which weights may move; everyone holds it, so that only their values travel."""
@@ -89,13 +89,17 @@ class RoundRecord:
 
         A host gets its guests' upper parts before they train and again before they are evaluated, and returns them.
         """
-        return [*self._crossings(), *self._hosted(), *(self._models(share) if self.communicates else ())]
+        return [
+            *self._cut_messages(),
+            *self._hosting_messages(),
+            *(self._model_messages(share) if self.communicates else ()),
+        ]
 
-    def _crossings(self) -> Iterator[LedgerRow]:
+    def _cut_messages(self) -> Iterator[LedgerRow]:
         sums: dict[str, Counter[tuple[Kind, Direction, str]]] = {}
-        both = ((self.crossed, self.hosting.training), (self.evaluated, self.hosting.evaluation))
-        for crossed, pairs in both:
-            for name, sizes in crossed.items():
+        phases = ((self.cut_traffic, self.hosting.training), (self.evaluation_cut_traffic, self.hosting.evaluation))
+        for traffic, pairs in phases:
+            for name, sizes in traffic.items():
                 peer = (pairs[name].host if name in pairs else None) or ""
                 sums.setdefault(name, Counter()).update({(*way, peer): size for way, size in sizes.items()})
         for name, sized in sums.items():
@@ -103,67 +107,73 @@ class RoundRecord:
                 row = LedgerRow(round=self.round, client=name, direction=direction, kind=kind, bytes=size, peer=peer)
                 yield replace(row, relayed=self.hosting.relayed and peer != "")
 
-    def _hosted(self) -> Iterator[LedgerRow]:
+    def _hosting_messages(self) -> Iterator[LedgerRow]:
         ways: tuple[Direction, ...] = ("down", "up")
         for pairs, models, directions in (
-            (self.hosting.training, self.sent, ways),
-            (self.hosting.evaluation, self.start, ways[:1]),
+            (self.hosting.training, self.initial_models, ways),
+            (self.hosting.evaluation, self.client_models, ways[:1]),
         ):
-            for name, own in pairs.items():
-                upper = {key: tensor for key, tensor in models[name].items() if key not in self.held[name]}
-                for direction in directions if own.host else ():
-                    yield from (replace(row, guest=name) for row in self._parts(str(own.host), direction, upper))
+            for name, match in pairs.items():
+                upper = {key: tensor for key, tensor in models[name].items() if key not in self.client_side_names[name]}
+                for direction in directions if match.host else ():
+                    yield from (
+                        replace(row, guest=name) for row in self._rows_by_kind(str(match.host), direction, upper)
+                    )
 
-    def _models(self, share: tuple[str, ...]) -> list[LedgerRow]:
+    def _model_messages(self, share: tuple[str, ...]) -> list[LedgerRow]:
         present = [name for name in self.sampled if name not in self.missing]
-        sent = [self._rows(name, "down", self.sent[name], share) for name in present if name in self.stale]
+        messages = [
+            self._model_rows(name, "down", self.initial_models[name], share)
+            for name in present
+            if name in self.outdated
+        ]
         up = {name: update for name, update in self.updates.items() if self.aggregated or update.travelled}
-        sent += [self._rows(name, "up", update.params, share) for name, update in up.items()]
+        messages += [self._model_rows(name, "up", update.params, share) for name, update in up.items()]
         if self.aggregated:
-            sent += [self._rows(name, "down", self.start[name], share) for name in self._receivers()]
-        return [row for rows in sent for row in rows]
+            messages += [self._model_rows(name, "down", self.client_models[name], share) for name in self._receivers()]
+        return [row for rows in messages for row in rows]
 
-    def stale_after(self) -> frozenset[str]:
+    def outdated_after(self) -> frozenset[str]:
         """Clients whose model has changed and that have not received it, because they did not take part."""
-        changed = {name for name, params in self.start.items() if params is not self.sent[name]}
-        return frozenset((self.stale | changed) - set(self._receivers()))
+        changed = {name for name, params in self.client_models.items() if params is not self.initial_models[name]}
+        return frozenset((self.outdated | changed) - set(self._receivers()))
 
     def _receivers(self) -> tuple[str, ...]:
         """Who gets a model at the end of the round: who took part, and at the end of the run everyone."""
         if not self.final:
             return tuple(name for name in self.sampled if name not in self.missing)
-        changed = {name for name, params in self.start.items() if params is not self.sent[name]}
-        return tuple(name for name in self.start if name in self.sampled or name in changed | self.stale)
+        changed = {name for name, params in self.client_models.items() if params is not self.initial_models[name]}
+        return tuple(name for name in self.client_models if name in self.sampled or name in changed | self.outdated)
 
-    def _rows(self, name: str, direction: Direction, model: Params, share: tuple[str, ...]) -> list[LedgerRow]:
-        held = self.held.get(name, model.keys())
-        sent = {key: tensor for key, tensor in shared_params(model, share).items() if key in held}
-        return self._parts(name, direction, sent)
+    def _model_rows(self, name: str, direction: Direction, model: Params, share: tuple[str, ...]) -> list[LedgerRow]:
+        names = self.client_side_names.get(name, model.keys())
+        params = {key: tensor for key, tensor in shared_params(model, share).items() if key in names}
+        return self._rows_by_kind(name, direction, params)
 
-    def _parts(self, name: str, direction: Direction, sent: Params) -> list[LedgerRow]:
+    def _rows_by_kind(self, name: str, direction: Direction, params: Params) -> list[LedgerRow]:
         """A row for the adapters, one for whole weights and one for the head, where there is anything of them."""
         parts: dict[Kind, dict[str, Tensor]] = {"adapter": {}, "weights": {}, "head": {}}
-        for key, tensor in sent.items():
+        for key, tensor in params.items():
             parts[_kind_of(key)][key] = tensor
-        sizes = {kind: self._size(part) for kind, part in parts.items() if part}
+        sizes = {kind: self._message_size(part) for kind, part in parts.items() if part}
         return [
             LedgerRow(round=self.round, client=name, direction=direction, kind=kind, bytes=size)
             for kind, size in sizes.items()
             if size
         ]
 
-    def _size(self, part: Params) -> int:
+    def _message_size(self, part: Params) -> int:
         """Bytes of these tensors as a message; under a mask of the kept values alone, nothing where none is."""
         if self.mask is None:
             return payload_bytes(part)
-        kept = num_kept({key: self.mask[key] for key in part})
-        return values_size(kept) if kept else 0
+        num_values = num_kept({key: self.mask[key] for key in part})
+        return values_size(num_values) if num_values else 0
 
 
-def mean_score(scores: Mapping[Split, Mapping[str, Update]]) -> float | None:
+def mean_validation_score(scores: Mapping[Split, Mapping[str, Update]]) -> float | None:
     """The mean primary validation score over the clients that have one; None where there is none."""
-    found = [score.metrics["primary"] for score in scores.get("validation", {}).values()]
-    return fmean(found) if found else None
+    values = [score.metrics["primary"] for score in scores.get("validation", {}).values()]
+    return fmean(values) if values else None
 
 
 def _kind_of(key: str) -> Kind:
@@ -173,7 +183,7 @@ def _kind_of(key: str) -> Kind:
 
 
 @dataclass(frozen=True, kw_only=True)
-class State:
+class FederationState:
     """The whole federation between two rounds."""
 
     round: int
@@ -182,32 +192,36 @@ class State:
     """The model of every client as of the last aggregation."""
     server_state: ServerState = field(default_factory=dict)
     """What the strategy remembers besides the models."""
-    start: ByClient
+    client_models: ByClient
     """What every client begins the next round with: the only road from server to client."""
-    stale: frozenset[str] = frozenset()
+    outdated: frozenset[str] = frozenset()
     """Clients that have not received their newest model yet."""
-    validation: Mapping[str, float] = field(default_factory=dict)
+    validation_scores: Mapping[str, float] = field(default_factory=dict)
     """The last validation score of every client."""
     history: Mapping[int, float] = field(default_factory=dict)
     """The mean validation score of every evaluated round, over the clients that answered."""
-    over: bool = False
+    is_over: bool = False
     """Whether the run has ended, with its last round or before it."""
     momentum: ByClient = field(default_factory=dict)
     """What each client keeps of its optimizer for its next round, where it is asked to; the server never sees it."""
 
-    def after(self, record: RoundRecord, *, server_models: ByClient, server_state: ServerState) -> "State":
+    def after(self, record: RoundRecord, *, server_models: ByClient, server_state: ServerState) -> "FederationState":
         """The federation once this round is complete, with what the server has of it."""
-        scores, met = record.scores.get("validation", {}), mean_score(record.scores)
-        return State(
+        scores, mean = record.scores.get("validation", {}), mean_validation_score(record.scores)
+        return FederationState(
             round=record.round,
             server_models=server_models,
             server_state=server_state,
-            start=record.start,
-            stale=record.stale_after(),
-            validation={name: score.metrics["primary"] for name, score in scores.items()} or self.validation,
-            history=self.history if met is None else {**self.history, record.round: met},
-            over=record.final,
-            momentum={**self.momentum, **{name: own.momentum for name, own in record.updates.items() if own.momentum}},
+            client_models=record.client_models,
+            outdated=record.outdated_after(),
+            validation_scores={name: score.metrics["primary"] for name, score in scores.items()}
+            or self.validation_scores,
+            history=self.history if mean is None else {**self.history, record.round: mean},
+            is_over=record.final,
+            momentum={
+                **self.momentum,
+                **{name: update.momentum for name, update in record.updates.items() if update.momentum},
+            },
         )
 
 
@@ -218,38 +232,38 @@ def plan_messages(planned: Planned, *, round: int = 0, only: Collection[str] | N
     its cut are the server's, and its part of them is among what crossed.
     """
     rows: list[LedgerRow] = [*planned.messages, *planned.crossed]
-    over = {row.client for row in rows if row.phase}
+    planned_over_cut = {row.client for row in rows if row.phase}
     first = {client.cluster: client.name for client in reversed(planned.plan.clients)}
-    for place, client in enumerate(planned.plan.clients):
+    for index, client in enumerate(planned.plan.clients):
         if only is not None and client.name not in only:
             continue
-        if planned.sketches is not None and client.name not in over:
+        if planned.sketches is not None and client.name not in planned_over_cut:
             payload = {
-                "first": torch.from_numpy(planned.sketches[0, place]),
-                "second": torch.from_numpy(planned.sketches[1, place]),
+                "first": torch.from_numpy(planned.sketches[0, index]),
+                "second": torch.from_numpy(planned.sketches[1, index]),
             }
             if only is None or client.cluster == UNDECIDED or first[client.cluster] == client.name:
-                payload[IMPORTANCE] = torch.from_numpy(planned.plan.importance[place])
+                payload[IMPORTANCE] = torch.from_numpy(planned.plan.importance[index])
             size = payload_bytes(payload)
             rows.append(LedgerRow(round=round, client=client.name, direction="up", kind="fingerprint", bytes=size))
-        size = len(to_json(_control(planned.plan, place)).encode())
+        size = len(to_json(_control_payload(planned.plan, index)).encode())
         rows.append(LedgerRow(round=round, client=client.name, direction="down", kind="control", bytes=size))
     return rows
 
 
-def _control(plan: Plan, place: int) -> dict[str, Any]:
-    client = plan.clients[place]
+def _control_payload(plan: Plan, index: int) -> dict[str, Any]:
+    client = plan.clients[index]
     return {"client": client.name, "cluster": client.cluster, "ranks": list(client.ranks), "cut": client.cut}
 
 
 @dataclass(frozen=True, kw_only=True)
-class Admitted:
+class JoinResult:
     """A federation with those who joined it."""
 
     assembly: Assembly
     planned: Planned
-    state: State
-    fresh: ByClient
+    state: FederationState
+    newcomer_models: ByClient
     """The newcomers' own models after their warm-up, at their ranks, before anything was mixed into them."""
     communicates: bool
     """Whether anything of them was sent."""

@@ -61,8 +61,8 @@ LIBRARIES = ("torch", "transformers", "peft", "safetensors", "numpy", "scikit-le
 
 def versions() -> dict[str, str]:
     """The versions that a result depends on: this package, Python, the libraries, the operating system."""
-    own = {"atlas_fl": version("atlas-fl"), "python": platform.python_version()}
-    return own | {name: version(name) for name in LIBRARIES} | {"system": platform.platform(terse=True)}
+    packages = {"atlas_fl": version("atlas-fl"), "python": platform.python_version()}
+    return packages | {name: version(name) for name in LIBRARIES} | {"system": platform.platform(terse=True)}
 
 
 def peak_memory() -> dict[str, int]:
@@ -76,10 +76,10 @@ def peak_memory() -> dict[str, int]:
 
 def machine() -> dict[str, int | str]:
     """What the seconds of a run were measured on: processors, threads, and the GPU where one was used."""
-    found: dict[str, int | str] = {"cpus": os.cpu_count() or 1, "threads": torch.get_num_threads()}
+    info: dict[str, int | str] = {"cpus": os.cpu_count() or 1, "threads": torch.get_num_threads()}
     if _vram_bytes():
-        found["gpu"] = torch.cuda.get_device_name()
-    return found
+        info["gpu"] = torch.cuda.get_device_name()
+    return info
 
 
 def _vram_bytes() -> int:
@@ -106,7 +106,7 @@ class History:
 
     def series(self, split: str, metric: str = "primary") -> dict[int, float]:
         """A metric by round; rounds where it is undefined are left out."""
-        return {at: float(row[metric]) for at, row in self.splits.get(split, {}).items() if metric in row}
+        return {round: float(row[metric]) for round, row in self.splits.get(split, {}).items() if metric in row}
 
 
 def histories(rows: Iterable[Row]) -> dict[str, History]:
@@ -116,7 +116,7 @@ def histories(rows: Iterable[Row]) -> dict[str, History]:
     for row in sorted((row for row in rows if "split" in row), key=lambda row: int(row["round"])):
         tasks[row["client"]] = row["task"]
         splits.setdefault(row["client"], {}).setdefault(row["split"], {})[row["round"]] = row
-    return {client: History(client=client, task=tasks[client], splits=found) for client, found in splits.items()}
+    return {client: History(client=client, task=tasks[client], splits=by_split) for client, by_split in splits.items()}
 
 
 def best_round(history: History) -> int | None:
@@ -125,9 +125,9 @@ def best_round(history: History) -> int | None:
     Where test rows exist, only rounds that have one can be chosen, so that the choice can be reported.
     """
     scores = history.series("validation")
-    tested = history.series("test")
-    candidates = {at: score for at, score in scores.items() if at in tested} if tested else scores
-    return max(candidates, key=lambda at: (candidates[at], -at), default=None)
+    test_scores = history.series("test")
+    candidates = {round: score for round, score in scores.items() if round in test_scores} if test_scores else scores
+    return max(candidates, key=lambda round: (candidates[round], -round), default=None)
 
 
 def rounds_to(scores: Mapping[int, float], share: float) -> int | None:
@@ -135,30 +135,36 @@ def rounds_to(scores: Mapping[int, float], share: float) -> int | None:
     if not scores or scores[max(scores)] <= 0:
         return None
     goal = share * scores[max(scores)]
-    return next(at for at in sorted(scores) if scores[at] >= goal)
+    return next(round for round in sorted(scores) if scores[round] >= goal)
 
 
 def mean_series(members: Sequence[History], split: str, metric: str = "primary") -> dict[int, float]:
     """The mean over clients by round, for the rounds in which all have a value that had one before."""
-    series = [found for member in members if (found := member.series(split, metric))]
-    there = {at: [found for found in series if min(found) <= at] for at in sorted(set().union(*series))}
-    return {at: fmean(found[at] for found in those) for at, those in there.items() if all(at in one for one in those)}
+    series = [values for member in members if (values := member.series(split, metric))]
+    present = {round: [values for values in series if min(values) <= round] for round in sorted(set().union(*series))}
+    return {
+        round: fmean(values[round] for values in group)
+        for round, group in present.items()
+        if all(round in series_values for series_values in group)
+    }
 
 
 def sampled_series(members: Sequence[History], split: str, metric: str) -> dict[int, float]:
     """The mean by round over the clients that have a value in it: of training, which a round has of those it drew."""
     series = [member.series(split, metric) for member in members]
-    return {at: fmean(own[at] for own in series if at in own) for at in sorted(set().union(*series))}
+    return {
+        round: fmean(values[round] for values in series if round in values) for round in sorted(set().union(*series))
+    }
 
 
 def client_scores(history: History) -> dict[str, Any]:
     """Final and best scores of one client, as `summary.json` holds them."""
-    final = {split: _scores(rows[max(rows)]) for split, rows in history.splits.items()}
+    final = {split: _row_scores(rows[max(rows)]) for split, rows in history.splits.items()}
     result: dict[str, Any] = {"task": history.task, "final": final}
     if (chosen := best_round(history)) is not None:
-        splits = {split: _scores(rows[chosen]) for split, rows in history.splits.items() if chosen in rows}
+        splits = {split: _row_scores(rows[chosen]) for split, rows in history.splits.items() if chosen in rows}
         result["best"] = {"round": chosen} | splits
-    return result | {"rounds_to": _targets(history.series("validation"))}
+    return result | {"rounds_to": _rounds_to_targets(history.series("validation"))}
 
 
 def group_scores(members: Sequence[History]) -> dict[str, Any]:
@@ -173,14 +179,14 @@ def group_scores(members: Sequence[History]) -> dict[str, Any]:
         result[when] = {split: means for split, means in per_split.items() if means}
         tested = {client: entry[when]["test"] for client, entry in scores.items() if "test" in entry.get(when, {})}
         result[when] |= _extremes(tested)
-    return result | {"rounds_to": _targets(mean_series(members, "validation"))}
+    return result | {"rounds_to": _rounds_to_targets(mean_series(members, "validation"))}
 
 
-def _scores(row: Row) -> dict[str, Any]:
-    found: dict[str, Any] = {name: row[name] for name in ("round", *METRICS, "examples") if name in row}
+def _row_scores(row: Row) -> dict[str, Any]:
+    scores: dict[str, Any] = {name: row[name] for name in ("round", *METRICS, "examples") if name in row}
     if "accuracy" in row and "majority" in row:
-        found["gain_over_majority"] = row["accuracy"] - row["majority"]
-    return found
+        scores["gain_over_majority"] = row["accuracy"] - row["majority"]
+    return scores
 
 
 def _means(scores: Sequence[Row]) -> dict[str, float]:
@@ -205,18 +211,18 @@ def _extremes(tested: Mapping[str, Row]) -> dict[str, Any]:
     return result
 
 
-def _targets(scores: Mapping[int, float]) -> dict[str, int]:
-    return {name: at for name, share in TARGETS.items() if (at := rounds_to(scores, share)) is not None}
+def _rounds_to_targets(scores: Mapping[int, float]) -> dict[str, int]:
+    return {name: round for name, share in TARGETS.items() if (round := rounds_to(scores, share)) is not None}
 
 
 Counts = np.ndarray[Any, np.dtype[np.int64]]
 
 
-def counts_of(history: History) -> tuple[Counts, Counts] | None:
+def class_counts(history: History) -> tuple[Counts, Counts] | None:
     """(hits, examples) by class of a client's last test scores, (classes,) each; None where they were not counted."""
     rows = history.splits.get("test", {})
-    found = rows[max(rows)].get("classes") if rows else None
-    return None if found is None else (np.array(found["hits"]), np.array(found["examples"]))
+    counts = rows[max(rows)].get("classes") if rows else None
+    return None if counts is None else (np.array(counts["hits"]), np.array(counts["examples"]))
 
 
 def class_names(plan: Mapping[str, Any], task: str) -> list[str]:
@@ -225,17 +231,17 @@ def class_names(plan: Mapping[str, Any], task: str) -> list[str]:
     return list(rows[0].get("labels", ())) if rows else []
 
 
-def classes_of(members: Sequence[History], *, plan: Mapping[str, Any]) -> dict[str, Any]:
+def class_scores(members: Sequence[History], *, plan: Mapping[str, Any]) -> dict[str, Any]:
     """`classes`: by class, the test examples of these clients and the share of them that was recognised.
 
     Every image counts once, each scored by the model of its own client. Of no example there is no accuracy. Nothing
     where the clients' rows have no counts.
     """
-    found = [own for member in members if (own := counts_of(member)) is not None]
-    if not found:
+    counts = [client_counts for member in members if (client_counts := class_counts(member)) is not None]
+    if not counts:
         return {}
-    hits, examples = (np.sum([own[place] for own in found], axis=0) for place in (0, 1))
-    names = class_names(plan, members[0].task) or [str(place) for place in range(len(hits))]
+    hits, examples = (np.sum([client_counts[index] for client_counts in counts], axis=0) for index in (0, 1))
+    names = class_names(plan, members[0].task) or [str(index) for index in range(len(hits))]
     return {
         "classes": {
             name: {"examples": int(total)} | ({"accuracy": float(right / total)} if total else {})
@@ -255,18 +261,18 @@ def utilisation(
         rounds.setdefault(row["round"], []).append(row["client"])
     seconds = {name: (entry.get("predicted") or {}).get("seconds") for name, entry in planned.items()}
     slowest = sum(max(seconds.get(name) or 0.0 for name in names) for names in rounds.values())
-    found: dict[str, dict[str, float]] = {}
+    result: dict[str, dict[str, float]] = {}
     for name, entry in planned.items():
-        own, shares = [row for row in trained if row["client"] == name], _memory(entry)
-        if (taken := seconds[name]) is not None and slowest > 0:
-            shares["busy"] = taken * len(own) / slowest
+        client_rows, shares = [row for row in trained if row["client"] == name], _memory_share(entry)
+        if (predicted := seconds[name]) is not None and slowest > 0:
+            shares["busy"] = predicted * len(client_rows) / slowest
         if round_seconds:
-            shares["measured"] = sum(row.get("seconds", 0.0) for row in own) / sum(round_seconds.values())
-        found[name] = shares
-    return found
+            shares["measured"] = sum(row.get("seconds", 0.0) for row in client_rows) / sum(round_seconds.values())
+        result[name] = shares
+    return result
 
 
-def _memory(entry: Row) -> dict[str, float]:
+def _memory_share(entry: Row) -> dict[str, float]:
     used, total = (entry.get("predicted") or {}).get("memory_bytes"), (entry.get("memory") or {}).get("total")
     return {"memory": used / total} if used is not None and total else {}
 
@@ -298,22 +304,22 @@ def summarise(
         round_seconds: wall-clock seconds by round.
         attackers: clients that attack in this simulation.
     """
-    found = histories(metrics)
+    by_client = histories(metrics)
     sent = totals(parse_ledger_row(row) for row in ledger)
     rounds = [int(row["round"]) for row in metrics]
     # before the first evaluation only those have rows that have trained
     sizes = Counter(entry["task"] for entry in plan.get("clients", ()) if "task" in entry)
     return {
         "run": dict(run) | {"rounds": max(rounds, default=0)},
-        **_best(found),
-        **_stopped(metrics),
-        "overall": group_scores(list(found.values())) | {"clients": max(len(found), sizes.total())},
-        **_honest(found, attackers),
+        **_best_round_entry(by_client),
+        **_early_stopping_entry(metrics),
+        "overall": group_scores(list(by_client.values())) | {"clients": max(len(by_client), sizes.total())},
+        **_honest(by_client, attackers),
         "tasks": {
-            task: group_scores(members) | {"clients": max(len(members), sizes[task])} | classes_of(members, plan=plan)
-            for task, members in by_task(found).items()
+            task: group_scores(members) | {"clients": max(len(members), sizes[task])} | class_scores(members, plan=plan)
+            for task, members in by_task(by_client).items()
         },
-        "clients": _clients(found, sent, plan, utilisation(plan, metrics, round_seconds or {})),
+        "clients": _clients(by_client, sent, plan, utilisation(plan, metrics, round_seconds or {})),
         "clustering": _clustering(plan),
         **_leakage(plan),
         **_hosts(metrics),
@@ -325,9 +331,9 @@ def summarise(
     }
 
 
-def _honest(found: Mapping[str, History], attackers: Sequence[str]) -> dict[str, Any]:
+def _honest(by_client: Mapping[str, History], attackers: Sequence[str]) -> dict[str, Any]:
     """The scores of those who do not attack, where somebody does."""
-    honest = [history for client, history in found.items() if client not in attackers]
+    honest = [history for client, history in by_client.items() if client not in attackers]
     return {"attackers": list(attackers), "honest": group_scores(honest)} if attackers else {}
 
 
@@ -343,16 +349,16 @@ def honest_line(summary: Mapping[str, Any]) -> str:
     )
 
 
-def by_task(found: Mapping[str, History]) -> dict[str, list[History]]:
+def by_task(by_client: Mapping[str, History]) -> dict[str, list[History]]:
     """The clients' histories by task, tasks in the order of their first client."""
     groups: dict[str, list[History]] = {}
-    for history in found.values():
+    for history in by_client.values():
         groups.setdefault(history.task, []).append(history)
     return groups
 
 
 def _clients(
-    found: Mapping[str, History], sent: Totals, plan: Mapping[str, Any], used: Mapping[str, Mapping[str, float]]
+    by_client: Mapping[str, History], sent: Totals, plan: Mapping[str, Any], used: Mapping[str, Mapping[str, float]]
 ) -> dict[str, Any]:
     planned = {entry["name"]: entry for entry in plan.get("clients", ())}
     return {
@@ -360,7 +366,7 @@ def _clients(
         | client_scores(history)
         | {"bytes": sent.by_client.get(client, {"up": 0, "down": 0})}
         | ({"utilisation": dict(used[client])} if used.get(client) else {})
-        for client, history in found.items()
+        for client, history in by_client.items()
     }
 
 
@@ -369,19 +375,19 @@ _PLANNED = ("device", "cluster", "ranks", "cut", "examples", "budget_bytes", "me
 
 def _clustering(plan: Mapping[str, Any]) -> dict[str, Any]:
     clustering = plan.get("clustering") or {}
-    kept = ("method", "labels", "agreement", "structure", "explained_variance", "warnings")
-    return {key: clustering[key] for key in kept if clustering.get(key) is not None}
+    keys = ("method", "labels", "agreement", "structure", "explained_variance", "warnings")
+    return {key: clustering[key] for key in keys if clustering.get(key) is not None}
 
 
-def _best(found: Mapping[str, History]) -> dict[str, Any]:
-    scores = mean_series(list(found.values()), "validation")
+def _best_round_entry(by_client: Mapping[str, History]) -> dict[str, Any]:
+    scores = mean_series(list(by_client.values()), "validation")
     best = best_rounds(scores, 1)
     return {"best": {"round": best[0], "validation": scores[best[0]]}} if best else {}
 
 
-def _stopped(metrics: Sequence[Row]) -> dict[str, Any]:
-    after = [row["round"] for row in metrics if row.get("event") == STOPPED]
-    return {"stopped": {"round": after[0]}} if after else {}
+def _early_stopping_entry(metrics: Sequence[Row]) -> dict[str, Any]:
+    rounds = [row["round"] for row in metrics if row.get("event") == STOPPED]
+    return {"stopped": {"round": rounds[0]}} if rounds else {}
 
 
 def _leakage(plan: Mapping[str, Any]) -> dict[str, Any]:
@@ -392,10 +398,10 @@ def _leakage(plan: Mapping[str, Any]) -> dict[str, Any]:
 
 def _hosts(metrics: Sequence[Row]) -> dict[str, Any]:
     rows = [row for row in metrics if row.get("event") == "hosted" and row["work"] == "training"]
-    found: dict[str, Counter[str]] = {}
+    by_client: dict[str, Counter[str]] = {}
     for row in rows:
-        found.setdefault(row["client"], Counter())[row["host"]] += 1
-    return {"hosts": {client: dict(counts) for client, counts in found.items()}} if found else {}
+        by_client.setdefault(row["client"], Counter())[row["host"]] += 1
+    return {"hosts": {client: dict(counts) for client, counts in by_client.items()}} if by_client else {}
 
 
 def _bytes(sent: Totals) -> dict[str, Any]:
@@ -404,7 +410,7 @@ def _bytes(sent: Totals) -> dict[str, Any]:
         "down": sent.down,
         "total": sent.total,
         "by_kind": sent.by_kind,
-        "by_round": {str(at): entry for at, entry in sorted(sent.by_round.items())},
+        "by_round": {str(round): entry for round, entry in sorted(sent.by_round.items())},
     } | {name: size for name in ("between_clients", "relayed") if (size := getattr(sent, name))}
 
 
@@ -428,7 +434,7 @@ def _has_trained(row: Row) -> bool:
 def _seconds(phase_seconds: Mapping[str, float], round_seconds: Mapping[int, float]) -> dict[str, Any]:
     seconds: dict[str, Any] = {"phases": dict(phase_seconds), "total": sum(phase_seconds.values())}
     if round_seconds:
-        seconds["rounds"] = {str(at): taken for at, taken in sorted(round_seconds.items())}
+        seconds["rounds"] = {str(round): duration for round, duration in sorted(round_seconds.items())}
         seconds["round_mean"] = fmean(round_seconds.values())
     return seconds
 

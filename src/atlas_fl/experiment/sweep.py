@@ -35,7 +35,7 @@ RunState = Literal["finished", "unfinished", "new"]
 
 STEPS = "local_steps"
 """The swept setting along which rounds are scaled."""
-MOST_STRETCH = 1.5
+MAX_STRETCH = 1.5
 """How much longer than asked for the runs of a sweep over local steps may become so that all take as many steps."""
 
 
@@ -54,15 +54,15 @@ class SameSteps:
 
     steps: int
     """Rounds x J of every run."""
-    asked: int
+    base_steps: int
     """Rounds x J of the settings without the sweep."""
     settings: Mapping[str, Mapping[str, int]]
     """By swept value: the rounds, and the rounds between two evaluations, which lie as many steps apart."""
 
     def __str__(self) -> str:
         """One line for the screen."""
-        rounds = ", ".join(f"{own['rounds']} rounds of {steps}" for steps, own in self.settings.items())
-        changed = "" if self.steps == self.asked else f" (the settings alone: {self.asked})"
+        rounds = ", ".join(f"{values['rounds']} rounds of {steps}" for steps, values in self.settings.items())
+        changed = "" if self.steps == self.base_steps else f" (the settings alone: {self.base_steps})"
         return f"every run takes {self.steps} gradient steps{changed}: {rounds}; --same-rounds keeps those given"
 
 
@@ -81,19 +81,19 @@ def same_steps(base: Config, over: Mapping[str, Sequence[str]]) -> SameSteps | N
         raise ConfigError(f"--over sweeps {STEPS} to {wrong[0]}; allowed: at least 1; give numbers of steps")
     first = next(iter(values.values()))
     rounds, unit = base.training.rounds, lcm(*values.values())
-    asked = rounds * (base.images.local_steps or first)
-    steps = max(1, (2 * asked + unit) // (2 * unit)) * unit
-    if steps > MOST_STRETCH * asked:
+    base_steps = rounds * (base.images.local_steps or first)
+    steps = max(1, (2 * base_steps + unit) // (2 * unit)) * unit
+    if steps > MAX_STRETCH * base_steps:
         raise ConfigError(
             f"--over sweeps {STEPS} to {', '.join(values)}, which divide multiples of {unit} steps alone, and the"
-            f" settings have {rounds} rounds, {asked} steps; give --rounds {-(-rounds * unit // asked)} or more, other"
-            " values, or --same-rounds"
+            f" settings have {rounds} rounds, {base_steps} steps; give --rounds {-(-rounds * unit // base_steps)} or"
+            " more, other values, or --same-rounds"
         )
-    settings = {text: _rounds(base, steps // own) for text, own in values.items()}
-    return SameSteps(steps=steps, asked=asked, settings=settings)
+    settings = {text: _scale_rounds(base, steps // local_steps) for text, local_steps in values.items()}
+    return SameSteps(steps=steps, base_steps=base_steps, settings=settings)
 
 
-def _rounds(base: Config, rounds: int) -> dict[str, int]:
+def _scale_rounds(base: Config, rounds: int) -> dict[str, int]:
     training = base.training
     return {"rounds": rounds, "eval_every": max(1, round(training.eval_every * rounds / training.rounds))}
 
@@ -154,11 +154,11 @@ def grid(
         changed = with_values(base, {**changes, **rounds})
         for seed in seeds:
             config = replace(changed, run=replace(changed.run, seed=seed))
-            points.append(Point(config=_named(pin_mask_file(validate(config)), base.run.name), changes=changes))
+            points.append(Point(config=_with_run_name(pin_mask_file(validate(config)), base.run.name), changes=changes))
     return tuple(points)
 
 
-def state_of(config: Config) -> RunState:
+def run_state(config: Config) -> RunState:
     """Whether the run of this config is finished, begun, or not there.
 
     Raises:
@@ -167,8 +167,8 @@ def state_of(config: Config) -> RunState:
     folder = run_folder(config)
     if not folder.is_run():
         return "new"
-    if found := differences(load_config(folder.config), config):
-        name, (there, here) = next(iter(found.items()))
+    if changed := differences(load_config(folder.config), config):
+        name, (there, here) = next(iter(changed.items()))
         raise CheckpointError(
             f"{folder.path} is a run with {name} = {there}, not {here}; give another --name or --runs-dir, or remove it"
         )
@@ -188,14 +188,14 @@ def run_all(
     Raises:
         AtlasError: a run cannot go on; those before it stay.
     """
-    from atlas_fl.experiment.run import run
+    from atlas_fl.experiment.run import run_config
 
-    states = [state_of(point.config) for point in points]
+    states = [run_state(point.config) for point in points]
     for index, (point, state) in enumerate(zip(points, states)):
         if on_run is not None:
             on_run(index, point, state)
         if state != "finished":
-            run(point.config, on_event=on_event, resume=True)
+            run_config(point.config, on_event=on_event, resume=True)
     return tuple(run_folder(point.config).path for point in points)
 
 
@@ -206,7 +206,7 @@ def comparison_name(points: Sequence[Point], *, preset: str) -> str:
     return "-".join(["comparison", preset, *points[0].changes, digest]) + ".csv"
 
 
-def _named(config: Config, name: str | None) -> Config:
+def _with_run_name(config: Config, name: str | None) -> Config:
     """With a name of its own where the user named the sweep: runs of one name would overwrite each other."""
-    own = None if name is None else f"{name}-s{config.run.seed}-{config_hash(config)[:8]}"
-    return replace(config, run=replace(config.run, name=own))
+    run_name = None if name is None else f"{name}-s{config.run.seed}-{config_hash(config)[:8]}"
+    return replace(config, run=replace(config.run, name=run_name))

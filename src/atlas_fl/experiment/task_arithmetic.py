@@ -17,7 +17,7 @@ from atlas_fl.config import load_config
 from atlas_fl.data.registry import find_tasks
 from atlas_fl.errors import CheckpointError, ConfigError, ModelError
 from atlas_fl.events import ignore
-from atlas_fl.experiment.recorder import models_of
+from atlas_fl.experiment.recorder import models_in
 from atlas_fl.models.vision import backbone_weights
 from atlas_fl.models.vision_loading import load_vision, save_vision
 from atlas_fl.params import HEAD, ByClient, Params, Split, head_keys
@@ -42,12 +42,12 @@ class TrainedRun:
     heads: ByClient
 
     @property
-    def start(self) -> Params:
+    def pretrained(self) -> Params:
         """The backbone that the run began with: its pretrained model."""
         return backbone_weights(self.assembly.site.vision)
 
 
-def masks_of_clients(folder: RunFolder, *, clients: int) -> dict[str, Mask]:
+def masks_by_client(folder: RunFolder, *, clients: int) -> dict[str, Mask]:
     """What the mask of a run would be if single clients made it, each by its own scores, by their names.
 
     The data and the model of the run's config are loaded and the scores computed again; nothing is trained.
@@ -83,7 +83,7 @@ class ScaleRow:
         return fmean(self.test.values())
 
 
-def open_trained(folder: RunFolder) -> TrainedRun:
+def load_trained_run(folder: RunFolder) -> TrainedRun:
     """The models, images and heads of a finished run.
 
     Raises:
@@ -97,16 +97,16 @@ def open_trained(folder: RunFolder) -> TrainedRun:
         raise ConfigError(
             f"run {folder.path} trained adapters, or texts, and task vectors are of whole models; give runs on images"
         )
-    found = checkpoint.load_newest(folder.checkpoints, check=check_state)
-    if not folder.summary.is_file() or found is None:
+    saved = checkpoint.load_newest(folder.checkpoints, check=check_state)
+    if not folder.summary.is_file() or saved is None:
         raise CheckpointError(f"run {folder.path} is not complete; go on with: atlas resume {folder.path}")
     assembly = assemble(config)
-    _, models = models_of(found, assembly.names)
+    _, models = models_in(saved, assembly.names)
     bodies = {name: _body(params, assembly) for name, params in models.items()}
     first, *others = bodies
-    if apart := next((name for name in others if not _same(bodies[first], bodies[name])), None):
+    if different := next((name for name in others if not _are_equal(bodies[first], bodies[name])), None):
         raise ConfigError(
-            f"run {folder.path} ended with models of their own for {first} and {apart}; a task vector needs one, as"
+            f"run {folder.path} ended with models of their own for {first} and {different}; a task vector needs one, as"
             " --strategy fedavg ends with"
         )
     body = {**{key: tensor.cpu() for key, tensor in backbone_weights(assembly.site.vision).items()}, **bodies[first]}
@@ -115,19 +115,19 @@ def open_trained(folder: RunFolder) -> TrainedRun:
 
 
 def _body(params: Params, assembly: Assembly) -> Params:
-    own = {key: tensor for key, tensor in params.items() if not key.startswith(HEAD)}
-    if strange := next((key for key in own if key not in assembly.site.vision.classifier_names), None):
-        raise ConfigError(f"a run trained {strange!r}, no weight of its model; task vectors are of whole models")
-    return own
+    body = {key: tensor for key, tensor in params.items() if not key.startswith(HEAD)}
+    if unknown := next((key for key in body if key not in assembly.site.vision.classifier_names), None):
+        raise ConfigError(f"a run trained {unknown!r}, no weight of its model; task vectors are of whole models")
+    return body
 
 
-def _same(one: Params, other: Params) -> bool:
+def _are_equal(one: Params, other: Params) -> bool:
     return one.keys() == other.keys() and all(
         tensor is other[key] or torch.equal(tensor, other[key]) for key, tensor in one.items()
     )
 
 
-def base_of(runs: Sequence[TrainedRun], *, model: str | None = None) -> Params:
+def base_weights(runs: Sequence[TrainedRun], *, model: str | None = None) -> Params:
     """The weights that task vectors are differences to: those of this model, or those that all runs began with.
 
     Raises:
@@ -142,25 +142,25 @@ def base_of(runs: Sequence[TrainedRun], *, model: str | None = None) -> Params:
         raise ConfigError(
             f"the runs began with different models ({', '.join(names)}); say with --base what to subtract from all"
         )
-    return {key: tensor.cpu() for key, tensor in first.start.items()}
+    return {key: tensor.cpu() for key, tensor in first.pretrained.items()}
 
 
-def vectors_of(runs: Mapping[str, TrainedRun], base: Params) -> list[dict[str, torch.Tensor]]:
+def task_vectors(runs: Mapping[str, TrainedRun], base: Params) -> list[dict[str, torch.Tensor]]:
     """Every run's task vector, by the runs' names in their order.
 
     Raises:
         ModelError: a run is of another architecture than the base; the message names it.
     """
-    found = []
+    vectors = []
     for name, run in runs.items():
         try:
-            found.append(task_vector(run.body, base))
+            vectors.append(task_vector(run.body, base))
         except ModelError as error:
             raise ModelError(f"{name} and the base: {error}") from error
-    return found
+    return vectors
 
 
-def over_scales(
+def score_scales(
     runs: Mapping[str, TrainedRun], base: Params, vector: Params, *, scales: Sequence[float]
 ) -> tuple[ScaleRow, ...]:
     """The accuracy of base + scale x vector on every run's validation and test images, each with its run's heads."""
@@ -184,7 +184,7 @@ def accuracy(run: TrainedRun, body: Params, split: Split) -> float:
     return sum(update.metrics["accuracy"] * update.examples for update in updates) / total
 
 
-def best_of(rows: Sequence[ScaleRow]) -> ScaleRow:
+def best_scale(rows: Sequence[ScaleRow]) -> ScaleRow:
     """The scale with the best mean accuracy on validation images, the first of equals."""
     return max(rows, key=lambda row: fmean(row.validation.values()))
 

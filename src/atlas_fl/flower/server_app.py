@@ -257,7 +257,7 @@ def federate(grid: Grid, order: Order, *, on_event: OnEvent) -> None:
     from atlas_fl.cli.tables import outcome
     from atlas_fl.deployment.server import across_machines, hand_out
     from atlas_fl.deployment.service import Service
-    from atlas_fl.experiment.run import run
+    from atlas_fl.experiment.run import run_config
     from atlas_fl.runtime.transport.certificates import make_certs
     from atlas_fl.runtime.transport.sessions import Tokens
 
@@ -278,7 +278,7 @@ def federate(grid: Grid, order: Order, *, on_event: OnEvent) -> None:
             beside=invitations.beside,
         )
         hand_out(config, service, on_event)
-        result = run(config, on_event=on_event, resume=True, workplace=across_machines(service))
+        result = run_config(config, on_event=on_event, resume=True, backend=across_machines(service))
     show(outcome(result.folder, result.summary, complete=result.complete))
 
 

@@ -14,7 +14,7 @@ from matplotlib.axes import Axes
 from matplotlib.colors import Normalize
 from matplotlib.figure import Figure
 
-from atlas_fl.experiment.summary import class_names, counts_of
+from atlas_fl.experiment.summary import class_counts, class_names
 from atlas_fl.report.record import Record
 from atlas_fl.report.style import (
     FAINT,
@@ -100,7 +100,7 @@ MOST_BARS_NAMED = 20
 
 def draw_accuracy_by_class(record: Record) -> Figure:
     """For every task bars of the classes' accuracy over all test images, above a heat map of clients by classes."""
-    tasks = [task for task in record.tasks if any(map(counts_of, record.by_task[task]))]
+    tasks = [task for task in record.tasks if any(map(class_counts, record.by_task[task]))]
     rows = [len(record.by_task[task]) for task in tasks]
     wide = max((len(class_names(record.plan, task)) for task in tasks), default=0)
     figure = new_figure(
@@ -121,7 +121,7 @@ def draw_accuracy_by_class(record: Record) -> Figure:
 
 
 def _task(figure: Figure, above: Axes, below: Axes, record: Record, task: str) -> None:
-    members = [(member.client, found) for member in record.by_task[task] if (found := counts_of(member)) is not None]
+    members = [(member.client, found) for member in record.by_task[task] if (found := class_counts(member)) is not None]
     counts = np.array([own for _, own in members], dtype=np.float64)  # (n, 2, classes)
     hits, examples = counts[:, 0], counts[:, 1]
     names = class_names(record.plan, task) or [str(place) for place in range(hits.shape[1])]

@@ -22,7 +22,7 @@ from matplotlib.figure import Figure
 from rich.markup import escape
 from rich.table import Table
 
-from atlas_fl.experiment.search import Search, Trial
+from atlas_fl.experiment.search import SearchResult, Trial
 from atlas_fl.report.comparison import read_summary
 from atlas_fl.report.format import add_columns, new_table, number
 from atlas_fl.report.style import MARKERS, TASK_COLOURS, TICK_SIZE, new_figure, say, tidy
@@ -217,7 +217,7 @@ def _look(index: int) -> tuple[str, str]:
 SHOWN_DIGITS, LONGEST = 3, 8
 
 
-def search_table(search: Search) -> Table:
+def search_table(search: SearchResult) -> Table:
     """A row for each trial, what was chosen and what it scored on validation; the best is bold."""
     names, best = list(search.best.changes), search.best
     table = new_table(f"{len(search.trials)} trials")

@@ -2,7 +2,7 @@ import pytest
 
 from atlas_fl.config import Config
 from atlas_fl.errors import AtlasError, ConfigError
-from atlas_fl.experiment.search import Span, check_space, parse_space, plain, text_of
+from atlas_fl.experiment.search import NumberRange, check_space, format_value, parse_space, space_to_json
 
 
 def test_ranges_and_values_are_read() -> None:
@@ -15,11 +15,11 @@ def test_ranges_and_values_are_read() -> None:
         "graph=uniform",
     ]
     assert parse_space(texts) == {
-        "lr": Span(low=1e-4, high=1e-2, whole=False, log=True),
+        "lr": NumberRange(low=1e-4, high=1e-2, is_integer=False, log=True),
         "weight_decay": ("0", "1e-4"),
-        "local_epochs": Span(low=1, high=4, whole=True),
-        "ranks": Span(low=4, high=16, whole=True),
-        "nc": Span(low=1, high=10, whole=True),
+        "local_epochs": NumberRange(low=1, high=4, is_integer=True),
+        "ranks": NumberRange(low=4, high=16, is_integer=True),
+        "nc": NumberRange(low=1, high=10, is_integer=True),
         "graph": ("uniform",),
     }
 
@@ -67,5 +67,5 @@ def test_every_end_and_value_must_be_a_run_that_can_be_also_together(texts: list
 
 
 def test_values_are_spelled_to_the_last_digit() -> None:
-    assert [text_of(value) for value in (0.1 + 0.2, 3, "1e-4")] == ["0.30000000000000004", "3", "1e-4"]
-    assert plain(parse_space(["lr=0.1..1:log", "eta=0,1"])) == {"lr": [0.1, 1.0, True], "eta": ["0", "1"]}
+    assert [format_value(value) for value in (0.1 + 0.2, 3, "1e-4")] == ["0.30000000000000004", "3", "1e-4"]
+    assert space_to_json(parse_space(["lr=0.1..1:log", "eta=0,1"])) == {"lr": [0.1, 1.0, True], "eta": ["0", "1"]}

@@ -18,7 +18,7 @@ from atlas_fl.config import Config, RunConfig, config_hash, load_config, run_fol
 from atlas_fl.config.presets import smoke
 from atlas_fl.errors import CheckpointError, ConfigError
 from atlas_fl.events import OnEvent, RoundFinished
-from atlas_fl.experiment.search import BEST, STUDY, Search, parse_space, search
+from atlas_fl.experiment.search import BEST, STUDY, SearchResult, parse_space, run_search
 from atlas_fl.report import sweep as table
 
 SPACE = parse_space(["lr=1e-4..1e-1:log", "local-epochs=1..3", "schedule=constant,cosine"])
@@ -69,11 +69,11 @@ def lived(monkeypatch: pytest.MonkeyPatch) -> list[float]:
             on_event(RoundFinished(scores={"a-0": validation}, **told))
         folder.summary.write_text("{}")
 
-    monkeypatch.setattr("atlas_fl.experiment.run.run", run)
+    monkeypatch.setattr("atlas_fl.experiment.run.run_config", run)
     return left
 
 
-def outcome(found: Search) -> list[Any]:
+def outcome(found: SearchResult) -> list[Any]:
     return [(trial.number, trial.changes, trial.scores, trial.pruned, trial.run) for trial in found.trials]
 
 
@@ -81,12 +81,12 @@ def outcome(found: Search) -> list[Any]:
 def test_a_search_that_is_killed_anywhere_ends_as_one_that_is_not(
     base: Config, lived: list[float], tmp_path: Path, pruner: Any
 ) -> None:
-    whole = search(base, space=SPACE, trials=13, pruner=pruner)
+    whole = run_search(base, space=SPACE, trials=13, pruner=pruner)
     elsewhere = replace(base, run=replace(base.run, runs_dir=str(tmp_path / "b")))
     for rounds in (4, 1, 9, 2, math.inf):
         lived[0] = rounds
         try:
-            parts = search(elsewhere, space=SPACE, trials=13, pruner=pruner)
+            parts = run_search(elsewhere, space=SPACE, trials=13, pruner=pruner)
         except KilledError:
             continue
     assert outcome(parts) == outcome(whole)
@@ -97,26 +97,26 @@ def test_a_search_that_is_killed_anywhere_ends_as_one_that_is_not(
 
 
 def test_more_trials_go_on_and_the_first_ones_stay(base: Config, lived: list[float]) -> None:
-    few = search(base, space=SPACE, trials=4)
-    more = search(base, space=SPACE, trials=12)
+    few = run_search(base, space=SPACE, trials=4)
+    more = run_search(base, space=SPACE, trials=12)
     assert outcome(more)[:4] == outcome(few)
     lived[0] = 0
-    assert outcome(search(base, space=SPACE, trials=12)) == outcome(more)
+    assert outcome(run_search(base, space=SPACE, trials=12)) == outcome(more)
 
 
 def test_without_its_study_a_search_finds_its_finished_runs_again(base: Config, lived: list[float]) -> None:
-    first = search(base, space=SPACE, trials=6)
+    first = run_search(base, space=SPACE, trials=6)
     (first.folder / STUDY).unlink()
     lived[0] = 0
     told: list[str] = []
-    again = search(base, space=SPACE, trials=6, on_trial=lambda _, __, state: told.append(state))
+    again = run_search(base, space=SPACE, trials=6, on_trial=lambda _, __, state: told.append(state))
     assert outcome(again) == outcome(first)
     assert told == ["finished"] * 6
 
 
 @pytest.mark.usefixtures("lived")
 def test_the_best_is_best_on_validation_and_better_than_chance(base: Config) -> None:
-    found = search(base, space=SPACE, trials=25)
+    found = run_search(base, space=SPACE, trials=25)
     rates = [float(trial.changes["lr"]) for trial in found.trials]
     assert 1e-3 < float(found.best.changes["lr"]) < 9e-3
     assert found.best.score == max(trial.score for trial in found.trials)
@@ -128,7 +128,7 @@ def test_the_best_is_best_on_validation_and_better_than_chance(base: Config) -> 
 
 @pytest.mark.usefixtures("lived")
 def test_the_best_settings_are_a_config_of_a_run_of_its_own(base: Config) -> None:
-    found = search(base, space=SPACE, trials=5)
+    found = run_search(base, space=SPACE, trials=5)
     best = validate(load_config(found.folder / BEST))
     trial = load_config(Path(base.run.runs_dir) / found.best.run / "config.toml")
     assert config_hash(best) == config_hash(trial)
@@ -139,7 +139,7 @@ def test_the_best_settings_are_a_config_of_a_run_of_its_own(base: Config) -> Non
 @pytest.mark.usefixtures("lived")
 def test_another_seed_tries_other_settings(base: Config) -> None:
     other = replace(base, run=replace(base.run, seed=7))
-    first, second = (search(config, space=SPACE, trials=2) for config in (base, other))
+    first, second = (run_search(config, space=SPACE, trials=2) for config in (base, other))
     assert first.folder != second.folder
     assert first.trials[0].changes != second.trials[0].changes
 
@@ -147,29 +147,29 @@ def test_another_seed_tries_other_settings(base: Config) -> None:
 @pytest.mark.usefixtures("lived")
 def test_a_named_search_of_other_settings_is_refused(base: Config) -> None:
     named = replace(base, run=replace(base.run, name="mine"))
-    found = search(named, space=SPACE, trials=2)
+    found = run_search(named, space=SPACE, trials=2)
     assert found.folder.name == "mine" and found.trials[0].run.startswith("mine-s42-")
     with pytest.raises(CheckpointError, match=r"mine was begun with over = .*; choose another --name or --runs-dir"):
-        search(named, space=parse_space(["lr=1e-4..1:log"]), trials=2)
+        run_search(named, space=parse_space(["lr=1e-4..1:log"]), trials=2)
     mine = found.folder.with_name("folder")
     mine.mkdir()
     (mine / "best.toml").write_text("years of work")
     with pytest.raises(ConfigError, match=r"folder exists, is no search and holds best\.toml; choose another --name"):
-        search(replace(base, run=replace(base.run, name="folder")), space=SPACE, trials=2)
+        run_search(replace(base, run=replace(base.run, name="folder")), space=SPACE, trials=2)
     assert (mine / "best.toml").read_text() == "years of work"
     (found.folder / "study.sqlite3").unlink()
-    assert search(named, space=SPACE, trials=2).trials == found.trials
+    assert run_search(named, space=SPACE, trials=2).trials == found.trials
     taken = replace(base, run=replace(base.run, name=found.trials[0].run))
     with pytest.raises(ConfigError, match="is taken; choose another --name"):
-        search(taken, space=SPACE, trials=2)
+        run_search(taken, space=SPACE, trials=2)
 
 
 @pytest.mark.usefixtures("lived")
 def test_a_damaged_study_is_one_line(base: Config) -> None:
-    found = search(base, space=SPACE, trials=1)
+    found = run_search(base, space=SPACE, trials=1)
     (found.folder / STUDY).write_bytes(b"no database " * 100)
     with pytest.raises(CheckpointError, match=r"study.sqlite3 cannot be read as a study \(file is not a database\)"):
-        search(base, space=SPACE, trials=1)
+        run_search(base, space=SPACE, trials=1)
 
 
 @pytest.mark.usefixtures("lived")
@@ -184,7 +184,7 @@ def test_nothing_is_begun_with_a_mistake(
     base: Config, tmp_path: Path, change: dict[str, Any], trials: int, message: str
 ) -> None:
     with pytest.raises(ConfigError, match=message):
-        search(replace(base, run=replace(base.run, **change)), space=SPACE, trials=trials)
+        run_search(replace(base, run=replace(base.run, **change)), space=SPACE, trials=trials)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -193,7 +193,7 @@ def test_without_optuna_one_line_says_what_to_install(
 ) -> None:
     monkeypatch.setitem(sys.modules, "optuna", None)
     with pytest.raises(ConfigError, match=r"pip install 'atlas-fl\[search\]'"):
-        search(base, space=SPACE, trials=1)
+        run_search(base, space=SPACE, trials=1)
     assert list(tmp_path.iterdir()) == []
 
 
