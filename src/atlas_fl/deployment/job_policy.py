@@ -223,7 +223,8 @@ class JobPolicy:
         """
         own = self.outline.like
         shared = own.keys() if self.outline.whole else shared_params(dict(own), self.config.mixing.share).keys()
-        model = frozenset(shared) if action in ("fingerprint", "train", "sensitivity") else frozenset()
+        with_model = ("train", "sensitivity") if self.outline.whole else ("fingerprint", "train", "sensitivity")
+        model = frozenset(shared) if action in with_model else frozenset()
         allowed = {f"param/{key}" for key in ANSWERS.get(action, frozenset()) | model} | {"metrics", "param/values"}
         cut = self._word != NONE
         for key in tensors:

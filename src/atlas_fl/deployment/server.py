@@ -148,11 +148,6 @@ def check_served(config: Config, service: Service) -> None:
         )
     tasks = find_tasks(config.data.tasks, config.data.task)
     trainable = trainable_of(config, tasks)
-    if trainable == "full" and (strategy_of(config).clustered or not any(task.images for task in tasks)):
-        raise ConfigError(
-            "--trainable full is served for images, by strategies without clusters, and simulated for all else: whole"
-            " models are not fingerprinted across machines yet; take --trainable lora, or `atlas run`"
-        )
     if not is_fully_shared(mixing.share) and trainable == "full":
         raise ConfigError(
             f"--share {' '.join(mixing.share)} keeps parts of a model at its client, and whole models travel whole;"

@@ -247,7 +247,9 @@ def _like_model(asked: Asked, update_is_private: bool) -> dict[str, TensorSchema
 
 def _fingerprint(asked: Asked) -> dict[str, TensorSchema]:
     own = TensorSchema(shape=(asked.job.options.sketch_dim,), dtype=torch.float32)
-    return {**_like_model(asked, PRIVATE in asked.job.params), FIRST: own, SECOND: own}
+    # whole models are not warmed up, so none comes back with its fingerprint
+    model = {} if asked.num_layers is None else _like_model(asked, PRIVATE in asked.job.params)
+    return {**model, FIRST: own, SECOND: own}
 
 
 def _check_sketches(_: Asked, update: Update) -> None:
