@@ -1,6 +1,7 @@
 """What import-linter cannot say: who may import which package, what an import may do, and how long a thing may be."""
 
 import ast
+import graphlib
 import re
 import tomllib
 from collections.abc import Iterable, Iterator
@@ -79,6 +80,25 @@ def test_a_package_is_imported_in_one_place() -> None:
         if not module.startswith(owner) and package in imported(module)
     ]
     assert not offenders, listed(offenders, "call the owner of the package, or change OWNERS and say why:")
+
+
+def test_imports_have_no_circle() -> None:
+    names = {module.removesuffix(".py").removesuffix("/__init__").replace("/", "."): module for module in MODULES}
+    needs = {name: set(_own_imports(module, names)) - {name} for name, module in names.items()}
+    try:
+        graphlib.TopologicalSorter(needs).prepare()
+    except graphlib.CycleError as error:
+        raise AssertionError(
+            listed(error.args[1], "these import each other, some inside functions; cut one:")
+        ) from None
+
+
+def _own_imports(module: str, names: Iterable[str]) -> Iterator[str]:
+    """The modules of the package that a module imports, anywhere in it."""
+    for node in ast.walk(tree_of(module)):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("atlas_fl."):
+            home = node.module.removeprefix("atlas_fl.")
+            yield from (full if (full := f"{home}.{alias.name}") in names else home for alias in node.names)
 
 
 def test_settings_and_ranks_know_no_tensors() -> None:

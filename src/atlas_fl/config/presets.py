@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from dataclasses import replace
 
-from atlas_fl.config import (
+from atlas_fl.config.schema import (
     ClusteringConfig,
     Config,
     DataConfig,

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import fields
 
+from atlas_fl.config.presets import PRESETS, find_preset
 from atlas_fl.config.schema import ADAPTER_SETTINGS, ALL_CLASSES, FULL_MODEL_SETTINGS, OF_IMAGES, OF_SGD, Config
 from atlas_fl.config.settings import Setting, settings, value_of
 from atlas_fl.config.values import invalid_value, parse_integer
@@ -129,8 +130,6 @@ def _changed(config: Config, *groups: str) -> list[Setting]:
 
 def _chosen(config: Config, *groups: str) -> list[Setting]:
     """The settings of these groups that are neither at their default nor what the preset says."""
-    from atlas_fl.config.presets import PRESETS, find_preset
-
     preset = find_preset(config.run.preset) if config.run.preset in PRESETS else Config()
     return [one for one in _changed(config, *groups) if value_of(config, one.name) != value_of(preset, one.name)]
 
