@@ -262,8 +262,8 @@ def federate(
     }
     with patch.multiple(server, **places):
         try:
-            workplace = server.across_machines(service)
-            found.result = run_config(config, on_event=listen, backend=workplace, resume=resume)
+            backend = server.across_machines(service)
+            found.result = run_config(config, on_event=listen, backend=backend, resume=resume)
         except AtlasError as error:
             found.error = error
     return found

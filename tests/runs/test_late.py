@@ -176,7 +176,7 @@ def test_who_cannot_join_is_told_why_and_the_others_go_on(config: Make) -> None:
     tiny = find_devices((), ("none=memory_gb=0.375,gflops=20,up_mbps=2,down_mbps=10,latency_ms=60,max_rank=8",))[0]
 
     @contextmanager
-    def workplace(own: Config, on_event: OnEvent) -> Iterator[tuple[Assembly, Engine]]:
+    def backend(own: Config, on_event: OnEvent) -> Iterator[tuple[Assembly, Engine]]:
         whole = assemble(own)
         waiting = tuple(
             Newcomer(client=whole.clients[k], tokens=whole.site.data[whole.names[k]], device=device)
@@ -187,7 +187,7 @@ def test_who_cannot_join_is_told_why_and_the_others_go_on(config: Make) -> None:
         yield here, Deaf(local_engine(whole, on_event), "trec-1")
 
     notes: list[str] = []
-    result = run_config(config(name="open", rounds=2), backend=workplace, on_event=lambda e: notes.append(str(e)))
+    result = run_config(config(name="open", rounds=2), backend=backend, on_event=lambda e: notes.append(str(e)))
     assert "none has 402.7 MB of memory and training takes" in str(told["movie-1"])
     assert "no fingerprint of trec-1" in str(told["trec-1"])
     assert any(note.startswith("movie-1 does not join: ") for note in notes)

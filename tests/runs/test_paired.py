@@ -122,11 +122,11 @@ def test_guests_of_a_host_that_drops_are_paired_again_in_the_same_round(config: 
     lost = {"movie-1": ("movie-1",), "both": ("movie-1", "trec-1")}[gone]
 
     @contextmanager
-    def workplace(own: Config, on_event: OnEvent) -> Iterator[tuple[Assembly, Engine]]:
+    def backend(own: Config, on_event: OnEvent) -> Iterator[tuple[Assembly, Engine]]:
         assembly = assemble(own)
         yield assembly, Dropping(engine=local_engine(assembly, on_event), lost=lost, round=2)
 
-    result = run_config(config(name="dropping", **SPLIT), backend=workplace)
+    result = run_config(config(name="dropping", **SPLIT), backend=backend)
     assert [(row["client"], row["round"]) for row in rows(result.folder) if row.get("event") == "missing"] == [
         (name, 2) for name in lost
     ]

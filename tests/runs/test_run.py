@@ -303,11 +303,11 @@ def spoilt(spoil: Spoil) -> Backend:
     """This process, where one client's update is spoilt."""
 
     @contextmanager
-    def workplace(config: Config, tell: OnEvent) -> Iterator[tuple[Assembly, Engine]]:
+    def backend(config: Config, tell: OnEvent) -> Iterator[tuple[Assembly, Engine]]:
         with in_process_backend(config, tell) as (assembly, engine):
             yield assembly, Spoiler(engine, spoil)
 
-    return workplace
+    return backend
 
 
 def test_who_is_refused_at_an_aggregation_goes_back_to_what_the_server_has(config: Make) -> None:

@@ -81,7 +81,7 @@ def in_threads(count: int) -> Callable[[Config, OnEvent], AbstractContextManager
     """Workers as they are in processes of their own, with the same bytes to and fro, in threads of this one."""
 
     @contextmanager
-    def workplace(config: Config, on_event: OnEvent) -> Iterator[tuple[Any, Engine]]:
+    def backend(config: Config, on_event: OnEvent) -> Iterator[tuple[Any, Engine]]:
         memory = list[mmap.mmap]()
         assembly, places = share_weights(assemble(config), into(memory))
         turn = threading.Lock()
@@ -91,4 +91,4 @@ def in_threads(count: int) -> Callable[[Config, OnEvent], AbstractContextManager
             settled(workers, heads, threads)
             yield assembly, pool_engine(assembly, workers, threads, on_event)
 
-    return workplace
+    return backend

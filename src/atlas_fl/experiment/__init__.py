@@ -1,5 +1,5 @@
-"""A run from its config to its folder: rounds, late clients, records, resume, sweeps, export.
+"""Runs: backends, round loop, late clients, recorder, resume, summary, export, sweeps, search.
 
 In: a `Config`. Out: a run folder.
-Not here: how a client trains or how models are mixed.
+Not here: how a client trains, or how models are aggregated.
 """

@@ -1,8 +1,8 @@
-"""Where the packs of a run are trained: in this process, or in workers that share one backbone.
+"""Execution backends: clients train in this process, in worker processes, or in actors of Ray.
 
-A worker assembles the run from the same settings as its parent does, but for the weights: these are views of memory
-that all of them see. It says so where its data are others. Whole models of image clients go to and fro as well
-(`runtime.protocol.model_sync`), each once in a round to a worker.
+Workers share the frozen weights of one backbone. Each assembles the run from the same settings, takes the weights from
+memory that all workers read, and raises an error where its data differ. Models of clients that train the whole model
+are sent to a worker once a round (`runtime.protocol.full_model_sync`).
 """
 
 import mmap
@@ -28,7 +28,7 @@ from atlas_fl.runtime.worker_pool import Bench, PoolEngine, Resident, SharedMemo
 from atlas_fl.setup.assembly import Assembly, assemble, backbone_of, pick_device
 
 Backend: TypeAlias = Callable[[Config, OnEvent], AbstractContextManager[tuple[Assembly, Engine]]]
-"""What a run works with, and where its clients compute; left with an error where the run ends with one."""
+"""A context manager of the run's assembly and its engine; errors of the run leave through it."""
 
 PROGRAM = "import sys; from atlas_fl.experiment.backends import worker_main; worker_main(*map(int, sys.argv[1:]))"
 
@@ -42,7 +42,7 @@ def in_process_backend(config: Config, on_event: OnEvent) -> Iterator[tuple[Asse
 
 @contextmanager
 def multiprocess_backend(config: Config, on_event: OnEvent) -> Iterator[tuple[Assembly, Engine]]:
-    """Packs in `--workers` processes of this machine; none of them is left when it ends."""
+    """Packs in `--workers` processes of this machine, which end with the context."""
     count = config.run.workers or 1
     with ExitStack() as stack:
         memory = stack.enter_context(closing(SharedMemory()))
@@ -60,7 +60,7 @@ def multiprocess_backend(config: Config, on_event: OnEvent) -> Iterator[tuple[As
 
 @contextmanager
 def ray_backend(config: Config, on_event: OnEvent) -> Iterator[tuple[Assembly, Engine]]:
-    """Packs in actors of a Ray cluster, which have assembled the run each and keep it."""
+    """Packs in actors of a Ray cluster; each actor assembles the run once and keeps it."""
     cuda = pick_device(config.run.accelerator, precision=config.model.precision) == "cuda"
     with ExitStack() as stack:
         cluster = stack.enter_context(ray_cluster())
@@ -78,19 +78,19 @@ def ray_backend(config: Config, on_event: OnEvent) -> Iterator[tuple[Assembly, E
 
 
 def local_backend(config: Config, on_event: OnEvent) -> AbstractContextManager[tuple[Assembly, Engine]]:
-    """In this process, or with `--workers` in as many."""
+    """All clients in this process, or with `--workers` in so many processes."""
     backend = in_process_backend if config.run.workers in (None, 1) else multiprocess_backend
     return backend(config, on_event)
 
 
 BACKENDS: Mapping[str, Backend] = {"local": local_backend, "ray": ray_backend}
-"""The workplace of every `--engine`."""
+"""The backend of every `--engine`."""
 
 
 def pool_engine(
     assembly: Assembly, workers: Sequence[Worker], threads: ThreadPoolExecutor, on_event: OnEvent
 ) -> PoolEngine:
-    """The engine of workers that have settled."""
+    """The engine of workers that are initialised."""
     return PoolEngine(
         site=assembly.site,
         new_sender=worker_sender(assembly),
@@ -101,11 +101,11 @@ def pool_engine(
 
 
 Allocate: TypeAlias = Callable[[int, Callable[[Any], None]], Any]
-"""(bytes, what writes to them) -> memory of so many bytes that others see, written."""
+"""(size in bytes, a function that fills a buffer) -> shared memory of this size, filled."""
 
 
 def share_weights(assembly: Assembly, allocate: Allocate) -> tuple[Assembly, list[dict[str, Any]]]:
-    """(the assembly with its frozen weights in memory that others see, where each of them lies there)."""
+    """(the assembly with its frozen weights in shared memory, the place of each tensor in it)."""
     frozen = assembly.site.backbone.frozen
     entries, size = buffer_entries(frozen)
     memory = allocate(size, lambda buffer: write_weights(frozen, buffer, entries))
@@ -157,5 +157,5 @@ def _worker_devices(config: Config, count: int) -> list[str]:
 
 
 def _num_threads(available: int) -> int:
-    """Threads of a worker: what OMP_NUM_THREADS says, else its part of the processors."""
+    """Threads of a worker: OMP_NUM_THREADS where it is set, else its share of the processors."""
     return torch.get_num_threads() if "OMP_NUM_THREADS" in os.environ else max(1, available)

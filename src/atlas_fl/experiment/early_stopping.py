@@ -1,7 +1,7 @@
-"""Early stopping and model selection: when a run no longer gets better, and which of its rounds were the best.
+"""Early stopping and model selection from the validation scores of the rounds.
 
-Functions of validation scores by round. Patience is that of Goodfellow, Bengio, Courville, Deep Learning (2016),
-algorithm 7.1, counted in rounds and not in evaluations, so that a coarser `--eval-every` does not stretch it.
+Patience is that of Goodfellow, Bengio, Courville, Deep Learning (2016), algorithm 7.1, counted in rounds and not in
+evaluations, so that a coarser `--eval-every` does not stretch it.
 """
 
 from collections.abc import Mapping

@@ -1,4 +1,4 @@
-"""A client's personal model as a folder that PEFT or transformers load."""
+"""Export of client models: an adapter as a PEFT folder, a whole model as a transformers folder."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -82,14 +82,14 @@ def save_model(backbone: Backbone, params: Params, to: Path, *, labels: Sequence
 
 
 def _full_model_backbone(config: Config, params: Params) -> Backbone:
-    """The backbone that these weights stand in for; the head of a whole image model is known by its name."""
+    """The backbone whose weights these are; a whole image model is recognised by the name of its head."""
     if HEAD + "weight" in params:
         return as_whole(load_vision(config.model.model, image_size=config.images.image_size))
     return load_backbone(config.model.model)
 
 
 def _load_checkpoint(folder: RunFolder, round: str | None) -> checkpoint.Checkpoint:
-    """The newest checkpoint, or that of a round; an older one holds other models, and is taken by its number alone."""
+    """The newest checkpoint, that of the best round (`best`), or that of the round with this number."""
     if round is None:
         return _newest_checkpoint(folder)
     number = _best_round(folder) if round == "best" else parse_integer(round)

@@ -1,8 +1,8 @@
-"""Clients that join between two rounds: fingerprint, cluster, ranks, cut, edges and a start, as the others got theirs.
+"""Late clients: fingerprint, cluster, ranks, cut and edges of those that join between two rounds.
 
-Nothing that was decided for the others changes: their clusters, ranks, cuts and edges are what they were. A client that
-trains the whole model has no ranks and no cut: it begins with what the rule gives it, under FedAvg the weights that all
-hold with the head of its task. Where nobody has that task a head of images is fitted, by its own images.
+The clusters, ranks, cuts and edges of the other clients do not change. A client that trains the whole model has no
+ranks and no cut: it starts from the weights that the rule gives it, under FedAvg the average of all with the head of
+its task. Where no client has that task, an image head is fitted on the newcomer's own images.
 """
 
 from collections.abc import Mapping, Sequence
@@ -41,9 +41,9 @@ from atlas_fl.storage.ledger import LedgerRow
 def add_late_clients(
     assembly: Assembly, planned: Planned, engine: Engine, state: FederationState, *, on_event: OnEvent
 ) -> JoinResult | None:
-    """The federation with all who wait at its door and can take part; None where there is nobody.
+    """The federation with all waiting clients that can take part; None where no client waits.
 
-    Who cannot (it does not answer, nothing fits its device) is told so, and the others go on.
+    A client that cannot (it does not answer, nothing fits its device) is rejected with the reason.
     """
     config, extended, newcomer_models, tally = assembly.config, assembly, dict[str, Params](), Tally(engine=engine)
     strategy = strategy_of(config)
@@ -77,7 +77,7 @@ def add_late_clients(
 def _join_result(
     assembly: Assembly, planned: Planned, state: FederationState, newcomer_models: ByClient, *, strategy: Strategy
 ) -> JoinResult:
-    """The federation with the newcomers, whose models and entries in the server state the strategy makes."""
+    """The federation with the newcomers; the strategy makes their models and their entries in the server state."""
     federation = planned.plan.federation()
     models = strategy.welcome(state.server_state, state.server_models, newcomer_models, federation)
     if strategy.communicates:
@@ -102,9 +102,9 @@ def _join_result(
 def _add_client(
     newcomer: Newcomer, assembly: Assembly, planned: Planned, engine: Engine, state: FederationState
 ) -> tuple[Assembly, Planned, Params]:
-    """(the assembly, the plan with this client, its own model before round one of its own).
+    """(the assembly and the plan with this client, its own model before its first round).
 
-    Raises `ConfigError` where it cannot take part, such as for the run's mask, which fits the heads of no other task.
+    Raises `ConfigError` where it cannot take part, for example where its head does not fit the run's mask.
     """
     _check_task(newcomer, assembly)
     extended, number = with_newcomer(assembly, newcomer), state.round + 1
@@ -187,7 +187,7 @@ def _join_full(
     discovery: Identified,
     _: Mapping[str, Cut],
 ) -> _PlanAddition:
-    """The head of the newcomer and the messages that bring it and the run's mask."""
+    """The initial model of the newcomer, with a fitted head where no client has its task, and the messages for it."""
     models, messages = discovery.warmed, list[LedgerRow]()
     if fits_heads(assembly) and not _inherits_head(newcomer, assembly):
         models, messages = with_heads(newcomer_only, engine, models)
@@ -205,7 +205,7 @@ def _join_full(
 
 
 def _inherits_head(newcomer: Newcomer, assembly: Assembly) -> bool:
-    """Whether the rule gives it the head of others, who have its task."""
+    """Whether it gets the head of the clients with its task from the rule."""
     config = assembly.config
     has_task_peers = any(client.task.name == newcomer.client.task.name for client in assembly.clients)
     return has_task_peers and strategy_of(config).communicates and "head" in config.mixing.share
@@ -228,7 +228,7 @@ def _discover_task(
     number: int,
     cuts: Mapping[str, Cut],
 ) -> Identified:
-    """The newcomer's fingerprint, taken as those of the others were when they were last clustered, and its place."""
+    """Fingerprints and clusters of all, the newcomer last: its fingerprint has the options of the newest clustering."""
     config, plan = assembly.config, planned.plan
     labels = tuple(client.cluster for client in plan.clients)
     if planned.clustering is None:
@@ -265,14 +265,14 @@ def _discover_task(
 
 
 def _extend_warmup(plan: Plan, newcomer: Mapping[str, Any]) -> dict[str, Any]:
-    """What the plan says of everyone's fingerprint, with the newcomer's; nothing where none is taken."""
+    """The plan's report of the warm-up with the newcomer's; empty where no fingerprints are taken."""
     return {**plan.warmup, **{key: {**plan.warmup[key], **newcomer[key]} for key in ("steps", "agreement") if newcomer}}
 
 
 def _layer_importance(
     newcomer_only: Assembly, plan: Plan, engine: Engine, discovery: Identified, cuts: Mapping[str, Cut]
 ) -> np.ndarray:
-    """(1, layers): that of its cluster, which is equal in all of it, or its own where it is alone or there are none."""
+    """(1, layers): that of its cluster, where all members have the same; its own without a cluster or other members."""
     label = discovery.labels[-1]
     members = [k for k, cluster in enumerate(discovery.labels[:-1]) if cluster == label != UNDECIDED]
     if discovery.clustering is not None and members:
@@ -283,7 +283,7 @@ def _layer_importance(
 def _edges(
     assembly: Assembly, engine: Engine, discovery: Identified, state: FederationState, cuts: Mapping[str, Cut]
 ) -> tuple[np.ndarray, list[str]]:
-    """The newcomer's edges (n,) in the graph of all, and what that graph warns of for it."""
+    """The newcomer's edges (n,) in the graph of all clients, and that graph's warnings about it."""
     performance = None
     if discovery.clustering is not None and assembly.config.mixing.graph == "adaptive":
         performance = _validation_scores(engine, discovery, state, assembly.names[:-1], cuts)

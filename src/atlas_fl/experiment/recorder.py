@@ -1,8 +1,6 @@
-"""The one writer of a run's folder, and the provenance of a run.
+"""The run recorder: plans, metrics, ledger, audit files and checkpoints, and a run's provenance.
 
-What a run was begun with, settings and data, and what it has written: with others it would not be one run.
-
-What a round leaves behind: rows of metrics and ledger, checkpoints, and the files of the audit.
+Provenance is the settings and the data that a run was started with; a run resumes with no others.
 """
 
 import json
@@ -49,14 +47,14 @@ from atlas_fl.storage.tensors import write_models, write_sketches, write_tensors
 
 
 def provenance_of(config: Config, clients: Sequence[ClientData]) -> dict[str, Any]:
-    """The settings that make the run what it is, and a SHA-256 of each client's rows; plain data for JSON."""
+    """The settings that identify the run, and a SHA-256 of each client's rows, as JSON data."""
     data = {client.name: client.digest() for client in clients}
     plain: dict[str, Any] = from_json(to_json({"settings": identity_settings(config), "data": data}))
     return plain
 
 
 def check_provenance(recorded: Mapping[str, Any], current: Mapping[str, Any], *, folder: Path) -> None:
-    """Nothing where the run goes on with what it was begun with.
+    """Check that a run resumes with the settings and the data that it was started with.
 
     Raises:
         CheckpointError: a setting or a client's rows are others; the message names the first.
@@ -78,7 +76,7 @@ def check_provenance(recorded: Mapping[str, Any], current: Mapping[str, Any], *,
 
 
 def check_same_settings(config: Config, recorded: Config, *, folder: Path) -> None:
-    """Nothing where these are the settings of the run in this folder.
+    """Check that these are the settings of the run in this folder.
 
     Raises:
         CheckpointError: they differ; the message names the first and says how many more.
@@ -94,7 +92,7 @@ def check_same_settings(config: Config, recorded: Config, *, folder: Path) -> No
 
 
 def check_run_files(folder: RunFolder, saved: Checkpoint) -> None:
-    """Nothing where all that a run goes on from beside this checkpoint is what was written with it.
+    """Check the digests of the files that a run needs to resume from this checkpoint.
 
     The settings are not looked at: `check_provenance` names the one that differs.
 
@@ -108,7 +106,7 @@ def check_run_files(folder: RunFolder, saved: Checkpoint) -> None:
 
 
 def config_change_note(folder: RunFolder, saved: Checkpoint) -> str:
-    """What is to be said of a `config.toml` that was changed where nothing depends on it; empty where it was not."""
+    """A note where `config.toml` was changed in settings that do not identify the run; else empty."""
     recorded = digests.digests_in_state(saved.state)
     if recorded is None:
         return f"checkpoint {saved.path.name} has no digests: an earlier version wrote it; the next one will have them"
@@ -118,12 +116,12 @@ def config_change_note(folder: RunFolder, saved: Checkpoint) -> str:
 
 
 SERVER_STATE = "server.safetensors"
-"""What the strategy remembers, among the files of an audited round."""
+"""The file of the server state of an audited round."""
 
 
 @dataclass(kw_only=True)
 class Recorder:
-    """The one writer of a run's folder."""
+    """Writes the files of a run's folder; nothing else does."""
 
     folder: RunFolder
     clients: tuple[ClientData, ...]
@@ -199,11 +197,11 @@ class Recorder:
         self._write_audit_record(folder, {"round": state.round + 1})
 
     def set_clients(self, config: Config, clients: tuple[ClientData, ...]) -> None:
-        """These are the clients from now on."""
+        """Set the clients that the next records are of, and the provenance with their data."""
         self.clients, self.provenance = clients, provenance_of(config, clients)
 
     def record_new_plan(self, planned: Planned, *, round: int, resized_models: ByClient | None) -> None:
-        """Write the plan that holds from this round on, beside the first one, and the models at their new ranks."""
+        """Write a plan that holds from this round on, and for the audit the models resized to its ranks."""
         self.plan_file = f"plan-{round:04d}.json"
         self._write_plan(planned)
         self._append_rows(self.folder.ledger, [row.to_json() for row in plan_messages(planned, round=round)])
@@ -213,7 +211,7 @@ class Recorder:
     def record_round(
         self, record: RoundRecord, state: FederationState, *, seconds: float, is_last: bool = False
     ) -> list[dict[str, Any]]:
-        """The round's rows, which are written, as are the audit's files, and a checkpoint where one is due."""
+        """Write the rows of the round, its audit files, and a checkpoint where one is due; the rows of metrics."""
         self.phase_seconds["rounds"] = self.phase_seconds.get("rounds", 0.0) + seconds
         self.round_seconds[record.round] = seconds
         stopped = [_early_stopping_row(state)] if record.stopped else []
@@ -228,7 +226,7 @@ class Recorder:
         return rows
 
     def _write_plan(self, planned: Planned) -> None:
-        """A plan with its sketches, which the figures draw and newcomers are compared with; later ones stand beside."""
+        """Write a plan with its mask and its sketches, which figures show and late clients are compared to."""
         sketches = self.folder.sketches_of(self.plan_file)
         if planned.sketches is not None:
             self.file_digests[sketches.name] = write_sketches(sketches, planned.sketches)
@@ -300,7 +298,7 @@ class Recorder:
         self.audit_digests[file.name] = write_models(file, models)
 
     def _write_server_state(self, folder: Path, server_state: ServerState) -> None:
-        """What the strategy remembers, for an audit; nothing of a strategy that remembers nothing but the models."""
+        """Write the server state for the audit; no file where the strategy has no state but the models."""
         distinct, same = distinct_tensors(server_state)
         if distinct:
             others: dict[str, list[str]] = {}
@@ -310,7 +308,7 @@ class Recorder:
             self.audit_digests[SERVER_STATE] = write_tensors(folder / SERVER_STATE, distinct, metadata=note)
 
     def _write_audit_record(self, folder: Path, content: Mapping[str, Any]) -> None:
-        """The record of an audited round, with the digests of the files beside it."""
+        """Write the record of an audited round, with the digests of its files."""
         write_sealed(folder / "record.json", {**content, "files": dict(self.audit_digests)})
         self.audit_digests.clear()
 
@@ -352,13 +350,13 @@ class Recorder:
         return best_rounds(state.history, self.keep_best)
 
     def write_summary(self, summary: Mapping[str, Any]) -> None:
-        """Write the digests of all that a complete run holds, and then the summary, by which it is complete."""
+        """Write the digests of all files of a complete run, and then the summary, which marks it as complete."""
         digest = sha256(encode_json(summary)).hexdigest()
         digests.write_digests(self.folder, {**self._all_digests(), self.folder.summary.name: digest})
         write_json(self.folder.summary, summary)
 
     def rewind_to(self, saved: checkpoint.Checkpoint) -> None:
-        """Cut the files of rows back to a checkpoint, so that repeated rounds are not there twice."""
+        """Truncate the logs to a checkpoint and remove later plans, so that no round is recorded twice."""
         truncate_to(self.folder.metrics, saved.state["metrics_bytes"])
         truncate_to(self.folder.ledger, saved.state["ledger_bytes"])
         self.row_hashes = {file.name: digests.file_sha256(file) for file in (self.folder.metrics, self.folder.ledger)}
@@ -377,7 +375,7 @@ class Recorder:
 
 
 def deduplicate_models(models: ByClient) -> dict[str, str]:
-    """For every client the first one whose model holds the very same tensors: an average over many is stored once."""
+    """By client, the first client whose model has the same tensors (the same objects): an average is stored once."""
     first: dict[tuple[tuple[str, int], ...], str] = {}
     return {
         # sorted, because a model that comes from a checkpoint has its keys in another order
@@ -387,7 +385,7 @@ def deduplicate_models(models: ByClient) -> dict[str, str]:
 
 
 def distinct_tensors(server_state: ServerState) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """(every different tensor of this state under its first path, that path for each other one)."""
+    """(every distinct tensor of this state under its first path, the first path of each repeated tensor)."""
     first: dict[int, str] = {}
     flat = flatten_state(server_state)
     first_paths = {path: first.setdefault(id(tensor), path) for path, tensor in flat.items()}
@@ -396,7 +394,7 @@ def distinct_tensors(server_state: ServerState) -> tuple[dict[str, Tensor], dict
 
 
 def server_state_in(saved: checkpoint.Checkpoint) -> ServerState:
-    """What the strategy remembers, of a checkpoint; empty where it remembers nothing but the models."""
+    """The server state of a checkpoint; empty where the strategy has no state but the models."""
     flat = dict(unflatten_by_client(saved.tensors).get("server", {}))
     try:
         flat |= {path: flat[first] for path, first in saved.state.get("server_same", {}).items()}
@@ -408,7 +406,7 @@ def server_state_in(saved: checkpoint.Checkpoint) -> ServerState:
 
 
 def models_in(saved: checkpoint.Checkpoint, names: Sequence[str]) -> tuple[ByClient, ByClient]:
-    """(the models of the last aggregation, what clients start with) of a checkpoint, in the clients' order."""
+    """(server models, client models) of a checkpoint, in the clients' order (`FederationState`)."""
     try:
         kinds = unflatten_by_client(saved.tensors)
         server_models, diverged = (unflatten_by_client(kinds.get(kind, {})) for kind in ("strategy", "start"))
@@ -423,7 +421,7 @@ def models_in(saved: checkpoint.Checkpoint, names: Sequence[str]) -> tuple[ByCli
 
 
 def momentum_in(saved: checkpoint.Checkpoint) -> ByClient:
-    """What each client keeps of its optimizer, of a checkpoint."""
+    """The optimizer momentum of each client, of a checkpoint."""
     return unflatten_by_client(unflatten_by_client(saved.tensors).get("momentum", {}))
 
 
@@ -433,7 +431,7 @@ def _early_stopping_row(state: FederationState) -> dict[str, Any]:
 
 
 def _hosting_rows(record: RoundRecord) -> list[dict[str, Any]]:
-    """Who computed the upper part of whose model, and why; nothing where the server did so for everyone."""
+    """Which host computed the server half of which client, and why; none where the server did so for all."""
     return [
         {"round": record.round, "client": name, "event": "hosted", "work": work, "host": match.host or "server"}
         | {"reason": match.reason}

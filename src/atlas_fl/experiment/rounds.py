@@ -1,12 +1,8 @@
-"""The rounds: sample, train, aggregate, evaluate, select, record.
+"""The round loop: sample clients, train, aggregate, evaluate, select models, stop early, record.
 
-How a round ends: what every client is left with, its scores, and whether the run is over.
-
-The last round of a run does more than the others: clients may keep their own models, everyone is brought the newest
-one, and text is written for ROUGE. Whether a round is the last is known beforehand, or with `--patience` from its own
-validation scores; then what only last rounds do is done after them.
-
-The federated rounds: sample, train, mix, evaluate, record; engines and files do the rest.
+A run ends with its last round, or with `--patience` where validation scores no longer rise. After the last round a
+client may keep its own model (`--keep best`), every client receives its newest model, and text is written for ROUGE.
+Engines train and evaluate the clients; the recorder writes the files.
 """
 
 import time
@@ -50,12 +46,12 @@ Scores = Mapping[Split, Mapping[str, Update]]
 
 @dataclass(frozen=True, kw_only=True)
 class RoundOutcome:
-    """What a round comes to."""
+    """The end of a round: models, scores, and whether the run is over."""
 
     client_models: ByClient
-    """What every client goes on with."""
+    """What every client starts the next round with."""
     kept_local: tuple[str, ...]
-    """Who keeps its own model."""
+    """Clients that keep their own model."""
     scores: Scores
     """Of these models; empty in a round without evaluation."""
     evaluations: tuple[Update, ...]
@@ -76,9 +72,9 @@ def finish_round(
     cuts: Mapping[str, Cut],
     is_mixed: bool,
 ) -> RoundOutcome:
-    """What the round after this state comes to, whose server step left these models.
+    """Evaluate the mixed models, select models after the last round, and decide on early stopping.
 
-    A run stops only where the rule has been applied: between two aggregations the server holds older models.
+    A run stops early only after an aggregation: between two aggregations the server holds older models.
     """
     config, round = assembly.config, state.round + 1
     last = round == config.training.rounds
@@ -98,7 +94,7 @@ def finish_round(
 
 
 def early_stopping_message(history: Mapping[int, float], *, round: int, rounds: int) -> str:
-    """That a run stopped early, and after which round it was best."""
+    """One line: after which round the run stopped early, and which round was the best."""
     (best,) = best_rounds(history, 1)
     return f"stopped early after round {round} of {rounds}: validation {history[best]:.3f} in round {best} was the best"
 
@@ -160,7 +156,7 @@ def make_jobs(
     momentum: ByClient = MappingProxyType({}),
     mask: Mask | None = None,
 ) -> list[Job]:
-    """A job for every one of these models; `momentum` is what clients kept of their optimizers."""
+    """A job for every model; `momentum` is that of the clients' optimizers."""
     return [
         Job(
             client=name,
@@ -190,7 +186,7 @@ def _compare_on_validation(
 def select_models(
     mixed: ByClient, trained: ByClient, local_scores: Mapping[str, Update], mixed_scores: Mapping[str, Update]
 ) -> tuple[dict[str, Params], tuple[str, ...]]:
-    """On every client that trained the better of mixed and own model by its validation loss; who kept its own."""
+    """(the mixed models, with the local one of a client where its validation loss is lower, these clients)."""
     # Who does not answer cannot say that its own is better.
     scored = [name for name in trained if name in local_scores and name in mixed_scores]
     kept_local = tuple(
@@ -200,7 +196,7 @@ def select_models(
 
 
 def sample(names: Sequence[str], *, participation: float, seed: int, round: int) -> tuple[str, ...]:
-    """Who trains in this round: at least one client, in the clients' order, the same whenever it is asked."""
+    """The clients that train in this round, at least one, in the clients' order: a function of seed and round."""
     count = max(1, round_half_up(participation * len(names)))
     chosen = generator(seed, "sample", round).choice(len(names), size=count, replace=False)
     return tuple(names[index] for index in sorted(chosen))
@@ -229,7 +225,7 @@ def check_updates(
 
 @dataclass(frozen=True, kw_only=True)
 class ReceivedUpdates:
-    """What came of the updates of a round."""
+    """The updates of a round after screening."""
 
     updates: dict[str, Update]
     """Those that are mixed."""
@@ -242,9 +238,9 @@ class ReceivedUpdates:
 
 
 def screen_updates(assembly: Assembly, state: FederationState, updates: Sequence[Update]) -> ReceivedUpdates:
-    """The updates that are mixed: those that are sound, and whose change is not far larger than that of the others.
+    """Refuse malformed updates, and refuse or clip those whose norm is far above that of the others.
 
-    A rule that sends nothing mixes nothing, and so bounds nothing.
+    A rule that sends nothing needs no norm bound.
     """
     config, tasks = assembly.config, {client.name: client.task.name for client in assembly.clients}
     usable, refused = check_updates(state.client_models, updates, config.mixing.share)
@@ -271,9 +267,9 @@ def run_rounds(
     recorder: Recorder,
     on_event: OnEvent,
 ) -> tuple[Assembly, Planned, FederationState]:
-    """Run rounds `state.round + 1 .. last`; every one is recorded and checkpointed before the next begins.
+    """Run rounds `state.round + 1 .. last`; each is recorded before the next begins.
 
-    The assembly grows where clients join.
+    The assembly that comes back includes the clients that joined.
     """
     for line in _warnings(assembly.config, planned.plan.federation()):
         on_event(Note(line))
@@ -297,13 +293,13 @@ def run_rounds(
 
 
 def round_participants(config: Config, names: Sequence[str], *, round: int) -> tuple[str, ...]:
-    """Who trains in this round: the same clients up to the next aggregation, so that who trains also sends."""
+    """The clients that train in this round: the same ones up to the next aggregation, so that all of them send."""
     first = round - (round - 1) % config.mixing.aggregate_every
     return sample(names, participation=config.training.participation, seed=config.run.seed, round=first)
 
 
 def is_aggregation_round(config: Config, round: int) -> bool:
-    """Whether the server's rule is applied after this round; a rule that sends nothing has nothing to wait for."""
+    """Whether the server aggregates after this round; after every round with a rule that sends nothing."""
     is_due = round % config.mixing.aggregate_every == 0 or round == config.training.rounds
     return is_due or not strategy_of(config).communicates
 
@@ -317,9 +313,9 @@ def _recluster(
     *,
     on_event: OnEvent,
 ) -> tuple[Planned, FederationState]:
-    """The plan that holds from the next round on, and with `--rerank` every model at its ranks.
+    """Cluster again: the plan from the next round on, and with `--rerank` every model resized to its ranks.
 
-    Where somebody does not answer, and fewer suffice for a round, the plan stays what it was.
+    The plan stays as it was where a client does not answer and the run goes on with fewer.
     """
     number, rerank = state.round + 1, assembly.config.ranks.rerank
     scores = np.array([state.validation_scores.get(name, 0.0) for name in assembly.names])
@@ -340,7 +336,7 @@ def _recluster(
 def one_round(
     assembly: Assembly, planned: Planned, engine: Engine, state: FederationState
 ) -> tuple[FederationState, RoundRecord]:
-    """The federation after one more round, and what happened in it."""
+    """Train, screen, aggregate and evaluate once: the state after the round, and its record."""
     config, number = assembly.config, state.round + 1
     strategy, sampled = strategy_of(config), round_participants(config, assembly.names, round=number)
     cuts, engine = cuts_of(assembly, planned.plan), seated(assembly, planned.plan.clients, engine)
@@ -384,10 +380,10 @@ def one_round(
 
 @dataclass(frozen=True, kw_only=True)
 class ServerStep:
-    """What the server's part of a round comes to."""
+    """The result of the server's step of a round."""
 
     server_state: ServerState
-    """What the strategy remembers."""
+    """The state of the strategy."""
     server_models: ByClient
     """The model of every client as of the last aggregation."""
     client_models: ByClient
@@ -399,7 +395,7 @@ class ServerStep:
 def _train_jobs(
     assembly: Assembly, planned: Planned, state: FederationState, sampled: Sequence[str], cuts: Mapping[str, Cut]
 ) -> list[Job]:
-    """What these clients are asked to train in the round after this state."""
+    """The training jobs of these clients in the round after this state."""
     return make_jobs(
         {name: state.client_models[name] for name in sampled},
         train_options(assembly.config, with_images=assembly.has_images),
@@ -419,10 +415,10 @@ def _aggregate(
     apply: bool,
     refused: Collection[str],
 ) -> ServerStep:
-    """What the rule gives; where it is not applied it remembers what it did, and all go on with their own models.
+    """Apply the strategy; without `apply` the server keeps its state and clients go on with their own models.
 
-    What a mask freezes stays what it is. The old model of a client whose update was refused is nobody's neighbour; that
-    of a client that sent none still is.
+    Weights that a mask freezes do not change. The old model of a client whose update was refused is nobody's neighbour;
+    that of a client that sent none still is.
     """
     federation, mask = without_edges(planned.plan.federation(), refused), planned.mask
     if not apply:
@@ -440,13 +436,13 @@ def _aggregate(
 
 
 def _warnings(config: Config, federation: Federation) -> list[str]:
-    """What a user should know of the rule and of these clients before the rounds."""
+    """Warnings about the strategy and these clients before the first round."""
     small = small_groups(config.mixing.strategy, federation, strategy_options(config))
     return [*share_warnings(federation, config.robust.max_share), *small]
 
 
 def _diversity(assembly: Assembly, planned: Planned, before: ByClient, outcome: RoundOutcome) -> Diversity | None:
-    """What the server's step did to the differences, in a round with evaluation; None where a figure is no number."""
+    """How the server's step changed the distances between clients; None without evaluation or finite figures."""
     # distances between all pairs of a hundred whole models would cost more than the round, and where factors are at
     # the clients alone nobody has the updates of all
     if not outcome.scores or assembly.is_full or any(has_hidden_factors(params) for params in before.values()):
@@ -461,10 +457,10 @@ def _diversity(assembly: Assembly, planned: Planned, before: ByClient, outcome: 
 def _restore_unusable(
     server: ServerStep, state: FederationState, trained: ByClient, assembly: Assembly
 ) -> tuple[ServerStep, dict[str, str]]:
-    """The server's step, in which a mixed model of numbers that are none takes nobody's place, and whose it would have.
+    """(the server's step with unusable mixed models replaced by the initial ones, the reason by client).
 
-    Those who share a set above their cuts go on sharing it: where the model of one cannot be used, all keep theirs. So
-    do all where the server state cannot be used.
+    A model with values that are NaN, infinite or very large is unusable. Clients that share adapters above their cuts
+    all keep their models where one is unusable, and so do all clients where the server state is.
     """
     mixed = {name: params for name, params in server.client_models.items() if params is not state.client_models[name]}
     is_finite = all(bool(tensor.isfinite().all()) for tensor in flatten_state(server.server_state).values())
@@ -494,7 +490,7 @@ def _restore_unusable(
 
 
 def _update_notes(record: RoundRecord) -> list[str]:
-    """A line for each update that was not mixed as it came, and one for those who keep the models they began with."""
+    """Notes on refused and scaled updates, and on clients that keep the model they started the round with."""
     prefix = f"round {record.round}: "
     lines = [f"{prefix}the update of {name} was refused: {reason}" for name, reason in record.refused.items()]
     lines += [f"{prefix}the update of {name} was scaled down: {reason}" for name, reason in record.clipped.items()]

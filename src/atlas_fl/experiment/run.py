@@ -1,4 +1,4 @@
-"""A run from its config to its folder: begin, go on, export."""
+"""Runs: run a config in its folder, resume from a checkpoint, export models, write the summary."""
 
 import time
 from dataclasses import dataclass, replace
@@ -51,13 +51,13 @@ from atlas_fl.storage.tensors import read_sketches, read_tensors
 
 @dataclass(frozen=True, kw_only=True)
 class RunResult:
-    """What a run has come to."""
+    """The outcome of a run."""
 
     folder: Path
     rounds: int
     """Rounds that are complete."""
     complete: bool
-    """Whether these are all; else `resume` goes on."""
+    """Whether these are all; else `resume_run` continues it."""
     summary: dict[str, Any]
     """The content of `summary.json`; of the rounds so far while the run is not complete."""
 
@@ -65,9 +65,9 @@ class RunResult:
 def run_config(
     config: Config, *, on_event: OnEvent = ignore, resume: bool = False, backend: Backend | None = None
 ) -> RunResult:
-    """Carry out this config in a folder of its own and say what came out; on the backend of its `--engine`.
+    """Run this config in a folder of its own; without a `backend` on that of its `--engine`.
 
-    A folder that holds the same run is refused, or with `resume` gone on with (a complete one is just read).
+    A folder that holds the same run is refused, or resumed with `resume=True` (a complete run is only read).
     Raises an `AtlasError` for whatever the user can mend; nothing is written before the config is valid.
     """
     config = pin_mask_file(validate(config, at_sites=backend is not None))
@@ -95,7 +95,7 @@ def run_config(
 
 
 def resume_run(folder: str | Path, *, max_rounds: int | None = None, on_event: OnEvent = ignore) -> RunResult:
-    """Go on with the run in this folder, for at most `max_rounds` rounds; the outcome is that of an undisturbed run.
+    """Resume the run in this folder for at most `max_rounds` rounds; its result is that of an uninterrupted run.
 
     Raises `CheckpointError` where the folder holds no run.
     """
@@ -109,7 +109,7 @@ def resume_run(folder: str | Path, *, max_rounds: int | None = None, on_event: O
 
 
 def _continue_run(config: Config, folder: RunFolder, on_event: OnEvent, backend: Backend) -> RunResult:
-    """Plan, or load the newest good checkpoint; train what is left; write the summary. The folder is locked."""
+    """Plan or load the newest good checkpoint, train the remaining rounds, write the summary, in a locked folder."""
     with run_log(folder.log) as log:
 
         def tell(event: Any) -> None:
@@ -136,7 +136,7 @@ def _continue_run(config: Config, folder: RunFolder, on_event: OnEvent, backend:
 def _train_remaining(
     assembly: Assembly, engine: Engine, recorder: Recorder, folder: RunFolder, tell: OnEvent
 ) -> RunResult:
-    """What is left of the run, within its limit of rounds."""
+    """Train the remaining rounds within `max_rounds`; after the last one export the models and write the summary."""
     config = assembly.config
     engine = with_attackers(engine, config, assembly.clients)
     assembly, planned, state = _load_or_plan(assembly, recorder, folder, engine, tell)
@@ -173,7 +173,7 @@ def _make_recorder(config: Config, assembly: Assembly, folder: RunFolder) -> Rec
 def _load_or_plan(
     assembly: Assembly, recorder: Recorder, folder: RunFolder, engine: Any, tell: OnEvent
 ) -> tuple[Assembly, Planned, FederationState]:
-    """The clients, the plan and the state to go on from: of the newest good checkpoint, or fresh ones."""
+    """The clients, the plan and the state to continue from: those of the newest good checkpoint, or new ones."""
     saved, damaged = checkpoint.load_latest(folder.checkpoints, check=partial(check_run_files, folder))
     if saved is None and (intact := checkpoint.load_latest(folder.checkpoints)[0]) is not None:
         check_run_files(folder, intact)  # raises: to begin again would write over what can be restored
@@ -198,7 +198,7 @@ def _load_or_plan(
 
 
 def _make_plan(assembly: Assembly, engine: Any, tell: OnEvent) -> tuple[Assembly, Planned]:
-    """The plan, and the assembly of those who are in it: who does not answer is left out where fewer suffice."""
+    """(the assembly of the planned clients, their plan); who does not answer is left out where fewer suffice."""
     while True:
         try:
             return assembly, plan_for(assembly, engine, on_event=tell)
@@ -213,7 +213,7 @@ def _make_plan(assembly: Assembly, engine: Any, tell: OnEvent) -> tuple[Assembly
 
 
 def _check_late_clients(assembly: Assembly) -> None:
-    """Raise an `AtlasError` for who comes later and cannot take part, before the rounds until then."""
+    """Raise an `AtlasError` before the first round for a late client that cannot take part."""
     rounds = assembly.config.training.rounds
     if assembly.config.data.arrive:
         late = [newcomer.client.name for newcomer in assembly.door.waiting(rounds)]
@@ -223,7 +223,7 @@ def _check_late_clients(assembly: Assembly) -> None:
 def _restore_checkpoint(
     assembly: Assembly, recorder: Recorder, folder: RunFolder, saved: checkpoint.Checkpoint, tell: OnEvent
 ) -> tuple[Assembly, Planned, FederationState]:
-    """The clients, the plan and the state of this checkpoint."""
+    """Restore the clients, the plan and the state of this checkpoint; truncate the logs to it."""
     plan = Plan.from_json(read_json(folder.path / saved.state["plan"]))
     assembly = with_planned(assembly, [client.name for client in plan.clients], round=saved.round + 1)
     recorder.set_clients(assembly.config, assembly.clients)

@@ -1,15 +1,10 @@
-"""Hyperparameter search: spaces, trials, studies.
+"""Hyperparameter search: search spaces, trials, and the Optuna study that stores them.
 
-What a search may choose from: a range of numbers, or a few values, for each setting.
-
-The study of a search, in a file of optuna's: what was tried, what it scored, and what to try next.
-
-Tree-structured Parzen estimators: Bergstra, Bardenet, Bengio, Kegl, "Algorithms for Hyper-Parameter Optimization"
-(NeurIPS 2011); the median rule: Golovin et al., "Google Vizier" (KDD 2017). What is tried next is a function of the
-seed, the number of the trial and the trials before it. The file holds ended trials alone, each written in one step, so
-a search that is killed tries the same again and goes on with the run that it had begun.
-
-A search from its first trial to its best settings: ordinary runs, and the study beside them.
+Trials are ordinary runs. The study is a file that holds finished trials alone, each written in one step: a search that
+is killed proposes the same trial again and resumes its run. A proposal is a function of the seed, the number of the
+trial and the trials before it. Sampler: tree-structured Parzen estimators, Bergstra, Bardenet, Bengio, Kegl,
+"Algorithms for Hyper-Parameter Optimization" (NeurIPS 2011). Median pruning: Golovin et al., "Google Vizier" (KDD
+2017).
 """
 
 import re
@@ -45,22 +40,22 @@ _ANYTHING = re.compile(r"(.*?)\.\.([^:]*)(?::(.*))?")
 
 @dataclass(frozen=True, kw_only=True)
 class NumberRange:
-    """The numbers from `low` to `high`, both among them."""
+    """The numbers from `low` to `high`, both included."""
 
     low: float
     high: float
     is_integer: bool
-    """Whether only whole numbers are meant."""
+    """Whether only whole numbers are drawn."""
     log: bool = False
-    """Whether each power of ten is as likely as another."""
+    """Whether numbers are drawn on a log scale."""
 
 
 SearchSpace: TypeAlias = Mapping[str, NumberRange | tuple[str, ...]]
-"""By setting, what is to choose from; single values are texts, as on a command line."""
+"""By setting, its range or its values; values are texts, as on a command line."""
 
 
 def parse_space(texts: Sequence[str]) -> dict[str, NumberRange | tuple[str, ...]]:
-    """What texts such as `lr=1e-4..1e-2:log`, `local-steps=4..16` and `weight-decay=0,1e-4` let a search choose from.
+    """The search space of texts such as `lr=1e-4..1e-2:log`, `local-steps=4..16` and `weight-decay=0,1e-4`.
 
     Raises:
         ConfigError: a text is no sweep (`experiment.sweep.parse_over`), or its range has no numbers or a wrong end.
@@ -69,10 +64,10 @@ def parse_space(texts: Sequence[str]) -> dict[str, NumberRange | tuple[str, ...]
 
 
 def check_space(base: Config, space: SearchSpace) -> None:
-    """Nothing where the ends of the ranges and the values, each with each, are settings of a run that can be.
+    """Check that every combination of values and ends of ranges is a valid config.
 
     Raises:
-        AtlasError: a combination is none; of very many only the first are looked at.
+        AtlasError: a combination is invalid; only the first `MAX_CHECKED` are checked.
     """
     ends = {name: _range_ends(choices) for name, choices in space.items()}
     for values in islice(product(*ends.values()), MAX_CHECKED):
@@ -80,7 +75,7 @@ def check_space(base: Config, space: SearchSpace) -> None:
 
 
 def space_to_json(space: SearchSpace) -> dict[str, Any]:
-    """The space as JSON holds it."""
+    """The search space as JSON data."""
     return {
         name: list(choices) if isinstance(choices, tuple) else [choices.low, choices.high, choices.log]
         for name, choices in space.items()
@@ -144,12 +139,12 @@ SETTINGS = "settings"
 
 
 def check_optuna() -> None:
-    """Nothing where optuna is there; else raises `ConfigError`."""
+    """Raise `ConfigError` where optuna is not installed."""
     _optuna()
 
 
 def open_study(path: Path, *, settings: Mapping[str, Any]) -> Any:
-    """The study in this file, made where there is none.
+    """Open the study in this file, or create it.
 
     Raises:
         CheckpointError: the file is damaged, or its study is of other settings.
@@ -178,7 +173,7 @@ def open_study(path: Path, *, settings: Mapping[str, Any]) -> Any:
 
 
 def next_trial(study: Any, space: SearchSpace, *, seed: int, pruner: Pruner) -> Any:
-    """What to try next, as a trial that is nowhere written: of a study in memory with all ended trials."""
+    """Propose the next trial, of a study in memory with all finished trials; nothing is written."""
     optuna = _optuna()
     ended = study.get_trials(deepcopy=False)
     draft = optuna.create_study(
@@ -193,7 +188,7 @@ def next_trial(study: Any, space: SearchSpace, *, seed: int, pruner: Pruner) -> 
 def record_trial(
     study: Any, space: SearchSpace, params: Mapping[str, Any], *, scores: Mapping[int, float], pruned: bool, run: str
 ) -> None:
-    """Write an ended trial: its settings, its validation scores by round, and the name of its run."""
+    """Write a finished trial: its settings, its validation scores by round, and the name of its run."""
     optuna = _optuna()
     states = optuna.trial.TrialState
     study.add_trial(
@@ -236,7 +231,7 @@ OnTrial = Callable[[int, Point, RunState], None]
 
 @dataclass(frozen=True, kw_only=True)
 class Trial:
-    """A trial that has ended."""
+    """A finished trial."""
 
     number: int
     """From 0."""
@@ -247,7 +242,7 @@ class Trial:
     scores: Mapping[int, float]
     """The mean validation score of every evaluated round."""
     pruned: bool
-    """Whether it was given up before its end."""
+    """Whether it was pruned before its last round."""
 
     @property
     def score(self) -> float:
@@ -262,7 +257,7 @@ class Trial:
 
 @dataclass(frozen=True, kw_only=True)
 class SearchResult:
-    """What a search has come to."""
+    """The outcome of a search."""
 
     folder: Path
     """Where its study and `best.toml` lie."""
@@ -270,12 +265,12 @@ class SearchResult:
 
     @property
     def best(self) -> Trial:
-        """The trial with the highest score of those that were not given up, the first of equals."""
+        """The trial with the highest score that was not pruned, the first of equals."""
         return max((trial for trial in self.trials if not trial.pruned), key=lambda trial: trial.score)
 
 
 class _TrialPruned(Exception):  # noqa: N818
-    """A trial that is given up: its run stays as it is after the round."""
+    """A trial is pruned; its run stays as it is after the round."""
 
 
 def run_search(
@@ -287,10 +282,10 @@ def run_search(
     on_trial: OnTrial = lambda *_: None,
     on_event: OnEvent = ignore,
 ) -> SearchResult:
-    """Try settings until the study has so many trials, and write the best ones' as `best.toml`.
+    """Run trials until the study has `trials` of them, and write the best settings as `best.toml`.
 
-    The criterion is the mean validation score over clients of a trial's best round. Runs that are finished are not run
-    again, and begun ones go on. `on_trial` is told a trial's number, point and the state of its run before it is run.
+    The objective is the mean validation score over clients in a trial's best round. Finished runs are not repeated, and
+    unfinished ones are resumed. `on_trial` is called with a trial's number, point and the state of its run beforehand.
 
     Raises:
         AtlasError: a trial's settings cannot be run, or what lies in the folder is of another search.
@@ -321,7 +316,7 @@ def run_search(
 
 
 def search_folder(base: Config, settings: Mapping[str, Any]) -> Path:
-    """Where a search's study lies: under its own name beside the runs, or one made of what is searched.
+    """The folder of a search beside the runs, under its `--name` or one with a hash of its settings.
 
     Raises:
         ConfigError: a run lies there, or something else that is no search.
@@ -336,7 +331,7 @@ def search_folder(base: Config, settings: Mapping[str, Any]) -> Path:
 
 
 def _check_leftovers(folder: Path) -> None:
-    """Nothing where a folder without a study is empty, or holds what a search has left whose study was removed.
+    """Check that a folder without a study is empty, or holds only the other files of a search.
 
     Raises:
         ConfigError: it holds something else, which would be written over.
@@ -366,7 +361,7 @@ def _trial_point(base: Config, params: Mapping[str, Any]) -> Point:
 def _run_trial(
     point: Point, draft: Any, *, on_state: Callable[[RunState], None], on_event: OnEvent
 ) -> tuple[Path, bool]:
-    """(the folder of the trial's run, whether it was given up before its end)."""
+    """(the folder of the trial's run, whether it was pruned)."""
     folder = run_folder(point.config).path
 
     def watch(event: Event) -> None:

@@ -1,4 +1,4 @@
-"""The state of a federation between two rounds, and the record of what happened in one."""
+"""The federation's state between rounds, the record of a round, and its messages in the ledger."""
 
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping
@@ -25,7 +25,7 @@ from atlas_fl.storage.ledger import Direction, Kind, LedgerRow, payload_bytes
 
 
 def sum_cut_traffic(updates: Iterable[Update]) -> dict[str, CutTraffic]:
-    """Bytes through every client's cut over all of these answers; clients without one are not there."""
+    """By client with a cut, the bytes through it, summed over these updates."""
     sums: dict[str, Counter[tuple[Kind, Direction]]] = {}
     for update in updates:
         if update.crossed:
@@ -43,26 +43,26 @@ class RoundRecord:
     """Of those who trained and were not refused."""
     refused: Mapping[str, str]
     initial_models: ByClient
-    """What the clients began this round with."""
+    """What every client started this round with."""
     client_models: ByClient
-    """What they begin the next one with."""
+    """What every client starts the next round with."""
     scores: Mapping[Split, Mapping[str, Update]]
     eta: float
     kept_local: tuple[str, ...]
     """Clients that keep their own model at the end of the run."""
     outdated: frozenset[str]
-    """Clients whose newest model had not reached them when the round began."""
+    """Clients that had not received their newest model when the round began."""
     communicates: bool
     aggregated: bool
     """Whether updates were sent and mixed, or everyone goes on with its own model."""
     final: bool
     """Whether the run is over."""
     stopped: bool = False
-    """Whether it is over before its last round, because validation scores rose no more."""
+    """Whether early stopping ended it before its last round."""
     diversity: Diversity | None = None
-    """What the server's step did to the differences between clients, in a round with evaluation."""
+    """How the server's step changed the distances between clients, in a round with evaluation."""
     missing: tuple[str, ...] = ()
-    """Clients that were asked and did not answer in time; they keep what they began with."""
+    """Clients that did not answer in time; they keep their initial model."""
     discarded: Mapping[str, float] = field(default_factory=dict)
     """By client, the share of its mixed update's squared norm that its ranks could not hold."""
     cut_traffic: Mapping[str, CutTraffic] = field(default_factory=dict)
@@ -70,24 +70,24 @@ class RoundRecord:
     evaluation_cut_traffic: Mapping[str, CutTraffic] = field(default_factory=dict)
     """The same in evaluation."""
     hosting: Hosting = field(default_factory=Hosting)
-    """Who computed the upper parts of cut models, where that was not the server."""
+    """Which clients computed the server halves of which others, where the server did not."""
     client_side_names: Mapping[str, frozenset[str]] = field(default_factory=dict)
-    """By client with a cut, the names of the tensors that are on it; the others never leave the server."""
+    """By client with a cut, the names of its client-side tensors; the others never leave the server."""
     mask: Mask | None = None
-    """Which weights may move; everyone holds it, so that only their values travel."""
+    """The mask of trainable weights; every client has it, so that only their values are sent."""
     clipped: Mapping[str, str] = field(default_factory=dict)
-    """Whose update was scaled down to the norm bound, with the figures."""
+    """By client whose update was scaled down to the norm bound, the reason."""
     out_of_bound: ByClient = field(default_factory=dict)
     """The updates as they came of those whom the norm bound refused or scaled down."""
     restored: Mapping[str, str] = field(default_factory=dict)
-    """Who keeps the model that it began with, because the mixed one was none, and whose update was the largest."""
+    """By client that keeps its initial model because the mixed one was unusable, the reason."""
     state_changed: bool = False
-    """Whether the strategy remembers something else than before the round."""
+    """Whether the server state changed in the round."""
 
     def messages(self, share: tuple[str, ...]) -> list[LedgerRow]:
-        """Every message of the round: late models down, updates up, mixed models down; all of a cut's as one a kind.
+        """Every message of the round: outdated models down, updates up, mixed models down; of a cut the sums by kind.
 
-        A host gets its guests' upper parts before they train and again before they are evaluated, and returns them.
+        A host receives its guests' server halves before training and again before evaluation, and returns the trained.
         """
         return [
             *self._cut_messages(),
@@ -134,12 +134,12 @@ class RoundRecord:
         return [row for rows in messages for row in rows]
 
     def outdated_after(self) -> frozenset[str]:
-        """Clients whose model has changed and that have not received it, because they did not take part."""
+        """Clients that have not received their newest model after the round, because they did not take part."""
         changed = {name for name, params in self.client_models.items() if params is not self.initial_models[name]}
         return frozenset((self.outdated | changed) - set(self._receivers()))
 
     def _receivers(self) -> tuple[str, ...]:
-        """Who gets a model at the end of the round: who took part, and at the end of the run everyone."""
+        """Clients that receive a model at the end of the round: those that took part, and at the end of the run all."""
         if not self.final:
             return tuple(name for name in self.sampled if name not in self.missing)
         changed = {name for name, params in self.client_models.items() if params is not self.initial_models[name]}
@@ -151,7 +151,7 @@ class RoundRecord:
         return self._rows_by_kind(name, direction, params)
 
     def _rows_by_kind(self, name: str, direction: Direction, params: Params) -> list[LedgerRow]:
-        """A row for the adapters, one for whole weights and one for the head, where there is anything of them."""
+        """A row for the adapters, one for whole weights and one for the head, each where there are any."""
         parts: dict[Kind, dict[str, Tensor]] = {"adapter": {}, "weights": {}, "head": {}}
         for key, tensor in params.items():
             parts[_kind_of(key)][key] = tensor
@@ -163,7 +163,7 @@ class RoundRecord:
         ]
 
     def _message_size(self, part: Params) -> int:
-        """Bytes of these tensors as a message; under a mask of the kept values alone, nothing where none is."""
+        """Bytes of these tensors as a message; under a mask only the trainable values are sent."""
         if self.mask is None:
             return payload_bytes(part)
         num_values = num_kept({key: self.mask[key] for key in part})
@@ -171,7 +171,7 @@ class RoundRecord:
 
 
 def mean_validation_score(scores: Mapping[Split, Mapping[str, Update]]) -> float | None:
-    """The mean primary validation score over the clients that have one; None where there is none."""
+    """The mean primary validation score over the clients that have one; None without any."""
     values = [score.metrics["primary"] for score in scores.get("validation", {}).values()]
     return fmean(values) if values else None
 
@@ -191,9 +191,9 @@ class FederationState:
     server_models: ByClient
     """The model of every client as of the last aggregation."""
     server_state: ServerState = field(default_factory=dict)
-    """What the strategy remembers besides the models."""
+    """The state of the strategy besides the models."""
     client_models: ByClient
-    """What every client begins the next round with: the only road from server to client."""
+    """What every client starts the next round with: the only road from server to client."""
     outdated: frozenset[str] = frozenset()
     """Clients that have not received their newest model yet."""
     validation_scores: Mapping[str, float] = field(default_factory=dict)
@@ -203,10 +203,10 @@ class FederationState:
     is_over: bool = False
     """Whether the run has ended, with its last round or before it."""
     momentum: ByClient = field(default_factory=dict)
-    """What each client keeps of its optimizer for its next round, where it is asked to; the server never sees it."""
+    """The optimizer momentum of each client, with `--carry-momentum`; it is never sent to the server."""
 
     def after(self, record: RoundRecord, *, server_models: ByClient, server_state: ServerState) -> "FederationState":
-        """The federation once this round is complete, with what the server has of it."""
+        """The state after this round, with the server's models and state."""
         scores, mean = record.scores.get("validation", {}), mean_validation_score(record.scores)
         return FederationState(
             round=record.round,
@@ -226,10 +226,10 @@ class FederationState:
 
 
 def plan_messages(planned: Planned, *, round: int = 0, only: Collection[str] | None = None) -> list[LedgerRow]:
-    """What planning sends: each client's sketches and layer importance up, its ranks and cluster down.
+    """The messages of planning: each client's sketches and layer importance up, its ranks and cluster down.
 
-    Of newcomers (`only`) those send no importance whose cluster has one. The sketches of a client that was planned over
-    its cut are the server's, and its part of them is among what crossed.
+    With `only` (late clients), a client whose cluster has an importance sends none. The server computes the sketches of
+    a client that is planned over its cut; that traffic is among the cut's.
     """
     rows: list[LedgerRow] = [*planned.messages, *planned.crossed]
     planned_over_cut = {row.client for row in rows if row.phase}
@@ -258,14 +258,14 @@ def _control_payload(plan: Plan, index: int) -> dict[str, Any]:
 
 @dataclass(frozen=True, kw_only=True)
 class JoinResult:
-    """A federation with those who joined it."""
+    """The federation with the clients that joined it."""
 
     assembly: Assembly
     planned: Planned
     state: FederationState
     newcomer_models: ByClient
-    """The newcomers' own models after their warm-up, at their ranks, before anything was mixed into them."""
+    """The newcomers' models after the warm-up, at their ranks, before the first aggregation."""
     communicates: bool
-    """Whether anything of them was sent."""
+    """Whether the strategy sends models at all."""
     state_changed: bool
-    """Whether the strategy remembers something of them."""
+    """Whether the server state changed with them."""

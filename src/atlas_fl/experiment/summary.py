@@ -1,15 +1,22 @@
-"""Scores, bytes and seconds of a finished run.
+"""The summary of a run, `summary.json`: scores, bytes, seconds, memory and utilisation of devices.
 
-What a run took of the machine, and what it ran on.
+    run        name, preset, strategy, model, seed, config_hash, rounds
+    best       the round with the best mean validation score over all clients, and that score
+    stopped    with `--patience`, where it ended the run early: after which round
+    clients    per client: task, cluster, device, ranks, final and best scores per split, rounds to 90% and 95%, bytes,
+               utilisation of the device
+    tasks      per task: means over its clients, the worst client, the spread; of images, accuracy by class
+    overall    the same over all clients
+    attackers, honest  with `--attack`: who attacks, and the same over all others
+    bytes      up, down, total; by kind, round and client; against the whole model in every round; between clients
+    seconds    by phase and in sum, by round
+    memory, versions, events (refused updates), clustering
+    hosts      with `--topology paired`: by cut client, in how many rounds who computed its upper part
+    leakage    with `--leakage`: what the cuts in use reveal, by task
 
-What the rows of `metrics.jsonl` say about a client: final and best scores, gains, rounds to a target.
-
-The best round is chosen on validation and reported on test; nothing is ever chosen on test. A value that the rows do
-not hold is absent from the result.
-
-Accuracy by class, from the counts that the rows of test images hold.
-
-How much of its device each client uses: of the memory, of the time of a round, and of the time measured here.
+The best round is chosen on validation and reported on test; nothing is ever chosen on test. A value that the rows of
+`metrics.jsonl` do not hold is absent. "Spread within a task" measures personalisation; the spread over tasks measures
+how difficult the tasks are. The utilisation of a client's device:
 
     memory     predicted bytes of training over the device's memory
     busy       sum over the rounds that it trained in of its predicted seconds, over the sum over all rounds of the
@@ -18,24 +25,6 @@ How much of its device each client uses: of the memory, of the time of a round, 
                included; over all clients they add up to the share of training
 
 Predicted seconds are those of the plan: download, training and upload on the client's own device.
-
-The outcome of a run as one JSON document, `summary.json`.
-
-    run        name, preset, strategy, model, seed, config_hash, rounds
-    best       the round with the best mean validation score over all clients, and that score
-    stopped    with `--patience`, where it ended the run early: after which round
-    clients    per client: task, cluster, device, ranks, final and best scores per split, rounds to 90% and 95%, bytes,
-               utilisation of the device (`experiment.summary`)
-    tasks      per task: means over its clients, the worst client, the spread; of images, accuracy by class
-    overall    the same over all clients
-    attackers, honest  with `--attack`: who attacks, and the same over all others
-    bytes      up, down, total; by kind, round and client; against the whole model in every round; between clients
-    seconds    by phase and in sum, by round
-    memory, versions, events (refused updates), clustering
-    hosts      with `--topology paired`: by cut client, in how many rounds who computed its upper part
-    leakage    with `--leakage`: what the cuts that were taken give away, by task
-
-"Spread within a task" is what personalisation can be judged by; the spread over tasks is the tasks' own difficulty.
 """
 
 import os
@@ -66,7 +55,7 @@ def versions() -> dict[str, str]:
 
 
 def peak_memory() -> dict[str, int]:
-    """The most memory in bytes that this process has held: `rss_bytes`, and `vram_bytes` where a GPU was used."""
+    """The peak memory of this process in bytes: `rss_bytes`, and `vram_bytes` where a GPU was used."""
     unit = 1 if sys.platform == "darwin" else 1024  # getrusage counts bytes there and KiB elsewhere
     peak = {"rss_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit}
     if vram := _vram_bytes():
@@ -75,7 +64,7 @@ def peak_memory() -> dict[str, int]:
 
 
 def machine() -> dict[str, int | str]:
-    """What the seconds of a run were measured on: processors, threads, and the GPU where one was used."""
+    """The machine that seconds were measured on: processors, threads, and the GPU where one was used."""
     info: dict[str, int | str] = {"cpus": os.cpu_count() or 1, "threads": torch.get_num_threads()}
     if _vram_bytes():
         info["gpu"] = torch.cuda.get_device_name()
@@ -150,7 +139,7 @@ def mean_series(members: Sequence[History], split: str, metric: str = "primary")
 
 
 def sampled_series(members: Sequence[History], split: str, metric: str) -> dict[int, float]:
-    """The mean by round over the clients that have a value in it: of training, which a round has of those it drew."""
+    """The mean by round over the clients that have a value in it, for metrics of training under client sampling."""
     series = [member.series(split, metric) for member in members]
     return {
         round: fmean(values[round] for values in series if round in values) for round in sorted(set().union(*series))
@@ -253,7 +242,7 @@ def class_scores(members: Sequence[History], *, plan: Mapping[str, Any]) -> dict
 def utilisation(
     plan: Mapping[str, Any], metrics: Iterable[Row], round_seconds: Mapping[int, float]
 ) -> dict[str, dict[str, float]]:
-    """By client the shares that are known, each from 0 to 1."""
+    """By client the utilisation of its device, each share from 0 to 1."""
     planned = {entry["name"]: entry for entry in plan.get("clients", ())}
     trained = [row for row in metrics if row.get("split") == "train" and row["round"] > 0]
     rounds: dict[int, list[str]] = {}
@@ -332,13 +321,13 @@ def summarise(
 
 
 def _honest(by_client: Mapping[str, History], attackers: Sequence[str]) -> dict[str, Any]:
-    """The scores of those who do not attack, where somebody does."""
+    """The attackers, and the scores of all other clients; empty without attackers."""
     honest = [history for client, history in by_client.items() if client not in attackers]
     return {"attackers": list(attackers), "honest": group_scores(honest)} if attackers else {}
 
 
 def honest_line(summary: Mapping[str, Any]) -> str:
-    """What an attack left of the honest clients' final test scores, as one line; empty where nobody attacked."""
+    """The honest clients' final test scores under attack, as one line; empty without attackers."""
     scores = summary.get("honest", {}).get("final", {})
     if "test" not in scores:
         return ""

@@ -1,4 +1,4 @@
-"""Many runs, one after the other: a grid of settings and seeds, of which those that are finished are left alone."""
+"""Sweeps: a grid of settings and seeds, run one after the other; finished runs are not repeated."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -30,13 +30,13 @@ LAMBDA_SWEEP = "eta=0,0.01,0.1,0.5,1"
 """The steps of the Laplacian that `--lambda-sweep` tries."""
 
 UNSWEPT = SESSION | {"preset"}
-"""Settings that only name a run, or say how it is kept."""
+"""Settings that change no number of a run."""
 RunState = Literal["finished", "unfinished", "new"]
 
 STEPS = "local_steps"
 """The swept setting along which rounds are scaled."""
 MAX_STRETCH = 1.5
-"""How much longer than asked for the runs of a sweep over local steps may become so that all take as many steps."""
+"""How many times longer the runs of a sweep over local steps may become so that all take as many steps."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -159,7 +159,7 @@ def grid(
 
 
 def run_state(config: Config) -> RunState:
-    """Whether the run of this config is finished, begun, or not there.
+    """Whether the run of this config is finished, unfinished or new.
 
     Raises:
         CheckpointError: its folder holds the run of another config.
@@ -181,9 +181,9 @@ def run_all(
     on_run: Callable[[int, Point, RunState], None] | None = None,
     on_event: OnEvent = ignore,
 ) -> tuple[Path, ...]:
-    """The folders of the points' runs, all finished: new ones are run, begun ones resumed, finished ones left alone.
+    """Run every point: new runs are started, unfinished ones resumed, finished ones left alone; the run folders.
 
-    `on_run` is told the index, the point and the state of a run before anything is done about it.
+    `on_run` is called with the index, the point and the state of a run beforehand.
 
     Raises:
         AtlasError: a run cannot go on; those before it stay.
@@ -200,13 +200,13 @@ def run_all(
 
 
 def comparison_name(points: Sequence[Point], *, preset: str) -> str:
-    """The file name of what compares these runs: its recipe, the swept settings, and a hash of which runs they are."""
+    """The file name of a comparison of these runs: preset, swept settings, and a hash of the runs."""
     runs = sorted({config_hash(point.config) for point in points})
     digest = sha256("".join(runs).encode()).hexdigest()[:8]
     return "-".join(["comparison", preset, *points[0].changes, digest]) + ".csv"
 
 
 def _with_run_name(config: Config, name: str | None) -> Config:
-    """With a name of its own where the user named the sweep: runs of one name would overwrite each other."""
+    """The config with a run name of its own where the user named the sweep: equal names would share a folder."""
     run_name = None if name is None else f"{name}-s{config.run.seed}-{config_hash(config)[:8]}"
     return replace(config, run=replace(config.run, name=run_name))

@@ -1,7 +1,6 @@
-"""Task arithmetic on finished runs: what each has added to one model, merged, scaled, and scored on the runs' tasks;
-and the masks that a run's clients would have made alone.
+"""Task arithmetic on finished runs: task vectors merged, scaled and scored; masks by client.
 
-Ilharco et al. 2023, "Editing Models with Task Arithmetic". Heads are no part of it: a task keeps its run's.
+Ilharco et al. 2023, "Editing Models with Task Arithmetic". Heads are not merged: a task keeps the head of its run.
 """
 
 from collections.abc import Mapping, Sequence
@@ -48,7 +47,7 @@ class TrainedRun:
 
 
 def masks_by_client(folder: RunFolder, *, clients: int) -> dict[str, Mask]:
-    """What the mask of a run would be if single clients made it, each by its own scores, by their names.
+    """The masks that single clients would calibrate, each by its own scores, by client name.
 
     The data and the model of the run's config are loaded and the scores computed again; nothing is trained.
 
@@ -71,7 +70,7 @@ def masks_by_client(folder: RunFolder, *, clients: int) -> dict[str, Mask]:
 
 @dataclass(frozen=True, kw_only=True)
 class ScaleRow:
-    """How one scale of a task vector does on every run's images, accuracy by the runs' names."""
+    """The accuracy of one scale of a task vector on every run's images, by the runs' names."""
 
     scale: float
     validation: Mapping[str, float]
