@@ -21,10 +21,11 @@ import numpy as np
 import torch
 
 from atlas_fl.client.batching import packs
-from atlas_fl.client.fingerprint import FingerprintOptions, delta_sketch, half_job
+from atlas_fl.client.fingerprint import delta_sketch, half_job
 from atlas_fl.client.importance import batch_gradients
 from atlas_fl.client.job import Job, Site
 from atlas_fl.client.local_training import train
+from atlas_fl.client.options import FingerprintOptions
 from atlas_fl.clustering.cluster import cluster_clients
 from atlas_fl.clustering.labels import ClusteringSettings
 from atlas_fl.clustering.result import agreement

@@ -21,7 +21,8 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForSequenceClassification
 
 from atlas_fl.client.job import Job, Update
-from atlas_fl.client.local_training import TrainOptions, batches, train
+from atlas_fl.client.local_training import batches, train
+from atlas_fl.client.options import TrainOptions
 from atlas_fl.config import Config, DataConfig, ModelConfig, RunConfig, TrainingConfig
 from atlas_fl.models.peft_io import peft_name
 from atlas_fl.models.registry import modules_to_save

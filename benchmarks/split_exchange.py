@@ -24,7 +24,8 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from atlas_fl.client.job import ClientTokens, Job, Site
-from atlas_fl.client.local_training import TrainOptions, train
+from atlas_fl.client.local_training import train
+from atlas_fl.client.options import TrainOptions
 from atlas_fl.client.split_client import crossing_of, train_below
 from atlas_fl.client.split_server import TrainingHalf, answer_all
 from atlas_fl.data.task import Task

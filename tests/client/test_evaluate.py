@@ -6,8 +6,9 @@ import torch
 from scipy.stats import pearsonr
 from sklearn.metrics import accuracy_score, log_loss
 
-from atlas_fl.client.evaluation import EvaluateOptions, evaluate
+from atlas_fl.client.evaluation import evaluate
 from atlas_fl.client.job import Job
+from atlas_fl.client.options import EvaluateOptions
 
 
 @pytest.mark.parametrize("max_tokens", [1, 25, 10_000])

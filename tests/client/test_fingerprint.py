@@ -7,10 +7,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from atlas_fl.client.fingerprint import FIRST, SECOND, FingerprintOptions, fingerprint, half_job
+from atlas_fl.client.fingerprint import FIRST, SECOND, fingerprint, half_job
 from atlas_fl.client.importance import batch_gradients, half_rows
 from atlas_fl.client.job import Job
-from atlas_fl.client.local_training import TrainOptions, positions
+from atlas_fl.client.local_training import positions
+from atlas_fl.client.options import FingerprintOptions, TrainOptions
 from atlas_fl.clustering.sketch import sketch
 from atlas_fl.models.loading import load_backbone
 

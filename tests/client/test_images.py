@@ -8,7 +8,8 @@ import torch
 
 from atlas_fl.client.batching import make_row
 from atlas_fl.client.job import Job
-from atlas_fl.client.local_training import TrainOptions, batches, example_loss
+from atlas_fl.client.local_training import batches, example_loss
+from atlas_fl.client.options import TrainOptions
 from atlas_fl.models.tokenization import EncodedExamples, encode_images
 from atlas_fl.models.vision import augment
 from atlas_fl.rng import torch_generator

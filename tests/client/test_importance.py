@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 import torch
 
-from atlas_fl.client.importance import IMPORTANCE, ImportanceOptions, half_rows, importance
+from atlas_fl.client.importance import IMPORTANCE, half_rows, importance
 from atlas_fl.client.job import Job
-from atlas_fl.client.local_training import TrainOptions
+from atlas_fl.client.options import ImportanceOptions, TrainOptions
 
 TRAIN = TrainOptions(seed=2, batch_size=3)
 

@@ -7,7 +7,7 @@ import torch
 
 from atlas_fl.client.batching import forward, make_row
 from atlas_fl.client.job import Job
-from atlas_fl.client.local_training import TrainOptions, batches, example_loss, train
+from atlas_fl.client.local_training import batches, example_loss, train
 from atlas_fl.client.optimizer import (
     LossScale,
     add_term,
@@ -18,6 +18,7 @@ from atlas_fl.client.optimizer import (
     gradient_chain,
     make_optimizer,
 )
+from atlas_fl.client.options import TrainOptions
 from atlas_fl.sparse.optimizer import SparseSGDM
 from atlas_fl.split.channel import Cut
 

@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from atlas_fl.client.local_training import SCHEDULES, TrainOptions, optimizer_step, rate_factor
+from atlas_fl.client.local_training import SCHEDULES, optimizer_step, rate_factor
+from atlas_fl.client.options import TrainOptions
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)

@@ -7,7 +7,8 @@ import torch
 
 from atlas_fl.client.batching import packs
 from atlas_fl.client.job import Job, Site
-from atlas_fl.client.local_training import SharedSet, TrainOptions, batches, shared_sets, train
+from atlas_fl.client.local_training import SharedSet, batches, shared_sets, train
+from atlas_fl.client.options import TrainOptions
 from atlas_fl.runtime.local import LocalEngine
 from atlas_fl.split.channel import Cut
 from tests.laws.test_packs import HARD

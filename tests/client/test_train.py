@@ -7,7 +7,8 @@ import torch
 from transformers import get_cosine_schedule_with_warmup, get_linear_schedule_with_warmup
 
 from atlas_fl.client.job import Job
-from atlas_fl.client.local_training import TrainOptions, batches, example_loss, learning_rate, num_steps, train
+from atlas_fl.client.local_training import batches, example_loss, learning_rate, num_steps, train
+from atlas_fl.client.options import TrainOptions
 from atlas_fl.models.tokenization import EncodedExamples
 
 PLAIN = TrainOptions(seed=1, lr=1.0, batch_size=4)

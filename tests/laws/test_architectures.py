@@ -12,7 +12,8 @@ from torch import Tensor
 from atlas_fl import params as tree
 from atlas_fl.client.batching import forward, make_row
 from atlas_fl.client.job import Job, Site
-from atlas_fl.client.local_training import TrainOptions, train
+from atlas_fl.client.local_training import train
+from atlas_fl.client.options import TrainOptions
 from atlas_fl.models.backbone import target_modules
 from atlas_fl.models.loading import load_backbone
 from atlas_fl.models.peft_io import default_targets

@@ -8,11 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from atlas_fl.client.evaluation import EvaluateOptions
-from atlas_fl.client.fingerprint import FingerprintOptions
-from atlas_fl.client.importance import ImportanceOptions
 from atlas_fl.client.job import Job, Site, Update
-from atlas_fl.client.local_training import TrainOptions, train
+from atlas_fl.client.local_training import train
+from atlas_fl.client.options import EvaluateOptions, FingerprintOptions, ImportanceOptions, TrainOptions
 from atlas_fl.client.registry import ACTIONS
 from atlas_fl.runtime.local import LocalEngine
 

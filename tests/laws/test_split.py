@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 
 from atlas_fl.client.batching import Dropout, dropout_masks, forward, make_row
-from atlas_fl.client.evaluation import EvaluateOptions, evaluate
+from atlas_fl.client.evaluation import evaluate
 from atlas_fl.client.job import Job, Prompts, Site, Update
-from atlas_fl.client.local_training import TrainOptions, batches, example_loss, train
+from atlas_fl.client.local_training import batches, example_loss, train
+from atlas_fl.client.options import EvaluateOptions, TrainOptions
 from atlas_fl.models.attention import make_layout
 from atlas_fl.models.backbone import head_logits
 from atlas_fl.models.loading import load_backbone

@@ -11,11 +11,12 @@ import torch
 from torch import Tensor
 
 from atlas_fl.client.batching import forward, make_row
-from atlas_fl.client.evaluation import EvaluateOptions, evaluate, write
-from atlas_fl.client.fingerprint import FIRST, FingerprintOptions
-from atlas_fl.client.importance import IMPORTANCE, ImportanceOptions
+from atlas_fl.client.evaluation import evaluate, write
+from atlas_fl.client.fingerprint import FIRST
+from atlas_fl.client.importance import IMPORTANCE
 from atlas_fl.client.job import ClientTokens, Job, Prompts, Site
-from atlas_fl.client.local_training import TrainOptions, batches, example_loss, train
+from atlas_fl.client.local_training import batches, example_loss, train
+from atlas_fl.client.options import EvaluateOptions, FingerprintOptions, ImportanceOptions, TrainOptions
 from atlas_fl.client.registry import ACTIONS
 from atlas_fl.data.task import Task
 from atlas_fl.errors import ModelError

@@ -14,11 +14,9 @@ from torch.nn.functional import cross_entropy
 from transformers import AutoModelForImageClassification
 
 from atlas_fl.client.batching import forward, make_row
-from atlas_fl.client.evaluation import EvaluateOptions
-from atlas_fl.client.fingerprint import FingerprintOptions
-from atlas_fl.client.importance import ImportanceOptions
 from atlas_fl.client.job import ClientTokens, Job, Site, Update
-from atlas_fl.client.local_training import TrainOptions, train
+from atlas_fl.client.local_training import train
+from atlas_fl.client.options import EvaluateOptions, FingerprintOptions, ImportanceOptions, TrainOptions
 from atlas_fl.client.registry import ACTIONS
 from atlas_fl.data.task import Task
 from atlas_fl.models.backbone import Backbone, block_index, module_dims

@@ -13,7 +13,8 @@ from torch import Tensor
 
 from atlas_fl.client.batching import forward, make_row
 from atlas_fl.client.job import Job
-from atlas_fl.client.local_training import TrainOptions, train
+from atlas_fl.client.local_training import train
+from atlas_fl.client.options import TrainOptions
 from atlas_fl.models.peft_io import export_adapter, import_adapter
 from atlas_fl.models.tokenization import EncodedExamples
 

@@ -15,8 +15,9 @@ from transformers import AutoModelForImageClassification
 from atlas_fl.audit.check import audit
 from atlas_fl.client import optimizer as descent
 from atlas_fl.client.job import Job, Site
-from atlas_fl.client.local_training import TrainOptions, train
 from atlas_fl.client.local_training import batches as batches_of
+from atlas_fl.client.local_training import train
+from atlas_fl.client.options import TrainOptions
 from atlas_fl.config import Config
 from atlas_fl.data.clients import ClientData
 from atlas_fl.errors import ConfigError

@@ -15,7 +15,8 @@ from transformers import AutoModelForImageClassification
 from atlas_fl.audit.check import audit
 from atlas_fl.audit.run_files import read_audited
 from atlas_fl.client.job import Job, patches
-from atlas_fl.client.local_training import TrainOptions, train
+from atlas_fl.client.local_training import train
+from atlas_fl.client.options import TrainOptions
 from atlas_fl.config import Config, parse_config, to_toml, with_values
 from atlas_fl.data.clients import ClientData
 from atlas_fl.data.tables import SPLITS

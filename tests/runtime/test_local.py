@@ -4,10 +4,8 @@ import numpy as np
 import pytest
 
 from atlas_fl.client.batching import packs
-from atlas_fl.client.evaluation import EvaluateOptions
-from atlas_fl.client.fingerprint import FingerprintOptions
 from atlas_fl.client.job import Job
-from atlas_fl.client.local_training import TrainOptions
+from atlas_fl.client.options import EvaluateOptions, FingerprintOptions, TrainOptions
 
 TRAIN = TrainOptions(seed=0, batch_size=4)
 

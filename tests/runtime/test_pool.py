@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from atlas_fl.client.job import Job, Site
-from atlas_fl.client.local_training import TrainOptions
+from atlas_fl.client.options import TrainOptions
 from atlas_fl.errors import ModelError, ProtocolError
 from atlas_fl.models.loading import load_backbone
 from atlas_fl.params import digest

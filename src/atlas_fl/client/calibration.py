@@ -17,8 +17,6 @@ How sensitive a client's predictions are to each weight: its diagonal Fisher inf
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Literal
 
 import numpy as np
 import torch
@@ -27,6 +25,7 @@ from torch.nn.functional import cross_entropy, one_hot
 
 from atlas_fl.client.batching import body_of, features_here, forward, make_row
 from atlas_fl.client.job import Job, Site, Update
+from atlas_fl.client.options import SensitivityOptions
 from atlas_fl.models.backbone import head_logits
 from atlas_fl.models.tokenization import EncodedExamples
 from atlas_fl.models.vision import image_logits, preprocess
@@ -43,18 +42,6 @@ SCALES = tuple(2.0**power for power in range(8))
 LOSSES = "losses"
 SCALED_BY = 1600
 """Validation images of a task's clients that choose the scale, or all where they have fewer."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class RidgeOptions:
-    """Nothing to choose: every training example counts once."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class ScaleOptions:
-    """How many of a client's first validation examples are looked at."""
-
-    examples: int
 
 
 @torch.inference_mode()
@@ -109,18 +96,6 @@ def ridge_head(gram: Tensor, cross: Tensor, *, penalty: float) -> dict[str, Tens
     shrink[-1] = 0.0
     solved = torch.linalg.solve(gram + torch.diag(shrink), cross)
     return {WEIGHT: solved[:-1].T.float().contiguous(), BIAS: solved[-1].float().contiguous()}
-
-
-@dataclass(frozen=True, kw_only=True)
-class SensitivityOptions:
-    """From which examples the scores are made, and with which labels."""
-
-    seed: int
-    examples: int
-    """At most so many of a client's training examples, drawn once."""
-    labels: Literal["sampled", "true"] = "sampled"
-    names: tuple[str, ...] = ()
-    """The weights that are scored."""
 
 
 def sensitivity(jobs: Sequence[Job], site: Site) -> list[Update]:

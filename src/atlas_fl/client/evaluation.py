@@ -7,7 +7,6 @@ Scores of every client's model on a split of its own data.
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -15,12 +14,13 @@ from torch import Tensor
 
 from atlas_fl.client.batching import chunks, forward, make_row, same_models
 from atlas_fl.client.job import Job, Site, Update, line_of
+from atlas_fl.client.options import EvaluateOptions
 from atlas_fl.data.metrics import by_class, rouge, scores, writing_scores
 from atlas_fl.data.task import Task
 from atlas_fl.models.backbone import decode_step, head_logits, pad_left, stock_attention
 from atlas_fl.models.lora import Adapters, Segment, attach_adapters
 from atlas_fl.models.tokenization import EncodedExamples, concatenated
-from atlas_fl.params import Params, Split
+from atlas_fl.params import Params
 
 
 @torch.inference_mode()
@@ -63,15 +63,6 @@ def _greedy(rows: list[list[int]], params: Params, site: Site, new_tokens: int) 
 
 def _until(end: int, row: Sequence[int]) -> list[int]:
     return list(row[: row.index(end)] if end in row else row)
-
-
-@dataclass(frozen=True, kw_only=True)
-class EvaluateOptions:
-    """Which split to score."""
-
-    split: Split
-    new_tokens: int = 0
-    """Most tokens that are written after each of a client's prompts, for ROUGE; 0 writes nothing."""
 
 
 @torch.inference_mode()

@@ -9,8 +9,7 @@ Of a client that is cut each side sketches its own tensors, and the sketch is th
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Literal
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -18,7 +17,8 @@ from torch import Tensor
 
 from atlas_fl.client.importance import batch_gradients
 from atlas_fl.client.job import Job, Site, Update, line_of
-from atlas_fl.client.local_training import TrainOptions, train
+from atlas_fl.client.local_training import train
+from atlas_fl.client.options import FingerprintOptions
 from atlas_fl.clustering.sketch import combine_parts, sketch_parts
 from atlas_fl.params import LORA_A, LORA_B, Params
 from atlas_fl.split.channel import CutTraffic
@@ -28,37 +28,6 @@ from atlas_fl.storage.tensors import encoded_size
 FIRST, SECOND = "sketch.first", "sketch.second"
 PARTS, AGREED = "parts", "agreed"
 """The names under which a cut client's part of a sketch travels, and whether its halves agree."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class FingerprintOptions:
-    """How a fingerprint is taken."""
-
-    kind: Literal["delta", "fisher", "gradient"]
-    sketch_dim: int
-    train: TrainOptions
-    """The warm-up's training, or the batches of the gradients."""
-    batches: int
-    """Gradient batches of each half."""
-    steps: int
-    """Most warm-up steps of each half."""
-    blocks: int = 2
-    """Last blocks whose gradients are taken."""
-    samples: int | None = None
-    """Most examples of both halves together; all where it is None."""
-    stride: int = 10
-    """Warm-up steps between two looks at the halves' agreement."""
-    reliability: float = 0.3
-    """Agreement of the halves at which the warm-up ends early."""
-
-    @property
-    def batch_size(self) -> int:
-        """Examples in a step of both halves together; engines size packs by it."""
-        return 2 * self.train.batch_size
-
-    def most(self, half: int) -> int | None:
-        """Most examples of this half: the first takes the odd one."""
-        return None if self.samples is None else (self.samples + 1 - half) // 2
 
 
 def fingerprint(jobs: Sequence[Job], site: Site) -> list[Update]:

@@ -6,8 +6,7 @@ How much each block of the backbone matters to a client, measured by gradients t
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Literal
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -15,7 +14,8 @@ from torch import Tensor, nn
 
 from atlas_fl.client.batching import Row, features_over, make_row, swapped
 from atlas_fl.client.job import Job, Site, Update, line_of
-from atlas_fl.client.local_training import TrainOptions, example_loss, positions
+from atlas_fl.client.local_training import example_loss, positions
+from atlas_fl.client.options import ImportanceOptions, TrainOptions
 from atlas_fl.models.backbone import Backbone, block_index, head_logits
 from atlas_fl.models.lora import merged_weight
 from atlas_fl.params import Params, head_keys
@@ -106,21 +106,6 @@ def half_rows(job: Job, site: Site, *, half: int, count: int, most: int | None =
 
 
 IMPORTANCE = "importance"
-
-
-@dataclass(frozen=True, kw_only=True)
-class ImportanceOptions:
-    """How layer importance is measured."""
-
-    kind: Literal["gradient", "rngwp"]
-    train: TrainOptions
-    """Batch size and seed of the batches."""
-    batches: int
-
-    @property
-    def batch_size(self) -> int:
-        """Examples in a step; engines size packs by it."""
-        return self.train.batch_size
 
 
 def importance(jobs: Sequence[Job], site: Site) -> list[Update]:

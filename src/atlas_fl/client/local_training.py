@@ -23,8 +23,8 @@ Local training of a pack: every client gets the result that it would get alone.
 import math
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Literal, TypeAlias
+from dataclasses import replace
+from typing import TypeAlias
 
 import numpy as np
 import torch
@@ -32,7 +32,8 @@ from torch import Tensor, nn
 
 from atlas_fl.client.batching import Dropout, dropout_masks, forward, make_row, rows
 from atlas_fl.client.job import Job, Site, Update, line_of
-from atlas_fl.client.optimizer import LossScale, OptimizerName, gradient_chain, gradient_norms, make_optimizer
+from atlas_fl.client.optimizer import LossScale, gradient_chain, gradient_norms, make_optimizer
+from atlas_fl.client.options import Schedule, TrainOptions
 from atlas_fl.models.backbone import Backbone
 from atlas_fl.models.tokenization import EncodedExamples
 from atlas_fl.models.vision import augment
@@ -41,8 +42,6 @@ from atlas_fl.rng import generator, torch_generator
 from atlas_fl.sparse.optimizer import extract_momentum, load_momentum
 from atlas_fl.split.channel import Cut
 from atlas_fl.split.model import select_client_side
-
-Schedule: TypeAlias = Literal["constant", "linear", "cosine", "step"]
 
 SCHEDULES: Mapping[str, Callable[[float], float]] = {
     "constant": lambda _: 1.0,
@@ -63,48 +62,6 @@ def rate_factor(schedule: Schedule, *, warmup: float, step: int, steps: int) -> 
     if step < warm:
         return (step + 1) / warm
     return SCHEDULES[schedule]((step - warm) / max(1, steps - warm))
-
-
-@dataclass(frozen=True, kw_only=True)
-class TrainOptions:
-    """How a client trains. A run has `rounds * steps` steps; the schedule runs over all of them."""
-
-    seed: int
-    rounds: int = 1
-    epochs: int = 1
-    max_steps: int | None = None
-    batch_size: int = 16
-    lr: float = 1e-3
-    schedule: Schedule = "constant"
-    warmup: float = 0.0
-    weight_decay: float = 0.0
-    clip: float = 1.0
-    optimizer: OptimizerName = "adamw"
-    momentum: float = 0.0
-    """Of SGD."""
-    nesterov: bool = False
-    """Of SGD."""
-    proximal_mu: float = 0.0
-    """Weight of FedProx's term (`client.optimizer`); 0 for none."""
-    dropout: float = 0.0
-    frozen: tuple[str, ...] = ()
-    """Endings of the names that do not train, e.g. `(".lora_A",)`."""
-    half: int | None = None
-    """Train on the even (0) or odd (1) examples only, for fingerprints that check themselves."""
-    most: int | None = None
-    """Train on at most so many of these examples; which ones is drawn from the seed, once for all rounds."""
-    label_smoothing: float = 0.0
-    """Share of a class label that is spread over all classes."""
-    crop: int = 0
-    """Border in pixels out of which images are cropped at random."""
-    flip: bool = False
-    """Mirror every second image."""
-    hash_loaded: bool = False
-    """Hash what was really loaded, for the audit."""
-    rate_by_round: bool = False
-    """Follow the schedule round by round, not step by step."""
-    carry_momentum: bool = False
-    """Begin with the job's momentum, and hand back what there is at the end."""
 
 
 def num_steps(examples: int, options: TrainOptions) -> int:

@@ -12,11 +12,12 @@ clipping: they are not data, and of a cut model each side adds its own part with
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal, Protocol, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 import torch
 from torch import Tensor
 
+from atlas_fl.client.options import OptimizerName
 from atlas_fl.params import Params
 from atlas_fl.sparse.masks import Mask
 from atlas_fl.sparse.optimizer import SparseSGDM
@@ -59,8 +60,6 @@ def client_terms(options: TermOptions, leaves: Params) -> list[Term]:
     found = (term_of(options, start) for term_of in TERMS.values())
     return [term for term in found if term is not None]
 
-
-OptimizerName: TypeAlias = Literal["adamw", "sgd"]
 
 LOSS_SCALE = 2.0**10
 """What a client's loss is multiplied by under fp16, which ends at 65504 and has 6e-5 as its least normal number

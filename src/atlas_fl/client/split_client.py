@@ -31,10 +31,9 @@ import torch
 from torch import Tensor
 
 from atlas_fl.client.batching import Row, below, chunks, dropout_masks, make_row, read_logits, swapped
-from atlas_fl.client.evaluation import EvaluateOptions, in_order, kept, on_device, scores_of
+from atlas_fl.client.evaluation import in_order, kept, on_device, scores_of
 from atlas_fl.client.fingerprint import (
     AGREED,
-    FingerprintOptions,
     added,
     averaged,
     delta_parts,
@@ -44,17 +43,10 @@ from atlas_fl.client.fingerprint import (
     parts_message,
     parts_of,
 )
-from atlas_fl.client.importance import (
-    ImportanceOptions,
-    half_rows,
-    head_leaves,
-    last_weights,
-    layer_sums,
-    merged_leaves,
-    sums_message,
-)
+from atlas_fl.client.importance import half_rows, head_leaves, last_weights, layer_sums, merged_leaves, sums_message
 from atlas_fl.client.job import Job, Site, Update, line_of
 from atlas_fl.client.local_training import Member, example_loss, joined_norms, train
+from atlas_fl.client.options import EvaluateOptions, FingerprintOptions, ImportanceOptions
 from atlas_fl.client.split_server import Payloads
 from atlas_fl.errors import ProtocolError
 from atlas_fl.models.backbone import head_logits

@@ -25,7 +25,6 @@ from torch import Tensor
 from atlas_fl.client.batching import Dropout, modules_of, swapped
 from atlas_fl.client.fingerprint import (
     PARTS,
-    FingerprintOptions,
     added,
     answered,
     averaged,
@@ -38,17 +37,11 @@ from atlas_fl.client.fingerprint import (
     verdict,
 )
 from atlas_fl.client.fingerprint import answered as fingerprinted
-from atlas_fl.client.importance import (
-    IMPORTANCE,
-    ImportanceOptions,
-    head_leaves,
-    last_weights,
-    layer_sums,
-    merged_leaves,
-)
+from atlas_fl.client.importance import IMPORTANCE, head_leaves, last_weights, layer_sums, merged_leaves
 from atlas_fl.client.importance import answered as weighed
 from atlas_fl.client.job import Job, Site, Update
 from atlas_fl.client.local_training import example_loss
+from atlas_fl.client.options import FingerprintOptions, ImportanceOptions
 from atlas_fl.client.split_server import Entry, Half, Payloads, Question, Read, Side, Together, TrainingHalf, with_upper
 from atlas_fl.clustering.sketch import combine_parts
 from atlas_fl.errors import DataError, ProtocolError

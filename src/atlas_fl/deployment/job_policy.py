@@ -14,12 +14,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from atlas_fl.client.calibration import CROSS, GRAM, LOSSES, SCALED_BY, RidgeOptions, ScaleOptions, SensitivityOptions
-from atlas_fl.client.evaluation import EvaluateOptions
-from atlas_fl.client.fingerprint import FIRST, SECOND, FingerprintOptions, half_job
-from atlas_fl.client.importance import IMPORTANCE, ImportanceOptions
+from atlas_fl.client.calibration import CROSS, GRAM, LOSSES, SCALED_BY
+from atlas_fl.client.fingerprint import FIRST, SECOND, half_job
+from atlas_fl.client.importance import IMPORTANCE
 from atlas_fl.client.job import Job
-from atlas_fl.client.local_training import TrainOptions
+from atlas_fl.client.options import (
+    EvaluateOptions,
+    FingerprintOptions,
+    ImportanceOptions,
+    RidgeOptions,
+    ScaleOptions,
+    SensitivityOptions,
+    TrainOptions,
+)
 from atlas_fl.client.split_planning import blocks_below
 from atlas_fl.config import Config
 from atlas_fl.config.schema import AUTO, NONE, cut_setting

@@ -14,9 +14,9 @@ import numpy as np
 from atlas_fl.aggregation.graph import effective_neighbours
 from atlas_fl.aggregation.mixing import as_all_hold
 from atlas_fl.aggregation.strategies import Strategy
-from atlas_fl.client.evaluation import EvaluateOptions
 from atlas_fl.client.fingerprint import FIRST, SECOND
 from atlas_fl.client.job import Job
+from atlas_fl.client.options import EvaluateOptions
 from atlas_fl.clustering.labels import UNDECIDED
 from atlas_fl.clustering.result import append_client, assign_client
 from atlas_fl.data.clients import label_statistics

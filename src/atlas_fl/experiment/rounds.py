@@ -19,8 +19,8 @@ from atlas_fl.aggregation.robust import small_groups
 from atlas_fl.aggregation.shared_adapters import with_shared
 from atlas_fl.aggregation.strategies import LARGEST, Strategy, check_update, unusable_models
 from atlas_fl.aggregation.update_bounds import bound_updates, change_norms
-from atlas_fl.client.evaluation import EvaluateOptions
 from atlas_fl.client.job import Job, Update
+from atlas_fl.client.options import EvaluateOptions
 from atlas_fl.config import Config
 from atlas_fl.errors import ProtocolError
 from atlas_fl.events import Note, OnEvent, PhaseStarted, RoundFinished

@@ -10,8 +10,9 @@ from statistics import fmean
 
 import torch
 
-from atlas_fl.client.evaluation import EvaluateOptions, evaluate
+from atlas_fl.client.evaluation import evaluate
 from atlas_fl.client.job import Job
+from atlas_fl.client.options import EvaluateOptions
 from atlas_fl.config import load_config
 from atlas_fl.data.registry import find_tasks
 from atlas_fl.errors import CheckpointError, ConfigError, ModelError

@@ -13,18 +13,9 @@ from typing import Any
 
 import torch
 
-from atlas_fl.client.calibration import (
-    CROSS,
-    GRAM,
-    LOSSES,
-    SCALED_BY,
-    SCALES,
-    RidgeOptions,
-    ScaleOptions,
-    SensitivityOptions,
-    ridge_head,
-)
+from atlas_fl.client.calibration import CROSS, GRAM, LOSSES, SCALED_BY, SCALES, ridge_head
 from atlas_fl.client.job import Job
+from atlas_fl.client.options import RidgeOptions, ScaleOptions, SensitivityOptions
 from atlas_fl.config import SparseConfig, check_mask_file, parse_mask_file
 from atlas_fl.errors import BudgetError, ConfigError
 from atlas_fl.params import HEAD, ByClient, Params, add, head_keys, num_bytes, num_values, select, shared_params

@@ -20,8 +20,9 @@ from typing import TypeAlias
 import numpy as np
 import torch
 
-from atlas_fl.client.fingerprint import FingerprintOptions, is_look, parts_message, verdict
+from atlas_fl.client.fingerprint import is_look, parts_message, verdict
 from atlas_fl.client.importance import last_weights, sums_message
+from atlas_fl.client.options import FingerprintOptions
 from atlas_fl.data.clients import ClientData
 from atlas_fl.models.tokenization import EncodedExamples
 from atlas_fl.params import LORA_A, LORA_B, head_keys

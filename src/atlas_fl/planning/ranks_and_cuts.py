@@ -25,8 +25,9 @@ from typing import Any, Literal, TypeAlias
 
 import numpy as np
 
-from atlas_fl.client.importance import IMPORTANCE, ImportanceOptions
+from atlas_fl.client.importance import IMPORTANCE
 from atlas_fl.client.job import Job
+from atlas_fl.client.options import ImportanceOptions
 from atlas_fl.config.schema import AUTO, NONE, cut_setting
 from atlas_fl.data.clients import ClientData, majority
 from atlas_fl.errors import BudgetError, ConfigError

@@ -13,10 +13,9 @@ from typing import Any
 import numpy as np
 
 from atlas_fl.aggregation.graph import Graph, GraphOptions, make_graph, similarity_distances
-from atlas_fl.client.evaluation import EvaluateOptions
-from atlas_fl.client.fingerprint import FIRST, SECOND, FingerprintOptions
+from atlas_fl.client.fingerprint import FIRST, SECOND
 from atlas_fl.client.job import Job, Update
-from atlas_fl.client.local_training import TrainOptions
+from atlas_fl.client.options import EvaluateOptions, FingerprintOptions, TrainOptions
 from atlas_fl.clustering.cluster import cluster_clients, oracle_clustering
 from atlas_fl.clustering.labels import ClusteringSettings
 from atlas_fl.clustering.result import Clustering, agreement, purity_warnings, summarise_clusters

@@ -6,8 +6,7 @@ from typing import Any
 from atlas_fl.aggregation.registry import find_strategy
 from atlas_fl.aggregation.strategies import Strategy, StrategyOptions
 from atlas_fl.aggregation.update_bounds import Space
-from atlas_fl.client.fingerprint import FingerprintOptions
-from atlas_fl.client.local_training import TrainOptions
+from atlas_fl.client.options import FingerprintOptions, TrainOptions
 from atlas_fl.config import Config
 from atlas_fl.data.clients import ClientData
 from atlas_fl.runtime.attacks import ATTACKS, HostileEngine, attackers_of

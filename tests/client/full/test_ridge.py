@@ -7,8 +7,9 @@ import pytest
 import torch
 from sklearn.linear_model import Ridge
 
-from atlas_fl.client.calibration import LOSSES, SCALES, ScaleOptions, ridge_head
+from atlas_fl.client.calibration import LOSSES, SCALES, ridge_head
 from atlas_fl.client.job import Job
+from atlas_fl.client.options import ScaleOptions
 from atlas_fl.config import with_values
 from atlas_fl.config.presets import find_preset
 from atlas_fl.models.vision import image_logits, preprocess

@@ -5,10 +5,8 @@ import dataclasses
 import pytest
 import torch
 
-from atlas_fl.client.fingerprint import FingerprintOptions
-from atlas_fl.client.importance import ImportanceOptions
 from atlas_fl.client.job import Job, Site, Update
-from atlas_fl.client.local_training import TrainOptions
+from atlas_fl.client.options import FingerprintOptions, ImportanceOptions, TrainOptions
 from atlas_fl.client.registry import ACTIONS, SERVER_SIDE
 from atlas_fl.errors import ProtocolError
 from atlas_fl.split.channel import Cut

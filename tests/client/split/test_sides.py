@@ -7,10 +7,10 @@ import pytest
 import torch
 
 from atlas_fl.client import split_server
-from atlas_fl.client.evaluation import EvaluateOptions, evaluate
-from atlas_fl.client.fingerprint import FingerprintOptions
+from atlas_fl.client.evaluation import evaluate
 from atlas_fl.client.job import Job, Site, Update
-from atlas_fl.client.local_training import TrainOptions, train
+from atlas_fl.client.local_training import train
+from atlas_fl.client.options import EvaluateOptions, FingerprintOptions, TrainOptions
 from atlas_fl.client.registry import CLIENT_SIDE, SERVER_SIDE
 from atlas_fl.client.split_client import Crossing, crossing_of
 from atlas_fl.client.split_server import Half, answer_all, joined

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from atlas_fl.client.job import Job, Update
-from atlas_fl.client.local_training import TrainOptions
+from atlas_fl.client.options import TrainOptions
 from atlas_fl.errors import ProtocolError
 from atlas_fl.runtime.coordinator.client_registry import (
     MOST_REFUSALS,

@@ -12,8 +12,8 @@ import torch
 from torch.func import functional_call
 
 from atlas_fl.client import split_server
-from atlas_fl.client.evaluation import EvaluateOptions
 from atlas_fl.client.job import Job, Site, Update
+from atlas_fl.client.options import EvaluateOptions
 from atlas_fl.client.registry import ACTIONS
 from atlas_fl.errors import ProtocolError
 from atlas_fl.events import ignore

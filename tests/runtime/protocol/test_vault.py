@@ -8,7 +8,7 @@ import torch
 
 from atlas_fl.aggregation.strategies import check_update
 from atlas_fl.client.job import Job, Update
-from atlas_fl.client.local_training import TrainOptions
+from atlas_fl.client.options import TrainOptions
 from atlas_fl.errors import CheckpointError, ConfigError, ModelError, ProtocolError
 from atlas_fl.params import PRIVATE, Params, digest
 from atlas_fl.partial_sharing import (

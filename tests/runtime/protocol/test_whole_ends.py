@@ -7,10 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from atlas_fl.client.calibration import RidgeOptions
-from atlas_fl.client.evaluation import EvaluateOptions
 from atlas_fl.client.job import Job, Update
-from atlas_fl.client.local_training import TrainOptions
+from atlas_fl.client.options import EvaluateOptions, RidgeOptions, TrainOptions
 from atlas_fl.errors import ConfigError, ProtocolError
 from atlas_fl.params import Params, digest
 from atlas_fl.runtime.protocol.model_sync import Common, WholeReceiver, WholeSender, check_frames

@@ -6,12 +6,16 @@ from typing import Any
 import pytest
 import torch
 
-from atlas_fl.client.calibration import RidgeOptions, ScaleOptions, SensitivityOptions
-from atlas_fl.client.evaluation import EvaluateOptions
-from atlas_fl.client.fingerprint import FingerprintOptions
-from atlas_fl.client.importance import ImportanceOptions
 from atlas_fl.client.job import Job, Update
-from atlas_fl.client.local_training import TrainOptions
+from atlas_fl.client.options import (
+    EvaluateOptions,
+    FingerprintOptions,
+    ImportanceOptions,
+    RidgeOptions,
+    ScaleOptions,
+    SensitivityOptions,
+    TrainOptions,
+)
 from atlas_fl.client.registry import ACTIONS
 from atlas_fl.errors import ProtocolError
 from atlas_fl.params import digest

@@ -11,8 +11,8 @@ from typing import Any, Protocol, TypeAlias
 
 import torch
 
-from atlas_fl.client.evaluation import EvaluateOptions
 from atlas_fl.client.job import Job, Site, Update
+from atlas_fl.client.options import EvaluateOptions
 from atlas_fl.client.registry import ACTIONS, CLIENT_SIDE, SERVER_SIDE
 from atlas_fl.client.split_client import crossing_of
 from atlas_fl.client.split_server import Asked, Half, Payloads, answers_to

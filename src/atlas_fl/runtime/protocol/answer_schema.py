@@ -18,7 +18,7 @@ from atlas_fl.client.calibration import CROSS, GRAM, LOSSES, SCALES, WEIGHT
 from atlas_fl.client.fingerprint import FIRST, SECOND
 from atlas_fl.client.importance import IMPORTANCE
 from atlas_fl.client.job import Job, Update
-from atlas_fl.client.local_training import TrainOptions
+from atlas_fl.client.options import TrainOptions
 from atlas_fl.errors import ProtocolError, short_repr
 from atlas_fl.params import PRIVATE, Params
 from atlas_fl.partial_sharing import is_placeholder, placeholder

@@ -16,12 +16,16 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 import torch
 
-from atlas_fl.client.calibration import RidgeOptions, ScaleOptions, SensitivityOptions
-from atlas_fl.client.evaluation import EvaluateOptions
-from atlas_fl.client.fingerprint import FingerprintOptions
-from atlas_fl.client.importance import ImportanceOptions
 from atlas_fl.client.job import Job, Update
-from atlas_fl.client.local_training import TrainOptions
+from atlas_fl.client.options import (
+    EvaluateOptions,
+    FingerprintOptions,
+    ImportanceOptions,
+    RidgeOptions,
+    ScaleOptions,
+    SensitivityOptions,
+    TrainOptions,
+)
 from atlas_fl.errors import ProtocolError
 from atlas_fl.params import PRIVATE, Params, digest
 from atlas_fl.partial_sharing import hidden_ranks, private_digest, transmitted_params, with_placeholders

@@ -1,0 +1,133 @@
+"""The options of a client's jobs: training, evaluation, fingerprint, importance, calibration (`Job.options`).
+
+A job carries one of these across the wire; `setup.options` makes them from the config.
+"""
+
+from dataclasses import dataclass
+from typing import Literal, TypeAlias
+
+from atlas_fl.params import Split
+
+OptimizerName: TypeAlias = Literal["adamw", "sgd"]
+Schedule: TypeAlias = Literal["constant", "linear", "cosine", "step"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainOptions:
+    """How a client trains. A run has `rounds * steps` steps; the schedule runs over all of them."""
+
+    seed: int
+    rounds: int = 1
+    epochs: int = 1
+    max_steps: int | None = None
+    batch_size: int = 16
+    lr: float = 1e-3
+    schedule: Schedule = "constant"
+    warmup: float = 0.0
+    weight_decay: float = 0.0
+    clip: float = 1.0
+    optimizer: OptimizerName = "adamw"
+    momentum: float = 0.0
+    """Of SGD."""
+    nesterov: bool = False
+    """Of SGD."""
+    proximal_mu: float = 0.0
+    """Weight of FedProx's term (`client.optimizer`); 0 for none."""
+    dropout: float = 0.0
+    frozen: tuple[str, ...] = ()
+    """Endings of the names that do not train, e.g. `(".lora_A",)`."""
+    half: int | None = None
+    """Train on the even (0) or odd (1) examples only, for fingerprints that check themselves."""
+    most: int | None = None
+    """Train on at most so many of these examples; which ones is drawn from the seed, once for all rounds."""
+    label_smoothing: float = 0.0
+    """Share of a class label that is spread over all classes."""
+    crop: int = 0
+    """Border in pixels out of which images are cropped at random."""
+    flip: bool = False
+    """Mirror every second image."""
+    hash_loaded: bool = False
+    """Hash what was really loaded, for the audit."""
+    rate_by_round: bool = False
+    """Follow the schedule round by round, not step by step."""
+    carry_momentum: bool = False
+    """Begin with the job's momentum, and hand back what there is at the end."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvaluateOptions:
+    """Which split to score."""
+
+    split: Split
+    new_tokens: int = 0
+    """Most tokens that are written after each of a client's prompts, for ROUGE; 0 writes nothing."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class FingerprintOptions:
+    """How a fingerprint is taken."""
+
+    kind: Literal["delta", "fisher", "gradient"]
+    sketch_dim: int
+    train: TrainOptions
+    """The warm-up's training, or the batches of the gradients."""
+    batches: int
+    """Gradient batches of each half."""
+    steps: int
+    """Most warm-up steps of each half."""
+    blocks: int = 2
+    """Last blocks whose gradients are taken."""
+    samples: int | None = None
+    """Most examples of both halves together; all where it is None."""
+    stride: int = 10
+    """Warm-up steps between two looks at the halves' agreement."""
+    reliability: float = 0.3
+    """Agreement of the halves at which the warm-up ends early."""
+
+    @property
+    def batch_size(self) -> int:
+        """Examples in a step of both halves together; engines size packs by it."""
+        return 2 * self.train.batch_size
+
+    def most(self, half: int) -> int | None:
+        """Most examples of this half: the first takes the odd one."""
+        return None if self.samples is None else (self.samples + 1 - half) // 2
+
+
+@dataclass(frozen=True, kw_only=True)
+class ImportanceOptions:
+    """How layer importance is measured."""
+
+    kind: Literal["gradient", "rngwp"]
+    train: TrainOptions
+    """Batch size and seed of the batches."""
+    batches: int
+
+    @property
+    def batch_size(self) -> int:
+        """Examples in a step; engines size packs by it."""
+        return self.train.batch_size
+
+
+@dataclass(frozen=True, kw_only=True)
+class RidgeOptions:
+    """Nothing to choose: every training example counts once."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScaleOptions:
+    """How many of a client's first validation examples are looked at."""
+
+    examples: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class SensitivityOptions:
+    """From which examples the scores are made, and with which labels."""
+
+    seed: int
+    examples: int
+    """At most so many of a client's training examples, drawn once."""
+    labels: Literal["sampled", "true"] = "sampled"
+    names: tuple[str, ...] = ()
+    """The weights that are scored."""
