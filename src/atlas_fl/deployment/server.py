@@ -17,7 +17,7 @@ from atlas_fl.data.registry import find_tasks
 from atlas_fl.deployment.service import Service, check_without, listening, read_sites, write_sites
 from atlas_fl.errors import BudgetError, CheckpointError, ConfigError, ProtocolError, unknown_name
 from atlas_fl.events import Note, OnEvent
-from atlas_fl.experiment.recorder import check_same_settings, models_in
+from atlas_fl.experiment.recorder import check_same_settings, checkpoint_models
 from atlas_fl.params import Params
 from atlas_fl.partial_sharing import is_fully_shared
 from atlas_fl.planning.plan import Plan
@@ -52,7 +52,7 @@ def across_machines(service: Service) -> Callable[[Config, OnEvent], AbstractCon
     """
 
     @contextmanager
-    def workplace(config: Config, on_event: OnEvent) -> Iterator[tuple[Assembly, Engine]]:
+    def backend(config: Config, on_event: OnEvent) -> Iterator[tuple[Assembly, Engine]]:
         check_served(config, service)
         folder, certs, listed = run_folder(config), open_certs(service.certs), listed_clients(service.certs)
         wanted, left_out = _wanted(folder, listed, service.without)
@@ -78,7 +78,7 @@ def across_machines(service: Service) -> Callable[[Config, OnEvent], AbstractCon
                 desk.call(coordinator.dismiss(hall, {}, seconds=FAREWELL_SECONDS, reason=str(error)))
                 raise
 
-    return workplace
+    return backend
 
 
 def _gathered(
@@ -387,4 +387,4 @@ def _final_models(folder: RunFolder) -> Mapping[str, Params]:
     checkpoint.load_newest(folder.checkpoints)  # raises: an older one holds other models
     last = last_plan(folder)
     assert last is not None, "a complete run has written its last checkpoint"
-    return models_in(*last)[1]
+    return checkpoint_models(*last)[1]

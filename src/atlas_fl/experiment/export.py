@@ -7,7 +7,7 @@ from atlas_fl.config import Config, load_config
 from atlas_fl.config.values import invalid_value, parse_integer
 from atlas_fl.errors import CheckpointError, unknown_name
 from atlas_fl.experiment.early_stopping import best_rounds
-from atlas_fl.experiment.recorder import deduplicate_models, models_in
+from atlas_fl.experiment.recorder import checkpoint_models, deduplicate_models
 from atlas_fl.models.backbone import Backbone
 from atlas_fl.models.loading import find_family, load_backbone, save_classifier
 from atlas_fl.models.peft_io import export_adapter
@@ -55,7 +55,7 @@ def export_client(run: str | Path, *, client: str, to: str | Path, round: str | 
     saved = _load_checkpoint(folder, round)
     check_files(folder, folder.config, folder.path / saved.state["plan"])
     plan = Plan.from_json(read_json(folder.path / saved.state["plan"]))
-    _, models = models_in(saved, [client.name for client in plan.clients])
+    _, models = checkpoint_models(saved, [client.name for client in plan.clients])
     index = _client_index(list(models), client)
     client_plan, params = plan.clients[index], models[plan.clients[index].name]
     if PRIVATE in params:
@@ -113,7 +113,7 @@ def _newest_checkpoint(folder: RunFolder) -> checkpoint.Checkpoint:
 
 
 def _best_round(folder: RunFolder) -> int:
-    scores = {int(at): score for at, score in _newest_checkpoint(folder).state.get("history", {}).items()}
+    scores = {int(round): score for round, score in _newest_checkpoint(folder).state.get("history", {}).items()}
     if not scores:
         raise CheckpointError(f"run {folder.path} has no evaluated round, so none is the best; give a number")
     return best_rounds(scores, 1)[0]

@@ -274,7 +274,7 @@ def _layer_importance(
 ) -> np.ndarray:
     """(1, layers): that of its cluster, where all members have the same; its own without a cluster or other members."""
     label = discovery.labels[-1]
-    members = [k for k, cluster in enumerate(discovery.labels[:-1]) if cluster == label != UNDECIDED]
+    members = [index for index, cluster in enumerate(discovery.labels[:-1]) if cluster == label != UNDECIDED]
     if discovery.clustering is not None and members:
         return plan.importance[members[:1]]
     return own_importance(newcomer_only, engine, discovery.warmed, cuts=cuts)

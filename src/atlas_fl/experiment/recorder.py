@@ -115,7 +115,7 @@ def config_change_note(folder: RunFolder, saved: Checkpoint) -> str:
     return f"{folder.config} is not what it was at {saved.path.name}; no setting that the run depends on differs"
 
 
-SERVER_STATE = "server.safetensors"
+SERVER_STATE_FILE = "server.safetensors"
 """The file of the server state of an audited round."""
 
 
@@ -197,7 +197,7 @@ class Recorder:
         self._write_audit_record(folder, {"round": state.round + 1})
 
     def set_clients(self, config: Config, clients: tuple[ClientData, ...]) -> None:
-        """Set the clients that the next records are of, and the provenance with their data."""
+        """Set the clients of the run, and the provenance with their data."""
         self.clients, self.provenance = clients, provenance_of(config, clients)
 
     def record_new_plan(self, planned: Planned, *, round: int, resized_models: ByClient | None) -> None:
@@ -301,11 +301,11 @@ class Recorder:
         """Write the server state for the audit; no file where the strategy has no state but the models."""
         distinct, same = distinct_tensors(server_state)
         if distinct:
-            others: dict[str, list[str]] = {}
+            repeats: dict[str, list[str]] = {}
             for path, first in same.items():
-                others.setdefault(first, []).append(path)
-            note = ("same", json.dumps(others, sort_keys=True)) if others else None
-            self.audit_digests[SERVER_STATE] = write_tensors(folder / SERVER_STATE, distinct, metadata=note)
+                repeats.setdefault(first, []).append(path)
+            note = ("same", json.dumps(repeats, sort_keys=True)) if repeats else None
+            self.audit_digests[SERVER_STATE_FILE] = write_tensors(folder / SERVER_STATE_FILE, distinct, metadata=note)
 
     def _write_audit_record(self, folder: Path, content: Mapping[str, Any]) -> None:
         """Write the record of an audited round, with the digests of its files."""
@@ -393,7 +393,7 @@ def distinct_tensors(server_state: ServerState) -> tuple[dict[str, Tensor], dict
     return distinct, {path: first_path for path, first_path in first_paths.items() if path != first_path}
 
 
-def server_state_in(saved: checkpoint.Checkpoint) -> ServerState:
+def checkpoint_server_state(saved: checkpoint.Checkpoint) -> ServerState:
     """The server state of a checkpoint; empty where the strategy has no state but the models."""
     flat = dict(unflatten_by_client(saved.tensors).get("server", {}))
     try:
@@ -405,7 +405,7 @@ def server_state_in(saved: checkpoint.Checkpoint) -> ServerState:
     return unflatten_state(flat)
 
 
-def models_in(saved: checkpoint.Checkpoint, names: Sequence[str]) -> tuple[ByClient, ByClient]:
+def checkpoint_models(saved: checkpoint.Checkpoint, names: Sequence[str]) -> tuple[ByClient, ByClient]:
     """(server models, client models) of a checkpoint, in the clients' order (`FederationState`)."""
     try:
         kinds = unflatten_by_client(saved.tensors)
@@ -420,7 +420,7 @@ def models_in(saved: checkpoint.Checkpoint, names: Sequence[str]) -> tuple[ByCli
     return server_models, {name: diverged.get(name, server_models[name]) for name in names}
 
 
-def momentum_in(saved: checkpoint.Checkpoint) -> ByClient:
+def checkpoint_momentum(saved: checkpoint.Checkpoint) -> ByClient:
     """The optimizer momentum of each client, of a checkpoint."""
     return unflatten_by_client(unflatten_by_client(saved.tensors).get("momentum", {}))
 

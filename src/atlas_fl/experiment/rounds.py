@@ -87,9 +87,9 @@ def finish_round(
     if not should_stop(history, patience=training.patience, min_delta=training.min_delta):
         return outcome
     if _selects_best(config) or any(client.task.writes for client in assembly.clients):
-        first = outcome.evaluations
+        earlier = outcome.evaluations
         outcome = _evaluate_and_select(config, engine, mixed, trained, round=round, cuts=cuts, final=True)
-        outcome = replace(outcome, evaluations=(*first, *outcome.evaluations))
+        outcome = replace(outcome, evaluations=(*earlier, *outcome.evaluations))
     return replace(outcome, final=True, stopped=True)
 
 

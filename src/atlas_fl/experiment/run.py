@@ -26,15 +26,15 @@ from atlas_fl.experiment.recorder import (
     check_provenance,
     check_run_files,
     check_same_settings,
+    checkpoint_models,
+    checkpoint_momentum,
+    checkpoint_server_state,
     config_change_note,
-    models_in,
-    momentum_in,
     provenance_of,
-    server_state_in,
 )
 from atlas_fl.experiment.rounds import run_rounds
 from atlas_fl.experiment.state import FederationState
-from atlas_fl.experiment.summary import honest_line, summarise, versions
+from atlas_fl.experiment.summary import attack_note, summarise, versions
 from atlas_fl.planning.plan import Plan, Planned
 from atlas_fl.planning.planner import check_clients, plan_for
 from atlas_fl.runtime.engine import Engine, MissingAnswersError
@@ -112,7 +112,7 @@ def _continue_run(config: Config, folder: RunFolder, on_event: OnEvent, backend:
     """Plan or load the newest good checkpoint, train the remaining rounds, write the summary, in a locked folder."""
     with run_log(folder.log) as log:
 
-        def tell(event: Any) -> None:
+        def emit(event: Any) -> None:
             if not hasattr(event, "done"):
                 log.info("%s", event)
             on_event(event)
@@ -121,38 +121,38 @@ def _continue_run(config: Config, folder: RunFolder, on_event: OnEvent, backend:
             digests.check_files(folder, folder.summary, folder.config)
             result = _run_result(folder, config=config)
             early = f"; it stopped early after round {result.rounds}" if "stopped" in result.summary else ""
-            tell(Note(f"run {folder.path} is complete{early}"))
+            emit(Note(f"run {folder.path} is complete{early}"))
             return result
         check_mask_file(config)
-        tell(PhaseStarted("loading"))
+        emit(PhaseStarted("loading"))
         start_time = time.perf_counter()
-        with backend(config, tell) as (assembly, engine):
+        with backend(config, emit) as (assembly, engine):
             assembly = put_off(assembly)
             recorder = _make_recorder(config, assembly, folder)
             recorder.phase_seconds["loading"] = time.perf_counter() - start_time
-            return _train_remaining(assembly, engine, recorder, folder, tell)
+            return _train_remaining(assembly, engine, recorder, folder, emit)
 
 
 def _train_remaining(
-    assembly: Assembly, engine: Engine, recorder: Recorder, folder: RunFolder, tell: OnEvent
+    assembly: Assembly, engine: Engine, recorder: Recorder, folder: RunFolder, emit: OnEvent
 ) -> RunResult:
     """Train the remaining rounds within `max_rounds`; after the last one export the models and write the summary."""
     config = assembly.config
     engine = with_attackers(engine, config, assembly.clients)
-    assembly, planned, state = _load_or_plan(assembly, recorder, folder, engine, tell)
+    assembly, planned, state = _load_or_plan(assembly, recorder, folder, engine, emit)
     limit = config.run.max_rounds
     last = config.training.rounds if limit is None else min(config.training.rounds, state.round + limit)
     if not state.is_over:
         assembly, planned, state = run_rounds(
-            assembly, planned, engine, state, last=last, recorder=recorder, on_event=tell
+            assembly, planned, engine, state, last=last, recorder=recorder, on_event=emit
         )
     if state.is_over:
-        tell(PhaseStarted("export"))
+        emit(PhaseStarted("export"))
         export_clients(assembly, state.client_models, folder)
         summary = _summarise_run(config, folder, assembly, recorder)
         recorder.write_summary(summary)
-        if line := honest_line(summary):
-            tell(Note(line))
+        if line := attack_note(summary):
+            emit(Note(line))
     return _run_result(folder, config=config, assembly=assembly, recorder=recorder)
 
 
@@ -171,21 +171,21 @@ def _make_recorder(config: Config, assembly: Assembly, folder: RunFolder) -> Rec
 
 
 def _load_or_plan(
-    assembly: Assembly, recorder: Recorder, folder: RunFolder, engine: Any, tell: OnEvent
+    assembly: Assembly, recorder: Recorder, folder: RunFolder, engine: Any, emit: OnEvent
 ) -> tuple[Assembly, Planned, FederationState]:
     """The clients, the plan and the state to continue from: those of the newest good checkpoint, or new ones."""
-    saved, damaged = checkpoint.load_latest(folder.checkpoints, check=partial(check_run_files, folder))
+    saved, damage_notes = checkpoint.load_latest(folder.checkpoints, check=partial(check_run_files, folder))
     if saved is None and (intact := checkpoint.load_latest(folder.checkpoints)[0]) is not None:
         check_run_files(folder, intact)  # raises: to begin again would write over what can be restored
-    for line in damaged:
-        tell(Note(line if saved is not None else f"{line}; beginning again"))
+    for line in damage_notes:
+        emit(Note(line if saved is not None else f"{line}; beginning again"))
     if saved is not None:
-        return _restore_checkpoint(assembly, recorder, folder, saved, tell)
+        return _restore_checkpoint(assembly, recorder, folder, saved, emit)
     for leftover in (folder.metrics, folder.ledger, *folder.plans()[1:]):
         leftover.unlink(missing_ok=True)
     _check_late_clients(assembly)
     start_time = time.perf_counter()
-    assembly, planned = _make_plan(assembly, engine, tell)
+    assembly, planned = _make_plan(assembly, engine, emit)
     recorder.set_clients(assembly.config, assembly.clients)
     recorder.phase_seconds["plan"] = time.perf_counter() - start_time
     strategy = strategy_of(assembly.config)
@@ -197,19 +197,19 @@ def _load_or_plan(
     return assembly, planned, state
 
 
-def _make_plan(assembly: Assembly, engine: Any, tell: OnEvent) -> tuple[Assembly, Planned]:
+def _make_plan(assembly: Assembly, engine: Any, emit: OnEvent) -> tuple[Assembly, Planned]:
     """(the assembly of the planned clients, their plan); who does not answer is left out where fewer suffice."""
     while True:
         try:
-            return assembly, plan_for(assembly, engine, on_event=tell)
+            return assembly, plan_for(assembly, engine, on_event=emit)
         except MissingAnswersError as error:
             if set(error.clients) >= set(assembly.names):
                 raise
             for name in error.clients:
                 assembly.door.leave_out(name, error)
             assembly = without_clients(assembly, error.clients)
-            left = ", ".join(error.clients)
-            tell(Note(f"the plan is made without {left}; others: {', '.join(assembly.names)}"))
+            missing = ", ".join(error.clients)
+            emit(Note(f"the plan is made without {missing}; others: {', '.join(assembly.names)}"))
 
 
 def _check_late_clients(assembly: Assembly) -> None:
@@ -221,7 +221,7 @@ def _check_late_clients(assembly: Assembly) -> None:
 
 
 def _restore_checkpoint(
-    assembly: Assembly, recorder: Recorder, folder: RunFolder, saved: checkpoint.Checkpoint, tell: OnEvent
+    assembly: Assembly, recorder: Recorder, folder: RunFolder, saved: checkpoint.Checkpoint, emit: OnEvent
 ) -> tuple[Assembly, Planned, FederationState]:
     """Restore the clients, the plan and the state of this checkpoint; truncate the logs to it."""
     plan = Plan.from_json(read_json(folder.path / saved.state["plan"]))
@@ -229,23 +229,23 @@ def _restore_checkpoint(
     recorder.set_clients(assembly.config, assembly.clients)
     check_provenance(saved.state["origin"], recorder.provenance, folder=folder.path)
     if note := config_change_note(folder, saved):
-        tell(Note(note))
+        emit(Note(note))
     recorder.rewind_to(saved)
     _check_clients(plan, assembly, folder)
-    server_models, client_models = models_in(saved, assembly.names)
-    tell(Note(f"resumed after round {saved.round}"))
+    server_models, client_models = checkpoint_models(saved, assembly.names)
+    emit(Note(f"resumed after round {saved.round}"))
     clustering = Clustering.from_json(plan.clustering) if "similarity" in plan.clustering else None
     state = FederationState(
         round=saved.round,
         server_models=server_models,
-        server_state=server_state_in(saved),
+        server_state=checkpoint_server_state(saved),
         client_models=client_models,
         outdated=frozenset(saved.state["stale"]),
         validation_scores=saved.state["validation"],
         history={int(round): score for round, score in saved.state.get("history", {}).items()},
         # checkpoints older than early stopping know no other end than the last round
         is_over=saved.state.get("over", saved.round == assembly.config.training.rounds),
-        momentum=momentum_in(saved),
+        momentum=checkpoint_momentum(saved),
     )
     mask = read_tensors(folder.mask) if plan.sparse else None
     sketches = read_sketches(folder.sketches_of(recorder.plan_file))

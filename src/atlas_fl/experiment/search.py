@@ -175,13 +175,13 @@ def open_study(path: Path, *, settings: Mapping[str, Any]) -> Any:
 def next_trial(study: Any, space: SearchSpace, *, seed: int, pruner: Pruner) -> Any:
     """Propose the next trial, of a study in memory with all finished trials; nothing is written."""
     optuna = _optuna()
-    ended = study.get_trials(deepcopy=False)
+    finished = study.get_trials(deepcopy=False)
     draft = optuna.create_study(
         direction="maximize",
-        sampler=optuna.samplers.TPESampler(seed=derive_seed(seed, "search", len(ended)) % 2**32),
+        sampler=optuna.samplers.TPESampler(seed=derive_seed(seed, "search", len(finished)) % 2**32),
         pruner=optuna.pruners.MedianPruner() if pruner == "median" else optuna.pruners.NopPruner(),
     )
-    draft.add_trials(ended)
+    draft.add_trials(finished)
     return draft.ask(_distributions(space))
 
 
@@ -336,9 +336,9 @@ def _check_leftovers(folder: Path) -> None:
     Raises:
         ConfigError: it holds something else, which would be written over.
     """
-    written = folder / BEST
+    best_file = folder / BEST
     try:
-        leftovers = {BEST, TABLE} if load_values(written)["name"] == _best_name(folder) else set()
+        leftovers = {BEST, TABLE} if load_values(best_file)["name"] == _best_name(folder) else set()
     except (ConfigError, KeyError):
         leftovers = set()
     if others := sorted(path.name for path in folder.iterdir() if path.name not in DRAFTS | leftovers):

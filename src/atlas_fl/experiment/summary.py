@@ -63,7 +63,7 @@ def peak_memory() -> dict[str, int]:
     return peak
 
 
-def machine() -> dict[str, int | str]:
+def machine_info() -> dict[str, int | str]:
     """The machine that seconds were measured on: processors, threads, and the GPU where one was used."""
     info: dict[str, int | str] = {"cpus": os.cpu_count() or 1, "threads": torch.get_num_threads()}
     if _vram_bytes():
@@ -134,7 +134,7 @@ def mean_series(members: Sequence[History], split: str, metric: str = "primary")
     return {
         round: fmean(values[round] for values in group)
         for round, group in present.items()
-        if all(round in series_values for series_values in group)
+        if all(round in scores for scores in group)
     }
 
 
@@ -287,14 +287,14 @@ def summarise(
         ledger: the rows of `ledger.jsonl`.
         plan: the content of `plan.json`; every part of it may be absent.
         phase_seconds: wall-clock seconds by phase, summed over the sessions of the run.
-        memory: peak bytes by kind, as `machine.peak_memory` gives them.
-        versions: as `machine.versions` gives them.
+        memory: peak bytes by kind, as `peak_memory` gives them.
+        versions: as `versions` gives them.
         full_model_bytes: encoded bytes of the whole model, to compare with sending it in every round.
         round_seconds: wall-clock seconds by round.
         attackers: clients that attack in this simulation.
     """
     by_client = histories(metrics)
-    sent = totals(parse_ledger_row(row) for row in ledger)
+    traffic = totals(parse_ledger_row(row) for row in ledger)
     rounds = [int(row["round"]) for row in metrics]
     # before the first evaluation only those have rows that have trained
     sizes = Counter(entry["task"] for entry in plan.get("clients", ()) if "task" in entry)
@@ -303,16 +303,16 @@ def summarise(
         **_best_round_entry(by_client),
         **_early_stopping_entry(metrics),
         "overall": group_scores(list(by_client.values())) | {"clients": max(len(by_client), sizes.total())},
-        **_honest(by_client, attackers),
+        **_honest_scores(by_client, attackers),
         "tasks": {
             task: group_scores(members) | {"clients": max(len(members), sizes[task])} | class_scores(members, plan=plan)
             for task, members in by_task(by_client).items()
         },
-        "clients": _clients(by_client, sent, plan, utilisation(plan, metrics, round_seconds or {})),
+        "clients": _clients(by_client, traffic, plan, utilisation(plan, metrics, round_seconds or {})),
         "clustering": _clustering(plan),
         **_leakage(plan),
         **_hosts(metrics),
-        "bytes": _bytes(sent) | _reduction(sent, metrics, full_model_bytes),
+        "bytes": _bytes(traffic) | _reduction(traffic, metrics, full_model_bytes),
         "seconds": _seconds(phase_seconds, round_seconds or {}),
         "memory": dict(memory),
         "events": _events(metrics),
@@ -320,13 +320,13 @@ def summarise(
     }
 
 
-def _honest(by_client: Mapping[str, History], attackers: Sequence[str]) -> dict[str, Any]:
+def _honest_scores(by_client: Mapping[str, History], attackers: Sequence[str]) -> dict[str, Any]:
     """The attackers, and the scores of all other clients; empty without attackers."""
     honest = [history for client, history in by_client.items() if client not in attackers]
     return {"attackers": list(attackers), "honest": group_scores(honest)} if attackers else {}
 
 
-def honest_line(summary: Mapping[str, Any]) -> str:
+def attack_note(summary: Mapping[str, Any]) -> str:
     """The honest clients' final test scores under attack, as one line; empty without attackers."""
     scores = summary.get("honest", {}).get("final", {})
     if "test" not in scores:
@@ -347,13 +347,13 @@ def by_task(by_client: Mapping[str, History]) -> dict[str, list[History]]:
 
 
 def _clients(
-    by_client: Mapping[str, History], sent: Totals, plan: Mapping[str, Any], used: Mapping[str, Mapping[str, float]]
+    by_client: Mapping[str, History], traffic: Totals, plan: Mapping[str, Any], used: Mapping[str, Mapping[str, float]]
 ) -> dict[str, Any]:
     planned = {entry["name"]: entry for entry in plan.get("clients", ())}
     return {
         client: {key: planned.get(client, {})[key] for key in _PLANNED if key in planned.get(client, {})}
         | client_scores(history)
-        | {"bytes": sent.by_client.get(client, {"up": 0, "down": 0})}
+        | {"bytes": traffic.by_client.get(client, {"up": 0, "down": 0})}
         | ({"utilisation": dict(used[client])} if used.get(client) else {})
         for client, history in by_client.items()
     }
@@ -380,8 +380,8 @@ def _early_stopping_entry(metrics: Sequence[Row]) -> dict[str, Any]:
 
 
 def _leakage(plan: Mapping[str, Any]) -> dict[str, Any]:
-    taken = {(client["task"], client.get("cut")) for client in plan.get("clients", ()) if "task" in client}
-    rows = [dict(row) for row in plan.get("leakage") or () if (row["task"], row["blocks"]) in taken]
+    cuts = {(client["task"], client.get("cut")) for client in plan.get("clients", ()) if "task" in client}
+    rows = [dict(row) for row in plan.get("leakage") or () if (row["task"], row["blocks"]) in cuts]
     return {"leakage": rows} if rows else {}
 
 
@@ -393,17 +393,17 @@ def _hosts(metrics: Sequence[Row]) -> dict[str, Any]:
     return {"hosts": {client: dict(counts) for client, counts in by_client.items()}} if by_client else {}
 
 
-def _bytes(sent: Totals) -> dict[str, Any]:
+def _bytes(traffic: Totals) -> dict[str, Any]:
     return {
-        "up": sent.up,
-        "down": sent.down,
-        "total": sent.total,
-        "by_kind": sent.by_kind,
-        "by_round": {str(round): entry for round, entry in sorted(sent.by_round.items())},
-    } | {name: size for name in ("between_clients", "relayed") if (size := getattr(sent, name))}
+        "up": traffic.up,
+        "down": traffic.down,
+        "total": traffic.total,
+        "by_kind": traffic.by_kind,
+        "by_round": {str(round): entry for round, entry in sorted(traffic.by_round.items())},
+    } | {name: size for name in ("between_clients", "relayed") if (size := getattr(traffic, name))}
 
 
-def _reduction(sent: Totals, metrics: Sequence[Row], full_model_bytes: int | None) -> dict[str, Any]:
+def _reduction(traffic: Totals, metrics: Sequence[Row], full_model_bytes: int | None) -> dict[str, Any]:
     """Against sending the whole model down and up once for every client that trained in a round.
 
     A client whose update was refused has trained as well.
@@ -413,7 +413,7 @@ def _reduction(sent: Totals, metrics: Sequence[Row], full_model_bytes: int | Non
         return {}
     full = 2 * full_model_bytes * len(trained)
     entry = {"model_bytes": full_model_bytes, "client_rounds": len(trained), "total": full}
-    return {"full_model": entry | {"reduction": 1 - sent.total / full}}
+    return {"full_model": entry | {"reduction": 1 - traffic.total / full}}
 
 
 def _has_trained(row: Row) -> bool:

@@ -17,7 +17,7 @@ from atlas_fl.config import load_config
 from atlas_fl.data.registry import find_tasks
 from atlas_fl.errors import CheckpointError, ConfigError, ModelError
 from atlas_fl.events import ignore
-from atlas_fl.experiment.recorder import models_in
+from atlas_fl.experiment.recorder import checkpoint_models
 from atlas_fl.models.vision import backbone_weights
 from atlas_fl.models.vision_loading import load_vision, save_vision
 from atlas_fl.params import HEAD, ByClient, Params, Split, head_keys
@@ -42,7 +42,7 @@ class TrainedRun:
     heads: ByClient
 
     @property
-    def pretrained(self) -> Params:
+    def pretrained_weights(self) -> Params:
         """The backbone that the run began with: its pretrained model."""
         return backbone_weights(self.assembly.site.vision)
 
@@ -101,7 +101,7 @@ def load_trained_run(folder: RunFolder) -> TrainedRun:
     if not folder.summary.is_file() or saved is None:
         raise CheckpointError(f"run {folder.path} is not complete; go on with: atlas resume {folder.path}")
     assembly = assemble(config)
-    _, models = models_in(saved, assembly.names)
+    _, models = checkpoint_models(saved, assembly.names)
     bodies = {name: _body(params, assembly) for name, params in models.items()}
     first, *others = bodies
     if different := next((name for name in others if not _are_equal(bodies[first], bodies[name])), None):
@@ -121,9 +121,9 @@ def _body(params: Params, assembly: Assembly) -> Params:
     return body
 
 
-def _are_equal(one: Params, other: Params) -> bool:
-    return one.keys() == other.keys() and all(
-        tensor is other[key] or torch.equal(tensor, other[key]) for key, tensor in one.items()
+def _are_equal(params: Params, other: Params) -> bool:
+    return params.keys() == other.keys() and all(
+        tensor is other[key] or torch.equal(tensor, other[key]) for key, tensor in params.items()
     )
 
 
@@ -142,7 +142,7 @@ def base_weights(runs: Sequence[TrainedRun], *, model: str | None = None) -> Par
         raise ConfigError(
             f"the runs began with different models ({', '.join(names)}); say with --base what to subtract from all"
         )
-    return {key: tensor.cpu() for key, tensor in first.pretrained.items()}
+    return {key: tensor.cpu() for key, tensor in first.pretrained_weights.items()}
 
 
 def task_vectors(runs: Mapping[str, TrainedRun], base: Params) -> list[dict[str, torch.Tensor]]:
