@@ -98,7 +98,8 @@ class TrainingConfig:
     batch_size: int = 16
     """Examples in a client's step."""
     lr: float | None = None
-    """Peak learning rate; the model's own by default (`atlas list models`), which suits the optimizer of `auto`."""
+    """Peak learning rate; by default the model's own (`atlas list models`), which suits the optimizer of `auto`, and a
+    tenth of it for all weights of a text model."""
     schedule: Literal["constant", "linear", "cosine", "step"] = "constant"
     """Learning rate over the steps of all rounds; `step`: a tenth after half, a hundredth after three quarters."""
     warmup: float = 0.0

@@ -16,8 +16,8 @@ from atlas_fl.data.task import Task
 from atlas_fl.deployment.consent import ALLOWANCES, Allowance, Consent
 from atlas_fl.errors import ConfigError, ModelError, one_line, short_repr
 from atlas_fl.models.registry import MODELS
-from atlas_fl.setup.assembly import learning_rate_of, trainable_of
-from atlas_fl.setup.options import strategy_of
+from atlas_fl.setup.assembly import trainable_of
+from atlas_fl.setup.options import learning_rate_of, strategy_of
 from atlas_fl.sparse.masks import BY_SENSITIVITY
 
 MOST: Mapping[str, float] = {
@@ -164,13 +164,14 @@ def _check_sizes(config: Config, consent: Consent, task: Task) -> None:
                 f"the server's {settings()[name].flag} is {short_repr(largest)}; a site takes at most {most:g}; ask for"
                 " other settings"
             )
-    decay = learning_rate_of(config) * config.training.weight_decay
+    rate = learning_rate_of(config, with_images=task.images)
+    decay = rate * config.training.weight_decay
     if decay > MOST_DECAY:
         raise ConfigError(
             f"the server's --lr times --weight-decay is {decay:g}; a site takes at most {MOST_DECAY:g}, because with"
             " more an update shows the last examples alone; ask for other settings"
         )
-    pull = learning_rate_of(config) * config.training.proximal_mu
+    pull = rate * config.training.proximal_mu
     if pull > MOST_DECAY:
         raise ConfigError(
             f"the server's --lr times --proximal-mu is {pull:g}; a site takes at most {MOST_DECAY:g}, because with more"

@@ -27,7 +27,7 @@ from atlas_fl.models.backbone import Backbone, block_index, model_shape, plain_s
 from atlas_fl.models.loading import load_backbone
 from atlas_fl.models.lora import lora_scale
 from atlas_fl.models.peft_io import default_targets
-from atlas_fl.models.registry import ModelShape, suggested_lr
+from atlas_fl.models.registry import ModelShape
 from atlas_fl.models.tokenization import EncodedExamples, encode_examples, encode_prompts, encode_targets
 from atlas_fl.models.vision_loading import load_image_backbone, tokens_per_image
 from atlas_fl.params import HEAD, LORA_A, Params, Split
@@ -255,11 +255,6 @@ def targets_of(config: Config, backbone: Backbone) -> tuple[str, ...]:
 def scale_of(config: Config) -> Callable[[int], float]:
     """LoRA's factor of a rank under this config."""
     return functools.partial(lora_scale, alpha=config.model.lora_alpha, rslora=config.model.rslora)
-
-
-def learning_rate_of(config: Config) -> float:
-    """The peak learning rate: the user's, or the one that suits the model."""
-    return suggested_lr(config.model.model) if config.training.lr is None else config.training.lr
 
 
 def pick_device(accelerator: str, *, precision: str = "fp32") -> str:

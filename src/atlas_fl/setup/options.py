@@ -9,9 +9,10 @@ from atlas_fl.aggregation.update_bounds import Space
 from atlas_fl.client.options import FingerprintOptions, TrainOptions
 from atlas_fl.config import Config
 from atlas_fl.data.clients import ClientData
+from atlas_fl.models.registry import suggested_lr
 from atlas_fl.runtime.attacks import ATTACKS, HostileEngine, attackers_of
 from atlas_fl.runtime.engine import Engine
-from atlas_fl.setup.assembly import learning_rate_of, scale_of
+from atlas_fl.setup.assembly import scale_of
 from atlas_fl.sparse.codec import RandomMask
 from atlas_fl.split.channel import Cut
 
@@ -79,6 +80,22 @@ def is_reclustered(config: Config, number: int) -> bool:
     return strategy_of(config).clustered and every > 0 and number > 1 and (number - 1) % every == 0
 
 
+FULL_TEXT_RATE = 0.1
+"""All weights of a text model by default train at this share of the adapters' learning rate: 1e-4 for MiniLM, 3e-5 for
+BERT, whose authors take 2e-5 to 5e-5 (Devlin et al. 2019, arXiv:1810.04805)."""
+
+
+def learning_rate_of(config: Config, *, with_images: bool) -> float:
+    """The peak learning rate of training: the user's, or the one that suits the model and what of it trains."""
+    full_text = config.training.lr is None and not with_images and config.trainable(images=False) == "full"
+    return adapter_learning_rate(config) * (FULL_TEXT_RATE if full_text else 1.0)
+
+
+def adapter_learning_rate(config: Config) -> float:
+    """The peak learning rate of adapters, which warm up before round one: the user's, or the one of the model."""
+    return suggested_lr(config.model.model) if config.training.lr is None else config.training.lr
+
+
 def train_options(config: Config, *, with_images: bool) -> TrainOptions:
     """How clients of text tasks, or of image tasks, train in every round of this config."""
     training, images = config.training, config.images
@@ -89,7 +106,7 @@ def train_options(config: Config, *, with_images: bool) -> TrainOptions:
         epochs=images.local_steps or training.local_epochs,
         max_steps=images.local_steps,
         batch_size=training.batch_size,
-        lr=learning_rate_of(config),
+        lr=learning_rate_of(config, with_images=with_images),
         schedule=training.schedule,
         warmup=training.warmup,
         weight_decay=training.weight_decay,
@@ -143,7 +160,7 @@ def warmup_options(config: Config) -> TrainOptions:
     return TrainOptions(
         seed=config.run.seed,
         batch_size=config.training.batch_size,
-        lr=learning_rate_of(config),
+        lr=adapter_learning_rate(config),
         clip=config.training.clip,
         **optimizer_options(config, config.optimizer(images=False)),
     )
