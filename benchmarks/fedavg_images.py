@@ -32,7 +32,7 @@ from atlas_fl.experiment.rounds import one_round, round_participants
 from atlas_fl.experiment.state import FederationState
 from atlas_fl.models.vision import preprocess
 from atlas_fl.params import HEAD
-from atlas_fl.planning.planner import local_engine, plan_for
+from atlas_fl.planning.planner import local_engine, plan_run
 from atlas_fl.setup.assembly import Assembly, assemble
 from atlas_fl.setup.options import train_options
 
@@ -67,8 +67,10 @@ class Ours:
     def __init__(self, config: Config) -> None:
         self.assembly = assemble(config)
         self.engine = local_engine(self.assembly, ignore)
-        self.planned = plan_for(self.assembly, self.engine)
-        self.state = FederationState(round=0, server_models=self.planned.start, client_models=self.planned.start)
+        self.planned = plan_run(self.assembly, self.engine)
+        self.state = FederationState(
+            round=0, server_models=self.planned.initial_models, client_models=self.planned.initial_models
+        )
 
     def round(self) -> None:
         self.state, _ = one_round(self.assembly, self.planned, self.engine, self.state)

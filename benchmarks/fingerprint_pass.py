@@ -53,7 +53,7 @@ def main() -> None:
     options = FingerprintOptions(
         kind="gradient", sketch_dim=1024, train=warmup_options(config), batches=args.batches, steps=1
     )
-    params = assembly.start(client, (4,) * assembly.shape.num_layers)
+    params = assembly.initial_params(client, (4,) * assembly.shape.num_layers)
     job = Job(client=client.name, params=params, round=0, options=options)
     stock = AutoModelForSequenceClassification.from_pretrained(site.backbone.source.path, num_labels=2).eval()
     ratios, stock_ratios = [], []

@@ -72,7 +72,7 @@ def jobs_of(assemblies: list[Assembly], *, batches: int, steps: int) -> list[Job
         )
         ranks = (8,) * assembly.shape.num_layers
         jobs += [
-            Job(client=f"{train.seed}:{c.name}", params=assembly.start(c, ranks), round=0, options=options)
+            Job(client=f"{train.seed}:{c.name}", params=assembly.initial_params(c, ranks), round=0, options=options)
             for c in assembly.clients
         ]
     return jobs

@@ -25,7 +25,7 @@ from atlas_fl.experiment.recorder import Recorder
 from atlas_fl.experiment.rounds import one_round
 from atlas_fl.experiment.state import FederationState
 from atlas_fl.params import Params
-from atlas_fl.planning.plan import ClientPlan, Plan, Planned
+from atlas_fl.planning.plan import ClientPlan, Plan, PlanResult
 from atlas_fl.rng import torch_generator
 from atlas_fl.setup.assembly import Assembly, assemble
 from atlas_fl.storage.run_folder import RunFolder
@@ -69,7 +69,7 @@ def settings(strategy: str, space: str, *, clients: int, rounds: int) -> Config:
     )
 
 
-def plan_of(assembly: Assembly) -> Planned:
+def plan_of(assembly: Assembly) -> PlanResult:
     """All in clusters of ten, every pair inside a cluster joined."""
     layers, clusters = assembly.shape.num_layers, np.arange(len(assembly.names)) // 10
     graph = (clusters[:, None] == clusters[None, :]).astype(float)
@@ -97,8 +97,8 @@ def plan_of(assembly: Assembly) -> Planned:
         layer_of=assembly.layer_of,
         lora={"alpha": assembly.config.model.lora_alpha, "rslora": assembly.config.model.rslora},
     )
-    start = {client.name: assembly.start(client, (RANK,) * layers) for client in assembly.clients}
-    return Planned(plan=plan, start=start, sketches=None, clustering=None)
+    start = {client.name: assembly.initial_params(client, (RANK,) * layers) for client in assembly.clients}
+    return PlanResult(plan=plan, initial_models=start, sketches=None, clustering=None)
 
 
 def measure(config: Config, *, rounds: int, every: int, folder: Path) -> float:
@@ -116,7 +116,7 @@ def measure(config: Config, *, rounds: int, every: int, folder: Path) -> float:
         provenance={},
     )
     folder.mkdir(parents=True)
-    models = dict(planned.start)
+    models = dict(planned.initial_models)
     state, taken = FederationState(round=0, server_models=models, client_models=models), []
     for _ in range(rounds):
         engine, began = Echo([]), time.perf_counter()

@@ -174,7 +174,9 @@ def config_of(args: argparse.Namespace) -> Config:
 def jobs_of(assembly: Assembly, *, steps: int) -> list[Job]:
     options = TrainOptions(seed=0, epochs=steps, max_steps=steps, lr=1e-3)
     ranks = (RANK,) * assembly.shape.num_layers
-    return [Job(client=c.name, params=assembly.start(c, ranks), round=1, options=options) for c in assembly.clients]
+    return [
+        Job(client=c.name, params=assembly.initial_params(c, ranks), round=1, options=options) for c in assembly.clients
+    ]
 
 
 def in_turns(jobs: list[Job], assembly: Assembly, args: argparse.Namespace) -> tuple[list[float], list[float], float]:

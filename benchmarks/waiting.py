@@ -35,7 +35,7 @@ def train_on_demand(samples: int) -> None:
     jobs = [
         Job(
             client=client.name,
-            params=assembly.start(client, ranks),
+            params=assembly.initial_params(client, ranks),
             round=1,
             options=train_options(config, with_images=False),
         )

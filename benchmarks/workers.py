@@ -34,7 +34,7 @@ def a_round(assembly: Assembly, engine: Engine) -> tuple[float, str]:
     options, rank = train_options(assembly.config, with_images=False), 8
     ranks = (rank,) * assembly.shape.num_layers
     jobs = [
-        Job(client=client.name, params=assembly.start(client, ranks), round=1, options=options)
+        Job(client=client.name, params=assembly.initial_params(client, ranks), round=1, options=options)
         for client in assembly.clients
     ]
     began = time.perf_counter()

@@ -56,7 +56,7 @@ if TYPE_CHECKING:
     from atlas_fl.experiment.sweep import run_all as run_all
     from atlas_fl.experiment.sweep import seeds as seeds
     from atlas_fl.planning.leakage import CutLeakage as CutLeakage
-    from atlas_fl.planning.place_client import Newcomer as Newcomer
+    from atlas_fl.planning.place_client import ClientPlacement as ClientPlacement
     from atlas_fl.planning.place_client import place_client as place_client
     from atlas_fl.planning.plan import Plan as Plan
     from atlas_fl.planning.planner import make_plan as make_plan
@@ -90,7 +90,7 @@ _HOMES = {
     "experiment.run": "RunResult resume_run run_config",
     "experiment.sweep": "grid run_all seeds",
     "planning.leakage": "CutLeakage",
-    "planning.place_client": "Newcomer place_client",
+    "planning.place_client": "ClientPlacement place_client",
     "planning.plan": "Plan",
     "planning.planner": "make_plan measure_leakage",
     "report.comparison": "ComparisonRow comparison_rows",

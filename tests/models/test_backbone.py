@@ -13,7 +13,7 @@ from atlas_fl.errors import AtlasError, ModelError
 from atlas_fl.models import loading
 from atlas_fl.models.backbone import block_index, model_shape, module_dims, target_modules
 from atlas_fl.models.loading import find_family, load_backbone
-from atlas_fl.setup.assembly import most_tokens
+from atlas_fl.setup.assembly import max_sequence_length
 
 REMEDIES = ("config.json", "hub's cache", "atlas fetch embedded")
 
@@ -111,11 +111,11 @@ def test_a_directory_without_a_file_names_the_remedies(tmp_path: Path, tiny_of, 
 
 
 def test_sequences_stay_inside_a_sliding_window(tmp_path: Path, tiny_of) -> None:
-    assert most_tokens(tiny_of("mistral").backbone) == 66  # its positions; the usual window of 4096 is wider
+    assert max_sequence_length(tiny_of("mistral").backbone) == 66  # its positions; the usual window of 4096 is wider
     shutil.copytree(tiny_of("mistral").path, tmp_path / "copy")
     config = tmp_path / "copy" / "config.json"
     config.write_text(json.dumps(json.loads(config.read_text()) | {"sliding_window": 8}))
-    assert most_tokens(load_backbone(str(tmp_path / "copy"))) == 8
+    assert max_sequence_length(load_backbone(str(tmp_path / "copy"))) == 8
 
 
 def test_a_damaged_weights_file_is_a_model_error(tmp_path: Path, tiny_of) -> None:

@@ -1,7 +1,7 @@
 """Which settings two fingerprints must have in common to be compared."""
 
 from atlas_fl import find_preset
-from atlas_fl.planning.task_discovery import how_taken
+from atlas_fl.planning.task_discovery import fingerprint_signature
 from atlas_fl.setup.options import fingerprint_options
 
 TRAIN = {
@@ -44,7 +44,7 @@ QUICK = {
 
 def test_the_fingerprint_of_an_older_run_can_still_be_compared() -> None:
     config = find_preset("quick")
-    assert how_taken(config, fingerprint_options(config)) == QUICK, (
+    assert fingerprint_signature(config, fingerprint_options(config)) == QUICK, (
         "`atlas place` would refuse the newcomers of older runs. A new option that changes no fingerprint at its"
         " default belongs into _YOUNGER of src/atlas_fl/planning/task_discovery.py"
     )

@@ -29,7 +29,7 @@ from atlas_fl.experiment.run import resume_run, run_config
 from atlas_fl.experiment.task_arithmetic import masks_by_client
 from atlas_fl.models.vision import image_logits, preprocess
 from atlas_fl.params import unflatten_by_client
-from atlas_fl.planning.masks import prepare_whole
+from atlas_fl.planning.masks import fit_heads_and_mask
 from atlas_fl.planning.planner import make_plan
 from atlas_fl.report.figures import draw_all
 from atlas_fl.report.tables import plan_tables
@@ -228,7 +228,7 @@ def test_a_mask_of_another_model_is_refused_before_a_head_is_fitted(
 ) -> None:
     file = tmp_path / "mask.safetensors"
     save_file({"w": torch.ones(3, dtype=torch.bool)}, file)
-    monkeypatch.setattr("atlas_fl.planning.masks.with_heads", lambda *_: pytest.fail("a pass over all images"))
+    monkeypatch.setattr("atlas_fl.planning.masks.fit_heads", lambda *_: pytest.fail("a pass over all images"))
     with pytest.raises(ModelError, match="fits another model: the mask has none for"):
         make_plan(config(mask_file=str(file)))
     with pytest.raises(ConfigError, match=r"sparsity 0.999999 lets none of [\d,]+ weights move; give a smaller one"):
@@ -401,7 +401,7 @@ def test_the_head_does_not_know_how_many_clients_hold_the_images(config: Make) -
     central = _pooled(assembly.clients)
     site = replace(assembly.site, data={"all": patches(central, length=1)})
     alone = replace(assembly, clients=(central,), devices=assembly.devices[:1], site=site)
-    dealt, pooled = (prepare_whole(one, LocalEngine(site=one.site)).start for one in (assembly, alone))
+    dealt, pooled = (fit_heads_and_mask(one, LocalEngine(site=one.site)).initial_models for one in (assembly, alone))
     for key in ("head.weight", "head.bias"):
         torch.testing.assert_close(dealt[assembly.names[0]][key], pooled["all"][key], rtol=1e-4, atol=1e-5)
 

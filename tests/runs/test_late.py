@@ -20,7 +20,7 @@ from atlas_fl.planning.planner import local_engine
 from atlas_fl.ranks.devices import find_devices
 from atlas_fl.report.record import read_record
 from atlas_fl.runtime.engine import Engine
-from atlas_fl.setup.assembly import Assembly, Door, Newcomer, assemble
+from atlas_fl.setup.assembly import Assembly, JoinQueue, Newcomer, assemble
 from atlas_fl.storage.jsonl import read_json
 from atlas_fl.storage.run_folder import RunFolder
 from atlas_fl.storage.tensors import read_sketches, read_tensors, write_tensors
@@ -182,8 +182,8 @@ def test_who_cannot_join_is_told_why_and_the_others_go_on(config: Make) -> None:
             Newcomer(client=whole.clients[k], tokens=whole.site.data[whole.names[k]], device=device)
             for k, device in ((1, tiny), (3, whole.devices[3]))
         )
-        door = Door(waiting=lambda round: waiting if round == 2 else (), turn_away=told.__setitem__)
-        here = replace(whole, clients=whole.clients[::2], devices=whole.devices[::2], door=door)
+        door = JoinQueue(waiting_clients=lambda round: waiting if round == 2 else (), reject_client=told.__setitem__)
+        here = replace(whole, clients=whole.clients[::2], devices=whole.devices[::2], join_queue=door)
         yield here, Deaf(local_engine(whole, on_event), "trec-1")
 
     notes: list[str] = []

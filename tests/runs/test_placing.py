@@ -16,7 +16,7 @@ from atlas_fl.events import ignore
 from atlas_fl.experiment.run import run_config
 from atlas_fl.planning.place_client import place_client
 from atlas_fl.planning.planner import local_engine
-from atlas_fl.planning.task_discovery import fingerprints
+from atlas_fl.planning.task_discovery import collect_fingerprints
 from atlas_fl.setup.assembly import assemble, load_clients
 from atlas_fl.setup.options import fingerprint_options
 from tests.runs.finished import FinishedRuns
@@ -42,10 +42,10 @@ def folder(config: Make, finished: FinishedRuns) -> Path:
 def test_a_newcomer_of_a_task_belongs_to_its_cluster(folder: Path, task: str) -> None:
     found = place_client(folder, task=task)
     assert (found.name, found.examples) == (f"{task}-2", 24)
-    label = found.place.cluster
+    label = found.placement.cluster
     assert found.members[label] == (f"{task}-0", f"{task}-1")
-    assert found.place.similarity.keys() == found.members.keys() == {0, 1}
-    assert found.place.similarity[label] == max(found.place.similarity.values())
+    assert found.placement.similarity.keys() == found.members.keys() == {0, 1}
+    assert found.placement.similarity[label] == max(found.placement.similarity.values())
     assert found.ranks is None
 
 
@@ -53,7 +53,7 @@ def test_a_client_of_the_run_that_is_asked_again_has_the_sketches_of_the_run(fol
     chosen = config(**EASY)
     client = load_clients(chosen)[0]
     assembly = assemble(chosen, clients=(client,))
-    (update,) = fingerprints(assembly, local_engine(assembly, ignore), fingerprint_options(chosen))
+    (update,) = collect_fingerprints(assembly, local_engine(assembly, ignore), fingerprint_options(chosen))
     stored = load_file(folder / "plan.safetensors")
     for half, key in ((FIRST, "sketch/first"), (SECOND, "sketch/second")):
         np.testing.assert_allclose(update.params[half].numpy(), stored[key][0], atol=1e-3)
@@ -77,12 +77,12 @@ def test_your_own_data_and_device(folder: Path, tmp_path: Path) -> None:
 
 
 def test_no_row_of_a_client_of_the_run_is_used(config: Make) -> None:
-    from atlas_fl.planning.place_client import _newcomer
+    from atlas_fl.planning.place_client import _make_client
     from atlas_fl.planning.planner import make_plan
 
     chosen = config(rounds=1, samples=200)
     held = {text for client in load_clients(chosen) for text in client.train.text}
-    newcomer = _newcomer(chosen, make_plan(config(rounds=1)), "movie", None)
+    newcomer = _make_client(chosen, make_plan(config(rounds=1)), "movie", None)
     assert len(newcomer.train) == 200
     assert not held & set(newcomer.train.text)
 

@@ -15,10 +15,10 @@ from atlas_fl.client.job import Job
 from atlas_fl.config import Config
 from atlas_fl.events import ignore
 from atlas_fl.planning.planner import local_engine, make_plan
-from atlas_fl.planning.planning_costs import planning_bytes, planning_efforts
-from atlas_fl.planning.ranks_and_cuts import measure_layers
-from atlas_fl.planning.round_costs import SERVER
-from atlas_fl.planning.task_discovery import connect, identify
+from atlas_fl.planning.planning_costs import planning_bytes, predict_planning
+from atlas_fl.planning.ranks_and_cuts import measure_importance
+from atlas_fl.planning.round_costs import SERVER_DEVICE
+from atlas_fl.planning.task_discovery import discover_tasks, make_client_graph
 from atlas_fl.ranks.cost_model import RESERVE_BYTES
 from atlas_fl.report.tables import plan_tables
 from atlas_fl.setup.assembly import Assembly, assemble
@@ -48,12 +48,12 @@ class Counted(TorchDispatchMode):
 
 def of_first(assembly: Assembly, blocks: int | None = None) -> Efforts:
     cut = cut_of(assembly.config, blocks)
-    return planning_efforts(assembly, assembly.clients[0], assembly.devices[0], cut)
+    return predict_planning(assembly, assembly.clients[0], assembly.devices[0], cut)
 
 
 def operations(assembly: Assembly, phase: str) -> float:
     pairs = zip(assembly.clients, assembly.devices, strict=True)
-    found = [(planning_efforts(assembly, client, device, None)[phase], device) for client, device in pairs]
+    found = [(predict_planning(assembly, client, device, None)[phase], device) for client, device in pairs]
     return sum(own["client_seconds"] * device.flops_per_second for own, device in found)
 
 
@@ -64,11 +64,11 @@ def test_operations_are_those_that_torch_counts_and_at_most_twice_as_many(config
     engine = local_engine(assembly, ignore)
     counted = dict[str, int]()
     with Counted() as mode:
-        found = identify(assembly, engine, clustered=True)
+        found = discover_tasks(assembly, engine, clustered=True)
         counted["fingerprint"] = mode.operations
-        measure_layers(assembly, engine, found)
+        measure_importance(assembly, engine, found)
         counted["importance"] = mode.operations - sum(counted.values())
-        connect(assembly, engine, found)
+        make_client_graph(assembly, engine, found)
         counted["evaluate"] = mode.operations - sum(counted.values())
     for phase, number in counted.items():
         assert number <= operations(assembly, phase) <= 2 * number, phase
@@ -108,7 +108,7 @@ def test_both_sides_of_a_cut_do_what_the_whole_does(config: Make, fingerprint: s
     whole, parts, sizes = of_first(assembly), of_first(assembly, 1), planning_bytes(assembly, client, cut)
     assert whole.keys() == parts.keys() == messages.keys()
     for phase, own in parts.items():
-        done = own["client_seconds"] * device.flops_per_second + own["server_seconds"] * SERVER.flops_per_second
+        done = own["client_seconds"] * device.flops_per_second + own["server_seconds"] * SERVER_DEVICE.flops_per_second
         assert done == pytest.approx(whole[phase]["client_seconds"] * device.flops_per_second)
         moved = sizes[phase].get("up", 0) / device.up_bytes_per_second
         moved += sizes[phase].get("down", 0) / device.down_bytes_per_second
@@ -122,7 +122,7 @@ def test_memory_holds_what_autograd_keeps_and_the_gradients_twice(config: Make) 
     assembly = assemble(config(tasks=("movie",), clients_per_task=1, fingerprint_blocks=2))
     site, client = assembly.site, assembly.clients[0]
     shape, options = assembly.shape, fingerprint_options(assembly.config)
-    job = Job(client=client.name, params=assembly.start(client, (2,) * 3), round=0, options=options)
+    job = Job(client=client.name, params=assembly.initial_params(client, (2,) * 3), round=0, options=options)
     frozen = {tensor.untyped_storage().data_ptr() for tensor in site.backbone.model.state_dict().values()}
     kept = dict[int, torch.Tensor]()
 

@@ -22,7 +22,7 @@ from atlas_fl.experiment.export import export_client
 from atlas_fl.experiment.run import RunResult, resume_run, run_config
 from atlas_fl.params import shared_params, unflatten_by_client
 from atlas_fl.planning.plan import Plan
-from atlas_fl.planning.planner import make_plan, plan_for
+from atlas_fl.planning.planner import make_plan, plan_run
 from atlas_fl.runtime.engine import Engine
 from atlas_fl.runtime.local import LocalEngine
 from atlas_fl.setup.assembly import Assembly, assemble
@@ -111,7 +111,7 @@ def test_only_a_fingerprint_that_trains_is_taken_where_nothing_is_clustered(
     for strategy in ("fedavg", "atlas"):
         actions.clear()
         assembly = assemble(config(fingerprint=fingerprint, strategy=strategy))
-        starts[strategy] = plan_for(assembly, Watched(site=assembly.site)).start
+        starts[strategy] = plan_run(assembly, Watched(site=assembly.site)).initial_models
         assert actions.count("fingerprint") == (taken if strategy == "fedavg" else 1)
     for name, model in starts["fedavg"].items():
         assert same_tensors(dict(model), dict(starts["atlas"][name]))
@@ -129,7 +129,7 @@ def test_every_cluster_of_the_plan_has_the_mean_loss_of_its_clients_warm_up(conf
             seen.extend(updates if action == "fingerprint" else ())
             return updates
 
-    plan = plan_for(assembly, Watched(site=assembly.site)).plan
+    plan = plan_run(assembly, Watched(site=assembly.site)).plan
     losses = {update.client: update.metrics["loss"] for update in seen}
     assert plan.clustering["settings"]["clusters"] == "oracle"
     clusters = plan.clustering["clusters"]
@@ -156,7 +156,7 @@ def test_blocks_and_samples_of_the_fingerprint_reach_the_sketches(config: Make, 
     sketches = []
     for values in ({}, change):
         assembly = assemble(config(fingerprint="gradient", **values))
-        found = plan_for(assembly, LocalEngine(site=assembly.site)).sketches
+        found = plan_run(assembly, LocalEngine(site=assembly.site)).sketches
         assert found is not None
         sketches.append(found)
     assert sketches[0].shape == sketches[1].shape

@@ -14,8 +14,8 @@ from atlas_fl.config import Config
 from atlas_fl.errors import AtlasError, BudgetError, ConfigError
 from atlas_fl.events import ignore
 from atlas_fl.experiment.run import RunResult, resume_run, run_config
-from atlas_fl.planning.planner import local_engine, make_plan, plan_for
-from atlas_fl.planning.ranks_and_cuts import cuts_while_planning
+from atlas_fl.planning.planner import local_engine, make_plan, plan_run
+from atlas_fl.planning.ranks_and_cuts import cuts_for_planning
 from atlas_fl.report.tables import plan_tables
 from atlas_fl.setup.assembly import assemble
 from atlas_fl.storage.jsonl import read_json
@@ -126,11 +126,11 @@ def test_what_planning_sends_through_a_cut_is_as_predicted(
     settings = {"split": "movie-0=1,movie-1=2", "head": head, "graph": "adaptive", "max_length": longest}
     settings |= {"fingerprint": fingerprint, "fingerprint_steps": 12, "fingerprint_blocks": 2}
     assembly = assemble(config(tasks=("movie",), wire="int8", **settings))
-    made = plan_for(assembly, local_engine(assembly, ignore))
+    made = plan_run(assembly, local_engine(assembly, ignore))
     if fingerprint == "delta":
         assert set(made.plan.warmup["steps"].values()) == {12}, "an early end sends less"
     counted: Counter[tuple[str, str, str]] = Counter()
-    for row in made.crossed:
+    for row in made.cut_traffic:
         counted[row.client, row.phase, row.direction] += row.bytes
     predicted = {
         (client.name, phase, direction): size
@@ -210,11 +210,11 @@ def test_while_it_is_planned_a_client_is_cut_as_set_or_at_one_block_where_auto_h
 ) -> None:
     gb = 1 if split == "none" else (needs("2") + needs("none")) / 2
     assembly = assemble(config(devices=("small",), device=(SMALL.format(gb=gb),), ranks="2", split=split))
-    found = cuts_while_planning(assembly)
+    found = cuts_for_planning(assembly)
     greediest = max(assembly.clients, key=lambda own: int(assembly.site.data[own.name].splits["train"].offsets[-1]))
     assert (found[greediest.name].blocks if greediest.name in found else None) == cut
     roomy = assemble(config(devices=("small",), device=(SMALL.format(gb=1),), ranks="2", split="auto"))
-    assert cuts_while_planning(roomy) == {}
+    assert cuts_for_planning(roomy) == {}
 
 
 @pytest.mark.parametrize(

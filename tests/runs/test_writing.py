@@ -16,7 +16,7 @@ from atlas_fl.audit.check import audit
 from atlas_fl.cli.main import main
 from atlas_fl.config import Config
 from atlas_fl.experiment.run import resume_run, run_config
-from atlas_fl.planning.round_costs import step_of
+from atlas_fl.planning.round_costs import heaviest_step
 from atlas_fl.setup.assembly import assemble, pack_tokens
 from tests.runs.finished import FinishedRuns
 from tests.runs.reading import rows, same_tensors, state
@@ -153,7 +153,7 @@ def test_logits_are_counted_in_memory_and_packs(mixed: Make) -> None:
     for client in assembly.clients:
         own = assembly.site.data[client.name].splits["train"].num_targets
         most = int(np.sort(own)[::-1][: made.training.batch_size].sum())
-        assert step_of(assembly, client, None).logits == most * size
+        assert heaviest_step(assembly, client, None).logits == most * size
     # 4 copies of 4 bytes for each of a vocabulary that is all that counts
     big = replace(assembly.shape, vocabulary=50_000_000)
     made = replace(made, training=replace(made.training, pack_memory_gb=4.0))

@@ -2,7 +2,7 @@ import dataclasses
 
 import pytest
 
-from atlas_fl.planning.ranks_and_cuts import WEIGHTS, Candidate, choose, score, terms
+from atlas_fl.planning.ranks_and_cuts import SCORE_WEIGHTS, Candidate, choose_cut, score_cut, score_terms
 
 EVEN = Candidate(blocks=2, memory=0.5, importance=0.6, client_seconds=3.0, server_seconds=1.0, link_seconds=4.0)
 
@@ -12,9 +12,11 @@ def changed(**values: float) -> Candidate:
 
 
 def test_the_score_by_hand() -> None:
-    assert terms(EVEN) == pytest.approx({"memory": 0.5, "communication": 0.5, "importance": 0.6, "balance": 1 / 3})
-    assert score(EVEN) == pytest.approx(0.35 * 0.5 + 0.30 * 0.5 + 0.25 * 0.6 + 0.10 / 3)
-    assert sum(WEIGHTS.values()) == pytest.approx(1)
+    assert score_terms(EVEN) == pytest.approx(
+        {"memory": 0.5, "communication": 0.5, "importance": 0.6, "balance": 1 / 3}
+    )
+    assert score_cut(EVEN) == pytest.approx(0.35 * 0.5 + 0.30 * 0.5 + 0.25 * 0.6 + 0.10 / 3)
+    assert sum(SCORE_WEIGHTS.values()) == pytest.approx(1)
 
 
 @pytest.mark.parametrize(
@@ -22,30 +24,30 @@ def test_the_score_by_hand() -> None:
     [{"memory": 0.4}, {"link_seconds": 3.0}, {"importance": 0.7}, {"server_seconds": 3.0, "link_seconds": 6.0}],
 )
 def test_each_part_moves_the_score_the_right_way(better: dict[str, float]) -> None:
-    assert score(changed(**better)) > score(EVEN)
-    assert choose([EVEN, changed(blocks=3, **better)], "score")[0].blocks == 3
+    assert score_cut(changed(**better)) > score_cut(EVEN)
+    assert choose_cut([EVEN, changed(blocks=3, **better)], "score")[0].blocks == 3
 
 
 def test_time_and_score_may_disagree_and_both_say_why() -> None:
     slow = changed(blocks=1, memory=0.1, link_seconds=5.0)
     time = "smallest round time, 8.0 s, of 2 cuts that fit; best score, 0.63, at block 1"
-    assert choose([EVEN, slow], "time") == (EVEN, time)
-    best, reason = choose([EVEN, slow], "score")
+    assert choose_cut([EVEN, slow], "time") == (EVEN, time)
+    best, reason = choose_cut([EVEN, slow], "score")
     assert best is slow
     assert reason == (
         "best score, 0.63, of 2 cuts that fit (memory 0.90, communication 0.44, importance 0.60, balance 0.33);"
         " smallest round time, 8.0 s, at block 2"
     )
-    assert choose([EVEN], "time")[1].endswith("; best score, 0.51, as well")
+    assert choose_cut([EVEN], "time")[1].endswith("; best score, 0.51, as well")
 
 
 @pytest.mark.parametrize("objective", ["score", "time"])
 def test_equal_cuts_leave_fewer_blocks_on_the_client(objective) -> None:
     cuts = [changed(blocks=blocks) for blocks in (3, 1, 2)]
-    assert choose(cuts, objective)[0].blocks == 1
-    assert choose(cuts[:1], objective)[1].count("of 1 cut that fits") == 1
+    assert choose_cut(cuts, objective)[0].blocks == 1
+    assert choose_cut(cuts[:1], objective)[1].count("of 1 cut that fits") == 1
 
 
 def test_a_round_of_no_time_is_no_division_by_zero() -> None:
     free = changed(client_seconds=0.0, server_seconds=0.0, link_seconds=0.0)
-    assert terms(free) == {"memory": 0.5, "communication": 1.0, "importance": 0.6, "balance": 1.0}
+    assert score_terms(free) == {"memory": 0.5, "communication": 1.0, "importance": 0.6, "balance": 1.0}

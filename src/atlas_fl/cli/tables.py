@@ -9,7 +9,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from atlas_fl.audit.report import AuditRow, RoundSummary
-from atlas_fl.planning.place_client import Newcomer
+from atlas_fl.planning.place_client import ClientPlacement
 from atlas_fl.report.format import EMPTY, add_columns, cluster_name, new_table, number
 from atlas_fl.report.tables import closing_table
 
@@ -26,9 +26,9 @@ def outcome(folder: Path, summary: Mapping[str, Any], *, complete: bool) -> Iter
         yield f"not complete yet; go on with: atlas resume {folder}"
 
 
-def placement(newcomer: Newcomer) -> Iterator[RenderableType]:
+def placement(newcomer: ClientPlacement) -> Iterator[RenderableType]:
     """Where a newcomer belongs: a line for each cluster of the run with an arrow at its own, and the verdict."""
-    place = newcomer.place
+    place = newcomer.placement
     table = new_table(f"Place of {newcomer.name}")
     add_columns(table, ["", "cluster", "clients"], ["similarity"])
     for label, clients in newcomer.members.items():

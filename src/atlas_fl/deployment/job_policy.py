@@ -33,7 +33,7 @@ from atlas_fl.config.schema import AUTO, NONE, cut_setting
 from atlas_fl.deployment.settings_policy import asks_sensitivity
 from atlas_fl.errors import ProtocolError, one_line, short_repr
 from atlas_fl.params import HEAD, LORA_A, LORA_B, Params, shared_params
-from atlas_fl.planning.planning_costs import BATCHES
+from atlas_fl.planning.planning_costs import IMPORTANCE_BATCHES
 from atlas_fl.runtime.protocol.messages import Told, read_job, read_private
 from atlas_fl.setup.options import (
     cut_of,
@@ -124,7 +124,7 @@ ADAPTER_JOBS: Mapping[str, Expected] = {
     ),
     "importance": Expected(
         options=lambda config, *_: ImportanceOptions(
-            kind=config.ranks.importance, train=warmup_options(config), batches=BATCHES
+            kind=config.ranks.importance, train=warmup_options(config), batches=IMPORTANCE_BATCHES
         ),
         rounds=_ranked,
     ),

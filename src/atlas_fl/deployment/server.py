@@ -31,7 +31,7 @@ from atlas_fl.runtime.protocol.client_metadata import Census, stand_in
 from atlas_fl.runtime.remote import RemoteEngine
 from atlas_fl.runtime.transport.certificates import listed_clients, open_certs
 from atlas_fl.runtime.transport.event_loop import Desk
-from atlas_fl.setup.assembly import Assembly, Door, Newcomer, assemble, pick_device, trainable_of
+from atlas_fl.setup.assembly import Assembly, JoinQueue, Newcomer, assemble, pick_device, trainable_of
 from atlas_fl.setup.options import strategy_of
 from atlas_fl.storage import checkpoint
 from atlas_fl.storage.digests import check_files, check_state
@@ -241,10 +241,14 @@ def _assembly(config: Config, hall: Hall, desk: Desk, names: tuple[str, ...]) ->
     clients = tuple(client for client, _ in stand_ins.values())
     devices = tuple(seat.device for seat in seats if seat.device is not None)
     assembly = assemble(config, clients=clients, tokens=tokens, devices=devices)
-    return replace(assembly, door=_door(folder, hall, desk, tokens), apart=not is_fully_shared(config.mixing.share))
+    return replace(
+        assembly,
+        join_queue=_door(folder, hall, desk, tokens),
+        uses_placeholders=not is_fully_shared(config.mixing.share),
+    )
 
 
-def _door(folder: RunFolder, hall: Hall, desk: Desk, tokens: dict[str, ClientTokens]) -> Door:
+def _door(folder: RunFolder, hall: Hall, desk: Desk, tokens: dict[str, ClientTokens]) -> JoinQueue:
     """The door of a run that is served: those wait there whose seats are in no plan.
 
     Their stand-ins go to `tokens` as well, where the server's halves of cut models look them up.
@@ -264,11 +268,11 @@ def _door(folder: RunFolder, hall: Hall, desk: Desk, tokens: dict[str, ClientTok
                 found.append(Newcomer(client=client, device=device, tokens=own))
         return tuple(found)
 
-    return Door(
-        waiting=waiting,
-        let_in=enter,
-        turn_away=lambda name, error: desk.call(turn_away(hall, name, str(error))),
-        leave_out=lambda name, _: desk.call(leave_out(hall, name)),
+    return JoinQueue(
+        waiting_clients=waiting,
+        accept_client=enter,
+        reject_client=lambda name, error: desk.call(turn_away(hall, name, str(error))),
+        exclude_client=lambda name, _: desk.call(leave_out(hall, name)),
     )
 
 

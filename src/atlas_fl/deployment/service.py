@@ -19,7 +19,7 @@ from atlas_fl.errors import CheckpointError, ConfigError, ProtocolError, unknown
 from atlas_fl.events import OnEvent
 from atlas_fl.experiment.summary import versions
 from atlas_fl.params import digest
-from atlas_fl.planning.planner import whole_sender
+from atlas_fl.planning.planner import full_model_sender
 from atlas_fl.ranks.devices import Device
 from atlas_fl.runtime.coordinator.client_registry import Seat
 from atlas_fl.runtime.coordinator.coordinator import Hall
@@ -99,7 +99,7 @@ def hall_of(config: Config, listed: tuple[str, ...], desk: Desk, *, late: bool, 
     if trainable_of(config, tasks) == "full":
         body = trained_body(backbone, config)
         check_frames(body, sparse=config.sparse.has_mask and config.sparse.mask not in BY_SENSITIVITY)
-        how["new_sender"] = whole_sender(backbone, config, keeps=True, mask=mask)
+        how["new_sender"] = full_model_sender(backbone, config, keeps_trained=True, mask=mask)
         limit = min(FRAME_LIMIT, REST_BYTES + 2 * encoded_size(body))
     identity = identity_of(digest(dict(backbone.model.named_parameters())), config)
     hall = Hall(listed, identity, images=backbone.vision is not None, **how)

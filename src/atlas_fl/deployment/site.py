@@ -43,7 +43,7 @@ from atlas_fl.models.loading import build_first_blocks
 from atlas_fl.models.peft_io import export_adapter
 from atlas_fl.params import Params, digest
 from atlas_fl.partial_sharing import is_fully_shared
-from atlas_fl.planning.planner import whole_receiver
+from atlas_fl.planning.planner import full_model_receiver
 from atlas_fl.ranks.devices import find_devices
 from atlas_fl.runtime.coordinator.site_worker import Worker
 from atlas_fl.runtime.protocol.client_metadata import census_of
@@ -55,8 +55,8 @@ from atlas_fl.runtime.transport.client import Link, UnreachableError
 from atlas_fl.runtime.transport.frames import Head
 from atlas_fl.setup.assembly import (
     assemble,
+    client_side_runtime,
     scale_of,
-    site_below,
     source_of,
     targets_of,
     tokenise,
@@ -129,7 +129,7 @@ class WholeHome:
         self.fingerprint: str | None = _fingerprint(backbone)
         self.tokens = self._site.data[client.name]
         body, like = trained_body(backbone, config), outlined(assembly.full_models()[client.name])
-        self.receiver: Receiver = whole_receiver(backbone, config, keeps_trained=True)
+        self.receiver: Receiver = full_model_receiver(backbone, config, keeps_trained=True)
         self.actions: Mapping[str, Any] = ACTIONS
         self.outline = Outline(
             like=like,
@@ -208,7 +208,7 @@ class Home:
         if blocks is None or told is None:
             site, wanted = assemble(self._config, clients=(self._client,), tokens=tokens).site, self._model
         else:
-            site, wanted = site_below(self._config, tokens, blocks=blocks, max_tokens=told.tokens), told.part
+            site, wanted = client_side_runtime(self._config, tokens, blocks=blocks, max_tokens=told.tokens), told.part
         if (found := _fingerprint(site.backbone)) != wanted:
             part = "" if blocks is None else f" up to block {blocks}"
             raise ModelError(

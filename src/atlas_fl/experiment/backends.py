@@ -48,7 +48,7 @@ def multiprocess_backend(config: Config, on_event: OnEvent) -> Iterator[tuple[As
         memory = stack.enter_context(closing(SharedMemory()))
         threads = stack.enter_context(ThreadPoolExecutor(count))
         workers = stack.enter_context(processes(count, program=PROGRAM, memory=memory.file))
-        assembly, entries = share_weights(assemble(config, place="cpu"), memory.filled)
+        assembly, entries = share_weights(assemble(config, backbone_device="cpu"), memory.filled)
         threads_per_worker = _num_threads(torch.get_num_threads() // count)
         settled(
             workers,
@@ -65,7 +65,7 @@ def ray_backend(config: Config, on_event: OnEvent) -> Iterator[tuple[Assembly, E
     with ExitStack() as stack:
         cluster = stack.enter_context(ray_cluster())
         share = cluster.share(config.run.workers, cuda=cuda)
-        assembly, entries = share_weights(assemble(config, place="cpu"), cluster.filled)
+        assembly, entries = share_weights(assemble(config, backbone_device="cpu"), cluster.filled)
         threads = stack.enter_context(ThreadPoolExecutor(share.count))
         workers = stack.enter_context(cluster.actors(share, init_worker))
         # an actor sees no GPU but its own
@@ -131,7 +131,7 @@ def init_worker(head: Head, memory: Any) -> Bench:
     """The context of a worker, from its `worker_init_messages`; raises `DataError` where the data here are others."""
     torch.set_num_threads(head["threads"])
     config = parse_config(head["settings"], origin="the settings of this run")
-    assembly = assemble(config, weights=tensor_views(memory, head["weights"]), place=head["place"])
+    assembly = assemble(config, weights=tensor_views(memory, head["weights"]), backbone_device=head["place"])
     if _data_digest(assembly) != head["data"]:
         raise DataError(
             "a worker has read other data than the run; leave files alone while it goes on, and give every machine of a"

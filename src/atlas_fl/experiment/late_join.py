@@ -24,13 +24,20 @@ from atlas_fl.errors import AtlasError, CheckpointError, ConfigError
 from atlas_fl.events import Note, OnEvent, PhaseStarted
 from atlas_fl.experiment.state import FederationState, JoinResult
 from atlas_fl.params import HEAD, ByClient, Params
-from atlas_fl.planning.host_assignment import with_hosts
+from atlas_fl.planning.host_assignment import assign_hosts
 from atlas_fl.planning.leakage import every_cut, leakage_of
-from atlas_fl.planning.masks import Prepared, check_heads, fits_heads, full_client_plans, mask_brought, with_heads
-from atlas_fl.planning.plan import ClientPlan, Plan, Planned
-from atlas_fl.planning.planner import warm_start
-from atlas_fl.planning.ranks_and_cuts import cuts_while_planning, fit_ranks, own_importance
-from atlas_fl.planning.task_discovery import Identified, connect, fingerprints, identify, report_of, warmed_models
+from atlas_fl.planning.masks import MaskPlan, check_heads, fit_heads, full_client_plans, mask_messages, should_fit_heads
+from atlas_fl.planning.plan import ClientPlan, Plan, PlanResult
+from atlas_fl.planning.planner import initial_models
+from atlas_fl.planning.ranks_and_cuts import cuts_for_planning, fit_ranks, importance_by_client
+from atlas_fl.planning.task_discovery import (
+    TaskDiscovery,
+    clustering_report,
+    collect_fingerprints,
+    discover_tasks,
+    make_client_graph,
+    models_after_fingerprints,
+)
 from atlas_fl.runtime.engine import Engine, Tally, run_all
 from atlas_fl.setup.assembly import Assembly, Newcomer, with_newcomer, without_private
 from atlas_fl.setup.options import cut_of, fingerprint_options, is_reclustered, strategy_of
@@ -39,7 +46,7 @@ from atlas_fl.storage.ledger import LedgerRow
 
 
 def add_late_clients(
-    assembly: Assembly, planned: Planned, engine: Engine, state: FederationState, *, on_event: OnEvent
+    assembly: Assembly, planned: PlanResult, engine: Engine, state: FederationState, *, on_event: OnEvent
 ) -> JoinResult | None:
     """The federation with all waiting clients that can take part; None where no client waits.
 
@@ -49,7 +56,7 @@ def add_late_clients(
     strategy = strategy_of(config)
     if state.round % config.mixing.aggregate_every:
         return None  # who trains also sends, so who trains stays the same up to the next aggregation
-    for newcomer in assembly.door.waiting(state.round + 1):
+    for newcomer in assembly.join_queue.waiting_clients(state.round + 1):
         name = newcomer.client.name
         if name in extended.names:
             continue
@@ -62,20 +69,20 @@ def add_late_clients(
             strategy.check(models, addition[1].plan.federation())
         except AtlasError as error:
             on_event(Note(f"{name} does not join: {error}"))
-            assembly.door.turn_away(name, error)
+            assembly.join_queue.reject_client(name, error)
             continue
         extended, planned, newcomer_models[name] = addition
         on_event(Note(planned.plan.notes[-1]))
-        assembly.door.let_in(name)
+        assembly.join_queue.accept_client(name)
     if not newcomer_models:
         return None
     rows = tally.rows(round=state.round + 1)
-    planned = replace(planned, crossed=tuple(row for row in rows if row.client in newcomer_models))
+    planned = replace(planned, cut_traffic=tuple(row for row in rows if row.client in newcomer_models))
     return _join_result(extended, planned, state, newcomer_models, strategy=strategy)
 
 
 def _join_result(
-    assembly: Assembly, planned: Planned, state: FederationState, newcomer_models: ByClient, *, strategy: Strategy
+    assembly: Assembly, planned: PlanResult, state: FederationState, newcomer_models: ByClient, *, strategy: Strategy
 ) -> JoinResult:
     """The federation with the newcomers; the strategy makes their models and their entries in the server state."""
     federation = planned.plan.federation()
@@ -100,8 +107,8 @@ def _join_result(
 
 
 def _add_client(
-    newcomer: Newcomer, assembly: Assembly, planned: Planned, engine: Engine, state: FederationState
-) -> tuple[Assembly, Planned, Params]:
+    newcomer: Newcomer, assembly: Assembly, planned: PlanResult, engine: Engine, state: FederationState
+) -> tuple[Assembly, PlanResult, Params]:
     """(the assembly and the plan with this client, its own model before its first round).
 
     Raises `ConfigError` where it cannot take part, for example where its head does not fit the run's mask.
@@ -111,7 +118,7 @@ def _add_client(
     newcomer_only = replace(extended, clients=extended.clients[-1:], devices=extended.devices[-1:])
     if assembly.is_full:
         check_heads(extended)
-    cuts = {} if assembly.is_full else cuts_while_planning(newcomer_only)
+    cuts = {} if assembly.is_full else cuts_for_planning(newcomer_only)
     discovery = _discover_task(extended, newcomer_only, planned, engine, number=number, cuts=cuts)
     edges, warnings = _edges(extended, engine, discovery, state, cuts)
     adjacency = np.block([[planned.plan.adjacency, edges[:, None]], [edges[None, :], np.zeros((1, 1))]])
@@ -121,7 +128,7 @@ def _add_client(
     client = addition.clients[-1]
     plan = replace(
         planned.plan,
-        clients=with_hosts(extended, addition.clients),
+        clients=assign_hosts(extended, addition.clients),
         adjacency=adjacency,
         importance=addition.importance,
         clustering=discovery.report,
@@ -154,9 +161,9 @@ def _join_lora(
     newcomer: Newcomer,
     assembly: Assembly,
     newcomer_only: Assembly,
-    planned: Planned,
+    planned: PlanResult,
     engine: Engine,
-    discovery: Identified,
+    discovery: TaskDiscovery,
     cuts: Mapping[str, Cut],
 ) -> _PlanAddition:
     """Ranks and cut of the newcomer, and its adapters after the warm-up at these ranks."""
@@ -173,7 +180,7 @@ def _join_lora(
         cluster=discovery.labels[-1],
         **fitted.by_client[-1],
     )
-    (warmed_model,) = warm_start(newcomer_only, discovery, [client.ranks]).values()
+    (warmed_model,) = initial_models(newcomer_only, discovery, [client.ranks]).values()
     initial_model = without_private(extended, warmed_model, cut_of(extended.config, client.cut))
     return _PlanAddition(clients=(*planned.plan.clients, client), importance=layers, initial_model=initial_model)
 
@@ -182,19 +189,19 @@ def _join_full(
     newcomer: Newcomer,
     assembly: Assembly,
     newcomer_only: Assembly,
-    planned: Planned,
+    planned: PlanResult,
     engine: Engine,
-    discovery: Identified,
+    discovery: TaskDiscovery,
     _: Mapping[str, Cut],
 ) -> _PlanAddition:
     """The initial model of the newcomer, with a fitted head where no client has its task, and the messages for it."""
-    models, messages = discovery.warmed, list[LedgerRow]()
-    if fits_heads(assembly) and not _inherits_head(newcomer, assembly):
-        models, messages = with_heads(newcomer_only, engine, models)
+    models, messages = discovery.warmed_models, list[LedgerRow]()
+    if should_fit_heads(assembly) and not _inherits_head(newcomer, assembly):
+        models, messages = fit_heads(newcomer_only, engine, models)
     if planned.mask is not None:
         body = {key: values for key, values in planned.mask.items() if not key.startswith(HEAD)}
-        messages += mask_brought(newcomer_only, body)
-    prepared = Prepared(start=models, mask=planned.mask, messages=())
+        messages += mask_messages(newcomer_only, body)
+    prepared = MaskPlan(initial_models=models, mask=planned.mask, messages=())
     clients = (*planned.plan.clients, *full_client_plans(newcomer_only, prepared, discovery.labels[-1:]))
     return _PlanAddition(
         clients=clients,
@@ -222,27 +229,27 @@ def _check_task(newcomer: Newcomer, assembly: Assembly) -> None:
 def _discover_task(
     assembly: Assembly,
     newcomer_only: Assembly,
-    planned: Planned,
+    planned: PlanResult,
     engine: Engine,
     *,
     number: int,
     cuts: Mapping[str, Cut],
-) -> Identified:
+) -> TaskDiscovery:
     """Fingerprints and clusters of all, the newcomer last: its fingerprint has the options of the newest clustering."""
     config, plan = assembly.config, planned.plan
     labels = tuple(client.cluster for client in plan.clients)
     if planned.clustering is None:
-        discovery, labels = identify(newcomer_only, engine, clustered=False, cuts=cuts), (*labels, 0)
+        discovery, labels = discover_tasks(newcomer_only, engine, clustered=False, cuts=cuts), (*labels, 0)
         report = {"method": "none", "labels": list(labels)}
         return replace(discovery, labels=labels, report=report, warmup=_extend_warmup(plan, discovery.warmup))
     if planned.sketches is None:
         raise CheckpointError("the sketches of this run are not beside its plan; restore them, or begin another run")
     clustering_round = max((n for n in range(1, number) if is_reclustered(config, n)), default=0)
-    (update,) = fingerprints(
+    (update,) = collect_fingerprints(
         newcomer_only, engine, fingerprint_options(config, round=clustering_round), round=clustering_round, cuts=cuts
     )
     name = update.client
-    warmed = warmed_models(newcomer_only, [update], cuts)
+    warmed = models_after_fingerprints(newcomer_only, [update], cuts)
     warmup = {"steps": {name: int(update.metrics["steps"])}, "agreement": {name: update.metrics["agreement"]}}
     first, second = (update.params[half].numpy() for half in (FIRST, SECOND))
     tasks = [client.task.name for client in assembly.clients]
@@ -253,11 +260,11 @@ def _discover_task(
     sketches = np.concatenate([planned.sketches, np.stack([first, second])[:, None]], axis=1)
     clustering = append_client(planned.clustering, sketches, label=label)
     losses = {member: group["difficulty"] for group in plan.clustering["clusters"] for member in group["clients"]}
-    return Identified(
+    return TaskDiscovery(
         labels=clustering.labels,
         clustering=clustering,
-        report=report_of(clustering, assembly.names, tasks, {**losses, name: update.metrics["loss"]}),
-        warmed=warmed,
+        report=clustering_report(clustering, assembly.names, tasks, {**losses, name: update.metrics["loss"]}),
+        warmed_models=warmed,
         sketches=sketches,
         warmup=_extend_warmup(plan, warmup),
         notes=(),
@@ -270,36 +277,36 @@ def _extend_warmup(plan: Plan, newcomer: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _layer_importance(
-    newcomer_only: Assembly, plan: Plan, engine: Engine, discovery: Identified, cuts: Mapping[str, Cut]
+    newcomer_only: Assembly, plan: Plan, engine: Engine, discovery: TaskDiscovery, cuts: Mapping[str, Cut]
 ) -> np.ndarray:
     """(1, layers): that of its cluster, where all members have the same; its own without a cluster or other members."""
     label = discovery.labels[-1]
     members = [index for index, cluster in enumerate(discovery.labels[:-1]) if cluster == label != UNDECIDED]
     if discovery.clustering is not None and members:
         return plan.importance[members[:1]]
-    return own_importance(newcomer_only, engine, discovery.warmed, cuts=cuts)
+    return importance_by_client(newcomer_only, engine, discovery.warmed_models, cuts=cuts)
 
 
 def _edges(
-    assembly: Assembly, engine: Engine, discovery: Identified, state: FederationState, cuts: Mapping[str, Cut]
+    assembly: Assembly, engine: Engine, discovery: TaskDiscovery, state: FederationState, cuts: Mapping[str, Cut]
 ) -> tuple[np.ndarray, list[str]]:
     """The newcomer's edges (n,) in the graph of all clients, and that graph's warnings about it."""
     performance = None
     if discovery.clustering is not None and assembly.config.mixing.graph == "adaptive":
         performance = _validation_scores(engine, discovery, state, assembly.names[:-1], cuts)
-    graph = connect(assembly, engine, discovery, performance=performance)
+    graph = make_client_graph(assembly, engine, discovery, performance=performance)
     name = assembly.names[-1]
     return graph.adjacency[-1, :-1], [line for line in graph.warnings if line.startswith(f"{name} ")]
 
 
 def _validation_scores(
-    engine: Engine, discovery: Identified, state: FederationState, others: Sequence[str], cuts: Mapping[str, Cut]
+    engine: Engine, discovery: TaskDiscovery, state: FederationState, others: Sequence[str], cuts: Mapping[str, Cut]
 ) -> np.ndarray:
     """Validation scores: the last ones of the others, and that of the newcomer's own model."""
     options = EvaluateOptions(split="validation")
     jobs = [
         Job(client=name, params=params, round=0, options=options, cut=cuts.get(name))
-        for name, params in discovery.warmed.items()
+        for name, params in discovery.warmed_models.items()
     ]
     newcomer_score = run_all(engine, "evaluate", jobs)[0].metrics["primary"]
     mean_score = float(np.mean(list(state.validation_scores.values()))) if state.validation_scores else newcomer_score

@@ -28,7 +28,7 @@ from atlas_fl.params import (
     unflatten_by_client,
     unflatten_state,
 )
-from atlas_fl.planning.plan import Planned
+from atlas_fl.planning.plan import PlanResult
 from atlas_fl.storage import checkpoint, digests
 from atlas_fl.storage.checkpoint import Checkpoint
 from atlas_fl.storage.jsonl import (
@@ -151,10 +151,10 @@ class Recorder:
         now = peak_memory()
         return {kind: max(size, self.earlier_peak.get(kind, 0)) for kind, size in now.items()}
 
-    def record_plan(self, planned: Planned, state: FederationState, *, communicates: bool) -> None:
+    def record_plan(self, planned: PlanResult, state: FederationState, *, communicates: bool) -> None:
         """Write the plan, its messages, and the checkpoint from which round one starts."""
         self._write_plan(planned)
-        rows = [row.to_json() for row in (plan_messages(planned) if communicates else planned.crossed)]
+        rows = [row.to_json() for row in (plan_messages(planned) if communicates else planned.cut_traffic)]
         self._append_rows(self.folder.metrics, [])
         self._append_rows(self.folder.ledger, rows)
         if self.audit:
@@ -178,7 +178,7 @@ class Recorder:
             self.folder.metrics,
             [{**common, "client": client_plan.name, "cluster": client_plan.cluster} for client_plan in clients],
         )
-        rows: Sequence[LedgerRow] = join.planned.crossed
+        rows: Sequence[LedgerRow] = join.planned.cut_traffic
         if join.communicates:
             rows = plan_messages(join.planned, round=state.round + 1, only=join.newcomer_models)
         self._append_rows(self.folder.ledger, [row.to_json() for row in rows])
@@ -200,7 +200,7 @@ class Recorder:
         """Set the clients of the run, and the provenance with their data."""
         self.clients, self.provenance = clients, provenance_of(config, clients)
 
-    def record_new_plan(self, planned: Planned, *, round: int, resized_models: ByClient | None) -> None:
+    def record_new_plan(self, planned: PlanResult, *, round: int, resized_models: ByClient | None) -> None:
         """Write a plan that holds from this round on, and for the audit the models resized to its ranks."""
         self.plan_file = f"plan-{round:04d}.json"
         self._write_plan(planned)
@@ -225,7 +225,7 @@ class Recorder:
             self._save_checkpoint(state)
         return rows
 
-    def _write_plan(self, planned: Planned) -> None:
+    def _write_plan(self, planned: PlanResult) -> None:
         """Write a plan with its mask and its sketches, which figures show and late clients are compared to."""
         sketches = self.folder.sketches_of(self.plan_file)
         if planned.sketches is not None:

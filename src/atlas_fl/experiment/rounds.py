@@ -30,9 +30,9 @@ from atlas_fl.experiment.recorder import Recorder
 from atlas_fl.experiment.state import FederationState, RoundRecord, mean_validation_score, sum_cut_traffic
 from atlas_fl.params import ByClient, Params, ServerState, Split, flatten_state
 from atlas_fl.partial_sharing import expected_update, has_hidden_factors
-from atlas_fl.planning.host_assignment import hosting_of, seated
-from atlas_fl.planning.plan import Planned
-from atlas_fl.planning.planner import at_ranks, cuts_of, held_by, regraphed
+from atlas_fl.planning.host_assignment import attach_hosts, match_round_hosts
+from atlas_fl.planning.plan import PlanResult
+from atlas_fl.planning.planner import client_side_names, cuts_of, recluster, resize_adapters
 from atlas_fl.rng import generator
 from atlas_fl.runtime.engine import Engine, MissingAnswersError
 from atlas_fl.setup.assembly import Assembly
@@ -259,14 +259,14 @@ def screen_updates(assembly: Assembly, state: FederationState, updates: Sequence
 
 def run_rounds(
     assembly: Assembly,
-    planned: Planned,
+    planned: PlanResult,
     engine: Engine,
     state: FederationState,
     *,
     last: int,
     recorder: Recorder,
     on_event: OnEvent,
-) -> tuple[Assembly, Planned, FederationState]:
+) -> tuple[Assembly, PlanResult, FederationState]:
     """Run rounds `state.round + 1 .. last`; each is recorded before the next begins.
 
     The assembly that comes back includes the clients that joined.
@@ -306,13 +306,13 @@ def is_aggregation_round(config: Config, round: int) -> bool:
 
 def _recluster(
     assembly: Assembly,
-    planned: Planned,
+    planned: PlanResult,
     engine: Engine,
     state: FederationState,
     recorder: Recorder,
     *,
     on_event: OnEvent,
-) -> tuple[Planned, FederationState]:
+) -> tuple[PlanResult, FederationState]:
     """Cluster again: the plan from the next round on, and with `--rerank` every model resized to its ranks.
 
     The plan stays as it was where a client does not answer and the run goes on with fewer.
@@ -321,25 +321,25 @@ def _recluster(
     scores = np.array([state.validation_scores.get(name, 0.0) for name in assembly.names])
     models = state.client_models if rerank else None
     try:
-        planned = regraphed(planned, assembly, engine, round=number, performance=scores, models=models)
+        planned = recluster(planned, assembly, engine, round=number, performance=scores, models=models)
     except MissingAnswersError as error:
         on_event(Note(f"round {number}: the plan stays as it was, for want of answers of {', '.join(error.clients)}"))
         return planned, state
     if rerank:
         # The round before was aggregated (`config.validation`), so the server holds what the clients hold.
-        resized = at_ranks(state.client_models, planned.plan, assembly)
+        resized = resize_adapters(state.client_models, planned.plan, assembly)
         state = replace(state, client_models=resized, server_models=resized)
     recorder.record_new_plan(planned, round=number, resized_models=state.client_models if rerank else None)
     return planned, state
 
 
 def one_round(
-    assembly: Assembly, planned: Planned, engine: Engine, state: FederationState
+    assembly: Assembly, planned: PlanResult, engine: Engine, state: FederationState
 ) -> tuple[FederationState, RoundRecord]:
     """Train, screen, aggregate and evaluate once: the state after the round, and its record."""
     config, number = assembly.config, state.round + 1
     strategy, sampled = strategy_of(config), round_participants(config, assembly.names, round=number)
-    cuts, engine = cuts_of(assembly, planned.plan), seated(assembly, planned.plan.clients, engine)
+    cuts, engine = cuts_of(assembly, planned.plan), attach_hosts(assembly, planned.plan.clients, engine)
     updates = engine.run("train", _train_jobs(assembly, planned, state, sampled, cuts))
     received, aggregated = screen_updates(assembly, state, updates), is_aggregation_round(config, number)
     trained = {name: update.params for name, update in received.updates.items()}
@@ -372,8 +372,8 @@ def one_round(
         state_changed=server_step.server_state is not state.server_state,
         cut_traffic=sum_cut_traffic(updates),
         evaluation_cut_traffic=sum_cut_traffic(outcome.evaluations),
-        hosting=hosting_of(assembly, planned.plan.clients, training=updates, evaluation=outcome.evaluations),
-        client_side_names=held_by(assembly, cuts, state.client_models),
+        hosting=match_round_hosts(assembly, planned.plan.clients, training=updates, evaluation=outcome.evaluations),
+        client_side_names=client_side_names(assembly, cuts, state.client_models),
     )
     return state.after(record, server_models=server_step.server_models, server_state=server_step.server_state), record
 
@@ -393,7 +393,7 @@ class ServerStep:
 
 
 def _train_jobs(
-    assembly: Assembly, planned: Planned, state: FederationState, sampled: Sequence[str], cuts: Mapping[str, Cut]
+    assembly: Assembly, planned: PlanResult, state: FederationState, sampled: Sequence[str], cuts: Mapping[str, Cut]
 ) -> list[Job]:
     """The training jobs of these clients in the round after this state."""
     return make_jobs(
@@ -410,7 +410,7 @@ def _aggregate(
     strategy: Strategy,
     state: FederationState,
     trained: ByClient,
-    planned: Planned,
+    planned: PlanResult,
     *,
     apply: bool,
     refused: Collection[str],
@@ -441,7 +441,7 @@ def _warnings(config: Config, federation: Federation) -> list[str]:
     return [*share_warnings(federation, config.robust.max_share), *small]
 
 
-def _diversity(assembly: Assembly, planned: Planned, before: ByClient, outcome: RoundOutcome) -> Diversity | None:
+def _diversity(assembly: Assembly, planned: PlanResult, before: ByClient, outcome: RoundOutcome) -> Diversity | None:
     """How the server's step changed the distances between clients; None without evaluation or finite figures."""
     # distances between all pairs of a hundred whole models would cost more than the round, and where factors are at
     # the clients alone nobody has the updates of all

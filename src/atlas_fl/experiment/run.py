@@ -35,11 +35,11 @@ from atlas_fl.experiment.recorder import (
 from atlas_fl.experiment.rounds import run_rounds
 from atlas_fl.experiment.state import FederationState
 from atlas_fl.experiment.summary import attack_note, summarise, versions
-from atlas_fl.planning.plan import Plan, Planned
-from atlas_fl.planning.planner import check_clients, plan_for
+from atlas_fl.planning.plan import Plan, PlanResult
+from atlas_fl.planning.planner import check_clients, plan_run
 from atlas_fl.runtime.engine import Engine, MissingAnswersError
-from atlas_fl.setup.assembly import Assembly, put_off, with_planned, without_clients
-from atlas_fl.setup.options import attackers_in, strategy_of, with_attackers
+from atlas_fl.setup.assembly import Assembly, defer_late_clients, with_joined_clients, without_clients
+from atlas_fl.setup.options import configured_attackers, strategy_of, with_attackers
 from atlas_fl.storage import checkpoint, digests
 from atlas_fl.storage.files import run_lock, write_atomic
 from atlas_fl.storage.json_shapes import SUMMARY, check_shape, ledger_row, list_of, metrics_row, require_fields
@@ -127,7 +127,7 @@ def _continue_run(config: Config, folder: RunFolder, on_event: OnEvent, backend:
         emit(PhaseStarted("loading"))
         start_time = time.perf_counter()
         with backend(config, emit) as (assembly, engine):
-            assembly = put_off(assembly)
+            assembly = defer_late_clients(assembly)
             recorder = _make_recorder(config, assembly, folder)
             recorder.phase_seconds["loading"] = time.perf_counter() - start_time
             return _train_remaining(assembly, engine, recorder, folder, emit)
@@ -172,7 +172,7 @@ def _make_recorder(config: Config, assembly: Assembly, folder: RunFolder) -> Rec
 
 def _load_or_plan(
     assembly: Assembly, recorder: Recorder, folder: RunFolder, engine: Any, emit: OnEvent
-) -> tuple[Assembly, Planned, FederationState]:
+) -> tuple[Assembly, PlanResult, FederationState]:
     """The clients, the plan and the state to continue from: those of the newest good checkpoint, or new ones."""
     saved, damage_notes = checkpoint.load_latest(folder.checkpoints, check=partial(check_run_files, folder))
     if saved is None and (intact := checkpoint.load_latest(folder.checkpoints)[0]) is not None:
@@ -190,23 +190,23 @@ def _load_or_plan(
     recorder.phase_seconds["plan"] = time.perf_counter() - start_time
     strategy = strategy_of(assembly.config)
     # the same mapping twice: a checkpoint tells by it that everyone starts with what the server has
-    models = dict(planned.start)
+    models = dict(planned.initial_models)
     strategy.check(models, planned.plan.federation())
     state = FederationState(round=0, server_models=models, server_state=strategy.init(models), client_models=models)
     recorder.record_plan(planned, state, communicates=strategy.communicates)
     return assembly, planned, state
 
 
-def _make_plan(assembly: Assembly, engine: Any, emit: OnEvent) -> tuple[Assembly, Planned]:
+def _make_plan(assembly: Assembly, engine: Any, emit: OnEvent) -> tuple[Assembly, PlanResult]:
     """(the assembly of the planned clients, their plan); who does not answer is left out where fewer suffice."""
     while True:
         try:
-            return assembly, plan_for(assembly, engine, on_event=emit)
+            return assembly, plan_run(assembly, engine, on_event=emit)
         except MissingAnswersError as error:
             if set(error.clients) >= set(assembly.names):
                 raise
             for name in error.clients:
-                assembly.door.leave_out(name, error)
+                assembly.join_queue.exclude_client(name, error)
             assembly = without_clients(assembly, error.clients)
             missing = ", ".join(error.clients)
             emit(Note(f"the plan is made without {missing}; others: {', '.join(assembly.names)}"))
@@ -216,16 +216,16 @@ def _check_late_clients(assembly: Assembly) -> None:
     """Raise an `AtlasError` before the first round for a late client that cannot take part."""
     rounds = assembly.config.training.rounds
     if assembly.config.data.arrive:
-        late = [newcomer.client.name for newcomer in assembly.door.waiting(rounds)]
-        check_clients(with_planned(assembly, late, round=rounds))
+        late = [newcomer.client.name for newcomer in assembly.join_queue.waiting_clients(rounds)]
+        check_clients(with_joined_clients(assembly, late, round=rounds))
 
 
 def _restore_checkpoint(
     assembly: Assembly, recorder: Recorder, folder: RunFolder, saved: checkpoint.Checkpoint, emit: OnEvent
-) -> tuple[Assembly, Planned, FederationState]:
+) -> tuple[Assembly, PlanResult, FederationState]:
     """Restore the clients, the plan and the state of this checkpoint; truncate the logs to it."""
     plan = Plan.from_json(read_json(folder.path / saved.state["plan"]))
-    assembly = with_planned(assembly, [client.name for client in plan.clients], round=saved.round + 1)
+    assembly = with_joined_clients(assembly, [client.name for client in plan.clients], round=saved.round + 1)
     recorder.set_clients(assembly.config, assembly.clients)
     check_provenance(saved.state["origin"], recorder.provenance, folder=folder.path)
     if note := config_change_note(folder, saved):
@@ -249,7 +249,11 @@ def _restore_checkpoint(
     )
     mask = read_tensors(folder.mask) if plan.sparse else None
     sketches = read_sketches(folder.sketches_of(recorder.plan_file))
-    return assembly, Planned(plan=plan, start=client_models, sketches=sketches, clustering=clustering, mask=mask), state
+    return (
+        assembly,
+        PlanResult(plan=plan, initial_models=client_models, sketches=sketches, clustering=clustering, mask=mask),
+        state,
+    )
 
 
 def _check_clients(plan: Plan, assembly: Assembly, folder: RunFolder) -> None:
@@ -286,7 +290,7 @@ def _summarise_run(config: Config, folder: RunFolder, assembly: Assembly, record
         versions=versions(),
         full_model_bytes=payload_bytes(assembly.site.backbone.frozen),
         round_seconds=recorder.round_seconds,
-        attackers=attackers_in(config, assembly.names),
+        attackers=configured_attackers(config, assembly.names),
     )
 
 

@@ -14,8 +14,8 @@ from atlas_fl.client.importance import IMPORTANCE
 from atlas_fl.client.job import Update
 from atlas_fl.clustering.labels import UNDECIDED
 from atlas_fl.params import HEAD, LORA_A, LORA_B, ByClient, Params, ServerState, Split, shared_params
-from atlas_fl.planning.host_assignment import Hosting
-from atlas_fl.planning.plan import Plan, Planned
+from atlas_fl.planning.host_assignment import HostAssignment
+from atlas_fl.planning.plan import Plan, PlanResult
 from atlas_fl.setup.assembly import Assembly
 from atlas_fl.sparse.codec import values_size
 from atlas_fl.sparse.masks import Mask, num_kept
@@ -69,7 +69,7 @@ class RoundRecord:
     """By client with a cut, the bytes of all messages through it in training, refused or not."""
     evaluation_cut_traffic: Mapping[str, CutTraffic] = field(default_factory=dict)
     """The same in evaluation."""
-    hosting: Hosting = field(default_factory=Hosting)
+    hosting: HostAssignment = field(default_factory=HostAssignment)
     """Which clients computed the server halves of which others, where the server did not."""
     client_side_names: Mapping[str, frozenset[str]] = field(default_factory=dict)
     """By client with a cut, the names of its client-side tensors; the others never leave the server."""
@@ -225,13 +225,13 @@ class FederationState:
         )
 
 
-def plan_messages(planned: Planned, *, round: int = 0, only: Collection[str] | None = None) -> list[LedgerRow]:
+def plan_messages(planned: PlanResult, *, round: int = 0, only: Collection[str] | None = None) -> list[LedgerRow]:
     """The messages of planning: each client's sketches and layer importance up, its ranks and cluster down.
 
     With `only` (late clients), a client whose cluster has an importance sends none. The server computes the sketches of
     a client that is planned over its cut; that traffic is among the cut's.
     """
-    rows: list[LedgerRow] = [*planned.messages, *planned.crossed]
+    rows: list[LedgerRow] = [*planned.messages, *planned.cut_traffic]
     planned_over_cut = {row.client for row in rows if row.phase}
     first = {client.cluster: client.name for client in reversed(planned.plan.clients)}
     for index, client in enumerate(planned.plan.clients):
@@ -261,7 +261,7 @@ class JoinResult:
     """The federation with the clients that joined it."""
 
     assembly: Assembly
-    planned: Planned
+    planned: PlanResult
     state: FederationState
     newcomer_models: ByClient
     """The newcomers' models after the warm-up, at their ranks, before the first aggregation."""

@@ -1,22 +1,18 @@
-"""What the cuts of a model give away of the clients' texts.
+"""What the cuts of a model give away of the clients' texts: Fisher leakage (dFIL) and a token probe.
 
-What the rows that cross a cut give away of the tokens that went in.
+Two measures of the activations that cross a cut, both of the client's half alone:
 
-Two measures, both of the client's part alone:
-
-    dFIL   = Tr(J^T J) / d      J the derivative of the rows by what the first block is given, d its numbers
+    dFIL   = Tr(J^T J) / d      J the derivative of the rows by the first block's input, d the number of its elements
     probe  : a ridge regression from rows to token embeddings, and how often the nearest embedding is the right one
 
-The first is the mean diagonal of the Fisher information that unit Gaussian noise on the rows leaves; its inverse bounds
-the error of every unbiased attacker (Maeng et al. 2023, "Bounding the invertibility of privacy-preserving instance
-encoding using Fisher information"). The second is an attacker of the simplest kind. It needs pairs of rows and tokens,
-which anyone has who holds the public model. A probe that fails proves nothing; one that succeeds does.
+dFIL is the mean diagonal of the Fisher information under unit Gaussian noise on the rows; its inverse bounds the error
+of every unbiased attacker (Maeng et al. 2023, "Bounding the invertibility of privacy-preserving instance encoding using
+Fisher information"). The probe is an attacker of the simplest kind. It needs pairs of rows and tokens, which anyone has
+who holds the public model. A probe that fails proves nothing; one that succeeds does.
 
-What every cut of the model gives away of the clients' own texts, task by task.
-
-`planning.leakage` has the two measures. The probe is fitted on texts of the task's training examples and reads texts of
-its test examples, out of rows as they arrive over the wire of the config and with its noise. The model is the frozen
-one that all clients share and that anyone may have; adapters begin as no change of it.
+`leakage_of` measures each task's texts: the probe is fitted on training examples and reads test examples, from rows as
+the server receives them, with the config's wire format and noise. The model is the frozen backbone that all clients
+share; adapters start as no change of it.
 """
 
 from collections.abc import Mapping, Sequence
@@ -36,7 +32,7 @@ from atlas_fl.rng import torch_generator
 from atlas_fl.setup.assembly import Assembly
 from atlas_fl.split.codec import add_noise, decode_rows, encode_rows, simulated_secret
 
-MOST_PRODUCTS = 1 << 24
+MAX_PRODUCTS = 1 << 24
 """Products of rows and token embeddings that are held at once."""
 
 
@@ -51,31 +47,33 @@ def fisher_leakage(
         return 1.0
     total = 0.0
     for draw in range(draws):
-        given = embedded.detach().requires_grad_()
-        rows = run_blocks(backbone, given, layout, range(blocks))
+        inputs = embedded.detach().requires_grad_()
+        rows = run_blocks(backbone, inputs, layout, range(blocks))
         source = torch_generator(seed, "leakage", blocks, draw)
-        upper = torch.randn(rows.shape, generator=source).to(rows.device)
-        (found,) = torch.autograd.grad(rows, given, upper)
-        total += float(found.double().square().sum())
+        direction = torch.randn(rows.shape, generator=source).to(rows.device)
+        (gradient,) = torch.autograd.grad(rows, inputs, direction)
+        total += float(gradient.double().square().sum())
     return total / draws / embedded.numel()
 
 
-def token_probe(known: Tensor, tokens: Tensor, unseen: Tensor, *, embeddings: Tensor, ridge: float = 1e-3) -> Tensor:
-    """The tokens that the probe reads out of `unseen` rows, (m,) int64.
+def token_probe(
+    known_rows: Tensor, tokens: Tensor, unseen_rows: Tensor, *, embeddings: Tensor, ridge: float = 1e-3
+) -> Tensor:
+    """The tokens that the probe reads out of `unseen_rows`, (m,) int64.
 
-    It is fitted on `known` rows (n, hidden) of `tokens` (n,) int64; `unseen` is (m, hidden) and `embeddings`
+    It is fitted on `known_rows` (n, hidden) of `tokens` (n,) int64; `unseen_rows` is (m, hidden), `embeddings`
     (vocabulary, hidden) float32. `ridge` is in mean squares of the known rows' numbers.
     """
-    centre, middle = known.mean(0), embeddings.mean(0)
-    rows, wanted = (known - centre).double(), (embeddings[tokens] - middle).double()
+    row_mean, embedding_mean = known_rows.mean(0), embeddings.mean(0)
+    rows, targets = (known_rows - row_mean).double(), (embeddings[tokens] - embedding_mean).double()
     penalty = ridge * rows.square().mean() * len(rows)
     gram = rows.T @ rows + penalty.clamp(min=1e-12) * torch.eye(rows.shape[1], dtype=rows.dtype, device=rows.device)
-    weights = torch.linalg.solve(gram, rows.T @ wanted).float()
-    guessed = torch.nn.functional.normalize((unseen - centre) @ weights, dim=-1)
-    directions = torch.nn.functional.normalize(embeddings - middle, dim=-1)
+    weights = torch.linalg.solve(gram, rows.T @ targets).float()
+    predicted = torch.nn.functional.normalize((unseen_rows - row_mean) @ weights, dim=-1)
+    directions = torch.nn.functional.normalize(embeddings - embedding_mean, dim=-1)
     # Tokens times vocabulary would be larger than the model.
-    at_once = max(1, MOST_PRODUCTS // len(directions))
-    return torch.cat([(few @ directions.T).argmax(-1) for few in torch.split(guessed, at_once)])
+    batch_size = max(1, MAX_PRODUCTS // len(directions))
+    return torch.cat([(batch @ directions.T).argmax(-1) for batch in torch.split(predicted, batch_size)])
 
 
 KNOWN_TEXTS, UNSEEN_TEXTS, FISHER_TEXTS = 400, 100, 8
@@ -102,11 +100,11 @@ class CutLeakage:
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class _Texts:
-    """Some texts of a task, in rows that fit the memory of a pack, and what has come of them so far."""
+class _TextSample:
+    """Some texts of a task, in packed rows that fit the memory of a pack, and their hidden states so far."""
 
     rows: list[Row]
-    words: Tensor  # (tokens,) bool: all but the marks that a tokenizer sets around every text
+    is_word: Tensor  # (tokens,) bool: all but the marks that a tokenizer sets around every text
     ids: Tensor  # (words,) int64
     hidden: list[Tensor]  # of every row, (tokens, hidden)
 
@@ -122,40 +120,45 @@ def leakage_of(assembly: Assembly, cuts: Mapping[str, Sequence[int]]) -> tuple[C
 
     Raises `ConfigError` for a cut that leaves the server no block, `DataError` where a task's texts hold no token.
     """
-    found: list[CutLeakage] = []
-    for task, wanted in cuts.items():
-        known, unseen = _texts(assembly, task, "train", KNOWN_TEXTS), _texts(assembly, task, "test", UNSEEN_TEXTS)
-        done = 0
-        for blocks in sorted({_checked(assembly, blocks) for blocks in wanted}):
-            known, unseen = (_further(assembly, texts, range(done, blocks)) for texts in (known, unseen))
-            found.append(_measured(assembly, task, blocks, known=known, unseen=unseen))
-            done = blocks
-    return tuple(found)
+    results: list[CutLeakage] = []
+    for task, block_counts in cuts.items():
+        known_texts = _sample_texts(assembly, task, "train", KNOWN_TEXTS)
+        unseen_texts = _sample_texts(assembly, task, "test", UNSEEN_TEXTS)
+        depth = 0
+        for blocks in sorted({_check_blocks(assembly, blocks) for blocks in block_counts}):
+            known_texts = _run_further_blocks(assembly, known_texts, range(depth, blocks))
+            unseen_texts = _run_further_blocks(assembly, unseen_texts, range(depth, blocks))
+            results.append(_measure_cut(assembly, task, blocks, known_texts=known_texts, unseen_texts=unseen_texts))
+            depth = blocks
+    return tuple(results)
 
 
-def _measured(assembly: Assembly, task: str, blocks: int, *, known: _Texts, unseen: _Texts) -> CutLeakage:
+def _measure_cut(
+    assembly: Assembly, task: str, blocks: int, *, known_texts: _TextSample, unseen_texts: _TextSample
+) -> CutLeakage:
     backbone = assembly.site.backbone
-    seen, met = _arrived(assembly, known, name="known"), _arrived(assembly, unseen, name="unseen")
-    table = backbone.model.get_input_embeddings().weight.detach().float()
-    guessed = token_probe(seen, known.ids, met, embeddings=table)
-    few = make_row(_some(assembly, task, "test", FISHER_TEXTS), device=backbone.device)
-    given = embed_tokens(backbone, few.ids, few.types, few.layout)
+    known_rows = _received_rows(assembly, known_texts, name="known")
+    unseen_rows = _received_rows(assembly, unseen_texts, name="unseen")
+    embeddings = backbone.model.get_input_embeddings().weight.detach().float()
+    predicted = token_probe(known_rows, known_texts.ids, unseen_rows, embeddings=embeddings)
+    row = make_row(_first_examples(assembly, task, "test", FISHER_TEXTS), device=backbone.device)
+    embedded = embed_tokens(backbone, row.ids, row.types, row.layout)
     with torch.enable_grad():
-        dfil = fisher_leakage(backbone, given, few.layout, blocks=blocks, seed=assembly.config.run.seed)
+        dfil = fisher_leakage(backbone, embedded, row.layout, blocks=blocks, seed=assembly.config.run.seed)
     return CutLeakage(
         task=task,
         blocks=blocks,
         dfil=dfil,
-        read=_share(guessed == unseen.ids),
-        commonest=_share(known.ids.mode().values == unseen.ids),
-        known=len(known.ids),
-        unseen=len(unseen.ids),
+        read=_accuracy(predicted == unseen_texts.ids),
+        commonest=_accuracy(known_texts.ids.mode().values == unseen_texts.ids),
+        known=len(known_texts.ids),
+        unseen=len(unseen_texts.ids),
     )
 
 
-def _arrived(assembly: Assembly, texts: _Texts, *, name: str) -> Tensor:
-    """The words' rows as the server gets them, (words, hidden) float32."""
-    split, rows = assembly.config.split, torch.cat(texts.hidden)[texts.words]
+def _received_rows(assembly: Assembly, texts: _TextSample, *, name: str) -> Tensor:
+    """The rows of the words as the server receives them, (words, hidden) float32."""
+    split, rows = assembly.config.split, torch.cat(texts.hidden)[texts.is_word]
     if split.wire_noise:
         # An attacker has no secret of the client whose rows it reads, and so noise of its own on those that it knows.
         secret = simulated_secret(assembly.config.run.seed, name)
@@ -163,51 +166,53 @@ def _arrived(assembly: Assembly, texts: _Texts, *, name: str) -> Tensor:
     return decode_rows(encode_rows(rows, wire=split.wire))[0].to(rows.device)
 
 
-def _further(assembly: Assembly, texts: _Texts, blocks: range) -> _Texts:
-    """The texts when they have also gone through these blocks."""
+def _run_further_blocks(assembly: Assembly, texts: _TextSample, blocks: range) -> _TextSample:
+    """The texts after a forward pass through these blocks."""
     pairs = zip(texts.rows, texts.hidden, strict=True)
     hidden = [run_blocks(assembly.site.backbone, rows, row.layout, blocks) for row, rows in pairs]
     return replace(texts, hidden=hidden)
 
 
-def _texts(assembly: Assembly, task: str, split: Split, most: int) -> _Texts:
-    backbone, parts = assembly.site.backbone, _some(assembly, task, split, most)
+def _sample_texts(assembly: Assembly, task: str, split: Split, max_texts: int) -> _TextSample:
+    backbone, parts = assembly.site.backbone, _first_examples(assembly, task, split, max_texts)
     rows = [
-        make_row([parts[k].take(np.arange(len(parts[k]))[part]) for k, part in chunk], device=backbone.device)
+        make_row(
+            [parts[index].take(np.arange(len(parts[index]))[part]) for index, part in chunk], device=backbone.device
+        )
         for chunk in chunks([part.lengths for part in parts], assembly.site.max_tokens)
     ]
     ids = torch.cat([row.ids for row in rows])
-    words = ~torch.isin(ids, torch.tensor(_marks(assembly), device=ids.device))
-    if not words.any():
+    is_word = ~torch.isin(ids, torch.tensor(_special_token_ids(assembly), device=ids.device))
+    if not is_word.any():
         raise DataError(f"the {split} texts of task {task!r} hold no token to be read; give it other data")
     hidden = [embed_tokens(backbone, row.ids, row.types, row.layout) for row in rows]
-    return _Texts(rows=rows, words=words, ids=ids[words], hidden=hidden)
+    return _TextSample(rows=rows, is_word=is_word, ids=ids[is_word], hidden=hidden)
 
 
-def _some(assembly: Assembly, task: str, split: Split, most: int) -> list[EncodedExamples]:
+def _first_examples(assembly: Assembly, task: str, split: Split, num_left: int) -> list[EncodedExamples]:
     """The task's first examples, client after client."""
-    found: list[EncodedExamples] = []
+    taken: list[EncodedExamples] = []
     for client in assembly.clients:
-        if client.task.name == task and most:
-            own = assembly.site.data[client.name].splits[split]
-            found.append(own.take(np.arange(min(most, len(own)))))
-            most -= len(found[-1])
-    return found
+        if client.task.name == task and num_left:
+            examples = assembly.site.data[client.name].splits[split]
+            taken.append(examples.take(np.arange(min(num_left, len(examples)))))
+            num_left -= len(taken[-1])
+    return taken
 
 
-def _marks(assembly: Assembly) -> list[int]:
-    """The ids that stand around every text; a word that the tokenizer does not know is none of them."""
+def _special_token_ids(assembly: Assembly) -> list[int]:
+    """The ids of tokens that a tokenizer sets around every text; the unknown token is none of them."""
     tokenizer = assembly.site.backbone.tokenizer
     roles = ("cls_token_id", "sep_token_id", "bos_token_id", "eos_token_id", "pad_token_id")
-    found = [getattr(tokenizer, role, None) for role in roles]
-    return [int(mark) for mark in found if mark is not None and mark != tokenizer.unk_token_id]
+    token_ids = [getattr(tokenizer, role, None) for role in roles]
+    return [int(token_id) for token_id in token_ids if token_id is not None and token_id != tokenizer.unk_token_id]
 
 
-def _share(right: Tensor) -> float:
-    return float(right.double().mean())
+def _accuracy(is_correct: Tensor) -> float:
+    return float(is_correct.double().mean())
 
 
-def _checked(assembly: Assembly, blocks: int) -> int:
+def _check_blocks(assembly: Assembly, blocks: int) -> int:
     allowed = every_cut(assembly)
     if blocks not in allowed:
         raise ConfigError(

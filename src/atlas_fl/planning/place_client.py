@@ -1,4 +1,4 @@
-"""The place of a newcomer beside the clusters of a run: its fingerprint, taken as the run took its own."""
+"""The cluster of a run that a new client belongs to, by its fingerprint (`atlas place`)."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -20,8 +20,8 @@ from atlas_fl.errors import CheckpointError, ConfigError
 from atlas_fl.events import OnEvent, PhaseStarted, ignore
 from atlas_fl.planning.plan import Plan
 from atlas_fl.planning.planner import local_engine
-from atlas_fl.planning.ranks_and_cuts import decide, own_importance
-from atlas_fl.planning.task_discovery import fingerprints, how_taken
+from atlas_fl.planning.ranks_and_cuts import fit_client, importance_by_client
+from atlas_fl.planning.task_discovery import collect_fingerprints, fingerprint_signature
 from atlas_fl.ranks.devices import Device, find_devices
 from atlas_fl.runtime.engine import Engine
 from atlas_fl.setup.assembly import Assembly, assemble, load_clients, source_of
@@ -32,13 +32,13 @@ from atlas_fl.storage.run_folder import RunFolder, find_run
 
 
 @dataclass(frozen=True, kw_only=True)
-class Newcomer:
+class ClientPlacement:
     """A client that joins a run, and where it belongs."""
 
     name: str
     examples: int
     """Training examples that its fingerprint was taken from."""
-    place: Placement
+    placement: Placement
     members: Mapping[int, tuple[str, ...]]
     """The clients of every cluster of the run, by label."""
     ranks: tuple[int, ...] | None = None
@@ -47,7 +47,7 @@ class Newcomer:
 
 def place_client(
     run: str | Path, *, task: str, samples: int | None = None, device: str | None = None, on_event: OnEvent = ignore
-) -> Newcomer:
+) -> ClientPlacement:
     """Where a client with this data belongs in the run: its cluster, and how near each cluster is.
 
     `task` is a name, or `name=path` with the options of `--task`; of a task of the run no row that a client of the run
@@ -62,40 +62,40 @@ def place_client(
     folder = find_run(run)
     check_files(folder, folder.plan)
     config, plan = load_config(folder.config), Plan.from_json(read_json(folder.plan))
-    clustering = _clustering(folder, config, plan)
+    clustering = _load_clustering(folder, config, plan)
     check_files(folder, folder.config)
-    profile = None if device is None else _profile(config, device)
+    profile = None if device is None else _device_profile(config, device)
     on_event(PhaseStarted("loading"))
-    client = _newcomer(config, plan, task, samples)
+    client = _make_client(config, plan, task, samples)
     assembly = assemble(config, clients=(client,))
     engine = local_engine(assembly, on_event)
     on_event(PhaseStarted("fingerprints"))
-    (update,) = fingerprints(assembly, engine, fingerprint_options(config))
-    place = assign_client(clustering, update.params[FIRST].numpy(), update.params[SECOND].numpy())
-    names = [one.name for one in plan.clients]
-    return Newcomer(
+    (update,) = collect_fingerprints(assembly, engine, fingerprint_options(config))
+    placement = assign_client(clustering, update.params[FIRST].numpy(), update.params[SECOND].numpy())
+    names = [client_plan.name for client_plan in plan.clients]
+    return ClientPlacement(
         name=client.name,
         examples=len(client.train),
-        place=place,
+        placement=placement,
         members={
-            label: tuple(name for name, own in zip(names, clustering.labels, strict=True) if own == label)
+            label: tuple(name for name, cluster in zip(names, clustering.labels, strict=True) if cluster == label)
             for label in sorted(set(clustering.labels) - {UNDECIDED})
         },
-        ranks=None if profile is None else _ranks(assembly, engine, plan, profile, place, update),
+        ranks=None if profile is None else _assign_ranks(assembly, engine, plan, profile, placement, update),
     )
 
 
-def _clustering(folder: RunFolder, config: Config, plan: Plan) -> Clustering:
+def _load_clustering(folder: RunFolder, config: Config, plan: Plan) -> Clustering:
     """The run's clusters; an error where it has none, or where its sketches are not those that would be taken now."""
     if "similarity" not in plan.clustering:
         raise ConfigError(
             f"run {folder.path} has no clusters: strategy {config.mixing.strategy!r} uses none; name a run of another"
             " strategy, such as atlas"
         )
-    then, now = plan.warmup.get("taken", {}), how_taken(config, fingerprint_options(config))
-    changed = [key for key in now if key not in then or then[key] != now[key]]
+    saved, current = plan.warmup.get("taken", {}), fingerprint_signature(config, fingerprint_options(config))
+    changed = [key for key in current if key not in saved or saved[key] != current[key]]
     if changed:
-        key, old, new = _first_difference(changed[0], then.get(changed[0]), now[changed[0]])
+        key, old, new = _first_difference(changed[0], saved.get(changed[0]), current[changed[0]])
         raise CheckpointError(
             f"the sketches of run {folder.path} were taken with {key} = {old!r}, now it is {new!r};"
             " restore its config.toml, or run again with this version"
@@ -112,19 +112,19 @@ def _first_difference(name: str, old: object, new: object) -> tuple[str, object,
     return name, old, new
 
 
-def _profile(config: Config, device: str) -> Device:
+def _device_profile(config: Config, device: str) -> Device:
     return find_devices((), (device,))[0] if "=" in device else find_devices((device,), config.data.device)[0]
 
 
-def _newcomer(config: Config, plan: Plan, description: str, samples: int | None) -> ClientData:
+def _make_client(config: Config, plan: Plan, description: str, samples: int | None) -> ClientData:
     """One client of this task, numbered after those of the run."""
-    own = config.data.task
-    task = find_tasks((), (description,))[0] if "=" in description else find_tasks((description,), own)[0]
-    mine = tuple(one for one in own if one.startswith(f"{task.name}="))
+    run_tasks = config.data.task
+    task = find_tasks((), (description,))[0] if "=" in description else find_tasks((description,), run_tasks)[0]
+    matching = tuple(text for text in run_tasks if text.startswith(f"{task.name}="))
     names = tuple(name for name in config.data.tasks if name == task.name)
-    if names or mine:
-        dealt = load_clients(replace(config, data=replace(config.data, tasks=names, task=mine)))
-        task = _without(task, [client.train for client in dealt])
+    if names or matching:
+        clients = load_clients(replace(config, data=replace(config.data, tasks=names, task=matching)))
+        task = _without_rows(task, [client.train for client in clients])
     (client,) = make_clients(
         (task,),
         source_of(config),
@@ -138,11 +138,11 @@ def _newcomer(config: Config, plan: Plan, description: str, samples: int | None)
         seed=config.run.seed,
         shuffle_labels=False,
     )
-    number = sum(one.task == task.name for one in plan.clients)
+    number = sum(planned.task == task.name for planned in plan.clients)
     return replace(client, name=f"{task.name}-{number}")
 
 
-def _without(task: Task, used: list[Examples]) -> Task:
+def _without_rows(task: Task, used: list[Examples]) -> Task:
     """The task without these training rows."""
 
     def load(source: Source) -> TaskData:
@@ -152,13 +152,15 @@ def _without(task: Task, used: list[Examples]) -> Task:
     return replace(task, load=load, files=None)
 
 
-def _ranks(
-    assembly: Assembly, engine: Engine, plan: Plan, device: Device, place: Placement, update: Update
+def _assign_ranks(
+    assembly: Assembly, engine: Engine, plan: Plan, device: Device, placement: Placement, update: Update
 ) -> tuple[int, ...]:
     (client,) = assembly.clients
-    members = [index for index, one in enumerate(plan.clients) if one.cluster == place.cluster != UNDECIDED]
+    members = [
+        index for index, client_plan in enumerate(plan.clients) if client_plan.cluster == placement.cluster != UNDECIDED
+    ]
     if members:
         importance = np.asarray(plan.importance[members[0]])  # equal in all of a cluster
     else:
-        importance = own_importance(assembly, engine, {client.name: update.params})[0]
-    return decide(assembly, client, device, importance, communicates=True).assignment.ranks
+        importance = importance_by_client(assembly, engine, {client.name: update.params})[0]
+    return fit_client(assembly, client, device, importance, communicates=True).assignment.ranks

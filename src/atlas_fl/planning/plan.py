@@ -1,4 +1,4 @@
-"""The plan of a run as a value: what was decided for whom, printable, saved and audited."""
+"""The plan of a run as a value: what was decided for each client; saved, printed and audited."""
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
@@ -44,7 +44,7 @@ class ClientPlan:
     the device and `server_memory_bytes` of the server beside its frozen weights."""
 
     @property
-    def shared(self) -> int | None:
+    def sharing_cluster(self) -> int | None:
         """The cluster with which this client shares the adapters above its cut; None: they are its own."""
         return self.split.get("shared")
 
@@ -83,7 +83,7 @@ class Plan:
             head_groups=tuple(client.task for client in self.clients),
             importance=self.importance,
             layer_of=dict(self.layer_of),
-            cuts=tuple(None if client.shared is None else client.cut for client in self.clients),
+            cuts=tuple(None if client.sharing_cluster is None else client.cut for client in self.clients),
         )
 
     def to_json(self) -> dict[str, Any]:
@@ -107,7 +107,7 @@ class Plan:
     def from_json(data: Mapping[str, Any]) -> "Plan":
         """The plan that `to_json` wrote; raises `CheckpointError` where a part is missing or damaged."""
         try:
-            plan = _from_json(data)
+            plan = _plan_from_json(data)
             if fault := PLAN(data, ""):
                 raise CheckpointError(f"the plan is damaged ({fault}); restore the file, or run again")
             return plan
@@ -115,7 +115,7 @@ class Plan:
             raise CheckpointError(f"the plan is damaged ({error}); restore the file, or run again") from error
 
 
-def _from_json(data: Mapping[str, Any]) -> Plan:
+def _plan_from_json(data: Mapping[str, Any]) -> Plan:
     missing = [name for name in Plan.__dataclass_fields__ if name not in data]
     fields = ClientPlan.__dataclass_fields__
     missing += [name for name in fields for entry in data.get("clients", ()) if name not in entry]
@@ -130,12 +130,12 @@ def _from_json(data: Mapping[str, Any]) -> Plan:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Planned:
-    """A plan with what only a run needs of it."""
+class PlanResult:
+    """A plan with what only a run needs: initial models, sketches, mask, messages."""
 
     plan: Plan
-    start: Mapping[str, Params]
-    """The model that every client begins round one with."""
+    initial_models: Mapping[str, Params]
+    """Every client's model at the start of round one."""
     sketches: np.ndarray | None
     """(2, n, dim) float32: both sketches of every client."""
     clustering: Clustering | None
@@ -143,6 +143,6 @@ class Planned:
     mask: Mask | None = None
     """Which weights of a whole model may move; None for all, and for adapters."""
     messages: tuple[LedgerRow, ...] = ()
-    """What fitting heads and bringing the mask sent, at first or of those who have just joined."""
-    crossed: tuple[LedgerRow, ...] = ()
-    """What went through the cuts of clients while they were planned."""
+    """Ledger rows of fitting heads and sending the mask, at first or for clients that have just joined."""
+    cut_traffic: tuple[LedgerRow, ...] = ()
+    """Ledger rows of what went through the cuts of clients while they were planned."""

@@ -1,8 +1,8 @@
 """make_plan: a plan from a config, every step before round one in order; the initial models.
 
-Round one starts from the warmed-up model at each client's own ranks, or from an imported adapter. How adapters and
-whole models travel differs (`whole_sender`, `whole_receiver`); rounds, rules, records, resume and audit are the same
-code for both (`Site.trainable`).
+Round one starts from the warmed-up model at each client's own ranks, or from an imported adapter. Adapters and whole
+models are sent differently (`full_model_sender`, `full_model_receiver`); rounds, rules, records, resume and audit are
+the same code for both (`Site.trainable`).
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -25,19 +25,19 @@ from atlas_fl.models.backbone import Backbone
 from atlas_fl.models.lora import expand_rank
 from atlas_fl.models.peft_io import import_adapter
 from atlas_fl.params import LORA_A, LORA_B, ByClient, Params, digest, lora_modules
-from atlas_fl.planning.host_assignment import with_hosts
+from atlas_fl.planning.host_assignment import assign_hosts
 from atlas_fl.planning.leakage import CutLeakage, every_cut, leakage_of
 from atlas_fl.planning.masks import (
     check_heads,
-    check_memory,
+    check_training_memory,
+    fit_heads_and_mask,
     full_client_plans,
     full_notes,
-    prepare_whole,
     sparse_report,
 )
-from atlas_fl.planning.plan import ClientPlan, Plan, Planned
-from atlas_fl.planning.ranks_and_cuts import Fitted, cuts_while_planning, fit_ranks, measure_layers
-from atlas_fl.planning.task_discovery import Identified, connect, identify
+from atlas_fl.planning.plan import ClientPlan, Plan, PlanResult
+from atlas_fl.planning.ranks_and_cuts import RankPlan, cuts_for_planning, fit_ranks, measure_importance
+from atlas_fl.planning.task_discovery import TaskDiscovery, discover_tasks, make_client_graph
 from atlas_fl.runtime.engine import Engine, Tally
 from atlas_fl.runtime.local import LocalEngine
 from atlas_fl.runtime.protocol.model_sync import (
@@ -50,47 +50,47 @@ from atlas_fl.runtime.protocol.model_sync import (
     WholeSender,
     parted,
 )
-from atlas_fl.setup.assembly import Assembly, assemble, put_off, trained_body, without_private
-from atlas_fl.setup.options import cut_of, drawn_of, strategy_of
+from atlas_fl.setup.assembly import Assembly, assemble, defer_late_clients, trained_body, without_private
+from atlas_fl.setup.options import cut_of, random_mask_of, strategy_of
 from atlas_fl.sparse.masks import Mask
 from atlas_fl.split.channel import Cut
 from atlas_fl.split.model import select_client_side
 
 
-def warm_start(assembly: Assembly, found: Identified, ranks: Sequence[Sequence[int]]) -> dict[str, Params]:
+def initial_models(assembly: Assembly, discovery: TaskDiscovery, ranks: Sequence[Sequence[int]]) -> dict[str, Params]:
     """Every client's model before round one, at its ranks per layer, in the clients' order."""
     folder = assembly.config.model.init_adapter
     if folder is not None:
-        return _imported(assembly, Path(folder), ranks)
-    start: dict[str, Params] = {}
-    for client, own in zip(assembly.clients, ranks, strict=True):
-        fresh = assembly.start(client, tuple(own))
-        start[client.name] = expand_rank(fresh, found.warmed[client.name], assembly.site.scale)
-    return start
+        return _import_adapter(assembly, Path(folder), ranks)
+    models: dict[str, Params] = {}
+    for client, client_ranks in zip(assembly.clients, ranks, strict=True):
+        fresh = assembly.initial_params(client, tuple(client_ranks))
+        models[client.name] = expand_rank(fresh, discovery.warmed_models[client.name], assembly.site.scale)
+    return models
 
 
-def _imported(assembly: Assembly, folder: Path, ranks: Sequence[Sequence[int]]) -> dict[str, Params]:
-    """The adapter in this folder for every client, at its own ranks; its head where the labels are as many."""
+def _import_adapter(assembly: Assembly, folder: Path, ranks: Sequence[Sequence[int]]) -> dict[str, Params]:
+    """Import the adapter in this folder for every client, at its own ranks; its head where the label counts match."""
     params, old_scale = import_adapter(folder, family=assembly.site.backbone.family)
     missing = [module for module in assembly.site.modules if module + LORA_A not in params]
     if missing:
         layers = sorted({name.rsplit(".", 1)[-1] for name in lora_modules(params)})
         remedy = f"it adapts {', '.join(layers)}: set --targets to these" if layers else "it is of another model"
         raise ModelError(f"the adapter in {folder} lacks {missing[0]} and {len(missing) - 1} more; {remedy}")
-    scaled = _rescaled(params, old_scale=old_scale, assembly=assembly)
-    start: dict[str, Params] = {}
-    for client, own in zip(assembly.clients, ranks, strict=True):
-        fresh = assembly.start(client, tuple(own))
-        by_module = {module: own[assembly.layer_of[module]] for module in assembly.site.modules}
-        adapted = realign(scaled, by_module, assembly.site.scale)
+    scaled = _rescale_adapter(params, old_scale=old_scale, assembly=assembly)
+    models: dict[str, Params] = {}
+    for client, client_ranks in zip(assembly.clients, ranks, strict=True):
+        fresh = assembly.initial_params(client, tuple(client_ranks))
+        by_module = {module: client_ranks[assembly.layer_of[module]] for module in assembly.site.modules}
+        resized = realign(scaled, by_module, assembly.site.scale)
         # A head of other labels than the imported one's begins fresh.
-        fits = {key for key in fresh if key in adapted and adapted[key].shape == fresh[key].shape}
-        start[client.name] = {key: adapted[key] if key in fits else fresh[key] for key in fresh}
-    return start
+        matching = {key for key in fresh if key in resized and resized[key].shape == fresh[key].shape}
+        models[client.name] = {key: resized[key] if key in matching else fresh[key] for key in fresh}
+    return models
 
 
-def _rescaled(params: Params, *, old_scale: Callable[[int], float], assembly: Assembly) -> Params:
-    """The same function under this run's scale of a rank."""
+def _rescale_adapter(params: Params, *, old_scale: Callable[[int], float], assembly: Assembly) -> Params:
+    """Rescale B so that the adapter is the same function under this run's scale of a rank."""
     scaled = dict(params)
     for module in assembly.site.modules:
         rank = params[module + LORA_A].shape[0]
@@ -124,51 +124,51 @@ def local_engine(assembly: Assembly, on_event: OnEvent) -> LocalEngine:
     )
 
 
-def plan_for(assembly: Assembly, engine: Engine, *, on_event: OnEvent = ignore) -> Planned:
+def plan_run(assembly: Assembly, engine: Engine, *, on_event: OnEvent = ignore) -> PlanResult:
     """Phases 1 and 2 and the graph, over any engine; of whole models the head and the mask in the place of phase 2."""
     return (_plan_full if assembly.is_full else _plan_lora)(assembly, engine, on_event=on_event)
 
 
-def _plan_full(assembly: Assembly, engine: Engine, *, on_event: OnEvent) -> Planned:
+def _plan_full(assembly: Assembly, engine: Engine, *, on_event: OnEvent) -> PlanResult:
     config, strategy = assembly.config, strategy_of(assembly.config)
-    check_memory(assembly)
+    check_training_memory(assembly)
     if strategy.clustered:
         on_event(PhaseStarted("fingerprints"))
-    found = identify(assembly, engine, clustered=strategy.clustered)
-    graph = connect(assembly, engine, found)
+    discovery = discover_tasks(assembly, engine, clustered=strategy.clustered)
+    graph = make_client_graph(assembly, engine, discovery)
     on_event(PhaseStarted("head and mask" if config.sparse.has_mask else "head"))
-    prepared = prepare_whole(assembly, engine, found.warmed)
+    mask_plan = fit_heads_and_mask(assembly, engine, discovery.warmed_models)
     data = label_statistics(assembly.clients)
     plan = Plan(
-        clients=full_client_plans(assembly, prepared, found.labels),
+        clients=full_client_plans(assembly, mask_plan, discovery.labels),
         adjacency=graph.adjacency,
         importance=np.zeros((len(assembly.clients), 0)),
         layer_of={},
         lora={"alpha": None, "rslora": False},
-        clustering=found.report,
-        warmup=found.warmup,
-        graph=_neighbours(graph.adjacency) if strategy.clustered else {},
+        clustering=discovery.report,
+        warmup=discovery.warmup,
+        graph=_graph_entry(graph.adjacency) if strategy.clustered else {},
         data=data,
-        sparse=sparse_report(prepared.mask, config.sparse),
+        sparse=sparse_report(mask_plan.mask, config.sparse),
         notes=(
             *left_out_notes(assembly.clients),
             *shard_notes(data),
-            *found.notes,
+            *discovery.notes,
             *graph.warnings,
-            *full_notes(assembly, prepared),
+            *full_notes(assembly, mask_plan),
         ),
     )
-    return Planned(
-        plan=_announced(_with_eta_warnings(plan, config), on_event),
-        start=prepared.start,
-        sketches=found.sketches,
-        clustering=found.clustering,
-        mask=prepared.mask,
-        messages=prepared.messages,
+    return PlanResult(
+        plan=_announce_notes(_with_eta_warnings(plan, config), on_event),
+        initial_models=mask_plan.initial_models,
+        sketches=discovery.sketches,
+        clustering=discovery.clustering,
+        mask=mask_plan.mask,
+        messages=mask_plan.messages,
     )
 
 
-def _neighbours(adjacency: np.ndarray) -> dict[str, Any]:
+def _graph_entry(adjacency: np.ndarray) -> dict[str, Any]:
     return {"effective_neighbours": effective_neighbours(adjacency).tolist()}
 
 
@@ -179,23 +179,22 @@ def _with_eta_warnings(plan: Plan, config: Config) -> Plan:
     return replace(plan, notes=(*plan.notes, *eta_warnings(plan.federation(), kind=config.mixing.laplacian, eta=eta)))
 
 
-def _announced(plan: Plan, on_event: OnEvent) -> Plan:
+def _announce_notes(plan: Plan, on_event: OnEvent) -> Plan:
     for note in plan.notes:
         on_event(Note(note))
     return plan
 
 
-def _plan_lora(assembly: Assembly, engine: Engine, *, on_event: OnEvent) -> Planned:
-    config = assembly.config
-    strategy = strategy_of(config)
-    cuts, tally = cuts_while_planning(assembly), Tally(engine=engine)
+def _plan_lora(assembly: Assembly, engine: Engine, *, on_event: OnEvent) -> PlanResult:
+    config, strategy = assembly.config, strategy_of(assembly.config)
+    cuts, meter = cuts_for_planning(assembly), Tally(engine=engine)
     on_event(PhaseStarted("fingerprints"))
-    found = identify(assembly, tally, clustered=strategy.clustered, cuts=cuts)
+    discovery = discover_tasks(assembly, meter, clustered=strategy.clustered, cuts=cuts)
     on_event(PhaseStarted("ranks"))
-    layers = measure_layers(assembly, tally, found, cuts=cuts)
-    fitted = fit_ranks(assembly, found, layers, communicates=strategy.communicates)
-    graph = connect(assembly, tally, found, cuts=cuts)
-    clients = with_hosts(assembly, _client_plans(assembly, found, fitted))
+    layers = measure_importance(assembly, meter, discovery, cuts=cuts)
+    rank_plan = fit_ranks(assembly, discovery, layers, communicates=strategy.communicates)
+    graph = make_client_graph(assembly, meter, discovery, cuts=cuts)
+    clients = assign_hosts(assembly, _client_plans(assembly, discovery, rank_plan))
     data = label_statistics(assembly.clients)
     plan = Plan(
         clients=clients,
@@ -203,27 +202,33 @@ def _plan_lora(assembly: Assembly, engine: Engine, *, on_event: OnEvent) -> Plan
         importance=layers,
         layer_of=assembly.layer_of,
         lora={"alpha": config.model.lora_alpha, "rslora": config.model.rslora},
-        clustering=found.report,
-        warmup=found.warmup,
-        graph=_neighbours(graph.adjacency),
+        clustering=discovery.report,
+        warmup=discovery.warmup,
+        graph=_graph_entry(graph.adjacency),
         data=data,
-        leakage=_leakage(assembly, clients, on_event) if config.split.leakage else (),
-        notes=(*left_out_notes(assembly.clients), *shard_notes(data), *found.notes, *fitted.notes, *graph.warnings),
+        leakage=_measure_plan_leakage(assembly, clients, on_event) if config.split.leakage else (),
+        notes=(
+            *left_out_notes(assembly.clients),
+            *shard_notes(data),
+            *discovery.notes,
+            *rank_plan.notes,
+            *graph.warnings,
+        ),
     )
-    plan = _announced(_with_eta_warnings(plan, config), on_event)
-    start = begun(warm_start(assembly, found, [client.ranks for client in plan.clients]), plan.federation())
+    plan = _announce_notes(_with_eta_warnings(plan, config), on_event)
+    models = begun(initial_models(assembly, discovery, [client.ranks for client in plan.clients]), plan.federation())
     cuts = cuts_of(assembly, plan)
-    start = {name: without_private(assembly, params, cuts.get(name)) for name, params in start.items()}
-    return Planned(
+    models = {name: without_private(assembly, params, cuts.get(name)) for name, params in models.items()}
+    return PlanResult(
         plan=plan,
-        start=start,
-        sketches=found.sketches,
-        clustering=found.clustering,
-        crossed=tuple(tally.rows(round=0)),
+        initial_models=models,
+        sketches=discovery.sketches,
+        clustering=discovery.clustering,
+        cut_traffic=tuple(meter.rows(round=0)),
     )
 
 
-def _client_plans(assembly: Assembly, found: Identified, fitted: Fitted) -> tuple[ClientPlan, ...]:
+def _client_plans(assembly: Assembly, discovery: TaskDiscovery, rank_plan: RankPlan) -> tuple[ClientPlan, ...]:
     return tuple(
         ClientPlan(
             name=client.name,
@@ -234,63 +239,71 @@ def _client_plans(assembly: Assembly, found: Identified, fitted: Fitted) -> tupl
             **fit,
         )
         for client, device, cluster, fit in zip(
-            assembly.clients, assembly.devices, found.labels, fitted.by_client, strict=True
+            assembly.clients, assembly.devices, discovery.labels, rank_plan.by_client, strict=True
         )
     )
 
 
-def _leakage(assembly: Assembly, clients: Sequence[ClientPlan], on_event: OnEvent) -> tuple[dict[str, Any], ...]:
-    """Every cut of the tasks of which a client is cut, so that those that were taken stand beside the others."""
+def _measure_plan_leakage(
+    assembly: Assembly, clients: Sequence[ClientPlan], on_event: OnEvent
+) -> tuple[dict[str, Any], ...]:
+    """The leakage of every cut, for tasks with a cut client, so that chosen cuts can be compared with the others."""
     on_event(PhaseStarted("leakage"))
     tasks = dict.fromkeys(client.task for client in clients if client.cut is not None)
-    return tuple(asdict(found) for found in leakage_of(assembly, {task: every_cut(assembly) for task in tasks}))
+    return tuple(asdict(leakage) for leakage in leakage_of(assembly, {task: every_cut(assembly) for task in tasks}))
 
 
-def regraphed(
-    planned: Planned,
+def recluster(
+    planned: PlanResult,
     assembly: Assembly,
     engine: Engine,
     *,
     round: int,
     performance: np.ndarray,
     models: ByClient | None = None,
-) -> Planned:
-    """The plan with clusters and graph measured again before this round; labels keep their meaning.
+) -> PlanResult:
+    """Cluster the clients and build the graph again before this round; labels keep their meaning.
 
-    With `models`, what the clients hold, the ranks are chosen again by the importance measured there; else they stay.
+    With `models`, the clients' current ones, ranks are chosen again by the importance measured there; else they stay.
     """
-    cuts, tally = _apart(cuts_of(assembly, planned.plan)), Tally(engine=engine)
-    found = identify(assembly, tally, clustered=True, previous=planned.clustering, round=round, cuts=cuts)
-    graph = connect(assembly, tally, found, previous=planned.plan.adjacency, performance=performance, cuts=cuts)
+    cuts, meter = _unshared_cuts(cuts_of(assembly, planned.plan)), Tally(engine=engine)
+    discovery = discover_tasks(assembly, meter, clustered=True, previous=planned.clustering, round=round, cuts=cuts)
+    graph = make_client_graph(
+        assembly, meter, discovery, previous=planned.plan.adjacency, performance=performance, cuts=cuts
+    )
     plan = replace(planned.plan, notes=())
     if models is not None:
-        plan = _refitted(plan, assembly, tally, found, models, round=round)
+        plan = _refit_ranks(plan, assembly, meter, discovery, models, round=round)
     clients = tuple(
-        replace(client, cluster=cluster) for client, cluster in zip(plan.clients, found.labels, strict=True)
+        replace(client, cluster=cluster) for client, cluster in zip(plan.clients, discovery.labels, strict=True)
     )
     plan = replace(
         plan,
-        clients=with_hosts(assembly, clients),
+        clients=assign_hosts(assembly, clients),
         adjacency=graph.adjacency,
-        clustering=found.report,
-        graph=_neighbours(graph.adjacency),
-        notes=(*found.notes, *plan.notes, *graph.warnings),
+        clustering=discovery.report,
+        graph=_graph_entry(graph.adjacency),
+        notes=(*discovery.notes, *plan.notes, *graph.warnings),
     )
-    crossed = tuple(tally.rows(round=round))
-    return replace(planned, plan=plan, sketches=found.sketches, clustering=found.clustering, crossed=crossed)
+    cut_traffic = tuple(meter.rows(round=round))
+    return replace(
+        planned, plan=plan, sketches=discovery.sketches, clustering=discovery.clustering, cut_traffic=cut_traffic
+    )
 
 
-def _refitted(
-    plan: Plan, assembly: Assembly, engine: Engine, found: Identified, models: ByClient, *, round: int
+def _refit_ranks(
+    plan: Plan, assembly: Assembly, engine: Engine, discovery: TaskDiscovery, models: ByClient, *, round: int
 ) -> Plan:
-    cuts = _apart(cuts_of(assembly, plan))
-    layers = measure_layers(assembly, engine, found, models=models, round=round, cuts=cuts)
-    fitted = fit_ranks(assembly, found, layers, communicates=strategy_of(assembly.config).communicates)
-    return replace(plan, clients=_client_plans(assembly, found, fitted), importance=layers, notes=fitted.notes)
+    cuts = _unshared_cuts(cuts_of(assembly, plan))
+    layers = measure_importance(assembly, engine, discovery, models=models, round=round, cuts=cuts)
+    rank_plan = fit_ranks(assembly, discovery, layers, communicates=strategy_of(assembly.config).communicates)
+    return replace(
+        plan, clients=_client_plans(assembly, discovery, rank_plan), importance=layers, notes=rank_plan.notes
+    )
 
 
-def at_ranks(models: ByClient, plan: Plan, assembly: Assembly) -> dict[str, Params]:
-    """Every model at its client's ranks in this plan: the same function where they suffice, else the nearest."""
+def resize_adapters(models: ByClient, plan: Plan, assembly: Assembly) -> dict[str, Params]:
+    """Resize every model to its client's ranks in this plan: the same function where they suffice, else the nearest."""
     layer_of, modules, scale = assembly.layer_of, assembly.site.modules, assembly.site.scale
     return {
         client.name: realign(models[client.name], {name: client.ranks[layer_of[name]] for name in modules}, scale)
@@ -299,50 +312,52 @@ def at_ranks(models: ByClient, plan: Plan, assembly: Assembly) -> dict[str, Para
 
 
 def cuts_of(assembly: Assembly, plan: Plan) -> dict[str, Cut]:
-    """How each client of this plan that is cut is cut, by its name."""
-    found = {client.name: cut_of(assembly.config, client.cut, shared=client.shared) for client in plan.clients}
-    return {name: cut for name, cut in found.items() if cut is not None}
+    """The cut of each cut client of this plan, by name."""
+    cuts = {client.name: cut_of(assembly.config, client.cut, shared=client.sharing_cluster) for client in plan.clients}
+    return {name: cut for name, cut in cuts.items() if cut is not None}
 
 
-def _apart(cuts: Mapping[str, Cut]) -> dict[str, Cut]:
-    """The cuts of clients that are measured: what a client is like is its own, whatever it shares in training."""
+def _unshared_cuts(cuts: Mapping[str, Cut]) -> dict[str, Cut]:
+    """The cuts without shared server adapters: a client is measured by itself, whatever it shares in training."""
     return {name: replace(cut, shared=None) for name, cut in cuts.items()}
 
 
-def held_by(assembly: Assembly, cuts: Mapping[str, Cut], models: ByClient) -> dict[str, frozenset[str]]:
-    """The names of the trainable tensors that are on each client with a cut."""
+def client_side_names(assembly: Assembly, cuts: Mapping[str, Cut], models: ByClient) -> dict[str, frozenset[str]]:
+    """The names of the trainable tensors on the client's side, for each client with a cut."""
     return {
         name: select_client_side(assembly.site.backbone, models[name], blocks=cut.blocks, head=cut.head == "client")
         for name, cut in cuts.items()
     }
 
 
-def whole_sender(backbone: Backbone, config: Config, *, keeps: bool, mask: Mask | None = None) -> NewSender:
-    """Senders of whole models to ends that keep what they trained last, or not; `mask` where there is one already."""
-    known = None if mask is None else parted(mask)[0]
-    common = Common(home=digest(trained_body(backbone, config)), mask=known, drawn=drawn_of(config))
-    return lambda: WholeSender(common=common, counts_on_trained=keeps)
+def full_model_sender(
+    backbone: Backbone, config: Config, *, keeps_trained: bool, mask: Mask | None = None
+) -> NewSender:
+    """Make senders of whole models to receivers that keep what they trained last, or not; `mask` where there is one."""
+    body_mask = None if mask is None else parted(mask)[0]
+    common = Common(home=digest(trained_body(backbone, config)), mask=body_mask, drawn=random_mask_of(config))
+    return lambda: WholeSender(common=common, counts_on_trained=keeps_trained)
 
 
-def whole_receiver(backbone: Backbone, config: Config, *, keeps_trained: bool) -> WholeReceiver:
-    """The end of a client or worker to which whole models are sent."""
+def full_model_receiver(backbone: Backbone, config: Config, *, keeps_trained: bool) -> WholeReceiver:
+    """The receiver of whole models at a client or worker."""
     return WholeReceiver(
         home=trained_body(backbone, config), keeps_trained=keeps_trained, trains_heads=backbone.vision is None
     )
 
 
 def worker_sender(assembly: Assembly) -> NewSender:
-    """How jobs are sent to the workers of this assembly."""
+    """Make senders of jobs to the workers of this assembly."""
     if not assembly.is_full:
         return AdapterSender
-    return whole_sender(assembly.site.backbone, assembly.config, keeps=False)
+    return full_model_sender(assembly.site.backbone, assembly.config, keeps_trained=False)
 
 
 def worker_receiver(assembly: Assembly) -> Receiver:
-    """The end of a worker that has assembled the run."""
+    """The receiver of jobs at a worker of this assembly."""
     if not assembly.is_full:
         return AdapterReceiver()
-    return whole_receiver(assembly.site.backbone, assembly.config, keeps_trained=False)
+    return full_model_receiver(assembly.site.backbone, assembly.config, keeps_trained=False)
 
 
 def check_clients(assembly: Assembly) -> None:
@@ -350,11 +365,11 @@ def check_clients(assembly: Assembly) -> None:
     if assembly.is_full:
         check_heads(assembly)
     else:
-        cuts_while_planning(assembly)
+        cuts_for_planning(assembly)
 
 
 def make_plan(config: Config, *, on_event: OnEvent = ignore) -> Plan:
     """The plan of this config: what takes passes over the clients' data is done, nothing is trained federally."""
     on_event(PhaseStarted("loading"))
-    assembly = put_off(assemble(config))
-    return plan_for(assembly, local_engine(assembly, on_event), on_event=on_event).plan
+    assembly = defer_late_clients(assemble(config))
+    return plan_run(assembly, local_engine(assembly, on_event), on_event=on_event).plan

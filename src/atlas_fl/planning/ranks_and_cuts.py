@@ -1,26 +1,22 @@
-"""Phases 2 and 3: the ranks of every client, and where its model is cut.
+"""Phases 2 and 3: the importance of layers, the ranks of every client, and where its model is cut.
 
-Which of the cuts that fit a device is taken: the best weighted score, or the smallest predicted round time.
+Ranks are chosen by measured importance under each device's memory and upload. Of the cuts that fit a device, the one
+with the best weighted score is taken, or the one with the smallest predicted round time:
 
     score = 0.35 memory + 0.30 communication + 0.25 importance + 0.10 balance, each from 0 to 1
 
 | part | what it is |
 |---|---|
-| memory | share of the device's memory that the client's part leaves free |
+| memory | share of the device's memory that the client's half leaves free |
 | communication | share of the round that the link does not take: 1 - link seconds / all seconds |
 | importance | share of the utility sum I * r above the cut, where the gradient has crossed no wire |
 | balance | lesser of the two sides' computing seconds over the greater |
 
 The weights are those of the first ATLAS; its communication term counted layers, this one counts seconds.
-
-Phase 3: whether a client's model is cut, and where.
-
-Phase 2: how much each layer matters to each client, and the ranks and the cut that fit its device.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import repeat
 from typing import Any, Literal, TypeAlias
 
 import numpy as np
@@ -32,9 +28,15 @@ from atlas_fl.config.schema import AUTO, NONE, cut_setting
 from atlas_fl.data.clients import ClientData, majority
 from atlas_fl.errors import BudgetError, ConfigError
 from atlas_fl.params import ByClient
-from atlas_fl.planning.planning_costs import BATCHES, planning_bytes, planning_efforts
-from atlas_fl.planning.round_costs import assign, crossing_bytes, evaluation_bytes, predict, server_memory
-from atlas_fl.planning.task_discovery import Identified
+from atlas_fl.planning.planning_costs import IMPORTANCE_BATCHES, planning_bytes, predict_planning
+from atlas_fl.planning.round_costs import (
+    assign_client_ranks,
+    crossing_bytes,
+    evaluation_bytes,
+    predict_client_round,
+    server_memory,
+)
+from atlas_fl.planning.task_discovery import TaskDiscovery
 from atlas_fl.ranks.allocation import RankAssignment, cluster_importance, complexity_factors
 from atlas_fl.ranks.cost_model import RoundPrediction, cut_utilities
 from atlas_fl.ranks.devices import Device
@@ -45,7 +47,7 @@ from atlas_fl.split.channel import NO_CUTS, Cut
 
 Objective: TypeAlias = Literal["score", "time"]
 
-WEIGHTS: Mapping[str, float] = {"memory": 0.35, "communication": 0.30, "importance": 0.25, "balance": 0.10}
+SCORE_WEIGHTS: Mapping[str, float] = {"memory": 0.35, "communication": 0.30, "importance": 0.25, "balance": 0.10}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,7 +70,7 @@ class Candidate:
         return self.client_seconds + self.server_seconds + self.link_seconds
 
 
-def terms(candidate: Candidate) -> dict[str, float]:
+def score_terms(candidate: Candidate) -> dict[str, float]:
     """The four parts of the score before they are weighed, each from 0 to 1."""
     sides = (candidate.client_seconds, candidate.server_seconds)
     return {
@@ -79,32 +81,32 @@ def terms(candidate: Candidate) -> dict[str, float]:
     }
 
 
-def score(candidate: Candidate) -> float:
-    """The weighted sum of `terms`, 0 to 1."""
-    return sum(WEIGHTS[name] * value for name, value in terms(candidate).items())
+def score_cut(candidate: Candidate) -> float:
+    """The weighted sum of `score_terms`, 0 to 1."""
+    return sum(SCORE_WEIGHTS[name] * value for name, value in score_terms(candidate).items())
 
 
-def choose(candidates: Sequence[Candidate], objective: Objective) -> tuple[Candidate, str]:
+def choose_cut(candidates: Sequence[Candidate], objective: Objective) -> tuple[Candidate, str]:
     """The best of at least one candidate, the one with fewer blocks where two are equal, and the reason in words.
 
     The reason also says what the other objective would take.
     """
-    ordered = sorted(candidates, key=lambda own: own.blocks)
-    of = f"{len(ordered)} cut{'s' if len(ordered) > 1 else ''} that fit{'' if len(ordered) > 1 else 's'}"
-    quickest, best = min(ordered, key=lambda own: own.seconds), max(ordered, key=score)
-    time, worth = f"smallest round time, {quickest.seconds:.1f} s", f"best score, {score(best):.2f}"
+    ordered = sorted(candidates, key=lambda candidate: candidate.blocks)
+    among = f"{len(ordered)} cut{'s' if len(ordered) > 1 else ''} that fit{'' if len(ordered) > 1 else 's'}"
+    quickest, best = min(ordered, key=lambda candidate: candidate.seconds), max(ordered, key=score_cut)
+    time, worth = f"smallest round time, {quickest.seconds:.1f} s", f"best score, {score_cut(best):.2f}"
     if objective == "time":
-        return quickest, f"{time}, of {of}; {_also(worth, best, quickest)}"
-    parts = ", ".join(f"{name} {value:.2f}" for name, value in terms(best).items())
-    return best, f"{worth}, of {of} ({parts}); {_also(time, quickest, best)}"
+        return quickest, f"{time}, of {among}; {_other_choice(worth, best, quickest)}"
+    parts = ", ".join(f"{name} {value:.2f}" for name, value in score_terms(best).items())
+    return best, f"{worth}, of {among} ({parts}); {_other_choice(time, quickest, best)}"
 
 
-def _also(words: str, own: Candidate, taken: Candidate) -> str:
-    return f"{words}, {'as well' if own is taken else f'at block {own.blocks}'}"
+def _other_choice(text: str, other: Candidate, chosen: Candidate) -> str:
+    return f"{text}, {'as well' if other is chosen else f'at block {other.blocks}'}"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Fit:
+class ClientFit:
     """What was decided for one client on its device."""
 
     assignment: RankAssignment
@@ -114,11 +116,11 @@ class Fit:
     """Why there is this cut, or none; empty where splitting was not asked for."""
 
 
-Fitter: TypeAlias = Callable[[int | None, str], Fit]
+Fitter: TypeAlias = Callable[[int | None, str], ClientFit]
 """(blocks on the client, reason) -> what that comes to; raises `BudgetError` where it does not fit."""
 
 
-def decide(
+def fit_client(
     assembly: Assembly,
     client: ClientData,
     device: Device,
@@ -126,107 +128,117 @@ def decide(
     *,
     communicates: bool,
     factor: float = 1.0,
-) -> Fit:
+) -> ClientFit:
     """Ranks and cut of one client, from its importance (layers,) by layer; `factor` scales the budget of the ranks.
 
     With `auto` a device that can hold the model gets no cut. Raises `BudgetError` where nothing fits, `ConfigError`
     for a cut beyond the model.
     """
-    word = _word(assembly, client, device)
+    setting = _client_cut_setting(assembly, client, device)
 
-    def fit(blocks: int | None, reason: str) -> Fit:
+    def fit(blocks: int | None, reason: str) -> ClientFit:
         cut = cut_of(assembly.config, blocks)
-        assignment = assign(assembly, client, device, importance, factor=factor, cut=cut)
-        prediction = predict(assembly, client, device, assignment.ranks, cut=cut, communicates=communicates)
-        return Fit(assignment=assignment, prediction=prediction, cut=cut, reason=reason)
+        assignment = assign_client_ranks(assembly, client, device, importance, factor=factor, cut=cut)
+        prediction = predict_client_round(
+            assembly, client, device, assignment.ranks, cut=cut, communicates=communicates
+        )
+        return ClientFit(assignment=assignment, prediction=prediction, cut=cut, reason=reason)
 
-    if word == NONE:
-        return _whole(fit, assembly)
-    if word != AUTO:
-        return fit(_checked(int(word), assembly), "set by --split")
+    if setting == NONE:
+        return _fit_whole_model(fit, assembly)
+    if setting != AUTO:
+        return fit(_check_block(int(setting), assembly), "set by --split")
     try:
         return fit(None, "the device holds the whole model")
     except BudgetError:
         # Anything but memory is in the way of every cut as well, and is told there.
-        fits = list(_fits(fit, assembly))
+        fits = list(_fit_every_cut(fit, assembly))
     if not fits:
-        raise _nothing_fits(fit, device, assembly)
-    best, reason = choose([_candidate(own, importance) for own in fits], assembly.config.split.split_objective)
+        raise _no_cut_fits(fit, device, assembly)
+    best, reason = choose_cut(
+        [_candidate(client_fit, importance) for client_fit in fits], assembly.config.split.split_objective
+    )
     return fit(best.blocks, reason)
 
 
-def cuts_while_planning(assembly: Assembly) -> dict[str, Cut]:
+def cuts_for_planning(assembly: Assembly) -> dict[str, Cut]:
     """How clients are cut while they are planned, by name; nothing of those that are whole then.
 
     As `--split` says; with `auto`, which decides by what is measured, a device that cannot hold the model has one block
     until then. Raises `BudgetError` for a device that not even the smallest ranks fit, before anything is measured.
     """
-    found, even = {}, np.full(assembly.shape.num_layers, 1.0 / assembly.shape.num_layers)
+    cuts, uniform = {}, np.full(assembly.shape.num_layers, 1.0 / assembly.shape.num_layers)
     for client, device in zip(assembly.clients, assembly.devices, strict=True):
-        fit = decide(assembly, client, device, even, communicates=True)
+        fit = fit_client(assembly, client, device, uniform, communicates=True)
         if fit.cut is not None:
-            found[client.name] = replace(fit.cut, blocks=1) if _word(assembly, client, device) == AUTO else fit.cut
-    return found
+            is_auto = _client_cut_setting(assembly, client, device) == AUTO
+            cuts[client.name] = replace(fit.cut, blocks=1) if is_auto else fit.cut
+    return cuts
 
 
-def _word(assembly: Assembly, client: ClientData, device: Device) -> str:
+def _client_cut_setting(assembly: Assembly, client: ClientData, device: Device) -> str:
     return cut_setting(assembly.config.split.split, client=client.name, task=client.task.name, device=device.name)
 
 
-def shared_fits(assembly: Assembly, fits: Sequence[Fit], clusters: Sequence[int], *, communicates: bool) -> list[Fit]:
-    """What was decided, where the cut clients of a cluster share the adapters above their cuts.
+def share_server_adapters(
+    assembly: Assembly, fits: Sequence[ClientFit], clusters: Sequence[int], *, communicates: bool
+) -> list[ClientFit]:
+    """The fits when the cut clients of a cluster share the adapters above their cuts.
 
     A shared block has the largest rank that one of those who share it was given there: no device holds it or sends it,
     so no device's budget is in its way. Who is in no cluster (-1) shares with nobody.
     """
-    found = list(fits)
-    for k, own in enumerate(fits):
-        if own.cut is None or clusters[k] < 0:
+    shared_fits = list(fits)
+    for index, client_fit in enumerate(fits):
+        if client_fit.cut is None or clusters[index] < 0:
             continue
-        fellows = [one for one, cluster in zip(fits, clusters, strict=True) if cluster == clusters[k] and one.cut]
+        sharing = [fit for fit, cluster in zip(fits, clusters, strict=True) if cluster == clusters[index] and fit.cut]
         ranks = tuple(
-            rank if layer < own.cut.blocks else _largest(fellows, layer)
-            for layer, rank in enumerate(own.assignment.ranks)
+            rank if layer < client_fit.cut.blocks else _largest_rank(sharing, layer)
+            for layer, rank in enumerate(client_fit.assignment.ranks)
         )
-        client, device, cut = assembly.clients[k], assembly.devices[k], replace(own.cut, shared=clusters[k])
-        prediction = predict(assembly, client, device, ranks, cut=cut, communicates=communicates)
-        found[k] = replace(own, assignment=replace(own.assignment, ranks=ranks), prediction=prediction, cut=cut)
-    return found
+        client, device = assembly.clients[index], assembly.devices[index]
+        cut = replace(client_fit.cut, shared=clusters[index])
+        prediction = predict_client_round(assembly, client, device, ranks, cut=cut, communicates=communicates)
+        shared_fits[index] = replace(
+            client_fit, assignment=replace(client_fit.assignment, ranks=ranks), prediction=prediction, cut=cut
+        )
+    return shared_fits
 
 
-def _largest(fellows: Sequence[Fit], layer: int) -> int:
-    return max(one.assignment.ranks[layer] for one in fellows if one.cut is not None and one.cut.blocks <= layer)
+def _largest_rank(sharing: Sequence[ClientFit], layer: int) -> int:
+    return max(fit.assignment.ranks[layer] for fit in sharing if fit.cut is not None and fit.cut.blocks <= layer)
 
 
-def num_owners(fits: Sequence[Fit], cut: Cut, layers: int) -> tuple[int, ...]:
+def num_owners(fits: Sequence[ClientFit], cut: Cut, layers: int) -> tuple[int, ...]:
     """By block, how many clients share the adapters that the server has there for this one; 1 where it shares none."""
-    fellows = [one.cut for one in fits if one.cut is not None and one.cut.shared == cut.shared is not None]
-    return tuple(max(1, sum(own.blocks <= layer for own in fellows)) for layer in range(layers))
+    sharing = [fit.cut for fit in fits if fit.cut is not None and fit.cut.shared == cut.shared is not None]
+    return tuple(max(1, sum(shared_cut.blocks <= layer for shared_cut in sharing)) for layer in range(layers))
 
 
-def _whole(fit: Fitter, assembly: Assembly) -> Fit:
+def _fit_whole_model(fit: Fitter, assembly: Assembly) -> ClientFit:
     try:
         return fit(None, "" if assembly.config.split.split == NONE else "left whole by --split")
     except BudgetError as error:
         # models of images are not cut
-        if assembly.site.backbone.vision is None and any(_fits(fit, assembly)):
+        if assembly.site.backbone.vision is None and any(_fit_every_cut(fit, assembly)):
             raise BudgetError(f"{error}; or cut the model with --split auto, which fits") from error
         raise
 
 
-def _fits(fit: Fitter, assembly: Assembly) -> Iterator[Fit]:
-    """What every cut comes to that the device holds."""
-    return (found for blocks in range(1, assembly.shape.num_layers) if (found := _tried(fit, blocks)))
+def _fit_every_cut(fit: Fitter, assembly: Assembly) -> Iterator[ClientFit]:
+    """The fit of every cut that the device can hold."""
+    return (client_fit for blocks in range(1, assembly.shape.num_layers) if (client_fit := _try_cut(fit, blocks)))
 
 
-def _tried(fit: Fitter, blocks: int) -> Fit | None:
+def _try_cut(fit: Fitter, blocks: int) -> ClientFit | None:
     try:
         return fit(blocks, "")
     except BudgetError:
         return None
 
 
-def _nothing_fits(fit: Fitter, device: Device, assembly: Assembly) -> BudgetError:
+def _no_cut_fits(fit: Fitter, device: Device, assembly: Assembly) -> BudgetError:
     try:
         fit(1, "")
     except BudgetError as error:
@@ -234,7 +246,7 @@ def _nothing_fits(fit: Fitter, device: Device, assembly: Assembly) -> BudgetErro
     raise AssertionError("a cut that has just been refused fits")
 
 
-def _candidate(fit: Fit, importance: np.ndarray) -> Candidate:
+def _candidate(fit: ClientFit, importance: np.ndarray) -> Candidate:
     assert fit.cut is not None
     prediction, blocks = fit.prediction, fit.cut.blocks
     below, above = cut_utilities(importance, fit.assignment.ranks)[blocks]
@@ -248,19 +260,19 @@ def _candidate(fit: Fit, importance: np.ndarray) -> Candidate:
     )
 
 
-def _checked(blocks: int, assembly: Assembly) -> int:
-    most = assembly.shape.num_layers - 1
-    if not 1 <= blocks <= most:
-        allowed = f"none, auto, or 1 to {most}" if most else "none"
+def _check_block(blocks: int, assembly: Assembly) -> int:
+    last_block = assembly.shape.num_layers - 1
+    if not 1 <= blocks <= last_block:
+        allowed = f"none, auto, or 1 to {last_block}" if last_block else "none"
         raise ConfigError(
-            f"--split cuts at block {blocks}, and {assembly.site.backbone.name} has {most + 1} blocks with at least one"
-            f" on each side; allowed: {allowed}"
+            f"--split cuts at block {blocks}, and {assembly.site.backbone.name} has {last_block + 1} blocks with at"
+            f" least one on each side; allowed: {allowed}"
         )
     return blocks
 
 
 @dataclass(frozen=True, kw_only=True)
-class Fitted:
+class RankPlan:
     """The ranks of all clients with what they were chosen from."""
 
     by_client: tuple[dict[str, Any], ...]
@@ -268,10 +280,10 @@ class Fitted:
     notes: tuple[str, ...]
 
 
-def measure_layers(
+def measure_importance(
     assembly: Assembly,
     engine: Engine,
-    found: Identified,
+    discovery: TaskDiscovery,
     *,
     models: ByClient | None = None,
     round: int = 0,
@@ -282,16 +294,18 @@ def measure_layers(
     Measured at these models, or at the warmed-up ones, over the cuts of those that have one.
     A rule without clusters keeps every client's own: nothing may be shared that it does not share.
     """
-    own = own_importance(assembly, engine, found.warmed if models is None else models, round=round, cuts=cuts)
-    return own if found.clustering is None else cluster_importance(own, found.labels)
+    importance = importance_by_client(
+        assembly, engine, discovery.warmed_models if models is None else models, round=round, cuts=cuts
+    )
+    return importance if discovery.clustering is None else cluster_importance(importance, discovery.labels)
 
 
-def own_importance(
+def importance_by_client(
     assembly: Assembly, engine: Engine, models: ByClient, *, round: int = 0, cuts: Mapping[str, Cut] = NO_CUTS
 ) -> np.ndarray:
     """Importance of every layer as each client measures it at its model, (n, layers) float64; rows sum to one."""
     config = assembly.config
-    options = ImportanceOptions(kind=config.ranks.importance, train=warmup_options(config), batches=BATCHES)
+    options = ImportanceOptions(kind=config.ranks.importance, train=warmup_options(config), batches=IMPORTANCE_BATCHES)
     jobs = [
         Job(client=name, params=models[name], round=round, options=options, cut=cuts.get(name))
         for name in assembly.names
@@ -299,24 +313,29 @@ def own_importance(
     return np.stack([update.params[IMPORTANCE].numpy() for update in run_all(engine, "importance", jobs)])
 
 
-def fit_ranks(assembly: Assembly, found: Identified, layers: np.ndarray, *, communicates: bool) -> Fitted:
+def fit_ranks(assembly: Assembly, discovery: TaskDiscovery, layers: np.ndarray, *, communicates: bool) -> RankPlan:
     """Ranks per layer and client under each device's memory and upload, cuts, and what a round will cost there."""
     config = assembly.config.ranks
     factors = np.ones(len(assembly.clients))
     if config.complexity_scaling:
-        factors = complexity_factors(np.array([_difficulty(client) for client in assembly.clients]), found.labels)
-    decided = [
-        decide(assembly, client, device, importance, factor=float(factor), communicates=communicates)
+        factors = complexity_factors(
+            np.array([_task_difficulty(client) for client in assembly.clients]), discovery.labels
+        )
+    fits = [
+        fit_client(assembly, client, device, importance, factor=float(factor), communicates=communicates)
         for client, device, importance, factor in zip(assembly.clients, assembly.devices, layers, factors, strict=True)
     ]
-    notes = list(dict.fromkeys(note for fit in decided for note in fit.assignment.notes))
+    notes = list(dict.fromkeys(note for fit in fits for note in fit.assignment.notes))
     if assembly.config.split.server_adapters == "per_cluster":
-        decided = shared_fits(assembly, decided, found.labels, communicates=communicates)
-    planned = cuts_while_planning(assembly) if any(fit.cut for fit in decided) else NO_CUTS
-    fits = [
-        _entry(*own, decided, planned) for own in zip(repeat(assembly), assembly.clients, assembly.devices, decided)
+        fits = share_server_adapters(assembly, fits, discovery.labels, communicates=communicates)
+    planning_cuts = cuts_for_planning(assembly) if any(fit.cut for fit in fits) else NO_CUTS
+    entries = [
+        _client_entry(assembly, client, device, fit, fits, planning_cuts)
+        for client, device, fit in zip(assembly.clients, assembly.devices, fits, strict=True)
     ]
-    return Fitted(by_client=tuple(fits), notes=(*notes, *_cut_notes(assembly, fits), *_planning_notes(assembly, fits)))
+    return RankPlan(
+        by_client=tuple(entries), notes=(*notes, *_cut_notes(assembly, entries), *_planning_notes(assembly, entries))
+    )
 
 
 def _cut_notes(assembly: Assembly, fits: Sequence[Mapping[str, Any]]) -> list[str]:
@@ -331,31 +350,33 @@ def _cut_notes(assembly: Assembly, fits: Sequence[Mapping[str, Any]]) -> list[st
 
 def _planning_notes(assembly: Assembly, fits: Sequence[Mapping[str, Any]]) -> list[str]:
     """Who may have too small a device for being planned, though not for training: two models, or whole gradients."""
-    small = []
+    too_small = []
     for client, device, fit in zip(assembly.clients, assembly.devices, fits, strict=True):
-        phase, most = max(
-            ((phase, own["memory_bytes"]) for phase, own in fit["planning"].items()), key=lambda own: own[1]
+        phase, memory_bytes = max(
+            ((name, cost["memory_bytes"]) for name, cost in fit["planning"].items()), key=lambda item: item[1]
         )
-        if most > device.memory_bytes:
-            small.append(f"{client.name} ({most / 1e6:,.1f} MB for its {phase}, of {device.memory_bytes / 1e6:,.1f})")
-    if not small:
+        if memory_bytes > device.memory_bytes:
+            too_small.append(
+                f"{client.name} ({memory_bytes / 1e6:,.1f} MB for its {phase}, of {device.memory_bytes / 1e6:,.1f})"
+            )
+    if not too_small:
         return []
-    shown = ", ".join(small[:3]) + (f" and {len(small) - 3} more" if len(small) > 3 else "")
+    shown = ", ".join(too_small[:3]) + (f" and {len(too_small) - 3} more" if len(too_small) > 3 else "")
     return [f"planning takes more memory than the device has of {shown}; lower --batch-size or --fingerprint-blocks"]
 
 
-def _difficulty(client: ClientData) -> float:
+def _task_difficulty(client: ClientData) -> float:
     """How far guessing is from right: one less the share of the most frequent label; one without classes."""
     return 1.0 - (majority(client.train) or 0.0)
 
 
-def _entry(
+def _client_entry(
     assembly: Assembly,
     client: ClientData,
     device: Device,
-    fit: Fit,
-    fits: Sequence[Fit],
-    planned: Mapping[str, Cut],
+    fit: ClientFit,
+    fits: Sequence[ClientFit],
+    planning_cuts: Mapping[str, Cut],
 ) -> dict[str, Any]:
     prediction, assignment, cut = fit.prediction, fit.assignment, fit.cut
     split: dict[str, Any] = {"reason": fit.reason} if fit.reason else {}
@@ -372,12 +393,12 @@ def _entry(
                 assembly, client, cut, assignment.ranks, owners=num_owners(fits, cut, assembly.shape.num_layers)
             ),
         }
-        if client.name in planned:
-            split["planning_bytes"] = planning_bytes(assembly, client, planned[client.name])
+        if client.name in planning_cuts:
+            split["planning_bytes"] = planning_bytes(assembly, client, planning_cuts[client.name])
     return {
         "cut": None if cut is None else cut.blocks,
         "split": split,
-        "planning": planning_efforts(assembly, client, device, planned.get(client.name)),
+        "planning": predict_planning(assembly, client, device, planning_cuts.get(client.name)),
         "ranks": assignment.ranks,
         "budget_bytes": assignment.budget_bytes,
         "largest_rank": min(assignment.largest_rank, device.max_rank),

@@ -1,8 +1,6 @@
-"""Phase 1: fingerprints, clusters, and the graph of similar clients.
+"""Phase 1: fingerprints of all clients, the clusters they form, and the graph of similar clients.
 
-Phase 1: fingerprints of all clients, and the clusters that they show.
-
-The graph of phase 4: who listens to whom, from the sketches' noise-corrected similarity.
+The graph of phase 4 says who is mixed with whom, by the noise-corrected similarity of the sketches.
 """
 
 import time
@@ -29,7 +27,7 @@ from atlas_fl.split.channel import NO_CUTS, Cut
 from atlas_fl.storage.jsonl import from_json, to_json
 from atlas_fl.storage.ledger import payload_bytes
 
-_YOUNGER = (
+_ADDED_LATER = (
     "label_smoothing",
     "crop",
     "flip",
@@ -40,26 +38,26 @@ _YOUNGER = (
     "rate_by_round",
     "proximal_mu",
 )
-"""Options that are younger than sketches that others are compared with; at their default they say nothing."""
+"""Options that older sketches lack: left out of the signature at their default, so that those still compare."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Identified:
-    """What phase 1 found."""
+class TaskDiscovery:
+    """The result of phase 1: clusters, warmed-up models, sketches."""
 
     labels: tuple[int, ...]
     clustering: Clustering | None
     """None for a rule that needs no clusters."""
     report: Mapping[str, Any]
     """The clustering as plain data, with its agreement with the true tasks."""
-    warmed: Mapping[str, Params]
+    warmed_models: Mapping[str, Params]
     """Every client's model after the warm-up, at the warm-up's rank."""
     sketches: np.ndarray | None  # (2, n, dim) float32
     warmup: Mapping[str, Any]
     notes: tuple[str, ...]
 
 
-def identify(
+def discover_tasks(
     assembly: Assembly,
     engine: Engine,
     *,
@@ -67,7 +65,7 @@ def identify(
     previous: Clustering | None = None,
     round: int = 0,
     cuts: Mapping[str, Cut] = NO_CUTS,
-) -> Identified:
+) -> TaskDiscovery:
     """Fingerprint every client, over its cut where it has one, and cluster the sketches.
 
     A rule without clusters takes the same warm-up where the fingerprint is one that trains, so that every strategy
@@ -75,60 +73,62 @@ def identify(
     not taken at all. `round` above 0 measures again, in another order and with twice the batches
     or steps.
     """
-    began = time.perf_counter()
+    start_time = time.perf_counter()
     options = fingerprint_options(assembly.config, round=round)
     if not clustered and options.kind != "delta":
-        return _without_clusters(assembly, warmed=shared_starts(assembly, cuts))
-    updates = fingerprints(assembly, engine, options, round=round, cuts=cuts)
-    warmed = warmed_models(assembly, updates, cuts)
-    warmup = _cost(updates, seconds=time.perf_counter() - began) | {"taken": how_taken(assembly.config, options)}
+        return _discovery_without_clusters(assembly, models=warm_up_models(assembly, cuts))
+    updates = collect_fingerprints(assembly, engine, options, round=round, cuts=cuts)
+    models = models_after_fingerprints(assembly, updates, cuts)
+    warmup = _warm_up_report(updates, seconds=time.perf_counter() - start_time) | {
+        "taken": fingerprint_signature(assembly.config, options)
+    }
     tasks = [client.task.name for client in assembly.clients]
     if not clustered:
-        return _without_clusters(assembly, warmed=warmed, warmup=warmup)
+        return _discovery_without_clusters(assembly, models=models, warmup=warmup)
     sketches = np.stack([[update.params[name].numpy() for update in updates] for name in (FIRST, SECOND)])
-    clustering = _cluster(assembly, sketches, tasks, previous)
-    return Identified(
+    clustering = _cluster_sketches(assembly, sketches, tasks, previous)
+    return TaskDiscovery(
         labels=clustering.labels,
         clustering=clustering,
-        report=report_of(clustering, assembly.names, tasks, {u.client: u.metrics["loss"] for u in updates}),
-        warmed=warmed,
+        report=clustering_report(clustering, assembly.names, tasks, {u.client: u.metrics["loss"] for u in updates}),
+        warmed_models=models,
         sketches=sketches,
         warmup=warmup,
         notes=(*clustering.warnings, *purity_warnings(clustering.labels, tasks)),
     )
 
 
-def _without_clusters(
-    assembly: Assembly, *, warmed: Mapping[str, Params], warmup: Mapping[str, Any] | None = None
-) -> Identified:
+def _discovery_without_clusters(
+    assembly: Assembly, *, models: Mapping[str, Params], warmup: Mapping[str, Any] | None = None
+) -> TaskDiscovery:
     labels = (0,) * len(assembly.clients)
-    return Identified(
+    return TaskDiscovery(
         labels=labels,
         clustering=None,
         report={"method": "none", "labels": list(labels)},
-        warmed=warmed,
+        warmed_models=models,
         sketches=None,
         warmup=warmup or {},
         notes=(),
     )
 
 
-def how_taken(config: Config, options: FingerprintOptions) -> dict[str, Any]:
+def fingerprint_signature(config: Config, options: FingerprintOptions) -> dict[str, Any]:
     """All that two sketches must have in common to be compared, as plain data for strict JSON."""
     model = config.model
     shared = {"model": model.model, "targets": model.targets, "precision": model.precision, "alpha": model.lora_alpha}
     shared |= {"rslora": model.rslora, "rank": warmup_rank(config), "max_length": config.data.max_length}
     if config.images.image_size is not None:
         shared["image_size"] = config.images.image_size
-    taken = {**shared, **asdict(options)}
-    usual = asdict(TrainOptions(seed=0))
-    same = {key for key in _YOUNGER if taken["train"][key] == usual[key]}
-    taken["train"] = {key: value for key, value in taken["train"].items() if key not in same}
-    plain: dict[str, Any] = from_json(to_json(taken))
-    return plain
+    settings = {**shared, **asdict(options)}
+    defaults = asdict(TrainOptions(seed=0))
+    unchanged = {key for key in _ADDED_LATER if settings["train"][key] == defaults[key]}
+    settings["train"] = {key: value for key, value in settings["train"].items() if key not in unchanged}
+    signature: dict[str, Any] = from_json(to_json(settings))
+    return signature
 
 
-def fingerprints(
+def collect_fingerprints(
     assembly: Assembly,
     engine: Engine,
     options: FingerprintOptions,
@@ -151,54 +151,56 @@ def fingerprints(
         )
     jobs = [
         Job(client=name, params=params, round=round, options=options, cut=cuts.get(name))
-        for name, params in shared_starts(assembly, cuts).items()
+        for name, params in warm_up_models(assembly, cuts).items()
     ]
     return run_all(engine, "fingerprint", jobs)
 
 
-def shared_starts(assembly: Assembly, cuts: Mapping[str, Cut] = NO_CUTS) -> dict[str, Params]:
+def warm_up_models(assembly: Assembly, cuts: Mapping[str, Cut] = NO_CUTS) -> dict[str, Params]:
     """What every client begins with: whole models, or adapters at the warm-up's rank; heads are fresh."""
     if assembly.is_full:
         return assembly.full_models()
     ranks = (warmup_rank(assembly.config),) * assembly.shape.num_layers
     return {
-        client.name: without_private(assembly, assembly.start(client, ranks), cuts.get(client.name))
+        client.name: without_private(assembly, assembly.initial_params(client, ranks), cuts.get(client.name))
         for client in assembly.clients
     }
 
 
-def warmed_models(
+def models_after_fingerprints(
     assembly: Assembly, updates: Sequence[Update], cuts: Mapping[str, Cut] = NO_CUTS
 ) -> dict[str, Params]:
     """The clients' models after their fingerprints; whole models are as they were, and were not sent back."""
     if assembly.is_full:
-        return shared_starts(assembly, cuts)
+        return warm_up_models(assembly, cuts)
     return {u.client: {k: t for k, t in u.params.items() if k not in (FIRST, SECOND)} for u in updates}
 
 
-def _cluster(assembly: Assembly, sketches: np.ndarray, tasks: Sequence[str], previous: Clustering | None) -> Clustering:
+def _cluster_sketches(
+    assembly: Assembly, sketches: np.ndarray, tasks: Sequence[str], previous: Clustering | None
+) -> Clustering:
     config = assembly.config
-    chosen = config.clustering
+    options = config.clustering
     settings = ClusteringSettings(
         seed=config.run.seed,
-        clusters=chosen.clusters,
-        cluster_by=chosen.cluster_by,
-        k_range=chosen.k_range,
-        min_cluster_size=chosen.min_cluster_size,
-        pca_components=chosen.pca_components,
-        incremental_pca=chosen.incremental_pca,
-        threshold=chosen.similarity_threshold,
-        min_reliability=chosen.min_reliability,
-        stability=chosen.stability,
+        clusters=options.clusters,
+        cluster_by=options.cluster_by,
+        k_range=options.k_range,
+        min_cluster_size=options.min_cluster_size,
+        pca_components=options.pca_components,
+        incremental_pca=options.incremental_pca,
+        threshold=options.similarity_threshold,
+        min_reliability=options.min_reliability,
+        stability=options.stability,
         # Fisher information is positive everywhere; what tells clients apart is its difference from the mean.
-        centre=chosen.fingerprint == "fisher",
+        centre=options.fingerprint == "fisher",
     )
-    if chosen.clusters == "oracle":
+    if options.clusters == "oracle":
         return oracle_clustering(tasks, first=sketches[0], second=sketches[1], settings=settings)
     return cluster_clients(sketches[0], sketches[1], settings=settings, previous=previous, names=assembly.names)
 
 
-def report_of(
+def clustering_report(
     clustering: Clustering, names: Sequence[str], tasks: Sequence[str], losses: Mapping[str, float]
 ) -> dict[str, Any]:
     """The clustering as plain data, with its agreement with the true tasks and a summary of each cluster."""
@@ -209,7 +211,7 @@ def report_of(
     }
 
 
-def _cost(updates: Sequence[Update], *, seconds: float) -> dict[str, Any]:
+def _warm_up_report(updates: Sequence[Update], *, seconds: float) -> dict[str, Any]:
     sketch = select(updates[0].params, (FIRST, SECOND))
     return {
         "steps": {update.client: int(update.metrics["steps"]) for update in updates},
@@ -219,10 +221,10 @@ def _cost(updates: Sequence[Update], *, seconds: float) -> dict[str, Any]:
     }
 
 
-def connect(
+def make_client_graph(
     assembly: Assembly,
     engine: Engine,
-    found: Identified,
+    discovery: TaskDiscovery,
     *,
     previous: np.ndarray | None = None,
     performance: np.ndarray | None = None,
@@ -234,22 +236,24 @@ def connect(
     """
     config = assembly.config.mixing
     # Without structure everyone stays alone: the nearest of strangers is still a stranger.
-    sought = assembly.config.clustering.clusters == "auto"
-    strangers = found.clustering is not None and sought and not found.clustering.structure["found"]
-    if found.clustering is None:
+    searches_clusters = assembly.config.clustering.clusters == "auto"
+    no_structure = (
+        discovery.clustering is not None and searches_clusters and not discovery.clustering.structure["found"]
+    )
+    if discovery.clustering is None:
         size = len(assembly.clients)
         return Graph(adjacency=np.zeros((size, size)), warnings=())
     if config.graph == "adaptive" and performance is None:
-        performance = _scores(assembly, engine, found, cuts)
+        performance = _validation_scores(assembly, engine, discovery, cuts)
     return make_graph(
-        similarity_distances(found.clustering.similarity),
-        np.array(found.labels, dtype=np.int64),
+        similarity_distances(discovery.clustering.similarity),
+        np.array(discovery.labels, dtype=np.int64),
         GraphOptions(
             graph=config.graph,
             alpha=config.alpha,
             symmetrize=config.symmetrize,
             neighbours=config.neighbours,
-            singleton_neighbours=0 if strangers else config.singleton_neighbours,
+            singleton_neighbours=0 if no_structure else config.singleton_neighbours,
             ema=config.graph_ema,
             block_diagonal=config.block_diagonal,
         ),
@@ -260,10 +264,12 @@ def connect(
     )
 
 
-def _scores(assembly: Assembly, engine: Engine, found: Identified, cuts: Mapping[str, Cut]) -> np.ndarray:
+def _validation_scores(
+    assembly: Assembly, engine: Engine, discovery: TaskDiscovery, cuts: Mapping[str, Cut]
+) -> np.ndarray:
     options = EvaluateOptions(split="validation")
     jobs = [
-        Job(client=name, params=found.warmed[name], round=0, options=options, cut=cuts.get(name))
+        Job(client=name, params=discovery.warmed_models[name], round=0, options=options, cut=cuts.get(name))
         for name in assembly.names
     ]
     return np.array([update.metrics["primary"] for update in run_all(engine, "evaluate", jobs)])

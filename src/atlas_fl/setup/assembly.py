@@ -1,10 +1,7 @@
-"""From a config to clients, backbone and runtime.
+"""From a config to clients, backbone and compute context; the queue of clients that join later.
 
-The door of a run that has begun: who waits to join it, and what they are told.
-
-From a config to the things that a run works with: clients with their data and devices, and the site they share.
-
-Who is there when: an assembly without those who come later, and with those who have come.
+An `Assembly` is what a run works with before anything is planned: clients with their data and devices, and the `Site`
+that they share. Clients that `--arrive` names wait in its `JoinQueue` until their round.
 """
 
 import functools
@@ -51,33 +48,33 @@ class Newcomer:
     tokens: ClientTokens
 
 
-def _nobody(_round: int) -> tuple[Newcomer, ...]:
+def _no_newcomers(_round: int) -> tuple[Newcomer, ...]:
     return ()
 
 
-def _anyone(_name: str) -> None:
+def _do_nothing(_name: str) -> None:
     return None
 
 
-def _stop(_name: str, error: AtlasError) -> None:
+def _raise_error(_name: str, error: AtlasError) -> None:
     raise error
 
 
 @dataclass(frozen=True, kw_only=True)
-class Door:
-    """How a run learns who came late; in a simulation its config says so, and what cannot be ends it."""
+class JoinQueue:
+    """How a run learns of clients that join later; in a simulation from its config, and a rejection ends the run."""
 
-    waiting: Callable[[int], tuple[Newcomer, ...]] = _nobody
-    """(round) -> who would take part from this round on."""
-    let_in: Callable[[str], None] = _anyone
-    """Told of everyone who is in the plan from now on."""
-    turn_away: Callable[[str, AtlasError], None] = _stop
-    """Told (client, reason) of everyone who cannot be in it."""
-    leave_out: Callable[[str, AtlasError], None] = _stop
-    """Told (client, reason) of everyone without whose answers the plan is made; it may join later."""
+    waiting_clients: Callable[[int], tuple[Newcomer, ...]] = _no_newcomers
+    """(round) -> the clients that would take part from this round on."""
+    accept_client: Callable[[str], None] = _do_nothing
+    """Called with every client that is in the plan from now on."""
+    reject_client: Callable[[str, AtlasError], None] = _raise_error
+    """Called with (client, reason) for every client that cannot be in it."""
+    exclude_client: Callable[[str, AtlasError], None] = _raise_error
+    """Called with (client, reason) for every client that the plan is made without; it may join later."""
 
 
-CLOSED = Door()
+NO_LATE_CLIENTS = JoinQueue()
 
 
 # Beyond this many tokens a CPU gains nothing from larger packs: the products are at the hardware's limit.
@@ -100,9 +97,9 @@ class Assembly:
     shape: ModelShape
     layer_of: dict[str, int]
     """Block of every adapted module."""
-    door: Door = CLOSED
-    apart: bool = False
-    """Whether what clients do not share stays where they are (`private`)."""
+    join_queue: JoinQueue = NO_LATE_CLIENTS
+    uses_placeholders: bool = False
+    """Whether placeholders stand for parameters that clients do not share (`partial_sharing`)."""
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -123,10 +120,10 @@ class Assembly:
         """What every client begins with that trains all weights: these, one mapping a task, and its task's head."""
         body = trained_body(self.site.backbone, self.config)
         tasks = {client.task.name: client.task for client in self.clients}
-        starts = {name: {**body, **self._head(task)} for name, task in tasks.items()}
+        starts = {name: {**body, **self._initial_head(task)} for name, task in tasks.items()}
         return {client.name: starts[client.task.name] for client in self.clients}
 
-    def _head(self, task: Task) -> Params:
+    def _initial_head(self, task: Task) -> Params:
         backbone, seed = self.site.backbone, self.config.run.seed
         if backbone.vision is None:
             return fresh(backbone, {}, ranks={}, task=task, seed=seed)
@@ -134,16 +131,18 @@ class Assembly:
         weight.normal_(std=HEAD_STD, generator=torch_generator(seed, "head", task.name))
         return {HEAD + "bias": torch.zeros(task.num_labels), HEAD + "weight": weight}
 
-    def start(self, client: ClientData, ranks: tuple[int, ...]) -> Params:
+    def initial_params(self, client: ClientData, ranks: tuple[int, ...]) -> Params:
         """The shared initialisation at these ranks per layer: what every client of one task begins with."""
-        site, own = self.site, {name: ranks[self.layer_of[name]] for name in self.site.modules}
-        return fresh(site.backbone, site.modules, ranks=own, task=client.task, seed=self.config.run.seed)
+        site, module_ranks = self.site, {name: ranks[self.layer_of[name]] for name in self.site.modules}
+        return fresh(site.backbone, site.modules, ranks=module_ranks, task=client.task, seed=self.config.run.seed)
 
 
 def source_of(config: Config) -> Source:
     """Where the tasks of this config are read from."""
-    own, share = config.data.data_dir, config.images.validation_share
-    return Source(cache_dir=embedded_dir(), data_dir=None if own is None else Path(own), validation_share=share)
+    data_dir, share = config.data.data_dir, config.images.validation_share
+    return Source(
+        cache_dir=embedded_dir(), data_dir=None if data_dir is None else Path(data_dir), validation_share=share
+    )
 
 
 def load_clients(config: Config) -> tuple[ClientData, ...]:
@@ -174,12 +173,12 @@ def assemble(
     tokens: Mapping[str, ClientTokens] | None = None,
     devices: tuple[Device, ...] | None = None,
     weights: Params | None = None,
-    place: str | None = None,
+    backbone_device: str | None = None,
 ) -> Assembly:
     """Load the clients, or take those that are given, load the backbone and tokenise.
 
     `tokens` of every client and `devices`, one for each, stand in for those that the config would give, `weights` for
-    those of the backbone's files, and `place`, a device of torch, for the one that the packs are sized for.
+    those of the backbone's files, and `backbone_device`, a device of torch, for the one that packs are sized for.
     Raises an `AtlasError` for whatever the config names that is not to be had.
     """
     devices = find_devices(config.data.devices, config.data.device) if devices is None else devices
@@ -188,8 +187,8 @@ def assemble(
     trainable, images = trainable_of(config, tasks), any(task.images for task in tasks)
     # a CPU computes whole image models in fp16 too
     precision = "fp32" if images and trainable == "full" else config.model.precision
-    picked = pick_device(config.run.accelerator, precision=precision)
-    backbone = backbone_of(config, tasks, device=place or picked, weights=weights)
+    default_device = pick_device(config.run.accelerator, precision=precision)
+    backbone = backbone_of(config, tasks, device=backbone_device or default_device, weights=weights)
     if tokens is None:
         tokens = {client.name: tokenise(client, backbone, config.data, trainable=trainable) for client in clients}
     site = Site(
@@ -202,14 +201,14 @@ def assemble(
     )
     whole_images = trainable == "full" and images
     shape = plain_shape(backbone) if whole_images else model_shape(backbone, site.modules)
-    most = min(PACK_IMAGES, config.training.pack_tokens or PACK_IMAGES) if whole_images else None
+    max_images = min(PACK_IMAGES, config.training.pack_tokens or PACK_IMAGES) if whole_images else None
     return Assembly(
         config=config,
         clients=clients,
         devices=tuple(devices[index % len(devices)] for index in range(len(clients))),
         site=replace(
             site,
-            max_tokens=most or pack_tokens(config, shape, cuda=picked == "cuda"),
+            max_tokens=max_images or pack_tokens(config, shape, cuda=default_device == "cuda"),
             bf16=config.model.precision == "bf16",
             fp16=config.model.precision == "fp16",
             noise_secret=functools.partial(simulated_secret, config.run.seed),
@@ -224,11 +223,11 @@ def backbone_of(
 ) -> Backbone:
     """The frozen backbone of this config's model for these tasks; `weights` are those of `Backbone.frozen`."""
     name, checkpointing = config.model.model, config.model.gradient_checkpointing
-    how: dict[str, Any] = {"device": device, "gradient_checkpointing": checkpointing, "weights": weights}
+    load_options: dict[str, Any] = {"device": device, "gradient_checkpointing": checkpointing, "weights": weights}
     if any(task.images for task in tasks):
         adapted = trainable_of(config, tasks) == "lora"
-        return load_image_backbone(name, image_size=config.images.image_size, adapted=adapted, **how)
-    return load_backbone(name, writes=any(task.writes for task in tasks), **how)
+        return load_image_backbone(name, image_size=config.images.image_size, adapted=adapted, **load_options)
+    return load_backbone(name, writes=any(task.writes for task in tasks), **load_options)
 
 
 def trainable_of(config: Config, tasks: Sequence[Task]) -> Trainable:
@@ -242,9 +241,9 @@ def trainable_of(config: Config, tasks: Sequence[Task]) -> Trainable:
 
 def trained_body(backbone: Backbone, config: Config) -> Params:
     """The weights of the model that train under this config where no mask freezes them, without a head."""
-    named = dict(backbone.model.named_parameters())
+    parameters = dict(backbone.model.named_parameters())
     names = trainable_names(backbone, frozen_blocks=config.images.frozen_blocks)
-    return {key: named[key].detach().float() for key in names}
+    return {key: parameters[key].detach().float() for key in names}
 
 
 def targets_of(config: Config, backbone: Backbone) -> tuple[str, ...]:
@@ -275,17 +274,17 @@ def pack_tokens(config: Config, shape: ModelShape, *, cuda: bool) -> int:
     """Tokens that may train together: the user's number or the machine's, within the pack's memory budget."""
     per_token = activation_bytes(shape, 1, shape.num_layers, rank=max(config.ranks.candidates))
     per_token += LOGIT_COPIES * shape.vocabulary * VALUE_BYTES  # at worst every token is predicted
-    fits = int(config.training.pack_memory_gb * 2**30 / per_token)
-    wanted = config.training.pack_tokens or (CUDA_PACK_TOKENS if cuda else CPU_PACK_TOKENS)
-    return max(1, min(fits, wanted))
+    tokens_in_memory = int(config.training.pack_memory_gb * 2**30 / per_token)
+    max_tokens = config.training.pack_tokens or (CUDA_PACK_TOKENS if cuda else CPU_PACK_TOKENS)
+    return max(1, min(tokens_in_memory, max_tokens))
 
 
-def site_below(config: Config, tokens: Mapping[str, ClientTokens], *, blocks: int, max_tokens: int) -> Site:
+def client_side_runtime(config: Config, tokens: Mapping[str, ClientTokens], *, blocks: int, max_tokens: int) -> Site:
     """A site that holds the embeddings and the first `blocks` blocks of this config's model, and nothing above.
 
     Raises `ModelError` where they are not to be had.
     """
-    writes = any(own.task.writes for own in tokens.values())
+    writes = any(client_tokens.task.writes for client_tokens in tokens.values())
     backbone = load_client_part(
         config.model.model,
         blocks=blocks,
@@ -313,13 +312,15 @@ def tokenise(
     task = client.task
     if backbone.vision is not None:
         return patches(client, length=tokens_per_image(backbone.vision) if trainable == "lora" else 1)
-    limit = min(config.max_length or task.max_length, most_tokens(backbone))
-    held: dict[Split, Examples] = {"train": client.train, "validation": client.validation, "test": client.test}
-    splits = {name: as_texts(rows, task=task.name) for name, rows in held.items()}
+    limit = min(config.max_length or task.max_length, max_sequence_length(backbone))
+    examples: dict[Split, Examples] = {"train": client.train, "validation": client.validation, "test": client.test}
+    splits = {name: as_texts(rows, task=task.name) for name, rows in examples.items()}
     if not task.writes:
-        return ClientTokens(task=task, splits={name: _encode(rows, backbone, limit) for name, rows in splits.items()})
+        return ClientTokens(
+            task=task, splits={name: _encode_rows(rows, backbone, limit) for name, rows in splits.items()}
+        )
     tokenizer = backbone.tokenizer
-    written = {
+    encoded = {
         name: encode_targets(rows.text, rows.pair, tokenizer=tokenizer, max_length=limit)
         for name, rows in splits.items()
     }
@@ -328,22 +329,22 @@ def tokenise(
     for name in held_out:
         rows = splits[name].take(range(min(config.rouge_examples, len(splits[name]))))
         if rows.pair:
-            prompts[name] = Prompts(encoded=_prompts(rows, backbone, limit, config), references=rows.pair)
-    return ClientTokens(task=task, splits=written, prompts=prompts)
+            prompts[name] = Prompts(encoded=_encode_row_prompts(rows, backbone, limit, config), references=rows.pair)
+    return ClientTokens(task=task, splits=encoded, prompts=prompts)
 
 
-def _prompts(rows: Rows, backbone: Backbone, limit: int, config: DataConfig) -> EncodedExamples:
+def _encode_row_prompts(rows: Rows, backbone: Backbone, limit: int, config: DataConfig) -> EncodedExamples:
     """The rows' prompts, cut to the task's limit and so that the longest answer still has positions."""
-    room = most_tokens(backbone) - config.new_tokens
+    room = max_sequence_length(backbone) - config.new_tokens
     if room < 1:
         raise ConfigError(
-            f"--new-tokens is {config.new_tokens} and {backbone.name} has positions for {most_tokens(backbone)} tokens"
-            " with the prompt; lower it"
+            f"--new-tokens is {config.new_tokens} and {backbone.name} has positions for"
+            f" {max_sequence_length(backbone)} tokens with the prompt; lower it"
         )
     return encode_prompts(rows.text, tokenizer=backbone.tokenizer, max_length=min(limit, room))
 
 
-def most_tokens(backbone: Backbone) -> int:
+def max_sequence_length(backbone: Backbone) -> int:
     """The longest sequence that the model has positions for; RoBERTa leaves its first ones unused.
 
     Inside a sliding window, as Mistral's and some of Qwen2's blocks have it, packed attention is theirs exactly.
@@ -356,34 +357,34 @@ def most_tokens(backbone: Backbone) -> int:
     return min(1 << 20 if positions is None else int(positions) - first, window or 1 << 20)
 
 
-def _encode(rows: Rows, backbone: Backbone, limit: int) -> EncodedExamples:
+def _encode_rows(rows: Rows, backbone: Backbone, limit: int) -> EncodedExamples:
     return encode_examples(rows.text, rows.pair, rows.label, tokenizer=backbone.tokenizer, max_length=limit)
 
 
 def without_private(assembly: Assembly, params: Params, cut: Cut | None) -> Params:
-    """What is here of a client's model before it has trained: all, or where parts stay apart what does not.
+    """A client's model before it has trained, with placeholders for its private parameters where it keeps those.
 
-    What was trained here, above an earlier cut of the client, goes down to it once.
+    What the server trained above an earlier cut of the client goes down to it once.
     Raises `BudgetError` where something of it is at the client alone that is now to be above its cut.
     """
-    if not assembly.apart:
+    if not assembly.uses_placeholders:
         return params
-    held = frozenset(params)
+    client_side = frozenset(params)
     if cut is not None:
-        held = select_client_side(assembly.site.backbone, params, blocks=cut.blocks, head=cut.head == "client")
-    if gone := [key for key, tensor in params.items() if key not in held and is_placeholder(tensor)]:
-        raise BudgetError(f"{gone[0]} was measured at its client, whose model is now to be cut below it; set --split")
-    own, sha256 = (
-        [key for key in unshared_keys(params, assembly.config.mixing.share) if key in held],
-        private_digest(params),
-    )
+        client_side = select_client_side(assembly.site.backbone, params, blocks=cut.blocks, head=cut.head == "client")
+    if unavailable := [key for key, tensor in params.items() if key not in client_side and is_placeholder(tensor)]:
+        raise BudgetError(
+            f"{unavailable[0]} was measured at its client, whose model is now to be cut below it; set --split"
+        )
+    private_names = [key for key in unshared_keys(params, assembly.config.mixing.share) if key in client_side]
+    sha256 = private_digest(params)
     if sha256 is not None:
-        own = [key for key in own if key.endswith(LORA_A) or is_placeholder(params[key])]
-    return with_placeholders(params, own, sha256=sha256)
+        private_names = [key for key in private_names if key.endswith(LORA_A) or is_placeholder(params[key])]
+    return with_placeholders(params, private_names, sha256=sha256)
 
 
-def put_off(assembly: Assembly) -> Assembly:
-    """The assembly that a run begins with: whom `--arrive` names waits at its door until their rounds.
+def defer_late_clients(assembly: Assembly) -> Assembly:
+    """The assembly that a run begins with: clients that `--arrive` names wait in its queue until their rounds.
 
     Raises `ConfigError` for a client that there is not, and where nobody is left to begin.
     """
@@ -395,17 +396,21 @@ def put_off(assembly: Assembly) -> Assembly:
             raise unknown_name("client", name, assembly.names)
     if len(rounds) == len(assembly.clients):
         raise ConfigError("--arrive names every client, and somebody must be there to begin; leave one out")
-    later = [
+    newcomers = [
         Newcomer(client=client, tokens=assembly.site.data[client.name], device=device)
         for client, device in zip(assembly.clients, assembly.devices, strict=True)
         if client.name in rounds
     ]
-    here = [k for k, name in enumerate(assembly.names) if name not in rounds]
+    present = [index for index, name in enumerate(assembly.names) if name not in rounds]
     return replace(
         assembly,
-        clients=tuple(assembly.clients[k] for k in here),
-        devices=tuple(assembly.devices[k] for k in here),
-        door=Door(waiting=lambda number: tuple(one for one in later if rounds[one.client.name] <= number)),
+        clients=tuple(assembly.clients[index] for index in present),
+        devices=tuple(assembly.devices[index] for index in present),
+        join_queue=JoinQueue(
+            waiting_clients=lambda number: tuple(
+                newcomer for newcomer in newcomers if rounds[newcomer.client.name] <= number
+            )
+        ),
     )
 
 
@@ -421,17 +426,17 @@ def with_newcomer(assembly: Assembly, newcomer: Newcomer) -> Assembly:
 
 def without_clients(assembly: Assembly, names: Collection[str]) -> Assembly:
     """The assembly without these clients."""
-    left = [k for k, name in enumerate(assembly.names) if name not in names]
+    remaining = [index for index, name in enumerate(assembly.names) if name not in names]
     return replace(
         assembly,
-        clients=tuple(assembly.clients[k] for k in left),
-        devices=tuple(assembly.devices[k] for k in left),
+        clients=tuple(assembly.clients[index] for index in remaining),
+        devices=tuple(assembly.devices[index] for index in remaining),
     )
 
 
-def with_planned(assembly: Assembly, names: Sequence[str], *, round: int) -> Assembly:
-    """The assembly of a run that goes on before this round: with those who had joined it, in the order of its plan."""
-    waiting = {one.client.name: one for one in assembly.door.waiting(round)}
+def with_joined_clients(assembly: Assembly, names: Sequence[str], *, round: int) -> Assembly:
+    """The assembly of a resumed run before this round: with the clients that had joined, in the order of its plan."""
+    waiting = {newcomer.client.name: newcomer for newcomer in assembly.join_queue.waiting_clients(round)}
     for name in names:
         if name in waiting and name not in assembly.names:
             assembly = with_newcomer(assembly, waiting[name])

@@ -1,4 +1,4 @@
-"""From the config to the numbers that clients and the server's rule work with."""
+"""From a config to the options that clients, server rules, cuts and attackers take."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -60,7 +60,7 @@ def with_attackers(engine: Engine, config: Config, clients: Sequence[ClientData]
     return HostileEngine(
         engine=engine,
         attack=ATTACKS[attack.attack],
-        attackers=attackers_in(config, [client.name for client in clients]),
+        attackers=configured_attackers(config, [client.name for client in clients]),
         size=attack.attack_scale,
         how=space_of(config),
         seed=config.run.seed,
@@ -68,7 +68,7 @@ def with_attackers(engine: Engine, config: Config, clients: Sequence[ClientData]
     )
 
 
-def attackers_in(config: Config, names: Sequence[str]) -> tuple[str, ...]:
+def configured_attackers(config: Config, names: Sequence[str]) -> tuple[str, ...]:
     """Which of these clients attack under this config."""
     attack = config.attack
     return attackers_of(attack.attackers, names, seed=config.run.seed) if attack.attack != "none" else ()
@@ -130,7 +130,7 @@ def optimizer_options(config: Config, name: str) -> dict[str, Any]:
     return {"optimizer": name, "momentum": config.images.momentum, "nesterov": config.images.nesterov}
 
 
-def drawn_of(config: Config) -> RandomMask | None:
+def random_mask_of(config: Config) -> RandomMask | None:
     """How the config's mask is drawn, where chance makes it."""
     sparse = config.sparse
     if sparse.mask != "random" or sparse.mask_file is not None:
@@ -173,13 +173,13 @@ def warmup_rank(config: Config) -> int:
 
 def fingerprint_options(config: Config, *, round: int = 0) -> FingerprintOptions:
     """How clients take their fingerprints in this config: before round one, or again with twice the work."""
-    times = 2 if round else 1
+    factor = 2 if round else 1
     return FingerprintOptions(
         kind=config.clustering.fingerprint,
         sketch_dim=config.clustering.sketch_dim,
         train=warmup_options(config),
-        batches=config.clustering.fingerprint_batches * times,
+        batches=config.clustering.fingerprint_batches * factor,
         blocks=config.clustering.fingerprint_blocks,
         samples=config.clustering.fingerprint_samples,
-        steps=config.clustering.fingerprint_steps * times,
+        steps=config.clustering.fingerprint_steps * factor,
     )

@@ -13,7 +13,7 @@ from atlas_fl.client.options import ScaleOptions
 from atlas_fl.config import with_values
 from atlas_fl.config.presets import find_preset
 from atlas_fl.models.vision import image_logits, preprocess
-from atlas_fl.planning.masks import prepare_whole
+from atlas_fl.planning.masks import fit_heads_and_mask
 from atlas_fl.runtime.local import LocalEngine
 from atlas_fl.setup.assembly import assemble
 from tests.models.tiny_vision import save_tiny
@@ -59,7 +59,7 @@ def test_the_scale_is_that_of_the_least_cross_entropy(tmp_path: Path) -> None:
     )
     assembly = assemble(config)
     engine = LocalEngine(site=assembly.site)
-    start = prepare_whole(assembly, engine).start
+    start = fit_heads_and_mask(assembly, engine).initial_models
     own = start[assembly.names[0]]
     jobs = [Job(client=name, params=own, round=0, options=ScaleOptions(examples=16)) for name in assembly.names]
     losses = sum(update.params[LOSSES] for update in engine.run("scale", jobs))
