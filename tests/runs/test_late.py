@@ -182,8 +182,8 @@ def test_who_cannot_join_is_told_why_and_the_others_go_on(config: Make) -> None:
             Newcomer(client=whole.clients[k], tokens=whole.site.data[whole.names[k]], device=device)
             for k, device in ((1, tiny), (3, whole.devices[3]))
         )
-        door = JoinQueue(waiting_clients=lambda round: waiting if round == 2 else (), reject_client=told.__setitem__)
-        here = replace(whole, clients=whole.clients[::2], devices=whole.devices[::2], join_queue=door)
+        queue = JoinQueue(waiting_clients=lambda round: waiting if round == 2 else (), reject_client=told.__setitem__)
+        here = replace(whole, clients=whole.clients[::2], devices=whole.devices[::2], join_queue=queue)
         yield here, Deaf(local_engine(whole, on_event), "trec-1")
 
     notes: list[str] = []

@@ -39,7 +39,7 @@ MAX_PRODUCTS = 1 << 24
 def fisher_leakage(
     backbone: Backbone, embedded: Tensor, layout: PackedLayout, *, blocks: int, seed: int, draws: int = 4
 ) -> float:
-    """Tr(J^T J) / d of the first `blocks` blocks at these rows, (tokens, hidden), as `embed` gives them.
+    """Tr(J^T J) / d of the first `blocks` blocks at these rows, (tokens, hidden), as `embed_tokens` gives them.
 
     Hutchinson's estimate: the mean of |J^T u|^2 over `draws` normal u; exact, 1, for no block.
     """
@@ -82,7 +82,7 @@ KNOWN_TEXTS, UNSEEN_TEXTS, FISHER_TEXTS = 400, 100, 8
 
 @dataclass(frozen=True, kw_only=True)
 class CutLeakage:
-    """What a cut of the model gives away of one task's texts."""
+    """The leakage of one task's texts through one cut."""
 
     task: str
     blocks: int
@@ -116,7 +116,7 @@ def every_cut(assembly: Assembly) -> range:
 
 @torch.no_grad()
 def leakage_of(assembly: Assembly, cuts: Mapping[str, Sequence[int]]) -> tuple[CutLeakage, ...]:
-    """What these cuts, numbers of blocks by task, give away: task by task, from the lowest cut to the highest.
+    """Measure the leakage of these cuts (numbers of blocks by task), task by task, from the lowest cut to the highest.
 
     Raises `ConfigError` for a cut that leaves the server no block, `DataError` where a task's texts hold no token.
     """

@@ -37,7 +37,7 @@ from atlas_fl.sparse.masks import (
 from atlas_fl.storage.ledger import Direction, Kind, LedgerRow, payload_bytes
 
 SCORES_AT_ONCE = 8
-"""Clients whose scores are held at the same time: each is as large as a model."""
+"""Clients whose sensitivities are in memory at the same time: each is as large as a model."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -223,7 +223,7 @@ def _sample_scorers(assembly: Assembly) -> list[str]:
 def _sum_sensitivities(
     assembly: Assembly, engine: Engine, models: ByClient, *, names: tuple[str, ...]
 ) -> tuple[Params, list[LedgerRow]]:
-    """The sum of the clients' scores, added as they come, so that never more than a few are held."""
+    """Sum the clients' sensitivities as they arrive, so that only a few are in memory at once."""
     sparse = assembly.config.sparse
     options = SensitivityOptions(
         seed=assembly.config.run.seed,
@@ -289,7 +289,7 @@ def _full_model_cost(model: Params, device: Device, mask: Mask | None, *, share:
 
 
 def sparse_report(mask: Mask | None, config: SparseConfig) -> dict[str, Any]:
-    """What the plan says of the mask; nothing where there is none."""
+    """The plan's entry on the mask; empty where there is none."""
     if mask is None:
         return {}
     body = {name: tensor for name, tensor in mask.items() if not name.startswith(HEAD)}
@@ -305,7 +305,7 @@ def sparse_report(mask: Mask | None, config: SparseConfig) -> dict[str, Any]:
 
 
 def check_training_memory(assembly: Assembly) -> None:
-    """Nothing where every client's device holds what training needs of its model; else a `BudgetError` names one.
+    """Raise `BudgetError` where a client's device has less memory than training all weights of its model needs.
 
     Activations are in no prediction, so a device that passes may still be too small.
     """
@@ -319,7 +319,7 @@ def check_training_memory(assembly: Assembly) -> None:
 
 
 def full_client_plans(assembly: Assembly, mask_plan: MaskPlan, labels: Sequence[int]) -> tuple[ClientPlan, ...]:
-    """What a round costs every client; `labels` are their clusters."""
+    """The plans of clients that train whole models; `labels` are their clusters."""
     costs = full_model_costs(assembly, mask_plan)
     return tuple(
         ClientPlan(
@@ -354,7 +354,7 @@ def _parameter_notes(assembly: Assembly, mask_plan: MaskPlan) -> Iterator[str]:
 
 
 def _unused_setting_notes(sparse: SparseConfig) -> Iterator[str]:
-    """What is said of masks where there is none; a sweep may try `none` beside masks of one sparsity."""
+    """A note on mask settings without a mask; no error, since a sweep may try `none` beside masks of one sparsity."""
     if not sparse.has_mask and (
         changed := [setting for setting in fields(sparse) if getattr(sparse, setting.name) != setting.default]
     ):
@@ -363,7 +363,7 @@ def _unused_setting_notes(sparse: SparseConfig) -> Iterator[str]:
 
 
 def _momentum_notes(assembly: Assembly, mask_plan: MaskPlan) -> Iterator[str]:
-    """What is held of momentum between rounds, where it is."""
+    """A note on the momentum that clients keep between rounds, where they do."""
     if not assembly.config.images.carry_momentum:
         return
     mask, models = mask_plan.mask, mask_plan.initial_models.values()

@@ -33,7 +33,7 @@ from atlas_fl.storage.run_folder import RunFolder, find_run
 
 @dataclass(frozen=True, kw_only=True)
 class ClientPlacement:
-    """A client that joins a run, and where it belongs."""
+    """The cluster of a run that a new client belongs to, and its ranks there."""
 
     name: str
     examples: int
@@ -48,7 +48,7 @@ class ClientPlacement:
 def place_client(
     run: str | Path, *, task: str, samples: int | None = None, device: str | None = None, on_event: OnEvent = ignore
 ) -> ClientPlacement:
-    """Where a client with this data belongs in the run: its cluster, and how near each cluster is.
+    """Assign a client with this data to a cluster of the run, by its similarity to each.
 
     `task` is a name, or `name=path` with the options of `--task`; of a task of the run no row that a client of the run
     trains on is used. `samples` rows (as many as a client of the run has by default) are drawn from it. Model, warm-up,
@@ -86,7 +86,7 @@ def place_client(
 
 
 def _load_clustering(folder: RunFolder, config: Config, plan: Plan) -> Clustering:
-    """The run's clusters; an error where it has none, or where its sketches are not those that would be taken now."""
+    """Load the run's clusters; an error where it has none, or where its sketches were taken with other settings."""
     if "similarity" not in plan.clustering:
         raise ConfigError(
             f"run {folder.path} has no clusters: strategy {config.mixing.strategy!r} uses none; name a run of another"

@@ -74,7 +74,7 @@ class Plan:
     """Of a mask: strategy, sparsity, how many weights it keeps, and the share kept of every tensor."""
 
     def federation(self) -> Federation:
-        """What the server's rule needs to know of the clients."""
+        """The clients as the server's rule takes them: weights, clusters, graph, heads, importance, cuts."""
         return Federation(
             clients=tuple(client.name for client in self.clients),
             weights=np.array([client.examples for client in self.clients], dtype=np.float64),

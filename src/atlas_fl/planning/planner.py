@@ -102,7 +102,7 @@ def _rescale_adapter(params: Params, *, old_scale: Callable[[int], float], assem
 def measure_leakage(
     config: Config, *, cuts: Sequence[int] | None = None, on_event: OnEvent = ignore
 ) -> tuple[CutLeakage, ...]:
-    """What these cuts of the config's model, or all of them, give away of every task's texts over its wire.
+    """Measure the leakage of every task's texts through these cuts of the config's model, or through all of them.
 
     Nothing is trained. Raises `ConfigError` for a cut that the model does not have.
     """
@@ -118,14 +118,14 @@ def measure_leakage(
 
 
 def local_engine(assembly: Assembly, on_event: OnEvent) -> LocalEngine:
-    """The engine that holds every client in this process and tells its progress."""
+    """The engine that runs every client in this process and reports its progress."""
     return LocalEngine(
         site=assembly.site, on_progress=lambda action, done, total: on_event(Progress(action, done, total))
     )
 
 
 def plan_run(assembly: Assembly, engine: Engine, *, on_event: OnEvent = ignore) -> PlanResult:
-    """Phases 1 and 2 and the graph, over any engine; of whole models the head and the mask in the place of phase 2."""
+    """Plan a run over any engine: phases 1 and 2 and the graph; for whole models heads and mask instead of phase 2."""
     return (_plan_full if assembly.is_full else _plan_lora)(assembly, engine, on_event=on_event)
 
 
@@ -361,7 +361,7 @@ def worker_receiver(assembly: Assembly) -> Receiver:
 
 
 def check_clients(assembly: Assembly) -> None:
-    """Raise an `AtlasError` where clients of an assembly cannot take part, as far as that can be told at once."""
+    """Raise an `AtlasError` where clients of an assembly cannot take part, as far as this is known without training."""
     if assembly.is_full:
         check_heads(assembly)
     else:
@@ -369,7 +369,7 @@ def check_clients(assembly: Assembly) -> None:
 
 
 def make_plan(config: Config, *, on_event: OnEvent = ignore) -> Plan:
-    """The plan of this config: what takes passes over the clients' data is done, nothing is trained federally."""
+    """Make the plan of this config: clients measure their data, and no federated round is trained."""
     on_event(PhaseStarted("loading"))
     assembly = defer_late_clients(assemble(config))
     return plan_run(assembly, local_engine(assembly, on_event), on_event=on_event).plan

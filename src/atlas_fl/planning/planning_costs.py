@@ -132,7 +132,7 @@ def _importance_bytes(traffic: _ClientTraffic) -> Sizes:
 
 
 def _warm_up_bytes(traffic: _ClientTraffic, options: FingerprintOptions) -> Sizes:
-    """Both halves for all steps, with a look at their agreement every few."""
+    """Both halves of the examples for all steps, with a check of their agreement every few steps."""
     backbone, cut = traffic.assembly.site.backbone, traffic.cut
     trained = [name for name in traffic.names if not name.endswith(LORA_A)]
     client_side = select_client_side(backbone, trained, blocks=cut.blocks, head=cut.head == "client")
@@ -152,12 +152,12 @@ def _warm_up_bytes(traffic: _ClientTraffic, options: FingerprintOptions) -> Size
 
 
 def gradient_counts(options: FingerprintOptions) -> list[int]:
-    """How many examples each batch of a fingerprint by gradients has, of both halves."""
+    """Batch sizes of a fingerprint by gradients, of both halves."""
     return [options.train.batch_size] * (2 * options.batches)
 
 
 def warm_up_counts(examples: int, options: FingerprintOptions) -> list[list[int]]:
-    """How many of so many examples each step of a warm-up has, of either half, where it takes all its steps."""
+    """Batch sizes of a warm-up on this number of examples, by half and step, where it takes all its steps."""
     halves = [(len(range(half, examples, 2)), options.most(half)) for half in (0, 1)]
     return [
         _step_sizes(size if max_examples is None else min(max_examples, size), options) for size, max_examples in halves
@@ -165,19 +165,19 @@ def warm_up_counts(examples: int, options: FingerprintOptions) -> list[list[int]
 
 
 def num_agreement_checks(options: FingerprintOptions) -> int:
-    """How often a warm-up of all its steps looks at the agreement of its halves."""
+    """How often a warm-up checks the agreement of its halves, where it takes all its steps."""
     return sum(is_look(step, options) for step in range(1, options.steps + 1))
 
 
 def _step_sizes(examples: int, options: FingerprintOptions) -> list[int]:
-    """How many examples each step has, going round them pass by pass."""
+    """Batch sizes by step, over as many passes as the steps need."""
     size = options.train.batch_size
     pass_sizes = [min(size, examples - start) for start in range(0, examples, size)]
     return [pass_sizes[step % len(pass_sizes)] for step in range(options.steps)]
 
 
 def _sketch_part_bytes(count: int, options: FingerprintOptions) -> int:
-    """Bytes of a client's part of one sketch, of so many tensors."""
+    """Bytes of a client's part of one sketch, of `count` tensors."""
     return encoded_size(parts_message([np.zeros(options.sketch_dim)] * count)) if count else 0
 
 
@@ -211,7 +211,7 @@ class _PhaseWork:
 
     @property
     def num_epochs(self) -> float:
-        """How often it goes through the data."""
+        """Passes over the data, fractions included."""
         return self.examples / len(self.data)
 
 

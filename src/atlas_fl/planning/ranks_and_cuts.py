@@ -107,7 +107,7 @@ def _other_choice(text: str, other: Candidate, chosen: Candidate) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class ClientFit:
-    """What was decided for one client on its device."""
+    """Ranks, cut and predicted round of one client on its device."""
 
     assignment: RankAssignment
     prediction: RoundPrediction
@@ -117,7 +117,7 @@ class ClientFit:
 
 
 Fitter: TypeAlias = Callable[[int | None, str], ClientFit]
-"""(blocks on the client, reason) -> what that comes to; raises `BudgetError` where it does not fit."""
+"""(blocks on the client, reason) -> the fit; raises `BudgetError` where it exceeds the device."""
 
 
 def fit_client(
@@ -162,7 +162,7 @@ def fit_client(
 
 
 def cuts_for_planning(assembly: Assembly) -> dict[str, Cut]:
-    """How clients are cut while they are planned, by name; nothing of those that are whole then.
+    """The cuts of clients while they are planned, by name; without clients whose model is whole then.
 
     As `--split` says; with `auto`, which decides by what is measured, a device that cannot hold the model has one block
     until then. Raises `BudgetError` for a device that not even the smallest ranks fit, before anything is measured.
@@ -314,7 +314,7 @@ def importance_by_client(
 
 
 def fit_ranks(assembly: Assembly, discovery: TaskDiscovery, layers: np.ndarray, *, communicates: bool) -> RankPlan:
-    """Ranks per layer and client under each device's memory and upload, cuts, and what a round will cost there."""
+    """Fit ranks and cuts of all clients to their devices' memory and upload, and predict a round's costs."""
     config = assembly.config.ranks
     factors = np.ones(len(assembly.clients))
     if config.complexity_scaling:
@@ -349,7 +349,7 @@ def _cut_notes(assembly: Assembly, fits: Sequence[Mapping[str, Any]]) -> list[st
 
 
 def _planning_notes(assembly: Assembly, fits: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Who may have too small a device for being planned, though not for training: two models, or whole gradients."""
+    """A note on devices with too little memory for planning, which needs two models or whole gradients at once."""
     too_small = []
     for client, device, fit in zip(assembly.clients, assembly.devices, fits, strict=True):
         phase, memory_bytes = max(

@@ -106,7 +106,7 @@ def predict_client_round(
 
 
 def cut_traffic_of(assembly: Assembly, client: ClientData, cut: Cut) -> RoundTraffic:
-    """What crosses this client's cut in a round of training, all kinds together."""
+    """Traffic through this client's cut in a round of training, all kinds of messages together."""
     sizes = crossing_bytes(assembly, client, cut)
     steps = num_steps(
         len(_train_examples(assembly, client)), train_options(assembly.config, with_images=assembly.has_images)
@@ -139,7 +139,7 @@ def _predict_client_side(
 
 
 def _num_passes(assembly: Assembly, data: EncodedExamples) -> float:
-    """How often a client goes through its data in a round: no whole number where its steps are counted."""
+    """Passes of a client over its data in a round; a fraction where its steps are limited."""
     options = train_options(assembly.config, with_images=assembly.has_images)
     per_pass = -(-len(data) // options.batch_size)
     full_passes, extra_steps = divmod(num_steps(len(data), options), per_pass)
@@ -197,7 +197,7 @@ def _pass_bytes(assembly: Assembly, data: EncodedExamples, cut: Cut, *, steps: i
 
 
 def _even_message_bytes(total: int, steps: int, size_of: Callable[[int], int]) -> int:
-    """The sizes of `steps` messages that hold `total` rows as evenly as can be."""
+    """Bytes of `steps` messages that hold `total` rows as evenly as possible."""
     rows, num_larger = divmod(total, steps)
     return (steps - num_larger) * size_of(rows) + num_larger * size_of(rows + 1)
 
@@ -265,7 +265,7 @@ def _client_side_keys(assembly: Assembly, params: Params, cut: Cut) -> Iterator[
 
 
 def num_head_params(assembly: Assembly, client: ClientData) -> int:
-    """Numbers of the client's head; 0 where it writes text."""
+    """Parameters of the client's head; 0 where it writes text."""
     params = assembly.initial_params(client, (1,) * assembly.shape.num_layers)
     return num_values(select(params, head_keys(params)))
 

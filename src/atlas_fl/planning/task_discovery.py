@@ -136,7 +136,7 @@ def collect_fingerprints(
     round: int = 0,
     cuts: Mapping[str, Cut] = NO_CUTS,
 ) -> list[Update]:
-    """Every client's answer: its sketches and its warmed-up model, at the warm-up's rank.
+    """Collect every client's sketches and warmed-up model, at the warm-up's rank.
 
     Raises `ConfigError` where gradients of more blocks are asked for than the model has, or a warm-up of adapters of
     clients that have none.
@@ -157,7 +157,7 @@ def collect_fingerprints(
 
 
 def warm_up_models(assembly: Assembly, cuts: Mapping[str, Cut] = NO_CUTS) -> dict[str, Params]:
-    """What every client begins with: whole models, or adapters at the warm-up's rank; heads are fresh."""
+    """The initial models of the warm-up: whole models, or adapters at the warm-up's rank; heads are fresh."""
     if assembly.is_full:
         return assembly.full_models()
     ranks = (warmup_rank(assembly.config),) * assembly.shape.num_layers
@@ -170,7 +170,7 @@ def warm_up_models(assembly: Assembly, cuts: Mapping[str, Cut] = NO_CUTS) -> dic
 def models_after_fingerprints(
     assembly: Assembly, updates: Sequence[Update], cuts: Mapping[str, Cut] = NO_CUTS
 ) -> dict[str, Params]:
-    """The clients' models after their fingerprints; whole models are as they were, and were not sent back."""
+    """The clients' models after their fingerprints; whole models are unchanged and were not sent back."""
     if assembly.is_full:
         return warm_up_models(assembly, cuts)
     return {u.client: {k: t for k, t in u.params.items() if k not in (FIRST, SECOND)} for u in updates}

@@ -41,7 +41,7 @@ from atlas_fl.storage.assets import embedded_dir
 
 @dataclass(frozen=True, kw_only=True)
 class Newcomer:
-    """A client that the plan knows nothing of."""
+    """A client that is not in the plan yet."""
 
     client: ClientData
     device: Device
@@ -117,7 +117,7 @@ class Assembly:
         return self.site.trainable == "full"
 
     def full_models(self) -> dict[str, Params]:
-        """What every client begins with that trains all weights: these, one mapping a task, and its task's head."""
+        """The initial whole model of every client: the body, with its task's head; one mapping a task."""
         body = trained_body(self.site.backbone, self.config)
         tasks = {client.task.name: client.task for client in self.clients}
         starts = {name: {**body, **self._initial_head(task)} for name, task in tasks.items()}
@@ -132,13 +132,13 @@ class Assembly:
         return {HEAD + "bias": torch.zeros(task.num_labels), HEAD + "weight": weight}
 
     def initial_params(self, client: ClientData, ranks: tuple[int, ...]) -> Params:
-        """The shared initialisation at these ranks per layer: what every client of one task begins with."""
+        """The initial adapters at these ranks per layer and the head: the same for every client of a task."""
         site, module_ranks = self.site, {name: ranks[self.layer_of[name]] for name in self.site.modules}
         return fresh(site.backbone, site.modules, ranks=module_ranks, task=client.task, seed=self.config.run.seed)
 
 
 def source_of(config: Config) -> Source:
-    """Where the tasks of this config are read from."""
+    """The folders that the tasks of this config are read from."""
     data_dir, share = config.data.data_dir, config.images.validation_share
     return Source(
         cache_dir=embedded_dir(), data_dir=None if data_dir is None else Path(data_dir), validation_share=share
@@ -231,7 +231,7 @@ def backbone_of(
 
 
 def trainable_of(config: Config, tasks: Sequence[Task]) -> Trainable:
-    """What clients of these tasks train under this config.
+    """Whether clients of these tasks train adapters or all weights under this config.
 
     Raises `ConfigError` where some have images and others texts, which no one model reads.
     """
@@ -305,7 +305,7 @@ def client_side_runtime(config: Config, tokens: Mapping[str, ClientTokens], *, b
 def tokenise(
     client: ClientData, backbone: Backbone, config: DataConfig, *, trainable: Trainable = "lora"
 ) -> ClientTokens:
-    """The client's examples as tokens; of the backbone only what is known of it is used, not its weights.
+    """Tokenise the client's examples; needs the backbone's tokenizer and config, not its weights.
 
     An image is one token where the whole model trains, whatever the model makes of it.
     """

@@ -23,7 +23,7 @@ def strategy_of(config: Config) -> Strategy:
 
 
 def strategy_options(config: Config) -> StrategyOptions:
-    """The numbers and words of this config that rules are made from."""
+    """The options of this config that server rules are made from."""
     mixing, robust = config.mixing, config.robust
     return StrategyOptions(
         eta=mixing.eta,
@@ -48,12 +48,12 @@ def strategy_options(config: Config) -> StrategyOptions:
 
 
 def space_of(config: Config) -> Space:
-    """Where this config's rule mixes."""
+    """The space that this config's rule mixes in."""
     return Space(space=config.mixing.space, share=config.mixing.share, scale=scale_of(config))
 
 
 def with_attackers(engine: Engine, config: Config, clients: Sequence[ClientData]) -> Engine:
-    """The engine, whose attackers do as this config says; the same one where nobody attacks."""
+    """Wrap the engine so that attackers act as this config says; the same engine where there are none."""
     attack = config.attack
     if attack.attack == "none":
         return engine
@@ -97,7 +97,7 @@ def adapter_learning_rate(config: Config) -> float:
 
 
 def train_options(config: Config, *, with_images: bool) -> TrainOptions:
-    """How clients of text tasks, or of image tasks, train in every round of this config."""
+    """The options of local training of text tasks, or of image tasks, in every round of this config."""
     training, images = config.training, config.images
     return TrainOptions(
         seed=config.run.seed,
@@ -131,7 +131,7 @@ def optimizer_options(config: Config, name: str) -> dict[str, Any]:
 
 
 def random_mask_of(config: Config) -> RandomMask | None:
-    """How the config's mask is drawn, where chance makes it."""
+    """Seed, sparsity and scope of the config's random mask; None for other masks."""
     sparse = config.sparse
     if sparse.mask != "random" or sparse.mask_file is not None:
         return None
@@ -139,7 +139,7 @@ def random_mask_of(config: Config) -> RandomMask | None:
 
 
 def cut_of(config: Config, blocks: int | None, *, shared: int | None = None) -> Cut | None:
-    """How a client is cut that holds so many blocks; None for one that holds the whole model.
+    """The cut of a client with this number of blocks; None for a client with the whole model.
 
     `shared` is the cluster that it shares the server's adapters with, if it does.
     """
@@ -156,7 +156,7 @@ def cut_of(config: Config, blocks: int | None, *, shared: int | None = None) -> 
 
 
 def warmup_options(config: Config) -> TrainOptions:
-    """How clients warm up for their fingerprints: one constant rate, no dropout and no term, nothing else changed."""
+    """The options of the warm-up for fingerprints: a constant learning rate, no dropout, no proximal term."""
     return TrainOptions(
         seed=config.run.seed,
         batch_size=config.training.batch_size,
@@ -172,7 +172,7 @@ def warmup_rank(config: Config) -> int:
 
 
 def fingerprint_options(config: Config, *, round: int = 0) -> FingerprintOptions:
-    """How clients take their fingerprints in this config: before round one, or again with twice the work."""
+    """The options of fingerprints in this config: before round one, or later with twice the steps or batches."""
     factor = 2 if round else 1
     return FingerprintOptions(
         kind=config.clustering.fingerprint,
