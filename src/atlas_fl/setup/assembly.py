@@ -191,30 +191,31 @@ def assemble(
     backbone = backbone_of(config, tasks, device=backbone_device or default_device, weights=weights)
     if tokens is None:
         tokens = {client.name: tokenise(client, backbone, config.data, trainable=trainable) for client in clients}
+    targets = targets_of(config, backbone) if trainable == "lora" else ()
     site = Site(
-        backbone=backbone,
-        data=tokens,
-        targets=targets_of(config, backbone) if trainable == "lora" else (),
-        scale=scale_of(config),
-        max_tokens=1,
-        trainable=trainable,
+        backbone=backbone, data=tokens, targets=targets, scale=scale_of(config), max_tokens=1, trainable=trainable
     )
-    whole_images = trainable == "full" and images
-    shape = plain_shape(backbone) if whole_images else model_shape(backbone, site.modules)
-    max_images = min(PACK_IMAGES, config.training.pack_tokens or PACK_IMAGES) if whole_images else None
+    shape = plain_shape(backbone) if images and trainable == "full" else model_shape(backbone, site.modules)
     return Assembly(
         config=config,
         clients=clients,
         devices=tuple(devices[index % len(devices)] for index in range(len(clients))),
-        site=replace(
-            site,
-            max_tokens=max_images or pack_tokens(config, shape, cuda=default_device == "cuda"),
-            bf16=config.model.precision == "bf16",
-            fp16=config.model.precision == "fp16",
-            noise_secret=functools.partial(simulated_secret, config.run.seed),
-        ),
+        site=_with_limits(site, config, shape, images=images, cuda=default_device == "cuda"),
         shape=shape,
         layer_of={name: block_index(backbone, name) for name in site.modules},
+    )
+
+
+def _with_limits(site: Site, config: Config, shape: ModelShape, *, images: bool, cuda: bool) -> Site:
+    """The site with the size of its packs, the precision, and the secret of the noise."""
+    whole_images = images and site.trainable == "full"
+    max_images = min(PACK_IMAGES, config.training.pack_tokens or PACK_IMAGES) if whole_images else None
+    return replace(
+        site,
+        max_tokens=max_images or pack_tokens(config, shape, cuda=cuda),
+        bf16=config.model.precision == "bf16",
+        fp16=config.model.precision == "fp16",
+        noise_secret=functools.partial(simulated_secret, config.run.seed),
     )
 
 
