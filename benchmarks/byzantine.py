@@ -39,7 +39,7 @@ from atlas_fl.data.clients import ClientData
 from atlas_fl.errors import ProtocolError
 from atlas_fl.params import ByClient, Params
 from atlas_fl.rng import torch_generator
-from atlas_fl.runtime.attacks import ATTACKS, Turn, with_flipped_labels
+from atlas_fl.runtime.attacks import ATTACKS, AttackContext, with_flipped_labels
 from atlas_fl.setup.assembly import load_clients
 
 SEEDS = (42, 123, 456, 789, 1024)
@@ -269,7 +269,7 @@ def attacked(case: Case, before: Params, after: Params, name: str, round: int) -
     attack = ATTACKS[case.attack]
     size = next((one for one in (case.size, attack.size) if one is not None), float(case.clients))
     stream = torch_generator(case.seed, "attack", name, round)
-    return attack.alter(before, after, Turn(size=size, how=SPACE, stream=stream))
+    return attack.alter(before, after, AttackContext(size=size, space=SPACE, random=stream))
 
 
 def run(case: Case, alpha: float | None) -> dict[str, object]:
@@ -277,7 +277,7 @@ def run(case: Case, alpha: float | None) -> dict[str, object]:
     clients = digits(case.clients, case.seed, alpha)
     names = tuple(client.name for client in clients)
     hostile = hostile_of(case, names) if case.attack != "none" else ()
-    if case.attack != "none" and ATTACKS[case.attack].flips:
+    if case.attack != "none" and ATTACKS[case.attack].flips_labels:
         clients = with_flipped_labels(clients, hostile)
     net = Net(frozen=torch.randn(FEATURES, 64, generator=torch_generator(case.seed, "frozen")) / 8)
     options = StrategyOptions(eta=0.5, byzantine=case.hostile, trim=case.hostile / case.clients)

@@ -34,8 +34,8 @@ from atlas_fl.models.loading import load_backbone
 from atlas_fl.models.lora import init_adapters, init_head
 from atlas_fl.models.registry import head_shapes
 from atlas_fl.models.tokenization import EncodedExamples
-from atlas_fl.runtime.coordinator.site_worker import OverLink
-from atlas_fl.runtime.coordinator.split_server import Suffixes
+from atlas_fl.runtime.coordinator.site_worker import RemoteCutChannel
+from atlas_fl.runtime.coordinator.split_server import SplitServer
 from atlas_fl.runtime.transport.certificates import make_certs, open_certs
 from atlas_fl.runtime.transport.client import Link
 from atlas_fl.runtime.transport.event_loop import LoopThread
@@ -76,14 +76,14 @@ def job_of(site: Site, client: int, *, clip: float = 1.0, batch: int = BATCH) ->
 def serve(folder: Path, steps: int) -> None:
     """Answer a site's questions until the other end closes standard input."""
     site = site_of(load_backbone("minilm"), steps=steps, clients=1)
-    with LoopThread() as threads, Suffixes(site) as suffixes:
+    with LoopThread() as threads, SplitServer(site) as suffixes:
 
         async def answer(_name: str, head: Mapping[str, Any], tensors: Any) -> tuple[Any, Any]:
             if head["kind"] == "cut":
-                answered = await suffixes.ask(1, head, tensors)
+                answered = await suffixes.answer_request(1, head, tensors)
                 assert answered is not None, "the job begins again only where clients share adapters"
                 return answered
-            suffixes.begin(1, "train", job_of(site, 0))
+            suffixes.begin_job(1, "train", job_of(site, 0))
             return {}, {}
 
         sessions = Sessions(
@@ -146,7 +146,7 @@ def over_tls(args: argparse.Namespace) -> None:
 
                 def split() -> None:
                     link.exchange({"kind": "begin"})
-                    way = crossing_of(job, part, places=half.places, far=OverLink(link=link, number=1))
+                    way = crossing_of(job, part, places=half.places, far=RemoteCutChannel(link=link, number=1))
                     train_below(half.side.below, part, way)
 
                 ways = {

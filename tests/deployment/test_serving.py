@@ -9,7 +9,7 @@ from atlas_fl.config import Config, validate, with_values
 from atlas_fl.deployment.server import check_served, check_sites
 from atlas_fl.deployment.service import Service
 from atlas_fl.errors import ConfigError
-from atlas_fl.runtime.coordinator.client_registry import Seat
+from atlas_fl.runtime.coordinator.client_registry import ClientProxy
 
 SERVICE = Service(certs=Path("certs/server"))
 
@@ -49,7 +49,7 @@ def test_the_clients_of_a_served_run_are_those_who_come() -> None:
 
 
 def test_a_cut_may_name_who_comes_late_and_nobody_else() -> None:
-    config, seats = with_values(Config(), {"split": "site-1=2,site-9=2"}), [Seat(name="site-1")]
+    config, seats = with_values(Config(), {"split": "site-1=2,site-9=2"}), [ClientProxy(name="site-1")]
     (note,) = check_sites(config, seats, listed=("site-1",), late=True)
     assert note.startswith("--split names site-9, and nobody here is called so")
     assert check_sites(config, seats, listed=("site-1", "site-9"), late=False) == ()

@@ -16,7 +16,7 @@ from atlas_fl.deployment.service import (
     write_sites,
 )
 from atlas_fl.errors import CheckpointError, ConfigError
-from atlas_fl.runtime.coordinator.client_registry import Seat
+from atlas_fl.runtime.coordinator.client_registry import ClientProxy
 from atlas_fl.runtime.protocol.client_metadata import read_census, read_device
 from atlas_fl.runtime.remote import RemoteEngine
 from atlas_fl.runtime.transport.frames import FRAME_LIMIT
@@ -24,8 +24,8 @@ from atlas_fl.storage.run_folder import RunFolder
 from tests.runtime.coordinator.test_hall import CENSUS
 
 
-def seat(name: str, device: str) -> Seat:
-    return Seat(name, census=read_census(CENSUS), device=read_device(device))
+def seat(name: str, device: str) -> ClientProxy:
+    return ClientProxy(name, metadata=read_census(CENSUS), device=read_device(device))
 
 
 def test_what_sites_said_of_themselves_is_read_as_it_was_and_later_ones_are_added(tmp_path: Path) -> None:
@@ -63,12 +63,12 @@ def test_a_run_goes_on_without_clients_that_it_has_and_not_without_all_of_them()
 
 def test_who_is_left_out_is_asked_nothing_and_every_other_one_is_needed() -> None:
     engine = RemoteEngine(
-        hall=None,  # type: ignore[arg-type]
+        manager=None,  # type: ignore[arg-type]
         desk=None,  # type: ignore[arg-type]
         deadline_seconds=1,
-        suffixes=None,
-        least=0,
-        without=frozenset(["b"]),
+        split_server=None,
+        min_clients=0,
+        excluded=frozenset(["b"]),
     )
     assert engine.run("train", [Job(client="b", round=1, params={}, options=None)]) == []
 

@@ -33,8 +33,8 @@ from atlas_fl.models.loading import load_backbone
 from atlas_fl.models.vision_loading import load_vision
 from atlas_fl.params import Params, digest
 from atlas_fl.partial_sharing import is_fully_shared
-from atlas_fl.runtime.coordinator.coordinator import Hall
-from atlas_fl.runtime.coordinator.site_worker import Worker
+from atlas_fl.runtime.coordinator.coordinator import ClientManager
+from atlas_fl.runtime.coordinator.site_worker import SiteClient
 from atlas_fl.runtime.protocol.client_metadata import census_of
 from atlas_fl.runtime.transport.event_loop import Desk, LoopThread
 from atlas_fl.runtime.transport.sessions import NO_TENSORS, InProcess, Message, Sessions
@@ -142,7 +142,7 @@ class Federation:
             hall = hall_of(config, how["listed"], desk, late=how["late"])
             sessions = Sessions(
                 answer=hall.answer,
-                admit=hall.admit,
+                admit=hall.handshake,
                 allowed=how["listed"],
                 on_presence=hall.on_presence,
                 on_refused=hall.on_refused,
@@ -159,7 +159,7 @@ class Federation:
             thread.join(SECONDS)
             assert not thread.is_alive(), "a site does not end"
 
-    def _site(self, name: str, hall: Hall, sessions: Sessions, threads: LoopThread) -> None:
+    def _site(self, name: str, hall: ClientManager, sessions: Sessions, threads: LoopThread) -> None:
         with contextlib.suppress(ServerGoneError, RuntimeError):  # the loop may be closed by then
             for life in range(self.lives if name in self.changes else 1):
                 self.found.refused.pop(name, None)
@@ -167,13 +167,13 @@ class Federation:
                 if self.over.is_set() or name not in self.found.refused:
                     return
 
-    def _live(self, name: str, hall: Hall, sessions: Sessions, threads: LoopThread, *, session: str) -> None:
+    def _live(self, name: str, hall: ClientManager, sessions: Sessions, threads: LoopThread, *, session: str) -> None:
         home, identity = home_of_site(self.config, name), vars(hall._identity)
         link = InProcess(sessions, threads.loop, name=name, hello={**identity, "session": session})
         told = self.census(name, census_of(home.client, home.tokens))
-        worker = Worker(
+        worker = SiteClient(
             name=name,
-            home=home.home,
+            load_site=home.home,
             link=Altering(inner=link, change=self.changes.get(name), over=self.over),
             registration={**identity, **told, "device": DEVICE, "part": int(name[-1])},
             on_event=ignore,
@@ -181,7 +181,7 @@ class Federation:
             actions=home.home.actions,
         )
         with Ending(name, self.found):
-            self.found.models[name] = worker.work()
+            self.found.models[name] = worker.run()
         threads.loop.call_soon_threadsafe(sessions.leave, link._session, link._session.streams)
 
 

@@ -20,7 +20,7 @@ from atlas_fl.deployment.site import Home, Joined, Joining, join
 from atlas_fl.errors import AtlasError
 from atlas_fl.events import Event, Note
 from atlas_fl.params import Params
-from atlas_fl.runtime.coordinator.coordinator import Hall
+from atlas_fl.runtime.coordinator.coordinator import ClientManager
 from atlas_fl.runtime.transport.certificates import make_certs
 from atlas_fl.runtime.transport.event_loop import LoopThread
 from atlas_fl.runtime.transport.frames import decode_frame, encode_frame
@@ -82,7 +82,7 @@ class Recording(in_process.Federation):
     whole: dict[str, Params] = field(default_factory=dict)
     """The model of each site at the end, as it was written."""
 
-    def _site(self, name: str, _: Hall, sessions: Sessions, threads: LoopThread) -> None:
+    def _site(self, name: str, _: ClientManager, sessions: Sessions, threads: LoopThread) -> None:
         def link(_: Joining, certs: Any, said: Mapping[str, Any], *__: Any) -> Kept:
             hello = {**said}
             inner = InProcess(sessions, threads.loop, name=certs.name, hello=hello)

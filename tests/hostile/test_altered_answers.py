@@ -57,8 +57,8 @@ SETTINGS: dict[str, tuple[int, dict[str, object]]] = {
 def test_hundreds_of_altered_answers_end_no_run(
     config: Callable[..., Config], kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("atlas_fl.runtime.coordinator.client_registry.MOST_REFUSALS", 10**9)  # they go on
-    monkeypatch.setattr("atlas_fl.runtime.coordinator.coordinator.MOST_REFUSALS", 10**9)
+    monkeypatch.setattr("atlas_fl.runtime.coordinator.client_registry.MAX_REFUSALS", 10**9)  # they go on
+    monkeypatch.setattr("atlas_fl.runtime.coordinator.coordinator.MAX_REFUSALS", 10**9)
     counts = Counter[str]()
     draws = {name: random.Random(f"{name} {kind}") for name in ATTACKERS}
     changes = {name: altering(draw, counts) for name, draw in draws.items()}

@@ -353,7 +353,7 @@ def test_a_run_that_needs_everybody_ends_with_a_line_that_names_the_site(
 def test_who_is_refused_three_times_is_sent_away_with_the_reason(config: Callable[..., Config]) -> None:
     found = federate(config(rounds=3), {"movie-2": at("evaluate", renamed)}, least=2)
     ends_well(found)
-    assert client_registry.MOST_REFUSALS == 3
+    assert client_registry.MAX_REFUSALS == 3
     assert found.refused["movie-2"].startswith("3 answers of movie-2 were refused, the last of evaluate: it lacks")
     assert found.noted("no train of movie-2 in round 3: 3 of its answers were refused; it is asked again once")
 

@@ -13,7 +13,7 @@ from atlas_fl.config import to_toml, with_values
 from atlas_fl.deployment.job_policy import MOST_GUESTS
 from atlas_fl.errors import ConfigError
 from atlas_fl.params import digest
-from atlas_fl.runtime.coordinator.site_worker import MOST_REGISTRATIONS
+from atlas_fl.runtime.coordinator.site_worker import MAX_REGISTRATIONS
 from atlas_fl.runtime.transport.certificates import make_certs, open_certs
 from atlas_fl.split.channel import NORMS
 from atlas_fl.storage.tensors import encode_tensors, read_tensors
@@ -219,7 +219,7 @@ def test_a_server_that_asks_for_anything_else_gets_nothing(
 
 def test_jobs_do_not_come_for_ever(usual: Recording, lied: Callable[..., Ended]) -> None:
     """As often as faults explain, and not without an end."""
-    for kind, most in ((("job", "evaluate"), 40), (("register", None), MOST_REGISTRATIONS)):
+    for kind, most in ((("job", "evaluate"), 40), (("register", None), MAX_REGISTRATIONS)):
         action = kind[1]
         again = next(
             answer for _, answer in usual.spoken[NAME].turns if action is None or answer[0].get("action") == action

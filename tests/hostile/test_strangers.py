@@ -18,7 +18,7 @@ import pytest
 import torch
 
 from atlas_fl.errors import ProtocolError
-from atlas_fl.runtime.coordinator.coordinator import Hall
+from atlas_fl.runtime.coordinator.coordinator import ClientManager
 from atlas_fl.runtime.transport import certificates as certificates
 from atlas_fl.runtime.transport.certificates import (
     CERT,
@@ -53,7 +53,7 @@ class Place:
     """A server with its hall, and the certificates of its federation and of others."""
 
     folder: Path
-    hall: Hall
+    hall: ClientManager
     server: Server
     port: int = 0
     notes: list[str] = field(default_factory=list)
@@ -74,7 +74,7 @@ class Place:
 
     def wait_for(self, name: str, here: bool) -> None:
         with self.changed:
-            assert self.changed.wait_for(lambda: self.hall.seats[name].here is here, timeout=REACHED)
+            assert self.changed.wait_for(lambda: self.hall.clients[name].connected is here, timeout=REACHED)
 
 
 @dataclass(kw_only=True)
@@ -107,9 +107,9 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
     kept = [line for line in path.read_text().splitlines() if line.split()[0] in (*MEMBERS, "replaced")]
     path.write_text("\n".join(kept) + "\n")
     notes = list[str]()
-    hall = Hall(MEMBERS, IDENTITY, settings="", on_note=notes.append)
+    hall = ClientManager(MEMBERS, IDENTITY, settings="", on_note=notes.append)
     for name in MEMBERS:
-        hall.seats[name].farewell = ({"kind": "done", "model": False}, NO_TENSORS)
+        hall.clients[name].shutdown_message = ({"kind": "done", "model": False}, NO_TENSORS)
     changed, listed = threading.Condition(), Listed(fed / "server")
 
     def on_presence(name: str, here: bool) -> None:
@@ -120,7 +120,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
     with LoopThread() as threads:
         sessions = Sessions(
             answer=hall.answer,
-            admit=hall.admit,
+            admit=hall.handshake,
             allowed=listed,
             certificate_of=listed.certificate,
             on_presence=on_presence,
@@ -254,8 +254,8 @@ def replaced(place: Place) -> str:
 
 def taken_off_while_it_waits(place: Place) -> str:
     """Its request is being worked on, as that of a site that waits for work; and the next stream is refused too."""
-    seat = place.hall.seats["delta"]
-    farewell, seat.farewell = seat.farewell, None
+    seat = place.hall.clients["delta"]
+    farewell, seat.shutdown_message = seat.shutdown_message, None
     caught = list[str]()
     with place.link("delta") as link:
 
@@ -276,7 +276,7 @@ def taken_off_while_it_waits(place: Place) -> str:
     assert caught == ["client 'delta' is not listed here; ask who runs the server"]
     told = refused(knock(place, own, frame(HELLO)), "is not listed here")
     make_certs(place.folder / "fed", servers=[], clients=["delta"])
-    seat.farewell = farewell
+    seat.shutdown_message = farewell
     return told
 
 
@@ -299,7 +299,7 @@ def another_name_in_its_hello(place: Place) -> str:
     told = knock(place, place.certs("stranger"), frame({**HELLO, "name": "alpha", "client": "alpha"}))
     member = knock(place, place.certs("bravo"), frame({**HELLO, "name": "alpha"}), request(1, kind="next"))
     assert "welcome" in member.text
-    assert not place.hall.seats["alpha"].here
+    assert not place.hall.clients["alpha"].connected
     return refused(told, "client 'stranger' is not listed here")
 
 

@@ -30,13 +30,13 @@ def fill_the_disk() -> None:
 
 
 def die_before_the_answer() -> None:
-    kept = coordinator.Hall._kept
+    kept = coordinator.ClientManager._confirm_saved
 
     async def answer(own: Any, seat: Any, head: Any) -> Any:
         await kept(own, seat, head)
         die()
 
-    coordinator.Hall._kept = answer  # type: ignore[method-assign]
+    coordinator.ClientManager._confirm_saved = answer  # type: ignore[method-assign]
 
 
 def die_before_the_checkpoint_of_round_two() -> None:
@@ -53,7 +53,7 @@ def die_before_the_checkpoint_of_round_two() -> None:
 FAULTS: Mapping[str, Callable[[], None]] = {
     "dies before it writes its model": lambda: setattr(site.Home, "export", die),
     "dies while it writes its model": lambda: setattr(peft_io, "write_tensors", die),
-    "dies before it says so": lambda: setattr(site_worker, "confirm", die),
+    "dies before it says so": lambda: setattr(site_worker, "confirm_saved", die),
     "dies before it removes its private part": lambda: setattr(site.Home, "leave", die),
     "dies before it ends": lambda: setattr(site, "_joined", die),
     "dies before the checkpoint of round two": die_before_the_checkpoint_of_round_two,

@@ -127,7 +127,7 @@ def test_the_federation_is_stored_once_where_all_hold_one_model(config: Make) ->
 
 def test_updates_that_lie_in_files_make_the_same_run(config: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     held = run_config(config(name="held"))
-    monkeypatch.setattr("atlas_fl.runtime.local.HELD_BYTES", 0)
+    monkeypatch.setattr("atlas_fl.runtime.local.MAX_BYTES_IN_MEMORY", 0)
     spilled = run_config(config(name="spilled"))
     assert same_tensors(state(held.folder, round=3), state(spilled.folder, round=3))
     assert rows(held.folder) == rows(spilled.folder)

@@ -17,7 +17,7 @@ from atlas_fl.errors import ConfigError
 from atlas_fl.events import Event, Note
 from atlas_fl.experiment.run import resume_run, run_config
 from atlas_fl.params import Params
-from atlas_fl.runtime.attacks import ATTACKS, Attack, Turn
+from atlas_fl.runtime.attacks import ATTACKS, Attack, AttackContext
 from tests.runs.reading import rows, same_tensors, state
 
 Make = Callable[..., Config]
@@ -106,7 +106,7 @@ def test_a_mixed_model_that_is_none_takes_nobodys_place_and_the_rounds_go_on(
 ) -> None:
     """Every value of the update just passes by itself, and those of the mixed product do not."""
 
-    def full(_before: Params, after: Params, _turn: Turn) -> Params:
+    def full(_before: Params, after: Params, _turn: AttackContext) -> Params:
         return {key: torch.full_like(tensor, 9e17) for key, tensor in after.items()}
 
     monkeypatch.setitem(ATTACKS, "scale", Attack(alter=full, size=1.0))

@@ -18,7 +18,7 @@ from atlas_fl.errors import DataError, ProtocolError
 from atlas_fl.events import Event, Progress, RoundFinished
 from atlas_fl.experiment.backends import init_worker, share_weights, worker_init_messages
 from atlas_fl.experiment.run import RunResult, run_config
-from atlas_fl.runtime.worker_pool import Resident, settled
+from atlas_fl.runtime.worker_pool import WorkerLoop, init_workers
 from atlas_fl.setup.assembly import assemble
 from tests.runs.workers import SETTINGS, check_same, in_threads, into
 
@@ -66,6 +66,6 @@ def test_a_worker_that_reads_other_data_says_so(config: Make) -> None:
     memory = list[mmap.mmap]()
     assembly, places = share_weights(assemble(config()), into(memory))
     (head,) = worker_init_messages(assembly, places, devices=["cpu"], threads=torch.get_num_threads())
-    resident = [Resident(init_worker, lambda: memory[0])]
+    resident = [WorkerLoop(init_worker, lambda: memory[0])]
     with ThreadPoolExecutor(1) as threads, pytest.raises(DataError, match="a worker has read other data than the run"):
-        settled(resident, [{**head, "data": "0" * 64}], threads)
+        init_workers(resident, [{**head, "data": "0" * 64}], threads)

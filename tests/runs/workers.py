@@ -15,7 +15,7 @@ from atlas_fl.config import Config
 from atlas_fl.events import OnEvent
 from atlas_fl.experiment.backends import Allocate, init_worker, pool_engine, share_weights, worker_init_messages
 from atlas_fl.runtime.engine import Engine
-from atlas_fl.runtime.worker_pool import Resident, settled
+from atlas_fl.runtime.worker_pool import WorkerLoop, init_workers
 from atlas_fl.setup.assembly import assemble
 from tests.runs.reading import rows, same_tensors, state
 
@@ -69,7 +69,7 @@ def into(held: list[mmap.mmap]) -> Allocate:
 class InTurn:
     """A worker that works while no other does: torch keeps the kernels that attention may use for the whole process."""
 
-    def __init__(self, inner: Resident, turn: threading.Lock) -> None:
+    def __init__(self, inner: WorkerLoop, turn: threading.Lock) -> None:
         self.inner, self.turn = inner, turn
 
     def ask(self, frames: list[bytes]) -> list[bytes]:
@@ -85,10 +85,10 @@ def in_threads(count: int) -> Callable[[Config, OnEvent], AbstractContextManager
         memory = list[mmap.mmap]()
         assembly, places = share_weights(assemble(config), into(memory))
         turn = threading.Lock()
-        workers = [InTurn(Resident(init_worker, lambda: memory[0]), turn) for _ in range(count)]
+        workers = [InTurn(WorkerLoop(init_worker, lambda: memory[0]), turn) for _ in range(count)]
         with ThreadPoolExecutor(count) as threads:
             heads = worker_init_messages(assembly, places, devices=["cpu"] * count, threads=torch.get_num_threads())
-            settled(workers, heads, threads)
+            init_workers(workers, heads, threads)
             yield assembly, pool_engine(assembly, workers, threads, on_event)
 
     return backend

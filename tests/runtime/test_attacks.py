@@ -14,7 +14,7 @@ from atlas_fl.data.clients import ClientData
 from atlas_fl.data.registry import find_tasks
 from atlas_fl.data.task import Rows
 from atlas_fl.errors import ConfigError
-from atlas_fl.runtime.attacks import ATTACKS, HostileEngine, attackers_of, with_flipped_labels
+from atlas_fl.runtime.attacks import ATTACKS, HostileEngine, choose_attackers, with_flipped_labels
 
 NAMES = ("a", "b", "c")
 SPACE = Space(space="product", share=("A", "B", "head"), scale=lambda _: 2.0)
@@ -41,7 +41,7 @@ class Honest:
 
 def sent(kind, *, size=None, round=1, action="train"):
     engine = HostileEngine(
-        engine=Honest(), attack=ATTACKS[kind], attackers=("b",), size=size, how=SPACE, seed=3,
+        engine=Honest(), attack=ATTACKS[kind], attackers=("b",), size=size, space=SPACE, seed=3,
         examples={"a": 10, "b": 20, "c": 30},
     )  # fmt: skip
     jobs = [Job(client=name, params=BEFORE, round=round, options=None) for name in NAMES]
@@ -103,9 +103,9 @@ def test_labels_are_reversed_in_training_alone():
 
 
 def test_attackers_are_named_or_drawn_by_the_seed():
-    assert attackers_of(("c", "a"), NAMES, seed=1) == ("a", "c")
-    assert attackers_of(("1",), NAMES, seed=1) == attackers_of(("1",), NAMES, seed=1)
-    assert {attackers_of(("1",), NAMES, seed=seed) for seed in range(20)} == {("a",), ("b",), ("c",)}
+    assert choose_attackers(("c", "a"), NAMES, seed=1) == ("a", "c")
+    assert choose_attackers(("1",), NAMES, seed=1) == choose_attackers(("1",), NAMES, seed=1)
+    assert {choose_attackers(("1",), NAMES, seed=seed) for seed in range(20)} == {("a",), ("b",), ("c",)}
 
 
 @pytest.mark.parametrize(
@@ -119,4 +119,4 @@ def test_attackers_are_named_or_drawn_by_the_seed():
 )
 def test_impossible_attackers_are_one_line(words, message):
     with pytest.raises(ConfigError, match=message):
-        attackers_of(words, NAMES, seed=1)
+        choose_attackers(words, NAMES, seed=1)

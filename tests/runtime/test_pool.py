@@ -15,7 +15,7 @@ from atlas_fl.models.loading import load_backbone
 from atlas_fl.params import digest
 from atlas_fl.runtime.local import LocalEngine
 from atlas_fl.runtime.protocol.model_sync import AdapterReceiver
-from atlas_fl.runtime.worker_pool import Bench, PoolEngine, Resident, settled
+from atlas_fl.runtime.worker_pool import PoolEngine, WorkerContext, WorkerLoop, init_workers
 
 TRAIN = TrainOptions(seed=0, batch_size=4, max_steps=2)
 
@@ -23,7 +23,7 @@ TRAIN = TrainOptions(seed=0, batch_size=4, max_steps=2)
 class Late:
     """Answers only when another one has."""
 
-    def __init__(self, inner: Resident, other: threading.Event) -> None:
+    def __init__(self, inner: WorkerLoop, other: threading.Event) -> None:
         self.inner, self.other = inner, other
 
     def ask(self, frames: list[bytes]) -> list[bytes]:
@@ -34,7 +34,7 @@ class Late:
 class Early:
     """Tells that it has answered."""
 
-    def __init__(self, inner: Resident, done: threading.Event) -> None:
+    def __init__(self, inner: WorkerLoop, done: threading.Event) -> None:
         self.inner, self.done = inner, done
 
     def ask(self, frames: list[bytes]) -> list[bytes]:
@@ -43,12 +43,12 @@ class Early:
         return found
 
 
-def resident(site: Site) -> Resident:
+def resident(site: Site) -> WorkerLoop:
     """A worker with this site's data and a model of its own, as in a process of its own."""
     own = replace(site, backbone=load_backbone(str(site.backbone.source.path)))
-    found = Resident(lambda _head, _memory: Bench(site=own, receiver=AdapterReceiver()), lambda: None)
+    found = WorkerLoop(lambda _head, _memory: WorkerContext(site=own, receiver=AdapterReceiver()), lambda: None)
     with ThreadPoolExecutor(1) as threads:
-        settled([found], [{}], threads)
+        init_workers([found], [{}], threads)
     return found
 
 
@@ -87,12 +87,12 @@ def test_updates_come_in_the_order_of_the_jobs_whoever_is_done_first(site: Site,
 
 
 def test_what_a_worker_meets_is_raised_as_what_it_is(site: Site, tiny_of: Any, spec_of: Any) -> None:
-    def missing(*_: Any) -> Bench:
+    def missing(*_: Any) -> WorkerContext:
         raise ModelError("no such model")
 
     with ThreadPoolExecutor(1) as threads:
         with pytest.raises(ModelError, match="no such model"):
-            settled([Resident(missing, lambda: None)], [{}], threads)
+            init_workers([WorkerLoop(missing, lambda: None)], [{}], threads)
         jobs = jobs_of(site, tiny_of("bert"), spec_of)
         pool = PoolEngine(site=site, workers=[resident(site)], threads=threads, on_progress=lambda *_: None)
         with pytest.raises(ProtocolError, match="asks for 'rm'"):

@@ -12,31 +12,31 @@ import pytest
 
 import atlas_fl
 from atlas_fl.errors import ProtocolError
-from atlas_fl.runtime.worker_pool import SharedMemory, processes
+from atlas_fl.runtime.worker_pool import SharedMemory, worker_processes
 
-ECHO = "import sys; from atlas_fl.runtime.worker_pool import serve; serve(int(sys.argv[1]), list)"
+ECHO = "import sys; from atlas_fl.runtime.worker_pool import run_worker_loop; run_worker_loop(int(sys.argv[1]), list)"
 WRITER = """
 import mmap, sys
-from atlas_fl.runtime.worker_pool import serve
+from atlas_fl.runtime.worker_pool import run_worker_loop
 link, memory = map(int, sys.argv[1:])
 def answer(frames):
     mmap.mmap(memory, 0)[:5] = frames[0]
     return []
-serve(link, answer)
+run_worker_loop(link, answer)
 """
 BUSY = """
 import sys
-from atlas_fl.runtime.worker_pool import serve
+from atlas_fl.runtime.worker_pool import run_worker_loop
 def answer(frames):
     print("busy", flush=True)
     while True:
         sum(range(1000))
-serve(int(sys.argv[1]), answer)
+run_worker_loop(int(sys.argv[1]), answer)
 """
 PARENT = f"""
 from contextlib import closing
-from atlas_fl.runtime.worker_pool import SharedMemory, processes
-with closing(SharedMemory()) as memory, processes(1, program={BUSY!r}, memory=memory.file) as (worker,):
+from atlas_fl.runtime.worker_pool import SharedMemory, worker_processes
+with closing(SharedMemory()) as memory, worker_processes(1, program={BUSY!r}, memory=memory.file) as (worker,):
     print(worker.pid, flush=True)
     worker.ask([b"work"])
 """
@@ -44,7 +44,7 @@ with closing(SharedMemory()) as memory, processes(1, program={BUSY!r}, memory=me
 
 def test_frames_of_any_size_come_back_as_they_went() -> None:
     frames = [b"", b"a", os.urandom(3 * 2**20)]
-    with closing(SharedMemory()) as memory, processes(2, program=ECHO, memory=memory.file) as workers:
+    with closing(SharedMemory()) as memory, worker_processes(2, program=ECHO, memory=memory.file) as workers:
         for worker in workers:
             assert worker.ask(list(frames)) == frames, "what is asked is used up"
             assert worker.ask([]) == []
@@ -52,21 +52,21 @@ def test_frames_of_any_size_come_back_as_they_went() -> None:
 
 def test_what_one_writes_to_the_memory_all_see() -> None:
     with closing(SharedMemory()) as memory:
-        seen = memory.filled(4096, lambda _: None)
-        with processes(1, program=WRITER, memory=memory.file) as (worker,):
+        seen = memory.allocate(4096, lambda _: None)
+        with worker_processes(1, program=WRITER, memory=memory.file) as (worker,):
             worker.ask([b"hello"])
         assert seen[:5] == b"hello"
 
 
 def test_ctrl_c_is_left_to_the_parent() -> None:
-    with closing(SharedMemory()) as memory, processes(1, program=ECHO, memory=memory.file) as (worker,):
+    with closing(SharedMemory()) as memory, worker_processes(1, program=ECHO, memory=memory.file) as (worker,):
         worker.ask([b"it listens by now"])
         os.kill(worker.pid, signal.SIGINT)
         assert worker.ask([b"still here"]) == [b"still here"]
 
 
 def test_a_worker_that_is_killed_is_told_in_a_line() -> None:
-    with closing(SharedMemory()) as memory, processes(2, program=ECHO, memory=memory.file) as workers:
+    with closing(SharedMemory()) as memory, worker_processes(2, program=ECHO, memory=memory.file) as workers:
         os.kill(workers[1].pid, signal.SIGKILL)
         with pytest.raises(ProtocolError, match=r"worker 2 of 2 \(process \d+\) was ended by SIGKILL; start the run"):
             workers[1].ask([b"anything"])
@@ -77,7 +77,7 @@ def test_a_worker_that_fails_is_told_in_a_line(capfd: pytest.CaptureFixture[str]
     program = "raise RuntimeError('a fault of ours')"
     with (
         closing(SharedMemory()) as memory,
-        processes(1, program=program, memory=memory.file) as (worker,),
+        worker_processes(1, program=program, memory=memory.file) as (worker,),
         pytest.raises(ProtocolError, match=r"worker 1 of 1 .* ended with exit code 1"),
     ):
         worker.ask([b"anything"])

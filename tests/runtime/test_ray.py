@@ -5,25 +5,25 @@ import sys
 import pytest
 
 from atlas_fl.errors import ConfigError
-from atlas_fl.runtime.ray import Share, ray_cluster, share_of
+from atlas_fl.runtime.ray import ActorResources, actor_resources_of, ray_cluster
 
 
 @pytest.mark.parametrize(
     ("nodes", "count", "cuda", "expected"),
     [
-        ([{"CPU": 4.0}], None, False, Share(count=4, cpus=1)),
-        ([{"CPU": 4.0}], 1, False, Share(count=1, cpus=4)),
-        ([{"CPU": 8.0}], 3, False, Share(count=3, cpus=2)),
+        ([{"CPU": 4.0}], None, False, ActorResources(count=4, cpus=1)),
+        ([{"CPU": 4.0}], 1, False, ActorResources(count=1, cpus=4)),
+        ([{"CPU": 8.0}], 3, False, ActorResources(count=3, cpus=2)),
         # three of two each do not lie across the nodes: 4 // 3 is 1
-        ([{"CPU": 4.0}, {"CPU": 4.0}], 3, False, Share(count=3, cpus=2)),
-        ([{"CPU": 2.0}, {"CPU": 16.0}, {}], 2, False, Share(count=2, cpus=8)),
-        ([{"CPU": 16.0, "GPU": 2.0}], None, True, Share(count=2, cpus=8, gpus=1.0)),
+        ([{"CPU": 4.0}, {"CPU": 4.0}], 3, False, ActorResources(count=3, cpus=2)),
+        ([{"CPU": 2.0}, {"CPU": 16.0}, {}], 2, False, ActorResources(count=2, cpus=8)),
+        ([{"CPU": 16.0, "GPU": 2.0}], None, True, ActorResources(count=2, cpus=8, gpus=1.0)),
         # two GPUs for three: no GPU is cut in more than two
-        ([{"CPU": 16.0, "GPU": 2.0}], 3, True, Share(count=3, cpus=5, gpus=0.5)),
+        ([{"CPU": 16.0, "GPU": 2.0}], 3, True, ActorResources(count=3, cpus=5, gpus=0.5)),
     ],
 )
 def test_actors_share_what_the_nodes_have(nodes, count, cuda, expected) -> None:
-    found = share_of(nodes, count, cuda=cuda)
+    found = actor_resources_of(nodes, count, cuda=cuda)
     assert found == expected
     assert sum(int(node.get("CPU", 0)) // found.cpus for node in nodes) >= found.count
 
@@ -38,7 +38,7 @@ def test_actors_share_what_the_nodes_have(nodes, count, cuda, expected) -> None:
 )
 def test_more_than_fit_are_refused_instead_of_waited_for(nodes, count, cuda, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        share_of(nodes, count, cuda=cuda)
+        actor_resources_of(nodes, count, cuda=cuda)
 
 
 def test_without_ray_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -29,10 +29,10 @@ def is_a_file(tensor: torch.Tensor) -> bool:
 
 
 def test_updates_up_to_the_bound_are_left_alone_and_one_beyond_it_is_equal(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(local, "HELD_BYTES", 2 * MB + 16)
+    monkeypatch.setattr(local, "MAX_BYTES_IN_MEMORY", 2 * MB + 16)
     held: list[Update] = []
     for client in range(4):
-        held.append(local.bounded(given := update(client), held))
+        held.append(local.spill_if_large(given := update(client), held))
         assert (held[-1] is given) == (client < 2), "an update is 1 MB and 8 bytes"
         assert held[-1].examples == client
     for client, one in enumerate(held):
@@ -42,14 +42,14 @@ def test_updates_up_to_the_bound_are_left_alone_and_one_beyond_it_is_equal(monke
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the kernel tells what lies where on Linux")
 def test_memory_stays_at_the_bound_however_many_clients_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(local, "HELD_BYTES", 2 * MB + 16)
+    monkeypatch.setattr(local, "MAX_BYTES_IN_MEMORY", 2 * MB + 16)
     held = list[Update]()
     for client in range(12):
-        held.append(local.bounded(update(client), held))
+        held.append(local.spill_if_large(update(client), held))
     assert [is_a_file(one.params["weight"]) for one in held] == [False] * 2 + [True] * 10
 
 
 def test_a_full_disk_is_one_line(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "gone"))
     with pytest.raises(DataError, match=r"no room for a client's update of 1 MB in .*gone.*; free some, set TMPDIR"):
-        local.on_disk(update(1).params)
+        local.memory_mapped(update(1).params)

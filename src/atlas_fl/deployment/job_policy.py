@@ -256,7 +256,7 @@ class JobPolicy:
             if job.cut is not None:
                 self._check_way(job.cut)
 
-    def check_farewell(self, params: Params) -> None:
+    def check_final_model(self, params: Params) -> None:
         """Nothing where this can be the client's own model at the end; raises `ProtocolError` where it cannot."""
         _check_params(params, self._expected(None), most=self._most_rank, what="the model at the end")
 

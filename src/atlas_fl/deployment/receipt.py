@@ -12,7 +12,7 @@ from hashlib import sha256
 from pathlib import Path
 
 from atlas_fl.errors import CheckpointError, ConfigError, DataError
-from atlas_fl.runtime.coordinator.site_worker import AnotherModelError, confirm
+from atlas_fl.runtime.coordinator.site_worker import ModelMismatchError, confirm_saved
 from atlas_fl.runtime.protocol.private_params import Owner, clear_vault
 from atlas_fl.runtime.transport.client import Link
 from atlas_fl.storage.files import atomic_folder
@@ -98,8 +98,8 @@ def confirm_again(link: Link, receipt: Receipt, *, to: Path) -> None:
     if link.welcome.get("config") != receipt.config:
         raise taken(to)
     try:
-        confirm(link, receipt.model)
-    except AnotherModelError:
+        confirm_saved(link, receipt.model)
+    except ModelMismatchError:
         raise taken(to) from None
 
 

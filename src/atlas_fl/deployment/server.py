@@ -23,9 +23,15 @@ from atlas_fl.partial_sharing import is_fully_shared
 from atlas_fl.planning.plan import Plan
 from atlas_fl.ranks.devices import DEVICES
 from atlas_fl.runtime.coordinator import coordinator
-from atlas_fl.runtime.coordinator.client_registry import Seat
-from atlas_fl.runtime.coordinator.coordinator import Hall, leave_out, let_in, newcomers, turn_away
-from atlas_fl.runtime.coordinator.split_server import Suffixes
+from atlas_fl.runtime.coordinator.client_registry import ClientProxy
+from atlas_fl.runtime.coordinator.coordinator import (
+    ClientManager,
+    accept_client,
+    exclude_client,
+    late_clients,
+    reject_client,
+)
+from atlas_fl.runtime.coordinator.split_server import SplitServer
 from atlas_fl.runtime.engine import Engine
 from atlas_fl.runtime.protocol.client_metadata import Census, stand_in
 from atlas_fl.runtime.remote import RemoteEngine
@@ -75,7 +81,7 @@ def across_machines(service: Service) -> Callable[[Config, OnEvent], AbstractCon
                         dismiss(folder, hall, desk, seconds=FAREWELL_SECONDS, writing_seconds=writing)
             except (BudgetError, ConfigError) as error:
                 # Settings that cannot be will not come back: a site need not wait for them.
-                desk.call(coordinator.dismiss(hall, {}, seconds=FAREWELL_SECONDS, reason=str(error)))
+                desk.call(coordinator.shutdown_clients(hall, {}, seconds=FAREWELL_SECONDS, reason=str(error)))
                 raise
 
     return backend
@@ -83,7 +89,7 @@ def across_machines(service: Service) -> Callable[[Config, OnEvent], AbstractCon
 
 def _gathered(
     config: Config,
-    hall: Hall,
+    hall: ClientManager,
     desk: Desk,
     wanted: tuple[str, ...],
     service: Service,
@@ -93,24 +99,26 @@ def _gathered(
 ) -> Iterator[tuple[Assembly, Engine]]:
     """Assembly and engine, once those who are waited for have come."""
     least = service.min_clients or len(wanted)
-    come = desk.call(hall.gather(wanted, least=least, seconds=service.wait_seconds))
-    for line in check_sites(config, [hall.seats[name] for name in come], listed=tuple(hall.seats), late=late):
+    come = desk.call(hall.wait_for_clients(wanted, min_clients=least, seconds=service.wait_seconds))
+    for line in check_sites(config, [hall.clients[name] for name in come], listed=tuple(hall.clients), late=late):
         desk.on_event(Note(line))
     folder = run_folder(config)
     known = come if not left_out else tuple(name for name in _planned(folder) if name in {*come, *left_out})
     assembly = _assembly(config, hall, desk, known)
     begin_to_serve(folder)
-    write_sites(folder, [hall.seats[name] for name in come])
+    write_sites(folder, [hall.clients[name] for name in come])
     with _suffixes(assembly) as suffixes:
         yield assembly, _engine(hall, desk, suffixes, service)
 
 
-def check_sites(config: Config, seats: Sequence[Seat], *, listed: tuple[str, ...], late: bool) -> tuple[str, ...]:
+def check_sites(
+    config: Config, seats: Sequence[ClientProxy], *, listed: tuple[str, ...], late: bool
+) -> tuple[str, ...]:
     """Notes on what the config says of clients, tasks and devices, where it fits those who have come.
 
     Raises `ConfigError` where it does not: `late` ones may still have a name that nobody here has.
     """
-    tasks = [seat.census.task for seat in seats if seat.census is not None]
+    tasks = [seat.metadata.task for seat in seats if seat.metadata is not None]
     devices = [seat.device.name for seat in seats if seat.device is not None]
     known = {*listed, *tasks, *devices, *DEVICES}
     check_cluster_counts(config.clustering, clients=len(seats))
@@ -121,19 +129,19 @@ def check_sites(config: Config, seats: Sequence[Seat], *, listed: tuple[str, ...
     return (f"--split names {', '.join(named)}, and nobody here is called so: it is kept for who comes late",)
 
 
-def _suffixes(assembly: Assembly) -> AbstractContextManager[Suffixes | None]:
-    return nullcontext() if assembly.is_full else Suffixes(assembly.site)
+def _suffixes(assembly: Assembly) -> AbstractContextManager[SplitServer | None]:
+    return nullcontext() if assembly.is_full else SplitServer(assembly.site)
 
 
-def _engine(hall: Hall, desk: Desk, suffixes: Suffixes | None, service: Service) -> RemoteEngine:
+def _engine(hall: ClientManager, desk: Desk, suffixes: SplitServer | None, service: Service) -> RemoteEngine:
     return RemoteEngine(
-        hall=hall,
+        manager=hall,
         desk=desk,
-        suffixes=suffixes,
+        split_server=suffixes,
         deadline_seconds=service.deadline_seconds,
-        least=service.min_clients,
-        at_once=AT_ONCE if suffixes is None else None,
-        without=frozenset(service.without),
+        min_clients=service.min_clients,
+        max_concurrent=AT_ONCE if suffixes is None else None,
+        excluded=frozenset(service.without),
     )
 
 
@@ -220,22 +228,22 @@ def _wanted(
     return wanted, tuple(name for name in planned if name in without)
 
 
-def _leave_out(folder: RunFolder, hall: Hall, names: tuple[str, ...], on_event: OnEvent) -> None:
+def _leave_out(folder: RunFolder, hall: ClientManager, names: tuple[str, ...], on_event: OnEvent) -> None:
     """Put what is known of these clients of the plan into their seats, where nobody will sit."""
     if not names:
         return
     for name, (census, device) in read_sites(folder, names).items():
-        seat = hall.seats[name]
-        seat.census, seat.device, seat.given_up = census, device, True
+        seat = hall.clients[name]
+        seat.metadata, seat.device, seat.given_up = census, device, True
     on_event(
         Note(f"goes on without {', '.join(names)}: missing in every round; their last models stay what others mix with")
     )
 
 
-def _assembly(config: Config, hall: Hall, desk: Desk, names: tuple[str, ...]) -> Assembly:
+def _assembly(config: Config, hall: ClientManager, desk: Desk, names: tuple[str, ...]) -> Assembly:
     """The parts of a run with stand-ins in the place of the data, which stays where it is."""
-    folder, seats = run_folder(config), [hall.seats[name] for name in names]
-    censuses: Mapping[str, Census] = {seat.name: seat.census for seat in seats if seat.census is not None}
+    folder, seats = run_folder(config), [hall.clients[name] for name in names]
+    censuses: Mapping[str, Census] = {seat.name: seat.metadata for seat in seats if seat.metadata is not None}
     stand_ins = {name: stand_in(name, census) for name, census in censuses.items()}
     tokens = {name: own for name, (_, own) in stand_ins.items()}
     clients = tuple(client for client, _ in stand_ins.values())
@@ -248,20 +256,20 @@ def _assembly(config: Config, hall: Hall, desk: Desk, names: tuple[str, ...]) ->
     )
 
 
-def _door(folder: RunFolder, hall: Hall, desk: Desk, tokens: dict[str, ClientTokens]) -> JoinQueue:
+def _door(folder: RunFolder, hall: ClientManager, desk: Desk, tokens: dict[str, ClientTokens]) -> JoinQueue:
     """The door of a run that is served: those wait there whose seats are in no plan.
 
     Their stand-ins go to `tokens` as well, where the server's halves of cut models look them up.
     """
 
     def enter(name: str) -> None:
-        desk.call(let_in(hall, name))
-        write_sites(folder, [hall.seats[name]])
+        desk.call(accept_client(hall, name))
+        write_sites(folder, [hall.clients[name]])
 
     def waiting(_round: int) -> tuple[Newcomer, ...]:
         found = []
-        for seat in desk.call(newcomers(hall)):
-            census, device = seat.census, seat.device
+        for seat in desk.call(late_clients(hall)):
+            census, device = seat.metadata, seat.device
             if census is not None and device is not None:
                 client, own = stand_in(seat.name, census)
                 tokens[seat.name] = own
@@ -271,8 +279,8 @@ def _door(folder: RunFolder, hall: Hall, desk: Desk, tokens: dict[str, ClientTok
     return JoinQueue(
         waiting_clients=waiting,
         accept_client=enter,
-        reject_client=lambda name, error: desk.call(turn_away(hall, name, str(error))),
-        exclude_client=lambda name, _: desk.call(leave_out(hall, name)),
+        reject_client=lambda name, error: desk.call(reject_client(hall, name, str(error))),
+        exclude_client=lambda name, _: desk.call(exclude_client(hall, name)),
     )
 
 
@@ -284,7 +292,7 @@ def begin_to_serve(folder: RunFolder) -> None:
 
 def dismiss(
     folder: RunFolder,
-    hall: Hall,
+    hall: ClientManager,
     desk: Desk,
     *,
     seconds: float,
@@ -296,8 +304,10 @@ def dismiss(
     Who writes its model then has at least `writing_seconds` for it. Writes down who has done so, and tells who has not.
     """
     models, heard = _final_models(folder), _heard(folder)
-    hall.on_kept = _written_down(folder, heard)
-    desk.call(coordinator.dismiss(hall, models, seconds=seconds, writing_seconds=writing_seconds, awaited=awaited))
+    hall.on_model_saved = _written_down(folder, heard)
+    desk.call(
+        coordinator.shutdown_clients(hall, models, seconds=seconds, writing_seconds=writing_seconds, wait_for=awaited)
+    )
     write_sealed(folder.deliveries, {"heard": sorted(heard)})
     if rest := [name for name in models if name not in heard]:
         desk.on_event(

@@ -21,8 +21,8 @@ from atlas_fl.experiment.summary import versions
 from atlas_fl.params import digest
 from atlas_fl.planning.planner import full_model_sender
 from atlas_fl.ranks.devices import Device
-from atlas_fl.runtime.coordinator.client_registry import Seat
-from atlas_fl.runtime.coordinator.coordinator import Hall
+from atlas_fl.runtime.coordinator.client_registry import ClientProxy
+from atlas_fl.runtime.coordinator.coordinator import ClientManager
 from atlas_fl.runtime.protocol.client_metadata import Census, read_census
 from atlas_fl.runtime.protocol.messages import Identity
 from atlas_fl.runtime.protocol.model_sync import check_frames
@@ -39,13 +39,13 @@ from atlas_fl.storage.run_folder import RunFolder
 from atlas_fl.storage.tensors import encoded_size
 
 
-def write_sites(folder: RunFolder, seats: Sequence[Seat]) -> None:
+def write_sites(folder: RunFolder, seats: Sequence[ClientProxy]) -> None:
     """Write what these clients have said of themselves beside what others had."""
     known = read_sealed(folder.sites) if folder.sites.exists() else {}
     told = {
-        seat.name: {"census": asdict(seat.census), "device": asdict(seat.device)}
+        seat.name: {"census": asdict(seat.metadata), "device": asdict(seat.device)}
         for seat in seats
-        if seat.census is not None and seat.device is not None
+        if seat.metadata is not None and seat.device is not None
     }
     write_sealed(folder.sites, {**known, **told})
 
@@ -87,12 +87,14 @@ REST_BYTES = 16 * 2**20
 """Of a request beside a model: a census, sketches, heads, importance."""
 
 
-def hall_of(config: Config, listed: tuple[str, ...], desk: Desk, *, late: bool, mask: Mask | None = None) -> Hall:
+def hall_of(
+    config: Config, listed: tuple[str, ...], desk: Desk, *, late: bool, mask: Mask | None = None
+) -> ClientManager:
     """Where the clients wait; raises `ConfigError` where their models are too large for a message.
 
     `mask` is that of a run which has one before its first job here.
     """
-    how: dict[str, Any] = {"settings": to_toml(without_places(config)), "on_note": desk.note, "late": late}
+    how: dict[str, Any] = {"settings": to_toml(without_places(config)), "on_note": desk.note, "accepts_late": late}
     tasks = find_tasks(config.data.tasks, config.data.task)
     backbone = backbone_of(config, tasks)
     limit = request_limit(config, backbone.model)
@@ -102,8 +104,8 @@ def hall_of(config: Config, listed: tuple[str, ...], desk: Desk, *, late: bool, 
         how["new_sender"] = full_model_sender(backbone, config, keeps_trained=True, mask=mask)
         limit = min(FRAME_LIMIT, REST_BYTES + 2 * encoded_size(body))
     identity = identity_of(digest(dict(backbone.model.named_parameters())), config)
-    hall = Hall(listed, identity, images=backbone.vision is not None, **how)
-    hall.most_bytes = limit
+    hall = ClientManager(listed, identity, images=backbone.vision is not None, **how)
+    hall.max_request_bytes = limit
     return hall
 
 
@@ -163,7 +165,7 @@ class Service:
     """Whether clients may join that come after the plan was made."""
     without: tuple[str, ...] = ()
     """Clients of the plan without which the run goes on."""
-    beside: Callable[[Hall, Desk], AbstractContextManager[None]] = lambda *_: nullcontext()
+    beside: Callable[[ClientManager, Desk], AbstractContextManager[None]] = lambda *_: nullcontext()
     """Entered when the server listens and left when the run ends: whatever else starts and watches its clients."""
 
 
@@ -178,21 +180,21 @@ def _not_left_out(without: Collection[str], admit: Admit) -> Admit:
     return admitted
 
 
-def _listed_again(hall: Hall, admit: Admit) -> Admit:
+def _listed_again(hall: ClientManager, admit: Admit) -> Admit:
     """`admit`, which forgets that a client was taken off the list: who gets here is on it."""
 
     def admitted(name: str, hello: Mapping[str, Any]) -> Head:
         welcome = admit(name, hello)
-        if hall.seats[name].lost == NOT_LISTED:
-            hall.seats[name].lost = ""
+        if hall.clients[name].removal_reason == NOT_LISTED:
+            hall.clients[name].removal_reason = ""
         return welcome
 
     return admitted
 
 
-def _lose(hall: Hall, desk: Desk, name: str) -> None:
-    if name in hall.seats:
-        desk.threads.submit(hall.lose(name, NOT_LISTED))
+def _lose(hall: ClientManager, desk: Desk, name: str) -> None:
+    if name in hall.clients:
+        desk.threads.submit(hall.remove(name, NOT_LISTED))
 
 
 @contextmanager
@@ -205,7 +207,7 @@ def listening(
     listed: tuple[str, ...],
     late: bool,
     mask: Mask | None = None,
-) -> Iterator[tuple[Hall, Desk, str]]:
+) -> Iterator[tuple[ClientManager, Desk, str]]:
     """The hall of this config, the desk before it, and the address that it listens on.
 
     Raises `ConfigError` where the address cannot be listened on.
@@ -215,7 +217,7 @@ def listening(
         desk = Desk(threads=threads, on_event=on_event)
         hall = hall_of(config, listed, desk, late=late, mask=mask)
         allowed = Listed(service.certs, on_note=desk.note)
-        admit = _listed_again(hall, _not_left_out(service.without, hall.admit))
+        admit = _listed_again(hall, _not_left_out(service.without, hall.handshake))
         sessions = Sessions(
             answer=hall.answer,
             admit=admit if service.tokens is None else service.tokens.guard(admit),
@@ -224,7 +226,7 @@ def listening(
             on_presence=hall.on_presence,
             on_refused=hall.on_refused,
             on_unlisted=lambda name: _lose(hall, desk, name),
-            limit_of=lambda _name: hall.most_bytes,
+            limit_of=lambda _name: hall.max_request_bytes,
         )
         server = Server(sessions, certs, host=service.host, port=service.port)
         port = desk.call(server.start())

@@ -45,7 +45,7 @@ from atlas_fl.params import Params, digest
 from atlas_fl.partial_sharing import is_fully_shared
 from atlas_fl.planning.planner import full_model_receiver
 from atlas_fl.ranks.devices import find_devices
-from atlas_fl.runtime.coordinator.site_worker import Worker
+from atlas_fl.runtime.coordinator.site_worker import SiteClient
 from atlas_fl.runtime.protocol.client_metadata import census_of
 from atlas_fl.runtime.protocol.messages import Told
 from atlas_fl.runtime.protocol.model_sync import AdapterReceiver, Receiver
@@ -84,7 +84,7 @@ class Site(Protocol):
         ...
 
     def __call__(self, cut: Cut | None, told: Told | None) -> Any:
-        """The site with as much of the model as this job needs (`runtime.coordinator.site_worker.Home`)."""
+        """The site with as much of the model as this job needs (`runtime.coordinator.site_worker.SiteLoader`)."""
         ...
 
     def export(self, model: Params, to: Path) -> None:
@@ -190,7 +190,7 @@ class Home:
         export_adapter(model, to, family=self.known.family, base=self.known.source.path, scale=scale, labels=labels)
 
     def __call__(self, cut: Cut | None, told: Told | None) -> AdapterSite:
-        """The site with the blocks below this cut, or with all (`runtime.coordinator.site_worker.Home`).
+        """The site with the blocks below this cut, or with all (`runtime.coordinator.site_worker.SiteLoader`).
 
         Raises `ModelError` where they are not to be had, or are not the server's; `ProtocolError` for a cut with other
         noise than the settings have.
@@ -352,15 +352,15 @@ def join(joining: Joining, *, on_event: OnEvent = ignore) -> Joined:
         said |= {"config": run, "model": home.fingerprint}
         for line in what_leaves(told, client=certs.name, task=task, device=device, blocks=outline.blocks):
             on_event(Note(line))
-        worker = Worker(
+        worker = SiteClient(
             name=certs.name,
-            home=home,
+            load_site=home,
             link=link,
             registration={**said, **census_of(client, home.tokens), "device": joining.device, "part": joining.part},
             on_event=on_event,
             receiver=home.receiver,
             actions=home.actions,
-            keep=lambda model, sha256: write_model(
+            save_model=lambda model, sha256: write_model(
                 joining.to, Receipt(client=certs.name, config=run, model=sha256), partial(home.export, model)
             ),
             policy=JobPolicy(config=told, client=certs.name, task=task.name, device=device, outline=outline),
@@ -398,10 +398,10 @@ def _client_and_home(
     return client, home
 
 
-def _end_of(joining: Joining, worker: Worker, home: Site, link: Link, *, private: Path) -> Joined:
+def _end_of(joining: Joining, worker: SiteClient, home: Site, link: Link, *, private: Path) -> Joined:
     """What the site comes to; its private part goes once its whole model lies here and the server knows so."""
     try:
-        has_model = bool(worker.work())
+        has_model = bool(worker.run())
         left = home.leave() if has_model else ""
     except UnreachableError as error:
         if not joining.to.exists():

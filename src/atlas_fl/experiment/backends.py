@@ -24,7 +24,16 @@ from atlas_fl.planning.planner import local_engine, worker_receiver, worker_send
 from atlas_fl.runtime.engine import Engine
 from atlas_fl.runtime.ray import ray_cluster
 from atlas_fl.runtime.transport.frames import Head
-from atlas_fl.runtime.worker_pool import Bench, PoolEngine, Resident, SharedMemory, Worker, processes, serve, settled
+from atlas_fl.runtime.worker_pool import (
+    PoolEngine,
+    SharedMemory,
+    Worker,
+    WorkerContext,
+    WorkerLoop,
+    init_workers,
+    run_worker_loop,
+    worker_processes,
+)
 from atlas_fl.setup.assembly import Assembly, assemble, backbone_of, pick_device
 
 Backend: TypeAlias = Callable[[Config, OnEvent], AbstractContextManager[tuple[Assembly, Engine]]]
@@ -47,10 +56,10 @@ def multiprocess_backend(config: Config, on_event: OnEvent) -> Iterator[tuple[As
     with ExitStack() as stack:
         memory = stack.enter_context(closing(SharedMemory()))
         threads = stack.enter_context(ThreadPoolExecutor(count))
-        workers = stack.enter_context(processes(count, program=PROGRAM, memory=memory.file))
-        assembly, entries = share_weights(assemble(config, backbone_device="cpu"), memory.filled)
+        workers = stack.enter_context(worker_processes(count, program=PROGRAM, memory=memory.file))
+        assembly, entries = share_weights(assemble(config, backbone_device="cpu"), memory.allocate)
         threads_per_worker = _num_threads(torch.get_num_threads() // count)
-        settled(
+        init_workers(
             workers,
             worker_init_messages(assembly, entries, devices=_worker_devices(config, count), threads=threads_per_worker),
             threads,
@@ -64,13 +73,13 @@ def ray_backend(config: Config, on_event: OnEvent) -> Iterator[tuple[Assembly, E
     cuda = pick_device(config.run.accelerator, precision=config.model.precision) == "cuda"
     with ExitStack() as stack:
         cluster = stack.enter_context(ray_cluster())
-        share = cluster.share(config.run.workers, cuda=cuda)
-        assembly, entries = share_weights(assemble(config, backbone_device="cpu"), cluster.filled)
+        share = cluster.actor_resources(config.run.workers, cuda=cuda)
+        assembly, entries = share_weights(assemble(config, backbone_device="cpu"), cluster.allocate)
         threads = stack.enter_context(ThreadPoolExecutor(share.count))
         workers = stack.enter_context(cluster.actors(share, init_worker))
         # an actor sees no GPU but its own
         devices = ["cuda" if cuda else "cpu"] * share.count
-        settled(
+        init_workers(
             workers, worker_init_messages(assembly, entries, devices=devices, threads=_num_threads(share.cpus)), threads
         )
         on_event(Note(f"{share.count} actors of {share.cpus} CPUs train the packs"))
@@ -127,7 +136,7 @@ def worker_init_messages(
     return [{**common, "place": device} for device in devices]
 
 
-def init_worker(head: Head, memory: Any) -> Bench:
+def init_worker(head: Head, memory: Any) -> WorkerContext:
     """The context of a worker, from its `worker_init_messages`; raises `DataError` where the data here are others."""
     torch.set_num_threads(head["threads"])
     config = parse_config(head["settings"], origin="the settings of this run")
@@ -137,12 +146,12 @@ def init_worker(head: Head, memory: Any) -> Bench:
             "a worker has read other data than the run; leave files alone while it goes on, and give every machine of a"
             " cluster the same"
         )
-    return Bench(site=assembly.site, receiver=worker_receiver(assembly))
+    return WorkerContext(site=assembly.site, receiver=worker_receiver(assembly))
 
 
 def worker_main(link: int, memory: int) -> None:
     """A worker process, from its first frame to its last."""
-    serve(link, Resident(init_worker, lambda: mmap.mmap(memory, 0)).ask)
+    run_worker_loop(link, WorkerLoop(init_worker, lambda: mmap.mmap(memory, 0)).ask)
 
 
 def _data_digest(assembly: Assembly) -> str:

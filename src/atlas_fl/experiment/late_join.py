@@ -38,7 +38,7 @@ from atlas_fl.planning.task_discovery import (
     make_client_graph,
     models_after_fingerprints,
 )
-from atlas_fl.runtime.engine import Engine, Tally, run_all
+from atlas_fl.runtime.engine import Engine, TrafficMeter, run_on_all_clients
 from atlas_fl.setup.assembly import Assembly, Newcomer, with_newcomer, without_private
 from atlas_fl.setup.options import cut_of, fingerprint_options, is_reclustered, strategy_of
 from atlas_fl.split.channel import Cut
@@ -52,7 +52,12 @@ def add_late_clients(
 
     A client that cannot (it does not answer, nothing fits its device) is rejected with the reason.
     """
-    config, extended, newcomer_models, tally = assembly.config, assembly, dict[str, Params](), Tally(engine=engine)
+    config, extended, newcomer_models, tally = (
+        assembly.config,
+        assembly,
+        dict[str, Params](),
+        TrafficMeter(engine=engine),
+    )
     strategy = strategy_of(config)
     if state.round % config.mixing.aggregate_every:
         return None  # who trains also sends, so who trains stays the same up to the next aggregation
@@ -308,7 +313,7 @@ def _validation_scores(
         Job(client=name, params=params, round=0, options=options, cut=cuts.get(name))
         for name, params in discovery.warmed_models.items()
     ]
-    newcomer_score = run_all(engine, "evaluate", jobs)[0].metrics["primary"]
+    newcomer_score = run_on_all_clients(engine, "evaluate", jobs)[0].metrics["primary"]
     mean_score = float(np.mean(list(state.validation_scores.values()))) if state.validation_scores else newcomer_score
     return np.array([*(state.validation_scores.get(name, mean_score) for name in others), newcomer_score])
 

@@ -35,7 +35,7 @@ from atlas_fl.flower.messages import (
 from atlas_fl.runtime.transport.certificates import CA, CERT, KEY
 
 if TYPE_CHECKING:
-    from atlas_fl.runtime.coordinator.coordinator import Hall
+    from atlas_fl.runtime.coordinator.coordinator import ClientManager
     from atlas_fl.runtime.transport.event_loop import Desk
     from atlas_fl.runtime.transport.sessions import Tokens
 
@@ -139,7 +139,7 @@ class Invitations:
         self._over = threading.Event()
 
     @contextmanager
-    def beside(self, hall: "Hall", desk: "Desk") -> Iterator[None]:
+    def beside(self, hall: "ClientManager", desk: "Desk") -> Iterator[None]:
         """Everybody is invited and watched; at the end, everybody is waited for, and told where the run has failed."""
         watcher = threading.Thread(target=self._watch, args=(hall, desk), name="atlas-replies", daemon=True)
         watcher.start()
@@ -147,13 +147,13 @@ class Invitations:
             yield
         except AtlasError as error:
             for name in self.nodes:
-                desk.threads.call(hall.lose(name, f"the server has ended the run: {error}"))
+                desk.threads.call(hall.remove(name, f"the server has ended the run: {error}"))
             raise
         finally:
             self._over.set()
             watcher.join()
 
-    def _watch(self, hall: "Hall", desk: "Desk") -> None:
+    def _watch(self, hall: "ClientManager", desk: "Desk") -> None:
         until = float("inf")
         while (self._sent.pending or self._waiting) and time.monotonic() < until:
             self.step(hall, desk)
@@ -162,7 +162,7 @@ class Invitations:
                 until = min(until, time.monotonic() + LAST_SECONDS)
             time.sleep(POLL_SECONDS)
 
-    def step(self, hall: "Hall", desk: "Desk") -> None:
+    def step(self, hall: "ClientManager", desk: "Desk") -> None:
         """Invite who waits for that, and hear who has ended."""
         if self._waiting and not self._over.is_set():
             self._invite()
@@ -183,14 +183,14 @@ class Invitations:
         if content:
             self._sent.push(content)
 
-    def _failed(self, node: int, error: Error, hall: "Hall", desk: "Desk") -> None:
+    def _failed(self, node: int, error: Error, hall: "ClientManager", desk: "Desk") -> None:
         name, reason = self._names[node], str(error.reason).strip()
         if error.code in CRASHED and self._starts[node] < MOST_STARTS:
             desk.note(f"{name}: {reason} It is started again")
             self._waiting.add(node)
         else:
             desk.note(f"{name}: {reason}")
-            desk.threads.submit(hall.lose(name, reason))
+            desk.threads.submit(hall.remove(name, reason))
 
 
 @dataclass(frozen=True, kw_only=True)

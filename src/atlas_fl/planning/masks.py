@@ -20,7 +20,7 @@ from atlas_fl.params import HEAD, ByClient, Params, add, head_keys, num_bytes, n
 from atlas_fl.planning.plan import ClientPlan
 from atlas_fl.ranks.devices import Device
 from atlas_fl.rng import generator
-from atlas_fl.runtime.engine import Engine, run_all
+from atlas_fl.runtime.engine import Engine, run_on_all_clients
 from atlas_fl.setup.assembly import Assembly
 from atlas_fl.setup.options import random_mask_of, strategy_of
 from atlas_fl.sparse.codec import mask_size, values_size
@@ -116,7 +116,7 @@ def _sum_over_clients(
     ]
     sums: dict[str, Params] = {}
     messages = []
-    for client, update in zip(assembly.clients, run_all(engine, action, jobs), strict=True):
+    for client, update in zip(assembly.clients, run_on_all_clients(engine, action, jobs), strict=True):
         so_far = sums.get(client.task.name)
         sums[client.task.name] = update.params if so_far is None else add(so_far, update.params)
         messages.append(_ledger_row(client.name, "up", "head", payload_bytes(update.params)))
@@ -235,7 +235,7 @@ def _sum_sensitivities(
     total: Params | None = None
     messages = []
     for first in range(0, len(jobs), SCORES_AT_ONCE):
-        for update in run_all(engine, "sensitivity", jobs[first : first + SCORES_AT_ONCE]):
+        for update in run_on_all_clients(engine, "sensitivity", jobs[first : first + SCORES_AT_ONCE]):
             total = update.params if total is None else add(total, update.params)
             messages.append(_ledger_row(update.client, "up", "mask", payload_bytes(update.params)))
     assert total is not None, "at least one client scores"

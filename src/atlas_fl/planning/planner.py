@@ -38,7 +38,7 @@ from atlas_fl.planning.masks import (
 from atlas_fl.planning.plan import ClientPlan, Plan, PlanResult
 from atlas_fl.planning.ranks_and_cuts import RankPlan, cuts_for_planning, fit_ranks, measure_importance
 from atlas_fl.planning.task_discovery import TaskDiscovery, discover_tasks, make_client_graph
-from atlas_fl.runtime.engine import Engine, Tally
+from atlas_fl.runtime.engine import Engine, TrafficMeter
 from atlas_fl.runtime.local import LocalEngine
 from atlas_fl.runtime.protocol.model_sync import (
     AdapterReceiver,
@@ -187,7 +187,7 @@ def _announce_notes(plan: Plan, on_event: OnEvent) -> Plan:
 
 def _plan_lora(assembly: Assembly, engine: Engine, *, on_event: OnEvent) -> PlanResult:
     config, strategy = assembly.config, strategy_of(assembly.config)
-    cuts, meter = cuts_for_planning(assembly), Tally(engine=engine)
+    cuts, meter = cuts_for_planning(assembly), TrafficMeter(engine=engine)
     on_event(PhaseStarted("fingerprints"))
     discovery = discover_tasks(assembly, meter, clustered=strategy.clustered, cuts=cuts)
     on_event(PhaseStarted("ranks"))
@@ -266,7 +266,7 @@ def recluster(
 
     With `models`, the clients' current ones, ranks are chosen again by the importance measured there; else they stay.
     """
-    cuts, meter = _unshared_cuts(cuts_of(assembly, planned.plan)), Tally(engine=engine)
+    cuts, meter = _unshared_cuts(cuts_of(assembly, planned.plan)), TrafficMeter(engine=engine)
     discovery = discover_tasks(assembly, meter, clustered=True, previous=planned.clustering, round=round, cuts=cuts)
     graph = make_client_graph(
         assembly, meter, discovery, previous=planned.plan.adjacency, performance=performance, cuts=cuts

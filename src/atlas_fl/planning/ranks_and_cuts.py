@@ -40,7 +40,7 @@ from atlas_fl.planning.task_discovery import TaskDiscovery
 from atlas_fl.ranks.allocation import RankAssignment, cluster_importance, complexity_factors
 from atlas_fl.ranks.cost_model import RoundPrediction, cut_utilities
 from atlas_fl.ranks.devices import Device
-from atlas_fl.runtime.engine import Engine, run_all
+from atlas_fl.runtime.engine import Engine, run_on_all_clients
 from atlas_fl.setup.assembly import Assembly
 from atlas_fl.setup.options import cut_of, warmup_options
 from atlas_fl.split.channel import NO_CUTS, Cut
@@ -310,7 +310,7 @@ def importance_by_client(
         Job(client=name, params=models[name], round=round, options=options, cut=cuts.get(name))
         for name in assembly.names
     ]
-    return np.stack([update.params[IMPORTANCE].numpy() for update in run_all(engine, "importance", jobs)])
+    return np.stack([update.params[IMPORTANCE].numpy() for update in run_on_all_clients(engine, "importance", jobs)])
 
 
 def fit_ranks(assembly: Assembly, discovery: TaskDiscovery, layers: np.ndarray, *, communicates: bool) -> RankPlan:

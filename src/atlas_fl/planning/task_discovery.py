@@ -20,7 +20,7 @@ from atlas_fl.clustering.result import Clustering, agreement, purity_warnings, s
 from atlas_fl.config import Config
 from atlas_fl.config.values import invalid_value
 from atlas_fl.params import Params, select
-from atlas_fl.runtime.engine import Engine, run_all
+from atlas_fl.runtime.engine import Engine, run_on_all_clients
 from atlas_fl.setup.assembly import Assembly, without_private
 from atlas_fl.setup.options import fingerprint_options, warmup_rank
 from atlas_fl.split.channel import NO_CUTS, Cut
@@ -153,7 +153,7 @@ def collect_fingerprints(
         Job(client=name, params=params, round=round, options=options, cut=cuts.get(name))
         for name, params in warm_up_models(assembly, cuts).items()
     ]
-    return run_all(engine, "fingerprint", jobs)
+    return run_on_all_clients(engine, "fingerprint", jobs)
 
 
 def warm_up_models(assembly: Assembly, cuts: Mapping[str, Cut] = NO_CUTS) -> dict[str, Params]:
@@ -272,4 +272,4 @@ def _validation_scores(
         Job(client=name, params=discovery.warmed_models[name], round=0, options=options, cut=cuts.get(name))
         for name in assembly.names
     ]
-    return np.array([update.metrics["primary"] for update in run_all(engine, "evaluate", jobs)])
+    return np.array([update.metrics["primary"] for update in run_on_all_clients(engine, "evaluate", jobs)])

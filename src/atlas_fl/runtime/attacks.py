@@ -28,19 +28,19 @@ from atlas_fl.runtime.engine import Engine
 
 
 @dataclass(frozen=True, kw_only=True)
-class Turn:
+class AttackContext:
     """What an attacker knows when it alters its update."""
 
     size: float
     """How large the attack is."""
-    how: Space
+    space: Space
     """Where the rule mixes."""
-    stream: torch.Generator
+    random: torch.Generator
     """Of this client and round."""
 
 
-Alter: TypeAlias = Callable[[Params, Params, Turn], Params]
-"""(what it was sent, what it trained, turn) -> what it sends."""
+Alter: TypeAlias = Callable[[Params, Params, AttackContext], Params]
+"""(what it was sent, what it trained, context) -> what it sends."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,52 +50,56 @@ class Attack:
     alter: Alter
     size: float | None
     """How large it is where nothing is said; None: all examples over its own."""
-    flips: bool = False
+    flips_labels: bool = False
     """Whether it trains on reversed labels."""
 
 
-def _along(before: Params, after: Params, turn: Turn, *, factor: float) -> Params:
+def _scale_change(before: Params, after: Params, context: AttackContext, *, factor: float) -> Params:
     """The change scaled; as it is where training has left no numbers, which the server will refuse."""
     if any(not bool(tensor.isfinite().all()) for tensor in (*before.values(), *after.values())):
         return after
-    return scaled_change(before, after, turn.how, factors={BODY: factor, HEADS: factor})
+    return scaled_change(before, after, context.space, factors={BODY: factor, HEADS: factor})
 
 
 def _rms(tensor: Tensor) -> float:
     return float(tensor.double().square().mean().sqrt()) if tensor.numel() else 0.0
 
 
-def _noisy(before: Params, after: Params, turn: Turn) -> Params:
-    def altered(key: str, tensor: Tensor) -> Tensor:
+def _add_noise(before: Params, after: Params, context: AttackContext) -> Params:
+    def perturb(key: str, tensor: Tensor) -> Tensor:
         if not tensor.is_floating_point():
             return tensor
-        noise = torch.randn(tensor.shape, generator=turn.stream).to(tensor)
-        return tensor + turn.size * _rms(tensor - before[key]) * noise
+        noise = torch.randn(tensor.shape, generator=context.random).to(tensor)
+        return tensor + context.size * _rms(tensor - before[key]) * noise
 
-    new = {key: altered(key, after[key]) for key in sorted(after)}  # sorted: the draws follow the order
-    return {key: new[key] for key in after}
+    noisy = {key: perturb(key, after[key]) for key in sorted(after)}  # sorted: the draws follow the order
+    return {key: noisy[key] for key in after}
 
 
-def _replacement(before: Params, after: Params, turn: Turn) -> Params:
-    random = {
-        key: torch.randn(after[key].shape, generator=turn.stream).to(after[key]) * _rms(after[key])
+def _replace_model(before: Params, after: Params, context: AttackContext) -> Params:
+    model = {
+        key: torch.randn(after[key].shape, generator=context.random).to(after[key]) * _rms(after[key])
         if after[key].is_floating_point()
         else after[key]
         for key in sorted(after)
     }
-    return _along(before, {key: random[key] for key in after}, turn, factor=turn.size)
+    return _scale_change(before, {key: model[key] for key in after}, context, factor=context.size)
 
 
 ATTACKS: dict[str, Attack] = {
-    "label_flip": Attack(alter=lambda _before, after, _turn: after, size=1.0, flips=True),
-    "sign_flip": Attack(alter=lambda before, after, turn: _along(before, after, turn, factor=-turn.size), size=1.0),
-    "scale": Attack(alter=lambda before, after, turn: _along(before, after, turn, factor=turn.size), size=30.0),
-    "model_replacement": Attack(alter=_replacement, size=None),
-    "noise": Attack(alter=_noisy, size=10.0),
+    "label_flip": Attack(alter=lambda _before, after, _context: after, size=1.0, flips_labels=True),
+    "sign_flip": Attack(
+        alter=lambda before, after, context: _scale_change(before, after, context, factor=-context.size), size=1.0
+    ),
+    "scale": Attack(
+        alter=lambda before, after, context: _scale_change(before, after, context, factor=context.size), size=30.0
+    ),
+    "model_replacement": Attack(alter=_replace_model, size=None),
+    "noise": Attack(alter=_add_noise, size=10.0),
 }
 
 
-def attackers_of(words: Sequence[str], names: Sequence[str], *, seed: int) -> tuple[str, ...]:
+def choose_attackers(words: Sequence[str], names: Sequence[str], *, seed: int) -> tuple[str, ...]:
     """The clients that attack, in the order of the run: those that are named, or so many, drawn by the seed.
 
     Raises ConfigError for an unknown client, and where nobody honest is left.
@@ -120,10 +124,10 @@ def attackers_of(words: Sequence[str], names: Sequence[str], *, seed: int) -> tu
 
 def with_flipped_labels(clients: Sequence[ClientData], attackers: Sequence[str]) -> tuple[ClientData, ...]:
     """The clients, of which the attackers train on reversed labels; raises ConfigError for a task without classes."""
-    return tuple(_flipped(client) if client.name in attackers else client for client in clients)
+    return tuple(_flip_labels(client) if client.name in attackers else client for client in clients)
 
 
-def _flipped(client: ClientData) -> ClientData:
+def _flip_labels(client: ClientData) -> ClientData:
     if not client.task.has_classes:
         raise ConfigError(f"--attack label_flip reverses classes, and task {client.task.name!r} has none; take another")
     return replace(client, train=replace(client.train, label=client.task.num_labels - 1 - client.train.label))
@@ -138,21 +142,26 @@ class HostileEngine:
     attackers: tuple[str, ...]
     size: float | None
     """How large the attack is; None: as large as that kind is by itself."""
-    how: Space
+    space: Space
     seed: int
     examples: Mapping[str, int]
     """Training examples of each client."""
 
     def run(self, action: str, jobs: Sequence[Job]) -> list[Update]:
         """The updates of these jobs, in their order; those of training altered by the attackers."""
-        updates, sent = self.engine.run(action, jobs), {job.client: job for job in jobs}
+        updates, job_by_client = self.engine.run(action, jobs), {job.client: job for job in jobs}
         if action != "train":
             return updates
-        return [self._altered(sent[one.client], one) if one.client in self.attackers else one for one in updates]
+        return [
+            self._alter_update(job_by_client[update.client], update) if update.client in self.attackers else update
+            for update in updates
+        ]
 
-    def _altered(self, job: Job, update: Update) -> Update:
-        own = sum(self.examples.values()) / self.examples[job.client]
-        size = next((one for one in (self.size, self.attack.size) if one is not None), own)
-        stream = torch_generator(self.seed, "attack", job.client, job.round)
-        params = self.attack.alter(job.params, update.params, Turn(size=size, how=self.how, stream=stream))
+    def _alter_update(self, job: Job, update: Update) -> Update:
+        replacement_size = sum(self.examples.values()) / self.examples[job.client]
+        size = next(
+            (candidate for candidate in (self.size, self.attack.size) if candidate is not None), replacement_size
+        )
+        random = torch_generator(self.seed, "attack", job.client, job.round)
+        params = self.attack.alter(job.params, update.params, AttackContext(size=size, space=self.space, random=random))
         return replace(update, params=params)

@@ -34,7 +34,7 @@ class MissingAnswersError(ProtocolError):
         self.clients = tuple(clients)
 
 
-def run_all(engine: Engine, action: str, jobs: Sequence[Job]) -> list[Update]:
+def run_on_all_clients(engine: Engine, action: str, jobs: Sequence[Job]) -> list[Update]:
     """The updates of all these jobs, for what cannot be done without one of them, as planning; in their order.
 
     Raises `MissingAnswersError` where one is missing.
@@ -51,22 +51,22 @@ def run_all(engine: Engine, action: str, jobs: Sequence[Job]) -> list[Update]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Tally:
+class TrafficMeter:
     """Another engine's updates, with the bytes through every cut by client and action."""
 
     engine: Engine
-    crossed: dict[tuple[str, str], Counter[tuple[Kind, Direction]]] = field(default_factory=dict)
+    cut_traffic: dict[tuple[str, str], Counter[tuple[Kind, Direction]]] = field(default_factory=dict)
 
     def run(self, action: str, jobs: Sequence[Job]) -> list[Update]:
         """The updates of these jobs, as the engine gives them."""
         updates = self.engine.run(action, jobs)
         for update in updates:
             if update.crossed:
-                self.crossed.setdefault((update.client, action), Counter()).update(update.crossed)
+                self.cut_traffic.setdefault((update.client, action), Counter()).update(update.crossed)
         return updates
 
     def rows(self, *, round: int) -> Iterator[LedgerRow]:
         """A row for all messages of one client, action, kind and direction, in the order in which they came."""
-        for (client, action), sizes in self.crossed.items():
+        for (client, action), sizes in self.cut_traffic.items():
             for (kind, direction), size in sizes.items():
                 yield LedgerRow(round=round, client=client, direction=direction, kind=kind, bytes=size, phase=action)

@@ -23,44 +23,44 @@ from atlas_fl.errors import DataError
 from atlas_fl.models.shared_memory import buffer_entries, tensor_views
 from atlas_fl.params import Params, is_full_model, num_bytes
 
-HELD_BYTES = 2**30
+MAX_BYTES_IN_MEMORY = 2**30
 """Most bytes of a round's updates in memory: twelve models of the size of ViT-S."""
 
 
-def within_memory(action: str, updates: Sequence[Update], held: Sequence[Update]) -> list[Update]:
+def spill_to_disk(action: str, updates: Sequence[Update], earlier: Sequence[Update]) -> list[Update]:
     """The updates, whole models in memory as far as they fit there beside those that are held already.
 
     Adapters always fit, and scores hold no model of their own.
     """
     if action == "evaluate" or not any(is_full_model(update.params) for update in updates):
         return list(updates)
-    found = list[Update]()
+    results = list[Update]()
     for update in updates:
-        found.append(bounded(update, [*held, *found]))
-    return found
+        results.append(spill_if_large(update, [*earlier, *results]))
+    return results
 
 
-def bounded(update: Update, held: Sequence[Update]) -> Update:
+def spill_if_large(update: Update, earlier: Sequence[Update]) -> Update:
     """The update, in memory where it fits beside those that are held already, else in a file."""
-    if sum(num_bytes(one.params) for one in (*held, update)) <= HELD_BYTES:
+    if sum(num_bytes(other.params) for other in (*earlier, update)) <= MAX_BYTES_IN_MEMORY:
         return update
-    return replace(update, params=on_disk(update.params))
+    return replace(update, params=memory_mapped(update.params))
 
 
-def on_disk(params: Params) -> Params:
+def memory_mapped(params: Params) -> Params:
     """The same tensors in a mapped file of the directory for temporary files (TMPDIR).
 
     Raises `DataError` where there is no room for it.
     """
-    places, size = buffer_entries(params)
+    entries, size = buffer_entries(params)
     try:
         with tempfile.TemporaryFile() as file:
-            for place in places:
-                file.seek(place["offset"])
-                file.write(params[place["name"]].contiguous().reshape(-1).view(torch.uint8).numpy().data)
+            for entry in entries:
+                file.seek(entry["offset"])
+                file.write(params[entry["name"]].contiguous().reshape(-1).view(torch.uint8).numpy().data)
             file.truncate(size)
             file.flush()
-            return tensor_views(mmap.mmap(file.fileno(), size, access=mmap.ACCESS_COPY), places)
+            return tensor_views(mmap.mmap(file.fileno(), size, access=mmap.ACCESS_COPY), entries)
     except OSError as error:
         raise DataError(
             f"no room for a client's update of {size / 1e6:.0f} MB in {tempfile.gettempdir()} ({error.strerror}); free"
@@ -78,10 +78,10 @@ class LocalEngine:
 
     def run(self, action: str, jobs: Sequence[Job]) -> list[Update]:
         """The updates of these jobs, in their order."""
-        found: dict[int, Update] = {}
+        update_by_job: dict[int, Update] = {}
         for pack in packs(jobs, self.site):
-            updates = within_memory(action, ACTIONS[action](pack, self.site), list(found.values()))
-            found |= zip(map(id, pack), updates, strict=True)
+            updates = spill_to_disk(action, ACTIONS[action](pack, self.site), list(update_by_job.values()))
+            update_by_job |= zip(map(id, pack), updates, strict=True)
             if self.on_progress is not None:
-                self.on_progress(action, len(found), len(jobs))
-        return [found[id(job)] for job in jobs]
+                self.on_progress(action, len(update_by_job), len(jobs))
+        return [update_by_job[id(job)] for job in jobs]

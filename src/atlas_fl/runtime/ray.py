@@ -15,16 +15,16 @@ from typing import Any
 import numpy as np
 
 from atlas_fl.errors import ConfigError, ProtocolError
-from atlas_fl.runtime.worker_pool import Resident, Settle
+from atlas_fl.runtime.worker_pool import InitWorker, WorkerLoop
 
-ERRORS_ONLY = 40
+RAY_LOG_LEVEL = 40
 """Ray's level of its own log: it would tell every step of its start."""
-SECONDS_TO_CONNECT = 10.0
+CONNECT_SECONDS = 10.0
 """How long a cluster may take to take a connection."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Share:
+class ActorResources:
     """What each actor takes of the cluster."""
 
     count: int
@@ -42,15 +42,15 @@ class Actor:
     def ask(self, frames: list[bytes]) -> list[bytes]:
         """The answer to these frames; raises `ProtocolError` where the actor or the cluster has ended."""
         try:
-            found: list[bytes] = self._ray.get(self._handle.ask.remote(list(frames)))
+            answer: list[bytes] = self._ray.get(self._handle.ask.remote(list(frames)))
         except self._ray.exceptions.RayActorError as error:
             reason = " ".join(str(error).split())
             raise ProtocolError(
                 f"{self.name} has ended ({reason:.160}); start the run again: it goes on from its last checkpoint"
             ) from None
-        return found
+        return answer
 
-    def end(self) -> None:
+    def kill(self) -> None:
         """End it at once."""
         self._ray.kill(self._handle)
 
@@ -62,45 +62,45 @@ class Cluster:
         self._ray = ray
         self._weights: Any = None
 
-    def filled(self, size: int, fill: Callable[[Any], None]) -> Any:
+    def allocate(self, size: int, fill: Callable[[Any], None]) -> Any:
         """Memory of so many bytes in the object store, as `fill` leaves it; nobody can write to it any more."""
         memory = np.empty(size, dtype=np.uint8)
         fill(memory)
         self._weights = self._ray.put(memory)
         return self._ray.get(self._weights)
 
-    def share(self, count: int | None, *, cuda: bool) -> Share:
+    def actor_resources(self, count: int | None, *, cuda: bool) -> ActorResources:
         """What each of `count` actors takes; by default there is one for each GPU, or CPU.
 
         Raises `ConfigError` where there is no room for so many, which Ray would wait for for ever.
         """
         nodes = [node["Resources"] for node in self._ray.nodes() if node["Alive"]]
-        return share_of(nodes, count, cuda=cuda)
+        return actor_resources_of(nodes, count, cuda=cuda)
 
     @contextmanager
-    def actors(self, share: Share, settle: Settle) -> Iterator[list[Actor]]:
+    def actors(self, resources: ActorResources, init_worker: InitWorker) -> Iterator[list[Actor]]:
         """So many actors; none is left afterwards."""
-        kind = self._ray.remote(_Remote).options(num_cpus=share.cpus, num_gpus=share.gpus)
+        kind = self._ray.remote(_RemoteWorker).options(num_cpus=resources.cpus, num_gpus=resources.gpus)
         with ExitStack() as stack:
             started = []
-            for number in range(share.count):
-                handle = kind.remote(settle, self._weights, str(Path.cwd()))
-                started.append(Actor(self._ray, handle, f"actor {number + 1} of {share.count}"))
-                stack.callback(started[-1].end)
+            for number in range(resources.count):
+                handle = kind.remote(init_worker, self._weights, str(Path.cwd()))
+                started.append(Actor(self._ray, handle, f"actor {number + 1} of {resources.count}"))
+                stack.callback(started[-1].kill)
             yield started
 
 
-class _Remote:
+class _RemoteWorker:
     """What an actor is: a resident whose memory is in the object store."""
 
-    def __init__(self, settle: Settle, memory: np.ndarray, folder: str) -> None:
+    def __init__(self, init_worker: InitWorker, memory: np.ndarray, folder: str) -> None:
         # paths among the settings are relative to where the run was started
         if Path(folder).is_dir():
             os.chdir(folder)
-        self._resident = Resident(settle, lambda: memory)
+        self._worker_loop = WorkerLoop(init_worker, lambda: memory)
 
     def ask(self, frames: list[bytes]) -> list[bytes]:
-        return self._resident.ask(frames)
+        return self._worker_loop.ask(frames)
 
 
 @contextmanager
@@ -114,13 +114,13 @@ def ray_cluster() -> Iterator[Cluster]:
     except ModuleNotFoundError:
         raise ConfigError("--engine ray needs Ray, which is not installed; pip install 'atlas-fl[ray]'") from None
     address = os.environ.get("RAY_ADDRESS", "local")
-    own = not ray.is_initialized()
-    if own:
+    starts_ray = not ray.is_initialized()
+    if starts_ray:
         _connect(ray, address)
     try:
         yield Cluster(ray)
     finally:
-        if own:
+        if starts_ray:
             ray.shutdown()
 
 
@@ -130,8 +130,8 @@ def _connect(ray: Any, address: str) -> None:
     host, _, port = address.rpartition("//")[2].rpartition(":")
     try:
         if port.isdecimal():  # else Ray tries for many minutes
-            socket.create_connection((host, int(port)), timeout=SECONDS_TO_CONNECT).close()
-        ray.init(address=address, logging_level=ERRORS_ONLY, log_to_driver=False, **local)
+            socket.create_connection((host, int(port)), timeout=CONNECT_SECONDS).close()
+        ray.init(address=address, logging_level=RAY_LOG_LEVEL, log_to_driver=False, **local)
     except (OSError, OverflowError, ValueError, RuntimeError) as error:
         reason = " ".join(str(error).split())
         raise ConfigError(
@@ -139,22 +139,26 @@ def _connect(ray: Any, address: str) -> None:
         ) from None
 
 
-def share_of(nodes: Sequence[Mapping[str, float]], count: int | None, *, cuda: bool) -> Share:
+def actor_resources_of(nodes: Sequence[Mapping[str, float]], count: int | None, *, cuda: bool) -> ActorResources:
     """What each actor takes of nodes with these CPUs and GPUs.
 
-    >>> share_of([{"CPU": 4.0}, {"CPU": 4.0}], 3, cuda=False)
-    Share(count=3, cpus=2, gpus=0.0)
+    >>> actor_resources_of([{"CPU": 4.0}, {"CPU": 4.0}], 3, cuda=False)
+    ActorResources(count=3, cpus=2, gpus=0.0)
 
     Raises `ConfigError` where so many do not fit.
     """
     cpus, gpus = ([int(node.get(kind, 0)) for node in nodes] for kind in ("CPU", "GPU"))
     count = count or sum(gpus if cuda else cpus)
     # no actor may lie across two nodes
-    fitting = [each for each in range(1, max(cpus, default=0) + 1) if sum(own // each for own in cpus) >= count > 0]
+    fitting = [
+        per_actor
+        for per_actor in range(1, max(cpus, default=0) + 1)
+        if sum(node_cpus // per_actor for node_cpus in cpus) >= count > 0
+    ]
     if not fitting or (cuda and not sum(gpus)):
         raise ConfigError(
             f"--workers is {count}, and the Ray cluster has {sum(cpus)} CPUs and {sum(gpus)} GPUs; allowed: 1 to"
             f" {sum(cpus)}{', with at least one GPU for --accelerator cuda' if cuda else ''}"
         )
-    on_one = -(-count // sum(gpus)) if cuda else 1
-    return Share(count=count, cpus=fitting[-1], gpus=1 / on_one if cuda else 0.0)
+    actors_per_gpu = -(-count // sum(gpus)) if cuda else 1
+    return ActorResources(count=count, cpus=fitting[-1], gpus=1 / actors_per_gpu if cuda else 0.0)

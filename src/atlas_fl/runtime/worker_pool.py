@@ -33,23 +33,23 @@ from atlas_fl.client.job import Job, Site, Update
 from atlas_fl.client.registry import ACTIONS
 from atlas_fl.errors import AtlasError, ProtocolError
 from atlas_fl.params import Params
-from atlas_fl.runtime.local import within_memory
+from atlas_fl.runtime.local import spill_to_disk
 from atlas_fl.runtime.protocol.model_sync import AdapterSender, NewSender, Receiver, Sender
 from atlas_fl.runtime.transport.frames import Head, decode_frame, encode_frame
 
-LIMIT = 2**40
+MAX_FRAME_BYTES = 2**40
 """Most bytes of a frame: both ends are ours, and a model may be larger than what may come over a network."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Bench:
+class WorkerContext:
     """What a worker works with."""
 
     site: Site
     receiver: Receiver
 
 
-Settle: TypeAlias = Callable[[Head, Any], Bench]
+InitWorker: TypeAlias = Callable[[Head, Any], WorkerContext]
 """(what a worker is told at its start, the memory that it shares) -> what it makes of these."""
 
 
@@ -83,25 +83,29 @@ class PoolEngine:
 
     def run(self, action: str, jobs: Sequence[Job]) -> list[Update]:
         """The updates of these jobs, in their order; raises `ProtocolError` where a worker has ended."""
-        formed = list(packs(jobs, self.site))
-        given = {self.threads.submit(self._carried_out, action, pack): place for place, pack in enumerate(formed)}
-        found: dict[int, list[Update]] = {}
+        all_packs = list(packs(jobs, self.site))
+        index_by_future = {
+            self.threads.submit(self._run_pack, action, pack): index for index, pack in enumerate(all_packs)
+        }
+        updates_by_pack: dict[int, list[Update]] = {}
         try:
-            for future in as_completed(given):
-                held = [update for updates in found.values() for update in updates]
+            for future in as_completed(index_by_future):
+                earlier = [update for updates in updates_by_pack.values() for update in updates]
                 # popped, because a future holds what it gave
-                found[given.pop(future)] = within_memory(action, future.result(), held)
-                self.on_progress(action, sum(map(len, found.values())), len(jobs))
+                updates_by_pack[index_by_future.pop(future)] = spill_to_disk(action, future.result(), earlier)
+                self.on_progress(action, sum(map(len, updates_by_pack.values())), len(jobs))
         finally:
-            for future in given:
+            for future in index_by_future:
                 future.cancel()  # without effect on what has begun
-        by_job = {id(job): update for place, pack in enumerate(formed) for job, update in zip(pack, found[place])}
+        by_job = {
+            id(job): update for index, pack in enumerate(all_packs) for job, update in zip(pack, updates_by_pack[index])
+        }
         return [by_job[id(job)] for job in jobs]
 
-    def _carried_out(self, action: str, pack: Sequence[Job]) -> list[Update]:
+    def _run_pack(self, action: str, pack: Sequence[Job]) -> list[Update]:
         worker, sender = self._free.get()
         try:
-            return read_answer(action, worker.ask(pack_frames(action, pack, sender)), pack, sender)
+            return decode_updates(action, worker.ask(encode_jobs(action, pack, sender)), pack, sender)
         except AtlasError:
             sender.forget()  # as a worker does that meets one
             raise
@@ -109,37 +113,37 @@ class PoolEngine:
             self._free.put((worker, sender))
 
 
-def settled(workers: Sequence[Worker], heads: Sequence[Head], threads: Executor) -> None:
+def init_workers(workers: Sequence[Worker], heads: Sequence[Head], threads: Executor) -> None:
     """Nothing, once every worker has made its site of its head; raises what one of them met."""
     frames = [encode_frame(head, {}) for head in heads]
     for answer in threads.map(lambda worker, frame: worker.ask([frame]), workers, frames):
         raise_failure(decode_frame(answer[0])[0])
 
 
-def pack_frames(action: str, pack: Sequence[Job], sender: Sender) -> list[bytes]:
+def encode_jobs(action: str, pack: Sequence[Job], sender: Sender) -> list[bytes]:
     """What asks a worker for this pack."""
-    found = []
+    frames = []
     for number, job in enumerate(pack):
         head, tensors = sender.job(action, job, number=number)
-        found.append(encode_frame({**head, "client": job.client}, tensors, limit=LIMIT))
-    return found
+        frames.append(encode_frame({**head, "client": job.client}, tensors, limit=MAX_FRAME_BYTES))
+    return frames
 
 
-def read_answer(action: str, frames: list[bytes], pack: Sequence[Job], sender: Sender) -> list[Update]:
+def decode_updates(action: str, frames: list[bytes], pack: Sequence[Job], sender: Sender) -> list[Update]:
     """The updates that a worker's answer to this pack holds; raises what the worker met. The frames are used up."""
-    found = list[Update]()
-    for head, tensors in _decoded(frames):
+    updates = list[Update]()
+    for head, tensors in _decode_frames(frames):
         raise_failure(head)
-        found.append(sender.update(action, head, tensors, job=pack[len(found)]))
-    assert len(found) == len(pack), "a worker answers every job"
-    return found
+        updates.append(sender.update(action, head, tensors, job=pack[len(updates)]))
+    assert len(updates) == len(pack), "a worker answers every job"
+    return updates
 
 
-def _decoded(frames: list[bytes]) -> Iterator[tuple[Head, Params]]:
+def _decode_frames(frames: list[bytes]) -> Iterator[tuple[Head, Params]]:
     """What the frames say, one after another; each is gone before the next: it may hold a whole model."""
     frames.reverse()
     while frames:
-        yield decode_frame(frames.pop(), limit=LIMIT)
+        yield decode_frame(frames.pop(), limit=MAX_FRAME_BYTES)
 
 
 def raise_failure(head: Head) -> None:
@@ -149,34 +153,34 @@ def raise_failure(head: Head) -> None:
         raise kinds.get(str(head["error"]), ProtocolError)(str(head["reason"]))
 
 
-class Resident:
+class WorkerLoop:
     """A worker's end: the first frame says what it works with, all others are packs for it."""
 
-    def __init__(self, settle: Settle, memory: Callable[[], Any]) -> None:
-        self._settle, self._memory = settle, memory
-        self._bench: Bench | None = None
+    def __init__(self, init_worker: InitWorker, memory: Callable[[], Any]) -> None:
+        self._init_worker, self._memory = init_worker, memory
+        self._context: WorkerContext | None = None
 
     def ask(self, frames: list[bytes]) -> list[bytes]:
         """The answer: an update for every job, or the error that was met. The frames are used up."""
         try:
-            if self._bench is None:
-                ((head, _),) = _decoded(frames)
-                self._bench = self._settle(head, self._memory())
+            if self._context is None:
+                ((head, _),) = _decode_frames(frames)
+                self._context = self._init_worker(head, self._memory())
                 return [encode_frame({"kind": "ready"}, {})]
-            return self._carried_out(self._bench, frames)
+            return self._execute(self._context, frames)
         except AtlasError as error:
-            if self._bench is not None:
-                self._bench.receiver.forget()
+            if self._context is not None:
+                self._context.receiver.forget()
             return [encode_frame({"kind": "failed", "error": type(error).__name__, "reason": str(error)}, {})]
 
-    def _carried_out(self, bench: Bench, frames: list[bytes]) -> list[bytes]:
+    def _execute(self, context: WorkerContext, frames: list[bytes]) -> list[bytes]:
         action, jobs = "", list[Job]()
-        for head, tensors in _decoded(frames):
-            action, job, _ = bench.receiver.job(head, tensors, client=str(head["client"]))
+        for head, tensors in _decode_frames(frames):
+            action, job, _ = context.receiver.job(head, tensors, client=str(head["client"]))
             jobs.append(job)
-        pairs = enumerate(zip(ACTIONS[action](jobs, bench.site), jobs, strict=True))
-        messages = (bench.receiver.update(action, update, job, number=n) for n, (update, job) in pairs)
-        return [encode_frame(*message, limit=LIMIT) for message in messages]
+        pairs = enumerate(zip(ACTIONS[action](jobs, context.site), jobs, strict=True))
+        messages = (context.receiver.update(action, update, job, number=n) for n, (update, job) in pairs)
+        return [encode_frame(*message, limit=MAX_FRAME_BYTES) for message in messages]
 
 
 class SharedMemory:
@@ -190,7 +194,7 @@ class SharedMemory:
             with tempfile.TemporaryFile() as file:
                 self.file = os.dup(file.fileno())
 
-    def filled(self, size: int, fill: Callable[[mmap.mmap], None]) -> mmap.mmap:
+    def allocate(self, size: int, fill: Callable[[mmap.mmap], None]) -> mmap.mmap:
         """The memory, from now on of so many bytes, as `fill` leaves it."""
         os.ftruncate(self.file, size)
         memory = mmap.mmap(self.file, 0)
@@ -202,7 +206,7 @@ class SharedMemory:
         os.close(self.file)
 
 
-class Process:
+class WorkerProcess:
     """One worker process as its parent sees it."""
 
     def __init__(self, name: str, program: str, memory: int) -> None:
@@ -221,13 +225,13 @@ class Process:
     def ask(self, frames: list[bytes]) -> list[bytes]:
         """The answer to these frames, which are used up; raises `ProtocolError` where the process has ended."""
         try:
-            send(self._link, frames)
+            send_frames(self._link, frames)
             frames.clear()  # while the worker works nobody needs them
-            return receive(self._link)
+            return receive_frames(self._link)
         except (EOFError, OSError):
-            raise ProtocolError(self._last_words()) from None
+            raise ProtocolError(self._exit_message()) from None
 
-    def _last_words(self) -> str:
+    def _exit_message(self) -> str:
         code = self._process.wait()
         how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
         return (
@@ -235,7 +239,7 @@ class Process:
             " with fewer --workers it takes less memory"
         )
 
-    def end(self) -> None:
+    def kill(self) -> None:
         """End it at once, and wait until it has."""
         self._process.kill()
         self._process.wait()
@@ -243,7 +247,7 @@ class Process:
 
 
 @contextmanager
-def processes(count: int, *, program: str, memory: int) -> Iterator[list[Process]]:
+def worker_processes(count: int, *, program: str, memory: int) -> Iterator[list[WorkerProcess]]:
     """So many workers; none is left afterwards.
 
     `program` is Python that calls `serve`; its arguments are the descriptors of its pipe and of the memory.
@@ -251,40 +255,40 @@ def processes(count: int, *, program: str, memory: int) -> Iterator[list[Process
     with ExitStack() as stack:
         started = []
         for number in range(count):
-            process = Process(f"worker {number + 1} of {count}", program, memory)
-            stack.callback(process.end)
+            process = WorkerProcess(f"worker {number + 1} of {count}", program, memory)
+            stack.callback(process.kill)
             started.append(process)
         yield started
 
 
-def serve(link: int, answer: Callable[[list[bytes]], list[bytes]]) -> None:
+def run_worker_loop(link: int, answer: Callable[[list[bytes]], list[bytes]]) -> None:
     """A worker process: answer what comes until the parent closes the pipe, or ends."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's, which closes the pipe
-    threading.Thread(target=_end_with_parent, args=(link,), daemon=True).start()
+    threading.Thread(target=_exit_with_parent, args=(link,), daemon=True).start()
     connection = Connection(link)
     while True:
         try:
-            send(connection, answer(receive(connection)))
+            send_frames(connection, answer(receive_frames(connection)))
         except (EOFError, BrokenPipeError, ConnectionResetError):
             return
 
 
-def _end_with_parent(link: int) -> None:
+def _exit_with_parent(link: int) -> None:
     """End this process as soon as nobody is at the other end, in the middle of a pack too."""
-    ended = select.poll()
-    ended.register(link, 0)  # nothing but the hang-up, which cannot be left out
-    ended.poll()
+    hang_up = select.poll()
+    hang_up.register(link, 0)  # nothing but the hang-up, which cannot be left out
+    hang_up.poll()
     os._exit(1)
 
 
-def send(link: "Connection", frames: Sequence[bytes]) -> None:
+def send_frames(link: "Connection", frames: Sequence[bytes]) -> None:
     """Write frames, their number first."""
     link.send_bytes(len(frames).to_bytes(8, "little"))
     for frame in frames:
         link.send_bytes(frame)
 
 
-def receive(link: "Connection") -> list[bytes]:
+def receive_frames(link: "Connection") -> list[bytes]:
     """Read what `send` wrote; raises `EOFError` where the other end is closed."""
     count = int.from_bytes(link.recv_bytes(8), "little")
     return [link.recv_bytes() for _ in range(count)]

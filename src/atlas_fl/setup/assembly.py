@@ -32,7 +32,7 @@ from atlas_fl.partial_sharing import is_placeholder, private_digest, unshared_ke
 from atlas_fl.ranks.cost_model import LOGIT_COPIES, VALUE_BYTES, activation_bytes
 from atlas_fl.ranks.devices import Device, find_devices
 from atlas_fl.rng import torch_generator
-from atlas_fl.runtime.attacks import ATTACKS, attackers_of, with_flipped_labels
+from atlas_fl.runtime.attacks import ATTACKS, choose_attackers, with_flipped_labels
 from atlas_fl.split.channel import Cut
 from atlas_fl.split.codec import simulated_secret
 from atlas_fl.split.model import load_client_part, select_client_side
@@ -162,8 +162,8 @@ def load_clients(config: Config) -> tuple[ClientData, ...]:
     )
     if config.attack.attack == "none":
         return clients
-    attackers = attackers_of(config.attack.attackers, [client.name for client in clients], seed=config.run.seed)
-    return with_flipped_labels(clients, attackers) if ATTACKS[config.attack.attack].flips else clients
+    attackers = choose_attackers(config.attack.attackers, [client.name for client in clients], seed=config.run.seed)
+    return with_flipped_labels(clients, attackers) if ATTACKS[config.attack.attack].flips_labels else clients
 
 
 def assemble(

@@ -10,7 +10,7 @@ from atlas_fl.client.options import FingerprintOptions, TrainOptions
 from atlas_fl.config import Config
 from atlas_fl.data.clients import ClientData
 from atlas_fl.models.registry import suggested_lr
-from atlas_fl.runtime.attacks import ATTACKS, HostileEngine, attackers_of
+from atlas_fl.runtime.attacks import ATTACKS, HostileEngine, choose_attackers
 from atlas_fl.runtime.engine import Engine
 from atlas_fl.setup.assembly import scale_of
 from atlas_fl.sparse.codec import RandomMask
@@ -62,7 +62,7 @@ def with_attackers(engine: Engine, config: Config, clients: Sequence[ClientData]
         attack=ATTACKS[attack.attack],
         attackers=configured_attackers(config, [client.name for client in clients]),
         size=attack.attack_scale,
-        how=space_of(config),
+        space=space_of(config),
         seed=config.run.seed,
         examples={client.name: len(client.train) for client in clients},
     )
@@ -71,7 +71,7 @@ def with_attackers(engine: Engine, config: Config, clients: Sequence[ClientData]
 def configured_attackers(config: Config, names: Sequence[str]) -> tuple[str, ...]:
     """Which of these clients attack under this config."""
     attack = config.attack
-    return attackers_of(attack.attackers, names, seed=config.run.seed) if attack.attack != "none" else ()
+    return choose_attackers(attack.attackers, names, seed=config.run.seed) if attack.attack != "none" else ()
 
 
 def is_reclustered(config: Config, number: int) -> bool:

@@ -7,22 +7,22 @@ import pytest
 import torch
 
 from atlas_fl.errors import ProtocolError
-from atlas_fl.runtime.coordinator import coordinator as halls
-from atlas_fl.runtime.coordinator.coordinator import Hall, dismiss
+from atlas_fl.runtime.coordinator import coordinator
+from atlas_fl.runtime.coordinator.coordinator import ClientManager, shutdown_clients
 from tests.runtime.coordinator.test_hall import PARAMS, play, register
 
 
-async def say_kept(hall: Hall, name: str, sha256: object) -> Any:
+async def say_kept(hall: ClientManager, name: str, sha256: object) -> Any:
     """What a client is told that says its model of this name lies on its disk."""
     return await hall.answer(name, {"kind": "kept", "sha256": sha256}, {})
 
 
 def test_who_is_awaited_gets_its_model_when_it_comes_and_is_known_to_have_it_when_it_says_so() -> None:
-    async def script(hall: Hall, _: list[str]) -> None:
+    async def script(hall: ClientManager, _: list[str]) -> None:
         kept: list[str] = []
-        hall.on_kept = kept.append
+        hall.on_model_saved = kept.append
         first = await register(hall, "site-1")
-        over = asyncio.create_task(dismiss(hall, {"site-2": PARAMS}, seconds=3600, awaited=["site-2"]))
+        over = asyncio.create_task(shutdown_clients(hall, {"site-2": PARAMS}, seconds=3600, wait_for=["site-2"]))
         assert await first == ({"kind": "done", "model": False}, {})
         hall.on_presence("site-1", False)
         head, model = await (await register(hall, "site-2"))
@@ -44,12 +44,12 @@ def test_who_is_awaited_gets_its_model_when_it_comes_and_is_known_to_have_it_whe
 
 
 def test_who_was_killed_after_it_wrote_its_model_says_so_without_registering() -> None:
-    async def script(hall: Hall, _: list[str]) -> None:
+    async def script(hall: ClientManager, _: list[str]) -> None:
         kept: list[str] = []
-        hall.on_kept = kept.append
-        over = asyncio.create_task(dismiss(hall, {"site-2": PARAMS}, seconds=3600, awaited=["site-2"]))
+        hall.on_model_saved = kept.append
+        over = asyncio.create_task(shutdown_clients(hall, {"site-2": PARAMS}, seconds=3600, wait_for=["site-2"]))
         await asyncio.sleep(0)
-        farewell = hall.seats["site-2"].farewell
+        farewell = hall.clients["site-2"].shutdown_message
         assert farewell is not None
         hall.on_presence("site-2", True)
         assert await say_kept(hall, "site-2", "of another run") == ({"kind": "another"}, {})
@@ -65,9 +65,9 @@ def test_who_was_killed_after_it_wrote_its_model_says_so_without_registering() -
 
 
 def test_a_server_in_mid_run_knows_of_no_model_that_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(halls, "KEPT_SECONDS", 0.02)
+    monkeypatch.setattr(coordinator, "CONFIRM_SECONDS", 0.02)
 
-    async def script(hall: Hall, _: list[str]) -> None:
+    async def script(hall: ClientManager, _: list[str]) -> None:
         hall.on_presence("site-1", True)
         assert await say_kept(hall, "site-1", None) == ({"kind": "another"}, {})
 
@@ -75,26 +75,26 @@ def test_a_server_in_mid_run_knows_of_no_model_that_is_kept(monkeypatch: pytest.
 
 
 def test_what_cannot_be_written_down_is_not_confirmed() -> None:
-    async def script(hall: Hall, _: list[str]) -> None:
+    async def script(hall: ClientManager, _: list[str]) -> None:
         def full(_name: str) -> None:
             raise ProtocolError("no space left")
 
-        hall.on_kept = full
-        over = asyncio.create_task(dismiss(hall, {"site-1": PARAMS}, seconds=0.1))
+        hall.on_model_saved = full
+        over = asyncio.create_task(shutdown_clients(hall, {"site-1": PARAMS}, seconds=0.1))
         head, _model = await (await register(hall, "site-1"))
         with pytest.raises(ProtocolError, match="no space left"):
             await say_kept(hall, "site-1", head["sha256"])
-        assert not hall.seats["site-1"].kept
+        assert not hall.clients["site-1"].model_saved
         await over
 
     play(script)
 
 
 def test_who_writes_its_model_is_waited_for_longer_than_who_says_nothing() -> None:
-    async def script(hall: Hall, _: list[str]) -> None:
+    async def script(hall: ClientManager, _: list[str]) -> None:
         silent = await register(hall, "site-2")
         writes = await register(hall, "site-1")
-        over = asyncio.create_task(dismiss(hall, {"site-1": PARAMS}, seconds=0.02, writing_seconds=3600))
+        over = asyncio.create_task(shutdown_clients(hall, {"site-1": PARAMS}, seconds=0.02, writing_seconds=3600))
         (head, _model), _ = await writes, await silent
         await asyncio.wait({over}, timeout=0.1)
         assert not over.done()
@@ -105,9 +105,9 @@ def test_who_writes_its_model_is_waited_for_longer_than_who_says_nothing() -> No
 
 
 def test_who_is_away_or_lost_is_not_waited_for() -> None:
-    async def script(hall: Hall, _: list[str]) -> None:
-        await hall.lose("site-1", "its disk is full")
-        await asyncio.wait_for(dismiss(hall, {}, seconds=3600, awaited=["site-1"]), 10)
-        await asyncio.wait_for(dismiss(hall, {}, seconds=0, awaited=["site-2"]), 10)
+    async def script(hall: ClientManager, _: list[str]) -> None:
+        await hall.remove("site-1", "its disk is full")
+        await asyncio.wait_for(shutdown_clients(hall, {}, seconds=3600, wait_for=["site-1"]), 10)
+        await asyncio.wait_for(shutdown_clients(hall, {}, seconds=0, wait_for=["site-2"]), 10)
 
     play(script)

@@ -11,15 +11,15 @@ from atlas_fl.client.job import Job, Update
 from atlas_fl.client.options import TrainOptions
 from atlas_fl.errors import ProtocolError
 from atlas_fl.runtime.coordinator.client_registry import (
-    MOST_REFUSALS,
-    MOST_TAKEN,
-    Seat,
-    forgive,
-    note_refusal,
-    note_taken,
-    why_not_asked,
+    ANSWERS_UNTIL_FORGIVEN,
+    MAX_REFUSALS,
+    ClientProxy,
+    allow_retry,
+    record_accepted_answer,
+    record_refusal,
+    skip_reason,
 )
-from atlas_fl.runtime.coordinator.coordinator import Hall, let_in, newcomers, turn_away
+from atlas_fl.runtime.coordinator.coordinator import ClientManager, accept_client, late_clients, reject_client
 from atlas_fl.runtime.protocol.messages import Identity, read_job, update_message
 from atlas_fl.runtime.transport.sessions import MOST_TOLD
 
@@ -41,12 +41,12 @@ CENSUS: Mapping[str, Any] = {
 PARAMS = {"a.lora_A": torch.ones(1, 2)}
 
 
-def play(script: Callable[[Hall, list[str]], Awaitable[None]]) -> list[str]:
+def play(script: Callable[[ClientManager, list[str]], Awaitable[None]]) -> list[str]:
     """What was noted while the script ran."""
     notes: list[str] = []
 
     async def run() -> None:
-        await asyncio.wait_for(script(Hall(NAMES, IDENTITY, settings="", on_note=notes.append), notes), 60)
+        await asyncio.wait_for(script(ClientManager(NAMES, IDENTITY, settings="", on_note=notes.append), notes), 60)
 
     asyncio.run(run())
     return notes
@@ -63,17 +63,19 @@ def result(head: Mapping[str, Any], name: str, value: float) -> tuple[Any, Any]:
     return update_message(update, work, number=head["number"])
 
 
-async def register(hall: Hall, name: str, **changes: Any) -> "asyncio.Task[Any]":
+async def register(hall: ClientManager, name: str, **changes: Any) -> "asyncio.Task[Any]":
     hall.on_presence(name, True)
     return asyncio.create_task(hall.answer(name, {**CENSUS, **changes}, {}))
 
 
 def test_jobs_go_to_their_clients_and_updates_come_back_in_order() -> None:
-    async def script(hall: Hall, _: list[str]) -> None:
+    async def script(hall: ClientManager, _: list[str]) -> None:
         asked = [await register(hall, name) for name in NAMES]
-        assert await hall.gather(NAMES, least=2, seconds=60) == NAMES
+        assert await hall.wait_for_clients(NAMES, min_clients=2, seconds=60) == NAMES
         done: list[int] = []
-        work = asyncio.create_task(hall.work("train", [job(name) for name in NAMES], seconds=60, on_done=done.append))
+        work = asyncio.create_task(
+            hall.run_jobs("train", [job(name) for name in NAMES], seconds=60, on_done=done.append)
+        )
         for name, task in reversed(list(zip(NAMES, asked))):
             head, params = await task
             assert params is PARAMS
@@ -86,10 +88,10 @@ def test_jobs_go_to_their_clients_and_updates_come_back_in_order() -> None:
 
 
 def test_a_client_that_comes_back_gets_its_job_again_and_the_old_answer_is_not_taken_twice() -> None:
-    async def script(hall: Hall, _: list[str]) -> None:
+    async def script(hall: ClientManager, _: list[str]) -> None:
         first = await register(hall, "site-1")
-        await hall.gather(("site-1",), least=1, seconds=60)
-        work = asyncio.create_task(hall.work("train", [job("site-1")], seconds=60, on_done=id))
+        await hall.wait_for_clients(("site-1",), min_clients=1, seconds=60)
+        work = asyncio.create_task(hall.run_jobs("train", [job("site-1")], seconds=60, on_done=id))
         head, _ = await first
         hall.on_presence("site-1", False)
         again, params = await (await register(hall, "site-1"))
@@ -99,7 +101,7 @@ def test_a_client_that_comes_back_gets_its_job_again_and_the_old_answer_is_not_t
         (update,) = await work
         assert isinstance(update, Update)
         stale = asyncio.create_task(hall.answer("site-1", *result(head, "site-1", 9.0)))
-        (late,) = await hall.work("train", [job("site-1")], seconds=0.05, on_done=id)
+        (late,) = await hall.run_jobs("train", [job("site-1")], seconds=0.05, on_done=id)
         assert late == "no answer within 0.05 seconds"
         for task in (waiting, stale):
             task.cancel()
@@ -110,17 +112,17 @@ def test_a_client_that_comes_back_gets_its_job_again_and_the_old_answer_is_not_t
 
 
 def test_nobody_waits_again_for_who_let_a_deadline_pass_until_it_is_back() -> None:
-    async def script(hall: Hall, _: list[str]) -> None:
+    async def script(hall: ClientManager, _: list[str]) -> None:
         first = await register(hall, "site-1")
-        await hall.gather(("site-1",), least=1, seconds=60)
+        await hall.wait_for_clients(("site-1",), min_clients=1, seconds=60)
         first.cancel()
         hall.on_presence("site-1", False)
         answers = [
-            (await hall.work("train", [job("site-1")], seconds=seconds, on_done=id))[0] for seconds in (0.05, 1e6)
+            (await hall.run_jobs("train", [job("site-1")], seconds=seconds, on_done=id))[0] for seconds in (0.05, 1e6)
         ]
         assert answers == ["no answer within 0.05 seconds", "it has been away since it let a deadline pass"]
         task = await register(hall, "site-1")
-        work = asyncio.create_task(hall.work("train", [job("site-1")], seconds=60, on_done=id))
+        work = asyncio.create_task(hall.run_jobs("train", [job("site-1")], seconds=60, on_done=id))
         head, _ = await task
         asyncio.create_task(hall.answer("site-1", *result(head, "site-1", 1.0))).add_done_callback(id)
         assert isinstance((await work)[0], Update)
@@ -129,9 +131,9 @@ def test_nobody_waits_again_for_who_let_a_deadline_pass_until_it_is_back() -> No
 
 
 def test_a_job_that_fails_is_told() -> None:
-    async def script(hall: Hall, _: list[str]) -> None:
+    async def script(hall: ClientManager, _: list[str]) -> None:
         task = await register(hall, "site-1")
-        work = asyncio.create_task(hall.work("train", [job("site-1")], seconds=60, on_done=id))
+        work = asyncio.create_task(hall.run_jobs("train", [job("site-1")], seconds=60, on_done=id))
         head, _ = await task
         failed = {"kind": "failed", "number": head["number"], "reason": "no memory"}
         asyncio.create_task(hall.answer("site-1", failed, {})).add_done_callback(id)
@@ -156,9 +158,9 @@ def test_a_job_that_fails_is_told() -> None:
     ],
 )
 def test_what_does_not_fit_is_refused(changes: dict[str, Any], message: str) -> None:
-    async def script(hall: Hall, _: list[str]) -> None:
+    async def script(hall: ClientManager, _: list[str]) -> None:
         first = await register(hall, "site-1", part=0)
-        await hall.gather(("site-1",), least=1, seconds=60)
+        await hall.wait_for_clients(("site-1",), min_clients=1, seconds=60)
         hall.planned = None
         with pytest.raises(ProtocolError, match=message):
             await (await register(hall, "site-2", **changes))
@@ -168,11 +170,11 @@ def test_what_does_not_fit_is_refused(changes: dict[str, Any], message: str) -> 
 
 
 def test_who_is_refused_is_shown_once_and_as_a_terminal_may_have_it() -> None:
-    async def script(hall: Hall, _: list[str]) -> None:
+    async def script(hall: ClientManager, _: list[str]) -> None:
         for _again in range(3):
             hall.on_refused("site-1", "labels (\x1b[2J, good) are others")
         hall.on_refused("stranger", "client 'stranger' is not listed")
-        await hall.lose("site-2", "nothing fits its device")  # as it was told by whoever turned it away
+        await hall.remove("site-2", "nothing fits its device")  # as it was told by whoever turned it away
         hall.on_refused("site-2", "nothing fits its device")
 
     assert play(script) == [
@@ -182,11 +184,11 @@ def test_who_is_refused_is_shown_once_and_as_a_terminal_may_have_it() -> None:
 
 
 def test_who_comes_late_or_with_other_data_is_refused_and_who_is_missing_is_named() -> None:
-    async def script(hall: Hall, notes: list[str]) -> None:
+    async def script(hall: ClientManager, notes: list[str]) -> None:
         first = await register(hall, "site-1")
         with pytest.raises(ProtocolError, match=r"1 of 2 clients have come within 0.01 seconds, missing: site-2"):
-            await hall.gather(NAMES, least=2, seconds=0.01)
-        assert await hall.gather(NAMES, least=1, seconds=0.01) == ("site-1",)
+            await hall.wait_for_clients(NAMES, min_clients=2, seconds=0.01)
+        assert await hall.wait_for_clients(NAMES, min_clients=1, seconds=0.01) == ("site-1",)
         assert "begins without site-2" in notes
         with pytest.raises(ProtocolError, match="this federation was planned without site-2"):
             await (await register(hall, "site-2"))
@@ -198,26 +200,26 @@ def test_who_comes_late_or_with_other_data_is_refused_and_who_is_missing_is_name
 
 
 def test_who_comes_late_waits_to_be_let_in_or_turned_away_and_may_come_again_as_another() -> None:
-    async def script(hall: Hall, notes: list[str]) -> None:
-        hall._late = True
+    async def script(hall: ClientManager, notes: list[str]) -> None:
+        hall._accepts_late = True
         first = await register(hall, "site-1")
-        await hall.gather(("site-1",), least=1, seconds=60)
-        assert await newcomers(hall) == ()
+        await hall.wait_for_clients(("site-1",), min_clients=1, seconds=60)
+        assert await late_clients(hall) == ()
         late = await register(hall, "site-2")
         await asyncio.sleep(0)
-        assert [seat.name for seat in await newcomers(hall)] == ["site-2"]
+        assert [seat.name for seat in await late_clients(hall)] == ["site-2"]
         assert notes[-1] == "site-2 came after the plan was made and joins before the next round"
-        await turn_away(hall, "site-2", "nothing fits")
+        await reject_client(hall, "site-2", "nothing fits")
         with pytest.raises(ProtocolError, match=r"^site-2 cannot join: nothing fits$"):
             await late
-        assert await newcomers(hall) == ()
+        assert await late_clients(hall) == ()
         again = await register(hall, "site-2", max_length=17, device="laptop_8gb")
         await asyncio.sleep(0)
-        (seat,) = await newcomers(hall)
+        (seat,) = await late_clients(hall)
         assert seat.device is not None and seat.device.name == "laptop_8gb"
-        await let_in(hall, "site-2")
-        assert await newcomers(hall) == ()
-        work = asyncio.create_task(hall.work("train", [job("site-2")], seconds=60, on_done=id))
+        await accept_client(hall, "site-2")
+        assert await late_clients(hall) == ()
+        work = asyncio.create_task(hall.run_jobs("train", [job("site-2")], seconds=60, on_done=id))
         head, _ = await again
         asyncio.create_task(hall.answer("site-2", *result(head, "site-2", 1.0))).add_done_callback(id)
         assert isinstance((await work)[0], Update)
@@ -229,13 +231,13 @@ def test_who_comes_late_waits_to_be_let_in_or_turned_away_and_may_come_again_as_
 
 
 def test_a_newcomer_that_has_gone_is_not_waiting() -> None:
-    async def script(hall: Hall, _: list[str]) -> None:
-        hall._late = True
+    async def script(hall: ClientManager, _: list[str]) -> None:
+        hall._accepts_late = True
         first, late = await register(hall, "site-1"), await register(hall, "site-2")
-        await hall.gather(("site-1",), least=1, seconds=60)
-        assert [seat.name for seat in await newcomers(hall)] == ["site-2"]
+        await hall.wait_for_clients(("site-1",), min_clients=1, seconds=60)
+        assert [seat.name for seat in await late_clients(hall)] == ["site-2"]
         hall.on_presence("site-2", False)
-        assert await newcomers(hall) == ()
+        assert await late_clients(hall) == ()
         for task in (first, late):
             task.cancel()
 
@@ -243,15 +245,15 @@ def test_a_newcomer_that_has_gone_is_not_waiting() -> None:
 
 
 def test_who_is_lost_is_not_waited_for_and_is_told_why() -> None:
-    async def script(hall: Hall, notes: list[str]) -> None:
+    async def script(hall: ClientManager, notes: list[str]) -> None:
         first = await register(hall, "site-1")
-        waiting = asyncio.create_task(hall.gather(NAMES, least=1, seconds=3600))
-        await hall.lose("site-2", "its disk is full")
+        waiting = asyncio.create_task(hall.wait_for_clients(NAMES, min_clients=1, seconds=3600))
+        await hall.remove("site-2", "its disk is full")
         assert await waiting == ("site-1",)
         assert "begins without site-2 (its disk is full)" in notes
-        work = asyncio.create_task(hall.work("train", [job("site-1")], seconds=3600, on_done=lambda _: None))
+        work = asyncio.create_task(hall.run_jobs("train", [job("site-1")], seconds=3600, on_done=lambda _: None))
         await first
-        await hall.lose("site-1", "the run is over")
+        await hall.remove("site-1", "the run is over")
         assert await work == ["the run is over"]
         with pytest.raises(ProtocolError, match=r"^the run is over$"):
             await hall.answer("site-1", {"kind": "next"}, {})
@@ -260,9 +262,9 @@ def test_who_is_lost_is_not_waited_for_and_is_told_why() -> None:
 
 
 def test_a_federation_that_has_lost_too_many_ends_at_once() -> None:
-    async def script(hall: Hall, _: list[str]) -> None:
-        waiting = asyncio.create_task(hall.gather(NAMES, least=2, seconds=3600))
-        await hall.lose("site-1", "its disk is full")
+    async def script(hall: ClientManager, _: list[str]) -> None:
+        waiting = asyncio.create_task(hall.wait_for_clients(NAMES, min_clients=2, seconds=3600))
+        await hall.remove("site-1", "its disk is full")
         missing = r"^0 of 2 clients have come, missing: site-1 \(its disk is full\), site-2; 2 are needed"
         with pytest.raises(ProtocolError, match=missing):
             await waiting
@@ -271,7 +273,7 @@ def test_a_federation_that_has_lost_too_many_ends_at_once() -> None:
 
 
 def test_a_server_that_was_started_again_asks_for_registration() -> None:
-    async def script(hall: Hall, _: list[str]) -> None:
+    async def script(hall: ClientManager, _: list[str]) -> None:
         assert await hall.answer("site-1", {"kind": "result", "number": 5}, {}) == ({"kind": "register"}, {})
 
     play(script)
@@ -279,7 +281,7 @@ def test_a_server_that_was_started_again_asks_for_registration() -> None:
 
 @pytest.mark.parametrize("kind", ["register", "next", "kept"])
 def test_requests_that_bring_no_result_bring_no_tensors(kind: str) -> None:
-    async def script(hall: Hall, _: list[str]) -> None:
+    async def script(hall: ClientManager, _: list[str]) -> None:
         with pytest.raises(ProtocolError, match=rf"^a request '{kind}' of site-1 has tensors; only an answer to a job"):
             await asyncio.wait_for(hall.answer("site-1", {**CENSUS, "kind": kind}, PARAMS), 0.5)
 
@@ -289,9 +291,13 @@ def test_requests_that_bring_no_result_bring_no_tensors(kind: str) -> None:
 Told: TypeAlias = "asyncio.Task[Any]"
 
 
-async def given(hall: Hall, asked: Told, *, round: int, seconds: float) -> tuple[Mapping[str, Any] | None, Told]:
+async def given(
+    hall: ClientManager, asked: Told, *, round: int, seconds: float
+) -> tuple[Mapping[str, Any] | None, Told]:
     """(head of the job that whoever waits in `asked` is given in this round, None for none; the server's work)."""
-    work = asyncio.create_task(hall.work("train", [replace(job("site-1"), round=round)], seconds=seconds, on_done=id))
+    work = asyncio.create_task(
+        hall.run_jobs("train", [replace(job("site-1"), round=round)], seconds=seconds, on_done=id)
+    )
     await asyncio.wait([work, asked], return_when=asyncio.FIRST_COMPLETED)
     return (asked.result()[0] if asked.done() else None), work
 
@@ -300,7 +306,7 @@ def test_who_is_silent_and_answers_in_between_is_waited_for_less_and_less() -> N
     """The first job of each round is not answered, the second at once, as by who trains not and is evaluated."""
     waited = list[int]()
 
-    async def script(hall: Hall, _: list[str]) -> None:
+    async def script(hall: ClientManager, _: list[str]) -> None:
         asked = await register(hall, "site-1")
         for round in range(1, 28):
             head, work = await given(hall, asked, round=round, seconds=0.01)
@@ -319,10 +325,10 @@ def test_who_is_silent_and_answers_in_between_is_waited_for_less_and_less() -> N
 
 
 def test_a_deadline_is_forgotten_after_enough_answers_that_were_taken() -> None:
-    async def script(hall: Hall, _: list[str]) -> None:
+    async def script(hall: ClientManager, _: list[str]) -> None:
         asked = await register(hall, "site-1")
-        for round in range(1, 2 * MOST_TAKEN + 4):
-            silent = round % (MOST_TAKEN + 1) == 1
+        for round in range(1, 2 * ANSWERS_UNTIL_FORGIVEN + 4):
+            silent = round % (ANSWERS_UNTIL_FORGIVEN + 1) == 1
             head, work = await given(hall, asked, round=round, seconds=0.01 if silent else 60)
             assert head is not None, round
             said = ({"kind": "next"}, {}) if silent else result(head, "site-1", 1.0)
@@ -338,7 +344,7 @@ def test_a_deadline_is_forgotten_after_enough_answers_that_were_taken() -> None:
 def test_who_registers_anew_after_every_refusal_is_asked_less_and_less() -> None:
     rounds = list[int]()
 
-    async def script(hall: Hall, _: list[str]) -> None:
+    async def script(hall: ClientManager, _: list[str]) -> None:
         asked = await register(hall, "site-1")
         for round in range(1, 28):
             head, work = await given(hall, asked, round=round, seconds=60)
@@ -358,33 +364,33 @@ def test_who_registers_anew_after_every_refusal_is_asked_less_and_less() -> None
 
 
 def test_who_was_refused_too_often_and_has_mended_it_is_asked_in_every_round_again() -> None:
-    seat = Seat("site-1")
-    for _ in range(MOST_REFUSALS):
-        note_refusal(seat, round=1)
-    assert why_not_asked(seat, round=2).startswith("3 of its answers were refused; it is asked again once")
-    forgive(seat)
-    assert why_not_asked(seat, round=1) == "3 of its answers were refused; it is asked again from round 2 on"
-    assert why_not_asked(seat, round=2) == ""
-    for _ in range(MOST_TAKEN):
-        assert seat.refusals == MOST_REFUSALS - 1
-        note_taken(seat)
+    seat = ClientProxy("site-1")
+    for _ in range(MAX_REFUSALS):
+        record_refusal(seat, round=1)
+    assert skip_reason(seat, round=2).startswith("3 of its answers were refused; it is asked again once")
+    allow_retry(seat)
+    assert skip_reason(seat, round=1) == "3 of its answers were refused; it is asked again from round 2 on"
+    assert skip_reason(seat, round=2) == ""
+    for _ in range(ANSWERS_UNTIL_FORGIVEN):
+        assert seat.refusals == MAX_REFUSALS - 1
+        record_accepted_answer(seat)
     assert seat.refusals == 0
 
 
 def test_a_site_that_comes_and_goes_without_end_is_told_of_ten_times_a_minute_with_a_count() -> None:
     now, notes = [0.0], list[str]()
-    hall = Hall(NAMES, IDENTITY, settings="", on_note=notes.append, clock=lambda: now[0])
+    hall = ClientManager(NAMES, IDENTITY, settings="", on_note=notes.append, clock=lambda: now[0])
 
     async def script() -> None:
         task = await register(hall, "site-1")
-        await hall.gather(("site-1",), least=1, seconds=60)
+        await hall.wait_for_clients(("site-1",), min_clients=1, seconds=60)
         notes.clear()
         for _ in range(100):
             hall.on_presence("site-1", False)
             hall.on_presence("site-1", True)
         assert len(notes) == MOST_TOLD
         now[0] = 61.0
-        assert await hall.work("train", [], seconds=1, on_done=id) == []
+        assert await hall.run_jobs("train", [], seconds=1, on_done=id) == []
         assert notes[MOST_TOLD:] == ["site-1 is back (1 of 2 here) (190 times more within a minute)"]
         task.cancel()
 

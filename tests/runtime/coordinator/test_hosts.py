@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from atlas_fl.client.job import Job, Site
-from atlas_fl.runtime.coordinator.client_registry import Seat
-from atlas_fl.runtime.coordinator.peer_relay import ABOUT, Hosts
-from atlas_fl.runtime.coordinator.split_server import Suffixes
+from atlas_fl.runtime.coordinator.client_registry import ClientProxy
+from atlas_fl.runtime.coordinator.peer_relay import GUEST_INFO, PeerRelay
+from atlas_fl.runtime.coordinator.split_server import SplitServer
 from atlas_fl.runtime.protocol.client_metadata import read_census, veiled
 from atlas_fl.split.channel import Cut
 from atlas_fl.split.host_matching import GuestRequirement, HostCapacity, HostingCost, HostMatch
@@ -116,7 +116,7 @@ def test_a_guest_that_dies_begins_again_at_its_host(clients, dies_at: int) -> No
 def test_a_host_whose_guest_says_nothing_does_its_own_job(clients, monkeypatch) -> None:
     site, path, jobs = clients
     jobs, let, plain = three(jobs)[:2], threading.Event(), home_of(site, path, CUTS["a-0"])
-    monkeypatch.setattr("atlas_fl.runtime.coordinator.peer_relay.HOSTING_SHARE", 0.0)
+    monkeypatch.setattr("atlas_fl.runtime.coordinator.peer_relay.HOST_WAIT_FRACTION", 0.0)
 
     def slow(cut: Cut | None, known: Any) -> Site:
         assert let.wait(60)
@@ -125,7 +125,7 @@ def test_a_host_whose_guest_says_nothing_does_its_own_job(clients, monkeypatch) 
     with federation(site, path, [job.client for job in jobs]) as fed:
         fed.join("a-0", home=slow)
         fed.join("c-0")
-        late = dataclasses.replace(fed.engine, deadline_seconds=20, least=1)
+        late = dataclasses.replace(fed.engine, deadline_seconds=20, min_clients=1)
         monkeypatch.setattr(type(late.desk), "progress", lambda *_: let.set())
         found = late.run("train", seated(jobs))
     assert_same(found, alone("train", jobs, site))
@@ -143,24 +143,24 @@ def test_a_host_is_sent_a_guests_adapters_once_for_the_same_model(clients) -> No
     site, _, jobs = clients
     jobs = seated(scored(three(jobs)[:2]))
     known = {name: read_census({**CENSUS, **own}) for name, own in told(site).items()}
-    seats = {job.client: Seat(job.client, census=known[job.client], here=True) for job in jobs}
+    seats = {job.client: ClientProxy(job.client, metadata=known[job.client], connected=True) for job in jobs}
 
-    async def script(suffixes: Suffixes) -> None:
-        async def sent(number: int, hosts: Hosts) -> set[str]:
-            hosts.begin(number, "evaluate", jobs[0])
-            found = await hosts.next(seats["c-0"])
+    async def script(suffixes: SplitServer) -> None:
+        async def sent(number: int, hosts: PeerRelay) -> set[str]:
+            hosts.begin_job(number, "evaluate", jobs[0])
+            found = await hosts.next_message(seats["c-0"])
             assert found is not None
-            return {key.partition(":")[2] for key in found[1]} - {f"/{ABOUT}"}
+            return {key.partition(":")[2] for key in found[1]} - {f"/{GUEST_INFO}"}
 
-        first, second, third = (Hosts(jobs, seats, suffixes, patience=0, on_note=print) for _ in range(3))
+        first, second, third = (PeerRelay(jobs, seats, suffixes, host_wait_seconds=0, on_note=print) for _ in range(3))
         above = {key for key in jobs[0].params if ".layer.0." not in key}
         assert await sent(1, first) == above
         assert await sent(2, second) == set()
         # what was never sent is not counted upon
-        seats["c-0"].lodged.clear()
-        second.begin(3, "evaluate", jobs[0])
+        seats["c-0"].hosted_digests.clear()
+        second.begin_job(3, "evaluate", jobs[0])
         second.close()
         assert await sent(4, third) == above
 
-    with Suffixes(site) as suffixes:
+    with SplitServer(site) as suffixes:
         asyncio.run(script(suffixes))

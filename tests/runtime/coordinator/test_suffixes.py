@@ -19,9 +19,9 @@ from atlas_fl.errors import ProtocolError
 from atlas_fl.events import ignore
 from atlas_fl.models.loading import load_backbone
 from atlas_fl.params import digest
-from atlas_fl.runtime.coordinator.coordinator import Hall, dismiss
-from atlas_fl.runtime.coordinator.site_worker import Home, Worker
-from atlas_fl.runtime.coordinator.split_server import Suffixes
+from atlas_fl.runtime.coordinator.coordinator import ClientManager, shutdown_clients
+from atlas_fl.runtime.coordinator.site_worker import SiteClient, SiteLoader
+from atlas_fl.runtime.coordinator.split_server import SplitServer
 from atlas_fl.runtime.protocol.messages import read_payloads
 from atlas_fl.runtime.remote import RemoteEngine
 from atlas_fl.runtime.transport.event_loop import Desk, LoopThread
@@ -74,18 +74,18 @@ class Federation:
     told: Mapping[str, Mapping[str, Any]] = dataclasses.field(default_factory=dict)
     """What a client tells of its data, where somebody asks for it."""
 
-    def join(self, name: str, home: Home | None = None, **how: Any) -> Counting:
+    def join(self, name: str, home: SiteLoader | None = None, **how: Any) -> Counting:
         hello = {**vars(IDENTITY), "session": f"{name} {len(self.running)}"}
         link = Counting(inner=InProcess(self.sessions, self.threads.loop, name=name, hello=hello), **how)
         census = {**CENSUS, "task": name, **self.told.get(name, {})}
-        worker = Worker(
+        worker = SiteClient(
             name=name,
-            home=home or home_of(self.site, self.path, CUTS[name]),
+            load_site=home or home_of(self.site, self.path, CUTS[name]),
             link=link,
             registration=census,
             on_event=ignore,
         )
-        thread = threading.Thread(target=quietly(worker.work), daemon=True)
+        thread = threading.Thread(target=quietly(worker.run), daemon=True)
         self.running.append(thread)
         thread.start()
         return link
@@ -111,7 +111,7 @@ def spread(classes: int, examples: int) -> list[float]:
     return [examples, *[0] * (classes - 1)] if classes > 1 else [0.0, 1.0]
 
 
-def home_of(site: Site, path: str, cut: Cut | None) -> Home:
+def home_of(site: Site, path: str, cut: Cut | None) -> SiteLoader:
     """A site with a backbone of its own, since threads would share the server's; loaded here, one after another."""
     backbone = load_backbone(path) if cut is None else load_client_part(path, blocks=cut.blocks)
     own = dataclasses.replace(site, backbone=backbone)
@@ -130,18 +130,22 @@ def quietly(work: Callable[[], object]) -> Callable[[], None]:
 
 @contextmanager
 def federation(site: Site, path: str, names: Sequence[str]) -> Iterator[Federation]:
-    with LoopThread() as threads, Suffixes(site) as suffixes:
+    with LoopThread() as threads, SplitServer(site) as suffixes:
         desk = Desk(threads=threads, on_event=ignore)
-        hall = Hall(names, IDENTITY, settings="", on_note=lambda _: None)
-        sessions = Sessions(answer=hall.answer, admit=hall.admit, allowed=tuple(names), on_presence=hall.on_presence)
-        engine = RemoteEngine(hall=hall, desk=desk, suffixes=suffixes, deadline_seconds=60, least=len(names))
+        hall = ClientManager(names, IDENTITY, settings="", on_note=lambda _: None)
+        sessions = Sessions(
+            answer=hall.answer, admit=hall.handshake, allowed=tuple(names), on_presence=hall.on_presence
+        )
+        engine = RemoteEngine(
+            manager=hall, desk=desk, split_server=suffixes, deadline_seconds=60, min_clients=len(names)
+        )
         fed = Federation(site=site, path=path, engine=engine, sessions=sessions, threads=threads, told=told(site))
         try:
             yield fed
         finally:
             for session in sessions.by_name.values():
                 threads.call(left(sessions, session))
-            threads.call(dismiss(hall, {}, seconds=60))
+            threads.call(shutdown_clients(hall, {}, seconds=60))
             for thread in fed.running:
                 thread.join(60)
 
@@ -206,12 +210,14 @@ def test_what_a_plan_needs_is_measured_over_streams_as_in_a_simulation(clients, 
 def test_the_part_that_a_site_must_hold_is_told_of_the_frozen_weights_alone(clients) -> None:
     site, path, jobs = clients
     (name, weight), *_ = site.backbone.model.named_parameters()
-    with Suffixes(site) as suffixes:
-        before = suffixes.begin(1, "train", jobs[0])[1]
+    with SplitServer(site) as suffixes:
+        before = suffixes.begin_job(1, "train", jobs[0])[1]
         assert before.part == digest(dict(load_client_part(path, blocks=1).model.named_parameters()))
-        other = Suffixes(site)
+        other = SplitServer(site)
         found = functional_call(
-            Telling(site.backbone.model, lambda: other.begin(1, "train", jobs[0])[1]), {f"model.{name}": weight + 1}, ()
+            Telling(site.backbone.model, lambda: other.begin_job(1, "train", jobs[0])[1]),
+            {f"model.{name}": weight + 1},
+            (),
         )
         other.__exit__()
         assert found == before
@@ -286,7 +292,7 @@ def test_those_who_ask_at_one_moment_share_a_pass(clients, monkeypatch) -> None:
 
     monkeypatch.setattr(split_server, "pass_over", counted)
     # Not a matter of luck: whoever waits, waits for the others.
-    monkeypatch.setattr("atlas_fl.runtime.coordinator.split_server.GATHER_SECONDS", 60)
+    monkeypatch.setattr("atlas_fl.runtime.coordinator.split_server.BATCH_WAIT_SECONDS", 60)
     both = [dataclasses.replace(jobs[k], cut=Cut(blocks=1 + k // 3)) for k in (0, 3)]
     both = [dataclasses.replace(job, options=dataclasses.replace(HARD, max_steps=2)) for job in both]
     with federation(site, path, ["a-0", "d-0"]) as fed:
@@ -306,7 +312,7 @@ def test_a_client_whose_rows_cannot_be_is_refused_and_the_others_go_on(clients) 
     with federation(site, path, ["a-0", "d-0"]) as fed:
         fed.join("a-0", home=home_of(other_data, path, CUTS["a-0"]))
         fed.join("d-0")
-        engine = dataclasses.replace(fed.engine, least=1)
+        engine = dataclasses.replace(fed.engine, min_clients=1)
         found = engine.run("train", [jobs[0], jobs[3]])
         assert_same(found, alone("train", [jobs[3]], site))
 

@@ -10,7 +10,7 @@ import pytest
 
 from atlas_fl.client.job import Job, Site, Update
 from atlas_fl.errors import ProtocolError
-from atlas_fl.runtime.coordinator.split_server import Suffixes
+from atlas_fl.runtime.coordinator.split_server import SplitServer
 from atlas_fl.runtime.local import LocalEngine
 from atlas_fl.split.channel import Cut
 from tests.client.test_shared import equal, upper
@@ -63,20 +63,20 @@ def test_those_who_share_wait_for_each_other_and_end_in_the_bits_of_a_simulation
 def test_who_is_held_while_the_last_one_ends_is_not_forgotten(clients, monkeypatch: pytest.MonkeyPatch) -> None:
     """The last step of one is taken while it is worked out that another has to wait for it."""
     site, path, jobs = clients
-    computed, over = Suffixes._computed, Suffixes._over
+    computed, over = SplitServer._compute, SplitServer._wait_for_group
 
-    async def later(self: Suffixes, *args: Any) -> bool:
+    async def later(self: SplitServer, *args: Any) -> bool:
         await asyncio.sleep(0.05)
         return await over(self, *args)
 
-    async def late(self: Suffixes, work: Callable[[], Any]) -> Any:
+    async def late(self: SplitServer, work: Callable[[], Any]) -> Any:
         found = await computed(self, work)
         if isinstance(found, list):
             await asyncio.sleep(0.2)
         return found
 
-    monkeypatch.setattr(Suffixes, "_over", later)
-    monkeypatch.setattr(Suffixes, "_computed", late)
+    monkeypatch.setattr(SplitServer, "_wait_for_group", later)
+    monkeypatch.setattr(SplitServer, "_compute", late)
     with federation(site, path, list(CUTS)) as fed:
         for job in jobs:
             join(fed, job)
@@ -109,7 +109,7 @@ def test_one_that_is_refused_leaves_the_others_with_what_they_train_without_it(c
         for job in jobs[:2]:
             join(fed, job)
         fed.join("b-0", home=home_of(wrong, path, jobs[2].cut))
-        found = dataclasses.replace(fed.engine, least=2).run("train", jobs)
+        found = dataclasses.replace(fed.engine, min_clients=2).run("train", jobs)
         assert_simulated(found, jobs[:2], site)
 
 

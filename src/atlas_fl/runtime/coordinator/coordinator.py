@@ -21,23 +21,23 @@ from atlas_fl.client.job import Job, Update
 from atlas_fl.errors import ProtocolError, short_repr
 from atlas_fl.params import Params
 from atlas_fl.runtime.coordinator.client_registry import (
-    MOST_REFUSALS,
-    Seat,
-    Upper,
-    Work,
-    check_entry,
-    count_here,
-    forgive,
-    note_refusal,
-    note_silence,
-    note_taken,
-    present,
-    printable,
-    refusal,
-    why_not_asked,
+    MAX_REFUSALS,
+    ClientProxy,
+    PendingJob,
+    SplitBackend,
+    allow_retry,
+    check_registration,
+    describe_connected,
+    printable_reason,
+    record_accepted_answer,
+    record_missed_deadline,
+    record_refusal,
+    refusal_note,
+    registered_clients,
+    skip_reason,
 )
-from atlas_fl.runtime.coordinator.peer_relay import Hosts, hosts_of
-from atlas_fl.runtime.coordinator.split_server import Suffixes
+from atlas_fl.runtime.coordinator.peer_relay import PeerRelay, create_peer_relay
+from atlas_fl.runtime.coordinator.split_server import SplitServer
 from atlas_fl.runtime.protocol.answer_schema import Asked, check_answer
 from atlas_fl.runtime.protocol.client_metadata import read_census, read_device
 from atlas_fl.runtime.protocol.messages import Identity
@@ -45,15 +45,15 @@ from atlas_fl.runtime.protocol.model_sync import AdapterSender, NewSender
 from atlas_fl.runtime.transport.frames import FRAME_LIMIT, Head
 from atlas_fl.runtime.transport.sessions import MOST_TOLD, NO_TENSORS, Refusals
 
-KEPT_SECONDS = 5.0
+CONFIRM_SECONDS = 5.0
 """How long a client that has its model waits for a server that has only begun to listen."""
-REQUESTS = ("register", "next", "result", "failed", "cut", "hosted", "kept")
+REQUEST_KINDS = ("register", "next", "result", "failed", "cut", "hosted", "kept")
 """The kinds of what a client may say."""
-WITHOUT_TENSORS = ("register", "next", "kept")
+KINDS_WITHOUT_TENSORS = ("register", "next", "kept")
 """Those that wait without a job: what came with them would lie in memory for as long."""
 
 
-class Hall:
+class ClientManager:
     """All seats. Its methods run in one loop."""
 
     def __init__(
@@ -63,311 +63,333 @@ class Hall:
         *,
         settings: str,
         on_note: Callable[[str], None],
-        late: bool = False,
+        accepts_late: bool = False,
         new_sender: NewSender = AdapterSender,
         images: bool = False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._new_sender, self._images = new_sender, images
-        self.seats = {name: Seat(name, sender=new_sender()) for name in names}
+        self.clients = {name: ClientProxy(name, sender=new_sender()) for name in names}
         self.planned: set[str] | None = None  # who is in the plan, once there is one
-        self._identity, self._settings, self._on_note, self._late = identity, settings, on_note, late
-        self._numbers, self._changed = 0, asyncio.Condition()
-        self._hosts: Hosts | None = None
-        self._presence = Refusals(tell=lambda name, told: on_note(f"{name} {told}"), clock=clock)
-        self.on_kept: Callable[[str], None] = lambda _: None
+        self._identity, self._settings, self._on_note, self._accepts_late = identity, settings, on_note, accepts_late
+        self._job_count, self._registration_changed = 0, asyncio.Condition()
+        self._peer_relay: PeerRelay | None = None
+        self._presence_log = Refusals(tell=lambda name, told: on_note(f"{name} {told}"), clock=clock)
+        self.on_model_saved: Callable[[str], None] = lambda _: None
         """Told of a client whose model lies on its disk; raises `ProtocolError` where that cannot be written down."""
-        self.most_bytes = FRAME_LIMIT
+        self.max_request_bytes = FRAME_LIMIT
         """Most bytes of a client's request."""
 
-    def admit(self, name: str, hello: Mapping[str, Any]) -> Head:
+    def handshake(self, name: str, hello: Mapping[str, Any]) -> Head:
         """What the server says to a client that knocks; raises `ProtocolError` where they do not belong together."""
         self._identity.check(name, hello)
         # it may have been listed after the server was started
-        self.seats.setdefault(name, Seat(name, sender=self._new_sender()))
+        self.clients.setdefault(name, ClientProxy(name, sender=self._new_sender()))
         return {**vars(self._identity), "settings": self._settings}
 
-    def on_presence(self, name: str, here: bool) -> None:
+    def on_presence(self, name: str, connected: bool) -> None:
         """A stream of this client has begun or ended."""
-        seat = self.seats[name]
-        seat.here = here
-        if here:
-            seat.given_up = False
-        if self._hosts is not None:
-            self._hosts.presence(name, here)
-        if seat.census is not None and not seat.dismissed:
-            told = f"is {'back' if here else 'gone'} ({count_here(self.seats.values())})"
-            self._presence.add(name, told, most=MOST_TOLD)
-        self._presence.look()
+        client = self.clients[name]
+        client.connected = connected
+        if connected:
+            client.given_up = False
+        if self._peer_relay is not None:
+            self._peer_relay.on_presence(name, connected)
+        if client.metadata is not None and not client.shutdown_sent:
+            note = f"is {'back' if connected else 'gone'} ({describe_connected(self.clients.values())})"
+            self._presence_log.add(name, note, most=MOST_TOLD)
+        self._presence_log.look()
 
     def on_refused(self, name: str, reason: str) -> None:
         """A client, or who would be one, was told that it may not come, and why."""
-        if line := refusal(self.seats.get(name), name, reason):
+        if line := refusal_note(self.clients.get(name), name, reason):
             self._on_note(line)
 
     async def answer(self, name: str, head: Mapping[str, Any], tensors: Params) -> tuple[Head, Params]:
         """The answer to a client's request: its next job, as soon as there is one."""
-        seat = self.seats[name]
-        if head.get("kind") not in REQUESTS:
-            raise ProtocolError(f"{name} says {short_repr(head.get('kind'))}; allowed: {', '.join(REQUESTS)}")
-        if tensors and head.get("kind") in WITHOUT_TENSORS:
+        client = self.clients[name]
+        if head.get("kind") not in REQUEST_KINDS:
+            raise ProtocolError(f"{name} says {short_repr(head.get('kind'))}; allowed: {', '.join(REQUEST_KINDS)}")
+        if tensors and head.get("kind") in KINDS_WITHOUT_TENSORS:
             raise ProtocolError(
                 f"a request {head['kind']!r} of {name} has tensors; only an answer to a job may bring them"
             )
         if head.get("kind") == "register":
-            await self._register(seat, head)
+            await self._register(client, head)
         elif head.get("kind") == "kept":
-            return await self._kept(seat, head)
-        elif seat.census is None:
+            return await self._confirm_saved(client, head)
+        elif client.metadata is None:
             return {"kind": "register"}, NO_TENSORS  # the server was started again and knows nobody
-        elif head.get("kind") == "cut" and (answer := await self._crossed(seat, head, tensors)) is not None:
+        elif (
+            head.get("kind") == "cut" and (answer := await self._answer_cut_request(client, head, tensors)) is not None
+        ):
             return answer
-        elif head.get("kind") == "hosted" and self._hosts is not None:
-            self._hosts.answered(name, head, tensors)
+        elif head.get("kind") == "hosted" and self._peer_relay is not None:
+            self._peer_relay.handle_answers(name, head, tensors)
         elif head.get("kind") in ("result", "failed"):
-            await self._accept(seat, head, tensors)
+            await self._accept_answer(client, head, tensors)
             if head.get("leaves") is True:
                 return {"kind": "left"}, NO_TENSORS
-        return await self._next(seat)
+        return await self._next_message(client)
 
-    async def _next(self, seat: Seat) -> tuple[Head, Params]:
+    async def _next_message(self, client: ClientProxy) -> tuple[Head, Params]:
         """What there is for this client to do, as soon as there is something."""
-        seat.given_up = bool(seat.lost)  # it is here and ready
+        client.given_up = bool(client.removal_reason)  # it is here and ready
         while True:
-            if seat.lost:
-                raise ProtocolError(seat.lost)
-            if seat.farewell is not None:
-                seat.dismissed = True
-                return seat.farewell
-            if self._hosts is not None and (told := await self._hosts.next(seat)) is not None:
-                return told
-            if seat.work is not None:
-                return self._handed(seat, seat.work)
-            seat.woken.clear()
-            await seat.woken.wait()
+            if client.removal_reason:
+                raise ProtocolError(client.removal_reason)
+            if client.shutdown_message is not None:
+                client.shutdown_sent = True
+                return client.shutdown_message
+            if self._peer_relay is not None and (message := await self._peer_relay.next_message(client)) is not None:
+                return message
+            if client.pending_job is not None:
+                return self._job_message(client, client.pending_job)
+            client.wakeup.clear()
+            await client.wakeup.wait()
 
-    async def _kept(self, seat: Seat, head: Mapping[str, Any]) -> tuple[Head, Params]:
+    async def _confirm_saved(self, client: ClientProxy, head: Mapping[str, Any]) -> tuple[Head, Params]:
         """What a client is told whose model lies on its disk: that this is known here, or that another one is its own.
 
         It may say so before it is registered: it was killed then, and needs nothing any more.
         """
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(KEPT_SECONDS):
-                while seat.farewell is None:
-                    seat.woken.clear()
-                    await seat.woken.wait()
-        named = None if seat.farewell is None else seat.farewell[0].get("sha256")
-        if named is None or head.get("sha256") != named:
+            async with asyncio.timeout(CONFIRM_SECONDS):
+                while client.shutdown_message is None:
+                    client.wakeup.clear()
+                    await client.wakeup.wait()
+        sha256 = None if client.shutdown_message is None else client.shutdown_message[0].get("sha256")
+        if sha256 is None or head.get("sha256") != sha256:
             return {"kind": "another"}, NO_TENSORS
-        if not seat.kept:
-            self.on_kept(seat.name)
-        seat.dismissed = seat.kept = True
+        if not client.model_saved:
+            self.on_model_saved(client.name)
+        client.shutdown_sent = client.model_saved = True
         return {"kind": "over"}, NO_TENSORS
 
-    async def _crossed(self, seat: Seat, head: Mapping[str, Any], tensors: Params) -> tuple[Head, Params] | None:
+    async def _answer_cut_request(
+        self, client: ClientProxy, head: Mapping[str, Any], tensors: Params
+    ) -> tuple[Head, Params] | None:
         """The answer to a question of a cut client; None where nobody waits for that job any more."""
-        work = seat.work
-        if work is None or work.suffixes is None or head.get("number") != work.number:
+        pending = client.pending_job
+        if pending is None or pending.split_backend is None or head.get("number") != pending.number:
             return None
         try:
-            answer = await work.suffixes.ask(work.number, head, tensors)
+            answer = await pending.split_backend.answer_request(pending.number, head, tensors)
         except ProtocolError as error:
-            note_refusal(seat, round=work.job.round)
-            self._ended(seat, work, f"its question was refused: {printable(str(error))}")
+            record_refusal(client, round=pending.job.round)
+            self._close_job(client, pending, f"its question was refused: {printable_reason(str(error))}")
             raise
-        return answer if seat.work is work else None
+        return answer if client.pending_job is pending else None
 
-    def _handed(self, seat: Seat, work: Work) -> tuple[Head, Params]:
-        job, told = work.job, None
-        if job.cut is not None and work.suffixes is not None:
+    def _job_message(self, client: ClientProxy, pending: PendingJob) -> tuple[Head, Params]:
+        job, cut_info = pending.job, None
+        if job.cut is not None and pending.split_backend is not None:
             # Whoever gets it, for the first time or again, begins at its start, and so does the half here.
-            job, told = work.suffixes.begin(work.number, work.action, job)
-            work.below = job
-        return seat.sender.job(work.action, job, number=work.number, told=told)
+            job, cut_info = pending.split_backend.begin_job(pending.number, pending.action, job)
+            pending.client_job = job
+        return client.sender.job(pending.action, job, number=pending.number, told=cut_info)
 
-    async def _register(self, seat: Seat, head: Mapping[str, Any]) -> None:
-        self._identity.check(seat.name, head)
-        census, device, part = read_census(head), read_device(str(head.get("device"))), head.get("part")
-        comes_late = self.planned is not None and seat.name not in self.planned
-        check_entry(
-            seat, census, part, self.seats.values(), images=self._images, comes_late=comes_late, late=self._late
+    async def _register(self, client: ClientProxy, head: Mapping[str, Any]) -> None:
+        self._identity.check(client.name, head)
+        metadata, device, part = read_census(head), read_device(str(head.get("device"))), head.get("part")
+        is_late = self.planned is not None and client.name not in self.planned
+        check_registration(
+            client,
+            metadata,
+            part,
+            self.clients.values(),
+            images=self._images,
+            is_late=is_late,
+            accepts_late=self._accepts_late,
         )
-        is_new, seat.census, seat.device = seat.census is None, census, device
-        seat.sender.forget()
-        forgive(seat)
-        seat.part, seat.lodged = part if type(part) is int else None, {}
+        is_new, client.metadata, client.device = client.metadata is None, metadata, device
+        client.sender.forget()
+        allow_retry(client)
+        client.part, client.hosted_digests = part if type(part) is int else None, {}
         if is_new:
-            many, here = census.examples["train"], count_here(self.seats.values())
-            self._on_note(f"{seat.name}: {census.task}, {many} training examples, {device.name} ({here})")
-            if comes_late:
-                self._on_note(f"{seat.name} came after the plan was made and joins before the next round")
-        async with self._changed:
-            self._changed.notify_all()
+            num_examples, connected = metadata.examples["train"], describe_connected(self.clients.values())
+            self._on_note(
+                f"{client.name}: {metadata.task}, {num_examples} training examples, {device.name} ({connected})"
+            )
+            if is_late:
+                self._on_note(f"{client.name} came after the plan was made and joins before the next round")
+        async with self._registration_changed:
+            self._registration_changed.notify_all()
 
-    async def _accept(self, seat: Seat, head: Mapping[str, Any], tensors: Params) -> None:
+    async def _accept_answer(self, client: ClientProxy, head: Mapping[str, Any], tensors: Params) -> None:
         """Take this answer to the client's job, or refuse it; raises `ProtocolError` where that was too often."""
-        work = seat.work
-        if work is None or head.get("number") != work.number:
+        pending = client.pending_job
+        if pending is None or head.get("number") != pending.number:
             # It answers what nobody waits for any more, and what it holds is unknown here.
-            seat.sender.forget()
+            client.sender.forget()
             return
         if head["kind"] == "failed":
-            self._ended(seat, work, printable(str(head.get("reason"))))
+            self._close_job(client, pending, printable_reason(str(head.get("reason"))))
             return
         try:
-            if (update := await self._read(seat, work, head, tensors)) is not None:
-                note_taken(seat)
-                self._ended(seat, work, update)
+            if (update := await self._read_update(client, pending, head, tensors)) is not None:
+                record_accepted_answer(client)
+                self._close_job(client, pending, update)
         except ProtocolError as error:
-            seat.sender.forget()
-            note_refusal(seat, round=work.job.round)
-            self._ended(seat, work, f"its answer was refused: {printable(str(error))}")
-            if seat.refusals >= MOST_REFUSALS:
+            client.sender.forget()
+            record_refusal(client, round=pending.job.round)
+            self._close_job(client, pending, f"its answer was refused: {printable_reason(str(error))}")
+            if client.refusals >= MAX_REFUSALS:
                 raise ProtocolError(
-                    f"{seat.refusals} answers of {seat.name} were refused, the last of {work.action}: {error}; mend"
-                    " it and join again"
+                    f"{client.refusals} answers of {client.name} were refused, the last of {pending.action}: {error};"
+                    " mend it and join again"
                 ) from None
 
-    async def _read(self, seat: Seat, work: Work, head: Mapping[str, Any], tensors: Params) -> Update | None:
+    async def _read_update(
+        self, client: ClientProxy, pending: PendingJob, head: Mapping[str, Any], tensors: Params
+    ) -> Update | None:
         """The whole update that this answer is or ends; None where the client has to begin its job again.
 
         Raises `ProtocolError` where it is none, or not one to this job (`messages.answer_schema`).
         """
         # what crosses a cut is counted here, whatever the site says of it
-        job = work.below or work.job
-        update: Update | None = replace(seat.sender.update(work.action, head, tensors, job=job), crossed={})
-        if work.suffixes is not None and work.below is not None and update is not None:
-            update = await work.suffixes.finish(work.number, update, tensors)
+        job = pending.client_job or pending.job
+        update: Update | None = replace(client.sender.update(pending.action, head, tensors, job=job), crossed={})
+        if pending.split_backend is not None and pending.client_job is not None and update is not None:
+            update = await pending.split_backend.finish_job(pending.number, update, tensors)
         if update is not None:
-            assert seat.census is not None, "who has a job has registered"
-            asked = Asked(action=work.action, job=work.job, census=seat.census, num_layers=work.num_layers)
-            check_answer(asked, update)
+            assert client.metadata is not None, "who has a job has registered"
+            expected = Asked(
+                action=pending.action, job=pending.job, census=client.metadata, num_layers=pending.num_layers
+            )
+            check_answer(expected, update)
         return update
 
-    def _ended(self, seat: Seat, work: Work, found: Update | str) -> None:
+    def _close_job(self, client: ClientProxy, pending: PendingJob, outcome: Update | str) -> None:
         """Nobody waits for this work any more."""
-        if work.suffixes is not None:
-            work.suffixes.drop(work.number, work.job.client)
-        if seat.work is work:
-            seat.work = None
-        if not work.future.done():
-            work.future.set_result(found)
+        if pending.split_backend is not None:
+            pending.split_backend.drop_job(pending.number, pending.job.client)
+        if client.pending_job is pending:
+            client.pending_job = None
+        if not pending.future.done():
+            pending.future.set_result(outcome)
 
-    async def gather(self, wanted: Sequence[str], *, least: int, seconds: float) -> tuple[str, ...]:
+    async def wait_for_clients(self, names: Sequence[str], *, min_clients: int, seconds: float) -> tuple[str, ...]:
         """Who of the wanted has come, in their order: all, or after so many seconds at least `least` of them.
 
         Raises `ProtocolError` where fewer have come.
         """
-        seats = [self.seats[name] for name in wanted]
+        clients = [self.clients[name] for name in names]
 
-        def decided() -> bool:
-            lost = sum(bool(seat.lost) for seat in seats)
-            return len(seats) - lost < least or all(seat.lost or seat.census for seat in seats)
+        def is_decided() -> bool:
+            removed = sum(bool(client.removal_reason) for client in clients)
+            return len(clients) - removed < min_clients or all(
+                client.removal_reason or client.metadata for client in clients
+            )
 
-        async with self._changed:
+        async with self._registration_changed:
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._changed.wait_for(decided), seconds)
-        come, missing = present(seats, least=least, seconds=seconds)
+                await asyncio.wait_for(self._registration_changed.wait_for(is_decided), seconds)
+        registered, missing = registered_clients(clients, min_clients=min_clients, seconds=seconds)
         if missing:
             self._on_note(f"begins without {missing}")
-        self.planned = set(come)
-        return come
+        self.planned = set(registered)
+        return registered
 
-    async def work(
+    async def run_jobs(
         self,
         action: str,
         jobs: Sequence[Job],
         *,
         seconds: float,
         on_done: Callable[[int], None],
-        suffixes: Suffixes | None = None,
+        split_server: SplitServer | None = None,
     ) -> list[Update | str]:
         """The update of every job, or why there is none, in their order, after at most so many seconds.
 
         The upper blocks of jobs with a cut are in `suffixes`.
         """
-        self._presence.look()
+        self._presence_log.look()
         loop = asyncio.get_running_loop()
         futures = [loop.create_future() for _ in jobs]
-        num_layers = None if suffixes is None else len(suffixes.site.backbone.blocks)
-        self._hosts = hosts_of(jobs, self.seats, suffixes, seconds=seconds, on_note=self._on_note)
+        num_layers = None if split_server is None else len(split_server.site.backbone.blocks)
+        self._peer_relay = create_peer_relay(jobs, self.clients, split_server, seconds=seconds, on_note=self._on_note)
         for job, future in zip(jobs, futures, strict=True):
-            self._give(action, job, future, self._hosts or suffixes, num_layers=num_layers)
-        waiting, until = {future for future in futures if not future.done()}, loop.time() + seconds
-        while waiting and loop.time() < until:
-            _, waiting = await asyncio.wait(waiting, timeout=until - loop.time(), return_when=asyncio.FIRST_COMPLETED)
+            self._assign_job(action, job, future, self._peer_relay or split_server, num_layers=num_layers)
+        waiting, deadline = {future for future in futures if not future.done()}, loop.time() + seconds
+        while waiting and loop.time() < deadline:
+            _, waiting = await asyncio.wait(
+                waiting, timeout=deadline - loop.time(), return_when=asyncio.FIRST_COMPLETED
+            )
             on_done(len(futures) - len(waiting))
         for job, future in zip(jobs, futures, strict=True):
-            seat = self.seats[job.client]
-            if not future.done() and seat.work is not None:
-                note_silence(seat, round=job.round)
-                self._ended(seat, seat.work, f"no answer within {seconds:g} seconds")
-        if self._hosts is not None:
-            self._hosts.close()
+            client = self.clients[job.client]
+            if not future.done() and client.pending_job is not None:
+                record_missed_deadline(client, round=job.round)
+                self._close_job(client, client.pending_job, f"no answer within {seconds:g} seconds")
+        if self._peer_relay is not None:
+            self._peer_relay.close()
         return [future.result() for future in futures]
 
-    def _give(
+    def _assign_job(
         self,
         action: str,
         job: Job,
         future: asyncio.Future[Update | str],
-        suffixes: Upper | None,
+        split_backend: SplitBackend | None,
         *,
         num_layers: int | None,
     ) -> None:
-        seat = self.seats[job.client]
-        if reason := why_not_asked(seat, round=job.round):
+        client = self.clients[job.client]
+        if reason := skip_reason(client, round=job.round):
             future.set_result(reason)
-            if suffixes is not None:
-                suffixes.drop(0, job.client)
+            if split_backend is not None:
+                split_backend.drop_job(0, job.client)
             return
-        self._numbers += 1
-        seat.work = Work(self._numbers, action, job, future, suffixes, num_layers=num_layers)
-        seat.woken.set()
+        self._job_count += 1
+        client.pending_job = PendingJob(self._job_count, action, job, future, split_backend, num_layers=num_layers)
+        client.wakeup.set()
 
-    async def lose(self, name: str, reason: str) -> None:
+    async def remove(self, name: str, reason: str) -> None:
         """Wait for this client no more, and send it away with this reason where it asks."""
-        seat = self.seats[name]
-        seat.lost, seat.given_up = reason, True
-        seat.woken.set()
-        if seat.work is not None:
-            self._ended(seat, seat.work, reason)
-        async with self._changed:
-            self._changed.notify_all()
+        client = self.clients[name]
+        client.removal_reason, client.given_up = reason, True
+        client.wakeup.set()
+        if client.pending_job is not None:
+            self._close_job(client, client.pending_job, reason)
+        async with self._registration_changed:
+            self._registration_changed.notify_all()
 
 
-async def newcomers(hall: Hall) -> tuple[Seat, ...]:
+async def late_clients(manager: ClientManager) -> tuple[ClientProxy, ...]:
     """Who is here and in no plan, in the order in which the names were listed."""
-    known = hall.planned or set()
+    planned = manager.planned or set()
     return tuple(
-        seat for name, seat in hall.seats.items() if seat.here and seat.census and not seat.lost and name not in known
+        client
+        for name, client in manager.clients.items()
+        if client.connected and client.metadata and not client.removal_reason and name not in planned
     )
 
 
-async def let_in(hall: Hall, name: str) -> None:
+async def accept_client(manager: ClientManager, name: str) -> None:
     """This client is in the plan from now on."""
-    hall.planned = {*(hall.planned or ()), name}
+    manager.planned = {*(manager.planned or ()), name}
 
 
-async def leave_out(hall: Hall, name: str) -> None:
+async def exclude_client(manager: ClientManager, name: str) -> None:
     """The plan is made without this client, which may join later as any other that comes late."""
-    hall.planned = (hall.planned or set()) - {name}
+    manager.planned = (manager.planned or set()) - {name}
 
 
-async def turn_away(hall: Hall, name: str, reason: str) -> None:
+async def reject_client(manager: ClientManager, name: str, reason: str) -> None:
     """Tell a newcomer why it cannot join; it may come again, with other data or another device."""
-    await hall.lose(name, f"{name} cannot join: {reason}")
-    hall.seats[name].census = None
+    await manager.remove(name, f"{name} cannot join: {reason}")
+    manager.clients[name].metadata = None
 
 
-async def dismiss(
-    hall: Hall,
+async def shutdown_clients(
+    manager: ClientManager,
     models: Mapping[str, Params],
     *,
     seconds: float,
     writing_seconds: float = 0.0,
     reason: str | None = None,
-    awaited: Collection[str] = (),
+    wait_for: Collection[str] = (),
 ) -> None:
     """Tell everyone that it is over, each with its model, or the reason why there is none.
 
@@ -375,34 +397,37 @@ async def dismiss(
     their disks; for those who are writing them at least `writing_seconds`. `hall.on_kept` is told who has: before it
     says so a client may be killed, and a stream that the server ends could take the last message with it.
     """
-    for name, seat in hall.seats.items():
-        seat.farewell = _farewell(seat, models.get(name), reason=reason)
-        seat.woken.set()
-    began = asyncio.get_running_loop().time()
-    while not _over(hall.seats, awaited):
-        waited = asyncio.get_running_loop().time() - began
-        if waited >= seconds and not (waited < writing_seconds and _writing(hall.seats.values())):
+    for name, client in manager.clients.items():
+        client.shutdown_message = _shutdown_message(client, models.get(name), reason=reason)
+        client.wakeup.set()
+    start = asyncio.get_running_loop().time()
+    while not _all_finished(manager.clients, wait_for):
+        elapsed = asyncio.get_running_loop().time() - start
+        if elapsed >= seconds and not (elapsed < writing_seconds and _is_any_saving(manager.clients.values())):
             return
         await asyncio.sleep(0.02)
 
 
-def _over(seats: Mapping[str, Seat], awaited: Collection[str]) -> bool:
-    present = (seat for seat in seats.values() if seat.here and not seat.given_up)
-    here = any(seat.census is not None or seat.kept for seat in present)
-    return not here and all(seats[name].kept or seats[name].lost for name in awaited)
+def _all_finished(clients: Mapping[str, ClientProxy], wait_for: Collection[str]) -> bool:
+    reachable = (client for client in clients.values() if client.connected and not client.given_up)
+    is_connected = any(client.metadata is not None or client.model_saved for client in reachable)
+    return not is_connected and all(clients[name].model_saved or clients[name].removal_reason for name in wait_for)
 
 
-def _writing(seats: Iterable[Seat]) -> bool:
+def _is_any_saving(clients: Iterable[ClientProxy]) -> bool:
     """Whether somebody has been given its model and has not said that it is written."""
-    return any(seat.here and seat.dismissed and not seat.kept and _has_model(seat) for seat in seats)
+    return any(
+        client.connected and client.shutdown_sent and not client.model_saved and _sends_model(client)
+        for client in clients
+    )
 
 
-def _has_model(seat: Seat) -> bool:
-    return seat.farewell is not None and seat.farewell[0].get("model") is True
+def _sends_model(client: ClientProxy) -> bool:
+    return client.shutdown_message is not None and client.shutdown_message[0].get("model") is True
 
 
-def _farewell(seat: Seat, model: Params | None, *, reason: str | None) -> tuple[Head, Params]:
+def _shutdown_message(client: ClientProxy, model: Params | None, *, reason: str | None) -> tuple[Head, Params]:
     """What a client is told at the end: its model, or why there is none."""
     if reason is not None:
         return {"kind": "ended", "reason": reason}, NO_TENSORS
-    return ({"kind": "done", "model": False}, NO_TENSORS) if model is None else seat.sender.farewell(model)
+    return ({"kind": "done", "model": False}, NO_TENSORS) if model is None else client.sender.farewell(model)
