@@ -21,7 +21,7 @@ from atlas_fl.runtime.protocol.client_metadata import read_census, read_device
 from atlas_fl.runtime.remote import RemoteEngine
 from atlas_fl.runtime.transport.frames import FRAME_LIMIT
 from atlas_fl.storage.run_folder import RunFolder
-from tests.runtime.coordinator.test_hall import CENSUS
+from tests.runtime.coordinator.test_coordinator import CENSUS
 
 
 def seat(name: str, device: str) -> ClientProxy:

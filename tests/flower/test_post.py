@@ -91,10 +91,10 @@ class Watched:
         self.notes, self.lost = list[str](), list[tuple[str, str]]()
         submit = SimpleNamespace(submit=lambda lost: self.lost.append(lost))
         self.desk = SimpleNamespace(note=self.notes.append, threads=submit)
-        self.hall = SimpleNamespace(lose=lambda name, reason: (name, reason))
+        self.manager = SimpleNamespace(remove=lambda name, reason: (name, reason))
 
     def step(self) -> None:
-        self.post.step(self.hall, self.desk)
+        self.post.step(self.manager, self.desk)
 
     def tokens_sent(self) -> list[str]:
         return [read_invitation(message.content[RECORD]).token for message in self.grid.sent]

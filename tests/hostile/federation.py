@@ -1,4 +1,4 @@
-"""A whole federation in one process: the real `run`, hall, frames, rounds and records, and real workers in threads.
+"""A whole federation in one process: the real `run`, frames, rounds and records, and real workers in threads.
 
 What single sites answer is altered on its way, so a test says in one function what a hostile site sends:
 
@@ -135,40 +135,42 @@ class Federation:
 
     @contextmanager
     def listening(self, config: Config, _service: Service, _certs: Any, **how: Any) -> Iterator[Any]:
-        """In the place of `deployment.service.listening`: the same hall, and frames that cross no network."""
+        """In the place of `deployment.service.listening`: the same client manager, and frames that cross no network."""
         with LoopThread() as threads:
             desk = Desk(threads=threads, on_event=how["on_event"])
             threads.loop.set_exception_handler(lambda _, context: self.found.faults.append(str(context)))
-            hall = hall_of(config, how["listed"], desk, late=how["late"])
+            manager = hall_of(config, how["listed"], desk, late=how["late"])
             sessions = Sessions(
-                answer=hall.answer,
-                admit=hall.handshake,
+                answer=manager.answer,
+                admit=manager.handshake,
                 allowed=how["listed"],
-                on_presence=hall.on_presence,
-                on_refused=hall.on_refused,
+                on_presence=manager.on_presence,
+                on_refused=manager.on_refused,
             )
             for name in how["listed"]:
-                thread = threading.Thread(target=self._site, args=(name, hall, sessions, threads), daemon=True)
+                thread = threading.Thread(target=self._site, args=(name, manager, sessions, threads), daemon=True)
                 self.running.append(thread)
                 thread.start()
             try:
-                yield hall, desk, "this process"
+                yield manager, desk, "this process"
             finally:
                 self.over.set()
         for thread in self.running:
             thread.join(SECONDS)
             assert not thread.is_alive(), "a site does not end"
 
-    def _site(self, name: str, hall: ClientManager, sessions: Sessions, threads: LoopThread) -> None:
+    def _site(self, name: str, manager: ClientManager, sessions: Sessions, threads: LoopThread) -> None:
         with contextlib.suppress(ServerGoneError, RuntimeError):  # the loop may be closed by then
             for life in range(self.lives if name in self.changes else 1):
                 self.found.refused.pop(name, None)
-                self._live(name, hall, sessions, threads, session=f"{name} {life}")
+                self._live(name, manager, sessions, threads, session=f"{name} {life}")
                 if self.over.is_set() or name not in self.found.refused:
                     return
 
-    def _live(self, name: str, hall: ClientManager, sessions: Sessions, threads: LoopThread, *, session: str) -> None:
-        home, identity = home_of_site(self.config, name), vars(hall._identity)
+    def _live(
+        self, name: str, manager: ClientManager, sessions: Sessions, threads: LoopThread, *, session: str
+    ) -> None:
+        home, identity = home_of_site(self.config, name), vars(manager._identity)
         link = InProcess(sessions, threads.loop, name=name, hello={**identity, "session": session})
         told = self.census(name, census_of(home.client, home.tokens))
         worker = SiteClient(

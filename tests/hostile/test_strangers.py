@@ -34,7 +34,7 @@ from atlas_fl.runtime.transport.event_loop import LoopThread
 from atlas_fl.runtime.transport.frames import CHUNK, encode_frame
 from atlas_fl.runtime.transport.server import METHOD, SERVICE, Limits, Server
 from atlas_fl.runtime.transport.sessions import NO_TENSORS, PROTOCOL, Sessions
-from tests.runtime.coordinator.test_hall import CENSUS, IDENTITY
+from tests.runtime.coordinator.test_coordinator import CENSUS, IDENTITY
 
 MEMBERS = ("alpha", "bravo", "charlie", "delta", "echo")
 HELLO = {"session": "s", "protocol": PROTOCOL, "version": "1", "config": "c", "model": "m"}
@@ -50,10 +50,10 @@ REACHED = 20.0
 
 @dataclass(kw_only=True, eq=False)
 class Place:
-    """A server with its hall, and the certificates of its federation and of others."""
+    """A server with its manager, and the certificates of its federation and of others."""
 
     folder: Path
-    hall: ClientManager
+    manager: ClientManager
     server: Server
     port: int = 0
     notes: list[str] = field(default_factory=list)
@@ -74,7 +74,7 @@ class Place:
 
     def wait_for(self, name: str, here: bool) -> None:
         with self.changed:
-            assert self.changed.wait_for(lambda: self.hall.clients[name].connected is here, timeout=REACHED)
+            assert self.changed.wait_for(lambda: self.manager.clients[name].connected is here, timeout=REACHED)
 
 
 @dataclass(kw_only=True)
@@ -107,28 +107,28 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
     kept = [line for line in path.read_text().splitlines() if line.split()[0] in (*MEMBERS, "replaced")]
     path.write_text("\n".join(kept) + "\n")
     notes = list[str]()
-    hall = ClientManager(MEMBERS, IDENTITY, settings="", on_note=notes.append)
+    manager = ClientManager(MEMBERS, IDENTITY, settings="", on_note=notes.append)
     for name in MEMBERS:
-        hall.clients[name].shutdown_message = ({"kind": "done", "model": False}, NO_TENSORS)
+        manager.clients[name].shutdown_message = ({"kind": "done", "model": False}, NO_TENSORS)
     changed, listed = threading.Condition(), Listed(fed / "server")
 
     def on_presence(name: str, here: bool) -> None:
         with changed:
-            hall.on_presence(name, here)
+            manager.on_presence(name, here)
             changed.notify_all()
 
     with LoopThread() as threads:
         sessions = Sessions(
-            answer=hall.answer,
-            admit=hall.handshake,
+            answer=manager.answer,
+            admit=manager.handshake,
             allowed=listed,
             certificate_of=listed.certificate,
             on_presence=on_presence,
-            on_refused=hall.on_refused,
+            on_refused=manager.on_refused,
             limit_of=lambda _: LIMIT,
         )
         server = Server(sessions, open_certs(fed / "server"), host="127.0.0.1", port=0, limits=LIMITS)
-        found = Place(folder=folder, hall=hall, server=server, notes=notes, changed=changed)
+        found = Place(folder=folder, manager=manager, server=server, notes=notes, changed=changed)
         found.port = threads.call(server.start())
         try:
             yield found
@@ -254,8 +254,8 @@ def replaced(place: Place) -> str:
 
 def taken_off_while_it_waits(place: Place) -> str:
     """Its request is being worked on, as that of a site that waits for work; and the next stream is refused too."""
-    seat = place.hall.clients["delta"]
-    farewell, seat.shutdown_message = seat.shutdown_message, None
+    client = place.manager.clients["delta"]
+    farewell, client.shutdown_message = client.shutdown_message, None
     caught = list[str]()
     with place.link("delta") as link:
 
@@ -276,7 +276,7 @@ def taken_off_while_it_waits(place: Place) -> str:
     assert caught == ["client 'delta' is not listed here; ask who runs the server"]
     told = refused(knock(place, own, frame(HELLO)), "is not listed here")
     make_certs(place.folder / "fed", servers=[], clients=["delta"])
-    seat.shutdown_message = farewell
+    client.shutdown_message = farewell
     return told
 
 
@@ -299,7 +299,7 @@ def another_name_in_its_hello(place: Place) -> str:
     told = knock(place, place.certs("stranger"), frame({**HELLO, "name": "alpha", "client": "alpha"}))
     member = knock(place, place.certs("bravo"), frame({**HELLO, "name": "alpha"}), request(1, kind="next"))
     assert "welcome" in member.text
-    assert not place.hall.clients["alpha"].connected
+    assert not place.manager.clients["alpha"].connected
     return refused(told, "client 'stranger' is not listed here")
 
 

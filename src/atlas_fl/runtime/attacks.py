@@ -1,4 +1,6 @@
-"""Hostile clients of a simulation: they train like the others, and alter what they send.
+"""Hostile (Byzantine) clients of a simulation: label flip, sign flip, scaling, noise, replacement.
+
+An attacker trains like any other client and alters the update that it sends.
 
     label_flip         training labels reversed, c -> C - 1 - c; the update is honest work on them
     sign_flip          w - c (w' - w)
@@ -29,18 +31,18 @@ from atlas_fl.runtime.engine import Engine
 
 @dataclass(frozen=True, kw_only=True)
 class AttackContext:
-    """What an attacker knows when it alters its update."""
+    """The parameters of one attack on one update."""
 
     size: float
-    """How large the attack is."""
+    """Strength of the attack."""
     space: Space
-    """Where the rule mixes."""
+    """The space in which the aggregation rule mixes."""
     random: torch.Generator
-    """Of this client and round."""
+    """Random stream of this client and round."""
 
 
 Alter: TypeAlias = Callable[[Params, Params, AttackContext], Params]
-"""(what it was sent, what it trained, context) -> what it sends."""
+"""(params received, params trained, context) -> params sent."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,13 +51,13 @@ class Attack:
 
     alter: Alter
     size: float | None
-    """How large it is where nothing is said; None: all examples over its own."""
+    """Default strength; None: all examples over the client's own."""
     flips_labels: bool = False
     """Whether it trains on reversed labels."""
 
 
 def _scale_change(before: Params, after: Params, context: AttackContext, *, factor: float) -> Params:
-    """The change scaled; as it is where training has left no numbers, which the server will refuse."""
+    """The update with its change scaled; unchanged where it is not finite, which the server refuses."""
     if any(not bool(tensor.isfinite().all()) for tensor in (*before.values(), *after.values())):
         return after
     return scaled_change(before, after, context.space, factors={BODY: factor, HEADS: factor})
@@ -100,9 +102,9 @@ ATTACKS: dict[str, Attack] = {
 
 
 def choose_attackers(words: Sequence[str], names: Sequence[str], *, seed: int) -> tuple[str, ...]:
-    """The clients that attack, in the order of the run: those that are named, or so many, drawn by the seed.
+    """The attackers in the order of the clients: the named ones, or a number of them, sampled with the seed.
 
-    Raises ConfigError for an unknown client, and where nobody honest is left.
+    Raises ConfigError for an unknown client, and where no honest client is left.
     """
     if len(words) == 1 and words[0].isdecimal():
         count = min(int(words[0]), len(names))
@@ -123,7 +125,7 @@ def choose_attackers(words: Sequence[str], names: Sequence[str], *, seed: int) -
 
 
 def with_flipped_labels(clients: Sequence[ClientData], attackers: Sequence[str]) -> tuple[ClientData, ...]:
-    """The clients, of which the attackers train on reversed labels; raises ConfigError for a task without classes."""
+    """The clients, the attackers' training labels reversed; raises ConfigError for a task without classes."""
     return tuple(_flip_labels(client) if client.name in attackers else client for client in clients)
 
 
@@ -135,20 +137,20 @@ def _flip_labels(client: ClientData) -> ClientData:
 
 @dataclass(frozen=True, kw_only=True)
 class HostileEngine:
-    """An engine some of whose clients alter what they have trained."""
+    """An engine in which some clients alter their updates."""
 
     engine: Engine
     attack: Attack
     attackers: tuple[str, ...]
     size: float | None
-    """How large the attack is; None: as large as that kind is by itself."""
+    """Strength of the attack; None: the default of its kind."""
     space: Space
     seed: int
     examples: Mapping[str, int]
     """Training examples of each client."""
 
     def run(self, action: str, jobs: Sequence[Job]) -> list[Update]:
-        """The updates of these jobs, in their order; those of training altered by the attackers."""
+        """The updates of these jobs, in their order; attackers alter theirs after training."""
         updates, job_by_client = self.engine.run(action, jobs), {job.client: job for job in jobs}
         if action != "train":
             return updates

@@ -1,9 +1,4 @@
-"""Where clients compute: an engine takes jobs and returns updates.
-
-Where clients compute: an engine takes jobs and brings back updates, wherever the sites are.
-
-An engine that keeps count of what crosses the cuts of its clients.
-"""
+"""The engine interface: jobs in, updates out; and a meter of the bytes through cuts."""
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -16,18 +11,18 @@ from atlas_fl.storage.ledger import Direction, Kind, LedgerRow
 
 
 class Engine(Protocol):
-    """Anything that can carry out jobs."""
+    """Runs the jobs of clients."""
 
     def run(self, action: str, jobs: Sequence[Job]) -> list[Update]:
         """The updates of these jobs, in their order; `action` is a key of `client.registry.ACTIONS`.
 
-        Of a client that is out of reach there is none.
+        A client that cannot be reached has no update.
         """
         ...
 
 
 class MissingAnswersError(ProtocolError):
-    """Some clients did not answer what a plan needs of everyone."""
+    """Some clients did not answer an action that needs every client."""
 
     def __init__(self, message: str, clients: Sequence[str]) -> None:
         super().__init__(message)
@@ -35,7 +30,7 @@ class MissingAnswersError(ProtocolError):
 
 
 def run_on_all_clients(engine: Engine, action: str, jobs: Sequence[Job]) -> list[Update]:
-    """The updates of all these jobs, for what cannot be done without one of them, as planning; in their order.
+    """The updates of all these jobs, in their order, for actions that need every client, as those of planning.
 
     Raises `MissingAnswersError` where one is missing.
     """
@@ -52,13 +47,13 @@ def run_on_all_clients(engine: Engine, action: str, jobs: Sequence[Job]) -> list
 
 @dataclass(frozen=True, kw_only=True)
 class TrafficMeter:
-    """Another engine's updates, with the bytes through every cut by client and action."""
+    """An engine that counts the bytes through every cut of another engine, by client and action."""
 
     engine: Engine
     cut_traffic: dict[tuple[str, str], Counter[tuple[Kind, Direction]]] = field(default_factory=dict)
 
     def run(self, action: str, jobs: Sequence[Job]) -> list[Update]:
-        """The updates of these jobs, as the engine gives them."""
+        """The wrapped engine's updates of these jobs."""
         updates = self.engine.run(action, jobs)
         for update in updates:
             if update.crossed:
@@ -66,7 +61,7 @@ class TrafficMeter:
         return updates
 
     def rows(self, *, round: int) -> Iterator[LedgerRow]:
-        """A row for all messages of one client, action, kind and direction, in the order in which they came."""
+        """One ledger row for each client, action, kind and direction, in the order in which they occurred."""
         for (client, action), sizes in self.cut_traffic.items():
             for (kind, direction), size in sizes.items():
                 yield LedgerRow(round=round, client=client, direction=direction, kind=kind, bytes=size, phase=action)

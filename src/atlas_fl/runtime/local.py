@@ -1,12 +1,8 @@
-"""All clients in this process.
+"""The local engine: all clients in this process; large updates are memory-mapped files.
 
-What a round holds of whole models: updates up to a bound in memory, those beyond it in files that are mapped.
-
-A federation in which all of a hundred clients take part would hold a hundred copies of the model until they are
-averaged. The pages of a mapped file are the system's to take back when memory is short. The files have no name: they
-are gone when nothing reads them any more, however the process ends.
-
-All clients in this process, in packs that fit the memory.
+A round in which a hundred clients train whole models would hold a hundred copies of the model until they are averaged.
+Updates beyond a bound are therefore written to files and mapped: the operating system can take their pages back when
+memory is short. The files are unlinked, so they are gone when nothing reads them, however the process ends.
 """
 
 import mmap
@@ -24,13 +20,13 @@ from atlas_fl.models.shared_memory import buffer_entries, tensor_views
 from atlas_fl.params import Params, is_full_model, num_bytes
 
 MAX_BYTES_IN_MEMORY = 2**30
-"""Most bytes of a round's updates in memory: twelve models of the size of ViT-S."""
+"""Maximum size of a round's updates in memory: twelve models of the size of ViT-S."""
 
 
 def spill_to_disk(action: str, updates: Sequence[Update], earlier: Sequence[Update]) -> list[Update]:
-    """The updates, whole models in memory as far as they fit there beside those that are held already.
+    """The updates, with whole models in memory as far as they fit beside the earlier ones, the others memory-mapped.
 
-    Adapters always fit, and scores hold no model of their own.
+    Adapters always fit, and evaluations return no new model.
     """
     if action == "evaluate" or not any(is_full_model(update.params) for update in updates):
         return list(updates)
@@ -41,17 +37,14 @@ def spill_to_disk(action: str, updates: Sequence[Update], earlier: Sequence[Upda
 
 
 def spill_if_large(update: Update, earlier: Sequence[Update]) -> Update:
-    """The update, in memory where it fits beside those that are held already, else in a file."""
+    """The update, in memory where it fits beside the earlier ones, else memory-mapped."""
     if sum(num_bytes(other.params) for other in (*earlier, update)) <= MAX_BYTES_IN_MEMORY:
         return update
     return replace(update, params=memory_mapped(update.params))
 
 
 def memory_mapped(params: Params) -> Params:
-    """The same tensors in a mapped file of the directory for temporary files (TMPDIR).
-
-    Raises `DataError` where there is no room for it.
-    """
+    """The same tensors in a memory-mapped temporary file (TMPDIR); raises `DataError` where the disk is full."""
     entries, size = buffer_entries(params)
     try:
         with tempfile.TemporaryFile() as file:
@@ -70,11 +63,11 @@ def memory_mapped(params: Params) -> Params:
 
 @dataclass(frozen=True, kw_only=True)
 class LocalEngine:
-    """One site that holds every client."""
+    """All clients in this process."""
 
     site: Site
     on_progress: Callable[[str, int, int], None] | None = None
-    """Told (action, jobs done, jobs) after each pack."""
+    """Called with (action, jobs done, jobs) after each pack."""
 
     def run(self, action: str, jobs: Sequence[Job]) -> list[Update]:
         """The updates of these jobs, in their order."""

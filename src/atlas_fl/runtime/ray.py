@@ -1,7 +1,8 @@
-"""Actors of a Ray cluster as workers (Moritz et al. 2018): one for each pack that trains at once, each with its site.
+"""The workers of a Ray cluster (Moritz et al. 2018): actors that train packs of clients.
 
-The backbone's weights lie once in the object store of each node, and the actors' are views of them. Everything else
-that Ray carries is frames, as bytes; what it unpickles is the function that makes a site, by its name, and no data.
+The backbone's weights are in the object store of each node once, and the actors' weights are views of them. Everything
+else that Ray carries is frames, as bytes; it unpickles only the function that initialises a worker, by name, and no
+data.
 """
 
 import os
@@ -18,23 +19,23 @@ from atlas_fl.errors import ConfigError, ProtocolError
 from atlas_fl.runtime.worker_pool import InitWorker, WorkerLoop
 
 RAY_LOG_LEVEL = 40
-"""Ray's level of its own log: it would tell every step of its start."""
+"""Errors only: at lower levels Ray logs every step of its start."""
 CONNECT_SECONDS = 10.0
-"""How long a cluster may take to take a connection."""
+"""How long a cluster may take to accept a connection."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ActorResources:
-    """What each actor takes of the cluster."""
+    """The number of actors and the resources of each."""
 
     count: int
-    """Actors."""
+    """Number of actors."""
     cpus: int
     gpus: float = 0.0
 
 
 class Actor:
-    """One actor as the driver sees it."""
+    """One actor, at the driver's end."""
 
     def __init__(self, ray: Any, handle: Any, name: str) -> None:
         self._ray, self._handle, self.name = ray, handle, name
@@ -51,7 +52,7 @@ class Actor:
         return answer
 
     def kill(self) -> None:
-        """End it at once."""
+        """Kill the actor."""
         self._ray.kill(self._handle)
 
 
@@ -63,23 +64,23 @@ class Cluster:
         self._weights: Any = None
 
     def allocate(self, size: int, fill: Callable[[Any], None]) -> Any:
-        """Memory of so many bytes in the object store, as `fill` leaves it; nobody can write to it any more."""
+        """Memory of `size` bytes in the object store, filled, and read-only from then on."""
         memory = np.empty(size, dtype=np.uint8)
         fill(memory)
         self._weights = self._ray.put(memory)
         return self._ray.get(self._weights)
 
     def actor_resources(self, count: int | None, *, cuda: bool) -> ActorResources:
-        """What each of `count` actors takes; by default there is one for each GPU, or CPU.
+        """The resources of `count` actors; by default one actor for each GPU, or CPU.
 
-        Raises `ConfigError` where there is no room for so many, which Ray would wait for for ever.
+        Raises `ConfigError` where they do not fit: Ray would wait for ever.
         """
         nodes = [node["Resources"] for node in self._ray.nodes() if node["Alive"]]
         return actor_resources_of(nodes, count, cuda=cuda)
 
     @contextmanager
     def actors(self, resources: ActorResources, init_worker: InitWorker) -> Iterator[list[Actor]]:
-        """So many actors; none is left afterwards."""
+        """The actors; all are killed at the end."""
         kind = self._ray.remote(_RemoteWorker).options(num_cpus=resources.cpus, num_gpus=resources.gpus)
         with ExitStack() as stack:
             started = []
@@ -91,10 +92,10 @@ class Cluster:
 
 
 class _RemoteWorker:
-    """What an actor is: a resident whose memory is in the object store."""
+    """An actor: a worker loop whose memory is in the object store."""
 
     def __init__(self, init_worker: InitWorker, memory: np.ndarray, folder: str) -> None:
-        # paths among the settings are relative to where the run was started
+        # paths in the settings are relative to the folder in which the run was started
         if Path(folder).is_dir():
             os.chdir(folder)
         self._worker_loop = WorkerLoop(init_worker, lambda: memory)
@@ -105,7 +106,7 @@ class _RemoteWorker:
 
 @contextmanager
 def ray_cluster() -> Iterator[Cluster]:
-    """The cluster that RAY_ADDRESS names, or one of this machine alone, which ends with the context.
+    """The cluster at RAY_ADDRESS, or a local one that ends with the context.
 
     Raises `ConfigError` where Ray is not installed or the cluster cannot be reached.
     """
@@ -126,7 +127,7 @@ def ray_cluster() -> Iterator[Cluster]:
 
 def _connect(ray: Any, address: str) -> None:
     local: dict[str, Any] = {"include_dashboard": False} if address == "local" else {}
-    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # a federation tells nobody that it exists
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # no usage reports
     host, _, port = address.rpartition("//")[2].rpartition(":")
     try:
         if port.isdecimal():  # else Ray tries for many minutes
@@ -140,7 +141,7 @@ def _connect(ray: Any, address: str) -> None:
 
 
 def actor_resources_of(nodes: Sequence[Mapping[str, float]], count: int | None, *, cuda: bool) -> ActorResources:
-    """What each actor takes of nodes with these CPUs and GPUs.
+    """The resources of each actor on nodes with these CPUs and GPUs.
 
     >>> actor_resources_of([{"CPU": 4.0}, {"CPU": 4.0}], 3, cuda=False)
     ActorResources(count=3, cpus=2, gpus=0.0)

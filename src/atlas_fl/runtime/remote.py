@@ -1,4 +1,4 @@
-"""Clients in other processes and on other machines: jobs go out over their streams, updates come back in order."""
+"""The remote engine: sends jobs to clients on other machines and returns their updates in order."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -14,25 +14,25 @@ from atlas_fl.runtime.transport.event_loop import Desk
 
 @dataclass(frozen=True, kw_only=True)
 class RemoteEngine:
-    """An `Engine` whose clients sit in a `ClientManager`."""
+    """An `Engine` whose clients are connected to a `ClientManager`."""
 
     manager: ClientManager
     desk: Desk
     deadline_seconds: float
-    """How long a job may take, its journeys included."""
+    """How long a job may take, network included."""
     split_server: SplitServer | None
-    """Where the upper blocks of cut clients are computed; None where no client is cut."""
+    """Computes the server halves of cut clients; None where no client is cut."""
     min_clients: int
-    """Fewest clients that must answer, or all of the asked where these are fewer; 0 for all."""
+    """Fewest clients that must answer, or all that have a job where these are fewer; 0 for all."""
     max_concurrent: int | None = None
-    """Most clients that have a job at the same time; None for all that are asked."""
+    """Most clients that have a job at the same time; None for no limit."""
     excluded: frozenset[str] = frozenset()
-    """Clients that are asked nothing: the run goes on without them."""
+    """Clients that get no jobs: the run goes on without them."""
 
     def run(self, action: str, jobs: Sequence[Job]) -> list[Update]:
-        """The updates of those who answered, in the order of the jobs.
+        """The updates of the clients that answered, in the order of the jobs.
 
-        Raises `ProtocolError` where too few did: the run stops there and goes on from its checkpoint.
+        Raises `ProtocolError` where too few did: the run stops there and resumes from its checkpoint.
         """
         jobs = [job for job in jobs if job.client not in self.excluded]
         if self.split_server is not None:
@@ -53,7 +53,7 @@ class RemoteEngine:
         return [replace(update, travelled=True) for update in updates]
 
     def _run_batch(self, action: str, jobs: Sequence[Job], first: int, size: int) -> list[Update]:
-        """The updates to so many of the jobs, from the first of them; why others have none is told."""
+        """The updates of `size` jobs from the first one on; a note says why a job has none."""
         batch = jobs[first : first + size]
         answers = self.desk.call(
             self.manager.run_jobs(

@@ -1,14 +1,10 @@
-"""Packs of clients in worker processes.
+"""The worker-pool engine: packs of clients in worker processes, over pipes and shared memory.
 
-Packs handed out to workers, each of which has a site of its own: what one process computes, by any number of them.
+Packs are formed by `client.batching`, as in one process, and do not depend on the workers, so neither do the results.
+A pack is sent as one frame for each job and returns as one frame for each update.
 
-Packs are formed by `client.batching`, as for one process, and never depend on who works, so the results do not
-either. A pack goes out as frames, one for each job, and comes back as one for each update.
-
-Worker processes of this machine: fresh interpreters that a pipe and a piece of memory lead to.
-
-They are started as `multiprocessing` spawns its own, but without its pickled arguments and without importing the
-caller's main module, so that a script needs no guard. What goes through a pipe is bytes.
+Worker processes are fresh interpreters, started as `multiprocessing` spawns its own, but without pickled arguments and
+without importing the caller's main module, so that a script needs no guard. Only bytes go through the pipes.
 """
 
 import mmap
@@ -38,42 +34,42 @@ from atlas_fl.runtime.protocol.model_sync import AdapterSender, NewSender, Recei
 from atlas_fl.runtime.transport.frames import Head, decode_frame, encode_frame
 
 MAX_FRAME_BYTES = 2**40
-"""Most bytes of a frame: both ends are ours, and a model may be larger than what may come over a network."""
+"""Maximum size of a frame: both ends are ours, and a model may be larger than a message over a network."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class WorkerContext:
-    """What a worker works with."""
+    """What a worker needs to run jobs."""
 
     site: Site
     receiver: Receiver
 
 
 InitWorker: TypeAlias = Callable[[Head, Any], WorkerContext]
-"""(what a worker is told at its start, the memory that it shares) -> what it makes of these."""
+"""(head of the init message, shared memory) -> the worker's context."""
 
 
 class Worker(Protocol):
-    """Somebody who takes a pack."""
+    """Runs packs: a process or an actor."""
 
     def ask(self, frames: list[bytes]) -> list[bytes]:
-        """The answer to these frames, which are used up; blocks until it is there.
+        """The answer to these frames, which are consumed; blocks until it is there.
 
-        Raises `ProtocolError` where there will be none.
+        Raises `ProtocolError` where the worker has ended.
         """
         ...
 
 
 @dataclass(kw_only=True, eq=False)
 class PoolEngine:
-    """An `Engine` whose packs go to whoever is free."""
+    """An `Engine` that sends each pack to the next free worker."""
 
     site: Site
     workers: Sequence[Worker]
     threads: Executor
-    """A thread for each worker."""
+    """One thread for each worker."""
     on_progress: Callable[[str, int, int], None]
-    """Told (action, jobs done, jobs) after each pack."""
+    """Called with (action, jobs done, jobs) after each pack."""
     new_sender: NewSender = AdapterSender
     _free: "queue.SimpleQueue[tuple[Worker, Sender]]" = field(default_factory=queue.SimpleQueue)
 
@@ -91,12 +87,12 @@ class PoolEngine:
         try:
             for future in as_completed(index_by_future):
                 earlier = [update for updates in updates_by_pack.values() for update in updates]
-                # popped, because a future holds what it gave
+                # popped, because a future keeps its result
                 updates_by_pack[index_by_future.pop(future)] = spill_to_disk(action, future.result(), earlier)
                 self.on_progress(action, sum(map(len, updates_by_pack.values())), len(jobs))
         finally:
             for future in index_by_future:
-                future.cancel()  # without effect on what has begun
+                future.cancel()  # without effect on packs that are running
         by_job = {
             id(job): update for index, pack in enumerate(all_packs) for job, update in zip(pack, updates_by_pack[index])
         }
@@ -107,21 +103,21 @@ class PoolEngine:
         try:
             return decode_updates(action, worker.ask(encode_jobs(action, pack, sender)), pack, sender)
         except AtlasError:
-            sender.forget()  # as a worker does that meets one
+            sender.forget()  # as a worker does after an error
             raise
         finally:
             self._free.put((worker, sender))
 
 
 def init_workers(workers: Sequence[Worker], heads: Sequence[Head], threads: Executor) -> None:
-    """Nothing, once every worker has made its site of its head; raises what one of them met."""
+    """Initialise every worker from its head and wait; raises the error of a worker that failed."""
     frames = [encode_frame(head, {}) for head in heads]
     for answer in threads.map(lambda worker, frame: worker.ask([frame]), workers, frames):
         raise_failure(decode_frame(answer[0])[0])
 
 
 def encode_jobs(action: str, pack: Sequence[Job], sender: Sender) -> list[bytes]:
-    """What asks a worker for this pack."""
+    """The frames that send this pack to a worker."""
     frames = []
     for number, job in enumerate(pack):
         head, tensors = sender.job(action, job, number=number)
@@ -130,7 +126,7 @@ def encode_jobs(action: str, pack: Sequence[Job], sender: Sender) -> list[bytes]
 
 
 def decode_updates(action: str, frames: list[bytes], pack: Sequence[Job], sender: Sender) -> list[Update]:
-    """The updates that a worker's answer to this pack holds; raises what the worker met. The frames are used up."""
+    """The updates in a worker's answer to this pack; raises the worker's error. The frames are consumed."""
     updates = list[Update]()
     for head, tensors in _decode_frames(frames):
         raise_failure(head)
@@ -140,28 +136,28 @@ def decode_updates(action: str, frames: list[bytes], pack: Sequence[Job], sender
 
 
 def _decode_frames(frames: list[bytes]) -> Iterator[tuple[Head, Params]]:
-    """What the frames say, one after another; each is gone before the next: it may hold a whole model."""
+    """Decode the frames one after another; each is freed before the next, since it may hold a whole model."""
     frames.reverse()
     while frames:
         yield decode_frame(frames.pop(), limit=MAX_FRAME_BYTES)
 
 
 def raise_failure(head: Head) -> None:
-    """Raise the error of a worker where this head tells one."""
+    """Raise a worker's error where this head reports one."""
     if head.get("kind") == "failed":
         kinds = {kind.__name__: kind for kind in AtlasError.__subclasses__()}
         raise kinds.get(str(head["error"]), ProtocolError)(str(head["reason"]))
 
 
 class WorkerLoop:
-    """A worker's end: the first frame says what it works with, all others are packs for it."""
+    """The worker's end: the first frame initialises it, all others are packs."""
 
     def __init__(self, init_worker: InitWorker, memory: Callable[[], Any]) -> None:
         self._init_worker, self._memory = init_worker, memory
         self._context: WorkerContext | None = None
 
     def ask(self, frames: list[bytes]) -> list[bytes]:
-        """The answer: an update for every job, or the error that was met. The frames are used up."""
+        """An update for every job, or the error that was raised. The frames are consumed."""
         try:
             if self._context is None:
                 ((head, _),) = _decode_frames(frames)
@@ -184,10 +180,10 @@ class WorkerLoop:
 
 
 class SharedMemory:
-    """Memory without a name that processes inherit as a file; it is gone with the last of them, however that ends."""
+    """Anonymous memory that processes inherit as a file descriptor; freed when the last of them ends."""
 
     def __init__(self) -> None:
-        # /dev/shm is often small in containers; what has no mount is bounded by the memory alone
+        # /dev/shm is often small in containers; a memfd is bounded by the memory alone
         if hasattr(os, "memfd_create"):
             self.file = os.memfd_create("atlas-weights")
         else:
@@ -195,19 +191,19 @@ class SharedMemory:
                 self.file = os.dup(file.fileno())
 
     def allocate(self, size: int, fill: Callable[[mmap.mmap], None]) -> mmap.mmap:
-        """The memory, from now on of so many bytes, as `fill` leaves it."""
+        """The memory, resized to `size` bytes and filled."""
         os.ftruncate(self.file, size)
         memory = mmap.mmap(self.file, 0)
         fill(memory)
         return memory
 
     def close(self) -> None:
-        """Forget it here; what is mapped stays."""
+        """Close the descriptor; mappings stay."""
         os.close(self.file)
 
 
 class WorkerProcess:
-    """One worker process as its parent sees it."""
+    """One worker process, at its parent's end."""
 
     def __init__(self, name: str, program: str, memory: int) -> None:
         ours, theirs = socket.socketpair()
@@ -217,16 +213,16 @@ class WorkerProcess:
                 [sys.executable, "-c", program, str(theirs.fileno()), str(memory)],
                 pass_fds=(theirs.fileno(), memory),
                 stdin=subprocess.DEVNULL,
-                # what this process can import, its workers can
+                # workers can import what this process can
                 env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
             )
         self.name, self.pid = name, self._process.pid
 
     def ask(self, frames: list[bytes]) -> list[bytes]:
-        """The answer to these frames, which are used up; raises `ProtocolError` where the process has ended."""
+        """The answer to these frames, which are consumed; raises `ProtocolError` where the process has ended."""
         try:
             send_frames(self._link, frames)
-            frames.clear()  # while the worker works nobody needs them
+            frames.clear()  # not needed while the worker computes
             return receive_frames(self._link)
         except (EOFError, OSError):
             raise ProtocolError(self._exit_message()) from None
@@ -240,7 +236,7 @@ class WorkerProcess:
         )
 
     def kill(self) -> None:
-        """End it at once, and wait until it has."""
+        """Kill the process and wait until it has ended."""
         self._process.kill()
         self._process.wait()
         self._link.close()
@@ -248,9 +244,9 @@ class WorkerProcess:
 
 @contextmanager
 def worker_processes(count: int, *, program: str, memory: int) -> Iterator[list[WorkerProcess]]:
-    """So many workers; none is left afterwards.
+    """This many worker processes; all are killed at the end.
 
-    `program` is Python that calls `serve`; its arguments are the descriptors of its pipe and of the memory.
+    `program` is Python that calls `run_worker_loop`; its arguments are the descriptors of its pipe and of the memory.
     """
     with ExitStack() as stack:
         started = []
@@ -262,7 +258,7 @@ def worker_processes(count: int, *, program: str, memory: int) -> Iterator[list[
 
 
 def run_worker_loop(link: int, answer: Callable[[list[bytes]], list[bytes]]) -> None:
-    """A worker process: answer what comes until the parent closes the pipe, or ends."""
+    """Answer frames in a worker process until its parent closes the pipe, or ends."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's, which closes the pipe
     threading.Thread(target=_exit_with_parent, args=(link,), daemon=True).start()
     connection = Connection(link)
@@ -274,21 +270,21 @@ def run_worker_loop(link: int, answer: Callable[[list[bytes]], list[bytes]]) -> 
 
 
 def _exit_with_parent(link: int) -> None:
-    """End this process as soon as nobody is at the other end, in the middle of a pack too."""
+    """End this process as soon as its parent has ended, also in the middle of a pack."""
     hang_up = select.poll()
-    hang_up.register(link, 0)  # nothing but the hang-up, which cannot be left out
+    hang_up.register(link, 0)  # hang-ups only, which poll always reports
     hang_up.poll()
     os._exit(1)
 
 
 def send_frames(link: "Connection", frames: Sequence[bytes]) -> None:
-    """Write frames, their number first."""
+    """Write the number of frames, then the frames."""
     link.send_bytes(len(frames).to_bytes(8, "little"))
     for frame in frames:
         link.send_bytes(frame)
 
 
 def receive_frames(link: "Connection") -> list[bytes]:
-    """Read what `send` wrote; raises `EOFError` where the other end is closed."""
+    """Read what `send_frames` wrote; raises `EOFError` where the other end is closed."""
     count = int.from_bytes(link.recv_bytes(8), "little")
     return [link.recv_bytes() for _ in range(count)]

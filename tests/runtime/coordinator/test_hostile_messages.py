@@ -11,7 +11,7 @@ from atlas_fl.errors import ProtocolError
 from atlas_fl.runtime.coordinator.coordinator import ClientManager
 from atlas_fl.runtime.transport.frames import decode_frame, encode_frame
 from atlas_fl.runtime.transport.sessions import PROTOCOL, Sessions
-from tests.runtime.coordinator.test_hall import CENSUS, IDENTITY, NAMES, job, result
+from tests.runtime.coordinator.test_coordinator import CENSUS, IDENTITY, NAMES, job, result
 from tests.runtime.transport.test_frames import hostile
 
 HELLO = {"session": "s", "protocol": PROTOCOL, "version": "1", "config": "c", "model": "m"}
@@ -57,17 +57,17 @@ def odd_tensor(draw: random.Random) -> torch.Tensor:
 
 async def became(draw: random.Random, kind: str) -> str:
     """What became of a message of this kind that was altered: taken as the job's end, refused, or without effect."""
-    hall = ClientManager(NAMES, IDENTITY, settings="", on_note=lambda _: None)
+    manager = ClientManager(NAMES, IDENTITY, settings="", on_note=lambda _: None)
     sessions = Sessions(
-        answer=hall.answer,
-        admit=hall.handshake,
+        answer=manager.answer,
+        admit=manager.handshake,
         allowed=NAMES,
-        on_presence=hall.on_presence,
-        on_refused=hall.on_refused,
+        on_presence=manager.on_presence,
+        on_refused=manager.on_refused,
     )
     session, _, _ = sessions.enter("site-1", encode_frame(HELLO, {}))
     first = asyncio.create_task(sessions.handle(session, encode_frame({"sequence": 1, "body": CENSUS}, {})))
-    work = asyncio.create_task(hall.run_jobs("train", [job("site-1")], seconds=3600, on_done=lambda _: None))
+    work = asyncio.create_task(manager.run_jobs("train", [job("site-1")], seconds=3600, on_done=lambda _: None))
     head, tensors = result(decode_frame(await first)[0]["body"], "site-1", 2.0)
     head = {**(CENSUS if kind == "register" else head), "kind": kind, "what": "loss", "done": 0, "reason": "r"}
     if draw.random() < 0.6:
@@ -76,7 +76,7 @@ async def became(draw: random.Random, kind: str) -> str:
     asked = asyncio.create_task(sessions.handle(session, hostile(frame, draw) if draw.random() < 0.1 else frame))
     for _ in range(10):
         await asyncio.sleep(0)
-    await hall.remove("site-1", "over")  # so that nobody waits for more work
+    await manager.remove("site-1", "over")  # so that nobody waits for more work
     ended = await work
     try:
         told = decode_frame(await asked)[0].get("refused", "over")
@@ -99,8 +99,10 @@ def test_hundreds_of_altered_messages_are_taken_or_refused_and_nothing_else() ->
 def test_a_thousand_altered_greetings_are_answered_or_refused() -> None:
     draw, refused = random.Random(0), 0
     for _ in range(1_000):
-        hall = ClientManager(NAMES, IDENTITY, settings="", on_note=lambda _: None)
-        sessions = Sessions(answer=hall.answer, admit=hall.handshake, allowed=NAMES, on_presence=hall.on_presence)
+        manager = ClientManager(NAMES, IDENTITY, settings="", on_note=lambda _: None)
+        sessions = Sessions(
+            answer=manager.answer, admit=manager.handshake, allowed=NAMES, on_presence=manager.on_presence
+        )
         try:
             sessions.enter(draw.choice([*NAMES, "stranger"]), encode_frame(altered(HELLO, draw), {}))
         except ProtocolError:

@@ -1,5 +1,5 @@
-"""The server's side of connected clients, and the loop of a site.
+"""The server's side of connected clients, split computation, and the client loop of a site.
 
-In: clients that connect. Out: their answers to jobs, relayed halves of cut models.
+In: clients that connect. Out: their answers to jobs; requests of cut clients, answered or relayed.
 Not here: rounds; those are `experiment.rounds`.
 """

@@ -15,51 +15,51 @@ from atlas_fl.runtime.protocol.model_sync import AdapterSender, Sender
 from atlas_fl.runtime.transport.frames import Head
 
 MAX_REASON_LENGTH = 500
-"""Most of a refusal that is noted."""
+"""Longest reason of a refusal in the log."""
 MAX_REFUSALS = 3
-"""Answers of a client that are refused, before it is asked no more until it registers again."""
+"""Refused answers after which a client gets no jobs until it registers again."""
 MAX_MISSED_DEADLINES = 2
-"""Deadlines that a connected client lets pass, before it is asked no more until it is back."""
+"""Missed deadlines after which a connected client gets no jobs until it sends a request."""
 ANSWERS_UNTIL_FORGIVEN = 8
-"""Answers that are taken, one after another, before deadlines and refusals are forgotten: one in between would not do,
-or whoever is silent in training and scores at once is waited for in every round."""
+"""Consecutive accepted answers that reset missed deadlines and refusals: after a single one, a client that never
+trains but answers every evaluation would be waited for in every round."""
 MAX_PAUSE_ROUNDS = 8
-"""Most rounds for which a client is not asked that was given up again and again."""
+"""Longest pause of a client that failed again and again."""
 
 
 class SplitBackend(Protocol):
-    """Where the upper parts of cut clients are, for one job each."""
+    """Runs the server halves of cut clients, one for each job: here, or at another client."""
 
     def begin_job(self, number: int, action: str, job: Job) -> tuple[Job, Told]:
-        """The job as its client gets it, and what the client is told of its cut; its upper part begins anew."""
+        """(the client's half of the job, its cut info); the server half begins anew."""
         ...
 
     async def answer_request(self, number: int, head: Mapping[str, Any], tensors: Params) -> tuple[Head, Params] | None:
-        """The answer to a client's question about this job; None where the client has to begin it again."""
+        """The answer to a client's request; None where the client has to begin the job again."""
         ...
 
     async def finish_job(self, number: int, update: Update, tensors: Params) -> Update | None:
-        """The whole update; None where the client has to begin the job again."""
+        """The update of both halves; None where the client has to begin the job again."""
         ...
 
     def drop_job(self, number: int, client: str) -> None:
-        """Forget the upper part of a job that nobody waits for any more."""
+        """Forget the server half of a closed job."""
         ...
 
 
 @dataclass(eq=False)
 class PendingJob:
-    """What one client is asked."""
+    """A job that a client has not answered yet."""
 
     number: int
     action: str
     job: Job
-    """The whole client's."""
+    """Of both halves."""
     future: asyncio.Future[Update | str]
-    split_backend: "SplitBackend | None" = None
-    """Where its upper blocks are, if it is cut."""
+    split_backend: SplitBackend | None = None
+    """Runs the server half, if the client is cut."""
     client_job: Job | None = None
-    """What a cut client was given of it; None before."""
+    """The half that a cut client was sent; None before."""
     num_layers: int | None = None
     """Blocks of the backbone; None for whole models."""
 
@@ -74,33 +74,33 @@ class ClientProxy:
     part: int | None = None
     connected: bool = False
     given_up: bool = False
-    """It let deadlines pass, or sent what was refused, and nobody waits for it until it is back."""
+    """It missed deadlines or was removed, and gets no jobs until it sends a request."""
     missed_deadlines: int = 0
-    """Deadlines that it let pass while it was here, until they are forgotten."""
+    """Missed while connected, since the last reset."""
     refusals: int = 0
-    """Answers that were refused, until they are forgotten."""
+    """Refused answers since the last reset."""
     accepted_answers: int = 0
-    """Answers that were taken since the last deadline or refusal."""
+    """Since the last missed deadline or refusal."""
     pauses: int = 0
-    """How often it was given up for either."""
+    """How often it was paused."""
     pause_reason: str = ""
-    """For what it was the last time."""
+    """Why it was paused last."""
     resume_round: int = 0
-    """The round from which it is asked again."""
+    """The first round in which it gets jobs again."""
     removal_reason: str = ""
-    """Why it will not come, or not again."""
+    """Why it was removed; empty where it was not."""
     refusal_reason: str = ""
-    """Why it was refused last."""
+    """Why a request or connection of it was refused last."""
     pending_job: PendingJob | None = None
     sender: Sender = field(default_factory=AdapterSender)
-    """What is sent to it, which depends on what its process has in memory."""
+    """Encodes its jobs, given what its process has in memory."""
     hosted_digests: dict[str, str] = field(default_factory=dict)
-    """By guest, the digest of the upper part that this client was given of it last as its host."""
+    """By guest, the digest of the server half that this client was sent last as its host."""
     shutdown_message: tuple[Head, Params] | None = None
     shutdown_sent: bool = False
-    """It was told that the run is over."""
+    """Whether it was sent its shutdown message."""
     model_saved: bool = False
-    """It has said that its model lies on its disk, and that is written down."""
+    """Whether it has confirmed that its model is saved, and that is recorded."""
     wakeup: asyncio.Event = field(default_factory=asyncio.Event)
 
 
@@ -114,10 +114,10 @@ def check_registration(
     is_late: bool,
     accepts_late: bool,
 ) -> None:
-    """Nothing where this client may come, with this data; raises `ProtocolError` else.
+    """Raise `ProtocolError` where this client cannot register with this metadata.
 
-    Its examples are such as the run trains on, and the clients of its task have its labels and other parts. Who comes
-    to a plan that was made without it may do so where late clients are let in, and with any data.
+    The kind of its examples must be the run's; clients of one task must have equal labels and different parts. A client
+    outside the plan may register where late clients may join; one that comes back must have the same metadata.
     """
     if metadata.images is not images:
         kinds = {True: "images", False: "texts"}
@@ -133,7 +133,7 @@ def _check_rejoin(client: ClientProxy, metadata: Census, *, is_late: bool, accep
     if is_late:
         if not accepts_late:
             raise ProtocolError(f"this federation was planned without {client.name}; it can join the next one")
-        client.removal_reason, client.given_up = "", False  # if it was turned away, that was as another
+        client.removal_reason, client.given_up = "", False  # a rejected client may register with other data
     elif client.metadata is not None and client.metadata != metadata:
         raise ProtocolError(f"{client.name} came back with other data than it had; join with the same --task")
 
@@ -152,16 +152,16 @@ def _check_task_peers(client: ClientProxy, metadata: Census, part: Any, clients:
 
 
 def describe_connected(clients: Collection[ClientProxy]) -> str:
-    """How many of these are here, in words."""
+    """How many of these clients are connected, in words."""
     return f"{sum(client.connected and client.metadata is not None for client in clients)} of {len(clients)} here"
 
 
 def registered_clients(
     clients: Sequence[ClientProxy], *, min_clients: int, seconds: float
 ) -> tuple[tuple[str, ...], str]:
-    """Who of these has come, in their order, and in words who has not.
+    """(the clients that have registered, in their order, the others in words).
 
-    Raises `ProtocolError` where fewer than `least` have, within the seconds that were waited.
+    Raises `ProtocolError` where fewer than `min_clients` have registered.
     """
     registered = tuple(client.name for client in clients if client.metadata and not client.removal_reason)
     missing = ", ".join(
@@ -179,7 +179,7 @@ def registered_clients(
 
 
 def refusal_note(client: ClientProxy | None, name: str, reason: str) -> str | None:
-    """What is noted of a refusal, with a client's words as a terminal may have them; None where it is no news."""
+    """The log line of a refusal, printable; None where the same was logged before."""
     if client is not None:
         previous, client.refusal_reason = (client.removal_reason, client.refusal_reason), reason
         if reason in previous:
@@ -188,14 +188,14 @@ def refusal_note(client: ClientProxy | None, name: str, reason: str) -> str | No
 
 
 def printable_reason(text: str) -> str:
-    """What a client says as a terminal may have it."""
+    """A client's text, safe and short for a terminal."""
     return one_line(text, limit=MAX_REASON_LENGTH)
 
 
 def record_missed_deadline(client: ClientProxy, *, round: int) -> None:
-    """This client let a deadline pass: nobody waits again for who is away, or was silent too often.
+    """Record a missed deadline; after too many, or where the client is disconnected, it is given up.
 
-    Who is given up again and again is asked again after more and more rounds.
+    The pause after being given up doubles each time.
     """
     client.missed_deadlines, client.accepted_answers = client.missed_deadlines + client.connected, 0
     if client.missed_deadlines >= MAX_MISSED_DEADLINES:
@@ -204,21 +204,21 @@ def record_missed_deadline(client: ClientProxy, *, round: int) -> None:
 
 
 def record_refusal(client: ClientProxy, *, round: int) -> None:
-    """An answer of this client was refused; after too many it is asked no more until it registers again."""
+    """Record a refused answer; after too many the client gets no jobs until it registers again."""
     client.refusals, client.accepted_answers = client.refusals + 1, 0
     if client.refusals >= MAX_REFUSALS:
         _pause(client, f"{client.refusals} of its answers were refused", round=round)
 
 
 def record_accepted_answer(client: ClientProxy) -> None:
-    """An answer of this client was taken."""
+    """Record an accepted answer; enough in a row reset missed deadlines and refusals."""
     client.accepted_answers += 1
     if client.accepted_answers >= ANSWERS_UNTIL_FORGIVEN:
         client.missed_deadlines = client.refusals = 0
 
 
 def allow_retry(client: ClientProxy) -> None:
-    """This client has registered anew: who was refused too often has one more answer before it is so again."""
+    """Allow a client that has registered anew one more answer, where too many were refused."""
     client.refusals = min(client.refusals, MAX_REFUSALS - 1)
 
 

@@ -1,13 +1,8 @@
-"""The server's side of connected clients: who is there, jobs and answers, late clients, shutdown.
+"""The client manager: registration, jobs and answers, late clients, shutdown with final models.
 
-Where a server's clients wait for work: who is here, what each was asked, and what has come back.
-
-A client asks ("register", "next", "result") and is answered when there is something for it to do. A job is its
-client's until the answer is in: whoever comes back with the same certificate, be it a new process, gets it again.
-
-Clients that come to a hall whose plan was made without them.
-
-How the clients of a hall are told that it is over, and when their models lie on their disks.
+A client sends a request ("register", "next", "result", ...) and the answer is its next job, once there is one. A job
+stays assigned until its answer is accepted: a client that comes back with the same certificate, also as a new process,
+is sent the job again.
 """
 
 import asyncio
@@ -46,15 +41,15 @@ from atlas_fl.runtime.transport.frames import FRAME_LIMIT, Head
 from atlas_fl.runtime.transport.sessions import MOST_TOLD, NO_TENSORS, Refusals
 
 CONFIRM_SECONDS = 5.0
-"""How long a client that has its model waits for a server that has only begun to listen."""
+"""How long the confirmation of a saved model waits for a server that has just started and has no models yet."""
 REQUEST_KINDS = ("register", "next", "result", "failed", "cut", "hosted", "kept")
-"""The kinds of what a client may say."""
+"""Kinds of requests that a client may send."""
 KINDS_WITHOUT_TENSORS = ("register", "next", "kept")
-"""Those that wait without a job: what came with them would lie in memory for as long."""
+"""Requests that wait without a job: tensors sent with them would stay in memory for as long."""
 
 
 class ClientManager:
-    """All seats. Its methods run in one loop."""
+    """The connected clients and their open jobs. All methods run in one event loop."""
 
     def __init__(
         self,
@@ -70,25 +65,25 @@ class ClientManager:
     ) -> None:
         self._new_sender, self._images = new_sender, images
         self.clients = {name: ClientProxy(name, sender=new_sender()) for name in names}
-        self.planned: set[str] | None = None  # who is in the plan, once there is one
+        self.planned: set[str] | None = None  # names in the plan, once there is one
         self._identity, self._settings, self._on_note, self._accepts_late = identity, settings, on_note, accepts_late
         self._job_count, self._registration_changed = 0, asyncio.Condition()
         self._peer_relay: PeerRelay | None = None
-        self._presence_log = Refusals(tell=lambda name, told: on_note(f"{name} {told}"), clock=clock)
+        self._presence_log = Refusals(tell=lambda name, note: on_note(f"{name} {note}"), clock=clock)
         self.on_model_saved: Callable[[str], None] = lambda _: None
-        """Told of a client whose model lies on its disk; raises `ProtocolError` where that cannot be written down."""
+        """Called when a client has saved its model; raises `ProtocolError` where that cannot be recorded."""
         self.max_request_bytes = FRAME_LIMIT
-        """Most bytes of a client's request."""
+        """Maximum size of a client's request."""
 
     def handshake(self, name: str, hello: Mapping[str, Any]) -> Head:
-        """What the server says to a client that knocks; raises `ProtocolError` where they do not belong together."""
+        """The reply to a client that connects; raises `ProtocolError` where version, config or model differ."""
         self._identity.check(name, hello)
         # it may have been listed after the server was started
         self.clients.setdefault(name, ClientProxy(name, sender=self._new_sender()))
         return {**vars(self._identity), "settings": self._settings}
 
     def on_presence(self, name: str, connected: bool) -> None:
-        """A stream of this client has begun or ended."""
+        """Record that this client has connected or disconnected."""
         client = self.clients[name]
         client.connected = connected
         if connected:
@@ -101,12 +96,12 @@ class ClientManager:
         self._presence_log.look()
 
     def on_refused(self, name: str, reason: str) -> None:
-        """A client, or who would be one, was told that it may not come, and why."""
+        """Log that a connection or request was refused, and why."""
         if line := refusal_note(self.clients.get(name), name, reason):
             self._on_note(line)
 
     async def answer(self, name: str, head: Mapping[str, Any], tensors: Params) -> tuple[Head, Params]:
-        """The answer to a client's request: its next job, as soon as there is one."""
+        """Answer a client's request, with its next job as soon as there is one."""
         client = self.clients[name]
         if head.get("kind") not in REQUEST_KINDS:
             raise ProtocolError(f"{name} says {short_repr(head.get('kind'))}; allowed: {', '.join(REQUEST_KINDS)}")
@@ -133,7 +128,7 @@ class ClientManager:
         return await self._next_message(client)
 
     async def _next_message(self, client: ClientProxy) -> tuple[Head, Params]:
-        """What there is for this client to do, as soon as there is something."""
+        """The next message to this client, as soon as there is one: a job, work as a host, or shutdown."""
         client.given_up = bool(client.removal_reason)  # it is here and ready
         while True:
             if client.removal_reason:
@@ -149,9 +144,9 @@ class ClientManager:
             await client.wakeup.wait()
 
     async def _confirm_saved(self, client: ClientProxy, head: Mapping[str, Any]) -> tuple[Head, Params]:
-        """What a client is told whose model lies on its disk: that this is known here, or that another one is its own.
+        """Record that a client has saved its model, or answer that its model is another one.
 
-        It may say so before it is registered: it was killed then, and needs nothing any more.
+        A client that was killed after it had saved its model sends this without registering first.
         """
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(CONFIRM_SECONDS):
@@ -169,7 +164,7 @@ class ClientManager:
     async def _answer_cut_request(
         self, client: ClientProxy, head: Mapping[str, Any], tensors: Params
     ) -> tuple[Head, Params] | None:
-        """The answer to a question of a cut client; None where nobody waits for that job any more."""
+        """The answer to a request of a cut client; None where the job is closed."""
         pending = client.pending_job
         if pending is None or pending.split_backend is None or head.get("number") != pending.number:
             return None
@@ -184,7 +179,7 @@ class ClientManager:
     def _job_message(self, client: ClientProxy, pending: PendingJob) -> tuple[Head, Params]:
         job, cut_info = pending.job, None
         if job.cut is not None and pending.split_backend is not None:
-            # Whoever gets it, for the first time or again, begins at its start, and so does the half here.
+            # A job that is sent, also again, begins at its start, and so does its server half.
             job, cut_info = pending.split_backend.begin_job(pending.number, pending.action, job)
             pending.client_job = job
         return client.sender.job(pending.action, job, number=pending.number, told=cut_info)
@@ -217,10 +212,10 @@ class ClientManager:
             self._registration_changed.notify_all()
 
     async def _accept_answer(self, client: ClientProxy, head: Mapping[str, Any], tensors: Params) -> None:
-        """Take this answer to the client's job, or refuse it; raises `ProtocolError` where that was too often."""
+        """Accept or refuse this answer to the client's job; raises `ProtocolError` after too many refusals."""
         pending = client.pending_job
         if pending is None or head.get("number") != pending.number:
-            # It answers what nobody waits for any more, and what it holds is unknown here.
+            # The job is closed, and what the client has in memory is unknown here.
             client.sender.forget()
             return
         if head["kind"] == "failed":
@@ -243,11 +238,11 @@ class ClientManager:
     async def _read_update(
         self, client: ClientProxy, pending: PendingJob, head: Mapping[str, Any], tensors: Params
     ) -> Update | None:
-        """The whole update that this answer is or ends; None where the client has to begin its job again.
+        """The complete update, joined with the server half's; None where the client has to begin its job again.
 
-        Raises `ProtocolError` where it is none, or not one to this job (`messages.answer_schema`).
+        Raises `ProtocolError` for an answer that does not fit the job (`runtime.protocol.answer_schema`).
         """
-        # what crosses a cut is counted here, whatever the site says of it
+        # bytes through a cut are counted here, whatever the site reports
         job = pending.client_job or pending.job
         update: Update | None = replace(client.sender.update(pending.action, head, tensors, job=job), crossed={})
         if pending.split_backend is not None and pending.client_job is not None and update is not None:
@@ -261,7 +256,7 @@ class ClientManager:
         return update
 
     def _close_job(self, client: ClientProxy, pending: PendingJob, outcome: Update | str) -> None:
-        """Nobody waits for this work any more."""
+        """Close this job with its update, or with the reason why there is none."""
         if pending.split_backend is not None:
             pending.split_backend.drop_job(pending.number, pending.job.client)
         if client.pending_job is pending:
@@ -270,9 +265,9 @@ class ClientManager:
             pending.future.set_result(outcome)
 
     async def wait_for_clients(self, names: Sequence[str], *, min_clients: int, seconds: float) -> tuple[str, ...]:
-        """Who of the wanted has come, in their order: all, or after so many seconds at least `least` of them.
+        """The clients that have registered, in the order of `names`: all, or after `seconds` at least `min_clients`.
 
-        Raises `ProtocolError` where fewer have come.
+        Raises `ProtocolError` where fewer have registered.
         """
         clients = [self.clients[name] for name in names]
 
@@ -300,9 +295,9 @@ class ClientManager:
         on_done: Callable[[int], None],
         split_server: SplitServer | None = None,
     ) -> list[Update | str]:
-        """The update of every job, or why there is none, in their order, after at most so many seconds.
+        """The update of every job, or why there is none, in their order, after at most `seconds`.
 
-        The upper blocks of jobs with a cut are in `suffixes`.
+        `split_server` computes the server halves of jobs with a cut.
         """
         self._presence_log.look()
         loop = asyncio.get_running_loop()
@@ -346,7 +341,7 @@ class ClientManager:
         client.wakeup.set()
 
     async def remove(self, name: str, reason: str) -> None:
-        """Wait for this client no more, and send it away with this reason where it asks."""
+        """Close this client's job and refuse its further requests with this reason."""
         client = self.clients[name]
         client.removal_reason, client.given_up = reason, True
         client.wakeup.set()
@@ -357,7 +352,7 @@ class ClientManager:
 
 
 async def late_clients(manager: ClientManager) -> tuple[ClientProxy, ...]:
-    """Who is here and in no plan, in the order in which the names were listed."""
+    """Clients that are connected and not in the plan, in the order in which the names were listed."""
     planned = manager.planned or set()
     return tuple(
         client
@@ -367,17 +362,17 @@ async def late_clients(manager: ClientManager) -> tuple[ClientProxy, ...]:
 
 
 async def accept_client(manager: ClientManager, name: str) -> None:
-    """This client is in the plan from now on."""
+    """Add this client to the plan."""
     manager.planned = {*(manager.planned or ()), name}
 
 
 async def exclude_client(manager: ClientManager, name: str) -> None:
-    """The plan is made without this client, which may join later as any other that comes late."""
+    """Remove this client from the plan; it may join later as any late client."""
     manager.planned = (manager.planned or set()) - {name}
 
 
 async def reject_client(manager: ClientManager, name: str, reason: str) -> None:
-    """Tell a newcomer why it cannot join; it may come again, with other data or another device."""
+    """Refuse a late client with this reason; it may register again, with other data or another device."""
     await manager.remove(name, f"{name} cannot join: {reason}")
     manager.clients[name].metadata = None
 
@@ -391,11 +386,11 @@ async def shutdown_clients(
     reason: str | None = None,
     wait_for: Collection[str] = (),
 ) -> None:
-    """Tell everyone that it is over, each with its model, or the reason why there is none.
+    """Send every client the end of the run: its final model, or the reason why there is none.
 
-    Waits so long for those who are here to hear it and to go, and for the `awaited` to come and to have their models on
-    their disks; for those who are writing them at least `writing_seconds`. `hall.on_kept` is told who has: before it
-    says so a client may be killed, and a stream that the server ends could take the last message with it.
+    Waits up to `seconds` until connected clients have disconnected and those of `wait_for` have connected and saved
+    their models, and at least `writing_seconds` while a client is saving. `manager.on_model_saved` is called on a
+    client's confirmation only: before that it may be killed, or miss the last message of a stream that is closed.
     """
     for name, client in manager.clients.items():
         client.shutdown_message = _shutdown_message(client, models.get(name), reason=reason)
@@ -415,7 +410,7 @@ def _all_finished(clients: Mapping[str, ClientProxy], wait_for: Collection[str])
 
 
 def _is_any_saving(clients: Iterable[ClientProxy]) -> bool:
-    """Whether somebody has been given its model and has not said that it is written."""
+    """Whether a client was sent its model and has not confirmed that it is saved."""
     return any(
         client.connected and client.shutdown_sent and not client.model_saved and _sends_model(client)
         for client in clients
@@ -427,7 +422,7 @@ def _sends_model(client: ClientProxy) -> bool:
 
 
 def _shutdown_message(client: ClientProxy, model: Params | None, *, reason: str | None) -> tuple[Head, Params]:
-    """What a client is told at the end: its model, or why there is none."""
+    """The last message to a client: its final model, or why there is none."""
     if reason is not None:
         return {"kind": "ended", "reason": reason}, NO_TENSORS
     return ({"kind": "done", "model": False}, NO_TENSORS) if model is None else client.sender.farewell(model)

@@ -1,15 +1,11 @@
-"""Server halves that run at other clients, relayed by the server.
+"""Server halves of weak clients (guests) run at strong clients (hosts); the server relays messages.
 
-What server and host say to each other about guests, and what the server remembers of it.
+    guest -- request --> server -- request --> host -- answer --> server -- answer --> guest
 
-The upper parts of guests at the clients that host them: the server hands on what both tell each other.
-
-    guest -- question --> server -- question --> host -- answer --> server -- answer --> guest
-
-Sites seldom can be reached from outside, so both ends are the streams that the sites have opened (ADR 14). What the
-server holds of a guest's job is where it is; adapters and optimizer of the upper part are at the host, and come back
-with its end. A host that goes takes them along: its guests find other hosts by the same rule, or the server, and begin
-their jobs again there, so that no bit of the outcome depends on who hosts whom.
+Sites can seldom be reached from outside, so both ends are streams that the sites have opened (ADR 14). The server knows
+where a guest's server half is; its adapters and optimizer are at the host and come back when the job ends. Where a host
+disconnects, its guests get another host by the same rule, or the server, and begin their jobs again there: results do
+not depend on who hosts whom.
 """
 
 import asyncio
@@ -41,12 +37,12 @@ from atlas_fl.storage.jsonl import to_json
 from atlas_fl.storage.ledger import KINDS, Direction
 
 GUEST_INFO = "about"
-"""The tensor that says whose upper part it is: JSON as bytes, since a head has its limit."""
+"""The tensor that describes the guest of a server half: JSON as bytes, since a head has a size limit."""
 
 
 @dataclass(eq=False)
 class HostedTask:
-    """The upper part of one guest's job at its host."""
+    """The server half of one guest's job at its host."""
 
     id: str
     side: Side
@@ -55,17 +51,17 @@ class HostedTask:
     num_tokens: int = 0
     """Tokens of the guest's newest message."""
     num_outputs: int = 0
-    """How many of them its head reads."""
+    """Positions of it that the guest's head reads."""
     answer: "asyncio.Future[Message | None] | None" = None
-    """What the guest waits for; None comes where its host has gone."""
+    """The host's answer that the guest waits for; None where the host has disconnected."""
     moved: bool = False
     finished: bool = False
-    """The host has given it back, and holds nothing of it any more."""
+    """Whether the host has returned its update and dropped it."""
     refusal_reason: str = ""
-    """Why the host did not take it."""
+    """Why the host refused it."""
 
     def record_shape(self, payloads: Payloads) -> None:
-        """How many rows the guest's message has; raises `ProtocolError` where it cannot be read."""
+        """Record the size of the guest's message; raises `ProtocolError` where it cannot be read."""
         if (message := payloads.get("0/activation")) is not None:
             tensors = read_message(message)
             positions = tensors.get("places", tensors.get("lengths"))
@@ -73,9 +69,9 @@ class HostedTask:
             self.num_outputs = 0 if positions is None else positions.numel()
 
     def check_answer(self, what: object, payloads: Payloads) -> None:
-        """Nothing where this can be its host's answer to the guest, who goes on from it; else raises `ProtocolError`.
+        """Raise `ProtocolError` where the host's answer does not have the shapes that the guest needs.
 
-        A site ends for what no server would send, and this is another site's.
+        A site stops on an answer that no server would send, and this one is another site's.
         """
         expected = {name: shape for name, shape in self._expected_shapes(what).items() if shape[0]}
         if payloads.keys() != expected.keys():
@@ -102,15 +98,15 @@ class HostedTask:
 
 @dataclass(eq=False)
 class Outbox:
-    """What one host is to be told."""
+    """Messages that wait to be sent to one host."""
 
     items: list[tuple[Head, Params]] = field(default_factory=list)
     stale: bool = False
-    """It may hold parts that nobody asks for any more."""
+    """Whether the host may have server halves that are closed."""
 
 
 def item_tensors(tensors: Params, index: int) -> Params:
-    """The tensors of the item at this place of a message between server and host."""
+    """The tensors of the item at this index of a message between server and host."""
     prefix = f"{index}:"
     return {key.removeprefix(prefix): tensor for key, tensor in tensors.items() if key.startswith(prefix)}
 
@@ -118,9 +114,9 @@ def item_tensors(tensors: Params, index: int) -> Params:
 OnNote: TypeAlias = Callable[[str], None]
 
 HOST_WAIT_FRACTION = 0.25
-"""Of a deadline, how long a host waits for the next question of its guests before it does its own job."""
+"""Of a deadline, how long a host waits for the next request of its guests before it gets its own job."""
 ANSWER_WAIT_FRACTION = 0.4
-"""Of a deadline, how long a guest waits for an answer of its host before it begins again with the server."""
+"""Of a deadline, how long a guest waits for its host before it begins again with the server."""
 
 
 class PeerRelay:
@@ -136,13 +132,8 @@ class PeerRelay:
         on_note: OnNote,
         answer_seconds: float | None = None,
     ) -> None:
-        self._clients, self._split_server, self._host_wait_seconds, self._on_note = (
-            clients,
-            split_server,
-            host_wait_seconds,
-            on_note,
-        )
-        self._answer_seconds = answer_seconds
+        self._clients, self._split_server, self._on_note = clients, split_server, on_note
+        self._host_wait_seconds, self._answer_seconds = host_wait_seconds, answer_seconds
         self._guests = {job.client: job.seat for job in jobs if isinstance(job.seat, GuestRequirement)}
         self._hosts = {job.client: job.seat for job in jobs if isinstance(job.seat, HostCapacity)}
         available = [
@@ -162,7 +153,7 @@ class PeerRelay:
         return [guest for guest, match in self._matches.items() if match.host == host]
 
     def begin_job(self, number: int, action: str, job: Job) -> tuple[Job, Told]:
-        """The job as the guest gets it, and what it is told of its cut; its upper part begins anew at its host."""
+        """(the guest's half of the job, its cut info); the server half begins anew at the host."""
         host, split_server, old = self._matches[job.client].host, self._split_server, self._tasks.pop(number, None)
         if old is not None and not old.moved:
             self._outboxes[old.host].stale = True
@@ -190,7 +181,7 @@ class PeerRelay:
         self._clients[task.host].wakeup.set()
 
     async def answer_request(self, number: int, head: Mapping[str, Any], tensors: Params) -> tuple[Head, Params] | None:
-        """The host's answer to a guest's question; None where the guest has to begin again."""
+        """The host's answer to a guest's request; None where the guest has to begin again."""
         task = self._tasks.get(number)
         if task is None:
             return await self._split_server.answer_request(number, head, tensors)
@@ -208,7 +199,7 @@ class PeerRelay:
         return {"kind": "cut"}, answer
 
     async def _host_answer(self, task: HostedTask, head: Head, tensors: Params) -> Message | None:
-        """The host's answer; None where there is none, and the guest begins again elsewhere."""
+        """Send a request to the host and wait for its answer; None where the guest begins again elsewhere."""
         if task.moved:
             return None
         task.answer = asyncio.get_running_loop().create_future()
@@ -219,13 +210,13 @@ class PeerRelay:
             self._return_to_server(task, "it does not answer")
             return None
         if reply is not None and "refused" in reply[0]:
-            # the guest's own fault is found by the server, to which it goes now
+            # where the guest is at fault, the server finds out now
             self._return_to_server(task, task.refusal_reason or str(reply[0]["refused"]))
             return None
         return reply
 
     def _return_to_server(self, task: HostedTask, reason: str) -> None:
-        """Let the guest begin its job again with the server: what its host answers cannot be."""
+        """Move the guest's job from the host to the server, where it begins again."""
         guest, host = task.side.job.client, task.host
         task.moved, self._outboxes[host].stale = True, True
         if task.answer is not None and not task.answer.done():
@@ -236,7 +227,7 @@ class PeerRelay:
         self._on_note(f"{guest} begins its job again with the server, and not with {host}: {printable_reason(reason)}")
 
     def _count_traffic(self, task: HostedTask, tensors: Params, direction: Direction) -> Params:
-        """What crosses the cut of these tensors, counted here, whatever the sites say of it."""
+        """The messages through the cut among these tensors; their bytes are counted here, whatever the sites report."""
         payloads = read_payloads(tensors)
         for name, message in payloads.items():
             kind = next((kind for kind in KINDS if kind == name.partition("/")[2]), None)
@@ -246,7 +237,7 @@ class PeerRelay:
         return write_payloads(payloads)
 
     async def finish_job(self, number: int, update: Update, tensors: Params) -> Update | None:
-        """The whole update, of the guest's own and the host's part; None where the guest has to begin again."""
+        """The update of both halves; None where the guest has to begin again."""
         task = self._tasks.get(number)
         if task is None:
             whole = await self._split_server.finish_job(number, update, tensors)
@@ -270,14 +261,14 @@ class PeerRelay:
         return replace(whole, hosted=self._matches[update.client])
 
     def drop_job(self, number: int, client: str) -> None:
-        """Forget the upper part of a job that nobody waits for any more."""
+        """Forget the server half of a closed job."""
         self._split_server.drop_job(number, client)
         if (task := self._tasks.pop(number, None)) is not None and not task.moved:
             self._outboxes[task.host].stale |= not task.finished
             self._clients[task.host].wakeup.set()
 
     async def next_message(self, client: ClientProxy) -> tuple[Head, Params] | None:
-        """What this client is told as a host; None where it has no guest now, or none has asked for long."""
+        """The next message to this client as a host; None without guests, or where they send nothing for long."""
         outbox, loop = self._outboxes.get(client.name), asyncio.get_running_loop()
         deadline = loop.time() + self._host_wait_seconds
         while outbox is not None and not self._closed and not client.removal_reason and client.shutdown_message is None:
@@ -295,12 +286,12 @@ class PeerRelay:
         return None
 
     def _is_batch_complete(self, host: str, outbox: Outbox) -> bool:
-        """Whether all of its guests have asked; a beginning waits for nobody."""
+        """Whether all guests of this host have sent a request; the begin of a job waits for nobody."""
         num_open = sum(task.host == host and not task.moved for task in self._tasks.values())
         return any(head["kind"] == "begin" for head, _ in outbox.items) or 0 < num_open <= len(outbox.items)
 
     def _expects_requests(self, host: str) -> bool:
-        """Whether a guest is here that may ask this host."""
+        """Whether a guest of this host is connected and has an open job."""
         return any(
             self._clients[guest].connected and self._clients[guest].pending_job is not None
             for guest in self._guests_of(host)
@@ -310,25 +301,21 @@ class PeerRelay:
         """The oldest items as one message, as many as a frame holds."""
         items, tensors, size = list[Head](), dict[str, torch.Tensor](), 0
         while outbox.items:
-            head, item = outbox.items[0]
-            size += sum(tensor.nbytes for tensor in item.values())
+            head, params = outbox.items[0]
+            size += sum(tensor.nbytes for tensor in params.values())
             if items and size > FRAME_LIMIT // 2:
                 break
             outbox.items.pop(0)
-            tensors |= {f"{len(items)}:{key}": tensor for key, tensor in item.items()}
+            tensors |= {f"{len(items)}:{key}": tensor for key, tensor in params.items()}
             items.append(head)
         outbox.stale = False
-        live = [item.id for item in self._tasks.values() if item.host == host and not item.moved]
+        live = [task.id for task in self._tasks.values() if task.host == host and not task.moved]
         return {"kind": "host", "items": items, "live": live, "guests": self._guests_of(host)}, tensors
 
     def handle_answers(self, host: str, head: Mapping[str, Any], tensors: Params) -> None:
-        """Take a host's answers to the guests that wait for them."""
+        """Hand a host's answers to the guests that wait for them."""
         items = head.get("items")
-        waiting = {
-            waiting_task.id: waiting_task
-            for waiting_task in self._tasks.values()
-            if waiting_task.host == host and not waiting_task.moved
-        }
+        waiting = {task.id: task for task in self._tasks.values() if task.host == host and not task.moved}
         if not isinstance(items, list) or not all(isinstance(item, dict) for item in items):
             for waiting_task in waiting.values():
                 self._return_to_server(waiting_task, "its answer holds no answers")
@@ -341,16 +328,16 @@ class PeerRelay:
                 task.answer.set_result((item, dict(item_tensors(tensors, index))))
 
     def close(self) -> None:
-        """Nobody waits for these jobs any more."""
+        """Stop sending: the jobs are closed."""
         self._closed = True
         for name, outbox in self._outboxes.items():
-            for head, _ in outbox.items:  # what was never sent is not there next time
+            for head, _ in outbox.items:  # models that were never sent are not at the host next time
                 self._clients[name].hosted_digests.pop(head.get("client", ""), None)
 
     def on_presence(self, name: str, connected: bool) -> None:
-        """A client has come or gone; the guests of a host that has gone find another one."""
+        """Record that a client has connected or disconnected; guests of a disconnected host get another one."""
         if (host := self._matches[name].host if name in self._matches else None) is not None:
-            self._clients[host].wakeup.set()  # it need not wait for a guest that is not there
+            self._clients[host].wakeup.set()  # it need not wait for a guest that has disconnected
         if connected or name not in self._hosts:
             return
         moved = [self._guests[guest] for guest in self._guests_of(name) if self._clients[guest].pending_job is not None]
@@ -359,7 +346,7 @@ class PeerRelay:
                 task.moved = True
                 if task.answer is not None and not task.answer.done():
                     task.answer.set_result(None)
-        # the same process may come back with parts that have found another place by then
+        # the same process may come back with server halves that are elsewhere by then
         self._outboxes[name].items.clear()
         self._clients[name].hosted_digests.clear()
         self._outboxes[name].stale = True
@@ -368,7 +355,7 @@ class PeerRelay:
             self._on_note(f"{name} is gone, and {guest} begins its job again with {match.host or 'the server'}")
 
     def _free_capacities(self) -> list[HostCapacity]:
-        """The hosts that are here, with the memory that their guests leave."""
+        """The connected hosts, with the memory that their guests leave."""
         reserved_bytes: Counter[str] = Counter()
         for guest, match in self._matches.items():
             if match.host is not None and self._clients[guest].pending_job is not None:
@@ -388,7 +375,7 @@ def create_peer_relay(
     seconds: float,
     on_note: OnNote,
 ) -> PeerRelay | None:
-    """The pairs of these jobs, which may take so many seconds; None where clients do not compute for each other."""
+    """The relay for these jobs with this deadline; None where clients do not compute for each other."""
     if split_server is None or all(job.seat is None for job in jobs):
         return None
     return PeerRelay(

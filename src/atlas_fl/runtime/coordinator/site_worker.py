@@ -1,8 +1,7 @@
-"""The loop of a client site, and the halves that it hosts for others.
+"""The client loop of a site: register, run jobs, host server halves, save the final model.
 
-A host's side: the upper parts of its guests' jobs, and answers to what they ask through the server.
-
-A client's side of a federation: register, work on what comes, end when told.
+A host runs the server halves of its guests and answers their requests, which the server relays. A site never has its
+guests' data, only the number of their examples and tokens.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -31,21 +30,21 @@ from atlas_fl.storage.jsonl import from_json
 
 @dataclass(kw_only=True, eq=False)
 class HostedClients:
-    """The guests of one site; a guest's data is not here, only how many examples and tokens there are."""
+    """The server halves of other clients that one site hosts."""
 
     _halves: dict[str, Half] = field(default_factory=dict)
     _models: dict[str, Params] = field(default_factory=dict)
-    """The upper part that each guest's last job began with, by guest."""
+    """By guest, the model that the server half of its last job began with."""
 
     def clear(self) -> None:
-        """Forget everyone, as the server has."""
+        """Forget all guests."""
         self._halves.clear()
         self._models.clear()
 
     def answer(self, head: Mapping[str, Any], tensors: Params, site: Site) -> tuple[Head, Params]:
-        """The answers to all items of a message; questions about cuts are one pass.
+        """Answer all items of a message; requests of cut clients are computed in one pass.
 
-        Raises `ProtocolError` for what is no such message; an item that cannot be is refused in its answer.
+        Raises `ProtocolError` for a malformed message; a malformed item is refused in its answer.
         """
         items, live, guests = (_check_list(head.get(name)) for name in ("items", "live", "guests"))
         if not all(isinstance(item, dict) for item in items):
@@ -73,7 +72,7 @@ class HostedClients:
         return {"kind": "hosted", "items": heads}, sent
 
     def _begin_half(self, item: Mapping[str, Any], tensors: Params, site: Site) -> Half:
-        """The half of a guest that begins its job, for the first time or again."""
+        """A new server half for a guest whose job begins, for the first time or again."""
         guest, guest_info = str(item.get("client")), tensors.get(f"/{GUEST_INFO}")
         above = {key: tensor for key, tensor in tensors.items() if key != f"/{GUEST_INFO}"} or self._models.get(guest)
         if guest_info is None or above is None or digest(above) != item.get("model"):
@@ -106,7 +105,7 @@ class HostedClients:
 
 
 def _parse_guest_info(encoded: torch.Tensor) -> tuple[list[str], Census]:
-    """(names of a guest's own tensors, what is known of its data); raises `ProtocolError` for anything else."""
+    """(names of the tensors in a guest's own half, its metadata); raises `ProtocolError` for anything else."""
     try:
         guest_info = from_json(encoded.numpy().tobytes())
         return [str(name) for name in guest_info["below"]], read_census(guest_info["census"])
@@ -121,62 +120,62 @@ def _check_list(value: Any) -> Sequence[Any]:
 
 
 SiteLoader: TypeAlias = Callable[[Cut | None, Told | None], Any]
-"""(the cut, what is told of it) -> this site with its part of the model, or with all of it where there is no cut."""
+"""(cut, cut info) -> this site with the blocks below the cut, or with the whole model where there is no cut."""
 
 
 class ModelMismatchError(ProtocolError):
-    """The model that lies here is not the one that the server has for this client."""
+    """The model saved here is not the server's model of this client."""
 
 
 MAX_REGISTRATIONS = 16
-"""How often in a row a server may ask who this client is: each time it was started again, and not for ever."""
+"""How often in a row a server may ask this client to register; a restarted server asks once."""
 
 
 class Policy(Protocol):
-    """What a site has agreed to; each method returns nothing, or raises `ProtocolError` for what it has not."""
+    """What a site has agreed to; each method raises `ProtocolError` for anything else."""
 
     def check_job(self, head: Mapping[str, Any]) -> None:
-        """By the head of its message, before anything is loaded."""
+        """Check a job by its head, before anything is loaded."""
         ...
 
     def check_model(self, action: str, params: Params, cut: Cut | None) -> None:
-        """Of the model that a job begins with, before anything is computed."""
+        """Check the model of a job, before anything is computed."""
         ...
 
     def check_answer(self, action: str, tensors: Params) -> None:
-        """Of what is about to leave."""
+        """Check the tensors of an answer, before it is sent."""
         ...
 
     def check_host(self, head: Mapping[str, Any]) -> None:
-        """Of a message to this client as the host of others."""
+        """Check a message to this client as a host."""
         ...
 
     def check_final_model(self, params: Params) -> None:
-        """Of the client's own model at the end."""
+        """Check the client's final model, before it is saved."""
         ...
 
 
 class AcceptAll:
-    """The policy of a client that does whatever its server says, for one that is in the same process as its server."""
+    """The policy that accepts everything, for a client in the same process as its server."""
 
     def check_job(self, head: Mapping[str, Any]) -> None:
-        """Any job."""
+        """Accept any job."""
 
     def check_model(self, action: str, params: Params, cut: Cut | None) -> None:
-        """Any model."""
+        """Accept any model."""
 
     def check_answer(self, action: str, tensors: Params) -> None:
-        """Any answer."""
+        """Accept any answer."""
 
     def check_host(self, head: Mapping[str, Any]) -> None:
-        """Any guest."""
+        """Accept any guest."""
 
     def check_final_model(self, params: Params) -> None:
-        """Any model."""
+        """Accept any model."""
 
 
 class JobCancelledError(Exception):
-    """The server no longer waits for the job; what it says instead."""
+    """The server has closed the job; `message` is what it sent instead of an answer."""
 
     def __init__(self, message: Message) -> None:
         self.message = message
@@ -184,13 +183,13 @@ class JobCancelledError(Exception):
 
 @dataclass(frozen=True, kw_only=True)
 class RemoteCutChannel:
-    """The server's side of the cut, over the link that the job came by (`client.split_client.Far`)."""
+    """The server half as its client reaches it, over the stream of the job (`client.split_client.Far`)."""
 
     link: Exchange
     number: int
 
     def ask(self, what: str, done: int, payloads: Payloads) -> Payloads:
-        """What comes back; raises `JobCancelledError` where the job has ended at the server."""
+        """The server half's answer; raises `JobCancelledError` where the server has closed the job."""
         head = {"kind": "cut", "number": self.number, "what": what, "done": done}
         answer, tensors = self.link.exchange(head, write_payloads(payloads))
         if answer.get("kind") != "cut":
@@ -199,9 +198,9 @@ class RemoteCutChannel:
 
 
 def confirm_saved(link: Exchange, sha256: str) -> None:
-    """Nothing, once the server has written down that this client's model lies on its disk.
+    """Confirm to the server that this client's model is saved, and wait until it has recorded that.
 
-    Raises `ProtocolError` where it does not, and `ModelMismatchError` where the client's own is another one.
+    Raises `ModelMismatchError` where the server has another model for this client.
     """
     answer, _ = link.exchange({"kind": "kept", "sha256": sha256})
     if answer.get("kind") != "over":
@@ -210,31 +209,31 @@ def confirm_saved(link: Exchange, sha256: str) -> None:
 
 @dataclass(kw_only=True, eq=False)
 class SiteClient:
-    """Carries out a server's jobs at one site."""
+    """The client of one site: it runs the server's jobs."""
 
     name: str
     load_site: SiteLoader
     link: Exchange
     registration: Head
-    """What the server is told of this client: identity, census, device."""
+    """What the client registers with: identity, metadata, device."""
     on_event: OnEvent
     receiver: Receiver = field(default_factory=AdapterReceiver)
-    """Reads jobs, with the models that the server counts on."""
+    """Decodes jobs, with the models that the server has sent before."""
     actions: Mapping[str, Callable[[Sequence[Job], Any], list[Update]]] = field(default_factory=lambda: ACTIONS)
-    """What this client can be asked to do where its model is not cut."""
+    """The actions of a client whose model is not cut."""
     save_model: Callable[[Params, str], None] = lambda _model, _sha256: None
-    """Puts the client's own model on the disk, with the name that the server has for it."""
+    """Saves the final model, given its digest at the server."""
     policy: Policy = field(default_factory=AcceptAll)
-    """What it has agreed to."""
+    """What the site has agreed to."""
     _registrations: int = 0
-    """How often in a row it was asked who it is."""
+    """How often in a row the server asked it to register."""
     _hosted_clients: HostedClients = field(default_factory=HostedClients)
 
     def run(self) -> Params:
-        """The client's model at the end of the run, kept and confirmed; empty where the run has none for it.
+        """Work until the run ends; the final model, saved and confirmed, or empty where there is none.
 
-        Raises `ProtocolError` where the server refuses, or stays away longer than the link's patience; `ModelError`
-        where the model that a job needs is not here.
+        Raises `ProtocolError` where the server refuses or stays away longer than the link waits, and `ModelError` where
+        the model that a job needs is not available.
         """
         head, tensors = self._register()
         while head.get("kind") != "done":
@@ -259,7 +258,7 @@ class SiteClient:
         return model
 
     def _handle_job(self, head: Mapping[str, Any], tensors: Params) -> Message:
-        """What the server says to the answer, or in the middle of a job that it no longer waits for."""
+        """Run a job and send its answer; the server's next message, also where it closes the job meanwhile."""
         try:
             return self.link.exchange(*self._run_job(head, tensors))
         except JobCancelledError as cancelled:
@@ -300,7 +299,7 @@ class SiteClient:
         except ProtocolError:
             raise
         except ModelError as error:
-            # Without its model this site can do nothing more for the run.
+            # Without its model this site can run no further job.
             self.link.exchange({"kind": "failed", "number": number, "reason": str(error), "leaves": True})
             raise
         except AtlasError as error:

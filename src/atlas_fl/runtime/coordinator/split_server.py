@@ -1,10 +1,10 @@
-"""The upper blocks of all cut clients of a run: those that ask at one moment are answered by one pass.
+"""The server halves of all cut clients of a run; requests that arrive together form one batch.
 
-Questions come from streams, in the network's loop; passes are computed in a thread of their own. A question waits until
-every client with a cut job has asked, the pack is full, or nobody new has asked for a few milliseconds, and no longer.
-A client's half lives for one job. Whoever gets its job again begins a new half, as of the job's start. Where clients of
-a cluster share the adapters above their cuts, a question also waits until all of them have taken the step before it;
-and when one of them begins again, or is gone, what the others have trained with it is void: they get their jobs again.
+Requests come from streams, in the network's event loop; passes are computed in one thread. A request waits until every
+client with a cut job has sent one, the batch is full, or no other request has arrived for a few milliseconds. A server
+half lives for one job; a client whose job is sent again gets a new half, at the start of the job. Where clients of a
+cluster share the adapters above their cuts, a request also waits until all of them have taken the step before it. When
+one of them begins again or is gone, what the group has trained is void, and all its clients get their jobs again.
 """
 
 import asyncio
@@ -25,7 +25,7 @@ from atlas_fl.runtime.protocol.messages import Told, read_payloads, write_payloa
 from atlas_fl.runtime.transport.frames import Head
 
 BATCH_WAIT_SECONDS = 0.003
-"""How long a question waits for others after the newest one."""
+"""How long a batch waits for further requests after the newest one."""
 
 ResultT = TypeVar("ResultT")
 
@@ -37,7 +37,7 @@ class _PendingRequest:
 
 
 class SplitServer:
-    """The server's halves. Used as a context; its methods run in one loop."""
+    """Server halves computed in this process. A context manager; all methods run in one event loop."""
 
     def __init__(self, site: Site) -> None:
         self.site = site
@@ -50,7 +50,7 @@ class SplitServer:
         self._runner: asyncio.Task[None] | None = None
         self._new_request = asyncio.Event()
         self._part_digests: dict[int, str] = {}
-        # Held apart, because a pass that measures has other weights in the model while it computes.
+        # Kept apart: a pass that measures has other weights in the model while it computes.
         self._frozen = dict(site.backbone.model.named_parameters())
 
     def __enter__(self) -> "SplitServer":
@@ -60,7 +60,7 @@ class SplitServer:
         self._thread.shutdown()
 
     def begin_round(self, action: str, jobs: Sequence[Job]) -> None:
-        """These are the jobs of a round: whose clients share adapters, and wait for each other, is known from here."""
+        """Group the clients of these jobs that share adapters and wait for each other."""
         self._group_by_client = {}
         groups: dict[int, list[Job]] = {}
         for job in jobs if action == "train" else ():
@@ -74,7 +74,7 @@ class SplitServer:
         self._group_by_client |= {job.client: group for job in jobs}
 
     def _restart_group(self, group: Together, *, without: str | None = None) -> None:
-        """What these clients have trained is void; they begin again, all or without the one that is gone."""
+        """Void what this group has trained; its clients begin again, without the one that is gone."""
         group.is_void = True
         for job in group.jobs:
             self._group_by_client.pop(job.client, None)
@@ -83,7 +83,7 @@ class SplitServer:
         self._resolve_void()
 
     def _resolve_void(self) -> None:
-        """Answer those who wait for what is void or over."""
+        """Answer requests of void groups, and clients that wait for a group that is void or finished."""
         for pending in [*self._waiting, *self._deferred]:
             group = pending.request.half.together
             if group is not None and group.is_void and not pending.answer.done():
@@ -94,7 +94,7 @@ class SplitServer:
         self._finishing = [(group, future) for group, future in self._finishing if not future.done()]
 
     def begin_job(self, number: int, action: str, job: Job) -> tuple[Job, Told]:
-        """The job as its client gets it, and what the client is told of its cut; its half here begins anew.
+        """(the client's half of the job, its cut info); the server half begins anew.
 
         Raises `ProtocolError` for an action that cannot be carried out over a cut.
         """
@@ -113,7 +113,7 @@ class SplitServer:
         )
 
     def part_digest(self, blocks: int) -> str:
-        """The digest of the frozen tensors that a client with so many blocks holds."""
+        """The digest of the frozen tensors of a client with this many blocks."""
         if blocks not in self._part_digests:
             self._part_digests[blocks] = digest(
                 select(self._frozen, first_block_tensors(self.site.backbone, blocks=blocks))
@@ -121,7 +121,7 @@ class SplitServer:
         return self._part_digests[blocks]
 
     async def answer_request(self, number: int, head: Mapping[str, Any], tensors: Params) -> tuple[Head, Params] | None:
-        """The answer to a client's question about the job of this number, as soon as its pack has been computed.
+        """The answer to a client's request for the job of this number, once its batch is computed.
 
         None where the job has to begin again.
         """
@@ -145,7 +145,7 @@ class SplitServer:
             self._runner = asyncio.create_task(self._answer_waiting())
 
     async def finish_job(self, number: int, update: Update, tensors: Params) -> Update | None:
-        """The whole update, of the client's own and its half here, which ends; None where the job begins again."""
+        """The update of both halves; None where the job begins again. The server half ends."""
         half, payloads = self._halves[number], read_payloads(tensors)
         if half.together is not None and not await self._wait_for_group(half, half.together, payloads):
             return None
@@ -153,20 +153,20 @@ class SplitServer:
         return await self._compute(lambda: joined(half.side, update, half.end(payloads)))
 
     async def _wait_for_group(self, half: Half, group: Together, payloads: Payloads) -> bool:
-        """Whether all have taken all their steps, once this one has; not where something was void before."""
+        """Wait until the group has taken all its steps; False where it became void."""
         if group.is_void:
             return False
         await self._compute(lambda: half.last(payloads))
         finished = asyncio.get_running_loop().create_future()
         self._finishing.append((group, finished))
         self._resolve_void()
-        # Those who were waiting for this one's last step.
+        # Requests that waited for this client's last step.
         self._waiting, self._deferred = [*self._deferred, *self._waiting], []
         self._start_runner()
         return bool(await finished)
 
     def drop_job(self, number: int, client: str) -> None:
-        """Forget the half of a job that nobody waits for any more."""
+        """Forget the server half of a closed job."""
         self._halves.pop(number, None)
         group = self._group_by_client.get(client)
         if group is not None and not group.is_over:
@@ -176,7 +176,7 @@ class SplitServer:
         while self._waiting:
             await self._wait_for_others()
             batch, self._waiting, self._deferred = [*self._deferred, *self._waiting], [], []
-            # Whoever is gone by now has its half begun anew when it is back.
+            # A client that has left meanwhile gets a new half when it is back.
             batch = [pending for pending in batch if not pending.answer.done()]
             requests = [pending.request for pending in batch]
             work = asyncio.ensure_future(self._compute(lambda requests=requests: answers_to(requests, self.site)))  # type: ignore[misc]
@@ -191,16 +191,14 @@ class SplitServer:
                     pending.answer.set_exception(answer)
                 else:
                     pending.answer.set_result(answer)
-            # Whose turn has come meanwhile: who made it so has found nobody to wake.
+            # Requests whose turn has come meanwhile: nobody else starts them.
             ready = [pending for pending in self._deferred if pending.request.half.is_ready()]
-            self._waiting, self._deferred = (
-                [*ready, *self._waiting],
-                [pending for pending in self._deferred if pending not in ready],
-            )
+            self._waiting = [*ready, *self._waiting]
+            self._deferred = [pending for pending in self._deferred if pending not in ready]
             self._resolve_void()
 
     async def _wait_for_others(self) -> None:
-        """Wait for those who are about to ask as well."""
+        """Wait for requests that are about to arrive."""
         while not self._is_batch_complete():
             self._new_request.clear()
             try:
@@ -209,7 +207,7 @@ class SplitServer:
                 return
 
     def _is_batch_complete(self) -> bool:
-        """Whether everybody has asked, or no more fit a pack."""
+        """Whether every client has sent a request, or no more fit a batch."""
         size = sum(len(message) for pending in self._waiting for message in pending.request.payloads.values())
         max_bytes = self.site.max_tokens * self.site.backbone.hidden * torch.float32.itemsize
         return len(self._waiting) + len(self._deferred) >= len(self._halves) or size >= max_bytes

@@ -15,8 +15,8 @@ from atlas_fl.runtime.coordinator.split_server import SplitServer
 from atlas_fl.runtime.protocol.client_metadata import read_census, veiled
 from atlas_fl.split.channel import Cut
 from atlas_fl.split.host_matching import GuestRequirement, HostCapacity, HostingCost, HostMatch
-from tests.runtime.coordinator.test_hall import CENSUS
-from tests.runtime.coordinator.test_suffixes import (
+from tests.runtime.coordinator.test_coordinator import CENSUS
+from tests.runtime.coordinator.test_split_server import (
     CUTS,
     Federation,
     alone,
@@ -27,7 +27,7 @@ from tests.runtime.coordinator.test_suffixes import (
     scored,
     told,
 )
-from tests.runtime.coordinator.test_suffixes import (
+from tests.runtime.coordinator.test_split_server import (
     clients as clients,
 )
 
@@ -143,24 +143,26 @@ def test_a_host_is_sent_a_guests_adapters_once_for_the_same_model(clients) -> No
     site, _, jobs = clients
     jobs = seated(scored(three(jobs)[:2]))
     known = {name: read_census({**CENSUS, **own}) for name, own in told(site).items()}
-    seats = {job.client: ClientProxy(job.client, metadata=known[job.client], connected=True) for job in jobs}
+    proxies = {job.client: ClientProxy(job.client, metadata=known[job.client], connected=True) for job in jobs}
 
-    async def script(suffixes: SplitServer) -> None:
-        async def sent(number: int, hosts: PeerRelay) -> set[str]:
-            hosts.begin_job(number, "evaluate", jobs[0])
-            found = await hosts.next_message(seats["c-0"])
+    async def script(split_server: SplitServer) -> None:
+        async def sent(number: int, relay: PeerRelay) -> set[str]:
+            relay.begin_job(number, "evaluate", jobs[0])
+            found = await relay.next_message(proxies["c-0"])
             assert found is not None
             return {key.partition(":")[2] for key in found[1]} - {f"/{GUEST_INFO}"}
 
-        first, second, third = (PeerRelay(jobs, seats, suffixes, host_wait_seconds=0, on_note=print) for _ in range(3))
+        first, second, third = (
+            PeerRelay(jobs, proxies, split_server, host_wait_seconds=0, on_note=print) for _ in range(3)
+        )
         above = {key for key in jobs[0].params if ".layer.0." not in key}
         assert await sent(1, first) == above
         assert await sent(2, second) == set()
         # what was never sent is not counted upon
-        seats["c-0"].hosted_digests.clear()
+        proxies["c-0"].hosted_digests.clear()
         second.begin_job(3, "evaluate", jobs[0])
         second.close()
         assert await sent(4, third) == above
 
-    with SplitServer(site) as suffixes:
-        asyncio.run(script(suffixes))
+    with SplitServer(site) as split_server:
+        asyncio.run(script(split_server))

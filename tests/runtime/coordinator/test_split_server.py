@@ -31,7 +31,7 @@ from atlas_fl.split.channel import Cut
 from atlas_fl.split.model import load_client_part
 from tests.client.split.test_measure import options_of
 from tests.laws.test_packs import HARD
-from tests.runtime.coordinator.test_hall import CENSUS, IDENTITY
+from tests.runtime.coordinator.test_coordinator import CENSUS, IDENTITY
 
 CUTS = {"a-0": Cut(blocks=1), "b-0": Cut(blocks=2, head="client"), "c-0": None, "d-0": Cut(blocks=1, wire="int8")}
 
@@ -130,14 +130,14 @@ def quietly(work: Callable[[], object]) -> Callable[[], None]:
 
 @contextmanager
 def federation(site: Site, path: str, names: Sequence[str]) -> Iterator[Federation]:
-    with LoopThread() as threads, SplitServer(site) as suffixes:
+    with LoopThread() as threads, SplitServer(site) as split_server:
         desk = Desk(threads=threads, on_event=ignore)
-        hall = ClientManager(names, IDENTITY, settings="", on_note=lambda _: None)
+        manager = ClientManager(names, IDENTITY, settings="", on_note=lambda _: None)
         sessions = Sessions(
-            answer=hall.answer, admit=hall.handshake, allowed=tuple(names), on_presence=hall.on_presence
+            answer=manager.answer, admit=manager.handshake, allowed=tuple(names), on_presence=manager.on_presence
         )
         engine = RemoteEngine(
-            manager=hall, desk=desk, split_server=suffixes, deadline_seconds=60, min_clients=len(names)
+            manager=manager, desk=desk, split_server=split_server, deadline_seconds=60, min_clients=len(names)
         )
         fed = Federation(site=site, path=path, engine=engine, sessions=sessions, threads=threads, told=told(site))
         try:
@@ -145,7 +145,7 @@ def federation(site: Site, path: str, names: Sequence[str]) -> Iterator[Federati
         finally:
             for session in sessions.by_name.values():
                 threads.call(left(sessions, session))
-            threads.call(shutdown_clients(hall, {}, seconds=60))
+            threads.call(shutdown_clients(manager, {}, seconds=60))
             for thread in fed.running:
                 thread.join(60)
 
@@ -210,8 +210,8 @@ def test_what_a_plan_needs_is_measured_over_streams_as_in_a_simulation(clients, 
 def test_the_part_that_a_site_must_hold_is_told_of_the_frozen_weights_alone(clients) -> None:
     site, path, jobs = clients
     (name, weight), *_ = site.backbone.model.named_parameters()
-    with SplitServer(site) as suffixes:
-        before = suffixes.begin_job(1, "train", jobs[0])[1]
+    with SplitServer(site) as split_server:
+        before = split_server.begin_job(1, "train", jobs[0])[1]
         assert before.part == digest(dict(load_client_part(path, blocks=1).model.named_parameters()))
         other = SplitServer(site)
         found = functional_call(

@@ -63,23 +63,23 @@ def result(head: Mapping[str, Any], name: str, value: float) -> tuple[Any, Any]:
     return update_message(update, work, number=head["number"])
 
 
-async def register(hall: ClientManager, name: str, **changes: Any) -> "asyncio.Task[Any]":
-    hall.on_presence(name, True)
-    return asyncio.create_task(hall.answer(name, {**CENSUS, **changes}, {}))
+async def register(manager: ClientManager, name: str, **changes: Any) -> "asyncio.Task[Any]":
+    manager.on_presence(name, True)
+    return asyncio.create_task(manager.answer(name, {**CENSUS, **changes}, {}))
 
 
 def test_jobs_go_to_their_clients_and_updates_come_back_in_order() -> None:
-    async def script(hall: ClientManager, _: list[str]) -> None:
-        asked = [await register(hall, name) for name in NAMES]
-        assert await hall.wait_for_clients(NAMES, min_clients=2, seconds=60) == NAMES
+    async def script(manager: ClientManager, _: list[str]) -> None:
+        asked = [await register(manager, name) for name in NAMES]
+        assert await manager.wait_for_clients(NAMES, min_clients=2, seconds=60) == NAMES
         done: list[int] = []
         work = asyncio.create_task(
-            hall.run_jobs("train", [job(name) for name in NAMES], seconds=60, on_done=done.append)
+            manager.run_jobs("train", [job(name) for name in NAMES], seconds=60, on_done=done.append)
         )
         for name, task in reversed(list(zip(NAMES, asked))):
             head, params = await task
             assert params is PARAMS
-            asyncio.create_task(hall.answer(name, *result(head, name, float(name[-1])))).add_done_callback(id)
+            asyncio.create_task(manager.answer(name, *result(head, name, float(name[-1])))).add_done_callback(id)
         found = await work
         assert [float(one.params["a.lora_A"][0, 0]) for one in found if isinstance(one, Update)] == [1.0, 2.0]
         assert done[-1] == 2
@@ -88,20 +88,20 @@ def test_jobs_go_to_their_clients_and_updates_come_back_in_order() -> None:
 
 
 def test_a_client_that_comes_back_gets_its_job_again_and_the_old_answer_is_not_taken_twice() -> None:
-    async def script(hall: ClientManager, _: list[str]) -> None:
-        first = await register(hall, "site-1")
-        await hall.wait_for_clients(("site-1",), min_clients=1, seconds=60)
-        work = asyncio.create_task(hall.run_jobs("train", [job("site-1")], seconds=60, on_done=id))
+    async def script(manager: ClientManager, _: list[str]) -> None:
+        first = await register(manager, "site-1")
+        await manager.wait_for_clients(("site-1",), min_clients=1, seconds=60)
+        work = asyncio.create_task(manager.run_jobs("train", [job("site-1")], seconds=60, on_done=id))
         head, _ = await first
-        hall.on_presence("site-1", False)
-        again, params = await (await register(hall, "site-1"))
+        manager.on_presence("site-1", False)
+        again, params = await (await register(manager, "site-1"))
         assert again["number"] == head["number"]
         assert params is PARAMS, "the new process holds no model"
-        waiting = asyncio.create_task(hall.answer("site-1", *result(again, "site-1", 1.0)))
+        waiting = asyncio.create_task(manager.answer("site-1", *result(again, "site-1", 1.0)))
         (update,) = await work
         assert isinstance(update, Update)
-        stale = asyncio.create_task(hall.answer("site-1", *result(head, "site-1", 9.0)))
-        (late,) = await hall.run_jobs("train", [job("site-1")], seconds=0.05, on_done=id)
+        stale = asyncio.create_task(manager.answer("site-1", *result(head, "site-1", 9.0)))
+        (late,) = await manager.run_jobs("train", [job("site-1")], seconds=0.05, on_done=id)
         assert late == "no answer within 0.05 seconds"
         for task in (waiting, stale):
             task.cancel()
@@ -112,31 +112,32 @@ def test_a_client_that_comes_back_gets_its_job_again_and_the_old_answer_is_not_t
 
 
 def test_nobody_waits_again_for_who_let_a_deadline_pass_until_it_is_back() -> None:
-    async def script(hall: ClientManager, _: list[str]) -> None:
-        first = await register(hall, "site-1")
-        await hall.wait_for_clients(("site-1",), min_clients=1, seconds=60)
+    async def script(manager: ClientManager, _: list[str]) -> None:
+        first = await register(manager, "site-1")
+        await manager.wait_for_clients(("site-1",), min_clients=1, seconds=60)
         first.cancel()
-        hall.on_presence("site-1", False)
+        manager.on_presence("site-1", False)
         answers = [
-            (await hall.run_jobs("train", [job("site-1")], seconds=seconds, on_done=id))[0] for seconds in (0.05, 1e6)
+            (await manager.run_jobs("train", [job("site-1")], seconds=seconds, on_done=id))[0]
+            for seconds in (0.05, 1e6)
         ]
         assert answers == ["no answer within 0.05 seconds", "it has been away since it let a deadline pass"]
-        task = await register(hall, "site-1")
-        work = asyncio.create_task(hall.run_jobs("train", [job("site-1")], seconds=60, on_done=id))
+        task = await register(manager, "site-1")
+        work = asyncio.create_task(manager.run_jobs("train", [job("site-1")], seconds=60, on_done=id))
         head, _ = await task
-        asyncio.create_task(hall.answer("site-1", *result(head, "site-1", 1.0))).add_done_callback(id)
+        asyncio.create_task(manager.answer("site-1", *result(head, "site-1", 1.0))).add_done_callback(id)
         assert isinstance((await work)[0], Update)
 
     play(script)
 
 
 def test_a_job_that_fails_is_told() -> None:
-    async def script(hall: ClientManager, _: list[str]) -> None:
-        task = await register(hall, "site-1")
-        work = asyncio.create_task(hall.run_jobs("train", [job("site-1")], seconds=60, on_done=id))
+    async def script(manager: ClientManager, _: list[str]) -> None:
+        task = await register(manager, "site-1")
+        work = asyncio.create_task(manager.run_jobs("train", [job("site-1")], seconds=60, on_done=id))
         head, _ = await task
         failed = {"kind": "failed", "number": head["number"], "reason": "no memory"}
-        asyncio.create_task(hall.answer("site-1", failed, {})).add_done_callback(id)
+        asyncio.create_task(manager.answer("site-1", failed, {})).add_done_callback(id)
         assert await work == ["no memory"]
 
     play(script)
@@ -158,24 +159,24 @@ def test_a_job_that_fails_is_told() -> None:
     ],
 )
 def test_what_does_not_fit_is_refused(changes: dict[str, Any], message: str) -> None:
-    async def script(hall: ClientManager, _: list[str]) -> None:
-        first = await register(hall, "site-1", part=0)
-        await hall.wait_for_clients(("site-1",), min_clients=1, seconds=60)
-        hall.planned = None
+    async def script(manager: ClientManager, _: list[str]) -> None:
+        first = await register(manager, "site-1", part=0)
+        await manager.wait_for_clients(("site-1",), min_clients=1, seconds=60)
+        manager.planned = None
         with pytest.raises(ProtocolError, match=message):
-            await (await register(hall, "site-2", **changes))
+            await (await register(manager, "site-2", **changes))
         first.cancel()
 
     play(script)
 
 
 def test_who_is_refused_is_shown_once_and_as_a_terminal_may_have_it() -> None:
-    async def script(hall: ClientManager, _: list[str]) -> None:
+    async def script(manager: ClientManager, _: list[str]) -> None:
         for _again in range(3):
-            hall.on_refused("site-1", "labels (\x1b[2J, good) are others")
-        hall.on_refused("stranger", "client 'stranger' is not listed")
-        await hall.remove("site-2", "nothing fits its device")  # as it was told by whoever turned it away
-        hall.on_refused("site-2", "nothing fits its device")
+            manager.on_refused("site-1", "labels (\x1b[2J, good) are others")
+        manager.on_refused("stranger", "client 'stranger' is not listed")
+        await manager.remove("site-2", "nothing fits its device")  # as it was told by whoever turned it away
+        manager.on_refused("site-2", "nothing fits its device")
 
     assert play(script) == [
         "site-1 was refused: labels (?[2J, good) are others",
@@ -184,60 +185,60 @@ def test_who_is_refused_is_shown_once_and_as_a_terminal_may_have_it() -> None:
 
 
 def test_who_comes_late_or_with_other_data_is_refused_and_who_is_missing_is_named() -> None:
-    async def script(hall: ClientManager, notes: list[str]) -> None:
-        first = await register(hall, "site-1")
+    async def script(manager: ClientManager, notes: list[str]) -> None:
+        first = await register(manager, "site-1")
         with pytest.raises(ProtocolError, match=r"1 of 2 clients have come within 0.01 seconds, missing: site-2"):
-            await hall.wait_for_clients(NAMES, min_clients=2, seconds=0.01)
-        assert await hall.wait_for_clients(NAMES, min_clients=1, seconds=0.01) == ("site-1",)
+            await manager.wait_for_clients(NAMES, min_clients=2, seconds=0.01)
+        assert await manager.wait_for_clients(NAMES, min_clients=1, seconds=0.01) == ("site-1",)
         assert "begins without site-2" in notes
         with pytest.raises(ProtocolError, match="this federation was planned without site-2"):
-            await (await register(hall, "site-2"))
+            await (await register(manager, "site-2"))
         with pytest.raises(ProtocolError, match="site-1 came back with other data than it had"):
-            await (await register(hall, "site-1", max_length=17))
+            await (await register(manager, "site-1", max_length=17))
         first.cancel()
 
     play(script)
 
 
 def test_who_comes_late_waits_to_be_let_in_or_turned_away_and_may_come_again_as_another() -> None:
-    async def script(hall: ClientManager, notes: list[str]) -> None:
-        hall._accepts_late = True
-        first = await register(hall, "site-1")
-        await hall.wait_for_clients(("site-1",), min_clients=1, seconds=60)
-        assert await late_clients(hall) == ()
-        late = await register(hall, "site-2")
+    async def script(manager: ClientManager, notes: list[str]) -> None:
+        manager._accepts_late = True
+        first = await register(manager, "site-1")
+        await manager.wait_for_clients(("site-1",), min_clients=1, seconds=60)
+        assert await late_clients(manager) == ()
+        late = await register(manager, "site-2")
         await asyncio.sleep(0)
-        assert [seat.name for seat in await late_clients(hall)] == ["site-2"]
+        assert [client.name for client in await late_clients(manager)] == ["site-2"]
         assert notes[-1] == "site-2 came after the plan was made and joins before the next round"
-        await reject_client(hall, "site-2", "nothing fits")
+        await reject_client(manager, "site-2", "nothing fits")
         with pytest.raises(ProtocolError, match=r"^site-2 cannot join: nothing fits$"):
             await late
-        assert await late_clients(hall) == ()
-        again = await register(hall, "site-2", max_length=17, device="laptop_8gb")
+        assert await late_clients(manager) == ()
+        again = await register(manager, "site-2", max_length=17, device="laptop_8gb")
         await asyncio.sleep(0)
-        (seat,) = await late_clients(hall)
-        assert seat.device is not None and seat.device.name == "laptop_8gb"
-        await accept_client(hall, "site-2")
-        assert await late_clients(hall) == ()
-        work = asyncio.create_task(hall.run_jobs("train", [job("site-2")], seconds=60, on_done=id))
+        (client,) = await late_clients(manager)
+        assert client.device is not None and client.device.name == "laptop_8gb"
+        await accept_client(manager, "site-2")
+        assert await late_clients(manager) == ()
+        work = asyncio.create_task(manager.run_jobs("train", [job("site-2")], seconds=60, on_done=id))
         head, _ = await again
-        asyncio.create_task(hall.answer("site-2", *result(head, "site-2", 1.0))).add_done_callback(id)
+        asyncio.create_task(manager.answer("site-2", *result(head, "site-2", 1.0))).add_done_callback(id)
         assert isinstance((await work)[0], Update)
         with pytest.raises(ProtocolError, match="site-2 came back with other data than it had"):
-            await (await register(hall, "site-2", max_length=16))
+            await (await register(manager, "site-2", max_length=16))
         first.cancel()
 
     play(script)
 
 
 def test_a_newcomer_that_has_gone_is_not_waiting() -> None:
-    async def script(hall: ClientManager, _: list[str]) -> None:
-        hall._accepts_late = True
-        first, late = await register(hall, "site-1"), await register(hall, "site-2")
-        await hall.wait_for_clients(("site-1",), min_clients=1, seconds=60)
-        assert [seat.name for seat in await late_clients(hall)] == ["site-2"]
-        hall.on_presence("site-2", False)
-        assert await late_clients(hall) == ()
+    async def script(manager: ClientManager, _: list[str]) -> None:
+        manager._accepts_late = True
+        first, late = await register(manager, "site-1"), await register(manager, "site-2")
+        await manager.wait_for_clients(("site-1",), min_clients=1, seconds=60)
+        assert [client.name for client in await late_clients(manager)] == ["site-2"]
+        manager.on_presence("site-2", False)
+        assert await late_clients(manager) == ()
         for task in (first, late):
             task.cancel()
 
@@ -245,26 +246,26 @@ def test_a_newcomer_that_has_gone_is_not_waiting() -> None:
 
 
 def test_who_is_lost_is_not_waited_for_and_is_told_why() -> None:
-    async def script(hall: ClientManager, notes: list[str]) -> None:
-        first = await register(hall, "site-1")
-        waiting = asyncio.create_task(hall.wait_for_clients(NAMES, min_clients=1, seconds=3600))
-        await hall.remove("site-2", "its disk is full")
+    async def script(manager: ClientManager, notes: list[str]) -> None:
+        first = await register(manager, "site-1")
+        waiting = asyncio.create_task(manager.wait_for_clients(NAMES, min_clients=1, seconds=3600))
+        await manager.remove("site-2", "its disk is full")
         assert await waiting == ("site-1",)
         assert "begins without site-2 (its disk is full)" in notes
-        work = asyncio.create_task(hall.run_jobs("train", [job("site-1")], seconds=3600, on_done=lambda _: None))
+        work = asyncio.create_task(manager.run_jobs("train", [job("site-1")], seconds=3600, on_done=lambda _: None))
         await first
-        await hall.remove("site-1", "the run is over")
+        await manager.remove("site-1", "the run is over")
         assert await work == ["the run is over"]
         with pytest.raises(ProtocolError, match=r"^the run is over$"):
-            await hall.answer("site-1", {"kind": "next"}, {})
+            await manager.answer("site-1", {"kind": "next"}, {})
 
     play(script)
 
 
 def test_a_federation_that_has_lost_too_many_ends_at_once() -> None:
-    async def script(hall: ClientManager, _: list[str]) -> None:
-        waiting = asyncio.create_task(hall.wait_for_clients(NAMES, min_clients=2, seconds=3600))
-        await hall.remove("site-1", "its disk is full")
+    async def script(manager: ClientManager, _: list[str]) -> None:
+        waiting = asyncio.create_task(manager.wait_for_clients(NAMES, min_clients=2, seconds=3600))
+        await manager.remove("site-1", "its disk is full")
         missing = r"^0 of 2 clients have come, missing: site-1 \(its disk is full\), site-2; 2 are needed"
         with pytest.raises(ProtocolError, match=missing):
             await waiting
@@ -273,17 +274,17 @@ def test_a_federation_that_has_lost_too_many_ends_at_once() -> None:
 
 
 def test_a_server_that_was_started_again_asks_for_registration() -> None:
-    async def script(hall: ClientManager, _: list[str]) -> None:
-        assert await hall.answer("site-1", {"kind": "result", "number": 5}, {}) == ({"kind": "register"}, {})
+    async def script(manager: ClientManager, _: list[str]) -> None:
+        assert await manager.answer("site-1", {"kind": "result", "number": 5}, {}) == ({"kind": "register"}, {})
 
     play(script)
 
 
 @pytest.mark.parametrize("kind", ["register", "next", "kept"])
 def test_requests_that_bring_no_result_bring_no_tensors(kind: str) -> None:
-    async def script(hall: ClientManager, _: list[str]) -> None:
+    async def script(manager: ClientManager, _: list[str]) -> None:
         with pytest.raises(ProtocolError, match=rf"^a request '{kind}' of site-1 has tensors; only an answer to a job"):
-            await asyncio.wait_for(hall.answer("site-1", {**CENSUS, "kind": kind}, PARAMS), 0.5)
+            await asyncio.wait_for(manager.answer("site-1", {**CENSUS, "kind": kind}, PARAMS), 0.5)
 
     play(script)
 
@@ -292,11 +293,11 @@ Told: TypeAlias = "asyncio.Task[Any]"
 
 
 async def given(
-    hall: ClientManager, asked: Told, *, round: int, seconds: float
+    manager: ClientManager, asked: Told, *, round: int, seconds: float
 ) -> tuple[Mapping[str, Any] | None, Told]:
     """(head of the job that whoever waits in `asked` is given in this round, None for none; the server's work)."""
     work = asyncio.create_task(
-        hall.run_jobs("train", [replace(job("site-1"), round=round)], seconds=seconds, on_done=id)
+        manager.run_jobs("train", [replace(job("site-1"), round=round)], seconds=seconds, on_done=id)
     )
     await asyncio.wait([work, asked], return_when=asyncio.FIRST_COMPLETED)
     return (asked.result()[0] if asked.done() else None), work
@@ -306,17 +307,17 @@ def test_who_is_silent_and_answers_in_between_is_waited_for_less_and_less() -> N
     """The first job of each round is not answered, the second at once, as by who trains not and is evaluated."""
     waited = list[int]()
 
-    async def script(hall: ClientManager, _: list[str]) -> None:
-        asked = await register(hall, "site-1")
+    async def script(manager: ClientManager, _: list[str]) -> None:
+        asked = await register(manager, "site-1")
         for round in range(1, 28):
-            head, work = await given(hall, asked, round=round, seconds=0.01)
+            head, work = await given(manager, asked, round=round, seconds=0.01)
             if "no answer" in str(await work):
                 waited.append(round)
             if head is not None:
-                asked = asyncio.create_task(hall.answer("site-1", {"kind": "next"}, {}))
-            head, work = await given(hall, asked, round=round, seconds=60)
+                asked = asyncio.create_task(manager.answer("site-1", {"kind": "next"}, {}))
+            head, work = await given(manager, asked, round=round, seconds=60)
             if head is not None:
-                asked = asyncio.create_task(hall.answer("site-1", *result(head, "site-1", 1.0)))
+                asked = asyncio.create_task(manager.answer("site-1", *result(head, "site-1", 1.0)))
             await work
         asked.cancel()
 
@@ -325,16 +326,16 @@ def test_who_is_silent_and_answers_in_between_is_waited_for_less_and_less() -> N
 
 
 def test_a_deadline_is_forgotten_after_enough_answers_that_were_taken() -> None:
-    async def script(hall: ClientManager, _: list[str]) -> None:
-        asked = await register(hall, "site-1")
+    async def script(manager: ClientManager, _: list[str]) -> None:
+        asked = await register(manager, "site-1")
         for round in range(1, 2 * ANSWERS_UNTIL_FORGIVEN + 4):
             silent = round % (ANSWERS_UNTIL_FORGIVEN + 1) == 1
-            head, work = await given(hall, asked, round=round, seconds=0.01 if silent else 60)
+            head, work = await given(manager, asked, round=round, seconds=0.01 if silent else 60)
             assert head is not None, round
             said = ({"kind": "next"}, {}) if silent else result(head, "site-1", 1.0)
             if silent:
                 await work
-            asked = asyncio.create_task(hall.answer("site-1", *said))
+            asked = asyncio.create_task(manager.answer("site-1", *said))
             await work
         asked.cancel()
 
@@ -344,18 +345,18 @@ def test_a_deadline_is_forgotten_after_enough_answers_that_were_taken() -> None:
 def test_who_registers_anew_after_every_refusal_is_asked_less_and_less() -> None:
     rounds = list[int]()
 
-    async def script(hall: ClientManager, _: list[str]) -> None:
-        asked = await register(hall, "site-1")
+    async def script(manager: ClientManager, _: list[str]) -> None:
+        asked = await register(manager, "site-1")
         for round in range(1, 28):
-            head, work = await given(hall, asked, round=round, seconds=60)
+            head, work = await given(manager, asked, round=round, seconds=60)
             if head is not None:
                 rounds.append(round)
                 said, _tensors = result(head, "site-1", 1.0)
-                wrong = asyncio.create_task(hall.answer("site-1", said, {}))
+                wrong = asyncio.create_task(manager.answer("site-1", said, {}))
                 assert "its answer was refused" in (await work)[0]
                 wrong.cancel()
                 await asyncio.wait([wrong])
-                asked = await register(hall, "site-1")
+                asked = await register(manager, "site-1")
             await work
         asked.cancel()
 
@@ -364,33 +365,33 @@ def test_who_registers_anew_after_every_refusal_is_asked_less_and_less() -> None
 
 
 def test_who_was_refused_too_often_and_has_mended_it_is_asked_in_every_round_again() -> None:
-    seat = ClientProxy("site-1")
+    client = ClientProxy("site-1")
     for _ in range(MAX_REFUSALS):
-        record_refusal(seat, round=1)
-    assert skip_reason(seat, round=2).startswith("3 of its answers were refused; it is asked again once")
-    allow_retry(seat)
-    assert skip_reason(seat, round=1) == "3 of its answers were refused; it is asked again from round 2 on"
-    assert skip_reason(seat, round=2) == ""
+        record_refusal(client, round=1)
+    assert skip_reason(client, round=2).startswith("3 of its answers were refused; it is asked again once")
+    allow_retry(client)
+    assert skip_reason(client, round=1) == "3 of its answers were refused; it is asked again from round 2 on"
+    assert skip_reason(client, round=2) == ""
     for _ in range(ANSWERS_UNTIL_FORGIVEN):
-        assert seat.refusals == MAX_REFUSALS - 1
-        record_accepted_answer(seat)
-    assert seat.refusals == 0
+        assert client.refusals == MAX_REFUSALS - 1
+        record_accepted_answer(client)
+    assert client.refusals == 0
 
 
 def test_a_site_that_comes_and_goes_without_end_is_told_of_ten_times_a_minute_with_a_count() -> None:
     now, notes = [0.0], list[str]()
-    hall = ClientManager(NAMES, IDENTITY, settings="", on_note=notes.append, clock=lambda: now[0])
+    manager = ClientManager(NAMES, IDENTITY, settings="", on_note=notes.append, clock=lambda: now[0])
 
     async def script() -> None:
-        task = await register(hall, "site-1")
-        await hall.wait_for_clients(("site-1",), min_clients=1, seconds=60)
+        task = await register(manager, "site-1")
+        await manager.wait_for_clients(("site-1",), min_clients=1, seconds=60)
         notes.clear()
         for _ in range(100):
-            hall.on_presence("site-1", False)
-            hall.on_presence("site-1", True)
+            manager.on_presence("site-1", False)
+            manager.on_presence("site-1", True)
         assert len(notes) == MOST_TOLD
         now[0] = 61.0
-        assert await hall.run_jobs("train", [], seconds=1, on_done=id) == []
+        assert await manager.run_jobs("train", [], seconds=1, on_done=id) == []
         assert notes[MOST_TOLD:] == ["site-1 is back (1 of 2 here) (190 times more within a minute)"]
         task.cancel()
 

@@ -16,7 +16,7 @@ from atlas_fl.split.channel import Cut
 from tests.client.test_shared import equal, upper
 from tests.client.test_shared import federation as clients_of
 from tests.laws.test_packs import HARD
-from tests.runtime.coordinator.test_suffixes import Federation, federation, home_of, left, scored
+from tests.runtime.coordinator.test_split_server import Federation, federation, home_of, left, scored
 
 CUTS = {"c-0": Cut(blocks=1, shared=0), "a-0": Cut(blocks=2, shared=0), "b-0": Cut(blocks=1, shared=0)}
 
