@@ -2,7 +2,7 @@ from collections.abc import Callable
 
 import pytest
 
-from atlas_fl.cli.display import line_of, show, show_progress
+from atlas_fl.cli.display import event_line, show, show_progress
 from atlas_fl.events import Event, Note, OnEvent, PhaseStarted, Progress, RoundFinished
 
 ROUND = RoundFinished(
@@ -21,12 +21,12 @@ ROUND = RoundFinished(
     ],
 )
 def test_every_event_has_its_line(event: Event, line: str | None) -> None:
-    assert line_of(event) == line
+    assert event_line(event) == line
 
 
 def test_a_round_without_evaluation_shows_no_scores() -> None:
     event = RoundFinished(round=1, rounds=2, scores={}, loss=1.0, seconds=0.5, bytes=0)
-    assert line_of(event) == "round 1/2  loss 1.000  500 ms, 0 B"
+    assert event_line(event) == "round 1/2  loss 1.000  500 ms, 0 B"
 
 
 def told(tell: Callable[[OnEvent], None], capsys: pytest.CaptureFixture[str], *, notes: bool = True) -> str:
@@ -46,7 +46,7 @@ def test_a_file_gets_plain_lines(capsys: pytest.CaptureFixture[str]) -> None:
         ):
             on_event(event)
 
-    assert told(tell, capsys).splitlines() == ["loading ...", f"note: {'x' * 200}", line_of(ROUND)]
+    assert told(tell, capsys).splitlines() == ["loading ...", f"note: {'x' * 200}", event_line(ROUND)]
 
 
 def test_notes_can_be_left_to_the_end(capsys: pytest.CaptureFixture[str]) -> None:
@@ -71,4 +71,4 @@ def test_text_is_shown_as_it_is(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_what_another_machine_said_moves_no_cursor() -> None:
-    assert line_of(Note("gone: \x1b[2J\nmine\u202e")) == "note: gone: ?[2J?mine?"
+    assert event_line(Note("gone: \x1b[2J\nmine\u202e")) == "note: gone: ?[2J?mine?"

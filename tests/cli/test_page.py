@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 import pytest
 import tyro
 
-from atlas_fl.cli.arguments import WIDEST, page
+from atlas_fl.cli.arguments import WIDEST, help_page
 from atlas_fl.cli.main import COMMANDS
 from atlas_fl.config import settings
 
@@ -39,7 +39,7 @@ class Toy:
 
 def test_a_page_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "60")
-    assert page(Toy(place=tyro.MISSING), command="atlas toy").splitlines() == [
+    assert help_page(Toy(place=tyro.MISSING), command="atlas toy").splitlines() == [
         "usage: atlas toy [OPTIONS] PLACE",
         "",
         "What a command does.",

@@ -1,6 +1,6 @@
 import pytest
 
-from atlas_fl.cli.arguments import Words, check_flags, is_flag, join, last_value, split
+from atlas_fl.cli.arguments import Words, check_flags, is_flag, join_words, last_value, split
 from atlas_fl.errors import ConfigError
 
 
@@ -29,12 +29,12 @@ def test_old_flags_have_their_names_of_today() -> None:
 
 @pytest.mark.parametrize("words", [["a", "b"], ["--eta", "1"], ["a", "--eta=1", "--tasks", "x", "y", "--audit"], []])
 def test_words_are_joined_as_they_were(words: list[str]) -> None:
-    assert join(split(words)) == words
+    assert join_words(split(words)) == words
 
 
 def test_a_repeated_list_becomes_one() -> None:
     words = ["--task", "a=1", "--eta", "1", "--task=b=2", "c=3", "--device", "d"]
-    assert join(split(words)) == ["--eta", "1", "--task", "a=1", "b=2", "c=3", "--device", "d"]
+    assert join_words(split(words)) == ["--eta", "1", "--task", "a=1", "b=2", "c=3", "--device", "d"]
 
 
 def test_the_last_value_counts() -> None:
@@ -80,9 +80,9 @@ def test_a_word_longer_than_any_value_is_refused_before_anything_reads_it(words:
 
 def test_an_unknown_flag_has_its_nearest() -> None:
     known = ["--eta", "--lr", "--clients-per-task"]
-    check_flags(split(["--eta", "1", "stray"]), known=known, command="atlas run")
+    check_flags(split(["--eta", "1", "stray"]), flags=known, command="atlas run")
     with pytest.raises(
         ConfigError,
         match=r"unknown flag '--client-per-task'; did you mean '--clients-per-task'\? see `atlas run --help`",
     ):
-        check_flags(split(["--client_per_task", "1"]), known=known, command="atlas run")
+        check_flags(split(["--client_per_task", "1"]), flags=known, command="atlas run")

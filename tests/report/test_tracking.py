@@ -13,7 +13,7 @@ from atlas_fl.config import Config
 from atlas_fl.errors import ConfigError
 from atlas_fl.events import Event, Note, PhaseStarted, RoundFinished, ignore
 from atlas_fl.report import wandb as tracking
-from atlas_fl.report.wandb import numbers_of, tracked
+from atlas_fl.report.wandb import numbers_of, track_run
 
 ROWS = (
     {"round": 2, "client": "a-0", "task": "a", "split": "test", "accuracy": 0.5, "examples": 4, "classes": [[1], [2]]},
@@ -42,7 +42,7 @@ def test_without_the_package_nothing_begins(monkeypatch: pytest.MonkeyPatch, tmp
     monkeypatch.setattr(builtins, "__import__", without)
     with (
         pytest.raises(ConfigError, match=r"--wandb needs the package wandb; pip install 'atlas-fl\[wandb\]'") as caught,
-        tracked("p", Config(), tmp_path, ignore),
+        track_run("p", Config(), tmp_path, ignore),
     ):
         pytest.fail("it began")
     assert "\n" not in str(caught.value)
@@ -52,7 +52,7 @@ def test_without_the_package_nothing_begins(monkeypatch: pytest.MonkeyPatch, tmp
 def test_a_name_that_no_project_has_is_one_line(name: str, tmp_path: Path) -> None:
     with (
         pytest.raises(ConfigError, match=r"--wandb is .*allowed: the name of a project, without"),
-        tracked(name, Config(), tmp_path, ignore),
+        track_run(name, Config(), tmp_path, ignore),
     ):
         pytest.fail("it began")
 
@@ -80,7 +80,7 @@ def test_a_logger_that_fails_is_told_once_and_the_run_goes_on(
     wandb, told = Failing(at=at), list[Event]()
     monkeypatch.setattr(tracking, "_wandb", lambda: wandb)
     events = (PhaseStarted("round 1"), ROUND, PhaseStarted("round 2"), ROUND)
-    with tracked("p", Config(), tmp_path, told.append) as tracker:
+    with track_run("p", Config(), tmp_path, told.append) as tracker:
         for event in events:
             tracker.tell(event)
     (note,) = [event for event in told if isinstance(event, Note)]
@@ -93,7 +93,7 @@ def test_a_logger_that_fails_is_told_once_and_the_run_goes_on(
 def test_a_run_that_is_complete_already_begins_nothing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     wandb = Failing(at="init")
     monkeypatch.setattr(tracking, "_wandb", lambda: wandb)
-    with tracked("p", Config(), tmp_path, ignore) as tracker:
+    with track_run("p", Config(), tmp_path, ignore) as tracker:
         tracker.summary({"a": 1})
     assert wandb.calls == []
 
@@ -127,7 +127,7 @@ def test_what_is_logged_offline_is_what_the_rounds_brought(monkeypatch: pytest.M
     summary, found = {"overall": {"final": {"test": {"accuracy": 0.625}}}}, []
     for number in (1, 2):  # two sessions of one run
         told = list[Event]()
-        with tracked("federations", Config(), tmp_path, told.append) as tracker:
+        with track_run("federations", Config(), tmp_path, told.append) as tracker:
             tracker.tell(PhaseStarted(f"round {number}"))
             tracker.tell(RoundFinished(round=number, rounds=2, scores={}, loss=0.5, seconds=1.0, bytes=8, rows=ROWS))
             if number == 2:

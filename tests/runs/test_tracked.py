@@ -9,7 +9,7 @@ from atlas_fl.config import Config
 from atlas_fl.events import Event, RoundFinished
 from atlas_fl.experiment.run import run_config
 from atlas_fl.report import wandb
-from atlas_fl.report.wandb import numbers_of, tracked
+from atlas_fl.report.wandb import numbers_of, track_run
 from tests.runs.reading import rows, same_tensors, state
 
 
@@ -41,7 +41,7 @@ def test_a_run_that_is_logged_ends_in_the_same_bits(
     plain, logged = run_config(image_config(name="plain", **settings)), image_config(name="logged", **settings)
     kept, told = Kept(until=until), list[Event]()
     monkeypatch.setattr(wandb, "_wandb", lambda: kept)
-    with tracked("p", logged, plain.folder.parent / "logged", told.append) as tracker:
+    with track_run("p", logged, plain.folder.parent / "logged", told.append) as tracker:
         result = run_config(logged, on_event=tracker.tell)
         tracker.summary(result.summary)
     assert same_tensors(state(plain.folder, round=2), state(result.folder, round=2))

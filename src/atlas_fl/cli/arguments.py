@@ -63,8 +63,8 @@ def split(args: Sequence[str]) -> tuple[Words, ...]:
     for word in args:
         if len(word) > LONGEST:
             flag, sign, value = word.partition("=") if is_flag(word) else (groups[-1].flag, "=", word)
-            told = f"{flag} has {short_repr(value)}" if flag and sign else f"there is {short_repr(word)}"
-            raise ConfigError(f"{told}; allowed: a word of at most {LONGEST:,} characters; shorten it")
+            problem = f"{flag} has {short_repr(value)}" if flag and sign else f"there is {short_repr(word)}"
+            raise ConfigError(f"{problem}; allowed: a word of at most {LONGEST:,} characters; shorten it")
         if not is_flag(word):
             last = groups[-1]
             groups[-1] = Words(last.flag, (*last.values, word), last.is_joined_by_sign and not last.values)
@@ -75,7 +75,7 @@ def split(args: Sequence[str]) -> tuple[Words, ...]:
     return tuple(groups)
 
 
-def join(groups: Iterable[Words]) -> list[str]:
+def join_words(groups: Iterable[Words]) -> list[str]:
     """The words of a command line again; the lists of `JOINED` flags that stand in several places become one."""
     merged: dict[str, Words] = {}
     others: list[Words] = []
@@ -85,7 +85,7 @@ def join(groups: Iterable[Words]) -> list[str]:
             continue
         before = merged.get(group.flag, Words(group.flag, ()))
         merged[group.flag] = Words(group.flag, before.values + group.values)
-    return [word for group in (*others, *merged.values()) for word in _spelled(group)]
+    return [word for group in (*others, *merged.values()) for word in _typed_words(group)]
 
 
 def last_value(groups: Iterable[Words], flag: str) -> str | None:
@@ -94,15 +94,15 @@ def last_value(groups: Iterable[Words], flag: str) -> str | None:
     return values[-1] if values else None
 
 
-def check_flags(groups: Iterable[Words], *, known: Sequence[str], command: str) -> None:
+def check_flags(groups: Iterable[Words], *, flags: Sequence[str], command: str) -> None:
     """Nothing where every flag is known.
 
     Raises:
         ConfigError: one is not; the message has the one that is near, where one is.
     """
     for group in groups:
-        if group.flag and group.flag not in known:
-            hint = did_you_mean(group.flag, known)
+        if group.flag and group.flag not in flags:
+            hint = did_you_mean(group.flag, flags)
             raise ConfigError(f"unknown flag {short_repr(group.flag)}{hint} see `{command} --help`")
 
 
@@ -111,7 +111,7 @@ def is_flag(word: str) -> bool:
     return _FLAG.match(word) is not None
 
 
-def _spelled(group: Words) -> list[str]:
+def _typed_words(group: Words) -> list[str]:
     if group.is_joined_by_sign:
         return [f"{group.flag}={group.values[0]}", *group.values[1:]]
     return [*([group.flag] if group.flag else []), *group.values]
@@ -198,35 +198,35 @@ def metavar(kind: Any) -> str | None:
     return metavar(inner) if (inner := unwrap_optional(kind)) is not None else _METAVARS.get(kind)
 
 
-def page(default: Any, *, command: str) -> str:
+def help_page(default: Any, *, command: str) -> str:
     """The help of a command whose options have these values where no flag says another."""
-    own = list(arguments(default))
-    words, flags = [one for one in own if not one.flag], [one for one in own if one.flag]
+    options = list(arguments(default))
+    words, flags = [one for one in options if not one.flag], [one for one in options if one.flag]
     required = [one.name for one in flags if one.is_required]
     positional = [one.name if one.default is tyro.MISSING else f"[{one.name}]" for one in words]
     usage = f"usage: {' '.join([command, *required, '[OPTIONS]', *positional])}"
     sections = [("", _rows(words)), ("options:", [*_rows(flags), ("-h, --help", "Show this page.")])]
     sections += _groups(getattr(default, SETTINGS, None))
     width = max(len(name) for _, rows in sections for name, _ in rows)
-    lines = [*wrapped(usage), "", *wrapped(" ".join((type(default).__doc__ or "").split()))]
+    lines = [*wrap_lines(usage), "", *wrap_lines(" ".join((type(default).__doc__ or "").split()))]
     for title, rows in sections:
         if title or rows:
-            lines += ["", *wrapped(title), *table(rows, names=min(width, NAMES))]
+            lines += ["", *wrap_lines(title), *table(rows, names=min(width, NAMES))]
     return "\n".join(lines)
 
 
 def table(rows: Sequence[tuple[str, str]], *, names: int) -> Iterator[str]:
     """Lines with a name and its text beside it, or below where the name takes more columns than that."""
     for name, text in rows:
-        first, *others = wrapped(text, indent=names + 4)
+        first, *others = wrap_lines(text, indent=names + 4)
         yield from [f"  {name}", first] if len(name) > names else [f"  {name:<{names}}  {first.lstrip()}"]
         yield from others
 
 
-def wrapped(text: str, *, indent: int = 0) -> list[str]:
+def wrap_lines(text: str, *, indent: int = 0) -> list[str]:
     """The text in lines that fit on the terminal; what stands in backquotes stays on one of them."""
     width = max(min(shutil.get_terminal_size().columns, WIDEST), indent + 24)
-    together = "`".join(part.replace(" ", SPACE) if place % 2 else part for place, part in enumerate(text.split("`")))
+    together = "`".join(part.replace(" ", SPACE) if index % 2 else part for index, part in enumerate(text.split("`")))
     margin = " " * indent
     lines = textwrap.wrap(
         together,
@@ -249,8 +249,8 @@ def _groups(settings: Any) -> Iterator[tuple[str, list[tuple[str, str]]]]:
         yield f"[{group}] {classes[group].__doc__}", _rows(arguments(getattr(settings, group)))
 
 
-def _rows(found: Iterable[Argument]) -> list[tuple[str, str]]:
-    return [(one.name, one.text) for one in found]
+def _rows(options: Iterable[Argument]) -> list[tuple[str, str]]:
+    return [(one.name, one.text) for one in options]
 
 
 def _choices(kind: Any) -> tuple[str, ...]:
@@ -311,10 +311,10 @@ def check_target(to: str | None, *, example: str, is_own: Callable[[Path], bool]
 def holds_json(path: Path, *, keys: Collection[str]) -> bool:
     """Whether a file holds JSON of which the mapping, or every one of a list of them, has these keys."""
     try:
-        found = json.loads(path.read_bytes())
+        content = json.loads(path.read_bytes())
     except (OSError, ValueError, RecursionError):
         return False
-    rows = found if isinstance(found, list) else [found]
+    rows = content if isinstance(content, list) else [content]
     return bool(rows) and all(isinstance(row, dict) and set(keys) <= row.keys() for row in rows)
 
 
@@ -328,9 +328,9 @@ def parse(default: OptionsT, groups: Sequence[Words], *, command: str) -> Option
     Raises:
         ConfigError: a flag is unknown, or a value is missing, of the wrong type or none of the choices.
     """
-    check_flags(groups, known=known_flags(type(default)), command=command)
+    check_flags(groups, flags=known_flags(type(default)), command=command)
     if {"-h", "--help"} & {group.flag for group in groups}:
-        print(page(default, command=command))
+        print(help_page(default, command=command))
         raise SystemExit(0)
     printed = io.StringIO()
     try:
@@ -338,16 +338,20 @@ def parse(default: OptionsT, groups: Sequence[Words], *, command: str) -> Option
             return tyro.cli(
                 type(default),
                 prog=command,
-                args=join(groups),
+                args=join_words(groups),
                 default=default,
                 config=(tyro.conf.OmitArgPrefixes,),
                 registry=_registry(),
             )
     except SystemExit:
-        told = _told(printed.getvalue(), known=list(_arguments(default)))
-        if hasattr(default, SETTINGS) and told.startswith(UNEXPECTED) and (named := PRESETS.keys() & told.split()):
-            told += f"; did you mean --preset {min(named)}?"
-        raise ConfigError(f"{told}{' ' if told.endswith('?') else '; '}see `{command} --help`") from None
+        problem = _parse_error(printed.getvalue(), options=list(_arguments(default)))
+        if (
+            hasattr(default, SETTINGS)
+            and problem.startswith(UNEXPECTED)
+            and (named := PRESETS.keys() & problem.split())
+        ):
+            problem += f"; did you mean --preset {min(named)}?"
+        raise ConfigError(f"{problem}{' ' if problem.endswith('?') else '; '}see `{command} --help`") from None
 
 
 def known_flags(options: type[Any]) -> list[str]:
@@ -394,7 +398,7 @@ def _arguments(default: Any) -> Iterator[Argument]:
         yield from arguments(getattr(groups, name))
 
 
-def _told(box: str, *, known: Sequence[Argument]) -> str:
+def _parse_error(box: str, *, options: Sequence[Argument]) -> str:
     """What the first section of a box of text says, without the title and the help that stand around it."""
     is_framed = box.lstrip().startswith("╭")  # where the terminal has no such signs the title is the first section
     sections: list[list[str]] = [[]]
@@ -407,10 +411,10 @@ def _told(box: str, *, known: Sequence[Argument]) -> str:
         elif text:
             sections[-1].append(text)
     lines = sections[0 if is_framed else 1]
-    told = " ".join(lines)
-    if told.startswith("Missing from "):
-        return f"missing: {', '.join(one.name for one in known if one.name in lines)}"
-    if match := re.match(r"Missing value for argument '(\S+)'", told):
-        (kind,) = (one.kind for one in known if one.flag == match[1])
+    problem = " ".join(lines)
+    if problem.startswith("Missing from "):
+        return f"missing: {', '.join(one.name for one in options if one.name in lines)}"
+    if match := re.match(r"Missing value for argument '(\S+)'", problem):
+        (kind,) = (one.kind for one in options if one.flag == match[1])
         return f"{match[1]} lacks a value; allowed: {describe(kind)}"
-    return told.removeprefix("Error parsing ").replace("Unrecognized options", UNEXPECTED).rstrip(".")
+    return problem.removeprefix("Error parsing ").replace("Unrecognized options", UNEXPECTED).rstrip(".")

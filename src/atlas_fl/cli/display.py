@@ -70,13 +70,13 @@ def show_progress(*, notes: bool = True) -> Iterator[OnEvent]:
         def show(event: Event) -> None:
             if isinstance(event, Progress):
                 _advance(bars, phases, event)
-            elif (line := line_of(event)) is not None and (notes or not isinstance(event, Note)):
+            elif (line := event_line(event)) is not None and (notes or not isinstance(event, Note)):
                 bars.console.print(line, markup=False, soft_wrap=True)
 
         yield show
 
 
-def line_of(event: Event) -> str | None:
+def event_line(event: Event) -> str | None:
     """The line that an event leaves behind; None for one that only moves a bar."""
     if isinstance(event, PhaseStarted):
         # a round has a line of its own when it is over

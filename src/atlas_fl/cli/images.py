@@ -60,18 +60,20 @@ def masks(words: Sequence[str]) -> int:
     files = _files(options)
     if options.clients is None:
         names = labels_of(list(files))
-        found: dict[str, Any] = {name: read_mask(file) for name, file in zip(names, files.values(), strict=True)}
+        masks_by_name: dict[str, Any] = {
+            name: read_mask(file) for name, file in zip(names, files.values(), strict=True)
+        }
     else:
-        found = _of_clients(options, list(files), clients=options.clients)
-    check_same_model(found)
-    mask = None if options.to is None else merge_masks(found, method=options.merge)
-    show([_table(found, list(files))])
-    show(f"figure: {path}" for path in _draw(found, folder=_figures(options, files)))
+        masks_by_name = _of_clients(options, list(files), clients=options.clients)
+    check_same_model(masks_by_name)
+    mask = None if options.to is None else merge_masks(masks_by_name, method=options.merge)
+    show([_table(masks_by_name, list(files))])
+    show(f"figure: {path}" for path in _draw(masks_by_name, folder=_figures(options, files)))
     if mask is not None and options.to is not None:
         write_tensors(Path(options.to), mask)
         share = percent(num_kept(mask) / num_values(mask))
         counts = f"{num_kept(mask):,} of {num_values(mask):,} weights may move ({share})"
-        show([f"{options.merge} of {len(found)}: {counts}; train under it: --mask-file {options.to}"])
+        show([f"{options.merge} of {len(masks_by_name)}: {counts}; train under it: --mask-file {options.to}"])
     return 0
 
 
@@ -89,17 +91,17 @@ def _files(options: MasksOptions) -> dict[Path, Path]:
     from atlas_fl.storage.digests import check_files
     from atlas_fl.storage.run_folder import find_run
 
-    found: dict[Path, Path] = {}
+    mask_files: dict[Path, Path] = {}
     for name in options.masks:
         if Path(name).is_file():
-            found[Path(name)] = Path(name)
+            mask_files[Path(name)] = Path(name)
             continue
         folder = find_run(name, runs_dir=options.runs_dir)
         if not folder.mask.is_file():
             raise ConfigError(f"run {folder.path} was trained without a mask; give runs with --mask or --mask-file")
         check_files(folder, folder.mask)
-        found[folder.path] = folder.mask
-    return found
+        mask_files[folder.path] = folder.mask
+    return mask_files
 
 
 def _of_clients(options: MasksOptions, named: Sequence[Path], *, clients: int) -> dict[str, Any]:
@@ -111,7 +113,7 @@ def _of_clients(options: MasksOptions, named: Sequence[Path], *, clients: int) -
     return dict(masks_by_client(find_run(named[0], runs_dir=options.runs_dir), clients=clients))
 
 
-def _table(found: Mapping[str, Mapping[str, Any]], named: Sequence[Path]) -> Any:
+def _table(masks_by_name: Mapping[str, Mapping[str, Any]], named: Sequence[Path]) -> Any:
     from rich.markup import escape
 
     from atlas_fl.params import num_values
@@ -119,16 +121,16 @@ def _table(found: Mapping[str, Mapping[str, Any]], named: Sequence[Path]) -> Any
     from atlas_fl.sparse.masks import num_kept, overlap
 
     table = new_table("Masks")
-    numbers = [str(place) for place in range(1, len(found) + 1)] if len(found) > 1 else []
+    numbers = [str(index) for index in range(1, len(masks_by_name) + 1)] if len(masks_by_name) > 1 else []
     add_columns(table, ["", "mask"], ["may move", "share", *numbers])
-    shared = overlap(list(found.values()))
-    for place, (name, mask) in enumerate(found.items()):
-        kept, total = num_kept(mask), num_values(mask)
-        agree = [f"{value:.3f}" for value in shared[place]] if numbers else []
-        table.add_row(str(place + 1), escape(name), f"{kept:,}", percent(kept / total), *agree)
+    shared = overlap(list(masks_by_name.values()))
+    for index, (name, mask) in enumerate(masks_by_name.items()):
+        movable, total = num_kept(mask), num_values(mask)
+        agree = [f"{value:.3f}" for value in shared[index]] if numbers else []
+        table.add_row(str(index + 1), escape(name), f"{movable:,}", percent(movable / total), *agree)
     lines = (
-        [f"{place}: {path}" for place, path in enumerate(named, start=1)]
-        if len(named) == len(found)
+        [f"{index}: {path}" for index, path in enumerate(named, start=1)]
+        if len(named) == len(masks_by_name)
         else [str(named[0])]
     )
     table.caption = "\n".join([*(["numbered columns: Jaccard index, both over either"] if numbers else []), *lines])
@@ -144,7 +146,7 @@ def _figures(options: MasksOptions, files: Mapping[Path, Path]) -> Path:
     return named / "figures" if named.is_dir() else named.parent
 
 
-def _draw(found: Mapping[str, Mapping[str, Any]], *, folder: Path) -> list[Path]:
+def _draw(masks_by_name: Mapping[str, Mapping[str, Any]], *, folder: Path) -> list[Path]:
     from atlas_fl.params import num_values
     from atlas_fl.report.mask_figures import draw_density, draw_overlap
     from atlas_fl.report.style import save_beside, save_figure
@@ -152,12 +154,12 @@ def _draw(found: Mapping[str, Mapping[str, Any]], *, folder: Path) -> list[Path]
     from atlas_fl.storage.run_folder import RunFolder
 
     save = save_figure if RunFolder(folder.parent).is_run() and folder.name == "figures" else save_beside
-    shares = [num_kept(mask) / num_values(mask) for mask in found.values()]
+    shares = [num_kept(mask) / num_values(mask) for mask in masks_by_name.values()]
     common = shares[0] if max(shares) - min(shares) < 1e-3 else None
-    density = draw_density({name: density_by_layer(mask) for name, mask in found.items()}, share=common)
+    density = draw_density({name: density_by_layer(mask) for name, mask in masks_by_name.items()}, share=common)
     paths = [save(density, folder / "masks-density.png")]
-    if len(found) > 1:
-        figure = draw_overlap(list(found), overlap(list(found.values())), densities=shares)
+    if len(masks_by_name) > 1:
+        figure = draw_overlap(list(masks_by_name), overlap(list(masks_by_name.values())), densities=shares)
         paths.append(save(figure, folder / "masks-overlap.png"))
     return paths
 
@@ -203,18 +205,18 @@ def vectors(words: Sequence[str]) -> int:
     title = f"Accuracy over scales: {options.merge} of {len(runs)}"
     show(_tables(rows, best=best_scale(rows), title=title))
     if to is not None:
-        show(_written(runs, base, vector, rows, to=to))
+        show(_write_model(runs, base, vector, rows, to=to))
     return 0
 
 
 def _scales(text: str) -> list[float]:
     try:
-        found = [float(part) for part in text.split(",")]
+        scales = [float(part) for part in text.split(",")]
     except ValueError:
-        found = []
-    if not found or not all(abs(scale) <= LARGEST for scale in found):
+        scales = []
+    if not scales or not all(abs(scale) <= LARGEST for scale in scales):
         raise ConfigError(f"--scales is {text!r}; allowed: numbers with commas between them; write --scales 0,0.5,1")
-    return list(dict.fromkeys(found))
+    return list(dict.fromkeys(scales))
 
 
 def _base(options: VectorsOptions, runs: "Sequence[TrainedRun]") -> "Params":
@@ -240,16 +242,16 @@ def _tables(rows: "Sequence[ScaleRow]", *, best: "ScaleRow", title: str) -> Iter
 
     table = new_table(title)
     names = list(rows[0].test)
-    add_columns(table, [], ["scale", "mean", *(str(place) for place in range(1, len(names) + 1))])
+    add_columns(table, [], ["scale", "mean", *(str(index) for index in range(1, len(names) + 1))])
     for row in rows:
         cells = [f"{row.scale:g}", number(row.mean, 3), *(number(row.test[name], 3) for name in names)]
         table.add_row(*cells, style="bold" if row is best else "")
-    lines = [escape(f"{place}: {name}") for place, name in enumerate(names, start=1)]
+    lines = [escape(f"{index}: {name}") for index, name in enumerate(names, start=1)]
     table.caption = "\n".join(["test images; bold: the best mean on validation images", *lines])
     yield table
 
 
-def _written(
+def _write_model(
     runs: "Mapping[str, TrainedRun]",
     base: "Params",
     vector: "Params",
@@ -258,7 +260,7 @@ def _written(
     to: Path,
 ) -> Iterator[str]:
     from atlas_fl.experiment.task_arithmetic import best_scale, save_merged
-    from atlas_fl.report.mask_figures import draw_scales, to_csv
+    from atlas_fl.report.mask_figures import draw_scales, scales_csv
     from atlas_fl.report.style import save_figure
     from atlas_fl.sparse.task_vectors import apply_vector
     from atlas_fl.storage.files import write_atomic
@@ -267,6 +269,6 @@ def _written(
     tested = {row.scale: row.test for row in rows}
     for folder in save_merged(list(runs.values()), apply_vector(base, vector, scale=best.scale), to):
         yield f"wrote {folder}: scale {best.scale:g}, the best on validation images"
-    write_atomic(to / "scales.csv", to_csv(tested, {row.scale: row.validation for row in rows}).encode())
+    write_atomic(to / "scales.csv", scales_csv(tested, {row.scale: row.validation for row in rows}).encode())
     yield f"the table as CSV: {to / 'scales.csv'}"
     yield f"and as a figure: {save_figure(draw_scales(tested), to / 'scales.png')}"

@@ -12,7 +12,7 @@ from atlas_fl.cli import deploy, images, results, run, sweep
 from atlas_fl.cli import run as catalogue
 from atlas_fl.cli import run as fetch
 from atlas_fl.cli import sweep as search
-from atlas_fl.cli.arguments import table, wrapped
+from atlas_fl.cli.arguments import table, wrap_lines
 from atlas_fl.errors import AtlasError, ConfigError, did_you_mean, replace_unprintable, short_repr
 
 FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO})
@@ -98,7 +98,7 @@ def page() -> str:
     rows = [(name, command.summary) for name, command in COMMANDS.items()]
     lines = table(rows, names=max(map(len, COMMANDS)))
     usage = "usage: atlas COMMAND [OPTIONS]"
-    return "\n".join([usage, "", *wrapped(ABOUT), "", "commands:", *lines, "", *wrapped(START)])
+    return "\n".join([usage, "", *wrap_lines(ABOUT), "", "commands:", *lines, "", *wrap_lines(START)])
 
 
 def _dispatch(words: Sequence[str]) -> int:

@@ -151,10 +151,10 @@ def place(words: Sequence[str]) -> int:
 
     folder = find_run(options.run, runs_dir=options.runs_dir).path
     with show_progress() as on_event:
-        found = place_client(
+        newcomer = place_client(
             folder, task=options.task, samples=options.samples, device=options.device, on_event=on_event
         )
-    show(placement(found))
+    show(placement(newcomer))
     return 0
 
 
@@ -184,8 +184,8 @@ def leakage(words: Sequence[str]) -> int:
     from atlas_fl.storage.jsonl import write_json
 
     with show_progress() as on_event:
-        found = measure_leakage(config, cuts=options.cuts or None, on_event=on_event)
-    rows = [asdict(row) for row in found]
+        measured = measure_leakage(config, cuts=options.cuts or None, on_event=on_event)
+    rows = [asdict(row) for row in measured]
     show([leakage_table(rows)])
     if options.to is not None:
         write_json(Path(options.to), rows)

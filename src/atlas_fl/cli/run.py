@@ -106,14 +106,14 @@ def plan(words: Sequence[str]) -> int:
     from atlas_fl.storage.jsonl import write_json
 
     with show_progress(notes=False) as on_event:
-        found = make_plan(config, on_event=on_event).to_json()
-    show(plan_tables(found))
+        plan_json = make_plan(config, on_event=on_event).to_json()
+    show(plan_tables(plan_json))
     # the table of clusters has these below it
-    told = (found.get("clustering") or {}).get("warnings") or ()
-    show(f"note: {line}" for line in found["notes"] if line not in told)
+    warnings = (plan_json.get("clustering") or {}).get("warnings") or ()
+    show(f"note: {line}" for line in plan_json["notes"] if line not in warnings)
     show([f"the run would be {run_folder(config).path}"])
     if options.to is not None:
-        write_json(Path(options.to), found)
+        write_json(Path(options.to), plan_json)
     return 0
 
 
@@ -126,12 +126,12 @@ def resume(words: Sequence[str]) -> int:
 
     if options.max_rounds is not None and options.max_rounds < 1:
         raise ConfigError(f"--max-rounds is {options.max_rounds}; allowed: at least 1; give more, or leave it out")
-    found = find_run(options.run, runs_dir=options.runs_dir, allow_unplanned=True)
+    folder = find_run(options.run, runs_dir=options.runs_dir, allow_unplanned=True)
     _carry_out(
-        load_config(found.config),
-        found.path,
+        load_config(folder.config),
+        folder.path,
         project=options.wandb,
-        work=lambda on_event: resume_run(found.path, max_rounds=options.max_rounds, on_event=on_event),
+        work=lambda on_event: resume_run(folder.path, max_rounds=options.max_rounds, on_event=on_event),
     )
     return 0
 
@@ -144,9 +144,9 @@ def _carry_out(config: Config, folder: Path, *, project: str | None, work: Calla
         if project is None:
             result = work(on_event)
         else:
-            from atlas_fl.report.wandb import tracked
+            from atlas_fl.report.wandb import track_run
 
-            with tracked(project, config, folder, on_event) as tracker:
+            with track_run(project, config, folder, on_event) as tracker:
                 result = work(tracker.tell)
                 if result.complete:
                     tracker.summary(result.summary)

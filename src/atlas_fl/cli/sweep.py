@@ -205,7 +205,7 @@ def search(words: Sequence[str]) -> int:
             trial = f"trial {number} ({number + 1} of {options.trials}): {label_of(point)}"
             on_event(PhaseStarted(f"{trial} {WORDS[state]}"))
 
-        found = run_search(
+        study = run_search(
             options.settings,
             space=parse_space(options.over),
             trials=options.trials,
@@ -213,7 +213,7 @@ def search(words: Sequence[str]) -> int:
             on_trial=announce,
             on_event=on_event,
         )
-    write_atomic(found.folder / TABLE, search_csv(found.trials).encode())
-    show([search_table(found), f"the same as CSV: {found.folder / 'trials.csv'}"])
-    show([f"the best settings: atlas run --config {found.folder / BEST}"])
+    write_atomic(study.folder / TABLE, search_csv(study.trials).encode())
+    show([search_table(study), f"the same as CSV: {study.folder / 'trials.csv'}"])
+    show([f"the best settings: atlas run --config {study.folder / BEST}"])
     return 0

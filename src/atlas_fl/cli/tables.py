@@ -28,16 +28,16 @@ def outcome(folder: Path, summary: Mapping[str, Any], *, complete: bool) -> Iter
 
 def placement(newcomer: ClientPlacement) -> Iterator[RenderableType]:
     """Where a newcomer belongs: a line for each cluster of the run with an arrow at its own, and the verdict."""
-    place = newcomer.placement
+    assigned = newcomer.placement
     table = new_table(f"Place of {newcomer.name}")
     add_columns(table, ["", "cluster", "clients"], ["similarity"])
     for label, clients in newcomer.members.items():
-        arrow = ">" if label == place.cluster else ""
-        similarity = number(place.similarity.get(label), 2)
+        arrow = ">" if label == assigned.cluster else ""
+        similarity = number(assigned.similarity.get(label), 2)
         table.add_row(arrow, cluster_name(label), escape(", ".join(clients)), similarity)
     yield table
-    halves = f"its halves agree to {place.reliability:.2f} over {newcomer.examples} examples"
-    verdict = "is undecided and would train alone" if place.cluster < 0 else f"belongs to cluster {place.cluster}"
+    halves = f"its halves agree to {assigned.reliability:.2f} over {newcomer.examples} examples"
+    verdict = "is undecided and would train alone" if assigned.cluster < 0 else f"belongs to cluster {assigned.cluster}"
     yield f"{newcomer.name} {verdict}; {halves}"
     if newcomer.ranks is not None:
         yield f"ranks by layer: {' '.join(map(str, newcomer.ranks))}"

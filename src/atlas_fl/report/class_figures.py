@@ -52,8 +52,8 @@ def draw_label_distribution(record: Record) -> Figure:
         return figure
     grid = figure.add_gridspec(len(panels), 1, height_ratios=[max(count, 2) for count in rows])
     norm = Normalize(0, max(float(np.nanmax(counts)) for _, counts in panels.values()))
-    for place, (task, (names, counts)) in enumerate(panels.items()):
-        axes = figure.add_subplot(grid[place, 0])
+    for index, (task, (names, counts)) in enumerate(panels.items()):
+        axes = figure.add_subplot(grid[index, 0])
         image = cells(axes, counts, colours=mpl.colormaps["Blues"], norm=norm)
         axes.set_facecolor("#f4f4f4")
         axes.set_title(task, size=LABEL_SIZE + 1, color=INK, loc="left", weight="bold")
@@ -65,14 +65,14 @@ def draw_label_distribution(record: Record) -> Figure:
 
 def _panels(record: Record) -> dict[str, tuple[list[str], np.ndarray]]:
     """Of every task with classes: its clients and their counts, float64 (clients, classes) with NaN for none."""
-    found: dict[str, tuple[list[str], np.ndarray]] = {}
+    panels: dict[str, tuple[list[str], np.ndarray]] = {}
     for task in record.tasks:
         rows = [row for row in record.plan.get("data") or () if row["task"] == task and "distance" in row]
         if rows:
             counts = np.array([list(row["labels"].values()) for row in rows], dtype=np.float64)
             counts[counts == 0] = np.nan
-            found[task] = [row["client"] for row in rows], counts
-    return found
+            panels[task] = [row["client"] for row in rows], counts
+    return panels
 
 
 def _subtitle(record: Record, panels: Mapping[str, tuple[list[str], np.ndarray]]) -> str:
@@ -114,17 +114,21 @@ def draw_accuracy_by_class(record: Record) -> Figure:
         return figure
     heights = [height for count in rows for height in (1.7, float(np.clip(ROW * count, 0.8, MOST_HIGH)))]
     grid = figure.add_gridspec(2 * len(tasks), 1, height_ratios=heights)
-    for place, task in enumerate(tasks):
-        above = figure.add_subplot(grid[2 * place, 0])
-        _task(figure, above, figure.add_subplot(grid[2 * place + 1, 0], sharex=above), record, task)
+    for index, task in enumerate(tasks):
+        above = figure.add_subplot(grid[2 * index, 0])
+        _task(figure, above, figure.add_subplot(grid[2 * index + 1, 0], sharex=above), record, task)
     return figure
 
 
 def _task(figure: Figure, above: Axes, below: Axes, record: Record, task: str) -> None:
-    members = [(member.client, found) for member in record.by_task[task] if (found := class_counts(member)) is not None]
-    counts = np.array([own for _, own in members], dtype=np.float64)  # (n, 2, classes)
+    members = [
+        (member.client, counts_of_client)
+        for member in record.by_task[task]
+        if (counts_of_client := class_counts(member)) is not None
+    ]
+    counts = np.array([client_counts for _, client_counts in members], dtype=np.float64)  # (n, 2, classes)
     hits, examples = counts[:, 0], counts[:, 1]
-    names = class_names(record.plan, task) or [str(place) for place in range(hits.shape[1])]
+    names = class_names(record.plan, task) or [str(index) for index in range(hits.shape[1])]
     _bars(above, _share(hits.sum(0), examples.sum(0)), float(hits.sum() / examples.sum()), task=task)
     shares = _share(hits, examples)
     image = cells(below, shares, colours=mpl.colormaps["viridis"], norm=Normalize(0, 1))
@@ -145,9 +149,9 @@ def _bars(axes: Axes, shares: np.ndarray, overall: float, *, task: str) -> None:
     axes.set_ylim(0, 1.12)
     axes.set_yticks([0, 0.5, 1])
     axes.tick_params(labelbottom=False, bottom=False, which="both")
-    for place, share in enumerate(shares if len(shares) <= MOST_BARS_NAMED else ()):
+    for index, share in enumerate(shares if len(shares) <= MOST_BARS_NAMED else ()):
         if np.isfinite(share):
-            axes.text(place, share + 0.02, f"{share:.2f}", ha="center", va="bottom", size=NOTE_SIZE)
+            axes.text(index, share + 0.02, f"{share:.2f}", ha="center", va="bottom", size=NOTE_SIZE)
 
 
 def _share(hits: np.ndarray, examples: np.ndarray) -> np.ndarray:

@@ -109,12 +109,12 @@ def _row(
 ) -> ComparisonRow:
     overall = [summary["overall"][score] for summary in summaries]
     means = [entry.get("test", {}).get("primary") for entry in overall]
-    known = [mean for mean in means if mean is not None]
+    defined = [mean for mean in means if mean is not None]
     return ComparisonRow(
         name=name,
         seeds=len(summaries),
         mean=_mean(means),
-        std=stdev(known) if len(known) == len(means) > 1 else None,
+        std=stdev(defined) if len(defined) == len(means) > 1 else None,
         worst=_mean([entry.get("worst_client", {}).get("primary") for entry in overall]),
         gain_over_local=_gain(summaries, baseline, score),
         gain_over_majority=_mean([entry.get("test", {}).get("gain_over_majority") for entry in overall]),
@@ -127,8 +127,8 @@ def _row(
 
 def _mean(values: Sequence[float | None]) -> float | None:
     """The mean, or None where a value is missing: a mean over the others would compare different seeds."""
-    known = [value for value in values if value is not None]
-    return fmean(known) if known and len(known) == len(values) else None
+    defined = [value for value in values if value is not None]
+    return fmean(defined) if defined and len(defined) == len(values) else None
 
 
 def _gain(
@@ -137,10 +137,10 @@ def _gain(
     """Mean over the seeds that local training was run with of the mean over clients; the same clients on both sides."""
     gains = []
     for summary in summaries:
-        own, local = _by_client(summary, score), _by_client(baseline.get(_seed(summary), {}), score)
-        shared = own.keys() & local.keys()
+        scores, local = _by_client(summary, score), _by_client(baseline.get(_seed(summary), {}), score)
+        shared = scores.keys() & local.keys()
         if shared:
-            gains.append(fmean(own[client] - local[client] for client in shared))
+            gains.append(fmean(scores[client] - local[client] for client in shared))
     return fmean(gains) if gains else None
 
 
@@ -152,13 +152,13 @@ def _by_client(summary: Mapping[str, Any], score: str) -> dict[str, float]:
 
 def _task_means(summaries: Sequence[Mapping[str, Any]], score: str) -> dict[str, float]:
     names = dict.fromkeys(task for summary in summaries for task in summary["tasks"])
-    found = {
+    means = {
         task: _mean(
             [summary["tasks"].get(task, {}).get(score, {}).get("test", {}).get("primary") for summary in summaries]
         )
         for task in names
     }
-    return {task: mean for task, mean in found.items() if mean is not None}
+    return {task: mean for task, mean in means.items() if mean is not None}
 
 
 def comparison_table(rows: Sequence[ComparisonRow], *, title: str = "Comparison") -> Table:
@@ -211,11 +211,11 @@ def to_latex(rows: Sequence[ComparisonRow]) -> str:
     tasks = _tasks(rows)
     headings = ["run", "mean", "worst client", "gain over local", *tasks, "bytes"]
     lines = [rf"\begin{{tabular}}{{l{'r' * (len(headings) - 1)}}}", r"\toprule"]
-    lines += [" & ".join(map(_escaped, headings)) + r" \\", r"\midrule"]
+    lines += [" & ".join(map(_escape, headings)) + r" \\", r"\midrule"]
     for row in rows:
         spread = "" if row.std is None else rf" $\pm$ {number(row.std, 3)}"
         cells = [
-            _escaped(row.name),
+            _escape(row.name),
             number(row.mean, 3) + spread,
             number(row.worst, 3),
             EMPTY if row.gain_over_local is None else f"${number(row.gain_over_local, 3, sign=True)}$",
@@ -239,7 +239,7 @@ def _bold(text: str, yes: bool) -> str:
     return f"[bold]{text}[/bold]" if yes and text != EMPTY else text
 
 
-def _escaped(text: str) -> str:
+def _escape(text: str) -> str:
     r"""Text with what LaTeX would take for a command written out: `fedavg_cluster` is `fedavg\_cluster`."""
     commands = {"\\": r"\textbackslash{}", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}"}
     return "".join(commands.get(letter, "\\" + letter if letter in "&%$#_{}" else letter) for letter in text)

@@ -88,8 +88,8 @@ def _frame_clusters(axes: Axes, record: Record, order: Sequence[int]) -> None:
         )
         axes.add_patch(frame)
         if len(bounds) <= 16:
-            place = ((start + end - 1) / 2, -0.62)
-            axes.text(*place, label, ha="center", va="bottom", size=NOTE_SIZE, color=INK)
+            position = ((start + end - 1) / 2, -0.62)
+            axes.text(*position, label, ha="center", va="bottom", size=NOTE_SIZE, color=INK)
 
 
 K_COLUMNS = {

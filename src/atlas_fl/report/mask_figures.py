@@ -58,8 +58,8 @@ def draw_density(masks: Mapping[str, Mapping[str, float]], *, share: float | Non
     tidy(axes, y="share")
     wide = 0.8 / len(masks)
     for index, (name, densities) in enumerate(masks.items()):
-        places = np.arange(len(layers)) - 0.4 + wide * (index + 0.5)
-        axes.bar(places, list(densities.values()), wide, color=TASK_COLOURS[index % len(TASK_COLOURS)], label=name)
+        positions = np.arange(len(layers)) - 0.4 + wide * (index + 0.5)
+        axes.bar(positions, list(densities.values()), wide, color=TASK_COLOURS[index % len(TASK_COLOURS)], label=name)
     if share is not None:
         axes.axhline(share, color=FAINT, linewidth=1, linestyle=(0, (4, 3)), zorder=3)
     axes.set_xticks(range(len(layers)), labels=layers, rotation=90)
@@ -101,14 +101,14 @@ ByScale = Mapping[float, Mapping[str, float]]
 """Accuracy by scale and run."""
 
 
-def to_csv(test: ByScale, validation: ByScale) -> str:
+def scales_csv(test: ByScale, validation: ByScale) -> str:
     """A row a scale: accuracy of every run's task on test and on validation images, in full."""
     names = list(next(iter(test.values())))
     text = StringIO()
     writer = csv.writer(text, lineterminator="\n")
     writer.writerow(["scale", *(f"test:{name}" for name in names), *(f"validation:{name}" for name in names)])
-    for scale, found in test.items():
-        writer.writerow([scale, *(found[name] for name in names), *(validation[scale][name] for name in names)])
+    for scale, scores in test.items():
+        writer.writerow([scale, *(scores[name] for name in names), *(validation[scale][name] for name in names)])
     return text.getvalue()
 
 
@@ -147,10 +147,16 @@ def draw_leakage(record: Record) -> Figure:
     tidy(axes, x="blocks on the client", y="tokens read")
     taken = {(client["task"], client.get("cut")) for client in record.plan["clients"]}
     for task in [task for task in record.tasks if any(row["task"] == task for row in rows)]:
-        own, colour = [row for row in rows if row["task"] == task], colours[task]
-        axes.plot([row["blocks"] for row in own], [row["read"] for row in own], marker=".", color=colour, label=task)
-        axes.axhline(own[0]["commonest"], color=colour, linewidth=1, linestyle=(0, (4, 3)))
-        for row in own:
+        task_rows, colour = [row for row in rows if row["task"] == task], colours[task]
+        axes.plot(
+            [row["blocks"] for row in task_rows],
+            [row["read"] for row in task_rows],
+            marker=".",
+            color=colour,
+            label=task,
+        )
+        axes.axhline(task_rows[0]["commonest"], color=colour, linewidth=1, linestyle=(0, (4, 3)))
+        for row in task_rows:
             if (task, row["blocks"]) in taken:
                 axes.plot(row["blocks"], row["read"], marker="o", markersize=11, color=colour, fillstyle="none")
     axes.set_ylim(0, 1.05)

@@ -32,8 +32,8 @@ class Record:
     @cached_property
     def histories(self) -> dict[str, History]:
         """The evaluations by client, in the order of the plan."""
-        found = histories(self.metrics)
-        return {name: found[name] for name in self.clients if name in found}
+        by_client = histories(self.metrics)
+        return {name: by_client[name] for name in self.clients if name in by_client}
 
     @cached_property
     def totals(self) -> Totals:
@@ -75,8 +75,8 @@ class Record:
     def sorted_clients(self) -> list[int]:
         """Indices of the clients with clusters side by side, tasks inside them, undecided clients last."""
         clusters, tasks = self.cluster_of, self.tasks
-        place = [(clusters[name] < 0, clusters[name], tasks.index(self.task_of[name])) for name in self.clients]
-        return sorted(range(len(place)), key=lambda index: place[index])
+        sort_keys = [(clusters[name] < 0, clusters[name], tasks.index(self.task_of[name])) for name in self.clients]
+        return sorted(range(len(sort_keys)), key=lambda index: sort_keys[index])
 
 
 def read_record(run: Path | str) -> Record:

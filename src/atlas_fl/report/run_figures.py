@@ -154,13 +154,13 @@ REFUSED_COLOUR = "#D55E00"
 
 def draw_scores(record: Record) -> Figure:
     """A heat map, clients by rounds; clusters are set apart by lines, a round with a refused update is framed."""
-    rounds = sorted({at for found in record.histories.values() for at in found.series("validation")})
+    rounds = sorted({at for history in record.histories.values() for at in history.series("validation")})
     figure = new_figure(
         width=float(np.clip(3.2 + 0.52 * len(rounds), 7.0, 13.0)),
         height=float(np.clip(1.9 + 0.3 * len(record.clients), 3.6, 14.0)),
         title="Validation score of every client, round by round",
         subtitle="numbers: score; lines between clusters"
-        + ("; framed: the client's update was refused" if _refused(record) else ""),
+        + ("; framed: the client's update was refused" if _refusals(record) else ""),
     )
     axes = figure.add_subplot()
     if not rounds:
@@ -205,18 +205,18 @@ def _matrix(record: Record, order: list[int], rounds: list[int], *series: str) -
 def _name_columns(figure: Figure, rounds: list[int]) -> None:
     axes = figure.axes[0]
     shown = range(0, len(rounds), -(-len(rounds) // MOST_TICKS))
-    axes.set_xticks(shown, labels=[str(rounds[place]) for place in shown])
+    axes.set_xticks(shown, labels=[str(rounds[index]) for index in shown])
     axes.set_xlabel("round", size=LABEL_SIZE)
 
 
-def _refused(record: Record) -> list[tuple[int, str]]:
+def _refusals(record: Record) -> list[tuple[int, str]]:
     """Round and client of every refused update."""
     return [(row["round"], row["client"]) for row in record.metrics if row.get("event") == "refused"]
 
 
 def _frame_refused(figure: Figure, record: Record, order: list[int], rounds: list[int]) -> None:
     names = [record.clients[index] for index in order]
-    for at, client in _refused(record):
+    for at, client in _refusals(record):
         if at in rounds and client in names:
             corner = rounds.index(at) - 0.46, names.index(client) - 0.43
             frame = Rectangle(corner, 0.92, 0.86, fill=False, edgecolor=REFUSED_COLOUR, linewidth=2, zorder=3)
@@ -306,23 +306,23 @@ def _rounds(axes: Axes, record: Record, kinds: Sequence[str]) -> None:
     axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: human_bytes(abs(value))))
     low, high = axes.get_ylim()
     axes.set_ylim(low * 1.12, high * 1.12)
-    for text, place, align in (("up", 0.98, "top"), ("down", 0.02, "bottom")):
-        axes.text(0.01, place, text, transform=axes.transAxes, size=LABEL_SIZE, weight="bold", color=INK, va=align)
+    for text, height, align in (("up", 0.98, "top"), ("down", 0.02, "bottom")):
+        axes.text(0.01, height, text, transform=axes.transAxes, size=LABEL_SIZE, weight="bold", color=INK, va=align)
 
 
 def _kinds(axes: Axes, record: Record, kinds: Sequence[str]) -> None:
     tidy(axes, title="by kind", grid="")
     sums = [sum(record.totals.by_kind[kind].values()) for kind in kinds]
-    places = range(len(kinds))
-    axes.barh(places, sums, color=[KIND_COLOURS[kind] for kind in kinds], height=0.62)
-    axes.set_yticks(places, labels=kinds)
+    positions = range(len(kinds))
+    axes.barh(positions, sums, color=[KIND_COLOURS[kind] for kind in kinds], height=0.62)
+    axes.set_yticks(positions, labels=kinds)
     axes.invert_yaxis()
-    for place, size in zip(places, sums):
+    for position, size in zip(positions, sums):
         share = 100 * size / record.totals.total
         percent = f"{share:.1f}%" if share >= 0.05 else "below 0.1%"
         axes.annotate(
             f"{human_bytes(size)}, {percent}",
-            (size, place),
+            (size, position),
             xytext=(4, 0),
             textcoords="offset points",
             va="center",

@@ -174,11 +174,11 @@ def name_rows(axes: Axes, record: Record, order: Sequence[int]) -> None:
     )
     # In points, so that the bar is as wide in a large figure as in a small one.
     left = ScaledTranslation(-BAR_POINTS / 72, 0, axes.get_figure(root=True).dpi_scale_trans)  # type: ignore[union-attr]
-    place = axes.get_yaxis_transform() + left
+    transform = axes.get_yaxis_transform() + left
     for task, run in groupby(range(len(names)), key=lambda row: record.task_of[names[row]]):
         rows = list(run)
         bar = Line2D([0, 0], [rows[0] - 0.5, rows[-1] + 0.5], linewidth=BAR_POINTS, color=colours[task])
-        bar.set(transform=place, clip_on=False, solid_capstyle="butt")
+        bar.set(transform=transform, clip_on=False, solid_capstyle="butt")
         axes.add_artist(bar)
 
 

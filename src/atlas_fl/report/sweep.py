@@ -80,21 +80,22 @@ def read_swept(changes: Sequence[Mapping[str, str]], runs: Sequence[Path | str])
     Raises:
         CheckpointError: a run is missing or not complete.
     """
-    values = {name: tuple(dict.fromkeys(own[name] for own in changes)) for name in changes[0]}
+    values = {name: tuple(dict.fromkeys(changed[name] for changed in changes)) for name in changes[0]}
     along = next((name for name in values if _are_numbers(values[name])), next(iter(values)))
     tests = [_test(read_summary(run)) for run in runs]
-    found: dict[str, dict[str, list[float]]] = {}
-    for own, test in zip(changes, tests, strict=True):
-        line = ", ".join(f"{word_of(name)} {value}" for name, value in own.items() if name != along)
-        cell = found.setdefault(line, {}).setdefault(own[along], [])
+    scores_by_line: dict[str, dict[str, list[float]]] = {}
+    for changed, test in zip(changes, tests, strict=True):
+        line = ", ".join(f"{word_of(name)} {value}" for name, value in changed.items() if name != along)
+        cell = scores_by_line.setdefault(line, {}).setdefault(changed[along], [])
         cell.extend([test["primary"]] if "primary" in test else [])
     lines = {
-        line: {value: Cell(scores=tuple(scores)) for value, scores in cells.items()} for line, cells in found.items()
+        line: {value: Cell(scores=tuple(scores)) for value, scores in cells.items()}
+        for line, cells in scores_by_line.items()
     }
     is_accuracy = all(test.get("accuracy") == test.get("primary") for test in tests)
     return Swept(
         along=along,
-        values=_ordered(values[along], lines),
+        values=_sort_values(values[along], lines),
         is_numeric=_are_numbers(values[along]),
         lines=lines,
         metric="accuracy" if is_accuracy else "score",
@@ -108,8 +109,8 @@ def word_of(setting: str) -> str:
 
 
 def _test(summary: Mapping[str, Any]) -> Mapping[str, Any]:
-    found: Mapping[str, Any] = summary["overall"]["final"].get("test", {})
-    return found
+    test: Mapping[str, Any] = summary["overall"]["final"].get("test", {})
+    return test
 
 
 def _are_numbers(values: Sequence[str]) -> bool:
@@ -124,7 +125,7 @@ def _number(value: str) -> float | None:
         return None
 
 
-def _ordered(values: Sequence[str], lines: Mapping[str, Mapping[str, Cell]]) -> tuple[str, ...]:
+def _sort_values(values: Sequence[str], lines: Mapping[str, Mapping[str, Cell]]) -> tuple[str, ...]:
     if _are_numbers(values):
         return tuple(sorted(values, key=lambda value: (value == EVENLY, _number(value) or 0.0)))
     means = {value: fmean(cells[value].mean for cells in lines.values() if value in cells) for value in values}
@@ -171,16 +172,16 @@ def _how(swept: Swept) -> str:
 def _numbers(axes: Axes, swept: Swept) -> None:
     tidy(axes, x=word_of(swept.along), y=f"test {swept.metric}")
     for index, (line, cells) in enumerate(swept.lines.items()):
-        places, found = _placed(swept, cells, index)
+        positions, shown = _positions(swept, cells, index)
         colour, marker = _look(index)
-        spread = [cell.std for cell in found]
+        spread = [cell.std for cell in shown]
         axes.errorbar(
-            places, [cell.mean for cell in found], yerr=spread if any(spread) else None, color=colour, marker=marker,
+            positions, [cell.mean for cell in shown], yerr=spread if any(spread) else None, color=colour, marker=marker,
             label=line or None, markersize=6, linewidth=1.8, capsize=3, elinewidth=1.2,
         )  # fmt: skip
-        for place, cell in zip(places, found, strict=True):
+        for position, cell in zip(positions, shown, strict=True):
             if len(cell.scores) > 1:
-                axes.plot([place] * len(cell.scores), cell.scores, ".", color=colour, alpha=0.45, markersize=5)
+                axes.plot([position] * len(cell.scores), cell.scores, ".", color=colour, alpha=0.45, markersize=5)
     axes.set_xticks(range(len(swept.values)), labels=list(swept.values))
     axes.set_xlim(-0.5, len(swept.values) - 0.5)
 
@@ -188,26 +189,26 @@ def _numbers(axes: Axes, swept: Swept) -> None:
 def _words(axes: Axes, swept: Swept) -> None:
     tidy(axes, x=f"test {swept.metric}", grid="x")
     for index, (line, cells) in enumerate(swept.lines.items()):
-        places, found = _placed(swept, cells, index)
+        positions, shown = _positions(swept, cells, index)
         colour, marker = _look(index)
-        spread = [cell.std for cell in found]
+        spread = [cell.std for cell in shown]
         axes.errorbar(
-            [cell.mean for cell in found], places, xerr=spread if any(spread) else None, color=colour, marker=marker,
+            [cell.mean for cell in shown], positions, xerr=spread if any(spread) else None, color=colour, marker=marker,
             label=line or None, markersize=6, linestyle="", capsize=3, elinewidth=1.2,
         )  # fmt: skip
-        for place, cell in zip(places, found, strict=True):
+        for position, cell in zip(positions, shown, strict=True):
             if len(cell.scores) > 1:
-                axes.plot(cell.scores, [place] * len(cell.scores), ".", color=colour, alpha=0.45, markersize=5)
+                axes.plot(cell.scores, [position] * len(cell.scores), ".", color=colour, alpha=0.45, markersize=5)
     axes.set_yticks(range(len(swept.values)), labels=[value.replace("_", " ") for value in swept.values])
     axes.set_ylim(len(swept.values) - 0.5, -0.5)
 
 
-def _placed(swept: Swept, cells: Mapping[str, Cell], index: int) -> tuple[Sequence[float], list[Cell]]:
+def _positions(swept: Swept, cells: Mapping[str, Cell], index: int) -> tuple[Sequence[float], list[Cell]]:
     """Where the cells of a line lie on the axis; one without scores is left out."""
     shift = APART * (index - (len(swept.lines) - 1) / 2) if swept.seeds > 1 else 0.0
-    found = [(place + shift, cells.get(value, Cell(scores=()))) for place, value in enumerate(swept.values)]
-    known = [(place, cell) for place, cell in found if cell.scores]
-    return [place for place, _ in known], [cell for _, cell in known]
+    pairs = [(position + shift, cells.get(value, Cell(scores=()))) for position, value in enumerate(swept.values)]
+    filled = [(position, cell) for position, cell in pairs if cell.scores]
+    return [position for position, _ in filled], [cell for _, cell in filled]
 
 
 def _look(index: int) -> tuple[str, str]:

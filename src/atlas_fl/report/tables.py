@@ -29,15 +29,15 @@ KINDS = {"activations": ("activation",), "gradients": ("gradient",), "labels, no
 def cut_tables(plan: Mapping[str, Any]) -> list[Table]:
     """Nothing where splitting was not asked for; the reasons alone where no model is cut."""
     clients = plan["clients"]
-    found = [reason_table(plan)] if any(client.get("split") for client in clients) else []
+    tables = [reason_table(plan)] if any(client.get("split") for client in clients) else []
     if any(client.get("cut") is not None for client in clients):
-        found += [crossing_table(plan), sides_table(plan)]
+        tables += [crossing_table(plan), sides_table(plan)]
     if any("host" in (client.get("split") or {}) for client in clients):
-        found.append(host_table(plan))
+        tables.append(host_table(plan))
     if plan.get("leakage"):
         taken = {(client["task"], client.get("cut")) for client in clients}
-        found.append(leakage_table(plan["leakage"], taken=taken))
-    return found
+        tables.append(leakage_table(plan["leakage"], taken=taken))
+    return tables
 
 
 def reason_table(plan: Mapping[str, Any]) -> Table:
@@ -61,15 +61,17 @@ def crossing_table(plan: Mapping[str, Any]) -> Table:
         sent = client["split"]["crossing_bytes"]
         sizes = [sum(size for name, size in sent.items() if name.startswith(kinds)) for kinds in KINDS.values()]
         planned = client["split"].get("planning_bytes")
-        told = EMPTY if planned is None else human_bytes(sum(sum(phase.values()) for phase in planned.values()))
-        table.add_row(escape(client["name"]), *map(human_bytes, [*sizes, client["split"]["evaluation_bytes"]]), told)
+        planning = EMPTY if planned is None else human_bytes(sum(sum(phase.values()) for phase in planned.values()))
+        table.add_row(
+            escape(client["name"]), *map(human_bytes, [*sizes, client["split"]["evaluation_bytes"]]), planning
+        )
     return table
 
 
 def sides_table(plan: Mapping[str, Any]) -> Table:
     """One row a client with a cut: seconds of client, server and link, memory of the device and on the server."""
     table = new_table("Both sides of the cuts")
-    times = [f"on the\n{place}" for place in ("client", "server", "link")]
+    times = [f"on the\n{where}" for where in ("client", "server", "link")]
     add_columns(table, ["client"], [*times, "device\nmemory", "server:\nweights", "its own"])
     for client in plan["clients"]:
         if client.get("cut") is None:
@@ -277,7 +279,7 @@ def memory_table(plan: Mapping[str, Any]) -> Table:
 def planning_table(plan: Mapping[str, Any]) -> Table:
     """One row a client: seconds of planning on its device, the server and the link; memory of the largest phase."""
     table = new_table("Planning, predicted")
-    times = [f"on the\n{place}" for place in ("client", "server", "link")]
+    times = [f"on the\n{where}" for where in ("client", "server", "link")]
     add_columns(table, ["client"], [*times, "device\nmemory", "server:\nits own", "taken by"])
     for client in plan["clients"]:
         phases = client.get("planning") or {}
@@ -294,11 +296,13 @@ def planning_table(plan: Mapping[str, Any]) -> Table:
 
 def _verdict(clustering: Mapping[str, Any]) -> str:
     structure, agreement = clustering.get("structure") or {}, clustering.get("agreement") or {}
-    known = ", ".join(f"{name} {number(agreement[name], 2)}" for name in ("purity", "ari", "nmi") if name in agreement)
+    measured = ", ".join(
+        f"{name} {number(agreement[name], 2)}" for name in ("purity", "ari", "nmi") if name in agreement
+    )
     reason, warnings = structure.get("reason", ""), list(clustering.get("warnings") or ())
     if any(reason in line for line in warnings):
         reason = ""
-    lines = [CLUSTER_WORDS, reason, f"against the true tasks: {known}" if known else "", *warnings]
+    lines = [CLUSTER_WORDS, reason, f"against the true tasks: {measured}" if measured else "", *warnings]
     return "\n".join(line for line in lines if line)
 
 
@@ -355,8 +359,10 @@ def _closing_cells(group: Mapping[str, Any]) -> list[str]:
 def _closing_caption(summary: Mapping[str, Any]) -> str:
     """What the columns mean; then bytes with the reduction, time, peak memory, devices, refused updates."""
     sent, memory = summary.get("bytes") or {}, summary.get("memory") or {}
-    lines = [LEGEND, *_stopped(summary)]
-    lines += [_written(task, group) for task, group in (summary.get("tasks") or {}).items() if _has_written(group)]
+    lines = [LEGEND, *_stopping_notes(summary)]
+    lines += [
+        _writing_scores(task, group) for task, group in (summary.get("tasks") or {}).items() if _has_written(group)
+    ]
     if "total" in sent:
         lines.append(f"{human_bytes(sent['up'])} up, {human_bytes(sent['down'])} down{_than_whole(sent)}")
         if "between_clients" in sent:
@@ -369,7 +375,7 @@ def _closing_caption(summary: Mapping[str, Any]) -> str:
         lines.append(", ".join([*times, *peaks]))
     clients = (summary.get("clients") or {}).values()
     used, parts = [client.get("utilisation") or {} for client in clients], [client.get("memory") for client in clients]
-    beside = ", activations not counted" if any(own and "activations" not in own for own in parts) else ""
+    beside = ", activations not counted" if any(part and "activations" not in part for part in parts) else ""
     words = {"busy": "of a round busy", "memory": f"of the memory used{beside}"}
     shares = [f"{_range([one[name] for one in used if name in one])} {text}" for name, text in words.items()
               if any(name in one for one in used)]  # fmt: skip
@@ -387,7 +393,7 @@ def _than_whole(sent: Mapping[str, Any]) -> str:
     return f", {percent(abs(saved))} {'less' if saved >= 0 else 'more'} than the whole model in every round"
 
 
-def _stopped(summary: Mapping[str, Any]) -> list[str]:
+def _stopping_notes(summary: Mapping[str, Any]) -> list[str]:
     """When a run stopped early, and after which round its mean validation score was best."""
     if "stopped" not in summary:
         return []
@@ -414,10 +420,10 @@ def _has_written(group: Mapping[str, Any]) -> bool:
     return "perplexity" in _test_scores(group)
 
 
-def _written(task: str, group: Mapping[str, Any]) -> str:
+def _writing_scores(task: str, group: Mapping[str, Any]) -> str:
     """Final test perplexity of a task that writes text and, where it has prompts, ROUGE; `final` is its accuracy."""
     test = _test_scores(group)
-    found = [
+    scores = [
         f"{kind.replace('rouge', 'ROUGE-')} {number(test[kind], 3)}" for kind in GENERATION_METRICS[1:] if kind in test
     ]
-    return ", ".join([f"{escape(task)} writes: perplexity {number(test['perplexity'], 2)}", *found])
+    return ", ".join([f"{escape(task)} writes: perplexity {number(test['perplexity'], 2)}", *scores])

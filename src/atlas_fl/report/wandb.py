@@ -40,23 +40,23 @@ def numbers_of(event: RoundFinished) -> dict[str, float]:
 
     A row's are `split/metric/client`, and its mean is `split/metric`; of other rows `events/event` counts.
     """
-    found: dict[str, float] = {"loss": event.loss, "seconds": event.seconds, "bytes": event.bytes}
+    numbers: dict[str, float] = {"loss": event.loss, "seconds": event.seconds, "bytes": event.bytes}
     each: dict[str, list[float]] = {}
     for row in event.rows:
         if "split" not in row:
             name = f"events/{row['event']}"
-            found[name] = found.get(name, 0) + 1
+            numbers[name] = numbers.get(name, 0) + 1
             continue
         for key, value in row.items():
             if key != "round" and isinstance(value, int | float):
-                found[f"{row['split']}/{key}/{row['client']}"] = value
+                numbers[f"{row['split']}/{key}/{row['client']}"] = value
                 each.setdefault(f"{row['split']}/{key}", []).append(value)
-    return found | {name: fmean(values) for name, values in each.items()}
+    return numbers | {name: fmean(values) for name, values in each.items()}
 
 
 @dataclass(kw_only=True)
 class Tracker:
-    """Logs a run to one project; used by `tracked`."""
+    """Logs a run to one project; used by `track_run`."""
 
     project: str
     config: Config
@@ -78,10 +78,10 @@ class Tracker:
             self._ask(lambda: self._run.log(numbers_of(event), step=event.round))
         self._look(wait=False)
 
-    def summary(self, found: Mapping[str, Any]) -> None:
+    def summary(self, summary: Mapping[str, Any]) -> None:
         """Log what the run came to."""
         if self.begun:
-            self._ask(lambda: self._run.summary.update({"summary": found}))
+            self._ask(lambda: self._run.summary.update({"summary": summary}))
 
     def close(self, *, exit_code: int) -> None:
         """Wait until everything is handed over."""
@@ -116,7 +116,7 @@ class Tracker:
 
 
 @contextmanager
-def tracked(project: str, config: Config, folder: Path, on_event: OnEvent) -> Iterator[Tracker]:
+def track_run(project: str, config: Config, folder: Path, on_event: OnEvent) -> Iterator[Tracker]:
     """A tracker of the run in this folder, as long as this lasts.
 
     Raises:
