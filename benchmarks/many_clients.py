@@ -28,8 +28,8 @@ import torch
 
 from atlas_fl.config import Config, RunConfig, with_values
 from atlas_fl.deployment import site
-from atlas_fl.deployment.server import across_machines
-from atlas_fl.deployment.service import Service
+from atlas_fl.deployment.server import remote_backend
+from atlas_fl.deployment.service import ServerOptions
 from atlas_fl.events import Event, Note, RoundFinished
 from atlas_fl.experiment.run import run_config
 from atlas_fl.runtime.transport.certificates import make_certs
@@ -104,10 +104,10 @@ def serve(folder: Path, count: int, rounds: int) -> None:
             sizes.append(resident())
             seconds.append(event.seconds)
 
-    service = Service(
+    service = ServerOptions(
         certs=folder / "certs/server", host="127.0.0.1", port=0, wait_seconds=SECONDS, deadline_seconds=SECONDS
     )
-    run_config(config_of(folder, rounds), backend=across_machines(service), on_event=on_event)
+    run_config(config_of(folder, rounds), backend=remote_backend(service), on_event=on_event)
     print(json.dumps({**marks, "sizes": sizes, "seconds": seconds}), flush=True)
 
 
@@ -116,9 +116,9 @@ def join_all(folder: Path, port: int, mine: list[str]) -> None:
     site.assemble = one_at_a_time(site.assemble)  # type: ignore[attr-defined]
     threads = [
         threading.Thread(
-            target=site.join,
+            target=site.join_federation,
             args=[
-                site.Joining(
+                site.SiteOptions(
                     address=f"localhost:{port}",
                     certs=folder / "certs" / name,
                     task=f"texts={folder / name}.csv",

@@ -4,7 +4,7 @@ import numpy as np
 import torch
 
 from atlas_fl.aggregation.matrices import Federation
-from atlas_fl.aggregation.mixing import as_all_hold
+from atlas_fl.aggregation.mixing import reuse_equal_tensors
 from atlas_fl.params import PRIVATE, Params
 
 
@@ -28,12 +28,12 @@ def model(body: float, head: float) -> dict[str, torch.Tensor]:
 def test_equal_tensors_are_taken_and_others_stay_as_they_were_mixed() -> None:
     held: dict[str, Params] = {"a": model(0.1, 1.0), "b": model(0.1, 2.0), "c": model(0.1, 3.0)}
     begun = {"new": model(0.1 + 1e-8, 2.5)}
-    found = as_all_hold(begun, held, federation(a="x", b="y", c="y", new="y"))["new"]
+    found = reuse_equal_tensors(begun, held, federation(a="x", b="y", c="y", new="y"))["new"]
     assert found["a.weight"] is held["b"]["a.weight"], "of its own task first"
     assert found["head.bias"] is begun["new"]["head.bias"], "two of its task have different heads"
-    alone = as_all_hold(begun, held, federation(a="x", b="x", c="x", new="y"))["new"]
+    alone = reuse_equal_tensors(begun, held, federation(a="x", b="x", c="x", new="y"))["new"]
     assert alone["a.weight"] is held["a"]["a.weight"] and alone["head.bias"] is begun["new"]["head.bias"]
-    fellow = as_all_hold(begun, held, federation(a="x", b="x", c="y", new="y"))["new"]
+    fellow = reuse_equal_tensors(begun, held, federation(a="x", b="x", c="y", new="y"))["new"]
     assert fellow["head.bias"] is held["c"]["head.bias"]
 
 
@@ -41,5 +41,5 @@ def test_adapters_are_left_as_they_were_mixed() -> None:
     lora = {"a.lora_A": torch.ones(1, 2), "a.lora_B": torch.ones(2, 1), "head.bias": torch.ones(3)}
     held: dict[str, Params] = {"a": {key: own.clone() for key, own in lora.items()}}
     for own in (lora, {**lora, PRIVATE: torch.zeros(32, dtype=torch.uint8)}):
-        found = as_all_hold({"new": own}, held, federation(a="x", new="x"))
+        found = reuse_equal_tensors({"new": own}, held, federation(a="x", new="x"))
         assert all(found["new"][key] is tensor for key, tensor in own.items())

@@ -6,7 +6,15 @@ import numpy as np
 import pytest
 import torch
 
-from atlas_fl.aggregation.update_bounds import BODY, HEADS, Space, bound_updates, change_norms, clipped, find_excesses
+from atlas_fl.aggregation.update_bounds import (
+    BODY,
+    HEADS,
+    Space,
+    bound_updates,
+    change_norms,
+    clip_update,
+    find_excesses,
+)
 
 PRODUCT = Space(space="product", share=("A", "B", "head"), scale=lambda rank: 16 / rank)
 FACTORS = Space(space="factors", share=("A", "B", "head"), scale=lambda rank: 16 / rank)
@@ -146,7 +154,7 @@ def test_a_clipped_product_is_the_best_of_its_rank():
     before, after = model(1), moved(2, model(1), size=5.0)
     factor = 0.25
     limits = {BODY: factor * change_norms(before, after, PRODUCT)[BODY]}
-    new = dense(clipped(before, after, PRODUCT, limits=limits))
+    new = dense(clip_update(before, after, PRODUCT, limits=limits))
     for key, was in dense(before).items():
         wanted = was + factor * (dense(after)[key] - was)
         if wanted.ndim == 2:
@@ -158,4 +166,4 @@ def test_a_clipped_product_is_the_best_of_its_rank():
 def test_a_change_that_overflows_is_clipped_to_nothing():
     before = {"w": torch.full((3,), -3e38)}
     after = {"w": torch.full((3,), 3e38)}
-    assert torch.equal(clipped(before, after, PRODUCT, limits={BODY: 1.0})["w"], before["w"])
+    assert torch.equal(clip_update(before, after, PRODUCT, limits={BODY: 1.0})["w"], before["w"])

@@ -10,7 +10,7 @@ from atlas_fl.aggregation.matrices import (
     average,
     bounded_weights,
     cluster_labels,
-    cut,
+    drop_edges,
     eta_bound,
     eta_warnings,
     group_ids,
@@ -58,7 +58,7 @@ def test_labels_that_agree_share_a_number():
 
 
 def test_cut_drops_the_edges_between_groups():
-    assert cut(PATH, np.array([0, 0, 1])).tolist() == [[0, 1, 0], [1, 0, 0], [0, 0, 0]]
+    assert drop_edges(PATH, np.array([0, 0, 1])).tolist() == [[0, 1, 0], [1, 0, 0], [0, 0, 0]]
 
 
 def test_laplacians_of_a_path_by_hand():

@@ -6,7 +6,7 @@ import torch
 
 from atlas_fl.aggregation.matrices import Federation
 from atlas_fl.aggregation.registry import STRATEGIES, find_strategy
-from atlas_fl.aggregation.shared_adapters import begun, owners_of, pooled, with_shared
+from atlas_fl.aggregation.shared_adapters import average_initial, owners_of, tie_rows, with_shared
 from atlas_fl.aggregation.strategies import RoundModels, StrategyOptions
 
 CLIENTS = ("a", "b", "c", "d")
@@ -47,11 +47,11 @@ def test_the_row_of_a_set_by_hand() -> None:
     matrix = np.array([[0.9, 0, 0, 0.1], [0, 1, 0, 0], [0.3, 0, 0.5, 0.2], [0.5, 0, 0, 0.5]])
     fed, present = federation(), np.ones(4, bool)
     expected = [[0.825, 0, 0, 0.175], [0, 1, 0, 0], [0.825, 0, 0, 0.175], [0.5, 0, 0, 0.5]]
-    np.testing.assert_allclose(pooled(matrix, fed, 1, present=present), expected, atol=1e-15)
-    only_c = pooled(matrix, fed, 1, present=np.array([False, True, True, True]))
+    np.testing.assert_allclose(tie_rows(matrix, fed, 1, present=present), expected, atol=1e-15)
+    only_c = tie_rows(matrix, fed, 1, present=np.array([False, True, True, True]))
     np.testing.assert_allclose(only_c[[0, 2]], [[0.8, 0, 0, 0.2]] * 2, atol=1e-15)
-    assert pooled(matrix, fed, 0, present=present) is matrix
-    assert np.array_equal(pooled(np.eye(4), fed, 2, present=present), np.eye(4))
+    assert tie_rows(matrix, fed, 0, present=present) is matrix
+    assert np.array_equal(tie_rows(np.eye(4), fed, 2, present=present), np.eye(4))
 
 
 @pytest.mark.parametrize("name", STRATEGIES)
@@ -103,14 +103,14 @@ def test_who_is_drawn_to_nobody_outside_its_set_stays_to_the_bit() -> None:
         matrix = np.eye(4)
         matrix[np.ix_([0, 2], [0, 2])] = draws.dirichlet([1.0, 1.0], size=2)
         off += np.average(matrix[[0, 2]], axis=0, weights=[100.0, 300.0]).sum() != 1.0
-        assert np.array_equal(pooled(matrix, fed, 1, present=np.ones(4, bool)), np.eye(4))
+        assert np.array_equal(tie_rows(matrix, fed, 1, present=np.ones(4, bool)), np.eye(4))
     assert off, "none of these sums is off"
 
 
 def test_a_set_begins_as_the_mean_over_its_owners_examples() -> None:
     fed = federation()
     before = {name: {KEY.format(2, "B"): torch.full((2, 2), float(k))} for k, name in enumerate(CLIENTS)}
-    found = begun(before, fed)
+    found = average_initial(before, fed)
     # (100 * 0 + 200 * 1 + 300 * 2) / 600
     for name in "abc":
         torch.testing.assert_close(found[name][KEY.format(2, "B")], torch.full((2, 2), 800 / 600))
@@ -119,5 +119,6 @@ def test_a_set_begins_as_the_mean_over_its_owners_examples() -> None:
         name: {KEY.format(2, "B"): torch.randn(9, 9, generator=torch.Generator().manual_seed(0))} for name in CLIENTS
     }
     assert all(
-        torch.equal(own[KEY.format(2, "B")], alike["a"][KEY.format(2, "B")]) for own in begun(alike, fed).values()
+        torch.equal(own[KEY.format(2, "B")], alike["a"][KEY.format(2, "B")])
+        for own in average_initial(alike, fed).values()
     )

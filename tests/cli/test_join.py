@@ -8,7 +8,7 @@ import pytest
 
 from atlas_fl.cli.arguments import base_config, split
 from atlas_fl.config import config_hash, pin_mask_file
-from atlas_fl.deployment.site import Joined, Joining
+from atlas_fl.deployment.site import JoinResult, SiteOptions
 
 Atlas = Callable[..., Any]
 
@@ -23,15 +23,15 @@ def file(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def joined(monkeypatch: pytest.MonkeyPatch) -> list[Joining]:
+def joined(monkeypatch: pytest.MonkeyPatch) -> list[SiteOptions]:
     """What the command joins with; nothing is connected to."""
-    found: list[Joining] = []
+    found: list[SiteOptions] = []
 
-    def join(joining: Joining, **_: object) -> Joined:
+    def join(joining: SiteOptions, **_: object) -> JoinResult:
         found.append(joining)
-        return Joined(name="site", adapter=None, sent_bytes=0, received_bytes=0)
+        return JoinResult(name="site", adapter=None, sent_bytes=0, received_bytes=0)
 
-    monkeypatch.setattr("atlas_fl.deployment.site.join", join)
+    monkeypatch.setattr("atlas_fl.deployment.site.join_federation", join)
     return found
 
 
@@ -40,13 +40,15 @@ def words(file: Path) -> list[str]:
     return ["join", "host:1", *(word for pair in own.items() for word in pair)]
 
 
-def test_a_site_has_the_hash_of_the_server_which_pins_the_mask(atlas: Atlas, file: Path, joined: list[Joining]) -> None:
+def test_a_site_has_the_hash_of_the_server_which_pins_the_mask(
+    atlas: Atlas, file: Path, joined: list[SiteOptions]
+) -> None:
     assert atlas(*words(file)).code == 0
     config = base_config(split(["--config", str(file)]))  # as `atlas serve` reads it
     assert [joining.config for joining in joined] == [config_hash(pin_mask_file(config))] != [config_hash(config)]
 
 
-def test_a_mask_that_only_the_server_has_is_told_in_a_line(atlas: Atlas, file: Path, joined: list[Joining]) -> None:
+def test_a_mask_that_only_the_server_has_is_told_in_a_line(atlas: Atlas, file: Path, joined: list[SiteOptions]) -> None:
     (file.parent / "mask.safetensors").unlink()
     said = atlas(*words(file))
     assert said.code == 2 and not joined
@@ -55,7 +57,7 @@ def test_a_mask_that_only_the_server_has_is_told_in_a_line(atlas: Atlas, file: P
 
 
 def test_a_site_agrees_to_what_is_said_and_to_nothing_by_default(
-    atlas: Atlas, file: Path, joined: list[Joining]
+    atlas: Atlas, file: Path, joined: list[SiteOptions]
 ) -> None:
     assert atlas(*words(file)).code == 0
     more = ["--allow", "cut", "labels", "--least-examples", "4", "--most-sketch", "64"]

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from atlas_fl.data.partition import deal, dirichlet, iid, most_clients_of_two, quantity, realised
+from atlas_fl.data.partition import actual_mixes, deal, dirichlet, iid, most_clients_of_two, quantity
 from atlas_fl.errors import DataError
 from atlas_fl.rng import generator
 from tests.examples import examples
@@ -101,6 +101,6 @@ def test_realised_follows_the_rows_only_where_they_left_the_mix() -> None:
     classes = np.asarray([0] * 10 + [1] * 10)
     mixes = np.asarray([[0.45, 0.55], [1.0, 0.0]])
     dealt = [np.arange(6, 15), np.asarray([0, 1, 16, 17])]  # 4 : 5 is .45 : .55 rounded; 2 : 2 is not 1 : 0
-    assert realised(classes, dealt, mixes).tolist() == [[0.45, 0.55], [0.5, 0.5]]
+    assert actual_mixes(classes, dealt, mixes).tolist() == [[0.45, 0.55], [0.5, 0.5]]
     even, three_and_one = np.asarray([[0.5, 0.5]]), [np.asarray([0, 1, 2, 19])]
-    assert realised(classes, three_and_one, even).tolist() == [[0.5, 0.5]], "one row more than the mix is rounding"
+    assert actual_mixes(classes, three_and_one, even).tolist() == [[0.5, 0.5]], "one row more than the mix is rounding"

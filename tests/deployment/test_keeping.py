@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from atlas_fl.deployment.receipt import Receipt, read_receipt, write_model
-from atlas_fl.deployment.site import Joined, Joining, join
+from atlas_fl.deployment.site import JoinResult, SiteOptions, join_federation
 from atlas_fl.errors import ConfigError, DataError, ProtocolError
 from atlas_fl.events import Note
 from atlas_fl.runtime.protocol.private_params import Owner, check_vault
@@ -78,10 +78,10 @@ def test_what_came_to_lie_there_while_the_run_went_on_stays(tmp_path: Path) -> N
 
 
 @pytest.fixture
-def joining(tmp_path: Path) -> Joining:
+def joining(tmp_path: Path) -> SiteOptions:
     """A site whose server has gone."""
     make_certs(tmp_path / "certs", servers=["localhost"], clients=["site-1"])
-    return Joining(
+    return SiteOptions(
         address="localhost:1",
         certs=tmp_path / "certs" / "site-1",
         task="movie",
@@ -92,11 +92,11 @@ def joining(tmp_path: Path) -> Joining:
     )
 
 
-def test_a_model_that_is_there_already_is_enough_where_the_server_has_gone(joining: Joining, written: Path) -> None:
+def test_a_model_that_is_there_already_is_enough_where_the_server_has_gone(joining: SiteOptions, written: Path) -> None:
     write_json(joining.to.with_name("private") / "vault.json", {"client": "site-1", "config": RECEIPT.config})
     told: list[object] = []
-    found = join(joining, on_event=told.append)
-    assert found == Joined(name="site-1", adapter=written, sent_bytes=0, received_bytes=0)
+    found = join_federation(joining, on_event=told.append)
+    assert found == JoinResult(name="site-1", adapter=written, sent_bytes=0, received_bytes=0)
     *_, last = [event.text for event in told if isinstance(event, Note)]
     assert last.startswith("no answer from localhost:1 for 0.1 seconds")
     assert last.endswith(
@@ -105,12 +105,14 @@ def test_a_model_that_is_there_already_is_enough_where_the_server_has_gone(joini
     check_vault(joining.to.with_name("private"), Owner(client="site-1", config=RECEIPT.config))
     shutil.rmtree(written)
     with pytest.raises(ProtocolError, match=r"no answer from localhost:1 for 0\.1 seconds"):
-        join(joining)
+        join_federation(joining)
 
 
-def test_a_folder_of_a_users_is_refused_as_private_before_anybody_is_asked(joining: Joining, tmp_path: Path) -> None:
+def test_a_folder_of_a_users_is_refused_as_private_before_anybody_is_asked(
+    joining: SiteOptions, tmp_path: Path
+) -> None:
     (tmp_path / "private").mkdir()
     (tmp_path / "private" / "thesis.txt").write_text("years of work")
     with pytest.raises(ConfigError, match=r"private holds thesis\.txt, which `atlas join` has not written"):
-        join(joining)
+        join_federation(joining)
     assert (tmp_path / "private" / "thesis.txt").read_text() == "years of work"

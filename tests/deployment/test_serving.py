@@ -7,11 +7,11 @@ import torch
 
 from atlas_fl.config import Config, validate, with_values
 from atlas_fl.deployment.server import check_served, check_sites
-from atlas_fl.deployment.service import Service
+from atlas_fl.deployment.service import ServerOptions
 from atlas_fl.errors import ConfigError
 from atlas_fl.runtime.coordinator.client_registry import ClientProxy
 
-SERVICE = Service(certs=Path("certs/server"))
+SERVICE = ServerOptions(certs=Path("certs/server"))
 
 
 @pytest.mark.parametrize(

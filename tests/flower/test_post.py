@@ -12,7 +12,7 @@ pytest.importorskip("flwr", reason="the extra `flower` is not installed")
 from atlas_fl.errors import ConfigError, ProtocolError
 from atlas_fl.flower import server_app
 from atlas_fl.flower.messages import RECORD, ConfigRecord, Error, Message, RecordDict, read_invitation
-from atlas_fl.flower.server_app import Invitations, Question, natural, order_of
+from atlas_fl.flower.server_app import Invitations, NodeQuery, natural, order_of
 from atlas_fl.runtime.transport.certificates import make_certs
 from atlas_fl.runtime.transport.sessions import Tokens
 
@@ -56,7 +56,7 @@ def as_in_a_task(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_nodes_are_known_by_the_names_they_give() -> None:
-    assert Question(Grid({7: "site-2", 8: "site-1"}), count=2, seconds=60).nodes() == {"site-2": 7, "site-1": 8}
+    assert NodeQuery(Grid({7: "site-2", 8: "site-1"}), count=2, seconds=60).nodes() == {"site-2": 7, "site-1": 8}
 
 
 @pytest.mark.parametrize(
@@ -76,7 +76,7 @@ def test_nodes_are_known_by_the_names_they_give() -> None:
 )
 def test_a_federation_that_cannot_begin_says_why(answers: dict[int, Any], count: int, message: str) -> None:
     with pytest.raises(ProtocolError, match=message):
-        Question(Grid(answers), count=count, seconds=0.05).nodes()
+        NodeQuery(Grid(answers), count=count, seconds=0.05).nodes()
 
 
 class Watched:

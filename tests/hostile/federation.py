@@ -24,7 +24,7 @@ from unittest.mock import patch
 
 from atlas_fl.config import Config, parse_config, to_toml
 from atlas_fl.deployment import server
-from atlas_fl.deployment.service import Service, hall_of, with_images
+from atlas_fl.deployment.service import ServerOptions, client_manager_of, with_images
 from atlas_fl.deployment.site import home_of, own_client
 from atlas_fl.errors import AtlasError
 from atlas_fl.events import Event, Note, OnEvent, ignore
@@ -134,12 +134,12 @@ class Federation:
     running: list[threading.Thread] = field(default_factory=list)
 
     @contextmanager
-    def listening(self, config: Config, _service: Service, _certs: Any, **how: Any) -> Iterator[Any]:
+    def listening(self, config: Config, _service: ServerOptions, _certs: Any, **how: Any) -> Iterator[Any]:
         """In the place of `deployment.service.listening`: the same client manager, and frames that cross no network."""
         with LoopThread() as threads:
             desk = Desk(threads=threads, on_event=how["on_event"])
             threads.loop.set_exception_handler(lambda _, context: self.found.faults.append(str(context)))
-            manager = hall_of(config, how["listed"], desk, late=how["late"])
+            manager = client_manager_of(config, how["listed"], desk, late=how["late"])
             sessions = Sessions(
                 answer=manager.answer,
                 admit=manager.handshake,
@@ -255,7 +255,7 @@ def federate(
             found.notes.append(event.text)
         on_event(event)
 
-    service = Service(certs=Path("nowhere"), min_clients=least, wait_seconds=SECONDS, deadline_seconds=deadline)
+    service = ServerOptions(certs=Path("nowhere"), min_clients=least, wait_seconds=SECONDS, deadline_seconds=deadline)
     places = {
         "listening": federation.listening,
         "open_certs": lambda _: None,
@@ -264,7 +264,7 @@ def federate(
     }
     with patch.multiple(server, **places):
         try:
-            backend = server.across_machines(service)
+            backend = server.remote_backend(service)
             found.result = run_config(config, on_event=listen, backend=backend, resume=resume)
         except AtlasError as error:
             found.error = error

@@ -1,7 +1,8 @@
 """A real federation in one process whose messages are kept, and servers that say the same to a site but for one lie.
 
-The sites run `deployment.site.join` as `atlas join` does; only the link is another one. What an honest server said to
-one of them is said again, message by message, to a site that begins anew, with one message altered on its way:
+The sites run `deployment.site.join_federation` as `atlas join` does; only the link is another one. What an honest
+server said to one of them is said again, message by message, to a site that begins anew, with one message altered on
+its way:
 
     found = lie_to(spoken, lambda head, tensors: {**head, "round": 99} if head["action"] == "train" else None, ...)
 """
@@ -16,7 +17,7 @@ from typing import Any, TypeAlias
 from unittest.mock import patch
 
 from atlas_fl.config import Config, config_hash, parse_config
-from atlas_fl.deployment.site import Home, Joined, Joining, join
+from atlas_fl.deployment.site import Home, JoinResult, SiteOptions, join_federation
 from atlas_fl.errors import AtlasError
 from atlas_fl.events import Event, Note
 from atlas_fl.params import Params
@@ -76,14 +77,14 @@ class Recording(in_process.Federation):
     folder: Path
     words: Mapping[str, Any]
     spoken: dict[str, Spoken] = field(default_factory=dict)
-    joined: dict[str, Joined] = field(default_factory=dict)
+    joined: dict[str, JoinResult] = field(default_factory=dict)
     told: dict[str, list[str]] = field(default_factory=dict)
     """What each site said to the person there."""
     whole: dict[str, Params] = field(default_factory=dict)
     """The model of each site at the end, as it was written."""
 
     def _site(self, name: str, _: ClientManager, sessions: Sessions, threads: LoopThread) -> None:
-        def link(_: Joining, certs: Any, said: Mapping[str, Any], *__: Any) -> Kept:
+        def link(_: SiteOptions, certs: Any, said: Mapping[str, Any], *__: Any) -> Kept:
             hello = {**said}
             inner = InProcess(sessions, threads.loop, name=certs.name, hello=hello)
             self.spoken[certs.name] = Spoken(welcome=dict(inner.welcome), hello=hello)
@@ -97,7 +98,7 @@ class Recording(in_process.Federation):
         with in_process.Ending(name, self.found), linked(link):
             self.told[name] = []
             joining = joining_of(self.folder, name, **self.words)
-            self.joined[name] = join(joining, on_event=lambda event: _note(event, self.told[name]))
+            self.joined[name] = join_federation(joining, on_event=lambda event: _note(event, self.told[name]))
 
 
 _LINKS: dict[int, Any] = {}
@@ -130,11 +131,11 @@ def _framed(head: Mapping[str, Any], tensors: Params) -> Message:
     return decode_frame(encode_frame(head, tensors))
 
 
-def joining_of(folder: Path, name: str, **words: Any) -> Joining:
+def joining_of(folder: Path, name: str, **words: Any) -> SiteOptions:
     """How a site joins; its certificates lie under the folder, and its model is written there."""
     task, _, part = name.partition("-")
     own: dict[str, Any] = {"task": task, "part": int(part), "device": DEVICE, "to": folder / f"{name}-adapter"}
-    return Joining(**{"address": "in:1", "certs": folder / "certs" / name, **own, **words})
+    return SiteOptions(**{"address": "in:1", "certs": folder / "certs" / name, **own, **words})
 
 
 def record(config: Config, folder: Path, names: Sequence[str], **words: Any) -> Recording:
@@ -203,7 +204,7 @@ class Ended:
     """The line that its user sees; empty where it completed."""
     link: Lying
     told: list[str]
-    joined: Joined | None = None
+    joined: JoinResult | None = None
 
     @property
     def said_after(self) -> list[Message]:
@@ -218,7 +219,7 @@ def lie_to(spoken: Spoken, lie: Lie, folder: Path, name: str, **words: Any) -> E
     joined, error = None, ""
     with our_links(), linked(lambda *_: link):
         try:
-            joined = join(joining_of(folder, name, **words), on_event=lambda event: _note(event, told))
+            joined = join_federation(joining_of(folder, name, **words), on_event=lambda event: _note(event, told))
         except AtlasError as found:
             error = str(found)
     return Ended(error=error, link=link, told=told, joined=joined)

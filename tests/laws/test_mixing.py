@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from atlas_fl.aggregation.graph import dirichlet_energy, update_gram
-from atlas_fl.aggregation.matrices import LAPLACIANS, average, cut, eta_bound, laplacian_step
+from atlas_fl.aggregation.matrices import LAPLACIANS, average, drop_edges, eta_bound, laplacian_step
 from atlas_fl.aggregation.mixing import SPACES, mix
 from tests.examples import examples
 
@@ -46,7 +46,7 @@ def test_laplacian_steps(kind, case, eta):
         assert (step >= -1e-12).all(), "one minus weights that add up to one may round below zero"
     if kind == "metropolis":
         assert (step == step.T).all()
-    inside = laplacian_step(cut(graph, blocks), kind=kind, eta=eta, present=everyone(graph))
+    inside = laplacian_step(drop_edges(graph, blocks), kind=kind, eta=eta, present=everyone(graph))
     assert not inside[blocks[:, None] != blocks[None, :]].any(), "no flow across blocks"
     assert (laplacian_step(graph, kind=kind, eta=0.0, present=everyone(graph)) == np.eye(len(graph))).all()
 

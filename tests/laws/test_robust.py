@@ -17,9 +17,9 @@ from atlas_fl.aggregation.robust import (
     coordinate_median,
     krum_scores,
     krum_weights,
+    num_trimmed,
     small_groups,
     squared_distances,
-    trimmed,
     trimmed_average,
     weiszfeld_weights,
 )
@@ -99,7 +99,7 @@ def test_the_geometric_median_of_a_square_and_its_middle_is_the_middle():
 def test_median_and_trimmed_mean_are_those_of_numpy_and_scipy(n, trim, seed):
     values = np.random.default_rng(seed).normal(size=(n, 7))
     assert coordinate_median(torch.from_numpy(values)).numpy() == pytest.approx(np.median(values, axis=0))
-    cut = trimmed(n, trim)
+    cut = num_trimmed(n, trim)
     assert trim * n - 1e-6 <= cut < trim * n + 1 or cut == (n - 1) // 2
     wanted = trim_mean(values, (cut + 0.5) / n, axis=0) if cut else values.mean(axis=0)
     assert trimmed_average(torch.from_numpy(values), trim=trim).numpy() == pytest.approx(wanted)

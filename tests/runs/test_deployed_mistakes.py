@@ -134,7 +134,7 @@ def atlas(
 def test_a_port_in_use_is_one_line_before_the_model_is_loaded(
     atlas: Callable[..., tuple[int, str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("atlas_fl.deployment.service.hall_of", None)
+    monkeypatch.setattr("atlas_fl.deployment.service.client_manager_of", None)
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         code, said = atlas("serve", "--config", "fed.toml", "--host", "127.0.0.1", "--port", str(port))

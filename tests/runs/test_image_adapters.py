@@ -14,7 +14,7 @@ from atlas_fl.audit.check import audit
 from atlas_fl.config import Config, with_values
 from atlas_fl.config.presets import find_preset
 from atlas_fl.deployment.server import check_served
-from atlas_fl.deployment.service import Service
+from atlas_fl.deployment.service import ServerOptions
 from atlas_fl.errors import ConfigError, ModelError
 from atlas_fl.experiment.export import export_client
 from atlas_fl.experiment.run import RunResult, resume_run, run_config
@@ -181,10 +181,11 @@ def test_a_model_that_is_no_plain_transformer_takes_no_adapters(make: Make, tmp_
 
 
 def test_adapters_on_images_are_served_and_not_measured_for_leakage(make: Make, tmp_path: Path) -> None:
-    check_served(make(share="A+head", space="factors"), Service(certs=tmp_path))
+    check_served(make(share="A+head", space="factors"), ServerOptions(certs=tmp_path))
     with pytest.raises(ConfigError, match=r"--share A head keeps parts .* whole models travel whole; share A B head"):
         check_served(
-            with_values(find_preset("vision-quick"), {"share": "A+head", "space": "factors"}), Service(certs=tmp_path)
+            with_values(find_preset("vision-quick"), {"share": "A+head", "space": "factors"}),
+            ServerOptions(certs=tmp_path),
         )
     with pytest.raises(ConfigError, match="digits, stripes has images, whose models are not cut"):
         measure_leakage(make())

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from atlas_fl.config import Config
-from atlas_fl.deployment.server import across_machines
-from atlas_fl.deployment.service import Service
-from atlas_fl.deployment.site import Joining, join
+from atlas_fl.deployment.server import remote_backend
+from atlas_fl.deployment.service import ServerOptions
+from atlas_fl.deployment.site import SiteOptions, join_federation
 from atlas_fl.events import Event, Note, RoundFinished
 from atlas_fl.experiment.run import run_config
 from atlas_fl.runtime.transport.certificates import make_certs
@@ -46,8 +46,10 @@ class Watched:
             return answer
 
         patch.setattr(Sessions, "handle", counted)
-        service = Service(certs=folder / "certs/server", host="127.0.0.1", port=0, wait_seconds=60, deadline_seconds=60)
-        self.result = run_config(config, backend=across_machines(service), on_event=self.on_event)
+        service = ServerOptions(
+            certs=folder / "certs/server", host="127.0.0.1", port=0, wait_seconds=60, deadline_seconds=60
+        )
+        self.result = run_config(config, backend=remote_backend(service), on_event=self.on_event)
         for thread in self._threads:
             thread.join(60)
 
@@ -57,7 +59,7 @@ class Watched:
             self.proxies = {name: Proxy(port) for name in SITES}
             for name, proxy in self.proxies.items():
                 task, _, part = name.partition("-")
-                joining = Joining(
+                joining = SiteOptions(
                     allow=("cut", "labels"),
                     address=f"localhost:{proxy.port}",
                     certs=self.folder / "certs" / name,
@@ -68,7 +70,7 @@ class Watched:
                     patience_seconds=60,
                     first_seconds=60,
                 )
-                self._threads.append(threading.Thread(target=join, args=[joining], daemon=True))
+                self._threads.append(threading.Thread(target=join_federation, args=[joining], daemon=True))
                 self._threads[-1].start()
         if isinstance(event, RoundFinished):
             self.marks.append(self.now())

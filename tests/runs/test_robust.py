@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from atlas_fl.audit.check import audit
 from atlas_fl.config import Config, config_hash, validate
 from atlas_fl.deployment.server import check_served
-from atlas_fl.deployment.service import Service
+from atlas_fl.deployment.service import ServerOptions
 from atlas_fl.errors import ConfigError
 from atlas_fl.events import Event, Note
 from atlas_fl.experiment.run import resume_run, run_config
@@ -184,7 +184,7 @@ def test_settings_that_say_nothing_are_one_line(config: Make, values: dict[str, 
 
 def test_an_attack_is_refused_across_machines(config: Make) -> None:
     with pytest.raises(ConfigError, match="--attack scale simulates hostile clients, and across machines"):
-        check_served(config(**ONE_TASK), Service(certs=Path("certs")))
+        check_served(config(**ONE_TASK), ServerOptions(certs=Path("certs")))
 
 
 def test_settings_at_their_defaults_leave_a_run_what_it_was(config: Make) -> None:

@@ -197,8 +197,8 @@ def make_graph(
     decided = labels >= 0
     directed = GRAPHS[options.graph](closeness(distances, alpha=options.alpha, used=decided), performance)
     allowed = blocks(labels if options.block_diagonal else np.where(decided, 0, -1))
-    kept = nearest(distances, allowed, options.neighbours) if options.neighbours else allowed
-    adjacency = symmetrize(np.where(kept, directed, 0.0), options.symmetrize)
+    edges = nearest(distances, allowed, options.neighbours) if options.neighbours else allowed
+    adjacency = symmetrize(np.where(edges, directed, 0.0), options.symmetrize)
     warnings: tuple[str, ...] = ()
     if options.block_diagonal:
         count = options.singleton_neighbours

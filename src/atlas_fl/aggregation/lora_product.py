@@ -48,7 +48,7 @@ def _signs(rows: Tensor) -> Tensor:
     return rows.gather(1, rows.abs().argmax(1, keepdim=True))[:, 0].sign() if len(rows) else rows.new_zeros(0)
 
 
-def leading(a: Tensor, b: Tensor, weights: Tensor, *, ranks: Sequence[int]) -> list[Leading]:
+def truncated_svd(a: Tensor, b: Tensor, weights: Tensor, *, ranks: Sequence[int]) -> list[Leading]:
     """For each row of `weights` (rows, R) the best factors of `b @ diag(row) @ a` with that row's rank, in float64.
 
     `a` is (R, d_in) and `b` (d_out, R), float64. Directions that are numerically zero are left out.
@@ -59,7 +59,7 @@ def leading(a: Tensor, b: Tensor, weights: Tensor, *, ranks: Sequence[int]) -> l
         return [leading_dense((b * row) @ a, rank=rank, noise=limit) for row, rank, limit in rows]
     basis, upper = torch.linalg.qr(a.T)  # (d_in, R), (R, R)
     inner = b.T @ b
-    found = []
+    components = []
     for row, rank, limit in rows:
         core = row[:, None] * upper.T  # b @ core @ basis.T is the update
         gram = core.T @ (inner @ core)
@@ -69,8 +69,8 @@ def leading(a: Tensor, b: Tensor, weights: Tensor, *, ranks: Sequence[int]) -> l
         # fresh memory of this size costs as much as the product itself, so scale the small factor, or in place
         left = b @ (core @ (vectors * (signs / root)))
         right *= (signs * root)[:, None]
-        found.append(Leading(left=left, right=right, energies=sigma.square(), total=float(gram.trace())))
-    return found
+        components.append(Leading(left=left, right=right, energies=sigma.square(), total=float(gram.trace())))
+    return components
 
 
 def leading_reduced(
@@ -111,41 +111,41 @@ def leading_dense(update: Tensor, *, rank: int, noise: float = 0.0) -> Leading:
     return Leading(left=left, right=right, energies=sigma.square(), total=float(gram.trace()))
 
 
-def spare_directions(own: Tensor, taken: Tensor, count: int) -> Tensor:
-    """(count, d_in) orthogonal rows, orthogonal to the rows of `taken`, as long as the rows of `own` are on average.
+def null_directions(client_a: Tensor, taken: Tensor, count: int) -> Tensor:
+    """(count, d_in) orthogonal rows, orthogonal to the rows of `taken`, as long as those of `client_a` are on average.
 
     They lie in the span of the client's own A while that has room, then anywhere. Beside a zero column of B they
     leave the function as it is and keep its gradient alive, which a zero row of A would not.
     """
-    dim = own.shape[1]
-    length = float(own.square().sum(1).mean().sqrt()) or 1.0
-    extra = torch.randn(count, dim, generator=torch_generator(0, "spare", dim), dtype=torch.float64).to(own.device)
+    dim = client_a.shape[1]
+    length = float(client_a.square().sum(1).mean().sqrt()) or 1.0
+    extra = torch.randn(count, dim, generator=torch_generator(0, "spare", dim), dtype=torch.float64).to(client_a.device)
     rows = taken / taken.norm(dim=1, keepdim=True)
-    found: list[Tensor] = []
-    for candidates in (own, extra):
+    rows_found: list[Tensor] = []
+    for candidates in (client_a, extra):
         rest = candidates - (candidates @ rows.T) @ rows
         squares, vectors = torch.linalg.eigh(rest @ rest.T)
         size = float(candidates.square().sum())
         fresh = int((squares > 1e-8 * size).sum()) if size else 0
-        fresh = min(fresh, count - sum(map(len, found)), dim - len(rows))
+        fresh = min(fresh, count - sum(map(len, rows_found)), dim - len(rows))
         if fresh > 0:
             picked = torch.linalg.qr(rest.T @ vectors.flip(1)[:, :fresh])[0].T
-            found.append(picked)
+            rows_found.append(picked)
             rows = torch.cat([rows, picked])
     # a rank above d_in leaves no orthogonal direction: any will do
-    missing = count - sum(map(len, found))
-    found.append(extra[:missing] / extra[:missing].norm(dim=1, keepdim=True))
-    return torch.cat(found) * length
+    missing = count - sum(map(len, rows_found))
+    rows_found.append(extra[:missing] / extra[:missing].norm(dim=1, keepdim=True))
+    return torch.cat(rows_found) * length
 
 
-def fit(best: Leading, own: Tensor, *, rank: int, scale: float) -> tuple[Tensor, Tensor, float]:
+def factorise(best: Leading, client_a: Tensor, *, rank: int, scale: float) -> tuple[Tensor, Tensor, float]:
     """(A (rank, d_in), B (d_out, rank), energy thrown away) in float64: `scale * B @ A` is the best of that rank."""
-    kept = min(rank, len(best.energies))
-    a, b = best.right[:kept], best.left[:, :kept] / scale
-    if kept < rank:
-        a = torch.cat([a, spare_directions(own.double(), a, rank - kept)])
-        b = torch.nn.functional.pad(b, (0, rank - kept))
-    return a, b, max(best.total - float(best.energies[:kept].sum()), 0.0)
+    num_kept = min(rank, len(best.energies))
+    a, b = best.right[:num_kept], best.left[:, :num_kept] / scale
+    if num_kept < rank:
+        a = torch.cat([a, null_directions(client_a.double(), a, rank - num_kept)])
+        b = torch.nn.functional.pad(b, (0, rank - num_kept))
+    return a, b, max(best.total - float(best.energies[:num_kept].sum()), 0.0)
 
 
 def fit_clients(
@@ -162,7 +162,7 @@ def fit_clients(
         rank = a[k].shape[0]
         # equal rank, equal result, unless spare directions come from the client's own A
         if rank not in done or rank > len(best.energies):
-            new_a, new_b, thrown = fit(best, a[k], rank=rank, scale=scale(rank))
+            new_a, new_b, thrown = factorise(best, a[k], rank=rank, scale=scale(rank))
             done[rank] = (new_a.to(a[k].dtype).contiguous(), new_b.to(b[k].dtype).contiguous(), thrown)
         yield k, *done[rank], best.total
 
@@ -173,12 +173,12 @@ def stack_factors(a: Sequence[Tensor], b: Sequence[Tensor], scales: Sequence[flo
     return torch.cat([tensor.double() for tensor in a]), torch.cat(scaled, 1)
 
 
-def realigned(a: Tensor, b: Tensor, *, rank: int, old_scale: float, new_scale: float) -> tuple[Tensor, Tensor]:
+def resize_rank(a: Tensor, b: Tensor, *, rank: int, old_scale: float, new_scale: float) -> tuple[Tensor, Tensor]:
     """The same update with another rank: exact while the rank of the product fits, else the best approximation."""
     stacks = stack_factors([a], [b], [old_scale])
     ones = torch.ones(1, a.shape[0], dtype=torch.float64, device=a.device)
-    best = leading(*stacks, ones, ranks=[rank])[0]
-    new_a, new_b, _ = fit(best, a, rank=rank, scale=new_scale)
+    best = truncated_svd(*stacks, ones, ranks=[rank])[0]
+    new_a, new_b, _ = factorise(best, a, rank=rank, scale=new_scale)
     return new_a.to(a.dtype).contiguous(), new_b.to(b.dtype).contiguous()
 
 

@@ -109,7 +109,7 @@ def share_warnings(federation: Federation, max_share: float) -> tuple[str, ...]:
     )
 
 
-def cut(adjacency: Float64[np.ndarray, "n n"], groups: Int64[np.ndarray, " n"]) -> Float64[np.ndarray, "n n"]:
+def drop_edges(adjacency: Float64[np.ndarray, "n n"], groups: Int64[np.ndarray, " n"]) -> Float64[np.ndarray, "n n"]:
     """The graph without the edges that join two groups."""
     return np.where(groups[:, None] == groups[None, :], np.asarray(adjacency, np.float64), 0.0)
 

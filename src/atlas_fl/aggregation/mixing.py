@@ -30,17 +30,17 @@ from torch import Tensor
 from atlas_fl.aggregation.lora_product import (
     energy_share,
     fit_clients,
-    leading,
     leading_reduced,
-    realigned,
+    resize_rank,
     stack_factors,
+    truncated_svd,
 )
 from atlas_fl.aggregation.matrices import Federation
 from atlas_fl.errors import ConfigError, ProtocolError, unknown_name
 from atlas_fl.params import HEAD, LORA_A, LORA_B, PRIVATE, ByClient, Params, is_full_model, lora_modules
 
 
-def as_all_hold(begun: ByClient, held: ByClient, federation: Federation) -> dict[str, Params]:
+def reuse_equal_tensors(newcomers: ByClient, models_by_client: ByClient, federation: Federation) -> dict[str, Params]:
     """The models that these newcomers begin with; `held` are those of the others, whose heads count inside a task.
 
     Adapters are left as they are: nobody needs them to be the very same.
@@ -49,14 +49,16 @@ def as_all_hold(begun: ByClient, held: ByClient, federation: Federation) -> dict
 
     def common(name: str, key: str) -> Tensor | None:
         # those of its own task first: who holds all that they hold shares their model as a whole
-        fellows = [other for other in held if tasks[other] == tasks[name]]
-        others = [] if key.startswith(HEAD) else [other for other in held if tasks[other] != tasks[name]]
-        return _one([held[other][key] for other in (*fellows, *others)])
+        fellows = [other for other in models_by_client if tasks[other] == tasks[name]]
+        others = [] if key.startswith(HEAD) else [other for other in models_by_client if tasks[other] != tasks[name]]
+        return _one([models_by_client[other][key] for other in (*fellows, *others)])
 
     models: dict[str, Params] = {}
-    for name, params in begun.items():
-        found = {key: common(name, key) for key in params} if is_full_model(params) else {}
-        models[name] = {key: own if (one := found.get(key)) is None else one for key, own in params.items()}
+    for name, params in newcomers.items():
+        equal_tensors = {key: common(name, key) for key in params} if is_full_model(params) else {}
+        models[name] = {
+            key: tensor if (one := equal_tensors.get(key)) is None else one for key, tensor in params.items()
+        }
     return models
 
 
@@ -65,7 +67,7 @@ def _one(tensors: Sequence[Tensor]) -> Tensor | None:
     if not tensors:
         return None
     first = tensors[0]
-    return first if all(own is first or torch.equal(own, first) for own in tensors[1:]) else None
+    return first if all(tensor is first or torch.equal(tensor, first) for tensor in tensors[1:]) else None
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -128,7 +130,7 @@ def _flat(stack: Tensor) -> Tensor:
     return stack.flatten(1) if stack.dtype in (torch.float32, torch.float64) else stack.flatten(1).float()
 
 
-def _aggregated(rows: np.ndarray, flat: Tensor, reduce: Reduce | None) -> Tensor:
+def _apply_rows(rows: np.ndarray, flat: Tensor, reduce: Reduce | None) -> Tensor:
     """(rows, values): the weighted sums of the stack, or what `reduce` makes of it.
 
     Then all sources count alike, and a row over their equal weight is what each of them is scaled by.
@@ -137,10 +139,10 @@ def _aggregated(rows: np.ndarray, flat: Tensor, reduce: Reduce | None) -> Tensor
         return _weights(rows, flat) @ flat
     scales = rows * rows.shape[1]
     alike = np.allclose(scales, 1, rtol=1e-12)
-    found = [
+    means = [
         reduce(flat if alike else flat * _weights(row, flat)[:, None]) for row in (scales[:1] if alike else scales)
     ]
-    return torch.stack(found * (len(rows) // len(found)))
+    return torch.stack(means * (len(rows) // len(means)))
 
 
 def mix_plain(
@@ -151,17 +153,17 @@ def mix_plain(
     The stack of all sources lies in `workspace`, which the next call may overwrite.
     """
     first = tensors[group.sources[0]]
-    place = (len(group.sources), first.numel(), first.dtype, first.device)
-    if place not in workspace:
-        workspace[place] = torch.empty(*place[:2], dtype=first.dtype, device=first.device)
-    stack = _flat(torch.stack([tensors[k].reshape(-1) for k in group.sources], out=workspace[place]))
-    mixed = _aggregated(group.rows, stack, reduce).to(first.dtype).view(-1, *first.shape)
+    shape_key = (len(group.sources), first.numel(), first.dtype, first.device)
+    if shape_key not in workspace:
+        workspace[shape_key] = torch.empty(*shape_key[:2], dtype=first.dtype, device=first.device)
+    stack = _flat(torch.stack([tensors[k].reshape(-1) for k in group.sources], out=workspace[shape_key]))
+    mixed = _apply_rows(group.rows, stack, reduce).to(first.dtype).view(-1, *first.shape)
     # every row owns its memory: a client that stays away must not keep the stack of all alive
     rows = [mixed[0]] if len(mixed) == 1 else [row.clone() for row in mixed]
     return zip(group.targets, rows)
 
 
-def _scaled(group: Group, scales: Mapping[int, float]) -> tuple[np.ndarray, tuple[tuple[int, ...], ...]]:
+def _scale_rows(group: Group, scales: Mapping[int, float]) -> tuple[np.ndarray, tuple[tuple[int, ...], ...]]:
     """Rows with `m_kl s_l / s_k`, split where targets of one row have different scales."""
     rows, targets = [], []
     for row, clients in zip(group.rows, group.targets):
@@ -186,19 +188,19 @@ def mix_factor(
     are those of B: the update is s B A, so s B is what is averaged. Rows that no source supplies are the client's
     own (`keep_own`, for A, so that the direction can be trained) or zero (for B, so that the function is the mean's).
     """
-    rows, targets = (group.rows, group.targets) if scales is None else _scaled(group, scales)
+    rows, targets = (group.rows, group.targets) if scales is None else _scale_rows(group, scales)
     first = factors[group.sources[0]]
     longest = max(factors[k].shape[0] for k in group.sources)
     stack = torch.zeros(len(group.sources), longest, first.shape[1], dtype=first.dtype, device=first.device)
-    for place, k in enumerate(group.sources):
-        stack[place, : factors[k].shape[0]] = factors[k]
+    for position, k in enumerate(group.sources):
+        stack[position, : factors[k].shape[0]] = factors[k]
     flat = _flat(stack)
-    mixed = _aggregated(rows, flat, reduce).to(first.dtype).view(-1, longest, first.shape[1])
+    mixed = _apply_rows(rows, flat, reduce).to(first.dtype).view(-1, longest, first.shape[1])
     for row, clients in zip(mixed, targets):
         for k in clients:
-            own = factors[k]
-            length = min(longest, own.shape[0]) if lead is None else lead[k]
-            new = own.clone() if keep_own or lead is not None else torch.zeros_like(own)
+            client_factor = factors[k]
+            length = min(longest, client_factor.shape[0]) if lead is None else lead[k]
+            new = client_factor.clone() if keep_own or lead is not None else torch.zeros_like(client_factor)
             new[:length] = row[:length]
             yield (k,), new
 
@@ -221,10 +223,10 @@ class Mixed:
 
 def check_mixing(share: Sequence[str], space: str, align: str) -> None:
     """Raise ConfigError for an unknown word, for sharing nothing, and for product space with A or B alone."""
-    for kind, names, known in (("share", share, SHARES), ("space", [space], SPACES), ("align", [align], ALIGNMENTS)):
+    for kind, names, allowed in (("share", share, SHARES), ("space", [space], SPACES), ("align", [align], ALIGNMENTS)):
         for name in names:
-            if name not in known:
-                raise unknown_name(kind, name, known)
+            if name not in allowed:
+                raise unknown_name(kind, name, allowed)
     if not share:
         raise ConfigError(f"share is empty: a rule that communicates needs some of {', '.join(SHARES)}; or use 'local'")
     if space == "product" and ("A" in share) != ("B" in share):
@@ -249,7 +251,7 @@ class _Rows:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Held:
+class _Models:
     """Everyone's models, by position."""
 
     params: tuple[Params, ...]
@@ -257,11 +259,11 @@ class _Held:
 
     def holders(self, group: Group, key: str) -> dict[int, Tensor]:
         """The key's tensor of every client in the group; empty if nobody there holds it."""
-        found = {k: self.params[k][key] for k in group.everyone if key in self.params[k]}
-        if found and len(found) < len(group.everyone):
-            lacking = ", ".join(self.clients[k] for k in group.everyone if k not in found)
+        tensors = {k: self.params[k][key] for k in group.everyone if key in self.params[k]}
+        if tensors and len(tensors) < len(group.everyone):
+            lacking = ", ".join(self.clients[k] for k in group.everyone if k not in tensors)
             raise ProtocolError(f"{lacking} has no {key}, but clients that it mixes with do")
-        return found
+        return tensors
 
 
 def _all_keys(params: Iterable[Params]) -> Iterator[str]:
@@ -291,7 +293,7 @@ def _leads(components: Sequence[int], ranks: Sequence[int | None]) -> dict[int, 
 
 
 def _mix_key(
-    held: _Held, rows: _Rows, key: str, *, align: str, scale: Callable[[int], float], reduce: Reduce | None
+    models: _Models, rows: _Rows, key: str, *, align: str, scale: Callable[[int], float], reduce: Reduce | None
 ) -> Iterator[Moved]:
     groups, components = rows.of(key)
     is_b = key.endswith(LORA_B)
@@ -299,9 +301,9 @@ def _mix_key(
     axis = 1 if is_b else 0
     lead: dict[int, int] | None = None
     if align == "truncate" and is_factor:
-        lead = _leads(components, [one[key].shape[axis] if key in one else None for one in held.params])
+        lead = _leads(components, [one[key].shape[axis] if key in one else None for one in models.params])
     for group in groups:
-        tensors = held.holders(group, key)
+        tensors = models.holders(group, key)
         shapes = {tensor.shape for tensor in tensors.values()}
         if len(shapes) == 1 and (lead is None or {lead[k] for k in tensors} == {next(iter(shapes))[axis]}):
             yield from mix_plain(tensors, group, rows.workspace, reduce)
@@ -320,10 +322,10 @@ def _mix_key(
 
 
 def _mix_product(
-    held: _Held, group: Group, module: str, *, scale: Callable[[int], float], reduce: Reduce | None
+    models: _Models, group: Group, module: str, *, scale: Callable[[int], float], reduce: Reduce | None
 ) -> Iterator[tuple[int, Tensor, Tensor, float, float]]:
     """(client, A, B, energy thrown away, energy of the whole) for every target of the group."""
-    a, b = held.holders(group, module + LORA_A), held.holders(group, module + LORA_B)
+    a, b = models.holders(group, module + LORA_A), models.holders(group, module + LORA_B)
     if not a:
         return
     sources = group.sources
@@ -333,10 +335,10 @@ def _mix_product(
     if reduce is None:
         stack_a, stack_b = stack_factors(*factors)
         weights = torch.from_numpy(np.repeat(group.rows, counts, axis=1)).to(stack_a.device)
-        found = leading(stack_a, stack_b, weights, ranks=longest)
+        components = truncated_svd(stack_a, stack_b, weights, ranks=longest)
     else:
-        found = leading_reduced(*factors, reduce=reduce, ranks=longest)
-    for best, targets in zip(found, group.targets):
+        components = leading_reduced(*factors, reduce=reduce, ranks=longest)
+    for best, targets in zip(components, group.targets):
         yield from fit_clients(best, targets, a, b, scale=scale)
 
 
@@ -362,23 +364,25 @@ def mix(
     """
     check_mixing(share, space, align)
     rows = _Rows(matrices.__getitem__ if isinstance(matrices, Mapping) else matrices)
-    held = _Held(params=tuple(by_client[client] for client in clients), clients=tuple(clients))
+    models = _Models(params=tuple(by_client[client] for client in clients), clients=tuple(clients))
     new: dict[int, dict[str, Tensor]] = {}
-    for key in _all_keys(held.params):
+    for key in _all_keys(models.params):
         if _is_shared(key, share, space):
-            for targets, tensor in _mix_key(held, rows, key, align=align, scale=scale, reduce=reduce):
+            for targets, tensor in _mix_key(models, rows, key, align=align, scale=scale, reduce=reduce):
                 for k in targets:
-                    new.setdefault(k, dict(held.params[k]))[key] = tensor
+                    new.setdefault(k, dict(models.params[k]))[key] = tensor
     thrown, total = dict.fromkeys(clients, 0.0), dict.fromkeys(clients, 0.0)
     # Sorted, because the sums below follow the order, and a model that comes from a checkpoint has another one.
-    modules = sorted(lora_modules(dict.fromkeys(_all_keys(held.params), torch.empty(0)))) if space == "product" else []
+    modules = (
+        sorted(lora_modules(dict.fromkeys(_all_keys(models.params), torch.empty(0)))) if space == "product" else []
+    )
     for module in modules if "A" in share else []:
         for group in rows.of(module + LORA_A)[0]:
-            for k, a, b, lost, whole in _mix_product(held, group, module, scale=scale, reduce=reduce):
-                new.setdefault(k, dict(held.params[k])).update({module + LORA_A: a, module + LORA_B: b})
+            for k, a, b, lost, whole in _mix_product(models, group, module, scale=scale, reduce=reduce):
+                new.setdefault(k, dict(models.params[k])).update({module + LORA_A: a, module + LORA_B: b})
                 thrown[clients[k]] += lost
                 total[clients[k]] += whole
-    moved = {client: new.get(k, held.params[k]) for k, client in enumerate(clients)}
+    moved = {client: new.get(k, models.params[k]) for k, client in enumerate(clients)}
     return Mixed(by_client=moved, discarded=energy_share(thrown, total))
 
 
@@ -397,5 +401,5 @@ def realign(params: Params, ranks: Mapping[str, int], scale: Callable[[int], flo
         a, b = params[module + LORA_A], params[module + LORA_B]
         if rank != a.shape[0]:
             scales = {"old_scale": scale(a.shape[0]), "new_scale": scale(rank)}
-            new[module + LORA_A], new[module + LORA_B] = realigned(a, b, rank=rank, **scales)
+            new[module + LORA_A], new[module + LORA_B] = resize_rank(a, b, rank=rank, **scales)
     return new

@@ -22,7 +22,7 @@ from atlas_fl.aggregation.matrices import Federation, average
 from atlas_fl.aggregation.robust import change_gram
 from atlas_fl.aggregation.strategies import (
     CLUSTERS,
-    Step,
+    MixingContext,
     Strategy,
     StrategyOptions,
     groups_within,
@@ -65,7 +65,7 @@ def _params(value: Tensor | ServerState) -> Params:
     return {key: tensor for key, tensor in value.items() if isinstance(tensor, Tensor)}
 
 
-def _selects(step: Step, key: str, options: StrategyOptions) -> bool:
+def _selects(step: MixingContext, key: str, options: StrategyOptions) -> bool:
     """Whether the matrix of this step follows from this parameter."""
     if options.gram_by == "all":
         return True
@@ -76,7 +76,7 @@ def _selects(step: Step, key: str, options: StrategyOptions) -> bool:
     return in_layer and group.kind in (None, parameter_kind(key, options.space))
 
 
-def _similarities(step: Step, clients: Sequence[int], options: StrategyOptions) -> Float64[np.ndarray, "n n"]:
+def _similarities(step: MixingContext, clients: Sequence[int], options: StrategyOptions) -> Float64[np.ndarray, "n n"]:
     """The cosines between the changes of these clients, by index."""
     assert step.models is not None, "changes are of models"
     names = [step.federation.clients[k] for k in clients]
@@ -89,9 +89,11 @@ def _similarities(step: Step, clients: Sequence[int], options: StrategyOptions) 
             continue
         # a head is compared inside its task
         for task in dict.fromkeys(tasks) if key.startswith(HEAD) else (None,):
-            places = [k for k, own in enumerate(tasks) if task in (None, own) and key in after[names[k]]]
-            chosen = [names[k] for k in places]
-            total[np.ix_(places, places)] += change_gram(
+            members = [
+                k for k, task_of_client in enumerate(tasks) if task in (None, task_of_client) and key in after[names[k]]
+            ]
+            chosen = [names[k] for k in members]
+            total[np.ix_(members, members)] += change_gram(
                 after, initial, chosen, key, as_products=options.space == "product", scale=options.scale
             )
     return cosines(total)
@@ -100,11 +102,11 @@ def _similarities(step: Step, clients: Sequence[int], options: StrategyOptions) 
 def pfedgraph(options: StrategyOptions) -> Strategy:
     """Everyone gets more of those whose changes point into its own direction (`--gram-by`, `--gram-alpha`)."""
 
-    def share(step: Step) -> np.ndarray:
+    def share(step: MixingContext) -> np.ndarray:
         groups = groups_within(step, options.within)
         return np.asarray(average(step.federation.weights, groups, step.present, max_share=options.max_share))
 
-    def rule(step: Step) -> np.ndarray:
+    def rule(step: MixingContext) -> np.ndarray:
         matrix, groups = share(step), groups_within(step, options.within)
         if step.models is None:
             return matrix

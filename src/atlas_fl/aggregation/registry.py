@@ -35,7 +35,7 @@ ALIASES: dict[str, str] = {"local_only": "local", "standard_fl": "fedavg"}
 
 def find_strategy(name: str, options: StrategyOptions) -> Strategy:
     """The strategy of this name or alias; raises ConfigError for an unknown name or options that contradict."""
-    known = ALIASES.get(name, name)
-    if known not in STRATEGIES:
+    canonical = ALIASES.get(name, name)
+    if canonical not in STRATEGIES:
         raise unknown_name("strategy", name, [*STRATEGIES, *ALIASES])
-    return STRATEGIES[known](options)
+    return STRATEGIES[canonical](options)

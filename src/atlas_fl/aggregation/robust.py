@@ -36,8 +36,8 @@ from atlas_fl.aggregation.graph import gram_distances, update_gram
 from atlas_fl.aggregation.matrices import Federation, average, cluster_labels
 from atlas_fl.aggregation.strategies import (
     CLUSTERS,
+    MixingContext,
     Rule,
-    Step,
     Strategy,
     StrategyOptions,
     groups_within,
@@ -69,7 +69,7 @@ def squared_distances(
             lacking = [client for client, part in zip(clients, parts, strict=True) if key not in part]
             if lacking:
                 raise ProtocolError(f"{lacking[0]} has no {key}, but clients that it is compared with do")
-            total += _plain(_padded([part[key] for part in parts], key))
+            total += _plain(_pad_factors([part[key] for part in parts], key))
     return total
 
 
@@ -94,7 +94,7 @@ def change_gram(
         by_name = {str(index): pair for index, pair in enumerate(pairs)}
         gram = update_gram(by_name, list(by_name), scale)
         return np.asarray(gram[:n, :n] - gram[:n, n:] - gram[n:, :n] + gram[n:, n:])
-    rows, total = _padded([params[key] for params in both], key), np.zeros((n, n))
+    rows, total = _pad_factors([params[key] for params in both], key), np.zeros((n, n))
     for first in range(0, len(rows[0]), AT_ONCE):
         stack = torch.stack([row[first : first + AT_ONCE].double() for row in rows])
         changes = stack[:n] - stack[n:]
@@ -102,7 +102,7 @@ def change_gram(
     return total
 
 
-def _padded(tensors: Sequence[Tensor], key: str) -> list[Tensor]:
+def _pad_factors(tensors: Sequence[Tensor], key: str) -> list[Tensor]:
     """The tensors as vectors of one length; factors of lower ranks get zeros, which other shapes may not."""
     rows = [tensor.T if key.endswith(LORA_B) else tensor for tensor in tensors]
     longest = max(row.shape[0] if row.ndim else 1 for row in rows)
@@ -140,14 +140,14 @@ def coordinate_median(stack: Tensor) -> Tensor:
     return (ordered[(n - 1) // 2] + ordered[n // 2]) / 2
 
 
-def trimmed(n: int, trim: float) -> int:
+def num_trimmed(n: int, trim: float) -> int:
     """How many of n values are left out at each end: the share, rounded up, and never all but one or two."""
     return min(ceil(trim * n - 1e-9), (n - 1) // 2)
 
 
 def trimmed_average(stack: Tensor, *, trim: float) -> Tensor:
     """The mean over the first axis without the lowest and highest values."""
-    count = trimmed(len(stack), trim)
+    count = num_trimmed(len(stack), trim)
     return stack.sort(0).values[count : len(stack) - count].mean(0)
 
 
@@ -182,7 +182,7 @@ def weiszfeld_weights(squares: Float64[np.ndarray, "n n"]) -> Float64[np.ndarray
     return np.asarray(weights)
 
 
-def _kept(n: int, byzantine: int) -> int:
+def _num_selected(n: int, byzantine: int) -> int:
     """Models that multi-Krum takes: all but f, and more than half."""
     return n - min(byzantine, (n - 1) // 2)
 
@@ -190,16 +190,16 @@ def _kept(n: int, byzantine: int) -> int:
 def _alike(options: StrategyOptions) -> Rule:
     """Who is aggregated with whom: the plain mean of the present of each group."""
 
-    def rule(step: Step) -> np.ndarray:
+    def rule(step: MixingContext) -> np.ndarray:
         return np.asarray(average(np.ones(len(step.present)), groups_within(step, options.within), step.present))
 
     return rule
 
 
-def _weighed(options: StrategyOptions, weigh: Weigh) -> Rule:
+def _weighted_rule(options: StrategyOptions, weigh: Weigh) -> Rule:
     """The weights of each group's present, as their distances give them; before there are updates, the plain mean."""
 
-    def rule(step: Step) -> np.ndarray:
+    def rule(step: MixingContext) -> np.ndarray:
         groups, matrix = groups_within(step, options.within), _alike(options)(step)
         if step.models is None:
             return matrix
@@ -214,7 +214,7 @@ def _weighed(options: StrategyOptions, weigh: Weigh) -> Rule:
     return rule
 
 
-def _distances(step: Step, clients: Sequence[int], options: StrategyOptions) -> np.ndarray:
+def _distances(step: MixingContext, clients: Sequence[int], options: StrategyOptions) -> np.ndarray:
     """The squared distances between the models of these clients, by index: of their heads, or of all the rest."""
     assert step.models is not None, "distances are of models"
     names = [step.federation.clients[k] for k in clients]
@@ -230,7 +230,7 @@ def _by_coordinate(name: str, options: StrategyOptions, reduce: Callable[[Tensor
 
 
 def _by_distance(name: str, options: StrategyOptions, weigh: Weigh) -> Strategy:
-    return mixing_strategy(name, _weighed(options, weigh), options, clustered=options.within == CLUSTERS)
+    return mixing_strategy(name, _weighted_rule(options, weigh), options, clustered=options.within == CLUSTERS)
 
 
 def median(options: StrategyOptions) -> Strategy:
@@ -253,7 +253,7 @@ def multi_krum(options: StrategyOptions) -> Strategy:
 
     def weigh(squares: np.ndarray) -> np.ndarray:
         f = options.byzantine
-        return np.asarray(krum_weights(squares, byzantine=f, selected=_kept(len(squares), f)))
+        return np.asarray(krum_weights(squares, byzantine=f, selected=_num_selected(len(squares), f)))
 
     return _by_distance("multi_krum", options, weigh)
 
@@ -273,7 +273,7 @@ def _krum(n: int, _: StrategyOptions) -> int:
 
 WITHSTANDS: dict[str, Callable[[int, StrategyOptions], int]] = {
     "median": _half,
-    "trimmed_mean": lambda n, options: trimmed(n, options.trim),
+    "trimmed_mean": lambda n, options: num_trimmed(n, options.trim),
     "krum": _krum,
     "multi_krum": _krum,
     "geometric_median": _half,

@@ -30,7 +30,7 @@ from atlas_fl.aggregation.shared_adapters import with_shared
 from atlas_fl.aggregation.strategies import (
     CLUSTERS,
     Aggregated,
-    Step,
+    MixingContext,
     Strategy,
     StrategyOptions,
     groups_within,
@@ -115,7 +115,7 @@ def cohorts(federation: Federation, present: Sequence[bool], options: StrategyOp
                 yield Cohort(name=name, is_head=is_head, members=members, weights=weights)
 
 
-def optimizer_step(
+def server_step(
     current: Tensor, change: Tensor, moments: Moments | None, *, rule: ServerOptimizer, options: StrategyOptions
 ) -> tuple[Tensor, Moments]:
     """(x_{t+1} in float64, m_t and v_t) from x_t and Delta_t of any shape; `moments` are None before the first step."""
@@ -162,7 +162,7 @@ class _ServerStep:
     def _next(self, cohort: Cohort, name: str, current: Tensor, change: Tensor) -> Tensor:
         first, second = (self.moments[kind].get(cohort.name, {}) for kind in ("first", "second"))
         moments = Moments(first=first[name], second=second.get(name)) if name in first else None
-        model, moments = optimizer_step(current, change, moments, rule=self._rule, options=self._options)
+        model, moments = server_step(current, change, moments, rule=self._rule, options=self._options)
         self.moments["first"].setdefault(cohort.name, {})[name] = moments.first.contiguous().cpu()
         if moments.second is not None:
             self.moments["second"].setdefault(cohort.name, {})[name] = moments.second.contiguous().cpu()
@@ -243,7 +243,7 @@ def _check_ranks(name: str, options: StrategyOptions) -> Callable[[ByClient, Fed
 def _optimizer_strategy(name: str, options: StrategyOptions) -> Strategy:
     rule = SERVER_OPTIMIZERS[name]
 
-    def rows(step: Step) -> np.ndarray:
+    def rows(step: MixingContext) -> np.ndarray:
         weights = step.federation.weights
         return np.asarray(
             average(weights, groups_within(step, options.within), step.present, max_share=options.max_share)

@@ -18,14 +18,14 @@ from atlas_fl.params import HEAD, LORA_A, LORA_B, PRIVATE, ByClient, Params
 
 def owners_of(federation: Federation, layer: int) -> list[list[int]]:
     """The clients, by their places, that share the adapters of this block: those of a cluster that are cut below it."""
-    found: dict[int, list[int]] = {}
+    by_cluster: dict[int, list[int]] = {}
     for k, (cluster, cut) in enumerate(zip(federation.clusters.tolist(), federation.cuts)):
         if cut is not None and cut <= layer:
-            found.setdefault(cluster, []).append(k)
-    return [owners for owners in found.values() if len(owners) > 1]
+            by_cluster.setdefault(cluster, []).append(k)
+    return [owners for owners in by_cluster.values() if len(owners) > 1]
 
 
-def layer_of(federation: Federation, key: str) -> int | None:
+def shared_layer_of(federation: Federation, key: str) -> int | None:
     """The block of an adapter's tensor; None for a head, and for the name of what is at the client."""
     return (
         None
@@ -34,7 +34,7 @@ def layer_of(federation: Federation, key: str) -> int | None:
     )
 
 
-def pooled(
+def tie_rows(
     matrix: Float64[np.ndarray, "n n"],
     federation: Federation,
     layer: int,
@@ -70,7 +70,7 @@ def with_shared(models: ByClient, federation: Federation, trained: Sequence[str]
     return new
 
 
-def begun(models: ByClient, federation: Federation) -> dict[str, Params]:
+def average_initial(models: ByClient, federation: Federation) -> dict[str, Params]:
     """The models, in which every set begins as the mean of what its owners have of it, weighted by their examples.
 
     All have drawn the same A, so the mean of B is the mean of the updates.
@@ -91,5 +91,7 @@ def _sets(models: ByClient, federation: Federation) -> list[tuple[str, list[int]
     if not any(cut is not None for cut in federation.cuts):
         return []
     keys = sorted({key for params in models.values() for key in params})
-    layers = {key: layer_of(federation, key) for key in keys}
-    return [(key, own) for key, layer in layers.items() if layer is not None for own in owners_of(federation, layer)]
+    layers = {key: shared_layer_of(federation, key) for key in keys}
+    return [
+        (key, owners) for key, layer in layers.items() if layer is not None for owners in owners_of(federation, layer)
+    ]

@@ -26,13 +26,13 @@ from atlas_fl.aggregation.matrices import (
     Federation,
     average,
     cluster_labels,
-    cut,
+    drop_edges,
     group_ids,
     laplacian_step,
     layer_factors,
 )
 from atlas_fl.aggregation.mixing import Mixed, Reduce, check_mixing, mix
-from atlas_fl.aggregation.shared_adapters import pooled, with_shared
+from atlas_fl.aggregation.shared_adapters import tie_rows, with_shared
 from atlas_fl.errors import ConfigError, ProtocolError, unknown_name
 from atlas_fl.params import HEAD, LORA_A, LORA_B, ByClient, Params, ServerState
 
@@ -81,7 +81,7 @@ def unusable_values(params: Params) -> Iterator[tuple[str, int]]:
 def unusable_models(models: ByClient) -> tuple[str, ...]:
     """The clients whose models hold such values; tensors that several share are read once."""
     tensors = {id(tensor): tensor for params in models.values() for tensor in params.values()}
-    bad = {int(key) for key, _ in unusable_values({str(place): tensor for place, tensor in tensors.items()})}
+    bad = {int(key) for key, _ in unusable_values({str(index): tensor for index, tensor in tensors.items()})}
     return tuple(name for name, params in models.items() if bad & {id(tensor) for tensor in params.values()})
 
 
@@ -129,7 +129,7 @@ class RoundModels:
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Step:
+class MixingContext:
     """What a rule makes a matrix from."""
 
     federation: Federation
@@ -146,17 +146,17 @@ class Step:
     """The models of the round; None before there are updates."""
 
 
-Rule: TypeAlias = Callable[[Step], np.ndarray]
+Rule: TypeAlias = Callable[[MixingContext], np.ndarray]
 """M (n, n), row-stochastic, of one step."""
 
 
-def within_clusters(step: Step) -> Int64[np.ndarray, " n"]:
+def within_clusters(step: MixingContext) -> Int64[np.ndarray, " n"]:
     """The step's groups, cut at the borders of clusters; who is undecided is a group of its own."""
     labels = zip(cluster_labels(step.federation.clusters), step.groups.tolist())
     return group_ids(list(labels))
 
 
-def groups_within(step: Step, within: str) -> Int64[np.ndarray, " n"]:
+def groups_within(step: MixingContext, within: str) -> Int64[np.ndarray, " n"]:
     """The step's groups, with `within` as `clusters` cut at the borders of clusters."""
     return within_clusters(step) if within == CLUSTERS else step.groups
 
@@ -203,12 +203,14 @@ def matrices_for(
         if (group, size) not in made:
             groups = by_task if is_head else anyone
             made[group, size] = rule(
-                Step(federation=federation, groups=groups, present=there, eta=size, parameters=group, models=models)
+                MixingContext(
+                    federation=federation, groups=groups, present=there, eta=size, parameters=group, models=models
+                )
             )
         if layer is None or not is_pooled:
             return made[group, size]
         if (group, size, layer) not in made:
-            row = pooled(made[group, size], federation, layer, present=there, max_share=max_share)
+            row = tie_rows(made[group, size], federation, layer, present=there, max_share=max_share)
             made[group, size, layer] = row
         return made[group, size, layer]
 
@@ -460,7 +462,9 @@ def _mixing_aggregate(matrices: MatricesOf, options: StrategyOptions, reduce: Re
         after = with_shared(with_updates(client_models, updates), federation, list(updates))
         present = [client in updates for client in federation.clients]
         models = RoundModels(before=client_models, after=after, server_state=server_state)
-        mixed = _mixed(after, matrices(federation, present, round=round, models=models), federation, options, reduce)
+        mixed = _mix_by_space(
+            after, matrices(federation, present, round=round, models=models), federation, options, reduce
+        )
         return Aggregated(server_state=server_state, client_models=mixed.by_client, discarded=mixed.discarded)
 
     return aggregate
@@ -476,13 +480,13 @@ def _mixing_welcome(rule: Rule, options: StrategyOptions, reduce: Reduce | None)
         everyone = {**client_models, **fresh}
         models = RoundModels(before=everyone, after=everyone, server_state=server_state)
         rows = matrices_for(rule, federation, present, eta=1.0, layer_weighting="none", models=models)
-        by_client = _mixed(everyone, rows, federation, options, reduce).by_client
+        by_client = _mix_by_space(everyone, rows, federation, options, reduce).by_client
         return {client: by_client[client] for client in fresh}
 
     return welcome
 
 
-def _mixed(
+def _mix_by_space(
     models: ByClient, matrices: Matrices, federation: Federation, options: StrategyOptions, reduce: Reduce | None
 ) -> Mixed:
     return mix(
@@ -497,12 +501,12 @@ def _mixed(
     )
 
 
-def _identity(step: Step) -> np.ndarray:
+def _identity(step: MixingContext) -> np.ndarray:
     return np.eye(len(step.present))
 
 
 def _everyone(options: StrategyOptions) -> Rule:
-    def rule(step: Step) -> np.ndarray:
+    def rule(step: MixingContext) -> np.ndarray:
         weights = step.federation.weights
         return np.asarray(average(weights, step.groups, step.present, max_share=options.max_share))
 
@@ -510,7 +514,7 @@ def _everyone(options: StrategyOptions) -> Rule:
 
 
 def _clusters(options: StrategyOptions) -> Rule:
-    def rule(step: Step) -> np.ndarray:
+    def rule(step: MixingContext) -> np.ndarray:
         weights = step.federation.weights
         return np.asarray(average(weights, within_clusters(step), step.present, max_share=options.max_share))
 
@@ -552,12 +556,12 @@ def atlas(options: StrategyOptions) -> Strategy:
     random walk, of a client that has no model yet.
     """
 
-    def rule(step: Step) -> np.ndarray:
-        graph = cut(step.federation.adjacency, step.groups)
+    def rule(step: MixingContext) -> np.ndarray:
+        graph = drop_edges(step.federation.adjacency, step.groups)
         return np.asarray(laplacian_step(graph, kind=options.laplacian, eta=step.eta, present=step.present))
 
-    def neighbours(step: Step) -> np.ndarray:
-        edges = cut(step.federation.adjacency, step.groups) * step.present[None, :]
+    def neighbours(step: MixingContext) -> np.ndarray:
+        edges = drop_edges(step.federation.adjacency, step.groups) * step.present[None, :]
         degree = edges.sum(axis=1, keepdims=True)
         return np.where(degree > 0, edges / np.where(degree > 0, degree, 1.0), np.eye(len(edges)))
 

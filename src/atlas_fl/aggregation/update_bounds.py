@@ -16,7 +16,7 @@ from statistics import median
 import torch
 from torch import Tensor
 
-from atlas_fl.aggregation.lora_product import fit, leading, stack_factors
+from atlas_fl.aggregation.lora_product import factorise, stack_factors, truncated_svd
 from atlas_fl.params import HEAD, LORA_A, LORA_B, PRIVATE, ByClient, Params, lora_modules, shared_params
 
 LEAST = 3
@@ -99,14 +99,14 @@ def find_excesses(
 
     `norms` are those of all who trained. Where most have not moved at all, or have overflown, there is no measure.
     """
-    found: dict[str, Excess] = {}
+    excesses: dict[str, Excess] = {}
     for part, cohort in _cohorts(norms, tasks):
         middle = median(norms[client][part] for client in cohort)
         for client in cohort if len(cohort) >= LEAST and 0 < middle < inf else ():
             excess = Excess(part=part, norm=norms[client][part], median=middle, clients=len(cohort))
-            if excess.ratio > ratio and (client not in found or excess.ratio > found[client].ratio):
-                found[client] = excess
-    return found
+            if excess.ratio > ratio and (client not in excesses or excess.ratio > excesses[client].ratio):
+                excesses[client] = excess
+    return excesses
 
 
 def _cohorts(norms: Mapping[str, object], tasks: Mapping[str, str]) -> list[tuple[str, list[str]]]:
@@ -117,7 +117,7 @@ def _cohorts(norms: Mapping[str, object], tasks: Mapping[str, str]) -> list[tupl
     return [(BODY, list(norms)), *((HEADS, clients) for clients in by_task.values())]
 
 
-def clipped(before: Params, after: Params, how: Space, *, limits: Mapping[str, float]) -> dict[str, Tensor]:
+def clip_update(before: Params, after: Params, how: Space, *, limits: Mapping[str, float]) -> dict[str, Tensor]:
     """The update with its change scaled down so that no part's norm is above its limit (`scaled_change`).
 
     Cut to the client's rank it may move by as much again as was allowed, so in product space the norm is at most twice
@@ -160,8 +160,8 @@ def _clipped_pair(
     rank = a[0].shape[0]
     stacks = stack_factors(a, b, [scale(rank)] * 2)
     weights = torch.tensor([[1 - factor] * rank + [factor] * rank], dtype=torch.float64, device=a[0].device)
-    best = leading(*stacks, weights, ranks=[rank])[0]
-    new_a, new_b, _ = fit(best, a[0], rank=rank, scale=scale(rank))
+    best = truncated_svd(*stacks, weights, ranks=[rank])[0]
+    new_a, new_b, _ = factorise(best, a[0], rank=rank, scale=scale(rank))
     return {module + LORA_A: new_a.to(a[0].dtype).contiguous(), module + LORA_B: new_b.to(b[0].dtype).contiguous()}
 
 
@@ -180,12 +180,14 @@ def bound_updates(
     reasons = {client: f"{excess}; {remedy}" for client, excess in excesses.items()}
     if mode == "refuse":
         return {client: params for client, params in trained.items() if client not in excesses}, reasons
-    kept = dict(trained)
+    bounded = dict(trained)
     for client in excesses:
         limits = {
             part: ratio * median(norms[other][part] for other in cohort)
             for part, cohort in _cohorts(norms, tasks)
             if client in cohort and len(cohort) >= LEAST
         }
-        kept[client] = clipped(before[client], trained[client], how, limits={k: v for k, v in limits.items() if v > 0})
-    return kept, reasons
+        bounded[client] = clip_update(
+            before[client], trained[client], how, limits={k: v for k, v in limits.items() if v > 0}
+        )
+    return bounded, reasons

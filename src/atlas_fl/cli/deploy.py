@@ -63,11 +63,11 @@ def serve(words: Sequence[str]) -> int:
     from pathlib import Path
 
     from atlas_fl.cli.tables import outcome
-    from atlas_fl.deployment.server import across_machines, give_again, hand_out
-    from atlas_fl.deployment.service import Service
+    from atlas_fl.deployment.server import give_again, hand_out, remote_backend
+    from atlas_fl.deployment.service import ServerOptions
     from atlas_fl.experiment.run import run_config as run_config
 
-    service = Service(
+    service = ServerOptions(
         certs=Path(options.certs),
         host=options.host,
         port=options.port,
@@ -81,7 +81,7 @@ def serve(words: Sequence[str]) -> int:
         if options.again:
             give_again(config, options.again)
         hand_out(config, service, on_event)
-        result = run_config(config, on_event=on_event, resume=True, backend=across_machines(service))
+        result = run_config(config, on_event=on_event, resume=True, backend=remote_backend(service))
     show(outcome(result.folder, result.summary, complete=result.complete))
     return 0
 
@@ -132,13 +132,13 @@ def join(words: Sequence[str]) -> int:
     options = parse(default, groups, command="atlas join")
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # as in `atlas serve`
 
-    from atlas_fl.deployment.site import Joining
-    from atlas_fl.deployment.site import join as join_federation
+    from atlas_fl.deployment.site import SiteOptions
+    from atlas_fl.deployment.site import join_federation as join_federation
     from atlas_fl.report.format import human_bytes
     from atlas_fl.runtime.transport.certificates import open_certs
 
     certs = Path(options.certs)
-    joining = Joining(
+    joining = SiteOptions(
         address=options.address,
         certs=certs,
         task=options.task,

@@ -58,18 +58,18 @@ class _Machine:
 
     def above_mark(self) -> list[Any]:
         """What lies above the topmost mark; it and the mark are taken off."""
-        place = max(index for index, value in enumerate(self.stack) if value is _MARK)
-        found = self.stack[place + 1 :]
-        del self.stack[place:]
-        return found
+        mark = max(index for index, value in enumerate(self.stack) if value is _MARK)
+        values = self.stack[mark + 1 :]
+        del self.stack[mark:]
+        return values
 
     def last(self, count: int) -> list[Any]:
         """The topmost values; they are taken off."""
-        found = self.stack[-count:]
+        values = self.stack[-count:]
         del self.stack[-count:]
-        if len(found) < count:
+        if len(values) < count:
             raise ValueError("a value is missing")
-        return found
+        return values
 
 
 def read_pickled(content: bytes, *, origin: object) -> Any:
@@ -85,7 +85,7 @@ def read_pickled(content: bytes, *, origin: object) -> Any:
                 raise ValueError(f"opcode {opcode.name} is none of plain data")
             _OPCODES[opcode.name](machine, argument)
         (built,) = machine.stack
-        return _finished(built, {})
+        return _plain_value(built, {})
     except (ValueError, TypeError, KeyError, IndexError, AttributeError, RecursionError) as error:
         reason = " ".join(str(error).split())[:120]
         raise DataError(
@@ -93,16 +93,18 @@ def read_pickled(content: bytes, *, origin: object) -> Any:
         ) from error
 
 
-def _finished(built: Any, known: dict[int, Any]) -> Any:
+def _plain_value(built: Any, plain_by_id: dict[int, Any]) -> Any:
     """The value itself; `known` has lists and dictionaries by identity, as a small file may name one very often."""
-    if id(built) in known:
-        return known[id(built)]
+    if id(built) in plain_by_id:
+        return plain_by_id[id(built)]
     if isinstance(built, _Array):
         return built.values
     if isinstance(built, list):
-        return known.setdefault(id(built), [_finished(value, known) for value in built])
+        return plain_by_id.setdefault(id(built), [_plain_value(value, plain_by_id) for value in built])
     if isinstance(built, dict):
-        return known.setdefault(id(built), {key: _finished(value, known) for key, value in built.items()})
+        return plain_by_id.setdefault(
+            id(built), {key: _plain_value(value, plain_by_id) for key, value in built.items()}
+        )
     if built is _MARK or isinstance(built, _Name):
         raise ValueError("it ends in the middle")
     return built
@@ -158,7 +160,7 @@ def _build(machine: _Machine, _: Any) -> None:
         raise ValueError(f"it would change a {type(target).__name__}")
 
 
-def _encoded(text: str, encoding: str) -> bytes:
+def _encode(text: str, encoding: str) -> bytes:
     if encoding not in ("latin1", "latin-1"):
         raise ValueError(f"bytes are encoded as {encoding!r}")
     return text.encode("latin-1")
@@ -174,7 +176,7 @@ _CALLS: dict[tuple[str, str], Callable[..., Any]] = {
     ("numpy.core.multiarray", "_reconstruct"): lambda *_: _Array(),
     ("numpy._core.multiarray", "_reconstruct"): lambda *_: _Array(),
     ("numpy", "dtype"): _dtype,
-    ("_codecs", "encode"): _encoded,
+    ("_codecs", "encode"): _encode,
 }
 
 _PUSHED = ("BININT", "BININT1", "BININT2", "LONG1", "INT", "SHORT_BINSTRING", "BINSTRING", "BINUNICODE", "BINFLOAT")
@@ -271,10 +273,10 @@ def cifar_task(cifar: Cifar) -> Task:
 
 def load_cifar(source: Source, *, cifar: Cifar) -> TaskData:
     """Its own test split, and a validation split cut from its train; a `DataError` names the ways to supply it."""
-    splits = _archived(source, cifar)
+    splits = _read_archive(source, cifar)
     if splits is None:
         folder = None if source.data_dir is None else source.data_dir / cifar.name
-        tables = find_tables(_published(cifar), folder)
+        tables = find_tables(_hub_source(cifar), folder)
         splits = {split: _of_table(table, cifar, origin=f"{split} of {cifar.title}") for split, table in tables.items()}
     if "train" not in splits:
         raise missing_split(cifar.title, tuple(splits))
@@ -284,19 +286,19 @@ def load_cifar(source: Source, *, cifar: Cifar) -> TaskData:
 def cifar_files(source: Source, *, cifar: Cifar) -> tuple[Path, ...]:
     """What is read: the Python archive, unpacked or not, where the user's directory holds it; else the hub's tables."""
     if source.data_dir is None:
-        return source_files(_published(cifar), None)
+        return source_files(_hub_source(cifar), None)
     folder = source.data_dir
     names = [name for names in cifar.files.values() for name in names]
     archived = [
         folder / _TARS[cifar.name],
-        *(place / name for place in (folder / cifar.archive, folder) for name in names),
+        *(parent / name for parent in (folder / cifar.archive, folder) for name in names),
     ]
     if any(path.exists() for path in archived):
         return (*archived, folder / cifar.name)
-    return (*archived, *source_files(_published(cifar), folder / cifar.name))
+    return (*archived, *source_files(_hub_source(cifar), folder / cifar.name))
 
 
-def _published(cifar: Cifar) -> Published:
+def _hub_source(cifar: Cifar) -> Published:
     repository = f"uoft-cs/{cifar.name}"
     return Published(
         title=cifar.title,
@@ -310,7 +312,7 @@ def _published(cifar: Cifar) -> Published:
     )
 
 
-def _archived(source: Source, cifar: Cifar) -> dict[str, Images] | None:
+def _read_archive(source: Source, cifar: Cifar) -> dict[str, Images] | None:
     """The splits of the Python archive, unpacked or not; None where the user's directory holds neither."""
     if source.data_dir is None:
         return None
@@ -318,7 +320,9 @@ def _archived(source: Source, cifar: Cifar) -> dict[str, Images] | None:
     for folder in (source.data_dir / cifar.archive, source.data_dir / cifar.name, source.data_dir):
         if all((folder / name).is_file() for names in cifar.files.values() for name in names):
             return {
-                split: _joined([_batch((folder / name).read_bytes(), cifar, origin=folder / name) for name in names])
+                split: _concatenate(
+                    [_batch((folder / name).read_bytes(), cifar, origin=folder / name) for name in names]
+                )
                 for split, names in cifar.files.items()
             }
     return _of_tar(tar, cifar) if tar.is_file() else None
@@ -329,17 +333,17 @@ def _of_tar(path: Path, cifar: Cifar) -> dict[str, Images]:
         with ExitStack() as stack:
             archive = stack.enter_context(tarfile.open(path))
             _read_to_end(archive)
-            found: dict[str, list[Images]] = {split: [] for split in cifar.files}
+            batches_by_split: dict[str, list[Images]] = {split: [] for split in cifar.files}
             for split, names in cifar.files.items():
                 for name in names:
                     file = archive.extractfile(f"{cifar.archive}/{name}")
                     if file is None:
                         raise KeyError(name)
-                    found[split].append(_batch(file.read(), cifar, origin=f"{name} in {path}"))
+                    batches_by_split[split].append(_batch(file.read(), cifar, origin=f"{name} in {path}"))
     except (tarfile.TarError, OSError, EOFError, KeyError, zlib.error, LZMAError) as error:
         reason = " ".join(str(error).split())[:120]
         raise DataError(f"cannot read {path}: {reason}; get the official archive again") from error
-    return {split: _joined(batches) for split, batches in found.items()}
+    return {split: _concatenate(batches) for split, batches in batches_by_split.items()}
 
 
 def _read_to_end(archive: tarfile.TarFile) -> None:
@@ -350,8 +354,8 @@ def _read_to_end(archive: tarfile.TarFile) -> None:
 
 
 def _batch(content: bytes, cifar: Cifar, *, origin: object) -> Images:
-    held = read_pickled(content, origin=origin)
-    data, label = (held.get("data"), held.get(cifar.key)) if isinstance(held, dict) else (None, None)
+    unpickled = read_pickled(content, origin=origin)
+    data, label = (unpickled.get("data"), unpickled.get(cifar.key)) if isinstance(unpickled, dict) else (None, None)
     if not isinstance(data, np.ndarray) or data.shape[1:] != (3 * _SIDE**2,) or not isinstance(label, list):
         raise DataError(f"{origin} holds no images of {cifar.title} with {cifar.key!r}; get the official archive")
     # a row is all of red, then green, then blue
@@ -361,8 +365,8 @@ def _batch(content: bytes, cifar: Cifar, *, origin: object) -> Images:
 
 def _labels(values: Sequence[Any], count: int, cifar: Cifar, *, origin: object) -> np.ndarray[Any, np.dtype[np.int64]]:
     label = np.asarray(values)
-    known = label.dtype.kind in "iu" and label.shape == (count,)
-    if not known or label.min(initial=0) < 0 or label.max(initial=0) >= len(cifar.label_names):
+    has_form = label.dtype.kind in "iu" and label.shape == (count,)
+    if not has_form or label.min(initial=0) < 0 or label.max(initial=0) >= len(cifar.label_names):
         raise DataError(
             f"the labels of {origin} are not {count} whole numbers from 0 to {len(cifar.label_names) - 1}; get it again"
         )
@@ -373,11 +377,11 @@ def _of_table(table: Table, cifar: Cifar, *, origin: str) -> Images:
     image, label = cifar.columns
     if image not in table:
         raise DataError(f"{origin} has no column {image!r}; it has {', '.join(map(repr, table))}")
-    pixels = np.stack([_decoded(value, origin=origin) for value in table[image]])
+    pixels = np.stack([_decode(value, origin=origin) for value in table[image]])
     return Images(pixels=pixels, label=_labels(column(table, label, origin=origin), len(pixels), cifar, origin=origin))
 
 
-def _decoded(value: Any, *, origin: str) -> np.ndarray[Any, np.dtype[np.uint8]]:
+def _decode(value: Any, *, origin: str) -> np.ndarray[Any, np.dtype[np.uint8]]:
     from PIL import Image
 
     try:
@@ -391,7 +395,7 @@ def _decoded(value: Any, *, origin: str) -> np.ndarray[Any, np.dtype[np.uint8]]:
     return array
 
 
-def _joined(batches: Sequence[Images]) -> Images:
+def _concatenate(batches: Sequence[Images]) -> Images:
     return Images(
         pixels=np.concatenate([batch.pixels for batch in batches]),
         label=np.concatenate([batch.label for batch in batches]),

@@ -67,15 +67,17 @@ def why_fewer(given: Mapping[str, Examples]) -> tuple[str, str] | None:
     """What cleaning took of these splits and how to mend it, in words; None where it took repetitions at most."""
     whats, remedies = list[str](), list[str]()
     for split, rows in given.items():
-        if found := _contradictions(rows):
-            told = "" if split == "all" else f"{split} "
+        if positions := _contradictions(rows):
+            of_split = "" if split == "all" else f"{split} "
             what = "images that have another label too" if isinstance(rows, Images) else "texts that have another label"
-            whats.append(f"{len(found)} of {len(rows)} {told}rows are {what}{_such_as(rows, found[0])}")
+            whats.append(f"{len(positions)} of {len(rows)} {of_split}rows are {what}{_such_as(rows, positions[0])}")
             remedies.append("give equal rows one label, or remove them")
     for left, right in (("train", "validation"), ("train", "test"), ("validation", "test")):
-        if left in given and right in given and (found := _shared(given[left], given[right])):
+        if left in given and right in given and (positions := _shared_rows(given[left], given[right])):
             rows = given[left]
-            whats.append(f"{len(found)} of {len(rows)} {left} rows are in {right} too{_such_as(rows, found[0])}")
+            whats.append(
+                f"{len(positions)} of {len(rows)} {left} rows are in {right} too{_such_as(rows, positions[0])}"
+            )
             remedies.append("give each split rows of its own")
     return (", and ".join(whats), ", and ".join(dict.fromkeys(remedies))) if whats else None
 
@@ -83,12 +85,12 @@ def why_fewer(given: Mapping[str, Examples]) -> tuple[str, str] | None:
 def _contradictions(rows: Examples) -> list[int]:
     """Positions of the rows whose key has two labels."""
     labels: dict[str, set[float]] = {}
-    for key, label in zip(found := list(keys(rows)), rows.label.tolist(), strict=True):
+    for key, label in zip(row_keys := list(keys(rows)), rows.label.tolist(), strict=True):
         labels.setdefault(key, set()).add(label)
-    return [position for position, key in enumerate(found) if len(labels[key]) > 1]
+    return [position for position, key in enumerate(row_keys) if len(labels[key]) > 1]
 
 
-def _shared(rows: Examples, others: Examples) -> list[int]:
+def _shared_rows(rows: Examples, others: Examples) -> list[int]:
     taken = set(keys(others))
     return [position for position, key in enumerate(keys(rows)) if key in taken]
 
@@ -102,16 +104,16 @@ def _such_as(rows: Examples, position: int) -> str:
 
 def check_no_leak(train: Examples, validation: Examples, test: Examples) -> None:
     """A `DataError` with an example if two splits share a text or an image (`keys`)."""
-    places = {
-        name: {key: place for place, key in enumerate(keys(rows))}
+    rows_by_key = {
+        name: {key: row for row, key in enumerate(keys(rows))}
         for name, rows in (("train", train), ("validation", validation), ("test", test))
     }
     for left, right in (("train", "validation"), ("train", "test"), ("validation", "test")):
-        shared = places[left].keys() & places[right].keys()
+        shared = rows_by_key[left].keys() & rows_by_key[right].keys()
         if shared:
             example = min(shared)
             if isinstance(train, Images):
-                what = f"images are in {left} and in {right}, such as number {places[left][example]} of {left}"
+                what = f"images are in {left} and in {right}, such as number {rows_by_key[left][example]} of {left}"
             else:
                 shown = example.replace(_SEPARATOR, " | ")[:_SHOWN]
                 what = f"texts are in {left} and in {right}, such as {shown!r}"
@@ -149,12 +151,12 @@ def bin_edges(labels: Labels) -> Labels:
 def stratified_order(labels: Labels, rng: np.random.Generator) -> Labels:
     """A random order of the rows in which every stretch holds about the same share of each class, (n,) int64."""
     classes = strata(labels)
-    place = np.empty(len(classes))
+    rank = np.empty(len(classes))
     for value in np.unique(classes):
         members = rng.permutation(np.flatnonzero(classes == value))
         # Row i of m members lands in the i-th of m equal parts of [0, 1).
-        place[members] = (np.arange(len(members)) + rng.random(len(members))) / len(members)
-    return np.argsort(place, kind="stable")
+        rank[members] = (np.arange(len(members)) + rng.random(len(members))) / len(members)
+    return np.argsort(rank, kind="stable")
 
 
 def split_rows(
@@ -183,7 +185,7 @@ def split_rows(
         validation=rows.take(order[num_test : num_validation + num_test]),
         test=rows.take(order[:num_test]),
     )
-    return checked(data, name=name, labelled=labelled, label_names=label_names, given=given)
+    return check_splits(data, name=name, labelled=labelled, label_names=label_names, given=given)
 
 
 def arrange(
@@ -209,10 +211,10 @@ def arrange(
         carved, train = _carve(train, num_rows, name=f"{name}/{part}")
         given.append(carved)
     data = clean(TaskData(train=train, validation=given[1], test=given[0]))
-    return checked(data, name=name, labelled=labelled, label_names=label_names, given=splits)
+    return check_splits(data, name=name, labelled=labelled, label_names=label_names, given=splits)
 
 
-def checked(
+def check_splits(
     data: TaskData, *, name: str, labelled: bool, label_names: Sequence[str], given: Mapping[str, Examples]
 ) -> TaskData:
     """The same data with the number of rows that are left out; a `DataError` says what nobody could learn from.
@@ -250,12 +252,12 @@ def _mistake(what: str, given: Mapping[str, Examples], *, remedy: str) -> DataEr
 
 
 def _share_of(count: int, share: float, *, name: str) -> int:
-    if (found := int(count * share)) == 0:
+    if (share_count := int(count * share)) == 0:
         raise DataError(
             f"--validation-share {share:g} of the {count} rows of task {name!r} is not one; give a larger share, or add"
             " rows"
         )
-    return found
+    return share_count
 
 
 def _carve(rows: Kind, num_rows: int, *, name: str) -> tuple[Kind, Kind]:

@@ -16,7 +16,7 @@ import numpy as np
 
 from atlas_fl.data.cache import load_task
 from atlas_fl.data.cleaning import bin_edges, check_no_leak, strata
-from atlas_fl.data.partition import PARTITIONS, assign_classes, deal, deal_classes, realised
+from atlas_fl.data.partition import PARTITIONS, actual_mixes, assign_classes, deal, deal_classes
 from atlas_fl.data.task import Examples, Images, Labels, Source, Task, TaskData, as_texts
 from atlas_fl.errors import ConfigError, DataError, unknown_name
 from atlas_fl.params import Split
@@ -56,15 +56,15 @@ class ClientData:
 
     def digest(self) -> str:
         """SHA-256 of all rows of all splits, in their order."""
-        found = sha256()
+        sha = sha256()
         for rows in (self.train, self.validation, self.test):
             if isinstance(rows, Images):
-                found.update(json.dumps([*rows.pixels.shape, rows.label.tolist()]).encode())
-                found.update(np.ascontiguousarray(rows.pixels).data)
+                sha.update(json.dumps([*rows.pixels.shape, rows.label.tolist()]).encode())
+                sha.update(np.ascontiguousarray(rows.pixels).data)
             else:
                 for part in _row_lists(rows.text, rows.pair, rows.label):
-                    found.update(part.encode())
-        return found.hexdigest()
+                    sha.update(part.encode())
+        return sha.hexdigest()
 
 
 def _row_lists(*columns: Sequence[str] | Labels | None) -> Iterator[str]:
@@ -137,9 +137,11 @@ def make_clients(  # noqa: PLR0913 - one name for each setting of the data
         data = load_task(task, source)
         _check_room(task, data, clients_per_task, sizes)
         if partition == BY_CLASSES:
-            parts = _sharded(task, data, clients_per_task, sizes, classes_per_client=classes_per_client, seed=seed)
+            parts = _deal_by_classes(
+                task, data, clients_per_task, sizes, classes_per_client=classes_per_client, seed=seed
+            )
         else:
-            parts = _partitioned(
+            parts = _deal_by_partition(
                 task, data, clients_per_task, sizes, partition=partition, alpha=dirichlet_alpha, seed=seed
             )
         clients += [
@@ -158,7 +160,7 @@ def make_clients(  # noqa: PLR0913 - one name for each setting of the data
     return tuple(_with_shuffled_labels(client, seed) for client in clients) if shuffle_labels else tuple(clients)
 
 
-def _partitioned(
+def _deal_by_partition(
     task: Task,
     data: TaskData,
     num_clients: int,
@@ -183,7 +185,7 @@ def _partitioned(
     except DataError as error:
         raise DataError(f"task {task.name!r}: {error}") from error
     # Where a class ran out, the held-out rows follow what the client got and not what it was meant to get.
-    mixes = realised(classes["train"], train, mixes)
+    mixes = actual_mixes(classes["train"], train, mixes)
     dealt: dict[Split, list[Labels]] = {"train": train}
     held_out: tuple[Split, Split] = ("validation", "test")
     for split in held_out:
@@ -198,19 +200,19 @@ def _spread(total: int, num_clients: int) -> Labels:
     return total // num_clients + (np.arange(num_clients) < total % num_clients).astype(np.int64)
 
 
-def _sharded(
+def _deal_by_classes(
     task: Task, data: TaskData, num_clients: int, sizes: Sizes, *, classes_per_client: int | None, seed: int
 ) -> dict[Split, list[Labels]]:
     if classes_per_client is None:
         raise ConfigError(f"--partition {BY_CLASSES} needs --nc, the number of classes that a client has")
     if not task.has_classes:
         raise ConfigError(f"task {task.name!r} has no classes for --partition {BY_CLASSES}; choose another partition")
-    held = assign_classes(num_clients, task.num_labels, classes_per_client, generator(seed, "classes", task.name))
+    has_class = assign_classes(num_clients, task.num_labels, classes_per_client, generator(seed, "classes", task.name))
     parts: dict[Split, list[Labels]] = {}
     for split, size in sizes.items():
         rng = generator(seed, "deal", task.name, split)
         try:
-            parts[split] = deal_classes(_rows(data, split).label, held, size=size, rng=rng)
+            parts[split] = deal_classes(_rows(data, split).label, has_class, size=size, rng=rng)
         except DataError as error:
             raise DataError(f"{split} of task {task.name!r}: {error} ({_FLAGS[split]})") from error
     return parts
@@ -288,7 +290,7 @@ def shard_notes(rows: Sequence[Mapping[str, Any]]) -> tuple[str, ...]:
     for row in rows:
         if "distance" in row:
             tasks.setdefault(row["task"], []).append(row)
-    return tuple(_note(task, own) for task, own in tasks.items())
+    return tuple(_note(task, task_rows) for task, task_rows in tasks.items())
 
 
 def _note(task: str, rows: Sequence[Mapping[str, Any]]) -> str:
@@ -317,13 +319,13 @@ def _row(client: ClientData, same_task: Sequence[ClientData]) -> dict[str, Any]:
         label = client.train.label
         kind = "words" if client.task.writes else "labels"
         return {**row, kind: {"mean": float(label.mean()), "std": float(label.std())}}
-    own = _counts(client)
+    label_counts = _counts(client)
     everyone = np.sum([_counts(other) for other in same_task], axis=0)
     return {
         **row,
         "majority": {split: majority(rows) for split, rows in splits.items()},
-        "labels": dict(zip(client.task.label_names, own.tolist())),
-        "distance": float(0.5 * np.abs(own / own.sum() - everyone / everyone.sum()).sum()),
+        "labels": dict(zip(client.task.label_names, label_counts.tolist())),
+        "distance": float(0.5 * np.abs(label_counts / label_counts.sum() - everyone / everyone.sum()).sum()),
     }
 
 

@@ -35,7 +35,7 @@ def scramble(sentences: Sequence[str], rng: np.random.Generator) -> Rows:
     """
     usable = [words for words in map(str.split, sentences) if _has_orders(words)]
     labels = rng.permutation(np.arange(len(usable)) % 2)
-    text = [" ".join(words if label else _scrambled(words, rng)) for words, label in zip(usable, labels)]
+    text = [" ".join(words if label else _scramble(words, rng)) for words, label in zip(usable, labels)]
     return Rows(text=tuple(text), label=labels.astype(np.int64))
 
 
@@ -45,7 +45,7 @@ def _has_orders(words: list[str]) -> bool:
     return bool(runs) and all(len({word.casefold() for word in run}) > 1 for run in runs)
 
 
-def _scrambled(words: list[str], rng: np.random.Generator) -> list[str]:
+def _scramble(words: list[str], rng: np.random.Generator) -> list[str]:
     start = int(rng.integers(1, len(words) - RUN))
     run = words[start : start + RUN]
     folded = [word.casefold() for word in run]
@@ -63,14 +63,14 @@ def answer_types(questions: Sequence[str], types: Sequence[str], rng: np.random.
     """
     assert len(set(types)) > 1, "a wrong type needs a second type"
     labels = rng.permutation(np.arange(len(questions)) % 2)
-    pair = [own if label else _other(own, types, rng) for own, label in zip(types, labels)]
+    pair = [description if label else _other(description, types, rng) for description, label in zip(types, labels)]
     return Rows(text=tuple(questions), pair=tuple(pair), label=labels.astype(np.int64))
 
 
-def _other(own: str, types: Sequence[str], rng: np.random.Generator) -> str:
+def _other(description: str, types: Sequence[str], rng: np.random.Generator) -> str:
     while True:
         drawn = types[int(rng.integers(len(types)))]
-        if drawn != own:
+        if drawn != description:
             return drawn
 
 
@@ -175,8 +175,8 @@ def load_pairs(source: Source) -> TaskData:
     labels, definitions = _question_files(source)
     questions, types = read_questions(labels)
     meaning = read_descriptions(definitions)
-    told = [_description(fine, meaning) for fine in types]
-    return split_rows(answer_types(questions.text, told, generator(SEED, "make", "pairs")), name="pairs")
+    descriptions = [_description(fine, meaning) for fine in types]
+    return split_rows(answer_types(questions.text, descriptions, generator(SEED, "make", "pairs")), name="pairs")
 
 
 def load_scramble(source: Source) -> TaskData:

@@ -36,7 +36,7 @@ class Format:
 
 def load_glue(source: Source, *, form: Format) -> TaskData:
     """The splits of a GLUE task; a `DataError` names what is missing and the three ways to supply it."""
-    tables = find_tables(_published(form), _folder(source, form))
+    tables = find_tables(_hub_source(form), _folder(source, form))
     rows = {}
     for split, names in _SPLITS.items():
         name = next((name for name in names if name in tables), None)
@@ -48,7 +48,7 @@ def load_glue(source: Source, *, form: Format) -> TaskData:
     return arrange(rows, name=form.name)
 
 
-def _published(form: Format) -> Published:
+def _hub_source(form: Format) -> Published:
     return Published(
         title=f"GLUE task {form.name!r}",
         repository=REPOSITORY,
@@ -71,7 +71,7 @@ def _rows(table: Table, form: Format, *, origin: str) -> Rows:
 
 
 def _labels(values: Sequence[Any], form: Format, *, origin: str) -> Labels:
-    names = {name: place for place, name in enumerate(form.label_names)}
+    names = {name: index for index, name in enumerate(form.label_names)}
     try:
         if not names:
             return np.asarray([float(value) for value in values], dtype=np.float32)
@@ -93,7 +93,7 @@ def _task(form: Format, *, metric: Metric = "accuracy", max_length: int = 128) -
         label_names=form.label_names,
         note="GLUE; tested on its validation split",
         load=partial(load_glue, form=form),
-        files=lambda source: source_files(_published(form), _folder(source, form)),
+        files=lambda source: source_files(_hub_source(form), _folder(source, form)),
     )
 
 

@@ -39,12 +39,12 @@ def find_tables(published: Published, folder: Path | None) -> dict[str, Table]:
     """
     if folder is not None and folder.is_dir():
         return read_folder(folder, splits=published.splits)
-    tables = _cached(published)
+    tables = _read_cache(published)
     if tables is not None:
         return tables
     reason = _unreachable()
     if reason is None:
-        return _downloaded(published)
+        return _download(published)
     raise _missing(published, folder, reason)
 
 
@@ -59,7 +59,7 @@ def source_files(published: Published, folder: Path | None) -> tuple[Path, ...]:
     return (*(() if folder is None else (folder,)), *cached)
 
 
-def _cached(published: Published) -> dict[str, Table] | None:
+def _read_cache(published: Published) -> dict[str, Table] | None:
     from datasets.packaged_modules.cache.cache import Cache
 
     # Asked before the hub: load_dataset would retry for half a minute before it looks here.
@@ -87,7 +87,7 @@ def _unreachable() -> str | None:
         return str(getattr(error, "reason", error))
 
 
-def _downloaded(published: Published) -> dict[str, Table]:
+def _download(published: Published) -> dict[str, Table]:
     import datasets
 
     try:
@@ -109,6 +109,6 @@ def _missing(published: Published, folder: Path | None, reason: str) -> DataErro
     )
 
 
-def missing_split(title: str, found: Sequence[str]) -> DataError:
+def missing_split(title: str, splits: Sequence[str]) -> DataError:
     """The error for a data set without rows to train on."""
-    return DataError(f"{title} has no train split; it has {', '.join(found) or 'nothing'}")
+    return DataError(f"{title} has no train split; it has {', '.join(splits) or 'nothing'}")

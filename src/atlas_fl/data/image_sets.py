@@ -41,8 +41,8 @@ def read_idx(path: Path) -> np.ndarray[Any, np.dtype[np.uint8]]:
         raise DataError(f"{path} is no IDX file of bytes; get the file again")
     shape = tuple(int(size) for size in np.frombuffer(content[4:start], dtype=">u4"))
     if len(content) - start != prod(shape):
-        told = " x ".join(map(str, shape))
-        raise DataError(f"{path} is cut off: it tells of {told} values and holds {len(content) - start}; get it again")
+        sizes = " x ".join(map(str, shape))
+        raise DataError(f"{path} is cut off: it tells of {sizes} values and holds {len(content) - start}; get it again")
     return np.frombuffer(content, dtype=np.uint8, offset=start).reshape(shape)
 
 
@@ -56,10 +56,10 @@ def load_digits(source: Source) -> TaskData:
     """The splits of 1,797 digits, 8 x 8 and grey."""
     from sklearn import datasets  # half a second that other commands need not pay
 
-    found = datasets.load_digits()
+    digits = datasets.load_digits()
     # its values run from 0 to 16
-    pixels: Pixels = np.rint(found.images * (255 / 16)).astype(np.uint8)[..., None]
-    images = Images(pixels=pixels, label=found.target.astype(np.int64))
+    pixels: Pixels = np.rint(digits.images * (255 / 16)).astype(np.uint8)[..., None]
+    images = Images(pixels=pixels, label=digits.target.astype(np.int64))
     return split_rows(images, name="digits", validation_share=source.validation_share)
 
 
@@ -74,12 +74,12 @@ def load_fashion(source: Source) -> TaskData:
 
 
 def _fashion_folder(source: Source) -> Path:
-    places = _fashion_folders(source)
-    for place in places:
-        if _fashion_file(place, "train-images-idx3-ubyte") is not None:
-            return place
+    folders = _fashion_folders(source)
+    for folder in folders:
+        if _fashion_file(folder, "train-images-idx3-ubyte") is not None:
+            return folder
     raise DataError(
-        f"Fashion-MNIST is in none of {', '.join(map(str, places))}; run `atlas fetch vision`, or install the Debian"
+        f"Fashion-MNIST is in none of {', '.join(map(str, folders))}; run `atlas fetch vision`, or install the Debian"
         " package dataset-fashion-mnist, or give --data-dir with its four files of t10k and train"
     )
 

@@ -19,8 +19,8 @@ def scores(task: Task, labels: Shaped[Array, " n"], logits: Float[Array, "n labe
     spearman. A constant correlates with nothing: its correlation is undefined and `primary` then is 0.
     """
     assert len(labels) == len(logits) > 0, "scores need one row of logits per label, and at least one"
-    found = _regression(labels, logits[:, 0]) if task.is_regression else _classification(labels, logits)
-    return {**found, "primary": found.get(task.metric, 0.0)}
+    metrics = _regression(labels, logits[:, 0]) if task.is_regression else _classification(labels, logits)
+    return {**metrics, "primary": metrics.get(task.metric, 0.0)}
 
 
 def writing_scores(judged: Float[Array, "tokens 2"]) -> dict[str, float]:
@@ -46,8 +46,8 @@ def rouge(references: Sequence[str], written: Sequence[str]) -> dict[str, float]
 
     names = ("rouge1", "rouge2", "rougeL")
     scorer = RougeScorer(names)
-    found = [scorer.score(reference, text) for reference, text in zip(references, written, strict=True)]
-    return {name: float(np.mean([one[name].fmeasure for one in found])) for name in names}
+    scored = [scorer.score(reference, text) for reference, text in zip(references, written, strict=True)]
+    return {name: float(np.mean([one[name].fmeasure for one in scored])) for name in names}
 
 
 def _classification(labels: Labels, logits: Array) -> dict[str, float]:
@@ -100,11 +100,11 @@ def _ratio(above: Array, below: Array) -> Array:
 
 def _regression(labels: Labels, predicted: Array) -> dict[str, float]:
     x, y = labels.astype(np.float64), predicted.astype(np.float64)
-    found = {"loss": float(np.mean((x - y) ** 2))}
+    metrics = {"loss": float(np.mean((x - y) ** 2))}
     if np.ptp(x) > 0 and np.ptp(y) > 0:
-        found["pearson"] = _correlation(x, y)
-        found["spearman"] = _correlation(_mean_ranks(x), _mean_ranks(y))
-    return found
+        metrics["pearson"] = _correlation(x, y)
+        metrics["spearman"] = _correlation(_mean_ranks(x), _mean_ranks(y))
+    return metrics
 
 
 def _correlation(x: Array, y: Array) -> float:
@@ -114,6 +114,6 @@ def _correlation(x: Array, y: Array) -> float:
 
 def _mean_ranks(values: Array) -> Array:
     # Equal values share the mean of their places.
-    _, place, count = np.unique(values, return_inverse=True, return_counts=True)
+    _, inverse, count = np.unique(values, return_inverse=True, return_counts=True)
     last = np.cumsum(count)
-    return (last - (count - 1) / 2)[place]
+    return (last - (count - 1) / 2)[inverse]

@@ -57,7 +57,7 @@ def quantity(
     least = max(2, int(LEAST_SHARE * samples))
     spare = max(0, num_clients * (samples - least))
     shares = rng.dirichlet(np.full(num_clients, alpha)) * spare
-    return np.tile(prior, (num_clients, 1)), min(least, samples) + _rounded(shares, rng)
+    return np.tile(prior, (num_clients, 1)), min(least, samples) + _round_randomly(shares, rng)
 
 
 PARTITIONS: dict[str, Partition] = {"iid": iid, "dirichlet": dirichlet, "quantity": quantity}
@@ -77,14 +77,14 @@ def deal(
     left = supply - counts.sum(axis=0)
     # In a random order, since the last ones get what the others leave.
     for client in rng.permutation(len(sizes)):
-        wanted = np.maximum(mixes[client] * sizes[client] - counts[client], 0)
-        more = _filled(wanted, int(sizes[client] - counts[client].sum()), left, rng)
+        targets = np.maximum(mixes[client] * sizes[client] - counts[client], 0)
+        more = _draw_counts(targets, int(sizes[client] - counts[client].sum()), left, rng)
         counts[client] += more
         left -= more
-    return _drawn(classes, counts, rng)
+    return _draw_rows(classes, counts, rng)
 
 
-def realised(classes: Labels, dealt: list[Labels], mixes: Array) -> Array:
+def actual_mixes(classes: Labels, dealt: list[Labels], mixes: Array) -> Array:
     """The mixes that the dealt rows have, for clients whose rows differ from their mix by more than rounding does."""
     counts = np.stack([np.bincount(classes[rows], minlength=mixes.shape[1]) for rows in dealt])
     sizes = counts.sum(axis=1, keepdims=True)
@@ -119,7 +119,7 @@ def _first_pairs(mixes: Array, supply: Array) -> Array:
     return counts
 
 
-def _filled(weights: Array, need: int, supply: Array, rng: np.random.Generator) -> Array:
+def _draw_counts(weights: Array, need: int, supply: Array, rng: np.random.Generator) -> Array:
     """`need` rows over the classes in the proportion of the weights, none above its supply, (C,) int64."""
     given = np.zeros_like(supply)
     while (missing := need - int(given.sum())) > 0:
@@ -127,11 +127,11 @@ def _filled(weights: Array, need: int, supply: Array, rng: np.random.Generator) 
         open_weights = np.where(room > 0, weights, 0.0)
         if open_weights.sum() < 1e-9:  # the client's own classes have run out
             open_weights = room.astype(np.float64)
-        given += np.minimum(_rounded(missing * open_weights / open_weights.sum(), rng), room)
+        given += np.minimum(_round_randomly(missing * open_weights / open_weights.sum(), rng), room)
     return given
 
 
-def _rounded(values: Array, rng: np.random.Generator) -> Array:
+def _round_randomly(values: Array, rng: np.random.Generator) -> Array:
     """Whole numbers with the same sum, each the floor or the ceiling of its value and right on average, int64."""
     total = np.round(values.sum())
     ends = np.minimum(np.cumsum(values), total)
@@ -139,7 +139,7 @@ def _rounded(values: Array, rng: np.random.Generator) -> Array:
     return np.diff(np.floor(np.concatenate([[0.0], ends]) + rng.random())).astype(np.int64)
 
 
-def _drawn(classes: Labels, counts: Array, rng: np.random.Generator) -> list[Labels]:
+def _draw_rows(classes: Labels, counts: Array, rng: np.random.Generator) -> list[Labels]:
     parts: list[list[Labels]] = [[] for _ in counts]
     for value in range(counts.shape[1]):
         members = rng.permutation(np.flatnonzero(classes == value))
@@ -163,9 +163,9 @@ def assign_classes(num_clients: int, num_classes: int, classes_per_client: int, 
     slots = num_clients * classes_per_client
     # classes dealt out in turn: no client gets one twice, since it takes neighbours of a circle that is no shorter
     dealt = np.arange(slots) % num_classes
-    held = np.zeros((num_clients, num_classes), dtype=bool)
-    held[np.repeat(np.arange(num_clients), classes_per_client), rng.permutation(num_classes)[dealt]] = True
-    return _switched(held, rng)
+    has_class = np.zeros((num_clients, num_classes), dtype=bool)
+    has_class[np.repeat(np.arange(num_clients), classes_per_client), rng.permutation(num_classes)[dealt]] = True
+    return _switch_classes(has_class, rng)
 
 
 def check_classes(num_clients: int, num_classes: int, classes_per_client: int) -> None:
@@ -185,17 +185,17 @@ def check_classes(num_clients: int, num_classes: int, classes_per_client: int) -
         )
 
 
-def _switched(held: Array, rng: np.random.Generator) -> Array:
+def _switch_classes(has_class: Array, rng: np.random.Generator) -> Array:
     """The same sums of rows and columns, at random: two clients swap two classes that the other does not have."""
-    clients, classes = (places.copy() for places in np.nonzero(held))
-    held = held.copy()
+    clients, classes = (indices.copy() for indices in np.nonzero(has_class))
+    has_class = has_class.copy()
     for one, two in rng.integers(len(clients), size=(SWITCHES * len(clients), 2)):
         a, b, x, y = clients[one], clients[two], classes[one], classes[two]
-        if a != b and x != y and not held[a, y] and not held[b, x]:
-            held[a, x] = held[b, y] = False
-            held[a, y] = held[b, x] = True
+        if a != b and x != y and not has_class[a, y] and not has_class[b, x]:
+            has_class[a, x] = has_class[b, y] = False
+            has_class[a, y] = has_class[b, x] = True
             classes[one], classes[two] = y, x
-    return held
+    return has_class
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -207,64 +207,67 @@ class _Bounds:
     classes: tuple[Array, Array]
 
 
-def plan_rows(held: Array, supply: Array, *, size: int | None) -> Array:
+def plan_rows(has_class: Array, supply: Array, *, size: int | None) -> Array:
     """How many rows of every class each client gets, int64 (clients, classes): none of a class that is not its own.
 
     With a `size` every client has exactly so many, spread over its classes as evenly as the supply allows; without one
     every row is dealt out, to clients as equal as the assignment allows and of every class as equally as that leaves
     possible. A `DataError` says for what size the rows suffice.
     """
-    clients, degree = held.sum(axis=1), held.sum(axis=0)
+    clients, degree = has_class.sum(axis=1), has_class.sum(axis=0)
     if (supply < degree).any():
         scarce = int(np.argmax(degree - supply))
         raise DataError(
             f"class {scarce} has {supply[scarce]} rows for {degree[scarce]} clients; lower --clients-per-task or --nc"
         )
     if size is None:
-        low, high = _evenest(held, supply)
-        wanted = np.where(held, supply / np.maximum(degree, 1), 0.0)
-        sizes, classes = (np.full(len(held), low), np.full(len(held), high)), (supply, supply)
+        low, high = _evenest(has_class, supply)
+        targets = np.where(has_class, supply / np.maximum(degree, 1), 0.0)
+        sizes, classes = (np.full(len(has_class), low), np.full(len(has_class), high)), (supply, supply)
     else:
-        wanted = np.where(held, size / clients[:, None], 0.0)
-        sizes, classes = (np.full(len(held), size),) * 2, (degree, supply)
+        targets = np.where(has_class, size / clients[:, None], 0.0)
+        sizes, classes = (np.full(len(has_class), size),) * 2, (degree, supply)
 
     def bounds(slack: int) -> _Bounds:
-        lowest = np.where(held, np.maximum(np.floor(wanted) - slack, 1), 0).astype(np.int64)
-        highest = np.where(held, np.minimum(np.ceil(wanted) + slack, supply), 0).astype(np.int64)
+        lowest = np.where(has_class, np.maximum(np.floor(targets) - slack, 1), 0).astype(np.int64)
+        highest = np.where(has_class, np.minimum(np.ceil(targets) + slack, supply), 0).astype(np.int64)
         return _Bounds(cells=(lowest, np.maximum(lowest, highest)), clients=sizes, classes=classes)
 
     most = int(supply.max())
     if _flow(bounds(most)) is None:
         assert size is not None, "what `_evenest` found can be dealt"
-        raise DataError(_too_large(held, supply, size))
-    found = _flow(bounds(_least(lambda slack: _flow(bounds(slack)) is not None, 0, most)))
-    assert found is not None, "the search ends where there is a plan"
-    return found
+        raise DataError(_too_large(has_class, supply, size))
+    plan = _flow(bounds(_least(lambda slack: _flow(bounds(slack)) is not None, 0, most)))
+    assert plan is not None, "the search ends where there is a plan"
+    return plan
 
 
-def deal_classes(classes: Labels, held: Array, *, size: int | None, rng: np.random.Generator) -> list[Labels]:
+def deal_classes(classes: Labels, has_class: Array, *, size: int | None, rng: np.random.Generator) -> list[Labels]:
     """For every client the positions of its rows: disjoint, of its classes alone, in a random order (`plan_rows`)."""
-    counts = plan_rows(held, np.bincount(classes, minlength=held.shape[1]), size=size)
-    parts: list[list[Labels]] = [[] for _ in held]
-    for value in range(held.shape[1]):
+    counts = plan_rows(has_class, np.bincount(classes, minlength=has_class.shape[1]), size=size)
+    parts: list[list[Labels]] = [[] for _ in has_class]
+    for value in range(has_class.shape[1]):
         members = rng.permutation(np.flatnonzero(classes == value))
         for part, rows in zip(parts, np.split(members, np.cumsum(counts[:, value]))):
             part.append(rows)
     return [rng.permutation(np.concatenate(part)) for part in parts]
 
 
-def _evenest(held: Array, supply: Array) -> tuple[int, int]:
+def _evenest(has_class: Array, supply: Array) -> tuple[int, int]:
     """The smallest largest size of a client when every row is dealt, and the largest smallest one under it."""
     total = int(supply.sum())
-    mean = total // len(held)
+    mean = total // len(has_class)
 
     def possible(low: int, high: int) -> bool:
-        most = np.where(held, supply, 0)
-        sizes = np.full(len(held), low), np.full(len(held), high)
-        return _flow(_Bounds(cells=(held.astype(np.int64), most), clients=sizes, classes=(supply, supply))) is not None
+        most = np.where(has_class, supply, 0)
+        sizes = np.full(len(has_class), low), np.full(len(has_class), high)
+        return (
+            _flow(_Bounds(cells=(has_class.astype(np.int64), most), clients=sizes, classes=(supply, supply)))
+            is not None
+        )
 
-    least = int(held.sum(axis=1).max())
-    high = _least(lambda size: possible(least, size), -(-total // len(held)), total)
+    least = int(has_class.sum(axis=1).max())
+    high = _least(lambda size: possible(least, size), -(-total // len(has_class)), total)
     low = mean - _least(lambda less: possible(mean - less, high), 0, mean - least)
     return low, high
 
@@ -277,20 +280,20 @@ def _least(holds: Callable[[int], bool], low: int, high: int) -> int:
     return low
 
 
-def _too_large(held: Array, supply: Array, size: int) -> str:
-    least = int(held.sum(axis=1).max())
+def _too_large(has_class: Array, supply: Array, size: int) -> str:
+    least = int(has_class.sum(axis=1).max())
 
     def fails(rows: int) -> bool:
-        sizes = np.full(len(held), rows)
-        most = np.where(held, supply, 0)
-        cells = held.astype(np.int64), most
-        return _flow(_Bounds(cells=cells, clients=(sizes, sizes), classes=(held.sum(axis=0), supply))) is None
+        sizes = np.full(len(has_class), rows)
+        most = np.where(has_class, supply, 0)
+        cells = has_class.astype(np.int64), most
+        return _flow(_Bounds(cells=cells, clients=(sizes, sizes), classes=(has_class.sum(axis=0), supply))) is None
 
     fits = _least(fails, least, size) - 1
     if fits < least:
         return f"{size} rows a client are fewer than its {least} classes; raise the size to {least}"
     return (
-        f"the classes have too few rows for {len(held)} clients of {size} (rows per class:"
+        f"the classes have too few rows for {len(has_class)} clients of {size} (rows per class:"
         f" {', '.join(map(str, supply[:20]))}{', ..' if len(supply) > 20 else ''}); lower the size to {fits}"
     )
 
@@ -326,8 +329,8 @@ def _flow(bounds: _Bounds) -> Array | None:
     ]
     starts, ends, room = (np.concatenate(parts) for parts in zip(*arcs))
     graph = csr_array((room.astype(np.int32), (starts, ends)), shape=(take + 1, take + 1))
-    found = maximum_flow(graph, give, take)
-    if found.flow_value != owed[over].sum():
+    solution = maximum_flow(graph, give, take)
+    if solution.flow_value != owed[over].sum():
         return None
-    plan: Array = low + np.maximum(found.flow.toarray()[:num_clients, num_clients : num_clients + num_classes], 0)
+    plan: Array = low + np.maximum(solution.flow.toarray()[:num_clients, num_clients : num_clients + num_classes], 0)
     return plan

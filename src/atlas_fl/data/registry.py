@@ -12,27 +12,27 @@ from atlas_fl.errors import ConfigError, unknown_name
 TASKS: dict[str, Task] = {task.name: task for task in (*EMBEDDED, *GLUE, *VISION)}
 
 
-def find_tasks(names: Sequence[str], own: Sequence[str] = ()) -> tuple[Task, ...]:
+def find_tasks(names: Sequence[str], descriptions: Sequence[str] = ()) -> tuple[Task, ...]:
     """The tasks of these names, followed by the user's own that no name asked for.
 
     `own` holds descriptions such as `name=path,text=..` (`files.parse_task`). A `ConfigError` names a task that
     nothing defines, that is named twice, or that takes the name of a registered one.
     """
     brought: dict[str, Task] = {}
-    for task in map(parse_task, own):
+    for task in map(parse_task, descriptions):
         if task.name in TASKS or task.name in brought:
             raise ConfigError(f"there is a task {task.name!r} already; give yours another name")
         brought[task.name] = task
-    known = {**TASKS, **brought}
-    asked = (*names, *(name for name in brought if name not in names))
-    for place, name in enumerate(asked):
-        if name not in known:
-            raise unknown_name("task", name, known)
-        if name in asked[:place]:
+    tasks = {**TASKS, **brought}
+    task_names = (*names, *(name for name in brought if name not in names))
+    for index, name in enumerate(task_names):
+        if name not in tasks:
+            raise unknown_name("task", name, tasks)
+        if name in task_names[:index]:
             raise ConfigError(f"task {name!r} is named twice; name it once and raise --clients-per-task")
-    if not asked:
-        raise ConfigError(f"no task is named; known: {', '.join(sorted(known))}")
-    return tuple(known[name] for name in asked)
+    if not task_names:
+        raise ConfigError(f"no task is named; known: {', '.join(sorted(tasks))}")
+    return tuple(tasks[name] for name in task_names)
 
 
 def check_one_kind(tasks: Sequence[Task]) -> None:

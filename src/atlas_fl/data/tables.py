@@ -45,9 +45,9 @@ def read_table(path: Path) -> Table:
 def read_folder(folder: Path, *, splits: Sequence[str] = SPLITS) -> dict[str, Table]:
     """A folder's tables by split: `<split>.<ending>`, its shards `<split>-*.<ending>`, or a saved `DatasetDict`."""
     if (folder / "dataset_dict.json").is_file() or (folder / "state.json").is_file():
-        return _saved(folder)
-    found = {split: _split_files(folder, split) for split in splits}
-    return {split: _joined([read_table(path) for path in paths]) for split, paths in found.items() if paths}
+        return _read_saved(folder)
+    files = {split: _split_files(folder, split) for split in splits}
+    return {split: _concatenate([read_table(path) for path in paths]) for split, paths in files.items() if paths}
 
 
 def column(table: Table, name: str, *, origin: object) -> Sequence[Any]:
@@ -73,27 +73,27 @@ def _is_missing(value: object) -> bool:
 
 def classes(table: Table, name: str, *, origin: object) -> Sequence[Any]:
     """The values of a column of labels; a `DataError` names the first that only says that there is none."""
-    found = column(table, name, origin=origin)
-    for number, value in enumerate(found, start=1):
+    values = column(table, name, origin=origin)
+    for number, value in enumerate(values, start=1):
         if isinstance(value, str) and value.strip().lower() in _NO_VALUE:
             raise DataError(
                 f"row {number} of {origin} has {value.strip()!r} in column {name!r}, which stands for a missing label;"
                 " fill it or remove the row (a class of that name needs another one)"
             )
-    return found
+    return values
 
 
 def texts(table: Table, name: str, *, origin: object) -> tuple[str, ...]:
     """The values of a column as texts; a `DataError` that names the first that no file could hold."""
-    found = tuple(str(value) for value in column(table, name, origin=origin))
-    for number, text in enumerate(found, start=1):
+    values = tuple(str(value) for value in column(table, name, origin=origin))
+    for number, text in enumerate(values, start=1):
         try:
             text.encode()
         except UnicodeEncodeError as error:
             raise DataError(
                 f"row {number} of {origin} holds half a character in column {name!r} ({error.reason}); mend the row"
             ) from error
-    return found
+    return values
 
 
 def from_datasets(splits: Mapping[str, Any]) -> dict[str, Table]:
@@ -114,7 +114,7 @@ def _read_csv(path: Path) -> Table:
                 raise ValueError(f"line {reader.line_num} has {len(row)} cells and the header has {len(header)}")
             if row:
                 rows.append(row)
-    return {name: [row[place] for row in rows] for place, name in enumerate(header)}
+    return {name: [row[index] for row in rows] for index, name in enumerate(header)}
 
 
 @contextmanager
@@ -161,7 +161,7 @@ READERS: dict[str, Callable[[Path], Table]] = {
 }
 
 
-def _saved(folder: Path) -> dict[str, Table]:
+def _read_saved(folder: Path) -> dict[str, Table]:
     import datasets  # two seconds that other commands need not pay
 
     try:
@@ -181,9 +181,9 @@ def _split_files(folder: Path, split: str) -> list[Path]:
     return whole or [path for path in readable if path.stem.startswith(f"{split}-")]
 
 
-def _joined(tables: Sequence[Table]) -> Table:
-    def joined(name: str) -> Iterable[Any]:
+def _concatenate(tables: Sequence[Table]) -> Table:
+    def rows_of(name: str) -> Iterable[Any]:
         for table in tables:
             yield from table.get(name, [None] * len(next(iter(table.values()))))
 
-    return {name: list(joined(name)) for name in dict.fromkeys(name for table in tables for name in table)}
+    return {name: list(rows_of(name)) for name in dict.fromkeys(name for table in tables for name in table)}

@@ -50,7 +50,7 @@ class Folder:
 
 def holds_images(path: Path) -> bool:
     """Whether a folder holds folders with images, for splits or classes."""
-    return any(_files(place) for place in _split_folders(path).values() for place in _folders(place))
+    return any(_files(folder) for folder in _split_folders(path).values() for folder in _folders(folder))
 
 
 def folder_task(name: str, path: Path, options: Mapping[str, str]) -> Task:
@@ -66,12 +66,14 @@ def folder_task(name: str, path: Path, options: Mapping[str, str]) -> Task:
             raise unknown_name("option of a task of images", key, ("size", "broken"))
     size, broken = options.get("size"), options.get("broken", BROKEN[0])
     if size is not None and not (size.isdecimal() and len(size) <= 4 and 0 < int(size) <= 4096):
-        told = f"size={short_repr(size)} of task {name!r}"
-        raise ConfigError(f"{told} is no number of pixels from 1 to 4096; the form is {FORM}")
+        given = f"size={short_repr(size)} of task {name!r}"
+        raise ConfigError(f"{given} is no number of pixels from 1 to 4096; the form is {FORM}")
     if broken not in BROKEN:
         raise unknown_name("value of broken=", broken, BROKEN)
     splits = _split_folders(path)
-    classes = sorted({place.name for folder in splits.values() for place in _folders(folder) if _files(place)})
+    classes = sorted(
+        {class_folder.name for folder in splits.values() for class_folder in _folders(folder) if _files(class_folder)}
+    )
     if len(classes) < 2:
         raise DataError(f"{path} has images of one class only ({classes[0]!r}); a task needs a folder for each of two")
     folder = Folder(
@@ -94,16 +96,16 @@ def folder_task(name: str, path: Path, options: Mapping[str, str]) -> Task:
 
 def _load(source: Source, folder: Folder) -> TaskData:
     name = folder.name
-    read = {split: _read(place, folder) for split, place in folder.splits}
+    read = {split: _read(split_folder, folder) for split, split_folder in folder.splits}
     unread = tuple(str(file) for entries in read.values() for pixels, _, file in entries if pixels is None)
-    found = _all_of_one_kind({split: _readable(entries) for split, entries in read.items()})
+    readable = _all_of_one_kind({split: _readable(entries) for split, entries in read.items()})
     names, share = folder.label_names, source.validation_share
-    if "all" in found:
-        data = split_rows(found["all"], name=name, label_names=names, validation_share=share)
-    elif "train" in found:
-        data = arrange(found, name=name, label_names=names, validation_share=share)
+    if "all" in readable:
+        data = split_rows(readable["all"], name=name, label_names=names, validation_share=share)
+    elif "train" in readable:
+        data = arrange(readable, name=name, label_names=names, validation_share=share)
     else:
-        raise DataError(f"the folders of task {name!r} have no train split; they are {', '.join(found)}")
+        raise DataError(f"the folders of task {name!r} have no train split; they are {', '.join(readable)}")
     return replace(data, unread=unread)
 
 
@@ -113,7 +115,7 @@ def _readable(entries: Sequence[tuple[Pixels | None, int, Path]]) -> list[tuple[
 
 def _folders(path: Path) -> list[Path]:
     # what begins with a dot is a program's own
-    shown = (place for place in path.iterdir() if place.is_dir() and not place.name.startswith("."))
+    shown = (entry for entry in path.iterdir() if entry.is_dir() and not entry.name.startswith("."))
     return sorted(shown) if path.is_dir() else []
 
 
@@ -122,10 +124,10 @@ def _files(path: Path) -> list[Path]:
 
 
 def _split_folders(path: Path) -> dict[str, Path]:
-    found = {
-        split: place for split, names in _SPLITS.items() for place in _folders(path) if place.name.lower() in names
+    folders = {
+        split: folder for split, names in _SPLITS.items() for folder in _folders(path) if folder.name.lower() in names
     }
-    return found if "train" in found else {"all": path}
+    return folders if "train" in folders else {"all": path}
 
 
 def _read(path: Path, folder: Folder) -> list[tuple[Pixels | None, int, Path]]:
@@ -177,13 +179,13 @@ def _all_of_one_kind(splits: Mapping[str, Sequence[tuple[Pixels, int, Path]]]) -
             f"{min(h, w)} to the task to bring them to one"
         )
     channels = max(pixels.shape[2] for pixels, _, _ in every)
-    return {split: _stacked(entries, shape=(*first.shape[:2], channels)) for split, entries in splits.items()}
+    return {split: _stack_images(entries, shape=(*first.shape[:2], channels)) for split, entries in splits.items()}
 
 
-def _stacked(entries: Sequence[tuple[Pixels, int, Any]], *, shape: tuple[int, int, int]) -> Images:
+def _stack_images(entries: Sequence[tuple[Pixels, int, Any]], *, shape: tuple[int, int, int]) -> Images:
     pixels = np.empty((len(entries), *shape), dtype=np.uint8)
-    for place, (image, _, _) in enumerate(entries):
-        pixels[place] = image  # a grey image becomes three equal channels
+    for index, (image, _, _) in enumerate(entries):
+        pixels[index] = image  # a grey image becomes three equal channels
     return Images(pixels=pixels, label=np.asarray([label for _, label, _ in entries], dtype=np.int64))
 
 
@@ -216,7 +218,7 @@ def parse_task(description: str) -> Task:
     The file or folder is read once for as long as it does not change (`cache.DataCache`).
     A `ConfigError` says what is wrong with the description, a `DataError` what is wrong with the data.
     """
-    name, path, options = _parsed(description)
+    name, path, options = _parse_description(description)
     if path.is_dir() and holds_images(path):
         return folder_task(name, path, options)
     columns = _columns(name, options)
@@ -244,7 +246,9 @@ def _read_task(name: str, path: Path, columns: Columns) -> tuple[TaskData, tuple
     else:
         tables = {"all": read_table(path)}
     labelled = columns.target is None
-    rows, names = _labelled(tables, columns, origin=path) if labelled else (_written(tables, columns, origin=path), ())
+    rows, names = (
+        _labelled_rows(tables, columns, origin=path) if labelled else (_prompted_rows(tables, columns, origin=path), ())
+    )
     if path.is_dir():
         data = arrange(rows, name=name, labelled=labelled, label_names=names)
     else:
@@ -256,7 +260,7 @@ def _already_read(_: Source, *, data: TaskData) -> TaskData:
     return data
 
 
-def _parsed(description: str) -> tuple[str, Path, dict[str, str]]:
+def _parse_description(description: str) -> tuple[str, Path, dict[str, str]]:
     # A comma that no `word=` follows belongs to the path.
     first, *rest = re.split(r",(?=\w+=)", description)
     name, equals, path = first.partition("=")
@@ -289,48 +293,51 @@ def _columns(name: str, options: Mapping[str, str]) -> Columns:
     return Columns(**{key: value for key, value in options.items() if key != "metric"}, metric=metric)
 
 
-def _labelled(
+def _labelled_rows(
     tables: Mapping[str, Table], columns: Columns, *, origin: Path
 ) -> tuple[dict[str, Rows], tuple[str, ...]]:
     origins = {split: str(origin) if split == "all" else f"{split} of {origin}" for split in tables}
-    rows = {split: _unlabelled(table, columns, origin=origins[split]) for split, table in tables.items()}
+    rows = {split: _unlabelled_rows(table, columns, origin=origins[split]) for split, table in tables.items()}
     regression = columns.metric == "pearson"
     values_of = column if regression else classes  # of a value that is no number the message says more
-    found = {split: values_of(table, columns.label, origin=origins[split]) for split, table in tables.items()}
+    values_by_split = {split: values_of(table, columns.label, origin=origins[split]) for split, table in tables.items()}
     encoded: Mapping[str, Labels]
     if regression:
         names: tuple[str, ...] = ()
-        encoded = {split: _values(values, origin=origins[split]) for split, values in found.items()}
+        encoded = {split: _values(values, origin=origins[split]) for split, values in values_by_split.items()}
     else:
-        names = _class_names([value for values in found.values() for value in values], columns.label, origin=origin)
-        number = {name: place for place, name in enumerate(names)}
+        names = _class_names(
+            [value for values in values_by_split.values() for value in values], columns.label, origin=origin
+        )
+        number = {name: index for index, name in enumerate(names)}
         encoded = {
-            split: np.asarray([number[_word(value)] for value in found[split]], dtype=np.int64) for split in found
+            split: np.asarray([number[_word(value)] for value in values_by_split[split]], dtype=np.int64)
+            for split in values_by_split
         }
     return {split: replace(rows[split], label=encoded[split]) for split in rows}, names
 
 
-def _written(tables: Mapping[str, Table], columns: Columns, *, origin: Path) -> dict[str, Rows]:
+def _prompted_rows(tables: Mapping[str, Table], columns: Columns, *, origin: Path) -> dict[str, Rows]:
     """The texts that a model is to write, behind their prompts unless text= and target= are one column."""
     assert columns.target is not None
     rows: dict[str, Rows] = {}
     for split, table in tables.items():
-        told = str(origin) if split == "all" else f"{split} of {origin}"
-        target = texts(table, columns.target, origin=told)
+        source = str(origin) if split == "all" else f"{split} of {origin}"
+        target = texts(table, columns.target, origin=source)
         words = np.asarray([len(text.split()) for text in target], dtype=np.float32)
         if columns.target == columns.text:
             rows[split] = Rows(text=target, label=words)
         elif columns.text in table:
-            rows[split] = Rows(text=texts(table, columns.text, origin=told), pair=target, label=words)
+            rows[split] = Rows(text=texts(table, columns.text, origin=source), pair=target, label=words)
         else:
             raise DataError(
-                f"{told} has no column {columns.text!r} to write {columns.target!r} after; it has"
+                f"{source} has no column {columns.text!r} to write {columns.target!r} after; it has"
                 f" {', '.join(map(repr, table))}; name one with text=, or say text={columns.target} for no prompt"
             )
     return rows
 
 
-def _unlabelled(table: Table, columns: Columns, *, origin: str) -> Rows:
+def _unlabelled_rows(table: Table, columns: Columns, *, origin: str) -> Rows:
     text = texts(table, columns.text, origin=origin)
     pair = None if columns.pair is None else texts(table, columns.pair, origin=origin)
     return Rows(text=text, pair=pair, label=np.zeros(len(text), dtype=np.int64))

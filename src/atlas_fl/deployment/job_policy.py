@@ -71,20 +71,20 @@ def _before_round_one(_: Config, number: int) -> bool:
     return number == 0
 
 
-def _trained(config: Config, number: int) -> bool:
+def _is_training_round(config: Config, number: int) -> bool:
     return 1 <= number <= config.training.rounds
 
 
-def _scored(config: Config, number: int) -> bool:
+def _is_scored_round(config: Config, number: int) -> bool:
     return 0 <= number <= config.training.rounds
 
 
-def _clustered(config: Config, number: int) -> bool:
-    return number == 0 or (_trained(config, number) and is_reclustered(config, number))
+def _is_clustering_round(config: Config, number: int) -> bool:
+    return number == 0 or (_is_training_round(config, number) and is_reclustered(config, number))
 
 
-def _ranked(config: Config, number: int) -> bool:
-    return number == 0 or (config.ranks.rerank and _clustered(config, number))
+def _is_ranking_round(config: Config, number: int) -> bool:
+    return number == 0 or (config.ranks.rerank and _is_clustering_round(config, number))
 
 
 def _fingerprint(config: Config, job: Job, outline: "Outline") -> FingerprintOptions:
@@ -119,19 +119,19 @@ def _sensitivity(config: Config, job: Job, _: "Outline") -> SensitivityOptions:
 ADAPTER_JOBS: Mapping[str, Expected] = {
     "fingerprint": Expected(
         options=_fingerprint,
-        rounds=_clustered,
+        rounds=_is_clustering_round,
         asked=lambda config: strategy_of(config).clustered or config.clustering.fingerprint == "delta",
     ),
     "importance": Expected(
         options=lambda config, *_: ImportanceOptions(
             kind=config.ranks.importance, train=warmup_options(config), batches=IMPORTANCE_BATCHES
         ),
-        rounds=_ranked,
+        rounds=_is_ranking_round,
     ),
     "train": Expected(
-        options=lambda config, _, outline: train_options(config, with_images=outline.images), rounds=_trained
+        options=lambda config, _, outline: train_options(config, with_images=outline.images), rounds=_is_training_round
     ),
-    "evaluate": Expected(options=_evaluation, rounds=_scored),
+    "evaluate": Expected(options=_evaluation, rounds=_is_scored_round),
 }
 """By action, of clients with adapters."""
 
@@ -146,7 +146,7 @@ WHOLE_JOBS: Mapping[str, Expected] = {
     ),
     "sensitivity": Expected(options=_sensitivity, rounds=_before_round_one, asked=asks_sensitivity),
     "fingerprint": Expected(
-        options=_fingerprint, rounds=_clustered, asked=lambda config: strategy_of(config).clustered
+        options=_fingerprint, rounds=_is_clustering_round, asked=lambda config: strategy_of(config).clustered
     ),
     "train": ADAPTER_JOBS["train"],
     "evaluate": ADAPTER_JOBS["evaluate"],
@@ -201,14 +201,14 @@ class JobPolicy:
 
         The head of its message suffices: no tensor is looked at, and nothing is loaded.
         """
-        if (asked := head.get("action")) not in self._jobs:
-            known = ", ".join(self._jobs)
-            raise ProtocolError(f"the server asks for {asked!r:.40}; known: {known}; install its version")
-        action, job, told = read_job(head, {}, client=self.client)
+        if (requested := head.get("action")) not in self._jobs:
+            actions = ", ".join(self._jobs)
+            raise ProtocolError(f"the server asks for {requested!r:.40}; known: {actions}; install its version")
+        action, job, cut_info = read_job(head, {}, client=self.client)
         self._check_cut(job.cut)
         self._check_action(action, job)
-        if job.cut is not None and told is not None:
-            self._check_told(action, job, told, job.cut)
+        if job.cut is not None and cut_info is not None:
+            self._check_cut_info(action, job, cut_info, job.cut)
         self._check_private(head)
         if self.outline.whole:
             self._check_whole(action, job, head)
@@ -217,40 +217,40 @@ class JobPolicy:
         seen = (action, job.round, getattr(job.options, "split", ""))
         self._seen[seen] += 1
         if self._seen[seen] > MOST_REPEATS:
-            raise _refused(f"{action} of round {job.round} for the {MOST_REPEATS + 1}th time", "a few times at most")
+            raise _refusal(f"{action} of round {job.round} for the {MOST_REPEATS + 1}th time", "a few times at most")
 
     def check_model(self, action: str, params: Params, cut: Cut | None) -> None:
         """Nothing where a job's model has the tensors of this site, finite and of the settings' ranks and shapes."""
-        _check_params(params, self._expected(cut), most=self._most_rank, what=f"the model of {action}")
+        _check_params(params, self._expected_params(cut), most=self._most_rank, what=f"the model of {action}")
 
     def check_answer(self, action: str, tensors: Params) -> None:
         """Nothing where an answer holds what this action brings back; raises `ProtocolError` where it has more.
 
         A last look at what leaves: whatever a job was, nothing that is not shared goes out.
         """
-        own = self.outline.like
-        shared = own.keys() if self.outline.whole else shared_params(dict(own), self.config.mixing.share).keys()
+        params = self.outline.like
+        shared = params.keys() if self.outline.whole else shared_params(dict(params), self.config.mixing.share).keys()
         with_model = ("train", "sensitivity") if self.outline.whole else ("fingerprint", "train", "sensitivity")
         model = frozenset(shared) if action in with_model else frozenset()
         allowed = {f"param/{key}" for key in ANSWERS.get(action, frozenset()) | model} | {"metrics", "param/values"}
         cut = self._word != NONE
         for key in tensors:
             if key not in allowed and not (cut and key.startswith("cut/")):
-                raise _refused(f"{short_repr(key)} with its answer to {action}", "what the settings share")
+                raise _refusal(f"{short_repr(key)} with its answer to {action}", "what the settings share")
 
     def check_host(self, head: Mapping[str, Any]) -> None:
         """Nothing where this message to a host asks for upper parts of jobs that the settings ask of their guests."""
         if self.config.split.topology != "paired":
-            raise _refused("work for other sites", "none: clients do not host each other (--topology server)")
+            raise _refusal("work for other sites", "none: clients do not host each other (--topology server)")
         items = head.get("items")
-        begun = [item for item in items if _begins(item)] if isinstance(items, list) else []
-        for guests in (begun, head.get("live"), head.get("guests")):
+        jobs = [item for item in items if _begins(item)] if isinstance(items, list) else []
+        for guests in (jobs, head.get("live"), head.get("guests")):
             if isinstance(guests, list) and len(guests) > MOST_GUESTS:
                 raise ProtocolError(
                     f"the server asks for work for {len(guests)} other sites at a time, and a host takes at most"
                     f" {MOST_GUESTS}; nothing was sent: ask who runs it"
                 )
-        for item in begun:
+        for item in jobs:
             action, job, _ = read_job(item, {}, client="guest")
             self._check_action(action, job)
             if job.cut is not None:
@@ -258,20 +258,20 @@ class JobPolicy:
 
     def check_final_model(self, params: Params) -> None:
         """Nothing where this can be the client's own model at the end; raises `ProtocolError` where it cannot."""
-        _check_params(params, self._expected(None), most=self._most_rank, what="the model at the end")
+        _check_params(params, self._expected_params(None), most=self._most_rank, what="the model at the end")
 
     def _check_action(self, action: str, job: Job) -> None:
         jobs = self._jobs
         expected = jobs.get(action)
         if expected is None or not expected.asked(self.config):
-            raise _refused(action, f"{', '.join(name for name, one in jobs.items() if one.asked(self.config))}")
+            raise _refusal(action, f"{', '.join(name for name, one in jobs.items() if one.asked(self.config))}")
         if not expected.rounds(self.config, job.round):
-            raise _refused(f"{action} in round {job.round}", f"--rounds {self.config.training.rounds}")
-        wanted = expected.options(self.config, job, self.outline)
-        if name := _difference(job.options, wanted):
-            raise _refused(
+            raise _refusal(f"{action} in round {job.round}", f"--rounds {self.config.training.rounds}")
+        expected_options = expected.options(self.config, job, self.outline)
+        if name := _difference(job.options, expected_options):
+            raise _refusal(
                 f"{action} with {name} {one_line(_at(job.options, name), limit=60)}",
-                f"{one_line(_at(wanted, name), limit=60)}",
+                f"{one_line(_at(expected_options, name), limit=60)}",
             )
 
     @property
@@ -285,64 +285,64 @@ class JobPolicy:
     def _check_cut(self, cut: Cut | None) -> None:
         word = self._word
         if word == AUTO and self._trained_cut and self._trained_cut != [_blocks_of(cut)]:
-            raise _refused(
+            raise _refusal(
                 f"a cut at block {_blocks_of(cut)} (0: the whole model)",
                 f"that it stays at block {self._trained_cut[0]}, where this site was first trained",
             )
         if cut is None:
             if word not in (NONE, AUTO):
-                raise _refused("the whole model", f"a cut at block {word}")
+                raise _refusal("the whole model", f"a cut at block {word}")
             return
         if word == NONE:
-            raise _refused(f"a cut at block {cut.blocks}", "none: the model stays whole")
+            raise _refusal(f"a cut at block {cut.blocks}", "none: the model stays whole")
         if word != AUTO and cut.blocks != int(word):
-            raise _refused(f"a cut at block {cut.blocks}", f"a cut at block {word}")
+            raise _refusal(f"a cut at block {cut.blocks}", f"a cut at block {word}")
         self._check_way(cut)
 
     def _check_way(self, cut: Cut) -> None:
         """Nothing where what crosses this cut is written as the settings say, with a block on each side."""
         if not 1 <= cut.blocks < self.outline.blocks:
-            raise _refused(f"a cut at block {cut.blocks}", f"1 to {self.outline.blocks - 1} blocks at the site")
+            raise _refusal(f"a cut at block {cut.blocks}", f"1 to {self.outline.blocks - 1} blocks at the site")
         shares = self.config.split.server_adapters == "per_cluster"
-        wanted = cut_of(self.config, cut.blocks, shared=cut.shared if shares else None)
-        if cut != wanted:
-            name = next(one.name for one in fields(cut) if getattr(cut, one.name) != getattr(wanted, one.name))
-            raise _refused(f"a cut with {name} {short_repr(getattr(cut, name))}", short_repr(getattr(wanted, name)))
+        expected = cut_of(self.config, cut.blocks, shared=cut.shared if shares else None)
+        if cut != expected:
+            name = next(one.name for one in fields(cut) if getattr(cut, one.name) != getattr(expected, one.name))
+            raise _refusal(f"a cut with {name} {short_repr(getattr(cut, name))}", short_repr(getattr(expected, name)))
 
-    def _check_told(self, action: str, job: Job, told: Told, cut: Cut) -> None:
-        if not 1 <= told.tokens <= MOST_TOKENS:
-            raise _refused(f"messages of {told.tokens} tokens", f"1 to {MOST_TOKENS}")
+    def _check_cut_info(self, action: str, job: Job, cut_info: Told, cut: Cut) -> None:
+        if not 1 <= cut_info.tokens <= MOST_TOKENS:
+            raise _refusal(f"messages of {cut_info.tokens} tokens", f"1 to {MOST_TOKENS}")
         options: TrainOptions | None = job.options if action == "train" else None
         if action == "fingerprint" and job.options.kind == "delta":
             options = half_job(job, 0).options
-        if told.places != (() if options is None else self.outline.places(cut, options)):
-            raise _refused("other tensors below the cut", "those of the model")
+        if cut_info.places != (() if options is None else self.outline.places(cut, options)):
+            raise _refusal("other tensors below the cut", "those of the model")
 
     def _check_private(self, head: Mapping[str, Any]) -> None:
         """Nothing where of a part that is not shared only ranks of the settings are named; they cost memory here."""
         private = read_private(head)
         for rank in () if private is None else private.ranks:
             if not 1 <= rank <= self._most_rank:
-                raise _refused(f"rank {rank}", f"1 to {self._most_rank}")
+                raise _refusal(f"rank {rank}", f"1 to {self._most_rank}")
 
     def _check_whole(self, action: str, job: Job, head: Mapping[str, Any]) -> None:
         body = {key for key in self.outline.like if not key.startswith(HEAD)}
         if action == "sensitivity" and set(job.options.names) != body:
-            raise _refused("scores of other weights", "one for every weight of the body")
+            raise _refusal("scores of other weights", "one for every weight of the body")
         turned_down = action == "sensitivity" and self.config.sparse.calibration_rounds > 1
         if action not in ("train", "evaluate") and not turned_down and head.get("body") != self.outline.body:
-            raise _refused(f"{action} with another model", "the model's own files before round one")
+            raise _refusal(f"{action} with another model", "the model's own files before round one")
         masked = head.get("masked") is True
         if masked and not self.config.sparse.has_mask:
-            raise _refused("training under a mask", "no mask")
+            raise _refusal("training under a mask", "no mask")
         if action == "train" and self.config.sparse.has_mask and not masked:
-            raise _refused("training without a mask", "a mask")
+            raise _refusal("training without a mask", "a mask")
 
     @property
     def _most_rank(self) -> int:
         return max(self.config.ranks.candidates)
 
-    def _expected(self, cut: Cut | None) -> dict[str, Tensor]:
+    def _expected_params(self, cut: Cut | None) -> dict[str, Tensor]:
         return {name: self.outline.like[name] for name in self.outline.names(cut)}
 
 
@@ -355,24 +355,24 @@ def _begins(item: Any) -> bool:
     return isinstance(item, dict) and item.get("kind") == "begin"
 
 
-def _refused(asked: str, agreed: str) -> ProtocolError:
+def _refusal(request: str, agreed: str) -> ProtocolError:
     return ProtocolError(
-        f"the server asks for {asked}, and the settings that this site accepted say {agreed}; nothing was sent: ask who"
-        " runs it"
+        f"the server asks for {request}, and the settings that this site accepted say {agreed}; nothing was sent: ask"
+        " who runs it"
     )
 
 
-def _difference(options: Any, wanted: Any, before: str = "") -> str:
+def _difference(options: Any, expected: Any, before: str = "") -> str:
     """The name of the first option that is another than is wanted; empty where there is none.
 
     Whether what was loaded is hashed, for an audit, is the server's to say from session to session.
     """
-    for one in fields(wanted):
-        own, other = getattr(options, one.name), getattr(wanted, one.name)
-        if own == other or one.name == "hash_loaded":
+    for one in fields(expected):
+        value, other = getattr(options, one.name), getattr(expected, one.name)
+        if value == other or one.name == "hash_loaded":
             continue
-        if hasattr(other, "__dataclass_fields__") and type(own) is type(other):
-            if inner := _difference(own, other, f"{before}{one.name}."):
+        if hasattr(other, "__dataclass_fields__") and type(value) is type(other):
+            if inner := _difference(value, other, f"{before}{one.name}."):
                 return inner
             continue
         return before + one.name
@@ -411,14 +411,14 @@ def _fits(name: str, params: Params, like: Tensor, *, most: int) -> bool:
     """Whether a tensor has the shape of one at rank one, at a rank that both factors of its module have."""
     shape = tuple(params[name].shape)
     if name.endswith((LORA_A, LORA_B)):
-        place, other = (0, LORA_B) if name.endswith(LORA_A) else (1, LORA_A)
+        axis, other = (0, LORA_B) if name.endswith(LORA_A) else (1, LORA_A)
         partner = params.get(name[: -len(LORA_A)] + other)
-        rank = shape[place] if len(shape) == 2 else 0
-        same = partner is not None and partner.ndim == 2 and partner.shape[1 - place] == rank
-        return same and 1 <= rank <= most and shape[1 - place] == like.shape[1 - place]
+        rank = shape[axis] if len(shape) == 2 else 0
+        same = partner is not None and partner.ndim == 2 and partner.shape[1 - axis] == rank
+        return same and 1 <= rank <= most and shape[1 - axis] == like.shape[1 - axis]
     return shape == tuple(like.shape)
 
 
-def outlined(like: Params) -> dict[str, Tensor]:
+def meta_params(like: Params) -> dict[str, Tensor]:
     """These tensors without their values, which nobody reads of an outline."""
     return {key: torch.empty(tensor.shape, dtype=tensor.dtype, device="meta") for key, tensor in like.items()}

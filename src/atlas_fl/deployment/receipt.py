@@ -47,22 +47,22 @@ def read_receipt(to: Path, *, client: str) -> Receipt | None:
     if not to.exists():
         return None
     try:
-        found = Receipt(**read_sealed(to / RECEIPT))
+        receipt = Receipt(**read_sealed(to / RECEIPT))
     except (CheckpointError, OSError, TypeError):
-        raise taken(to) from None
-    if found.client != client:
-        raise taken(to)
-    for name, digest in found.files.items():
+        raise occupied_error(to) from None
+    if receipt.client != client:
+        raise occupied_error(to)
+    for name, digest in receipt.files.items():
         path = to / name
         if Path(name).name != name or not path.is_file() or sha256(path.read_bytes()).hexdigest() != digest:
             raise ConfigError(
                 f"{path} is not as it was written; move {to} away, and have the server give the model again with"
                 f" `atlas serve --again {client}`"
             )
-    return found
+    return receipt
 
 
-def taken(to: Path) -> ConfigError:
+def occupied_error(to: Path) -> ConfigError:
     """The error for a place that something else has."""
     return ConfigError(f"{to} exists already; name another folder with --to, or move it away")
 
@@ -75,7 +75,7 @@ def write_model(to: Path, receipt: Receipt, export: Callable[[Path], None]) -> N
         DataError: the disk has no room for it, or fails.
     """
     if to.exists():
-        raise taken(to)
+        raise occupied_error(to)
     try:
         with atomic_folder(to) as draft:
             export(draft)
@@ -96,11 +96,11 @@ def confirm_again(link: Link, receipt: Receipt, *, to: Path) -> None:
         ConfigError: the model is of another run.
     """
     if link.welcome.get("config") != receipt.config:
-        raise taken(to)
+        raise occupied_error(to)
     try:
         confirm_saved(link, receipt.model)
     except ModelMismatchError:
-        raise taken(to) from None
+        raise occupied_error(to) from None
 
 
 def clear_private(private: Path, receipt: Receipt) -> str:

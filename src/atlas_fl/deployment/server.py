@@ -14,7 +14,7 @@ from atlas_fl.config import Config, load_config, pin_mask_file, run_folder
 from atlas_fl.config.schema import NONE
 from atlas_fl.config.validation import check_cluster_counts, check_cut_names, unknown_cut_names
 from atlas_fl.data.registry import find_tasks
-from atlas_fl.deployment.service import Service, check_without, listening, read_sites, write_sites
+from atlas_fl.deployment.service import ServerOptions, check_without, listening, read_sites, write_sites
 from atlas_fl.errors import BudgetError, CheckpointError, ConfigError, ProtocolError, unknown_name
 from atlas_fl.events import Note, OnEvent
 from atlas_fl.experiment.recorder import check_same_settings, checkpoint_models
@@ -51,7 +51,9 @@ AT_ONCE = 16
 """Most clients with whole models that work at the same time: the server holds a message of a model for each."""
 
 
-def across_machines(service: Service) -> Callable[[Config, OnEvent], AbstractContextManager[tuple[Assembly, Engine]]]:
+def remote_backend(
+    service: ServerOptions,
+) -> Callable[[Config, OnEvent], AbstractContextManager[tuple[Assembly, Engine]]]:
     """The `backend` of `experiment.run.run_config` whose clients come over the network.
 
     Raises `ConfigError` for a config that cannot be kept across machines, before anybody is waited for.
@@ -61,10 +63,10 @@ def across_machines(service: Service) -> Callable[[Config, OnEvent], AbstractCon
     def backend(config: Config, on_event: OnEvent) -> Iterator[tuple[Assembly, Engine]]:
         check_served(config, service)
         folder, certs, listed = run_folder(config), open_certs(service.certs), listed_clients(service.certs)
-        wanted, left_out = _wanted(folder, listed, service.without)
-        if service.min_clients > len(wanted):
+        expected, left_out = _expected_clients(folder, listed, service.without)
+        if service.min_clients > len(expected):
             raise ConfigError(
-                f"--min-clients is {service.min_clients}, and {len(wanted)} clients are waited for; lower it, or list"
+                f"--min-clients is {service.min_clients}, and {len(expected)} clients are waited for; lower it, or list"
                 f" more in {service.certs}"
             )
         # adapters that a cluster shares belong to those who were there when the plan was made
@@ -72,10 +74,10 @@ def across_machines(service: Service) -> Callable[[Config, OnEvent], AbstractCon
         names = tuple(dict.fromkeys((*listed, *left_out)))
         with listening(config, service, certs, on_event=on_event, listed=names, late=late) as (hall, desk, where):
             try:
-                on_event(Note(f"listening on {where} for {', '.join(wanted)}"))
+                on_event(Note(f"listening on {where} for {', '.join(expected)}"))
                 _leave_out(folder, hall, left_out, on_event)
-                with service.beside(hall, desk):
-                    yield from _gathered(config, hall, desk, wanted, service, late=late, left_out=left_out)
+                with service.companion(hall, desk):
+                    yield from _wait_and_assemble(config, hall, desk, expected, service, late=late, left_out=left_out)
                     if folder.summary.exists():
                         writing = service.deadline_seconds
                         dismiss(folder, hall, desk, seconds=FAREWELL_SECONDS, writing_seconds=writing)
@@ -87,24 +89,24 @@ def across_machines(service: Service) -> Callable[[Config, OnEvent], AbstractCon
     return backend
 
 
-def _gathered(
+def _wait_and_assemble(
     config: Config,
     hall: ClientManager,
     desk: Desk,
-    wanted: tuple[str, ...],
-    service: Service,
+    expected: tuple[str, ...],
+    service: ServerOptions,
     *,
     late: bool,
     left_out: tuple[str, ...],
 ) -> Iterator[tuple[Assembly, Engine]]:
     """Assembly and engine, once those who are waited for have come."""
-    least = service.min_clients or len(wanted)
-    come = desk.call(hall.wait_for_clients(wanted, min_clients=least, seconds=service.wait_seconds))
+    least = service.min_clients or len(expected)
+    come = desk.call(hall.wait_for_clients(expected, min_clients=least, seconds=service.wait_seconds))
     for line in check_sites(config, [hall.clients[name] for name in come], listed=tuple(hall.clients), late=late):
         desk.on_event(Note(line))
     folder = run_folder(config)
-    known = come if not left_out else tuple(name for name in _planned(folder) if name in {*come, *left_out})
-    assembly = _assembly(config, hall, desk, known)
+    clients = come if not left_out else tuple(name for name in _planned_clients(folder) if name in {*come, *left_out})
+    assembly = _assembly(config, hall, desk, clients)
     begin_to_serve(folder)
     write_sites(folder, [hall.clients[name] for name in come])
     with _suffixes(assembly) as suffixes:
@@ -120,11 +122,11 @@ def check_sites(
     """
     tasks = [seat.metadata.task for seat in seats if seat.metadata is not None]
     devices = [seat.device.name for seat in seats if seat.device is not None]
-    known = {*listed, *tasks, *devices, *DEVICES}
+    allowed = {*listed, *tasks, *devices, *DEVICES}
     check_cluster_counts(config.clustering, clients=len(seats))
     if not late:
-        check_cut_names(config.split.split, known)
-    if not (named := unknown_cut_names(config.split.split, known)):
+        check_cut_names(config.split.split, allowed)
+    if not (named := unknown_cut_names(config.split.split, allowed)):
         return ()
     return (f"--split names {', '.join(named)}, and nobody here is called so: it is kept for who comes late",)
 
@@ -133,7 +135,7 @@ def _suffixes(assembly: Assembly) -> AbstractContextManager[SplitServer | None]:
     return nullcontext() if assembly.is_full else SplitServer(assembly.site)
 
 
-def _engine(hall: ClientManager, desk: Desk, suffixes: SplitServer | None, service: Service) -> RemoteEngine:
+def _engine(hall: ClientManager, desk: Desk, suffixes: SplitServer | None, service: ServerOptions) -> RemoteEngine:
     return RemoteEngine(
         manager=hall,
         desk=desk,
@@ -145,7 +147,7 @@ def _engine(hall: ClientManager, desk: Desk, suffixes: SplitServer | None, servi
     )
 
 
-def check_served(config: Config, service: Service) -> None:
+def check_served(config: Config, service: ServerOptions) -> None:
     """Nothing where this config means the same across machines; raises `ConfigError` where it does not."""
     mixing = config.mixing
     _check_simulated(config)
@@ -203,20 +205,20 @@ def _check_simulated(config: Config) -> None:
         )
 
 
-def _planned(folder: RunFolder) -> tuple[str, ...]:
+def _planned_clients(folder: RunFolder) -> tuple[str, ...]:
     """The clients of the plan to go on with; none where there is none."""
     last = last_plan(folder)
     return () if last is None else last[1]
 
 
-def _wanted(
+def _expected_clients(
     folder: RunFolder, listed: tuple[str, ...], without: tuple[str, ...]
 ) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """(who is waited for, which clients of the plan are left out).
 
     The clients of the plan where there is one to go on with, else all that are listed; but for those to be left out.
     """
-    planned = _planned(folder)
+    planned = _planned_clients(folder)
     check_without(without, planned=planned, listed=listed)
     unlisted = [name for name in planned if name not in listed and name not in without]
     if unlisted:
@@ -224,8 +226,8 @@ def _wanted(
             f"run {folder.path} was planned with {', '.join(unlisted)}, not listed here; list them again, go on with"
             f" --without {' '.join(unlisted)}, or choose another --name"
         )
-    wanted = tuple(name for name in planned or listed if name not in without)
-    return wanted, tuple(name for name in planned if name in without)
+    expected = tuple(name for name in planned or listed if name not in without)
+    return expected, tuple(name for name in planned if name in without)
 
 
 def _leave_out(folder: RunFolder, hall: ClientManager, names: tuple[str, ...], on_event: OnEvent) -> None:
@@ -245,7 +247,7 @@ def _assembly(config: Config, hall: ClientManager, desk: Desk, names: tuple[str,
     folder, seats = run_folder(config), [hall.clients[name] for name in names]
     censuses: Mapping[str, Census] = {seat.name: seat.metadata for seat in seats if seat.metadata is not None}
     stand_ins = {name: stand_in(name, census) for name, census in censuses.items()}
-    tokens = {name: own for name, (_, own) in stand_ins.items()}
+    tokens = {name: client_tokens for name, (_, client_tokens) in stand_ins.items()}
     clients = tuple(client for client, _ in stand_ins.values())
     devices = tuple(seat.device for seat in seats if seat.device is not None)
     assembly = assemble(config, clients=clients, tokens=tokens, devices=devices)
@@ -267,14 +269,14 @@ def _door(folder: RunFolder, hall: ClientManager, desk: Desk, tokens: dict[str, 
         write_sites(folder, [hall.clients[name]])
 
     def waiting(_round: int) -> tuple[Newcomer, ...]:
-        found = []
+        newcomers = []
         for seat in desk.call(late_clients(hall)):
             census, device = seat.metadata, seat.device
             if census is not None and device is not None:
-                client, own = stand_in(seat.name, census)
-                tokens[seat.name] = own
-                found.append(Newcomer(client=client, device=device, tokens=own))
-        return tuple(found)
+                client, client_tokens = stand_in(seat.name, census)
+                tokens[seat.name] = client_tokens
+                newcomers.append(Newcomer(client=client, device=device, tokens=client_tokens))
+        return tuple(newcomers)
 
     return JoinQueue(
         waiting_clients=waiting,
@@ -354,7 +356,7 @@ def give_again(config: Config, names: Collection[str]) -> None:
         write_sealed(folder.deliveries, {"heard": sorted(_heard(folder).difference(names))})
 
 
-def hand_out(config: Config, service: Service, on_event: OnEvent) -> None:
+def hand_out(config: Config, service: ServerOptions, on_event: OnEvent) -> None:
     """Nothing, once those of a complete run who did not get their model have it, or `wait_seconds` are over.
 
     Raises an `AtlasError` as the run itself would: for other settings, certificates, or an address that is taken.
@@ -379,18 +381,18 @@ def hand_out(config: Config, service: Service, on_event: OnEvent) -> None:
     with run_lock(folder.path), listens as (hall, desk, where):
         names, until = ", ".join(awaited), f"for up to {seconds:g} seconds"
         on_event(Note(f"run {folder.path} is complete; listening on {where} {until} for {names}, without a model yet"))
-        with service.beside(hall, desk):
+        with service.companion(hall, desk):
             dismiss(folder, hall, desk, seconds=seconds, writing_seconds=service.deadline_seconds, awaited=awaited)
 
 
 def last_plan(folder: RunFolder) -> tuple[checkpoint.Checkpoint, tuple[str, ...]] | None:
     """The newest checkpoint and who is in its plan; None where there is none to go on from."""
-    found, _ = checkpoint.load_latest(folder.checkpoints, check=check_state)
-    if found is None:
+    newest, _ = checkpoint.load_latest(folder.checkpoints, check=check_state)
+    if newest is None:
         return None
-    check_files(folder, folder.path / found.state["plan"])
-    plan = Plan.from_json(read_json(folder.path / found.state["plan"]))
-    return found, tuple(client.name for client in plan.clients)
+    check_files(folder, folder.path / newest.state["plan"])
+    plan = Plan.from_json(read_json(folder.path / newest.state["plan"]))
+    return newest, tuple(client.name for client in plan.clients)
 
 
 def _heard(folder: RunFolder) -> set[str]:

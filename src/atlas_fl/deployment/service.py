@@ -41,13 +41,13 @@ from atlas_fl.storage.tensors import encoded_size
 
 def write_sites(folder: RunFolder, seats: Sequence[ClientProxy]) -> None:
     """Write what these clients have said of themselves beside what others had."""
-    known = read_sealed(folder.sites) if folder.sites.exists() else {}
-    told = {
+    sites = read_sealed(folder.sites) if folder.sites.exists() else {}
+    reported = {
         seat.name: {"census": asdict(seat.metadata), "device": asdict(seat.device)}
         for seat in seats
         if seat.metadata is not None and seat.device is not None
     }
-    write_sealed(folder.sites, {**known, **told})
+    write_sealed(folder.sites, {**sites, **reported})
 
 
 def read_sites(folder: RunFolder, names: Sequence[str]) -> dict[str, tuple[Census, Device]]:
@@ -61,24 +61,24 @@ def read_sites(folder: RunFolder, names: Sequence[str]) -> dict[str, tuple[Censu
             f"run {folder.path} has no {folder.sites.name}, and cannot go on without {', '.join(names)}; an earlier"
             " version began it: let everybody come once, and then it has"
         )
-    known = read_sealed(folder.sites)
-    found = {}
+    sites = read_sealed(folder.sites)
+    by_client = {}
     for name in names:
         try:
-            found[name] = read_census(known[name]["census"]), Device(**known[name]["device"])
+            by_client[name] = read_census(sites[name]["census"]), Device(**sites[name]["device"])
         except (KeyError, TypeError, ProtocolError):
             raise CheckpointError(
                 f"{folder.sites} does not know client {name!r}; restore it, or bring {name}"
             ) from None
-    return found
+    return by_client
 
 
 def check_without(without: Sequence[str], *, planned: Sequence[str], listed: Sequence[str]) -> None:
     """Nothing where somebody is left without these clients, and there are such; raises `ConfigError` else."""
-    known = dict.fromkeys((*planned, *listed))
+    clients = dict.fromkeys((*planned, *listed))
     for name in without:
-        if name not in known:
-            raise unknown_name("client in --without", name, known)
+        if name not in clients:
+            raise unknown_name("client in --without", name, clients)
     if set(without) >= set(planned or listed):
         raise ConfigError("--without names every client, and somebody must be there; leave one out")
 
@@ -87,7 +87,7 @@ REST_BYTES = 16 * 2**20
 """Of a request beside a model: a census, sketches, heads, importance."""
 
 
-def hall_of(
+def client_manager_of(
     config: Config, listed: tuple[str, ...], desk: Desk, *, late: bool, mask: Mask | None = None
 ) -> ClientManager:
     """Where the clients wait; raises `ConfigError` where their models are too large for a message.
@@ -145,7 +145,7 @@ NOT_LISTED = "it is not listed any more"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Service:
+class ServerOptions:
     """How a server is reached and whom it waits for."""
 
     certs: Path
@@ -165,31 +165,31 @@ class Service:
     """Whether clients may join that come after the plan was made."""
     without: tuple[str, ...] = ()
     """Clients of the plan without which the run goes on."""
-    beside: Callable[[ClientManager, Desk], AbstractContextManager[None]] = lambda *_: nullcontext()
+    companion: Callable[[ClientManager, Desk], AbstractContextManager[None]] = lambda *_: nullcontext()
     """Entered when the server listens and left when the run ends: whatever else starts and watches its clients."""
 
 
 def _not_left_out(without: Collection[str], admit: Admit) -> Admit:
     """`admit` for all but the clients without which the run goes on."""
 
-    def admitted(name: str, hello: Mapping[str, Any]) -> Head:
+    def admit_if_kept(name: str, hello: Mapping[str, Any]) -> Head:
         if name in without:
             raise ProtocolError(f"the run goes on without {name}; who runs the server can let it in again")
         return admit(name, hello)
 
-    return admitted
+    return admit_if_kept
 
 
 def _listed_again(hall: ClientManager, admit: Admit) -> Admit:
     """`admit`, which forgets that a client was taken off the list: who gets here is on it."""
 
-    def admitted(name: str, hello: Mapping[str, Any]) -> Head:
+    def admit_if_listed(name: str, hello: Mapping[str, Any]) -> Head:
         welcome = admit(name, hello)
         if hall.clients[name].removal_reason == NOT_LISTED:
             hall.clients[name].removal_reason = ""
         return welcome
 
-    return admitted
+    return admit_if_listed
 
 
 def _lose(hall: ClientManager, desk: Desk, name: str) -> None:
@@ -200,7 +200,7 @@ def _lose(hall: ClientManager, desk: Desk, name: str) -> None:
 @contextmanager
 def listening(
     config: Config,
-    service: Service,
+    service: ServerOptions,
     certs: Certs,
     *,
     on_event: OnEvent,
@@ -215,7 +215,7 @@ def listening(
     check_free(service.host, service.port)  # before the model is loaded, which may take minutes
     with LoopThread() as threads:
         desk = Desk(threads=threads, on_event=on_event)
-        hall = hall_of(config, listed, desk, late=late, mask=mask)
+        hall = client_manager_of(config, listed, desk, late=late, mask=mask)
         allowed = Listed(service.certs, on_note=desk.note)
         admit = _listed_again(hall, _not_left_out(service.without, hall.handshake))
         sessions = Sessions(

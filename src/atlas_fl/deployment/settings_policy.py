@@ -64,33 +64,35 @@ def settings_here(
     # who has a whole task has no part of its classes
     images = config.images if part is not None else replace(config.images, nc=ALL_CLASSES)
     run = replace(config.run, runs_dir="runs", name=None)
-    found = validate(replace(config, data=data, model=chosen, images=images, run=run), at_sites=True)
-    return replace(found, sparse=replace(found.sparse, mask_file=None))
+    settings = validate(replace(config, data=data, model=chosen, images=images, run=run), at_sites=True)
+    return replace(settings, sparse=replace(settings.sparse, mask_file=None))
 
 
 def check_settings(config: Config, consent: Consent, *, client: str, task: Task, device: str) -> None:
     """Nothing where a site of this name, task and device agrees to these settings; raises `ConfigError` else."""
     _check_sizes(config, consent, task)
     if missing := [
-        word for word in needed(config, client=client, task=task.name, device=device) if word not in consent.allow
+        word
+        for word in allowances_needed(config, client=client, task=task.name, device=device)
+        if word not in consent.allow
     ]:
         words = " ".join(missing)
-        told = "; ".join(f"{word}: {ALLOWANCES[word]}" for word in missing)
+        reasons = "; ".join(f"{word}: {ALLOWANCES[word]}" for word in missing)
         raise ConfigError(
             f"the server's settings (--split {short_repr(config.split.split)}) ask more of this site than it agreed to"
-            f" ({told}); agree with --allow {words}, or ask for other settings"
+            f" ({reasons}); agree with --allow {words}, or ask for other settings"
         )
 
 
-def needed(config: Config, *, client: str, task: str, device: str) -> tuple[Allowance, ...]:
+def allowances_needed(config: Config, *, client: str, task: str, device: str) -> tuple[Allowance, ...]:
     """The words without which a site of this name, task and device cannot take part under these settings.
 
     With `auto`, which cuts a device that cannot hold the model, the site has to agree to a cut before it is known.
     """
-    split, found = config.split, list[Allowance]()
+    split, allowances = config.split, list[Allowance]()
     if cut_setting(split.split, client=client, task=task, device=device) != NONE:
-        found += ["cut"] if split.head == "client" else ["cut", "labels"]
-    return (*found, "hosting") if split.topology == "paired" else tuple(found)
+        allowances += ["cut"] if split.head == "client" else ["cut", "labels"]
+    return (*allowances, "hosting") if split.topology == "paired" else tuple(allowances)
 
 
 def check_model_name(name: str, consent: Consent) -> None:
@@ -100,8 +102,8 @@ def check_model_name(name: str, consent: Consent) -> None:
             f"the server's settings name the model {short_repr(name)}; a site takes names of at most {MOST_NAME} bytes,"
             " and none that begins with ~; give --model with the model you want"
         )
-    known = name in MODELS or any(name == model.path for model in MODELS.values())
-    if known or name.startswith((".", "/")) or "hub-model" in consent.allow or Path(name).exists():
+    is_registered = name in MODELS or any(name == model.path for model in MODELS.values())
+    if is_registered or name.startswith((".", "/")) or "hub-model" in consent.allow or Path(name).exists():
         return
     raise ConfigError(
         f"the server's settings name the model {short_repr(name)}, and a site fetches no model of the hub because a"
@@ -133,15 +135,15 @@ def _behind(config: Config, task: Task, examples: int) -> dict[str, int]:
     """How many different training examples, at most, each thing that leaves the site is made of."""
     training, size = config.training, config.training.batch_size
     steps = config.images.local_steps
-    found = {"the census": examples, "an update": examples if steps is None else min(examples, steps * size)}
+    counts_by_use = {"the census": examples, "an update": examples if steps is None else min(examples, steps * size)}
     if trainable_of(config, [task]) == "full" and asks_sensitivity(config):
-        found["the scores of weights"] = min(examples, config.sparse.calibration_examples)
+        counts_by_use["the scores of weights"] = min(examples, config.sparse.calibration_examples)
     if takes_fingerprints(config, task):
         phase = config.clustering
         passes = phase.fingerprint_steps if phase.fingerprint == "delta" else phase.fingerprint_batches
         taken = examples if phase.fingerprint_samples is None else min(examples, phase.fingerprint_samples)
-        found["a fingerprint"] = min(taken, 2 * passes * training.batch_size)
-    return found
+        counts_by_use["a fingerprint"] = min(taken, 2 * passes * training.batch_size)
+    return counts_by_use
 
 
 def takes_fingerprints(config: Config, task: Task) -> bool:
@@ -187,16 +189,16 @@ def _check_sizes(config: Config, consent: Consent, task: Task) -> None:
 
 def what_leaves(config: Config, *, client: str, task: Task, device: str, blocks: int) -> tuple[str, ...]:
     """What leaves this site under settings that it has accepted, and what never does, a line each."""
-    words = needed(config, client=client, task=task.name, device=device)
+    words = allowances_needed(config, client=client, task=task.name, device=device)
     sent = (_sent_whole if trainable_of(config, [task]) == "full" else _sent_adapters)(config, task)
     counts = "" if task.images else "token lengths, "
-    known = "labels' names and counts" if task.has_classes else "mean and spread of its labels"
-    usual = f"how many examples each split has, test too, their {counts}{known}; scores, losses, seconds"
-    kept = "images" if task.images else "texts, tokens"
+    label_statistics = "labels' names and counts" if task.has_classes else "mean and spread of its labels"
+    usual = f"how many examples each split has, test too, their {counts}{label_statistics}; scores, losses, seconds"
+    private_data = "images" if task.images else "texts, tokens"
     if "cut" not in words:
         return (
             f"leaves this site: {sent}; {usual}",
-            f"never leaves it: {kept}, activations, the label of an example",
+            f"never leaves it: {private_data}, activations, the label of an example",
         )
     where = cut_setting(config.split.split, client=client, task=task.name, device=device)
     at = "one of the model's blocks, if this device cannot hold all," if where == AUTO else f"block {where} of {blocks}"

@@ -24,7 +24,7 @@ from atlas_fl.data.cache import load_task
 from atlas_fl.data.clients import BY_CLASSES, ClientData, make_clients
 from atlas_fl.data.registry import find_tasks
 from atlas_fl.deployment.consent import Allowance, Consent, check_consent
-from atlas_fl.deployment.job_policy import JobPolicy, Outline, outlined
+from atlas_fl.deployment.job_policy import JobPolicy, Outline, meta_params
 from atlas_fl.deployment.receipt import Receipt, clear_private, confirm_again, read_receipt, write_model
 from atlas_fl.deployment.settings_policy import (
     check_examples,
@@ -83,7 +83,7 @@ class Site(Protocol):
         """What is known of the model before it is loaded, which jobs are held against."""
         ...
 
-    def __call__(self, cut: Cut | None, told: Told | None) -> Any:
+    def __call__(self, cut: Cut | None, cut_info: Told | None) -> Any:
         """The site with as much of the model as this job needs (`runtime.coordinator.site_worker.SiteLoader`)."""
         ...
 
@@ -128,7 +128,7 @@ class WholeHome:
         backbone = self._site.backbone
         self.fingerprint: str | None = _fingerprint(backbone)
         self.tokens = self._site.data[client.name]
-        body, like = trained_body(backbone, config), outlined(assembly.full_models()[client.name])
+        body, like = trained_body(backbone, config), meta_params(assembly.full_models()[client.name])
         self.receiver: Receiver = full_model_receiver(backbone, config, keeps_trained=True)
         self.actions: Mapping[str, Any] = ACTIONS
         self.outline = Outline(
@@ -141,9 +141,9 @@ class WholeHome:
             body=digest(body),
         )
 
-    def __call__(self, cut: Cut | None, told: Told | None) -> AdapterSite:
+    def __call__(self, cut: Cut | None, cut_info: Told | None) -> AdapterSite:
         """The site; raises `ProtocolError` where the server would cut the model."""
-        if cut is not None or told is not None:
+        if cut is not None or cut_info is not None:
             raise ProtocolError("the server cuts a model whose weights all train; install its version of atlas-fl")
         return self._site
 
@@ -189,7 +189,7 @@ class Home:
         labels, scale = self._client.task.label_names, scale_of(self._config)
         export_adapter(model, to, family=self.known.family, base=self.known.source.path, scale=scale, labels=labels)
 
-    def __call__(self, cut: Cut | None, told: Told | None) -> AdapterSite:
+    def __call__(self, cut: Cut | None, cut_info: Told | None) -> AdapterSite:
         """The site with the blocks below this cut, or with all (`runtime.coordinator.site_worker.SiteLoader`).
 
         Raises `ModelError` where they are not to be had, or are not the server's; `ProtocolError` for a cut with other
@@ -205,14 +205,17 @@ class Home:
             return self._site
         self._site = None  # what is not needed any more goes before anything else comes
         tokens = {self._client.name: self.tokens}
-        if blocks is None or told is None:
-            site, wanted = assemble(self._config, clients=(self._client,), tokens=tokens).site, self._model
+        if blocks is None or cut_info is None:
+            site, expected = assemble(self._config, clients=(self._client,), tokens=tokens).site, self._model
         else:
-            site, wanted = client_side_runtime(self._config, tokens, blocks=blocks, max_tokens=told.tokens), told.part
-        if (found := _fingerprint(site.backbone)) != wanted:
+            site, expected = (
+                client_side_runtime(self._config, tokens, blocks=blocks, max_tokens=cut_info.tokens),
+                cut_info.part,
+            )
+        if (digest := _fingerprint(site.backbone)) != expected:
             part = "" if blocks is None else f" up to block {blocks}"
             raise ModelError(
-                f"model {site.backbone.name!r}{part} is {found:.16} here and {wanted:.16} at the server; give the"
+                f"model {site.backbone.name!r}{part} is {digest:.16} here and {expected:.16} at the server; give the"
                 " server's model with --model"
             )
         self._site, self._blocks = replace(site, noise_secret=self._secret_of()), blocks
@@ -233,7 +236,13 @@ class Home:
         back = run.checkpoint_every * run.keep_checkpoints + self._config.mixing.aggregate_every
         scale = scale_of(self._config)
         return Vault(
-            folder=folder, owner=owner, share=share, names=self._names, draw=self._drawn, scale=scale, rounds=back
+            folder=folder,
+            owner=owner,
+            share=share,
+            names=self._names,
+            draw=self._initial_params,
+            scale=scale,
+            rounds=back,
         )
 
     @cached_property
@@ -249,7 +258,7 @@ class Home:
     def outline(self) -> Outline:
         """What is known of the model and its adapters, with none of its blocks loaded."""
         whole, modules = self._outline
-        like = outlined(self._drawn(dict.fromkeys(modules, 1)))
+        like = meta_params(self._initial_params(dict.fromkeys(modules, 1)))
         return Outline(
             like=like,
             names=self._names,
@@ -260,12 +269,12 @@ class Home:
     def _names(self, cut: Cut | None) -> frozenset[str]:
         """The trainable tensors of this client with this cut."""
         whole, modules = self._outline
-        found = self._drawn(dict.fromkeys(modules, 0))
+        params = self._initial_params(dict.fromkeys(modules, 0))
         if cut is None:
-            return frozenset(found)
-        return select_client_side(whole, found, blocks=cut.blocks, head=cut.head == "client")
+            return frozenset(params)
+        return select_client_side(whole, params, blocks=cut.blocks, head=cut.head == "client")
 
-    def _drawn(self, ranks: Mapping[str, int]) -> Params:
+    def _initial_params(self, ranks: Mapping[str, int]) -> Params:
         """The shared initialisation of these modules at these ranks, and of the head."""
         whole, modules = self._outline
         return fresh(whole, modules, ranks=ranks, task=self._client.task, seed=self._config.run.seed)
@@ -276,7 +285,7 @@ def _fingerprint(backbone: Backbone) -> str:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Joining:
+class SiteOptions:
     """What a site brings."""
 
     address: str
@@ -319,7 +328,7 @@ class Joining:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Joined:
+class JoinResult:
     """What a site has come to."""
 
     name: str
@@ -329,7 +338,7 @@ class Joined:
     received_bytes: int
 
 
-def join(joining: Joining, *, on_event: OnEvent = ignore) -> Joined:
+def join_federation(joining: SiteOptions, *, on_event: OnEvent = ignore) -> JoinResult:
     """Work for the server until its run is complete, and write the client's own model.
 
     Raises an `AtlasError` for whatever the user can mend; `ProtocolError` where the server refuses or stays away.
@@ -346,11 +355,11 @@ def join(joining: Joining, *, on_event: OnEvent = ignore) -> Joined:
     with _link(joining, certs, said, on_event) as link:
         on_event(Note(f"{certs.name} is connected to {joining.address}"))
         on_event(PhaseStarted("loading"))
-        told = _settings_of(link.welcome, joining)
-        client, home = _client_and_home(told, joining, link.welcome, name=certs.name, device=device)
-        run, task, outline = config_hash(told), client.task, home.outline
+        settings = _settings_of(link.welcome, joining)
+        client, home = _client_and_home(settings, joining, link.welcome, name=certs.name, device=device)
+        run, task, outline = config_hash(settings), client.task, home.outline
         said |= {"config": run, "model": home.fingerprint}
-        for line in what_leaves(told, client=certs.name, task=task, device=device, blocks=outline.blocks):
+        for line in what_leaves(settings, client=certs.name, task=task, device=device, blocks=outline.blocks):
             on_event(Note(line))
         worker = SiteClient(
             name=certs.name,
@@ -363,20 +372,20 @@ def join(joining: Joining, *, on_event: OnEvent = ignore) -> Joined:
             save_model=lambda model, sha256: write_model(
                 joining.to, Receipt(client=certs.name, config=run, model=sha256), partial(home.export, model)
             ),
-            policy=JobPolicy(config=told, client=certs.name, task=task.name, device=device, outline=outline),
+            policy=JobPolicy(config=settings, client=certs.name, task=task.name, device=device, outline=outline),
         )
         return _end_of(joining, worker, home, link, private=private)
 
 
 def _client_and_home(
-    told: Config, joining: Joining, welcome: Head, *, name: str, device: str
+    settings: Config, joining: SiteOptions, welcome: Head, *, name: str, device: str
 ) -> tuple[ClientData, Site]:
     """The site's data and model under settings that it accepts; raises an `AtlasError` for those that it does not."""
     consent, model = joining.consent, str(welcome.get("model"))
     if joining.model is None:
-        check_model_name(told.model.model, consent)
+        check_model_name(settings.model.model, consent)
     config = settings_here(
-        told,
+        settings,
         task=joining.task,
         device=joining.device,
         part=joining.part,
@@ -384,21 +393,21 @@ def _client_and_home(
         data_dir=joining.data_dir,
     )
     client = own_client(config, name, task=joining.task, part=joining.part)
-    check_settings(told, consent, client=name, task=client.task, device=device)
-    check_examples(told, consent, task=client.task, examples=len(client.train))
+    check_settings(settings, consent, client=name, task=client.task, device=device)
+    check_examples(settings, consent, task=client.task, examples=len(client.train))
     home = home_of(
         config,
         client,
         model=model,
         private=_private_of(joining, name),
         noise_secret=joining.to.with_name(f"{name}-noise-secret"),
-        run=config_hash(told),
+        run=config_hash(settings),
     )
     check_model_digest(home.fingerprint, model, name=config.model.model)
     return client, home
 
 
-def _end_of(joining: Joining, worker: SiteClient, home: Site, link: Link, *, private: Path) -> Joined:
+def _end_of(joining: SiteOptions, worker: SiteClient, home: Site, link: Link, *, private: Path) -> JoinResult:
     """What the site comes to; its private part goes once its whole model lies here and the server knows so."""
     try:
         has_model = bool(worker.run())
@@ -406,14 +415,14 @@ def _end_of(joining: Joining, worker: SiteClient, home: Site, link: Link, *, pri
     except UnreachableError as error:
         if not joining.to.exists():
             raise
-        has_model, left = True, _unconfirmed(error, to=joining.to, private=private)
+        has_model, left = True, _unconfirmed_note(error, to=joining.to, private=private)
     if left:
         worker.on_event(Note(left))
-    return _joined(joining, worker.name, link, has_model=has_model)
+    return _join_result(joining, worker.name, link, has_model=has_model)
 
 
-def _joined(joining: Joining, name: str, link: Link, *, has_model: bool) -> Joined:
-    return Joined(
+def _join_result(joining: SiteOptions, name: str, link: Link, *, has_model: bool) -> JoinResult:
+    return JoinResult(
         name=name,
         adapter=joining.to if has_model else None,
         sent_bytes=link.sent_bytes,
@@ -421,13 +430,15 @@ def _joined(joining: Joining, name: str, link: Link, *, has_model: bool) -> Join
     )
 
 
-def _unconfirmed(error: UnreachableError, *, to: Path, private: Path) -> str:
+def _unconfirmed_note(error: UnreachableError, *, to: Path, private: Path) -> str:
     """What is said where a model lies here in full, and nobody is there to be told so."""
     stays = f"; {private} stays until the server knows so, or you remove it" if private.exists() else ""
     return f"{str(error).partition(';')[0]}, and {to} is complete without it{stays}"
 
 
-def _joined_before(joining: Joining, certs: Certs, receipt: Receipt, *, private: Path, on_event: OnEvent) -> Joined:
+def _joined_before(
+    joining: SiteOptions, certs: Certs, receipt: Receipt, *, private: Path, on_event: OnEvent
+) -> JoinResult:
     """What a site has come to whose model lies there already: it was killed before its run was over for the server."""
     on_event(Note(f"the model of {certs.name} is in {joining.to} already; telling {joining.address}"))
     said = {"version": versions()["atlas_fl"], "config": joining.config, "model": None}
@@ -438,11 +449,11 @@ def _joined_before(joining: Joining, certs: Certs, receipt: Receipt, *, private:
         if left := clear_private(private, receipt):
             on_event(Note(left))
     except UnreachableError as error:
-        on_event(Note(_unconfirmed(error, to=joining.to, private=private)))
-    return _joined(joining, certs.name, link, has_model=True)
+        on_event(Note(_unconfirmed_note(error, to=joining.to, private=private)))
+    return _join_result(joining, certs.name, link, has_model=True)
 
 
-def _link(joining: Joining, certs: Certs, said: Head, on_event: OnEvent) -> Link:
+def _link(joining: SiteOptions, certs: Certs, said: Head, on_event: OnEvent) -> Link:
     """The way to the server; `said` is read at each handshake, so that what is found out later is said too."""
     token = {} if joining.token is None else {"token": joining.token}
     return Link(
@@ -455,32 +466,33 @@ def _link(joining: Joining, certs: Certs, said: Head, on_event: OnEvent) -> Link
     )
 
 
-def _private_of(joining: Joining, name: str) -> Path:
+def _private_of(joining: SiteOptions, name: str) -> Path:
     """Where the parts lie that are not shared."""
     return joining.private or joining.to.with_name(f"{name}-private")
 
 
 def _device_of(device: str) -> str:
     """The name of this profile."""
-    (found,) = find_devices((), (device,)) if "=" in device else find_devices((device,))
-    return found.name
+    (profile,) = find_devices((), (device,)) if "=" in device else find_devices((device,))
+    return profile.name
 
 
-def _settings_of(welcome: Head, joining: Joining) -> Config:
+def _settings_of(welcome: Head, joining: SiteOptions) -> Config:
     """The server's settings, which are those that the site was given, where it was given any."""
-    text, told = welcome.get("settings"), welcome.get("config")
+    text, server_hash = welcome.get("settings"), welcome.get("config")
     if not isinstance(text, str):
         raise ProtocolError("the server sent no settings; install its version of atlas-fl")
     config = parse_config(text, origin=f"what {joining.address} sent")
-    own = config_hash(config)
-    if own != told:
+    own_hash = config_hash(config)
+    if own_hash != server_hash:
         raise ProtocolError(
-            f"the server's settings have hash {own} here and {one_line(told, limit=16)} there; install its version"
+            f"the server's settings have hash {own_hash} here and {one_line(server_hash, limit=16)} there; install"
+            " its version"
         )
-    if joining.config not in (None, own):
+    if joining.config not in (None, own_hash):
         raise ProtocolError(
-            f"the server's settings have hash {own}, and those of --config {joining.config}; this site works for no"
-            " other settings: ask who runs the server, or agree on its settings and give these"
+            f"the server's settings have hash {own_hash}, and those of --config {joining.config}; this site works for"
+            " no other settings: ask who runs the server, or agree on its settings and give these"
         )
     return config
 
@@ -491,11 +503,11 @@ def own_client(config: Config, name: str, *, task: str, part: int | None) -> Cli
     A `part` is dealt as in a simulation of the same config. Without one the site has the whole task, up to the config's
     numbers of rows.
     """
-    found = find_tasks((), (task,))[0] if "=" in task else find_tasks((task,))[0]
+    client_task = find_tasks((), (task,))[0] if "=" in task else find_tasks((task,))[0]
     source, settings = source_of(config), config.data
     sizes = {"samples": settings.samples, "validation": settings.validation_samples, "test": settings.test_samples}
     if part is None:
-        data = load_task(found, source)
+        data = load_task(client_task, source)
         have = {"samples": len(data.train), "validation": len(data.validation), "test": len(data.test)}
         sizes = {split: have[split] if size is None else min(size, have[split]) for split, size in sizes.items()}
     elif not 0 <= part < settings.clients_per_task:
@@ -505,7 +517,7 @@ def own_client(config: Config, name: str, *, task: str, part: int | None) -> Cli
         )
     by_classes = part is not None and config.images.nc != ALL_CLASSES
     clients = make_clients(
-        (found,),
+        (client_task,),
         source,
         clients_per_task=1 if part is None else settings.clients_per_task,
         samples=sizes["samples"],

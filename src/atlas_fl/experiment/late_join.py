@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from atlas_fl.aggregation.graph import effective_neighbours
-from atlas_fl.aggregation.mixing import as_all_hold
+from atlas_fl.aggregation.mixing import reuse_equal_tensors
 from atlas_fl.aggregation.strategies import Strategy
 from atlas_fl.client.fingerprint import FIRST, SECOND
 from atlas_fl.client.job import Job
@@ -93,7 +93,7 @@ def _join_result(
     federation = planned.plan.federation()
     models = strategy.welcome(state.server_state, state.server_models, newcomer_models, federation)
     if strategy.communicates:
-        models = as_all_hold(models, state.server_models, federation)
+        models = reuse_equal_tensors(models, state.server_models, federation)
     server_state = strategy.extend_state(state.server_state, models)
     return JoinResult(
         assembly=assembly,

@@ -34,8 +34,8 @@ def who(_: Message, context: Context) -> Reply:
 def work(message: Message, context: Context) -> Reply:
     """What this node has come to, at the end of the run."""
     from atlas_fl.deployment.site import (
-        Joining,
-        join,  # a question needs no torch
+        SiteOptions,
+        join_federation,  # a question needs no torch
     )
 
     node = node_of(context.node_config, node_id=context.node_id)
@@ -43,8 +43,8 @@ def work(message: Message, context: Context) -> Reply:
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # as in `atlas join`
     with tempfile.TemporaryDirectory(prefix="atlas-") as folder, show_progress() as on_event:
         invitation.write(Path(folder))
-        joined = join(
-            Joining(
+        joined = join_federation(
+            SiteOptions(
                 address=invitation.address,
                 certs=Path(folder),
                 token=invitation.token,

@@ -79,8 +79,8 @@ def node_of(config: Mapping[str, Any], *, node_id: int) -> Node:
     """The node that its `--node-config` describes; raises `ConfigError` where it does not."""
     values = {key.replace("-", "_"): value for key, value in config.items()}
     if unknown := sorted(values.keys() - _KINDS.keys()):
-        known = ", ".join(sorted(key.replace("_", "-") for key in _KINDS))
-        raise ConfigError(f"--node-config has {unknown[0]!r}; known: {known}")
+        keys = ", ".join(sorted(key.replace("_", "-") for key in _KINDS))
+        raise ConfigError(f"--node-config has {unknown[0]!r}; known: {keys}")
     for key in ("task", "device"):
         if key not in values:
             raise ConfigError(f"--node-config of node {node_id} has no {key}; start its SuperNode as with '{SAMPLE}'")

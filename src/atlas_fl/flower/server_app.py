@@ -75,15 +75,15 @@ class _Sent:
         return [(self.pending.pop(reply.metadata.reply_to_message_id), reply) for reply in replies]
 
 
-class Question:
+class NodeQuery:
     """Who is there: asked when it is made, of at least so many nodes, or for 0 of those that are connected."""
 
     def __init__(self, grid: Grid, *, count: int, seconds: float) -> None:
         self._seconds, self._until = seconds, time.monotonic() + seconds
         self._asked = _Sent(grid=grid, kind=MessageType.QUERY, ttl=max(seconds, 60.0))
-        self._asked.push({node: RecordDict() for node in self._connected(grid, max(count, 1))})
+        self._asked.push({node: RecordDict() for node in self._connected_nodes(grid, max(count, 1))})
 
-    def _connected(self, grid: Grid, count: int) -> list[int]:
+    def _connected_nodes(self, grid: Grid, count: int) -> list[int]:
         while len(ids := sorted(grid.get_node_ids())) < count:
             if time.monotonic() > self._until:
                 raise ProtocolError(
@@ -168,7 +168,7 @@ class Invitations:
             self._invite()
         for node, reply in self._sent.pull():
             if reply.has_error() and not self._over.is_set():
-                self._failed(node, reply.error, hall, desk)
+                self._give_up_node(node, reply.error, hall, desk)
 
     def _invite(self) -> None:
         there = self._waiting & set(self.grid.get_node_ids())
@@ -183,7 +183,7 @@ class Invitations:
         if content:
             self._sent.push(content)
 
-    def _failed(self, node: int, error: Error, hall: "ClientManager", desk: "Desk") -> None:
+    def _give_up_node(self, node: int, error: Error, hall: "ClientManager", desk: "Desk") -> None:
         name, reason = self._names[node], str(error.reason).strip()
         if error.code in CRASHED and self._starts[node] < MOST_STARTS:
             desk.note(f"{name}: {reason} It is started again")
@@ -252,11 +252,11 @@ def federate(grid: Grid, order: Order, *, on_event: OnEvent) -> None:
 
     config = validate(load_config(order.config), at_sites=True)
     host, port = split_address(order.address)
-    question = Question(grid, count=order.nodes, seconds=order.wait_seconds)
+    question = NodeQuery(grid, count=order.nodes, seconds=order.wait_seconds)
     # The nodes take seconds to answer, and these to be imported.
     from atlas_fl.cli.tables import outcome
-    from atlas_fl.deployment.server import across_machines, hand_out
-    from atlas_fl.deployment.service import Service
+    from atlas_fl.deployment.server import hand_out, remote_backend
+    from atlas_fl.deployment.service import ServerOptions
     from atlas_fl.experiment.run import run_config
     from atlas_fl.runtime.transport.certificates import make_certs
     from atlas_fl.runtime.transport.sessions import Tokens
@@ -267,7 +267,7 @@ def federate(grid: Grid, order: Order, *, on_event: OnEvent) -> None:
         certs, tokens = Path(folder) / "certs", Tokens()
         make_certs(certs, servers=[host], clients=names, days=RUN_DAYS)
         invitations = Invitations(grid=grid, nodes=nodes, certs=certs, tokens=tokens, address=order.address)
-        service = Service(
+        service = ServerOptions(
             certs=certs / "server",
             host=order.host,
             port=port,
@@ -275,10 +275,10 @@ def federate(grid: Grid, order: Order, *, on_event: OnEvent) -> None:
             wait_seconds=order.wait_seconds,
             deadline_seconds=order.deadline_seconds,
             tokens=tokens,
-            beside=invitations.beside,
+            companion=invitations.beside,
         )
         hand_out(config, service, on_event)
-        result = run_config(config, on_event=on_event, resume=True, backend=across_machines(service))
+        result = run_config(config, on_event=on_event, resume=True, backend=remote_backend(service))
     show(outcome(result.folder, result.summary, complete=result.complete))
 
 

@@ -15,7 +15,7 @@ import numpy as np
 from atlas_fl.aggregation.graph import effective_neighbours
 from atlas_fl.aggregation.matrices import eta_warnings
 from atlas_fl.aggregation.mixing import realign
-from atlas_fl.aggregation.shared_adapters import begun
+from atlas_fl.aggregation.shared_adapters import average_initial
 from atlas_fl.config import Config
 from atlas_fl.data.clients import label_statistics, left_out_notes, shard_notes
 from atlas_fl.data.registry import find_tasks
@@ -216,16 +216,23 @@ def _plan_lora(assembly: Assembly, engine: Engine, *, on_event: OnEvent) -> Plan
         ),
     )
     plan = _announce_notes(_with_eta_warnings(plan, config), on_event)
-    models = begun(initial_models(assembly, discovery, [client.ranks for client in plan.clients]), plan.federation())
-    cuts = cuts_of(assembly, plan)
-    models = {name: without_private(assembly, params, cuts.get(name)) for name, params in models.items()}
     return PlanResult(
         plan=plan,
-        initial_models=models,
+        initial_models=_shared_initial_models(assembly, discovery, plan),
         sketches=discovery.sketches,
         clustering=discovery.clustering,
         cut_traffic=tuple(meter.rows(round=0)),
     )
+
+
+def _shared_initial_models(assembly: Assembly, discovery: TaskDiscovery, plan: Plan) -> dict[str, Params]:
+    """The models of round one at the server: equal where server adapters are shared, without what stays at clients."""
+    models = initial_models(assembly, discovery, [client.ranks for client in plan.clients])
+    cuts = cuts_of(assembly, plan)
+    return {
+        name: without_private(assembly, params, cuts.get(name))
+        for name, params in average_initial(models, plan.federation()).items()
+    }
 
 
 def _client_plans(assembly: Assembly, discovery: TaskDiscovery, rank_plan: RankPlan) -> tuple[ClientPlan, ...]:
