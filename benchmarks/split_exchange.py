@@ -26,7 +26,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from atlas_fl.client.job import ClientTokens, Job, Site
 from atlas_fl.client.local_training import train
 from atlas_fl.client.options import TrainOptions
-from atlas_fl.client.split_client import crossing_of, train_below
+from atlas_fl.client.split_client import client_side_of, train_below
 from atlas_fl.client.split_server import TrainingHalf, answer_all
 from atlas_fl.data.task import Task
 from atlas_fl.models.backbone import Backbone, module_dims
@@ -146,7 +146,7 @@ def over_tls(args: argparse.Namespace) -> None:
 
                 def split() -> None:
                     link.exchange({"kind": "begin"})
-                    way = crossing_of(job, part, places=half.places, far=RemoteCutChannel(link=link, number=1))
+                    way = client_side_of(job, part, indices=half.places, server=RemoteCutChannel(link=link, number=1))
                     train_below(half.side.below, part, way)
 
                 ways = {
@@ -178,7 +178,7 @@ def packed(args: argparse.Namespace) -> None:
     asked, jobs = [], [job_of(site, client, clip=0.0, batch=args.batch) for client in range(CLIENTS)]
     for job in jobs:
         far = Recorded(TrainingHalf(job, site), site)
-        train_below(far.half.side.below, site, crossing_of(job, site, places=far.half.places, far=far))
+        train_below(far.half.side.below, site, client_side_of(job, site, indices=far.half.places, server=far))
         asked.append(far.asked)
 
     def steps(max_tokens: int) -> None:

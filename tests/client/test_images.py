@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from atlas_fl.client.batching import make_row
+from atlas_fl.client.batching import collate_packed
 from atlas_fl.client.job import Job
 from atlas_fl.client.local_training import batches, example_loss
 from atlas_fl.client.options import TrainOptions
@@ -37,7 +37,7 @@ def test_images_are_examples_of_equal_length_by_hand() -> None:
 
 
 def test_a_row_holds_every_clients_images_and_counts_their_tokens() -> None:
-    row = make_row([images().take(np.array([1, 2])), images().take(np.array([3]))], device=torch.device("cpu"))
+    row = collate_packed([images().take(np.array([1, 2])), images().take(np.array([3]))], device=torch.device("cpu"))
     assert [(own.start, own.stop) for own in row.segments] == [(0, 10), (10, 15)]
     assert [(own.start, own.stop) for own in row.pooled] == [(0, 2), (2, 3)]
     assert [tuple(own.shape) for own in row.pixels] == [(2, 6, 6, 1), (1, 6, 6, 1)]

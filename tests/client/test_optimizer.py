@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 import torch
 
-from atlas_fl.client.batching import forward, make_row
+from atlas_fl.client.batching import collate_packed, forward
 from atlas_fl.client.job import Job
 from atlas_fl.client.local_training import batches, example_loss, train
 from atlas_fl.client.optimizer import (
@@ -97,7 +97,7 @@ def test_a_pack_with_the_term_is_a_loop_of_torch_on_the_proximal_objective(tiny_
         optimizer = made(leaves.values(), lr=options.lr, weight_decay=options.weight_decay, **more)
         for batch in batches(site.data[job.client].splits["train"], job):
             optimizer.zero_grad()
-            row = make_row([batch], device=site.backbone.device)
+            row = collate_packed([batch], device=site.backbone.device)
             with forward(row, [leaves], site) as (logits,):
                 example_loss(logits, row.labels[0]).backward()
             if options.clip:

@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from atlas_fl.client.batching import Dropout, dropout_masks, make_row
+from atlas_fl.client.batching import Dropout, collate_packed, dropout_masks
 from atlas_fl.models.lora import Segment
 
 CPU = torch.device("cpu")
@@ -47,7 +47,7 @@ def test_a_row_by_hand(tiny_of, site_of, spec_of) -> None:
     specs = [spec_of(name="a-0", words=(1, 1), examples=2), spec_of(name="b-0", words=(2, 2), examples=1)]
     site = site_of(tiny_of("bert"), *specs)
     parts = [site.data[spec.name].splits["train"] for spec in specs]
-    row = make_row(parts, device=CPU)
+    row = collate_packed(parts, device=CPU)
     # [CLS] word [SEP], twice, and [CLS] word word [SEP]
     assert row.segments == (Segment(start=0, stop=6), Segment(start=6, stop=10))
     assert row.pooled == (Segment(start=0, stop=2), Segment(start=2, stop=3))

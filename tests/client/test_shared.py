@@ -7,7 +7,7 @@ import torch
 
 from atlas_fl.client.batching import packs
 from atlas_fl.client.job import Job, Site
-from atlas_fl.client.local_training import SharedSet, batches, shared_sets, train
+from atlas_fl.client.local_training import SharedAdapters, batches, shared_adapters_of, train
 from atlas_fl.client.options import TrainOptions
 from atlas_fl.runtime.local import LocalEngine
 from atlas_fl.split.channel import Cut
@@ -150,7 +150,7 @@ def test_a_step_by_hand() -> None:
     One of two steps is then done. Of the second only one client has a part: the rate has fallen to half, 0.25.
     """
     one, other = Stub("a", grad=-1.0), Stub("b", grad=2.0, steps=2)
-    shared = SharedSet([other, one], ["w"])
+    shared = SharedAdapters([other, one], ["w"])
     shared.step(0, {one: 3, other: 1})
     assert torch.equal(shared._leaves["w"].grad, torch.tensor([-0.25, -0.25]))
     torch.testing.assert_close(one.params["w"].detach(), torch.tensor([1.5, 1.5]))
@@ -164,7 +164,7 @@ def test_the_order_of_the_clients_changes_no_bit_and_a_broken_gradient_is_left_o
     found = []
     for order in ((0, 1, 2), (2, 0, 1)):
         members = [Stub("a", grad=0.1), Stub("b", grad=0.7), Stub("c", grad=float("nan"))]
-        shared = SharedSet([members[k] for k in order], ["w"])
+        shared = SharedAdapters([members[k] for k in order], ["w"])
         shared.step(0, {members[k]: 3 + k for k in order})
         found.append(shared._leaves["w"].grad)
     assert torch.equal(*found)
@@ -176,7 +176,7 @@ def test_sums_are_taken_in_the_order_of_the_names() -> None:
     found = []
     for order in ((0, 1, 2), (1, 2, 0), (2, 0, 1)):
         members = [Stub("a", grad=1.0), Stub("b", grad=1e8), Stub("c", grad=-1e8)]
-        shared = SharedSet([members[k] for k in order], ["w"])
+        shared = SharedAdapters([members[k] for k in order], ["w"])
         shared.step(0, dict.fromkeys(members, 4))
         found.append(shared._leaves["w"].grad)
     assert torch.equal(found[0], found[1])
@@ -186,7 +186,7 @@ def test_sums_are_taken_in_the_order_of_the_names() -> None:
 def test_where_every_gradient_is_broken_the_set_is_seen_to_be() -> None:
     """Standing still would hide it; NaN is refused and recorded."""
     members = [Stub(name, grad=float("nan")) for name in "ab"]
-    SharedSet(members, ["w"]).step(0, dict.fromkeys(members, 4))
+    SharedAdapters(members, ["w"]).step(0, dict.fromkeys(members, 4))
     assert all(bool(member.params["w"].isnan().all()) for member in members)
 
 
@@ -194,10 +194,13 @@ def test_clusters_have_sets_of_their_own_and_a_set_begins_as_one() -> None:
     members = [Stub(name, grad=0.0) for name in "abcd"]
     for member, cluster in zip(members, (0, 1, 0, 1)):
         member.cluster, member.shared = cluster, ("w",)
-    assert [[own.job.client for own in found.owners] for found in shared_sets(members)] == [["a", "c"], ["b", "d"]]
+    assert [[own.job.client for own in found.owners] for found in shared_adapters_of(members)] == [
+        ["a", "c"],
+        ["b", "d"],
+    ]
     members[2].params["w"] = torch.zeros(2, requires_grad=True)
     with pytest.raises(AssertionError, match="begin with the same one"):
-        shared_sets(members)
+        shared_adapters_of(members)
 
 
 def test_a_cluster_is_in_one_pack_and_rows_keep_its_memory(tiny_of, site_of, spec_of) -> None:

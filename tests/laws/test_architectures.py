@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from atlas_fl import params as tree
-from atlas_fl.client.batching import forward, make_row
+from atlas_fl.client.batching import collate_packed, forward
 from atlas_fl.client.job import Job, Site
 from atlas_fl.client.local_training import train
 from atlas_fl.client.options import TrainOptions
@@ -49,7 +49,7 @@ def padded(model: torch.nn.Module, data: EncodedExamples, *, types: bool) -> Ten
 
 def packed(site: Site, jobs: list[Job]) -> list[Tensor]:
     """Our logits of all the clients' training examples in one row."""
-    row = make_row([site.data[job.client].splits["train"] for job in jobs], device=torch.device("cpu"))
+    row = collate_packed([site.data[job.client].splits["train"] for job in jobs], device=torch.device("cpu"))
     with torch.no_grad(), forward(row, [job.params for job in jobs], site) as logits:
         return logits
 

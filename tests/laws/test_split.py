@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from atlas_fl.client.batching import Dropout, dropout_masks, forward, make_row
+from atlas_fl.client.batching import Dropout, collate_packed, dropout_masks, forward
 from atlas_fl.client.evaluation import evaluate
 from atlas_fl.client.job import Job, Prompts, Site, Update
 from atlas_fl.client.local_training import batches, example_loss, train
@@ -103,7 +103,7 @@ class Halves:
         self.above = [leaves({k: job.params[k] for k in own}) for job, own in zip(jobs, rest, strict=True)]
 
     def client(self, k: int, batch, done: int) -> Tensor:
-        row = make_row([batch], device=torch.device("cpu"))
+        row = collate_packed([batch], device=torch.device("cpu"))
         adapters = Adapters(
             clients=[self.below[k]],
             segments=row.segments,
@@ -117,7 +117,7 @@ class Halves:
     def server(self, sent: Sequence[bytes], data, done: int) -> tuple[list[float], list[bytes]]:
         """The losses, and the gradient that goes back to every client; the server's own are in its leaves."""
         rows = [decode_rows(message)[0].requires_grad_() for message in sent]
-        row = make_row(data, device=torch.device("cpu"))  # of it, the server uses lengths and labels alone
+        row = collate_packed(data, device=torch.device("cpu"))  # of it, the server uses lengths and labels alone
         upper = {name: module for name, module in self.site.modules.items() if name + ".lora_A" in self.above[0]}
         mask = masks(self.jobs, done)
         adapters = Adapters(
@@ -164,8 +164,8 @@ def test_two_machines_have_the_losses_and_gradients_of_one_for_five_steps(
     data = [list(batches(site.data[job.client].splits["train"], job))[:5] for job in jobs]
     for done in range(5):
         now = [own[done] for own in data]
-        with forward(make_row(now, device=torch.device("cpu")), whole, site, mask=masks(jobs, done)) as logits:
-            labels = make_row(now, device=torch.device("cpu")).labels
+        with forward(collate_packed(now, device=torch.device("cpu")), whole, site, mask=masks(jobs, done)) as logits:
+            labels = collate_packed(now, device=torch.device("cpu")).labels
             expected = [example_loss(own, wanted) for own, wanted in zip(logits, labels, strict=True)]
             torch.stack(expected).sum().backward()
         crossing = [halves.client(k, batch, done) for k, batch in enumerate(now)]

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from atlas_fl.client.batching import forward, make_row
+from atlas_fl.client.batching import collate_packed, forward
 from atlas_fl.client.evaluation import evaluate, write
 from atlas_fl.client.fingerprint import FIRST
 from atlas_fl.client.importance import IMPORTANCE
@@ -109,9 +109,9 @@ def padded(data: EncodedExamples) -> dict[str, Tensor]:
 def test_logits_and_loss_are_those_of_peft_on_the_stock_causal_model(writer, site_of, spec_of, tmp_path: Path) -> None:
     site, jobs = federation(writer, site_of, spec_of)
     data = [site.data[job.client].splits["train"] for job in jobs]
-    with torch.no_grad(), forward(make_row(data, device=CPU), [job.params for job in jobs], site) as logits:
+    with torch.no_grad(), forward(collate_packed(data, device=CPU), [job.params for job in jobs], site) as logits:
         pass
-    labels = make_row(data, device=CPU).labels
+    labels = collate_packed(data, device=CPU).labels
     for k in (0, 2):
         theirs = under_peft(writer, site, jobs[k].params, tmp_path / str(k))
         batch = padded(data[k])
@@ -220,7 +220,7 @@ def test_a_text_ends_at_the_end_of_text(writer_of, site_of, spec_of) -> None:
     writer = writer_of("gpt2")
     site, jobs = federation(writer, site_of, spec_of)
     prompt = encode_prompts(["w1 w2"], tokenizer=writer.backbone.tokenizer, max_length=9)
-    with torch.no_grad(), forward(make_row([prompt], device=CPU), [jobs[0].params], site) as logits:
+    with torch.no_grad(), forward(collate_packed([prompt], device=CPU), [jobs[0].params], site) as logits:
         likeliest = int(logits[0].argmax())
     tokenizer = writer.backbone.tokenizer
     before = tokenizer.eos_token

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 from transformers import AutoModelForImageClassification
 
-from atlas_fl.client.batching import forward, make_row
+from atlas_fl.client.batching import collate_packed, forward
 from atlas_fl.client.job import ClientTokens, Job, Site, Update
 from atlas_fl.client.local_training import train
 from atlas_fl.client.options import EvaluateOptions, FingerprintOptions, ImportanceOptions, TrainOptions
@@ -116,7 +116,7 @@ def test_logits_and_gradients_are_those_of_stock_transformers_with_peft(
     site = site_of(backbone, ("all-linear",))
     assert len(site.modules) == 3 * 6
     clients = [{key: t.requires_grad_() for key, t in params_of(site, name).items()} for name in site.data]
-    row = make_row([own.splits["test"] for own in site.data.values()], device=torch.device("cpu"))
+    row = collate_packed([own.splits["test"] for own in site.data.values()], device=torch.device("cpu"))
     with forward(row, clients, site) as logits:
         torch.stack([cross_entropy(own, label) for own, label in zip(logits, row.labels)]).sum().backward()
     for name, params, own in zip(site.data, clients, logits):
@@ -153,7 +153,7 @@ def test_at_another_image_size_peft_gives_the_same_logits_by_interpolating_posit
     stock = AutoModelForImageClassification.from_pretrained(path, num_labels=5, ignore_mismatched_sizes=True)
     theirs = PeftModel.from_pretrained(stock, str(tmp_path)).eval()
     how = {"interpolate_pos_encoding": True} if model_type == "vit" else {}
-    row = make_row([data], device=torch.device("cpu"))
+    row = collate_packed([data], device=torch.device("cpu"))
     assert backbone.vision is not None
     with torch.no_grad(), forward(row, [params], site) as logits:
         wanted = theirs(preprocess(backbone.vision, data.pixels), **how).logits

@@ -11,7 +11,7 @@ import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from torch import Tensor
 
-from atlas_fl.client.batching import forward, make_row
+from atlas_fl.client.batching import collate_packed, forward
 from atlas_fl.client.job import Job
 from atlas_fl.client.local_training import train
 from atlas_fl.client.options import TrainOptions
@@ -41,7 +41,7 @@ def inputs(tiny, data: EncodedExamples, index: np.ndarray) -> dict[str, Tensor]:
 
 
 def ours(site, data: EncodedExamples, params: Mapping[str, Tensor]) -> Tensor:
-    with torch.no_grad(), forward(make_row([data], device=torch.device("cpu")), [params], site) as logits:
+    with torch.no_grad(), forward(collate_packed([data], device=torch.device("cpu")), [params], site) as logits:
         return logits[0]
 
 

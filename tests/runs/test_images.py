@@ -14,7 +14,7 @@ from transformers import AutoModelForImageClassification
 
 from atlas_fl.audit.check import audit
 from atlas_fl.audit.run_files import read_audited
-from atlas_fl.client.job import Job, patches
+from atlas_fl.client.job import Job, image_tokens
 from atlas_fl.client.local_training import train
 from atlas_fl.client.options import TrainOptions
 from atlas_fl.config import Config, parse_config, to_toml, with_values
@@ -388,7 +388,7 @@ def test_one_step_of_all_on_all_their_images_is_a_step_on_all_images_in_one_plac
     ]
     mean = {key: sum(n * s.params[key].double() for n, s in zip(sizes, steps)) / sum(sizes) for key in start}
     central = _pooled(assembly.clients)
-    site = replace(assembly.site, data={"all": patches(central, length=1)})
+    site = replace(assembly.site, data={"all": image_tokens(central, length=1)})
     (wanted,) = train([Job(client="all", params=start, round=1, options=_one_step(len(central.train)))], site)
     for key in start:
         torch.testing.assert_close(mean[key].float(), wanted.params[key], rtol=1e-4, atol=1e-6)
@@ -399,7 +399,7 @@ def test_the_head_does_not_know_how_many_clients_hold_the_images(config: Make) -
     """A client with all images looks at all its validation images, not at a few, for the size of the head."""
     assembly = assemble(config(validation_samples=5))
     central = _pooled(assembly.clients)
-    site = replace(assembly.site, data={"all": patches(central, length=1)})
+    site = replace(assembly.site, data={"all": image_tokens(central, length=1)})
     alone = replace(assembly, clients=(central,), devices=assembly.devices[:1], site=site)
     dealt, pooled = (fit_heads_and_mask(one, LocalEngine(site=one.site)).initial_models for one in (assembly, alone))
     for key in ("head.weight", "head.bias"):

@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from atlas_fl.client.batching import make_row
+from atlas_fl.client.batching import collate_packed
 from atlas_fl.models.attention import make_layout
 from atlas_fl.models.backbone import embed_tokens, run_blocks
 from atlas_fl.planning.leakage import fisher_leakage, token_probe
@@ -41,7 +41,7 @@ def test_a_probe_reads_what_is_plain_and_not_what_is_noise() -> None:
 def test_a_deeper_cut_and_noise_leave_a_probe_less(tiny_of, site_of, spec_of) -> None:
     tiny = tiny_of("bert")
     site = site_of(tiny, spec_of(name="a-0", examples=200))
-    row = make_row([site.data["a-0"].splits["train"]], device=torch.device("cpu"))
+    row = collate_packed([site.data["a-0"].splits["train"]], device=torch.device("cpu"))
     table = tiny.backbone.model.get_input_embeddings().weight
     half = len(row.ids) // 2
     right = {}

@@ -7,7 +7,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from atlas_fl.client.batching import make_row
+from atlas_fl.client.batching import collate_packed
 from atlas_fl.errors import ModelError
 from atlas_fl.models.attention import make_layout
 from atlas_fl.models.backbone import backbone_features, block_index, model_shape
@@ -48,7 +48,7 @@ def read(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 def two_clients(tiny, site_of, spec_of) -> Any:
     specs = (spec_of(name="a-0", examples=5), spec_of(name="b-0", examples=4, pairs=True))
     site = site_of(tiny, *specs)
-    return make_row([site.data[spec.name].splits["train"] for spec in specs], device=site.backbone.device)
+    return collate_packed([site.data[spec.name].splits["train"] for spec in specs], device=site.backbone.device)
 
 
 @pytest.mark.parametrize("blocks", [0, 1, 2])
@@ -88,7 +88,7 @@ def test_the_server_takes_many_clients_rows_at_once(tiny, site_of, spec_of) -> N
     """Rows of two clients one after another are computed as each alone."""
     specs = (spec_of(name="a-0", examples=5), spec_of(name="b-0", examples=4))
     site, backbone = site_of(tiny, *specs), tiny.backbone
-    rows = [make_row([site.data[spec.name].splits["train"]], device=backbone.device) for spec in specs]
+    rows = [collate_packed([site.data[spec.name].splits["train"]], device=backbone.device) for spec in specs]
     sent = [client_forward(backbone, row.ids, row.types, row.layout, blocks=1) for row in rows]
     alone = [server_forward(backbone, own, row.layout, blocks=1) for own, row in zip(sent, rows, strict=True)]
     lengths = [n for spec in specs for n in site.data[spec.name].splits["train"].lengths.tolist()]

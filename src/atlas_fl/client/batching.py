@@ -1,9 +1,4 @@
-"""Packs of clients and packed batches: which examples train together.
-
-Which clients' mini-batches go through the backbone together.
-
-A pack's next row of tokens: every client's mini-batch, one after another.
-"""
+"""Packs of clients and packed batches: the mini-batches of many clients as one row of tokens, without padding."""
 
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -41,9 +36,9 @@ def packs(jobs: Sequence[Job], site: Site) -> Iterator[list[Job]]:
         yield from _full_packs(jobs, site)
         return
     units: dict[Hashable, list[Job]] = {}
-    for place, job in enumerate(jobs):
+    for index, job in enumerate(jobs):
         together = job.cut is not None and job.cut.shared is not None
-        units.setdefault(("shared", job.cut.shared) if together and job.cut else place, []).append(job)
+        units.setdefault(("shared", job.cut.shared) if together and job.cut else index, []).append(job)
     sized = [(unit, sum(tokens_of(job, site) for job in unit)) for unit in units.values()]
     for pack in _greedy(sized, site.max_tokens):
         yield [job for unit in pack for job in unit]
@@ -70,7 +65,7 @@ def same_models(jobs: Sequence[Job]) -> list[list[int]]:
 
 def rows(jobs: Sequence[Job], site: Site) -> list[list[int]]:
     """The places of a pack's jobs, by the rows that they go through the backbone in: one, but for a pack too large."""
-    return list(_greedy([(place, tokens_of(job, site)) for place, job in enumerate(jobs)], site.max_tokens))
+    return list(_greedy([(index, tokens_of(job, site)) for index, job in enumerate(jobs)], site.max_tokens))
 
 
 def tokens_of(job: Job, site: Site) -> float:
@@ -93,7 +88,7 @@ def _greedy(parts: Iterable[tuple[PartT, float]], most: float) -> Iterator[list[
 
 
 @dataclass(frozen=True, kw_only=True)
-class Row:
+class PackedBatch:
     """The tokens of several clients' batches in one row, and who owns which."""
 
     ids: Tensor  # (tokens,) int64; of images none
@@ -104,40 +99,42 @@ class Row:
     pooled: tuple[Segment, ...]  # what is read of every client: its sequences, or its tokens to be written
     counts: tuple[int, ...]  # how many these are
     lengths: tuple[Tensor, ...]  # of every client, (sequences,) int32
-    places: tuple[Tensor | None, ...]  # of every client that writes, (reads,) int32 in its own tokens
-    reads: Tensor | None = None  # (reads,) int64, where they lie; None where all are the sequences' pooled tokens
+    target_positions: tuple[Tensor | None, ...]  # of every client that writes, (reads,) int32 in its own tokens
+    output_positions: Tensor | None = (
+        None  # (reads,) int64, where they lie; None where all are the sequences' pooled tokens
+    )
     pixels: tuple[Tensor, ...] = ()  # of every client, (examples, height, width, channels) uint8; of texts none
 
 
-def make_row(batches: Sequence[EncodedExamples], *, device: torch.device) -> Row:
+def collate_packed(batches: Sequence[EncodedExamples], *, device: torch.device) -> PackedBatch:
     """One row of these batches, a client each."""
     segments = segments_of([int(batch.offsets[-1]) for batch in batches])
     counts = [len(batch) if batch.target_mask is None else int(batch.target_mask.sum()) for batch in batches]
     labels = [batch.labels if batch.target_mask is None else batch.ids[batch.target_mask] for batch in batches]
     reads = None
     if any(batch.target_mask is not None for batch in batches):
-        places = [_reads(batch) + own.start for batch, own in zip(batches, segments, strict=True)]
-        reads = torch.from_numpy(np.concatenate(places)).to(device)
-    return Row(
+        positions = [_output_positions(batch) + segment.start for batch, segment in zip(batches, segments, strict=True)]
+        reads = torch.from_numpy(np.concatenate(positions)).to(device)
+    return PackedBatch(
         ids=torch.from_numpy(np.concatenate([batch.ids for batch in batches])).to(device),
         types=torch.from_numpy(np.concatenate([batch.types for batch in batches])).to(device),
-        labels=tuple(torch.from_numpy(own).to(device) for own in labels),
+        labels=tuple(torch.from_numpy(own_labels).to(device) for own_labels in labels),
         layout=make_layout(np.concatenate([batch.lengths for batch in batches]).tolist(), device=device),
         segments=segments,
         pooled=segments_of(counts),
         counts=tuple(counts),
         lengths=tuple(torch.from_numpy(batch.lengths.astype(np.int32)) for batch in batches),
-        places=tuple(_places(batch) for batch in batches),
-        reads=reads,
+        target_positions=tuple(_target_positions(batch) for batch in batches),
+        output_positions=reads,
         pixels=tuple(torch.from_numpy(np.array(batch.pixels)) for batch in batches if batch.pixels is not None),
     )
 
 
-def _places(batch: EncodedExamples) -> Tensor | None:
-    return None if batch.target_mask is None else torch.from_numpy(_reads(batch).astype(np.int32))
+def _target_positions(batch: EncodedExamples) -> Tensor | None:
+    return None if batch.target_mask is None else torch.from_numpy(_output_positions(batch).astype(np.int32))
 
 
-def _reads(batch: EncodedExamples) -> np.ndarray:
+def _output_positions(batch: EncodedExamples) -> np.ndarray:
     """The token before each one that is to be written, or the last of every sequence: a causal model's pooled token."""
     return batch.offsets[1:] - 1 if batch.target_mask is None else np.flatnonzero(batch.target_mask) - 1
 
@@ -150,7 +147,7 @@ def segments_of(sizes: Sequence[int]) -> tuple[Segment, ...]:
 
 @contextmanager
 def forward(
-    row: Row,
+    row: PackedBatch,
     clients: Sequence[Params],
     site: Site,
     *,
@@ -168,14 +165,14 @@ def forward(
     )
     with attach_adapters(site.modules, adapters):
         with site.autocast():
-            pooled = features_over(row, site, lines, body=body_of(clients, site))
+            pooled = features_across_cuts(row, site, lines, body=body_of(clients, site))
             logits = read_logits(site.backbone, clients, torch.split(pooled, list(row.counts)), mask=mask)
         yield logits
 
 
 @contextmanager
-def below(
-    row: Row, clients: Sequence[Params], site: Site, *, blocks: int, mask: DropoutMaskFn | None = None
+def client_side_forward(
+    row: PackedBatch, clients: Sequence[Params], site: Site, *, blocks: int, mask: DropoutMaskFn | None = None
 ) -> Iterator[Tensor]:
     """What leaves a site that holds `blocks` blocks, (tokens, hidden) of the row; a context as `forward` is."""
     adapters = Adapters(
@@ -197,10 +194,16 @@ def read_logits(
 ) -> list[Tensor]:
     """Every client's logits, float32, by its own head on its own features, (reads, hidden)."""
     logits = []
-    for k, (params, own) in enumerate(zip(clients, features, strict=True)):
+    for k, (params, client_features) in enumerate(zip(clients, features, strict=True)):
         # The model's own output embedding is frozen and takes its input whole, as the stock model's does.
-        drop = None if mask is None or not head_keys(params) else mask(k, "head", (own.shape[0], own.shape[1]))
-        logits.append(head_logits(backbone, params, own if drop is None else own * drop).float())
+        drop = (
+            None
+            if mask is None or not head_keys(params)
+            else mask(k, "head", (client_features.shape[0], client_features.shape[1]))
+        )
+        logits.append(
+            head_logits(backbone, params, client_features if drop is None else client_features * drop).float()
+        )
     return logits
 
 
@@ -212,23 +215,23 @@ def body_of(clients: Sequence[Params], site: Site) -> Params:
     return {key: tensor for key, tensor in params.items() if not key.startswith(HEAD)}
 
 
-def features_here(row: Row, backbone: Backbone, body: Params = MappingProxyType({})) -> Tensor:
+def features_without_cut(row: PackedBatch, backbone: Backbone, body: Params = MappingProxyType({})) -> Tensor:
     """What the heads read of a row, (reads, width), where all blocks are here.
 
     The weights of `body` stand in for the backbone's of these names.
     """
     if not row.pixels:
         if not body:
-            return backbone_features(backbone, row.ids, row.types, row.layout, output_positions=row.reads)
-        read: Tensor = swapped(_Features(backbone), body, row)
+            return backbone_features(backbone, row.ids, row.types, row.layout, output_positions=row.output_positions)
+        read: Tensor = call_with_params(_Features(backbone), body, row)
         return read
     assert backbone.vision is not None, "a backbone for texts is given no images"
-    seen = torch.cat([preprocess(backbone.vision, own) for own in row.pixels])
-    found: Tensor = image_features(backbone.vision, body, seen)
-    return found
+    seen = torch.cat([preprocess(backbone.vision, pixels) for pixels in row.pixels])
+    features: Tensor = image_features(backbone.vision, body, seen)
+    return features
 
 
-def swapped(work: nn.Module, leaves: Params, *args: object) -> Any:
+def call_with_params(work: nn.Module, leaves: Params, *args: object) -> Any:
     """What this module's forward pass gives of the arguments while its `model` computes with these weights."""
     return functional_call(work, {f"model.{name}": weight for name, weight in leaves.items()}, args)
 
@@ -240,12 +243,12 @@ class _Features(nn.Module):
         super().__init__()
         self.model, self._backbone = backbone.model, backbone
 
-    def forward(self, row: Row) -> Tensor:
-        return backbone_features(self._backbone, row.ids, row.types, row.layout, output_positions=row.reads)
+    def forward(self, row: PackedBatch) -> Tensor:
+        return backbone_features(self._backbone, row.ids, row.types, row.layout, output_positions=row.output_positions)
 
 
-def features_over(
-    row: Row, site: Site, lines: Sequence[CutChannel | None], *, body: Params = MappingProxyType({})
+def features_across_cuts(
+    row: PackedBatch, site: Site, lines: Sequence[CutChannel | None], *, body: Params = MappingProxyType({})
 ) -> Tensor:
     """What the heads read of the row, (reads, hidden), over the cuts of those clients that have a line."""
     ends = [
@@ -254,36 +257,36 @@ def features_over(
             tokens=slice(row.segments[k].start, row.segments[k].stop),
             feature_rows=slice(row.pooled[k].start, row.pooled[k].stop),
             lengths=row.lengths[k],
-            output_positions=row.places[k],
+            output_positions=row.target_positions[k],
             labels=row.labels[k],
         )
         for k, line in enumerate(lines)
         if line is not None
     ]
     if not ends:
-        return features_here(row, site.backbone, body)
+        return features_without_cut(row, site.backbone, body)
     return backbone_features_across_cuts(
-        site.backbone, row.ids, row.types, row.layout, output_positions=row.reads, segments=ends
+        site.backbone, row.ids, row.types, row.layout, output_positions=row.output_positions, segments=ends
     )
 
 
-def chunks(lengths: Sequence[np.ndarray], max_tokens: int) -> list[list[tuple[int, slice]]]:
+def split_by_tokens(lengths: Sequence[np.ndarray], max_tokens: int) -> list[list[tuple[int, slice]]]:
     """Parts of every client's examples, client after client, with at most `max_tokens` tokens together."""
-    found: list[list[tuple[int, slice]]] = [[]]
+    parts: list[list[tuple[int, slice]]] = [[]]
     room = max_tokens
-    for k, own in enumerate(lengths):
+    for k, client_lengths in enumerate(lengths):
         start = 0
-        while start < len(own):
-            fits = int(np.searchsorted(np.cumsum(own[start:]), room, side="right"))
-            if fits == 0 and found[-1]:
-                found.append([])
+        while start < len(client_lengths):
+            fits = int(np.searchsorted(np.cumsum(client_lengths[start:]), room, side="right"))
+            if fits == 0 and parts[-1]:
+                parts.append([])
                 room = max_tokens
                 continue
             fits = max(fits, 1)  # one example longer than the budget still has to be scored
-            found[-1].append((k, slice(start, start + fits)))
-            room -= int(own[start : start + fits].sum())
+            parts[-1].append((k, slice(start, start + fits)))
+            room -= int(client_lengths[start : start + fits].sum())
             start += fits
-    return found
+    return parts
 
 
 @dataclass(frozen=True, kw_only=True)

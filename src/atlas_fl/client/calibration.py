@@ -1,6 +1,6 @@
 """What clients compute before round one of whole models: sums for the ridge head, sensitivities for the mask.
 
-The head before anything else: ridge regression on frozen features, from sums that clients add up.
+The head comes first: ridge regression on frozen features, from sums that the server adds up.
 
     W = (sum_k X_k^T X_k + lambda I)^-1 sum_k X_k^T Y_k
 
@@ -8,12 +8,11 @@ X_k is (examples, features + 1), the last column ones, Y_k (examples, classes) o
 to the regression on all images in one place (Hoerl & Kennard 1970); what leaves a client are the two sums, no image and
 no feature of one.
 
-What it predicts are nearly probabilities, and as logits these are small: cross-entropy would first of all make them
-larger, and take the features apart on the way. So the head is multiplied by the one of `SCALES` with the least
-cross-entropy over some 1,600 validation images, as many of each client (temperature scaling, Guo et al. 2017). A few
-that are all recognised would ask for the largest.
+Its predictions are nearly probabilities, and as logits these are small: cross-entropy would first of all enlarge them,
+and distort the features on the way. So the head is multiplied by the one of `SCALES` with the least cross-entropy over
+some 1,600 validation images, as many of each client (temperature scaling, Guo et al. 2017).
 
-How sensitive a client's predictions are to each weight: its diagonal Fisher information, for masks.
+The sensitivity of a client's predictions to each weight is its diagonal Fisher information (`sparse.fisher`).
 """
 
 from collections.abc import Sequence
@@ -23,7 +22,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy, one_hot
 
-from atlas_fl.client.batching import body_of, features_here, forward, make_row
+from atlas_fl.client.batching import body_of, collate_packed, features_without_cut, forward
 from atlas_fl.client.job import Job, Site, Update
 from atlas_fl.client.options import SensitivityOptions
 from atlas_fl.models.backbone import head_logits
@@ -57,8 +56,8 @@ def _sums(job: Job, site: Site) -> Update:
     cross = torch.zeros(size, labels, dtype=torch.float64)
     for start in range(0, len(data), site.max_tokens):
         batch = data.take(np.arange(start, min(start + site.max_tokens, len(data))))
-        found = _features(job, batch, site).double().cpu()
-        x = torch.cat([found, torch.ones(len(batch), 1, dtype=torch.float64)], dim=1)
+        features = _features(job, batch, site).double().cpu()
+        x = torch.cat([features, torch.ones(len(batch), 1, dtype=torch.float64)], dim=1)
         y = one_hot(torch.from_numpy(batch.labels), labels).double() - 1 / labels
         gram += x.T @ x
         cross += x.T @ y
@@ -82,7 +81,9 @@ def _losses(job: Job, site: Site) -> Update:
 
 def _features(job: Job, batch: EncodedExamples, site: Site) -> Tensor:
     """What the head reads of these images, (images, features), by the job's model."""
-    return features_here(make_row([batch], device=site.backbone.device), site.backbone, body_of([job.params], site))
+    return features_without_cut(
+        collate_packed([batch], device=site.backbone.device), site.backbone, body_of([job.params], site)
+    )
 
 
 def ridge_head(gram: Tensor, cross: Tensor, *, penalty: float) -> dict[str, Tensor]:
@@ -116,9 +117,9 @@ def _scores(job: Job, site: Site) -> Update:
 def _image_squares(batch: EncodedExamples, params: Params, job: Job, site: Site) -> Params:
     options: SensitivityOptions = job.options
 
-    def logits(own: Params, pixels: torch.Tensor) -> torch.Tensor:
-        found: torch.Tensor = image_logits(site.vision, own, pixels)
-        return found
+    def logits(weights: Params, pixels: torch.Tensor) -> torch.Tensor:
+        outputs: torch.Tensor = image_logits(site.vision, weights, pixels)
+        return outputs
 
     assert batch.pixels is not None, "texts have their own way"
     return fisher_scores(
@@ -139,7 +140,7 @@ def _text_squares(batch: EncodedExamples, params: Params, job: Job, site: Site) 
     sums = {name: torch.zeros_like(leaf, dtype=torch.float64) for name, leaf in leaves.items()}
     draws = label_uniforms(derive_seed(options.seed, "sensitivity", job.client), range(len(batch)))
     for index in range(len(batch)):
-        row = make_row([batch.take(np.array([index]))], device=site.backbone.device)
+        row = collate_packed([batch.take(np.array([index]))], device=site.backbone.device)
         with torch.enable_grad(), forward(row, [{**params, **leaves}], site) as (logits,):
             label = (
                 int(row.labels[0][0])
@@ -149,4 +150,4 @@ def _text_squares(batch: EncodedExamples, params: Params, job: Job, site: Site) 
             log_prob = logits[0].log_softmax(-1)[label]
         for name, gradient in zip(leaves, torch.autograd.grad(log_prob, list(leaves.values())), strict=True):
             sums[name] += gradient.double().square()
-    return {name: own.to(params[name].dtype) for name, own in sums.items()}
+    return {name: total.to(params[name].dtype) for name, total in sums.items()}

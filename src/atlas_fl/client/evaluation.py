@@ -1,9 +1,4 @@
-"""Scores of a client's model on its held-out examples, generation included.
-
-What clients' models write after a prompt: greedy, as stock `generate` with `do_sample=False`.
-
-Scores of every client's model on a split of its own data.
-"""
+"""Evaluation: scores of every client's model on a split of its own data, greedy text generation for ROUGE included."""
 
 import time
 from collections.abc import Sequence
@@ -12,8 +7,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from atlas_fl.client.batching import chunks, forward, make_row, same_models
-from atlas_fl.client.job import Job, Site, Update, line_of
+from atlas_fl.client.batching import collate_packed, forward, same_models, split_by_tokens
+from atlas_fl.client.job import Job, Site, Update, cut_channel_of
 from atlas_fl.client.options import EvaluateOptions
 from atlas_fl.data.metrics import by_class, rouge, scores, writing_scores
 from atlas_fl.data.task import Task
@@ -74,11 +69,13 @@ def evaluate(jobs: Sequence[Job], site: Site) -> list[Update]:
 def _evaluate_full(jobs: Sequence[Job], site: Site) -> list[Update]:
     """Clients with one model share its passes."""
     began, outputs = time.perf_counter(), dict[int, np.ndarray]()
-    for places in same_models(jobs):
-        data = [site.data[jobs[k].client].splits[jobs[k].options.split] for k in places]
-        params = {key: tensor.to(site.backbone.device) for key, tensor in jobs[places[0]].params.items()}
+    for indices in same_models(jobs):
+        data = [site.data[jobs[k].client].splits[jobs[k].options.split] for k in indices]
+        params = {key: tensor.to(site.backbone.device) for key, tensor in jobs[indices[0]].params.items()}
         logits = _all_logits(data, params, site)
-        outputs |= dict(zip(places, np.split(logits, np.cumsum([len(own) for own in data])[:-1]), strict=True))
+        outputs |= dict(
+            zip(indices, np.split(logits, np.cumsum([len(examples) for examples in data])[:-1]), strict=True)
+        )
     seconds = (time.perf_counter() - began) / max(1, len(jobs))
     updates = []
     for k, job in enumerate(jobs):
@@ -94,13 +91,13 @@ def _evaluate_full(jobs: Sequence[Job], site: Site) -> list[Update]:
 def _all_logits(data: Sequence[EncodedExamples], params: Params, site: Site) -> np.ndarray:
     """Logits (examples, labels) of all these examples, in their order, by one model."""
     every = concatenated(data)
-    order, found = in_order(every.lengths), list[np.ndarray]()
-    for chunk in chunks([every.lengths[order]], site.max_tokens):
+    order, logits_of_chunks = in_order(every.lengths), list[np.ndarray]()
+    for chunk in split_by_tokens([every.lengths[order]], site.max_tokens):
         (part,) = (part for _, part in chunk)
-        row = make_row([every.take(order[part])], device=site.backbone.device)
+        row = collate_packed([every.take(order[part])], device=site.backbone.device)
         with forward(row, [params], site) as (logits,):
-            found.append(logits.cpu().numpy())
-    ordered = np.concatenate(found)
+            logits_of_chunks.append(logits.cpu().numpy())
+    ordered = np.concatenate(logits_of_chunks)
     placed = np.empty_like(ordered)
     placed[order] = ordered
     return placed
@@ -111,16 +108,18 @@ def _evaluate_packed(jobs: Sequence[Job], site: Site) -> list[Update]:
     began = time.perf_counter()
     outputs: list[list[np.ndarray]] = [[] for _ in jobs]
     data = [site.data[job.client].splits[job.options.split] for job in jobs]
-    lines, placed = [line_of(job, site) for job in jobs], [on_device(job.params, site) for job in jobs]
-    orders = [in_order(own.lengths) for own in data]
-    for chunk in chunks([own.lengths[order] for own, order in zip(data, orders, strict=True)], site.max_tokens):
+    lines, placed = [cut_channel_of(job, site) for job in jobs], [on_device(job.params, site) for job in jobs]
+    orders = [in_order(client_logits.lengths) for client_logits in data]
+    for chunk in split_by_tokens(
+        [client_logits.lengths[order] for client_logits, order in zip(data, orders, strict=True)], site.max_tokens
+    ):
         parts = [data[k].take(orders[k][part]) for k, part in chunk]
-        row = make_row(parts, device=site.backbone.device)
+        row = collate_packed(parts, device=site.backbone.device)
         clients = [placed[k] for k, _ in chunk]
         with forward(row, clients, site, lines=[lines[k] for k, _ in chunk]) as logits:
-            for (k, _), own, labels in zip(chunk, logits, row.labels, strict=True):
-                outputs[k].append(kept(own, labels, site.data[jobs[k].client].task))
-    answered = [_answered(job, site) for job in jobs]
+            for (k, _), client_logits, labels in zip(chunk, logits, row.labels, strict=True):
+                outputs[k].append(scored_outputs(client_logits, labels, site.data[jobs[k].client].task))
+    answered = [_rouge(job, site) for job in jobs]
     seconds = (time.perf_counter() - began) / max(1, len(jobs))
     updates = []
     for k, job in enumerate(jobs):
@@ -156,15 +155,15 @@ def on_device(params: Params, site: Site) -> Params:
     return {key: tensor.to(site.backbone.device, copy=True) for key, tensor in params.items()}
 
 
-def kept(logits: Tensor, labels: Tensor, task: Task) -> np.ndarray:
+def scored_outputs(logits: Tensor, labels: Tensor, task: Task) -> np.ndarray:
     """What is kept of the logits of some examples until all are there: themselves, or of text what is judged."""
-    return (_judged(logits, labels) if task.writes else logits).cpu().numpy()
+    return (_token_scores(logits, labels) if task.writes else logits).cpu().numpy()
 
 
 def scores_of(task: Task, labels: np.ndarray, outputs: Sequence[np.ndarray]) -> dict[str, float]:
     """Loss and metrics of what was kept of all examples, whose labels stand in the same order."""
-    found = np.concatenate(outputs)
-    return writing_scores(found) if task.writes else scores(task, labels, found)
+    concatenated = np.concatenate(outputs)
+    return writing_scores(concatenated) if task.writes else scores(task, labels, concatenated)
 
 
 def in_order(lengths: np.ndarray) -> np.ndarray:
@@ -172,13 +171,13 @@ def in_order(lengths: np.ndarray) -> np.ndarray:
     return np.argsort(lengths, kind="stable")
 
 
-def _judged(logits: Tensor, labels: Tensor) -> Tensor:
+def _token_scores(logits: Tensor, labels: Tensor) -> Tensor:
     """(tokens, 2) float32: each token's loss in nats, and whether it is the likeliest. A vocabulary is not kept."""
     loss = torch.nn.functional.cross_entropy(logits, labels, reduction="none")
     return torch.stack([loss, (logits.argmax(-1) == labels).to(loss.dtype)], dim=1)
 
 
-def _answered(job: Job, site: Site) -> dict[str, float]:
+def _rouge(job: Job, site: Site) -> dict[str, float]:
     """ROUGE of what the model writes after its client's prompts; nothing where there are none or none is asked for.
 
     Nor where the model is cut: every token that it writes would be a message of its own.

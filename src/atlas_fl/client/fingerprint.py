@@ -1,10 +1,10 @@
-"""What a client tells about its task without showing its data: two sketches, from disjoint halves of its examples.
+"""Fingerprints: what a client computes on its data to show its task, as two sketches of halves of its examples.
 
-Three sources (MATH 1). `delta`: LoRA B after a short warm-up from one shared, frozen A, so that the two halves'
-mean is exact and the client can start round one from it. `gradient` and `fisher`: mean and root mean square of the
-batch gradients of the last blocks' and the head's weights at the shared initialisation.
+There are three sources (docs/algorithms/phase1.md). `delta`: LoRA B after a short warm-up from one shared, frozen A, so
+that the two halves' mean is exact and the client can start round one from it. `gradient` and `fisher`: mean and root
+mean square of the batch gradients of the last blocks' and the head's weights at the shared initialisation.
 
-Of a client that is cut each side sketches its own tensors, and the sketch is the sum of what all of them add to it.
+Of a client that is cut each side sketches its own tensors, and the sketch is the sum of both.
 """
 
 from collections import Counter
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from atlas_fl.client.importance import batch_gradients
-from atlas_fl.client.job import Job, Site, Update, line_of
+from atlas_fl.client.job import Job, Site, Update, cut_channel_of
 from atlas_fl.client.local_training import train
 from atlas_fl.client.options import FingerprintOptions
 from atlas_fl.clustering.sketch import combine_parts, sketch_parts
@@ -47,39 +47,44 @@ def _delta(jobs: Sequence[Job], site: Site) -> list[Update]:
     answers = []
     for job, first, second in zip(jobs, trained[::2], trained[1::2], strict=True):
         sketches = [delta_sketch(half.params, job.options) for half in (first, second)]
-        crossed = {} if job.cut is None else _crossed(job, first, second, site)
-        answers.append(warmed(job, first, second, sketches, crossed=crossed))
+        crossed = {} if job.cut is None else _cut_traffic(job, first, second, site)
+        answers.append(warm_up_update(job, first, second, sketches, crossed=crossed))
     return answers
 
 
-def warmed(job: Job, first: Update, second: Update, sketches: Sequence[np.ndarray], *, crossed: CutTraffic) -> Update:
+def warm_up_update(
+    job: Job, first: Update, second: Update, sketches: Sequence[np.ndarray], *, crossed: CutTraffic
+) -> Update:
     """The answer of a client whose halves have been trained to these models."""
     steps = int(max(first.metrics["steps"], second.metrics["steps"]))
     loss = (first.metrics["loss"] + second.metrics["loss"]) / 2
-    return answered(job, sketches, mean(first.params, second.params), steps=steps, loss=loss, crossed=crossed)
+    return fingerprint_update(job, sketches, mean(first.params, second.params), steps=steps, loss=loss, crossed=crossed)
 
 
-def _crossed(job: Job, first: Update, second: Update, site: Site) -> CutTraffic:
+def _cut_traffic(job: Job, first: Update, second: Update, site: Site) -> CutTraffic:
     """What crosses the cut in both halves' training, in every look at their agreement and for the sketches."""
     options: FingerprintOptions = job.options
     taken = min(int(half.metrics["steps"]) for half in (first, second))
-    looks = sum(is_look(done + 1, options) for done in range(taken))
-    names = held_below([key for key in first.params if key.endswith(LORA_B)], job, site)
+    looks = sum(is_agreement_check(done + 1, options) for done in range(taken))
+    names = client_side_names([key for key in first.params if key.endswith(LORA_B)], job, site)
     part = encoded_size(parts_message([np.zeros(options.sketch_dim)] * len(names))) if names else 0
     sums = Counter(first.crossed)
     sums.update(second.crossed)
     sums.update(
-        {("fingerprint", "up"): 2 * (looks + 1) * part, ("control", "down"): looks * encoded_size(verdict(True))}
+        {
+            ("fingerprint", "up"): 2 * (looks + 1) * part,
+            ("control", "down"): looks * encoded_size(agreement_message(True)),
+        }
     )
     return dict(sums)
 
 
-def is_look(done: int, options: FingerprintOptions) -> bool:
+def is_agreement_check(done: int, options: FingerprintOptions) -> bool:
     """Whether the halves' agreement is looked at after so many steps; after the last one nothing hangs on it."""
     return done % options.stride == 0 and done < options.steps
 
 
-def verdict(agreed: bool) -> dict[str, Tensor]:
+def agreement_message(agreed: bool) -> dict[str, Tensor]:
     """What a cut client is told of a look at its halves: whether its warm-up ends here."""
     return {AGREED: torch.tensor(agreed)}
 
@@ -102,11 +107,11 @@ def half_job(job: Job, half: int) -> Job:
 def _agreeing(jobs: Sequence[Job], done: int, live: Mapping[int, Params]) -> list[int]:
     """The places of both halves of every client whose halves agree well enough; looked at every few steps."""
     options: FingerprintOptions = jobs[0].options
-    if not is_look(done, options):
+    if not is_agreement_check(done, options):
         return []
     ended = []
-    for first in (place for place in live if place % 2 == 0 and place + 1 in live):
-        pair = [delta_sketch(live[place], options) for place in (first, first + 1)]
+    for first in (index for index in live if index % 2 == 0 and index + 1 in live):
+        pair = [delta_sketch(live[index], options) for index in (first, first + 1)]
         if float(np.dot(*pair)) >= options.reliability:
             ended += [first, first + 1]
     return ended
@@ -134,7 +139,7 @@ def _from_gradients(jobs: Sequence[Job], site: Site) -> list[Update]:
 
 def _of_one(job: Job, site: Site) -> Update:
     options: FingerprintOptions = job.options
-    line = line_of(job, site)
+    line = cut_channel_of(job, site)
     sketches, losses = [], []
     for half in (0, 1):
         totals: dict[str, Tensor] = {}
@@ -142,24 +147,24 @@ def _of_one(job: Job, site: Site) -> Update:
         for loss, gradient in batch_gradients(
             job, site, half=half, blocks=options.blocks, count=count, most=most, line=line
         ):
-            totals = added(totals, gradient, kind=options.kind)
+            totals = add_gradient(totals, gradient, kind=options.kind)
             losses.append(float(loss))
-        parts = parts_of(averaged(totals, kind=options.kind), options)
-        if line is not None and (sent := [parts[name] for name in held_below(parts, job, site)]):
+        parts = parts_of(average_gradients(totals, kind=options.kind), options)
+        if line is not None and (sent := [parts[name] for name in client_side_names(parts, job, site)]):
             line.send("fingerprint", "up", parts_message(sent))
         sketches.append(combine_parts(parts.values()))
     crossed = {} if line is None else dict(line.traffic)
     params = job.params if site.trainable == "lora" else {}  # the server has whole models, and none was warmed up
-    return answered(job, sketches, params, steps=0, loss=float(np.mean(losses)), crossed=crossed)
+    return fingerprint_update(job, sketches, params, steps=0, loss=float(np.mean(losses)), crossed=crossed)
 
 
-def added(totals: Mapping[str, Tensor], gradient: Mapping[str, Tensor], *, kind: str) -> dict[str, Tensor]:
+def add_gradient(totals: Mapping[str, Tensor], gradient: Mapping[str, Tensor], *, kind: str) -> dict[str, Tensor]:
     """The sums over batches with another one's gradients in them; the tensors are used up."""
     add = _SUMS[kind][0]
     return {key: add(totals.get(key), value) for key, value in gradient.items()}
 
 
-def averaged(totals: Mapping[str, Tensor], *, kind: str) -> dict[str, Tensor]:
+def average_gradients(totals: Mapping[str, Tensor], *, kind: str) -> dict[str, Tensor]:
     """What is sketched of such sums, up to a factor."""
     finish = _SUMS[kind][1]
     return {key: finish(total) for key, total in totals.items()}
@@ -172,12 +177,12 @@ _SUMS: Mapping[str, tuple[Callable[[Tensor | None, Tensor], Tensor], Callable[[T
 }
 
 
-def held_below(names: Iterable[str], job: Job, site: Site) -> list[str]:
+def client_side_names(names: Iterable[str], job: Job, site: Site) -> list[str]:
     """Those of these tensors that are on the job's client, which is cut, in their order."""
     assert job.cut is not None, "a client without a cut holds everything"
     ordered = list(names)
-    held = select_client_side(site.backbone, ordered, blocks=job.cut.blocks, head=job.cut.head == "client")
-    return [name for name in ordered if name in held]
+    client_side = select_client_side(site.backbone, ordered, blocks=job.cut.blocks, head=job.cut.head == "client")
+    return [name for name in ordered if name in client_side]
 
 
 def parts_of(tensors: Mapping[str, Tensor], options: FingerprintOptions) -> dict[str, np.ndarray]:
@@ -195,7 +200,7 @@ def mean(first: Params, second: Params) -> dict[str, Tensor]:
     return {key: tensor if key.endswith(LORA_A) else (tensor + second[key]) / 2 for key, tensor in first.items()}
 
 
-def answered(
+def fingerprint_update(
     job: Job,
     sketches: Sequence[np.ndarray],
     params: Params,

@@ -1,9 +1,4 @@
-"""Importance of layers for a client, from gradients of frozen weights.
-
-Gradients of the frozen weights themselves, as fingerprints and layer importance need them.
-
-How much each block of the backbone matters to a client, measured by gradients through all of them.
-"""
+"""Importance of layers for a client, from gradients of the frozen weights of all blocks."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -12,8 +7,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from atlas_fl.client.batching import Row, features_over, make_row, swapped
-from atlas_fl.client.job import Job, Site, Update, line_of
+from atlas_fl.client.batching import PackedBatch, call_with_params, collate_packed, features_across_cuts
+from atlas_fl.client.job import Job, Site, Update, cut_channel_of
 from atlas_fl.client.local_training import example_loss, positions
 from atlas_fl.client.options import ImportanceOptions, TrainOptions
 from atlas_fl.models.backbone import Backbone, block_index, head_logits
@@ -47,14 +42,14 @@ def head_leaves(job: Job, site: Site) -> dict[str, Tensor]:
 
 
 def loss_gradient(
-    row: Row, site: Site, leaves: Params, head: Params, *, line: CutChannel | None = None
+    row: PackedBatch, site: Site, leaves: Params, head: Params, *, line: CutChannel | None = None
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """One batch's mean loss, a scalar, and its gradient with respect to these weights and this head.
 
     With a `line`, over the client's cut.
     """
-    found: tuple[Tensor, dict[str, Tensor]] = swapped(_Gradient(site), leaves, row, leaves, head, line)
-    return found
+    gradients: tuple[Tensor, dict[str, Tensor]] = call_with_params(_Gradient(site), leaves, row, leaves, head, line)
+    return gradients
 
 
 class _Gradient(torch.nn.Module):
@@ -65,14 +60,14 @@ class _Gradient(torch.nn.Module):
         self.model, self._site = site.backbone.model, site
 
     def forward(
-        self, row: Row, leaves: Params, head: Params, line: CutChannel | None
+        self, row: PackedBatch, leaves: Params, head: Params, line: CutChannel | None
     ) -> tuple[Tensor, dict[str, Tensor]]:
         with self._site.autocast(scaled=False):
-            pooled = features_over(row, self._site, () if line is None else (line,))
+            pooled = features_across_cuts(row, self._site, () if line is None else (line,))
             loss = example_loss(head_logits(self._site.backbone, head, pooled).float(), row.labels[0])
-        wanted = {**leaves, **head}
-        gradient = torch.autograd.grad(loss, list(wanted.values()))
-        return loss.detach(), dict(zip(wanted, gradient, strict=True))
+        parameters = {**leaves, **head}
+        gradient = torch.autograd.grad(loss, list(parameters.values()))
+        return loss.detach(), dict(zip(parameters, gradient, strict=True))
 
 
 def last_weights(backbone: Backbone, blocks: int) -> dict[str, Tensor]:
@@ -90,7 +85,7 @@ def last_weights(backbone: Backbone, blocks: int) -> dict[str, Tensor]:
     }
 
 
-def half_rows(job: Job, site: Site, *, half: int, count: int, most: int | None = None) -> Iterator[Row]:
+def half_rows(job: Job, site: Site, *, half: int, count: int, most: int | None = None) -> Iterator[PackedBatch]:
     """`count` batches of one half, going round the half's examples, or at most so many of them, as often as needed.
 
     Measured again in a later round, they come in another order.
@@ -100,9 +95,9 @@ def half_rows(job: Job, site: Site, *, half: int, count: int, most: int | None =
     index = positions(len(data), job.client, replace(options, half=half, most=most))
     again = (job.round,) if job.round else ()
     order = generator(options.seed, "gradients", job.client, half, *again).permutation(index)
-    wanted = np.resize(order, count * options.batch_size)
-    for start in range(0, len(wanted), options.batch_size):
-        yield make_row([data.take(wanted[start : start + options.batch_size])], device=site.backbone.device)
+    examples = np.resize(order, count * options.batch_size)
+    for start in range(0, len(examples), options.batch_size):
+        yield collate_packed([data.take(examples[start : start + options.batch_size])], device=site.backbone.device)
 
 
 IMPORTANCE = "importance"
@@ -115,24 +110,24 @@ def importance(jobs: Sequence[Job], site: Site) -> list[Update]:
     mean squared gradient per weight, or |weight * gradient| smoothed over batches (`rngwp`, HSplitLoRA).
     Of a client that is cut each side measures its own blocks.
     """
-    return [_measured(job, site) for job in jobs]
+    return [_layer_importance_of(job, site) for job in jobs]
 
 
-def _measured(job: Job, site: Site) -> Update:
+def _layer_importance_of(job: Job, site: Site) -> Update:
     options: ImportanceOptions = job.options
     leaves, head = merged_leaves(job, site, site.modules), head_leaves(job, site)
-    line = line_of(job, site)
+    line = cut_channel_of(job, site)
     gradients = (
         loss_gradient(row, site, leaves, head, line=line)[1]
         for row in half_rows(job, site, half=0, count=options.batches)
     )
     sums = [layer_sums(gradient, leaves, site, kind=options.kind) for gradient in gradients]
     if line is not None and job.cut is not None:
-        line.send("fingerprint", "up", sums_message([own[: job.cut.blocks] for own in sums]))
-    return answered(job, sums, site, crossed={} if line is None else dict(line.traffic))
+        line.send("fingerprint", "up", sums_message([layer_sum[: job.cut.blocks] for layer_sum in sums]))
+    return importance_update(job, sums, site, crossed={} if line is None else dict(line.traffic))
 
 
-def answered(job: Job, sums: Sequence[np.ndarray], site: Site, *, crossed: CutTraffic) -> Update:
+def importance_update(job: Job, sums: Sequence[np.ndarray], site: Site, *, crossed: CutTraffic) -> Update:
     """The client's answer, from every batch's sums by block, (blocks,) each."""
     sizes = _by_layer(
         site, {name: float(module.get_parameter("weight").numel()) for name, module in site.modules.items()}
@@ -171,17 +166,17 @@ def _by_layer(site: Site, sums: Mapping[str, float]) -> np.ndarray:
 
 
 def _mean_square(sums: Sequence[np.ndarray], sizes: np.ndarray) -> np.ndarray:
-    found: np.ndarray = layer_importance(np.sum(sums, axis=0), sizes)
-    return found
+    shares: np.ndarray = layer_importance(np.sum(sums, axis=0), sizes)
+    return shares
 
 
-def _smoothed(sums: Sequence[np.ndarray], sizes: np.ndarray) -> np.ndarray:
+def _smoothed_product(sums: Sequence[np.ndarray], sizes: np.ndarray) -> np.ndarray:
     smoothed: np.ndarray | None = None
-    for own in sums:
-        smoothed = rngwp(smoothed, own, sizes)
+    for layer_sum in sums:
+        smoothed = rngwp(smoothed, layer_sum, sizes)
     assert smoothed is not None
-    found: np.ndarray = normalise_importance(smoothed)
-    return found
+    shares: np.ndarray = normalise_importance(smoothed)
+    return shares
 
 
 _NUMBERS: Mapping[str, Callable[[Tensor, Tensor], Tensor]] = {
@@ -190,5 +185,5 @@ _NUMBERS: Mapping[str, Callable[[Tensor, Tensor], Tensor]] = {
 }
 _FROM_SUMS: Mapping[str, Callable[[Sequence[np.ndarray], np.ndarray], np.ndarray]] = {
     "gradient": _mean_square,
-    "rngwp": _smoothed,
+    "rngwp": _smoothed_product,
 }

@@ -1,13 +1,7 @@
-"""What a client is asked and answers, what it computes with, and the model that it begins with.
-
-What a client can be asked to do, and what it works with.
+"""Job, Update and Site: what a client is asked, what it answers, and what it computes with; the initial parameters.
 
 An action is `(jobs, site) -> updates`. In a simulation the engine hands over a pack of jobs and the site holds
 many clients' data; deployed, a site holds the data of one client and gets one job. The function is the same.
-
-A client's images as what packs take: examples of as many tokens as the model makes of an image.
-
-What a client begins with before anything is measured or trained.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -111,7 +105,7 @@ class Job:
     """Which weights may move; None for all."""
 
 
-def line_of(job: Job, site: Site) -> CutChannel | None:
+def cut_channel_of(job: Job, site: Site) -> CutChannel | None:
     """The way of this job's rows through the client's cut, from its own side; None for a client without one."""
     if job.cut is None:
         return None
@@ -145,17 +139,21 @@ class Update:
 Action: TypeAlias = Callable[[Sequence[Job], Site], list[Update]]
 
 
-def patches(client: ClientData, *, length: int) -> ClientTokens:
+def image_tokens(client: ClientData, *, length: int) -> ClientTokens:
     """The client's images, `length` tokens each."""
-    held: Mapping[Split, Examples] = {"train": client.train, "validation": client.validation, "test": client.test}
+    examples_by_split: Mapping[Split, Examples] = {
+        "train": client.train,
+        "validation": client.validation,
+        "test": client.test,
+    }
     splits = {}
-    for split, rows in held.items():
+    for split, rows in examples_by_split.items():
         assert isinstance(rows, Images), "a run on images has image tasks alone"
         splits[split] = encode_images(rows.pixels, rows.label, length=length)
     return ClientTokens(task=client.task, splits=splits)
 
 
-def fresh(
+def initial_params(
     backbone: Backbone, modules: Mapping[str, nn.Module], *, ranks: Mapping[str, int], task: Task, seed: int
 ) -> Params:
     """The shared initialisation of these modules at these ranks, and the head of the task: the same for its clients.

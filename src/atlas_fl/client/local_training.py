@@ -1,12 +1,9 @@
-"""Local training of adapters: options, schedule, optimizer step, the loop over a pack.
+"""Local training of clients in packs: batches, learning-rate schedule, the training loop, each client as if alone.
 
-Learning rates over the steps of a whole run: linear warm-up, then a schedule from the peak down.
+The schedule runs over the steps of the whole run: a linear warm-up, then constant, linear, cosine or step decay.
+`LocalTrainer` is one client while it trains: its batches, leaves, schedule and optimizer (`client.optimizer`).
 
-How a client goes through its examples: the options of its training, its steps and its mini-batches.
-
-One client while it trains: its batches, its leaves, its schedule and its optimizer.
-
-A cluster's adapters above its clients' cuts, where all of these train one set of them (`--server-adapters`).
+`SharedAdapters` are the adapters above the cuts where the clients of a cluster train one set (`--server-adapters`):
 
     G = sum_k b_k g_k / sum_k b_k        over the clients k that step at this moment, in the order of their names
 
@@ -14,10 +11,8 @@ with g_k a client's gradient, clipped as ever by the norm over its whole model, 
 mean over: G is the gradient of the mean loss over the concatenated activations, but for the clipping. One optimizer
 moves the set by G. Lin et al. 2024, "SplitLoRA" (arXiv 2407.00952).
 
-A tensor is shared by the clients whose cut is below its block. The heads are each client's own. The set goes on as long
-as one of its clients does, and its schedule is that of the client with the most steps.
-
-Local training of a pack: every client gets the result that it would get alone.
+A tensor is shared by the clients whose cut is below its block. Each client has a head of its own. The set trains as
+long as one of its clients does, and its schedule is that of the client with the most steps.
 """
 
 import math
@@ -30,8 +25,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from atlas_fl.client.batching import Dropout, dropout_masks, forward, make_row, rows
-from atlas_fl.client.job import Job, Site, Update, line_of
+from atlas_fl.client.batching import Dropout, collate_packed, dropout_masks, forward, rows
+from atlas_fl.client.job import Job, Site, Update, cut_channel_of
 from atlas_fl.client.optimizer import LossScale, gradient_chain, gradient_norms, make_optimizer
 from atlas_fl.client.options import Schedule, TrainOptions
 from atlas_fl.models.backbone import Backbone
@@ -89,11 +84,11 @@ def batches(data: EncodedExamples, job: Job) -> Iterator[EncodedExamples]:
         for start in range(0, len(order), options.batch_size):
             if step == steps:
                 return
-            yield _augmented(data.take(order[start : start + options.batch_size]), job, step=step)
+            yield _augment(data.take(order[start : start + options.batch_size]), job, step=step)
             step += 1
 
 
-def _augmented(batch: EncodedExamples, job: Job, *, step: int) -> EncodedExamples:
+def _augment(batch: EncodedExamples, job: Job, *, step: int) -> EncodedExamples:
     """The batch with its images, if it has any, as this client and step see them."""
     options: TrainOptions = job.options
     if batch.pixels is None or not (options.crop or options.flip):
@@ -138,34 +133,34 @@ def example_loss(logits: Tensor, labels: Tensor, *, smoothing: float = 0.0) -> T
     return nn.functional.cross_entropy(logits, labels, label_smoothing=smoothing)
 
 
-def trained_below(backbone: Backbone, names: Iterable[str], options: TrainOptions, cut: Cut) -> list[int]:
+def client_side_indices(backbone: Backbone, names: Iterable[str], options: TrainOptions, cut: Cut) -> list[int]:
     """Where the trained tensors on the client's side of this cut stand among all that are trained, by their names."""
     trained = sorted(name for name in names if name != PRIVATE and not name.endswith(options.frozen))
-    held = select_client_side(backbone, trained, blocks=cut.blocks, head=cut.head == "client")
-    return [place for place, name in enumerate(trained) if name in held]
+    client_side = select_client_side(backbone, trained, blocks=cut.blocks, head=cut.head == "client")
+    return [index for index, name in enumerate(trained) if name in client_side]
 
 
-def joined_norms(own: Tensor, others: Tensor, places: Sequence[int]) -> Tensor:
+def merge_norms(own_norms: Tensor, others: Tensor, indices: Sequence[int]) -> Tensor:
     """The norms of a whole model's gradients, (own + others,), of one side's, which stand at `places`, and the rest.
 
     In the order of a whole model, because the norm of the norms is a sum and its last bits follow the order.
     """
-    found = own.new_empty(len(own) + len(others))
-    here = torch.zeros(len(found), dtype=torch.bool, device=own.device)
-    here[list(places)] = True
-    found[here], found[~here] = own, others.to(own)
-    return found
+    norms = own_norms.new_empty(len(own_norms) + len(others))
+    here = torch.zeros(len(norms), dtype=torch.bool, device=own_norms.device)
+    here[list(indices)] = True
+    norms[here], norms[~here] = own_norms, others.to(own_norms)
+    return norms
 
 
-def shared_above(backbone: Backbone, params: Params, cut: Cut | None) -> tuple[str, ...]:
+def server_side_names(backbone: Backbone, params: Params, cut: Cut | None) -> tuple[str, ...]:
     """The names, sorted, of the adapters that a client shares with its cluster: all above its cut; none without."""
     if cut is None or cut.shared is None:
         return ()
-    own = select_client_side(backbone, params, blocks=cut.blocks, head=True)
-    return tuple(sorted(name for name in params if name not in own and not name.startswith(HEAD)))
+    client_side = select_client_side(backbone, params, blocks=cut.blocks, head=True)
+    return tuple(sorted(name for name in params if name not in client_side and not name.startswith(HEAD)))
 
 
-class Member:
+class LocalTrainer:
     """One client of a pack while it trains: its leaves, its batches and its optimizer."""
 
     def __init__(self, job: Job, site: Site, *, above: Cut | None = None) -> None:
@@ -186,15 +181,15 @@ class Member:
         self.leaves = {key: leaf for key, leaf in self.params.items() if leaf.requires_grad}
         cut = job.cut or above
         self.cluster = None if cut is None else cut.shared
-        self.shared = shared_above(site.backbone, self.params, cut)
+        self.shared = server_side_names(site.backbone, self.params, cut)
         self.scale = LossScale(enabled=site.fp16, grows=site.trainable == "full")
         self._tells_skipped = site.fp16 and site.trainable == "full"
-        own = {key: leaf for key, leaf in self.leaves.items() if key not in self.shared}
-        self.optimizer = make_optimizer(own, options, masks=job.mask, skips=site.fp16)
-        load_momentum(self.optimizer, own, job.momentum, masks=job.mask)
+        own_leaves = {key: leaf for key, leaf in self.leaves.items() if key not in self.shared}
+        self.optimizer = make_optimizer(own_leaves, options, masks=job.mask, skips=site.fp16)
+        load_momentum(self.optimizer, own_leaves, job.momentum, masks=job.mask)
         self.losses: list[Tensor] = []
-        self.line = line_of(job, site)
-        self._below = [] if job.cut is None else trained_below(site.backbone, self.params, self.options, job.cut)
+        self.line = cut_channel_of(job, site)
+        self._below = [] if job.cut is None else client_side_indices(site.backbone, self.params, self.options, job.cut)
         self._transform = gradient_chain(self.leaves, options, self.scale, on_norms=self._share_norms)
 
     def dropout(self, done: int) -> Dropout:
@@ -236,7 +231,7 @@ class Member:
             self.line.share_norms(norms, self._below)
 
     @property
-    def _skipped(self) -> dict[str, float]:
+    def _skipped_steps(self) -> dict[str, float]:
         return {"skipped": float(self.scale.skipped)} if self._tells_skipped else {}
 
     def update(self, seconds: float) -> Update:
@@ -246,7 +241,7 @@ class Member:
             client=self.job.client,
             params={key: leaf.detach().cpu() for key, leaf in self.params.items()},
             examples=self.examples,
-            metrics={"loss": loss, "seconds": seconds, "steps": float(len(self.losses)), **self._skipped},
+            metrics={"loss": loss, "seconds": seconds, "steps": float(len(self.losses)), **self._skipped_steps},
             loaded=self.loaded,
             keys=len(self.params),
             crossed={} if self.line is None else dict(self.line.traffic),
@@ -257,10 +252,10 @@ class Member:
         return extract_momentum(self.optimizer, self.leaves, masks=self.job.mask)
 
 
-class SharedSet:
+class SharedAdapters:
     """Adapters that the same clients of one cluster share, while they train."""
 
-    def __init__(self, owners: Sequence[Member], keys: Sequence[str]) -> None:
+    def __init__(self, owners: Sequence[LocalTrainer], keys: Sequence[str]) -> None:
         self.owners, self.keys = sorted(owners, key=lambda member: member.job.client), tuple(keys)
         first = self.owners[0]
         assert all(torch.equal(one.params[key], first.params[key]) for one in self.owners for key in keys), (
@@ -272,7 +267,7 @@ class SharedSet:
         self._steps = max(member.steps for member in self.owners)
         self._optimizer = make_optimizer(self._leaves, first.options)
 
-    def step(self, done: int, moving: Mapping[Member, int]) -> None:
+    def step(self, done: int, moving: Mapping[LocalTrainer, int]) -> None:
         """Move the set by those of its owners who step now, with the examples of their step, and give it to all.
 
         A gradient that is not finite is left out where another one is: what a client broke is not broken for all.
@@ -285,9 +280,11 @@ class SharedSet:
         for key, leaf in self._leaves.items():
             leaf.grad = torch.zeros_like(leaf) if len(sound) > 1 else None
             for one in sound:
-                own = one.params[key].grad
-                assert own is not None, "what is above a cut has a gradient in every step"
-                leaf.grad = own.clone() if leaf.grad is None else leaf.grad.add_(own, alpha=moving[one] / total)
+                gradient = one.params[key].grad
+                assert gradient is not None, "what is above a cut has a gradient in every step"
+                leaf.grad = (
+                    gradient.clone() if leaf.grad is None else leaf.grad.add_(gradient, alpha=moving[one] / total)
+                )
         first = self.owners[0]
         optimizer_step(self._optimizer, first.options, round=first.job.round, done=done, steps=self._steps)
         with torch.no_grad():
@@ -295,25 +292,25 @@ class SharedSet:
                 for one in self.owners:
                     one.params[key].copy_(leaf)
 
-    def _is_finite(self, member: Member) -> bool:
+    def _is_finite(self, member: LocalTrainer) -> bool:
         gradients = [member.params[key].grad for key in self._leaves]
-        return all(own is not None and bool(torch.isfinite(own).all()) for own in gradients)
+        return all(gradient is not None and bool(torch.isfinite(gradient).all()) for gradient in gradients)
 
 
-def shared_sets(members: Sequence[Member]) -> list[SharedSet]:
+def shared_adapters_of(members: Sequence[LocalTrainer]) -> list[SharedAdapters]:
     """The sets that these clients share, by cluster and by who is cut below a tensor's block."""
-    owners: dict[tuple[int, str], list[Member]] = {}
+    owners: dict[tuple[int, str], list[LocalTrainer]] = {}
     for member in members:
         for key in member.shared:
             assert member.cluster is not None, "only a client with a cut and a cluster shares"
             owners.setdefault((member.cluster, key), []).append(member)
-    found: dict[tuple[int, ...], tuple[list[Member], list[str]]] = {}
-    for (_, key), own in owners.items():
-        found.setdefault(tuple(map(id, own)), (own, []))[1].append(key)
-    return [SharedSet(own, keys) for own, keys in found.values()]
+    sets: dict[tuple[int, ...], tuple[list[LocalTrainer], list[str]]] = {}
+    for (_, key), trainers in owners.items():
+        sets.setdefault(tuple(map(id, trainers)), (trainers, []))[1].append(key)
+    return [SharedAdapters(trainers, keys) for trainers, keys in sets.values()]
 
 
-def step_all(moving: Mapping[Member, int], done: int, sets: Sequence[SharedSet]) -> None:
+def step_all(moving: Mapping[LocalTrainer, int], done: int, sets: Sequence[SharedAdapters]) -> None:
     """One optimizer step of these clients, each with the examples of its step, and of the sets that they share."""
     clipped = {member: count for member, count in moving.items() if member.transform_gradients()}
     for shared in sets:
@@ -325,33 +322,33 @@ def step_all(moving: Mapping[Member, int], done: int, sets: Sequence[SharedSet])
 Watch: TypeAlias = Callable[[int, Mapping[int, Params]], Collection[int]]
 """(steps done, live params by the job's place) -> the places whose training ends here."""
 
-Step: TypeAlias = Callable[[Mapping[int, Member], int, Site], None]
+Step: TypeAlias = Callable[[Mapping[int, LocalTrainer], int, Site], None]
 """(the active members by their job's place, steps done, site): one optimizer step of each."""
 
 
-def whole_step(sets: Sequence[SharedSet]) -> Step:
+def whole_step(sets: Sequence[SharedAdapters]) -> Step:
     """A step where all blocks are here; those above a cut in the server's name, some of them in these sets."""
 
-    def step(active: Mapping[int, Member], done: int, site: Site) -> None:
-        members, counts = list(active.values()), dict[Member, int]()
+    def step(active: Mapping[int, LocalTrainer], done: int, site: Site) -> None:
+        members, counts = list(active.values()), dict[LocalTrainer, int]()
         # Only those who share a set are together in a pack that may be too large.
         parts = rows([member.job for member in members], site) if sets else [list(range(len(members)))]
-        for places in parts:
-            counts |= _gradients([members[place] for place in places], done, site)
+        for indices in parts:
+            counts |= _gradients([members[index] for index in indices], done, site)
         step_all(counts, done, sets)
 
     return step
 
 
-def _gradients(members: Sequence[Member], done: int, site: Site) -> dict[Member, int]:
+def _gradients(members: Sequence[LocalTrainer], done: int, site: Site) -> dict[LocalTrainer, int]:
     """How many examples each member's loss is a mean over; its gradients lie in its leaves."""
-    row = make_row([next(member.batches) for member in members], device=site.backbone.device)
+    row = collate_packed([next(member.batches) for member in members], device=site.backbone.device)
     mask = dropout_masks([member.dropout(done) for member in members], device=site.backbone.device)
     lines = [member.line for member in members]
     with forward(row, [member.params for member in members], site, mask=mask, lines=lines) as logits:
         losses = [
-            example_loss(own, labels, smoothing=member.options.label_smoothing)
-            for own, labels, member in zip(logits, row.labels, members, strict=True)
+            example_loss(client_logits, labels, smoothing=member.options.label_smoothing)
+            for client_logits, labels, member in zip(logits, row.labels, members, strict=True)
         ]
         scaled = [loss * member.scale.value for loss, member in zip(losses, members, strict=True)]
         torch.stack(scaled).sum().backward()  # type: ignore[no-untyped-call]
@@ -368,14 +365,14 @@ def train(jobs: Sequence[Job], site: Site, *, watch: Watch | None = None, step: 
     when `watch`, which sees the pack after every step, says so.
     """
     began = time.perf_counter()
-    members = [Member(job, site) for job in jobs]
-    step = step or whole_step(shared_sets(members))
-    active = {place: member for place, member in enumerate(members) if member.steps > 0}
+    members = [LocalTrainer(job, site) for job in jobs]
+    step = step or whole_step(shared_adapters_of(members))
+    active = {index: member for index, member in enumerate(members) if member.steps > 0}
     done = 0
     while active:
         step(active, done, site)
         done += 1
-        ended = () if watch is None else watch(done, {place: member.params for place, member in active.items()})
+        ended = () if watch is None else watch(done, {index: member.params for index, member in active.items()})
         active = {k: member for k, member in active.items() if member.steps > done and k not in ended}
     seconds = (time.perf_counter() - began) / max(1, len(members))
     return [member.update(seconds) for member in members]

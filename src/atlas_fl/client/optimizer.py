@@ -57,8 +57,8 @@ def client_terms(options: TermOptions, leaves: Params) -> list[Term]:
     if not any(term_of(options, leaves) for term_of in TERMS.values()):
         return []
     start = {name: leaf.detach().clone() for name, leaf in leaves.items()}
-    found = (term_of(options, start) for term_of in TERMS.values())
-    return [term for term in found if term is not None]
+    terms = (term_of(options, start) for term_of in TERMS.values())
+    return [term for term in terms if term is not None]
 
 
 LOSS_SCALE = 2.0**10
@@ -142,33 +142,33 @@ class LossScale:
 
 def gradient_norms(leaves: Params) -> Tensor:
     """The norm of every gradient, (leaves,) float32, in the order of the leaves."""
-    found = [torch.linalg.vector_norm(leaf.grad) for leaf in leaves.values() if leaf.grad is not None]
-    return torch.stack(found) if found else torch.zeros(0)
+    norms = [torch.linalg.vector_norm(leaf.grad) for leaf in leaves.values() if leaf.grad is not None]
+    return torch.stack(norms) if norms else torch.zeros(0)
 
 
 def clip(most: float, *, on_norms: Callable[[Tensor], None] | None = None) -> Transform:
     """Scale the gradients down to a joint norm of at most `most`; `on_norms` is told the norms that it is made of."""
 
-    def clipped(leaves: Params, norms: Tensor | None) -> bool:
+    def clip_by_norm(leaves: Params, norms: Tensor | None) -> bool:
         norms = gradient_norms(leaves) if norms is None else norms
         if on_norms is not None:
             on_norms(norms)
         torch.nn.utils.clip_grads_with_norm_(list(leaves.values()), most, torch.linalg.vector_norm(norms))
         return True
 
-    return clipped
+    return clip_by_norm
 
 
 def add_term(term: Term) -> Transform:
     """Add the gradient of a term of the client's objective."""
 
-    def added(leaves: Params, _: Tensor | None) -> bool:
+    def add_to_gradients(leaves: Params, _: Tensor | None) -> bool:
         for name, leaf in leaves.items():
             if leaf.grad is not None:
                 leaf.grad.add_(term(name, leaf.detach()))
         return True
 
-    return added
+    return add_to_gradients
 
 
 def chain(transforms: Sequence[Transform]) -> Transform:
@@ -234,18 +234,18 @@ OPTIMIZERS: Mapping[str, _MakeOptimizer] = {"adamw": _adamw, "sgd": _sgd}
 
 def _freeze(optimizer: torch.optim.Optimizer, leaves: Params, masks: Mask) -> None:
     """Let the optimizer move what the masks let it: gradients are masked, and frozen values are put back."""
-    kept = {name: masks[name].to(leaf.device) for name, leaf in leaves.items()}
+    movable = {name: masks[name].to(leaf.device) for name, leaf in leaves.items()}
     start = {name: leaf.detach().clone() for name, leaf in leaves.items()}
 
     def mask_gradients(*_: Any) -> None:
         for name, leaf in leaves.items():
             if leaf.grad is not None:
-                leaf.grad.masked_fill_(~kept[name], 0.0)
+                leaf.grad.masked_fill_(~movable[name], 0.0)
 
     @torch.no_grad()
     def put_back(*_: Any) -> None:
         for name, leaf in leaves.items():
-            leaf.copy_(torch.where(kept[name], leaf, start[name]))
+            leaf.copy_(torch.where(movable[name], leaf, start[name]))
 
     optimizer.register_step_pre_hook(mask_gradients)
     optimizer.register_step_post_hook(put_back)

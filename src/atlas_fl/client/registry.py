@@ -8,9 +8,9 @@ from atlas_fl.client.fingerprint import fingerprint
 from atlas_fl.client.importance import importance
 from atlas_fl.client.job import Action, Job, Site, Update
 from atlas_fl.client.local_training import train
-from atlas_fl.client.split_client import Crossing, evaluate_below, fingerprint_below, importance_below, train_below
+from atlas_fl.client.split_client import ClientSide, evaluate_below, fingerprint_below, importance_below, train_below
 from atlas_fl.client.split_planning import fingerprint_half, importance_half
-from atlas_fl.client.split_server import EvaluationHalf, Half, TrainingHalf
+from atlas_fl.client.split_server import EvaluationHalf, ServerHalf, TrainingHalf
 
 ACTIONS: Mapping[str, Action] = {
     "fingerprint": fingerprint,
@@ -22,7 +22,7 @@ ACTIONS: Mapping[str, Action] = {
     "evaluate": evaluate,
 }
 
-CLIENT_SIDE: Mapping[str, Callable[[Job, Site, Crossing], Update]] = {
+CLIENT_SIDE: Mapping[str, Callable[[Job, Site, ClientSide], Update]] = {
     "fingerprint": fingerprint_below,
     "importance": importance_below,
     "train": train_below,
@@ -30,7 +30,7 @@ CLIENT_SIDE: Mapping[str, Callable[[Job, Site, Crossing], Update]] = {
 }
 """What a client does of an action on its side of the cut."""
 
-SERVER_SIDE: Mapping[str, Callable[[Job, Site], Half]] = {
+SERVER_SIDE: Mapping[str, Callable[[Job, Site], ServerHalf]] = {
     "fingerprint": fingerprint_half,
     "importance": importance_half,
     "train": TrainingHalf,

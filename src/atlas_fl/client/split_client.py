@@ -1,24 +1,15 @@
-"""The client's half of a cut model: train, evaluate, measure, warm up.
-
-A client's side of its cut model, where the other side is another machine's.
+"""The client half of a cut model: train, evaluate, fingerprint and importance with the server's half elsewhere.
 
     client forward -> rows up -> (server) -> gradients down -> client backward -> clip, step
 
-With the head on the server a step is one question: rows and labels go up, the gradient comes down. With the head
+With the head on the server a step is one request: rows and labels go up, the gradient comes down. With the head
 here it is two: rows up and features down, their gradient up and that of the rows down. The norms of the client's
-gradients go up with its next question, or with its answer to the job; those of the server's come with the gradient.
-The loop, the batches, the optimizer and the scores are those of a whole model (`client.local_training`,
-`client.evaluation`).
+gradients go up with its next request, or with its answer to the job; those of the server's come with the gradient.
+Loop, batches, optimizer and scores are those of a whole model (`client.local_training`, `client.evaluation`).
 
-A cut client's side of what a plan needs: gradients of its own frozen weights, and the warm-up of its own adapters.
-
-The rows cross as in training, one question a batch with the head on the server and two with the head here. A gradient
-comes down only where something here is measured: a fingerprint of the last blocks asks nothing of those below.
-
-A cut client's side of the warm-up: both halves of its data train its own adapters, in step with the server's.
-
-The halves are two models of one job, side by side in one row, as on a whole client. After every few steps the server is
-asked whether they agree; each side gives the sketch what its own tensors add to it.
+For a plan, rows cross as in training. A gradient comes down only where something here is measured: a fingerprint of the
+last blocks asks nothing of those below. In the warm-up both halves of the data train adapters of their own, side by
+side in one row, and after every few steps the server is asked whether the two agree.
 """
 
 import time
@@ -30,22 +21,30 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from atlas_fl.client.batching import Row, below, chunks, dropout_masks, make_row, read_logits, swapped
-from atlas_fl.client.evaluation import in_order, kept, on_device, scores_of
+from atlas_fl.client.batching import (
+    PackedBatch,
+    call_with_params,
+    client_side_forward,
+    collate_packed,
+    dropout_masks,
+    read_logits,
+    split_by_tokens,
+)
+from atlas_fl.client.evaluation import in_order, on_device, scored_outputs, scores_of
 from atlas_fl.client.fingerprint import (
     AGREED,
-    added,
-    averaged,
+    add_gradient,
+    average_gradients,
     delta_parts,
     half_job,
-    is_look,
+    is_agreement_check,
     mean,
     parts_message,
     parts_of,
 )
 from atlas_fl.client.importance import half_rows, head_leaves, last_weights, layer_sums, merged_leaves, sums_message
-from atlas_fl.client.job import Job, Site, Update, line_of
-from atlas_fl.client.local_training import Member, example_loss, joined_norms, train
+from atlas_fl.client.job import Job, Site, Update, cut_channel_of
+from atlas_fl.client.local_training import LocalTrainer, example_loss, merge_norms, train
 from atlas_fl.client.options import EvaluateOptions, FingerprintOptions, ImportanceOptions
 from atlas_fl.client.split_server import Payloads
 from atlas_fl.errors import ProtocolError
@@ -58,7 +57,7 @@ from atlas_fl.split.model import client_forward
 from atlas_fl.storage.tensors import encode_tensors
 
 
-class Far(Protocol):
+class ServerLink(Protocol):
     """The way to the other side of the cut."""
 
     def ask(self, what: str, done: int, payloads: Payloads) -> Payloads:
@@ -67,140 +66,146 @@ class Far(Protocol):
 
 
 @dataclass(kw_only=True, eq=False)
-class Crossing:
+class ClientSide:
     """One job's way through the cut."""
 
     cut: Cut
-    places: tuple[int, ...]
+    indices: tuple[int, ...]
     """Where the client's trained tensors stand among those of the whole model."""
-    far: Far
-    lines: Mapping[int, CutChannel]
+    server: ServerLink
+    channels: Mapping[int, CutChannel]
     """By the place of each of the job's models: what writes and counts its messages up."""
     closing: dict[str, bytes] = field(default_factory=dict)
     """What the last step left to be told."""
 
-    def step(self, active: Mapping[int, Member], done: int, site: Site) -> None:
+    def step(self, active: Mapping[int, LocalTrainer], done: int, site: Site) -> None:
         """One optimizer step of every active model (`client.local_training.Step`)."""
-        row = make_row([next(member.batches) for member in active.values()], device=site.backbone.device)
+        row = collate_packed([next(member.batches) for member in active.values()], device=site.backbone.device)
         mask = dropout_masks([member.dropout(done) for member in active.values()], device=site.backbone.device)
         params = [member.params for member in active.values()]
-        with below(row, params, site, blocks=self.cut.blocks, mask=mask) as hidden:
+        with client_side_forward(row, params, site, blocks=self.cut.blocks, mask=mask) as hidden:
             if self.cut.head == "server":
-                got = self.far.ask("loss", done, self.up(hidden, row, active, labels=True))
+                got = self.server.ask("loss", done, self.up(hidden, row, active, labels=True))
             else:
                 got = self._head_here(hidden, row, active, done, site, mask)
             if hidden.requires_grad:
                 hidden.backward(rows_of(got, "gradient", active, like=hidden))  # type: ignore[no-untyped-call]
         self.closing = {}
-        for place, member in active.items():
+        for index, member in active.items():
             norms = None
             if member.options.clip > 0:
-                own = member.norms()
-                norms = joined_norms(own, self._others(got, place, own), self.places)
-                self.closing[f"{place}/control"] = encode_tensors({NORMS: own})
+                own_norms = member.norms()
+                norms = merge_norms(own_norms, self._others(got, index, own_norms), self.indices)
+                self.closing[f"{index}/control"] = encode_tensors({NORMS: own_norms})
             member.step(done, norms=norms)
 
-    def _others(self, got: Payloads, place: int, own: Tensor) -> Tensor:
+    def _others(self, got: Payloads, index: int, own_norms: Tensor) -> Tensor:
         """The norms of the server's gradients, (tensors,) float32; raises `ProtocolError` for anything else."""
-        others = read_message(message_in(got, place, "control")).get(NORMS)
-        placed = others is not None and all(0 <= at < len(own) + len(others) for at in self.places)
+        others = read_message(message_in(got, index, "control")).get(NORMS)
+        placed = others is not None and all(0 <= at < len(own_norms) + len(others) for at in self.indices)
         if others is None or others.dtype is not torch.float32 or others.ndim != 1 or not placed:
             raise ProtocolError("the server's norms are of other tensors; install its version of atlas-fl")
-        if len(set(self.places)) != len(own):
+        if len(set(self.indices)) != len(own_norms):
             raise ProtocolError("the server names other tensors than are trained here; install its version")
         return others
 
-    def up(self, hidden: Tensor, row: Row, places: Collection[int], *, labels: bool) -> dict[str, bytes]:
+    def up(self, hidden: Tensor, row: PackedBatch, indices: Collection[int], *, labels: bool) -> dict[str, bytes]:
         """Every model's rows, with what the server needs to go on from them."""
         sent = dict(self.closing)
-        for k, place in enumerate(places):
-            lengths, reads = row.lengths[k], row.places[k]
+        for k, index in enumerate(indices):
+            lengths, reads = row.lengths[k], row.target_positions[k]
             beside = {"lengths": lengths} | ({} if reads is None else {"places": reads})
-            own = hidden[row.segments[k].start : row.segments[k].stop]
-            sent[f"{place}/activation"] = self.lines[place].encode_up(own, "activation", extra=beside)
+            client_rows = hidden[row.segments[k].start : row.segments[k].stop]
+            sent[f"{index}/activation"] = self.channels[index].encode_up(client_rows, "activation", extra=beside)
             if labels:
-                sent[f"{place}/label"] = encode_tensors({"labels": row.labels[k]})
+                sent[f"{index}/label"] = encode_tensors({"labels": row.labels[k]})
         return sent
 
     def _head_here(
-        self, hidden: Tensor, row: Row, active: Mapping[int, Member], done: int, site: Site, mask: DropoutMaskFn | None
+        self,
+        hidden: Tensor,
+        row: PackedBatch,
+        active: Mapping[int, LocalTrainer],
+        done: int,
+        site: Site,
+        mask: DropoutMaskFn | None,
     ) -> Payloads:
         """The server's answer to the gradient of the features, whose loss is computed here."""
         read = self.features(hidden, row, active, done).requires_grad_()
         with site.autocast():
             params = [member.params for member in active.values()]
             logits = read_logits(site.backbone, params, torch.split(read, list(row.counts)), mask=mask)
-        losses = [example_loss(own, labels) for own, labels in zip(logits, row.labels, strict=True)]
+        losses = [example_loss(client_logits, labels) for client_logits, labels in zip(logits, row.labels, strict=True)]
         torch.stack(losses).sum().backward()  # type: ignore[no-untyped-call]
         for member, loss in zip(active.values(), losses, strict=True):
             member.losses.append(loss.detach())
         assert read.grad is not None, "a loss has a gradient by what it is of"
         upper = torch.split(read.grad, list(row.counts))
         sent = {
-            f"{place}/gradient": self.lines[place].encode_up(own, "gradient")
-            for place, own in zip(active, upper, strict=True)
+            f"{index}/gradient": self.channels[index].encode_up(client_logits, "gradient")
+            for index, client_logits in zip(active, upper, strict=True)
         }
-        return self.far.ask("gradient", done, sent)
+        return self.server.ask("gradient", done, sent)
 
-    def features(self, hidden: Tensor, row: Row, places: Collection[int], done: int) -> Tensor:
+    def features(self, hidden: Tensor, row: PackedBatch, indices: Collection[int], done: int) -> Tensor:
         """What the heads read, (reads, hidden), as it comes down."""
-        got = self.far.ask("features", done, self.up(hidden, row, places, labels=False))
-        return rows_of(got, "activation", places, like=hidden.new_empty(sum(row.counts), hidden.shape[1]))
+        got = self.server.ask("features", done, self.up(hidden, row, indices, labels=False))
+        return rows_of(got, "activation", indices, like=hidden.new_empty(sum(row.counts), hidden.shape[1]))
 
 
-def message_in(got: Payloads, place: int, kind: str) -> bytes:
+def message_in(got: Payloads, index: int, kind: str) -> bytes:
     """The message of this kind to one of the job's models; raises `ProtocolError` where the answer has none."""
-    if f"{place}/{kind}" not in got:
+    if f"{index}/{kind}" not in got:
         raise ProtocolError(f"the server's answer has no {kind}; install its version of atlas-fl")
-    return got[f"{place}/{kind}"]
+    return got[f"{index}/{kind}"]
 
 
-def rows_of(got: Payloads, kind: str, places: Collection[int], *, like: Tensor) -> Tensor:
+def rows_of(got: Payloads, kind: str, indices: Collection[int], *, like: Tensor) -> Tensor:
     """The rows in the server's answer, of all these places, as they are needed here."""
-    parts = [read_message(message_in(got, place, kind)).get(ROWS, like.new_empty(0, 0)) for place in places]
+    parts = [read_message(message_in(got, index, kind)).get(ROWS, like.new_empty(0, 0)) for index in indices]
     shape = (sum(len(part) for part in parts), *{part.shape[1] for part in parts})
     if shape != tuple(like.shape):
         raise ProtocolError(f"the server's {kind} is {shape}, not {tuple(like.shape)}; install its version")
     return torch.cat(parts).to(device=like.device, dtype=like.dtype)
 
 
-def crossing_of(job: Job, site: Site, *, places: tuple[int, ...], far: Far) -> Crossing:
+def client_side_of(job: Job, site: Site, *, indices: tuple[int, ...], server: ServerLink) -> ClientSide:
     """The way of a job of one model, for a client that is cut."""
-    line = line_of(job, site)
+    line = cut_channel_of(job, site)
     assert job.cut is not None and line is not None, "only a cut client has a way through its cut"
-    return Crossing(cut=job.cut, places=places, far=far, lines={0: line})
+    return ClientSide(cut=job.cut, indices=indices, server=server, channels={0: line})
 
 
-def train_below(job: Job, site: Site, crossing: Crossing) -> Update:
+def train_below(job: Job, site: Site, crossing: ClientSide) -> Update:
     """The client's half of the trained model; its loss is there where the head is."""
     (update,) = train([replace(job, cut=None)], site, step=crossing.step)
     return update
 
 
 @torch.inference_mode()
-def evaluate_below(job: Job, site: Site, crossing: Crossing) -> Update:
+def evaluate_below(job: Job, site: Site, crossing: ClientSide) -> Update:
     """The scores where the head is here; with the head on the server only the seconds, and the scores are there."""
     began = time.perf_counter()
     options: EvaluateOptions = job.options
     data, outputs = site.data[job.client].splits[options.split], list[np.ndarray]()
     order, at_home = in_order(data.lengths), crossing.cut.head == "client"
     params = on_device(job.params, site)
-    for done, chunk in enumerate(chunks([data.lengths[order]], site.max_tokens)):
-        row = make_row([data.take(order[part]) for _, part in chunk], device=site.backbone.device)
-        with below(row, [params], site, blocks=crossing.cut.blocks) as hidden:
+    for done, chunk in enumerate(split_by_tokens([data.lengths[order]], site.max_tokens)):
+        row = collate_packed([data.take(order[part]) for _, part in chunk], device=site.backbone.device)
+        with client_side_forward(row, [params], site, blocks=crossing.cut.blocks) as hidden:
             if not at_home:
-                crossing.far.ask("score", done, crossing.up(hidden, row, crossing.lines, labels=True))
+                crossing.server.ask("score", done, crossing.up(hidden, row, crossing.channels, labels=True))
                 continue
-            read = crossing.features(hidden, row, crossing.lines, done)
+            read = crossing.features(hidden, row, crossing.channels, done)
             with site.autocast():
                 (logits,) = read_logits(site.backbone, [params], [read], mask=None)
-            outputs.append(kept(logits, row.labels[0], site.data[job.client].task))
+            outputs.append(scored_outputs(logits, row.labels[0], site.data[job.client].task))
     metrics = scores_of(site.data[job.client].task, data.labels[order], outputs) if at_home else {}
     metrics = {**metrics, "seconds": time.perf_counter() - began}
     return Update(client=job.client, params=job.params, examples=len(data), metrics=metrics)
 
 
-def gradients_below(job: Job, site: Site, crossing: Crossing) -> Update:
+def gradients_below(job: Job, site: Site, crossing: ClientSide) -> Update:
     """The client's own tensors' part of its fingerprint; the sketches are the server's, who has the other part."""
     options: FingerprintOptions = job.options
     leaves, head = last_weights(site.backbone, options.blocks), _head(job, site, crossing)
@@ -209,39 +214,41 @@ def gradients_below(job: Job, site: Site, crossing: Crossing) -> Update:
         totals: dict[str, Tensor] = {}
         rows = half_rows(job, site, half=half, count=options.batches, most=options.most(half))
         for row in rows:
-            loss, gradient = _measured(row, site, leaves, head, crossing, done)
-            totals, done = added(totals, gradient, kind=options.kind), done + 1
+            loss, gradient = _loss_gradient(row, site, leaves, head, crossing, done)
+            totals, done = add_gradient(totals, gradient, kind=options.kind), done + 1
             losses += [] if loss is None else [float(loss)]
         if totals:
-            parts = parts_of(averaged(totals, kind=options.kind), options)
+            parts = parts_of(average_gradients(totals, kind=options.kind), options)
             closing[f"{half}/fingerprint"] = encode_tensors(parts_message(list(parts.values())))
     crossing.closing = closing
     metrics = {"loss": float(np.mean(losses))} if losses else {}
     return Update(client=job.client, params=job.params, examples=0, metrics=metrics)
 
 
-def importance_below(job: Job, site: Site, crossing: Crossing) -> Update:
+def importance_below(job: Job, site: Site, crossing: ClientSide) -> Update:
     """The sums of the client's own blocks; importance is a share of all blocks and so the server's."""
     options: ImportanceOptions = job.options
     leaves, head = merged_leaves(job, site, site.modules), _head(job, site, crossing)
     sums = []
     for done, row in enumerate(half_rows(job, site, half=0, count=options.batches)):
-        gradients = _measured(row, site, leaves, head, crossing, done)[1]
+        gradients = _loss_gradient(row, site, leaves, head, crossing, done)[1]
         sums.append(layer_sums(gradients, leaves, site, kind=options.kind))
     crossing.closing = {"0/fingerprint": encode_tensors(sums_message(sums))}
     return Update(client=job.client, params={}, examples=0, metrics={})
 
 
-def _head(job: Job, site: Site, crossing: Crossing) -> dict[str, Tensor]:
+def _head(job: Job, site: Site, crossing: ClientSide) -> dict[str, Tensor]:
     return head_leaves(job, site) if crossing.cut.head == "client" else {}
 
 
-def _measured(
-    row: Row, site: Site, leaves: Params, head: Params, crossing: Crossing, done: int
+def _loss_gradient(
+    row: PackedBatch, site: Site, leaves: Params, head: Params, crossing: ClientSide, done: int
 ) -> tuple[Tensor | None, dict[str, Tensor]]:
     """(the batch's loss where the head is here, the gradient of what is here)."""
-    found: tuple[Tensor | None, dict[str, Tensor]] = swapped(_Gradient(site), leaves, row, leaves, head, crossing, done)
-    return found
+    gradients: tuple[Tensor | None, dict[str, Tensor]] = call_with_params(
+        _Gradient(site), leaves, row, leaves, head, crossing, done
+    )
+    return gradients
 
 
 class _Gradient(torch.nn.Module):
@@ -252,73 +259,77 @@ class _Gradient(torch.nn.Module):
         self.model, self._site = site.backbone.model, site
 
     def forward(
-        self, row: Row, leaves: Params, head: Params, crossing: Crossing, done: int
+        self, row: PackedBatch, leaves: Params, head: Params, crossing: ClientSide, done: int
     ) -> tuple[Tensor | None, dict[str, Tensor]]:
-        site, loss, own = self._site, None, dict[str, Tensor]()
+        site, loss, head_gradients = self._site, None, dict[str, Tensor]()
         with site.autocast(scaled=False):
             hidden = client_forward(site.backbone, row.ids, row.types, row.layout, blocks=crossing.cut.blocks)
         if crossing.cut.head == "server":
-            got = crossing.far.ask("loss", done, crossing.up(hidden, row, (0,), labels=True))
+            got = crossing.server.ask("loss", done, crossing.up(hidden, row, (0,), labels=True))
         else:
             read = crossing.features(hidden, row, (0,), done).requires_grad_()
-            loss, own, upper = _head_gradient(row, site, head, read)
-            sent = {"0/gradient": crossing.lines[0].encode_up(upper, "gradient")}
-            got = crossing.far.ask("gradient", done, sent)
+            loss, head_gradients, upper = _head_gradient(row, site, head, read)
+            sent = {"0/gradient": crossing.channels[0].encode_up(upper, "gradient")}
+            got = crossing.server.ask("gradient", done, sent)
         if not leaves:
-            return loss, own
+            return loss, head_gradients
         upper = rows_of(got, "gradient", (0,), like=hidden)
         below = torch.autograd.grad(hidden, list(leaves.values()), upper)
-        return loss, {**dict(zip(leaves, below, strict=True)), **own}
+        return loss, {**dict(zip(leaves, below, strict=True)), **head_gradients}
 
 
-def _head_gradient(row: Row, site: Site, head: Params, read: Tensor) -> tuple[Tensor, dict[str, Tensor], Tensor]:
+def _head_gradient(
+    row: PackedBatch, site: Site, head: Params, read: Tensor
+) -> tuple[Tensor, dict[str, Tensor], Tensor]:
     """(loss, gradient of the head, gradient of the features)."""
     with site.autocast(scaled=False):
         loss = example_loss(head_logits(site.backbone, head, read).float(), row.labels[0])
-    *own, upper = torch.autograd.grad(loss, [*head.values(), read])
-    return loss.detach(), dict(zip(head, own, strict=True)), upper
+    *head_gradients, upper = torch.autograd.grad(loss, [*head.values(), read])
+    return loss.detach(), dict(zip(head, head_gradients, strict=True)), upper
 
 
-def fingerprint_below(job: Job, site: Site, crossing: Crossing) -> Update:
+def fingerprint_below(job: Job, site: Site, crossing: ClientSide) -> Update:
     """The client's side of its fingerprint, of whatever kind."""
     return _KINDS[job.options.kind](job, site, crossing)
 
 
-def _warmed(job: Job, site: Site, crossing: Crossing) -> Update:
+def _warm_up(job: Job, site: Site, crossing: ClientSide) -> Update:
     """The mean of both halves' models, as far as they are here; the sketches are the server's."""
     halves = {half: half_job(replace(job, cut=None), half) for half in (0, 1)}
-    crossing.lines = {half: line for half in halves if (line := line_of(job, site)) is not None}
+    crossing.channels = {half: line for half in halves if (line := cut_channel_of(job, site)) is not None}
     first, second = train(
         list(halves.values()),
         site,
         step=crossing.step,
-        watch=lambda done, live: _agreed(job.options, done, live, crossing),
+        watch=lambda done, live: _check_agreement(job.options, done, live, crossing),
     )
     crossing.closing |= _parts({0: first.params, 1: second.params}, job.options)
     metrics = {"loss": (first.metrics["loss"] + second.metrics["loss"]) / 2}
     return Update(client=job.client, params=mean(first.params, second.params), examples=0, metrics=metrics)
 
 
-def _agreed(options: FingerprintOptions, done: int, live: Mapping[int, Params], crossing: Crossing) -> Collection[int]:
+def _check_agreement(
+    options: FingerprintOptions, done: int, live: Mapping[int, Params], crossing: ClientSide
+) -> Collection[int]:
     """The places whose training ends here: both where the server says that they agree."""
-    if not is_look(done, options) or len(live) < 2:
+    if not is_agreement_check(done, options) or len(live) < 2:
         return ()
     sent, crossing.closing = {**crossing.closing, **_parts(live, options)}, {}
-    found = read_message(message_in(crossing.far.ask("agree", done, sent), 0, "control")).get(AGREED)
-    if found is None or found.numel() != 1:
+    agreed = read_message(message_in(crossing.server.ask("agree", done, sent), 0, "control")).get(AGREED)
+    if agreed is None or agreed.numel() != 1:
         raise ProtocolError("the server does not say whether the warm-up ends; install its version of atlas-fl")
-    return tuple(live) if bool(found.item()) else ()
+    return tuple(live) if bool(agreed.item()) else ()
 
 
 def _parts(models: Mapping[int, Params], options: FingerprintOptions) -> dict[str, bytes]:
     return {
-        f"{half}/fingerprint": encode_tensors(parts_message(list(delta_parts(own, options).values())))
-        for half, own in models.items()
+        f"{half}/fingerprint": encode_tensors(parts_message(list(delta_parts(params, options).values())))
+        for half, params in models.items()
     }
 
 
-_KINDS: Mapping[str, Callable[[Job, Site, Crossing], Update]] = {
-    "delta": _warmed,
+_KINDS: Mapping[str, Callable[[Job, Site, ClientSide], Update]] = {
+    "delta": _warm_up,
     "fisher": gradients_below,
     "gradient": gradients_below,
 }

@@ -1,15 +1,8 @@
-"""The server's half of fingerprints and importance over a cut.
+"""The server half of fingerprints and importance over a cut: gradients above it, and the warm-up with its agreement.
 
-Gradients of the frozen weights above one client's cut, batch after batch.
-
-Between two messages no graph is kept, as in training: with the head at the client the pass is computed again for the
-gradient of the features.
-
-The server's side of what a plan needs of a cut client: gradients of the frozen weights above the cut.
-
-Of a weight that clients share, a pass over several clients gives the sum of their gradients, so each is answered alone.
-
-The server's side of a cut client's warm-up: two models of one job, whose agreement ends it.
+No graph is kept between two messages, as in training: with the head at the client the pass is computed again for the
+gradient of the features. Of a weight that clients share, a pass over several clients gives the sum of their gradients,
+so each client is answered alone.
 """
 
 import math
@@ -22,27 +15,37 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from atlas_fl.client.batching import Dropout, modules_of, swapped
+from atlas_fl.client.batching import Dropout, call_with_params, modules_of
 from atlas_fl.client.fingerprint import (
     PARTS,
-    added,
-    answered,
-    averaged,
+    add_gradient,
+    agreement_message,
+    average_gradients,
+    client_side_names,
+    fingerprint_update,
     half_job,
-    held_below,
-    is_look,
+    is_agreement_check,
     lora_b,
     mean,
     parts_of,
-    verdict,
 )
-from atlas_fl.client.fingerprint import answered as fingerprinted
+from atlas_fl.client.fingerprint import fingerprint_update as fingerprinted
 from atlas_fl.client.importance import IMPORTANCE, head_leaves, last_weights, layer_sums, merged_leaves
-from atlas_fl.client.importance import answered as weighed
+from atlas_fl.client.importance import importance_update as weighed
 from atlas_fl.client.job import Job, Site, Update
 from atlas_fl.client.local_training import example_loss
 from atlas_fl.client.options import FingerprintOptions, ImportanceOptions
-from atlas_fl.client.split_server import Entry, Half, Payloads, Question, Read, Side, Together, TrainingHalf, with_upper
+from atlas_fl.client.split_server import (
+    CutMessages,
+    ParsedRequest,
+    Payloads,
+    ServerHalf,
+    ServerInput,
+    ServerOutput,
+    SharedAdapterGroup,
+    TrainingHalf,
+    with_upper,
+)
 from atlas_fl.clustering.sketch import combine_parts
 from atlas_fl.errors import DataError, ProtocolError
 from atlas_fl.models.attention import make_layout
@@ -54,17 +57,17 @@ from atlas_fl.split.model import server_forward
 from atlas_fl.storage.tensors import encode_tensors
 
 
-class Above:
+class ServerSideGradients:
     """The gradients of one client's job above its cut, batch after batch."""
 
-    def __init__(self, side: Side, site: Site, leaves: Params, *, batches: int, wants: bool) -> None:
+    def __init__(self, side: CutMessages, site: Site, leaves: Params, *, batches: int, wants: bool) -> None:
         self.side, self._site, self._leaves = side, site, leaves
         self._batches, self._wants = batches, wants
         self._head = head_leaves(replace(side.job, params=side.above), site)
-        self._waiting: Entry | None = None
+        self._waiting: ServerInput | None = None
         self.losses: list[float] = []
 
-    def read(self, what: str, done: int, payloads: Payloads) -> Entry:
+    def read(self, what: str, done: int, payloads: Payloads) -> ServerInput:
         """The rows of a batch, or those that wait with the gradient of their features, which came now."""
         at_home = self.side.cut.head == "client"
         self.side.expect(what, done, "gradient" if self._waiting else "features" if at_home else "loss")
@@ -75,21 +78,21 @@ class Above:
             raise ProtocolError(f"{self.side.job.client} goes on after its {self._batches} batches")
         return self.side.entry(payloads, 0, self._head, Dropout(p=0.0, seed=0, path=()), wants=self._wants)
 
-    def answer(self, what: str, entry: Entry, take: Callable[[dict[str, Tensor]], None]) -> dict[str, bytes]:
+    def answer(self, what: str, entry: ServerInput, take: Callable[[dict[str, Tensor]], None]) -> dict[str, bytes]:
         """Features, or the gradient of the rows where something below the cut is measured; `take` gets that of ours."""
         wire = self.side.cut.wire
         if what == "features":
             self._waiting = entry
             with torch.no_grad():
-                features = swapped(_Features(self._site), self._leaves, entry)
-            return {"0/activation": self.side.sent(encode_rows(features, wire=wire), "activation")}
-        loss, gradient = swapped(_Gradient(self._site), self._leaves, entry, self._leaves, self._head)
+                features = call_with_params(_Features(self._site), self._leaves, entry)
+            return {"0/activation": self.side.count_sent(encode_rows(features, wire=wire), "activation")}
+        loss, gradient = call_with_params(_Gradient(self._site), self._leaves, entry, self._leaves, self._head)
         rows = gradient.pop(_ROWS, None)
         if loss is not None:
             self.losses.append(float(loss))
         take(gradient)
         self.side.done += 1
-        return {} if rows is None else {"0/gradient": self.side.sent(encode_rows(rows, wire=wire), "gradient")}
+        return {} if rows is None else {"0/gradient": self.side.count_sent(encode_rows(rows, wire=wire), "gradient")}
 
     def end(self) -> None:
         """Nothing where all batches have been; else raises `ProtocolError`."""
@@ -109,7 +112,7 @@ class _Features(torch.nn.Module):
         super().__init__()
         self.model, self._site = site.backbone.model, site
 
-    def forward(self, entry: Entry) -> Tensor:
+    def forward(self, entry: ServerInput) -> Tensor:
         return _features(entry, self._site)
 
 
@@ -120,18 +123,18 @@ class _Gradient(torch.nn.Module):
         super().__init__()
         self.model, self._site = site.backbone.model, site
 
-    def forward(self, entry: Entry, leaves: Params, head: Params) -> tuple[Tensor | None, dict[str, Tensor]]:
+    def forward(self, entry: ServerInput, leaves: Params, head: Params) -> tuple[Tensor | None, dict[str, Tensor]]:
         root, loss = _features(entry, self._site), None
         if entry.labels is not None:
             with self._site.autocast(scaled=False):
                 root = example_loss(head_logits(self._site.backbone, head, root).float(), entry.labels)
             loss = root.detach()
-        wanted = {**leaves, **head} | ({_ROWS: entry.rows} if entry.rows.requires_grad else {})
-        found = torch.autograd.grad(root, list(wanted.values()), entry.upper)
-        return loss, dict(zip(wanted, found, strict=True))
+        parameters = {**leaves, **head} | ({_ROWS: entry.rows} if entry.rows.requires_grad else {})
+        gradients = torch.autograd.grad(root, list(parameters.values()), entry.upper)
+        return loss, dict(zip(parameters, gradients, strict=True))
 
 
-def _features(entry: Entry, site: Site) -> Tensor:
+def _features(entry: ServerInput, site: Site) -> Tensor:
     layout = make_layout(list(entry.lengths), device=site.backbone.device)
     # Copied for its address, as a head is (`client.importance.head_leaves`).
     rows = entry.rows.clone()
@@ -155,9 +158,9 @@ class MeasuringHalf:
     """Passes over the blocks above one client's cut, one a batch, whatever is measured there."""
 
     places: tuple[int, ...] = ()
-    together: Together | None = None
+    together: SharedAdapterGroup | None = None
 
-    def __init__(self, above: Above, measure: Measure) -> None:
+    def __init__(self, above: ServerSideGradients, measure: Measure) -> None:
         self.side, self._above, self._measure = above.side, above, measure
 
     def close(self, what: str, done: int, payloads: Payloads) -> None:
@@ -170,19 +173,21 @@ class MeasuringHalf:
     def last(self, payloads: Payloads) -> None:
         """Nothing is left to be told."""
 
-    def read(self, what: str, done: int, payloads: Payloads) -> Question:
+    def read(self, what: str, done: int, payloads: Payloads) -> ParsedRequest:
         """Rows of the next batch, or the gradient of its features."""
-        return Question(half=self, what=what, entries=(self._above.read(what, done, payloads),), alone=True)
+        return ParsedRequest(half=self, what=what, entries=(self._above.read(what, done, payloads),), alone=True)
 
-    def answer(self, question: Question, found: Sequence[Read]) -> dict[str, bytes]:  # noqa: ARG002 - it is computed here
+    def answer(self, question: ParsedRequest, outputs: Sequence[ServerOutput]) -> dict[str, bytes]:  # noqa: ARG002 - it is computed here
         """Features, or the gradient of the rows where something below the cut is measured."""
         done = self.side.done
-        return self._above.answer(question.what, question.entries[0], lambda own: self._measure.add(done, own))
+        return self._above.answer(
+            question.what, question.entries[0], lambda gradient: self._measure.add(done, gradient)
+        )
 
     def end(self, payloads: Payloads) -> Update:
         """What was measured on both sides; the loss is there where the head is."""
         self._above.end()
-        return told_here(self._measure.end(payloads, self._above.losses), self.side)
+        return metrics_of_side(self._measure.end(payloads, self._above.losses), self.side)
 
 
 def blocks_below(options: FingerprintOptions, cut: Cut, *, total: int) -> int:
@@ -193,29 +198,33 @@ def blocks_below(options: FingerprintOptions, cut: Cut, *, total: int) -> int:
 def gradients_half(job: Job, site: Site) -> MeasuringHalf:
     """The server's half of a fingerprint of gradients."""
     options: FingerprintOptions = job.options
-    side = Side(job, site)
+    side = CutMessages(job, site)
     names = [*last_weights(site.backbone, options.blocks), *head_leaves(job, site)]
     above = len(site.backbone.blocks) - side.cut.blocks
-    own = blocks_below(options, side.cut, total=len(site.backbone.blocks))
-    side.below = replace(side.below, options=replace(options, blocks=own))
+    client_blocks = blocks_below(options, side.cut, total=len(site.backbone.blocks))
+    side.below = replace(side.below, options=replace(options, blocks=client_blocks))
     leaves = last_weights(site.backbone, min(options.blocks, above))
-    sketches = _Sketches(side, names=names, below=held_below(names, job, site))
-    return MeasuringHalf(Above(side, site, leaves, batches=2 * options.batches, wants=own > 0), sketches)
+    sketches = _Sketches(side, names=names, below=client_side_names(names, job, site))
+    return MeasuringHalf(
+        ServerSideGradients(side, site, leaves, batches=2 * options.batches, wants=client_blocks > 0), sketches
+    )
 
 
 def importance_half(job: Job, site: Site) -> MeasuringHalf:
     """The server's half of a measurement of importance."""
     options: ImportanceOptions = job.options
-    side, total = Side(job, site), len(site.backbone.blocks)
+    side, total = CutMessages(job, site), len(site.backbone.blocks)
     leaves = merged_leaves(job, site, modules_of(site, range(side.cut.blocks, total)))
     wants = bool(modules_of(site, range(side.cut.blocks)))
-    return MeasuringHalf(Above(side, site, leaves, batches=options.batches, wants=wants), _Shares(side, site, leaves))
+    return MeasuringHalf(
+        ServerSideGradients(side, site, leaves, batches=options.batches, wants=wants), _Shares(side, site, leaves)
+    )
 
 
 class _Sketches:
     """Sums the gradients of the last blocks above the cut, and joins both sides' parts of the sketches."""
 
-    def __init__(self, side: Side, *, names: Sequence[str], below: Sequence[str]) -> None:
+    def __init__(self, side: CutMessages, *, names: Sequence[str], below: Sequence[str]) -> None:
         self._side, self._names, self._below = side, names, below
         self._totals: list[dict[str, Tensor]] = [{}, {}]
 
@@ -223,24 +232,24 @@ class _Sketches:
         """Into the sums of the half of the data that this batch is of."""
         options: FingerprintOptions = self._side.job.options
         half = done // options.batches
-        self._totals[half] = added(self._totals[half], gradient, kind=options.kind)
+        self._totals[half] = add_gradient(self._totals[half], gradient, kind=options.kind)
 
     def end(self, payloads: Payloads, losses: Sequence[float]) -> Update:
         """Both sketches, of the client's parts and ours."""
-        sketches = [self._joined(half, payloads) for half in (0, 1)]
+        sketches = [self._whole_sketch(half, payloads) for half in (0, 1)]
         loss = float(np.mean(losses)) if losses else math.nan
         return fingerprinted(self._side.job, sketches, self._side.above, steps=0, loss=loss, crossed={})
 
-    def _joined(self, half: int, payloads: Payloads) -> np.ndarray:
+    def _whole_sketch(self, half: int, payloads: Payloads) -> np.ndarray:
         options: FingerprintOptions = self._side.job.options
         below = parts_below(self._side, payloads, half, self._below, dim=options.sketch_dim)
-        return sketch_of(self._names, below, averaged(self._totals[half], kind=options.kind), options)
+        return sketch_of(self._names, below, average_gradients(self._totals[half], kind=options.kind), options)
 
 
 class _Shares:
     """Measures the blocks above the cut, and makes shares of both sides' sums."""
 
-    def __init__(self, side: Side, site: Site, leaves: Params) -> None:
+    def __init__(self, side: CutMessages, site: Site, leaves: Params) -> None:
         self._side, self._site, self._leaves = side, site, leaves
         self._sums: list[np.ndarray] = []
 
@@ -252,34 +261,36 @@ class _Shares:
     def end(self, payloads: Payloads, losses: Sequence[float]) -> Update:  # noqa: ARG002 - importance has no loss
         """The importance of all blocks."""
         side, blocks = self._side, self._side.cut.blocks
-        below = side.opened(payloads, 0, "fingerprint").get(IMPORTANCE)
+        below = side.decode(payloads, 0, "fingerprint").get(IMPORTANCE)
         if not _are_numbers(below, (side.job.options.batches, blocks)):
-            raise side.refused("importance")
+            raise side.refusal("importance")
         assert below is not None
-        sums = [np.concatenate([low, own[blocks:]]) for low, own in zip(below.numpy(), self._sums)]
+        sums = [np.concatenate([low, whole_sums[blocks:]]) for low, whole_sums in zip(below.numpy(), self._sums)]
         try:
             return weighed(side.job, sums, self._site, crossed={})
         except DataError as error:
             raise ProtocolError(f"{side.job.client}: {error}") from None
 
 
-def told_here(own: Update, side: Side) -> Update:
+def metrics_of_side(update: Update, side: CutMessages) -> Update:
     """The answer without the loss where that is the client's, who has the head."""
     if side.cut.head == "server":
-        return own
-    return replace(own, metrics={name: value for name, value in own.metrics.items() if name != "loss"})
+        return update
+    return replace(update, metrics={name: value for name, value in update.metrics.items() if name != "loss"})
 
 
-def parts_below(side: Side, payloads: Payloads, half: int, names: Sequence[str], *, dim: int) -> dict[str, np.ndarray]:
+def parts_below(
+    side: CutMessages, payloads: Payloads, half: int, names: Sequence[str], *, dim: int
+) -> dict[str, np.ndarray]:
     """What the client's tensors of these names add to a half's sketch.
 
     Raises `ProtocolError` where that is not what was sent.
     """
     if not names:
         return {}
-    parts = side.opened(payloads, half, "fingerprint").get(PARTS)
+    parts = side.decode(payloads, half, "fingerprint").get(PARTS)
     if not _are_numbers(parts, (len(names), dim)):
-        raise side.refused("parts of a sketch")
+        raise side.refusal("parts of a sketch")
     assert parts is not None
     return dict(zip(names, parts.numpy(), strict=True))
 
@@ -295,21 +306,21 @@ def sketch_of(
         raise ProtocolError(str(error)) from None
 
 
-def _are_numbers(found: Tensor | None, shape: tuple[int, int]) -> bool:
-    if found is None or found.dtype is not torch.float64 or found.shape != shape:
+def _are_numbers(numbers: Tensor | None, shape: tuple[int, int]) -> bool:
+    if numbers is None or numbers.dtype is not torch.float64 or numbers.shape != shape:
         return False
-    return bool(found.isfinite().all())
+    return bool(numbers.isfinite().all())
 
 
 class WarmingHalf:
     """Both halves' adapters above the cut, trained as in a round, in one row."""
 
-    together: Together | None = None
+    together: SharedAdapterGroup | None = None
 
     def __init__(self, job: Job, site: Site) -> None:
         options: FingerprintOptions = job.options
-        self.side, self._options = Side(job, site), options
-        self._halves = tuple(TrainingHalf(half_job(job, half), site, place=half) for half in (0, 1))
+        self.side, self._options = CutMessages(job, site), options
+        self._halves = tuple(TrainingHalf(half_job(job, half), site, index=half) for half in (0, 1))
         self.places = self._halves[0].places
         # As a member of a pack holds them, whose order decides on the sketch's last bits.
         self._names = sorted(key for key in job.params if key.endswith(LORA_B))
@@ -323,37 +334,37 @@ class WarmingHalf:
         """Always: the adapters of a warm-up are the client's own."""
         return True
 
-    def read(self, what: str, done: int, payloads: Payloads) -> Question:
+    def read(self, what: str, done: int, payloads: Payloads) -> ParsedRequest:
         """What both halves ask at once, or for a look at their agreement."""
         self.side.done = max(half.side.done for half in self._halves)
         both = all(half.steps for half in self._halves)
-        if both and is_look(self.side.done, self._options) and self._looked != self.side.done:
+        if both and is_agreement_check(self.side.done, self._options) and self._looked != self.side.done:
             self.side.expect(what, done, "agree")
             self._look(payloads)
-            return Question(half=self, what=what, entries=(), alone=True)
-        asked = [half.read(what, done, payloads) for half in self._halves if half.steps]
-        return Question(half=self, what=what, entries=tuple(chain.from_iterable(one.entries for one in asked)))
+            return ParsedRequest(half=self, what=what, entries=(), alone=True)
+        requests = [half.read(what, done, payloads) for half in self._halves if half.steps]
+        return ParsedRequest(half=self, what=what, entries=tuple(chain.from_iterable(one.entries for one in requests)))
 
     def _look(self, payloads: Payloads) -> None:
         for half in self._halves:
             half.step(payloads)
-        first, second = (self._sketch(place, half.params, payloads) for place, half in enumerate(self._halves))
+        first, second = (self._sketch(index, half.params, payloads) for index, half in enumerate(self._halves))
         self._looked, self._agreed = self.side.done, float(np.dot(first, second)) >= self._options.reliability
         if self._agreed:
             for half in self._halves:
                 half.stop()
 
-    def _sketch(self, place: int, params: Params, payloads: Payloads) -> np.ndarray:
-        below = parts_below(self.side, payloads, place, self._below, dim=self._options.sketch_dim)
+    def _sketch(self, index: int, params: Params, payloads: Payloads) -> np.ndarray:
+        below = parts_below(self.side, payloads, index, self._below, dim=self._options.sketch_dim)
         return sketch_of(self._names, below, lora_b(params), self._options)
 
-    def answer(self, question: Question, found: Sequence[Read]) -> dict[str, bytes]:
+    def answer(self, question: ParsedRequest, outputs: Sequence[ServerOutput]) -> dict[str, bytes]:
         """What each half answers, or whether they agree."""
         if question.what == "agree":
-            return {"0/control": self.side.sent(encode_tensors(verdict(self._agreed)), "control")}
+            return {"0/control": self.side.count_sent(encode_tensors(agreement_message(self._agreed)), "control")}
         active, answer = [half for half in self._halves if half.steps], dict[str, bytes]()
-        for half, entry, read in zip(active, question.entries, found, strict=True):
-            answer |= half.answer(Question(half=half, what=question.what, entries=(entry,)), (read,))
+        for half, entry, read in zip(active, question.entries, outputs, strict=True):
+            answer |= half.answer(ParsedRequest(half=half, what=question.what, entries=(entry,)), (read,))
         return answer
 
     def last(self, payloads: Payloads) -> None:
@@ -364,11 +375,11 @@ class WarmingHalf:
     def end(self, payloads: Payloads) -> Update:
         """The mean of both halves' models above the cut, and both sketches."""
         first, second = (half.end(payloads) for half in self._halves)
-        sketches = [self._sketch(place, own.params, payloads) for place, own in enumerate((first, second))]
+        sketches = [self._sketch(index, update.params, payloads) for index, update in enumerate((first, second))]
         for half in self._halves:
             self.side.crossed.update(half.side.crossed)
-        losses = [own.metrics.get("loss", math.nan) for own in (first, second)]
-        own = answered(
+        losses = [update.metrics.get("loss", math.nan) for update in (first, second)]
+        update = fingerprint_update(
             self.side.job,
             sketches,
             mean(first.params, second.params),
@@ -376,15 +387,15 @@ class WarmingHalf:
             loss=sum(losses) / 2,
             crossed={},
         )
-        return told_here(own, self.side)
+        return metrics_of_side(update, self.side)
 
 
-def fingerprint_half(job: Job, site: Site) -> Half:
+def fingerprint_half(job: Job, site: Site) -> ServerHalf:
     """The server's half of a cut client's fingerprint, of whatever kind."""
     return _KINDS[job.options.kind](job, site)
 
 
-_KINDS: Mapping[str, Callable[[Job, Site], Half]] = {
+_KINDS: Mapping[str, Callable[[Job, Site], ServerHalf]] = {
     "delta": WarmingHalf,
     "fisher": gradients_half,
     "gradient": gradients_half,

@@ -1,24 +1,14 @@
-"""The server's half of cut models: requests of many clients answered in one pass.
+"""The server half of cut models: requests of many clients answered in one pass, with their optimizers.
 
-The server's side of cut models: the blocks above the cuts of many clients, computed as one pack.
+A client's request carries its rows at the cut. All requests that arrive at one moment are answered by one pass over the
+blocks above the cuts, each client with its own adapters, from its own cut on. The server keeps every client's upper
+adapters and their optimizer for one job, and the frozen weights once for all. It keeps no graph between two messages:
+where the head is at the client, the gradient of the features comes with a second request, and the pass is repeated.
 
-A client's question carries its rows; what answers it is a pass over the rows of all who ask at one moment, each with
-its own adapters, from its own cut on. The server keeps every client's upper adapters and their optimizer for one job,
-and the frozen weights once for all. Between two messages it keeps no graph: where the head is at the client, the
-gradient of the features comes with the second question, and the pass is computed again for it, with whoever asks then.
-
-What a server reads of a cut client's messages: checked before anything is computed of it, and counted.
-
-A wrong shape or label is refused here, not in the middle of a pack that its client shares with others.
-
-Server's halves that share their adapters and so step together (`client.local_training`), whenever their clients ask.
-
-A step is taken when everybody whose turn it is has told the norms of its own side, and not before: the order in which
-clients ask changes nothing.
-
-What the upper half of a cut client is, whatever it does: questions come, answers go, an update comes out.
-
-The server's half of one cut client for one job: what it holds, what it answers, what it ends with.
+Messages are checked and counted before anything is computed of them (`CutMessages`): a wrong shape or label is refused
+here, not in the middle of a pack that its client shares with others. Server halves that share their adapters
+(`SharedAdapterGroup`) step together, once every client whose turn it is has sent the norms of its own side; the order
+in which clients ask changes nothing.
 """
 
 from collections import Counter
@@ -33,9 +23,15 @@ import torch
 from torch import Tensor
 
 from atlas_fl.client.batching import Dropout, dropout_masks, modules_of, read_logits, segments_of
-from atlas_fl.client.evaluation import kept, on_device, scores_of
+from atlas_fl.client.evaluation import on_device, scored_outputs, scores_of
 from atlas_fl.client.job import Job, Site, Update
-from atlas_fl.client.local_training import Member, example_loss, joined_norms, shared_sets, trained_below
+from atlas_fl.client.local_training import (
+    LocalTrainer,
+    client_side_indices,
+    example_loss,
+    merge_norms,
+    shared_adapters_of,
+)
 from atlas_fl.errors import ProtocolError
 from atlas_fl.models.attention import make_layout
 from atlas_fl.models.backbone import norm_and_pool, read_positions, run_blocks
@@ -49,7 +45,7 @@ from atlas_fl.storage.tensors import encode_tensors
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Entry:
+class ServerInput:
     """One model's rows at its cut, and what is to become of them."""
 
     rows: Tensor
@@ -73,7 +69,7 @@ class Entry:
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Read:
+class ServerOutput:
     """What a pass gives of one entry: features where the head is the client's, logits and loss where it is here."""
 
     features: Tensor
@@ -83,7 +79,7 @@ class Read:
     loss: Tensor | None = None
 
 
-def pass_over(entries: Sequence[Entry], site: Site, *, backward: bool) -> list[Read]:
+def forward_batch(entries: Sequence[ServerInput], site: Site, *, backward: bool) -> list[ServerOutput]:
     """What is read of every entry, in their order; with `backward`, gradients lie in their rows and params.
 
     Losses are means over an entry's own examples and are summed, so each gradient is the entry's own.
@@ -95,8 +91,11 @@ def pass_over(entries: Sequence[Entry], site: Site, *, backward: bool) -> list[R
     with torch.set_grad_enabled(backward), ExitStack() as adapted:
         with site.autocast():
             features = torch.split(_features(ordered, site, mask, adapted), [entry.reads for entry in ordered])
-            logits = [_logits(entry, k, own, site, mask) for k, (entry, own) in enumerate(zip(ordered, features))]
-        read = [_read(*own) for own in zip(ordered, features, logits, strict=True)]
+            logits = [
+                _logits(entry, k, client_features, site, mask)
+                for k, (entry, client_features) in enumerate(zip(ordered, features))
+            ]
+        read = [_server_output(*client_features) for client_features in zip(ordered, features, logits, strict=True)]
         if backward:
             roots = [one.features if one.loss is None else one.loss for one in read]
             # Inside, because a checkpointed backward pass runs the layers again and must find the adapters in place.
@@ -105,7 +104,7 @@ def pass_over(entries: Sequence[Entry], site: Site, *, backward: bool) -> list[R
     return [by_place[k] for k in range(len(entries))]
 
 
-def _features(ordered: Sequence[Entry], site: Site, mask: DropoutMaskFn | None, adapted: ExitStack) -> Tensor:
+def _features(ordered: Sequence[ServerInput], site: Site, mask: DropoutMaskFn | None, adapted: ExitStack) -> Tensor:
     """Features of all entries, (reads, hidden); each joins the row at its own cut. `adapted` keeps the adapters on."""
     backbone = site.backbone
     hidden = ordered[0].rows.new_empty(0, ordered[0].rows.shape[1])
@@ -116,7 +115,7 @@ def _features(ordered: Sequence[Entry], site: Site, mask: DropoutMaskFn | None, 
         hidden = torch.cat([hidden, *(entry.rows for entry in present if entry.blocks == start)])
         layout = make_layout([n for entry in present for n in entry.lengths], device=backbone.device)
         if stop == bounds[-1]:
-            pick = read_positions(backbone.family, layout, _reads(present))
+            pick = read_positions(backbone.family, layout, _output_positions(present))
         adapters = Adapters(
             clients=[entry.params for entry in present],
             segments=segments_of([len(entry.rows) for entry in present]),
@@ -130,52 +129,54 @@ def _features(ordered: Sequence[Entry], site: Site, mask: DropoutMaskFn | None, 
     return norm_and_pool(backbone, hidden, pick)
 
 
-def _reads(present: Sequence[Entry]) -> Tensor | None:
+def _output_positions(present: Sequence[ServerInput]) -> Tensor | None:
     """Where what the heads read lies in the row; None where all read their sequences' pooled tokens."""
     if all(entry.places is None for entry in present):
         return None
     starts = [segment.start for segment in segments_of([len(entry.rows) for entry in present])]
-    return torch.cat([_places(entry) + start for entry, start in zip(present, starts, strict=True)])
+    return torch.cat([_positions_of(entry) + start for entry, start in zip(present, starts, strict=True)])
 
 
-def _places(entry: Entry) -> Tensor:
+def _positions_of(entry: ServerInput) -> Tensor:
     if entry.places is not None:
         return entry.places
     # A model that writes is causal, and its last token speaks for a sequence.
     return torch.tensor(entry.lengths, device=entry.rows.device).cumsum(0) - 1
 
 
-def _logits(entry: Entry, place: int, features: Tensor, site: Site, mask: DropoutMaskFn | None) -> Tensor | None:
+def _logits(entry: ServerInput, index: int, features: Tensor, site: Site, mask: DropoutMaskFn | None) -> Tensor | None:
     if entry.labels is None:
         return None
-    own = None if mask is None else (lambda _, module, shape: mask(place, module, shape))
-    return read_logits(site.backbone, [entry.params], [features], mask=own)[0]
+    client_mask = None if mask is None else (lambda _, module, shape: mask(index, module, shape))
+    return read_logits(site.backbone, [entry.params], [features], mask=client_mask)[0]
 
 
-def _read(entry: Entry, features: Tensor, logits: Tensor | None) -> Read:
+def _server_output(entry: ServerInput, features: Tensor, logits: Tensor | None) -> ServerOutput:
     if logits is None or entry.labels is None:
-        return Read(features=features)
-    return Read(features=features, logits=logits, loss=example_loss(logits, entry.labels))
+        return ServerOutput(features=features)
+    return ServerOutput(features=features, logits=logits, loss=example_loss(logits, entry.labels))
 
 
 Payloads: TypeAlias = Mapping[str, bytes]
 """Messages through a cut by `PLACE/KIND`: which of a job's models, and what of it."""
 
 
-class Side:
+class CutMessages:
     """A cut client's job taken apart: what is the client's, what is here, and how its messages are read and counted."""
 
     def __init__(self, job: Job, site: Site) -> None:
         assert job.cut is not None, "a client without a cut has no half here"
         self.job, self.site, self.cut = job, site, job.cut
-        held = select_client_side(site.backbone, job.params, blocks=self.cut.blocks, head=self.cut.head == "client")
-        self.below = replace(job, params=select(job.params, (key for key in job.params if key in held)))
-        self.above: Params = select(job.params, (key for key in job.params if key not in held))
+        client_side = select_client_side(
+            site.backbone, job.params, blocks=self.cut.blocks, head=self.cut.head == "client"
+        )
+        self.below = replace(job, params=select(job.params, (key for key in job.params if key in client_side)))
+        self.above: Params = select(job.params, (key for key in job.params if key not in client_side))
         self.crossed: Counter[tuple[Kind, Direction]] = Counter()
         """Bytes of all messages so far."""
         self.done = 0
         """Steps, or messages of an evaluation, that are answered."""
-        self._longest = max(int(own.lengths.max()) for own in site.data[job.client].splits.values())
+        self._longest = max(int(examples.lengths.max()) for examples in site.data[job.client].splits.values())
 
     def expect(self, what: str, done: int, due: str) -> None:
         """Nothing where this question is due now; else raises `ProtocolError`."""
@@ -185,39 +186,41 @@ class Side:
                 " install the same atlas-fl on both ends"
             )
 
-    def opened(self, payloads: Payloads, place: int, kind: Kind) -> dict[str, Tensor]:
+    def decode(self, payloads: Payloads, index: int, kind: Kind) -> dict[str, Tensor]:
         """The tensors of one message, counted."""
-        message = payloads.get(f"{place}/{kind}")
+        message = payloads.get(f"{index}/{kind}")
         if message is None:
             raise ProtocolError(f"{self.job.client} sent no {kind}; install the same atlas-fl on both ends")
         self.crossed[kind, "up"] += len(message)
         return read_message(message)
 
-    def sent(self, message: bytes, kind: Kind) -> bytes:
+    def count_sent(self, message: bytes, kind: Kind) -> bytes:
         """The message, counted."""
         self.crossed[kind, "down"] += len(message)
         return message
 
-    def entry(self, payloads: Payloads, place: int, params: Params, dropout: Dropout, *, wants: bool) -> Entry:
+    def entry(self, payloads: Payloads, index: int, params: Params, dropout: Dropout, *, wants: bool) -> ServerInput:
         """The rows of one model, with labels where the head is here; a leaf where their gradient is wanted."""
         task, device = self.site.data[self.job.client].task, self.site.backbone.device
-        opened = self.opened(payloads, place, "activation")
-        rows, lengths, places = opened.get(ROWS), opened.get("lengths"), opened.get("places")
+        opened = self.decode(payloads, index, "activation")
+        rows, lengths, positions = opened.get(ROWS), opened.get("lengths"), opened.get("places")
         if rows is None or rows.shape[1] != self.site.backbone.hidden or not self._are_lengths(lengths, rows):
-            raise self.refused("rows")
+            raise self.refusal("rows")
         assert lengths is not None
-        if (places is None) is task.writes or (places is not None and not _are_within(places, len(rows), torch.int32)):
-            raise self.refused("places")
+        if (positions is None) is task.writes or (
+            positions is not None and not _are_within(positions, len(rows), torch.int32)
+        ):
+            raise self.refusal("places")
         labels = None
         if self.cut.head == "server":
-            labels = self.opened(payloads, place, "label").get("labels")
-            if not self._are_labels(labels, len(lengths) if places is None else len(places)):
-                raise self.refused("labels")
-        return Entry(
+            labels = self.decode(payloads, index, "label").get("labels")
+            if not self._are_labels(labels, len(lengths) if positions is None else len(positions)):
+                raise self.refusal("labels")
+        return ServerInput(
             rows=rows.to(device).requires_grad_(wants),
             blocks=self.cut.blocks,
             lengths=tuple(lengths.tolist()),
-            places=None if places is None else places.to(device, torch.int64),
+            places=None if positions is None else positions.to(device, torch.int64),
             params=params,
             dropout=dropout,
             labels=None if labels is None else labels.to(device),
@@ -237,7 +240,7 @@ class Side:
         vocabulary = self.site.backbone.vocabulary
         return _are_within(labels, len(vocabulary) if task.writes and vocabulary is not None else task.num_labels)
 
-    def refused(self, what: str) -> ProtocolError:
+    def refusal(self, what: str) -> ProtocolError:
         """The error of a client that sent this in a form that cannot be."""
         return ProtocolError(
             f"{self.job.client} sent {what} through its cut that fit neither each other nor its task; join with the"
@@ -251,33 +254,33 @@ def _are_within(numbers: Tensor, size: int, dtype: torch.dtype = torch.int64) ->
     return int(numbers.min()) >= 0 and int(numbers.max()) < size
 
 
-def upper_member(job: Job, site: Site) -> Member:
+def server_side_trainer(job: Job, site: Site) -> LocalTrainer:
     """The server's half of a cut client while it trains, as of the job's start."""
-    return Member(replace(job, params=Side(job, site).above, cut=None), site, above=job.cut)
+    return LocalTrainer(replace(job, params=CutMessages(job, site).above, cut=None), site, above=job.cut)
 
 
-class Together:
+class SharedAdapterGroup:
     """The clients of one cluster that train in one round, from its start."""
 
     def __init__(self, jobs: Sequence[Job], site: Site) -> None:
         self.jobs = tuple(jobs)
-        self.members = {job.client: upper_member(job, site) for job in jobs}
+        self.members = {job.client: server_side_trainer(job, site) for job in jobs}
         self.begun = set[str]()
         """Clients that have asked something."""
         self.done = 0
         """Steps that all whose turn it was have taken."""
         self.is_void = False
         """Whether nothing more comes of this: it begins again, or without somebody."""
-        self._sets = shared_sets(list(self.members.values()))
-        self._told: dict[Member, int] = {}
-        self._moving: dict[Member, int] = {}
+        self._sets = shared_adapters_of(list(self.members.values()))
+        self._told: dict[LocalTrainer, int] = {}
+        self._moving: dict[LocalTrainer, int] = {}
 
     @property
     def is_over(self) -> bool:
         """Whether all have taken all their steps."""
         return all(member.steps <= self.done for member in self.members.values())
 
-    def tell(self, member: Member, count: int, *, norms: Tensor | None) -> None:
+    def tell(self, member: LocalTrainer, count: int, *, norms: Tensor | None) -> None:
         """This client can step, over so many examples; the last one who says so makes all step."""
         self._told[member] = count
         if member.transform_gradients(norms=norms):
@@ -293,12 +296,12 @@ class Together:
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Question:
+class ParsedRequest:
     """What one client asks at one moment, read and checked."""
 
-    half: "Half"
+    half: "ServerHalf"
     what: str
-    entries: tuple[Entry, ...]
+    entries: tuple[ServerInput, ...]
     alone: bool = False
     """Answered by its half itself: gradients of what clients share cannot be told apart in a pack."""
 
@@ -308,14 +311,14 @@ class Question:
         return sum(len(entry.rows) for entry in self.entries)
 
 
-class Half(Protocol):
+class ServerHalf(Protocol):
     """One client's upper half for one job."""
 
-    side: Side
+    side: CutMessages
     places: tuple[int, ...]
     """Where the client's trained tensors stand among those of the whole model."""
 
-    together: Together | None
+    together: SharedAdapterGroup | None
     """Those that it shares its adapters with; None where they are its own."""
 
     def close(self, what: str, done: int, payloads: Payloads) -> None:
@@ -326,11 +329,11 @@ class Half(Protocol):
         """Whether a message can be read: not while others have to step first."""
         ...
 
-    def read(self, what: str, done: int, payloads: Payloads) -> Question:
+    def read(self, what: str, done: int, payloads: Payloads) -> ParsedRequest:
         """The question that this message is; raises `ProtocolError` where it is none that may come now."""
         ...
 
-    def answer(self, question: Question, found: Sequence[Read]) -> dict[str, bytes]:
+    def answer(self, question: ParsedRequest, outputs: Sequence[ServerOutput]) -> dict[str, bytes]:
         """What goes back, from what the pass gave of the question's entries."""
         ...
 
@@ -344,60 +347,60 @@ class Half(Protocol):
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Asked:
+class CutRequest:
     """One client's message about its cut, as it came."""
 
-    half: Half
+    half: ServerHalf
     what: str
     done: int
     payloads: Payloads
 
 
-def joined(side: Side, update: Update, own: Update) -> Update:
+def merge_updates(side: CutMessages, update: Update, server_update: Update) -> Update:
     """The whole client's update, of its own and that of its upper half."""
-    params = {**update.params, **own.params}
+    params = {**update.params, **server_update.params}
     return replace(
         update,
-        params=side.job.params if own.params is side.above else {key: params[key] for key in sorted(params)},
-        examples=own.examples,
-        metrics={**update.metrics, **own.metrics},
-        loaded=_loaded(side, update, own),
-        keys=update.keys + own.keys,
+        params=side.job.params if server_update.params is side.above else {key: params[key] for key in sorted(params)},
+        examples=server_update.examples,
+        metrics={**update.metrics, **server_update.metrics},
+        loaded=_loaded_digest(side, update, server_update),
+        keys=update.keys + server_update.keys,
         crossed=dict(side.crossed),
     )
 
 
-def _loaded(side: Side, update: Update, own: Update) -> str | None:
+def _loaded_digest(side: CutMessages, update: Update, server_update: Update) -> str | None:
     """The digest of the whole model where both sides loaded what they were sent; else that of what differs."""
     if update.loaded is None or update.loaded != digest(side.below.params):
         return update.loaded
-    return digest(side.job.params) if own.loaded == digest(side.above) else own.loaded
+    return digest(side.job.params) if server_update.loaded == digest(side.above) else server_update.loaded
 
 
-def answers_to(asked: Sequence[Asked], site: Site) -> list[dict[str, bytes] | ProtocolError | None]:
+def answers_to(requests: Sequence[CutRequest], site: Site) -> list[dict[str, bytes] | ProtocolError | None]:
     """What each is answered, or why it is refused: a client's mistake is its own, not its pack's.
 
     None for who has to wait for others to step.
     """
-    found: dict[int, dict[str, bytes] | ProtocolError | None] = dict.fromkeys(range(len(asked)))
+    answers_by_index: dict[int, dict[str, bytes] | ProtocolError | None] = dict.fromkeys(range(len(requests)))
     questions = {}
-    for k, one in enumerate(asked):
+    for k, one in enumerate(requests):
         try:
             one.half.close(one.what, one.done, one.payloads)
         except ProtocolError as error:
-            found[k] = error
-    for k, one in enumerate(asked):
-        if found[k] is None and one.half.is_ready():
+            answers_by_index[k] = error
+    for k, one in enumerate(requests):
+        if answers_by_index[k] is None and one.half.is_ready():
             try:
                 questions[k] = one.half.read(one.what, one.done, one.payloads)
             except ProtocolError as error:
-                found[k] = error
+                answers_by_index[k] = error
     answers = answer_all(list(questions.values()), site)
-    found |= dict(zip(questions, answers, strict=True))
-    return [found[k] for k in range(len(asked))]
+    answers_by_index |= dict(zip(questions, answers, strict=True))
+    return [answers_by_index[k] for k in range(len(requests))]
 
 
-def answer_all(questions: Sequence[Question], site: Site) -> list[dict[str, bytes]]:
+def answer_all(questions: Sequence[ParsedRequest], site: Site) -> list[dict[str, bytes]]:
     """The answers to questions that wait at one moment, in their order.
 
     Those with a gradient are one pass, the others another, as far as `site.max_tokens` reach; some go `alone`.
@@ -407,17 +410,17 @@ def answer_all(questions: Sequence[Question], site: Site) -> list[dict[str, byte
         packed = [k for k, one in enumerate(questions) if not one.alone]
         alike = [k for k in packed if (questions[k].what in ("loss", "gradient")) is backward]
         for group in _packs(alike, questions, site.max_tokens):
-            found = iter(pass_over([e for k in group for e in questions[k].entries], site, backward=backward))
+            outputs = iter(forward_batch([e for k in group for e in questions[k].entries], site, backward=backward))
             for k in group:
-                own = [next(found) for _ in questions[k].entries]
-                answers[k] = questions[k].half.answer(questions[k], own)
+                own_outputs = [next(outputs) for _ in questions[k].entries]
+                answers[k] = questions[k].half.answer(questions[k], own_outputs)
     return [answers[k] for k in range(len(questions))]
 
 
-def _packs(places: Sequence[int], questions: Sequence[Question], max_tokens: int) -> list[list[int]]:
+def _packs(indices: Sequence[int], questions: Sequence[ParsedRequest], max_tokens: int) -> list[list[int]]:
     packs: list[list[int]] = []
     room = 0
-    for k in places:
+    for k in indices:
         if not packs or questions[k].tokens > room:
             packs.append([])
             room = max_tokens
@@ -426,11 +429,11 @@ def _packs(places: Sequence[int], questions: Sequence[Question], max_tokens: int
     return packs
 
 
-def with_upper(entry: Entry, payloads: Payloads, side: Side, *, place: int = 0) -> Entry:
+def with_upper(entry: ServerInput, payloads: Payloads, side: CutMessages, *, index: int = 0) -> ServerInput:
     """The rows with the gradient of their features, which has come from the client."""
-    rows = side.opened(payloads, place, "gradient").get(ROWS)
+    rows = side.decode(payloads, index, "gradient").get(ROWS)
     if rows is None or rows.shape != (entry.reads, entry.rows.shape[1]):
-        raise side.refused("a gradient")
+        raise side.refusal("a gradient")
     return replace(entry, upper=rows.to(entry.rows.device, copy=True))
 
 
@@ -440,25 +443,25 @@ class TrainingHalf:
     `place` is the model's among those of its job, as its messages have it.
     """
 
-    def __init__(self, job: Job, site: Site, *, together: Together | None = None, place: int = 0) -> None:
-        self.side, self.together, self._place = Side(job, site), together, place
-        self.places = tuple(trained_below(site.backbone, job.params, job.options, self.side.cut))
-        self._member = upper_member(job, site) if together is None else together.members[job.client]
-        self._waiting: Entry | None = None
+    def __init__(self, job: Job, site: Site, *, together: SharedAdapterGroup | None = None, index: int = 0) -> None:
+        self.side, self.together, self._index = CutMessages(job, site), together, index
+        self.places = tuple(client_side_indices(site.backbone, job.params, job.options, self.side.cut))
+        self._member = server_side_trainer(job, site) if together is None else together.members[job.client]
+        self._waiting: ServerInput | None = None
         self._open = 0  # examples of the step that is to be closed
 
-    def read(self, what: str, done: int, payloads: Payloads) -> Question:
+    def read(self, what: str, done: int, payloads: Payloads) -> ParsedRequest:
         """Rows to train on, or the gradient of the features that went down; what the last step left comes before."""
         self.close(what, done, payloads)
         assert self.is_ready(), "who shares adapters is read when all have stepped"
         if self._waiting is not None:
-            entry, self._waiting = with_upper(self._waiting, payloads, self.side, place=self._place), None
+            entry, self._waiting = with_upper(self._waiting, payloads, self.side, index=self._index), None
         else:
             if done >= self._member.steps:
                 raise ProtocolError(f"{self.side.job.client} goes on after its {self._member.steps} steps")
             dropout = self._member.dropout(done)
-            entry = self.side.entry(payloads, self._place, self._member.params, dropout, wants=bool(self.places))
-        return Question(half=self, what=what, entries=(entry,))
+            entry = self.side.entry(payloads, self._index, self._member.params, dropout, wants=bool(self.places))
+        return ParsedRequest(half=self, what=what, entries=(entry,))
 
     def close(self, what: str, done: int, payloads: Payloads) -> None:
         """Step, or tell the others that it can, before the next question."""
@@ -471,20 +474,20 @@ class TrainingHalf:
         """Whether the adapters are where this client's steps are."""
         return self._waiting is not None or self.together is None or self.together.done == self.side.done
 
-    def answer(self, question: Question, found: Sequence[Read]) -> dict[str, bytes]:
+    def answer(self, question: ParsedRequest, outputs: Sequence[ServerOutput]) -> dict[str, bytes]:
         """Features, or the gradient of the rows with the norms of this half's gradients."""
-        ((entry,), (read,)) = question.entries, found
+        ((entry,), (read,)) = question.entries, outputs
         side, wire, answer = self.side, self.side.cut.wire, dict[str, bytes]()
         if question.what == "features":
             self._waiting = entry
-            return {f"{self._place}/activation": side.sent(encode_rows(read.features, wire=wire), "activation")}
+            return {f"{self._index}/activation": side.count_sent(encode_rows(read.features, wire=wire), "activation")}
         if read.loss is not None:
             self._member.losses.append(read.loss.detach())
         self.side.done, self._open = self.side.done + 1, entry.reads
         if entry.rows.grad is not None:
-            answer[f"{self._place}/gradient"] = side.sent(encode_rows(entry.rows.grad, wire=wire), "gradient")
+            answer[f"{self._index}/gradient"] = side.count_sent(encode_rows(entry.rows.grad, wire=wire), "gradient")
         if self._member.options.clip > 0:
-            answer[f"{self._place}/control"] = side.sent(encode_tensors({NORMS: self._member.norms()}), "control")
+            answer[f"{self._index}/control"] = side.count_sent(encode_tensors({NORMS: self._member.norms()}), "control")
         return answer
 
     def step(self, payloads: Payloads) -> None:
@@ -493,10 +496,10 @@ class TrainingHalf:
             return
         norms, count, self._open = None, self._open, 0
         if self._member.options.clip > 0:
-            others = self.side.opened(payloads, self._place, "control").get(NORMS)
+            others = self.side.decode(payloads, self._index, "control").get(NORMS)
             if others is None or others.dtype is not torch.float32 or others.shape != (len(self.places),):
-                raise self.side.refused("norms")
-            norms = joined_norms(others.to(self._member.norms()), self._member.norms(), self.places)
+                raise self.side.refusal("norms")
+            norms = merge_norms(others.to(self._member.norms()), self._member.norms(), self.places)
         if self.together is None:
             self._member.step(self.side.done - 1, norms=norms)
         else:
@@ -528,18 +531,18 @@ class TrainingHalf:
     def end(self, payloads: Payloads) -> Update:
         """The trained upper part."""
         self.last(payloads)
-        side, own = self.side, self._member.update(0.0)
-        here = {"loss": own.metrics["loss"]} if side.cut.head == "server" else {}
-        return replace(own, metrics={**here, "steps": float(side.done)})
+        side, update = self.side, self._member.update(0.0)
+        here = {"loss": update.metrics["loss"]} if side.cut.head == "server" else {}
+        return replace(update, metrics={**here, "steps": float(side.done)})
 
 
 class EvaluationHalf:
     """Goes on from rows without training; the scores are there where the head is."""
 
     def __init__(self, job: Job, site: Site) -> None:
-        self.side = Side(job, site)
+        self.side = CutMessages(job, site)
         self.places: tuple[int, ...] = ()
-        self.together: Together | None = None
+        self.together: SharedAdapterGroup | None = None
         self._params = on_device(self.side.above, site)
         self._task = site.data[job.client].task
         self._examples = len(site.data[job.client].splits[job.options.split])
@@ -557,20 +560,22 @@ class EvaluationHalf:
     def last(self, payloads: Payloads) -> None:
         """Nothing is left to be told."""
 
-    def read(self, what: str, done: int, payloads: Payloads) -> Question:
+    def read(self, what: str, done: int, payloads: Payloads) -> ParsedRequest:
         """Rows of some examples, each of which comes once."""
         self.close(what, done, payloads)
         entry = self.side.entry(payloads, 0, self._params, Dropout(p=0.0, seed=0, path=()), wants=False)
         self._scored += len(entry.lengths)
-        return Question(half=self, what=what, entries=(entry,))
+        return ParsedRequest(half=self, what=what, entries=(entry,))
 
-    def answer(self, question: Question, found: Sequence[Read]) -> dict[str, bytes]:
+    def answer(self, question: ParsedRequest, outputs: Sequence[ServerOutput]) -> dict[str, bytes]:
         """Features, or nothing where the scores are here."""
-        ((entry,), (read,)) = question.entries, found
+        ((entry,), (read,)) = question.entries, outputs
         self.side.done += 1
         if read.logits is None or entry.labels is None:
-            return {"0/activation": self.side.sent(encode_rows(read.features, wire=self.side.cut.wire), "activation")}
-        self._outputs.append(kept(read.logits, entry.labels, self._task))
+            return {
+                "0/activation": self.side.count_sent(encode_rows(read.features, wire=self.side.cut.wire), "activation")
+            }
+        self._outputs.append(scored_outputs(read.logits, entry.labels, self._task))
         self._labels.append(entry.labels.cpu())
         return {}
 

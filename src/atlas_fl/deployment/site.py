@@ -14,9 +14,9 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from atlas_fl.client.job import ClientTokens, Job, Update, fresh
+from atlas_fl.client.job import ClientTokens, Job, Update, initial_params
 from atlas_fl.client.job import Site as AdapterSite
-from atlas_fl.client.local_training import trained_below
+from atlas_fl.client.local_training import client_side_indices
 from atlas_fl.client.registry import ACTIONS
 from atlas_fl.config import Config, config_hash, parse_config
 from atlas_fl.config.schema import ALL_CLASSES, NONE
@@ -262,7 +262,7 @@ class Home:
         return Outline(
             like=like,
             names=self._names,
-            places=lambda cut, options: tuple(trained_below(whole, like, options, cut)),
+            places=lambda cut, options: tuple(client_side_indices(whole, like, options, cut)),
             blocks=len(whole.blocks),
         )
 
@@ -277,7 +277,7 @@ class Home:
     def _initial_params(self, ranks: Mapping[str, int]) -> Params:
         """The shared initialisation of these modules at these ranks, and of the head."""
         whole, modules = self._outline
-        return fresh(whole, modules, ranks=ranks, task=self._client.task, seed=self._config.run.seed)
+        return initial_params(whole, modules, ranks=ranks, task=self._client.task, seed=self._config.run.seed)
 
 
 def _fingerprint(backbone: Backbone) -> str:

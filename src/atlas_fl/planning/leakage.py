@@ -22,7 +22,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from atlas_fl.client.batching import Row, chunks, make_row
+from atlas_fl.client.batching import PackedBatch, collate_packed, split_by_tokens
 from atlas_fl.errors import ConfigError, DataError
 from atlas_fl.models.attention import PackedLayout
 from atlas_fl.models.backbone import Backbone, embed_tokens, run_blocks
@@ -103,7 +103,7 @@ class CutLeakage:
 class _TextSample:
     """Some texts of a task, in packed rows that fit the memory of a pack, and their hidden states so far."""
 
-    rows: list[Row]
+    rows: list[PackedBatch]
     is_word: Tensor  # (tokens,) bool: all but the marks that a tokenizer sets around every text
     ids: Tensor  # (words,) int64
     hidden: list[Tensor]  # of every row, (tokens, hidden)
@@ -141,7 +141,7 @@ def _measure_cut(
     unseen_rows = _received_rows(assembly, unseen_texts, name="unseen")
     embeddings = backbone.model.get_input_embeddings().weight.detach().float()
     predicted = token_probe(known_rows, known_texts.ids, unseen_rows, embeddings=embeddings)
-    row = make_row(_first_examples(assembly, task, "test", FISHER_TEXTS), device=backbone.device)
+    row = collate_packed(_first_examples(assembly, task, "test", FISHER_TEXTS), device=backbone.device)
     embedded = embed_tokens(backbone, row.ids, row.types, row.layout)
     with torch.enable_grad():
         dfil = fisher_leakage(backbone, embedded, row.layout, blocks=blocks, seed=assembly.config.run.seed)
@@ -176,10 +176,10 @@ def _run_further_blocks(assembly: Assembly, texts: _TextSample, blocks: range) -
 def _sample_texts(assembly: Assembly, task: str, split: Split, max_texts: int) -> _TextSample:
     backbone, parts = assembly.site.backbone, _first_examples(assembly, task, split, max_texts)
     rows = [
-        make_row(
+        collate_packed(
             [parts[index].take(np.arange(len(parts[index]))[part]) for index, part in chunk], device=backbone.device
         )
-        for chunk in chunks([part.lengths for part in parts], assembly.site.max_tokens)
+        for chunk in split_by_tokens([part.lengths for part in parts], assembly.site.max_tokens)
     ]
     ids = torch.cat([row.ids for row in rows])
     is_word = ~torch.isin(ids, torch.tensor(_special_token_ids(assembly), device=ids.device))

@@ -16,7 +16,7 @@ from typing import TypeAlias
 import numpy as np
 import torch
 
-from atlas_fl.client.fingerprint import is_look, parts_message, verdict
+from atlas_fl.client.fingerprint import agreement_message, is_agreement_check, parts_message
 from atlas_fl.client.importance import last_weights, sums_message
 from atlas_fl.client.options import FingerprintOptions
 from atlas_fl.data.clients import ClientData
@@ -147,7 +147,7 @@ def _warm_up_bytes(traffic: _ClientTraffic, options: FingerprintOptions) -> Size
     checks = num_agreement_checks(options)
     factors = sum(name.endswith(LORA_B) for name in client_side)
     sizes["up"] += 2 * (checks + 1) * _sketch_part_bytes(factors, options)
-    sizes["down"] += checks * encoded_size(verdict(True))
+    sizes["down"] += checks * encoded_size(agreement_message(True))
     return dict(sizes)
 
 
@@ -166,7 +166,7 @@ def warm_up_counts(examples: int, options: FingerprintOptions) -> list[list[int]
 
 def num_agreement_checks(options: FingerprintOptions) -> int:
     """How often a warm-up checks the agreement of its halves, where it takes all its steps."""
-    return sum(is_look(step, options) for step in range(1, options.steps + 1))
+    return sum(is_agreement_check(step, options) for step in range(1, options.steps + 1))
 
 
 def _step_sizes(examples: int, options: FingerprintOptions) -> list[int]:

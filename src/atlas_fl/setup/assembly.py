@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from atlas_fl.client.job import ClientTokens, Prompts, Site, Trainable, fresh, patches
+from atlas_fl.client.job import ClientTokens, Prompts, Site, Trainable, image_tokens, initial_params
 from atlas_fl.config import Config, DataConfig, parse_arrivals
 from atlas_fl.config.schema import ALL_CLASSES
 from atlas_fl.config.training_checks import no_fp16
@@ -126,7 +126,7 @@ class Assembly:
     def _initial_head(self, task: Task) -> Params:
         backbone, seed = self.site.backbone, self.config.run.seed
         if backbone.vision is None:
-            return fresh(backbone, {}, ranks={}, task=task, seed=seed)
+            return initial_params(backbone, {}, ranks={}, task=task, seed=seed)
         weight = torch.empty(task.num_labels, backbone.width)
         weight.normal_(std=HEAD_STD, generator=torch_generator(seed, "head", task.name))
         return {HEAD + "bias": torch.zeros(task.num_labels), HEAD + "weight": weight}
@@ -134,7 +134,9 @@ class Assembly:
     def initial_params(self, client: ClientData, ranks: tuple[int, ...]) -> Params:
         """The initial adapters at these ranks per layer and the head: the same for every client of a task."""
         site, module_ranks = self.site, {name: ranks[self.layer_of[name]] for name in self.site.modules}
-        return fresh(site.backbone, site.modules, ranks=module_ranks, task=client.task, seed=self.config.run.seed)
+        return initial_params(
+            site.backbone, site.modules, ranks=module_ranks, task=client.task, seed=self.config.run.seed
+        )
 
 
 def source_of(config: Config) -> Source:
@@ -312,7 +314,7 @@ def tokenise(
     """
     task = client.task
     if backbone.vision is not None:
-        return patches(client, length=tokens_per_image(backbone.vision) if trainable == "lora" else 1)
+        return image_tokens(client, length=tokens_per_image(backbone.vision) if trainable == "lora" else 1)
     limit = min(config.max_length or task.max_length, max_sequence_length(backbone))
     examples: dict[Split, Examples] = {"train": client.train, "validation": client.validation, "test": client.test}
     splits = {name: as_texts(rows, task=task.name) for name, rows in examples.items()}

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import torch
 
 from atlas_fl.client.job import Job, Update
-from atlas_fl.client.split_server import joined
+from atlas_fl.client.split_server import merge_updates
 from atlas_fl.params import digest
 
 BELOW, ABOVE = {"b.lora_B": torch.zeros(2)}, {"a.lora_B": torch.ones(2), "c.lora_B": torch.ones(2)}
@@ -33,7 +33,7 @@ def test_each_half_gives_what_it_knows() -> None:
         keys=1,
         crossed={("label", "up"): 1},
     )
-    found = joined(side(), told, own)
+    found = merge_updates(side(), told, own)
     assert list(found.params) == ["a.lora_B", "b.lora_B", "c.lora_B"]
     assert [float(value[0]) for value in found.params.values()] == [2.0, 3.0, 2.0]
     assert (found.examples, found.keys) == (7, 3)
@@ -44,14 +44,14 @@ def test_each_half_gives_what_it_knows() -> None:
 
 def test_who_trained_nothing_has_the_very_model_of_its_job() -> None:
     own = side()
-    assert joined(own, update(BELOW), update(own.above)).params is own.job.params
+    assert merge_updates(own, update(BELOW), update(own.above)).params is own.job.params
 
 
 def test_what_was_loaded_is_the_whole_where_both_halves_are_as_sent_and_else_what_differs() -> None:
     right, wrong = {"loaded": digest(BELOW)}, {"loaded": "other"}
     above, false = {"loaded": digest(ABOVE)}, {"loaded": "another"}
     found = [
-        joined(side(), update(BELOW, **one), update(ABOVE, **other)).loaded
+        merge_updates(side(), update(BELOW, **one), update(ABOVE, **other)).loaded
         for one, other in ((right, above), (wrong, above), (right, false), (wrong, false), ({}, above))
     ]
     assert found == [digest(WHOLE), "other", "another", "other", None]

@@ -75,7 +75,7 @@ def test_a_fingerprint_of_the_last_blocks_sends_rows_and_labels_and_gets_nothing
     site, job = client(tiny_of("bert"), site_of, spec_of, "fingerprint fisher", Cut(blocks=1))
     found, crossing, _ = over_the_cut("fingerprint", job, tiny_of("bert"), site)
     assert set(found.crossed) == {("activation", "up"), ("label", "up")}
-    assert [what for what, _, _ in crossing.far.asked] == ["loss"] * 2 * job.options.batches
+    assert [what for what, _, _ in crossing.server.asked] == ["loss"] * 2 * job.options.batches
 
 
 @pytest.mark.parametrize("head", ["client", "server"])
@@ -86,7 +86,7 @@ def test_a_warm_up_over_the_cut_ends_where_the_whole_models_does(tiny_of, site_o
     found, crossing, _ = over_the_cut("fingerprint", early, tiny_of("bert"), site)
     assert_same(found, whole)
     assert found.metrics["steps"] == early.options.stride == 2
-    assert [what for what, _, _ in crossing.far.asked].count("agree") == 1
+    assert [what for what, _, _ in crossing.server.asked].count("agree") == 1
     assert dict(found.crossed) == dict(ACTIONS["fingerprint"]([early], site)[0].crossed)
 
 

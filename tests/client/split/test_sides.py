@@ -12,8 +12,8 @@ from atlas_fl.client.job import Job, Site, Update
 from atlas_fl.client.local_training import train
 from atlas_fl.client.options import EvaluateOptions, FingerprintOptions, TrainOptions
 from atlas_fl.client.registry import CLIENT_SIDE, SERVER_SIDE
-from atlas_fl.client.split_client import Crossing, crossing_of
-from atlas_fl.client.split_server import Half, answer_all, joined
+from atlas_fl.client.split_client import ClientSide, client_side_of
+from atlas_fl.client.split_server import ServerHalf, answer_all, merge_updates
 from atlas_fl.errors import ProtocolError
 from atlas_fl.models.loading import load_backbone
 from atlas_fl.split.channel import Cut
@@ -30,7 +30,7 @@ LOOK = FingerprintOptions(kind="fisher", sketch_dim=16, train=PLAIN, batches=1, 
 class Direct:
     """The way to a half in the same process."""
 
-    def __init__(self, half: Half, site: Site) -> None:
+    def __init__(self, half: ServerHalf, site: Site) -> None:
         self.half, self.site, self.asked = half, site, list[tuple[str, int, Mapping[str, bytes]]]()
 
     def ask(self, what: str, done: int, payloads: Mapping[str, bytes]) -> Mapping[str, bytes]:
@@ -38,15 +38,15 @@ class Direct:
         return answer_all([self.half.read(what, done, payloads)], self.site)[0]
 
 
-def over_the_cut(action: str, job: Job, tiny, site: Site) -> tuple[Update, Crossing, Half]:
+def over_the_cut(action: str, job: Job, tiny, site: Site) -> tuple[Update, ClientSide, ServerHalf]:
     half = SERVER_SIDE[action](job, site)
     update, crossing = below(job, tiny, site, action, half)
-    return joined(half.side, update, half.end(crossing.closing)), crossing, half
+    return merge_updates(half.side, update, half.end(crossing.closing)), crossing, half
 
 
-def below(job: Job, tiny, site: Site, action: str, half: Half) -> tuple[Update, Crossing]:
+def below(job: Job, tiny, site: Site, action: str, half: ServerHalf) -> tuple[Update, ClientSide]:
     """What the client makes of the job with no more than its part of the model."""
-    crossing = crossing_of(half.side.below, site, places=half.places, far=Direct(half, site))
+    crossing = client_side_of(half.side.below, site, indices=half.places, server=Direct(half, site))
     part = dataclasses.replace(site, backbone=load_client_part(str(tiny.path), blocks=job.cut.blocks))
     return CLIENT_SIDE[action](half.side.below, part, crossing), crossing
 
@@ -82,7 +82,7 @@ def test_two_machines_end_in_the_bits_and_bytes_of_the_simulation(tiny, site_of,
         assert_same(found, expected)
         assert half.side.below.params.keys() | half.side.above.keys() == job.params.keys()
         assert not half.side.below.params.keys() & half.side.above.keys()
-        told = [payloads for _, _, payloads in crossing.far.asked] + [crossing.closing]
+        told = [payloads for _, _, payloads in crossing.server.asked] + [crossing.closing]
         up = sum(size for (_, way), size in found.crossed.items() if way == "up")
         assert up == sum(len(message) for payloads in told for message in payloads.values())
 
@@ -123,7 +123,7 @@ def test_the_server_does_not_take_a_sites_noise_off_with_all_that_it_knows(
 def first_rows(action: str, job: Job, site: Site, tiny) -> torch.Tensor:
     """What the server gets first of a job."""
     _, crossing, _ = over_the_cut(action, job, tiny, site)
-    return decode_rows(crossing.far.asked[0][2]["0/activation"])[0]
+    return decode_rows(crossing.server.asked[0][2]["0/activation"])[0]
 
 
 @pytest.mark.parametrize("max_tokens", [1, 4096])
@@ -149,7 +149,7 @@ def test_a_pack_of_suffixes_gives_each_what_it_gets_alone(tiny_of, site_of, spec
     site, jobs = federation(tiny, site_of, spec_of, cuts)
     jobs[2] = dataclasses.replace(jobs[2], options=EvaluateOptions(split="test"))
     actions = ["train", "train", "evaluate"]
-    asked = [over_the_cut(action, job, tiny, site)[1].far.asked for action, job in zip(actions, jobs)]
+    asked = [over_the_cut(action, job, tiny, site)[1].server.asked for action, job in zip(actions, jobs)]
     together, alone = ([SERVER_SIDE[a](job, site) for a, job in zip(actions, jobs)] for _ in range(2))
     for turn in range(1 if head == "server" else 2):
         now = (0, 1, 2) if turn == 0 else (0, 1)
@@ -166,14 +166,14 @@ def test_those_who_ask_at_one_moment_are_one_pass_as_far_as_the_memory_reaches(
     tiny_of, site_of, spec_of, monkeypatch
 ) -> None:
     site, jobs = federation(tiny_of("bert"), site_of, spec_of, [Cut(blocks=1), Cut(blocks=2)])
-    asked = [over_the_cut("train", job, tiny_of("bert"), site)[1].far.asked[0] for job in jobs]
-    sizes, plain = list[int](), split_server.pass_over
+    asked = [over_the_cut("train", job, tiny_of("bert"), site)[1].server.asked[0] for job in jobs]
+    sizes, plain = list[int](), split_server.forward_batch
 
     def counted(entries, *args, **how):
         sizes.append(len(entries))
         return plain(entries, *args, **how)
 
-    monkeypatch.setattr(split_server, "pass_over", counted)
+    monkeypatch.setattr(split_server, "forward_batch", counted)
     for max_tokens in (4096, 1):
         small = dataclasses.replace(site, max_tokens=max_tokens)
         answer_all([SERVER_SIDE["train"](job, small).read(*own) for job, own in zip(jobs, asked)], small)
@@ -221,7 +221,7 @@ def test_questions_out_of_turn_and_work_that_is_missing_are_refused(tiny_of, sit
         with pytest.raises(ProtocolError, match=f"asks for '{what}' after {done} steps, and loss after"):
             half.read(what, done, {})
     with pytest.raises(ProtocolError, match="goes on after its"):
-        half.read("loss", half.side.done, crossing.far.asked[1][2])
+        half.read("loss", half.side.done, crossing.server.asked[1][2])
     with pytest.raises(ProtocolError, match="ends after 0 of"):
         SERVER_SIDE["train"](job, site).end({})
     scored = SERVER_SIDE["evaluate"](dataclasses.replace(job, options=EvaluateOptions(split="test")), site)

@@ -1,6 +1,6 @@
 """When halves that share adapters step: all whose turn it is, and not before."""
 
-from atlas_fl.client.split_server import Together
+from atlas_fl.client.split_server import SharedAdapterGroup
 
 
 class Stub:
@@ -27,8 +27,8 @@ class Set:
         self.steps.append((done, dict(moving)))
 
 
-def together(**members: Stub) -> tuple[Together, Set]:
-    found, shared = Together([], None), Set()
+def together(**members: Stub) -> tuple[SharedAdapterGroup, Set]:
+    found, shared = SharedAdapterGroup([], None), Set()
     found.members, found._sets = dict(members), [shared]
     return found, shared
 

@@ -284,13 +284,13 @@ def test_a_client_that_dies_in_the_middle_begins_its_job_again(clients, dies_at:
 
 def test_those_who_ask_at_one_moment_share_a_pass(clients, monkeypatch) -> None:
     site, path, jobs = clients
-    site, sizes, plain = dataclasses.replace(site, max_tokens=4096), list[int](), split_server.pass_over
+    site, sizes, plain = dataclasses.replace(site, max_tokens=4096), list[int](), split_server.forward_batch
 
     def counted(entries: Sequence[Any], *args: Any, **how: Any) -> Any:
         sizes.append(len(entries))
         return plain(entries, *args, **how)
 
-    monkeypatch.setattr(split_server, "pass_over", counted)
+    monkeypatch.setattr(split_server, "forward_batch", counted)
     # Not a matter of luck: whoever waits, waits for the others.
     monkeypatch.setattr("atlas_fl.runtime.coordinator.split_server.BATCH_WAIT_SECONDS", 60)
     both = [dataclasses.replace(jobs[k], cut=Cut(blocks=1 + k // 3)) for k in (0, 3)]

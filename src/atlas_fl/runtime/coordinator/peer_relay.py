@@ -19,8 +19,8 @@ import torch
 
 from atlas_fl.aggregation.strategies import check_update
 from atlas_fl.client.job import Job, Update
-from atlas_fl.client.local_training import trained_below
-from atlas_fl.client.split_server import Payloads, Side, joined
+from atlas_fl.client.local_training import client_side_indices
+from atlas_fl.client.split_server import CutMessages, Payloads, merge_updates
 from atlas_fl.errors import ProtocolError
 from atlas_fl.params import PRIVATE, Params
 from atlas_fl.runtime.coordinator.client_registry import ClientProxy, printable_reason
@@ -45,7 +45,7 @@ class HostedTask:
     """The server half of one guest's job at its host."""
 
     id: str
-    side: Side
+    side: CutMessages
     host: str
     action: str
     num_tokens: int = 0
@@ -88,7 +88,7 @@ class HostedTask:
         if what not in ("loss", "gradient"):
             return {}
         names = [name for name in job.params if name != PRIVATE and not name.endswith(job.options.frozen)]
-        num_below = len(trained_below(backbone, names, job.options, self.side.cut))
+        num_below = len(client_side_indices(backbone, names, job.options, self.side.cut))
         clipped = job.options.clip > 0
         return {
             "0/gradient": (self.num_tokens if num_below else 0, backbone.hidden),
@@ -159,7 +159,7 @@ class PeerRelay:
             self._outboxes[old.host].stale = True
         if host is None:
             return split_server.begin_job(number, action, job)
-        side = Side(job, split_server.site)
+        side = CutMessages(job, split_server.site)
         task = HostedTask(f"{number}.{next(self._task_numbers)}", side, host, action)
         self._tasks[number] = task
         guest, digests = self._clients[job.client], self._clients[host].hosted_digests
@@ -172,7 +172,9 @@ class PeerRelay:
         tensors = {**params, f"/{GUEST_INFO}": torch.frombuffer(bytearray(guest_info), dtype=torch.uint8)}
         self._enqueue(task, {**head, "kind": "begin", "client": job.client}, tensors)
         names, options = job.params, job.options
-        client_side = trained_below(split_server.site.backbone, names, options, side.cut) if action == "train" else []
+        client_side = (
+            client_side_indices(split_server.site.backbone, names, options, side.cut) if action == "train" else []
+        )
         part = split_server.part_digest(side.cut.blocks)
         return side.below, Told(places=tuple(client_side), tokens=split_server.site.max_tokens, part=part)
 
@@ -252,7 +254,7 @@ class PeerRelay:
             host_update = read_update(*reply, job=replace(side.job, params=side.above))
             if host_update.params is not side.above:
                 check_update(side.above, host_update.params)
-            whole = joined(side, update, host_update)
+            whole = merge_updates(side, update, host_update)
             check_answer(expected, whole)
         except ProtocolError as error:
             self._return_to_server(task, str(error))

@@ -13,8 +13,8 @@ import torch
 from atlas_fl.client.job import Job, Site, Update
 from atlas_fl.client.options import EvaluateOptions
 from atlas_fl.client.registry import ACTIONS, CLIENT_SIDE, SERVER_SIDE
-from atlas_fl.client.split_client import crossing_of
-from atlas_fl.client.split_server import Asked, Half, Payloads, answers_to
+from atlas_fl.client.split_client import client_side_of
+from atlas_fl.client.split_server import CutRequest, Payloads, ServerHalf, answers_to
 from atlas_fl.errors import AtlasError, ModelError, ProtocolError, one_line
 from atlas_fl.events import OnEvent, PhaseStarted
 from atlas_fl.params import Params, digest
@@ -32,7 +32,7 @@ from atlas_fl.storage.jsonl import from_json
 class HostedClients:
     """The server halves of other clients that one site hosts."""
 
-    _halves: dict[str, Half] = field(default_factory=dict)
+    _halves: dict[str, ServerHalf] = field(default_factory=dict)
     _models: dict[str, Params] = field(default_factory=dict)
     """By guest, the model that the server half of its last job began with."""
 
@@ -52,7 +52,7 @@ class HostedClients:
         self._halves = {key: half for key, half in self._halves.items() if key in live}
         self._models = {key: model for key, model in self._models.items() if key in guests}
         answers: dict[int, tuple[Head, Params]] = {}
-        requests: dict[int, Asked] = {}
+        requests: dict[int, CutRequest] = {}
         for index, item in enumerate(items):
             key, item_params = str(item.get("half")), item_tensors(tensors, index)
             try:
@@ -71,7 +71,7 @@ class HostedClients:
         sent = {f"{n}:{key}": tensor for n, index in enumerate(answers) for key, tensor in answers[index][1].items()}
         return {"kind": "hosted", "items": heads}, sent
 
-    def _begin_half(self, item: Mapping[str, Any], tensors: Params, site: Site) -> Half:
+    def _begin_half(self, item: Mapping[str, Any], tensors: Params, site: Site) -> ServerHalf:
         """A new server half for a guest whose job begins, for the first time or again."""
         guest, guest_info = str(item.get("client")), tensors.get(f"/{GUEST_INFO}")
         above = {key: tensor for key, tensor in tensors.items() if key != f"/{GUEST_INFO}"} or self._models.get(guest)
@@ -85,16 +85,16 @@ class HostedClients:
             raise ProtocolError(f"{action} of a guest without a cut; install the server's version of atlas-fl")
         return SERVER_SIDE[action](job, replace(site, data={**site.data, guest: data}))
 
-    def _half_of(self, key: str) -> Half:
+    def _half_of(self, key: str) -> ServerHalf:
         if key not in self._halves:
             raise ProtocolError("a guest asks for what its host does not have; install the same atlas-fl on both ends")
         return self._halves[key]
 
-    def _cut_request(self, key: str, item: Mapping[str, Any], tensors: Params) -> Asked:
+    def _cut_request(self, key: str, item: Mapping[str, Any], tensors: Params) -> CutRequest:
         what, done = item.get("what"), item.get("done")
         if not isinstance(what, str) or type(done) is not int:
             raise ProtocolError("a question about a cut names no step or kind; install the same atlas-fl on both ends")
-        return Asked(half=self._half_of(key), what=what, done=done, payloads=read_payloads(tensors))
+        return CutRequest(half=self._half_of(key), what=what, done=done, payloads=read_payloads(tensors))
 
     def _finish_half(self, key: str, tensors: Params) -> tuple[Head, Params]:
         half = self._half_of(key)
@@ -183,7 +183,7 @@ class JobCancelledError(Exception):
 
 @dataclass(frozen=True, kw_only=True)
 class RemoteCutChannel:
-    """The server half as its client reaches it, over the stream of the job (`client.split_client.Far`)."""
+    """The server half as its client reaches it, over the stream of the job (`client.split_client.ServerLink`)."""
 
     link: Exchange
     number: int
@@ -291,8 +291,8 @@ class SiteClient:
             if job.cut is None or cut_info is None:
                 (update,) = self.actions[action]([job], site)
             else:
-                crossing = crossing_of(
-                    job, site, places=cut_info.places, far=RemoteCutChannel(link=self.link, number=number)
+                crossing = client_side_of(
+                    job, site, indices=cut_info.places, server=RemoteCutChannel(link=self.link, number=number)
                 )
                 update = CLIENT_SIDE[action](job, site, crossing)
                 closing_messages = crossing.closing

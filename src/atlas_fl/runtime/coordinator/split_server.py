@@ -17,7 +17,15 @@ import torch
 
 from atlas_fl.client.job import Job, Site, Update
 from atlas_fl.client.registry import SERVER_SIDE
-from atlas_fl.client.split_server import Asked, Half, Payloads, Together, TrainingHalf, answers_to, joined
+from atlas_fl.client.split_server import (
+    CutRequest,
+    Payloads,
+    ServerHalf,
+    SharedAdapterGroup,
+    TrainingHalf,
+    answers_to,
+    merge_updates,
+)
 from atlas_fl.errors import ProtocolError
 from atlas_fl.models.loading import first_block_tensors
 from atlas_fl.params import Params, digest, select
@@ -32,7 +40,7 @@ ResultT = TypeVar("ResultT")
 
 @dataclass(eq=False)
 class _PendingRequest:
-    request: Asked
+    request: CutRequest
     answer: "asyncio.Future[dict[str, bytes] | None]"
 
 
@@ -42,11 +50,11 @@ class SplitServer:
     def __init__(self, site: Site) -> None:
         self.site = site
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="atlas-split-server")
-        self._halves: dict[int, Half] = {}
+        self._halves: dict[int, ServerHalf] = {}
         self._waiting: list[_PendingRequest] = []
         self._deferred: list[_PendingRequest] = []
-        self._finishing: list[tuple[Together, asyncio.Future[bool]]] = []
-        self._group_by_client: dict[str, Together] = {}
+        self._finishing: list[tuple[SharedAdapterGroup, asyncio.Future[bool]]] = []
+        self._group_by_client: dict[str, SharedAdapterGroup] = {}
         self._runner: asyncio.Task[None] | None = None
         self._new_request = asyncio.Event()
         self._part_digests: dict[int, str] = {}
@@ -70,10 +78,10 @@ class SplitServer:
             self._form_group(group)
 
     def _form_group(self, jobs: Sequence[Job]) -> None:
-        group = Together(jobs, self.site)
+        group = SharedAdapterGroup(jobs, self.site)
         self._group_by_client |= {job.client: group for job in jobs}
 
-    def _restart_group(self, group: Together, *, without: str | None = None) -> None:
+    def _restart_group(self, group: SharedAdapterGroup, *, without: str | None = None) -> None:
         """Void what this group has trained; its clients begin again, without the one that is gone."""
         group.is_void = True
         for job in group.jobs:
@@ -133,7 +141,7 @@ class SplitServer:
                 return None
             half.together.begun.add(half.side.job.client)
         future = asyncio.get_running_loop().create_future()
-        request = Asked(half=half, what=what, done=done, payloads=read_payloads(tensors))
+        request = CutRequest(half=half, what=what, done=done, payloads=read_payloads(tensors))
         self._waiting.append(_PendingRequest(request, future))
         self._start_runner()
         answer = await future
@@ -150,9 +158,9 @@ class SplitServer:
         if half.together is not None and not await self._wait_for_group(half, half.together, payloads):
             return None
         self._halves.pop(number, None)
-        return await self._compute(lambda: joined(half.side, update, half.end(payloads)))
+        return await self._compute(lambda: merge_updates(half.side, update, half.end(payloads)))
 
-    async def _wait_for_group(self, half: Half, group: Together, payloads: Payloads) -> bool:
+    async def _wait_for_group(self, half: ServerHalf, group: SharedAdapterGroup, payloads: Payloads) -> bool:
         """Wait until the group has taken all its steps; False where it became void."""
         if group.is_void:
             return False
