@@ -27,7 +27,7 @@ from typing import Any
 import torch
 from transformers import BertConfig, BertModel, ViTConfig, ViTImageProcessorPil, ViTModel
 
-from atlas_fl.audit.check import audit, damaged_files
+from atlas_fl.audit.check import audit_run, damaged_files
 from atlas_fl.cli.main import main as atlas
 from atlas_fl.config import Config, load_config, with_values
 from atlas_fl.config.presets import find_preset
@@ -234,7 +234,7 @@ def through_commands(folder: Path, file: str, whole: Path, *, expected: str) -> 
     else:
         left, right = (encode_tensors(checkpoint.load(one / "checkpoints/round-0003").tensors) for one in (copy, whole))
         assert left == right, f"{file}: the run ends in other bits"
-        assert file.startswith("audit/") or audit(copy).ok, f"{file}: the audit of the resumed run fails"
+        assert file.startswith("audit/") or audit_run(copy).ok, f"{file}: the audit of the resumed run fails"
 
 
 def command(*words: str) -> tuple[int, str]:

@@ -13,7 +13,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from atlas_fl.audit.check import audit as audit_run  # noqa: F401
+    from atlas_fl.audit.check import audit_run as audit_run
     from atlas_fl.audit.report import AuditReport as AuditReport
     from atlas_fl.audit.run_files import read_audited as read_audited
     from atlas_fl.clustering.result import Clustering as Clustering
@@ -104,16 +104,12 @@ _HOMES = {
 """The names above by the module that they come from."""
 
 _PUBLIC = {name: module for module, names in _HOMES.items() for name in names.split()}
-_ELSEWHERE = {
-    "audit_run": "audit",
-}
-"""What they are called at home; here no name may be that of a submodule, which Python would put in its place."""
 
 
 def __getattr__(name: str) -> Any:
     if name not in _PUBLIC:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(import_module(f"{__name__}.{_PUBLIC[name]}"), _ELSEWHERE.get(name, name))
+    value = getattr(import_module(f"{__name__}.{_PUBLIC[name]}"), name)
     globals()[name] = value
     return value
 

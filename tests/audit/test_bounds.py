@@ -6,7 +6,7 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from atlas_fl.audit.bounds import read_bounds
-from atlas_fl.audit.check import audit
+from atlas_fl.audit.check import audit_run
 from atlas_fl.audit.run_files import open_run
 from atlas_fl.config import MixingConfig
 from atlas_fl.errors import CheckpointError
@@ -27,9 +27,9 @@ def leave(run, *, factor):
 def test_an_update_that_was_refused_for_its_norm_had_to_be(tmp_path):
     run = write_run(tmp_path / "run")
     leave(run, factor=1000)
-    assert audit(run).ok
+    assert audit_run(run).ok
     leave(run, factor=1)
-    report = audit(run)
+    report = audit_run(run)
     assert found(report) == {(2, "movie-1", "bounded")}
     assert re.search(
         r"its change is \S+ times the median, and 10 are allowed, but it was not", report.failures[0].detail
@@ -44,7 +44,7 @@ def test_an_update_beyond_the_bound_that_was_mixed_is_found(tmp_path):
             flat[key] = flat[key] * 1000
 
     edit_tensors(run, 1, "trained", blow_up)
-    (row,) = only(audit(run), "bounded")
+    (row,) = only(audit_run(run), "bounded")
     assert (row.round, row.client) == (1, "movie-0")
     assert row.detail.endswith("but it was mixed as it came")
 
@@ -52,30 +52,30 @@ def test_an_update_beyond_the_bound_that_was_mixed_is_found(tmp_path):
 @pytest.mark.parametrize("laplacian", ["random_walk", "symmetric", "metropolis"])
 def test_who_was_refused_is_nobodys_neighbour_and_the_record_says_so(tmp_path, laplacian):
     run = write_run(tmp_path / "run", MixingConfig(strategy="atlas", eta=0.3, laplacian=laplacian))
-    assert audit(run).ok
+    assert audit_run(run).ok
     edit_record(run, 2, without_edges=[])
-    report = audit(run)
+    report = audit_run(run)
     assert only(report, "record")[0].detail == "the updates of ['movie-1'] were refused, and without edges were []"
     assert "mixed" in {row.check for row in report.failures}, "with its edges the others would hold something else"
     edit_record(run, 2, without_edges=["movie-0", "movie-1"])
-    assert only(audit(run), "record")[0].detail.endswith("without edges were ['movie-0', 'movie-1']")
+    assert only(audit_run(run), "record")[0].detail.endswith("without edges were ['movie-0', 'movie-1']")
 
 
 def test_a_run_older_the_bound_has_none(tmp_path):
     run = write_run(tmp_path / "run")
     config = run / "config.toml"
     config.write_text(re.sub(r"\[robust\]\n(.+\n)*", "", config.read_text()))
-    assert "bounded" not in {row.check for row in audit(run).rows}
+    assert "bounded" not in {row.check for row in audit_run(run).rows}
 
 
 def test_who_keeps_the_model_that_it_began_with_is_held_to_it_and_to_the_reason(tmp_path):
     run = write_run(tmp_path / "run")
     edit_record(run, 1, restored={"movie-0": "the mixed model holds values"})
-    assert only(audit(run), "mixed")[0].detail == "it was to keep the model that it began with, but it changed"
+    assert only(audit_run(run), "mixed")[0].detail == "it was to keep the model that it began with, but it changed"
     begun = load_file(run / "audit" / "round-0000" / "start.safetensors")
     own = {key: tensor for key, tensor in begun.items() if key.startswith("movie-0/")}
     edit_tensors(run, 1, "start", lambda flat: flat.update(own))
-    detail = only(audit(run), "mixed", round=1)[0].detail
+    detail = only(audit_run(run), "mixed", round=1)[0].detail
     assert detail.startswith("no update explains why it keeps its model: the largest value is ")
 
 

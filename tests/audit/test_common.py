@@ -4,16 +4,16 @@ import numpy as np
 import pytest
 import torch
 
-from atlas_fl.audit.recompute import common_faults, in_common
-from atlas_fl.audit.run_files import Models, Plan
+from atlas_fl.audit.recompute import common_faults, with_common_tensors
+from atlas_fl.audit.run_files import AuditPlan, Models
 
 CLIENTS = ("a", "b", "c", "d", "e")
 LOW, HIGH = "block.0.q.lora_B", "block.1.q.lora_B"
 
 
-def plan(shared=(0, 1, 0, 0, None), clusters=(0, 0, 0, 1, 0)) -> Plan:
+def plan(shared=(0, 1, 0, 0, None), clusters=(0, 0, 0, 1, 0)) -> AuditPlan:
     """a and c have both blocks in common, b the upper one with them; d is in another cluster, e is whole."""
-    return Plan(
+    return AuditPlan(
         clients=CLIENTS,
         tasks=("t",) * 5,
         examples=(1.0,) * 5,
@@ -38,7 +38,7 @@ def models(**changed: dict[str, float]) -> Models:
 
 
 def faults(trained: Models, after: Models, kept: tuple[str, ...] = ()) -> dict[str, str]:
-    return dict(common_faults(plan(), trained, after, kept=kept))
+    return dict(common_faults(plan(), trained, after, excluded=kept))
 
 
 def test_who_has_something_in_common_is_asked_and_nobody_else() -> None:
@@ -74,7 +74,7 @@ def test_who_took_no_part_or_kept_its_own_model_is_compared_with_nobody() -> Non
 def test_before_the_step_who_took_no_part_has_what_the_first_trained_in_common() -> None:
     before = models()
     trained = {"b": models(b={LOW: 3.0, HIGH: 4.0})["b"], "d": models(d={LOW: 7.0, HIGH: 8.0})["d"]}
-    held = in_common(plan(), {**before, **trained}, trained)
+    held = with_common_tensors(plan(), {**before, **trained}, trained)
     assert {name: (float(own[LOW][0]), float(own[HIGH][0])) for name, own in held.items()} == {
         "a": (0.0, 4.0),
         "b": (3.0, 4.0),
@@ -84,5 +84,5 @@ def test_before_the_step_who_took_no_part_has_what_the_first_trained_in_common()
     }
     assert float(before["a"][HIGH][0]) == 1.0, "what was read is not changed"
     both = {"a": models(a={HIGH: 5.0})["a"], "b": models(b={HIGH: 6.0})["b"]}
-    held = in_common(plan(), {**before, **both}, both)
+    held = with_common_tensors(plan(), {**before, **both}, both)
     assert [float(held[name][HIGH][0]) for name in "abc"] == [5.0, 6.0, 5.0]

@@ -4,14 +4,14 @@ import numpy as np
 import pytest
 import torch
 
-from atlas_fl.audit.check import audit
-from atlas_fl.audit.recompute import Round, Truth, decompose, is_best
-from atlas_fl.audit.run_files import Plan
+from atlas_fl.audit.check import audit_run
+from atlas_fl.audit.recompute import Recomputed, Round, decompose, is_best
+from atlas_fl.audit.run_files import AuditPlan
 from tests.audit.written import edit_tensors, found, write_run
 
 
 def test_the_errors_of_an_honest_run_are_far_below_the_tolerance(tmp_path):
-    report = audit(write_run(tmp_path / "run"))
+    report = audit_run(write_run(tmp_path / "run"))
     worst = max(row.error for row in report.rows if row.error is not None)
     assert 0 < worst < 1e-5
     assert [(one.run, one.round, one.failed) for one in report.rounds()] == [("run", round, 0) for round in (1, 2, 3)]
@@ -28,9 +28,9 @@ def test_an_honest_run_passes_although_divide_and_conquer_fails(tmp_path, monkey
 
     run = write_run(tmp_path / "run")
     monkeypatch.setattr(np.linalg, "svd", fails)
-    assert audit(run).ok
+    assert audit_run(run).ok
     edit_tensors(run, 1, "start", lambda flat: flat["movie-2/layer.1.q.lora_B"].mul_(1.001))
-    assert (1, "movie-2", "mixed") in found(audit(run))
+    assert (1, "movie-2", "mixed") in found(audit_run(run))
     assert calls
 
 
@@ -45,7 +45,7 @@ def near_tie(kept, *, spoil=0.0):
     rng = np.random.default_rng(0)
     left, right = (np.linalg.qr(rng.normal(size=(6, 6)))[0] for _ in range(2))
     values = np.array([3.0, 1.0 + 1e-6, 1.0])
-    plan = Plan(
+    plan = AuditPlan(
         clients=("a", "b"), tasks=("x", "x"), examples=(1.0, 1.0), clusters=(0, 0), ranks=((2,), (1,)),
         adjacency=np.zeros((2, 2)), importance=None, layer_of={}, alpha=None, rslora=False,
     )  # fmt: skip
@@ -59,7 +59,7 @@ def near_tie(kept, *, spoil=0.0):
     before = {"a": factors([0, 1], 2.0), "b": factors([2], 2.0)}
     half = np.full((2, 2), 0.5)
     sides = {"before": before, "after": {"a": after, "b": before["b"]}}
-    return Truth(
+    return Recomputed(
         Round(plan=plan, **sides, weights=lambda _: half, space="product", share=("A", "B"), align="pad")
     ).module(0, "q")
 

@@ -6,18 +6,18 @@ import shutil
 import pytest
 from safetensors.torch import load_file, save_file
 
-from atlas_fl.audit.check import audit
+from atlas_fl.audit.check import audit_run
 from atlas_fl.errors import CheckpointError
 from tests.audit.written import ROUNDS, write_run
 
 
 def test_a_folder_that_is_no_run_is_named(tmp_path):
     with pytest.raises(CheckpointError, match=r"is no run: it has no config\.toml"):
-        audit(tmp_path)
+        audit_run(tmp_path)
     run = write_run(tmp_path / "run")
     shutil.rmtree(run / "audit")
     with pytest.raises(CheckpointError, match="holds no audited round; run it again with --audit"):
-        audit(run)
+        audit_run(run)
 
 
 @pytest.mark.parametrize(
@@ -42,7 +42,7 @@ def test_files_that_cannot_be_read_are_named(tmp_path, file, content, message):
     else:
         (run / file).write_text(content)
     with pytest.raises(CheckpointError, match=message):
-        audit(run)
+        audit_run(run)
 
 
 @pytest.mark.parametrize("name", ["start", "trained"])
@@ -55,7 +55,7 @@ def test_numbers_that_are_none_are_found_and_end_in_no_traceback(tmp_path, name,
     assert key in flat, sorted(flat)[:30]
     flat[key].view(-1)[-1] = value
     save_file(flat, file)
-    failed = [row for row in audit(run).failures if row.check == "names" and "NaN or infinity" in row.detail]
+    failed = [row for row in audit_run(run).failures if row.check == "names" and "NaN or infinity" in row.detail]
     assert key.split("/")[0] in {row.client for row in failed}
 
 
@@ -68,12 +68,12 @@ def test_last_rounds_that_are_missing_are_found(tmp_path, told_by):
         (run / "summary.json").write_text("{}")
     else:
         (run / f"checkpoints/round-{ROUNDS:04d}").mkdir(parents=True)
-    assert audit(run).ok
+    assert audit_run(run).ok
     shutil.rmtree(run / f"audit/round-{ROUNDS:04d}")
-    assert [row.detail for row in audit(run).failures] == [f"no rounds [{ROUNDS}]"]
+    assert [row.detail for row in audit_run(run).failures] == [f"no rounds [{ROUNDS}]"]
 
 
 def test_other_folders_beside_the_rounds_do_not_matter(tmp_path):
     run = write_run(tmp_path / "run")
     (run / "audit/round-0001.bak").mkdir()
-    assert audit(run).ok
+    assert audit_run(run).ok

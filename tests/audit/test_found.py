@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from atlas_fl.audit.check import audit
+from atlas_fl.audit.check import audit_run
 from atlas_fl.config import MixingConfig
 from atlas_fl.params import digest
 from tests.audit.written import CLIENTS, D_IN, ROUNDS, edit_record, edit_tensors, found, only, plan_json, write_run
@@ -18,7 +18,7 @@ def test_a_write_back_that_does_not_happen_is_found(tmp_path):
     def served(_round, updates, start):
         return {client: updates.get(client, start[client]) for client in CLIENTS}
 
-    report = audit(write_run(tmp_path / "run", MixingConfig(eta=0.1), served=served))
+    report = audit_run(write_run(tmp_path / "run", MixingConfig(eta=0.1), served=served))
     moved = only(report, "moved", round=1)
     assert {row.client for row in moved} == set(CLIENTS) - {"pairs-0"}, "who is alone may stay"
     assert moved[0].detail.startswith("3 of 3 were left as trained; ")
@@ -30,7 +30,7 @@ def test_a_write_back_of_the_head_alone_is_found(tmp_path):
     def served(_round, updates, start):
         return {c: {**updates.get(c, start[c]), "head.weight": start[c]["head.weight"]} for c in CLIENTS}
 
-    moved = only(audit(write_run(tmp_path / "run", served=served)), "moved", round=1)
+    moved = only(audit_run(write_run(tmp_path / "run", served=served)), "moved", round=1)
     assert {row.client for row in moved} == set(CLIENTS) - {"pairs-0"}
     assert moved[0].detail.startswith("2 of 3 were left as trained")
 
@@ -39,7 +39,7 @@ def test_a_tiny_step_that_is_left_out_is_found_by_its_bits(tmp_path):
     def served(_round, updates, start):
         return {client: updates.get(client, start[client]) for client in CLIENTS}
 
-    report = audit(write_run(tmp_path / "run", MixingConfig(eta=1e-5), served=served))
+    report = audit_run(write_run(tmp_path / "run", MixingConfig(eta=1e-5), served=served))
     assert not only(report, "mixed"), "too small to be seen by value"
     assert {row.client for row in only(report, "moved", round=1)} == set(CLIENTS) - {"pairs-0"}
 
@@ -51,7 +51,7 @@ def test_clients_that_go_on_with_what_they_trained_are_found(tmp_path):
     loaded = json.loads((run / "audit" / "round-0002" / "record.json").read_text())["loaded"]
     loaded["trec-0"]["digest"] = digest(params)
     edit_record(run, 2, loaded=loaded)
-    report = audit(run)
+    report = audit_run(run)
     assert found(report) == {(2, "trec-0", "loaded")}
     assert report.failures[0].detail.startswith(f"loaded {digest(params)[:12]}, sent was ")
     assert report.rounds()[1].first_failure.startswith("trec-0 loaded: loaded ")
@@ -63,7 +63,7 @@ def test_a_client_that_loaded_fewer_tensors_is_found(tmp_path):
     loaded["movie-0"]["keys"] = 4
     del loaded["trec-1"]
     edit_record(run, 1, loaded=loaded)
-    report = audit(run)
+    report = audit_run(run)
     assert found(report) == {(1, "movie-0", "loaded"), (1, "trec-1", "loaded")}
     assert [row.detail for row in report.failures] == [
         "loaded 4 tensors, 5 were sent",
@@ -91,17 +91,17 @@ def test_a_server_that_followed_other_words_is_found(tmp_path, real):
     run = write_run(tmp_path / "run", said, real=replace(said, **real))
     for round in range(1, ROUNDS + 1):
         edit_record(run, round, eta=0.1)  # it claims to have done what it was told
-    assert only(audit(run), "mixed")
+    assert only(audit_run(run), "mixed")
 
 
 def test_truncation_in_place_of_padding_is_found(tmp_path):
     said = MixingConfig(space="factors")
-    assert only(audit(write_run(tmp_path / "run", said, real=replace(said, align="truncate"))), "mixed")
+    assert only(audit_run(write_run(tmp_path / "run", said, real=replace(said, align="truncate"))), "mixed")
 
 
 def test_an_eta_that_is_not_the_configs_is_found(tmp_path):
     said = MixingConfig(eta=0.1, eta_decay=0.5)
-    report = audit(write_run(tmp_path / "run", said, real=replace(said, eta_decay=1.0)))
+    report = audit_run(write_run(tmp_path / "run", said, real=replace(said, eta_decay=1.0)))
     assert found(report) == {(2, "", "record"), (3, "", "record")}
     assert report.failures[0].detail == "eta was 0.1, not 0.05"
 
@@ -116,7 +116,7 @@ def test_one_changed_tensor_is_found(tmp_path, key, space):
 
     edit_tensors(run, 1, "start", change)
     client, name = key.split("/")
-    failures = audit(run).failures
+    failures = audit_run(run).failures
     assert (1, client, "mixed") in {(row.round, row.client, row.check) for row in failures}
     (row,) = [row for row in failures if row.check == "mixed" and row.round == 1]
     assert row.detail.startswith(name if space == "factors" or "head" in name else name.rsplit(".", 1)[0])
@@ -126,13 +126,13 @@ def test_one_changed_tensor_is_found(tmp_path, key, space):
 def test_a_changed_trained_tensor_is_found(tmp_path):
     run = write_run(tmp_path / "run")
     edit_tensors(run, 1, "trained", lambda flat: flat["movie-0/layer.0.q.lora_A"].mul_(1.5))
-    assert {row.client for row in only(audit(run), "mixed", round=1)} == {"movie-0", "movie-1", "movie-2"}
+    assert {row.client for row in only(audit_run(run), "mixed", round=1)} == {"movie-0", "movie-1", "movie-2"}
 
 
 def test_an_absent_client_whose_model_changed_is_found(tmp_path):
     run = write_run(tmp_path / "run")
     edit_tensors(run, 2, "start", lambda flat: flat["movie-0/head.weight"].add_(1e-6))
-    failures = [row for row in audit(run).failures if row.round == 2]
+    failures = [row for row in audit_run(run).failures if row.round == 2]
     assert [(row.client, row.check) for row in failures] == [("movie-0", "mixed")]
     assert failures[0].detail == "head.weight changed, but should have stayed as it was"
 
@@ -145,7 +145,7 @@ def test_renamed_tensors_are_found(tmp_path, name):
         flat["movie-1/base.layer.0.q.lora_A"] = flat.pop("movie-1/layer.0.q.lora_A")
 
     edit_tensors(run, 1, name, rename)
-    row = only(audit(run), "names", round=1)[0]
+    row = only(audit_run(run), "names", round=1)[0]
     assert row.client == "movie-1"
     what = {"trained": "what it trained", "start": "what it starts with"}[name]
     assert row.detail == f"{what} lacks ['layer.0.q.lora_A'] and has unknown ['base.layer.0.q.lora_A'] (1 and 1 in all)"
@@ -154,20 +154,20 @@ def test_renamed_tensors_are_found(tmp_path, name):
 def test_a_tensor_of_another_shape_is_found(tmp_path):
     run = write_run(tmp_path / "run")
     edit_tensors(run, 1, "start", lambda flat: flat.update({"trec-0/head.weight": torch.zeros(2, D_IN)}))
-    assert only(audit(run), "names", round=1)[0].detail == "what it starts with has head.weight of shape (2, 14)"
+    assert only(audit_run(run), "names", round=1)[0].detail == "what it starts with has head.weight of shape (2, 14)"
 
 
 def test_swapped_clients_are_found(tmp_path):
     def served(_round, _updates, start):
         return {**start, "trec-0": start["trec-1"], "trec-1": start["trec-0"]}
 
-    report = audit(write_run(tmp_path / "other ranks", served=served))
+    report = audit_run(write_run(tmp_path / "other ranks", served=served))
     assert {(1, "trec-0", "names"), (1, "trec-1", "names")} <= found(report)
 
     def served_alike(_round, _updates, start):
         return {**start, "movie-0": start["movie-1"], "movie-1": start["movie-0"]}
 
-    report = audit(write_run(tmp_path / "run", served=served_alike))
+    report = audit_run(write_run(tmp_path / "run", served=served_alike))
     assert {row.client for row in only(report, "mixed", round=1)} == {"movie-0", "movie-1"}
 
 
@@ -175,14 +175,14 @@ def test_a_refused_update_that_was_mixed_all_the_same_is_found(tmp_path):
     run = write_run(tmp_path / "run", MixingConfig(strategy="fedavg"))
     # the record says that movie-0 was refused, but its update is in the mean
     edit_record(run, 1, refused={"movie-0": "head.weight holds 1 values that are NaN"})
-    mixed = {row.client for row in only(audit(run), "mixed", round=1)}
+    mixed = {row.client for row in only(audit_run(run), "mixed", round=1)}
     assert mixed == set(CLIENTS)
 
 
 def test_a_refused_client_that_did_not_keep_its_model_is_found(tmp_path):
     run = write_run(tmp_path / "run")
     edit_record(run, 1, refused={"trec-0": "head.weight holds 1 values that are NaN"})
-    report = audit(run)
+    report = audit_run(run)
     row = next(row for row in report.failures if row.client == "trec-0" and row.check == "mixed")
     assert row.detail.endswith("changed, but should have stayed as it was")
 
@@ -192,20 +192,20 @@ def test_ranks_that_are_not_the_plans_are_found(tmp_path):
     plan = plan_json()
     plan["clients"][3]["ranks"] = [8, 5]
     (run / "plan.json").write_text(json.dumps(plan))
-    report = audit(run)
+    report = audit_run(run)
     assert only(report, "names", round=1)[0].detail == "layer.0.q.lora_A has rank 3, the plan says 8"
 
 
 def test_participants_without_a_model_and_models_without_a_participant_are_found(tmp_path):
     run = write_run(tmp_path / "run")
     edit_tensors(run, 1, "trained", lambda flat: [flat.pop(key) for key in list(flat) if key.startswith("pairs-0/")])
-    assert only(audit(run), "record", round=1)[0].detail == "no trained model of pairs-0"
+    assert only(audit_run(run), "record", round=1)[0].detail == "no trained model of pairs-0"
     edit_record(run, 1, participants=list(CLIENTS[1:-1]))
-    assert only(audit(run), "record", round=1)[0].detail == "trained models of movie-0, who took no part"
+    assert only(audit_run(run), "record", round=1)[0].detail == "trained models of movie-0, who took no part"
     edit_record(run, 3, participants=["movie-0", "trec-1", "pairs-0", "intruder"])
     assert (
         "no trained model of intruder; ['intruder'] are not in the plan"
-        in only(audit(run), "record", round=3)[0].detail
+        in only(audit_run(run), "record", round=3)[0].detail
     )
 
 
@@ -215,7 +215,7 @@ def test_a_client_without_a_model_is_found(tmp_path):
         edit_tensors(
             run, round, "start", lambda flat: [flat.pop(key) for key in list(flat) if key.startswith("trec-0")]
         )
-    rows = [row for row in audit(run).failures if row.client == "trec-0" and row.round == 1]
+    rows = [row for row in audit_run(run).failures if row.client == "trec-0" and row.round == 1]
     assert [(row.check, row.detail) for row in rows] == [
         ("loaded", "nothing was sent to it"),
         ("names", "it has no model"),
@@ -225,5 +225,5 @@ def test_a_client_without_a_model_is_found(tmp_path):
 def test_a_lost_round_is_found(tmp_path):
     run = write_run(tmp_path / "run")
     shutil.rmtree(run / "audit" / "round-0002")
-    report = audit(run)
+    report = audit_run(run)
     assert [(row.check, row.detail) for row in report.failures] == [("record", "no rounds [2]")]

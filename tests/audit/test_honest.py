@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 import atlas_fl.audit
 from atlas_fl.aggregation.registry import ALIASES, STRATEGIES
 from atlas_fl.aggregation.server_optimizers import SERVER_OPTIMIZERS
-from atlas_fl.audit.check import audit
+from atlas_fl.audit.check import audit_run
 from atlas_fl.config import MixingConfig, RobustConfig
 from tests.audit.written import (
     CLIENTS,
@@ -49,7 +49,7 @@ ROBUST = ("median", "trimmed_mean", "krum", "multi_krum", "geometric_median")
 @pytest.mark.parametrize("strategy", [*STRATEGIES, *ALIASES])
 @pytest.mark.parametrize("words", HONEST)
 def test_an_honest_run_passes(tmp_path, strategy, words):
-    report = audit(write_run(tmp_path / "run", replace(HONEST[words], strategy=strategy)))
+    report = audit_run(write_run(tmp_path / "run", replace(HONEST[words], strategy=strategy)))
     assert report.ok, report.failures[:3]
     bounded = set() if strategy in ("local", "local_only") else {"bounded"}
     remembers = {"server"} if strategy in STATEFUL else set()
@@ -62,17 +62,17 @@ def test_an_honest_run_passes(tmp_path, strategy, words):
 def test_a_robust_rule_inside_clusters_passes_and_another_rule_in_its_name_does_not(tmp_path, strategy, space):
     robust = RobustConfig(within="clusters", trim=0.4, byzantine=2)
     mixing = MixingConfig(strategy=strategy, space=space)
-    assert audit(write_run(tmp_path / "run", mixing, robust=robust)).ok
+    assert audit_run(write_run(tmp_path / "run", mixing, robust=robust)).ok
     for other in {*ROBUST, "fedavg_cluster"} - {strategy}:
         liar = write_run(tmp_path / other, mixing, robust=robust, real=replace(mixing, strategy=other))
         # of two or three clients some rules are the same
         same = {strategy, other} <= {"median", "trimmed_mean"} or {strategy, other} <= {"krum", "multi_krum"}
-        assert same or only(audit(liar), "mixed"), other
+        assert same or only(audit_run(liar), "mixed"), other
 
 
 def test_the_audit_tells_how_far_it_is(tmp_path):
     told = []
-    audit(write_run(tmp_path / "run"), on_event=told.append)
+    audit_run(write_run(tmp_path / "run"), on_event=told.append)
     assert [(event.done, event.total) for event in told] == [(done, ROUNDS) for done in range(ROUNDS)]
 
 
@@ -80,10 +80,10 @@ def test_the_audit_tells_how_far_it_is(tmp_path):
 @pytest.mark.parametrize(("alpha", "rslora"), [(16.0, False), (None, True), (16.0, True)])
 def test_the_scale_of_the_ranks_is_that_of_the_plan(tmp_path, space, alpha, rslora):
     run = write_run(tmp_path / "run", MixingConfig(space=space), alpha=alpha, rslora=rslora)
-    assert audit(run).ok
+    assert audit_run(run).ok
     plan = plan_json(alpha=None if alpha else 16.0, rslora=rslora)
     (run / "plan.json").write_text(json.dumps(plan))
-    assert only(audit(run), "mixed"), "another scale is another mixture"
+    assert only(audit_run(run), "mixed"), "another scale is another mixture"
 
 
 def test_a_refused_update_may_be_on_record_but_counts_for_nothing(tmp_path):
@@ -91,7 +91,7 @@ def test_a_refused_update_may_be_on_record_but_counts_for_nothing(tmp_path):
     held = load_file(run / "audit" / "round-0001" / "start.safetensors")
     refused = {key: tensor * float("nan") for key, tensor in held.items() if key.startswith("movie-1/")}
     edit_tensors(run, 2, "trained", lambda flat: flat.update(refused))
-    assert audit(run).ok
+    assert audit_run(run).ok
 
 
 def test_the_audit_shares_no_code_with_the_server():
@@ -111,18 +111,20 @@ def test_who_kept_its_own_model_on_validation_is_believed_if_it_is_true(tmp_path
 
     run = write_run(tmp_path / "run", MixingConfig(keep="best"), served=served)
     if kept_is_recorded:
-        assert {("movie-0", "mixed"), ("trec-0", "mixed")} <= {(row.client, row.check) for row in audit(run).failures}
+        assert {("movie-0", "mixed"), ("trec-0", "mixed")} <= {
+            (row.client, row.check) for row in audit_run(run).failures
+        }
         edit_record(run, 1, kept=["movie-0", "trec-0"])
-        assert audit(run).ok
+        assert audit_run(run).ok
         edit_record(run, 1, kept=["movie-0", "trec-0", "movie-1"])
-        assert [row.detail for row in audit(run).failures] == ["it was to keep its own model, but it changed"]
+        assert [row.detail for row in audit_run(run).failures] == ["it was to keep its own model, but it changed"]
     else:
         for round in range(1, ROUNDS + 1):
             file = run / "audit" / f"round-{round:04d}" / "record.json"
             file.write_text(
                 json.dumps({key: value for key, value in json.loads(file.read_text()).items() if key != "kept"})
             )
-        assert audit(run).ok
+        assert audit_run(run).ok
 
 
 # what must be found
@@ -132,9 +134,9 @@ def test_a_plan_that_changed_on_the_way_is_followed(tmp_path):
     run = write_run(tmp_path / "run")
     shutil.copy(run / "plan.json", run / "plan-0003.json")
     edit_record(run, 3, plan="plan-0003.json")
-    assert audit(run).ok
+    assert audit_run(run).ok
     graph = adjacency()
     graph[0, 1] = graph[1, 0] = 0.0
     (run / "plan-0003.json").write_text(json.dumps(plan_json(graph=graph)))
-    report = audit(run)
+    report = audit_run(run)
     assert found(report) == {(3, "movie-0", "mixed")}

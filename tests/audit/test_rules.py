@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 from atlas_fl.aggregation.registry import ALIASES, STRATEGIES
-from atlas_fl.audit.check import audit
+from atlas_fl.audit.check import audit_run
 from atlas_fl.audit.recompute import RULES, Rule, kind_of, weights
-from atlas_fl.audit.run_files import Plan
+from atlas_fl.audit.run_files import AuditPlan
 from atlas_fl.config import MixingConfig
 from atlas_fl.errors import CheckpointError
 from tests.audit.written import plan_json, write_run
@@ -19,7 +19,7 @@ def test_every_strategy_has_an_independent_rule():
 
 
 def test_rules_by_hand():
-    plan = Plan(
+    plan = AuditPlan(
         clients=("a", "b", "c"), tasks=("x", "x", "y"), examples=(1.0, 3.0, 4.0), clusters=(0, 0, 0),
         ranks=((1,),) * 3, adjacency=np.array([[0, 1, 0], [1, 0, 3], [0, 3, 0]], float), importance=None,
         layer_of={}, alpha=None, rslora=False,
@@ -46,11 +46,11 @@ def test_importance_that_is_needed_and_missing_is_named(tmp_path):
     run = write_run(tmp_path / "run", MixingConfig(layer_weighting="importance"))
     (run / "plan.json").write_text(json.dumps(plan_json() | {"importance": []}))
     with pytest.raises(CheckpointError, match="the plan holds no importance of the layers"):
-        audit(run)
+        audit_run(run)
 
 
 def test_without_edges_every_laplacian_leaves_models_as_they_are():
-    plan = Plan(
+    plan = AuditPlan(
         clients=("a", "b"), tasks=("x", "x"), examples=(1.0, 3.0), clusters=(0, 0), ranks=((1,),) * 2,
         adjacency=np.zeros((2, 2)), importance=None, layer_of={}, alpha=None, rslora=False,
     )  # fmt: skip

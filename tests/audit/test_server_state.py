@@ -6,7 +6,7 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from atlas_fl.aggregation.server_optimizers import SERVER_OPTIMIZERS
-from atlas_fl.audit.check import audit
+from atlas_fl.audit.check import audit_run
 from atlas_fl.config import MixingConfig, RobustConfig, ServerConfig
 from tests.audit.written import ROUNDS, edit_tensors, found, only, only_rows, write_run
 
@@ -19,12 +19,12 @@ def test_a_server_optimizer_with_other_numbers_passes_and_another_in_its_name_do
 ):
     robust, server = RobustConfig(within=within), ServerConfig(server_lr=0.05, server_beta1=0.6, server_tau=0.02)
     mixing = MixingConfig(strategy=strategy, space=space)
-    report = audit(write_run(tmp_path / "run", mixing, robust=robust, server=server))
+    report = audit_run(write_run(tmp_path / "run", mixing, robust=robust, server=server))
     assert report.ok, report.failures[:2]
     assert [row.round for row in only_rows(report, "server")] == list(range(1, ROUNDS + 1))
     for other in SERVER_OPTIMIZERS.keys() - {strategy}:
         liar = write_run(tmp_path / other, mixing, robust=robust, server=server, real=replace(mixing, strategy=other))
-        assert only(audit(liar), "server") and only(audit(liar), "mixed"), other
+        assert only(audit_run(liar), "server") and only(audit_run(liar), "mixed"), other
 
 
 @pytest.mark.parametrize("field", ["server_lr", "server_beta1", "server_beta2", "server_tau"])
@@ -33,7 +33,7 @@ def test_other_numbers_than_the_settings_say_are_found(tmp_path, field):
     config = run / "config.toml"
     lines = [f"{field} = 0.5" if line.startswith(field) else line for line in config.read_text().splitlines()]
     config.write_text("\n".join(lines) + "\n")
-    assert only(audit(run), "mixed")
+    assert only(audit_run(run), "mixed")
 
 
 @pytest.mark.parametrize("moment", ["first/all/layer.0.q", "second/all/layer.1.q", "first/task-movie/head.weight"])
@@ -44,7 +44,7 @@ def test_one_altered_value_of_a_moment_is_found(tmp_path, moment):
         flat[moment].view(-1)[3] *= 1.01
 
     edit_tensors(run, 2, "server", alter)
-    report = audit(run)
+    report = audit_run(run)
     # the state of round 2 is wrong, and round 3 follows from another one than it says
     assert (2, "", "server") in found(report)
     assert only(report, "server")[0].detail.startswith(f"{moment} of the server state is ")
@@ -54,18 +54,18 @@ def test_one_altered_value_of_a_moment_is_found(tmp_path, moment):
 def test_a_state_that_is_missing_or_too_much_is_found(tmp_path):
     run = write_run(tmp_path / "run", MixingConfig(strategy="fedadam"))
     (run / "audit" / "round-0002" / "server.safetensors").unlink()
-    assert (2, "", "server") in found(audit(run))
+    assert (2, "", "server") in found(audit_run(run))
     more = write_run(tmp_path / "more", MixingConfig(strategy="fedadam"))
     edit_tensors(more, 1, "server", lambda flat: flat.update({"first/all/z": flat["first/all/layer.0.q"].clone()}))
     assert (
-        only(audit(more), "server", round=1)[0].detail
+        only(audit_run(more), "server", round=1)[0].detail
         == "the server state has first/all/z, which the rule does not make"
     )
     plain = write_run(tmp_path / "plain", MixingConfig(strategy="fedavg"))
-    assert not only_rows(audit(plain), "server")
+    assert not only_rows(audit_run(plain), "server")
     source = more / "audit" / "round-0001" / "server.safetensors"
     save_file(load_file(source), plain / "audit" / "round-0002" / "server.safetensors")
-    assert only(audit(plain), "server", round=2)
+    assert only(audit_run(plain), "server", round=2)
 
 
 @pytest.mark.parametrize("by", ["all", "layer", "kind", "layer_and_kind"])
@@ -73,16 +73,16 @@ def test_a_state_that_is_missing_or_too_much_is_found(tmp_path):
 def test_rows_by_the_gram_matrix_pass_and_those_of_other_parameters_do_not(tmp_path, space, by):
     mixing, server = MixingConfig(strategy="pfedgraph", space=space), ServerConfig(gram_by=by, gram_alpha=2.0)
     run = write_run(tmp_path / "run", mixing, server=server)
-    report = audit(run)
+    report = audit_run(run)
     assert report.ok, report.failures[:2]
     config = run / "config.toml"
     other = "all" if by != "all" else "kind"
     config.write_text(config.read_text().replace(f'gram_by = "{by}"', f'gram_by = "{other}"'))
-    assert only(audit(run), "mixed")
+    assert only(audit_run(run), "mixed")
     config.write_text(config.read_text().replace("gram_alpha = 2.0", "gram_alpha = 0.7"))
-    assert only(audit(run), "mixed")
+    assert only(audit_run(run), "mixed")
     liar = write_run(tmp_path / "liar", mixing, server=server, real=replace(mixing, strategy="fedavg"))
-    assert only(audit(liar), "mixed") and only(audit(liar), "server")
+    assert only(audit_run(liar), "mixed") and only(audit_run(liar), "server")
 
 
 def test_another_first_model_than_that_of_round_zero_is_found(tmp_path):
@@ -93,10 +93,10 @@ def test_another_first_model_than_that_of_round_zero_is_found(tmp_path):
 
     for round in (0, 1, 2, 3):
         edit_tensors(run, round, "server", alter)
-    report = audit(run)
+    report = audit_run(run)
     assert (0, "", "server") in found(report)
     edit_tensors(run, 0, "server", lambda flat: flat["initial/movie-0/layer.0.q.lora_B"][0].sub_(0.5))
-    assert (1, "", "server") in found(audit(run))
+    assert (1, "", "server") in found(audit_run(run))
 
 
 def test_a_model_that_is_not_the_step_of_its_cohort_is_found(tmp_path):
@@ -106,4 +106,4 @@ def test_a_model_that_is_not_the_step_of_its_cohort_is_found(tmp_path):
         flat["movie-1/layer.0.q.lora_B"] *= 1.1
 
     edit_tensors(run, 1, "start", alter)
-    assert (1, "movie-1", "mixed") in found(audit(run))
+    assert (1, "movie-1", "mixed") in found(audit_run(run))

@@ -4,7 +4,7 @@ import shutil
 
 import pytest
 
-from atlas_fl.audit.check import audit
+from atlas_fl.audit.check import audit_run
 from atlas_fl.config import MixingConfig
 from tests.audit.written import only, only_rows, write_run
 
@@ -13,10 +13,10 @@ def test_two_runs_that_should_differ_must_not_end_alike(tmp_path):
     local = write_run(tmp_path / "local", MixingConfig(strategy="local"))
     disguised = write_run(tmp_path / "atlas", MixingConfig(), real=MixingConfig(strategy="local"))
     honest = write_run(tmp_path / "honest", MixingConfig())
-    report = audit(local, [honest])
+    report = audit_run(local, [honest])
     assert report.ok
     assert [row.check for row in report.rows if row.round == 0] == ["different"]
-    rows = only(audit(local, [disguised, honest]), "different")
+    rows = only(audit_run(local, [disguised, honest]), "different")
     assert [(row.run, row.detail) for row in rows] == [
         ("local", "ends with the very models of atlas, yet it should differ")
     ]
@@ -33,7 +33,7 @@ def test_two_runs_that_should_differ_must_not_end_alike(tmp_path):
 )
 def test_runs_that_say_the_same_in_other_words_may_end_alike(tmp_path, first, second):
     one, other = write_run(tmp_path / "one", first), write_run(tmp_path / "other", second)
-    report = audit(one, [other])
+    report = audit_run(one, [other])
     assert report.ok
     assert not only_rows(report, "different")
 
@@ -43,15 +43,15 @@ def test_the_step_that_moved_nothing_would_have_been_found(tmp_path, eta):
     """The earlier system's results for eta = 0, 0.1 and 0.5 were the same to the last bit."""
     zero = write_run(tmp_path / "zero", MixingConfig(eta=0.0))
     same = write_run(tmp_path / "same", MixingConfig(eta=eta), real=MixingConfig(eta=0.0))
-    assert only(audit(zero, [same]), "different")
+    assert only(audit_run(zero, [same]), "different")
 
 
 def test_another_seed_is_another_run(tmp_path):
     one = write_run(tmp_path / "one")
     copy = tmp_path / "copy"
     shutil.copytree(one, copy)
-    assert audit(one, [copy]).ok, "the same run twice"
+    assert audit_run(one, [copy]).ok, "the same run twice"
     text = (copy / "config.toml").read_text()
     assert "seed = 42" in text
     (copy / "config.toml").write_text(text.replace("seed = 42", "seed = 43"))
-    assert only(audit(one, [copy]), "different")
+    assert only(audit_run(one, [copy]), "different")

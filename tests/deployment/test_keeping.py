@@ -11,7 +11,7 @@ from atlas_fl.deployment.receipt import Receipt, read_receipt, write_model
 from atlas_fl.deployment.site import JoinResult, SiteOptions, join_federation
 from atlas_fl.errors import ConfigError, DataError, ProtocolError
 from atlas_fl.events import Note
-from atlas_fl.runtime.protocol.private_params import Owner, check_vault
+from atlas_fl.runtime.protocol.private_params import Owner, check_store
 from atlas_fl.runtime.transport.certificates import make_certs
 from atlas_fl.storage.jsonl import write_json
 
@@ -102,7 +102,7 @@ def test_a_model_that_is_there_already_is_enough_where_the_server_has_gone(joini
     assert last.endswith(
         f"and {written} is complete without it; {joining.private} stays until the server knows so, or you remove it"
     )
-    check_vault(joining.to.with_name("private"), Owner(client="site-1", config=RECEIPT.config))
+    check_store(joining.to.with_name("private"), Owner(client="site-1", config=RECEIPT.config))
     shutil.rmtree(written)
     with pytest.raises(ProtocolError, match=r"no answer from localhost:1 for 0\.1 seconds"):
         join_federation(joining)

@@ -17,7 +17,7 @@ from atlas_fl.deployment.service import (
 )
 from atlas_fl.errors import CheckpointError, ConfigError
 from atlas_fl.runtime.coordinator.client_registry import ClientProxy
-from atlas_fl.runtime.protocol.client_metadata import read_census, read_device
+from atlas_fl.runtime.protocol.client_metadata import read_device, read_metadata
 from atlas_fl.runtime.remote import RemoteEngine
 from atlas_fl.runtime.transport.frames import FRAME_LIMIT
 from atlas_fl.storage.run_folder import RunFolder
@@ -25,7 +25,7 @@ from tests.runtime.coordinator.test_coordinator import CENSUS
 
 
 def seat(name: str, device: str) -> ClientProxy:
-    return ClientProxy(name, metadata=read_census(CENSUS), device=read_device(device))
+    return ClientProxy(name, metadata=read_metadata(CENSUS), device=read_device(device))
 
 
 def test_what_sites_said_of_themselves_is_read_as_it_was_and_later_ones_are_added(tmp_path: Path) -> None:
@@ -34,7 +34,7 @@ def test_what_sites_said_of_themselves_is_read_as_it_was_and_later_ones_are_adde
     write_sites(folder, [seat("c", "cpu_2gb")])
     found = read_sites(folder, ["b", "c"])
     assert found == {
-        name: (read_census(CENSUS), read_device(text)) for name, text in (("b", "laptop_8gb"), ("c", "cpu_2gb"))
+        name: (read_metadata(CENSUS), read_device(text)) for name, text in (("b", "laptop_8gb"), ("c", "cpu_2gb"))
     }
 
 

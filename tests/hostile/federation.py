@@ -35,8 +35,8 @@ from atlas_fl.params import Params, digest
 from atlas_fl.partial_sharing import is_fully_shared
 from atlas_fl.runtime.coordinator.coordinator import ClientManager
 from atlas_fl.runtime.coordinator.site_worker import SiteClient
-from atlas_fl.runtime.protocol.client_metadata import census_of
-from atlas_fl.runtime.transport.event_loop import Desk, LoopThread
+from atlas_fl.runtime.protocol.client_metadata import metadata_of
+from atlas_fl.runtime.transport.event_loop import EventBridge, LoopThread
 from atlas_fl.runtime.transport.sessions import NO_TENSORS, InProcess, Message, Sessions
 
 Change: TypeAlias = Callable[[dict[str, Any], dict[str, Any], str], Message | list[Message] | None]
@@ -137,7 +137,7 @@ class Federation:
     def listening(self, config: Config, _service: ServerOptions, _certs: Any, **how: Any) -> Iterator[Any]:
         """In the place of `deployment.service.listening`: the same client manager, and frames that cross no network."""
         with LoopThread() as threads:
-            desk = Desk(threads=threads, on_event=how["on_event"])
+            desk = EventBridge(threads=threads, on_event=how["on_event"])
             threads.loop.set_exception_handler(lambda _, context: self.found.faults.append(str(context)))
             manager = client_manager_of(config, how["listed"], desk, late=how["late"])
             sessions = Sessions(
@@ -172,7 +172,7 @@ class Federation:
     ) -> None:
         home, identity = home_of_site(self.config, name), vars(manager._identity)
         link = InProcess(sessions, threads.loop, name=name, hello={**identity, "session": session})
-        told = self.census(name, census_of(home.client, home.tokens))
+        told = self.census(name, metadata_of(home.client, home.tokens))
         worker = SiteClient(
             name=name,
             load_site=home.home,

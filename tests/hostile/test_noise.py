@@ -13,7 +13,7 @@ from atlas_fl.config import Config
 from atlas_fl.errors import ProtocolError
 from atlas_fl.experiment.run import run_config
 from atlas_fl.params import digest
-from atlas_fl.runtime.protocol.messages import Told
+from atlas_fl.runtime.protocol.messages import CutInfo
 from atlas_fl.split.channel import Cut
 from atlas_fl.split.codec import simulated_secret
 from atlas_fl.storage.tensors import read_tensors
@@ -65,7 +65,7 @@ def test_sites_draw_from_secrets_that_never_leave_them_and_with_a_simulations_en
 def test_a_site_sends_no_row_with_other_noise_than_the_settings_have(
     config: Callable[..., Config], noise: float
 ) -> None:
-    home, told = home_of_site(config(**NOISY), "movie-0").home, Told(places=(), tokens=100, part="")
+    home, told = home_of_site(config(**NOISY), "movie-0").home, CutInfo(places=(), tokens=100, part="")
     with pytest.raises(
         ProtocolError, match=r"noise of (0|0\.4|nan) at a cut, and its settings say 0\.5; nothing was sent"
     ):

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from atlas_fl.audit.check import audit
+from atlas_fl.audit.check import audit_run
 from atlas_fl.config import Config
 from atlas_fl.errors import AtlasError, CheckpointError
 from atlas_fl.experiment.export import export_client
@@ -71,7 +71,7 @@ def read(folder: Path, number: int) -> Mapping[str, Callable[[], Any]]:
         export_client(folder, client="0", to=folder.with_name(f"out-{number}"))
 
     readers: dict[str, Callable[[], Any]] = {
-        "audit": lambda: audit(folder),
+        "audit": lambda: audit_run(folder),
         "report": drawn,
         "resume": gone_on_with,
         "export": exported,
@@ -118,7 +118,7 @@ def test_a_record_names_no_plan_outside_of_its_run(folders: Mapping[str, Path], 
     file = copy / "audit/round-0002/record.json"
     file.write_text(json.dumps({**json.loads(file.read_text()), "plan": plan}))
     with pytest.raises(CheckpointError, match=r"record\.json is no record of a round: .*; restore it from a copy"):
-        audit(copy)
+        audit_run(copy)
 
 
 @pytest.mark.parametrize("name", ["../../elsewhere.json", "/etc/passwd", ""])
@@ -133,4 +133,4 @@ def test_digests_name_no_file_outside_of_their_run(folders: Mapping[str, Path], 
         read_record(copy)
     content = json.loads((copy / "audit/round-0001/record.json").read_text())
     resealed(copy / "audit/round-0001/record.json", {**content, "files": {name: "0" * 64}})
-    assert any("no file inside the folder" in row.detail for row in audit(copy).failures)
+    assert any("no file inside the folder" in row.detail for row in audit_run(copy).failures)

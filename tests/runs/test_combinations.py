@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import pytest
 
-from atlas_fl.audit.check import audit
+from atlas_fl.audit.check import audit_run
 from atlas_fl.config import Config
 from atlas_fl.experiment.run import run_config
 from atlas_fl.storage.jsonl import read_json
@@ -25,7 +25,7 @@ def test_who_hosts_changes_nothing_of_what_is_shared_in_part(config: Make) -> No
     assert same_tensors(state(server.folder, round=2), state(paired.folder, round=2))
     assert [row for row in rows(paired.folder) if row.get("event") != "hosted"] == rows(server.folder)
     assert {row["host"] for row in rows(paired.folder) if row.get("event") == "hosted"} == {"movie-1", "trec-1"}
-    assert audit(paired.folder).ok
+    assert audit_run(paired.folder).ok
 
 
 def test_a_head_at_the_client_and_a_set_of_the_cluster_go_with_workers(config: Make) -> None:
@@ -47,4 +47,4 @@ def test_auto_with_a_warm_up_is_the_run_at_the_cuts_that_it_took(config: Make) -
     fixed = run_config(config(name="fixed", split=named, **settings))
     assert same_tensors(state(auto.folder, round=1), state(fixed.folder, round=1))
     assert rows(auto.folder) == rows(fixed.folder)
-    assert audit(auto.folder).ok
+    assert audit_run(auto.folder).ok

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from atlas_fl.audit.check import audit
+from atlas_fl.audit.check import audit_run
 from atlas_fl.cli.main import main
 from atlas_fl.config import Config
 from atlas_fl.errors import CheckpointError
@@ -75,7 +75,7 @@ def test_an_edge_that_was_not_planned_is_not_mixed_along(partial: Path) -> None:
     (partial / "plan.json").write_text(json.dumps(content))
     with pytest.raises(CheckpointError, match=r"damaged file .*plan\.json"):
         resume_run(partial)
-    assert any("plan.json is damaged" in row.detail for row in audit(partial).failures)
+    assert any("plan.json is damaged" in row.detail for row in audit_run(partial).failures)
 
 
 @pytest.mark.parametrize("name", ["metrics", "ledger"])
@@ -99,7 +99,7 @@ def test_a_row_that_is_damaged_after_an_older_checkpoint_is_written_again(partia
     assert any("round-0002 passed over: damaged file" in line and "going on from round-0001" in line for line in lines)
     assert rows(partial) == rows(whole)
     assert same_tensors(state(partial), state(whole))
-    assert audit(partial).ok
+    assert audit_run(partial).ok
 
 
 def test_a_row_that_is_damaged_after_the_newest_checkpoint_is_cut_back(partial: Path, whole: Path) -> None:
@@ -116,7 +116,7 @@ def test_settings_of_a_session_that_changed_are_said_and_taken(partial: Path) ->
     told: list[object] = []
     assert resume_run(partial, on_event=told.append).complete
     assert any("no setting that the run depends on differs" in str(event) for event in told)
-    assert audit(partial).ok
+    assert audit_run(partial).ok
 
 
 DECIDING = ("plan.json", "plan.safetensors", "metrics.jsonl", "ledger.jsonl")
@@ -169,10 +169,10 @@ def test_what_the_end_of_a_run_wrote_is_written_again(complete: Path, whole: Pat
     """The remedy that the message gives."""
     for name in ("summary.json", "digests.json", "adapters/movie-0/adapter_model.safetensors"):
         flip(complete / name)
-    assert not audit(complete).ok
+    assert not audit_run(complete).ok
     (complete / "summary.json").unlink()
     assert resume_run(complete).complete
-    assert audit(complete).ok
+    assert audit_run(complete).ok
     name = "adapters/movie-0/adapter_model.safetensors"
     assert (complete / name).read_bytes() == (whole / name).read_bytes()
 
@@ -183,11 +183,11 @@ def test_every_file_of_a_run_is_found_by_the_audit(whole: Path, stopped: Path, t
         files = [file for file in files if file.name not in ("log.txt", ".lock")]
         assert len(files) >= 17
         copy = Path(shutil.copytree(folder, tmp_path / folder.name))
-        assert audit(copy).ok
+        assert audit_run(copy).ok
         for file in files:
             flip(copy / file)
             try:
-                damage = [row.detail for row in audit(copy).failures if row.check == "files"]
+                damage = [row.detail for row in audit_run(copy).failures if row.check == "files"]
             except CheckpointError as error:
                 damage = [str(error)]
             assert any(str(file) in line for line in damage), file
@@ -198,19 +198,19 @@ def test_a_complete_run_does_not_lose_its_digests_unnoticed(complete: Path) -> N
     (complete / "digests.json").unlink()
     with pytest.raises(CheckpointError, match=r"damaged file .*digests\.json: it is missing"):
         read_record(complete)
-    assert [row.detail[:20] for row in audit(complete).failures] == ["digests.json is dama"]
+    assert [row.detail[:20] for row in audit_run(complete).failures] == ["digests.json is dama"]
 
 
 def test_runs_of_earlier_versions_go_on_and_get_digests(partial: Path, whole: Path) -> None:
     before = without_digests(partial)
     assert read_digests(RunFolder(before)) is None
-    assert audit(before).undigested == ("run",)
+    assert audit_run(before).undigested == ("run",)
     assert read_record(before).metrics
     told: list[object] = []
     assert resume_run(before, on_event=told.append).complete
     assert any("has no digests: an earlier version wrote it" in str(event) for event in told)
     assert same_tensors(state(before), state(whole))
-    report = audit(before)
+    report = audit_run(before)
     assert report.ok
     assert not report.undigested
     assert read_digests(RunFolder(before)) is not None

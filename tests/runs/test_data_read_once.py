@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from atlas_fl.audit.check import audit
+from atlas_fl.audit.check import audit_run
 from atlas_fl.config import Config, validate
 from atlas_fl.data import embedded, tables, user_files
 from atlas_fl.data.cache import DATA_CACHE
@@ -61,7 +61,7 @@ def test_a_run_its_resumption_its_audit_and_a_newcomer_read_data_once(make: Make
     folder = run_config(make(max_rounds=1)).folder
     assert reads == ONCE
     resume_run(folder)
-    assert audit(folder).ok
+    assert audit_run(folder).ok
     place_client(folder, task="trec")
     assert reads == ONCE
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from atlas_fl.audit.check import audit
+from atlas_fl.audit.check import audit_run
 from atlas_fl.config import Config
 from atlas_fl.storage.jsonl import read_json, read_rows
 from atlas_fl.storage.run_folder import RunFolder
@@ -32,7 +32,7 @@ def test_the_deployed_federation_is_the_simulated_one(federation: Callable[..., 
     plans = [read_json(folder.plan) for folder in (simulated, fed.served)]
     for part in ("clients", "adjacency", "importance", "data"):
         assert plans[0][part] == plans[1][part], part
-    assert audit(fed.served.path).ok
+    assert audit_run(fed.served.path).ok
 
 
 MIXED = {"split": "movie-0=1,movie-1=2,trec-1=1", "dropout": 0.1, "rounds": 2}
@@ -50,7 +50,7 @@ def test_a_deployed_federation_that_shares_above_its_cuts_is_the_simulated_one(
     fed.is_as_simulated()
     rows = [sorted(map(str, read_rows(folder.ledger))) for folder in (fed.served, RunFolder(fed.simulated))]
     assert rows[0] == rows[1]
-    report = audit(fed.served.path)
+    report = audit_run(fed.served.path)
     assert report.ok
     assert {row.client for row in report.rows if row.check == "common"} == set(fed.sites)
 
@@ -72,7 +72,7 @@ def test_sites_are_cut_by_their_own_names_and_tasks(federation: Callable[..., Fe
         program.end()
     cuts = [client["cut"] for client in read_json(fed.served.plan)["clients"]]
     assert cuts == [1, 1, 2]
-    assert audit(fed.served.path).ok
+    assert audit_run(fed.served.path).ok
 
 
 def lower_part(model: Path, folder: Path, *, blocks: int) -> str:
@@ -118,7 +118,7 @@ def test_a_deployed_federation_of_cut_models_is_the_simulated_one(
     assert {(row["client"], row["phase"]) for row in planned if row["kind"] == "activation"} == {
         (name, phase) for name in cuts for phase in ("fingerprint", "importance")
     }
-    assert audit(fed.served.path).ok
+    assert audit_run(fed.served.path).ok
 
 
 @pytest.mark.slow
@@ -158,4 +158,4 @@ def test_models_that_are_mixed_every_second_round_are_those_of_a_simulation(
     more = rows[1] - rows[0]
     ways = [(row["round"], row["direction"], row["kind"]) for row in map(ast.literal_eval, more.elements())]
     assert sorted(ways) == [(1, "up", "adapter"), (1, "up", "adapter"), (1, "up", "head")]
-    assert audit(fed.served.path).ok
+    assert audit_run(fed.served.path).ok

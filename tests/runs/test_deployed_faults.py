@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from atlas_fl.audit.check import audit
+from atlas_fl.audit.check import audit_run
 from atlas_fl.config import Config
 from atlas_fl.experiment.run import run_config
 from atlas_fl.params import digest
@@ -94,7 +94,7 @@ def test_a_round_goes_on_without_who_is_away(federation: Callable[..., Federatio
     assert "of movie-1 in round" in said
     missing = [row for row in read_rows(fed.served.metrics) if row.get("event") == "missing"]
     assert {row["client"] for row in missing} == {"movie-1"}
-    assert audit(fed.served.path).ok
+    assert audit_run(fed.served.path).ok
     assert "movie-1 did not get the model at the end of the run" in said
     # who may not join is not waited for
     make_certs(fed.folder / "others", servers=["localhost"], clients=["movie-0"])
@@ -126,7 +126,7 @@ def test_a_client_that_comes_late_is_placed_and_no_fault_changes_a_bit_of_it(
     assert adapters(fed.served.path) == adapters(simulated.folder)
     ledgers = [read_rows(folder.ledger) for folder in (fed.served, RunFolder(simulated.folder))]
     assert sorted(map(str, ledgers[0])) == sorted(map(str, ledgers[1]))
-    assert audit(fed.served.path).ok
+    assert audit_run(fed.served.path).ok
 
 
 def test_what_is_not_shared_stays_at_its_site_and_no_fault_changes_a_bit(
@@ -154,7 +154,7 @@ def test_what_is_not_shared_stays_at_its_site_and_no_fault_changes_a_bit(
         for key, tensor in read_tensors(path).items():
             above = "movie-2/" in key and ".layer.0." not in key
             assert above or not tensor.numel() or not (key.endswith("lora_B") or "/head." in key), (path, key)
-    report = audit(fed.served.path)
+    report = audit_run(fed.served.path)
     assert report.ok
     assert report.unseen == ("served: movie-0", "served: movie-1", "served: movie-2")
     assert not fed.served.adapters.exists()

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file
 
-from atlas_fl.audit.check import audit
+from atlas_fl.audit.check import audit_run
 from atlas_fl.config import Config, with_values
 from atlas_fl.config.presets import find_preset
 from atlas_fl.experiment.export import export_client
@@ -80,7 +80,7 @@ def is_as(fed: Federation, simulated: RunResult, *, round: int) -> None:
         plans = [read_json(folder / name) for folder in (simulated.folder, served)]
         assert all(plans[0][part] == plans[1][part] for part in ("clients", "data", "sparse"))
     assert read_json(fed.served.summary)["tasks"] == simulated.summary["tasks"]
-    assert audit(served).ok
+    assert audit_run(served).ok
     for name in simulated.summary["clients"]:
         own = export_client(served, client=name, to=fed.folder / f"exported-{name}")
         site = load_file(fed.folder / f"{name}-adapter/model.safetensors")
@@ -192,4 +192,4 @@ def test_adapters_on_images_go_the_way_of_those_on_texts(
     ]
     assert metrics[0] == metrics[1]
     assert rows(simulated.folder, "ledger") == rows(fed.served.path, "ledger")
-    assert audit(fed.served.path).ok
+    assert audit_run(fed.served.path).ok

@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import pytest
 
-from atlas_fl.audit.check import audit
+from atlas_fl.audit.check import audit_run
 from atlas_fl.config import Config
 from atlas_fl.experiment.run import run_config
 from atlas_fl.params import digest
@@ -51,7 +51,7 @@ def test_deployed_pairs_are_the_simulated_ones_and_those_of_a_server_that_hosts(
     sent = read_json(fed.served.summary)["bytes"]
     assert sent["relayed"] == read_json(simulated.summary)["bytes"]["between_clients"]
     assert "between_clients" not in sent
-    assert audit(fed.served.path).ok
+    assert audit_run(fed.served.path).ok
 
 
 def test_deployed_pairs_share_in_part_what_simulated_ones_do(federation: Callable[..., Federation]) -> None:
@@ -69,7 +69,7 @@ def test_deployed_pairs_share_in_part_what_simulated_ones_do(federation: Callabl
         for key, tensor in read_tensors(path).items():
             above = "movie-0/" in key and ".layer.0." not in key
             assert above or not tensor.numel() or not key.endswith("lora_B"), (path, key)
-    assert audit(fed.served.path).ok
+    assert audit_run(fed.served.path).ok
 
 
 def test_a_host_that_is_killed_in_mid_round_changes_no_bit(federation: Callable[..., Federation]) -> None:
@@ -89,4 +89,4 @@ def test_a_host_that_is_killed_in_mid_round_changes_no_bit(federation: Callable[
     reasons = [row["reason"] for row in read_rows(fed.served.metrics) if row.get("event") == "hosted"]
     assert reasons[0].startswith("movie-1 dropped; ")
     assert not [row for row in read_rows(fed.served.metrics) if row.get("event") == "missing"]
-    assert audit(fed.served.path).ok
+    assert audit_run(fed.served.path).ok

@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from torch.nn.functional import cross_entropy
 from transformers import AutoModelForImageClassification
 
-from atlas_fl.audit.check import audit
+from atlas_fl.audit.check import audit_run
 from atlas_fl.client import optimizer as descent
 from atlas_fl.client.job import Job, Site
 from atlas_fl.client.local_training import batches as batches_of
@@ -83,7 +83,7 @@ def test_a_central_run_that_carries_its_momentum_is_one_uninterrupted_loop_of_to
     anew = run_config(image_config(name="anew", **CENTRAL))
     assert same_tensors(begun(anew.folder, 1), begun(result.folder, 1)), "the first round has nothing to carry"
     assert not any(torch.equal(t, begun(anew.folder, 2)[key]) for key, t in begun(result.folder, 2).items())
-    assert audit(result.folder).ok
+    assert audit_run(result.folder).ok
 
 
 @pytest.mark.parametrize(("mask", "sparsity"), [("none", 0.9), ("random", 0.95), ("random", 0.5)])
@@ -99,7 +99,7 @@ def test_a_run_in_sessions_carries_the_same_momentum(image_config: Make, mask: s
         parts = resume_run(parts.folder, max_rounds=1)
     stored = state(undisturbed.folder, round=2)
     assert same_tensors(stored, state(parts.folder, round=2)) and rows(undisturbed.folder) == rows(parts.folder)
-    assert audit(parts.folder).ok
+    assert audit_run(parts.folder).ok
     held = {key: own for key, own in stored.items() if key.startswith("momentum/")}
     assert {key.split("/")[1] for key in held} == {"digits-0", "digits-1", "digits-2"}
     assert all(bool(own.any()) for own in held.values())
@@ -264,7 +264,7 @@ def test_a_run_in_fp16_goes_through_the_same_rounds(image_config: Make) -> None:
     result = run_config(image_config(name="whole", **settings))
     parts = run_config(image_config(name="parts", max_rounds=1, **settings))
     parts = resume_run(parts.folder)
-    assert same_tensors(state(result.folder, round=2), state(parts.folder, round=2)) and audit(parts.folder).ok
+    assert same_tensors(state(result.folder, round=2), state(parts.folder, round=2)) and audit_run(parts.folder).ok
     trained = [row for row in rows(result.folder) if row.get("split") == "train"]
     assert all(0 <= row["skipped"] < row["steps"] and math.isfinite(row["loss"]) for row in trained)
     assert len(trained) == 8

@@ -10,7 +10,7 @@ from peft import PeftModel
 from PIL import Image
 from transformers import AutoModelForImageClassification
 
-from atlas_fl.audit.check import audit
+from atlas_fl.audit.check import audit_run
 from atlas_fl.config import Config, with_values
 from atlas_fl.config.presets import find_preset
 from atlas_fl.deployment.server import check_served
@@ -70,7 +70,7 @@ def whole(make: Make) -> RunResult:
 
 
 def test_clusters_ranks_graph_and_adapters_of_images_go_through_the_audit(whole: RunResult) -> None:
-    assert whole.complete and audit(whole.folder).ok
+    assert whole.complete and audit_run(whole.folder).ok
     assert {row["kind"] for row in rows(whole.folder, "ledger")} == {"control", "fingerprint", "adapter", "head"}
     trained = state(whole.folder)
     names = {name.split("/")[-1] for name in trained}

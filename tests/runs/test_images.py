@@ -12,7 +12,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForImageClassification
 
-from atlas_fl.audit.check import audit
+from atlas_fl.audit.check import audit_run
 from atlas_fl.audit.run_files import read_audited
 from atlas_fl.client.job import Job, image_tokens
 from atlas_fl.client.local_training import train
@@ -59,7 +59,7 @@ def starts(folder: Path, round: int) -> dict[str, dict[str, torch.Tensor]]:
 def test_whole_models_go_through_the_same_rounds(config: Make) -> None:
     chosen = config()
     result = run_config(chosen)
-    assert result.complete and audit(result.folder).ok
+    assert result.complete and audit_run(result.folder).ok
     names = list(starts(result.folder, 0))
     for number in (1, 2, 3):
         sampled = {
@@ -79,7 +79,7 @@ def test_a_mask_holds_in_one_place_and_over_clients_alike(place: str, config: Ma
     chosen["by class"] = {"nc": "2", "samples": 20}
     own = chosen.get(place, {})
     result = run_config(config(**own, rounds=2, local_steps=2, mask="random", sparsity=0.9))
-    assert audit(result.folder).ok
+    assert audit_run(result.folder).ok
     mask = load_file(RunFolder(result.folder).mask)
     first, last = starts(result.folder, 0), starts(result.folder, 2)
     moved = set[str]()
@@ -146,7 +146,7 @@ def test_the_audit_keeps_one_model_once_and_finds_it_altered(config: Make) -> No
     kept = load_file(file)
     kept["digits-0/head.bias"][3] += 0.01
     save_file(kept, file, metadata)
-    found = {(row.check, row.client) for row in audit(result.folder).failures}
+    found = {(row.check, row.client) for row in audit_run(result.folder).failures}
     assert found == {("files", "")} | {("mixed", name) for name in held}
 
 
@@ -170,7 +170,7 @@ def test_a_central_run_stops_where_it_is_no_better_and_its_best_round_can_be_exp
         wanted = image_logits(assembly.site.vision, starts(result.folder, number)["digits-0"], pixels)
         with torch.no_grad():
             torch.testing.assert_close(stock(pixels).logits, wanted, rtol=1e-4, atol=1e-4)
-    assert audit(result.folder).ok
+    assert audit_run(result.folder).ok
 
 
 def test_the_plan_shows_the_mask_and_no_ranks(config: Make) -> None:
@@ -257,7 +257,7 @@ def test_a_run_in_sessions_ends_in_the_same_bits(config: Make, mask: str) -> Non
     assert same_tensors(state(whole.folder), state(parts.folder))
     assert rows(whole.folder) == rows(parts.folder)
     assert rows(whole.folder, "ledger") == rows(parts.folder, "ledger")
-    assert audit(parts.folder).ok
+    assert audit_run(parts.folder).ok
     for kept in ("start", "trained"):
         name = f"audit/round-0003/{kept}.safetensors"
         assert (whole.folder / name).read_bytes() == (parts.folder / name).read_bytes()
@@ -281,7 +281,7 @@ def test_frozen_weights_keep_every_bit_and_only_kept_ones_travel(config: Make, m
     assert (
         len([row for row in rows(result.folder, "ledger") if (row["kind"], row["direction"]) == ("mask", "down")]) == 8
     )
-    report = audit(result.folder)
+    report = audit_run(result.folder)
     assert report.ok and "frozen" in {row.check for row in report.rows}
 
 
@@ -292,7 +292,7 @@ def test_a_mask_out_of_a_file_trains_what_the_run_that_made_it_trained(config: M
     assert same_tensors(state(made.folder, round=1), state(given.folder, round=1))
     assert same_tensors(load_file(file), load_file(given.folder / "mask.safetensors"))
     assert rows(made.folder, "ledger") == rows(given.folder, "ledger")
-    assert audit(given.folder).ok
+    assert audit_run(given.folder).ok
     sparse = make_plan(config(mask_file=str(file))).to_json()["sparse"]
     assert sparse["mask"] == "from a file" and sparse["sparsity"] == pytest.approx(0.9, abs=1e-4)
 
@@ -360,20 +360,20 @@ def test_the_audit_finds_a_frozen_weight_that_moved(config: Make) -> None:
     file = result.folder / "mask.safetensors"
     masks = load_file(file)
     save_file({key: ~own for key, own in masks.items()}, file)
-    assert [row.detail[:28] for row in audit(result.folder).failures if row.check == "files"] == [
+    assert [row.detail[:28] for row in audit_run(result.folder).failures if row.check == "files"] == [
         "mask.safetensors is damaged:"
     ]
-    failures = audit(without_digests(result.folder)).failures
+    failures = audit_run(without_digests(result.folder)).failures
     assert {row.check for row in failures} == {"frozen"} and "frozen weights of" in failures[0].detail
 
 
 def test_a_masked_run_without_its_mask_passes_no_audit(config: Make) -> None:
     folder = run_config(config(mask="random", rounds=1)).folder
-    assert audit(folder).ok
+    assert audit_run(folder).ok
     (folder / "mask.safetensors").unlink()
-    assert {row.check for row in audit(folder).failures} == {"files"}
+    assert {row.check for row in audit_run(folder).failures} == {"files"}
     with pytest.raises(CheckpointError, match=r"mask.safetensors is missing.*trained under a mask"):
-        audit(without_digests(folder))
+        audit_run(without_digests(folder))
 
 
 def test_one_step_of_all_on_all_their_images_is_a_step_on_all_images_in_one_place(config: Make) -> None:

@@ -9,7 +9,7 @@ import pytest
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from atlas_fl.audit.check import audit
+from atlas_fl.audit.check import audit_run
 from atlas_fl.config import Config, to_toml, with_values
 from atlas_fl.config.presets import find_preset
 from atlas_fl.experiment.run import resume_run
@@ -82,7 +82,7 @@ def config(request: pytest.FixtureRequest, tiny_model: Path, shared_folder: Path
 def test_a_run_passes_its_audit(config: Config, finished: FinishedRuns) -> None:
     result = finished(config)
     assert (result.complete, result.rounds) == (True, 3)
-    report = audit(result.folder)
+    report = audit_run(result.folder)
     assert report.ok
     assert {"mixed", "loaded"} <= {row.check for row in report.rows}
 
@@ -99,7 +99,7 @@ def test_a_run_that_is_killed_in_its_second_round_goes_on_to_the_same_bits(
     assert same_tensors(state(whole), state(killed))
     for kind in ("metrics", "ledger"):
         assert rows(whole, kind) == rows(killed, kind)
-    assert audit(killed).ok
+    assert audit_run(killed).ok
 
 
 def test_a_served_federation_ends_in_the_bits_of_its_simulation(
@@ -113,7 +113,7 @@ def test_a_served_federation_ends_in_the_bits_of_its_simulation(
         programs.kill_all()
     assert same_tensors(state(fed.simulated), state(fed.served.path))
     assert sorted(map(str, rows(fed.simulated, "ledger"))) == sorted(map(str, rows(fed.served.path, "ledger")))
-    assert audit(fed.served.path).ok
+    assert audit_run(fed.served.path).ok
 
 
 def test_an_audit_fails_where_a_mixed_model_was_altered(config: Config, finished: FinishedRuns) -> None:
@@ -125,5 +125,5 @@ def test_an_audit_fails_where_a_mixed_model_was_altered(config: Config, finished
     key = next(key for key in tensors if key.endswith("lora_B") or ("head." in key and key.endswith("weight")))
     tensors[key] += 0.01
     save_file(tensors, file, metadata)
-    failures = [row for row in audit(folder).failures if row.check == "mixed"]
+    failures = [row for row in audit_run(folder).failures if row.check == "mixed"]
     assert failures and {row.round for row in failures} <= {2, 3}

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from atlas_fl.audit.check import audit
+from atlas_fl.audit.check import audit_run
 from atlas_fl.client.job import Job, Update
 from atlas_fl.config import Config, config_hash, identity_settings
 from atlas_fl.errors import AtlasError
@@ -47,7 +47,7 @@ def late(shared_config: Make) -> RunResult:
 )
 def test_every_rule_gives_newcomers_a_start_that_the_audit_recomputes(config: Make, strategy: str, space: str) -> None:
     result = run_config(config(strategy=strategy, space=space, arrive=LATE))
-    found = audit(result.folder)
+    found = audit_run(result.folder)
     assert found.ok, found.failures
     joined = [(row.round, row.client) for row in found.rows if row.check == "joined"]
     assert joined == [(2, "movie-1"), (3, "trec-0")]
@@ -62,7 +62,7 @@ def test_a_rule_that_sends_nothing_lets_newcomers_begin_with_their_own(config: M
     folder = RunFolder(result.folder)
     assert same_tensors(*(read_tensors(folder.audit_arrival(2) / f"{name}.safetensors") for name in ("fresh", "start")))
     assert rows(result.folder, "ledger") == []
-    assert audit(result.folder).ok
+    assert audit_run(result.folder).ok
 
 
 def test_an_arrival_changes_nothing_that_was_decided_for_others(late: RunResult) -> None:
@@ -127,7 +127,7 @@ def test_an_altered_start_of_a_newcomer_is_found(late: RunResult, tmp_path: Path
         edges = read_json(place / "plan.json")["adjacency"]
         assert edges[2][0] > 0 == edges[2][1]
         (place / "plan.json").write_text(text.replace(str(edges[2][0]), "0.0"))
-    found = [row for row in audit(folder.path).failures if row.check == "joined"]
+    found = [row for row in audit_run(folder.path).failures if row.check == "joined"]
     assert [(row.round, row.client) for row in found] == [(2, "movie-1")]
 
 
@@ -155,7 +155,7 @@ def test_sessions_and_clusters_measured_again_make_the_same_run(config: Make) ->
     assert rows(once.folder) == rows(parts.folder)
     assert rows(once.folder, "ledger") == rows(parts.folder, "ledger")
     for folder in (once.folder, parts.folder):
-        assert audit(folder).ok, audit(folder).failures
+        assert audit_run(folder).ok, audit_run(folder).failures
         sketches = read_sketches(RunFolder(folder).sketches_of("plan-0003.json"))
         assert sketches is not None
         assert sketches.shape[1] == 4
@@ -193,14 +193,14 @@ def test_who_cannot_join_is_told_why_and_the_others_go_on(config: Make) -> None:
     assert any(note.startswith("movie-1 does not join: ") for note in notes)
     assert list(result.summary["clients"]) == ["movie-0", "trec-0"]
     assert [path.name for path in RunFolder(result.folder).plans()] == ["plan.json"]
-    assert audit(result.folder).ok
+    assert audit_run(result.folder).ok
 
 
 def test_who_trains_stays_the_same_up_to_the_next_aggregation(config: Make) -> None:
     result = run_config(config(arrive="movie-1=2", aggregate_every=2, rounds=4, strategy="fedavg"))
     first = [row["round"] for row in rows(result.folder) if row.get("event") == "joined"]
     assert first == [3]
-    assert audit(result.folder).ok
+    assert audit_run(result.folder).ok
 
 
 @pytest.mark.parametrize(

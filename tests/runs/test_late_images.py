@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from atlas_fl.audit.check import audit
+from atlas_fl.audit.check import audit_run
 from atlas_fl.audit.run_files import Models, models_in
 from atlas_fl.config import Config
 from atlas_fl.errors import AtlasError
@@ -43,7 +43,7 @@ def test_a_newcomer_begins_with_the_global_weights_and_counts_in_the_next_averag
     for key, tensor in start["digits-2"].items():
         mean = sum(own[key].double() for own in trained.values()) / 3  # 24 images each
         assert torch.allclose(tensor.double(), mean, rtol=0, atol=1e-6), key
-    found = audit(result.folder)
+    found = audit_run(result.folder)
     assert found.ok, found.failures
     assert [(row.round, row.client) for row in found.rows if row.check == "joined"] == [(2, "digits-2")]
     folder = RunFolder(result.folder)
@@ -72,7 +72,7 @@ def test_sessions_with_a_newcomer_make_the_same_run(image_config: Make, tmp_path
     assert same_tensors(state(once.folder), state(parts.folder))
     for kind in ("metrics", "ledger"):
         assert rows(once.folder, kind) == rows(parts.folder, kind)
-    assert audit(once.folder).ok and audit(parts.folder).ok
+    assert audit_run(once.folder).ok and audit_run(parts.folder).ok
     fresh, start = arrival(once, "fresh")["stripes-0"], arrival(once, "start")["stripes-0"]
     held = audited(once, 1, "start")["digits-0"]
     for key in start:
@@ -99,7 +99,7 @@ def test_an_altered_start_of_a_newcomer_is_found(image_config: Make, values: dic
     else:
         changed *= 1.01
     write_tensors(place, {**tensors, f"digits-2/{key}": changed})
-    found = [row for row in audit(result.folder).failures if row.check == "joined"]
+    found = [row for row in audit_run(result.folder).failures if row.check == "joined"]
     assert [(row.round, row.client) for row in found] == [(2, "digits-2")]
 
 
@@ -107,7 +107,7 @@ def test_a_rule_that_sends_nothing_lets_a_newcomer_begin_with_its_own(image_conf
     result = run_config(image_config(**SMALL, strategy="local", rounds=2))
     assert same_tensors(arrival(result, "fresh")["digits-2"], arrival(result, "start")["digits-2"])
     assert not same_tensors(arrival(result, "start")["digits-2"], audited(result, 1, "start")["digits-0"])
-    assert rows(result.folder, "ledger") == [] and audit(result.folder).ok
+    assert rows(result.folder, "ledger") == [] and audit_run(result.folder).ok
 
 
 def test_a_mask_holds_for_heads_of_one_size(image_config: Make, tmp_path: Path) -> None:

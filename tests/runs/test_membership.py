@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from atlas_fl.audit.check import audit
+from atlas_fl.audit.check import audit_run
 from atlas_fl.client.job import Job, Update
 from atlas_fl.config import Config
 from atlas_fl.events import OnEvent
@@ -69,7 +69,7 @@ def test_a_run_goes_on_without_who_was_taken_off_the_list_and_takes_it_back(
     last.end()
     assert max(missing(fed, "movie-2")) < ROUNDS
     assert adapters(fed.served.path).keys() == SITES.keys()
-    assert audit(fed.served.path).ok
+    assert audit_run(fed.served.path).ok
     assert read_json(fed.served.summary)["events"]["missing"] == {"movie-2": len(missing(fed, "movie-2"))}
 
 
@@ -103,4 +103,4 @@ def test_a_round_that_has_none_but_those_who_are_left_out_changes_nothing_and_is
         *[(2, name) for name in SITES],
         (3, "movie-1"),
     ]
-    assert audit(found.folder).ok
+    assert audit_run(found.folder).ok

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from atlas_fl.audit.check import audit
+from atlas_fl.audit.check import audit_run
 from atlas_fl.client.job import Job, Update
 from atlas_fl.config import Config, config_hash
 from atlas_fl.errors import ConfigError
@@ -54,7 +54,7 @@ def test_pairing_changes_who_computes_and_no_bit(config: Make, paired: RunResult
     server = run_config(config(name="server", eta=0.3, dropout=0.1, **settings))
     assert same_tensors(state(server.folder), state(paired.folder))
     assert [row for row in rows(paired.folder) if row.get("event") != "hosted"] == rows(server.folder)
-    assert audit(paired.folder).ok
+    assert audit_run(paired.folder).ok
     assert hosts(server.folder) == {}
     pairs = {"movie-0": "movie-1", "trec-0": "trec-1"}
     everywhere = {(round, guest): host for round in (1, 2, 3) for guest, host in pairs.items()}
@@ -147,7 +147,7 @@ def test_guests_of_a_host_that_drops_are_paired_again_in_the_same_round(config: 
         for kind in ("activation", "gradient")
     }
     assert peers == {"activation": {found[2, "movie-0"], "movie-1"}, "gradient": {found[2, "movie-0"]}}
-    assert audit(result.folder).ok
+    assert audit_run(result.folder).ok
 
 
 def test_sessions_of_a_paired_run_with_sampling_make_the_same_run(config: Make) -> None:

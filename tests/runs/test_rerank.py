@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from atlas_fl.audit.check import audit
+from atlas_fl.audit.check import audit_run
 from atlas_fl.config import Config, validate
 from atlas_fl.errors import ConfigError
 from atlas_fl.experiment.run import resume_run, run_config
@@ -58,7 +58,7 @@ def test_new_ranks_are_in_the_adapters_and_keep_what_they_can_hold(config: Make,
                     whole = update(held[client], module)
                     torch.testing.assert_close(update(params, module), whole, atol=1e-5, rtol=1e-4)
     assert changed > grown > 0, "nothing was tested"
-    report = audit(folder)
+    report = audit_run(folder)
     assert report.ok, report.failures
     assert sum(row.check == "realigned" for row in report.rows) == 8
 
@@ -69,7 +69,7 @@ def test_a_model_that_lost_more_than_its_ranks_ask_for_is_found(config: Make) ->
     flat = load_file(file)
     key = next(key for key in sorted(flat) if key.startswith("trec-0/") and key.endswith("lora_B"))
     save_file({**flat, key: flat[key] * 1.01}, file)
-    assert ("trec-0", "realigned") in {(row.client, row.check) for row in audit(folder).failures}
+    assert ("trec-0", "realigned") in {(row.client, row.check) for row in audit_run(folder).failures}
 
 
 def test_sessions_with_new_ranks_make_the_same_run(config: Make, finished: FinishedRuns) -> None:
@@ -80,7 +80,7 @@ def test_sessions_with_new_ranks_make_the_same_run(config: Make, finished: Finis
     assert same_tensors(state(whole.folder), state(parts.folder))
     assert rows(whole.folder) == rows(parts.folder)
     assert rows(whole.folder, "ledger") == rows(parts.folder, "ledger")
-    assert audit(parts.folder).ok
+    assert audit_run(parts.folder).ok
 
 
 def test_without_it_ranks_stay(config: Make) -> None:

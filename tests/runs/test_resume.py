@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from atlas_fl.audit.check import audit
+from atlas_fl.audit.check import audit_run
 from atlas_fl.config import Config, to_toml
 from atlas_fl.events import Event, Note
 from atlas_fl.experiment.run import RunResult, resume_run, run_config
@@ -58,7 +58,7 @@ def test_a_run_killed_anywhere_ends_in_the_same_bits(
     assert same_tensors(state(whole.folder), state(killed))
     assert rows(whole.folder) == rows(killed)
     assert rows(whole.folder, "ledger") == rows(killed, "ledger")
-    assert audit(killed).ok
+    assert audit_run(killed).ok
 
 
 def test_sessions_of_few_rounds_make_the_same_run(config: Make, finished: FinishedRuns) -> None:
@@ -91,7 +91,7 @@ def test_sessions_that_end_between_two_aggregations_make_the_same_run(config: Ma
     assert same_tensors(state(whole.folder, round=5), state(parts.folder, round=5))
     assert rows(whole.folder) == rows(parts.folder)
     assert rows(whole.folder, "ledger") == rows(parts.folder, "ledger")
-    assert audit(parts.folder).ok
+    assert audit_run(parts.folder).ok
 
 
 @pytest.mark.parametrize("damage", ["truncated", "altered", "missing"])

@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from atlas_fl.audit.check import audit
+from atlas_fl.audit.check import audit_run
 from atlas_fl.config import Config, config_hash, validate
 from atlas_fl.deployment.server import check_served
 from atlas_fl.deployment.service import ServerOptions
@@ -42,7 +42,7 @@ def test_an_update_that_is_far_too_large_is_refused_with_its_sender_and_figures(
     assert any(note.startswith("round 1: the update of movie-1 was refused: the change of its") for note in notes)
     kept = load_file(folder / "audit" / "round-0001" / "out_of_bound.safetensors")
     assert {key.partition("/")[0] for key in kept} == {"movie-1"}
-    report = audit(folder)
+    report = audit_run(folder)
     assert report.ok, report.failures[:3]
     assert sum(row.check == "bounded" for row in report.rows) == 8
     largest = max(
@@ -69,7 +69,7 @@ def test_who_is_refused_pulls_nobody_back_to_its_old_model(config: Make) -> None
         wanted = 0.5 * trained[f"{names[k]}/{HEAD}"] + 0.5 * pulled / edges[k, others].sum()
         torch.testing.assert_close(ends[f"{names[k]}/{HEAD}"], wanted)
     assert all(torch.equal(ends[key], begun[key]) for key in begun if key.startswith("movie-1/"))
-    report = audit(folder)
+    report = audit_run(folder)
     assert report.ok, report.failures[:3]
     parts = config(**settings, name="parts")
     again = run_config(replace(parts, run=replace(parts.run, max_rounds=1)))
@@ -86,7 +86,7 @@ def test_who_takes_no_part_still_counts_as_a_neighbour(config: Make) -> None:
     (first, second) = records[0]["participants"]
     both = 0.5 * (trained[f"{first}/{HEAD}"] + trained[f"{second}/{HEAD}"])
     assert not torch.allclose(ends[f"{first}/{HEAD}"], both), "the models of before are neighbours too"
-    assert audit(folder).ok
+    assert audit_run(folder).ok
 
 
 def test_a_clipped_update_is_mixed_smaller_and_the_audit_agrees(config: Make) -> None:
@@ -94,7 +94,7 @@ def test_a_clipped_update_is_mixed_smaller_and_the_audit_agrees(config: Make) ->
     clipped = [row for row in rows(folder) if row.get("event") == "clipped"]
     assert {row["client"] for row in clipped} == {"movie-1"}
     assert any(note.startswith("round 1: the update of movie-1 was scaled down: ") for note in notes)
-    report = audit(folder)
+    report = audit_run(folder)
     assert report.ok, report.failures[:3]
     file = folder / "audit" / "round-0001" / "record.json"
     record = json.loads(file.read_text())
@@ -119,7 +119,7 @@ def test_a_mixed_model_that_is_none_takes_nobodys_place_and_the_rounds_go_on(
     assert {row["round"] for row in found if row.get("split") == "test"} == {1, 2}, "both rounds were evaluated"
     begun, ends = (load_file(folder / f"audit/round-000{n}/start.safetensors") for n in (0, 2))
     assert all(torch.equal(begun[key], ends[key]) for key in begun)
-    report = audit(folder)
+    report = audit_run(folder)
     assert report.ok, report.failures[:3]
 
 
@@ -144,7 +144,7 @@ def test_a_robust_rule_runs_resumes_to_the_same_bits_and_passes_the_audit(config
     assert not again.complete
     assert resume_run(again.folder).complete
     assert same_tensors(state(first.folder, round=2), state(again.folder, round=2))
-    report = audit(first.folder)
+    report = audit_run(first.folder)
     assert report.ok, report.failures[:3]
 
 
@@ -158,11 +158,11 @@ def test_whole_models_of_images_are_bounded_and_aggregated_robustly_too(image_co
     assert refused == {"digits-0", "digits-1"}
     for name, strategy in (("off", "median"), ("multi", "multi_krum"), ("geo", "geometric_median")):
         found = run_config(image_config(**settings, strategy=strategy, byzantine=2, norm_bound="off", name=name)).folder
-        report = audit(found)
+        report = audit_run(found)
         assert report.ok, (name, report.failures[:3])
         start = load_file(found / "audit" / "round-0001" / "start.safetensors")
         assert max(float(tensor.abs().max()) for tensor in start.values()) < 100, name
-    assert audit(folder).ok
+    assert audit_run(folder).ok
 
 
 @pytest.mark.parametrize(

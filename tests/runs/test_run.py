@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file
 
 from atlas_fl.aggregation.registry import STRATEGIES
-from atlas_fl.audit.check import audit
+from atlas_fl.audit.check import audit_run
 from atlas_fl.client.job import Job, Update
 from atlas_fl.config import Config, load_config
 from atlas_fl.errors import AtlasError, BudgetError, CheckpointError, ConfigError
@@ -182,7 +182,7 @@ def test_a_run_is_a_function_of_its_config(config: Make, finished: FinishedRuns)
 @pytest.mark.parametrize("space", ["product", "factors"])
 def test_every_strategy_passes_its_audit(config: Make, strategy: str, space: str) -> None:
     result = run_config(config(strategy=strategy, space=space, eta="0.4", participation="0.75", rounds=2))
-    report = audit(result.folder)
+    report = audit_run(result.folder)
     assert report.ok, report.rows
     checked = json.loads((result.folder / "audit/round-0002/record.json").read_text())
     assert len(checked["participants"]) == 3 and set(checked["loaded"]) == set(checked["participants"])
@@ -193,7 +193,7 @@ def test_strategies_that_should_differ_do(config: Make) -> None:
         run_config(config(strategy=name, eta="0.3", name=name))
         for name in ("local", "fedavg", "fedavg_cluster", "atlas")
     ]
-    assert audit(results[0].folder, others=[result.folder for result in results[1:]]).ok
+    assert audit_run(results[0].folder, others=[result.folder for result in results[1:]]).ok
     states = [state(result.folder) for result in results]
     for left in range(len(states)):
         for right in range(left):
@@ -221,7 +221,7 @@ def test_aggregating_every_second_round_halves_the_bytes_and_passes_the_audit(co
     totals = [sum(int(str(row["bytes"])) for row in found) for found in sent]
     assert totals[0] == 2 * totals[1] > 0
     assert {row["round"] for row in sent[1]} == {2, 4}
-    report = audit(second.folder, others=[every.folder])
+    report = audit_run(second.folder, others=[every.folder])
     assert report.ok, report.failures
     for at, waits in ((1, True), (2, False), (3, True), (4, False)):
         folder = second.folder / f"audit/round-{at:04d}"
@@ -232,10 +232,10 @@ def test_aggregating_every_second_round_halves_the_bytes_and_passes_the_audit(co
 
 def test_a_mixture_in_a_round_without_aggregation_fails_the_audit(config: Make) -> None:
     result = run_config(config(eta="0.4", ranks=4, rounds=2))
-    assert audit(result.folder).ok
+    assert audit_run(result.folder).ok
     file = result.folder / "config.toml"
     file.write_text(file.read_text().replace("aggregate_every = 1", "aggregate_every = 2"))
-    report = audit(result.folder)
+    report = audit_run(result.folder)
     assert not report.ok and {row.round for row in report.failures if row.check == "mixed"} == {1}
 
 
@@ -245,7 +245,7 @@ def test_who_trains_stays_the_same_up_to_the_next_aggregation(config: Make) -> N
     who = [record["participants"] for record in records]
     assert who[0] == who[1] and who[2] == who[3] and len({tuple(names) for names in who}) > 1
     assert [record["eta"] for record in records] == [0.0, 0.4, 0.0, 0.4, 0.4]
-    assert audit(result.folder).ok
+    assert audit_run(result.folder).ok
     up = {(row["round"], row["client"]) for row in rows(result.folder, "ledger") if row["kind"] == "adapter"
           and row["direction"] == "up"}  # fmt: skip
     assert up == {(at, name) for at in (2, 4, 5) for name in who[at - 1]}
@@ -313,7 +313,7 @@ def spoilt(spoil: Spoil) -> Backend:
 def test_who_is_refused_at_an_aggregation_goes_back_to_what_the_server_has(config: Make) -> None:
     spoil, _ = SPOILS["NaN"]
     result = run_config(config(eta="0.3", aggregate_every=2), backend=spoilt(spoil))
-    assert audit(result.folder).ok
+    assert audit_run(result.folder).ok
     begun = unflatten_by_client(load_file(result.folder / "audit/round-0000/start.safetensors"))
     after = unflatten_by_client(load_file(result.folder / "audit/round-0002/start.safetensors"))
     assert same_tensors(dict(begun["movie-1"]), dict(after["movie-1"]))
@@ -329,7 +329,7 @@ def test_a_bad_update_is_refused_and_recorded_and_the_round_goes_on(config: Make
     assert [(row["round"], row["client"]) for row in refused] == [(2, "movie-1")]
     assert text in str(refused[0]["reason"])
     assert any(isinstance(event, Note) and "movie-1" in event.text for event in told)
-    assert result.complete and audit(result.folder).ok
+    assert result.complete and audit_run(result.folder).ok
     assert all(bool(torch.isfinite(tensor).all()) for tensor in state(result.folder).values())
 
 
@@ -378,7 +378,7 @@ def test_keep_best_never_delivers_a_model_that_is_worse_on_validation(config: Ma
 
     assert all(losses(best)[name] <= losses(mixed)[name] for name in losses(mixed))
     assert any(losses(best)[name] < losses(mixed)[name] for name in record["kept"])
-    assert audit(best.folder).ok
+    assert audit_run(best.folder).ok
 
 
 @pytest.mark.parametrize("fingerprint", ["fisher", "delta"])
@@ -389,7 +389,7 @@ def test_reclustering_measures_again_and_writes_a_new_plan_that_the_audit_uses(c
     labels = [[client["cluster"] for client in plan["clients"]] for plan in plans]
     assert labels[0] == labels[1]
     assert plans[0]["clustering"]["reliability"] != plans[1]["clustering"]["reliability"], "it was not measured again"
-    assert audit(result.folder).ok
+    assert audit_run(result.folder).ok
 
 
 def test_an_imported_adapter_is_the_start(config: Make) -> None:

@@ -7,7 +7,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from atlas_fl.audit.check import audit
+from atlas_fl.audit.check import audit_run
 from atlas_fl.config import Config, config_hash
 from atlas_fl.errors import ConfigError
 from atlas_fl.experiment.run import resume_run, run_config
@@ -45,7 +45,7 @@ def test_sessions_of_one_round_end_in_the_bits_of_the_whole_run_and_pass_the_aud
         for result in (whole, parts)
     ]
     assert files[0] == files[1]
-    report = audit(parts.folder)
+    report = audit_run(parts.folder)
     assert report.ok, report.failures
     assert "server" in {row.check for row in report.rows}
 
@@ -59,7 +59,7 @@ def test_a_newcomer_joins_the_moments_of_its_cohort(config: Make) -> None:
     assert same_tensors(state(whole.folder), state(parts.folder))
     cohorts = [{path.split("/")[2] for path in server_state(whole.folder, round=round)} for round in (2, 3)]
     assert cohorts == [{"all", "task-movie"}, {"all", "task-movie", "task-trec"}], "who is alone has no head in common"
-    report = audit(parts.folder)
+    report = audit_run(parts.folder)
     assert report.ok, report.failures
     assert sum(row.check == "joined" for row in report.rows) == 2
 
@@ -73,14 +73,14 @@ def test_a_newcomer_of_pfedgraph_is_remembered_with_the_model_that_it_began_with
     assert same_tensors(state(whole.folder), state(parts.folder))
     assert rows(whole.folder) == rows(parts.folder)
     assert {path.split("/")[2] for path in server_state(whole.folder)} == {"movie-0", "trec-1", "movie-1", "trec-0"}
-    report = audit(parts.folder)
+    report = audit_run(parts.folder)
     assert report.ok, report.failures
     # it was remembered with another model than it began with
     file = parts.folder / "audit" / "joined-0002" / "server.safetensors"
     tensors = load_file(file)
     tensors["initial/movie-1/encoder.layer.0.attention.self.query.lora_B"] += 0.01
     save_file(tensors, file)
-    failures = {(row.round, row.check) for row in audit(parts.folder).failures}
+    failures = {(row.round, row.check) for row in audit_run(parts.folder).failures}
     assert (2, "server") in failures
 
 
@@ -92,14 +92,14 @@ def test_a_rule_that_remembers_nothing_leaves_no_file(config: Make) -> None:
 
 def test_whole_models_of_images_take_a_server_optimizer(image_config: Make) -> None:
     result = run_config(image_config(strategy="fedadam", mask="random", sparsity=0.5, server_lr=0.003))
-    report = audit(result.folder)
+    report = audit_run(result.folder)
     assert report.ok, report.failures[:3]
     assert {name.split("/")[2] for name in server_state(result.folder)} == {"all", "task-digits"}
 
 
 def test_whole_models_of_images_take_pfedgraph_and_stand_once_in_its_state(image_config: Make) -> None:
     result = run_config(image_config(strategy="pfedgraph", gram_by="kind"))
-    report = audit(result.folder)
+    report = audit_run(result.folder)
     assert report.ok, report.failures[:3]
     one = result.folder / "audit" / "round-0000"
     sizes = [(one / f"{name}.safetensors").stat().st_size for name in ("server", "start")]
@@ -117,7 +117,7 @@ def test_a_served_run_has_the_moments_of_a_simulation(federation: Callable[..., 
     assert server_state(folder, round=2) and same_tensors(
         server_state(folder, round=2), server_state(served.simulated, round=2)
     )
-    report = audit(folder)
+    report = audit_run(folder)
     assert report.ok, report.failures
 
 

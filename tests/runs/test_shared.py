@@ -6,7 +6,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from atlas_fl.audit.check import audit
+from atlas_fl.audit.check import audit_run
 from atlas_fl.config import Config, validate
 from atlas_fl.errors import ConfigError
 from atlas_fl.experiment.run import RunResult, resume_run, run_config
@@ -42,7 +42,7 @@ def test_a_cluster_ends_with_one_set_and_sessions_make_the_same_run(config: Make
     assert rows(once.folder) == rows(parts.folder)
     assert rows(once.folder, "ledger") == rows(parts.folder, "ledger")
     for result in (once, parts):
-        report = audit(result.folder)
+        report = audit_run(result.folder)
         assert report.ok
         assert any(row.check == "common" for row in report.rows)
     found = models(once)
@@ -64,12 +64,12 @@ def test_clusters_of_one_make_the_run_of_clients_of_their_own(config: Make) -> N
 
 def test_an_audit_finds_a_client_with_a_set_of_its_own(config: Make) -> None:
     result = run_config(config(name="run", rounds=1, **SHARED))
-    assert audit(result.folder).ok
+    assert audit_run(result.folder).ok
     path = result.folder / "audit/round-0001/trained.safetensors"
     tensors = load_file(path)
     key = next(key for key in tensors if key.startswith("movie-1/") and "layer.2." in key)
     save_file({**tensors, key: tensors[key] + 1}, path)
-    wrong = [row for row in audit(result.folder).rows if not row.ok and row.check == "common"]
+    wrong = [row for row in audit_run(result.folder).rows if not row.ok and row.check == "common"]
     assert [row.client for row in wrong] == ["movie-1"]
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from atlas_fl.audit.check import audit
+from atlas_fl.audit.check import audit_run
 from atlas_fl.config import Config
 from atlas_fl.errors import AtlasError, BudgetError, ConfigError
 from atlas_fl.events import ignore
@@ -55,7 +55,7 @@ def test_a_run_with_a_cut_ends_with_the_adapters_of_one_without(config: Make, wh
     cut = run_config(config(name="cut", dropout=0.1, eta=0.3, split="cpu_2gb=2,trec-0=1", head=head))
     assert same_tensors(state(whole.folder), state(cut.folder))
     assert rows(whole.folder) == rows(cut.folder)
-    assert audit(cut.folder).ok
+    assert audit_run(cut.folder).ok
     plans = [read_json(RunFolder(result.folder).plan) for result in (whole, cut)]
     for part in ("clustering", "importance", "adjacency"):
         assert plans[0][part] == plans[1][part], part
@@ -87,7 +87,7 @@ def test_sessions_of_a_run_with_cuts_make_the_same_run(config: Make) -> None:
     assert same_tensors(state(once.folder), state(parts.folder))
     assert rows(once.folder) == rows(parts.folder)
     assert rows(once.folder, "ledger") == rows(parts.folder, "ledger")
-    assert audit(parts.folder).ok
+    assert audit_run(parts.folder).ok
 
 
 def test_a_client_that_trains_alone_sends_what_crosses_its_cut_and_nothing_else(config: Make) -> None:

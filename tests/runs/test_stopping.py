@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file
 
-from atlas_fl.audit.check import audit
+from atlas_fl.audit.check import audit_run
 from atlas_fl.config import Config
 from atlas_fl.errors import CheckpointError, ConfigError
 from atlas_fl.experiment.early_stopping import best_rounds, should_stop
@@ -66,7 +66,7 @@ def test_a_run_that_gets_no_better_ends_cleanly(steady: Path, told: list[str]) -
     held = checkpoint.load_latest(steady / "checkpoints")[0]
     assert held is not None and (held.round, held.state["over"]) == (3, True)
     assert len(list((steady / "adapters").iterdir())) == 4
-    assert audit(steady).ok
+    assert audit_run(steady).ok
 
 
 def test_everyone_has_its_newest_model_when_a_run_stops(steady: Path) -> None:
@@ -141,11 +141,11 @@ def test_what_only_last_rounds_do_is_done_when_a_run_stops(config: Make) -> None
     assert 1 < result.rounds < 8
     kept = [row["round"] for row in rows(result.folder) if row.get("event") == "kept own model"]
     assert set(kept) == {result.rounds}
-    assert audit(result.folder).ok
+    assert audit_run(result.folder).ok
 
 
 def test_an_audit_finds_a_run_that_should_have_stopped(copied: Path) -> None:
     file = copied / "config.toml"
     file.write_text(file.read_text().replace("patience = 2", "patience = 1"))
-    told = [row.detail for row in audit(copied).failures]
+    told = [row.detail for row in audit_run(copied).failures]
     assert told[0].startswith("config.toml is damaged") and told[1:] == ["it had to end after round 2 and went on"]

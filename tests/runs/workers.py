@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from atlas_fl.audit.check import audit
+from atlas_fl.audit.check import audit_run
 from atlas_fl.config import Config
 from atlas_fl.events import OnEvent
 from atlas_fl.experiment.backends import Allocate, init_worker, pool_engine, share_weights, worker_init_messages
@@ -41,7 +41,7 @@ def check_same(left: Path, right: Path, *, round: int = 3) -> None:
     adapters = sorted(path.relative_to(left) for path in left.glob("adapters/*/*.safetensors"))
     assert adapters
     assert all((left / path).read_bytes() == (right / path).read_bytes() for path in adapters)
-    assert audit(right).ok
+    assert audit_run(right).ok
 
 
 def check_same_images(left: Path, right: Path) -> None:
@@ -52,7 +52,7 @@ def check_same_images(left: Path, right: Path) -> None:
     files = sorted(path.relative_to(left) for path in left.glob("**/*.safetensors") if "checkpoints" not in path.parts)
     assert sum(path.parts[0] == "models" for path in files) == 1
     assert all((left / path).read_bytes() == (right / path).read_bytes() for path in files)
-    assert audit(right).ok
+    assert audit_run(right).ok
 
 
 def into(held: list[mmap.mmap]) -> Allocate:

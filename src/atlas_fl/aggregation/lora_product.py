@@ -1,4 +1,4 @@
-"""Mixing LoRA updates themselves: `sum_l m_kl s_l B_l A_l`, then the best approximation of each client's rank.
+"""LoRA averaging in product space: `sum_l m_kl s_l B_l A_l`, then the best factors of each client's rank.
 
 The dense matrix is never formed while the ranks together stay below its sides: with A^T = Q R (QR of the stack),
 the update is `(B W R^T) Q^T`, and the small Gram matrix `H = R W B^T B W R^T` holds its squared singular values.

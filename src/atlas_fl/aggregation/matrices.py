@@ -1,4 +1,4 @@
-"""Every server rule is a row-stochastic matrix M: `w <- M w`.
+"""Mixing matrices: averages, Laplacian step, bounded weights; every server rule is `w <- M w`, M row-stochastic.
 
 FedAvg: McMahan et al., 2017. Laplacian step: MIRA (Elbakary et al., 2024); Metropolis weights: Xiao and Boyd, 2004.
 """

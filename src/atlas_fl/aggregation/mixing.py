@@ -1,19 +1,13 @@
-"""Applying a mixing matrix to models, factor by factor or in product space.
+"""Apply a mixing matrix to models: `w <- M w`, tensor by tensor, in factor space or in product space.
 
-What all the others hold alike, a newcomer begins with: those very tensors.
+The rows of a matrix are sorted so that equal work is done once. In factor space A and B are averaged apart. Factors of
+different ranks meet by `pad` (zeros up to the longest rank, as HetLoRA) or `truncate` (the leading rows that all of a
+connected group have; the rest stays the client's own). The average of factors is not the factors of the average:
+product space is exact, this is what most papers do.
 
-A mean of equal numbers is that number; but in floating point a weighted sum of them may end in another last bit. Whole
-models would then be in memory twice, and under a mask both ends of a wire would no longer agree on what is frozen.
-
-The rows of a mixing matrix, sorted so that equal work is done once.
-
-Mixing tensors apart from each other: heads, biases, and LoRA factors in factor space.
-
-Factors of different ranks meet by `pad` (zeros up to the longest rank, as HetLoRA) or `truncate` (the leading rows
-that all of a connected group have; the rest stays the client's own). The average of factors is not the factors of
-the average: product space is exact, this is what most papers do.
-
-Applying the matrix of a rule to the models: `w <- M w`, in factor space or in product space.
+A newcomer begins with the very tensors that all others hold equal (`reuse_equal_tensors`). A mean of equal numbers is
+that number, but in floating point a weighted sum of them may end in another last bit: whole models would then be in
+memory twice, and under a mask both ends of a connection would no longer agree on what is frozen.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence

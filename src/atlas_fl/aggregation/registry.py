@@ -1,4 +1,4 @@
-"""The server's rules, by name."""
+"""STRATEGIES: the server's rules by name, and their aliases."""
 
 from collections.abc import Callable
 

@@ -1,12 +1,4 @@
-"""Strategies that withstand hostile clients.
-
-How far apart the models of clients are, pair by pair: what Krum and the geometric median go by.
-
-    d_kl^2 = sum over modules || s_k B_k A_k - s_l B_l A_l ||_F^2 + sum over other tensors || w_k - w_l ||^2
-
-Pairs of factors come from Gram matrices of the small products, so no dense update is formed.
-
-Rules that withstand hostile clients. Every client counts alike: a claim of examples has no effect on them.
+"""Robust aggregation against hostile clients: median, trimmed mean, Krum, multi-Krum, geometric median.
 
     median             of every value, over the clients
     trimmed_mean       the mean of every value without the ceil(trim n) lowest and highest
@@ -15,11 +7,15 @@ Rules that withstand hostile clients. Every client counts alike: a claim of exam
     geometric_median   the point with the least sum of distances to all, by Weiszfeld's steps c_k = 1 / max(nu, d_k)
 
 Median and trimmed mean: Yin, Chen, Ramchandran and Bartlett, 2018. Krum: Blanchard, El Mhamdi, Guerraoui and Stainer,
-2017. Geometric median: RFA, Pillutla, Kakade and Harchaoui, 2022.
+2017. Geometric median: RFA, Pillutla, Kakade and Harchaoui, 2022. Every client counts alike: a claim of examples has no
+effect.
 
-The first two are no mixing matrix. The others are one that depends on the updates: their rows are made from the
-distances between the models. All are applied inside the groups that may mix: everyone, or each cluster; heads inside
-their task.
+The first two are no mixing matrix. The rows of the others follow from the distances between the models:
+
+    d_kl^2 = sum over modules || s_k B_k A_k - s_l B_l A_l ||_F^2 + sum over other tensors || w_k - w_l ||^2
+
+Pairs of factors come from Gram matrices of the small products, so no dense update is formed. All are applied inside
+the groups that may mix: everyone, or each cluster; heads inside their task.
 """
 
 from collections.abc import Callable, Sequence

@@ -1,4 +1,4 @@
-"""Server optimizers: the average change of the clients is a gradient, along which the server steps as Adam does.
+"""Server optimizers FedAvgM, FedAdagrad, FedYogi, FedAdam: the average change of the clients is the gradient of a step.
 
     Delta_t = sum_k p_k (w'_k - w_k)                     w_k as sent, w'_k as trained; -Delta_t is the pseudo-gradient
     m_t = beta_1 m_{t-1} + (1 - beta_1) Delta_t          FedAvgM: m_t = beta_1 m_{t-1} + Delta_t

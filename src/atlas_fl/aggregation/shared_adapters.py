@@ -1,9 +1,9 @@
-"""What clients of one cluster share above their cuts, in the server's step: one model instead of several.
+"""Adapters shared by a cluster above its clients' cuts, in the server's step: one model instead of several.
 
     row of a shared set = sum_k p_k M_k        over the owners k that are present, p_k their shares of the examples
 
 so that every owner gets the same; all of M's weights on owners fall on the first of them, whose tensors are everyone's.
-A set that one client owns alone, and the set of clusters that mix within themselves by averaging, move as without.
+A set with one owner, and the set of clusters that mix within themselves by averaging, move as without sharing.
 """
 
 from collections.abc import Sequence

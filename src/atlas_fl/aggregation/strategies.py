@@ -1,16 +1,10 @@
-"""Strategies: what the server makes of the clients' updates.
+"""Strategies: FedAvg, clustered FedAvg, ATLAS (Laplacian), local training; checks of updates; the Strategy protocol.
 
-What the server checks before an update may meet the models of others.
+A strategy is a frozen pair of functions, `init` and `aggregate`. A rule goes from one round (`MixingContext`) to the
+mixing matrix of a group of parameters. An update is checked before it may meet the models of others. The weight of a
+claimed number of examples is bounded (`aggregation.matrices.bounded_weights`).
 
-A rule: from one round to the mixing matrix of a group of parameters, and the matrix of each tensor by its name.
-
-A strategy: a frozen pair of functions, and the one way in which every rule of this package is applied.
-
-Local training and weighted averages: over everyone, or inside clusters. FedAvg: McMahan et al., 2017.
-
-What a claim of examples may weigh is bounded (`aggregation.matrices.bounded_weights`).
-
-Laplacian personalisation on the graph of clients. MIRA: Elbakary et al., 2024.
+FedAvg: McMahan et al., 2017. Laplacian personalisation on the graph of clients: MIRA, Elbakary et al., 2024.
 """
 
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence

@@ -1,4 +1,4 @@
-"""How far an update may move: its change is measured against the median change of the clients that trained beside it.
+"""Norm bound of updates: a client's change is measured against the median change of the clients that trained beside it.
 
     norm of client k = || s (B'_k A'_k - B_k A_k) ||_F over all modules      (product space; else of A and B apart)
     too large        = norm_k > C median_l norm_l, l over the clients that trained

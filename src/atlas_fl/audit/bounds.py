@@ -1,6 +1,6 @@
-"""Whether the norm bound of a run was kept: every change measured again, dense, against the median of the round.
+"""Audit of the norm bound: every change measured again, dense, against the median of the round.
 
-A run keeps the updates as they came of those whom the bound refused or scaled down (`out_of_bound.safetensors`).
+A run keeps the updates that the bound refused or scaled down as they came (`out_of_bound.safetensors`).
 """
 
 import json
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from atlas_fl.audit.recompute import TOLERANCE, decompose, is_best, is_mixed, kind_of
 from atlas_fl.audit.report import AuditRow
-from atlas_fl.audit.run_files import Models, Plan, Record, Run, read_models, round_folder
+from atlas_fl.audit.run_files import AuditPlan, AuditRecord, Models, Run, read_models, round_folder
 from atlas_fl.errors import CheckpointError
 from atlas_fl.params import HEAD, LORA_A, LORA_B
 
@@ -56,47 +56,49 @@ def read_bounds(run: Run, round: int) -> Bounds:
 
 
 def check_bounds(
-    run: Run, round: int, bounds: Bounds, *, plan: Plan, record: Record, held: Models, trained: Models
+    run: Run, round: int, bounds: Bounds, *, plan: AuditPlan, record: AuditRecord, initial: Models, trained: Models
 ) -> Iterator[AuditRow]:
     """A row for each client whose update came: whether it was to be mixed as it came, refused or scaled down."""
-    accepted = {client: trained[client] for client in plan.clients if client in record.accepted and client in trained}
+    accepted = {
+        client: trained[client] for client in plan.clients if client in record.accepted_clients and client in trained
+    }
     came = {**accepted, **bounds.sent}
     bounded = bounds.mode != "off" and kind_of(run.mixing.strategy) != "own"
     if not bounded and not bounds.sent:
         return
-    ratios = _ratios(plan, run, held, came) if bounded else {}
+    ratios = _ratios(plan, run, initial, came) if bounded else {}
     for client in came:
         fault = _fault(bounds, client, ratios.get(client, 0.0), refused=client in record.refused)
         if not fault and client in bounds.clipped:
-            limits = _limits(plan, run, held, came, bounds.ratio)
-            fault = _clip_fault(plan, run, held[client], came[client], accepted[client], limits=limits[client])
+            limits = _limits(plan, run, initial, came, bounds.ratio)
+            fault = _clip_fault(plan, run, initial[client], came[client], accepted[client], limits=limits[client])
         yield AuditRow(
             run=run.path.name, round=round, client=client, check="bounded", ok=not fault, error=None, detail=fault
         )
 
 
 def _fault(bounds: Bounds, client: str, ratio: float, *, refused: bool) -> str:
-    told = f"its change is {ratio:.3g} times the median, and {bounds.ratio:g} are allowed"
+    problem = f"its change is {ratio:.3g} times the median, and {bounds.ratio:g} are allowed"
     if client not in bounds.sent:
-        return f"{told}, but it was mixed as it came" if ratio > bounds.ratio * (1 + BORDER) else ""
+        return f"{problem}, but it was mixed as it came" if ratio > bounds.ratio * (1 + BORDER) else ""
     if ratio < bounds.ratio * (1 - BORDER):
-        return f"{told}, but it was not mixed as it came"
+        return f"{problem}, but it was not mixed as it came"
     if refused == (bounds.mode == "clip") or refused == (client in bounds.clipped):
-        return f"{told}; it was {'refused' if refused else 'mixed'}, and the settings say {bounds.mode}"
+        return f"{problem}; it was {'refused' if refused else 'mixed'}, and the settings say {bounds.mode}"
     return ""
 
 
 def restored_fault(
-    run: Run, plan: Plan, held: Mapping[str, Tensor], after: Mapping[str, Tensor], *, trained: Models
+    run: Run, plan: AuditPlan, initial: Mapping[str, Tensor], after: Mapping[str, Tensor], *, trained: Models
 ) -> str:
     """Whether someone who kept the model that it began with did so, and had to."""
-    if not all(after[key].equal(tensor) for key, tensor in held.items()):
+    if not all(after[key].equal(tensor) for key, tensor in initial.items()):
         return "it was to keep the model that it began with, but it changed"
     largest = max((_largest(plan, run, params) for params in trained.values()), default=0.0)
     return "" if largest > FAR else f"no update explains why it keeps its model: the largest value is {largest:.3g}"
 
 
-def _dense(plan: Plan, run: Run, params: Mapping[str, Tensor]) -> Iterator[tuple[str, np.ndarray]]:
+def _dense(plan: AuditPlan, run: Run, params: Mapping[str, Tensor]) -> Iterator[tuple[str, np.ndarray]]:
     """What is measured of a model: the updates s B A where they are mixed as such, and every other shared tensor."""
     for key, tensor in params.items():
         value = tensor.double().numpy()
@@ -109,49 +111,50 @@ def _dense(plan: Plan, run: Run, params: Mapping[str, Tensor]) -> Iterator[tuple
             yield key, plan.scale(len(value)) * (other @ value)
 
 
-def _largest(plan: Plan, run: Run, params: Mapping[str, Tensor]) -> float:
+def _largest(plan: AuditPlan, run: Run, params: Mapping[str, Tensor]) -> float:
     return max((float(np.abs(value).max()) for _, value in _dense(plan, run, params)), default=0.0)
 
 
-def _norms(plan: Plan, run: Run, before: Mapping[str, Tensor], after: Mapping[str, Tensor]) -> dict[bool, float]:
+def _norms(plan: AuditPlan, run: Run, before: Mapping[str, Tensor], after: Mapping[str, Tensor]) -> dict[bool, float]:
     """By whether it is of the head, the norm of the change."""
-    begun, squares = dict(_dense(plan, run, before)), {False: 0.0, True: 0.0}
+    start, squares = dict(_dense(plan, run, before)), {False: 0.0, True: 0.0}
     for key, value in _dense(plan, run, after):
-        squares[key.startswith(HEAD)] += float(np.square(value - begun[key]).sum())
+        squares[key.startswith(HEAD)] += float(np.square(value - start[key]).sum())
     return {head: square**0.5 for head, square in squares.items()}
 
 
-def _medians(plan: Plan, run: Run, held: Models, came: Models) -> dict[str, dict[bool, tuple[float, float]]]:
+def _medians(plan: AuditPlan, run: Run, initial: Models, came: Models) -> dict[str, dict[bool, tuple[float, float]]]:
     """By client and part, its norm and the median of its cohort; parts without a measure are left out."""
-    norms = {client: _norms(plan, run, held[client], params) for client, params in came.items()}
+    norms = {client: _norms(plan, run, initial[client], params) for client, params in came.items()}
     task = dict(zip(plan.clients, plan.tasks, strict=True))
-    found: dict[str, dict[bool, tuple[float, float]]] = {client: {} for client in came}
+    medians: dict[str, dict[bool, tuple[float, float]]] = {client: {} for client in came}
     for client in came:
         for head in (False, True):
             cohort = [one for one in came if not head or task[one] == task[client]]
             middle = float(np.median([norms[one][head] for one in cohort]))
             if len(cohort) >= LEAST and 0 < middle < float("inf"):
-                found[client][head] = (norms[client][head], middle)
-    return found
+                medians[client][head] = (norms[client][head], middle)
+    return medians
 
 
-def _ratios(plan: Plan, run: Run, held: Models, came: Models) -> dict[str, float]:
-    medians = _medians(plan, run, held, came) if len(came) >= LEAST else {}
+def _ratios(plan: AuditPlan, run: Run, initial: Models, came: Models) -> dict[str, float]:
+    medians = _medians(plan, run, initial, came) if len(came) >= LEAST else {}
     return {
-        client: max((norm / middle for norm, middle in own.values()), default=0.0) for client, own in medians.items()
+        client: max((norm / middle for norm, middle in norms.values()), default=0.0)
+        for client, norms in medians.items()
     }
 
 
-def _limits(plan: Plan, run: Run, held: Models, came: Models, ratio: float) -> dict[str, dict[bool, float]]:
+def _limits(plan: AuditPlan, run: Run, initial: Models, came: Models, ratio: float) -> dict[str, dict[bool, float]]:
     """By client and part, what its change is to be scaled by."""
     return {
-        client: {head: min(1.0, ratio * middle / norm) if norm > 0 else 1.0 for head, (norm, middle) in own.items()}
-        for client, own in _medians(plan, run, held, came).items()
+        client: {head: min(1.0, ratio * middle / norm) if norm > 0 else 1.0 for head, (norm, middle) in norms.items()}
+        for client, norms in _medians(plan, run, initial, came).items()
     }
 
 
 def _clip_fault(
-    plan: Plan,
+    plan: AuditPlan,
     run: Run,
     before: Mapping[str, Tensor],
     sent: Mapping[str, Tensor],
@@ -160,18 +163,18 @@ def _clip_fault(
     limits: Mapping[bool, float],
 ) -> str:
     """Whether what was mixed is what was sent, scaled down."""
-    begun, got = dict(_dense(plan, run, before)), dict(_dense(plan, run, mixed))
+    start, got = dict(_dense(plan, run, before)), dict(_dense(plan, run, mixed))
     for key, value in _dense(plan, run, sent):
         factor = limits.get(key.startswith(HEAD), 1.0)
-        wanted = begun[key] + factor * (value - begun[key])
-        size = float(np.linalg.norm(begun[key]) + factor * np.linalg.norm(value)) or 1.0
+        expected = start[key] + factor * (value - start[key])
+        size = float(np.linalg.norm(start[key]) + factor * np.linalg.norm(value)) or 1.0
         if run.mixing.space == "product" and key.endswith(LORA_A):
             rank = len(mixed[key])
-            left, values, right = decompose(wanted)
+            left, values, right = decompose(expected)
             best = (left[:, :rank] * values[:rank]) @ right[:rank]
-            if np.linalg.norm(got[key] - best) <= TOLERANCE * size or is_best(wanted, got[key], rank, size=size):
+            if np.linalg.norm(got[key] - best) <= TOLERANCE * size or is_best(expected, got[key], rank, size=size):
                 continue
             return f"{key} was not scaled by {factor:.3g}"
-        if np.linalg.norm(got[key] - wanted) > TOLERANCE * size:
+        if np.linalg.norm(got[key] - expected) > TOLERANCE * size:
             return f"{key} was not scaled by {factor:.3g}"
     return ""

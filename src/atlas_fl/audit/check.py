@@ -1,8 +1,6 @@
-"""The audit of one run, or of several side by side.
+"""The audit of a run, round by round and client by client (`audit_run`), and of several runs side by side.
 
-Several runs side by side: those that should differ must not have ended with the same models.
-
-The audit itself: round by round, client by client.
+Several runs that differ in a decisive setting must not have ended with the same models.
 """
 
 import json
@@ -18,37 +16,37 @@ from atlas_fl.audit.bounds import check_bounds, read_bounds, restored_fault
 from atlas_fl.audit.plan_changes import check_joined, check_ranks, is_reranked, read_joined
 from atlas_fl.audit.recompute import (
     TOLERANCE,
-    Finding,
+    Comparison,
+    Recomputed,
     Round,
     Rule,
-    Truth,
     common_faults,
     has_state,
-    in_common,
     kind_of,
     points_of,
     reducer,
     robust_of,
     weights,
+    with_common_tensors,
 )
 from atlas_fl.audit.report import AuditReport, AuditRow
 from atlas_fl.audit.run_files import (
+    AuditPlan,
+    AuditRecord,
     Models,
-    Plan,
-    Record,
     Run,
     frozen_fault,
     is_aggregated,
     open_run,
+    read_audit_record,
     read_models,
     read_plan,
-    read_record,
 )
 from atlas_fl.audit.server_state import (
     Directions,
     Flat,
     OptimizerStep,
-    check_state,
+    check_server_state,
     check_unchanged,
     read_state,
     server_step,
@@ -81,10 +79,10 @@ def signature(run: Run) -> str:
 
 
 def _round_signature(run: Run, round: int) -> list[object]:
-    record = read_record(run, round)
+    record = read_audit_record(run, round)
     plan = read_plan(run, record.plan)
     mixing = run.mixing
-    present = tuple(client in record.accepted for client in plan.clients)
+    present = tuple(client in record.accepted_clients for client in plan.clients)
     rule = Rule(
         robust=robust_of(run),
         kind=kind_of(mixing.strategy) if is_aggregated(run, round) else "own",
@@ -97,9 +95,9 @@ def _round_signature(run: Run, round: int) -> list[object]:
     body = [weights(plan, rule, head=False, layer=layer) for layer in layers]
     body = body or [weights(plan, rule, head=False)]
     head = weights(plan, rule, head=True)
-    own = np.eye(len(plan.clients))
-    body_still = all((one == own).all() for one in body) or not {"A", "B"} & set(mixing.share)
-    head_still = bool((head == own).all()) or "head" not in mixing.share
+    identity = np.eye(len(plan.clients))
+    body_still = all((one == identity).all() for one in body) or not {"A", "B"} & set(mixing.share)
+    head_still = bool((head == identity).all()) or "head" not in mixing.share
     return [
         [plan.clients, plan.ranks, sorted(plan.layer_of), plan.alpha, plan.rslora, record.participants],
         []
@@ -136,7 +134,7 @@ NO_ANSWER = "it did not answer"
 """The reason that is recorded of who sent no update."""
 
 
-def audit(run_dir: Path | str, others: Sequence[Path | str] = (), *, on_event: OnEvent = ignore) -> AuditReport:
+def audit_run(run_dir: Path | str, others: Sequence[Path | str] = (), *, on_event: OnEvent = ignore) -> AuditReport:
     """Every check of every round of these runs, and that runs which should differ ended differently.
 
     Raises CheckpointError where a folder is no run, kept nothing for an audit, or holds a file that cannot be read; a
@@ -151,13 +149,13 @@ def audit(run_dir: Path | str, others: Sequence[Path | str] = (), *, on_event: O
         rows += damaged
         try:
             run = open_run(path)
-            found, hidden = list(audit_run(run, on_event=on_event)), list(_unseen(run))
+            checked, hidden = list(check_run(run, on_event=on_event)), list(_unseen(run))
         except CheckpointError as error:
             if not damaged:
                 raise
             rows.append(AuditRow(run=path.name, round=0, client="", check="files", ok=False, detail=str(error)))
             continue
-        rows, unseen = [*rows, *found], [*unseen, *hidden]
+        rows, unseen = [*rows, *checked], [*unseen, *hidden]
         runs += [] if damaged else [run]
     undigested = tuple(path.name for path in paths if not has_digests(path))
     return AuditReport(rows=(*rows, *compare_runs(runs)), unseen=tuple(unseen), undigested=undigested)
@@ -178,7 +176,7 @@ def _unseen(run: Run) -> Iterator[str]:
             yield f"{run.path.name}: {client}"
 
 
-def audit_run(run: Run, *, on_event: OnEvent = ignore) -> Iterator[AuditRow]:
+def check_run(run: Run, *, on_event: OnEvent = ignore) -> Iterator[AuditRow]:
     """The rows of one run."""
     kind_of(run.mixing.strategy)
     missing = sorted(set(range(1, max(run.done, run.rounds[-1]) + 1)) - set(run.rounds))
@@ -188,36 +186,36 @@ def audit_run(run: Run, *, on_event: OnEvent = ignore) -> Iterator[AuditRow]:
     if run.complete and run.rounds[-1] > run.done:
         detail = f"it had to end after round {run.done} and went on"
         yield AuditRow(run=run.path.name, round=0, client="", check="record", ok=False, detail=detail)
-    before = known = read_models(run, 0, "start")
+    before = server_models = read_models(run, 0, "start")
     state: Flat = state_after(run, 0, {})
-    yield from check_unchanged(run, 0, with_initial(run, {}, known), state)
-    for place, round in enumerate(run.rounds):
-        on_event(Progress(f"audit of {run.path.name}", place, len(run.rounds)))
+    yield from check_unchanged(run, 0, with_initial(run, {}, server_models), state)
+    for index, round in enumerate(run.rounds):
+        on_event(Progress(f"audit of {run.path.name}", index, len(run.rounds)))
         after = read_models(run, round, "start")
-        record = read_record(run, round)
+        record = read_audit_record(run, round)
         if (joined := read_joined(run, round, record.plan, before)) is not None:
-            yield from check_joined(run, round, joined, known)
+            yield from check_joined(run, round, joined, server_models)
             extended = read_state(run.path / "audit" / f"joined-{round:04d}") or state
             yield from check_unchanged(run, round, with_initial(run, state, joined.start), extended)
             state = extended
-            before, known = {**before, **joined.start}, {**known, **joined.start}
+            before, server_models = {**before, **joined.start}, {**server_models, **joined.start}
         if is_reranked(run, record, round):
-            held, before = before, read_models(run, round, "begun")
-            known = before
-            yield from check_ranks(run, read_plan(run, record.plan), round, held, before)
+            initial, before = before, read_models(run, round, "begun")
+            server_models = before
+            yield from check_ranks(run, read_plan(run, record.plan), round, initial, before)
         if round - 1 not in missing and round not in missing:
-            yield from _audit_round(run, round, before, after, known=known, state=state)
+            yield from _check_round(run, round, before, after, server_models=server_models, state=state)
         before, state = after, state_after(run, round, state)
-        known = after if is_aggregated(run, round) else known
+        server_models = after if is_aggregated(run, round) else server_models
 
 
-def _audit_round(
-    run: Run, round: int, held: Models, after: Models, *, known: Models, state: Flat
+def _check_round(
+    run: Run, round: int, initial: Models, after: Models, *, server_models: Models, state: Flat
 ) -> Iterator[AuditRow]:
     """The rows of one round. `held` is what clients began it with, `known` what the server held of them, `state` what
     its strategy remembered.
     """
-    record, trained = read_record(run, round), read_models(run, round, "trained")
+    record, trained = read_audit_record(run, round), read_models(run, round, "trained")
     plan, bounds = read_plan(run, record.plan), read_bounds(run, round)
 
     def row(check: str, client: str, detail: str, error: float | None = None) -> AuditRow:
@@ -225,54 +223,54 @@ def _audit_round(
             run=run.path.name, round=round, client=client, check=check, ok=not detail, error=error, detail=detail
         )
 
-    named = {*record.participants, *record.refused, *held, *after}
+    named = {*record.participants, *record.refused, *initial, *after}
     faults = [_eta_fault(run, record, round), _edges_fault(run, record), *_trained_faults(record, trained)]
     faults += [f"{sorted(named - set(plan.clients))} are not in the plan"] if named - set(plan.clients) else []
     yield row("record", "", "; ".join(fault for fault in faults if fault))
     for client in plan.clients:
-        if client in record.loaded or client in record.accepted:
-            yield row("loaded", client, _loaded_fault(record, client, held))
-    present = {client: trained[client] for client in record.accepted if client in trained}
-    wrong = {client: _names_fault(plan, client, held, present.get(client), after) for client in plan.clients}
+        if client in record.loaded or client in record.accepted_clients:
+            yield row("loaded", client, _loaded_fault(record, client, initial))
+    present = {client: trained[client] for client in record.accepted_clients if client in trained}
+    wrong = {client: _names_fault(plan, client, initial, present.get(client), after) for client in plan.clients}
     for client, fault in wrong.items():
-        wrong[client] = fault or _number_fault(client, held, present, after, known)
+        wrong[client] = fault or _number_fault(client, initial, present, after, server_models)
         yield row("names", client, wrong[client])
-    for client, fault in _frozen_faults(run, wrong, held, present):
+    for client, fault in _frozen_faults(run, wrong, initial, present):
         yield row("frozen", client, fault)
     if any(wrong.values()):
         return  # what has other names or shapes, or no numbers, cannot be compared by value
-    yield from check_bounds(run, round, bounds, plan=plan, record=record, held=held, trained=present)
+    yield from check_bounds(run, round, bounds, plan=plan, record=record, initial=initial, trained=present)
     kind = kind_of(run.mixing.strategy) if is_aggregated(run, round) else "own"
-    before = {**(held if kind == "own" else known), **present}
-    for client, fault in common_faults(plan, present, after, kept=record.kept or ()):
+    before = {**(initial if kind == "own" else server_models), **present}
+    for client, fault in common_faults(plan, present, after, excluded=record.kept or ()):
         yield row("common", client, fault)
-    shared = in_common(plan, before, present)
-    step = server_step(run, plan, kind, present=present, before=known, trained=shared, state=state)
-    truth = _truth(run, record, plan, shared, after, kind=kind, step=step, state=state)
-    yield from check_state(run, round, step, before=state)
-    found = _findings(truth)
+    shared = with_common_tensors(plan, before, present)
+    step = server_step(run, plan, kind, present=present, before=server_models, trained=shared, state=state)
+    truth = _recompute(run, record, plan, shared, after, kind=kind, step=step, state=state)
+    yield from check_server_state(run, round, step, before=state)
+    comparisons = _comparisons(truth)
     for k, client in enumerate(plan.clients):
-        mixed, moved, error = _compare(run, record, truth, k, found[k])
+        mixed, moved, error = _compare(run, record, truth, k, comparisons[k])
         if client in bounds.restored:
-            mixed, moved, error = restored_fault(run, plan, held[client], after[client], trained=present), "", 0.0
+            mixed, moved, error = restored_fault(run, plan, initial[client], after[client], trained=present), "", 0.0
         yield row("mixed", client, mixed, error)
         yield row("moved", client, moved)
 
 
-def _frozen_faults(run: Run, wrong: Mapping[str, str], held: Models, present: Models) -> Iterator[tuple[str, str]]:
+def _frozen_faults(run: Run, wrong: Mapping[str, str], initial: Models, present: Models) -> Iterator[tuple[str, str]]:
     """(client, fault) of everyone who trained under a mask, and whose tensors can be compared."""
     for client in present:
         if run.mask is not None and not wrong[client]:
-            yield client, frozen_fault(run.mask, held[client], present[client])
+            yield client, frozen_fault(run.mask, initial[client], present[client])
 
 
-def _eta_fault(run: Run, record: Record, round: int) -> str:
+def _eta_fault(run: Run, record: AuditRecord, round: int) -> str:
     eta = run.mixing.eta * run.mixing.eta_decay ** (round - 1) if is_aggregated(run, round) else 0.0
     same = record.eta is not None and abs(record.eta - eta) <= 1e-9 * max(eta, 1.0)
     return "" if same or kind_of(run.mixing.strategy) != "laplacian" else f"eta was {record.eta}, not {eta:g}"
 
 
-def _edges_fault(run: Run, record: Record) -> str:
+def _edges_fault(run: Run, record: AuditRecord) -> str:
     """Whether those without neighbours are those who were refused; in runs older than the norm bound nobody is."""
     refused = {client for client, reason in record.refused.items() if reason != NO_ANSWER}
     if set(record.without_edges) == refused or ("robust" not in run.config and not record.without_edges):
@@ -280,23 +278,23 @@ def _edges_fault(run: Run, record: Record) -> str:
     return f"the updates of {sorted(refused)} were refused, and without edges were {sorted(record.without_edges)}"
 
 
-def _trained_faults(record: Record, trained: Models) -> Iterator[str]:
-    absent = sorted(record.accepted - trained.keys())
-    strange = sorted(trained.keys() - record.accepted - record.refused.keys())
+def _trained_faults(record: AuditRecord, trained: Models) -> Iterator[str]:
+    absent = sorted(record.accepted_clients - trained.keys())
+    strange = sorted(trained.keys() - record.accepted_clients - record.refused.keys())
     if absent:
         yield f"no trained model of {', '.join(absent)}"
     if strange:
         yield f"trained models of {', '.join(strange)}, who took no part"
 
 
-def _loaded_fault(record: Record, client: str, held: Models) -> str:
+def _loaded_fault(record: AuditRecord, client: str, initial: Models) -> str:
     """Whether what the client says it loaded is what the server sent."""
     loaded = record.loaded.get(client)
-    if loaded is None or client not in held:
+    if loaded is None or client not in initial:
         return "what it loaded was not recorded" if loaded is None else "nothing was sent to it"
-    if loaded.get("keys") != len(held[client]):
-        return f"loaded {loaded.get('keys')} tensors, {len(held[client])} were sent"
-    sent = digest(held[client])
+    if loaded.get("keys") != len(initial[client]):
+        return f"loaded {loaded.get('keys')} tensors, {len(initial[client])} were sent"
+    sent = digest(initial[client])
     return "" if loaded.get("digest") == sent else f"loaded {str(loaded.get('digest'))[:12]}, sent was {sent[:12]}"
 
 
@@ -305,17 +303,19 @@ def _difference(want: Mapping[str, Tensor], have: Mapping[str, Tensor], what: st
     if lost or new:
         return f"{what} lacks {lost[:2]} and has unknown {new[:2]} ({len(lost)} and {len(new)} in all)"
     # what a client has kept to itself since is no longer here, and `mixed` holds that it was not to be shared
-    kept = {key for key in have if PRIVATE in have and not have[key].numel()}
-    wrong = [key for key in want if want[key].shape != have[key].shape and key not in kept]
+    emptied = {key for key in have if PRIVATE in have and not have[key].numel()}
+    wrong = [key for key in want if want[key].shape != have[key].shape and key not in emptied]
     return f"{what} has {wrong[0]} of shape {tuple(have[wrong[0]].shape)}" if wrong else ""
 
 
-def _names_fault(plan: Plan, client: str, held: Models, trained: Mapping[str, Tensor] | None, after: Models) -> str:
+def _names_fault(
+    plan: AuditPlan, client: str, initial: Models, trained: Mapping[str, Tensor] | None, after: Models
+) -> str:
     """Whether names and shapes stayed, and the ranks are those of the plan."""
-    if client not in held:
+    if client not in initial:
         return "it has no model"
-    fault = "" if trained is None else _difference(held[client], trained, "what it trained")
-    fault = fault or _difference(held[client], after.get(client, {}), "what it starts with")
+    fault = "" if trained is None else _difference(initial[client], trained, "what it trained")
+    fault = fault or _difference(initial[client], after.get(client, {}), "what it starts with")
     ranks = plan.ranks[plan.clients.index(client)]
     for key, tensor in after.get(client, {}).items():
         if fault or not key.endswith(LORA_A):
@@ -337,19 +337,19 @@ def _number_fault(client: str, *models: Models) -> str:
     return ""
 
 
-def _truth(
+def _recompute(
     run: Run,
-    record: Record,
-    plan: Plan,
+    record: AuditRecord,
+    plan: AuditPlan,
     before: Models,
     after: Models,
     *,
     kind: str,
     step: OptimizerStep | None,
     state: Flat,
-) -> Truth:
+) -> Recomputed:
     mixing = run.mixing
-    present = tuple(client in record.accepted for client in plan.clients)
+    present = tuple(client in record.accepted_clients for client in plan.clients)
     rule = Rule(
         kind=kind,
         laplacian=mixing.laplacian,
@@ -371,7 +371,7 @@ def _truth(
             made[head, layer, end] = weights(plan, rule, head=head, layer=layer, key=key)
         return made[head, layer, end]
 
-    return Truth(
+    return Recomputed(
         Round(
             plan=plan,
             before=before,
@@ -386,32 +386,32 @@ def _truth(
     )
 
 
-def _findings(truth: Truth) -> list[list[tuple[str, Finding]]]:
+def _comparisons(truth: Recomputed) -> list[list[tuple[str, Comparison]]]:
     """For each client every tensor or module with its comparison; module by module, so that little is kept."""
     models = [truth.round.before[client] for client in truth.round.plan.clients]
-    found: list[list[tuple[str, Finding]]] = [[] for _ in models]
+    comparisons: list[list[tuple[str, Comparison]]] = [[] for _ in models]
     for key in dict.fromkeys(key for one in models for key in one):
         for k in (k for k, one in enumerate(models) if key in one):
-            found[k] += truth.finding(k, key)
-    return found
+            comparisons[k] += truth.compare(k, key)
+    return comparisons
 
 
 def _compare(
-    run: Run, record: Record, truth: Truth, k: int, found: list[tuple[str, Finding]]
+    run: Run, record: AuditRecord, truth: Recomputed, k: int, comparisons: list[tuple[str, Comparison]]
 ) -> tuple[str, str, float]:
     """Faults of value, faults of standing still, and the largest error of client k."""
     client = truth.round.plan.clients[k]
     unchanged = all(truth.is_still(k, key) for key in truth.round.before[client])
     if run.mixing.keep == "best" and (client in record.kept if record.kept is not None else unchanged):
         return ("" if unchanged else "it was to keep its own model, but it changed"), "", 0.0
-    worst, finding = max(found, key=lambda one: one[1].error)
+    worst, finding = max(comparisons, key=lambda one: one[1].error)
     mixed = moved = ""
     if finding.error == float("inf"):
         mixed = f"{worst} changed, but should have stayed as it was"
     elif not finding.error <= TOLERANCE:
         mixed = f"{worst} is {finding.error:.2g} away from the recomputation (allowed: {TOLERANCE:g})"
-    stuck = [(one.shift, name) for name, one in found if one.still and one.shift > SHIFT]
+    stuck = [(one.shift, name) for name, one in comparisons if one.still and one.shift > SHIFT]
     if stuck:
         shift, name = max(stuck)
-        moved = f"{len(stuck)} of {len(found)} were left as trained; {name} should move by {shift:.2g}"
+        moved = f"{len(stuck)} of {len(comparisons)} were left as trained; {name} should move by {shift:.2g}"
     return mixed, moved, finding.error

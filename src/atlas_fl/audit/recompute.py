@@ -1,12 +1,7 @@
-"""The rules once more, in dense float64.
+"""Every mixing rule written a second time, in dense float64: weights, robust rules, clients' models after a round.
 
-What clients of one cluster have in common above their cuts: one set of tensors, not several that are alike.
-
-Robust rules, written again from their papers: dense float64 vectors, one client and one coordinate at a time.
-
-The weights of every rule, written again from its definition, one row and one edge at a time.
-
-What each client should hold after a round: dense float64 matrices and full singular value decompositions.
+Mixing weights follow from each rule's definition, one row and one edge at a time; robust rules from their papers, one
+client and one coordinate at a time; product space from full singular value decompositions.
 """
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -17,12 +12,14 @@ import numpy as np
 import scipy.linalg
 from torch import Tensor
 
-from atlas_fl.audit.run_files import Models, Plan, Run
+from atlas_fl.audit.run_files import AuditPlan, Models, Run
 from atlas_fl.errors import CheckpointError
 from atlas_fl.params import HEAD, LORA_A, LORA_B, PRIVATE
 
 
-def common_faults(plan: Plan, trained: Models, after: Models, *, kept: Collection[str]) -> Iterator[tuple[str, str]]:
+def common_faults(
+    plan: AuditPlan, trained: Models, after: Models, *, excluded: Collection[str]
+) -> Iterator[tuple[str, str]]:
     """(client, fault) for everyone who has something in common with others: the first tensor of which it has another.
 
     Who kept its own model at the end has it with what was in common when it was trained.
@@ -32,8 +29,8 @@ def common_faults(plan: Plan, trained: Models, after: Models, *, kept: Collectio
         for key, owners in _in_common(plan, k, after[client]):
             is_one = True
             for models, what in ((trained, "trained"), (after, "starts with")):
-                others = [plan.clients[one] for one in owners if one < k and plan.clients[one] not in kept]
-                mine = models.get(client, {}).get(key) if client not in kept else None
+                others = [plan.clients[one] for one in owners if one < k and plan.clients[one] not in excluded]
+                mine = models.get(client, {}).get(key) if client not in excluded else None
                 faults += [
                     f"{client} {what} another {key} than {other}"
                     for other in others
@@ -43,18 +40,18 @@ def common_faults(plan: Plan, trained: Models, after: Models, *, kept: Collectio
             yield client, faults[0] if faults else ""
 
 
-def in_common(plan: Plan, before: Models, trained: Models) -> Models:
+def with_common_tensors(plan: AuditPlan, before: Models, trained: Models) -> Models:
     """What everyone holds before the server's step: what was trained in common is so for those who took no part."""
-    held = {client: dict(params) for client, params in before.items()}
+    by_client = {client: dict(params) for client, params in before.items()}
     for k, client in enumerate(plan.clients):
         for key, owners in _in_common(plan, k, before[client]):
             there = [plan.clients[one] for one in owners if plan.clients[one] in trained]
             if client not in trained and there:
-                held[client][key] = trained[there[0]][key]
-    return held
+                by_client[client][key] = trained[there[0]][key]
+    return by_client
 
 
-def _in_common(plan: Plan, k: int, params: dict[str, Tensor]) -> Iterator[tuple[str, tuple[int, ...]]]:
+def _in_common(plan: AuditPlan, k: int, params: dict[str, Tensor]) -> Iterator[tuple[str, tuple[int, ...]]]:
     for key in params:
         layer = plan.layer_of.get(key.removesuffix(LORA_A).removesuffix(LORA_B))
         owners = () if layer is None else plan.owners(k, layer)
@@ -78,11 +75,11 @@ class Robust:
 
 def robust_of(run: Run) -> Robust:
     """The robust settings of this run, from its config.toml."""
-    known: Mapping[str, Any] = run.config.get("robust", {})
-    return Robust(**{name: known[name] for name in Robust.__dataclass_fields__ if name in known})
+    robust_settings: Mapping[str, Any] = run.config.get("robust", {})
+    return Robust(**{name: robust_settings[name] for name in Robust.__dataclass_fields__ if name in robust_settings})
 
 
-def bounded(weights: Sequence[float], max_share: float) -> list[float]:
+def bound_weights(weights: Sequence[float], max_share: float) -> list[float]:
     """The weights cut at the height t for which the largest is `max_share` of what is left; of three or more."""
     n = len(weights)
     limit = max(max_share, 1 / max(n, 1))
@@ -101,11 +98,11 @@ def reducer(kind: str, robust: Robust) -> Callable[[np.ndarray], np.ndarray] | N
     if kind == "median":
         return lambda stack: np.asarray(np.median(stack, axis=0))
     if kind == "trimmed mean":
-        return lambda stack: _trimmed(stack, robust.trim)
+        return lambda stack: _trimmed_mean(stack, robust.trim)
     return None
 
 
-def _trimmed(stack: np.ndarray, share: float) -> np.ndarray:
+def _trimmed_mean(stack: np.ndarray, share: float) -> np.ndarray:
     left_out = min(int(np.ceil(share * len(stack) - 1e-9)), (len(stack) - 1) // 2)
     ordered = np.sort(stack, axis=0)
     return np.asarray(np.mean(ordered[left_out : len(stack) - left_out], axis=0))
@@ -119,8 +116,8 @@ def model_weights(kind: str, points: np.ndarray, robust: Robust) -> list[float]:
         return _geometric_median(points)
     scores = [_krum_score(points, k, robust.byzantine) for k in range(len(points))]
     n, f = len(points), robust.byzantine
-    wanted = 1 if kind == "krum" else n - min(f, (n - 1) // 2)
-    last = sorted(scores)[wanted - 1]
+    num_selected = 1 if kind == "krum" else n - min(f, (n - 1) // 2)
+    last = sorted(scores)[num_selected - 1]
     chosen = [score <= last * (1 + 1e-9) for score in scores]
     return [one / sum(chosen) for one in chosen]
 
@@ -143,30 +140,36 @@ def _geometric_median(points: np.ndarray) -> list[float]:
     return weights
 
 
-def points_of(models: Models, plan: Plan, share: Sequence[str], clients: Sequence[int], *, head: bool) -> np.ndarray:
+def points_of(
+    models: Models, plan: AuditPlan, share: Sequence[str], clients: Sequence[int], *, head: bool
+) -> np.ndarray:
     """(clients, clients): points with the distances of what these share, of their heads or of all the rest.
 
     The triangular factors of differences to the first client, tensor after tensor: each column keeps its own digits.
     """
-    held = [models[plan.clients[k]] for k in clients]
-    factor = np.zeros((0, len(held)))
-    for key in (key for key in held[0] if key.startswith(HEAD) == head and key != PRIVATE):
-        columns = _columns(held, plan, share, key)
+    client_params = [models[plan.clients[k]] for k in clients]
+    factor = np.zeros((0, len(client_params)))
+    for key in (key for key in client_params[0] if key.startswith(HEAD) == head and key != PRIVATE):
+        columns = _columns(client_params, plan, share, key)
         if columns is not None:
             block = np.stack([(column - columns[0]).ravel() for column in columns], axis=1)
             factor = np.asarray(np.linalg.qr(np.concatenate([factor, block]), mode="r"))
     return factor.T
 
 
-def _columns(held: Sequence[Mapping[str, Any]], plan: Plan, share: Sequence[str], key: str) -> list[np.ndarray] | None:
+def _columns(
+    client_params: Sequence[Mapping[str, Any]], plan: AuditPlan, share: Sequence[str], key: str
+) -> list[np.ndarray] | None:
     """What is compared at this key for each client; None where that is nothing, or told at another key."""
-    values = [params[key].double().numpy() for params in held]
+    values = [params[key].double().numpy() for params in client_params]
     is_a, is_b = key.endswith(LORA_A), key.endswith(LORA_B)
     if not is_a and not is_b:
         shared = "head" in share if key.startswith(HEAD) else "A" in share or "B" in share
         return values if shared else None
     if "A" in share and "B" in share:
-        others = [params[key.removesuffix(LORA_A) + LORA_B].double().numpy() for params in held] if is_a else []
+        others = (
+            [params[key.removesuffix(LORA_A) + LORA_B].double().numpy() for params in client_params] if is_a else []
+        )
         return [plan.scale(len(a)) * (b @ a) for a, b in zip(values, others)] if is_a else None
     if ("A" if is_a else "B") not in share:
         return None
@@ -242,11 +245,11 @@ def kind_of(strategy: str) -> str:
     return RULES[strategy]
 
 
-def _may_meet(plan: Plan, k: int, other: int, *, head: bool) -> bool:
+def _may_meet(plan: AuditPlan, k: int, other: int, *, head: bool) -> bool:
     return not head or plan.tasks[k] == plan.tasks[other]
 
 
-def _members(plan: Plan, rule: Rule, k: int, *, head: bool) -> list[int]:
+def _members(plan: AuditPlan, rule: Rule, k: int, *, head: bool) -> list[int]:
     """Whose updates are aggregated into the model of client k."""
     everyone = rule.kind == "mean" or (rule.kind in WITHIN and rule.robust.within == "all")
     members = []
@@ -257,12 +260,12 @@ def _members(plan: Plan, rule: Rule, k: int, *, head: bool) -> list[int]:
     return members
 
 
-def _mean_row(plan: Plan, rule: Rule, k: int, *, head: bool) -> list[float]:
+def _mean_row(plan: AuditPlan, rule: Rule, k: int, *, head: bool) -> list[float]:
     """The weights of an average, by examples; of robust rules by distances, or all alike where nobody knows these."""
     members = _members(plan, rule, k, head=head)
     row = [float(other == k and not members) for other in range(len(plan.clients))]
     if rule.kind not in ROBUST:
-        weights = bounded([plan.examples[other] for other in members], rule.robust.max_share)
+        weights = bound_weights([plan.examples[other] for other in members], rule.robust.max_share)
     elif rule.points is None or reducer(rule.kind, rule.robust) is not None:
         weights = [1.0] * len(members)
     else:
@@ -272,7 +275,7 @@ def _mean_row(plan: Plan, rule: Rule, k: int, *, head: bool) -> list[float]:
     return row
 
 
-def _projected_row(plan: Plan, rule: Rule, k: int, *, head: bool, key: str) -> list[float]:
+def _projected_row(plan: AuditPlan, rule: Rule, k: int, *, head: bool, key: str) -> list[float]:
     """The row of a rule that goes by the directions of changes; who took no part keeps its model."""
     if not rule.present[k]:
         return [float(other == k) for other in range(len(plan.clients))]
@@ -280,7 +283,7 @@ def _projected_row(plan: Plan, rule: Rule, k: int, *, head: bool, key: str) -> l
     return row if rule.project is None or len(members) < 2 else rule.project(k, members, row, key)
 
 
-def _edge(plan: Plan, rule: Rule, k: int, other: int, *, head: bool) -> float:
+def _edge(plan: AuditPlan, rule: Rule, k: int, other: int, *, head: bool) -> float:
     if plan.clients[k] in rule.without_edges or plan.clients[other] in rule.without_edges:
         return 0.0
     if k == other or not _may_meet(plan, k, other, head=head):
@@ -288,7 +291,7 @@ def _edge(plan: Plan, rule: Rule, k: int, other: int, *, head: bool) -> float:
     return float(plan.adjacency[k, other])
 
 
-def _laplacian(plan: Plan, rule: Rule, *, head: bool) -> np.ndarray:
+def _laplacian(plan: AuditPlan, rule: Rule, *, head: bool) -> np.ndarray:
     n = len(plan.clients)
     edge = [[_edge(plan, rule, k, other, head=head) for other in range(n)] for k in range(n)]
     degree = [sum(row) for row in edge]
@@ -303,7 +306,7 @@ def _laplacian(plan: Plan, rule: Rule, *, head: bool) -> np.ndarray:
     return matrix / largest if largest > 0 else matrix
 
 
-def _step_size(plan: Plan, rule: Rule, layer: int | None) -> float:
+def _step_size(plan: AuditPlan, rule: Rule, layer: int | None) -> float:
     if not rule.by_layer or layer is None:
         return rule.eta
     if plan.importance is None:
@@ -312,7 +315,7 @@ def _step_size(plan: Plan, rule: Rule, layer: int | None) -> float:
     return rule.eta * mean[layer] / max(mean)
 
 
-def weights(plan: Plan, rule: Rule, *, head: bool, layer: int | None = None, key: str = "") -> np.ndarray:
+def weights(plan: AuditPlan, rule: Rule, *, head: bool, layer: int | None = None, key: str = "") -> np.ndarray:
     """(n, n): row k holds the weight that each client's model has in the next model of client k, for this parameter."""
     each = _each(plan, rule, head=head, layer=layer, key=key)
     if head or layer is None or rule.kind == "own":
@@ -320,7 +323,7 @@ def weights(plan: Plan, rule: Rule, *, head: bool, layer: int | None = None, key
     return np.array([_common_row(plan, rule, k, each, layer) for k in range(len(plan.clients))])
 
 
-def _common_row(plan: Plan, rule: Rule, k: int, each: np.ndarray, layer: int) -> np.ndarray:
+def _common_row(plan: AuditPlan, rule: Rule, k: int, each: np.ndarray, layer: int) -> np.ndarray:
     """The row of what client k has in common with others: the mean of their rows, by examples, over the present."""
     owners = plan.owners(k, layer)
     if len(owners) < 2:
@@ -328,19 +331,19 @@ def _common_row(plan: Plan, rule: Rule, k: int, each: np.ndarray, layer: int) ->
     if reducer(rule.kind, rule.robust) is not None:
         return np.asarray(each[k])
     counted = [one for one in owners if rule.present[one]] or owners
-    examples = bounded([plan.examples[one] for one in counted], rule.robust.max_share)
+    examples = bound_weights([plan.examples[one] for one in counted], rule.robust.max_share)
     row = np.zeros(len(each))
     for one, weight in zip(counted, examples, strict=True):
         row += weight / sum(examples) * each[one]
-    own = sum(row[one] for one in owners)
+    owners_sum = sum(row[one] for one in owners)
     row[list(owners)] = 0.0
     if not row.any():
         return np.asarray(np.eye(len(each))[k])
-    row[k] = own  # whoever of them it falls on, they hold the same
+    row[k] = owners_sum  # whoever of them it falls on, they hold the same
     return row
 
 
-def _each(plan: Plan, rule: Rule, *, head: bool, layer: int | None, key: str) -> np.ndarray:
+def _each(plan: AuditPlan, rule: Rule, *, head: bool, layer: int | None, key: str) -> np.ndarray:
     """The same where nothing is anyone's in common."""
     n = len(plan.clients)
     if rule.kind == "own":
@@ -355,7 +358,7 @@ def _each(plan: Plan, rule: Rule, *, head: bool, layer: int | None, key: str) ->
     return np.array([rows[k] if rule.present[k] else np.eye(n)[k] for k in range(n)])
 
 
-def arrival_weights(plan: Plan, rule: Rule, *, head: bool) -> np.ndarray:
+def arrival_weights(plan: AuditPlan, rule: Rule, *, head: bool) -> np.ndarray:
     """(n, n): row k of who is not present, a newcomer, holds the weights of the models that it begins with.
 
     Those of an average over the others, or the weights of its edges over their sum; its own where it meets nobody.
@@ -372,15 +375,15 @@ def arrival_weights(plan: Plan, rule: Rule, *, head: bool) -> np.ndarray:
     return matrix
 
 
-def connected(matrix: np.ndarray, k: int) -> Sequence[int]:
+def connected_clients(matrix: np.ndarray, k: int) -> Sequence[int]:
     """Everyone whose model reaches client k or is reached by it, through any number of others."""
-    found, border = {k}, [k]
+    reached, border = {k}, [k]
     while border:
         here = border.pop()
         near = [one for one in range(len(matrix)) if matrix[here, one] != 0 or matrix[one, here] != 0]
-        border += [one for one in near if one not in found]
-        found.update(near)
-    return sorted(found)
+        border += [one for one in near if one not in reached]
+        reached.update(near)
+    return sorted(reached)
 
 
 TOLERANCE = 1e-4
@@ -391,7 +394,7 @@ at the cut are not determined by float32 factors, and any optimal choice is righ
 
 
 @dataclass(frozen=True, kw_only=True)
-class Finding:
+class Comparison:
     """One tensor, or one module's update, compared with the recomputation."""
 
     error: float
@@ -406,7 +409,7 @@ class Finding:
 class Round:
     """The models around one server step, and its weights."""
 
-    plan: Plan
+    plan: AuditPlan
     """The plan in force."""
     before: Models
     """What everyone held when the server mixed."""
@@ -446,10 +449,10 @@ def decompose(matrix: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     return left, values, right
 
 
-def _measure(wanted: np.ndarray, got: np.ndarray, was: np.ndarray, *, size: float, still: bool) -> Finding:
+def _measure(expected: np.ndarray, got: np.ndarray, was: np.ndarray, *, size: float, still: bool) -> Comparison:
     unit = size if size > 0 else 1.0
-    error, shift = float(np.linalg.norm(got - wanted)) / unit, float(np.linalg.norm(wanted - was)) / unit
-    return Finding(error=error, shift=shift, still=still)
+    error, shift = float(np.linalg.norm(got - expected)) / unit, float(np.linalg.norm(expected - was)) / unit
+    return Comparison(error=error, shift=shift, still=still)
 
 
 def is_best(mixed: np.ndarray, got: np.ndarray, rank: int, *, size: float) -> bool:
@@ -458,13 +461,13 @@ def is_best(mixed: np.ndarray, got: np.ndarray, rank: int, *, size: float) -> bo
     """
     left, values, right = decompose(got)
     rest, limit = mixed - got, TOLERANCE * size
-    kept = int((values[:rank] > limit).sum())
-    crossing = max(np.linalg.norm(left[:, :kept].T @ rest), np.linalg.norm(rest @ right[:kept].T))
+    num_kept = int((values[:rank] > limit).sum())
+    crossing = max(np.linalg.norm(left[:, :num_kept].T @ rest), np.linalg.norm(rest @ right[:num_kept].T))
     smallest = float(values[rank - 1]) if rank <= len(values) else 0.0
     return bool(crossing <= limit and np.linalg.norm(rest, 2) <= smallest + limit)
 
 
-class Truth:
+class Recomputed:
     """Recomputes one round, module by module; the decompositions of one module are kept while it is looked at."""
 
     def __init__(self, round: Round) -> None:
@@ -472,12 +475,12 @@ class Truth:
         self._module = ""
         self._cut: dict[bytes, tuple[np.ndarray, float, np.ndarray, np.ndarray, np.ndarray]] = {}
 
-    def finding(self, k: int, key: str) -> list[tuple[str, Finding]]:
+    def compare(self, k: int, key: str) -> list[tuple[str, Comparison]]:
         """The comparison of one tensor of client k, or at its A that of a module; nothing at its B."""
         round = self.round
         if not is_mixed(key, round.share) or self._stays(k, key):
             still = self.is_still(k, key)
-            return [(key, Finding(error=0.0 if still else float("inf"), shift=0.0, still=still))]
+            return [(key, Comparison(error=0.0 if still else float("inf"), shift=0.0, still=still))]
         if round.space == "factors" or not key.endswith((LORA_A, LORA_B)):
             return [(key, self.tensor(k, key))]
         module = key.removesuffix(LORA_A)
@@ -490,22 +493,22 @@ class Truth:
         row = self.round.weights(key)[k]
         return bool(row[k] == 1.0 and np.count_nonzero(row) == 1)
 
-    def module(self, k: int, module: str) -> Finding:
+    def module(self, k: int, module: str) -> Comparison:
         """The update of a module in product space."""
         round, names = self.round, self.round.plan.clients
         row = round.weights(module + LORA_A)[k]
         rank = round.before[names[k]][module + LORA_A].shape[0]
-        mixed, size, left, values, right = self._mixed(module, row, k=k)
-        wanted = (left[:, :rank] * values[:rank]) @ right[:rank]
+        mixed, size, left, values, right = self._mix_product(module, row, k=k)
+        expected = (left[:, :rank] * values[:rank]) @ right[:rank]
         got, was = _dense(round, names[k], module, round.after), _dense(round, names[k], module, round.before)
         still = all(self.is_still(k, module + end) for end in (LORA_A, LORA_B))
-        finding = _measure(wanted, got, was, size=size, still=still)
+        finding = _measure(expected, got, was, size=size, still=still)
         tied = rank < len(values) and values[rank - 1] - values[rank] < NEAR_TIE * values[0]
         if finding.error > TOLERANCE and tied and is_best(mixed, got, rank, size=size):
-            return Finding(error=0.0, shift=finding.shift, still=still)
+            return Comparison(error=0.0, shift=finding.shift, still=still)
         return finding
 
-    def _mixed(
+    def _mix_product(
         self, module: str, row: np.ndarray, *, k: int
     ) -> tuple[np.ndarray, float, np.ndarray, np.ndarray, np.ndarray]:
         """The weighted sum of the updates, the size of what went in, and its singular value decomposition."""
@@ -524,26 +527,26 @@ class Truth:
         names = self.round.plan.clients
         sources = np.flatnonzero(row).tolist()
         parts = [_dense(self.round, names[other], module, self.round.before) for other in sources]
-        return self._combined(row[sources], parts)
+        return self._combine(row[sources], parts)
 
-    def tensor(self, k: int, key: str) -> Finding:
+    def tensor(self, k: int, key: str) -> Comparison:
         """A tensor that mixes by itself: a head, a bias, or a factor in factor space."""
         round, names = self.round, self.round.plan.clients
         matrix = round.weights(key)
-        own = round.before[names[k]][key].double().numpy()
+        client_value = round.before[names[k]][key].double().numpy()
         got = round.after[names[k]][key].double().numpy()
         sources = np.flatnonzero(matrix[k]).tolist()
         others = {other: round.before[names[other]][key].double().numpy() for other in sources}
         if self.round.server is not None and (model := self.round.server(k, key)) is not None:
-            wanted, size = model
+            expected, size = model
         elif key.endswith((LORA_A, LORA_B)):
-            wanted = self._factor(k, key, own, others)
+            expected = self._factor(k, key, client_value, others)
             size = float(sum(abs(matrix[k, other]) * np.linalg.norm(one) for other, one in others.items()))
         else:
-            wanted, size = self._combined(matrix[k][sources], list(others.values()))
-        return _measure(wanted, got, own, size=size, still=self.is_still(k, key))
+            expected, size = self._combine(matrix[k][sources], list(others.values()))
+        return _measure(expected, got, client_value, size=size, still=self.is_still(k, key))
 
-    def _combined(self, weights: np.ndarray, parts: Sequence[np.ndarray]) -> tuple[np.ndarray, float]:
+    def _combine(self, weights: np.ndarray, parts: Sequence[np.ndarray]) -> tuple[np.ndarray, float]:
         """The weighted sum, or what the rule makes of these, and the size of what went in.
 
         Where one far value does not move the result, the size is that of most.
@@ -560,29 +563,29 @@ class Truth:
         before, after = self.round.before[name][key], self.round.after[name][key]
         return before.shape == after.shape and bool((before == after).all())
 
-    def _factor(self, k: int, key: str, own: np.ndarray, others: Mapping[int, np.ndarray]) -> np.ndarray:
+    def _factor(self, k: int, key: str, client_value: np.ndarray, others: Mapping[int, np.ndarray]) -> np.ndarray:
         """A factor row by row of the rank: s B for B, because s B A is the update."""
         matrix, plan = self.round.weights(key), self.round.plan
         is_b = key.endswith(LORA_B)
-        mine = own.T if is_b else own
-        wanted = np.zeros_like(mine) if is_b else mine.copy()
+        mine = client_value.T if is_b else client_value
+        expected = np.zeros_like(mine) if is_b else mine.copy()
         rows = {other: one.T if is_b else one for other, one in others.items()}
         if all(other == k for other in rows):
-            return own
+            return client_value
         leading = len(mine)
         if self.round.align == "truncate":
-            reached = [self.round.before[plan.clients[one]] for one in connected(matrix, k)]
+            reached = [self.round.before[plan.clients[one]] for one in connected_clients(matrix, k)]
             leading = min(one[key].shape[1 if is_b else 0] for one in reached if key in one)
-            wanted = mine.copy()
-        for place in range(leading):
+            expected = mine.copy()
+        for row in range(leading):
             nothing = np.zeros(mine.shape[1])
-            given = [one[place] if place < len(one) else nothing for one in rows.values()]
-            if any(place < len(one) for one in rows.values()):
+            given = [one[row] if row < len(one) else nothing for one in rows.values()]
+            if any(row < len(one) for one in rows.values()):
                 own_scale = plan.scale(len(mine)) if is_b else 1.0
                 scales = [plan.scale(len(one)) / own_scale if is_b else 1.0 for one in rows.values()]
                 weights = np.array([matrix[k, other] for other in rows])
-                wanted[place], _ = self._combined(weights, [s * one for s, one in zip(scales, given, strict=True)])
-        return wanted.T if is_b else wanted
+                expected[row], _ = self._combine(weights, [s * one for s, one in zip(scales, given, strict=True)])
+        return expected.T if is_b else expected
 
 
 def is_mixed(key: str, share: Sequence[str]) -> bool:

@@ -1,4 +1,4 @@
-"""What an audit found, as plain data."""
+"""The result of an audit as plain data: AuditReport, a row for each check of a client in a round."""
 
 from dataclasses import dataclass
 

@@ -1,13 +1,4 @@
-"""Readers of a run's folder that share no code with its writer.
-
-Whether what a mask froze has stayed as it was, bit for bit.
-
-The models that a run kept for its audit, read with no help from the code that wrote them.
-
-After which round a run had to end, by its settings and its validation scores.
-
-Reading what a run left behind, with no help from the code that wrote it.
-"""
+"""Readers of a run folder for the audit: plan, records, models, masks, last round; no code shared with the writers."""
 
 import json
 import math
@@ -28,7 +19,7 @@ from atlas_fl.config import MixingConfig, load_config, validate
 from atlas_fl.errors import CheckpointError, ConfigError, short_repr
 
 
-def read_mask(path: Path) -> dict[str, Tensor]:
+def read_run_mask(path: Path) -> dict[str, Tensor]:
     """The mask of a run folder, bool by name.
 
     Raises `CheckpointError` where the file is missing or damaged.
@@ -37,15 +28,15 @@ def read_mask(path: Path) -> dict[str, Tensor]:
     if not file.is_file():
         raise CheckpointError(f"{file} is missing, and the run was trained under a mask; restore it, or run again")
     try:
-        found: dict[str, Tensor] = load_file(file)
+        mask: dict[str, Tensor] = load_file(file)
     except (OSError, SafetensorError, ValueError, RuntimeError) as error:
         raise CheckpointError(f"{file} is damaged: {error}; restore it, or run again") from error
-    return found
+    return mask
 
 
-def frozen_fault(mask: Mapping[str, Tensor], held: Mapping[str, Tensor], trained: Mapping[str, Tensor]) -> str:
+def frozen_fault(mask: Mapping[str, Tensor], initial: Mapping[str, Tensor], trained: Mapping[str, Tensor]) -> str:
     """The first tensor of which a frozen weight moved in training, or that has no mask; empty where there is none."""
-    for key, before in held.items():
+    for key, before in initial.items():
         if key not in mask:
             return f"{key} has no mask"
         moved = int(((before != trained[key]) & ~mask[key]).sum())
@@ -83,19 +74,19 @@ def read_audited(path: Path | str) -> dict[str, Tensor]:
     return flat if note is None else _for_all(flat, note, path)
 
 
-def _for_all(kept: Mapping[str, Tensor], note: str, path: Path | str) -> dict[str, Tensor]:
+def _for_all(stored: Mapping[str, Tensor], note: str, path: Path | str) -> dict[str, Tensor]:
     """Every tensor under the names of all its holders: whole models stand in a file once, and its metadata name them.
 
     Raises CheckpointError where they name a tensor that is not there, or two for one name.
     """
-    flat = dict(kept)
+    flat = dict(stored)
     try:
         same = [(lead, client) for lead, clients in json.loads(note).items() for client in clients]
         for lead, client in same:
             name = f"{client}/{lead.partition('/')[2]}"
             if name in flat:
                 raise CheckpointError(f"{path} is damaged: it holds {name} twice")
-            flat[name] = kept[lead]
+            flat[name] = stored[lead]
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise CheckpointError(f"{path} is damaged: its metadata say not who holds what ({error!r})") from error
     return {name: flat[name] for name in sorted(flat)}
@@ -123,13 +114,13 @@ def _last_round(rows: list[dict[str, Any]], training: Mapping[str, Any], mixing:
     for row in rows:
         if row.get("split") == "validation":
             scores.setdefault(row["round"], []).append(float(row["primary"]))
-    told = {row["round"] for row in rows if row.get("event") == "stopped early" and mixing["keep"] == "best"}
+    stopped_at = {row["round"] for row in rows if row.get("event") == "stopped early" and mixing["keep"] == "best"}
     best, best_round = -math.inf, 0
     for number in sorted(scores):
         mean = fmean(scores[number])
         if mean - best > training["min_delta"]:
             best, best_round = mean, number
-        waited = number - best_round >= training["patience"] or number in told
+        waited = number - best_round >= training["patience"] or number in stopped_at
         if waited and number % mixing["aggregate_every"] == 0:
             return number
     return int(training["rounds"])
@@ -150,7 +141,7 @@ PLAN_FILE = re.compile(r"plan(-\d{4,})?\.json")
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Plan:
+class AuditPlan:
     """The parts of a plan that the server's step depends on."""
 
     clients: tuple[str, ...]
@@ -188,7 +179,7 @@ class Plan:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Record:
+class AuditRecord:
     """What was written down about one round."""
 
     participants: tuple[str, ...]
@@ -207,7 +198,7 @@ class Record:
     """Who was nobody's neighbour in the server's step, because its update was refused."""
 
     @property
-    def accepted(self) -> frozenset[str]:
+    def accepted_clients(self) -> frozenset[str]:
         """Whose update was mixed."""
         return frozenset(self.participants) - self.refused.keys()
 
@@ -230,7 +221,7 @@ class Run:
     """Whether the run is finished."""
     mask: Mapping[str, Tensor] | None = None
     """Which weights may move, where not all may."""
-    plans: dict[str, Plan] = field(default_factory=dict)
+    plans: dict[str, AuditPlan] = field(default_factory=dict)
     """Plans that were read already."""
 
 
@@ -243,17 +234,17 @@ def open_run(path: Path) -> Run:
         settings = validate(load_config(path / "config.toml"), at_sites=True)
     except (tomllib.TOMLDecodeError, UnicodeDecodeError, ConfigError) as error:
         raise CheckpointError(f"{path / 'config.toml'} cannot be read: {error}") from error
-    found = _numbers(path / "audit")
-    if 0 not in found or len(found) < 2:
+    numbers = _numbers(path / "audit")
+    if 0 not in numbers or len(numbers) < 2:
         raise CheckpointError(f"{path} holds no audited round; run it again with --audit")
     complete = (path / "summary.json").is_file()
     done = last_round(path, config) if complete else max(_numbers(path / "checkpoints"), default=0)
-    mask = read_mask(path) if settings.sparse.has_mask else None
+    mask = read_run_mask(path) if settings.sparse.has_mask else None
     return Run(
         path=path,
         config=config,
         mixing=settings.mixing,
-        rounds=tuple(found[1:]),
+        rounds=tuple(numbers[1:]),
         done=done,
         complete=complete,
         mask=mask,
@@ -292,7 +283,7 @@ def _names(values: Any) -> tuple[str, ...]:
     return tuple(_text(value) for value in values)
 
 
-def read_plan(run: Run, name: str) -> Plan:
+def read_plan(run: Run, name: str) -> AuditPlan:
     """The plan of this file name inside the run folder; raises CheckpointError if it is missing or incomplete."""
     if name not in run.plans:
         content = _json(run.path / name)
@@ -310,7 +301,7 @@ def shown_error(error: Exception) -> str:
     return f"{type(error).__name__}({short_repr(str(error))})"
 
 
-def _plan(content: Mapping[str, Any]) -> Plan:
+def _plan(content: Mapping[str, Any]) -> AuditPlan:
     clients, lora = content["clients"], content["lora"]
     importance = _finite_array(content.get("importance") or [])
     layer_of = {module: _count(layer) for module, layer in content["layer_of"].items()}
@@ -324,7 +315,7 @@ def _plan(content: Mapping[str, Any]) -> Plan:
         raise ValueError(f"importance is of {len(importance)} clients, and there are {len(names)}")
     if importance.size and (importance.ndim != 2 or importance.shape[1] <= max(layer_of.values(), default=-1)):
         raise ValueError("importance lacks layers")
-    return Plan(
+    return AuditPlan(
         clients=names,
         tasks=tuple(_text(one["task"]) for one in clients),
         examples=tuple(_finite(one["examples"]) for one in clients),
@@ -361,14 +352,14 @@ def round_folder(run: Run, round: int) -> Path:
     return run.path / "audit" / f"round-{round:04d}"
 
 
-def read_record(run: Run, round: int) -> Record:
+def read_audit_record(run: Run, round: int) -> AuditRecord:
     """The record of a round; raises CheckpointError if it is missing or incomplete."""
     path = round_folder(run, round) / "record.json"
     content = _json(path)
     try:
         if not PLAN_FILE.fullmatch(content["plan"]):
             raise ValueError(f"{short_repr(content['plan'])} is no name of a plan's file")
-        return Record(
+        return AuditRecord(
             participants=_names(content["participants"]),
             refused={client: str(why) for client, why in dict(content["refused"]).items()},
             eta=None if content["eta"] is None else _finite(content["eta"]),

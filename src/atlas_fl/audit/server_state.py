@@ -1,7 +1,7 @@
-"""What strategies remember, computed again, dense and in float64.
+"""Audit of the server state: moments of server optimizers and pFedGraph's directions, recomputed dense in float64.
 
-The moments of server optimizers are computed cohort by cohort; the models that clients began with, by which pFedGraph
-tells their directions, must be those of the run.
+Moments are computed cohort by cohort. The models that clients began with, from which pFedGraph takes their directions,
+must be those of the run.
 """
 
 import json
@@ -14,9 +14,9 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from atlas_fl.audit.recompute import SERVER_OPTIMIZERS, Robust, bounded, is_mixed, kind_of, robust_of
+from atlas_fl.audit.recompute import SERVER_OPTIMIZERS, Robust, bound_weights, is_mixed, kind_of, robust_of
 from atlas_fl.audit.report import AuditRow
-from atlas_fl.audit.run_files import Models, Plan, Run, round_folder
+from atlas_fl.audit.run_files import AuditPlan, Models, Run, round_folder
 from atlas_fl.errors import CheckpointError
 from atlas_fl.params import HEAD, LORA_A, LORA_B, PRIVATE
 
@@ -82,7 +82,7 @@ def settings_of(run: Run, kind: str) -> Settings:
 class Inputs:
     """What a server step follows from."""
 
-    plan: Plan
+    plan: AuditPlan
     kind: str
     """The rule."""
     settings: Settings
@@ -164,7 +164,7 @@ class OptimizerStep:
         cohort, members = self.cohort(k, head=key.startswith(HEAD))
         if (cohort, key) not in self._next:
             there = [one for one in members if inputs.present[one]]
-            examples = bounded([inputs.plan.examples[one] for one in there], inputs.robust.max_share)
+            examples = bound_weights([inputs.plan.examples[one] for one in there], inputs.robust.max_share)
             current, change, size = np.zeros(()), np.zeros(()), 0.0
             for one, weight in zip(there, examples, strict=True):
                 client, p = inputs.plan.clients[one], weight / sum(examples)
@@ -172,11 +172,11 @@ class OptimizerStep:
                 current, change = current + p * sent, change + p * (trained - sent)
                 size += p * float(np.linalg.norm(sent) + np.linalg.norm(trained))
             name = key.removesuffix(LORA_A) if inputs.space == "product" else key
-            step, moments = self._moved(f"{cohort}/{name}", change)
+            step, moments = self._move(f"{cohort}/{name}", change)
             self._next[cohort, key] = (current + step, size + float(np.linalg.norm(step)), moments)
         return self._next[cohort, key]
 
-    def _moved(self, path: str, change: np.ndarray) -> tuple[np.ndarray, dict[str, np.ndarray]]:
+    def _move(self, path: str, change: np.ndarray) -> tuple[np.ndarray, dict[str, np.ndarray]]:
         """(the step, the moments by path) for this change, value by value as algorithm 2 of Reddi et al. says."""
         numbers, kind = self.inputs.settings, self.inputs.kind
         first, second = (self._last(f"{word}/{path}", change.shape) for word in ("first", "second"))
@@ -208,7 +208,7 @@ class OptimizerStep:
 
 
 def server_step(
-    run: Run, plan: Plan, kind: str, *, present: Collection[str], before: Models, trained: Models, state: Flat
+    run: Run, plan: AuditPlan, kind: str, *, present: Collection[str], before: Models, trained: Models, state: Flat
 ) -> OptimizerStep | None:
     """The step of this round; None under a rule that is no server optimizer."""
     if kind not in SERVER_OPTIMIZERS:
@@ -247,7 +247,7 @@ def with_initial(run: Run, state: Flat, models: Models) -> dict[str, np.ndarray]
 class Directions:
     """The rows of pFedGraph in one round: by the cosines between the changes since the beginning of the run."""
 
-    def __init__(self, run: Run, plan: Plan, models: Models, state: Flat) -> None:
+    def __init__(self, run: Run, plan: AuditPlan, models: Models, state: Flat) -> None:
         self._run, self._plan, self._models, self._state = run, plan, models, state
         given: Mapping[str, Any] = run.config.get("server", {})
         self._by, self._alpha = str(given.get("gram_by", "all")), float(given.get("gram_alpha", 0.8))
@@ -289,7 +289,7 @@ class Directions:
         return cosines
 
 
-def _is_compared(run: Run, plan: Plan, one: str, key: str, *, by: str) -> bool:
+def _is_compared(run: Run, plan: AuditPlan, one: str, key: str, *, by: str) -> bool:
     """Whether the matrix of `key` follows from `one`, which in product space stands for its module at its A."""
     if not is_mixed(one, run.mixing.share) or (run.mixing.space == "product" and one.endswith(LORA_B)):
         return False
@@ -303,7 +303,7 @@ def _is_compared(run: Run, plan: Plan, one: str, key: str, *, by: str) -> bool:
     return (layers[0] == layers[1] or by == "kind") and (same_kind or by == "layer")
 
 
-def _change(run: Run, plan: Plan, client: str, key: str, models: Models, state: Flat) -> np.ndarray:
+def _change(run: Run, plan: AuditPlan, client: str, key: str, models: Models, state: Flat) -> np.ndarray:
     """How far this client's tensor is from what it began with, as a vector; without any values where it has none.
 
     Where the state lacks what it began with, that counts as zero: the row of the state itself has failed then.
@@ -319,7 +319,7 @@ def _change(run: Run, plan: Plan, client: str, key: str, models: Models, state: 
     return np.asarray(np.pad(last, (0, longest - len(last))) - np.pad(initial, (0, longest - len(initial))))
 
 
-def _vector(plan: Plan, key: str, params: Mapping[str, Tensor], *, is_product: bool) -> np.ndarray:
+def _vector(plan: AuditPlan, key: str, params: Mapping[str, Tensor], *, is_product: bool) -> np.ndarray:
     value = params[key].double().numpy()
     if is_product:
         value = plan.scale(len(value)) * (params[key.removesuffix(LORA_A) + LORA_B].double().numpy() @ value)
@@ -347,21 +347,23 @@ def state_fault(expected: Mapping[str, np.ndarray], state: Flat, *, before: Flat
     return fault, worst
 
 
-def check_state(run: Run, round: int, step: OptimizerStep | None, *, before: Flat) -> Iterator[AuditRow]:
+def check_server_state(run: Run, round: int, step: OptimizerStep | None, *, before: Flat) -> Iterator[AuditRow]:
     """A row for the server state after this round; nothing for a strategy without one.
 
     A rule without a `step` leaves it as it was before.
     """
     state = state_after(run, round, before)
-    yield from _compared(run, round, flat_arrays(before) if step is None else step.moments(), state, before=before)
+    yield from _compare_states(
+        run, round, flat_arrays(before) if step is None else step.moments(), state, before=before
+    )
 
 
 def check_unchanged(run: Run, round: int, expected: Mapping[str, np.ndarray], state: Flat) -> Iterator[AuditRow]:
     """The same for a state that no round has made, at the beginning and where clients join."""
-    yield from _compared(run, round, expected, state, before=state)
+    yield from _compare_states(run, round, expected, state, before=state)
 
 
-def _compared(
+def _compare_states(
     run: Run, round: int, expected: Mapping[str, np.ndarray], state: Flat, *, before: Flat
 ) -> Iterator[AuditRow]:
     if not expected and not state:

@@ -1,12 +1,7 @@
-"""Words of the command line: parsing, help pages, and the config that they start from.
+"""Arguments of the command line: words, flags, help pages, presets and config files that they start from.
 
-The words of a command line before they are parsed: spellings made one, unknown flags caught.
-
-The page that `--help` prints: plain text, as wide as the terminal up to `WIDEST`, from the dataclasses alone.
-
-Where the settings of a command come from: a recipe, over it a file, over both the flags; and where it may write.
-
-From words to the options of a command: tyro reads them, its errors become one line.
+The words are normalised and unknown flags caught before tyro parses them; its errors become one line. A help page is
+plain text, as wide as the terminal up to `WIDEST`. Settings come from a recipe, over it a file, over both the flags.
 """
 
 import io

@@ -1,11 +1,4 @@
-"""`atlas serve`, `join` and `certs`.
-
-`atlas serve`.
-
-`atlas join`.
-
-`atlas certs`.
-"""
+"""`atlas serve`, `join` and `certs`: a federation across machines."""
 
 import os
 from collections.abc import Callable, Mapping, Sequence

@@ -1,9 +1,4 @@
-"""`atlas masks` and `vectors`.
-
-`atlas masks`.
-
-`atlas vectors`.
-"""
+"""`atlas masks` and `vectors`: masks and task vectors of runs on images."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""The command `atlas`: finds the command, and turns what goes wrong into one line and an exit code."""
+"""The command `atlas`: finds the command, and turns errors into one line and an exit code."""
 
 import errno
 import os

@@ -1,15 +1,4 @@
-"""`atlas report`, `audit`, `export`, `place` and `leakage`.
-
-`atlas report`.
-
-`atlas audit`.
-
-`atlas export`.
-
-`atlas place`.
-
-`atlas leakage`.
-"""
+"""`atlas report`, `audit`, `export`, `place` and `leakage`: what is done with a finished run."""
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
@@ -71,7 +60,7 @@ def audit(words: Sequence[str]) -> int:
     """Audit the runs that these words name; 0 if all is well, 1 if not."""
     options = parse(AuditOptions(run=tyro.MISSING), split(words), command="atlas audit")
 
-    from atlas_fl.audit.check import audit as audit_run
+    from atlas_fl.audit.check import audit_run as audit_run
     from atlas_fl.cli.tables import audit_table, failure_lines
     from atlas_fl.storage.run_folder import find_run
 

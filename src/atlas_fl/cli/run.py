@@ -1,11 +1,4 @@
-"""`atlas run`, `plan`, `resume`, `fetch` and `list`.
-
-`atlas run`, `atlas plan` and `atlas resume`.
-
-`atlas fetch`.
-
-`atlas list`.
-"""
+"""`atlas run`, `plan`, `resume`, `fetch` and `list`."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field

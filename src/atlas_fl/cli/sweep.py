@@ -1,9 +1,4 @@
-"""`atlas sweep`, `compare` and `search`.
-
-`atlas sweep` and `atlas compare`.
-
-`atlas search`.
-"""
+"""`atlas sweep`, `compare` and `search`: many runs."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field

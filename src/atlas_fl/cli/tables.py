@@ -1,4 +1,4 @@
-"""What closes a run and an audit, and where a newcomer belongs."""
+"""Tables that a command prints at its end: outcome of a run, audit, cluster of a newcomer."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path

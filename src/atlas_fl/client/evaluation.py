@@ -14,7 +14,7 @@ from atlas_fl.data.metrics import by_class, rouge, scores, writing_scores
 from atlas_fl.data.task import Task
 from atlas_fl.models.backbone import decode_step, head_logits, pad_left, stock_attention
 from atlas_fl.models.lora import Adapters, Segment, attach_adapters
-from atlas_fl.models.tokenization import EncodedExamples, concatenated
+from atlas_fl.models.tokenization import EncodedExamples, concatenate
 from atlas_fl.params import Params
 
 
@@ -90,7 +90,7 @@ def _evaluate_full(jobs: Sequence[Job], site: Site) -> list[Update]:
 
 def _all_logits(data: Sequence[EncodedExamples], params: Params, site: Site) -> np.ndarray:
     """Logits (examples, labels) of all these examples, in their order, by one model."""
-    every = concatenated(data)
+    every = concatenate(data)
     order, logits_of_chunks = in_order(every.lengths), list[np.ndarray]()
     for chunk in split_by_tokens([every.lengths[order]], site.max_tokens):
         (part,) = (part for _, part in chunk)

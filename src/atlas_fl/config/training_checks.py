@@ -24,7 +24,7 @@ def check_kind(config: Config) -> None:
         _check_classes(config, [task.num_labels for task in tasks])
         if config.images.tune == "lora" and config.training.trainable == "full":
             raise ConfigError("--tune lora and --trainable full contradict each other; leave --tune out")
-    elif changed := [one for one in _changed(config, "images") if one.name in OF_IMAGES]:
+    elif changed := [one for one in _changed_settings(config, "images") if one.name in OF_IMAGES]:
         raise ConfigError(
             f"{changed[0].flag} is for image tasks, and --tasks has texts alone ({', '.join(t.name for t in tasks)});"
             " leave it out, or take a vision preset (`atlas list presets`)"
@@ -78,20 +78,22 @@ def _check_full(config: Config, *, writing: Sequence[str]) -> None:
 def _check_lora(config: Config, *, images: bool) -> None:
     """Nothing where adapters can be trained under what is set."""
     of_whole = [
-        one for one in _changed(config, "images", "sparse") if one.group == "sparse" or one.name in FULL_MODEL_SETTINGS
+        one
+        for one in _changed_settings(config, "images", "sparse")
+        if one.group == "sparse" or one.name in FULL_MODEL_SETTINGS
     ]
     if of_whole:
         raise ConfigError(
             f"{of_whole[0].flag} is for whole models, and these tasks train adapters; leave it out, or take --trainable"
             " full"
         )
-    if images and (changed := _changed(config, "split")):
+    if images and (changed := _changed_settings(config, "split")):
         raise ConfigError(f"{changed[0].flag} cuts models of texts, and these tasks have images; leave it out")
 
 
 def _check_sgd(config: Config, optimizer: str) -> None:
     """Nothing where momentum is set for SGD alone."""
-    of_sgd = [one for one in _changed(config, "images") if one.name in (*OF_SGD, "carry_momentum")]
+    of_sgd = [one for one in _changed_settings(config, "images") if one.name in (*OF_SGD, "carry_momentum")]
     if of_sgd and optimizer != "sgd":
         raise ConfigError(
             f"{of_sgd[0].flag} is for SGD, and these clients train by AdamW; leave it out, or take --optimizer sgd"
@@ -122,16 +124,18 @@ def no_fp16() -> ConfigError:
     )
 
 
-def _changed(config: Config, *groups: str) -> list[Setting]:
+def _changed_settings(config: Config, *groups: str) -> list[Setting]:
     """The settings of these groups that are not at their default."""
-    own = [setting for setting in settings().values() if setting.group in groups]
-    return [setting for setting in own if value_of(config, setting.name) != value_of(Config(), setting.name)]
+    group_settings = [setting for setting in settings().values() if setting.group in groups]
+    return [setting for setting in group_settings if value_of(config, setting.name) != value_of(Config(), setting.name)]
 
 
 def _chosen(config: Config, *groups: str) -> list[Setting]:
     """The settings of these groups that are neither at their default nor what the preset says."""
     preset = find_preset(config.run.preset) if config.run.preset in PRESETS else Config()
-    return [one for one in _changed(config, *groups) if value_of(config, one.name) != value_of(preset, one.name)]
+    return [
+        one for one in _changed_settings(config, *groups) if value_of(config, one.name) != value_of(preset, one.name)
+    ]
 
 
 def check_image_settings(config: Config) -> None:

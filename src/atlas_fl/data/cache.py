@@ -1,4 +1,4 @@
-"""Data sets that were read already, for whoever asks again: the parts of one run, or the runs of one process.
+"""Cache of data sets that were read already, shared by the parts of a run and the runs of a process.
 
 An entry is used for as long as the files that it was read from have the size, the inode and the times that they had;
 else they are read anew.

@@ -1,12 +1,8 @@
-"""CIFAR-10 and CIFAR-100, read without unpickling anything but arrays.
-
-What a pickle file of plain data and byte arrays holds, read without ever running it.
+"""CIFAR-10 and CIFAR-100 from the original Python archives or the hub; pickles are read without running them.
 
 A pickle is a program: to load one is to do what its writer says. The archives of CIFAR are pickles, so the opcodes are
 read one by one here, as `pickletools` splits them, and only those that build numbers, texts, lists, dictionaries and
 arrays of uint8 are known; a name that would be called is compared with a table of three and never looked up.
-
-CIFAR-10 and CIFAR-100: the original Python archives, or what the hub publishes; a directory, a cache or the hub.
 
 A. Krizhevsky, Learning multiple layers of features from tiny images, 2009.
 """

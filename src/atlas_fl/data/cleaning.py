@@ -1,8 +1,6 @@
-"""Rows that repeat or contradict others are left out, and the rest is split by a seed.
+"""Cleaning of rows: duplicates, contradictions and leaks left out; seeded, stratified splits.
 
-Duplicates and leaks: a text counts once in a task, whatever its case and spacing, and an image by its pixels.
-
-Cutting rows into train, validation and test: seeded, disjoint, with the classes spread evenly.
+A text counts once in a task, whatever its case and spacing, and an image by its pixels.
 """
 
 from collections.abc import Iterator, Mapping, Sequence

@@ -1,9 +1,4 @@
-"""The clients of a federation and their rows, and how far their label mixes lie apart.
-
-The clients of a federation: every task's rows, dealt out so that no two clients hold the same.
-
-How uneven a federation's data is: sizes and label distributions of its clients.
-"""
+"""make_clients: every task's rows dealt out to clients, disjoint; statistics of their sizes and label distributions."""
 
 import json
 import math

@@ -1,11 +1,8 @@
-"""Text tasks that need no hub, and the ones derived from them.
-
-Labels that follow from how a text was made, not from what a person said of it.
-
-Tasks that need no hub: texts that arrive as an ordinary package (`storage/downloads.py`).
+"""Text tasks that come with the package: TREC questions, review sentiments, SMS, and tasks derived from them.
 
 Ratings: C. J. Hutto and E. Gilbert, VADER, ICWSM 2014 (means of 20 human ratings from -4 to 4).
 Questions: X. Li and D. Roth, Learning Question Classifiers, COLING 2002.
+The labels of derived tasks follow from how a text was made, not from what a person said of it.
 """
 
 import csv

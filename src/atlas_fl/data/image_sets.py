@@ -1,15 +1,9 @@
-"""Image tasks that need no hub: digits, Fashion-MNIST, and CIFAR as a task.
+"""Image tasks: digits, Fashion-MNIST (IDX files), CIFAR as a task.
 
-Arrays of uint8 in the IDX format of MNIST and its likes, packed with gzip or not.
-
-Y. LeCun, C. Cortes and C. Burges, The MNIST database of handwritten digits, 1998: two zero bytes, the type (8 is
-uint8), the number of dimensions, each as big-endian uint32, then the values.
-
-The registered tasks of images.
-
+IDX: Y. LeCun, C. Cortes and C. Burges, The MNIST database of handwritten digits, 1998: two zero bytes, the type (8 is
+uint8), the number of dimensions, each as big-endian uint32, then the values; packed with gzip or not.
 digits: E. Alpaydin and C. Kaynak, Optical Recognition of Handwritten Digits, UCI 1998, as scikit-learn ships it.
 Fashion-MNIST: H. Xiao, K. Rasul and R. Vollgraf, arXiv:1708.07747 (MIT licence).
-CIFAR: A. Krizhevsky, Learning multiple layers of features from tiny images, 2009.
 """
 
 import gzip

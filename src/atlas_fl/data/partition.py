@@ -1,15 +1,12 @@
-"""How the rows of a task are dealt out to clients: iid, Dirichlet, by quantity, N_c classes each.
-
-How the rows of a task fall to its clients.
+"""Partitions of a task's rows among clients: iid, Dirichlet label skew, by quantity, N_c classes each.
 
 A partition says two things of every client: how many rows it gets and in which mix of classes. `deal` then hands out
 distinct rows that come as near to this as the rows there are allow.
 
-Exactly so many classes a client: a random bi-regular assignment of classes to clients, and the rows to it.
-
-Every client gets N_c different classes, every class as many clients as every other (or one more), and the rows of a
-class go to its clients. H. B. McMahan et al., Communication-efficient learning of deep networks from decentralized
-data, 2017, cut sorted rows into shards instead, by which a client may get the same class twice.
+With `N_c` every client gets N_c different classes, every class as many clients as every other (or one more), by a
+random bi-regular assignment, and the rows of a class go to its clients. H. B. McMahan et al., Communication-efficient
+learning of deep networks from decentralized data, 2017, cut sorted rows into shards instead, by which a client may get
+the same class twice.
 """
 
 from collections.abc import Callable

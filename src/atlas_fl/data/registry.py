@@ -1,4 +1,4 @@
-"""The registered tasks and those that a user brings."""
+"""TASKS: the registered tasks by name, and those that a user brings (`--task`)."""
 
 from collections.abc import Sequence
 

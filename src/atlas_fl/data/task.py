@@ -1,9 +1,4 @@
-"""What a task is: its examples, its classes, its metric.
-
-Labelled images, as a task holds them before any model has seen them.
-
-What a task is: texts or images with labels, or texts to be written; their splits, and how a model is scored.
-"""
+"""Task, TextExamples and Images: examples, classes, metric and splits of a task."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace

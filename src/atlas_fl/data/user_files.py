@@ -1,9 +1,4 @@
-"""A user's file or folder as a task (`--task`).
-
-A user's own images: a folder of one folder a class, or of such folders for train and test, without code.
-
-A user's own task from a csv, tsv, jsonl or parquet file, or from a folder of files or images, without code.
-"""
+"""A user's own data as a task (`--task`): a csv, tsv, jsonl or parquet file, or a folder of images by class."""
 
 import math
 import re

@@ -1,6 +1,6 @@
-"""What the person at a site agrees to let out of it, in words and numbers; nothing of it by default.
+"""Consent of a site (`--allow`, floors): what the person at a site lets out of it; nothing of it by default.
 
-Settings are held against it once, when a site connects (`deployment.settings_policy`), and every job against the
+Settings are checked against it once, when a site connects (`deployment.settings_policy`), and every job against the
 settings (`deployment.job_policy`).
 """
 

@@ -1,4 +1,4 @@
-"""Which jobs a site carries out: those that the settings it has accepted ask for, and no others.
+"""Which jobs a site carries out and which it refuses: those that the settings it has accepted ask for, and no others.
 
 A server names in every job the action, its options, the round and the cut. All of these follow from the settings, so
 the site works them out by itself and refuses a job that says anything else, before a part of the model is loaded and
@@ -34,7 +34,7 @@ from atlas_fl.deployment.settings_policy import asks_sensitivity
 from atlas_fl.errors import ProtocolError, one_line, short_repr
 from atlas_fl.params import HEAD, LORA_A, LORA_B, Params, shared_params
 from atlas_fl.planning.planning_costs import IMPORTANCE_BATCHES
-from atlas_fl.runtime.protocol.messages import Told, read_job, read_private
+from atlas_fl.runtime.protocol.messages import CutInfo, read_job, read_private
 from atlas_fl.setup.options import (
     cut_of,
     fingerprint_options,
@@ -309,7 +309,7 @@ class JobPolicy:
             name = next(one.name for one in fields(cut) if getattr(cut, one.name) != getattr(expected, one.name))
             raise _refusal(f"a cut with {name} {short_repr(getattr(cut, name))}", short_repr(getattr(expected, name)))
 
-    def _check_cut_info(self, action: str, job: Job, cut_info: Told, cut: Cut) -> None:
+    def _check_cut_info(self, action: str, job: Job, cut_info: CutInfo, cut: Cut) -> None:
         if not 1 <= cut_info.tokens <= MOST_TOKENS:
             raise _refusal(f"messages of {cut_info.tokens} tokens", f"1 to {MOST_TOKENS}")
         options: TrainOptions | None = job.options if action == "train" else None

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from atlas_fl.errors import CheckpointError, ConfigError, DataError
 from atlas_fl.runtime.coordinator.site_worker import ModelMismatchError, confirm_saved
-from atlas_fl.runtime.protocol.private_params import Owner, clear_vault
+from atlas_fl.runtime.protocol.private_params import Owner, clear_store
 from atlas_fl.runtime.transport.client import Link
 from atlas_fl.storage.files import atomic_folder
 from atlas_fl.storage.jsonl import read_sealed, write_sealed
@@ -105,4 +105,4 @@ def confirm_again(link: Link, receipt: Receipt, *, to: Path) -> None:
 
 def clear_private(private: Path, receipt: Receipt) -> str:
     """Remove what the client has not shared, which is in its model now; what stays of it, in a line."""
-    return clear_vault(private, Owner(client=receipt.client, config=receipt.config))
+    return clear_store(private, Owner(client=receipt.client, config=receipt.config))

@@ -33,10 +33,10 @@ from atlas_fl.runtime.coordinator.coordinator import (
 )
 from atlas_fl.runtime.coordinator.split_server import SplitServer
 from atlas_fl.runtime.engine import Engine
-from atlas_fl.runtime.protocol.client_metadata import Census, stand_in
+from atlas_fl.runtime.protocol.client_metadata import ClientMetadata, placeholder_client
 from atlas_fl.runtime.remote import RemoteEngine
 from atlas_fl.runtime.transport.certificates import listed_clients, open_certs
-from atlas_fl.runtime.transport.event_loop import Desk
+from atlas_fl.runtime.transport.event_loop import EventBridge
 from atlas_fl.setup.assembly import Assembly, JoinQueue, Newcomer, assemble, pick_device, trainable_of
 from atlas_fl.setup.options import strategy_of
 from atlas_fl.storage import checkpoint
@@ -92,7 +92,7 @@ def remote_backend(
 def _wait_and_assemble(
     config: Config,
     hall: ClientManager,
-    desk: Desk,
+    desk: EventBridge,
     expected: tuple[str, ...],
     service: ServerOptions,
     *,
@@ -135,7 +135,9 @@ def _suffixes(assembly: Assembly) -> AbstractContextManager[SplitServer | None]:
     return nullcontext() if assembly.is_full else SplitServer(assembly.site)
 
 
-def _engine(hall: ClientManager, desk: Desk, suffixes: SplitServer | None, service: ServerOptions) -> RemoteEngine:
+def _engine(
+    hall: ClientManager, desk: EventBridge, suffixes: SplitServer | None, service: ServerOptions
+) -> RemoteEngine:
     return RemoteEngine(
         manager=hall,
         desk=desk,
@@ -242,11 +244,11 @@ def _leave_out(folder: RunFolder, hall: ClientManager, names: tuple[str, ...], o
     )
 
 
-def _assembly(config: Config, hall: ClientManager, desk: Desk, names: tuple[str, ...]) -> Assembly:
+def _assembly(config: Config, hall: ClientManager, desk: EventBridge, names: tuple[str, ...]) -> Assembly:
     """The parts of a run with stand-ins in the place of the data, which stays where it is."""
     folder, seats = run_folder(config), [hall.clients[name] for name in names]
-    censuses: Mapping[str, Census] = {seat.name: seat.metadata for seat in seats if seat.metadata is not None}
-    stand_ins = {name: stand_in(name, census) for name, census in censuses.items()}
+    censuses: Mapping[str, ClientMetadata] = {seat.name: seat.metadata for seat in seats if seat.metadata is not None}
+    stand_ins = {name: placeholder_client(name, census) for name, census in censuses.items()}
     tokens = {name: client_tokens for name, (_, client_tokens) in stand_ins.items()}
     clients = tuple(client for client, _ in stand_ins.values())
     devices = tuple(seat.device for seat in seats if seat.device is not None)
@@ -258,7 +260,7 @@ def _assembly(config: Config, hall: ClientManager, desk: Desk, names: tuple[str,
     )
 
 
-def _door(folder: RunFolder, hall: ClientManager, desk: Desk, tokens: dict[str, ClientTokens]) -> JoinQueue:
+def _door(folder: RunFolder, hall: ClientManager, desk: EventBridge, tokens: dict[str, ClientTokens]) -> JoinQueue:
     """The door of a run that is served: those wait there whose seats are in no plan.
 
     Their stand-ins go to `tokens` as well, where the server's halves of cut models look them up.
@@ -273,7 +275,7 @@ def _door(folder: RunFolder, hall: ClientManager, desk: Desk, tokens: dict[str, 
         for seat in desk.call(late_clients(hall)):
             census, device = seat.metadata, seat.device
             if census is not None and device is not None:
-                client, client_tokens = stand_in(seat.name, census)
+                client, client_tokens = placeholder_client(seat.name, census)
                 tokens[seat.name] = client_tokens
                 newcomers.append(Newcomer(client=client, device=device, tokens=client_tokens))
         return tuple(newcomers)
@@ -295,7 +297,7 @@ def begin_to_serve(folder: RunFolder) -> None:
 def dismiss(
     folder: RunFolder,
     hall: ClientManager,
-    desk: Desk,
+    desk: EventBridge,
     *,
     seconds: float,
     writing_seconds: float,

@@ -23,11 +23,11 @@ from atlas_fl.planning.planner import full_model_sender
 from atlas_fl.ranks.devices import Device
 from atlas_fl.runtime.coordinator.client_registry import ClientProxy
 from atlas_fl.runtime.coordinator.coordinator import ClientManager
-from atlas_fl.runtime.protocol.client_metadata import Census, read_census
+from atlas_fl.runtime.protocol.client_metadata import ClientMetadata, read_metadata
 from atlas_fl.runtime.protocol.messages import Identity
 from atlas_fl.runtime.protocol.model_sync import check_frames
 from atlas_fl.runtime.transport.certificates import Certs, Listed
-from atlas_fl.runtime.transport.event_loop import Desk, LoopThread
+from atlas_fl.runtime.transport.event_loop import EventBridge, LoopThread
 from atlas_fl.runtime.transport.frames import FRAME_LIMIT, Head
 from atlas_fl.runtime.transport.server import Server, check_free
 from atlas_fl.runtime.transport.sessions import Admit, Sessions, Tokens
@@ -50,7 +50,7 @@ def write_sites(folder: RunFolder, seats: Sequence[ClientProxy]) -> None:
     write_sealed(folder.sites, {**sites, **reported})
 
 
-def read_sites(folder: RunFolder, names: Sequence[str]) -> dict[str, tuple[Census, Device]]:
+def read_sites(folder: RunFolder, names: Sequence[str]) -> dict[str, tuple[ClientMetadata, Device]]:
     """What these clients had said of themselves.
 
     Raises:
@@ -65,7 +65,7 @@ def read_sites(folder: RunFolder, names: Sequence[str]) -> dict[str, tuple[Censu
     by_client = {}
     for name in names:
         try:
-            by_client[name] = read_census(sites[name]["census"]), Device(**sites[name]["device"])
+            by_client[name] = read_metadata(sites[name]["census"]), Device(**sites[name]["device"])
         except (KeyError, TypeError, ProtocolError):
             raise CheckpointError(
                 f"{folder.sites} does not know client {name!r}; restore it, or bring {name}"
@@ -88,7 +88,7 @@ REST_BYTES = 16 * 2**20
 
 
 def client_manager_of(
-    config: Config, listed: tuple[str, ...], desk: Desk, *, late: bool, mask: Mask | None = None
+    config: Config, listed: tuple[str, ...], desk: EventBridge, *, late: bool, mask: Mask | None = None
 ) -> ClientManager:
     """Where the clients wait; raises `ConfigError` where their models are too large for a message.
 
@@ -165,7 +165,7 @@ class ServerOptions:
     """Whether clients may join that come after the plan was made."""
     without: tuple[str, ...] = ()
     """Clients of the plan without which the run goes on."""
-    companion: Callable[[ClientManager, Desk], AbstractContextManager[None]] = lambda *_: nullcontext()
+    companion: Callable[[ClientManager, EventBridge], AbstractContextManager[None]] = lambda *_: nullcontext()
     """Entered when the server listens and left when the run ends: whatever else starts and watches its clients."""
 
 
@@ -192,7 +192,7 @@ def _listed_again(hall: ClientManager, admit: Admit) -> Admit:
     return admit_if_listed
 
 
-def _lose(hall: ClientManager, desk: Desk, name: str) -> None:
+def _lose(hall: ClientManager, desk: EventBridge, name: str) -> None:
     if name in hall.clients:
         desk.threads.submit(hall.remove(name, NOT_LISTED))
 
@@ -207,14 +207,14 @@ def listening(
     listed: tuple[str, ...],
     late: bool,
     mask: Mask | None = None,
-) -> Iterator[tuple[ClientManager, Desk, str]]:
+) -> Iterator[tuple[ClientManager, EventBridge, str]]:
     """The hall of this config, the desk before it, and the address that it listens on.
 
     Raises `ConfigError` where the address cannot be listened on.
     """
     check_free(service.host, service.port)  # before the model is loaded, which may take minutes
     with LoopThread() as threads:
-        desk = Desk(threads=threads, on_event=on_event)
+        desk = EventBridge(threads=threads, on_event=on_event)
         hall = client_manager_of(config, listed, desk, late=late, mask=mask)
         allowed = Listed(service.certs, on_note=desk.note)
         admit = _listed_again(hall, _not_left_out(service.without, hall.handshake))

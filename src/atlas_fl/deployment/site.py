@@ -1,9 +1,4 @@
-"""A site of a federation across machines (`atlas join`).
-
-What a site brings to a federation across machines: as much of the model as its jobs need.
-
-A site of a federation across machines: its own data and backbone, and the server's jobs.
-"""
+"""A site of a deployment (`atlas join`): its own data, as much of the model as its jobs need, and the server's jobs."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -46,10 +41,10 @@ from atlas_fl.partial_sharing import is_fully_shared
 from atlas_fl.planning.planner import full_model_receiver
 from atlas_fl.ranks.devices import find_devices
 from atlas_fl.runtime.coordinator.site_worker import SiteClient
-from atlas_fl.runtime.protocol.client_metadata import census_of
-from atlas_fl.runtime.protocol.messages import Told
+from atlas_fl.runtime.protocol.client_metadata import metadata_of
+from atlas_fl.runtime.protocol.messages import CutInfo
 from atlas_fl.runtime.protocol.model_sync import AdapterReceiver, Receiver
-from atlas_fl.runtime.protocol.private_params import Owner, PrivateReceiver, Vault, check_vault
+from atlas_fl.runtime.protocol.private_params import Owner, PrivateParamStore, PrivateReceiver, check_store
 from atlas_fl.runtime.transport.certificates import Certs, open_certs
 from atlas_fl.runtime.transport.client import Link, UnreachableError
 from atlas_fl.runtime.transport.frames import Head
@@ -83,7 +78,7 @@ class Site(Protocol):
         """What is known of the model before it is loaded, which jobs are held against."""
         ...
 
-    def __call__(self, cut: Cut | None, cut_info: Told | None) -> Any:
+    def __call__(self, cut: Cut | None, cut_info: CutInfo | None) -> Any:
         """The site with as much of the model as this job needs (`runtime.coordinator.site_worker.SiteLoader`)."""
         ...
 
@@ -141,7 +136,7 @@ class WholeHome:
             body=digest(body),
         )
 
-    def __call__(self, cut: Cut | None, cut_info: Told | None) -> AdapterSite:
+    def __call__(self, cut: Cut | None, cut_info: CutInfo | None) -> AdapterSite:
         """The site; raises `ProtocolError` where the server would cut the model."""
         if cut is not None or cut_info is not None:
             raise ProtocolError("the server cuts a model whose weights all train; install its version of atlas-fl")
@@ -189,7 +184,7 @@ class Home:
         labels, scale = self._client.task.label_names, scale_of(self._config)
         export_adapter(model, to, family=self.known.family, base=self.known.source.path, scale=scale, labels=labels)
 
-    def __call__(self, cut: Cut | None, cut_info: Told | None) -> AdapterSite:
+    def __call__(self, cut: Cut | None, cut_info: CutInfo | None) -> AdapterSite:
         """The site with the blocks below this cut, or with all (`runtime.coordinator.site_worker.SiteLoader`).
 
         Raises `ModelError` where they are not to be had, or are not the server's; `ProtocolError` for a cut with other
@@ -230,12 +225,12 @@ class Home:
         """Remove what was not shared: it is in the client's own model now; what stays of it, in a line."""
         return "" if self._vault is None else self._vault.clear()
 
-    def _vault_in(self, folder: Path, owner: Owner) -> Vault:
+    def _vault_in(self, folder: Path, owner: Owner) -> PrivateParamStore:
         share, run = self._config.mixing.share, self._config.run
-        check_vault(folder, owner)
+        check_store(folder, owner)
         back = run.checkpoint_every * run.keep_checkpoints + self._config.mixing.aggregate_every
         scale = scale_of(self._config)
-        return Vault(
+        return PrivateParamStore(
             folder=folder,
             owner=owner,
             share=share,
@@ -347,7 +342,7 @@ def join_federation(joining: SiteOptions, *, on_event: OnEvent = ignore) -> Join
     device = _device_of(joining.device)
     check_consent(joining.consent)
     if joining.private is not None:
-        check_vault(joining.private)
+        check_store(joining.private)
     private = _private_of(joining, certs.name)
     if (receipt := read_receipt(joining.to, client=certs.name)) is not None:
         return _joined_before(joining, certs, receipt, private=private, on_event=on_event)
@@ -365,7 +360,7 @@ def join_federation(joining: SiteOptions, *, on_event: OnEvent = ignore) -> Join
             name=certs.name,
             load_site=home,
             link=link,
-            registration={**said, **census_of(client, home.tokens), "device": joining.device, "part": joining.part},
+            registration={**said, **metadata_of(client, home.tokens), "device": joining.device, "part": joining.part},
             on_event=on_event,
             receiver=home.receiver,
             actions=home.actions,

@@ -1,4 +1,4 @@
-"""The ClientApp: says who it is, and then works over the stream until the run ends, all within one message."""
+"""Flower ClientApp: registers, and then works over the stream until the run ends, all within one message."""
 
 import os
 import tempfile

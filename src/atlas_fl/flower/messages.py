@@ -1,9 +1,4 @@
-"""What ServerApp and ClientApp say to each other: records, invitations.
-
-All that is used of Flower, which is an extra.
-
-What a site says of itself with `--node-config`, and what the server's message tells it.
-"""
+"""Messages between Flower's ServerApp and ClientApp, and `--node-config`; the only importer of Flower, an extra."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass

@@ -1,9 +1,4 @@
-"""The ServerApp: a run whose clients are SuperNodes.
-
-Messages to nodes and their replies: one short question, then one message that lasts as long as the run.
-
-The ServerApp: asks who is there, starts the stream, and sends every node one message that lasts until the end.
-"""
+"""Flower ServerApp: a run whose clients are SuperNodes, each invited by one message that lasts until the end."""
 
 import os
 import re
@@ -36,7 +31,7 @@ from atlas_fl.runtime.transport.certificates import CA, CERT, KEY
 
 if TYPE_CHECKING:
     from atlas_fl.runtime.coordinator.coordinator import ClientManager
-    from atlas_fl.runtime.transport.event_loop import Desk
+    from atlas_fl.runtime.transport.event_loop import EventBridge
     from atlas_fl.runtime.transport.sessions import Tokens
 
 
@@ -139,7 +134,7 @@ class Invitations:
         self._over = threading.Event()
 
     @contextmanager
-    def beside(self, hall: "ClientManager", desk: "Desk") -> Iterator[None]:
+    def beside(self, hall: "ClientManager", desk: "EventBridge") -> Iterator[None]:
         """Everybody is invited and watched; at the end, everybody is waited for, and told where the run has failed."""
         watcher = threading.Thread(target=self._watch, args=(hall, desk), name="atlas-replies", daemon=True)
         watcher.start()
@@ -153,7 +148,7 @@ class Invitations:
             self._over.set()
             watcher.join()
 
-    def _watch(self, hall: "ClientManager", desk: "Desk") -> None:
+    def _watch(self, hall: "ClientManager", desk: "EventBridge") -> None:
         until = float("inf")
         while (self._sent.pending or self._waiting) and time.monotonic() < until:
             self.step(hall, desk)
@@ -162,7 +157,7 @@ class Invitations:
                 until = min(until, time.monotonic() + LAST_SECONDS)
             time.sleep(POLL_SECONDS)
 
-    def step(self, hall: "ClientManager", desk: "Desk") -> None:
+    def step(self, hall: "ClientManager", desk: "EventBridge") -> None:
         """Invite who waits for that, and hear who has ended."""
         if self._waiting and not self._over.is_set():
             self._invite()
@@ -183,7 +178,7 @@ class Invitations:
         if content:
             self._sent.push(content)
 
-    def _give_up_node(self, node: int, error: Error, hall: "ClientManager", desk: "Desk") -> None:
+    def _give_up_node(self, node: int, error: Error, hall: "ClientManager", desk: "EventBridge") -> None:
         name, reason = self._names[node], str(error.reason).strip()
         if error.code in CRASHED and self._starts[node] < MOST_STARTS:
             desk.note(f"{name}: {reason} It is started again")

@@ -123,18 +123,18 @@ def save_classifier(backbone: Backbone, params: Params, folder: Path, *, labels:
     config.num_labels = len(params[family.head[-1].key + "weight"])
     if labels:
         config.id2label = dict(enumerate(labels))
-        config.label2id = {name: place for place, name in enumerate(labels)}
+        config.label2id = {name: index for index, name in enumerate(labels)}
     config.pad_token_id = backbone.model.config.pad_token_id
     with loading_lock():
         model = AutoModelForSequenceClassification.from_config(config, trust_remote_code=False)
-        held = {**backbone.frozen, **params}
+        tensors = {**backbone.frozen, **params}
         named = {
-            key.removeprefix(HEAD) if key.startswith(HEAD) else f"{family.prefix}.{key}": own
-            for key, own in held.items()
+            key.removeprefix(HEAD) if key.startswith(HEAD) else f"{family.prefix}.{key}": tensor
+            for key, tensor in tensors.items()
         }
-        wanted = dict(model.named_parameters())
-        model.load_state_dict({key: own.cpu() for key, own in named.items() if key in wanted}, strict=False)
-        assert not wanted.keys() - named.keys(), "a classifier is its backbone and its head"
+        parameters = dict(model.named_parameters())
+        model.load_state_dict({key: tensor.cpu() for key, tensor in named.items() if key in parameters}, strict=False)
+        assert not parameters.keys() - named.keys(), "a classifier is its backbone and its head"
         with atomic_folder(folder) as draft:
             model.save_pretrained(draft)
             backbone.tokenizer.save_pretrained(draft)

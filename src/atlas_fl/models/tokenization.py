@@ -61,7 +61,7 @@ class EncodedExamples:
         )
 
 
-def concatenated(parts: Sequence[EncodedExamples]) -> EncodedExamples:
+def concatenate(parts: Sequence[EncodedExamples]) -> EncodedExamples:
     """The examples of these parts, one after another; either all are texts with labels or all are images."""
     pixels = [part.pixels for part in parts if part.pixels is not None]
     lengths = np.concatenate([part.lengths for part in parts])

@@ -128,7 +128,7 @@ def without_first_blocks(
     if frozen_blocks == count:
         return ()
     start = f"{blocks}.{frozen_blocks}."
-    first = next(place for place, name in enumerate(names) if name.startswith(start)) if frozen_blocks else 0
+    first = next(index for index, name in enumerate(names) if name.startswith(start)) if frozen_blocks else 0
     return tuple(names[first:])
 
 

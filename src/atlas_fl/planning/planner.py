@@ -43,12 +43,12 @@ from atlas_fl.runtime.local import LocalEngine
 from atlas_fl.runtime.protocol.model_sync import (
     AdapterReceiver,
     AdapterSender,
-    Common,
+    FullModelReceiver,
+    FullModelSender,
     NewSender,
     Receiver,
-    WholeReceiver,
-    WholeSender,
-    parted,
+    SharedModelCache,
+    split_body_and_head,
 )
 from atlas_fl.setup.assembly import Assembly, assemble, defer_late_clients, trained_body, without_private
 from atlas_fl.setup.options import cut_of, random_mask_of, strategy_of
@@ -341,14 +341,14 @@ def full_model_sender(
     backbone: Backbone, config: Config, *, keeps_trained: bool, mask: Mask | None = None
 ) -> NewSender:
     """Make senders of whole models to receivers that keep what they trained last, or not; `mask` where there is one."""
-    body_mask = None if mask is None else parted(mask)[0]
-    common = Common(home=digest(trained_body(backbone, config)), mask=body_mask, drawn=random_mask_of(config))
-    return lambda: WholeSender(common=common, counts_on_trained=keeps_trained)
+    body_mask = None if mask is None else split_body_and_head(mask)[0]
+    common = SharedModelCache(home=digest(trained_body(backbone, config)), mask=body_mask, drawn=random_mask_of(config))
+    return lambda: FullModelSender(common=common, counts_on_trained=keeps_trained)
 
 
-def full_model_receiver(backbone: Backbone, config: Config, *, keeps_trained: bool) -> WholeReceiver:
+def full_model_receiver(backbone: Backbone, config: Config, *, keeps_trained: bool) -> FullModelReceiver:
     """The receiver of whole models at a client or worker."""
-    return WholeReceiver(
+    return FullModelReceiver(
         home=trained_body(backbone, config), keeps_trained=keeps_trained, trains_heads=backbone.vision is None
     )
 

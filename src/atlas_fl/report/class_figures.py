@@ -1,9 +1,4 @@
-"""Figures by class: labels per client, accuracy per class.
-
-Figure 7: which client has how many training examples of which class.
-
-Figure of image runs: which classes are recognised, over all clients and by client.
-"""
+"""Figures by class: training labels per client, accuracy per class of image runs."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any

@@ -1,9 +1,4 @@
-"""Several runs compared: table, CSV, LaTeX.
-
-Many runs side by side: mean and spread over seeds, the worst client, the gain over local training, bytes.
-
-A comparison as a table for the screen, as CSV and as LaTeX.
-"""
+"""atlas compare: runs side by side, mean and spread over seeds, worst client, gain over local; table, CSV, LaTeX."""
 
 import csv
 from collections.abc import Mapping, Sequence

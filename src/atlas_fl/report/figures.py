@@ -1,4 +1,4 @@
-"""All figures of a run. This module loads matplotlib; import it where figures are wanted and nowhere else."""
+"""draw_all: all figures of a run. It loads matplotlib; import it where figures are wanted and nowhere else."""
 
 from collections.abc import Callable
 from pathlib import Path

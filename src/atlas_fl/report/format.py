@@ -1,4 +1,4 @@
-"""Numbers, bytes and times as people read them; used by tables and figures alike."""
+"""Format numbers, bytes and seconds for people; used by tables and figures alike."""
 
 from collections.abc import Iterable
 

@@ -1,9 +1,4 @@
-"""Figures of the graph and of the clusters.
-
-Figure 3: the graph of phase 4, whose model is pulled towards whose.
-
-Figure 4: the clients' fingerprints in two dimensions, with the k table beside them.
-"""
+"""Figures of the client graph (whose model is pulled towards whose) and of the clusters, with the table over k."""
 
 from collections.abc import Mapping, Sequence
 from itertools import pairwise

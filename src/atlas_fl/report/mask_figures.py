@@ -1,11 +1,4 @@
-"""Figures of masks, task-vector scales and leakage.
-
-Figures of masks: where they let weights move, and how far several of them agree.
-
-Accuracy over the scales of a task vector: as CSV, and as a figure.
-
-The figure of a run with `--leakage`: what every cut gives away of the texts.
-"""
+"""Figures of masks (density, overlap), of scores over the scales of a task vector, and of what each cut leaks."""
 
 import csv
 from collections.abc import Mapping, Sequence

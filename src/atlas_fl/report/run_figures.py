@@ -1,13 +1,4 @@
-"""Figures of a run: convergence, scores, ranks, traffic.
-
-Figure 1: how each task converges, score above and loss below, with the majority class as the line to beat.
-
-Figure 2: the validation score of every client in every round, coloured by what it gains over the majority class.
-
-Figure 5: the LoRA rank of every layer and client.
-
-Figure 6: the bytes that crossed the network, by kind, direction and round.
-"""
+"""Figures of a run: loss and score over rounds, scores of clients, LoRA ranks by layer, bytes by kind and direction."""
 
 import math
 from collections import defaultdict

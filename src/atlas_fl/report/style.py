@@ -1,10 +1,6 @@
-"""The style of figures, and heat maps.
-
-How every figure looks: sizes, colours that colour-blind readers can tell apart, and labels.
+"""Style of figures: sizes, colours that colour-blind readers can tell apart, labels, heat maps.
 
 Figures are made through matplotlib's objects on the Agg canvas: no pyplot, no display, no setting that outlives them.
-
-What the heat maps share: a grid of cells, numbers in them, and the task of every row at the side.
 """
 
 from collections.abc import Callable, Sequence

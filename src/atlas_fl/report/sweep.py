@@ -1,11 +1,4 @@
-"""Tables and figures of sweeps and searches.
-
-A sweep as what its figure shows: along which setting, in which lines, with which scores.
-
-The figure of a sweep: score over N_c, J, sparsity, eta or any other setting, with error bars over seeds.
-
-The trials of a search as a table and as CSV.
-"""
+"""Tables, CSV and figures of sweeps and searches: score over a setting, with error bars over seeds."""
 
 import csv
 import re

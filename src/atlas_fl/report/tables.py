@@ -1,14 +1,6 @@
-"""Tables of plans, cuts and finished runs.
+"""Tables of plans, cuts and finished runs, as rich tables in eighty columns; the command line prints them.
 
-The tables of a plan whose models are cut: where and why, what crosses, what both sides take, what it gives away.
-
-The tables of a plan, as rich tables in eighty columns; whoever prints them is the command line.
-
-`plan` is the content of `plan.json`. What it does not hold is a dash.
-
-The table that closes a run, as a rich table; whoever prints it is the command line.
-
-`summary` is the content of `summary.json`. What it does not hold is a dash.
+`plan` is the content of `plan.json`, `summary` that of `summary.json`. What they do not hold is a dash.
 """
 
 from collections import Counter

@@ -1,4 +1,4 @@
-"""Weights & Biases beside a run: what the rounds come to, logged from a thread that no round waits for.
+"""Weights & Biases logging beside a run, from a thread that no round waits for.
 
 Whatever fails there ends the logging, with a note, and never the run; all that is logged is in the run's folder anyway.
 """

@@ -9,7 +9,7 @@ from atlas_fl.events import Note
 from atlas_fl.runtime.coordinator.coordinator import ClientManager
 from atlas_fl.runtime.coordinator.split_server import SplitServer
 from atlas_fl.runtime.local import spill_to_disk
-from atlas_fl.runtime.transport.event_loop import Desk
+from atlas_fl.runtime.transport.event_loop import EventBridge
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -17,7 +17,7 @@ class RemoteEngine:
     """An `Engine` whose clients are connected to a `ClientManager`."""
 
     manager: ClientManager
-    desk: Desk
+    desk: EventBridge
     deadline_seconds: float
     """How long a job may take, network included."""
     split_server: SplitServer | None

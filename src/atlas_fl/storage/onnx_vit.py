@@ -72,17 +72,17 @@ def read_backbone(path: Path) -> dict[str, torch.Tensor]:
     from onnx import numpy_helper
 
     graph = onnx.load(str(path)).graph
-    held = {tensor.name: tensor for tensor in graph.initializer}
+    initializers = {tensor.name: tensor for tensor in graph.initializer}
 
     def tensor(name: str) -> torch.Tensor:
-        if name not in held:
+        if name not in initializers:
             raise DataError(f"{path.name} has no tensor {name!r}; fetch the package again")
-        return torch.from_numpy(numpy_helper.to_array(held[name]).copy())
+        return torch.from_numpy(numpy_helper.to_array(initializers[name]).copy())
 
-    found = {name.removeprefix(_PREFIX): tensor(name) for name in held if name.startswith(_PREFIX)}
+    tensors = {name.removeprefix(_PREFIX): tensor(name) for name in initializers if name.startswith(_PREFIX)}
     for node in graph.node:
         module = node.name.removeprefix("/").removesuffix("/MatMul").replace("/", ".")
-        if node.op_type == "MatMul" and module.startswith(_PREFIX) and node.input[1] in held:
-            found[module.removeprefix(_PREFIX) + ".weight"] = tensor(node.input[1]).T.contiguous()
-    found["embeddings.position_embeddings"] = torch.cat([tensor(name) for name in _POSITIONS], dim=1)
-    return found
+        if node.op_type == "MatMul" and module.startswith(_PREFIX) and node.input[1] in initializers:
+            tensors[module.removeprefix(_PREFIX) + ".weight"] = tensor(node.input[1]).T.contiguous()
+    tensors["embeddings.position_embeddings"] = torch.cat([tensor(name) for name in _POSITIONS], dim=1)
+    return tensors

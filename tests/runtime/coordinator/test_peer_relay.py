@@ -12,7 +12,7 @@ from atlas_fl.client.job import Job, Site
 from atlas_fl.runtime.coordinator.client_registry import ClientProxy
 from atlas_fl.runtime.coordinator.peer_relay import GUEST_INFO, PeerRelay
 from atlas_fl.runtime.coordinator.split_server import SplitServer
-from atlas_fl.runtime.protocol.client_metadata import read_census, veiled
+from atlas_fl.runtime.protocol.client_metadata import read_metadata, redacted_metadata
 from atlas_fl.split.channel import Cut
 from atlas_fl.split.host_matching import GuestRequirement, HostCapacity, HostingCost, HostMatch
 from tests.runtime.coordinator.test_coordinator import CENSUS
@@ -132,17 +132,17 @@ def test_a_host_whose_guest_says_nothing_does_its_own_job(clients, monkeypatch) 
 
 
 def test_a_host_is_told_numbers_of_examples_and_no_labels() -> None:
-    census = read_census({**CENSUS, "labels": {"train": [3, 1], "validation": [0, 2], "test": [1, 1]}})
-    known = veiled(census)
+    census = read_metadata({**CENSUS, "labels": {"train": [3, 1], "validation": [0, 2], "test": [1, 1]}})
+    known = redacted_metadata(census)
     assert known.labels == {"train": [4.0, 0.0], "validation": [2.0, 0.0], "test": [2.0, 0.0]}
     assert (known.examples, known.lengths, known.label_names) == (census.examples, census.lengths, ())
-    assert read_census(dataclasses.asdict(known)) == known
+    assert read_metadata(dataclasses.asdict(known)) == known
 
 
 def test_a_host_is_sent_a_guests_adapters_once_for_the_same_model(clients) -> None:
     site, _, jobs = clients
     jobs = seated(scored(three(jobs)[:2]))
-    known = {name: read_census({**CENSUS, **own}) for name, own in told(site).items()}
+    known = {name: read_metadata({**CENSUS, **own}) for name, own in told(site).items()}
     proxies = {job.client: ClientProxy(job.client, metadata=known[job.client], connected=True) for job in jobs}
 
     async def script(split_server: SplitServer) -> None:

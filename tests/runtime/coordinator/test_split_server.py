@@ -24,7 +24,7 @@ from atlas_fl.runtime.coordinator.site_worker import SiteClient, SiteLoader
 from atlas_fl.runtime.coordinator.split_server import SplitServer
 from atlas_fl.runtime.protocol.messages import read_payloads
 from atlas_fl.runtime.remote import RemoteEngine
-from atlas_fl.runtime.transport.event_loop import Desk, LoopThread
+from atlas_fl.runtime.transport.event_loop import EventBridge, LoopThread
 from atlas_fl.runtime.transport.frames import decode_frame, encode_frame
 from atlas_fl.runtime.transport.sessions import InProcess, Sessions
 from atlas_fl.split.channel import Cut
@@ -131,7 +131,7 @@ def quietly(work: Callable[[], object]) -> Callable[[], None]:
 @contextmanager
 def federation(site: Site, path: str, names: Sequence[str]) -> Iterator[Federation]:
     with LoopThread() as threads, SplitServer(site) as split_server:
-        desk = Desk(threads=threads, on_event=ignore)
+        desk = EventBridge(threads=threads, on_event=ignore)
         manager = ClientManager(names, IDENTITY, settings="", on_note=lambda _: None)
         sessions = Sessions(
             answer=manager.answer, admit=manager.handshake, allowed=tuple(names), on_presence=manager.on_presence

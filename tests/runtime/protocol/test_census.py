@@ -10,7 +10,13 @@ import pytest
 from atlas_fl.data.clients import ClientData, label_statistics, majority
 from atlas_fl.data.task import Rows, Task
 from atlas_fl.errors import ProtocolError
-from atlas_fl.runtime.protocol.client_metadata import MOST_EXAMPLES, SPLITS, census_of, read_census, stand_in
+from atlas_fl.runtime.protocol.client_metadata import (
+    MOST_EXAMPLES,
+    SPLITS,
+    metadata_of,
+    placeholder_client,
+    read_metadata,
+)
 
 
 def client_of(name: str, task: Task, seed: int) -> ClientData:
@@ -36,7 +42,7 @@ def told(tiny_of: Callable[..., Any], site_of: Callable[..., Any], spec_of: Any)
     def get(num_labels: int) -> Any:
         site = site_of(tiny_of("bert"), spec_of(name="t-0", labels=num_labels, examples=13))
         client = client_of("t-0", task_of(num_labels), seed=num_labels)
-        return client, site.data["t-0"], json.loads(json.dumps(census_of(client, site.data["t-0"])))
+        return client, site.data["t-0"], json.loads(json.dumps(metadata_of(client, site.data["t-0"])))
 
     return get
 
@@ -45,7 +51,7 @@ def told(tiny_of: Callable[..., Any], site_of: Callable[..., Any], spec_of: Any)
 def test_a_stand_in_has_the_numbers_and_nothing_else(num_labels: int, told: Callable[[int], Any]) -> None:
     client, tokens, data = told(num_labels)
     assert "secret" not in json.dumps(data)
-    stand, stand_tokens = stand_in("t-0", read_census(data))
+    stand, stand_tokens = placeholder_client("t-0", read_metadata(data))
     assert set(stand.train.text) == {""}
     assert not stand_tokens.splits["train"].ids.any()
     assert stand_tokens.examples == tokens.examples
@@ -64,7 +70,7 @@ def test_stand_ins_of_odd_and_even_numbers_keep_mean_and_deviation(told: Callabl
     for count in (2, 3, 8, 13):
         data["examples"]["test"] = count
         data["lengths"]["test"] = [[4, 0, count]]
-        label = stand_in("t-0", read_census(data))[0].test.label
+        label = placeholder_client("t-0", read_metadata(data))[0].test.label
         assert (len(label), label.mean(), label.std()) == pytest.approx((count, *data["labels"]["test"]), rel=1e-5)
 
 
@@ -97,7 +103,7 @@ def test_stand_ins_of_odd_and_even_numbers_keep_mean_and_deviation(told: Callabl
 def test_a_census_that_does_not_hold_together_is_refused(change: dict[str, Any], told: Callable[[int], Any]) -> None:
     _, _, data = told(3)
     with pytest.raises(ProtocolError, match="what the client tells of its data"):
-        read_census({**data, **change})
+        read_metadata({**data, **change})
 
 
 def test_whatever_is_sent_as_a_census_crashes_nothing(told: Callable[[int], Any]) -> None:
@@ -107,7 +113,7 @@ def test_whatever_is_sent_as_a_census_crashes_nothing(told: Callable[[int], Any]
     for _ in range(500):
         changed = {**data, draw.choice(list(data)): draw.choice(values)}
         try:
-            stand_in("t-0", read_census(changed))
+            placeholder_client("t-0", read_metadata(changed))
         except ProtocolError:
             refused += 1
     assert 400 < refused < 500, "most of these values fit nowhere, and some are as good as the true ones"
@@ -119,10 +125,10 @@ def test_a_stand_in_takes_memory_for_examples_and_none_for_tokens(told: Callable
     count = MOST_EXAMPLES
     data |= {"examples": dict.fromkeys(SPLITS, count), "lengths": {split: [[500, 0, count]] for split in SPLITS}}
     data |= {"labels": {split: [count, 0, 0] for split in SPLITS}}
-    census = read_census(data)
+    census = read_metadata(data)
     tracemalloc.start()
     try:
-        client, tokens = stand_in("t-0", census)
+        client, tokens = placeholder_client("t-0", census)
         held, peak = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
@@ -135,7 +141,7 @@ def test_a_stand_in_takes_memory_for_examples_and_none_for_tokens(told: Callable
 def test_a_stand_in_for_text_counts_what_is_to_be_predicted(told: Callable[[int], Any]) -> None:
     _, _, data = told(1)
     data |= {"num_labels": 0, "metric": "accuracy", "lengths": {split: [[9, 4, 3], [7, 2, 10]] for split in SPLITS}}
-    encoded = stand_in("t-0", read_census(data))[1].splits["train"]
+    encoded = placeholder_client("t-0", read_metadata(data))[1].splits["train"]
     assert sorted(encoded.num_targets) == [2] * 10 + [4] * 3
     assert encoded.target_mask is not None
     assert len(encoded.target_mask) == encoded.offsets[-1] == 97

@@ -19,9 +19,9 @@ from atlas_fl.partial_sharing import (
     unshared_keys,
     with_placeholders,
 )
-from atlas_fl.runtime.protocol.messages import Private, model_message, read_private
+from atlas_fl.runtime.protocol.messages import PrivateRef, model_message, read_private
 from atlas_fl.runtime.protocol.model_sync import AdapterSender
-from atlas_fl.runtime.protocol.private_params import Owner, PrivateReceiver, Vault, check_vault, clear_vault
+from atlas_fl.runtime.protocol.private_params import Owner, PrivateParamStore, PrivateReceiver, check_store, clear_store
 
 NAMES = frozenset({"a.lora_A", "a.lora_B", "b.lora_A", "b.lora_B", "head.w"})
 
@@ -37,8 +37,8 @@ def draw(ranks: dict[str, int]) -> Params:
 OWNER = Owner(client="c", config="0123456789abcdef")
 
 
-def vault_in(folder: Path, *share: str, rounds: int = 2) -> Vault:
-    return Vault(
+def vault_in(folder: Path, *share: str, rounds: int = 2) -> PrivateParamStore:
+    return PrivateParamStore(
         folder=folder / "kept",
         owner=OWNER,
         share=share,
@@ -53,12 +53,12 @@ def trained(params: Params, add: float) -> Params:
     return {key: tensor + add for key, tensor in params.items()}
 
 
-def private_of(model: Params) -> Private | None:
+def private_of(model: Params) -> PrivateRef | None:
     """What a site is told of this model."""
     return read_private(json.loads(json.dumps(model_message(model)[0])))
 
 
-def step(vault: Vault, model: Params, *, round: int = 1, add: float = 1.0, hash_loaded: bool = False):
+def step(vault: PrivateParamStore, model: Params, *, round: int = 1, add: float = 1.0, hash_loaded: bool = False):
     """A job and its answer, heads as JSON leaves them: (what was trained, all that was sent, the update)."""
     sender, receiver = AdapterSender(), PrivateReceiver(vault=vault)
     job = Job(client="c", params=model, round=round, options=TrainOptions(seed=0))
@@ -117,11 +117,11 @@ def test_what_did_not_change_keeps_its_name_and_an_answer_without_a_model_names_
     private = private_of(with_placeholders(start, unshared_keys(start, ("A",)), sha256=None))
     job = Job(client="c", params=start, round=1, options=None)
     looked = Update(client="c", params={**start, "sketch": torch.ones(1)}, examples=0, metrics={})
-    update, told = vault.withheld(looked, job, {}, private)
+    update, told = vault.split_private(looked, job, {}, private)
     assert told == private
     assert update.params.keys() == {"a.lora_A", "b.lora_A", "sketch"}
     measured = Update(client="c", params={"importance": torch.ones(1)}, examples=0, metrics={})
-    assert vault.withheld(measured, job, {}, private) == (measured, None)
+    assert vault.split_private(measured, job, {}, private) == (measured, None)
     assert not (tmp_path / "kept").exists()
 
 
@@ -188,13 +188,13 @@ def test_the_newest_version_stays_where_the_server_names_an_older_one_at_the_end
     vault, newest = vault_in(tmp_path, "A"), newest_of(kept)
     (old,) = {path.stem for path in kept.glob("*.safetensors")} - {newest}
     sent = {key: tensor for key, tensor in draw({"a": 1, "b": 1}).items() if key.endswith("lora_A")}
-    vault.whole(sent, Private(sha256=old, ranks=()), cut=None, round=10**9)
-    for told in (Private(sha256=old, ranks=()), Private(sha256=None, ranks=()), None):
+    vault.whole(sent, PrivateRef(sha256=old, ranks=()), cut=None, round=10**9)
+    for told in (PrivateRef(sha256=old, ranks=()), PrivateRef(sha256=None, ranks=()), None):
         vault.end(told)
-        for left in (vault.clear(), clear_vault(kept, OWNER)):  # a site that is started again knows no more
+        for left in (vault.clear(), clear_store(kept, OWNER)):  # a site that is started again knows no more
             assert left.startswith(f"{kept} stays: the server's model at the end is without the newest")
         assert (kept / f"{newest}.safetensors").exists()
-    vault.end(Private(sha256=newest, ranks=()))
+    vault.end(PrivateRef(sha256=newest, ranks=()))
     assert vault.clear() == ""
     assert not kept.exists()
 
@@ -207,32 +207,32 @@ def test_a_folder_that_no_vault_has_made_is_refused_and_left_as_it_is(tmp_path: 
     (folder / f"{'ab' * 32}.safetensors").symlink_to(folder / "thesis.txt")
     for strange in (f"{'ab' * 32}.safetensors", "sub", "thesis.txt"):
         with pytest.raises(ConfigError, match=f"kept holds {strange}, which `atlas join` has not written; name a new"):
-            check_vault(folder, OWNER)
+            check_store(folder, OWNER)
         path = folder / strange
         path.rename(tmp_path / strange)
-    check_vault(folder, OWNER)  # it is empty now
-    check_vault(tmp_path / "not-there", OWNER)
+    check_store(folder, OWNER)  # it is empty now
+    check_store(tmp_path / "not-there", OWNER)
     (tmp_path / "file").touch()
     with pytest.raises(ConfigError, match="file is a file; name a new folder with --private"):
-        check_vault(tmp_path / "file", OWNER)
+        check_store(tmp_path / "file", OWNER)
     assert (tmp_path / "sub" / "data.csv").read_text() == "text,label"
 
 
 def test_the_vault_of_another_client_or_another_run_is_refused(kept: Path) -> None:
-    check_vault(kept, OWNER)
-    check_vault(kept)
+    check_store(kept, OWNER)
+    check_store(kept)
     with pytest.raises(ConfigError, match="holds what c does not share, and this is d; name another folder with"):
-        check_vault(kept, Owner(client="d", config=OWNER.config))
+        check_store(kept, Owner(client="d", config=OWNER.config))
     with pytest.raises(ConfigError, match=r"in another run \(settings 01234567, here fedcba98\); name another folder"):
-        check_vault(kept, Owner(client="c", config="fedcba9876543210"))
+        check_store(kept, Owner(client="c", config="fedcba9876543210"))
     (kept / "vault.json").write_text("[]")
     with pytest.raises(CheckpointError, match=r"damaged file .*vault\.json"):
-        check_vault(kept, OWNER)
+        check_store(kept, OWNER)
 
 
 def test_a_vault_of_before_has_no_mark_and_is_gone_on_with(kept: Path, tmp_path: Path) -> None:
     (kept / "vault.json").unlink()
-    check_vault(kept, OWNER)
+    check_store(kept, OWNER)
     vault = vault_in(tmp_path, "A")
     model = with_placeholders(draw({"a": 1, "b": 1}), unshared_keys(draw({"a": 1, "b": 1}), ("A",)), sha256=None)
     model = step(vault, model, add=3.0)[2].params
@@ -249,8 +249,8 @@ def test_only_what_the_vault_has_written_is_removed_at_the_end(kept: Path, tmp_p
     thesis.write_text("years of work")
     link.symlink_to(tmp_path / "elsewhere")
     (kept / "sub").mkdir()
-    check_vault(kept, OWNER)  # these came while the run went on
-    vault_in(tmp_path, "A").end(Private(sha256=newest_of(kept), ranks=()))
+    check_store(kept, OWNER)  # these came while the run went on
+    vault_in(tmp_path, "A").end(PrivateRef(sha256=newest_of(kept), ranks=()))
     assert vault_in(tmp_path, "A").clear() == f"{kept} stays: it holds {link.name}, which `atlas join` has not written"
     assert {path.name for path in kept.iterdir()} == {"thesis.txt", "sub", link.name}
     assert (tmp_path / "elsewhere").read_text() == "mine"

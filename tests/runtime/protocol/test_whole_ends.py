@@ -11,7 +11,7 @@ from atlas_fl.client.job import Job, Update
 from atlas_fl.client.options import EvaluateOptions, RidgeOptions, TrainOptions
 from atlas_fl.errors import ConfigError, ProtocolError
 from atlas_fl.params import Params, digest
-from atlas_fl.runtime.protocol.model_sync import Common, WholeReceiver, WholeSender, check_frames
+from atlas_fl.runtime.protocol.model_sync import FullModelReceiver, FullModelSender, SharedModelCache, check_frames
 from atlas_fl.runtime.transport.frames import decode_frame, encode_frame
 from atlas_fl.sparse.codec import RandomMask, values_size
 from atlas_fl.sparse.masks import make_mask
@@ -30,8 +30,8 @@ class Ends:
     """A sender and a receiver with frames between them."""
 
     def __init__(self, drawn: RandomMask | None = None) -> None:
-        self.sender = WholeSender(common=Common(home=digest(HOME), drawn=drawn))
-        self.receiver = WholeReceiver(home=HOME)
+        self.sender = FullModelSender(common=SharedModelCache(home=digest(HOME), drawn=drawn))
+        self.receiver = FullModelReceiver(home=HOME)
 
     def given(self, action: str, params: Params, options: Any, mask: Any = None) -> tuple[Job, set[str]]:
         """What the receiver makes of a job, and the names of the tensors that were sent."""
@@ -69,8 +69,8 @@ def test_of_a_dense_model_body_and_head_are_sent_where_they_are_not_held() -> No
     mixed = moved(moved(other))
     assert len(ends.given("evaluate", mixed, EvaluateOptions(split="test"))[1]) == 4
     assert ends.given("train", mixed, TRAIN)[1] == set(), "it came already"
-    assert same(ends.receiver.farewell(*ends.sender.farewell(mixed)), mixed)
-    ends.sender.unanswered()
+    assert same(ends.receiver.read_final_model(*ends.sender.final_model_message(mixed)), mixed)
+    ends.sender.forget_trained()
     assert len(ends.given("evaluate", moved(other), EvaluateOptions(split="test"))[1]) == 4
 
 

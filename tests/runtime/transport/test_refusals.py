@@ -1,14 +1,14 @@
 """A flood of refusals is a line and a number."""
 
-from atlas_fl.runtime.transport.sessions import MOST_NAMES, OTHERS, Refusals
+from atlas_fl.runtime.transport.sessions import MOST_NAMES, OTHERS, RefusalLog
 
 
 class Clock:
     def __init__(self) -> None:
         self.told, self.now = list[tuple[str, str]](), 0.0
-        self.refusals = Refusals(tell=lambda *what: self.told.append(what), clock=lambda: self.now)
+        self.refusals = RefusalLog(tell=lambda *what: self.told.append(what), clock=lambda: self.now)
 
-    def at(self, now: float) -> Refusals:
+    def at(self, now: float) -> RefusalLog:
         self.now = now
         return self.refusals
 

@@ -9,8 +9,8 @@ from atlas_fl.client.job import Job, Update
 from atlas_fl.errors import ProtocolError, one_line
 from atlas_fl.params import Params
 from atlas_fl.ranks.devices import Device
-from atlas_fl.runtime.protocol.client_metadata import Census
-from atlas_fl.runtime.protocol.messages import Told
+from atlas_fl.runtime.protocol.client_metadata import ClientMetadata
+from atlas_fl.runtime.protocol.messages import CutInfo
 from atlas_fl.runtime.protocol.model_sync import AdapterSender, Sender
 from atlas_fl.runtime.transport.frames import Head
 
@@ -30,7 +30,7 @@ MAX_PAUSE_ROUNDS = 8
 class SplitBackend(Protocol):
     """Runs the server halves of cut clients, one for each job: here, or at another client."""
 
-    def begin_job(self, number: int, action: str, job: Job) -> tuple[Job, Told]:
+    def begin_job(self, number: int, action: str, job: Job) -> tuple[Job, CutInfo]:
         """(the client's half of the job, its cut info); the server half begins anew."""
         ...
 
@@ -69,7 +69,7 @@ class ClientProxy:
     """One client as the server sees it."""
 
     name: str
-    metadata: Census | None = None
+    metadata: ClientMetadata | None = None
     device: Device | None = None
     part: int | None = None
     connected: bool = False
@@ -106,7 +106,7 @@ class ClientProxy:
 
 def check_registration(
     client: ClientProxy,
-    metadata: Census,
+    metadata: ClientMetadata,
     part: Any,
     clients: Iterable[ClientProxy],
     *,
@@ -129,7 +129,7 @@ def check_registration(
     _check_rejoin(client, metadata, is_late=is_late, accepts_late=accepts_late)
 
 
-def _check_rejoin(client: ClientProxy, metadata: Census, *, is_late: bool, accepts_late: bool) -> None:
+def _check_rejoin(client: ClientProxy, metadata: ClientMetadata, *, is_late: bool, accepts_late: bool) -> None:
     if is_late:
         if not accepts_late:
             raise ProtocolError(f"this federation was planned without {client.name}; it can join the next one")
@@ -138,7 +138,7 @@ def _check_rejoin(client: ClientProxy, metadata: Census, *, is_late: bool, accep
         raise ProtocolError(f"{client.name} came back with other data than it had; join with the same --task")
 
 
-def _check_task_peers(client: ClientProxy, metadata: Census, part: Any, clients: Iterable[ClientProxy]) -> None:
+def _check_task_peers(client: ClientProxy, metadata: ClientMetadata, part: Any, clients: Iterable[ClientProxy]) -> None:
     for other in clients:
         if other is client or other.metadata is None or other.metadata.task != metadata.task:
             continue

@@ -33,12 +33,12 @@ from atlas_fl.runtime.coordinator.client_registry import (
 )
 from atlas_fl.runtime.coordinator.peer_relay import PeerRelay, create_peer_relay
 from atlas_fl.runtime.coordinator.split_server import SplitServer
-from atlas_fl.runtime.protocol.answer_schema import Asked, check_answer
-from atlas_fl.runtime.protocol.client_metadata import read_census, read_device
+from atlas_fl.runtime.protocol.answer_schema import AnsweredRequest, check_answer
+from atlas_fl.runtime.protocol.client_metadata import read_device, read_metadata
 from atlas_fl.runtime.protocol.messages import Identity
 from atlas_fl.runtime.protocol.model_sync import AdapterSender, NewSender
 from atlas_fl.runtime.transport.frames import FRAME_LIMIT, Head
-from atlas_fl.runtime.transport.sessions import MOST_TOLD, NO_TENSORS, Refusals
+from atlas_fl.runtime.transport.sessions import MOST_TOLD, NO_TENSORS, RefusalLog
 
 CONFIRM_SECONDS = 5.0
 """How long the confirmation of a saved model waits for a server that has just started and has no models yet."""
@@ -69,7 +69,7 @@ class ClientManager:
         self._identity, self._settings, self._on_note, self._accepts_late = identity, settings, on_note, accepts_late
         self._job_count, self._registration_changed = 0, asyncio.Condition()
         self._peer_relay: PeerRelay | None = None
-        self._presence_log = Refusals(tell=lambda name, note: on_note(f"{name} {note}"), clock=clock)
+        self._presence_log = RefusalLog(tell=lambda name, note: on_note(f"{name} {note}"), clock=clock)
         self.on_model_saved: Callable[[str], None] = lambda _: None
         """Called when a client has saved its model; raises `ProtocolError` where that cannot be recorded."""
         self.max_request_bytes = FRAME_LIMIT
@@ -182,11 +182,11 @@ class ClientManager:
             # A job that is sent, also again, begins at its start, and so does its server half.
             job, cut_info = pending.split_backend.begin_job(pending.number, pending.action, job)
             pending.client_job = job
-        return client.sender.job(pending.action, job, number=pending.number, told=cut_info)
+        return client.sender.job(pending.action, job, number=pending.number, cut_info=cut_info)
 
     async def _register(self, client: ClientProxy, head: Mapping[str, Any]) -> None:
         self._identity.check(client.name, head)
-        metadata, device, part = read_census(head), read_device(str(head.get("device"))), head.get("part")
+        metadata, device, part = read_metadata(head), read_device(str(head.get("device"))), head.get("part")
         is_late = self.planned is not None and client.name not in self.planned
         check_registration(
             client,
@@ -249,7 +249,7 @@ class ClientManager:
             update = await pending.split_backend.finish_job(pending.number, update, tensors)
         if update is not None:
             assert client.metadata is not None, "who has a job has registered"
-            expected = Asked(
+            expected = AnsweredRequest(
                 action=pending.action, job=pending.job, census=client.metadata, num_layers=pending.num_layers
             )
             check_answer(expected, update)
@@ -425,4 +425,4 @@ def _shutdown_message(client: ClientProxy, model: Params | None, *, reason: str 
     """The last message to a client: its final model, or why there is none."""
     if reason is not None:
         return {"kind": "ended", "reason": reason}, NO_TENSORS
-    return ({"kind": "done", "model": False}, NO_TENSORS) if model is None else client.sender.farewell(model)
+    return ({"kind": "done", "model": False}, NO_TENSORS) if model is None else client.sender.final_model_message(model)

@@ -25,9 +25,9 @@ from atlas_fl.errors import ProtocolError
 from atlas_fl.params import PRIVATE, Params
 from atlas_fl.runtime.coordinator.client_registry import ClientProxy, printable_reason
 from atlas_fl.runtime.coordinator.split_server import BATCH_WAIT_SECONDS, SplitServer
-from atlas_fl.runtime.protocol.answer_schema import Asked, check_answer
-from atlas_fl.runtime.protocol.client_metadata import veiled
-from atlas_fl.runtime.protocol.messages import Told, job_message, read_payloads, read_update, write_payloads
+from atlas_fl.runtime.protocol.answer_schema import AnsweredRequest, check_answer
+from atlas_fl.runtime.protocol.client_metadata import redacted_metadata
+from atlas_fl.runtime.protocol.messages import CutInfo, job_message, read_payloads, read_update, write_payloads
 from atlas_fl.runtime.transport.frames import FRAME_LIMIT, Head
 from atlas_fl.runtime.transport.sessions import Message
 from atlas_fl.split.channel import NORMS
@@ -152,7 +152,7 @@ class PeerRelay:
     def _guests_of(self, host: str) -> list[str]:
         return [guest for guest, match in self._matches.items() if match.host == host]
 
-    def begin_job(self, number: int, action: str, job: Job) -> tuple[Job, Told]:
+    def begin_job(self, number: int, action: str, job: Job) -> tuple[Job, CutInfo]:
         """(the guest's half of the job, its cut info); the server half begins anew at the host."""
         host, split_server, old = self._matches[job.client].host, self._split_server, self._tasks.pop(number, None)
         if old is not None and not old.moved:
@@ -164,10 +164,12 @@ class PeerRelay:
         self._tasks[number] = task
         guest, digests = self._clients[job.client], self._clients[host].hosted_digests
         assert guest.metadata is not None, "who has a job has registered"
-        guest_info = to_json({"census": asdict(veiled(guest.metadata)), "below": list(side.below.params)}).encode()
+        guest_info = to_json(
+            {"census": asdict(redacted_metadata(guest.metadata)), "below": list(side.below.params)}
+        ).encode()
         above = replace(job, params=side.above)
         sent_before = {key: model for key, model in digests.items() if key == job.client}
-        head, params = job_message(action, above, number=number, held=sent_before)
+        head, params = job_message(action, above, number=number, sent_digests=sent_before)
         digests[job.client] = head["model"]
         tensors = {**params, f"/{GUEST_INFO}": torch.frombuffer(bytearray(guest_info), dtype=torch.uint8)}
         self._enqueue(task, {**head, "kind": "begin", "client": job.client}, tensors)
@@ -176,7 +178,7 @@ class PeerRelay:
             client_side_indices(split_server.site.backbone, names, options, side.cut) if action == "train" else []
         )
         part = split_server.part_digest(side.cut.blocks)
-        return side.below, Told(places=tuple(client_side), tokens=split_server.site.max_tokens, part=part)
+        return side.below, CutInfo(places=tuple(client_side), tokens=split_server.site.max_tokens, part=part)
 
     def _enqueue(self, task: HostedTask, head: Head, tensors: Params) -> None:
         self._outboxes[task.host].items.append(({**head, "half": task.id}, tensors))
@@ -249,7 +251,7 @@ class PeerRelay:
         side, guest = task.side, self._clients[update.client]
         assert guest.metadata is not None, "who has a job has registered"
         layers = len(side.site.backbone.blocks)
-        expected = Asked(action=task.action, job=side.job, census=guest.metadata, num_layers=layers)
+        expected = AnsweredRequest(action=task.action, job=side.job, census=guest.metadata, num_layers=layers)
         try:
             host_update = read_update(*reply, job=replace(side.job, params=side.above))
             if host_update.params is not side.above:

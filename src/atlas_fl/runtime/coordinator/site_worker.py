@@ -19,8 +19,8 @@ from atlas_fl.errors import AtlasError, ModelError, ProtocolError, one_line
 from atlas_fl.events import OnEvent, PhaseStarted
 from atlas_fl.params import Params, digest
 from atlas_fl.runtime.coordinator.peer_relay import GUEST_INFO, item_tensors
-from atlas_fl.runtime.protocol.client_metadata import Census, read_census, stand_in
-from atlas_fl.runtime.protocol.messages import Told, read_job, read_payloads, update_message, write_payloads
+from atlas_fl.runtime.protocol.client_metadata import ClientMetadata, placeholder_client, read_metadata
+from atlas_fl.runtime.protocol.messages import CutInfo, read_job, read_payloads, update_message, write_payloads
 from atlas_fl.runtime.protocol.model_sync import AdapterReceiver, Receiver
 from atlas_fl.runtime.transport.frames import Head
 from atlas_fl.runtime.transport.sessions import NO_TENSORS, Exchange, Message
@@ -80,7 +80,7 @@ class HostedClients:
         self._models[guest] = above
         below, metadata = _parse_guest_info(guest_info)
         action, job, _ = read_job(item, {**dict.fromkeys(below, torch.empty(0)), **above}, client=guest)
-        _, data = stand_in(guest, metadata)
+        _, data = placeholder_client(guest, metadata)
         if job.cut is None or action not in SERVER_SIDE:
             raise ProtocolError(f"{action} of a guest without a cut; install the server's version of atlas-fl")
         return SERVER_SIDE[action](job, replace(site, data={**site.data, guest: data}))
@@ -104,11 +104,11 @@ class HostedClients:
         return update_message(update, job, number=0)
 
 
-def _parse_guest_info(encoded: torch.Tensor) -> tuple[list[str], Census]:
+def _parse_guest_info(encoded: torch.Tensor) -> tuple[list[str], ClientMetadata]:
     """(names of the tensors in a guest's own half, its metadata); raises `ProtocolError` for anything else."""
     try:
         guest_info = from_json(encoded.numpy().tobytes())
-        return [str(name) for name in guest_info["below"]], read_census(guest_info["census"])
+        return [str(name) for name in guest_info["below"]], read_metadata(guest_info["census"])
     except (KeyError, TypeError, ValueError):
         raise ProtocolError("what is said of a guest cannot be read; install the server's version") from None
 
@@ -119,7 +119,7 @@ def _check_list(value: Any) -> Sequence[Any]:
     return value
 
 
-SiteLoader: TypeAlias = Callable[[Cut | None, Told | None], Any]
+SiteLoader: TypeAlias = Callable[[Cut | None, CutInfo | None], Any]
 """(cut, cut info) -> this site with the blocks below the cut, or with the whole model where there is no cut."""
 
 
@@ -250,7 +250,7 @@ class SiteClient:
                 raise ProtocolError(f"the server has ended: {one_line(head.get('reason'))}")
             else:
                 raise ProtocolError(f"the server says {head.get('kind')!r:.40}; install its version of atlas-fl")
-        model = self.receiver.farewell(head, tensors)
+        model = self.receiver.read_final_model(head, tensors)
         if model:
             self.policy.check_final_model(model)
             self.save_model(model, str(head.get("sha256")))

@@ -29,7 +29,7 @@ from atlas_fl.client.split_server import (
 from atlas_fl.errors import ProtocolError
 from atlas_fl.models.loading import first_block_tensors
 from atlas_fl.params import Params, digest, select
-from atlas_fl.runtime.protocol.messages import Told, read_payloads, write_payloads
+from atlas_fl.runtime.protocol.messages import CutInfo, read_payloads, write_payloads
 from atlas_fl.runtime.transport.frames import Head
 
 BATCH_WAIT_SECONDS = 0.003
@@ -101,7 +101,7 @@ class SplitServer:
                 future.set_result(group.is_over)
         self._finishing = [(group, future) for group, future in self._finishing if not future.done()]
 
-    def begin_job(self, number: int, action: str, job: Job) -> tuple[Job, Told]:
+    def begin_job(self, number: int, action: str, job: Job) -> tuple[Job, CutInfo]:
         """(the client's half of the job, its cut info); the server half begins anew.
 
         Raises `ProtocolError` for an action that cannot be carried out over a cut.
@@ -116,7 +116,7 @@ class SplitServer:
         half = self._halves[number] = (
             make_half(job, self.site) if group is None else TrainingHalf(job, self.site, together=group)
         )
-        return half.side.below, Told(
+        return half.side.below, CutInfo(
             places=half.places, tokens=self.site.max_tokens, part=self.part_digest(half.side.cut.blocks)
         )
 

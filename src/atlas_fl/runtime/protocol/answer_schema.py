@@ -1,7 +1,7 @@
-"""What an answer must hold to be taken, by action: metrics in their ranges, tensors in their shapes, examples.
+"""Schemas of clients' answers by action: metrics in their ranges, tensors in their shapes, numbers of examples.
 
 An answer that can be read is not yet one that fits its job: planning, mixing and records go by names and shapes. So the
-server looks at each where it arrives, and refuses what does not fit, from that client alone (`SCHEMAS`).
+server checks each where it arrives, and refuses what does not fit, from that client alone (`SCHEMAS`).
 
 The tensors of a training answer are checked where they would meet those of others (`aggregation.strategies`).
 """
@@ -22,7 +22,7 @@ from atlas_fl.client.options import TrainOptions
 from atlas_fl.errors import ProtocolError, short_repr
 from atlas_fl.params import PRIVATE, Params
 from atlas_fl.partial_sharing import is_placeholder, placeholder
-from atlas_fl.runtime.protocol.client_metadata import Census
+from atlas_fl.runtime.protocol.client_metadata import ClientMetadata
 
 LARGEST_WEIGHT = 1e6
 """Of a model that a client has warmed up by itself; trained ones are below one."""
@@ -79,13 +79,13 @@ ROUGE: Ranges = {"rouge1": SHARE, "rouge2": SHARE, "rougeL": SHARE}
 
 
 @dataclass(frozen=True, kw_only=True)
-class Asked:
+class AnsweredRequest:
     """What the server knows of the job that an answer is to."""
 
     action: str
     job: Job
     """Of the whole client, cut or not."""
-    census: Census
+    census: ClientMetadata
     num_layers: int | None
     """Blocks of the backbone; None where models are whole, which are measured by weight."""
 
@@ -107,7 +107,7 @@ class TensorSchema:
             )
         if not tensor.numel() or not tensor.is_floating_point():
             return
-        low, high = (float(own) for own in torch.aminmax(tensor))
+        low, high = (float(bound) for bound in torch.aminmax(tensor))
         # NaN is in neither range
         if not (max(self.least, -_LARGEST) <= low and high <= min(self.most, _LARGEST)):
             raise ProtocolError(f"{short_repr(name)} holds values from {low:g} to {high:g}; allowed: {self._range}")
@@ -126,54 +126,54 @@ _LARGEST = float(torch.finfo(torch.float64).max)
 class AnswerSchema:
     """What an answer to one action must hold."""
 
-    metrics: Callable[[Asked], Ranges] = lambda _: {}
-    optional: Callable[[Asked], Ranges] = lambda _: {}
+    metrics: Callable[[AnsweredRequest], Ranges] = lambda _: {}
+    optional: Callable[[AnsweredRequest], Ranges] = lambda _: {}
     """Metrics that may be there as well."""
-    examples: Callable[[Asked], int] = lambda _: 0
-    tensors: Callable[[Asked], Mapping[str, TensorSchema]] | None = None
+    examples: Callable[[AnsweredRequest], int] = lambda _: 0
+    tensors: Callable[[AnsweredRequest], Mapping[str, TensorSchema]] | None = None
     """None where they are the model's own and checked elsewhere, or as they were sent."""
     keeps_model: bool = False
     """The answer brings no tensors."""
-    also: Callable[[Asked, Update], None] = field(default=lambda _asked, _update: None)
+    also: Callable[[AnsweredRequest, Update], None] = field(default=lambda _asked, _update: None)
     """What its numbers must be to each other; raises `ProtocolError`."""
 
 
-def check_answer(asked: Asked, update: Update) -> None:
+def check_answer(request: AnsweredRequest, update: Update) -> None:
     """Nothing where this update can be an answer to what was asked; raises `ProtocolError` for anything else."""
-    schema = SCHEMAS[asked.action]
-    _check_metrics(update.metrics, required=schema.metrics(asked), optional=schema.optional(asked))
-    if update.examples != (expected := schema.examples(asked)):
+    schema = SCHEMAS[request.action]
+    _check_metrics(update.metrics, required=schema.metrics(request), optional=schema.optional(request))
+    if update.examples != (expected := schema.examples(request)):
         raise ProtocolError(f"it answers on {update.examples} examples; allowed: the {expected} that were registered")
-    _check_loaded(asked, update)
-    if schema.keeps_model and update.params is not asked.job.params:
-        raise ProtocolError(f"it brings tensors ({_first(update.params)}); allowed: none with {asked.action}")
+    _check_loaded(request, update)
+    if schema.keeps_model and update.params is not request.job.params:
+        raise ProtocolError(f"it brings tensors ({_first(update.params)}); allowed: none with {request.action}")
     if schema.tensors is not None:
-        _check_tensors(update.params, schema.tensors(asked))
-    _check_classes(asked, update)
-    schema.also(asked, update)
+        _check_tensors(update.params, schema.tensors(request))
+    _check_classes(request, update)
+    schema.also(request, update)
 
 
 def _check_metrics(metrics: Mapping[str, float], *, required: Ranges, optional: Ranges) -> None:
     if missing := [name for name in required if name not in metrics]:
         raise ProtocolError(f"it lacks the metrics {', '.join(missing)}; allowed: {', '.join(required)}")
-    known = {**required, **optional}
+    ranges = {**required, **optional}
     for name, value in metrics.items():
-        if name not in known:
-            raise ProtocolError(f"it has a metric {short_repr(name)}; allowed: {', '.join(known) or 'none'}")
-        if not known[name].holds(value):
-            raise ProtocolError(f"{name} is {value:g}; allowed: {known[name].least:g} to {known[name].most:g}")
+        if name not in ranges:
+            raise ProtocolError(f"it has a metric {short_repr(name)}; allowed: {', '.join(ranges) or 'none'}")
+        if not ranges[name].holds(value):
+            raise ProtocolError(f"{name} is {value:g}; allowed: {ranges[name].least:g} to {ranges[name].most:g}")
 
 
-def _check_loaded(asked: Asked, update: Update) -> None:
+def _check_loaded(request: AnsweredRequest, update: Update) -> None:
     """The digest of what was loaded has the form of one, and is there where it was asked for."""
-    wanted = asked.action == "train" and asked.job.options.hash_loaded
-    if (update.loaded is not None) is not wanted or (update.loaded and not _SHA256.fullmatch(update.loaded)):
+    is_due = request.action == "train" and request.job.options.hash_loaded
+    if (update.loaded is not None) is not is_due or (update.loaded and not _SHA256.fullmatch(update.loaded)):
         raise ProtocolError(
-            f"it says that it loaded {short_repr(update.loaded)}; allowed: {'a SHA-256' if wanted else 'nothing'}"
+            f"it says that it loaded {short_repr(update.loaded)}; allowed: {'a SHA-256' if is_due else 'nothing'}"
         )
-    if not 0 <= update.keys <= len(asked.job.params):
+    if not 0 <= update.keys <= len(request.job.params):
         raise ProtocolError(
-            f"it says that it loaded {short_repr(update.keys)} tensors; allowed: 0 to {len(asked.job.params)}"
+            f"it says that it loaded {short_repr(update.keys)} tensors; allowed: 0 to {len(request.job.params)}"
         )
 
 
@@ -186,10 +186,10 @@ def _check_tensors(params: Params, schemas: Mapping[str, TensorSchema]) -> None:
         schema.check(name, params[name])
 
 
-def _check_classes(asked: Asked, update: Update) -> None:
+def _check_classes(request: AnsweredRequest, update: Update) -> None:
     """Counts by class are of the images of a test split, and add up to what was registered of it."""
-    job, census = asked.job, asked.census
-    counted = asked.action == "evaluate" and census.images and job.options.split == "test"
+    job, census = request.job, request.census
+    counted = request.action == "evaluate" and census.images and job.options.split == "test"
     if bool(update.classes) is not counted:
         raise ProtocolError(f"it {'lacks' if counted else 'has'} counts by class; allowed: those of test images alone")
     if counted and list(update.classes["examples"]) != [int(count) for count in census.labels["test"]]:
@@ -201,77 +201,83 @@ def _first(names: "Mapping[str, object] | list[str]") -> str:
     return ", ".join(map(short_repr, every[:3])) + (f" and {len(every) - 3} more" if len(every) > 3 else "")
 
 
-def _kind(census: Census) -> str:
+def _kind(census: ClientMetadata) -> str:
     return "classes" if census.num_labels > 1 else "values" if census.num_labels == 1 else "text"
 
 
-def _scores(asked: Asked) -> Ranges:
+def _scores(request: AnsweredRequest) -> Ranges:
     """Those that every model has: a correlation with a constant is undefined, and left out."""
-    found = SCORES[_kind(asked.census)]
-    return {name: own for name, own in found.items() if name not in ("pearson", "spearman")} | {"seconds": SECONDS}
+    ranges = SCORES[_kind(request.census)]
+    return {name: score_range for name, score_range in ranges.items() if name not in ("pearson", "spearman")} | {
+        "seconds": SECONDS
+    }
 
 
-def _more_scores(asked: Asked) -> Ranges:
-    if asked.census.num_labels == 0:
-        return ROUGE if asked.job.options.new_tokens and asked.job.cut is None else {}
-    return {name: own for name, own in SCORES[_kind(asked.census)].items() if name in ("pearson", "spearman")}
+def _more_scores(request: AnsweredRequest) -> Ranges:
+    if request.census.num_labels == 0:
+        return ROUGE if request.job.options.new_tokens and request.job.cut is None else {}
+    return {
+        name: score_range
+        for name, score_range in SCORES[_kind(request.census)].items()
+        if name in ("pearson", "spearman")
+    }
 
 
-def _check_primary(asked: Asked, update: Update) -> None:
+def _check_primary(request: AnsweredRequest, update: Update) -> None:
     """The score that decides is that of the task's metric, and 0 where this is undefined."""
-    metric, found = asked.census.metric, update.metrics
-    if found["primary"] != found.get(metric, 0.0):
-        raise ProtocolError(f"primary is {found['primary']:g}; allowed: its {metric}, {found.get(metric, 0.0):g}")
+    metric, metrics = request.census.metric, update.metrics
+    if metrics["primary"] != metrics.get(metric, 0.0):
+        raise ProtocolError(f"primary is {metrics['primary']:g}; allowed: its {metric}, {metrics.get(metric, 0.0):g}")
 
 
-def _num_trained(asked: Asked) -> int:
+def _num_trained(request: AnsweredRequest) -> int:
     """How many training examples these options are about."""
-    count, options = asked.census.examples["train"], asked.job.options
+    count, options = request.census.examples["train"], request.job.options
     if isinstance(options, TrainOptions):
         count = count if options.half is None else len(range(options.half, count, 2))
         return count if options.most is None else min(count, options.most)
     return count
 
 
-def _like_model(asked: Asked, update_is_private: bool) -> dict[str, TensorSchema]:
+def _like_model(request: AnsweredRequest, update_is_private: bool) -> dict[str, TensorSchema]:
     """The job's own tensors, after a warm-up; of those that stay at the client what stands for them."""
-    found = {}
-    for key, tensor in asked.job.params.items():
+    schemas = {}
+    for key, tensor in request.job.params.items():
         shape = tuple(tensor.shape)
         if update_is_private and key != PRIVATE and is_placeholder(tensor):
             shape = tuple(placeholder(key, tensor).shape)
         least, most = (-math.inf, math.inf) if key == PRIVATE else (-LARGEST_WEIGHT, LARGEST_WEIGHT)
-        found[key] = TensorSchema(shape=shape, dtype=tensor.dtype, least=least, most=most)
-    return found
+        schemas[key] = TensorSchema(shape=shape, dtype=tensor.dtype, least=least, most=most)
+    return schemas
 
 
-def _fingerprint(asked: Asked) -> dict[str, TensorSchema]:
-    own = TensorSchema(shape=(asked.job.options.sketch_dim,), dtype=torch.float32)
+def _fingerprint(request: AnsweredRequest) -> dict[str, TensorSchema]:
+    sketch = TensorSchema(shape=(request.job.options.sketch_dim,), dtype=torch.float32)
     # whole models are not warmed up, so none comes back with its fingerprint
-    model = {} if asked.num_layers is None else _like_model(asked, PRIVATE in asked.job.params)
-    return {**model, FIRST: own, SECOND: own}
+    model = {} if request.num_layers is None else _like_model(request, PRIVATE in request.job.params)
+    return {**model, FIRST: sketch, SECOND: sketch}
 
 
-def _check_sketches(_: Asked, update: Update) -> None:
+def _check_sketches(_: AnsweredRequest, update: Update) -> None:
     for name in (FIRST, SECOND):
         length = float(torch.linalg.vector_norm(update.params[name].double()))
         if abs(length - 1) > 1e-3:
             raise ProtocolError(f"{name} has length {length:g}; allowed: 1")
 
 
-def _importance(asked: Asked) -> dict[str, TensorSchema]:
-    assert asked.num_layers is not None, "only models with adapters are measured by layer"
-    return {IMPORTANCE: TensorSchema(shape=(asked.num_layers,), dtype=torch.float64, least=0.0, most=1.0 + _ROUNDING)}
+def _importance(request: AnsweredRequest) -> dict[str, TensorSchema]:
+    assert request.num_layers is not None, "only models with adapters are measured by layer"
+    return {IMPORTANCE: TensorSchema(shape=(request.num_layers,), dtype=torch.float64, least=0.0, most=1.0 + _ROUNDING)}
 
 
-def _check_importance(_: Asked, update: Update) -> None:
+def _check_importance(_: AnsweredRequest, update: Update) -> None:
     if abs(total := float(update.params[IMPORTANCE].sum()) - 1) > _ROUNDING:
         raise ProtocolError(f"importance sums to {total + 1:g}; allowed: 1")
 
 
-def _ridge(asked: Asked) -> dict[str, TensorSchema]:
-    classes, features = asked.job.params[WEIGHT].shape
-    most = asked.census.examples["train"] * LARGEST_FEATURE**2
+def _ridge(request: AnsweredRequest) -> dict[str, TensorSchema]:
+    classes, features = request.job.params[WEIGHT].shape
+    most = request.census.examples["train"] * LARGEST_FEATURE**2
     gram, cross = (features + 1, features + 1), (features + 1, classes)
     return {
         name: TensorSchema(shape=shape, dtype=torch.float64, least=-most, most=most)
@@ -279,9 +285,9 @@ def _ridge(asked: Asked) -> dict[str, TensorSchema]:
     }
 
 
-def _check_ridge(asked: Asked, update: Update) -> None:
+def _check_ridge(request: AnsweredRequest, update: Update) -> None:
     """X^T X is symmetric, positive semidefinite, and counts the examples in its last place."""
-    gram, count = update.params[GRAM], asked.census.examples["train"]
+    gram, count = update.params[GRAM], request.census.examples["train"]
     scale = float(gram.diagonal().abs().max())
     lifted = gram + torch.eye(len(gram), dtype=gram.dtype) * (scale * len(gram) * 1e-9)
     _, failed = torch.linalg.cholesky_ex(lifted)
@@ -289,12 +295,15 @@ def _check_ridge(asked: Asked, update: Update) -> None:
         raise ProtocolError(f"{GRAM} is no sum of products of {count} examples' features; install the server's version")
 
 
-def _sensitivity(asked: Asked) -> dict[str, TensorSchema]:
+def _sensitivity(request: AnsweredRequest) -> dict[str, TensorSchema]:
     return {
         name: TensorSchema(
-            shape=tuple(asked.job.params[name].shape), dtype=asked.job.params[name].dtype, least=0.0, most=LARGEST_SUM
+            shape=tuple(request.job.params[name].shape),
+            dtype=request.job.params[name].dtype,
+            least=0.0,
+            most=LARGEST_SUM,
         )
-        for name in asked.job.options.names
+        for name in request.job.options.names
     }
 
 

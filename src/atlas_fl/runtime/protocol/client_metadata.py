@@ -1,7 +1,7 @@
-"""What a site tells of its data: counts, label statistics and lengths, no example; and what the server makes of it.
+"""Client metadata that a site reports: counts, label statistics and lengths, no example; placeholder clients.
 
 Planning needs to know how many examples a client has, how long they are and how its labels are spread. The server puts
-stand-ins with these properties in the place of the data, so that planning and records are the same code as in a
+placeholders with these properties in the place of the data, so that planning and records are the same code as in a
 simulation.
 """
 
@@ -31,7 +31,7 @@ LARGEST_VALUE = 1e30
 
 
 @dataclass(frozen=True, kw_only=True)
-class Census:
+class ClientMetadata:
     """What the server knows of one client's data."""
 
     task: str
@@ -50,10 +50,10 @@ class Census:
     left_out: int = 0
     """Rows that its task was given and the client has not."""
 
-    def same_task(self, other: "Census") -> bool:
+    def same_task(self, other: "ClientMetadata") -> bool:
         """Whether both have the same labels and are judged alike, as clients of one task must."""
-        own, others = ((one.num_labels, one.metric, one.label_names, one.images) for one in (self, other))
-        return own == others
+        own_task, others = ((one.num_labels, one.metric, one.label_names, one.images) for one in (self, other))
+        return own_task == others
 
     @property
     def shown(self) -> str:
@@ -62,7 +62,7 @@ class Census:
         return f"({', '.join(names)}{', ...' if len(self.label_names) > SHOWN else ''})" if names else "of another kind"
 
 
-def census_of(client: ClientData, tokens: ClientTokens) -> dict[str, Any]:
+def metadata_of(client: ClientData, tokens: ClientTokens) -> dict[str, Any]:
     """What this client tells the server: plain data for strict JSON."""
     task = client.task
     rows = {"train": client.train, "validation": client.validation, "test": client.test}
@@ -72,9 +72,9 @@ def census_of(client: ClientData, tokens: ClientTokens) -> dict[str, Any]:
         "metric": task.metric,
         "label_names": list(task.label_names),
         "max_length": task.max_length,
-        "examples": {split: len(own) for split, own in rows.items()},
-        "labels": {split: _spread(own.label, task) for split, own in rows.items()},
-        "lengths": {split: _lengths(own) for split, own in tokens.splits.items()},
+        "examples": {split: len(split_rows) for split, split_rows in rows.items()},
+        "labels": {split: _spread(split_rows.label, task) for split, split_rows in rows.items()},
+        "lengths": {split: _lengths(split_rows) for split, split_rows in tokens.splits.items()},
         **({"images": True} if task.images else {}),
         **({"left_out": client.left_out} if client.left_out else {}),
     }
@@ -82,8 +82,8 @@ def census_of(client: ClientData, tokens: ClientTokens) -> dict[str, Any]:
 
 def _lengths(data: EncodedExamples) -> list[list[int]]:
     pairs, counts = np.unique(np.stack([data.lengths, data.num_targets]), axis=1, return_counts=True)
-    found: list[list[int]] = np.concatenate([pairs, counts[None]]).T.tolist()
-    return found
+    triples: list[list[int]] = np.concatenate([pairs, counts[None]]).T.tolist()
+    return triples
 
 
 def _spread(label: Labels, task: Task) -> list[float]:
@@ -92,13 +92,13 @@ def _spread(label: Labels, task: Task) -> list[float]:
     return [float(label.mean()), float(label.std())]
 
 
-def read_census(data: Mapping[str, Any]) -> Census:
+def read_metadata(data: Mapping[str, Any]) -> ClientMetadata:
     """The census that plain data holds.
 
     Raises `ProtocolError` where it does not hold together, or tells of more than fits any server.
     """
     try:
-        census = Census(
+        census = ClientMetadata(
             task=str(data["task"]),
             num_labels=int(data["num_labels"]),
             metric=str(data["metric"]),
@@ -133,13 +133,13 @@ def _triples(data: Any) -> tuple[tuple[int, int, int], ...]:
 
 def _fit(lengths: tuple[tuple[int, int, int], ...], examples: int) -> bool:
     return (
-        all(0 <= written <= own and 0 < own <= LONGEST and count > 0 for own, written, count in lengths)
+        all(0 <= written <= length and 0 < length <= LONGEST and count > 0 for length, written, count in lengths)
         and sum(count for _, _, count in lengths) == examples
         and sum(tokens * count for tokens, _, count in lengths) <= MOST_TOKENS
     )
 
 
-def _holds_together(census: Census) -> bool:
+def _holds_together(census: ClientMetadata) -> bool:
     width = census.num_labels if census.num_labels > 1 else 2
     return (
         re.fullmatch(r"[A-Za-z0-9_.\-]{1,100}", census.task) is not None
@@ -156,17 +156,17 @@ def _holds_together(census: Census) -> bool:
     )
 
 
-def _counts(census: Census, split: str) -> bool:
+def _counts(census: ClientMetadata, split: str) -> bool:
     values = census.labels[split]
     return all(value >= 0 and value == int(value) for value in values) and sum(values) == census.examples[split]
 
 
-def _values_can_be(census: Census, split: Split) -> bool:
+def _values_can_be(census: ClientMetadata, split: Split) -> bool:
     mean, deviation = census.labels[split]
     return abs(mean) <= LARGEST_VALUE and 0 <= deviation <= LARGEST_VALUE
 
 
-def stand_in(name: str, census: Census) -> tuple[ClientData, ClientTokens]:
+def placeholder_client(name: str, census: ClientMetadata) -> tuple[ClientData, ClientTokens]:
     """A client with these counts, labels and lengths, without a text, an image or a token in it."""
     task = Task(
         name=census.task,
@@ -186,11 +186,11 @@ def stand_in(name: str, census: Census) -> tuple[ClientData, ClientTokens]:
         test=rows["test"],
         left_out=census.left_out,
     )
-    splits = {split: _encoded(census, task, split, rows[split].label) for split in SPLITS}
+    splits = {split: _placeholder_tokens(census, task, split, rows[split].label) for split in SPLITS}
     return client, ClientTokens(task=task, splits=splits)
 
 
-def veiled(census: Census) -> Census:
+def redacted_metadata(census: ClientMetadata) -> ClientMetadata:
     """What the host of this client's upper part needs of it: the numbers of examples and tokens, and no labels' spread.
 
     The host works on rows and on labels as they come, and asks how many there are, how long, and of which kind.
@@ -207,12 +207,12 @@ def _at_the_site(_: Source) -> TaskData:
     raise ProtocolError("the data of a federation across machines lies at its sites; the server has none")
 
 
-def _rows(census: Census, task: Task, split: Split) -> Rows:
-    count, told = census.examples[split], census.labels[split]
+def _rows(census: ClientMetadata, task: Task, split: Split) -> Rows:
+    count, spread = census.examples[split], census.labels[split]
     if task.has_classes:
-        label: Labels = np.repeat(np.arange(task.num_labels), np.asarray(told, dtype=np.int64))
+        label: Labels = np.repeat(np.arange(task.num_labels), np.asarray(spread, dtype=np.int64))
     else:
-        label = _values(count, mean=told[0], std=told[1])
+        label = _values(count, mean=spread[0], std=spread[1])
     return Rows(text=("",) * count, label=label)
 
 
@@ -224,17 +224,17 @@ def _values(count: int, *, mean: float, std: float) -> Labels:
     return values.astype(np.float32)
 
 
-def _encoded(census: Census, task: Task, split: Split, label: Labels) -> EncodedExamples:
+def _placeholder_tokens(census: ClientMetadata, task: Task, split: Split, label: Labels) -> EncodedExamples:
     tokens, predicted, counts = (np.array(column, dtype=np.int64) for column in zip(*census.lengths[split]))
     offsets = np.concatenate([[0], np.cumsum(np.repeat(tokens, counts))])
     # one number is seen at every place of a token: there are none, and memory for none
-    places = (int(offsets[-1]),)
-    nothing = np.broadcast_to(np.int64(0), places)
+    shape = (int(offsets[-1]),)
+    nothing = np.broadcast_to(np.int64(0), shape)
     return EncodedExamples(
         ids=nothing,
         types=nothing,
         offsets=offsets,
         labels=label,
-        target_mask=np.broadcast_to(np.False_, places) if task.writes else None,
+        target_mask=np.broadcast_to(np.False_, shape) if task.writes else None,
         target_counts=np.repeat(predicted, counts) if task.writes else None,
     )

@@ -1,11 +1,8 @@
-"""Jobs and updates as messages, and the handshake.
+"""Jobs and updates as messages, and the handshake: what a server and its clients must have in common.
 
-What a server and its clients must have in common, compared before anything is computed.
-
-Jobs and updates as messages: the head says what is asked and answered, tensors travel beside it.
-
-A model that the other end holds already is named by its digest instead of being sent again. Metrics travel as float64
-tensors, because a loss may be NaN, which strict JSON does not know.
+The head says what is asked and answered, tensors travel beside it. A model that the other end holds already is named by
+its digest instead of being sent again. Metrics travel as float64 tensors, because a loss may be NaN, which strict JSON
+does not know.
 """
 
 import re
@@ -53,10 +50,10 @@ class Identity:
 
     def check(self, name: str, said: Mapping[str, Any]) -> None:
         """Nothing where what this client says is the same, or is left open; raises `ProtocolError` where it is not."""
-        for key, own in vars(self).items():
-            if said.get(key) not in (None, own):
+        for key, value in vars(self).items():
+            if said.get(key) not in (None, value):
                 raise ProtocolError(
-                    f"client {name!r} has {key} {said[key]!s:.16}, the server {own:.16}; {REMEDIES[key]}"
+                    f"client {name!r} has {key} {said[key]!s:.16}, the server {value:.16}; {REMEDIES[key]}"
                 )
 
 
@@ -79,7 +76,7 @@ _METRICS, _PARAM, _CUT = "metrics", "param/", "cut/"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Told:
+class CutInfo:
     """What a client is told of its cut beside where and how."""
 
     places: tuple[int, ...]
@@ -91,7 +88,7 @@ class Told:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Private:
+class PrivateRef:
     """What a message says of the part of a client's model that stays at the client."""
 
     sha256: str | None
@@ -104,22 +101,22 @@ def model_message(params: Params) -> tuple[Head, Params]:
     """What is said, and what is sent, of a model of the server to its client."""
     if PRIVATE not in params:
         return {}, params
-    return {"private": asdict(Private(sha256=private_digest(params), ranks=hidden_ranks(params)))}, transmitted_params(
-        params
-    )
+    return {
+        "private": asdict(PrivateRef(sha256=private_digest(params), ranks=hidden_ranks(params)))
+    }, transmitted_params(params)
 
 
-def read_private(head: Mapping[str, Any]) -> Private | None:
+def read_private(head: Mapping[str, Any]) -> PrivateRef | None:
     """What the head of a message says of a private part; raises `ProtocolError` for anything else."""
-    found: Private | None = _read(Private | None, head.get("private"), where="private")
+    private: PrivateRef | None = _read(PrivateRef | None, head.get("private"), where="private")
     # it names a file
-    if found is not None and found.sha256 is not None and not _SHA256.fullmatch(found.sha256):
-        raise ProtocolError(f"a private part is named {found.sha256!r:.40}; install the same atlas-fl on both ends")
-    return found
+    if private is not None and private.sha256 is not None and not _SHA256.fullmatch(private.sha256):
+        raise ProtocolError(f"a private part is named {private.sha256!r:.40}; install the same atlas-fl on both ends")
+    return private
 
 
 def job_message(
-    action: str, job: Job, *, number: int, held: Mapping[str, str], told: Told | None = None
+    action: str, job: Job, *, number: int, sent_digests: Mapping[str, str], cut_info: CutInfo | None = None
 ) -> tuple[Head, Params]:
     """What goes to the client: the job, and its model unless one of the `held` digests is the model's.
 
@@ -136,13 +133,13 @@ def job_message(
         "options": asdict(job.options),
         "model": model,
         "cut": None if job.cut is None else asdict(job.cut),
-        "told": None if told is None else asdict(told),
+        "told": None if cut_info is None else asdict(cut_info),
         **private,
     }
-    return head, {} if model in held.values() else params
+    return head, {} if model in sent_digests.values() else params
 
 
-def read_job(head: Mapping[str, Any], params: Params, *, client: str) -> tuple[str, Job, Told | None]:
+def read_job(head: Mapping[str, Any], params: Params, *, client: str) -> tuple[str, Job, CutInfo | None]:
     """(action, job, what is told of its cut) of a message.
 
     Raises `ProtocolError` for an action, options or a cut that there are not.
@@ -154,8 +151,8 @@ def read_job(head: Mapping[str, Any], params: Params, *, client: str) -> tuple[s
     if type(head.get("round")) is not int:
         raise ProtocolError("the server's job names no round; install its version")
     options = _read(OPTIONS[action], head.get("options"), where=action)
-    cut, told = (_read(kind | None, head.get(name), where=name) for kind, name in ((Cut, "cut"), (Told, "told")))
-    return action, Job(client=client, params=params, round=head["round"], options=options, cut=cut), told
+    cut, cut_info = (_read(kind | None, head.get(name), where=name) for kind, name in ((Cut, "cut"), (CutInfo, "told")))
+    return action, Job(client=client, params=params, round=head["round"], options=options, cut=cut), cut_info
 
 
 def update_message(update: Update, job: Job, *, number: int) -> tuple[Head, Params]:
@@ -204,28 +201,28 @@ def read_update(head: Mapping[str, Any], tensors: Params, *, job: Job) -> Update
         metrics=dict(zip(names, values.tolist())),
         loaded=loaded,
         keys=keys,
-        crossed=_crossed(head.get("crossed", [])),
+        crossed=_cut_traffic(head.get("crossed", [])),
         classes=_classes(head.get("classes", {}), examples=examples),
     )
 
 
-def _classes(found: Any, *, examples: int) -> dict[str, list[int]]:
+def _classes(counts: Any, *, examples: int) -> dict[str, list[int]]:
     """Examples and hits by class, where there are any; raises `ProtocolError` where they do not hold together."""
-    if found == {}:
+    if counts == {}:
         return {}
-    known = isinstance(found, dict) and found.keys() == set(COUNTS)
-    rows: list[list[int]] = [found[name] for name in COUNTS] if known else []
+    has_form = isinstance(counts, dict) and counts.keys() == set(COUNTS)
+    rows: list[list[int]] = [counts[name] for name in COUNTS] if has_form else []
     whole = all(isinstance(row, list) and all(type(count) is int and count >= 0 for count in row) for row in rows)
     if not rows or not whole or len(rows[0]) != len(rows[1]) or sum(rows[1]) != examples:
-        raise ProtocolError(f"the counts by class are {found!r:.60}; install the same atlas-fl on both ends")
-    if any(hits > own for hits, own in zip(*rows, strict=True)):
+        raise ProtocolError(f"the counts by class are {counts!r:.60}; install the same atlas-fl on both ends")
+    if any(hits > examples_of_class for hits, examples_of_class in zip(*rows, strict=True)):
         raise ProtocolError("more examples of a class were recognised than there are; install the same atlas-fl")
     return dict(zip(COUNTS, rows, strict=True))
 
 
-def _crossed(rows: Any) -> CutTraffic:
+def _cut_traffic(rows: Any) -> CutTraffic:
     """Bytes through the cut by kind and direction; raises `ProtocolError` for anything else."""
-    found: dict[Any, int] = {}
+    traffic: dict[Any, int] = {}
     for row in rows if isinstance(rows, list) else [rows]:
         if (
             not isinstance(row, list)
@@ -236,8 +233,8 @@ def _crossed(rows: Any) -> CutTraffic:
             or row[2] < 0
         ):
             raise ProtocolError(f"what crossed the cut is {row!r:.40}; install the same atlas-fl on both ends")
-        found[row[0], row[1]] = row[2]
-    return found
+        traffic[row[0], row[1]] = row[2]
+    return traffic
 
 
 def write_payloads(payloads: Mapping[str, bytes]) -> dict[str, torch.Tensor]:
@@ -247,10 +244,10 @@ def write_payloads(payloads: Mapping[str, bytes]) -> dict[str, torch.Tensor]:
 
 def read_payloads(tensors: Params) -> dict[str, bytes]:
     """The messages through a cut among these tensors; raises `ProtocolError` for one that is no row of bytes."""
-    found = {name.removeprefix(_CUT): tensor for name, tensor in tensors.items() if name.startswith(_CUT)}
-    if not all(tensor.dtype is torch.uint8 and tensor.ndim == 1 for tensor in found.values()):
+    messages = {name.removeprefix(_CUT): tensor for name, tensor in tensors.items() if name.startswith(_CUT)}
+    if not all(tensor.dtype is torch.uint8 and tensor.ndim == 1 for tensor in messages.values()):
         raise ProtocolError("what came through the cut is no row of bytes; install the same atlas-fl on both ends")
-    return {name: tensor.numpy().tobytes() for name, tensor in found.items()}
+    return {name: tensor.numpy().tobytes() for name, tensor in messages.items()}
 
 
 def _read(kind: Any, value: Any, *, where: str) -> Any:
@@ -259,7 +256,7 @@ def _read(kind: Any, value: Any, *, where: str) -> Any:
         hints = get_type_hints(kind)
         if value.keys() == {one.name for one in fields(kind)}:
             made: Any = kind
-            return made(**{name: _read(hints[name], own, where=f"{where}.{name}") for name, own in value.items()})
+            return made(**{name: _read(hints[name], item, where=f"{where}.{name}") for name, item in value.items()})
     elif get_origin(kind) is Literal:
         if value in get_args(kind):
             return value
@@ -269,7 +266,7 @@ def _read(kind: Any, value: Any, *, where: str) -> Any:
         (inner,) = (one for one in get_args(kind) if one is not NoneType)
         return _read(inner, value, where=where)
     elif get_origin(kind) is tuple and isinstance(value, list):
-        return tuple(_read(get_args(kind)[0], own, where=where) for own in value)
+        return tuple(_read(get_args(kind)[0], item, where=where) for item in value)
     elif type(value) is kind:
         return value
     elif kind is float and type(value) is int:

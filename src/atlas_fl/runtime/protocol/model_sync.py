@@ -23,7 +23,14 @@ from atlas_fl.client.job import Job, Update
 from atlas_fl.errors import ConfigError, ProtocolError
 from atlas_fl.params import HEAD, Params, digest
 from atlas_fl.partial_sharing import transmitted_params
-from atlas_fl.runtime.protocol.messages import Told, job_message, model_message, read_job, read_update, update_message
+from atlas_fl.runtime.protocol.messages import (
+    CutInfo,
+    job_message,
+    model_message,
+    read_job,
+    read_update,
+    update_message,
+)
 from atlas_fl.runtime.transport.frames import FRAME_LIMIT, Head
 from atlas_fl.sparse.codec import RandomMask, decode_mask, decode_values, encode_mask, encode_values
 from atlas_fl.sparse.masks import Mask
@@ -33,7 +40,7 @@ from atlas_fl.storage.tensors import encoded_size
 class Sender(Protocol):
     """The server's end of one client or worker."""
 
-    def job(self, action: str, job: Job, *, number: int, told: Told | None = None) -> tuple[Head, Params]:
+    def job(self, action: str, job: Job, *, number: int, cut_info: CutInfo | None = None) -> tuple[Head, Params]:
         """What asks for this job."""
         ...
 
@@ -41,11 +48,11 @@ class Sender(Protocol):
         """The update that an answer holds; raises `ProtocolError` for one that is not of its form."""
         ...
 
-    def farewell(self, model: Params) -> tuple[Head, Params]:
+    def final_model_message(self, model: Params) -> tuple[Head, Params]:
         """What brings the client its own model at the end of the run; the head's `sha256` names that model."""
         ...
 
-    def unanswered(self) -> None:
+    def forget_trained(self) -> None:
         """What the other end trained last is unknown here."""
         ...
 
@@ -57,7 +64,7 @@ class Sender(Protocol):
 class Receiver(Protocol):
     """The end of a client or worker."""
 
-    def job(self, head: Mapping[str, Any], tensors: Params, *, client: str) -> tuple[str, Job, Told | None]:
+    def job(self, head: Mapping[str, Any], tensors: Params, *, client: str) -> tuple[str, Job, CutInfo | None]:
         """(action, job, what is told of its cut) of a message; raises `ProtocolError` for one that is none."""
         ...
 
@@ -65,7 +72,7 @@ class Receiver(Protocol):
         """What goes back."""
         ...
 
-    def farewell(self, head: Mapping[str, Any], tensors: Params) -> Params:
+    def read_final_model(self, head: Mapping[str, Any], tensors: Params) -> Params:
         """The client's own model at the end of the run; empty where there is none."""
         ...
 
@@ -85,26 +92,26 @@ class AdapterSender:
     held: dict[str, str] = field(default_factory=dict)
     """Digests of these two."""
 
-    def job(self, action: str, job: Job, *, number: int, told: Told | None = None) -> tuple[Head, Params]:
+    def job(self, action: str, job: Job, *, number: int, cut_info: CutInfo | None = None) -> tuple[Head, Params]:
         """What asks for this job."""
-        head, params = job_message(action, job, number=number, held=self.held, told=told)
+        head, params = job_message(action, job, number=number, sent_digests=self.held, cut_info=cut_info)
         if params:
             self.held["got"] = head["model"]
         return head, params
 
     def update(self, action: str, head: Mapping[str, Any], tensors: Params, *, job: Job) -> Update:
         """The update that an answer holds."""
-        found = read_update(head, tensors, job=job)
-        if action == "train" and found.params is not job.params:
-            self.held["trained"] = digest(transmitted_params(found.params))
-        return found
+        received = read_update(head, tensors, job=job)
+        if action == "train" and received.params is not job.params:
+            self.held["trained"] = digest(transmitted_params(received.params))
+        return received
 
-    def farewell(self, model: Params) -> tuple[Head, Params]:
+    def final_model_message(self, model: Params) -> tuple[Head, Params]:
         """The model, or of one that is at its client in part what is not there."""
         private, sent = model_message(model)
         return {"kind": "done", "model": True, "sha256": digest(model), **private}, sent
 
-    def unanswered(self) -> None:
+    def forget_trained(self) -> None:
         """What the other end trained last is unknown here."""
         self.held.pop("trained", None)
 
@@ -120,7 +127,7 @@ class AdapterReceiver:
     held: dict[str, tuple[str, Params]] = field(default_factory=dict)
     """The last one that came whole and the last one trained here, each with its digest."""
 
-    def job(self, head: Mapping[str, Any], tensors: Params, *, client: str) -> tuple[str, Job, Told | None]:
+    def job(self, head: Mapping[str, Any], tensors: Params, *, client: str) -> tuple[str, Job, CutInfo | None]:
         """(action, job, what is told of its cut) of a message."""
         return read_job(head, self._model(head, tensors), client=client)
 
@@ -130,7 +137,7 @@ class AdapterReceiver:
             self.held["trained"] = digest(update.params), update.params
         return update_message(update, job, number=number)
 
-    def farewell(self, head: Mapping[str, Any], tensors: Params) -> Params:
+    def read_final_model(self, head: Mapping[str, Any], tensors: Params) -> Params:
         """The model that came."""
         return tensors if head.get("model") is True else {}
 
@@ -140,15 +147,15 @@ class AdapterReceiver:
 
     def _model(self, head: Mapping[str, Any], params: Params) -> Params:
         """The job's model: what came with it, or one that is here."""
-        wanted = str(head.get("model"))
-        if not params and wanted != digest({}):
-            found = next((own for key, own in self.held.values() if key == wanted), None)
-            if found is None:
+        expected = str(head.get("model"))
+        if not params and expected != digest({}):
+            model = next((params_of_digest for key, params_of_digest in self.held.values() if key == expected), None)
+            if model is None:
                 raise ProtocolError("the server names a model that is not here; install its version of atlas-fl")
-            return found
-        if digest(params) != wanted:
+            return model
+        if digest(params) != expected:
             raise ProtocolError("a model came with another digest than the server named; the message was altered")
-        self.held["got"] = wanted, params
+        self.held["got"] = expected, params
         return params
 
 
@@ -157,7 +164,7 @@ MARGIN = 2**20
 
 
 @dataclass(kw_only=True, eq=False)
-class Common:
+class SharedModelCache:
     """What the senders of a run have in common."""
 
     home: str
@@ -174,7 +181,7 @@ class Common:
         """Take note of the mask that this job brings."""
         with self._lock:
             if job.mask is not None and self.mask is None:
-                self.mask = parted(job.mask)[0]
+                self.mask = split_body_and_head(job.mask)[0]
 
     def mask_message(self) -> torch.Tensor:
         """The mask as it travels, (bytes,) uint8."""
@@ -189,7 +196,9 @@ class Common:
         key = tuple(map(id, params.values()))
         with self._lock:
             # without the tensor an id means nothing: another one may have got it
-            self._known = {key: own for key, own in self._known.items() if all(ref() is not None for ref in own[0])}
+            self._known = {
+                key: entry for key, entry in self._known.items() if all(ref() is not None for ref in entry[0])
+            }
             if key not in self._known:
                 self._known[key] = tuple(weakref.ref(tensor) for tensor in params.values()), digest(params)
             return self._known[key][1]
@@ -208,7 +217,7 @@ def check_frames(home: Params, *, sparse: bool, limit: int = FRAME_LIMIT) -> Non
         )
 
 
-def parted(params: Params) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+def split_body_and_head(params: Params) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
     """(body, head) of a model."""
     body = {key: tensor for key, tensor in params.items() if not key.startswith(HEAD)}
     return body, {key: tensor for key, tensor in params.items() if key.startswith(HEAD)}
@@ -230,10 +239,10 @@ _BODY, _HEAD, _MASK, _VALUES = "body/", "top/", "mask", "values"
 
 
 @dataclass(kw_only=True, eq=False)
-class WholeSender:
+class FullModelSender:
     """Sends of every model the part that the other end has not."""
 
-    common: Common
+    common: SharedModelCache
     bodies: dict[str, str] = field(default_factory=dict)
     """Digests of what the other end holds beside its home: the last body that it got, and the last one it trained."""
     heads: dict[str, str] = field(default_factory=dict)
@@ -241,9 +250,9 @@ class WholeSender:
     """Whether the other end keeps what it trained last."""
     has_mask: bool = False
 
-    def job(self, action: str, job: Job, *, number: int, told: Told | None = None) -> tuple[Head, Params]:
+    def job(self, action: str, job: Job, *, number: int, cut_info: CutInfo | None = None) -> tuple[Head, Params]:
         """What asks for this job."""
-        assert job.cut is None and told is None, "whole models are not cut"
+        assert job.cut is None and cut_info is None, "whole models are not cut"
         self.common.see(job)
         model, tensors = self._model(job.params)
         head = {
@@ -253,28 +262,28 @@ class WholeSender:
             "round": job.round,
             "options": asdict(job.options),
             "cut": None,
-            "told": told,
+            "told": cut_info,
             **model,
         }
         return head, tensors
 
     def update(self, action: str, head: Mapping[str, Any], tensors: Params, *, job: Job) -> Update:
         """The update that an answer holds."""
-        found = read_update(head, tensors, job=job)
+        received = read_update(head, tensors, job=job)
         if action == "train":
-            found = replace(found, params=self._trained(found.params, job.params))
+            received = replace(received, params=self._trained_model(received.params, job.params))
             if self.counts_on_trained:
-                body, top = parted(found.params)
+                body, top = split_body_and_head(received.params)
                 self.bodies["trained"], self.heads["trained"] = self.common.digest(body), self.common.digest(top)
-        return found
+        return received
 
-    def farewell(self, model: Params) -> tuple[Head, Params]:
+    def final_model_message(self, model: Params) -> tuple[Head, Params]:
         """What of the client's own model it has not."""
         head, tensors = self._model(model)
         whole = sha256(f"{head['body']} {head['top']}".encode()).hexdigest()
         return {"kind": "done", "model": True, "sha256": whole, **head}, tensors
 
-    def unanswered(self) -> None:
+    def forget_trained(self) -> None:
         """What the other end trained last is unknown here."""
         self.bodies.pop("trained", None)
         self.heads.pop("trained", None)
@@ -287,7 +296,7 @@ class WholeSender:
 
     def _model(self, params: Params) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
         """(what names the parts of a model, what of them is sent)."""
-        body, top = parted(params)
+        body, top = split_body_and_head(params)
         named = {"body": self.common.digest(body), "top": self.common.digest(top)}
         masked = self.common.mask is not None
         tensors: dict[str, torch.Tensor] = {}
@@ -295,31 +304,31 @@ class WholeSender:
             tensors[_MASK], self.has_mask = self.common.mask_message(), True
         if named["body"] not in (self.common.home, *self.bodies.values()):
             self.bodies["got"] = named["body"]
-            tensors |= self._sent(body)
+            tensors |= self._body_message(body)
         if named["top"] not in self.heads.values():
             self.heads["got"] = named["top"]
             tensors |= {_HEAD + key: tensor for key, tensor in top.items()}
         return {**named, "masked": masked}, tensors
 
-    def _sent(self, body: Params) -> dict[str, torch.Tensor]:
+    def _body_message(self, body: Params) -> dict[str, torch.Tensor]:
         if self.common.mask is None:
             return {_BODY + key: tensor for key, tensor in body.items()}
         return {_VALUES: as_tensor(encode_values(body, self.common.mask))}
 
-    def _trained(self, params: Params, begun: Params) -> Params:
+    def _trained_model(self, params: Params, start: Params) -> Params:
         """The trained model of what came back for this one."""
         if _VALUES not in params:
-            order = [*(key for key in begun if key in params), *(key for key in params if key not in begun)]
+            order = [*(key for key in start if key in params), *(key for key in params if key not in start)]
             return {key: params[key].clone() for key in order}
-        body, top = parted(begun)
-        heads = {key: own.clone() for key, own in params.items() if key != _VALUES}
+        body, top = split_body_and_head(start)
+        heads = {key: tensor.clone() for key, tensor in params.items() if key != _VALUES}
         if self.common.mask is None or not heads.keys() <= top.keys():
             raise ProtocolError("values under a mask came where there is none; install the same atlas-fl on both ends")
         return {**decode_values(as_bytes(params[_VALUES]), self.common.mask, body, into=body), **top, **heads}
 
 
 @dataclass(kw_only=True, eq=False)
-class WholeReceiver:
+class FullModelReceiver:
     """Holds of models what the other end counts on: the body of the files, and the last one that came."""
 
     home: Params
@@ -331,20 +340,20 @@ class WholeReceiver:
     heads: dict[str, tuple[str, Params]] = field(default_factory=dict)
     mask: Mask | None = None
 
-    def job(self, head: Mapping[str, Any], tensors: Params, *, client: str) -> tuple[str, Job, Told | None]:
+    def job(self, head: Mapping[str, Any], tensors: Params, *, client: str) -> tuple[str, Job, CutInfo | None]:
         """(action, job, nothing) of a message."""
         params = self._model(head, tensors)
-        action, job, told = read_job(head, params, client=client)
+        action, job, cut_info = read_job(head, params, client=client)
         if action == "train" and self.mask is not None:
-            heads = {key: own for key, own in params.items() if key not in self.mask}
-            tops = {key: torch.full_like(own, self.trains_heads, dtype=torch.bool) for key, own in heads.items()}
+            heads = {key: tensor for key, tensor in params.items() if key not in self.mask}
+            tops = {key: torch.full_like(tensor, self.trains_heads, dtype=torch.bool) for key, tensor in heads.items()}
             job = replace(job, mask={**self.mask, **tops})
-        return action, job, told
+        return action, job, cut_info
 
     def update(self, action: str, update: Update, job: Job, *, number: int) -> tuple[Head, Params]:
         """What goes back: of a trained model under a mask its values."""
         if action == "train":
-            body, top = parted(update.params)
+            body, top = split_body_and_head(update.params)
             if self.keeps_trained:
                 self.bodies["trained"], self.heads["trained"] = (digest(body), body), (digest(top), top)
             if self.mask is not None:
@@ -352,7 +361,7 @@ class WholeReceiver:
                 update = replace(update, params={**values, **(top if self.trains_heads else {})})
         return update_message(update, job, number=number)
 
-    def farewell(self, head: Mapping[str, Any], tensors: Params) -> Params:
+    def read_final_model(self, head: Mapping[str, Any], tensors: Params) -> Params:
         """The client's own model at the end of the run."""
         return self._model(head, tensors) if head.get("model") is True else {}
 
@@ -368,15 +377,17 @@ class WholeReceiver:
             self.mask = decode_mask(as_bytes(tensors[_MASK]), self.home)
         if (head.get("masked") is True) is (self.mask is None):
             raise ProtocolError("the server's mask is not here; install its version of atlas-fl")
-        own = {key.removeprefix(_HEAD): tensor.clone() for key, tensor in tensors.items() if key.startswith(_HEAD)}
-        top = _found(self.heads, own, wanted=str(head.get("top")), besides=())
+        received_head = {
+            key.removeprefix(_HEAD): tensor.clone() for key, tensor in tensors.items() if key.startswith(_HEAD)
+        }
+        top = _resolve_part(self.heads, received_head, expected=str(head.get("top")), besides=())
         came = any(key == _VALUES or key.startswith(_BODY) for key in tensors)
         if came:
             self.bodies.pop("got", None)  # before another one comes into memory
-        body = _found(
+        body = _resolve_part(
             self.bodies,
             self._body(tensors) if came else {},
-            wanted=str(head.get("body")),
+            expected=str(head.get("body")),
             besides=((self._home_digest, self.home),),
         )
         return {**body, **top}
@@ -392,16 +403,20 @@ class WholeReceiver:
         return digest(self.home)
 
 
-def _found(
-    held: dict[str, tuple[str, Params]], came: Params, *, wanted: str, besides: tuple[tuple[str, Params], ...]
+def _resolve_part(
+    parts_by_name: dict[str, tuple[str, Params]],
+    came: Params,
+    *,
+    expected: str,
+    besides: tuple[tuple[str, Params], ...],
 ) -> Params:
     """What came, which is held from now on, or what of this digest is here already."""
     if came:
-        if digest(came) != wanted:
+        if digest(came) != expected:
             raise ProtocolError("a model came with another digest than the server named; the message was altered")
-        held["got"] = wanted, came
+        parts_by_name["got"] = expected, came
         return came
-    found = next((own for key, own in (*held.values(), *besides) if key == wanted), None)
-    if found is None:
+    part = next((params for key, params in (*parts_by_name.values(), *besides) if key == expected), None)
+    if part is None:
         raise ProtocolError("the server names a model that is not here; install its version of atlas-fl")
-    return found
+    return part

@@ -1,10 +1,10 @@
-"""Where a site keeps what it does not share of its model: a file for every version that the server may still name.
+"""A site's store of the parameters that it does not share (`--share`): a file for every version still in use.
 
 A server that is killed goes back to its last checkpoint and then names an older version, so none is removed before
-the server can no longer go back to it. What is written lies under the digest of its values, before the server hears of
-it; so a site that is killed goes on with whatever the server names next.
+the server can no longer go back to it. A version lies under the digest of its values before the server hears of it; so
+a site that is killed goes on with whatever the server names next.
 
-`vault.json` says whose the folder is. A folder that no vault has made is refused, and nothing is removed that a vault
+`vault.json` says whose the folder is. A folder that no store has made is refused, and nothing is removed that a store
 has not written.
 """
 
@@ -21,7 +21,7 @@ from atlas_fl.errors import CheckpointError, ConfigError, ModelError, ProtocolEr
 from atlas_fl.models.lora import expand_rank
 from atlas_fl.params import LORA_A, LORA_B, PRIVATE, Params, digest, select
 from atlas_fl.partial_sharing import digest_tensor, placeholder, unshared_keys
-from atlas_fl.runtime.protocol.messages import Private, Told, read_private
+from atlas_fl.runtime.protocol.messages import CutInfo, PrivateRef, read_private
 from atlas_fl.runtime.protocol.model_sync import AdapterReceiver
 from atlas_fl.runtime.transport.frames import Head
 from atlas_fl.split.channel import Cut
@@ -46,7 +46,7 @@ class Owner:
     """Hash of the run's settings."""
 
 
-def check_vault(folder: Path, owner: Owner | None = None) -> None:
+def check_store(folder: Path, owner: Owner | None = None) -> None:
     """Nothing where private parts may be kept in this folder: it is not there, or empty, or a vault of this owner's.
 
     Vaults of before have no mark, and are known by their files. Without an owner any vault will do.
@@ -78,7 +78,7 @@ def check_vault(folder: Path, owner: Owner | None = None) -> None:
         )
 
 
-def clear_vault(folder: Path, owner: Owner) -> str:
+def clear_store(folder: Path, owner: Owner) -> str:
     """Remove what this owner's vault has written, and the folder where nothing else is in it; what stays, in a line.
 
     Sub-folders, links and files of other names stay, and all of it where the server has named another version at the
@@ -107,9 +107,9 @@ def clear_vault(folder: Path, owner: Owner) -> str:
 
 
 def _owner_of(folder: Path) -> Owner:
-    found = read_json(folder / MARK)
+    content = read_json(folder / MARK)
     try:
-        return Owner(client=str(found["client"]), config=str(found["config"]))
+        return Owner(client=str(content["client"]), config=str(content["config"]))
     except (KeyError, TypeError):
         raise CheckpointError(f"damaged file {folder / MARK}; restore it, or name another folder") from None
 
@@ -134,7 +134,7 @@ def _strange(folder: Path) -> list[str]:
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Vault:
+class PrivateParamStore:
     """The private parts of one client's model, by digest."""
 
     folder: Path
@@ -152,77 +152,81 @@ class Vault:
     _used: dict[str, int] = field(default_factory=dict)
     """By digest, the last round in which it was made or named."""
 
-    def whole(self, sent: Params, told: Private | None, *, cut: Cut | None, round: int) -> Params:
+    def whole(self, sent: Params, reference: PrivateRef | None, *, cut: Cut | None, round: int) -> Params:
         """The model of what the server sent and of what it names of this client.
 
         Raises `ModelError` where that is not here.
         """
-        if told is None:
+        if reference is None:
             return sent
-        wanted = self.names(cut).difference(sent)
-        if told.sha256 is None:
-            return {**select(self._drawn(wanted, sent, told.ranks), sorted(wanted)), **sent}
-        held = self._read(told.sha256)
-        self._note(told.sha256, round)
-        ranks = _ranks(wanted, sent, told.ranks)
-        if held.keys() == wanted and all(_rank(key, own) == ranks.get(_module(key)) for key, own in held.items()):
-            return {**held, **sent}
+        missing = self.names(cut).difference(sent)
+        if reference.sha256 is None:
+            return {**select(self._initial_params(missing, sent, reference.ranks), sorted(missing)), **sent}
+        stored = self._read(reference.sha256)
+        self._note(reference.sha256, round)
+        ranks = _ranks(missing, sent, reference.ranks)
+        if stored.keys() == missing and all(
+            _rank(key, expanded) == ranks.get(_module(key)) for key, expanded in stored.items()
+        ):
+            return {**stored, **sent}
         # planned at other ranks than it trains at, and of the rest nothing was trained yet
-        own = expand_rank(self._drawn(wanted, sent, told.ranks), held, self.scale)
-        if lost := [key for key in wanted if key not in held and not key.endswith(LORA_A)]:
+        expanded = expand_rank(self._initial_params(missing, sent, reference.ranks), stored, self.scale)
+        if lost := [key for key in missing if key not in stored and not key.endswith(LORA_A)]:
             raise ModelError(f"{sorted(lost)[0]} is neither here nor sent; install the server's version of atlas-fl")
-        return {**select(own, sorted(wanted)), **sent}
+        return {**select(expanded, sorted(missing)), **sent}
 
-    def withheld(self, update: Update, job: Job, sent: Params, told: Private | None) -> tuple[Update, Private | None]:
+    def split_private(
+        self, update: Update, job: Job, sent: Params, reference: PrivateRef | None
+    ) -> tuple[Update, PrivateRef | None]:
         """The update without what stays here, which is kept, and how the server is to name that.
 
         `sent` is what the server sent of the job's model. The digest of what was loaded is that of the model as the
         server has it, where this is what it sent and named.
         """
-        own = unshared_keys(job.params, self.share)
-        if update.params is job.params or told is None or not own or own[0] not in update.params:
+        unshared = unshared_keys(job.params, self.share)
+        if update.params is job.params or reference is None or not unshared or unshared[0] not in update.params:
             return update, None
-        kept, private = select(update.params, own), told
-        if any(tensor is not job.params[key] for key, tensor in kept.items()):
-            private = Private(sha256=self._keep(kept, job.round))
-        left = {key: tensor for key, tensor in update.params.items() if key not in kept}
+        private_params, private = select(update.params, unshared), reference
+        if any(tensor is not job.params[key] for key, tensor in private_params.items()):
+            private = PrivateRef(sha256=self._keep(private_params, job.round))
+        left = {key: tensor for key, tensor in update.params.items() if key not in private_params}
         update = replace(update, params=left, keys=update.keys + 1)
         if update.loaded is not None and update.loaded == digest(job.params):
-            update = replace(update, loaded=digest(_seen(job.params, sent, told)))
+            update = replace(update, loaded=digest(_seen(job.params, sent, reference)))
         return update, private
 
-    def end(self, told: Private | None) -> None:
+    def end(self, reference: PrivateRef | None) -> None:
         """Write down which version the server has named at the end."""
         if mark := _mark_of(self.folder):
-            write_json(self.folder / MARK, {**mark, LAST: None if told is None else told.sha256})
+            write_json(self.folder / MARK, {**mark, LAST: None if reference is None else reference.sha256})
 
     def clear(self) -> str:
         """Remove all versions, as the run is complete; what stays in the folder, in a line."""
-        return clear_vault(self.folder, self.owner)
+        return clear_store(self.folder, self.owner)
 
     def _keep(self, params: Params, round: int) -> str:
-        found = digest(params)
+        sha256 = digest(params)
         if not (self.folder / MARK).exists():
             write_json(self.folder / MARK, asdict(self.owner))
-        if not self._file(found).exists():
-            write_tensors(self._file(found), params)
-        if (mark := _mark_of(self.folder)).get(NEWEST) != found:
-            write_json(self.folder / MARK, {**mark, NEWEST: found})
-        self._note(found, round)
-        return found
+        if not self._file(sha256).exists():
+            write_tensors(self._file(sha256), params)
+        if (mark := _mark_of(self.folder)).get(NEWEST) != sha256:
+            write_json(self.folder / MARK, {**mark, NEWEST: sha256})
+        self._note(sha256, round)
+        return sha256
 
     def _read(self, sha256: str) -> Params:
         path = self._file(sha256)
         try:
-            found = read_tensors(path)
-            if digest(found) != sha256:
+            params = read_tensors(path)
+            if digest(params) != sha256:
                 raise CheckpointError(f"damaged file {path}: it holds other values than its name says")
         except CheckpointError as error:
             raise ModelError(
                 f"what this site has not shared, and the server cannot know, is not here ({error}); bring {path} back,"
                 " or begin another run"
             ) from None
-        return found
+        return params
 
     def _note(self, sha256: str, round: int) -> None:
         """This version was made or named now; those that no checkpoint can name any more go, but never the newest."""
@@ -243,45 +247,47 @@ class Vault:
     def _file(self, sha256: str) -> Path:
         return self.folder / f"{sha256}.safetensors"
 
-    def _drawn(self, wanted: frozenset[str], sent: Params, hidden: Sequence[int]) -> Params:
-        return self.draw(_ranks(wanted, sent, hidden))
+    def _initial_params(self, missing: frozenset[str], sent: Params, hidden: Sequence[int]) -> Params:
+        return self.draw(_ranks(missing, sent, hidden))
 
 
 def _read_index(path: Path) -> dict[str, int]:
     """The round of every version; its names become those of files, so nothing else may stand there."""
-    found = read_json(path)
-    good = isinstance(found, dict) and all(_VERSION.fullmatch(key) and type(at) is int for key, at in found.items())
+    versions = read_json(path)
+    good = isinstance(versions, dict) and all(
+        _VERSION.fullmatch(key) and type(at) is int for key, at in versions.items()
+    )
     if not good:
         raise CheckpointError(f"damaged file {path}: it has other names than digests, or other rounds than numbers")
-    return dict(found)
+    return dict(versions)
 
 
 @dataclass(kw_only=True, eq=False)
 class PrivateReceiver:
     """`runtime.protocol.model_sync.Receiver` for a client that keeps a part of its model to itself."""
 
-    vault: Vault
+    vault: PrivateParamStore
     plain: AdapterReceiver = field(default_factory=AdapterReceiver)
     """Keeps what is shared."""
-    _opened: tuple[Params, Private | None] = ({}, None)
+    _opened: tuple[Params, PrivateRef | None] = ({}, None)
     """What came of the newest job's model, and what was named of it."""
 
-    def job(self, head: Mapping[str, Any], tensors: Params, *, client: str) -> tuple[str, Job, Told | None]:
+    def job(self, head: Mapping[str, Any], tensors: Params, *, client: str) -> tuple[str, Job, CutInfo | None]:
         """(action, job with its whole model, what is told of its cut); raises `ModelError` where its part is lost."""
-        action, job, told = self.plain.job(head, tensors, client=client)
+        action, job, cut_info = self.plain.job(head, tensors, client=client)
         sent, private = self._opened = job.params, read_private(head)
-        return action, replace(job, params=self.vault.whole(sent, private, cut=job.cut, round=job.round)), told
+        return action, replace(job, params=self.vault.whole(sent, private, cut=job.cut, round=job.round)), cut_info
 
     def update(self, action: str, update: Update, job: Job, *, number: int) -> tuple[Head, Params]:
         """What goes back: what is shared, and the name of what stays."""
         sent, private = self._opened
-        update, kept = self.vault.withheld(update, job, sent, private)
+        update, reference = self.vault.split_private(update, job, sent, private)
         head, tensors = self.plain.update(action, update, job, number=number)
-        return {**head, **({} if kept is None else {"private": asdict(kept)})}, tensors
+        return {**head, **({} if reference is None else {"private": asdict(reference)})}, tensors
 
-    def farewell(self, head: Mapping[str, Any], tensors: Params) -> Params:
+    def read_final_model(self, head: Mapping[str, Any], tensors: Params) -> Params:
         """The whole model at the end of the run; empty where there is none."""
-        sent = self.plain.farewell(head, tensors)
+        sent = self.plain.read_final_model(head, tensors)
         if head.get("model") is not True:
             return sent
         private = read_private(head)
@@ -294,16 +300,17 @@ class PrivateReceiver:
         self.plain.forget()
 
 
-def _ranks(wanted: frozenset[str], sent: Params, hidden: Sequence[int]) -> dict[str, int]:
+def _ranks(missing: frozenset[str], sent: Params, hidden: Sequence[int]) -> dict[str, int]:
     """The rank of every module with a tensor that is wanted, by its other factor or as it is told."""
-    modules = sorted({_module(key) for key in wanted if key.endswith((LORA_A, LORA_B))})
+    modules = sorted({_module(key) for key in missing if key.endswith((LORA_A, LORA_B))})
     half = {_module(key): _rank(key, tensor) for key, tensor in sent.items()}
-    told = [module for module in modules if half.get(module) is None]
-    if len(told) != len(hidden):
+    unranked = [module for module in modules if half.get(module) is None]
+    if len(unranked) != len(hidden):
         raise ProtocolError(
-            f"the server names ranks of {len(hidden)} modules, {len(told)} are here; install its version of atlas-fl"
+            f"the server names ranks of {len(hidden)} modules, {len(unranked)} are here; install"
+            " its version of atlas-fl"
         )
-    ranks = dict(zip(told, hidden, strict=True))
+    ranks = dict(zip(unranked, hidden, strict=True))
     return {module: ranks.get(module) or int(half[module] or 0) for module in modules}
 
 
@@ -318,9 +325,9 @@ def _rank(key: str, tensor: torch.Tensor) -> int | None:
     return int(tensor.shape[1]) if key.endswith(LORA_B) else None
 
 
-def _seen(params: Params, sent: Params, told: Private | None) -> Params:
+def _seen(params: Params, sent: Params, reference: PrivateRef | None) -> Params:
     """The job's model as the server has it."""
-    if told is None:
+    if reference is None:
         return params
     left = {key: placeholder(key, tensor) for key, tensor in params.items() if key not in sent}
-    return {**sent, **left, PRIVATE: digest_tensor(told.sha256)}
+    return {**sent, **left, PRIVATE: digest_tensor(reference.sha256)}

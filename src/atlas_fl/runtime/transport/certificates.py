@@ -1,4 +1,4 @@
-"""Certificates of a federation: one authority, a server, and a client for each site; who one is stands in them.
+"""Certificates of a federation for mutual TLS: an authority, a server, and a client for each site; renew and revoke.
 
 The common name of a client's certificate is its name in the federation. Keys are on the curve P-256; a client's
 certificate cannot serve and a server's cannot join (extended key usage, RFC 5280 4.2.1.12).
@@ -114,7 +114,7 @@ def revoke_certs(folder: Path, *, clients: Sequence[str]) -> tuple[Path, ...]:
     _check_names(clients, flag="")
     _check_listed(folder, clients)
     listed = read_list(folder / SERVER)
-    _write_list(folder, {name: own for name, own in listed.items() if name not in clients})
+    _write_list(folder, {name: fingerprint for name, fingerprint in listed.items() if name not in clients})
     return tuple(moved for name in clients if (moved := _set_aside(folder, name)) is not None)
 
 
@@ -127,7 +127,7 @@ def request_cert(folder: Path, *, name: str) -> Path:
     if folder.exists() and any((folder / file).exists() for file in (KEY, REQUEST, CERT)):
         raise ConfigError(f"{folder} has a key or a certificate already, which is not overwritten; give another --to")
     key = ec.generate_private_key(ec.SECP256R1())
-    request = x509.CertificateSigningRequestBuilder().subject_name(_named(name)).sign(key, hashes.SHA256())
+    request = x509.CertificateSigningRequestBuilder().subject_name(_x509_name(name)).sign(key, hashes.SHA256())
     _private_folder(folder)
     _write(folder, {KEY: _private(key), REQUEST: request.public_bytes(serialization.Encoding.PEM)})
     return folder / REQUEST
@@ -139,8 +139,8 @@ def sign_request(request: Path, *, folder: Path, days: int = 365, now: datetime 
     Raises `ConfigError` where it is no request that its own key has signed, or its name cannot be or is listed already.
     """
     _check_days(days)
-    found = _read_request(request)
-    name, key = found
+    requested = _read_request(request)
+    name, key = requested
     listed = read_list(folder / SERVER)
     if name in listed:
         raise ConfigError(
@@ -178,8 +178,8 @@ def open_certs(folder: Path, *, now: datetime | None = None) -> Certs:
     if key.public_key() != cert.public_key():
         raise ConfigError(f"{folder / KEY} is not the key of {folder / CERT}; copy both from one `atlas certs make`")
     if not cert.not_valid_before_utc <= (now or datetime.now(UTC)) <= cert.not_valid_after_utc:
-        held = f"{cert.not_valid_before_utc:%Y-%m-%d} to {cert.not_valid_after_utc:%Y-%m-%d}"
-        raise ConfigError(f"{folder / CERT} is expired or not valid yet: it holds from {held}; make a new one")
+        period = f"{cert.not_valid_before_utc:%Y-%m-%d} to {cert.not_valid_after_utc:%Y-%m-%d}"
+        raise ConfigError(f"{folder / CERT} is expired or not valid yet: it holds from {period}; make a new one")
     name = str(common.value)
     if not _NAME.fullmatch(name):  # files are named after it
         raise ConfigError(
@@ -201,8 +201,8 @@ def common_name(pem: bytes) -> str:
 
     Empty where it has none or several. Raises `ValueError` for what is no certificate in PEM.
     """
-    found = x509.load_pem_x509_certificate(pem).subject.get_attributes_for_oid(NameOID.COMMON_NAME)
-    return str(found[0].value) if len(found) == 1 else ""
+    attributes = x509.load_pem_x509_certificate(pem).subject.get_attributes_for_oid(NameOID.COMMON_NAME)
+    return str(attributes[0].value) if len(attributes) == 1 else ""
 
 
 def holds_until(folder: Path) -> datetime:
@@ -263,8 +263,8 @@ class Listed(Collection[str]):
         return self._now().get(name)
 
     def _stamp(self) -> tuple[int, int, int]:
-        found = (self._folder / CLIENTS).stat()
-        return found.st_mtime_ns, found.st_size, found.st_ino
+        status = (self._folder / CLIENTS).stat()
+        return status.st_mtime_ns, status.st_size, status.st_ino
 
     def _now(self) -> Mapping[str, str | None]:
         try:
@@ -312,7 +312,9 @@ def _list_certs(folder: Path, clients: Sequence[str]) -> None:
 
 
 def _write_list(folder: Path, listed: Mapping[str, str | None]) -> None:
-    lines = [name if own is None else f"{name} {own}" for name, own in listed.items()] or ["# nobody"]
+    lines = [name if fingerprint is None else f"{name} {fingerprint}" for name, fingerprint in listed.items()] or [
+        "# nobody"
+    ]
     path = folder / SERVER / CLIENTS
     draft = path.with_name(f".{path.name}.writing")
     _private_folder(path.parent)
@@ -337,10 +339,10 @@ def _set_aside(folder: Path, name: str) -> Path | None:
         return None
     _private_folder(folder / REVOKED)
     number = 1
-    while (place := folder / REVOKED / f"{name}-{number}").exists():
+    while (target := folder / REVOKED / f"{name}-{number}").exists():
         number += 1
-    (folder / name).rename(place)
-    return place
+    (folder / name).rename(target)
+    return target
 
 
 def _key_kept_by(site: Path) -> ec.EllipticCurvePublicKey | None:
@@ -407,8 +409,8 @@ def _check(folder: Path, servers: Sequence[str], clients: Sequence[str], days: i
 
 def _check_names(clients: Sequence[str], *, flag: str = "--client ") -> None:
     if not clients:
-        told = f"{flag.strip()} is missing" if flag else "no client is named"
-        raise ConfigError(f"{told}; name at least one site, as {flag}site-1")
+        problem = f"{flag.strip()} is missing" if flag else "no client is named"
+        raise ConfigError(f"{problem}; name at least one site, as {flag}site-1")
     for name in clients:
         if not _NAME.fullmatch(name) or name in (AUTHORITY, SERVER):
             raise ConfigError(
@@ -426,14 +428,14 @@ def _address(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
         return None
 
 
-def _named(name: str) -> x509.Name:
+def _x509_name(name: str) -> x509.Name:
     return x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)])
 
 
 def _new_authority(folder: Path, begin: datetime, end: datetime) -> _Issuer:
     key = ec.generate_private_key(ec.SECP256R1())
     # Two federations must not take each other's authority for their own, so its name is its key's.
-    name = _named(f"atlas {x509.SubjectKeyIdentifier.from_public_key(key.public_key()).digest.hex()[:16]}")
+    name = _x509_name(f"atlas {x509.SubjectKeyIdentifier.from_public_key(key.public_key()).digest.hex()[:16]}")
     builder = _builder(name, name, key.public_key(), begin, end).add_extension(
         x509.BasicConstraints(True, 0), critical=True
     )
@@ -472,15 +474,15 @@ def _issue(
 
     It is for `key` where the other half of that is elsewhere. No certificate outlives its authority.
     """
-    own = None if key is not None else ec.generate_private_key(ec.SECP256R1())
-    public = key if own is None else own.public_key()
+    new_key = None if key is not None else ec.generate_private_key(ec.SECP256R1())
+    public = key if new_key is None else new_key.public_key()
     assert public is not None
     role = ExtendedKeyUsageOID.SERVER_AUTH if hosts else ExtendedKeyUsageOID.CLIENT_AUTH
     alternatives = [
         x509.IPAddress(address) if (address := _address(host)) else x509.DNSName(host) for host in hosts or (name,)
     ]
     builder = (
-        _builder(_named(name), issuer.name, public, begin, min(end, issuer.until))
+        _builder(_x509_name(name), issuer.name, public, begin, min(end, issuer.until))
         .add_extension(x509.BasicConstraints(False, None), critical=True)
         .add_extension(_usage(signs=False), critical=True)
         .add_extension(x509.ExtendedKeyUsage([role]), critical=False)
@@ -489,7 +491,7 @@ def _issue(
     )
     cert = builder.sign(issuer.key, hashes.SHA256()).public_bytes(serialization.Encoding.PEM)
     _private_folder(folder)
-    _write(folder, {CA: issuer.pem, CERT: cert, **({} if own is None else {KEY: _private(own)})})
+    _write(folder, {CA: issuer.pem, CERT: cert, **({} if new_key is None else {KEY: _private(new_key)})})
     return folder
 
 

@@ -1,11 +1,8 @@
-"""The client's end of the stream: mutual TLS, reconnecting.
+"""The client's end of the stream: mutual TLS by grpc.aio, and reconnecting with growing pauses until a limit.
 
-Why a server cannot be reached, told before gRPC hides it: one TLS handshake with what Python itself brings.
-
-gRPC tries a refused certificate again for ever and names no reason. Under TLS 1.3 a server refuses a client's
-certificate after the client has finished its handshake, so the probe also waits for the server's first byte.
-
-A client's end of the stream: mutual TLS by grpc.aio, reconnecting until its patience is over.
+gRPC tries a refused certificate again for ever and names no reason. So one TLS handshake with what Python itself brings
+goes first (`probe`) and says why a server cannot be reached. Under TLS 1.3 a server refuses a client's certificate
+after the client has finished its handshake, so the probe also waits for the server's first byte.
 """
 
 import asyncio
@@ -24,17 +21,17 @@ from atlas_fl.errors import ConfigError, ProtocolError, one_line
 from atlas_fl.events import OnEvent
 from atlas_fl.params import Params
 from atlas_fl.runtime.transport.certificates import CERT, KEY, Certs
-from atlas_fl.runtime.transport.event_loop import Desk, LoopThread, keep_freed_memory
+from atlas_fl.runtime.transport.event_loop import EventBridge, LoopThread, keep_freed_memory
 from atlas_fl.runtime.transport.frames import (
     BEAT,
     BEAT_SECONDS,
     CHUNK,
     LONG,
     Head,
-    chunks,
     decode_frame,
     encode_frame,
-    joined,
+    join_chunks,
+    split_frame,
 )
 from atlas_fl.runtime.transport.server import METHOD, SERVICE, channel_options
 from atlas_fl.runtime.transport.sessions import NO_TENSORS, PROTOCOL, Message, read_answer
@@ -63,7 +60,7 @@ def probe(host: str, port: int, certs: Certs) -> str | None:
     for _ in range(2):
         if (reason := _handshake(host, port, certs)) != CLOSED:
             return reason
-    raise ProtocolError(_refused(host, port, certs, CLOSED))
+    raise ProtocolError(_refusal(host, port, certs, CLOSED))
 
 
 def _handshake(host: str, port: int, certs: Certs) -> str | None:
@@ -83,7 +80,7 @@ def _handshake(host: str, port: int, certs: Certs) -> str | None:
     except ssl.SSLError as error:
         reason = (error.reason or str(error)).lower().replace("_", " ")
         if "alert" in reason:
-            raise ProtocolError(_refused(host, port, certs, reason)) from None
+            raise ProtocolError(_refusal(host, port, certs, reason)) from None
         raise ProtocolError(
             f"{host}:{port} does not speak TLS as an ATLAS server does ({reason}); check host and port"
         ) from None
@@ -105,7 +102,7 @@ def _words(error: OSError) -> str:
     return str(error.strerror or error)
 
 
-def _refused(host: str, port: int, certs: Certs, reason: str) -> str:
+def _refusal(host: str, port: int, certs: Certs, reason: str) -> str:
     return (
         f"the server at {host}:{port} refuses the certificate {certs.folder / CERT} ({reason}); it must be made by the"
         " server's own authority and not be expired: ask for a new folder of `atlas certs make`"
@@ -143,7 +140,7 @@ class Link:
         self._patience, self._left = patience, first_patience
         self._session, self._number = secrets.token_hex(16), 0
         self._threads = LoopThread()
-        self._desk = Desk(threads=self._threads, on_event=on_event)
+        self._desk = EventBridge(threads=self._threads, on_event=on_event)
         self._channel: grpc.aio.Channel | None = None
         self._call: Any = None
         self._writing = asyncio.Lock()  # of whole frames: what says that this end is there goes between them
@@ -158,7 +155,7 @@ class Link:
         with contextlib.ExitStack() as stack:
             stack.enter_context(self._threads)
             stack.callback(lambda: self._threads.call(self._drop()))
-            self._desk.call(self._connected())
+            self._desk.call(self._open_stream())
             self._threads.submit(self._beat())
             self._opened = stack.pop_all()
         return self
@@ -180,18 +177,18 @@ class Link:
 
     async def _exchange(self, frame: bytes) -> bytearray:
         while True:
-            call = await self._connected()
+            call = await self._open_stream()
             try:
                 async with self._writing:
-                    for chunk in chain([LONG] if len(frame) >= CHUNK else [], chunks(frame)):
+                    for chunk in chain([LONG] if len(frame) >= CHUNK else [], split_frame(frame)):
                         await call.write(chunk)
-                payload = await joined(call.read)
+                payload = await join_chunks(call.read)
             except (grpc.aio.AioRpcError, grpc.aio.UsageError, asyncio.InvalidStateError) as error:
-                await self._lost(error)
+                await self._handle_disconnect(error)
                 continue
             if payload is not None:
                 return payload
-            await self._lost(None)
+            await self._handle_disconnect(None)
 
     async def _beat(self) -> None:
         """Tell the server every few seconds that this end is there, whatever the program computes meanwhile."""
@@ -204,7 +201,7 @@ class Link:
                     async with self._writing:
                         await call.write(BEAT)
 
-    async def _lost(self, error: Exception | None) -> None:
+    async def _handle_disconnect(self, error: Exception | None) -> None:
         code = error.code() if isinstance(error, grpc.aio.AioRpcError) else None
         if code is grpc.StatusCode.PERMISSION_DENIED:
             assert isinstance(error, grpc.aio.AioRpcError)
@@ -224,7 +221,7 @@ class Link:
         if channel is not None:
             await channel.close()
 
-    async def _connected(self) -> Any:
+    async def _open_stream(self) -> Any:
         """The stream, begun anew where there is none; pauses grow from a tenth of a second to five seconds."""
         if self._call is not None:
             return self._call
@@ -264,7 +261,7 @@ class Link:
             await asyncio.wait_for(channel.channel_ready(), READY_SECONDS)
             call = channel.stream_stream(f"/{SERVICE}/{METHOD}")()
             await call.write(encode_frame({"session": self._session, "protocol": PROTOCOL, **self._hello()}, {}))
-            payload = await asyncio.wait_for(joined(call.read), READY_SECONDS)
+            payload = await asyncio.wait_for(join_chunks(call.read), READY_SECONDS)
         except TimeoutError:
             await channel.close()
             return f"no stream within {READY_SECONDS:g} seconds"

@@ -1,11 +1,8 @@
-"""An asyncio event loop in a thread of its own beside the run.
+"""An asyncio event loop in a thread beside the run, so that training and networking do not wait for each other.
 
-Freed memory that stays with the process, so that every message does not ask the system for the same pages again.
-
-glibc gives large freed blocks back at once. A stream of frames of some megabytes then spends most of its computing on
-fresh pages: on a virtual machine half the time of an exchange of 8 MB (`benchmarks/exchange.py`).
-
-An asyncio loop in a thread of its own, so that training and networking do not wait for each other.
+Freed memory stays with the process (`keep_freed_memory`). glibc gives large freed blocks back at once, and a stream of
+frames of some megabytes then spends most of its computing on fresh pages: on a virtual machine half the time of an
+exchange of 8 MB (`benchmarks/exchange.py`).
 """
 
 import asyncio
@@ -75,7 +72,7 @@ class LoopThread:
 
 
 @dataclass(kw_only=True, eq=False)
-class Desk:
+class EventBridge:
     """The network's thread beside the one that runs: work goes over, and what is to be told comes back in order."""
 
     threads: LoopThread

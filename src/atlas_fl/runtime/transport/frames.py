@@ -1,6 +1,4 @@
-"""A message as bytes, in chunks.
-
-One message as bytes: a versioned header, a head in JSON, tensors in the safetensors format.
+"""Framing of messages: a versioned header, a JSON head, tensors as safetensors, sent in pieces of `CHUNK` bytes.
 
     bytes 0-3    ATLS
     bytes 4-5    version
@@ -12,10 +10,9 @@ One message as bytes: a versioned header, a head in JSON, tensors in the safeten
 What arrives may have been written by anybody: a frame is refused before anything is made of it that would be larger
 than the frame itself.
 
-A frame on its way in pieces, so that one end puts together what has come while the other still encrypts the rest.
-
-Every piece but the last has `CHUNK` bytes; the last has fewer, or none. Between frames a client sends `BEAT` every
-`BEAT_SECONDS`, and `LONG` before a frame of several pieces, whose first one may take long.
+One end puts the pieces together that have come while the other still encrypts the rest. Every piece but the last has
+`CHUNK` bytes; the last has fewer, or none. Between frames a client sends `BEAT` every `BEAT_SECONDS`, and `LONG` before
+a frame of several pieces, whose first one may take long.
 """
 
 import math
@@ -95,12 +92,12 @@ def decode_frame(
 
 def _object(text: bytes, what: str) -> dict[str, Any]:
     try:
-        found = from_json(text)
+        content = from_json(text)
     except (ValueError, RecursionError) as error:
         raise ProtocolError(f"a frame's {what} is no strict JSON ({error!s:.80})") from None
-    if not isinstance(found, dict):
-        raise ProtocolError(f"a frame's {what} is a {type(found).__name__}; it must be an object")
-    return found
+    if not isinstance(content, dict):
+        raise ProtocolError(f"a frame's {what} is a {type(content).__name__}; it must be an object")
+    return content
 
 
 def _tensors(payload: memoryview) -> dict[str, torch.Tensor]:
@@ -130,10 +127,10 @@ def _tensors(payload: memoryview) -> dict[str, torch.Tensor]:
 
 def _entry(name: str, entry: Any, *, most: int) -> tuple[torch.dtype, list[int], int, int]:
     """(dtype, shape, begin, end) of a tensor, where these fit each other and the payload's length."""
-    known = entry if isinstance(entry, dict) else {}
-    dtype, shape, offsets = _DTYPES.get(str(known.get("dtype"))), known.get("shape"), known.get("data_offsets")
+    fields = entry if isinstance(entry, dict) else {}
+    dtype, shape, offsets = _DTYPES.get(str(fields.get("dtype"))), fields.get("shape"), fields.get("data_offsets")
     if dtype is None:
-        raise ProtocolError(f"tensor {name!s:.80} is {known.get('dtype')!s:.20}; allowed: {', '.join(_DTYPES)}")
+        raise ProtocolError(f"tensor {name!s:.80} is {fields.get('dtype')!s:.20}; allowed: {', '.join(_DTYPES)}")
     if not _whole(shape, most=most) or not _whole(offsets, most=most) or len(offsets) != 2:
         raise ProtocolError(f"tensor {name!s:.80} has the shape {shape!s:.80} and lies at {offsets!s:.80}")
     begin, end = offsets
@@ -156,13 +153,13 @@ BEAT, LONG = b"", b"L"
 BEAT_SECONDS = 3.0
 
 
-def chunks(frame: bytes) -> Iterator[bytes]:
+def split_frame(frame: bytes) -> Iterator[bytes]:
     """The pieces of a frame, in order."""
     for start in range(0, len(frame) + 1, CHUNK):
         yield frame[start : start + CHUNK]
 
 
-async def joined(read: Callable[[], Awaitable[Any]], *, limit: int = FRAME_LIMIT) -> bytearray | None:
+async def join_chunks(read: Callable[[], Awaitable[Any]], *, limit: int = FRAME_LIMIT) -> bytearray | None:
     """The next frame, from pieces as they are read; None where the stream ends before it is whole.
 
     Raises `ProtocolError` where it grows longer than `limit` bytes.

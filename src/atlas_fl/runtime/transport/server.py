@@ -13,7 +13,7 @@ import grpc
 from atlas_fl.errors import ConfigError, ProtocolError
 from atlas_fl.runtime.transport.certificates import Certs, common_name, digest_of
 from atlas_fl.runtime.transport.event_loop import keep_freed_memory
-from atlas_fl.runtime.transport.frames import BEAT, CHUNK, FRAME_LIMIT, LONG, chunks, encode_frame, joined
+from atlas_fl.runtime.transport.frames import BEAT, CHUNK, FRAME_LIMIT, LONG, encode_frame, join_chunks, split_frame
 from atlas_fl.runtime.transport.sessions import HereAlreadyError, NotListedError, Session, Sessions
 
 SERVICE, METHOD = "atlas.Stream", "Exchange"
@@ -112,7 +112,7 @@ class Server:
         try:
             port: int = server.add_secure_port(_target(self._host, self._port), credentials)
         except RuntimeError:
-            raise _taken(self._host, self._port, "it cannot be bound") from None
+            raise _port_taken(self._host, self._port, "it cannot be bound") from None
         await server.start()
         self._server = server
         self._looking = asyncio.create_task(self._look())
@@ -142,7 +142,7 @@ class Server:
             if self._streams[name] > self._limits.streams:
                 await context.abort(grpc.StatusCode.UNAVAILABLE, f"{name} has {self._limits.streams} streams already")
             async with visit.clock:
-                await self._served(name, certificate, visit)
+                await self._serve_visit(name, certificate, visit)
         except NotListedError as error:
             self._sessions.refuse(name, str(error))
             await context.abort(grpc.StatusCode.PERMISSION_DENIED, str(error))
@@ -157,14 +157,14 @@ class Server:
             if not self._streams[name]:
                 del self._streams[name]
 
-    async def _served(self, name: str, certificate: str, visit: "Visit") -> None:
+    async def _serve_visit(self, name: str, certificate: str, visit: "Visit") -> None:
         """One stream from its hello to its end; raises `NotListedError` where the client is taken off the list."""
         try:
             await self._check_listed(name, certificate, visit)
             hello = await visit.frame(limit=self._limits.hello_bytes, looks=self._limits.hello_looks)
             if hello is None:
                 return
-            session, stream, welcome = await self._entered(name, certificate, hello)
+            session, stream, welcome = await self._enter_session(name, certificate, hello)
         except NotListedError:
             raise
         except ProtocolError as error:
@@ -195,7 +195,7 @@ class Server:
             await visit.skip(seconds=self._limits.skip_looks * self._limits.look_seconds)
             raise
 
-    async def _entered(self, name: str, certificate: str, hello: bytearray) -> tuple[Session, int, bytes]:
+    async def _enter_session(self, name: str, certificate: str, hello: bytearray) -> tuple[Session, int, bytes]:
         """As `Sessions.enter`, once it is known whether the session that has this name lives; a silent one is ended."""
         try:
             return self._sessions.enter(name, hello, certificate=certificate)
@@ -311,7 +311,7 @@ class Visit:
             return piece
 
         try:
-            return await joined(read, limit=limit)
+            return await join_chunks(read, limit=limit)
         finally:
             self._unfinished.size -= size
             self._looks_left = None
@@ -331,7 +331,7 @@ class Visit:
 
     async def write(self, frame: bytes) -> None:
         """Send a frame, each piece as soon as the other end has room for it."""
-        for chunk in chunks(frame):
+        for chunk in split_frame(frame):
             self._looks_left = self._limits.piece_looks
             await self._context.write(chunk)
         self._looks_left = None
@@ -350,16 +350,16 @@ def _target(host: str, port: int) -> str:
 def check_free(host: str, port: int) -> None:
     """Nothing where this can be listened on; else raises `ConfigError`: gRPC fails without the system's reason."""
     try:
-        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
-        family, kind, protocol, _, address = found[0]
+        addresses = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        family, kind, protocol, _, address = addresses[0]
         with contextlib.closing(socket.socket(family, kind, protocol)) as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             probe.bind(address)
     except (OSError, OverflowError) as error:
-        raise _taken(host, port, getattr(error, "strerror", None) or str(error)) from None
+        raise _port_taken(host, port, getattr(error, "strerror", None) or str(error)) from None
 
 
-def _taken(host: str, port: int, reason: str) -> ConfigError:
+def _port_taken(host: str, port: int, reason: str) -> ConfigError:
     return ConfigError(
         f"cannot listen on {_target(host, port)} ({reason}); choose another --port from 1 to 65535 that no program"
         " uses, and for --host an address of this machine, or 0.0.0.0 for all"

@@ -45,7 +45,7 @@ class _Count:
 
 
 @dataclass(kw_only=True, eq=False)
-class Refusals:
+class RefusalLog:
     """Passes refusals on to `tell`, as many of each name as `most` a minute; the rest are counted."""
 
     tell: Callable[[str, str], None]
@@ -193,7 +193,7 @@ class Sessions:
     by_name: dict[str, Session] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self._refusals = Refusals(tell=self.on_refused, clock=self.clock)
+        self._refusals = RefusalLog(tell=self.on_refused, clock=self.clock)
 
     def check_listed(self, name: str, certificate: str | None = None) -> None:
         """Nothing where a client of this name may join with this certificate; raises `NotListedError` else.
@@ -247,15 +247,15 @@ class Sessions:
                 f"client {name!r} speaks protocol {hello.get('protocol')!r:.20}, the server {PROTOCOL}; install the"
                 " same atlas-fl on both ends"
             )
-        own = str(hello.get("session"))
+        session_id = str(hello.get("session"))
         session = self.by_name.get(name)
-        if session is not None and session.id != own and session.here:
+        if session is not None and session.id != session_id and session.here:
             raise HereAlreadyError(session)
         welcome = self.admit(name, hello)
-        if session is None or session.id != own:
+        if session is None or session.id != session_id:
             if session is not None and session.task is not None:
                 session.task.cancel()  # whoever asked has ended, and nobody will ask again
-            session = self.by_name[name] = Session(name=name, id=own)
+            session = self.by_name[name] = Session(name=name, id=session_id)
         session.streams += 1
         session.certificate = certificate
         if not session.here:
@@ -296,8 +296,8 @@ class Sessions:
 
     async def _work(self, name: str, number: int, body: Mapping[str, Any], tensors: Params) -> bytes:
         try:
-            head, found = await self.answer(name, body, tensors)
-            return encode_frame({"sequence": number, "body": head}, found, limit=self.limit)
+            head, answer_tensors = await self.answer(name, body, tensors)
+            return encode_frame({"sequence": number, "body": head}, answer_tensors, limit=self.limit)
         except ProtocolError as error:
             self.refuse(name, str(error))
             return encode_frame({"sequence": number, "refused": str(error)}, {})
@@ -377,9 +377,9 @@ class Tokens:
     def guard(self, admit: Admit) -> Admit:
         """`admit` for clients that bring their token."""
 
-        def admitted(name: str, hello: Mapping[str, Any]) -> Head:
+        def admit_with_token(name: str, hello: Mapping[str, Any]) -> Head:
             welcome = admit(name, hello)
             self.redeem(name, hello)
             return welcome
 
-        return admitted
+        return admit_with_token
