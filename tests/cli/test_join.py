@@ -8,7 +8,7 @@ import pytest
 
 from atlas_fl.cli.arguments import base_config, split
 from atlas_fl.config import config_hash, pin_mask_file
-from atlas_fl.deployment.site import JoinResult, SiteOptions
+from atlas_fl.deployment.site import SiteOptions, SiteResult
 
 Atlas = Callable[..., Any]
 
@@ -27,9 +27,9 @@ def joined(monkeypatch: pytest.MonkeyPatch) -> list[SiteOptions]:
     """What the command joins with; nothing is connected to."""
     found: list[SiteOptions] = []
 
-    def join(joining: SiteOptions, **_: object) -> JoinResult:
+    def join(joining: SiteOptions, **_: object) -> SiteResult:
         found.append(joining)
-        return JoinResult(name="site", adapter=None, sent_bytes=0, received_bytes=0)
+        return SiteResult(name="site", adapter=None, sent_bytes=0, received_bytes=0)
 
     monkeypatch.setattr("atlas_fl.deployment.site.join_federation", join)
     return found

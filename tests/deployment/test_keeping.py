@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from atlas_fl.deployment.receipt import Receipt, read_receipt, write_model
-from atlas_fl.deployment.site import JoinResult, SiteOptions, join_federation
+from atlas_fl.deployment.site import SiteOptions, SiteResult, join_federation
 from atlas_fl.errors import ConfigError, DataError, ProtocolError
 from atlas_fl.events import Note
 from atlas_fl.runtime.protocol.private_params import Owner, check_store
@@ -96,7 +96,7 @@ def test_a_model_that_is_there_already_is_enough_where_the_server_has_gone(joini
     write_json(joining.to.with_name("private") / "vault.json", {"client": "site-1", "config": RECEIPT.config})
     told: list[object] = []
     found = join_federation(joining, on_event=told.append)
-    assert found == JoinResult(name="site-1", adapter=written, sent_bytes=0, received_bytes=0)
+    assert found == SiteResult(name="site-1", adapter=written, sent_bytes=0, received_bytes=0)
     *_, last = [event.text for event in told if isinstance(event, Note)]
     assert last.startswith("no answer from localhost:1 for 0.1 seconds")
     assert last.endswith(

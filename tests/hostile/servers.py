@@ -17,7 +17,7 @@ from typing import Any, TypeAlias
 from unittest.mock import patch
 
 from atlas_fl.config import Config, config_hash, parse_config
-from atlas_fl.deployment.site import Home, JoinResult, SiteOptions, join_federation
+from atlas_fl.deployment.site import AdapterSiteRuntime, SiteOptions, SiteResult, join_federation
 from atlas_fl.errors import AtlasError
 from atlas_fl.events import Event, Note
 from atlas_fl.params import Params
@@ -77,7 +77,7 @@ class Recording(in_process.Federation):
     folder: Path
     words: Mapping[str, Any]
     spoken: dict[str, Spoken] = field(default_factory=dict)
-    joined: dict[str, JoinResult] = field(default_factory=dict)
+    joined: dict[str, SiteResult] = field(default_factory=dict)
     told: dict[str, list[str]] = field(default_factory=dict)
     """What each site said to the person there."""
     whole: dict[str, Params] = field(default_factory=dict)
@@ -146,11 +146,11 @@ def record(config: Config, folder: Path, names: Sequence[str], **words: Any) -> 
         config=config, changes={}, found=found, census=lambda _, told: told, folder=folder, words=words
     )
 
-    def exported(own: Home, model: Params, to: Path) -> None:
+    def exported(own: AdapterSiteRuntime, model: Params, to: Path) -> None:
         recording.whole[own._client.name] = model
         export(own, model, to)
 
-    export, places = Home.export, patch.object(Home, "export", exported)
+    export, places = AdapterSiteRuntime.export, patch.object(AdapterSiteRuntime, "export", exported)
     nowhere = patch.object(in_process, "home_of_site", lambda *_: None)  # each site loads its own
     with patch.object(in_process, "Federation", lambda **_: recording), our_links(), places, nowhere:
         outcome = in_process.federate(config, names=names)
@@ -204,7 +204,7 @@ class Ended:
     """The line that its user sees; empty where it completed."""
     link: Lying
     told: list[str]
-    joined: JoinResult | None = None
+    joined: SiteResult | None = None
 
     @property
     def said_after(self) -> list[Message]:

@@ -20,13 +20,13 @@ def die(*_: Any, **__: Any) -> None:
 
 
 def fill_the_disk() -> None:
-    export = site.Home.export
+    export = site.AdapterSiteRuntime.export
 
     def full(home: Any, model: Any, to: Any) -> None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (SMALL, SMALL))
         export(home, model, to)
 
-    site.Home.export = full  # type: ignore[method-assign]
+    site.AdapterSiteRuntime.export = full  # type: ignore[method-assign]
 
 
 def die_before_the_answer() -> None:
@@ -51,10 +51,10 @@ def die_before_the_checkpoint_of_round_two() -> None:
 
 
 FAULTS: Mapping[str, Callable[[], None]] = {
-    "dies before it writes its model": lambda: setattr(site.Home, "export", die),
+    "dies before it writes its model": lambda: setattr(site.AdapterSiteRuntime, "export", die),
     "dies while it writes its model": lambda: setattr(peft_io, "write_tensors", die),
     "dies before it says so": lambda: setattr(site_worker, "confirm_saved", die),
-    "dies before it removes its private part": lambda: setattr(site.Home, "leave", die),
+    "dies before it removes its private part": lambda: setattr(site.AdapterSiteRuntime, "leave", die),
     "dies before it ends": lambda: setattr(site, "_join_result", die),
     "dies before the checkpoint of round two": die_before_the_checkpoint_of_round_two,
     "has a full disk": fill_the_disk,

@@ -49,7 +49,7 @@ from atlas_fl.audit.server_state import (
     check_server_state,
     check_unchanged,
     read_state,
-    server_step,
+    recompute_server_step,
     state_after,
     with_initial,
 )
@@ -245,7 +245,7 @@ def _check_round(
     for client, fault in common_faults(plan, present, after, excluded=record.kept or ()):
         yield row("common", client, fault)
     shared = with_common_tensors(plan, before, present)
-    step = server_step(run, plan, kind, present=present, before=server_models, trained=shared, state=state)
+    step = recompute_server_step(run, plan, kind, present=present, before=server_models, trained=shared, state=state)
     truth = _recompute(run, record, plan, shared, after, kind=kind, step=step, state=state)
     yield from check_server_state(run, round, step, before=state)
     comparisons = _comparisons(truth)

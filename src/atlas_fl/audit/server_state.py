@@ -207,7 +207,7 @@ class OptimizerStep:
         return np.asarray(tensor.double().numpy())
 
 
-def server_step(
+def recompute_server_step(
     run: Run, plan: AuditPlan, kind: str, *, present: Collection[str], before: Models, trained: Models, state: Flat
 ) -> OptimizerStep | None:
     """The step of this round; None under a rule that is no server optimizer."""

@@ -66,7 +66,7 @@ def _cut_traffic(job: Job, first: Update, second: Update, site: Site) -> CutTraf
     options: FingerprintOptions = job.options
     taken = min(int(half.metrics["steps"]) for half in (first, second))
     looks = sum(is_agreement_check(done + 1, options) for done in range(taken))
-    names = client_side_names([key for key in first.params if key.endswith(LORA_B)], job, site)
+    names = names_below_cut([key for key in first.params if key.endswith(LORA_B)], job, site)
     part = encoded_size(parts_message([np.zeros(options.sketch_dim)] * len(names))) if names else 0
     sums = Counter(first.crossed)
     sums.update(second.crossed)
@@ -150,7 +150,7 @@ def _of_one(job: Job, site: Site) -> Update:
             totals = add_gradient(totals, gradient, kind=options.kind)
             losses.append(float(loss))
         parts = parts_of(average_gradients(totals, kind=options.kind), options)
-        if line is not None and (sent := [parts[name] for name in client_side_names(parts, job, site)]):
+        if line is not None and (sent := [parts[name] for name in names_below_cut(parts, job, site)]):
             line.send("fingerprint", "up", parts_message(sent))
         sketches.append(combine_parts(parts.values()))
     crossed = {} if line is None else dict(line.traffic)
@@ -177,7 +177,7 @@ _SUMS: Mapping[str, tuple[Callable[[Tensor | None, Tensor], Tensor], Callable[[T
 }
 
 
-def client_side_names(names: Iterable[str], job: Job, site: Site) -> list[str]:
+def names_below_cut(names: Iterable[str], job: Job, site: Site) -> list[str]:
     """Those of these tensors that are on the job's client, which is cut, in their order."""
     assert job.cut is not None, "a client without a cut holds everything"
     ordered = list(names)

@@ -21,12 +21,12 @@ from atlas_fl.client.fingerprint import (
     add_gradient,
     agreement_message,
     average_gradients,
-    client_side_names,
     fingerprint_update,
     half_job,
     is_agreement_check,
     lora_b,
     mean,
+    names_below_cut,
     parts_of,
 )
 from atlas_fl.client.fingerprint import fingerprint_update as fingerprinted
@@ -204,7 +204,7 @@ def gradients_half(job: Job, site: Site) -> MeasuringHalf:
     client_blocks = blocks_below(options, side.cut, total=len(site.backbone.blocks))
     side.below = replace(side.below, options=replace(options, blocks=client_blocks))
     leaves = last_weights(site.backbone, min(options.blocks, above))
-    sketches = _Sketches(side, names=names, below=client_side_names(names, job, site))
+    sketches = _Sketches(side, names=names, below=names_below_cut(names, job, site))
     return MeasuringHalf(
         ServerSideGradients(side, site, leaves, batches=2 * options.batches, wants=client_blocks > 0), sketches
     )

@@ -63,7 +63,7 @@ from atlas_fl.split.model import select_client_side
 from atlas_fl.storage.files import load_or_create_secret
 
 
-class Site(Protocol):
+class SiteRuntime(Protocol):
     """What a site brings to the work: its model, how it reads jobs, and where its own model goes."""
 
     fingerprint: str | None
@@ -99,7 +99,7 @@ def home_of(
     private: Path,
     noise_secret: Path,
     run: str | None = None,
-) -> Site:
+) -> SiteRuntime:
     """The site of this client for a server whose model has this digest; `private` is for what it does not share.
 
     `noise_secret` is the file of what its noise is drawn from, made where the settings ask for noise. It outlives the
@@ -108,12 +108,12 @@ def home_of(
     Raises `ConfigError` where something else lies at `private` or `noise_secret`.
     """
     if trainable_of(config, [client.task]) == "full":
-        return WholeHome(config, client)
+        return FullModelSiteRuntime(config, client)
     owner = Owner(client=client.name, config=run or config_hash(config))
-    return Home(config, client, model=model, private=private, noise_secret=noise_secret, owner=owner)
+    return AdapterSiteRuntime(config, client, model=model, private=private, noise_secret=noise_secret, owner=owner)
 
 
-class WholeHome:
+class FullModelSiteRuntime:
     """A site whose client trains all weights of the model."""
 
     def __init__(self, config: Config, client: ClientData) -> None:
@@ -151,7 +151,7 @@ class WholeHome:
         return ""
 
 
-class Home:
+class AdapterSiteRuntime:
     """The model at a site: as much of it as the newest job needs, and only from then on.
 
     Where models are cut, nothing is loaded before the first job says how much of it is to be here; a tokenizer
@@ -323,7 +323,7 @@ class SiteOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
-class JoinResult:
+class SiteResult:
     """What a site has come to."""
 
     name: str
@@ -333,7 +333,7 @@ class JoinResult:
     received_bytes: int
 
 
-def join_federation(joining: SiteOptions, *, on_event: OnEvent = ignore) -> JoinResult:
+def join_federation(joining: SiteOptions, *, on_event: OnEvent = ignore) -> SiteResult:
     """Work for the server until its run is complete, and write the client's own model.
 
     Raises an `AtlasError` for whatever the user can mend; `ProtocolError` where the server refuses or stays away.
@@ -364,7 +364,7 @@ def join_federation(joining: SiteOptions, *, on_event: OnEvent = ignore) -> Join
             on_event=on_event,
             receiver=home.receiver,
             actions=home.actions,
-            save_model=lambda model, sha256: write_model(
+            on_final_model=lambda model, sha256: write_model(
                 joining.to, Receipt(client=certs.name, config=run, model=sha256), partial(home.export, model)
             ),
             policy=JobPolicy(config=settings, client=certs.name, task=task.name, device=device, outline=outline),
@@ -374,7 +374,7 @@ def join_federation(joining: SiteOptions, *, on_event: OnEvent = ignore) -> Join
 
 def _client_and_home(
     settings: Config, joining: SiteOptions, welcome: Head, *, name: str, device: str
-) -> tuple[ClientData, Site]:
+) -> tuple[ClientData, SiteRuntime]:
     """The site's data and model under settings that it accepts; raises an `AtlasError` for those that it does not."""
     consent, model = joining.consent, str(welcome.get("model"))
     if joining.model is None:
@@ -402,7 +402,7 @@ def _client_and_home(
     return client, home
 
 
-def _end_of(joining: SiteOptions, worker: SiteClient, home: Site, link: Link, *, private: Path) -> JoinResult:
+def _end_of(joining: SiteOptions, worker: SiteClient, home: SiteRuntime, link: Link, *, private: Path) -> SiteResult:
     """What the site comes to; its private part goes once its whole model lies here and the server knows so."""
     try:
         has_model = bool(worker.run())
@@ -416,8 +416,8 @@ def _end_of(joining: SiteOptions, worker: SiteClient, home: Site, link: Link, *,
     return _join_result(joining, worker.name, link, has_model=has_model)
 
 
-def _join_result(joining: SiteOptions, name: str, link: Link, *, has_model: bool) -> JoinResult:
-    return JoinResult(
+def _join_result(joining: SiteOptions, name: str, link: Link, *, has_model: bool) -> SiteResult:
+    return SiteResult(
         name=name,
         adapter=joining.to if has_model else None,
         sent_bytes=link.sent_bytes,
@@ -433,7 +433,7 @@ def _unconfirmed_note(error: UnreachableError, *, to: Path, private: Path) -> st
 
 def _joined_before(
     joining: SiteOptions, certs: Certs, receipt: Receipt, *, private: Path, on_event: OnEvent
-) -> JoinResult:
+) -> SiteResult:
     """What a site has come to whose model lies there already: it was killed before its run was over for the server."""
     on_event(Note(f"the model of {certs.name} is in {joining.to} already; telling {joining.address}"))
     said = {"version": versions()["atlas_fl"], "config": joining.config, "model": None}

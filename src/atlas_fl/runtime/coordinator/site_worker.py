@@ -221,7 +221,7 @@ class SiteClient:
     """Decodes jobs, with the models that the server has sent before."""
     actions: Mapping[str, Callable[[Sequence[Job], Any], list[Update]]] = field(default_factory=lambda: ACTIONS)
     """The actions of a client whose model is not cut."""
-    save_model: Callable[[Params, str], None] = lambda _model, _sha256: None
+    on_final_model: Callable[[Params, str], None] = lambda _model, _sha256: None
     """Saves the final model, given its digest at the server."""
     policy: Policy = field(default_factory=AcceptAll)
     """What the site has agreed to."""
@@ -253,7 +253,7 @@ class SiteClient:
         model = self.receiver.read_final_model(head, tensors)
         if model:
             self.policy.check_final_model(model)
-            self.save_model(model, str(head.get("sha256")))
+            self.on_final_model(model, str(head.get("sha256")))
             confirm_saved(self.link, str(head.get("sha256")))
         return model
 
