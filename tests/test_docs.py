@@ -25,6 +25,7 @@ from atlas_fl.config.presets import PRESETS
 from atlas_fl.errors import AtlasError
 from atlas_fl.experiment.search import check_space, parse_space
 from atlas_fl.experiment.sweep import grid, parse_over, seeds
+from tools.tree import MARKED, with_tree
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "src" / "atlas_fl"
@@ -167,6 +168,12 @@ def test_there_are_documents() -> None:
 def listed(offenders: Iterable[str], remedy: str) -> str:
     """The message of a check: what to do, then every offender on a line of its own."""
     return "\n".join([remedy, *(f"  {offender}" for offender in offenders)])
+
+
+def test_readme_has_the_tree_of_today() -> None:
+    text = text_of("README.md")
+    assert MARKED.search(text), "README's tree has lost its marks"
+    assert with_tree(text) == text, "README's tree is not today's; write it anew with `python -m tools.tree`"
 
 
 def test_modules_and_functions_exist() -> None:
