@@ -24,7 +24,7 @@ ALLOWED: Mapping[str, tuple[dict[str, int], str]] = {
         {"unlink": 2, "rmdir": 1},
         "files of a vault's names, no links, in a folder that bears its mark; the folder where it is empty then",
     ),
-    "runtime/worker_pool.py": ({"ftruncate": 1}, "a file without a name, made for the purpose"),
+    "runtime/processes.py": ({"ftruncate": 1}, "a file without a name, made for the purpose"),
     "runtime/local.py": ({"truncate": 1}, "a file without a name, made for the purpose"),
     "flower/messages.py": ({"touch": 1, "write_bytes": 1}, "certificates in a temporary folder of this process"),
     "storage/files.py": (

@@ -12,12 +12,12 @@ import pytest
 
 import atlas_fl
 from atlas_fl.errors import ProtocolError
-from atlas_fl.runtime.worker_pool import SharedMemory, worker_processes
+from atlas_fl.runtime.processes import SharedMemory, worker_processes
 
-ECHO = "import sys; from atlas_fl.runtime.worker_pool import run_worker_loop; run_worker_loop(int(sys.argv[1]), list)"
+ECHO = "import sys; from atlas_fl.runtime.processes import run_worker_loop; run_worker_loop(int(sys.argv[1]), list)"
 WRITER = """
 import mmap, sys
-from atlas_fl.runtime.worker_pool import run_worker_loop
+from atlas_fl.runtime.processes import run_worker_loop
 link, memory = map(int, sys.argv[1:])
 def answer(frames):
     mmap.mmap(memory, 0)[:5] = frames[0]
@@ -26,7 +26,7 @@ run_worker_loop(link, answer)
 """
 BUSY = """
 import sys
-from atlas_fl.runtime.worker_pool import run_worker_loop
+from atlas_fl.runtime.processes import run_worker_loop
 def answer(frames):
     print("busy", flush=True)
     while True:
@@ -35,7 +35,7 @@ run_worker_loop(int(sys.argv[1]), answer)
 """
 PARENT = f"""
 from contextlib import closing
-from atlas_fl.runtime.worker_pool import SharedMemory, worker_processes
+from atlas_fl.runtime.processes import SharedMemory, worker_processes
 with closing(SharedMemory()) as memory, worker_processes(1, program={BUSY!r}, memory=memory.file) as (worker,):
     print(worker.pid, flush=True)
     worker.ask([b"work"])

@@ -22,18 +22,10 @@ from atlas_fl.events import Note, OnEvent, Progress
 from atlas_fl.models.shared_memory import buffer_entries, tensor_views, write_weights
 from atlas_fl.planning.planner import local_engine, worker_receiver, worker_sender
 from atlas_fl.runtime.engine import Engine
+from atlas_fl.runtime.processes import SharedMemory, run_worker_loop, worker_processes
 from atlas_fl.runtime.ray import ray_cluster
 from atlas_fl.runtime.transport.frames import Head
-from atlas_fl.runtime.worker_pool import (
-    PoolEngine,
-    SharedMemory,
-    Worker,
-    WorkerContext,
-    WorkerLoop,
-    init_workers,
-    run_worker_loop,
-    worker_processes,
-)
+from atlas_fl.runtime.worker_pool import PoolEngine, Worker, WorkerContext, WorkerLoop, init_workers
 from atlas_fl.setup.assembly import Assembly, assemble, backbone_of, pick_device
 
 Backend: TypeAlias = Callable[[Config, OnEvent], AbstractContextManager[tuple[Assembly, Engine]]]

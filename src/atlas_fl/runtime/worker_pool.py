@@ -1,27 +1,13 @@
-"""The worker-pool engine: packs of clients in worker processes, over pipes and shared memory.
+"""The worker-pool engine: packs of clients in worker processes or actors, and the loop of a worker.
 
 Packs are formed by `client.batching`, as in one process, and do not depend on the workers, so neither do the results.
 A pack is sent as one frame for each job and returns as one frame for each update.
-
-Worker processes are fresh interpreters, started as `multiprocessing` spawns its own, but without pickled arguments and
-without importing the caller's main module, so that a script needs no guard. Only bytes go through the pipes.
 """
 
-import mmap
-import os
 import queue
-import select
-import signal
-import socket
-import subprocess
-import sys
-import tempfile
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Executor, as_completed
-from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from multiprocessing.connection import Connection
 from typing import Any, Protocol, TypeAlias
 
 from atlas_fl.client.batching import packs
@@ -177,114 +163,3 @@ class WorkerLoop:
         pairs = enumerate(zip(ACTIONS[action](jobs, context.site), jobs, strict=True))
         messages = (context.receiver.update(action, update, job, number=n) for n, (update, job) in pairs)
         return [encode_frame(*message, limit=MAX_FRAME_BYTES) for message in messages]
-
-
-class SharedMemory:
-    """Anonymous memory that processes inherit as a file descriptor; freed when the last of them ends."""
-
-    def __init__(self) -> None:
-        # /dev/shm is often small in containers; a memfd is bounded by the memory alone
-        if hasattr(os, "memfd_create"):
-            self.file = os.memfd_create("atlas-weights")
-        else:
-            with tempfile.TemporaryFile() as file:
-                self.file = os.dup(file.fileno())
-
-    def allocate(self, size: int, fill: Callable[[mmap.mmap], None]) -> mmap.mmap:
-        """The memory, resized to `size` bytes and filled."""
-        os.ftruncate(self.file, size)
-        memory = mmap.mmap(self.file, 0)
-        fill(memory)
-        return memory
-
-    def close(self) -> None:
-        """Close the descriptor; mappings stay."""
-        os.close(self.file)
-
-
-class WorkerProcess:
-    """One worker process, at its parent's end."""
-
-    def __init__(self, name: str, program: str, memory: int) -> None:
-        ours, theirs = socket.socketpair()
-        with theirs:
-            self._link = Connection(ours.detach())
-            self._process = subprocess.Popen(
-                [sys.executable, "-c", program, str(theirs.fileno()), str(memory)],
-                pass_fds=(theirs.fileno(), memory),
-                stdin=subprocess.DEVNULL,
-                # workers can import what this process can
-                env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
-            )
-        self.name, self.pid = name, self._process.pid
-
-    def ask(self, frames: list[bytes]) -> list[bytes]:
-        """The answer to these frames, which are consumed; raises `ProtocolError` where the process has ended."""
-        try:
-            send_frames(self._link, frames)
-            frames.clear()  # not needed while the worker computes
-            return receive_frames(self._link)
-        except (EOFError, OSError):
-            raise ProtocolError(self._exit_message()) from None
-
-    def _exit_message(self) -> str:
-        code = self._process.wait()
-        how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
-        return (
-            f"{self.name} (process {self.pid}) {how}; start the run again: it goes on from its last checkpoint, and"
-            " with fewer --workers it takes less memory"
-        )
-
-    def kill(self) -> None:
-        """Kill the process and wait until it has ended."""
-        self._process.kill()
-        self._process.wait()
-        self._link.close()
-
-
-@contextmanager
-def worker_processes(count: int, *, program: str, memory: int) -> Iterator[list[WorkerProcess]]:
-    """This many worker processes; all are killed at the end.
-
-    `program` is Python that calls `run_worker_loop`; its arguments are the descriptors of its pipe and of the memory.
-    """
-    with ExitStack() as stack:
-        started = []
-        for number in range(count):
-            process = WorkerProcess(f"worker {number + 1} of {count}", program, memory)
-            stack.callback(process.kill)
-            started.append(process)
-        yield started
-
-
-def run_worker_loop(link: int, answer: Callable[[list[bytes]], list[bytes]]) -> None:
-    """Answer frames in a worker process until its parent closes the pipe, or ends."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's, which closes the pipe
-    threading.Thread(target=_exit_with_parent, args=(link,), daemon=True).start()
-    connection = Connection(link)
-    while True:
-        try:
-            send_frames(connection, answer(receive_frames(connection)))
-        except (EOFError, BrokenPipeError, ConnectionResetError):
-            return
-
-
-def _exit_with_parent(link: int) -> None:
-    """End this process as soon as its parent has ended, also in the middle of a pack."""
-    hang_up = select.poll()
-    hang_up.register(link, 0)  # hang-ups only, which poll always reports
-    hang_up.poll()
-    os._exit(1)
-
-
-def send_frames(link: "Connection", frames: Sequence[bytes]) -> None:
-    """Write the number of frames, then the frames."""
-    link.send_bytes(len(frames).to_bytes(8, "little"))
-    for frame in frames:
-        link.send_bytes(frame)
-
-
-def receive_frames(link: "Connection") -> list[bytes]:
-    """Read what `send_frames` wrote; raises `EOFError` where the other end is closed."""
-    count = int.from_bytes(link.recv_bytes(8), "little")
-    return [link.recv_bytes() for _ in range(count)]
