@@ -1,10 +1,10 @@
-"""What of a client's model is not shared and stays where the client is (`--share`), and its placeholder elsewhere.
+"""Partial sharing (`--share`): tensors that stay at their client, and the placeholders for them at the server.
 
-    model at the server = what is shared + a stand-in for every other tensor + `PRIVATE`
+    model at the server = what is shared + a placeholder for every other tensor + `PRIVATE`
 
-A stand-in has the tensor's rank and no values. `PRIVATE` names the values of all of them together by their SHA-256, 32
-bytes; zeros name those that a client draws by itself, from the run's seed and its ranks. So the server's rules, states,
-checkpoints and audits go on saying whose private part goes with which shared one, and hold nothing of it.
+A placeholder has the tensor's rank and no values. `PRIVATE` names the values of all of them together by their SHA-256,
+32 bytes; zeros name those that a client draws by itself, from the run's seed and its ranks. So the server's rules,
+states, checkpoints and audits keep track of whose private part belongs to which shared one, and hold nothing of it.
 """
 
 from collections.abc import Collection, Sequence
@@ -78,7 +78,7 @@ def hidden_ranks(params: Params) -> tuple[int, ...]:
 
 
 def expected_update(sent_params: Params, update: Params, share: Sequence[str]) -> Params:
-    """What was sent, with stand-ins where the client keeps from now on what it does not share."""
+    """What was sent, with placeholders where the client keeps from now on what it does not share."""
     if PRIVATE not in update:
         return sent_params
     private_keys = set(unshared_keys(sent_params, share))

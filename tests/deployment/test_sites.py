@@ -64,7 +64,7 @@ def test_a_run_goes_on_without_clients_that_it_has_and_not_without_all_of_them()
 def test_who_is_left_out_is_asked_nothing_and_every_other_one_is_needed() -> None:
     engine = RemoteEngine(
         manager=None,  # type: ignore[arg-type]
-        desk=None,  # type: ignore[arg-type]
+        bridge=None,  # type: ignore[arg-type]
         deadline_seconds=1,
         split_server=None,
         min_clients=0,

@@ -241,8 +241,8 @@ def federate(
 ) -> Outcome:
     """What this config comes to across these sites, where these changes are made to what some of them answer.
 
-    `census` alters what a site tells of its data. A site of the `changes` that was refused comes back until it has had
-    so many `lives`. Nothing but an `AtlasError` may end the run; whatever else went wrong
+    `metadata` alters what a site reports of its data. A site of the `changes` that was refused comes back until it has
+    had so many `lives`. Nothing but an `AtlasError` may end the run; whatever else went wrong
     anywhere is among the `faults`.
     """
     found = Outcome(folder=Path(config.run.runs_dir) / str(config.run.name))

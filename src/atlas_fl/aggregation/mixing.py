@@ -35,7 +35,7 @@ from atlas_fl.params import HEAD, LORA_A, LORA_B, PRIVATE, ByClient, Params, is_
 
 
 def reuse_equal_tensors(newcomers: ByClient, models_by_client: ByClient, federation: Federation) -> dict[str, Params]:
-    """The models that these newcomers begin with; `held` are those of the others, whose heads count inside a task.
+    """The models that these newcomers begin with; `models_by_client` are the others', whose heads count inside a task.
 
     Adapters are left as they are: nobody needs them to be the very same.
     """
@@ -43,9 +43,9 @@ def reuse_equal_tensors(newcomers: ByClient, models_by_client: ByClient, federat
 
     def common(name: str, key: str) -> Tensor | None:
         # those of its own task first: who holds all that they hold shares their model as a whole
-        fellows = [other for other in models_by_client if tasks[other] == tasks[name]]
+        same_task = [other for other in models_by_client if tasks[other] == tasks[name]]
         others = [] if key.startswith(HEAD) else [other for other in models_by_client if tasks[other] != tasks[name]]
-        return _one([models_by_client[other][key] for other in (*fellows, *others)])
+        return _one([models_by_client[other][key] for other in (*same_task, *others)])
 
     models: dict[str, Params] = {}
     for name, params in newcomers.items():

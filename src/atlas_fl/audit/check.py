@@ -212,9 +212,7 @@ def check_run(run: Run, *, on_event: OnEvent = ignore) -> Iterator[AuditRow]:
 def _check_round(
     run: Run, round: int, initial: Models, after: Models, *, server_models: Models, state: Flat
 ) -> Iterator[AuditRow]:
-    """The rows of one round. `held` is what clients began it with, `known` what the server held of them, `state` what
-    its strategy remembered.
-    """
+    """The rows of one round, from the clients' initial models, the server's models and its state before it."""
     record, trained = read_audit_record(run, round), read_models(run, round, "trained")
     plan, bounds = read_plan(run, record.plan), read_bounds(run, round)
 

@@ -56,7 +56,7 @@ def serve(words: Sequence[str]) -> int:
     from pathlib import Path
 
     from atlas_fl.cli.tables import outcome
-    from atlas_fl.deployment.server import give_again, hand_out, remote_backend
+    from atlas_fl.deployment.server import deliver_again, remote_backend, serve_final_models
     from atlas_fl.deployment.service import ServerOptions
     from atlas_fl.experiment.run import run_config as run_config
 
@@ -72,8 +72,8 @@ def serve(words: Sequence[str]) -> int:
     )
     with show_progress() as on_event, going_on("the same command"):
         if options.again:
-            give_again(config, options.again)
-        hand_out(config, service, on_event)
+            deliver_again(config, options.again)
+        serve_final_models(config, service, on_event)
         result = run_config(config, on_event=on_event, resume=True, backend=remote_backend(service))
     show(outcome(result.folder, result.summary, complete=result.complete))
     return 0

@@ -97,7 +97,7 @@ class Job:
     """The action's own frozen options."""
     cut: Cut | None = None
     """Where this client's model is cut for training and evaluation; None: it holds the whole model."""
-    seat: GuestRequirement | HostCapacity | None = None
+    hosting: GuestRequirement | HostCapacity | None = None
     """What it needs of a host, or has left as one; None: the server hosts everyone."""
     momentum: Params = field(default_factory=dict)
     """What it kept of its optimizer when it last trained; it never travels."""

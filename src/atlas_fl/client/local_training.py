@@ -141,7 +141,7 @@ def client_side_indices(backbone: Backbone, names: Iterable[str], options: Train
 
 
 def merge_norms(own_norms: Tensor, others: Tensor, indices: Sequence[int]) -> Tensor:
-    """The norms of a whole model's gradients, (own + others,), of one side's, which stand at `places`, and the rest.
+    """The norms of a whole model's gradients, (own + others,), of one side's, which stand at `indices`, and the rest.
 
     In the order of a whole model, because the norm of the norms is a sum and its last bits follow the order.
     """

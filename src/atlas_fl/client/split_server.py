@@ -440,7 +440,7 @@ def with_upper(entry: ServerInput, payloads: Payloads, side: CutMessages, *, ind
 class TrainingHalf:
     """Trains the blocks above the cut, with an optimizer of their own, in step with the client's.
 
-    `place` is the model's among those of its job, as its messages have it.
+    `index` is the model's among those of its job, as its messages have it.
     """
 
     def __init__(self, job: Job, site: Site, *, together: SharedAdapterGroup | None = None, index: int = 0) -> None:

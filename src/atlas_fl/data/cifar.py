@@ -90,7 +90,7 @@ def read_pickled(content: bytes, *, origin: object) -> Any:
 
 
 def _plain_value(built: Any, plain_by_id: dict[int, Any]) -> Any:
-    """The value itself; `known` has lists and dictionaries by identity, as a small file may name one very often."""
+    """The value itself; `plain_by_id` has lists and dictionaries by identity: a small file may name one very often."""
     if id(built) in plain_by_id:
         return plain_by_id[id(built)]
     if isinstance(built, _Array):

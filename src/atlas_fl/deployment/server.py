@@ -72,18 +72,20 @@ def remote_backend(
         # adapters that a cluster shares belong to those who were there when the plan was made
         late = service.late and config.split.server_adapters == "per_client"
         names = tuple(dict.fromkeys((*listed, *left_out)))
-        with listening(config, service, certs, on_event=on_event, listed=names, late=late) as (hall, desk, where):
+        with listening(config, service, certs, on_event=on_event, listed=names, late=late) as (manager, bridge, where):
             try:
                 on_event(Note(f"listening on {where} for {', '.join(expected)}"))
-                _leave_out(folder, hall, left_out, on_event)
-                with service.companion(hall, desk):
-                    yield from _wait_and_assemble(config, hall, desk, expected, service, late=late, left_out=left_out)
+                _leave_out(folder, manager, left_out, on_event)
+                with service.companion(manager, bridge):
+                    yield from _wait_and_assemble(
+                        config, manager, bridge, expected, service, late=late, left_out=left_out
+                    )
                     if folder.summary.exists():
                         writing = service.deadline_seconds
-                        dismiss(folder, hall, desk, seconds=FAREWELL_SECONDS, writing_seconds=writing)
+                        deliver_final_models(folder, manager, bridge, seconds=FAREWELL_SECONDS, writing_seconds=writing)
             except (BudgetError, ConfigError) as error:
                 # Settings that cannot be will not come back: a site need not wait for them.
-                desk.call(coordinator.shutdown_clients(hall, {}, seconds=FAREWELL_SECONDS, reason=str(error)))
+                bridge.call(coordinator.shutdown_clients(manager, {}, seconds=FAREWELL_SECONDS, reason=str(error)))
                 raise
 
     return backend
@@ -91,8 +93,8 @@ def remote_backend(
 
 def _wait_and_assemble(
     config: Config,
-    hall: ClientManager,
-    desk: EventBridge,
+    manager: ClientManager,
+    bridge: EventBridge,
     expected: tuple[str, ...],
     service: ServerOptions,
     *,
@@ -101,29 +103,29 @@ def _wait_and_assemble(
 ) -> Iterator[tuple[Assembly, Engine]]:
     """Assembly and engine, once those who are waited for have come."""
     least = service.min_clients or len(expected)
-    come = desk.call(hall.wait_for_clients(expected, min_clients=least, seconds=service.wait_seconds))
-    for line in check_sites(config, [hall.clients[name] for name in come], listed=tuple(hall.clients), late=late):
-        desk.on_event(Note(line))
+    come = bridge.call(manager.wait_for_clients(expected, min_clients=least, seconds=service.wait_seconds))
+    for line in check_sites(config, [manager.clients[name] for name in come], listed=tuple(manager.clients), late=late):
+        bridge.on_event(Note(line))
     folder = run_folder(config)
     clients = come if not left_out else tuple(name for name in _planned_clients(folder) if name in {*come, *left_out})
-    assembly = _assembly(config, hall, desk, clients)
-    begin_to_serve(folder)
-    write_sites(folder, [hall.clients[name] for name in come])
-    with _suffixes(assembly) as suffixes:
-        yield assembly, _engine(hall, desk, suffixes, service)
+    assembly = _assembly(config, manager, bridge, clients)
+    start_deliveries(folder)
+    write_sites(folder, [manager.clients[name] for name in come])
+    with _split_server(assembly) as split_server:
+        yield assembly, _engine(manager, bridge, split_server, service)
 
 
 def check_sites(
-    config: Config, seats: Sequence[ClientProxy], *, listed: tuple[str, ...], late: bool
+    config: Config, proxies: Sequence[ClientProxy], *, listed: tuple[str, ...], late: bool
 ) -> tuple[str, ...]:
     """Notes on what the config says of clients, tasks and devices, where it fits those who have come.
 
     Raises `ConfigError` where it does not: `late` ones may still have a name that nobody here has.
     """
-    tasks = [seat.metadata.task for seat in seats if seat.metadata is not None]
-    devices = [seat.device.name for seat in seats if seat.device is not None]
+    tasks = [proxy.metadata.task for proxy in proxies if proxy.metadata is not None]
+    devices = [proxy.device.name for proxy in proxies if proxy.device is not None]
     allowed = {*listed, *tasks, *devices, *DEVICES}
-    check_cluster_counts(config.clustering, clients=len(seats))
+    check_cluster_counts(config.clustering, clients=len(proxies))
     if not late:
         check_cut_names(config.split.split, allowed)
     if not (named := unknown_cut_names(config.split.split, allowed)):
@@ -131,20 +133,20 @@ def check_sites(
     return (f"--split names {', '.join(named)}, and nobody here is called so: it is kept for who comes late",)
 
 
-def _suffixes(assembly: Assembly) -> AbstractContextManager[SplitServer | None]:
+def _split_server(assembly: Assembly) -> AbstractContextManager[SplitServer | None]:
     return nullcontext() if assembly.is_full else SplitServer(assembly.site)
 
 
 def _engine(
-    hall: ClientManager, desk: EventBridge, suffixes: SplitServer | None, service: ServerOptions
+    manager: ClientManager, bridge: EventBridge, split_server: SplitServer | None, service: ServerOptions
 ) -> RemoteEngine:
     return RemoteEngine(
-        manager=hall,
-        desk=desk,
-        split_server=suffixes,
+        manager=manager,
+        bridge=bridge,
+        split_server=split_server,
         deadline_seconds=service.deadline_seconds,
         min_clients=service.min_clients,
-        max_concurrent=AT_ONCE if suffixes is None else None,
+        max_concurrent=AT_ONCE if split_server is None else None,
         excluded=frozenset(service.without),
     )
 
@@ -232,72 +234,76 @@ def _expected_clients(
     return expected, tuple(name for name in planned if name in without)
 
 
-def _leave_out(folder: RunFolder, hall: ClientManager, names: tuple[str, ...], on_event: OnEvent) -> None:
-    """Put what is known of these clients of the plan into their seats, where nobody will sit."""
+def _leave_out(folder: RunFolder, manager: ClientManager, names: tuple[str, ...], on_event: OnEvent) -> None:
+    """Give the excluded clients of the plan the metadata that the run folder has of them."""
     if not names:
         return
-    for name, (census, device) in read_sites(folder, names).items():
-        seat = hall.clients[name]
-        seat.metadata, seat.device, seat.given_up = census, device, True
+    for name, (metadata, device) in read_sites(folder, names).items():
+        proxy = manager.clients[name]
+        proxy.metadata, proxy.device, proxy.given_up = metadata, device, True
     on_event(
         Note(f"goes on without {', '.join(names)}: missing in every round; their last models stay what others mix with")
     )
 
 
-def _assembly(config: Config, hall: ClientManager, desk: EventBridge, names: tuple[str, ...]) -> Assembly:
-    """The parts of a run with stand-ins in the place of the data, which stays where it is."""
-    folder, seats = run_folder(config), [hall.clients[name] for name in names]
-    censuses: Mapping[str, ClientMetadata] = {seat.name: seat.metadata for seat in seats if seat.metadata is not None}
-    stand_ins = {name: placeholder_client(name, census) for name, census in censuses.items()}
-    tokens = {name: client_tokens for name, (_, client_tokens) in stand_ins.items()}
-    clients = tuple(client for client, _ in stand_ins.values())
-    devices = tuple(seat.device for seat in seats if seat.device is not None)
+def _assembly(config: Config, manager: ClientManager, bridge: EventBridge, names: tuple[str, ...]) -> Assembly:
+    """The parts of a run with placeholder clients in the place of the data, which stays where it is."""
+    folder, proxies = run_folder(config), [manager.clients[name] for name in names]
+    metadata_by_client: Mapping[str, ClientMetadata] = {
+        proxy.name: proxy.metadata for proxy in proxies if proxy.metadata is not None
+    }
+    placeholders = {name: placeholder_client(name, metadata) for name, metadata in metadata_by_client.items()}
+    tokens = {name: client_tokens for name, (_, client_tokens) in placeholders.items()}
+    clients = tuple(client for client, _ in placeholders.values())
+    devices = tuple(proxy.device for proxy in proxies if proxy.device is not None)
     assembly = assemble(config, clients=clients, tokens=tokens, devices=devices)
     return replace(
         assembly,
-        join_queue=_door(folder, hall, desk, tokens),
+        join_queue=_join_queue(folder, manager, bridge, tokens),
         uses_placeholders=not is_fully_shared(config.mixing.share),
     )
 
 
-def _door(folder: RunFolder, hall: ClientManager, desk: EventBridge, tokens: dict[str, ClientTokens]) -> JoinQueue:
-    """The door of a run that is served: those wait there whose seats are in no plan.
+def _join_queue(
+    folder: RunFolder, manager: ClientManager, bridge: EventBridge, tokens: dict[str, ClientTokens]
+) -> JoinQueue:
+    """The queue of late clients of a served run: those who are connected and in no plan.
 
-    Their stand-ins go to `tokens` as well, where the server's halves of cut models look them up.
+    Their placeholders go to `tokens` as well, where the server's halves of cut models look them up.
     """
 
     def enter(name: str) -> None:
-        desk.call(accept_client(hall, name))
-        write_sites(folder, [hall.clients[name]])
+        bridge.call(accept_client(manager, name))
+        write_sites(folder, [manager.clients[name]])
 
     def waiting(_round: int) -> tuple[Newcomer, ...]:
         newcomers = []
-        for seat in desk.call(late_clients(hall)):
-            census, device = seat.metadata, seat.device
-            if census is not None and device is not None:
-                client, client_tokens = placeholder_client(seat.name, census)
-                tokens[seat.name] = client_tokens
+        for proxy in bridge.call(late_clients(manager)):
+            metadata, device = proxy.metadata, proxy.device
+            if metadata is not None and device is not None:
+                client, client_tokens = placeholder_client(proxy.name, metadata)
+                tokens[proxy.name] = client_tokens
                 newcomers.append(Newcomer(client=client, device=device, tokens=client_tokens))
         return tuple(newcomers)
 
     return JoinQueue(
         waiting_clients=waiting,
         accept_client=enter,
-        reject_client=lambda name, error: desk.call(reject_client(hall, name, str(error))),
-        exclude_client=lambda name, _: desk.call(exclude_client(hall, name)),
+        reject_client=lambda name, error: bridge.call(reject_client(manager, name, str(error))),
+        exclude_client=lambda name, _: bridge.call(exclude_client(manager, name)),
     )
 
 
-def begin_to_serve(folder: RunFolder) -> None:
+def start_deliveries(folder: RunFolder) -> None:
     """Write down that nobody has got its model, where that is not known from before."""
     if not folder.deliveries.exists():
         write_sealed(folder.deliveries, {"heard": []})
 
 
-def dismiss(
+def deliver_final_models(
     folder: RunFolder,
-    hall: ClientManager,
-    desk: EventBridge,
+    manager: ClientManager,
+    bridge: EventBridge,
     *,
     seconds: float,
     writing_seconds: float,
@@ -307,14 +313,16 @@ def dismiss(
 
     Who writes its model then has at least `writing_seconds` for it. Writes down who has done so, and tells who has not.
     """
-    models, heard = _final_models(folder), _heard(folder)
-    hall.on_model_saved = _written_down(folder, heard)
-    desk.call(
-        coordinator.shutdown_clients(hall, models, seconds=seconds, writing_seconds=writing_seconds, wait_for=awaited)
+    models, heard = _final_models(folder), _delivered_names(folder)
+    manager.on_model_saved = _delivery_recorder(folder, heard)
+    bridge.call(
+        coordinator.shutdown_clients(
+            manager, models, seconds=seconds, writing_seconds=writing_seconds, wait_for=awaited
+        )
     )
     write_sealed(folder.deliveries, {"heard": sorted(heard)})
     if rest := [name for name in models if name not in heard]:
-        desk.on_event(
+        bridge.on_event(
             Note(
                 f"{', '.join(rest)} did not get the model at the end of the run; start the same command again, here and"
                 " there"
@@ -322,7 +330,7 @@ def dismiss(
         )
 
 
-def _written_down(folder: RunFolder, heard: set[str]) -> Callable[[str], None]:
+def _delivery_recorder(folder: RunFolder, heard: set[str]) -> Callable[[str], None]:
     """What writes down that a client has its model; raises `ProtocolError` where that is not possible."""
 
     def write(name: str) -> None:
@@ -338,7 +346,7 @@ def _written_down(folder: RunFolder, heard: set[str]) -> Callable[[str], None]:
     return write
 
 
-def give_again(config: Config, names: Collection[str]) -> None:
+def deliver_again(config: Config, names: Collection[str]) -> None:
     """Have these clients get their models once more, although they have said that they had them.
 
     Raises `ConfigError` where the run is not complete, was not served, or has no model for one of them.
@@ -355,10 +363,10 @@ def give_again(config: Config, names: Collection[str]) -> None:
         if name not in models:
             raise unknown_name("client in --again", name, models)
     with run_lock(folder.path):
-        write_sealed(folder.deliveries, {"heard": sorted(_heard(folder).difference(names))})
+        write_sealed(folder.deliveries, {"heard": sorted(_delivered_names(folder).difference(names))})
 
 
-def hand_out(config: Config, service: ServerOptions, on_event: OnEvent) -> None:
+def serve_final_models(config: Config, service: ServerOptions, on_event: OnEvent) -> None:
     """Nothing, once those of a complete run who did not get their model have it, or `wait_seconds` are over.
 
     Raises an `AtlasError` as the run itself would: for other settings, certificates, or an address that is taken.
@@ -368,7 +376,7 @@ def hand_out(config: Config, service: ServerOptions, on_event: OnEvent) -> None:
     if not (folder.summary.exists() and folder.deliveries.exists()):
         return
     check_same_settings(config, load_config(folder.config), folder=folder.path)
-    rest = [name for name in _final_models(folder) if name not in _heard(folder)]
+    rest = [name for name in _final_models(folder) if name not in _delivered_names(folder)]
     if not rest:
         return
     seconds, certs, listed = service.wait_seconds, open_certs(service.certs), listed_clients(service.certs)
@@ -380,11 +388,13 @@ def hand_out(config: Config, service: ServerOptions, on_event: OnEvent) -> None:
     # models under a mask go as its values, here as in the rounds: the whole one may be longer than a frame
     mask = read_tensors(folder.mask) if folder.mask.exists() else None
     listens = listening(config, service, certs, on_event=on_event, listed=listed, late=False, mask=mask)
-    with run_lock(folder.path), listens as (hall, desk, where):
+    with run_lock(folder.path), listens as (manager, bridge, where):
         names, until = ", ".join(awaited), f"for up to {seconds:g} seconds"
         on_event(Note(f"run {folder.path} is complete; listening on {where} {until} for {names}, without a model yet"))
-        with service.companion(hall, desk):
-            dismiss(folder, hall, desk, seconds=seconds, writing_seconds=service.deadline_seconds, awaited=awaited)
+        with service.companion(manager, bridge):
+            deliver_final_models(
+                folder, manager, bridge, seconds=seconds, writing_seconds=service.deadline_seconds, awaited=awaited
+            )
 
 
 def last_plan(folder: RunFolder) -> tuple[checkpoint.Checkpoint, tuple[str, ...]] | None:
@@ -397,7 +407,7 @@ def last_plan(folder: RunFolder) -> tuple[checkpoint.Checkpoint, tuple[str, ...]
     return newest, tuple(client.name for client in plan.clients)
 
 
-def _heard(folder: RunFolder) -> set[str]:
+def _delivered_names(folder: RunFolder) -> set[str]:
     return set(read_sealed(folder.deliveries, unsealed=("heard",))["heard"])
 
 

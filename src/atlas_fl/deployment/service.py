@@ -39,13 +39,13 @@ from atlas_fl.storage.run_folder import RunFolder
 from atlas_fl.storage.tensors import encoded_size
 
 
-def write_sites(folder: RunFolder, seats: Sequence[ClientProxy]) -> None:
+def write_sites(folder: RunFolder, proxies: Sequence[ClientProxy]) -> None:
     """Write what these clients have said of themselves beside what others had."""
     sites = read_sealed(folder.sites) if folder.sites.exists() else {}
     reported = {
-        seat.name: {"census": asdict(seat.metadata), "device": asdict(seat.device)}
-        for seat in seats
-        if seat.metadata is not None and seat.device is not None
+        proxy.name: {"census": asdict(proxy.metadata), "device": asdict(proxy.device)}
+        for proxy in proxies
+        if proxy.metadata is not None and proxy.device is not None
     }
     write_sealed(folder.sites, {**sites, **reported})
 
@@ -88,13 +88,13 @@ REST_BYTES = 16 * 2**20
 
 
 def client_manager_of(
-    config: Config, listed: tuple[str, ...], desk: EventBridge, *, late: bool, mask: Mask | None = None
+    config: Config, listed: tuple[str, ...], bridge: EventBridge, *, late: bool, mask: Mask | None = None
 ) -> ClientManager:
     """Where the clients wait; raises `ConfigError` where their models are too large for a message.
 
     `mask` is that of a run which has one before its first job here.
     """
-    how: dict[str, Any] = {"settings": to_toml(without_places(config)), "on_note": desk.note, "accepts_late": late}
+    how: dict[str, Any] = {"settings": to_toml(without_places(config)), "on_note": bridge.note, "accepts_late": late}
     tasks = find_tasks(config.data.tasks, config.data.task)
     backbone = backbone_of(config, tasks)
     limit = request_limit(config, backbone.model)
@@ -104,9 +104,9 @@ def client_manager_of(
         how["new_sender"] = full_model_sender(backbone, config, keeps_trained=True, mask=mask)
         limit = min(FRAME_LIMIT, REST_BYTES + 2 * encoded_size(body))
     identity = identity_of(digest(dict(backbone.model.named_parameters())), config)
-    hall = ClientManager(listed, identity, images=backbone.vision is not None, **how)
-    hall.max_request_bytes = limit
-    return hall
+    manager = ClientManager(listed, identity, images=backbone.vision is not None, **how)
+    manager.max_request_bytes = limit
+    return manager
 
 
 def without_places(config: Config) -> Config:
@@ -180,21 +180,21 @@ def _not_left_out(without: Collection[str], admit: Admit) -> Admit:
     return admit_if_kept
 
 
-def _listed_again(hall: ClientManager, admit: Admit) -> Admit:
+def _listed_again(manager: ClientManager, admit: Admit) -> Admit:
     """`admit`, which forgets that a client was taken off the list: who gets here is on it."""
 
     def admit_if_listed(name: str, hello: Mapping[str, Any]) -> Head:
         welcome = admit(name, hello)
-        if hall.clients[name].removal_reason == NOT_LISTED:
-            hall.clients[name].removal_reason = ""
+        if manager.clients[name].removal_reason == NOT_LISTED:
+            manager.clients[name].removal_reason = ""
         return welcome
 
     return admit_if_listed
 
 
-def _lose(hall: ClientManager, desk: EventBridge, name: str) -> None:
-    if name in hall.clients:
-        desk.threads.submit(hall.remove(name, NOT_LISTED))
+def _lose(manager: ClientManager, bridge: EventBridge, name: str) -> None:
+    if name in manager.clients:
+        bridge.threads.submit(manager.remove(name, NOT_LISTED))
 
 
 @contextmanager
@@ -208,29 +208,29 @@ def listening(
     late: bool,
     mask: Mask | None = None,
 ) -> Iterator[tuple[ClientManager, EventBridge, str]]:
-    """The hall of this config, the desk before it, and the address that it listens on.
+    """The client manager of this config, its event bridge, and the address that it listens on.
 
     Raises `ConfigError` where the address cannot be listened on.
     """
     check_free(service.host, service.port)  # before the model is loaded, which may take minutes
     with LoopThread() as threads:
-        desk = EventBridge(threads=threads, on_event=on_event)
-        hall = client_manager_of(config, listed, desk, late=late, mask=mask)
-        allowed = Listed(service.certs, on_note=desk.note)
-        admit = _listed_again(hall, _not_left_out(service.without, hall.handshake))
+        bridge = EventBridge(threads=threads, on_event=on_event)
+        manager = client_manager_of(config, listed, bridge, late=late, mask=mask)
+        allowed = Listed(service.certs, on_note=bridge.note)
+        admit = _listed_again(manager, _not_left_out(service.without, manager.handshake))
         sessions = Sessions(
-            answer=hall.answer,
+            answer=manager.answer,
             admit=admit if service.tokens is None else service.tokens.guard(admit),
             allowed=allowed,
             certificate_of=allowed.certificate,
-            on_presence=hall.on_presence,
-            on_refused=hall.on_refused,
-            on_unlisted=lambda name: _lose(hall, desk, name),
-            limit_of=lambda _name: hall.max_request_bytes,
+            on_presence=manager.on_presence,
+            on_refused=manager.on_refused,
+            on_unlisted=lambda name: _lose(manager, bridge, name),
+            limit_of=lambda _name: manager.max_request_bytes,
         )
         server = Server(sessions, certs, host=service.host, port=service.port)
-        port = desk.call(server.start())
+        port = bridge.call(server.start())
         try:
-            yield hall, desk, f"{service.host}:{port}"
+            yield manager, bridge, f"{service.host}:{port}"
         finally:
             threads.call(server.stop())

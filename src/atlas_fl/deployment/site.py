@@ -162,10 +162,10 @@ class AdapterSiteRuntime:
         self, config: Config, client: ClientData, *, model: str, private: Path, noise_secret: Path, owner: Owner
     ) -> None:
         self._config, self._client, self._model = config, client, model
-        self._vault = None if is_fully_shared(config.mixing.share) else self._vault_in(private, owner)
+        self._store = None if is_fully_shared(config.mixing.share) else self._store_in(private, owner)
         is_noisy = config.split.split != NONE and config.split.wire_noise > 0
         self._noise_secret = load_or_create_secret(noise_secret) if is_noisy else None
-        self.receiver: Receiver = AdapterReceiver() if self._vault is None else PrivateReceiver(vault=self._vault)
+        self.receiver: Receiver = AdapterReceiver() if self._store is None else PrivateReceiver(store=self._store)
         self.actions: Mapping[str, Any] = ACTIONS
         self._site: AdapterSite | None = None
         self._blocks: int | None = None
@@ -223,9 +223,9 @@ class AdapterSiteRuntime:
 
     def leave(self) -> str:
         """Remove what was not shared: it is in the client's own model now; what stays of it, in a line."""
-        return "" if self._vault is None else self._vault.clear()
+        return "" if self._store is None else self._store.clear()
 
-    def _vault_in(self, folder: Path, owner: Owner) -> PrivateParamStore:
+    def _store_in(self, folder: Path, owner: Owner) -> PrivateParamStore:
         share, run = self._config.mixing.share, self._config.run
         check_store(folder, owner)
         back = run.checkpoint_every * run.keep_checkpoints + self._config.mixing.aggregate_every

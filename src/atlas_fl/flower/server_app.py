@@ -134,36 +134,36 @@ class Invitations:
         self._over = threading.Event()
 
     @contextmanager
-    def beside(self, hall: "ClientManager", desk: "EventBridge") -> Iterator[None]:
+    def beside(self, manager: "ClientManager", bridge: "EventBridge") -> Iterator[None]:
         """Everybody is invited and watched; at the end, everybody is waited for, and told where the run has failed."""
-        watcher = threading.Thread(target=self._watch, args=(hall, desk), name="atlas-replies", daemon=True)
+        watcher = threading.Thread(target=self._watch, args=(manager, bridge), name="atlas-replies", daemon=True)
         watcher.start()
         try:
             yield
         except AtlasError as error:
             for name in self.nodes:
-                desk.threads.call(hall.remove(name, f"the server has ended the run: {error}"))
+                bridge.threads.call(manager.remove(name, f"the server has ended the run: {error}"))
             raise
         finally:
             self._over.set()
             watcher.join()
 
-    def _watch(self, hall: "ClientManager", desk: "EventBridge") -> None:
+    def _watch(self, manager: "ClientManager", bridge: "EventBridge") -> None:
         until = float("inf")
         while (self._sent.pending or self._waiting) and time.monotonic() < until:
-            self.step(hall, desk)
+            self.step(manager, bridge)
             if self._over.is_set():
                 self._waiting.clear()
                 until = min(until, time.monotonic() + LAST_SECONDS)
             time.sleep(POLL_SECONDS)
 
-    def step(self, hall: "ClientManager", desk: "EventBridge") -> None:
+    def step(self, manager: "ClientManager", bridge: "EventBridge") -> None:
         """Invite who waits for that, and hear who has ended."""
         if self._waiting and not self._over.is_set():
             self._invite()
         for node, reply in self._sent.pull():
             if reply.has_error() and not self._over.is_set():
-                self._give_up_node(node, reply.error, hall, desk)
+                self._give_up_node(node, reply.error, manager, bridge)
 
     def _invite(self) -> None:
         there = self._waiting & set(self.grid.get_node_ids())
@@ -178,14 +178,14 @@ class Invitations:
         if content:
             self._sent.push(content)
 
-    def _give_up_node(self, node: int, error: Error, hall: "ClientManager", desk: "EventBridge") -> None:
+    def _give_up_node(self, node: int, error: Error, manager: "ClientManager", bridge: "EventBridge") -> None:
         name, reason = self._names[node], str(error.reason).strip()
         if error.code in CRASHED and self._starts[node] < MOST_STARTS:
-            desk.note(f"{name}: {reason} It is started again")
+            bridge.note(f"{name}: {reason} It is started again")
             self._waiting.add(node)
         else:
-            desk.note(f"{name}: {reason}")
-            desk.threads.submit(hall.remove(name, reason))
+            bridge.note(f"{name}: {reason}")
+            bridge.threads.submit(manager.remove(name, reason))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -250,7 +250,7 @@ def federate(grid: Grid, order: Order, *, on_event: OnEvent) -> None:
     question = NodeQuery(grid, count=order.nodes, seconds=order.wait_seconds)
     # The nodes take seconds to answer, and these to be imported.
     from atlas_fl.cli.tables import outcome
-    from atlas_fl.deployment.server import hand_out, remote_backend
+    from atlas_fl.deployment.server import remote_backend, serve_final_models
     from atlas_fl.deployment.service import ServerOptions
     from atlas_fl.experiment.run import run_config
     from atlas_fl.runtime.transport.certificates import make_certs
@@ -272,7 +272,7 @@ def federate(grid: Grid, order: Order, *, on_event: OnEvent) -> None:
             tokens=tokens,
             companion=invitations.beside,
         )
-        hand_out(config, service, on_event)
+        serve_final_models(config, service, on_event)
         result = run_config(config, on_event=on_event, resume=True, backend=remote_backend(service))
     show(outcome(result.folder, result.summary, complete=result.complete))
 

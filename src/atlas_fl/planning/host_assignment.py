@@ -81,7 +81,7 @@ class EngineWithHosts:
 
     def run(self, action: str, jobs: Sequence[Job]) -> list[Update]:
         """The updates of these jobs, in their order (`runtime.engine.Engine`)."""
-        return self.engine.run(action, [replace(job, seat=self.requirements[job.client]) for job in jobs])
+        return self.engine.run(action, [replace(job, hosting=self.requirements[job.client]) for job in jobs])
 
 
 def attach_hosts(assembly: Assembly, clients: Sequence[ClientPlan], engine: Engine) -> Engine:

@@ -17,7 +17,7 @@ class RemoteEngine:
     """An `Engine` whose clients are connected to a `ClientManager`."""
 
     manager: ClientManager
-    desk: EventBridge
+    bridge: EventBridge
     deadline_seconds: float
     """How long a job may take, network included."""
     split_server: SplitServer | None
@@ -55,16 +55,16 @@ class RemoteEngine:
     def _run_batch(self, action: str, jobs: Sequence[Job], first: int, size: int) -> list[Update]:
         """The updates of `size` jobs from the first one on; a note says why a job has none."""
         batch = jobs[first : first + size]
-        answers = self.desk.call(
+        answers = self.bridge.call(
             self.manager.run_jobs(
                 action,
                 batch,
                 seconds=self.deadline_seconds,
                 split_server=self.split_server,
-                on_done=lambda done: self.desk.progress(action, first + done, len(jobs)),
+                on_done=lambda done: self.bridge.progress(action, first + done, len(jobs)),
             )
         )
         for job, answer in zip(batch, answers, strict=True):
             if isinstance(answer, str):
-                self.desk.on_event(Note(f"no {action} of {job.client} in round {job.round}: {answer}"))
+                self.bridge.on_event(Note(f"no {action} of {job.client} in round {job.round}: {answer}"))
         return [answer for answer in answers if isinstance(answer, Update)]

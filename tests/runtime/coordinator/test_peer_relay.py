@@ -39,7 +39,7 @@ def seated(jobs: Sequence[Job], *, far: int = 1000) -> list[Job]:
     return [
         dataclasses.replace(
             job,
-            seat=HostCapacity(name=job.client, cluster=0, free_bytes=far if job.client == "d-0" else 1000)
+            hosting=HostCapacity(name=job.client, cluster=0, free_bytes=far if job.client == "d-0" else 1000)
             if job.cut is None
             else GuestRequirement(name=job.client, cluster=0, bytes=10, device_seconds=1.0, costs=costs),
         )
@@ -126,7 +126,7 @@ def test_a_host_whose_guest_says_nothing_does_its_own_job(clients, monkeypatch) 
         fed.join("a-0", home=slow)
         fed.join("c-0")
         late = dataclasses.replace(fed.engine, deadline_seconds=20, min_clients=1)
-        monkeypatch.setattr(type(late.desk), "progress", lambda *_: let.set())
+        monkeypatch.setattr(type(late.bridge), "progress", lambda *_: let.set())
         found = late.run("train", seated(jobs))
     assert_same(found, alone("train", jobs, site))
 

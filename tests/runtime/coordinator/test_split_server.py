@@ -137,7 +137,7 @@ def federation(site: Site, path: str, names: Sequence[str]) -> Iterator[Federati
             answer=manager.answer, admit=manager.handshake, allowed=tuple(names), on_presence=manager.on_presence
         )
         engine = RemoteEngine(
-            manager=manager, desk=desk, split_server=split_server, deadline_seconds=60, min_clients=len(names)
+            manager=manager, bridge=desk, split_server=split_server, deadline_seconds=60, min_clients=len(names)
         )
         fed = Federation(site=site, path=path, engine=engine, sessions=sessions, threads=threads, told=told(site))
         try:

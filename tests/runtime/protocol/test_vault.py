@@ -60,7 +60,7 @@ def private_of(model: Params) -> PrivateRef | None:
 
 def step(vault: PrivateParamStore, model: Params, *, round: int = 1, add: float = 1.0, hash_loaded: bool = False):
     """A job and its answer, heads as JSON leaves them: (what was trained, all that was sent, the update)."""
-    sender, receiver = AdapterSender(), PrivateReceiver(vault=vault)
+    sender, receiver = AdapterSender(), PrivateReceiver(store=vault)
     job = Job(client="c", params=model, round=round, options=TrainOptions(seed=0))
     head, down = sender.job("train", job, number=1)
     _, at_site, _ = receiver.job(json.loads(json.dumps(head)), down, client="c")

@@ -250,7 +250,7 @@ class ClientManager:
         if update is not None:
             assert client.metadata is not None, "who has a job has registered"
             expected = AnsweredRequest(
-                action=pending.action, job=pending.job, census=client.metadata, num_layers=pending.num_layers
+                action=pending.action, job=pending.job, metadata=client.metadata, num_layers=pending.num_layers
             )
             check_answer(expected, update)
         return update

@@ -134,8 +134,8 @@ class PeerRelay:
     ) -> None:
         self._clients, self._split_server, self._on_note = clients, split_server, on_note
         self._host_wait_seconds, self._answer_seconds = host_wait_seconds, answer_seconds
-        self._guests = {job.client: job.seat for job in jobs if isinstance(job.seat, GuestRequirement)}
-        self._hosts = {job.client: job.seat for job in jobs if isinstance(job.seat, HostCapacity)}
+        self._guests = {job.client: job.hosting for job in jobs if isinstance(job.hosting, GuestRequirement)}
+        self._hosts = {job.client: job.hosting for job in jobs if isinstance(job.hosting, HostCapacity)}
         available = [
             capacity for name, capacity in self._hosts.items() if clients[name].connected and not clients[name].given_up
         ]
@@ -251,7 +251,7 @@ class PeerRelay:
         side, guest = task.side, self._clients[update.client]
         assert guest.metadata is not None, "who has a job has registered"
         layers = len(side.site.backbone.blocks)
-        expected = AnsweredRequest(action=task.action, job=side.job, census=guest.metadata, num_layers=layers)
+        expected = AnsweredRequest(action=task.action, job=side.job, metadata=guest.metadata, num_layers=layers)
         try:
             host_update = read_update(*reply, job=replace(side.job, params=side.above))
             if host_update.params is not side.above:
@@ -380,7 +380,7 @@ def create_peer_relay(
     on_note: OnNote,
 ) -> PeerRelay | None:
     """The relay for these jobs with this deadline; None where clients do not compute for each other."""
-    if split_server is None or all(job.seat is None for job in jobs):
+    if split_server is None or all(job.hosting is None for job in jobs):
         return None
     return PeerRelay(
         jobs,

@@ -85,7 +85,7 @@ class AnsweredRequest:
     action: str
     job: Job
     """Of the whole client, cut or not."""
-    census: ClientMetadata
+    metadata: ClientMetadata
     num_layers: int | None
     """Blocks of the backbone; None where models are whole, which are measured by weight."""
 
@@ -188,11 +188,11 @@ def _check_tensors(params: Params, schemas: Mapping[str, TensorSchema]) -> None:
 
 def _check_classes(request: AnsweredRequest, update: Update) -> None:
     """Counts by class are of the images of a test split, and add up to what was registered of it."""
-    job, census = request.job, request.census
-    counted = request.action == "evaluate" and census.images and job.options.split == "test"
+    job, metadata = request.job, request.metadata
+    counted = request.action == "evaluate" and metadata.images and job.options.split == "test"
     if bool(update.classes) is not counted:
         raise ProtocolError(f"it {'lacks' if counted else 'has'} counts by class; allowed: those of test images alone")
-    if counted and list(update.classes["examples"]) != [int(count) for count in census.labels["test"]]:
+    if counted and list(update.classes["examples"]) != [int(count) for count in metadata.labels["test"]]:
         raise ProtocolError("its examples by class are others than were registered; join with the data of the plan")
 
 
@@ -201,38 +201,38 @@ def _first(names: "Mapping[str, object] | list[str]") -> str:
     return ", ".join(map(short_repr, every[:3])) + (f" and {len(every) - 3} more" if len(every) > 3 else "")
 
 
-def _kind(census: ClientMetadata) -> str:
-    return "classes" if census.num_labels > 1 else "values" if census.num_labels == 1 else "text"
+def _kind(metadata: ClientMetadata) -> str:
+    return "classes" if metadata.num_labels > 1 else "values" if metadata.num_labels == 1 else "text"
 
 
 def _scores(request: AnsweredRequest) -> Ranges:
     """Those that every model has: a correlation with a constant is undefined, and left out."""
-    ranges = SCORES[_kind(request.census)]
+    ranges = SCORES[_kind(request.metadata)]
     return {name: score_range for name, score_range in ranges.items() if name not in ("pearson", "spearman")} | {
         "seconds": SECONDS
     }
 
 
 def _more_scores(request: AnsweredRequest) -> Ranges:
-    if request.census.num_labels == 0:
+    if request.metadata.num_labels == 0:
         return ROUGE if request.job.options.new_tokens and request.job.cut is None else {}
     return {
         name: score_range
-        for name, score_range in SCORES[_kind(request.census)].items()
+        for name, score_range in SCORES[_kind(request.metadata)].items()
         if name in ("pearson", "spearman")
     }
 
 
 def _check_primary(request: AnsweredRequest, update: Update) -> None:
     """The score that decides is that of the task's metric, and 0 where this is undefined."""
-    metric, metrics = request.census.metric, update.metrics
+    metric, metrics = request.metadata.metric, update.metrics
     if metrics["primary"] != metrics.get(metric, 0.0):
         raise ProtocolError(f"primary is {metrics['primary']:g}; allowed: its {metric}, {metrics.get(metric, 0.0):g}")
 
 
 def _num_trained(request: AnsweredRequest) -> int:
     """How many training examples these options are about."""
-    count, options = request.census.examples["train"], request.job.options
+    count, options = request.metadata.examples["train"], request.job.options
     if isinstance(options, TrainOptions):
         count = count if options.half is None else len(range(options.half, count, 2))
         return count if options.most is None else min(count, options.most)
@@ -277,7 +277,7 @@ def _check_importance(_: AnsweredRequest, update: Update) -> None:
 
 def _ridge(request: AnsweredRequest) -> dict[str, TensorSchema]:
     classes, features = request.job.params[WEIGHT].shape
-    most = request.census.examples["train"] * LARGEST_FEATURE**2
+    most = request.metadata.examples["train"] * LARGEST_FEATURE**2
     gram, cross = (features + 1, features + 1), (features + 1, classes)
     return {
         name: TensorSchema(shape=shape, dtype=torch.float64, least=-most, most=most)
@@ -287,7 +287,7 @@ def _ridge(request: AnsweredRequest) -> dict[str, TensorSchema]:
 
 def _check_ridge(request: AnsweredRequest, update: Update) -> None:
     """X^T X is symmetric, positive semidefinite, and counts the examples in its last place."""
-    gram, count = update.params[GRAM], request.census.examples["train"]
+    gram, count = update.params[GRAM], request.metadata.examples["train"]
     scale = float(gram.diagonal().abs().max())
     lifted = gram + torch.eye(len(gram), dtype=gram.dtype) * (scale * len(gram) * 1e-9)
     _, failed = torch.linalg.cholesky_ex(lifted)
@@ -322,19 +322,19 @@ SCHEMAS: Mapping[str, AnswerSchema] = {
     "evaluate": AnswerSchema(
         metrics=_scores,
         optional=_more_scores,
-        examples=lambda asked: asked.census.examples[asked.job.options.split],
+        examples=lambda asked: asked.metadata.examples[asked.job.options.split],
         keeps_model=True,
         also=_check_primary,
     ),
     "ridge": AnswerSchema(examples=_num_trained, tensors=_ridge, also=_check_ridge),
     "scale": AnswerSchema(
-        examples=lambda asked: min(asked.job.options.examples, asked.census.examples["validation"]),
+        examples=lambda asked: min(asked.job.options.examples, asked.metadata.examples["validation"]),
         tensors=lambda _: {
             LOSSES: TensorSchema(shape=(len(SCALES),), dtype=torch.float64, least=0.0, most=LARGEST_SUM**2)
         },
     ),
     "sensitivity": AnswerSchema(
-        examples=lambda asked: min(asked.job.options.examples, asked.census.examples["train"]), tensors=_sensitivity
+        examples=lambda asked: min(asked.job.options.examples, asked.metadata.examples["train"]), tensors=_sensitivity
     ),
 }
 """Every action that a client can be asked for, of adapters and of whole models."""

@@ -98,7 +98,7 @@ def read_metadata(data: Mapping[str, Any]) -> ClientMetadata:
     Raises `ProtocolError` where it does not hold together, or tells of more than fits any server.
     """
     try:
-        census = ClientMetadata(
+        metadata = ClientMetadata(
             task=str(data["task"]),
             num_labels=int(data["num_labels"]),
             metric=str(data["metric"]),
@@ -112,9 +112,9 @@ def read_metadata(data: Mapping[str, Any]) -> ClientMetadata:
         )
     except (KeyError, TypeError, ValueError, OverflowError) as error:
         raise ProtocolError(f"what the client tells of its data cannot be read ({error!s:.80})") from None
-    if not _holds_together(census):
+    if not _holds_together(metadata):
         raise ProtocolError("what the client tells of its data does not hold together; install the server's version")
-    return census
+    return metadata
 
 
 def read_device(text: str) -> Device:
@@ -139,76 +139,76 @@ def _fit(lengths: tuple[tuple[int, int, int], ...], examples: int) -> bool:
     )
 
 
-def _holds_together(census: ClientMetadata) -> bool:
-    width = census.num_labels if census.num_labels > 1 else 2
+def _holds_together(metadata: ClientMetadata) -> bool:
+    width = metadata.num_labels if metadata.num_labels > 1 else 2
     return (
-        re.fullmatch(r"[A-Za-z0-9_.\-]{1,100}", census.task) is not None
-        and all(name.isprintable() and len(name) <= LONGEST_NAME for name in census.label_names)
-        and 0 < census.max_length <= LONGEST
-        and 0 <= census.num_labels <= MOST_LABELS
-        and census.metric in METRICS
-        and len(census.label_names) in (0, census.num_labels)
-        and all(0 < count <= MOST_EXAMPLES for count in census.examples.values())
-        and 0 <= census.left_out <= MOST_EXAMPLES
-        and all(_fit(census.lengths[split], census.examples[split]) for split in SPLITS)
-        and all(len(values) == width and np.isfinite(values).all() for values in census.labels.values())
-        and all((_counts if census.num_labels > 1 else _values_can_be)(census, split) for split in SPLITS)
+        re.fullmatch(r"[A-Za-z0-9_.\-]{1,100}", metadata.task) is not None
+        and all(name.isprintable() and len(name) <= LONGEST_NAME for name in metadata.label_names)
+        and 0 < metadata.max_length <= LONGEST
+        and 0 <= metadata.num_labels <= MOST_LABELS
+        and metadata.metric in METRICS
+        and len(metadata.label_names) in (0, metadata.num_labels)
+        and all(0 < count <= MOST_EXAMPLES for count in metadata.examples.values())
+        and 0 <= metadata.left_out <= MOST_EXAMPLES
+        and all(_fit(metadata.lengths[split], metadata.examples[split]) for split in SPLITS)
+        and all(len(values) == width and np.isfinite(values).all() for values in metadata.labels.values())
+        and all((_counts if metadata.num_labels > 1 else _values_can_be)(metadata, split) for split in SPLITS)
     )
 
 
-def _counts(census: ClientMetadata, split: str) -> bool:
-    values = census.labels[split]
-    return all(value >= 0 and value == int(value) for value in values) and sum(values) == census.examples[split]
+def _counts(metadata: ClientMetadata, split: str) -> bool:
+    values = metadata.labels[split]
+    return all(value >= 0 and value == int(value) for value in values) and sum(values) == metadata.examples[split]
 
 
-def _values_can_be(census: ClientMetadata, split: Split) -> bool:
-    mean, deviation = census.labels[split]
+def _values_can_be(metadata: ClientMetadata, split: Split) -> bool:
+    mean, deviation = metadata.labels[split]
     return abs(mean) <= LARGEST_VALUE and 0 <= deviation <= LARGEST_VALUE
 
 
-def placeholder_client(name: str, census: ClientMetadata) -> tuple[ClientData, ClientTokens]:
+def placeholder_client(name: str, metadata: ClientMetadata) -> tuple[ClientData, ClientTokens]:
     """A client with these counts, labels and lengths, without a text, an image or a token in it."""
     task = Task(
-        name=census.task,
-        num_labels=census.num_labels,
-        metric=next(metric for metric in METRICS if metric == census.metric),
-        max_length=census.max_length,
-        label_names=census.label_names,
-        images=census.images,
+        name=metadata.task,
+        num_labels=metadata.num_labels,
+        metric=next(metric for metric in METRICS if metric == metadata.metric),
+        max_length=metadata.max_length,
+        label_names=metadata.label_names,
+        images=metadata.images,
         load=_at_the_site,
     )
-    rows = {split: _rows(census, task, split) for split in SPLITS}
+    rows = {split: _rows(metadata, task, split) for split in SPLITS}
     client = ClientData(
         name=name,
         task=task,
         train=rows["train"],
         validation=rows["validation"],
         test=rows["test"],
-        left_out=census.left_out,
+        left_out=metadata.left_out,
     )
-    splits = {split: _placeholder_tokens(census, task, split, rows[split].label) for split in SPLITS}
+    splits = {split: _placeholder_tokens(metadata, task, split, rows[split].label) for split in SPLITS}
     return client, ClientTokens(task=task, splits=splits)
 
 
-def redacted_metadata(census: ClientMetadata) -> ClientMetadata:
+def redacted_metadata(metadata: ClientMetadata) -> ClientMetadata:
     """What the host of this client's upper part needs of it: the numbers of examples and tokens, and no labels' spread.
 
     The host works on rows and on labels as they come, and asks how many there are, how long, and of which kind.
     """
-    classes = census.num_labels
+    classes = metadata.num_labels
     labels = {
         split: [float(count), *[0.0] * (classes - 1)] if classes > 1 else [0.0, 0.0]
-        for split, count in census.examples.items()
+        for split, count in metadata.examples.items()
     }
-    return replace(census, label_names=(), labels=labels, left_out=0)
+    return replace(metadata, label_names=(), labels=labels, left_out=0)
 
 
 def _at_the_site(_: Source) -> TaskData:
     raise ProtocolError("the data of a federation across machines lies at its sites; the server has none")
 
 
-def _rows(census: ClientMetadata, task: Task, split: Split) -> Rows:
-    count, spread = census.examples[split], census.labels[split]
+def _rows(metadata: ClientMetadata, task: Task, split: Split) -> Rows:
+    count, spread = metadata.examples[split], metadata.labels[split]
     if task.has_classes:
         label: Labels = np.repeat(np.arange(task.num_labels), np.asarray(spread, dtype=np.int64))
     else:
@@ -224,8 +224,8 @@ def _values(count: int, *, mean: float, std: float) -> Labels:
     return values.astype(np.float32)
 
 
-def _placeholder_tokens(census: ClientMetadata, task: Task, split: Split, label: Labels) -> EncodedExamples:
-    tokens, predicted, counts = (np.array(column, dtype=np.int64) for column in zip(*census.lengths[split]))
+def _placeholder_tokens(metadata: ClientMetadata, task: Task, split: Split, label: Labels) -> EncodedExamples:
+    tokens, predicted, counts = (np.array(column, dtype=np.int64) for column in zip(*metadata.lengths[split]))
     offsets = np.concatenate([[0], np.cumsum(np.repeat(tokens, counts))])
     # one number is seen at every place of a token: there are none, and memory for none
     shape = (int(offsets[-1]),)

@@ -118,9 +118,9 @@ def read_private(head: Mapping[str, Any]) -> PrivateRef | None:
 def job_message(
     action: str, job: Job, *, number: int, sent_digests: Mapping[str, str], cut_info: CutInfo | None = None
 ) -> tuple[Head, Params]:
-    """What goes to the client: the job, and its model unless one of the `held` digests is the model's.
+    """What goes to the client: the job, and its model unless one of `sent_digests` is the model's.
 
-    To a client with a cut goes its own side of the job, with what it is `told` of the other.
+    To a client with a cut goes its own side of the job, with `cut_info` on the other side.
     """
     assert not job.momentum, "it is kept in one process, and configs with several are refused"
     private, params = model_message(job.params)

@@ -47,12 +47,12 @@ class Owner:
 
 
 def check_store(folder: Path, owner: Owner | None = None) -> None:
-    """Nothing where private parts may be kept in this folder: it is not there, or empty, or a vault of this owner's.
+    """Nothing where private parts may be kept in this folder: it is not there, or empty, or a store of this owner's.
 
-    Vaults of before have no mark, and are known by their files. Without an owner any vault will do.
+    Stores of earlier versions have no mark, and are known by their files. Without an owner any store will do.
 
     Raises:
-        ConfigError: it holds what no vault has written, or is another client's or another run's.
+        ConfigError: it holds what no store has written, or is another client's or another run's.
     """
     if not folder.exists():
         return
@@ -79,7 +79,7 @@ def check_store(folder: Path, owner: Owner | None = None) -> None:
 
 
 def clear_store(folder: Path, owner: Owner) -> str:
-    """Remove what this owner's vault has written, and the folder where nothing else is in it; what stays, in a line.
+    """Remove what this owner's store has written, and the folder where nothing else is in it; what stays, in a line.
 
     Sub-folders, links and files of other names stay, and all of it where the server has named another version at the
     end than the newest, which would be lost. The mark goes last, so that what was begun can be done again.
@@ -123,13 +123,13 @@ def _mark_of(folder: Path) -> dict[str, Any]:
 
 
 def _is_own(path: Path) -> bool:
-    """Whether a vault has written this: a file of its names, and no link."""
+    """Whether a store has written this: a file of its names, and no link."""
     named = _FILE.fullmatch(path.name) or _DRAFT.fullmatch(path.name)
     return named is not None and path.is_file() and not path.is_symlink()
 
 
 def _strange(folder: Path) -> list[str]:
-    """What lies there that no vault has written, sorted."""
+    """What lies there that no store has written, sorted."""
     return sorted(path.name for path in folder.iterdir() if not _is_own(path))
 
 
@@ -266,7 +266,7 @@ def _read_index(path: Path) -> dict[str, int]:
 class PrivateReceiver:
     """`runtime.protocol.model_sync.Receiver` for a client that keeps a part of its model to itself."""
 
-    vault: PrivateParamStore
+    store: PrivateParamStore
     plain: AdapterReceiver = field(default_factory=AdapterReceiver)
     """Keeps what is shared."""
     _opened: tuple[Params, PrivateRef | None] = ({}, None)
@@ -276,12 +276,12 @@ class PrivateReceiver:
         """(action, job with its whole model, what is told of its cut); raises `ModelError` where its part is lost."""
         action, job, cut_info = self.plain.job(head, tensors, client=client)
         sent, private = self._opened = job.params, read_private(head)
-        return action, replace(job, params=self.vault.whole(sent, private, cut=job.cut, round=job.round)), cut_info
+        return action, replace(job, params=self.store.whole(sent, private, cut=job.cut, round=job.round)), cut_info
 
     def update(self, action: str, update: Update, job: Job, *, number: int) -> tuple[Head, Params]:
         """What goes back: what is shared, and the name of what stays."""
         sent, private = self._opened
-        update, reference = self.vault.split_private(update, job, sent, private)
+        update, reference = self.store.split_private(update, job, sent, private)
         head, tensors = self.plain.update(action, update, job, number=number)
         return {**head, **({} if reference is None else {"private": asdict(reference)})}, tensors
 
@@ -291,8 +291,8 @@ class PrivateReceiver:
         if head.get("model") is not True:
             return sent
         private = read_private(head)
-        model = self.vault.whole(sent, private, cut=None, round=0)
-        self.vault.end(private)
+        model = self.store.whole(sent, private, cut=None, round=0)
+        self.store.end(private)
         return model
 
     def forget(self) -> None:

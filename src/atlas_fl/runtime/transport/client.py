@@ -140,7 +140,7 @@ class Link:
         self._patience, self._left = patience, first_patience
         self._session, self._number = secrets.token_hex(16), 0
         self._threads = LoopThread()
-        self._desk = EventBridge(threads=self._threads, on_event=on_event)
+        self._bridge = EventBridge(threads=self._threads, on_event=on_event)
         self._channel: grpc.aio.Channel | None = None
         self._call: Any = None
         self._writing = asyncio.Lock()  # of whole frames: what says that this end is there goes between them
@@ -155,7 +155,7 @@ class Link:
         with contextlib.ExitStack() as stack:
             stack.enter_context(self._threads)
             stack.callback(lambda: self._threads.call(self._drop()))
-            self._desk.call(self._open_stream())
+            self._bridge.call(self._open_stream())
             self._threads.submit(self._beat())
             self._opened = stack.pop_all()
         return self
@@ -170,7 +170,7 @@ class Link:
         """
         self._number += 1
         frame = encode_frame({"sequence": self._number, "body": head}, tensors)
-        payload = self._desk.call(self._exchange(frame))
+        payload = self._bridge.call(self._exchange(frame))
         self.sent_bytes += len(frame)
         self.received_bytes += len(payload)
         return read_answer(payload, number=self._number)
@@ -211,7 +211,7 @@ class Link:
             raise ProtocolError(
                 f"the server at {self._address} failed ({code.name}: {one_line(error.details())}); see its log"
             )
-        self._desk.note(f"the connection to {self._address} is lost; trying again")
+        self._bridge.note(f"the connection to {self._address} is lost; trying again")
         await self._drop()
 
     async def _drop(self) -> None:
@@ -239,14 +239,14 @@ class Link:
                 )
             if pause == FIRST_PAUSE:
                 meanwhile = ", in which the server may be started again" if again else ""
-                self._desk.note(
+                self._bridge.note(
                     f"no answer from {self._address} ({reason}); trying for {self._left:g} seconds{meanwhile}"
                 )
             await asyncio.sleep(pause)
             pause = min(2 * pause, LONGEST_PAUSE)
         self._left = self._patience
         if again:
-            self._desk.note(f"connected to {self._address} again")
+            self._bridge.note(f"connected to {self._address} again")
         return self._call
 
     async def _begin(self) -> str | None:
