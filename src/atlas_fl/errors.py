@@ -1,4 +1,4 @@
-"""The errors that a user can cause, each with one line that says what to do."""
+"""AtlasError and its family: what a user can mend, on one line with the remedy."""
 
 from collections.abc import Iterable
 from difflib import get_close_matches

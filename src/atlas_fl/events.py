@@ -1,4 +1,4 @@
-"""What a run tells while it goes on: small frozen values for whoever shows its progress."""
+"""Events of a run for whoever shows its progress: small frozen values."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""pFedGraph: each client's row follows from how its change and those of the others point into the same direction.
+"""pFedGraph: mixing rows from the directions of the clients' changes, for all parameters or by layer and kind.
 
     d_kl = -cos(w_k - w_k^0, w_l - w_l^0)                        w^0: what the client began the run with
     m_k  = argmin over the simplex of sum_l m_l d_kl + alpha || m - p ||^2 = Proj_simplex(p - d_k / (2 alpha))

@@ -1,4 +1,4 @@
-"""The optimizer step of a client, composed of small transforms of its gradients as `optax.chain` composes them.
+"""The optimizer step of a client: clip, FedProx and other client-side terms, mask, AdamW or SGD, as a chain.
 
     unscale -> clip -> client terms -> mask -> AdamW | SGD (momentum, Nesterov)
 

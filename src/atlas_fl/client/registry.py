@@ -1,4 +1,4 @@
-"""What a client can be asked to do."""
+"""ACTIONS: what a client can be asked to do, by name: train, evaluate, fingerprint, importance, calibration."""
 
 from collections.abc import Callable, Mapping
 

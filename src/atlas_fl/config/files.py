@@ -1,11 +1,7 @@
-"""Configs as TOML and as YAML.
+"""Config files: TOML or YAML with a table for each group, every setting commented, none of them necessary.
 
-YAML as settings are written in it: what a text says, by the core schema of YAML 1.2.
-
-As PyYAML itself reads it, by YAML 1.1, `1e-3` is a text, `no` is false and `010` is eight. Here these are a number, a
-text and ten, so that the setting's own type says what it had to be.
-
-Config files: TOML or YAML with a table for each group, every setting commented, none of them necessary.
+YAML is read by the core schema of YAML 1.2. As PyYAML itself reads it, by YAML 1.1, `1e-3` is a text, `no` is false and
+`010` is eight. Here these are a number, a text and ten, so that the setting's own type says what it had to be.
 """
 
 import re

@@ -1,11 +1,7 @@
-"""The hash of a config, what may differ on resumption, and the digests of the files that a config names.
+"""The hash of a config, what may differ on resume, settings added later, digests of the files that it names.
 
-What makes two runs the same run.
-
-A file that a setting names, known by its content: `union.safetensors#sha256=0123456789abcdef`, as pip pins a wheel.
-
-What is read from a file makes a run what it is, and a path does not say what lies there. So a run's settings hold both:
-where the file is, and the first sixteen digits of its SHA-256.
+What is read from a file is part of a run's identity, and a path does not say what lies there. So a run's settings hold
+both: where the file is, and the first sixteen digits of its SHA-256 (`union.safetensors#sha256=0123456789abcdef`).
 """
 
 import json

@@ -1,4 +1,4 @@
-"""Recipes: functions that return a whole config. Flags and files change single settings of one."""
+"""Presets: functions that return a whole config. Flags and files change single settings of one."""
 
 from collections.abc import Callable
 from dataclasses import replace

@@ -1,20 +1,4 @@
-"""The settings themselves: frozen dataclasses, one group for each part of the system.
-
-The settings of a federation's data: tasks, clients, their devices, and who comes late.
-
-The settings of rounds and local training.
-
-The settings of phase 3: whose model is cut, where, and how what crosses is written.
-
-The settings of robust aggregation: how large an update and a weight may be, and what withstands hostile clients.
-
-The settings of strategies with a server state.
-
-The settings of simulated hostile clients.
-
-The settings of image tasks: what trains of the model, and of whole models which weights may move.
-
-The settings themselves: frozen dataclasses, one group for each part of the system.
+"""The settings: frozen dataclasses with the default and the help text of every flag, a group for each part.
 
 The name of a setting is its flag and its key in a file, so no two groups share one; its docstring is its help.
 """

@@ -1,9 +1,4 @@
-"""The settings as one table, and changes to a config by the names of settings.
-
-The settings as a table: name, group, type and help of each, read off the dataclasses.
-
-Settings changed by name.
-"""
+"""The settings as one table (group, flag, type, help), and changes to a config by the names of settings."""
 
 import ast
 import inspect

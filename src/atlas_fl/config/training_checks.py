@@ -1,4 +1,4 @@
-"""Whether settings fit what is trained and by which optimizer: adapters or all weights, of texts or of images."""
+"""Validation of training settings: what is trained (adapters, all weights), by which optimizer, under which mask."""
 
 from collections.abc import Sequence
 from dataclasses import fields

@@ -1,4 +1,4 @@
-"""Whether a config can be run, as far as that can be told without reading any data.
+"""Validation of a config: ranges, contradictions between settings, unknown names; no data is read.
 
 `RANGES` has the range of every number. The other checks find contradictions between settings, and names that no
 registry has. Registries are imported inside the checks, because importing them takes seconds.

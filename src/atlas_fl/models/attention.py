@@ -1,4 +1,4 @@
-"""Many sequences in one row of tokens: no padding, and attention that stays inside each sequence.
+"""Padding-free packed attention: many sequences in one row of tokens, each attends only to itself.
 
 Stock transformers run on the row unmodified: position ids restart at every sequence, and attention is
 registered through the public `AttentionInterface` and `AttentionMaskInterface`. The layout of the row

@@ -1,4 +1,4 @@
-"""The way to and from PEFT: the only file that knows its table, its names and its folders."""
+"""PEFT adapters in and out: the only file that knows PEFT's table, its names and its folders."""
 
 import json
 from collections.abc import Callable, Mapping, Sequence

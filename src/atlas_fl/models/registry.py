@@ -1,4 +1,4 @@
-"""The models that runs can start from, by alias, and the architectures that they belong to.
+"""Model aliases with their learning rates, architecture families, and where the files of a model are.
 
 A `RegisteredModel` says where a model comes from and which learning rate suits it. A `Family` is what ATLAS must know
 of an architecture: where its blocks are, which token stands for a sequence, what its head is. The model classes are

@@ -1,4 +1,4 @@
-"""The weights of one backbone in memory that several processes see: each has its own model, and none its own copy.
+"""Backbone weights in shared memory: several processes see one copy.
 
 A tensor begins at a multiple of 64 bytes, as in torch's own memory: products of what lies otherwise may end in other
 last bits.

@@ -1,18 +1,12 @@
-"""Tensors as safetensors files, sketches and deduplicated models among them.
-
-Tensors as bytes, in the safetensors format.
+"""Tensors as safetensors: bytes of messages and files, sketches beside a plan, models of many clients in one file.
 
 The header is written here and cached by names, dtypes and shapes, because a run encodes the same layout once for
 every client and round: about a tenth of the time of `safetensors.torch.save`, which also refuses tensors that share
 memory, as the equal rows of an average do. The bytes are those of `safetensors.torch.save` (held by a test).
 
-The sketches of a run's clients: a file beside the plan that was made of them.
-
-The models of many clients in one file.
-
-Adapters stand there under every client's name, as any reader of safetensors sees them. Whole models are too large for
-that: of these a file keeps every different tensor once, under the name of the first client that holds it, and its
-metadata say who else does.
+In a file of many clients' models, adapters stand under every client's name, as any reader of safetensors sees them.
+Whole models are too large for that: of these a file keeps every different tensor once, under the name of the first
+client that has it, and its metadata say who else does.
 """
 
 import json
