@@ -74,19 +74,19 @@ def settings(to: Path) -> dict[str, Config]:
     sizes = {"samples": "24", "validation_samples": "12", "test_samples": "12", "rounds": "3", "eval_every": "1"}
     common = {**sizes, "audit": "true", "runs_dir": str(to / "runs")}
     texts = {"tasks": "movie+trec", "clients_per_task": "2", "max_length": "24", "batch_size": "8", "model": str(text)}
-    found = {"clusters": "2", "fingerprint_steps": "2", "fingerprint_batches": "2", "sketch_dim": "64"}
+    fingerprints = {"clusters": "2", "fingerprint_steps": "2", "fingerprint_batches": "2", "sketch_dim": "64"}
     ranks = {"candidates": "2+4+8", "recluster_every": "2"}
     images = {"tasks": "digits", "clients_per_task": "4", "samples": "40", "model": str(image), "image_size": "16"}
     masked = {"mask": "random", "sparsity": "0.5"}
     return {
-        "texts": with_values(Config(), {**common, **texts, **found, **ranks}),
+        "texts": with_values(Config(), {**common, **texts, **fingerprints, **ranks}),
         "images": with_values(find_preset("vision-quick"), {**common, **images, **masked, "lr": "0.02"}),
     }
 
 
 def folders(to: Path) -> dict[str, Path]:
     """The four runs, made where they are not there yet."""
-    found: dict[str, Path] = {}
+    runs: dict[str, Path] = {}
     for name, config in settings(to).items():
         for kind, values in {"complete": {}, "killed": {"max_rounds": "2"}}.items():
             folder = to / "runs" / f"{name}-{kind}"
@@ -98,8 +98,8 @@ def folders(to: Path) -> dict[str, Path]:
                     late = [row for row in read_rows(whole.metrics) if row["round"] == 3]
                     append_rows(RunFolder(folder).metrics, late[:5])
                 (to / f"{name}-{kind}.made").touch()
-            found[folder.name] = folder
-    return found
+            runs[folder.name] = folder
+    return runs
 
 
 def class_of(name: str) -> str:
@@ -110,7 +110,7 @@ def class_of(name: str) -> str:
     return f"{parts[0]}/{parts[-1]}" if parts[0] in ("audit", "checkpoints") else f"{parts[0]}/*"
 
 
-def drawn(runs: Mapping[str, Path], flips: int) -> Iterator[tuple[int, str, str, int, int]]:
+def draw_flips(runs: Mapping[str, Path], flips: int) -> Iterator[tuple[int, str, str, int, int]]:
     """(number, run, file, byte, bit) of every flip; classes take turns."""
     classes: dict[tuple[str, str], list[Path]] = {}
     for name, folder in runs.items():
@@ -121,40 +121,40 @@ def drawn(runs: Mapping[str, Path], flips: int) -> Iterator[tuple[int, str, str,
         name, kind = turns[number % len(turns)]
         draw = generator(0, "flip", number)
         file = classes[name, kind][int(draw.integers(len(classes[name, kind])))]
-        place, bit = int(draw.integers(file.stat().st_size)), int(draw.integers(8))
-        yield number, name, file.relative_to(runs[name]).as_posix(), place, bit
+        offset, bit = int(draw.integers(file.stat().st_size)), int(draw.integers(8))
+        yield number, name, file.relative_to(runs[name]).as_posix(), offset, bit
 
 
-def reported(folder: Path) -> Any:
+def read_report(folder: Path) -> Any:
     record = read_record(folder)
     sketches = None if record.sketches is None else [half.tobytes() for half in record.sketches]
     return record.plan, list(record.metrics), list(record.ledger), sketches
 
 
-def exported(folder: Path) -> Any:
+def read_export(folder: Path) -> Any:
     to = folder.parent / "exported"
     shutil.rmtree(to, ignore_errors=True)
     export_client(folder, client="0", to=to)
     return {path.name: path.read_bytes() for path in sorted(to.iterdir())}
 
 
-def gone_on_from(folder: Path) -> Any:
+def resume_point(folder: Path) -> Any:
     """What a resume would go on from, but for its round: rows that a checkpoint covers are the same in every one."""
     run_folder = RunFolder(folder)
-    found, _ = checkpoint.load_latest(run_folder.checkpoints, check=partial(check_run_files, run_folder))
-    if found is None:
+    latest, _ = checkpoint.load_latest(run_folder.checkpoints, check=partial(check_run_files, run_folder))
+    if latest is None:
         raise AtlasError("it begins again, or names the file")
-    lengths = found.state["metrics_bytes"], found.state["ledger_bytes"]
+    lengths = latest.state["metrics_bytes"], latest.state["ledger_bytes"]
     rows = [file.read_bytes()[:length] for file, length in zip((run_folder.metrics, run_folder.ledger), lengths)]
-    plan = read_json(folder / found.state["plan"])
+    plan = read_json(folder / latest.state["plan"])
     mask = run_folder.mask.read_bytes() if run_folder.mask.exists() else None
     config = load_config(run_folder.config)
-    return found.round, (found.state, encode_tensors(found.tensors), rows, plan, mask, config)
+    return latest.round, (latest.state, encode_tensors(latest.tensors), rows, plan, mask, config)
 
 
 READERS: Mapping[str, Callable[[Path], Any]] = {
-    "report": reported,
-    "export": exported,
+    "report": read_report,
+    "export": read_export,
     "compare": lambda folder: read_summary(folder) if RunFolder(folder).summary.exists() else None,
 }
 
@@ -168,7 +168,7 @@ READ = {
 """How the classes of the files begin that a command reads."""
 
 
-def undamaged(runs: Mapping[str, Path]) -> dict[str, Any]:
+def read_undamaged(runs: Mapping[str, Path]) -> dict[str, Any]:
     """What is read of the folders as they were written; what a resume goes on from by round."""
     truth: dict[str, Any] = {}
     for name, folder in runs.items():
@@ -178,7 +178,7 @@ def undamaged(runs: Mapping[str, Path]) -> dict[str, Any]:
             hidden = [other for other in path.parent.iterdir() if other.name > path.name]
             for other in hidden:
                 other.rename(other.with_name("." + other.name))
-            at, value = gone_on_from(folder)
+            at, value = resume_point(folder)
             truth[name]["resume"][at] = value
             for other in hidden:
                 other.with_name("." + other.name).rename(other)
@@ -191,26 +191,26 @@ def outcome(folder: Path, file: str, truth: Mapping[str, Any]) -> str:
         return "harmless by name"
     faults = list(damaged_files(folder))
     if any(row.detail.startswith(f"{file} is damaged") for row in faults):
-        found = True
+        is_detected = True
     else:
         assert not faults, f"{file} was flipped, and {faults} were found"
-        found = False
+        is_detected = False
     for reader, read in READERS.items():
         try:
             if class_of(file).startswith(READ[reader]) and read(folder) != truth[reader]:
                 return "silent"
         except AtlasError as error:
             assert "\n" not in str(error)
-            found = True
+            is_detected = True
     try:
         at, value = (
-            gone_on_from(folder) if class_of(file).startswith(READ["resume"]) else next(iter(truth["resume"].items()))
+            resume_point(folder) if class_of(file).startswith(READ["resume"]) else next(iter(truth["resume"].items()))
         )
         if value != truth["resume"][at] and file != "config.toml":  # of which `config_change_note` says that it changed
             return "silent"
     except AtlasError:
-        found = True
-    if found:
+        is_detected = True
+    if is_detected:
         return "found"
     return "cut back" if file == "metrics.jsonl" else "same values"
 
@@ -232,7 +232,7 @@ def through_commands(folder: Path, file: str, whole: Path, *, expected: str) -> 
         assert "\n" not in str(error)
         assert expected == "found", (file, error)
     else:
-        left, right = (encode_tensors(checkpoint.load(one / "checkpoints/round-0003").tensors) for one in (copy, whole))
+        left, right = (encode_tensors(checkpoint.load(run / "checkpoints/round-0003").tensors) for run in (copy, whole))
         assert left == right, f"{file}: the run ends in other bits"
         assert file.startswith("audit/") or audit_run(copy).ok, f"{file}: the audit of the resumed run fails"
 
@@ -244,9 +244,9 @@ def command(*words: str) -> tuple[int, str]:
     return code, out.getvalue()
 
 
-def flipped(folder: Path, file: str, place: int, bit: int) -> None:
+def flip_bit(folder: Path, file: str, offset: int, bit: int) -> None:
     content = bytearray((folder / file).read_bytes())
-    content[place] ^= 1 << bit
+    content[offset] ^= 1 << bit
     (folder / file).write_bytes(content)
 
 
@@ -257,7 +257,8 @@ def table(lines: Path) -> int:
     print("|---" * (len(OUTCOMES) + 2) + "|")
     for kind in [*sorted({kind for kind, _ in counts}), "all"]:
         cells = [
-            sum(n for (one, what), n in counts.items() if what == name and kind in (one, "all")) for name in OUTCOMES
+            sum(n for (file_class, what), n in counts.items() if what == name and kind in (file_class, "all"))
+            for name in OUTCOMES
         ]
         print(f"| {kind} | {sum(cells)} | " + " | ".join(str(cell or "") for cell in cells) + " |")
     print(f"{len(rows)} flips, {sum(row['commands'] for row in rows)} of them through the commands")
@@ -276,21 +277,21 @@ def main() -> int:
     shutil.rmtree(work, ignore_errors=True)  # whoever was killed has left a flip there
     runs = {name: Path(shutil.copytree(folder, work / name)) for name, folder in folders(args.to).items()}
     done = len(lines.read_text().splitlines()) if lines.exists() else 0
-    truth = undamaged(runs)
-    for number, name, file, place, bit in drawn(runs, args.flips):
+    truth = read_undamaged(runs)
+    for number, name, file, offset, bit in draw_flips(runs, args.flips):
         if number < done:
             continue
         folder = runs[name]
         before = (folder / file).read_bytes()
         try:
-            flipped(folder, file, place, bit)
+            flip_bit(folder, file, offset, bit)
             what = outcome(folder, file, truth[name])
             by_commands = number % args.commands == 0 and what != "harmless by name"
             if by_commands:
                 through_commands(folder, file, runs[name.replace("killed", "complete")], expected=what)
         finally:
             (folder / file).write_bytes(before)
-        row = {"number": number, "run": name, "file": file, "byte": place, "bit": bit, "outcome": what}
+        row = {"number": number, "run": name, "file": file, "byte": offset, "bit": bit, "outcome": what}
         with lines.open("a") as out:
             out.write(json.dumps({**row, "commands": by_commands}) + "\n")
     return 1 if table(lines) else 0

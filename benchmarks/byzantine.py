@@ -109,7 +109,7 @@ GROUP_RULED = (
 
 def grouped_cases() -> Iterator[Case]:
     """Clients in groups that differ."""
-    groups = [(clients, len(hostile), place) for place, (clients, hostile) in PLACES.items()]
+    groups = [(clients, len(hostile), position) for position, (clients, hostile) in PLACES.items()]
     return _cases(groups, GROUP_ATTACKED, GROUP_RULED)
 
 
@@ -123,7 +123,7 @@ def _cases(
     attacks: Sequence[tuple[str, float | None]],
     rules: Sequence[tuple[str, str, str]],
 ) -> Iterator[Case]:
-    for seed, (clients, hostile, place), (attack, size), (rule, norm_bound, keep) in product(
+    for seed, (clients, hostile, position), (attack, size), (rule, norm_bound, keep) in product(
         SEEDS, federations, attacks, rules
     ):
         yield Case(
@@ -135,7 +135,7 @@ def _cases(
             norm_bound=norm_bound,
             keep=keep,
             seed=seed,
-            place=place,
+            place=position,
         )
 
 
@@ -176,7 +176,9 @@ def images_of(client: ClientData, split: str) -> tuple[Tensor, Tensor]:
     return pixels / 255.0 * 2 - 0.5, torch.from_numpy(np.asarray(rows.label)).long()
 
 
-def trained(net: Net, start: ByClient, data: Mapping[str, tuple[Tensor, Tensor]], case: Case, round: int) -> ByClient:
+def train_clients(
+    net: Net, start: ByClient, data: Mapping[str, tuple[Tensor, Tensor]], case: Case, round: int
+) -> ByClient:
     """Some steps of SGD of everyone from there, on its own images; zeros in the place of missing ranks stay zero."""
     names, ranks = list(start), [len(params[f"{LAYER}.lora_A"]) for params in start.values()]
     full = [dict(params) for params in start.values()]
@@ -187,20 +189,20 @@ def trained(net: Net, start: ByClient, data: Mapping[str, tuple[Tensor, Tensor]]
     stack = {key: torch.stack([params[key] for params in full]).requires_grad_() for key in full[0]}
     streams = [torch_generator(case.seed, name, round) for name in names]
     images, labels = (torch.stack([data[name][part] for name in names]) for part in (0, 1))
-    place = torch.arange(len(names))[:, None]
+    row = torch.arange(len(names))[:, None]
     for _ in range(STEPS):
         index = torch.stack([torch.randint(images.shape[1], (BATCH,), generator=stream) for stream in streams])
-        logits = net.logits(stack, images[place, index])
-        loss = cross_entropy(logits.transpose(1, 2), labels[place, index], reduction="none").mean(1).sum()
+        logits = net.logits(stack, images[row, index])
+        loss = cross_entropy(logits.transpose(1, 2), labels[row, index], reduction="none").mean(1).sum()
         gradients = torch.autograd.grad(loss, list(stack.values()))
         with torch.no_grad():
             for tensor, gradient in zip(stack.values(), gradients, strict=True):
                 tensor -= RATE * gradient
-    found = {name: {key: tensor[k].detach().clone() for key, tensor in stack.items()} for k, name in enumerate(names)}
-    for params, rank in zip(found.values(), ranks, strict=True):
+    models = {name: {key: tensor[k].detach().clone() for key, tensor in stack.items()} for k, name in enumerate(names)}
+    for params, rank in zip(models.values(), ranks, strict=True):
         params[f"{LAYER}.lora_A"] = params[f"{LAYER}.lora_A"][:rank].clone()
         params[f"{LAYER}.lora_B"] = params[f"{LAYER}.lora_B"][:, :rank].clone()
-    return found
+    return models
 
 
 def measure(net: Net, params: Params, data: tuple[Tensor, Tensor]) -> tuple[float, float]:
@@ -217,8 +219,8 @@ def groups_of(case: Case) -> np.ndarray:
 
 def hostile_of(case: Case, names: tuple[str, ...]) -> tuple[str, ...]:
     """Who is hostile under every attack of this case; under `none` the same ones are left out of the scores."""
-    places = PLACES[case.place][1] if case.place else range(case.clients - case.hostile, case.clients)
-    return tuple(names[k] for k in places)
+    positions = PLACES[case.place][1] if case.place else range(case.clients - case.hostile, case.clients)
+    return tuple(names[k] for k in positions)
 
 
 def federation_of(case: Case, names: tuple[str, ...]) -> Federation:
@@ -234,7 +236,7 @@ def federation_of(case: Case, names: tuple[str, ...]) -> Federation:
     )
 
 
-def labelled(case: Case, data: tuple[Tensor, Tensor], group: int) -> tuple[Tensor, Tensor]:
+def relabel(case: Case, data: tuple[Tensor, Tensor], group: int) -> tuple[Tensor, Tensor]:
     """The images under the labels of this group."""
     if not case.place:
         return data
@@ -243,31 +245,31 @@ def labelled(case: Case, data: tuple[Tensor, Tensor], group: int) -> tuple[Tenso
 
 
 def server_step(
-    strategy: Strategy, case: Case, held: ByClient, sent: ByClient, federation: Federation, round: int
+    strategy: Strategy, case: Case, current: ByClient, sent: ByClient, federation: Federation, round: int
 ) -> tuple[ByClient, list[str]]:
     """What everyone goes on with, and whose update was refused."""
     good: dict[str, Params] = {}
     for name, params in sent.items():
         try:
-            check_update(held[name], params)
+            check_update(current[name], params)
         except ProtocolError:
             continue
         good[name] = params
     tasks = dict(zip(federation.clients, federation.head_groups, strict=True))
     mode = case.norm_bound if strategy.communicates else "off"
-    kept, _ = bound_updates(held, good, tasks, SPACE, mode=mode, ratio=10)
+    accepted, _ = bound_updates(current, good, tasks, SPACE, mode=mode, ratio=10)
     # as in `experiment.rounds.one_round`
-    linked = without_edges(federation, sorted(sent.keys() - kept.keys()))
-    mixed = strategy.aggregate({}, held, kept, linked, round=round).client_models
+    linked = without_edges(federation, sorted(sent.keys() - accepted.keys()))
+    mixed = strategy.aggregate({}, current, accepted, linked, round=round).client_models
     bad = unusable_models(mixed)
-    return {name: held[name] if name in bad else params for name, params in mixed.items()}, sorted(
-        sent.keys() - kept.keys()
+    return {name: current[name] if name in bad else params for name, params in mixed.items()}, sorted(
+        sent.keys() - accepted.keys()
     )
 
 
-def attacked(case: Case, before: Params, after: Params, name: str, round: int) -> Params:
+def alter_update(case: Case, before: Params, after: Params, name: str, round: int) -> Params:
     attack = ATTACKS[case.attack]
-    size = next((one for one in (case.size, attack.size) if one is not None), float(case.clients))
+    size = next((value for value in (case.size, attack.size) if value is not None), float(case.clients))
     stream = torch_generator(case.seed, "attack", name, round)
     return attack.alter(before, after, AttackContext(size=size, space=SPACE, random=stream))
 
@@ -284,36 +286,39 @@ def run(case: Case, alpha: float | None) -> dict[str, object]:
     strategy, federation = find_strategy(case.rule, options), federation_of(case, names)
     data = {
         client.name: {
-            split: labelled(case, images_of(client, split), int(group)) for split in ("train", "validation", "test")
+            split: relabel(case, images_of(client, split), int(group)) for split in ("train", "validation", "test")
         }
         for client, group in zip(clients, groups_of(case), strict=True)
     }
-    held: ByClient = {name: net.start(RANKS[k % len(RANKS)], case.seed) for k, name in enumerate(names)}
+    current: ByClient = {name: net.start(RANKS[k % len(RANKS)], case.seed) for k, name in enumerate(names)}
     refused = 0
-    own: Mapping[str, Params] = {}
+    local: Mapping[str, Params] = {}
     for round in range(1, ROUNDS + 1):
-        own = trained(net, held, {name: data[name]["train"] for name in names}, case, round)
+        local = train_clients(net, current, {name: data[name]["train"] for name in names}, case, round)
         sent = {
-            name: attacked(case, held[name], params, name, round) if name in hostile else params
-            for name, params in own.items()
+            name: alter_update(case, current[name], params, name, round) if name in hostile else params
+            for name, params in local.items()
         }
-        held, out = server_step(strategy, case, held, sent, federation, round)
+        current, out = server_step(strategy, case, current, sent, federation, round)
         refused += len(set(out) - set(hostile))
     if case.keep == "best":
         losses = {
-            name: [measure(net, models[name], data[name]["validation"])[1] for models in (own, held)] for name in names
+            name: [measure(net, models[name], data[name]["validation"])[1] for models in (local, current)]
+            for name in names
         }
-        held = {name: own[name] if losses[name][0] < losses[name][1] else held[name] for name in names}
-    scores = [measure(net, held[name], data[name]["test"])[0] for name in names if name not in hostile_of(case, names)]
+        current = {name: local[name] if losses[name][0] < losses[name][1] else current[name] for name in names}
+    scores = [
+        measure(net, current[name], data[name]["test"])[0] for name in names if name not in hostile_of(case, names)
+    ]
     return {**asdict(case), "mean": fmean(scores), "worst": min(scores), "honest_refused": refused}
 
 
 def tables(rows: list[dict[str, object]], grouped: bool) -> Iterator[str]:
     """Mean and standard deviation over the seeds of the honest clients' mean score, and the mean of the worst one's."""
     if grouped:
-        for place in PLACES:
-            yield f"\n{place}: mean +- std over seeds (mean of the worst honest client)\n"
-            yield from _table([row for row in rows if row["place"] == place], GROUP_ATTACKED, GROUP_RULED)
+        for position in PLACES:
+            yield f"\n{position}: mean +- std over seeds (mean of the worst honest client)\n"
+            yield from _table([row for row in rows if row["place"] == position], GROUP_ATTACKED, GROUP_RULED)
     for clients, hostile in () if grouped else SIZES:
         yield f"\n{hostile} of {clients} clients: mean +- std over seeds (mean of the worst honest client)\n"
         yield from _table([row for row in rows if row["clients"] == clients], ATTACKED, RULED)
@@ -333,8 +338,8 @@ def _table(
         name += ", keep best" if keep == "best" else ""
         cells = []
         for attack, size in attacked:
-            wanted = {"attack": attack, "size": size, "rule": rule, "norm_bound": norm_bound, "keep": keep}
-            cells.append(_cell([row for row in rows if all(row[key] == value for key, value in wanted.items())]))
+            setting = {"attack": attack, "size": size, "rule": rule, "norm_bound": norm_bound, "keep": keep}
+            cells.append(_cell([row for row in rows if all(row[key] == value for key, value in setting.items())]))
         yield f"| {name} | " + " | ".join(cells) + " |"
 
 
@@ -359,8 +364,8 @@ def main() -> None:
     lines = args.to.read_text(encoding="utf-8").splitlines() if args.to.exists() else []
     rows = [json.loads(line) for line in lines]
     done = {tuple(row.get(key, "") for key in asdict(next(cases()))) for row in rows}
-    wanted = list(grouped_cases() if args.groups == 3 else cases())
-    for case in wanted if not args.table else ():
+    selected = list(grouped_cases() if args.groups == 3 else cases())
+    for case in selected if not args.table else ():
         chosen = (case.place or case.clients in args.clients) and (args.rules is None or case.rule in args.rules)
         if chosen and tuple(asdict(case).values()) not in done:
             rows.append(run(case, args.dirichlet_alpha))

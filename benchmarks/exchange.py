@@ -49,8 +49,8 @@ def serve(folder: Path) -> None:
         print(threads.call(server.start()), listener.getsockname()[1], flush=True)
         end, _ = listener.accept()
         with end:
-            while (size := int.from_bytes(received(end, 8), "little")) > 0:
-                end.sendall(received(end, size))
+            while (size := int.from_bytes(receive(end, 8), "little")) > 0:
+                end.sendall(receive(end, size))
         sys.stdin.read()
         print(peak())
         threads.call(server.stop())
@@ -61,41 +61,41 @@ def peak() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1000
 
 
-def received(end: Any, size: int) -> bytes:
+def receive(end: Any, size: int) -> bytes:
     data = bytearray()
     while len(data) < size and (part := end.recv(min(1 << 20, size - len(data)))):
         data += part
     return bytes(data)
 
 
-def timed(work: Callable[[], Any], *, turns: int) -> tuple[np.ndarray, float]:
+def time_turns(work: Callable[[], Any], *, turns: int) -> tuple[np.ndarray, float]:
     """Milliseconds of every turn, (turns,), and of this process's own computing a turn; five before are not counted."""
     for _ in range(5):
         work()
-    found, computed = [], time.process_time()
+    milliseconds, computed = [], time.process_time()
     for _ in range(turns):
         began = time.perf_counter()
         work()
-        found.append(1e3 * (time.perf_counter() - began))
-    return np.array(found), 1e3 * (time.process_time() - computed) / turns
+        milliseconds.append(1e3 * (time.perf_counter() - began))
+    return np.array(milliseconds), 1e3 * (time.process_time() - computed) / turns
 
 
-def linked(folder: Path, name: str, port: int) -> Link:
+def open_link(folder: Path, name: str, port: int) -> Link:
     certs = open_certs(folder / name)
     return Link(f"localhost:{port}", certs, hello=dict, patience=10, first_patience=10, on_event=print)
 
 
 def site(folder: Path, name: str, port: int, *, turns: int) -> None:
     """Exchange whenever a line with a size comes in, and answer with p50 and p95."""
-    with linked(folder, name, port) as link:
+    with open_link(folder, name, port) as link:
         print("ready", flush=True)
         for line in sys.stdin:
             tensors = {"x": torch.randn(int(float(line) * 1e6 / 4))}
-            turned, _ = timed(partial(link.exchange, {}, tensors), turns=turns)
+            turned, _ = time_turns(partial(link.exchange, {}, tensors), turns=turns)
             print(*np.percentile(turned, [50, 95]), flush=True)
 
 
-def together(folder: Path, port: int, *, sites: int, turns: int) -> None:
+def measure_together(folder: Path, port: int, *, sites: int, turns: int) -> None:
     """So many sites at once, for every size with an aim."""
     words = [sys.executable, __file__, "--turns", str(turns), "--site", str(folder), str(port)]
     ends = [
@@ -114,8 +114,8 @@ def together(folder: Path, port: int, *, sites: int, turns: int) -> None:
             assert end.stdin is not None
             end.stdin.write(f"{size}\n")
             end.stdin.flush()
-        found = np.array([line.split() for line in lines()], dtype=float)
-        p50, p95 = found[:, 0].mean(), found[:, 1].max()
+        percentiles = np.array([line.split() for line in lines()], dtype=float)
+        p50, p95 = percentiles[:, 0].mean(), percentiles[:, 1].max()
         print(f"{sites} sites at once, {size} MB: p50 {p50:.2f} ms, largest p95 {p95:.2f} ms")
     for end in ends:
         end.communicate("")
@@ -125,7 +125,7 @@ def measure(folder: Path, ports: tuple[int, int], *, turns: int) -> None:
     print(f"{'MB':>5} {'best':>7} {'p50':>7} {'p95':>7} {'aim':>5} {'client CPU':>11} {'coding CPU':>11}", end="")
     print(f" {'bare TCP best':>14} {'p50':>7} {'p95':>7}   all in ms")
     bare = create_connection(("127.0.0.1", ports[1]))
-    with linked(folder, SITES[0], ports[0]) as link:
+    with open_link(folder, SITES[0], ports[0]) as link:
         for size, aim in AIMS_MS.items():
             tensors = {"x": torch.randn(int(size * 1e6 / 4))}
             frame = encode_frame({}, tensors)
@@ -136,10 +136,10 @@ def measure(folder: Path, ports: tuple[int, int], *, turns: int) -> None:
 
             def plain(frame: bytes = frame) -> None:
                 bare.sendall(len(frame).to_bytes(8, "little") + frame)
-                received(bare, len(frame))
+                receive(bare, len(frame))
 
-            turned, computed = timed(partial(link.exchange, {}, tensors), turns=turns)
-            coded, raw = timed(coding, turns=turns)[1], timed(plain, turns=turns)[0]
+            turned, computed = time_turns(partial(link.exchange, {}, tensors), turns=turns)
+            coded, raw = time_turns(coding, turns=turns)[1], time_turns(plain, turns=turns)[0]
             p50, p95 = np.percentile(turned, [50, 95])
             print(
                 f"{size:>5} {turned.min():>7.2f} {p50:>7.2f} {p95:>7.2f} {aim:>5} {computed:>11.2f} {coded:>11.2f}",
@@ -173,7 +173,7 @@ def main() -> None:
         try:
             port, bare = (int(word) for word in server.stdout.readline().split())
             measure(folder, (port, bare), turns=options.turns)
-            together(folder, port, sites=options.together, turns=options.turns)
+            measure_together(folder, port, sites=options.together, turns=options.turns)
         finally:
             print(f"most memory of the two processes: {peak()} and {server.communicate('')[0].strip()} MB")
 

@@ -132,7 +132,7 @@ def stock(key: str, assembly: Assembly) -> str:
     )
 
 
-def timed(work: Callable[[], object], clock: str) -> float:
+def time_call(work: Callable[[], object], clock: str) -> float:
     began = CLOCKS[clock]()
     work()
     return CLOCKS[clock]() - began
@@ -159,10 +159,10 @@ def compare(ours: Ours, loop: Loop, args: argparse.Namespace) -> tuple[dict[str,
     work = {"ours": ours.round, "loop": loop.round, "steps": loop.steps_alone}
     taken: dict[str, list[float]] = {name: [] for name in work}
     for _ in range(args.turns):
-        for name, one in work.items():
-            taken[name].append(timed(one, args.clock))
-    names, found = loop.model(), ours.model()
-    return taken, max(float((names[stock(key, ours.assembly)] - value).abs().max()) for key, value in found.items())
+        for name, call in work.items():
+            taken[name].append(time_call(call, args.clock))
+    names, tensors = loop.model(), ours.model()
+    return taken, max(float((names[stock(key, ours.assembly)] - value).abs().max()) for key, value in tensors.items())
 
 
 def beyond(taken: Mapping[str, Sequence[float]], side: str) -> float:

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
 import torch
-from packed import padded
+from packed import pad_batch
 from transformers import AutoModelForSequenceClassification
 
 from atlas_fl.client.importance import batch_gradients
@@ -37,7 +37,7 @@ def stock_passes(model: torch.nn.Module, job: Job, assembly: Assembly) -> Iterat
     options = replace(job.options.train, half=0, max_steps=job.options.batches)
     data, pad = assembly.site.data[job.client].splits["train"], assembly.site.backbone.tokenizer.pad_token_id
     for batch in batches(data, replace(job, options=options)):
-        model(**padded(batch, pad, "cpu")).loss.backward()
+        model(**pad_batch(batch, pad, "cpu")).loss.backward()
         model.zero_grad()
         yield
 

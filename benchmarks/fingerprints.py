@@ -57,7 +57,7 @@ def federations(name: str, size: int, seeds: int, device: Literal["cpu", "cuda"]
         yield assemble(Config(data=data, run=RunConfig(seed=seed, accelerator=device)))
 
 
-def merged(assemblies: list[Assembly]) -> Site:
+def merge_sites(assemblies: list[Assembly]) -> Site:
     """One site with the clients of all seeds, so that they train in the same packs."""
     data = {f"{a.config.run.seed}:{name}": tokens for a in assemblies for name, tokens in a.site.data.items()}
     return replace(assemblies[0].site, data=data)
@@ -80,22 +80,22 @@ def jobs_of(assemblies: list[Assembly], *, batches: int, steps: int) -> list[Job
 
 def deltas(site: Site, jobs: list[Job]) -> dict[str, np.ndarray]:
     """Sketches (clients, 2, dim) of the delta fingerprint after each of the wanted steps."""
-    found: dict[str, list[list[np.ndarray]]] = {f"delta {steps}": [] for steps in STEPS}
+    sketches: dict[str, list[list[np.ndarray]]] = {f"delta {steps}": [] for steps in STEPS}
 
     def watch(done: int, live: Mapping[int, Params]) -> tuple[int, ...]:
         if done in STEPS:
             rows = [delta_sketch(params, jobs[0].options) for params in live.values()]
-            found[f"delta {done}"] += [rows[place : place + 2] for place in range(0, len(rows), 2)]
+            sketches[f"delta {done}"] += [rows[index : index + 2] for index in range(0, len(rows), 2)]
         return ()
 
     for pack in packs(jobs, site):
         train([half_job(job, half) for job in pack for half in (0, 1)], site, watch=watch)
-    return {name: np.array(rows) for name, rows in found.items()}
+    return {name: np.array(rows) for name, rows in sketches.items()}
 
 
 def gradient_sketches(site: Site, jobs: list[Job]) -> dict[str, np.ndarray]:
     """Sketches (clients, 2, dim) of `gradient` and `fisher`, both from the same batches."""
-    found: dict[str, list[list[np.ndarray]]] = {"gradient": [], "fisher": []}
+    sketches: dict[str, list[list[np.ndarray]]] = {"gradient": [], "fisher": []}
     for job in jobs:
         both: dict[str, list[np.ndarray]] = {"gradient": [], "fisher": []}
         for half in (0, 1):
@@ -108,20 +108,20 @@ def gradient_sketches(site: Site, jobs: list[Job]) -> dict[str, np.ndarray]:
             root = {key: value.sqrt() for key, value in square.items()}
             both["gradient"].append(sketch(mean, dim=DIM, seed=job.options.train.seed))
             both["fisher"].append(sketch(root, dim=DIM, seed=job.options.train.seed))
-        for kind in found:
-            found[kind].append(both[kind])
-    return {kind: np.array(rows) for kind, rows in found.items()}
+        for kind in sketches:
+            sketches[kind].append(both[kind])
+    return {kind: np.array(rows) for kind, rows in sketches.items()}
 
 
 def measure(args: argparse.Namespace) -> None:
     args.to.mkdir(parents=True, exist_ok=True)
     for size in args.sizes:
         file = args.to / f"{'-'.join(args.kinds)}-{size}.npz"
-        kept: dict[str, np.ndarray] = dict(np.load(file)) if file.exists() else {}
+        arrays: dict[str, np.ndarray] = dict(np.load(file)) if file.exists() else {}
         for name in args.sets:
             began = time.perf_counter()
             assemblies = list(federations(name, size, args.seeds, args.device))
-            site = merged(assemblies)
+            site = merge_sites(assemblies)
             jobs = jobs_of(assemblies, batches=args.batches, steps=STEPS[-1])
             clients = len(assemblies[0].clients)
             sketches = deltas(site, jobs) if "delta" in args.kinds else {}
@@ -129,9 +129,9 @@ def measure(args: argparse.Namespace) -> None:
                 sketches |= gradient_sketches(site, jobs)
             for kind, rows in sketches.items():
                 shaped = rows.reshape(args.seeds, clients, 2, DIM)
-                kept[f"{name}|{kind}"] = shaped.astype(np.float16)
+                arrays[f"{name}|{kind}"] = shaped.astype(np.float16)
             print(f"{name}, {size} examples: {time.perf_counter() - began:.0f} s", flush=True)
-            np.savez_compressed(file, allow_pickle=False, **kept)
+            np.savez_compressed(file, allow_pickle=False, **arrays)
 
 
 def table(args: argparse.Namespace) -> None:
@@ -140,17 +140,17 @@ def table(args: argparse.Namespace) -> None:
     for path in sorted(args.of.glob("*.npz")):
         size = int(path.stem.rsplit("-", 1)[1])
         by_size.setdefault(size, {}).update(np.load(path))
-    sets = [name for name in SETS if any(key.split("|")[0] == name for found in by_size.values() for key in found)]
+    sets = [name for name in SETS if any(key.split("|")[0] == name for arrays in by_size.values() for key in arrays)]
     print("| fingerprint | clustering | examples | " + " | ".join(sets) + " | mean ARI | exact |")
     print("|---|---|---|" + "---|" * (len(sets) + 2))
-    kinds = sorted({key.split("|")[1] for found in by_size.values() for key in found})
+    kinds = sorted({key.split("|")[1] for arrays in by_size.values() for key in arrays})
     for kind in args.kinds or kinds:
         for method in args.methods:
-            for size, found in sorted(by_size.items()):
+            for size, arrays in sorted(by_size.items()):
                 row, exact, total = [], 0, 0
                 for name in sets:
                     truth = [TRUTH.get(task, task) for task in SETS[name] for _ in range(3)]
-                    measured = found.get(f"{name}|{kind}")
+                    measured = arrays.get(f"{name}|{kind}")
                     if measured is None:  # not measured for this fingerprint
                         row.append(math.nan)
                         continue

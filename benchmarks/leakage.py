@@ -31,17 +31,17 @@ def main() -> None:
     for wire, noise in WAYS:
         for draw in range(args.draws if noise else 1):
             values = {"wire": wire, "wire_noise": str(noise), "seed": str(assembly.config.run.seed + draw)}
-            own = replace(assembly, config=with_values(assembly.config, values))
-            by_way.setdefault((wire, noise), []).append(leakage_of(own, {args.task: args.cuts}))
+            variant = replace(assembly, config=with_values(assembly.config, values))
+            by_way.setdefault((wire, noise), []).append(leakage_of(variant, {args.task: args.cuts}))
     first = by_way[WAYS[0]][0][0]
     print(f"tokens: {first.known} known, {first.unseen} unseen; the commonest is {first.commonest:.3f} of them")
-    for place, cut in enumerate(by_way[WAYS[0]][0]):
-        shares = {way: [draw[place].read for draw in draws] for way, draws in by_way.items()}
-        cells = [f"{wire} noise {noise:g}: {told(own)}" for (wire, noise), own in shares.items()]
+    for index, cut in enumerate(by_way[WAYS[0]][0]):
+        shares = {way: [draw[index].read for draw in draws] for way, draws in by_way.items()}
+        cells = [f"{wire} noise {noise:g}: {format_share(reads)}" for (wire, noise), reads in shares.items()]
         print(f"cut at {cut.blocks}: dFIL {cut.dfil:.3g}, " + ", ".join(cells))
 
 
-def told(shares: Sequence[float]) -> str:
+def format_share(shares: Sequence[float]) -> str:
     """The share, or the mean of several with the least and the largest."""
     mean = f"{sum(shares) / len(shares):.3f}"
     return mean if len(shares) == 1 else f"{mean} ({min(shares):.3f} to {max(shares):.3f})"

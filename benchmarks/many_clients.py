@@ -140,11 +140,11 @@ def one_at_a_time(work: Callable[..., Any]) -> Callable[..., Any]:
     """Loading sets what the whole process computes with for a moment, so threads must not do it at once."""
     lock = threading.Lock()
 
-    def locked(*args: Any, **how: Any) -> Any:
+    def run_locked(*args: Any, **how: Any) -> Any:
         with lock:
             return work(*args, **how)
 
-    return locked
+    return run_locked
 
 
 @contextlib.contextmanager
@@ -171,12 +171,12 @@ def measure(args: argparse.Namespace) -> None:
         for k in range(args.processes):
             mine = ",".join(everyone[k :: args.processes])
             stack.enter_context(program("--join", made, "--port", str(port), "--names", mine))
-        tell(json.loads(server.stdout.readline()), args)
+        print_measurements(json.loads(server.stdout.readline()), args)
 
 
-def tell(found: dict[str, Any], args: argparse.Namespace) -> None:
-    sizes, seconds = np.array(found["sizes"]) / 2**20, np.array(found["seconds"])[WARM:]
-    listening, here = found["listening"] / 2**20, found["here"] / 2**20
+def print_measurements(measurements: dict[str, Any], args: argparse.Namespace) -> None:
+    sizes, seconds = np.array(measurements["sizes"]) / 2**20, np.array(measurements["seconds"])[WARM:]
+    listening, here = measurements["listening"] / 2**20, measurements["here"] / 2**20
     print(f"{args.clients} clients in {args.processes} processes; load {os.getloadavg()[0]:.1f}")
     print(f"server: {listening:.0f} MB before any client, {sizes[WARM - 1]:.0f} MB after round {WARM}")
     print(f"memory per client: {(sizes[WARM - 1] - listening) / args.clients:.2f} MB")

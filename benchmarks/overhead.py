@@ -46,7 +46,7 @@ class Echo:
         updates = [
             Update(
                 client=job.client,
-                params=moved(job.params, chance) if action == "train" else job.params,
+                params=add_noise(job.params, chance) if action == "train" else job.params,
                 examples=EXAMPLES,
                 metrics=metrics,
                 keys=len(job.params),
@@ -57,8 +57,8 @@ class Echo:
         return updates
 
 
-def moved(params: Params, chance: torch.Generator) -> Params:
-    return {key: own + 0.01 * torch.randn(own.shape, generator=chance) for key, own in params.items()}
+def add_noise(params: Params, chance: torch.Generator) -> Params:
+    return {key: value + 0.01 * torch.randn(value.shape, generator=chance) for key, value in params.items()}
 
 
 def settings(strategy: str, space: str, *, clients: int, rounds: int) -> Config:

@@ -41,7 +41,7 @@ def synchronise(device: str) -> None:
         torch.cuda.synchronize()
 
 
-def timed(work: Callable[[], ResultT], device: str) -> tuple[float, ResultT]:
+def time_call(work: Callable[[], ResultT], device: str) -> tuple[float, ResultT]:
     synchronise(device)
     began = time.perf_counter()
     result = work()
@@ -49,7 +49,7 @@ def timed(work: Callable[[], ResultT], device: str) -> tuple[float, ResultT]:
     return time.perf_counter() - began, result
 
 
-def padded(batch: EncodedExamples, pad: int, device: str) -> dict[str, torch.Tensor]:
+def pad_batch(batch: EncodedExamples, pad: int, device: str) -> dict[str, torch.Tensor]:
     """A batch as the usual loop sees it: rectangular, with a mask."""
     longest, count = int(batch.lengths.max()), len(batch)
     ids = torch.full((count, longest), pad)
@@ -91,7 +91,7 @@ def peft_client(
     pad = assembly.site.backbone.tokenizer.pad_token_id
     for batch in batches(assembly.site.data[job.client].splits["train"], job):
         with torch.autocast(device, dtype=torch.bfloat16, enabled=bf16):
-            loss = model(**padded(batch, pad, device)).loss
+            loss = model(**pad_batch(batch, pad, device)).loss
         loss.backward()
         torch.nn.utils.clip_grad_norm_(trained, options.clip)
         optimizer.step()
@@ -112,7 +112,7 @@ def peft_round(
     for job in jobs:
         model = models[assembly.site.data[job.client].task.num_labels]
         load(model, job, assembly)
-        taken, result = timed(lambda: peft_client(model, job, assembly, device, bf16=bf16), device)  # noqa: B023
+        taken, result = time_call(lambda: peft_client(model, job, assembly, device, bf16=bf16), device)  # noqa: B023
         seconds += taken
         results.append(result)
     return seconds, results
@@ -122,7 +122,7 @@ def gemm_rate(device: str, *, bf16: bool) -> float:
     """The best of this machine on the largest product of the model, in floating-point operations per second."""
     kind = torch.bfloat16 if bf16 else torch.float32
     left, right = torch.randn(4096, 384, device=device, dtype=kind), torch.randn(384, 1536, device=device, dtype=kind)
-    best = min(timed(lambda: left @ right, device)[0] for _ in range(30))
+    best = min(time_call(lambda: left @ right, device)[0] for _ in range(30))
     return 2 * 4096 * 384 * 1536 / best
 
 
@@ -188,7 +188,7 @@ def in_turns(jobs: list[Job], assembly: Assembly, args: argparse.Namespace) -> t
     peft_round(models, jobs[:1], assembly, args.device, bf16=args.bf16)
     our_seconds, ratios = [], []
     for _ in range(args.repeat):
-        seconds, ours = timed(lambda: engine.run("train", jobs), args.device)
+        seconds, ours = time_call(lambda: engine.run("train", jobs), args.device)
         peft_seconds, theirs = peft_round(models, jobs, assembly, args.device, bf16=args.bf16)
         our_seconds.append(seconds)
         ratios.append(peft_seconds / seconds)

@@ -70,10 +70,10 @@ def by_loop(model: torch.nn.Module, inputs: Tensor, numbers: Tensor) -> dict[str
     return sums
 
 
-def difference(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> float:
+def difference(scores: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> float:
     """The largest one, in parts of the largest number of each parameter; without the biases of keys, which are zero."""
     names = [name for name in expected if not name.endswith(("k_proj.bias", "key.bias"))]
-    return max(float((found[name] - expected[name]).abs().max() / expected[name].abs().max()) for name in names)
+    return max(float((scores[name] - expected[name]).abs().max() / expected[name].abs().max()) for name in names)
 
 
 def measure_fisher(args: argparse.Namespace, pixels: int) -> None:
@@ -122,7 +122,7 @@ def measure_step(args: argparse.Namespace, sparsity: float) -> None:
             spent = seconds(step, args.clock)
             if turn >= 2:  # buffers are made in the first
                 times[name].append(spent)
-    middle = {name: sorted(own)[len(own) // 2] for name, own in times.items()}
+    middle = {name: sorted(samples)[len(samples) // 2] for name, samples in times.items()}
     print(
         f"sparsity {sparsity}: "
         + ", ".join(f"{name} {1e3 * value:.1f} ms" for name, value in middle.items())
@@ -151,11 +151,11 @@ def measure_local_step(args: argparse.Namespace, sparsity: float, pixels: int) -
         optimizer.zero_grad()
 
     for turn in range(args.steps + 2):
-        for own, side in zip(times, sides, strict=True):
+        for samples, side in zip(times, sides, strict=True):
             spent = seconds(partial(step, *side), args.clock)
             if turn >= 2:
-                own.append(spent)
-    plain, quick, ours = (sorted(own)[len(own) // 2] for own in times)
+                samples.append(spent)
+    plain, quick, ours = (sorted(samples)[len(samples) // 2] for samples in times)
     print(
         f"local step, {pixels} pixels, sparsity {sparsity}: dense {1e3 * plain:.1f} ms, fused {1e3 * quick:.1f} ms, "
         f"sparse {1e3 * ours:.1f} ms; sparse/fused {ours / quick:.2f}"

@@ -89,13 +89,17 @@ def main() -> None:
     if args.case is not None:
         print(json.dumps(case(args)))
         return
-    own = ["--batch", str(args.batch), "--steps", str(args.steps)]
+    options = ["--batch", str(args.batch), "--steps", str(args.steps)]
     for blocks in (-1, *args.cuts):
-        command = [sys.executable, __file__, "--case", str(blocks), *own]
-        found = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout.splitlines()[-1])
+        command = [sys.executable, __file__, "--case", str(blocks), *options]
+        measured = json.loads(
+            subprocess.run(command, check=True, capture_output=True, text=True).stdout.splitlines()[-1]
+        )
         name = "whole model" if blocks < 0 else f"cut at {blocks}"
-        sizes = ", ".join(f"{part} {found[part] / 1e6:.0f} MB" for part in ("weights", "loaded", "peak", "predicted"))
-        print(f"{name}: {sizes}; predicted over peak {found['predicted'] / found['peak']:.2f}")
+        sizes = ", ".join(
+            f"{part} {measured[part] / 1e6:.0f} MB" for part in ("weights", "loaded", "peak", "predicted")
+        )
+        print(f"{name}: {sizes}; predicted over peak {measured['predicted'] / measured['peak']:.2f}")
 
 
 if __name__ == "__main__":

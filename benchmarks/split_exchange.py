@@ -96,30 +96,30 @@ def serve(folder: Path, steps: int) -> None:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Timed:
+class Timing:
     """Seconds of every turn of two ways to do one thing."""
 
     ways: tuple[str, str]
     seconds: np.ndarray
     """(turns, 2)."""
 
-    def tell(self) -> None:
+    def print_ratio(self) -> None:
         middle = np.median(self.seconds, axis=0)
-        for name, own in zip(self.ways, self.seconds.T, strict=True):
-            low, high = np.percentile(own, [5, 95])
-            print(f"{name:12} {1000 * np.median(own):8.1f} ms a step (p5 {1000 * low:.1f}, p95 {1000 * high:.1f})")
+        for name, samples in zip(self.ways, self.seconds.T, strict=True):
+            low, high = np.percentile(samples, [5, 95])
+            print(f"{name:12} {1000 * np.median(samples):8.1f} ms a step (p5 {1000 * low:.1f}, p95 {1000 * high:.1f})")
         name = "/".join(self.ways)
         print(f"ratio {name}: {middle[0] / middle[1]:.2f} (aim {AIMS[name]})\n")
 
 
-def turn_about(ways: Mapping[str, Callable[[], float]], *, turns: int) -> Timed:
+def time_in_turns(ways: Mapping[str, Callable[[], float]], *, turns: int) -> Timing:
     """The first turn of each warms up and is left out."""
-    found = np.array([[way() for way in ways.values()] for _ in range(turns + 1)])
+    seconds = np.array([[way() for way in ways.values()] for _ in range(turns + 1)])
     first, second = ways
-    return Timed(ways=(first, second), seconds=found[1:])
+    return Timing(ways=(first, second), seconds=seconds[1:])
 
 
-def timed(work: Callable[[], object], *, steps: int) -> float:
+def seconds_per_step(work: Callable[[], object], *, steps: int) -> float:
     began = time.perf_counter()
     work()
     return (time.perf_counter() - began) / steps
@@ -150,10 +150,10 @@ def over_tls(args: argparse.Namespace) -> None:
                     train_below(half.side.below, part, way)
 
                 ways = {
-                    "tls": lambda: timed(split, steps=args.steps),
-                    "unsplit": lambda: timed(lambda: train([alone], whole), steps=args.steps),
+                    "tls": lambda: seconds_per_step(split, steps=args.steps),
+                    "unsplit": lambda: seconds_per_step(lambda: train([alone], whole), steps=args.steps),
                 }
-                turn_about(ways, turns=args.turns).tell()
+                time_in_turns(ways, turns=args.turns).print_ratio()
                 megabytes = [
                     size / 2**20 / args.steps / (args.turns + 1) for size in (link.sent_bytes, link.received_bytes)
                 ]
@@ -162,41 +162,44 @@ def over_tls(args: argparse.Namespace) -> None:
             server.stdin.close()
 
 
-class Recorded:
-    """Questions as they come from a client; kept, and answered so that it goes on."""
+class RequestRecorder:
+    """Records the requests of a client and answers them, so that it continues."""
 
     def __init__(self, half: TrainingHalf, site: Site) -> None:
-        self.half, self.site, self.asked = half, site, list[Mapping[str, bytes]]()
+        self.half, self.site, self.requests = half, site, list[Mapping[str, bytes]]()
 
     def ask(self, what: str, done: int, payloads: Mapping[str, bytes]) -> Mapping[str, bytes]:
-        self.asked.append(payloads)
+        self.requests.append(payloads)
         return answer_all([self.half.read(what, done, payloads)], self.site)[0]
 
 
-def packed(args: argparse.Namespace) -> None:
+def compare_packed(args: argparse.Namespace) -> None:
     site = site_of(load_backbone("minilm"), steps=args.steps, clients=CLIENTS, batch=args.batch)
-    asked, jobs = [], [job_of(site, client, clip=0.0, batch=args.batch) for client in range(CLIENTS)]
+    requests, jobs = [], [job_of(site, client, clip=0.0, batch=args.batch) for client in range(CLIENTS)]
     for job in jobs:
-        far = Recorded(TrainingHalf(job, site), site)
+        far = RequestRecorder(TrainingHalf(job, site), site)
         train_below(far.half.side.below, site, client_side_of(job, site, indices=far.half.places, server=far))
-        asked.append(far.asked)
+        requests.append(far.requests)
 
     def steps(max_tokens: int) -> None:
-        own = replace(site, max_tokens=max_tokens)
-        halves = [TrainingHalf(job, own) for job in jobs]
+        variant = replace(site, max_tokens=max_tokens)
+        halves = [TrainingHalf(job, variant) for job in jobs]
         for done in range(args.steps):
-            answer_all([half.read("loss", done, told[done]) for half, told in zip(halves, asked, strict=True)], own)
+            answer_all(
+                [half.read("loss", done, payloads[done]) for half, payloads in zip(halves, requests, strict=True)],
+                variant,
+            )
 
     ways = {
-        "one by one": lambda: timed(lambda: steps(1), steps=args.steps),
-        "packed": lambda: timed(lambda: steps(1 << 20), steps=args.steps),
+        "one by one": lambda: seconds_per_step(lambda: steps(1), steps=args.steps),
+        "packed": lambda: seconds_per_step(lambda: steps(1 << 20), steps=args.steps),
     }
-    found = turn_about(ways, turns=args.turns)
-    found.tell()
+    timing = time_in_turns(ways, turns=args.turns)
+    timing.print_ratio()
     with FlopCounterMode(display=False) as counter:
         steps(1 << 20)
     # of the best turns, as the rate of large products is the best one too
-    shares = counter.get_total_flops() / args.steps / found.seconds.min(axis=0) / peak_rate()
+    shares = counter.get_total_flops() / args.steps / timing.seconds.min(axis=0) / peak_rate()
     print(
         f"one by one runs at {shares[0]:.0%} of the rate of large products and packed at {shares[1]:.0%}, so no packing"
         f" could reach a ratio above {1 / shares[0]:.2f}"
@@ -206,7 +209,7 @@ def packed(args: argparse.Namespace) -> None:
 def peak_rate() -> float:
     """The best of this machine on the largest product of the model, in floating-point operations per second."""
     left, right = torch.randn(4096, 384), torch.randn(384, 1536)
-    return 2 * 4096 * 384 * 1536 / min(timed(lambda: left @ right, steps=1) for _ in range(30))
+    return 2 * 4096 * 384 * 1536 / min(seconds_per_step(lambda: left @ right, steps=1) for _ in range(30))
 
 
 def main() -> None:
@@ -224,7 +227,7 @@ def main() -> None:
         return
     batch = args.batch if args.part == "packed" else BATCH
     print(f"MiniLM, batch {batch}, cut {CUT}, {args.turns} turns of {args.steps} steps, {args.threads} thread(s)\n")
-    for part, measure in (("tls", over_tls), ("packed", packed)):
+    for part, measure in (("tls", over_tls), ("packed", compare_packed)):
         if args.part in (None, part):
             measure(args)
 

@@ -49,14 +49,16 @@ def train_on_demand(samples: int) -> None:
 
 def trainer(way: str, samples: int, spins: str) -> subprocess.Popen[str]:
     """A process that trains on demand, once it is ready."""
-    asked = {name: value for name, value in os.environ.items() if name not in ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT")}
+    environment = {
+        name: value for name, value in os.environ.items() if name not in ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT")
+    }
     started = subprocess.Popen(
         [sys.executable, __file__, "--train", "--samples", str(samples)],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
         text=True,
-        env={**asked, "GOMP_SPINCOUNT": spins} if way == ASLEEP else asked,
+        env={**environment, "GOMP_SPINCOUNT": spins} if way == ASLEEP else environment,
     )
     answer(started)
     return started
@@ -98,7 +100,7 @@ def main() -> None:
         for _ in range(args.turns):
             for way, process in trainers.items():
                 taken[way].append(seconds(process))
-            print(", ".join(f"{way} {found[-1]:.2f} s" for way, found in taken.items()), flush=True)
+            print(", ".join(f"{way} {values[-1]:.2f} s" for way, values in taken.items()), flush=True)
     print(f"ratio spinning/asleep: {median(taken[SPINNING]) / median(taken[ASLEEP]):.2f}")
 
 

@@ -55,8 +55,8 @@ def busy(pids: Iterable[int]) -> dict[int, float]:
 
 def memory(pids: Iterable[int]) -> tuple[float, float]:
     """(USS, PSS) in MB, the median over these processes."""
-    found = [psutil.Process(pid).memory_full_info() for pid in pids]
-    return median(one.uss for one in found) / 1e6, median(one.pss for one in found) / 1e6
+    usages = [psutil.Process(pid).memory_full_info() for pid in pids]
+    return median(usage.uss for usage in usages) / 1e6, median(usage.pss for usage in usages) / 1e6
 
 
 def main() -> None:
@@ -71,17 +71,17 @@ def main() -> None:
     taken: dict[int, list[float]] = {1: [], 2: []}
     worked: dict[int, list[float]] = {1: [], 2: []}
     with ExitStack() as stack:
-        places, workers, digests = {}, dict[int, set[int]](), set()
+        backends, workers, digests = {}, dict[int, set[int]](), set()
         for count in taken:
             config = with_values(find_preset("quick"), {**settings, "workers": str(count)})
             others = children()
-            places[count] = stack.enter_context(multiprocess_backend(config, ignore))
+            backends[count] = stack.enter_context(multiprocess_backend(config, ignore))
             workers[count] = children() - others
             assert len(workers[count]) == count, "somebody else starts processes too"
         for _ in range(options.rounds):
-            for count, place in places.items():
+            for count, backend in backends.items():
                 before = busy(workers[count])
-                seconds, models = a_round(*place)
+                seconds, models = a_round(*backend)
                 taken[count].append(seconds)
                 worked[count].append(max(now - before[pid] for pid, now in busy(workers[count]).items()))
                 digests.add(models)
@@ -92,7 +92,7 @@ def main() -> None:
                 f"{count} worker(s): {median(taken[count]):.2f} s a round, busiest {median(worked[count]):.2f} s of a"
                 f" processor; each {uss:.0f} MB USS, {pss:.0f} MB PSS"
             )
-        weights = payload_bytes(places[1][0].site.backbone.frozen) / 1e6
+        weights = payload_bytes(backends[1][0].site.backbone.frozen) / 1e6
         print(f"backbone: {weights:.0f} MB, once in memory for a run; the same models with both")
         print(f"ratio 1/2 of the busiest worker's processor: {median(worked[1]) / median(worked[2]):.2f}")
         print(f"ratio 1/2: {median(taken[1]) / median(taken[2]):.2f}")

@@ -24,8 +24,8 @@ def write_made_up(path: Path) -> None:
         rows = csv.writer(file)
         rows.writerow(["review", "stars"])
         for label, opinions in (("good", GOOD), ("bad", BAD)):
-            for thing, place, opinion in itertools.product(THINGS, PLACES, opinions):
-                rows.writerow([f"The {thing} {opinion} {place}.", label])
+            for thing, setting, opinion in itertools.product(THINGS, PLACES, opinions):
+                rows.writerow([f"The {thing} {opinion} {setting}.", label])
 
 
 def main(path: Path, text: str, label: str) -> None:

@@ -35,11 +35,14 @@ def conclusion(output: str, last_line: str) -> tuple[str, int]:
     skipped = sorted({package["name"] for package in packages if "skip_reason" in package})
     if packages and all("skip_reason" in package for package in packages):
         return f"Nothing was checked: the database of vulnerabilities has no answer to any of {len(skipped)} names", 2
-    known = sorted({line for package in packages for line in known_lines(package)})
-    lines = [*known, f"{len({package['name'] for package in packages})} packages, {len(known)} known vulnerabilities"]
+    vulnerabilities = sorted({line for package in packages for line in known_lines(package)})
+    lines = [
+        *vulnerabilities,
+        f"{len({package['name'] for package in packages})} packages, {len(vulnerabilities)} known vulnerabilities",
+    ]
     if skipped:
         lines.append(f"Not checked, since the database has no answer: {', '.join(skipped)}")
-    return "\n".join(lines), 1 if known else 2 if skipped else 0
+    return "\n".join(lines), 1 if vulnerabilities else 2 if skipped else 0
 
 
 def known_lines(package: Mapping[str, Any]) -> list[str]:

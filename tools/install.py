@@ -88,9 +88,13 @@ def lacks_cuda() -> bool:
     from packaging.requirements import Requirement
 
     needed = map(Requirement, metadata.requires("torch") or [])
-    installed = {_plain(found.name) for found in metadata.distributions()}
-    wanted = {_plain(one.name) for one in needed if one.marker is not None and one.marker.evaluate({"extra": ""})}
-    return not wanted <= installed
+    installed = {_plain(distribution.name) for distribution in metadata.distributions()}
+    required = {
+        _plain(requirement.name)
+        for requirement in needed
+        if requirement.marker is not None and requirement.marker.evaluate({"extra": ""})
+    }
+    return not required <= installed
 
 
 def _plain(name: str) -> str:

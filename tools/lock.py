@@ -117,9 +117,9 @@ def sets(roots: Mapping[str, list[str]], packages: Mapping[str, Metadata]) -> di
 
 def closure(requirements: Iterable[str], packages: Mapping[str, Metadata]) -> set[str]:
     """Everything that the requirements need on one of the machines and Pythons; one too many elsewhere does no harm."""
-    places = [_environment(*machine, python=python) for machine, python in product(MACHINES, PYTHONS)]
+    environments = [_environment(*machine, python=python) for machine, python in product(MACHINES, PYTHONS)]
     needed = list(requirements)
-    return set.union(*(_needed(needed, packages, place) for place in places))
+    return set.union(*(_names_for(needed, packages, environment) for environment in environments))
 
 
 def _environment(sys_platform: str, system: str, machine: str, *, python: str) -> dict[str, str]:
@@ -135,7 +135,9 @@ def _environment(sys_platform: str, system: str, machine: str, *, python: str) -
     }
 
 
-def _needed(requirements: Iterable[str], packages: Mapping[str, Metadata], environment: Mapping[str, str]) -> set[str]:
+def _names_for(
+    requirements: Iterable[str], packages: Mapping[str, Metadata], environment: Mapping[str, str]
+) -> set[str]:
     waiting = [(requirement, "") for requirement in map(Requirement, requirements)]
     done: set[tuple[str, str]] = set()
     while waiting:
@@ -145,9 +147,9 @@ def _needed(requirements: Iterable[str], packages: Mapping[str, Metadata], envir
         name = str(canonicalize_name(requirement.name))
         if name not in packages:
             raise SystemExit(f"{requirement} is needed for {dict(environment)} and not here; pin it and list it")
-        for wanted in {"", *requirement.extras} - {extra for known, extra in done if known == name}:
-            done.add((name, wanted))
-            waiting += [(Requirement(text), wanted) for text in packages[name].get("requires_dist", [])]
+        for new_extra in {"", *requirement.extras} - {extra for visited, extra in done if visited == name}:
+            done.add((name, new_extra))
+            waiting += [(Requirement(text), new_extra) for text in packages[name].get("requires_dist", [])]
     return {name for name, _ in done}
 
 
@@ -184,7 +186,7 @@ def offered_files(name: str, version: str, links: Iterable[Any]) -> dict[str, st
     wheels, archives = {}, {}
     for link in links:
         try:
-            if link.filename.endswith(".whl") and _is_wanted(link.filename, name, version):
+            if link.filename.endswith(".whl") and _is_installable(link.filename, name, version):
                 wheels[link.filename] = _hash_of(link)
             elif link.filename.endswith(".tar.gz") and parse_sdist_filename(link.filename) == (name, Version(version)):
                 archives[link.filename] = _hash_of(link)
@@ -195,9 +197,9 @@ def offered_files(name: str, version: str, links: Iterable[Any]) -> dict[str, st
     return wheels or archives
 
 
-def _is_wanted(filename: str, name: str, version: str) -> bool:
-    found, release, _, tags = parse_wheel_filename(filename)
-    if found != name or version not in (str(release), release.public):
+def _is_installable(filename: str, name: str, version: str) -> bool:
+    project, release, _, tags = parse_wheel_filename(filename)
+    if project != name or version not in (str(release), release.public):
         return False
     return any(_fits(tag.interpreter, tag.abi, tag.platform) for tag in tags)
 

@@ -68,7 +68,10 @@ def bill_of_materials(packages: Mapping[str, Metadata], pins: Mapping[str, str])
         "specVersion": "1.5",
         "version": 1,
         "metadata": {"component": {**root, "licenses": licences}},
-        "components": [*components, *(fetched(part) for part in (*EMBEDDED_ASSETS.values(), *VISION_ASSETS.values()))],
+        "components": [
+            *components,
+            *(asset_component(part) for part in (*EMBEDDED_ASSETS.values(), *VISION_ASSETS.values())),
+        ],
     }
 
 
@@ -103,7 +106,7 @@ def licence_of(metadata: Metadata) -> dict[str, Any]:
     return {"license": {"name": " or ".join(classifiers) or NOT_STATED}}
 
 
-def fetched(part: Asset) -> dict[str, Any]:
+def asset_component(part: Asset) -> dict[str, Any]:
     """A package of `atlas fetch` with the files that are taken from it; none of its code is run."""
     name, _, version = part.requirement.partition("==")
     purl = f"pkg:pypi/{name}@{version}" if part.installer == "pip" else f"pkg:deb/{name}"

@@ -8,7 +8,7 @@ import pytest
 from matplotlib.container import ErrorbarContainer
 from matplotlib.figure import Figure
 
-from atlas_fl.report.sweep import Swept, draw_sweep, read_swept
+from atlas_fl.report.sweep import SweepScores, draw_sweep, read_sweep_scores
 from atlas_fl.storage.jsonl import write_json
 from tests.report.test_plots import overlaps, text_of
 
@@ -16,7 +16,7 @@ SCORES = {42: 0.50, 123: 0.60, 456: 0.70}
 """By seed; mean 0.6 and standard deviation 0.1 by hand."""
 
 
-def swept(folder: Path, over: dict[str, list[str]], *, seeds: int = 3, metric: str = "accuracy") -> Swept:
+def swept(folder: Path, over: dict[str, list[str]], *, seeds: int = 3, metric: str = "accuracy") -> SweepScores:
     """A sweep in which the first value scores `SCORES`, and every next one of each setting 0.05 more."""
     changes, runs = [], []
     for values in product(*over.values()):
@@ -31,7 +31,7 @@ def swept(folder: Path, over: dict[str, list[str]], *, seeds: int = 3, metric: s
             write_json(run / "summary.json", {"overall": {"final": {"test": test}}})
             changes.append(own)
             runs.append(run)
-    return read_swept(changes, runs)
+    return read_sweep_scores(changes, runs)
 
 
 def bars(figure: Figure) -> list[ErrorbarContainer]:
@@ -90,5 +90,5 @@ def test_no_words_cover_each_other_or_leave_the_page(tmp_path: Path, over: dict[
 
 def test_a_sweep_without_test_scores_says_so(tmp_path: Path) -> None:
     found = swept(tmp_path, {"eta": ["0"]}, seeds=1)
-    empty = Swept(**{**vars(found), "lines": {"": {"0": type(found.lines[""]["0"])(scores=())}}})
+    empty = SweepScores(**{**vars(found), "lines": {"": {"0": type(found.lines[""]["0"])(scores=())}}})
     assert "no run of this sweep has test scores" in text_of(draw_sweep(empty))

@@ -172,7 +172,7 @@ def arguments(default: Any) -> Iterator[Argument]:
             continue
         extras = getattr(kind, "__metadata__", ())
         plain = kind.__origin__ if extras else kind
-        named = [one.metavar for one in extras if getattr(one, "metavar", None)]
+        named = [extra.metavar for extra in extras if getattr(extra, "metavar", None)]
         yield Argument(
             flag="" if tyro.conf.Positional in extras else "--" + name.replace("_", "-"),
             metavar=named[0] if named else metavar(plain) or "",
@@ -196,9 +196,10 @@ def metavar(kind: Any) -> str | None:
 def help_page(default: Any, *, command: str) -> str:
     """The help of a command whose options have these values where no flag says another."""
     options = list(arguments(default))
-    words, flags = [one for one in options if not one.flag], [one for one in options if one.flag]
-    required = [one.name for one in flags if one.is_required]
-    positional = [one.name if one.default is tyro.MISSING else f"[{one.name}]" for one in words]
+    words = [argument for argument in options if not argument.flag]
+    flags = [argument for argument in options if argument.flag]
+    required = [argument.name for argument in flags if argument.is_required]
+    positional = [argument.name if argument.default is tyro.MISSING else f"[{argument.name}]" for argument in words]
     usage = f"usage: {' '.join([command, *required, '[OPTIONS]', *positional])}"
     sections = [("", _rows(words)), ("options:", [*_rows(flags), ("-h, --help", "Show this page.")])]
     sections += _groups(getattr(default, SETTINGS, None))
@@ -245,7 +246,7 @@ def _groups(settings: Any) -> Iterator[tuple[str, list[tuple[str, str]]]]:
 
 
 def _rows(options: Iterable[Argument]) -> list[tuple[str, str]]:
-    return [(one.name, one.text) for one in options]
+    return [(argument.name, argument.text) for argument in options]
 
 
 def _choices(kind: Any) -> tuple[str, ...]:
@@ -408,8 +409,8 @@ def _parse_error(box: str, *, options: Sequence[Argument]) -> str:
     lines = sections[0 if is_framed else 1]
     problem = " ".join(lines)
     if problem.startswith("Missing from "):
-        return f"missing: {', '.join(one.name for one in options if one.name in lines)}"
+        return f"missing: {', '.join(argument.name for argument in options if argument.name in lines)}"
     if match := re.match(r"Missing value for argument '(\S+)'", problem):
-        (kind,) = (one.kind for one in options if one.flag == match[1])
+        (kind,) = (argument.kind for argument in options if argument.flag == match[1])
         return f"{match[1]} lacks a value; allowed: {describe(kind)}"
     return problem.removeprefix("Error parsing ").replace("Unrecognized options", UNEXPECTED).rstrip(".")

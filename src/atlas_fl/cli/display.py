@@ -37,14 +37,14 @@ def console() -> Console:
     return Console(highlight=False)
 
 
-def show(things: Iterable[RenderableType]) -> None:
+def show(items: Iterable[RenderableType]) -> None:
     """Print texts as they are, without wrapping them, and tables as wide as the terminal."""
     screen = console()
-    for thing in things:
-        if isinstance(thing, str):
-            screen.print(thing, markup=False, soft_wrap=True)
+    for item in items:
+        if isinstance(item, str):
+            screen.print(item, markup=False, soft_wrap=True)
         else:
-            screen.print(thing, "")
+            screen.print(item, "")
 
 
 @contextmanager

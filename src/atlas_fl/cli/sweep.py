@@ -135,9 +135,9 @@ def _show_comparison(points: Sequence[Point], folders: Sequence[Path], *, path: 
 
 def _draw(points: Sequence[Point], folders: Sequence[Path], *, path: Path, note: str) -> Path:
     from atlas_fl.report.style import save_figure
-    from atlas_fl.report.sweep import draw_sweep, read_swept
+    from atlas_fl.report.sweep import draw_sweep, read_sweep_scores
 
-    return save_figure(draw_sweep(read_swept([point.changes for point in points], folders), note=note), path)
+    return save_figure(draw_sweep(read_sweep_scores([point.changes for point in points], folders), note=note), path)
 
 
 def local_runs(points: Sequence[Point], folders: Sequence[Path]) -> dict[str, list[Path]]:

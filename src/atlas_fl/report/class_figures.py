@@ -19,11 +19,11 @@ from atlas_fl.report.style import (
     NOTE_SIZE,
     TASK_COLOURS,
     TICK_SIZE,
+    annotate,
     bar_of,
     cells,
     new_figure,
     numbers,
-    say,
     tidy,
 )
 
@@ -43,7 +43,7 @@ def draw_label_distribution(record: Record) -> Figure:
         subtitle=_subtitle(record, panels),
     )
     if not panels:
-        say(figure.add_subplot(), "no task of this run has classes")
+        annotate(figure.add_subplot(), "no task of this run has classes")
         return figure
     grid = figure.add_gridspec(len(panels), 1, height_ratios=[max(count, 2) for count in rows])
     norm = Normalize(0, max(float(np.nanmax(counts)) for _, counts in panels.values()))
@@ -105,7 +105,7 @@ def draw_accuracy_by_class(record: Record) -> Figure:
         subtitle="bars: all test images by their clients' models; dashed: all classes; below: each client, empty: none",
     )
     if not tasks:
-        say(figure.add_subplot(), "no test images have been scored yet")
+        annotate(figure.add_subplot(), "no test images have been scored yet")
         return figure
     heights = [height for count in rows for height in (1.7, float(np.clip(ROW * count, 0.8, MOST_HIGH)))]
     grid = figure.add_gridspec(2 * len(tasks), 1, height_ratios=heights)

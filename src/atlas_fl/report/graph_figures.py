@@ -20,15 +20,15 @@ from atlas_fl.report.style import (
     MOST_LABELS,
     NOTE_SIZE,
     TICK_SIZE,
+    annotate,
     bar_of,
-    bare,
     between_clusters,
     cells,
+    hide_axes,
     marker_of,
     name_rows,
     new_figure,
     numbers,
-    say,
     task_colours,
     task_legend,
     tidy,
@@ -43,7 +43,7 @@ def draw_adjacency(record: Record) -> Figure:
     figure = new_figure(width=side + 2.9, height=side + 2.0, title="Who is pulled towards whom", subtitle=subtitle)
     axes = figure.add_subplot()
     if record.plan.get("adjacency") is None:
-        say(axes, "the plan holds no graph")
+        annotate(axes, "the plan holds no graph")
         return figure
     order = record.sorted_clients
     values = np.array(record.plan["adjacency"], dtype=np.float64)[np.ix_(order, order)]
@@ -112,13 +112,13 @@ def draw_clusters(record: Record) -> Figure:
     heights = [2 + len(table), max(len(handles) for handles in legends) if record.sketches else 1]
     panels = figure.subplot_mosaic([["points", "table"], ["points", "legend"]], height_ratios=heights)
     left, right = panels["points"], panels["table"]
-    bare(panels["legend"])
+    hide_axes(panels["legend"])
     if record.sketches is None:
-        say(left, "no client was fingerprinted in this run")
+        annotate(left, "no client was fingerprinted in this run")
     else:
         _points(left, record, *record.sketches)
         _place_legends(panels["legend"], *legends)
-    _k_table(right, table) if table else say(right, "no number of clusters was searched")
+    _k_table(right, table) if table else annotate(right, "no number of clusters was searched")
     return figure
 
 
@@ -203,7 +203,7 @@ def _place_legends(axes: Axes, tasks: list[Line2D], clusters: list[Line2D]) -> N
 
 
 def _k_table(axes: Axes, rows: Sequence[Mapping[str, Any]]) -> None:
-    bare(axes)
+    hide_axes(axes)
     chosen = " (shaded: chosen)" if any(row.get("chosen") for row in rows) else ""
     axes.set_title(f"numbers of clusters that were weighed{chosen}", size=10.5, color=INK, loc="left", weight="bold")
     columns = [name for name in K_COLUMNS if any(row.get(name) is not None for row in rows)]

@@ -25,14 +25,14 @@ from atlas_fl.report.style import (
     MOST_LABELS,
     NOTE_SIZE,
     TICK_SIZE,
+    annotate,
     bar_of,
-    bare,
     between_clusters,
     cells,
+    hide_axes,
     name_rows,
     new_figure,
     numbers,
-    say,
     task_colours,
     task_legend,
     tidy,
@@ -54,7 +54,7 @@ def draw_convergence(record: Record) -> Figure:
         subtitle="thin: one client; bold: mean over the task's clients",
     )
     if not tasks:
-        say(figure.add_subplot(), "no round has been evaluated yet")
+        annotate(figure.add_subplot(), "no round has been evaluated yet")
         return figure
     grid = figure.subplots(2 * blocks, columns, squeeze=False, height_ratios=[3, 2] * blocks)
     colours = task_colours(record.tasks)
@@ -62,8 +62,8 @@ def draw_convergence(record: Record) -> Figure:
         block, column = divmod(index, columns)
         above, below = grid[2 * block, column], grid[2 * block + 1, column]
         if index >= len(tasks):
-            bare(above)
-            bare(below)
+            hide_axes(above)
+            hide_axes(below)
             continue
         # where not every round is evaluated, scores begin later than losses
         below.sharex(above)
@@ -155,7 +155,7 @@ def draw_scores(record: Record) -> Figure:
     )
     axes = figure.add_subplot()
     if not rounds:
-        say(axes, "no round has been evaluated yet")
+        annotate(axes, "no round has been evaluated yet")
         return figure
     order = record.sorted_clients
     values = _matrix(record, order, rounds, "validation")
@@ -226,7 +226,7 @@ def draw_ranks(record: Record) -> Figure:
     )
     axes = figure.add_subplot()
     if not width:
-        say(axes, "the plan holds no ranks")
+        annotate(axes, "the plan holds no ranks")
         return figure
     order = record.sorted_clients
     values = np.full((len(order), width), np.nan)
@@ -266,7 +266,7 @@ def draw_traffic(record: Record) -> Figure:
         f"{_between(sums)}lengths of the encoded payloads",
     )
     if not sums.total:
-        say(figure.add_subplot(), "this run sent nothing")
+        annotate(figure.add_subplot(), "this run sent nothing")
         return figure
     left, right = figure.subplots(1, 2, width_ratios=[2.2, 1])
     kinds = [kind for kind in KINDS if kind in sums.by_kind]

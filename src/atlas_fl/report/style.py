@@ -86,14 +86,14 @@ def tidy(axes: Axes, *, title: str = "", x: str = "", y: str = "", grid: str = "
         axes.grid(visible=True, axis=grid, color=LINES, linewidth=0.6)  # type: ignore[arg-type]
 
 
-def bare(axes: Axes) -> None:
-    """No frame, no ticks, no grid."""
+def hide_axes(axes: Axes) -> None:
+    """Hide the frame, the ticks and the grid."""
     axes.set_axis_off()
 
 
-def say(axes: Axes, text: str) -> Text:
-    """A sentence in the middle of empty axes, where there is nothing to draw."""
-    bare(axes)
+def annotate(axes: Axes, text: str) -> Text:
+    """Write a sentence in the middle of empty axes, where there is nothing to draw."""
+    hide_axes(axes)
     return axes.text(0.5, 0.5, text, ha="center", va="center", size=LABEL_SIZE, color=FAINT, transform=axes.transAxes)
 
 

@@ -18,7 +18,7 @@ from rich.table import Table
 from atlas_fl.experiment.search import SearchResult, Trial
 from atlas_fl.report.comparison import read_summary
 from atlas_fl.report.format import add_columns, new_table, number
-from atlas_fl.report.style import MARKERS, TASK_COLOURS, TICK_SIZE, new_figure, say, tidy
+from atlas_fl.report.style import MARKERS, TASK_COLOURS, TICK_SIZE, annotate, new_figure, tidy
 
 EVENLY = "iid"
 """The end of an axis of classes per client: all of them."""
@@ -50,7 +50,7 @@ class Cell:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Swept:
+class SweepScores:
     """A sweep: one setting along the axis, a line for every combination of the others."""
 
     along: str
@@ -65,7 +65,7 @@ class Swept:
     seeds: int
 
 
-def read_swept(changes: Sequence[Mapping[str, str]], runs: Sequence[Path | str]) -> Swept:
+def read_sweep_scores(changes: Sequence[Mapping[str, str]], runs: Sequence[Path | str]) -> SweepScores:
     """What complete runs say, each with the swept settings that it differs in; seeds are runs of equal settings.
 
     Along the axis goes the first setting whose values are numbers, or the first one if there is none.
@@ -86,7 +86,7 @@ def read_swept(changes: Sequence[Mapping[str, str]], runs: Sequence[Path | str])
         for line, cells in scores_by_line.items()
     }
     is_accuracy = all(test.get("accuracy") == test.get("primary") for test in tests)
-    return Swept(
+    return SweepScores(
         along=along,
         values=_sort_values(values[along], lines),
         is_numeric=_are_numbers(values[along]),
@@ -132,7 +132,7 @@ LETTER, KEY = 0.075, 0.6
 """Inches of a letter of the legend, and of the sign before a name."""
 
 
-def draw_sweep(swept: Swept, *, note: str = "") -> Figure:
+def draw_sweep(swept: SweepScores, *, note: str = "") -> Figure:
     """Numbers lie along the bottom and are joined to lines; words stand at the left, the best above.
 
     Values are evenly spaced, whatever the numbers are.
@@ -147,7 +147,7 @@ def draw_sweep(swept: Swept, *, note: str = "") -> Figure:
     )
     axes = figure.add_subplot()
     if not any(cell.scores for cells in swept.lines.values() for cell in cells.values()):
-        say(axes, "no run of this sweep has test scores")
+        annotate(axes, "no run of this sweep has test scores")
         return figure
     (_numbers if swept.is_numeric else _words)(axes, swept)
     if any(swept.lines):
@@ -156,13 +156,13 @@ def draw_sweep(swept: Swept, *, note: str = "") -> Figure:
     return figure
 
 
-def _how(swept: Swept) -> str:
+def _how(swept: SweepScores) -> str:
     if swept.seeds < 2:
         return "mean over clients, one seed"
     return f"mean over clients and {swept.seeds} seeds; bars: std over seeds; dots: each seed"
 
 
-def _numbers(axes: Axes, swept: Swept) -> None:
+def _numbers(axes: Axes, swept: SweepScores) -> None:
     tidy(axes, x=word_of(swept.along), y=f"test {swept.metric}")
     for index, (line, cells) in enumerate(swept.lines.items()):
         positions, shown = _positions(swept, cells, index)
@@ -179,7 +179,7 @@ def _numbers(axes: Axes, swept: Swept) -> None:
     axes.set_xlim(-0.5, len(swept.values) - 0.5)
 
 
-def _words(axes: Axes, swept: Swept) -> None:
+def _words(axes: Axes, swept: SweepScores) -> None:
     tidy(axes, x=f"test {swept.metric}", grid="x")
     for index, (line, cells) in enumerate(swept.lines.items()):
         positions, shown = _positions(swept, cells, index)
@@ -196,7 +196,7 @@ def _words(axes: Axes, swept: Swept) -> None:
     axes.set_ylim(len(swept.values) - 0.5, -0.5)
 
 
-def _positions(swept: Swept, cells: Mapping[str, Cell], index: int) -> tuple[Sequence[float], list[Cell]]:
+def _positions(swept: SweepScores, cells: Mapping[str, Cell], index: int) -> tuple[Sequence[float], list[Cell]]:
     """Where the cells of a line lie on the axis; one without scores is left out."""
     shift = APART * (index - (len(swept.lines) - 1) / 2) if swept.seeds > 1 else 0.0
     pairs = [(position + shift, cells.get(value, Cell(scores=()))) for position, value in enumerate(swept.values)]

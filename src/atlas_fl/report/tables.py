@@ -369,8 +369,8 @@ def _closing_caption(summary: Mapping[str, Any]) -> str:
     used, parts = [client.get("utilisation") or {} for client in clients], [client.get("memory") for client in clients]
     beside = ", activations not counted" if any(part and "activations" not in part for part in parts) else ""
     words = {"busy": "of a round busy", "memory": f"of the memory used{beside}"}
-    shares = [f"{_range([one[name] for one in used if name in one])} {text}" for name, text in words.items()
-              if any(name in one for one in used)]  # fmt: skip
+    ranges = {name: [device[name] for device in used if name in device] for name in words}
+    shares = [f"{_range(ranges[name])} {text}" for name, text in words.items() if ranges[name]]
     lines.extend([f"devices: {', '.join(shares)}"] if shares else [])
     refused = ((summary.get("events") or {}).get("count") or {}).get("refused", 0)
     lines.extend([f"{refused} update{'' if refused == 1 else 's'} refused"] if refused else [])
