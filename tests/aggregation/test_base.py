@@ -64,7 +64,7 @@ THREE = Federation(
 def test_who_joins_begins_with_its_row_of_the_rule_by_hand(name, begins):
     strategy = find_strategy(name, StrategyOptions(eta=0.1))
     fresh = {"c": {"head.bias": torch.tensor([1.0])}}
-    found = strategy.welcome(strategy.init(heads(4.0, 8.0)), heads(4.0, 8.0), fresh, THREE)
+    found = strategy.initial_models(strategy.init(heads(4.0, 8.0)), heads(4.0, 8.0), fresh, THREE)
     assert found.keys() == {"c"}
     assert float(found["c"]["head.bias"]) == begins
 
@@ -76,7 +76,7 @@ def test_who_joins_and_meets_nobody_keeps_its_own_model(name):
         THREE, clusters=np.array([0, -1, -1]), adjacency=np.zeros((3, 3)), head_groups=("t", "u", "u")
     )
     fresh = {client: {"head.bias": torch.tensor([value])} for client, value in (("b", 2.0), ("c", 1.0))}
-    found = find_strategy(name, StrategyOptions()).welcome({}, {"a": heads(4.0, 8.0)["a"]}, fresh, alone)
+    found = find_strategy(name, StrategyOptions()).initial_models({}, {"a": heads(4.0, 8.0)["a"]}, fresh, alone)
     assert [float(found[client]["head.bias"]) for client in "bc"] == [2.0, 1.0]
 
 

@@ -7,8 +7,8 @@ from sklearn.neighbors import NearestNeighbors
 
 from atlas_fl.aggregation.graph import (
     GraphOptions,
+    affinity,
     blocks,
-    closeness,
     effective_neighbours,
     join_singletons,
     make_graph,
@@ -49,20 +49,20 @@ def test_three_points_by_hand():
     assert squares == pytest.approx(np.array([[0, 1, 9], [1, 0, 4], [9, 4, 0]]))
     # the median of 1, 4, 9 is 4
     expected = [[0, np.exp(-1 / 4), np.exp(-9 / 4)], [np.exp(-1 / 4), 0, np.exp(-1)], [np.exp(-9 / 4), np.exp(-1), 0]]
-    assert closeness(squares) == pytest.approx(np.array(expected))
+    assert affinity(squares) == pytest.approx(np.array(expected))
 
 
 def test_closeness_equals_sklearns_rbf(points, distances):
     expected = rbf_kernel(points, gamma=0.3) - np.eye(5)
-    assert closeness(distances, alpha=0.3) == pytest.approx(expected)
+    assert affinity(distances, alpha=0.3) == pytest.approx(expected)
 
 
 def test_closeness_leaves_out_who_is_not_used(distances):
     used = np.array([True, True, False, True, True])
     distances[2], distances[:, 2] = 0.0, 0.0
-    close = closeness(distances, used=used)
+    close = affinity(distances, used=used)
     assert not close[2].any()
-    assert close[np.ix_(used, used)] == pytest.approx(closeness(distances[np.ix_(used, used)]))
+    assert close[np.ix_(used, used)] == pytest.approx(affinity(distances[np.ix_(used, used)]))
 
 
 def test_similarity_becomes_the_squared_distance_of_unit_vectors(points):
@@ -72,13 +72,13 @@ def test_similarity_becomes_the_squared_distance_of_unit_vectors(points):
 
 
 def test_equal_fingerprints_have_the_greatest_closeness():
-    assert closeness(np.zeros((3, 3))).tolist() == (1 - np.eye(3)).tolist()
+    assert affinity(np.zeros((3, 3))).tolist() == (1 - np.eye(3)).tolist()
 
 
 @pytest.mark.parametrize("alpha", [0.0, -1.0, float("nan"), float("inf")])
 def test_alpha_must_be_positive(distances, alpha):
     with pytest.raises(ConfigError, match=r"alpha is .*; it must be above 0"):
-        closeness(distances, alpha=alpha)
+        affinity(distances, alpha=alpha)
 
 
 def test_distances_that_are_not_finite_are_refused_unless_the_client_is_undecided(distances):
@@ -90,7 +90,7 @@ def test_distances_that_are_not_finite_are_refused_unless_the_client_is_undecide
 
 def test_similarity_graph_is_the_closeness_inside_blocks(distances):
     made = graph(distances, singleton_neighbours=0)
-    assert made.adjacency == pytest.approx(closeness(distances) * blocks(CLUSTERS))
+    assert made.adjacency == pytest.approx(affinity(distances) * blocks(CLUSTERS))
     assert made.warnings == ("pairs-0 has no neighbour: it trains alone",)
 
 
@@ -112,7 +112,7 @@ def test_adaptive_graph_by_hand():
 
 def test_adaptive_graph_survives_scores_of_zero_and_below(distances):
     low = graph(distances, graph="adaptive", performance=np.array([-0.1, 0.0, 0, 0, 0]), block_diagonal=False)
-    assert low.adjacency == pytest.approx(closeness(distances))
+    assert low.adjacency == pytest.approx(affinity(distances))
 
 
 def test_adaptive_graph_needs_scores(distances):
@@ -164,7 +164,7 @@ def test_a_singleton_is_joined_inside_its_task(distances):
     assert np.argwhere(joined).tolist() == [[0, 1], [1, 0]]
     assert warnings == ()
     made = graph(distances, clusters, singleton_neighbours=3)
-    assert made.adjacency[0, 1] == pytest.approx(closeness(distances)[0, 1])
+    assert made.adjacency[0, 1] == pytest.approx(affinity(distances)[0, 1])
     assert not made.adjacency[:2, 2:].any()
 
 

@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 import torch
 
-from atlas_fl.aggregation.mixing import check_mixing, mix, realign
+from atlas_fl.aggregation.mixing import check_mixing, mix, resize_ranks
 from atlas_fl.errors import ConfigError, ProtocolError
 
 CLIENTS = ("a", "b", "c")
@@ -316,7 +316,7 @@ def test_words_that_contradict_are_refused(share, space, align, message):
 @pytest.mark.parametrize("rank", [3, 7])
 def test_realign_up_keeps_the_function_and_adds_live_directions(rank):
     params = model(4, 3)
-    grown = realign(params, {"q": rank}, by_root)
+    grown = resize_ranks(params, {"q": rank}, by_root)
     assert grown["q.lora_A"].shape == (rank, 20)
     assert update(grown, by_root) == pytest.approx(update(params, by_root), abs=1e-4)
     a = grown["q.lora_A"].double()
@@ -328,21 +328,21 @@ def test_realign_up_keeps_the_function_and_adds_live_directions(rank):
 
 def test_realign_down_is_the_best_approximation():
     params = model(4, 6)
-    cut = realign(params, {"q": 2}, by_root)
+    cut = resize_ranks(params, {"q": 2}, by_root)
     assert update(cut, by_root) == pytest.approx(truncated(update(params, by_root), 2), abs=1e-4)
     assert cut["head.weight"] is params["head.weight"]
 
 
 def test_realign_to_the_same_rank_changes_nothing():
     params = model(4, 6)
-    assert all(tensor is params[key] for key, tensor in realign(params, {"q": 6}, two).items())
+    assert all(tensor is params[key] for key, tensor in resize_ranks(params, {"q": 6}, two).items())
 
 
 def test_realign_names_its_mistakes():
     with pytest.raises(ConfigError, match="unknown adapted module 'p'; known: q"):
-        realign(model(0, 2), {"p": 4}, two)
+        resize_ranks(model(0, 2), {"p": 4}, two)
     with pytest.raises(ConfigError, match="rank 0 of q must be at least 1"):
-        realign(model(0, 2), {"q": 0}, two)
+        resize_ranks(model(0, 2), {"q": 0}, two)
 
 
 def test_the_order_of_names_changes_no_bit():

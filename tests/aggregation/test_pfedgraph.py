@@ -176,7 +176,7 @@ def test_a_newcomer_begins_with_the_average_and_with_that_as_its_first_model():
     models, fresh = vectors([4.0], [8.0]), {"c": {"w": torch.tensor([1.0])}}
     fed = federation(weights=(1.0, 3.0, 5.0))
     state = strategy.init(models)
-    joined = strategy.welcome(state, models, fresh, fed)
+    joined = strategy.initial_models(state, models, fresh, fed)
     assert joined["c"]["w"].tolist() == [7.0]
     state = strategy.extend_state(state, joined)
     assert {client: params["w"].tolist() for client, params in state["initial"].items()} == {

@@ -6,7 +6,7 @@ import torch
 
 from atlas_fl.aggregation.matrices import Federation
 from atlas_fl.aggregation.registry import STRATEGIES, find_strategy
-from atlas_fl.aggregation.shared_adapters import average_initial, owners_of, tie_rows, with_shared
+from atlas_fl.aggregation.shared_adapters import average_initial, owners_of, sync_shared, tie_rows
 from atlas_fl.aggregation.strategies import RoundModels, StrategyOptions
 
 CLIENTS = ("a", "b", "c", "d")
@@ -83,16 +83,16 @@ def test_a_set_is_what_those_who_trained_have_of_it() -> None:
     fed = federation()
     before = models(fed)
     new = {**before["a"], KEY.format(1, "A"): torch.ones(2, 2), KEY.format(2, "A"): torch.zeros(2, 2)}
-    found = with_shared({**before, "a": new}, fed, ["a", "d"])
+    found = sync_shared({**before, "a": new}, fed, ["a", "d"])
     assert found["a"] is new
     assert found["d"] is before["d"]
     assert torch.equal(found["c"][KEY.format(1, "A")], torch.ones(2, 2))
     assert torch.equal(found["b"][KEY.format(2, "A")], torch.zeros(2, 2))
     assert torch.equal(found["b"][KEY.format(1, "A")], before["b"][KEY.format(1, "A")])
-    untouched = with_shared(before, fed, ["d"])
+    untouched = sync_shared(before, fed, ["d"])
     assert all(untouched[name] is before[name] for name in CLIENTS), "who is new is sent a model"
     key = KEY.format(2, "A")
-    found = with_shared({**before, "a": {**before["a"], key: torch.ones(2, 2)}}, fed, ["b", "a"])
+    found = sync_shared({**before, "a": {**before["a"], key: torch.ones(2, 2)}}, fed, ["b", "a"])
     assert torch.equal(found["c"][key], torch.ones(2, 2)), "the first in the order of the run"
 
 

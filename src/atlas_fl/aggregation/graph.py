@@ -56,7 +56,7 @@ def similarity_distances(similarity: Float64[np.ndarray, "n n"]) -> Float64[np.n
     return distances
 
 
-def closeness(
+def affinity(
     distances: Float64[np.ndarray, "n n"], *, alpha: float | None = None, used: Bool[np.ndarray, " n"] | None = None
 ) -> Float64[np.ndarray, "n n"]:
     """exp(-alpha d^2) with a zero diagonal; `alpha=None` is one over the median of the pairs of `used` clients.
@@ -195,7 +195,7 @@ def make_graph(
     _check(options)
     labels = np.asarray(clusters, np.int64)
     decided = labels >= 0
-    directed = GRAPHS[options.graph](closeness(distances, alpha=options.alpha, used=decided), performance)
+    directed = GRAPHS[options.graph](affinity(distances, alpha=options.alpha, used=decided), performance)
     allowed = blocks(labels if options.block_diagonal else np.where(decided, 0, -1))
     edges = nearest(distances, allowed, options.neighbours) if options.neighbours else allowed
     adjacency = symmetrize(np.where(edges, directed, 0.0), options.symmetrize)

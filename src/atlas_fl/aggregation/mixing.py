@@ -380,7 +380,7 @@ def mix(
     return Mixed(by_client=moved, discarded=energy_share(thrown, total))
 
 
-def realign(params: Params, ranks: Mapping[str, int], scale: Callable[[int], float]) -> dict[str, Tensor]:
+def resize_ranks(params: Params, ranks: Mapping[str, int], scale: Callable[[int], float]) -> dict[str, Tensor]:
     """The same model with other ranks: `ranks` names the modules that change, `scale` gives s of a rank.
 
     Exact as long as the new rank holds the product, else the best approximation. New directions are orthogonal rows

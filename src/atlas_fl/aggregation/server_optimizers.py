@@ -26,7 +26,7 @@ from torch import Tensor
 
 from atlas_fl.aggregation.lora_product import energy_share, fit_clients, leading_dense, stack_factors
 from atlas_fl.aggregation.matrices import Federation, average, cluster_labels
-from atlas_fl.aggregation.shared_adapters import with_shared
+from atlas_fl.aggregation.shared_adapters import sync_shared
 from atlas_fl.aggregation.strategies import (
     CLUSTERS,
     Aggregated,
@@ -258,7 +258,7 @@ def _optimizer_strategy(name: str, options: StrategyOptions) -> Strategy:
         round: int,
     ) -> Aggregated:
         del round  # moments without a correction of their bias depend on no count of rounds
-        after = with_shared(with_updates(client_models, updates), federation, list(updates))
+        after = sync_shared(with_updates(client_models, updates), federation, list(updates))
         before = {client: client_models[client] for client in federation.clients}
         after = {client: after[client] for client in federation.clients}
         step = _ServerStep(rule, options, server_state, before, after)

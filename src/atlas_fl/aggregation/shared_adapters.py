@@ -58,7 +58,7 @@ def tie_rows(
     return new
 
 
-def with_shared(models: ByClient, federation: Federation, trained: Sequence[str]) -> dict[str, Params]:
+def sync_shared(models: ByClient, federation: Federation, trained: Sequence[str]) -> dict[str, Params]:
     """The models, in which every set is what the first of its owners that trained has of it, or as it was."""
     new = dict(models)
     for key, owners in _sets(models, federation):

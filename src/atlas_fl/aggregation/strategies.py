@@ -26,7 +26,7 @@ from atlas_fl.aggregation.matrices import (
     layer_factors,
 )
 from atlas_fl.aggregation.mixing import Mixed, Reduce, check_mixing, mix
-from atlas_fl.aggregation.shared_adapters import tie_rows, with_shared
+from atlas_fl.aggregation.shared_adapters import sync_shared, tie_rows
 from atlas_fl.errors import ConfigError, ProtocolError, unknown_name
 from atlas_fl.params import HEAD, LORA_A, LORA_B, ByClient, Params, ServerState
 
@@ -163,7 +163,7 @@ def layer_of(federation: Federation, key: str) -> int:
     return federation.layer_of[module]
 
 
-def matrices_for(
+def mixing_matrices(
     rule: Rule,
     federation: Federation,
     present: Sequence[bool],
@@ -298,7 +298,7 @@ class Aggregate(Protocol):
 
 
 @runtime_checkable
-class Welcome(Protocol):
+class InitialModels(Protocol):
     """The models of clients that join a run, from those of the others and their own fresh ones; a pure function."""
 
     def __call__(
@@ -354,7 +354,7 @@ class Strategy:
     """The matrices that the step applies; of a rule that is none (`median`), who is aggregated with whom."""
     eta: Callable[[int], float]
     """The step of a round (the first is 1); 0 where the rule has none."""
-    welcome: Welcome
+    initial_models: InitialModels
     """What clients that join a run begin with."""
     check: Callable[[ByClient, Federation], None] = any_models
     """Raises ConfigError where it cannot aggregate models of these ranks and layers."""
@@ -418,7 +418,7 @@ def mixing_strategy(
     def matrices(
         federation: Federation, present: Sequence[bool], *, round: int, models: RoundModels | None = None
     ) -> Matrices:
-        return matrices_for(
+        return mixing_matrices(
             rule,
             # what is reduced is the same for all of a group, and so for those who share a set
             federation if reduce is None else replace(federation, cuts=()),
@@ -438,7 +438,7 @@ def mixing_strategy(
         aggregate=_mixing_aggregate(matrices, options, reduce),
         matrices=matrices,
         eta=eta,
-        welcome=_mixing_welcome(for_newcomers(arrival or rule), options, reduce),
+        initial_models=_mixing_initial_models(for_newcomers(arrival or rule), options, reduce),
     )
 
 
@@ -453,7 +453,7 @@ def _mixing_aggregate(matrices: MatricesOf, options: StrategyOptions, reduce: Re
         *,
         round: int,
     ) -> Aggregated:
-        after = with_shared(with_updates(client_models, updates), federation, list(updates))
+        after = sync_shared(with_updates(client_models, updates), federation, list(updates))
         present = [client in updates for client in federation.clients]
         models = RoundModels(before=client_models, after=after, server_state=server_state)
         mixed = _mix_by_space(
@@ -464,20 +464,20 @@ def _mixing_aggregate(matrices: MatricesOf, options: StrategyOptions, reduce: Re
     return aggregate
 
 
-def _mixing_welcome(rule: Rule, options: StrategyOptions, reduce: Reduce | None) -> Welcome:
+def _mixing_initial_models(rule: Rule, options: StrategyOptions, reduce: Reduce | None) -> InitialModels:
     """The models of newcomers by their rows of this rule."""
 
-    def welcome(
+    def initial_models(
         server_state: ServerState, client_models: ByClient, fresh: ByClient, federation: Federation
     ) -> dict[str, Params]:
         present = [client not in fresh for client in federation.clients]
         everyone = {**client_models, **fresh}
         models = RoundModels(before=everyone, after=everyone, server_state=server_state)
-        rows = matrices_for(rule, federation, present, eta=1.0, layer_weighting="none", models=models)
+        rows = mixing_matrices(rule, federation, present, eta=1.0, layer_weighting="none", models=models)
         by_client = _mix_by_space(everyone, rows, federation, options, reduce).by_client
         return {client: by_client[client] for client in fresh}
 
-    return welcome
+    return initial_models
 
 
 def _mix_by_space(

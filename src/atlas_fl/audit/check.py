@@ -402,14 +402,14 @@ def _compare(
     unchanged = all(truth.is_still(k, key) for key in truth.round.before[client])
     if run.mixing.keep == "best" and (client in record.kept if record.kept is not None else unchanged):
         return ("" if unchanged else "it was to keep its own model, but it changed"), "", 0.0
-    worst, finding = max(comparisons, key=lambda one: one[1].error)
+    worst, largest = max(comparisons, key=lambda one: one[1].error)
     mixed = moved = ""
-    if finding.error == float("inf"):
+    if largest.error == float("inf"):
         mixed = f"{worst} changed, but should have stayed as it was"
-    elif not finding.error <= TOLERANCE:
-        mixed = f"{worst} is {finding.error:.2g} away from the recomputation (allowed: {TOLERANCE:g})"
+    elif not largest.error <= TOLERANCE:
+        mixed = f"{worst} is {largest.error:.2g} away from the recomputation (allowed: {TOLERANCE:g})"
     stuck = [(one.shift, name) for name, one in comparisons if one.still and one.shift > SHIFT]
     if stuck:
         shift, name = max(stuck)
         moved = f"{len(stuck)} of {len(comparisons)} were left as trained; {name} should move by {shift:.2g}"
-    return mixed, moved, finding.error
+    return mixed, moved, largest.error

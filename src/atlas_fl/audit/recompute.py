@@ -502,11 +502,11 @@ class Recomputed:
         expected = (left[:, :rank] * values[:rank]) @ right[:rank]
         got, was = _dense(round, names[k], module, round.after), _dense(round, names[k], module, round.before)
         still = all(self.is_still(k, module + end) for end in (LORA_A, LORA_B))
-        finding = _measure(expected, got, was, size=size, still=still)
+        comparison = _measure(expected, got, was, size=size, still=still)
         tied = rank < len(values) and values[rank - 1] - values[rank] < NEAR_TIE * values[0]
-        if finding.error > TOLERANCE and tied and is_best(mixed, got, rank, size=size):
-            return Comparison(error=0.0, shift=finding.shift, still=still)
-        return finding
+        if comparison.error > TOLERANCE and tied and is_best(mixed, got, rank, size=size):
+            return Comparison(error=0.0, shift=comparison.shift, still=still)
+        return comparison
 
     def _mix_product(
         self, module: str, row: np.ndarray, *, k: int

@@ -91,7 +91,7 @@ def _join_result(
 ) -> JoinResult:
     """The federation with the newcomers; the strategy makes their models and their entries in the server state."""
     federation = planned.plan.federation()
-    models = strategy.welcome(state.server_state, state.server_models, newcomer_models, federation)
+    models = strategy.initial_models(state.server_state, state.server_models, newcomer_models, federation)
     if strategy.communicates:
         models = reuse_equal_tensors(models, state.server_models, federation)
     server_state = strategy.extend_state(state.server_state, models)

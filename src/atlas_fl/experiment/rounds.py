@@ -16,7 +16,7 @@ import numpy as np
 from atlas_fl.aggregation.graph import Diversity, diversity
 from atlas_fl.aggregation.matrices import Federation, share_warnings, without_edges
 from atlas_fl.aggregation.robust import small_groups
-from atlas_fl.aggregation.shared_adapters import with_shared
+from atlas_fl.aggregation.shared_adapters import sync_shared
 from atlas_fl.aggregation.strategies import LARGEST, Strategy, check_update, unusable_models
 from atlas_fl.aggregation.update_bounds import bound_updates, change_norms
 from atlas_fl.client.job import Job, Update
@@ -425,7 +425,7 @@ def _aggregate(
         return ServerStep(
             server_state=state.server_state,
             server_models=state.server_models,
-            client_models=with_shared({**state.client_models, **trained}, federation, list(trained)),
+            client_models=sync_shared({**state.client_models, **trained}, federation, list(trained)),
             discarded={},
         )
     result = strategy.aggregate(state.server_state, state.server_models, trained, federation, round=state.round + 1)

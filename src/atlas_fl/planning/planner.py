@@ -14,7 +14,7 @@ import numpy as np
 
 from atlas_fl.aggregation.graph import effective_neighbours
 from atlas_fl.aggregation.matrices import eta_warnings
-from atlas_fl.aggregation.mixing import realign
+from atlas_fl.aggregation.mixing import resize_ranks
 from atlas_fl.aggregation.shared_adapters import average_initial
 from atlas_fl.config import Config
 from atlas_fl.data.clients import label_statistics, left_out_notes, shard_notes
@@ -82,7 +82,7 @@ def _import_adapter(assembly: Assembly, folder: Path, ranks: Sequence[Sequence[i
     for client, client_ranks in zip(assembly.clients, ranks, strict=True):
         fresh = assembly.initial_params(client, tuple(client_ranks))
         by_module = {module: client_ranks[assembly.layer_of[module]] for module in assembly.site.modules}
-        resized = realign(scaled, by_module, assembly.site.scale)
+        resized = resize_ranks(scaled, by_module, assembly.site.scale)
         # A head of other labels than the imported one's begins fresh.
         matching = {key for key in fresh if key in resized and resized[key].shape == fresh[key].shape}
         models[client.name] = {key: resized[key] if key in matching else fresh[key] for key in fresh}
@@ -313,7 +313,7 @@ def resize_adapters(models: ByClient, plan: Plan, assembly: Assembly) -> dict[st
     """Resize every model to its client's ranks in this plan: the same function where they suffice, else the nearest."""
     layer_of, modules, scale = assembly.layer_of, assembly.site.modules, assembly.site.scale
     return {
-        client.name: realign(models[client.name], {name: client.ranks[layer_of[name]] for name in modules}, scale)
+        client.name: resize_ranks(models[client.name], {name: client.ranks[layer_of[name]] for name in modules}, scale)
         for client in plan.clients
     }
 
