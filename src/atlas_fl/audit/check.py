@@ -4,7 +4,8 @@ Several runs that differ in a decisive setting must not have ended with the same
 """
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from hashlib import sha256
 from itertools import combinations
 from pathlib import Path
@@ -209,25 +210,34 @@ def check_run(run: Run, *, on_event: OnEvent = ignore) -> Iterator[AuditRow]:
         server_models = after if is_aggregated(run, round) else server_models
 
 
+def _row(run: Run, round: int, check: str, client: str, detail: str, error: float | None = None) -> AuditRow:
+    return AuditRow(
+        run=run.path.name, round=round, client=client, check=check, ok=not detail, error=error, detail=detail
+    )
+
+
+def _check_record(
+    run: Run, round: int, plan: AuditPlan, record: AuditRecord, *, initial: Models, trained: Models, after: Models
+) -> Iterator[AuditRow]:
+    """A row for the record of a round, and one for what each client says that it loaded."""
+    recorded = {*record.participants, *record.refused, *initial, *after}
+    absent = sorted(recorded - set(plan.clients))
+    faults = [_eta_fault(run, record, round), _edges_fault(run, record), *_trained_faults(record, trained)]
+    faults += [f"{absent} are not in the plan"] if absent else []
+    yield _row(run, round, "record", "", "; ".join(fault for fault in faults if fault))
+    for client in plan.clients:
+        if client in record.loaded or client in record.accepted_clients:
+            yield _row(run, round, "loaded", client, _loaded_fault(record, client, initial))
+
+
 def _check_round(
     run: Run, round: int, initial: Models, after: Models, *, server_models: Models, state: Flat
 ) -> Iterator[AuditRow]:
     """The rows of one round, from the clients' initial models, the server's models and its state before it."""
     record, trained = read_audit_record(run, round), read_models(run, round, "trained")
     plan, bounds = read_plan(run, record.plan), read_bounds(run, round)
-
-    def row(check: str, client: str, detail: str, error: float | None = None) -> AuditRow:
-        return AuditRow(
-            run=run.path.name, round=round, client=client, check=check, ok=not detail, error=error, detail=detail
-        )
-
-    named = {*record.participants, *record.refused, *initial, *after}
-    faults = [_eta_fault(run, record, round), _edges_fault(run, record), *_trained_faults(record, trained)]
-    faults += [f"{sorted(named - set(plan.clients))} are not in the plan"] if named - set(plan.clients) else []
-    yield row("record", "", "; ".join(fault for fault in faults if fault))
-    for client in plan.clients:
-        if client in record.loaded or client in record.accepted_clients:
-            yield row("loaded", client, _loaded_fault(record, client, initial))
+    row = partial(_row, run, round)
+    yield from _check_record(run, round, plan, record, initial=initial, trained=trained, after=after)
     present = {client: trained[client] for client in record.accepted_clients if client in trained}
     wrong = {client: _names_fault(plan, client, initial, present.get(client), after) for client in plan.clients}
     for client, fault in wrong.items():
@@ -335,6 +345,37 @@ def _number_fault(client: str, *models: Models) -> str:
     return ""
 
 
+def _rule_of(run: Run, record: AuditRecord, plan: AuditPlan, before: Models, *, kind: str, state: Flat) -> Rule:
+    """What the weights of this round follow from."""
+    mixing = run.mixing
+    return Rule(
+        kind=kind,
+        laplacian=mixing.laplacian,
+        eta=mixing.eta if record.eta is None else record.eta,
+        by_layer=mixing.layer_weighting == "importance",
+        present=tuple(client in record.accepted_clients for client in plan.clients),
+        without_edges=record.without_edges,
+        robust=robust_of(run),
+        points=lambda clients, head: points_of(before, plan, mixing.share, clients, head=head),
+        project=Directions(run, plan, before, state).row,
+    )
+
+
+def _cached_weights(plan: AuditPlan, rule: Rule) -> Callable[[str], np.ndarray]:
+    """The weights for a parameter's name; names that share a matrix have it computed once."""
+    matrices: dict[tuple[bool, int | None, str], np.ndarray] = {}
+
+    def weights_of(key: str) -> np.ndarray:
+        head = key.startswith(HEAD)
+        layer = plan.layer_of.get(key.removesuffix(LORA_A).removesuffix(LORA_B))
+        end = key[-1] if key.endswith((LORA_A, LORA_B)) and rule.kind == "pfedgraph" else ""
+        if (head, layer, end) not in matrices:
+            matrices[head, layer, end] = weights(plan, rule, head=head, layer=layer, key=key)
+        return matrices[head, layer, end]
+
+    return weights_of
+
+
 def _recompute(
     run: Run,
     record: AuditRecord,
@@ -347,36 +388,15 @@ def _recompute(
     state: Flat,
 ) -> Recomputed:
     mixing = run.mixing
-    present = tuple(client in record.accepted_clients for client in plan.clients)
-    rule = Rule(
-        kind=kind,
-        laplacian=mixing.laplacian,
-        eta=mixing.eta if record.eta is None else record.eta,
-        by_layer=mixing.layer_weighting == "importance",
-        present=present,
-        without_edges=record.without_edges,
-        robust=robust_of(run),
-        points=lambda clients, head: points_of(before, plan, mixing.share, clients, head=head),
-        project=Directions(run, plan, before, state).row,
-    )
-    made: dict[tuple[bool, int | None, str], np.ndarray] = {}
-
-    def weights_of(key: str) -> np.ndarray:
-        head = key.startswith(HEAD)
-        layer = plan.layer_of.get(key.removesuffix(LORA_A).removesuffix(LORA_B))
-        end = key[-1] if key.endswith((LORA_A, LORA_B)) and kind == "pfedgraph" else ""
-        if (head, layer, end) not in made:
-            made[head, layer, end] = weights(plan, rule, head=head, layer=layer, key=key)
-        return made[head, layer, end]
-
+    rule = _rule_of(run, record, plan, before, kind=kind, state=state)
     return Recomputed(
         Round(
             plan=plan,
             before=before,
             after=after,
-            weights=weights_of,
+            weights=_cached_weights(plan, rule),
             space=mixing.space,
-            share=mixing.share if rule.kind != "own" else (),
+            share=mixing.share if kind != "own" else (),
             align=mixing.align,
             reduce=reducer(kind, rule.robust),
             server=None if step is None else step.next,
