@@ -20,8 +20,8 @@ from torch import Tensor
 from transformers import ViTConfig, ViTForImageClassification
 
 from atlas_fl.sparse.fisher import draw_label, fisher_scores, label_uniforms, logits_of_module
+from atlas_fl.sparse.masked_sgd import SparseSGDM
 from atlas_fl.sparse.masks import make_mask
-from atlas_fl.sparse.optimizer import SparseSGDM
 
 CLOCKS = {"wall": time.perf_counter, "cpu": time.process_time}
 

@@ -67,9 +67,9 @@ if TYPE_CHECKING:
     from atlas_fl.sparse.fisher import Fisher as Fisher
     from atlas_fl.sparse.fisher import fisher_scores as fisher_scores
     from atlas_fl.sparse.fisher import logits_of_module as logits_of_module
+    from atlas_fl.sparse.masked_sgd import SparseSGDM as SparseSGDM
     from atlas_fl.sparse.masks import calibrate_mask as calibrate_mask
     from atlas_fl.sparse.masks import make_mask as make_mask
-    from atlas_fl.sparse.optimizer import SparseSGDM as SparseSGDM
     from atlas_fl.sparse.task_vectors import apply_vector as apply_vector
     from atlas_fl.sparse.task_vectors import merge_vectors as merge_vectors
     from atlas_fl.sparse.task_vectors import task_vector as task_vector
@@ -97,7 +97,7 @@ _HOMES = {
     "report.figures": "draw_all",
     "sparse.fisher": "Fisher fisher_scores logits_of_module",
     "sparse.masks": "calibrate_mask make_mask",
-    "sparse.optimizer": "SparseSGDM",
+    "sparse.masked_sgd": "SparseSGDM",
     "sparse.task_vectors": "apply_vector merge_vectors task_vector",
     "storage.run_folder": "RunFolder find_run",
 }

@@ -19,7 +19,7 @@ from atlas_fl.client.optimizer import (
     make_optimizer,
 )
 from atlas_fl.client.options import TrainOptions
-from atlas_fl.sparse.optimizer import SparseSGDM
+from atlas_fl.sparse.masked_sgd import SparseSGDM
 from atlas_fl.split.channel import Cut
 
 PLAIN = TrainOptions(seed=3, batch_size=4, lr=0.05, clip=0.0, max_steps=4)

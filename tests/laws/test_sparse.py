@@ -11,6 +11,7 @@ from torch import nn
 
 from atlas_fl.sparse.codec import RandomMask, decode_mask, decode_values, encode_mask, encode_values
 from atlas_fl.sparse.fisher import fisher_scores, logits_of_module
+from atlas_fl.sparse.masked_sgd import SparseSGDM
 from atlas_fl.sparse.masks import (
     BY_SENSITIVITY,
     MASKS,
@@ -22,7 +23,6 @@ from atlas_fl.sparse.masks import (
     overlap,
     union,
 )
-from atlas_fl.sparse.optimizer import SparseSGDM
 from atlas_fl.sparse.task_vectors import MERGES, apply_vector, merge_vectors, scale_vector, task_vector
 from tests.examples import examples
 

@@ -1,6 +1,6 @@
 import torch
 
-from atlas_fl.sparse.optimizer import restore_frozen
+from atlas_fl.sparse.masked_sgd import restore_frozen
 
 MASK = {"a": torch.tensor([True, False, False])}
 

@@ -2,7 +2,7 @@ import pytest
 import torch
 from torch import nn
 
-from atlas_fl.sparse.optimizer import SparseSGDM, extract_momentum, load_momentum
+from atlas_fl.sparse.masked_sgd import SparseSGDM, extract_momentum, load_momentum
 
 SHAPES = {"w": (5, 7), "b": (5,), "scalar": (), "still": (3,)}
 WORDS = {"lr": 0.1, "momentum": 0.9, "nesterov": True, "weight_decay": 0.01}

@@ -34,7 +34,7 @@ from atlas_fl.models.tokenization import EncodedExamples
 from atlas_fl.models.vision import augment
 from atlas_fl.params import HEAD, PRIVATE, Params, digest
 from atlas_fl.rng import generator, torch_generator
-from atlas_fl.sparse.optimizer import extract_momentum, load_momentum
+from atlas_fl.sparse.masked_sgd import extract_momentum, load_momentum
 from atlas_fl.split.channel import Cut
 from atlas_fl.split.model import select_client_side
 

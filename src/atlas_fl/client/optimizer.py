@@ -19,8 +19,8 @@ from torch import Tensor
 
 from atlas_fl.client.options import OptimizerName
 from atlas_fl.params import Params
+from atlas_fl.sparse.masked_sgd import SparseSGDM
 from atlas_fl.sparse.masks import Mask
-from atlas_fl.sparse.optimizer import SparseSGDM
 
 Term: TypeAlias = Callable[[str, Tensor], Tensor]
 """(name, value) -> the gradient of the term with respect to this tensor, of its shape."""

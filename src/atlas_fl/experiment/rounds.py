@@ -37,8 +37,8 @@ from atlas_fl.rng import generator
 from atlas_fl.runtime.engine import Engine, MissingAnswersError
 from atlas_fl.setup.assembly import Assembly
 from atlas_fl.setup.options import is_reclustered, space_of, strategy_of, strategy_options, train_options
+from atlas_fl.sparse.masked_sgd import restore_frozen
 from atlas_fl.sparse.masks import Mask
-from atlas_fl.sparse.optimizer import restore_frozen
 from atlas_fl.split.channel import Cut
 
 Scores = Mapping[Split, Mapping[str, Update]]

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from atlas_fl.errors import CheckpointError, ConfigError, ModelError
-from atlas_fl.sparse.optimizer import FEW, SparseSGDM
+from atlas_fl.sparse.masked_sgd import FEW, SparseSGDM
 from tests.examples import examples
 
 SHAPES = {"w": (5, 7), "b": (5,), "scalar": ()}
