@@ -203,7 +203,7 @@ def test_delta_trains_b_and_the_head_of_both_halves_and_answers_their_mean(tiny,
     for job, update in zip(jobs, fingerprint(jobs, site), strict=True):
         halves, losses = [], []
         for half in (0, 1):
-            own = dataclasses.replace(TRAIN, half=half, epochs=3, max_steps=3, frozen=(".lora_A",))
+            own = dataclasses.replace(TRAIN, half=half, epochs=3, max_steps=3, trained_parts="B")
             trained = train([dataclasses.replace(job, options=own)], site)[0]
             halves.append(trained.params)
             losses.append(trained.metrics["loss"])

@@ -44,7 +44,7 @@ def federation(tiny, site_of, spec_of, **changes: object) -> tuple[Site, list[Jo
         dataclasses.replace(HARD, epochs=1, schedule="cosine", dropout=0.0),
         dataclasses.replace(HARD, max_steps=2, seed=6, dropout=0.4),
         dataclasses.replace(HARD, clip=0.0, weight_decay=0.0),
-        dataclasses.replace(HARD, frozen=(".lora_A",), batch_size=3, schedule="constant"),
+        dataclasses.replace(HARD, trained_parts="B", batch_size=3, schedule="constant"),
     ]
     leaves = {name.rsplit(".", 1)[-1] for name in site.modules}
     return site, [

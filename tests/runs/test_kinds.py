@@ -1,18 +1,21 @@
 """What shows at once that a kind of training is broken: a run, a resume after a kill, a federation, a failing audit."""
 
 import signal
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
+from torch import Tensor
 
 from atlas_fl.audit.check import audit_run
-from atlas_fl.config import Config, to_toml, with_values
+from atlas_fl.config import Config, to_toml, validate, with_values
 from atlas_fl.config.presets import find_preset
 from atlas_fl.experiment.run import resume_run
+from atlas_fl.params import PRIVATE
+from atlas_fl.partial_sharing import is_fully_shared, is_placeholder
 from tests.models.tiny_vision import save_tiny
 from tests.runs.conftest import configs, saved_once
 from tests.runs.federation import Federation
@@ -43,6 +46,10 @@ FULL: Mapping[str, Any] = {
 KINDS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "adapters on text": ("", TEXT),
     "cut models": ("", {**TEXT, "split": "movie-0=1"}),
+    "a head as drawn, and a last round for oneself": ("", {**TEXT, "strategy": "fedbabu", "personal_rounds": 1}),
+    "B alone, A as drawn": ("", {**TEXT, "strategy": "ffa", "ranks": "4"}),
+    "A and B in turn": ("", {**TEXT, "strategy": "rolora", "ranks": "4"}),
+    "first the head, then the rest": ("", {**TEXT, "strategy": "fedrep"}),
     "adapters on images": ("vision-lora", {**IMAGES, **ADAPTERS, "fingerprint_steps": 2, "fingerprint_batches": 2}),
     "whole images": ("vision-quick", {**IMAGES, "participation": 1, "local_steps": 2, "lr": 0.02, "nc": "5"}),
     "whole images under a mask": (
@@ -111,9 +118,22 @@ def test_a_served_federation_ends_in_the_bits_of_its_simulation(
         fed.complete()
     finally:
         programs.kill_all()
-    assert same_tensors(state(fed.simulated), state(fed.served.path))
-    assert sorted(map(str, rows(fed.simulated, "ledger"))) == sorted(map(str, rows(fed.served.path, "ledger")))
+    served, simulated = state(fed.served.path), state(fed.simulated)
+    hidden = {key for key, value in served.items() if key.endswith(f"/{PRIVATE}") or is_placeholder(value)}
+    assert same_tensors(without(hidden, simulated), without(hidden, served))
+    assert bool(hidden) != is_fully_shared(validate(config).mixing.share)  # what is not shared is at the sites alone
+    # a site reports also what it trains for itself in its last rounds, of which a simulation sends nothing
+    shared_rounds = config.training.rounds - config.mixing.personal_rounds
+    sent, expected = (
+        sorted(str(row) for row in rows(folder, "ledger") if row["round"] <= shared_rounds)
+        for folder in (fed.served.path, fed.simulated)
+    )
+    assert sent == expected
     assert audit_run(fed.served.path).ok
+
+
+def without(keys: Collection[str], tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {key: value for key, value in tensors.items() if key not in keys}
 
 
 def test_an_audit_fails_where_a_mixed_model_was_altered(config: Config, finished: FinishedRuns) -> None:

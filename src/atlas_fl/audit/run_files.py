@@ -258,8 +258,9 @@ def _numbers(folder: Path) -> list[int]:
 
 
 def is_aggregated(run: Run, round: int) -> bool:
-    """Whether the server's rule is due after this round: every `aggregate_every` rounds, and after the last."""
-    return round % run.mixing.aggregate_every == 0 or round == run.config.get("training", {}).get("rounds")
+    """Whether the server's rule is due after this round: every `aggregate_every` rounds, and after the last shared."""
+    shared = run.config.get("training", {}).get("rounds") - run.mixing.personal_rounds
+    return round <= shared and (round % run.mixing.aggregate_every == 0 or round == shared)
 
 
 def _json(path: Path) -> Any:

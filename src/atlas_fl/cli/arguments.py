@@ -21,6 +21,7 @@ from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec, Pri
 
 from atlas_fl.config import Config, load_config, settings
 from atlas_fl.config.files import load_values
+from atlas_fl.config.methods import check_typed_settings
 from atlas_fl.config.presets import PRESETS, find_preset
 from atlas_fl.config.settings import field_docs, group_classes
 from atlas_fl.config.values import describe, from_words, item_kind, to_words, unwrap_optional
@@ -331,7 +332,7 @@ def parse(default: OptionsT, groups: Sequence[Words], *, command: str) -> Option
     printed = io.StringIO()
     try:
         with redirect_stderr(printed):
-            return tyro.cli(
+            options = tyro.cli(
                 type(default),
                 prog=command,
                 args=join_words(groups),
@@ -348,6 +349,9 @@ def parse(default: OptionsT, groups: Sequence[Words], *, command: str) -> Option
         ):
             problem += f"; did you mean --preset {min(named)}?"
         raise ConfigError(f"{problem}{' ' if problem.endswith('?') else '; '}see `{command} --help`") from None
+    if hasattr(options, SETTINGS):
+        check_typed_settings(getattr(options, SETTINGS), {group.flag for group in groups})
+    return options
 
 
 def known_flags(options: type[Any]) -> list[str]:

@@ -11,6 +11,7 @@ from rich.table import Table
 from atlas_fl.cli.arguments import base_config, check_target, holds_json, parse, split
 from atlas_fl.cli.display import going_on, show, show_progress
 from atlas_fl.config import Config, load_config, pin_mask_file, run_folder, validate
+from atlas_fl.config.methods import METHODS
 from atlas_fl.errors import ConfigError
 from atlas_fl.events import OnEvent
 from atlas_fl.report.format import human_bytes
@@ -171,7 +172,7 @@ def fetch(words: Sequence[str]) -> int:
 Lines: TypeAlias = Iterator[tuple[str, ...]]
 What: TypeAlias = Literal["tasks", "models", "strategies", "devices", "presets"]
 
-WRAPPED = ("note", "what the server does", "what it is")
+WRAPPED = ("note", "what it does", "what it is")
 """Columns of sentences; every other one keeps its words on one line."""
 
 
@@ -216,10 +217,16 @@ def _models() -> Lines:
 def _strategies() -> Lines:
     from atlas_fl.aggregation.registry import ALIASES, STRATEGIES
 
-    yield "strategy", "also", "what the server does"
+    yield "strategy", "bytes", "what it does"
     for name, rule in STRATEGIES.items():
-        aliases = ", ".join(alias for alias, target in ALIASES.items() if target == name)
-        yield name, aliases, _first_line(rule)
+        aliases = [alias for alias, target in ALIASES.items() if target == name]
+        also = f" Also {', '.join(aliases)}." if aliases else ""
+        yield name, "0" if name == "local" else "1", _first_line(rule) + also
+    for name, method in METHODS.items():
+        slots = {"rule": method.rule, **method.settings, **method.suggested}
+        words = (f"{key}={'+'.join(value) if isinstance(value, tuple) else value}" for key, value in slots.items())
+        needs = "; needs equal ranks" if method.equal_ranks else ""
+        yield name, f"{method.relative_bytes:g}", f"{method.summary}\n{' '.join(words)}{needs}"
 
 
 def _devices() -> Lines:

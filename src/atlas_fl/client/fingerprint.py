@@ -98,7 +98,7 @@ def half_job(job: Job, half: int) -> Job:
         most=options.most(half),
         max_steps=options.steps,
         epochs=options.steps,
-        frozen=(LORA_A,),
+        trained_parts="B",
         hash_loaded=False,
     )
     return replace(job, options=training)

@@ -133,9 +133,14 @@ def example_loss(logits: Tensor, labels: Tensor, *, smoothing: float = 0.0) -> T
     return nn.functional.cross_entropy(logits, labels, label_smoothing=smoothing)
 
 
+def trained_names(names: Iterable[str], options: TrainOptions) -> list[str]:
+    """Those of the names whose tensors train in a cut model, sorted: the same ones in every round."""
+    return sorted(name for name in names if name != PRIVATE and options.trains(name, round=1))
+
+
 def client_side_indices(backbone: Backbone, names: Iterable[str], options: TrainOptions, cut: Cut) -> list[int]:
     """Where the trained tensors on the client's side of this cut stand among all that are trained, by their names."""
-    trained = sorted(name for name in names if name != PRIVATE and not name.endswith(options.frozen))
+    trained = trained_names(names, options)
     client_side = select_client_side(backbone, trained, blocks=cut.blocks, head=cut.head == "client")
     return [index for index, name in enumerate(trained) if name in client_side]
 
@@ -169,7 +174,9 @@ class LocalTrainer:
         self.job, self.options = job, options
         # Sorted, because the clipped norm is a sum and its last bits follow the order.
         self.params = {
-            key: tensor.detach().to(site.backbone.device, copy=True).requires_grad_(not key.endswith(options.frozen))
+            key: tensor.detach()
+            .to(site.backbone.device, copy=True)
+            .requires_grad_(options.trains(key, round=job.round))
             for key, tensor in sorted(job.params.items())
         }
         # Read back from the leaves themselves: what is hashed is what computes.
@@ -189,7 +196,7 @@ class LocalTrainer:
         load_momentum(self.optimizer, own_leaves, job.momentum, masks=job.mask)
         self.losses: list[Tensor] = []
         self.line = cut_channel_of(job, site)
-        self._below = [] if job.cut is None else client_side_indices(site.backbone, self.params, self.options, job.cut)
+        self._below = [] if job.cut is None else client_side_indices(site.backbone, self.params, options, job.cut)
         self._transform = gradient_chain(self.leaves, options, self.scale, on_norms=self._share_norms)
 
     def dropout(self, done: int) -> Dropout:
@@ -203,14 +210,18 @@ class LocalTrainer:
 
     def step(self, done: int, *, norms: Tensor | None = None) -> None:
         """Transform the gradients, step the optimizer, clear the gradients; `norms` as for `transform_gradients`."""
-        if self.transform_gradients(norms=norms):
+        if self.transform_gradients(done, norms=norms):
             self.optimizer_step(done)
 
-    def transform_gradients(self, *, norms: Tensor | None = None) -> bool:
+    def transform_gradients(self, done: int, *, norms: Tensor | None = None) -> bool:
         """Unscale, clip and add the client's terms; False where a scaled gradient overflows and the step is left out.
 
-        `norms` are those of all gradients of a model of which only one side is here.
+        What does not move in this step loses its gradient. `norms` are those of all gradients of a model of which only
+        one side is here.
         """
+        for name, leaf in self.leaves.items():
+            if not self.options.moves(name, round=self.job.round, done=done, steps=self.steps):
+                leaf.grad = None
         if self._transform(self.leaves, norms):
             return True
         self.zero_grad()
@@ -312,7 +323,7 @@ def shared_adapters_of(members: Sequence[LocalTrainer]) -> list[SharedAdapters]:
 
 def step_all(moving: Mapping[LocalTrainer, int], done: int, sets: Sequence[SharedAdapters]) -> None:
     """One optimizer step of these clients, each with the examples of its step, and of the sets that they share."""
-    clipped = {member: count for member, count in moving.items() if member.transform_gradients()}
+    clipped = {member: count for member, count in moving.items() if member.transform_gradients(done)}
     for shared in sets:
         shared.step(done, clipped)
     for member in clipped:

@@ -6,8 +6,9 @@ A job carries one of these across the wire; `setup.options` makes them from the 
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
-from atlas_fl.params import Split
+from atlas_fl.params import HEAD, LORA_A, LORA_B, Split
 
+TrainedParts: TypeAlias = Literal["all", "B", "alternate", "head_then_rest", "without_head"]
 OptimizerName: TypeAlias = Literal["adamw", "sgd"]
 Schedule: TypeAlias = Literal["constant", "linear", "cosine", "step"]
 
@@ -34,8 +35,10 @@ class TrainOptions:
     proximal_mu: float = 0.0
     """Weight of FedProx's term (`client.optimizer`); 0 for none."""
     dropout: float = 0.0
-    frozen: tuple[str, ...] = ()
-    """Endings of the names that do not train, e.g. `(".lora_A",)`."""
+    trained_parts: TrainedParts = "all"
+    """Which parameters train (`trains`, `moves`)."""
+    personal_rounds: int = 0
+    """Last rounds of the run, in which all parameters train."""
     half: int | None = None
     """Train on the even (0) or odd (1) examples only, for fingerprints that check themselves."""
     most: int | None = None
@@ -52,6 +55,37 @@ class TrainOptions:
     """Follow the schedule round by round, not step by step."""
     carry_momentum: bool = False
     """Begin with the job's momentum, and hand back what there is at the end."""
+
+    def trains(self, name: str, *, round: int) -> bool:
+        """Whether the parameter of this name trains in this round (from 1; 0 before round one).
+
+        `B` is FFA-LoRA (Sun et al. 2024, arXiv:2403.12313), `alternate` RoLoRA (Chen et al. 2025, arXiv:2502.01755),
+        `without_head` FedBABU (Oh et al. 2022, arXiv:2106.06042).
+
+        >>> TrainOptions(seed=0, trained_parts="alternate").trains("q.lora_A", round=2)
+        True
+        """
+        if self.is_personal(round):
+            return True
+        if self.trained_parts == "alternate":
+            return not name.endswith(LORA_B if round % 2 == 0 else LORA_A)
+        if self.trained_parts == "without_head":
+            return not name.startswith(HEAD)
+        return not (self.trained_parts == "B" and name.endswith(LORA_A))
+
+    def moves(self, name: str, *, round: int, done: int, steps: int) -> bool:
+        """Whether a parameter that trains in this round moves in the step after `done` of its `steps`.
+
+        With `head_then_rest` the head moves in the first half and the rest in the second: FedRep (Collins et al. 2021,
+        arXiv:2102.07078), whose passes over the head come before those over the representation.
+        """
+        if self.trained_parts != "head_then_rest" or self.is_personal(round):
+            return True
+        return name.startswith(HEAD) == (2 * done < steps)
+
+    def is_personal(self, round: int) -> bool:
+        """Whether this round is one of the last, in which a client trains for itself alone."""
+        return self.personal_rounds > 0 and round > self.rounds - self.personal_rounds
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -283,7 +283,7 @@ class SharedAdapterGroup:
     def tell(self, member: LocalTrainer, count: int, *, norms: Tensor | None) -> None:
         """This client can step, over so many examples; the last one who says so makes all step."""
         self._told[member] = count
-        if member.transform_gradients(norms=norms):
+        if member.transform_gradients(self.done, norms=norms):
             self._moving[member] = count
         if len(self._told) < sum(member.steps > self.done for member in self.members.values()):
             return

@@ -26,7 +26,18 @@ SESSION = frozenset(
 how many processes train it."""
 
 ADDED_LATER = frozenset(
-    {"topology", "arrive", "patience", "min_delta", "server_adapters", "trainable", "optimizer", "proximal_mu"}
+    {
+        "topology",
+        "arrive",
+        "patience",
+        "min_delta",
+        "server_adapters",
+        "trainable",
+        "optimizer",
+        "proximal_mu",
+        "trained_parts",
+        "personal_rounds",
+    }
 )
 GROUPS_ADDED_LATER = frozenset({"images", "sparse", "robust", "server", "attack"})
 """Settings that are younger than runs: at their default they are no part of the identity, and older runs stay the same

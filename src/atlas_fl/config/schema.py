@@ -101,6 +101,10 @@ class TrainingConfig:
     proximal_mu: float = 0.0
     """FedProx: weight mu of `mu / 2 ||w - w_start||^2` in every client's objective, where w_start is its model at the
     start of the round; 0 for none."""
+    trained_parts: Literal["all", "B", "alternate", "head_then_rest", "without_head"] = "all"
+    """Which of its parameters a client trains: all; of adapters B alone, A stays as drawn (FFA-LoRA); B in odd rounds
+    and A in even ones (RoLoRA); in each round first the head alone, then the rest alone, half of the steps each
+    (FedRep); or all but the head, which trains in the rounds of `--personal-rounds` (FedBABU)."""
     participation: float = 1.0
     """Share of the clients that train in a round."""
     eval_every: int = 1
@@ -454,6 +458,9 @@ class MixingConfig:
     """Scale eta per layer by the layer's importance."""
     aggregate_every: int = 1
     """Rounds between two aggregations; between them clients train on from their own models and nothing is mixed."""
+    personal_rounds: int = 0
+    """Last rounds in which nothing is mixed: every client fine-tunes its model of the last aggregation for itself. A
+    simulation counts no bytes for them; a site across machines reports its shared part to the server as ever."""
     keep: Literal["mixed", "best"] = "mixed"
     """Deliver the mixed model, or on each client the better of mixed and own by validation loss."""
 

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import fields
 
+from atlas_fl.config.methods import rule_of
 from atlas_fl.config.presets import PRESETS, find_preset
 from atlas_fl.config.schema import ADAPTER_SETTINGS, ALL_CLASSES, FULL_MODEL_SETTINGS, OF_IMAGES, OF_SGD, Config
 from atlas_fl.config.settings import Setting, settings, value_of
@@ -103,7 +104,7 @@ def _check_sgd(config: Config, optimizer: str) -> None:
 def _is_clustered(config: Config) -> bool:
     from atlas_fl.aggregation.registry import StrategyOptions, find_strategy
 
-    return find_strategy(config.mixing.strategy, StrategyOptions(within=config.robust.within)).clustered
+    return find_strategy(rule_of(config), StrategyOptions(within=config.robust.within)).clustered
 
 
 def check_precision(config: Config) -> None:

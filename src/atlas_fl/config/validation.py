@@ -9,6 +9,7 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from atlas_fl.config.methods import METHODS, check_equal_ranks, rule_of, with_method_settings
 from atlas_fl.config.schema import (
     AUTO,
     NONE,
@@ -20,7 +21,6 @@ from atlas_fl.config.schema import (
     RanksConfig,
     RunConfig,
     SplitConfig,
-    TrainingConfig,
     cuts_by_name,
     parse_arrivals,
 )
@@ -100,6 +100,7 @@ RANGES: Mapping[str, AllowedRange] = {
     "singleton_neighbours": ZERO_OR_MORE,
     "graph_ema": BELOW_ONE,
     "aggregate_every": ONE_OR_MORE,
+    "personal_rounds": ZERO_OR_MORE,
     "max_norm_ratio": AllowedRange("above 1", lambda value: value > 1),
     "max_share": FRACTION,
     "trim": AllowedRange("at least 0, below 0.5", lambda value: 0 <= value < 0.5),
@@ -193,9 +194,10 @@ def _check_strategy(config: Config) -> None:
     from atlas_fl.aggregation.registry import ALIASES, STRATEGIES, StrategyOptions, find_strategy
 
     name, every = config.mixing.strategy, config.clustering.recluster_every
-    if name not in STRATEGIES and name not in ALIASES:
-        raise unknown_name("strategy", name, [*STRATEGIES, *ALIASES])
-    strategy = find_strategy(name, StrategyOptions(within=config.robust.within))
+    if name not in STRATEGIES and name not in ALIASES and name not in METHODS:
+        raise unknown_name("strategy", name, [*STRATEGIES, *METHODS, *ALIASES])
+    check_equal_ranks(config)
+    strategy = find_strategy(rule_of(config), StrategyOptions(within=config.robust.within))
     if config.split.server_adapters == "per_cluster" and not strategy.communicates:
         raise ConfigError(
             f"--server-adapters per_cluster trains one set by several clients, and --strategy {name} shares nothing;"
@@ -268,12 +270,15 @@ MAX_NAME_BYTES = 200
 def validate(config: Config, *, at_sites: bool = False) -> Config:
     """The same config, if every setting has its type and range, contradicts no other and names what there is.
 
+    The settings of a method of the literature are written into it (`config.methods`).
+
     With `at_sites` the clients are those who come, whoever that is: nothing is held against the config's own.
 
     Raises:
         AtlasError: the first setting that does not; one line with its value, what is allowed and the remedy.
     """
     check_types(config)
+    config = with_method_settings(config)
     check_ranges(config)
     _check_data(config.data)
     _check_arrivals(config)
@@ -283,7 +288,8 @@ def validate(config: Config, *, at_sites: bool = False) -> Config:
     _check_mixing(config.mixing)
     _check_run(config.run)
     _check_rerank(config)
-    _check_patience(config.training)
+    _check_patience(config)
+    _check_personal_rounds(config)
     _check_shared_adapters(config)
     check_image_settings(config)
     _check_attack(config)
@@ -431,11 +437,38 @@ def _check_attack(config: Config) -> None:
         )
 
 
-def _check_patience(training: TrainingConfig) -> None:
+def _check_patience(config: Config) -> None:
+    training = config.training
+    if training.patience and config.mixing.personal_rounds:
+        raise ConfigError(
+            f"--patience {training.patience} ends a run before its last rounds, which --personal-rounds"
+            f" {config.mixing.personal_rounds} are; leave one of them out"
+        )
     if training.min_delta and not training.patience:
         raise ConfigError(
             f"--min-delta is {training.min_delta} and says what is better for --patience, which is 0; set --patience to"
             " a number of rounds, or leave --min-delta out"
+        )
+
+
+def _check_personal_rounds(config: Config) -> None:
+    """Nothing where what trains, and in which rounds, fits the rounds, the model and its cuts."""
+    training, personal = config.training, config.mixing.personal_rounds
+    if personal >= training.rounds:
+        raise invalid_value("--personal-rounds", personal, f"below --rounds, which is {training.rounds}")
+    if training.trained_parts in ("B", "alternate") and training.trainable == "full":
+        raise ConfigError(
+            f"--trained-parts {training.trained_parts} is of adapters, and --trainable full has none; leave it out"
+        )
+    if training.trained_parts not in ("all", "B") and config.split.split != NONE:
+        raise ConfigError(
+            f"--trained-parts {training.trained_parts} changes what trains during a run, and a cut model (--split"
+            f" {config.split.split}) trains the same parts in every step; leave one of them out"
+        )
+    if training.trained_parts == "B" and "A" in config.mixing.share and config.mixing.space == "product":
+        raise ConfigError(
+            "--trained-parts B leaves A as drawn, and --space product would change it; set --space factors and --share"
+            " B head"
         )
 
 

@@ -228,7 +228,8 @@ class AdapterSiteRuntime:
     def _store_in(self, folder: Path, owner: Owner) -> PrivateParamStore:
         share, run = self._config.mixing.share, self._config.run
         check_store(folder, owner)
-        back = run.checkpoint_every * run.keep_checkpoints + self._config.mixing.aggregate_every
+        mixing = self._config.mixing
+        back = run.checkpoint_every * run.keep_checkpoints + mixing.aggregate_every + mixing.personal_rounds
         scale = scale_of(self._config)
         return PrivateParamStore(
             folder=folder,

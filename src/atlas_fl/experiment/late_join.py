@@ -59,7 +59,10 @@ def add_late_clients(
         TrafficMeter(engine=engine),
     )
     strategy = strategy_of(config)
-    if state.round % config.mixing.aggregate_every:
+    if (
+        state.round % config.mixing.aggregate_every
+        or state.round > config.training.rounds - config.mixing.personal_rounds
+    ):
         return None  # who trains also sends, so who trains stays the same up to the next aggregation
     for newcomer in assembly.join_queue.waiting_clients(state.round + 1):
         name = newcomer.client.name

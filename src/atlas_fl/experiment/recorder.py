@@ -1,4 +1,4 @@
-"""The run recorder: plans, metrics, ledger, audit files and checkpoints, and a run's provenance.
+"""The run recorder: plans, `metrics.jsonl`, ledger, audit files and checkpoints, and a run's provenance.
 
 Provenance is the settings and the data that a run was started with; a run resumes with no others.
 """

@@ -22,6 +22,7 @@ from atlas_fl.aggregation.update_bounds import bound_updates, change_norms
 from atlas_fl.client.job import Job, Update
 from atlas_fl.client.options import EvaluateOptions
 from atlas_fl.config import Config
+from atlas_fl.config.methods import rule_of
 from atlas_fl.errors import ProtocolError
 from atlas_fl.events import Note, OnEvent, PhaseStarted, RoundFinished
 from atlas_fl.experiment.early_stopping import best_rounds, should_stop
@@ -293,14 +294,20 @@ def run_rounds(
 
 
 def round_participants(config: Config, names: Sequence[str], *, round: int) -> tuple[str, ...]:
-    """The clients that train in this round: the same ones up to the next aggregation, so that all of them send."""
+    """The clients that train in this round: the same ones up to the next aggregation, so that all of them send.
+
+    After the last aggregation everyone trains.
+    """
+    if round > config.training.rounds - config.mixing.personal_rounds:
+        return tuple(names)
     first = round - (round - 1) % config.mixing.aggregate_every
     return sample(names, participation=config.training.participation, seed=config.run.seed, round=first)
 
 
 def is_aggregation_round(config: Config, round: int) -> bool:
     """Whether the server aggregates after this round; after every round with a rule that sends nothing."""
-    is_due = round % config.mixing.aggregate_every == 0 or round == config.training.rounds
+    last = config.training.rounds - config.mixing.personal_rounds
+    is_due = round == last or (round < last and round % config.mixing.aggregate_every == 0)
     return is_due or not strategy_of(config).communicates
 
 
@@ -437,7 +444,7 @@ def _aggregate(
 
 def _warnings(config: Config, federation: Federation) -> list[str]:
     """Warnings about the strategy and these clients before the first round."""
-    small = small_groups(config.mixing.strategy, federation, strategy_options(config))
+    small = small_groups(rule_of(config), federation, strategy_options(config))
     return [*share_warnings(federation, config.robust.max_share), *small]
 
 

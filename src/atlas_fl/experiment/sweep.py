@@ -19,6 +19,7 @@ from atlas_fl.config import (
     with_values,
 )
 from atlas_fl.config.identity import SESSION
+from atlas_fl.config.methods import without_method_settings
 from atlas_fl.config.settings import find_setting
 from atlas_fl.errors import CheckpointError, ConfigError
 from atlas_fl.events import OnEvent, ignore
@@ -147,6 +148,8 @@ def grid(
     """
     if base.run.max_rounds is not None:
         raise ConfigError(f"--max-rounds is {base.run.max_rounds}; here every run goes to its end; leave it out")
+    if "strategy" in over:
+        base = without_method_settings(base)
     points = []
     for values in product(*over.values()):
         changes = dict(zip(over, values))

@@ -8,6 +8,7 @@ from atlas_fl.aggregation.strategies import Strategy, StrategyOptions
 from atlas_fl.aggregation.update_bounds import Space
 from atlas_fl.client.options import FingerprintOptions, TrainOptions
 from atlas_fl.config import Config
+from atlas_fl.config.methods import rule_of
 from atlas_fl.data.clients import ClientData
 from atlas_fl.models.registry import suggested_lr
 from atlas_fl.runtime.attacks import ATTACKS, HostileEngine, choose_attackers
@@ -19,7 +20,7 @@ from atlas_fl.split.channel import Cut
 
 def strategy_of(config: Config) -> Strategy:
     """The server's rule with this config's numbers."""
-    return find_strategy(config.mixing.strategy, strategy_options(config))
+    return find_strategy(rule_of(config), strategy_options(config))
 
 
 def strategy_options(config: Config) -> StrategyOptions:
@@ -113,6 +114,8 @@ def train_options(config: Config, *, with_images: bool) -> TrainOptions:
         clip=training.clip,
         **optimizer_options(config, config.optimizer(images=with_images)),
         proximal_mu=training.proximal_mu,
+        trained_parts=training.trained_parts,
+        personal_rounds=config.mixing.personal_rounds,
         dropout=config.model.dropout,
         label_smoothing=images.label_smoothing,
         crop=images.crop,

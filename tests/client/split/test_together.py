@@ -9,7 +9,8 @@ class Stub:
     def __init__(self, *, steps: int, is_sound: bool = True) -> None:
         self.steps, self.is_sound, self.moved, self.told = steps, is_sound, list[int](), list[object]()
 
-    def transform_gradients(self, *, norms: object) -> bool:
+    def transform_gradients(self, done: int, *, norms: object) -> bool:
+        assert done >= 0
         self.told.append(norms)
         return self.is_sound
 

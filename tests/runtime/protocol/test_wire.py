@@ -22,7 +22,7 @@ from atlas_fl.params import digest
 from atlas_fl.runtime.protocol.messages import OPTIONS, job_message, read_job, read_update, update_message
 from atlas_fl.split.channel import Cut
 
-TRAIN = TrainOptions(seed=3, max_steps=4, lr=0.1 + 0.2, schedule="cosine", frozen=(".lora_A",), half=1)
+TRAIN = TrainOptions(seed=3, max_steps=4, lr=0.1 + 0.2, schedule="cosine", trained_parts="B", half=1)
 JOBS: dict[str, Any] = {
     "train": TRAIN,
     "fingerprint": FingerprintOptions(kind="delta", sketch_dim=8, train=TRAIN, batches=2, steps=3),

@@ -19,10 +19,10 @@ import torch
 
 from atlas_fl.aggregation.strategies import check_update
 from atlas_fl.client.job import Job, Update
-from atlas_fl.client.local_training import client_side_indices
+from atlas_fl.client.local_training import client_side_indices, trained_names
 from atlas_fl.client.split_server import CutMessages, Payloads, merge_updates
 from atlas_fl.errors import ProtocolError
-from atlas_fl.params import PRIVATE, Params
+from atlas_fl.params import Params
 from atlas_fl.runtime.coordinator.client_registry import ClientProxy, printable_reason
 from atlas_fl.runtime.coordinator.split_server import BATCH_WAIT_SECONDS, SplitServer
 from atlas_fl.runtime.protocol.answer_schema import AnsweredRequest, check_answer
@@ -87,7 +87,7 @@ class HostedTask:
             return {"0/activation": (self.num_outputs, backbone.hidden)}
         if what not in ("loss", "gradient"):
             return {}
-        names = [name for name in job.params if name != PRIVATE and not name.endswith(job.options.frozen)]
+        names = trained_names(job.params, job.options)
         num_below = len(client_side_indices(backbone, names, job.options, self.side.cut))
         clipped = job.options.clip > 0
         return {

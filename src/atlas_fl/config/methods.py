@@ -1,0 +1,187 @@
+"""METHODS: strategies of the literature as data: a rule of the server, and the settings that make it that method.
+
+FedIT, FFA-LoRA, FedSA-LoRA, RoLoRA, FlexLoRA, FedPer, FedRep, FedBABU, FedAvg with fine-tuning, FedProx and others
+differ in four choices: who is averaged with whom (`rule`), what is shared (`share`), where it is mixed (`space`,
+`align`), and what a client trains (`trained_parts`, `personal_rounds`, `proximal_mu`). `with_method_settings` writes
+the settings of a method into the config, so that the files of a run say all of them.
+"""
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any
+
+from atlas_fl.config.schema import Config
+from atlas_fl.config.settings import replace_settings, settings, value_of
+from atlas_fl.errors import ConfigError
+
+
+@dataclass(frozen=True, kw_only=True)
+class Method:
+    """One method of the literature."""
+
+    summary: str
+    """What it does, and its paper."""
+    rule: str
+    """The server's rule, a name of `aggregation.registry.STRATEGIES`."""
+    settings: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}))
+    """What makes it this method: settings by name, which no other value may contradict."""
+    suggested: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}))
+    """Values of its own knobs, in the place of the defaults that switch it off."""
+    equal_ranks: bool = False
+    """Whether every client must have the same rank in every layer."""
+
+    @property
+    def relative_bytes(self) -> float:
+        """Bytes of a round relative to FedAvg of the same adapters: half for each factor, which have one size."""
+        share = self.settings.get("share", ("A", "B"))
+        return 0.5 * (("A" in share) + ("B" in share))
+
+
+METHODS: Mapping[str, Method] = {
+    "fedit": Method(
+        summary="FedIT: A and B averaged apart (Zhang et al. 2024, arXiv:2305.05644).",
+        rule="fedavg",
+        settings={"space": "factors", "share": ("A", "B", "head")},
+        equal_ranks=True,
+    ),
+    "flexlora": Method(
+        summary="FlexLoRA: the products B A averaged, each client's ranks by SVD (Bai et al. 2024, arXiv:2402.11505).",
+        rule="fedavg",
+        settings={"space": "product", "share": ("A", "B", "head")},
+    ),
+    "ffa": Method(
+        summary="FFA-LoRA: A frozen as drawn, B trained and averaged (Sun et al. 2024, arXiv:2403.12313).",
+        rule="fedavg",
+        settings={"space": "factors", "share": ("B", "head"), "trained_parts": "B"},
+        equal_ranks=True,
+    ),
+    "rolora": Method(
+        summary="RoLoRA: B in odd rounds, A in even ones (Chen et al. 2025, arXiv:2502.01755).",
+        rule="fedavg",
+        settings={"space": "factors", "share": ("A", "B", "head"), "trained_parts": "alternate"},
+        equal_ranks=True,
+    ),
+    "fedsa": Method(
+        summary="FedSA-LoRA: A averaged; B and head stay (Guo et al. 2025, arXiv:2410.01463).",
+        rule="fedavg",
+        settings={"space": "factors", "share": ("A",)},
+        equal_ranks=True,
+    ),
+    "fedper": Method(
+        summary="FedPer: all but the head averaged (Arivazhagan et al. 2019, arXiv:1912.00818).",
+        rule="fedavg",
+        settings={"share": ("A", "B")},
+    ),
+    "fedrep": Method(
+        summary="FedRep: FedPer whose clients train the head, then the rest (Collins et al. 2021, arXiv:2102.07078).",
+        rule="fedavg",
+        settings={"share": ("A", "B"), "trained_parts": "head_then_rest"},
+    ),
+    "fedbabu": Method(
+        summary="FedBABU: the head as drawn until the last rounds, which fine-tune (Oh et al. 2022, arXiv:2106.06042).",
+        rule="fedavg",
+        settings={"share": ("A", "B"), "trained_parts": "without_head"},
+        suggested={"personal_rounds": 2},
+    ),
+    "fedavg_ft": Method(
+        summary="FedAvg, then rounds of local fine-tuning (Wang et al. 2019, arXiv:1910.10252).",
+        rule="fedavg",
+        suggested={"personal_rounds": 2},
+    ),
+    "fedavg_cluster_ft": Method(
+        summary="Clustered FedAvg, then rounds of local fine-tuning.",
+        rule="fedavg_cluster",
+        suggested={"personal_rounds": 2},
+    ),
+    "fedavg_oracle": Method(
+        summary="FedAvg inside the true tasks, which nobody knows in practice: a reference.",
+        rule="fedavg_cluster",
+        settings={"clusters": "oracle"},
+    ),
+    "fedprox": Method(
+        summary="FedProx: FedAvg of clients held near their start (Li et al. 2020, arXiv:1812.06127).",
+        rule="fedavg",
+        suggested={"proximal_mu": 0.01},
+    ),
+    "atlas_pad": Method(
+        summary="ATLAS as first described: the Laplacian on A and B apart, ranks padded with zeros.",
+        rule="atlas",
+        settings={"space": "factors", "align": "pad"},
+    ),
+    "atlas_truncate": Method(
+        summary="ATLAS as first described: the Laplacian on A and B apart, only the ranks that all have.",
+        rule="atlas",
+        settings={"space": "factors", "align": "truncate"},
+    ),
+}
+"""Every method by the name that `--strategy` takes."""
+
+
+def rule_of(config: Config) -> str:
+    """The server's rule of this config: that of its method, or what `--strategy` says."""
+    name = config.mixing.strategy
+    return METHODS[name].rule if name in METHODS else name
+
+
+def with_method_settings(config: Config) -> Config:
+    """The config with all settings of its method; the very same where `--strategy` is a rule or nothing is missing.
+
+    Raises:
+        ConfigError: a setting has another value than the method's, and that value is not the default.
+    """
+    if config.mixing.strategy not in METHODS:
+        return config
+    method, defaults = METHODS[config.mixing.strategy], Config()
+    for name, value in method.settings.items():
+        if value_of(config, name) not in (value, value_of(defaults, name)):
+            raise _contradiction(config, name, value)
+    suggested = {
+        name: value for name, value in method.suggested.items() if value_of(config, name) == value_of(defaults, name)
+    }
+    missing = {
+        name: value for name, value in {**method.settings, **suggested}.items() if value_of(config, name) != value
+    }
+    return replace_settings(missing, base=config) if missing else config
+
+
+def check_typed_settings(config: Config, flags: Collection[str]) -> None:
+    """Nothing where none of the flags that a user typed says another value than the method; raises `ConfigError` else.
+
+    A typed value that is the default can be told from one that nobody chose here alone.
+    """
+    if config.mixing.strategy not in METHODS:
+        return
+    for name, value in METHODS[config.mixing.strategy].settings.items():
+        if settings()[name].flag in flags and value_of(config, name) != value:
+            raise _contradiction(config, name, value)
+
+
+def without_method_settings(config: Config) -> Config:
+    """The config with the settings of its method at their defaults, as the base of runs of other strategies."""
+    if config.mixing.strategy not in METHODS:
+        return config
+    method, defaults = METHODS[config.mixing.strategy], Config()
+    return replace_settings({name: value_of(defaults, name) for name in method.settings}, base=config)
+
+
+def check_equal_ranks(config: Config) -> None:
+    """Nothing where the ranks are as equal as the method needs; raises `ConfigError` else."""
+    name, ranks = config.mixing.strategy, config.ranks.ranks
+    if name in METHODS and METHODS[name].equal_ranks and not ranks.isdecimal():
+        raise ConfigError(
+            f"--strategy {name} averages factors of one rank, and --ranks {ranks} may give clients different ones;"
+            f" set --ranks to one of {', '.join(map(str, config.ranks.candidates))}, or take flexlora"
+        )
+
+
+def _contradiction(config: Config, name: str, value: Any) -> ConfigError:
+    flag, actual = settings()[name].flag, value_of(config, name)
+    return ConfigError(
+        f"{flag} is {_words(actual)}, and --strategy {config.mixing.strategy} is {flag} {_words(value)}; leave {flag}"
+        " out, or take another strategy"
+    )
+
+
+def _words(value: Any) -> str:
+    return " ".join(map(str, value)) if isinstance(value, tuple) else str(value)

@@ -1,0 +1,63 @@
+"""What of a model trains in a round, and when: FFA-LoRA, RoLoRA, FedRep, FedBABU."""
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+
+from atlas_fl.client.batching import collate_packed, forward
+from atlas_fl.client.job import Job
+from atlas_fl.client.local_training import batches, example_loss, num_steps, train
+from atlas_fl.client.options import TrainOptions
+from atlas_fl.params import head_keys
+
+OPTIONS = TrainOptions(seed=3, rounds=6, batch_size=4, lr=1e-2, clip=0.0, epochs=2)
+
+
+def moving(name: str, parts: str, *, round: int, is_first_half: bool) -> bool:
+    """Said a second time, from the papers."""
+    head, a = name.startswith("head."), name.endswith(".lora_A")
+    return {
+        "all": True,
+        "B": not a,
+        "alternate": head or a == (round % 2 == 0),
+        "head_then_rest": head == is_first_half,
+        "without_head": not head,
+    }[parts]
+
+
+@pytest.mark.parametrize("round", [1, 2])
+@pytest.mark.parametrize("parts", ["all", "B", "alternate", "head_then_rest", "without_head"])
+def test_a_round_equals_plain_torch_on_the_parts_that_move(tiny_of, site_of, spec_of, parts: Any, round: int) -> None:
+    tiny, spec = tiny_of("bert"), spec_of(name="a-0", examples=10)
+    site, params = site_of(tiny, spec), tiny.params(spec)
+    job = Job(client="a-0", params=params, round=round, options=dataclasses.replace(OPTIONS, trained_parts=parts))
+    (update,) = train([job], site)
+
+    model = {key: tensor.detach().clone().requires_grad_() for key, tensor in params.items()}
+    each = {key: torch.optim.AdamW([tensor], lr=OPTIONS.lr, weight_decay=0.0) for key, tensor in model.items()}
+    steps = num_steps(10, job.options)
+    for done, batch in enumerate(batches(site.data["a-0"].splits["train"], job)):
+        row = collate_packed([batch], device=site.backbone.device)
+        with forward(row, [model], site) as (logits,):
+            gradients = torch.autograd.grad(example_loss(logits, row.labels[0]), list(model.values()))
+        for (key, tensor), gradient in zip(model.items(), gradients, strict=True):
+            if moving(key, parts, round=round, is_first_half=2 * done < steps):
+                tensor.grad = gradient
+                each[key].step()
+    for key, tensor in model.items():
+        torch.testing.assert_close(update.params[key], tensor.detach(), atol=2e-5, rtol=1e-4)
+    still = {key for key in params if torch.equal(update.params[key], params[key])}
+    ever = {key for key in params if any(moving(key, parts, round=round, is_first_half=half) for half in (True, False))}
+    assert still == params.keys() - ever
+
+
+def test_in_the_last_rounds_everything_trains(tiny_of, site_of, spec_of) -> None:
+    tiny, spec = tiny_of("bert"), spec_of(name="a-0", examples=10)
+    site, params = site_of(tiny, spec), tiny.params(spec)
+    options = dataclasses.replace(OPTIONS, trained_parts="without_head", personal_rounds=2)
+    for round, trains in ((4, False), (5, True)):
+        (update,) = train([Job(client="a-0", params=params, round=round, options=options)], site)
+        assert all(torch.equal(update.params[key], params[key]) != trains for key in head_keys(params))
+    assert head_keys(params)

@@ -1,0 +1,105 @@
+from typing import Any
+
+import pytest
+
+from atlas_fl.cli.arguments import base_config, parse, split
+from atlas_fl.cli.run import RunOptions
+from atlas_fl.client.options import TrainOptions
+from atlas_fl.config import Config, settings, validate, with_values
+from atlas_fl.config.methods import METHODS, rule_of, with_method_settings, without_method_settings
+from atlas_fl.config.settings import value_of
+from atlas_fl.errors import ConfigError
+from atlas_fl.experiment.sweep import grid
+
+
+def config_of(method: str, **values: Any) -> Config:
+    return with_values(Config(), {"strategy": method, "ranks": "8", **values})
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_method_writes_its_settings_into_the_config_and_no_second_time(method: str) -> None:
+    config = validate(config_of(method))
+    for name, value in {**METHODS[method].settings, **METHODS[method].suggested}.items():
+        assert value_of(config, name) == value
+    assert validate(config) is config
+    assert rule_of(config) == METHODS[method].rule
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_method_is_made_of_settings_that_there_are(method: str) -> None:
+    assert METHODS[method].settings.keys() | METHODS[method].suggested.keys() <= settings().keys()
+
+
+def test_a_setting_that_contradicts_the_method_is_refused() -> None:
+    message = "--share is B head, and --strategy fedsa is --share A; leave --share out, or take another strategy"
+    with pytest.raises(ConfigError, match=message):
+        validate(config_of("fedsa", share="B+head"))
+
+
+def test_a_typed_default_that_contradicts_the_method_is_refused_on_the_command_line() -> None:
+    groups = split(["--strategy", "fedit", "--ranks", "8", "--space", "product"])
+    with pytest.raises(ConfigError, match="--space is product, and --strategy fedit is --space factors"):
+        parse(RunOptions(settings=base_config(groups)), groups, command="atlas run")
+
+
+def test_a_knob_of_the_user_goes_before_the_suggested_one() -> None:
+    assert validate(config_of("fedprox", proximal_mu=0.5)).training.proximal_mu == 0.5
+    assert validate(config_of("fedprox")).training.proximal_mu == 0.01
+
+
+def test_a_method_of_equal_ranks_refuses_ranks_by_device() -> None:
+    with pytest.raises(ConfigError, match="--strategy fedit averages factors of one rank, and --ranks budget may"):
+        validate(with_values(Config(), {"strategy": "fedit"}))
+
+
+def test_a_comparison_that_begins_from_a_run_of_a_method_does_not_carry_its_settings_over() -> None:
+    base = validate(config_of("ffa"))
+    points = grid(base, over={"strategy": ("fedavg", "fedit")}, seeds=(1,))
+    assert [value_of(point.config, "share") for point in points] == [("A", "B", "head")] * 2
+    assert [value_of(point.config, "trained_parts") for point in points] == ["all", "all"]
+    assert without_method_settings(Config()) == with_method_settings(Config()) == Config()
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"personal_rounds": 12}, "--personal-rounds is 12; allowed: below --rounds, which is 12"),
+        ({"personal_rounds": 2, "patience": 3}, "--patience 3 ends a run before its last rounds"),
+        ({"trained_parts": "alternate", "split": "2"}, "--trained-parts alternate changes what trains during a run"),
+        ({"trained_parts": "B"}, "--trained-parts B leaves A as drawn, and --space product would change it"),
+        (
+            {"trained_parts": "B", "trainable": "full"},
+            "--trained-parts B is of adapters, and --trainable full has none",
+        ),
+    ],
+)
+def test_what_trains_when_contradicts_nothing(values: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        validate(with_values(Config(), values))
+
+
+NAMES = ("q.lora_A", "q.lora_B", "head.weight")
+
+
+@pytest.mark.parametrize(
+    ("parts", "round", "trained"),
+    [
+        ("all", 1, NAMES),
+        ("B", 3, ("q.lora_B", "head.weight")),
+        ("alternate", 1, ("q.lora_B", "head.weight")),
+        ("alternate", 2, ("q.lora_A", "head.weight")),
+        ("head_then_rest", 1, NAMES),
+        ("without_head", 4, ("q.lora_A", "q.lora_B")),
+        ("without_head", 5, NAMES),
+        ("B", 5, NAMES),
+    ],
+)
+def test_what_trains_in_a_round_of_six_with_two_personal_ones(parts: Any, round: int, trained: tuple[str, ...]) -> None:
+    options = TrainOptions(seed=0, rounds=6, trained_parts=parts, personal_rounds=2)
+    assert tuple(name for name in NAMES if options.trains(name, round=round)) == trained
+
+
+def test_the_head_moves_in_the_first_half_of_a_round_and_the_rest_in_the_second() -> None:
+    options = TrainOptions(seed=0, trained_parts="head_then_rest")
+    moves = [[name for name in NAMES if options.moves(name, round=1, done=done, steps=3)] for done in range(3)]
+    assert moves == [["head.weight"], ["head.weight"], ["q.lora_A", "q.lora_B"]]
