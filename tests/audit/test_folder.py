@@ -24,7 +24,7 @@ def test_a_folder_that_is_no_run_is_named(tmp_path):
     ("file", "content", "message"),
     [
         ("config.toml", "[mixing", "config.toml cannot be read"),
-        ("config.toml", '[mixing]\nstrategy = "fedprox"', "config.toml cannot be read: unknown strategy 'fedprox'"),
+        ("config.toml", '[mixing]\nstrategy = "fedmagic"', "config.toml cannot be read: unknown strategy 'fedmagic'"),
         ("config.toml", "[mixing]\naggregate_every = 0", "config.toml cannot be read: --aggregate-every is 0"),
         ("plan.json", "{", "plan.json cannot be read"),
         ("plan.json", "{}", "plan.json is no plan: KeyError"),

@@ -10,12 +10,14 @@ from atlas_fl.audit.check import audit_run
 from atlas_fl.audit.recompute import RULES, Rule, kind_of, weights
 from atlas_fl.audit.run_files import AuditPlan
 from atlas_fl.config import MixingConfig
+from atlas_fl.config.methods import METHODS
 from atlas_fl.errors import CheckpointError
 from tests.audit.written import plan_json, write_run
 
 
 def test_every_strategy_has_an_independent_rule():
-    assert RULES.keys() == STRATEGIES.keys() | ALIASES.keys()
+    assert RULES.keys() == STRATEGIES.keys() | ALIASES.keys() | METHODS.keys()
+    assert all(RULES[name] == RULES[method.rule] for name, method in METHODS.items())
 
 
 def test_rules_by_hand():
@@ -38,8 +40,8 @@ def test_rules_by_hand():
 
 
 def test_a_rule_without_an_audit_is_named():
-    with pytest.raises(CheckpointError, match="no audit is written for strategy 'fedprox'"):
-        kind_of("fedprox")
+    with pytest.raises(CheckpointError, match="no audit is written for strategy 'fedmagic'"):
+        kind_of("fedmagic")
 
 
 def test_importance_that_is_needed_and_missing_is_named(tmp_path):

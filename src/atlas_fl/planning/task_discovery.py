@@ -37,6 +37,8 @@ _ADDED_LATER = (
     "carry_momentum",
     "rate_by_round",
     "proximal_mu",
+    "trained_parts",
+    "personal_rounds",
 )
 """Options that older sketches lack: left out of the signature at their default, so that those still compare."""
 
@@ -124,6 +126,7 @@ def fingerprint_signature(config: Config, options: FingerprintOptions) -> dict[s
     defaults = asdict(TrainOptions(seed=0))
     unchanged = {key for key in _ADDED_LATER if settings["train"][key] == defaults[key]}
     settings["train"] = {key: value for key, value in settings["train"].items() if key not in unchanged}
+    settings["train"]["frozen"] = []  # what older plans hold
     signature: dict[str, Any] = from_json(to_json(settings))
     return signature
 
