@@ -31,8 +31,8 @@ from torch.nn.functional import cross_entropy, pad
 
 from atlas_fl.aggregation.matrices import Federation, without_edges
 from atlas_fl.aggregation.registry import find_strategy
+from atlas_fl.aggregation.robust import Space, bound_updates
 from atlas_fl.aggregation.strategies import Strategy, StrategyOptions, check_update, twice_the_rank, unusable_models
-from atlas_fl.aggregation.update_bounds import Space, bound_updates
 from atlas_fl.config import Config, with_values
 from atlas_fl.config.presets import find_preset
 from atlas_fl.data.clients import ClientData

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from atlas_fl.aggregation.update_bounds import (
+from atlas_fl.aggregation.robust import (
     BODY,
     HEADS,
     Space,

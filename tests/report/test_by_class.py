@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 from matplotlib.text import Text
 
-from atlas_fl.report.class_figures import draw_accuracy_by_class
 from atlas_fl.report.record import Record
+from atlas_fl.report.run_figures import draw_accuracy_by_class
 from tests.report.test_plots import overlaps, text_of
 
 

@@ -3,8 +3,8 @@
 import numpy as np
 from matplotlib.text import Text
 
-from atlas_fl.report.class_figures import draw_label_distribution
 from atlas_fl.report.record import Record
+from atlas_fl.report.run_figures import draw_label_distribution
 
 
 def record_of(clients: int, classes: int) -> tuple[Record, np.ndarray]:

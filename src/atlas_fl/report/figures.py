@@ -5,7 +5,7 @@ from pathlib import Path
 
 from matplotlib.figure import Figure
 
-from atlas_fl.report import class_figures, graph_figures, mask_figures, run_figures
+from atlas_fl.report import graph_figures, mask_figures, run_figures
 from atlas_fl.report.record import Record, read_record
 from atlas_fl.report.style import save_figure
 from atlas_fl.storage.run_folder import find_run
@@ -17,7 +17,7 @@ FIGURES: dict[str, Callable[[Record], Figure]] = {
     "clusters": graph_figures.draw_clusters,
     "ranks": run_figures.draw_ranks,
     "bytes": run_figures.draw_traffic,
-    "classes": class_figures.draw_label_distribution,
+    "classes": run_figures.draw_label_distribution,
 }
 """A figure by the name of its file."""
 
@@ -27,7 +27,7 @@ OF_ADAPTERS = frozenset({"adjacency", "clusters", "ranks"})
 MEASURED: dict[str, tuple[Callable[[Record], bool], Callable[[Record], Figure]]] = {
     "leakage": (lambda record: bool(record.plan.get("leakage")), mask_figures.draw_leakage),
     "mask": (lambda record: bool((record.plan.get("sparse") or {}).get("layers")), mask_figures.draw_mask),
-    "by-class": (lambda record: any("classes" in row for row in record.metrics), class_figures.draw_accuracy_by_class),
+    "by-class": (lambda record: any("classes" in row for row in record.metrics), run_figures.draw_accuracy_by_class),
 }
 """Figures of what only some runs measure, by the name of their file: whether this one does, and the figure."""
 

@@ -10,7 +10,7 @@ An attacker trains like any other client and alters the update that it sends.
                        average by examples everyone gets x. Bagdasaryan et al., "How To Backdoor Federated Learning",
                        2020
 
-Changes of adapters are those of s B A, cut to the client's rank (`aggregation.update_bounds.scaled_change`).
+Changes of adapters are those of s B A, cut to the client's rank (`aggregation.robust.scaled_change`).
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -20,7 +20,7 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-from atlas_fl.aggregation.update_bounds import BODY, HEADS, Space, scaled_change
+from atlas_fl.aggregation.robust import BODY, HEADS, Space, scaled_change
 from atlas_fl.client.job import Job, Update
 from atlas_fl.data.clients import ClientData
 from atlas_fl.errors import ConfigError

@@ -4,8 +4,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from atlas_fl.aggregation.registry import find_strategy
+from atlas_fl.aggregation.robust import Space
 from atlas_fl.aggregation.strategies import Strategy, StrategyOptions
-from atlas_fl.aggregation.update_bounds import Space
 from atlas_fl.client.options import FingerprintOptions, TrainOptions
 from atlas_fl.config import Config
 from atlas_fl.config.methods import rule_of
