@@ -62,8 +62,7 @@ ALLOWED: Mapping[str, tuple[dict[str, int], str]] = {
 """By module: which calls, how often, and why nothing of a user's can go by them."""
 
 WRITERS: Mapping[str, str] = {
-    "cli/results.py": "--to, which is new or of the command itself",
-    "cli/images.py": "--to, which is new or a mask; --to, which was new or empty",
+    "cli/results.py": "--to, which is new, empty or of the command itself",
     "cli/run.py": "--to, which is new or a plan",
     "cli/sweep.py": "the folder of a search; beside the runs, under a name that has a digest of them",
     "deployment/server.py": "in a run's folder",

@@ -5,8 +5,8 @@ import pytest
 import torch
 
 from atlas_fl.aggregation.matrices import Federation
+from atlas_fl.aggregation.mixing import average_initial, owners_of, sync_shared, tie_rows
 from atlas_fl.aggregation.registry import STRATEGIES, find_strategy
-from atlas_fl.aggregation.shared_adapters import average_initial, owners_of, sync_shared, tie_rows
 from atlas_fl.aggregation.strategies import RoundModels, StrategyOptions
 
 CLIENTS = ("a", "b", "c", "d")

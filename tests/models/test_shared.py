@@ -5,8 +5,8 @@ from typing import Any
 import pytest
 import torch
 
+from atlas_fl.models.backbone import ALIGNMENT, buffer_entries, tensor_views, write_weights
 from atlas_fl.models.loading import load_backbone
-from atlas_fl.models.shared_memory import ALIGNMENT, buffer_entries, tensor_views, write_weights
 
 
 def shared(weights: dict[str, torch.Tensor]) -> tuple[mmap.mmap, list[dict[str, Any]]]:

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from atlas_fl.aggregation.lora_product import energy_share, fit_clients, leading_dense, stack_factors
 from atlas_fl.aggregation.matrices import Federation, average, cluster_labels
-from atlas_fl.aggregation.shared_adapters import sync_shared
+from atlas_fl.aggregation.mixing import sync_shared
 from atlas_fl.aggregation.strategies import (
     CLUSTERS,
     Aggregated,

@@ -25,8 +25,7 @@ from atlas_fl.aggregation.matrices import (
     laplacian_step,
     layer_factors,
 )
-from atlas_fl.aggregation.mixing import Mixed, Reduce, check_mixing, mix
-from atlas_fl.aggregation.shared_adapters import sync_shared, tie_rows
+from atlas_fl.aggregation.mixing import Mixed, Reduce, check_mixing, mix, sync_shared, tie_rows
 from atlas_fl.errors import ConfigError, ProtocolError, unknown_name
 from atlas_fl.params import HEAD, LORA_A, LORA_B, ByClient, Params, ServerState
 
@@ -178,7 +177,7 @@ def mixing_matrices(
     """The matrix for each name: heads stay inside their task, layers may scale eta; equal matrices are one object.
 
     A rule is called once for each group of parameters that `granularity` tells apart.
-    What clients share above their cuts has one row for all of them (`aggregation.shared_adapters`).
+    What clients share above their cuts has one row for all of them (`aggregation.mixing`).
     """
     there = np.asarray(present, bool)
     anyone, by_task = np.zeros(len(there), np.int64), group_ids(federation.head_groups)

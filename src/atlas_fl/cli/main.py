@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from importlib.metadata import version
 from typing import Any
 
-from atlas_fl.cli import deploy, images, results, run, sweep
+from atlas_fl.cli import deploy, results, run, sweep
 from atlas_fl.cli import run as catalogue
 from atlas_fl.cli import run as fetch
 from atlas_fl.cli import sweep as search
@@ -51,9 +51,9 @@ COMMANDS: Mapping[str, Command] = {
     "leakage": Command(
         results.leakage, results.LeakageOptions, "what a cut at each block would give away of the clients' texts"
     ),
-    "masks": Command(images.masks, images.MasksOptions, "show, compare and merge the masks of runs on images"),
+    "masks": Command(results.masks, results.MasksOptions, "show, compare and merge the masks of runs on images"),
     "vectors": Command(
-        images.vectors, images.VectorsOptions, "merge what runs on images learned, and score it over scales"
+        results.vectors, results.VectorsOptions, "merge what runs on images learned, and score it over scales"
     ),
     "certs": Command(deploy.certs, deploy.CertsOptions, "make, renew and revoke the certificates of a federation"),
     "serve": Command(deploy.serve, deploy.ServeOptions, "train a federation whose clients join from other machines"),

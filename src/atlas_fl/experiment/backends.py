@@ -19,7 +19,7 @@ import torch
 from atlas_fl.config import Config, parse_config, to_toml
 from atlas_fl.errors import DataError
 from atlas_fl.events import Note, OnEvent, Progress
-from atlas_fl.models.shared_memory import buffer_entries, tensor_views, write_weights
+from atlas_fl.models.backbone import buffer_entries, tensor_views, write_weights
 from atlas_fl.planning.planner import local_engine, worker_receiver, worker_sender
 from atlas_fl.runtime.engine import Engine
 from atlas_fl.runtime.processes import SharedMemory, run_worker_loop, worker_processes

@@ -15,8 +15,8 @@ import numpy as np
 
 from atlas_fl.aggregation.graph import Diversity, diversity
 from atlas_fl.aggregation.matrices import Federation, share_warnings, without_edges
+from atlas_fl.aggregation.mixing import sync_shared
 from atlas_fl.aggregation.robust import bound_updates, change_norms, small_groups
-from atlas_fl.aggregation.shared_adapters import sync_shared
 from atlas_fl.aggregation.strategies import LARGEST, Strategy, check_update, unusable_models
 from atlas_fl.client.job import Job, Update
 from atlas_fl.client.options import EvaluateOptions

@@ -3,13 +3,18 @@
 The modules and their names are those of stock transformers, split at the list of blocks.
 `norm_and_pool(run_blocks(embed_tokens(...), all blocks))` computes what `backbone_features` does, bit for bit; a cut
 model is the same three calls on two machines. Generation uses stock attention and a key-value cache, token by token.
+
+Several processes see one copy of the weights, in shared memory. A tensor begins there at a multiple of 64 bytes, as in
+torch's own memory: products of what lies otherwise may end in other last bits.
 """
 
 import dataclasses
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
@@ -21,6 +26,7 @@ from atlas_fl.models.attention import PACKED, PackedLayout
 from atlas_fl.models.registry import Family, ModelShape, ModelSource, apply_head
 from atlas_fl.models.vision import Vision
 from atlas_fl.params import Params, head_keys
+from atlas_fl.storage.tensors import DTYPES
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -321,3 +327,39 @@ def pad_left(rows: list[list[int]], *, device: torch.device) -> tuple[Tensor, Te
     ids = torch.tensor([[0] * (longest - len(row)) + row for row in rows], device=device)
     mask = torch.tensor([[0] * (longest - len(row)) + [1] * len(row) for row in rows], device=device)
     return ids, mask
+
+
+ALIGNMENT = 64
+
+_DTYPES = {name: dtype for dtype, name in DTYPES.items()}
+
+
+def buffer_entries(weights: Params) -> tuple[list[dict[str, Any]], int]:
+    """(where each tensor lies, as plain data; bytes of all)."""
+    entries, end = [], 0
+    for name, tensor in weights.items():
+        entries.append(
+            {"name": name, "dtype": DTYPES[tensor.dtype], "shape": list(tensor.shape), "offset": end},
+        )
+        end += -(-tensor.nbytes // ALIGNMENT) * ALIGNMENT
+    return entries, max(end, ALIGNMENT)
+
+
+def tensor_views(memory: Any, entries: Sequence[Mapping[str, Any]]) -> dict[str, torch.Tensor]:
+    """The tensors that lie at these places of a buffer, without a copy; nobody may write to what is shared."""
+    tensors = {}
+    for entry in entries:
+        dtype, shape = _DTYPES[entry["dtype"]], torch.Size(entry["shape"])
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="The given buffer is not writable")  # nor is it written
+            flat = torch.frombuffer(memory, dtype=dtype, count=shape.numel(), offset=entry["offset"])
+        tensors[entry["name"]] = flat.reshape(shape)
+    return tensors
+
+
+def write_weights(weights: Params, memory: Any, entries: Sequence[Mapping[str, Any]]) -> None:
+    """Put the weights at their places of a writable buffer."""
+    whole = np.frombuffer(memory, dtype=np.uint8)
+    for entry in entries:
+        values = weights[entry["name"]].detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+        whole[entry["offset"] : entry["offset"] + values.size] = values

@@ -14,8 +14,7 @@ import numpy as np
 
 from atlas_fl.aggregation.graph import effective_neighbours
 from atlas_fl.aggregation.matrices import eta_warnings
-from atlas_fl.aggregation.mixing import resize_ranks
-from atlas_fl.aggregation.shared_adapters import average_initial
+from atlas_fl.aggregation.mixing import average_initial, resize_ranks
 from atlas_fl.config import Config
 from atlas_fl.data.clients import label_statistics, left_out_notes, shard_notes
 from atlas_fl.data.registry import find_tasks

@@ -16,7 +16,7 @@ from atlas_fl.client.batching import packs
 from atlas_fl.client.job import Job, Site, Update
 from atlas_fl.client.registry import ACTIONS
 from atlas_fl.errors import DataError
-from atlas_fl.models.shared_memory import buffer_entries, tensor_views
+from atlas_fl.models.backbone import buffer_entries, tensor_views
 from atlas_fl.params import Params, is_full_model, num_bytes
 
 MAX_BYTES_IN_MEMORY = 2**30
