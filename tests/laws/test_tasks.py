@@ -73,7 +73,7 @@ def test_splits_are_the_same_whenever_they_are_read(name: str) -> None:
         assert first.label.tolist() == second.label.tolist()
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", [name for name in NAMES if TASKS[name].has_classes])
 def test_every_split_holds_every_class_in_about_the_same_share(name: str) -> None:
     task = TASKS[name]
     shares = [np.bincount(rows.label, minlength=task.num_labels) / len(rows) for rows in splits(name)]
@@ -85,7 +85,8 @@ def test_every_split_holds_every_class_in_about_the_same_share(name: str) -> Non
 @pytest.mark.parametrize("partition", sorted(PARTITIONS))
 @pytest.mark.parametrize("name", NAMES)
 def test_nine_default_clients_share_nothing_and_see_two_classes(name: str, partition: str) -> None:
-    clients = clients_of(name, partition)
+    # of product reviews with two ratings that differ there are too few for nine
+    clients = clients_of(name, partition, clients=8 if name == "amazon_ratings" else 9)
     total = sum(len(client.train) for client in clients)
     assert total == 200 * len(clients)
     for client in clients:

@@ -20,11 +20,12 @@ import tyro
 from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec, PrimitiveTypeInfo
 
 from atlas_fl.config import Config, load_config, settings
+from atlas_fl.config.federations import turn_dial
 from atlas_fl.config.files import load_values
 from atlas_fl.config.methods import check_typed_settings
 from atlas_fl.config.presets import PRESETS, find_preset
 from atlas_fl.config.settings import field_docs, group_classes
-from atlas_fl.config.values import describe, from_words, item_kind, to_words, unwrap_optional
+from atlas_fl.config.values import describe, from_words, item_kind, parse_integer, to_words, unwrap_optional
 from atlas_fl.errors import ConfigError, did_you_mean, short_repr
 
 ALIASES = {"--ablation": "--strategy", "--mode": "--preset"}
@@ -269,15 +270,21 @@ def base_config(groups: Sequence[Words]) -> Config:
         ConfigError: the recipe is unknown, the file is wrong, or they name two recipes.
     """
     named, file = last_value(groups, "--preset"), last_value(groups, "--config")
+    text = last_value(groups, "--dial")
+    typed = parse_integer(text) if text is not None else None
     if file is None:
-        return find_preset(named or DEFAULT_PRESET)
-    written = load_values(file).get("preset")
+        return find_preset(named or DEFAULT_PRESET, dial=typed)
+    values = load_values(file)
+    written = values.get("preset")
     if named and written and named != written:
         raise ConfigError(
             f"--preset {named} contradicts {file}, which is made from preset {written}; leave --preset out, "
             "or take preset out of the file"
         )
-    return load_config(file, base=find_preset(named or written or DEFAULT_PRESET))
+    dial = values.get("dial")
+    base = find_preset(named or written or DEFAULT_PRESET, dial=dial if type(dial) is int else None)
+    config = load_config(file, base=base)
+    return config if typed is None else turn_dial(config, typed)
 
 
 def new_folder(to: str) -> Path:

@@ -37,6 +37,7 @@ ADDED_LATER = frozenset(
         "proximal_mu",
         "trained_parts",
         "personal_rounds",
+        *("client_sizes", "test_mix", "rating_cuts", "flipped_clients", "one_task", "own_share", "dial"),
     }
 )
 GROUPS_ADDED_LATER = frozenset({"images", "sparse", "robust", "server", "attack"})

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from dataclasses import replace
 
+from atlas_fl.config import federations
 from atlas_fl.config.schema import (
     ClusteringConfig,
     Config,
@@ -132,7 +133,7 @@ def vision_lora() -> Config:
     )
 
 
-PRESETS: dict[str, Callable[[], Config]] = {
+PRESETS: dict[str, Callable[..., Config]] = {
     "smoke": smoke,
     "quick": quick,
     "full": full,
@@ -142,15 +143,24 @@ PRESETS: dict[str, Callable[[], Config]] = {
     "vision-sparse": vision_sparse,
     "vision-central": vision_central,
     "vision-lora": vision_lora,
+    "null": federations.null,
+    "label-skew": federations.label_skew,
+    "concept-shift": federations.concept_shift,
+    "sources": federations.sources,
+    "contradiction": federations.contradiction,
+    "sizes": federations.sizes,
+    "wrong-k": federations.wrong_k,
+    "images-nc": federations.images_nc,
 }
 
 
-def find_preset(name: str) -> Config:
-    """The config of this recipe.
+def find_preset(name: str, *, dial: int | None = None) -> Config:
+    """The config of this recipe, its dial turned to this amount (`config.federations`).
 
     Raises:
-        ConfigError: there is none of this name; the message has the nearest.
+        ConfigError: there is none of this name, the message has the nearest; or it has no such dial.
     """
     if name not in PRESETS:
         raise unknown_name("preset", name, PRESETS)
-    return PRESETS[name]()
+    federations.check_dial(name, dial)
+    return PRESETS[name]() if dial is None else PRESETS[name](dial)

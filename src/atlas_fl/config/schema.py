@@ -32,6 +32,19 @@ class DataConfig:
     """How a task's examples fall to its clients."""
     dirichlet_alpha: float = 0.5
     """Concentration of the Dirichlet partition; smaller is more uneven."""
+    client_sizes: tuple[int, ...] = ()
+    """Training examples of the clients of a task in turn, in the place of `--samples`."""
+    test_mix: Literal["own", "task"] = "own"
+    """Labels of a client's test examples: in its own mix, or in that of its task."""
+    rating_cuts: tuple[float, ...] = ()
+    """Concept shift: of a task with numbers, such as `movie_ratings`, the clients in turn call positive what lies above
+    these, and the task has two classes."""
+    flipped_clients: float = 0.0
+    """Contradiction: share of the clients of each task, its last ones, whose classes are reversed in all splits."""
+    one_task: bool = False
+    """The tasks are sources of one task: their classes are the same, and their clients share heads."""
+    own_share: float = 1.0
+    """With `--one-task`, share of a client's examples from its own source; the rest come from the others evenly."""
     max_length: int | None = None
     """Longest sequence in tokens; the task's own limit by default."""
     devices: tuple[str, ...] = ("cpu_2gb", "tablet_4gb", "laptop_8gb", "gpu_16gb")
@@ -473,6 +486,8 @@ class RunConfig:
     """Every random choice derives from it."""
     preset: str = "quick"
     """The recipe that all other defaults come from (`atlas list presets`). `--mode` is the same flag."""
+    dial: int | None = None
+    """Of a federation with a dial (`atlas list presets`), how far it is turned: 0 to 4; 2 by default."""
     name: str | None = None
     """Name of the run's folder; preset, strategy, model, seed and config hash by default."""
     runs_dir: str = "runs"

@@ -9,8 +9,10 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from atlas_fl.config.federations import check_dial
 from atlas_fl.config.methods import METHODS, check_equal_ranks, rule_of, with_method_settings
 from atlas_fl.config.schema import (
+    ALL_CLASSES,
     AUTO,
     NONE,
     WILDCARD,
@@ -40,6 +42,7 @@ class AllowedRange:
     """Whether a number is one of them; false for NaN."""
 
 
+ANY_NUMBER = AllowedRange("a number", lambda value: value == value)
 ZERO_OR_MORE = AllowedRange("at least 0", lambda value: value >= 0)
 ONE_OR_MORE = AllowedRange("at least 1", lambda value: value >= 1)
 TWO_OR_MORE = AllowedRange("at least 2", lambda value: value >= 2)
@@ -55,6 +58,11 @@ RANGES: Mapping[str, AllowedRange] = {
     "validation_samples": ONE_OR_MORE,
     "test_samples": ONE_OR_MORE,
     "dirichlet_alpha": AllowedRange("above 0, at most 1e+06", lambda value: 0 < value <= 1e6),
+    "client_sizes": TWO_OR_MORE,
+    "rating_cuts": ANY_NUMBER,
+    "flipped_clients": AllowedRange("at least 0, at most 1", lambda value: 0 <= value <= 1),
+    "own_share": FRACTION,
+    "dial": AllowedRange("0 to 4", lambda value: 0 <= value <= 4),
     "max_length": AllowedRange("at least 4", lambda value: value >= 4),  # two special tokens take half of that
     "rouge_examples": ZERO_OR_MORE,
     "new_tokens": ONE_OR_MORE,
@@ -281,6 +289,7 @@ def validate(config: Config, *, at_sites: bool = False) -> Config:
     config = with_method_settings(config)
     check_ranges(config)
     _check_data(config.data)
+    _check_heterogeneity(config)
     _check_arrivals(config)
     _check_clusters(config, at_sites=at_sites)
     _check_ranks(config.ranks)
@@ -322,6 +331,23 @@ def _check_data(data: DataConfig) -> None:
         raise ConfigError("--tasks is empty; a federation needs at least one task; see `atlas list tasks`")
     if duplicate := _first_duplicate(data.tasks):
         raise ConfigError(f"--tasks names {duplicate!r} twice; name a task once and raise --clients-per-task")
+
+
+def _check_heterogeneity(config: Config) -> None:
+    data = config.data
+    check_dial(config.run.preset, config.run.dial)
+    if data.own_share != 1 and not data.one_task:
+        raise ConfigError(
+            f"--own-share {data.own_share:g} mixes the sources of one task; set --one-task, or leave --own-share out"
+        )
+    if data.client_sizes and (data.partition == "quantity" or config.images.nc != ALL_CLASSES):
+        other = "--partition quantity" if data.partition == "quantity" else f"--nc {config.images.nc}"
+        raise ConfigError(f"--client-sizes and {other} both say how much a client has; leave one of them out")
+    if (data.client_sizes or data.one_task) and data.arrive:
+        raise ConfigError(
+            f"--arrive {data.arrive[0]} comes later, and {'--client-sizes' if data.client_sizes else '--one-task'} is"
+            " of clients who are there from the start; leave one of them out"
+        )
 
 
 def _check_arrivals(config: Config) -> None:

@@ -116,17 +116,23 @@ def make_clients(  # noqa: PLR0913 - one name for each setting of the data
     seed: int,
     shuffle_labels: bool,
     classes_per_client: int | None = None,
+    client_sizes: Sequence[int] = (),
+    test_mix: str = "own",
 ) -> tuple[ClientData, ...]:
     """`clients_per_task` clients of every task, in the order of the tasks; no row is given to two of them.
 
     A split without a number of samples is dealt out whole, in parts of the same size or one more. A client's validation
     and test rows come in the class mix of its training rows; with the partition `classes` it has rows of exactly
-    `classes_per_client` classes, in all its splits. `shuffle_labels` permutes the training labels, or what is to be
-    written after the prompts, inside each client and nothing else. A `ConfigError` names a setting that is out of
-    range, a `DataError` a task whose rows do not suffice.
+    `classes_per_client` classes, in all its splits. `client_sizes` are the training rows of the clients of a task in
+    turn, in the place of `samples`; with `test_mix` as `task` test rows come in the mix of the task. `shuffle_labels`
+    permutes the training labels, or what is to be written after the prompts, inside each client and nothing else. A
+    `ConfigError` names a setting that is out of range, a `DataError` a task whose rows do not suffice.
     """
     sizes: Sizes = {"train": samples, "validation": validation_samples, "test": test_samples}
     _check_settings(clients_per_task, sizes, partition, dirichlet_alpha)
+    needed = sum(np.resize(np.asarray(client_sizes, np.int64), clients_per_task).tolist()) if client_sizes else 0
+    if client_sizes:  # as many rows as the clients have together, where room is looked for
+        sizes = {**sizes, "train": -(-needed // clients_per_task)}
     clients: list[ClientData] = []
     for task in tasks:
         data = load_task(task, source)
@@ -137,7 +143,15 @@ def make_clients(  # noqa: PLR0913 - one name for each setting of the data
             )
         else:
             parts = _deal_by_partition(
-                task, data, clients_per_task, sizes, partition=partition, alpha=dirichlet_alpha, seed=seed
+                task,
+                data,
+                clients_per_task,
+                sizes,
+                partition=partition,
+                alpha=dirichlet_alpha,
+                seed=seed,
+                client_sizes=client_sizes,
+                own_test=test_mix == "own",
             )
         clients += [
             ClientData(
@@ -164,6 +178,8 @@ def _deal_by_partition(
     partition: str,
     alpha: float,
     seed: int,
+    client_sizes: Sequence[int],
+    own_test: bool,
 ) -> dict[Split, list[Labels]]:
     edges = None if task.has_classes else bin_edges(data.train.label)
     classes = {split: strata(_rows(data, split).label, edges=edges) for split in sizes}
@@ -172,7 +188,9 @@ def _deal_by_partition(
     rng = generator(seed, "partition", task.name)
     mean = len(data.train) // num_clients if sizes["train"] is None else sizes["train"]
     mixes, train_sizes = PARTITIONS[partition](prior, num_clients, mean, alpha, rng)
-    if sizes["train"] is None:
+    if client_sizes:
+        train_sizes = np.resize(np.asarray(client_sizes, np.int64), num_clients)
+    elif sizes["train"] is None:
         train_sizes = train_sizes + _spread(len(data.train) - int(train_sizes.sum()), num_clients)
     rngs = {split: generator(seed, "deal", task.name, split) for split in sizes}
     try:
@@ -186,7 +204,8 @@ def _deal_by_partition(
     for split in held_out:
         size = sizes[split]
         each = _spread(len(classes[split]), num_clients) if size is None else np.full(num_clients, size)
-        dealt[split] = deal(classes[split], mixes, each, rng=rngs[split])
+        wanted = mixes if split != "test" or own_test else np.tile(prior, (num_clients, 1))
+        dealt[split] = deal(classes[split], wanted, each, rng=rngs[split])
     return dealt
 
 

@@ -223,12 +223,33 @@ def _sentiment(name: str, file: str, least: float, what: str) -> Task:
     )
 
 
+def load_values(source: Source, *, name: str, file: str) -> TaskData:
+    """The splits of a task of mean ratings, float32, from -4 to 4."""
+    rows = read_all_ratings(_hutto(source, file))
+    return split_rows(replace(rows, label=rows.label.astype(np.float32)), name=name, labelled=False)
+
+
+def _ratings(name: str, file: str, what: str) -> Task:
+    return Task(
+        name=name,
+        num_labels=1,
+        metric="pearson",
+        note=f"{what}; mean of 20 human ratings from -4 to 4",
+        load=partial(load_values, name=name, file=file),
+        files=lambda source: (_hutto(source, file),),
+    )
+
+
 EMBEDDED: tuple[Task, ...] = (
     # Only movie has rows enough to leave out all that are nearly neutral.
     _sentiment("movie", "movieReviewSnippets", 0.5, "sentences of film reviews"),
     _sentiment("amazon", "amazonReviewSnippets", 0.1, "sentences of product reviews"),
     _sentiment("nyt_sentiment", "nytEditorialSnippets", 0.1, "sentences of newspaper editorials"),
     _sentiment("tweets", "tweets", 0.1, "tweets"),
+    _ratings("movie_ratings", "movieReviewSnippets", "sentences of film reviews"),
+    _ratings("amazon_ratings", "amazonReviewSnippets", "sentences of product reviews"),
+    _ratings("nyt_ratings", "nytEditorialSnippets", "sentences of newspaper editorials"),
+    _ratings("tweet_ratings", "tweets", "tweets"),
     Task(
         name="trec",
         num_labels=6,

@@ -18,6 +18,7 @@ from atlas_fl.config import (
     validate,
     with_values,
 )
+from atlas_fl.config.federations import turn_dial
 from atlas_fl.config.identity import SESSION
 from atlas_fl.config.methods import without_method_settings
 from atlas_fl.config.settings import find_setting
@@ -155,6 +156,8 @@ def grid(
         changes = dict(zip(over, values))
         rounds = {} if scaled is None else scaled.settings[changes[STEPS]]
         changed = with_values(base, {**changes, **rounds})
+        if "dial" in changes:
+            changed = turn_dial(changed, changed.run.dial or 0)
         for seed in seeds:
             config = replace(changed, run=replace(changed.run, seed=seed))
             points.append(Point(config=_with_run_name(pin_mask_file(validate(config)), base.run.name), changes=changes))

@@ -16,6 +16,7 @@ from atlas_fl.aggregation.graph import effective_neighbours
 from atlas_fl.aggregation.matrices import eta_warnings
 from atlas_fl.aggregation.mixing import average_initial, resize_ranks
 from atlas_fl.config import Config
+from atlas_fl.config.federations import dial_note
 from atlas_fl.data.clients import label_statistics, left_out_notes, shard_notes
 from atlas_fl.data.registry import find_tasks
 from atlas_fl.errors import ConfigError, ModelError
@@ -150,6 +151,7 @@ def _plan_full(assembly: Assembly, engine: Engine, *, on_event: OnEvent) -> Plan
         data=data,
         sparse=sparse_report(mask_plan.mask, config.sparse),
         notes=(
+            *dial_note(assembly.config),
             *left_out_notes(assembly.clients),
             *shard_notes(data),
             *discovery.notes,
@@ -207,6 +209,7 @@ def _plan_lora(assembly: Assembly, engine: Engine, *, on_event: OnEvent) -> Plan
         data=data,
         leakage=_measure_plan_leakage(assembly, clients, on_event) if config.split.leakage else (),
         notes=(
+            *dial_note(assembly.config),
             *left_out_notes(assembly.clients),
             *shard_notes(data),
             *discovery.notes,

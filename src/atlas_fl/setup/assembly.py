@@ -17,6 +17,7 @@ from atlas_fl.config import Config, DataConfig, parse_arrivals
 from atlas_fl.config.schema import ALL_CLASSES
 from atlas_fl.config.training_checks import no_fp16
 from atlas_fl.data.clients import BY_CLASSES, ClientData, make_clients
+from atlas_fl.data.heterogeneity import flip_classes, merge_sources, shift_concepts
 from atlas_fl.data.registry import check_one_kind, find_tasks
 from atlas_fl.data.task import Examples, Rows, Source, Task, as_texts
 from atlas_fl.errors import AtlasError, BudgetError, ConfigError, unknown_name
@@ -161,11 +162,23 @@ def load_clients(config: Config) -> tuple[ClientData, ...]:
         dirichlet_alpha=config.data.dirichlet_alpha,
         seed=config.run.seed,
         shuffle_labels=config.data.shuffle_labels,
+        client_sizes=config.data.client_sizes,
+        test_mix=config.data.test_mix,
     )
+    clients = _make_heterogeneous(clients, config.data)
     if config.attack.attack == "none":
         return clients
     attackers = choose_attackers(config.attack.attackers, [client.name for client in clients], seed=config.run.seed)
     return with_flipped_labels(clients, attackers) if ATTACKS[config.attack.attack].flips_labels else clients
+
+
+def _make_heterogeneous(clients: tuple[ClientData, ...], data: DataConfig) -> tuple[ClientData, ...]:
+    """The clients, made to differ as the settings say."""
+    if data.rating_cuts:
+        clients = shift_concepts(clients, data.rating_cuts)
+    if data.one_task:
+        clients = merge_sources(clients, data.own_share)
+    return flip_classes(clients, data.flipped_clients)
 
 
 def assemble(
