@@ -59,6 +59,7 @@ def test_one_seed_has_no_spread_and_no_interval() -> None:
     described = describe_method(LOCAL[:1], rng=rng())
     assert described.mean == pytest.approx(0.75)
     assert [described.std, described.interval, described.interquartile_interval, described.hurt] == [None] * 4
+    assert describe_method(LOCAL[:1, :3], rng=rng()).lowest_third == pytest.approx(0.6)  # one of three clients
 
 
 def test_scores_that_differ_by_rounding_alone_hurt_nobody() -> None:
@@ -153,7 +154,7 @@ def test_many_seeds_do_not_take_the_memory_of_all_draws() -> None:
     bayesian_signed_rank(rng().normal(0, 0.02, 200), rng=rng(), draws=50_000)
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
-    assert peak < 200 * 200 * 50_000 * 8 / 50  # 16 GB if all pairs of all draws were held
+    assert peak < 64e6  # the weights of all draws alone are 80 MB, and all their pairs 16 GB
 
 
 @pytest.mark.parametrize("pairs", range(1, 11))
@@ -261,6 +262,15 @@ def test_without_a_rope_two_equal_methods_are_as_likely_better_as_worse() -> Non
 def test_needed_seeds_are_the_published_ones(effect, seeds) -> None:
     """199, 34 and 15 pairs for a small, a medium and a large effect: G*Power, paired t, two-sided, .05, power .8."""
     assert seeds_needed(effect) == seeds
+
+
+def test_a_larger_effect_never_needs_more_seeds() -> None:
+    needed = [seeds_needed(effect) or 1001 for effect in np.geomspace(0.05, 1e9, 400)]
+    assert needed == sorted(needed, reverse=True) and (needed[0], needed[-1]) == (1001, 2)
+
+
+def test_without_an_effect_the_power_of_both_tails_is_the_level() -> None:
+    assert seeds_needed(0.0, power=0.0499) == 2 and seeds_needed(0.0, power=0.0501) is None
 
 
 @pytest.mark.parametrize("effect", [0.6, 1.1])

@@ -12,7 +12,7 @@ from typing import Literal
 import numpy as np
 import numpy.typing as npt
 from jaxtyping import Float64
-from scipy import stats
+from scipy import special, stats
 
 from atlas_fl.errors import DataError, unknown_name
 from atlas_fl.rng import generator
@@ -37,7 +37,7 @@ RESAMPLES = 50_000
 TRIM = 0.25
 """What the interquartile mean leaves out at either end."""
 MOST_SEEDS = 1000
-CHUNK = 1 << 22
+CHUNK = 1 << 20
 """Numbers held at once by what draws many times."""
 DECIMALS = 12
 """Differences are rounded to these: .83 - .82 and .52 - .51 are then equal, and their ranks tied."""
@@ -418,13 +418,13 @@ def seeds_needed(
 ) -> int | None:
     """The least number of seeds, from 2, at which a two-sided paired t test has this power for d_z; None over `most`.
 
-    Under the effect the statistic is noncentral t with n - 1 degrees of freedom and noncentrality d_z sqrt(n).
+    Under the effect the statistic is noncentral t with n - 1 degrees of freedom and noncentrality d_z sqrt(n), and its
+    square is noncentral F, which has both tails in one and, unlike scipy's nct, is no NaN where one of them vanishes.
     """
-    size = min(abs(effect_size), 50.0)  # far beyond where two seeds are enough, and the distribution still computes
 
     def power_of(seeds: int) -> float:
-        critical, shift = stats.t.ppf(1 - alpha / 2, seeds - 1), size * np.sqrt(seeds)
-        return float(stats.nct.sf(critical, seeds - 1, shift) + stats.nct.cdf(-critical, seeds - 1, shift))
+        critical = stats.t.ppf(1 - alpha / 2, seeds - 1) ** 2
+        return 1 - float(special.ncfdtr(1, seeds - 1, seeds * effect_size**2, critical))
 
     numbers = range(2, most + 1)
     index = bisect_left(numbers, power, key=power_of)
