@@ -164,8 +164,10 @@ def test_compare_knows_old_names_and_the_gain_over_local(atlas: Atlas, ran: list
     said = atlas("compare", *words)
     assert (said.code, said.err) == (0, "")
     assert [config.mixing.strategy for config in ran] == ["local", "atlas"]
-    rows = {line.split()[0]: line.split() for line in said.out.splitlines() if line.strip()}
-    assert "+0.250" in rows["atlas"]
+    rows = [line.split() for line in said.out.splitlines() if line.strip().startswith("atlas")]
+    assert any("+0.250" in row for row in rows)
+    for suffix in ("json", "md", "methods.tex"):
+        assert len(list(tmp_path.glob(f"comparison-quick-strategy-????????.{suffix}"))) == 1
     assert len(list(tmp_path.glob("comparison-quick-strategy-????????.csv"))) == 1
 
 
@@ -176,6 +178,11 @@ def test_compare_knows_old_names_and_the_gain_over_local(atlas: Atlas, ran: list
         (["sweep", "--over", "etta=1"], "unknown setting 'etta'; did you mean 'eta'?"),
         (["sweep", "--over", "eta=0", "--max-rounds", "1"], "--max-rounds is 1; here every run goes to its end;"),
         (["compare", "--seeds", "0"], "--seeds is 0; allowed: at least 1;"),
+        (
+            ["compare", "--control", "median"],
+            "--control is median; allowed: one of --strategies, local, fedavg_cluster,",
+        ),
+        (["compare", "--jobs", "0"], "--jobs is 0; allowed: at least 1"),
         (["compare", "--strategies"], "--strategies is empty; name at least one;"),
         (["compare", "--strategies", "atals"], "unknown strategy 'atals'; did you mean 'atlas'?"),
         (["resume", "nothing"], "not a run folder: nothing;"),

@@ -16,10 +16,12 @@ from atlas_fl.experiment.sweep import (
     LAMBDA_SWEEP,
     Point,
     RunState,
+    SameSteps,
     comparison_name,
     grid,
     parse_over,
     run_all,
+    run_in_processes,
     same_steps,
     seeds,
 )
@@ -56,6 +58,12 @@ class CompareOptions:
     """The strategies (`atlas list strategies`)."""
     seeds: int = 3
     """Seeds for each strategy: 42, 123, 456, 789, 1024, then 2001 and on."""
+    control: str | None = None
+    """The strategy that the others are tested against; by default the first of fedavg_cluster, fedavg and local."""
+    score: Literal["final", "best"] = "final"
+    """Test scores of the models that clients end with, or of the best round by validation."""
+    jobs: int = 1
+    """Runs at once, each in a process of its own with its share of the cores."""
     config: str | None = None
     """A TOML or YAML file of settings, such as the config.toml of a run."""
     settings: Annotated[Config, tyro.conf.arg(name="")] = field(default_factory=Config)
@@ -86,8 +94,17 @@ def compare(words: Sequence[str]) -> int:
     from atlas_fl.aggregation.registry import ALIASES
 
     names = [ALIASES.get(name, name) for name in options.strategies]
-    over = [f"strategy={','.join(names)}"]
-    return run_grid(options.settings, over=over, seeds=seeds(options.seeds))
+    if options.control is not None and options.control not in names:
+        raise ConfigError(f"--control is {options.control}; allowed: one of --strategies, {', '.join(names)}")
+    if options.jobs < 1:
+        raise ConfigError(f"--jobs is {options.jobs}; allowed: at least 1")
+    points, folders = run_points(
+        options.settings, over=[f"strategy={','.join(names)}"], seeds=seeds(options.seeds), jobs=options.jobs
+    )
+    path = Path(options.settings.run.runs_dir) / comparison_name(points, preset=options.settings.run.preset)
+    _show_comparison(points, folders, path=path, note="")
+    _show_statistics(points, folders, options, path=path)
+    return 0
 
 
 def _refuse(groups: Sequence[Words], flag: str, remedy: str) -> None:
@@ -102,19 +119,51 @@ def run_grid(base: Config, *, over: Sequence[str], seeds: Sequence[int], same_ro
     """Run every point and print the comparison; 0."""
     values = parse_over(over)
     scaled = None if same_rounds else same_steps(base, values)
-    points = grid(base, over=values, seeds=seeds, scaled=scaled)
     show([] if scaled is None else [str(scaled)])
+    points, folders = run_points(base, over=over, seeds=seeds, scaled=scaled)
+    note = "" if scaled is None else f"{scaled.steps} gradient steps in every run"
+    path = Path(base.run.runs_dir) / comparison_name(points, preset=base.run.preset)
+    _show_comparison(points, folders, path=path, note=note)
+    return 0
+
+
+def run_points(
+    base: Config, *, over: Sequence[str], seeds: Sequence[int], scaled: SameSteps | None = None, jobs: int = 1
+) -> tuple[tuple[Point, ...], tuple[Path, ...]]:
+    """Every point of the grid and the folder of its finished run."""
+    points = grid(base, over=parse_over(over), seeds=seeds, scaled=scaled)
     with show_progress() as on_event, going_on("the same command"):
 
         def announce(index: int, point: Point, state: RunState) -> None:
             run = f"run {index + 1} of {len(points)}: {label_of(point)} seed={point.config.run.seed}"
             on_event(PhaseStarted(f"{run} {WORDS[state]}"))
 
-        folders = run_all(points, on_run=announce, on_event=on_event)
-    note = "" if scaled is None else f"{scaled.steps} gradient steps in every run"
-    path = Path(base.run.runs_dir) / comparison_name(points, preset=base.run.preset)
-    _show_comparison(points, folders, path=path, note=note)
-    return 0
+        if jobs == 1:
+            return points, run_all(points, on_run=announce, on_event=on_event)
+        return points, run_in_processes(points, jobs=jobs, on_run=announce)
+
+
+def _show_statistics(points: Sequence[Point], folders: Sequence[Path], options: CompareOptions, *, path: Path) -> None:
+    """Print what is known of the methods, and write it beside the comparison as JSON, Markdown and LaTeX."""
+    from atlas_fl.report.method_comparison import (
+        compare_methods,
+        methods_table,
+        pairs_table,
+        to_json,
+        to_latex,
+        to_markdown,
+    )
+    from atlas_fl.storage.files import write_atomic
+
+    groups: dict[str, list[Path]] = {}
+    for point, folder in zip(points, folders, strict=True):
+        groups.setdefault(label_of(point), []).append(folder)
+    comparison = compare_methods(groups, control=options.control, score=options.score)
+    files = {".json": to_json(comparison), ".md": to_markdown(comparison), ".methods.tex": to_latex(comparison)}
+    for suffix, text in files.items():
+        write_atomic(path.with_suffix(suffix), text.encode())
+    show([methods_table(comparison), *([pairs_table(comparison)] if comparison.pairs else [])])
+    show([f"the statistics: {', '.join(str(path.with_suffix(suffix)) for suffix in files)}"])
 
 
 def _show_comparison(points: Sequence[Point], folders: Sequence[Path], *, path: Path, note: str) -> None:

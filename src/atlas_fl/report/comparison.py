@@ -206,11 +206,11 @@ def to_latex(rows: Sequence[ComparisonRow]) -> str:
     tasks = _tasks(rows)
     headings = ["run", "mean", "worst client", "gain over local", *tasks, "bytes"]
     lines = [rf"\begin{{tabular}}{{l{'r' * (len(headings) - 1)}}}", r"\toprule"]
-    lines += [" & ".join(map(_escape, headings)) + r" \\", r"\midrule"]
+    lines += [" & ".join(map(escape_latex, headings)) + r" \\", r"\midrule"]
     for row in rows:
         spread = "" if row.std is None else rf" $\pm$ {number(row.std, 3)}"
         cells = [
-            _escape(row.name),
+            escape_latex(row.name),
             number(row.mean, 3) + spread,
             number(row.worst, 3),
             EMPTY if row.gain_over_local is None else f"${number(row.gain_over_local, 3, sign=True)}$",
@@ -234,7 +234,7 @@ def _bold(text: str, yes: bool) -> str:
     return f"[bold]{text}[/bold]" if yes and text != EMPTY else text
 
 
-def _escape(text: str) -> str:
+def escape_latex(text: str) -> str:
     r"""Text with what LaTeX would take for a command written out: `fedavg_cluster` is `fedavg\_cluster`."""
     commands = {"\\": r"\textbackslash{}", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}"}
     return "".join(commands.get(letter, "\\" + letter if letter in "&%$#_{}" else letter) for letter in text)

@@ -1,0 +1,277 @@
+"""Methods compared over seeds: intervals, paired tests against a control, hurt clients; table, JSON, Markdown, LaTeX.
+
+The scores are those of finished runs: a run of every method for every seed, with the same clients. Which statistic
+answers which question: docs/algorithms/statistics.md.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+from rich.markup import escape
+from rich.table import Table
+
+from atlas_fl.errors import ConfigError, DataError
+from atlas_fl.report.comparison import BASELINE, escape_latex, read_summary
+from atlas_fl.report.format import EMPTY, add_columns, human_bytes, new_table, number
+from atlas_fl.report.statistics import (
+    ROPE,
+    MethodStatistics,
+    PairedComparison,
+    compare_with_control,
+    describe_methods,
+    hurt_share,
+)
+
+CONTROLS = ("fedavg_cluster", "fedavg", BASELINE)
+"""Whom others are compared with where nobody says: the first of these that is there."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class MethodRow:
+    """What a comparison says of one method."""
+
+    statistics: MethodStatistics
+    """Of its test scores; `hurt` is against local training, None without it."""
+    hurt_by_control: float | None
+    """Share of seeds x clients that score less than with the control; None of the control itself."""
+    gain_over_majority: float | None
+    """Mean accuracy above the majority class."""
+    num_bytes: float
+    """Bytes of a run, both directions."""
+    seconds: float | None
+    """Wall-clock time of a run; None where a run does not say."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class MethodComparison:
+    """Methods over the same seeds and clients."""
+
+    control: str
+    seeds: tuple[int, ...]
+    clients: tuple[str, ...]
+    scores: Mapping[str, tuple[tuple[float, ...], ...]]
+    """Test scores by method, (seeds, clients)."""
+    rows: Mapping[str, MethodRow]
+    """By method."""
+    pairs: Mapping[str, PairedComparison]
+    """By method: its scores minus those of the control; empty for one seed."""
+
+
+def compare_methods(
+    groups: Mapping[str, Sequence[Path | str]],
+    *,
+    control: str | None = None,
+    score: Literal["final", "best"] = "final",
+    seed: int = 0,
+) -> MethodComparison:
+    """The comparison of these finished runs.
+
+    Args:
+        groups: run folders by method, one for each seed.
+        control: the method that the others are compared with; by default clustered FedAvg, FedAvg or local training.
+        score: the model that clients end with, or the best round by validation.
+        seed: of the bootstrap and of what tests draw.
+
+    Raises:
+        ConfigError: no method is called `control`.
+        CheckpointError: a run is missing or not complete.
+        DataError: the runs of two methods differ in their seeds or clients, or a client has no test score.
+    """
+    summaries = {name: {_seed(one): one for one in map(read_summary, runs)} for name, runs in groups.items()}
+    control = _control(control, list(summaries))
+    seeds, clients = _common(summaries)
+    scores = {name: _scores(by_seed, seeds, clients, score, name) for name, by_seed in summaries.items()}
+    first = next(iter(summaries.values()))[seeds[0]]
+    tasks = [str(first["clients"][client].get("task", "")) for client in clients]
+    local = BASELINE if BASELINE in scores else None
+    statistics = describe_methods(scores, seed=seed, baseline=local, tasks=tasks, whole_seeds=True)
+    return MethodComparison(
+        control=control,
+        seeds=seeds,
+        clients=clients,
+        scores={name: tuple(map(tuple, values.tolist())) for name, values in scores.items()},
+        rows={
+            name: MethodRow(
+                statistics=statistics[name],
+                hurt_by_control=None if name == control else hurt_share(values, scores[control]),
+                gain_over_majority=_mean(
+                    [one["overall"][score].get("test", {}).get("gain_over_majority") for one in by_seed.values()]
+                ),
+                num_bytes=float(np.mean([one["bytes"]["up"] + one["bytes"]["down"] for one in by_seed.values()])),
+                seconds=_mean([one.get("seconds", {}).get("total") for one in by_seed.values()]),
+            )
+            for (name, by_seed), values in zip(summaries.items(), scores.values(), strict=True)
+        },
+        pairs=compare_with_control(scores, control=control, seed=seed) if len(seeds) > 1 and len(scores) > 1 else {},
+    )
+
+
+def _control(control: str | None, names: Sequence[str]) -> str:
+    if control is None:
+        return next((name for name in CONTROLS if name in names), names[0])
+    if control not in names:
+        raise ConfigError(f"--control is {control}; allowed: one of the compared, {', '.join(names)}")
+    return control
+
+
+def _seed(summary: Mapping[str, Any]) -> int:
+    return int(summary["run"]["seed"])
+
+
+def _common(summaries: Mapping[str, Mapping[int, Mapping[str, Any]]]) -> tuple[tuple[int, ...], tuple[str, ...]]:
+    """The seeds and the clients that all methods have."""
+    names = list(summaries)
+    for name in names[1:]:
+        if set(summaries[name]) != set(summaries[names[0]]):
+            raise DataError(
+                f"{name} has the seeds {sorted(summaries[name])} and {names[0]} {sorted(summaries[names[0]])}; pairs"
+                " need the same: run the missing ones"
+            )
+    seeds = tuple(sorted(summaries[names[0]]))
+    clients = tuple(summaries[names[0]][seeds[0]]["clients"])
+    for name, by_seed in summaries.items():
+        for seed, summary in by_seed.items():
+            if set(summary["clients"]) != set(clients):
+                raise DataError(f"the run of {name} with seed {seed} has other clients than the others; compare alike")
+    return seeds, clients
+
+
+def _scores(
+    by_seed: Mapping[int, Mapping[str, Any]], seeds: Sequence[int], clients: Sequence[str], score: str, name: str
+) -> np.ndarray:
+    """Test scores, float64 (seeds, clients)."""
+    try:
+        rows = [[by_seed[seed]["clients"][client][score]["test"]["primary"] for client in clients] for seed in seeds]
+    except KeyError as error:
+        raise DataError(f"a run of {name} has no test score of every client ({error}); run it again") from None
+    return np.asarray(rows, np.float64)
+
+
+def _mean(values: Sequence[float | None]) -> float | None:
+    defined = [value for value in values if value is not None]
+    return float(np.mean(defined)) if defined and len(defined) == len(values) else None
+
+
+def methods_table(comparison: MethodComparison) -> Table:
+    """One row a method, in eighty columns."""
+    table = new_table("Methods")
+    headings = ["mean", "95%", "middle\nhalf", "worst\nclient", "lowest\nthird", "hurt:\nlocal", "hurt:\ncontrol"]
+    add_columns(table, ["method"], [*headings, "bytes"])
+    for name, row in comparison.rows.items():
+        own = row.statistics
+        table.add_row(
+            escape(name),
+            number(own.mean, 3),
+            _interval(own.interval),
+            number(own.interquartile_mean, 3),
+            number(own.worst_client, 3),
+            number(own.lowest_third, 3),
+            number(own.hurt, 2),
+            number(row.hurt_by_control, 2),
+            human_bytes(row.num_bytes),
+        )
+    table.caption = (
+        f"test scores over {len(comparison.seeds)} seeds and {len(comparison.clients)} clients; middle half:"
+        " interquartile mean over seeds x tasks;\nhurt: share of clients that score less than with local training, or"
+        f" with the control, {comparison.control}"
+    )
+    return table
+
+
+def _interval(interval: tuple[float, float] | None) -> str:
+    return EMPTY if interval is None else f"{interval[0]:.3f}..{interval[1]:.3f}"
+
+
+def pairs_table(comparison: MethodComparison) -> Table:
+    """One row a method against the control, in eighty columns."""
+    table = new_table(f"Against {comparison.control}")
+    headings = ["difference\nand 95%", "d_z", "p", "p\n(Holm)", "P\n(equal)", "P\n(better)", "seeds\nneeded"]
+    add_columns(table, ["method"], headings)
+    for name, pair in comparison.pairs.items():
+        table.add_row(
+            escape(name),
+            number(pair.mean, 3, sign=True) + _half_width(pair),
+            number(pair.effect_size, 1, sign=True),
+            number(pair.sign_flip_p, 3),
+            number(pair.adjusted_p, 3),
+            number(pair.bayesian.rope, 2),
+            number(pair.bayesian.right, 2),
+            EMPTY if pair.seeds_needed is None else str(pair.seeds_needed),
+        )
+    least = max((pair.least_p for pair in comparison.pairs.values()), default=1.0)
+    table.caption = (
+        f"paired by seed; p by sign flips, at least {least:.3g} with {len(comparison.seeds)} seeds, Holm over the rows;"
+        f"\nP: Bayesian signed-rank, equal within {ROPE:g}; seeds needed: for a difference of that size, power .8"
+    )
+    return table
+
+
+def _half_width(pair: PairedComparison) -> str:
+    return "" if pair.interval is None else f" ±{(pair.interval[1] - pair.interval[0]) / 2:.3f}"
+
+
+def to_json(comparison: MethodComparison) -> str:
+    """All of it as strict JSON."""
+    return json.dumps(asdict(comparison), indent=1, allow_nan=False) + "\n"
+
+
+def to_markdown(comparison: MethodComparison) -> str:
+    """Both tables as Markdown."""
+    lines = [
+        f"{len(comparison.seeds)} seeds, {len(comparison.clients)} clients, control `{comparison.control}`",
+        "",
+        "| method | mean | 95% | worst client | lowest third | hurt: local | hurt: control | bytes |",
+        "|---|---|---|---|---|---|---|---|",
+        *(f"| `{name}` | {' | '.join(_cells(row))} |" for name, row in comparison.rows.items()),
+    ]
+    if comparison.pairs:
+        lines += [
+            "",
+            f"| minus `{comparison.control}` | difference | 95% | d_z | p | p (Holm) | Wilcoxon p | equal | better |",
+            "|---|---|---|---|---|---|---|---|---|",
+            *(f"| `{name}` | {' | '.join(_pair_cells(pair))} |" for name, pair in comparison.pairs.items()),
+        ]
+    return "\n".join([*lines, ""])
+
+
+def to_latex(comparison: MethodComparison) -> str:
+    """The methods as a LaTeX table (booktabs), with the difference to the control and its adjusted p."""
+    headings = ["method", "mean", "95\\%", "worst client", "difference", "p (Holm)"]
+    lines = [rf"\begin{{tabular}}{{l{'r' * (len(headings) - 1)}}}", r"\toprule", " & ".join(headings) + r" \\"]
+    lines.append(r"\midrule")
+    for name, row in comparison.rows.items():
+        mean, interval, worst = _cells(row)[:3]
+        pair = comparison.pairs.get(name)
+        against = [EMPTY, EMPTY] if pair is None else [f"${pair.mean:+.3f}$", number(pair.adjusted_p, 3)]
+        lines.append(" & ".join([escape_latex(name), mean, interval, worst, *against]) + r" \\")
+    return "\n".join([*lines, r"\bottomrule", r"\end{tabular}", ""])
+
+
+def _cells(row: MethodRow) -> list[str]:
+    own = row.statistics
+    return [
+        number(own.mean, 3),
+        _interval(own.interval),
+        number(own.worst_client, 3),
+        number(own.lowest_third, 3),
+        number(own.hurt, 2),
+        number(row.hurt_by_control, 2),
+        human_bytes(row.num_bytes),
+    ]
+
+
+def _pair_cells(pair: PairedComparison) -> list[str]:
+    return [
+        number(pair.mean, 3, sign=True),
+        _interval(pair.interval),
+        number(pair.effect_size, 2, sign=True),
+        number(pair.sign_flip_p, 3),
+        number(pair.adjusted_p, 3),
+        number(pair.wilcoxon_p, 3),
+        number(pair.bayesian.rope, 2),
+        number(pair.bayesian.right, 2),
+    ]

@@ -1,0 +1,116 @@
+"""Methods compared over seeds, from run folders of invented numbers; pandas and scipy say the same."""
+
+import io
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import pytest
+from rich.console import Console
+from rich.table import Table
+from scipy import stats
+
+from atlas_fl.errors import ConfigError, DataError
+from atlas_fl.report.method_comparison import (
+    MethodComparison,
+    compare_methods,
+    methods_table,
+    pairs_table,
+    to_json,
+    to_latex,
+    to_markdown,
+)
+
+Groups = Mapping[str, Sequence[Path]]
+
+
+@pytest.fixture
+def groups(make_run) -> Groups:
+    """Three runs of different seeds by strategy."""
+    gains = {"local": 0.0, "fedavg_cluster": 0.05, "atlas": 0.08}
+    return {
+        name: [
+            make_run(f"{name}-{seed}", strategy=name, gain=gain, seed=seed, sends=name != "local") for seed in (1, 2, 3)
+        ]
+        for name, gain in gains.items()
+    }
+
+
+def printed(table: Table) -> str:
+    file = io.StringIO()
+    Console(width=80, file=file, color_system=None).print(table)
+    return file.getvalue()
+
+
+@pytest.fixture
+def comparison(groups: Groups) -> MethodComparison:
+    return compare_methods(groups)
+
+
+def scores(groups: Groups) -> pd.DataFrame:
+    rows = []
+    for name, folders in groups.items():
+        for folder in folders:
+            summary = json.loads((folder / "summary.json").read_text())
+            rows += [
+                {"method": name, "seed": summary["run"]["seed"], "client": client}
+                | {"score": entry["final"]["test"]["primary"]}
+                for client, entry in summary["clients"].items()
+            ]
+    return pd.DataFrame(rows)
+
+
+def test_a_method_is_described_as_pandas_does(groups: Groups, comparison: MethodComparison) -> None:
+    frame = scores(groups)
+    wide = frame.pivot(index=["seed", "client"], columns="method", values="score")
+    means = frame.groupby(["method", "seed"])["score"].mean()
+    assert (comparison.control, len(comparison.seeds)) == ("fedavg_cluster", 3)
+    for name, row in comparison.rows.items():
+        assert row.statistics.mean == pytest.approx(means[name].mean())
+        assert row.statistics.std == pytest.approx(means[name].std())
+        assert row.statistics.hurt == pytest.approx((wide[name] < wide["local"]).mean())
+        if name != "fedavg_cluster":
+            assert row.hurt_by_control == pytest.approx((wide[name] < wide["fedavg_cluster"]).mean())
+    assert comparison.rows["fedavg_cluster"].hurt_by_control is None
+
+
+def test_a_pair_is_tested_as_scipy_does(groups: Groups, comparison: MethodComparison) -> None:
+    means = scores(groups).groupby(["method", "seed"])["score"].mean()
+    for name, pair in comparison.pairs.items():
+        differences = np.asarray(means[name]) - np.asarray(means["fedavg_cluster"])
+        assert pair.differences == pytest.approx(differences.tolist())
+        low, high = stats.ttest_1samp(differences, 0).confidence_interval()
+        assert pair.interval == pytest.approx((low, high))
+        assert pair.least_p == 0.25
+    assert comparison.pairs.keys() == {"local", "atlas"}
+
+
+def test_the_tables_fit_in_eighty_columns_and_name_every_method(comparison: MethodComparison) -> None:
+    for table in (methods_table(comparison), pairs_table(comparison)):
+        text = printed(table)
+        assert max(map(len, text.splitlines())) <= 80
+        assert "atlas" in text and "local" in text
+
+
+def test_what_is_written_says_the_same(comparison: MethodComparison) -> None:
+    content = json.loads(to_json(comparison))
+    assert content["rows"]["atlas"]["statistics"]["mean"] == comparison.rows["atlas"].statistics.mean
+    assert np.asarray(content["scores"]["atlas"]).shape == (3, len(comparison.clients))
+    mean = f"{comparison.rows['atlas'].statistics.mean:.3f}"
+    assert f"| `atlas` | {mean} |" in to_markdown(comparison)
+    assert rf"fedavg\_cluster & {comparison.rows['fedavg_cluster'].statistics.mean:.3f}" in to_latex(comparison)
+
+
+def test_one_seed_is_described_and_not_tested(groups: Groups) -> None:
+    comparison = compare_methods({name: folders[:1] for name, folders in groups.items()})
+    assert comparison.pairs == {}
+    assert comparison.rows["atlas"].statistics.interval is None
+
+
+def test_what_does_not_pair_is_refused(groups: Groups) -> None:
+    with pytest.raises(ConfigError, match="--control is fedprox; allowed: one of the compared, local, fedavg_cluster,"):
+        compare_methods(groups, control="fedprox")
+    with pytest.raises(DataError, match=r"atlas has the seeds \[.*\] and local \[.*\]; pairs need the same"):
+        compare_methods({**groups, "atlas": groups["atlas"][:2]})
