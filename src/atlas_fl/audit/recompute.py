@@ -179,12 +179,11 @@ def _columns(
 
 
 RULES = {
-    "local": "own",
-    "local_only": "own",
-    **dict.fromkeys(("fedavg", "fedit", "flexlora", "ffa", "rolora", "fedsa", "fedper", "fedrep"), "mean"),
-    **dict.fromkeys(("fedbabu", "fedavg_ft", "fedprox"), "mean"),
-    "standard_fl": "mean",
-    **dict.fromkeys(("fedavg_cluster", "fedavg_cluster_ft", "fedavg_oracle", "atlas_no_laplacian"), "cluster mean"),
+    **dict.fromkeys(("local", "local_only"), "own"),
+    **dict.fromkeys(("fedavg", "standard_fl", "fedit", "flexlora", "ffa", "rolora", "fedsa", "fedper"), "mean"),
+    **dict.fromkeys(("fedrep", "fedbabu", "fedavg_ft", "fedavg_prior", "fedprox"), "mean"),
+    **dict.fromkeys(("fedavg_cluster", "fedavg_cluster_ft", "fedavg_cluster_prior"), "cluster mean"),
+    **dict.fromkeys(("fedavg_oracle", "atlas_no_laplacian"), "cluster mean"),
     **dict.fromkeys(("atlas", "atlas_pad", "atlas_truncate"), "laplacian"),
     "median": "median",
     "trimmed_mean": "trimmed mean",

@@ -10,6 +10,7 @@ from torch import Tensor
 from atlas_fl.client.batching import collate_packed, forward, same_models, split_by_tokens
 from atlas_fl.client.job import Job, Site, Update, cut_channel_of
 from atlas_fl.client.options import EvaluateOptions
+from atlas_fl.client.prior_correction import correct_logits, log_prior
 from atlas_fl.data.metrics import by_class, rouge, scores, writing_scores
 from atlas_fl.data.task import Task
 from atlas_fl.models.backbone import decode_step, head_logits, pad_left, stock_attention
@@ -80,8 +81,10 @@ def _evaluate_full(jobs: Sequence[Job], site: Site) -> list[Update]:
     updates = []
     for k, job in enumerate(jobs):
         task, labels = site.data[job.client].task, site.data[job.client].splits[job.options.split].labels
-        metrics = {**scores(task, labels, outputs[k]), "seconds": seconds}
-        classes = counts_of(job, labels, [outputs[k]], site)
+        prior = log_prior(job, site)
+        corrected = outputs[k] if prior is None else outputs[k] + prior.cpu().numpy()
+        metrics = {**scores(task, labels, corrected), "seconds": seconds}
+        classes = counts_of(job, labels, [corrected], site)
         updates.append(
             Update(client=job.client, params=job.params, examples=len(labels), metrics=metrics, classes=classes)
         )
@@ -109,6 +112,7 @@ def _evaluate_packed(jobs: Sequence[Job], site: Site) -> list[Update]:
     outputs: list[list[np.ndarray]] = [[] for _ in jobs]
     data = [site.data[job.client].splits[job.options.split] for job in jobs]
     lines, placed = [cut_channel_of(job, site) for job in jobs], [on_device(job.params, site) for job in jobs]
+    priors = [log_prior(job, site) for job in jobs]
     orders = [in_order(client_logits.lengths) for client_logits in data]
     for chunk in split_by_tokens(
         [client_logits.lengths[order] for client_logits, order in zip(data, orders, strict=True)], site.max_tokens
@@ -118,7 +122,8 @@ def _evaluate_packed(jobs: Sequence[Job], site: Site) -> list[Update]:
         clients = [placed[k] for k, _ in chunk]
         with forward(row, clients, site, lines=[lines[k] for k, _ in chunk]) as logits:
             for (k, _), client_logits, labels in zip(chunk, logits, row.labels, strict=True):
-                outputs[k].append(scored_outputs(client_logits, labels, site.data[jobs[k].client].task))
+                corrected = correct_logits(client_logits, priors[k])
+                outputs[k].append(scored_outputs(corrected, labels, site.data[jobs[k].client].task))
     answered = [_rouge(job, site) for job in jobs]
     seconds = (time.perf_counter() - began) / max(1, len(jobs))
     updates = []

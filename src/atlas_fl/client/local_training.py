@@ -29,6 +29,7 @@ from atlas_fl.client.batching import Dropout, collate_packed, dropout_masks, for
 from atlas_fl.client.job import Job, Site, Update, cut_channel_of
 from atlas_fl.client.optimizer import LossScale, gradient_chain, gradient_norms, make_optimizer
 from atlas_fl.client.options import Schedule, TrainOptions
+from atlas_fl.client.prior_correction import correct_logits, log_prior
 from atlas_fl.models.backbone import Backbone
 from atlas_fl.models.tokenization import EncodedExamples
 from atlas_fl.models.vision import augment
@@ -194,6 +195,7 @@ class LocalTrainer:
         own_leaves = {key: leaf for key, leaf in self.leaves.items() if key not in self.shared}
         self.optimizer = make_optimizer(own_leaves, options, masks=job.mask, skips=site.fp16)
         load_momentum(self.optimizer, own_leaves, job.momentum, masks=job.mask)
+        self.prior = log_prior(job, site)
         self.losses: list[Tensor] = []
         self.line = cut_channel_of(job, site)
         self._below = [] if job.cut is None else client_side_indices(site.backbone, self.params, options, job.cut)
@@ -358,7 +360,7 @@ def _gradients(members: Sequence[LocalTrainer], done: int, site: Site) -> dict[L
     lines = [member.line for member in members]
     with forward(row, [member.params for member in members], site, mask=mask, lines=lines) as logits:
         losses = [
-            example_loss(client_logits, labels, smoothing=member.options.label_smoothing)
+            example_loss(correct_logits(client_logits, member.prior), labels, smoothing=member.options.label_smoothing)
             for client_logits, labels, member in zip(logits, row.labels, members, strict=True)
         ]
         scaled = [loss * member.scale.value for loss, member in zip(losses, members, strict=True)]

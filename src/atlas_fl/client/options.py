@@ -53,6 +53,8 @@ class TrainOptions:
     """Hash what was really loaded, for the audit."""
     rate_by_round: bool = False
     """Follow the schedule round by round, not step by step."""
+    prior_correction: bool = False
+    """Add the log frequencies of the client's classes to its logits (`client.prior_correction`)."""
     carry_momentum: bool = False
     """Begin with the job's momentum, and hand back what there is at the end."""
 
@@ -95,6 +97,8 @@ class EvaluateOptions:
     split: Split
     new_tokens: int = 0
     """Most tokens that are written after each of a client's prompts, for ROUGE; 0 writes nothing."""
+    prior_correction: bool = False
+    """Add the log frequencies of the client's classes to its logits."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -99,6 +99,16 @@ METHODS: Mapping[str, Method] = {
         rule="fedavg_cluster",
         settings={"clusters": "oracle"},
     ),
+    "fedavg_prior": Method(
+        summary="FedAvg with each client's own class frequencies in its logits (Menon et al. 2021, arXiv:2007.07314).",
+        rule="fedavg",
+        settings={"prior_correction": True},
+    ),
+    "fedavg_cluster_prior": Method(
+        summary="Clustered FedAvg with each client's own class frequencies in its logits.",
+        rule="fedavg_cluster",
+        settings={"prior_correction": True},
+    ),
     "fedprox": Method(
         summary="FedProx: FedAvg of clients held near their start (Li et al. 2020, arXiv:1812.06127).",
         rule="fedavg",

@@ -118,6 +118,9 @@ class TrainingConfig:
     """Which of its parameters a client trains: all; of adapters B alone, A stays as drawn (FFA-LoRA); B in odd rounds
     and A in even ones (RoLoRA); in each round first the head alone, then the rest alone, half of the steps each
     (FedRep); or all but the head, which trains in the rounds of `--personal-rounds` (FedBABU)."""
+    prior_correction: bool = False
+    """Add the log frequencies of a client's own classes to its logits, in training and in evaluation: the shared model
+    learns what classes look like, and every client brings how frequent they are with it."""
     participation: float = 1.0
     """Share of the clients that train in a round."""
     eval_every: int = 1

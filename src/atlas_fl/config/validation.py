@@ -482,6 +482,11 @@ def _check_personal_rounds(config: Config) -> None:
     training, personal = config.training, config.mixing.personal_rounds
     if personal >= training.rounds:
         raise invalid_value("--personal-rounds", personal, f"below --rounds, which is {training.rounds}")
+    if training.prior_correction and config.split.split != NONE:
+        raise ConfigError(
+            f"--prior-correction needs the labels where the logits are, and --split {config.split.split} parts them;"
+            " leave one of them out"
+        )
     if training.trained_parts in ("B", "alternate") and training.trainable == "full":
         raise ConfigError(
             f"--trained-parts {training.trained_parts} is of adapters, and --trainable full has none; leave it out"

@@ -99,6 +99,8 @@ def _evaluation(config: Config, job: Job, _: "Outline") -> EvaluateOptions:
     return EvaluateOptions(
         split="test" if options.split == "test" else "validation",
         new_tokens=config.data.new_tokens if options.new_tokens else 0,
+        # a plan's first scores, for the graph, are of models that were not corrected
+        prior_correction=config.training.prior_correction and options.prior_correction,
     )
 
 

@@ -110,7 +110,9 @@ def _evaluate_and_select(
     final: bool,
 ) -> RoundOutcome:
     comparison = (
-        _compare_on_validation(engine, mixed, trained, round=round, cuts=cuts)
+        _compare_on_validation(
+            engine, mixed, trained, round=round, cuts=cuts, prior_correction=config.training.prior_correction
+        )
         if final and _selects_best(config)
         else ()
     )
@@ -119,7 +121,14 @@ def _evaluate_and_select(
     if final or round % config.training.eval_every == 0:
         # ROUGE is of what the clients end with: writing costs a pass a token
         new_tokens = config.data.new_tokens if final else 0
-        scores = evaluate_models(engine, client_models, round=round, new_tokens=new_tokens, cuts=cuts)
+        scores = evaluate_models(
+            engine,
+            client_models,
+            round=round,
+            new_tokens=new_tokens,
+            cuts=cuts,
+            prior_correction=config.training.prior_correction,
+        )
     evaluations = (*_flatten_scores(comparison), *_flatten_scores(tuple(scores.values())))
     return RoundOutcome(
         client_models=client_models, kept_local=kept_local, scores=scores, evaluations=evaluations, final=final
@@ -131,19 +140,32 @@ def _selects_best(config: Config) -> bool:
 
 
 def evaluate_models(
-    engine: Engine, models: ByClient, *, round: int, new_tokens: int = 0, cuts: Mapping[str, Cut] = MappingProxyType({})
+    engine: Engine,
+    models: ByClient,
+    *,
+    round: int,
+    new_tokens: int = 0,
+    cuts: Mapping[str, Cut] = MappingProxyType({}),
+    prior_correction: bool = False,
 ) -> dict[Split, dict[str, Update]]:
     """Scores of these models on their own clients' validation and test examples; of text too, if it may be written."""
     splits: tuple[Split, ...] = ("validation", "test")
     return {
-        split: _evaluate_split(engine, models, split, round=round, new_tokens=new_tokens, cuts=cuts) for split in splits
+        split: _evaluate_split(
+            engine,
+            models,
+            EvaluateOptions(split=split, new_tokens=new_tokens, prior_correction=prior_correction),
+            round=round,
+            cuts=cuts,
+        )
+        for split in splits
     }
 
 
 def _evaluate_split(
-    engine: Engine, models: ByClient, split: Split, *, round: int, cuts: Mapping[str, Cut], new_tokens: int = 0
+    engine: Engine, models: ByClient, options: EvaluateOptions, *, round: int, cuts: Mapping[str, Cut]
 ) -> dict[str, Update]:
-    jobs = make_jobs(models, EvaluateOptions(split=split, new_tokens=new_tokens), round=round, cuts=cuts)
+    jobs = make_jobs(models, options, round=round, cuts=cuts)
     return {update.client: update for update in engine.run("evaluate", jobs)}
 
 
@@ -176,11 +198,18 @@ def _flatten_scores(scores: Sequence[Mapping[str, Update]]) -> list[Update]:
 
 
 def _compare_on_validation(
-    engine: Engine, mixed: ByClient, trained: ByClient, *, round: int, cuts: Mapping[str, Cut]
+    engine: Engine,
+    mixed: ByClient,
+    trained: ByClient,
+    *,
+    round: int,
+    cuts: Mapping[str, Cut],
+    prior_correction: bool,
 ) -> tuple[dict[str, Update], dict[str, Update]]:
     """Validation scores of the clients that trained: of their own models, and of the mixed ones."""
-    local = _evaluate_split(engine, trained, "validation", round=round, cuts=cuts)
-    return local, _evaluate_split(engine, {name: mixed[name] for name in trained}, "validation", round=round, cuts=cuts)
+    options = EvaluateOptions(split="validation", prior_correction=prior_correction)
+    local = _evaluate_split(engine, trained, options, round=round, cuts=cuts)
+    return local, _evaluate_split(engine, {name: mixed[name] for name in trained}, options, round=round, cuts=cuts)
 
 
 def select_models(

@@ -39,6 +39,7 @@ _ADDED_LATER = (
     "proximal_mu",
     "trained_parts",
     "personal_rounds",
+    "prior_correction",
 )
 """Options that older sketches lack: left out of the signature at their default, so that those still compare."""
 

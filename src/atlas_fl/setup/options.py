@@ -115,6 +115,7 @@ def train_options(config: Config, *, with_images: bool) -> TrainOptions:
         **optimizer_options(config, config.optimizer(images=with_images)),
         proximal_mu=training.proximal_mu,
         trained_parts=training.trained_parts,
+        prior_correction=training.prior_correction,
         personal_rounds=config.mixing.personal_rounds,
         dropout=config.model.dropout,
         label_smoothing=images.label_smoothing,
