@@ -109,7 +109,7 @@ def test_a_partition_is_a_function_of_the_seed(partition: str) -> None:
     assert [c.train.text for c in first] != [c.train.text for c in other]
 
 
-@pytest.mark.parametrize("name", sorted(TASKS))
+@pytest.mark.parametrize("name", sorted(name for name in TASKS if not TASKS[name].writes))
 def test_perfect_predictions_reach_the_top_of_the_tasks_metric(name: str) -> None:
     task = TASKS[name]
     if task.is_regression:

@@ -96,6 +96,11 @@ DIALS: Mapping[str, Dial] = {
         words=("10 (iid)", "5", "3", "2", "1"),
         settings=_values("nc", "iid", "5", "3", "2", "1"),
     ),
+    "instructions": Dial(
+        what="clients that share a task",
+        words=("5", "4", "3", "2", "1 (nobody has a twin)"),
+        settings=_values("clients_per_task", 5, 4, 3, 2, 1),
+    ),
 }
 """The dial of every federation that has one, by the name of its preset."""
 
@@ -206,5 +211,23 @@ def images_nc(dial: int = MIDDLE) -> Config:
         mixing=MixingConfig(strategy="fedavg"),
         images=ImagesConfig(tune="lora", image_size=28),
         run=RunConfig(preset="images-nc"),
+    )
+    return turn_dial(base, dial)
+
+
+def instructions(dial: int = MIDDLE) -> Config:
+    """SQuAD, E2E and XSum written by SmolLM2: needs these from the hub, and wants a GPU (dial: clients of a task)."""
+    base = Config(
+        data=DataConfig(
+            tasks=("squad", "e2e", "xsum"),
+            samples=500,
+            validation_samples=60,
+            test_samples=120,
+            devices=("gpu_16gb",),
+        ),
+        model=ModelConfig(model="smollm2-135m"),
+        training=TrainingConfig(rounds=20, batch_size=8, eval_every=5),
+        ranks=RanksConfig(ranks="8"),
+        run=RunConfig(preset="instructions", accelerator="auto"),
     )
     return turn_dial(base, dial)

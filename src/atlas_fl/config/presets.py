@@ -151,6 +151,7 @@ PRESETS: dict[str, Callable[..., Config]] = {
     "sizes": federations.sizes,
     "wrong-k": federations.wrong_k,
     "images-nc": federations.images_nc,
+    "instructions": federations.instructions,
 }
 
 

@@ -3,13 +3,13 @@
 from collections.abc import Sequence
 
 from atlas_fl.data.embedded import EMBEDDED
-from atlas_fl.data.glue import GLUE
+from atlas_fl.data.hub_tasks import HUB_TASKS
 from atlas_fl.data.image_sets import VISION
 from atlas_fl.data.task import Task
 from atlas_fl.data.user_files import parse_task
 from atlas_fl.errors import ConfigError, unknown_name
 
-TASKS: dict[str, Task] = {task.name: task for task in (*EMBEDDED, *GLUE, *VISION)}
+TASKS: dict[str, Task] = {task.name: task for task in (*EMBEDDED, *HUB_TASKS, *VISION)}
 
 
 def find_tasks(names: Sequence[str], descriptions: Sequence[str] = ()) -> tuple[Task, ...]:

@@ -1,4 +1,4 @@
-"""GLUE from small copies in the same format: a directory, a saved folder, the cache of datasets; never the hub."""
+"""Tasks of the hub from small copies in the same format: a directory, a saved folder, the cache of datasets."""
 
 import time
 from pathlib import Path
@@ -10,7 +10,7 @@ import pandas as pd
 import pytest
 from datasets.packaged_modules.parquet.parquet import Parquet
 
-from atlas_fl.data.glue import GLUE
+from atlas_fl.data.hub_tasks import GLUE
 from atlas_fl.data.registry import TASKS
 from atlas_fl.data.task import Source, TaskData
 from atlas_fl.errors import DataError
@@ -179,3 +179,80 @@ def test_a_hub_that_does_not_answer_costs_no_retries(offline: Path, monkeypatch:
         load("rte", None)
     assert time.perf_counter() - began < 5
     assert not offline.exists()
+
+
+CLASSES = {"imdb": 2, "ag_news": 4, "yelp": 2}
+
+
+def rows_of(name: str, split: str, count: int) -> pd.DataFrame:
+    """Rows as the hub's own files have them."""
+    numbers = range(count)
+    if name in CLASSES:
+        return pd.DataFrame({"text": [f"{split} {i}" for i in numbers], "label": [i % CLASSES[name] for i in numbers]})
+    if name == "squad":
+        answers = [{"text": [f"answer {i}", "another"], "answer_start": [0, 3]} for i in numbers]
+        return pd.DataFrame(
+            {
+                **{"id": numbers, "title": "t", "context": [f"{split} passage {i}" for i in numbers]},
+                **{"question": [f"what is {i}?" for i in numbers], "answers": answers},
+            }
+        )
+    text, target = {"e2e": ("meaning_representation", "human_reference"), "xsum": ("document", "summary")}[name]
+    return pd.DataFrame({text: [f"{split} source {i}" for i in numbers], target: [f"words of {i}" for i in numbers]})
+
+
+@pytest.mark.parametrize("ending", ["parquet", "saved"])
+@pytest.mark.parametrize("name", ["imdb", "ag_news", "yelp", "squad", "e2e", "xsum"])
+def test_tasks_of_the_hub_are_read_from_a_directory(name: str, ending: str, tmp_path: Path) -> None:
+    splits = {split: rows_of(name, split, 40) for split in ("train", "validation", "test")}
+    (tmp_path / name).mkdir()
+    for split, rows in splits.items() if ending == "parquet" else ():
+        rows.to_parquet(tmp_path / name / f"{split}.parquet")
+    if ending == "saved":
+        saved = {split: datasets.Dataset.from_pandas(rows) for split, rows in splits.items()}
+        datasets.DatasetDict(saved).save_to_disk(tmp_path / name)
+    data, task = load(name, tmp_path), TASKS[name]
+    assert [len(rows) for rows in (data.train, data.validation, data.test)] == [40, 40, 40]
+    assert {text.split()[0] for text in data.test.text} == {"test"}
+    if name in CLASSES:
+        assert set(data.train.label.tolist()) == set(range(CLASSES[name])) == set(range(len(task.label_names)))
+        return
+    assert task.writes and data.train.pair is not None
+    by_prompt = dict(zip(data.train.text, data.train.pair, strict=True))
+    if name == "squad":
+        assert by_prompt["train passage 3\nwhat is 3?"] == "answer 3"
+    else:
+        assert by_prompt["train source 3"] == "words of 3"
+
+
+def test_questions_without_an_answer_are_left_out(tmp_path: Path) -> None:
+    rows = rows_of("squad", "train", 40)
+    rows.at[5, "answers"] = {"text": [], "answer_start": []}
+    (tmp_path / "squad").mkdir()
+    for split in ("train", "validation", "test"):
+        rows.assign(context=rows["context"] + split).to_parquet(tmp_path / "squad" / f"{split}.parquet")
+    assert len(load("squad", tmp_path).train) == 39
+
+
+@pytest.mark.usefixtures("offline")
+@pytest.mark.parametrize(("name", "repository"), [("imdb", "stanfordnlp/imdb"), ("xsum", "EdinburghNLP/xsum")])
+def test_a_task_of_the_hub_that_is_not_here_says_how_to_get_it(name: str, repository: str) -> None:
+    with pytest.raises(DataError, match=rf"task '{name}' is not here: .*datasets.load_dataset\('{repository}'"):
+        load(name, None)
+
+
+def test_a_task_of_the_hub_is_read_from_the_cache(offline: Path, tmp_path: Path) -> None:
+    files = {}
+    for split in ("train", "test"):
+        rows_of("ag_news", split, 40).to_parquet(tmp_path / f"{split}.parquet")
+        files[split] = str(tmp_path / f"{split}.parquet")
+    Parquet(
+        cache_dir=str(offline),
+        dataset_name="ag_news",
+        config_name="default",
+        config_id="default",
+        hash="abc",
+        data_files=files,
+    ).download_and_prepare()
+    data = load("ag_news", None)
+    assert (len(data.train), len(data.validation), len(data.test)) == (32, 8, 40)

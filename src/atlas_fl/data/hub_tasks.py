@@ -1,0 +1,230 @@
+"""Tasks of the hub by name: GLUE, IMDB, AG News, Yelp, SQuAD, E2E, XSum; each from a directory, a cache, or the hub.
+
+A. Wang et al., GLUE, ICLR 2019; IMDB: Maas et al., ACL 2011; AG News and Yelp: Zhang, Zhao and LeCun, NIPS 2015; SQuAD:
+Rajpurkar et al., EMNLP 2016; E2E: Novikova et al., SIGDIAL 2017; XSum: Narayan et al., EMNLP 2018. The labels of most
+test splits of GLUE are hidden; `cleaning.arrange` says what is used in their place: the published validation split is
+the test, and validation is cut from train.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from atlas_fl.data.cleaning import arrange
+from atlas_fl.data.hub import Published, find_tables, missing_split, source_files
+from atlas_fl.data.tables import Table, column, texts
+from atlas_fl.data.task import Labels, Metric, Rows, Source, Task, TaskData
+from atlas_fl.errors import DataError
+
+GLUE_REPOSITORY = "nyu-mll/glue"
+HIDDEN = -1
+SPLITS = {"train": ("train",), "validation": ("validation", "validation_matched"), "test": ("test", "test_matched")}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Format:
+    """Where a data set lies on the hub, and its columns."""
+
+    name: str
+    text: str
+    """Column of the text, or of the prompt after which is written."""
+    pair: str | None = None
+    """Column of the second text."""
+    label: str = "label"
+    label_names: tuple[str, ...] = ()
+    """Empty for a regression, and for what is written."""
+    target: str | None = None
+    """Column of what is to be written; None where there are labels."""
+    context: str | None = None
+    """Column that stands before `text` in the prompt."""
+    repository: str = GLUE_REPOSITORY
+    config: str | None = None
+    """Which of the repository's data sets; the task's name by default."""
+
+    @property
+    def title(self) -> str:
+        """What an error calls it."""
+        return f"GLUE {self.name}" if self.repository == GLUE_REPOSITORY else self.name
+
+
+def load_task(source: Source, *, form: Format) -> TaskData:
+    """The splits of a task; a `DataError` names what is missing and the three ways to supply it."""
+    tables = find_tables(_published(form), _folder(source, form))
+    rows = {}
+    for split, names in SPLITS.items():
+        name = next((name for name in names if name in tables), None)
+        # Some copies leave the hidden labels out, others write -1.
+        if name is not None and (split != "test" or (form.target or form.label) in tables[name]):
+            rows[split] = _rows(tables[name], form, origin=f"{name} of {form.title}")
+    if "train" not in rows:
+        raise missing_split(form.title, tuple(tables))
+    return arrange(rows, name=form.name, labelled=form.target is None)
+
+
+def _published(form: Format) -> Published:
+    dataset_name = form.repository.partition("/")[2]
+    is_glue = form.repository == GLUE_REPOSITORY
+    return Published(
+        title=f"GLUE task {form.name!r}" if is_glue else f"task {form.name!r}",
+        repository=form.repository,
+        config=form.config or form.name,
+        cached_as=(form.repository, dataset_name),
+        dataset_name=dataset_name,
+        splits=tuple(name for names in SPLITS.values() for name in names),
+    )
+
+
+def _folder(source: Source, form: Format) -> Path | None:
+    return None if source.data_dir is None else source.data_dir / form.name
+
+
+def _rows(table: Table, form: Format, *, origin: str) -> Rows:
+    if form.target is not None:
+        return _rows_to_write(table, form, form.target, origin=origin)
+    label = _labels(column(table, form.label, origin=origin), form, origin=origin)
+    pair = None if form.pair is None else texts(table, form.pair, origin=origin)
+    rows = Rows(text=texts(table, form.text, origin=origin), pair=pair, label=label)
+    return rows.take(np.flatnonzero(label != HIDDEN))
+
+
+def _rows_to_write(table: Table, form: Format, target: str, *, origin: str) -> Rows:
+    """Prompts and what is written after them; a question comes last, since a long prompt loses its beginning."""
+    answers = [_first_answer(value) for value in table.get(target, ())]
+    kept = [index for index, text in enumerate(answers) if text != ""]
+    columns = {**table, target: answers} if target in table else table
+    table = {name: [values[index] for index in kept] for name, values in columns.items()}
+    prompts, written = texts(table, form.text, origin=origin), texts(table, target, origin=origin)
+    if form.context is not None:
+        contexts = texts(table, form.context, origin=origin)
+        prompts = tuple(f"{context}\n{prompt}" for context, prompt in zip(contexts, prompts, strict=True))
+    words = np.asarray([len(text.split()) for text in written], dtype=np.float32)
+    return Rows(text=prompts, pair=written, label=words)
+
+
+def _first_answer(value: Any) -> Any:
+    """Of SQuAD's answers, `{"text": [..], ..}`, the first, "" where there is none; anything else as it is."""
+    return next(iter(value.get("text", ())), "") if isinstance(value, Mapping) else value
+
+
+def _labels(values: Sequence[Any], form: Format, *, origin: str) -> Labels:
+    names = {name: index for index, name in enumerate(form.label_names)}
+    try:
+        if not names:
+            return np.asarray([float(value) for value in values], dtype=np.float32)
+        label = np.asarray([names[value] if value in names else int(value) for value in values], dtype=np.int64)
+    except (TypeError, ValueError) as error:
+        raise DataError(f"a label of {origin} is wrong: {error}; have {', '.join(names) or 'numbers'}") from error
+    wrong = label[(label < HIDDEN) | (label >= len(names))]
+    if len(wrong):
+        raise DataError(f"label {wrong[0]} in {origin} is out of range; it has {len(names)} classes from 0 on")
+    return label
+
+
+def _task(form: Format, *, metric: Metric = "accuracy", max_length: int = 128, note: str = "") -> Task:
+    return Task(
+        name=form.name,
+        num_labels=0 if form.target is not None else len(form.label_names) or 1,
+        metric=metric,
+        max_length=max_length,
+        label_names=form.label_names,
+        note=note or "GLUE; tested on its validation split",
+        load=partial(load_task, form=form),
+        files=lambda source: source_files(_published(form), _folder(source, form)),
+    )
+
+
+_EQUIVALENT = ("not_equivalent", "equivalent")
+_ENTAILED = ("entailment", "not_entailment")
+
+GLUE: tuple[Task, ...] = (
+    _task(Format(name="sst2", text="sentence", label_names=("negative", "positive"))),
+    _task(Format(name="mrpc", text="sentence1", pair="sentence2", label_names=_EQUIVALENT), metric="f1"),
+    _task(Format(name="cola", text="sentence", label_names=("unacceptable", "acceptable")), metric="mcc"),
+    _task(Format(name="qnli", text="question", pair="sentence", label_names=_ENTAILED), max_length=256),
+    _task(
+        Format(name="qqp", text="question1", pair="question2", label_names=("not_duplicate", "duplicate")),
+        metric="f1",
+    ),
+    _task(
+        Format(name="mnli", text="premise", pair="hypothesis", label_names=("entailment", "neutral", "contradiction"))
+    ),
+    _task(Format(name="rte", text="sentence1", pair="sentence2", label_names=_ENTAILED)),
+    _task(Format(name="wnli", text="sentence1", pair="sentence2", label_names=("not_entailment", "entailment"))),
+    _task(Format(name="stsb", text="sentence1", pair="sentence2"), metric="pearson"),
+)
+
+_SENTIMENT = ("negative", "positive")
+
+HUB_TASKS: tuple[Task, ...] = (
+    *GLUE,
+    _task(
+        Format(
+            name="imdb",
+            text="text",
+            label_names=_SENTIMENT,
+            repository="stanfordnlp/imdb",
+            config="plain_text",
+        ),
+        max_length=256,
+        note="film reviews of the hub",
+    ),
+    _task(
+        Format(
+            name="ag_news",
+            text="text",
+            label_names=("world", "sports", "business", "technology"),
+            repository="fancyzhx/ag_news",
+            config="default",
+        ),
+        note="news by topic, of the hub",
+    ),
+    _task(
+        Format(
+            name="yelp",
+            text="text",
+            label_names=_SENTIMENT,
+            repository="fancyzhx/yelp_polarity",
+            config="plain_text",
+        ),
+        max_length=256,
+        note="reviews of places, of the hub",
+    ),
+    _task(
+        Format(
+            name="squad",
+            text="question",
+            context="context",
+            target="answers",
+            repository="rajpurkar/squad",
+            config="plain_text",
+        ),
+        max_length=384,
+        note="writes the answer after passage and question; of the hub",
+    ),
+    _task(
+        Format(
+            name="e2e",
+            text="meaning_representation",
+            target="human_reference",
+            repository="tuetschek/e2e_nlg",
+            config="default",
+        ),
+        note="writes a sentence about a restaurant from its attributes; of the hub",
+    ),
+    _task(
+        Format(
+            name="xsum",
+            text="document",
+            target="summary",
+            repository="EdinburghNLP/xsum",
+            config="default",
+        ),
+        max_length=512,
+        note="writes a sentence that sums up an article; of the hub",
+    ),
+)
+"""All of them."""
