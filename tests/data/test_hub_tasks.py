@@ -237,8 +237,9 @@ def test_questions_without_an_answer_are_left_out(tmp_path: Path) -> None:
 @pytest.mark.usefixtures("offline")
 @pytest.mark.parametrize(("name", "repository"), [("imdb", "stanfordnlp/imdb"), ("xsum", "EdinburghNLP/xsum")])
 def test_a_task_of_the_hub_that_is_not_here_says_how_to_get_it(name: str, repository: str) -> None:
-    with pytest.raises(DataError, match=rf"task '{name}' is not here: .*datasets.load_dataset\('{repository}'"):
+    with pytest.raises(DataError, match=rf"task '{name}' is not here: .*datasets.load_dataset\('{repository}'") as said:
         load(name, None)
+    assert f"DIR/{name}/" in str(said.value)
 
 
 def test_a_task_of_the_hub_is_read_from_the_cache(offline: Path, tmp_path: Path) -> None:

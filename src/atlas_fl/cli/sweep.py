@@ -3,20 +3,19 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import tyro
 
 from atlas_fl.cli.arguments import Words, base_config, parse, split
 from atlas_fl.cli.display import going_on, show, show_progress
-from atlas_fl.config import Config, validate
+from atlas_fl.config import Config, validate, with_values
 from atlas_fl.errors import MAX_REPR_CHARACTERS, ConfigError
 from atlas_fl.events import PhaseStarted
 from atlas_fl.experiment.sweep import (
     LAMBDA_SWEEP,
     Point,
     RunState,
-    SameSteps,
     comparison_name,
     grid,
     parse_over,
@@ -25,6 +24,9 @@ from atlas_fl.experiment.sweep import (
     same_steps,
     seeds,
 )
+
+if TYPE_CHECKING:
+    from atlas_fl.experiment.tuning import TunedMethod
 
 STRATEGIES = ("local", "fedavg_cluster", "atlas")
 WORDS: dict[RunState, str] = {"finished": "is finished", "unfinished": "goes on", "new": "starts"}
@@ -62,6 +64,8 @@ class CompareOptions:
     """The strategy that the others are tested against; by default the first of fedavg_cluster, fedavg and local."""
     score: Literal["final", "best"] = "final"
     """Test scores of the models that clients end with, or of the best round by validation."""
+    trials: int = 0
+    """Settings of each strategy that are tried beforehand on development seeds; the best by validation is compared."""
     jobs: int = 1
     """Runs at once, each in a process of its own with its share of the cores."""
     config: str | None = None
@@ -98,13 +102,44 @@ def compare(words: Sequence[str]) -> int:
         raise ConfigError(f"--control is {options.control}; allowed: one of --strategies, {', '.join(names)}")
     if options.jobs < 1:
         raise ConfigError(f"--jobs is {options.jobs}; allowed: at least 1")
-    points, folders = run_points(
-        options.settings, over=[f"strategy={','.join(names)}"], seeds=seeds(options.seeds), jobs=options.jobs
-    )
-    path = Path(options.settings.run.runs_dir) / comparison_name(points, preset=options.settings.run.preset)
+    if options.trials < 0:
+        raise ConfigError(f"--trials is {options.trials}; allowed: at least 1, or 0 for none")
+    base = options.settings
+    tuned = _tune(base, names, options) if options.trials else ()
+    chosen = {method.strategy: method.best.settings for method in tuned}
+    points = [
+        point
+        for name in names
+        for point in grid(
+            with_values(base, chosen.get(name, {})), over={"strategy": (name,)}, seeds=seeds(options.seeds)
+        )
+    ]
+    folders = _run(points, jobs=options.jobs)
+    path = Path(base.run.runs_dir) / comparison_name(points, preset=base.run.preset)
     _show_comparison(points, folders, path=path, note="")
-    _show_statistics(points, folders, options, path=path)
+    _show_statistics(points, folders, options, tuned, path=path)
     return 0
+
+
+def _tune(base: Config, names: Sequence[str], options: CompareOptions) -> "tuple[TunedMethod, ...]":
+    """Try settings of every strategy, and print what was tried."""
+    from atlas_fl.data.registry import find_tasks
+    from atlas_fl.experiment.tuning import tune_methods
+    from atlas_fl.setup.options import learning_rate_of
+
+    images = any(task.images for task in find_tasks(base.data.tasks, base.data.task))
+    tuned = tune_methods(
+        base,
+        names,
+        number=options.trials,
+        lr=learning_rate_of(base, with_images=images),
+        run_points=lambda points: _run(points, jobs=options.jobs),
+        score=options.score,
+    )
+    for method in tuned:
+        values = " ".join(f"{name}={value:g}" for name, value in method.best.settings.items())
+        show([f"{method.strategy}: {values} (validation {method.best.validation:.3f}, best of {len(method.trials)})"])
+    return tuned
 
 
 def _refuse(groups: Sequence[Words], flag: str, remedy: str) -> None:
@@ -120,18 +155,16 @@ def run_grid(base: Config, *, over: Sequence[str], seeds: Sequence[int], same_ro
     values = parse_over(over)
     scaled = None if same_rounds else same_steps(base, values)
     show([] if scaled is None else [str(scaled)])
-    points, folders = run_points(base, over=over, seeds=seeds, scaled=scaled)
+    points = grid(base, over=values, seeds=seeds, scaled=scaled)
+    folders = _run(points)
     note = "" if scaled is None else f"{scaled.steps} gradient steps in every run"
     path = Path(base.run.runs_dir) / comparison_name(points, preset=base.run.preset)
     _show_comparison(points, folders, path=path, note=note)
     return 0
 
 
-def run_points(
-    base: Config, *, over: Sequence[str], seeds: Sequence[int], scaled: SameSteps | None = None, jobs: int = 1
-) -> tuple[tuple[Point, ...], tuple[Path, ...]]:
-    """Every point of the grid and the folder of its finished run."""
-    points = grid(base, over=parse_over(over), seeds=seeds, scaled=scaled)
+def _run(points: Sequence[Point], *, jobs: int = 1) -> tuple[Path, ...]:
+    """The folders of these runs, all finished."""
     with show_progress() as on_event, going_on("the same command"):
 
         def announce(index: int, point: Point, state: RunState) -> None:
@@ -139,11 +172,18 @@ def run_points(
             on_event(PhaseStarted(f"{run} {WORDS[state]}"))
 
         if jobs == 1:
-            return points, run_all(points, on_run=announce, on_event=on_event)
-        return points, run_in_processes(points, jobs=jobs, on_run=announce)
+            return run_all(points, on_run=announce, on_event=on_event)
+        return run_in_processes(points, jobs=jobs, on_run=announce)
 
 
-def _show_statistics(points: Sequence[Point], folders: Sequence[Path], options: CompareOptions, *, path: Path) -> None:
+def _show_statistics(
+    points: Sequence[Point],
+    folders: Sequence[Path],
+    options: CompareOptions,
+    tuned: "Sequence[TunedMethod]",
+    *,
+    path: Path,
+) -> None:
     """Print what is known of the methods, and write it beside the comparison as JSON, Markdown and LaTeX."""
     from atlas_fl.report.method_comparison import (
         compare_methods,
@@ -159,7 +199,11 @@ def _show_statistics(points: Sequence[Point], folders: Sequence[Path], options: 
     for point, folder in zip(points, folders, strict=True):
         groups.setdefault(label_of(point), []).append(folder)
     comparison = compare_methods(groups, control=options.control, score=options.score)
-    files = {".json": to_json(comparison), ".md": to_markdown(comparison), ".methods.tex": to_latex(comparison)}
+    files = {
+        ".json": to_json(comparison, tuned),
+        ".md": to_markdown(comparison, tuned),
+        ".methods.tex": to_latex(comparison),
+    }
     for suffix, text in files.items():
         write_atomic(path.with_suffix(suffix), text.encode())
     show([methods_table(comparison), *([pairs_table(comparison)] if comparison.pairs else [])])

@@ -136,6 +136,11 @@ def make_clients(  # noqa: PLR0913 - one name for each setting of the data
     clients: list[ClientData] = []
     for task in tasks:
         data = load_task(task, source)
+        if needed > len(data.train):
+            raise DataError(
+                f"task {task.name!r} has {len(data.train)} train rows and --client-sizes ask for {needed} together;"
+                " lower them, or --clients-per-task"
+            )
         _check_room(task, data, clients_per_task, sizes)
         if partition == BY_CLASSES:
             parts = _deal_by_classes(

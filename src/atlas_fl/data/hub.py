@@ -28,6 +28,8 @@ class Published:
     """The repository without its owner."""
     splits: tuple[str, ...]
     """Names that its splits may have."""
+    folder: str = ""
+    """Its folder in a directory of the user's; `config` by default."""
     files: str = "{train,validation}.parquet (or .csv, .jsonl, or a save_to_disk folder)"
     """What its folder in a directory of the user's may hold."""
 
@@ -100,7 +102,7 @@ def _missing(published: Published, folder: Path | None, reason: str) -> DataErro
     import datasets
 
     looked = f"there is no folder {folder}" if folder is not None else "no --data-dir was given"
-    name = folder.name if folder is not None else published.config
+    name = folder.name if folder is not None else published.folder or published.config
     return DataError(
         f"{published.title} is not here: {looked}, the cache {datasets.config.HF_DATASETS_CACHE} does not hold it and "
         f"the hub does not give it ({reason}); either connect to the hub, or fill that cache with "

@@ -72,6 +72,7 @@ def _published(form: Format) -> Published:
         title=f"GLUE task {form.name!r}" if is_glue else f"task {form.name!r}",
         repository=form.repository,
         config=form.config or form.name,
+        folder=form.name,
         cached_as=(form.repository, dataset_name),
         dataset_name=dataset_name,
         splits=tuple(name for names in SPLITS.values() for name in names),

@@ -15,6 +15,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from atlas_fl.errors import ConfigError, DataError
+from atlas_fl.experiment.tuning import TunedMethod
 from atlas_fl.report.comparison import BASELINE, escape_latex, read_summary
 from atlas_fl.report.format import EMPTY, add_columns, human_bytes, new_table, number
 from atlas_fl.report.statistics import (
@@ -214,13 +215,14 @@ def _half_width(pair: PairedComparison) -> str:
     return "" if pair.interval is None else f" ±{(pair.interval[1] - pair.interval[0]) / 2:.3f}"
 
 
-def to_json(comparison: MethodComparison) -> str:
-    """All of it as strict JSON."""
-    return json.dumps(asdict(comparison), indent=1, allow_nan=False) + "\n"
+def to_json(comparison: MethodComparison, tuned: Sequence[TunedMethod] = ()) -> str:
+    """All of it as strict JSON, and what was tried of each method."""
+    tuning = {method.strategy: [asdict(trial) for trial in method.trials] for method in tuned}
+    return json.dumps({**asdict(comparison), "tuning": tuning}, indent=1, allow_nan=False) + "\n"
 
 
-def to_markdown(comparison: MethodComparison) -> str:
-    """Both tables as Markdown."""
+def to_markdown(comparison: MethodComparison, tuned: Sequence[TunedMethod] = ()) -> str:
+    """Both tables as Markdown, and what was tried of each method, the best first."""
     lines = [
         f"{len(comparison.seeds)} seeds, {len(comparison.clients)} clients, control `{comparison.control}`",
         "",
@@ -235,7 +237,18 @@ def to_markdown(comparison: MethodComparison) -> str:
             "|---|---|---|---|---|---|---|---|---|",
             *(f"| `{name}` | {' | '.join(_pair_cells(pair))} |" for name, pair in comparison.pairs.items()),
         ]
+    if tuned:
+        lines += ["", "| method | tried on development seeds: settings (validation) |", "|---|---|"]
+        lines += [f"| `{method.strategy}` | {_trials(method)} |" for method in tuned]
     return "\n".join([*lines, ""])
+
+
+def _trials(method: TunedMethod) -> str:
+    ordered = sorted(method.trials, key=lambda trial: trial.validation, reverse=True)
+    return "; ".join(
+        " ".join(f"{name} {value:g}" for name, value in trial.settings.items()) + f" ({trial.validation:.3f})"
+        for trial in ordered
+    )
 
 
 def to_latex(comparison: MethodComparison) -> str:

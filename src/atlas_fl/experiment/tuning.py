@@ -1,0 +1,128 @@
+"""Equal tuning before a comparison (`atlas compare --trials`): as many settings of every method, on development seeds.
+
+Each method is tried with the same number of settings: learning rates around the one given, and where a method has a
+knob of its own, both together, the nearest to the defaults first. The best by mean validation score over the
+development seeds is what the comparison then runs on its own seeds; test scores choose nothing.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import count
+from math import isfinite
+from pathlib import Path
+from statistics import fmean
+from typing import Any, Literal
+
+from atlas_fl.config import Config, with_values
+from atlas_fl.errors import CheckpointError, ConfigError
+from atlas_fl.experiment.sweep import Point, grid
+from atlas_fl.storage.jsonl import read_json
+from atlas_fl.storage.run_folder import RunFolder
+
+DEVELOPMENT_SEEDS = (9001, 9002)
+"""Seeds that no comparison reports."""
+
+KNOBS: Mapping[str, tuple[str, tuple[float, ...]]] = {
+    "fedprox": ("proximal_mu", (0.01, 0.1, 0.001, 1.0)),
+    **dict.fromkeys(("atlas", "atlas_pad", "atlas_truncate"), ("eta", (0.5, 0.25, 0.9, 0.1))),
+    **dict.fromkeys(("fedavg_ft", "fedavg_cluster_ft", "fedbabu"), ("personal_rounds", (2, 1, 4))),
+    **dict.fromkeys(("fedadam", "fedyogi", "fedadagrad"), ("server_lr", (0.01, 0.003, 0.03, 0.1))),
+    "fedavgm": ("server_lr", (1.0, 0.5, 0.25, 2.0)),
+    "pfedgraph": ("gram_alpha", (0.8, 0.4, 1.6, 0.2)),
+}
+"""The knob of a method, and its values, the default first."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TuningTrial:
+    """Settings of a method that were tried."""
+
+    settings: Mapping[str, float]
+    """By name."""
+    validation: float
+    """Mean validation score over clients and development seeds."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TunedMethod:
+    """What was tried of a method."""
+
+    strategy: str
+    trials: tuple[TuningTrial, ...]
+
+    @property
+    def best(self) -> TuningTrial:
+        """The trial with the best validation score; of equal ones the first, which is nearer to the defaults."""
+        return max(self.trials, key=lambda trial: trial.validation)
+
+
+RunPoints = Callable[[Sequence[Point]], Sequence[Path]]
+"""Runs every point, and gives the folders of the finished runs."""
+
+
+def candidates(strategy: str, number: int, *, lr: float) -> tuple[dict[str, float], ...]:
+    """The settings that are tried of a strategy, `number` of them, the defaults first.
+
+    Learning rates are lr, 2 lr, lr/2, 4 lr, lr/4 and so on.
+
+    >>> candidates("fedavg", 3, lr=0.001)
+    ({'lr': 0.001}, {'lr': 0.002}, {'lr': 0.0005})
+    """
+    if strategy not in KNOBS:
+        return tuple({"lr": lr * _factor(index)} for index in range(number))
+    knob, values = KNOBS[strategy]
+    pairs = ((total - place, place) for total in count() for place in range(min(total + 1, len(values))))
+    return tuple({"lr": lr * _factor(rate), knob: values[place]} for (rate, place), _ in zip(pairs, range(number)))
+
+
+def _factor(index: int) -> float:
+    """1, 2, 1/2, 4, 1/4, ..."""
+    power = (index + 1) // 2
+    return float(2.0**power if index % 2 else 2.0**-power)
+
+
+def tune_methods(
+    base: Config,
+    strategies: Sequence[str],
+    *,
+    number: int,
+    lr: float,
+    run_points: RunPoints,
+    score: Literal["final", "best"] = "final",
+    seeds: Sequence[int] = DEVELOPMENT_SEEDS,
+) -> tuple[TunedMethod, ...]:
+    """Try `number` settings of every strategy on the development seeds.
+
+    Raises:
+        ConfigError: the number is below 1, a setting contradicts the base, or it lies on a development seed.
+        CheckpointError: a run failed; those before it stay and are not repeated.
+    """
+    if number < 1:
+        raise ConfigError(f"--trials is {number}; allowed: at least 1, or leave it out")
+    settings = {strategy: candidates(strategy, number, lr=lr) for strategy in strategies}
+    points = [
+        point
+        for strategy in strategies
+        for values in settings[strategy]
+        for point in grid(with_values(base, values), over={"strategy": (strategy,)}, seeds=seeds)
+    ]
+    scores = [_validation(folder, score) for folder in run_points(points)]
+    per_trial = [fmean(scores[start : start + len(seeds)]) for start in range(0, len(scores), len(seeds))]
+    return tuple(
+        TunedMethod(
+            strategy=strategy,
+            trials=tuple(
+                TuningTrial(settings=values, validation=per_trial[index * number + place])
+                for place, values in enumerate(settings[strategy])
+            ),
+        )
+        for index, strategy in enumerate(strategies)
+    )
+
+
+def _validation(folder: Path, score: str) -> float:
+    summary: Mapping[str, Any] = read_json(RunFolder(folder).summary)
+    value = summary.get("overall", {}).get(score, {}).get("validation", {}).get("primary")
+    if not isinstance(value, float) or not isfinite(value):
+        raise CheckpointError(f"run {folder} has no validation score to tune by; set --validation-samples")
+    return value
