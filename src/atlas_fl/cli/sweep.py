@@ -1,7 +1,7 @@
 """`atlas sweep`, `compare` and `search`: many runs."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -98,6 +98,7 @@ def compare(words: Sequence[str]) -> int:
     from atlas_fl.aggregation.registry import ALIASES
 
     names = [ALIASES.get(name, name) for name in options.strategies]
+    options = replace(options, control=ALIASES.get(options.control or "", options.control))
     if options.control is not None and options.control not in names:
         raise ConfigError(f"--control is {options.control}; allowed: one of --strategies, {', '.join(names)}")
     if options.jobs < 1:

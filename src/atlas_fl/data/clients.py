@@ -130,18 +130,10 @@ def make_clients(  # noqa: PLR0913 - one name for each setting of the data
     """
     sizes: Sizes = {"train": samples, "validation": validation_samples, "test": test_samples}
     _check_settings(clients_per_task, sizes, partition, dirichlet_alpha)
-    needed = sum(np.resize(np.asarray(client_sizes, np.int64), clients_per_task).tolist()) if client_sizes else 0
-    if client_sizes:  # as many rows as the clients have together, where room is looked for
-        sizes = {**sizes, "train": -(-needed // clients_per_task)}
     clients: list[ClientData] = []
     for task in tasks:
         data = load_task(task, source)
-        if needed > len(data.train):
-            raise DataError(
-                f"task {task.name!r} has {len(data.train)} train rows and --client-sizes ask for {needed} together;"
-                " lower them, or --clients-per-task"
-            )
-        _check_room(task, data, clients_per_task, sizes)
+        _check_room(task, data, clients_per_task, sizes, client_sizes=client_sizes)
         if partition == BY_CLASSES:
             parts = _deal_by_classes(
                 task, data, clients_per_task, sizes, classes_per_client=classes_per_client, seed=seed
@@ -249,7 +241,17 @@ def _check_settings(num_clients: int, sizes: Sizes, partition: str, alpha: float
         raise ConfigError(f"dirichlet_alpha is {alpha}; it must be above 0 and at most {MOST_ALPHA:g}")
 
 
-def _check_room(task: Task, data: TaskData, num_clients: int, sizes: Sizes) -> None:
+def _check_room(
+    task: Task, data: TaskData, num_clients: int, sizes: Sizes, *, client_sizes: Sequence[int] = ()
+) -> None:
+    if client_sizes:
+        asked = int(np.resize(np.asarray(client_sizes, np.int64), num_clients).sum())
+        if asked > len(data.train):
+            raise DataError(
+                f"task {task.name!r} has {len(data.train)} train rows and --client-sizes ask for {asked} together;"
+                " lower them, or --clients-per-task"
+            )
+        sizes = {**sizes, "train": -(-asked // num_clients)}
     have = {split: len(_rows(data, split)) for split in sizes}
     needed = {split: _LEAST[split] if size is None else size for split, size in sizes.items()}
     for split, size in needed.items():
