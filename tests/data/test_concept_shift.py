@@ -128,7 +128,7 @@ def dealt(**changes: Any) -> tuple[ClientData, ...]:
 
 def test_clients_in_turn_have_the_sizes_that_are_given() -> None:
     assert [len(one.train) for one in dealt(client_sizes=(10, 30, 60))] == [10, 30, 60, 10]
-    with pytest.raises(AtlasError, match="task 'three' has 240 train rows and --client-sizes ask for 400 together"):
+    with pytest.raises(AtlasError, match="task 'three' has 240 train rows and --client-sizes say 400 together"):
         dealt(client_sizes=(100,))
 
 

@@ -16,11 +16,11 @@ from atlas_fl.errors import ConfigError, DataError
 from atlas_fl.report.method_comparison import (
     MethodComparison,
     compare_methods,
+    methods_json,
+    methods_latex,
+    methods_markdown,
     methods_table,
     pairs_table,
-    to_json,
-    to_latex,
-    to_markdown,
 )
 
 Groups = Mapping[str, Sequence[Path]]
@@ -95,12 +95,12 @@ def test_the_tables_fit_in_eighty_columns_and_name_every_method(comparison: Meth
 
 
 def test_what_is_written_says_the_same(comparison: MethodComparison) -> None:
-    content = json.loads(to_json(comparison))
+    content = json.loads(methods_json(comparison))
     assert content["rows"]["atlas"]["statistics"]["mean"] == comparison.rows["atlas"].statistics.mean
     assert np.asarray(content["scores"]["atlas"]).shape == (3, len(comparison.clients))
     mean = f"{comparison.rows['atlas'].statistics.mean:.3f}"
-    assert f"| `atlas` | {mean} |" in to_markdown(comparison)
-    assert rf"fedavg\_cluster & {comparison.rows['fedavg_cluster'].statistics.mean:.3f}" in to_latex(comparison)
+    assert f"| `atlas` | {mean} |" in methods_markdown(comparison)
+    assert rf"fedavg\_cluster & {comparison.rows['fedavg_cluster'].statistics.mean:.3f}" in methods_latex(comparison)
 
 
 def test_one_seed_is_described_and_not_tested(groups: Groups) -> None:

@@ -188,11 +188,11 @@ def _show_statistics(
     """Print what is known of the methods, and write it beside the comparison as JSON, Markdown and LaTeX."""
     from atlas_fl.report.method_comparison import (
         compare_methods,
+        methods_json,
+        methods_latex,
+        methods_markdown,
         methods_table,
         pairs_table,
-        to_json,
-        to_latex,
-        to_markdown,
     )
     from atlas_fl.storage.files import write_atomic
 
@@ -201,9 +201,9 @@ def _show_statistics(
         groups.setdefault(label_of(point), []).append(folder)
     comparison = compare_methods(groups, control=options.control, score=options.score)
     files = {
-        ".json": to_json(comparison, tuned),
-        ".md": to_markdown(comparison, tuned),
-        ".methods.tex": to_latex(comparison),
+        ".json": methods_json(comparison, tuned),
+        ".md": methods_markdown(comparison, tuned),
+        ".methods.tex": methods_latex(comparison),
     }
     for suffix, text in files.items():
         write_atomic(path.with_suffix(suffix), text.encode())

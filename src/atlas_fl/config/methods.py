@@ -17,7 +17,7 @@ from atlas_fl.errors import ConfigError
 
 
 @dataclass(frozen=True, kw_only=True)
-class Method:
+class PublishedMethod:
     """One method of the literature."""
 
     summary: str
@@ -38,88 +38,88 @@ class Method:
         return 0.5 * (("A" in share) + ("B" in share))
 
 
-METHODS: Mapping[str, Method] = {
-    "fedit": Method(
+METHODS: Mapping[str, PublishedMethod] = {
+    "fedit": PublishedMethod(
         summary="FedIT: A and B averaged apart (Zhang et al. 2024, arXiv:2305.05644).",
         rule="fedavg",
         settings={"space": "factors", "share": ("A", "B", "head")},
         equal_ranks=True,
     ),
-    "flexlora": Method(
+    "flexlora": PublishedMethod(
         summary="FlexLoRA: the products B A averaged, each client's ranks by SVD (Bai et al. 2024, arXiv:2402.11505).",
         rule="fedavg",
         settings={"space": "product", "share": ("A", "B", "head")},
     ),
-    "ffa": Method(
+    "ffa": PublishedMethod(
         summary="FFA-LoRA: A frozen as drawn, B trained and averaged (Sun et al. 2024, arXiv:2403.12313).",
         rule="fedavg",
         settings={"space": "factors", "share": ("B", "head"), "trained_parts": "B"},
         equal_ranks=True,
     ),
-    "rolora": Method(
+    "rolora": PublishedMethod(
         summary="RoLoRA: B in odd rounds, A in even ones (Chen et al. 2025, arXiv:2502.01755).",
         rule="fedavg",
         settings={"space": "factors", "share": ("A", "B", "head"), "trained_parts": "alternate"},
         equal_ranks=True,
     ),
-    "fedsa": Method(
+    "fedsa": PublishedMethod(
         summary="FedSA-LoRA: A averaged; B and head stay (Guo et al. 2025, arXiv:2410.01463).",
         rule="fedavg",
         settings={"space": "factors", "share": ("A",)},
         equal_ranks=True,
     ),
-    "fedper": Method(
+    "fedper": PublishedMethod(
         summary="FedPer: all but the head averaged (Arivazhagan et al. 2019, arXiv:1912.00818).",
         rule="fedavg",
         settings={"share": ("A", "B")},
     ),
-    "fedrep": Method(
+    "fedrep": PublishedMethod(
         summary="FedRep: FedPer whose clients train the head, then the rest (Collins et al. 2021, arXiv:2102.07078).",
         rule="fedavg",
         settings={"share": ("A", "B"), "trained_parts": "head_then_rest"},
     ),
-    "fedbabu": Method(
+    "fedbabu": PublishedMethod(
         summary="FedBABU: the head as drawn until the last rounds, which fine-tune (Oh et al. 2022, arXiv:2106.06042).",
         rule="fedavg",
         settings={"share": ("A", "B"), "trained_parts": "without_head"},
         suggested={"personal_rounds": 2},
     ),
-    "fedavg_ft": Method(
+    "fedavg_ft": PublishedMethod(
         summary="FedAvg, then rounds of local fine-tuning (Wang et al. 2019, arXiv:1910.10252).",
         rule="fedavg",
         suggested={"personal_rounds": 2},
     ),
-    "fedavg_cluster_ft": Method(
+    "fedavg_cluster_ft": PublishedMethod(
         summary="Clustered FedAvg, then rounds of local fine-tuning.",
         rule="fedavg_cluster",
         suggested={"personal_rounds": 2},
     ),
-    "fedavg_oracle": Method(
+    "fedavg_oracle": PublishedMethod(
         summary="FedAvg inside the true tasks, which nobody knows in practice: a reference.",
         rule="fedavg_cluster",
         settings={"clusters": "oracle"},
     ),
-    "fedavg_prior": Method(
+    "fedavg_prior": PublishedMethod(
         summary="FedAvg with each client's own class frequencies in its logits (Menon et al. 2021, arXiv:2007.07314).",
         rule="fedavg",
         settings={"prior_correction": True},
     ),
-    "fedavg_cluster_prior": Method(
+    "fedavg_cluster_prior": PublishedMethod(
         summary="Clustered FedAvg with each client's own class frequencies in its logits.",
         rule="fedavg_cluster",
         settings={"prior_correction": True},
     ),
-    "fedprox": Method(
+    "fedprox": PublishedMethod(
         summary="FedProx: FedAvg of clients held near their start (Li et al. 2020, arXiv:1812.06127).",
         rule="fedavg",
         suggested={"proximal_mu": 0.01},
     ),
-    "atlas_pad": Method(
+    "atlas_pad": PublishedMethod(
         summary="ATLAS as first described: the Laplacian on A and B apart, ranks padded with zeros.",
         rule="atlas",
         settings={"space": "factors", "align": "pad"},
     ),
-    "atlas_truncate": Method(
+    "atlas_truncate": PublishedMethod(
         summary="ATLAS as first described: the Laplacian on A and B apart, only the ranks that all have.",
         rule="atlas",
         settings={"space": "factors", "align": "truncate"},

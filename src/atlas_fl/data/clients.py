@@ -245,13 +245,13 @@ def _check_room(
     task: Task, data: TaskData, num_clients: int, sizes: Sizes, *, client_sizes: Sequence[int] = ()
 ) -> None:
     if client_sizes:
-        asked = int(np.resize(np.asarray(client_sizes, np.int64), num_clients).sum())
-        if asked > len(data.train):
+        needed_rows = int(np.resize(np.asarray(client_sizes, np.int64), num_clients).sum())
+        if needed_rows > len(data.train):
             raise DataError(
-                f"task {task.name!r} has {len(data.train)} train rows and --client-sizes ask for {asked} together;"
+                f"task {task.name!r} has {len(data.train)} train rows and --client-sizes say {needed_rows} together;"
                 " lower them, or --clients-per-task"
             )
-        sizes = {**sizes, "train": -(-asked // num_clients)}
+        sizes = {**sizes, "train": -(-needed_rows // num_clients)}
     have = {split: len(_rows(data, split)) for split in sizes}
     needed = {split: _LEAST[split] if size is None else size for split, size in sizes.items()}
     for split, size in needed.items():

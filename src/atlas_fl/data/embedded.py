@@ -223,7 +223,7 @@ def _sentiment(name: str, file: str, least: float, what: str) -> Task:
     )
 
 
-def load_values(source: Source, *, name: str, file: str) -> TaskData:
+def load_rating_values(source: Source, *, name: str, file: str) -> TaskData:
     """The splits of a task of mean ratings, float32, from -4 to 4."""
     rows = read_all_ratings(_hutto(source, file))
     return split_rows(replace(rows, label=rows.label.astype(np.float32)), name=name, labelled=False)
@@ -235,7 +235,7 @@ def _ratings(name: str, file: str, what: str) -> Task:
         num_labels=1,
         metric="pearson",
         note=f"{what}; mean of 20 human ratings from -4 to 4",
-        load=partial(load_values, name=name, file=file),
+        load=partial(load_rating_values, name=name, file=file),
         files=lambda source: (_hutto(source, file),),
     )
 

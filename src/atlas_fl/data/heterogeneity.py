@@ -115,14 +115,14 @@ def merge_sources(clients: Sequence[ClientData], own_share: float) -> tuple[Clie
     return tuple(exchange(client, one) for client, one in zip(clients, merged, strict=True))
 
 
-def _exchange(rows: Sequence[Examples], own: int, own_share: float) -> Examples:
-    """The rows of source `own` after the exchange between the clients of one number, a split of each source."""
-    size, others = len(rows[own]), len(rows) - 1
+def _exchange(rows: Sequence[Examples], source: int, own_share: float) -> Examples:
+    """The rows of this source after the exchange between the clients of one number, a split of each source."""
+    size, others = len(rows[source]), len(rows) - 1
     kept = int(own_share * size + 0.5)
     parts = np.array_split(np.arange(kept, size), others)
     # the part that goes d sources further has one size for all, so what comes is as much as what goes
-    received = [rows[(own - distance) % len(rows)].take(parts[distance - 1]) for distance in range(1, len(rows))]
-    texts = [as_texts(part, task="sources") for part in (rows[own].take(np.arange(kept)), *received)]
+    received = [rows[(source - distance) % len(rows)].take(parts[distance - 1]) for distance in range(1, len(rows))]
+    texts = [as_texts(part, task="sources") for part in (rows[source].take(np.arange(kept)), *received)]
     return Rows(
         text=tuple(text for part in texts for text in part.text),
         pair=None if texts[0].pair is None else tuple(text for part in texts for text in part.pair or ()),

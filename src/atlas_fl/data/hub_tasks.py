@@ -51,9 +51,9 @@ class Format:
         return f"GLUE {self.name}" if self.repository == GLUE_REPOSITORY else self.name
 
 
-def load_task(source: Source, *, form: Format) -> TaskData:
+def load_hub_task(source: Source, *, form: Format) -> TaskData:
     """The splits of a task; a `DataError` names what is missing and the three ways to supply it."""
-    tables = find_tables(_published(form), _folder(source, form))
+    tables = find_tables(_hub_source(form), _folder(source, form))
     rows = {}
     for split, names in SPLITS.items():
         name = next((name for name in names if name in tables), None)
@@ -65,7 +65,7 @@ def load_task(source: Source, *, form: Format) -> TaskData:
     return arrange(rows, name=form.name, labelled=form.target is None)
 
 
-def _published(form: Format) -> Published:
+def _hub_source(form: Format) -> Published:
     dataset_name = form.repository.partition("/")[2]
     is_glue = form.repository == GLUE_REPOSITORY
     return Published(
@@ -133,8 +133,8 @@ def _task(form: Format, *, metric: Metric = "accuracy", max_length: int = 128, n
         max_length=max_length,
         label_names=form.label_names,
         note=note or "GLUE; tested on its validation split",
-        load=partial(load_task, form=form),
-        files=lambda source: source_files(_published(form), _folder(source, form)),
+        load=partial(load_hub_task, form=form),
+        files=lambda source: source_files(_hub_source(form), _folder(source, form)),
     )
 
 

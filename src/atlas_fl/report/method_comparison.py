@@ -89,7 +89,7 @@ def compare_methods(
     first = next(iter(summaries.values()))[seeds[0]]
     tasks = [str(first["clients"][client].get("task", "")) for client in clients]
     local = BASELINE if BASELINE in scores else None
-    statistics = describe_methods(scores, seed=seed, baseline=local, tasks=tasks, whole_seeds=True)
+    described = describe_methods(scores, seed=seed, baseline=local, tasks=tasks, whole_seeds=True)
     return MethodComparison(
         control=control,
         seeds=seeds,
@@ -97,7 +97,7 @@ def compare_methods(
         scores={name: tuple(map(tuple, values.tolist())) for name, values in scores.items()},
         rows={
             name: MethodRow(
-                statistics=statistics[name],
+                statistics=described[name],
                 hurt_by_control=None if name == control else hurt_share(values, scores[control]),
                 gain_over_majority=_mean(
                     [one["overall"][score].get("test", {}).get("gain_over_majority") for one in by_seed.values()]
@@ -163,15 +163,15 @@ def methods_table(comparison: MethodComparison) -> Table:
     headings = ["mean", "95%", "middle\nhalf", "worst\nclient", "lowest\nthird", "hurt:\nlocal", "hurt:\ncontrol"]
     add_columns(table, ["method"], [*headings, "bytes"])
     for name, row in comparison.rows.items():
-        own = row.statistics
+        statistics = row.statistics
         table.add_row(
             escape(name),
-            number(own.mean, 3),
-            _interval(own.interval),
-            number(own.interquartile_mean, 3),
-            number(own.worst_client, 3),
-            number(own.lowest_third, 3),
-            number(own.hurt, 2),
+            number(statistics.mean, 3),
+            _interval(statistics.interval),
+            number(statistics.interquartile_mean, 3),
+            number(statistics.worst_client, 3),
+            number(statistics.lowest_third, 3),
+            number(statistics.hurt, 2),
             number(row.hurt_by_control, 2),
             human_bytes(row.num_bytes),
         )
@@ -215,13 +215,13 @@ def _half_width(pair: PairedComparison) -> str:
     return "" if pair.interval is None else f" ±{(pair.interval[1] - pair.interval[0]) / 2:.3f}"
 
 
-def to_json(comparison: MethodComparison, tuned: Sequence[TunedMethod] = ()) -> str:
+def methods_json(comparison: MethodComparison, tuned: Sequence[TunedMethod] = ()) -> str:
     """All of it as strict JSON, and what was tried of each method."""
     tuning = {method.strategy: [asdict(trial) for trial in method.trials] for method in tuned}
     return json.dumps({**asdict(comparison), "tuning": tuning}, indent=1, allow_nan=False) + "\n"
 
 
-def to_markdown(comparison: MethodComparison, tuned: Sequence[TunedMethod] = ()) -> str:
+def methods_markdown(comparison: MethodComparison, tuned: Sequence[TunedMethod] = ()) -> str:
     """Both tables as Markdown, and what was tried of each method, the best first."""
     lines = [
         f"{len(comparison.seeds)} seeds, {len(comparison.clients)} clients, control `{comparison.control}`",
@@ -251,7 +251,7 @@ def _trials(method: TunedMethod) -> str:
     )
 
 
-def to_latex(comparison: MethodComparison) -> str:
+def methods_latex(comparison: MethodComparison) -> str:
     """The methods as a LaTeX table (booktabs), with the difference to the control and its adjusted p."""
     headings = ["method", "mean", "95\\%", "worst client", "difference", "p (Holm)"]
     lines = [rf"\begin{{tabular}}{{l{'r' * (len(headings) - 1)}}}", r"\toprule", " & ".join(headings) + r" \\"]
@@ -265,13 +265,13 @@ def to_latex(comparison: MethodComparison) -> str:
 
 
 def _cells(row: MethodRow) -> list[str]:
-    own = row.statistics
+    statistics = row.statistics
     return [
-        number(own.mean, 3),
-        _interval(own.interval),
-        number(own.worst_client, 3),
-        number(own.lowest_third, 3),
-        number(own.hurt, 2),
+        number(statistics.mean, 3),
+        _interval(statistics.interval),
+        number(statistics.worst_client, 3),
+        number(statistics.lowest_third, 3),
+        number(statistics.hurt, 2),
         number(row.hurt_by_control, 2),
         human_bytes(row.num_bytes),
     ]
