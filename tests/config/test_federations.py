@@ -1,5 +1,6 @@
 """Presets with a dial: five settings each, on the command line, in a file, and in a sweep."""
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -12,10 +13,13 @@ from atlas_fl.config.federations import DIALS, dial_note, turn_dial
 from atlas_fl.config.identity import config_hash
 from atlas_fl.config.presets import PRESETS, find_preset
 from atlas_fl.config.settings import settings, value_of
+from atlas_fl.data.cache import load_task
 from atlas_fl.data.clients import ClientData, label_statistics
+from atlas_fl.data.heterogeneity import disagreement
+from atlas_fl.data.registry import TASKS
 from atlas_fl.errors import ConfigError
 from atlas_fl.experiment.sweep import grid
-from atlas_fl.setup.assembly import load_clients
+from atlas_fl.setup.assembly import load_clients, source_of
 
 
 @pytest.mark.parametrize("preset", DIALS)
@@ -28,7 +32,7 @@ def test_every_dial_has_five_settings_that_make_other_runs(preset: str) -> None:
     for config, values in zip(configs, dial.settings, strict=True):
         assert all(value_of(config, name) == value for name, value in values.items())
     assert find_preset(preset) == configs[2]
-    assert [turn_dial(configs[0], turn) for turn in (1, 4)] == [configs[1], configs[4]] or preset == "label-skew"
+    assert [[turn_dial(config, turn) for turn in range(5)] for config in configs] == [configs] * 5
 
 
 @pytest.mark.parametrize("turn", range(5))
@@ -40,13 +44,49 @@ def test_every_federation_of_texts_can_be_dealt_out(preset: str, turn: int) -> N
     assert all(len(client.test) == 120 for client in clients)
 
 
+@pytest.mark.parametrize(("turn", "classes"), list(enumerate((10, 5, 3, 2, 1))))
+def test_the_federation_of_images_can_be_dealt_out(turn: int, classes: int) -> None:
+    clients = load_clients(validate(find_preset("images-nc", dial=turn)))
+    assert {(len(set(client.train.label.tolist())), len(client.train)) for client in clients} == {(classes, 60)}
+
+
+@pytest.mark.parametrize("turn", range(5))
+def test_the_federation_of_instructions_can_be_dealt_out(turn: int, tmp_path: Path) -> None:
+    columns = {
+        "squad": ("question", "answers", "context"),
+        "e2e": ("meaning_representation", "human_reference"),
+        "xsum": ("document", "summary"),
+    }
+    for name, words in columns.items():
+        (tmp_path / name).mkdir()
+        for part, count in (("train", 3000), ("validation", 600)):
+            rows = ({word: f"{part} {word} {row}" for word in words} for row in range(count))
+            (tmp_path / name / f"{part}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    config = with_values(find_preset("instructions", dial=turn), {"data_dir": str(tmp_path), "samples": "100"})
+    clients = load_clients(config)
+    assert len(clients) == 3 * (5 - turn) and {len(client.train) for client in clients} == {100}
+
+
+@pytest.mark.parametrize(("turn", "own"), list(enumerate((30, 53, 75, 98, 120))))
+def test_clients_of_sources_have_so_much_of_their_own_and_no_text_twice(turn: int, own: int) -> None:
+    config = find_preset("sources", dial=turn)
+    sources = {name: texts_of(name, config) for name in config.data.tasks}
+    clients = load_clients(config)
+    held = [text for client in clients for rows in (client.train, client.validation, client.test) for text in rows.text]
+    assert len({" ".join(text.casefold().split()) for text in held}) == len(held) == 8 * 300
+    for client in clients:
+        counts = {name: sum(text in texts for text in client.train.text) for name, texts in sources.items()}
+        assert counts.pop(client.name.rpartition("-")[0]) == client.own_rows == own
+        assert max(counts.values()) - min(counts.values()) <= 1
+
+
+def texts_of(name: str, config: Config) -> set[str]:
+    data = load_task(TASKS[name], source_of(config))
+    return {text for rows in (data.train, data.validation, data.test) for text in rows.text}
+
+
 def label_distance(clients: Sequence[ClientData]) -> float:
     return sum(row["distance"] for row in label_statistics(clients))
-
-
-def spread_of_positives(clients: Sequence[ClientData]) -> float:
-    counts = [int(client.train.label.sum()) for client in clients]
-    return max(counts) - min(counts)
 
 
 def ratio_of_sizes(clients: Sequence[ClientData]) -> float:
@@ -54,7 +94,16 @@ def ratio_of_sizes(clients: Sequence[ClientData]) -> float:
     return max(sizes) / min(sizes) - 1
 
 
-MEASURES = {"label-skew": label_distance, "concept-shift": spread_of_positives, "sizes": ratio_of_sizes}
+def contradictions(clients: Sequence[ClientData]) -> float:
+    return disagreement(clients) or 0.0
+
+
+MEASURES = {
+    "label-skew": label_distance,
+    "concept-shift": contradictions,
+    "contradiction": contradictions,
+    "sizes": ratio_of_sizes,
+}
 
 
 @pytest.mark.parametrize("preset", MEASURES)
@@ -98,6 +147,8 @@ def test_a_dial_that_there_is_not_is_refused(words: tuple[str, ...], message: st
         ({"client_sizes": (50,), "arrive": ("movie-1=3",)}, "--arrive movie-1=3 comes later, and --client-sizes is of"),
         ({"flipped_clients": 1.5}, "--flipped-clients is 1.5; allowed: at least 0, at most 1"),
         ({"client_sizes": (1,)}, "--client-sizes is .1,.; allowed: at least 2"),
+        ({"rating_cuts": (0.0,)}, "--rating-cuts turns values into classes, and task 'movie' has none"),
+        ({"one_task": True}, "--one-task takes tasks as sources of one, and 'trec' has other classes than 'movie'"),
     ],
 )
 def test_settings_that_contradict_each_other_are_refused(values: dict[str, Any], message: str) -> None:
@@ -111,3 +162,23 @@ def test_the_plan_says_where_the_dial_stands() -> None:
     assert line.endswith(": -1, 0, 1")
     assert dial_note(Config()) == ()
     assert set(DIALS) <= PRESETS.keys()
+
+
+def test_the_plan_says_what_was_changed_by_hand() -> None:
+    config = validate(with_values(find_preset("concept-shift", dial=3), {"rating_cuts": [-3, 0, 3]}))
+    assert dial_note(config)[0].endswith(": -1, 0, 1; but here --rating-cuts -3 0 3")
+
+
+@pytest.mark.parametrize("values", [{"dial": "4"}, {"own_share": 1.0}])
+def test_settings_of_another_dial_are_refused(values: dict[str, Any]) -> None:
+    with pytest.raises(
+        ConfigError, match=r"--own-share is that of dial [24] of sources; turn the dial with the preset"
+    ):
+        validate(with_values(find_preset("sources"), values))
+
+
+def test_cuts_of_a_task_of_sources_go_by_its_own_name() -> None:
+    joint = with_values(find_preset("sources"), {"split": "movie+amazon+nyt_sentiment+tweets=2"})
+    assert validate(joint) == joint
+    with pytest.raises(ConfigError, match="unknown name in --split 'movie'"):
+        validate(with_values(joint, {"split": "movie=2"}))

@@ -56,6 +56,9 @@ def test_equal_configs_have_equal_hashes() -> None:
     whole, real = Config(data=DataConfig(dirichlet_alpha=1)), Config(data=DataConfig(dirichlet_alpha=1.0))
     assert whole == real
     assert config_hash(whole) == config_hash(real)
+    cuts = [with_values(Config(), {"rating_cuts": values}) for values in ([-1, 0, 1], [-1.0, -0.0, 1.0])]
+    assert cuts[0] == cuts[1]
+    assert config_hash(cuts[0]) == config_hash(cuts[1])
     assert config_hash(with_values(Config(), {"eta": "-0.0"})) == config_hash(with_values(Config(), {"eta": "0"}))
 
 

@@ -1,15 +1,25 @@
 """Clients that differ by a known amount: worked out on rows whose text is their number."""
 
 from dataclasses import replace
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
 from atlas_fl.data.clients import ClientData, make_clients
-from atlas_fl.data.heterogeneity import flip_classes, merge_sources, shift_concepts
+from atlas_fl.data.heterogeneity import (
+    check_heterogeneity,
+    disagreement,
+    flip_classes,
+    heterogeneity_notes,
+    merge_sources,
+    separate_sources,
+    shift_concepts,
+)
 from atlas_fl.data.task import Rows, Source, Task, TaskData
-from atlas_fl.errors import AtlasError, ConfigError
+from atlas_fl.errors import AtlasError, ConfigError, DataError
 
 
 def no_data(_: Source) -> TaskData:
@@ -64,6 +74,33 @@ def test_flipping_values_is_refused() -> None:
         flip_classes([client("stars", 0, [1.0], num_labels=1)], 0.5)
 
 
+def test_two_cuts_disagree_on_what_lies_between_them() -> None:
+    """Of -1, 0 and 1 the cuts -0.5 and 0.5 part the 0; of three pairs of clients two have different cuts."""
+    clients = [client("stars", number, [-1.0, 0.0, 1.0], num_labels=1) for number in range(3)]
+    assert disagreement(clients) is None
+    shifted = shift_concepts(clients, (-0.5, 0.5))
+    assert disagreement(shifted) == pytest.approx(2 / 3 * 1 / 3)
+    assert heterogeneity_notes(shifted) == (
+        "stars: two clients give 0.22 of the same examples other labels, on average",
+    )
+    assert disagreement(shift_concepts(clients, (0.0,))) == 0
+    assert heterogeneity_notes(clients) == ()
+
+
+def test_flipped_clients_disagree_but_on_the_class_in_the_middle() -> None:
+    """Of the classes 0, 1, 2 reversed two are others; of six pairs of clients four are of one of each kind."""
+    clients = [client("three", number, [0, 1, 2], num_labels=3) for number in range(4)]
+    assert disagreement(flip_classes(clients, 0.5)) == pytest.approx(4 / 6 * 2 / 3)
+
+
+def test_who_is_cut_and_flipped_says_the_opposite_of_its_own_cut() -> None:
+    clients = [client("stars", number, [-1.0, 0.0, 1.0], num_labels=1) for number in range(2)]
+    _, last = flip_classes(shift_concepts(clients, (-0.5, 0.5)), 0.5)
+    assert (last.concept.cut, last.concept.flipped) == (0.5, True)
+    assert last.train.label.tolist() == [1, 1, 0]
+    assert last.given is not None and last.given.tolist() == [-1.0, 0.0, 1.0]
+
+
 def texts(one: ClientData) -> list[str]:
     assert isinstance(one.train, Rows)
     return list(one.train.text)
@@ -88,6 +125,79 @@ def test_a_row_keeps_its_label_on_its_way() -> None:
     clients = [client(task, 0, labels, num_labels=2) for task, labels in (("a", [0, 0]), ("b", [1, 1]))]
     for one in merge_sources(clients, 0.5):
         assert [text[0] for text in texts(one)] == ["ab"[label] for label in one.train.label]
+
+
+def test_numbers_of_clients_begin_anew_in_every_source() -> None:
+    clients = [client(task, number, [-1.0, 0.0, 1.0], num_labels=1) for task in "ab" for number in range(2)]
+    merged = flip_classes(shift_concepts(merge_sources(clients, 1.0), (-0.5, 0.5)), 0.5)
+    assert [(one.concept.cut, one.concept.flipped) for one in merged] == [(-0.5, False), (0.5, True)] * 2
+
+
+def test_the_plan_tells_how_much_is_of_the_own_source_and_what_was_left_out_of_all() -> None:
+    clients = [replace(client(task, 0, [0, 1] * 4, num_labels=2), left_out=len(task)) for task in ("a", "bb")]
+    merged = merge_sources(clients, 0.75)
+    assert heterogeneity_notes(merged) == ("a+bb: 0.75 of a client's training examples are of its own source",)
+    assert [one.left_out for one in merged] == [3, 3]
+
+
+def source(name: str, train: str, validation: str, test: str) -> Task:
+    """A task of one-letter texts, all of one class."""
+    data = TaskData(**{split: one_class(letters) for split, letters in zip(SPLITS, (train, validation, test))})
+    return Task(name=name, num_labels=2, label_names=("x", "y"), load=partial(given, data=data))
+
+
+SPLITS = ("train", "validation", "test")
+
+
+def one_class(letters: str) -> Rows:
+    return Rows(text=tuple(letters), label=np.zeros(len(letters), np.int64))
+
+
+def given(_: Source, *, data: TaskData) -> TaskData:
+    return data
+
+
+def test_a_text_of_two_sources_stays_where_it_is_most_expensive_to_lose() -> None:
+    """Of a and b: t is tested in b, v validated in a, and s trained on in both, where a is the first."""
+    apart = separate_sources((source("a", "tsc", "vd", "ef"), source("b", "vsg", "hi", "te")))
+    a, b = (task.load(Source(cache_dir=Path("/nowhere"))) for task in apart)
+    assert ["".join(rows.text) for rows in (a.train, a.validation, a.test)] == ["sc", "vd", "ef"]
+    assert ["".join(rows.text) for rows in (b.train, b.validation, b.test)] == ["g", "hi", "t"]
+    assert (a.left_out, b.left_out) == (1, 3)
+
+
+def test_sources_that_leak_into_each_other_are_refused() -> None:
+    leaky = client("b", 0, [0, 1], num_labels=2)
+    clients = [
+        client("a", 0, [0, 1], num_labels=2),
+        replace(leaky, train=replace(leaky.train, text=("a-0-test-1", "u"))),
+    ]
+    with pytest.raises(DataError, match="1 texts are in train and in test, such as 'a-0-test-1'"):
+        merge_sources(clients, 1.0)
+
+
+def test_sources_with_and_without_pairs_are_refused() -> None:
+    other = client("b", 0, [0, 1], num_labels=2)
+    pairs = {split: replace(getattr(other, split), pair=("p", "q")) for split in SPLITS}
+    with pytest.raises(ConfigError, match="--one-task takes tasks of one form, and some have pairs of texts"):
+        merge_sources([client("a", 0, [0, 1], num_labels=2), replace(other, **pairs)], 1.0)
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"rating_cuts": (0.0,)}, "--rating-cuts turns values into classes, and task 'three' has none; take movie_rat"),
+        ({"flipped_clients": 0.5}, "--flipped-clients reverses classes, and task 'stars' has none; take a task with"),
+        ({"one_task": True}, "--one-task takes tasks as sources of one, and 'three' has other classes than 'stars'"),
+    ],
+)
+def test_tasks_without_the_labels_for_it_are_refused_before_anything_is_read(
+    values: dict[str, Any], message: str
+) -> None:
+    tasks = [client(name, 0, [0, 1], num_labels=count).task for name, count in (("stars", 1), ("three", 3))]
+    settings: dict[str, Any] = {"rating_cuts": (), "flipped_clients": 0.0, "one_task": False, **values}
+    with pytest.raises(ConfigError, match=message):
+        check_heterogeneity(tasks, **settings)
 
 
 @pytest.mark.parametrize(
@@ -130,6 +240,24 @@ def test_clients_in_turn_have_the_sizes_that_are_given() -> None:
     assert [len(one.train) for one in dealt(client_sizes=(10, 30, 60))] == [10, 30, 60, 10]
     with pytest.raises(AtlasError, match="task 'three' has 240 train rows and --client-sizes say 400 together"):
         dealt(client_sizes=(100,))
+
+
+def test_sizes_that_fit_together_are_dealt_though_equal_ones_would_not() -> None:
+    """239 of 240 rows among seven, whose mean would be rounded up to 35."""
+    sizes = (35, 34, 34, 34, 34, 34, 34)
+    assert [len(one.train) for one in dealt(client_sizes=sizes, clients_per_task=7)] == list(sizes)
+
+
+@pytest.mark.parametrize("partition", ["quantity", "classes"])
+def test_two_ways_to_say_sizes_are_refused(partition: str) -> None:
+    with pytest.raises(ConfigError, match=f"client_sizes and partition {partition} both say how much a client has"):
+        dealt(client_sizes=(20,), partition=partition)
+
+
+def test_clients_of_one_class_can_be_tested_on_all() -> None:
+    clients = dealt(partition="classes", classes_per_client=1, test_mix="task")
+    assert all(np.bincount(one.test.label, minlength=3).tolist() == [10, 10, 10] for one in clients)
+    assert {len(set(rows.label.tolist())) for one in clients for rows in (one.train, one.validation)} == {1}
 
 
 def test_test_rows_come_in_the_clients_own_mix_or_in_that_of_the_task() -> None:

@@ -87,6 +87,19 @@ def test_no_row_of_a_client_of_the_run_is_used(config: Make) -> None:
     assert not held & set(newcomer.train.text)
 
 
+def test_a_newcomer_goes_on_with_the_cuts_of_its_task(config: Make) -> None:
+    from atlas_fl.planning.place_client import _make_client
+    from atlas_fl.planning.planner import make_plan
+
+    chosen = config(tasks=("movie_ratings",), clients_per_task=3, rating_cuts=(-1.0, 1.0), rounds=1)
+    newcomer = _make_client(chosen, make_plan(chosen), "movie_ratings", None)
+    assert (newcomer.name, newcomer.task.num_labels) == ("movie_ratings-3", 2)
+    assert newcomer.given is not None
+    assert newcomer.train.label.tolist() == (newcomer.given > 1).tolist()
+    with pytest.raises(ConfigError, match="the run has sources of one task, and a newcomer's rows would be of one"):
+        _make_client(config(one_task=True), make_plan(chosen), "movie", None)
+
+
 def test_a_run_without_clusters_is_refused_on_one_line(config: Make) -> None:
     local = run_config(config(strategy="local", rounds=1))
     with pytest.raises(ConfigError, match=r"has no clusters: strategy 'local' uses none; name a run of another"):

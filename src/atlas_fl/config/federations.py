@@ -19,8 +19,8 @@ from atlas_fl.config.schema import (
     RunConfig,
     TrainingConfig,
 )
-from atlas_fl.config.settings import replace_settings
-from atlas_fl.config.values import invalid_value
+from atlas_fl.config.settings import replace_settings, settings, value_of
+from atlas_fl.config.values import invalid_value, to_words
 from atlas_fl.errors import ConfigError
 
 MIDDLE = 2
@@ -53,7 +53,7 @@ DIALS: Mapping[str, Dial] = {
         what="concentration of the Dirichlet draw of a client's label mix",
         words=("infinite (iid)", "3", "1", "0.3", "0.1"),
         settings=(
-            {"partition": "iid"},
+            {"partition": "iid", "dirichlet_alpha": 0.5},
             *({"partition": "dirichlet", "dirichlet_alpha": alpha} for alpha in (3.0, 1.0, 0.3, 0.1)),
         ),
     ),
@@ -126,20 +126,42 @@ def turn_dial(config: Config, dial: int) -> Config:
     return replace_settings(DIALS[config.run.preset].settings[dial], base=config)
 
 
+def check_turned(config: Config) -> None:
+    """Nothing where the settings are those of the dial, or of none; raises `ConfigError` where they are of another."""
+    preset, dial = config.run.preset, config.run.dial
+    check_dial(preset, dial)
+    if dial is None or not (changed := _changed(config, dial)):
+        return
+    for other in range(len(DIALS[preset].settings)):
+        if not _changed(config, other):
+            flag = settings()[changed[0]].flag
+            raise ConfigError(
+                f"--dial is {dial}, and {flag} is that of dial {other} of {preset}; turn the dial with the preset"
+                f" (--preset {preset} --dial {dial}, find_preset({preset!r}, dial={dial})), or say --dial {other}"
+            )
+
+
+def _changed(config: Config, dial: int) -> list[str]:
+    """The settings that are not as this amount of the dial has them."""
+    values = DIALS[config.run.preset].settings[dial]
+    return [name for name, value in values.items() if value_of(config, name) != value]
+
+
 def dial_note(config: Config) -> tuple[str, ...]:
     """One line that says what the dial of this federation is and where it stands; none without a dial."""
-    if config.run.dial is None or config.run.preset not in DIALS:
+    preset, turned = config.run.preset, config.run.dial
+    if turned is None or preset not in DIALS:
         return ()
-    dial = DIALS[config.run.preset]
-    return (f"federation {config.run.preset}, dial {config.run.dial} of 0 to 4: {dial.what}: {_word(config, dial)}",)
-
-
-def _word(config: Config, dial: Dial) -> str:
-    return dial.words[config.run.dial or 0]
+    dial = DIALS[preset]
+    line = f"federation {preset}, dial {turned} of 0 to 4: {dial.what}: {dial.words[turned]}"
+    if changed := _changed(config, turned):
+        own = (" ".join([settings()[name].flag, *to_words(value_of(config, name))]) for name in changed)
+        line += f"; but here {', '.join(own)}"
+    return (line,)
 
 
 def _text_federation(name: str, *, tasks: tuple[str, ...], clients_per_task: int, samples: int = 120) -> Config:
-    """A federation of text tasks that trains in about a minute on one core."""
+    """A federation of text tasks that trains in some five minutes on one core."""
     return Config(
         data=DataConfig(
             tasks=tasks,

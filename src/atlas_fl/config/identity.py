@@ -8,10 +8,11 @@ import json
 from dataclasses import replace
 from hashlib import file_digest, sha256
 from pathlib import Path
-from typing import Any
+from typing import Any, get_origin
 
 from atlas_fl.config.schema import Config, parse_mask_file
 from atlas_fl.config.settings import settings, value_of
+from atlas_fl.config.values import item_kind
 from atlas_fl.errors import CheckpointError, ConfigError
 from atlas_fl.storage.files import check_regular
 from atlas_fl.storage.run_folder import RunFolder, run_name
@@ -104,6 +105,8 @@ def run_folder(config: Config) -> RunFolder:
 
 def _normalize_number(value: Any, kind: Any) -> Any:
     # 1 and 1.0, and the two zeros, are equal but are written differently.
+    if isinstance(value, tuple) and get_origin(kind) is tuple:
+        return tuple(_normalize_number(part, item_kind(kind)[0]) for part in value)
     is_number = type(value) in (int, float) and kind is not int
     return float(value) + 0.0 if is_number else value
 

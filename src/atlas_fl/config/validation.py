@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from atlas_fl.config.federations import check_dial
+from atlas_fl.config.federations import check_turned
 from atlas_fl.config.methods import METHODS, check_equal_ranks, rule_of, with_method_settings
 from atlas_fl.config.schema import (
     ALL_CLASSES,
@@ -186,7 +186,7 @@ def check_names(config: Config, *, at_sites: bool = False) -> None:
     _check_strategy(config)
     _check_allocator(config.ranks.ranks)
     _check_devices(config.data.devices, config.data.device)
-    _check_tasks(config.data.tasks, config.data.task)
+    _check_tasks(config.data)
     if not at_sites:
         _check_cut_names(config)
     check_kind(config)
@@ -232,11 +232,14 @@ def _check_devices(names: tuple[str, ...], definitions: tuple[str, ...]) -> None
 
 
 def _check_cut_names(config: Config) -> None:
+    from atlas_fl.data.heterogeneity import joint_name
     from atlas_fl.ranks.devices import find_devices
 
     data = config.data
     tasks = [*data.tasks, *(definition.partition("=")[0] for definition in data.task)]
     clients = [f"{task}-{index}" for task in tasks for index in range(data.clients_per_task)]
+    if data.one_task:
+        tasks = [joint_name(tasks)]
     check_cut_names(
         config.split.split, {*tasks, *clients, *(device.name for device in find_devices(data.devices, data.device))}
     )
@@ -257,10 +260,16 @@ def unknown_cut_names(split: str, names: Collection[str]) -> list[str]:
     return sorted(set(cuts_by_name(split)) - {WILDCARD, *names})
 
 
-def _check_tasks(names: tuple[str, ...], definitions: tuple[str, ...]) -> None:
+def _check_tasks(data: DataConfig) -> None:
+    from atlas_fl.data.heterogeneity import check_heterogeneity
     from atlas_fl.data.registry import find_tasks
 
-    find_tasks(names, definitions)
+    check_heterogeneity(
+        find_tasks(data.tasks, data.task),
+        rating_cuts=data.rating_cuts,
+        flipped_clients=data.flipped_clients,
+        one_task=data.one_task,
+    )
 
 
 def _check_model(name: str) -> None:
@@ -290,6 +299,8 @@ def validate(config: Config, *, at_sites: bool = False) -> Config:
     check_ranges(config)
     _check_data(config.data)
     _check_heterogeneity(config)
+    if not at_sites:
+        check_turned(config)
     _check_arrivals(config)
     _check_clusters(config, at_sites=at_sites)
     _check_ranks(config.ranks)
@@ -335,7 +346,6 @@ def _check_data(data: DataConfig) -> None:
 
 def _check_heterogeneity(config: Config) -> None:
     data = config.data
-    check_dial(config.run.preset, config.run.dial)
     if data.own_share != 1 and not data.one_task:
         raise ConfigError(
             f"--own-share {data.own_share:g} mixes the sources of one task; set --one-task, or leave --own-share out"

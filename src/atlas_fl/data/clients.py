@@ -34,6 +34,21 @@ _PIECE = 1 << 14
 _LEAST: dict[Split, int] = {"train": 2, "validation": 1, "test": 1}
 
 
+@dataclass(frozen=True, kw_only=True)
+class Concept:
+    """What a client calls the examples of its task, p(y given x) where the labels are exact."""
+
+    cut: float | None = None
+    """Values above it are positive; None where the task has classes."""
+    flipped: bool = False
+    """Whether class c of C is called C - 1 - c."""
+
+    def judge(self, labels: Labels, num_labels: int) -> Labels:
+        """Its classes, int64, for the task's values or classes; `num_labels` are the classes that come out."""
+        classes = labels if self.cut is None else (labels > self.cut).astype(np.int64)
+        return num_labels - 1 - classes if self.flipped else classes
+
+
 @dataclass(frozen=True, kw_only=True, eq=False)
 class ClientData:
     """What one client holds."""
@@ -48,6 +63,12 @@ class ClientData:
     """Rows that its task was given and nobody has (`TaskData.left_out`)."""
     unread: tuple[str, ...] = ()
     """Files of its task that were skipped (`TaskData.unread`)."""
+    concept: Concept = Concept()
+    """What made its labels of those that its task has (`data.heterogeneity`)."""
+    given: Labels | None = None
+    """The labels of its training rows before that; None where nobody's were changed."""
+    own_rows: int | None = None
+    """Training rows of its own source, where its task has several."""
 
     def digest(self) -> str:
         """SHA-256 of all rows of all splits, in their order."""
@@ -130,13 +151,23 @@ def make_clients(  # noqa: PLR0913 - one name for each setting of the data
     """
     sizes: Sizes = {"train": samples, "validation": validation_samples, "test": test_samples}
     _check_settings(clients_per_task, sizes, partition, dirichlet_alpha)
+    if client_sizes and partition in (BY_CLASSES, "quantity"):
+        raise ConfigError(
+            f"client_sizes and partition {partition} both say how much a client has; leave one of them out"
+        )
     clients: list[ClientData] = []
     for task in tasks:
         data = load_task(task, source)
         _check_room(task, data, clients_per_task, sizes, client_sizes=client_sizes)
         if partition == BY_CLASSES:
             parts = _deal_by_classes(
-                task, data, clients_per_task, sizes, classes_per_client=classes_per_client, seed=seed
+                task,
+                data,
+                clients_per_task,
+                sizes,
+                classes_per_client=classes_per_client,
+                seed=seed,
+                own_test=test_mix == "own",
             )
         else:
             parts = _deal_by_partition(
@@ -199,11 +230,15 @@ def _deal_by_partition(
     dealt: dict[Split, list[Labels]] = {"train": train}
     held_out: tuple[Split, Split] = ("validation", "test")
     for split in held_out:
-        size = sizes[split]
-        each = _spread(len(classes[split]), num_clients) if size is None else np.full(num_clients, size)
         wanted = mixes if split != "test" or own_test else np.tile(prior, (num_clients, 1))
+        each = _sizes(sizes[split], len(classes[split]), num_clients)
         dealt[split] = deal(classes[split], wanted, each, rng=rngs[split])
     return dealt
+
+
+def _sizes(size: int | None, total: int, num_clients: int) -> Labels:
+    """Rows of every client, (clients,) int64: so many each, or all that there are."""
+    return _spread(total, num_clients) if size is None else np.full(num_clients, size)
 
 
 def _spread(total: int, num_clients: int) -> Labels:
@@ -212,7 +247,14 @@ def _spread(total: int, num_clients: int) -> Labels:
 
 
 def _deal_by_classes(
-    task: Task, data: TaskData, num_clients: int, sizes: Sizes, *, classes_per_client: int | None, seed: int
+    task: Task,
+    data: TaskData,
+    num_clients: int,
+    sizes: Sizes,
+    *,
+    classes_per_client: int | None,
+    seed: int,
+    own_test: bool,
 ) -> dict[Split, list[Labels]]:
     if classes_per_client is None:
         raise ConfigError(f"--partition {BY_CLASSES} needs --nc, the number of classes that a client has")
@@ -221,9 +263,13 @@ def _deal_by_classes(
     has_class = assign_classes(num_clients, task.num_labels, classes_per_client, generator(seed, "classes", task.name))
     parts: dict[Split, list[Labels]] = {}
     for split, size in sizes.items():
-        rng = generator(seed, "deal", task.name, split)
+        rng, labels = generator(seed, "deal", task.name, split), _rows(data, split).label
+        if split == "test" and not own_test:
+            mix = np.bincount(data.train.label, minlength=task.num_labels) / len(data.train)
+            parts[split] = deal(labels, np.tile(mix, (num_clients, 1)), _sizes(size, len(labels), num_clients), rng=rng)
+            continue
         try:
-            parts[split] = deal_classes(_rows(data, split).label, has_class, size=size, rng=rng)
+            parts[split] = deal_classes(labels, has_class, size=size, rng=rng)
         except DataError as error:
             raise DataError(f"{split} of task {task.name!r}: {error} ({_FLAGS[split]})") from error
     return parts
@@ -251,7 +297,7 @@ def _check_room(
                 f"task {task.name!r} has {len(data.train)} train rows and --client-sizes say {needed_rows} together;"
                 " lower them, or --clients-per-task"
             )
-        sizes = {**sizes, "train": -(-needed_rows // num_clients)}
+        sizes = {**sizes, "train": needed_rows // num_clients}
     have = {split: len(_rows(data, split)) for split in sizes}
     needed = {split: _LEAST[split] if size is None else size for split, size in sizes.items()}
     for split, size in needed.items():

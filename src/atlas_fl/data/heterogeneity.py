@@ -1,56 +1,89 @@
 """Heterogeneity of clients by a known amount: concept shift, contradiction, sources of one task.
 
 Each function takes clients whose rows were dealt out alike and makes them differ in one way, by one number; rows stay
-disjoint. Label skew, sizes and the mix of test rows belong to dealing itself (`data.clients`, `data.partition`).
+disjoint. Label skew, sizes and the mix of test rows belong to dealing itself (`data.clients`, `data.partition`). The
+order is `merge_sources`, `shift_concepts`, `flip_classes`; `heterogeneity_notes` says what came of it.
 """
 
-from collections import defaultdict
-from collections.abc import Sequence
+import math
+from collections import Counter
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
+from itertools import combinations
 
 import numpy as np
 
-from atlas_fl.data.clients import ClientData
-from atlas_fl.data.task import Examples, Rows, Task, as_texts
+from atlas_fl.data.cache import load_task
+from atlas_fl.data.cleaning import check_no_leak, without
+from atlas_fl.data.clients import ClientData, Concept
+from atlas_fl.data.task import Examples, Rows, Source, Task, TaskData, as_texts
 from atlas_fl.errors import ConfigError
 
 NEGATIVE_POSITIVE = ("negative", "positive")
 
 
+def check_heterogeneity(
+    tasks: Sequence[Task], *, rating_cuts: Sequence[float], flipped_clients: float, one_task: bool
+) -> None:
+    """Nothing where tasks have the labels that these settings need; raises `ConfigError` else. No data is read."""
+    if one_task:
+        common_task(tasks)
+    for task in tasks:
+        if rating_cuts:
+            _check_values(task)
+        elif flipped_clients:
+            _check_classes(task)
+
+
+def _check_values(task: Task) -> None:
+    if not task.is_regression:
+        raise ConfigError(
+            f"--rating-cuts turns values into classes, and task {task.name!r} has none; take movie_ratings or another"
+            " task of numbers"
+        )
+
+
+def _check_classes(task: Task) -> None:
+    if not task.has_classes:
+        raise ConfigError(
+            f"--flipped-clients reverses classes, and task {task.name!r} has none; take a task with classes"
+        )
+
+
 def shift_concepts(clients: Sequence[ClientData], cuts: Sequence[float]) -> tuple[ClientData, ...]:
-    """Concept shift: what client i of a task calls positive is a value above `cuts[i % len(cuts)]`.
+    """Concept shift: what client i of a task, or of a source, calls positive is a value above `cuts[i % len(cuts)]`.
 
     The task, of values, becomes one of two classes; texts are untouched, so only p(y given x) differs.
 
     Raises:
         ConfigError: a task has no values, or a cut leaves a client without rows of both classes to train on.
     """
-    numbers = _numbers(clients)
-    return tuple(_cut_values(client, cuts[numbers[client.name] % len(cuts)]) for client in clients)
+    return tuple(_cut_values(client, cuts[_number(client) % len(cuts)]) for client in clients)
 
 
 def _cut_values(client: ClientData, cut: float) -> ClientData:
-    if not client.task.is_regression:
+    _check_values(client.task)
+    values, concept = client.train.label, Concept(cut=float(cut))
+    if len(set(concept.judge(values, 2).tolist())) < 2:
         raise ConfigError(
-            f"--rating-cuts turns values into classes, and task {client.task.name!r} has none; take movie_ratings or"
-            " another task of numbers"
+            f"--rating-cuts {cut:g} leaves {client.name} with one class (values from {values.min():g} to"
+            f" {values.max():g}); cut between these"
         )
     task = replace(client.task, num_labels=2, metric="accuracy", label_names=NEGATIVE_POSITIVE)
+    return replace(_relabel(replace(client, task=task), concept), concept=concept, given=values)
 
-    def cut_rows(rows: Examples) -> Examples:
-        return replace(rows, label=(rows.label > cut).astype(np.int64))
 
-    train = cut_rows(client.train)
-    if len(set(train.label.tolist())) < 2:
-        raise ConfigError(
-            f"--rating-cuts {cut:g} leaves {client.name} with one class (values from {client.train.label.min():g} to"
-            f" {client.train.label.max():g}); cut between these"
-        )
-    return replace(client, task=task, train=train, validation=cut_rows(client.validation), test=cut_rows(client.test))
+def _relabel(client: ClientData, concept: Concept) -> ClientData:
+    """The client with what this concept makes of its labels, in all splits."""
+    train, validation, test = (
+        replace(rows, label=concept.judge(rows.label, client.task.num_labels)) for rows in _splits(client)
+    )
+    return replace(client, train=train, validation=validation, test=test)
 
 
 def flip_classes(clients: Sequence[ClientData], share: float) -> tuple[ClientData, ...]:
-    """Contradiction: the last `round(share * n)` of the n clients of a task have class c where others have C - 1 - c.
+    """Contradiction: the last `round(share * n)` of the n clients of a task, or source, call C - 1 - c what is c.
 
     All their splits are reversed: they are no attackers, they mean the opposite.
 
@@ -59,30 +92,46 @@ def flip_classes(clients: Sequence[ClientData], share: float) -> tuple[ClientDat
     """
     if share == 0:
         return tuple(clients)
-    numbers, count = _numbers(clients), defaultdict[str, int](int)
-    for client in clients:
-        if not client.task.has_classes:
-            raise ConfigError(
-                f"--flipped-clients reverses classes, and task {client.task.name!r} has none; take a task with classes"
-            )
-        count[client.task.name] += 1
-    return tuple(
-        _reverse(client) if numbers[client.name] >= n - int(share * n + 0.5) else client
-        for client in clients
-        for n in (count[client.task.name],)
-    )
+    count = Counter(_source(client) for client in clients)
+    return tuple(_flip(client, _num_of(share, count[_source(client)]), count[_source(client)]) for client in clients)
 
 
-def _reverse(client: ClientData) -> ClientData:
-    def reverse_rows(rows: Examples) -> Examples:
-        return replace(rows, label=client.task.num_labels - 1 - rows.label)
-
+def _flip(client: ClientData, num_flipped: int, num_clients: int) -> ClientData:
+    _check_classes(client.task)
+    is_flipped = _number(client) >= num_clients - num_flipped
     return replace(
-        client,
-        train=reverse_rows(client.train),
-        validation=reverse_rows(client.validation),
-        test=reverse_rows(client.test),
+        _relabel(client, Concept(flipped=is_flipped)),
+        concept=replace(client.concept, flipped=is_flipped),
+        given=client.train.label if client.given is None else client.given,
     )
+
+
+def _num_of(share: float, count: int) -> int:
+    """The share of so many, rounded, halves up."""
+    return int(share * count + 0.5)
+
+
+def separate_sources(tasks: Sequence[Task]) -> tuple[Task, ...]:
+    """The tasks, each without the texts that another one keeps: in one task nobody may train on what others test on.
+
+    A text of several sources stays where it is the most expensive to lose, in test before validation before train, and
+    there with the first of them.
+    """
+    return tuple(
+        replace(task, load=partial(_load_apart, tasks=tuple(tasks), own=own), files=None)
+        for own, task in enumerate(tasks)
+    )
+
+
+def _load_apart(source: Source, *, tasks: Sequence[Task], own: int) -> TaskData:
+    datas = [load_task(task, source) for task in tasks]
+    data, before, others = datas[own], datas[:own], [*datas[:own], *datas[own + 1 :]]
+    tests, validations = [other.test for other in others], [other.validation for other in others]
+    test = without(data.test, *(other.test for other in before))
+    validation = without(data.validation, *tests, *(other.validation for other in before))
+    train = without(data.train, *tests, *validations, *(other.train for other in before))
+    taken = sum(map(len, (data.train, data.validation, data.test))) - len(train) - len(validation) - len(test)
+    return replace(data, train=train, validation=validation, test=test, left_out=data.left_out + taken)
 
 
 def merge_sources(clients: Sequence[ClientData], own_share: float) -> tuple[ClientData, ...]:
@@ -93,63 +142,124 @@ def merge_sources(clients: Sequence[ClientData], own_share: float) -> tuple[Clie
 
     Raises:
         ConfigError: the tasks have other classes than each other, or clients of other numbers or sizes.
+        DataError: a text is in one split of a source and in another one of the next (`separate_sources`).
     """
-    sources = list(dict.fromkeys(client.task.name for client in clients))
-    task, numbers = _common_task([client.task for client in clients], sources), _numbers(clients)
-    merged = [replace(client, task=task) for client in clients]
-    if len(sources) < 2 or own_share == 1:
-        return tuple(merged)
-    by_place = {(client.task.name, numbers[client.name]): client for client in clients}
-    if len({(number, *map(len, _splits(client))) for (_, number), client in by_place.items()}) * len(sources) != len(
-        clients
-    ):
+    by_source = _group(clients, _source)
+    sources = [members[0].task for members in by_source]
+    task, left_out = common_task(sources), sum(members[0].left_out for members in by_source)
+    merged = [replace(client, task=task, left_out=left_out, own_rows=len(client.train)) for client in clients]
+    if len(sources) > 1 and own_share != 1:
+        _check_equal_sizes(clients, num_sources=len(sources))
+        merged = [_exchange_rows(client, by_source, own_share) for client in merged]
+    check_no_leak(*(_concatenate(rows) for rows in zip(*map(_splits, merged))))
+    return tuple(merged)
+
+
+def _check_equal_sizes(clients: Sequence[ClientData], *, num_sources: int) -> None:
+    kinds = {(_number(client), *map(len, _splits(client))) for client in clients}
+    if len(kinds) * num_sources != len(clients):
         raise ConfigError("--own-share exchanges rows one for one, and sources have other sizes; set --samples for all")
 
-    def exchange(client: ClientData, one: ClientData) -> ClientData:
-        peers = [by_place[source, numbers[client.name]] for source in sources]
-        train, validation, test = (
-            _exchange(rows, sources.index(client.task.name), own_share) for rows in zip(*map(_splits, peers))
-        )
-        return replace(one, train=train, validation=validation, test=test)
 
-    return tuple(exchange(client, one) for client, one in zip(clients, merged, strict=True))
+def _exchange_rows(client: ClientData, by_source: Sequence[Sequence[ClientData]], own_share: float) -> ClientData:
+    own = [_source(members[0]) for members in by_source].index(_source(client))
+    peers = [next(peer for peer in members if _number(peer) == _number(client)) for members in by_source]
+    train, validation, test = (_exchange(rows, own, own_share) for rows in zip(*map(_splits, peers)))
+    return replace(
+        client, train=train, validation=validation, test=test, own_rows=_num_of(own_share, len(client.train))
+    )
 
 
 def _exchange(rows: Sequence[Examples], source: int, own_share: float) -> Examples:
     """The rows of this source after the exchange between the clients of one number, a split of each source."""
     size, others = len(rows[source]), len(rows) - 1
-    kept = int(own_share * size + 0.5)
+    kept = _num_of(own_share, size)
     parts = np.array_split(np.arange(kept, size), others)
     # the part that goes d sources further has one size for all, so what comes is as much as what goes
     received = [rows[(source - distance) % len(rows)].take(parts[distance - 1]) for distance in range(1, len(rows))]
-    texts = [as_texts(part, task="sources") for part in (rows[source].take(np.arange(kept)), *received)]
+    return _concatenate([rows[source].take(np.arange(kept)), *received])
+
+
+def _concatenate(parts: Sequence[Examples]) -> Rows:
+    texts = [as_texts(part, task="sources") for part in parts]
+    pairs = [part.pair for part in texts if part.pair is not None]
+    if len(pairs) not in (0, len(texts)):
+        raise ConfigError("--one-task takes tasks of one form, and some have pairs of texts, or prompts, and some none")
     return Rows(
         text=tuple(text for part in texts for text in part.text),
-        pair=None if texts[0].pair is None else tuple(text for part in texts for text in part.pair or ()),
+        pair=tuple(text for pair in pairs for text in pair) if pairs else None,
         label=np.concatenate([part.label for part in texts]),
     )
 
 
-def _common_task(tasks: Sequence[Task], sources: Sequence[str]) -> Task:
-    first = tasks[0]
-    for task in tasks:
+def joint_name(names: Sequence[str]) -> str:
+    """The name of the task that these sources are of."""
+    return "+".join(names)
+
+
+def common_task(sources: Sequence[Task]) -> Task:
+    """The task that these are sources of; raises `ConfigError` for images, and where classes or metrics differ."""
+    first = sources[0]
+    for task in sources:
         alike = task.num_labels == first.num_labels and task.label_names == first.label_names
         if not alike or task.metric != first.metric or task.images:
             raise ConfigError(
                 f"--one-task takes tasks as sources of one, and {task.name!r} has other classes than {first.name!r};"
                 " take texts with the same classes and metric"
             )
-    return replace(first, name="+".join(sources), note=f"one task from {len(sources)} sources")
+    return replace(
+        first,
+        name=joint_name([task.name for task in sources]),
+        max_length=max(task.max_length for task in sources),
+        note=f"one task from {len(sources)} sources",
+    )
 
 
 def _splits(client: ClientData) -> tuple[Examples, Examples, Examples]:
     return client.train, client.validation, client.test
 
 
-def _numbers(clients: Sequence[ClientData]) -> dict[str, int]:
-    """The number of every client among those of its task, in their order."""
-    seen, numbers = defaultdict[str, int](int), dict[str, int]()
+def _source(client: ClientData) -> str:
+    """The task, or the source of one, that a client of a simulation has its name of."""
+    return client.name.rpartition("-")[0]
+
+
+def _number(client: ClientData) -> int:
+    """The number of a client of a simulation among those of its task, or source."""
+    return int(client.name.rpartition("-")[2])
+
+
+def _group(clients: Sequence[ClientData], key: Callable[[ClientData], str]) -> list[list[ClientData]]:
+    groups: dict[str, list[ClientData]] = {}
     for client in clients:
-        numbers[client.name] = seen[client.task.name]
-        seen[client.task.name] += 1
-    return numbers
+        groups.setdefault(key(client), []).append(client)
+    return list(groups.values())
+
+
+def heterogeneity_notes(clients: Sequence[ClientData]) -> tuple[str, ...]:
+    """A line for each task of several sources, and one for each whose clients were made to judge in their own ways."""
+    notes: list[str] = []
+    for members in _group(clients, lambda client: client.task.name):
+        name = members[0].task.name
+        shares = [client.own_rows / len(client.train) for client in members if client.own_rows is not None]
+        if shares:
+            notes.append(f"{name}: {np.mean(shares):.2f} of a client's training examples are of its own source")
+        if (apart := disagreement(members)) is not None:
+            notes.append(f"{name}: two clients give {apart:.2f} of the same examples other labels, on average")
+    return tuple(notes)
+
+
+def disagreement(clients: Sequence[ClientData]) -> float | None:
+    """Share of the training examples of all on which two concepts differ, the mean over pairs of these clients.
+
+    They are of one task. None where nobody's labels were changed, and for one client alone.
+    """
+    given, num_labels = [client.given for client in clients if client.given is not None], clients[0].task.num_labels
+    if not given or len(clients) < 2:
+        return None
+    values, count = np.concatenate(given), Counter(client.concept for client in clients)
+    differing = [
+        count[one] * count[other] * np.mean(one.judge(values, num_labels) != other.judge(values, num_labels))
+        for one, other in combinations(count, 2)
+    ]
+    return float(sum(differing)) / math.comb(len(clients), 2)

@@ -14,6 +14,7 @@ from atlas_fl.config import Config, load_config
 from atlas_fl.data.cache import load_task
 from atlas_fl.data.cleaning import without
 from atlas_fl.data.clients import ClientData, make_clients
+from atlas_fl.data.heterogeneity import shift_concepts
 from atlas_fl.data.registry import find_tasks
 from atlas_fl.data.task import Examples, Source, Task, TaskData
 from atlas_fl.errors import CheckpointError, ConfigError
@@ -117,7 +118,12 @@ def _device_profile(config: Config, device: str) -> Device:
 
 
 def _make_client(config: Config, plan: Plan, description: str, samples: int | None) -> ClientData:
-    """One client of this task, numbered after those of the run."""
+    """One client of this task, numbered after those of the run, whose concepts it goes on with in turn."""
+    if config.data.one_task:
+        raise ConfigError(
+            "the run has sources of one task, and a newcomer's rows would be of one alone; name a run without"
+            " --one-task"
+        )
     run_tasks = config.data.task
     task = find_tasks((), (description,))[0] if "=" in description else find_tasks((description,), run_tasks)[0]
     matching = tuple(text for text in run_tasks if text.startswith(f"{task.name}="))
@@ -139,7 +145,9 @@ def _make_client(config: Config, plan: Plan, description: str, samples: int | No
         shuffle_labels=False,
     )
     number = sum(planned.task == task.name for planned in plan.clients)
-    return replace(client, name=f"{task.name}-{number}")
+    client = replace(client, name=f"{task.name}-{number}")
+    cuts = config.data.rating_cuts if task.is_regression else ()
+    return shift_concepts((client,), cuts)[0] if cuts else client
 
 
 def _without_rows(task: Task, used: list[Examples]) -> Task:

@@ -18,6 +18,7 @@ from atlas_fl.aggregation.mixing import average_initial, resize_ranks
 from atlas_fl.config import Config
 from atlas_fl.config.federations import dial_note
 from atlas_fl.data.clients import label_statistics, left_out_notes, shard_notes
+from atlas_fl.data.heterogeneity import heterogeneity_notes
 from atlas_fl.data.registry import find_tasks
 from atlas_fl.errors import ConfigError, ModelError
 from atlas_fl.events import Note, OnEvent, PhaseStarted, Progress, ignore
@@ -154,6 +155,7 @@ def _plan_full(assembly: Assembly, engine: Engine, *, on_event: OnEvent) -> Plan
             *dial_note(assembly.config),
             *left_out_notes(assembly.clients),
             *shard_notes(data),
+            *heterogeneity_notes(assembly.clients),
             *discovery.notes,
             *graph.warnings,
             *full_notes(assembly, mask_plan),
@@ -212,6 +214,7 @@ def _plan_lora(assembly: Assembly, engine: Engine, *, on_event: OnEvent) -> Plan
             *dial_note(assembly.config),
             *left_out_notes(assembly.clients),
             *shard_notes(data),
+            *heterogeneity_notes(assembly.clients),
             *discovery.notes,
             *rank_plan.notes,
             *graph.warnings,

@@ -17,7 +17,7 @@ from atlas_fl.config import Config, DataConfig, parse_arrivals
 from atlas_fl.config.schema import ALL_CLASSES
 from atlas_fl.config.training_checks import no_fp16
 from atlas_fl.data.clients import BY_CLASSES, ClientData, make_clients
-from atlas_fl.data.heterogeneity import flip_classes, merge_sources, shift_concepts
+from atlas_fl.data.heterogeneity import flip_classes, merge_sources, separate_sources, shift_concepts
 from atlas_fl.data.registry import check_one_kind, find_tasks
 from atlas_fl.data.task import Examples, Rows, Source, Task, as_texts
 from atlas_fl.errors import AtlasError, BudgetError, ConfigError, unknown_name
@@ -150,8 +150,9 @@ def source_of(config: Config) -> Source:
 
 def load_clients(config: Config) -> tuple[ClientData, ...]:
     """The tasks of this config, read and dealt out to its clients; raises an `AtlasError` where they do not suffice."""
+    tasks = find_tasks(config.data.tasks, config.data.task)
     clients = make_clients(
-        find_tasks(config.data.tasks, config.data.task),
+        separate_sources(tasks) if config.data.one_task else tasks,
         source_of(config),
         clients_per_task=config.data.clients_per_task,
         samples=config.data.samples,
@@ -174,10 +175,10 @@ def load_clients(config: Config) -> tuple[ClientData, ...]:
 
 def _make_heterogeneous(clients: tuple[ClientData, ...], data: DataConfig) -> tuple[ClientData, ...]:
     """The clients, made to differ as the settings say."""
-    if data.rating_cuts:
-        clients = shift_concepts(clients, data.rating_cuts)
     if data.one_task:
         clients = merge_sources(clients, data.own_share)
+    if data.rating_cuts:
+        clients = shift_concepts(clients, data.rating_cuts)
     return flip_classes(clients, data.flipped_clients)
 
 
