@@ -2,8 +2,9 @@
 
 import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from hashlib import sha256
 from typing import Any, TypeAlias
 
@@ -150,37 +151,17 @@ def make_clients(  # noqa: PLR0913 - one name for each setting of the data
     `ConfigError` names a setting that is out of range, a `DataError` a task whose rows do not suffice.
     """
     sizes: Sizes = {"train": samples, "validation": validation_samples, "test": test_samples}
-    _check_settings(clients_per_task, sizes, partition, dirichlet_alpha)
-    if client_sizes and partition in (BY_CLASSES, "quantity"):
-        raise ConfigError(
-            f"client_sizes and partition {partition} both say how much a client has; leave one of them out"
-        )
+    _check_settings(clients_per_task, sizes, partition, dirichlet_alpha, client_sizes=client_sizes)
+    deal_rows: Callable[..., dict[Split, list[Labels]]] = (
+        partial(_deal_by_classes, classes_per_client=classes_per_client)
+        if partition == BY_CLASSES
+        else partial(_deal_by_partition, partition=partition, alpha=dirichlet_alpha, client_sizes=client_sizes)
+    )
     clients: list[ClientData] = []
     for task in tasks:
         data = load_task(task, source)
         _check_room(task, data, clients_per_task, sizes, client_sizes=client_sizes)
-        if partition == BY_CLASSES:
-            parts = _deal_by_classes(
-                task,
-                data,
-                clients_per_task,
-                sizes,
-                classes_per_client=classes_per_client,
-                seed=seed,
-                own_test=test_mix == "own",
-            )
-        else:
-            parts = _deal_by_partition(
-                task,
-                data,
-                clients_per_task,
-                sizes,
-                partition=partition,
-                alpha=dirichlet_alpha,
-                seed=seed,
-                client_sizes=client_sizes,
-                own_test=test_mix == "own",
-            )
+        parts = deal_rows(task, data, clients_per_task, sizes, seed=seed, own_test=test_mix == "own")
         clients += [
             ClientData(
                 name=f"{task.name}-{number}",
@@ -275,9 +256,15 @@ def _deal_by_classes(
     return parts
 
 
-def _check_settings(num_clients: int, sizes: Sizes, partition: str, alpha: float) -> None:
+def _check_settings(
+    num_clients: int, sizes: Sizes, partition: str, alpha: float, *, client_sizes: Sequence[int]
+) -> None:
     if partition not in (*PARTITIONS, BY_CLASSES):
         raise unknown_name("partition", partition, (*PARTITIONS, BY_CLASSES))
+    if client_sizes and partition in (BY_CLASSES, "quantity"):
+        raise ConfigError(
+            f"client_sizes and partition {partition} both say how much a client has; leave one of them out"
+        )
     if num_clients < 1:
         raise ConfigError(f"clients_per_task is {num_clients}; it must be 1 or more")
     for split, size in sizes.items():
