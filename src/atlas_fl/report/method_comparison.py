@@ -160,14 +160,13 @@ def _mean(values: Sequence[float | None]) -> float | None:
 def methods_table(comparison: MethodComparison) -> Table:
     """One row a method, in eighty columns."""
     table = new_table("Methods")
-    headings = ["mean", "95%", "middle\nhalf", "worst\nclient", "lowest\nthird", "hurt:\nlocal", "hurt:\ncontrol"]
+    headings = ["mean and\n95%", "middle\nhalf", "worst\nclient", "lowest\nthird", "hurt:\nlocal", "hurt:\ncontrol"]
     add_columns(table, ["method"], [*headings, "bytes"])
     for name, row in comparison.rows.items():
         statistics = row.statistics
         table.add_row(
             escape(name),
-            number(statistics.mean, 3),
-            _interval(statistics.interval),
+            number(statistics.mean, 3) + _half_width(statistics.interval),
             number(statistics.interquartile_mean, 3),
             number(statistics.worst_client, 3),
             number(statistics.lowest_third, 3),
@@ -195,7 +194,7 @@ def pairs_table(comparison: MethodComparison) -> Table:
     for name, pair in comparison.pairs.items():
         table.add_row(
             escape(name),
-            number(pair.mean, 3, sign=True) + _half_width(pair),
+            number(pair.mean, 3, sign=True) + _half_width(pair.interval),
             number(pair.effect_size, 1, sign=True),
             number(pair.sign_flip_p, 3),
             number(pair.adjusted_p, 3),
@@ -211,8 +210,8 @@ def pairs_table(comparison: MethodComparison) -> Table:
     return table
 
 
-def _half_width(pair: PairedComparison) -> str:
-    return "" if pair.interval is None else f" ±{(pair.interval[1] - pair.interval[0]) / 2:.3f}"
+def _half_width(interval: tuple[float, float] | None) -> str:
+    return "" if interval is None else f" ±{(interval[1] - interval[0]) / 2:.3f}"
 
 
 def methods_json(comparison: MethodComparison, tuned: Sequence[TunedMethod] = ()) -> str:
