@@ -56,6 +56,19 @@ def test_importance_equals_autograd_on_the_merged_model_and_sums_to_one(tiny, si
     assert np.ptp(found.numpy()) > 0.01
 
 
+@pytest.mark.parametrize("kind", ["gradient", "rngwp"])
+def test_a_block_without_adapters_has_no_importance_and_the_others_share_it(tiny_of, site_of, spec_of, kind) -> None:
+    tiny = tiny_of("bert")
+    spec = spec_of(name="a-0", labels=3, examples=20)
+    options = ImportanceOptions(kind=kind, train=TRAIN, batches=1)
+    zero = {key: value * (0 if key.endswith("lora_B") else 1) for key, value in tiny.params(spec).items()}
+    job = Job(client="a-0", params=zero, round=0, options=options)
+    (every,), (upper,) = (importance([job], site_of(tiny, spec, first_adapted=first)) for first in (0, 1))
+    of_every = every.params[IMPORTANCE].numpy()
+    expected = np.array([0.0, *of_every[1:] / of_every[1:].sum()])
+    np.testing.assert_allclose(upper.params[IMPORTANCE].numpy(), expected, rtol=1e-4)
+
+
 def test_the_clients_of_a_pack_are_measured_apart(tiny_of, site_of, spec_of) -> None:
     tiny = tiny_of("gpt2")
     specs = [spec_of(name="a-0", labels=3), spec_of(name="b-0", labels=0)]

@@ -1,5 +1,6 @@
 import weakref
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -153,6 +154,18 @@ def test_the_formula_is_what_autograd_keeps(
     predicted = activation_bytes(shape_of(modules), TOKENS, BLOCKS, rank=RANK, feed_forward_copies=copies)
     working = max(2 * INNER, 4 * HIDDEN) * TOKENS * 4
     assert predicted - working == pytest.approx(measured, rel=0.06)
+
+
+def test_blocks_below_the_first_adapted_one_record_nothing() -> None:
+    upper = list(range(1, BLOCKS))
+    config = LoraConfig(r=RANK, target_modules=["query", "value"], layers_to_transform=upper)
+    base = BertModel(BertConfig(**BERT)).requires_grad_(False)
+    measured = saved_bytes(get_peft_model(base, config).eval())
+    shape = replace(shape_of([SQUARE] * 2), layers=((), *((SQUARE, SQUARE),) * len(upper)), first_adapted=1)
+    working = max(2 * INNER, 4 * HIDDEN) * TOKENS * 4
+    predicted = activation_bytes(shape, TOKENS, BLOCKS, rank=RANK) - working
+    assert predicted == pytest.approx(measured, rel=0.06)
+    assert predicted < (activation_bytes(shape_of([SQUARE] * 2), TOKENS, BLOCKS, rank=RANK) - working) * 0.8
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])

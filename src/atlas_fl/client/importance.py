@@ -128,13 +128,14 @@ def _layer_importance_of(job: Job, site: Site) -> Update:
 
 
 def importance_update(job: Job, sums: Sequence[np.ndarray], site: Site, *, crossed: CutTraffic) -> Update:
-    """The client's answer, from every batch's sums by block, (blocks,) each."""
+    """The client's answer, from every batch's sums by block, (blocks,) each; 0 for a block without adapters."""
     sizes = _by_layer(
         site, {name: float(module.get_parameter("weight").numel()) for name, module in site.modules.items()}
     )
-    measured = _FROM_SUMS[job.options.kind](sums, sizes)
+    adapted, shares = sizes > 0, np.zeros(len(sizes))
+    shares[adapted] = _FROM_SUMS[job.options.kind]([layer_sum[adapted] for layer_sum in sums], sizes[adapted])
     return Update(
-        client=job.client, params={IMPORTANCE: torch.from_numpy(measured)}, examples=0, metrics={}, crossed=crossed
+        client=job.client, params={IMPORTANCE: torch.from_numpy(shares)}, examples=0, metrics={}, crossed=crossed
     )
 
 

@@ -63,6 +63,8 @@ class Site:
     max_tokens: int
     """Tokens that may train together, from the memory budget; an image of a whole model counts as one."""
     trainable: Trainable = "lora"
+    first_adapted: int = 0
+    """The lowest block that carries adapters."""
     bf16: bool = False
     fp16: bool = False
     """Like bf16, with losses scaled so that small gradients do not vanish."""
@@ -72,7 +74,7 @@ class Site:
     @cached_property
     def modules(self) -> dict[str, nn.Module]:
         """The frozen layers that carry adapters, by name."""
-        return target_modules(self.backbone, self.targets)
+        return target_modules(self.backbone, self.targets, first_block=self.first_adapted)
 
     @property
     def vision(self) -> Vision:

@@ -270,7 +270,9 @@ OF_IMAGES = frozenset({"tune", "nc", "validation_share", "image_size", "head_fir
 """Settings of images that texts have no use for."""
 OF_SGD = frozenset({"momentum", "nesterov"})
 """Settings of SGD, whatever it trains."""
-ADAPTER_SETTINGS = frozenset({"targets", "lora_alpha", "rslora", "init_adapter", "gradient_checkpointing"})
+ADAPTER_SETTINGS = frozenset(
+    {"targets", "adapted_blocks", "lora_alpha", "rslora", "init_adapter", "gradient_checkpointing"}
+)
 """Settings of the model that whole models have no use for."""
 ALL_CLASSES = "iid"
 """What `nc` says where every client has all classes."""
@@ -360,6 +362,8 @@ class ModelConfig:
     """Alias (`atlas list models`), hub name or directory."""
     targets: tuple[str, ...] = ()
     """Module names that get LoRA, or `all-linear`; PEFT's table for the architecture by default."""
+    adapted_blocks: int | None = None
+    """LoRA on this many uppermost blocks alone; all by default."""
     lora_alpha: float | None = None
     """LoRA alpha; twice the rank by default, so that the rank does not change the step size."""
     rslora: bool = False

@@ -66,6 +66,7 @@ RANGES: Mapping[str, AllowedRange] = {
     "max_length": AllowedRange("at least 4", lambda value: value >= 4),  # two special tokens take half of that
     "rouge_examples": ZERO_OR_MORE,
     "new_tokens": ONE_OR_MORE,
+    "adapted_blocks": ONE_OR_MORE,
     "lora_alpha": POSITIVE,
     "dropout": BELOW_ONE,
     "rounds": ONE_OR_MORE,
@@ -305,6 +306,7 @@ def validate(config: Config, *, at_sites: bool = False) -> Config:
     _check_clusters(config, at_sites=at_sites)
     _check_ranks(config.ranks)
     _check_split(config.split)
+    _check_adapted_blocks(config)
     _check_mixing(config.mixing)
     _check_run(config.run)
     _check_rerank(config)
@@ -412,6 +414,15 @@ def _check_split(split: SplitConfig) -> None:
         raise ConfigError(
             f"--leakage tells what the cuts give away, and --split {split.split} makes none; choose cuts, or see"
             " `atlas leakage` for every one that there could be"
+        )
+
+
+def _check_adapted_blocks(config: Config) -> None:
+    count, split = config.model.adapted_blocks, config.split.split
+    if count is not None and set(cuts_by_name(split).values()) != {NONE}:
+        raise ConfigError(
+            f"--adapted-blocks {count} leaves the lower blocks without adapters, and --split {split} leaves clients"
+            " these blocks to train; leave one of them out"
         )
 
 

@@ -51,6 +51,7 @@ from atlas_fl.runtime.transport.frames import Head
 from atlas_fl.setup.assembly import (
     assemble,
     client_side_runtime,
+    first_adapted_block,
     scale_of,
     source_of,
     targets_of,
@@ -248,7 +249,8 @@ class AdapterSiteRuntime:
         if self._config.split.split != NONE:
             with torch.device("meta"):
                 whole = build_first_blocks(self._config.model.model, blocks=None)
-        return whole, target_modules(whole, targets_of(self._config, whole))
+        first = first_adapted_block(self._config, whole)
+        return whole, target_modules(whole, targets_of(self._config, whole), first_block=first)
 
     @cached_property
     def outline(self) -> Outline:

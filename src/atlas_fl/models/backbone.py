@@ -154,15 +154,17 @@ def block_index(backbone: Backbone, module: str) -> int:
     return int(module.removeprefix(backbone.family.blocks + ".").split(".")[0])
 
 
-def target_modules(backbone: Backbone, targets: Sequence[str]) -> dict[str, nn.Module]:
-    """The layers inside the blocks that get LoRA, by name, in the model's order.
+def target_modules(backbone: Backbone, targets: Sequence[str], *, first_block: int = 0) -> dict[str, nn.Module]:
+    """The layers inside the blocks from `first_block` up that get LoRA, by name, in the model's order.
 
     `targets` are last parts of module names, or `("all-linear",)`. Raises `ModelError` for a name that fits nothing.
     """
     linear: Mapping[str, nn.Module] = {
         name: module
         for name, module in backbone.model.named_modules()
-        if isinstance(module, (nn.Linear, Conv1D)) and name.startswith(backbone.family.blocks + ".")
+        if isinstance(module, (nn.Linear, Conv1D))
+        and name.startswith(backbone.family.blocks + ".")
+        and block_index(backbone, name) >= first_block
     }
     # The part of a cut model may hold no block, and then nothing is adapted there.
     if tuple(targets) == ("all-linear",) or not len(backbone.blocks):
@@ -218,8 +220,8 @@ def plain_shape(backbone: Backbone) -> ModelShape:
     )
 
 
-def model_shape(backbone: Backbone, modules: Mapping[str, nn.Module]) -> ModelShape:
-    """The sizes that cost models need, for these adapted modules."""
+def model_shape(backbone: Backbone, modules: Mapping[str, nn.Module], *, first_adapted: int = 0) -> ModelShape:
+    """The sizes that cost models need, for these adapted modules in the blocks from `first_adapted` up."""
     config, blocks = backbone.model.config, backbone.blocks
     layers: list[list[tuple[int, int]]] = [[] for _ in blocks]
     for name, module in modules.items():
@@ -239,6 +241,7 @@ def model_shape(backbone: Backbone, modules: Mapping[str, nn.Module]) -> ModelSh
         embedding_bytes=total - sum(block_bytes),
         tail_bytes=total - sum(block_bytes) - _stem_bytes(backbone),
         vocabulary=0 if backbone.vocabulary is None else backbone.vocabulary.shape[0],
+        first_adapted=first_adapted,
     )
 
 

@@ -45,6 +45,8 @@ class ModelShape:
     """Of these, what stands behind the last block: norm, pooler, an output embedding of its own."""
     vocabulary: int = 0
     """Tokens that are told apart where text is written; 0 where none is."""
+    first_adapted: int = 0
+    """The block where backward passes end: those below it are frozen and carry no adapters."""
 
     @property
     def num_layers(self) -> int:

@@ -78,6 +78,11 @@ def _import_adapter(assembly: Assembly, folder: Path, ranks: Sequence[Sequence[i
         layers = sorted({name.rsplit(".", 1)[-1] for name in lora_modules(params)})
         remedy = f"it adapts {', '.join(layers)}: set --targets to these" if layers else "it is of another model"
         raise ModelError(f"the adapter in {folder} lacks {missing[0]} and {len(missing) - 1} more; {remedy}")
+    if extra := [module for module in lora_modules(params) if module not in assembly.site.modules]:
+        raise ModelError(
+            f"the adapter in {folder} adapts {extra[0]} and {len(extra) - 1} more that this run leaves frozen; name its"
+            " layers with --targets, and leave --adapted-blocks out where it adapts all blocks"
+        )
     scaled = _rescale_adapter(params, old_scale=old_scale, assembly=assembly)
     models: dict[str, Params] = {}
     for client, client_ranks in zip(assembly.clients, ranks, strict=True):

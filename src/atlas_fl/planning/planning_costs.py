@@ -267,7 +267,7 @@ def _warm_up_cost(assembly: Assembly, client: ClientData) -> MeasurementCost:
     """A warm-up trains two models of the smallest rank side by side; A is frozen in both."""
     shape, rank = assembly.shape, warmup_rank(assembly.config)
     return MeasurementCost(
-        lowest_block=0,
+        lowest_block=shape.first_adapted,
         products=tuple(
             sum(2 * rank * d_in + 3 * rank * d_out for d_in, d_out in matrices) for matrices in shape.layers
         ),
@@ -292,11 +292,11 @@ def _gradient_cost(assembly: Assembly, client: ClientData, options: FingerprintO
 
 
 def _importance_cost(assembly: Assembly, client: ClientData) -> MeasurementCost:
-    """Gradients of the adapted weights of all blocks, with their adapters merged into copies."""
+    """Gradients of the adapted weights, with their adapters merged into copies."""
     shape = assembly.shape
     sizes = tuple(sum(d_in * d_out for d_in, d_out in matrices) for matrices in shape.layers)
     return MeasurementCost(
-        lowest_block=0,
+        lowest_block=shape.first_adapted,
         products=sizes,
         resident_bytes=tuple(2 * VALUE_BYTES * size for size in sizes),
         inputs=shape.layers,

@@ -220,8 +220,9 @@ def _fit_whole_model(fit: Fitter, assembly: Assembly) -> ClientFit:
     try:
         return fit(None, "" if assembly.config.split.split == NONE else "left whole by --split")
     except BudgetError as error:
-        # models of images are not cut
-        if assembly.site.backbone.vision is None and any(_fit_every_cut(fit, assembly)):
+        # models of images are not cut, nor those whose lower blocks have no adapters
+        is_cuttable = assembly.site.backbone.vision is None and assembly.config.model.adapted_blocks is None
+        if is_cuttable and any(_fit_every_cut(fit, assembly)):
             raise BudgetError(f"{error}; or cut the model with --split auto, which fits") from error
         raise
 

@@ -121,6 +121,8 @@ def fingerprint_signature(config: Config, options: FingerprintOptions) -> dict[s
     model = config.model
     shared = {"model": model.model, "targets": model.targets, "precision": model.precision, "alpha": model.lora_alpha}
     shared |= {"rslora": model.rslora, "rank": warmup_rank(config), "max_length": config.data.max_length}
+    if model.adapted_blocks is not None:
+        shared["adapted_blocks"] = model.adapted_blocks
     if config.images.image_size is not None:
         shared["image_size"] = config.images.image_size
     settings = {**shared, **asdict(options)}

@@ -478,8 +478,9 @@ def _allowance(
 
 def _check_bound(shape: ModelShape, bound: int | None, *, rank: int, least: int) -> None:
     if bound is not None and 1 <= bound < least:
+        layers = shape.num_layers - shape.first_adapted
         raise BudgetError(
-            f"adapter_bytes {bound:,} does not hold rank {rank} in each of {shape.num_layers} layers ({least:,} bytes "
+            f"adapter_bytes {bound:,} does not hold rank {rank} in each of {layers} layers ({least:,} bytes "
             "of parameters); give more bytes or a smaller rank candidate"
         )
 

@@ -143,13 +143,15 @@ def activation_bytes(
     """Peak bytes of activations of a step over `tokens` real tokens through the first `blocks` blocks, in float32.
 
     What autograd keeps of every block, plus the gradients alive at once in one block: two of the inner width, or four
-    of the hidden one. With checkpointing every block keeps its input alone and one block at a time is computed again.
+    of the hidden one. Blocks below the first adapted one record nothing. With checkpointing every block keeps its input
+    alone and one block at a time is computed again.
     """
     saved = [
-        saved_activations(shape, layer, rank=rank, feed_forward_copies=feed_forward_copies) for layer in range(blocks)
+        saved_activations(shape, layer, rank=rank, feed_forward_copies=feed_forward_copies)
+        for layer in range(shape.first_adapted, blocks)
     ]
     working = max(2 * shape.intermediate, 4 * shape.hidden) if blocks else 0
-    values = blocks * shape.hidden + max(saved, default=0) if checkpointing else sum(saved)
+    values = len(saved) * shape.hidden + max(saved, default=0) if checkpointing else sum(saved)
     return (values + working) * tokens * VALUE_BYTES
 
 
@@ -310,7 +312,7 @@ def measuring_bytes(
     A forward pass that records nothing still works in one block at a time. `crossing` are numbers that wait at a cut.
     """
     back = [block for block in blocks if block >= probe.lowest_block]
-    recorded = replace(shape, layers=tuple(probe.inputs[block] for block in back or blocks[:1]))
+    recorded = replace(shape, layers=tuple(probe.inputs[block] for block in back or blocks[:1]), first_adapted=0)
     alive = activation_bytes(recorded, tokens, len(recorded.layers), rank=probe.rank, checkpointing=checkpointing)
     resident = sum(probe.resident_bytes[block] for block in back) + (probe.head_bytes if head else 0)
     return HEAP_COPIES * (alive + crossing * VALUE_BYTES) + LOGIT_COPIES * logits * VALUE_BYTES + resident
@@ -354,13 +356,15 @@ def training_flops(shape: ModelShape, ranks: Sequence[int], *, tokens: int, leng
     """Operations to train the first `len(ranks)` blocks on `tokens` real tokens in sequences of mean `length`.
 
     A frozen weight takes 2 operations forward and 2 backward (the gradient of its input alone); a LoRA weight 2 forward
-    and 4 backward; attention 4 * length * hidden forward and twice that backward. Heads and embeddings are left out,
-    except where text is written: each of its `logits` (tokens times vocabulary) takes 4 * hidden.
-    `length` is the mean over tokens, that is sum(l^2) / sum(l) for sequences of length l.
+    and 4 backward; attention 4 * length * hidden forward and twice that backward. Blocks below the first adapted one
+    have no backward pass. Heads and embeddings are left out, except where text is written: each of its `logits` (tokens
+    times vocabulary) takes 4 * hidden. `length` is the mean over tokens, that is sum(l^2) / sum(l) for sequences of
+    length l.
     """
-    frozen = 4 * sum(shape.block_params[: len(ranks)])
+    lower = min(shape.first_adapted, len(ranks))
+    frozen = 4 * sum(shape.block_params[: len(ranks)]) - 2 * sum(shape.block_params[:lower])
     adapters = 6 * message_bytes(shape, ranks, share=("A", "B")) // VALUE_BYTES
-    attention = 12 * length * shape.hidden * len(ranks)
+    attention = (12 * len(ranks) - 8 * lower) * length * shape.hidden
     return float(tokens * (frozen + adapters + attention) + 4 * shape.hidden * logits)
 
 

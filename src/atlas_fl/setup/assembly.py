@@ -16,6 +16,7 @@ from atlas_fl.client.job import ClientTokens, Prompts, Site, Trainable, image_to
 from atlas_fl.config import Config, DataConfig, parse_arrivals
 from atlas_fl.config.schema import ALL_CLASSES
 from atlas_fl.config.training_checks import no_fp16
+from atlas_fl.config.values import invalid_value
 from atlas_fl.data.clients import BY_CLASSES, ClientData, make_clients
 from atlas_fl.data.heterogeneity import flip_classes, merge_sources, separate_sources, shift_concepts
 from atlas_fl.data.registry import check_one_kind, find_tasks
@@ -207,11 +208,17 @@ def assemble(
     backbone = backbone_of(config, tasks, device=backbone_device or default_device, weights=weights)
     if tokens is None:
         tokens = {client.name: tokenise(client, backbone, config.data, trainable=trainable) for client in clients}
-    targets = targets_of(config, backbone) if trainable == "lora" else ()
     site = Site(
-        backbone=backbone, data=tokens, targets=targets, scale=scale_of(config), max_tokens=1, trainable=trainable
+        backbone=backbone,
+        data=tokens,
+        targets=targets_of(config, backbone) if trainable == "lora" else (),
+        scale=scale_of(config),
+        max_tokens=1,
+        trainable=trainable,
+        first_adapted=first_adapted_block(config, backbone),
     )
-    shape = plain_shape(backbone) if images and trainable == "full" else model_shape(backbone, site.modules)
+    is_plain = images and trainable == "full"
+    shape = plain_shape(backbone) if is_plain else model_shape(backbone, site.modules, first_adapted=site.first_adapted)
     return Assembly(
         config=config,
         clients=clients,
@@ -266,6 +273,14 @@ def trained_body(backbone: Backbone, config: Config) -> Params:
 def targets_of(config: Config, backbone: Backbone) -> tuple[str, ...]:
     """Which layers get adapters: the user's, or those that PEFT takes for the architecture."""
     return tuple(config.model.targets or default_targets(backbone.family.model_type))
+
+
+def first_adapted_block(config: Config, backbone: Backbone) -> int:
+    """The lowest block that gets adapters under `--adapted-blocks`; `ConfigError` for more than the model has."""
+    count, blocks = config.model.adapted_blocks, len(backbone.blocks)
+    if count is not None and count > blocks:
+        raise invalid_value("--adapted-blocks", count, f"1 to {blocks}, the blocks of {backbone.name}")
+    return 0 if count is None else blocks - count
 
 
 def scale_of(config: Config) -> Callable[[int], float]:

@@ -1,0 +1,111 @@
+"""Runs whose uppermost blocks alone have adapters."""
+
+import json
+from collections.abc import Callable
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from atlas_fl.audit.check import audit_run
+from atlas_fl.client.batching import collate_packed, forward
+from atlas_fl.config import Config
+from atlas_fl.errors import ConfigError, ModelError
+from atlas_fl.experiment.run import RunResult, resume_run, run_config
+from atlas_fl.params import unflatten_by_client
+from atlas_fl.planning.planner import make_plan
+from atlas_fl.setup.assembly import assemble
+from tests.runs.reading import rows, same_tensors, state
+
+Make = Callable[..., Config]
+
+
+@pytest.fixture(scope="module")
+def upper(shared_config: Make) -> RunResult:
+    """A run of a model of three blocks with adapters in the last one."""
+    return run_config(shared_config(name="upper", adapted_blocks=1, graph="adaptive", layer_weighting="importance"))
+
+
+def test_adapters_are_in_the_uppermost_blocks_alone(upper: RunResult) -> None:
+    names = {name.split("/")[-1] for name in state(upper.folder)}
+    assert {name for name in names if "lora" in name} == {
+        f"encoder.layer.2.attention.self.{module}.lora_{part}" for module in ("query", "value") for part in "AB"
+    }
+    plan = json.loads((upper.folder / "plan.json").read_text())
+    assert set(plan["layer_of"].values()) == {2}
+    for client, importance in zip(plan["clients"], plan["importance"], strict=True):
+        assert client["ranks"][:2] == [0, 0] and client["ranks"][2] > 0
+        assert importance == [0.0, 0.0, 1.0]
+
+
+def test_the_audit_of_such_a_run_finds_nothing(upper: RunResult) -> None:
+    report = audit_run(upper.folder)
+    assert report.ok, report.failures
+    exported = load_file(next(upper.folder.glob("adapters/movie-0/adapter_model.safetensors")))
+    assert all(".layer.2." in name for name in exported if "lora" in name)
+
+
+def test_it_goes_on_in_sessions_to_the_same_bits(shared_config: Make, upper: RunResult) -> None:
+    words = {"adapted_blocks": 1, "graph": "adaptive", "layer_weighting": "importance"}
+    parts = run_config(shared_config(name="parts", max_rounds=2, **words))
+    parts = resume_run(parts.folder)
+    assert same_tensors(state(upper.folder), state(parts.folder))
+    assert rows(upper.folder) == rows(parts.folder)
+
+
+def test_nothing_below_the_first_adapted_block_has_a_gradient(config: Make) -> None:
+    assembly = assemble(config(adapted_blocks=2))
+    site, client = assembly.site, assembly.clients[0]
+    leaves = {key: value.requires_grad_() for key, value in assembly.initial_params(client, (0, 2, 4)).items()}
+    row = collate_packed([site.data[client.name].splits["train"]], device=site.backbone.device)
+    entered = dict[int, bool]()
+    handles = [
+        block.register_forward_pre_hook(lambda _, args, at=at: entered.update({at: args[0].requires_grad}))
+        for at, block in enumerate(site.backbone.blocks)
+    ]
+    with forward(row, [leaves], site) as (logits,):
+        logits.square().sum().backward()
+    for handle in handles:
+        handle.remove()
+    assert entered.get(2) is True and entered.get(1, False) is False and entered.get(0, False) is False
+    assert all(parameter.grad is None for parameter in site.backbone.model.parameters())
+    assert all(leaf.grad is not None for leaf in leaves.values())
+
+
+def test_all_blocks_are_what_the_default_adapts(config: Make) -> None:
+    every, default = (run_config(config(name=f"run-{n}", rounds=1, adapted_blocks=n)) for n in (3, None))
+    assert same_tensors(state(every.folder, round=1), state(default.folder, round=1))
+
+
+def test_the_plan_expects_less_of_a_device_whose_upper_blocks_train(config: Make) -> None:
+    upper, every = (make_plan(config(adapted_blocks=n, ranks=4)) for n in (1, None))
+    for one, other in zip(upper.clients, every.clients, strict=True):
+        assert one.predicted["memory_bytes"] < other.predicted["memory_bytes"]
+        assert one.predicted["up_bytes"] < other.predicted["up_bytes"]
+        assert one.planning["importance"]["client_seconds"] < other.planning["importance"]["client_seconds"]
+
+
+def test_more_blocks_than_the_model_has_are_one_line(config: Make) -> None:
+    with pytest.raises(ConfigError, match=r"--adapted-blocks is 4; allowed: 1 to 3, the blocks of ") as error:
+        assemble(config(adapted_blocks=4))
+    assert "\n" not in str(error.value)
+
+
+def test_an_imported_adapter_of_more_blocks_is_refused(config: Make) -> None:
+    first = run_config(config(ranks=4, strategy="local", name="first", rounds=1))
+    adapter = first.folder / "adapters" / "movie-0"
+    with pytest.raises(
+        ModelError, match=r"adapts encoder\.layer\.0\..* and 3 more that this run leaves frozen"
+    ) as error:
+        run_config(config(ranks=4, adapted_blocks=1, name="second", init_adapter=adapter))
+    assert "\n" not in str(error.value)
+
+
+def test_an_imported_adapter_of_the_same_blocks_is_the_start(config: Make) -> None:
+    words = {"ranks": 4, "adapted_blocks": 1, "rounds": 1}
+    first = run_config(config(name="first", strategy="local", **words))
+    later = run_config(config(name="later", init_adapter=first.folder / "adapters" / "movie-0", **words))
+    begun = unflatten_by_client(load_file(later.folder / "audit/round-0000/start.safetensors"))["movie-1"]
+    ended = unflatten_by_client({k.removeprefix("strategy/"): t for k, t in state(first.folder, round=1).items()})
+    assert set(begun) == set(ended["movie-0"])
+    assert all(torch.equal(begun[key], tensor) for key, tensor in ended["movie-0"].items())
