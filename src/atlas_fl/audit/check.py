@@ -14,22 +14,9 @@ import numpy as np
 from torch import Tensor
 
 from atlas_fl.audit.bounds import check_bounds, read_bounds, restored_fault
+from atlas_fl.audit.mixing_weights import Rule, has_state, kind_of, points_of, reducer, robust_of, weights
 from atlas_fl.audit.plan_changes import check_joined, check_ranks, is_reranked, read_joined
-from atlas_fl.audit.recompute import (
-    TOLERANCE,
-    Comparison,
-    Recomputed,
-    Round,
-    Rule,
-    common_faults,
-    has_state,
-    kind_of,
-    points_of,
-    reducer,
-    robust_of,
-    weights,
-    with_common_tensors,
-)
+from atlas_fl.audit.recompute import TOLERANCE, Comparison, Recomputed, Round, common_faults, with_common_tensors
 from atlas_fl.audit.report import AuditReport, AuditRow
 from atlas_fl.audit.run_files import (
     AuditPlan,

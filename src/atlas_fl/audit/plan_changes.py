@@ -9,19 +9,8 @@ from dataclasses import dataclass
 import numpy as np
 from torch import Tensor
 
-from atlas_fl.audit.recompute import (
-    TOLERANCE,
-    Recomputed,
-    Round,
-    Rule,
-    arrival_weights,
-    decompose,
-    is_best,
-    kind_of,
-    points_of,
-    reducer,
-    robust_of,
-)
+from atlas_fl.audit.mixing_weights import Rule, arrival_weights, kind_of, points_of, reducer, robust_of
+from atlas_fl.audit.recompute import TOLERANCE, Recomputed, Round, decompose, is_best
 from atlas_fl.audit.report import AuditRow
 from atlas_fl.audit.run_files import AuditPlan, AuditRecord, Models, Run, frozen_fault, models_in, read_plan
 from atlas_fl.params import HEAD, LORA_A, LORA_B
