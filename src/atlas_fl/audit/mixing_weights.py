@@ -1,4 +1,4 @@
-"""Every mixing rule written a second time: weights of clients in a round, from each rule's definition, robust rules too.
+"""Every mixing rule written a second time: the weights of a round, from each rule's definition; robust rules too.
 
 Weights follow one row and one edge at a time; robust rules from their papers, one client and one coordinate at a time.
 How models follow from the weights is in `audit.recompute`.
