@@ -24,11 +24,12 @@ def moving(name: str, parts: str, *, round: int, is_first_half: bool) -> bool:
         "alternate": head or a == (round % 2 == 0),
         "head_then_rest": head == is_first_half,
         "without_head": not head,
+        "head": head,
     }[parts]
 
 
 @pytest.mark.parametrize("round", [1, 2])
-@pytest.mark.parametrize("parts", ["all", "B", "alternate", "head_then_rest", "without_head"])
+@pytest.mark.parametrize("parts", ["all", "B", "head", "alternate", "head_then_rest", "without_head"])
 def test_a_round_equals_plain_torch_on_the_parts_that_move(tiny_of, site_of, spec_of, parts: Any, round: int) -> None:
     tiny, spec = tiny_of("bert"), spec_of(name="a-0", examples=10)
     site, params = site_of(tiny, spec), tiny.params(spec)

@@ -182,3 +182,11 @@ def test_cuts_of_a_task_of_sources_go_by_its_own_name() -> None:
     assert validate(joint) == joint
     with pytest.raises(ConfigError, match="unknown name in --split 'movie'"):
         validate(with_values(joint, {"split": "movie=2"}))
+
+
+def test_one_client_a_task_has_the_rows_of_all() -> None:
+    config = find_preset("label-skew", dial=3)
+    (one,) = load_clients(validate(with_values(config, {"strategy": "centralized"})))
+    clients = load_clients(validate(config))
+    assert len(one.test) == sum(len(client.test) for client in clients) > len(clients[0].test)
+    assert one.train.label.tolist() == [label for client in clients for label in client.train.label.tolist()]

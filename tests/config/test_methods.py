@@ -13,7 +13,8 @@ from atlas_fl.experiment.sweep import grid
 
 
 def config_of(method: str, **values: Any) -> Config:
-    return with_values(Config(), {"strategy": method, "ranks": "8", **values})
+    ranks = METHODS[method].settings.get("ranks", "8")
+    return with_values(Config(), {"strategy": method, "ranks": ranks, **values})
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -61,8 +62,16 @@ def test_a_comparison_that_begins_from_a_run_of_a_method_does_not_carry_its_sett
 
 
 @pytest.mark.parametrize(
+    ("method", "bytes"), [("fedit", 1), ("ffa", 0.5), ("fedsa", 0.5), ("linear_probe", 0), ("centralized", 0)]
+)
+def test_bytes_relative_to_fedavg(method: str, bytes: float) -> None:
+    assert METHODS[method].relative_bytes == bytes
+
+
+@pytest.mark.parametrize(
     ("values", "message"),
     [
+        ({"centralized": True, "arrive": ("trec-1=3",)}, "--arrive trec-1=3 comes later, and --centralized has no"),
         ({"personal_rounds": 12}, "--personal-rounds is 12; allowed: below --rounds, which is 12"),
         ({"personal_rounds": 2, "patience": 3}, "--patience 3 ends a run before its last rounds"),
         ({"trained_parts": "alternate", "split": "2"}, "--trained-parts alternate changes what trains during a run"),
@@ -89,6 +98,7 @@ NAMES = ("q.lora_A", "q.lora_B", "head.weight")
         ("alternate", 1, ("q.lora_B", "head.weight")),
         ("alternate", 2, ("q.lora_A", "head.weight")),
         ("head_then_rest", 1, NAMES),
+        ("head", 1, ("head.weight",)),
         ("without_head", 4, ("q.lora_A", "q.lora_B")),
         ("without_head", 5, NAMES),
         ("B", 5, NAMES),

@@ -10,6 +10,7 @@ import pytest
 
 from atlas_fl.data.clients import ClientData, make_clients
 from atlas_fl.data.heterogeneity import (
+    centralize,
     check_heterogeneity,
     disagreement,
     flip_classes,
@@ -18,7 +19,7 @@ from atlas_fl.data.heterogeneity import (
     separate_sources,
     shift_concepts,
 )
-from atlas_fl.data.task import Rows, Source, Task, TaskData
+from atlas_fl.data.task import Images, Rows, Source, Task, TaskData
 from atlas_fl.errors import AtlasError, ConfigError, DataError
 
 
@@ -53,6 +54,29 @@ def test_clients_in_turn_call_other_values_positive() -> None:
     assert [one.train.text for one in shifted if isinstance(one.train, Rows)] == [
         one.train.text for one in clients if isinstance(one.train, Rows)
     ]
+
+
+def test_in_one_place_a_task_is_one_client_with_the_rows_as_its_clients_judge_them() -> None:
+    clients = [client("stars", number, [-1.0, 0.0, 1.0], num_labels=1) for number in range(2)]
+    other = client("words", 0, [0, 1], num_labels=2)
+    one, words = centralize([*shift_concepts(clients, (-0.5, 0.5)), other])
+    assert (one.name, words.name) == ("stars-all", "words-all")
+    assert one.test.label.tolist() == [0, 1, 1, 0, 0, 1]
+    assert isinstance(one.train, Rows) and one.train.text == tuple(
+        f"stars-{number}-train-{row}" for number in range(2) for row in range(3)
+    )
+    assert words.digest() == other.digest()
+
+
+def test_in_one_place_images_keep_their_order() -> None:
+    task = replace(client("digits", 0, [0], num_labels=2).task, images=True)
+    clients = []
+    for number in range(2):
+        rows = Images(pixels=np.full((1, 2, 2, 1), number, np.uint8), label=np.array([number]))
+        clients.append(ClientData(name=f"digits-{number}", task=task, train=rows, validation=rows, test=rows))
+    (one,) = centralize(clients)
+    assert isinstance(one.train, Images)
+    assert one.train.pixels[:, 0, 0, 0].tolist() == one.train.label.tolist() == [0, 1]
 
 
 def test_a_cut_that_leaves_one_class_is_refused() -> None:

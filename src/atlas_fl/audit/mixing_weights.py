@@ -131,9 +131,9 @@ def _columns(
 
 
 RULES = {
-    **dict.fromkeys(("local", "local_only"), "own"),
+    **dict.fromkeys(("local", "local_only", "centralized", "linear_probe"), "own"),
     **dict.fromkeys(("fedavg", "standard_fl", "fedit", "flexlora", "ffa", "rolora", "fedsa", "fedper"), "mean"),
-    **dict.fromkeys(("fedrep", "fedbabu", "fedavg_ft", "fedavg_prior", "fedprox"), "mean"),
+    **dict.fromkeys(("fedrep", "fedbabu", "fedavg_ft", "fedavg_prior", "fedprox", "hsplitlora"), "mean"),
     **dict.fromkeys(("fedavg_cluster", "fedavg_cluster_ft", "fedavg_cluster_prior"), "cluster mean"),
     **dict.fromkeys(("fedavg_oracle", "atlas_no_laplacian"), "cluster mean"),
     **dict.fromkeys(("atlas", "atlas_pad", "atlas_truncate"), "laplacian"),

@@ -8,7 +8,7 @@ from typing import Literal, TypeAlias
 
 from atlas_fl.params import HEAD, LORA_A, LORA_B, Split
 
-TrainedParts: TypeAlias = Literal["all", "B", "alternate", "head_then_rest", "without_head"]
+TrainedParts: TypeAlias = Literal["all", "B", "head", "alternate", "head_then_rest", "without_head"]
 OptimizerName: TypeAlias = Literal["adamw", "sgd"]
 Schedule: TypeAlias = Literal["constant", "linear", "cosine", "step"]
 
@@ -62,7 +62,7 @@ class TrainOptions:
         """Whether the parameter of this name trains in this round (from 1; 0 before round one).
 
         `B` is FFA-LoRA (Sun et al. 2024, arXiv:2403.12313), `alternate` RoLoRA (Chen et al. 2025, arXiv:2502.01755),
-        `without_head` FedBABU (Oh et al. 2022, arXiv:2106.06042).
+        `without_head` FedBABU (Oh et al. 2022, arXiv:2106.06042), `head` a linear probe.
 
         >>> TrainOptions(seed=0, trained_parts="alternate").trains("q.lora_A", round=2)
         True
@@ -71,8 +71,8 @@ class TrainOptions:
             return True
         if self.trained_parts == "alternate":
             return not name.endswith(LORA_B if round % 2 == 0 else LORA_A)
-        if self.trained_parts == "without_head":
-            return not name.startswith(HEAD)
+        if self.trained_parts in ("head", "without_head"):
+            return name.startswith(HEAD) == (self.trained_parts == "head")
         return not (self.trained_parts == "B" and name.endswith(LORA_A))
 
     def moves(self, name: str, *, round: int, done: int, steps: int) -> bool:

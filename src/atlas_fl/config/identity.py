@@ -40,7 +40,7 @@ ADDED_LATER = frozenset(
         "personal_rounds",
         "adapted_blocks",
         "prior_correction",
-        *("client_sizes", "test_mix", "rating_cuts", "flipped_clients", "one_task", "own_share", "dial"),
+        *("client_sizes", "test_mix", "rating_cuts", "flipped_clients", "one_task", "own_share", "dial", "centralized"),
     }
 )
 GROUPS_ADDED_LATER = frozenset({"images", "sparse", "robust", "server", "attack"})

@@ -34,6 +34,8 @@ class PublishedMethod:
     @property
     def relative_bytes(self) -> float:
         """Bytes of a round relative to FedAvg of the same adapters: half for each factor, which have one size."""
+        if self.rule == "local":
+            return 0.0
         share = self.settings.get("share", ("A", "B"))
         return 0.5 * (("A" in share) + ("B" in share))
 
@@ -98,6 +100,21 @@ METHODS: Mapping[str, PublishedMethod] = {
         summary="FedAvg inside the true tasks, which nobody knows in practice: a reference.",
         rule="fedavg_cluster",
         settings={"clusters": "oracle"},
+    ),
+    "centralized": PublishedMethod(
+        summary="One model a task, trained on the examples of all its clients in one place: a reference.",
+        rule="local",
+        settings={"centralized": True},
+    ),
+    "linear_probe": PublishedMethod(
+        summary="Each client trains its head alone on the frozen model, and sends nothing: a reference.",
+        rule="local",
+        settings={"trained_parts": "head"},
+    ),
+    "hsplitlora": PublishedMethod(
+        summary="HSplitLoRA: ranks by |weight x gradient|, cuts by device (Lin et al. 2025, arXiv:2505.02795).",
+        rule="fedavg",
+        settings={"space": "product", "ranks": "budget", "importance": "rngwp", "split": "auto"},
     ),
     "fedavg_prior": PublishedMethod(
         summary="FedAvg with each client's own class frequencies in its logits (Menon et al. 2021, arXiv:2007.07314).",

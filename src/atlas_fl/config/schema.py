@@ -45,6 +45,8 @@ class DataConfig:
     """The tasks are sources of one task: their classes are the same, and their clients share heads."""
     own_share: float = 1.0
     """With `--one-task`, share of a client's examples from its own source; the rest come from the others evenly."""
+    centralized: bool = False
+    """Reference: the examples of all clients of a task lie in one place, and it trains one model on them."""
     max_length: int | None = None
     """Longest sequence in tokens; the task's own limit by default."""
     devices: tuple[str, ...] = ("cpu_2gb", "tablet_4gb", "laptop_8gb", "gpu_16gb")
@@ -114,7 +116,7 @@ class TrainingConfig:
     proximal_mu: float = 0.0
     """FedProx: weight mu of `mu / 2 ||w - w_start||^2` in every client's objective, where w_start is its model at the
     start of the round; 0 for none."""
-    trained_parts: Literal["all", "B", "alternate", "head_then_rest", "without_head"] = "all"
+    trained_parts: Literal["all", "B", "head", "alternate", "head_then_rest", "without_head"] = "all"
     """Which of its parameters a client trains: all; of adapters B alone, A stays as drawn (FFA-LoRA); B in odd rounds
     and A in even ones (RoLoRA); in each round first the head alone, then the rest alone, half of the steps each
     (FedRep); or all but the head, which trains in the rounds of `--personal-rounds` (FedBABU)."""

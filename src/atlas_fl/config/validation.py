@@ -355,6 +355,8 @@ def _check_heterogeneity(config: Config) -> None:
     if data.client_sizes and (data.partition == "quantity" or config.images.nc != ALL_CLASSES):
         other = "--partition quantity" if data.partition == "quantity" else f"--nc {config.images.nc}"
         raise ConfigError(f"--client-sizes and {other} both say how much a client has; leave one of them out")
+    if data.centralized and data.arrive:
+        raise ConfigError(f"--arrive {data.arrive[0]} comes later, and --centralized has no clients; leave one out")
     if (data.client_sizes or data.one_task) and data.arrive:
         raise ConfigError(
             f"--arrive {data.arrive[0]} comes later, and {'--client-sizes' if data.client_sizes else '--one-task'} is"

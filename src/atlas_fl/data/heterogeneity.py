@@ -2,7 +2,8 @@
 
 Each function takes clients whose rows were dealt out alike and makes them differ in one way, by one number; rows stay
 disjoint. Label skew, sizes and the mix of test rows belong to dealing itself (`data.clients`, `data.partition`). The
-order is `merge_sources`, `shift_concepts`, `flip_classes`; `heterogeneity_notes` says what came of it.
+order is `merge_sources`, `shift_concepts`, `flip_classes`, and as a reference `centralize`, which takes it all back;
+`heterogeneity_notes` says what came of it.
 """
 
 import math
@@ -17,7 +18,7 @@ import numpy as np
 from atlas_fl.data.cache import load_task
 from atlas_fl.data.cleaning import check_no_leak, without
 from atlas_fl.data.clients import ClientData, Concept
-from atlas_fl.data.task import Examples, Rows, Source, Task, TaskData, as_texts
+from atlas_fl.data.task import Examples, Images, Rows, Source, Task, TaskData, as_texts
 from atlas_fl.errors import ConfigError
 
 NEGATIVE_POSITIVE = ("negative", "positive")
@@ -111,6 +112,23 @@ def _num_of(share: float, count: int) -> int:
     return int(share * count + 0.5)
 
 
+def centralize(clients: Sequence[ClientData]) -> tuple[ClientData, ...]:
+    """One client for each task, `<task>-all`, with the rows of all its clients as these judge them, in their order."""
+    return tuple(
+        replace(
+            members[0],
+            name=f"{members[0].task.name}-all",
+            train=_concatenate([member.train for member in members]),
+            validation=_concatenate([member.validation for member in members]),
+            test=_concatenate([member.test for member in members]),
+            concept=Concept(),
+            given=None,
+            own_rows=None,
+        )
+        for members in _group(clients, lambda client: client.task.name)
+    )
+
+
 def separate_sources(tasks: Sequence[Task]) -> tuple[Task, ...]:
     """The tasks, each without the texts that another one keeps: in one task nobody may train on what others test on.
 
@@ -180,7 +198,11 @@ def _exchange(rows: Sequence[Examples], source: int, own_share: float) -> Exampl
     return _concatenate([rows[source].take(np.arange(kept)), *received])
 
 
-def _concatenate(parts: Sequence[Examples]) -> Rows:
+def _concatenate(parts: Sequence[Examples]) -> Examples:
+    images = [part for part in parts if isinstance(part, Images)]
+    if len(images) == len(parts):
+        pixels, label = (np.concatenate(column) for column in zip(*((part.pixels, part.label) for part in images)))
+        return Images(pixels=pixels, label=label)
     texts = [as_texts(part, task="sources") for part in parts]
     pairs = [part.pair for part in texts if part.pair is not None]
     if len(pairs) not in (0, len(texts)):

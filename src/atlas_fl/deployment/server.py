@@ -190,10 +190,10 @@ def check_served(config: Config, service: ServerOptions) -> None:
 
 def _check_simulated(config: Config) -> None:
     data = config.data
-    if data.rating_cuts or data.flipped_clients or data.one_task or data.client_sizes:
+    if data.rating_cuts or data.flipped_clients or data.one_task or data.client_sizes or data.centralized:
         raise ConfigError(
-            "--rating-cuts, --flipped-clients, --one-task and --client-sizes deal out rows that are here, and across"
-            " machines clients bring their own; leave them out, or use `atlas run`"
+            "--rating-cuts, --flipped-clients, --one-task, --client-sizes and --centralized deal out rows that are"
+            " here, and across machines clients bring their own; leave them out, or use `atlas run`"
         )
     if config.attack.attack != "none":
         raise ConfigError(

@@ -18,7 +18,7 @@ from atlas_fl.config.schema import ALL_CLASSES
 from atlas_fl.config.training_checks import no_fp16
 from atlas_fl.config.values import invalid_value
 from atlas_fl.data.clients import BY_CLASSES, ClientData, make_clients
-from atlas_fl.data.heterogeneity import flip_classes, merge_sources, separate_sources, shift_concepts
+from atlas_fl.data.heterogeneity import centralize, flip_classes, merge_sources, separate_sources, shift_concepts
 from atlas_fl.data.registry import check_one_kind, find_tasks
 from atlas_fl.data.task import Examples, Rows, Source, Task, as_texts
 from atlas_fl.errors import AtlasError, BudgetError, ConfigError, unknown_name
@@ -180,7 +180,8 @@ def _make_heterogeneous(clients: tuple[ClientData, ...], data: DataConfig) -> tu
         clients = merge_sources(clients, data.own_share)
     if data.rating_cuts:
         clients = shift_concepts(clients, data.rating_cuts)
-    return flip_classes(clients, data.flipped_clients)
+    clients = flip_classes(clients, data.flipped_clients)
+    return centralize(clients) if data.centralized else clients
 
 
 def assemble(
