@@ -159,14 +159,14 @@ def test_settings_that_contradict_each_other_are_refused(values: dict[str, Any],
 def test_the_plan_says_where_the_dial_stands() -> None:
     (line,) = dial_note(find_preset("concept-shift", dial=3))
     assert line.startswith("federation concept-shift, dial 3 of 0 to 4: ratings from which a review is positive")
-    assert line.endswith(": -1, 0, 1")
+    assert line.endswith(": -1.75, 0, 1.75")
     assert dial_note(Config()) == ()
     assert set(DIALS) <= PRESETS.keys()
 
 
 def test_the_plan_says_what_was_changed_by_hand() -> None:
     config = validate(with_values(find_preset("concept-shift", dial=3), {"rating_cuts": [-3, 0, 3]}))
-    assert dial_note(config)[0].endswith(": -1, 0, 1; but here --rating-cuts -3 0 3")
+    assert dial_note(config)[0].endswith(": -1.75, 0, 1.75; but here --rating-cuts -3 0 3")
 
 
 @pytest.mark.parametrize("values", [{"dial": "4"}, {"own_share": 1.0}])

@@ -59,9 +59,15 @@ DIALS: Mapping[str, Dial] = {
     ),
     "concept-shift": Dial(
         what="ratings from which a review is positive, for a third of the clients each",
-        words=("0 for all", "-0.25, 0, 0.25", "-0.5, 0, 0.5", "-1, 0, 1", "-1.5, 0, 1.5"),
+        words=("0 for all", "-1, 0, 1", "-1.5, 0, 1.5", "-1.75, 0, 1.75", "-2, 0, 2"),
         settings=_values(
-            "rating_cuts", (0.0, 0.0, 0.0), (-0.25, 0.0, 0.25), (-0.5, 0.0, 0.5), (-1.0, 0.0, 1.0), (-1.5, 0.0, 1.5)
+            # film ratings are bimodal: between -1 and 1 there are few
+            "rating_cuts",
+            (0.0, 0.0, 0.0),
+            (-1.0, 0.0, 1.0),
+            (-1.5, 0.0, 1.5),
+            (-1.75, 0.0, 1.75),
+            (-2.0, 0.0, 2.0),
         ),
     ),
     "sources": Dial(
