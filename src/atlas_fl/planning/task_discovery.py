@@ -17,6 +17,7 @@ from atlas_fl.client.options import EvaluateOptions, FingerprintOptions, TrainOp
 from atlas_fl.clustering.cluster import cluster_clients, oracle_clustering
 from atlas_fl.clustering.labels import ClusteringSettings
 from atlas_fl.clustering.result import Clustering, agreement, purity_warnings, summarise_clusters
+from atlas_fl.clustering.sketch import variance_notes
 from atlas_fl.config import Config
 from atlas_fl.config.values import invalid_value
 from atlas_fl.params import Params, select
@@ -97,7 +98,7 @@ def discover_tasks(
         warmed_models=models,
         sketches=sketches,
         warmup=warmup,
-        notes=(*clustering.warnings, *purity_warnings(clustering.labels, tasks)),
+        notes=(*variance_notes(sketches, tasks), *clustering.warnings, *purity_warnings(clustering.labels, tasks)),
     )
 
 
