@@ -18,6 +18,7 @@ CHANGED = {
     "leakage": "true",
     "engine": "ray",
     "workers": "2",
+    "prefix_cache_gb": "0",
 }
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 from transformers import AutoModelForImageClassification
 
-from atlas_fl.client.batching import collate_packed, forward
+from atlas_fl.client.batching import collate_packed, forward, make_row
 from atlas_fl.client.job import ClientTokens, Job, Site, Update
 from atlas_fl.client.local_training import train
 from atlas_fl.client.options import EvaluateOptions, FingerprintOptions, ImportanceOptions, TrainOptions
@@ -22,6 +22,7 @@ from atlas_fl.data.task import Task
 from atlas_fl.models.backbone import Backbone, block_index, module_dims
 from atlas_fl.models.lora import init_head
 from atlas_fl.models.peft_io import default_targets, export_adapter, import_adapter
+from atlas_fl.models.prefix_cache import PrefixCache
 from atlas_fl.models.registry import VISION_FAMILIES, head_shapes
 from atlas_fl.models.tokenization import EncodedExamples, encode_images
 from atlas_fl.models.vision import preprocess
@@ -229,3 +230,39 @@ def test_blocks_computed_again_train_the_same_model_and_bf16_nearly(load: Load, 
         assert how == "checkpointing" or any(
             not torch.equal(left.params[key], right.params[key]) for key in left.params
         )
+
+
+@pytest.mark.parametrize("model_type", sorted(VISION_FAMILIES))
+def test_logits_and_gradients_above_kept_states_are_those_of_the_whole_model(load: Load, model_type: str) -> None:
+    site = dataclasses.replace(site_of(load(model_type)[1]), first_adapted=1)
+    batches = [own.splits["test"].take(np.array([3, 0, 5])) for own in site.data.values()]
+    found = []
+    for row in (make_row(batches, site), collate_packed(batches, device=torch.device("cpu"))):
+        clients = [{key: t.requires_grad_() for key, t in params_of(site, name).items()} for name in site.data]
+        with forward(row, clients, site) as logits:
+            torch.stack([cross_entropy(own, label) for own, label in zip(logits, row.labels)]).sum().backward()
+        found.append([*logits, *(tensor.grad for params in clients for tensor in params.values())])
+    assert min(float(tensor.detach().abs().max()) for tensor in found[0]) > 1e-4
+    for left, right in zip(*found, strict=True):
+        torch.testing.assert_close(left, right, atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("moved", [False, True])
+@pytest.mark.parametrize("model_type", ["vit", "dinov2"])
+def test_kept_states_of_images_change_no_bit_and_those_of_augmented_ones_are_not_kept(
+    load: Load, model_type: str, moved: bool
+) -> None:
+    plain = dataclasses.replace(site_of(load(model_type)[1]), first_adapted=2)
+    options = HARD if moved else dataclasses.replace(HARD, crop=0, flip=False)
+    ends, used = [], []
+    for budget in (0, 10**9):
+        site = dataclasses.replace(plain, prefix_cache=PrefixCache(budget_bytes=budget))
+        trained = train(jobs_of(site, options), site)
+        used.append(site.prefix_cache.used_bytes)
+        scored = ACTIONS["evaluate"](jobs_of(site, EvaluateOptions(split="test")), site)
+        ends.append([[update.params for update in trained], [update.metrics["loss"] for update in scored]])
+    assert ends[0][1] == ends[1][1]
+    for left, right in zip(ends[0][0], ends[1][0], strict=True):
+        assert all(torch.equal(tensor, right[key]) for key, tensor in left.items())
+    tokens = sum(int(own.splits["train"].lengths.sum()) for own in plain.data.values())
+    assert used == [0, 0 if moved else tokens * 32 * 4]

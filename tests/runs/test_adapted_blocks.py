@@ -1,6 +1,7 @@
 """Runs whose uppermost blocks alone have adapters."""
 
 import json
+import re
 from collections.abc import Callable
 
 import pytest
@@ -9,13 +10,17 @@ from safetensors.torch import load_file
 
 from atlas_fl.audit.check import audit_run
 from atlas_fl.client.batching import collate_packed, forward
-from atlas_fl.config import Config
+from atlas_fl.client.job import Job
+from atlas_fl.config import Config, config_hash
 from atlas_fl.errors import ConfigError, ModelError
 from atlas_fl.experiment.run import RunResult, resume_run, run_config
 from atlas_fl.params import unflatten_by_client
 from atlas_fl.planning.planner import make_plan
+from atlas_fl.runtime.local import LocalEngine
 from atlas_fl.setup.assembly import assemble
+from atlas_fl.setup.options import train_options
 from tests.runs.reading import rows, same_tensors, state
+from tests.runs.workers import check_same, in_threads
 
 Make = Callable[..., Config]
 
@@ -109,3 +114,66 @@ def test_an_imported_adapter_of_the_same_blocks_is_the_start(config: Make) -> No
     ended = unflatten_by_client({k.removeprefix("strategy/"): t for k, t in state(first.folder, round=1).items()})
     assert set(begun) == set(ended["movie-0"])
     assert all(torch.equal(begun[key], tensor) for key, tensor in ended["movie-0"].items())
+
+
+CACHED = {"adapted_blocks": 2, "dropout": 0.1, "pack_tokens": 200, "recluster_every": 2}
+
+
+@pytest.fixture(scope="module")
+def uncached(shared_config: Make) -> RunResult:
+    """A run that computes its lowest block in every pass."""
+    return run_config(shared_config(name="uncached", prefix_cache_gb=0, **CACHED))
+
+
+@pytest.mark.parametrize("budget_gb", [2e-4, 1.0])
+def test_the_cache_changes_no_bit_of_a_run(config: Make, uncached: RunResult, budget_gb: float) -> None:
+    """With the smaller budget only a part is kept."""
+    found = run_config(config(name="cached", prefix_cache_gb=budget_gb, **CACHED))
+    check_same(uncached.folder, found.folder)
+
+
+def test_workers_with_caches_of_their_own_make_the_same_run(config: Make, uncached: RunResult) -> None:
+    found = run_config(config(name="workers", **CACHED), backend=in_threads(2))
+    check_same(uncached.folder, found.folder)
+
+
+def test_a_run_that_goes_on_with_an_empty_cache_ends_in_the_same_bits(config: Make, uncached: RunResult) -> None:
+    first = run_config(config(name="first", max_rounds=1, **CACHED))
+    assert not first.complete
+    check_same(uncached.folder, resume_run(first.folder).folder)
+    assert config_hash(config(prefix_cache_gb=0, **CACHED)) == config_hash(config(**CACHED))
+
+
+def test_the_cached_states_are_used_in_every_round(config: Make) -> None:
+    assembly = assemble(config(strategy="fedavg", **CACHED))
+    engine, rounds = LocalEngine(site=assembly.site), 3
+    options = train_options(assembly.config, with_images=False)
+    passes = list[int]()
+    handle = assembly.site.backbone.blocks[0].register_forward_pre_hook(lambda _, args: passes.append(args[0].shape[1]))
+    for number in range(1, rounds + 1):
+        engine.run(
+            "train",
+            [
+                Job(client=one.name, params=assembly.initial_params(one, (0, 2, 2)), round=number, options=options)
+                for one in assembly.clients
+            ],
+        )
+    handle.remove()
+    assert sum(passes) == sum(int(own.splits["train"].lengths.sum()) for own in assembly.site.data.values())
+
+
+@pytest.mark.parametrize(
+    ("budget_gb", "message"),
+    [
+        (
+            1.0,
+            r"1 of 3 blocks carry no adapters, 33% of a forward pass, and run once for each example: 0.\d+ GB",
+        ),
+        (1e-4, r"and run once for about \d+% of the examples: 0.\d+ GB in all, of --prefix-cache-gb 0.0001"),
+        (0.0, "1 of 3 blocks carry no adapters, 33% of a forward pass, and run in every pass, because --prefix-cac"),
+    ],
+)
+def test_the_plan_says_what_is_not_computed_again(config: Make, budget_gb: float, message: str) -> None:
+    notes = make_plan(config(prefix_cache_gb=budget_gb, **CACHED)).notes
+    assert sum(bool(re.match(f".*{message}", note)) for note in notes) == 1, notes
+    assert not any("prefix" in note for note in make_plan(config()).notes)

@@ -2,7 +2,7 @@
 
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any, TypeVar
 
@@ -16,11 +16,11 @@ from atlas_fl.models.attention import PackedLayout, make_layout
 from atlas_fl.models.backbone import Backbone, backbone_features, block_index, head_logits
 from atlas_fl.models.lora import Adapters, DropoutMaskFn, Segment, attach_adapters
 from atlas_fl.models.tokenization import EncodedExamples
-from atlas_fl.models.vision import image_features, preprocess
+from atlas_fl.models.vision import image_features, image_features_above, preprocess, run_image_blocks
 from atlas_fl.params import HEAD, Params, head_keys
 from atlas_fl.rng import torch_generator
 from atlas_fl.split.channel import CutChannel, CutSegment, backbone_features_across_cuts
-from atlas_fl.split.model import client_forward
+from atlas_fl.split.model import client_forward, server_forward
 
 PartT = TypeVar("PartT")
 
@@ -104,6 +104,15 @@ class PackedBatch:
         None  # (reads,) int64, where they lie; None where all are the sequences' pooled tokens
     )
     pixels: tuple[Tensor, ...] = ()  # of every client, (examples, height, width, channels) uint8; of texts none
+    prefix: "Prefix | None" = None  # what the lowest blocks give, where it is there already
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prefix:
+    """What comes out of the frozen blocks below the first adapted one."""
+
+    blocks: int
+    states: Tensor  # (tokens, hidden), without a gradient
 
 
 def collate_packed(batches: Sequence[EncodedExamples], *, device: torch.device) -> PackedBatch:
@@ -128,6 +137,27 @@ def collate_packed(batches: Sequence[EncodedExamples], *, device: torch.device) 
         output_positions=reads,
         pixels=tuple(torch.from_numpy(np.array(batch.pixels)) for batch in batches if batch.pixels is not None),
     )
+
+
+def make_row(batches: Sequence[EncodedExamples], site: Site) -> PackedBatch:
+    """One row of these batches, a client each, with the prefix where the lowest blocks carry no adapters."""
+    row = collate_packed(batches, device=site.backbone.device)
+    if not site.first_adapted:
+        return row
+    states = [site.prefix_cache.states(batch, lambda part: _prefix_states(part, site)) for batch in batches]
+    return replace(row, prefix=Prefix(blocks=site.first_adapted, states=torch.cat(states)))
+
+
+def _prefix_states(examples: EncodedExamples, site: Site) -> Tensor:
+    """What enters the first adapted block, (tokens, hidden) of these examples."""
+    row = collate_packed([examples], device=site.backbone.device)
+    # In inference mode, as evaluations have it, the states could not be kept for training.
+    with torch.inference_mode(False), torch.no_grad(), site.autocast():
+        if not row.pixels:
+            return client_forward(site.backbone, row.ids, row.types, row.layout, blocks=site.first_adapted)
+        seen = preprocess(site.vision, row.pixels[0])
+        states: Tensor = run_image_blocks(site.vision, seen, blocks=site.first_adapted)
+        return states.flatten(0, 1)
 
 
 def _target_positions(batch: EncodedExamples) -> Tensor | None:
@@ -220,6 +250,8 @@ def features_without_cut(row: PackedBatch, backbone: Backbone, body: Params = Ma
 
     The weights of `body` stand in for the backbone's of these names.
     """
+    if row.prefix is not None:
+        return _features_above(row, row.prefix, backbone)
     if not row.pixels:
         if not body:
             return backbone_features(backbone, row.ids, row.types, row.layout, output_positions=row.output_positions)
@@ -228,6 +260,18 @@ def features_without_cut(row: PackedBatch, backbone: Backbone, body: Params = Ma
     assert backbone.vision is not None, "a backbone for texts is given no images"
     seen = torch.cat([preprocess(backbone.vision, pixels) for pixels in row.pixels])
     features: Tensor = image_features(backbone.vision, body, seen)
+    return features
+
+
+def _features_above(row: PackedBatch, prefix: Prefix, backbone: Backbone) -> Tensor:
+    if not row.pixels:
+        return server_forward(
+            backbone, prefix.states, row.layout, blocks=prefix.blocks, output_positions=row.output_positions
+        )
+    assert backbone.vision is not None, "a backbone for texts is given no images"
+    images = sum(len(pixels) for pixels in row.pixels)
+    hidden = prefix.states.view(images, -1, prefix.states.shape[1])
+    features: Tensor = image_features_above(backbone.vision, hidden, blocks=prefix.blocks)
     return features
 
 

@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from atlas_fl.client.batching import collate_packed, forward, same_models, split_by_tokens
+from atlas_fl.client.batching import forward, make_row, same_models, split_by_tokens
 from atlas_fl.client.job import Job, Site, Update, cut_channel_of
 from atlas_fl.client.options import EvaluateOptions
 from atlas_fl.client.prior_correction import correct_logits, log_prior
@@ -97,7 +97,7 @@ def _all_logits(data: Sequence[EncodedExamples], params: Params, site: Site) -> 
     order, logits_of_chunks = in_order(every.lengths), list[np.ndarray]()
     for chunk in split_by_tokens([every.lengths[order]], site.max_tokens):
         (part,) = (part for _, part in chunk)
-        row = collate_packed([every.take(order[part])], device=site.backbone.device)
+        row = make_row([every.take(order[part])], site)
         with forward(row, [params], site) as (logits,):
             logits_of_chunks.append(logits.cpu().numpy())
     ordered = np.concatenate(logits_of_chunks)
@@ -118,7 +118,7 @@ def _evaluate_packed(jobs: Sequence[Job], site: Site) -> list[Update]:
         [client_logits.lengths[order] for client_logits, order in zip(data, orders, strict=True)], site.max_tokens
     ):
         parts = [data[k].take(orders[k][part]) for k, part in chunk]
-        row = collate_packed(parts, device=site.backbone.device)
+        row = make_row(parts, site)
         clients = [placed[k] for k, _ in chunk]
         with forward(row, clients, site, lines=[lines[k] for k, _ in chunk]) as logits:
             for (k, _), client_logits, labels in zip(chunk, logits, row.labels, strict=True):

@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from atlas_fl.client.batching import PackedBatch, call_with_params, collate_packed, features_across_cuts
+from atlas_fl.client.batching import PackedBatch, call_with_params, features_across_cuts, make_row
 from atlas_fl.client.job import Job, Site, Update, cut_channel_of
 from atlas_fl.client.local_training import example_loss, positions
 from atlas_fl.client.options import ImportanceOptions, TrainOptions
@@ -28,7 +28,9 @@ def batch_gradients(
     Evaluation mode, no dropout; the job's own adapters are not attached: this is the shared initialisation.
     """
     leaves, head = last_weights(site.backbone, blocks), head_leaves(job, site)
-    for row in half_rows(job, site, half=half, count=count, most=most):
+    # Gradients of blocks below the first adapted one need all of the forward pass.
+    at = site if len(site.backbone.blocks) - blocks >= site.first_adapted else replace(site, first_adapted=0)
+    for row in half_rows(job, at, half=half, count=count, most=most):
         yield loss_gradient(row, site, leaves, head, line=line)
 
 
@@ -97,7 +99,7 @@ def half_rows(job: Job, site: Site, *, half: int, count: int, most: int | None =
     order = generator(options.seed, "gradients", job.client, half, *again).permutation(index)
     examples = np.resize(order, count * options.batch_size)
     for start in range(0, len(examples), options.batch_size):
-        yield collate_packed([data.take(examples[start : start + options.batch_size])], device=site.backbone.device)
+        yield make_row([data.take(examples[start : start + options.batch_size])], site)
 
 
 IMPORTANCE = "importance"

@@ -16,6 +16,7 @@ from atlas_fl.data.clients import ClientData
 from atlas_fl.data.task import Examples, Images, Task
 from atlas_fl.models.backbone import Backbone, module_dims, target_modules
 from atlas_fl.models.lora import init_adapters, init_head
+from atlas_fl.models.prefix_cache import PrefixCache
 from atlas_fl.models.registry import head_shapes
 from atlas_fl.models.tokenization import EncodedExamples, encode_images
 from atlas_fl.models.vision import Vision
@@ -65,6 +66,8 @@ class Site:
     trainable: Trainable = "lora"
     first_adapted: int = 0
     """The lowest block that carries adapters."""
+    prefix_cache: PrefixCache = field(default_factory=PrefixCache)
+    """What enters that block, of examples here."""
     bf16: bool = False
     fp16: bool = False
     """Like bf16, with losses scaled so that small gradients do not vanish."""

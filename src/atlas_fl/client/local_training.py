@@ -25,7 +25,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from atlas_fl.client.batching import Dropout, collate_packed, dropout_masks, forward, rows
+from atlas_fl.client.batching import Dropout, dropout_masks, forward, make_row, rows
 from atlas_fl.client.job import Job, Site, Update, cut_channel_of
 from atlas_fl.client.optimizer import LossScale, gradient_chain, gradient_norms, make_optimizer
 from atlas_fl.client.options import Schedule, TrainOptions
@@ -96,7 +96,7 @@ def _augment(batch: EncodedExamples, job: Job, *, step: int) -> EncodedExamples:
         return batch
     stream = torch_generator(options.seed, "augment", job.client, job.round, step)
     seen = augment(torch.from_numpy(batch.pixels), padding=options.crop, flip=options.flip, generator=stream)
-    return replace(batch, pixels=seen.numpy())
+    return replace(batch, pixels=seen.numpy(), taken_from=None)
 
 
 def learning_rate(options: TrainOptions, *, step: int, steps: int) -> float:
@@ -355,7 +355,7 @@ def whole_step(sets: Sequence[SharedAdapters]) -> Step:
 
 def _gradients(members: Sequence[LocalTrainer], done: int, site: Site) -> dict[LocalTrainer, int]:
     """How many examples each member's loss is a mean over; its gradients lie in its leaves."""
-    row = collate_packed([next(member.batches) for member in members], device=site.backbone.device)
+    row = make_row([next(member.batches) for member in members], site)
     mask = dropout_masks([member.dropout(done) for member in members], device=site.backbone.device)
     lines = [member.line for member in members]
     with forward(row, [member.params for member in members], site, mask=mask, lines=lines) as logits:

@@ -167,7 +167,10 @@ def dial_note(config: Config) -> tuple[str, ...]:
 
 
 def _text_federation(name: str, *, tasks: tuple[str, ...], clients_per_task: int, samples: int = 120) -> Config:
-    """A federation of text tasks that trains in some five minutes on one core."""
+    """A federation of text tasks that trains in about a minute on one core: what is frozen is computed once.
+
+    LoRA on two of MiniLM's six blocks needs three times the learning rate of six.
+    """
     return Config(
         data=DataConfig(
             tasks=tasks,
@@ -178,7 +181,8 @@ def _text_federation(name: str, *, tasks: tuple[str, ...], clients_per_task: int
             max_length=64,
             devices=("laptop_8gb",),
         ),
-        training=TrainingConfig(rounds=10, eval_every=2),
+        model=ModelConfig(adapted_blocks=2),
+        training=TrainingConfig(rounds=10, eval_every=2, lr=3e-3),
         ranks=RanksConfig(ranks="8"),
         run=RunConfig(preset=name),
     )

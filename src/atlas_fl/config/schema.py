@@ -135,6 +135,9 @@ class TrainingConfig:
     """Tokens that train together; chosen for the machine by default, and never above the memory budget."""
     pack_memory_gb: float = 4.0
     """Memory that one pack's activations may take."""
+    prefix_cache_gb: float = 1.0
+    """Memory of each process for what enters the first adapted block under `--adapted-blocks`, which is then computed
+    once for each example; 0 keeps nothing. It changes no number."""
 
 
 NONE, AUTO = "none", "auto"

@@ -33,6 +33,7 @@ MOST: Mapping[str, float] = {
     "rouge_examples": 10**4,
     "pack_tokens": 2**20,
     "pack_memory_gb": 1024,
+    "prefix_cache_gb": 1024,
     "image_size": 1024,
     "calibration_rounds": 10**3,
     "calibration_examples": 10**5,

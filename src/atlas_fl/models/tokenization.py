@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerBase
 from atlas_fl.errors import ModelError
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class EncodedExamples:
     """`n` tokenised examples with their labels."""
 
@@ -24,6 +24,9 @@ class EncodedExamples:
     pixels: np.ndarray | None = None  # (n, height, width, channels) uint8; None of texts
     target_counts: np.ndarray | None = (
         None  # (n,) int64, how many of `written` each example has, where they have no places
+    )
+    taken_from: tuple["EncodedExamples", np.ndarray] | None = (
+        None  # the split that these were taken from, and their places in it, (n,) int64; None of a split itself
     )
 
     def __len__(self) -> int:
@@ -47,8 +50,11 @@ class EncodedExamples:
         """These examples, in this order."""
         lengths = self.lengths[index]
         offsets = np.concatenate([[0], np.cumsum(lengths)])
+        taken_from = (self, index) if self.taken_from is None else (self.taken_from[0], self.taken_from[1][index])
         if self.pixels is not None:
-            return replace(self, offsets=offsets, labels=self.labels[index], pixels=self.pixels[index])
+            return replace(
+                self, offsets=offsets, labels=self.labels[index], pixels=self.pixels[index], taken_from=taken_from
+            )
         # The place of every token: its example's start, plus its place inside the example.
         token_index = np.repeat(self.offsets[index] - offsets[:-1], lengths) + np.arange(offsets[-1])
         target_mask = None if self.target_mask is None else self.target_mask[token_index]
@@ -58,6 +64,7 @@ class EncodedExamples:
             offsets=offsets,
             labels=self.labels[index],
             target_mask=target_mask,
+            taken_from=taken_from,
         )
 
 

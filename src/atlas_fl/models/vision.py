@@ -152,6 +152,43 @@ def image_features(
     return features
 
 
+def run_image_blocks(
+    vision: Vision, pixels: Float[Tensor, "n 3 height width"], *, blocks: int
+) -> Float[Tensor, "n tokens hidden"]:
+    """The output of the first `blocks` blocks of a plain vision transformer."""
+    hidden: Tensor = vision.backbone.get_submodule("embeddings")(pixels)
+    for block in _first_blocks(vision, blocks):
+        hidden = block(hidden)
+    return hidden
+
+
+def image_features_above(
+    vision: Vision, hidden: Float[Tensor, "n tokens hidden"], *, blocks: int
+) -> Float[Tensor, "n features"]:
+    """What the stock classifier would read, from the output of its first `blocks` blocks.
+
+    The stock model runs with what lies below left out: what stands behind the blocks differs between architectures.
+    """
+    below = {vision.backbone.get_submodule("embeddings"): lambda *_, **__: hidden}
+    below |= dict.fromkeys(_first_blocks(vision, blocks), _pass_through)
+    for module, forward in below.items():
+        module.forward = forward
+    try:
+        features: Tensor = vision.model(hidden.new_empty(0)).logits
+    finally:
+        for module in below:
+            del module.forward
+    return features
+
+
+def _first_blocks(vision: Vision, count: int) -> list[nn.Module]:
+    return list(vision.backbone.get_submodule(vision.blocks).children())[:count]
+
+
+def _pass_through(hidden: Tensor, *_: object, **__: object) -> Tensor:
+    return hidden
+
+
 def image_logits(
     vision: Vision,
     params: Params,

@@ -39,6 +39,7 @@ from atlas_fl.planning.masks import (
 from atlas_fl.planning.plan import ClientPlan, Plan, PlanResult
 from atlas_fl.planning.ranks_and_cuts import RankPlan, cuts_for_planning, fit_ranks, measure_importance
 from atlas_fl.planning.task_discovery import TaskDiscovery, discover_tasks, make_client_graph
+from atlas_fl.ranks.cost_model import VALUE_BYTES
 from atlas_fl.runtime.engine import Engine, TrafficMeter
 from atlas_fl.runtime.local import LocalEngine
 from atlas_fl.runtime.protocol.model_sync import (
@@ -222,6 +223,7 @@ def _plan_lora(assembly: Assembly, engine: Engine, *, on_event: OnEvent) -> Plan
             *heterogeneity_notes(assembly.clients),
             *discovery.notes,
             *rank_plan.notes,
+            *_prefix_notes(assembly),
             *graph.warnings,
         ),
     )
@@ -233,6 +235,31 @@ def _plan_lora(assembly: Assembly, engine: Engine, *, on_event: OnEvent) -> Plan
         clustering=discovery.clustering,
         cut_traffic=tuple(meter.rows(round=0)),
     )
+
+
+def _prefix_notes(assembly: Assembly) -> tuple[str, ...]:
+    """What is not computed again where the lowest blocks carry no adapters, and the memory that this takes."""
+    shape, budget_gb = assembly.shape, assembly.config.training.prefix_cache_gb
+    if not shape.first_adapted:
+        return ()
+    share = sum(shape.block_params[: shape.first_adapted]) / sum(shape.block_params)
+    start = f"{shape.first_adapted} of {shape.num_layers} blocks carry no adapters, {share:.0%} of a forward pass, and"
+    if not budget_gb:
+        return (f"{start} run in every pass, because --prefix-cache-gb is 0",)
+    images = assembly.config.images
+    is_augmented = assembly.has_images and bool(images.crop or images.flip)
+    tokens = sum(
+        int(data.lengths.sum())
+        for client in assembly.clients
+        for split, data in assembly.site.data[client.name].splits.items()
+        if not (is_augmented and split == "train")
+    )
+    size_gb = tokens * shape.hidden * VALUE_BYTES / 2**30
+    kept = (
+        "once for each example" if size_gb <= budget_gb else f"once for about {budget_gb / size_gb:.0%} of the examples"
+    )
+    others = "; augmented training images always run through them" if is_augmented else ""
+    return (f"{start} run {kept}: {size_gb:.2g} GB in all, of --prefix-cache-gb {budget_gb:g}{others}",)
 
 
 def _shared_initial_models(assembly: Assembly, discovery: TaskDiscovery, plan: Plan) -> dict[str, Params]:

@@ -26,6 +26,7 @@ from atlas_fl.models.backbone import Backbone, block_index, model_shape, plain_s
 from atlas_fl.models.loading import load_backbone
 from atlas_fl.models.lora import lora_scale
 from atlas_fl.models.peft_io import default_targets
+from atlas_fl.models.prefix_cache import CPU_CHUNK_TOKENS, CUDA_CHUNK_TOKENS, PrefixCache
 from atlas_fl.models.registry import ModelShape
 from atlas_fl.models.tokenization import EncodedExamples, encode_examples, encode_prompts, encode_targets
 from atlas_fl.models.vision_loading import load_image_backbone, tokens_per_image
@@ -217,6 +218,10 @@ def assemble(
         max_tokens=1,
         trainable=trainable,
         first_adapted=first_adapted_block(config, backbone),
+        prefix_cache=PrefixCache(
+            budget_bytes=int(config.training.prefix_cache_gb * 2**30),
+            chunk_tokens=CUDA_CHUNK_TOKENS if backbone.device.type == "cuda" else CPU_CHUNK_TOKENS,
+        ),
     )
     is_plain = images and trainable == "full"
     shape = plain_shape(backbone) if is_plain else model_shape(backbone, site.modules, first_adapted=site.first_adapted)
