@@ -178,7 +178,9 @@ def test_settings_of_another_dial_are_refused(values: dict[str, Any]) -> None:
 
 
 def test_cuts_of_a_task_of_sources_go_by_its_own_name() -> None:
-    joint = with_values(find_preset("sources"), {"split": "movie+amazon+nyt_sentiment+tweets=2"})
+    joint = with_values(
+        find_preset("sources"), {"split": "movie+amazon+nyt_sentiment+tweets=2", "adapted_blocks": "none"}
+    )
     assert validate(joint) == joint
     with pytest.raises(ConfigError, match="unknown name in --split 'movie'"):
         validate(with_values(joint, {"split": "movie=2"}))

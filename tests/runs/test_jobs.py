@@ -6,7 +6,8 @@ import pytest
 
 from atlas_fl.config import run_folder
 from atlas_fl.errors import CheckpointError
-from atlas_fl.experiment.sweep import grid, run_in_processes
+from atlas_fl.experiment.parallel_runs import run_in_processes
+from atlas_fl.experiment.sweep import grid
 from tests.runs.conftest import configs
 
 pytestmark = pytest.mark.core

@@ -20,7 +20,6 @@ from atlas_fl.experiment.sweep import (
     grid,
     parse_over,
     run_all,
-    run_in_processes,
     same_steps,
     seeds,
 )
@@ -174,7 +173,9 @@ def _run(points: Sequence[Point], *, jobs: int = 1) -> tuple[Path, ...]:
 
         if jobs == 1:
             return run_all(points, on_run=announce, on_event=on_event)
-        return run_in_processes(points, jobs=jobs, on_run=announce)
+        from atlas_fl.experiment.parallel_runs import run_in_processes
+
+        return run_in_processes(points, jobs=jobs, on_run=announce, on_event=on_event)
 
 
 def _show_statistics(

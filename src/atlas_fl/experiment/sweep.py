@@ -1,16 +1,11 @@
 """Sweeps: a grid of settings and seeds, run one after the other; finished runs are not repeated."""
 
-import os
-import subprocess
-import sys
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from hashlib import sha256
 from itertools import product
 from math import lcm
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Literal
 
 from atlas_fl.config import (
@@ -20,7 +15,6 @@ from atlas_fl.config import (
     load_config,
     pin_mask_file,
     run_folder,
-    to_toml,
     validate,
     with_values,
 )
@@ -29,7 +23,7 @@ from atlas_fl.config.identity import SESSION
 from atlas_fl.config.methods import without_method_settings
 from atlas_fl.config.settings import find_setting
 from atlas_fl.errors import CheckpointError, ConfigError
-from atlas_fl.events import OnEvent, ignore
+from atlas_fl.events import Note, OnEvent, ignore
 
 SEEDS = (42, 123, 456, 789, 1024)
 """The seeds that results are published with, in the order in which they are used."""
@@ -201,58 +195,29 @@ def run_all(
         AtlasError: a run cannot go on; those before it stay.
     """
     from atlas_fl.experiment.run import run_config
+    from atlas_fl.runtime.reuse import REUSED_RESULTS
 
     states = [run_state(point.config) for point in points]
-    for index, (point, state) in enumerate(zip(points, states)):
-        if on_run is not None:
-            on_run(index, point, state)
-        if state != "finished":
-            run_config(point.config, on_event=on_event, resume=True)
+    with REUSED_RESULTS.remember() as results:
+        for index, (point, state) in enumerate(zip(points, states)):
+            if on_run is not None:
+                on_run(index, point, state)
+            if state != "finished":
+                run_config(point.config, on_event=on_event, resume=True)
+    for line in saving_note(results.computed_seconds, results.saved_seconds):
+        on_event(Note(line))
     return tuple(run_folder(point.config).path for point in points)
 
 
-def run_in_processes(
-    points: Sequence[Point], *, jobs: int, on_run: Callable[[int, Point, RunState], None] | None = None
-) -> tuple[Path, ...]:
-    """As `run_all`, with so many runs at once, each in a process of its own with its share of the cores.
-
-    Raises:
-        CheckpointError: a run failed; those that had begun end first, and all that was done stays.
-    """
-    states = [run_state(point.config) for point in points]
-
-    def run_one(index: int) -> str:
-        if states[index] == "finished":
-            return ""
-        if on_run is not None:
-            on_run(index, points[index], states[index])
-        return _run_in_process(points[index].config, states[index], jobs=jobs)
-
-    with ThreadPoolExecutor(max_workers=jobs) as pool:
-        futures = [pool.submit(run_one, index) for index in range(len(points))]
-        for point, future in zip(points, futures, strict=True):
-            if problem := future.result():
-                pool.shutdown(cancel_futures=True)
-                raise CheckpointError(f"{run_folder(point.config).path} failed: {problem}")
-    return tuple(run_folder(point.config).path for point in points)
-
-
-def _run_in_process(config: Config, state: RunState, *, jobs: int) -> str:
-    """Begin or resume the run in a fresh process; the last line that it wrote, if it failed."""
-    threads = str(max(1, (os.cpu_count() or 1) // jobs))
-    with TemporaryDirectory(prefix="atlas-") as folder:
-        file = Path(folder) / "config.toml"
-        file.write_text(to_toml(config))
-        words = ["resume", str(run_folder(config).path)] if state == "unfinished" else ["run", "--config", str(file)]
-        done = subprocess.run(
-            [sys.executable, "-m", "atlas_fl", *words],
-            env={**os.environ, "OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads},
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-    lines = done.stderr.strip().splitlines() or done.stdout.strip().splitlines()
-    return "" if done.returncode == 0 else (lines[-1] if lines else f"exit code {done.returncode}")
+def saving_note(computed_seconds: float, saved_seconds: float) -> tuple[str, ...]:
+    """What several runs had in common, for people; nothing where that was nothing."""
+    if not saved_seconds:
+        return ()
+    share = saved_seconds / (computed_seconds + saved_seconds)
+    return (
+        f"{computed_seconds:.0f} s of the clients' work computed, {saved_seconds:.0f} s ({share:.0%}) shared between"
+        " runs: equal fingerprints, first rounds and scores",
+    )
 
 
 def comparison_name(points: Sequence[Point], *, preset: str) -> str:

@@ -10,6 +10,9 @@ that an example stands in, whether they are kept or not: the same shapes, and so
 One example at a time would be exact too and takes two to four times as long, because its products have few rows.
 
 Examples that stand in no split, such as augmented images, are a chunk by themselves and are never kept.
+
+Runs of one process with the same frozen model share a cache (`shared_prefix_cache`): strategies of one seed, and seeds
+with the same rows. Splits are told apart by their content.
 """
 
 from collections.abc import Callable
@@ -30,9 +33,9 @@ Compute: TypeAlias = Callable[[EncodedExamples], Tensor]
 """(examples) -> their states (tokens, width), in their order, without a gradient."""
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
+@dataclass(kw_only=True, eq=False)
 class Chunks:
-    """The chunks of one split."""
+    """The chunks of one split, and what is kept of them."""
 
     members: tuple[np.ndarray, ...]
     """By chunk, the places of its examples in the split, (examples,) int64."""
@@ -40,11 +43,13 @@ class Chunks:
     """The chunk of every example of the split, (n,) int64."""
     start: np.ndarray
     """Its first token inside the chunk, (n,) int64."""
+    run: int
+    """The number of the last run that used them."""
     kept: dict[int, Tensor] = field(default_factory=dict)
     """States of chunks, (tokens, width)."""
 
 
-def make_chunks(lengths: np.ndarray, *, tokens: int) -> Chunks:
+def make_chunks(lengths: np.ndarray, *, tokens: int, run: int = 0) -> Chunks:
     """Chunks of about `tokens` tokens of examples of these lengths, (n,) int64; short ones first: less is padded.
 
     >>> [chunk.tolist() for chunk in make_chunks(np.array([5, 3, 9, 3, 70, 2]), tokens=10).members]
@@ -58,14 +63,14 @@ def make_chunks(lengths: np.ndarray, *, tokens: int) -> Chunks:
     for number, places in enumerate(members):
         chunk[places] = number
         start[places] = np.cumsum(lengths[places]) - lengths[places]
-    return Chunks(members=members, chunk=chunk, start=start)
+    return Chunks(members=members, chunk=chunk, start=start, run=run)
 
 
 class PrefixCache:
     """The states of examples at the input of the first adapted block, kept up to a number of bytes.
 
-    What comes first stays: every pass takes the same examples in another order, and would push out what the next one
-    needs.
+    Inside a run what comes first stays: every pass takes the same examples in another order, and would push out what
+    the next one needs. What earlier runs left makes room, the least recently used first.
     """
 
     def __init__(self, *, budget_bytes: int = 0, chunk_tokens: int = CPU_CHUNK_TOKENS) -> None:
@@ -73,30 +78,69 @@ class PrefixCache:
         self.budget_bytes, self.chunk_tokens = budget_bytes, chunk_tokens
         self.used_bytes = 0
         """Bytes of the states that are kept."""
-        self._splits: dict[EncodedExamples, Chunks] = {}
+        self._run = 0
+        self._splits: dict[str, Chunks] = {}
+
+    def begin_run(self) -> None:
+        """From here on what was kept before may be dropped for what comes."""
+        self._run += 1
 
     def states(self, examples: EncodedExamples, compute: Compute) -> Tensor:
         """The states (tokens, width) of these examples, in their order."""
         if examples.taken_from is None:
             return compute(examples)
         split, places = examples.taken_from
-        if split not in self._splits:
-            self._splits[split] = make_chunks(split.lengths, tokens=self.chunk_tokens)
-        chunks = self._splits[split]
+        chunks = self._splits.get(split.digest)
+        if chunks is None or chunks.run != self._run:
+            chunks = self._use(split)
         by_chunk = {
-            number: self._chunk_states(split, number, compute) for number in np.unique(chunks.chunk[places]).tolist()
+            number: self._chunk_states(split, chunks, number, compute)
+            for number in np.unique(chunks.chunk[places]).tolist()
         }
         spans = zip(
             chunks.chunk[places].tolist(), chunks.start[places].tolist(), examples.lengths.tolist(), strict=True
         )
         return torch.cat([by_chunk[number][start : start + length] for number, start, length in spans])
 
-    def _chunk_states(self, split: EncodedExamples, number: int, compute: Compute) -> Tensor:
-        chunks = self._splits[split]
+    def _use(self, split: EncodedExamples) -> Chunks:
+        """The chunks of a split that this run uses for the first time, as the most recently used."""
+        chunks = self._splits.pop(split.digest, None) or make_chunks(split.lengths, tokens=self.chunk_tokens)
+        chunks.run = self._run
+        self._splits[split.digest] = chunks
+        return chunks
+
+    def _chunk_states(self, split: EncodedExamples, chunks: Chunks, number: int, compute: Compute) -> Tensor:
         if number in chunks.kept:
             return chunks.kept[number]
         states = compute(split.take(chunks.members[number]))
+        self._make_room(states.nbytes)
         if self.used_bytes + states.nbytes <= self.budget_bytes:
             chunks.kept[number] = states
             self.used_bytes += states.nbytes
         return states
+
+    def _make_room(self, size: int) -> None:
+        """Drop splits of earlier runs until so many bytes fit, or none of these is left."""
+        earlier = [digest for digest, chunks in self._splits.items() if chunks.run != self._run]
+        for digest in earlier if size <= self.budget_bytes else ():
+            if self.used_bytes + size <= self.budget_bytes:
+                return
+            self.used_bytes -= sum(states.nbytes for states in self._splits.pop(digest).kept.values())
+
+
+_shared: dict[str, PrefixCache] = {}
+
+
+def shared_prefix_cache(key: str, *, budget_bytes: int, chunk_tokens: int) -> PrefixCache:
+    """The cache of this process for a frozen model of this key, at the begin of a run; other models' are dropped.
+
+    The key says all that decides the bits of a state besides the examples and the chunks.
+    """
+    key = f"{key} {chunk_tokens}"
+    if key not in _shared:
+        _shared.clear()
+        _shared[key] = PrefixCache(chunk_tokens=chunk_tokens)
+    cache = _shared[key]
+    cache.budget_bytes = budget_bytes
+    cache.begin_run()
+    return cache

@@ -5,6 +5,8 @@ The tokens of an image are its patches. The model itself makes them of pixels, s
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
+from hashlib import sha256
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
@@ -31,6 +33,23 @@ class EncodedExamples:
 
     def __len__(self) -> int:
         return len(self.labels)
+
+    @cached_property
+    def digest(self) -> str:
+        """SHA-256 of all arrays: their dtypes, shapes and bytes."""
+        state = sha256()
+        for array in (
+            self.ids,
+            self.types,
+            self.offsets,
+            self.labels,
+            self.target_mask,
+            self.pixels,
+            self.target_counts,
+        ):
+            state.update(b"none" if array is None else f"{array.dtype}{array.shape}".encode())
+            state.update(b"" if array is None else np.ascontiguousarray(array).data)
+        return state.hexdigest()
 
     @property
     def lengths(self) -> np.ndarray:

@@ -26,11 +26,11 @@ from atlas_fl.models.backbone import Backbone, block_index, model_shape, plain_s
 from atlas_fl.models.loading import load_backbone
 from atlas_fl.models.lora import lora_scale
 from atlas_fl.models.peft_io import default_targets
-from atlas_fl.models.prefix_cache import CPU_CHUNK_TOKENS, CUDA_CHUNK_TOKENS, PrefixCache
+from atlas_fl.models.prefix_cache import CPU_CHUNK_TOKENS, CUDA_CHUNK_TOKENS, PrefixCache, shared_prefix_cache
 from atlas_fl.models.registry import ModelShape
 from atlas_fl.models.tokenization import EncodedExamples, encode_examples, encode_prompts, encode_targets
 from atlas_fl.models.vision_loading import load_image_backbone, tokens_per_image
-from atlas_fl.params import HEAD, LORA_A, Params, Split
+from atlas_fl.params import HEAD, LORA_A, Params, Split, digest
 from atlas_fl.partial_sharing import is_placeholder, private_digest, unshared_keys, with_placeholders
 from atlas_fl.ranks.cost_model import LOGIT_COPIES, VALUE_BYTES, activation_bytes
 from atlas_fl.ranks.devices import Device, find_devices
@@ -84,6 +84,8 @@ NO_LATE_CLIENTS = JoinQueue()
 CPU_PACK_TOKENS, CUDA_PACK_TOKENS = 4096, 65536
 PACK_IMAGES = 64
 """Images in a pass of a whole model without gradients, or fewer where `--pack-tokens` is fewer."""
+MOST_HASHED = 200_000_000
+"""Weights of a frozen model that are hashed at the start of a run: a fifth of a second."""
 HEAD_STD = 0.02
 """Of the head of a whole image model that is not fitted: what transformers draws its new layers with."""
 
@@ -218,10 +220,7 @@ def assemble(
         max_tokens=1,
         trainable=trainable,
         first_adapted=first_adapted_block(config, backbone),
-        prefix_cache=PrefixCache(
-            budget_bytes=int(config.training.prefix_cache_gb * 2**30),
-            chunk_tokens=CUDA_CHUNK_TOKENS if backbone.device.type == "cuda" else CPU_CHUNK_TOKENS,
-        ),
+        prefix_cache=_prefix_cache(config, backbone),
     )
     is_plain = images and trainable == "full"
     shape = plain_shape(backbone) if is_plain else model_shape(backbone, site.modules, first_adapted=site.first_adapted)
@@ -233,6 +232,21 @@ def assemble(
         shape=shape,
         layer_of={name: block_index(backbone, name) for name in site.modules},
     )
+
+
+def _prefix_cache(config: Config, backbone: Backbone) -> PrefixCache:
+    """The cache that runs of this process with the same frozen model share; one of its own for a large model."""
+    chunk_tokens = CUDA_CHUNK_TOKENS if backbone.device.type == "cuda" else CPU_CHUNK_TOKENS
+    budget_bytes, first_adapted = int(config.training.prefix_cache_gb * 2**30), first_adapted_block(config, backbone)
+    if not first_adapted or backbone.num_parameters > MOST_HASHED:
+        return PrefixCache(budget_bytes=budget_bytes, chunk_tokens=chunk_tokens)
+    key = repr(
+        (
+            *(digest(backbone.frozen), first_adapted, config.images.image_size, config.model.precision),
+            *(str(backbone.device), torch.get_num_threads()),
+        )
+    )
+    return shared_prefix_cache(key, budget_bytes=budget_bytes, chunk_tokens=chunk_tokens)
 
 
 def _with_limits(site: Site, config: Config, shape: ModelShape, *, images: bool, cuda: bool) -> Site:

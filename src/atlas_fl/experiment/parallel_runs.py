@@ -1,0 +1,164 @@
+"""Runs of a comparison at once: worker processes that each make several runs and keep what these have in common.
+
+A process is given the runs of one seed after another, because strategies of one seed share data, fingerprints, states
+of the frozen blocks and first rounds (`runtime.reuse`, `models.prefix_cache`); one without work takes over runs of the
+others. A process that dies takes one run down with it, which the same command resumes.
+"""
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO, Any
+
+from atlas_fl.config import Config, parse_config, run_folder, to_toml
+from atlas_fl.errors import AtlasError, CheckpointError
+from atlas_fl.events import Note, OnEvent, ignore
+from atlas_fl.experiment.sweep import Point, RunState, run_state, saving_note
+
+PROGRAM = "from atlas_fl.experiment.parallel_runs import serve_runs; serve_runs()"
+
+
+def run_in_processes(
+    points: Sequence[Point],
+    *,
+    jobs: int,
+    on_run: Callable[[int, Point, RunState], None] | None = None,
+    on_event: OnEvent = ignore,
+) -> tuple[Path, ...]:
+    """As `run_all`, with so many runs at once, each process with its share of the cores.
+
+    Raises:
+        CheckpointError: a run failed; those that had begun end first, and all that was done stays.
+    """
+    states = [run_state(point.config) for point in points]
+    queue = RunQueue(
+        [(index, point.config.run.seed) for index, point in enumerate(points) if states[index] != "finished"]
+    )
+    problems: dict[int, str] = {}
+    computed_seconds = saved_seconds = 0.0
+
+    def work() -> tuple[float, float]:
+        answer: dict[str, Any] = {"computed": 0.0, "saved": 0.0}
+        with run_process(jobs) as process:
+            while not problems and (index := queue.take()) is not None:
+                if on_run is not None:
+                    on_run(index, points[index], states[index])
+                told = process.make(points[index].config)
+                answer = told if "computed" in told else answer
+                if told["problem"]:
+                    problems[index] = told["problem"]
+        return answer["computed"], answer["saved"]
+
+    with ThreadPoolExecutor(max_workers=jobs) as pool:
+        for future in [pool.submit(work) for _ in range(min(jobs, len(queue)))]:
+            computed, saved = future.result()
+            computed_seconds, saved_seconds = computed_seconds + computed, saved_seconds + saved
+    if problems:
+        index = min(problems)
+        raise CheckpointError(f"{run_folder(points[index].config).path} failed: {problems[index]}")
+    for line in saving_note(computed_seconds, saved_seconds):
+        on_event(Note(line))
+    return tuple(run_folder(point.config).path for point in points)
+
+
+class RunQueue:
+    """What is to be run, by seed; a thread is given runs of one seed as long as there are some."""
+
+    def __init__(self, runs: Sequence[tuple[int, int]]) -> None:
+        """`runs` are (index, seed) in their order."""
+        self._by_seed: dict[int, list[int]] = {}
+        for index, seed in runs:
+            self._by_seed.setdefault(seed, []).append(index)
+        self._seed_of_thread: dict[int, int] = {}
+        self._lock = threading.Lock()
+
+    def __len__(self) -> int:
+        return sum(map(len, self._by_seed.values()))
+
+    def take(self) -> int | None:
+        """The index of the next run of this thread's seed, of a seed that is nobody's, or of the longest queue."""
+        with self._lock:
+            waiting = {seed: runs for seed, runs in self._by_seed.items() if runs}
+            if not waiting:
+                return None
+            thread, taken = threading.get_ident(), set(self._seed_of_thread.values())
+            seed = self._seed_of_thread.get(thread)
+            if seed not in waiting:
+                free = [other for other in waiting if other not in taken]
+                seed = free[0] if free else max(waiting, key=lambda other: len(waiting[other]))
+                self._seed_of_thread[thread] = seed
+            return self._by_seed[seed].pop(0)
+
+
+@dataclass(kw_only=True)
+class RunProcess:
+    """A process that makes runs, one after the other."""
+
+    process: "subprocess.Popen[str]"
+    errors: IO[str]
+    """What it writes to its standard error."""
+    last: dict[str, Any] = field(default_factory=dict)
+
+    def make(self, config: Config) -> dict[str, Any]:
+        """Begin or resume this run; its `problem`, empty if none, and the seconds so far."""
+        assert self.process.stdin is not None and self.process.stdout is not None
+        try:
+            self.process.stdin.write(json.dumps(to_toml(config)) + "\n")
+            self.process.stdin.flush()
+        except BrokenPipeError:
+            return {"problem": self._last_words()}
+        line = self.process.stdout.readline()
+        return dict(json.loads(line)) if line else {"problem": self._last_words()}
+
+    def _last_words(self) -> str:
+        code = self.process.wait()
+        self.errors.seek(0)
+        lines = self.errors.read().strip().splitlines()
+        return lines[-1] if lines else f"its process ended with exit code {code}; the same command goes on"
+
+
+@contextmanager
+def run_process(jobs: int) -> Iterator[RunProcess]:
+    """A process for one of so many runs at once, which ends with the context."""
+    threads = str(max(1, (os.cpu_count() or 1) // jobs))
+    with tempfile.TemporaryFile("w+") as errors:
+        process = subprocess.Popen(
+            [sys.executable, "-c", PROGRAM],
+            env={**os.environ, "OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=errors,
+            text=True,
+        )
+        with process:
+            try:
+                yield RunProcess(process=process, errors=errors)
+            finally:
+                if process.stdin is not None and not process.stdin.closed:
+                    process.stdin.close()
+
+
+def serve_runs() -> None:
+    """Make the runs whose settings come in, a line each, and answer each with a line, until there are no more."""
+    from atlas_fl.experiment.run import run_config
+    from atlas_fl.runtime.reuse import REUSED_RESULTS
+
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # whatever a library prints is no answer
+    with REUSED_RESULTS.remember() as results:
+        for line in sys.stdin:
+            problem = ""
+            try:
+                run_config(parse_config(json.loads(line), origin="the settings of a run"), resume=True)
+            except AtlasError as error:
+                problem = str(error)
+            told = {"problem": problem, "computed": results.computed_seconds, "saved": results.saved_seconds}
+            print(json.dumps(told), file=answers, flush=True)

@@ -1,0 +1,119 @@
+"""Reused results: what several runs of one process would compute alike is computed once, with the same bits.
+
+An action is a pure function of its jobs and of the site: equal jobs at equal sites have equal updates. Strategies of one
+seed share fingerprints, importance, the first round's training and the scores of equal models; what they share is found
+by content, so nobody has to say it. A key is the SHA-256 of the action, of all jobs that ran together (the last bits
+follow the packs), and of the site: data, frozen weights, precision, limits and threads.
+
+Models with cuts, masks or momentum, and whole models, are always computed.
+"""
+
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import cached_property
+from hashlib import sha256
+
+import torch
+
+from atlas_fl.client.job import ClientTokens, Job, Site, Update
+from atlas_fl.params import digest, num_bytes
+from atlas_fl.runtime.engine import Engine
+
+MAX_BYTES = 512 << 20
+"""Of tensors in remembered updates: hundreds of rounds of small adapters."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Result:
+    updates: tuple[Update, ...]
+    seconds: float
+    num_bytes: int
+
+
+@dataclass(kw_only=True, eq=False)
+class ReusedResults:
+    """Updates by the key of what they were computed from, the least recently used of them dropped beyond a size."""
+
+    max_bytes: int = 0
+    """With 0 nothing is remembered."""
+    computed_seconds: float = 0.0
+    """Spent on what was asked for while something was remembered."""
+    saved_seconds: float = 0.0
+    """That what was remembered had taken."""
+    _results: dict[str, _Result] = field(default_factory=dict)
+
+    @contextmanager
+    def remember(self, max_bytes: int = MAX_BYTES) -> Iterator["ReusedResults"]:
+        """Remember results until the context ends."""
+        self.max_bytes, self.computed_seconds, self.saved_seconds = max_bytes, 0.0, 0.0
+        try:
+            yield self
+        finally:
+            self.max_bytes = 0
+            self._results.clear()
+
+    def run(self, key: str, engine: Engine, action: str, jobs: Sequence[Job]) -> list[Update]:
+        """What the engine answers, or answered to these jobs before."""
+        result = self._results.pop(key, None)
+        if result is None:
+            start_time = time.perf_counter()
+            updates = tuple(engine.run(action, jobs))
+            size = sum(num_bytes(update.params) for update in updates)
+            result = _Result(updates=updates, seconds=time.perf_counter() - start_time, num_bytes=size)
+            self.computed_seconds += result.seconds
+        else:
+            self.saved_seconds += result.seconds
+        self._results[key] = result
+        while sum(other.num_bytes for other in self._results.values()) > self.max_bytes:
+            del self._results[next(iter(self._results))]
+        return list(result.updates)
+
+
+REUSED_RESULTS = ReusedResults()
+"""Those of this process; nothing is remembered outside of `remember`."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReusingEngine:
+    """An engine that asks another one only for what is not remembered."""
+
+    engine: Engine
+    site: Site
+    results: ReusedResults = REUSED_RESULTS
+
+    @cached_property
+    def _site_key(self) -> str:
+        return site_key(self.site)
+
+    def run(self, action: str, jobs: Sequence[Job]) -> list[Update]:
+        """The updates of these jobs, in their order."""
+        if not self.results.max_bytes or not all(_is_reusable(job, self.site) for job in jobs):
+            return self.engine.run(action, jobs)
+        parts = [f"{job.client} {job.round} {digest(job.params)} {job.options!r}" for job in jobs]
+        key = sha256("\n".join([self._site_key, action, *parts]).encode()).hexdigest()
+        return self.results.run(key, self.engine, action, jobs)
+
+
+def _is_reusable(job: Job, site: Site) -> bool:
+    return (
+        site.trainable == "lora" and job.cut is None and job.hosting is None and job.mask is None and not job.momentum
+    )
+
+
+def site_key(site: Site) -> str:
+    """SHA-256 of all that updates follow from besides their jobs."""
+    settings = (
+        *(site.targets, site.scale(1), site.scale(2), site.max_tokens, site.trainable, site.first_adapted),
+        *(site.bf16, site.fp16, site.prefix_cache.chunk_tokens, str(site.backbone.device), torch.get_num_threads()),
+    )
+    clients = [f"{name} {_tokens_key(data)}" for name, data in sorted(site.data.items())]
+    return sha256("\n".join([repr(settings), digest(site.backbone.frozen), *clients]).encode()).hexdigest()
+
+
+def _tokens_key(data: ClientTokens) -> str:
+    task = (data.task.name, data.task.num_labels, data.task.metric, data.task.label_names)
+    splits = [f"{split} {rows.digest}" for split, rows in sorted(data.splits.items())]
+    prompts = [f"{split} {own.encoded.digest} {own.references!r}" for split, own in sorted(data.prompts.items())]
+    return repr((task, splits, prompts))
