@@ -57,7 +57,7 @@ ALLOWED: Mapping[str, tuple[dict[str, int], str]] = {
     "experiment/recorder.py": ({"unlink": 2}, "later plans of a run that goes back behind them, by their names"),
     "report/style.py": ({"savefig": 1}, "into memory"),
     "experiment/run.py": ({"unlink": 1}, "rows and later plans of a run that begins again, by their names"),
-    "experiment/sweep.py": ({"write_text": 1}, "a config in a temporary folder of this process"),
+    "experiment/parallel_runs.py": ({"fdopen": 1}, "the standard output of a worker process, for its answers"),
     "experiment/search.py": ({"create_study": 2}, "opens a study or makes one; it removes nothing"),
 }
 """By module: which calls, how often, and why nothing of a user's can go by them."""

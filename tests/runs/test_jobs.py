@@ -1,13 +1,16 @@
 """Runs of a comparison at once, each in a process of its own."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from atlas_fl.audit.check import audit_run
 from atlas_fl.config import run_folder
 from atlas_fl.errors import CheckpointError
 from atlas_fl.experiment.parallel_runs import run_in_processes
-from atlas_fl.experiment.sweep import grid
+from atlas_fl.experiment.run import run_config
+from atlas_fl.experiment.sweep import grid, run_all
 from tests.runs.conftest import configs
 
 pytestmark = pytest.mark.core
@@ -32,3 +35,21 @@ def test_a_run_that_fails_says_why_and_the_others_stay(tiny_model: Path, tmp_pat
     with pytest.raises(CheckpointError, match=r"failed: .*task 'movie' has \d+ train rows"):
         run_in_processes((good, bad), jobs=1)
     assert run_folder(good.config).summary.is_file()
+
+
+def test_runs_that_share_work_end_in_the_bits_of_runs_alone(tiny_model: Path, tmp_path: Path) -> None:
+    base = configs(tiny_model, tmp_path)(rounds=2, samples=8, adapted_blocks=1, runs_dir=str(tmp_path / "runs"))
+    points = grid(base, over={"strategy": ("local", "fedavg", "fedper")}, seeds=(1,))
+    notes: list[str] = []
+    together = run_all(points, on_event=lambda event: notes.append(str(event)))
+    assert any("shared between runs" in note for note in notes)
+    for point, folder in zip(points, together, strict=True):
+        alone = replace(point.config, run=replace(point.config.run, runs_dir=str(tmp_path / "alone")))
+        run_config(alone)
+        for file in ("state.safetensors", "adapter_model.safetensors"):
+            found = sorted(folder.rglob(file))
+            assert [path.read_bytes() for path in found] == [
+                (run_folder(alone).path / path.relative_to(folder)).read_bytes() for path in found
+            ]
+        assert sorted(folder.rglob("state.safetensors"))
+        assert audit_run(folder).ok

@@ -1,9 +1,9 @@
 """Reused results: what several runs of one process would compute alike is computed once, with the same bits.
 
-An action is a pure function of its jobs and of the site: equal jobs at equal sites have equal updates. Strategies of one
-seed share fingerprints, importance, the first round's training and the scores of equal models; what they share is found
-by content, so nobody has to say it. A key is the SHA-256 of the action, of all jobs that ran together (the last bits
-follow the packs), and of the site: data, frozen weights, precision, limits and threads.
+An action is a pure function of its jobs and of the site: equal jobs at equal sites have equal updates. Strategies of
+one seed share fingerprints, importance, the first round's training and the scores of equal models; what they share is
+found by content, so nobody has to say it. A key is the SHA-256 of the action, of all jobs that ran together (the last
+bits follow the packs), and of the site: data, frozen weights, precision, limits and threads.
 
 Models with cuts, masks or momentum, and whole models, are always computed.
 """

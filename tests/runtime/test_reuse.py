@@ -1,0 +1,129 @@
+"""Results that several runs of a process share: equal jobs at equal sites, and nothing else."""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+
+from atlas_fl.client.job import Job, Site, Update
+from atlas_fl.client.options import EvaluateOptions, TrainOptions
+from atlas_fl.runtime.local import LocalEngine
+from atlas_fl.runtime.reuse import ReusedResults, ReusingEngine, site_key
+from atlas_fl.split.channel import Cut
+
+TRAIN = TrainOptions(seed=3, rounds=2, batch_size=4, lr=1e-2)
+
+
+class CountingEngine:
+    """The local engine, and how often it was asked."""
+
+    def __init__(self, site: Site) -> None:
+        self.engine, self.asked = LocalEngine(site=site), list[str]()
+
+    def run(self, action: str, jobs: Sequence[Job]) -> list[Update]:
+        self.asked.append(action)
+        return self.engine.run(action, jobs)
+
+
+@pytest.fixture
+def site_and_job(tiny_of: Any, site_of: Any, spec_of: Any) -> tuple[Site, Job]:
+    tiny, spec = tiny_of("bert"), spec_of(name="a-0", examples=9)
+    site = site_of(tiny, spec)
+    return site, Job(client="a-0", params=tiny.params(spec), round=1, options=TRAIN)
+
+
+def test_equal_jobs_are_computed_once_and_have_the_same_bits(site_and_job: tuple[Site, Job]) -> None:
+    site, job = site_and_job
+    engine, results = CountingEngine(site), ReusedResults()
+    reusing = ReusingEngine(engine=engine, site=site, results=results)
+    (alone,) = LocalEngine(site=site).run("train", [job])
+    with results.remember():
+        copied = dataclasses.replace(job, params={key: tensor.clone() for key, tensor in job.params.items()})
+        updates = [reusing.run("train", [each])[0] for each in (job, copied)]
+        assert results.saved_seconds > 0
+    assert engine.asked == ["train"]
+    for update in updates:
+        assert all(torch.equal(update.params[key], alone.params[key]) for key in alone.params)
+        assert update.metrics["loss"] == alone.metrics["loss"]
+
+
+def _another_weight(job: Job) -> Job:
+    key = next(iter(job.params))
+    return dataclasses.replace(job, params={**job.params, key: job.params[key] + 1e-7})
+
+
+@pytest.mark.parametrize(
+    ("other", "action"),
+    [
+        (_another_weight, "train"),
+        (lambda job: dataclasses.replace(job, round=2), "train"),
+        (lambda job: dataclasses.replace(job, options=dataclasses.replace(TRAIN, lr=2e-2)), "train"),
+        (lambda job: dataclasses.replace(job, options=EvaluateOptions(split="test")), "evaluate"),
+    ],
+)
+def test_another_job_is_computed(site_and_job: tuple[Site, Job], other: Callable[[Job], Job], action: str) -> None:
+    site, job = site_and_job
+    engine, results = CountingEngine(site), ReusedResults()
+    reusing = ReusingEngine(engine=engine, site=site, results=results)
+    with results.remember():
+        reusing.run("train", [job])
+        reusing.run(action, [other(job)])
+    assert engine.asked == ["train", action]
+
+
+def test_jobs_that_ran_with_others_are_not_those_that_ran_alone(tiny_of: Any, site_of: Any, spec_of: Any) -> None:
+    tiny, specs = tiny_of("bert"), [spec_of(name="a-0", examples=9), spec_of(name="b-0", examples=5)]
+    site, results = site_of(tiny, *specs), ReusedResults()
+    first, second = (Job(client=spec.name, params=tiny.params(spec), round=1, options=TRAIN) for spec in specs)
+    engine = CountingEngine(site)
+    with results.remember():
+        for jobs in ([first], [first, second], [second, first]):
+            ReusingEngine(engine=engine, site=site, results=results).run("train", jobs)
+    assert len(engine.asked) == 3
+
+
+def test_a_model_with_a_cut_is_always_computed(site_and_job: tuple[Site, Job]) -> None:
+    site, job = site_and_job
+    asked: list[str] = []
+
+    class Recording:
+        def run(self, action: str, jobs: Sequence[Job]) -> list[Update]:
+            asked.append(f"{action} of {len(jobs)}")
+            return []
+
+    results = ReusedResults()
+    cut = dataclasses.replace(job, cut=Cut(blocks=1))
+    with results.remember():
+        for _ in range(2):
+            ReusingEngine(engine=Recording(), site=site, results=results).run("train", [cut])
+    assert asked == ["train of 1", "train of 1"]
+
+
+def test_the_key_of_a_site_follows_its_data_weights_and_limits(tiny_of: Any, site_of: Any, spec_of: Any) -> None:
+    tiny = tiny_of("bert")
+    site = site_of(tiny, spec_of(name="a-0", examples=9))
+    assert site_key(site) == site_key(site_of(tiny, spec_of(name="a-0", examples=9)))
+    others = [
+        site_of(tiny, spec_of(name="a-0", examples=8)),
+        site_of(tiny, spec_of(name="b-0", examples=9)),
+        dataclasses.replace(site, max_tokens=site.max_tokens + 1),
+        dataclasses.replace(site, bf16=True),
+        dataclasses.replace(site, scale=lambda rank: 1.0 / rank),
+    ]
+    assert len({site_key(other) for other in [site, *others]}) == 1 + len(others)
+
+
+def test_nothing_is_remembered_outside_and_the_oldest_goes_first(site_and_job: tuple[Site, Job]) -> None:
+    site, job = site_and_job
+    engine, results = CountingEngine(site), ReusedResults()
+    reusing = ReusingEngine(engine=engine, site=site, results=results)
+    for _ in range(2):
+        reusing.run("train", [job])
+    assert len(engine.asked) == 2
+    size = sum(tensor.nbytes for tensor in job.params.values())
+    with results.remember(max_bytes=2 * size):
+        for number in (1, 2, 3, 3, 1):
+            reusing.run("train", [dataclasses.replace(job, round=number)])
+    assert len(engine.asked) == 2 + 4, "round 1 made room for round 3"
