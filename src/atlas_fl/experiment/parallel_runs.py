@@ -161,4 +161,5 @@ def serve_runs() -> None:
             except AtlasError as error:
                 problem = str(error)
             told = {"problem": problem, "computed": results.computed_seconds, "saved": results.saved_seconds}
-            print(json.dumps(told), file=answers, flush=True)
+            answers.write(json.dumps(told) + "\n")
+            answers.flush()
