@@ -40,6 +40,9 @@ COMMANDS: Mapping[str, Command] = {
     "run": Command(run.run, run.RunOptions, "train a federation and leave a run folder"),
     "resume": Command(run.resume, run.ResumeOptions, "go on with a run that was stopped"),
     "report": Command(results.report, results.ReportOptions, "draw the figures of a run"),
+    "results": Command(
+        results.page_of_results, results.ResultsOptions, "write one page of results from the files of many runs"
+    ),
     "audit": Command(results.audit, results.AuditOptions, "recompute every round of a run; exits with 1 on a mismatch"),
     "export": Command(
         results.export, results.ExportOptions, "write a client's adapter in PEFT's format, or its whole model"

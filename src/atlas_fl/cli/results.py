@@ -1,4 +1,4 @@
-"""`atlas report`, `audit`, `export`, `place`, `leakage`, `masks` and `vectors`: what is done with finished runs."""
+"""`atlas report`, `results`, `audit`, `export`, `place`, `leakage`, `masks` and `vectors`: commands on runs."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -40,6 +40,43 @@ def report(words: Sequence[str]) -> int:
     for name in options.runs:
         show(str(path) for path in draw_all(find_run(name, runs_dir=options.runs_dir).path))
     return 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class ResultsOptions:
+    """Write one page of results, as Markdown, from all finished runs below some folders: a table of methods for each
+    federation with tests against the control, and ranks over all of them."""
+
+    folders: Annotated[tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="FOLDER ...")]
+    """Folders in which runs lie, at any depth."""
+    to: str | None = None
+    """The file to write; printed by default."""
+    control: str = "fedavg"
+    """The strategy that the others are tested against."""
+
+
+def page_of_results(words: Sequence[str]) -> int:
+    """Write the page that these words ask for; 0."""
+    options = parse(ResultsOptions(folders=tyro.MISSING), split(words), command="atlas results")
+    if not options.folders:
+        raise ConfigError("no folder is named; give the folder in which runs lie, such as runs")
+    check_target(options.to, example="results.md", is_own=_is_page_of_results)
+
+    from atlas_fl.report.results_page import results_page
+    from atlas_fl.storage.files import write_atomic
+
+    page = results_page(options.folders, control=options.control)
+    if options.to is None:
+        print(page, end="")
+        return 0
+    write_atomic(Path(options.to), page.encode())
+    show([f"wrote {options.to}"])
+    return 0
+
+
+def _is_page_of_results(path: Path) -> bool:
+    with path.open("rb") as file:
+        return file.read(100).startswith(b"# Results\n\nWritten by `atlas results`")
 
 
 MISMATCH = 1

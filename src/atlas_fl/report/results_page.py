@@ -1,0 +1,301 @@
+"""The page of results (`atlas results`): all finished runs below some folders as one Markdown page, with statistics.
+
+Runs belong to one federation where they agree in all settings but the method, what the method sets, the seed and what
+tuning varies. The page has a table of methods and of differences to the control for each, average ranks over all of
+them, and says which runs are missing. The same folders give the same bytes.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from atlas_fl.config import Config, identity_settings, load_config
+from atlas_fl.config.federations import DIALS
+from atlas_fl.config.methods import METHODS
+from atlas_fl.config.settings import settings, value_of
+from atlas_fl.config.values import to_words
+from atlas_fl.errors import ConfigError
+from atlas_fl.report.comparison import read_summary
+from atlas_fl.report.federation_ranks import MethodRanks, rank_methods
+from atlas_fl.report.format import human_bytes, number, seconds
+from atlas_fl.report.method_comparison import MethodComparison, MethodRow, compare_methods
+from atlas_fl.report.statistics import ALPHA, ROPE, PairedComparison
+from atlas_fl.storage.run_folder import RunFolder
+
+DEVELOPMENT_SEEDS = (9001, 9002)
+"""Seeds of `--trials`, which no result is computed from."""
+OF_THE_METHOD = frozenset(
+    {"strategy", "seed", *(name for method in METHODS.values() for name in (*method.settings, *method.suggested))}
+)
+"""Settings in which the methods of one federation may differ."""
+OF_THE_TUNING = frozenset({"lr", "eta", "server_lr", "gram_alpha"})
+"""Settings that tuning varies; where they differ inside a federation they stand beside the method's name."""
+SHOWN = 0.95
+"""Posterior probability from which a page says that something is shown."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class FinishedRun:
+    """A run with a summary."""
+
+    folder: Path
+    config: Config
+
+    @property
+    def seed(self) -> int:
+        """Its seed."""
+        return self.config.run.seed
+
+    @property
+    def method(self) -> str:
+        """Its strategy."""
+        return self.config.mixing.strategy
+
+
+@dataclass(frozen=True, kw_only=True)
+class FederationResults:
+    """What is known of one federation."""
+
+    title: str
+    words: str
+    """What its dial says."""
+    changed: Mapping[str, Any]
+    """Settings of tuning that all its runs share and that are not the default."""
+    comparison: MethodComparison | None
+    """None where fewer than two methods have the same seeds."""
+    incomplete: Mapping[str, tuple[int, ...]]
+    """By method, the seeds of others that it lacks; it is in no table."""
+    in_one_place: tuple[float, ...]
+    """Mean test scores of centralized runs, which have one client a task, by seed."""
+
+
+def find_finished_runs(folders: Sequence[Path | str]) -> tuple[FinishedRun, ...]:
+    """All finished runs below these folders, in the order of their paths; those of development seeds aside.
+
+    Raises:
+        ConfigError: there is none.
+        CheckpointError: the settings of one cannot be read.
+    """
+    paths = sorted({path.parent for folder in folders for path in Path(folder).rglob("summary.json")})
+    runs = [FinishedRun(folder=path, config=load_config(RunFolder(path).config)) for path in paths]
+    chosen = tuple(run for run in runs if run.seed not in DEVELOPMENT_SEEDS)
+    if not chosen:
+        raise ConfigError(f"no finished run below {', '.join(map(str, folders))}; run `atlas compare` first")
+    return chosen
+
+
+def federation_results(runs: Sequence[FinishedRun], *, control: str) -> tuple[FederationResults, ...]:
+    """The comparison of the methods of every federation, in the order of preset and dial.
+
+    Raises:
+        ConfigError: a federation has no finished run of `control`.
+        DataError: the runs of two methods have other clients.
+    """
+    groups: dict[str, list[FinishedRun]] = {}
+    for run in runs:
+        groups.setdefault(_federation_key(run.config), []).append(run)
+    ordered = sorted(groups.values(), key=lambda members: _sort_key(members[0].config))
+    return tuple(_compare_federation(members, control=control) for members in ordered)
+
+
+def _sort_key(config: Config) -> tuple[str, int, str]:
+    return config.run.preset or "", -1 if config.run.dial is None else config.run.dial, _federation_key(config)
+
+
+def _federation_key(config: Config) -> str:
+    """Equal of runs of one federation."""
+    values = {name: value for name, value in identity_settings(config).items() if name not in _VARIED}
+    return repr(sorted(values.items(), key=lambda item: item[0]))
+
+
+_VARIED = OF_THE_METHOD | OF_THE_TUNING
+
+
+def _compare_federation(runs: Sequence[FinishedRun], *, control: str) -> FederationResults:
+    central, runs = (
+        [run for run in runs if run.config.data.centralized],
+        [run for run in runs if not run.config.data.centralized],
+    )
+    varied = [name for name in sorted(OF_THE_TUNING) if len({value_of(run.config, name) for run in runs}) > 1]
+    methods: dict[str, dict[int, FinishedRun]] = {}
+    for run in runs:
+        methods.setdefault(_label(run, varied), {})[run.seed] = run
+    every_seed = sorted({run.seed for run in runs})
+    incomplete = {
+        name: tuple(seed for seed in every_seed if seed not in by_seed)
+        for name, by_seed in methods.items()
+        if len(by_seed) < len(every_seed)
+    }
+    complete = {
+        name: [run.folder for run in by_seed.values()] for name, by_seed in methods.items() if name not in incomplete
+    }
+    config = runs[0].config
+    if complete and control not in complete:
+        raise ConfigError(
+            f"--control is {control}, and {_title(config)} has {', '.join(complete)} with all seeds; name one of these"
+        )
+    return FederationResults(
+        title=_title(config),
+        words=_dial_words(config),
+        changed={
+            name: value_of(config, name)
+            for name in sorted(OF_THE_TUNING - set(varied))
+            if value_of(config, name) != value_of(Config(), name)
+        },
+        comparison=compare_methods(_in_order(complete, control), control=control) if len(complete) > 1 else None,
+        incomplete=incomplete,
+        in_one_place=tuple(read_summary(run.folder)["overall"]["final"]["test"]["primary"] for run in central),
+    )
+
+
+def _in_order(methods: Mapping[str, list[Path]], control: str) -> dict[str, list[Path]]:
+    """`local` and the control first, then the others by name."""
+    names = sorted(methods, key=lambda name: (name != "local", name != control, name))
+    return {name: methods[name] for name in names}
+
+
+def _label(run: FinishedRun, varied: Sequence[str]) -> str:
+    values = [
+        f"{name}={to_words(value_of(run.config, name))[0]}" for name in varied if value_of(run.config, name) is not None
+    ]
+    return " ".join([run.method, *values])
+
+
+def _title(config: Config) -> str:
+    preset = config.run.preset or "settings of a file"
+    return preset if config.run.dial is None else f"{preset}, dial {config.run.dial}"
+
+
+def _dial_words(config: Config) -> str:
+    preset, dial = config.run.preset, config.run.dial
+    return "" if dial is None or preset not in DIALS else f"{DIALS[preset].what}: {DIALS[preset].words[dial]}"
+
+
+def rank_over_federations(results: Sequence[FederationResults], *, control: str) -> MethodRanks | None:
+    """Average ranks of the methods that all federations have; None where these or the methods are fewer than two."""
+    means = [
+        {name: row.statistics.mean for name, row in result.comparison.rows.items()}
+        for result in results
+        if result.comparison is not None
+    ]
+    common = [name for name in (means[0] if means else {}) if all(name in other for other in means)]
+    if len(means) < 2 or len(common) < 2:
+        return None
+    return rank_methods({name: np.array([mean[name] for mean in means]) for name in common}, control=control)
+
+
+def results_page(folders: Sequence[Path | str], *, control: str) -> str:
+    """The page, as Markdown; errors as of `find_finished_runs` and `federation_results`."""
+    runs = find_finished_runs(folders)
+    results = federation_results(runs, control=control)
+    ranks = rank_over_federations(results, control=control)
+    lines = [
+        "# Results",
+        "",
+        f"Written by `atlas results` from the files of {len(runs)} finished runs, and by nothing else. Scores are those"
+        " on clients' own test examples of the models that they end with. Seeds are the units of every test.",
+        *_reading(control),
+        *([] if ranks is None else ["", "## Over all federations", "", *_rank_lines(ranks, control)]),
+    ]
+    for result in results:
+        lines += ["", f"## {result.title}", "", *_federation_lines(result)]
+    return "\n".join([*lines, ""])
+
+
+def _reading(control: str) -> list[str]:
+    return [
+        "",
+        f"- *hurt*: share of clients, over seeds, that score less than with local training, or with the control"
+        f" `{control}`.",
+        f"- *shown*: what has a posterior probability of {SHOWN:g} or more (Bayesian signed-rank): better, worse, or"
+        f" equal within {ROPE:g}; a dash where the seeds do not tell.",
+        "- *p*: exact sign flips of the differences of the seeds, with Holm's correction over the rows of a table."
+        " Where seeds are few it cannot be small; each table says how small.",
+    ]
+
+
+def _rank_lines(ranks: MethodRanks, control: str) -> Iterator[str]:
+    yield (
+        f"Average rank over {ranks.federations} federations, 1 the best: Friedman p {ranks.friedman_p:.3f}; ranks that"
+        f" are {ranks.critical_difference:.2f} apart differ at {ALPHA:g} (Nemenyi)."
+    )
+    yield from ("", f"| method | average rank | p against `{control}` (Holm) |", "|---|---|---|")
+    for name, rank in sorted(ranks.average_ranks.items(), key=lambda item: item[1]):
+        against = ranks.against_control.get(name)
+        yield f"| `{name}` | {rank:.2f} | {number(None if against is None else against.adjusted_p, 3)} |"
+
+
+def _federation_lines(result: FederationResults) -> Iterator[str]:
+    changed = ", ".join(
+        f"{settings()[name].flag} {' '.join(to_words(value))}" for name, value in result.changed.items()
+    )
+    about = [result.words, f"all methods with {changed}, nothing tuned" if changed else "defaults, nothing tuned"]
+    comparison = result.comparison
+    if comparison is not None:
+        about += [f"{len(comparison.clients)} clients", f"seeds {', '.join(map(str, comparison.seeds))}"]
+    yield "; ".join(part for part in about if part) + "."
+    if comparison is not None:
+        yield from ("", *_method_rows(comparison))
+        yield from ("", *_pair_rows(comparison)) if comparison.pairs else ()
+    if result.in_one_place:
+        mean = float(np.mean(result.in_one_place))
+        yield from (
+            "",
+            f"All examples of a task in one place (`centralized`): {mean:.3f} over {len(result.in_one_place)} seeds.",
+        )
+    for name, missing in result.incomplete.items():
+        yield from ("", f"`{name}` lacks the seeds {', '.join(map(str, missing))} and is in no table.")
+
+
+def _method_rows(comparison: MethodComparison) -> Iterator[str]:
+    headings = ["mean and 95%", "middle half", "worst client", "lowest third", "over majority"]
+    yield f"| method | {' | '.join(headings)} | hurt: local | hurt: control | bytes | time |"
+    yield "|---|---|---|---|---|---|---|---|---|---|"
+    for name, row in comparison.rows.items():
+        yield f"| `{name}` | {' | '.join(_method_cells(row))} |"
+
+
+def _method_cells(row: MethodRow) -> list[str]:
+    statistics = row.statistics
+    half = "" if statistics.interval is None else f" ±{(statistics.interval[1] - statistics.interval[0]) / 2:.3f}"
+    return [
+        f"{statistics.mean:.3f}{half}",
+        number(statistics.interquartile_mean, 3),
+        number(statistics.worst_client, 3),
+        number(statistics.lowest_third, 3),
+        number(row.gain_over_majority, 3, sign=True),
+        number(statistics.hurt, 2),
+        number(row.hurt_by_control, 2),
+        human_bytes(row.num_bytes),
+        "-" if row.seconds is None else seconds(row.seconds),
+    ]
+
+
+def _pair_rows(comparison: MethodComparison) -> Iterator[str]:
+    least = max(pair.least_p for pair in comparison.pairs.values())
+    headings = ["difference and 95%", "d_z", f"p (least {least:.3g})", "Holm", "equal, better", "shown", "seeds needed"]
+    yield f"| minus `{comparison.control}` | {' | '.join(headings)} |"
+    yield "|---|---|---|---|---|---|---|---|"
+    for name, pair in comparison.pairs.items():
+        yield f"| `{name}` | {' | '.join(_pair_cells(pair))} |"
+
+
+def _pair_cells(pair: PairedComparison) -> list[str]:
+    half = "" if pair.interval is None else f" ±{(pair.interval[1] - pair.interval[0]) / 2:.3f}"
+    return [
+        f"{pair.mean:+.3f}{half}",
+        number(pair.effect_size, 1, sign=True),
+        number(pair.sign_flip_p, 3),
+        number(pair.adjusted_p, 3),
+        f"{pair.bayesian.rope:.2f}, {pair.bayesian.right:.2f}",
+        _shown(pair),
+        "-" if pair.seeds_needed is None else str(pair.seeds_needed),
+    ]
+
+
+def _shown(pair: PairedComparison) -> str:
+    chances = {"worse": pair.bayesian.left, "equal": pair.bayesian.rope, "better": pair.bayesian.right}
+    return next((word for word, chance in chances.items() if chance >= SHOWN), "-")

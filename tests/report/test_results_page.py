@@ -1,0 +1,119 @@
+"""The page of results, from run folders of invented numbers."""
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from atlas_fl.cli.main import main
+from atlas_fl.config import to_toml, validate, with_values
+from atlas_fl.config.presets import find_preset
+from atlas_fl.errors import ConfigError
+from atlas_fl.report.results_page import (
+    federation_results,
+    find_finished_runs,
+    rank_over_federations,
+    results_page,
+)
+from atlas_fl.report.statistics import compare_with_control
+
+GAINS = {"local": 0.0, "fedavg": 0.05, "fedper": 0.08}
+MakeRun = Callable[..., Path]
+
+
+@pytest.fixture
+def make_federation(make_run: MakeRun) -> Callable[..., None]:
+    """Writes runs of a federation: a run of every method for every seed."""
+
+    def make(
+        dial: int, *, gains: Mapping[str, float] = GAINS, seeds: tuple[int, ...] = (1, 2, 3), **values: Any
+    ) -> None:
+        for name, gain in gains.items():
+            for seed in seeds:
+                folder = make_run(f"{dial}-{name}-{seed}{''.join(map(str, values.values()))}", gain=gain, seed=seed)
+                config = with_values(
+                    find_preset("contradiction", dial=dial), {"strategy": name, "seed": seed, **values}
+                )
+                (folder / "config.toml").write_text(to_toml(validate(config)))
+
+    return make
+
+
+def test_a_table_says_what_the_statistics_say(make_federation: Callable[..., None], tmp_path: Path) -> None:
+    make_federation(2)
+    (result,) = federation_results(find_finished_runs([tmp_path]), control="fedavg")
+    assert result.comparison is not None and not result.incomplete
+    scores = {name: np.array(values) for name, values in result.comparison.scores.items()}
+    pair = compare_with_control(scores, control="fedavg", seed=0)["fedper"]
+    page = results_page([tmp_path], control="fedavg")
+    row = next(line for line in page.splitlines() if line.startswith("| `fedper` | +"))
+    assert row.startswith(f"| `fedper` | {pair.mean:+.3f} ±")
+    assert "p (least 0.25)" in page
+    assert (
+        "## contradiction, dial 2\n\nshare of the clients whose classes are reversed: 1/4; all methods with --lr"
+        in page
+    )
+    assert f"| `fedavg` | {scores['fedavg'].mean():.3f} ±" in page
+
+
+def test_the_same_folders_give_the_same_page(make_federation: Callable[..., None], tmp_path: Path) -> None:
+    make_federation(1)
+    make_federation(3)
+    assert results_page([tmp_path], control="fedavg") == results_page([tmp_path], control="fedavg")
+    assert results_page([tmp_path, tmp_path], control="fedavg") == results_page([tmp_path], control="fedavg")
+
+
+def test_ranks_are_over_the_federations_by_hand(make_federation: Callable[..., None], tmp_path: Path) -> None:
+    make_federation(1)
+    make_federation(3, gains={"local": 0.2, "fedavg": 0.1, "fedper": 0.0})
+    results = federation_results(find_finished_runs([tmp_path]), control="fedavg")
+    assert [result.title for result in results] == ["contradiction, dial 1", "contradiction, dial 3"]
+    ranks = rank_over_federations(results, control="fedavg")
+    assert ranks is not None and ranks.average_ranks == {"local": 2.0, "fedavg": 2.0, "fedper": 2.0}
+    assert "Average rank over 2 federations" in results_page([tmp_path], control="fedavg")
+
+
+def test_a_method_that_lacks_seeds_is_named_and_in_no_table(
+    make_federation: Callable[..., None], tmp_path: Path
+) -> None:
+    make_federation(2)
+    make_federation(2, gains={"fedsa": 0.1}, seeds=(1,))
+    page = results_page([tmp_path], control="fedavg")
+    assert "`fedsa` lacks the seeds 2, 3 and is in no table." in page
+    assert "| `fedsa` |" not in page
+
+
+def test_what_was_tuned_stands_beside_the_name(make_federation: Callable[..., None], tmp_path: Path) -> None:
+    make_federation(2)
+    make_federation(2, gains={"fedper": 0.1}, lr=0.01)
+    make_federation(2, gains={"fedper": 0.1}, seeds=(9001,), lr=0.02)
+    (result,) = federation_results(find_finished_runs([tmp_path]), control="fedavg lr=0.003")
+    assert result.comparison is not None
+    assert set(result.comparison.rows) == {"local lr=0.003", "fedavg lr=0.003", "fedper lr=0.003", "fedper lr=0.01"}
+    assert result.comparison.seeds == (1, 2, 3), "development seeds are no results"
+
+
+def test_other_settings_are_another_federation(make_federation: Callable[..., None], tmp_path: Path) -> None:
+    make_federation(2)
+    make_federation(2, gains={"fedavg": 0.0, "local": 0.0}, rounds=5)
+    assert len(federation_results(find_finished_runs([tmp_path]), control="fedavg")) == 2
+
+
+def test_what_is_not_there_is_one_line(
+    make_federation: Callable[..., None], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(ConfigError, match=r"no finished run below .*; run `atlas compare` first"):
+        results_page([tmp_path], control="fedavg")
+    make_federation(2)
+    with pytest.raises(ConfigError, match=r"--control is krum, and contradiction, dial 2 has fedavg, fedper, local"):
+        results_page([tmp_path], control="krum")
+    assert main(["results", str(tmp_path), "--to", str(tmp_path / "page.md")]) == 0
+    assert (tmp_path / "page.md").read_text() == results_page([tmp_path], control="fedavg")
+    assert main(["results", str(tmp_path), "--to", str(tmp_path / "page.md")]) == 0, "its own page may be written anew"
+    (tmp_path / "page.md").write_text("mine")
+    assert main(["results", str(tmp_path), "--to", str(tmp_path / "page.md")]) == 2
+    assert (tmp_path / "page.md").read_text() == "mine"
+    assert main(["results"]) == 2
+    assert "no folder is named" in capsys.readouterr().err
