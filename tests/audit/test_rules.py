@@ -7,7 +7,7 @@ import pytest
 
 from atlas_fl.aggregation.registry import ALIASES, STRATEGIES
 from atlas_fl.audit.check import audit_run
-from atlas_fl.audit.mixing_weights import RULES, Rule, kind_of, weights
+from atlas_fl.audit.rule_weights import RULES, Rule, kind_of, weights
 from atlas_fl.audit.run_files import AuditPlan
 from atlas_fl.config import MixingConfig
 from atlas_fl.config.methods import METHODS

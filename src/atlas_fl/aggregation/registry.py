@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 
+from atlas_fl.aggregation.hetlora import fedavg_by_norm
 from atlas_fl.aggregation.pfedgraph import pfedgraph
 from atlas_fl.aggregation.robust import geometric_median, krum, median, multi_krum, trimmed_mean
 from atlas_fl.aggregation.server_optimizers import fedadagrad, fedadam, fedavgm, fedyogi
@@ -14,6 +15,7 @@ from atlas_fl.errors import unknown_name
 STRATEGIES: dict[str, Callable[[StrategyOptions], Strategy]] = {
     "local": local,
     "fedavg": fedavg,
+    "fedavg_by_norm": fedavg_by_norm,
     "fedavg_cluster": fedavg_cluster,
     "atlas": atlas,
     "atlas_no_laplacian": atlas_no_laplacian,

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 import numpy as np
 from torch import Tensor
 
-from atlas_fl.audit.mixing_weights import kind_of
 from atlas_fl.audit.recompute import TOLERANCE, decompose, is_best, is_mixed
 from atlas_fl.audit.report import AuditRow
+from atlas_fl.audit.rule_weights import kind_of
 from atlas_fl.audit.run_files import AuditPlan, AuditRecord, Models, Run, read_models, round_folder
 from atlas_fl.errors import CheckpointError
 from atlas_fl.params import HEAD, LORA_A, LORA_B

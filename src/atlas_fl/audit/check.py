@@ -14,10 +14,10 @@ import numpy as np
 from torch import Tensor
 
 from atlas_fl.audit.bounds import check_bounds, read_bounds, restored_fault
-from atlas_fl.audit.mixing_weights import Rule, has_state, kind_of, points_of, reducer, robust_of, weights
 from atlas_fl.audit.plan_changes import check_joined, check_ranks, is_reranked, read_joined
 from atlas_fl.audit.recompute import TOLERANCE, Comparison, Recomputed, Round, common_faults, with_common_tensors
 from atlas_fl.audit.report import AuditReport, AuditRow
+from atlas_fl.audit.rule_weights import Rule, has_state, kind_of, norms_of, points_of, reducer, robust_of, weights
 from atlas_fl.audit.run_files import (
     AuditPlan,
     AuditRecord,
@@ -345,6 +345,7 @@ def _rule_of(run: Run, record: AuditRecord, plan: AuditPlan, before: Models, *, 
         robust=robust_of(run),
         points=lambda clients, head: points_of(before, plan, mixing.share, clients, head=head),
         project=Directions(run, plan, before, state).row,
+        norms=lambda clients: norms_of(before, plan, clients),
     )
 
 

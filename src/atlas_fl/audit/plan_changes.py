@@ -9,9 +9,9 @@ from dataclasses import dataclass
 import numpy as np
 from torch import Tensor
 
-from atlas_fl.audit.mixing_weights import Rule, arrival_weights, kind_of, points_of, reducer, robust_of
 from atlas_fl.audit.recompute import TOLERANCE, Recomputed, Round, decompose, is_best
 from atlas_fl.audit.report import AuditRow
+from atlas_fl.audit.rule_weights import Rule, arrival_weights, kind_of, norms_of, points_of, reducer, robust_of
 from atlas_fl.audit.run_files import AuditPlan, AuditRecord, Models, Run, frozen_fault, models_in, read_plan
 from atlas_fl.params import HEAD, LORA_A, LORA_B
 
@@ -98,6 +98,7 @@ def _recompute(run: Run, joined: JoinedClients, server_models: Models) -> Recomp
         present=present,
         robust=robust_of(run),
         points=lambda clients, head: points_of(before, plan, mixing.share, clients, head=head),
+        norms=lambda clients: norms_of(before, plan, clients),
     )
     made: Mapping[bool, np.ndarray] = {head: arrival_weights(plan, rule, head=head) for head in (False, True)}
     return Recomputed(

@@ -1,4 +1,4 @@
-"""Clients' models after a round computed a second time, in dense float64, from the weights of `audit.mixing_weights`.
+"""Clients' models after a round computed a second time, in dense float64, from the weights of `audit.rule_weights`.
 
 Product space by full singular value decompositions; factors row by row of the rank; what clients have in common.
 """
@@ -10,7 +10,7 @@ import numpy as np
 import scipy.linalg
 from torch import Tensor
 
-from atlas_fl.audit.mixing_weights import connected_clients
+from atlas_fl.audit.rule_weights import connected_clients
 from atlas_fl.audit.run_files import AuditPlan, Models
 from atlas_fl.params import HEAD, LORA_A, LORA_B, PRIVATE
 

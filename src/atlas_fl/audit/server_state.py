@@ -14,9 +14,9 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from atlas_fl.audit.mixing_weights import SERVER_OPTIMIZERS, Robust, bound_weights, kind_of, robust_of
 from atlas_fl.audit.recompute import is_mixed
 from atlas_fl.audit.report import AuditRow
+from atlas_fl.audit.rule_weights import SERVER_OPTIMIZERS, Robust, bound_weights, kind_of, robust_of
 from atlas_fl.audit.run_files import AuditPlan, Models, Run, round_folder
 from atlas_fl.errors import CheckpointError
 from atlas_fl.params import HEAD, LORA_A, LORA_B, PRIVATE

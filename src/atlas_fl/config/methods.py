@@ -52,6 +52,11 @@ METHODS: Mapping[str, PublishedMethod] = {
         rule="fedavg",
         settings={"space": "product", "share": ("A", "B", "head")},
     ),
+    "hetlora": PublishedMethod(
+        summary="HetLoRA: padded A and B averaged by the norms of s B A (Cho et al. 2024, arXiv:2401.06432).",
+        rule="fedavg_by_norm",
+        settings={"space": "factors", "align": "pad", "share": ("A", "B", "head")},
+    ),
     "ffa": PublishedMethod(
         summary="FFA-LoRA: A frozen as drawn, B trained and averaged (Sun et al. 2024, arXiv:2403.12313).",
         rule="fedavg",

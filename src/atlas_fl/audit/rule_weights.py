@@ -109,6 +109,19 @@ def points_of(
     return factor.T
 
 
+def norms_of(models: Models, plan: AuditPlan, clients: Sequence[int]) -> list[float]:
+    """The Frobenius norm of all updates s B A of each of these clients, from the dense products."""
+    norms = []
+    for k in clients:
+        params, squares = models[plan.clients[k]], 0.0
+        for key in (key for key in params if key.endswith(LORA_A)):
+            a, b = (params[name].double().numpy() for name in (key, key.removesuffix(LORA_A) + LORA_B))
+            if a.size and b.size:
+                squares += float(np.square(plan.scale(len(a)) * (b @ a)).sum())
+        norms.append(float(np.sqrt(squares)))
+    return norms
+
+
 def _columns(
     client_params: Sequence[Mapping[str, Any]], plan: AuditPlan, share: Sequence[str], key: str
 ) -> list[np.ndarray] | None:
@@ -137,6 +150,7 @@ RULES = {
     **dict.fromkeys(("fedavg_cluster", "fedavg_cluster_ft", "fedavg_cluster_prior"), "cluster mean"),
     **dict.fromkeys(("fedavg_oracle", "atlas_no_laplacian"), "cluster mean"),
     **dict.fromkeys(("atlas", "atlas_pad", "atlas_truncate"), "laplacian"),
+    **dict.fromkeys(("fedavg_by_norm", "hetlora"), "mean by norm"),
     "median": "median",
     "trimmed_mean": "trimmed mean",
     "krum": "krum",
@@ -182,6 +196,8 @@ class Rule:
     """Of these clients, and of their heads or the rest: points as far apart as the models; None where nobody asks."""
     project: Callable[[int, Sequence[int], list[float], str], list[float]] | None = None
     """Of a client, its members, their shares and a parameter: its row by directions; None where nobody asks."""
+    norms: Callable[[Sequence[int]], list[float]] | None = None
+    """Of these clients: the norms of their updates; None where nobody asks."""
 
 
 def has_state(kind: str) -> bool:
@@ -202,7 +218,7 @@ def _may_meet(plan: AuditPlan, k: int, other: int, *, head: bool) -> bool:
 
 def _members(plan: AuditPlan, rule: Rule, k: int, *, head: bool) -> list[int]:
     """Whose updates are aggregated into the model of client k."""
-    everyone = rule.kind == "mean" or (rule.kind in WITHIN and rule.robust.within == "all")
+    everyone = rule.kind in ("mean", "mean by norm") or (rule.kind in WITHIN and rule.robust.within == "all")
     members = []
     for other in range(len(plan.clients)):
         together = everyone or (plan.clusters[k] >= 0 and plan.clusters[k] == plan.clusters[other]) or other == k
@@ -215,7 +231,9 @@ def _mean_row(plan: AuditPlan, rule: Rule, k: int, *, head: bool) -> list[float]
     """The weights of an average, by examples; of robust rules by distances, or all alike where nobody knows these."""
     members = _members(plan, rule, k, head=head)
     row = [float(other == k and not members) for other in range(len(plan.clients))]
-    if rule.kind not in ROBUST:
+    if rule.kind == "mean by norm" and not head and rule.norms is not None and any(norms := rule.norms(members)):
+        weights = bound_weights(norms, rule.robust.max_share)
+    elif rule.kind not in ROBUST:
         weights = bound_weights([plan.examples[other] for other in members], rule.robust.max_share)
     elif rule.points is None or reducer(rule.kind, rule.robust) is not None:
         weights = [1.0] * len(members)
