@@ -1,3 +1,4 @@
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ from atlas_fl.config.methods import METHODS, rule_of, with_method_settings, with
 from atlas_fl.config.settings import value_of
 from atlas_fl.errors import ConfigError
 from atlas_fl.experiment.sweep import grid
+from atlas_fl.setup.options import strategy_options, train_options
 
 
 def config_of(method: str, **values: Any) -> Config:
@@ -46,6 +48,28 @@ def test_a_typed_default_that_contradicts_the_method_is_refused_on_the_command_l
 def test_a_knob_of_the_user_goes_before_the_suggested_one() -> None:
     assert validate(config_of("fedprox", proximal_mu=0.5)).training.proximal_mu == 0.5
     assert validate(config_of("fedprox")).training.proximal_mu == 0.01
+
+
+def test_a_knob_that_switches_the_method_off_is_refused_and_not_replaced() -> None:
+    message = (
+        "--proximal-mu 0.0 switches off what --strategy fedprox adds to fedavg; take --strategy fedavg, or another"
+    )
+    groups = split(["--strategy", "fedprox", "--proximal-mu", "0"])
+    with pytest.raises(ConfigError, match=message):
+        parse(RunOptions(settings=base_config(groups)), groups, command="atlas run")
+    with pytest.raises(ConfigError, match=message):
+        grid(with_values(Config(), {"strategy": "fedprox"}), over={"proximal_mu": ("0", "0.1")}, seeds=(1,))
+    points = grid(with_values(Config(), {"strategy": "fedprox"}), over={"proximal_mu": ("0.1", "1")}, seeds=(1,))
+    assert [point.config.training.proximal_mu for point in points] == [0.1, 1.0]
+
+
+def test_a_proximal_weight_of_zero_trains_as_fedavg_does() -> None:
+    fedavg, fedprox = (validate(with_values(Config(), {"strategy": method})) for method in ("fedavg", "fedprox"))
+    options = [train_options(config, with_images=False) for config in (fedavg, fedprox)]
+    assert replace(options[1], proximal_mu=0.0) == options[0] != options[1]
+    assert rule_of(fedprox) == rule_of(fedavg)
+    server = [replace(strategy_options(config), scale=float) for config in (fedavg, fedprox)]
+    assert server[0] == server[1]
 
 
 def test_a_method_of_equal_ranks_refuses_ranks_by_device() -> None:

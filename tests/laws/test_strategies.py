@@ -128,6 +128,22 @@ def test_a_communicating_rule_changes_every_participating_client(name, options, 
         }
 
 
+@pytest.mark.parametrize(("name", "options"), CASES, ids=CASE_IDS)
+def test_a_client_without_others_trains_locally(name, options):
+    alone = Federation(
+        clients=CLIENTS[:1],
+        weights=np.array([200.0]),
+        clusters=BLOCKS[:1],
+        adjacency=np.zeros((1, 1)),
+        head_groups=TASKS[:1],
+        importance=np.ones((1, 2)) / 2,
+        layer_of={"layer.0.q": 0, "layer.1.q": 1},
+    )
+    before, update = ({CLIENTS[0]: models(seed)[CLIENTS[0]]} for seed in (100, 0))
+    _, start = step(name, options, alone, update, before=before)
+    assert distance(start[CLIENTS[0]], update[CLIENTS[0]]) < 1e-5
+
+
 def test_local_changes_none(federation):
     updates = models(0)
     _, start = step("local", StrategyOptions(), federation, updates)

@@ -101,6 +101,11 @@ METHODS: Mapping[str, PublishedMethod] = {
         rule="fedavg_cluster",
         suggested={"personal_rounds": 2},
     ),
+    "fedlease": PublishedMethod(
+        summary="FedLEASE's clusters: cosines of B after a warm-up, k by silhouette (arXiv:2509.15087); no router.",
+        rule="fedavg_cluster",
+        settings={"fingerprint": "delta", "cluster_by": "silhouette"},
+    ),
     "fedavg_oracle": PublishedMethod(
         summary="FedAvg inside the true tasks, which nobody knows in practice: a reference.",
         rule="fedavg_cluster",
@@ -184,9 +189,18 @@ def check_typed_settings(config: Config, flags: Collection[str]) -> None:
     """
     if config.mixing.strategy not in METHODS:
         return
-    for name, value in METHODS[config.mixing.strategy].settings.items():
+    method, defaults = METHODS[config.mixing.strategy], Config()
+    for name, value in method.settings.items():
         if settings()[name].flag in flags and value_of(config, name) != value:
             raise _contradiction(config, name, value)
+    for name in method.suggested:
+        if settings()[name].flag in flags and value_of(config, name) == value_of(defaults, name):
+            raise _switched_off(config, name)
+
+
+def check_swept_setting(config: Config, name: str) -> None:
+    """Nothing where a sweep may give this setting the value that it has here; raises `ConfigError` else."""
+    check_typed_settings(config, (settings()[name].flag,))
 
 
 def without_method_settings(config: Config) -> Config:
@@ -212,6 +226,14 @@ def _contradiction(config: Config, name: str, value: Any) -> ConfigError:
     return ConfigError(
         f"{flag} is {_words(actual)}, and --strategy {config.mixing.strategy} is {flag} {_words(value)}; leave {flag}"
         " out, or take another strategy"
+    )
+
+
+def _switched_off(config: Config, name: str) -> ConfigError:
+    flag, strategy = settings()[name].flag, config.mixing.strategy
+    return ConfigError(
+        f"{flag} {_words(value_of(config, name))} switches off what --strategy {strategy} adds to"
+        f" {METHODS[strategy].rule}; take --strategy {METHODS[strategy].rule}, or another value"
     )
 
 

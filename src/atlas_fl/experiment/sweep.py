@@ -20,7 +20,7 @@ from atlas_fl.config import (
 )
 from atlas_fl.config.federations import turn_dial
 from atlas_fl.config.identity import SESSION
-from atlas_fl.config.methods import without_method_settings
+from atlas_fl.config.methods import check_swept_setting, without_method_settings
 from atlas_fl.config.settings import find_setting
 from atlas_fl.errors import CheckpointError, ConfigError
 from atlas_fl.events import Note, OnEvent, ignore
@@ -156,6 +156,8 @@ def grid(
         changes = dict(zip(over, values))
         rounds = {} if scaled is None else scaled.settings[changes[STEPS]]
         changed = with_values(base, {**changes, **rounds})
+        for name in changes:
+            check_swept_setting(changed, name)
         if "dial" in changes:
             changed = turn_dial(changed, changed.run.dial or 0)
         for seed in seeds:
