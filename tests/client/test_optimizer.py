@@ -126,3 +126,11 @@ def test_the_larger_mu_the_nearer_a_client_stays_to_its_start(tiny_of, site_of, 
         for one in (first, dataclasses.replace(first, proximal_mu=20.0))
     ]
     assert all(torch.equal(alike[0][key], alike[1][key]) for key in params), "at the start the term is zero"
+
+
+def test_with_an_anchor_the_pull_is_to_it_by_hand() -> None:
+    """mu (w - a) = 2 (3 - 1) = 4 for the tensor that has one; the other is pulled to where it is now."""
+    leaves = {"w": torch.tensor([3.0], requires_grad=True), "v": torch.tensor([5.0], requires_grad=True)}
+    options = dataclasses.replace(PLAIN, proximal_mu=2.0)
+    (term,) = client_terms(options, leaves, {"w": torch.tensor([1.0])})
+    assert (term("w", leaves["w"].detach()).item(), term("v", leaves["v"].detach()).item()) == (4.0, 0.0)

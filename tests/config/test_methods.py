@@ -111,6 +111,27 @@ def test_what_trains_when_contradicts_nothing(values: dict[str, Any], message: s
         validate(with_values(Config(), values))
 
 
+PERSONAL = {"strategy": "mr_mtl", "ranks": "8"}
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"strategy": "fedavg", "personal_models": True}, "--personal-models pulls A and B to those of the others"),
+        (
+            {**PERSONAL, "split": "2"},
+            "--personal-models and --split 2 do not go together so far; leave one of them out",
+        ),
+        ({**PERSONAL, "keep": "best"}, "--personal-models and --keep best do not go together"),
+        ({**PERSONAL, "trainable": "full", "fingerprint": "fisher"}, "--personal-models and --trainable full do not"),
+        ({**PERSONAL, "workers": 2}, "--personal-models sends a second model .* --workers or --engine ray holds yet"),
+    ],
+)
+def test_what_personal_models_do_not_go_with(values: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        validate(with_values(Config(), values))
+
+
 NAMES = ("q.lora_A", "q.lora_B", "head.weight")
 
 

@@ -11,6 +11,7 @@ from itertools import combinations
 from pathlib import Path
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from atlas_fl.audit.bounds import check_bounds, read_bounds, restored_fault
@@ -194,7 +195,12 @@ def check_run(run: Run, *, on_event: OnEvent = ignore) -> Iterator[AuditRow]:
         if round - 1 not in missing and round not in missing:
             yield from _check_round(run, round, before, after, server_models=server_models, state=state)
         before, state = after, state_after(run, round, state)
-        server_models = after if is_aggregated(run, round) else server_models
+        server_models = _mixed_models(run, round, after) if is_aggregated(run, round) else server_models
+
+
+def _mixed_models(run: Run, round: int, after: Models) -> Models:
+    """What the server made of the models: what clients start with, or where they keep their own what pulls them."""
+    return read_models(run, round, "anchor") if run.mixing.personal_models else after
 
 
 def _row(run: Run, round: int, check: str, client: str, detail: str, error: float | None = None) -> AuditRow:
@@ -236,6 +242,14 @@ def _check_round(
         return  # what has other names or shapes, or no numbers, cannot be compared by value
     yield from check_bounds(run, round, bounds, plan=plan, record=record, initial=initial, trained=present)
     kind = kind_of(run.mixing.strategy) if is_aggregated(run, round) else "own"
+    if run.mixing.personal_models and kind != "own":
+        yield from _check_own_models(run, round, plan, {**initial, **present}, after)
+        after = _mixed_models(run, round, after)
+        if fault := next(
+            (fault for one in plan.clients if (fault := _names_fault(plan, one, initial, None, after))), ""
+        ):
+            yield row("mixed", "", f"of an anchor: {fault}")
+            return
     before = {**(initial if kind == "own" else server_models), **present}
     for client, fault in common_faults(plan, present, after, excluded=record.kept or ()):
         yield row("common", client, fault)
@@ -250,6 +264,14 @@ def _check_round(
             mixed, moved, error = restored_fault(run, plan, initial[client], after[client], trained=present), "", 0.0
         yield row("mixed", client, mixed, error)
         yield row("moved", client, moved)
+
+
+def _check_own_models(run: Run, round: int, plan: AuditPlan, own: Models, after: Models) -> Iterator[AuditRow]:
+    """A row for everyone who is to start with the very model that it trained, or had."""
+    for client in plan.clients:
+        changed = [key for key, tensor in own[client].items() if not torch.equal(tensor, after[client][key])]
+        detail = f"{changed[0]} is not that of its own model" if changed else ""
+        yield _row(run, round, "own", client, detail)
 
 
 def _frozen_faults(run: Run, wrong: Mapping[str, str], initial: Models, present: Models) -> Iterator[tuple[str, str]]:

@@ -108,6 +108,8 @@ class Job:
     """What it kept of its optimizer when it last trained; it never travels."""
     mask: Mask | None = None
     """Which weights may move; None for all."""
+    anchor: Params = field(default_factory=dict)
+    """The point that the proximal term pulls to, in the place of `params`; it stays in one process."""
 
 
 def cut_channel_of(job: Job, site: Site) -> CutChannel | None:

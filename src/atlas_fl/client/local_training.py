@@ -199,7 +199,9 @@ class LocalTrainer:
         self.losses: list[Tensor] = []
         self.line = cut_channel_of(job, site)
         self._below = [] if job.cut is None else client_side_indices(site.backbone, self.params, options, job.cut)
-        self._transform = gradient_chain(self.leaves, options, self.scale, on_norms=self._share_norms)
+        self._transform = gradient_chain(
+            self.leaves, options, self.scale, on_norms=self._share_norms, anchor=job.anchor
+        )
 
     def dropout(self, done: int) -> Dropout:
         """Where the masks of this step come from."""

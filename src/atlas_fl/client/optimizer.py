@@ -12,6 +12,7 @@ clipping: they are not data, and of a cut model each side adds its own part with
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, Protocol, TypeAlias
 
 import torch
@@ -36,27 +37,30 @@ class TermOptions(Protocol):
 
 
 TermOf: TypeAlias = Callable[[TermOptions, Params], Term | None]
-"""(options, the model at the start of the round) -> the term; None where the options switch it off."""
+"""(options, the anchor, by default the model at the start of the round) -> the term; None where it is switched off."""
 
 
-def fedprox(options: TermOptions, start: Params) -> Term | None:
-    """FedProx: the gradient mu (w - w_start) of `mu / 2 ||w - w_start||^2` (Li et al. 2020, arXiv:1812.06127)."""
+def fedprox(options: TermOptions, anchor: Params) -> Term | None:
+    """FedProx: the gradient mu (w - w_start) of `mu / 2 ||w - w_start||^2` (Li et al. 2020, arXiv:1812.06127).
+
+    With an anchor of its own in the place of w_start it is the term of MR-MTL (Liu et al. 2022, arXiv:2206.07902).
+    """
     mu = options.proximal_mu
-    return None if mu == 0 else lambda name, value: mu * (value - start[name])
+    return None if mu == 0 else lambda name, value: mu * (value - anchor[name])
 
 
 TERMS: Mapping[str, TermOf] = {"fedprox": fedprox}
 """Every term by the name of its algorithm."""
 
 
-def client_terms(options: TermOptions, leaves: Params) -> list[Term]:
-    """The terms that these options switch on; the values of the leaves now are the model at the start of the round.
+def client_terms(options: TermOptions, leaves: Params, anchor: Params = MappingProxyType({})) -> list[Term]:
+    """The terms that these options switch on, around this anchor, or where it says nothing around the leaves as now.
 
     The values are copied only where there is a term.
     """
     if not any(term_of(options, leaves) for term_of in TERMS.values()):
         return []
-    start = {name: leaf.detach().clone() for name, leaf in leaves.items()}
+    start = {name: anchor.get(name, leaf).detach().to(leaf.device, copy=True) for name, leaf in leaves.items()}
     terms = (term_of(options, start) for term_of in TERMS.values())
     return [term for term in terms if term is not None]
 
@@ -177,11 +181,16 @@ def chain(transforms: Sequence[Transform]) -> Transform:
 
 
 def gradient_chain(
-    leaves: Params, options: OptimizerOptions, scale: LossScale, *, on_norms: Callable[[Tensor], None] | None = None
+    leaves: Params,
+    options: OptimizerOptions,
+    scale: LossScale,
+    *,
+    on_norms: Callable[[Tensor], None] | None = None,
+    anchor: Params = MappingProxyType({}),
 ) -> Transform:
     """unscale -> clip -> client terms, for a round that begins with the leaves as they are now."""
     clips = [clip(options.clip, on_norms=on_norms)] if options.clip > 0 else []
-    return chain([scale.unscale, *clips, *map(add_term, client_terms(options, leaves))])
+    return chain([scale.unscale, *clips, *map(add_term, client_terms(options, leaves, anchor))])
 
 
 def make_optimizer(

@@ -38,6 +38,7 @@ ADDED_LATER = frozenset(
         "proximal_mu",
         "trained_parts",
         "personal_rounds",
+        "personal_models",
         "adapted_blocks",
         "prior_correction",
         *("client_sizes", "test_mix", "rating_cuts", "flipped_clients", "one_task", "own_share", "dial", "centralized"),

@@ -126,6 +126,20 @@ METHODS: Mapping[str, PublishedMethod] = {
         rule="fedavg",
         settings={"space": "product", "ranks": "budget", "importance": "rngwp", "split": "auto"},
     ),
+    "mr_mtl": PublishedMethod(
+        summary="MR-MTL: own models, pulled to their mean (Liu et al. 2022, arXiv:2206.07902; Evgeniou & Pontil 2004).",
+        rule="fedavg",
+        settings={"personal_models": True, "space": "factors", "share": ("A", "B", "head")},
+        suggested={"proximal_mu": 0.1},
+        equal_ranks=True,
+    ),
+    "mr_mtl_cluster": PublishedMethod(
+        summary="MR-MTL inside clusters: own models, pulled to the mean of their cluster.",
+        rule="fedavg_cluster",
+        settings={"personal_models": True, "space": "factors", "share": ("A", "B", "head")},
+        suggested={"proximal_mu": 0.1},
+        equal_ranks=True,
+    ),
     "fedavg_prior": PublishedMethod(
         summary="FedAvg with each client's own class frequencies in its logits (Menon et al. 2021, arXiv:2007.07314).",
         rule="fedavg",

@@ -483,6 +483,9 @@ class MixingConfig:
     """Scale eta per layer by the layer's importance."""
     aggregate_every: int = 1
     """Rounds between two aggregations; between them clients train on from their own models and nothing is mixed."""
+    personal_models: bool = False
+    """Every client goes on with the model that it trained, and what the server mixes is the point that `--proximal-mu`
+    pulls it to: mean-regularised multi-task learning."""
     personal_rounds: int = 0
     """Last rounds in which nothing is mixed: every client fine-tunes its model of the last aggregation for itself. A
     simulation counts no bytes for them; a site across machines reports its shared part to the server as ever."""

@@ -195,6 +195,11 @@ def _check_simulated(config: Config) -> None:
             "--rating-cuts, --flipped-clients, --one-task, --client-sizes and --centralized deal out rows that are"
             " here, and across machines clients bring their own; leave them out, or use `atlas run`"
         )
+    if config.mixing.personal_models:
+        raise ConfigError(
+            "--personal-models sends a second model beside the client's own, which no message across machines holds"
+            " yet; leave it out, or use `atlas run`"
+        )
     if config.attack.attack != "none":
         raise ConfigError(
             f"--attack {config.attack.attack} simulates hostile clients, and across machines clients are who they are;"

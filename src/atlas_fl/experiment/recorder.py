@@ -273,6 +273,8 @@ class Recorder:
         trained = {name: update.params for name, update in record.updates.items()}
         self._write_audit_models("trained", trained, round=record.round)
         self._write_audit_models("start", record.client_models, round=record.round)
+        if record.anchors:
+            self._write_audit_models("anchor", record.anchors, round=record.round)
         if record.state_changed:
             self._write_server_state(self.folder.audit_round(record.round), state.server_state)
         if record.out_of_bound:

@@ -177,8 +177,9 @@ def make_jobs(
     cuts: Mapping[str, Cut],
     momentum: ByClient = MappingProxyType({}),
     mask: Mask | None = None,
+    anchors: ByClient = MappingProxyType({}),
 ) -> list[Job]:
-    """A job for every model; `momentum` is that of the clients' optimizers."""
+    """A job for every model; `momentum` is that of the clients' optimizers, `anchors` what they are pulled to."""
     return [
         Job(
             client=name,
@@ -188,6 +189,7 @@ def make_jobs(
             cut=cuts.get(name),
             momentum=momentum.get(name, {}),
             mask=mask,
+            anchor=anchors.get(name, {}),
         )
         for name, params in models.items()
     ]
@@ -379,6 +381,7 @@ def one_round(
     received, aggregated = screen_updates(assembly, state, updates), is_aggregation_round(config, number)
     trained = {name: update.params for name, update in received.updates.items()}
     server_step = _aggregate(strategy, state, trained, planned, apply=aggregated, refused=received.refused)
+    server_step = _keep_personal(server_step, state, trained) if config.mixing.personal_models else server_step
     server_step, restored = _restore_unusable(server_step, state, trained, assembly)
     models = server_step.client_models
     outcome = finish_round(assembly, engine, state=state, mixed=models, trained=trained, cuts=cuts, is_mixed=aggregated)
@@ -404,6 +407,7 @@ def one_round(
         diversity=_diversity(assembly, planned, {**state.client_models, **trained}, outcome) if aggregated else None,
         mask=planned.mask,
         discarded=server_step.discarded,
+        anchors=server_step.server_models if config.mixing.personal_models and aggregated else {},
         state_changed=server_step.server_state is not state.server_state,
         cut_traffic=sum_cut_traffic(updates),
         evaluation_cut_traffic=sum_cut_traffic(outcome.evaluations),
@@ -438,6 +442,7 @@ def _train_jobs(
         cuts=cuts,
         momentum=state.momentum,
         mask=planned.mask,
+        anchors=state.server_models if assembly.config.mixing.personal_models else {},
     )
 
 
@@ -468,6 +473,11 @@ def _aggregate(
     return ServerStep(
         server_state=result.server_state, server_models=models, client_models=models, discarded=result.discarded
     )
+
+
+def _keep_personal(server: ServerStep, state: FederationState, trained: ByClient) -> ServerStep:
+    """The step after which every client goes on with its own model; what was mixed stays at the server, as anchors."""
+    return replace(server, client_models={**state.client_models, **trained})
 
 
 def _warnings(config: Config, federation: Federation) -> list[str]:

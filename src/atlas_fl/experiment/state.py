@@ -81,6 +81,8 @@ class RoundRecord:
     """The updates as they came of those whom the norm bound refused or scaled down."""
     restored: Mapping[str, str] = field(default_factory=dict)
     """By client that keeps its initial model because the mixed one was unusable, the reason."""
+    anchors: ByClient = field(default_factory=dict)
+    """What the clients are pulled to from here on, with `--personal-models` after an aggregation."""
     state_changed: bool = False
     """Whether the server state changed in the round."""
 

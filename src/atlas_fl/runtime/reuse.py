@@ -91,7 +91,7 @@ class ReusingEngine:
         """The updates of these jobs, in their order."""
         if not self.results.max_bytes or not all(_is_reusable(job, self.site) for job in jobs):
             return self.engine.run(action, jobs)
-        parts = [f"{job.client} {job.round} {digest(job.params)} {job.options!r}" for job in jobs]
+        parts = [f"{job.client} {job.round} {digest(job.params)} {digest(job.anchor)} {job.options!r}" for job in jobs]
         key = sha256("\n".join([self._site_key, action, *parts]).encode()).hexdigest()
         return self.results.run(key, self.engine, action, jobs)
 

@@ -1,0 +1,89 @@
+"""Runs in which every client keeps a model of its own and is pulled to what the server mixes: MR-MTL."""
+
+import signal
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+
+from atlas_fl.audit.check import audit_run
+from atlas_fl.config import Config, to_toml
+from atlas_fl.experiment.run import resume_run, run_config
+from tests.runs.processes import Programs
+from tests.runs.reading import rows, same_tensors, state
+
+pytestmark = pytest.mark.core
+
+MakeConfig = Callable[..., Config]
+MR_MTL = {"strategy": "mr_mtl", "ranks": "4", "proximal_mu": 0.5}
+
+
+@pytest.mark.parametrize("strategy", ["mr_mtl", "mr_mtl_cluster"])
+def test_a_run_passes_its_audit_and_anchors_are_the_means(config: MakeConfig, strategy: str) -> None:
+    result = run_config(config(**{**MR_MTL, "strategy": strategy}, tasks="movie"))
+    report = audit_run(result.folder)
+    assert report.ok
+    assert {"own", "mixed", "loaded"} <= {row.check for row in report.rows}
+    trained, start, anchor = (
+        load_file(result.folder / f"audit/round-0002/{name}.safetensors") for name in ("trained", "start", "anchor")
+    )
+    for key in {key.split("/", 1)[1] for key in trained}:
+        mean = torch.stack([trained[f"movie-{k}/{key}"] for k in range(2)]).double().mean(dim=0)
+        for k in range(2):
+            assert torch.equal(start[f"movie-{k}/{key}"], trained[f"movie-{k}/{key}"])
+            if f"movie-{k}/{key}" in anchor:  # equal models are written once
+                torch.testing.assert_close(anchor[f"movie-{k}/{key}"].double(), mean, atol=1e-6, rtol=1e-5)
+
+
+def test_without_a_pull_it_is_local_training_to_the_last_bit(config: MakeConfig) -> None:
+    own = config(strategy="fedavg", personal_models=True, space="factors", ranks="4", name="own")
+    local = config(strategy="local", ranks="4", name="local")
+    folders = [run_config(one).folder for one in (own, local)]
+    exported = [sorted((folder / "adapters").rglob("adapter_model.safetensors")) for folder in folders]
+    assert len(exported[0]) == 4
+    assert [path.read_bytes() for path in exported[0]] == [path.read_bytes() for path in exported[1]]
+
+
+def test_a_strong_pull_holds_clients_nearer_to_each_other(config: MakeConfig) -> None:
+    def spread(mu: float) -> float:
+        values = {**MR_MTL, "proximal_mu": mu, "tasks": "movie", "name": f"mu-{mu}", "clip": 0}
+        tensors = load_file(run_config(config(**values)).folder / "audit/round-0003/trained.safetensors")
+        keys = {key.split("/", 1)[1] for key in tensors}
+        return sum(float((tensors[f"movie-0/{key}"] - tensors[f"movie-1/{key}"]).norm()) for key in keys)
+
+    assert spread(50.0) < 0.8 * spread(0.001)
+
+
+def test_a_run_that_is_killed_goes_on_to_the_same_bits(config: MakeConfig, programs: Programs, tmp_path: Path) -> None:
+    whole = run_config(config(**MR_MTL)).folder
+    (tmp_path / "config.toml").write_text(to_toml(config(**MR_MTL, name="killed")))
+    fault = "dies before the checkpoint of round two"
+    programs.start("run", "--config", "config.toml", folder=tmp_path, fault=fault).end(-signal.SIGKILL)
+    killed = tmp_path / "runs/killed"
+    assert resume_run(killed).complete
+    assert same_tensors(state(whole), state(killed))
+    assert rows(whole) == rows(killed) and rows(whole, "ledger") == rows(killed, "ledger")
+
+
+def test_bytes_are_those_of_fedavg(config: MakeConfig) -> None:
+    folders = [
+        run_config(config(strategy=name, ranks="4", space="factors", name=name)).folder for name in ("fedavg", "mr_mtl")
+    ]
+    sizes = [sum(int(str(row["bytes"])) for row in rows(folder, "ledger")) for folder in folders]
+    assert sizes[0] == sizes[1]
+
+
+@pytest.mark.parametrize(("file", "check"), [("anchor", "mixed"), ("start", "own")])
+def test_an_audit_finds_what_was_altered(config: MakeConfig, file: str, check: str) -> None:
+    folder = run_config(config(**MR_MTL)).folder
+    path = folder / f"audit/round-0002/{file}.safetensors"
+    with safe_open(path, "pt") as handle:
+        metadata = handle.metadata()
+    tensors = load_file(path)
+    key = next(key for key in tensors if key.endswith("lora_B"))
+    tensors[key] += 0.01
+    save_file(tensors, path, metadata)
+    assert check in {row.check for row in audit_run(folder).failures}
