@@ -7,7 +7,7 @@ Engines train and evaluate the clients; the recorder writes the files.
 
 import time
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any
 
@@ -17,7 +17,7 @@ from atlas_fl.aggregation.graph import Diversity, diversity
 from atlas_fl.aggregation.matrices import Federation, share_warnings, without_edges
 from atlas_fl.aggregation.mixing import sync_shared
 from atlas_fl.aggregation.robust import bound_updates, change_norms, small_groups
-from atlas_fl.aggregation.strategies import LARGEST, Strategy, check_update, unusable_models
+from atlas_fl.aggregation.strategies import LARGEST, check_update, unusable_models
 from atlas_fl.client.job import Job, Update
 from atlas_fl.client.options import EvaluateOptions
 from atlas_fl.config import Config
@@ -380,8 +380,7 @@ def one_round(
     updates = engine.run("train", _train_jobs(assembly, planned, state, sampled, cuts))
     received, aggregated = screen_updates(assembly, state, updates), is_aggregation_round(config, number)
     trained = {name: update.params for name, update in received.updates.items()}
-    server_step = _aggregate(strategy, state, trained, planned, apply=aggregated, refused=received.refused)
-    server_step = _keep_personal(server_step, state, trained) if config.mixing.personal_models else server_step
+    server_step = _aggregate(config, state, trained, planned, apply=aggregated, refused=received.refused)
     server_step, restored = _restore_unusable(server_step, state, trained, assembly)
     models = server_step.client_models
     outcome = finish_round(assembly, engine, state=state, mixed=models, trained=trained, cuts=cuts, is_mixed=aggregated)
@@ -407,7 +406,7 @@ def one_round(
         diversity=_diversity(assembly, planned, {**state.client_models, **trained}, outcome) if aggregated else None,
         mask=planned.mask,
         discarded=server_step.discarded,
-        anchors=server_step.server_models if config.mixing.personal_models and aggregated else {},
+        anchors=server_step.anchors if aggregated else {},
         state_changed=server_step.server_state is not state.server_state,
         cut_traffic=sum_cut_traffic(updates),
         evaluation_cut_traffic=sum_cut_traffic(outcome.evaluations),
@@ -429,6 +428,8 @@ class ServerStep:
     """What every client goes on with."""
     discarded: Mapping[str, float]
     """By client, the share of its mixed update's squared norm that its ranks could not hold."""
+    anchors: ByClient = field(default_factory=dict)
+    """What clients are pulled to that keep models of their own."""
 
 
 def _train_jobs(
@@ -447,7 +448,7 @@ def _train_jobs(
 
 
 def _aggregate(
-    strategy: Strategy,
+    config: Config,
     state: FederationState,
     trained: ByClient,
     planned: PlanResult,
@@ -468,16 +469,16 @@ def _aggregate(
             client_models=sync_shared({**state.client_models, **trained}, federation, list(trained)),
             discarded={},
         )
+    strategy, personal = strategy_of(config), config.mixing.personal_models
     result = strategy.aggregate(state.server_state, state.server_models, trained, federation, round=state.round + 1)
     models = result.client_models if mask is None else restore_frozen(result.client_models, state.client_models, mask)
     return ServerStep(
-        server_state=result.server_state, server_models=models, client_models=models, discarded=result.discarded
+        server_state=result.server_state,
+        server_models=models,
+        client_models={**state.client_models, **trained} if personal else models,
+        discarded=result.discarded,
+        anchors=models if personal else {},
     )
-
-
-def _keep_personal(server: ServerStep, state: FederationState, trained: ByClient) -> ServerStep:
-    """The step after which every client goes on with its own model; what was mixed stays at the server, as anchors."""
-    return replace(server, client_models={**state.client_models, **trained})
 
 
 def _warnings(config: Config, federation: Federation) -> list[str]:
