@@ -1,5 +1,6 @@
 """The commands that train, with a stand-in for the training; `test_real.py` has the real one."""
 
+import json
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -171,9 +172,26 @@ def test_compare_knows_old_names_and_the_gain_over_local(atlas: Atlas, ran: list
     assert len(list(tmp_path.glob("comparison-quick-strategy-????????.csv"))) == 1
 
 
+def test_compare_over_a_setting_compares_for_each_value_and_ranks_over_all(
+    atlas: Atlas, ran: list[Config], tmp_path: Path
+) -> None:
+    words = ["--preset", "contradiction", "--strategies", "local", "fedavg", "--over", "dial=1,3", "--seeds", "2"]
+    said = atlas("compare", *words, "--runs-dir", str(tmp_path))
+    assert (said.code, said.err) == (0, "")
+    assert sorted((config.mixing.strategy, config.run.dial, config.run.seed) for config in ran) == [
+        (name, dial, seed) for name in ("fedavg", "local") for dial in (1, 3) for seed in (42, 123)
+    ]
+    assert said.out.index("dial=1") < said.out.index("dial=3") < said.out.index("Ranks over 2 comparisons")
+    assert said.out.count("Against fedavg") == 2
+    (ranks,) = (path for path in tmp_path.glob("comparison-*.json") if "average_ranks" in path.read_text())
+    content = json.loads(ranks.read_text())
+    assert (content["over"], set(content["average_ranks"])) == (["dial=1", "dial=3"], {"local", "fedavg"})
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
+        (["compare", "--over", "strategy=local"], "--over sweeps strategy; name the strategies with --strategies"),
         (["sweep"], "--over is missing; allowed: a setting and its values;"),
         (["sweep", "--over", "etta=1"], "unknown setting 'etta'; did you mean 'eta'?"),
         (["sweep", "--over", "eta=0", "--max-rounds", "1"], "--max-rounds is 1; here every run goes to its end;"),

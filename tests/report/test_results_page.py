@@ -70,7 +70,7 @@ def test_ranks_are_over_the_federations_by_hand(make_federation: Callable[..., N
     make_federation(3, gains={"local": 0.2, "fedavg": 0.1, "fedper": 0.0})
     results = federation_results(find_finished_runs([tmp_path]), control="fedavg")
     assert [result.title for result in results] == ["contradiction, dial 1", "contradiction, dial 3"]
-    ranks = rank_over_federations(results, control="fedavg")
+    ranks = rank_over_federations(results)
     assert ranks is not None and ranks.average_ranks == {"local": 2.0, "fedavg": 2.0, "fedper": 2.0}
     assert "Average rank over 2 federations" in results_page([tmp_path], control="fedavg")
 

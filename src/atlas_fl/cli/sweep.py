@@ -1,6 +1,6 @@
 """`atlas sweep`, `compare` and `search`: many runs."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
@@ -26,6 +26,7 @@ from atlas_fl.experiment.sweep import (
 
 if TYPE_CHECKING:
     from atlas_fl.experiment.tuning import TunedMethod
+    from atlas_fl.report.method_comparison import MethodComparison
 
 STRATEGIES = ("local", "fedavg_cluster", "atlas")
 WORDS: dict[RunState, str] = {"finished": "is finished", "unfinished": "goes on", "new": "starts"}
@@ -57,6 +58,9 @@ class CompareOptions:
 
     strategies: tuple[str, ...] = STRATEGIES
     """The strategies (`atlas list strategies`)."""
+    over: tuple[str, ...] = ()
+    """A setting and its values beside the strategies, `dial=1,3` or `eta=0,0.5`; may be repeated. Strategies are
+    compared for each value, and ranked over all of them."""
     seeds: int = 3
     """Seeds for each strategy: 42, 123, 456, 789, 1024, then 2001 and on."""
     control: str | None = None
@@ -105,20 +109,63 @@ def compare(words: Sequence[str]) -> int:
     if options.trials < 0:
         raise ConfigError(f"--trials is {options.trials}; allowed: at least 1, or 0 for none")
     base = options.settings
+    values = _parse_beside_strategies(options.over)
     tuned = _tune(base, names, options) if options.trials else ()
     chosen = {method.strategy: method.best.settings for method in tuned}
     points = [
         point
         for name in names
         for point in grid(
-            with_values(base, chosen.get(name, {})), over={"strategy": (name,)}, seeds=seeds(options.seeds)
+            with_values(base, chosen.get(name, {})), over={"strategy": (name,), **values}, seeds=seeds(options.seeds)
         )
     ]
     folders = _run(points, jobs=options.jobs)
     path = Path(base.run.runs_dir) / comparison_name(points, preset=base.run.preset)
     _show_comparison(points, folders, path=path, note="")
-    _show_statistics(points, folders, options, tuned, path=path)
+    _show_all_statistics(points, folders, options, tuned, path=path)
     return 0
+
+
+def _parse_beside_strategies(texts: Sequence[str]) -> dict[str, tuple[str, ...]]:
+    """The values of what is swept beside the strategies."""
+    values = parse_over(texts)
+    if "strategy" in values:
+        raise ConfigError("--over sweeps strategy; name the strategies with --strategies, and sweep another setting")
+    return values
+
+
+def _show_all_statistics(
+    points: Sequence[Point],
+    folders: Sequence[Path],
+    options: CompareOptions,
+    tuned: "Sequence[TunedMethod]",
+    *,
+    path: Path,
+) -> None:
+    """Compare the methods, with `--over` for each swept value by itself, and then rank them over all values."""
+    groups: dict[str, list[tuple[Point, Path]]] = {}
+    for point, folder in zip(points, folders, strict=True):
+        beside = " ".join(f"{name}={value}" for name, value in _beside_strategy(point).items())
+        groups.setdefault(beside, []).append((point, folder))
+    comparisons = {}
+    for beside, runs in groups.items():
+        own_points, own_folders = zip(*runs)
+        name = comparison_name(own_points, preset=options.settings.run.preset)
+        own_path = path if len(groups) == 1 else path.with_name(name)
+        show([f"\n{beside}"] if beside else [])
+        comparisons[beside] = _show_statistics(own_points, own_folders, options, tuned, path=own_path)
+    if len(groups) > 1 and len(options.strategies) > 1:
+        _show_ranks(comparisons, path=path)
+
+
+def _show_ranks(comparisons: "Mapping[str, MethodComparison]", *, path: Path) -> None:
+    """Print the average ranks of the methods over these comparisons, and write them as JSON."""
+    from atlas_fl.report.federation_ranks import rank_comparisons, ranks_json, ranks_table
+    from atlas_fl.storage.files import write_atomic
+
+    ranks, control = rank_comparisons(list(comparisons.values())), next(iter(comparisons.values())).control
+    write_atomic(path.with_suffix(".json"), ranks_json(ranks, over=list(comparisons)).encode())
+    show([ranks_table(ranks, control=control), f"the ranks: {path.with_suffix('.json')}"])
 
 
 def _tune(base: Config, names: Sequence[str], options: CompareOptions) -> "tuple[TunedMethod, ...]":
@@ -185,7 +232,7 @@ def _show_statistics(
     tuned: "Sequence[TunedMethod]",
     *,
     path: Path,
-) -> None:
+) -> "MethodComparison":
     """Print what is known of the methods, and write it beside the comparison as JSON, Markdown and LaTeX."""
     from atlas_fl.report.method_comparison import (
         compare_methods,
@@ -199,7 +246,7 @@ def _show_statistics(
 
     groups: dict[str, list[Path]] = {}
     for point, folder in zip(points, folders, strict=True):
-        groups.setdefault(label_of(point), []).append(folder)
+        groups.setdefault(point.changes["strategy"], []).append(folder)
     comparison = compare_methods(groups, control=options.control, score=options.score)
     files = {
         ".json": methods_json(comparison, tuned),
@@ -210,6 +257,7 @@ def _show_statistics(
         write_atomic(path.with_suffix(suffix), text.encode())
     show([methods_table(comparison), *([pairs_table(comparison)] if comparison.pairs else [])])
     show([f"the statistics: {', '.join(str(path.with_suffix(suffix)) for suffix in files)}"])
+    return comparison
 
 
 def _show_comparison(points: Sequence[Point], folders: Sequence[Path], *, path: Path, note: str) -> None:

@@ -4,15 +4,20 @@ Demsar, Statistical comparisons of classifiers over multiple data sets, JMLR 7 (
 method; what is compared is the order of the methods, so that federations of any metric and difficulty weigh the same.
 """
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
 
 import numpy as np
 import numpy.typing as npt
 from jaxtyping import Float64
+from rich.markup import escape
+from rich.table import Table
 from scipy import stats
 
 from atlas_fl.errors import DataError
+from atlas_fl.report.format import add_columns, new_table, number
+from atlas_fl.report.method_comparison import MethodComparison
 from atlas_fl.report.statistics import ALPHA, TIE, check_values, holm, known_method, round_scores
 
 
@@ -90,6 +95,36 @@ def rank_methods(
         critical_difference=nemenyi_difference(methods, federations),
         against_control={} if control is None else _against(averages, known_method(control, averages), federations),
     )
+
+
+def rank_comparisons(comparisons: Sequence[MethodComparison]) -> MethodRanks:
+    """Average ranks by the mean scores of the methods that all comparisons have; errors as of `rank_methods`."""
+    means = [{name: row.statistics.mean for name, row in one.rows.items()} for one in comparisons]
+    common = [name for name in means[0] if all(name in other for other in means)]
+    control = comparisons[0].control
+    return rank_methods(
+        {name: np.array([mean[name] for mean in means]) for name in common},
+        control=control if control in common else None,
+    )
+
+
+def ranks_table(ranks: MethodRanks, *, control: str) -> Table:
+    """One row a method, the best first, in eighty columns."""
+    table = new_table(f"Ranks over {ranks.federations} comparisons")
+    add_columns(table, ["method"], ["average\nrank", "p (Holm)"])
+    for name, rank in sorted(ranks.average_ranks.items(), key=lambda item: item[1]):
+        against = ranks.against_control.get(name)
+        table.add_row(escape(name), number(rank, 2), number(None if against is None else against.adjusted_p, 3))
+    table.caption = (
+        f"1 is the best; Friedman p {ranks.friedman_p:.3f}; p against {control}; ranks that are"
+        f" {ranks.critical_difference:.2f} apart\ndiffer at {ALPHA:g} (Nemenyi)"
+    )
+    return table
+
+
+def ranks_json(ranks: MethodRanks, *, over: Sequence[str]) -> str:
+    """The ranks as strict JSON, and what they are over."""
+    return json.dumps({"over": list(over), **asdict(ranks)}, indent=1, allow_nan=False) + "\n"
 
 
 def nemenyi_difference(methods: int, federations: int, *, alpha: float = ALPHA) -> float:

@@ -19,7 +19,7 @@ from atlas_fl.config.settings import settings, value_of
 from atlas_fl.config.values import to_words
 from atlas_fl.errors import ConfigError
 from atlas_fl.report.comparison import read_summary
-from atlas_fl.report.federation_ranks import MethodRanks, rank_methods
+from atlas_fl.report.federation_ranks import MethodRanks, rank_comparisons
 from atlas_fl.report.format import human_bytes, number, seconds
 from atlas_fl.report.method_comparison import MethodComparison, MethodRow, compare_methods
 from atlas_fl.report.statistics import ALPHA, ROPE, PairedComparison
@@ -174,24 +174,19 @@ def _dial_words(config: Config) -> str:
     return "" if dial is None or preset not in DIALS else f"{DIALS[preset].what}: {DIALS[preset].words[dial]}"
 
 
-def rank_over_federations(results: Sequence[FederationResults], *, control: str) -> MethodRanks | None:
+def rank_over_federations(results: Sequence[FederationResults]) -> MethodRanks | None:
     """Average ranks of the methods that all federations have; None where these or the methods are fewer than two."""
-    means = [
-        {name: row.statistics.mean for name, row in result.comparison.rows.items()}
-        for result in results
-        if result.comparison is not None
-    ]
-    common = [name for name in (means[0] if means else {}) if all(name in other for other in means)]
-    if len(means) < 2 or len(common) < 2:
+    compared = [result.comparison for result in results if result.comparison is not None]
+    if len(compared) < 2 or len(set.intersection(*(set(one.rows) for one in compared))) < 2:
         return None
-    return rank_methods({name: np.array([mean[name] for mean in means]) for name in common}, control=control)
+    return rank_comparisons(compared)
 
 
 def results_page(folders: Sequence[Path | str], *, control: str) -> str:
     """The page, as Markdown; errors as of `find_finished_runs` and `federation_results`."""
     runs = find_finished_runs(folders)
     results = federation_results(runs, control=control)
-    ranks = rank_over_federations(results, control=control)
+    ranks = rank_over_federations(results)
     lines = [
         "# Results",
         "",
