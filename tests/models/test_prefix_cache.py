@@ -108,6 +108,15 @@ def test_the_next_run_finds_what_the_last_one_kept_and_another_split_takes_its_r
     assert len(compute.asked) == before + computed, "the least recently used made room"
 
 
+def test_a_run_with_a_lower_budget_drops_what_is_above_it() -> None:
+    split, compute = split_of(LENGTHS), Counted()
+    for budget_bytes, kept in ((10**6, True), (0, False)):
+        cache = shared_prefix_cache("budget", budget_bytes=budget_bytes, chunk_tokens=10)
+        cache.states(split.take(np.arange(6)), compute)
+        assert (cache.used_bytes > 0) == kept
+    assert len(compute.asked) == 6, "three chunks, twice"
+
+
 def test_runs_with_the_same_frozen_model_share_a_cache_and_others_do_not() -> None:
     first = shared_prefix_cache("a", budget_bytes=10, chunk_tokens=10)
     assert shared_prefix_cache("a", budget_bytes=20, chunk_tokens=10) is first and first.budget_bytes == 20

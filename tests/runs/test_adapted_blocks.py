@@ -3,6 +3,7 @@
 import json
 import re
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from atlas_fl.client.job import Job
 from atlas_fl.config import Config, config_hash
 from atlas_fl.errors import ConfigError, ModelError
 from atlas_fl.experiment.run import RunResult, resume_run, run_config
+from atlas_fl.models.prefix_cache import PrefixCache
 from atlas_fl.params import unflatten_by_client
 from atlas_fl.planning.planner import make_plan
 from atlas_fl.runtime.local import LocalEngine
@@ -146,7 +148,9 @@ def test_a_run_that_goes_on_with_an_empty_cache_ends_in_the_same_bits(config: Ma
 
 def test_the_cached_states_are_used_in_every_round(config: Make) -> None:
     assembly = assemble(config(strategy="fedavg", **CACHED))
-    engine, rounds = LocalEngine(site=assembly.site), 3
+    # its own, because runs of a process share one, and an earlier one may have filled it
+    engine = LocalEngine(site=replace(assembly.site, prefix_cache=PrefixCache(budget_bytes=10**9)))
+    rounds = 3
     options = train_options(assembly.config, with_images=False)
     passes = list[int]()
     handle = assembly.site.backbone.blocks[0].register_forward_pre_hook(lambda _, args: passes.append(args[0].shape[1]))

@@ -82,8 +82,9 @@ class PrefixCache:
         self._splits: dict[str, Chunks] = {}
 
     def begin_run(self) -> None:
-        """From here on what was kept before may be dropped for what comes."""
+        """From here on what was kept before may be dropped for what comes; what is above the budget is dropped now."""
         self._run += 1
+        self._make_room(0)
 
     def states(self, examples: EncodedExamples, compute: Compute) -> Tensor:
         """The states (tokens, width) of these examples, in their order."""
