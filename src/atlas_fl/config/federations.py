@@ -136,10 +136,10 @@ def check_turned(config: Config) -> None:
     """Nothing where the settings are those of the dial, or of none; raises `ConfigError` where they are of another."""
     preset, dial = config.run.preset, config.run.dial
     check_dial(preset, dial)
-    if dial is None or not (changed := _changed(config, dial)):
+    if dial is None or not (changed := _changed_settings(config, dial)):
         return
     for other in range(len(DIALS[preset].settings)):
-        if not _changed(config, other):
+        if not _changed_settings(config, other):
             flag = settings()[changed[0]].flag
             raise ConfigError(
                 f"--dial is {dial}, and {flag} is that of dial {other} of {preset}; turn the dial with the preset"
@@ -147,7 +147,7 @@ def check_turned(config: Config) -> None:
             )
 
 
-def _changed(config: Config, dial: int) -> list[str]:
+def _changed_settings(config: Config, dial: int) -> list[str]:
     """The settings that are not as this amount of the dial has them."""
     values = DIALS[config.run.preset].settings[dial]
     return [name for name, value in values.items() if value_of(config, name) != value]
@@ -160,7 +160,7 @@ def dial_note(config: Config) -> tuple[str, ...]:
         return ()
     dial = DIALS[preset]
     line = f"federation {preset}, dial {turned} of 0 to 4: {dial.what}: {dial.words[turned]}"
-    if changed := _changed(config, turned):
+    if changed := _changed_settings(config, turned):
         own = (" ".join([settings()[name].flag, *to_words(value_of(config, name))]) for name in changed)
         line += f"; but here {', '.join(own)}"
     return (line,)

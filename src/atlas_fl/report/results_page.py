@@ -33,6 +33,8 @@ OF_THE_METHOD = frozenset(
 """Settings in which the methods of one federation may differ."""
 OF_THE_TUNING = frozenset({"lr", "eta", "server_lr", "gram_alpha"})
 """Settings that tuning varies; where they differ inside a federation they stand beside the method's name."""
+ENOUGH = 10
+"""Federations from which the approximations of the rank tests hold (Demsar 2006)."""
 SHOWN = 0.95
 """Posterior probability from which a page says that something is shown."""
 
@@ -216,6 +218,7 @@ def _rank_lines(ranks: MethodRanks, control: str) -> Iterator[str]:
     yield (
         f"Average rank over {ranks.federations} federations, 1 the best: Friedman p {ranks.friedman_p:.3f}; ranks that"
         f" are {ranks.critical_difference:.2f} apart differ at {ALPHA:g} (Nemenyi)."
+        + ("" if ranks.federations >= ENOUGH else f" Below {ENOUGH} federations these tests are coarse.")
     )
     yield from ("", f"| method | average rank | p against `{control}` (Holm) |", "|---|---|---|")
     for name, rank in sorted(ranks.average_ranks.items(), key=lambda item: item[1]):
