@@ -7,8 +7,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.optimize import minimize
 
+from atlas_fl.aggregation.change_similarity import cosines
 from atlas_fl.aggregation.matrices import Federation
-from atlas_fl.aggregation.pfedgraph import cosines, project_onto_simplex
+from atlas_fl.aggregation.pfedgraph import project_onto_simplex
 from atlas_fl.aggregation.registry import StrategyOptions, find_strategy
 from atlas_fl.aggregation.strategies import RoundModels
 from atlas_fl.errors import ConfigError

@@ -107,3 +107,22 @@ def test_a_model_that_is_not_the_step_of_its_cohort_is_found(tmp_path):
 
     edit_tensors(run, 1, "start", alter)
     assert (1, "movie-1", "mixed") in found(audit_run(run))
+
+
+@pytest.mark.parametrize(
+    ("strategy", "numbers"), [("cfl", {"bipartition_ratio": 0.9}), ("fedtreelora", {"tree_step": 2})]
+)
+@pytest.mark.parametrize("space", ["product", "factors"])
+def test_clusters_by_updates_pass_and_those_of_other_numbers_do_not(tmp_path, space, strategy, numbers):
+    mixing, server = MixingConfig(strategy=strategy, space=space), ServerConfig(**numbers, tree_threshold=0.0)
+    run = write_run(tmp_path / "run", mixing, server=server)
+    report = audit_run(run)
+    assert report.ok, report.failures[:2]
+    clusters = load_file(run / "audit" / "round-0001" / "server.safetensors").values()
+    assert len({int(cluster) for cluster in clusters}) > 1, "something was cut"
+    liar = write_run(tmp_path / "liar", mixing, server=server, real=replace(mixing, strategy="fedavg"))
+    assert only(audit_run(liar), "mixed") and only(audit_run(liar), "server")
+    config = run / "config.toml"
+    for name, number in (("bipartition_ratio", 1e-6), ("tree_threshold", 0.9)):
+        config.write_text(config.read_text().replace(f"{name} = {getattr(server, name)}", f"{name} = {number}"))
+    assert only(audit_run(run), "server")

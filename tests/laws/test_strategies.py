@@ -112,15 +112,17 @@ def distance(one, other):
 @pytest.mark.parametrize("options", OPTIONS, ids=IDS)
 @pytest.mark.parametrize("name", COMMUNICATING)
 def test_a_communicating_rule_changes_every_participating_client(name, options, federation):
-    """All but the one whose model Krum hands to everyone."""
+    """All but the one whose model Krum hands to everyone, and who is alone in a cluster that follows from updates."""
     ranks = accepted_ranks(name, options, federation)
     updates = models(0, ranks)
-    _, start = step(name, options, federation, updates)
-    matrices = find_strategy(name, options).matrices(
-        federation, [True] * 5, round=1, models=seen(name, options, updates, ranks)
-    )
-    chosen = matrices("layer.0.q.lora_A")
-    for client in (client for k, client in enumerate(CLIENTS) if name != "krum" or chosen[0, k] == 0):
+    state, start = step(name, options, federation, updates)
+    after = replace(seen(name, options, updates, ranks), server_state=state)
+    matrices = find_strategy(name, options).matrices(federation, [True] * 5, round=1, models=after)
+    chosen, head = matrices("layer.0.q.lora_A"), matrices("head.weight")
+    is_still = {"krum": chosen[0] == 1, "cfl": np.diag(head) == 1, "fedtreelora": np.diag(head) == 1}
+    moving = [client for client, still in zip(CLIENTS, is_still.get(name, np.zeros(5, bool))) if not still]
+    assert moving
+    for client in moving:
         for part, before in zip(parts(start[client]), parts(updates[client])):
             assert float((part - before).norm() / before.norm()) > 1e-4, client
         assert {key: tensor.shape for key, tensor in start[client].items()} == {
@@ -205,6 +207,7 @@ def test_rows_of_every_matrix_sum_to_one(name, options, federation, present):
 @pytest.mark.parametrize(("name", "options"), CASES, ids=CASE_IDS)
 def test_heads_never_cross_tasks(name, options, federation):
     ranks = accepted_ranks(name, options, federation)
+    options = replace(options, bipartition_ratio=1e-9)  # where CFL cuts follows from heads, too
     matrix = find_strategy(name, options).matrices(federation, [True] * 5, round=1)("head.weight")
     tasks = np.array(TASKS)
     assert not matrix[tasks[:, None] != tasks[None, :]].any()
@@ -248,7 +251,7 @@ def test_who_took_no_part_gives_nothing_to_an_average_and_its_held_model_to_a_gr
     _, start = step(name, options, federation, absent, before=held)
     other = {**held, "movie-2": model(55, ranks[2], 2)}
     _, changed = step(name, options, federation, absent, before=other)
-    if name in ("local", "atlas", "pfedgraph"):
+    if name in ("local", "atlas", "pfedgraph", "fedavg_by_distance"):
         assert start["movie-2"] is held["movie-2"], "it keeps its model"
         assert (distance(start["movie-0"], changed["movie-0"]) > 1e-4) == (name == "atlas"), "still a neighbour"
     else:

@@ -13,13 +13,14 @@ layer, kind of parameter or both a matrix of its own (`--gram-by`). Heads of dif
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 from jaxtyping import Float64
 from torch import Tensor
 
+from atlas_fl.aggregation.change_similarity import cosines, gram_of_changes
 from atlas_fl.aggregation.matrices import Federation, average
-from atlas_fl.aggregation.robust import change_gram
 from atlas_fl.aggregation.strategies import (
     CLUSTERS,
     MixingContext,
@@ -35,15 +36,6 @@ from atlas_fl.params import HEAD, LORA_A, LORA_B, ByClient, Params, ServerState,
 
 INITIAL = "initial"
 """The entry of the server state: the models that the clients began with, as far as they are shared."""
-
-
-def cosines(gram: Float64[np.ndarray, "n n"]) -> Float64[np.ndarray, "n n"]:
-    """Cosines from inner products: 1 on the diagonal, 0 beside a vector of length zero."""
-    lengths = np.sqrt(np.maximum(np.diag(gram), 0.0))
-    sizes = np.outer(lengths, lengths)
-    values = np.clip(np.where(sizes > 0, gram / np.where(sizes > 0, sizes, 1.0), 0.0), -1.0, 1.0)
-    np.fill_diagonal(values, 1.0)
-    return np.asarray(values)
 
 
 def project_onto_simplex(point: Float64[np.ndarray, " n"]) -> Float64[np.ndarray, " n"]:
@@ -65,7 +57,7 @@ def _params(value: Tensor | ServerState) -> Params:
     return {key: tensor for key, tensor in value.items() if isinstance(tensor, Tensor)}
 
 
-def _selects(step: MixingContext, key: str, options: StrategyOptions) -> bool:
+def _selects(step: MixingContext, key: str, *, options: StrategyOptions) -> bool:
     """Whether the matrix of this step follows from this parameter."""
     if options.gram_by == "all":
         return True
@@ -79,24 +71,9 @@ def _selects(step: MixingContext, key: str, options: StrategyOptions) -> bool:
 def _similarities(step: MixingContext, clients: Sequence[int], options: StrategyOptions) -> Float64[np.ndarray, "n n"]:
     """The cosines between the changes of these clients, by index."""
     assert step.models is not None, "changes are of models"
-    names = [step.federation.clients[k] for k in clients]
-    initial, total = _initial(step.models.server_state), np.zeros((len(names), len(names)))
-    after = {name: shared_params(step.models.after[name], options.share) for name in names}
-    tasks = [step.federation.head_groups[k] for k in clients]
-    # sorted, because sums follow the order, and a model that comes from a checkpoint has another one
-    for key in sorted({key for params in after.values() for key in params if params[key].numel()}):
-        if not _selects(step, key, options) or (options.space == "product" and key.endswith(LORA_B)):
-            continue
-        # a head is compared inside its task
-        for task in dict.fromkeys(tasks) if key.startswith(HEAD) else (None,):
-            members = [
-                k for k, task_of_client in enumerate(tasks) if task in (None, task_of_client) and key in after[names[k]]
-            ]
-            chosen = [names[k] for k in members]
-            total[np.ix_(members, members)] += change_gram(
-                after, initial, chosen, key, as_products=options.space == "product", scale=options.scale
-            )
-    return cosines(total)
+    initial, after = _initial(step.models.server_state), step.models.after
+    select = partial(_selects, step, options=options)
+    return cosines(gram_of_changes(initial, after, clients, step.federation, options, selects=select))
 
 
 def pfedgraph(options: StrategyOptions) -> Strategy:

@@ -2,6 +2,9 @@
 
 from collections.abc import Callable
 
+from atlas_fl.aggregation.cfl import cfl
+from atlas_fl.aggregation.fedamp import fedavg_by_distance
+from atlas_fl.aggregation.fedtreelora import fedtreelora
 from atlas_fl.aggregation.hetlora import fedavg_by_norm
 from atlas_fl.aggregation.pfedgraph import pfedgraph
 from atlas_fl.aggregation.robust import geometric_median, krum, median, multi_krum, trimmed_mean
@@ -29,6 +32,9 @@ STRATEGIES: dict[str, Callable[[StrategyOptions], Strategy]] = {
     "fedyogi": fedyogi,
     "fedadam": fedadam,
     "pfedgraph": pfedgraph,
+    "fedavg_by_distance": fedavg_by_distance,
+    "cfl": cfl,
+    "fedtreelora": fedtreelora,
 }
 
 ALIASES: dict[str, str] = {"local_only": "local", "standard_fl": "fedavg"}

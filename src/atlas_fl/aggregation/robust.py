@@ -215,14 +215,14 @@ def _weighted_rule(options: StrategyOptions, weigh: Weigh) -> Rule:
             inside = np.flatnonzero((groups == label) & step.present).tolist()
             if len(inside) > 1:
                 row = np.zeros(len(matrix))
-                row[inside] = weigh(_distances(step, inside, options))
+                row[inside] = weigh(model_distances(step, inside, options))
                 matrix[groups == label] = row
         return matrix
 
     return rule
 
 
-def _distances(step: MixingContext, clients: Sequence[int], options: StrategyOptions) -> np.ndarray:
+def model_distances(step: MixingContext, clients: Sequence[int], options: StrategyOptions) -> np.ndarray:
     """The squared distances between the models of these clients, by index: of their heads, or of all the rest."""
     assert step.models is not None, "distances are of models"
     names = [step.federation.clients[k] for k in clients]

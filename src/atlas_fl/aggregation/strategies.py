@@ -263,6 +263,16 @@ class StrategyOptions:
     """Which parameters of `pfedgraph` have a mixing matrix of their own (`rule.GRANULARITIES`)."""
     gram_alpha: float = 0.8
     """How much the rows of `pfedgraph` stay with the shares of the examples."""
+    attention_alpha: float = 1.0
+    """The most that all others together weigh in a row of `fedavg_by_distance`."""
+    attention_sigma: float = 1.0
+    """Squared distance, in mean ones of the round, at which a model counts for 1/e there."""
+    bipartition_ratio: float = 0.4
+    """`cfl` cuts a cluster whose average update is shorter than this share of its longest."""
+    tree_step: int = 1
+    """By how many clusters a layer of `fedtreelora` may have more than the one below."""
+    tree_threshold: float = 0.1
+    """The silhouette that cuts of `fedtreelora` must exceed where the layer below has one cluster."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -345,6 +355,8 @@ class Strategy:
     """Whether it needs clusters or a graph."""
     state_by_cluster: bool = False
     """Whether its server state is of clusters, which then have to stay what they are."""
+    takes_newcomers: bool = True
+    """Whether clients may join late; not where updates that they missed say who belongs together."""
     init: Callable[[ByClient], ServerState] = no_state
     """The server state before round one, from the models that the clients start with."""
     aggregate: Aggregate
@@ -498,7 +510,9 @@ def _identity(step: MixingContext) -> np.ndarray:
     return np.eye(len(step.present))
 
 
-def _everyone(options: StrategyOptions) -> Rule:
+def weighted_average(options: StrategyOptions) -> Rule:
+    """The rows of one average over each group, weighted by examples, over those who are present."""
+
     def rule(step: MixingContext) -> np.ndarray:
         weights = step.federation.weights
         return np.asarray(average(weights, step.groups, step.present, max_share=options.max_share))
@@ -521,7 +535,7 @@ def local(_: StrategyOptions) -> Strategy:
 
 def fedavg(options: StrategyOptions) -> Strategy:
     """One average over all clients, weighted by examples; heads only inside their task."""
-    return mixing_strategy("fedavg", _everyone(options), options)
+    return mixing_strategy("fedavg", weighted_average(options), options)
 
 
 def fedavg_cluster(options: StrategyOptions) -> Strategy:

@@ -5,6 +5,7 @@ Several runs that differ in a decisive setting must not have ended with the same
 
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from hashlib import sha256
 from itertools import combinations
@@ -18,7 +19,18 @@ from atlas_fl.audit.bounds import check_bounds, read_bounds, restored_fault
 from atlas_fl.audit.plan_changes import check_joined, check_ranks, is_reranked, read_joined
 from atlas_fl.audit.recompute import TOLERANCE, Comparison, Recomputed, Round, common_faults, with_common_tensors
 from atlas_fl.audit.report import AuditReport, AuditRow
-from atlas_fl.audit.rule_weights import Rule, has_state, kind_of, norms_of, points_of, reducer, robust_of, weights
+from atlas_fl.audit.rule_weights import (
+    BY_UPDATES,
+    Rule,
+    attention_of,
+    has_state,
+    kind_of,
+    norms_of,
+    points_of,
+    reducer,
+    robust_of,
+    weights,
+)
 from atlas_fl.audit.run_files import (
     AuditPlan,
     AuditRecord,
@@ -37,11 +49,14 @@ from atlas_fl.audit.server_state import (
     OptimizerStep,
     check_server_state,
     check_unchanged,
+    flat_arrays,
+    latest_state,
     read_state,
     recompute_server_step,
     state_after,
     with_initial,
 )
+from atlas_fl.audit.update_clusters import RoundUpdates, labels_in, state_after_updates
 from atlas_fl.errors import CheckpointError
 from atlas_fl.events import OnEvent, Progress, ignore
 from atlas_fl.params import HEAD, LORA_A, LORA_B, PRIVATE, digest
@@ -72,6 +87,7 @@ def _round_signature(run: Run, round: int) -> list[object]:
     plan = read_plan(run, record.plan)
     mixing = run.mixing
     present = tuple(client in record.accepted_clients for client in plan.clients)
+    state = latest_state(run, round)
     rule = Rule(
         robust=robust_of(run),
         kind=kind_of(mixing.strategy) if is_aggregated(run, round) else "own",
@@ -79,8 +95,9 @@ def _round_signature(run: Run, round: int) -> list[object]:
         eta=mixing.eta * mixing.eta_decay ** (round - 1),
         by_layer=mixing.layer_weighting == "importance",
         present=present,
+        clusters=lambda head, layer: labels_in(state, plan, head=head, layer=layer),
     )
-    layers = sorted(set(plan.layer_of.values())) if rule.by_layer else []
+    layers = sorted(set(plan.layer_of.values())) if rule.by_layer or rule.kind in BY_UPDATES else []
     body = [weights(plan, rule, head=False, layer=layer) for layer in layers]
     body = body or [weights(plan, rule, head=False)]
     head = weights(plan, rule, head=True)
@@ -255,8 +272,15 @@ def _check_round(
         yield row("common", client, fault)
     shared = with_common_tensors(plan, before, present)
     step = recompute_server_step(run, plan, kind, present=present, before=server_models, trained=shared, state=state)
-    truth = _recompute(run, record, plan, shared, after, kind=kind, step=step, state=state)
-    yield from check_server_state(run, round, step, before=state)
+    expected = flat_arrays(state) if step is None else step.moments()
+    if kind in BY_UPDATES:
+        there = [client in present for client in plan.clients]
+        updates = RoundUpdates(run=run, plan=plan, present=there, before=server_models, trained=before)
+        expected = state_after_updates(kind, updates, state)
+    yield from check_server_state(run, round, expected, before=state)
+    rule = _rule_of(run, record, plan, shared, kind=kind, state=state)
+    rule = replace(rule, clusters=lambda head, layer: labels_in(expected, plan, head=head, layer=layer))
+    truth = _recompute(run, plan, shared, after, rule=rule, step=step)
     comparisons = _comparisons(truth)
     for k, client in enumerate(plan.clients):
         mixed, moved, error = _compare(run, record, truth, k, comparisons[k])
@@ -368,6 +392,7 @@ def _rule_of(run: Run, record: AuditRecord, plan: AuditPlan, before: Models, *, 
         points=lambda clients, head: points_of(before, plan, mixing.share, clients, head=head),
         project=Directions(run, plan, before, state).row,
         norms=lambda clients: norms_of(before, plan, clients),
+        attention=attention_of(run),
     )
 
 
@@ -387,18 +412,9 @@ def _cached_weights(plan: AuditPlan, rule: Rule) -> Callable[[str], np.ndarray]:
 
 
 def _recompute(
-    run: Run,
-    record: AuditRecord,
-    plan: AuditPlan,
-    before: Models,
-    after: Models,
-    *,
-    kind: str,
-    step: OptimizerStep | None,
-    state: Flat,
+    run: Run, plan: AuditPlan, before: Models, after: Models, *, rule: Rule, step: OptimizerStep | None
 ) -> Recomputed:
     mixing = run.mixing
-    rule = _rule_of(run, record, plan, before, kind=kind, state=state)
     return Recomputed(
         Round(
             plan=plan,
@@ -406,9 +422,9 @@ def _recompute(
             after=after,
             weights=_cached_weights(plan, rule),
             space=mixing.space,
-            share=mixing.share if kind != "own" else (),
+            share=mixing.share if rule.kind != "own" else (),
             align=mixing.align,
-            reduce=reducer(kind, rule.robust),
+            reduce=reducer(rule.kind, rule.robust),
             server=None if step is None else step.next,
         )
     )

@@ -5,7 +5,7 @@ How models follow from the weights is in `audit.recompute`.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -29,6 +29,12 @@ def robust_of(run: Run) -> Robust:
     """The robust settings of this run, from its config.toml."""
     robust_settings: Mapping[str, Any] = run.config.get("robust", {})
     return Robust(**{name: robust_settings[name] for name in Robust.__dataclass_fields__ if name in robust_settings})
+
+
+def attention_of(run: Run) -> tuple[float, float]:
+    """FedAMP's alpha and sigma, from config.toml."""
+    given: Mapping[str, Any] = run.config.get("server", {})
+    return float(given.get("attention_alpha", 1.0)), float(given.get("attention_sigma", 1.0))
 
 
 def bound_weights(weights: Sequence[float], max_share: float) -> list[float]:
@@ -161,6 +167,9 @@ RULES = {
     "fedyogi": "fedyogi",
     "fedadam": "fedadam",
     "pfedgraph": "pfedgraph",
+    **dict.fromkeys(("fedavg_by_distance", "fedamp"), "mean by distance"),
+    "cfl": "cfl",
+    "fedtreelora": "fedtreelora",
 }
 """What each strategy's name, and each older name for it, means."""
 
@@ -169,6 +178,9 @@ ROBUST = ("median", "trimmed mean", "krum", "multi-krum", "geometric median")
 
 SERVER_OPTIMIZERS = {"fedavgm": (1.0, 0.9), "fedadagrad": (0.01, 0.0), "fedyogi": (0.01, 0.9), "fedadam": (0.01, 0.9)}
 """Default learning rate and first beta of each server optimizer."""
+
+BY_UPDATES = ("cfl", "fedtreelora")
+"""Rules whose clusters follow from updates, and are in the server state."""
 
 WITHIN = (*ROBUST, *SERVER_OPTIMIZERS, "pfedgraph")
 """Rules over all clients, or inside clusters, as the settings say."""
@@ -198,11 +210,15 @@ class Rule:
     """Of a client, its members, their shares and a parameter: its row by directions; None where nobody asks."""
     norms: Callable[[Sequence[int]], list[float]] | None = None
     """Of these clients: the norms of their updates; None where nobody asks."""
+    clusters: Callable[[bool, int | None], list[int]] | None = None
+    """For heads or a layer: the clusters that followed from updates; None where nobody asks."""
+    attention: tuple[float, float] = (1.0, 1.0)
+    """FedAMP's alpha and sigma."""
 
 
 def has_state(kind: str) -> bool:
-    """Whether a rule of this kind remembers more than the models."""
-    return kind in SERVER_OPTIMIZERS or kind == "pfedgraph"
+    """Whether rows of this kind follow from more than the federation and who took part."""
+    return kind in SERVER_OPTIMIZERS or kind in ("pfedgraph", "mean by distance")
 
 
 def kind_of(strategy: str) -> str:
@@ -218,7 +234,9 @@ def _may_meet(plan: AuditPlan, k: int, other: int, *, head: bool) -> bool:
 
 def _members(plan: AuditPlan, rule: Rule, k: int, *, head: bool) -> list[int]:
     """Whose updates are aggregated into the model of client k."""
-    everyone = rule.kind in ("mean", "mean by norm") or (rule.kind in WITHIN and rule.robust.within == "all")
+    everyone = rule.kind in ("mean", "mean by norm", "mean by distance", "cfl", "fedtreelora") or (
+        rule.kind in WITHIN and rule.robust.within == "all"
+    )
     members = []
     for other in range(len(plan.clients)):
         together = everyone or (plan.clusters[k] >= 0 and plan.clusters[k] == plan.clusters[other]) or other == k
@@ -250,6 +268,24 @@ def _projected_row(plan: AuditPlan, rule: Rule, k: int, *, head: bool, key: str)
         return [float(other == k) for other in range(len(plan.clients))]
     row, members = _mean_row(plan, rule, k, head=head), _members(plan, rule, k, head=head)
     return row if rule.project is None or len(members) < 2 else rule.project(k, members, row, key)
+
+
+def _attentive_row(plan: AuditPlan, rule: Rule, k: int, *, head: bool) -> list[float]:
+    """FedAMP: alpha / (n - 1) e^(-x / sigma) to each other, with x in mean squared distances; the rest to itself."""
+    row = [float(other == k) for other in range(len(plan.clients))]
+    members = _members(plan, rule, k, head=head)
+    if not rule.present[k] or len(members) < 2:
+        return row
+    points = np.zeros((len(members), 1)) if rule.points is None else rule.points(members, head)
+    alpha, sigma = rule.attention
+    squares = [[float(((one - other) ** 2).sum()) for other in points] for one in points]
+    mean = sum(map(sum, squares)) / (len(members) * (len(members) - 1))
+    for other, square in zip(members, squares[members.index(k)], strict=True):
+        if other != k:
+            near = float(np.exp(-square / (mean * sigma))) if mean > 0 else 1.0
+            row[other] = alpha * near / (len(members) - 1)
+            row[k] -= row[other]
+    return row
 
 
 def _edge(plan: AuditPlan, rule: Rule, k: int, other: int, *, head: bool) -> float:
@@ -319,6 +355,10 @@ def _each(plan: AuditPlan, rule: Rule, *, head: bool, layer: int | None, key: st
         return np.eye(n)
     if rule.kind == "pfedgraph":
         return np.array([_projected_row(plan, rule, k, head=head, key=key) for k in range(n)])
+    if rule.kind == "mean by distance":
+        return np.array([_attentive_row(plan, rule, k, head=head) for k in range(n)])
+    if rule.kind in BY_UPDATES and rule.clusters is not None:
+        plan, rule = replace(plan, clusters=tuple(rule.clusters(head, layer))), replace(rule, kind="cluster mean")
     if rule.kind != "laplacian":
         return np.array([_mean_row(plan, rule, k, head=head) for k in range(n)])
     step = _step_size(plan, rule, layer)

@@ -52,6 +52,12 @@ def state_after(run: Run, round: int, before: Flat) -> Flat:
     return before if state is None else state
 
 
+def latest_state(run: Run, round: int) -> dict[str, np.ndarray]:
+    """The server state as of this round, as float64 arrays by path: the last one that was written."""
+    states = (read_state(round_folder(run, earlier)) for earlier in range(round, -1, -1))
+    return flat_arrays(next((state for state in states if state is not None), {}))
+
+
 @dataclass(frozen=True, kw_only=True)
 class Settings:
     """The numbers of a server optimizer."""
@@ -348,15 +354,9 @@ def state_fault(expected: Mapping[str, np.ndarray], state: Flat, *, before: Flat
     return fault, worst
 
 
-def check_server_state(run: Run, round: int, step: OptimizerStep | None, *, before: Flat) -> Iterator[AuditRow]:
-    """A row for the server state after this round; nothing for a strategy without one.
-
-    A rule without a `step` leaves it as it was before.
-    """
-    state = state_after(run, round, before)
-    yield from _compare_states(
-        run, round, flat_arrays(before) if step is None else step.moments(), state, before=before
-    )
+def check_server_state(run: Run, round: int, expected: Mapping[str, np.ndarray], *, before: Flat) -> Iterator[AuditRow]:
+    """A row for the server state after this round; nothing for a strategy without one."""
+    yield from _compare_states(run, round, expected, state_after(run, round, before), before=before)
 
 
 def check_unchanged(run: Run, round: int, expected: Mapping[str, np.ndarray], state: Flat) -> Iterator[AuditRow]:

@@ -140,6 +140,13 @@ METHODS: Mapping[str, PublishedMethod] = {
         suggested={"proximal_mu": 0.1},
         equal_ranks=True,
     ),
+    "fedamp": PublishedMethod(
+        summary="FedAMP: own models, pulled to a mixture in which the nearest count most (arXiv:2007.03797).",
+        rule="fedavg_by_distance",
+        settings={"personal_models": True, "space": "factors", "share": ("A", "B", "head")},
+        suggested={"proximal_mu": 0.1},
+        equal_ranks=True,
+    ),
     "fedavg_prior": PublishedMethod(
         summary="FedAvg with each client's own class frequencies in its logits (Menon et al. 2021, arXiv:2007.07314).",
         rule="fedavg",

@@ -236,7 +236,7 @@ class RobustConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class ServerConfig:
-    """Strategies with a server state: how a server optimizer steps, and what the rows of `pfedgraph` follow."""
+    """Numbers of single strategies: how a server optimizer steps, and what rows and clusters follow from updates."""
 
     server_lr: float | None = None
     """Learning rate of the server; by default 1 for `fedavgm` and 0.01 for `fedadagrad`, `fedyogi` and `fedadam`."""
@@ -251,6 +251,16 @@ class ServerConfig:
     each layer, each kind (A, B or their product, head), or both."""
     gram_alpha: float = 0.8
     """How much the rows of `pfedgraph` stay with the shares of the examples; if small, similarity counts more."""
+    attention_alpha: float = 1.0
+    """The most that all others together weigh in what a client of `fedamp` is pulled to."""
+    attention_sigma: float = 1.0
+    """Squared distance between models, in mean ones of the round, at which another counts for 1/e in `fedamp`."""
+    bipartition_ratio: float = 0.4
+    """`cfl` cuts a cluster in two when the average of its updates is shorter than this share of the longest."""
+    tree_step: int = 1
+    """By how many clusters a layer of `fedtreelora` may have more than the layer below it."""
+    tree_threshold: float = 0.1
+    """The silhouette above which `fedtreelora` cuts the clients of a layer at all."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -120,6 +120,11 @@ RANGES: Mapping[str, AllowedRange] = {
     "server_beta2": BELOW_ONE,
     "server_tau": POSITIVE,
     "gram_alpha": POSITIVE,
+    "attention_alpha": FRACTION,
+    "attention_sigma": POSITIVE,
+    "bipartition_ratio": FRACTION,
+    "tree_step": ONE_OR_MORE,
+    "tree_threshold": BELOW_ONE,
     "attack_scale": POSITIVE,
     "validation_share": BETWEEN_ZERO_AND_ONE,
     "image_size": AllowedRange("at least 8", lambda value: value >= 8),
@@ -212,6 +217,11 @@ def _check_strategy(config: Config) -> None:
         raise ConfigError(
             f"--server-adapters per_cluster trains one set by several clients, and --strategy {name} shares nothing;"
             " take per_client, or another strategy"
+        )
+    if config.data.arrive and not strategy.takes_newcomers:
+        raise ConfigError(
+            f"--strategy {name} tells from earlier updates who belongs together, and a client of --arrive has sent"
+            " none; leave --arrive out, or take another strategy"
         )
     if every > 0 and strategy.state_by_cluster:
         raise ConfigError(

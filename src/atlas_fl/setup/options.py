@@ -45,6 +45,11 @@ def strategy_options(config: Config) -> StrategyOptions:
         server_tau=config.server.server_tau,
         gram_by=config.server.gram_by,
         gram_alpha=config.server.gram_alpha,
+        attention_alpha=config.server.attention_alpha,
+        attention_sigma=config.server.attention_sigma,
+        bipartition_ratio=config.server.bipartition_ratio,
+        tree_step=config.server.tree_step,
+        tree_threshold=config.server.tree_threshold,
     )
 
 

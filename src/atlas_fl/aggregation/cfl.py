@@ -1,0 +1,117 @@
+"""CFL: a cluster whose clients pull against each other is cut in two by the cosines of their updates.
+
+    Delta_k = w'_k - w_k          the update of client k in this round, over all that is shared
+    cut where || sum_k p_k Delta_k || < ratio max_k || Delta_k ||
+    into the two parts with the least of the largest cosine between them (single linkage)
+
+Sattler, Müller and Samek, "Clustered Federated Learning: Model-Agnostic Distributed Multitask Optimization under
+Privacy Constraints", 2019, arXiv:1910.01991, algorithms 1 and 3: where the average hardly moves and single clients do,
+nobody's optimum is the common one. Their two thresholds on norms, whose quotient is .25 in their program, are one here,
+so that it means the same for every model. Clusters are averaged apart from the round in which they were cut. A cluster
+is cut only in a round in which all of its clients took part.
+"""
+
+from dataclasses import replace
+
+import numpy as np
+import torch
+from jaxtyping import Bool, Float64, Int64
+from torch import Tensor
+
+from atlas_fl.aggregation.change_similarity import cosines, gram_of_changes
+from atlas_fl.aggregation.matrices import Federation, average, group_ids
+from atlas_fl.aggregation.strategies import (
+    Aggregated,
+    MixingContext,
+    Strategy,
+    StrategyOptions,
+    mixing_strategy,
+    weighted_average,
+    with_updates,
+)
+from atlas_fl.params import ByClient, ServerState
+
+CLUSTERS = "clusters"
+"""The entry of the server state: the cluster of every client, by name; absent before the first round."""
+
+
+def clusters_by_client(federation: Federation, clusters: Int64[np.ndarray, " n"]) -> dict[str, Tensor]:
+    """The clusters as a server state keeps them: a number by the client's name."""
+    return {client: torch.tensor(int(k)) for client, k in zip(federation.clients, clusters, strict=True)}
+
+
+def clusters_in(state: Tensor | ServerState | None, federation: Federation) -> Int64[np.ndarray, " n"]:
+    """The clusters of the clients, in their order, from such an entry of a server state; one cluster without it."""
+    if state is None:
+        return np.zeros(len(federation.clients), np.int64)
+    assert not isinstance(state, Tensor), "the clusters are by client"
+    numbers = [state[client] for client in federation.clients]
+    return np.array([int(number) for number in numbers if isinstance(number, Tensor)], np.int64)
+
+
+def average_inside(clusters: Int64[np.ndarray, " n"], step: MixingContext, options: StrategyOptions) -> np.ndarray:
+    """The rows of averages inside these clusters and the step's groups."""
+    groups = group_ids(list(zip(clusters.tolist(), step.groups.tolist())))
+    return weighted_average(options)(replace(step, groups=groups))
+
+
+def bipartition(similarities: Float64[np.ndarray, "n n"]) -> Bool[np.ndarray, " n"]:
+    """Who is apart from the first client in the two parts whose largest similarity across is least.
+
+    The most similar pair is joined until two parts are left (algorithm 3); of equal pairs the one of earlier clients.
+    """
+    part = np.arange(len(similarities))
+    first, second = np.triu_indices(len(similarities), 1)
+    for index in np.argsort(-similarities[first, second], kind="stable"):
+        if len(np.unique(part)) == 2:
+            break
+        part[part == part[second[index]]] = part[first[index]]
+    return np.asarray(part != part[0])
+
+
+def pull_apart(gram: Float64[np.ndarray, "n n"], shares: Float64[np.ndarray, " n"], *, ratio: float) -> bool:
+    """Whether the average of updates with these inner products is shorter than this share of the longest of them."""
+    longest = float(np.sqrt(max(float(np.diag(gram).max()), 0.0)))
+    return float(np.sqrt(max(float(shares @ gram @ shares), 0.0))) < ratio * longest
+
+
+def next_clusters(
+    clusters: Int64[np.ndarray, " n"],
+    before: ByClient,
+    after: ByClient,
+    federation: Federation,
+    present: Bool[np.ndarray, " n"],
+    options: StrategyOptions,
+) -> Int64[np.ndarray, " n"]:
+    """The clusters after a round with these updates; a part that is cut off gets the next free number."""
+    result = clusters.copy()
+    for label in sorted(set(clusters.tolist())):
+        inside = np.flatnonzero(clusters == label)
+        if len(inside) < 2 or not present[inside].all():
+            continue
+        gram = gram_of_changes(before, after, inside.tolist(), federation, options)
+        shares = average(federation.weights, clusters, present, max_share=options.max_share)[inside[0], inside]
+        if pull_apart(gram, np.asarray(shares), ratio=options.bipartition_ratio):
+            result[inside[bipartition(cosines(gram))]] = result.max() + 1
+    return result
+
+
+def cfl(options: StrategyOptions) -> Strategy:
+    """Averages inside clusters that are cut in two where updates disagree (`--bipartition-ratio`)."""
+
+    def rule(step: MixingContext) -> np.ndarray:
+        state: ServerState = {} if step.models is None else step.models.server_state
+        return average_inside(clusters_in(state.get(CLUSTERS), step.federation), step, options)
+
+    base = mixing_strategy("cfl", rule, options)
+
+    def aggregate(
+        server_state: ServerState, client_models: ByClient, updates: ByClient, federation: Federation, *, round: int
+    ) -> Aggregated:
+        present = np.array([client in updates for client in federation.clients])
+        clusters, after = clusters_in(server_state.get(CLUSTERS), federation), with_updates(client_models, updates)
+        clusters = next_clusters(clusters, client_models, after, federation, present, options)
+        state: ServerState = {CLUSTERS: clusters_by_client(federation, clusters)}
+        return base.aggregate(state, client_models, updates, federation, round=round)
+
+    return replace(base, aggregate=aggregate, takes_newcomers=False)

@@ -1,0 +1,50 @@
+"""FedAMP's weights: the nearer another's model, the more it counts.
+
+    m_kl = alpha / (n - 1) exp(-x_kl / sigma)   l != k          m_kk = 1 - sum_{l != k} m_kl
+    x_kl = d_kl^2 / (mean of d^2 over all pairs)                d_kl: distance of the models (`aggregation.robust`)
+
+Huang, Chu, Zhou, Wang, Liu, Pei and Zhang, "Personalized Cross-Silo Federated Learning on Non-IID Data", AAAI 2021,
+arXiv:2007.03797. In their algorithm every client has a model of its own, and what this rule makes is the anchor that
+`--proximal-mu` pulls it to. Their sigma has the unit of a squared distance; here it counts mean squared distances of
+the round, so that it means the same for every model. Heads have distances of their own, inside a task.
+"""
+
+import numpy as np
+from jaxtyping import Float64
+
+from atlas_fl.aggregation.robust import model_distances
+from atlas_fl.aggregation.strategies import (
+    MixingContext,
+    Strategy,
+    StrategyOptions,
+    mixing_strategy,
+    weighted_average,
+)
+
+
+def attention(squares: Float64[np.ndarray, "n n"], *, alpha: float, sigma: float) -> Float64[np.ndarray, "n n"]:
+    """The rows m_k of clients with these squared distances."""
+    n = len(squares)
+    if n < 2:
+        return np.eye(n)
+    mean = squares.sum() / (n * (n - 1))
+    rows = alpha / (n - 1) * np.exp(-squares / (mean * sigma if mean > 0 else 1.0))
+    np.fill_diagonal(rows, 0.0)
+    return np.asarray(rows + np.diag(1.0 - rows.sum(axis=1)))
+
+
+def fedavg_by_distance(options: StrategyOptions) -> Strategy:
+    """FedAMP's mixture: the nearer a model the more it counts (`--attention-alpha`, `--attention-sigma`)."""
+
+    def rule(step: MixingContext) -> np.ndarray:
+        matrix = np.eye(len(step.present))
+        for label in set(step.groups.tolist()):
+            inside = np.flatnonzero((step.groups == label) & step.present).tolist()
+            squares = np.zeros((len(inside),) * 2)
+            if step.models is not None:
+                squares = model_distances(step, inside, options)
+            rows = attention(squares, alpha=options.attention_alpha, sigma=options.attention_sigma)
+            matrix[np.ix_(inside, inside)] = rows
+        return matrix
+
+    return mixing_strategy("fedavg_by_distance", rule, options, arrival=weighted_average(options))

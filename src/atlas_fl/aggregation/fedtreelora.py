@@ -1,0 +1,119 @@
+"""FedTreeLoRA: one tree of clients, cut finer the higher the layer, and averages inside the clusters of each cut.
+
+    D_kl = (1 / L) sum over layers j of D^j_kl,   D^j_kl = 1 - cos(Delta^j_k, Delta^j_l)       j = 1 ... L
+    tree: average linkage of D
+    c_j = argmax over c_{j-1} <= c <= min(n - 1, c_{j-1} + step) of silhouette(cut of c clusters, D^j),   c_0 = 1
+
+"FedTreeLoRA", arXiv:2603.13282, in its variant of clusters alone: its adapter of everybody outside the cluster, with a
+learned weight, would be a second one. One cluster has a silhouette of `--tree-threshold`. Delta is the first update of
+the run, that of s B A in product space and of the shared factors otherwise; the paper takes B. The tree is made in the
+first round in which everyone took part, before it there is one average, and it stays. Heads follow the highest layer.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import numpy as np
+from jaxtyping import Float64, Int64
+from scipy.cluster.hierarchy import cut_tree, linkage
+from scipy.spatial.distance import squareform
+from sklearn.metrics import silhouette_score
+from torch import Tensor
+
+from atlas_fl.aggregation.cfl import average_inside, clusters_by_client, clusters_in
+from atlas_fl.aggregation.change_similarity import cosines, gram_of_changes
+from atlas_fl.aggregation.matrices import Federation
+from atlas_fl.aggregation.strategies import (
+    Aggregated,
+    MixingContext,
+    Strategy,
+    StrategyOptions,
+    layer_of,
+    mixing_strategy,
+    weighted_average,
+    with_updates,
+)
+from atlas_fl.errors import ConfigError
+from atlas_fl.params import HEAD, LORA_A, LORA_B, ByClient, ServerState, shared_params
+
+CUTS = "cuts"
+"""The entry of the server state: by layer the cluster of every client, by name; absent before the tree is made."""
+
+
+def nested_cuts(
+    distances: Sequence[Float64[np.ndarray, "n n"]], *, step: int, threshold: float
+) -> list[Int64[np.ndarray, " n"]]:
+    """The clusters of every layer, from the lowest to the highest, each a refinement of those below.
+
+    `distances` are D^j in this order; `step` is by how many clusters a layer may have more than the one below it.
+    """
+    n, clusters = len(distances[0]) if distances else 0, 1
+    if n < 3:
+        return [np.zeros(n, np.int64) for _ in distances]
+    tree = linkage(squareform(np.mean(distances, axis=0), checks=False), method="average")
+    cuts = []
+    for own in distances:
+        scores = {}
+        for count in range(clusters, min(n - 1, clusters + step) + 1):
+            labels = cut_tree(tree, n_clusters=count)[:, 0]
+            scores[count] = threshold if count == 1 else float(silhouette_score(own, labels, metric="precomputed"))
+        clusters = max(scores, key=lambda count: scores[count])
+        cuts.append(np.asarray(cut_tree(tree, n_clusters=clusters)[:, 0], np.int64))
+    return cuts
+
+
+def layer_distances(
+    before: ByClient, after: ByClient, federation: Federation, options: StrategyOptions
+) -> dict[int, Float64[np.ndarray, "n n"]]:
+    """D^j by layer, lowest first, of the shared parameters that the models have there."""
+    everyone = list(range(len(federation.clients)))
+    keys = {key for params in after.values() for key in shared_params(params, options.share)}
+    layers = sorted({layer_of(federation, key) for key in keys if not key.startswith(HEAD)})
+
+    def distances(layer: int) -> Float64[np.ndarray, "n n"]:
+        def is_here(key: str) -> bool:
+            return not key.startswith(HEAD) and layer_of(federation, key) == layer
+
+        return 1.0 - cosines(gram_of_changes(before, after, everyone, federation, options, selects=is_here))
+
+    return {layer: distances(layer) for layer in layers}
+
+
+def fedtreelora(options: StrategyOptions) -> Strategy:
+    """Averages inside nested clusters, finer in higher layers (`--tree-step`, `--tree-threshold`)."""
+
+    def rule(step: MixingContext) -> np.ndarray:
+        cuts = None if step.models is None else step.models.server_state.get(CUTS)
+        if cuts is None:
+            return weighted_average(options)(step)
+        assert not isinstance(cuts, Tensor), "cuts are by layer"
+        layer = max(map(int, cuts)) if step.parameters.layer is None else step.parameters.layer
+        return average_inside(clusters_in(cuts[str(layer)], step.federation), step, options)
+
+    base = mixing_strategy("fedtreelora", rule, options, granularity="layer")
+
+    def aggregate(
+        server_state: ServerState, client_models: ByClient, updates: ByClient, federation: Federation, *, round: int
+    ) -> Aggregated:
+        if CUTS not in server_state and all(client in updates for client in federation.clients):
+            distances = layer_distances(client_models, with_updates(client_models, updates), federation, options)
+            cuts = nested_cuts(list(distances.values()), step=options.tree_step, threshold=options.tree_threshold)
+            by_layer = {
+                str(layer): clusters_by_client(federation, cut) for layer, cut in zip(distances, cuts, strict=True)
+            }
+            server_state = {CUTS: by_layer} if by_layer else {}
+        return base.aggregate(server_state, client_models, updates, federation, round=round)
+
+    return replace(base, aggregate=aggregate, check=_check(options), takes_newcomers=False)
+
+
+def _check(options: StrategyOptions) -> Callable[[ByClient, Federation], None]:
+    def check(models: ByClient, federation: Federation) -> None:
+        for key in {key for params in models.values() for key in shared_params(params, options.share)}:
+            if not key.startswith(HEAD) and key.removesuffix(LORA_A).removesuffix(LORA_B) not in federation.layer_of:
+                raise ConfigError(
+                    f"--strategy fedtreelora cuts clusters by layer, and {key} is in none; take fedavg_cluster, or"
+                    " --trainable lora"
+                )
+
+    return check
