@@ -49,7 +49,6 @@ from atlas_fl.audit.server_state import (
     OptimizerStep,
     check_server_state,
     check_unchanged,
-    flat_arrays,
     latest_state,
     read_state,
     recompute_server_step,
@@ -95,7 +94,7 @@ def _round_signature(run: Run, round: int) -> list[object]:
         eta=mixing.eta * mixing.eta_decay ** (round - 1),
         by_layer=mixing.layer_weighting == "importance",
         present=present,
-        clusters=lambda head, layer: labels_in(state, plan, head=head, layer=layer),
+        clusters=_labels_of(state, plan),
     )
     layers = sorted(set(plan.layer_of.values())) if rule.by_layer or rule.kind in BY_UPDATES else []
     body = [weights(plan, rule, head=False, layer=layer) for layer in layers]
@@ -262,24 +261,20 @@ def _check_round(
     if run.mixing.personal_models and kind != "own":
         yield from _check_own_models(run, round, plan, {**initial, **present}, after)
         after = _mixed_models(run, round, after)
-        if fault := next(
-            (fault for one in plan.clients if (fault := _names_fault(plan, one, initial, None, after))), ""
-        ):
-            yield row("mixed", "", f"of an anchor: {fault}")
+        faults = [_names_fault(plan, one, initial, None, after) for one in plan.clients]
+        if any(faults):
+            yield row("mixed", "", f"of an anchor: {max(faults)}")
             return
     before = {**(initial if kind == "own" else server_models), **present}
     for client, fault in common_faults(plan, present, after, excluded=record.kept or ()):
         yield row("common", client, fault)
     shared = with_common_tensors(plan, before, present)
     step = recompute_server_step(run, plan, kind, present=present, before=server_models, trained=shared, state=state)
-    expected = flat_arrays(state) if step is None else step.moments()
-    if kind in BY_UPDATES:
-        there = [client in present for client in plan.clients]
-        updates = RoundUpdates(run=run, plan=plan, present=there, before=server_models, trained=before)
-        expected = state_after_updates(kind, updates, state)
+    there = [client in present for client in plan.clients]
+    updates = RoundUpdates(run=run, plan=plan, present=there, before=server_models, trained=before)
+    expected = state_after_updates(kind, updates, state) if step is None else step.moments()
     yield from check_server_state(run, round, expected, before=state)
-    rule = _rule_of(run, record, plan, shared, kind=kind, state=state)
-    rule = replace(rule, clusters=lambda head, layer: labels_in(expected, plan, head=head, layer=layer))
+    rule = replace(_rule_of(run, record, plan, shared, kind=kind, state=state), clusters=_labels_of(expected, plan))
     truth = _recompute(run, plan, shared, after, rule=rule, step=step)
     comparisons = _comparisons(truth)
     for k, client in enumerate(plan.clients):
@@ -394,6 +389,11 @@ def _rule_of(run: Run, record: AuditRecord, plan: AuditPlan, before: Models, *, 
         norms=lambda clients: norms_of(before, plan, clients),
         attention=attention_of(run),
     )
+
+
+def _labels_of(state: Mapping[str, np.ndarray], plan: AuditPlan) -> Callable[[bool, int | None], list[int]]:
+    """For heads or a layer: the clusters that such a server state holds."""
+    return lambda head, layer: labels_in(state, plan, head=head, layer=layer)
 
 
 def _cached_weights(plan: AuditPlan, rule: Rule) -> Callable[[str], np.ndarray]:

@@ -74,11 +74,12 @@ class RoundUpdates:
 
 
 def state_after_updates(kind: str, updates: RoundUpdates, state: Mapping[str, Tensor]) -> dict[str, np.ndarray]:
-    """What `cfl` or `fedtreelora` is to remember after this round, by path, from what it remembered."""
+    """What a rule is to remember after this round, by path, from what it remembered; any other than these the same."""
     arrays = {path: np.asarray(tensor.double().numpy()) for path, tensor in state.items()}
     if kind == "cfl":
         return _cut_in_two(updates, arrays)
-    return arrays if arrays or not all(updates.present) else _cut_tree(updates)
+    is_due = kind == "fedtreelora" and not arrays and all(updates.present)
+    return _cut_tree(updates) if is_due else arrays
 
 
 def labels_in(state: Mapping[str, np.ndarray], plan: AuditPlan, *, head: bool, layer: int | None) -> list[int]:
