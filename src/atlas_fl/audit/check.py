@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from atlas_fl.audit.bounds import check_bounds, read_bounds, restored_fault
+from atlas_fl.audit.control_variates import check_corrections
 from atlas_fl.audit.plan_changes import check_joined, check_ranks, is_reranked, read_joined
 from atlas_fl.audit.recompute import TOLERANCE, Comparison, Recomputed, Round, common_faults, with_common_tensors
 from atlas_fl.audit.report import AuditReport, AuditRow
@@ -228,7 +229,7 @@ def _row(run: Run, round: int, check: str, client: str, detail: str, error: floa
 def _check_record(
     run: Run, round: int, plan: AuditPlan, record: AuditRecord, *, initial: Models, trained: Models, after: Models
 ) -> Iterator[AuditRow]:
-    """A row for the record of a round, and one for what each client says that it loaded."""
+    """A row for the record of a round, and for what each client says that it loaded, and was sent beside it."""
     recorded = {*record.participants, *record.refused, *initial, *after}
     absent = sorted(recorded - set(plan.clients))
     faults = [_eta_fault(run, record, round), _edges_fault(run, record), *_trained_faults(record, trained)]
@@ -237,6 +238,7 @@ def _check_record(
     for client in plan.clients:
         if client in record.loaded or client in record.accepted_clients:
             yield _row(run, round, "loaded", client, _loaded_fault(record, client, initial))
+    yield from check_corrections(run, round, plan, record)
 
 
 def _check_round(

@@ -152,7 +152,9 @@ def _columns(
 RULES = {
     **dict.fromkeys(("local", "local_only", "centralized", "linear_probe"), "own"),
     **dict.fromkeys(("fedavg", "standard_fl", "fedit", "flexlora", "ffa", "rolora", "fedsa", "fedper"), "mean"),
-    **dict.fromkeys(("mr_mtl", "fedrep", "fedbabu", "fedavg_ft", "fedavg_prior", "fedprox", "hsplitlora"), "mean"),
+    **dict.fromkeys(
+        ("mr_mtl", "fedrep", "fedbabu", "fedavg_ft", "fedavg_prior", "fedprox", "hsplitlora", "scaffold"), "mean"
+    ),
     **dict.fromkeys(("fedavg_cluster", "fedavg_cluster_ft", "fedavg_cluster_prior", "fedlease"), "cluster mean"),
     **dict.fromkeys(("fedavg_oracle", "atlas_no_laplacian", "mr_mtl_cluster"), "cluster mean"),
     **dict.fromkeys(("atlas", "atlas_pad", "atlas_truncate"), "laplacian"),

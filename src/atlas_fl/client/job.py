@@ -110,6 +110,8 @@ class Job:
     """Which weights may move; None for all."""
     anchor: Params = field(default_factory=dict)
     """The point that the proximal term pulls to, in the place of `params`; it stays in one process."""
+    correction: Params = field(default_factory=dict)
+    """What is added to every gradient, by parameter; it stays in one process."""
 
 
 def cut_channel_of(job: Job, site: Site) -> CutChannel | None:
@@ -141,6 +143,8 @@ class Update:
     """Of scored test images, examples by class and how many of them were recognised (`data.metrics.by_class`)."""
     momentum: Params = field(default_factory=dict)
     """What the client keeps of its optimizer for its next round, where it was asked to."""
+    control: Params = field(default_factory=dict)
+    """The mean gradient of the round's steps, float32, where it was asked for."""
 
 
 Action: TypeAlias = Callable[[Sequence[Job], Site], list[Update]]

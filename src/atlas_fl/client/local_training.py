@@ -27,7 +27,7 @@ from torch import Tensor, nn
 
 from atlas_fl.client.batching import Dropout, dropout_masks, forward, make_row, rows
 from atlas_fl.client.job import Job, Site, Update, cut_channel_of
-from atlas_fl.client.optimizer import LossScale, gradient_chain, gradient_norms, make_optimizer
+from atlas_fl.client.optimizer import GradientMean, LossScale, gradient_chain, gradient_norms, make_optimizer
 from atlas_fl.client.options import Schedule, TrainOptions
 from atlas_fl.client.prior_correction import correct_logits, log_prior
 from atlas_fl.models.backbone import Backbone
@@ -199,8 +199,15 @@ class LocalTrainer:
         self.losses: list[Tensor] = []
         self.line = cut_channel_of(job, site)
         self._below = [] if job.cut is None else client_side_indices(site.backbone, self.params, options, job.cut)
+        self._mean = GradientMean() if options.control_variates else None
         self._transform = gradient_chain(
-            self.leaves, options, self.scale, on_norms=self._share_norms, anchor=job.anchor
+            self.leaves,
+            options,
+            self.scale,
+            on_norms=self._share_norms,
+            anchor=job.anchor,
+            correction=job.correction,
+            mean=self._mean,
         )
 
     def dropout(self, done: int) -> Dropout:
@@ -261,6 +268,7 @@ class LocalTrainer:
             keys=len(self.params),
             crossed={} if self.line is None else dict(self.line.traffic),
             momentum=self._momentum() if self.options.carry_momentum else {},
+            control={} if self._mean is None else self._mean.mean(),
         )
 
     def _momentum(self) -> Params:

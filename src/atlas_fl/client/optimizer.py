@@ -175,6 +175,27 @@ def add_term(term: Term) -> Transform:
     return add_to_gradients
 
 
+class GradientMean:
+    """The mean of a client's gradients over the steps of a round, as they are before its terms: SCAFFOLD's control."""
+
+    def __init__(self) -> None:
+        self._sums: dict[str, Tensor] = {}
+        self._steps = 0
+
+    def add(self, leaves: Params, _: Tensor | None = None) -> bool:
+        """Count the gradients of a step (`Transform`)."""
+        self._steps += 1
+        for name, leaf in leaves.items():
+            if leaf.grad is not None:
+                gradient = leaf.grad.detach().float()
+                self._sums[name] = self._sums[name] + gradient if name in self._sums else gradient.clone()
+        return True
+
+    def mean(self) -> dict[str, Tensor]:
+        """The mean by parameter, float32 on the CPU; empty without steps."""
+        return {name: (total / self._steps).cpu() for name, total in self._sums.items()}
+
+
 def chain(transforms: Sequence[Transform]) -> Transform:
     """The transforms one after another; those behind the first that leaves the step out are not applied."""
     return lambda leaves, norms: all(transform(leaves, norms) for transform in transforms)
@@ -187,10 +208,19 @@ def gradient_chain(
     *,
     on_norms: Callable[[Tensor], None] | None = None,
     anchor: Params = MappingProxyType({}),
+    correction: Params = MappingProxyType({}),
+    mean: GradientMean | None = None,
 ) -> Transform:
-    """unscale -> clip -> client terms, for a round that begins with the leaves as they are now."""
+    """unscale -> clip -> client terms, for a round that begins with the leaves as they are now.
+
+    `mean` is told the gradients behind clipping; the `correction` is added to them.
+    """
     clips = [clip(options.clip, on_norms=on_norms)] if options.clip > 0 else []
-    return chain([scale.unscale, *clips, *map(add_term, client_terms(options, leaves, anchor))])
+    means = [] if mean is None else [mean.add]
+    constants = {name: value.to(leaves[name]) for name, value in correction.items() if name in leaves}
+    corrections = [add_term(lambda name, _: constants[name])] if constants else []
+    terms = map(add_term, client_terms(options, leaves, anchor))
+    return chain([scale.unscale, *clips, *means, *terms, *corrections])
 
 
 def make_optimizer(

@@ -55,6 +55,8 @@ class TrainOptions:
     """Follow the schedule round by round, not step by step."""
     prior_correction: bool = False
     """Add the log frequencies of the client's classes to its logits (`client.prior_correction`)."""
+    control_variates: bool = False
+    """Hand back the mean gradient of the round's steps (SCAFFOLD)."""
     carry_momentum: bool = False
     """Begin with the job's momentum, and hand back what there is at the end."""
 

@@ -39,6 +39,7 @@ ADDED_LATER = frozenset(
         "trained_parts",
         "personal_rounds",
         "personal_models",
+        "control_variates",
         "adapted_blocks",
         "prior_correction",
         *("client_sizes", "test_mix", "rating_cuts", "flipped_clients", "one_task", "own_share", "dial", "centralized"),

@@ -33,11 +33,12 @@ class PublishedMethod:
 
     @property
     def relative_bytes(self) -> float:
-        """Bytes of a round relative to FedAvg of the same adapters: half for each factor, which have one size."""
+        """Bytes of a round relative to FedAvg of the same adapters: half for each factor; controls are as large."""
         if self.rule == "local":
             return 0.0
         share = self.settings.get("share", ("A", "B"))
-        return 0.5 * (("A" in share) + ("B" in share))
+        copies = 2 if self.settings.get("control_variates") else 1
+        return copies * 0.5 * (("A" in share) + ("B" in share))
 
 
 METHODS: Mapping[str, PublishedMethod] = {
@@ -156,6 +157,12 @@ METHODS: Mapping[str, PublishedMethod] = {
         summary="Clustered FedAvg with each client's own class frequencies in its logits.",
         rule="fedavg_cluster",
         settings={"prior_correction": True},
+    ),
+    "scaffold": PublishedMethod(
+        summary="SCAFFOLD: gradients corrected by the mean of all (Karimireddy et al. 2020, arXiv:1910.06378).",
+        rule="fedavg",
+        settings={"control_variates": True, "space": "factors", "share": ("A", "B", "head")},
+        equal_ranks=True,
     ),
     "fedprox": PublishedMethod(
         summary="FedProx: FedAvg of clients held near their start (Li et al. 2020, arXiv:1812.06127).",

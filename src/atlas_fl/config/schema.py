@@ -116,6 +116,8 @@ class TrainingConfig:
     proximal_mu: float = 0.0
     """FedProx: weight mu of `mu / 2 ||w - w_start||^2` in every client's objective, where w_start is its model at the
     start of the round; 0 for none."""
+    control_variates: bool = False
+    """SCAFFOLD: add to every gradient of a client what its last round's mean gradient lacks of the mean of all."""
     trained_parts: Literal["all", "B", "head", "alternate", "head_then_rest", "without_head"] = "all"
     """Which of its parameters a client trains: all; of adapters B alone, A stays as drawn (FFA-LoRA); B in odd rounds
     and A in even ones (RoLoRA); in each round first the head alone, then the rest alone, half of the steps each

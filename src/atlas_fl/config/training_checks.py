@@ -1,11 +1,11 @@
-"""Validation of training settings: what is trained (adapters, all weights), by which optimizer, under which mask."""
+"""Validation of training settings: what is trained, by which optimizer, under which mask, beside which second model."""
 
 from collections.abc import Sequence
 from dataclasses import fields
 
 from atlas_fl.config.methods import rule_of
 from atlas_fl.config.presets import PRESETS, find_preset
-from atlas_fl.config.schema import ADAPTER_SETTINGS, ALL_CLASSES, FULL_MODEL_SETTINGS, OF_IMAGES, OF_SGD, Config
+from atlas_fl.config.schema import ADAPTER_SETTINGS, ALL_CLASSES, FULL_MODEL_SETTINGS, NONE, OF_IMAGES, OF_SGD, Config
 from atlas_fl.config.settings import Setting, settings, value_of
 from atlas_fl.config.values import invalid_value, parse_integer
 from atlas_fl.errors import ConfigError
@@ -183,4 +183,51 @@ def _check_momentum(config: Config) -> None:
         raise ConfigError(
             "--carry-momentum keeps what clients did in one process, and --workers and --engine ray have several; leave"
             " one of them out"
+        )
+
+
+def check_personal_models(config: Config) -> None:
+    """Nothing where each client may keep a model of its own and be pulled to what the server mixes."""
+    mixing = config.mixing
+    if not mixing.personal_models:
+        return
+    if mixing.space != "factors" or not config.ranks.ranks.isdecimal() or set(mixing.share) != {"A", "B", "head"}:
+        raise ConfigError(
+            "--personal-models pulls A and B to those of the others, which needs --space factors, --share A B head and"
+            f" one rank for all; set these, and --ranks to one of {', '.join(map(str, config.ranks.candidates))}"
+        )
+    _check_one_process(config, "--personal-models")
+
+
+def check_control_variates(config: Config) -> None:
+    """Nothing where each client's gradients may be corrected by those of the others."""
+    mixing = config.mixing
+    if not config.training.control_variates:
+        return
+    if mixing.space != "factors" or not config.ranks.ranks.isdecimal():
+        raise ConfigError(
+            "--control-variates averages gradients of A and B, which needs --space factors and one rank for all; set"
+            f" both, --ranks to one of {', '.join(map(str, config.ranks.candidates))}"
+        )
+    if mixing.personal_models:
+        raise ConfigError("--control-variates is for one shared model, and --personal-models has none; leave one out")
+    _check_one_process(config, "--control-variates")
+
+
+def _check_one_process(config: Config, name: str) -> None:
+    """Nothing where what this setting sends beside a model has a way to the clients."""
+    for flag, value in {
+        "--trainable full": config.training.trainable == "full",
+        f"--split {config.split.split}": config.split.split != NONE,
+        "--rerank": config.ranks.rerank,
+        "--keep best": config.mixing.keep == "best",
+        "--arrive": bool(config.data.arrive),
+        "--carry-momentum": config.images.carry_momentum,
+    }.items():
+        if value:
+            raise ConfigError(f"{name} and {flag} do not go together so far; leave one of them out")
+    if config.run.engine != "local" or config.run.workers not in (None, 1):
+        raise ConfigError(
+            f"{name} sends a second set of tensors beside the model, which no message of --workers or --engine ray"
+            " holds yet; leave one of them out"
         )

@@ -27,7 +27,13 @@ from atlas_fl.config.schema import (
     parse_arrivals,
 )
 from atlas_fl.config.settings import settings, value_of
-from atlas_fl.config.training_checks import check_image_settings, check_kind, check_precision
+from atlas_fl.config.training_checks import (
+    check_control_variates,
+    check_image_settings,
+    check_kind,
+    check_personal_models,
+    check_precision,
+)
 from atlas_fl.config.values import LARGEST, convert_value, invalid_value, parse_integer, wrong_kind
 from atlas_fl.errors import ConfigError, unknown_name
 
@@ -323,7 +329,8 @@ def validate(config: Config, *, at_sites: bool = False) -> Config:
     _check_rerank(config)
     _check_patience(config)
     _check_personal_rounds(config)
-    _check_personal_models(config)
+    check_personal_models(config)
+    check_control_variates(config)
     _check_shared_adapters(config)
     check_image_settings(config)
     _check_attack(config)
@@ -535,33 +542,6 @@ def _check_personal_rounds(config: Config) -> None:
         raise ConfigError(
             "--trained-parts B leaves A as drawn, and --space product would change it; set --space factors and --share"
             " B head"
-        )
-
-
-def _check_personal_models(config: Config) -> None:
-    """Nothing where each client may keep a model of its own and be pulled to what the server mixes."""
-    mixing, run = config.mixing, config.run
-    if not mixing.personal_models:
-        return
-    if mixing.space != "factors" or not config.ranks.ranks.isdecimal() or set(mixing.share) != {"A", "B", "head"}:
-        raise ConfigError(
-            "--personal-models pulls A and B to those of the others, which needs --space factors, --share A B head and"
-            f" one rank for all; set these, and --ranks to one of {', '.join(map(str, config.ranks.candidates))}"
-        )
-    for flag, value in {
-        "--trainable full": config.training.trainable == "full",
-        f"--split {config.split.split}": config.split.split != NONE,
-        "--rerank": config.ranks.rerank,
-        "--keep best": mixing.keep == "best",
-        "--arrive": bool(config.data.arrive),
-        "--carry-momentum": config.images.carry_momentum,
-    }.items():
-        if value:
-            raise ConfigError(f"--personal-models and {flag} do not go together so far; leave one of them out")
-    if run.engine != "local" or run.workers not in (None, 1):
-        raise ConfigError(
-            "--personal-models sends a second model beside the client's own, which no message of --workers or --engine"
-            " ray holds yet; leave one of them out"
         )
 
 

@@ -195,11 +195,15 @@ def _check_simulated(config: Config) -> None:
             "--rating-cuts, --flipped-clients, --one-task, --client-sizes and --centralized deal out rows that are"
             " here, and across machines clients bring their own; leave them out, or use `atlas run`"
         )
-    if config.mixing.personal_models:
-        raise ConfigError(
-            "--personal-models sends a second model beside the client's own, which no message across machines holds"
-            " yet; leave it out, or use `atlas run`"
-        )
+    for flag, is_set in (
+        ("--personal-models", config.mixing.personal_models),
+        ("--control-variates", config.training.control_variates),
+    ):
+        if is_set:
+            raise ConfigError(
+                f"{flag} sends a second set of tensors beside the model, which no message across machines holds yet;"
+                " leave it out, or use `atlas run`"
+            )
     if config.attack.attack != "none":
         raise ConfigError(
             f"--attack {config.attack.attack} simulates hostile clients, and across machines clients are who they are;"

@@ -275,6 +275,10 @@ class Recorder:
         self._write_audit_models("start", record.client_models, round=record.round)
         if record.anchors:
             self._write_audit_models("anchor", record.anchors, round=record.round)
+        if state.controls:
+            self._write_audit_models("control", state.controls, round=record.round)
+        if record.corrections:
+            self._write_audit_models("correction", record.corrections, round=record.round)
         if record.state_changed:
             self._write_server_state(self.folder.audit_round(record.round), state.server_state)
         if record.out_of_bound:
@@ -324,6 +328,7 @@ class Recorder:
         }
         tensors |= {f"start/{name}": tensor for name, tensor in flatten_by_client(diverged).items()}
         tensors |= {f"momentum/{name}": tensor for name, tensor in flatten_by_client(state.momentum).items()}
+        tensors |= {f"control/{name}": tensor for name, tensor in flatten_by_client(state.controls).items()}
         distinct, same = distinct_tensors(state.server_state)
         tensors |= {f"server/{path}": tensor for path, tensor in distinct.items()}
         content = {
@@ -420,6 +425,11 @@ def checkpoint_models(saved: checkpoint.Checkpoint, names: Sequence[str]) -> tup
             f"checkpoint {saved.path} lacks the model of a client of its plan ({error}); restore it, or run again"
         ) from error
     return server_models, {name: diverged.get(name, server_models[name]) for name in names}
+
+
+def checkpoint_controls(saved: checkpoint.Checkpoint) -> ByClient:
+    """The mean gradient of each client's last round, of a checkpoint."""
+    return unflatten_by_client(unflatten_by_client(saved.tensors).get("control", {}))
 
 
 def checkpoint_momentum(saved: checkpoint.Checkpoint) -> ByClient:

@@ -24,6 +24,7 @@ from atlas_fl.config import Config
 from atlas_fl.config.methods import rule_of
 from atlas_fl.errors import ProtocolError
 from atlas_fl.events import Note, OnEvent, PhaseStarted, RoundFinished
+from atlas_fl.experiment.control_variates import corrections
 from atlas_fl.experiment.early_stopping import best_rounds, should_stop
 from atlas_fl.experiment.late_join import add_late_clients
 from atlas_fl.experiment.recorder import Recorder
@@ -65,10 +66,10 @@ class RoundOutcome:
 def finish_round(
     assembly: Assembly,
     engine: Engine,
-    *,
     state: FederationState,
     mixed: ByClient,
     trained: ByClient,
+    *,
     cuts: Mapping[str, Cut],
     is_mixed: bool,
 ) -> RoundOutcome:
@@ -178,8 +179,12 @@ def make_jobs(
     momentum: ByClient = MappingProxyType({}),
     mask: Mask | None = None,
     anchors: ByClient = MappingProxyType({}),
+    corrections: ByClient = MappingProxyType({}),
 ) -> list[Job]:
-    """A job for every model; `momentum` is that of the clients' optimizers, `anchors` what they are pulled to."""
+    """A job for every model; `momentum` is that of the clients' optimizers, `anchors` what they are pulled to.
+
+    `corrections` are added to their gradients.
+    """
     return [
         Job(
             client=name,
@@ -190,6 +195,7 @@ def make_jobs(
             momentum=momentum.get(name, {}),
             mask=mask,
             anchor=anchors.get(name, {}),
+            correction=corrections.get(name, {}),
         )
         for name, params in models.items()
     ]
@@ -377,13 +383,12 @@ def one_round(
     config, number = assembly.config, state.round + 1
     strategy, sampled = strategy_of(config), round_participants(config, assembly.names, round=number)
     cuts, engine = cuts_of(assembly, planned.plan), attach_hosts(assembly, planned.plan.clients, engine)
-    updates = engine.run("train", _train_jobs(assembly, planned, state, sampled, cuts))
+    updates = engine.run("train", jobs := _train_jobs(assembly, planned, state, sampled, cuts))
     received, aggregated = screen_updates(assembly, state, updates), is_aggregation_round(config, number)
     trained = {name: update.params for name, update in received.updates.items()}
     server_step = _aggregate(config, state, trained, planned, apply=aggregated, refused=received.refused)
     server_step, restored = _restore_unusable(server_step, state, trained, assembly)
-    models = server_step.client_models
-    outcome = finish_round(assembly, engine, state=state, mixed=models, trained=trained, cuts=cuts, is_mixed=aggregated)
+    outcome = finish_round(assembly, engine, state, server_step.client_models, trained, cuts=cuts, is_mixed=aggregated)
     record = RoundRecord(
         round=number,
         sampled=sampled,
@@ -407,6 +412,7 @@ def one_round(
         mask=planned.mask,
         discarded=server_step.discarded,
         anchors=server_step.anchors if aggregated else {},
+        corrections={job.client: job.correction for job in jobs if job.correction},
         state_changed=server_step.server_state is not state.server_state,
         cut_traffic=sum_cut_traffic(updates),
         evaluation_cut_traffic=sum_cut_traffic(outcome.evaluations),
@@ -436,14 +442,17 @@ def _train_jobs(
     assembly: Assembly, planned: PlanResult, state: FederationState, sampled: Sequence[str], cuts: Mapping[str, Cut]
 ) -> list[Job]:
     """The training jobs of these clients in the round after this state."""
+    config, tasks = assembly.config, {client.name: client.task.name for client in assembly.clients}
+    is_personal = state.round >= config.training.rounds - config.mixing.personal_rounds
     return make_jobs(
         {name: state.client_models[name] for name in sampled},
-        train_options(assembly.config, with_images=assembly.has_images),
+        train_options(config, with_images=assembly.has_images),
         round=state.round + 1,
         cuts=cuts,
         momentum=state.momentum,
         mask=planned.mask,
-        anchors=state.server_models if assembly.config.mixing.personal_models else {},
+        anchors=state.server_models if config.mixing.personal_models else {},
+        corrections={} if is_personal else corrections(state.controls, tasks, sampled),
     )
 
 

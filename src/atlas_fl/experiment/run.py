@@ -26,6 +26,7 @@ from atlas_fl.experiment.recorder import (
     check_provenance,
     check_run_files,
     check_same_settings,
+    checkpoint_controls,
     checkpoint_models,
     checkpoint_momentum,
     checkpoint_server_state,
@@ -246,6 +247,7 @@ def _restore_checkpoint(
         # checkpoints older than early stopping know no other end than the last round
         is_over=saved.state.get("over", saved.round == assembly.config.training.rounds),
         momentum=checkpoint_momentum(saved),
+        controls=checkpoint_controls(saved),
     )
     mask = read_tensors(folder.mask) if plan.sparse else None
     sketches = read_sketches(folder.sketches_of(recorder.plan_file))

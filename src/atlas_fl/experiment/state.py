@@ -83,6 +83,8 @@ class RoundRecord:
     """By client that keeps its initial model because the mixed one was unusable, the reason."""
     anchors: ByClient = field(default_factory=dict)
     """What the clients are pulled to from here on, with `--personal-models` after an aggregation."""
+    corrections: ByClient = field(default_factory=dict)
+    """What was sent to be added to the gradients, with `--control-variates`."""
     state_changed: bool = False
     """Whether the server state changed in the round."""
 
@@ -95,7 +97,18 @@ class RoundRecord:
             *self._cut_messages(),
             *self._hosting_messages(),
             *(self._model_messages(share) if self.communicates else ()),
+            *self._control_messages(),
         ]
+
+    def _control_messages(self) -> Iterator[LedgerRow]:
+        ways: tuple[tuple[Direction, ByClient], ...] = (
+            ("down", {name: sent for name, sent in self.corrections.items() if name not in self.missing}),
+            ("up", {name: update.control for name, update in self.updates.items() if update.control}),
+        )
+        for direction, by_client in ways:
+            for name, params in by_client.items():
+                size = payload_bytes(params)
+                yield LedgerRow(round=self.round, client=name, direction=direction, kind="correction", bytes=size)
 
     def _cut_messages(self) -> Iterator[LedgerRow]:
         sums: dict[str, Counter[tuple[Kind, Direction, str]]] = {}
@@ -206,6 +219,8 @@ class FederationState:
     """Whether the run has ended, with its last round or before it."""
     momentum: ByClient = field(default_factory=dict)
     """The optimizer momentum of each client, with `--carry-momentum`; it is never sent to the server."""
+    controls: ByClient = field(default_factory=dict)
+    """The mean gradient of each client's last round, with `--control-variates`."""
 
     def after(self, record: RoundRecord, *, server_models: ByClient, server_state: ServerState) -> "FederationState":
         """The state after this round, with the server's models and state."""
@@ -223,6 +238,10 @@ class FederationState:
             momentum={
                 **self.momentum,
                 **{name: update.momentum for name, update in record.updates.items() if update.momentum},
+            },
+            controls={
+                **self.controls,
+                **{name: update.control for name, update in record.updates.items() if update.control},
             },
         )
 

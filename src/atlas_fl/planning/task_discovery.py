@@ -41,6 +41,7 @@ _ADDED_LATER = (
     "trained_parts",
     "personal_rounds",
     "prior_correction",
+    "control_variates",
 )
 """Options that older sketches lack: left out of the signature at their default, so that those still compare."""
 

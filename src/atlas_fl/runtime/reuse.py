@@ -5,7 +5,7 @@ one seed share fingerprints, importance, the first round's training and the scor
 found by content, so nobody has to say it. A key is the SHA-256 of the action, of all jobs that ran together (the last
 bits follow the packs), and of the site: data, frozen weights, precision, limits and threads.
 
-Models with cuts, masks or momentum, and whole models, are always computed.
+Models with cuts, masks, momentum or control variates, and whole models, are always computed.
 """
 
 import time
@@ -97,9 +97,8 @@ class ReusingEngine:
 
 
 def _is_reusable(job: Job, site: Site) -> bool:
-    return (
-        site.trainable == "lora" and job.cut is None and job.hosting is None and job.mask is None and not job.momentum
-    )
+    keeps = job.momentum or job.correction or getattr(job.options, "control_variates", False)
+    return site.trainable == "lora" and job.cut is None and job.hosting is None and job.mask is None and not keeps
 
 
 def site_key(site: Site) -> str:

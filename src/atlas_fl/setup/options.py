@@ -121,6 +121,7 @@ def train_options(config: Config, *, with_images: bool) -> TrainOptions:
         proximal_mu=training.proximal_mu,
         trained_parts=training.trained_parts,
         prior_correction=training.prior_correction,
+        control_variates=training.control_variates,
         personal_rounds=config.mixing.personal_rounds,
         dropout=config.model.dropout,
         label_smoothing=images.label_smoothing,

@@ -13,7 +13,7 @@ from atlas_fl.storage.tensors import encoded_size
 
 Direction: TypeAlias = Literal["up", "down"]
 Kind: TypeAlias = Literal[
-    "fingerprint", "adapter", "head", "weights", "activation", "gradient", "label", "mask", "control"
+    "fingerprint", "adapter", "head", "weights", "activation", "gradient", "label", "mask", "control", "correction"
 ]
 DIRECTIONS: tuple[Direction, ...] = get_args(Direction)
 KINDS: tuple[Kind, ...] = get_args(Kind)

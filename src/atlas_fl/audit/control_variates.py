@@ -1,0 +1,62 @@
+"""Audit of SCAFFOLD's corrections: what was sent, from the controls of the round before, value by value in float64."""
+
+from collections.abc import Iterator, Mapping
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from atlas_fl.audit.report import AuditRow
+from atlas_fl.audit.run_files import AuditPlan, AuditRecord, Models, Run, read_models, round_folder
+from atlas_fl.params import HEAD
+
+TOLERANCE = 1e-5
+"""How far a value may be off, over the largest of its tensor."""
+
+
+def check_corrections(run: Run, round: int, plan: AuditPlan, record: AuditRecord) -> Iterator[AuditRow]:
+    """A row for each client that trained: what was added to its gradients; nothing in runs without controls."""
+    if not run.config.get("training", {}).get("control_variates"):
+        return
+    controls, now, sent = (
+        _models(run, number, name)
+        for number, name in ((round - 1, "control"), (round, "control"), (round, "correction"))
+    )
+    for k, client in enumerate(plan.clients):
+        if client in record.participants:
+            fault = _correction_fault(plan, k, controls, sent)
+        else:
+            is_same = _same(controls.get(client, {}), now.get(client, {}))
+            fault = "" if is_same else "its control changed while it took no part"
+        yield AuditRow(run=run.path.name, round=round, client=client, check="corrected", ok=not fault, detail=fault)
+
+
+def _models(run: Run, round: int, name: str) -> Models:
+    folder = round_folder(run, round)
+    return read_models(run, round, name) if (folder / f"{name}.safetensors").is_file() else {}
+
+
+def _same(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> bool:
+    return one.keys() == other.keys() and all(torch.equal(one[key], other[key]) for key in one)
+
+
+def _correction_fault(plan: AuditPlan, k: int, controls: Models, sent: Models) -> str:
+    client = plan.clients[k]
+    keys = {key for name, one in controls.items() for key in one if _meets(plan, k, name, key)}
+    own = sent.get(client, {})
+    if own.keys() != keys:
+        return f"it was sent corrections of {len(own)} tensors, and {len(keys)} have any"
+    for key in sorted(keys):
+        others = [name for name in plan.clients if _meets(plan, k, name, key)]
+        total = sum(controls[name][key].double().numpy() for name in others if key in controls.get(name, {}))
+        control = controls.get(client, {}).get(key)
+        want = total / len(others) - (0.0 if control is None else control.double().numpy())
+        got = own[key].double().numpy()
+        error = float(np.abs(got - want).max(initial=0.0)) if got.shape == np.shape(want) else float("inf")
+        if not error <= TOLERANCE * max(float(np.abs(want).max(initial=0.0)), float(np.abs(total).max(initial=0.0))):
+            return f"the correction of {key} is {error:.2g} away from the recomputation"
+    return ""
+
+
+def _meets(plan: AuditPlan, k: int, other: str, key: str) -> bool:
+    return not key.startswith(HEAD) or plan.tasks[plan.clients.index(other)] == plan.tasks[k]

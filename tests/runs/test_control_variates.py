@@ -1,0 +1,93 @@
+"""Runs whose gradients are corrected by those of the others: SCAFFOLD."""
+
+import signal
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+
+from atlas_fl.audit.check import audit_run
+from atlas_fl.config import Config, to_toml, validate
+from atlas_fl.errors import ConfigError
+from atlas_fl.experiment.run import resume_run, run_config
+from tests.runs.processes import Programs
+from tests.runs.reading import rows, same_tensors, state
+
+pytestmark = pytest.mark.core
+
+MakeConfig = Callable[..., Config]
+SCAFFOLD = {"strategy": "scaffold", "ranks": "4"}
+
+
+def test_a_run_passes_its_audit_and_what_is_sent_is_in_the_ledger(config: MakeConfig) -> None:
+    folder = run_config(config(**SCAFFOLD)).folder
+    report = audit_run(folder)
+    assert report.ok
+    assert "corrected" in {row.check for row in report.rows}
+    sent = [row for row in rows(folder, "ledger") if row["kind"] == "correction"]
+    # nobody is corrected in round one, and everyone tells its control in every round
+    assert {row["round"] for row in sent if row["direction"] == "down"} == {2, 3}
+    assert {row["round"] for row in sent if row["direction"] == "up"} == {1, 2, 3}
+    own = next(row for row in sent if row["direction"] == "up")
+    models = [row for row in rows(folder, "ledger") if row["kind"] in ("adapter", "head") and row["direction"] == "up"]
+    same = [row for row in models if (row["client"], row["round"]) == (own["client"], own["round"])]
+    assert sum(int(str(row["bytes"])) for row in same) == pytest.approx(int(str(own["bytes"])), rel=0.1)
+
+
+def test_it_is_fedavg_in_round_one_and_no_longer_in_round_two(config: MakeConfig) -> None:
+    plain = {"strategy": "fedavg", "space": "factors", "ranks": "4", "name": "fedavg"}
+    folders = [run_config(config(**one)).folder for one in (SCAFFOLD, plain)]
+    for round, is_same in ((1, True), (2, False)):
+        first, second = (load_file(folder / f"audit/round-000{round}/trained.safetensors") for folder in folders)
+        assert all((first[key] == second[key]).all() for key in first) == is_same
+
+
+def test_a_client_alone_trains_as_without_it(config: MakeConfig) -> None:
+    alone = {"clients_per_task": 1, "tasks": "movie", "ranks": "4", "space": "factors"}
+    folders = [
+        run_config(config(**alone, strategy=strategy, name=strategy)).folder for strategy in ("scaffold", "fedavg")
+    ]
+    first, second = (load_file(folder / "audit/round-0003/trained.safetensors") for folder in folders)
+    assert all((first[key] == second[key]).all() for key in first)
+
+
+def test_a_run_that_is_killed_goes_on_to_the_same_bits(config: MakeConfig, programs: Programs, tmp_path: Path) -> None:
+    partly = {**SCAFFOLD, "participation": 0.5}
+    whole = run_config(config(**partly)).folder
+    assert audit_run(whole).ok
+    (tmp_path / "config.toml").write_text(to_toml(config(**partly, name="killed")))
+    fault = "dies before the checkpoint of round two"
+    programs.start("run", "--config", "config.toml", folder=tmp_path, fault=fault).end(-signal.SIGKILL)
+    killed = tmp_path / "runs/killed"
+    assert resume_run(killed).complete
+    assert same_tensors(state(whole), state(killed))
+    assert rows(whole) == rows(killed) and rows(whole, "ledger") == rows(killed, "ledger")
+
+
+@pytest.mark.parametrize("file", ["control", "correction"])
+def test_an_audit_finds_what_was_altered(config: MakeConfig, file: str) -> None:
+    folder = run_config(config(**SCAFFOLD)).folder
+    path = folder / f"audit/round-0002/{file}.safetensors"
+    with safe_open(path, "pt") as handle:
+        metadata = handle.metadata()
+    tensors = load_file(path)
+    key = next(key for key in tensors if key.endswith("lora_B"))
+    tensors[key] += tensors[key].abs().max()
+    save_file(tensors, path, metadata)
+    assert "corrected" in {row.check for row in audit_run(folder).failures}
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"ranks": "greedy"}, r"^--control-variates averages gradients of A and B, .* and one rank for all"),
+        ({"workers": 2}, r"^--control-variates sends a second set of tensors beside the model"),
+        ({"split": "movie-0=1"}, r"^--control-variates and --split movie-0=1 do not go together"),
+        ({"personal_models": True}, r"^--control-variates is for one shared model"),
+    ],
+)
+def test_what_it_cannot_do_is_refused_in_one_line(config: MakeConfig, values: dict, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        validate(config(**{**SCAFFOLD, **values}))
