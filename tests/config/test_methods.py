@@ -124,7 +124,7 @@ PERSONAL = {"strategy": "mr_mtl", "ranks": "8"}
         ),
         ({**PERSONAL, "keep": "best"}, "--personal-models and --keep best do not go together"),
         ({**PERSONAL, "trainable": "full", "fingerprint": "fisher"}, "--personal-models and --trainable full do not"),
-        ({**PERSONAL, "workers": 2}, "--personal-models sends a second set .* --workers or --engine ray holds yet"),
+        ({**PERSONAL, "workers": 2}, "--personal-models has a second set .* --workers or --engine ray holds yet"),
     ],
 )
 def test_what_personal_models_do_not_go_with(values: dict[str, Any], message: str) -> None:

@@ -12,7 +12,7 @@ def test_who_took_no_part_gets_its_model_at_the_end_of_the_run_alone() -> None:
 
     def receivers(*, final: bool) -> list[str]:
         record = RoundRecord(
-            round=1, sampled=("a", "c"), missing=("c",), updates={}, refused={}, initial_models=before,
+            round=1, sampled=("a", "c"), updates={}, refused={"a": "too large"}, initial_models=before,
             client_models=after, scores={},
             eta=0.5, kept_local=(), outdated=frozenset(), communicates=True, aggregated=True, final=final,
         )  # fmt: skip

@@ -83,7 +83,7 @@ def test_an_audit_finds_what_was_altered(config: MakeConfig, file: str) -> None:
     ("values", "message"),
     [
         ({"ranks": "greedy"}, r"^--control-variates averages gradients of A and B, .* and one rank for all"),
-        ({"workers": 2}, r"^--control-variates sends a second set of tensors beside the model"),
+        ({"workers": 2}, r"^--control-variates has a second set of tensors beside the model"),
         ({"split": "movie-0=1"}, r"^--control-variates and --split movie-0=1 do not go together"),
         ({"personal_models": True}, r"^--control-variates is for one shared model"),
     ],

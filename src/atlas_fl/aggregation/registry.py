@@ -3,6 +3,7 @@
 from collections.abc import Callable
 
 from atlas_fl.aggregation.cfl import cfl
+from atlas_fl.aggregation.fedalt import fedavg_of_others
 from atlas_fl.aggregation.fedamp import fedavg_by_distance
 from atlas_fl.aggregation.fedtreelora import fedtreelora
 from atlas_fl.aggregation.hetlora import fedavg_by_norm
@@ -33,6 +34,7 @@ STRATEGIES: dict[str, Callable[[StrategyOptions], Strategy]] = {
     "fedadam": fedadam,
     "pfedgraph": pfedgraph,
     "fedavg_by_distance": fedavg_by_distance,
+    "fedavg_of_others": fedavg_of_others,
     "cfl": cfl,
     "fedtreelora": fedtreelora,
 }

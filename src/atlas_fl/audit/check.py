@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from atlas_fl.audit.bounds import check_bounds, read_bounds, restored_fault
-from atlas_fl.audit.control_variates import check_corrections
+from atlas_fl.audit.companions import check_corrections, check_second_models
 from atlas_fl.audit.plan_changes import check_joined, check_ranks, is_reranked, read_joined
 from atlas_fl.audit.recompute import TOLERANCE, Comparison, Recomputed, Round, common_faults, with_common_tensors
 from atlas_fl.audit.report import AuditReport, AuditRow
@@ -239,6 +239,7 @@ def _check_record(
         if client in record.loaded or client in record.accepted_clients:
             yield _row(run, round, "loaded", client, _loaded_fault(record, client, initial))
     yield from check_corrections(run, round, plan, record)
+    yield from check_second_models(run, round, plan, record)
 
 
 def _check_round(

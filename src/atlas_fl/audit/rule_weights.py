@@ -155,6 +155,7 @@ RULES = {
     **dict.fromkeys(
         ("mr_mtl", "fedrep", "fedbabu", "fedavg_ft", "fedavg_prior", "fedprox", "hsplitlora", "scaffold"), "mean"
     ),
+    **dict.fromkeys(("ditto", "apfl", "feddpa"), "mean"),
     **dict.fromkeys(("fedavg_cluster", "fedavg_cluster_ft", "fedavg_cluster_prior", "fedlease"), "cluster mean"),
     **dict.fromkeys(("fedavg_oracle", "atlas_no_laplacian", "mr_mtl_cluster"), "cluster mean"),
     **dict.fromkeys(("atlas", "atlas_pad", "atlas_truncate"), "laplacian"),
@@ -170,6 +171,7 @@ RULES = {
     "fedadam": "fedadam",
     "pfedgraph": "pfedgraph",
     **dict.fromkeys(("fedavg_by_distance", "fedamp"), "mean by distance"),
+    **dict.fromkeys(("fedavg_of_others", "fedalt"), "mean of others"),
     "cfl": "cfl",
     "fedtreelora": "fedtreelora",
 }
@@ -236,7 +238,7 @@ def _may_meet(plan: AuditPlan, k: int, other: int, *, head: bool) -> bool:
 
 def _members(plan: AuditPlan, rule: Rule, k: int, *, head: bool) -> list[int]:
     """Whose updates are aggregated into the model of client k."""
-    everyone = rule.kind in ("mean", "mean by norm", "mean by distance", "cfl", "fedtreelora") or (
+    everyone = rule.kind in ("mean", "mean by norm", "mean by distance", "mean of others", "cfl", "fedtreelora") or (
         rule.kind in WITHIN and rule.robust.within == "all"
     )
     members = []
@@ -262,6 +264,15 @@ def _mean_row(plan: AuditPlan, rule: Rule, k: int, *, head: bool) -> list[float]
     for other, weight in zip(members, weights, strict=True):
         row[other] = weight / sum(weights)
     return row
+
+
+def _row_of_others(plan: AuditPlan, rule: Rule, k: int, *, head: bool) -> list[float]:
+    """The weights of everyone's average without client k, which keeps its model where nobody is left."""
+    row = _mean_row(plan, rule, k, head=head)
+    if not rule.present[k]:
+        return row
+    others = [0.0 if other == k else weight for other, weight in enumerate(row)]
+    return [weight / sum(others) for weight in others] if sum(others) > 0 else [float(o == k) for o in range(len(row))]
 
 
 def _projected_row(plan: AuditPlan, rule: Rule, k: int, *, head: bool, key: str) -> list[float]:
@@ -357,6 +368,8 @@ def _each(plan: AuditPlan, rule: Rule, *, head: bool, layer: int | None, key: st
         return np.eye(n)
     if rule.kind == "pfedgraph":
         return np.array([_projected_row(plan, rule, k, head=head, key=key) for k in range(n)])
+    if rule.kind == "mean of others":
+        return np.array([_row_of_others(plan, rule, k, head=head) for k in range(n)])
     if rule.kind == "mean by distance":
         return np.array([_attentive_row(plan, rule, k, head=head) for k in range(n)])
     if rule.kind in BY_UPDATES and rule.clusters is not None:

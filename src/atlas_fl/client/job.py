@@ -110,6 +110,8 @@ class Job:
     """Which weights may move; None for all."""
     anchor: Params = field(default_factory=dict)
     """The point that the proximal term pulls to, in the place of `params`; it stays in one process."""
+    companion: Params = field(default_factory=dict)
+    """The shared model that a client's second one is combined with; it stays in one process."""
     correction: Params = field(default_factory=dict)
     """What is added to every gradient, by parameter; it stays in one process."""
 

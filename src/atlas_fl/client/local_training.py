@@ -30,6 +30,7 @@ from atlas_fl.client.job import Job, Site, Update, cut_channel_of
 from atlas_fl.client.optimizer import GradientMean, LossScale, gradient_chain, gradient_norms, make_optimizer
 from atlas_fl.client.options import Schedule, TrainOptions
 from atlas_fl.client.prior_correction import correct_logits, log_prior
+from atlas_fl.client.second_model import combine, keep_in_range
 from atlas_fl.models.backbone import Backbone
 from atlas_fl.models.tokenization import EncodedExamples
 from atlas_fl.models.vision import augment
@@ -186,6 +187,8 @@ class LocalTrainer:
         self.examples = len(positions(len(data), job.client, options))
         self.steps = num_steps(self.examples, options)
         self.batches = batches(data, job)
+        self._companion = {key: tensor.to(site.backbone.device) for key, tensor in job.companion.items()}
+        self._scale_of_rank = site.scale
         self.leaves = {key: leaf for key, leaf in self.params.items() if leaf.requires_grad}
         cut = job.cut or above
         self.cluster = None if cut is None else cut.shared
@@ -209,6 +212,14 @@ class LocalTrainer:
             correction=job.correction,
             mean=self._mean,
         )
+
+    @property
+    def model(self) -> Params:
+        """What this client computes with: its parameters, beside the shared model where they are those of a second."""
+        if not self._companion:
+            return self.params
+        kind, weight = self.options.second_model, self.options.second_weight
+        return combine(self.params, self._companion, kind, weight=weight, scale=self._scale_of_rank)
 
     def dropout(self, done: int) -> Dropout:
         """Where the masks of this step come from."""
@@ -241,6 +252,7 @@ class LocalTrainer:
     def optimizer_step(self, done: int) -> None:
         """One optimizer step of what is the client's own, at the rate of this step of its schedule."""
         optimizer_step(self.optimizer, self.options, round=self.job.round, done=done, steps=self.steps)
+        keep_in_range(self.leaves)
         self.zero_grad()
 
     def zero_grad(self) -> None:
@@ -368,7 +380,7 @@ def _gradients(members: Sequence[LocalTrainer], done: int, site: Site) -> dict[L
     row = make_row([next(member.batches) for member in members], site)
     mask = dropout_masks([member.dropout(done) for member in members], device=site.backbone.device)
     lines = [member.line for member in members]
-    with forward(row, [member.params for member in members], site, mask=mask, lines=lines) as logits:
+    with forward(row, [member.model for member in members], site, mask=mask, lines=lines) as logits:
         losses = [
             example_loss(correct_logits(client_logits, member.prior), labels, smoothing=member.options.label_smoothing)
             for client_logits, labels, member in zip(logits, row.labels, members, strict=True)

@@ -6,6 +6,7 @@ A job carries one of these across the wire; `setup.options` makes them from the 
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
+from atlas_fl.client.second_model import SecondModel
 from atlas_fl.params import HEAD, LORA_A, LORA_B, Split
 
 TrainedParts: TypeAlias = Literal["all", "B", "head", "alternate", "head_then_rest", "without_head"]
@@ -55,6 +56,10 @@ class TrainOptions:
     """Follow the schedule round by round, not step by step."""
     prior_correction: bool = False
     """Add the log frequencies of the client's classes to its logits (`client.prior_correction`)."""
+    second_model: SecondModel = "none"
+    """What the job's model is to its `companion` (`client.second_model`)."""
+    second_weight: float = 0.5
+    """Share of the job's model in what is stacked."""
     control_variates: bool = False
     """Hand back the mean gradient of the round's steps (SCAFFOLD)."""
     carry_momentum: bool = False

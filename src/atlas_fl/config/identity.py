@@ -40,6 +40,8 @@ ADDED_LATER = frozenset(
         "personal_rounds",
         "personal_models",
         "control_variates",
+        "second_model",
+        "second_weight",
         "adapted_blocks",
         "prior_correction",
         *("client_sizes", "test_mix", "rating_cuts", "flipped_clients", "one_task", "own_share", "dial", "centralized"),

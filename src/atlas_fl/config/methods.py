@@ -127,6 +127,34 @@ METHODS: Mapping[str, PublishedMethod] = {
         rule="fedavg",
         settings={"space": "product", "ranks": "budget", "importance": "rngwp", "split": "auto"},
     ),
+    "ditto": PublishedMethod(
+        summary="Ditto: FedAvg, and own models pulled to it (Li et al. 2021, arXiv:2012.04221).",
+        rule="fedavg",
+        settings={"second_model": "proximal", "space": "factors", "share": ("A", "B", "head")},
+        equal_ranks=True,
+    ),
+    "apfl": PublishedMethod(
+        summary="APFL: FedAvg, and own models interpolated with it (Deng et al. 2020, arXiv:2003.13461).",
+        rule="fedavg",
+        settings={"second_model": "interpolated", "space": "factors", "share": ("A", "B", "head")},
+        equal_ranks=True,
+    ),
+    "feddpa": PublishedMethod(
+        summary="FedDPA: a shared adapter and one's own, stacked (Yang et al. 2024, arXiv:2403.19211).",
+        rule="fedavg",
+        settings={"second_model": "stacked"},
+    ),
+    "fedalt": PublishedMethod(
+        summary="FedALT: an own adapter on the frozen mean of the others (arXiv:2503.11880); no gate.",
+        rule="fedavg_of_others",
+        settings={
+            "personal_models": True,
+            "second_model": "stacked",
+            "space": "factors",
+            "share": ("A", "B", "head"),
+        },
+        equal_ranks=True,
+    ),
     "mr_mtl": PublishedMethod(
         summary="MR-MTL: own models, pulled to their mean (Liu et al. 2022, arXiv:2206.07902; Evgeniou & Pontil 2004).",
         rule="fedavg",

@@ -498,6 +498,14 @@ class MixingConfig:
     personal_models: bool = False
     """Every client goes on with the model that it trained, and what the server mixes is the point that `--proximal-mu`
     pulls it to: mean-regularised multi-task learning."""
+    second_model: Literal["none", "proximal", "interpolated", "stacked"] = "none"
+    """A model of each client's own beside the shared one, which is trained and mixed as ever: pulled to it (Ditto),
+    interpolated with it by a trained weight (APFL), or stacked on it as a second adapter (FedDPA). It is what the
+    client predicts with, and never leaves it. With `--personal-models`, `stacked` freezes what the server mixes under
+    the client's own model, instead of pulling to it (FedALT)."""
+    second_weight: float = 0.5
+    """Weight of the pull of a proximal second model; share of the others' own model to begin with, or throughout where
+    it is stacked."""
     personal_rounds: int = 0
     """Last rounds in which nothing is mixed: every client fine-tunes its model of the last aggregation for itself. A
     simulation counts no bytes for them; a site across machines reports its shared part to the server as ever."""

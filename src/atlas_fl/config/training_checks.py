@@ -214,6 +214,31 @@ def check_control_variates(config: Config) -> None:
     _check_one_process(config, "--control-variates")
 
 
+def check_second_model(config: Config) -> None:
+    """Nothing where each client may train a model of its own beside the shared one."""
+    mixing, kind = config.mixing, config.mixing.second_model
+    if kind == "none":
+        return
+    if kind != "stacked" and (mixing.space != "factors" or not config.ranks.ranks.isdecimal()):
+        raise ConfigError(
+            f"--second-model {kind} compares A and B with those of the shared model, which needs --space factors and"
+            f" one rank for all; set both, --ranks to one of {', '.join(map(str, config.ranks.candidates))}"
+        )
+    if kind != "proximal" and mixing.second_weight > 1:
+        raise invalid_value("--second-weight", mixing.second_weight, f"at most 1 with --second-model {kind}")
+    if mixing.personal_models and kind != "stacked":
+        raise ConfigError(
+            f"--personal-models has one model a client, and --second-model {kind} a second; take stacked, or leave one"
+            " of them out"
+        )
+    if not {"A", "B"} <= set(mixing.share) or rule_of(config) == "local":
+        raise ConfigError(
+            "--second-model stands beside a shared model, and --strategy local and --share without A or B have none;"
+            " leave one of them out"
+        )
+    _check_one_process(config, "--second-model")
+
+
 def _check_one_process(config: Config, name: str) -> None:
     """Nothing where what this setting sends beside a model has a way to the clients."""
     for flag, value in {
@@ -228,6 +253,6 @@ def _check_one_process(config: Config, name: str) -> None:
             raise ConfigError(f"{name} and {flag} do not go together so far; leave one of them out")
     if config.run.engine != "local" or config.run.workers not in (None, 1):
         raise ConfigError(
-            f"{name} sends a second set of tensors beside the model, which no message of --workers or --engine ray"
+            f"{name} has a second set of tensors beside the model, which no message of --workers or --engine ray"
             " holds yet; leave one of them out"
         )

@@ -33,6 +33,7 @@ from atlas_fl.config.training_checks import (
     check_kind,
     check_personal_models,
     check_precision,
+    check_second_model,
 )
 from atlas_fl.config.values import LARGEST, convert_value, invalid_value, parse_integer, wrong_kind
 from atlas_fl.errors import ConfigError, unknown_name
@@ -117,6 +118,7 @@ RANGES: Mapping[str, AllowedRange] = {
     "graph_ema": BELOW_ONE,
     "aggregate_every": ONE_OR_MORE,
     "personal_rounds": ZERO_OR_MORE,
+    "second_weight": ZERO_OR_MORE,
     "max_norm_ratio": AllowedRange("above 1", lambda value: value > 1),
     "max_share": FRACTION,
     "trim": AllowedRange("at least 0, below 0.5", lambda value: 0 <= value < 0.5),
@@ -331,6 +333,7 @@ def validate(config: Config, *, at_sites: bool = False) -> Config:
     _check_personal_rounds(config)
     check_personal_models(config)
     check_control_variates(config)
+    check_second_model(config)
     _check_shared_adapters(config)
     check_image_settings(config)
     _check_attack(config)

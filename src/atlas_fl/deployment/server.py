@@ -198,10 +198,11 @@ def _check_simulated(config: Config) -> None:
     for flag, is_set in (
         ("--personal-models", config.mixing.personal_models),
         ("--control-variates", config.training.control_variates),
+        ("--second-model", config.mixing.second_model != "none"),
     ):
         if is_set:
             raise ConfigError(
-                f"{flag} sends a second set of tensors beside the model, which no message across machines holds yet;"
+                f"{flag} has a second set of tensors beside the model, which no message across machines holds yet;"
                 " leave it out, or use `atlas run`"
             )
     if config.attack.attack != "none":

@@ -7,7 +7,8 @@ from atlas_fl.config import Config, load_config
 from atlas_fl.config.values import invalid_value, parse_integer
 from atlas_fl.errors import CheckpointError, unknown_name
 from atlas_fl.experiment.early_stopping import best_rounds
-from atlas_fl.experiment.recorder import checkpoint_models, deduplicate_models
+from atlas_fl.experiment.recorder import checkpoint_models, checkpoint_second_models, deduplicate_models
+from atlas_fl.experiment.second_models import predicting_models
 from atlas_fl.models.backbone import Backbone
 from atlas_fl.models.loading import find_family, load_backbone, save_classifier
 from atlas_fl.models.peft_io import export_adapter
@@ -55,7 +56,9 @@ def export_client(run: str | Path, *, client: str, to: str | Path, round: str | 
     saved = _load_checkpoint(folder, round)
     check_files(folder, folder.config, folder.path / saved.state["plan"])
     plan = Plan.from_json(read_json(folder.path / saved.state["plan"]))
-    _, models = checkpoint_models(saved, [client.name for client in plan.clients])
+    server_models, client_models = checkpoint_models(saved, [client.name for client in plan.clients])
+    second = checkpoint_second_models(saved)
+    models = predicting_models(config, second, client_models=client_models, server_models=server_models)
     index = _client_index(list(models), client)
     client_plan, params = plan.clients[index], models[plan.clients[index].name]
     if PRIVATE in params:

@@ -275,6 +275,8 @@ class Recorder:
         self._write_audit_models("start", record.client_models, round=record.round)
         if record.anchors:
             self._write_audit_models("anchor", record.anchors, round=record.round)
+        if state.second_models:
+            self._write_audit_models("second", state.second_models, round=record.round)
         if state.controls:
             self._write_audit_models("control", state.controls, round=record.round)
         if record.corrections:
@@ -329,6 +331,7 @@ class Recorder:
         tensors |= {f"start/{name}": tensor for name, tensor in flatten_by_client(diverged).items()}
         tensors |= {f"momentum/{name}": tensor for name, tensor in flatten_by_client(state.momentum).items()}
         tensors |= {f"control/{name}": tensor for name, tensor in flatten_by_client(state.controls).items()}
+        tensors |= {f"second/{name}": tensor for name, tensor in flatten_by_client(state.second_models).items()}
         distinct, same = distinct_tensors(state.server_state)
         tensors |= {f"server/{path}": tensor for path, tensor in distinct.items()}
         content = {
@@ -430,6 +433,11 @@ def checkpoint_models(saved: checkpoint.Checkpoint, names: Sequence[str]) -> tup
 def checkpoint_controls(saved: checkpoint.Checkpoint) -> ByClient:
     """The mean gradient of each client's last round, of a checkpoint."""
     return unflatten_by_client(unflatten_by_client(saved.tensors).get("control", {}))
+
+
+def checkpoint_second_models(saved: checkpoint.Checkpoint) -> ByClient:
+    """The clients' own models beside the shared one, of a checkpoint."""
+    return unflatten_by_client(unflatten_by_client(saved.tensors).get("second", {}))
 
 
 def checkpoint_momentum(saved: checkpoint.Checkpoint) -> ByClient:

@@ -6,7 +6,7 @@ Engines train and evaluate the clients; the recorder writes the files.
 """
 
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any
@@ -28,6 +28,7 @@ from atlas_fl.experiment.control_variates import corrections
 from atlas_fl.experiment.early_stopping import best_rounds, should_stop
 from atlas_fl.experiment.late_join import add_late_clients
 from atlas_fl.experiment.recorder import Recorder
+from atlas_fl.experiment.second_models import predicting_models, train_second_models
 from atlas_fl.experiment.state import FederationState, RoundRecord, mean_validation_score, sum_cut_traffic
 from atlas_fl.params import ByClient, Params, ServerState, Split, flatten_state
 from atlas_fl.partial_sharing import expected_update, has_hidden_factors
@@ -179,11 +180,12 @@ def make_jobs(
     momentum: ByClient = MappingProxyType({}),
     mask: Mask | None = None,
     anchors: ByClient = MappingProxyType({}),
+    companions: ByClient = MappingProxyType({}),
     corrections: ByClient = MappingProxyType({}),
 ) -> list[Job]:
     """A job for every model; `momentum` is that of the clients' optimizers, `anchors` what they are pulled to.
 
-    `corrections` are added to their gradients.
+    `companions` are what their models stand on, and `corrections` are added to their gradients.
     """
     return [
         Job(
@@ -195,6 +197,7 @@ def make_jobs(
             momentum=momentum.get(name, {}),
             mask=mask,
             anchor=anchors.get(name, {}),
+            companion=companions.get(name, {}),
             correction=corrections.get(name, {}),
         )
         for name, params in models.items()
@@ -272,6 +275,11 @@ class ReceivedUpdates:
     """Whose update was scaled down to the norm bound, with the figures."""
     out_of_bound: dict[str, Params]
     """The updates as they came of those whom the norm bound refused or scaled down."""
+
+    @property
+    def models(self) -> dict[str, Params]:
+        """The models that are mixed."""
+        return {name: update.params for name, update in self.updates.items()}
 
 
 def screen_updates(assembly: Assembly, state: FederationState, updates: Sequence[Update]) -> ReceivedUpdates:
@@ -384,11 +392,11 @@ def one_round(
     strategy, sampled = strategy_of(config), round_participants(config, assembly.names, round=number)
     cuts, engine = cuts_of(assembly, planned.plan), attach_hosts(assembly, planned.plan.clients, engine)
     updates = engine.run("train", jobs := _train_jobs(assembly, planned, state, sampled, cuts))
+    second_models = train_second_models(config, engine, jobs, state.second_models)
     received, aggregated = screen_updates(assembly, state, updates), is_aggregation_round(config, number)
-    trained = {name: update.params for name, update in received.updates.items()}
-    server_step = _aggregate(config, state, trained, planned, apply=aggregated, refused=received.refused)
-    server_step, restored = _restore_unusable(server_step, state, trained, assembly)
-    outcome = finish_round(assembly, engine, state, server_step.client_models, trained, cuts=cuts, is_mixed=aggregated)
+    trained, server_step = received.models, _aggregate(assembly, state, received, planned, apply=aggregated)
+    models = server_step.predicting_models(config, second_models)
+    outcome = finish_round(assembly, engine, state, models, trained, cuts=cuts, is_mixed=aggregated)
     record = RoundRecord(
         round=number,
         sampled=sampled,
@@ -396,10 +404,10 @@ def one_round(
         refused=received.refused,
         clipped=received.clipped,
         out_of_bound=received.out_of_bound,
-        restored=restored,
-        missing=tuple(name for name in sampled if name not in received.updates and name not in received.refused),
+        restored=server_step.restored,
         initial_models=state.client_models,
-        client_models=outcome.client_models,
+        client_models=outcome.client_models if config.mixing.second_model == "none" else server_step.client_models,
+        second_models=second_models,
         scores=outcome.scores,
         eta=strategy.eta(number) if aggregated else 0.0,
         kept_local=outcome.kept_local,
@@ -436,6 +444,12 @@ class ServerStep:
     """By client, the share of its mixed update's squared norm that its ranks could not hold."""
     anchors: ByClient = field(default_factory=dict)
     """What clients are pulled to that keep models of their own."""
+    restored: Mapping[str, str] = field(default_factory=dict)
+    """By client whose mixed model was unusable, the reason why it keeps its initial one."""
+
+    def predicting_models(self, config: Config, second: ByClient) -> dict[str, Params]:
+        """What every client predicts with from here on, with these second models."""
+        return predicting_models(config, second, client_models=self.client_models, server_models=self.server_models)
 
 
 def _train_jobs(
@@ -444,6 +458,8 @@ def _train_jobs(
     """The training jobs of these clients in the round after this state."""
     config, tasks = assembly.config, {client.name: client.task.name for client in assembly.clients}
     is_personal = state.round >= config.training.rounds - config.mixing.personal_rounds
+    anchors = state.server_models if config.mixing.personal_models else {}
+    is_stacked = config.mixing.second_model == "stacked"
     return make_jobs(
         {name: state.client_models[name] for name in sampled},
         train_options(config, with_images=assembly.has_images),
@@ -451,26 +467,22 @@ def _train_jobs(
         cuts=cuts,
         momentum=state.momentum,
         mask=planned.mask,
-        anchors=state.server_models if config.mixing.personal_models else {},
+        anchors={} if is_stacked else anchors,
+        companions=anchors if is_stacked else {},
         corrections={} if is_personal else corrections(state.controls, tasks, sampled),
     )
 
 
 def _aggregate(
-    config: Config,
-    state: FederationState,
-    trained: ByClient,
-    planned: PlanResult,
-    *,
-    apply: bool,
-    refused: Collection[str],
+    assembly: Assembly, state: FederationState, received: ReceivedUpdates, planned: PlanResult, *, apply: bool
 ) -> ServerStep:
     """Apply the strategy; without `apply` the server keeps its state and clients go on with their own models.
 
     Weights that a mask freezes do not change. The old model of a client whose update was refused is nobody's neighbour;
-    that of a client that sent none still is.
+    that of a client that sent none still is. Unusable models are replaced by those of before.
     """
-    federation, mask = without_edges(planned.plan.federation(), refused), planned.mask
+    config, trained = assembly.config, received.models
+    federation, mask = without_edges(planned.plan.federation(), received.refused), planned.mask
     if not apply:
         return ServerStep(
             server_state=state.server_state,
@@ -481,13 +493,14 @@ def _aggregate(
     strategy, personal = strategy_of(config), config.mixing.personal_models
     result = strategy.aggregate(state.server_state, state.server_models, trained, federation, round=state.round + 1)
     models = result.client_models if mask is None else restore_frozen(result.client_models, state.client_models, mask)
-    return ServerStep(
+    mixed = ServerStep(
         server_state=result.server_state,
         server_models=models,
         client_models={**state.client_models, **trained} if personal else models,
         discarded=result.discarded,
         anchors=models if personal else {},
     )
+    return _restore_unusable(mixed, state, trained, assembly)
 
 
 def _warnings(config: Config, federation: Federation) -> list[str]:
@@ -509,10 +522,8 @@ def _diversity(assembly: Assembly, planned: PlanResult, before: ByClient, outcom
     return result if result.is_finite() else None
 
 
-def _restore_unusable(
-    server: ServerStep, state: FederationState, trained: ByClient, assembly: Assembly
-) -> tuple[ServerStep, dict[str, str]]:
-    """(the server's step with unusable mixed models replaced by the initial ones, the reason by client).
+def _restore_unusable(server: ServerStep, state: FederationState, trained: ByClient, assembly: Assembly) -> ServerStep:
+    """The server's step with unusable mixed models replaced by the initial ones, and the reason by client.
 
     A model with values that are NaN, infinite or very large is unusable. Clients that share adapters above their cuts
     all keep their models where one is unusable, and so do all clients where the server state is.
@@ -521,7 +532,7 @@ def _restore_unusable(
     is_finite = all(bool(tensor.isfinite().all()) for tensor in flatten_state(server.server_state).values())
     unusable = set(unusable_models(mixed)) if is_finite else set(mixed)
     if not unusable:
-        return server, {}
+        return server
     if assembly.config.split.server_adapters != "per_client":
         unusable = set(mixed)
     norms = {
@@ -535,13 +546,13 @@ def _restore_unusable(
         f" {sender}, of norm {largest.get(sender, 0.0):.3g}"
     )
     restored = {name: state.client_models[name] for name in mixed if name in unusable}
-    server = ServerStep(
+    return replace(
+        server,
         server_state=server.server_state if is_finite else state.server_state,
         server_models={**server.server_models, **restored},
         client_models={**server.client_models, **restored},
-        discarded=server.discarded,
+        restored=dict.fromkeys(restored, reason),
     )
-    return server, dict.fromkeys(restored, reason)
 
 
 def _update_notes(record: RoundRecord) -> list[str]:

@@ -29,11 +29,13 @@ from atlas_fl.experiment.recorder import (
     checkpoint_controls,
     checkpoint_models,
     checkpoint_momentum,
+    checkpoint_second_models,
     checkpoint_server_state,
     config_change_note,
     provenance_of,
 )
 from atlas_fl.experiment.rounds import run_rounds
+from atlas_fl.experiment.second_models import predicting_models
 from atlas_fl.experiment.state import FederationState
 from atlas_fl.experiment.summary import attack_note, summarise, versions
 from atlas_fl.planning.plan import Plan, PlanResult
@@ -149,7 +151,10 @@ def _train_remaining(
         )
     if state.is_over:
         emit(PhaseStarted("export"))
-        export_clients(assembly, state.client_models, folder)
+        models = predicting_models(
+            config, state.second_models, client_models=state.client_models, server_models=state.server_models
+        )
+        export_clients(assembly, models, folder)
         summary = _summarise_run(config, folder, assembly, recorder)
         recorder.write_summary(summary)
         if line := attack_note(summary):
@@ -247,6 +252,7 @@ def _restore_checkpoint(
         # checkpoints older than early stopping know no other end than the last round
         is_over=saved.state.get("over", saved.round == assembly.config.training.rounds),
         momentum=checkpoint_momentum(saved),
+        second_models=checkpoint_second_models(saved),
         controls=checkpoint_controls(saved),
     )
     mask = read_tensors(folder.mask) if plan.sparse else None

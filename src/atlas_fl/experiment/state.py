@@ -61,8 +61,6 @@ class RoundRecord:
     """Whether early stopping ended it before its last round."""
     diversity: Diversity | None = None
     """How the server's step changed the distances between clients, in a round with evaluation."""
-    missing: tuple[str, ...] = ()
-    """Clients that did not answer in time; they keep their initial model."""
     discarded: Mapping[str, float] = field(default_factory=dict)
     """By client, the share of its mixed update's squared norm that its ranks could not hold."""
     cut_traffic: Mapping[str, CutTraffic] = field(default_factory=dict)
@@ -83,10 +81,17 @@ class RoundRecord:
     """By client that keeps its initial model because the mixed one was unusable, the reason."""
     anchors: ByClient = field(default_factory=dict)
     """What the clients are pulled to from here on, with `--personal-models` after an aggregation."""
+    second_models: ByClient = field(default_factory=dict)
+    """The clients' own models after the round, with `--second-model`."""
     corrections: ByClient = field(default_factory=dict)
     """What was sent to be added to the gradients, with `--control-variates`."""
     state_changed: bool = False
     """Whether the server state changed in the round."""
+
+    @property
+    def missing(self) -> tuple[str, ...]:
+        """Clients that did not answer in time; they keep their initial model."""
+        return tuple(name for name in self.sampled if name not in {*self.updates, *self.refused})
 
     def messages(self, share: tuple[str, ...]) -> list[LedgerRow]:
         """Every message of the round: outdated models down, updates up, mixed models down; of a cut the sums by kind.
@@ -219,6 +224,8 @@ class FederationState:
     """Whether the run has ended, with its last round or before it."""
     momentum: ByClient = field(default_factory=dict)
     """The optimizer momentum of each client, with `--carry-momentum`; it is never sent to the server."""
+    second_models: ByClient = field(default_factory=dict)
+    """The clients' own models beside the shared one, with `--second-model`; they never leave them."""
     controls: ByClient = field(default_factory=dict)
     """The mean gradient of each client's last round, with `--control-variates`."""
 
@@ -239,6 +246,7 @@ class FederationState:
                 **self.momentum,
                 **{name: update.momentum for name, update in record.updates.items() if update.momentum},
             },
+            second_models=record.second_models,
             controls={
                 **self.controls,
                 **{name: update.control for name, update in record.updates.items() if update.control},

@@ -30,6 +30,8 @@ KNOBS: Mapping[str, tuple[str, tuple[float, ...]]] = {
     **dict.fromkeys(("fedadam", "fedyogi", "fedadagrad"), ("server_lr", (0.01, 0.003, 0.03, 0.1))),
     "fedavgm": ("server_lr", (1.0, 0.5, 0.25, 2.0)),
     "pfedgraph": ("gram_alpha", (0.8, 0.4, 1.6, 0.2)),
+    "ditto": ("second_weight", (0.5, 0.1, 1.0, 0.03)),
+    **dict.fromkeys(("apfl", "feddpa", "fedalt"), ("second_weight", (0.5, 0.25, 0.75, 0.9))),
     "fedamp": ("proximal_mu", (0.1, 0.01, 1.0, 0.03)),
     "cfl": ("bipartition_ratio", (0.4, 0.25, 0.6, 0.8)),
     "fedtreelora": ("tree_threshold", (0.1, 0.0, 0.2, 0.3)),

@@ -42,6 +42,8 @@ _ADDED_LATER = (
     "personal_rounds",
     "prior_correction",
     "control_variates",
+    "second_model",
+    "second_weight",
 )
 """Options that older sketches lack: left out of the signature at their default, so that those still compare."""
 

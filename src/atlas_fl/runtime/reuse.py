@@ -18,7 +18,7 @@ from hashlib import sha256
 import torch
 
 from atlas_fl.client.job import ClientTokens, Job, Site, Update
-from atlas_fl.params import digest, num_bytes
+from atlas_fl.params import Params, digest, num_bytes
 from atlas_fl.runtime.engine import Engine
 
 MAX_BYTES = 512 << 20
@@ -91,9 +91,15 @@ class ReusingEngine:
         """The updates of these jobs, in their order."""
         if not self.results.max_bytes or not all(_is_reusable(job, self.site) for job in jobs):
             return self.engine.run(action, jobs)
-        parts = [f"{job.client} {job.round} {digest(job.params)} {digest(job.anchor)} {job.options!r}" for job in jobs]
+        parts = [
+            " ".join([job.client, str(job.round), repr(job.options), *map(digest, _tensors_of(job))]) for job in jobs
+        ]
         key = sha256("\n".join([self._site_key, action, *parts]).encode()).hexdigest()
         return self.results.run(key, self.engine, action, jobs)
+
+
+def _tensors_of(job: Job) -> tuple[Params, ...]:
+    return job.params, job.anchor, job.companion
 
 
 def _is_reusable(job: Job, site: Site) -> bool:

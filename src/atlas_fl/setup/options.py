@@ -122,6 +122,8 @@ def train_options(config: Config, *, with_images: bool) -> TrainOptions:
         trained_parts=training.trained_parts,
         prior_correction=training.prior_correction,
         control_variates=training.control_variates,
+        second_model=config.mixing.second_model if config.mixing.personal_models else "none",
+        second_weight=config.mixing.second_weight if config.mixing.personal_models else 0.5,
         personal_rounds=config.mixing.personal_rounds,
         dropout=config.model.dropout,
         label_smoothing=images.label_smoothing,

@@ -1,4 +1,7 @@
-"""Audit of SCAFFOLD's corrections: what was sent, from the controls of the round before, value by value in float64."""
+"""Audit of what clients have besides the shared model: SCAFFOLD's corrections, and second models at rest.
+
+What was sent is computed again from the controls of the round before, value by value in float64.
+"""
 
 from collections.abc import Iterator, Mapping
 
@@ -29,6 +32,21 @@ def check_corrections(run: Run, round: int, plan: AuditPlan, record: AuditRecord
             is_same = _same(controls.get(client, {}), now.get(client, {}))
             fault = "" if is_same else "its control changed while it took no part"
         yield AuditRow(run=run.path.name, round=round, client=client, check="corrected", ok=not fault, detail=fault)
+
+
+def check_second_models(run: Run, round: int, plan: AuditPlan, record: AuditRecord) -> Iterator[AuditRow]:
+    """A row for each client: whether its own model is there, and stayed as it was while it took no part."""
+    mixing = run.config.get("mixing", {})
+    if mixing.get("second_model", "none") == "none" or mixing.get("personal_models"):
+        return
+    before, now = _models(run, round - 1, "second"), _models(run, round, "second")
+    for client in plan.clients:
+        fault = ""
+        if client not in record.participants and not _same(before.get(client, {}), now.get(client, {})):
+            fault = "its own model changed while it took no part"
+        elif client in record.participants and not now.get(client):
+            fault = "it trained, and has no model of its own"
+        yield AuditRow(run=run.path.name, round=round, client=client, check="second", ok=not fault, detail=fault)
 
 
 def _models(run: Run, round: int, name: str) -> Models:

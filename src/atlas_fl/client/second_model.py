@@ -1,0 +1,55 @@
+"""The second model of a client, its own, beside the shared one: Ditto, APFL, FedDPA; what it computes with.
+
+    proximal       v                                   trained with lambda / 2 || v - w ||^2      Ditto
+    interpolated   a v + (1 - a) w                     a trained, too, kept in [0, 1]             APFL
+    stacked        W0 x + a s B A x + (1 - a) s B_w A_w x    with (A, B) = v                      FedDPA
+
+w is the shared model that the server sent, and stays as it is while v trains. What is stacked is one adapter of the
+ranks of both, A on A_w and a B beside (1 - a) B_w, so that nothing else of the product knows of two; its head is v's.
+Ditto: Li, Hu, Beirami and Smith 2021, arXiv:2012.04221. APFL: Deng, Kamani and Mahdavi 2020, arXiv:2003.13461. FedDPA:
+Yang, Long, Shen, Jiang and Blumenstein 2024, arXiv:2403.19211, with a fixed weight at inference.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Literal, TypeAlias
+
+import torch
+from torch import Tensor
+
+from atlas_fl.params import HEAD, LORA_A, LORA_B, Params, lora_modules
+
+SecondModel: TypeAlias = Literal["none", "proximal", "interpolated", "stacked"]
+"""What a client's second model is to the shared one."""
+
+WEIGHT = "second.weight"
+"""The name under which an interpolated model holds its a, a number of float32."""
+
+
+def initial_second(start: Params, kind: SecondModel, weight: float) -> Params:
+    """The second model before its first round: the one that everyone starts with, and its a where that is trained."""
+    return {**start, WEIGHT: torch.tensor(weight)} if kind == "interpolated" else start
+
+
+def combine(own: Params, shared: Params, kind: SecondModel, *, weight: float, scale: Callable[[int], float]) -> Params:
+    """What a client computes with: its second model and the shared one together; gradients reach the second."""
+    if kind == "interpolated":
+        share = own[WEIGHT]
+        return {key: value + (1 - share) * (shared[key] - value) for key, value in own.items() if key != WEIGHT}
+    return _stack(own, shared, weight=weight, scale=scale) if kind == "stacked" else own
+
+
+def _stack(own: Params, shared: Params, *, weight: float, scale: Callable[[int], float]) -> Params:
+    stacked: dict[str, Tensor] = {key: value for key, value in own.items() if key.startswith(HEAD)}
+    for module in lora_modules(own):
+        (a, b), (other_a, other_b) = ((params[module + LORA_A], params[module + LORA_B]) for params in (own, shared))
+        both = scale(len(a) + len(other_a))
+        stacked[module + LORA_A] = torch.cat([a, other_a])
+        parts = [weight * scale(len(a)) / both * b, (1 - weight) * scale(len(other_a)) / both * other_b]
+        stacked[module + LORA_B] = torch.cat(parts, dim=1)
+    return stacked
+
+
+def keep_in_range(leaves: Mapping[str, Tensor]) -> None:
+    """Put a trained a back between 0 and 1, in place."""
+    if WEIGHT in leaves:
+        leaves[WEIGHT].detach().clamp_(0.0, 1.0)

@@ -1,0 +1,55 @@
+"""The round of the clients' second models: who trains what, and what is scored and exported in the end."""
+
+from dataclasses import replace
+
+from atlas_fl.client.job import Job
+from atlas_fl.client.second_model import combine, initial_second
+from atlas_fl.config import Config
+from atlas_fl.params import ByClient, Params
+from atlas_fl.runtime.engine import Engine
+from atlas_fl.setup.assembly import scale_of
+
+
+def train_second_models(config: Config, engine: Engine, jobs: list[Job], kept: ByClient) -> dict[str, Params]:
+    """The second models of all clients after a round whose shared models train by these jobs; empty without any.
+
+    `kept` are those of the round before. They are trained on the same examples in the same order, beside the shared
+    model as it was sent.
+    """
+    kind, weight = config.mixing.second_model, config.mixing.second_weight
+    if kind == "none" or config.mixing.personal_models:
+        return {}
+    is_proximal = kind == "proximal"
+    second_jobs = [
+        replace(
+            job,
+            params=kept.get(job.client) or initial_second(job.params, kind, weight),
+            anchor=job.params if is_proximal else {},
+            companion={} if is_proximal else job.params,
+            correction={},
+            options=replace(
+                job.options,
+                second_model=kind,
+                second_weight=weight,
+                proximal_mu=weight if is_proximal else 0.0,
+                control_variates=False,
+            ),
+        )
+        for job in jobs
+    ]
+    return {**kept, **{update.client: update.params for update in engine.run("train", second_jobs)}}
+
+
+def predicting_models(
+    config: Config, second: ByClient, *, client_models: ByClient, server_models: ByClient
+) -> dict[str, Params]:
+    """What each client predicts with: its second model beside the newest shared one, or the latter without a second.
+
+    With `--personal-models` its own model may stand on what the server mixed.
+    """
+    kind, weight, scale = config.mixing.second_model, config.mixing.second_weight, scale_of(config)
+    own, shared = (client_models, server_models) if config.mixing.personal_models else (second, client_models)
+    return {
+        name: combine(own[name], shared[name], kind, weight=weight, scale=scale) if name in own else params
+        for name, params in client_models.items()
+    }

@@ -1,0 +1,160 @@
+"""Runs in which every client trains a model of its own beside the shared one: Ditto, APFL, FedDPA."""
+
+import signal
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+
+from atlas_fl.audit.check import audit_run
+from atlas_fl.client.second_model import WEIGHT
+from atlas_fl.config import Config, to_toml, validate
+from atlas_fl.errors import ConfigError
+from atlas_fl.experiment.export import export_client
+from atlas_fl.experiment.run import resume_run, run_config
+from tests.runs.processes import Programs
+from tests.runs.reading import rows, same_tensors, state
+
+pytestmark = pytest.mark.core
+
+MakeConfig = Callable[..., Config]
+METHODS = ("ditto", "apfl", "feddpa")
+"""Those with a second model; `fedalt` has one own model beside the mean of the others."""
+PLAIN: Mapping[str, Any] = {"space": "factors", "ranks": "4", "tasks": "movie"}
+
+
+def adapters(folder: Path) -> list[dict[str, torch.Tensor]]:
+    return [load_file(path) for path in sorted((folder / "adapters").rglob("adapter_model.safetensors"))]
+
+
+@pytest.mark.parametrize("strategy", METHODS)
+def test_a_run_passes_its_audit_and_the_shared_model_is_that_of_fedavg(config: MakeConfig, strategy: str) -> None:
+    folder = run_config(config(**PLAIN, strategy=strategy)).folder
+    fedavg = run_config(config(**PLAIN, strategy="fedavg", name="fedavg")).folder
+    assert audit_run(folder).ok
+    assert {"second", "mixed"} <= {row.check for row in audit_run(folder).rows}
+    for name in ("start", "trained"):
+        first, second = (load_file(one / f"audit/round-0003/{name}.safetensors") for one in (folder, fedavg))
+        assert all(torch.equal(first[key], second[key]) for key in first)
+    assert rows(folder, "ledger") == rows(fedavg, "ledger"), "no byte more"
+    ends = [adapters(one) for one in (folder, fedavg)]
+    assert all(
+        mine[key].shape != other[key].shape or not torch.equal(mine[key], other[key])
+        for mine, other in zip(*ends, strict=True)
+        for key in mine
+        if "lora_B" in key
+    )
+
+
+def test_without_a_pull_a_proximal_model_is_local_training_to_the_last_bit(config: MakeConfig) -> None:
+    own = config(**PLAIN, strategy="fedavg", second_model="proximal", second_weight=0.0)
+    local = config(**PLAIN, strategy="local", name="local")
+    mine, alone = (adapters(run_config(one).folder) for one in (own, local))
+    assert len(mine) == 2
+    assert all(torch.equal(one[key], other[key]) for one, other in zip(mine, alone, strict=True) for key in one)
+
+
+def test_a_stack_that_is_all_one_s_own_is_local_training(config: MakeConfig) -> None:
+    own = config(**PLAIN, strategy="feddpa", second_weight=1.0, dropout=0.0)
+    local = config(**PLAIN, strategy="local", dropout=0.0, name="local")
+    mine, alone = (adapters(run_config(one).folder) for one in (own, local))
+    for one, other in zip(mine, alone, strict=True):
+        for key in (key for key in one if "lora_A" in key):
+            update, wanted = (
+                params[key.replace("lora_A", "lora_B")][:, :4] @ params[key][:4] for params in (one, other)
+            )
+            torch.testing.assert_close(update, wanted, rtol=1e-3, atol=1e-5)
+
+
+def test_a_strong_pull_holds_the_own_model_near_the_shared_one(config: MakeConfig) -> None:
+    def distance(weight: float) -> float:
+        values = {**PLAIN, "strategy": "ditto", "second_weight": weight, "clip": 0, "name": f"pull-{weight}"}
+        folder = run_config(config(**values)).folder
+        own = load_file(folder / "audit/round-0003/second.safetensors")
+        sent = load_file(folder / "audit/round-0002/start.safetensors")
+        return sum(float((own[key] - sent[key]).norm()) for key in own if key in sent)
+
+    assert distance(50.0) < 0.8 * distance(0.001)
+
+
+def test_fedalt_sends_everyone_the_mean_of_the_others_and_keeps_its_own(config: MakeConfig) -> None:
+    folder = run_config(config(**{**PLAIN, "clients_per_task": 3}, strategy="fedalt")).folder
+    assert audit_run(folder).ok
+    trained, start, anchor = (
+        load_file(folder / f"audit/round-0002/{name}.safetensors") for name in ("trained", "start", "anchor")
+    )
+    for key in {key.split("/", 1)[1] for key in trained}:
+        for k in range(3):
+            others = [trained[f"movie-{other}/{key}"].double() for other in range(3) if other != k]
+            assert torch.equal(start[f"movie-{k}/{key}"], trained[f"movie-{k}/{key}"])
+            torch.testing.assert_close(anchor[f"movie-{k}/{key}"].double(), sum(others) / 2, atol=1e-6, rtol=1e-5)
+    last, rest = (load_file(folder / f"audit/round-0003/{name}.safetensors") for name in ("start", "anchor"))
+    key = next(key for key in last if key.startswith("movie-0/") and key.endswith("lora_A"))
+    exported = next(value for value in adapters(folder)[0].values() if value.shape[0] == 8)
+    assert exported.shape[0] == 2 * last[key].shape[0], "both adapters, one on the other"
+    assert rest.keys() == last.keys()
+
+
+def test_fedalt_with_all_weight_on_its_own_adapter_is_local_training(config: MakeConfig) -> None:
+    own = config(**PLAIN, strategy="fedalt", second_weight=1.0, dropout=0.0)
+    local = config(**PLAIN, strategy="local", dropout=0.0, name="local")
+    mine, alone = (load_file(run_config(one).folder / "audit/round-0003/trained.safetensors") for one in (own, local))
+    for key in mine:
+        torch.testing.assert_close(mine[key], alone[key], rtol=1e-3, atol=1e-5)
+
+
+def test_an_interpolated_model_learns_its_weight(config: MakeConfig) -> None:
+    folder = run_config(config(**PLAIN, strategy="apfl")).folder
+    own = load_file(folder / "audit/round-0003/second.safetensors")
+    weights = [float(value) for key, value in own.items() if key.endswith(WEIGHT)]
+    assert len(weights) == 2 and all(0 <= weight <= 1 and weight != 0.5 for weight in weights)
+    assert not any(WEIGHT in key for one in adapters(folder) for key in one)
+
+
+@pytest.mark.parametrize("strategy", ["apfl", "feddpa"])
+def test_a_run_that_is_killed_goes_on_to_the_same_bits(
+    config: MakeConfig, programs: Programs, tmp_path: Path, strategy: str
+) -> None:
+    partly = {**PLAIN, "strategy": strategy, "participation": 0.5, "clients_per_task": 3}
+    whole = run_config(config(**partly)).folder
+    assert audit_run(whole).ok
+    (tmp_path / "config.toml").write_text(to_toml(config(**partly, name="killed")))
+    fault = "dies before the checkpoint of round two"
+    programs.start("run", "--config", "config.toml", folder=tmp_path, fault=fault).end(-signal.SIGKILL)
+    killed = tmp_path / "runs/killed"
+    assert resume_run(killed).complete
+    assert same_tensors(state(whole), state(killed))
+    assert rows(whole) == rows(killed)
+    assert adapters(whole)[0].keys() == adapters(killed)[0].keys()
+    to = export_client(whole, client="movie-0", to=tmp_path / "exported")
+    exported = load_file(next(to.rglob("adapter_model.safetensors")))
+    assert all(torch.equal(exported[key], value) for key, value in adapters(whole)[0].items())
+
+
+def test_an_audit_finds_an_own_model_that_moved_while_its_client_rested(config: MakeConfig) -> None:
+    folder = run_config(config(**PLAIN, strategy="ditto", participation=0.5, clients_per_task=3)).folder
+    path = folder / "audit/round-0002/second.safetensors"
+    with safe_open(path, "pt") as handle:
+        metadata = handle.metadata()
+    tensors = {key: tensor + 0.01 for key, tensor in load_file(path).items()}
+    save_file(tensors, path, metadata)
+    assert "second" in {row.check for row in audit_run(folder).failures}
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"strategy": "ditto", "ranks": "greedy"}, r"^--second-model proximal compares A and B .* one rank for all"),
+        ({"strategy": "apfl", "second_weight": 1.5}, r"^--second-weight is 1.5; allowed: at most 1"),
+        ({"strategy": "local", "second_model": "stacked"}, r"^--second-model stands beside a shared model"),
+        ({"strategy": "feddpa", "workers": 2}, r"^--second-model has a second set of tensors beside the model"),
+        ({"strategy": "feddpa", "split": "movie-0=1"}, r"^--second-model and --split movie-0=1 do not go together"),
+    ],
+)
+def test_what_it_cannot_do_is_refused_in_one_line(config: MakeConfig, values: dict, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        validate(config(**{**PLAIN, **values}))
