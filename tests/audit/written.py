@@ -119,7 +119,7 @@ def write_run(
         align=real.align, layer_weighting=real.layer_weighting,
         max_share=robust.max_share, within=robust.within, trim=robust.trim, byzantine=robust.byzantine,
         scale=lambda rank: (2 * rank if alpha is None else alpha) / (rank**0.5 if rslora else rank),
-        **vars(server),
+        **{name: value for name, value in vars(server).items() if name in StrategyOptions.__dataclass_fields__},
     )  # fmt: skip
     strategy = find_strategy(real.strategy, options)
     config, each = Config(mixing=mixing, robust=robust, server=server), accepted_ranks(strategy)

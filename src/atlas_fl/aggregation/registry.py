@@ -7,6 +7,7 @@ from atlas_fl.aggregation.fedalt import fedavg_of_others
 from atlas_fl.aggregation.fedamp import fedavg_by_distance
 from atlas_fl.aggregation.fedtreelora import fedtreelora
 from atlas_fl.aggregation.hetlora import fedavg_by_norm
+from atlas_fl.aggregation.ifca import ifca
 from atlas_fl.aggregation.pfedgraph import pfedgraph
 from atlas_fl.aggregation.robust import geometric_median, krum, median, multi_krum, trimmed_mean
 from atlas_fl.aggregation.server_optimizers import fedadagrad, fedadam, fedavgm, fedyogi
@@ -36,6 +37,7 @@ STRATEGIES: dict[str, Callable[[StrategyOptions], Strategy]] = {
     "fedavg_by_distance": fedavg_by_distance,
     "fedavg_of_others": fedavg_of_others,
     "cfl": cfl,
+    "ifca": ifca,
     "fedtreelora": fedtreelora,
 }
 

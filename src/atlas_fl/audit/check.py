@@ -43,6 +43,7 @@ from atlas_fl.audit.run_files import (
     read_audit_record,
     read_models,
     read_plan,
+    round_folder,
 )
 from atlas_fl.audit.server_state import (
     Directions,
@@ -50,13 +51,20 @@ from atlas_fl.audit.server_state import (
     OptimizerStep,
     check_server_state,
     check_unchanged,
+    flat_arrays,
     latest_state,
     read_state,
     recompute_server_step,
     state_after,
     with_initial,
 )
-from atlas_fl.audit.update_clusters import RoundUpdates, labels_in, state_after_updates
+from atlas_fl.audit.update_clusters import (
+    RoundUpdates,
+    begun_fault,
+    labels_in,
+    state_after_choice,
+    state_after_updates,
+)
 from atlas_fl.errors import CheckpointError
 from atlas_fl.events import OnEvent, Progress, ignore
 from atlas_fl.params import HEAD, LORA_A, LORA_B, PRIVATE, digest
@@ -209,6 +217,10 @@ def check_run(run: Run, *, on_event: OnEvent = ignore) -> Iterator[AuditRow]:
             initial, before = before, read_models(run, round, "begun")
             server_models = before
             yield from check_ranks(run, read_plan(run, record.plan), round, initial, before)
+        if kind_of(run.mixing.strategy) == "ifca" and (round_folder(run, round) / "begun.safetensors").is_file():
+            initial, before = before, read_models(run, round, "begun")
+            server_models = before
+            yield from _check_choice(run, round, read_plan(run, record.plan), initial, before, state=state)
         if round - 1 not in missing and round not in missing:
             yield from _check_round(run, round, before, after, server_models=server_models, state=state)
         before, state = after, state_after(run, round, state)
@@ -275,7 +287,7 @@ def _check_round(
     step = recompute_server_step(run, plan, kind, present=present, before=server_models, trained=shared, state=state)
     there = [client in present for client in plan.clients]
     updates = RoundUpdates(run=run, plan=plan, present=there, before=server_models, trained=before)
-    expected = state_after_updates(kind, updates, state) if step is None else step.moments()
+    expected = _expected_state(run, round, updates, kind=kind, state=state) if step is None else step.moments()
     yield from check_server_state(run, round, expected, before=state)
     rule = replace(_rule_of(run, record, plan, shared, kind=kind, state=state), clusters=_labels_of(expected, plan))
     truth = _recompute(run, plan, shared, after, rule=rule, step=step)
@@ -286,6 +298,24 @@ def _check_round(
             mixed, moved, error = restored_fault(run, plan, initial[client], after[client], trained=present), "", 0.0
         yield row("mixed", client, mixed, error)
         yield row("moved", client, moved)
+
+
+def _expected_state(run: Run, round: int, updates: RoundUpdates, *, kind: str, state: Flat) -> dict[str, np.ndarray]:
+    """What a rule that is no server optimizer is to remember after this round."""
+    if kind == "ifca":
+        return state_after_choice(flat_arrays(state), latest_state(run, round))
+    return state_after_updates(kind, updates, state)
+
+
+def _check_choice(
+    run: Run, round: int, plan: AuditPlan, before: Models, begun: Models, *, state: Flat
+) -> Iterator[AuditRow]:
+    """A row for each client: whether it began the round with the model of the cluster that it chose."""
+    now = latest_state(run, round)
+    new = labels_in(now, plan, head=False, layer=None)
+    old = labels_in(flat_arrays(state), plan, head=False, layer=None) if state else new
+    for k, client in enumerate(plan.clients):
+        yield _row(run, round, "chosen", client, begun_fault(plan, k, before, begun, old, new))
 
 
 def _check_own_models(run: Run, round: int, plan: AuditPlan, own: Models, after: Models) -> Iterator[AuditRow]:

@@ -173,6 +173,7 @@ RULES = {
     **dict.fromkeys(("fedavg_by_distance", "fedamp"), "mean by distance"),
     **dict.fromkeys(("fedavg_of_others", "fedalt"), "mean of others"),
     "cfl": "cfl",
+    "ifca": "ifca",
     "fedtreelora": "fedtreelora",
 }
 """What each strategy's name, and each older name for it, means."""
@@ -183,8 +184,11 @@ ROBUST = ("median", "trimmed mean", "krum", "multi-krum", "geometric median")
 SERVER_OPTIMIZERS = {"fedavgm": (1.0, 0.9), "fedadagrad": (0.01, 0.0), "fedyogi": (0.01, 0.9), "fedadam": (0.01, 0.9)}
 """Default learning rate and first beta of each server optimizer."""
 
-BY_UPDATES = ("cfl", "fedtreelora")
-"""Rules whose clusters follow from updates, and are in the server state."""
+BY_UPDATES = ("cfl", "fedtreelora", "ifca")
+"""Rules whose clusters follow from updates or losses, and are in the server state."""
+
+EVERYONE = ("mean", "mean by norm", "mean by distance", "mean of others", *BY_UPDATES)
+"""Rules over all clients; of those by updates, before anything told them apart."""
 
 WITHIN = (*ROBUST, *SERVER_OPTIMIZERS, "pfedgraph")
 """Rules over all clients, or inside clusters, as the settings say."""
@@ -238,9 +242,7 @@ def _may_meet(plan: AuditPlan, k: int, other: int, *, head: bool) -> bool:
 
 def _members(plan: AuditPlan, rule: Rule, k: int, *, head: bool) -> list[int]:
     """Whose updates are aggregated into the model of client k."""
-    everyone = rule.kind in ("mean", "mean by norm", "mean by distance", "mean of others", "cfl", "fedtreelora") or (
-        rule.kind in WITHIN and rule.robust.within == "all"
-    )
+    everyone = rule.kind in EVERYONE or (rule.kind in WITHIN and rule.robust.within == "all")
     members = []
     for other in range(len(plan.clients)):
         together = everyone or (plan.clusters[k] >= 0 and plan.clusters[k] == plan.clusters[other]) or other == k

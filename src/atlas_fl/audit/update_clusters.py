@@ -1,4 +1,4 @@
-"""Audit of clusters that follow from updates: CFL's cuts in two and FedTreeLoRA's tree, from dense updates in float64.
+"""Audit of clusters that follow from updates: CFL's cuts in two, FedTreeLoRA's tree, IFCA's choices by losses.
 
 Single linkage is Kruskal's algorithm over the pairs, average linkage the mean of all distances between two clusters,
 and a silhouette is taken client by client.
@@ -11,6 +11,7 @@ from itertools import combinations
 from typing import Any
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from atlas_fl.audit.recompute import is_mixed
@@ -80,6 +81,44 @@ def state_after_updates(kind: str, updates: RoundUpdates, state: Mapping[str, Te
         return _cut_in_two(updates, arrays)
     is_due = kind == "fedtreelora" and not arrays and all(updates.present)
     return _cut_tree(updates) if is_due else arrays
+
+
+def state_after_choice(before: Mapping[str, np.ndarray], recorded: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """What `ifca` is to remember: the losses as they were recorded, and by them the cluster of each client.
+
+    Who told no losses stays where it was. The clusters of round one are drawn, and taken as recorded.
+    """
+    expected = dict(recorded)
+    for path in [path for path in recorded if path.startswith("clusters/")]:
+        client = path.removeprefix("clusters/")
+        losses = {
+            int(other.rsplit("/", 1)[1]): float(loss)
+            for other, loss in recorded.items()
+            if other.startswith(f"losses/{client}/")
+        }
+        own = int(before.get(path, recorded[path]))
+        least = [label for label, loss in sorted(losses.items()) if loss == min(losses.values())]
+        expected[path] = np.array(float(own if own in least or not least else least[0]))
+    return expected
+
+
+def begun_fault(plan: AuditPlan, k: int, before: Models, begun: Models, old: Sequence[int], new: Sequence[int]) -> str:
+    """Whether client k began with its cluster's model: that of a member, of one of its own task the head, too."""
+    client = plan.clients[k]
+    if old[k] == new[k]:
+        return "" if _same(before[client], begun[client]) else "it stayed in its cluster, and began with another model"
+    members = [one for one, label in enumerate(old) if label == new[k]]
+    of_task = [one for one in members if plan.tasks[one] == plan.tasks[k]]
+    if not members:
+        return f"it chose cluster {new[k]}, which nobody was in"
+    head = before[plan.clients[of_task[0]] if of_task else client]
+    body = before[plan.clients[(of_task or members)[0]]]
+    wanted = {key: (head if key.startswith(HEAD) else body)[key] for key in before[client]}
+    return "" if _same(wanted, begun[client]) else f"it chose cluster {new[k]}, and began with another model"
+
+
+def _same(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> bool:
+    return one.keys() == other.keys() and all(torch.equal(one[key], other[key]) for key in one)
 
 
 def labels_in(state: Mapping[str, np.ndarray], plan: AuditPlan, *, head: bool, layer: int | None) -> list[int]:

@@ -257,6 +257,8 @@ class ServerConfig:
     """The most that all others together weigh in what a client of `fedamp` is pulled to."""
     attention_sigma: float = 1.0
     """Squared distance between models, in mean ones of the round, at which another counts for 1/e in `fedamp`."""
+    ifca_clusters: int = 3
+    """Cluster models of `ifca`, of which each client takes the one with the least loss in every round."""
     bipartition_ratio: float = 0.4
     """`cfl` cuts a cluster in two when the average of its updates is shorter than this share of the longest."""
     tree_step: int = 1

@@ -239,6 +239,28 @@ def check_second_model(config: Config) -> None:
     _check_one_process(config, "--second-model")
 
 
+def check_cluster_choice(config: Config) -> None:
+    """Nothing where clients may take each other's models, as IFCA's do."""
+    mixing = config.mixing
+    if rule_of(config) != "ifca":
+        return
+    if not config.ranks.ranks.isdecimal() or set(mixing.share) != {"A", "B", "head"}:
+        raise ConfigError(
+            "--strategy ifca lets a client take the model of others, which needs one rank for all and --share A B head;"
+            f" set both, --ranks to one of {', '.join(map(str, config.ranks.candidates))}"
+        )
+    for flag, value in {
+        "--trainable full": config.training.trainable == "full",
+        f"--split {config.split.split}": config.split.split != NONE,
+        "--rerank": config.ranks.rerank,
+        "--arrive": bool(config.data.arrive),
+        "--personal-models": mixing.personal_models,
+        f"--aggregate-every {mixing.aggregate_every}": mixing.aggregate_every > 1,
+    }.items():
+        if value:
+            raise ConfigError(f"--strategy ifca and {flag} do not go together so far; leave one of them out")
+
+
 def _check_one_process(config: Config, name: str) -> None:
     """Nothing where what this setting sends beside a model has a way to the clients."""
     for flag, value in {

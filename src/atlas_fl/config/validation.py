@@ -28,6 +28,7 @@ from atlas_fl.config.schema import (
 )
 from atlas_fl.config.settings import settings, value_of
 from atlas_fl.config.training_checks import (
+    check_cluster_choice,
     check_control_variates,
     check_image_settings,
     check_kind,
@@ -130,6 +131,7 @@ RANGES: Mapping[str, AllowedRange] = {
     "gram_alpha": POSITIVE,
     "attention_alpha": FRACTION,
     "attention_sigma": POSITIVE,
+    "ifca_clusters": ONE_OR_MORE,
     "bipartition_ratio": FRACTION,
     "tree_step": ONE_OR_MORE,
     "tree_threshold": BELOW_ONE,
@@ -334,6 +336,7 @@ def validate(config: Config, *, at_sites: bool = False) -> Config:
     check_personal_models(config)
     check_control_variates(config)
     check_second_model(config)
+    check_cluster_choice(config)
     _check_shared_adapters(config)
     check_image_settings(config)
     _check_attack(config)

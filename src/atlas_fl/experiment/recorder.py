@@ -208,6 +208,13 @@ class Recorder:
         if self.audit and resized_models is not None:
             self._write_audit_models("begun", resized_models, round=round)
 
+    def record_choice(self, messages: Sequence[LedgerRow], state: FederationState) -> None:
+        """Write what the choice of clusters before a round cost, and for the audit what the round begins with."""
+        self._append_rows(self.folder.ledger, [row.to_json() for row in messages])
+        if self.audit:
+            self._write_audit_models("begun", state.client_models, round=state.round + 1)
+            self._write_server_state(self.folder.audit_round(state.round + 1), state.server_state)
+
     def record_round(
         self, record: RoundRecord, state: FederationState, *, seconds: float, is_last: bool = False
     ) -> list[dict[str, Any]]:

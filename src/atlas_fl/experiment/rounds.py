@@ -24,6 +24,7 @@ from atlas_fl.config import Config
 from atlas_fl.config.methods import rule_of
 from atlas_fl.errors import ProtocolError
 from atlas_fl.events import Note, OnEvent, PhaseStarted, RoundFinished
+from atlas_fl.experiment.cluster_choice import choose_clusters
 from atlas_fl.experiment.control_variates import corrections
 from atlas_fl.experiment.early_stopping import best_rounds, should_stop
 from atlas_fl.experiment.late_join import add_late_clients
@@ -326,6 +327,11 @@ def run_rounds(
             recorder.record_join(join)
         if is_reclustered(assembly.config, number):
             planned, state = _recluster(assembly, planned, engine, state, recorder, on_event=on_event)
+        names = round_participants(assembly.config, assembly.names, round=number)
+        choice = choose_clusters(assembly, planned, engine, state, names)
+        if choice.state is not state:
+            state = choice.state
+            recorder.record_choice(choice.messages, state)
         state, record = one_round(assembly, planned, engine, state)
         rows = recorder.record_round(record, state, seconds=time.perf_counter() - start_time, is_last=number == last)
         for line in _update_notes(record):

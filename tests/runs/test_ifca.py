@@ -1,0 +1,86 @@
+"""Runs in which clients choose the cluster whose model has the least loss: IFCA."""
+
+import signal
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+
+from atlas_fl.audit.check import audit_run
+from atlas_fl.config import Config, to_toml, validate
+from atlas_fl.errors import ConfigError
+from atlas_fl.experiment.run import resume_run, run_config
+from tests.runs.processes import Programs
+from tests.runs.reading import rows, same_tensors, state
+
+pytestmark = pytest.mark.core
+
+MakeConfig = Callable[..., Config]
+IFCA = {"strategy": "ifca", "ranks": "4", "ifca_clusters": 2}
+
+
+def test_a_run_passes_its_audit_and_models_of_other_clusters_are_counted(config: MakeConfig) -> None:
+    folder = run_config(config(**IFCA)).folder
+    report = audit_run(folder)
+    assert report.ok, report.failures[:3]
+    assert {"chosen", "server", "mixed"} <= {row.check for row in report.rows}
+    kept = load_file(folder / "audit/round-0002/server.safetensors")
+    clusters = {int(value) for key, value in kept.items() if key.startswith("clusters/")}
+    assert any(key.startswith("losses/") for key in kept) and clusters <= {0, 1}
+    plain = run_config(config(strategy="fedavg", ranks="4", name="fedavg")).folder
+    sizes = [
+        sum(int(str(row["bytes"])) for row in rows(one, "ledger") if row["direction"] == "down")
+        for one in (folder, plain)
+    ]
+    assert sizes[0] > sizes[1]
+
+
+def test_with_one_cluster_it_is_fedavg_to_the_last_bit(config: MakeConfig) -> None:
+    one = run_config(config(**{**IFCA, "ifca_clusters": 1})).folder
+    plain = run_config(config(strategy="fedavg", ranks="4", name="fedavg")).folder
+    first, second = (load_file(folder / "audit/round-0003/start.safetensors") for folder in (one, plain))
+    assert all(torch.equal(first[key], second[key]) for key in first)
+
+
+def test_a_run_that_is_killed_goes_on_to_the_same_bits(config: MakeConfig, programs: Programs, tmp_path: Path) -> None:
+    whole = run_config(config(**IFCA)).folder
+    (tmp_path / "config.toml").write_text(to_toml(config(**IFCA, name="killed")))
+    fault = "dies before the checkpoint of round two"
+    programs.start("run", "--config", "config.toml", folder=tmp_path, fault=fault).end(-signal.SIGKILL)
+    killed = tmp_path / "runs/killed"
+    assert resume_run(killed).complete
+    assert same_tensors(state(whole), state(killed))
+    assert rows(whole) == rows(killed) and rows(whole, "ledger") == rows(killed, "ledger")
+    assert audit_run(killed).ok
+
+
+def alter(path: Path, part: str, change: float) -> None:
+    with safe_open(path, "pt") as handle:
+        metadata = handle.metadata()
+    tensors = load_file(path)
+    for key in (key for key in tensors if part in key):
+        tensors[key] = tensors[key] + change
+    save_file(tensors, path, metadata)
+
+
+@pytest.mark.parametrize(("file", "part", "check"), [("begun", "lora_A", "chosen"), ("server", "clusters/", "server")])
+def test_an_audit_finds_what_was_altered(config: MakeConfig, file: str, part: str, check: str) -> None:
+    folder = run_config(config(**IFCA)).folder
+    alter(folder / f"audit/round-0002/{file}.safetensors", part, 1)
+    assert check in {row.check for row in audit_run(folder).failures}
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"ranks": "greedy"}, r"^--strategy ifca lets a client take the model of others, .* one rank for all"),
+        ({"aggregate_every": 2}, r"^--strategy ifca and --aggregate-every 2 do not go together"),
+        ({"split": "movie-0=1"}, r"^--strategy ifca and --split movie-0=1 do not go together"),
+    ],
+)
+def test_what_it_cannot_do_is_refused_in_one_line(config: MakeConfig, values: dict, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        validate(config(**{**IFCA, **values}))
