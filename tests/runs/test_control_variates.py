@@ -66,6 +66,23 @@ def test_a_run_that_is_killed_goes_on_to_the_same_bits(config: MakeConfig, progr
     assert rows(whole) == rows(killed) and rows(whole, "ledger") == rows(killed, "ledger")
 
 
+def test_in_personal_rounds_nobody_is_corrected_or_tells_its_control(config: MakeConfig) -> None:
+    folder = run_config(config(**SCAFFOLD, personal_rounds=1)).folder
+    report = audit_run(folder)
+    assert report.ok, report.failures[:3]
+    assert {row["round"] for row in rows(folder, "ledger") if row["kind"] == "correction"} == {1, 2}
+    assert not (folder / "audit/round-0003/correction.safetensors").exists()
+
+
+def test_an_audit_finds_a_correction_in_a_personal_round(config: MakeConfig) -> None:
+    folder = run_config(config(**SCAFFOLD, personal_rounds=1)).folder
+    name = "correction.safetensors"
+    (folder / "audit/round-0003" / name).write_bytes((folder / "audit/round-0002" / name).read_bytes())
+    failures = [row for row in audit_run(folder).failures if row.check == "corrected"]
+    assert {row.round for row in failures} == {3}
+    assert "in a personal round" in failures[0].detail
+
+
 @pytest.mark.parametrize("file", ["control", "correction"])
 def test_an_audit_finds_what_was_altered(config: MakeConfig, file: str) -> None:
     folder = run_config(config(**SCAFFOLD)).folder
@@ -86,8 +103,11 @@ def test_an_audit_finds_what_was_altered(config: MakeConfig, file: str) -> None:
         ({"workers": 2}, r"^--control-variates has a second set of tensors beside the model"),
         ({"split": "movie-0=1"}, r"^--control-variates and --split movie-0=1 do not go together"),
         ({"personal_models": True}, r"^--control-variates is for one shared model"),
+        ({"strategy": "local"}, r"^--control-variates corrects by the gradients of all, and --strategy local mixes"),
+        ({"strategy": "fedavg_cluster"}, r"^--control-variates .* --strategy fedavg_cluster mixes otherwise"),
+        ({"strategy": "fedavg", "share": ("A", "B")}, r"^--control-variates .* --share A B keeps some parameters"),
     ],
 )
 def test_what_it_cannot_do_is_refused_in_one_line(config: MakeConfig, values: dict, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        validate(config(**{**SCAFFOLD, **values}))
+        validate(config(**{**SCAFFOLD, "space": "factors", "control_variates": True, **values}))

@@ -26,7 +26,9 @@ def check_corrections(run: Run, round: int, plan: AuditPlan, record: AuditRecord
         for number, name in ((round - 1, "control"), (round, "control"), (round, "correction"))
     )
     for k, client in enumerate(plan.clients):
-        if client in record.participants:
+        if _is_personal(run, round):
+            fault = "it was corrected in a personal round" if sent.get(client) else ""
+        elif client in record.participants:
             fault = _correction_fault(plan, k, controls, sent)
         else:
             is_same = _same(controls.get(client, {}), now.get(client, {}))
@@ -47,6 +49,10 @@ def check_second_models(run: Run, round: int, plan: AuditPlan, record: AuditReco
         elif client in record.participants and not now.get(client):
             fault = "it trained, and has no model of its own"
         yield AuditRow(run=run.path.name, round=round, client=client, check="second", ok=not fault, detail=fault)
+
+
+def _is_personal(run: Run, round: int) -> bool:
+    return round > int(run.config["training"]["rounds"]) - run.mixing.personal_rounds
 
 
 def _models(run: Run, round: int, name: str) -> Models:

@@ -61,7 +61,7 @@ class TrainOptions:
     second_weight: float = 0.5
     """Share of the job's model in what is stacked."""
     control_variates: bool = False
-    """Hand back the mean gradient of the round's steps (SCAFFOLD)."""
+    """Hand back the mean gradient of the round's steps, but not in personal rounds (SCAFFOLD)."""
     carry_momentum: bool = False
     """Begin with the job's momentum, and hand back what there is at the end."""
 
@@ -95,6 +95,10 @@ class TrainOptions:
     def is_personal(self, round: int) -> bool:
         """Whether this round is one of the last, in which a client trains for itself alone."""
         return self.personal_rounds > 0 and round > self.rounds - self.personal_rounds
+
+    def has_control(self, round: int) -> bool:
+        """Whether a client hands back the mean gradient of this round."""
+        return self.control_variates and not self.is_personal(round)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -211,6 +211,16 @@ def check_control_variates(config: Config) -> None:
         )
     if mixing.personal_models:
         raise ConfigError("--control-variates is for one shared model, and --personal-models has none; leave one out")
+    if rule_of(config) != "fedavg":
+        raise ConfigError(
+            f"--control-variates corrects by the gradients of all, and --strategy {mixing.strategy} mixes otherwise;"
+            " take --strategy scaffold, or leave it out"
+        )
+    if set(mixing.share) != {"A", "B", "head"}:
+        raise ConfigError(
+            f"--control-variates corrects by the gradients of all, and --share {' '.join(mixing.share)} keeps some"
+            " parameters to each client; share A B head, or leave it out"
+        )
     _check_one_process(config, "--control-variates")
 
 
