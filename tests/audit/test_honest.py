@@ -4,6 +4,7 @@ import ast
 import json
 import shutil
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -46,8 +47,15 @@ STATEFUL = (*SERVER_OPTIMIZERS, "pfedgraph", "cfl", "fedtreelora")
 ROBUST = ("median", "trimmed_mean", "krum", "multi_krum", "geometric_median")
 
 
-@pytest.mark.parametrize("strategy", [*STRATEGIES, *ALIASES])
-@pytest.mark.parametrize("words", HONEST)
+@pytest.mark.parametrize(
+    ("words", "strategy"),
+    [
+        (words, strategy)
+        for words, strategy in product(HONEST, [*STRATEGIES, *ALIASES])
+        # clients that take each other's models share all of them
+        if strategy != "ifca" or len(HONEST[words].share) == 3
+    ],
+)
 def test_an_honest_run_passes(tmp_path, strategy, words):
     report = audit_run(write_run(tmp_path / "run", replace(HONEST[words], strategy=strategy)))
     assert report.ok, report.failures[:3]

@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 from atlas_fl.aggregation.matrices import Federation, without_edges
 from atlas_fl.aggregation.registry import find_strategy
 from atlas_fl.aggregation.strategies import StrategyOptions
-from atlas_fl.config import Config, MixingConfig, RobustConfig, ServerConfig, to_toml
+from atlas_fl.config import Config, MixingConfig, RanksConfig, RobustConfig, ServerConfig, to_toml
 from atlas_fl.errors import ConfigError
 from atlas_fl.params import digest, flatten_by_client, flatten_state
 
@@ -122,7 +122,10 @@ def write_run(
         **{name: value for name, value in vars(server).items() if name in StrategyOptions.__dataclass_fields__},
     )  # fmt: skip
     strategy = find_strategy(real.strategy, options)
-    config, each = Config(mixing=mixing, robust=robust, server=server), accepted_ranks(strategy)
+    each = accepted_ranks(strategy)
+    # of those in the plan only a strategy that takes no others asks for one rank in the settings
+    ranks = RanksConfig(ranks="8") if mixing.strategy == "ifca" else RanksConfig()
+    config = Config(mixing=mixing, robust=robust, server=server, ranks=ranks)
     path.mkdir()
     (path / "config.toml").write_text(to_toml(replace(config, run=replace(config.run, seed=seed))))
     (path / "plan.json").write_text(json.dumps(plan_json(alpha=alpha, rslora=rslora, each=each)))
