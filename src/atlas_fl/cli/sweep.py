@@ -70,7 +70,7 @@ class CompareOptions:
     trials: int = 0
     """Settings of each strategy that are tried beforehand on development seeds; the best by validation is compared."""
     jobs: int = 1
-    """Runs at once, each in a process of its own with its share of the cores."""
+    """Runs at once, as many as fit into the free memory, each in a process of its own with its share of the cores."""
     config: str | None = None
     """A TOML or YAML file of settings, such as the config.toml of a run."""
     settings: Annotated[Config, tyro.conf.arg(name="")] = field(default_factory=Config)

@@ -21,6 +21,7 @@ from typing import IO, Any
 from atlas_fl.config import Config, parse_config, run_folder, to_toml
 from atlas_fl.errors import AtlasError, CheckpointError
 from atlas_fl.events import Note, OnEvent, ignore
+from atlas_fl.experiment.free_memory import bytes_of_a_run, free_bytes, jobs_that_fit, memory_note
 from atlas_fl.experiment.sweep import Point, RunState, run_state, saving_note
 
 PROGRAM = "from atlas_fl.experiment.parallel_runs import serve_runs; serve_runs()"
@@ -33,7 +34,7 @@ def run_in_processes(
     on_run: Callable[[int, Point, RunState], None] | None = None,
     on_event: OnEvent = ignore,
 ) -> tuple[Path, ...]:
-    """As `run_all`, with so many runs at once, each process with its share of the cores.
+    """As `run_all`, with so many runs at once as fit into memory, each process with its share of the cores.
 
     Raises:
         CheckpointError: a run failed; those that had begun end first, and all that was done stays.
@@ -42,6 +43,10 @@ def run_in_processes(
     queue = RunQueue(
         [(index, point.config.run.seed) for index, point in enumerate(points) if states[index] != "finished"]
     )
+    free, each, asked = free_bytes(), bytes_of_a_run(points), jobs
+    jobs = jobs_that_fit(asked, free=free, each=each)
+    for line in memory_note(asked, jobs, free=free, each=each) if len(queue) else ():
+        on_event(Note(line))
     problems: dict[int, str] = {}
     computed_seconds = saved_seconds = 0.0
 
