@@ -8,6 +8,7 @@ from atlas_fl.cli.run import RunOptions
 from atlas_fl.client.options import TrainOptions
 from atlas_fl.config import Config, settings, validate, with_values
 from atlas_fl.config.methods import METHODS, rule_of, with_method_settings, without_method_settings
+from atlas_fl.config.presets import find_preset
 from atlas_fl.config.settings import value_of
 from atlas_fl.errors import ConfigError
 from atlas_fl.experiment.sweep import grid
@@ -130,6 +131,37 @@ PERSONAL = {"strategy": "mr_mtl", "ranks": "8"}
 def test_what_personal_models_do_not_go_with(values: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         validate(with_values(Config(), values))
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        (
+            {"tasks": "movie+movie_ratings"},
+            "features by classes of texts, and task 'movie_ratings' is a regres",
+        ),
+        ({"split": "2"}, "--trained-parts head_then_rest changes what trains during a run"),
+        (
+            {"strategy": "classifier_collaboration", "split": "2"},
+            "classifier_collaboration and --split 2 do not go",
+        ),
+        ({"strategy": "classifier_collaboration", "share": "A+B"}, "combines heads, and --share A B keeps them at the"),
+        ({"share": "A+B"}, "--share is A B, and --strategy fedpac is --share A B head"),
+        ({"workers": 2}, "--strategy fedpac sends class features beside the update, which no message of --workers"),
+        (
+            {"personal_models": True, "space": "factors", "ranks": "8"},
+            "--strategy fedpac and --personal-models do not go together so far",
+        ),
+    ],
+)
+def test_what_class_features_do_not_go_with(values: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        validate(with_values(Config(), {"strategy": "fedpac", **values}))
+
+
+def test_classes_of_images_have_no_class_features_so_far() -> None:
+    with pytest.raises(ConfigError, match="task 'digits' is of images; leave the task out, or take fedavg"):
+        validate(with_values(find_preset("vision-lora"), {"tasks": "digits", "strategy": "fedpac"}))
 
 
 NAMES = ("q.lora_A", "q.lora_B", "head.weight")

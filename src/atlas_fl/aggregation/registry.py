@@ -5,6 +5,7 @@ from collections.abc import Callable
 from atlas_fl.aggregation.cfl import cfl
 from atlas_fl.aggregation.fedalt import fedavg_of_others
 from atlas_fl.aggregation.fedamp import fedavg_by_distance
+from atlas_fl.aggregation.fedpac import classifier_collaboration
 from atlas_fl.aggregation.fedtreelora import fedtreelora
 from atlas_fl.aggregation.hetlora import fedavg_by_norm
 from atlas_fl.aggregation.ifca import ifca
@@ -39,6 +40,7 @@ STRATEGIES: dict[str, Callable[[StrategyOptions], Strategy]] = {
     "cfl": cfl,
     "ifca": ifca,
     "fedtreelora": fedtreelora,
+    "classifier_collaboration": classifier_collaboration,
 }
 
 ALIASES: dict[str, str] = {"local_only": "local", "standard_fl": "fedavg"}

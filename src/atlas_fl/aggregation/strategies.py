@@ -371,6 +371,8 @@ class Strategy:
     """Raises ConfigError where it cannot aggregate models of these ranks and layers."""
     extend_state: Callable[[ServerState, ByClient], ServerState] = same_state
     """The server state with an entry for each of these newcomers, from the models that they begin with."""
+    record_features: Callable[[ServerState, ByClient], ServerState] | None = None
+    """The server state with the class features that clients sent with their updates; None where it asks for none."""
 
 
 def check_options(options: StrategyOptions) -> None:

@@ -16,12 +16,14 @@ import torch
 from torch import Tensor
 
 from atlas_fl.audit.bounds import check_bounds, read_bounds, restored_fault
+from atlas_fl.audit.class_features import head_row, read_reports, report_fault
 from atlas_fl.audit.companions import check_corrections, check_second_models
 from atlas_fl.audit.plan_changes import check_joined, check_ranks, is_reranked, read_joined
 from atlas_fl.audit.recompute import TOLERANCE, Comparison, Recomputed, Round, common_faults, with_common_tensors
 from atlas_fl.audit.report import AuditReport, AuditRow
 from atlas_fl.audit.rule_weights import (
     BY_UPDATES,
+    HEADS_BY_FEATURES,
     Rule,
     attention_of,
     has_state,
@@ -288,8 +290,12 @@ def _check_round(
     there = [client in present for client in plan.clients]
     updates = RoundUpdates(run=run, plan=plan, present=there, before=server_models, trained=before)
     expected = _expected_state(run, round, updates, kind=kind, state=state) if step is None else step.moments()
-    yield from check_server_state(run, round, expected, before=state)
-    rule = replace(_rule_of(run, record, plan, shared, kind=kind, state=state), clusters=_labels_of(expected, plan))
+    seen = state_after(run, round, state) if kind == HEADS_BY_FEATURES else state
+    if kind == HEADS_BY_FEATURES:
+        yield row("server", "", "" if bounds.restored else report_fault(plan, record, state_after(run, round, {})))
+    else:
+        yield from check_server_state(run, round, expected, before=state)
+    rule = replace(_rule_of(run, record, plan, shared, kind=kind, state=seen), clusters=_labels_of(expected, plan))
     truth = _recompute(run, plan, shared, after, rule=rule, step=step)
     comparisons = _comparisons(truth)
     for k, client in enumerate(plan.clients):
@@ -421,12 +427,30 @@ def _rule_of(run: Run, record: AuditRecord, plan: AuditPlan, before: Models, *, 
         project=Directions(run, plan, before, state).row,
         norms=lambda clients: norms_of(before, plan, clients),
         attention=attention_of(run),
+        combine=_head_rows(plan, state) if kind == HEADS_BY_FEATURES else None,
     )
 
 
 def _labels_of(state: Mapping[str, np.ndarray], plan: AuditPlan) -> Callable[[bool, int | None], list[int]]:
     """For heads or a layer: the clusters that such a server state holds."""
     return lambda head, layer: labels_in(state, plan, head=head, layer=layer)
+
+
+def _head_rows(plan: AuditPlan, state: Flat) -> Callable[[int, Sequence[int]], list[float]]:
+    """Of a client and its members, the row of its head by what these reported in the round."""
+    reports = read_reports(state)
+
+    def row(k: int, members: Sequence[int]) -> list[float]:
+        names, result = [plan.clients[one] for one in members], [0.0] * len(plan.clients)
+        if not set(names) <= reports.keys() or len({reports[name].means.shape for name in names}) > 1:
+            result[k] = 1.0  # the row of the server state has failed then, or the heads differ in shape
+            return result
+        shares = [plan.examples[one] for one in members]
+        for one, weight in zip(members, head_row(reports, names, plan.clients[k], shares), strict=True):
+            result[one] = weight
+        return result
+
+    return row
 
 
 def _cached_weights(plan: AuditPlan, rule: Rule) -> Callable[[str], np.ndarray]:

@@ -175,11 +175,15 @@ RULES = {
     "cfl": "cfl",
     "ifca": "ifca",
     "fedtreelora": "fedtreelora",
+    **dict.fromkeys(("classifier_collaboration", "fedpac"), "mean, heads by features"),
 }
 """What each strategy's name, and each older name for it, means."""
 
 ROBUST = ("median", "trimmed mean", "krum", "multi-krum", "geometric median")
 """Rules under which every client counts alike."""
+
+HEADS_BY_FEATURES = "mean, heads by features"
+"""The rule whose heads follow class features (`audit.class_features`), and all else the examples."""
 
 SERVER_OPTIMIZERS = {"fedavgm": (1.0, 0.9), "fedadagrad": (0.01, 0.0), "fedyogi": (0.01, 0.9), "fedadam": (0.01, 0.9)}
 """Default learning rate and first beta of each server optimizer."""
@@ -187,7 +191,7 @@ SERVER_OPTIMIZERS = {"fedavgm": (1.0, 0.9), "fedadagrad": (0.01, 0.0), "fedyogi"
 BY_UPDATES = ("cfl", "fedtreelora", "ifca")
 """Rules whose clusters follow from updates or losses, and are in the server state."""
 
-EVERYONE = ("mean", "mean by norm", "mean by distance", "mean of others", *BY_UPDATES)
+EVERYONE = ("mean", "mean by norm", "mean by distance", "mean of others", HEADS_BY_FEATURES, *BY_UPDATES)
 """Rules over all clients; of those by updates, before anything told them apart."""
 
 WITHIN = (*ROBUST, *SERVER_OPTIMIZERS, "pfedgraph")
@@ -218,6 +222,8 @@ class Rule:
     """Of a client, its members, their shares and a parameter: its row by directions; None where nobody asks."""
     norms: Callable[[Sequence[int]], list[float]] | None = None
     """Of these clients: the norms of their updates; None where nobody asks."""
+    combine: Callable[[int, Sequence[int]], list[float]] | None = None
+    """Of a client and its members: the row of its head by class features; None where nobody asks."""
     clusters: Callable[[bool, int | None], list[int]] | None = None
     """For heads or a layer: the clusters that followed from updates; None where nobody asks."""
     attention: tuple[float, float] = (1.0, 1.0)
@@ -226,7 +232,7 @@ class Rule:
 
 def has_state(kind: str) -> bool:
     """Whether rows of this kind follow from more than the federation and who took part."""
-    return kind in SERVER_OPTIMIZERS or kind in ("pfedgraph", "mean by distance")
+    return kind in SERVER_OPTIMIZERS or kind in ("pfedgraph", "mean by distance", HEADS_BY_FEATURES)
 
 
 def kind_of(strategy: str) -> str:
@@ -303,6 +309,16 @@ def _attentive_row(plan: AuditPlan, rule: Rule, k: int, *, head: bool) -> list[f
     return row
 
 
+def _combined_row(plan: AuditPlan, rule: Rule, k: int) -> list[float]:
+    """The row of a head by class features; who took no part, or is alone, keeps its own."""
+    members = _members(plan, rule, k, head=True)
+    if rule.combine is None:
+        return _mean_row(plan, rule, k, head=True)
+    if not rule.present[k] or len(members) < 2:
+        return [float(other == k) for other in range(len(plan.clients))]
+    return rule.combine(k, members)
+
+
 def _edge(plan: AuditPlan, rule: Rule, k: int, other: int, *, head: bool) -> float:
     if plan.clients[k] in rule.without_edges or plan.clients[other] in rule.without_edges:
         return 0.0
@@ -368,6 +384,8 @@ def _each(plan: AuditPlan, rule: Rule, *, head: bool, layer: int | None, key: st
     n = len(plan.clients)
     if rule.kind == "own":
         return np.eye(n)
+    if rule.kind == HEADS_BY_FEATURES and head:
+        return np.array([_combined_row(plan, rule, k) for k in range(n)])
     if rule.kind == "pfedgraph":
         return np.array([_projected_row(plan, rule, k, head=head, key=key) for k in range(n)])
     if rule.kind == "mean of others":

@@ -147,6 +147,8 @@ class Update:
     """What the client keeps of its optimizer for its next round, where it was asked to."""
     control: Params = field(default_factory=dict)
     """The mean gradient of the round's steps, float32, where it was asked for."""
+    class_features: Params = field(default_factory=dict)
+    """Counts, means and variances of what its head reads, by class (`client.class_features`), where they were asked."""
 
 
 Action: TypeAlias = Callable[[Sequence[Job], Site], list[Update]]

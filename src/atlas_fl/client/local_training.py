@@ -26,6 +26,7 @@ import torch
 from torch import Tensor, nn
 
 from atlas_fl.client.batching import Dropout, dropout_masks, forward, make_row, rows
+from atlas_fl.client.class_features import class_features
 from atlas_fl.client.job import Job, Site, Update, cut_channel_of
 from atlas_fl.client.optimizer import GradientMean, LossScale, gradient_chain, gradient_norms, make_optimizer
 from atlas_fl.client.options import Schedule, TrainOptions
@@ -199,6 +200,7 @@ class LocalTrainer:
         self.optimizer = make_optimizer(own_leaves, options, masks=job.mask, skips=site.fp16)
         load_momentum(self.optimizer, own_leaves, job.momentum, masks=job.mask)
         self.prior = log_prior(job, site)
+        self.class_features = class_features(job, site) if options.class_features else {}
         self.losses: list[Tensor] = []
         self.line = cut_channel_of(job, site)
         self._below = [] if job.cut is None else client_side_indices(site.backbone, self.params, options, job.cut)
@@ -281,6 +283,7 @@ class LocalTrainer:
             crossed={} if self.line is None else dict(self.line.traffic),
             momentum=self._momentum() if self.options.carry_momentum else {},
             control={} if self._mean is None else self._mean.mean(),
+            class_features=self.class_features,
         )
 
     def _momentum(self) -> Params:

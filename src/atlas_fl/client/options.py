@@ -64,6 +64,8 @@ class TrainOptions:
     """Hand back the mean gradient of the round's steps, but not in personal rounds (SCAFFOLD)."""
     carry_momentum: bool = False
     """Begin with the job's momentum, and hand back what there is at the end."""
+    class_features: bool = False
+    """Report counts, means and variances of the head's input by class (`client.class_features`)."""
 
     def trains(self, name: str, *, round: int) -> bool:
         """Whether the parameter of this name trains in this round (from 1; 0 before round one).

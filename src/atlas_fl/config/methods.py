@@ -58,6 +58,11 @@ METHODS: Mapping[str, PublishedMethod] = {
         rule="fedavg_by_norm",
         settings={"space": "factors", "align": "pad", "share": ("A", "B", "head")},
     ),
+    "fedpac": PublishedMethod(
+        summary="FedPAC: heads combined by class means of features; no alignment term (arXiv:2306.11867).",
+        rule="classifier_collaboration",
+        settings={"share": ("A", "B", "head"), "trained_parts": "head_then_rest"},
+    ),
     "ffa": PublishedMethod(
         summary="FFA-LoRA: A frozen as drawn, B trained and averaged (Sun et al. 2024, arXiv:2403.12313).",
         rule="fedavg",
@@ -215,6 +220,11 @@ def rule_of(config: Config) -> str:
     """The server's rule of this config: that of its method, or what `--strategy` says."""
     name = config.mixing.strategy
     return METHODS[name].rule if name in METHODS else name
+
+
+def reads_features(config: Config) -> bool:
+    """Whether clients report class features (`client.class_features`) with their updates."""
+    return rule_of(config) == "classifier_collaboration"
 
 
 def with_method_settings(config: Config) -> Config:

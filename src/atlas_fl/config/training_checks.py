@@ -8,6 +8,7 @@ from atlas_fl.config.presets import PRESETS, find_preset
 from atlas_fl.config.schema import ADAPTER_SETTINGS, ALL_CLASSES, FULL_MODEL_SETTINGS, NONE, OF_IMAGES, OF_SGD, Config
 from atlas_fl.config.settings import Setting, settings, value_of
 from atlas_fl.config.values import invalid_value, parse_integer
+from atlas_fl.data.task import Task
 from atlas_fl.errors import ConfigError
 
 
@@ -287,4 +288,34 @@ def _check_one_process(config: Config, name: str) -> None:
         raise ConfigError(
             f"{name} has a second set of tensors beside the model, which no message of --workers or --engine ray"
             " holds yet; leave one of them out"
+        )
+
+
+def check_class_features(config: Config, tasks: Sequence[Task]) -> None:
+    """Nothing where each client can report what its head reads by class; raises `ConfigError` else."""
+    strategy, run = config.mixing.strategy, config.run
+    for task in tasks:
+        if task.images or not task.has_classes:
+            kind = "of images" if task.images else "a regression" if task.is_regression else "text to write"
+            raise ConfigError(
+                f"--strategy {strategy} compares features by classes of texts, and task {task.name!r} is {kind}; leave"
+                " the task out, or take fedavg"
+            )
+    if "head" not in config.mixing.share:
+        raise ConfigError(
+            f"--strategy {strategy} combines heads, and --share {' '.join(config.mixing.share)} keeps them at the"
+            " clients; add head, or take fedper"
+        )
+    for flag, value in {
+        f"--split {config.split.split}": config.split.split != NONE,
+        "--personal-models": config.mixing.personal_models,
+        "--control-variates": config.training.control_variates,
+        f"--second-model {config.mixing.second_model}": config.mixing.second_model != "none",
+    }.items():
+        if value:
+            raise ConfigError(f"--strategy {strategy} and {flag} do not go together so far; leave one of them out")
+    if run.engine != "local" or run.workers not in (None, 1):
+        raise ConfigError(
+            f"--strategy {strategy} sends class features beside the update, which no message of --workers or --engine"
+            " ray holds yet; leave one of them out"
         )

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from atlas_fl.config.federations import check_turned
-from atlas_fl.config.methods import METHODS, check_equal_ranks, rule_of, with_method_settings
+from atlas_fl.config.methods import METHODS, check_equal_ranks, reads_features, rule_of, with_method_settings
 from atlas_fl.config.schema import (
     ALL_CLASSES,
     AUTO,
@@ -28,6 +28,7 @@ from atlas_fl.config.schema import (
 )
 from atlas_fl.config.settings import settings, value_of
 from atlas_fl.config.training_checks import (
+    check_class_features,
     check_cluster_choice,
     check_control_variates,
     check_image_settings,
@@ -203,7 +204,7 @@ def check_names(config: Config, *, at_sites: bool = False) -> None:
     _check_strategy(config)
     _check_allocator(config.ranks.ranks)
     _check_devices(config.data.devices, config.data.device)
-    _check_tasks(config.data)
+    _check_tasks(config)
     if not at_sites:
         _check_cut_names(config)
     check_kind(config)
@@ -282,12 +283,15 @@ def unknown_cut_names(split: str, names: Collection[str]) -> list[str]:
     return sorted(set(cuts_by_name(split)) - {WILDCARD, *names})
 
 
-def _check_tasks(data: DataConfig) -> None:
+def _check_tasks(config: Config) -> None:
     from atlas_fl.data.heterogeneity import check_heterogeneity
     from atlas_fl.data.registry import find_tasks
 
+    data, tasks = config.data, find_tasks(config.data.tasks, config.data.task)
+    if reads_features(config):
+        check_class_features(config, tasks)
     check_heterogeneity(
-        find_tasks(data.tasks, data.task),
+        tasks,
         rating_cuts=data.rating_cuts,
         flipped_clients=data.flipped_clients,
         one_task=data.one_task,

@@ -11,7 +11,7 @@ from dataclasses import replace
 
 from atlas_fl.client.job import ClientTokens
 from atlas_fl.config import Config, load_config, pin_mask_file, run_folder
-from atlas_fl.config.methods import rule_of
+from atlas_fl.config.methods import reads_features, rule_of
 from atlas_fl.config.schema import NONE
 from atlas_fl.config.validation import check_cluster_counts, check_cut_names, unknown_cut_names
 from atlas_fl.data.registry import find_tasks
@@ -210,6 +210,11 @@ def _check_simulated(config: Config) -> None:
         raise ConfigError(
             "--strategy ifca scores the models of all clusters at each client before a round, which no site does yet;"
             " take another strategy, or use `atlas run`"
+        )
+    if reads_features(config):
+        raise ConfigError(
+            f"--strategy {config.mixing.strategy} sends class features beside the update, which no message across"
+            " machines holds yet; leave it out, or use `atlas run`"
         )
     if config.attack.attack != "none":
         raise ConfigError(

@@ -463,13 +463,14 @@ def _train_jobs(
 ) -> list[Job]:
     """The training jobs of these clients in the round after this state."""
     config, tasks = assembly.config, {client.name: client.task.name for client in assembly.clients}
-    is_personal = state.round >= config.training.rounds - config.mixing.personal_rounds
+    number, is_personal = state.round + 1, state.round >= config.training.rounds - config.mixing.personal_rounds
+    reports = strategy_of(config).record_features is not None and is_aggregation_round(config, number)
     anchors = state.server_models if config.mixing.personal_models else {}
     is_stacked = config.mixing.second_model == "stacked"
     return make_jobs(
         {name: state.client_models[name] for name in sampled},
-        train_options(config, with_images=assembly.has_images),
-        round=state.round + 1,
+        replace(train_options(config, with_images=assembly.has_images), class_features=reports),
+        round=number,
         cuts=cuts,
         momentum=state.momentum,
         mask=planned.mask,
@@ -496,8 +497,11 @@ def _aggregate(
             client_models=sync_shared({**state.client_models, **trained}, federation, list(trained)),
             discarded={},
         )
-    strategy, personal = strategy_of(config), config.mixing.personal_models
-    result = strategy.aggregate(state.server_state, state.server_models, trained, federation, round=state.round + 1)
+    strategy, personal, server_state = strategy_of(config), config.mixing.personal_models, state.server_state
+    if strategy.record_features is not None:
+        features = {name: update.class_features for name, update in received.updates.items()}
+        server_state = strategy.record_features(server_state, features)
+    result = strategy.aggregate(server_state, state.server_models, trained, federation, round=state.round + 1)
     models = result.client_models if mask is None else restore_frozen(result.client_models, state.client_models, mask)
     mixed = ServerStep(
         server_state=result.server_state,

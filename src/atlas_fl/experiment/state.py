@@ -148,10 +148,19 @@ class RoundRecord:
             if name in self.outdated
         ]
         up = {name: update for name, update in self.updates.items() if self.aggregated or update.travelled}
-        messages += [self._model_rows(name, "up", update.params, share) for name, update in up.items()]
+        messages += [
+            [*self._model_rows(name, "up", update.params, share), *self._features_row(update)]
+            for name, update in up.items()
+        ]
         if self.aggregated:
             messages += [self._model_rows(name, "down", self.client_models[name], share) for name in self._receivers()]
         return [row for rows in messages for row in rows]
+
+    def _features_row(self, update: Update) -> list[LedgerRow]:
+        if not update.class_features:
+            return []
+        size = payload_bytes(update.class_features)
+        return [LedgerRow(round=self.round, client=update.client, direction="up", kind="features", bytes=size)]
 
     def outdated_after(self) -> frozenset[str]:
         """Clients that have not received their newest model after the round, because they did not take part."""

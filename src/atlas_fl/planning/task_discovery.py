@@ -44,6 +44,7 @@ _ADDED_LATER = (
     "control_variates",
     "second_model",
     "second_weight",
+    "class_features",
 )
 """Options that older sketches lack: left out of the signature at their default, so that those still compare."""
 

@@ -46,6 +46,8 @@ KIND_COLOURS = {
     "label": "#882255",
     "mask": "#999933",
     "control": "#888888",
+    "correction": "#661100",
+    "features": "#332288",
 }
 
 

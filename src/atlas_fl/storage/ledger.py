@@ -13,7 +13,17 @@ from atlas_fl.storage.tensors import encoded_size
 
 Direction: TypeAlias = Literal["up", "down"]
 Kind: TypeAlias = Literal[
-    "fingerprint", "adapter", "head", "weights", "activation", "gradient", "label", "mask", "control", "correction"
+    "fingerprint",
+    "adapter",
+    "head",
+    "weights",
+    "activation",
+    "gradient",
+    "label",
+    "mask",
+    "control",
+    "correction",
+    "features",
 ]
 DIRECTIONS: tuple[Direction, ...] = get_args(Direction)
 KINDS: tuple[Kind, ...] = get_args(Kind)
