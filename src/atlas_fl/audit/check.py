@@ -290,13 +290,9 @@ def _check_round(
     there = [client in present for client in plan.clients]
     updates = RoundUpdates(run=run, plan=plan, present=there, before=server_models, trained=before)
     expected = _expected_state(run, round, updates, kind=kind, state=state) if step is None else step.moments()
-    seen = state_after(run, round, state) if kind == HEADS_BY_FEATURES else state
-    if kind == HEADS_BY_FEATURES:
-        yield row("server", "", "" if bounds.restored else report_fault(plan, record, state_after(run, round, {})))
-    else:
-        yield from check_server_state(run, round, expected, before=state)
-    rule = replace(_rule_of(run, record, plan, shared, kind=kind, state=seen), clusters=_labels_of(expected, plan))
-    truth = _recompute(run, plan, shared, after, rule=rule, step=step)
+    yield from _check_state(run, round, expected, state, kind=kind, is_restored=bool(bounds.restored))
+    rule = _rule_of(run, record, plan, shared, kind=kind, state=_seen_state(run, round, state, kind=kind))
+    truth = _recompute(run, plan, shared, after, rule=replace(rule, clusters=_labels_of(expected, plan)), step=step)
     comparisons = _comparisons(truth)
     for k, client in enumerate(plan.clients):
         mixed, moved, error = _compare(run, record, truth, k, comparisons[k])
@@ -311,6 +307,24 @@ def _expected_state(run: Run, round: int, updates: RoundUpdates, *, kind: str, s
     if kind == "ifca":
         return state_after_choice(flat_arrays(state), latest_state(run, round))
     return state_after_updates(kind, updates, state)
+
+
+def _seen_state(run: Run, round: int, state: Flat, *, kind: str) -> Flat:
+    """The server state that the weights of a round follow from: that of before, or with what clients reported in it."""
+    return state_after(run, round, state) if kind == HEADS_BY_FEATURES else state
+
+
+def _check_state(
+    run: Run, round: int, expected: Mapping[str, np.ndarray], before: Flat, *, kind: str, is_restored: bool
+) -> Iterator[AuditRow]:
+    """A row for the server state after a round, or for what clients reported in it."""
+    if kind != HEADS_BY_FEATURES:
+        yield from check_server_state(run, round, expected, before=before)
+    elif not is_restored:
+        record = read_audit_record(run, round)
+        yield _row(
+            run, round, "server", "", report_fault(read_plan(run, record.plan), record, state_after(run, round, {}))
+        )
 
 
 def _check_choice(

@@ -200,7 +200,6 @@ class LocalTrainer:
         self.optimizer = make_optimizer(own_leaves, options, masks=job.mask, skips=site.fp16)
         load_momentum(self.optimizer, own_leaves, job.momentum, masks=job.mask)
         self.prior = log_prior(job, site)
-        self.class_features = class_features(job, site) if options.class_features else {}
         self.losses: list[Tensor] = []
         self.line = cut_channel_of(job, site)
         self._below = [] if job.cut is None else client_side_indices(site.backbone, self.params, options, job.cut)
@@ -283,7 +282,6 @@ class LocalTrainer:
             crossed={} if self.line is None else dict(self.line.traffic),
             momentum=self._momentum() if self.options.carry_momentum else {},
             control={} if self._mean is None else self._mean.mean(),
-            class_features=self.class_features,
         )
 
     def _momentum(self) -> Params:
@@ -403,6 +401,7 @@ def train(jobs: Sequence[Job], site: Site, *, watch: Watch | None = None, step: 
     when `watch`, which sees the pack after every step, says so.
     """
     began = time.perf_counter()
+    reports = [class_features(job, site) if job.options.class_features else {} for job in jobs]
     members = [LocalTrainer(job, site) for job in jobs]
     step = step or whole_step(shared_adapters_of(members))
     active = {index: member for index, member in enumerate(members) if member.steps > 0}
@@ -413,4 +412,6 @@ def train(jobs: Sequence[Job], site: Site, *, watch: Watch | None = None, step: 
         ended = () if watch is None else watch(done, {index: member.params for index, member in active.items()})
         active = {k: member for k, member in active.items() if member.steps > done and k not in ended}
     seconds = (time.perf_counter() - began) / max(1, len(members))
-    return [member.update(seconds) for member in members]
+    return [
+        replace(member.update(seconds), class_features=report) for member, report in zip(members, reports, strict=True)
+    ]

@@ -196,6 +196,29 @@ def _check_simulated(config: Config) -> None:
             "--rating-cuts, --flipped-clients, --one-task, --client-sizes and --centralized deal out rows that are"
             " here, and across machines clients bring their own; leave them out, or use `atlas run`"
         )
+    _check_messages(config)
+    if config.attack.attack != "none":
+        raise ConfigError(
+            f"--attack {config.attack.attack} simulates hostile clients, and across machines clients are who they are;"
+            " leave it out, or use `atlas run`"
+        )
+    if config.images.carry_momentum:
+        raise ConfigError(
+            "--carry-momentum keeps what clients did in one process, and here there are several; leave it out"
+        )
+    if config.data.arrive:
+        raise ConfigError(
+            "--arrive says who is late in a simulation, and across machines clients come when they come; leave it out"
+        )
+    if config.split.leakage:
+        raise ConfigError(
+            "--leakage reads the clients' texts, and across machines these stay at their sites; leave it out, and use"
+            " `atlas leakage` where the texts are"
+        )
+
+
+def _check_messages(config: Config) -> None:
+    """Nothing where all that a strategy sends has a message between server and site."""
     for flag, is_set in (
         ("--personal-models", config.mixing.personal_models),
         ("--control-variates", config.training.control_variates),
@@ -215,24 +238,6 @@ def _check_simulated(config: Config) -> None:
         raise ConfigError(
             f"--strategy {config.mixing.strategy} sends class features beside the update, which no message across"
             " machines holds yet; leave it out, or use `atlas run`"
-        )
-    if config.attack.attack != "none":
-        raise ConfigError(
-            f"--attack {config.attack.attack} simulates hostile clients, and across machines clients are who they are;"
-            " leave it out, or use `atlas run`"
-        )
-    if config.images.carry_momentum:
-        raise ConfigError(
-            "--carry-momentum keeps what clients did in one process, and here there are several; leave it out"
-        )
-    if config.data.arrive:
-        raise ConfigError(
-            "--arrive says who is late in a simulation, and across machines clients come when they come; leave it out"
-        )
-    if config.split.leakage:
-        raise ConfigError(
-            "--leakage reads the clients' texts, and across machines these stay at their sites; leave it out, and use"
-            " `atlas leakage` where the texts are"
         )
 
 
