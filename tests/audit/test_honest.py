@@ -43,7 +43,7 @@ HONEST = {
 }
 
 
-STATEFUL = (*SERVER_OPTIMIZERS, "pfedgraph", "cfl", "fedtreelora")
+STATEFUL = (*SERVER_OPTIMIZERS, "pfedgraph", "cfl", "fedtreelora", "fedavg_dynamic")
 ROBUST = ("median", "trimmed_mean", "krum", "multi_krum", "geometric_median")
 
 
@@ -57,12 +57,15 @@ ROBUST = ("median", "trimmed_mean", "krum", "multi_krum", "geometric_median")
     ],
 )
 def test_an_honest_run_passes(tmp_path, strategy, words):
-    report = audit_run(write_run(tmp_path / "run", replace(HONEST[words], strategy=strategy)))
+    # FedDyn's changes are of A and B, which validation says
+    is_dynamic = strategy == "fedavg_dynamic"
+    space = "factors" if is_dynamic else HONEST[words].space
+    report = audit_run(write_run(tmp_path / "run", replace(HONEST[words], strategy=strategy, space=space)))
     assert report.ok, report.failures[:3]
     bounded = set() if strategy in ("local", "local_only") else {"bounded"}
     # without adapters there is nothing that a tree could be made from
     has_state = strategy in STATEFUL and (strategy, words) != ("fedtreelora", "head")
-    remembers = {"server"} if has_state else set()
+    remembers = ({"server"} if has_state else set()) | ({"corrected"} if is_dynamic else set())
     assert {row.check for row in report.rows} == {"record", "loaded", "names", "mixed", "moved"} | bounded | remembers
     assert len(only_rows(report, "mixed")) == ROUNDS * len(CLIENTS)
 

@@ -7,10 +7,11 @@ import numpy as np
 import torch
 from safetensors.torch import load_file, save_file
 
+from atlas_fl.aggregation.feddyn import dynamic_corrections
 from atlas_fl.aggregation.matrices import Federation, without_edges
 from atlas_fl.aggregation.registry import find_strategy
 from atlas_fl.aggregation.strategies import StrategyOptions
-from atlas_fl.config import Config, MixingConfig, RanksConfig, RobustConfig, ServerConfig, to_toml
+from atlas_fl.config import Config, MixingConfig, RanksConfig, RobustConfig, ServerConfig, TrainingConfig, to_toml
 from atlas_fl.errors import ConfigError
 from atlas_fl.params import digest, flatten_by_client, flatten_state
 
@@ -23,6 +24,8 @@ EXAMPLES = (200, 100, 300, 50, 150, 80)
 LAYER_OF = {"layer.0.q": 0, "layer.1.q": 1}
 D_IN, D_OUT = 14, 11
 ROUNDS = 3
+ALPHA = 0.1
+"""Of FedDyn."""
 
 
 def adjacency():
@@ -124,8 +127,9 @@ def write_run(
     strategy = find_strategy(real.strategy, options)
     each = accepted_ranks(strategy)
     # of those in the plan only a strategy that takes no others asks for one rank in the settings
-    ranks = RanksConfig(ranks="8") if mixing.strategy == "ifca" else RanksConfig()
-    config = Config(mixing=mixing, robust=robust, server=server, ranks=ranks)
+    ranks = RanksConfig(ranks="8") if mixing.strategy in ("ifca", "fedavg_dynamic") else RanksConfig()
+    training = TrainingConfig(proximal_mu=ALPHA if mixing.strategy == "fedavg_dynamic" else 0.0)
+    config = Config(mixing=mixing, robust=robust, server=server, ranks=ranks, training=training)
     path.mkdir()
     (path / "config.toml").write_text(to_toml(replace(config, run=replace(config.run, seed=seed))))
     (path / "plan.json").write_text(json.dumps(plan_json(alpha=alpha, rslora=rslora, each=each)))
@@ -139,12 +143,15 @@ def write_run(
         updates = {client: params for client, params in trained(start, round=round).items() if client in asked}
         good = {client: params for client, params in updates.items() if client not in refused}
         loaded = {client: {"digest": digest(start[client]), "keys": len(start[client])} for client in good}
+        corrections = dynamic_corrections(state, asked, alpha=ALPHA)
         server = strategy.aggregate(state, start, good, without_edges(federation(), refused), round=round)
         state, start = server.server_state, server.client_models
         if served is not None:
             start = served(round, good, start)
         folder = path / "audit" / f"round-{round:04d}"
         write_models(folder, "trained", good)
+        if corrections:
+            write_models(folder, "correction", corrections)
         write_models(folder, "start", start)
         write_state(folder, state)
         record = {

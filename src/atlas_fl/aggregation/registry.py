@@ -5,6 +5,7 @@ from collections.abc import Callable
 from atlas_fl.aggregation.cfl import cfl
 from atlas_fl.aggregation.fedalt import fedavg_of_others
 from atlas_fl.aggregation.fedamp import fedavg_by_distance
+from atlas_fl.aggregation.feddyn import fedavg_dynamic
 from atlas_fl.aggregation.fedpac import classifier_collaboration
 from atlas_fl.aggregation.fedtreelora import fedtreelora
 from atlas_fl.aggregation.hetlora import fedavg_by_norm
@@ -37,6 +38,7 @@ STRATEGIES: dict[str, Callable[[StrategyOptions], Strategy]] = {
     "pfedgraph": pfedgraph,
     "fedavg_by_distance": fedavg_by_distance,
     "fedavg_of_others": fedavg_of_others,
+    "fedavg_dynamic": fedavg_dynamic,
     "cfl": cfl,
     "ifca": ifca,
     "fedtreelora": fedtreelora,

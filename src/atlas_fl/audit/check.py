@@ -18,6 +18,7 @@ from torch import Tensor
 from atlas_fl.audit.bounds import check_bounds, read_bounds, restored_fault
 from atlas_fl.audit.class_features import head_row, read_reports, report_fault
 from atlas_fl.audit.companions import check_corrections, check_second_models
+from atlas_fl.audit.feddyn import DynamicStep
 from atlas_fl.audit.plan_changes import check_joined, check_ranks, is_reranked, read_joined
 from atlas_fl.audit.recompute import TOLERANCE, Comparison, Recomputed, Round, common_faults, with_common_tensors
 from atlas_fl.audit.report import AuditReport, AuditRow
@@ -483,7 +484,7 @@ def _cached_weights(plan: AuditPlan, rule: Rule) -> Callable[[str], np.ndarray]:
 
 
 def _recompute(
-    run: Run, plan: AuditPlan, before: Models, after: Models, *, rule: Rule, step: OptimizerStep | None
+    run: Run, plan: AuditPlan, before: Models, after: Models, *, rule: Rule, step: OptimizerStep | DynamicStep | None
 ) -> Recomputed:
     mixing = run.mixing
     return Recomputed(
@@ -492,7 +493,7 @@ def _recompute(
             before=before,
             after=after,
             weights=_cached_weights(plan, rule),
-            space=mixing.space,
+            space="factors" if rule.kind == "feddyn" else mixing.space,
             share=mixing.share if rule.kind != "own" else (),
             align=mixing.align,
             reduce=reducer(rule.kind, rule.robust),

@@ -1,6 +1,6 @@
-"""Audit of what clients have besides the shared model: SCAFFOLD's corrections, and second models at rest.
+"""Audit of what clients have besides the shared model: corrections of SCAFFOLD and FedDyn, and second models at rest.
 
-What was sent is computed again from the controls of the round before, value by value in float64.
+What was sent is computed again from the controls or changes of the round before, value by value in float64.
 """
 
 from collections.abc import Iterator, Mapping
@@ -10,7 +10,9 @@ import torch
 from torch import Tensor
 
 from atlas_fl.audit.report import AuditRow
+from atlas_fl.audit.rule_weights import kind_of
 from atlas_fl.audit.run_files import AuditPlan, AuditRecord, Models, Run, read_models, round_folder
+from atlas_fl.audit.server_state import latest_state
 from atlas_fl.params import HEAD
 
 TOLERANCE = 1e-5
@@ -19,8 +21,10 @@ TOLERANCE = 1e-5
 
 def check_corrections(run: Run, round: int, plan: AuditPlan, record: AuditRecord) -> Iterator[AuditRow]:
     """A row for each client that trained: what was added to its gradients; nothing in runs without controls."""
-    if not run.config.get("training", {}).get("control_variates"):
+    training, is_dynamic = run.config.get("training", {}), kind_of(run.mixing.strategy) == "feddyn"
+    if not training.get("control_variates") and not is_dynamic:
         return
+    alpha, changes = float(training.get("proximal_mu", 0.0)), latest_state(run, round - 1) if is_dynamic else {}
     controls, now, sent = (
         _models(run, number, name)
         for number, name in ((round - 1, "control"), (round, "control"), (round, "correction"))
@@ -30,6 +34,7 @@ def check_corrections(run: Run, round: int, plan: AuditPlan, record: AuditRecord
             fault = "it was corrected in a personal round" if sent.get(client) else ""
         elif client in record.participants:
             fault = _correction_fault(plan, k, controls, sent)
+            fault = _dynamic_fault(client, alpha, changes, sent) if is_dynamic else fault
         else:
             is_same = _same(controls.get(client, {}), now.get(client, {}))
             fault = "" if is_same else "its control changed while it took no part"
@@ -78,6 +83,20 @@ def _correction_fault(plan: AuditPlan, k: int, controls: Models, sent: Models) -
         got = own[key].double().numpy()
         error = float(np.abs(got - want).max(initial=0.0)) if got.shape == np.shape(want) else float("inf")
         if not error <= TOLERANCE * max(float(np.abs(want).max(initial=0.0)), float(np.abs(total).max(initial=0.0))):
+            return f"the correction of {key} is {error:.2g} away from the recomputation"
+    return ""
+
+
+def _dynamic_fault(client: str, alpha: float, changes: Mapping[str, np.ndarray], sent: Models) -> str:
+    """FedDyn: whether a client was sent alpha times the sum of its changes, of every tensor that it has one of."""
+    start, own = f"changes/{client}/", sent.get(client, {})
+    wanted = {path.removeprefix(start): alpha * value for path, value in changes.items() if path.startswith(start)}
+    if own.keys() != wanted.keys():
+        return f"it was sent corrections of {len(own)} tensors, and {len(wanted)} have any"
+    for key, want in wanted.items():
+        got = own[key].double().numpy()
+        error = float(np.abs(got - want).max(initial=0.0)) if got.shape == want.shape else float("inf")
+        if not error <= TOLERANCE * float(np.abs(want).max(initial=0.0)):
             return f"the correction of {key} is {error:.2g} away from the recomputation"
     return ""
 

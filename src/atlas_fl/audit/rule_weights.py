@@ -172,6 +172,7 @@ RULES = {
     "pfedgraph": "pfedgraph",
     **dict.fromkeys(("fedavg_by_distance", "fedamp"), "mean by distance"),
     **dict.fromkeys(("fedavg_of_others", "fedalt"), "mean of others"),
+    **dict.fromkeys(("fedavg_dynamic", "feddyn"), "feddyn"),
     "cfl": "cfl",
     "ifca": "ifca",
     "fedtreelora": "fedtreelora",
@@ -191,7 +192,7 @@ SERVER_OPTIMIZERS = {"fedavgm": (1.0, 0.9), "fedadagrad": (0.01, 0.0), "fedyogi"
 BY_UPDATES = ("cfl", "fedtreelora", "ifca")
 """Rules whose clusters follow from updates or losses, and are in the server state."""
 
-EVERYONE = ("mean", "mean by norm", "mean by distance", "mean of others", HEADS_BY_FEATURES, *BY_UPDATES)
+EVERYONE = ("mean", "mean by norm", "mean by distance", "mean of others", "feddyn", HEADS_BY_FEATURES, *BY_UPDATES)
 """Rules over all clients; of those by updates, before anything told them apart."""
 
 WITHIN = (*ROBUST, *SERVER_OPTIMIZERS, "pfedgraph")
@@ -232,7 +233,7 @@ class Rule:
 
 def has_state(kind: str) -> bool:
     """Whether rows of this kind follow from more than the federation and who took part."""
-    return kind in SERVER_OPTIMIZERS or kind in ("pfedgraph", "mean by distance", HEADS_BY_FEATURES)
+    return kind in SERVER_OPTIMIZERS or kind in ("pfedgraph", "mean by distance", "feddyn", HEADS_BY_FEATURES)
 
 
 def kind_of(strategy: str) -> str:

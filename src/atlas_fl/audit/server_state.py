@@ -14,6 +14,7 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from atlas_fl.audit.feddyn import DynamicStep
 from atlas_fl.audit.recompute import is_mixed
 from atlas_fl.audit.report import AuditRow
 from atlas_fl.audit.rule_weights import SERVER_OPTIMIZERS, Robust, bound_weights, kind_of, robust_of
@@ -216,8 +217,18 @@ class OptimizerStep:
 
 def recompute_server_step(
     run: Run, plan: AuditPlan, kind: str, *, present: Collection[str], before: Models, trained: Models, state: Flat
-) -> OptimizerStep | None:
-    """The step of this round; None under a rule that is no server optimizer."""
+) -> OptimizerStep | DynamicStep | None:
+    """The step of this round; None under a rule whose step is a mixture of what was trained."""
+    if kind == "feddyn":
+        return DynamicStep(
+            plan=plan,
+            present=[client in present for client in plan.clients],
+            share=run.mixing.share,
+            max_share=robust_of(run).max_share,
+            before=before,
+            trained=trained,
+            state=state,
+        )
     if kind not in SERVER_OPTIMIZERS:
         return None
     return OptimizerStep(

@@ -33,11 +33,12 @@ class PublishedMethod:
 
     @property
     def relative_bytes(self) -> float:
-        """Bytes of a round relative to FedAvg of the same adapters: half for each factor; controls are as large."""
+        """Bytes of a round relative to FedAvg of the same adapters: half for each factor; corrections are as large."""
         if self.rule == "local":
             return 0.0
         share = self.settings.get("share", ("A", "B"))
-        copies = 2 if self.settings.get("control_variates") else 1
+        is_dynamic = self.rule == "fedavg_dynamic"  # one correction down, and no control up
+        copies = 1.5 if is_dynamic else 2 if self.settings.get("control_variates") else 1
         return copies * 0.5 * (("A" in share) + ("B" in share))
 
 
@@ -195,6 +196,13 @@ METHODS: Mapping[str, PublishedMethod] = {
         summary="SCAFFOLD: gradients corrected by the mean of all (Karimireddy et al. 2020, arXiv:1910.06378).",
         rule="fedavg",
         settings={"control_variates": True, "space": "factors", "share": ("A", "B", "head")},
+        equal_ranks=True,
+    ),
+    "feddyn": PublishedMethod(
+        summary="FedDyn: clients held and corrected by their own changes (Acar et al. 2021, arXiv:2111.04263).",
+        rule="fedavg_dynamic",
+        settings={"space": "factors", "share": ("A", "B", "head")},
+        suggested={"proximal_mu": 0.1},
         equal_ranks=True,
     ),
     "fedprox": PublishedMethod(

@@ -225,6 +225,28 @@ def check_control_variates(config: Config) -> None:
     _check_one_process(config, "--control-variates")
 
 
+def check_dynamic_regularization(config: Config) -> None:
+    """Nothing where clients may be corrected by their own changes, as FedDyn's are."""
+    mixing = config.mixing
+    if rule_of(config) != "fedavg_dynamic":
+        return
+    if mixing.space != "factors" or not config.ranks.ranks.isdecimal():
+        raise ConfigError(
+            f"--strategy {mixing.strategy} sums changes of A and B, which needs --space factors and one rank for all;"
+            f" set both, --ranks to one of {', '.join(map(str, config.ranks.candidates))}"
+        )
+    if config.training.proximal_mu == 0:
+        raise invalid_value("--proximal-mu", 0, f"above 0 with --strategy {mixing.strategy}, whose alpha it is")
+    for flag, value in {
+        "--personal-models": mixing.personal_models,
+        f"--aggregate-every {mixing.aggregate_every}": mixing.aggregate_every > 1,
+        "--second-model": mixing.second_model != "none",
+    }.items():
+        if value:
+            raise ConfigError(f"--strategy {mixing.strategy} and {flag} do not go together; leave one of them out")
+    _check_one_process(config, f"--strategy {mixing.strategy}")
+
+
 def check_second_model(config: Config) -> None:
     """Nothing where each client may train a model of its own beside the shared one."""
     mixing, kind = config.mixing, config.mixing.second_model

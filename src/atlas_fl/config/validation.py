@@ -31,6 +31,7 @@ from atlas_fl.config.training_checks import (
     check_class_features,
     check_cluster_choice,
     check_control_variates,
+    check_dynamic_regularization,
     check_image_settings,
     check_kind,
     check_personal_models,
@@ -339,6 +340,7 @@ def validate(config: Config, *, at_sites: bool = False) -> Config:
     _check_personal_rounds(config)
     check_personal_models(config)
     check_control_variates(config)
+    check_dynamic_regularization(config)
     check_second_model(config)
     check_cluster_choice(config)
     _check_shared_adapters(config)

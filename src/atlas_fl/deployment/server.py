@@ -223,6 +223,7 @@ def _check_messages(config: Config) -> None:
         ("--personal-models", config.mixing.personal_models),
         ("--control-variates", config.training.control_variates),
         ("--second-model", config.mixing.second_model != "none"),
+        (f"--strategy {config.mixing.strategy}", rule_of(config) == "fedavg_dynamic"),
     ):
         if is_set:
             raise ConfigError(

@@ -8,6 +8,8 @@ Karimireddy, Kale, Mohri, Reddi, Stich and Suresh, "SCAFFOLD: Stochastic Control
 ICML 2020, arXiv:1910.06378. Under SGD c_k is their option II, `c_k - c + (x - y_k) / (K lr)`, and it means something
 under any optimizer and schedule. Who has not trained yet has c_k = 0, so round one is FedAvg. A head's c is over the
 clients of its task, the only ones that it is averaged with. In personal rounds nobody is corrected.
+
+FedDyn's corrections (`aggregation.feddyn`) follow from the server state.
 """
 
 from collections.abc import Collection, Mapping
@@ -15,7 +17,22 @@ from collections.abc import Collection, Mapping
 import torch
 from torch import Tensor
 
+from atlas_fl.aggregation.feddyn import dynamic_corrections
+from atlas_fl.config import Config
+from atlas_fl.config.methods import rule_of
+from atlas_fl.experiment.state import FederationState
 from atlas_fl.params import HEAD, ByClient, Params
+
+
+def round_corrections(
+    config: Config, state: FederationState, tasks: Mapping[str, str], clients: Collection[str]
+) -> dict[str, Params]:
+    """What is added to the gradients of these clients in the round after this state; empty where nothing is."""
+    if state.round >= config.training.rounds - config.mixing.personal_rounds:
+        return {}
+    if rule_of(config) == "fedavg_dynamic":
+        return dynamic_corrections(state.server_state, clients, alpha=config.training.proximal_mu)
+    return corrections(state.controls, tasks, clients)
 
 
 def corrections(controls: ByClient, tasks: Mapping[str, str], clients: Collection[str]) -> dict[str, Params]:

@@ -25,7 +25,7 @@ from atlas_fl.config.methods import rule_of
 from atlas_fl.errors import ProtocolError
 from atlas_fl.events import Note, OnEvent, PhaseStarted, RoundFinished
 from atlas_fl.experiment.cluster_choice import choose_clusters
-from atlas_fl.experiment.control_variates import corrections
+from atlas_fl.experiment.control_variates import round_corrections
 from atlas_fl.experiment.early_stopping import best_rounds, should_stop
 from atlas_fl.experiment.late_join import add_late_clients
 from atlas_fl.experiment.recorder import Recorder
@@ -463,7 +463,7 @@ def _train_jobs(
 ) -> list[Job]:
     """The training jobs of these clients in the round after this state."""
     config, tasks = assembly.config, {client.name: client.task.name for client in assembly.clients}
-    number, is_personal = state.round + 1, state.round >= config.training.rounds - config.mixing.personal_rounds
+    number = state.round + 1
     reports = strategy_of(config).record_features is not None and is_aggregation_round(config, number)
     anchors = state.server_models if config.mixing.personal_models else {}
     is_stacked = config.mixing.second_model == "stacked"
@@ -476,7 +476,7 @@ def _train_jobs(
         mask=planned.mask,
         anchors={} if is_stacked else anchors,
         companions=anchors if is_stacked else {},
-        corrections={} if is_personal else corrections(state.controls, tasks, sampled),
+        corrections=round_corrections(config, state, tasks, sampled),
     )
 
 

@@ -1,0 +1,110 @@
+"""FedDyn's server step: the average of the models, moved on by the mean of what each client has changed in all rounds.
+
+    e_k <- e_k + (w'_k - w_k)                        of who took part, at first e_k = 0; w_k as sent, w'_k as trained
+    x    = sum_k p_k w'_k + sum_k q_k e_k            p_k over those who took part, q_k over all, by examples
+    g   <- g + alpha (w - w_k) + alpha e_k           in every step of a client
+
+Acar, Zhao, Matas, Mattina, Whatmough and Saligrama, "Federated Learning Based on Dynamic Regularization", ICLR 2021,
+arXiv:2111.04263, algorithm 1. Their gradient of client k is -alpha e_k and their h is -alpha sum_k q_k e_k, so that
+x is their mean of models minus h / alpha, and alpha (`--proximal-mu`) is nowhere in the step; their shares are equal.
+A client alone with its model, or head, has no e_k. A and B are summed apart, and need equal ranks.
+"""
+
+from collections.abc import Collection
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from atlas_fl.aggregation.matrices import Federation
+from atlas_fl.aggregation.server_optimizers import Cohort, cohorts
+from atlas_fl.aggregation.strategies import Aggregated, Strategy, StrategyOptions, fedavg
+from atlas_fl.errors import ConfigError, ProtocolError
+from atlas_fl.params import HEAD, ByClient, Params, ServerState, shared_params
+
+CHANGES = "changes"
+"""Where the server state has the e_k, by client and parameter."""
+
+
+def fedavg_dynamic(options: StrategyOptions) -> Strategy:
+    """The average, moved on by the mean of all changes of all clients; heads only inside their task."""
+    options = replace(options, space="factors", within="all")
+    base = fedavg(options)
+
+    def aggregate(
+        server_state: ServerState,
+        client_models: ByClient,
+        updates: ByClient,
+        federation: Federation,
+        *,
+        round: int,
+    ) -> Aggregated:
+        done = base.aggregate(server_state, client_models, updates, federation, round=round)
+        present = [client in updates for client in federation.clients]
+        whole = {one.name: one for one in cohorts(federation, [True] * len(present), options)}
+        changes = {client: dict(params) for client, params in changes_of(server_state).items()}
+        models = {client: dict(params) for client, params in done.client_models.items()} if updates else {}
+        for cohort in cohorts(federation, present, options):
+            clients = [federation.clients[k] for k in cohort.members]
+            for key in _keys(client_models[clients[0]], cohort, options):
+                for client in (client for client in clients if client in updates):
+                    change = updates[client][key].double() - client_models[client][key].double()
+                    kept = changes.setdefault(client, {})
+                    kept[key] = (change + kept[key].double() if key in kept else change).float().cpu()
+                mean = _mean_change(changes, key, whole[cohort.name], federation)
+                model = (done.client_models[clients[0]][key].double() + mean).to(client_models[clients[0]][key].dtype)
+                for client in clients:
+                    models[client][key] = model
+        state: ServerState = {CHANGES: changes} if changes else server_state
+        return replace(done, server_state=state, client_models={**done.client_models, **models})
+
+    return replace(base, name="fedavg_dynamic", aggregate=aggregate, check=_check_ranks)
+
+
+def _keys(params: Params, cohort: Cohort, options: StrategyOptions) -> list[str]:
+    shared = shared_params(params, options.share)
+    return [key for key, tensor in shared.items() if key.startswith(HEAD) == cohort.is_head and tensor.numel()]
+
+
+def _mean_change(changes: ByClient, key: str, cohort: Cohort, federation: Federation) -> Tensor:
+    """sum_k q_k e_k in float64, in the order of the clients."""
+    total = torch.zeros((), dtype=torch.float64)
+    for k, weight in cohort.weights.items():
+        change = changes.get(federation.clients[k], {}).get(key)
+        if change is None:
+            continue
+        if total.ndim and total.shape != change.shape:
+            raise ProtocolError(
+                f"{key} has shapes {tuple(total.shape)} and {tuple(change.shape)}; one model needs equal ones"
+            )
+        total = total + weight * change.double()
+    return total
+
+
+def changes_of(server_state: ServerState) -> dict[str, dict[str, Tensor]]:
+    """e_k by client and parameter, float32; empty before round one."""
+    by_client = server_state.get(CHANGES, {})
+    assert not isinstance(by_client, Tensor), "changes are by client"
+    return {
+        client: {key: tensor for key, tensor in params.items() if isinstance(tensor, Tensor)}
+        for client, params in by_client.items()
+        if not isinstance(params, Tensor)
+    }
+
+
+def dynamic_corrections(server_state: ServerState, clients: Collection[str], *, alpha: float) -> dict[str, Params]:
+    """alpha e_k of these clients, float32: what is added to each one's gradients besides the proximal term."""
+    changes = changes_of(server_state)
+    return {client: {key: alpha * e for key, e in changes[client].items()} for client in clients if client in changes}
+
+
+def _check_ranks(models: ByClient, federation: Federation) -> None:
+    """Raise ConfigError where the ranks of clients differ."""
+    first, *others = federation.clients
+    for other in others:
+        for key in models[first].keys() & models[other].keys():
+            if not key.startswith(HEAD) and models[other][key].shape != models[first][key].shape:
+                raise ConfigError(
+                    f"--strategy feddyn sums changes of {key}, and the ranks of {first} and {other} differ; take one"
+                    " rank for all, such as --ranks 8"
+                )
