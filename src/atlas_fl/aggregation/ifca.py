@@ -12,7 +12,7 @@ from atlas_fl.params import ServerState
 
 
 def ifca(options: StrategyOptions) -> Strategy:
-    """Averages inside clusters, of which each client chooses the model with the least loss (`--ifca-clusters`)."""
+    """Averages inside clusters whose models the clients choose by their losses (`--ifca-clusters`); equal ranks."""
 
     def rule(step: MixingContext) -> np.ndarray:
         state: ServerState = {} if step.models is None else step.models.server_state

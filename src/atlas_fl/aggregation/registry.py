@@ -45,6 +45,9 @@ STRATEGIES: dict[str, Callable[[StrategyOptions], Strategy]] = {
     "classifier_collaboration": classifier_collaboration,
 }
 
+RELATIVE_BYTES: dict[str, str] = {"local": "0", "ifca": "(1+k)/2"}
+"""Bytes of a round relative to FedAvg, of the rules where they are not 1."""
+
 ALIASES: dict[str, str] = {"local_only": "local", "standard_fl": "fedavg"}
 """Names that earlier descriptions of these rules used."""
 

@@ -215,18 +215,18 @@ def _models() -> Lines:
 
 
 def _strategies() -> Lines:
-    from atlas_fl.aggregation.registry import ALIASES, STRATEGIES
+    from atlas_fl.aggregation.registry import ALIASES, RELATIVE_BYTES, STRATEGIES
 
     yield "strategy", "bytes", "what it does"
     for name, rule in STRATEGIES.items():
         aliases = [alias for alias, target in ALIASES.items() if target == name]
         also = f" Also {', '.join(aliases)}." if aliases else ""
-        yield name, "0" if name == "local" else "1", _first_line(rule) + also
+        yield name, RELATIVE_BYTES.get(name, "1"), _first_line(rule) + also
     for name, method in METHODS.items():
         slots = {"rule": method.rule, **method.settings, **method.suggested}
         words = (f"{key}={'+'.join(value) if isinstance(value, tuple) else value}" for key, value in slots.items())
-        needs = "; needs equal ranks" if method.equal_ranks else ""
-        yield name, f"{method.relative_bytes:g}", f"{method.summary}\n{' '.join(words)}{needs}"
+        needs = ["needs equal ranks"] * method.equal_ranks + ["trains twice"] * method.trains_twice
+        yield name, f"{method.relative_bytes:g}", f"{method.summary}\n{'; '.join([' '.join(words), *needs])}"
 
 
 def _devices() -> Lines:

@@ -41,6 +41,11 @@ class PublishedMethod:
         copies = 1.5 if is_dynamic else 2 if self.settings.get("control_variates") else 1
         return copies * 0.5 * (("A" in share) + ("B" in share))
 
+    @property
+    def trains_twice(self) -> bool:
+        """Whether a client trains a model of its own beside the shared one."""
+        return "second_model" in self.settings and not self.settings.get("personal_models")
+
 
 METHODS: Mapping[str, PublishedMethod] = {
     "fedit": PublishedMethod(
