@@ -21,6 +21,7 @@ from atlas_fl.report.method_comparison import (
     methods_markdown,
     methods_table,
     pairs_table,
+    variance_in_tasks,
 )
 
 Groups = Mapping[str, Sequence[Path]]
@@ -114,3 +115,10 @@ def test_what_does_not_pair_is_refused(groups: Groups) -> None:
         compare_methods(groups, control="fedprox")
     with pytest.raises(DataError, match=r"atlas has the seeds \[.*\] and local \[.*\]; pairs need the same"):
         compare_methods({**groups, "atlas": groups["atlas"][:2]})
+
+
+def test_the_variance_between_clients_of_a_task_by_hand() -> None:
+    """Of .6 and .8 it is .02, of .5, .6 and .7 .01; a task with one client has none: (.02 + .01) / 2 in both seeds."""
+    scores = np.array([[0.6, 0.8, 0.5, 0.6, 0.7, 0.1], [0.8, 0.6, 0.7, 0.6, 0.5, 0.9]])
+    assert variance_in_tasks(scores, ["a", "a", "b", "b", "b", "c"]) == pytest.approx(0.015)
+    assert variance_in_tasks(scores, list("abcdef")) is None

@@ -41,8 +41,12 @@ class MethodRow:
     """Share of seeds x clients that score less than with the control; None of the control itself."""
     gain_over_majority: float | None
     """Mean accuracy above the majority class."""
+    variance_in_tasks: float | None
+    """Variance of the scores of the clients of a task, the mean over tasks and seeds; None without two of a task."""
     num_bytes: float
     """Bytes of a run, both directions."""
+    bytes_below_whole: float | None
+    """Share of the bytes that it does not send of those of whole models in every round; None where a run says none."""
     seconds: float | None
     """Wall-clock time of a run; None where a run does not say."""
 
@@ -102,6 +106,10 @@ def compare_methods(
                 gain_over_majority=_mean(
                     [one["overall"][score].get("test", {}).get("gain_over_majority") for one in by_seed.values()]
                 ),
+                variance_in_tasks=variance_in_tasks(values, tasks),
+                bytes_below_whole=_mean(
+                    [one["bytes"].get("full_model", {}).get("reduction") for one in by_seed.values()]
+                ),
                 num_bytes=float(np.mean([one["bytes"]["up"] + one["bytes"]["down"] for one in by_seed.values()])),
                 seconds=_mean([one.get("seconds", {}).get("total") for one in by_seed.values()]),
             )
@@ -155,6 +163,13 @@ def _scores(
 def _mean(values: Sequence[float | None]) -> float | None:
     defined = [value for value in values if value is not None]
     return float(np.mean(defined)) if defined and len(defined) == len(values) else None
+
+
+def variance_in_tasks(scores: np.ndarray, tasks: Sequence[str]) -> float | None:
+    """The unbiased variance of the scores, (seeds, clients), of the clients of a task: mean over tasks and seeds."""
+    groups = [[k for k, own in enumerate(tasks) if own == task] for task in dict.fromkeys(tasks)]
+    variances = [scores[:, group].var(axis=1, ddof=1).mean() for group in groups if len(group) > 1]
+    return float(np.mean(variances)) if variances else None
 
 
 def methods_table(comparison: MethodComparison) -> Table:

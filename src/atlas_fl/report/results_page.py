@@ -18,20 +18,19 @@ from atlas_fl.config.methods import METHODS
 from atlas_fl.config.settings import settings, value_of
 from atlas_fl.config.values import to_words
 from atlas_fl.errors import ConfigError
+from atlas_fl.experiment.tuning import DEVELOPMENT_SEEDS, KNOBS
 from atlas_fl.report.comparison import read_summary
 from atlas_fl.report.federation_ranks import MethodRanks, rank_comparisons
-from atlas_fl.report.format import human_bytes, number, seconds
+from atlas_fl.report.format import EMPTY, human_bytes, number, seconds
 from atlas_fl.report.method_comparison import MethodComparison, MethodRow, compare_methods
 from atlas_fl.report.statistics import ALPHA, ROPE, PairedComparison
 from atlas_fl.storage.run_folder import RunFolder
 
-DEVELOPMENT_SEEDS = (9001, 9002)
-"""Seeds of `--trials`, which no result is computed from."""
 OF_THE_METHOD = frozenset(
     {"strategy", "seed", *(name for method in METHODS.values() for name in (*method.settings, *method.suggested))}
 )
 """Settings in which the methods of one federation may differ."""
-OF_THE_TUNING = frozenset({"lr", "eta", "server_lr", "gram_alpha"})
+OF_THE_TUNING = frozenset({"lr", *(name for name, _ in KNOBS.values())}) - OF_THE_METHOD
 """Settings that tuning varies; where they differ inside a federation they stand beside the method's name."""
 ENOUGH = 10
 """Federations from which the approximations of the rank tests hold (Demsar 2006)."""
@@ -209,6 +208,8 @@ def _reading(control: str) -> list[str]:
         f" `{control}`.",
         f"- *shown*: what has a posterior probability of {SHOWN:g} or more (Bayesian signed-rank): better, worse, or"
         f" equal within {ROPE:g}; a dash where the seeds do not tell.",
+        "- *deviation*: of the scores of the clients of one task, the root of their mean variance over tasks and seeds;"
+        " *below whole*: bytes that it does not send of those of whole models in every round.",
         "- *p*: exact sign flips of the differences of the seeds, with Holm's correction over the rows of a table."
         " Where seeds are few it cannot be small; each table says how small.",
     ]
@@ -249,9 +250,9 @@ def _federation_lines(result: FederationResults) -> Iterator[str]:
 
 
 def _method_rows(comparison: MethodComparison) -> Iterator[str]:
-    headings = ["mean and 95%", "middle half", "worst client", "lowest third", "over majority"]
-    yield f"| method | {' | '.join(headings)} | hurt: local | hurt: control | bytes | time |"
-    yield "|---|---|---|---|---|---|---|---|---|---|"
+    headings = ["mean and 95%", "middle half", "worst client", "lowest third", "deviation", "over majority"]
+    yield f"| method | {' | '.join(headings)} | hurt: local | hurt: control | bytes | below whole | time |"
+    yield "|---|---|---|---|---|---|---|---|---|---|---|---|"
     for name, row in comparison.rows.items():
         yield f"| `{name}` | {' | '.join(_method_cells(row))} |"
 
@@ -264,10 +265,12 @@ def _method_cells(row: MethodRow) -> list[str]:
         number(statistics.interquartile_mean, 3),
         number(statistics.worst_client, 3),
         number(statistics.lowest_third, 3),
+        EMPTY if row.variance_in_tasks is None else f"{row.variance_in_tasks**0.5:.3f}",
         number(row.gain_over_majority, 3, sign=True),
         number(statistics.hurt, 2),
         number(row.hurt_by_control, 2),
         human_bytes(row.num_bytes),
+        EMPTY if row.bytes_below_whole is None else f"{100 * row.bytes_below_whole:.2f}%",
         "-" if row.seconds is None else seconds(row.seconds),
     ]
 
