@@ -1,18 +1,23 @@
 """IFCA's choice: the least loss wins, ties stay, and the models are those of the clusters."""
 
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from math import inf, nan
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from atlas_fl.aggregation.cfl import CLUSTERS
+from atlas_fl.aggregation.matrices import Federation
+from atlas_fl.aggregation.registry import find_strategy
+from atlas_fl.aggregation.strategies import StrategyOptions
 from atlas_fl.client.job import Job, Update
 from atlas_fl.config import with_values
 from atlas_fl.config.presets import find_preset
-from atlas_fl.experiment.cluster_choice import choose_clusters, draw_clusters
+from atlas_fl.experiment.cluster_choice import LOSSES, choose_clusters, draw_clusters
 from atlas_fl.experiment.state import FederationState
 
 TASKS = {"a": "movie", "b": "movie", "c": "movie", "d": "trec"}
@@ -33,6 +38,25 @@ class Losses:
             Update(client=job.client, params={}, examples=1, metrics={"loss": self.table[job.client][a_of(job.params)]})
             for job in jobs
             if job.client not in self.silent
+        ]
+
+
+@dataclass
+class Quadratic:
+    """An engine whose clients have the loss (w - o)^2 with their optima o."""
+
+    optima: dict[str, float]
+
+    def run(self, action: str, jobs: list[Job]) -> list[Update]:
+        assert action == "evaluate"
+        return [
+            Update(
+                client=job.client,
+                params={},
+                examples=1,
+                metrics={"loss": (a_of(job.params) - self.optima[job.client]) ** 2},
+            )
+            for job in jobs
         ]
 
 
@@ -89,12 +113,73 @@ def test_who_does_not_answer_stays() -> None:
     assert choice.moved == {"b": 1}
 
 
+@pytest.mark.parametrize(
+    ("losses", "cluster", "kept"),
+    [
+        ({0: nan, 1: 0.7}, 1, {"1"}),
+        ({0: 0.7, 1: nan}, 0, {"0"}),
+        ({0: inf, 1: nan}, 0, set()),
+    ],
+)
+def test_a_loss_that_is_no_number_never_wins_and_is_not_remembered(
+    losses: dict[float, float], cluster: int, kept: set[str]
+) -> None:
+    """One in the server state would undo the round of everyone."""
+    table = {**{name: {0: 0.9, 1: 0.1} for name in TASKS}, "a": losses}
+    choice, _ = chosen(Losses(table), {"a": 0, "b": 0, "c": 1, "d": 1})
+    assert labels(choice) == {"a": cluster, "b": 1, "c": 1, "d": 1}
+    remembered = choice.state.server_state[LOSSES]
+    assert set(remembered.get("a", {})) == kept
+    assert all(tensor.isfinite() for by_label in remembered.values() for tensor in by_label.values())
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_planted_federation_is_found(seed: int) -> None:
+    """Eight clients with losses (w - o)^2 and optima near +1 or -1; beside it, the algorithm in NumPy."""
+    names, optima = [f"c{k}" for k in range(8)], np.array([0.9, -0.9, 1.0, -1.0, 1.1, -1.1, 0.95, -0.95])
+    config = with_values(find_preset("smoke"), {"strategy": "ifca", "ranks": "8", "rounds": 9, "ifca_clusters": 2})
+    config = replace(config, run=replace(config.run, seed=seed))
+    federation = Federation(
+        clients=tuple(names),
+        weights=np.ones(8),
+        clusters=np.zeros(8, np.int64),
+        adjacency=np.zeros((8, 8)),
+        head_groups=("t",) * 8,
+    )
+    clients = [SimpleNamespace(name=name, task=SimpleNamespace(name="t")) for name in names]
+    assembly: Any = SimpleNamespace(config=config, clients=clients, names=tuple(names))
+    planned: Any = SimpleNamespace(plan=SimpleNamespace(federation=lambda: federation))
+    strategy = find_strategy("ifca", StrategyOptions(space="factors"))
+    start = {name: {"q.lora_A": torch.zeros(1, 1), "q.lora_B": torch.ones(1, 1)} for name in names}
+    state = FederationState(round=0, server_models=start, client_models=start)
+    drawn = draw_clusters(names, count=2, seed=seed)
+    numpy_labels, centres = np.array([drawn[name] for name in names]), np.zeros(2)
+    for round in range(5):
+        state = choose_clusters(assembly, planned, Quadratic(dict(zip(names, optima))), state, names).state
+        if round:
+            numpy_labels = np.argmin((optima[:, None] - centres[None, :]) ** 2, axis=1)
+        trained = (centres[numpy_labels] + optima) / 2
+        centres = np.array([trained[numpy_labels == j].mean() for j in (0, 1)])
+        updates = {
+            name: {**state.client_models[name], "q.lora_A": (state.client_models[name]["q.lora_A"] + optimum) / 2}
+            for name, optimum in zip(names, optima)
+        }
+        result = strategy.aggregate(state.server_state, state.server_models, updates, federation, round=round + 1)
+        after = result.client_models
+        state = replace(
+            state, round=round + 1, server_models=after, client_models=after, server_state=result.server_state
+        )
+        assert [a_of(after[name]) for name in names] == pytest.approx(centres[numpy_labels], abs=1e-6)
+    found = [int(state.server_state[CLUSTERS][name]) for name in names]  # type: ignore[index, arg-type]
+    assert len(set(found[::2])) == len(set(found[1::2])) == 1 and found[0] != found[1]
+
+
 def test_the_models_of_the_other_clusters_are_counted() -> None:
     """Two values of four bytes: one other model of an A and a head to each of four clients."""
     table = {name: {0: 0.9, 1: 0.1} for name in TASKS}
     choice, _ = chosen(Losses(table), {"a": 0, "b": 0, "c": 1, "d": 1})
     assert Counter((row.client, row.direction, row.kind, row.round) for row in choice.messages) == Counter(
-        {(name, "down", kind, 2): 1 for name in TASKS for kind in ("adapter", "head")}
+        (name, *message, 2) for name in TASKS for message in (("down", "adapter"), ("down", "head"), ("up", "control"))
     )
 
 

@@ -45,6 +45,24 @@ def test_with_one_cluster_it_is_fedavg_to_the_last_bit(config: MakeConfig) -> No
     assert all(torch.equal(first[key], second[key]) for key in first)
 
 
+def test_a_client_alone_trains_locally_to_the_last_bit(config: MakeConfig) -> None:
+    alone = {"clients_per_task": 1, "tasks": "movie", "ranks": "4", "space": "factors"}
+    ifca = run_config(config(**alone, strategy="ifca", name="ifca")).folder
+    local = run_config(config(**alone, strategy="local", name="local")).folder
+    first, second = (load_file(folder / "audit/round-0003/trained.safetensors") for folder in (ifca, local))
+    assert all(torch.equal(first[key], second[key]) for key in second)
+
+
+def test_two_workers_end_as_one_process_does_and_few_clients_a_round_pass_the_audit(config: MakeConfig) -> None:
+    partly = {**IFCA, "participation": 0.75}
+    one, two = (run_config(config(**partly, name=f"workers-{n}", workers=n)).folder for n in (1, 2))
+    assert audit_run(two).ok, audit_run(two).failures[:3]
+    assert rows(one, "ledger") == rows(two, "ledger")
+    for round in (1, 2, 3):
+        first, second = (load_file(folder / f"audit/round-000{round}/server.safetensors") for folder in (one, two))
+        assert all(torch.equal(first[key], second[key]) for key in first if key.startswith("clusters/"))
+
+
 def test_a_run_that_is_killed_goes_on_to_the_same_bits(config: MakeConfig, programs: Programs, tmp_path: Path) -> None:
     whole = run_config(config(**IFCA)).folder
     (tmp_path / "config.toml").write_text(to_toml(config(**IFCA, name="killed")))

@@ -5,11 +5,13 @@
 Ghosh et al. 2020, arXiv:2006.04088, algorithm 1. Adapters begin with B = 0, so that all cluster models would be one;
 the first clusters are therefore drawn by the seed, as even as can be, and round one makes the models differ. A
 cluster's model is what its members begin with: its adapters are one set, its head that of a member of the same task, or
-the client's own where it has none. A cluster that nobody chooses is gone. Of equal losses a client's own cluster wins.
+the client's own where it has none. A cluster that nobody chooses is gone. Of equal losses a client's own cluster wins;
+a loss that is NaN or infinite is left out, so that a model that has diverged at one client stops nobody else.
 """
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from math import isfinite
 
 import torch
 
@@ -23,6 +25,7 @@ from atlas_fl.planning.plan import PlanResult
 from atlas_fl.rng import generator
 from atlas_fl.runtime.engine import Engine
 from atlas_fl.setup.assembly import Assembly
+from atlas_fl.storage.jsonl import to_json
 from atlas_fl.storage.ledger import Kind, LedgerRow, payload_bytes
 
 LOSSES = "losses"
@@ -35,7 +38,7 @@ class ClusterChoice:
 
     state: FederationState
     messages: tuple[LedgerRow, ...] = ()
-    """The models of the other clusters, which went to everyone who chose."""
+    """The models of the other clusters, which went to everyone who chose, and the losses that came back."""
     moved: Mapping[str, int] = field(default_factory=dict)
     """The new cluster of each client that left its own."""
 
@@ -63,13 +66,13 @@ def choose_clusters(
         for label in sorted(set(own.values()))
     }
     losses = _losses(engine, candidates, round=number, prior_correction=config.training.prior_correction)
-    best = {name: _least(by_label, own[name]) for name, by_label in losses.items()}
+    best = {name: _least(by_label, own[name]) for name, by_label in losses.items() if by_label}
     moved = {name: label for name, label in best.items() if label != own[name]}
     begun = {**state.client_models, **{name: candidates[label][name] for name, label in moved.items()}}
     held = {**state.server_models, **{name: candidates[label][name] for name, label in moved.items()}}
     after = replace(state, client_models=begun, server_models=held, server_state=_state_of({**own, **best}, losses))
     sent = {name: [candidates[j][name] for j in candidates if j != own[name]] for name in losses}
-    return ClusterChoice(state=after, messages=tuple(_messages(sent, round=number)), moved=moved)
+    return ClusterChoice(state=after, messages=tuple(_messages(sent, losses, round=number)), moved=moved)
 
 
 def _least(losses: Mapping[int, float], own: int) -> int:
@@ -103,17 +106,24 @@ def _cluster_model(
 def _losses(
     engine: Engine, candidates: Mapping[int, ByClient], *, round: int, prior_correction: bool
 ) -> dict[str, dict[int, float]]:
-    """The loss of every cluster's model on each client's training examples, of the clients that answered for all."""
+    """The finite losses of the clusters' models on the training examples of each client that answered for all."""
     options = EvaluateOptions(split="train", prior_correction=prior_correction)
     losses: dict[str, dict[int, float]] = {}
     for label, models in candidates.items():
         jobs = [Job(client=name, params=params, round=round, options=options) for name, params in models.items()]
         for update in engine.run("evaluate", jobs):
             losses.setdefault(update.client, {})[label] = update.metrics["loss"]
-    return {name: by_label for name, by_label in losses.items() if by_label.keys() == candidates.keys()}
+    return {
+        name: {label: loss for label, loss in by_label.items() if isfinite(loss)}
+        for name, by_label in losses.items()
+        if by_label.keys() == candidates.keys()
+    }
 
 
-def _messages(sent: Mapping[str, Sequence[Params]], *, round: int) -> list[LedgerRow]:
+def _messages(
+    sent: Mapping[str, Sequence[Params]], losses: Mapping[str, Mapping[int, float]], *, round: int
+) -> list[LedgerRow]:
+    """The other clusters' models down, and each client's losses up."""
     rows = []
     for name, models in sent.items():
         kinds: tuple[tuple[bool, Kind], ...] = ((False, "adapter"), (True, "head"))
@@ -123,4 +133,6 @@ def _messages(sent: Mapping[str, Sequence[Params]], *, round: int) -> list[Ledge
                 for params in models
             )
             rows.append(LedgerRow(round=round, client=name, direction="down", kind=kind, bytes=size))
+        told = len(to_json({str(label): loss for label, loss in losses[name].items()}).encode())
+        rows.append(LedgerRow(round=round, client=name, direction="up", kind="control", bytes=told))
     return [row for row in rows if row.bytes]
